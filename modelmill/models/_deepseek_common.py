@@ -20,6 +20,7 @@ from modelmill.models._hf_config import (
     require_value,
 )
 from modelmill.models._layer_rules import CheckpointLayout, RuleSource
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models._moe_config import (
     SHARED_EXPERTS_LAYOUT,
     leading_dense_layers,
@@ -93,7 +94,9 @@ def decoder_config(
     check_rotary_pairs("qk_rope_head_dim", rope_dim, rope_dim)
     sizes = {"head_dim": rope_dim, "num_key_value_heads": heads}
     config = _llama_common.config_from_hf(
-        overlay_config(raw, {}, sizes), positions=positions, activation=act
+        overlay_config(raw, {}, sizes),
+        ConfigDefaults(positions=positions),
+        activation=act,
     )
     inner = positive_int(raw, "moe_intermediate_size", default=defaults["moe_intermediate_size"])
     count = positive_int(raw, "n_shared_experts", default=defaults["n_shared_experts"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from modelmill.core.config_view import overlay_config
@@ -41,43 +41,58 @@ it.
 """
 
 
+@dataclass(frozen=True)
+class ConfigDefaults:
+    """Values of a family's original configuration class, which hold where config.json is silent.
+
+    Attributes:
+        kv_heads: ``num_key_value_heads``; None: as many as heads.
+        head_dim: None: hidden_size / heads.
+        positions: ``max_position_embeddings``.
+        eps: ``rms_norm_eps``; None: 1e-6, or 1e-5 of LayerNorm.
+        tied: ``tie_word_embeddings``.
+        theta: ``rope_theta``.
+        activation: ``hidden_act`` of a family that may have any; None: SiLU alone is accepted.
+    """
+
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    positions: int = 2048
+    eps: float | None = None
+    tied: bool = False
+    theta: float = 10000.0
+    activation: str | None = None
+
+
 def config_from_hf(
     raw: Mapping[str, Any],
-    positions: int = 2048,
+    defaults: ConfigDefaults = ConfigDefaults(),
     *,
-    eps: float = 1e-6,
     layer_norm: str | None = None,
-    tied: bool = False,
-    theta: float = 10000.0,
     partial: float | None = None,
     rope_options: Mapping[str, Any] | None = None,
-    hidden_act: str | None = None,
     **switches: Any,
 ) -> DecoderConfig:
     """The decoder's sizes from a config.json.
 
     Args:
         raw: The config.
-        positions: ``max_position_embeddings`` of the family where config.json is silent.
-        eps: ``rms_norm_eps`` where config.json is silent; likewise ``tied`` and ``theta``.
-        layer_norm: Of a family with LayerNorm the key of its epsilon, which is 1e-5 where
-            config.json is silent.
-        tied: ``tie_word_embeddings``.
-        theta: ``rope_theta``.
+        defaults: What holds where it is silent.
+        layer_norm: Of a family with LayerNorm the key of its epsilon.
         partial: As in ``rope_spec``.
         rope_options: Further arguments of ``rope_spec``.
-        hidden_act: The activation where config.json is silent, of a family that may have any; None:
-            SiLU alone, if ``switches`` does not name it.
-        switches: Further fields of DecoderConfig.
+        switches: Further fields of DecoderConfig; ``activation`` among them is not read here.
     """
-    if hidden_act is not None:
-        switches["activation"] = activation(raw, "hidden_act", hidden_act)
+    if defaults.activation is not None:
+        switches["activation"] = activation(raw, "hidden_act", defaults.activation)
     elif "activation" not in switches:
         require_value(raw, "hidden_act", ("silu", "swish"), "silu")
-    eps_key = "rms_norm_eps"
+    eps_key, eps = "rms_norm_eps", 1e-6
     if layer_norm is not None:
         eps_key, eps = layer_norm, 1e-5
         switches = {"norm": LAYER_NORM, **switches}
+    sizes = {"num_key_value_heads": defaults.kv_heads, "head_dim": defaults.head_dim}
+    raw = overlay_config(raw, {key: size for key, size in sizes.items() if size is not None})
     hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
     kv_heads = positive_int(raw, "num_key_value_heads", default=heads)
     head_dim = positive_int(raw, "head_dim", default=max(hidden // heads, 1))
@@ -86,8 +101,10 @@ def config_from_hf(
         raise CheckpointError(
             f"config.json: head_dim={head_dim} is odd; rotary embeddings need pairs"
         )
-    positions = positive_int(raw, "max_position_embeddings", default=positions)
-    spec = rope_spec(raw, head_dim, positions, theta=theta, partial=partial, **(rope_options or {}))
+    positions = positive_int(raw, "max_position_embeddings", default=defaults.positions)
+    spec = rope_spec(
+        raw, head_dim, positions, theta=defaults.theta, partial=partial, **(rope_options or {})
+    )
     return DecoderConfig(
         hidden=hidden,
         inner=positive_int(raw, "intermediate_size"),
@@ -96,10 +113,10 @@ def config_from_hf(
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocab=positive_int(raw, "vocab_size"),
-        eps=non_negative_float(raw, eps_key, default=eps),
+        eps=non_negative_float(raw, eps_key, default=eps if defaults.eps is None else defaults.eps),
         max_len=max_sequence_len(spec, positions),
         rope=spec,
-        tied=boolean(raw, "tie_word_embeddings", tied),
+        tied=boolean(raw, "tie_word_embeddings", defaults.tied),
         **switches,
     )
 

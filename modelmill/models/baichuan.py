@@ -14,7 +14,7 @@ from modelmill.checkpoint.rename import Rule
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import MAX_SIZE, positive_int, require_value
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
@@ -27,7 +27,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in BaichuanConfig."""
     loss = raw.get("z_loss_weight")
     normed = loss is not None or raw.get("vocab_size") == BAICHUAN2_VOCAB
-    config = _llama_common.config_from_hf(raw, positions=4096, normed_head=normed)
+    config = _llama_common.config_from_hf(raw, ConfigDefaults(positions=4096), normed_head=normed)
     if raw.get("max_position_embeddings") is not None:
         return config
     for key in ("rope_scaling", "rope_theta"):  # a 7B that lost its key would be computed wrongly

@@ -11,7 +11,7 @@ from typing import Any
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias, num_layers, positive_float
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM_WITHOUT_BIAS
 from modelmill.nn.parallel_layer import ParallelLayer
@@ -36,11 +36,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     windows = _llama_common.interleaved_windows(raw, layers, has_pattern=True)
     return _llama_common.config_from_hf(
         raw,
-        positions=8192,
+        ConfigDefaults(positions=8192, tied=True, activation="silu"),
         layer_norm="layer_norm_eps",
         norm=LAYER_NORM_WITHOUT_BIAS,
-        tied=True,
-        hidden_act="silu",
         layer=ParallelLayer,
         **attention_bias(raw),
         logit_scale=positive_float(raw, "logit_scale", default=0.0625),

@@ -9,7 +9,7 @@ from typing import Any
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import boolean, positive_int
-from modelmill.models._llama_common import SLIDING_ATTENTION, layer_types
+from modelmill.models._llama_common import SLIDING_ATTENTION, ConfigDefaults, layer_types
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 LAYOUT = _llama_common.LAYOUT
@@ -31,10 +31,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         raw = overlay_config(raw, {}, {"rope_parameters": DEFAULT_ROPE})
     config = _llama_common.config_from_hf(
         raw,
-        positions=131072,
-        eps=1e-5,
-        theta=1000000.0,
-        hidden_act="silu",
+        ConfigDefaults(positions=131072, eps=1e-5, theta=1000000.0, activation="silu"),
         mlp_bias=boolean(raw, "mlp_bias", False),
     )
     types, size = layer_types(raw, config.layers), positive_int(raw, "sliding_window")

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.config_view import overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
@@ -16,7 +15,7 @@ from modelmill.models._hf_config import (
     positive_int,
 )
 from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout, RuleSource
-from modelmill.models._llama_common import CHECKPOINT_NAMES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._moe_config import (
     EXPERT_NAMES,
     MAX_EXPERTS,
@@ -40,13 +39,15 @@ FLOAT32_TENSORS = SELECTION_BIASES
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Ernie4_5_MoeConfig."""
-    raw = overlay_config(raw, {"num_key_value_heads": 4})
     biases = linear_bias_fields(raw, "use_bias", False)
     act, biased = activation(raw, "hidden_act", "silu"), biases["mlp_bias"]
     config = _llama_common.config_from_hf(
-        raw, positions=131072, eps=1e-5, tied=True, theta=500000.0, activation=act,
-        head_bias=biased, **biases,
-    )  # fmt: skip
+        raw,
+        ConfigDefaults(kv_heads=4, positions=131072, eps=1e-5, tied=True, theta=500000.0),
+        activation=act,
+        head_bias=biased,
+        **biases,
+    )
     if non_negative_float(raw, "moe_norm_min", default=1e-12) > 1e-6:  # below every real sum
         raise CheckpointError("config.json: moe_norm_min must be at most 1e-06")
     # each has a second name, which transformers reads too

@@ -9,6 +9,7 @@ from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import num_layers
 from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models.olmo2 import POST_NORM_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.post_norm import PostNormLayer
@@ -29,8 +30,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         windows = _llama_common.interleaved_windows(raw, layers, has_pattern=True)
     return _llama_common.config_from_hf(
         raw,
-        eps=1e-5,
-        hidden_act="silu",
+        ConfigDefaults(eps=1e-5, activation="silu"),
         layer=PostNormLayer,
         qk_norm=True,
         windows=windows,

@@ -21,6 +21,7 @@ from modelmill.models._hf_config import (
     linear_bias_fields,
     positive_int,
 )
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.parallel_layer import ParallelLayer
@@ -49,8 +50,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     }
     config = _llama_common.config_from_hf(
         overlay_config(raw, {}, sizes),
+        ConfigDefaults(tied=True),
         layer_norm="layer_norm_epsilon",
-        tied=True,
         activation=activation(raw, "activation", "gelu"),
         layer=ParallelLayer if parallel else PreNormLayer,
         mlp_norm=_has_two_norms(raw, new, parallel),

@@ -16,7 +16,7 @@ from modelmill.models._falcon_h1_multipliers import (
 )
 from modelmill.models._hf_config import attention_and_mlp_bias, boolean, factor, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._mamba_config import conv_width, mamba_names, state_heads, time_step_limit
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.hybrid_layer import HybridLayer, beside_attention
@@ -39,9 +39,8 @@ UNUSED_CONFIG_KEYS = ("mamba_chunk_size", "num_logits_to_keep")
 def config_from_hf(raw: Mapping[str, Any]) -> FalconH1Config:
     """Sizes from config.json; what it does not name is as in FalconH1Config."""
     config = _llama_common.config_from_hf(
-        overlay_config(raw, {"num_key_value_heads": 8}),
-        8192,
-        eps=1e-5,
+        raw,
+        ConfigDefaults(kv_heads=8, positions=8192, eps=1e-5),
         layer=HybridLayer,
         **attention_and_mlp_bias(raw),
         embedding_scale=factor(raw, "embedding_multiplier"),

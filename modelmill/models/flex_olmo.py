@@ -10,6 +10,7 @@ from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, attention_bias, boolean, non_negative_float
 from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models._moe_config import EXPERT_NAMES, router_config
 from modelmill.models.olmo2 import POST_NORM_NAMES
 from modelmill.models.olmoe import QK_NORMS
@@ -28,8 +29,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     raw = overlay_config(raw, {"rms_norm_eps": 1e-6})
     config = _llama_common.config_from_hf(
         raw,
-        positions=4096,
-        theta=500000.0,
+        ConfigDefaults(positions=4096, theta=500000.0),
         activation=act,
         layer=PostNormLayer,
         **attention_bias(raw),

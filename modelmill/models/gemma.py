@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, attention_bias, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, norms_less_one=True)
@@ -19,11 +18,9 @@ SUPPORTED_VALUES = {"hidden_activation": ("gelu_pytorch_tanh",)}
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; "gelu" means its tanh approximation, as in GemmaConfig."""
     act = activation(raw, "hidden_act", "gelu_pytorch_tanh")
-    raw = overlay_config(raw, {"num_key_value_heads": 16, "head_dim": 256})
     return _llama_common.config_from_hf(
         raw,
-        positions=8192,
-        tied=True,
+        ConfigDefaults(kv_heads=16, head_dim=256, positions=8192, tied=True),
         activation="gelu_tanh" if act == "gelu" else act,
         embedding_scale=positive_int(raw, "hidden_size") ** 0.5,
         **attention_bias(raw),

@@ -14,7 +14,7 @@ from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common, gemma2
 from modelmill.models._hf_config import num_layers, optional_positive, positive_float, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **gemma2.NORM_NAMES}, norms_less_one=True)
@@ -40,7 +40,7 @@ def _config(rotated: Mapping[str, Any], raw: Mapping[str, Any]) -> DecoderConfig
     """The config with one of the two rotations."""
     return _llama_common.config_from_hf(
         rotated,
-        positions=MAX_POSITIONS,
+        ConfigDefaults(positions=MAX_POSITIONS, tied=True),
         qk_norm=True,
         **gemma2.common_fields(raw),
         logit_softcap=optional_positive(raw, "final_logit_softcapping"),

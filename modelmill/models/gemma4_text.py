@@ -26,7 +26,7 @@ from modelmill.models._hf_config import (
     positive_int,
 )
 from modelmill.models._layer_rules import CheckpointLayout, RuleSource
-from modelmill.models._llama_common import CHECKPOINT_NAMES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder
 from modelmill.nn.layer_spec import linear_tensors
 from modelmill.nn.per_layer_input import PerLayerInputs
@@ -78,7 +78,10 @@ def config_from_hf(raw: Mapping[str, Any]) -> Gemma4Config:
     plain = overlay_config(raw, {}, {"rope_parameters": None})
     act = activation(raw, "hidden_activation", "gelu_pytorch_tanh")
     common = _llama_common.config_from_hf(
-        plain, positions=MAX_POSITIONS, tied=True, activation=act, **attention_bias(raw)
+        plain,
+        ConfigDefaults(positions=MAX_POSITIONS, tied=True),
+        activation=act,
+        **attention_bias(raw),
     )
     own = common.kv_heads, common.head_dim
     full_kv_heads, full_head_dim = _gemma4_config.full_attention_head_sizes(raw, windows, own)

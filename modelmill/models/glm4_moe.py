@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, boolean, positive_int
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models._moe_config import (
     SELECTION_BIASES,
     SHARED_EXPERTS_LAYOUT,
@@ -29,12 +29,10 @@ FLOAT32_TENSORS = SELECTION_BIASES
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Glm4MoeConfig."""
-    raw = overlay_config(raw, {"num_key_value_heads": 8})
     bias, act = boolean(raw, "attention_bias", False), activation(raw, "hidden_act", "silu")
     config = _llama_common.config_from_hf(
         raw,
-        positions=131072,
-        eps=1e-5,
+        ConfigDefaults(kv_heads=8, positions=131072, eps=1e-5),
         partial=0.5,
         activation=act,
         qkv_bias=bias,

@@ -9,6 +9,7 @@ from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias, boolean, head_dim_override, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models._megatron_names import layer_checkpoint_names
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.parallel_layer import ParallelLayer
@@ -33,10 +34,10 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     parallel = boolean(raw, "use_parallel_residual", True)
     return _llama_common.config_from_hf(
         raw,
+        ConfigDefaults(activation="gelu"),
         layer_norm="layer_norm_eps",
         partial=0.25,
         rope_options={"theta_key": "rotary_emb_base", "partial_key": "rotary_pct"},
-        hidden_act="gelu",
         layer=ParallelLayer if parallel else PreNormLayer,
         mlp_norm=True,
         gated=False,

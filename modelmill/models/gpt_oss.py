@@ -14,7 +14,7 @@ from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias, num_layers, positive_float
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._moe_config import EXPERT_NAMES, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
@@ -46,10 +46,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     layers = num_layers(raw, "num_hidden_layers")
     config = _llama_common.config_from_hf(
         raw,
+        ConfigDefaults(positions=131072, eps=1e-5, theta=150000.0),
         sinks=True,
-        positions=131072,
-        eps=1e-5,
-        theta=150000.0,
         **attention_bias(raw, default=True),
         windows=_llama_common.interleaved_windows(raw, layers, 2),
     )

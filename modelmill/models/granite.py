@@ -7,6 +7,7 @@ from typing import Any
 
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_and_mlp_bias, factor, positive_float
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import ScaledBranchLayer
 
@@ -17,7 +18,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GraniteConfig."""
     return _llama_common.config_from_hf(
         raw,
-        hidden_act="silu",
+        ConfigDefaults(activation="silu"),
         layer=ScaledBranchLayer,
         **attention_and_mlp_bias(raw),
         attention_scale=positive_float(raw, "attention_multiplier", default=1.0),

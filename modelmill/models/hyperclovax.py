@@ -9,7 +9,7 @@ from modelmill.core.errors import CheckpointError
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_and_mlp_bias, boolean, factor, positive_float
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import SandwichLayer, ScaledBranchLayer
 
@@ -34,7 +34,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     attention_scale = raw.get("attention_multiplier")
     return _llama_common.config_from_hf(
         raw,
-        hidden_act="silu",
+        ConfigDefaults(activation="silu"),
         layer=SandwichLayer if normed else ScaledBranchLayer,
         **attention_and_mlp_bias(raw),
         attention_scale=None

@@ -8,6 +8,7 @@ from typing import Any
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import boolean
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 LAYOUT = _llama_common.LAYOUT
@@ -21,9 +22,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     bias = boolean(raw, "bias", False)
     return _llama_common.config_from_hf(
         raw,
-        positions=32768,
-        eps=1e-5,
-        hidden_act="silu",
+        ConfigDefaults(positions=32768, eps=1e-5, activation="silu"),
         qkv_bias=boolean(raw, "qkv_bias", False),
         out_bias=bias,
         mlp_bias=bias,

@@ -7,6 +7,7 @@ from typing import Any
 
 from modelmill.models import _llama_common, arcee
 from modelmill.models._hf_config import attention_bias, boolean
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 LAYOUT = arcee.LAYOUT
@@ -16,9 +17,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Jais2Config."""
     return _llama_common.config_from_hf(
         raw,
-        positions=8192,
+        ConfigDefaults(positions=8192, activation="relu2"),
         layer_norm="layer_norm_eps",
-        hidden_act="relu2",
         gated=False,
         **attention_bias(raw, default=True),
         mlp_bias=boolean(raw, "mlp_bias", True),

@@ -13,7 +13,7 @@ from modelmill.models import _llama_common
 from modelmill.models._hf_config import boolean, num_layers, optional_positive, positive_int
 from modelmill.models._hybrid_config import recurrent_layers
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._mamba_config import conv_width
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.short_conv import ShortConvSpec
@@ -51,8 +51,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
     config = _llama_common.config_from_hf(
         overlay_config(raw, {}, {"rms_norm_eps": raw["norm_eps"]}),
-        128_000,
-        theta=1e6,
+        ConfigDefaults(positions=128_000, theta=1e6),
         qk_norm=True,
     )
     conv = ShortConvSpec(

@@ -14,10 +14,7 @@ LAYOUT = _llama_common.LAYOUT
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; biases only where the config sets them."""
-    config = _llama_common.config_from_hf(
-        raw,
-        **attention_and_mlp_bias(raw),
-    )
+    config = _llama_common.config_from_hf(raw, **attention_and_mlp_bias(raw))
     return _llama_common.refuse_sliding_windows(raw, config)
 
 

@@ -13,6 +13,7 @@ from modelmill.models._hf_config import (
     positive_float,
     positive_int,
 )
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import ScaledBranchLayer
 
@@ -29,7 +30,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     width = positive_int(raw, "dim_model_base", default=1) / positive_int(raw, "hidden_size")
     return _llama_common.config_from_hf(
         raw,
-        tied=True,
+        ConfigDefaults(tied=True),
         rope_options={"longrope": True},
         layer=ScaledBranchLayer,
         **attention_bias(raw),

@@ -16,7 +16,7 @@ from modelmill.models._hf_config import (
     require_value,
 )
 from modelmill.models._layer_rules import CheckpointLayout, RuleSource
-from modelmill.models._llama_common import CHECKPOINT_NAMES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._moe_config import SELECTION_BIASES, router_config
 from modelmill.models.mixtral import MIXTRAL_EXPERT_NAMES
 from modelmill.models.olmoe import QK_NORMS
@@ -46,7 +46,7 @@ FLOAT32_TENSORS = SELECTION_BIASES
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in MiniMaxM2Config."""
-    raw = overlay_config(raw, {"num_key_value_heads": 8, "head_dim": 128})
+    raw = overlay_config(raw, {"head_dim": 128})
     kinds = raw.get("attn_type_list")
     if isinstance(kinds, list):  # 1: full attention
         require_value({"attn_type_list": [*{*map(str, kinds)}]}, "attn_type_list", (["1"],), None)
@@ -57,8 +57,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     act = activation(raw, "hidden_act", "silu")
     config = _llama_common.config_from_hf(
         raw,
-        positions=196608,
-        theta=5000000.0,
+        ConfigDefaults(kv_heads=8, positions=196608, theta=5000000.0),
         partial=1.0,
         activation=act,
         qkv_norm=QKNormConfig(WIDE_RMS, non_negative_float(raw, "rms_norm_eps", default=1e-6)),

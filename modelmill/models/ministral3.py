@@ -9,6 +9,7 @@ from typing import Any
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import non_negative_float, positive_int
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.query_growth import AttentionTemperature
 
@@ -39,7 +40,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     for idle in (SLOPE, "max_position_embeddings", *(() if scales else (TRAINED,))):
         rope.pop(idle, None)
     config = _llama_common.config_from_hf(
-        overlay_config(raw, {}, {key: rope}), positions=262144, eps=1e-5
+        overlay_config(raw, {}, {key: rope}),
+        ConfigDefaults(positions=262144, eps=1e-5),
     )
     return _llama_common.with_sliding_window(raw, replace(config, query_growth=growth))
 

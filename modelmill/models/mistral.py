@@ -8,6 +8,7 @@ from typing import Any
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import num_layers
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 LAYOUT = _llama_common.LAYOUT
@@ -23,7 +24,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         raw, {"num_key_value_heads": 8}, {"use_sliding_window": True, "max_window_layers": 0}
     )
     return _llama_common.config_from_hf(
-        raw, positions=131072, windows=_llama_common.sliding_windows(raw, layers)
+        raw,
+        ConfigDefaults(positions=131072),
+        windows=_llama_common.sliding_windows(raw, layers),
     )
 
 

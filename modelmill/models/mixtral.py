@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._moe_config import router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
@@ -27,10 +26,11 @@ LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **MIXTRAL_EXPERT_NAMES})
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in MixtralConfig."""
-    raw = overlay_config(raw, {"num_key_value_heads": 8})
     act = activation(raw, "hidden_act", "silu")
     config = _llama_common.config_from_hf(
-        raw, positions=131072, eps=1e-5, theta=1e6, activation=act
+        raw,
+        ConfigDefaults(kv_heads=8, positions=131072, eps=1e-5, theta=1e6),
+        activation=act,
     )
     router = router_config(raw, experts=8, top_k=2, renormalize=True)
     moe = MoESpec(router, MLPSpec(config.hidden, config.inner, activation=act))

@@ -10,7 +10,7 @@ from modelmill.checkpoint.rename import Rule
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_and_mlp_bias
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, "mlp.fc_proj": ("mlp.up_proj",)})
@@ -20,10 +20,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in NemotronConfig."""
     return _llama_common.config_from_hf(
         raw,
-        positions=4096,
+        ConfigDefaults(positions=4096, activation="relu2"),
         layer_norm="norm_eps",
         partial=0.5,
-        hidden_act="relu2",
         gated=False,
         **attention_and_mlp_bias(raw),
     )

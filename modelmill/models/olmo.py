@@ -10,6 +10,7 @@ from modelmill.checkpoint.rename import Rule
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias, optional_positive
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM_WITHOUT_BIAS
 
@@ -24,8 +25,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in OlmoConfig."""
     return _llama_common.config_from_hf(
         overlay_config(raw, {}, {"rms_norm_eps": 1e-5}),
+        ConfigDefaults(activation="silu"),
         norm=LAYER_NORM_WITHOUT_BIAS,
-        hidden_act="silu",
         qkv_clip=optional_positive(raw, "clip_qkv"),
         **attention_bias(raw),
     )

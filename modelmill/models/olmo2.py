@@ -8,7 +8,7 @@ from typing import Any
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias, non_negative_float
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.post_norm import PostNormLayer
 from modelmill.nn.qkv_norm import WIDE_RMS, QKNormConfig
@@ -28,8 +28,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     eps = non_negative_float(raw, "rms_norm_eps", default=1e-5)
     return _llama_common.config_from_hf(
         raw,
-        eps=1e-5,
-        hidden_act="silu",
+        ConfigDefaults(eps=1e-5, activation="silu"),
         layer=PostNormLayer,
         **attention_bias(raw),
         qkv_norm=QKNormConfig(WIDE_RMS, eps),

@@ -15,7 +15,7 @@ from modelmill.models._hf_config import (
     require_value,
 )
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._moe_config import EXPERT_NAMES, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
@@ -33,8 +33,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     eps = non_negative_float(raw, "rms_norm_eps", default=1e-5)
     config = _llama_common.config_from_hf(
         raw,
-        positions=4096,
-        eps=1e-5,
+        ConfigDefaults(positions=4096, eps=1e-5),
         activation=act,
         **attention_bias(raw),
         qkv_norm=QKNormConfig(WIDE_RMS, eps),

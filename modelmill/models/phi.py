@@ -8,6 +8,7 @@ from typing import Any
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import EVERY_BIAS, boolean, non_negative_float
 from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.qkv_norm import SHARED_LAYER_NORM, QKNormConfig
@@ -29,9 +30,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in PhiConfig."""
     return _llama_common.config_from_hf(
         raw,
+        ConfigDefaults(activation="gelu_new"),
         layer_norm="layer_norm_eps",
         partial=0.5,
-        hidden_act="gelu_new",
         layer=ParallelLayer,
         gated=False,
         **EVERY_BIAS,

@@ -8,7 +8,7 @@ from typing import Any
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 MERGED_PROJECTIONS = {
@@ -24,11 +24,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     raw = overlay_config(raw, {"original_max_position_embeddings": 4096})
     config = _llama_common.config_from_hf(
         raw,
-        positions=4096,
-        eps=1e-5,
+        ConfigDefaults(positions=4096, eps=1e-5, activation="silu"),
         partial=1.0,
         rope_options={"longrope": True},
-        hidden_act="silu",
     )
     return _llama_common.with_sliding_window(raw, config)
 

@@ -16,7 +16,7 @@ from modelmill.models._hf_config import (
     positive_int,
 )
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._moe_config import EXPERT_NAMES, SHARED_EXPERT, dense_layers, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
@@ -29,10 +29,9 @@ LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT})
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Qwen2MoeConfig."""
     layers, act = num_layers(raw, "num_hidden_layers"), activation(raw, "hidden_act", "silu")
-    raw = overlay_config(raw, {"num_key_value_heads": 16})
     config = _llama_common.config_from_hf(
         raw,
-        positions=32768,
+        ConfigDefaults(kv_heads=16, positions=32768),
         qkv_bias=boolean(raw, "qkv_bias", True),
         activation=act,
         windows=_windows(raw, layers),

@@ -9,24 +9,18 @@ from typing import Any
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _delta_net_config
 from modelmill.models._delta_net_config import (
-    DRAFT_HEADS,
     GATED_ATTENTION,
     QWEN35_INEFFECTIVE_KEYS,
     UNGROUPED_NAMES,
-    WHOLE_NORMS,
 )
 from modelmill.models._hf_config import positive_int
-from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout
 from modelmill.models._moe_config import EXPERT_NAMES, SHARED_EXPERT, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
-LAYOUT = CheckpointLayout(
-    {**UNGROUPED_NAMES, **EXPERT_NAMES, **SHARED_EXPERT},
-    norms_less_one=True,
-    whole_norms=WHOLE_NORMS,
-    ignored=(*IGNORED_BUFFERS, DRAFT_HEADS),
+LAYOUT = replace(
+    _delta_net_config.LAYOUT, names={**UNGROUPED_NAMES, **EXPERT_NAMES, **SHARED_EXPERT}
 )
 UNUSED_CONFIG_KEYS = QWEN35_INEFFECTIVE_KEYS
 SUPPORTED_VALUES = GATED_ATTENTION

@@ -7,21 +7,12 @@ from typing import Any
 
 from modelmill.models import _delta_net_config
 from modelmill.models._delta_net_config import (
-    DRAFT_HEADS,
     GATED_ATTENTION,
     QWEN35_INEFFECTIVE_KEYS,
-    UNGROUPED_NAMES,
-    WHOLE_NORMS,
 )
-from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-LAYOUT = CheckpointLayout(
-    UNGROUPED_NAMES,
-    norms_less_one=True,
-    whole_norms=WHOLE_NORMS,
-    ignored=(*IGNORED_BUFFERS, DRAFT_HEADS),
-)
+LAYOUT = _delta_net_config.LAYOUT
 UNUSED_CONFIG_KEYS = QWEN35_INEFFECTIVE_KEYS
 SUPPORTED_VALUES = GATED_ATTENTION
 

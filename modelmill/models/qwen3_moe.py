@@ -10,7 +10,7 @@ from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, attention_bias, boolean, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._moe_config import EXPERT_NAMES, dense_layers, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
@@ -26,7 +26,11 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     windowed = boolean(raw, "use_sliding_window", False)
     raw = overlay_config(raw, {"num_key_value_heads": 4, "sliding_window": 4096})
     config = _llama_common.config_from_hf(
-        raw, positions=32768, **attention_bias(raw), qk_norm=True, activation=act
+        raw,
+        ConfigDefaults(positions=32768),
+        **attention_bias(raw),
+        qk_norm=True,
+        activation=act,
     )
     router = router_config(
         raw, experts=128, top_k=8, renormalize=boolean(raw, "norm_topk_prob", False)

@@ -7,20 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 from modelmill.models import _delta_net_config
-from modelmill.models._delta_net_config import DRAFT_HEADS, NAMES, WHOLE_NORMS
+from modelmill.models._delta_net_config import NAMES
 from modelmill.models._hf_config import boolean, positive_int
-from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout
 from modelmill.models._moe_config import EXPERT_NAMES, SHARED_EXPERT, dense_layers, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
-LAYOUT = CheckpointLayout(
-    {**NAMES, **EXPERT_NAMES, **SHARED_EXPERT},
-    norms_less_one=True,
-    whole_norms=WHOLE_NORMS,
+LAYOUT = replace(
+    _delta_net_config.LAYOUT,
+    names={**NAMES, **EXPERT_NAMES, **SHARED_EXPERT},
     grouped_state=True,
-    ignored=(*IGNORED_BUFFERS, DRAFT_HEADS),
 )
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelmill.core.config_view import overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_and_mlp_bias, boolean, num_layers, positive_int
-from modelmill.models._llama_common import SLIDING_ATTENTION, layer_types, refuse_sliding_layers
+from modelmill.models._llama_common import (
+    SLIDING_ATTENTION,
+    ConfigDefaults,
+    layer_types,
+    refuse_sliding_layers,
+)
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 LAYOUT = _llama_common.LAYOUT
@@ -18,14 +22,10 @@ LAYOUT = _llama_common.LAYOUT
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in SmolLM3Config."""
     layers = num_layers(raw, "num_hidden_layers")
-    raw = overlay_config(raw, {"num_key_value_heads": 4})
     unrotated = _unrotated_layers(raw, layers)
     return _llama_common.config_from_hf(
         raw,
-        positions=32768,
-        tied=True,
-        theta=2000000.0,
-        hidden_act="silu",
+        ConfigDefaults(kv_heads=4, positions=32768, tied=True, theta=2000000.0, activation="silu"),
         **attention_and_mlp_bias(raw),
         unrotated_layers=unrotated,
         windows=_windows(raw, layers, unrotated),

@@ -9,6 +9,7 @@ from typing import Any
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, boolean, positive_int
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models._moe_config import (
     SELECTION_BIASES,
     SHARED_EXPERTS_LAYOUT,
@@ -34,9 +35,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         overlay_config(
             raw, {"num_key_value_heads": 8, "head_dim": 128}, {"intermediate_size": inner}
         ),
-        positions=131072,
-        eps=1e-5,
-        theta=1000000.0,
+        ConfigDefaults(positions=131072, eps=1e-5, theta=1000000.0),
         activation=act,
         qkv_bias=boolean(raw, "attention_bias", False),
     )

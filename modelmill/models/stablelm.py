@@ -10,7 +10,7 @@ from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import boolean, head_dim_override, non_negative_float, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.pre_norm import PreNormLayer
@@ -27,10 +27,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     raw = overlay_config(raw, {"num_key_value_heads": 32}, head_dim_override(raw, hidden, heads))
     return _llama_common.config_from_hf(
         raw,
-        positions=4096,
+        ConfigDefaults(positions=4096, activation="silu"),
         layer_norm="layer_norm_eps",
         partial=0.25,
-        hidden_act="silu",
         layer=ParallelLayer if boolean(raw, parallel, False) else PreNormLayer,
         qkv_bias=boolean(raw, "use_qkv_bias", False),
         qkv_norm=QKNormConfig(HEAD_LAYER_NORM, eps) if normed else None,

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import linear_bias_fields
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 LAYOUT = CheckpointLayout(
@@ -21,13 +20,10 @@ UNUSED_CONFIG_KEYS = ("residual_dropout",)
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Starcoder2Config."""
-    raw = overlay_config(raw, {"num_key_value_heads": 2})
     config = _llama_common.config_from_hf(
         raw,
-        positions=4096,
+        ConfigDefaults(kv_heads=2, positions=4096, tied=True, activation="gelu_pytorch_tanh"),
         layer_norm="norm_epsilon",
-        tied=True,
-        hidden_act="gelu_pytorch_tanh",
         gated=False,
         **linear_bias_fields(raw, "use_bias", True),
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelmill.models import _llama_common
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 LAYOUT = _llama_common.LAYOUT
@@ -16,7 +17,7 @@ UNUSED_CONFIG_KEYS = ("auto_map", "max_tokenizer_truncation")
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in XverseConfig."""
-    return _llama_common.config_from_hf(raw, positions=8192)
+    return _llama_common.config_from_hf(raw, ConfigDefaults(positions=8192))
 
 
 Model = Decoder

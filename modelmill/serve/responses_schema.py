@@ -102,40 +102,41 @@ class MessageItem(StrictModel):
     phase: Literal["commentary", "final_answer"] | None = None
 
 
-class FunctionCallItem(StrictModel):
+class CallItem(StrictModel):
+    """What calls of functions and of custom tools have in common."""
+
+    call_id: str = Field(min_length=1, max_length=256)
+    name: str = Field(pattern=TOOL_NAME)
+    namespace: str | None = Field(None, max_length=128)
+    id: str | None = None
+    status: ItemStatus | None = None
+
+    @property
+    def offered_name(self) -> str:
+        """The name under which the model is offered the tool."""
+        return offered_name(self.name, self.namespace)
+
+
+class FunctionCallItem(CallItem):
     """A call made by the model."""
 
     type: Literal["function_call"]
-    call_id: str = Field(min_length=1, max_length=256)
-    name: str = Field(pattern=TOOL_NAME)
     arguments: LongText
-    namespace: str | None = Field(None, max_length=128)
-    id: str | None = None
-    status: ItemStatus | None = None
 
     def to_chat_call(self) -> dict[str, Any]:
         """The call in a chat message."""
-        return function_call_json(
-            self.call_id, offered_name(self.name, self.namespace), self.arguments
-        )
+        return function_call_json(self.call_id, self.offered_name, self.arguments)
 
 
-class CustomCallItem(StrictModel):
+class CustomCallItem(CallItem):
     """A call of a custom tool made by the model."""
 
     type: Literal["custom_tool_call"]
-    call_id: str = Field(min_length=1, max_length=256)
-    name: str = Field(pattern=TOOL_NAME)
     input: LongText
-    namespace: str | None = Field(None, max_length=128)
-    id: str | None = None
-    status: ItemStatus | None = None
 
     def to_chat_call(self) -> dict[str, Any]:
         """The call in a chat message."""
-        return custom_function_call(
-            self.call_id, offered_name(self.name, self.namespace), self.input
-        )
+        return custom_function_call(self.call_id, self.offered_name, self.input)
 
 
 class FunctionCallOutputItem(StrictModel):

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from modelmill.ops.causal_conv import CausalConvInputs
@@ -13,6 +9,7 @@ from modelmill.ops.cpu.attention.state_rows import POINTERS, are_packed, row_poi
 from modelmill.ops.cpu.common import build
 
 available = build.available
+_kernel = build.deferred_functions("causal_conv", "p" * 5 + POINTERS + "q" * 6 + "ii")
 
 
 def supports(inputs: CausalConvInputs) -> bool:
@@ -41,9 +38,3 @@ def run(inputs: CausalConvInputs) -> torch.Tensor:
         x.stride(0), state.stride(0), build.DTYPES[x.dtype], int(silu),
     )  # fmt: skip
     return out
-
-
-@functools.cache
-def _kernel(release_gil: bool) -> Callable[..., Any]:
-    signature = "p" * 5 + POINTERS + "q" * 6 + "ii"
-    return build.function("causal_conv", signature, release_gil=release_gil)

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
-from modelmill.ops.cpu.attention.state_rows import POINTERS, are_packed, as_floats, row_pointers
+from modelmill.ops.cpu.attention.state_rows import (
+    POINTERS,
+    as_floats,
+    row_pointers,
+    supports_recurrence,
+)
 from modelmill.ops.cpu.common import build
 from modelmill.ops.gated_delta_rule import L2_EPS, GatedDeltaInputs
-from modelmill.ops.state_rows import has_packed_operands
 
-available = build.available
-
-
-def supports(inputs: GatedDeltaInputs) -> bool:
-    """Dtypes of the kernel; rows and states that lie together."""
-    return (
-        inputs.qkv.dtype in build.DTYPES
-        and inputs.gates.dtype is torch.float32
-        and has_packed_operands(inputs.qkv, inputs.gates, inputs.state)
-        and are_packed(inputs.rows)
-    )
+available, supports = build.available, supports_recurrence
+_kernel = build.deferred_functions("gated_delta_rule", "p" * 6 + POINTERS + "q" * 8 + "di")
 
 
 def run(inputs: GatedDeltaInputs) -> torch.Tensor:
@@ -40,9 +31,3 @@ def run(inputs: GatedDeltaInputs) -> torch.Tensor:
         build.DTYPES[qkv.dtype],
     )  # fmt: skip
     return out
-
-
-@functools.cache
-def _kernel(release_gil: bool) -> Callable[..., Any]:
-    signature = "p" * 6 + POINTERS + "q" * 8 + "di"
-    return build.function("gated_delta_rule", signature, release_gil=release_gil)

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
-from modelmill.ops.cpu.attention.state_rows import POINTERS, are_packed, as_floats, row_pointers
+from modelmill.ops.cpu.attention.state_rows import (
+    POINTERS,
+    as_floats,
+    row_pointers,
+    supports_recurrence,
+)
 from modelmill.ops.cpu.common import build
 from modelmill.ops.ssd_scan import SSDScanInputs
-from modelmill.ops.state_rows import has_packed_operands
 
-available = build.available
-
-
-def supports(inputs: SSDScanInputs) -> bool:
-    """Dtypes of the kernel; rows and states that lie together."""
-    return (
-        inputs.xbc.dtype in build.DTYPES
-        and inputs.dt.dtype is torch.float32
-        and has_packed_operands(inputs.xbc, inputs.dt, inputs.state)
-        and are_packed(inputs.rows)
-    )
+available, supports = build.available, supports_recurrence
+_kernel = build.deferred_functions("ssd_scan", "p" * 7 + POINTERS + "q" * 8 + "ddi")
 
 
 def run(inputs: SSDScanInputs) -> torch.Tensor:
@@ -40,9 +31,3 @@ def run(inputs: SSDScanInputs) -> torch.Tensor:
         *limit, build.DTYPES[xbc.dtype],
     )  # fmt: skip
     return out
-
-
-@functools.cache
-def _kernel(release_gil: bool) -> Callable[..., Any]:
-    signature = "p" * 7 + POINTERS + "q" * 8 + "ddi"
-    return build.function("ssd_scan", signature, release_gil=release_gil)
