@@ -14,7 +14,13 @@ from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import emit_json, print_note, print_table, show_progress
 from modelmill.cli.plan_tables import show_plan
 from modelmill.cli.vision_flags import MiniGPT4Files
-from modelmill.core.config import BuildConfig, expert_parallel_option, option, tp_option
+from modelmill.core.config import (
+    BuildConfig,
+    expert_parallel_option,
+    option,
+    path_option,
+    tp_option,
+)
 from modelmill.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -58,8 +64,8 @@ class Args(CommonArgs):
     enable_expert_parallel: bool = expert_parallel_option(
         "with --dry-run and --tp: each GPU has whole experts of a mixture"
     )
-    delta: Path | None = option(
-        None, "second checkpoint to add to the first (Vicuna's deltas)", metavar="DELTA"
+    delta: Path | None = path_option(
+        "second checkpoint to add to the first (Vicuna's deltas)", "DELTA"
     )
     check: bool = option(True, "compare the engine with the float32 reference before publishing it")
     tune: bool = option(

@@ -37,6 +37,11 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+def path_option(help: str, metavar: str) -> Any:
+    """A path that need not be given; metavar: what the help text calls it."""
+    return option(None, help, metavar=metavar)
+
+
 def recipe_option(name: str) -> Any:
     """Make the field of an option that a recipe declares (core/recipe_declaration.py)."""
     declared = declared_options()[name]

@@ -53,16 +53,6 @@ class SamConfig:
     encoder: SamVitSpec | TinyVitSpec
     checkpoint_layout: str = "original"
 
-    @property
-    def image(self) -> int:
-        """Pixels a side of what the encoder sees."""
-        return self.encoder.image
-
-    @property
-    def grid(self) -> int:
-        """Tokens a side of the embedding."""
-        return self.encoder.grid
-
 
 def config_from_hf(raw: Mapping[str, Any]) -> SamConfig:
     """Sizes from transformers' config.json or from the result of ``config_from_shapes``.
@@ -158,7 +148,9 @@ class Model(nn.Module):
         )
         path = f"image_encoder.{self.image_encoder.stack}"
         self.layer_stacks = (LayerStack(path, "encoder-{:04d}", reads_images=True),)
-        self.prompt_encoder = SamPromptEncoder(EMBED_WIDTH, config.image, config.grid)
+        self.prompt_encoder = SamPromptEncoder(
+            EMBED_WIDTH, config.encoder.image, config.encoder.grid
+        )
         self.mask_decoder = SamMaskDecoder(EMBED_WIDTH)
 
     def encode_image(self, images: torch.Tensor, vision: VisionContext) -> torch.Tensor:

@@ -13,11 +13,10 @@ from pydantic import Field
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
-from modelmill.serve.access.priority_field import PriorityField
-from modelmill.serve.catalogue.keep_alive import KeepAliveField
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.compaction import INTRO, unpack_summary
 from modelmill.serve.custom_tools import custom_function_call
+from modelmill.serve.engine_fields import EngineFields
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
 from modelmill.serve.peer_fields import ignored
 from modelmill.serve.response_tools import (
@@ -385,7 +384,7 @@ class ResponsesRequest(SamplingFields):
         return tools or None, choice
 
 
-class CompactRequest(StrictModel):
+class CompactRequest(EngineFields):
     """Request body of POST /v1/responses/compact."""
 
     model: str = Field(max_length=1024)
@@ -394,9 +393,6 @@ class CompactRequest(StrictModel):
     previous_response_id: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     prompt_cache_key: str | None = None
-    cache_salt: str | None = Field(None, max_length=1024)
-    keep_alive: KeepAliveField = None
-    priority: PriorityField = None
 
 
 def items_to_messages(
