@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
-from modelmill.models import _llama_common
+from modelmill.models import _llama_common, _moe_config
 from modelmill.models._hf_config import (
     activation,
     boolean,
@@ -21,11 +20,6 @@ from modelmill.models._hf_config import (
 )
 from modelmill.models._layer_rules import CheckpointLayout, RuleSource
 from modelmill.models._llama_common import ConfigDefaults
-from modelmill.models._moe_config import (
-    SHARED_EXPERTS_LAYOUT,
-    leading_dense_layers,
-    moe_spec_with_shared_experts,
-)
 from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.latent_attention import LatentAttentionSpec
 from modelmill.nn.moe import RouterConfig
@@ -46,7 +40,7 @@ class DeepseekLayout(CheckpointLayout):
 
 LAYOUT = DeepseekLayout(
     {
-        **SHARED_EXPERTS_LAYOUT.names,
+        **_moe_config.SHARED_EXPERTS_LAYOUT.names,
         "attn.q_proj": ("self_attn.q_proj",),
         "attn.q_a_proj": ("self_attn.q_a_proj",),
         "attn.q_a_norm": ("self_attn.q_a_layernorm",),
@@ -54,7 +48,7 @@ LAYOUT = DeepseekLayout(
         "attn.kv_a_norm": ("self_attn.kv_a_layernorm",),
     },
     tensors={
-        **SHARED_EXPERTS_LAYOUT.tensors,
+        **_moe_config.SHARED_EXPERTS_LAYOUT.tensors,
         "attn.core.kv_b": RuleSource(("self_attn.kv_b_proj.weight",)),
     },
     has_draft_layer=True,
@@ -71,7 +65,7 @@ UNUSED_CONFIG_KEYS = (
 
 
 def decoder_config(
-    raw: Mapping[str, Any],
+    raw: RawConfig,
     router: RouterConfig,
     *,
     positions: int,
@@ -100,17 +94,17 @@ def decoder_config(
     )
     inner = positive_int(raw, "moe_intermediate_size", default=defaults["moe_intermediate_size"])
     count = positive_int(raw, "n_shared_experts", default=defaults["n_shared_experts"])
-    dense = leading_dense_layers(raw, config.layers, defaults["first_k_dense_replace"])
+    dense = _moe_config.leading_dense_layers(raw, config.layers, defaults["first_k_dense_replace"])
     return replace(
         config,
-        moe=moe_spec_with_shared_experts(config, router, inner, count),
+        moe=_moe_config.moe_spec_with_shared_experts(config, router, inner, count),
         dense_layers=dense,
         latent_attention=_attention_spec(raw, config, heads, rope_dim, neighbours),
     )
 
 
 def _attention_spec(
-    raw: Mapping[str, Any], config: DecoderConfig, heads: int, rope_dim: int, neighbours: bool
+    raw: RawConfig, config: DecoderConfig, heads: int, rope_dim: int, neighbours: bool
 ) -> LatentAttentionSpec:
     """The latent attention; YaRN changes the factor of the scores."""
     nope_dim = positive_int(raw, "qk_nope_head_dim", default=128)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.models import _hybrid_config, _llama_common
 from modelmill.models._hf_config import attention_bias, exact_quotient, positive_int
@@ -46,7 +46,7 @@ GATED_ATTENTION = {"attn_output_gate": (True,)}
 IMAGE_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
 
 
-def without_mrope_keys(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def without_mrope_keys(raw: RawConfig) -> Mapping[str, Any]:
     """The config without how positions in images are divided: those of text are alike in all."""
     parameters = raw.get("rope_parameters")
     if not isinstance(parameters, Mapping):
@@ -55,7 +55,7 @@ def without_mrope_keys(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return overlay_config(raw, {}, {"rope_parameters": text})
 
 
-def config_from_hf(raw: Mapping[str, Any], *, kv_heads: int) -> DecoderConfig:
+def config_from_hf(raw: RawConfig, *, kv_heads: int) -> DecoderConfig:
     """The sizes of a hybrid of Gated DeltaNet and gated attention, without experts.
 
     Args:
@@ -77,7 +77,7 @@ def config_from_hf(raw: Mapping[str, Any], *, kv_heads: int) -> DecoderConfig:
     )
 
 
-def gated_delta_net_spec(raw: Mapping[str, Any], hidden: int, eps: float) -> GatedDeltaNetSpec:
+def gated_delta_net_spec(raw: RawConfig, hidden: int, eps: float) -> GatedDeltaNetSpec:
     """The recurrence, from the keys that begin with ``linear_``.
 
     Raises:
@@ -99,7 +99,7 @@ def gated_delta_net_spec(raw: Mapping[str, Any], hidden: int, eps: float) -> Gat
     return GatedDeltaNetSpec(hidden, key_heads, heads, key_dim, value_dim, width, eps)
 
 
-def recurrent_layers(raw: Mapping[str, Any], layers: int) -> frozenset[int]:
+def recurrent_layers(raw: RawConfig, layers: int) -> frozenset[int]:
     """The layers with a recurrence, from ``layer_types`` or every but the n-th.
 
     Raises:

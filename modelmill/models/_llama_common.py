@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.models._hf_config import (
@@ -65,7 +65,7 @@ class ConfigDefaults:
 
 
 def config_from_hf(
-    raw: Mapping[str, Any],
+    raw: RawConfig,
     defaults: ConfigDefaults = ConfigDefaults(),
     *,
     layer_norm: str | None = None,
@@ -121,7 +121,7 @@ def config_from_hf(
     )
 
 
-def sliding_windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+def sliding_windows(raw: RawConfig, layers: int) -> tuple[int | None, ...]:
     """Per layer the sliding window or None, from ``layer_types`` or Qwen2's ``max_window_layers``.
 
     A ``sliding_window`` of null means none; an absent one means DEFAULT_SLIDING_WINDOW, as in the
@@ -157,7 +157,7 @@ def refuse_sliding_layers(types: list[str] | None) -> None:
         )
 
 
-def with_sliding_window(raw: Mapping[str, Any], config: DecoderConfig) -> DecoderConfig:
+def with_sliding_window(raw: RawConfig, config: DecoderConfig) -> DecoderConfig:
     """Return the config with ``sliding_window``, if it is set, in every layer."""
     if raw.get("sliding_window") is None:
         return config
@@ -166,7 +166,7 @@ def with_sliding_window(raw: Mapping[str, Any], config: DecoderConfig) -> Decode
 
 
 def interleaved_windows(
-    raw: Mapping[str, Any], layers: int, every: int = 4, *, has_pattern: bool = False
+    raw: RawConfig, layers: int, every: int = 4, *, has_pattern: bool = False
 ) -> tuple[int | None, ...]:
     """Per layer the window or None, of families that have full attention in every n-th layer.
 
@@ -187,7 +187,7 @@ def interleaved_windows(
 
 
 def rope_by_layer_type(
-    raw: Mapping[str, Any], theta: float, local_theta: float | None = None
+    raw: RawConfig, theta: float, local_theta: float | None = None
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The config with the rotation of full attention, and with that of layers with a window.
 
@@ -252,7 +252,7 @@ def check_rounded_yarn(layer_type: str, scaling: Mapping[str, Any]) -> None:
         require_value({name: scaling.get("truncate")}, name, (True, None), None)
 
 
-def layer_types(raw: Mapping[str, Any], layers: int) -> list[str] | None:
+def layer_types(raw: RawConfig, layers: int) -> list[str] | None:
     """``layer_types``: FULL_ATTENTION or SLIDING_ATTENTION for each layer; None where it is absent.
 
     Raises:
@@ -288,7 +288,7 @@ def layer_types(raw: Mapping[str, Any], layers: int) -> list[str] | None:
     return types
 
 
-def refuse_sliding_windows(raw: Mapping[str, Any], config: DecoderConfig) -> DecoderConfig:
+def refuse_sliding_windows(raw: RawConfig, config: DecoderConfig) -> DecoderConfig:
     """Return the sizes of a family without sliding windows.
 
     Runtimes treat these keys differently: transformers' cache keeps the window, its mask ignores

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias, boolean, non_negative_float, positive_float
 from modelmill.models._layer_rules import CheckpointLayout, RuleSource
@@ -14,6 +12,7 @@ from modelmill.nn.norm import LAYER_NORM_WITHOUT_BIAS
 from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.qkv_norm import HEAD_LAYER_NORM, QKNormConfig
 
+Model = Decoder
 # a matrix [heads, channels] each
 HEAD_NORMS = RuleSource(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), "cat0+flatten")
 LAYOUT = CheckpointLayout(
@@ -21,7 +20,7 @@ LAYOUT = CheckpointLayout(
 )
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in CohereConfig."""
     eps = non_negative_float(raw, "layer_norm_eps", default=1e-5)
     normed = boolean(raw, "use_qk_norm", False)
@@ -35,6 +34,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         logit_scale=positive_float(raw, "logit_scale", default=0.0625),
         qkv_norm=QKNormConfig(HEAD_LAYER_NORM, eps) if normed else None,
     )
-
-
-Model = Decoder

@@ -5,9 +5,7 @@ Layers with a window rotate neighbouring channels; layers with full attention ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias, num_layers, positive_float
 from modelmill.models._layer_rules import CheckpointLayout
@@ -16,6 +14,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM_WITHOUT_BIAS
 from modelmill.nn.parallel_layer import ParallelLayer
 
+Model = Decoder
 LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, neighbours=True)
 SUPPORTED_VALUES = {
     "position_embedding_type": ("rope_gptj",),
@@ -30,7 +29,7 @@ UNUSED_CONFIG_KEYS = (
 )  # fmt: skip
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Cohere2Config."""
     layers = num_layers(raw, "num_hidden_layers")
     windows = _llama_common.interleaved_windows(raw, layers, has_pattern=True)
@@ -45,6 +44,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         windows=windows,
         unrotated_layers=frozenset(i for i in range(layers) if windows[i] is None),
     )
-
-
-Model = Decoder

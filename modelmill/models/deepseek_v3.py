@@ -5,9 +5,7 @@ The layer of multi-token prediction in the file is not used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _deepseek_common
 from modelmill.models._deepseek_common import EXPERTS_OF_SIGMOIDS, decoder_config
 from modelmill.models._hf_config import boolean
@@ -15,6 +13,7 @@ from modelmill.models._moe_config import SELECTION_BIASES, group_limited_router
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
+Model = Decoder
 LAYOUT = _deepseek_common.LAYOUT
 UNUSED_CONFIG_KEYS = _deepseek_common.UNUSED_CONFIG_KEYS
 SUPPORTED_VALUES = EXPERTS_OF_SIGMOIDS
@@ -22,7 +21,7 @@ DEFAULTS = {"moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense
 FLOAT32_TENSORS = SELECTION_BIASES
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in DeepseekV3Config."""
     router = group_limited_router(raw, RouterConfig(256, 8, groups=8, top_groups=4, scale=2.5))
     return decoder_config(
@@ -32,6 +31,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         neighbours=boolean(raw, "rope_interleave", True),
         defaults=DEFAULTS,
     )
-
-
-Model = Decoder

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import linear_bias_fields
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, neighbours=True)
-
-
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Sizes from config.json; what it does not name is as in Ernie4_5Config."""
-    return _llama_common.config_from_hf(
-        raw,
-        ConfigDefaults(
-            kv_heads=2,
-            head_dim=128,
-            positions=131072,
-            eps=1e-5,
-            tied=True,
-            theta=500000.0,
-            activation="silu",
-        ),
-        **linear_bias_fields(raw, "use_bias", False),
-    )
-
-
 Model = Decoder
+LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, neighbours=True)
+DEFAULTS = ConfigDefaults(
+    kv_heads=2, head_dim=128, positions=131072, eps=1e-5, tied=True, theta=5e5, activation="silu"
+)
+
+
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in Ernie4_5Config."""
+    return _llama_common.config_from_hf(raw, DEFAULTS, **linear_bias_fields(raw, "use_bias", False))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import CheckpointError
-from modelmill.models import _llama_common
+from modelmill.models import _llama_common, ernie4_5
 from modelmill.models._hf_config import (
     activation,
     linear_bias_fields,
@@ -15,7 +14,7 @@ from modelmill.models._hf_config import (
     positive_int,
 )
 from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout, RuleSource
-from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._moe_config import (
     EXPERT_NAMES,
     MAX_EXPERTS,
@@ -27,6 +26,7 @@ from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import RouterConfig
 from modelmill.nn.moe_spec import MoESpec
 
+Model = Decoder
 BIAS = RuleSource(("mlp.moe_statics.e_score_correction_bias",), "flatten")  # [1, E]
 LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT_NAMES},
@@ -37,13 +37,13 @@ LAYOUT = CheckpointLayout(
 FLOAT32_TENSORS = SELECTION_BIASES
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Ernie4_5_MoeConfig."""
     biases = linear_bias_fields(raw, "use_bias", False)
     act, biased = activation(raw, "hidden_act", "silu"), biases["mlp_bias"]
     config = _llama_common.config_from_hf(
         raw,
-        ConfigDefaults(kv_heads=4, positions=131072, eps=1e-5, tied=True, theta=500000.0),
+        replace(ernie4_5.DEFAULTS, kv_heads=4, head_dim=None, activation=None),
         activation=act,
         head_bias=biased,
         **biases,
@@ -67,7 +67,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def _dense_layers(raw: Mapping[str, Any], layers: int) -> frozenset[int]:
+def _dense_layers(raw: RawConfig, layers: int) -> frozenset[int]:
     """Layers before the first and behind the last with experts, and those between every n-th."""
     every = positive_int(raw, "moe_layer_interval", default=1)
     first, last = (raw.get(f"moe_layer_{end}_index") for end in ("start", "end"))
@@ -77,6 +77,3 @@ def _dense_layers(raw: Mapping[str, Any], layers: int) -> frozenset[int]:
             f"config.json: moe_layer_start_index to moe_layer_end_index are no layers of {layers}"
         )
     return frozenset(i for i in range(layers) if not first <= i <= last or (i + 1) % every)
-
-
-Model = Decoder

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import num_layers
 from modelmill.models._layer_rules import CheckpointLayout
@@ -14,10 +11,11 @@ from modelmill.models.olmo2 import POST_NORM_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.post_norm import PostNormLayer
 
+Model = Decoder
 LAYOUT = CheckpointLayout(POST_NORM_NAMES)
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Exaone4Config.
 
     Without any window all layers rotate; with windows, only the layers that have one.
@@ -36,6 +34,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         windows=windows,
         unrotated_layers=frozenset(i for i, size in enumerate(windows) if size is None),
     )
-
-
-Model = Decoder

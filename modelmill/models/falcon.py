@@ -6,12 +6,10 @@ rounds it to bfloat16, here it is exact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.models import _hf_config, _llama_common, bloom
 from modelmill.models._hf_config import (
@@ -27,12 +25,13 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.pre_norm import PreNormLayer
 
+Model = Decoder
 LAYOUT = bloom.LAYOUT
 TWO_NORM_NAMES = {**LAYOUT.names, "attn_norm": ("ln_attn",), "mlp_norm": ("ln_mlp",)}
 UNUSED_CONFIG_KEYS = ("auto_map", "apply_residual_connection_post_layernorm")
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in FalconConfig."""
     new = boolean(raw, "new_decoder_architecture", False)
     parallel = boolean(raw, "parallel_attn", True)
@@ -64,7 +63,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(config, rope=None, alibi=alibi, max_extended_len=MAX_SIZE)
 
 
-def _has_two_norms(raw: Mapping[str, Any], new: bool, parallel: bool) -> bool:
+def _has_two_norms(raw: RawConfig, new: bool, parallel: bool) -> bool:
     """Whether a parallel layer has a norm for each branch."""
     count = positive_int(raw, "num_ln_in_parallel_attn", default=2 if new else 1, max_value=2)
     if (count == 2 and not new) or (new and not parallel):
@@ -79,6 +78,3 @@ def rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor; a parallel layer with two norms has other names for them."""
     two = config.layer is ParallelLayer and config.mlp_norm
     return (replace(LAYOUT, names=TWO_NORM_NAMES) if two else LAYOUT).rules(config)
-
-
-Model = Decoder

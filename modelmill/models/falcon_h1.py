@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._falcon_h1_multipliers import (
     FalconH1Config,
@@ -22,6 +20,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.hybrid_layer import HybridLayer, beside_attention
 from modelmill.nn.mamba2 import Mamba2Spec
 
+Model = Decoder
 LAYOUT = CheckpointLayout(
     {
         **CHECKPOINT_NAMES,
@@ -36,7 +35,7 @@ LAYOUT = CheckpointLayout(
 UNUSED_CONFIG_KEYS = ("mamba_chunk_size", "num_logits_to_keep")
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> FalconH1Config:
+def config_from_hf(raw: RawConfig) -> FalconH1Config:
     """Sizes from config.json; what it does not name is as in FalconH1Config."""
     config = _llama_common.config_from_hf(
         raw,
@@ -50,7 +49,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> FalconH1Config:
     return FalconH1Config(**fields, multipliers=read_multipliers(raw))
 
 
-def _mamba_spec(raw: Mapping[str, Any], config: DecoderConfig) -> Mamba2Spec:
+def _mamba_spec(raw: RawConfig, config: DecoderConfig) -> Mamba2Spec:
     """The recurrence, from the keys that begin with ``mamba_``."""
     expanded = config.hidden * positive_int(raw, "mamba_expand", default=2)
     raw = overlay_config(raw, {"mamba_d_ssm": 1024})
@@ -72,6 +71,3 @@ def _mamba_spec(raw: Mapping[str, Any], config: DecoderConfig) -> Mamba2Spec:
 def rules(config: FalconH1Config) -> list[Rule]:
     """Every tensor of the model, the multipliers folded in."""
     return [with_multipliers(rule, config) for rule in LAYOUT.rules(config)]
-
-
-Model = Decoder

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, attention_bias, boolean, non_negative_float
 from modelmill.models._layer_rules import CheckpointLayout
@@ -20,10 +18,11 @@ from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.post_norm import PostNormLayer
 from modelmill.nn.qkv_norm import WIDE_RMS, QKNormConfig
 
+Model = Decoder
 LAYOUT = CheckpointLayout({**POST_NORM_NAMES, **QK_NORMS, **EXPERT_NAMES})
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in FlexOlmoConfig."""
     act = activation(raw, "hidden_act", "silu")
     raw = overlay_config(raw, {"rms_norm_eps": 1e-6})
@@ -41,6 +40,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(
         config, moe=MoESpec(router, MLPSpec(config.hidden, config.inner, activation=act))
     )
-
-
-Model = Decoder

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, attention_bias, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
+Model = Decoder
 LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, norms_less_one=True)
 SUPPORTED_VALUES = {"hidden_activation": ("gelu_pytorch_tanh",)}
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; "gelu" means its tanh approximation, as in GemmaConfig."""
     act = activation(raw, "hidden_act", "gelu_pytorch_tanh")
     return _llama_common.config_from_hf(
@@ -25,6 +24,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         embedding_scale=positive_int(raw, "hidden_size") ** 0.5,
         **attention_bias(raw),
     )
-
-
-Model = Decoder

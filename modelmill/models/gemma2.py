@@ -5,9 +5,9 @@ arXiv:2408.00118. Norms are stored less 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     activation,
@@ -22,6 +22,7 @@ from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import SandwichLayer
 
+Model = Decoder
 NORM_NAMES = {
     "attn_post": ("post_attention_layernorm",),
     "mlp_norm": ("pre_feedforward_layernorm",),
@@ -32,7 +33,7 @@ LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **NORM_NAMES}, norms_less_one=Tru
 UNUSED_CONFIG_KEYS = ("cache_implementation", "hidden_act")
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Gemma2Config."""
     layers = num_layers(raw, "num_hidden_layers")
     return _llama_common.config_from_hf(
@@ -45,7 +46,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def common_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+def common_fields(raw: RawConfig) -> dict[str, Any]:
     """Fields of DecoderConfig that Gemma 3 reads alike."""
     return {
         "activation": activation(raw, "hidden_activation", "gelu_pytorch_tanh"),
@@ -54,6 +55,3 @@ def common_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         "embedding_scale": positive_int(raw, "hidden_size") ** 0.5,
         **attention_bias(raw),
     }
-
-
-Model = Decoder

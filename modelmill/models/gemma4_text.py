@@ -7,14 +7,12 @@ neither (31B).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
 
 import torch
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _gemma4_config, _llama_common, gemma2
 from modelmill.models._gemma4_config import Gemma4Config
 from modelmill.models._hf_config import (
@@ -69,7 +67,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> Gemma4Config:
+def config_from_hf(raw: RawConfig) -> Gemma4Config:
     """Sizes from config.json; what it does not name is as in Gemma4TextConfig."""
     raw = overlay_config(raw, SIZES)
     layers, hidden = num_layers(raw, "num_hidden_layers"), positive_int(raw, "hidden_size")

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import boolean
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
+Model = Decoder
 CHECKPOINT_NAMES = {**CHECKPOINT_NAMES, "mlp.gate_up_proj": ("mlp.gate_up_proj",)}
 LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, neighbours=True)
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GlmConfig."""
     return _llama_common.config_from_hf(
         raw,
@@ -25,6 +24,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         partial=0.5,
         qkv_bias=boolean(raw, "attention_bias", True),
     )
-
-
-Model = Decoder

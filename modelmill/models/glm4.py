@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+from modelmill.core.config_view import RawConfig
 from modelmill.models import glm
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import SandwichLayer
 
+Model = Decoder
 BEHIND_BRANCHES = {"attn_post": ("post_self_attn_layernorm",), "mlp_post": ("post_mlp_layernorm",)}
 LAYOUT = CheckpointLayout({**glm.CHECKPOINT_NAMES, **BEHIND_BRANCHES}, neighbours=True)
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Glm4Config."""
     return replace(glm.config_from_hf(raw), layer=SandwichLayer)
-
-
-Model = Decoder

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.models import _deepseek_common
@@ -15,6 +12,7 @@ from modelmill.models._moe_config import SELECTION_BIASES, group_limited_router
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
+Model = Decoder
 LAYOUT = _deepseek_common.LAYOUT
 UNUSED_CONFIG_KEYS = _deepseek_common.UNUSED_CONFIG_KEYS
 SUPPORTED_VALUES = EXPERTS_OF_SIGMOIDS
@@ -23,7 +21,7 @@ SIZES = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_no
 FLOAT32_TENSORS = SELECTION_BIASES
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Glm4MoeLiteConfig."""
     raw = overlay_config(raw, SIZES, {"first_k_dense_replace": _dense_layers(raw)})
     # in transformers a second name of qk_rope_head_dim
@@ -38,7 +36,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def _dense_layers(raw: Mapping[str, Any]) -> int:
+def _dense_layers(raw: RawConfig) -> int:
     """How many layers in front have a plain MLP.
 
     transformers does not read ``first_k_dense_replace``: without ``mlp_layer_types`` it is one.
@@ -54,6 +52,3 @@ def _dense_layers(raw: Mapping[str, Any]) -> int:
             f"dense and then sparse ones, not {quote(types, 60)}"
         )
     return count
-
-
-Model = Decoder

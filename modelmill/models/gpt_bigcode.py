@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from modelmill.checkpoint.rename import Rule
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _gpt2_common
 from modelmill.models._hf_config import EVERY_BIAS, activation, boolean, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
+Model = Decoder
 LAYOUT = CheckpointLayout(
     **_gpt2_common.OUTSIDE_NAMES,
     positions="transformer.wpe",
@@ -25,7 +25,7 @@ UNUSED_CONFIG_KEYS = (
 )  # fmt: skip
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GPTBigCodeConfig."""
     config = _gpt2_common.config_from_hf(
         raw,
@@ -41,6 +41,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 def rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor; with a key for each head, q, k and v of a head are beside each other."""
     return replace(LAYOUT, grouped_qkv=config.kv_heads == config.heads).rules(config)
-
-
-Model = Decoder

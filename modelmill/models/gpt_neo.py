@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.models import _gpt2_common
@@ -13,6 +12,7 @@ from modelmill.models._hf_config import MAX_LAYERS, activation, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
+Model = Decoder
 GLOBAL, LOCAL = "global", "local"
 LAYOUT = CheckpointLayout(
     **_gpt2_common.OUTSIDE_NAMES,
@@ -28,7 +28,7 @@ LAYOUT = CheckpointLayout(
 UNUSED_CONFIG_KEYS = ("embed_dropout",)
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GPTNeoConfig."""
     config = _gpt2_common.config_from_hf(
         raw,
@@ -48,7 +48,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(config, windows=tuple(size if each == LOCAL else None for each in types))
 
 
-def _layer_types(raw: Mapping[str, Any], layers: int) -> list[str]:
+def _layer_types(raw: RawConfig, layers: int) -> list[str]:
     """``attention_types``, pairs of types and how often they repeat, for each layer.
 
     Raises:
@@ -69,6 +69,3 @@ def _layer_types(raw: Mapping[str, Any], layers: int) -> list[str]:
             "config.json: attention_layers and attention_types contradict each other"
         )
     return types
-
-
-Model = Decoder

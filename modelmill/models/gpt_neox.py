@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias, boolean, head_dim_override, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
@@ -15,6 +12,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.pre_norm import PreNormLayer
 
+Model = Decoder
 LAYOUT = CheckpointLayout(
     layers="gpt_neox.layers",
     embed="gpt_neox.embed_in",
@@ -26,7 +24,7 @@ LAYOUT = CheckpointLayout(
 )
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; its own names of the rotation's base and share are read, too."""
     hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
     sizes = {**head_dim_override(raw, hidden, heads), "num_key_value_heads": None}
@@ -44,6 +42,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         **attention_bias(raw, default=True),
         mlp_bias=True,
     )
-
-
-Model = Decoder

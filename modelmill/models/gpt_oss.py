@@ -6,11 +6,10 @@ arXiv:2508.10925. The checkpoint's reader presents the stacked experts one by on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias, num_layers, positive_float
 from modelmill.models._layer_rules import CheckpointLayout
@@ -21,6 +20,7 @@ from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.ops.fused_moe import SwigluClamp
 
+Model = Decoder
 LAYOUT = CheckpointLayout(
     {
         **CHECKPOINT_NAMES,
@@ -37,7 +37,7 @@ YARN = {
 }  # fmt: skip
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GptOssConfig."""
     defaults: dict[str, Any] = {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128}
     if raw.get("rope_scaling") is None and raw.get("rope_parameters") is None:
@@ -59,6 +59,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
     expert = MLPSpec(config.hidden, config.inner, bias=True, clamp=clamp)
     return replace(config, moe=MoESpec(router, expert))
-
-
-Model = Decoder

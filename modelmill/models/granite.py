@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_and_mlp_bias, factor, positive_float
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import ScaledBranchLayer
 
+Model = Decoder
 LAYOUT = _llama_common.LAYOUT
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GraniteConfig."""
     return _llama_common.config_from_hf(
         raw,
@@ -26,6 +25,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         branch_scale=positive_float(raw, "residual_multiplier", default=1.0),
         logit_scale=1 / positive_float(raw, "logits_scaling", default=1.0),
     )
-
-
-Model = Decoder

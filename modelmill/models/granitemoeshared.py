@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+from modelmill.core.config_view import RawConfig
 from modelmill.models import granitemoe
 from modelmill.models._hf_config import positive_int
 from modelmill.models._layer_rules import CheckpointLayout
@@ -14,6 +13,7 @@ from modelmill.models._moe_config import SHARED, STACKED_EXPERT_NAMES
 from modelmill.models.granitemoehybrid import SHARED_MLP
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
+Model = Decoder
 LAYOUT = CheckpointLayout(
     {
         **CHECKPOINT_NAMES,
@@ -24,7 +24,7 @@ LAYOUT = CheckpointLayout(
 )
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GraniteMoeSharedConfig."""
     config = granitemoe.config_from_hf(raw)
     assert config.moe is not None, "a Granite with experts"
@@ -32,6 +32,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         return config
     shared = replace(config.moe.expert, inner=positive_int(raw, "shared_intermediate_size"))
     return replace(config, moe=replace(config.moe, shared=shared))
-
-
-Model = Decoder

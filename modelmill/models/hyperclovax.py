@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import CheckpointError
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_and_mlp_bias, boolean, factor, positive_float
@@ -13,12 +11,13 @@ from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import SandwichLayer, ScaledBranchLayer
 
+Model = Decoder
 LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, "attn_post": ("post_norm1",), "mlp_post": ("post_norm2",)}
 )
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in HyperCLOVAXConfig.
 
     Raises:
@@ -44,6 +43,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         branch_scale=None if normed else scale,
         logit_scale=factor(raw, "logits_scaling"),
     )
-
-
-Model = Decoder

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
+Model = Decoder
 LAYOUT = CheckpointLayout(
     embed="model.tok_embeddings",
     head="output",
@@ -26,9 +25,6 @@ LAYOUT = CheckpointLayout(
 UNUSED_CONFIG_KEYS = ("auto_map",)
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in InternLM2Config."""
     return _llama_common.config_from_hf(raw, **attention_bias(raw, "bias", True))
-
-
-Model = Decoder

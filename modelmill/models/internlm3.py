@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import boolean
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
+Model = Decoder
 LAYOUT = _llama_common.LAYOUT
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; ``attention_bias`` and ``mlp_bias`` are newer names."""
     newer = {"qkv_bias": raw.get("attention_bias"), "bias": raw.get("mlp_bias")}
     below = {key: value for key, value in newer.items() if value is not None}
@@ -27,6 +25,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         out_bias=bias,
         mlp_bias=bias,
     )
-
-
-Model = Decoder

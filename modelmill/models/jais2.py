@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common, arcee
 from modelmill.models._hf_config import attention_bias, boolean
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
+Model = Decoder
 LAYOUT = arcee.LAYOUT
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Jais2Config."""
     return _llama_common.config_from_hf(
         raw,
@@ -23,6 +22,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         **attention_bias(raw, default=True),
         mlp_bias=boolean(raw, "mlp_bias", True),
     )
-
-
-Model = Decoder

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.models import _llama_common
@@ -18,6 +17,7 @@ from modelmill.models._mamba_config import conv_width
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.short_conv import ShortConvSpec
 
+Model = Decoder
 LAYOUT = CheckpointLayout(
     {
         **CHECKPOINT_NAMES,
@@ -42,7 +42,7 @@ UNUSED_CONFIG_KEYS = (
 )  # fmt: skip
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Lfm2Config."""
     raw = overlay_config(
         raw,
@@ -61,14 +61,14 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(config, recurrence=conv, recurrent_layers=recurrent)
 
 
-def _tied(raw: Mapping[str, Any]) -> bool:
+def _tied(raw: RawConfig) -> bool:
     """Whether the head is the embedding; ``tie_embedding`` is the key's older name."""
     older = raw.get("tie_embedding")
     key = "tie_word_embeddings" if older is None else "tie_embedding"
     return boolean(raw, key, True)
 
 
-def _intermediate_size(raw: Mapping[str, Any]) -> int:
+def _intermediate_size(raw: RawConfig) -> int:
     """Channels of the MLP: two thirds of the config's, times a factor, rounded up."""
     older = raw.get("block_ff_dim")
     inner = positive_int(raw, "intermediate_size" if older is None else "block_ff_dim")
@@ -80,7 +80,7 @@ def _intermediate_size(raw: Mapping[str, Any]) -> int:
     return inner if factor is None else -(-int(factor * inner) // multiple) * multiple
 
 
-def _layer_types(raw: Mapping[str, Any]) -> Any:
+def _layer_types(raw: RawConfig) -> Any:
     """``layer_types``, or those that ``full_attn_idxs`` means; without both all have attention.
 
     Raises:
@@ -99,6 +99,3 @@ def _layer_types(raw: Mapping[str, Any]) -> Any:
             f"{quote(full, 60)}"
         )
     return ["full_attention" if layer in full else "conv" for layer in range(layers)]
-
-
-Model = Decoder

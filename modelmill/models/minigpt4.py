@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from modelmill.checkpoint.rename import Rule
+from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import CheckpointError, UnknownArchitecture
 from modelmill.core.quoting import quote
 from modelmill.core.registry import find_module
@@ -101,7 +102,7 @@ class Model(Decoder):
         return (images.float() / 255 - self.mean) / self.std
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> MiniGpt4Config:
+def config_from_hf(raw: RawConfig) -> MiniGpt4Config:
     """Sizes of the language model and the vision encoder.
 
     Raises:

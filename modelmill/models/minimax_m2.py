@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     activation,
@@ -26,6 +24,7 @@ from modelmill.nn.moe import SIGMOID
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.qkv_norm import WIDE_RMS, QKNormConfig
 
+Model = Decoder
 BIAS = RuleSource(("block_sparse_moe.e_score_correction_bias",))
 LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, **QK_NORMS, **MIXTRAL_EXPERT_NAMES},
@@ -44,7 +43,7 @@ UNUSED_CONFIG_KEYS = (
 FLOAT32_TENSORS = SELECTION_BIASES
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in MiniMaxM2Config."""
     raw = overlay_config(raw, {"head_dim": 128})
     kinds = raw.get("attn_type_list")
@@ -66,6 +65,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     router = replace(router, scores=SIGMOID, selection_bias=True)
     expert = MLPSpec(config.hidden, config.inner, activation=act)
     return replace(config, moe=MoESpec(router, expert))
-
-
-Model = Decoder

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import num_layers
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
+Model = Decoder
 LAYOUT = _llama_common.LAYOUT
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in MistralConfig."""
     layers = num_layers(raw, "num_hidden_layers")
     # MistralConfig knows neither use_sliding_window nor max_window_layers: the window holds in
@@ -28,6 +26,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         ConfigDefaults(positions=131072),
         windows=_llama_common.sliding_windows(raw, layers),
     )
-
-
-Model = Decoder

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation
 from modelmill.models._layer_rules import CheckpointLayout
@@ -15,6 +14,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
+Model = Decoder
 EXPERT = "block_sparse_moe.experts.*"
 MIXTRAL_EXPERT_NAMES = {
     "mlp.router": ("block_sparse_moe.gate",),
@@ -24,7 +24,7 @@ MIXTRAL_EXPERT_NAMES = {
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **MIXTRAL_EXPERT_NAMES})
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in MixtralConfig."""
     act = activation(raw, "hidden_act", "silu")
     config = _llama_common.config_from_hf(
@@ -35,6 +35,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     router = router_config(raw, experts=8, top_k=2, renormalize=True)
     moe = MoESpec(router, MLPSpec(config.hidden, config.inner, activation=act))
     return _llama_common.with_sliding_window(raw, replace(config, moe=moe))
-
-
-Model = Decoder

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from modelmill.checkpoint.rename import Rule
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_and_mlp_bias
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
+Model = Decoder
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, "mlp.fc_proj": ("mlp.up_proj",)})
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in NemotronConfig."""
     return _llama_common.config_from_hf(
         raw,
@@ -34,6 +34,3 @@ def rules(config: DecoderConfig) -> list[Rule]:
         replace(rule, how=f"{rule.how}+plus_one") if rule.target.endswith("norm.weight") else rule
         for rule in LAYOUT.rules(config)
     ]
-
-
-Model = Decoder

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias, non_negative_float
 from modelmill.models._layer_rules import CheckpointLayout
@@ -13,6 +11,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.post_norm import PostNormLayer
 from modelmill.nn.qkv_norm import WIDE_RMS, QKNormConfig
 
+Model = Decoder
 POST_NORM_NAMES = {
     **CHECKPOINT_NAMES,
     "attn_post": ("post_attention_layernorm",),
@@ -23,7 +22,7 @@ LAYOUT = CheckpointLayout(
 )
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Olmo2Config."""
     eps = non_negative_float(raw, "rms_norm_eps", default=1e-5)
     return _llama_common.config_from_hf(
@@ -33,6 +32,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         **attention_bias(raw),
         qkv_norm=QKNormConfig(WIDE_RMS, eps),
     )
-
-
-Model = Decoder

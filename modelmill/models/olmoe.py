@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     activation,
@@ -22,11 +21,12 @@ from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.qkv_norm import WIDE_RMS, QKNormConfig
 
+Model = Decoder
 QK_NORMS = {"attn.qkv_norm": ("self_attn.q_norm", "self_attn.k_norm")}
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **QK_NORMS, **EXPERT_NAMES})
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in OlmoeConfig."""
     require_value(raw, "clip_qkv", (None,), None)
     act = activation(raw, "hidden_act", "silu")
@@ -43,6 +43,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
     expert = MLPSpec(config.hidden, config.inner, activation=act)
     return replace(config, moe=MoESpec(router, expert))
-
-
-Model = Decoder

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import EVERY_BIAS, boolean, non_negative_float
 from modelmill.models._layer_rules import CheckpointLayout
@@ -13,6 +11,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.qkv_norm import SHARED_LAYER_NORM, QKNormConfig
 
+Model = Decoder
 LAYOUT = CheckpointLayout(
     norm="model.final_layernorm",
     names={
@@ -26,7 +25,7 @@ LAYOUT = CheckpointLayout(
 )
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in PhiConfig."""
     return _llama_common.config_from_hf(
         raw,
@@ -41,11 +40,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def _qk_norm_config(raw: Mapping[str, Any]) -> QKNormConfig | None:
+def _qk_norm_config(raw: RawConfig) -> QKNormConfig | None:
     """The norm of q and k, one of each for all heads."""
     eps = non_negative_float(raw, "layer_norm_eps", default=1e-5)
     normed = boolean(raw, "qk_layernorm", False)
     return QKNormConfig(SHARED_LAYER_NORM, eps) if normed else None
-
-
-Model = Decoder

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
+Model = Decoder
 MERGED_PROJECTIONS = {
     "attn.qkv_proj": ("self_attn.qkv_proj",),
     "mlp.gate_up_proj": ("mlp.gate_up_proj",),
@@ -19,7 +17,7 @@ LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **MERGED_PROJECTIONS})
 UNUSED_CONFIG_KEYS = ("original_max_position_embeddings",)  # read where something is scaled
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Phi3Config."""
     raw = overlay_config(raw, {"original_max_position_embeddings": 4096})
     config = _llama_common.config_from_hf(
@@ -29,6 +27,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         rope_options={"longrope": True},
     )
     return _llama_common.with_sliding_window(raw, config)
-
-
-Model = Decoder

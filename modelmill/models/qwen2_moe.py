@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     activation,
@@ -22,11 +20,12 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
+Model = Decoder
 DEFAULT_INNER = {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT})
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Qwen2MoeConfig."""
     layers, act = num_layers(raw, "num_hidden_layers"), activation(raw, "hidden_act", "silu")
     config = _llama_common.config_from_hf(
@@ -47,7 +46,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(config, moe=moe, dense_layers=dense_layers(raw, layers))
 
 
-def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+def _windows(raw: RawConfig, layers: int) -> tuple[int | None, ...]:
     """The windows: without ``layer_types``, of every second layer below ``max_window_layers``."""
     windowed = boolean(raw, "use_sliding_window", False)
     first = non_negative_float(raw, "max_window_layers", default=28)
@@ -59,6 +58,3 @@ def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     ]
     switches = {"use_sliding_window": windowed, "layer_types": types}
     return _llama_common.sliding_windows(overlay_config(raw, {}, switches), layers)
-
-
-Model = Decoder

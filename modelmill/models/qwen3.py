@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common, qwen2
 from modelmill.models._hf_config import attention_bias
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
+Model = Decoder
 LAYOUT = _llama_common.LAYOUT
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; attention biases by ``attention_bias``."""
     return _llama_common.config_from_hf(
         raw,
@@ -22,6 +21,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         qk_norm=True,
         windows=qwen2.layer_windows(raw),
     )
-
-
-Model = Decoder

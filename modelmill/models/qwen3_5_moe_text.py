@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _delta_net_config
 from modelmill.models._delta_net_config import (
     GATED_ATTENTION,
@@ -19,6 +17,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
+Model = Decoder
 LAYOUT = replace(
     _delta_net_config.LAYOUT, names={**UNGROUPED_NAMES, **EXPERT_NAMES, **SHARED_EXPERT}
 )
@@ -26,7 +25,7 @@ UNUSED_CONFIG_KEYS = QWEN35_INEFFECTIVE_KEYS
 SUPPORTED_VALUES = GATED_ATTENTION
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Qwen3_5MoeTextConfig."""
     inner, shared = (
         positive_int(raw, key, default=512)
@@ -39,6 +38,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     router = router_config(raw, experts=256, top_k=8, renormalize=True)
     expert, common = MLPSpec(config.hidden, inner), MLPSpec(config.hidden, shared)
     return replace(config, moe=MoESpec(router, expert, common, shared_gate=True))
-
-
-Model = Decoder

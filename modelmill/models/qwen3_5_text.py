@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _delta_net_config
 from modelmill.models._delta_net_config import (
     GATED_ATTENTION,
@@ -12,14 +10,12 @@ from modelmill.models._delta_net_config import (
 )
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
+Model = Decoder
 LAYOUT = _delta_net_config.LAYOUT
 UNUSED_CONFIG_KEYS = QWEN35_INEFFECTIVE_KEYS
 SUPPORTED_VALUES = GATED_ATTENTION
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Qwen3_5TextConfig."""
     return _delta_net_config.config_from_hf(_delta_net_config.without_mrope_keys(raw), kv_heads=4)
-
-
-Model = Decoder

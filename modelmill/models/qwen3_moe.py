@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, attention_bias, boolean, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
@@ -16,11 +14,12 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
+Model = Decoder
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **EXPERT_NAMES})
 UNUSED_CONFIG_KEYS = ("max_window_layers",)  # a window holds in every layer
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Qwen3MoeConfig."""
     act = activation(raw, "hidden_act", "silu")
     windowed = boolean(raw, "use_sliding_window", False)
@@ -45,6 +44,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return (
         _llama_common.with_sliding_window(raw, config) if windowed and size is not None else config
     )
-
-
-Model = Decoder

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _delta_net_config
 from modelmill.models._delta_net_config import NAMES
 from modelmill.models._hf_config import boolean, positive_int
@@ -14,6 +13,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
+Model = Decoder
 LAYOUT = replace(
     _delta_net_config.LAYOUT,
     names={**NAMES, **EXPERT_NAMES, **SHARED_EXPERT},
@@ -21,7 +21,7 @@ LAYOUT = replace(
 )
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Qwen3NextConfig."""
     config = _delta_net_config.config_from_hf(raw, kv_heads=2)
     router = router_config(
@@ -33,6 +33,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
     moe = MoESpec(router, expert, shared, shared_gate=True)
     return replace(config, moe=moe, dense_layers=dense_layers(raw, config.layers))
-
-
-Model = Decoder

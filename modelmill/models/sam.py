@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from modelmill.checkpoint.rename import Rule
+from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import TensorMismatch
 from modelmill.models import _sam_transformers_names
 from modelmill.models._layer_rules import layer_stack_rules, rules_outside_layers
@@ -54,7 +55,7 @@ class SamConfig:
     checkpoint_layout: str = "original"
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> SamConfig:
+def config_from_hf(raw: RawConfig) -> SamConfig:
     """Sizes from transformers' config.json or from the result of ``config_from_shapes``.
 
     Raises:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import CheckpointError
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_and_mlp_bias, boolean, num_layers, positive_int
@@ -16,10 +14,11 @@ from modelmill.models._llama_common import (
 )
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
+Model = Decoder
 LAYOUT = _llama_common.LAYOUT
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in SmolLM3Config."""
     layers = num_layers(raw, "num_hidden_layers")
     unrotated = _unrotated_layers(raw, layers)
@@ -32,7 +31,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def _unrotated_layers(raw: Mapping[str, Any], layers: int) -> frozenset[int]:
+def _unrotated_layers(raw: RawConfig, layers: int) -> frozenset[int]:
     """The layers that ``no_rope_layers`` marks by 0; without it every n-th one."""
     interval = positive_int(raw, "no_rope_layer_interval", default=4)
     marks = raw.get("no_rope_layers")
@@ -45,9 +44,7 @@ def _unrotated_layers(raw: Mapping[str, Any], layers: int) -> frozenset[int]:
     return frozenset(i for i in range(layers) if not marks[i])
 
 
-def _windows(
-    raw: Mapping[str, Any], layers: int, unrotated: frozenset[int]
-) -> tuple[int | None, ...]:
+def _windows(raw: RawConfig, layers: int, unrotated: frozenset[int]) -> tuple[int | None, ...]:
     """The windows of layers named in ``layer_types``; without it those that are not rotated."""
     types, size = layer_types(raw, layers), raw.get("sliding_window")
     if not boolean(raw, "use_sliding_window", False) or size is None:
@@ -57,6 +54,3 @@ def _windows(
     if types is None:
         return tuple(size if i in unrotated else None for i in range(layers))
     return tuple(size if each == SLIDING_ATTENTION else None for each in types)
-
-
-Model = Decoder

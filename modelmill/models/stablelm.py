@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import boolean, head_dim_override, non_negative_float, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
@@ -16,10 +13,11 @@ from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.pre_norm import PreNormLayer
 from modelmill.nn.qkv_norm import HEAD_LAYER_NORM, QKNormConfig
 
+Model = Decoder
 LAYOUT = _llama_common.LAYOUT
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in StableLmConfig."""
     eps = non_negative_float(raw, "layer_norm_eps", default=1e-5)
     normed, parallel = boolean(raw, "qk_layernorm", False), "use_parallel_residual"
@@ -43,6 +41,3 @@ def rules(config: DecoderConfig) -> list[Rule]:
         f"self_attn.{part}_layernorm.norms.{i}" for part, count in heads for i in range(count)
     )
     return CheckpointLayout({**CHECKPOINT_NAMES, "attn.qkv_norm": norms}).rules(config)
-
-
-Model = Decoder

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import linear_bias_fields
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
+Model = Decoder
 LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, "mlp.fc_proj": ("mlp.c_fc",), "mlp.down_proj": ("mlp.c_proj",)}
 )
@@ -18,7 +17,7 @@ SUPPORTED_VALUES = {"norm_type": ("layer_norm",), "mlp_type": ("default",)}
 UNUSED_CONFIG_KEYS = ("residual_dropout",)
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Starcoder2Config."""
     config = _llama_common.config_from_hf(
         raw,
@@ -28,6 +27,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         **linear_bias_fields(raw, "use_bias", True),
     )
     return _llama_common.with_sliding_window(raw, config)
-
-
-Model = Decoder

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+from modelmill.core.config_view import RawConfig
 from modelmill.models import gemma2
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.pre_norm import PreNormLayer
 
+Model = Decoder
 LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, "mlp_norm": ("pre_feedforward_layernorm",)}, norms_less_one=True
 )
 UNUSED_CONFIG_KEYS = gemma2.UNUSED_CONFIG_KEYS
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in VaultGemmaConfig."""
     return replace(gemma2.config_from_hf(raw), layer=PreNormLayer)
-
-
-Model = Decoder
