@@ -26,7 +26,7 @@ from modelmill.checkpoint.rename import Rule
 from modelmill.checkpoint.side_files import read_json
 from modelmill.checkpoint.text_half import language_model_config
 from modelmill.core.errors import CheckpointError
-from modelmill.core.model_family import LANGUAGE, family_options
+from modelmill.core.model_family import LANGUAGE, checkpoint_tensors, family_options
 from modelmill.nn.linear import Linear
 from modelmill.weights.int4 import resolve_group_size
 
@@ -97,14 +97,13 @@ def checkpoint_of_config(folder: Path) -> Checkpoint:
     shapes = model_shapes(family.Model(model_config))
     dtype = stored_dtype(config)
     infos: dict[str, TensorInfo] = {}
+    rules = checkpoint_tensors(family).rules(model_config)
     # those of one source first: it may be among several of another rule
-    for rule in sorted(family.rules(model_config), key=lambda rule: len(rule.sources) > 1):
+    for rule in sorted(rules, key=lambda rule: len(rule.sources) > 1):
         if rule.target in shapes:
             shape = shapes[rule.target]
             infos |= source_infos(rule, shape, DTYPES.get(dtype, torch.bfloat16), infos)
-    matrices = [
-        source for rule in family.rules(model_config) if _is_matrix(rule) for source in rule.sources
-    ]
+    matrices = [source for rule in rules if _is_matrix(rule) for source in rule.sources]
     checkpoint.raw = checkpoint.view = quantized_container(config, infos, matrices, file)
     return checkpoint
 

@@ -22,7 +22,7 @@ from modelmill.checkpoint.rename import find_source_name
 from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import CheckpointError, RequestError, UnknownArchitecture
 from modelmill.core.generation_defaults import read_generation
-from modelmill.core.model_family import family_options
+from modelmill.core.model_family import checkpoint_tensors, family_options
 from modelmill.core.quoting import quote
 from modelmill.core.registry import closest_name, find_module, module_names
 
@@ -362,10 +362,10 @@ def resolve_tied_head(
     if not getattr(model_config, "tied", False):
         return model_config, []
     untied = replace(model_config, tied=False)
-    sources = {rule.target: rule.sources for rule in family.rules(untied)}
-    names = checkpoint.names()
+    tensors, names = checkpoint_tensors(family), checkpoint.names()
+    sources = {rule.target: rule.sources for rule in tensors.rules(untied)}
     [head], [embed] = (
-        [find_source_name(source, names, family.CHECKPOINT_PREFIXES) for source in sources[target]]
+        [find_source_name(source, names, tensors.prefixes) for source in sources[target]]
         for target in ("head.weight", "embed.weight")
     )
     if (

@@ -50,7 +50,7 @@ def segmentation_memory(
     if hasattr(encoder, "widths"):
         # the first stage has a quarter of the image's side and four times its channels, before and
         # after GELU
-        workspace = 3 * (model_config.image // 4) ** 2 * 4 * encoder.widths[0] * itemsize
+        workspace = 3 * (model_config.encoder.image // 4) ** 2 * 4 * encoder.widths[0] * itemsize
     else:
         # qkv or the MLP's hidden activations and, without our own kernel, the scores of one layer
         # over the whole image

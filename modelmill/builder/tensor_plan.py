@@ -16,7 +16,7 @@ from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.rename import ResolvedRule, Rule, apply_rule, plan_renames, result_info
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CorruptCheckpoint, TensorMismatch
-from modelmill.core.model_family import family_options
+from modelmill.core.model_family import checkpoint_tensors, family_options
 from modelmill.nn.layer_stack import (
     DECODER_STACK,
     WEIGHT_FILE,
@@ -121,12 +121,13 @@ def resolve_rename_rules(
     Raises:
         TensorMismatch: for missing and unused tensors.
     """
-    rules = family.rules(model_config)
+    tensors = checkpoint_tensors(family)
+    rules = tensors.rules(model_config)
     drops = [
-        *family.ignored_tensors(model_config),
-        *map(re.escape, _unused_zero_biases(checkpoint, rules, family.CHECKPOINT_PREFIXES)),
+        *tensors.ignored_tensors(model_config),
+        *map(re.escape, _unused_zero_biases(checkpoint, rules, tensors.prefixes)),
     ]
-    return plan_renames(rules, drops, checkpoint.names(), family.CHECKPOINT_PREFIXES)
+    return plan_renames(rules, drops, checkpoint.names(), tensors.prefixes)
 
 
 def _unused_zero_biases(

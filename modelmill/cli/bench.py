@@ -21,7 +21,7 @@ from modelmill.cli.engine_options import (
 )
 from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import emit_json, print_note, show_progress
-from modelmill.core.config import DTYPES, RunConfig, non_default_fields, option
+from modelmill.core.config import DTYPES, RunConfig, non_default_fields, option, path_option
 from modelmill.core.errors import TokenizerError, UsageError
 from modelmill.core.packages import require
 
@@ -83,13 +83,9 @@ class Args(CommonArgs):
     num_prompts: int | None = option(
         None, "throughput, serve: requests (default: 100; of a trace 500)"
     )
-    dataset: Path | None = option(
-        None, "throughput: ShareGPT json, or jsonl of prompts", metavar="FILE"
-    )
-    trace: Path | None = option(
-        None,
-        "throughput, serve: lengths from a csv with ContextTokens and GeneratedTokens",
-        metavar="FILE.csv",
+    dataset: Path | None = path_option("throughput: ShareGPT json, or jsonl of prompts", "FILE")
+    trace: Path | None = path_option(
+        "throughput, serve: lengths from a csv with ContextTokens and GeneratedTokens", "FILE.csv"
     )
     runs: int | None = option(None, "measured runs (default: 5; ops: 15 rounds)")
     warmup: int = option(1, "runs before them that are not counted")
@@ -122,17 +118,15 @@ class Args(CommonArgs):
     reference: str | None = option(
         None, "measure transformers, too, in turn with the engine", choices=("hf",)
     )
-    checkpoint: Path | None = option(
-        None,
-        "checkpoint for the reference (default: ENGINE, where that is one)",
-        metavar="CHECKPOINT",
+    checkpoint: Path | None = path_option(
+        "checkpoint for the reference (default: ENGINE, where that is one)", "CHECKPOINT"
     )
     reference_dtype: str | None = option(
         None, "type of the reference (default: the engine's)", choices=DTYPES
     )
     reference_batch_size: int = option(8, "throughput: size of the reference's static batches")
-    plot: Path | None = option(None, "draw the figures", metavar="FILE.png")
-    save: Path | None = option(None, "append the figures as rows", metavar="FILE.jsonl")
+    plot: Path | None = path_option("draw the figures", "FILE.png")
+    save: Path | None = path_option("append the figures as rows", "FILE.jsonl")
     build: CheckpointBuildOptions = config_field(
         CheckpointBuildOptions, "A checkpoint in the engine's place"
     )

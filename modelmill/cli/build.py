@@ -14,7 +14,13 @@ from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import emit_json, print_note, print_table, show_progress
 from modelmill.cli.plan_tables import show_plan
 from modelmill.cli.vision_flags import MiniGPT4Files
-from modelmill.core.config import BuildConfig, option
+from modelmill.core.config import (
+    BuildConfig,
+    expert_parallel_option,
+    option,
+    path_option,
+    tp_option,
+)
 from modelmill.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -52,18 +58,14 @@ class Args(CommonArgs):
         False, "print one line about the result, without plan and tables", flags=("--quiet",)
     )
     dry_run: bool = option(False, "print the plan and write nothing", flags=("--dry-run",))
-    tp: int = option(
-        1,
-        "with --dry-run: tell the memory of one of so many GPUs that run the engine together",
-        flags=("--tp", "-tp", "--tensor-parallel-size"),
+    tp: int = tp_option(
+        "with --dry-run: tell the memory of one of so many GPUs that run the engine together"
     )
-    enable_expert_parallel: bool = option(
-        False,
-        "with --dry-run and --tp: each GPU has whole experts of a mixture",
-        flags=("-ep",),
+    enable_expert_parallel: bool = expert_parallel_option(
+        "with --dry-run and --tp: each GPU has whole experts of a mixture"
     )
-    delta: Path | None = option(
-        None, "second checkpoint to add to the first (Vicuna's deltas)", metavar="DELTA"
+    delta: Path | None = path_option(
+        "second checkpoint to add to the first (Vicuna's deltas)", "DELTA"
     )
     check: bool = option(True, "compare the engine with the float32 reference before publishing it")
     tune: bool = option(

@@ -11,7 +11,7 @@ from modelmill.cli.engine_options import resolve_model_path
 from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import emit_json, print_facts, print_table, show_progress
 from modelmill.cli.vision_flags import MiniGPT4Files
-from modelmill.core.config import RunConfig, non_default_fields, option
+from modelmill.core.config import RunConfig, non_default_fields, option, path_option
 from modelmill.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -50,13 +50,11 @@ class Args(CommonArgs):
     checkpoint: Path = option(
         help="the checkpoint that it is compared with", positional=True, metavar="CHECKPOINT"
     )
-    delta: Path | None = option(
-        None, "second checkpoint that was added to the first", metavar="DELTA"
-    )
+    delta: Path | None = path_option("second checkpoint that was added to the first", "DELTA")
     all: bool = option(
         False, "list every module of every layer, not only the worst", flags=("--all",)
     )
-    plot: Path | None = option(None, "draw the errors by layer", metavar="FILE.png")
+    plot: Path | None = path_option("draw the errors by layer", "FILE.png")
     vision_files: MiniGPT4Files = config_field(MiniGPT4Files, "MiniGPT-4's parts")
     run: RunConfig = config_field(RunConfig, "Engine", exclude=EXCLUDED_OPTIONS)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from modelmill.cli import engine_options
 from modelmill.cli.engine_options import ENGINE_HELP, CheckpointBuildOptions
 from modelmill.cli.options import CommonArgs, config_field
-from modelmill.core.config import DTYPES, RunConfig, option
+from modelmill.core.config import DTYPES, RunConfig, option, path_option
 from modelmill.core.packages import require
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ class EvaluationArgs(CommonArgs):
 
     engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
     data: Path | None = option(None, "what to evaluate on", required=True, metavar="FILE")
-    reference: Path | None = option(
-        None, "also run this checkpoint through transformers", metavar="CHECKPOINT"
+    reference: Path | None = path_option(
+        "also run this checkpoint through transformers", "CHECKPOINT"
     )
     reference_dtype: str = option("float32", "type of the reference", choices=DTYPES)
     build: CheckpointBuildOptions = config_field(

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from modelmill.core import env
 from modelmill.core.byte_size import parse_bytes
-from modelmill.core.config import option
+from modelmill.core.config import option, path_option
 from modelmill.core.errors import UsageError
 from modelmill.core.registry import closest_name
 
@@ -47,8 +47,8 @@ class CommonArgs:
     """Options of every verb."""
 
     json: bool = option(False, "print JSON, and nothing else, on stdout", flags=("--json",))
-    config: Path | None = option(
-        None, "YAML file with values for flags that are not set", metavar="FILE.yaml"
+    config: Path | None = path_option(
+        "YAML file with values for flags that are not set", "FILE.yaml"
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from modelmill.cli.engine_options import ENGINE_HELP, CheckpointBuildOptions, open_llm
 from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import emit_json, print_note, print_table, show_progress
-from modelmill.core.config import RunConfig, option
+from modelmill.core.config import RunConfig, option, path_option
 from modelmill.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ class Args(CommonArgs):
     batch: int = option(1, "sequences computed together")
     prompt: int = option(128, "tokens of each prompt")
     lines: int = option(24, "lines of the table (0: all)")
-    trace: Path | None = option(
-        None, "write a trace that Perfetto (ui.perfetto.dev) opens", metavar="FILE.json"
+    trace: Path | None = path_option(
+        "write a trace that Perfetto (ui.perfetto.dev) opens", "FILE.json"
     )
-    save: Path | None = option(None, "append the figures as rows", metavar="FILE.jsonl")
+    save: Path | None = path_option("append the figures as rows", "FILE.jsonl")
     build: CheckpointBuildOptions = config_field(
         CheckpointBuildOptions, "A checkpoint in the engine's place"
     )

@@ -14,7 +14,7 @@ from modelmill.cli.engine_options import ENGINE_HELP, CheckpointBuildOptions, op
 from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import emit_json, print_note, show_progress, stdout_reader_gone
 from modelmill.cli.terminal_chat import WordWrapper, terminal_width
-from modelmill.core.config import RunConfig, option
+from modelmill.core.config import RunConfig, option, path_option
 from modelmill.core.errors import TokenizerError, UsageError
 from modelmill.core.types import SamplingParams
 
@@ -59,10 +59,8 @@ class Args(CommonArgs):
 
     engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
     prompt: str | None = option(None, "the prompt; - reads it from stdin", flags=("-p",))
-    file: Path | None = option(
-        None,
-        "jsonl of prompt, messages, text or prompt_token_ids, answered in one batch",
-        metavar="FILE.jsonl",
+    file: Path | None = path_option(
+        "jsonl of prompt, messages, text or prompt_token_ids, answered in one batch", "FILE.jsonl"
     )
     image: tuple[Path, ...] = option(
         (), "picture before the prompt, for engines that read pictures (repeatable)"

@@ -12,7 +12,7 @@ from modelmill.cli.engine_options import ENGINE_HELP, CheckpointBuildOptions, re
 from modelmill.cli.options import CommonArgs, config_field, inherit_option
 from modelmill.cli.output import emit_json, print_note, show_progress
 from modelmill.cli.segment_output import SegmentOutputs, show_results, write_result
-from modelmill.core.config import RunConfig, non_default_fields, option
+from modelmill.core.config import RunConfig, non_default_fields, option, path_option
 from modelmill.core.errors import RequestError, UsageError
 from modelmill.core.progress import Progress
 
@@ -67,7 +67,7 @@ class Args(CommonArgs):
     box: tuple[str, ...] = option(
         (), "the object's box; several are several objects (repeatable)", metavar="X0,Y0,X1,Y1"
     )
-    mask: Path | None = option(None, "picture of a rough mask, white is the object", metavar="FILE")
+    mask: Path | None = path_option("picture of a rough mask, white is the object", "FILE")
     single: bool = option(
         False, "one mask, for a prompt that is clear, instead of three", flags=("--single",)
     )
@@ -89,9 +89,7 @@ class Args(CommonArgs):
         flags=("-o", "--output"),
         metavar="OUT.png",
     )  # fmt: skip
-    masks: Path | None = option(
-        None, "folder for every mask as a black and white PNG", metavar="FOLDER"
-    )
+    masks: Path | None = path_option("folder for every mask as a black and white PNG", "FOLDER")
     rle: bool = option(
         False, "with --json: the masks' pixels as COCO run lengths", flags=("--rle",)
     )

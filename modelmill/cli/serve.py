@@ -15,7 +15,7 @@ from modelmill.cli.engine_options import CheckpointBuildOptions, resolve_model_p
 from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import print_note
 from modelmill.cli.serve_keys import server_keys
-from modelmill.core.config import RunConfig, non_default_fields, option
+from modelmill.core.config import RunConfig, non_default_fields, option, path_option
 from modelmill.core.errors import MissingDependency, UsageError
 from modelmill.core.packages import install_command, require
 from modelmill.core.server_records import record_server
@@ -94,11 +94,10 @@ class Args(CommonArgs):
     )
     api_key: tuple[str, ...] = option((), "an accepted API key (repeatable)", metavar="KEY")
     api_key_file: Path | None = option(None, "file with an API key on each line")
-    keys: Path | None = option(
-        None,
+    keys: Path | None = path_option(
         "file in JSON or TOML of API keys with name, priority, weight and limits "
         "(docs/api-keys.md)",
-        metavar="FILE",
+        "FILE",
     )
     admin_key: tuple[str, ...] = option(
         (), "a key that may also unload, pin and reload models (repeatable)", metavar="KEY"

@@ -13,7 +13,7 @@ from modelmill.cli.evaluation_options import (
     require_transformers,
 )
 from modelmill.cli.output import emit_json, print_table, show_progress
-from modelmill.core.config import option
+from modelmill.core.config import option, path_option
 from modelmill.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class Args(EvaluationArgs):
         "points",
         metavar="THRESHOLD",
     )  # fmt: skip
-    save: Path | None = option(
-        None, "keep the summaries here; a broken run goes on from it", metavar="FILE.jsonl"
+    save: Path | None = path_option(
+        "keep the summaries here; a broken run goes on from it", "FILE.jsonl"
     )
     texts: bool = option(False, "show the summaries, too", flags=("--texts",))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from modelmill.core.config import option
+from modelmill.core.config import path_option
 from modelmill.core.errors import UsageError
 
 MODEL_TYPE = "minigpt4"
@@ -16,17 +16,14 @@ SETTINGS_FILE = "minigpt4.json"
 class MiniGPT4Files:
     """Parts of MiniGPT-4 in files of their own, beside its language model."""
 
-    llm: Path | None = option(
-        None, "LLaMA or Vicuna folder, where CHECKPOINT is the word minigpt4", metavar="FOLDER"
+    llm: Path | None = path_option(
+        "LLaMA or Vicuna folder, where CHECKPOINT is the word minigpt4", "FOLDER"
     )
-    vit: Path | None = option(None, "EVA's ViT-g (eva_vit_g.pth)", metavar="FILE")
-    qformer: Path | None = option(
-        None, "BLIP-2's Q-Former (blip2_pretrained_….pth)", metavar="FILE"
-    )
-    projection: Path | None = option(
-        None,
+    vit: Path | None = path_option("EVA's ViT-g (eva_vit_g.pth)", "FILE")
+    qformer: Path | None = path_option("BLIP-2's Q-Former (blip2_pretrained_….pth)", "FILE")
+    projection: Path | None = path_option(
         "MiniGPT-4's projection (pretrained_minigpt4.pth); a minigpt4.json beside it is read",
-        metavar="FILE",
+        "FILE",
     )
 
     def split_checkpoint(self, checkpoint: Path) -> tuple[Path, tuple[Path, ...]]:

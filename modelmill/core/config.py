@@ -37,6 +37,11 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+def path_option(help: str, metavar: str) -> Any:
+    """A path that need not be given; metavar: what the help text calls it."""
+    return option(None, help, metavar=metavar)
+
+
 def recipe_option(name: str) -> Any:
     """Make the field of an option that a recipe declares (core/recipe_declaration.py)."""
     declared = declared_options()[name]
@@ -132,20 +137,26 @@ class BuildConfig:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
 
 
+def tp_option(help: str) -> Any:
+    """The number of GPUs over which an engine is divided."""
+    return option(1, help, flags=("--tp", "-tp", "--tensor-parallel-size"))
+
+
+def expert_parallel_option(help: str) -> Any:
+    """Whether each of these GPUs has whole experts."""
+    return option(False, help, flags=("-ep",))
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """All options that may change each time an engine is started."""
 
     device: str = option("auto", "cpu, cuda or cuda:N")
-    tp: int = option(
-        1,
-        "tensor parallelism: number of GPUs, starting at the device (on a CPU: processes)",
-        flags=("--tp", "-tp", "--tensor-parallel-size"),
+    tp: int = tp_option(
+        "tensor parallelism: number of GPUs, starting at the device (on a CPU: processes)"
     )
-    enable_expert_parallel: bool = option(
-        False,
-        "with --tp: each GPU has whole experts of a mixture, instead of a part of every expert",
-        flags=("-ep",),
+    enable_expert_parallel: bool = expert_parallel_option(
+        "with --tp: each GPU has whole experts of a mixture, instead of a part of every expert"
     )
     max_model_len: int | None = option(None, "lower the engine's maximum sequence length")
     max_num_seqs: int = option(256, "maximum number of sequences in one step")

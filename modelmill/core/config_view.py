@@ -6,6 +6,9 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+RawConfig = Mapping[str, Any]
+"""A config.json, or a view of it."""
+
 
 class ConfigView(Mapping[str, Any]):
     """The values of a config.json; each lookup of a key marks it as read.

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 LANGUAGE = "language"
 """The engine type of models of text; see ``FamilyOptions.ENGINE_TYPE``."""
@@ -43,3 +43,32 @@ def family_options(family: ModuleType | None) -> FamilyOptions:
     """Return the options of a model file; the defaults without a file."""
     defined = {} if family is None else vars(family)
     return FamilyOptions(**{name: defined[name] for name in FAMILY_OPTIONS if name in defined})
+
+
+class CheckpointTensors(NamedTuple):
+    """Which tensors of a checkpoint a family reads.
+
+    Attributes:
+        prefixes: what names may begin with in some files and not in others.
+        rules: the rename rules of every tensor of the model, from its config.
+        ignored_tensors: regular expressions of tensors that are not used, likewise.
+    """
+
+    prefixes: tuple[str, ...]
+    rules: Callable[[Any], list[Any]]
+    ignored_tensors: Callable[[Any], Sequence[str]]
+
+
+def checkpoint_tensors(family: ModuleType) -> CheckpointTensors:
+    """Return what a model file says in its ``LAYOUT``; functions of its own have precedence.
+
+    ``LAYOUT`` is a ``models._layer_rules.CheckpointLayout``. A file without one has
+    ``CHECKPOINT_PREFIXES``, ``rules`` and ``ignored_tensors`` by themselves.
+    """
+    layout: Any = getattr(family, "LAYOUT", None)
+    own = vars(family)
+    return CheckpointTensors(
+        own["CHECKPOINT_PREFIXES"] if layout is None else layout.prefixes,
+        own.get("rules") or layout.rules,
+        own.get("ignored_tensors") or layout.ignored_tensors,
+    )

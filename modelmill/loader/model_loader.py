@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -167,23 +168,16 @@ def fill_weights(
     model.eval().requires_grad_(False)
 
 
+@dataclass
 class _TensorStore:
     """Tensors by name on the device; caches those that aliases share."""
 
-    def __init__(
-        self,
-        read_tensor: Callable[[str], torch.Tensor],
-        names: set[str],
-        aliases: Mapping[str, str],
-        device: str,
-    ) -> None:
-        self.read_tensor = read_tensor
-        self.names = names
-        self.aliases = aliases
-        self.device = device
-        self.used: set[str] = set()
-        self._shared: dict[str, torch.Tensor] = {}
-        self._alias_targets = set(aliases.values())
+    read_tensor: Callable[[str], torch.Tensor]
+    names: set[str]
+    aliases: Mapping[str, str]
+    device: str
+    used: set[str] = field(default_factory=set)
+    _shared: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def suffixes(self, module: str) -> list[str]:
         """Suffixes of the tensors stored for a module, without its bias."""
@@ -208,10 +202,10 @@ class _TensorStore:
             raise CorruptArtifact(f"the engine lacks the tensor {name}; rebuild it")
         self.used.add(source)
         tensor = self.read_tensor(source)
-        if lazy and source not in self._alias_targets:
+        if lazy and source not in self.aliases.values():
             return tensor
         tensor = tensor.to(self.device)
-        if source in self._alias_targets:
+        if source in self.aliases.values():
             self._shared[source] = tensor
         return tensor
 

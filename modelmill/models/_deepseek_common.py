@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
-from modelmill.models import _llama_common
+from modelmill.models import _llama_common, _moe_config
 from modelmill.models._hf_config import (
     activation,
     boolean,
@@ -20,31 +19,44 @@ from modelmill.models._hf_config import (
     require_value,
 )
 from modelmill.models._layer_rules import CheckpointLayout, RuleSource
-from modelmill.models._llama_common import CHECKPOINT_NAMES
-from modelmill.models._moe_config import (
-    EXPERT_NAMES,
-    SELECTION_BIAS,
-    SHARED_EXPERT_NAMES,
-    leading_dense_layers,
-    moe_spec_with_shared_experts,
-)
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.latent_attention import LatentAttentionSpec
 from modelmill.nn.moe import RouterConfig
 
-LAYOUT = CheckpointLayout(
+
+class DeepseekLayout(CheckpointLayout):
+    """Behind a latent vector the projection of queries has another name."""
+
+    def rules(self, config: DecoderConfig) -> list[Rule]:
+        """Every tensor of the decoder."""
+        attention = config.latent_attention
+        assert attention is not None, "DeepSeek has latent attention"
+        if attention.query_rank is None:
+            return super().rules(config)
+        names = {**self.names, "attn.q_proj": ("self_attn.q_b_proj",)}
+        return CheckpointLayout.rules(replace(self, names=names), config)
+
+
+LAYOUT = DeepseekLayout(
     {
-        **CHECKPOINT_NAMES,
-        **EXPERT_NAMES,
-        **SHARED_EXPERT_NAMES,
+        **_moe_config.SHARED_EXPERTS_LAYOUT.names,
         "attn.q_proj": ("self_attn.q_proj",),
         "attn.q_a_proj": ("self_attn.q_a_proj",),
         "attn.q_a_norm": ("self_attn.q_a_layernorm",),
         "attn.kv_a_proj": ("self_attn.kv_a_proj_with_mqa",),
         "attn.kv_a_norm": ("self_attn.kv_a_layernorm",),
     },
-    tensors={**SELECTION_BIAS, "attn.core.kv_b": RuleSource(("self_attn.kv_b_proj.weight",))},
+    tensors={
+        **_moe_config.SHARED_EXPERTS_LAYOUT.tensors,
+        "attn.core.kv_b": RuleSource(("self_attn.kv_b_proj.weight",)),
+    },
+    has_draft_layer=True,
 )
+# of DeepSeek-V3's router
+EXPERTS_OF_SIGMOIDS = {
+    "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
+}  # fmt: skip
 # the size of queries and of rotated channels follow from others; the rest is of training
 UNUSED_CONFIG_KEYS = (
     "head_dim", "qk_head_dim", "auto_map", "aux_loss_alpha", "seq_aux", "ep_size",
@@ -52,23 +64,8 @@ UNUSED_CONFIG_KEYS = (
 )  # fmt: skip
 
 
-def rules(config: DecoderConfig) -> list[Rule]:
-    """Every tensor; behind a latent vector the projection of queries has another name."""
-    attention = config.latent_attention
-    assert attention is not None, "DeepSeek has latent attention"
-    if attention.query_rank is None:
-        return LAYOUT.rules(config)
-    names = {**LAYOUT.names, "attn.q_proj": ("self_attn.q_b_proj",)}
-    return replace(LAYOUT, names=names).rules(config)
-
-
-def ignored_tensors(config: DecoderConfig) -> tuple[str, ...]:
-    """Unused tensors, those of the layer of multi-token prediction among them."""
-    return (*LAYOUT.ignored_tensors(config), rf"model\.layers\.{config.layers}\..*")
-
-
 def decoder_config(
-    raw: Mapping[str, Any],
+    raw: RawConfig,
     router: RouterConfig,
     *,
     positions: int,
@@ -91,21 +88,23 @@ def decoder_config(
     check_rotary_pairs("qk_rope_head_dim", rope_dim, rope_dim)
     sizes = {"head_dim": rope_dim, "num_key_value_heads": heads}
     config = _llama_common.config_from_hf(
-        overlay_config(raw, {}, sizes), positions=positions, activation=act
+        overlay_config(raw, {}, sizes),
+        ConfigDefaults(positions=positions),
+        activation=act,
     )
     inner = positive_int(raw, "moe_intermediate_size", default=defaults["moe_intermediate_size"])
     count = positive_int(raw, "n_shared_experts", default=defaults["n_shared_experts"])
-    dense = leading_dense_layers(raw, config.layers, defaults["first_k_dense_replace"])
+    dense = _moe_config.leading_dense_layers(raw, config.layers, defaults["first_k_dense_replace"])
     return replace(
         config,
-        moe=moe_spec_with_shared_experts(config, router, inner, count),
+        moe=_moe_config.moe_spec_with_shared_experts(config, router, inner, count),
         dense_layers=dense,
         latent_attention=_attention_spec(raw, config, heads, rope_dim, neighbours),
     )
 
 
 def _attention_spec(
-    raw: Mapping[str, Any], config: DecoderConfig, heads: int, rope_dim: int, neighbours: bool
+    raw: RawConfig, config: DecoderConfig, heads: int, rope_dim: int, neighbours: bool
 ) -> LatentAttentionSpec:
     """The latent attention; YaRN changes the factor of the scores."""
     nope_dim = positive_int(raw, "qk_nope_head_dim", default=128)

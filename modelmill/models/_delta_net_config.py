@@ -6,17 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.models import _hybrid_config, _llama_common
 from modelmill.models._hf_config import attention_bias, exact_quotient, positive_int
-from modelmill.models._llama_common import CHECKPOINT_NAMES
+from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.gated_delta_net import GatedDeltaNetSpec
 
 MAX_HEAD_DIM, MAX_CONV_WIDTH = 1024, 64
-WHOLE_NORMS = frozenset(("attn.gated_norm",))
-DRAFT_HEADS = r"mtp\..*"  # heads for speculative decoding, which is not done here
 NAMES = {
     **CHECKPOINT_NAMES,
     "attn.gate_proj": ("self_attn.q_proj",),
@@ -33,6 +32,12 @@ UNGROUPED_NAMES = {
     "attn.in_proj": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
     "attn.rates": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
 }
+LAYOUT = CheckpointLayout(
+    UNGROUPED_NAMES,
+    norms_less_one=True,
+    whole_norms=frozenset(("attn.gated_norm",)),
+    ignored=(*IGNORED_BUFFERS, r"mtp\..*"),  # heads for speculative decoding, which are not used
+)
 # of the drafting heads, and of the dtype of a state, which is float32 here whatever it says
 QWEN35_INEFFECTIVE_KEYS = (
     "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype",
@@ -41,7 +46,7 @@ GATED_ATTENTION = {"attn_output_gate": (True,)}
 IMAGE_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
 
 
-def without_mrope_keys(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def without_mrope_keys(raw: RawConfig) -> Mapping[str, Any]:
     """The config without how positions in images are divided: those of text are alike in all."""
     parameters = raw.get("rope_parameters")
     if not isinstance(parameters, Mapping):
@@ -50,18 +55,21 @@ def without_mrope_keys(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return overlay_config(raw, {}, {"rope_parameters": text})
 
 
-def config_from_hf(raw: Mapping[str, Any], *, kv_heads: int) -> DecoderConfig:
+def config_from_hf(raw: RawConfig, *, kv_heads: int) -> DecoderConfig:
     """The sizes of a hybrid of Gated DeltaNet and gated attention, without experts.
 
     Args:
         raw: The config.
         kv_heads: ``num_key_value_heads`` where config.json is silent.
     """
-    raw = overlay_config(raw, {"num_key_value_heads": kv_heads, "head_dim": 256})
     config = _llama_common.config_from_hf(
-        raw, positions=32768, partial=0.25, **attention_bias(raw), qk_norm=True,
+        raw,
+        ConfigDefaults(kv_heads=kv_heads, head_dim=256, positions=32768),
+        partial=0.25,
+        **attention_bias(raw),
+        qk_norm=True,
         output_gate=True,
-    )  # fmt: skip
+    )
     return replace(
         config,
         recurrence=gated_delta_net_spec(raw, config.hidden, config.eps),
@@ -69,7 +77,7 @@ def config_from_hf(raw: Mapping[str, Any], *, kv_heads: int) -> DecoderConfig:
     )
 
 
-def gated_delta_net_spec(raw: Mapping[str, Any], hidden: int, eps: float) -> GatedDeltaNetSpec:
+def gated_delta_net_spec(raw: RawConfig, hidden: int, eps: float) -> GatedDeltaNetSpec:
     """The recurrence, from the keys that begin with ``linear_``.
 
     Raises:
@@ -91,7 +99,7 @@ def gated_delta_net_spec(raw: Mapping[str, Any], hidden: int, eps: float) -> Gat
     return GatedDeltaNetSpec(hidden, key_heads, heads, key_dim, value_dim, width, eps)
 
 
-def recurrent_layers(raw: Mapping[str, Any], layers: int) -> frozenset[int]:
+def recurrent_layers(raw: RawConfig, layers: int) -> frozenset[int]:
     """The layers with a recurrence, from ``layer_types`` or every but the n-th.
 
     Raises:

@@ -6,11 +6,10 @@ weights when these are read, and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from modelmill.checkpoint.rename import Rule
+from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.models._hf_config import positive_float
@@ -45,7 +44,7 @@ class FalconH1Config(DecoderConfig):
     multipliers: Multipliers = field(default_factory=Multipliers)
 
 
-def read_multipliers(raw: Mapping[str, Any]) -> Multipliers:
+def read_multipliers(raw: RawConfig) -> Multipliers:
     """The multipliers of a config.json."""
     single = {
         name: positive_float(raw, f"{name}_multiplier", default=1.0)
@@ -58,7 +57,7 @@ def read_multipliers(raw: Mapping[str, Any]) -> Multipliers:
     )
 
 
-def _read_factors(raw: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
+def _read_factors(raw: RawConfig, key: str, count: int) -> tuple[float, ...]:
     """A list of factors, 1 where the key is absent.
 
     Raises:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from modelmill.core.config_view import ConfigView, overlay_config
+from modelmill.core.config_view import ConfigView, RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.models import _llama_common
@@ -123,7 +123,7 @@ class Gemma4Config(DecoderConfig):
         )
 
 
-def layer_windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+def layer_windows(raw: RawConfig, layers: int) -> tuple[int | None, ...]:
     """Per layer the window or None; the last layer has full attention whatever the list says."""
     plain = overlay_config(raw, {"sliding_window": 512})
     windows = _llama_common.interleaved_windows(plain, layers, 6)
@@ -136,7 +136,7 @@ def layer_windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]
 
 
 def full_attention_head_sizes(
-    raw: Mapping[str, Any], windows: tuple[int | None, ...], own: tuple[int, int]
+    raw: RawConfig, windows: tuple[int | None, ...], own: tuple[int, int]
 ) -> tuple[int, int]:
     """KV heads and channels of a head in layers with full attention.
 
@@ -176,7 +176,7 @@ def full_attention_head_sizes(
     return full.pop()
 
 
-def report_ineffective_keys(raw: Mapping[str, Any], *keys: str) -> None:
+def report_ineffective_keys(raw: RawConfig, *keys: str) -> None:
     """Have these keys named as being without effect, where the config has them."""
     if isinstance(raw, ConfigView):
         raw.mark_unread({key: raw[key] for key in keys if raw.get(key) is not None})
@@ -209,7 +209,7 @@ def check_full_attention_heads(
         )
 
 
-def layer_rope(raw: Mapping[str, Any], layer_type: str, head_dim: int, positions: int) -> RopeSpec:
+def layer_rope(raw: RawConfig, layer_type: str, head_dim: int, positions: int) -> RopeSpec:
     """The rotation of the layers of one type.
 
     Raises:
@@ -237,7 +237,7 @@ def layer_rope(raw: Mapping[str, Any], layer_type: str, head_dim: int, positions
 
 
 def _proportional_rope(
-    raw: Mapping[str, Any], layer_type: str, own: Mapping[str, Any], head_dim: int, positions: int
+    raw: RawConfig, layer_type: str, own: Mapping[str, Any], head_dim: int, positions: int
 ) -> RopeSpec:
     share = positive_float(own, "partial_rotary_factor", default=1.0)
     if share > 1:
@@ -255,7 +255,7 @@ def _proportional_rope(
     return RopeSpec(head_dim, base, positions, scaling)
 
 
-def num_kv_shared(raw: Mapping[str, Any], windows: tuple[int | None, ...]) -> int:
+def num_kv_shared(raw: RawConfig, windows: tuple[int | None, ...]) -> int:
     """How many last layers have no keys and values of their own.
 
     Raises:
@@ -277,7 +277,7 @@ def num_kv_shared(raw: Mapping[str, Any], windows: tuple[int | None, ...]) -> in
     return count
 
 
-def expert_spec(raw: Mapping[str, Any], hidden: int, activation: str) -> MoESpec | None:
+def expert_spec(raw: RawConfig, hidden: int, activation: str) -> MoESpec | None:
     """The experts beside the MLP; None without ``enable_moe_block``.
 
     Raises:
@@ -298,7 +298,7 @@ def expert_spec(raw: Mapping[str, Any], hidden: int, activation: str) -> MoESpec
 
 
 def per_layer_input_config(
-    raw: Mapping[str, Any], layers: int, hidden: int, eps: float
+    raw: RawConfig, layers: int, hidden: int, eps: float
 ) -> PerLayerInputConfig | None:
     """What layers read beside the stream; None for ``hidden_size_per_layer_input`` of 0.
 

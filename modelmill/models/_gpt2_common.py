@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from modelmill.core.config_view import RawConfig
 from modelmill.models._hf_config import (
     MAX_SIZE,
     boolean,
@@ -17,7 +17,6 @@ from modelmill.models._hf_config import (
 from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.norm import LAYER_NORM
 
-CHECKPOINT_PREFIXES = ("transformer.",)
 OUTSIDE_NAMES: dict[str, Any] = {
     "layers": "transformer.h",
     "embed": "transformer.wte",
@@ -35,7 +34,7 @@ LAYER_NAMES = {
 
 
 def config_from_hf(
-    raw: Mapping[str, Any],
+    raw: RawConfig,
     *,
     max_len: int,
     hidden: tuple[str, ...] = ("n_embd", "hidden_size"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelmill.core.config_view import ConfigView
+from modelmill.core.config_view import ConfigView, RawConfig
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.nn.rotary import RopeSpec
@@ -21,7 +21,7 @@ MAX_FLOAT = 1e12
 
 
 def positive_int(
-    raw: Mapping[str, Any], *keys: str, default: int | None = None, max_value: int = MAX_SIZE
+    raw: RawConfig, *keys: str, default: int | None = None, max_value: int = MAX_SIZE
 ) -> int:
     """The first of ``keys`` that is set, as an integer between 1 and ``max_value``."""
     value = _first_value(raw, keys, default)
@@ -33,17 +33,17 @@ def positive_int(
     return value
 
 
-def key_in_file(raw: Mapping[str, Any], keys: tuple[str, ...]) -> str:
+def key_in_file(raw: RawConfig, keys: tuple[str, ...]) -> str:
     """The one of some keys of one meaning that a config sets; the first, if it sets none."""
     return next((key for key in keys if raw.get(key) is not None), keys[0])
 
 
-def num_layers(raw: Mapping[str, Any], *keys: str) -> int:
+def num_layers(raw: RawConfig, *keys: str) -> int:
     """The number of layers."""
     return positive_int(raw, *keys, max_value=MAX_LAYERS)
 
 
-def non_negative_float(raw: Mapping[str, Any], *keys: str, default: float | None = None) -> float:
+def non_negative_float(raw: RawConfig, *keys: str, default: float | None = None) -> float:
     """The first of ``keys`` that is set, as a number from 0 up."""
     value = _first_value(raw, keys, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < MAX_FLOAT:
@@ -54,7 +54,7 @@ def non_negative_float(raw: Mapping[str, Any], *keys: str, default: float | None
     return float(value)
 
 
-def positive_float(raw: Mapping[str, Any], *keys: str, default: float | None = None) -> float:
+def positive_float(raw: RawConfig, *keys: str, default: float | None = None) -> float:
     """The first of ``keys`` that is set, as a number above 0."""
     value = non_negative_float(raw, *keys, default=default)
     if value == 0:
@@ -86,7 +86,7 @@ def head_size(hidden: int, heads: int) -> int:
     return exact_quotient("hidden_size", hidden, "num_attention_heads", heads)
 
 
-def head_dim_override(raw: Mapping[str, Any], hidden: int, heads: int) -> dict[str, Any]:
+def head_dim_override(raw: RawConfig, hidden: int, heads: int) -> dict[str, Any]:
     """The override of a family whose heads always are ``hidden / heads`` channels wide.
 
     Raises:
@@ -106,7 +106,7 @@ def check_rotary_pairs(key: str, value: int, rotated: int) -> int:
     return rotated
 
 
-def boolean(raw: Mapping[str, Any], key: str, default: bool) -> bool:
+def boolean(raw: RawConfig, key: str, default: bool) -> bool:
     """Read a key of config.json that must be true or false.
 
     Raises:
@@ -129,13 +129,18 @@ EVERY_BIAS: dict[str, Any] = {"qkv_bias": True, "out_bias": True, "mlp_bias": Tr
 
 
 def attention_bias(
-    raw: Mapping[str, Any], key: str = "attention_bias", default: bool = False
+    raw: RawConfig, key: str = "attention_bias", default: bool = False
 ) -> dict[str, Any]:
     """The biases of a decoder's attention, where one key decides about all of them."""
     return dict.fromkeys(("qkv_bias", "out_bias"), boolean(raw, key, default))
 
 
-def linear_bias_fields(raw: Mapping[str, Any], key: str, default: bool) -> dict[str, Any]:
+def attention_and_mlp_bias(raw: RawConfig) -> dict[str, Any]:
+    """The biases of a decoder's linear layers, where two keys decide about them."""
+    return {**attention_bias(raw), "mlp_bias": boolean(raw, "mlp_bias", False)}
+
+
+def linear_bias_fields(raw: RawConfig, key: str, default: bool) -> dict[str, Any]:
     """The biases of a decoder's linear layers, where one key decides about all of them."""
     return dict.fromkeys(EVERY_BIAS, boolean(raw, key, default))
 
@@ -152,7 +157,7 @@ def check_vit_sizes(name: str, *, width: int, heads: int, image: int = 0, patch:
         )
 
 
-def require_value(raw: Mapping[str, Any], key: str, allowed: tuple[Any, ...], default: Any) -> None:
+def require_value(raw: RawConfig, key: str, allowed: tuple[Any, ...], default: Any) -> None:
     """Refuse a value that would change the arithmetic and that we do not compute."""
     value = raw.get(key, default)
     if value not in allowed:
@@ -175,21 +180,19 @@ ACTIVATION_NAMES = {
 """transformers' names of activations → those of ``nn.mlp.ACTIVATIONS``."""
 
 
-def activation(raw: Mapping[str, Any], key: str, default: str) -> str:
+def activation(raw: RawConfig, key: str, default: str) -> str:
     """The activation that a config names."""
     require_value(raw, key, tuple(ACTIVATION_NAMES), default)
     return ACTIVATION_NAMES[raw.get(key, default)]
 
 
-def factor(raw: Mapping[str, Any], key: str, default: float = 1.0) -> float | None:
+def factor(raw: RawConfig, key: str, default: float = 1.0) -> float | None:
     """A factor above 0; None for 1, which changes nothing."""
     value = positive_float(raw, key, default=default)
     return None if value == 1.0 else value
 
 
-def optional_positive(
-    raw: Mapping[str, Any], key: str, default: float | None = None
-) -> float | None:
+def optional_positive(raw: RawConfig, key: str, default: float | None = None) -> float | None:
     """A number above 0, such as a cap; None for null, and where ``default`` is None."""
     return None if raw.get(key, default) is None else positive_float(raw, key, default=default)
 
@@ -223,7 +226,7 @@ ROPE_KEYS = ("rope_theta", "rope_type", "type")
 
 
 def rope_spec(
-    raw: Mapping[str, Any],
+    raw: RawConfig,
     head_dim: int,
     max_positions: int,
     *,
@@ -308,7 +311,7 @@ def rope_spec(
 
 
 def _rotated_channels(
-    raw: Mapping[str, Any], scaling: Mapping[str, Any], head_dim: int, partial: float, key: str
+    raw: RawConfig, scaling: Mapping[str, Any], head_dim: int, partial: float, key: str
 ) -> int:
     """How many channels of a head ``partial_rotary_factor`` rotates; key: its name in ``raw``."""
     source = raw
@@ -337,7 +340,7 @@ def _check_divisors(values: Any, key: str, count: int) -> None:
         )
 
 
-def _rope_scaling(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def _rope_scaling(raw: RawConfig) -> tuple[str, dict[str, Any]]:
     """The key and the value of ``rope_scaling``, or of ``rope_parameters`` where that is absent.
 
     Never a mixture of the two, as in transformers.
@@ -367,7 +370,7 @@ def max_sequence_len(spec: RopeSpec, max_positions: int) -> int:
     return max_positions
 
 
-def _first_value(raw: Mapping[str, Any], keys: tuple[str, ...], default: Any) -> Any:
+def _first_value(raw: RawConfig, keys: tuple[str, ...], default: Any) -> Any:
     """The value of keys that mean the same.
 
     Raises CheckpointError where two of them contradict each other.

@@ -164,6 +164,8 @@ class CheckpointLayout:
         grouped_state: Whether the rows of a recurrence are stored by head of keys.
         tensors: Tensors of a layer with sources of their own.
         transposed: Whether matrices of layers are stored as [in, out].
+        has_draft_layer: Whether a layer of multi-token prediction, which is not used, may stand
+            behind the others.
     """
 
     names: CheckpointNames
@@ -182,6 +184,12 @@ class CheckpointLayout:
     grouped_state: bool = False
     tensors: RuleSources = field(default_factory=lambda: NO_SOURCES)
     transposed: bool = False
+    has_draft_layer: bool = False
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """What names of tensors may begin with in some files and not in others."""
+        return (f"{self.layers.partition('.')[0]}.",)
 
     def rules(self, config: DecoderConfig) -> list[Rule]:
         """Every tensor of the decoder."""
@@ -218,9 +226,13 @@ class CheckpointLayout:
         return [_with_unstacked_sources(rule) for rule in out] if self.experts_stacked else out
 
     def ignored_tensors(self, config: DecoderConfig) -> tuple[str, ...]:
-        """Unused tensors: buffers, and the copy of a tied head."""
-        copies = (self.head.replace(".", r"\.") + r"\.weight",) if config.tied else ()
-        return (*self.ignored, *copies)
+        """Unused tensors: buffers, the copy of a tied head, a layer of multi-token prediction."""
+        unused = [*self.ignored]
+        if config.tied:
+            unused.append(rf"{re.escape(self.head)}\.weight")
+        if self.has_draft_layer:
+            unused.append(rf"{re.escape(self.layers)}\.{config.layers}\..*")
+        return tuple(unused)
 
     def _row_rename_steps(self, config: DecoderConfig) -> dict[str, str]:
         """The steps that order the rows of q, k and v."""

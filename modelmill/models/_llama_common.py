@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.models._hf_config import (
+    activation,
     boolean,
     exact_quotient,
     max_sequence_len,
@@ -24,7 +25,6 @@ from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.norm import LAYER_NORM
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
-CHECKPOINT_PREFIXES = ("model.",)
 CHECKPOINT_NAMES = {
     "attn_norm": ("input_layernorm",),
     "attn.rope_cache.q_norm": ("self_attn.q_norm",),
@@ -41,14 +41,34 @@ it.
 """
 
 
+@dataclass(frozen=True)
+class ConfigDefaults:
+    """Values of a family's original configuration class, which hold where config.json is silent.
+
+    Attributes:
+        kv_heads: ``num_key_value_heads``; None: as many as heads.
+        head_dim: None: hidden_size / heads.
+        positions: ``max_position_embeddings``.
+        eps: ``rms_norm_eps``; None: 1e-6, or 1e-5 of LayerNorm.
+        tied: ``tie_word_embeddings``.
+        theta: ``rope_theta``.
+        activation: ``hidden_act`` of a family that may have any; None: SiLU alone is accepted.
+    """
+
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    positions: int = 2048
+    eps: float | None = None
+    tied: bool = False
+    theta: float = 10000.0
+    activation: str | None = None
+
+
 def config_from_hf(
-    raw: Mapping[str, Any],
-    positions: int = 2048,
+    raw: RawConfig,
+    defaults: ConfigDefaults = ConfigDefaults(),
     *,
-    eps: float = 1e-6,
     layer_norm: str | None = None,
-    tied: bool = False,
-    theta: float = 10000.0,
     partial: float | None = None,
     rope_options: Mapping[str, Any] | None = None,
     **switches: Any,
@@ -57,22 +77,22 @@ def config_from_hf(
 
     Args:
         raw: The config.
-        positions: ``max_position_embeddings`` of the family where config.json is silent.
-        eps: ``rms_norm_eps`` where config.json is silent; likewise ``tied`` and ``theta``.
-        layer_norm: Of a family with LayerNorm the key of its epsilon, which is 1e-5 where
-            config.json is silent.
-        tied: ``tie_word_embeddings``.
-        theta: ``rope_theta``.
+        defaults: What holds where it is silent.
+        layer_norm: Of a family with LayerNorm the key of its epsilon.
         partial: As in ``rope_spec``.
         rope_options: Further arguments of ``rope_spec``.
-        switches: Further fields of DecoderConfig.
+        switches: Further fields of DecoderConfig; ``activation`` among them is not read here.
     """
-    if "activation" not in switches:
+    if defaults.activation is not None:
+        switches["activation"] = activation(raw, "hidden_act", defaults.activation)
+    elif "activation" not in switches:
         require_value(raw, "hidden_act", ("silu", "swish"), "silu")
-    eps_key = "rms_norm_eps"
+    eps_key, eps = "rms_norm_eps", 1e-6
     if layer_norm is not None:
         eps_key, eps = layer_norm, 1e-5
         switches = {"norm": LAYER_NORM, **switches}
+    sizes = {"num_key_value_heads": defaults.kv_heads, "head_dim": defaults.head_dim}
+    raw = overlay_config(raw, {key: size for key, size in sizes.items() if size is not None})
     hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
     kv_heads = positive_int(raw, "num_key_value_heads", default=heads)
     head_dim = positive_int(raw, "head_dim", default=max(hidden // heads, 1))
@@ -81,8 +101,10 @@ def config_from_hf(
         raise CheckpointError(
             f"config.json: head_dim={head_dim} is odd; rotary embeddings need pairs"
         )
-    positions = positive_int(raw, "max_position_embeddings", default=positions)
-    spec = rope_spec(raw, head_dim, positions, theta=theta, partial=partial, **(rope_options or {}))
+    positions = positive_int(raw, "max_position_embeddings", default=defaults.positions)
+    spec = rope_spec(
+        raw, head_dim, positions, theta=defaults.theta, partial=partial, **(rope_options or {})
+    )
     return DecoderConfig(
         hidden=hidden,
         inner=positive_int(raw, "intermediate_size"),
@@ -91,15 +113,15 @@ def config_from_hf(
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocab=positive_int(raw, "vocab_size"),
-        eps=non_negative_float(raw, eps_key, default=eps),
+        eps=non_negative_float(raw, eps_key, default=eps if defaults.eps is None else defaults.eps),
         max_len=max_sequence_len(spec, positions),
         rope=spec,
-        tied=boolean(raw, "tie_word_embeddings", tied),
+        tied=boolean(raw, "tie_word_embeddings", defaults.tied),
         **switches,
     )
 
 
-def sliding_windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+def sliding_windows(raw: RawConfig, layers: int) -> tuple[int | None, ...]:
     """Per layer the sliding window or None, from ``layer_types`` or Qwen2's ``max_window_layers``.
 
     A ``sliding_window`` of null means none; an absent one means DEFAULT_SLIDING_WINDOW, as in the
@@ -135,7 +157,7 @@ def refuse_sliding_layers(types: list[str] | None) -> None:
         )
 
 
-def with_sliding_window(raw: Mapping[str, Any], config: DecoderConfig) -> DecoderConfig:
+def with_sliding_window(raw: RawConfig, config: DecoderConfig) -> DecoderConfig:
     """Return the config with ``sliding_window``, if it is set, in every layer."""
     if raw.get("sliding_window") is None:
         return config
@@ -144,7 +166,7 @@ def with_sliding_window(raw: Mapping[str, Any], config: DecoderConfig) -> Decode
 
 
 def interleaved_windows(
-    raw: Mapping[str, Any], layers: int, every: int = 4, *, has_pattern: bool = False
+    raw: RawConfig, layers: int, every: int = 4, *, has_pattern: bool = False
 ) -> tuple[int | None, ...]:
     """Per layer the window or None, of families that have full attention in every n-th layer.
 
@@ -165,7 +187,7 @@ def interleaved_windows(
 
 
 def rope_by_layer_type(
-    raw: Mapping[str, Any], theta: float, local_theta: float | None = None
+    raw: RawConfig, theta: float, local_theta: float | None = None
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The config with the rotation of full attention, and with that of layers with a window.
 
@@ -230,7 +252,7 @@ def check_rounded_yarn(layer_type: str, scaling: Mapping[str, Any]) -> None:
         require_value({name: scaling.get("truncate")}, name, (True, None), None)
 
 
-def layer_types(raw: Mapping[str, Any], layers: int) -> list[str] | None:
+def layer_types(raw: RawConfig, layers: int) -> list[str] | None:
     """``layer_types``: FULL_ATTENTION or SLIDING_ATTENTION for each layer; None where it is absent.
 
     Raises:
@@ -266,7 +288,7 @@ def layer_types(raw: Mapping[str, Any], layers: int) -> list[str] | None:
     return types
 
 
-def refuse_sliding_windows(raw: Mapping[str, Any], config: DecoderConfig) -> DecoderConfig:
+def refuse_sliding_windows(raw: RawConfig, config: DecoderConfig) -> DecoderConfig:
     """Return the sizes of a family without sliding windows.
 
     Runtimes treat these keys differently: transformers' cache keeps the window, its mask ignores
@@ -294,4 +316,3 @@ def refuse_sliding_windows(raw: Mapping[str, Any], config: DecoderConfig) -> Dec
 
 
 LAYOUT = CheckpointLayout(CHECKPOINT_NAMES)
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.models._hf_config import exact_quotient, positive_int
@@ -27,7 +25,7 @@ def mamba_names(stem: str) -> dict[str, tuple[str, ...]]:
 MAMBA_NAMES = mamba_names("mixer")
 
 
-def conv_width(raw: Mapping[str, Any], key: str, *, default: int = 4) -> int:
+def conv_width(raw: RawConfig, key: str, *, default: int = 4) -> int:
     """Tokens that the convolution reads.
 
     Raises:
@@ -43,7 +41,7 @@ def conv_width(raw: Mapping[str, Any], key: str, *, default: int = 4) -> int:
 
 
 def state_heads(
-    raw: Mapping[str, Any],
+    raw: RawConfig,
     inner: int,
     keys: tuple[str, str, str],
     *,
@@ -75,7 +73,7 @@ def state_heads(
     return heads, dim, count
 
 
-def time_step_limit(raw: Mapping[str, Any]) -> tuple[float, float]:
+def time_step_limit(raw: RawConfig) -> tuple[float, float]:
     """Least and largest step Δ.
 
     Raises:

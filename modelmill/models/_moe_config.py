@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.models._hf_config import boolean, positive_float, positive_int
-from modelmill.models._layer_rules import RuleSource
+from modelmill.models._layer_rules import CheckpointLayout, RuleSource
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import SIGMOID, RouterConfig
@@ -39,7 +39,10 @@ SHARED_EXPERT_NAMES = {
 }
 # its steps are as large as differences between scores in bfloat16
 SELECTION_BIASES = (r"layers\.\d+\.mlp\.routing\.selection_bias",)
-SELECTION_BIAS = {"mlp.routing.selection_bias": RuleSource(("mlp.gate.e_score_correction_bias",))}
+SHARED_EXPERTS_LAYOUT = CheckpointLayout(
+    {**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT_NAMES},
+    tensors={"mlp.routing.selection_bias": RuleSource(("mlp.gate.e_score_correction_bias",))},
+)
 
 SHARED = "mlp.shared_expert"
 # those of the shared expert and its gate
@@ -51,7 +54,7 @@ SHARED_EXPERT = {
 
 
 def router_config(
-    raw: Mapping[str, Any],
+    raw: RawConfig,
     *,
     experts: int,
     top_k: int,
@@ -90,7 +93,7 @@ def router_config(
     return RouterConfig(count, chosen, renormalize=renormalize)
 
 
-def group_limited_router(raw: Mapping[str, Any], defaults: RouterConfig) -> RouterConfig:
+def group_limited_router(raw: RawConfig, defaults: RouterConfig) -> RouterConfig:
     """The router of DeepSeek-V3 and GLM-4.5: sigmoids, groups of experts, a bias of the choice.
 
     Args:
@@ -138,7 +141,7 @@ def moe_spec_with_shared_experts(
     return MoESpec(router, expert, replace(expert, inner=num_shared * inner))
 
 
-def leading_dense_layers(raw: Mapping[str, Any], layers: int, default: int) -> frozenset[int]:
+def leading_dense_layers(raw: RawConfig, layers: int, default: int) -> frozenset[int]:
     """The first ``first_k_dense_replace`` layers, which have a plain MLP.
 
     Raises:
@@ -154,7 +157,7 @@ def leading_dense_layers(raw: Mapping[str, Any], layers: int, default: int) -> f
     return frozenset(range(count))
 
 
-def dense_layers(raw: Mapping[str, Any], layers: int) -> frozenset[int]:
+def dense_layers(raw: RawConfig, layers: int) -> frozenset[int]:
     """Layers with a plain MLP, from ``mlp_only_layers`` and ``decoder_sparse_step``.
 
     Every ``decoder_sparse_step``-th layer has experts, if it is not in ``mlp_only_layers``.

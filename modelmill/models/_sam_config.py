@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelmill.core.config_view import ConfigView
+from modelmill.core.config_view import ConfigView, RawConfig
 from modelmill.core.errors import CheckpointError, UnknownArchitecture
 from modelmill.core.quoting import quote
 from modelmill.models._hf_config import (
@@ -48,7 +48,7 @@ The decoder's epsilon is 1e-5, the original's; transformers' own default for the
 1e-6."""
 
 
-def spec_from_hf(raw: Mapping[str, Any]) -> SamVitSpec:
+def spec_from_hf(raw: RawConfig) -> SamVitSpec:
     """The encoder's sizes from transformers' config.json. Raises CheckpointError."""
     if not isinstance(raw.get("vision_config"), Mapping):
         raise UnknownArchitecture(
@@ -70,7 +70,7 @@ def spec_from_hf(raw: Mapping[str, Any]) -> SamVitSpec:
     return _check_sizes(spec)
 
 
-def _section(raw: Mapping[str, Any], section: str) -> Mapping[str, Any]:
+def _section(raw: RawConfig, section: str) -> Mapping[str, Any]:
     """A part of transformers' config, each key with the part's name in front, as errors name it."""
     section_value = raw.get(section)
     if section_value is not None and not isinstance(section_value, Mapping):
@@ -106,7 +106,7 @@ def _spec_from_vision_config(vision: Mapping[str, Any]) -> SamVitSpec:
     )
 
 
-def spec_from_sizes(raw: Mapping[str, Any]) -> SamVitSpec:
+def spec_from_sizes(raw: RawConfig) -> SamVitSpec:
     """The encoder's sizes from the result of ``sam.config_from_shapes``."""
     sizes = _section(raw, "sizes")
     required = {

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, attention_bias, boolean
+from modelmill.models._hf_config import attention_and_mlp_bias
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, "mlp.fc_proj": ("mlp.up_proj",)})
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in ArceeConfig."""
     return _llama_common.config_from_hf(
         raw,
-        positions=4096,
-        eps=1e-5,
-        activation=activation(raw, "hidden_act", "relu2"),
+        ConfigDefaults(positions=4096, eps=1e-5, activation="relu2"),
         gated=False,
-        **attention_bias(raw),
-        mlp_bias=boolean(raw, "mlp_bias", False),
+        **attention_and_mlp_bias(raw),
     )
-
-
-class Model(Decoder):
-    """The decoder with a plain MLP."""

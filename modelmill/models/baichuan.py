@@ -6,31 +6,28 @@ rotation. A ``z_loss_weight`` is what tells a Baichuan 2 by, or its vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from modelmill.checkpoint.rename import Rule
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import MAX_SIZE, positive_int, require_value
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, "attn.qkv_proj": ("self_attn.W_pack",)})
-ignored_tensors = LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("auto_map", "model_max_length", "_from_model_config")
 BAICHUAN2_VOCAB = 125696
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in BaichuanConfig."""
     loss = raw.get("z_loss_weight")
     normed = loss is not None or raw.get("vocab_size") == BAICHUAN2_VOCAB
-    config = _llama_common.config_from_hf(raw, positions=4096, normed_head=normed)
+    config = _llama_common.config_from_hf(raw, ConfigDefaults(positions=4096), normed_head=normed)
     if raw.get("max_position_embeddings") is not None:
         return config
     for key in ("rope_scaling", "rope_theta"):  # a 7B that lost its key would be computed wrongly
@@ -49,7 +46,3 @@ def rules(config: DecoderConfig) -> list[Rule]:
         apart = tuple(f"{stem}{part}_proj.{leaf}" for part in "qkv") if pack else ()
         out.append(replace(rule, apart=apart))
     return out
-
-
-class Model(Decoder):
-    """The plain decoder, with or without ALiBi."""

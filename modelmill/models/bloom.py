@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _gpt2_common
 from modelmill.models._hf_config import EVERY_BIAS, positive_int, require_value
 from modelmill.models._layer_rules import CheckpointLayout
@@ -12,7 +10,7 @@ from modelmill.models._megatron_names import layer_checkpoint_names
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-CHECKPOINT_PREFIXES = _gpt2_common.CHECKPOINT_PREFIXES
+Model = Decoder
 LAYOUT = CheckpointLayout(
     layers="transformer.h",
     embed="transformer.word_embeddings",
@@ -21,7 +19,6 @@ LAYOUT = CheckpointLayout(
     names=layer_checkpoint_names(),
     grouped_qkv=True,
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 SUPPORTED_VALUES = {"apply_residual_connection_post_layernorm": (False,)}
 # without training ranks slow_but_exact has no effect; the rest is of training
 UNUSED_CONFIG_KEYS = (
@@ -30,7 +27,7 @@ UNUSED_CONFIG_KEYS = (
 )  # fmt: skip
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in BloomConfig.
 
     Where there were training ranks, ``slow_but_exact`` also leaves out two biases in transformers.
@@ -48,7 +45,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         activation="gelu_tanh",
         **EVERY_BIAS,
     )
-
-
-class Model(Decoder):
-    """The decoder with ALiBi."""

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models._hf_config import (
     boolean,
     check_rotary_pairs,
@@ -24,7 +22,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM, RMS_NORM
 from modelmill.nn.rotary import RopeSpec
 
-CHECKPOINT_PREFIXES = ("transformer.",)
+Model = Decoder
 LAYOUT = CheckpointLayout(
     names=layer_checkpoint_names(),
     layers="transformer.encoder.layers",
@@ -34,7 +32,6 @@ LAYOUT = CheckpointLayout(
     neighbours=True,
     ignored=(r"(.*\.)?rotary_pos_emb\.inv_freq",),
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 SUPPORTED_VALUES = {
     "post_layer_norm": (True,), "original_rope": (True,), "interleaved_qkv": (False,),
     "pre_seq_len": (0,), "prefix_projection": (False,), "quantization_bit": (0,),
@@ -45,7 +42,7 @@ UNUSED_CONFIG_KEYS = (
 )  # fmt: skip
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in ChatGLMConfig."""
     require_value(raw, "apply_residual_connection_post_layernorm", (False,), False)
     hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
@@ -74,7 +71,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         mlp_bias=bias,
         tied=boolean(raw, "tie_word_embeddings", False),
     )
-
-
-class Model(Decoder):
-    """The plain decoder."""

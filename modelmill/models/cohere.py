@@ -2,52 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import (
-    activation,
-    attention_bias,
-    boolean,
-    non_negative_float,
-    positive_float,
-)
+from modelmill.models._hf_config import attention_bias, boolean, non_negative_float, positive_float
 from modelmill.models._layer_rules import CheckpointLayout, RuleSource
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM_WITHOUT_BIAS
 from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.qkv_norm import HEAD_LAYER_NORM, QKNormConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 # a matrix [heads, channels] each
 HEAD_NORMS = RuleSource(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), "cat0+flatten")
 LAYOUT = CheckpointLayout(
     CHECKPOINT_NAMES, neighbours=True, tensors={"attn.qkv_norm.weight": HEAD_NORMS}
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in CohereConfig."""
     eps = non_negative_float(raw, "layer_norm_eps", default=1e-5)
     normed = boolean(raw, "use_qk_norm", False)
     return _llama_common.config_from_hf(
         raw,
-        positions=8192,
-        theta=500000.0,
+        ConfigDefaults(positions=8192, tied=True, theta=500000.0, activation="silu"),
         layer_norm="layer_norm_eps",
         norm=LAYER_NORM_WITHOUT_BIAS,
-        tied=True,
-        activation=activation(raw, "hidden_act", "silu"),
         layer=ParallelLayer,
         **attention_bias(raw),
         logit_scale=positive_float(raw, "logit_scale", default=0.0625),
         qkv_norm=QKNormConfig(HEAD_LAYER_NORM, eps) if normed else None,
     )
-
-
-class Model(Decoder):
-    """The decoder with parallel layers."""

@@ -5,21 +5,17 @@ Layers with a window rotate neighbouring channels; layers with full attention ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, attention_bias, num_layers, positive_float
+from modelmill.models._hf_config import attention_bias, num_layers, positive_float
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM_WITHOUT_BIAS
 from modelmill.nn.parallel_layer import ParallelLayer
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, neighbours=True)
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 SUPPORTED_VALUES = {
     "position_embedding_type": ("rope_gptj",),
     "rotary_pct": (1.0,),
@@ -33,24 +29,18 @@ UNUSED_CONFIG_KEYS = (
 )  # fmt: skip
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Cohere2Config."""
     layers = num_layers(raw, "num_hidden_layers")
     windows = _llama_common.interleaved_windows(raw, layers, has_pattern=True)
     return _llama_common.config_from_hf(
         raw,
-        positions=8192,
+        ConfigDefaults(positions=8192, tied=True, activation="silu"),
         layer_norm="layer_norm_eps",
         norm=LAYER_NORM_WITHOUT_BIAS,
-        tied=True,
-        activation=activation(raw, "hidden_act", "silu"),
         layer=ParallelLayer,
         **attention_bias(raw),
         logit_scale=positive_float(raw, "logit_scale", default=0.0625),
         windows=windows,
         unrotated_layers=frozenset(i for i in range(layers) if windows[i] is None),
     )
-
-
-class Model(Decoder):
-    """The decoder with parallel layers."""

@@ -6,20 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, boolean, positive_int
-from modelmill.models._llama_common import (
-    CHECKPOINT_PREFIXES,
-    SLIDING_ATTENTION,
-    ignored_tensors,
-    layer_types,
-    rules,
-)
+from modelmill.models._hf_config import boolean, positive_int
+from modelmill.models._llama_common import SLIDING_ATTENTION, ConfigDefaults, layer_types
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
+LAYOUT = _llama_common.LAYOUT
 SUPPORTED_VALUES = {"attention_bias": (False,)}
 FULL_EVERY = 4
 DEFAULT_ROPE: Mapping[str, Any] = {
@@ -29,17 +23,14 @@ DEFAULT_ROPE: Mapping[str, Any] = {
 DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128, "sliding_window": 8192}
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in CwmConfig."""
     raw = overlay_config(raw, DEFAULTS)
     if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
         raw = overlay_config(raw, {}, {"rope_parameters": DEFAULT_ROPE})
     config = _llama_common.config_from_hf(
         raw,
-        positions=131072,
-        eps=1e-5,
-        theta=1000000.0,
-        activation=activation(raw, "hidden_act", "silu"),
+        ConfigDefaults(positions=131072, eps=1e-5, theta=1000000.0, activation="silu"),
         mlp_bias=boolean(raw, "mlp_bias", False),
     )
     types, size = layer_types(raw, config.layers), positive_int(raw, "sliding_window")
@@ -48,7 +39,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         for layer in range(config.layers)
     ]
     return replace(config, windows=tuple(size if each else None for each in slides))
-
-
-class Model(Decoder):
-    """The decoder with windows."""

@@ -5,38 +5,36 @@ Weights of a token's experts are not renormalised, as in transformers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.models import _deepseek_common
-from modelmill.models._deepseek_common import decoder_config, ignored_tensors, rules
+from modelmill.models._deepseek_common import decoder_config
 from modelmill.models._hf_config import positive_int, require_value
 from modelmill.models._moe_config import MAX_EXPERTS, group_limited_router
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import SOFTMAX, RouterConfig
 
-__all__ = ["Model", "config_from_hf", "ignored_tensors", "rules"]
-
-CHECKPOINT_PREFIXES = ("model.",)
+Model = Decoder
 SUPPORTED_VALUES = {
     "mlp_bias": (False,), "norm_topk_prob": (False,), "scoring_func": ("softmax",),
     "moe_layer_freq": (1,),
 }  # fmt: skip
+LAYOUT = _deepseek_common.LAYOUT
 # n_group and topk_group have an effect with one of the two methods alone, which reads them
 UNUSED_CONFIG_KEYS = (*_deepseek_common.UNUSED_CONFIG_KEYS, "n_group", "topk_group")
 DEFAULTS = {"moe_intermediate_size": 1407, "n_shared_experts": 2, "first_k_dense_replace": 0}
 GREEDY, GROUP_LIMITED = "greedy", "group_limited_greedy"
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in DeepseekV2Config."""
     return decoder_config(raw, _router(raw), positions=2048, neighbours=True, defaults=DEFAULTS)
 
 
-def _router(raw: Mapping[str, Any]) -> RouterConfig:
+def _router(raw: RawConfig) -> RouterConfig:
     """The best experts of all, or of the groups with the best experts."""
     chosen = positive_int(raw, "num_experts_per_tok", max_value=MAX_EXPERTS)
     require_value(raw, "topk_method", (GREEDY, GROUP_LIMITED), GREEDY)
@@ -50,7 +48,3 @@ def _router(raw: Mapping[str, Any]) -> RouterConfig:
         settings |= {"n_group": 1, "topk_group": 1}
     router = group_limited_router(overlay_config(raw, {}, settings), RouterConfig(64, chosen))
     return replace(router, scores=SOFTMAX, selection_bias=False, group_scores=1)
-
-
-class Model(Decoder):
-    """The decoder with latent attention and experts."""

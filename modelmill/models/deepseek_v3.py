@@ -5,31 +5,23 @@ The layer of multi-token prediction in the file is not used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from modelmill.models._deepseek_common import (
-    UNUSED_CONFIG_KEYS,
-    decoder_config,
-    ignored_tensors,
-    rules,
-)
+from modelmill.core.config_view import RawConfig
+from modelmill.models import _deepseek_common
+from modelmill.models._deepseek_common import EXPERTS_OF_SIGMOIDS, decoder_config
 from modelmill.models._hf_config import boolean
 from modelmill.models._moe_config import SELECTION_BIASES, group_limited_router
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
-__all__ = ["UNUSED_CONFIG_KEYS", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
-CHECKPOINT_PREFIXES = ("model.",)
-SUPPORTED_VALUES = {
-    "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
-}  # fmt: skip
+Model = Decoder
+LAYOUT = _deepseek_common.LAYOUT
+UNUSED_CONFIG_KEYS = _deepseek_common.UNUSED_CONFIG_KEYS
+SUPPORTED_VALUES = EXPERTS_OF_SIGMOIDS
 DEFAULTS = {"moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3}
 FLOAT32_TENSORS = SELECTION_BIASES
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in DeepseekV3Config."""
     router = group_limited_router(raw, RouterConfig(256, 8, groups=8, top_groups=4, scale=2.5))
     return decoder_config(
@@ -39,7 +31,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         neighbours=boolean(raw, "rope_interleave", True),
         defaults=DEFAULTS,
     )
-
-
-class Model(Decoder):
-    """The decoder with latent attention and experts."""

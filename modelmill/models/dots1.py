@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from modelmill.core.config_view import overlay_config
-from modelmill.models import _llama_common
+from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.models import _llama_common, _moe_config
 from modelmill.models._hf_config import activation, attention_bias, num_layers, positive_int
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES
-from modelmill.models._moe_config import (
-    SELECTION_BIASES,
-    group_limited_router,
-    leading_dense_layers,
-    moe_spec_with_shared_experts,
-)
-from modelmill.models.glm4_moe import LAYOUT
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+Model = Decoder
 SUPPORTED_VALUES = {
     "scoring_func": ("noaux_tc", "sigmoid"), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
 }  # fmt: skip
-FLOAT32_TENSORS = SELECTION_BIASES
+LAYOUT = _moe_config.SHARED_EXPERTS_LAYOUT
+FLOAT32_TENSORS = _moe_config.SELECTION_BIASES
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Dots1Config."""
     act, layers = activation(raw, "hidden_act", "silu"), num_layers(raw, "num_hidden_layers")
     raw = overlay_config(
@@ -49,9 +38,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         positive_int(raw, "num_experts_per_tok"),
         renormalize=False,
     )
-    moe = moe_spec_with_shared_experts(config, group_limited_router(raw, defaults), inner, shared)
-    return replace(config, moe=moe, dense_layers=leading_dense_layers(raw, layers, 0))
-
-
-class Model(Decoder):
-    """The decoder with experts and shared ones."""
+    moe = _moe_config.moe_spec_with_shared_experts(
+        config, _moe_config.group_limited_router(raw, defaults), inner, shared
+    )
+    return replace(config, moe=moe, dense_layers=_moe_config.leading_dense_layers(raw, layers, 0))

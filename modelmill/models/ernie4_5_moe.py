@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import CheckpointError
-from modelmill.models import _llama_common
+from modelmill.models import _llama_common, ernie4_5
 from modelmill.models._hf_config import (
     activation,
     linear_bias_fields,
@@ -16,7 +14,7 @@ from modelmill.models._hf_config import (
     positive_int,
 )
 from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout, RuleSource
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._moe_config import (
     EXPERT_NAMES,
     MAX_EXPERTS,
@@ -28,8 +26,7 @@ from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import RouterConfig
 from modelmill.nn.moe_spec import MoESpec
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 BIAS = RuleSource(("mlp.moe_statics.e_score_correction_bias",), "flatten")  # [1, E]
 LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT_NAMES},
@@ -37,19 +34,20 @@ LAYOUT = CheckpointLayout(
     tensors={"mlp.routing.selection_bias": BIAS},
     ignored=(*IGNORED_BUFFERS, r"model\.mtp_.*"),  # of multi-token prediction
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 FLOAT32_TENSORS = SELECTION_BIASES
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Ernie4_5_MoeConfig."""
-    raw = overlay_config(raw, {"num_key_value_heads": 4})
     biases = linear_bias_fields(raw, "use_bias", False)
     act, biased = activation(raw, "hidden_act", "silu"), biases["mlp_bias"]
     config = _llama_common.config_from_hf(
-        raw, positions=131072, eps=1e-5, tied=True, theta=500000.0, activation=act,
-        head_bias=biased, **biases,
-    )  # fmt: skip
+        raw,
+        replace(ernie4_5.DEFAULTS, kv_heads=4, head_dim=None, activation=None),
+        activation=act,
+        head_bias=biased,
+        **biases,
+    )
     if non_negative_float(raw, "moe_norm_min", default=1e-12) > 1e-6:  # below every real sum
         raise CheckpointError("config.json: moe_norm_min must be at most 1e-06")
     # each has a second name, which transformers reads too
@@ -69,7 +67,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def _dense_layers(raw: Mapping[str, Any], layers: int) -> frozenset[int]:
+def _dense_layers(raw: RawConfig, layers: int) -> frozenset[int]:
     """Layers before the first and behind the last with experts, and those between every n-th."""
     every = positive_int(raw, "moe_layer_interval", default=1)
     first, last = (raw.get(f"moe_layer_{end}_index") for end in ("start", "end"))
@@ -79,7 +77,3 @@ def _dense_layers(raw: Mapping[str, Any], layers: int) -> frozenset[int]:
             f"config.json: moe_layer_start_index to moe_layer_end_index are no layers of {layers}"
         )
     return frozenset(i for i in range(layers) if not first <= i <= last or (i + 1) % every)
-
-
-class Model(Decoder):
-    """The decoder with experts and shared ones."""

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, num_layers
+from modelmill.models._hf_config import num_layers
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models.olmo2 import POST_NORM_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.post_norm import PostNormLayer
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 LAYOUT = CheckpointLayout(POST_NORM_NAMES)
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Exaone4Config.
 
     Without any window all layers rotate; with windows, only the layers that have one.
@@ -33,14 +28,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         windows = _llama_common.interleaved_windows(raw, layers, has_pattern=True)
     return _llama_common.config_from_hf(
         raw,
-        eps=1e-5,
-        activation=activation(raw, "hidden_act", "silu"),
+        ConfigDefaults(eps=1e-5, activation="silu"),
         layer=PostNormLayer,
         qk_norm=True,
         windows=windows,
         unrotated_layers=frozenset(i for i, size in enumerate(windows) if size is None),
     )
-
-
-class Model(Decoder):
-    """The decoder with norms behind the branches."""

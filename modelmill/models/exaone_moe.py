@@ -2,61 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
-from modelmill.models import exaone4
+from modelmill.models import _moe_config, exaone4
 from modelmill.models._hf_config import positive_int
-from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout, RuleSource
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
-from modelmill.models._moe_config import (
-    EXPERT_NAMES,
-    SELECTION_BIASES,
-    SHARED_EXPERT_NAMES,
-    group_limited_router,
-    leading_dense_layers,
-    moe_spec_with_shared_experts,
-)
+from modelmill.models._layer_rules import IGNORED_BUFFERS, RuleSource
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 from modelmill.nn.pre_norm import PreNormLayer
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 BIAS = RuleSource(("mlp.e_score_correction_bias",))
-LAYOUT = CheckpointLayout(
-    {**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT_NAMES},
+LAYOUT = replace(
+    _moe_config.SHARED_EXPERTS_LAYOUT,
     tensors={"mlp.routing.selection_bias": BIAS},
     ignored=(*IGNORED_BUFFERS, r"mtp\..*"),  # of multi-token prediction
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 SUPPORTED_VALUES = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
-FLOAT32_TENSORS = SELECTION_BIASES
+FLOAT32_TENSORS = _moe_config.SELECTION_BIASES
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in ExaoneMoeConfig."""
     config = replace(exaone4.config_from_hf(raw), layer=PreNormLayer)
     inner = positive_int(raw, "moe_intermediate_size", default=1024)
     shared = positive_int(raw, "num_shared_experts", default=1, max_value=64)
     experts = positive_int(raw, "num_experts", default=64)
-    router = group_limited_router(
+    router = _moe_config.group_limited_router(
         overlay_config(raw, {}, {"n_routed_experts": experts}), RouterConfig(experts, 8, scale=2.5)
     )
     return replace(
         config,
-        moe=moe_spec_with_shared_experts(config, router, inner, shared),
+        moe=_moe_config.moe_spec_with_shared_experts(config, router, inner, shared),
         dense_layers=_dense_layers(raw, config.layers),
     )
 
 
-def _dense_layers(raw: Mapping[str, Any], layers: int) -> frozenset[int]:
+def _dense_layers(raw: RawConfig, layers: int) -> frozenset[int]:
     """The layers with a plain MLP: those that ``mlp_layer_types`` names, or the first few."""
-    first, types = leading_dense_layers(raw, layers, 1), raw.get("mlp_layer_types")
+    first, types = _moe_config.leading_dense_layers(raw, layers, 1), raw.get("mlp_layer_types")
     if types is None:
         return first
     if not isinstance(types, list) or len(types) != layers or {*types} - {"dense", "sparse"}:
@@ -65,7 +52,3 @@ def _dense_layers(raw: Mapping[str, Any], layers: int) -> frozenset[int]:
             f"layers, not {quote(types, 60)}"
         )
     return frozenset(i for i in range(layers) if types[i] == "dense")
-
-
-class Model(Decoder):
-    """The decoder with experts and shared ones."""

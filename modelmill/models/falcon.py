@@ -6,12 +6,10 @@ rounds it to bfloat16, here it is exact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.models import _hf_config, _llama_common, bloom
 from modelmill.models._hf_config import (
@@ -21,19 +19,19 @@ from modelmill.models._hf_config import (
     linear_bias_fields,
     positive_int,
 )
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.pre_norm import PreNormLayer
 
-CHECKPOINT_PREFIXES = ("transformer.",)
+Model = Decoder
 LAYOUT = bloom.LAYOUT
 TWO_NORM_NAMES = {**LAYOUT.names, "attn_norm": ("ln_attn",), "mlp_norm": ("ln_mlp",)}
-ignored_tensors = LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("auto_map", "apply_residual_connection_post_layernorm")
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in FalconConfig."""
     new = boolean(raw, "new_decoder_architecture", False)
     parallel = boolean(raw, "parallel_attn", True)
@@ -51,8 +49,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     }
     config = _llama_common.config_from_hf(
         overlay_config(raw, {}, sizes),
+        ConfigDefaults(tied=True),
         layer_norm="layer_norm_epsilon",
-        tied=True,
         activation=activation(raw, "activation", "gelu"),
         layer=ParallelLayer if parallel else PreNormLayer,
         mlp_norm=_has_two_norms(raw, new, parallel),
@@ -65,7 +63,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(config, rope=None, alibi=alibi, max_extended_len=MAX_SIZE)
 
 
-def _has_two_norms(raw: Mapping[str, Any], new: bool, parallel: bool) -> bool:
+def _has_two_norms(raw: RawConfig, new: bool, parallel: bool) -> bool:
     """Whether a parallel layer has a norm for each branch."""
     count = positive_int(raw, "num_ln_in_parallel_attn", default=2 if new else 1, max_value=2)
     if (count == 2 and not new) or (new and not parallel):
@@ -80,7 +78,3 @@ def rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor; a parallel layer with two norms has other names for them."""
     two = config.layer is ParallelLayer and config.mlp_norm
     return (replace(LAYOUT, names=TWO_NORM_NAMES) if two else LAYOUT).rules(config)
-
-
-class Model(Decoder):
-    """The decoder with parallel layers, or ALiBi."""

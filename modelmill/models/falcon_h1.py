@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._falcon_h1_multipliers import (
     FalconH1Config,
     read_multipliers,
     with_multipliers,
 )
-from modelmill.models._hf_config import attention_bias, boolean, factor, positive_int
+from modelmill.models._hf_config import attention_and_mlp_bias, boolean, factor, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._mamba_config import conv_width, mamba_names, state_heads, time_step_limit
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.hybrid_layer import HybridLayer, beside_attention
 from modelmill.nn.mamba2 import Mamba2Spec
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 LAYOUT = CheckpointLayout(
     {
         **CHECKPOINT_NAMES,
@@ -34,20 +31,17 @@ LAYOUT = CheckpointLayout(
     },
     norm="model.final_layernorm",
 )
-ignored_tensors = LAYOUT.ignored_tensors
 # of training and of other implementations' arithmetic; the head is computed for the rows it must
 UNUSED_CONFIG_KEYS = ("mamba_chunk_size", "num_logits_to_keep")
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> FalconH1Config:
+def config_from_hf(raw: RawConfig) -> FalconH1Config:
     """Sizes from config.json; what it does not name is as in FalconH1Config."""
     config = _llama_common.config_from_hf(
-        overlay_config(raw, {"num_key_value_heads": 8}),
-        8192,
-        eps=1e-5,
+        raw,
+        ConfigDefaults(kv_heads=8, positions=8192, eps=1e-5),
         layer=HybridLayer,
-        **attention_bias(raw),
-        mlp_bias=boolean(raw, "mlp_bias", False),
+        **attention_and_mlp_bias(raw),
         embedding_scale=factor(raw, "embedding_multiplier"),
         logit_scale=factor(raw, "lm_head_multiplier"),
     )
@@ -55,7 +49,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> FalconH1Config:
     return FalconH1Config(**fields, multipliers=read_multipliers(raw))
 
 
-def _mamba_spec(raw: Mapping[str, Any], config: DecoderConfig) -> Mamba2Spec:
+def _mamba_spec(raw: RawConfig, config: DecoderConfig) -> Mamba2Spec:
     """The recurrence, from the keys that begin with ``mamba_``."""
     expanded = config.hidden * positive_int(raw, "mamba_expand", default=2)
     raw = overlay_config(raw, {"mamba_d_ssm": 1024})
@@ -77,7 +71,3 @@ def _mamba_spec(raw: Mapping[str, Any], config: DecoderConfig) -> Mamba2Spec:
 def rules(config: FalconH1Config) -> list[Rule]:
     """Every tensor of the model, the multipliers folded in."""
     return [with_multipliers(rule, config) for rule in LAYOUT.rules(config)]
-
-
-class Model(Decoder):
-    """The decoder of attention and recurrence side by side."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, attention_bias, boolean, non_negative_float
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models._moe_config import EXPERT_NAMES, router_config
 from modelmill.models.olmo2 import POST_NORM_NAMES
 from modelmill.models.olmoe import QK_NORMS
@@ -20,20 +18,17 @@ from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.post_norm import PostNormLayer
 from modelmill.nn.qkv_norm import WIDE_RMS, QKNormConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 LAYOUT = CheckpointLayout({**POST_NORM_NAMES, **QK_NORMS, **EXPERT_NAMES})
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in FlexOlmoConfig."""
     act = activation(raw, "hidden_act", "silu")
     raw = overlay_config(raw, {"rms_norm_eps": 1e-6})
     config = _llama_common.config_from_hf(
         raw,
-        positions=4096,
-        theta=500000.0,
+        ConfigDefaults(positions=4096, theta=500000.0),
         activation=act,
         layer=PostNormLayer,
         **attention_bias(raw),
@@ -45,7 +40,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(
         config, moe=MoESpec(router, MLPSpec(config.hidden, config.inner, activation=act))
     )
-
-
-class Model(Decoder):
-    """The decoder with experts, and norms behind the branches."""

@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, attention_bias, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, norms_less_one=True)
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 SUPPORTED_VALUES = {"hidden_activation": ("gelu_pytorch_tanh",)}
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; "gelu" means its tanh approximation, as in GemmaConfig."""
     act = activation(raw, "hidden_act", "gelu_pytorch_tanh")
-    raw = overlay_config(raw, {"num_key_value_heads": 16, "head_dim": 256})
     return _llama_common.config_from_hf(
         raw,
-        positions=8192,
-        tied=True,
+        ConfigDefaults(kv_heads=16, head_dim=256, positions=8192, tied=True),
         activation="gelu_tanh" if act == "gelu" else act,
         embedding_scale=positive_int(raw, "hidden_size") ** 0.5,
         **attention_bias(raw),
     )
-
-
-class Model(Decoder):
-    """The plain decoder."""

@@ -5,10 +5,9 @@ arXiv:2408.00118. Norms are stored less 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     activation,
@@ -19,30 +18,27 @@ from modelmill.models._hf_config import (
     positive_int,
 )
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import SandwichLayer
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 NORM_NAMES = {
     "attn_post": ("post_attention_layernorm",),
     "mlp_norm": ("pre_feedforward_layernorm",),
     "mlp_post": ("post_feedforward_layernorm",),
 }
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **NORM_NAMES}, norms_less_one=True)
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 # "hidden_act" of older files is not read by transformers either: "hidden_activation" is
 UNUSED_CONFIG_KEYS = ("cache_implementation", "hidden_act")
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Gemma2Config."""
-    raw = overlay_config(raw, {"num_key_value_heads": 4, "head_dim": 256})
     layers = num_layers(raw, "num_hidden_layers")
     return _llama_common.config_from_hf(
         raw,
-        positions=8192,
+        ConfigDefaults(kv_heads=4, head_dim=256, positions=8192, tied=True),
         **common_fields(raw),
         windows=_llama_common.interleaved_windows(raw, layers, 2),
         logit_softcap=optional_positive(raw, "final_logit_softcapping", 30.0),
@@ -50,17 +46,12 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def common_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+def common_fields(raw: RawConfig) -> dict[str, Any]:
     """Fields of DecoderConfig that Gemma 3 reads alike."""
     return {
-        "tied": True,
         "activation": activation(raw, "hidden_activation", "gelu_pytorch_tanh"),
         "layer": SandwichLayer,
         "attention_scale": positive_float(raw, "query_pre_attn_scalar", default=256.0) ** -0.5,
         "embedding_scale": positive_int(raw, "hidden_size") ** 0.5,
         **attention_bias(raw),
     }
-
-
-class Model(Decoder):
-    """The decoder with norms on both sides of a branch."""

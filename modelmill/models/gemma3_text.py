@@ -6,31 +6,22 @@ Five of six layers have a window and an unscaled rotation of a smaller base. Nor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common, gemma2
-from modelmill.models._hf_config import (
-    num_layers,
-    optional_positive,
-    positive_float,
-    positive_int,
-)
+from modelmill.models._hf_config import num_layers, optional_positive, positive_float, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **gemma2.NORM_NAMES}, norms_less_one=True)
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 MAX_POSITIONS = 131072
 UNUSED_CONFIG_KEYS = ("cache_implementation", "_sliding_window_pattern")
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Gemma3TextConfig."""
     below = {"num_key_value_heads": 4, "head_dim": 256}
     raw = overlay_config(raw, below)
@@ -44,16 +35,12 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(config, windows=windows, local_rope=_config(local_raw, raw).rope)
 
 
-def _config(rotated: Mapping[str, Any], raw: Mapping[str, Any]) -> DecoderConfig:
+def _config(rotated: RawConfig, raw: RawConfig) -> DecoderConfig:
     """The config with one of the two rotations."""
     return _llama_common.config_from_hf(
         rotated,
-        positions=MAX_POSITIONS,
+        ConfigDefaults(positions=MAX_POSITIONS, tied=True),
         qk_norm=True,
         **gemma2.common_fields(raw),
         logit_softcap=optional_positive(raw, "final_logit_softcapping"),
     )
-
-
-class Model(Decoder):
-    """The decoder with norms on both sides of a branch."""

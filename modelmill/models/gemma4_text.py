@@ -7,14 +7,12 @@ neither (31B).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
 
 import torch
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _gemma4_config, _llama_common, gemma2
 from modelmill.models._gemma4_config import Gemma4Config
 from modelmill.models._hf_config import (
@@ -26,14 +24,12 @@ from modelmill.models._hf_config import (
     positive_int,
 )
 from modelmill.models._layer_rules import CheckpointLayout, RuleSource
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder
 from modelmill.nn.layer_spec import linear_tensors
 from modelmill.nn.per_layer_input import PerLayerInputs
 from modelmill.nn.scaled_sandwich import ScaledSandwichLayer
 from modelmill.nn.step import Step
-
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 EXPERTS = "experts.moe.experts.*"
 NAMES = {
@@ -71,7 +67,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> Gemma4Config:
+def config_from_hf(raw: RawConfig) -> Gemma4Config:
     """Sizes from config.json; what it does not name is as in Gemma4TextConfig."""
     raw = overlay_config(raw, SIZES)
     layers, hidden = num_layers(raw, "num_hidden_layers"), positive_int(raw, "hidden_size")
@@ -80,7 +76,10 @@ def config_from_hf(raw: Mapping[str, Any]) -> Gemma4Config:
     plain = overlay_config(raw, {}, {"rope_parameters": None})
     act = activation(raw, "hidden_activation", "gelu_pytorch_tanh")
     common = _llama_common.config_from_hf(
-        plain, positions=MAX_POSITIONS, tied=True, activation=act, **attention_bias(raw)
+        plain,
+        ConfigDefaults(positions=MAX_POSITIONS, tied=True),
+        activation=act,
+        **attention_bias(raw),
     )
     own = common.kv_heads, common.head_dim
     full_kv_heads, full_head_dim = _gemma4_config.full_attention_head_sizes(raw, windows, own)

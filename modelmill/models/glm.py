@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, boolean
+from modelmill.models._hf_config import boolean
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 CHECKPOINT_NAMES = {**CHECKPOINT_NAMES, "mlp.gate_up_proj": ("mlp.gate_up_proj",)}
 LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, neighbours=True)
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GlmConfig."""
     return _llama_common.config_from_hf(
-        overlay_config(raw, {"num_key_value_heads": 2, "head_dim": 128}),
-        positions=131072,
-        eps=1.5625e-07,
+        raw,
+        ConfigDefaults(
+            kv_heads=2, head_dim=128, positions=131072, eps=1.5625e-07, activation="silu"
+        ),
         partial=0.5,
-        activation=activation(raw, "hidden_act", "silu"),
         qkv_bias=boolean(raw, "attention_bias", True),
     )
-
-
-class Model(Decoder):
-    """The plain decoder."""

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+from modelmill.core.config_view import RawConfig
 from modelmill.models import glm
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import SandwichLayer
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 BEHIND_BRANCHES = {"attn_post": ("post_self_attn_layernorm",), "mlp_post": ("post_mlp_layernorm",)}
 LAYOUT = CheckpointLayout({**glm.CHECKPOINT_NAMES, **BEHIND_BRANCHES}, neighbours=True)
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Glm4Config."""
     return replace(glm.config_from_hf(raw), layer=SandwichLayer)
-
-
-class Model(Decoder):
-    """The decoder with norms on both sides of a branch."""

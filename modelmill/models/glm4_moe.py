@@ -5,45 +5,27 @@ arXiv:2508.06471. Layers of multi-token prediction in the file are not used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from modelmill.core.config_view import overlay_config
-from modelmill.models import _llama_common
+from modelmill.core.config_view import RawConfig
+from modelmill.models import _llama_common, _moe_config
 from modelmill.models._hf_config import activation, boolean, positive_int
-from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
-from modelmill.models._moe_config import (
-    EXPERT_NAMES,
-    SELECTION_BIAS,
-    SELECTION_BIASES,
-    SHARED_EXPERT_NAMES,
-    group_limited_router,
-    leading_dense_layers,
-    moe_spec_with_shared_experts,
-)
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
-LAYOUT = CheckpointLayout(
-    {**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT_NAMES}, tensors=SELECTION_BIAS
-)
-rules = LAYOUT.rules
+Model = Decoder
+LAYOUT = replace(_moe_config.SHARED_EXPERTS_LAYOUT, has_draft_layer=True)
 UNUSED_CONFIG_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
-FLOAT32_TENSORS = SELECTION_BIASES
+FLOAT32_TENSORS = _moe_config.SELECTION_BIASES
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Glm4MoeConfig."""
-    raw = overlay_config(raw, {"num_key_value_heads": 8})
     bias, act = boolean(raw, "attention_bias", False), activation(raw, "hidden_act", "silu")
     config = _llama_common.config_from_hf(
         raw,
-        positions=131072,
-        eps=1e-5,
+        ConfigDefaults(kv_heads=8, positions=131072, eps=1e-5),
         partial=0.5,
         activation=act,
         qkv_bias=bias,
@@ -51,16 +33,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
     inner = positive_int(raw, "moe_intermediate_size", default=1408)
     shared = positive_int(raw, "n_shared_experts", default=1, max_value=64)
-    moe = moe_spec_with_shared_experts(
-        config, group_limited_router(raw, RouterConfig(128, 8)), inner, shared
+    moe = _moe_config.moe_spec_with_shared_experts(
+        config, _moe_config.group_limited_router(raw, RouterConfig(128, 8)), inner, shared
     )
-    return replace(config, moe=moe, dense_layers=leading_dense_layers(raw, config.layers, 1))
-
-
-def ignored_tensors(config: DecoderConfig) -> tuple[str, ...]:
-    """Unused tensors, those of the layer of multi-token prediction among them."""
-    return (*LAYOUT.ignored_tensors(config), rf"model\.layers\.{config.layers}\..*")
-
-
-class Model(Decoder):
-    """The decoder with experts and a shared one."""
+    return replace(
+        config, moe=moe, dense_layers=_moe_config.leading_dense_layers(raw, config.layers, 1)
+    )

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
-from modelmill.models._deepseek_common import (
-    UNUSED_CONFIG_KEYS,
-    decoder_config,
-    ignored_tensors,
-    rules,
-)
+from modelmill.models import _deepseek_common
+from modelmill.models._deepseek_common import EXPERTS_OF_SIGMOIDS, decoder_config
 from modelmill.models._hf_config import boolean, num_layers, positive_int, require_value
 from modelmill.models._moe_config import SELECTION_BIASES, group_limited_router
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
-__all__ = ["UNUSED_CONFIG_KEYS", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
-CHECKPOINT_PREFIXES = ("model.",)
-SUPPORTED_VALUES = {
-    "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
-}  # fmt: skip
+Model = Decoder
+LAYOUT = _deepseek_common.LAYOUT
+UNUSED_CONFIG_KEYS = _deepseek_common.UNUSED_CONFIG_KEYS
+SUPPORTED_VALUES = EXPERTS_OF_SIGMOIDS
 DEFAULTS = {"moe_intermediate_size": 1536, "n_shared_experts": 1, "first_k_dense_replace": 1}
 SIZES = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5}
 FLOAT32_TENSORS = SELECTION_BIASES
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Glm4MoeLiteConfig."""
     raw = overlay_config(raw, SIZES, {"first_k_dense_replace": _dense_layers(raw)})
     # in transformers a second name of qk_rope_head_dim
@@ -45,7 +36,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def _dense_layers(raw: Mapping[str, Any]) -> int:
+def _dense_layers(raw: RawConfig) -> int:
     """How many layers in front have a plain MLP.
 
     transformers does not read ``first_k_dense_replace``: without ``mlp_layer_types`` it is one.
@@ -61,7 +52,3 @@ def _dense_layers(raw: Mapping[str, Any]) -> int:
             f"dense and then sparse ones, not {quote(types, 60)}"
         )
     return count
-
-
-class Model(Decoder):
-    """The decoder with latent attention and experts."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _gpt2_common
 from modelmill.models._hf_config import EVERY_BIAS, exact_quotient, positive_int, require_value
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-CHECKPOINT_PREFIXES = _gpt2_common.CHECKPOINT_PREFIXES
+Model = Decoder
 # Conv1D stores [in, out]; the buffers are causal masks
 LAYOUT = CheckpointLayout(
     **_gpt2_common.OUTSIDE_NAMES,
@@ -19,11 +17,10 @@ LAYOUT = CheckpointLayout(
     transposed=True,
     ignored=(r".*\.attn\.bias", r".*\.attn\.masked_bias"),
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("reorder_and_upcast_attn", "n_special", "predict_special_tokens")
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Convert a Hugging Face config.json."""
     require_value(raw, "activation_function", ("gelu_new", "gelu_pytorch_tanh"), "gelu_new")
     require_value(raw, "scale_attn_weights", (True,), True)
@@ -43,7 +40,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         activation="gelu_tanh",
         **EVERY_BIAS,
     )
-
-
-class Model(Decoder):
-    """The decoder with learned positions."""

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from modelmill.checkpoint.rename import Rule
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _gpt2_common
 from modelmill.models._hf_config import EVERY_BIAS, activation, boolean, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
-CHECKPOINT_PREFIXES = _gpt2_common.CHECKPOINT_PREFIXES
+Model = Decoder
 LAYOUT = CheckpointLayout(
     **_gpt2_common.OUTSIDE_NAMES,
     positions="transformer.wpe",
     names={**_gpt2_common.LAYER_NAMES, "mlp.fc_proj": ("mlp.c_fc",)},
     ignored=(r".*\.attn\.bias", r".*\.attn\.masked_bias"),  # causal masks
 )
-ignored_tensors = LAYOUT.ignored_tensors
 # how a softmax was computed, and settings of one runtime
 UNUSED_CONFIG_KEYS = (
     "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "inference_runner",
@@ -29,7 +25,7 @@ UNUSED_CONFIG_KEYS = (
 )  # fmt: skip
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GPTBigCodeConfig."""
     config = _gpt2_common.config_from_hf(
         raw,
@@ -45,7 +41,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 def rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor; with a key for each head, q, k and v of a head are beside each other."""
     return replace(LAYOUT, grouped_qkv=config.kv_heads == config.heads).rules(config)
-
-
-class Model(Decoder):
-    """The decoder with learned positions."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.models import _gpt2_common
@@ -13,9 +12,7 @@ from modelmill.models._hf_config import MAX_LAYERS, activation, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
-CHECKPOINT_PREFIXES = _gpt2_common.CHECKPOINT_PREFIXES
+Model = Decoder
 GLOBAL, LOCAL = "global", "local"
 LAYOUT = CheckpointLayout(
     **_gpt2_common.OUTSIDE_NAMES,
@@ -28,11 +25,10 @@ LAYOUT = CheckpointLayout(
     },
     ignored=(r".*\.attn\.attention\.(masked_)?bias",),  # causal masks
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("embed_dropout",)
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GPTNeoConfig."""
     config = _gpt2_common.config_from_hf(
         raw,
@@ -52,7 +48,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(config, windows=tuple(size if each == LOCAL else None for each in types))
 
 
-def _layer_types(raw: Mapping[str, Any], layers: int) -> list[str]:
+def _layer_types(raw: RawConfig, layers: int) -> list[str]:
     """``attention_types``, pairs of types and how often they repeat, for each layer.
 
     Raises:
@@ -73,7 +69,3 @@ def _layer_types(raw: Mapping[str, Any], layers: int) -> list[str]:
             "config.json: attention_layers and attention_types contradict each other"
         )
     return types
-
-
-class Model(Decoder):
-    """The decoder with learned positions and windows."""

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import (
-    activation,
-    attention_bias,
-    boolean,
-    head_dim_override,
-    positive_int,
-)
+from modelmill.models._hf_config import attention_bias, boolean, head_dim_override, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models._megatron_names import layer_checkpoint_names
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.pre_norm import PreNormLayer
 
-CHECKPOINT_PREFIXES = ("gpt_neox.",)
+Model = Decoder
 LAYOUT = CheckpointLayout(
     layers="gpt_neox.layers",
     embed="gpt_neox.embed_in",
@@ -30,10 +22,9 @@ LAYOUT = CheckpointLayout(
     grouped_qkv=True,
     ignored=(r".*\.attention\.(masked_)?bias", r".*rotary_emb\.inv_freq"),
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; its own names of the rotation's base and share are read, too."""
     hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
     sizes = {**head_dim_override(raw, hidden, heads), "num_key_value_heads": None}
@@ -41,17 +32,13 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     parallel = boolean(raw, "use_parallel_residual", True)
     return _llama_common.config_from_hf(
         raw,
+        ConfigDefaults(activation="gelu"),
         layer_norm="layer_norm_eps",
         partial=0.25,
         rope_options={"theta_key": "rotary_emb_base", "partial_key": "rotary_pct"},
-        activation=activation(raw, "hidden_act", "gelu"),
         layer=ParallelLayer if parallel else PreNormLayer,
         mlp_norm=True,
         gated=False,
         **attention_bias(raw, default=True),
         mlp_bias=True,
     )
-
-
-class Model(Decoder):
-    """The decoder with parallel layers."""

@@ -6,23 +6,21 @@ arXiv:2508.10925. The checkpoint's reader presents the stacked experts one by on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias, num_layers, positive_float
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._moe_config import EXPERT_NAMES, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.ops.fused_moe import SwigluClamp
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 LAYOUT = CheckpointLayout(
     {
         **CHECKPOINT_NAMES,
@@ -31,7 +29,6 @@ LAYOUT = CheckpointLayout(
         "mlp.router": ("mlp.router",),
     }
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 # the trained length, which rope_scaling has as well, and num_experts_per_tok under its old name
 UNUSED_CONFIG_KEYS = ("initial_context_length", "experts_per_token")
 YARN = {
@@ -40,7 +37,7 @@ YARN = {
 }  # fmt: skip
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GptOssConfig."""
     defaults: dict[str, Any] = {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128}
     if raw.get("rope_scaling") is None and raw.get("rope_parameters") is None:
@@ -49,10 +46,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     layers = num_layers(raw, "num_hidden_layers")
     config = _llama_common.config_from_hf(
         raw,
+        ConfigDefaults(positions=131072, eps=1e-5, theta=150000.0),
         sinks=True,
-        positions=131072,
-        eps=1e-5,
-        theta=150000.0,
         **attention_bias(raw, default=True),
         windows=_llama_common.interleaved_windows(raw, layers, 2),
     )
@@ -64,7 +59,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
     expert = MLPSpec(config.hidden, config.inner, bias=True, clamp=clamp)
     return replace(config, moe=MoESpec(router, expert))
-
-
-class Model(Decoder):
-    """The decoder with experts and sinks."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _gpt2_common
 from modelmill.models._hf_config import activation, check_rotary_pairs, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
@@ -13,7 +12,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.rotary import RopeSpec
 
-CHECKPOINT_PREFIXES = _gpt2_common.CHECKPOINT_PREFIXES
+Model = Decoder
 LAYOUT = CheckpointLayout(
     **_gpt2_common.OUTSIDE_NAMES,
     neighbours=True,
@@ -26,11 +25,10 @@ LAYOUT = CheckpointLayout(
         "mlp.down_proj": ("mlp.fc_out",),
     },
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 SUPPORTED_VALUES = {"rotary": (True,), "scale_attn_weights": (True,)}
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GPTJConfig."""
     positions = positive_int(raw, "n_positions", "max_position_embeddings", default=2048)
     config = _gpt2_common.config_from_hf(
@@ -46,7 +44,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     rotated = positive_int(raw, "rotary_dim", default=64, max_value=config.head_dim)
     dim = check_rotary_pairs("rotary_dim", rotated, rotated)
     return replace(config, rope=RopeSpec(dim, 1e4, positions))
-
-
-class Model(Decoder):
-    """The decoder with parallel layers."""

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, attention_bias, boolean, factor, positive_float
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
+from modelmill.models._hf_config import attention_and_mlp_bias, factor, positive_float
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import ScaledBranchLayer
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+Model = Decoder
+LAYOUT = _llama_common.LAYOUT
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GraniteConfig."""
     return _llama_common.config_from_hf(
         raw,
-        activation=activation(raw, "hidden_act", "silu"),
+        ConfigDefaults(activation="silu"),
         layer=ScaledBranchLayer,
-        **attention_bias(raw),
-        mlp_bias=boolean(raw, "mlp_bias", False),
+        **attention_and_mlp_bias(raw),
         attention_scale=positive_float(raw, "attention_multiplier", default=1.0),
         embedding_scale=factor(raw, "embedding_multiplier"),
         branch_scale=positive_float(raw, "residual_multiplier", default=1.0),
         logit_scale=1 / positive_float(raw, "logits_scaling", default=1.0),
     )
-
-
-class Model(Decoder):
-    """The decoder with scaled branches."""

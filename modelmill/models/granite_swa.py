@@ -6,24 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.models import granite
 from modelmill.models._hf_config import num_layers, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import (
-    CHECKPOINT_NAMES,
-    CHECKPOINT_PREFIXES,
-    SLIDING_ATTENTION,
-    layer_types,
-)
+from modelmill.models._llama_common import CHECKPOINT_NAMES, SLIDING_ATTENTION, layer_types
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, "attn.core": ("self_attn",)})  # the sinks
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("rope_theta",)  # where layer_rope_theta has another base
 FULL_EVERY = 4
 DEFAULTS = {
@@ -32,7 +25,7 @@ DEFAULTS = {
 }  # fmt: skip
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GraniteSWAConfig."""
     raw = overlay_config(raw, DEFAULTS)
     layers = num_layers(raw, "num_hidden_layers")
@@ -53,7 +46,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def _bases(raw: Mapping[str, Any], layers: int) -> list[float] | None:
+def _bases(raw: RawConfig, layers: int) -> list[float] | None:
     """``layer_rope_theta``: a base for each layer that rotates, 0 for others; None: all rotate.
 
     Raises:
@@ -71,10 +64,6 @@ def _bases(raw: Mapping[str, Any], layers: int) -> list[float] | None:
     return list(bases)
 
 
-def _with_base(raw: Mapping[str, Any], base: float) -> Mapping[str, Any]:
+def _with_base(raw: RawConfig, base: float) -> Mapping[str, Any]:
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     return overlay_config(raw, {}, {key: {**(raw.get(key) or {}), "rope_theta": base}})
-
-
-class Model(Decoder):
-    """The decoder with scaled branches and sinks."""

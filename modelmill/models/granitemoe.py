@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import granite
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._moe_config import STACKED_EXPERT_NAMES, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **STACKED_EXPERT_NAMES}, experts_stacked=True)
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GraniteMoeConfig."""
     config = granite.config_from_hf(overlay_config(raw, {}, {"mlp_bias": False}))
     # a softmax over the chosen experts' logits
     router = router_config(raw, experts=8, top_k=2, renormalize=True, keys=("num_local_experts",))
     expert = MLPSpec(config.hidden, config.inner, activation=config.activation)
     return replace(config, moe=MoESpec(router, expert))
-
-
-class Model(Decoder):
-    """The decoder with scaled branches and experts."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import granite
 from modelmill.models._hf_config import boolean, positive_int, require_value
 from modelmill.models._hybrid_config import recurrent_layers
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._mamba_config import conv_width, mamba_names, state_heads, time_step_limit
 from modelmill.models._moe_config import SHARED, STACKED_EXPERT_NAMES, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -20,8 +18,7 @@ from modelmill.nn.mamba2 import Mamba2Spec
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 SHARED_MLP = {"gate_up_proj": ("shared_mlp.input_linear",),
               "down_proj": ("shared_mlp.output_linear",)}  # fmt: skip
 LAYOUT = CheckpointLayout(
@@ -33,11 +30,10 @@ LAYOUT = CheckpointLayout(
     },
     experts_stacked=True,
 )
-ignored_tensors = LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("mamba_chunk_size", "init_method", "num_experts_per_tok")
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GraniteMoeHybridConfig."""
     require_value(raw, "hidden_act", ("silu", "swish"), "silu")
     require_value(raw, "position_embedding_type", ("rope", "nope", None), None)
@@ -59,7 +55,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(config, recurrence=_mamba_spec(raw, config), recurrent_layers=recurrent)
 
 
-def _mamba_spec(raw: Mapping[str, Any], config: DecoderConfig) -> Mamba2Spec:
+def _mamba_spec(raw: RawConfig, config: DecoderConfig) -> Mamba2Spec:
     """The recurrence, from the keys that begin with ``mamba_``."""
     inner = config.hidden * positive_int(raw, "mamba_expand", default=2)
     heads, dim, groups = state_heads(
@@ -82,7 +78,3 @@ def rules(config: DecoderConfig) -> list[Rule]:
         own = tuple(f"{stem}{linear}{part}{leaf}" for part in parts)
         out.append(replace(rule, apart=own or rule.apart))
     return out
-
-
-class Model(Decoder):
-    """The decoder of recurrences and attention, with scaled branches."""

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+from modelmill.core.config_view import RawConfig
 from modelmill.models import granitemoe
 from modelmill.models._hf_config import positive_int
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._moe_config import SHARED, STACKED_EXPERT_NAMES
 from modelmill.models.granitemoehybrid import SHARED_MLP
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 LAYOUT = CheckpointLayout(
     {
         **CHECKPOINT_NAMES,
@@ -24,10 +22,9 @@ LAYOUT = CheckpointLayout(
     },
     experts_stacked=True,
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GraniteMoeSharedConfig."""
     config = granitemoe.config_from_hf(raw)
     assert config.moe is not None, "a Granite with experts"
@@ -35,7 +32,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         return config
     shared = replace(config.moe.expert, inner=positive_int(raw, "shared_intermediate_size"))
     return replace(config, moe=replace(config.moe, shared=shared))
-
-
-class Model(Decoder):
-    """The decoder with scaled branches, experts and a shared MLP."""

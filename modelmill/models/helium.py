@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, boolean
+from modelmill.models._hf_config import boolean
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, neighbours=True)
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in HeliumConfig."""
-    raw = overlay_config(raw, {"num_key_value_heads": 20, "head_dim": 128})
     return _llama_common.config_from_hf(
         raw,
-        positions=4096,
-        eps=1e-8,
-        theta=100000.0,
-        activation=activation(raw, "hidden_act", "silu"),
+        ConfigDefaults(
+            kv_heads=20, head_dim=128, positions=4096, eps=1e-8, theta=100000.0, activation="silu"
+        ),
         qkv_bias=boolean(raw, "attention_bias", False),
         mlp_bias=boolean(raw, "mlp_bias", False),
     )
-
-
-class Model(Decoder):
-    """The plain decoder."""

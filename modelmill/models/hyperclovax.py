@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import CheckpointError
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, attention_bias, boolean, factor, positive_float
+from modelmill.models._hf_config import attention_and_mlp_bias, boolean, factor, positive_float
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import SandwichLayer, ScaledBranchLayer
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, "attn_post": ("post_norm1",), "mlp_post": ("post_norm2",)}
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in HyperCLOVAXConfig.
 
     Raises:
@@ -37,10 +33,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     attention_scale = raw.get("attention_multiplier")
     return _llama_common.config_from_hf(
         raw,
-        activation=activation(raw, "hidden_act", "silu"),
+        ConfigDefaults(activation="silu"),
         layer=SandwichLayer if normed else ScaledBranchLayer,
-        **attention_bias(raw),
-        mlp_bias=boolean(raw, "mlp_bias", False),
+        **attention_and_mlp_bias(raw),
         attention_scale=None
         if attention_scale is None
         else positive_float(raw, "attention_multiplier"),
@@ -48,7 +43,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         branch_scale=None if normed else scale,
         logit_scale=factor(raw, "logits_scaling"),
     )
-
-
-class Model(Decoder):
-    """The decoder with normed or scaled branches."""

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias, positive_float
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
+LAYOUT = _llama_common.LAYOUT
 UNUSED_CONFIG_KEYS = ("auto_map",)
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; ``rotary`` has the rotation's base, type and factor."""
     rotary = raw.get("rotary")
     if rotary is not None:
@@ -46,7 +45,3 @@ def _rope_scaling(rotary: Any) -> dict[str, Any]:
     if scaling["rope_type"] == "dynamic":
         scaling["factor"] = positive_float(rotary, "scaling_factor", default=1.0)
     return scaling
-
-
-class Model(Decoder):
-    """The plain decoder."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-CHECKPOINT_PREFIXES = ("model.",)
+Model = Decoder
 LAYOUT = CheckpointLayout(
     embed="model.tok_embeddings",
     head="output",
@@ -24,14 +22,9 @@ LAYOUT = CheckpointLayout(
         "mlp_norm": ("ffn_norm",),
     },
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("auto_map",)
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in InternLM2Config."""
     return _llama_common.config_from_hf(raw, **attention_bias(raw, "bias", True))
-
-
-class Model(Decoder):
-    """The plain decoder."""

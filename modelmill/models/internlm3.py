@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, boolean
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
+from modelmill.models._hf_config import boolean
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+Model = Decoder
+LAYOUT = _llama_common.LAYOUT
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; ``attention_bias`` and ``mlp_bias`` are newer names."""
     newer = {"qkv_bias": raw.get("attention_bias"), "bias": raw.get("mlp_bias")}
     below = {key: value for key, value in newer.items() if value is not None}
@@ -22,14 +20,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     bias = boolean(raw, "bias", False)
     return _llama_common.config_from_hf(
         raw,
-        positions=32768,
-        eps=1e-5,
-        activation=activation(raw, "hidden_act", "silu"),
+        ConfigDefaults(positions=32768, eps=1e-5, activation="silu"),
         qkv_bias=boolean(raw, "qkv_bias", False),
         out_bias=bias,
         mlp_bias=bias,
     )
-
-
-class Model(Decoder):
-    """The plain decoder."""

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, attention_bias, boolean
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES
-from modelmill.models.arcee import ignored_tensors, rules
+from modelmill.core.config_view import RawConfig
+from modelmill.models import _llama_common, arcee
+from modelmill.models._hf_config import attention_bias, boolean
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+Model = Decoder
+LAYOUT = arcee.LAYOUT
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Jais2Config."""
     return _llama_common.config_from_hf(
         raw,
-        positions=8192,
+        ConfigDefaults(positions=8192, activation="relu2"),
         layer_norm="layer_norm_eps",
-        activation=activation(raw, "hidden_act", "relu2"),
         gated=False,
         **attention_bias(raw, default=True),
         mlp_bias=boolean(raw, "mlp_bias", True),
     )
-
-
-class Model(Decoder):
-    """The decoder with LayerNorm and a plain MLP."""

@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-from modelmill.models.deepseek_v3 import (
-    FLOAT32_TENSORS,
-    SUPPORTED_VALUES,
-    UNUSED_CONFIG_KEYS,
-    config_from_hf,
-    ignored_tensors,
-    rules,
-)
-from modelmill.nn.decoder import Decoder
+from modelmill.models import deepseek_v3
 
-__all__ = [
-    "FLOAT32_TENSORS",
-    "SUPPORTED_VALUES",
-    "UNUSED_CONFIG_KEYS",
-    "Model",
-    "config_from_hf",
-    "ignored_tensors",
-    "rules",
-]
-
-CHECKPOINT_PREFIXES = ("model.",)
-
-
-class Model(Decoder):
-    """The decoder with latent attention and experts."""
+Model = deepseek_v3.Model
+LAYOUT = deepseek_v3.LAYOUT
+FLOAT32_TENSORS = deepseek_v3.FLOAT32_TENSORS
+SUPPORTED_VALUES = deepseek_v3.SUPPORTED_VALUES
+UNUSED_CONFIG_KEYS = deepseek_v3.UNUSED_CONFIG_KEYS
+config_from_hf = deepseek_v3.config_from_hf

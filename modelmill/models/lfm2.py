@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import boolean, num_layers, optional_positive, positive_int
 from modelmill.models._hybrid_config import recurrent_layers
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._mamba_config import conv_width
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.short_conv import ShortConvSpec
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 LAYOUT = CheckpointLayout(
     {
         **CHECKPOINT_NAMES,
@@ -36,7 +34,6 @@ LAYOUT = CheckpointLayout(
     },
     norm="model.embedding_norm",
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 SUPPORTED_VALUES = {"block_use_swiglu": (True,), "use_pos_enc": (True,)}
 # of published files: of training, and sizes and an epsilon that transformers reads under other keys
 UNUSED_CONFIG_KEYS = (
@@ -45,7 +42,7 @@ UNUSED_CONFIG_KEYS = (
 )  # fmt: skip
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Lfm2Config."""
     raw = overlay_config(
         raw,
@@ -54,8 +51,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
     config = _llama_common.config_from_hf(
         overlay_config(raw, {}, {"rms_norm_eps": raw["norm_eps"]}),
-        128_000,
-        theta=1e6,
+        ConfigDefaults(positions=128_000, theta=1e6),
         qk_norm=True,
     )
     conv = ShortConvSpec(
@@ -65,14 +61,14 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(config, recurrence=conv, recurrent_layers=recurrent)
 
 
-def _tied(raw: Mapping[str, Any]) -> bool:
+def _tied(raw: RawConfig) -> bool:
     """Whether the head is the embedding; ``tie_embedding`` is the key's older name."""
     older = raw.get("tie_embedding")
     key = "tie_word_embeddings" if older is None else "tie_embedding"
     return boolean(raw, key, True)
 
 
-def _intermediate_size(raw: Mapping[str, Any]) -> int:
+def _intermediate_size(raw: RawConfig) -> int:
     """Channels of the MLP: two thirds of the config's, times a factor, rounded up."""
     older = raw.get("block_ff_dim")
     inner = positive_int(raw, "intermediate_size" if older is None else "block_ff_dim")
@@ -84,7 +80,7 @@ def _intermediate_size(raw: Mapping[str, Any]) -> int:
     return inner if factor is None else -(-int(factor * inner) // multiple) * multiple
 
 
-def _layer_types(raw: Mapping[str, Any]) -> Any:
+def _layer_types(raw: RawConfig) -> Any:
     """``layer_types``, or those that ``full_attn_idxs`` means; without both all have attention.
 
     Raises:
@@ -103,7 +99,3 @@ def _layer_types(raw: Mapping[str, Any]) -> Any:
             f"{quote(full, 60)}"
         )
     return ["full_attention" if layer in full else "conv" for layer in range(layers)]
-
-
-class Model(Decoder):
-    """The decoder of convolutions and attention."""

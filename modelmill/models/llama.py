@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import attention_bias, boolean
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
+from modelmill.models._hf_config import attention_and_mlp_bias
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+Model = Decoder
+LAYOUT = _llama_common.LAYOUT
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; biases only where the config sets them."""
-    config = _llama_common.config_from_hf(
-        raw,
-        **attention_bias(raw),
-        mlp_bias=boolean(raw, "mlp_bias", False),
-    )
+    config = _llama_common.config_from_hf(raw, **attention_and_mlp_bias(raw))
     return _llama_common.refuse_sliding_windows(raw, config)
 
 
 UNUSED_CONFIG_KEYS = ("max_window_layers",)  # there are no windows
-
-
-class Model(Decoder):
-    """LLaMA: the decoder as ``nn/decoder.py`` has it."""

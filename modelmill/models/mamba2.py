@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models._hf_config import (
     boolean,
     non_negative_float,
@@ -19,7 +18,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mamba2 import Mamba2Spec
 from modelmill.nn.mixer_layer import MixerLayer
 
-CHECKPOINT_PREFIXES = ("backbone.",)
+Model = Decoder
 MAX_LEN = 1 << 18  # there are no positions; Codestral Mamba was tried up to here
 LAYOUT = CheckpointLayout(
     {"attn_norm": ("norm",), **MAMBA_NAMES},
@@ -27,7 +26,6 @@ LAYOUT = CheckpointLayout(
     embed="backbone.embeddings",
     norm="backbone.norm_f",
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 # of training and of other implementations' arithmetic; the residual stream has the build's dtype
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {"layer_types": ()}  # no layer has attention
 UNUSED_CONFIG_KEYS = (
@@ -36,7 +34,7 @@ UNUSED_CONFIG_KEYS = (
 )  # fmt: skip
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Mamba2Config."""
     require_value(raw, "hidden_act", ("silu", "swish"), "silu")
     require_value(raw, "norm_before_gate", (False,), False)
@@ -58,7 +56,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         MAX_LEN, rope=None, tied=boolean(raw, "tie_word_embeddings", False), layer=MixerLayer,
         recurrence=state, recurrent_layers=frozenset(range(layers)),
     )  # fmt: skip
-
-
-class Model(Decoder):
-    """The decoder of state space layers."""

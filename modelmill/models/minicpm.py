@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     attention_bias,
@@ -13,23 +11,23 @@ from modelmill.models._hf_config import (
     positive_float,
     positive_int,
 )
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import ScaledBranchLayer
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
+LAYOUT = _llama_common.LAYOUT
 SUPPORTED_VALUES = {"scale_emb": (), "scale_depth": (), "num_experts": (0,), "sparse_config": ()}
 UNUSED_CONFIG_KEYS = ("auto_map", "mup_denominator")
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; branches are scaled by ``scale_depth`` / √layers."""
     depth = num_layers(raw, "num_hidden_layers") ** 0.5
     width = positive_int(raw, "dim_model_base", default=1) / positive_int(raw, "hidden_size")
     return _llama_common.config_from_hf(
         raw,
-        tied=True,
+        ConfigDefaults(tied=True),
         rope_options={"longrope": True},
         layer=ScaledBranchLayer,
         **attention_bias(raw),
@@ -37,7 +35,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         branch_scale=positive_float(raw, "scale_depth", default=1.0) / depth,
         logit_scale=width,
     )
-
-
-class Model(Decoder):
-    """The decoder with scaled branches."""

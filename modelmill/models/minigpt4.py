@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from modelmill.checkpoint.rename import Rule
+from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import CheckpointError, UnknownArchitecture
 from modelmill.core.quoting import quote
 from modelmill.core.registry import find_module
@@ -101,7 +102,7 @@ class Model(Decoder):
         return (images.float() / 255 - self.mean) / self.std
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> MiniGpt4Config:
+def config_from_hf(raw: RawConfig) -> MiniGpt4Config:
     """Sizes of the language model and the vision encoder.
 
     Raises:
@@ -153,7 +154,7 @@ def rules(config: MiniGpt4Config) -> list[Rule]:
     """The decoder's tensors behind ``llama_model.``, the vision encoder's from their own files."""
     decoder = [
         replace(r, sources=tuple(LANGUAGE_MODEL_PREFIX + s for s in r.sources))
-        for r in llama.rules(config)
+        for r in llama.LAYOUT.rules(config)
     ]
     return decoder + [
         replace(r, target=IMAGE_EMBEDDER_PREFIX + r.target)
@@ -164,7 +165,7 @@ def rules(config: MiniGpt4Config) -> list[Rule]:
 def ignored_tensors(config: MiniGpt4Config) -> list[str]:
     """Tensors that neither the decoder nor the vision encoder reads."""
     return [
-        rf"{LANGUAGE_MODEL_PREFIX}{pattern}" for pattern in llama.ignored_tensors(config)
+        rf"{LANGUAGE_MODEL_PREFIX}{pattern}" for pattern in llama.LAYOUT.ignored_tensors(config)
     ] + _blip2_vision.ignored_tensors(config.image_embedder)
 
 

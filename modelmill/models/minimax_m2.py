@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     activation,
@@ -16,7 +14,7 @@ from modelmill.models._hf_config import (
     require_value,
 )
 from modelmill.models._layer_rules import CheckpointLayout, RuleSource
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._moe_config import SELECTION_BIASES, router_config
 from modelmill.models.mixtral import MIXTRAL_EXPERT_NAMES
 from modelmill.models.olmoe import QK_NORMS
@@ -26,14 +24,12 @@ from modelmill.nn.moe import SIGMOID
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.qkv_norm import WIDE_RMS, QKNormConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 BIAS = RuleSource(("block_sparse_moe.e_score_correction_bias",))
 LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, **QK_NORMS, **MIXTRAL_EXPERT_NAMES},
     tensors={"mlp.routing.selection_bias": BIAS},
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 SUPPORTED_VALUES = {
     "use_qk_norm": (True,), "qk_norm_type": ("per_layer",), "scoring_func": ("sigmoid",),
     "use_routing_bias": (True,), "shared_intermediate_size": (0,),
@@ -47,9 +43,9 @@ UNUSED_CONFIG_KEYS = (
 FLOAT32_TENSORS = SELECTION_BIASES
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in MiniMaxM2Config."""
-    raw = overlay_config(raw, {"num_key_value_heads": 8, "head_dim": 128})
+    raw = overlay_config(raw, {"head_dim": 128})
     kinds = raw.get("attn_type_list")
     if isinstance(kinds, list):  # 1: full attention
         require_value({"attn_type_list": [*{*map(str, kinds)}]}, "attn_type_list", (["1"],), None)
@@ -60,8 +56,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     act = activation(raw, "hidden_act", "silu")
     config = _llama_common.config_from_hf(
         raw,
-        positions=196608,
-        theta=5000000.0,
+        ConfigDefaults(kv_heads=8, positions=196608, theta=5000000.0),
         partial=1.0,
         activation=act,
         qkv_norm=QKNormConfig(WIDE_RMS, non_negative_float(raw, "rms_norm_eps", default=1e-6)),
@@ -70,7 +65,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     router = replace(router, scores=SIGMOID, selection_bias=True)
     expert = MLPSpec(config.hidden, config.inner, activation=act)
     return replace(config, moe=MoESpec(router, expert))
-
-
-class Model(Decoder):
-    """The decoder with experts, and norms over q and k."""

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
-from modelmill.models.mistral import config_from_hf
-from modelmill.nn.decoder import Decoder
+from modelmill.models import mistral
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
-
-class Model(Decoder):
-    """The plain decoder with windows."""
+Model = mistral.Model
+LAYOUT = mistral.LAYOUT
+config_from_hf = mistral.config_from_hf

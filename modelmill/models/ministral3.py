@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import non_negative_float, positive_int
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.query_growth import AttentionTemperature
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
+LAYOUT = _llama_common.LAYOUT
 SLOPE, TRAINED = "llama_4_scaling_beta", "original_max_position_embeddings"
 DEFAULT_ROPE: Mapping[str, Any] = {
     "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, TRAINED: 16384,
@@ -22,7 +22,7 @@ DEFAULT_ROPE: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Ministral3Config."""
     raw = overlay_config(raw, {"num_key_value_heads": 8, "head_dim": 128})
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
@@ -39,10 +39,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     for idle in (SLOPE, "max_position_embeddings", *(() if scales else (TRAINED,))):
         rope.pop(idle, None)
     config = _llama_common.config_from_hf(
-        overlay_config(raw, {}, {key: rope}), positions=262144, eps=1e-5
+        overlay_config(raw, {}, {key: rope}),
+        ConfigDefaults(positions=262144, eps=1e-5),
     )
     return _llama_common.with_sliding_window(raw, replace(config, query_growth=growth))
-
-
-class Model(Decoder):
-    """The decoder whose queries grow."""

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import num_layers
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+Model = Decoder
+LAYOUT = _llama_common.LAYOUT
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in MistralConfig."""
     layers = num_layers(raw, "num_hidden_layers")
     # MistralConfig knows neither use_sliding_window nor max_window_layers: the window holds in
@@ -24,9 +22,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         raw, {"num_key_value_heads": 8}, {"use_sliding_window": True, "max_window_layers": 0}
     )
     return _llama_common.config_from_hf(
-        raw, positions=131072, windows=_llama_common.sliding_windows(raw, layers)
+        raw,
+        ConfigDefaults(positions=131072),
+        windows=_llama_common.sliding_windows(raw, layers),
     )
-
-
-class Model(Decoder):
-    """The plain decoder with windows."""

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._moe_config import router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 EXPERT = "block_sparse_moe.experts.*"
 MIXTRAL_EXPERT_NAMES = {
     "mlp.router": ("block_sparse_moe.gate",),
@@ -25,20 +22,16 @@ MIXTRAL_EXPERT_NAMES = {
     "mlp.experts.*.down_proj": (f"{EXPERT}.w2",),
 }
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **MIXTRAL_EXPERT_NAMES})
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in MixtralConfig."""
-    raw = overlay_config(raw, {"num_key_value_heads": 8})
     act = activation(raw, "hidden_act", "silu")
     config = _llama_common.config_from_hf(
-        raw, positions=131072, eps=1e-5, theta=1e6, activation=act
+        raw,
+        ConfigDefaults(kv_heads=8, positions=131072, eps=1e-5, theta=1e6),
+        activation=act,
     )
     router = router_config(raw, experts=8, top_k=2, renormalize=True)
     moe = MoESpec(router, MLPSpec(config.hidden, config.inner, activation=act))
     return _llama_common.with_sliding_window(raw, replace(config, moe=moe))
-
-
-class Model(Decoder):
-    """The decoder with experts."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelmill.core.config_view import ConfigView
+from modelmill.core.config_view import ConfigView, RawConfig
 from modelmill.models import _gpt2_common, _hf_config
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM_WITHOUT_BIAS
 
-CHECKPOINT_PREFIXES = _gpt2_common.CHECKPOINT_PREFIXES
+Model = Decoder
 LAYOUT = CheckpointLayout(
     names={
         "attn_norm": ("norm_1",),
@@ -29,7 +29,6 @@ LAYOUT = CheckpointLayout(
     embed="transformer.wte",
     norm="transformer.norm_f",
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 SUPPORTED_VALUES = {
     "expansion_ratio": (4,), "logit_scale": (), "no_bias": (True,),
     "norm_type": ("low_precision_layernorm", "layernorm"),
@@ -47,7 +46,7 @@ _ATTENTION_VALUES = {
 }  # fmt: skip
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in MptConfig."""
     attention = _attention_keys(raw)
     return _gpt2_common.config_from_hf(
@@ -64,7 +63,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def _attention_keys(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def _attention_keys(raw: RawConfig) -> Mapping[str, Any]:
     """The object ``attn_config``, its switches checked."""
     value = _hf_config.config_object("attn_config", raw.get("attn_config"))
     named = {f"attn_config.{key}": each for key, each in value.items()}
@@ -74,7 +73,3 @@ def _attention_keys(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(raw, ConfigView):
         raw.mark_unread({f"attn_config.{k}": each for k, each in value.items() if k not in known})
     return value
-
-
-class Model(Decoder):
-    """The decoder with ALiBi."""

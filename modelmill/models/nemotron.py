@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from modelmill.checkpoint.rename import Rule
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, attention_bias, boolean
+from modelmill.models._hf_config import attention_and_mlp_bias
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, "mlp.fc_proj": ("mlp.up_proj",)})
-ignored_tensors = LAYOUT.ignored_tensors
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in NemotronConfig."""
     return _llama_common.config_from_hf(
         raw,
-        positions=4096,
+        ConfigDefaults(positions=4096, activation="relu2"),
         layer_norm="norm_eps",
         partial=0.5,
-        activation=activation(raw, "hidden_act", "relu2"),
         gated=False,
-        **attention_bias(raw),
-        mlp_bias=boolean(raw, "mlp_bias", False),
+        **attention_and_mlp_bias(raw),
     )
 
 
@@ -39,7 +34,3 @@ def rules(config: DecoderConfig) -> list[Rule]:
         replace(rule, how=f"{rule.how}+plus_one") if rule.target.endswith("norm.weight") else rule
         for rule in LAYOUT.rules(config)
     ]
-
-
-class Model(Decoder):
-    """The decoder with LayerNorm and a plain MLP."""

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, attention_bias, non_negative_float
+from modelmill.models._hf_config import attention_bias, non_negative_float
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.post_norm import PostNormLayer
 from modelmill.nn.qkv_norm import WIDE_RMS, QKNormConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 POST_NORM_NAMES = {
     **CHECKPOINT_NAMES,
     "attn_post": ("post_attention_layernorm",),
@@ -23,21 +20,15 @@ POST_NORM_NAMES = {
 LAYOUT = CheckpointLayout(
     {**POST_NORM_NAMES, "attn.qkv_norm": ("self_attn.q_norm", "self_attn.k_norm")}
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Olmo2Config."""
     eps = non_negative_float(raw, "rms_norm_eps", default=1e-5)
     return _llama_common.config_from_hf(
         raw,
-        eps=1e-5,
-        activation=activation(raw, "hidden_act", "silu"),
+        ConfigDefaults(eps=1e-5, activation="silu"),
         layer=PostNormLayer,
         **attention_bias(raw),
         qkv_norm=QKNormConfig(WIDE_RMS, eps),
     )
-
-
-class Model(Decoder):
-    """The decoder with norms behind the branches."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     activation,
@@ -15,29 +14,26 @@ from modelmill.models._hf_config import (
     require_value,
 )
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._moe_config import EXPERT_NAMES, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.qkv_norm import WIDE_RMS, QKNormConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 QK_NORMS = {"attn.qkv_norm": ("self_attn.q_norm", "self_attn.k_norm")}
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **QK_NORMS, **EXPERT_NAMES})
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in OlmoeConfig."""
     require_value(raw, "clip_qkv", (None,), None)
     act = activation(raw, "hidden_act", "silu")
     eps = non_negative_float(raw, "rms_norm_eps", default=1e-5)
     config = _llama_common.config_from_hf(
         raw,
-        positions=4096,
-        eps=1e-5,
+        ConfigDefaults(positions=4096, eps=1e-5),
         activation=act,
         **attention_bias(raw),
         qkv_norm=QKNormConfig(WIDE_RMS, eps),
@@ -47,7 +43,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
     expert = MLPSpec(config.hidden, config.inner, activation=act)
     return replace(config, moe=MoESpec(router, expert))
-
-
-class Model(Decoder):
-    """The decoder with experts."""

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _gpt2_common
 from modelmill.models._hf_config import activation, linear_bias_fields, positive_int, require_value
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 LAYOUT = CheckpointLayout(
     layers="model.decoder.layers",
     embed="model.decoder.embed_tokens",
@@ -28,11 +24,10 @@ LAYOUT = CheckpointLayout(
         "mlp.down_proj": ("fc2",),
     },
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("init_std", "activation_dropout")
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in OPTConfig."""
     for key, value in (("do_layer_norm_before", True), ("_remove_final_layer_norm", False)):
         require_value(raw, key, (value,), value)
@@ -51,7 +46,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
     require_value(raw, "word_embed_proj_dim", (config.hidden, None), None)
     return config
-
-
-class Model(Decoder):
-    """The decoder with learned positions."""

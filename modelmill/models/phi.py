@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import EVERY_BIAS, activation, boolean, non_negative_float
+from modelmill.models._hf_config import EVERY_BIAS, boolean, non_negative_float
 from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.qkv_norm import SHARED_LAYER_NORM, QKNormConfig
 
-CHECKPOINT_PREFIXES = ("model.",)
+Model = Decoder
 LAYOUT = CheckpointLayout(
     norm="model.final_layernorm",
     names={
@@ -24,16 +23,15 @@ LAYOUT = CheckpointLayout(
         "mlp.down_proj": ("mlp.fc2",),
     },
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in PhiConfig."""
     return _llama_common.config_from_hf(
         raw,
+        ConfigDefaults(activation="gelu_new"),
         layer_norm="layer_norm_eps",
         partial=0.5,
-        activation=activation(raw, "hidden_act", "gelu_new"),
         layer=ParallelLayer,
         gated=False,
         **EVERY_BIAS,
@@ -42,12 +40,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def _qk_norm_config(raw: Mapping[str, Any]) -> QKNormConfig | None:
+def _qk_norm_config(raw: RawConfig) -> QKNormConfig | None:
     """The norm of q and k, one of each for all heads."""
     eps = non_negative_float(raw, "layer_norm_eps", default=1e-5)
     normed = boolean(raw, "qk_layernorm", False)
     return QKNormConfig(SHARED_LAYER_NORM, eps) if normed else None
-
-
-class Model(Decoder):
-    """The decoder with parallel layers."""

@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 MERGED_PROJECTIONS = {
     "attn.qkv_proj": ("self_attn.qkv_proj",),
     "mlp.gate_up_proj": ("mlp.gate_up_proj",),
 }
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **MERGED_PROJECTIONS})
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("original_max_position_embeddings",)  # read where something is scaled
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Phi3Config."""
     raw = overlay_config(raw, {"original_max_position_embeddings": 4096})
     config = _llama_common.config_from_hf(
         raw,
-        positions=4096,
-        eps=1e-5,
+        ConfigDefaults(positions=4096, eps=1e-5, activation="silu"),
         partial=1.0,
         rope_options={"longrope": True},
-        activation=activation(raw, "hidden_act", "silu"),
     )
     return _llama_common.with_sliding_window(raw, config)
-
-
-class Model(Decoder):
-    """The plain decoder."""

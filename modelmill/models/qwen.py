@@ -7,11 +7,10 @@ logn.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from modelmill.checkpoint.rename import Rule
+from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import CheckpointError
 from modelmill.models import _gpt2_common
 from modelmill.models._hf_config import (
@@ -25,7 +24,7 @@ from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.rotary import RopeSpec
 
-CHECKPOINT_PREFIXES = _gpt2_common.CHECKPOINT_PREFIXES
+Model = Decoder
 # of the MLP w2 is the gate, w1 is up
 LAYOUT = CheckpointLayout(
     **_gpt2_common.OUTSIDE_NAMES,
@@ -37,7 +36,6 @@ LAYOUT = CheckpointLayout(
         r"(.*\.)?logn_tensor",
     ),
 )
-ignored_tensors = LAYOUT.ignored_tensors
 OPTIONAL_BIASES = ("o_proj.bias", "gate_up_proj.bias", "down_proj.bias")
 # α grows with the prompt; beyond this multiple of seq_length the original was never measured
 MAX_NTK_FACTOR = 16
@@ -49,7 +47,7 @@ UNUSED_CONFIG_KEYS = (
 )  # fmt: skip
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json, the old key names accepted too.
 
     ``intermediate_size`` counts w1 and w2 together.
@@ -108,7 +106,3 @@ def rules(config: DecoderConfig) -> list[Rule]:
         return int(layer), rule.target.endswith(OPTIONAL_BIASES)
 
     return sorted(LAYOUT.rules(config), key=place)
-
-
-class Model(Decoder):
-    """The plain decoder with NTK and logn."""

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import boolean, num_layers
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+Model = Decoder
+LAYOUT = _llama_common.LAYOUT
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Sizes from config.json; windows only with ``use_sliding_window``, whose default is false."""
-    layers = num_layers(raw, "num_hidden_layers")
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in Qwen2Config."""
+    defaults = ConfigDefaults(kv_heads=32, positions=32768)
+    return _llama_common.config_from_hf(raw, defaults, qkv_bias=True, windows=layer_windows(raw))
+
+
+def layer_windows(raw: RawConfig) -> tuple[int | None, ...]:
+    """Windows only with ``use_sliding_window``, whose default is false, as in Qwen3, too."""
     windowed = boolean(raw, "use_sliding_window", False)
-    raw = overlay_config(
-        raw, {"num_key_value_heads": 32, "max_window_layers": 28}, {"use_sliding_window": windowed}
-    )
-    return _llama_common.config_from_hf(
-        raw, positions=32768, qkv_bias=True, windows=_llama_common.sliding_windows(raw, layers)
-    )
-
-
-class Model(Decoder):
-    """The plain decoder with qkv biases."""
+    raw = overlay_config(raw, {"max_window_layers": 28}, {"use_sliding_window": windowed})
+    return _llama_common.sliding_windows(raw, num_layers(raw, "num_hidden_layers"))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     activation,
@@ -16,26 +14,23 @@ from modelmill.models._hf_config import (
     positive_int,
 )
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._moe_config import EXPERT_NAMES, SHARED_EXPERT, dense_layers, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 DEFAULT_INNER = {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT})
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Qwen2MoeConfig."""
     layers, act = num_layers(raw, "num_hidden_layers"), activation(raw, "hidden_act", "silu")
-    raw = overlay_config(raw, {"num_key_value_heads": 16})
     config = _llama_common.config_from_hf(
         raw,
-        positions=32768,
+        ConfigDefaults(kv_heads=16, positions=32768),
         qkv_bias=boolean(raw, "qkv_bias", True),
         activation=act,
         windows=_windows(raw, layers),
@@ -51,7 +46,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(config, moe=moe, dense_layers=dense_layers(raw, layers))
 
 
-def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+def _windows(raw: RawConfig, layers: int) -> tuple[int | None, ...]:
     """The windows: without ``layer_types``, of every second layer below ``max_window_layers``."""
     windowed = boolean(raw, "use_sliding_window", False)
     first = non_negative_float(raw, "max_window_layers", default=28)
@@ -63,7 +58,3 @@ def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     ]
     switches = {"use_sliding_window": windowed, "layer_types": types}
     return _llama_common.sliding_windows(overlay_config(raw, {}, switches), layers)
-
-
-class Model(Decoder):
-    """The decoder with experts and a shared one."""

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from modelmill.core.config_view import overlay_config
-from modelmill.models import _llama_common
-from modelmill.models._hf_config import attention_bias, boolean, num_layers
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
+from modelmill.core.config_view import RawConfig
+from modelmill.models import _llama_common, qwen2
+from modelmill.models._hf_config import attention_bias
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+Model = Decoder
+LAYOUT = _llama_common.LAYOUT
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; attention biases by ``attention_bias``."""
-    layers = num_layers(raw, "num_hidden_layers")
-    windowed = boolean(raw, "use_sliding_window", False)
-    below = {"head_dim": 128, "num_key_value_heads": 32, "max_window_layers": 28}
-    raw = overlay_config(raw, below, {"use_sliding_window": windowed})
     return _llama_common.config_from_hf(
         raw,
-        positions=32768,
+        ConfigDefaults(kv_heads=32, head_dim=128, positions=32768),
         **attention_bias(raw),
         qk_norm=True,
-        windows=_llama_common.sliding_windows(raw, layers),
+        windows=qwen2.layer_windows(raw),
     )
-
-
-class Model(Decoder):
-    """The plain decoder with norms on q and k."""

@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _delta_net_config
 from modelmill.models._delta_net_config import (
-    DRAFT_HEADS,
     GATED_ATTENTION,
     QWEN35_INEFFECTIVE_KEYS,
     UNGROUPED_NAMES,
-    WHOLE_NORMS,
 )
 from modelmill.models._hf_config import positive_int
-from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES
 from modelmill.models._moe_config import EXPERT_NAMES, SHARED_EXPERT, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
-LAYOUT = CheckpointLayout(
-    {**UNGROUPED_NAMES, **EXPERT_NAMES, **SHARED_EXPERT},
-    norms_less_one=True,
-    whole_norms=WHOLE_NORMS,
-    ignored=(*IGNORED_BUFFERS, DRAFT_HEADS),
+Model = Decoder
+LAYOUT = replace(
+    _delta_net_config.LAYOUT, names={**UNGROUPED_NAMES, **EXPERT_NAMES, **SHARED_EXPERT}
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = QWEN35_INEFFECTIVE_KEYS
 SUPPORTED_VALUES = GATED_ATTENTION
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Qwen3_5MoeTextConfig."""
     inner, shared = (
         positive_int(raw, key, default=512)
@@ -49,7 +38,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     router = router_config(raw, experts=256, top_k=8, renormalize=True)
     expert, common = MLPSpec(config.hidden, inner), MLPSpec(config.hidden, shared)
     return replace(config, moe=MoESpec(router, expert, common, shared_gate=True))
-
-
-class Model(Decoder):
-    """The decoder of recurrences, gated attention and experts."""

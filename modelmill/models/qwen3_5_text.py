@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _delta_net_config
 from modelmill.models._delta_net_config import (
-    DRAFT_HEADS,
     GATED_ATTENTION,
     QWEN35_INEFFECTIVE_KEYS,
-    UNGROUPED_NAMES,
-    WHOLE_NORMS,
 )
-from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
-LAYOUT = CheckpointLayout(
-    UNGROUPED_NAMES,
-    norms_less_one=True,
-    whole_norms=WHOLE_NORMS,
-    ignored=(*IGNORED_BUFFERS, DRAFT_HEADS),
-)
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+Model = Decoder
+LAYOUT = _delta_net_config.LAYOUT
 UNUSED_CONFIG_KEYS = QWEN35_INEFFECTIVE_KEYS
 SUPPORTED_VALUES = GATED_ATTENTION
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Qwen3_5TextConfig."""
     return _delta_net_config.config_from_hf(_delta_net_config.without_mrope_keys(raw), kv_heads=4)
-
-
-class Model(Decoder):
-    """The decoder of recurrences and gated attention."""

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, attention_bias, boolean, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._moe_config import EXPERT_NAMES, dense_layers, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **EXPERT_NAMES})
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("max_window_layers",)  # a window holds in every layer
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Qwen3MoeConfig."""
     act = activation(raw, "hidden_act", "silu")
     windowed = boolean(raw, "use_sliding_window", False)
     raw = overlay_config(raw, {"num_key_value_heads": 4, "sliding_window": 4096})
     config = _llama_common.config_from_hf(
-        raw, positions=32768, **attention_bias(raw), qk_norm=True, activation=act
+        raw,
+        ConfigDefaults(positions=32768),
+        **attention_bias(raw),
+        qk_norm=True,
+        activation=act,
     )
     router = router_config(
         raw, experts=128, top_k=8, renormalize=boolean(raw, "norm_topk_prob", False)
@@ -44,7 +44,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return (
         _llama_common.with_sliding_window(raw, config) if windowed and size is not None else config
     )
-
-
-class Model(Decoder):
-    """The decoder with experts, and norms on q and k."""

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _delta_net_config
-from modelmill.models._delta_net_config import DRAFT_HEADS, NAMES, WHOLE_NORMS
+from modelmill.models._delta_net_config import NAMES
 from modelmill.models._hf_config import boolean, positive_int
-from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES
 from modelmill.models._moe_config import EXPERT_NAMES, SHARED_EXPERT, dense_layers, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
-LAYOUT = CheckpointLayout(
-    {**NAMES, **EXPERT_NAMES, **SHARED_EXPERT},
-    norms_less_one=True,
-    whole_norms=WHOLE_NORMS,
+Model = Decoder
+LAYOUT = replace(
+    _delta_net_config.LAYOUT,
+    names={**NAMES, **EXPERT_NAMES, **SHARED_EXPERT},
     grouped_state=True,
-    ignored=(*IGNORED_BUFFERS, DRAFT_HEADS),
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Qwen3NextConfig."""
     config = _delta_net_config.config_from_hf(raw, kv_heads=2)
     router = router_config(
@@ -40,7 +33,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
     moe = MoESpec(router, expert, shared, shared_gate=True)
     return replace(config, moe=moe, dense_layers=dense_layers(raw, config.layers))
-
-
-class Model(Decoder):
-    """The decoder of recurrences, gated attention and experts."""

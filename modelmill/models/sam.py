@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from modelmill.checkpoint.rename import Rule
+from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import TensorMismatch
 from modelmill.models import _sam_transformers_names
 from modelmill.models._layer_rules import layer_stack_rules, rules_outside_layers
@@ -53,18 +54,8 @@ class SamConfig:
     encoder: SamVitSpec | TinyVitSpec
     checkpoint_layout: str = "original"
 
-    @property
-    def image(self) -> int:
-        """Pixels a side of what the encoder sees."""
-        return self.encoder.image
 
-    @property
-    def grid(self) -> int:
-        """Tokens a side of the embedding."""
-        return self.encoder.grid
-
-
-def config_from_hf(raw: Mapping[str, Any]) -> SamConfig:
+def config_from_hf(raw: RawConfig) -> SamConfig:
     """Sizes from transformers' config.json or from the result of ``config_from_shapes``.
 
     Raises:
@@ -158,7 +149,9 @@ class Model(nn.Module):
         )
         path = f"image_encoder.{self.image_encoder.stack}"
         self.layer_stacks = (LayerStack(path, "encoder-{:04d}", reads_images=True),)
-        self.prompt_encoder = SamPromptEncoder(EMBED_WIDTH, config.image, config.grid)
+        self.prompt_encoder = SamPromptEncoder(
+            EMBED_WIDTH, config.encoder.image, config.encoder.grid
+        )
         self.mask_decoder = SamMaskDecoder(EMBED_WIDTH)
 
     def encode_image(self, images: torch.Tensor, vision: VisionContext) -> torch.Tensor:

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, boolean
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
+from modelmill.models._hf_config import boolean
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
+LAYOUT = _llama_common.LAYOUT
 UNUSED_CONFIG_KEYS = ("residual_dropout",)
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in SeedOssConfig."""
-    raw = overlay_config(raw, {"num_key_value_heads": 8, "head_dim": 128})
     return _llama_common.config_from_hf(
         raw,
-        positions=524288,
-        activation=activation(raw, "hidden_act", "silu"),
+        ConfigDefaults(kv_heads=8, head_dim=128, positions=524288, activation="silu"),
         qkv_bias=boolean(raw, "attention_bias", True),
         out_bias=boolean(raw, "attention_out_bias", False),
         mlp_bias=boolean(raw, "mlp_bias", False),
     )
-
-
-class Model(Decoder):
-    """The plain decoder."""

@@ -2,51 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import CheckpointError
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import (
-    activation,
-    attention_bias,
-    boolean,
-    num_layers,
-    positive_int,
-)
+from modelmill.models._hf_config import attention_and_mlp_bias, boolean, num_layers, positive_int
 from modelmill.models._llama_common import (
-    CHECKPOINT_PREFIXES,
     SLIDING_ATTENTION,
-    ignored_tensors,
+    ConfigDefaults,
     layer_types,
     refuse_sliding_layers,
-    rules,
 )
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+Model = Decoder
+LAYOUT = _llama_common.LAYOUT
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in SmolLM3Config."""
     layers = num_layers(raw, "num_hidden_layers")
-    raw = overlay_config(raw, {"num_key_value_heads": 4})
     unrotated = _unrotated_layers(raw, layers)
     return _llama_common.config_from_hf(
         raw,
-        positions=32768,
-        tied=True,
-        theta=2000000.0,
-        activation=activation(raw, "hidden_act", "silu"),
-        **attention_bias(raw),
-        mlp_bias=boolean(raw, "mlp_bias", False),
+        ConfigDefaults(kv_heads=4, positions=32768, tied=True, theta=2000000.0, activation="silu"),
+        **attention_and_mlp_bias(raw),
         unrotated_layers=unrotated,
         windows=_windows(raw, layers, unrotated),
     )
 
 
-def _unrotated_layers(raw: Mapping[str, Any], layers: int) -> frozenset[int]:
+def _unrotated_layers(raw: RawConfig, layers: int) -> frozenset[int]:
     """The layers that ``no_rope_layers`` marks by 0; without it every n-th one."""
     interval = positive_int(raw, "no_rope_layer_interval", default=4)
     marks = raw.get("no_rope_layers")
@@ -59,9 +44,7 @@ def _unrotated_layers(raw: Mapping[str, Any], layers: int) -> frozenset[int]:
     return frozenset(i for i in range(layers) if not marks[i])
 
 
-def _windows(
-    raw: Mapping[str, Any], layers: int, unrotated: frozenset[int]
-) -> tuple[int | None, ...]:
+def _windows(raw: RawConfig, layers: int, unrotated: frozenset[int]) -> tuple[int | None, ...]:
     """The windows of layers named in ``layer_types``; without it those that are not rotated."""
     types, size = layer_types(raw, layers), raw.get("sliding_window")
     if not boolean(raw, "use_sliding_window", False) or size is None:
@@ -71,7 +54,3 @@ def _windows(
     if types is None:
         return tuple(size if i in unrotated else None for i in range(layers))
     return tuple(size if each == SLIDING_ATTENTION else None for each in types)
-
-
-class Model(Decoder):
-    """The decoder with layers that do not rotate."""

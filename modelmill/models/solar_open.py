@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from modelmill.core.config_view import overlay_config
-from modelmill.models import _llama_common
+from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.models import _llama_common, _moe_config
 from modelmill.models._hf_config import activation, boolean, positive_int
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES
-from modelmill.models._moe_config import (
-    SELECTION_BIASES,
-    group_limited_router,
-    moe_spec_with_shared_experts,
-)
-from modelmill.models.glm4_moe import LAYOUT
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+Model = Decoder
 UNUSED_CONFIG_KEYS = ("intermediate_size",)  # of layers without experts
 SUPPORTED_VALUES = {
     "use_qk_norm": (False,), "first_k_dense_replace": (0,), "partial_rotary_factor": (1.0,),
 }  # fmt: skip
-FLOAT32_TENSORS = SELECTION_BIASES
+LAYOUT = _moe_config.SHARED_EXPERTS_LAYOUT
+FLOAT32_TENSORS = _moe_config.SELECTION_BIASES
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in SolarOpenConfig."""
     act = activation(raw, "hidden_act", "silu")
     inner = positive_int(raw, "moe_intermediate_size", default=1280)
@@ -37,16 +28,12 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         overlay_config(
             raw, {"num_key_value_heads": 8, "head_dim": 128}, {"intermediate_size": inner}
         ),
-        positions=131072,
-        eps=1e-5,
-        theta=1000000.0,
+        ConfigDefaults(positions=131072, eps=1e-5, theta=1000000.0),
         activation=act,
         qkv_bias=boolean(raw, "attention_bias", False),
     )
     shared = positive_int(raw, "n_shared_experts", default=1, max_value=64)
-    router = group_limited_router(raw, RouterConfig(128, 8))
-    return replace(config, moe=moe_spec_with_shared_experts(config, router, inner, shared))
-
-
-class Model(Decoder):
-    """The decoder with experts and a shared one."""
+    router = _moe_config.group_limited_router(raw, RouterConfig(128, 8))
+    return replace(
+        config, moe=_moe_config.moe_spec_with_shared_experts(config, router, inner, shared)
+    )

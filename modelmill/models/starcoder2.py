@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, linear_bias_fields
+from modelmill.models._hf_config import linear_bias_fields
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
 LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, "mlp.fc_proj": ("mlp.c_fc",), "mlp.down_proj": ("mlp.c_proj",)}
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 SUPPORTED_VALUES = {"norm_type": ("layer_norm",), "mlp_type": ("default",)}
 UNUSED_CONFIG_KEYS = ("residual_dropout",)
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Starcoder2Config."""
-    raw = overlay_config(raw, {"num_key_value_heads": 2})
     config = _llama_common.config_from_hf(
         raw,
-        positions=4096,
+        ConfigDefaults(kv_heads=2, positions=4096, tied=True, activation="gelu_pytorch_tanh"),
         layer_norm="norm_epsilon",
-        tied=True,
-        activation=activation(raw, "hidden_act", "gelu_pytorch_tanh"),
         gated=False,
         **linear_bias_fields(raw, "use_bias", True),
     )
     return _llama_common.with_sliding_window(raw, config)
-
-
-class Model(Decoder):
-    """The decoder with LayerNorm and a plain MLP."""

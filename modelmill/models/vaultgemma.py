@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+from modelmill.core.config_view import RawConfig
 from modelmill.models import gemma2
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
-from modelmill.models.gemma2 import UNUSED_CONFIG_KEYS
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.pre_norm import PreNormLayer
 
-__all__ = [
-    "CHECKPOINT_PREFIXES", "UNUSED_CONFIG_KEYS", "Model", "config_from_hf", "ignored_tensors",
-    "rules",
-]  # fmt: skip
-
+Model = Decoder
 LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, "mlp_norm": ("pre_feedforward_layernorm",)}, norms_less_one=True
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+UNUSED_CONFIG_KEYS = gemma2.UNUSED_CONFIG_KEYS
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in VaultGemmaConfig."""
     return replace(gemma2.config_from_hf(raw), layer=PreNormLayer)
-
-
-class Model(Decoder):
-    """The decoder with soft caps."""

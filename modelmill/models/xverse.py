@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
+from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
+Model = Decoder
+LAYOUT = _llama_common.LAYOUT
 UNUSED_CONFIG_KEYS = ("auto_map", "max_tokenizer_truncation")
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in XverseConfig."""
-    return _llama_common.config_from_hf(raw, positions=8192)
-
-
-class Model(Decoder):
-    """The plain decoder."""
+    return _llama_common.config_from_hf(raw, ConfigDefaults(positions=8192))

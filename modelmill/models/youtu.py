@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from modelmill.core.config_view import overlay_config
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _deepseek_common
-from modelmill.models._deepseek_common import decoder_config, ignored_tensors, rules
+from modelmill.models._deepseek_common import decoder_config
 from modelmill.models._hf_config import boolean
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
-__all__ = ["Model", "config_from_hf", "ignored_tensors", "rules"]
-
-CHECKPOINT_PREFIXES = ("model.",)
+Model = Decoder
+LAYOUT = _deepseek_common.LAYOUT
 UNUSED_CONFIG_KEYS = (*_deepseek_common.UNUSED_CONFIG_KEYS, "embedding_initializer_range")
 NO_EXPERTS = {"moe_intermediate_size": 1, "n_shared_experts": 1, "first_k_dense_replace": 0}
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in YoutuConfig."""
     config = decoder_config(
         overlay_config(raw, {"tie_word_embeddings": True}, NO_EXPERTS),
@@ -30,7 +27,3 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         defaults=NO_EXPERTS,
     )
     return replace(config, moe=None)
-
-
-class Model(Decoder):
-    """The decoder with latent attention."""

@@ -11,8 +11,6 @@ import torch
 from modelmill.ops.kernel_range import KernelRange
 from modelmill.ops.quant_types import ActQuantSpec
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
 
 class RowProblem(NamedTuple):
     """Sizes and dtypes of an op on rows x [..., H].

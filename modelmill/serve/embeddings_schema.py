@@ -9,10 +9,9 @@ from pydantic import Field
 
 from modelmill.core.types import MAX_INT32, POOL_MEAN
 from modelmill.outputs import truncate_and_normalize
-from modelmill.serve.access.priority_field import PriorityField
-from modelmill.serve.catalogue.keep_alive import KeepAliveField
+from modelmill.serve.engine_fields import EngineFields
 from modelmill.serve.prompt_fields import TextList, TokenIdLists, TokenIds, list_prompts
-from modelmill.serve.strict_models import ModelName, StrictModel
+from modelmill.serve.strict_models import ModelName
 
 MAX_INPUTS = 2048
 """Inputs of one request."""
@@ -20,7 +19,7 @@ MAX_OUTPUT_FLOATS = 1 << 21
 """Limit of numbers in one response as text, some 40 MB; base64 may have more."""
 
 
-class EmbeddingRequest(StrictModel):
+class EmbeddingRequest(EngineFields):
     """Request body of POST /v1/embeddings."""
 
     may_omit_model: ClassVar[bool] = True
@@ -36,9 +35,6 @@ class EmbeddingRequest(StrictModel):
     pooling: Literal["mean", "last"] | None = Field(
         None, description="of the final hidden states; default: mean"
     )
-    cache_salt: str | None = Field(None, max_length=1024)
-    keep_alive: KeepAliveField = None
-    priority: PriorityField = None
 
     def inputs(self) -> list[str | list[int]]:
         """The inputs as a list.

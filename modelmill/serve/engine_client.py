@@ -21,6 +21,7 @@ from modelmill.core.types import Stats
 from modelmill.request_state import RequestState
 from modelmill.runtime.sequence import RequestLimits, check_request
 from modelmill.serve import budget
+from modelmill.serve import worker_messages as wire
 from modelmill.serve.access.fair_queue import FairQueue
 from modelmill.serve.engine_state import (
     EngineNotReady,
@@ -38,24 +39,6 @@ from modelmill.serve.session_client import SessionClient
 from modelmill.serve.sleep_client import SleepClient
 from modelmill.serve.stats_client import StatsClient
 from modelmill.serve.watchdog import Watchdog
-from modelmill.serve.worker_messages import (
-    AbortRequest,
-    AddRequest,
-    EngineReady,
-    LoadingUpdate,
-    Message,
-    OpenEngine,
-    OpenFailed,
-    Ping,
-    RequestRejected,
-    RequestStarted,
-    SessionReply,
-    SleepReply,
-    StatsReply,
-    StepTokens,
-    decode_frames,
-    encode,
-)
 from modelmill.serve.worker_process import WorkerLauncher, WorkerProcess, launch_worker
 from modelmill.text_processor import TextProcessor
 
@@ -80,7 +63,7 @@ class EngineClient:
     def __init__(
         self,
         name: str,
-        open_engine: OpenEngine,
+        open_engine: wire.OpenEngine,
         *,
         max_waiting: int,
         launch: WorkerLauncher = launch_worker,
@@ -110,7 +93,7 @@ class EngineClient:
         self.error: str | None = None
         self.is_usage_error = False
         self.restarts = 0
-        self.engine_info: EngineReady | None = None
+        self.engine_info: wire.EngineReady | None = None
         self.manifest = manifest
         self.created_at = int(time.time())
         self.load_finished = asyncio.Event()
@@ -135,7 +118,7 @@ class EngineClient:
         self._sleep_client = SleepClient(self._send)
         self.stats_client = StatsClient(self._send)
         self.segment_client = SegmentClient(
-            name, self._send, lambda id: self._send(AbortRequest(id))
+            name, self._send, lambda id: self._send(wire.AbortRequest(id))
         )
 
     def set_metrics(self, metrics: EngineMetrics, segment_metrics: SegmentMetrics) -> None:
@@ -298,7 +281,7 @@ class EngineClient:
         self._require_ready()
         self._check_engine_type(SEGMENTATION)
 
-    def _require_ready(self) -> EngineReady:
+    def _require_ready(self) -> wire.EngineReady:
         if self.state is not EngineState.READY or self.engine_info is None:
             raise EngineNotReady(f"the engine {self.name} is {self.state.value}; try again soon")
         return self.engine_info
@@ -355,7 +338,7 @@ class EngineClient:
         limits = self.request_limits
         for state in request_states:
             check_request(state.request, limits)
-        return [encode(AddRequest(state.request)) for state in request_states]
+        return [wire.encode(wire.AddRequest(state.request)) for state in request_states]
 
     def submit(
         self, request_states: Sequence[RequestState], frames: Sequence[bytes] | None = None
@@ -391,7 +374,7 @@ class EngineClient:
 
     # -- sleep
 
-    async def sleep(self) -> SleepReply:
+    async def sleep(self) -> wire.SleepReply:
         """Let an engine without requests give its memory back.
 
         Raises:
@@ -403,7 +386,7 @@ class EngineClient:
         self.state = EngineState.SLEEPING
         return reply
 
-    async def wake_up(self) -> SleepReply:
+    async def wake_up(self) -> wire.SleepReply:
         """Let a sleeping engine take its memory again.
 
         Raises:
@@ -498,10 +481,10 @@ class EngineClient:
         if self._is_closing:
             # ``close`` was called while the process was being started
             self._worker_process.kill()
-        watchdog, hang_task = (
-            Watchdog(self._open_engine.watchdog_seconds, lambda: self._send(Ping()), self._sleep),
-            None,
+        watchdog = Watchdog(
+            self._open_engine.watchdog_seconds, lambda: self._send(wire.Ping()), self._sleep
         )
+        hang_task = None
         try:
             reader, self._writer = await asyncio.open_connection(sock=sock)
             self._send(self._make_open_message())
@@ -511,7 +494,7 @@ class EngineClient:
             async for messages in read_messages(reader):
                 watchdog.on_message()
                 for message in messages:
-                    if isinstance(message, EngineReady):
+                    if isinstance(message, wire.EngineReady):
                         with watchdog.paused():
                             await self._on_ready(message)
                     else:
@@ -566,7 +549,7 @@ class EngineClient:
         # close the socket now: clients get the error without waiting for the process to exit
         writer.transport.abort()
 
-    def _make_open_message(self) -> OpenEngine:
+    def _make_open_message(self) -> wire.OpenEngine:
         """The OpenEngine message; a restarted worker takes the same memory as the previous one."""
         if self.engine_info is None or self.engine_info.engine_type == SEGMENTATION:
             return self._open_engine
@@ -584,7 +567,7 @@ class EngineClient:
             )
         return replace(self._open_engine, run=run)
 
-    async def _on_ready(self, engine_info: EngineReady) -> None:
+    async def _on_ready(self, engine_info: wire.EngineReady) -> None:
         if self._preload is not None:
             with contextlib.suppress(ModelmillError):  # it is raised again below
                 await self._preload
@@ -644,27 +627,27 @@ class EngineClient:
 
     # -- messages
 
-    def _send(self, message: Message) -> None:
-        self._write(encode(message))
+    def _send(self, message: wire.Message) -> None:
+        self._write(wire.encode(message))
 
     def _write(self, frame: bytes) -> None:
         if self._writer is not None:
             self._writer.write(frame)
 
-    def _handle(self, message: Message) -> None:
-        if isinstance(message, (StepTokens, RequestStarted, RequestRejected)):
+    def _handle(self, message: wire.Message) -> None:
+        if isinstance(message, (wire.StepTokens, wire.RequestStarted, wire.RequestRejected)):
             self.generation_client.handle(message)
-        elif isinstance(message, StatsReply):
+        elif isinstance(message, wire.StatsReply):
             self.stats_client.handle(message)
-        elif isinstance(message, LoadingUpdate):
+        elif isinstance(message, wire.LoadingUpdate):
             self.progress = LoadProgress(message.stage, message.done, message.total)
         elif isinstance(message, (SegmentResult, SegmentFailure)):
             self.segment_client.handle(message)
-        elif isinstance(message, SessionReply):
+        elif isinstance(message, wire.SessionReply):
             self.session_client.handle(message)
-        elif isinstance(message, SleepReply):
+        elif isinstance(message, wire.SleepReply):
             self._sleep_client.handle(message)
-        elif isinstance(message, OpenFailed):
+        elif isinstance(message, wire.OpenFailed):
             self.error, self.is_usage_error = message.message, message.is_usage_error
 
 
@@ -676,7 +659,7 @@ def max_tokenize_tokens(max_model_len: int) -> int:
     return max(2 * max_model_len, MIN_TOKENIZE_LIMIT)
 
 
-async def read_messages(reader: asyncio.StreamReader) -> AsyncIterator[list[Message]]:
+async def read_messages(reader: asyncio.StreamReader) -> AsyncIterator[list[wire.Message]]:
     """Yield messages as they arrive, all complete ones of a read together; end with the connection.
 
     Raises:
@@ -685,7 +668,7 @@ async def read_messages(reader: asyncio.StreamReader) -> AsyncIterator[list[Mess
     buffer = bytearray()
     while chunk := await reader.read(READ_CHUNK_BYTES):
         buffer += chunk
-        messages = decode_frames(buffer)
+        messages = wire.decode_frames(buffer)
         if messages:
             yield messages
 

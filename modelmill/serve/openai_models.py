@@ -299,28 +299,29 @@ class OutputMessage(ResponseModel):
     content: list[OutputText]
 
 
-class OutputFunctionCall(ResponseModel):
+class OutputCall(ResponseModel):
+    """What calls of functions and of custom tools have in common."""
+
+    call_id: str
+    name: str
+    namespace: str = ""
+    status: Literal["completed", "incomplete"]
+
+
+class OutputFunctionCall(OutputCall):
     """A call of a function."""
 
     type: Literal["function_call"]
     id: str = Field(pattern="^fc_")
-    call_id: str
-    name: str
-    namespace: str = ""
     arguments: str
-    status: Literal["completed", "incomplete"]
 
 
-class OutputCustomCall(ResponseModel):
+class OutputCustomCall(OutputCall):
     """A call of a custom tool."""
 
     type: Literal["custom_tool_call"]
     id: str = Field(pattern="^ctc_")
-    call_id: str
-    name: str
-    namespace: str = ""
     input: str
-    status: Literal["completed", "incomplete"]
 
 
 class OutputReasoningText(ResponseModel):

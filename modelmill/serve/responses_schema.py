@@ -13,11 +13,10 @@ from pydantic import Field
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
-from modelmill.serve.access.priority_field import PriorityField
-from modelmill.serve.catalogue.keep_alive import KeepAliveField
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.compaction import INTRO, unpack_summary
 from modelmill.serve.custom_tools import custom_function_call
+from modelmill.serve.engine_fields import EngineFields
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
 from modelmill.serve.peer_fields import ignored
 from modelmill.serve.response_tools import (
@@ -102,40 +101,41 @@ class MessageItem(StrictModel):
     phase: Literal["commentary", "final_answer"] | None = None
 
 
-class FunctionCallItem(StrictModel):
+class CallItem(StrictModel):
+    """What calls of functions and of custom tools have in common."""
+
+    call_id: str = Field(min_length=1, max_length=256)
+    name: str = Field(pattern=TOOL_NAME)
+    namespace: str | None = Field(None, max_length=128)
+    id: str | None = None
+    status: ItemStatus | None = None
+
+    @property
+    def offered_name(self) -> str:
+        """The name under which the model is offered the tool."""
+        return offered_name(self.name, self.namespace)
+
+
+class FunctionCallItem(CallItem):
     """A call made by the model."""
 
     type: Literal["function_call"]
-    call_id: str = Field(min_length=1, max_length=256)
-    name: str = Field(pattern=TOOL_NAME)
     arguments: LongText
-    namespace: str | None = Field(None, max_length=128)
-    id: str | None = None
-    status: ItemStatus | None = None
 
     def to_chat_call(self) -> dict[str, Any]:
         """The call in a chat message."""
-        return function_call_json(
-            self.call_id, offered_name(self.name, self.namespace), self.arguments
-        )
+        return function_call_json(self.call_id, self.offered_name, self.arguments)
 
 
-class CustomCallItem(StrictModel):
+class CustomCallItem(CallItem):
     """A call of a custom tool made by the model."""
 
     type: Literal["custom_tool_call"]
-    call_id: str = Field(min_length=1, max_length=256)
-    name: str = Field(pattern=TOOL_NAME)
     input: LongText
-    namespace: str | None = Field(None, max_length=128)
-    id: str | None = None
-    status: ItemStatus | None = None
 
     def to_chat_call(self) -> dict[str, Any]:
         """The call in a chat message."""
-        return custom_function_call(
-            self.call_id, offered_name(self.name, self.namespace), self.input
-        )
+        return custom_function_call(self.call_id, self.offered_name, self.input)
 
 
 class FunctionCallOutputItem(StrictModel):
@@ -384,7 +384,7 @@ class ResponsesRequest(SamplingFields):
         return tools or None, choice
 
 
-class CompactRequest(StrictModel):
+class CompactRequest(EngineFields):
     """Request body of POST /v1/responses/compact."""
 
     model: str = Field(max_length=1024)
@@ -393,9 +393,6 @@ class CompactRequest(StrictModel):
     previous_response_id: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     prompt_cache_key: str | None = None
-    cache_salt: str | None = Field(None, max_length=1024)
-    keep_alive: KeepAliveField = None
-    priority: PriorityField = None
 
 
 def items_to_messages(

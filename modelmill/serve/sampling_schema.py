@@ -12,8 +12,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, field_validator, model_validator
 
 from modelmill.core.types import MAX_BIAS, MAX_STOPS, sampling_range
-from modelmill.serve.access.priority_field import PriorityField
-from modelmill.serve.catalogue.keep_alive import KeepAliveField
+from modelmill.serve.engine_fields import EngineFields
 from modelmill.serve.peer_fields import AccountFields
 from modelmill.serve.strict_models import FAIL_FAST, ModelName, known_names, limit_keys
 from modelmill.serve.structured_outputs_schema import StructuredOutputs
@@ -36,7 +35,7 @@ def sampling_field(name: str, most: float | None = None) -> Any:
     return Field(None, gt=low, le=le) if limits.above_low else Field(None, ge=low, le=le)
 
 
-class SamplingFields(AccountFields):
+class SamplingFields(AccountFields, EngineFields):
     """Sampling fields of completions, chat completions and responses."""
 
     may_omit_model: ClassVar[bool] = True
@@ -52,8 +51,6 @@ class SamplingFields(AccountFields):
     presence_penalty: float | None = sampling_field("presence_penalty")
     frequency_penalty: float | None = sampling_field("frequency_penalty")
     logit_bias: LogitBias | None = None
-    keep_alive: KeepAliveField = None
-    priority: PriorityField = None
     # extensions, also of other engines
     top_k: int | None = sampling_field("top_k")
     min_p: float | None = sampling_field("min_p")
@@ -63,7 +60,6 @@ class SamplingFields(AccountFields):
     stop_token_ids: Annotated[list[int], FAIL_FAST] | None = Field(None, max_length=MAX_STOPS)
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    cache_salt: str | None = Field(None, max_length=1024)
     structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="before")

@@ -7,16 +7,15 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from modelmill.core.errors import RequestError
-from modelmill.serve.access.priority_field import PriorityField
-from modelmill.serve.catalogue.keep_alive import KeepAliveField
+from modelmill.serve.engine_fields import EngineFields
 from modelmill.serve.prompt_fields import TextList
-from modelmill.serve.strict_models import FAIL_FAST, JsonObject, ModelName, StrictModel
+from modelmill.serve.strict_models import FAIL_FAST, JsonObject, ModelName
 
 MAX_TEXTS = 2048
 Documents = Annotated[list[str | JsonObject], FAIL_FAST, Field(min_length=1, max_length=MAX_TEXTS)]
 
 
-class RerankRequest(StrictModel):
+class RerankRequest(EngineFields):
     """Request body of POST /v1/rerank."""
 
     may_omit_model: ClassVar[bool] = True
@@ -28,9 +27,6 @@ class RerankRequest(StrictModel):
     return_documents: bool | None = None
     max_tokens_per_doc: int | None = Field(None, ge=1, description="accepted: texts are not cut")
     user: str | None = Field(None, max_length=4096)
-    cache_salt: str | None = Field(None, max_length=1024)
-    keep_alive: KeepAliveField = None
-    priority: PriorityField = None
 
     def texts(self) -> list[str]:
         """The documents as texts.
@@ -45,7 +41,7 @@ class RerankRequest(StrictModel):
         return [str(text) for text in texts]
 
 
-class ScoreRequest(StrictModel):
+class ScoreRequest(EngineFields):
     """Request body of POST /v1/score."""
 
     may_omit_model: ClassVar[bool] = True
@@ -56,9 +52,6 @@ class ScoreRequest(StrictModel):
     queries: str | TextList | None = Field(None, max_length=1 << 22)
     documents: str | TextList | None = Field(None, max_length=1 << 22)
     user: str | None = Field(None, max_length=4096)
-    cache_salt: str | None = Field(None, max_length=1024)
-    keep_alive: KeepAliveField = None
-    priority: PriorityField = None
 
     def pairs(self) -> list[tuple[str, str]]:
         """The pairs of texts: one with each, or as many with as many.

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from modelmill.serve.access.priority_field import PriorityField
 from modelmill.serve.catalogue.keep_alive import KeepAliveField
+from modelmill.serve.engine_fields import EngineFields
 from modelmill.serve.prompt_fields import TokenIds
 from modelmill.serve.response_model import ResponseModel
 from modelmill.serve.strict_models import StrictModel
@@ -25,14 +25,11 @@ class RestoreSessionRequest(StrictModel):
     keep_alive: KeepAliveField = None
 
 
-class SaveSessionRequest(TokenizeRequest):
+class SaveSessionRequest(TokenizeRequest, EngineFields):
     """Request body of POST /v1/sessions/save: a prompt, ids, or messages as a chat."""
 
     name: str = Field(pattern=SESSION_NAME, description="of the saved session")
     tokens: TokenIds | None = Field(None, description="the prompt as token ids")
-    cache_salt: str | None = Field(None, max_length=1024)
-    keep_alive: KeepAliveField = None
-    priority: PriorityField = None
 
 
 class SessionResponse(ResponseModel):

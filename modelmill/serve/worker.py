@@ -22,6 +22,7 @@ from modelmill.core.types import Guide, Request
 from modelmill.loader.device import compile_cpu_kernels
 from modelmill.runtime.engine_core import OUT_OF_MEMORY_ERRORS, EngineCore
 from modelmill.runtime.sequence import Sequence
+from modelmill.serve import worker_messages as wire
 from modelmill.serve.segment_messages import SEGMENTATION
 from modelmill.serve.session_worker import LoadedSession, SessionWorker
 from modelmill.serve.sleep_worker import run_sleep_message
@@ -32,25 +33,6 @@ from modelmill.serve.worker_loading import (
     load_engine_core,
     loading_reporter,
     open_or_build_artifact,
-)
-from modelmill.serve.worker_messages import (
-    AbortRequest,
-    EngineReady,
-    FinishSequence,
-    GetStats,
-    Heartbeat,
-    Message,
-    OpenEngine,
-    OpenFailed,
-    Ping,
-    RequestRejected,
-    RequestStarted,
-    RestoreSession,
-    SaveSession,
-    SleepEngine,
-    StatsReply,
-    StepTokens,
-    WakeEngine,
 )
 from modelmill.text_processor import TextProcessor
 
@@ -87,7 +69,7 @@ class EngineWorker:
                 if self._unstarted:
                     self._report_started()
                 if tokens:
-                    self._channel.send(StepTokens(tokens))
+                    self._channel.send(wire.StepTokens(tokens))
         except (BrokenPipeError, ConnectionResetError):
             return
 
@@ -99,13 +81,13 @@ class EngineWorker:
                 raise RequestError(arrival.error)
             self.engine_core.add(request, make_guide)
         except RequestError as error:
-            self._channel.send(RequestRejected(request.id, str(error)))
+            self._channel.send(wire.RequestRejected(request.id, str(error)))
             return
         except OUT_OF_MEMORY_ERRORS:
             # out of memory while images or the prompt were prepared, outside a step: nothing of
             # the request remains
             self._channel.send(
-                RequestRejected(request.id, OUT_OF_MEMORY_MESSAGE, out_of_memory=True)
+                wire.RequestRejected(request.id, OUT_OF_MEMORY_MESSAGE, out_of_memory=True)
             )
             return
         # keep the sequence itself: a request that finishes in its first step has already left
@@ -131,29 +113,29 @@ class EngineWorker:
             self._unstarted.popleft()
             if seq.started_at is not None:
                 self._channel.send(
-                    RequestStarted(seq.request.id, round(seq.started_at - arrived_at, 6))
+                    wire.RequestStarted(seq.request.id, round(seq.started_at - arrived_at, 6))
                 )
         self._unstarted, self._in_order = waiting, not waiting
 
-    def _handle(self, message: Message | Arrival | LoadedSession) -> None:
+    def _handle(self, message: wire.Message | Arrival | LoadedSession) -> None:
         if isinstance(message, Arrival):
             self._add_request(message)
-        elif isinstance(message, AbortRequest):
+        elif isinstance(message, wire.AbortRequest):
             self.engine_core.abort(message.id)
-        elif isinstance(message, FinishSequence):
+        elif isinstance(message, wire.FinishSequence):
             self.engine_core.finish_on_stop_string(message.id, message.index)
-        elif isinstance(message, GetStats):
-            self._channel.send(StatsReply(message.number, asdict(self.engine_core.stats())))
-        elif isinstance(message, Ping):
+        elif isinstance(message, wire.GetStats):
+            self._channel.send(wire.StatsReply(message.number, asdict(self.engine_core.stats())))
+        elif isinstance(message, wire.Ping):
             self.engine_core.ping()
-            self._channel.send(Heartbeat())
-        elif isinstance(message, SaveSession):
+            self._channel.send(wire.Heartbeat())
+        elif isinstance(message, wire.SaveSession):
             self._sessions.save(message)
-        elif isinstance(message, RestoreSession):
+        elif isinstance(message, wire.RestoreSession):
             self._sessions.restore(message)
         elif isinstance(message, LoadedSession):
             self._sessions.finish_restore(message)
-        elif isinstance(message, (SleepEngine, WakeEngine)):
+        elif isinstance(message, (wire.SleepEngine, wire.WakeEngine)):
             self._drain_steps()
             with self._inbox.answer_pings():
                 reply = run_sleep_message(self.engine_core, message)
@@ -164,13 +146,13 @@ class EngineWorker:
         core = self.engine_core
         while core.has_work and not core.output_processor.live_sequences:
             if tokens := core.step():
-                self._channel.send(StepTokens(tokens))
+                self._channel.send(wire.StepTokens(tokens))
 
 
-def ready_message(engine_core: EngineCore, path: str) -> EngineReady:
+def ready_message(engine_core: EngineCore, path: str) -> wire.EngineReady:
     """Describe an open engine core to the server."""
     limits = engine_core.request_limits
-    return EngineReady(
+    return wire.EngineReady(
         path,
         engine_core.device,
         limits.vocab_size,
@@ -186,7 +168,7 @@ def ready_message(engine_core: EngineCore, path: str) -> EngineReady:
     )
 
 
-def sends_op_heartbeats(open_engine: OpenEngine, device: str) -> bool:
+def sends_op_heartbeats(open_engine: wire.OpenEngine, device: str) -> bool:
     """Whether each op of a step sends a heartbeat.
 
     Steps on a GPU are short and only launch kernels. Without warm-up, however, the first steps
@@ -196,7 +178,7 @@ def sends_op_heartbeats(open_engine: OpenEngine, device: str) -> bool:
 
 
 def run_segment_worker(
-    open_engine: OpenEngine, artifact: Artifact, channel: MessageChannel, inbox: Inbox
+    open_engine: wire.OpenEngine, artifact: Artifact, channel: MessageChannel, inbox: Inbox
 ) -> None:
     """Run a segmentation engine until the server is gone.
 
@@ -242,7 +224,7 @@ def main(argv: list[str]) -> int:
     malloc.set_malloc_thresholds()
     channel = MessageChannel(socket.socket(fileno=int(argv[0])))
     open_engine = channel.receive()
-    if not isinstance(open_engine, OpenEngine):
+    if not isinstance(open_engine, wire.OpenEngine):
         return EXIT_SERVER_GONE
     inbox = Inbox(channel, on_server_gone=lambda: os._exit(EXIT_SERVER_GONE), is_opening=True)
     try:
@@ -256,7 +238,7 @@ def main(argv: list[str]) -> int:
             return EXIT_SERVER_GONE
         core, path = load_engine_core(open_engine, artifact, on_progress), str(artifact.path)
     except ModelmillError as error:
-        channel.send(OpenFailed(str(error), isinstance(error, UsageError)))
+        channel.send(wire.OpenFailed(str(error), isinstance(error, UsageError)))
         return 1
     except BrokenPipeError:
         return EXIT_SERVER_GONE

@@ -50,6 +50,20 @@ LENGTH_PREFIX = struct.Struct(">I")
 
 
 @dataclass(frozen=True)
+class RequestMessage:
+    """A message about one request."""
+
+    id: str
+
+
+@dataclass(frozen=True)
+class NumberedMessage:
+    """A message with a reply, which carries the same number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class OpenEngine:
     """Open an engine.
 
@@ -93,32 +107,24 @@ class AddRequest:
 
 
 @dataclass(frozen=True)
-class AbortRequest:
+class AbortRequest(RequestMessage):
     """End a request; unknown ones are ignored."""
-
-    id: str
 
 
 @dataclass(frozen=True)
-class FinishSequence:
+class FinishSequence(RequestMessage):
     """End one sequence of a request: a stop string was found in its text.
 
     Attributes:
         index: which of the n sequences.
     """
 
-    id: str
     index: int
 
 
 @dataclass(frozen=True)
-class GetStats:
-    """Request the statistics.
-
-    The reply carries the same number.
-    """
-
-    number: int
+class GetStats(NumberedMessage):
+    """Request the statistics."""
 
 
 @dataclass(frozen=True)
@@ -179,38 +185,35 @@ class StepTokens:
 
 
 @dataclass(frozen=True)
-class RequestStarted:
+class RequestStarted(RequestMessage):
     """The first step of a request has begun.
 
     Attributes:
         queue_seconds: since its arrival.
     """
 
-    id: str
     queue_seconds: float
 
 
 @dataclass(frozen=True)
-class RequestRejected:
+class RequestRejected(RequestMessage):
     """A request cannot be served.
 
     message: one line for the client. out_of_memory: there was not enough memory for it.
     """
 
-    id: str
     message: str
     out_of_memory: bool = False
 
 
 @dataclass(frozen=True)
-class StatsReply:
+class StatsReply(NumberedMessage):
     """The statistics.
 
     Attributes:
         stats: the fields of core.types.Stats.
     """
 
-    number: int
     stats: Mapping[str, Any]
 
 
@@ -228,11 +231,10 @@ class OpenFailed:
 
 
 @dataclass(frozen=True)
-class SaveSession:
+class SaveSession(NumberedMessage):
     """Write the cached KV pages of a prefix to a file.
 
     Attributes:
-        number: of the reply.
         path: of the file.
         tokens: of the prefix.
         cache_salt: of the request that computed it.
@@ -240,7 +242,6 @@ class SaveSession:
         images: position, length and digest of the ranges whose embeddings come from images.
     """
 
-    number: int
     path: str
     tokens: list[int]
     cache_salt: str
@@ -249,57 +250,48 @@ class SaveSession:
 
 
 @dataclass(frozen=True)
-class RestoreSession:
+class RestoreSession(NumberedMessage):
     """Read a file of KV pages into the prefix cache, for requests with this ``cache_salt``."""
 
-    number: int
     path: str
     cache_salt: str
 
 
 @dataclass(frozen=True)
-class SessionReply:
+class SessionReply(NumberedMessage):
     """A session was saved or restored.
 
     Attributes:
-        number: of the message.
         tokens: of the prefix.
         nbytes: of the file, or of the pages.
         error: why it was not, in one line; empty if it was.
     """
 
-    number: int
     tokens: int
     nbytes: int
     error: str = ""
 
 
 @dataclass(frozen=True)
-class SleepEngine:
+class SleepEngine(NumberedMessage):
     """Give the memory of weights and KV cache back; the engine has no requests."""
 
-    number: int
-
 
 @dataclass(frozen=True)
-class WakeEngine:
+class WakeEngine(NumberedMessage):
     """Take the memory of weights and KV cache again."""
 
-    number: int
-
 
 @dataclass(frozen=True)
-class SleepReply:
+class SleepReply(NumberedMessage):
     """The engine sleeps, or is awake.
 
     Attributes:
-        number: of the message.
         host_bytes: that the weights take while it sleeps.
         device_bytes: of GPUs that are still taken.
         error: why nothing has changed, in one line; empty if it has.
     """
 
-    number: int
     host_bytes: int = 0
     device_bytes: int = 0
     error: str = ""

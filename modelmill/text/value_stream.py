@@ -15,7 +15,6 @@ _RUNS = {
     '"': re.compile(r'[^"\\\x00-\x1f]+'),
     "'": re.compile(r"[^\"'\\\x00-\x1f]+"),
 }
-_MARKED_RUN = re.compile(r'[^"\\\x00-\x1f]+')
 _BLANK = re.compile(r"[ \t\r\n]+")
 _ATOM = re.compile(r"[A-Za-z0-9+\-._]+")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")

@@ -21,6 +21,7 @@ from torch import Tensor
 from modelmill.accept.token_scorer import TokenScorer
 from modelmill.builder import tensor_plan
 from modelmill.checkpoint.rename import Rule
+from modelmill.core.model_family import checkpoint_tensors
 from modelmill.core.registry import find_module
 from tests.accept.build_and_accept import build_and_accept
 
@@ -149,8 +150,10 @@ def _rules(change: Callable[[list[Rule]], list[Rule]]) -> Callable[[ModuleType],
     """A patch of the family's rename rules."""
 
     def plant(family: ModuleType) -> Any:
-        real_rules = family.rules
-        return mock.patch.object(family, "rules", lambda config: change(real_rules(config)))
+        real_rules = checkpoint_tensors(family).rules
+        return mock.patch.object(
+            family, "rules", lambda config: change(real_rules(config)), create=True
+        )
 
     return plant
 

@@ -112,6 +112,15 @@ def test_short_contexts_are_judged_too(
     assert written, report.get("refusal")
 
 
+def compare_again(built_engine: tuple[Path, Path, dict[str, Any]]) -> dict[str, Any]:
+    """The report of an engine that is opened anew."""
+    loop = EngineCore.open(built_engine[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
+    assert loop.artifact is not None
+    return compare_engine(
+        loop, open_checkpoint(built_engine[0]), acceptance_token_ids(loop.artifact)
+    )
+
+
 def test_what_connects_the_modules_is_judged(
     built_engine: tuple[Path, Path, dict[str, Any]], monkeypatch: Any
 ) -> None:
@@ -127,11 +136,7 @@ def test_what_connects_the_modules_is_judged(
         ), residual
 
     monkeypatch.setattr(PreNormLayer, "forward", doubled)
-    loop = EngineCore.open(built_engine[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
-    assert loop.artifact is not None
-    report = compare_engine(
-        loop, open_checkpoint(built_engine[0]), acceptance_token_ids(loop.artifact)
-    )
+    report = compare_again(built_engine)
     assert not report["accepted"]
     assert (report["layer"], report["module"]) == (2, "layer")
 
@@ -149,11 +154,7 @@ def test_a_fault_of_the_fused_layers_alone_is_found(
         return branch if branch is None else branch * 2, residual
 
     monkeypatch.setattr(FusedDecoderLayer, "forward", doubled)
-    loop = EngineCore.open(built_engine[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
-    assert loop.artifact is not None
-    report = compare_engine(
-        loop, open_checkpoint(built_engine[0]), acceptance_token_ids(loop.artifact)
-    )
+    report = compare_again(built_engine)
     assert not report["accepted"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -10,55 +11,38 @@ import torch
 
 from modelmill.eval import large_op_cases
 from modelmill.eval.op_cases import EXTRA_CASES, bench_cases
-from modelmill.ops import (
-    add_layer_norm,
-    add_layer_norm_quant,
-    causal_conv,
-    gated_delta_rule,
-    gelu,
-    gelu_quant,
-    gelu_tanh,
-    groupwise,
-    int4_linear,
-    int8_group_linear,
-    layer_norm,
-    registry,
-    rptq_linear,
-    rptq_quant,
-    silu_mul,
-    silu_mul_quant,
-    ssd_scan,
-    w8a8_linear_swiglu,
-)
+from modelmill.ops import groupwise, int4_linear, int8_group_linear, registry
 from modelmill.ops.case import nbytes
 
 LENGTHS = (9, 1)  # tokens of two sequences
+
+
+def of_op(op: str, *shapes: tuple[Any, ...], **options: Any) -> large_op_cases.CaseMaker:
+    """The op's own cases at these shapes."""
+    return partial(import_module(f"modelmill.ops.{op}").cases_for_shapes, shapes, **options)
+
+
+OF_ROWS = (
+    "layer_norm", "add_layer_norm", "add_layer_norm_quant", "silu_mul", "silu_mul_quant", "gelu",
+    "gelu_tanh", "gelu_quant",
+)  # fmt: skip
 SMALL: dict[str, large_op_cases.CaseMaker] = {
-    "causal_conv": partial(causal_conv.cases_for_shapes, [(LENGTHS, 16, 4)]),
-    "gated_delta_rule": partial(
-        gated_delta_rule.cases_for_shapes, [(LENGTHS, 1, 2, 8, 8)], chunk=8
-    ),
-    "ssd_scan": partial(ssd_scan.cases_for_shapes, [(LENGTHS, 1, 2, 8, 8)], chunk=8),
+    **{op: of_op(op, (3, 40)) for op in OF_ROWS},
+    "causal_conv": of_op("causal_conv", (LENGTHS, 16, 4)),
+    "gated_delta_rule": of_op("gated_delta_rule", (LENGTHS, 1, 2, 8, 8), chunk=8),
+    "ssd_scan": of_op("ssd_scan", (LENGTHS, 1, 2, 8, 8), chunk=8),
     "quantize": partial(large_op_cases.quantize_cases, 3, 64),
-    "layer_norm": partial(layer_norm.cases_for_shapes, [(3, 40)]),
-    "add_layer_norm": partial(add_layer_norm.cases_for_shapes, [(3, 40)]),
-    "add_layer_norm_quant": partial(add_layer_norm_quant.cases_for_shapes, [(3, 40)]),
     "rope_cos_sin": partial(large_op_cases.rope_angle_cases, 7, 16),
     "rope_cache": partial(large_op_cases.rope_cases, 19, 2, 8),
-    "silu_mul": partial(silu_mul.cases_for_shapes, [(3, 40)]),
-    "silu_mul_quant": partial(silu_mul_quant.cases_for_shapes, [(3, 40)]),
-    "gelu": partial(gelu.cases_for_shapes, [(3, 40)]),
-    "gelu_tanh": partial(gelu_tanh.cases_for_shapes, [(3, 40)]),
-    "gelu_quant": partial(gelu_quant.cases_for_shapes, [(3, 40)]),
     "int4_linear": partial(
         groupwise.cases_for_shapes, [(8, 96, 40, 32)], int4_linear.random_weight
     ),
     "int8_group_linear": partial(
         groupwise.cases_for_shapes, [(8, 96, 40, 32)], int8_group_linear.random_weight
     ),
-    "rptq_quant": partial(rptq_quant.cases_for_shapes, [(3, 96, 32)], full=True),
-    "rptq_linear": partial(rptq_linear.cases_for_shapes, [(3, 96, 40, 32, 8)]),
-    "w8a8_linear_swiglu": partial(w8a8_linear_swiglu.cases_for_shapes, [(3, 64, 48)]),
+    "rptq_quant": of_op("rptq_quant", (3, 96, 32), full=True),
+    "rptq_linear": of_op("rptq_linear", (3, 96, 40, 32, 8)),
+    "w8a8_linear_swiglu": of_op("w8a8_linear_swiglu", (3, 64, 48)),
 }
 
 
@@ -85,17 +69,15 @@ def test_bytes_and_operations_are_counted(op: str) -> None:
     wide rows.
     """
     wide: dict[str, large_op_cases.CaseMaker] = {
-        "causal_conv": partial(causal_conv.cases_for_shapes, [((99, 1), 600, 4)]),
-        "gated_delta_rule": partial(
-            gated_delta_rule.cases_for_shapes, [((99, 1), 1, 2, 64, 64)], chunk=16
-        ),
-        "ssd_scan": partial(ssd_scan.cases_for_shapes, [((99, 1), 1, 2, 64, 64)], chunk=16),
+        "causal_conv": of_op("causal_conv", ((99, 1), 600, 4)),
+        "gated_delta_rule": of_op("gated_delta_rule", ((99, 1), 1, 2, 64, 64), chunk=16),
+        "ssd_scan": of_op("ssd_scan", ((99, 1), 1, 2, 64, 64), chunk=16),
         "quantize": partial(large_op_cases.quantize_cases, 200, 2048),
         "rope_cache": partial(large_op_cases.rope_cases, 19, 2, 64),
         "rope_cos_sin": partial(large_op_cases.rope_angle_cases, 700, 16),
-        "rptq_quant": partial(rptq_quant.cases_for_shapes, [(40, 4096, 32)], full=True),
-        "rptq_linear": partial(rptq_linear.cases_for_shapes, [(40, 960, 400, 32, 8)]),
-        "w8a8_linear_swiglu": partial(w8a8_linear_swiglu.cases_for_shapes, [(40, 640, 320)]),
+        "rptq_quant": of_op("rptq_quant", (40, 4096, 32), full=True),
+        "rptq_linear": of_op("rptq_linear", (40, 960, 400, 32, 8)),
+        "w8a8_linear_swiglu": of_op("w8a8_linear_swiglu", (40, 640, 320)),
         "int4_linear": partial(
             groupwise.cases_for_shapes, [(8, 960, 400, 32)], int4_linear.random_weight
         ),

@@ -16,12 +16,10 @@ from typing import Any
 import torch
 
 from modelmill.nn.alibi import AlibiConfig
+from tests.models.plain_forward import Logits
 from tests.models.tiny_models import save_model
 
 Change = Callable[[Any], Any]
-Logits = Callable[..., torch.Tensor]
-"""(ids, decode_from=None) → [T, V]; decode_from: tokens beyond it are decoded one by one."""
-
 NULL: Any = object()
 VOCAB = 120
 SMALL: dict[str, Any] = {

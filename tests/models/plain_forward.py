@@ -18,6 +18,8 @@ from torch.nn import functional as F
 
 from tests.models.tiny_models import save_raw
 
+Logits = Callable[..., Tensor]
+"""(ids, decode_from=None) → [T, V]; decode_from: tokens beyond it are decoded one by one."""
 Tensors = Mapping[str, Tensor]
 Shapes = Mapping[str, tuple[int, ...]]
 Frequencies = Callable[[int], Tensor]

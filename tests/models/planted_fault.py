@@ -15,6 +15,7 @@ import torch
 
 from modelmill.builder import tensor_plan
 from modelmill.checkpoint import rename
+from modelmill.core.model_family import checkpoint_tensors
 from modelmill.ops import registry
 from tests.accept.build_and_accept import build_and_accept
 
@@ -132,8 +133,12 @@ def changed_config(family: ModuleType, change: Callable[[Any], Any]) -> Iterator
 @contextmanager
 def changed_rules(family: ModuleType, change: Callable[[Any], Any]) -> Iterator[None]:
     """A family that makes some of its tensors by another rule."""
-    real = family.rules
-    with mock.patch.object(family, "rules", lambda config: [change(rule) for rule in real(config)]):
+    real = checkpoint_tensors(family).rules
+
+    def rules(config: Any) -> list[Any]:
+        return [change(rule) for rule in real(config)]
+
+    with mock.patch.object(family, "rules", rules, create=True):
         yield
 
 

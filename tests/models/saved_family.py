@@ -16,7 +16,8 @@ from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.config_view import ConfigView
 from modelmill.core.registry import find_module
 from modelmill.runtime.engine_core import EngineCore
-from tests.models.family_cases import FamilyCase, Logits
+from tests.models.family_cases import FamilyCase
+from tests.models.plain_forward import Logits
 
 LENGTHS = (1, 7, 33, 70)
 # one for each way of joining a layer's parts; make test runs all tests of these

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -20,6 +19,7 @@ from tests.accept.build_and_accept import build_and_accept
 from tests.models.planted_fault import (
     PlantedFault,
     changed_module,
+    changed_rules,
     module_fault,
     reference_fault,
     refusal_test,
@@ -30,16 +30,11 @@ FAMILY = "qwen3_5_text"
 LAYER = "layers.0.attn"
 
 
-@contextmanager
-def norms_as_stored() -> Iterator[None]:
+def norms_as_stored() -> AbstractContextManager[None]:
     """Norms without the 1 that they are stored less."""
-    real = qwen3_5_text.rules
-
-    def rules(config: Any) -> Any:
-        return [replace(rule, how=rule.how.replace("+plus_one", "")) for rule in real(config)]
-
-    with mock.patch.object(qwen3_5_text, "rules", rules):
-        yield
+    return changed_rules(
+        qwen3_5_text, lambda rule: replace(rule, how=rule.how.replace("+plus_one", ""))
+    )
 
 
 def changed_tokens(**changes: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 
+from modelmill.checkpoint.rename import Rule
 from modelmill.models import qwen2_moe
 from modelmill.nn.moe import CombineExperts, GatherExpertTokens, SharedExpertGate
-from tests.models.planted_fault import PlantedFault, module_fault, refusal_test, tensor_fault
+from tests.models.planted_fault import (
+    PlantedFault,
+    changed_rules,
+    module_fault,
+    refusal_test,
+    tensor_fault,
+)
 
 
-@contextmanager
-def swapped_experts() -> Iterator[None]:
+def swapped_experts() -> AbstractContextManager[None]:
     """The matrices of experts 0 and 1 in each other's places."""
-    real = qwen2_moe.rules
+    other = {"0": "1", "1": "0"}
 
-    def rules(config: Any) -> Any:
-        swap = {".experts.0.": ".experts.1.", ".experts.1.": ".experts.0."}
-        return [
-            replace(rule, target=rule.target.replace(old, new))
-            if (old := next((name for name in swap if name in rule.target), ""))
-            and (new := swap[old])
-            else rule
-            for rule in real(config)
-        ]
+    def swapped(rule: Rule) -> Rule:
+        target = re.sub(r"\.experts\.([01])\.", lambda m: f".experts.{other[m[1]]}.", rule.target)
+        return replace(rule, target=target)
 
-    with mock.patch.object(qwen2_moe, "rules", rules):
-        yield
+    return changed_rules(qwen2_moe, swapped)
 
 
 def without_shared(self: CombineExperts, routing: torch.Tensor, *args: Any) -> torch.Tensor:

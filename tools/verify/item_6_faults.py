@@ -225,7 +225,7 @@ def _check_unfit_shape(root: Path) -> Fact:
     from modelmill.core.errors import TensorMismatch
     from modelmill.models import gpt2
 
-    real_rules = gpt2.rules
+    real_rules = gpt2.LAYOUT.rules
 
     def wrong(config: Any) -> Any:
         return [
@@ -233,7 +233,7 @@ def _check_unfit_shape(root: Path) -> Fact:
             for r in real_rules(config)
         ]
 
-    with mock.patch.object(gpt2, "rules", wrong):
+    with mock.patch.object(gpt2, "rules", wrong, create=True):
         try:
             make_plan(open_checkpoint(root / "gpt2"), BuildConfig())
         except TensorMismatch as error:

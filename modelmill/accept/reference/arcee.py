@@ -16,18 +16,17 @@ PLAIN_MLP = {"fc": "mlp.up_proj", "down": "mlp.down_proj"}
 
 
 class ArceeReference(PlainDecoderReference):
-    """ArceeForCausalLM."""
+    """ArceeForCausalLM; HAS_BIAS: whether projections have one where config.json is silent."""
 
-    DEFAULTS = Defaults(eps=1e-5, positions=4096)
+    DEFAULTS = Defaults(eps=1e-5, positions=4096, theta=10000.0, activation="relu2")
+    HAS_BIAS = False
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.activation = self.read_activation("hidden_act", "relu2")
-        self.rope = self.build_rope()
         self.projection_paths = {name: PROJECTIONS[name] for name in MIXER} | PLAIN_MLP
-        self.biased = self.projections_with_bias() | self.projections_with_bias(
-            "mlp_bias", PLAIN_MLP
-        )
+        attention = self.projections_with_bias(default=self.HAS_BIAS)
+        mlp = self.projections_with_bias("mlp_bias", PLAIN_MLP, default=self.HAS_BIAS)
+        self.biased = attention | mlp
 
 
 REFERENCE = ArceeReference

@@ -11,7 +11,7 @@ from modelmill.accept.reference.tensor_source import TensorSource
 class Cohere2Reference(PlainDecoderReference):
     """Cohere2ForCausalLM."""
 
-    DEFAULTS = Defaults(positions=8192, tied=True)
+    DEFAULTS = Defaults(positions=8192, tied=True, theta=10000.0)
     uses_layer_norm = True
     norm_bias = False
     turns_neighbours = True
@@ -19,7 +19,6 @@ class Cohere2Reference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.build_rope()
         self.norm_paths = {"input_norm": "input_layernorm"}
         self.biased = self.projections_with_bias()
         self.logit_scale = float(config.get("logit_scale", 0.0625))

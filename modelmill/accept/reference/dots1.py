@@ -13,11 +13,10 @@ from modelmill.accept.reference.tensor_source import TensorSource
 class Dots1Reference(PerHeadQKNormMixin, GroupedExpertsMixin):
     """Dots1ForCausalLM."""
 
-    DEFAULTS = Defaults(kv_heads=32)
+    DEFAULTS = Defaults(kv_heads=32, theta=10000.0)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, {"first_k_dense_replace": 0, "norm_topk_prob": False} | config)
-        self.rope = self.build_rope()
         self.biased = self.projections_with_bias()
         self.norm_paths |= HEAD_NORMS
         size, first = config.get("sliding_window", 4096), config.get("max_window_layers")

@@ -11,12 +11,13 @@ from modelmill.accept.reference.tensor_source import TensorSource
 class Ernie45Reference(PlainDecoderReference):
     """Ernie4_5ForCausalLM."""
 
-    DEFAULTS = Defaults(kv_heads=2, head_dim=128, eps=1e-5, positions=131072, tied=True)
+    DEFAULTS = Defaults(
+        kv_heads=2, head_dim=128, eps=1e-5, positions=131072, tied=True, theta=500000.0
+    )
     turns_neighbours = True
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.build_rope(theta=500000.0)
         self.biased = self.projections_with_bias("use_bias", self.projection_paths)
 
 

@@ -12,11 +12,10 @@ from modelmill.accept.reference.tensor_source import TensorSource
 class Exaone4Reference(PerHeadQKNormMixin):
     """Exaone4ForCausalLM."""
 
-    DEFAULTS = Defaults(kv_heads=32, eps=1e-5)
+    DEFAULTS = Defaults(kv_heads=32, eps=1e-5, theta=10000.0)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.build_rope()
         self.norm_paths = {
             "attn_post": "post_attention_layernorm",
             "mlp_post": "post_feedforward_layernorm",

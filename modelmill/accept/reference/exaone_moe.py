@@ -16,12 +16,11 @@ from modelmill.accept.reference.tensor_source import TensorSource
 class ExaoneMoeReference(PerHeadQKNormMixin, GroupedExpertsMixin):
     """ExaoneMoeForCausalLM."""
 
-    DEFAULTS = Defaults(kv_heads=32, eps=1e-5)
+    DEFAULTS = Defaults(kv_heads=32, eps=1e-5, theta=10000.0)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         experts = {"n_routed_experts": config.get("num_experts") or 64}
         super().__init__(source, {"routed_scaling_factor": 2.5} | config | experts)
-        self.rope = self.build_rope()
         self.norm_paths |= HEAD_NORMS
         size = config.get("sliding_window", 4096)
         if size is not None:

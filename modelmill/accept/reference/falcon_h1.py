@@ -23,11 +23,10 @@ class FalconH1Reference(Mamba2Mixin):
     """FalconH1ForCausalLM."""
 
     FINAL_NORM = "model.final_layernorm"
-    DEFAULTS = Defaults(kv_heads=8, eps=1e-5, positions=8192)
+    DEFAULTS = Defaults(kv_heads=8, eps=1e-5, positions=8192, theta=10000.0)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.build_rope()
         self.norm_paths["mlp_norm"] = "pre_ff_layernorm"
         for name in MLP:
             self.projection_paths[name] = f"feed_forward.{name}_proj"

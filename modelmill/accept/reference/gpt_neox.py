@@ -6,7 +6,7 @@ from typing import Any
 
 from modelmill.accept.reference.base import LayerWeights
 from modelmill.accept.reference.bloom import MEGATRON_PROJECTIONS
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference
+from modelmill.accept.reference.plain_decoder import Defaults, PlainDecoderReference
 from modelmill.accept.reference.rope import partial_rope
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -17,6 +17,7 @@ OTHER_NAMES = ("rope_theta", "partial_rotary_factor")
 class GptNeoXReference(PlainDecoderReference):
     """GPTNeoXForCausalLM."""
 
+    DEFAULTS = Defaults(activation="gelu")
     EPS_KEY = "layer_norm_eps"
     uses_layer_norm = True
     EMBEDDING = "gpt_neox.embed_in.weight"
@@ -26,7 +27,6 @@ class GptNeoXReference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.activation = self.read_activation("hidden_act", "gelu")
         # the other families' names count within rope_parameters alone
         self.rope = partial_rope(
             {key: value for key, value in config.items() if key not in OTHER_NAMES},

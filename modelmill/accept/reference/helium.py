@@ -11,12 +11,11 @@ from modelmill.accept.reference.tensor_source import TensorSource
 class HeliumReference(PlainDecoderReference):
     """HeliumForCausalLM."""
 
-    DEFAULTS = Defaults(kv_heads=20, head_dim=128, eps=1e-8, positions=4096)
+    DEFAULTS = Defaults(kv_heads=20, head_dim=128, eps=1e-8, positions=4096, theta=100000.0)
     turns_neighbours = True
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.build_rope(theta=100000.0)
         self.biased = self.projections_with_bias(names="qkv") | self.projections_with_bias(
             "mlp_bias", MLP
         )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.plain_decoder import MLP, PlainDecoderReference
+from modelmill.accept.reference.plain_decoder import MLP, Defaults, PlainDecoderReference
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class HyperCLOVAXReference(PlainDecoderReference):
     """HyperCLOVAXForCausalLM; the logits are multiplied by ``logits_scaling``."""
 
+    DEFAULTS = Defaults(theta=10000.0)
+
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.build_rope()
         self.biased = self.projections_with_bias() | self.projections_with_bias("mlp_bias", MLP)
         self.score_scale = float(config.get("attention_multiplier") or self.score_scale)
         self.embedding_scale = float(config.get("embedding_multiplier", 1.0))

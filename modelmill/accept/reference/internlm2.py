@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.base import LayerWeights
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference
+from modelmill.accept.reference.plain_decoder import Defaults, PlainDecoderReference
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class InternLM2Reference(PlainDecoderReference):
     """InternLM2ForCausalLM."""
 
+    DEFAULTS = Defaults(theta=10000.0)
     EMBEDDING = "model.tok_embeddings.weight"
     HEAD = "output.weight"
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.build_rope()
         self.norm_paths = {"input_norm": "attention_norm", "mlp_norm": "ffn_norm"}
         mlp = {"gate": "w1", "up": "w3", "down": "w2"}
         self.projection_paths = {"o_proj": "attention.wo"} | {

@@ -11,11 +11,10 @@ from modelmill.accept.reference.tensor_source import TensorSource
 class IQuestCoderReference(PlainDecoderReference):
     """IQuestCoderForCausalLM."""
 
-    DEFAULTS = Defaults(kv_heads=8, head_dim=128, eps=1e-5, positions=131072)
+    DEFAULTS = Defaults(kv_heads=8, head_dim=128, eps=1e-5, positions=131072, theta=10000.0)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.build_rope()
         self.biased = self.projections_with_bias() | self.projections_with_bias("mlp_bias", MLP)
 
 

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from modelmill.accept.reference.arcee import PLAIN_MLP
-from modelmill.accept.reference.plain_decoder import (
-    MIXER,
-    PROJECTIONS,
-    Defaults,
-    PlainDecoderReference,
-)
-from modelmill.accept.reference.tensor_source import TensorSource
+from modelmill.accept.reference.arcee import ArceeReference
+from modelmill.accept.reference.plain_decoder import Defaults
 
 
-class Jais2Reference(PlainDecoderReference):
+class Jais2Reference(ArceeReference):
     """Jais2ForCausalLM."""
 
-    DEFAULTS = Defaults(positions=8192)
+    DEFAULTS = Defaults(positions=8192, theta=10000.0, activation="relu2")
     uses_layer_norm = True
     EPS_KEY = "layer_norm_eps"
-
-    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
-        super().__init__(source, config)
-        self.activation = self.read_activation("hidden_act", "relu2")
-        self.rope = self.build_rope()
-        self.projection_paths = {name: PROJECTIONS[name] for name in MIXER} | PLAIN_MLP
-        self.biased = self.projections_with_bias(default=True) | self.projections_with_bias(
-            "mlp_bias", PLAIN_MLP, default=True
-        )
+    HAS_BIAS = True
 
 
 REFERENCE = Jais2Reference

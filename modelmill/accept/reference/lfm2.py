@@ -23,12 +23,11 @@ class Lfm2Reference(PerHeadQKNormMixin):
     """Lfm2ForCausalLM."""
 
     FINAL_NORM = "model.embedding_norm"
-    DEFAULTS = Defaults(kv_heads=8, eps=1e-5, positions=128_000, tied=True)
+    DEFAULTS = Defaults(kv_heads=8, eps=1e-5, positions=128_000, tied=True, theta=1e6)
     EPS_KEY = "norm_eps"
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.build_rope(theta=1e6)
         self.norm_paths = {"input_norm": "operator_norm", "mlp_norm": "ffn_norm"}
         self.norm_paths |= {name: f"self_attn.{name[0]}_layernorm" for name in HEAD_NORMS}
         self.projection_paths["o_proj"] = "self_attn.out_proj"

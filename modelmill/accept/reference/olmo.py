@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import Affine, LayerRecorder
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference
+from modelmill.accept.reference.plain_decoder import Defaults, PlainDecoderReference
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class OlmoReference(PlainDecoderReference):
     """OlmoForCausalLM."""
 
+    DEFAULTS = Defaults(theta=10000.0)
     uses_layer_norm = True
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
         self.eps = 1e-5
-        self.rope = self.build_rope()
         self.biased = self.projections_with_bias()
         self.clip = config.get("clip_qkv")
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import Affine, layer_norm
+from modelmill.accept.reference.plain_decoder import Defaults
 from modelmill.accept.reference.qk_norm import QKNormReference
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -15,13 +16,13 @@ from modelmill.accept.reference.tensor_source import TensorSource
 class PhiReference(QKNormReference):
     """PhiForCausalLM; its head has a bias."""
 
+    DEFAULTS = Defaults(activation="gelu_new")
     FINAL_NORM = "model.final_layernorm"
     uses_layer_norm = True
     EPS_KEY = "layer_norm_eps"
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.activation = self.read_activation("hidden_act", "gelu_new")
         self.rope = self.partial_rope(factor=0.5)
         self.norm_paths = {"input_norm": "input_layernorm"}
         attention = {name: f"self_attn.{name}_proj" for name in ("q", "k", "v")}

@@ -70,6 +70,8 @@ class Defaults:
         eps: of the norms; None: 1e-6, or 1e-5 in a family whose key is not ``rms_norm_eps``.
         positions: ``max_position_embeddings``.
         tied: ``tie_word_embeddings``.
+        theta: the base of the rotation; None: there is none, or the family's file makes it.
+        activation: ``hidden_act``.
     """
 
     kv_heads: int | None = None
@@ -77,6 +79,8 @@ class Defaults:
     eps: float | None = None
     positions: int = 2048
     tied: bool = False
+    theta: float | None = None
+    activation: str = "silu"
 
 
 def reference_by_model_type(
@@ -126,9 +130,10 @@ class PlainDecoderReference(ReferenceModel):
         self.max_position = int(config.get("max_position_embeddings") or self.DEFAULTS.positions)
         eps = self.DEFAULTS.eps or (1e-6 if self.EPS_KEY == RMS_NORM_EPS else 1e-5)
         self.eps = float(config.get(self.EPS_KEY, eps))
-        self.activation = self.read_activation("hidden_act", "silu")
+        self.activation = self.read_activation("hidden_act", self.DEFAULTS.activation)
         self.score_scale = self.head_dim**-0.5
-        self.rope: ReferenceRope | None = None
+        theta = self.DEFAULTS.theta
+        self.rope = None if theta is None else self.build_rope(theta=theta)
         self.local_rope: ReferenceRope | None = None
         self.unrotated: frozenset[int] = frozenset()
         self.windows: list[int | None] = [None] * self.num_layers

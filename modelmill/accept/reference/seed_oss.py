@@ -11,11 +11,10 @@ from modelmill.accept.reference.tensor_source import TensorSource
 class SeedOssReference(PlainDecoderReference):
     """SeedOssForCausalLM."""
 
-    DEFAULTS = Defaults(kv_heads=8, head_dim=128, positions=524288)
+    DEFAULTS = Defaults(kv_heads=8, head_dim=128, positions=524288, theta=10000.0)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.build_rope()
         self.biased = self.projections_with_bias(names="qkv", default=True)
         self.biased |= self.projections_with_bias("attention_out_bias", ("o_proj",))
         self.biased |= self.projections_with_bias("mlp_bias", MLP)

@@ -11,11 +11,10 @@ from modelmill.accept.reference.tensor_source import TensorSource
 class SmolLM3Reference(PlainDecoderReference):
     """SmolLM3ForCausalLM."""
 
-    DEFAULTS = Defaults(kv_heads=4, positions=32768, tied=True)
+    DEFAULTS = Defaults(kv_heads=4, positions=32768, tied=True, theta=2000000.0)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.build_rope(theta=2000000.0)
         self.biased = self.projections_with_bias() | self.projections_with_bias("mlp_bias", MLP)
         marks = config.get("no_rope_layers")
         every = int(config.get("no_rope_layer_interval", 4))

@@ -16,14 +16,14 @@ from modelmill.accept.reference.tensor_source import TensorSource
 class Starcoder2Reference(PlainDecoderReference):
     """Starcoder2ForCausalLM."""
 
-    DEFAULTS = Defaults(kv_heads=2, positions=4096, tied=True)
+    DEFAULTS = Defaults(
+        kv_heads=2, positions=4096, tied=True, theta=10000.0, activation="gelu_pytorch_tanh"
+    )
     uses_layer_norm = True
     EPS_KEY = "norm_epsilon"
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.activation = self.read_activation("hidden_act", "gelu_pytorch_tanh")
-        self.rope = self.build_rope()
         attention = {name: PROJECTIONS[name] for name in MIXER}
         self.projection_paths = attention | {"fc": "mlp.c_fc", "down": "mlp.c_proj"}
         self.biased = self.projections_with_bias("use_bias", self.projection_paths, default=True)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from modelmill.accept.reference.plain_decoder import Defaults, PlainDecoderReference
-from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class XverseReference(PlainDecoderReference):
     """XverseForCausalLM."""
 
-    DEFAULTS = Defaults(positions=8192)
-
-    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
-        super().__init__(source, config)
-        self.rope = self.build_rope()
+    DEFAULTS = Defaults(positions=8192, theta=10000.0)
 
 
 REFERENCE = XverseReference

@@ -11,7 +11,6 @@ from pydantic import Field
 from modelmill.core.errors import RequestError
 from modelmill.core.quoting import quote
 
-DEFAULT_KEEP_ALIVE = "5m"
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)")

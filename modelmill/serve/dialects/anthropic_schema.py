@@ -8,10 +8,9 @@ from pydantic import Field
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
-from modelmill.serve.access.priority_field import PriorityField
-from modelmill.serve.catalogue.keep_alive import KeepAliveField
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.dialects.anthropic_blocks import BlockText, LongText, to_chat_messages
+from modelmill.serve.engine_fields import EngineFields
 from modelmill.serve.peer_fields import AnyItems, ignored
 from modelmill.serve.sampling_schema import sampling_field
 from modelmill.serve.strict_models import (
@@ -160,7 +159,7 @@ class CountTokensRequest(StrictModel):
         return tools, function_choice(choice.name)
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, EngineFields):
     """Request body of POST /v1/messages."""
 
     max_tokens: int = Field(ge=1, le=MAX_INT32)
@@ -169,9 +168,6 @@ class MessagesRequest(CountTokensRequest):
     top_k: int | None = sampling_field("top_k")
     stop_sequences: Annotated[list[str], FAIL_FAST] | None = Field(None, max_length=64)
     stream: bool | None = None
-    cache_salt: str | None = Field(None, max_length=1024)
-    keep_alive: KeepAliveField = None
-    priority: PriorityField = None
     metadata: JsonObject | None = ignored("there are no accounts")
     service_tier: str | None = ignored("there is one tier")
     inference_geo: str | None = ignored("the model runs where the server is")

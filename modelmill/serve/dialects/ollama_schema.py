@@ -11,11 +11,10 @@ from pydantic import Field
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
-from modelmill.serve.access.priority_field import PriorityField
-from modelmill.serve.catalogue.keep_alive import KeepAliveField
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.dialects.ollama_options import OllamaOptions
+from modelmill.serve.engine_fields import EngineFields
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
 from modelmill.serve.prompt_fields import TextList
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject, JsonObjectList, StrictModel
@@ -61,13 +60,11 @@ class OllamaMessage(StrictModel):
     name: str | None = None
 
 
-class OllamaModelFields(StrictModel):
+class OllamaModelFields(EngineFields):
     """Fields of every request that runs a model."""
 
     model: str = Field(max_length=1024)
     options: OllamaOptions | None = None
-    keep_alive: KeepAliveField = None
-    priority: PriorityField = None
 
 
 class OllamaGenerationFields(OllamaModelFields):
@@ -83,7 +80,6 @@ class OllamaGenerationFields(OllamaModelFields):
     # Ollama cuts or shifts a prompt that is too long; here it is refused
     truncate: bool | None = None
     shift: bool | None = None
-    cache_salt: str | None = Field(None, max_length=1024)
 
     @property
     def streams(self) -> bool:
@@ -202,7 +198,6 @@ class OllamaEmbedRequest(OllamaModelFields):
     input: str | TextList = Field(description="a string or a list of strings")
     truncate: bool | None = None
     dimensions: int | None = Field(None, ge=1, le=MAX_INT32)
-    cache_salt: str | None = Field(None, max_length=1024)
 
     def inputs(self) -> list[str]:
         """The inputs as a list."""
@@ -213,7 +208,6 @@ class OllamaEmbeddingsRequest(OllamaModelFields):
     """Request body of POST /api/embeddings, the older form."""
 
     prompt: str
-    cache_salt: str | None = Field(None, max_length=1024)
 
 
 class OllamaShowRequest(StrictModel):

@@ -1,18 +1,17 @@
 """dots: <invoke> with a <parameter> for each argument, or a JSON object, between marks."""
 
-from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ParameterSyntax
+from dataclasses import replace
+
+from modelmill.text.chat_formats import minimax_m2
+from modelmill.text.chat_syntax import ChatSyntax
 
 FORMAT = ChatSyntax(
     title="dots",
     tokens=("<dots_function_call>",),
     dropped=("</dots_function_call>",),
-    calls=CallSyntax(
-        "parameters",
+    calls=replace(
+        minimax_m2.FORMAT.calls,
         section=("<dots_function_call>\n", "</dots_function_call>"),
-        call=('<invoke name="', "</invoke>\n"),
-        name_end='">\n',
-        parameter=ParameterSyntax('<parameter name="', '">', "</parameter>\n", undeclared="string"),
-        content_end="\n",
         json_too=True,
     ),
 )

@@ -9,22 +9,8 @@ from typing import Any
 import torch
 from torch.nn.functional import normalize
 
-from tests.models.family_cases import (
-    ALIBI_FAULTS,
-    LLAMA_FAULTS,
-    SMALL,
-    FamilyCase,
-    GgufCase,
-    Logits,
-    fault,
-)
-from tests.models.plain_forward import (
-    PlainModel,
-    llama_parts,
-    llama_shapes,
-    plain_frequencies,
-    save_drawn,
-)
+from tests.models import plain_forward as plain
+from tests.models.family_cases import ALIBI_FAULTS, LLAMA_FAULTS, SMALL, FamilyCase, GgufCase, fault
 
 # arXiv:2108.12409: 2^(-8/4), …; for six heads those of four, then every second one of eight
 SLOPES = {4: [1 / 4, 1 / 16, 1 / 64, 1 / 256], 6: [1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8]}
@@ -32,24 +18,26 @@ ALIBI = {"max_position_embeddings": None, "model_max_length": 256}
 SIX_HEADS = ALIBI | {"num_attention_heads": 6}
 
 
-def save(raw: dict[str, Any], folder: Path) -> Logits:
+def save(raw: dict[str, Any], folder: Path) -> plain.Logits:
     """LLaMA with W_pack; Baichuan 2 divides the head's rows by their norms."""
-    shapes, hidden = llama_shapes(raw), raw["hidden_size"]
+    shapes, hidden = plain.llama_shapes(raw), raw["hidden_size"]
     for layer in range(raw["num_hidden_layers"]):
         stem = f"model.layers.{layer}.self_attn"
         for part in "qkv":
             del shapes[f"{stem}.{part}_proj.weight"]
         shapes[f"{stem}.W_pack.weight"] = (3 * hidden, hidden)
-    tensors = save_drawn(folder, shapes, raw)
-    parts = llama_parts(raw, tensors)
+    tensors = plain.save_drawn(folder, shapes, raw)
+    parts = plain.llama_parts(raw, tensors)
     parts["qkv"] = lambda layer: [
         (rows, None) for rows in tensors[f"model.layers.{layer}.self_attn.W_pack.weight"].chunk(3)
     ]
     if "z_loss_weight" in raw:
         parts["head"] = normalize
     if "max_position_embeddings" not in raw:  # 13B
-        return PlainModel(**parts, slopes=torch.tensor(SLOPES[parts["heads"]])).logits
-    return PlainModel(**parts, frequencies=plain_frequencies(parts["dim"], 10000.0)).logits
+        return plain.PlainModel(**parts, slopes=torch.tensor(SLOPES[parts["heads"]])).logits
+    return plain.PlainModel(
+        **parts, frequencies=plain.plain_frequencies(parts["dim"], 10000.0)
+    ).logits
 
 
 def as_converted(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

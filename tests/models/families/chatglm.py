@@ -5,20 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.models.family_cases import (
-    LLAMA_FAULTS,
-    QK,
-    VOCAB,
-    FamilyCase,
-    GgufCase,
-    Logits,
-    fault,
-    with_dim,
-)
-from tests.models.plain_forward import PlainModel, plain_frequencies, save_drawn
+from tests.models import plain_forward as plain
+from tests.models.family_cases import LLAMA_FAULTS, QK, VOCAB, FamilyCase, GgufCase, fault, with_dim
 
 
-def save(raw: dict[str, Any], folder: Path) -> Logits:
+def save(raw: dict[str, Any], folder: Path) -> plain.Logits:
     """q, k and v in one matrix, gate and up in another; half of each head rotates by neighbours."""
     hidden, inner, heads = raw["hidden_size"], raw["ffn_hidden_size"], raw["num_attention_heads"]
     dim, vocab = raw["kv_channels"], raw["padded_vocab_size"]
@@ -38,7 +29,7 @@ def save(raw: dict[str, Any], folder: Path) -> Logits:
         shapes |= {f"transformer.encoder.layers.{i}.{n}": shape for n, shape in layer.items()}
     shapes["transformer.encoder.final_layernorm.weight"] = (hidden,)
     shapes["transformer.output_layer.weight"] = (vocab, hidden)
-    tensors = save_drawn(folder, shapes, raw)
+    tensors = plain.save_drawn(folder, shapes, raw)
 
     def get(i: int, name: str) -> Any:
         return tensors.get(f"transformer.encoder.layers.{i}.{name}")
@@ -56,11 +47,11 @@ def save(raw: dict[str, Any], folder: Path) -> Logits:
         "input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
         "out": "self_attention.dense",
     }  # fmt: skip
-    return PlainModel(
+    return plain.PlainModel(
         tensors, raw["num_layers"], heads, kv_heads, dim, raw.get("layernorm_epsilon", 1e-5),
         names, qkv,
         lambda i: (*get(i, f"{up}.weight").chunk(2), get(i, "mlp.dense_4h_to_h.weight")),
-        plain_frequencies(dim // 2, 10000.0 * raw.get("rope_ratio", 1.0)),
+        plain.plain_frequencies(dim // 2, 10000.0 * raw.get("rope_ratio", 1.0)),
         neighbours=True,
     ).logits  # fmt: skip
 

@@ -5,27 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.models.family_cases import LLAMA_FAULTS, SMALL, FamilyCase, Logits
-from tests.models.plain_forward import (
-    PlainModel,
-    dynamic_frequencies,
-    llama_parts,
-    llama_shapes,
-    save_drawn,
-)
+from tests.models import plain_forward as plain
+from tests.models.family_cases import LLAMA_FAULTS, SMALL, FamilyCase
 
 BIASED = tuple(f"self_attn.{part}_proj" for part in "qkvo")
 
 
-def save(raw: dict[str, Any], folder: Path) -> Logits:
+def save(raw: dict[str, Any], folder: Path) -> plain.Logits:
     """LLaMA with biases; the rotation is in ``rotary``."""
     bias = raw.get("bias", True)
-    tensors = save_drawn(folder, llama_shapes(raw, biased=BIASED if bias else ()), raw)
-    parts, rotary = llama_parts(raw, tensors), raw.get("rotary", {})
+    tensors = plain.save_drawn(folder, plain.llama_shapes(raw, biased=BIASED if bias else ()), raw)
+    parts, rotary = plain.llama_parts(raw, tensors), raw.get("rotary", {})
     dim, base = parts["dim"], rotary.get("base", 10000.0)
     factor = rotary.get("scaling_factor", 1.0) if rotary.get("type") == "dynamic" else None
-    frequencies = dynamic_frequencies(dim, base, raw["max_position_embeddings"], factor)
-    return PlainModel(**parts, frequencies=frequencies, out_bias=bias).logits
+    frequencies = plain.dynamic_frequencies(dim, base, raw["max_position_embeddings"], factor)
+    return plain.PlainModel(**parts, frequencies=frequencies, out_bias=bias).logits
 
 
 CASE = FamilyCase(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.models.family_cases import LLAMA_FAULTS, SMALL, FamilyCase, GgufCase, Logits, rms_facts
-from tests.models.plain_forward import PlainModel, dynamic_frequencies, save_drawn
+from tests.models import plain_forward as plain
+from tests.models.family_cases import LLAMA_FAULTS, SMALL, FamilyCase, GgufCase, rms_facts
 
 
-def save(raw: dict[str, Any], folder: Path) -> Logits:
+def save(raw: dict[str, Any], folder: Path) -> plain.Logits:
     """wqkv has, for each KV head, the rows of its queries, of its key and of its value."""
     hidden, inner, heads = raw["hidden_size"], raw["intermediate_size"], raw["num_attention_heads"]
     kv_heads = raw.get("num_key_value_heads", heads)
@@ -26,7 +26,7 @@ def save(raw: dict[str, Any], folder: Path) -> Logits:
     for i in range(raw["num_hidden_layers"]):
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     shapes |= {"model.norm.weight": (hidden,), "output.weight": (raw["vocab_size"], hidden)}
-    tensors = save_drawn(folder, shapes, raw)
+    tensors = plain.save_drawn(folder, shapes, raw)
 
     def qkv(i: int) -> list[Any]:
         stem = f"model.layers.{i}.attention.wqkv"
@@ -45,11 +45,11 @@ def save(raw: dict[str, Any], folder: Path) -> Logits:
     }  # fmt: skip
     scaling, base = raw.get("rope_scaling"), raw.get("rope_theta", 10000.0)
     length = raw["max_position_embeddings"]
-    return PlainModel(
+    return plain.PlainModel(
         tensors, raw["num_hidden_layers"], heads, kv_heads, dim, raw.get("rms_norm_eps", 1e-6),
         names, qkv,
         lambda i: tuple(tensors[f"model.layers.{i}.feed_forward.w{n}.weight"] for n in (1, 3, 2)),  # type: ignore[arg-type, return-value]
-        dynamic_frequencies(dim, base, length, scaling["factor"] if scaling else None),
+        plain.dynamic_frequencies(dim, base, length, scaling["factor"] if scaling else None),
         out_bias=bias,
     ).logits  # fmt: skip
 

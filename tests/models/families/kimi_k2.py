@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.models.families import deepseek_v3
-from tests.models.family_cases import Logits, save_transformers
+from tests.models.family_cases import save_transformers
+from tests.models.plain_forward import Logits
 
 
 def save(raw: dict[str, Any], folder: Path) -> Logits:

@@ -8,22 +8,15 @@ from typing import Any
 
 import torch
 
+from tests.models import plain_forward as plain
 from tests.models.family_cases import (
     LLAMA_FAULTS,
     SMALL,
     FamilyCase,
     GgufCase,
-    Logits,
     fault,
     rms_facts,
     times,
-)
-from tests.models.plain_forward import (
-    PlainModel,
-    llama_parts,
-    llama_shapes,
-    plain_frequencies,
-    save_drawn,
 )
 
 SHORT, LONG = [1.0, 1.1, 1.2, 1.3, 1.5, 1.8], [1.0, 1.5, 2.0, 3.0, 5.0, 8.0]
@@ -31,20 +24,20 @@ LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG,
             "original_max_position_embeddings": 40}  # fmt: skip
 
 
-def save(raw: dict[str, Any], folder: Path) -> Logits:
+def save(raw: dict[str, Any], folder: Path) -> plain.Logits:
     """Factors: scale_emb; scale_depth / √layers; dim_model_base / hidden_size."""
-    tensors = save_drawn(folder, llama_shapes({"tie_word_embeddings": True} | raw), raw)
-    parts = llama_parts({"tie_word_embeddings": True} | raw, tensors)
-    frequencies = plain_frequencies(parts["dim"], raw.get("rope_theta", 10000.0))
+    tensors = plain.save_drawn(folder, plain.llama_shapes({"tie_word_embeddings": True} | raw), raw)
+    parts = plain.llama_parts({"tie_word_embeddings": True} | raw, tensors)
+    frequencies = plain.plain_frequencies(parts["dim"], raw.get("rope_theta", 10000.0))
     scaling, temperature = raw.get("rope_scaling"), 1.0
     if scaling:
         trained = scaling["original_max_position_embeddings"]
         lists = [torch.tensor(scaling[f"{n}_factor"], dtype=torch.float64) for n in LISTS]
-        plain = frequencies
-        frequencies = lambda length: plain(length) / lists[length > trained]  # noqa: E731
+        unscaled = frequencies
+        frequencies = lambda length: unscaled(length) / lists[length > trained]  # noqa: E731
         ratio = raw["max_position_embeddings"] / trained
         temperature = math.sqrt(1 + math.log(ratio) / math.log(trained))
-    return PlainModel(
+    return plain.PlainModel(
         **parts,
         frequencies=frequencies,
         temperature=temperature,

@@ -5,22 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.models.family_cases import LLAMA_FAULTS, SMALL, FamilyCase, GgufCase, Logits, rms_facts
-from tests.models.plain_forward import (
-    PlainModel,
-    llama_parts,
-    llama_shapes,
-    plain_frequencies,
-    save_drawn,
-)
+from tests.models import plain_forward as plain
+from tests.models.family_cases import LLAMA_FAULTS, SMALL, FamilyCase, GgufCase, rms_facts
 
 
-def save(raw: dict[str, Any], folder: Path) -> Logits:
+def save(raw: dict[str, Any], folder: Path) -> plain.Logits:
     """LLaMA."""
-    tensors = save_drawn(folder, llama_shapes(raw), raw)
-    parts = llama_parts(raw, tensors)
-    frequencies = plain_frequencies(parts["dim"], raw.get("rope_theta", 10000.0))
-    return PlainModel(**parts, frequencies=frequencies).logits
+    tensors = plain.save_drawn(folder, plain.llama_shapes(raw), raw)
+    parts = plain.llama_parts(raw, tensors)
+    frequencies = plain.plain_frequencies(parts["dim"], raw.get("rope_theta", 10000.0))
+    return plain.PlainModel(**parts, frequencies=frequencies).logits
 
 
 CASE = FamilyCase(

@@ -66,6 +66,11 @@ def weight_bytes(models: Models) -> int:
     return manifest.weight_bytes
 
 
+async def answer_in_turn(models: Models, *names: str) -> None:
+    for name in names:
+        await answer(models, name)
+
+
 def states(models: Models) -> str:
     return " ".join(each.state for each in models.manager.models)
 
@@ -114,8 +119,7 @@ def test_a_model_in_use_sleeps_after_its_last_request(stories: Path) -> None:
 def test_without_room_on_the_host_models_are_unloaded(stories: Path) -> None:
     async def check(models: Models) -> None:
         models.manager.loader.sleep_bytes = weight_bytes(models) - 1
-        await answer(models, "a")
-        await answer(models, "b")
+        await answer_in_turn(models, "a", "b")
         assert states(models) == "unloaded loaded"
 
     run(stories, check)
@@ -126,8 +130,7 @@ def test_the_latest_sleepers_stay(stories: Path) -> None:
 
     async def check(models: Models) -> None:
         loader = models.manager.loader
-        await answer(models, "a")
-        await answer(models, "b")
+        await answer_in_turn(models, "a", "b")
         assert states(models) == "sleeping loaded unloaded"
         loader.sleep_bytes = weight_bytes(models) + loader.sleeping_bytes // 2
         await answer(models, "c")
@@ -156,8 +159,7 @@ def test_what_is_to_wake_up_is_not_unloaded_for_the_one_that_makes_room(stories:
 def test_a_pinned_sleeper_stays(stories: Path) -> None:
     async def check(models: Models) -> None:
         loader = models.manager.loader
-        await answer(models, "a")
-        await answer(models, "b")
+        await answer_in_turn(models, "a", "b")
         loader.sleep_bytes = max(weight_bytes(models), loader.sleeping_bytes)
         loader.budget_bytes = 3 * models["a"].planned_bytes - 1
         await answer(models, "c")
@@ -201,13 +203,11 @@ def test_a_sleeping_worker_that_ends_slowly_is_not_asked(
 
 def test_a_sleeping_model_expires_and_can_be_unloaded(stories: Path) -> None:
     async def check(models: Models) -> None:
-        await answer(models, "a")
-        await answer(models, "b")
+        await answer_in_turn(models, "a", "b")
         assert states(models) == "sleeping loaded"
         models.timers.fire()
         await models.until(lambda: states(models) == "unloaded unloaded")
-        await answer(models, "a")
-        await answer(models, "b")
+        await answer_in_turn(models, "a", "b")
         await models.manager.unload(models["a"])
         assert models["a"].engine.state is EngineState.UNLOADED
         assert states(models) == "unloaded loaded"
@@ -234,8 +234,7 @@ def test_a_sleeping_worker_that_dies_is_not_restarted(stories: Path) -> None:
 
 def test_what_cannot_sleep_is_unloaded(stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def check(models: Models) -> None:
-        await answer(models, "a")
-        await answer(models, "b")
+        await answer_in_turn(models, "a", "b")
         assert states(models) == "unloaded loaded"
 
     def full(_: object) -> None:
@@ -262,8 +261,7 @@ def test_what_cannot_wake_up_is_loaded(stories: Path, monkeypatch: pytest.Monkey
 
 def test_a_wake_up_that_never_fits_is_refused(stories: Path) -> None:
     async def check(models: Models) -> None:
-        await answer(models, "a")
-        await answer(models, "b")
+        await answer_in_turn(models, "a", "b")
         models.manager.pin(models["b"], pinned=True)
         with pytest.raises(ModelLoadFailed, match="of pinned engines, and --memory-budget is"):
             await models.manager.acquire(models["a"])
@@ -280,8 +278,7 @@ def test_what_sleepers_still_take_counts(stories: Path, monkeypatch: pytest.Monk
 
     async def check(models: Models) -> None:
         left[0] = models["a"].planned_bytes // 4
-        await answer(models, "a")
-        await answer(models, "b")
+        await answer_in_turn(models, "a", "b")
         assert states(models) == "sleeping loaded unloaded"
         assert models.manager.loader.used_bytes == models["b"].planned_bytes + left[0]
         left[0] = models["a"].planned_bytes // 3  # with the first: more than the budget leaves

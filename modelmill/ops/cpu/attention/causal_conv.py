@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from modelmill.ops.causal_conv import CausalConvInputs
-from modelmill.ops.cpu.attention.state_rows import POINTERS, are_packed, row_pointers
+from modelmill.ops.cpu.attention import state_rows
 from modelmill.ops.cpu.common import build
 
 available = build.available
+_kernel = build.deferred_functions("causal_conv", "p" * 5 + state_rows.POINTERS + "q" * 6 + "ii")
 
 
 def supports(inputs: CausalConvInputs) -> bool:
@@ -25,7 +22,7 @@ def supports(inputs: CausalConvInputs) -> bool:
         and weight.is_contiguous()
         and (bias is None or (bias.dtype is x.dtype and bias.is_contiguous()))
         and state.stride()[1:] == (len(weight), 1)
-        and are_packed(rows)
+        and state_rows.are_packed(rows)
     )
 
 
@@ -37,13 +34,7 @@ def run(inputs: CausalConvInputs) -> torch.Tensor:
     out = make(len(x), channels, dtype=x.dtype)
     _kernel(len(x) > build.SMALL_M_LIMIT)(
         out.data_ptr(), x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
-        state.data_ptr(), *row_pointers(rows), len(rows.slots), len(x), channels, width,
+        state.data_ptr(), *state_rows.row_pointers(rows), len(rows.slots), len(x), channels, width,
         x.stride(0), state.stride(0), build.DTYPES[x.dtype], int(silu),
     )  # fmt: skip
     return out
-
-
-@functools.cache
-def _kernel(release_gil: bool) -> Callable[..., Any]:
-    signature = "p" * 5 + POINTERS + "q" * 6 + "ii"
-    return build.function("causal_conv", signature, release_gil=release_gil)

@@ -7,10 +7,6 @@ batch.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from modelmill.ops.attention_range import AttentionRange
@@ -19,6 +15,7 @@ from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.score_mods import NO_SCORE_MODS
 
 available = build.available
+_kernel = build.deferred_functions("paged_attention", "p" * 11 + "q" * 8 + "ddii")
 _DTYPES = build.DTYPES
 SUPPORTED_PROBLEMS = tuple(
     AttentionRange(
@@ -62,7 +59,7 @@ def run(inputs: PagedAttentionInputs) -> torch.Tensor:
     tokens, heads, _ = q.shape
     sequences, pages = block_tables.shape
     out = torch.empty(tokens, heads * inputs.output_dim, dtype=dtype)
-    (_kernel_without_gil() if max_query > 1 else _kernel())(
+    _kernel(max_query > 1)(
         out.data_ptr(),
         q.data_ptr(),
         k_cache.data_ptr(),
@@ -89,13 +86,3 @@ def run(inputs: PagedAttentionInputs) -> torch.Tensor:
 
 def _is_packed_int32(tensor: torch.Tensor) -> bool:
     return tensor.dtype is torch.int32 and tensor.is_contiguous()
-
-
-@functools.cache
-def _kernel() -> Callable[..., Any]:
-    return build.function("paged_attention", "p" * 11 + "q" * 8 + "ddii")
-
-
-@functools.cache
-def _kernel_without_gil() -> Callable[..., Any]:
-    return build.function("paged_attention", "p" * 11 + "q" * 8 + "ddii", release_gil=True)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from modelmill.ops.cpu.common import build
@@ -13,6 +9,7 @@ from modelmill.ops.rope_cache import RopeCacheInputs
 from modelmill.ops.rope_range import RopeRange
 
 available = build.available
+_kernel = build.deferred_function("rope_cache", "p" * 10 + "q" * 5 + "dii")
 _DTYPES = build.DTYPES
 SUPPORTED_PROBLEMS = (
     RopeRange(
@@ -63,8 +60,3 @@ def run(qkv: torch.Tensor, inputs: RopeCacheInputs) -> torch.Tensor:
         _DTYPES[k_cache.dtype],
     )
     return out
-
-
-@functools.cache
-def _kernel() -> Callable[..., Any]:
-    return build.function("rope_cache", "p" * 10 + "q" * 5 + "dii")

@@ -2,47 +2,27 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
-from modelmill.ops.cpu.attention.state_rows import POINTERS, are_packed, as_floats, row_pointers
+from modelmill.ops.cpu.attention import state_rows
 from modelmill.ops.cpu.common import build
 from modelmill.ops.ssd_scan import SSDScanInputs
-from modelmill.ops.state_rows import has_packed_operands
 
-available = build.available
-
-
-def supports(inputs: SSDScanInputs) -> bool:
-    """Dtypes of the kernel; rows and states that lie together."""
-    return (
-        inputs.xbc.dtype in build.DTYPES
-        and inputs.dt.dtype is torch.float32
-        and has_packed_operands(inputs.xbc, inputs.dt, inputs.state)
-        and are_packed(inputs.rows)
-    )
+available, supports = build.available, state_rows.supports_recurrence
+_kernel = build.deferred_functions("ssd_scan", "p" * 7 + state_rows.POINTERS + "q" * 8 + "ddi")
 
 
 def run(inputs: SSDScanInputs) -> torch.Tensor:
     """As the reference, all tokens one by one."""
     xbc, dt, *by_head, limit, state, rows = inputs
     _, heads, dim, size = state.shape
-    a_log, dt_bias, skip = (as_floats(each) for each in by_head)
+    a_log, dt_bias, skip = (state_rows.as_floats(each) for each in by_head)
     make = torch.empty if rows.is_decode else torch.zeros  # a prompt may be padded
     out = make(len(xbc), heads * dim)
     _kernel(len(xbc) > build.SMALL_M_LIMIT)(
         out.data_ptr(), xbc.data_ptr(), dt.data_ptr(), a_log.data_ptr(), dt_bias.data_ptr(),
-        skip.data_ptr(), state.data_ptr(), *row_pointers(rows), len(rows.slots), len(xbc), heads,
-        (xbc.shape[1] - heads * dim) // (2 * size), dim, size, xbc.stride(0), state.stride(0),
-        *limit, build.DTYPES[xbc.dtype],
+        skip.data_ptr(), state.data_ptr(), *state_rows.row_pointers(rows), len(rows.slots),
+        len(xbc), heads, (xbc.shape[1] - heads * dim) // (2 * size), dim, size, xbc.stride(0),
+        state.stride(0), *limit, build.DTYPES[xbc.dtype],
     )  # fmt: skip
     return out
-
-
-@functools.cache
-def _kernel(release_gil: bool) -> Callable[..., Any]:
-    signature = "p" * 7 + POINTERS + "q" * 8 + "ddi"
-    return build.function("ssd_scan", signature, release_gil=release_gil)

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from modelmill.ops.cpu.common import build
+from modelmill.ops.gated_delta_rule import GatedDeltaInputs
+from modelmill.ops.ssd_scan import SSDScanInputs
+from modelmill.ops.state_rows import has_packed_operands
+
 POINTERS = "ppppp"
 """The arguments of ``row_pointers`` in a function's signature."""
 
@@ -19,6 +24,17 @@ def are_packed(rows: tuple[torch.Tensor | int, ...]) -> bool:
     return all(
         isinstance(each, torch.Tensor) and each.dtype is dtype and each.is_contiguous()
         for each, dtype in zip(rows, dtypes, strict=False)
+    )
+
+
+def supports_recurrence(inputs: GatedDeltaInputs | SSDScanInputs) -> bool:
+    """Whether tokens and gates have the kernels' dtypes, and rows and states lie together."""
+    tokens, gates = inputs[:2]
+    return (
+        tokens.dtype in build.DTYPES
+        and gates.dtype is torch.float32
+        and has_packed_operands(tokens, gates, inputs.state)
+        and are_packed(inputs.rows)
     )
 
 

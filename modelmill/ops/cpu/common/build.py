@@ -84,6 +84,18 @@ def function(name: str, signature: str, *, release_gil: bool = False) -> Callabl
     return kernel
 
 
+def deferred_function(
+    name: str, signature: str, *, release_gil: bool = False
+) -> Callable[[], Callable[..., Any]]:
+    """Return what loads a C function (``function``) at the first call and keeps it."""
+    return functools.cache(lambda: function(name, signature, release_gil=release_gil))
+
+
+def deferred_functions(name: str, signature: str) -> Callable[[bool], Callable[..., Any]]:
+    """Return ``deferred_function`` in both forms; its argument: whether to release the GIL."""
+    return functools.cache(lambda release_gil: function(name, signature, release_gil=release_gil))
+
+
 @functools.cache
 def load() -> Library | str:
     """Load the prebuilt library for this CPU, else compile one unless it is cached.

@@ -13,6 +13,8 @@ import torch
 
 from modelmill.ops.cpu.common import build
 
+_set_num_threads = build.deferred_function("modelmill_set_num_threads", "q")
+
 
 @contextlib.contextmanager
 def single_thread_torch() -> Iterator[None]:
@@ -61,8 +63,3 @@ def _thread_count_setters() -> tuple[Callable[[int], Any], Callable[[int], int]]
         return set_openmp, lambda _: 0
     set_mkl.argtypes, set_mkl.restype = [ctypes.c_int], ctypes.c_int
     return set_openmp, set_mkl
-
-
-@functools.cache
-def _set_num_threads() -> Callable[..., Any]:
-    return build.function("modelmill_set_num_threads", "q")

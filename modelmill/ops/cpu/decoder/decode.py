@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +18,7 @@ from modelmill.ops.decode import (
 )
 
 available = build.available
+_kernel = build.deferred_function("decode", "pppppdi")
 _DTYPES = build.DTYPES
 
 
@@ -212,8 +210,3 @@ def _are_plain_tokens(t: DecodeInputs) -> bool:
         and all(w is None or (w.dtype is torch.int64 and w.is_contiguous()) for w in wide)
         and all(r is None or (r.dtype is torch.float32 and r.is_contiguous()) for r in real)
     )
-
-
-@functools.cache
-def _kernel() -> Callable[..., Any]:
-    return build.function("decode", "pppppdi")

@@ -5,10 +5,6 @@ The sum overwrites the residual.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from modelmill.ops.cpu.common import build
@@ -16,6 +12,7 @@ from modelmill.ops.cpu.norm_quantize.rms_norm import SUPPORTED_PROBLEMS as SUPPO
 from modelmill.ops.cpu.norm_quantize.rms_norm import run_row_kernel
 
 available = build.available
+_kernel = build.deferred_function("add_rms_norm", "ppppqqdi")
 
 
 def supports(x: torch.Tensor, residual: torch.Tensor, *_: object) -> bool:  # noqa: ARG001
@@ -30,8 +27,3 @@ def run(
     x, weight = x.contiguous(), weight.contiguous()
     pointers = (residual.data_ptr(), x.data_ptr(), weight.data_ptr())
     return run_row_kernel(_kernel(), x, pointers, eps), residual
-
-
-@functools.cache
-def _kernel() -> Callable[..., Any]:
-    return build.function("add_rms_norm", "ppppqqdi")

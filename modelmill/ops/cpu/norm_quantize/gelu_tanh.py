@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from modelmill.ops.cpu.common import build
 from modelmill.ops.row_range import RowRange
 
 available = build.available
+_kernel = build.deferred_function("gelu_tanh", "ppqi")
 _DTYPES = build.DTYPES
 SUPPORTED_PROBLEMS = (RowRange(dtypes=tuple(_DTYPES)),)
 
@@ -22,8 +19,3 @@ def run(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x)
     _kernel()(out.data_ptr(), x.data_ptr(), x.numel(), _DTYPES[x.dtype])
     return out
-
-
-@functools.cache
-def _kernel() -> Callable[..., Any]:
-    return build.function("gelu_tanh", "ppqi")

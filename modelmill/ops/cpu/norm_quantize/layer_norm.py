@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from modelmill.ops.cpu.common import build
@@ -13,14 +9,10 @@ from modelmill.ops.cpu.norm_quantize.rms_norm import SUPPORTED_PROBLEMS as SUPPO
 from modelmill.ops.cpu.norm_quantize.rms_norm import run_row_kernel
 
 available = build.available
+_kernel = build.deferred_function("layer_norm", "ppppqqdi")
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
     """As the reference."""
     x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
     return run_row_kernel(_kernel(), x, (x.data_ptr(), weight.data_ptr(), bias.data_ptr()), eps)
-
-
-@functools.cache
-def _kernel() -> Callable[..., Any]:
-    return build.function("layer_norm", "ppppqqdi")

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from modelmill.ops.cpu.common import build
@@ -13,6 +9,7 @@ from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.row_range import RowRange
 
 available = build.available
+_kernel = build.deferred_function("quantize_int8", "ppppqqi")
 SUPPORTED_PROBLEMS = (
     RowRange(
         dtypes=tuple(build.DTYPES),
@@ -43,8 +40,3 @@ def run(x: torch.Tensor, spec: ActQuantSpec) -> tuple[torch.Tensor, torch.Tensor
         build.DTYPES[x.dtype],
     )
     return out, scale
-
-
-@functools.cache
-def _kernel() -> Callable[..., Any]:
-    return build.function("quantize_int8", "ppppqqi")

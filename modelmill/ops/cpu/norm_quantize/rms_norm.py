@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from modelmill.ops.cpu.common import build
 from modelmill.ops.row_range import RowRange
 
 available = build.available
+_kernel = build.deferred_function("rms_norm", "pppqqdi")
 _DTYPES = build.DTYPES
 SUPPORTED_PROBLEMS = (RowRange(dtypes=tuple(_DTYPES), same_dtype=True),)
 
@@ -29,8 +29,3 @@ def run_row_kernel(
     out, width = torch.empty_like(x), x.shape[-1]
     kernel(out.data_ptr(), *pointers, x.numel() // width, width, eps, _DTYPES[x.dtype])
     return out
-
-
-@functools.cache
-def _kernel() -> Callable[..., Any]:
-    return build.function("rms_norm", "pppqqdi")

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from modelmill.ops.cpu.common import build
@@ -13,6 +9,7 @@ from modelmill.ops.row_range import RowRange
 from modelmill.ops.rptq_quant import RptqQuantInputs
 
 available = build.available
+_kernel = build.deferred_function("rptq_quant", "pppppppqqqqiii")
 _DTYPES = build.DTYPES
 SUPPORTED_PROBLEMS = (RowRange(dtypes=tuple(_DTYPES), dims=(2, 2), packed_dtypes=True),)
 
@@ -41,8 +38,3 @@ def run(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
     ]
     _kernel()(*pointers, rows, width, columns, group, bits, gated, _DTYPES[x.dtype])
     return q, step
-
-
-@functools.cache
-def _kernel() -> Callable[..., Any]:
-    return build.function("rptq_quant", "pppppppqqqqiii")

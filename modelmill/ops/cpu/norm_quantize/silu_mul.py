@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from modelmill.ops.cpu.common import build
 from modelmill.ops.row_range import RowRange
 
 available = build.available
+_kernel = build.deferred_function("silu_mul", "ppqqi")
 _DTYPES = build.DTYPES
 SUPPORTED_PROBLEMS = (RowRange(dtypes=tuple(_DTYPES), dims=(2, 2)),)
 
@@ -24,8 +21,3 @@ def run(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty(rows, inner, dtype=gate_up.dtype)
     _kernel()(out.data_ptr(), gate_up.data_ptr(), rows, inner, _DTYPES[gate_up.dtype])
     return out
-
-
-@functools.cache
-def _kernel() -> Callable[..., Any]:
-    return build.function("silu_mul", "ppqqi")

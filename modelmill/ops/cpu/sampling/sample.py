@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from modelmill.ops.cpu.common import build
 from modelmill.ops.sample import REFERENCE_DTYPES, SampleInputs
 
 available = build.available
+_kernel = build.deferred_function("sample", "pppppppqq")
 SUPPORTED_PROBLEMS = (REFERENCE_DTYPES,)
 
 
@@ -23,8 +20,3 @@ def run(inputs: SampleInputs) -> torch.Tensor:
     packed = [t.contiguous() for t in inputs]
     _kernel()(out.data_ptr(), *(t.data_ptr() for t in packed), rows, vocab)
     return out
-
-
-@functools.cache
-def _kernel() -> Callable[..., Any]:
-    return build.function("sample", "pppppppqq")

@@ -6,16 +6,13 @@ bits there, too.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from modelmill.ops.cpu.common import build
 from modelmill.ops.upsample_masks import Masks, UpsampleMasksInputs, upsample_masks
 
 available = build.available
+_kernel = build.deferred_function("upsample_masks", "pppqqqqqqqqd", release_gil=True)
 _ROWS_PER_TASK = 48  # rows of a picture that a thread computes at a time
 
 
@@ -41,8 +38,3 @@ def run(inputs: UpsampleMasksInputs) -> Masks:
     )
     steady = None if offset is None else sums[:, 1].float() / sums[:, 2].clamp(min=1)
     return masks, boxes, sums[:, 0], steady
-
-
-@functools.cache
-def _kernel() -> Callable[..., Any]:
-    return build.function("upsample_masks", "pppqqqqqqqqd", release_gil=True)

@@ -399,3 +399,18 @@ void group_dequant(void* out, const uint8_t* codes, const void* scale, const voi
 }
 
 }  // namespace mill
+
+// The C functions of a weight format: its GEMM, and the dequantization for many rows.
+#define MILL_GROUPWISE_FUNCTIONS(linear, dequant, Code)                                            \
+    extern "C" void linear(void* out, const void* x, const uint8_t* codes, const void* scale,      \
+                           const void* offset, const void* bias, int64_t rows, int64_t k,          \
+                           int64_t n, int64_t group, int dtype, int scale_type) {                  \
+        mill::group_linear<mill::Code>(out, x, codes, scale, offset, bias, rows, k, n, group,      \
+                                       dtype, scale_type);                                         \
+    }                                                                                              \
+    extern "C" void dequant(void* out, const uint8_t* codes, const void* scale,                    \
+                            const void* offset, int64_t k, int64_t n, int64_t group, int dtype,    \
+                            int scale_type) {                                                      \
+        mill::group_dequant<mill::Code>(out, codes, scale, offset, k, n, group, dtype,             \
+                                        scale_type);                                               \
+    }

@@ -9,15 +9,4 @@
 // Ops: mxfp4_linear
 #include "weight_only_gemm/groupwise.h"
 
-extern "C" void mxfp4_linear(void* out, const void* x, const uint8_t* codes, const void* scale,
-                             const void* offset, const void* bias, int64_t rows, int64_t k,
-                             int64_t n, int64_t group, int dtype, int scale_type) {
-    mill::group_linear<mill::E2M1Codes>(out, x, codes, scale, offset, bias, rows, k, n, group,
-                                        dtype, scale_type);
-}
-
-extern "C" void mxfp4_dequant(void* out, const uint8_t* codes, const void* scale,
-                              const void* offset, int64_t k, int64_t n, int64_t group, int dtype,
-                              int scale_type) {
-    mill::group_dequant<mill::E2M1Codes>(out, codes, scale, offset, k, n, group, dtype, scale_type);
-}
+MILL_GROUPWISE_FUNCTIONS(mxfp4_linear, mxfp4_dequant, E2M1Codes)

@@ -19,7 +19,6 @@ MAX_WIDTH = 8192
 LARGE_M_MIN_ROWS = 256  # with fewer, what is kept of each column is not used often enough
 
 SM_SHARED_BYTES = 226 * 1024  # bytes of an SM
-MAX_STAGES = 2
 
 
 SUPPORTED_PROBLEMS = (

@@ -25,7 +25,6 @@ from modelmill.ops.rptq_linear import RptqLinearInputs
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
-MAX_BLOCK_K = 256
 # (maximum tokens, tokens per tile, weight rows per tile, maximum block of K, stages, warps)
 LAUNCH_CONFIGS = ((16, 16, 32, 256, 4, 4), (64, 64, 64, 128, 4, 4), (1 << 31, 128, 128, 128, 3, 8))
 
