@@ -150,6 +150,7 @@ class Suite:
         self.command = portable_command("suite", sys.argv[1:])
         self.lines: list[MeasuredLine] = []
         self.skipped: list[Skipped] = []
+        self._too_slow: set[str] = set()  # peers that were left out of a decode work
         self._planned = planned
         identity = {**self.made_by, "device": limits.name, "command": self.command}
         unfinished = find_unfinished_run(self.out, identity, planned, datetime.now(UTC))
@@ -178,9 +179,10 @@ class Suite:
                 continue
             load = round(os.getloadavg()[0], 2)
             rounds = self.options.rounds * (1 if len(work.outputs) > 1 else FIRST_TOKEN_ROUNDS)
-            self.setup.note(f"{shape} {work.name}: {len(sides)} sides in turn")
+            in_turn = self._sides_in_time(shape, work, sides)
+            self.setup.note(f"{shape} {work.name}: {len(in_turn)} sides in turn")
             figures = measure_in_turn(
-                work, sides, rounds,
+                work, in_turn, rounds,
                 goes_on=functools.partial(self._goes_on, shape, work),
                 choose_rounds=functools.partial(self._choose_rounds, shape, work, rounds),
                 on_round=functools.partial(self._note_round, shape, work),
@@ -194,6 +196,15 @@ class Suite:
                     row = self._row(shape, work, side, figures[side.name], floor)
                     sink.write(json.dumps(row | {"load_1m": load}, ensure_ascii=False) + "\n")
 
+    def _sides_in_time(
+        self, shape: str, work: Workload, sides: Sequence[PeerProcess]
+    ) -> list[PeerProcess]:
+        """The sides but for peers for which an earlier, shorter decode work had no time."""
+        late = self._too_slow if len(work.outputs) > 1 else set()
+        for name in (side.name for side in sides if side.name in late):
+            self.skipped.append(Skipped(f"{name} {shape} {work.name}", "too slow; see --minutes"))
+        return [side for side in sides if side.name not in late]
+
     def _goes_on(self, shape: str, work: Workload, side: str, seconds: float) -> bool:
         """Whether a side takes part: a peer whose round takes more than what is left does not."""
         left = self.options.budget.left()
@@ -202,6 +213,8 @@ class Suite:
             return True
         reason = f"a round takes about {seconds:.0f} s, and {left:.0f} s were left; see --minutes"
         self.setup.note(f"{shape} {work.name}: going on without {side}: {reason}")
+        if len(work.outputs) > 1:
+            self._too_slow.add(side)
         self.skipped.append(Skipped(f"{side} {shape} {work.name}", reason))
         return False
 
@@ -214,9 +227,11 @@ class Suite:
         share = self.options.budget.share(works_left)
         chosen = rounds_that_fit(seconds_per_round, rounds, share)
         seconds = sum(count * seconds_per_round[name] for name, count in chosen.items())
-        fewer = [f"{name} {count}" for name, count in chosen.items() if count < rounds]
-        shorter = f" ({', '.join(fewer)} for the time)" if fewer else ""
-        self.setup.note(f"{shape} {work.name}: {rounds} rounds{shorter}, about {seconds:.0f} s")
+        each = ", ".join(f"{name} {count}" for name, count in chosen.items())
+        fewer = f", for the time: {each}" if min(chosen.values()) < rounds else ""
+        self.setup.note(
+            f"{shape} {work.name}: {max(chosen.values())} rounds{fewer}; about {seconds:.0f} s"
+        )
         return chosen
 
     def _note_round(self, shape: str, work: Workload, done: int, rounds: int) -> None:
