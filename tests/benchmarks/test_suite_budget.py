@@ -68,11 +68,13 @@ def test_an_interrupted_run_is_taken_up(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     assert find_unfinished_run(out, IDENTITY, PLANNED, NOW) is None
     write_run(out)
-    found = find_unfinished_run(out, IDENTITY, PLANNED, NOW + timedelta(hours=1))
-    assert found is not None
-    assert found.run == "suite-1"
-    assert [(line.shape, line.work, line.floor) for line in found.lines] == [("s", "first-512", 1)]
-    assert found.lines[0].figures["modelmill"].value == 2
+    unfinished = find_unfinished_run(out, IDENTITY, PLANNED, NOW + timedelta(hours=1))
+    assert unfinished is not None
+    assert unfinished.run == "suite-1"
+    assert [(line.shape, line.work, line.floor) for line in unfinished.lines] == [
+        ("s", "first-512", 1)
+    ]
+    assert unfinished.lines[0].figures["modelmill"].value == 2
     more = IDENTITY | {"command": "python benchmarks/suite.py --minutes 9"}
     assert find_unfinished_run(out, more, PLANNED, NOW) is not None
     assert find_unfinished_run(out, IDENTITY, PLANNED[:1], NOW) is None  # it is complete

@@ -59,11 +59,11 @@ def test_sides_take_turns_on_the_same_ids_and_the_first_round_is_not_counted() -
 def test_a_slow_side_may_have_the_first_rounds_alone() -> None:
     calls: list[tuple[str, int, int]] = []
     engine, peer = Clocked("ours", 0.004, calls), Clocked("peer", 0.008, calls)
-    told: list[dict[str, float]] = []
+    estimates: list[dict[str, float]] = []
     done: list[tuple[int, int]] = []
 
     def choose(seconds: Mapping[str, float]) -> dict[str, int]:
-        told.append(dict(seconds))
+        estimates.append(dict(seconds))
         return {"ours": 3, "peer": 1}
 
     figures = measure_in_turn(
@@ -71,7 +71,7 @@ def test_a_slow_side_may_have_the_first_rounds_alone() -> None:
         choose_rounds=choose, on_round=lambda *each: done.append(each),
     )  # fmt: skip
     # a round calls each length twice, the warm-up once
-    assert told[0]["ours"] == pytest.approx(2 * (2 + (SHORT + LONG) * 0.004))
+    assert estimates[0]["ours"] == pytest.approx(2 * (2 + (SHORT + LONG) * 0.004))
     assert done == [(1, 3), (2, 3), (3, 3)]
     assert (figures["ours"].runs, figures["peer"].runs) == (6, 2)
     seeds = [seed for name, _, seed in calls if name == "peer"]

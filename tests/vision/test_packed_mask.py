@@ -50,12 +50,12 @@ def test_everything_keeps_an_eighth_of_a_byte_a_pixel() -> None:
         ),
     )
     assert len(masks) > 5
-    held = pixels = 0
+    num_bytes = num_pixels = 0
     for mask in masks:
         assert mask.logits is None
         assert int(mask.box_pixels.sum()) == int(mask.pixels.sum()) == mask.area
-        held += mask.packed.bits.untyped_storage().nbytes()
-        pixels += mask.box_pixels.numel()
+        num_bytes += mask.packed.bits.untyped_storage().nbytes()
+        num_pixels += mask.box_pixels.numel()
     # a row has up to 14 unused bits
-    assert pixels > 1e6
-    assert held < 1.05 * pixels / 8
+    assert num_pixels > 1e6
+    assert num_bytes < 1.05 * num_pixels / 8
