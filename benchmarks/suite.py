@@ -67,6 +67,8 @@ CPU_RECIPES = {"int8": "modelmill int8", "keep": "modelmill keep"}
 CPU_CONTEXT = 1024
 GPU_PEERS = {"vllm": "vLLM", "transformers": "transformers"}
 FLOOR = "floor"
+FLOOR_TOLERANCE = 1.02
+"""A copy's rate of memory is a per cent below that of reads."""
 FORMATS_WITH_8_BIT_INPUTS = ("fp8", "smoothquant")
 MAX_NUM_SEQS = 256
 """Of both sides, whatever the batch: vLLM's default, from which it chooses its CUDA graphs."""
@@ -247,7 +249,7 @@ class Suite:
         times = ", ".join(f"{name} {figure.value:.2f}" for name, figure in line.figures.items())
         ratio = best_ratio(line.figures)
         print(
-            f"{line.shape} {line.work}: floor {line.floor:.2f}, {times} ms; "
+            f"{line.shape} {line.work}: floor {floor_text(line.floor, line.figures)}, {times} ms; "
             f"best peer ÷ ours {ratio}",
             flush=True,
         )
@@ -285,6 +287,10 @@ class Suite:
             for line in lines:
                 table.add_row(*table_cells(line.work, line.floor, line.figures, names))
             console.print(table)
+        if any(floor_text(line.floor, line.figures) == "–" for line in self.lines):
+            console.print(
+                "floor –: this machine was busy while its rates were measured", soft_wrap=True
+            )
         skipped = [*skipped, *self.skipped]
         print_skipped(functools.partial(console.print, soft_wrap=True), skipped)
         console.print(f"rows: {self.out}", soft_wrap=True)
@@ -300,7 +306,16 @@ def table_cells(
         else "–"
         for name in names
     ]
-    return [work, f"{floor:.2f}", *cells, best_ratio(figures)]
+    return [work, floor_text(floor, figures), *cells, best_ratio(figures)]
+
+
+def floor_text(floor: float, figures: Mapping[str, MeasuredFigure]) -> str:
+    """The floor; a dash where a side was clearly faster, so that it is none.
+
+    The rates of memory and of products were measured on a busy machine then.
+    """
+    fastest = min(figure.value for figure in figures.values())
+    return f"{floor:.2f}" if floor <= FLOOR_TOLERANCE * fastest else "–"
 
 
 def best_ratio(figures: Mapping[str, MeasuredFigure]) -> str:
