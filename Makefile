@@ -124,7 +124,8 @@ conformance: .venv-conformance/.ready
 	@touch $@
 
 # speed on this machine beside every peer that is installed, in turn: picks what fits, prints a table with ratios and floor,
-# appends rows to benchmarks/results/DEVICE.jsonl. BENCH=--plan says what would run; a peer in another Python:
+# appends rows to benchmarks/results/DEVICE.jsonl; resumable. BENCH=--plan says what would run, BENCH='--minutes 60' takes
+# longer than 5 minutes on a CPU; a peer in another Python:
 # BENCH='--vllm-python PYTHON' or BENCH='--llamacpp-python PYTHON'
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/suite.py $(BENCH)

@@ -98,6 +98,7 @@ class PeerSetup:
 
     def _run_module(self, module: str, *arguments: str) -> None:
         began = time.perf_counter()
+        self.note(f"{module} {arguments[0]} …")
         subprocess.run(
             [sys.executable, "-m", module, *arguments],
             cwd=ROOT,

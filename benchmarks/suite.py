@@ -2,7 +2,7 @@
 
     python benchmarks/suite.py [--plan] [--shape NAME …] [--out FILE.jsonl] [--work DIR]
     [--vllm-python PYTHON | --vllm DIR] [--llamacpp-python PYTHON] [--gguf FILE] [--threads N]
-    [--weight-format int4|int8|smoothquant|fp8]
+    [--weight-format int4|int8|smoothquant|fp8] [--minutes N]
 
 With a GPU: the smallest and the largest shape of ``benchmarks/suite_plan.py`` that fit twice, in
 bfloat16 with random weights, beside vLLM and transformers. Without one: SmolLM2-135M from its GGUF
@@ -11,7 +11,11 @@ llama.cpp itself writes, and beside transformers in float32. ``--plan`` prints w
 measured, and what does not fit, and ends.
 
 All sides of a work are open together and take turns call by call, with the same ids, timed by the
-same code. A row a side is appended to benchmarks/results/DEVICE.jsonl as soon as it is known: with
+same code. Each line of the table is printed when it is known, and a row a side is then appended to
+benchmarks/results/DEVICE.jsonl. A run that ends early, also by Ctrl-C, prints the table of what it
+has; the same command then measures only what is missing, if the code and the machine are the same.
+``--minutes`` (5 on a CPU, no limit on a GPU) gives each work a share of the time: the slowest sides
+get fewer rounds, and what is left over is named. Rows have the number of calls. A row has
 commit, device and its id, host, load, versions, and the seconds of every call. The floor of a
 decode step is the bytes of modelmill's own weights and KV pages over the memory bandwidth that the
 same run measured; the floor of a first token is the matrices' operations over the rate of a large
@@ -27,6 +31,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -45,7 +50,15 @@ from benchmarks.llamacpp_side import FILE_TYPES  # noqa: E402
 from benchmarks.model_shapes import SHAPES, ShapeCost, shape_cost  # noqa: E402
 from benchmarks.peer_process import PeerError, PeerProcess  # noqa: E402
 from benchmarks.peer_setup import MODELMILL, SHARED_GPU_FRACTION, PeerSetup  # noqa: E402
-from benchmarks.suite_plan import CPU_SHAPE, Skipped, plan_gpu, works_for_cpu  # noqa: E402
+from benchmarks.suite_budget import TimeBudget, rounds_that_fit  # noqa: E402
+from benchmarks.suite_plan import (  # noqa: E402
+    CPU_SHAPE,
+    Skipped,
+    plan_gpu,
+    works_for_cpu,
+    works_for_gpu,
+)
+from benchmarks.suite_resume import MeasuredLine, find_unfinished_run  # noqa: E402
 from benchmarks.synthetic_shapes import VLLM_FORMATS  # noqa: E402
 from benchmarks.workloads import Workload, measure_in_turn  # noqa: E402
 from modelmill.eval.provenance import git_commit, host_facts  # noqa: E402
@@ -54,9 +67,13 @@ CPU_RECIPES = {"int8": "modelmill int8", "keep": "modelmill keep"}
 CPU_CONTEXT = 1024
 GPU_PEERS = {"vllm": "vLLM", "transformers": "transformers"}
 FLOOR = "floor"
+FLOOR_TOLERANCE = 1.02
+"""A copy's rate of memory is a per cent below that of reads."""
 FORMATS_WITH_8_BIT_INPUTS = ("fp8", "smoothquant")
 MAX_NUM_SEQS = 256
 """Of both sides, whatever the batch: vLLM's default, from which it chooses its CUDA graphs."""
+CPU_MINUTES = 5.0
+"""In which a laptop has a table."""
 FIRST_TOKEN_ROUNDS = 3
 """Times the rounds of decode: a first token is one short call."""
 
@@ -98,6 +115,7 @@ def measure_limits(device: str) -> DeviceLimits:
     from modelmill.eval.report import device_name
     from modelmill.ops import timing
 
+    print("measuring the rates of memory and of products", file=sys.stderr, flush=True)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     return DeviceLimits(
         device_name(device),
@@ -109,7 +127,19 @@ def measure_limits(device: str) -> DeviceLimits:
 class Suite:
     """One run: its rows, and the lines of its table."""
 
-    def __init__(self, options: argparse.Namespace, limits: DeviceLimits) -> None:
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        limits: DeviceLimits,
+        planned: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        """Begin a run, or take up the last one if it was interrupted.
+
+        Args:
+            options: the command line.
+            limits: of the device.
+            planned: (shape, work) in order.
+        """
         self.options, self.limits = options, limits
         self.setup = PeerSetup(
             options.work.resolve(), options.vllm, options.vllm_python,
@@ -119,29 +149,110 @@ class Suite:
         self.run = datetime.now(UTC).strftime("suite-%Y%m%dT%H%M%S")
         self.out = options.out or ROOT / "benchmarks" / "results" / f"{slug(limits.name)}.jsonl"
         self.out.parent.mkdir(parents=True, exist_ok=True)
-        self.lines: list[tuple[str, str, float, dict[str, MeasuredFigure]]] = []
+        self.command = portable_command("suite", sys.argv[1:])
+        self.lines: list[MeasuredLine] = []
+        self.skipped: list[Skipped] = []
+        self._too_slow: set[str] = set()  # peers that were left out of a decode work
+        self._planned = planned
+        identity = {**self.made_by, "device": limits.name, "command": self.command}
+        unfinished = find_unfinished_run(self.out, identity, planned, datetime.now(UTC))
+        if unfinished is not None:
+            self.run = unfinished.run
+            self.lines += unfinished.lines
+            self.setup.note(f"taking up {self.run}, which has {len(self.lines)} lines")
+            for line in self.lines:
+                self._print_line(line)
+
+    def missing(self, shape: str, works: Sequence[Workload]) -> list[Workload]:
+        """The works of a shape that no interrupted run has measured."""
+        measured = {(line.shape, line.work) for line in self.lines}
+        return [work for work in works if (shape, work.name) not in measured]
 
     def measure(
         self, shape: str, works: Sequence[Workload], sides: Sequence[PeerProcess], step_bytes: float
     ) -> None:
         """Measure a shape's works, all sides in turn; rows are written one by one."""
         cost = shape_cost(SHAPES[shape])
+        budget: TimeBudget = self.options.budget
         for work in works:
+            if budget.is_over() and self.lines:
+                reason = f"the {budget.minutes:g} minutes are over; {self._how_to_go_on()}"
+                self.skipped.append(Skipped(f"{shape} {work.name}", reason))
+                continue
             load = round(os.getloadavg()[0], 2)
             rounds = self.options.rounds * (1 if len(work.outputs) > 1 else FIRST_TOKEN_ROUNDS)
-            self.setup.note(f"{shape} {work.name}: {len(sides)} sides in turn, {rounds} rounds")
-            figures = measure_in_turn(work, sides, rounds)
+            in_turn = self._sides_in_time(shape, work, sides)
+            self.setup.note(f"{shape} {work.name}: {len(in_turn)} sides in turn")
+            figures = measure_in_turn(
+                work, in_turn, rounds,
+                goes_on=functools.partial(self._goes_on, shape, work),
+                choose_rounds=functools.partial(self._choose_rounds, shape, work, rounds),
+                on_round=functools.partial(self._note_round, shape, work),
+            )  # fmt: skip
             in_8_bits = self.options.weight_format in FORMATS_WITH_8_BIT_INPUTS
             floor = self.limits.floor_ms(work, step_bytes, cost, in_8_bits=in_8_bits)
-            self.lines.append((shape, work.name, floor, figures))
-            self.setup.note(
-                f"{shape} {work.name}: "
-                + ", ".join(f"{name} {figure.value:.2f} ms" for name, figure in figures.items())
-            )
+            self.lines.append(MeasuredLine(shape, work.name, floor, figures))
+            self._print_line(self.lines[-1])
             with self.out.open("a", encoding="utf-8") as sink:
-                for side in sides:
+                for side in (each for each in sides if each.name in figures):
                     row = self._row(shape, work, side, figures[side.name], floor)
                     sink.write(json.dumps(row | {"load_1m": load}, ensure_ascii=False) + "\n")
+
+    def _sides_in_time(
+        self, shape: str, work: Workload, sides: Sequence[PeerProcess]
+    ) -> list[PeerProcess]:
+        """The sides but for peers for which an earlier, shorter decode work had no time."""
+        late = self._too_slow if len(work.outputs) > 1 else set()
+        for name in (side.name for side in sides if side.name in late):
+            self.skipped.append(Skipped(f"{name} {shape} {work.name}", "too slow; see --minutes"))
+        return [side for side in sides if side.name not in late]
+
+    def _goes_on(self, shape: str, work: Workload, side: str, seconds: float) -> bool:
+        """Whether a side takes part: a peer whose round takes more than what is left does not."""
+        left = self.options.budget.left()
+        if side.startswith(MODELMILL) or left is None or seconds <= left:
+            self.setup.note(f"{shape} {work.name}: {side} is warming up, {seconds:.0f} s a round")
+            return True
+        reason = f"a round takes about {seconds:.0f} s, and {left:.0f} s were left; see --minutes"
+        self.setup.note(f"{shape} {work.name}: going on without {side}: {reason}")
+        if len(work.outputs) > 1:
+            self._too_slow.add(side)
+        self.skipped.append(Skipped(f"{side} {shape} {work.name}", reason))
+        return False
+
+    def _choose_rounds(
+        self, shape: str, work: Workload, rounds: int, seconds_per_round: Mapping[str, float]
+    ) -> dict[str, int]:
+        """The rounds of each side in this work's share of the time, with a note."""
+        measured = {(line.shape, line.work) for line in self.lines}
+        works_left = sum(each not in measured for each in self._planned)
+        share = self.options.budget.share(works_left)
+        chosen = rounds_that_fit(seconds_per_round, rounds, share)
+        seconds = sum(count * seconds_per_round[name] for name, count in chosen.items())
+        each = ", ".join(f"{name} {count}" for name, count in chosen.items())
+        fewer = f", for the time: {each}" if min(chosen.values()) < rounds else ""
+        self.setup.note(
+            f"{shape} {work.name}: {max(chosen.values())} rounds{fewer}; about {seconds:.0f} s"
+        )
+        return chosen
+
+    def _note_round(self, shape: str, work: Workload, done: int, rounds: int) -> None:
+        self.setup.note(f"{shape} {work.name}: round {done} of {rounds}")
+
+    def _how_to_go_on(self) -> str:
+        if str(self.made_by["commit"]).endswith("-dirty"):
+            return "give more with --minutes, since code with local changes is not taken up"
+        return "the same command measures it, or give more with --minutes"
+
+    def _print_line(self, line: MeasuredLine) -> None:
+        """One line of the table, at once."""
+        times = ", ".join(f"{name} {figure.value:.2f}" for name, figure in line.figures.items())
+        ratio = best_ratio(line.figures)
+        print(
+            f"{line.shape} {line.work}: floor {floor_text(line.floor, line.figures)}, {times} ms; "
+            f"best peer ÷ ours {ratio}",
+            flush=True,
+        )
 
     def _row(
         self, shape: str, work: Workload, side: PeerProcess, figure: MeasuredFigure, floor: float
@@ -153,26 +264,34 @@ class Suite:
             "bench": "suite", "shape": shape, **of_format, "work": work.name, "subject": side.name,
             "value": figure.value, "unit": "ms", "floor": floor, "spread": figure.to_dict(),
             "calls_s": calls, "statistic": work.statistic, "run": self.run,
-            "command": portable_command("suite", sys.argv[1:]), **side.facts, **self.made_by,
+            "command": self.command, **side.facts, **self.made_by,
             "device": self.limits.name, "bytes_per_s": round(self.limits.bytes_per_s),
             "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         }  # fmt: skip
 
     def print_table(self, skipped: Sequence[Skipped]) -> None:
-        """Milliseconds by side, the ratio of the best peer to the best of ours, and the floor."""
+        """Milliseconds by side, the ratio of the best peer to the best of ours, and the floor.
+
+        skipped: what did not fit, before what this run has left out.
+        """
         from rich.console import Console
         from rich.table import Table
 
         console = Console(width=None if sys.stdout.isatty() else 160)
-        for shape in dict.fromkeys(line[0] for line in self.lines):
-            lines = [line for line in self.lines if line[0] == shape]
-            names = list(dict.fromkeys(name for line in lines for name in line[3]))
+        for shape in dict.fromkeys(line.shape for line in self.lines):
+            lines = [line for line in self.lines if line.shape == shape]
+            names = list(dict.fromkeys(name for line in lines for name in line.figures))
             table = Table(title=f"{shape} on {self.limits.name}: ms, lower is better")
             for column in ("work", FLOOR, *names, "best peer ÷ ours"):
                 table.add_column(column, justify="left" if column == "work" else "right")
-            for _, work, floor, figures in lines:
-                table.add_row(*table_cells(work, floor, figures, names))
+            for line in lines:
+                table.add_row(*table_cells(line.work, line.floor, line.figures, names))
             console.print(table)
+        if any(floor_text(line.floor, line.figures) == "–" for line in self.lines):
+            console.print(
+                "floor –: this machine was busy while its rates were measured", soft_wrap=True
+            )
+        skipped = [*skipped, *self.skipped]
         print_skipped(functools.partial(console.print, soft_wrap=True), skipped)
         console.print(f"rows: {self.out}", soft_wrap=True)
 
@@ -181,24 +300,35 @@ def table_cells(
     work: str, floor: float, figures: Mapping[str, MeasuredFigure], names: Sequence[str]
 ) -> list[str]:
     """The cells of one line; the ratio is of the fastest peer and our fastest side."""
-    engines = [each for name, each in figures.items() if name.startswith(MODELMILL)]
-    peers = [each for name, each in figures.items() if not name.startswith(MODELMILL)]
     cells = [
         f"{figures[name].value:.2f} ({figures[name].min:.2f}–{figures[name].max:.2f})"
         if name in figures
         else "–"
         for name in names
     ]
+    return [work, floor_text(floor, figures), *cells, best_ratio(figures)]
+
+
+def floor_text(floor: float, figures: Mapping[str, MeasuredFigure]) -> str:
+    """The floor; a dash where a side was clearly faster, so that it is none.
+
+    The rates of memory and of products were measured on a busy machine then.
+    """
+    fastest = min(figure.value for figure in figures.values())
+    return f"{floor:.2f}" if floor <= FLOOR_TOLERANCE * fastest else "–"
+
+
+def best_ratio(figures: Mapping[str, MeasuredFigure]) -> str:
+    """The fastest peer over our fastest side; a dash without one of them."""
+    engines = [each for name, each in figures.items() if name.startswith(MODELMILL)]
+    peers = [each for name, each in figures.items() if not name.startswith(MODELMILL)]
 
     def time_of(figure: MeasuredFigure) -> float:
         return figure.value
 
-    ratio = (
-        f"{speedup(min(peers, key=time_of), min(engines, key=time_of)):.2f}"
-        if engines and peers
-        else "–"
-    )
-    return [work, f"{floor:.2f}", *cells, ratio]
+    if not engines or not peers:
+        return "–"
+    return f"{speedup(min(peers, key=time_of), min(engines, key=time_of)):.2f}"
 
 
 def print_skipped(write: Callable[[str], object], skipped: Sequence[Skipped]) -> None:
@@ -232,16 +362,39 @@ def run_gpu(options: argparse.Namespace) -> int:
             print(f"{plan.shape}: {', '.join(work.name for work in plan.works)}; {names}")
         print_skipped(print, skipped)
         return 0
-    suite = Suite(options, measure_limits("cuda"))
-    for plan in plans:
-        with suite.setup.open_peers(names, plan.shape, SHARED_GPU_FRACTION, MAX_NUM_SEQS) as sides:
-            dense = shape_cost(SHAPES[plan.shape]).step_bytes
-            step_bytes = next(
-                (each for side in sides if (each := side.facts.get("weight_bytes"))), dense
-            )
-            suite.measure(plan.shape, plan.works, sides, step_bytes)
-    suite.print_table(skipped)
+    planned = [(plan.shape, work.name) for plan in plans for work in plan.works]
+    suite = Suite(options, measure_limits("cuda"), planned)
+    with table_at_the_end(suite, skipped):
+        for plan in plans:
+            if not (works := suite.missing(plan.shape, plan.works)):
+                continue
+            with suite.setup.open_peers(
+                names, plan.shape, SHARED_GPU_FRACTION, MAX_NUM_SEQS
+            ) as sides:
+                dense = shape_cost(SHAPES[plan.shape]).step_bytes
+                step_bytes = next(
+                    (each for side in sides if (each := side.facts.get("weight_bytes"))), dense
+                )
+                suite.measure(plan.shape, works, sides, step_bytes)
     return 0
+
+
+@contextlib.contextmanager
+def table_at_the_end(suite: Suite, skipped: Sequence[Skipped]) -> Iterator[None]:
+    """Print the table, also of a run that is interrupted, by Ctrl-C or by ``kill``."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        suite.print_table(skipped)
+        raise SystemExit("interrupted; the same command measures what is missing") from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    suite.print_table(skipped)
 
 
 def has_peer(options: argparse.Namespace, package: str) -> bool:
@@ -268,8 +421,10 @@ def run_cpu(options: argparse.Namespace) -> int:
         print_skipped(print, skipped)
         return 0
     gguf = options.gguf or pull_model(options.work)
-    suite = Suite(options, measure_limits("cpu"))
-    with contextlib.ExitStack() as stack:
+    planned = [(CPU_SHAPE, work.name) for work in works]
+    suite = Suite(options, measure_limits("cpu"), planned)
+    works = suite.missing(CPU_SHAPE, works)
+    with table_at_the_end(suite, skipped), contextlib.ExitStack() as stack:
         sides = []
         for side in cpu_sides(suite.setup, options, gguf, python):
             stack.callback(side.close)
@@ -281,10 +436,10 @@ def run_cpu(options: argparse.Namespace) -> int:
                 skipped.append(Skipped(side.name, str(error)))
                 continue
             side.facts |= {"threads": options.threads, "model": gguf.name}
+            suite.setup.note(f"{side.name} is ready")
             sides.append(side)
         engine = suite.setup.work / f"{gguf.stem}.int8.engine"
         suite.measure(CPU_SHAPE, works, sides, weight_bytes(engine))
-    suite.print_table(skipped)
     return 0
 
 
@@ -368,7 +523,13 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         choices=("fp8", *VLLM_FORMATS),
         help="GPU, beside vLLM: how both sides hold their matrices; default: bfloat16",
     )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help=f"for the whole run, 0: no limit; default: {CPU_MINUTES:g} on a CPU, none on a GPU",
+    )
     parser.add_argument("--commit", help="of this code, where it is no checkout")
+    parser.set_defaults(budget=TimeBudget(None))
     options = parser.parse_args(arguments)
     others = {*(options.peer or ())} - {"vllm"}
     if options.weight_format and (others or options.device == "cpu"):
@@ -387,6 +548,11 @@ def main() -> int:
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.weight_format and device == "cpu":
         raise SystemExit("--weight-format is for a GPU, and there is none; leave it out")
+    known = [work.name for work in (works_for_cpu() if device == "cpu" else works_for_gpu())]
+    if unknown := sorted({*(options.only or ())} - {*known}):
+        raise SystemExit(f"--only {unknown[0]}: no such work on this device; {', '.join(known)}")
+    default = CPU_MINUTES if device == "cpu" else None
+    options.budget = TimeBudget(default if options.minutes is None else options.minutes or None)
     options.work.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     code = run_gpu(options) if device == "cuda" else run_cpu(options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.figure_statistics import (
@@ -70,9 +70,25 @@ def workloads_for(part: str) -> list[Workload]:
 
 
 def measure_in_turn(
-    work: Workload, sides: Sequence[PeerProcess], rounds: int
+    work: Workload,
+    sides: Sequence[PeerProcess],
+    rounds: int,
+    *,
+    goes_on: Callable[[str, float], bool] | None = None,
+    choose_rounds: Callable[[Mapping[str, float]], Mapping[str, int]] | None = None,
+    on_round: Callable[[int, int], None] | None = None,
 ) -> dict[str, MeasuredFigure]:
     """Measure a line: each round calls every side once, in rotating order; round -1 is warm-up.
+
+    Args:
+        work: the line.
+        sides: opened.
+        rounds: counted ones of every side.
+        goes_on: whether a side takes part, by its name and about the seconds of one round, as its
+            first call tells; None: all do.
+        choose_rounds: from the seconds that a round of each side will take, as the warm-up tells,
+            to the rounds of each side, at most ``rounds``; a side with fewer has the first ones.
+        on_round: called with (rounds done, rounds in total) behind each.
 
     Of two lengths each is called twice running. What a call finds depends on the one before: after
     a short call, most of which is prompts at the power limit, the clock is lower than after a long
@@ -82,13 +98,31 @@ def measure_in_turn(
     calls: dict[str, dict[int, list[float]]] = {
         side.name: {n: [] for n in work.outputs} for side in sides
     }
-    for turn in range(-1, rounds):
+    warm_up: dict[str, float] = {}
+    rounds_of: Mapping[str, int] = dict.fromkeys(calls, rounds)
+    turn, last = -1, rounds
+    while turn < last:
         for side in sides[:: 1 if turn % 2 == 0 else -1]:
+            if side.name not in calls or turn >= rounds_of[side.name]:
+                continue
             for number, output in enumerate(order if turn >= 0 else work.outputs):
                 seed = 1000 * (2 * turn + number % 2) + output
                 seconds = side.generate([(prompt, output) for prompt in work.prompts], seed)
                 if turn >= 0:
                     calls[side.name][output].append(seconds)
+                    continue
+                warm_up[side.name] = warm_up.get(side.name, 0.0) + seconds
+                round_seconds = seconds * sum(order) / output
+                if number == 0 and goes_on is not None and not goes_on(side.name, round_seconds):
+                    del calls[side.name], warm_up[side.name]
+                    break
+        if turn < 0 and choose_rounds is not None:
+            longer = len(order) / len(work.outputs)
+            rounds_of = choose_rounds({name: longer * took for name, took in warm_up.items()})
+            last = max(rounds_of.values())
+        turn += 1
+        if on_round is not None and turn > 0:
+            on_round(turn, last)
     return {name: work.figure(values) for name, values in calls.items()}
 
 

@@ -14,7 +14,7 @@ RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorc
     && grep -vE '^(torch|triton)==' /tmp/constraints.txt > /tmp/rest.txt \
     && pip install --no-cache-dir -c /tmp/rest.txt "$(ls /wheels/*.whl)[serve]" \
     && rm -rf /wheels /tmp/constraints.txt /tmp/rest.txt
-USER modelmill
+USER 10001
 # a volume takes the owner of the folder that the image has in its place; without it, root
 RUN mkdir /home/modelmill/cache
 ENV MODELMILL_CACHE=/home/modelmill/cache

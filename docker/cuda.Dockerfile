@@ -15,7 +15,7 @@ RUN pip install --no-cache-dir torch==2.13.0 \
     && pip install --no-cache-dir -c /tmp/rest.txt ".[${EXTRAS}]" \
     && rm -rf /src/* /tmp/rest.txt
 WORKDIR /home/modelmill
-USER modelmill
+USER 10001
 # a volume takes the owner of the folder that the image has in its place; without it, root
 RUN mkdir /home/modelmill/cache
 ENV MODELMILL_CACHE=/home/modelmill/cache TRITON_CACHE_DIR=/home/modelmill/cache/triton

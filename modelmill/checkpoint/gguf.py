@@ -343,4 +343,4 @@ class _GgufHeader:
         return data
 
     def _corrupt_error(self, problem: str) -> CorruptCheckpoint:
-        return CorruptCheckpoint(f"{self.path}: {problem}")
+        return CorruptCheckpoint(f"{self.path}: {problem}; download it again")

@@ -246,7 +246,10 @@ def _open_path(path: Path) -> Checkpoint:
     if path.is_dir():
         return _open_folder(path)
     if not path.exists():
-        raise CheckpointError(f"{path}: there is no such file or folder")
+        raise CheckpointError(
+            f"{path}: there is no such file or folder; give a checkpoint's folder or file, or a "
+            "name on a hub (org/name)"
+        )
     if not path.is_file():
         raise CheckpointError(f"{path}: is neither a folder nor a regular file")
     if path.suffix == ".gguf":
@@ -289,7 +292,7 @@ def _open_folder(folder: Path) -> Checkpoint:
             )
     raise CheckpointError(
         f"{folder}: holds no weights (model.safetensors, its index, pytorch_model.bin or a .gguf "
-        "file)"
+        "file); give the folder or file that has them"
     )
 
 

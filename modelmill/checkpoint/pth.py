@@ -100,7 +100,9 @@ def _check_archive(path: Path) -> int | None:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise CorruptCheckpoint(f"{path}: is damaged ({quote(str(error))})") from None
+        raise CorruptCheckpoint(
+            f"{path}: is damaged ({quote(str(error))}); download it again"
+        ) from None
     size = path.stat().st_size
     if (
         any(e.compress_type != zipfile.ZIP_STORED for e in entries)

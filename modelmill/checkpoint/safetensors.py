@@ -132,7 +132,7 @@ def read_header(path: Path) -> tuple[list[TensorInfo], dict[str, str]]:
             raise CorruptCheckpoint(
                 f"{path}: is no safetensors file or is truncated (it has {size} bytes, its header "
                 "claims "
-                f"{length if size >= 8 else 'at least 8'})"
+                f"{length if size >= 8 else 'at least 8'}); download it again"
             )
         text = stream.read(length)
     try:

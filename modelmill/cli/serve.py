@@ -37,7 +37,7 @@ Examples:
 
   modelmill serve model.engine sam.engine    then open http://127.0.0.1:8000 in a browser
 
-  curl localhost:8000/v1/chat/completions -H 'content-type: application/json' -d '{"model": "model", "messages": [{"role": "user", "content": "Hello"}]}'"""  # noqa: E501
+  curl localhost:8000/v1/chat/completions -H 'content-type: application/json' -d '{"model": "model", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}'"""  # noqa: E501
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")

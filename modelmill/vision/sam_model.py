@@ -28,6 +28,7 @@ from modelmill.vision.automatic_mask_generator import (
 from modelmill.vision.captured_calls import CapturedCalls
 from modelmill.vision.image import as_image, fit_longest_side, image_digest, resize_pixels
 from modelmill.vision.image_embedding import DEFAULT_CACHE_BYTES, ImageEmbedding
+from modelmill.vision.packed_mask import PackedMask, pack_rows
 from modelmill.vision.prompts import Prompt, check_mask, group_by_shape, prompt_tensors
 from modelmill.vision.regions import remove_small_regions
 
@@ -44,11 +45,11 @@ _MAX_GRAPHED_PROMPTS = 8  # up to this many, decoding is many small kernels and 
 class Mask:
     """One mask, on the CPU.
 
-    Only the pixels in its box are stored: a hundred whole masks of a 48-megapixel photo would take
-    4.8 GB.
+    Only the pixels in its box are stored, as bits: a hundred whole masks of a 48-megapixel photo
+    would take 4.8 GB as bools.
 
     Attributes:
-        box_pixels: [y1 + 1 − y0, x1 + 1 − x0] bool, the mask inside its box.
+        packed: the mask inside its box.
         size: (width, height) of the picture.
         score: IoU predicted by the model.
         box: (x0, y0, x1, y1) of its outermost pixels.
@@ -59,7 +60,7 @@ class Mask:
         crop: box of the crop.
     """
 
-    box_pixels: torch.Tensor = field(repr=False)
+    packed: PackedMask = field(repr=False)
     size: tuple[int, int]
     score: float
     box: tuple[int, int, int, int]
@@ -68,6 +69,11 @@ class Mask:
     stability: float | None = None
     point: tuple[float, float] | None = None
     crop: tuple[int, int, int, int] | None = None
+
+    @property
+    def box_pixels(self) -> torch.Tensor:
+        """Return the mask inside its box [y1 + 1 − y0, x1 + 1 − x0] bool, built on each access."""
+        return self.packed.unpack()
 
     @property
     def pixels(self) -> torch.Tensor:
@@ -299,7 +305,7 @@ class SamModel:
             big, boxes, areas, _ = self.vision.ops.upsample_masks(
                 UpsampleMasksInputs(low, self.image_size, embedding.encoder_size, embedding.size)
             )
-            masks.append(to_pinned_host(big))
+            masks.append(to_pinned_host(pack_rows(big)))
             numbers.append(
                 torch.cat((score[:, None].double(), boxes.double(), areas[:, None].double()), 1)
             )
@@ -308,7 +314,7 @@ class SamModel:
         for big, low, rows in zip(masks, host_logits, results, strict=True):
             pixel_boxes = [_int_box(row[1:5]) for row in rows]
             each = [
-                Mask(_crop_to_box(big[i], box), embedding.size, row[0], box, int(row[5]), low[i])
+                Mask(PackedMask.crop(big[i], box), embedding.size, row[0], box, int(row[5]), low[i])
                 for i, (row, box) in enumerate(zip(rows, pixel_boxes, strict=True))
             ]
             predicted.append(sorted(each, key=lambda mask: -mask.score))
@@ -411,10 +417,8 @@ class SamModel:
             return []
         return self._suppress_duplicates(
             embedding, crop, picture.size, options,
-            (
-                torch.cat(kept_logits), torch.cat(kept_ious),
-                torch.cat(kept_stability), torch.cat(kept_boxes),
-            ),
+            [logits for chunk in kept_logits for logits in chunk],
+            (torch.cat(kept_ious), torch.cat(kept_stability), torch.cat(kept_boxes)),
             torch.cat(kept_points),
         )  # fmt: skip
 
@@ -426,24 +430,38 @@ class SamModel:
     def _suppress_duplicates(
         self, embedding: ImageEmbedding, crop: Crop, size: tuple[int, int],
         options: AutomaticMaskOptions,
+        logits: Sequence[torch.Tensor],
         candidates: tuple[torch.Tensor, ...], points: torch.Tensor,
     ) -> list[Mask]:  # fmt: skip
-        """Drop a crop's duplicate masks and move the others to their position in the picture."""
-        logits, scores, steady, boxes = candidates
+        """Drop a crop's duplicate masks and move the others to their position in the picture.
+
+        Args:
+            embedding: of the crop.
+            crop: the crop.
+            size: (width, height) of the picture.
+            options: options of the generator.
+            logits: N masks [4·G, 4·G]. They are gathered a few at a time, since a copy of all can
+                take 800 MB.
+            candidates: predicted IoUs [N], stability scores [N] and boxes [N, 4].
+            points: [N, 2] on the CPU.
+        """
+        scores, steady, boxes = candidates
         keep = shapes.nms(boxes, scores, options.box_nms_thresh)
         left, top = crop.box[:2]
-        logits, points = logits[keep], points[keep.cpu()] + torch.tensor([left, top])
+        kept_rows = keep.tolist()
+        points = points[keep.cpu()] + torch.tensor([left, top])
         numbers = torch.cat(
             [x.double() for x in (scores[keep, None], steady[keep, None], boxes[keep])], 1
         ).tolist()
         step = max(1, _MAX_MASK_PIXELS // (embedding.size[0] * embedding.size[1]))
         masks: list[Mask] = []
-        for piece in logits.split(step):
+        for start in range(0, len(kept_rows), step):
+            piece = torch.stack([logits[row] for row in kept_rows[start : start + step]])
             big, _, area, _ = self.vision.ops.upsample_masks(
                 UpsampleMasksInputs(piece, self.image_size, embedding.encoder_size, embedding.size)
             )
-            host, areas = to_pinned_host(big), area.tolist()
-            for mask, count in zip(host, areas, strict=True):
+            host, areas = to_pinned_host(pack_rows(big)), area.tolist()
+            for rows, count in zip(host, areas, strict=True):
                 (score, stable, *ends), at = numbers[len(masks)], points[len(masks)].tolist()
                 x0, y0, x1, y1 = box = _int_box(ends)
                 moved = (x0 + left, y0 + top, x1 + left, y1 + top)
@@ -452,7 +470,9 @@ class SamModel:
                     "point": (at[0], at[1]),
                     "crop": crop.box,
                 }
-                masks.append(Mask(_crop_to_box(mask, box), size, score, moved, int(count), **extra))
+                masks.append(
+                    Mask(PackedMask.crop(rows, box), size, score, moved, int(count), **extra)
+                )
         return masks
 
 
@@ -466,9 +486,8 @@ def _remove_small_regions(masks: list[Mask], options: AutomaticMaskOptions) -> l
         if changed:
             pixels = torch.from_numpy(new_pixels)
             box = _int_box(masks_to_boxes(pixels).tolist())
-            mask = replace(
-                mask, box_pixels=_crop_to_box(pixels, box), box=box, area=int(pixels.sum())
-            )
+            packed = PackedMask.crop(pack_rows(pixels), box)
+            mask = replace(mask, packed=packed, box=box, area=int(pixels.sum()))
         cleaned.append(mask)
         unchanged.append(float(not changed))
     boxes = torch.tensor([mask.box for mask in cleaned]).float()
@@ -486,12 +505,6 @@ def to_pinned_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def _crop_to_box(mask: torch.Tensor, box: tuple[int, int, int, int]) -> torch.Tensor:
-    """Return a copy of a mask [H, W] inside a box."""
-    x0, y0, x1, y1 = box
-    return mask[y0 : y1 + 1, x0 : x1 + 1].clone()
 
 
 def _int_box(numbers: Sequence[float]) -> tuple[int, int, int, int]:

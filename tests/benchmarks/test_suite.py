@@ -136,6 +136,9 @@ def test_the_ratio_compares_the_fastest_of_both() -> None:
     assert cells[1] == "0.50"
     assert cells[-2:] == ["–", "1.50"]
     assert suite.table_cells("w", 1, {"llama.cpp": figure(1)}, ["llama.cpp"])[-1] == "–"
+    # what a side undercuts by more than rounding is no floor
+    assert suite.table_cells("w", 1.01, {"modelmill": figure(1)}, [])[1] == "1.01"
+    assert suite.table_cells("w", 1.1, {"modelmill": figure(1)}, [])[1] == "–"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from benchmarks.figure_statistics import LONG, SHORT
@@ -52,6 +54,40 @@ def test_sides_take_turns_on_the_same_ids_and_the_first_round_is_not_counted() -
     seeds = [seed for name, _, seed in calls if name == "ours"]
     assert set(seeds) == {seed for name, _, seed in calls if name == "peer"}
     assert len(set(seeds)) == len(seeds), "no call repeats a prompt"
+
+
+def test_a_slow_side_may_have_the_first_rounds_alone() -> None:
+    calls: list[tuple[str, int, int]] = []
+    engine, peer = Clocked("ours", 0.004, calls), Clocked("peer", 0.008, calls)
+    estimates: list[dict[str, float]] = []
+    done: list[tuple[int, int]] = []
+
+    def choose(seconds: Mapping[str, float]) -> dict[str, int]:
+        estimates.append(dict(seconds))
+        return {"ours": 3, "peer": 1}
+
+    figures = measure_in_turn(
+        Workload("decode-1x8", (8,)), [engine, peer], rounds=5,  # type: ignore[list-item]
+        choose_rounds=choose, on_round=lambda *each: done.append(each),
+    )  # fmt: skip
+    # a round calls each length twice, the warm-up once
+    assert estimates[0]["ours"] == pytest.approx(2 * (2 + (SHORT + LONG) * 0.004))
+    assert done == [(1, 3), (2, 3), (3, 3)]
+    assert (figures["ours"].runs, figures["peer"].runs) == (6, 2)
+    seeds = [seed for name, _, seed in calls if name == "peer"]
+    assert seeds == [seed for name, _, seed in calls if name == "ours"][: len(seeds)]
+
+
+def test_a_side_may_be_left_out_after_its_first_call() -> None:
+    calls: list[tuple[str, int, int]] = []
+    sides = [Clocked("ours", 0.004, calls), Clocked("peer", 8.0, calls)]
+    figures = measure_in_turn(
+        Workload("decode-1x8", (8,)), sides, rounds=1,  # type: ignore[arg-type]
+        goes_on=lambda name, seconds: seconds < 1000,
+        choose_rounds=lambda seconds: dict.fromkeys(seconds, 1),
+    )  # fmt: skip
+    assert list(figures) == ["ours"]
+    assert [output for name, output, _ in calls if name == "peer"] == [SHORT]
 
 
 class Warm(Clocked):

@@ -204,3 +204,6 @@ def test_the_two_orders_of_a_trace_are_two_commands() -> None:
     first, second = (provenance.script_and_part(f"{trace} {order}") for order in ("a", "b"))
     assert first != second
     assert provenance.script_and_part(f"{trace} a --rounds 3") == first
+    suite = "python benchmarks/suite.py --shape llama-3-8b"
+    parts = [provenance.script_and_part(f"{suite}{more}") for more in ("", " --weight-format int8")]
+    assert parts[0] != parts[1] != provenance.script_and_part(suite.replace("3-8b", "7b"))

@@ -77,13 +77,13 @@ def test_what_an_image_copies_and_installs_is_there(path: Path) -> None:
     for group in named:
         assert set("".join(group).split(",")) <= extras.keys()
     assert "torch==2.13.0" in text
-    assert re.search(r"^USER modelmill$", text, re.M), "a server does not run as root"
+    assert re.search(r"^USER 10001$", text, re.M), "a server does not run as root"
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
 def test_the_user_of_an_image_owns_its_cache_and_runs_the_pods(path: Path) -> None:
     before_volume, _, _ = path.read_text().partition("VOLUME")
-    _, _, as_user = before_volume.partition("USER modelmill")
+    _, _, as_user = before_volume.partition("USER 10001")
     assert "RUN mkdir /home/modelmill/cache" in as_user
     (user_id,) = re.findall(r"useradd .*--uid (\d+) modelmill", before_volume)
     for name in ("front.yaml", "node.yaml"):

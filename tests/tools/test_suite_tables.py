@@ -67,7 +67,7 @@ def test_the_summary_has_the_means_of_medians_and_the_least_run() -> None:
         for run, ratio in zip(("a1", "b1"), ratios, strict=True):
             rows += [row("modelmill", 2.0, run, work=work), row("vLLM", 2 * ratio, run, work=work)]
     assert suite_summary(rows)[2:] == [
-        "| NVIDIA H200, llama-3-8b | vLLM | **4.00** | – | 1.00 (decode-1x128) | 2 | 2 |"
+        "| NVIDIA H200, llama-3-8b | vLLM | **4.00** | – | 1.00 (decode-1x128) | 2 + 0 | 2 |"
     ]
     assert plots.suite(rows) == [("llama-3-8b, NVIDIA H200", {"decode": pytest.approx(4.0)})]
     assert len(suite_summary([row("modelmill", 4.0, "a1")])) == 2, "no peer, no line"

@@ -21,6 +21,7 @@ from modelmill.vision.automatic_mask_generator import (
     touches_crop_edge,
 )
 from modelmill.vision.masks import encode_rle
+from modelmill.vision.packed_mask import PackedMask
 from modelmill.vision.prompts import Prompt, group_by_shape, make_prompt, prompt_tensors
 from modelmill.vision.sam_model import Mask, SamModel
 from tests.models.test_sam import make_model
@@ -174,9 +175,9 @@ def test_wrong_options(wrong: dict) -> None:
 
 
 def test_masks_of_a_large_picture_are_kept_as_small_as_they_are() -> None:
-    """A hundred whole masks of a 48-megapixel photo would take 4.8 GB."""
+    """A hundred whole masks of a 48-megapixel photo would take 4.8 GB as bools."""
     part = torch.tensor([[True, False], [True, True], [False, True]])
-    mask = Mask(part, (8000, 6000), 0.9, (10, 20, 11, 22), 4)
+    mask = Mask(PackedMask.pack(part), (8000, 6000), 0.9, (10, 20, 11, 22), 4)
     pixels = mask.pixels
     assert pixels.shape == (6000, 8000)
     assert pixels.nonzero().tolist() == [[20, 10], [21, 10], [21, 11], [22, 11]]

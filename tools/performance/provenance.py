@@ -15,6 +15,7 @@ from tools.performance.rows import Row
 UNSHOWN_OPTIONS = ("--out", "--save", "--commit", "--work", "--note")
 UNSHOWN_FLAGS = ("--no-check",)
 UNSHOWN_VERSIONS = ("numpy", "python")
+TABLE_OPTIONS = ("--order", "--shape", "--weight-format")
 NO_COMMIT = "**no commit**"
 ROOT = Path(__file__).resolve().parent.parent.parent
 LANGUAGE_PATHS = tuple(
@@ -82,15 +83,16 @@ def without_ages(text: str) -> str:
 
 
 def script_and_part(command: str) -> str:
-    """A command's script and, where a word follows that is no option or file, that word.
+    """A command's script, a word that follows and is no option or file, and what a table is of.
 
-    Orders of a trace are two parts: each is a line of the table.
+    Orders of a trace are two parts, and so are shapes and weight formats of the suite: each has
+    lines of its own.
     """
     words = shlex.split(command)
     count = 2 if words[0] == "python" else 1
     part = [word for word in words[count : count + 1] if word.isalpha()]
-    orders = [value for flag, value in pairwise(words) if flag == "--order"]
-    return " ".join(words[:count] + part + orders)
+    chosen = [value for flag, value in pairwise(words) if flag in TABLE_OPTIONS]
+    return " ".join(words[:count] + part + chosen)
 
 
 def shown_command(command: str) -> str:

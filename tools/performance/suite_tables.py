@@ -100,7 +100,7 @@ def suite_table(rows: Sequence[Row]) -> list[str]:
 def suite_summary(rows: Sequence[Row]) -> list[str]:
     """A line for each device and shape: means of decode's and first tokens' ratios, the least."""
     parts = [
-        "| device, shape | peer | decode | first token | least | works | cards or runs |",
+        "| device, shape | peer | decode | first token | least | works of each | cards or runs |",
         "|---|---|---|---|---|---|---|",
     ]
     for (device, shape), lines in suite_lines(rows).items():
@@ -108,13 +108,17 @@ def suite_summary(rows: Sequence[Row]) -> list[str]:
         if not compared:
             continue
         means = [_ratio_cell(mean_ratio(compared, start)) for start in ("decode", "first")]
+        works = [
+            str(sum(line.work.startswith(start) for line in compared))
+            for start in ("decode", "first")
+        ]
         least = min(compared, key=lambda line: min(line.ratios))
         peers = {name.split()[0] for line in compared for each in line.runs for name in each}
         peers = {name for name in peers if not is_ours(name)}
         counts = sorted({len(line.runs) for line in compared})
         parts.append(
             f"| {device}, {shape} | {' or '.join(sorted(peers))} | {means[0]} "
-            f"| {means[1]} | {min(least.ratios):.2f} ({least.work}) | {len(compared)} "
+            f"| {means[1]} | {min(least.ratios):.2f} ({least.work}) | {' + '.join(works)} "
             f"| {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} |"
         )
     return parts

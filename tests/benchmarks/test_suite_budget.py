@@ -1,0 +1,159 @@
+"""``make bench`` within its minutes: which rounds fit, and what an interrupted run leaves."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks import suite
+from benchmarks.suite_budget import TimeBudget, rounds_that_fit
+from benchmarks.suite_resume import DATE_FORMAT, find_unfinished_run
+from tests.benchmarks.test_suite import FakeSide, options_for, run_cpu_with
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+IDENTITY = {"command": "python benchmarks/suite.py", "commit": "abc", "device": "CPU"}
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.floats(0.1, 100), min_size=1, max_size=6), st.integers(1, 15), st.floats(0, 2000)
+)
+def test_rounds_fit_or_are_one(numbers: list[float], rounds: int, seconds: float) -> None:
+    costs = {f"side {number}": cost for number, cost in enumerate(numbers)}
+    chosen = rounds_that_fit(costs, rounds, seconds)
+    assert chosen.keys() == costs.keys()
+    assert all(1 <= count <= rounds for count in chosen.values())
+    total = sum(chosen[side] * costs[side] for side in costs)
+    assert total <= seconds or set(chosen.values()) == {1}
+    assert rounds_that_fit(costs, rounds, None) == dict.fromkeys(costs, rounds)
+
+
+def test_the_slowest_side_pays() -> None:
+    costs = {"modelmill": 3.0, "transformers": 22.0}
+    assert rounds_that_fit(costs, 5, 80) == {"modelmill": 5, "transformers": 2}
+
+
+def test_a_budget_is_shared_by_what_is_left() -> None:
+    now = [0.0]
+    budget = TimeBudget(2, lambda: now[0])
+    assert budget.share(3) == 40
+    now[0] = 90
+    assert budget.share(1) == 30
+    assert not budget.is_over()
+    now[0] = 130
+    assert budget.is_over()
+    assert budget.left() == 0
+    assert TimeBudget(None).share(3) is None
+
+
+def write_run(out: Path, **changes: Any) -> None:
+    row = {
+        **IDENTITY, "bench": "suite", "shape": "s", "work": "first-512", "subject": "modelmill",
+        "floor": 1.0, "spread": {"value": 2.0, "min": 1.0, "max": 3.0, "runs": 4},
+        "calls_s": {"all": [0.002]}, "run": "suite-1", "date": NOW.strftime(DATE_FORMAT),
+    }  # fmt: skip
+    out.write_text(json.dumps(row | changes) + "\n", encoding="utf-8")
+
+
+PLANNED = [("s", "first-512"), ("s", "decode-1x16")]
+
+
+def test_an_interrupted_run_is_taken_up(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    assert find_unfinished_run(out, IDENTITY, PLANNED, NOW) is None
+    write_run(out)
+    unfinished = find_unfinished_run(out, IDENTITY, PLANNED, NOW + timedelta(hours=1))
+    assert unfinished is not None
+    assert unfinished.run == "suite-1"
+    assert [(line.shape, line.work, line.floor) for line in unfinished.lines] == [
+        ("s", "first-512", 1)
+    ]
+    assert unfinished.lines[0].figures["modelmill"].value == 2
+    more = IDENTITY | {"command": "python benchmarks/suite.py --minutes 9"}
+    assert find_unfinished_run(out, more, PLANNED, NOW) is not None
+    assert find_unfinished_run(out, IDENTITY, PLANNED[:1], NOW) is None  # it is complete
+    assert find_unfinished_run(out, IDENTITY, PLANNED, NOW + timedelta(days=1)) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"commit": "other"}, {"commit": "abc-dirty"}, {"device": "GPU"}, {"command": "… --rounds 2"}],
+)
+def test_other_code_machines_and_commands_are_not(changes: dict[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    write_run(out, **changes)
+    assert find_unfinished_run(out, IDENTITY, PLANNED, NOW) is None
+    identity = IDENTITY | {"commit": changes.get("commit", "abc")}
+    if identity["commit"].endswith("-dirty"):
+        assert find_unfinished_run(out, identity, PLANNED, NOW) is None
+
+
+class Interrupted(FakeSide):
+    """Ctrl-C in the first call of a prompt of 512 tokens."""
+
+    def generate(self, lengths: Any, seed: int) -> float:
+        if lengths[0] == (512, 16):
+            raise KeyboardInterrupt
+        return super().generate(lengths, seed)
+
+
+def test_an_interrupted_run_prints_its_table_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(suite, "host_facts", lambda: {"host_cpu": "x"})
+    with pytest.raises(SystemExit, match="the same command"):
+        run_cpu_with([Interrupted("modelmill int8", 0.01)], tmp_path, monkeypatch)
+    printed = capsys.readouterr().out
+    assert printed.count("decode-1x16") == 2  # as it came, and in the table
+    assert "decode-1x512" not in printed
+    (tmp_path / "model.int8.engine" / "weights.safetensors").unlink()
+    (tmp_path / "model.int8.engine").rmdir()
+    rows = run_cpu_with([FakeSide("modelmill int8", 0.02)], tmp_path, monkeypatch)
+    assert [(row["work"], round(row["value"])) for row in rows] == [
+        ("decode-1x16", 10), ("decode-1x512", 20), ("first-512", 20)
+    ]  # fmt: skip
+    assert len({row["run"] for row in rows}) == 1
+    assert "decode-1x16" in capsys.readouterr().out
+
+
+def test_a_peer_that_takes_all_the_time_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = options_for(tmp_path)
+    options.budget = TimeBudget(1, lambda: 0.0)
+    options.gguf = tmp_path / "model.gguf"
+    monkeypatch.setattr("tests.benchmarks.test_suite.options_for", lambda *_: options)
+    sides = [FakeSide("modelmill int8", 0.01), FakeSide("transformers", 1.0)]
+    rows = run_cpu_with(sides, tmp_path, monkeypatch)
+    assert {(row["work"], row["subject"]) for row in rows} == {
+        ("decode-1x16", "modelmill int8"), ("decode-1x512", "modelmill int8"),
+        ("first-512", "modelmill int8"), ("first-512", "transformers"),
+    }  # fmt: skip
+    printed = capsys.readouterr().out
+    assert (
+        "not measured: transformers smollm2-135m decode-1x16: a round takes about 320 s" in printed
+    )
+    assert "not measured: transformers smollm2-135m decode-1x512: too slow" in printed
+
+
+def test_what_the_minutes_leave_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    side = FakeSide("modelmill int8", 0.01)
+    options = options_for(tmp_path)
+    assert options.budget.minutes is None
+    options.budget = TimeBudget(0.0)
+    monkeypatch.setattr(suite, "parse_args", lambda *_: options)
+    monkeypatch.setattr("tests.benchmarks.test_suite.options_for", lambda *_: options)
+    options.gguf = tmp_path / "model.gguf"
+    rows = run_cpu_with([side], tmp_path, monkeypatch)
+    assert [row["work"] for row in rows] == ["decode-1x16"]
+    assert rows[0]["spread"]["runs"] == 2  # one round
+    printed = capsys.readouterr().out
+    assert "not measured: smollm2-135m first-512: the 0 minutes are over; the same" in printed
