@@ -201,12 +201,7 @@ def source_infos(
             shape = (int(argument.rpartition("/")[2]), *shape[1:])
         elif name == "depthwise" and len(shape) == 2:
             shape = (shape[0], 1, shape[1])
-    axis = 1 if rule.how.startswith("cat1") else 0
-    sizes = [known[source].shape[axis] if source in known else 1 for source in rule.sources]
-    unknown = [i for i, source in enumerate(rule.sources) if source not in known]
-    if unknown:
-        sizes[unknown[-1]] += shape[axis] - sum(sizes)
-    shapes = [(*shape[:axis], size, *shape[axis + 1 :]) for size in sizes]
+    shapes = _source_shapes(rule, shape, known) if shape else [()]  # a number is of one source
     return {
         source: TensorInfo(
             source,
@@ -216,3 +211,15 @@ def source_infos(
         )
         for source, each in zip(rule.sources, shapes, strict=True)
     }
+
+
+def _source_shapes(
+    rule: Rule, shape: tuple[int, ...], known: Mapping[str, TensorInfo]
+) -> list[tuple[int, ...]]:
+    """Return the shape of each source of a tensor; ``known`` are of other rules."""
+    axis = 1 if rule.how.startswith("cat1") else 0
+    sizes = [known[source].shape[axis] if source in known else 1 for source in rule.sources]
+    unknown = [i for i, source in enumerate(rule.sources) if source not in known]
+    if unknown:
+        sizes[unknown[-1]] += shape[axis] - sum(sizes)
+    return [(*shape[:axis], size, *shape[axis + 1 :]) for size in sizes]

@@ -9,6 +9,7 @@ from torch import nn
 
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.attention_parts import attention_core_spec, input_projection_spec, o_proj_spec
+from modelmill.nn.early_rotation import EARLY_ROTATION_SPEC, EarlyRotation
 from modelmill.nn.layer_spec import ROPE, ModuleSpec, RopeCacheSpec, RowPart, RowProducer, SiteSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.norm import QKNormWeight
@@ -66,6 +67,7 @@ class AttentionSpec:
         sinks: Whether softmax has a learned logit per head beside the keys' (gpt-oss).
         qkv_clip: Bound of the absolute values of q, k and v (MPT), or None.
         value_norm: A norm of each head of v (Gemma 4), or None.
+        rotates_first: Whether the rotation stands in front of ``qk_norm`` (Hunyuan).
     """
 
     hidden: int
@@ -87,6 +89,7 @@ class AttentionSpec:
     sinks: bool = False
     qkv_clip: float | None = None
     value_norm: ValueNormConfig | None = None
+    rotates_first: bool = False
 
     @property
     def modifies_scores(self) -> bool:
@@ -126,8 +129,9 @@ class AttentionSpec:
         rows: tuple[RowPart, ...] = (RowPart("q", q, "q_heads"), RowPart("k", kv, "kv_heads"))
         normed = self.qkv_norm is not None or self.value_norm is not None
         clipped = self.qkv_clip is not None
-        steps = [self.qkv_norm, self.qkv_clip, self.value_norm]
-        assert steps.count(None) > 1, "no family has two of them"
+        steps = [self.qkv_norm, self.qkv_clip, self.value_norm, self.rotates_first or None]
+        assert steps.count(None) > 2, "no family has two of them"
+        source = "qkv_normed" if normed else "qkv_clipped" if clipped else "qkv"
         changes = self.rotates or self.qk_norm or self.qkv_norm is not None
         values = "v_clipped" if clipped else "v" if self.value_norm is None else "v_normed"
         rows += () if self.values_are_keys else (RowPart("v", kv, "kv_heads"),)
@@ -137,9 +141,10 @@ class AttentionSpec:
             *(() if self.qkv_norm is None else (self.qkv_norm.spec,)),
             *(() if self.value_norm is None else (VALUE_NORM_SPEC,)),
             *((QKV_CLIP_SPEC,) if clipped else ()),
+            *((EARLY_ROTATION_SPEC,) if self.rotates_first else ()),
             RopeCacheSpec(
                 path="attn.rope_cache",
-                reads=("qkv_normed" if normed else "qkv_clipped" if clipped else "qkv", ROPE),
+                reads=("qkv_rotated" if self.rotates_first else source, ROPE),
                 writes=("q",),
                 reference=("q_rot" if changes else "q_clipped" if clipped else "q",),
                 keys="k_rot" if changes else "k_clipped" if clipped else "k",
@@ -220,6 +225,8 @@ class Attention(nn.Module):
         if spec.qkv_norm is not None:
             self.qkv_norm = spec.qkv_norm.build_module(spec.head_groups)
         self.qkv_clip = None if spec.qkv_clip is None else QKVClip(spec.qkv_clip)
+        if spec.rotates_first:
+            self.rotation = EarlyRotation(spec.head_groups)
         self.rope_cache = RopeAndCache(spec, cache_index)
         self.core = AttentionCore(spec, cache_index)
         self.o_proj = Linear(spec.heads * spec.head_dim, spec.hidden, spec.out_bias)
@@ -236,6 +243,8 @@ class Attention(nn.Module):
             qkv = self.qkv_clip(qkv, step)
         if self.spec.value_norm is not None:
             qkv = self.value_norm(qkv, step)
+        if self.spec.rotates_first:
+            qkv = self.rotation(qkv, rope, step)
         q = self.rope_cache(qkv, rope, step)
         out = self.core(q, step)
         if self.spec.gated:
@@ -251,6 +260,8 @@ class Attention(nn.Module):
         if self.spec.value_norm is not None:
             self.value_norm.keep_local_heads(heads, kv_heads)
         self.kv_heads = kv_heads[1] - kv_heads[0]
+        if self.spec.rotates_first:
+            self.rotation.kv_heads = self.kv_heads
 
 
 class RopeAndCache(nn.Module):
@@ -261,7 +272,8 @@ class RopeAndCache(nn.Module):
         self.heads = spec.heads
         self.cache_index = cache_index
         self.eps = spec.eps
-        self.rotates, self.local_rope = spec.rotates, spec.local_rope
+        self.rotates = spec.rotates and not spec.rotates_first
+        self.local_rope = spec.local_rope
         self._op = OpBinding()
         self.q_norm = QKNormWeight(spec.head_dim) if spec.qk_norm else None
         self.k_norm = QKNormWeight(spec.head_dim) if spec.qk_norm else None

@@ -75,6 +75,8 @@ class DecoderConfig:
             None.
         output_gate: Whether a projection gates the output of the attention.
         query_growth: Factors of rotated queries by position, or None.
+        rotates_first: Whether queries and keys are rotated in front of ``qk_norm``.
+        mlp_layers: Of ``OneBranchLayer``, those that have an MLP or experts and no attention.
     """
 
     hidden: int
@@ -124,6 +126,8 @@ class DecoderConfig:
     beside_attention: Mamba2Spec | None = None
     output_gate: bool = False
     query_growth: AttentionTemperature | None = None
+    rotates_first: bool = False
+    mlp_layers: frozenset[int] = frozenset()
 
     def mixer_spec(self, layer: int) -> MixerSpec:
         """The attention of layer ``layer``, or the recurrence in its place."""
@@ -157,6 +161,7 @@ class DecoderConfig:
             self.alibi,
             self.sinks,
             self.qkv_clip,
+            rotates_first=self.rotates_first,
         )
 
     def mlp_spec(self, layer: int) -> MLPSpec | MoESpec:
@@ -174,6 +179,7 @@ class DecoderConfig:
             self.branch_scale,
             self.mlp_norm,
             beside_attention=self.beside_attention,
+            mixes_tokens=layer not in self.mlp_layers,
         )
 
     def layer_spec(self, layer: int) -> LayerSpec:
@@ -243,7 +249,8 @@ def _make_layers(config: DecoderConfig) -> Iterator[nn.Module]:
     """The layers; a mixer knows its place among the KV caches, or among the states."""
     caches = states = 0
     for number in range(config.layers):
-        modules = config.mixer_spec(number).module_specs()
+        mixes_tokens = number not in config.mlp_layers
+        modules = config.mixer_spec(number).module_specs() if mixes_tokens else ()
         num_states = sum(isinstance(module, RecurrenceSpec) for module in modules)
         yield config.layer(config.layer_parts(number), states if num_states else caches)
         states += num_states

@@ -1,4 +1,4 @@
-"""Layers with experts beside their MLP, of which the experts are fused: tokens grouped by expert.
+"""Layers of which the experts alone are fused: tokens grouped by expert.
 
 All else is computed by the plain modules.
 """
@@ -15,13 +15,26 @@ from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.expert_branch import ExpertBranch
 from modelmill.nn.fused_module import FusedModule
 from modelmill.nn.fused_moe import FusedMoE
+from modelmill.nn.moe import MoE
+from modelmill.nn.one_branch_layer import OneBranchLayer
 from modelmill.nn.scaled_sandwich import ScaledSandwichLayer
 from modelmill.nn.step import Step
 
 
 def has_expert_branches(layer: nn.Module) -> bool:
-    """Whether a layer has experts beside its MLP."""
+    """Whether a layer has experts beside its MLP, or experts as its only branch."""
+    if isinstance(layer, OneBranchLayer):
+        return isinstance(getattr(layer, "mlp", None), MoE)
     return isinstance(layer, ScaledSandwichLayer) and layer.experts is not None
+
+
+def fuse_experts(layer: nn.Module) -> nn.Module:
+    """The layer, or one in its place whose experts are fused."""
+    if not has_expert_branches(layer):
+        return layer
+    if isinstance(layer, OneBranchLayer):
+        return FusedOneBranchLayer(layer)
+    return FusedExpertBranchLayer(cast(ScaledSandwichLayer, layer))
 
 
 class FusedExpertBranchLM(FusedModule):
@@ -31,12 +44,7 @@ class FusedExpertBranchLM(FusedModule):
 
     def __init__(self, plain: CausalLM) -> None:
         super().__init__(plain)
-        self.layers = nn.ModuleList(
-            FusedExpertBranchLayer(cast(ScaledSandwichLayer, layer))
-            if has_expert_branches(layer)
-            else layer
-            for layer in plain.layers
-        )
+        self.layers = nn.ModuleList(map(fuse_experts, plain.layers))
 
     def forward(self, step: Step) -> torch.Tensor:
         """Logits [R, V] float32 of the rows ``step.logit_rows``."""
@@ -45,6 +53,27 @@ class FusedExpertBranchLM(FusedModule):
     def hidden_states(self, step: Step) -> torch.Tensor:
         """The input of the head: normed final states [R, H] of the rows ``step.logit_rows``."""
         return self.plain.hidden_states_with_layers(self.layers, step)
+
+
+class FusedOneBranchLayer(FusedModule):
+    """A layer of a norm and experts, which are fused."""
+
+    plain: OneBranchLayer
+
+    def __init__(self, plain: OneBranchLayer) -> None:
+        super().__init__(plain)
+        self.mlp = FusedMoE(cast(MoE, plain.mlp))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rope: RopeCosSin,  # noqa: ARG002
+        step: Step,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(branch, residual), both [T, H]."""
+        x, residual = self.plain.mlp_norm(x, residual, step)
+        return self.mlp(x, step), residual
 
 
 class FusedExpertBranchLayer(FusedModule):

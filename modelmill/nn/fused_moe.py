@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from modelmill.nn.expert_stack import StackedExperts, stack_experts
-from modelmill.nn.mlp import GatedMLP, SiluMul
-from modelmill.nn.moe import Expert, MoE
+from modelmill.nn.mlp import SiluMul
+from modelmill.nn.moe import ExpertMLP, MoE, PlainExpert
 from modelmill.nn.routed_moe import RoutedMoEOperands, topk_inputs
 from modelmill.nn.step import Step
 from modelmill.ops.cpu.common.thread_pool import single_thread_torch
@@ -112,7 +112,7 @@ def compute_chosen_experts(
     routing, first = _local_routing_weights(moe, routing), moe.local_experts[0]
     experts, tokens = routing.T.nonzero(as_tuple=True)  # in the order of the experts
     outputs = [
-        run_gated_mlp(cast(Expert, moe.experts[first + index]), x if len(x) == 1 else x[rows], step)
+        run_expert(cast(ExpertMLP, moe.experts[first + index]), x if len(x) == 1 else x[rows], step)
         for index, rows in tokens_by_expert(experts, tokens, routing.shape[1])
     ]
     if not outputs:  # other ranks have the experts of all tokens
@@ -131,7 +131,7 @@ def compute_all_experts(
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     routing = _local_routing_weights(moe, routing)
     for index, expert in enumerate(moe.local_expert_modules):
-        out = run_gated_mlp(expert, x, step)
+        out = run_expert(expert, x, step)
         total += out.float() * routing[:, index, None]
     return total
 
@@ -156,8 +156,10 @@ def tokens_by_expert(
     return [(expert, rows) for expert, rows in enumerate(tokens.split(counts)) if counts[expert]]
 
 
-def run_gated_mlp(mlp: GatedMLP, x: torch.Tensor, step: Step) -> torch.Tensor:
-    """down(silu(gate) · up), in the op that computes the product with SwiGLU where there is one."""
+def run_expert(mlp: ExpertMLP, x: torch.Tensor, step: Step) -> torch.Tensor:
+    """An expert's MLP, in the op that computes the product with SwiGLU where there is one."""
+    if isinstance(mlp, PlainExpert):
+        return mlp(x, step)
     if isinstance(mlp.act, SiluMul):
         up = mlp.gate_up_proj
         inner = up.weight.try_linear_swiglu(x, up.bias, step.ops)

@@ -37,6 +37,8 @@ class LayerParts:
         experts: In a ``ScaledSandwichLayer``, experts beside the MLP, or None.
         layer_input: There, what it does with its input beside the stream, or None.
         beside_attention: In a ``HybridLayer``, the recurrence beside the attention, or None.
+        mixes_tokens: In a ``OneBranchLayer``, whether it has the attention and no MLP; otherwise
+            the MLP alone.
     """
 
     attention: MixerSpec
@@ -47,6 +49,7 @@ class LayerParts:
     experts: ExpertBranchSpec | None = None
     layer_input: PerLayerInputSpec | None = None
     beside_attention: Mamba2Spec | None = None
+    mixes_tokens: bool = True
 
 
 def make_layer_spec(

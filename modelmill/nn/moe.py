@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from modelmill.nn.mlp import GatedMLP, MLPSpec
+from modelmill.nn.mlp import GatedMLP, MLPSpec, PlainMLP
 from modelmill.nn.step import Step
 from modelmill.parallel.shard import Range
 
@@ -140,6 +140,26 @@ class Expert(GatedMLP):
         return super().forward(x, step) if len(x) else x
 
 
+class PlainExpert(PlainMLP):
+    """An MLP of two matrices for the tokens that have it (Nemotron 3)."""
+
+    def __init__(self, spec: MLPSpec, index: int) -> None:
+        super().__init__(spec.hidden, spec.inner, spec.bias, spec.activation)
+        self.tokens = GatherExpertTokens(index)
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """[its tokens, H] → the same shape; without tokens nothing is computed."""
+        return super().forward(x, step) if len(x) else x
+
+
+ExpertMLP = Expert | PlainExpert
+
+
+def make_expert(spec: MLPSpec, index: int) -> ExpertMLP:
+    """The expert of this number."""
+    return Expert(spec, index) if spec.gated else PlainExpert(spec, index)
+
+
 class RemoteExpert(nn.Module):
     """In the place of an expert whose weights another rank has."""
 
@@ -196,7 +216,7 @@ class MoE(nn.Module):
         super().__init__()
         self.router = Router(expert.hidden, router.experts, router.bias, router.logit_scale)
         self.routing = TopKRouting(router)
-        self.experts = nn.ModuleList(Expert(expert, index) for index in range(router.experts))
+        self.experts = nn.ModuleList(make_expert(expert, index) for index in range(router.experts))
         self.shared_expert = None if shared is None else shared.build_module()
         self.shared_gate = SharedExpertGate(expert.hidden) if shared_gate else None
         self.local_experts: Range = (0, router.experts)
@@ -217,10 +237,10 @@ class MoE(nn.Module):
         return self.local_experts == (0, self.routing.config.experts)
 
     @property
-    def local_expert_modules(self) -> list[Expert]:
+    def local_expert_modules(self) -> list[ExpertMLP]:
         """The experts of this rank, in order."""
         first, end = self.local_experts
-        return cast(list[Expert], list(self.experts)[first:end])
+        return cast(list[ExpertMLP], list(self.experts)[first:end])
 
     def forward(
         self, x: torch.Tensor, step: Step, router_input: torch.Tensor | None = None

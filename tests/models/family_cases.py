@@ -231,7 +231,7 @@ def transformers_model(raw: dict[str, Any], folder: Path, attention: str = "eage
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(torch.randn(buffer.shape, generator=draw) * 0.3 + 1)
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(torch.randn(buffer.shape, generator=draw) * 0.3)
     return model
 
