@@ -15,7 +15,7 @@ from functools import cache
 # families whose parts are those of others
 ALIKE = (
     "cwm", "gpt_neo", "granite_swa", "hunyuan_v1_moe", "hyperclovax", "iquestcoder", "jais2",
-    "kimi_k2", "lfm2_moe", "olmo", "persimmon", "youtu",
+    "kimi_k2", "lfm2_moe", "olmo", "persimmon", "phimoe", "youtu",
 )  # fmt: skip
 FURTHER_ENGINES_OF_FAULTS = (
     "*bfloat16-*",
@@ -378,6 +378,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_logits[further-kimi_k2]",
         "test_logits[further-lfm2_moe]",
         "test_logits[further-persimmon]",
+        "test_logits[further-phimoe]",
         "test_logits[further-youtu]",
         "test_split_over_ranks_equals_whole[*-2]",
         "test_split_over_ranks_equals_whole[*-4]",
@@ -551,6 +552,25 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
                 "queries",
                 "rotated",
                 "weight",
+            )
+        ),
+    ),
+    "tests/models/test_sparse_mixer_faults.py": (
+        "*bfloat16-*",
+        "*-float32-int4]",
+        *(
+            f"test_a_planted_fault_is_refused_by_name[{fault}*"
+            for fault in (
+                "distance",
+                "first",
+                "next",
+                "no noise",
+                "router",
+                "second",
+                "sigmoid",
+                "softmax",
+                "twice",
+                "weights",
             )
         ),
     ),

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from modelmill.nn.mlp import GatedMLP, MLPSpec, PlainMLP
+from modelmill.nn.sparse_mixer import SPARSE_MIXER, sparse_mixer
 from modelmill.nn.step import Step
 from modelmill.parallel.shard import Range
 
@@ -26,7 +27,8 @@ class RouterConfig:
     Attributes:
         experts: How many there are.
         top_k: How many each token has.
-        scores: SOFTMAX over all experts, or SIGMOID of each by itself.
+        scores: SOFTMAX over all experts, SIGMOID of each by itself, or SPARSE_MIXER, which chooses
+            one expert after the other.
         renormalize: Whether the weights of a token's experts are divided by their sum. A softmax
             over the chosen logits alone is the same.
         selection_bias: Whether a learned bias is added to the scores for the choice, and not for
@@ -39,6 +41,7 @@ class RouterConfig:
         top_groups: See ``groups``.
         logit_scale: Factor of the logits.
         expert_scale: Whether each expert has a learned factor of its weights (Gemma 4).
+        jitter: SparseMixer's relative noise of the logits.
     """
 
     experts: int
@@ -53,6 +56,7 @@ class RouterConfig:
     group_scores: int = 2
     logit_scale: float = 1.0
     expert_scale: bool = False
+    jitter: float = 0.0
 
 
 class Router(nn.Module):
@@ -94,6 +98,9 @@ class TopKRouting(nn.Module):
     def forward(self, logits: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
         """The weight of each expert for each token."""
         config = self.config
+        if config.scores == SPARSE_MIXER:
+            weights, chosen = sparse_mixer(logits, config.jitter)
+            return torch.zeros_like(logits).scatter_(1, chosen, weights)
         scores = logits.softmax(-1) if config.scores == SOFTMAX else logits.sigmoid()
         chosen = self._choose(scores)
         weights = scores.gather(1, chosen)

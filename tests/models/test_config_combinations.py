@@ -100,6 +100,18 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "heads by their name in the file": (
         "gpt_bigcode", {"n_head": 5}, "n_head=5",
     ),
+    "a scaling without its factors, Phi-3.5-MoE": (
+        "phimoe", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_scaling: 'linear'",
+    ),
+    "one of LongRoPE's factors, Phi-3.5-MoE": (
+        "phimoe", {"rope_scaling": {"type": "longrope", "long_mscale": 1.2}}, "short_mscale",
+    ),
+    "a factor of the base, and a scaling": (
+        "hunyuan_v1_dense", {"rope_scaling": {"type": "linear", "alpha": 3.0}}, "alpha",
+    ),
+    "two lists of layers, Nemotron-H": (
+        "nemotron_h", {"hybrid_override_pattern": "MMMM"}, "hybrid_override_pattern",
+    ),
     "heads that are no share of the width, GPT-NeoX": ("gpt_neox", {"head_dim": 8}, "head_dim=8"),
     "heads that are no share of the width, StableLM": ("stablelm", {"head_dim": 8}, "head_dim=8"),
     "heads that are no share of the width, Falcon": ("falcon", {"head_dim": 8}, "head_dim=8"),
