@@ -14,8 +14,8 @@ from functools import cache
 
 # families whose parts are those of others
 ALIKE = (
-    "cwm", "gpt_neo", "granite_swa", "hunyuan_v1_moe", "hyperclovax", "iquestcoder", "jais2",
-    "kimi_k2", "lfm2_moe", "olmo", "persimmon", "phimoe", "youtu",
+    "bitnet", "cwm", "gpt_neo", "granite_swa", "hunyuan_v1_moe", "hyperclovax", "iquestcoder",
+    "jais2", "kimi_k2", "lfm2_moe", "olmo", "persimmon", "phimoe", "youtu",
 )  # fmt: skip
 FURTHER_ENGINES_OF_FAULTS = (
     "*bfloat16-*",
@@ -372,6 +372,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_logits_of_every_switch[glm4-*",
         "test_logits_of_every_switch[olmo2-*",
         *(f"test_split_over_ranks_equals_whole[further-{name}-*" for name in ALIKE),
+        "test_logits[further-bitnet]",
         "test_logits[further-hunyuan_v1_moe]",
         "test_logits[further-iquestcoder]",
         "test_logits[further-jais2]",
@@ -571,6 +572,26 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
                 "softmax",
                 "twice",
                 "weights",
+            )
+        ),
+    ),
+    "tests/models/test_sub_norm_faults.py": (
+        "*bfloat16-*",
+        "*-float32-int4]",
+        *(
+            f"test_a_planted_fault_is_refused_by_name[{fault}*"
+            for fault in (
+                "attention",
+                "eps of",
+                "half",
+                "heads",
+                "less",
+                "no eps",
+                "no weight",
+                "one half",
+                "sum",
+                "the",
+                "weight",
             )
         ),
     ),

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from modelmill.builder.model_config import find_family, read_model_config, stored_dtype
+from modelmill.checkpoint import bitnet_format
 from modelmill.checkpoint.awq_format import AwqScheme
 from modelmill.checkpoint.container import Container, TensorInfo
 from modelmill.checkpoint.fp8_format import STORED_DTYPE, Fp8Container, read_settings
@@ -137,6 +138,8 @@ def quantized_container(
     packed = [name for name in matrices if not any(str(each) in name for each in kept)]
     if fp8 is not None:
         return Fp8Container(ConfigContainer(infos | fp8_infos(infos, packed, fp8.block), file), fp8)
+    if bitnet_format.read_settings(settings, file) is not None:
+        return ConfigContainer(infos, file)  # expanded; some files have them as they were trained
     scheme = find_scheme(settings, file)
     if not isinstance(scheme, GptqScheme | AwqScheme):
         raise CheckpointError(

@@ -29,7 +29,7 @@ from modelmill.nn.sparse_mixer import NUM_CHOSEN, SPARSE_MIXER
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 UNUSED_CONFIG_KEYS = ("input_jitter_noise", "original_max_position_embeddings")
-LONGROPE_TYPES = ("longrope", "su", "yarn")
+LONGROPE_NAMES = ("longrope", "su", "yarn")
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -64,7 +64,7 @@ def _with_attention_factor(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return raw
-    if kind not in LONGROPE_TYPES:
+    if kind not in LONGROPE_NAMES:
         raise CheckpointError(f"config.json: {key}: {quote(kind, 60)} is not supported: longrope")
     short, long = (positive_float(scaling, name) for name in ("short_mscale", "long_mscale"))
     if short != long:

@@ -16,6 +16,7 @@ from modelmill.nn.norm import QKNormWeight
 from modelmill.nn.partition import HeadGroups, HeadPartition
 from modelmill.nn.qkv_norm import QKNormConfig
 from modelmill.nn.step import Step
+from modelmill.nn.sub_norm import SubNorm, sub_norm_spec
 from modelmill.nn.value_norm import VALUE_NORM_SPEC, ValueNormConfig
 from modelmill.ops.binding import OpBinding
 from modelmill.ops.causal_conv import exact_sigmoid
@@ -68,6 +69,7 @@ class AttentionSpec:
         qkv_clip: Bound of the absolute values of q, k and v (MPT), or None.
         value_norm: A norm of each head of v (Gemma 4), or None.
         rotates_first: Whether the rotation stands in front of ``qk_norm`` (Hunyuan).
+        out_norm: Whether a norm stands in front of the output projection (BitNet b1.58).
     """
 
     hidden: int
@@ -90,6 +92,7 @@ class AttentionSpec:
     qkv_clip: float | None = None
     value_norm: ValueNormConfig | None = None
     rotates_first: bool = False
+    out_norm: bool = False
 
     @property
     def modifies_scores(self) -> bool:
@@ -115,7 +118,7 @@ class AttentionSpec:
     def quant_sites(self) -> tuple[SiteSpec, ...]:
         """The inputs of the two projections."""
         # v is not linear in its rows where it is clipped or normed
-        is_linear = self.qkv_clip is None and self.value_norm is None
+        is_linear = self.qkv_clip is None and self.value_norm is None and not self.out_norm
         producer = RowProducer("attn.qkv_proj", "v", self.head_groups)
         return SiteSpec("qkv"), SiteSpec("o", producer if is_linear else None)
 
@@ -131,6 +134,8 @@ class AttentionSpec:
         clipped = self.qkv_clip is not None
         steps = [self.qkv_norm, self.qkv_clip, self.value_norm, self.rotates_first or None]
         assert steps.count(None) > 2, "no family has two of them"
+        output = OUT_NORM_SPEC.writes[0] if self.out_norm else "attn"
+        output = "gated_attn" if self.gated else output
         source = "qkv_normed" if normed else "qkv_clipped" if clipped else "qkv"
         changes = self.rotates or self.qk_norm or self.qkv_norm is not None
         values = "v_clipped" if clipped else "v" if self.value_norm is None else "v_normed"
@@ -157,9 +162,10 @@ class AttentionSpec:
             ),
             attention_core_spec(("sinks",) if self.sinks else ()),
             *(OUTPUT_GATE_SPECS if self.gated else ()),
+            *((OUT_NORM_SPEC,) if self.out_norm else ()),
             o_proj_spec(
                 self.hidden,
-                reads="gated_attn" if self.gated else "attn",
+                reads=output,
                 split_columns="q_heads",
                 bias=self.out_bias,
             ),
@@ -187,6 +193,8 @@ class OutputGate(nn.Module):
         """Gate each channel."""
         return (x.float() * exact_sigmoid(gate.float())).to(x.dtype)
 
+
+OUT_NORM_SPEC = sub_norm_spec("attn.out_norm", "attn", "attn_sub_norm")
 
 QKV_CLIP_SPEC = ModuleSpec(
     path="attn.qkv_clip",
@@ -230,6 +238,8 @@ class Attention(nn.Module):
         self.rope_cache = RopeAndCache(spec, cache_index)
         self.core = AttentionCore(spec, cache_index)
         self.o_proj = Linear(spec.heads * spec.head_dim, spec.hidden, spec.out_bias)
+        if spec.out_norm:
+            self.out_norm = SubNorm(spec.heads * spec.head_dim, spec.eps)
         if spec.gated:
             self.gate_proj = Linear(spec.hidden, spec.heads * spec.head_dim, spec.qkv_bias)
             self.output_gate = OutputGate()
@@ -249,10 +259,15 @@ class Attention(nn.Module):
         out = self.core(q, step)
         if self.spec.gated:
             out = self.output_gate(out, self.gate_proj(x, step), step)
+        if self.spec.out_norm:
+            out = self.out_norm(out, step)
         return self.o_proj(out, step)
 
     def keep_local_heads(self, heads: Range, kv_heads: Range) -> None:
         """Keep a rank's heads; ``forward`` then returns a partial sum."""
+        if self.spec.out_norm:
+            dim = self.spec.head_dim
+            self.out_norm.keep_local_channels((heads[0] * dim, heads[1] * dim))
         self.rope_cache.heads = heads[1] - heads[0]
         self.core.keep_local_heads(heads)
         if self.spec.qkv_norm is not None:
@@ -261,7 +276,7 @@ class Attention(nn.Module):
             self.value_norm.keep_local_heads(heads, kv_heads)
         self.kv_heads = kv_heads[1] - kv_heads[0]
         if self.spec.rotates_first:
-            self.rotation.kv_heads = self.kv_heads
+            self.rotation.keep_local_kv_heads(self.kv_heads)
 
 
 class RopeAndCache(nn.Module):

@@ -36,6 +36,7 @@ from modelmill.nn.query_growth import AttentionTemperature
 from modelmill.nn.rotary import RopeSpec, Rotary
 from modelmill.nn.shared_kv_attention import SharedKVAttentionSpec
 from modelmill.nn.step import Step
+from modelmill.nn.sub_norm import NormedMLPSpec
 
 LayerClass = type[MixerLayer | PostNormLayer]
 
@@ -76,6 +77,7 @@ class DecoderConfig:
         output_gate: Whether a projection gates the output of the attention.
         query_growth: Factors of rotated queries by position, or None.
         rotates_first: Whether queries and keys are rotated in front of ``qk_norm``.
+        sub_norms: Whether norms stand in front of the last products of attention and MLP.
         mlp_layers: Of ``OneBranchLayer``, those that have an MLP or experts and no attention.
     """
 
@@ -128,6 +130,7 @@ class DecoderConfig:
     query_growth: AttentionTemperature | None = None
     rotates_first: bool = False
     mlp_layers: frozenset[int] = frozenset()
+    sub_norms: bool = False
 
     def mixer_spec(self, layer: int) -> MixerSpec:
         """The attention of layer ``layer``, or the recurrence in its place."""
@@ -162,13 +165,15 @@ class DecoderConfig:
             self.sinks,
             self.qkv_clip,
             rotates_first=self.rotates_first,
+            out_norm=self.sub_norms,
         )
 
     def mlp_spec(self, layer: int) -> MLPSpec | MoESpec:
         """The MLP or mixture of experts of layer ``layer``."""
         if self.moe is not None and layer not in self.dense_layers:
             return self.moe
-        return MLPSpec(self.hidden, self.inner, self.gated, self.activation, self.mlp_bias)
+        sizes = self.hidden, self.inner, self.gated, self.activation, self.mlp_bias
+        return NormedMLPSpec(*sizes, eps=self.eps) if self.sub_norms else MLPSpec(*sizes)
 
     def layer_parts(self, layer: int) -> LayerParts:
         """The parts of layer ``layer``."""

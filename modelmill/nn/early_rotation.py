@@ -34,6 +34,10 @@ class EarlyRotation(nn.Module):
         super().__init__()
         self.kv_heads, self.head_dim = groups.kv_heads, groups.head_dim
 
+    def keep_local_kv_heads(self, count: int) -> None:
+        """Keep a rank's heads, so many KV heads among them."""
+        self.kv_heads = count
+
     def forward(self, qkv: torch.Tensor, rope: RopeCosSin, step: Step) -> torch.Tensor:  # noqa: ARG002
         """Rotate channels i and i + D/2 of each head of q and k, in float32."""
         assert rope.cos is not None, "the model has a rotation"

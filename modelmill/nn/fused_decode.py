@@ -85,6 +85,7 @@ def _supports_layer(layer: nn.Module) -> bool:
         and not spec.gated
         and not spec.modifies_scores
         and not spec.rotates_first
+        and not spec.out_norm
     )
 
 

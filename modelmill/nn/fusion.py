@@ -44,7 +44,7 @@ from modelmill.ops.quant_types import ActQuantSpec, QuantizedInput
 from modelmill.ops.rope_cache import RopeCacheInputs
 
 Activation = torch.Tensor | QuantizedInput
-PLAIN_MIXERS = frozenset({"attn.output_gate", "attn.rotation"})
+PLAIN_MIXERS = frozenset({"attn.output_gate", "attn.out_norm", "attn.rotation"})
 """Modules of attentions that are not fused, beside those with a recurrence."""
 
 
@@ -154,7 +154,7 @@ class FusedPreNormLayer(FusedModule):
     def __init__(self, plain: nn.Module) -> None:
         super().__init__(plain)
         mlp = cast(nn.Module, plain.mlp)
-        self.gated = isinstance(mlp, GatedMLP) and isinstance(mlp.act, SiluMul)
+        self.gated = type(mlp) is GatedMLP and isinstance(mlp.act, SiluMul)
         self.mlp_norm = FusedNormQuant(
             cast(nn.Module, plain.mlp_norm),
             cast(GatedMLP, mlp).gate_up_proj if self.gated else None,
