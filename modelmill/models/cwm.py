@@ -11,10 +11,9 @@ from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, boolean, positive_int
 from modelmill.models._llama_common import (
     CHECKPOINT_PREFIXES,
-    SLIDING_ATTENTION,
     ignored_tensors,
-    layer_types,
     rules,
+    windows_but_every,
 )
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
@@ -42,12 +41,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         activation=activation(raw, "hidden_act", "silu"),
         mlp_bias=boolean(raw, "mlp_bias", False),
     )
-    types, size = layer_types(raw, config.layers), positive_int(raw, "sliding_window")
-    slides = [
-        bool(layer % FULL_EVERY) if types is None else types[layer] == SLIDING_ATTENTION
-        for layer in range(config.layers)
-    ]
-    return replace(config, windows=tuple(size if each else None for each in slides))
+    positive_int(raw, "sliding_window")  # the class has no null
+    return replace(config, windows=windows_but_every(FULL_EVERY, raw, config.layers))
 
 
 class Model(Decoder):
