@@ -534,6 +534,27 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
             )
         ),
     ),
+    "tests/models/test_differential_attention_faults.py": (
+        "*bfloat16-*",
+        "*-float32-int4]",
+        *(
+            f"test_a_planted_fault_is_refused_by_name[{fault}*"
+            for fault in (
+                "eps",
+                "first",
+                "heads",
+                "k2",
+                "keys",
+                "lambda",
+                "maps",
+                "no norm",
+                "norm",
+                "q1",
+                "scores",
+                "start",
+            )
+        ),
+    ),
     "tests/models/test_early_rotation_faults.py": (
         "*bfloat16-*",
         "*-float32-int4]",

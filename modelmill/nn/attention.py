@@ -268,7 +268,7 @@ class Attention(nn.Module):
         if self.spec.out_norm:
             dim = self.spec.head_dim
             self.out_norm.keep_local_channels((heads[0] * dim, heads[1] * dim))
-        self.rope_cache.heads = heads[1] - heads[0]
+        self.rope_cache.keep_local_heads(heads[1] - heads[0])
         self.core.keep_local_heads(heads)
         if self.spec.qkv_norm is not None:
             self.qkv_norm.keep_local_heads(heads, kv_heads)
@@ -296,6 +296,10 @@ class RopeAndCache(nn.Module):
     def forward(self, qkv: torch.Tensor, rope: RopeCosSin, step: Step) -> torch.Tensor:
         """[T, (heads + 2·kv_heads)·D] → q [T, heads, D]."""
         return self._op(step.ops.rope_cache, qkv, self.op_inputs(rope, step))
+
+    def keep_local_heads(self, count: int) -> None:
+        """Keep a rank's heads, so many of queries."""
+        self.heads = count
 
     def op_inputs(self, rope: RopeCosSin, step: Step) -> RopeCacheInputs:
         """The inputs of the op ``rope_cache`` beside qkv."""

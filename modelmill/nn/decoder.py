@@ -14,6 +14,7 @@ from torch import nn
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.attention import AttentionSpec, RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
+from modelmill.nn.differential_attention import DifferentialAttentionSpec, lambda_init
 from modelmill.nn.embedding import (
     LearnedPositionEmbedding,
     LMHead,
@@ -21,7 +22,7 @@ from modelmill.nn.embedding import (
     TokenEmbedding,
 )
 from modelmill.nn.latent_attention import LatentAttentionSpec
-from modelmill.nn.layer_parts import LayerParts, MixerSpec, RecurrenceConfig
+from modelmill.nn.layer_parts import AttentionConfig, LayerParts, MixerSpec, RecurrenceConfig
 from modelmill.nn.layer_spec import LayerSpec, RecurrenceSpec, RopeCacheSpec
 from modelmill.nn.layer_stack import kv_shape, state_shape
 from modelmill.nn.mamba2 import Mamba2Spec
@@ -34,7 +35,6 @@ from modelmill.nn.pre_norm import PreNormLayer
 from modelmill.nn.qkv_norm import QKNormConfig
 from modelmill.nn.query_growth import AttentionTemperature
 from modelmill.nn.rotary import RopeSpec, Rotary
-from modelmill.nn.shared_kv_attention import SharedKVAttentionSpec
 from modelmill.nn.step import Step
 from modelmill.nn.sub_norm import NormedMLPSpec
 
@@ -77,6 +77,7 @@ class DecoderConfig:
         output_gate: Whether a projection gates the output of the attention.
         query_growth: Factors of rotated queries by position, or None.
         rotates_first: Whether queries and keys are rotated in front of ``qk_norm``.
+        differential: Whether attention is the difference of two maps.
         sub_norms: Whether norms stand in front of the last products of attention and MLP.
         mlp_layers: Of ``OneBranchLayer``, those that have an MLP or experts and no attention.
     """
@@ -131,6 +132,7 @@ class DecoderConfig:
     rotates_first: bool = False
     mlp_layers: frozenset[int] = frozenset()
     sub_norms: bool = False
+    differential: bool = False
 
     def mixer_spec(self, layer: int) -> MixerSpec:
         """The attention of layer ``layer``, or the recurrence in its place."""
@@ -138,12 +140,13 @@ class DecoderConfig:
             return self.recurrence
         return self.attention_spec(layer)
 
-    def attention_spec(
-        self, layer: int
-    ) -> AttentionSpec | SharedKVAttentionSpec | LatentAttentionSpec:
+    def attention_spec(self, layer: int) -> AttentionConfig:
         """The attention of layer ``layer``."""
         if self.latent_attention is not None:
             return self.latent_attention
+        if self.differential:
+            sizes = self.hidden, self.heads, self.kv_heads, self.head_dim, self.qkv_bias, self.eps
+            return DifferentialAttentionSpec(*sizes, lambda_init(layer))
         window = self.windows[layer] if self.windows else None
         return AttentionSpec(
             self.hidden,

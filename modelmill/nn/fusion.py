@@ -44,7 +44,7 @@ from modelmill.ops.quant_types import ActQuantSpec, QuantizedInput
 from modelmill.ops.rope_cache import RopeCacheInputs
 
 Activation = torch.Tensor | QuantizedInput
-PLAIN_MIXERS = frozenset({"attn.output_gate", "attn.out_norm", "attn.rotation"})
+PLAIN_MIXERS = frozenset({"attn.difference", "attn.output_gate", "attn.out_norm", "attn.rotation"})
 """Modules of attentions that are not fused, beside those with a recurrence."""
 
 

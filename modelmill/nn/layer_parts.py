@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from modelmill.nn.attention import AttentionSpec
+from modelmill.nn.differential_attention import DifferentialAttentionSpec
 from modelmill.nn.expert_branch import ExpertBranchSpec
 from modelmill.nn.gated_delta_net import GatedDeltaNetSpec
 from modelmill.nn.latent_attention import LatentAttentionSpec
@@ -21,7 +22,10 @@ from modelmill.nn.shared_kv_attention import SharedKVAttentionSpec
 from modelmill.nn.short_conv import ShortConvSpec
 
 RecurrenceConfig = GatedDeltaNetSpec | Mamba2Spec | ShortConvSpec
-MixerSpec = AttentionSpec | SharedKVAttentionSpec | LatentAttentionSpec | RecurrenceConfig
+AttentionConfig = (
+    AttentionSpec | SharedKVAttentionSpec | LatentAttentionSpec | DifferentialAttentionSpec
+)
+MixerSpec = AttentionConfig | RecurrenceConfig
 
 
 @dataclass(frozen=True)
