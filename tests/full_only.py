@@ -14,8 +14,8 @@ from functools import cache
 
 # families whose parts are those of others
 ALIKE = (
-    "bitnet", "cwm", "gpt_neo", "granite_swa", "hunyuan_v1_moe", "hyperclovax", "iquestcoder",
-    "jais2", "kimi_k2", "lfm2_moe", "olmo", "persimmon", "phimoe", "youtu",
+    "bitnet", "cwm", "gpt_neo", "granite_swa", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
+    "iquestcoder", "jais2", "kimi_k2", "lfm2_moe", "olmo", "persimmon", "phimoe", "youtu",
 )  # fmt: skip
 FURTHER_ENGINES_OF_FAULTS = (
     "*bfloat16-*",
@@ -374,6 +374,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         *(f"test_split_over_ranks_equals_whole[further-{name}-*" for name in ALIKE),
         "test_logits[further-bitnet]",
         "test_logits[further-hunyuan_v1_moe]",
+        "test_logits[further-hy_v3]",
         "test_logits[further-iquestcoder]",
         "test_logits[further-jais2]",
         "test_logits[further-kimi_k2]",

@@ -34,15 +34,11 @@ SUPPORTED_VALUES = {
     "moe_drop_tokens": (False,), "moe_layer_num_skipped": (0,), "group_limited_greedy": (False,),
     "moe_random_routing_dropped_token": (False,), "routed_scaling_factor": (False, 1.0),
 }  # fmt: skip
-LAYOUT = CheckpointLayout(
-    {
-        **NAMES,
-        **EXPERT_NAMES,
-        "mlp.router": ("mlp.gate.wg",),
-        f"{SHARED}.gate_up_proj": ("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
-        f"{SHARED}.down_proj": ("mlp.shared_mlp.down_proj",),
-    }
-)
+SHARED_MLP = {
+    f"{SHARED}.gate_up_proj": ("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
+    f"{SHARED}.down_proj": ("mlp.shared_mlp.down_proj",),
+}
+LAYOUT = CheckpointLayout({**NAMES, **EXPERT_NAMES, **SHARED_MLP, "mlp.router": ("mlp.gate.wg",)})
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 TOP_K_KEYS = ("moe_topk", "num_experts_per_tok")
 
