@@ -15,7 +15,8 @@ from functools import cache
 # families whose parts are those of others
 ALIKE = (
     "bitnet", "cwm", "gpt_neo", "granite_swa", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
-    "iquestcoder", "jais2", "kimi_k2", "lfm2_moe", "olmo", "persimmon", "phimoe", "youtu",
+    "iquestcoder", "jais2", "kimi_k2", "lfm2_moe", "mellum", "olmo", "persimmon", "phimoe",
+    "youtu",
 )  # fmt: skip
 FURTHER_ENGINES_OF_FAULTS = (
     "*bfloat16-*",
@@ -379,6 +380,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_logits[further-jais2]",
         "test_logits[further-kimi_k2]",
         "test_logits[further-lfm2_moe]",
+        "test_logits[further-mellum]",
         "test_logits[further-persimmon]",
         "test_logits[further-phimoe]",
         "test_logits[further-youtu]",
