@@ -17,9 +17,9 @@ LONGROPE: dict[str, Any] = {
 CASE = moe_family(
     "phimoe",
     # noise that makes rivals of some experts
-    {"num_local_experts": 6, "router_jitter_noise": 0.2, "rope_scaling": LONGROPE},
+    {"num_local_experts": 4, "router_jitter_noise": 0.2, "rope_scaling": LONGROPE},
     (
-        {"num_local_experts": 4}, {"num_local_experts": 2}, {"num_experts_per_tok": 2},
+        {"num_local_experts": 6}, {"num_local_experts": 2}, {"num_experts_per_tok": 2},
         {"router_jitter_noise": 0.0}, {"router_jitter_noise": None},
         {"router_jitter_noise": 0.6}, {"input_jitter_noise": 0.1},
         {"attention_bias": True}, {"lm_head_bias": True}, {"sliding_window": 20},
