@@ -19,12 +19,12 @@ class MellumReference(PerHeadQKNormMixin, ExpertsMixin):
     DEFAULTS = Defaults(kv_heads=4, head_dim=128, positions=131072)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
-        given = config.get("rope_parameters") or {}
+        by_type = config.get("rope_parameters") or {}
         plain = {key: value for key, value in config.items() if key != "rope_parameters"}
         super().__init__(source, {"num_key_value_heads": 4} | plain)
         self.rope, self.local_rope = (
             rope_from_config(
-                {"rope_parameters": {"rope_theta": base} | (given.get(kind) or {})},
+                {"rope_parameters": {"rope_theta": base} | (by_type.get(kind) or {})},
                 self.head_dim, self.max_position,
             )
             for kind, base in BASES.items()
