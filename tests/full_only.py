@@ -14,7 +14,8 @@ from functools import cache
 
 # families whose parts are those of others
 ALIKE = (
-    "cwm", "gpt_neo", "granite_swa", "hyperclovax", "iquestcoder", "jais2", "kimi_k2", "olmo",
+    "bitnet", "cwm", "gpt_neo", "granite_swa", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
+    "iquestcoder", "jais2", "kimi_k2", "lfm2_moe", "mellum", "olmo", "persimmon", "phimoe",
     "youtu",
 )  # fmt: skip
 FURTHER_ENGINES_OF_FAULTS = (
@@ -377,9 +378,18 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_logits_of_every_switch[glm4-*",
         "test_logits_of_every_switch[olmo2-*",
         *(f"test_split_over_ranks_equals_whole[further-{name}-*" for name in ALIKE),
+        "test_logits[further-bitnet]",
+        "test_logits[further-diffllama]",
+        "test_logits[further-hunyuan_v1_dense]",
+        "test_logits[further-hunyuan_v1_moe]",
+        "test_logits[further-hy_v3]",
         "test_logits[further-iquestcoder]",
         "test_logits[further-jais2]",
         "test_logits[further-kimi_k2]",
+        "test_logits[further-lfm2_moe]",
+        "test_logits[further-mellum]",
+        "test_logits[further-persimmon]",
+        "test_logits[further-phimoe]",
         "test_logits[further-youtu]",
         "test_split_over_ranks_equals_whole[*-2]",
         "test_split_over_ranks_equals_whole[*-4]",
@@ -531,6 +541,116 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
                 "slopes s",
                 "slopes x",
                 "slopes'",
+            )
+        ),
+    ),
+    "tests/models/test_differential_attention_faults.py": (
+        "*bfloat16-*",
+        "*-float32-int4]",
+        *(
+            f"test_a_planted_fault_is_refused_by_name[{fault}*"
+            for fault in (
+                "values",
+                "eps",
+                "first",
+                "heads",
+                "k2",
+                "keys",
+                "lambda",
+                "maps",
+                "no norm",
+                "norm",
+                "q1",
+                "scores",
+                "start",
+            )
+        ),
+    ),
+    "tests/models/test_early_rotation_faults.py": (
+        "*bfloat16-*",
+        "*-float32-int4]",
+        *(
+            f"test_a_planted_fault_is_refused_by_name[{fault}*"
+            for fault in (
+                "values",
+                "backwards",
+                "base",
+                "eps",
+                "keys",
+                "neighbouring",
+                "no weight",
+                "norms",
+                "not",
+                "one",
+                "pairs",
+                "queries",
+                "rotated",
+                "weight",
+            )
+        ),
+    ),
+    "tests/models/test_sparse_mixer_faults.py": (
+        "*bfloat16-*",
+        "*-float32-int4]",
+        *(
+            f"test_a_planted_fault_is_refused_by_name[{fault}*"
+            for fault in (
+                "distance",
+                "first",
+                "next",
+                "no noise",
+                "router",
+                "second",
+                "sigmoid",
+                "softmax",
+                "twice",
+                "weights",
+            )
+        ),
+    ),
+    "tests/models/test_sub_norm_faults.py": (
+        "*bfloat16-*",
+        "*-float32-int4]",
+        *(
+            f"test_a_planted_fault_is_refused_by_name[{fault}*"
+            for fault in (
+                "attention",
+                "eps",
+                "half",
+                "heads",
+                "less",
+                "no eps",
+                "no weight",
+                "one half",
+                "sum",
+                "the",
+                "weight",
+            )
+        ),
+    ),
+    "tests/checkpoint/test_bitnet_format.py": (
+        "test_logits_are_those_of_transformers_with_these_values[divided]",
+        "test_logits_are_those_of_transformers_with_these_values[online]",
+        "test_logits_are_those_of_transformers_with_these_values[multiplied]",
+    ),
+    "tests/models/test_xielu_faults.py": (
+        "*bfloat16-*",
+        "*-float32-int4]",
+        *(
+            f"test_a_planted_fault_is_refused_by_name[{fault}*"
+            for fault in (
+                "a cube",
+                "a linear",
+                "alpha_n",
+                "alpha_p x",
+                "alpha_p'",
+                "beta",
+                "bound",
+                "eps",
+                "no -x",
+                "no linear",
+                "no square",
+                "ReLU",
             )
         ),
     ),

@@ -26,7 +26,6 @@ ALLOWED = (
     ("nn/expert_stack.py", "linear.weight", "moves loaded weights into a stack of all experts"),
     ("nn/synthetic_step.py", "*.weight", "fills a model with random weights"),
     ("nn/synthetic_step.py", "setattr(model.*", "fills a model with random parameters"),
-    ("nn/attention.py", "self.rope_cache.heads", "a rank has a part of the heads"),
     ("nn/shard_model.py", "model.kv", "a rank has a part of the KV heads"),
     ("nn/shard_model.py", "model.state", "a rank has the states of its heads"),
     ("core/config.py", "setattr(config, *", "fields of the dataclass that is being declared"),

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from modelmill.builder.model_config import find_family, read_model_config, stored_dtype
+from modelmill.checkpoint import bitnet_format
 from modelmill.checkpoint.awq_format import AwqScheme
 from modelmill.checkpoint.container import Container, TensorInfo
 from modelmill.checkpoint.fp8_format import STORED_DTYPE, Fp8Container, read_settings
@@ -136,6 +137,8 @@ def quantized_container(
     packed = [name for name in matrices if not any(str(each) in name for each in kept)]
     if fp8 is not None:
         return Fp8Container(ConfigContainer(infos | fp8_infos(infos, packed, fp8.block), file), fp8)
+    if bitnet_format.read_settings(settings, file) is not None:
+        return ConfigContainer(infos, file)  # expanded; some files have them as they were trained
     scheme = find_scheme(settings, file)
     if not isinstance(scheme, GptqScheme | AwqScheme):
         raise CheckpointError(
@@ -200,12 +203,7 @@ def source_infos(
             shape = (int(argument.rpartition("/")[2]), *shape[1:])
         elif name == "depthwise" and len(shape) == 2:
             shape = (shape[0], 1, shape[1])
-    axis = 1 if rule.how.startswith("cat1") else 0
-    sizes = [known[source].shape[axis] if source in known else 1 for source in rule.sources]
-    unknown = [i for i, source in enumerate(rule.sources) if source not in known]
-    if unknown:
-        sizes[unknown[-1]] += shape[axis] - sum(sizes)
-    shapes = [(*shape[:axis], size, *shape[axis + 1 :]) for size in sizes]
+    shapes = _source_shapes(rule, shape, known) if shape else [()]  # a number is of one source
     return {
         source: TensorInfo(
             source,
@@ -215,3 +213,15 @@ def source_infos(
         )
         for source, each in zip(rule.sources, shapes, strict=True)
     }
+
+
+def _source_shapes(
+    rule: Rule, shape: tuple[int, ...], known: Mapping[str, TensorInfo]
+) -> list[tuple[int, ...]]:
+    """Return the shape of each source of a tensor; ``known`` are of other rules."""
+    axis = 1 if rule.how.startswith("cat1") else 0
+    sizes = [known[source].shape[axis] if source in known else 1 for source in rule.sources]
+    unknown = [i for i, source in enumerate(rule.sources) if source not in known]
+    if unknown:
+        sizes[unknown[-1]] += shape[axis] - sum(sizes)
+    return [(*shape[:axis], size, *shape[axis + 1 :]) for size in sizes]

@@ -54,7 +54,7 @@ from modelmill.nn.model_kv import model_kv_shape
 from modelmill.nn.per_layer_input import per_layer_input_size
 from modelmill.nn.recurrent_state import NO_STATE, StateShape
 from modelmill.ops import registry
-from modelmill.quant.keep import EXPANDED, KEEP, has_scaled_fp8, resolve_keep
+from modelmill.quant.keep import KEEP, expansion_remark, resolve_keep
 from modelmill.quant.mixed_precision import MixedPrecisionRecipe
 from modelmill.quant.recipe import NONE, Recipe, make_recipe
 from modelmill.quant.vision_encoder import describe_vision_recipe, vision_encoder_recipe
@@ -313,11 +313,11 @@ def make_plan(
     reasons: dict[str, str] = {}
     # what is quantized already is kept, unless another recipe is set
     quantized = bool(checkpoint.config.get("quantization_config"))
-    expanded = quantized and has_scaled_fp8(checkpoint)
+    expanded = expansion_remark(checkpoint) if quantized else ""
     if config.quantization == KEEP or (quantized and config.quantization == NONE and not expanded):
         config, reasons = resolve_keep(checkpoint, config)
     elif expanded and config.quantization == NONE:
-        warnings.append(EXPANDED)
+        warnings.append(expanded)
     renames = resolve_rename_rules(checkpoint, family, sizes)
     auto_result = None
     if config.quantization == AUTO and not config.layer_recipes:

@@ -1,4 +1,4 @@
-"""Checkpoints quantized by GPTQ, AWQ, compressed-tensors or to 8-bit floats, by weights' names.
+"""Checkpoints in few bits, by weights' names: GPTQ, AWQ, compressed-tensors, floats, ternary.
 
 ``config.json`` contains the method (``quantization_config``); older ones have quantize_config.json
 (AutoGPTQ) or quant_config.json (AutoAWQ) beside it. A stem's packed tensors become one matrix
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from modelmill.checkpoint import awq_format, compressed_tensors, gptq_format
+from modelmill.checkpoint import awq_format, bitnet_format, compressed_tensors, gptq_format
 from modelmill.checkpoint.container import Container, TensorInfo
 from modelmill.checkpoint.fp8_format import METHODS, Fp8Container, read_settings
 from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
@@ -59,6 +59,9 @@ def open_prequantized(
     fp8 = read_settings(settings, path)
     if fp8 is not None:
         return Fp8Container(raw, fp8)
+    ternary = bitnet_format.read_settings(settings, path)
+    if ternary is not None:
+        return bitnet_format.BitNetContainer(raw, ternary)
     return PrequantizedContainer(raw, find_scheme(settings, path), transposed=transposed)
 
 
@@ -73,7 +76,8 @@ def find_scheme(settings: Any, path: Path) -> QuantScheme:
     method = str(settings.get("quant_method", "")).lower()
     module = SCHEME_MODULES.get(method)
     if module is None:
-        named, known = method or "an unnamed method", ", ".join((*SCHEME_MODULES, *METHODS))
+        named, methods = method or "an unnamed method", (*METHODS, bitnet_format.METHOD)
+        known = ", ".join((*SCHEME_MODULES, *methods))
         raise CheckpointError(
             f"{path} is quantized by {named}, which is not supported (known are {known}); {ADVICE}"
         )

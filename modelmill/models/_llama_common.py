@@ -186,6 +186,28 @@ def interleaved_windows(
     return tuple(size if (i + 1) % every else None for i in range(layers))
 
 
+def windows_but_every(every: int, raw: RawConfig, layers: int) -> tuple[int | None, ...]:
+    """Per layer the window or None, of families with full attention in layers 0, n, 2n, ….
+
+    A ``sliding_window`` of null means full attention in all layers.
+
+    Args:
+        every: n, where the config has no ``layer_types``.
+        raw: The config.
+        layers: How many there are.
+    """
+    types = layer_types(raw, layers)
+    if raw["sliding_window"] is None:
+        refuse_sliding_layers(types)
+        return ()
+    size = positive_int(raw, "sliding_window")
+    slides = [
+        bool(layer % every) if types is None else types[layer] == SLIDING_ATTENTION
+        for layer in range(layers)
+    ]
+    return tuple(size if each else None for each in slides)
+
+
 def rope_by_layer_type(
     raw: RawConfig, theta: float, local_theta: float | None = None
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

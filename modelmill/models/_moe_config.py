@@ -157,6 +157,24 @@ def leading_dense_layers(raw: RawConfig, layers: int, default: int) -> frozenset
     return frozenset(range(count))
 
 
+def layers_by_mlp_type(raw: RawConfig, layers: int, *, dense: int) -> frozenset[int]:
+    """Layers with a plain MLP, from ``mlp_layer_types``; without it the first ``dense`` ones.
+
+    Raises:
+        CheckpointError: for other types than "dense" and "sparse", or another number of layers.
+    """
+    types = raw.get("mlp_layer_types")
+    if types is None:
+        return frozenset(range(min(dense, layers)))
+    known = isinstance(types, list) and all(each in ("dense", "sparse") for each in types)
+    if not known or len(types) != layers:
+        raise CheckpointError(
+            f"config.json: mlp_layer_types must say 'dense' or 'sparse' of each of {layers} "
+            f"layers, not {quote(types, 60)}"
+        )
+    return frozenset(layer for layer, each in enumerate(types) if each == "dense")
+
+
 def dense_layers(raw: RawConfig, layers: int) -> frozenset[int]:
     """Layers with a plain MLP, from ``mlp_only_layers`` and ``decoder_sparse_step``.
 

@@ -9,7 +9,7 @@ from typing import Any
 from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import boolean, positive_int
-from modelmill.models._llama_common import SLIDING_ATTENTION, ConfigDefaults, layer_types
+from modelmill.models._llama_common import ConfigDefaults, windows_but_every
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
@@ -33,9 +33,5 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         ConfigDefaults(positions=131072, eps=1e-5, theta=1000000.0, activation="silu"),
         mlp_bias=boolean(raw, "mlp_bias", False),
     )
-    types, size = layer_types(raw, config.layers), positive_int(raw, "sliding_window")
-    slides = [
-        bool(layer % FULL_EVERY) if types is None else types[layer] == SLIDING_ATTENTION
-        for layer in range(config.layers)
-    ]
-    return replace(config, windows=tuple(size if each else None for each in slides))
+    positive_int(raw, "sliding_window")  # the class has no null
+    return replace(config, windows=windows_but_every(FULL_EVERY, raw, config.layers))

@@ -10,9 +10,9 @@ from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.models import granite
-from modelmill.models._hf_config import num_layers, positive_int
+from modelmill.models._hf_config import num_layers
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, SLIDING_ATTENTION, layer_types
+from modelmill.models._llama_common import CHECKPOINT_NAMES, windows_but_every
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
@@ -33,15 +33,10 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     base = next((each for each in bases or () if each), None)
     if base is not None:
         raw = _with_base(raw, base)
-    types, size = layer_types(raw, layers), positive_int(raw, "sliding_window")
-    slides = [
-        bool(layer % FULL_EVERY) if types is None else types[layer] == SLIDING_ATTENTION
-        for layer in range(layers)
-    ]
     return replace(
         granite.config_from_hf(raw),
         sinks=True,
-        windows=tuple(size if each else None for each in slides),
+        windows=windows_but_every(FULL_EVERY, raw, layers),
         unrotated_layers=frozenset(i for i, each in enumerate(bases or ()) if not each),
     )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from modelmill.checkpoint.rename import Rule
 from modelmill.core.config_view import RawConfig
-from modelmill.core.errors import CheckpointError
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_and_mlp_bias, boolean, factor, positive_float
 from modelmill.models._layer_rules import CheckpointLayout
@@ -15,21 +17,12 @@ Model = Decoder
 LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, "attn_post": ("post_norm1",), "mlp_post": ("post_norm2",)}
 )
+BEHIND_BRANCHES = (".attn_post.weight", ".mlp_post.weight")
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
-    """Sizes from config.json; what it does not name is as in HyperCLOVAXConfig.
-
-    Raises:
-        CheckpointError: for branches that are both normed and scaled.
-    """
+    """Sizes from config.json; what it does not name is as in HyperCLOVAXConfig."""
     normed = boolean(raw, "use_post_norm", True)
-    scale = positive_float(raw, "residual_multiplier", default=1.0)
-    if normed and scale != 1.0:
-        raise CheckpointError(
-            f"config.json: residual_multiplier={scale:g} is not supported beside norms behind the "
-            "branches (use_post_norm); published models have 1"
-        )
     attention_scale = raw.get("attention_multiplier")
     return _llama_common.config_from_hf(
         raw,
@@ -40,6 +33,18 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         if attention_scale is None
         else positive_float(raw, "attention_multiplier"),
         embedding_scale=factor(raw, "embedding_multiplier"),
-        branch_scale=None if normed else scale,
+        branch_scale=positive_float(raw, "residual_multiplier", default=1.0),
         logit_scale=factor(raw, "logits_scaling"),
     )
+
+
+def rules(config: DecoderConfig) -> list[Rule]:
+    """Every tensor of the model; a branch's factor is one of the norm behind it, if it has one."""
+    made = LAYOUT.rules(config)
+    if config.layer is not SandwichLayer or config.branch_scale in (None, 1.0):
+        return made
+    step = f"+scale_rows:{config.hidden}*{config.branch_scale!r}"
+    return [
+        replace(rule, how=f"{rule.how}{step}") if rule.target.endswith(BEHIND_BRANCHES) else rule
+        for rule in made
+    ]

@@ -18,22 +18,20 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.short_conv import ShortConvSpec
 
 Model = Decoder
-LAYOUT = CheckpointLayout(
-    {
-        **CHECKPOINT_NAMES,
-        "attn_norm": ("operator_norm",),
-        "attn.rope_cache.q_norm": ("self_attn.q_layernorm",),
-        "attn.rope_cache.k_norm": ("self_attn.k_layernorm",),
-        "attn.o_proj": ("self_attn.out_proj",),
-        "attn.in_proj": ("conv.in_proj",),
-        "attn.conv": ("conv.conv",),
-        "attn.out_proj": ("conv.out_proj",),
-        "mlp_norm": ("ffn_norm",),
-        "mlp.gate_up_proj": ("feed_forward.w1", "feed_forward.w3"),
-        "mlp.down_proj": ("feed_forward.w2",),
-    },
-    norm="model.embedding_norm",
-)
+NAMES = {
+    **CHECKPOINT_NAMES,
+    "attn_norm": ("operator_norm",),
+    "attn.rope_cache.q_norm": ("self_attn.q_layernorm",),
+    "attn.rope_cache.k_norm": ("self_attn.k_layernorm",),
+    "attn.o_proj": ("self_attn.out_proj",),
+    "attn.in_proj": ("conv.in_proj",),
+    "attn.conv": ("conv.conv",),
+    "attn.out_proj": ("conv.out_proj",),
+    "mlp_norm": ("ffn_norm",),
+    "mlp.gate_up_proj": ("feed_forward.w1", "feed_forward.w3"),
+    "mlp.down_proj": ("feed_forward.w2",),
+}
+LAYOUT = CheckpointLayout(NAMES, norm="model.embedding_norm")
 SUPPORTED_VALUES = {"block_use_swiglu": (True,), "use_pos_enc": (True,)}
 # of published files: of training, and sizes and an epsilon that transformers reads under other keys
 UNUSED_CONFIG_KEYS = (
@@ -44,10 +42,16 @@ UNUSED_CONFIG_KEYS = (
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Lfm2Config."""
+    raw = overlay_config(raw, {}, {"intermediate_size": _intermediate_size(raw)})
+    return hybrid_config(raw, _layer_types(raw))
+
+
+def hybrid_config(raw: RawConfig, layer_types: Any) -> DecoderConfig:
+    """The sizes of a decoder whose layers are of these types."""
     raw = overlay_config(
         raw,
         {"num_key_value_heads": 8, "norm_eps": 1e-5},
-        {"tie_word_embeddings": _tied(raw), "intermediate_size": _intermediate_size(raw)},
+        {"tie_word_embeddings": _tied(raw)},
     )
     config = _llama_common.config_from_hf(
         overlay_config(raw, {}, {"rms_norm_eps": raw["norm_eps"]}),
@@ -57,7 +61,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     conv = ShortConvSpec(
         config.hidden, conv_width(raw, "conv_L_cache", default=3), boolean(raw, "conv_bias", False)
     )
-    recurrent = recurrent_layers(_layer_types(raw), config.layers)
+    recurrent = recurrent_layers(layer_types, config.layers)
     return replace(config, recurrence=conv, recurrent_layers=recurrent)
 
 

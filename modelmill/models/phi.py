@@ -36,12 +36,12 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         gated=False,
         **EVERY_BIAS,
         head_bias=True,
-        qkv_norm=_qk_norm_config(raw),
+        qkv_norm=qk_norm_config(raw, default=False),
     )
 
 
-def _qk_norm_config(raw: RawConfig) -> QKNormConfig | None:
+def qk_norm_config(raw: RawConfig, *, default: bool) -> QKNormConfig | None:
     """The norm of q and k, one of each for all heads."""
     eps = non_negative_float(raw, "layer_norm_eps", default=1e-5)
-    normed = boolean(raw, "qk_layernorm", False)
+    normed = boolean(raw, "qk_layernorm", default)
     return QKNormConfig(SHARED_LAYER_NORM, eps) if normed else None

@@ -9,12 +9,14 @@ from torch import nn
 
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.attention_parts import attention_core_spec, input_projection_spec, o_proj_spec
+from modelmill.nn.early_rotation import EARLY_ROTATION_SPEC, EarlyRotation
 from modelmill.nn.layer_spec import ROPE, ModuleSpec, RopeCacheSpec, RowPart, RowProducer, SiteSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.norm import QKNormWeight
 from modelmill.nn.partition import HeadGroups, HeadPartition
 from modelmill.nn.qkv_norm import QKNormConfig
 from modelmill.nn.step import Step
+from modelmill.nn.sub_norm import SubNorm, sub_norm_spec
 from modelmill.nn.value_norm import VALUE_NORM_SPEC, ValueNormConfig
 from modelmill.ops.binding import OpBinding
 from modelmill.ops.causal_conv import exact_sigmoid
@@ -66,6 +68,8 @@ class AttentionSpec:
         sinks: Whether softmax has a learned logit per head beside the keys' (gpt-oss).
         qkv_clip: Bound of the absolute values of q, k and v (MPT), or None.
         value_norm: A norm of each head of v (Gemma 4), or None.
+        rotates_first: Whether the rotation stands in front of ``qk_norm`` (Hunyuan).
+        out_norm: Whether a norm stands in front of the output projection (BitNet b1.58).
     """
 
     hidden: int
@@ -87,6 +91,8 @@ class AttentionSpec:
     sinks: bool = False
     qkv_clip: float | None = None
     value_norm: ValueNormConfig | None = None
+    rotates_first: bool = False
+    out_norm: bool = False
 
     @property
     def modifies_scores(self) -> bool:
@@ -112,7 +118,7 @@ class AttentionSpec:
     def quant_sites(self) -> tuple[SiteSpec, ...]:
         """The inputs of the two projections."""
         # v is not linear in its rows where it is clipped or normed
-        is_linear = self.qkv_clip is None and self.value_norm is None
+        is_linear = self.qkv_clip is None and self.value_norm is None and not self.out_norm
         producer = RowProducer("attn.qkv_proj", "v", self.head_groups)
         return SiteSpec("qkv"), SiteSpec("o", producer if is_linear else None)
 
@@ -126,8 +132,11 @@ class AttentionSpec:
         rows: tuple[RowPart, ...] = (RowPart("q", q, "q_heads"), RowPart("k", kv, "kv_heads"))
         normed = self.qkv_norm is not None or self.value_norm is not None
         clipped = self.qkv_clip is not None
-        steps = [self.qkv_norm, self.qkv_clip, self.value_norm]
-        assert steps.count(None) > 1, "no family has two of them"
+        steps = [self.qkv_norm, self.qkv_clip, self.value_norm, self.rotates_first or None]
+        assert steps.count(None) > 2, "no family has two of them"
+        output = OUT_NORM_SPEC.writes[0] if self.out_norm else "attn"
+        output = "gated_attn" if self.gated else output
+        source = "qkv_normed" if normed else "qkv_clipped" if clipped else "qkv"
         changes = self.rotates or self.qk_norm or self.qkv_norm is not None
         values = "v_clipped" if clipped else "v" if self.value_norm is None else "v_normed"
         rows += () if self.values_are_keys else (RowPart("v", kv, "kv_heads"),)
@@ -137,9 +146,10 @@ class AttentionSpec:
             *(() if self.qkv_norm is None else (self.qkv_norm.spec,)),
             *(() if self.value_norm is None else (VALUE_NORM_SPEC,)),
             *((QKV_CLIP_SPEC,) if clipped else ()),
+            *((EARLY_ROTATION_SPEC,) if self.rotates_first else ()),
             RopeCacheSpec(
                 path="attn.rope_cache",
-                reads=("qkv_normed" if normed else "qkv_clipped" if clipped else "qkv", ROPE),
+                reads=("qkv_rotated" if self.rotates_first else source, ROPE),
                 writes=("q",),
                 reference=("q_rot" if changes else "q_clipped" if clipped else "q",),
                 keys="k_rot" if changes else "k_clipped" if clipped else "k",
@@ -152,9 +162,10 @@ class AttentionSpec:
             ),
             attention_core_spec(("sinks",) if self.sinks else ()),
             *(OUTPUT_GATE_SPECS if self.gated else ()),
+            *((OUT_NORM_SPEC,) if self.out_norm else ()),
             o_proj_spec(
                 self.hidden,
-                reads="gated_attn" if self.gated else "attn",
+                reads=output,
                 split_columns="q_heads",
                 bias=self.out_bias,
             ),
@@ -182,6 +193,8 @@ class OutputGate(nn.Module):
         """Gate each channel."""
         return (x.float() * exact_sigmoid(gate.float())).to(x.dtype)
 
+
+OUT_NORM_SPEC = sub_norm_spec("attn.out_norm", "attn", "attn_sub_norm")
 
 QKV_CLIP_SPEC = ModuleSpec(
     path="attn.qkv_clip",
@@ -220,9 +233,13 @@ class Attention(nn.Module):
         if spec.qkv_norm is not None:
             self.qkv_norm = spec.qkv_norm.build_module(spec.head_groups)
         self.qkv_clip = None if spec.qkv_clip is None else QKVClip(spec.qkv_clip)
+        if spec.rotates_first:
+            self.rotation = EarlyRotation(spec.head_groups)
         self.rope_cache = RopeAndCache(spec, cache_index)
         self.core = AttentionCore(spec, cache_index)
         self.o_proj = Linear(spec.heads * spec.head_dim, spec.hidden, spec.out_bias)
+        if spec.out_norm:
+            self.out_norm = SubNorm(spec.heads * spec.head_dim, spec.eps)
         if spec.gated:
             self.gate_proj = Linear(spec.hidden, spec.heads * spec.head_dim, spec.qkv_bias)
             self.output_gate = OutputGate()
@@ -236,21 +253,30 @@ class Attention(nn.Module):
             qkv = self.qkv_clip(qkv, step)
         if self.spec.value_norm is not None:
             qkv = self.value_norm(qkv, step)
+        if self.spec.rotates_first:
+            qkv = self.rotation(qkv, rope, step)
         q = self.rope_cache(qkv, rope, step)
         out = self.core(q, step)
         if self.spec.gated:
             out = self.output_gate(out, self.gate_proj(x, step), step)
+        if self.spec.out_norm:
+            out = self.out_norm(out, step)
         return self.o_proj(out, step)
 
     def keep_local_heads(self, heads: Range, kv_heads: Range) -> None:
         """Keep a rank's heads; ``forward`` then returns a partial sum."""
-        self.rope_cache.heads = heads[1] - heads[0]
+        if self.spec.out_norm:
+            dim = self.spec.head_dim
+            self.out_norm.keep_local_channels((heads[0] * dim, heads[1] * dim))
+        self.rope_cache.keep_local_heads(heads[1] - heads[0])
         self.core.keep_local_heads(heads)
         if self.spec.qkv_norm is not None:
             self.qkv_norm.keep_local_heads(heads, kv_heads)
         if self.spec.value_norm is not None:
             self.value_norm.keep_local_heads(heads, kv_heads)
         self.kv_heads = kv_heads[1] - kv_heads[0]
+        if self.spec.rotates_first:
+            self.rotation.keep_local_kv_heads(self.kv_heads)
 
 
 class RopeAndCache(nn.Module):
@@ -261,7 +287,8 @@ class RopeAndCache(nn.Module):
         self.heads = spec.heads
         self.cache_index = cache_index
         self.eps = spec.eps
-        self.rotates, self.local_rope = spec.rotates, spec.local_rope
+        self.rotates = spec.rotates and not spec.rotates_first
+        self.local_rope = spec.local_rope
         self._op = OpBinding()
         self.q_norm = QKNormWeight(spec.head_dim) if spec.qk_norm else None
         self.k_norm = QKNormWeight(spec.head_dim) if spec.qk_norm else None
@@ -269,6 +296,10 @@ class RopeAndCache(nn.Module):
     def forward(self, qkv: torch.Tensor, rope: RopeCosSin, step: Step) -> torch.Tensor:
         """[T, (heads + 2·kv_heads)·D] → q [T, heads, D]."""
         return self._op(step.ops.rope_cache, qkv, self.op_inputs(rope, step))
+
+    def keep_local_heads(self, count: int) -> None:
+        """Keep a rank's heads, so many of queries."""
+        self.heads = count
 
     def op_inputs(self, rope: RopeCosSin, step: Step) -> RopeCacheInputs:
         """The inputs of the op ``rope_cache`` beside qkv."""

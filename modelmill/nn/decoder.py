@@ -14,6 +14,7 @@ from torch import nn
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.attention import AttentionSpec, RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
+from modelmill.nn.differential_attention import DifferentialAttentionSpec, lambda_init
 from modelmill.nn.embedding import (
     LearnedPositionEmbedding,
     LMHead,
@@ -21,7 +22,7 @@ from modelmill.nn.embedding import (
     TokenEmbedding,
 )
 from modelmill.nn.latent_attention import LatentAttentionSpec
-from modelmill.nn.layer_parts import LayerParts, MixerSpec, RecurrenceConfig
+from modelmill.nn.layer_parts import AttentionConfig, LayerParts, MixerSpec, RecurrenceConfig
 from modelmill.nn.layer_spec import LayerSpec, RecurrenceSpec, RopeCacheSpec
 from modelmill.nn.layer_stack import kv_shape, state_shape
 from modelmill.nn.mamba2 import Mamba2Spec
@@ -34,8 +35,8 @@ from modelmill.nn.pre_norm import PreNormLayer
 from modelmill.nn.qkv_norm import QKNormConfig
 from modelmill.nn.query_growth import AttentionTemperature
 from modelmill.nn.rotary import RopeSpec, Rotary
-from modelmill.nn.shared_kv_attention import SharedKVAttentionSpec
 from modelmill.nn.step import Step
+from modelmill.nn.sub_norm import NormedMLPSpec
 
 LayerClass = type[MixerLayer | PostNormLayer]
 
@@ -75,6 +76,10 @@ class DecoderConfig:
             None.
         output_gate: Whether a projection gates the output of the attention.
         query_growth: Factors of rotated queries by position, or None.
+        rotates_first: Whether queries and keys are rotated in front of ``qk_norm``.
+        differential: Whether attention is the difference of two maps.
+        sub_norms: Whether norms stand in front of the last products of attention and MLP.
+        mlp_layers: Of ``OneBranchLayer``, those that have an MLP or experts and no attention.
     """
 
     hidden: int
@@ -124,6 +129,10 @@ class DecoderConfig:
     beside_attention: Mamba2Spec | None = None
     output_gate: bool = False
     query_growth: AttentionTemperature | None = None
+    rotates_first: bool = False
+    mlp_layers: frozenset[int] = frozenset()
+    sub_norms: bool = False
+    differential: bool = False
 
     def mixer_spec(self, layer: int) -> MixerSpec:
         """The attention of layer ``layer``, or the recurrence in its place."""
@@ -131,12 +140,13 @@ class DecoderConfig:
             return self.recurrence
         return self.attention_spec(layer)
 
-    def attention_spec(
-        self, layer: int
-    ) -> AttentionSpec | SharedKVAttentionSpec | LatentAttentionSpec:
+    def attention_spec(self, layer: int) -> AttentionConfig:
         """The attention of layer ``layer``."""
         if self.latent_attention is not None:
             return self.latent_attention
+        if self.differential:
+            sizes = self.hidden, self.heads, self.kv_heads, self.head_dim, self.qkv_bias, self.eps
+            return DifferentialAttentionSpec(*sizes, lambda_init(layer))
         window = self.windows[layer] if self.windows else None
         return AttentionSpec(
             self.hidden,
@@ -157,13 +167,16 @@ class DecoderConfig:
             self.alibi,
             self.sinks,
             self.qkv_clip,
+            rotates_first=self.rotates_first,
+            out_norm=self.sub_norms,
         )
 
     def mlp_spec(self, layer: int) -> MLPSpec | MoESpec:
         """The MLP or mixture of experts of layer ``layer``."""
         if self.moe is not None and layer not in self.dense_layers:
             return self.moe
-        return MLPSpec(self.hidden, self.inner, self.gated, self.activation, self.mlp_bias)
+        sizes = self.hidden, self.inner, self.gated, self.activation, self.mlp_bias
+        return NormedMLPSpec(*sizes, eps=self.eps) if self.sub_norms else MLPSpec(*sizes)
 
     def layer_parts(self, layer: int) -> LayerParts:
         """The parts of layer ``layer``."""
@@ -174,6 +187,7 @@ class DecoderConfig:
             self.branch_scale,
             self.mlp_norm,
             beside_attention=self.beside_attention,
+            mixes_tokens=layer not in self.mlp_layers,
         )
 
     def layer_spec(self, layer: int) -> LayerSpec:
@@ -243,7 +257,8 @@ def _make_layers(config: DecoderConfig) -> Iterator[nn.Module]:
     """The layers; a mixer knows its place among the KV caches, or among the states."""
     caches = states = 0
     for number in range(config.layers):
-        modules = config.mixer_spec(number).module_specs()
+        mixes_tokens = number not in config.mlp_layers
+        modules = config.mixer_spec(number).module_specs() if mixes_tokens else ()
         num_states = sum(isinstance(module, RecurrenceSpec) for module in modules)
         yield config.layer(config.layer_parts(number), states if num_states else caches)
         states += num_states

@@ -18,7 +18,7 @@ from torch import nn
 
 from modelmill.nn.linear import Linear, weight_changes
 from modelmill.nn.mlp import ClampedSwiglu, GatedActivation, SiluMul
-from modelmill.nn.moe import MoE
+from modelmill.nn.moe import Expert, MoE
 from modelmill.ops.fused_moe import (
     GELU_TANH,
     MAX_DEQUANTIZED_SHARE,
@@ -181,7 +181,10 @@ def stack_experts(moe: MoE, *, in_place: bool = False) -> StackedExperts | None:
 
     in_place: not where tensors would have to be copied; their distances may be larger than they.
     """
-    experts, total = moe.local_expert_modules, len(moe.experts)
+    experts = [each for each in moe.local_expert_modules if isinstance(each, Expert)]
+    total = len(moe.experts)
+    if not experts:  # no grouped op has experts without a gate
+        return None
     gate_up = [expert.gate_up_proj for expert in experts]
     down = [expert.down_proj for expert in experts]
     op = grouped_op(gate_up[0].weight)
@@ -270,7 +273,8 @@ def max_dequantized_expert_bytes(model: nn.Module, total_bytes: int) -> int:
     largest = 0
     for moe in model.modules():
         experts = moe.local_expert_modules if isinstance(moe, MoE) else []
-        if experts and grouped_op(experts[0].gate_up_proj.weight) in DEQUANTIZING_OPS:
-            rows, columns = experts[0].gate_up_proj.shape
+        first = experts[0] if experts else None
+        if isinstance(first, Expert) and grouped_op(first.gate_up_proj.weight) in DEQUANTIZING_OPS:
+            rows, columns = first.gate_up_proj.shape
             largest = max(largest, 2 * len(experts) * rows * columns)
     return largest if largest <= MAX_DEQUANTIZED_SHARE * total_bytes else 0

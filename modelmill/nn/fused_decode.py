@@ -84,6 +84,8 @@ def _supports_layer(layer: nn.Module) -> bool:
         and not spec.local_rope
         and not spec.gated
         and not spec.modifies_scores
+        and not spec.rotates_first
+        and not spec.out_norm
     )
 
 

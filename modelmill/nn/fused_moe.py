@@ -13,11 +13,13 @@ import torch
 from torch import nn
 
 from modelmill.nn.expert_stack import StackedExperts, stack_experts
-from modelmill.nn.mlp import GatedMLP, SiluMul
-from modelmill.nn.moe import Expert, MoE
+from modelmill.nn.mlp import SiluMul
+from modelmill.nn.moe import ExpertMLP, MoE, PlainExpert
 from modelmill.nn.routed_moe import RoutedMoEOperands, topk_inputs
+from modelmill.nn.sparse_mixer import SPARSE_MIXER, sparse_mixer
 from modelmill.nn.step import Step
 from modelmill.ops.cpu.common.thread_pool import single_thread_torch
+from modelmill.ops.fused_topk import map_to_local_experts
 
 MAX_SINGLE_THREAD_TOKENS = 16
 """Tokens up to which torch's part is small beside the experts' products, which are our kernels'."""
@@ -42,7 +44,8 @@ class FusedMoE(nn.Module):
         if stacks is not False:
             self._stacked = stack_experts(plain, in_place=in_place)
         self._operands: RoutedMoEOperands | None = None
-        if self._stacked is not None and plain.has_all_experts:
+        is_routed = plain.routing.config.scores != SPARSE_MIXER
+        if self._stacked is not None and plain.has_all_experts and is_routed:
             self._operands = RoutedMoEOperands(plain, self._stacked)
 
     def forward(
@@ -97,6 +100,11 @@ def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Te
     Of a rank that has some experts only, ids count from its first; others' are NO_EXPERT.
     """
     logits = moe.router.logits_from_products(step.ops.router_gemm(x, moe.router.weight))
+    config = moe.routing.config
+    if config.scores == SPARSE_MIXER:
+        weights, ids = sparse_mixer(logits, config.jitter)
+        local = None if moe.has_all_experts else moe.local_experts
+        return map_to_local_experts(weights, ids.int(), local)
     weights, ids = step.ops.fused_topk(topk_inputs(moe, logits))
     if moe.routing.expert_scale is not None:
         first, end = moe.local_experts
@@ -112,7 +120,7 @@ def compute_chosen_experts(
     routing, first = _local_routing_weights(moe, routing), moe.local_experts[0]
     experts, tokens = routing.T.nonzero(as_tuple=True)  # in the order of the experts
     outputs = [
-        run_gated_mlp(cast(Expert, moe.experts[first + index]), x if len(x) == 1 else x[rows], step)
+        run_expert(cast(ExpertMLP, moe.experts[first + index]), x if len(x) == 1 else x[rows], step)
         for index, rows in tokens_by_expert(experts, tokens, routing.shape[1])
     ]
     if not outputs:  # other ranks have the experts of all tokens
@@ -131,7 +139,7 @@ def compute_all_experts(
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     routing = _local_routing_weights(moe, routing)
     for index, expert in enumerate(moe.local_expert_modules):
-        out = run_gated_mlp(expert, x, step)
+        out = run_expert(expert, x, step)
         total += out.float() * routing[:, index, None]
     return total
 
@@ -156,8 +164,10 @@ def tokens_by_expert(
     return [(expert, rows) for expert, rows in enumerate(tokens.split(counts)) if counts[expert]]
 
 
-def run_gated_mlp(mlp: GatedMLP, x: torch.Tensor, step: Step) -> torch.Tensor:
-    """down(silu(gate) · up), in the op that computes the product with SwiGLU where there is one."""
+def run_expert(mlp: ExpertMLP, x: torch.Tensor, step: Step) -> torch.Tensor:
+    """An expert's MLP, in the op that computes the product with SwiGLU where there is one."""
+    if isinstance(mlp, PlainExpert):
+        return mlp(x, step)
     if isinstance(mlp.act, SiluMul):
         up = mlp.gate_up_proj
         inner = up.weight.try_linear_swiglu(x, up.bias, step.ops)

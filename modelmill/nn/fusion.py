@@ -46,12 +46,14 @@ from modelmill.ops.quant_types import ActQuantSpec, QuantizedInput
 from modelmill.ops.rope_cache import RopeCacheInputs
 
 Activation = torch.Tensor | QuantizedInput
+PLAIN_MIXERS = frozenset({"attn.difference", "attn.output_gate", "attn.out_norm", "attn.rotation"})
+"""Modules of attentions that are not fused, beside those with a recurrence."""
 
 
 def fuse(model: nn.Module) -> nn.Module:
     """The fused tree of a language model of pre-norm layers, or with experts; any other as it is.
 
-    In a hybrid, layers with a recurrence or a gated attention keep that plain.
+    Recurrences and attentions with one of ``PLAIN_MIXERS`` are kept plain.
     """
     if isinstance(model, CausalLM) and all(
         _is_pre_norm(layer) or _is_hybrid(layer) for layer in model.layers
@@ -68,7 +70,7 @@ def _is_hybrid(layer: nn.Module) -> bool:
         type(layer) is PreNormLayer
         and (
             any(layer.spec.modules_of_type(RecurrenceSpec))
-            or "attn.output_gate" in layer.spec.modules_by_path
+            or not PLAIN_MIXERS.isdisjoint(layer.spec.modules_by_path)
         )
         and isinstance(layer.mlp, GatedMLP | MoE)
     )
@@ -155,7 +157,7 @@ class FusedPreNormLayer(FusedModule):
     def __init__(self, plain: nn.Module) -> None:
         super().__init__(plain)
         mlp = cast(nn.Module, plain.mlp)
-        self.gated = isinstance(mlp, GatedMLP) and isinstance(mlp.act, SiluMul)
+        self.gated = type(mlp) is GatedMLP and isinstance(mlp.act, SiluMul)
         self.mlp_norm = FusedNormQuant(
             cast(nn.Module, plain.mlp_norm),
             cast(GatedMLP, mlp).gate_up_proj if self.gated else None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from modelmill.nn.attention import AttentionSpec
+from modelmill.nn.differential_attention import DifferentialAttentionSpec
 from modelmill.nn.expert_branch import ExpertBranchSpec
 from modelmill.nn.gated_delta_net import GatedDeltaNetSpec
 from modelmill.nn.latent_attention import LatentAttentionSpec
@@ -21,7 +22,10 @@ from modelmill.nn.shared_kv_attention import SharedKVAttentionSpec
 from modelmill.nn.short_conv import ShortConvSpec
 
 RecurrenceConfig = GatedDeltaNetSpec | Mamba2Spec | ShortConvSpec
-MixerSpec = AttentionSpec | SharedKVAttentionSpec | LatentAttentionSpec | RecurrenceConfig
+AttentionConfig = (
+    AttentionSpec | SharedKVAttentionSpec | LatentAttentionSpec | DifferentialAttentionSpec
+)
+MixerSpec = AttentionConfig | RecurrenceConfig
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class LayerParts:
         experts: In a ``ScaledSandwichLayer``, experts beside the MLP, or None.
         layer_input: There, what it does with its input beside the stream, or None.
         beside_attention: In a ``HybridLayer``, the recurrence beside the attention, or None.
+        mixes_tokens: In a ``OneBranchLayer``, whether it has the attention and no MLP; otherwise
+            the MLP alone.
     """
 
     attention: MixerSpec
@@ -47,6 +53,7 @@ class LayerParts:
     experts: ExpertBranchSpec | None = None
     layer_input: PerLayerInputSpec | None = None
     beside_attention: Mamba2Spec | None = None
+    mixes_tokens: bool = True
 
 
 def make_layer_spec(

@@ -20,6 +20,7 @@ from modelmill.nn.layer_spec import (
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import ChannelPartition
 from modelmill.nn.step import Step
+from modelmill.nn.xielu import XIELU, XIELU_TENSORS
 from modelmill.ops.binding import OpBinding
 from modelmill.ops.fused_moe import SwigluClamp, clamped_swiglu
 
@@ -92,13 +93,20 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def make_activation(name: str) -> nn.Module:
+    """The activation between two matrices."""
+    if name == XIELU.NAME:
+        return XIELU()
+    return GeluTanh() if name == "gelu_tanh" else ElementwiseActivation(name)
+
+
 @dataclass(frozen=True)
 class MLPSpec:
     """Sizes and switches of one layer's MLP.
 
     Attributes:
         gated: down(activation(gate(x)) · up(x)); otherwise down(activation(fc(x))).
-        activation: A name in ACTIVATIONS.
+        activation: A name in ACTIVATIONS, or without a gate ``XIELU.NAME``.
         bias: Of all its linear layers.
         clamp: In the place of the activation, or None.
     """
@@ -139,6 +147,7 @@ class MLPSpec:
             reads=(hidden,),
             writes=("act",),
             reference=("act",),
+            tensors=XIELU_TENSORS if self.activation == XIELU.NAME else (),
             op=silu if self.activation == "silu" and self.clamp is None else self.activation,
         )
         down = LinearSpec(
@@ -196,7 +205,7 @@ class PlainMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.fc_proj = Linear(hidden, inner, bias)
-        self.act = GeluTanh() if activation == "gelu_tanh" else ElementwiseActivation(activation)
+        self.act = make_activation(activation)
         self.down_proj = Linear(inner, hidden, bias)
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:

@@ -12,7 +12,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from modelmill.nn.mlp import GatedMLP, MLPSpec
+from modelmill.nn.mlp import GatedMLP, MLPSpec, PlainMLP
+from modelmill.nn.sparse_mixer import SPARSE_MIXER, sparse_mixer
 from modelmill.nn.step import Step
 from modelmill.parallel.shard import Range
 
@@ -26,7 +27,8 @@ class RouterConfig:
     Attributes:
         experts: How many there are.
         top_k: How many each token has.
-        scores: SOFTMAX over all experts, or SIGMOID of each by itself.
+        scores: SOFTMAX over all experts, SIGMOID of each by itself, or SPARSE_MIXER, which chooses
+            one expert after the other.
         renormalize: Whether the weights of a token's experts are divided by their sum. A softmax
             over the chosen logits alone is the same.
         selection_bias: Whether a learned bias is added to the scores for the choice, and not for
@@ -39,6 +41,7 @@ class RouterConfig:
         top_groups: See ``groups``.
         logit_scale: Factor of the logits.
         expert_scale: Whether each expert has a learned factor of its weights (Gemma 4).
+        jitter: SparseMixer's relative noise of the logits.
     """
 
     experts: int
@@ -53,6 +56,7 @@ class RouterConfig:
     group_scores: int = 2
     logit_scale: float = 1.0
     expert_scale: bool = False
+    jitter: float = 0.0
 
 
 class Router(nn.Module):
@@ -94,6 +98,9 @@ class TopKRouting(nn.Module):
     def forward(self, logits: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
         """The weight of each expert for each token."""
         config = self.config
+        if config.scores == SPARSE_MIXER:
+            weights, chosen = sparse_mixer(logits, config.jitter)
+            return torch.zeros_like(logits).scatter_(1, chosen, weights)
         scores = logits.softmax(-1) if config.scores == SOFTMAX else logits.sigmoid()
         chosen = self._choose(scores)
         weights = scores.gather(1, chosen)
@@ -138,6 +145,26 @@ class Expert(GatedMLP):
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[its tokens, H] → the same shape; without tokens nothing is computed."""
         return super().forward(x, step) if len(x) else x
+
+
+class PlainExpert(PlainMLP):
+    """An MLP of two matrices for the tokens that have it (Nemotron 3)."""
+
+    def __init__(self, spec: MLPSpec, index: int) -> None:
+        super().__init__(spec.hidden, spec.inner, spec.bias, spec.activation)
+        self.tokens = GatherExpertTokens(index)
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """[its tokens, H] → the same shape; without tokens nothing is computed."""
+        return super().forward(x, step) if len(x) else x
+
+
+ExpertMLP = Expert | PlainExpert
+
+
+def make_expert(spec: MLPSpec, index: int) -> ExpertMLP:
+    """The expert of this number."""
+    return Expert(spec, index) if spec.gated else PlainExpert(spec, index)
 
 
 class RemoteExpert(nn.Module):
@@ -196,7 +223,7 @@ class MoE(nn.Module):
         super().__init__()
         self.router = Router(expert.hidden, router.experts, router.bias, router.logit_scale)
         self.routing = TopKRouting(router)
-        self.experts = nn.ModuleList(Expert(expert, index) for index in range(router.experts))
+        self.experts = nn.ModuleList(make_expert(expert, index) for index in range(router.experts))
         self.shared_expert = None if shared is None else shared.build_module()
         self.shared_gate = SharedExpertGate(expert.hidden) if shared_gate else None
         self.local_experts: Range = (0, router.experts)
@@ -217,10 +244,10 @@ class MoE(nn.Module):
         return self.local_experts == (0, self.routing.config.experts)
 
     @property
-    def local_expert_modules(self) -> list[Expert]:
+    def local_expert_modules(self) -> list[ExpertMLP]:
         """The experts of this rank, in order."""
         first, end = self.local_experts
-        return cast(list[Expert], list(self.experts)[first:end])
+        return cast(list[ExpertMLP], list(self.experts)[first:end])
 
     def forward(
         self, x: torch.Tensor, step: Step, router_input: torch.Tensor | None = None

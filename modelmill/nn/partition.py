@@ -130,6 +130,24 @@ class ChannelPartition:
         return {self.name: partition_channels(self.channels, size, alignment)[rank]}
 
 
+class ChannelShardable(Protocol):
+    """A module that keeps a rank's channels."""
+
+    def keep_local_channels(self, channels: Range) -> None:
+        """Keep these channels."""
+
+
+@dataclass(frozen=True)
+class NormedChannelPartition(ChannelPartition):
+    """Ranks divide inner channels that a norm reads.
+
+    Attributes:
+        module: The norm that takes the rank's channels (``keep_local_channels``).
+    """
+
+    module: str
+
+
 class ExpertShardable(Protocol):
     """A mixture that keeps a rank's experts."""
 

@@ -34,10 +34,12 @@ from modelmill.nn.layer_stack import (
 )
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import (
+    ChannelShardable,
     ExpertPartition,
     ExpertShardable,
     HeadPartition,
     HeadShardable,
+    NormedChannelPartition,
     Partition,
     StateHeadPartition,
 )
@@ -189,6 +191,9 @@ def _shard_layer(
                 ranges_by_rank = [part.rank_heads(r, size, alignment)[1] for r in range(size)]
                 even = len({end - first for first, end in ranges_by_rank}) == 1
                 kv_heads.append(_RankKVHeads(attention.kv_heads, even))
+        elif isinstance(part, NormedChannelPartition):
+            norm = cast(ChannelShardable, layer.get_submodule(part.module))
+            norm.keep_local_channels(ranges[part.name])
         elif isinstance(part, StateHeadPartition):
             mixer = cast(HeadShardable, layer.get_submodule(part.module))
             mixer.keep_local_heads(*part.rank_heads(rank, size, alignment))

@@ -11,6 +11,7 @@ from torch import nn
 from modelmill.nn.kv import KVCache, KVShape
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
+from modelmill.nn.mlp import GatedMLP
 from modelmill.nn.moe import MoE
 from modelmill.nn.recurrent_state import state_step
 from modelmill.nn.step import Step
@@ -51,8 +52,9 @@ def fill_random_weights(
     of_experts = set()
     for name, module in model.named_modules():
         if isinstance(module, MoE):
-            for path in ("gate_up_proj", "down_proj"):
-                experts = module.local_expert_modules
+            experts = module.local_expert_modules
+            gated = isinstance(experts[0], GatedMLP)
+            for path in ("gate_up_proj" if gated else "fc_proj", "down_proj"):
                 linears = [cast(Linear, expert.get_submodule(path)) for expert in experts]
                 n, k = linears[0].shape
                 first = f"{name}.experts.{module.local_experts[0]}.{path}".removeprefix(".")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from modelmill.checkpoint.bitnet_format import BitNetContainer
 from modelmill.checkpoint.container import TensorInfo
 from modelmill.checkpoint.fp8_format import Fp8Container
 from modelmill.checkpoint.open import Checkpoint
@@ -123,9 +124,19 @@ EXPANDED = (
 )
 
 
-def has_scaled_fp8(checkpoint: Checkpoint) -> bool:
-    """Whether matrices are stored in 8-bit floats with scales, which no weight format keeps."""
-    return isinstance(checkpoint.view, Fp8Container) and checkpoint.view.has_matrices
+EXPANDED_TERNARY = (
+    "the checkpoint's ternary weights are expanded, so that the engine is larger than the "
+    "checkpoint; -q int4 and int8 store 4 and 8 bits; activations, which the original rounds to 8 "
+    "bits, stay in --dtype"
+)
+
+
+def expansion_remark(checkpoint: Checkpoint) -> str:
+    """What is said of matrices that no weight format keeps; empty where there are none."""
+    view = checkpoint.view
+    if isinstance(view, BitNetContainer) and view.has_matrices:
+        return EXPANDED_TERNARY
+    return EXPANDED if isinstance(view, Fp8Container) and view.has_matrices else ""
 
 
 def resolve_keep(checkpoint: Checkpoint, config: BuildConfig) -> tuple[BuildConfig, dict[str, str]]:
@@ -143,9 +154,11 @@ def resolve_keep(checkpoint: Checkpoint, config: BuildConfig) -> tuple[BuildConf
             labels[form.label] += 1
         else:
             types[checkpoint.tensor_info(name).dtype] += len(checkpoint.tensor_info(name).shape) > 1
-    if has_scaled_fp8(checkpoint):
+    if expansion_remark(checkpoint):
+        is_ternary = isinstance(checkpoint.view, BitNetContainer)
+        stored = "ternary weights" if is_ternary else "8-bit floats"
         raise UsageError(
-            f"{checkpoint.path} holds 8-bit floats, which are expanded when they are read and "
+            f"{checkpoint.path} holds {stored}, which are expanded when they are read and "
             "cannot be kept; build it with -q fp8, int8 or none"
         )
     if not labels and checkpoint.config.get("quantization_config"):

@@ -220,6 +220,7 @@ def transformers_model(raw: dict[str, Any], folder: Path, attention: str = "eage
         for name, parameter in model.named_parameters():
             plain = not less_one or "linear_attn" in name
             norm = parameter.dim() == 1 and not name.endswith("bias") and plain
+            norm &= ".lambda_" not in name  # their products are exponents
             spread = 0.3 if parameter.dim() == 1 else 1.2 * parameter.shape[-1] ** -0.5
             parameter.copy_(torch.randn(parameter.shape, generator=draw) * spread + float(norm))
             if raw["model_type"] == "gemma4_text" and name.endswith("q_norm.weight"):
@@ -229,7 +230,7 @@ def transformers_model(raw: dict[str, Any], folder: Path, attention: str = "eage
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(torch.randn(buffer.shape, generator=draw) * 0.3 + 1)
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(torch.randn(buffer.shape, generator=draw) * 0.3)
     return model
 

@@ -100,6 +100,24 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "heads by their name in the file": (
         "gpt_bigcode", {"n_head": 5}, "n_head=5",
     ),
+    "windows listed, of no size, Granite": (
+        "granite_swa",
+        {"sliding_window": NULL,
+         "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+        "sliding_window",
+    ),
+    "a scaling without its factors, Phi-3.5-MoE": (
+        "phimoe", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_scaling: 'linear'",
+    ),
+    "one of LongRoPE's factors, Phi-3.5-MoE": (
+        "phimoe", {"rope_scaling": {"type": "longrope", "long_mscale": 1.2}}, "short_mscale",
+    ),
+    "a factor of the base, and a scaling": (
+        "hunyuan_v1_dense", {"rope_scaling": {"type": "linear", "alpha": 3.0}}, "alpha",
+    ),
+    "two lists of layers, Nemotron-H": (
+        "nemotron_h", {"hybrid_override_pattern": "MMMM"}, "hybrid_override_pattern",
+    ),
     "heads that are no share of the width, GPT-NeoX": ("gpt_neox", {"head_dim": 8}, "head_dim=8"),
     "heads that are no share of the width, StableLM": ("stablelm", {"head_dim": 8}, "head_dim=8"),
     "heads that are no share of the width, Falcon": ("falcon", {"head_dim": 8}, "head_dim=8"),
@@ -192,6 +210,18 @@ def test_acceptance_computes_the_same(name: str, tmp_path: Path) -> None:
     config = RunConfig(device="cpu", max_num_batched_tokens=32, kv_cache_bytes=1 << 22)
     vocab = int(CASES[model_type].raw(**changes)["vocab_size"])
     compare(EngineCore.open(tmp_path / "e", config), logits, drawn_ids(vocab, (7, 33)), (None,))
+
+
+def test_a_window_of_null_is_full_attention(tmp_path: Path) -> None:
+    """transformers makes no mask without a size, so it gets full attention by another key."""
+    full = {"layer_types": ["full_attention"] * 3}
+    logits = CASES["granite_swa"].save(tmp_path / "hf", **full)
+    raw = CASES["granite_swa"].raw(sliding_window=NULL)
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(raw))
+    report, written = build_and_accept(tmp_path / "hf", tmp_path / "e", "float32", "none")
+    assert written, report.get("reason", report)
+    config = RunConfig(device="cpu", max_num_batched_tokens=32, kv_cache_bytes=1 << 22)
+    compare(EngineCore.open(tmp_path / "e", config), logits, drawn_ids(120, (7, 33)), (None,))
 
 
 NULLS: dict[str, tuple[str, ...]] = {

@@ -4,7 +4,9 @@ GPTQ: word w of qweight [K·b/32, N] holds rows K of code w·(32/b) + i at bit b
 stored less one except in gptq_v2; the group of column k is g_idx[k]. AWQ: word w of qweight [K,
 N/8] holds output 8w + (0 2 4 6 1 3 5 7)[i] at bit 4i. compressed-tensors: word w of weight_packed
 [N, …] holds value + 2^(b−1) of column w·(32/b) + i at bit b·i. 8-bit floats (e4m3): sign, 4 bits of
-exponent with bias 7, 3 of mantissa; a scale for each block of the matrix, row, or matrix.
+exponent with bias 7, 3 of mantissa; a scale for each block of the matrix, row, or matrix. BitNet:
+byte row w holds rows w + i·N/4 plus 1 at bit 2i; the scale multiplies, of a "bitlinear" it divides;
+"online" matrices W become mean|W| · clip(round(W / mean|W|), −1, 1).
 """
 
 from __future__ import annotations
@@ -58,6 +60,8 @@ class DequantizedContainer:
     def get(self, name: str) -> torch.Tensor:
         """Read one tensor by its name, in the reference's dtype."""
         stem, _, suffix = name.rpartition(".")
+        if self._settings.get("quant_method") == "bitnet":
+            return self._get_ternary(name)
         if stem not in self._stems or suffix != "weight":
             return self._raw.get(name)
         read = {"gptq": self._dequantize_gptq, "awq": self._dequantize_awq}.get(
@@ -69,6 +73,25 @@ class DequantizedContainer:
                 return torch.from_numpy(self._dequantize_e4m3(stem, stored))
         dense = torch.from_numpy(np.ascontiguousarray(read(stem)))
         return dense.t() if self._transposed else dense
+
+    def _get_ternary(self, name: str) -> torch.Tensor:
+        """Read a tensor of a BitNet."""
+        stored = self._raw.get(name)
+        kept = ("embed_tokens", "lm_head", *(self._settings.get("modules_to_not_convert") or ()))
+        is_auto = self._settings.get("linear_class") == "autobitlinear"
+        if stored.ndim != 2 or any(each in name for each in kept):
+            return stored
+        values = stored.double().numpy()
+        if f"{name}_scale" not in self._names:
+            if not is_auto or self._settings.get("quantization_mode") != "online":
+                return stored
+            mean = max(np.abs(values).mean(), 1e-5)
+            return torch.from_numpy(mean * np.clip(np.rint(values / mean), -1, 1))
+        if stored.dtype is torch.uint8:
+            fields = stored.numpy()[None] >> np.array([0, 2, 4, 6], np.uint8)[:, None, None]
+            values = (fields & 3).astype(np.float64).reshape(-1, stored.shape[1]) - 1
+        scale = float(self._raw.get(f"{name}_scale"))
+        return torch.from_numpy(values * scale if is_auto else values / scale)
 
     def _dequantize_e4m3(self, stem: str, stored: torch.Tensor) -> Matrix:
         suffix = "weight_scale_inv" if f"{stem}.weight_scale_inv" in self._names else "weight_scale"

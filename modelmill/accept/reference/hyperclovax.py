@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from modelmill.accept.reference.base import Affine
 from modelmill.accept.reference.plain_decoder import MLP, Defaults, PlainDecoderReference
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -23,7 +24,18 @@ class HyperCLOVAXReference(PlainDecoderReference):
             self.layer = self.sandwich_layer
             self.norm_paths |= {"attn_post": "post_norm1", "mlp_post": "post_norm2"}
         else:
-            self.branch_scale = float(config.get("residual_multiplier", 1.0))
+            self.branch_scale = self.multiplier
+
+    @property
+    def multiplier(self) -> float:
+        """Return the factor of each branch."""
+        return float(self.config.get("residual_multiplier", 1.0))
+
+    def norm_weights(self, index: int | None, name: str) -> Affine:
+        """Return the weight of a norm; behind a branch it has the branch's factor."""
+        affine = super().norm_weights(index, name)
+        is_behind = name in ("attn_post", "mlp_post")
+        return affine._replace(weight=affine.weight * self.multiplier) if is_behind else affine
 
 
 REFERENCE = HyperCLOVAXReference

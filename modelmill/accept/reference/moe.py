@@ -33,7 +33,8 @@ DEFAULT_EXPERTS = {"mixtral": (8, 2), "qwen2_moe": (60, 4), "qwen3_moe": (128, 8
                    "olmoe": (64, 8), "granitemoe": (8, 2), "qwen3_next": (512, 10),
                    "qwen3_5_moe_text": (256, 8), "granitemoehybrid": (8, 2),
                    "minimax_m2": (256, 8), "ernie4_5_moe": (64, 6), "flex_olmo": (7, 5),
-                   "granitemoeshared": (8, 2)}  # fmt: skip
+                   "granitemoeshared": (8, 2), "hunyuan_v1_moe": (1, 1),
+                   "phimoe": (16, 2), "mellum": (64, 8)}  # fmt: skip
 QWEN_EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 MIXTRAL_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
 

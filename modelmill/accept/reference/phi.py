@@ -13,24 +13,13 @@ from modelmill.accept.reference.qk_norm import QKNormReference
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
-class PhiReference(QKNormReference):
-    """PhiForCausalLM; its head has a bias."""
+class SharedLayerNormReference(QKNormReference):
+    """A decoder with one LayerNorm of all heads of q, and one of all heads of k."""
 
     DEFAULTS = Defaults(activation="gelu_new")
     FINAL_NORM = "model.final_layernorm"
     uses_layer_norm = True
     EPS_KEY = "layer_norm_eps"
-
-    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
-        super().__init__(source, config)
-        self.rope = self.partial_rope(factor=0.5)
-        self.norm_paths = {"input_norm": "input_layernorm"}
-        attention = {name: f"self_attn.{name}_proj" for name in ("q", "k", "v")}
-        mlp = {"fc": "mlp.fc1", "down": "mlp.fc2"}
-        self.projection_paths = attention | {"o_proj": "self_attn.dense"} | mlp
-        self.biased = frozenset(self.projection_paths)
-        self.norms_qk = bool(config.get("qk_layernorm"))
-        self.layer = self.parallel_branch_layer
 
     def norm_weights(self, index: int | None, name: str) -> Affine:
         """Return weight and bias of a norm; of "qk_norm" q's values, then k's."""
@@ -54,6 +43,22 @@ class PhiReference(QKNormReference):
             return layer_norm(heads, affine, self.eps).reshape(flat.shape)
 
         return norm(q, q_norm), norm(k, k_norm)
+
+
+class PhiReference(SharedLayerNormReference):
+    """PhiForCausalLM; its head has a bias."""
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        super().__init__(source, config)
+        self.activation = self.read_activation("hidden_act", "gelu_new")
+        self.rope = self.partial_rope(factor=0.5)
+        self.norm_paths = {"input_norm": "input_layernorm"}
+        attention = {name: f"self_attn.{name}_proj" for name in ("q", "k", "v")}
+        mlp = {"fc": "mlp.fc1", "down": "mlp.fc2"}
+        self.projection_paths = attention | {"o_proj": "self_attn.dense"} | mlp
+        self.biased = frozenset(self.projection_paths)
+        self.norms_qk = bool(config.get("qk_layernorm"))
+        self.layer = self.parallel_branch_layer
 
     def finish_logits(self, logits: Tensor) -> Tensor:
         """Add the head's bias."""

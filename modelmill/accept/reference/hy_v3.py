@@ -1,0 +1,74 @@
+"""hy_v3: normed heads, experts with sigmoid scores (the model card of Hy3).
+
+Experts are ranked by score plus a learned bias; their weights are the scores, divided by their sum,
+times a factor. Every token has the shared experts, which are one MLP.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from modelmill.accept.reference.base import LayerWeights
+from modelmill.accept.reference.grouped_experts import GroupedExpertsMixin
+from modelmill.accept.reference.head_norm import HEAD_NORMS, PerHeadQKNormMixin
+from modelmill.accept.reference.plain_decoder import MLP, Defaults
+from modelmill.accept.reference.tensor_source import TensorSource
+
+
+class HYV3Reference(PerHeadQKNormMixin, GroupedExpertsMixin):
+    """HYV3ForCausalLM."""
+
+    DEFAULTS = Defaults(kv_heads=8, head_dim=128, eps=1e-5, positions=131072)
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        count = config.get("num_experts") or config.get("num_local_experts") or 192
+        routing = {
+            "n_routed_experts": count,
+            "routed_scaling_factor": config.get("router_scaling_factor") or 2.826,
+            "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+        }  # fmt: skip
+        super().__init__(source, config | routing)
+        self.rope = self.build_rope(theta=11158840.0)
+        self.mlp_biased = self.projections_with_bias("mlp_bias", MLP)
+        self.biased = self.projections_with_bias() | self.mlp_biased
+        self.norm_paths |= HEAD_NORMS
+        types = config.get("mlp_layer_types")
+        self.is_dense = [
+            layer == 0 if types is None else types[layer] == "dense"
+            for layer in range(self.num_layers)
+        ]
+
+    def projections(self, index: int) -> LayerWeights:
+        """Read a layer's attention, and its MLP or router and experts."""
+        self.first_experts = index + 1 if self.is_dense[index] else 0
+        weights, stem = self.attention_projections(index), f"{self.LAYERS}.{index}.mlp"
+        if self.is_dense[index]:
+            return weights | self._matrices(stem, "", bool(self.mlp_biased))
+        weights["router"] = self.read_affine(f"{stem}.router.gate", False)
+        for number in range(self.num_experts):
+            name = f"experts.{number}"
+            weights |= self._matrices(f"{stem}.{name}", f"{name}.", False)
+        shared = f"{stem}.shared_mlp"
+        return weights | self._matrices(shared, "shared_expert.", bool(self.mlp_biased))
+
+    def _matrices(self, stem: str, prefix: str, biased: bool) -> LayerWeights:
+        return {f"{prefix}{name}": self.read_affine(f"{stem}.{name}_proj", biased) for name in MLP}
+
+    def selection_bias(self, index: int) -> Tensor:
+        """Return what is added to a layer's scores for the choice, [E]."""
+        return self.source.get(f"{self.LAYERS}.{index}.mlp.expert_bias")
+
+    def run_mlp_or_experts(self, index: int, r: Any, normed: Tensor) -> Tensor:
+        """Run a layer's MLP, or its experts."""
+        self.first_experts = index + 1 if self.is_dense[index] else 0
+        return super().run_mlp_or_experts(index, r, normed)
+
+    def unused_tensors(self) -> dict[str, str]:
+        """Return those of multi-token prediction."""
+        layer = rf"model\.layers\.{self.num_layers}\..*"
+        return {layer: "the layer of multi-token prediction"}
+
+
+REFERENCE = HYV3Reference

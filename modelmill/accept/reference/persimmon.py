@@ -1,0 +1,39 @@
+"""persimmon: q, k and v stored head by head, each normed, half of a head rotated.
+
+Sources: the model's release notes, and the configuration class where they are silent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modelmill.accept.reference.base import LayerWeights
+from modelmill.accept.reference.phi import SharedLayerNormReference
+from modelmill.accept.reference.tensor_source import TensorSource
+
+
+class PersimmonReference(SharedLayerNormReference):
+    """PersimmonForCausalLM."""
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        super().__init__(source, config | {"num_key_value_heads": None})
+        self.max_position = int(config.get("max_position_embeddings") or 16384)
+        self.activation = self.read_activation("hidden_act", "relu2")
+        self.rope = self.partial_rope(factor=0.5)
+        self.projection_paths = {
+            "o_proj": "self_attn.dense",
+            "fc": "mlp.dense_h_to_4h",
+            "down": "mlp.dense_4h_to_h",
+        }
+        self.biased = frozenset(self.projection_paths)
+        self.norms_qk = bool(config.get("qk_layernorm", True))
+
+    def mixer_weights(self, index: int) -> LayerWeights:
+        """Take q, k and v out of the rows of each head."""
+        stem = f"{self.LAYERS}.{index}.self_attn.query_key_value"
+        return self.split_qkv_by_kv_head(self.read_affine(stem, True)) | super().mixer_weights(
+            index
+        )
+
+
+REFERENCE = PersimmonReference

@@ -1,0 +1,13 @@
+"""Hunyuan, dense: LLaMA whose queries and keys are rotated, then normed."""
+
+from __future__ import annotations
+
+from modelmill.models import _hunyuan_config
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.nn.decoder import Decoder
+
+Model = Decoder
+LAYOUT = CheckpointLayout(_hunyuan_config.NAMES)
+SUPPORTED_VALUES = _hunyuan_config.SUPPORTED_VALUES
+UNUSED_CONFIG_KEYS = _hunyuan_config.UNUSED_CONFIG_KEYS
+config_from_hf = _hunyuan_config.config_from_hf

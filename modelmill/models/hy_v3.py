@@ -1,0 +1,64 @@
+"""Hunyuan 3: norms of queries and keys, experts chosen by sigmoids and a learned bias."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from modelmill.core.config_view import RawConfig
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import (
+    attention_bias,
+    boolean,
+    positive_float,
+    positive_int,
+)
+from modelmill.models._layer_rules import CheckpointLayout, RuleSource
+from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
+from modelmill.models._moe_config import (
+    EXPERT_NAMES,
+    SELECTION_BIASES,
+    layers_by_mlp_type,
+    moe_spec_with_shared_experts,
+    router_config,
+)
+from modelmill.models.hunyuan_v1_moe import SHARED_MLP
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.moe import SIGMOID
+
+Model = Decoder
+LAYOUT = CheckpointLayout(
+    {**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_MLP, "mlp.router": ("mlp.router.gate",)},
+    tensors={"mlp.routing.selection_bias": RuleSource(("mlp.expert_bias",))},
+    has_draft_layer=True,
+)
+FLOAT32_TENSORS = SELECTION_BIASES
+SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
+    "qk_norm": (True,), "route_norm": (True,), "moe_router_enable_expert_bias": (True,),
+    "moe_router_use_sigmoid": (True,), "first_k_dense_replace": (1,),
+}  # fmt: skip
+UNUSED_CONFIG_KEYS = ("enable_moe_fp32_combine", "num_nextn_predict_layers")
+
+DEFAULTS = ConfigDefaults(
+    kv_heads=8, head_dim=128, positions=131072, eps=1e-5, theta=11_158_840.0, activation="silu"
+)
+
+
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in HYV3Config."""
+    config = _llama_common.config_from_hf(
+        raw, DEFAULTS,
+        **attention_bias(raw), mlp_bias=boolean(raw, "mlp_bias", False), qk_norm=True,
+    )  # fmt: skip
+    router = replace(
+        router_config(raw, experts=192, top_k=8, renormalize=True),
+        scores=SIGMOID,
+        scale=positive_float(raw, "router_scaling_factor", default=2.826),
+        selection_bias=True,
+    )
+    inner = positive_int(raw, "moe_intermediate_size", default=1536)
+    shared = positive_int(raw, "num_shared_experts", default=1, max_value=64)
+    moe = moe_spec_with_shared_experts(config, router, inner, shared)
+    assert moe.shared is not None, "one expert of every token"
+    moe = replace(moe, shared=replace(moe.shared, bias=config.mlp_bias))
+    return replace(config, moe=moe, dense_layers=layers_by_mlp_type(raw, config.layers, dense=1))

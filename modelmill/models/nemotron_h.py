@@ -1,0 +1,73 @@
+"""Nemotron-H, Nemotron Nano 2 and 3: layers of one branch: Mamba2, attention, an MLP or experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import activation, boolean
+from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout, RuleSource
+from modelmill.models._llama_common import ConfigDefaults
+from modelmill.models._mamba_config import MAMBA_NAMES
+from modelmill.models._moe_config import SELECTION_BIASES, SHARED
+from modelmill.models._nemotron_h_config import layer_kinds, mamba_spec, moe_spec
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.one_branch_layer import OneBranchLayer
+
+MLPS = {"mlp": "mixer", "mlp.experts.*": "mixer.experts.*", SHARED: "mixer.shared_experts"}
+Model = Decoder
+LAYOUT = CheckpointLayout(
+    {
+        "attn_norm": ("norm",),
+        "mlp_norm": ("norm",),
+        **MAMBA_NAMES,
+        "attn.qkv_proj": ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+        "attn.o_proj": ("mixer.o_proj",),
+        "mlp.router": ("mixer.gate",),
+        **{f"{ours}.fc_proj": (f"{theirs}.up_proj",) for ours, theirs in MLPS.items()},
+        **{f"{ours}.down_proj": (f"{theirs}.down_proj",) for ours, theirs in MLPS.items()},
+    },
+    layers="backbone.layers",
+    embed="backbone.embeddings",
+    norm="backbone.norm_f",
+    tensors={"mlp.routing.selection_bias": RuleSource(("mixer.gate.e_score_correction_bias",))},
+    ignored=(*IGNORED_BUFFERS, r"mtp\..*"),  # of multi-token prediction
+)
+FLOAT32_TENSORS = SELECTION_BIASES
+SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
+    "mamba_hidden_act": ("silu", "swish"), "attention_bias": (False,), "sliding_window": (),
+    "mamba_proj_bias": (False,), "n_shared_experts": (1,), "moe_latent_size": (),
+    "time_step_limit": ([0.0, float("inf")],), "mamba_dt_limit": ([0.0, float("inf")],),
+}  # fmt: skip
+# of training, of others' arithmetic, of multi-token prediction, and sizes that others decide;
+# time_step_min draws first weights, and bounds no step of the recurrence in training
+UNUSED_CONFIG_KEYS = (
+    "chunk_size", "expand", "hidden_dropout", "mamba_chunk_size", "mamba_dt_init_floor",
+    "mamba_dt_max", "mamba_dt_min", "mamba_expand", "mamba_ssm_cache_dtype",
+    "moe_shared_expert_overlap", "mtp_hybrid_override_pattern", "mtp_layers_block_type",
+    "num_logits_to_keep", "num_nextn_predict_layers", "rescale_prenorm_residual",
+    "residual_in_fp32", "time_step_floor", "time_step_max", "time_step_min", "use_mamba_kernels",
+)  # fmt: skip
+DEFAULTS = {
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 21504, "layer_norm_epsilon": 1e-5,
+}  # fmt: skip
+
+
+def config_from_hf(raw: RawConfig) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in NemotronHConfig. Nothing rotates."""
+    kinds, raw = layer_kinds(raw), overlay_config(raw, DEFAULTS)
+    act, bias = activation(raw, "mlp_hidden_act", "relu2"), boolean(raw, "mlp_bias", False)
+    keys = {"num_hidden_layers": kinds.number, "rms_norm_eps": raw["layer_norm_epsilon"]}
+    config = _llama_common.config_from_hf(
+        overlay_config(raw, {}, keys), ConfigDefaults(positions=4096), layer=OneBranchLayer,
+        gated=False, activation=act,
+        mlp_bias=bias, recurrence=mamba_spec(raw), recurrent_layers=kinds.recurrent,
+        mlp_layers=kinds.mlp | kinds.experts, dense_layers=kinds.mlp,
+    )  # fmt: skip
+    mlp = MLPSpec(config.hidden, config.inner, gated=False, activation=act, bias=bias)
+    moe = moe_spec(raw, mlp)  # files without experts name their sizes, too
+    return replace(config, rope=None, moe=moe if kinds.experts else None)

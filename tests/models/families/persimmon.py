@@ -1,0 +1,31 @@
+"""Persimmon."""
+
+from __future__ import annotations
+
+from tests.models.family_cases import (
+    QK,
+    QK_NORM,
+    decoder_family,
+    fault,
+    size_switches,
+    with_dim,
+    with_eps,
+)
+
+CASE = decoder_family(
+    "persimmon",
+    {"hidden_size": 64, "num_key_value_heads": None},
+    (
+        {"qk_layernorm": False}, {"partial_rotary_factor": 1.0}, {"partial_rotary_factor": 0.25},
+        {"hidden_act": "gelu"}, {"layer_norm_eps": 1e-3}, {"tie_word_embeddings": True},
+        {"num_attention_heads": 2}, {"head_dim": 16},
+    ),
+    {"partial_rotary_factor": 0.05, "qk_layernorm": 1, "layer_norm_eps": -1, "head_dim": 8},
+    {
+        "half the rotated channels": fault(QK, rope=with_dim(4)),
+        "eps of q and k x 100": fault(QK_NORM, qkv_norm=with_eps(100)),
+        "ReLU": fault("mlp.act", activation="relu"),
+    },
+    sizes=size_switches(hidden_size=96, num_hidden_layers=3),
+    unnamed_fields=frozenset({"hidden_dropout"}),
+)  # fmt: skip
