@@ -126,8 +126,10 @@ class RecurrentStateCache:
     def restore_on_exit(self, slots: torch.Tensor) -> Iterator[None]:
         """Within the block, slots may change; behind it they are as before."""
         before = self.buffer[slots]
-        yield
-        self.buffer[slots] = before
+        try:
+            yield
+        finally:
+            self.buffer[slots] = before
 
     def copy_slots(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy slots (from, to), one after another."""

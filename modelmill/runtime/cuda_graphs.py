@@ -175,18 +175,11 @@ class DecodeGraphs:
         put back.
         """
         batch = _with_last_ids(batch)
-        with on_side_stream(torch.cuda.Stream()), self._restore_states_on_exit(batch):
+        with on_side_stream(torch.cuda.Stream()), restore_states_on_exit(self._states, batch):
             self._run(batch, graph_output)
             if graph_output not in self._dry_run_outputs:
                 self._dry_run(batch, graph_output)
         return self._capturer.capture(lambda: self._run_and_keep_ids(batch, graph_output))
-
-    def _restore_states_on_exit(self, batch: PackedBatch) -> AbstractContextManager[None]:
-        """Within the block, steps of a batch may change the states of its slots."""
-        if self._states is None:
-            return nullcontext()
-        views = batch.views
-        return self._states.restore_on_exit(torch.cat((views.state_slots, views.snapshot_slots)))
 
     def _run_and_keep_ids(self, batch: PackedBatch, graph_output: str) -> torch.Tensor:
         out = self._run(batch, graph_output)
@@ -215,6 +208,16 @@ class DecodeGraphs:
         return self._logits
 
 
+def restore_states_on_exit(
+    states: RecurrentStateCache | None, batch: PackedBatch
+) -> AbstractContextManager[None]:
+    """Within the block, steps of a batch may change the states of its slots."""
+    if states is None:
+        return nullcontext()
+    views = batch.views
+    return states.restore_on_exit(torch.cat((views.state_slots, views.snapshot_slots)))
+
+
 def _with_last_ids(batch: PackedBatch) -> PackedBatch:
     return PackedBatch(
         batch.views,
@@ -239,6 +242,7 @@ class PrefillGraphs:
         forward: Callable[[PackedBatch], torch.Tensor],
         capture: Callable[[Callable[[], torch.Tensor]], CapturedGraph[torch.Tensor]],
         limits: PrefillLimits,
+        states: RecurrentStateCache | None = None,
     ) -> None:
         """Start without graphs.
 
@@ -247,9 +251,10 @@ class PrefillGraphs:
             capture: Captures a call. If it raises NotCapturable, graphs are switched off; after an
                 out-of-memory error it is tried again later.
             limits: Which sizes there are.
+            states: The recurrent states, which the calls before a capture must not advance.
         """
         self._forward, self._capture = forward, capture
-        self.limits = limits
+        self.limits, self._states = limits, states
         self._captured: dict[PaddedSize, CapturedGraph[torch.Tensor]] = {}
         self._num_uses: dict[PaddedSize, int] = {}
         self._enabled = True
@@ -292,7 +297,8 @@ class PrefillGraphs:
         if self._num_uses[size] < CAPTURE_AFTER_USES or not self._can_capture(size):
             return None
         try:
-            captured = self._captured[size] = self._capture(lambda: self._forward(batch))
+            with restore_states_on_exit(self._states, batch):
+                captured = self._capture(lambda: self._forward(batch))
         except NotCapturable as error:
             _log.warning("prefill without CUDA graphs: %s", one_line(str(error), 300))
             self._enabled = False
@@ -300,6 +306,7 @@ class PrefillGraphs:
         except torch.OutOfMemoryError:
             self._num_uses[size] = -OOM_RETRY_USES
             return None
+        self._captured[size] = captured
         return captured
 
 

@@ -126,8 +126,7 @@ class ModelRunner:
             limits.max_context,
             self.states,
         )
-        # the references of recurrences read the lengths of a prompt's parts on the host
-        if limits.max_prefill_tokens is not None and self.states is None:
+        if limits.max_prefill_tokens is not None:
             self.prefill_graphs = PrefillGraphs(
                 self.forward,
                 PrefillGraphCapturer(),
@@ -137,6 +136,7 @@ class ModelRunner:
                     limits.max_seqs,
                     limits.max_mixed_graphs,
                 ),
+                self.states,
             )
 
     def set_ops(self, ops: Ops) -> None:

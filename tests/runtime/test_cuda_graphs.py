@@ -77,7 +77,7 @@ def filling(
     config, longest = engine.config, -(-engine.max_model_len // 8) * 8
     limits = PrefillLimits(config.max_num_batched_tokens, longest, config.max_num_seqs, mixed)
     engine.model_runner.prefill_graphs = PrefillGraphs(
-        engine.model_runner.forward, capturer, limits
+        engine.model_runner.forward, capturer, limits, engine.model_runner.states
     )
     return engine
 
@@ -133,6 +133,22 @@ def test_mixed_steps_by_graph_give_the_same_tokens(
     assert graphs is not None
     assert sum(size.is_mixed for size in graphs._captured) > 0
     assert capturer.replayed > 2
+
+
+@pytest.mark.parametrize("mixed", [0, 9])
+def test_prompts_of_a_hybrid_by_graph_give_the_same_tokens(mixed: int) -> None:
+    """What runs before a capture advances no recurrent state."""
+    model, capturer = tiny.hybrid(), FakeCapturer()
+    todo = tiny.requests(tiny.prompts(24, 1, 60, seed=4), tiny.params(max_tokens=9))
+    engine = filling(capturer, model, mixed=mixed, **MIXED_OPTIONS)
+    expected = tiny.run(tiny.make_engine(tiny.hybrid()), todo)
+    assert tiny.run(engine, todo) == expected
+    for _ in range(2):
+        assert tiny.run_one_by_one(engine, todo) == expected
+    graphs = engine.model_runner.prefill_graphs
+    assert graphs is not None
+    assert any(size.is_mixed for size in graphs._captured) == bool(mixed)
+    assert capturer.replayed > 5
 
 
 def test_a_mixed_graph_reads_ids_that_only_the_device_knows() -> None:
@@ -402,7 +418,7 @@ def test_a_runner_has_its_graphs_from_the_start(
     )  # fmt: skip
     forward, select_ids = runner.forward, runner.sampler.select_ids
     decode = {"DecodeGraphs": (forward, select_ids, runner.last_ids, runner.packer, 3, 112, None)}
-    prefill = {"PrefillGraphs": (forward, "capturer", PrefillLimits(96, 112, 3, 5))}
+    prefill = {"PrefillGraphs": (forward, "capturer", PrefillLimits(96, 112, 3, 5), None)}
     assert made == decode | ({} if prefill_tokens is None else prefill)
     assert runner.decode_graphs == "DecodeGraphs"
     assert runner.prefill_graphs == (None if prefill_tokens is None else "PrefillGraphs")

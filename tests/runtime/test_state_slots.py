@@ -11,6 +11,7 @@ import torch
 
 from modelmill.core.errors import CapacityError
 from modelmill.nn.recurrent_state import RecurrentStateCache, StateShape, StateSpec
+from modelmill.ops.cuda_graph import NotCapturable
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.model_runner import ModelRunner
 from modelmill.runtime.state_slots import StateSlots
@@ -221,6 +222,15 @@ def test_slots_of_a_cache_are_copied_whole() -> None:
     assert [state[1].unique().tolist() for state in cache.states] == [[0], [0]]
     with cache.restore_on_exit(torch.tensor([2])):
         cache.states[0][2] = 9
+    assert cache.states[0][2].unique().tolist() == [2]
+    # a step that cannot be captured is run again, without a graph
+
+    def fail() -> None:
+        cache.states[0][2] = 9
+        raise NotCapturable
+
+    with pytest.raises(NotCapturable), cache.restore_on_exit(torch.tensor([2])):
+        fail()
     assert cache.states[0][2].unique().tolist() == [2]
 
 
