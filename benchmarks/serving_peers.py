@@ -47,6 +47,8 @@ from modelmill.eval.serving_load import ServingLoad, run_load, summarize_load  #
 MODEL = "load"
 START_SECONDS, MAX_MODEL_LEN = 300, 8192
 MIN_REQUESTS, ROUNDS_OF_A_LOOP = 20, 4
+SERVER_PACKAGES = ("uvicorn", "starlette", "fastapi", "pydantic", "jinja2", "prometheus_client")
+LOG_LINES = 12  # of a server that ended, in the error
 SIDES = ("modelmill", "vLLM")
 
 
@@ -84,7 +86,11 @@ class PeerServer:
                 if asyncio.run(self.client.get("/v1/models"))["data"] and self._answers():
                     return
             time.sleep(0.5)
-        raise ModelmillError(f"{self.name} does not serve: see {self._log}")
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        raise ModelmillError(
+            f"{self.name} does not serve: see {self._log}; it ends with\n"
+            + "\n".join(lines[-LOG_LINES:])
+        )
 
     def _answers(self) -> bool:
         load = ServingLoad([(8, 4)])
@@ -182,11 +188,21 @@ def numbers(text: str) -> list[float]:
     return [float(each) for each in filter(None, text.split(","))]
 
 
+def _tokenizer_folder(text: str) -> Path:
+    """A folder with a tokenizer, seen before a checkpoint is written for minutes."""
+    folder = Path(text)
+    if not (folder / "tokenizer.json").is_file():
+        raise argparse.ArgumentTypeError(f"no tokenizer.json in {text!r}")
+    return folder
+
+
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", default="qwen2.5-7b", choices=sorted(SHAPES))
-    parser.add_argument("--tokenizer", type=Path, required=True, help="folder of tokenizer.json")
+    parser.add_argument(
+        "--tokenizer", type=_tokenizer_folder, required=True, help="folder of tokenizer.json"
+    )
     parser.add_argument("--vllm", type=Path, help="folder of vLLM's packages")
     parser.add_argument("--vllm-python", type=Path, help="interpreter that has vLLM")
     parser.add_argument("--trace", type=trace_file.parse_trace, default="azure")
@@ -203,8 +219,11 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Measure, print and record."""
     options = parse_args()
-    if importlib.util.find_spec("uvicorn") is None:
-        sys.exit("serving_peers: modelmill serve needs uvicorn; install modelmill[serve] first")
+    missing = [name for name in SERVER_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(
+            f"serving_peers: modelmill serve needs {', '.join(missing)}; install modelmill[serve]"
+        )
     setup = PeerSetup(options.work.resolve(), options.vllm, options.vllm_python, check=False)
     facts = {"device": device_name("cuda"), "versions": versions(), **provenance()}
     with contextlib.ExitStack() as stack:

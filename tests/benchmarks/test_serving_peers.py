@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from benchmarks import serving_peers
 from benchmarks.peer_setup import PeerSetup
+from modelmill.core.errors import ModelmillError
 from modelmill.eval.serving_load import ServingLoad
 
 
@@ -92,5 +95,25 @@ def test_a_server_that_ends_is_an_error(tmp_path: Path) -> None:
         "vLLM", [sys.executable, "-c", ""], serving_peers.free_port(), tmp_path / "x.log", {}
     )
     with pytest.raises(ModelmillError, match="vLLM does not serve"):
+        server.wait(30)
+    server.close()
+
+
+def test_a_wrong_folder_and_missing_packages_are_seen_first(
+    options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        serving_peers.parse_args(["--tokenizer", "no-such-folder"])
+    assert "no tokenizer.json in 'no-such-folder'" in capsys.readouterr().err
+    monkeypatch.setattr(serving_peers, "parse_args", lambda: options)
+    monkeypatch.setattr(serving_peers, "SERVER_PACKAGES", ("json", "no_such_package"))
+    with pytest.raises(SystemExit, match="modelmill serve needs no_such_package; install"):
+        serving_peers.main()
+
+
+def test_a_server_that_ends_shows_its_last_lines(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "print('first'); raise SystemExit('no memory for pages')"]
+    server = serving_peers.PeerServer("vLLM", command, 1, tmp_path / "log", dict(os.environ))
+    with pytest.raises(ModelmillError, match=r"vLLM does not serve: .*\nfirst\nno memory"):
         server.wait(30)
     server.close()
