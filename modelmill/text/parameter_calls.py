@@ -212,16 +212,14 @@ class ParameterCallReader(NamedCallReader):
             return end if empty else at
         key, attribute = text[at:place].strip(), None
         if self._parameter.type_open:
-            key, _, written_type = key.partition(split_mark(self._parameter.type_open)[0])
+            before, behind = split_mark(self._parameter.type_open)
+            key, _, written_type = key.partition(before)
             if not written_type:
                 return self._skip_rest(at)
-            written_type = written_type.strip().removeprefix(
-                split_mark(self._parameter.type_open)[-1]
-            )
-            key, attribute = key.strip(), written_type.strip() in STRING_TYPES
+            key, written_type = key.strip(), written_type.strip().removeprefix(behind).strip()
         elif self._parameter.type_attribute:
             key, attribute = _split_attribute(key)
-        if written_type:
+        if self._parameter.type_open or written_type:
             attribute = written_type in STRING_TYPES
         key = self._unescape(key)
         self._type = parameter_type(
