@@ -197,9 +197,15 @@ class Suite:
             self.lines.append(MeasuredLine(shape, work.name, floor, figures))
             self._print_line(self.lines[-1])
             with self.out.open("a", encoding="utf-8") as sink:
+                if self._ends_inside_a_row():
+                    sink.write("\n")
                 for side in (each for each in sides if each.name in figures):
                     row = self._row(shape, work, side, figures[side.name], floor)
                     sink.write(json.dumps(row | {"load_1m": load}, ensure_ascii=False) + "\n")
+
+    def _ends_inside_a_row(self) -> bool:
+        """Whether the machine stopped while a row was written."""
+        return self.out.read_bytes()[-1:] not in (b"", b"\n")
 
     def _sides_in_time(
         self, shape: str, work: Workload, sides: Sequence[PeerProcess]

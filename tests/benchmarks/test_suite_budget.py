@@ -137,6 +137,22 @@ def test_an_interrupted_run_prints_its_table_and_goes_on(
     assert "decode-1x16" in capsys.readouterr().out
 
 
+def test_half_a_row_is_left_out_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "rows.jsonl"
+    write_run(out)
+    with out.open("a") as sink:
+        sink.write('{"bench": "suite", "sha')
+    unfinished = find_unfinished_run(out, IDENTITY, PLANNED, NOW)
+    assert unfinished is not None
+    assert unfinished.run == "suite-1"
+    out.write_text('{"bench": "suite", "sha')
+    monkeypatch.setattr(suite, "host_facts", lambda: {"host_cpu": "x"})
+    with pytest.raises(json.JSONDecodeError):  # of the first line alone
+        run_cpu_with([FakeSide("modelmill int8", 0.01)], tmp_path, monkeypatch)
+    lines = out.read_text().splitlines()
+    assert [json.loads(line)["subject"] for line in lines[1:]] == ["modelmill int8"] * 3
+
+
 def test_an_interrupted_run_of_changed_code_says_that_it_begins_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
