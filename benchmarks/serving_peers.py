@@ -97,6 +97,12 @@ class PeerServer:
         timings, _ = asyncio.run(run_load(self.client, MODEL, load, lambda *_: None))
         return timings[0].error is None
 
+    def versions(self) -> dict[str, str]:
+        """The peer's own version, which it tells; ours is known."""
+        if self.name == "modelmill":
+            return {}
+        return {self.name.lower(): str(asyncio.run(self.client.get("/version"))["version"])}
+
     def measure(self, load: ServingLoad) -> dict[str, Any]:
         """The summary of a load."""
         timings, seconds = asyncio.run(run_load(self.client, MODEL, load, lambda *_: None))
@@ -164,10 +170,12 @@ def rows(
     for number, each in enumerate(loads(options)):
         for server in servers[:: 1 if number % 2 == 0 else -1]:
             summary = server.measure(each.load)
+            versions = {**facts["versions"], **server.versions()}
             yield {
                 "bench": "serving_peers", "shape": options.shape, "work": each.name,
                 "subject": server.name, **summary, "run": run,
                 "command": portable_command("serving_peers", sys.argv[1:]), **facts,
+                "versions": versions,
                 "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             }  # fmt: skip
 

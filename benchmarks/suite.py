@@ -14,12 +14,15 @@ All sides of a work are open together and take turns call by call, with the same
 same code. Each line of the table is printed when it is known, and a row a side is then appended to
 benchmarks/results/DEVICE.jsonl. A run that ends early, also by Ctrl-C, prints the table of what it
 has; the same command then measures only what is missing, if the code and the machine are the same.
-``--minutes`` (5 on a CPU, no limit on a GPU) gives each work a share of the time: the slowest sides
-get fewer rounds, and what is left over is named. Rows have the number of calls. A row has
-commit, device and its id, host, load, versions, and the seconds of every call. The floor of a
-decode step is the bytes of modelmill's own weights and KV pages over the memory bandwidth that the
-same run measured; the floor of a first token is the matrices' operations over the rate of a large
-matrix product (twice that where both operands have 8 bits), or those bytes where they take longer.
+``--minutes`` (5 on a CPU, no limit on a GPU) gives each work a share of the time: rounds become
+fewer, first those of peers that take three times as long as the fastest one, then those of all
+other sides alike; what is left out is named. A row has commit, device and its id, host, load,
+versions, the number of rounds, and the seconds of every call.
+
+The floor of a decode step is the bytes of modelmill's own weights and KV pages over the memory
+bandwidth that the same run measured; the floor of a first token is the matrices' operations over
+the rate of a large matrix product (twice that where both operands have 8 bits), or those bytes
+where they take longer.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ from benchmarks.llamacpp_side import FILE_TYPES  # noqa: E402
 from benchmarks.model_shapes import SHAPES, ShapeCost, shape_cost  # noqa: E402
 from benchmarks.peer_process import PeerError, PeerProcess  # noqa: E402
 from benchmarks.peer_setup import MODELMILL, SHARED_GPU_FRACTION, PeerSetup  # noqa: E402
-from benchmarks.suite_budget import TimeBudget, rounds_that_fit  # noqa: E402
+from benchmarks.suite_budget import TimeBudget, rounds_that_fit, slow_peers  # noqa: E402
 from benchmarks.suite_plan import (  # noqa: E402
     CPU_SHAPE,
     Skipped,
@@ -194,9 +197,15 @@ class Suite:
             self.lines.append(MeasuredLine(shape, work.name, floor, figures))
             self._print_line(self.lines[-1])
             with self.out.open("a", encoding="utf-8") as sink:
+                if self._ends_inside_a_row():
+                    sink.write("\n")
                 for side in (each for each in sides if each.name in figures):
                     row = self._row(shape, work, side, figures[side.name], floor)
                     sink.write(json.dumps(row | {"load_1m": load}, ensure_ascii=False) + "\n")
+
+    def _ends_inside_a_row(self) -> bool:
+        """Whether the machine stopped while a row was written."""
+        return self.out.read_bytes()[-1:] not in (b"", b"\n")
 
     def _sides_in_time(
         self, shape: str, work: Workload, sides: Sequence[PeerProcess]
@@ -227,7 +236,9 @@ class Suite:
         measured = {(line.shape, line.work) for line in self.lines}
         works_left = sum(each not in measured for each in self._planned)
         share = self.options.budget.share(works_left)
-        chosen = rounds_that_fit(seconds_per_round, rounds, share)
+        engines = [name for name in seconds_per_round if name.startswith(MODELMILL)]
+        slow = slow_peers(seconds_per_round, engines)
+        chosen = rounds_that_fit(seconds_per_round, rounds, share, slow)
         seconds = sum(count * seconds_per_round[name] for name, count in chosen.items())
         each = ", ".join(f"{name} {count}" for name, count in chosen.items())
         fewer = f", for the time: {each}" if min(chosen.values()) < rounds else ""
@@ -239,8 +250,14 @@ class Suite:
     def _note_round(self, shape: str, work: Workload, done: int, rounds: int) -> None:
         self.setup.note(f"{shape} {work.name}: round {done} of {rounds}")
 
+    @property
+    def can_be_taken_up(self) -> bool:
+        """Whether rows say what they measured: their code is a commit."""
+        commit = self.made_by["commit"]
+        return bool(commit) and not str(commit).endswith("-dirty")
+
     def _how_to_go_on(self) -> str:
-        if str(self.made_by["commit"]).endswith("-dirty"):
+        if not self.can_be_taken_up:
             return "give more with --minutes, since code with local changes is not taken up"
         return "the same command measures it, or give more with --minutes"
 
@@ -391,7 +408,10 @@ def table_at_the_end(suite: Suite, skipped: Sequence[Skipped]) -> Iterator[None]
         yield
     except KeyboardInterrupt:
         suite.print_table(skipped)
-        raise SystemExit("interrupted; the same command measures what is missing") from None
+        missing = "code with local changes is not taken up"
+        if suite.can_be_taken_up:
+            missing = "the same command measures what is missing"
+        raise SystemExit(f"interrupted; {missing}") from None
     finally:
         signal.signal(signal.SIGTERM, before)
     suite.print_table(skipped)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,8 +52,7 @@ def find_unfinished_run(
     commit = str(identity.get("commit") or "-dirty")
     if commit.endswith("-dirty") or not out.exists():
         return None
-    rows = [json.loads(line) for line in out.read_text("utf-8").splitlines() if line.strip()]
-    rows = [row for row in rows if row.get("bench") == "suite"]
+    rows = [row for row in _whole_rows(out) if row.get("bench") == "suite"]
     if not rows or any(rows[-1].get(key) != identity.get(key) for key in SAME):
         return None
     if _without_minutes(rows[-1]["command"]) != _without_minutes(identity["command"]):
@@ -64,6 +64,13 @@ def find_unfinished_run(
     lines = _lines([row for row in rows if row["run"] == run])
     measured = {(line.shape, line.work) for line in lines}
     return None if measured.issuperset(planned) else UnfinishedRun(run, lines)
+
+
+def _whole_rows(out: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file, but for one that was half written when the machine stopped."""
+    for line in out.read_text("utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            yield json.loads(line)
 
 
 def _without_minutes(command: str) -> str:

@@ -25,9 +25,10 @@ def read_message(read_line: Callable[[str], str | None], prompt: str = PROMPT) -
     r"""Read one message; None at the end of the input.
 
     A backslash at the end of a line continues it. A line that begins with ``\"\"\"`` opens a
-    message that ends with the next ``\"\"\"``, whatever is between; the end of the input ends
-    both. A ``KeyboardInterrupt`` of ``read_line`` after the first line drops the message: an empty
-    one is returned.
+    message that ends with the line of the next ``\"\"\"``, whatever is between; the end of the
+    input ends both. Pasted code may begin with them and go on behind the next ones: it is a
+    message as it is. A ``KeyboardInterrupt`` of ``read_line`` after the first line drops the
+    message: an empty one is returned.
 
     Args:
         read_line: returns a line for a prompt, without its end, or None.
@@ -45,7 +46,7 @@ def read_message(read_line: Callable[[str], str | None], prompt: str = PROMPT) -
 
 def _read_rest(line: str, read_line: Callable[[str], str | None]) -> str:
     """Return the message that begins with this line."""
-    if line.startswith(QUOTES):
+    if line.startswith(QUOTES) and not _goes_on(line):
         return _read_quoted(line.removeprefix(QUOTES), read_line)
     lines = [line]
     while lines[-1].endswith("\\") and not lines[-1].endswith("\\\\"):
@@ -57,6 +58,11 @@ def _read_rest(line: str, read_line: Callable[[str], str | None]) -> str:
     return "\n".join(lines)
 
 
+def _goes_on(line: str) -> bool:
+    """Whether text is behind the closing quotes: of a paste, which is taken as it is."""
+    return bool(line.removeprefix(QUOTES).partition(QUOTES)[2].strip())
+
+
 def _read_quoted(first: str, read_line: Callable[[str], str | None]) -> str:
     lines = [first]
     while QUOTES not in lines[-1]:
@@ -64,7 +70,7 @@ def _read_quoted(first: str, read_line: Callable[[str], str | None]) -> str:
         if following is None:
             return "\n".join(lines)
         lines.append(following)
-    lines[-1] = lines[-1].partition(QUOTES)[0]
+    lines[-1] = lines[-1].replace(QUOTES, "", 1)  # what is behind them belongs to the message
     return "\n".join(lines).strip("\n")
 
 

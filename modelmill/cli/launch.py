@@ -165,18 +165,23 @@ def check_key(url: str, key: str) -> None:
     """Ask the server whether it takes the key; a server that does not answer now may do so later.
 
     Raises:
-        UsageError: if it refuses it.
+        UsageError: if it refuses it, or if address or key cannot be sent.
     """
-    request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
+    headers = {"Authorization": f"Bearer {key}"}
     try:
+        request = urllib.request.Request(f"{url}/v1/models", headers=headers)
         with urllib.request.urlopen(request, timeout=KEY_SECONDS):
             pass
     except urllib.error.HTTPError as error:
         if error.code == http.HTTPStatus.UNAUTHORIZED:
             which = "another" if key != NO_KEY else "an"
             raise UsageError(f"{url} wants {which} API key; give --api-key KEY") from None
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except OSError as error:
         print_note(f"{url} does not answer now: {getattr(error, 'reason', error)}")
+    except (ValueError, http.client.InvalidURL):  # the error itself may show the key
+        raise UsageError(f"{url} or the API key has a character that cannot be sent") from None
+    except http.client.HTTPException as error:
+        print_note(f"{url} does not answer now: {error}")
 
 
 def _server_of(servers: list[ServerRecord], model: str | None) -> ServerRecord:

@@ -17,6 +17,8 @@ ToolSchemas = Mapping[str, Mapping[str, Any] | None]
 """Names of the tools → JSON schema of their parameters."""
 MAX_HEAD_CHARS = 256
 """Maximum characters of a call's name with what stands around it."""
+MAX_KEY_CHARS = 1024
+"""Maximum characters of an argument's key with the mark behind it, in pieces and at once."""
 MAX_SEARCHES = 1024
 """Searches for marks that are kept; some have names of a request's tools in them."""
 _BLANKS = re.compile(r"[\s\u0120\u010a]+")

@@ -53,9 +53,9 @@ class HarmonyParser(AnswerParser):
         if not _is_header(text):
             self._mode = self._scan_content
             return True
-        place = self._buffer.find(MESSAGE)
+        place = self._buffer.find(MESSAGE, 0, MAX_HEADER_CHARS)
         if place < 0:
-            if len(self._buffer) > MAX_HEADER_CHARS:
+            if len(self._buffer) >= MAX_HEADER_CHARS:
                 # no header is that long: its first mark is no content, the rest is
                 mark = next((each for each in (START, CHANNEL) if text.startswith(each)), "")
                 self._buffer = text.removeprefix(mark)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from modelmill.text.call_reader import (
-    MAX_HEAD_CHARS,
+    MAX_KEY_CHARS,
     find_first,
     longest_suffix_overlap,
     skip_blank,
@@ -189,9 +189,9 @@ class ParameterCallReader(NamedCallReader):
     def _scan_key(self, text: str, at: int) -> int:
         self._discard_consumed()
         mark = self._key_end[0]
-        place = text.find(mark, at)
+        place = text.find(mark, at, at + MAX_KEY_CHARS)
         if place < 0:
-            return self._skip_rest(at) if self._final or len(text) - at > MAX_HEAD_CHARS else at
+            return self._skip_rest(at) if self._final or len(text) - at >= MAX_KEY_CHARS else at
         written_type, behind_type = self._type_behind_key(text, place + len(mark))
         if behind_type is None:
             return at
@@ -212,16 +212,14 @@ class ParameterCallReader(NamedCallReader):
             return end if empty else at
         key, attribute = text[at:place].strip(), None
         if self._parameter.type_open:
-            key, _, written_type = key.partition(split_mark(self._parameter.type_open)[0])
+            before, behind = split_mark(self._parameter.type_open)
+            key, _, written_type = key.partition(before)
             if not written_type:
                 return self._skip_rest(at)
-            written_type = written_type.strip().removeprefix(
-                split_mark(self._parameter.type_open)[-1]
-            )
-            key, attribute = key.strip(), written_type.strip() in STRING_TYPES
+            key, written_type = key.strip(), written_type.strip().removeprefix(behind).strip()
         elif self._parameter.type_attribute:
             key, attribute = _split_attribute(key)
-        if written_type:
+        if self._parameter.type_open or written_type:
             attribute = written_type in STRING_TYPES
         key = self._unescape(key)
         self._type = parameter_type(
@@ -246,9 +244,9 @@ class ParameterCallReader(NamedCallReader):
         head = text[start : start + len(opening)]
         if not opening or not opening.startswith(head) or (self._final and head != opening):
             return "", at
-        stop = text.find(closing, start)
+        stop = text.find(closing, start, start + MAX_KEY_CHARS)
         if stop < 0:
-            return "", -1 if self._final or len(text) - at > MAX_HEAD_CHARS else None
+            return "", -1 if self._final or len(text) - start >= MAX_KEY_CHARS else None
         return text[start + len(opening) : stop].strip() or "any", stop + len(closing)
 
     def _follows_no_value(self, text: str, at: int) -> bool | None:

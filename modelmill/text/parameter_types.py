@@ -158,8 +158,8 @@ def typed_value(text: str, types: ParameterType) -> str:
 def declared_values(arguments: str, parameters: Mapping[str, Any] | None) -> str:
     """Return a call's arguments with the types that its tool declares.
 
-    A string becomes the value of which it is the text, and another value its text, where the tool
-    declares that alone.
+    A string becomes the value of which it is the text where the tool declares a type and takes no
+    string; a number or a word becomes its text where the tool takes a string only.
 
     Args:
         arguments: a JSON object; it stays as it is written where no type differs.
@@ -174,13 +174,14 @@ def declared_values(arguments: str, parameters: Mapping[str, Any] | None) -> str
 
 
 def _declared_value(key: str, value: str, parameters: Mapping[str, Any] | None) -> str:
-    types = parameter_type(parameters, key, "string")
+    root = parameters or {}
+    types = schema_types(_inner_schema(root, key, root), root)
     written = json_type(value)
-    if types.is_string and written in ("boolean", "integer", "number"):
-        return json.dumps(value) if declares_string(parameters, key) else value
-    if written != "string" or types.is_string:
-        return value
-    typed = typed_value(json.loads(value), types)
+    if types == {"string"} and written in ("boolean", "integer", "number"):
+        return json.dumps(value)
+    if written != "string" or "string" in types:
+        return value  # what the model wrote as a string may be one
+    typed = typed_value(json.loads(value), ParameterType(False, frozenset(types)))
     return value if json_type(typed) == "string" else typed
 
 

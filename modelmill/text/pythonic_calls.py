@@ -9,6 +9,7 @@ from functools import partial
 from modelmill.text.answer_pieces import PieceCollector
 from modelmill.text.call_reader import (
     MAX_HEAD_CHARS,
+    MAX_KEY_CHARS,
     CallReader,
     ToolSchemas,
     skip_blank,
@@ -79,9 +80,9 @@ class PythonicCallReader(CallReader):
 
     def _scan_name(self, text: str, at: int) -> int:
         start = skip_blank(text, at)
-        match = _NAME.match(text, start)
+        match = _NAME.match(text, start, start + MAX_HEAD_CHARS)
         end = skip_blank(text, match.end()) if match else start
-        if end == len(text) and not self._final and end - start < MAX_HEAD_CHARS:
+        if end == len(text) and not self._final:
             return at
         if self._has_mark and text[start : start + 1] == "]":
             self._commit_call_text()  # an empty list
@@ -100,9 +101,9 @@ class PythonicCallReader(CallReader):
             self._output.add_arguments("}")
             self._state = self._scan_next
             return start + 1
-        match = _KEY.match(text, start)
+        match = _KEY.match(text, start, start + MAX_KEY_CHARS)
         end = skip_blank(text, match.end()) if match else start
-        if end == len(text) and not self._final and end - start < MAX_HEAD_CHARS:
+        if end == len(text) and not self._final:
             return at
         if match is None or text[end : end + 1] != "=":
             return self._end_call(end) if self._started and end == len(text) else self._fail(at)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from modelmill.text.call_reader import (
-    MAX_HEAD_CHARS,
+    MAX_KEY_CHARS,
     CallReader,
     longest_suffix_overlap,
     skip_blank,
@@ -45,14 +45,14 @@ class TagCallReader(CallReader):
 
     def _next_tag(self, text: str, at: int) -> tuple[str | None, int]:
         """Match a tag; "" if there is none, None if more text is needed."""
-        match = self._tag.match(text, at)
+        match = self._tag.match(text, at, at + MAX_KEY_CHARS)
         if match:
             return match[1], match.end()
         rest = text[at:]
         inside = rest.removeprefix(self._mark)
         begun = self._mark.startswith(rest) or (
             rest.startswith(self._mark)
-            and len(rest) < MAX_HEAD_CHARS
+            and len(rest) < MAX_KEY_CHARS
             and re.fullmatch(r"\s*(<[^<>]*)?", inside) is not None
         )
         return (None if begun else ""), at

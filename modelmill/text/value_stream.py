@@ -27,7 +27,7 @@ _WORDS = {
 _SIMPLE_ESCAPES = frozenset('"\\/bfnrt')
 _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 _ESCAPE_SIZES = {"u": 4, "x": 2, "U": 8}
-MAX_BARE_KEY_CHARS = 256
+MAX_BARE_KEY_CHARS = 1024
 """Maximum characters of a key without quotes."""
 SET = "set"
 """An open set of Python's syntax, which becomes a list."""

@@ -39,6 +39,9 @@ class FakeServer:
     def measure(self, load: ServingLoad) -> dict[str, Any]:
         return {"requests": len(load.lengths)}
 
+    def versions(self) -> dict[str, str]:
+        return {} if self.name == "modelmill" else {"vllm": "1.2"}
+
 
 def test_each_load_has_prompts_of_its_own(options: argparse.Namespace) -> None:
     made = list(serving_peers.loads(options))
@@ -52,13 +55,29 @@ def test_each_load_has_prompts_of_its_own(options: argparse.Namespace) -> None:
 
 def test_the_sides_change_places(options: argparse.Namespace) -> None:
     servers: Any = [FakeServer("vLLM"), FakeServer("modelmill")]
-    made = list(serving_peers.rows(options, servers, {"commit": "abc"}))
+    facts = {"commit": "abc", "versions": {"torch": "2"}}
+    made = list(serving_peers.rows(options, servers, facts))
     order = [(row["work"], row["subject"]) for row in made]
     assert order[:4] == [
         ("rate-2", "vLLM"), ("rate-2", "modelmill"), ("rate-16", "modelmill"), ("rate-16", "vLLM")
     ]  # fmt: skip
     assert {row["commit"] for row in made} == {"abc"}
+    assert made[0]["versions"] == {"torch": "2", "vllm": "1.2"}, "a claim names the peer's version"
+    assert made[1]["versions"] == {"torch": "2"}
     assert len({row["run"] for row in made}) == 1
+
+
+def test_a_peer_tells_its_version() -> None:
+    class Client:
+        async def get(self, path: str) -> dict[str, str]:
+            assert path == "/version"
+            return {"version": "0.25.1"}
+
+    server: Any = object.__new__(serving_peers.PeerServer)
+    server.name, server.client = "vLLM", Client()
+    assert server.versions() == {"vllm": "0.25.1"}
+    server.name = "modelmill"
+    assert server.versions() == {}
 
 
 def test_both_serve_one_checkpoint_alike(

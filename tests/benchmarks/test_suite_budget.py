@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import suite
-from benchmarks.suite_budget import TimeBudget, rounds_that_fit
+from benchmarks.suite_budget import TimeBudget, rounds_that_fit, slow_peers
 from benchmarks.suite_resume import DATE_FORMAT, find_unfinished_run
 from tests.benchmarks.test_suite import FakeSide, options_for, run_cpu_with
 
@@ -26,17 +26,32 @@ IDENTITY = {"command": "python benchmarks/suite.py", "commit": "abc", "device": 
 )
 def test_rounds_fit_or_are_one(numbers: list[float], rounds: int, seconds: float) -> None:
     costs = {f"side {number}": cost for number, cost in enumerate(numbers)}
-    chosen = rounds_that_fit(costs, rounds, seconds)
+    slow = slow_peers(costs, ["side 0"])
+    chosen = rounds_that_fit(costs, rounds, seconds, slow)
     assert chosen.keys() == costs.keys()
     assert all(1 <= count <= rounds for count in chosen.values())
+    compared = {chosen[side] for side in costs if side not in slow}
+    assert len(compared) == 1, "what is compared has the same rounds"
+    assert all(chosen[side] <= max(compared) for side in slow)
+    assert compared == {rounds} or {chosen[side] for side in slow} <= {1}
     total = sum(chosen[side] * costs[side] for side in costs)
     assert total <= seconds or set(chosen.values()) == {1}
     assert rounds_that_fit(costs, rounds, None) == dict.fromkeys(costs, rounds)
 
 
-def test_the_slowest_side_pays() -> None:
+def test_peers_without_a_ratio_pay_first() -> None:
+    costs = {"modelmill": 3.0, "llama.cpp q8_0": 3.5, "transformers": 22.0}
+    slow = slow_peers(costs, ["modelmill"])
+    assert slow == {"transformers"}
+    assert rounds_that_fit(costs, 5, 80, slow) == dict(zip(costs, (5, 5, 2), strict=True))
+    assert rounds_that_fit(costs, 5, 40, slow) == dict(zip(costs, (2, 2, 1), strict=True))
+
+
+def test_both_sides_of_a_ratio_lose_as_many_rounds() -> None:
     costs = {"modelmill": 3.0, "transformers": 22.0}
-    assert rounds_that_fit(costs, 5, 80) == {"modelmill": 5, "transformers": 2}
+    slow = slow_peers(costs, ["modelmill"])
+    assert not slow, "the only peer is the fastest one"
+    assert rounds_that_fit(costs, 5, 80, slow) == {"modelmill": 3, "transformers": 3}
 
 
 def test_a_budget_is_shared_by_what_is_left() -> None:
@@ -120,6 +135,31 @@ def test_an_interrupted_run_prints_its_table_and_goes_on(
     ]  # fmt: skip
     assert len({row["run"] for row in rows}) == 1
     assert "decode-1x16" in capsys.readouterr().out
+
+
+def test_half_a_row_is_left_out_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "rows.jsonl"
+    write_run(out)
+    with out.open("a") as sink:
+        sink.write('{"bench": "suite", "sha')
+    unfinished = find_unfinished_run(out, IDENTITY, PLANNED, NOW)
+    assert unfinished is not None
+    assert unfinished.run == "suite-1"
+    out.write_text('{"bench": "suite", "sha')
+    monkeypatch.setattr(suite, "host_facts", lambda: {"host_cpu": "x"})
+    with pytest.raises(json.JSONDecodeError):  # of the first line alone
+        run_cpu_with([FakeSide("modelmill int8", 0.01)], tmp_path, monkeypatch)
+    lines = out.read_text().splitlines()
+    assert [json.loads(line)["subject"] for line in lines[1:]] == ["modelmill int8"] * 3
+
+
+def test_an_interrupted_run_of_changed_code_says_that_it_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite, "host_facts", lambda: {"host_cpu": "x"})
+    side = [Interrupted("modelmill int8", 0.01)]
+    with pytest.raises(SystemExit, match="code with local changes is not taken up"):
+        run_cpu_with(side, tmp_path, monkeypatch, "--commit", "abc-dirty")
 
 
 def test_a_peer_that_takes_all_the_time_is_left_out(

@@ -37,6 +37,8 @@ def message(*lines: str) -> tuple[str | None, list[str]]:
         (("cut\\",), "cut"),
         (('"""', "a", '  b "quoted"', '"""', "next"), 'a\n  b "quoted"'),
         (('"""in one line"""',), "in one line"),
+        (('"""', "a", '""" in short', "next"), "a\n in short"),
+        (('"""Doc."""\nimport os\n',), '"""Doc."""\nimport os\n'),
         (('"""cut', "x"), "cut\nx"),
         (("/exit",), "/exit"),
     ],

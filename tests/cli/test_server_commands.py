@@ -221,6 +221,16 @@ def test_names_for_a_shells_completion() -> None:
     assert stop.server_names(servers) == ["a", "c", "8000", "8001"]
 
 
+@pytest.mark.parametrize(
+    ("url", "key"),
+    [("http://[::1", "k"), ("http://a b", "k"), ("http://a", "k\nx"), ("http://a", "ключ")],
+)
+def test_addresses_and_keys_that_cannot_be_sent(url: str, key: str) -> None:
+    with pytest.raises(UsageError, match="a character that cannot be sent") as refused:
+        check_key(url, key)
+    assert key not in str(refused.value) or key == "k"
+
+
 @pytest.mark.parametrize("words", [("stop", "sm"), ("launch", "claude", "--model", "")])
 def test_a_shell_completes_running_servers(words: tuple[str, ...], start: Start) -> None:
     start("small")

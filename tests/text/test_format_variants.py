@@ -23,6 +23,9 @@ TOOLS = {
             "town": {"type": "string"},
             "days": {"type": "integer"},
             "hot": {"type": "boolean"},
+            "zip": {"type": ["string", "integer"]},
+            "street": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "note": {},
         },
     },
     "g": {"type": "object", "properties": {}},
@@ -128,6 +131,16 @@ def test_json_arguments_get_the_declared_types() -> None:
     assert _calls("k2_horizon_json", _section(text)) == [("f", expected)]
 
 
+def test_a_written_string_stays_one_where_the_tool_takes_strings() -> None:
+    arguments = '{"zip": "01234", "street": "null", "note": "true"}'
+    text = f'<ifm|tool_call>{{"name": "f", "arguments": {arguments}}}</ifm|tool_call>'
+    for name in ("k2_horizon_json", "k2_horizon"):
+        assert _calls(name, _section(text)) == [("f", arguments)]
+    numbers = '{"zip": "1234"}'
+    text = f'<ifm|tool_call>{{"name": "f", "arguments": {numbers}}}</ifm|tool_call>'
+    assert _calls("k2_horizon_json", _section(text)) == [("f", numbers)]
+
+
 def test_a_written_type_counts_where_none_is_declared() -> None:
     def call(written_type: str) -> str:
         return _section(
@@ -137,3 +150,5 @@ def test_a_written_type_counts_where_none_is_declared() -> None:
     assert _calls("k2_horizon_typed", call("integer")) == [("f", '{"x": 7}')]
     assert _calls("k2_horizon_typed", call("string")) == [("f", '{"x": "7"}')]
     assert _calls("k2_horizon_typed", call("any")) == [("f", '{"x": "7"}')]
+    for name in ("k2_horizon_typed", "k2_horizon"):
+        assert _calls(name, call(" string\n")) == [("f", '{"x": "7"}')]

@@ -1,8 +1,8 @@
 """How a test receives deltas: the peers' interfaces differ in it, not in the calls.
 
-Three things are no property of the calls: where a streamed answer ends, for which most of the
-peers' interfaces have no call; whether a limit ended it; and how a call is cut into deltas. A test
-is run until it passes in one of the ways, and counts as failed if it passes in none.
+Two things are no property of the calls: where a streamed answer ends, for which most of the
+peers' interfaces have no call; and how a call is cut into deltas. A test is run until it passes in
+one of the ways, and counts as failed if it passes in none.
 """
 
 from __future__ import annotations
@@ -33,12 +33,10 @@ class DeltaDelivery:
     Attributes:
         cut: how a call is cut.
         ends: whether the last piece of an answer ends it.
-        limited: whether an answer that a test ends was cut off by a limit.
     """
 
     cut: DeltaCut = DeltaCut.AS_READ
     ends: bool = False
-    limited: bool = False
 
     def __post_init__(self) -> None:
         self._known: list[int] = []
@@ -48,8 +46,8 @@ class DeltaDelivery:
         """Yield once for each way, in which a test then runs."""
         self._counts = []
         for cut in DeltaCut:
-            for ends, limited in ((False, False), (True, False), (False, True)):
-                self.cut, self.ends, self.limited = cut, ends, limited
+            for ends in (False, True):
+                self.cut, self.ends = cut, ends
                 self._known, self._counts = self._counts, []
                 yield
 

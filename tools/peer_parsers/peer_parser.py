@@ -85,7 +85,7 @@ class PeerParser:
 
     def finish(self) -> list[str | ToolCallDelta]:
         """End the streamed answer, for a peer that says where it ends."""
-        pieces = self._stream.flush(DELIVERY.limited)
+        pieces = self._stream.flush()
         return list(self._deltas.convert(self._thinking.convert(pieces), last=True))
 
 
