@@ -14,18 +14,12 @@ from modelmill.text.chat_format_files import (
     load_format,
     select_variant,
 )
+from tests.text.tool_schemas import object_schema
 
 BASE = load_format("k2_horizon")
 TOOLS = {
-    "f": {
-        "type": "object",
-        "properties": {
-            "town": {"type": "string"},
-            "days": {"type": "integer"},
-            "hot": {"type": "boolean"},
-        },
-    },
-    "g": {"type": "object", "properties": {}},
+    "f": object_schema(town="string", days="integer", hot="boolean"),
+    "g": object_schema(),
 }
 XML = (
     "<ifm|tool_call>f\n<ifm|arg_key>town</ifm|arg_key>\n<ifm|arg_value>Ulm</ifm|arg_value>\n"
