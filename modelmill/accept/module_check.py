@@ -387,8 +387,8 @@ class ModuleCheck:
         v = step.kv.v[cache][slots // size, :, slots % size]
         compared = (
             ("q", q, spec.reference[0], spec.arithmetic),
-            ("k", k, spec.keys, spec.arithmetic),
-            ("v", v, spec.values, "residual"),
+            ("k", k, spec.cache_reference[0], spec.arithmetic),
+            ("v", v, spec.cache_reference[1], "residual"),
         )
         for label, ours, canonical, arithmetic in compared:
             expected = reference_output(trace, (canonical,))

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from modelmill.checkpoint.container import Container, TensorInfo
+from modelmill.checkpoint.container import Container, ConvertedContainer, TensorInfo
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from modelmill.core.quoting import quote
 
@@ -84,7 +84,7 @@ def _one_of(settings: Mapping[str, Any], key: str, known: tuple[str, ...], path:
     return str(value)
 
 
-class BitNetContainer:
+class BitNetContainer(ConvertedContainer):
     """Shows ternary matrices with their scales applied; other tensors are unchanged."""
 
     def __init__(self, raw: Container, settings: BitNetSettings) -> None:
@@ -94,8 +94,8 @@ class BitNetContainer:
             CheckpointError: for packed values without a scale.
             CorruptCheckpoint: for a scale of several numbers.
         """
-        self._raw, self._settings = raw, settings
-        self.metadata = raw.metadata
+        super().__init__(raw)
+        self._settings = settings
         here = set(raw.names())
         self._scales: dict[str, str] = {}
         self._ternary: set[str] = set()
@@ -125,10 +125,6 @@ class BitNetContainer:
         """Whether any matrix is ternary."""
         return bool(self._scales or self._ternary)
 
-    def names(self) -> list[str]:
-        """Return the names of all tensors but the scales."""
-        return list(self._names)
-
     def tensor_info(self, name: str) -> TensorInfo:
         """Return shape and dtype of a tensor without reading it."""
         info = self._raw.tensor_info(name)
@@ -151,7 +147,3 @@ class BitNetContainer:
             parts = [(stored >> 2 * part) & 3 for part in range(ROWS_PER_BYTE)]
             stored = torch.cat(parts).to(torch.int8) - 1
         return stored.float() / scale if self._settings.divides else stored.float() * scale
-
-    def files(self) -> list[Path]:
-        """Return the files that the tensors are read from."""
-        return self._raw.files()

@@ -68,6 +68,27 @@ class Container(Protocol):
         """Return the files the values come from."""
 
 
+class ConvertedContainer:
+    """A container whose tensors are computed from those of another one.
+
+    Subclasses set ``_names``, the names of its tensors in their order.
+    """
+
+    _names: list[str]
+
+    def __init__(self, raw: Container) -> None:
+        self._raw = raw
+        self.metadata = raw.metadata
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors."""
+        return list(self._names)
+
+    def files(self) -> list[Path]:
+        """Return the files that the tensors are read from."""
+        return self._raw.files()
+
+
 class ShardedFiles:
     """One or several files of tensors: the files, and the index that lists them.
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from modelmill.checkpoint.container import Container, TensorInfo
+from modelmill.checkpoint.container import Container, ConvertedContainer, TensorInfo
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from modelmill.core.quoting import quote
 
@@ -99,7 +99,7 @@ def _block(value: Any, path: Path) -> Block | None:
     return sizes[0], sizes[1]
 
 
-class Fp8Container:
+class Fp8Container(ConvertedContainer):
     """Shows matrices of 8-bit floats with their scales applied; other tensors are unchanged."""
 
     def __init__(self, raw: Container, settings: Fp8Settings) -> None:
@@ -109,8 +109,8 @@ class Fp8Container:
             CheckpointError: for a matrix without a scale.
             CorruptCheckpoint: for a scale that does not fit its matrix.
         """
-        self._raw, self._settings = raw, settings
-        self.metadata = raw.metadata
+        super().__init__(raw)
+        self._settings = settings
         here = set(raw.names())
         self._scale_names: dict[str, str] = {}
         for name in sorted(here):
@@ -152,10 +152,6 @@ class Fp8Container:
         """Whether any matrix is in 8-bit floats."""
         return bool(self._scale_names)
 
-    def names(self) -> list[str]:
-        """Return the names of all tensors but the scales."""
-        return list(self._names)
-
     def tensor_info(self, name: str) -> TensorInfo:
         """Return shape and dtype of a tensor without reading it."""
         info = self._raw.tensor_info(name)
@@ -179,7 +175,3 @@ class Fp8Container:
         block_rows, block_columns = self._settings.block
         scale = scale.repeat_interleave(block_rows, 0)[:rows]
         return stored.float() * scale.repeat_interleave(block_columns, 1)[:, :columns]
-
-    def files(self) -> list[Path]:
-        """Return the files that the tensors are read from."""
-        return self._raw.files()

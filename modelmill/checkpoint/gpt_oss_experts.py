@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from modelmill.checkpoint.container import Container, TensorInfo
+from modelmill.checkpoint.container import Container, ConvertedContainer, TensorInfo
 from modelmill.checkpoint.prequantized import ADVICE
 from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
@@ -84,13 +84,13 @@ class _Part:
     suffix: str
 
 
-class GptOssExperts:
+class GptOssExperts(ConvertedContainer):
     """A container of gpt-oss with each expert's matrices by themselves."""
 
     def __init__(self, raw: Container) -> None:
-        self._raw, self.metadata = raw, raw.metadata
+        super().__init__(raw)
         self._parts: dict[str, _Part] = {}
-        self._names: list[str] = []
+        self._names = []
         for name in raw.names():
             match = _STACKED.fullmatch(name)
             if match is None:
@@ -110,10 +110,6 @@ class GptOssExperts:
                 own = f"{prefix}.{expert}.{part}.{leaf}"
                 self._parts[own] = _Part(f"{prefix}.{matrix}", expert, first, len(parts), suffix)
                 self._names.append(own)
-
-    def names(self) -> list[str]:
-        """Return the names of all tensors."""
-        return list(self._names)
 
     def tensor_info(self, name: str) -> TensorInfo:
         """Return shape and dtype of a tensor without reading it."""
@@ -139,10 +135,6 @@ class GptOssExperts:
             return self.read_packed(name).dequantize(BLOCK_COLUMNS)
         rows = self._raw.get(part.stem + part.suffix)[part.expert]
         return (rows if part.suffix else rows.T)[part.first :: part.step].contiguous()
-
-    def files(self) -> list[Path]:
-        """Return the files that the tensors are read from."""
-        return self._raw.files()
 
     def quant_layout(self, name: str) -> QuantLayout | None:
         """Return how a matrix is stored in MXFP4; None if it is not."""

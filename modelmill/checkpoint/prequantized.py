@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from modelmill.checkpoint import awq_format, bitnet_format, compressed_tensors, gptq_format
-from modelmill.checkpoint.container import Container, TensorInfo
+from modelmill.checkpoint.container import Container, ConvertedContainer, TensorInfo
 from modelmill.checkpoint.fp8_format import METHODS, Fp8Container, read_settings
 from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
 from modelmill.core.errors import CheckpointError
@@ -85,7 +85,7 @@ def find_scheme(settings: Any, path: Path) -> QuantScheme:
     return scheme
 
 
-class PrequantizedContainer:
+class PrequantizedContainer(ConvertedContainer):
     """Shows packed matrices as "<stem>.weight" [N, K]; other tensors are unchanged.
 
     transposed: the family stores its matrices as [K, N] (GPT-2's Conv1D), so the names refer to the
@@ -93,10 +93,9 @@ class PrequantizedContainer:
     """
 
     def __init__(self, raw: Container, scheme: QuantScheme, *, transposed: bool = False) -> None:
-        self._raw = raw
+        super().__init__(raw)
         self.scheme = scheme
         self._transposed = transposed
-        self.metadata = raw.metadata
         self._stems: dict[str, str] = {}
         self._layouts: dict[str, QuantLayout] = {}
         everything = raw.names()
@@ -105,7 +104,7 @@ class PrequantizedContainer:
             for name in everything
             if name.endswith(f".{scheme.marker_suffix}")
         }
-        self._names: list[str] = []
+        self._names = []
         for name in everything:
             stem, _, suffix = name.rpartition(".")
             if stem not in stems or suffix not in scheme.suffixes:
@@ -113,10 +112,6 @@ class PrequantizedContainer:
             elif suffix == scheme.marker_suffix:
                 self._stems[f"{stem}.weight"] = stem
                 self._names.append(f"{stem}.weight")
-
-    def names(self) -> list[str]:
-        """Return the names of all tensors."""
-        return list(self._names)
 
     def tensor_info(self, name: str) -> TensorInfo:
         """Return shape and dtype of a tensor without reading it."""
@@ -138,10 +133,6 @@ class PrequantizedContainer:
             return self._raw.get(name)
         dense = self.read_packed(name).dequantize(form.group_size)
         return dense.t().contiguous() if form.transposed else dense
-
-    def files(self) -> list[Path]:
-        """Return the files that the tensors are read from."""
-        return self._raw.files()
 
     def quant_layout(self, name: str) -> QuantLayout | None:
         """Return how a matrix is stored; None if it is not packed."""

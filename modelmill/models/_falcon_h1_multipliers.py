@@ -98,7 +98,7 @@ def _row_factors(config: FalconH1Config, *, of_input: bool) -> dict[str, list[tu
         "attn.qkv_proj": [(q, attention), (kv, attention * by.key), (kv, attention)],
         "attn.o_proj": [(config.hidden, by.attention_out)],
         "mamba.in_proj": [
-            (state.width, x), (state.bc_width, b), (state.bc_width, c), (state.width, z),
+            (state.width, x), (state.shared_width, b), (state.shared_width, c), (state.width, z),
         ],
         "mamba.rates": [(state.heads, dt)],
         "mamba.out_proj": [(config.hidden, by.ssm_out)],

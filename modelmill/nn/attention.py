@@ -138,6 +138,7 @@ class AttentionSpec:
         output = "gated_attn" if self.gated else output
         source = "qkv_normed" if normed else "qkv_clipped" if clipped else "qkv"
         changes = self.rotates or self.qk_norm or self.qkv_norm is not None
+        keys = "k_rot" if changes else "k_clipped" if clipped else "k"
         values = "v_clipped" if clipped else "v" if self.value_norm is None else "v_normed"
         rows += () if self.values_are_keys else (RowPart("v", kv, "kv_heads"),)
         return (
@@ -152,8 +153,7 @@ class AttentionSpec:
                 reads=("qkv_rotated" if self.rotates_first else source, ROPE),
                 writes=("q",),
                 reference=("q_rot" if changes else "q_clipped" if clipped else "q",),
-                keys="k_rot" if changes else "k_clipped" if clipped else "k",
-                values=values,
+                cache_reference=(keys, values),
                 kv_heads=self.kv_heads,
                 head_dim=self.head_dim,
                 arithmetic="rotary" if changes else "residual",

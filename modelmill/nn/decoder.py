@@ -144,31 +144,28 @@ class DecoderConfig:
         """The attention of layer ``layer``."""
         if self.latent_attention is not None:
             return self.latent_attention
+        sizes = self.hidden, self.heads, self.kv_heads, self.head_dim
         if self.differential:
-            sizes = self.hidden, self.heads, self.kv_heads, self.head_dim, self.qkv_bias, self.eps
-            return DifferentialAttentionSpec(*sizes, lambda_init(layer))
+            return DifferentialAttentionSpec(*sizes, self.qkv_bias, self.eps, lambda_init(layer))
         window = self.windows[layer] if self.windows else None
         return AttentionSpec(
-            self.hidden,
-            self.heads,
-            self.kv_heads,
-            self.head_dim,
-            self.qkv_bias,
-            self.out_bias,
-            self.qk_norm,
-            self.eps,
-            window,
-            self.attention_scale,
-            self.rope is not None and layer not in self.unrotated_layers,
-            self.qkv_norm,
-            self.local_rope is not None and window is not None,
-            self.output_gate,
-            self.attention_softcap,
-            self.alibi,
-            self.sinks,
-            self.qkv_clip,
-            rotates_first=self.rotates_first,
+            *sizes,
+            qkv_bias=self.qkv_bias,
+            out_bias=self.out_bias,
+            gated=self.output_gate,
             out_norm=self.sub_norms,
+            window=window,
+            scale=self.attention_scale,
+            softcap=self.attention_softcap,
+            alibi=self.alibi,
+            sinks=self.sinks,
+            rotates=self.rope is not None and layer not in self.unrotated_layers,
+            rotates_first=self.rotates_first,
+            local_rope=self.local_rope is not None and window is not None,
+            qk_norm=self.qk_norm,
+            qkv_norm=self.qkv_norm,
+            qkv_clip=self.qkv_clip,
+            eps=self.eps,
         )
 
     def mlp_spec(self, layer: int) -> MLPSpec | MoESpec:

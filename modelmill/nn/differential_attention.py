@@ -84,7 +84,7 @@ class DifferentialAttentionSpec:
             ),
             RopeCacheSpec(
                 path="attn.rope_cache", reads=("qkv_pairs", ROPE), writes=("q",),
-                reference=("q_rot",), keys="k_rot", values="v_pairs", arithmetic="rotary",
+                reference=("q_rot",), arithmetic="rotary", cache_reference=("k_rot", "v_pairs"),
                 kv_heads=self.paged.kv_heads, head_dim=self.head_dim,
             ),
             attention_core_spec(()),

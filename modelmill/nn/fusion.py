@@ -272,14 +272,29 @@ class FusedNormQuant(FusedModule):
         return linear.weight.act_quant
 
 
-class FusedAttention(FusedModule):
+class FusedMixer(FusedModule):
+    """Attention whose output projection may add to the residual at once."""
+
+    plain: Attention | LatentAttention
+
+    def __init__(self, plain: Attention | LatentAttention, adds_residual: bool) -> None:
+        super().__init__(plain)
+        self.adds_residual = adds_residual
+
+    def _project_output(
+        self, out: torch.Tensor, residual: torch.Tensor, step: Step
+    ) -> torch.Tensor | None:
+        """The output projection of out; None: added to residual."""
+        projection = self.plain.o_proj
+        if self.adds_residual and _try_linear_add(projection, out, residual, step):
+            return None
+        return projection(out, step)
+
+
+class FusedAttention(FusedMixer):
     """qkv projection, rotation and KV cache in one op; the output added to the residual."""
 
     plain: Attention
-
-    def __init__(self, plain: Attention, adds_residual: bool) -> None:
-        super().__init__(plain)
-        self.adds_residual = adds_residual
 
     def forward(
         self,
@@ -296,20 +311,13 @@ class FusedAttention(FusedModule):
             q = attn.rope_cache(attn.qkv_proj(x, step), rope, step)
         if logit_step is not None:
             q, step = q[step.logit_rows], logit_step
-        out = attn.core(q, step)
-        if self.adds_residual and _try_linear_add(attn.o_proj, out, residual, step):
-            return None
-        return attn.o_proj(out, step)
+        return self._project_output(attn.core(q, step), residual, step)
 
 
-class FusedLatentAttention(FusedModule):
+class FusedLatentAttention(FusedMixer):
     """Latent attention: norm, rotation and KV cache in one op; output added to the residual."""
 
     plain: LatentAttention
-
-    def __init__(self, plain: LatentAttention, adds_residual: bool) -> None:
-        super().__init__(plain)
-        self.adds_residual = adds_residual
 
     def forward(
         self,
@@ -332,9 +340,7 @@ class FusedLatentAttention(FusedModule):
         out = attn.core(rotated, step)
         if logit_step is not None:
             out, step = out[step.logit_rows], logit_step
-        if self.adds_residual and _try_linear_add(attn.o_proj, out, residual, step):
-            return None
-        return attn.o_proj(out, step)
+        return self._project_output(out, residual, step)
 
 
 class FusedGatedMLP(FusedModule):

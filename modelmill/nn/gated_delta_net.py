@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from modelmill.nn.causal_conv import CausalConv, CausalConvConfig
+from modelmill.nn.causal_conv import CausalConv
 from modelmill.nn.head_mixer import HeadMixer
 from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, RecurrenceSpec, RowPart
 from modelmill.nn.linear import Linear
@@ -42,21 +42,6 @@ class GatedDeltaNetSpec(HeadRecurrenceSpec):
     value_dim: int
     conv_width: int
     eps: float
-
-    @property
-    def key_width(self) -> int:
-        """Channels of all heads of keys."""
-        return self.key_heads * self.key_dim
-
-    @property
-    def value_width(self) -> int:
-        """Channels of all heads of values."""
-        return self.heads * self.value_dim
-
-    @property
-    def conv_config(self) -> CausalConvConfig:
-        """The convolution of q, k and v."""
-        return CausalConvConfig(2 * self.key_width + self.value_width, self.conv_width)
 
     @property
     def state(self) -> StateSpec:
@@ -92,9 +77,9 @@ class GatedDeltaNetSpec(HeadRecurrenceSpec):
         return (
             LinearSpec(
                 path="attn.in_proj", reads=("attn_input",), writes=("qkvz",), site="qkv",
-                parts=(RowPart("q", self.key_width, key), RowPart("k", self.key_width, key),
-                       RowPart("v", self.value_width, value),
-                       RowPart("z", self.value_width, value)),
+                parts=(RowPart("q", self.shared_width, key), RowPart("k", self.shared_width, key),
+                       RowPart("v", self.width, value),
+                       RowPart("z", self.width, value)),
             ),
             ModuleSpec(
                 path="attn.rates", reads=("attn_input",), writes=("ba",), reference=("b", "a"),
@@ -116,12 +101,12 @@ class GatedDeltaNet(HeadMixer):
     def __init__(self, spec: GatedDeltaNetSpec, state_index: int) -> None:
         super().__init__(spec.key_heads)
         self.spec = spec
-        self.in_proj = Linear(spec.hidden, 2 * spec.key_width + 2 * spec.value_width)
+        self.in_proj = Linear(spec.hidden, 2 * spec.width + 2 * spec.shared_width)
         self.rates = HeadProjection(spec.hidden, spec.heads, parts=2)
         self.conv = CausalConv(spec.conv_config, state_index)
         self.delta_rule = DeltaRule(spec, state_index + 1)
         self.gated_norm = GatedHeadNorm(spec.value_dim, spec.eps)
-        self.out_proj = Linear(spec.value_width, spec.hidden)
+        self.out_proj = Linear(spec.width, spec.hidden)
 
     @property
     def recurrence(self) -> DeltaRule:
@@ -133,7 +118,7 @@ class GatedDeltaNet(HeadMixer):
         super().keep_local_heads(heads, kv_heads)
         spec = self.spec
         keys = kv_heads[0] * spec.key_dim, kv_heads[1] * spec.key_dim
-        second = spec.key_width
+        second = spec.shared_width
         values = 2 * second + heads[0] * spec.value_dim, 2 * second + heads[1] * spec.value_dim
         self.conv.keep_local_channels(keys, (second + keys[0], second + keys[1]), values)
 

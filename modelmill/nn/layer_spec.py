@@ -93,15 +93,14 @@ class RopeCacheSpec(QueryRopeSpec):
     """Rotation of q and k, and the write of k and v to the KV cache; it returns q.
 
     Attributes:
-        keys, values: The reference's names of what is in the cache.
+        cache_reference: The reference's names of the keys and of the values in the cache.
         kv_heads: KV heads.
         head_dim: Channels of each.
         shares_values: Whether values are the keys, stored once.
         window: Tokens that a query attends to; None: all.
     """
 
-    keys: str
-    values: str
+    cache_reference: tuple[str, str]
     kv_heads: int
     head_dim: int
     shares_values: bool = False

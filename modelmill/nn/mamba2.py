@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from modelmill.nn.causal_conv import CausalConv, CausalConvConfig, select_row_ranges
+from modelmill.nn.causal_conv import CausalConv, select_row_ranges
 from modelmill.nn.head_mixer import HeadMixer
 from modelmill.nn.layer_spec import (
     LinearSpec,
@@ -63,24 +63,9 @@ class Mamba2Spec(HeadRecurrenceSpec):
         """Whether the output projection has a bias."""
         return self.bias if self.out_bias is None else self.out_bias
 
-    @property
-    def width(self) -> int:
-        """Channels of x, and of z."""
-        return self.heads * self.head_dim
-
-    @property
-    def bc_width(self) -> int:
-        """Channels of B, and of C."""
-        return self.groups * self.state_size
-
     def build_module(self, state_index: int) -> Mamba2:
         """The module; ``state_index``: the place of its first state among those of the model."""
         return Mamba2(self, state_index)
-
-    @property
-    def conv_config(self) -> CausalConvConfig:
-        """The convolution of x, B and C."""
-        return CausalConvConfig(self.width + 2 * self.bc_width, self.conv_width, self.conv_bias)
 
     @property
     def state(self) -> StateSpec:
@@ -109,8 +94,8 @@ class Mamba2Spec(HeadRecurrenceSpec):
         return (
             LinearSpec(
                 path="attn.in_proj", reads=("attn_input",), writes=("xbcz",), site="qkv",
-                parts=(RowPart("x", self.width, inner), RowPart("B", self.bc_width, shared),
-                       RowPart("C", self.bc_width, shared), RowPart("z", self.width, inner)),
+                parts=(RowPart("x", self.width, inner), RowPart("B", self.shared_width, shared),
+                       RowPart("C", self.shared_width, shared), RowPart("z", self.width, inner)),
                 tensors=tensors,
             ),
             ModuleSpec(
@@ -146,7 +131,7 @@ class Mamba2(HeadMixer):
     def __init__(self, spec: Mamba2Spec, state_index: int) -> None:
         super().__init__(spec.groups)
         self.spec = spec
-        self.in_proj = Linear(spec.hidden, 2 * spec.width + 2 * spec.bc_width, spec.bias)
+        self.in_proj = Linear(spec.hidden, 2 * spec.width + 2 * spec.shared_width, spec.bias)
         self.rates = HeadProjection(spec.hidden, spec.heads, bias=spec.bias)
         self.conv = CausalConv(spec.conv_config, state_index)
         self.ssm = StateSpaceScan(spec, state_index + 1)
@@ -166,7 +151,7 @@ class Mamba2(HeadMixer):
             self.gated_norm.keep_local_heads(heads)
         inner = heads[0] * spec.head_dim, heads[1] * spec.head_dim
         first, end = (spec.width + group * spec.state_size for group in kv_heads)
-        second = spec.bc_width
+        second = spec.shared_width
         self.conv.keep_local_channels(inner, (first, end), (second + first, second + end))
 
 

@@ -40,6 +40,20 @@ class HeadShardable(Protocol):
         """Keep these query heads and KV heads."""
 
 
+class ChannelShardable(Protocol):
+    """A module that keeps a rank's channels."""
+
+    def keep_local_channels(self, channels: Range) -> None:
+        """Keep these channels."""
+
+
+class ExpertShardable(Protocol):
+    """A mixture that keeps a rank's experts."""
+
+    def keep_local_experts(self, experts: Range) -> None:
+        """Keep these experts."""
+
+
 @dataclass(frozen=True)
 class HeadPartition:
     """Ranks divide query heads, with the KV heads that they read.
@@ -130,13 +144,6 @@ class ChannelPartition:
         return {self.name: partition_channels(self.channels, size, alignment)[rank]}
 
 
-class ChannelShardable(Protocol):
-    """A module that keeps a rank's channels."""
-
-    def keep_local_channels(self, channels: Range) -> None:
-        """Keep these channels."""
-
-
 @dataclass(frozen=True)
 class NormedChannelPartition(ChannelPartition):
     """Ranks divide inner channels that a norm reads.
@@ -146,13 +153,6 @@ class NormedChannelPartition(ChannelPartition):
     """
 
     module: str
-
-
-class ExpertShardable(Protocol):
-    """A mixture that keeps a rank's experts."""
-
-    def keep_local_experts(self, experts: Range) -> None:
-        """Keep these experts."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from abc import ABC, abstractmethod
 import torch
 from torch import nn
 
-from modelmill.nn.causal_conv import select_row_ranges
+from modelmill.nn.causal_conv import CausalConvConfig, select_row_ranges
 from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, RowPart, SiteSpec
+from modelmill.nn.partition import StateHeadPartition
 from modelmill.nn.recurrent_state import StateSpec
 from modelmill.nn.step import Step
 from modelmill.ops.state_rows import StateRows
@@ -39,10 +40,34 @@ class HeadRecurrenceSpec(ABC):
     Attributes:
         hidden: Channels of the layer.
         heads: Heads, each with a state.
+        conv_width: Tokens that the convolution reads.
+        conv_bias: Whether it has a bias.
     """
 
     hidden: int
     heads: int
+    conv_width: int
+    conv_bias: bool = False
+
+    @property
+    @abstractmethod
+    def partition(self) -> StateHeadPartition:
+        """How ranks divide the heads."""
+
+    @property
+    def width(self) -> int:
+        """Channels of all heads: of x and z, or of values."""
+        return self.partition.heads * self.partition.head_dim
+
+    @property
+    def shared_width(self) -> int:
+        """Channels of what several heads share: of B and of C, or of keys and of queries."""
+        return self.partition.key_heads * self.partition.key_dim
+
+    @property
+    def conv_config(self) -> CausalConvConfig:
+        """The convolution of the channels of all heads and of both shared ones."""
+        return CausalConvConfig(self.width + 2 * self.shared_width, self.conv_width, self.conv_bias)
 
     @property
     @abstractmethod

@@ -30,6 +30,16 @@ def send_message(page: Any, text: str) -> None:
     page.keyboard.press("Enter")
 
 
+def continue_answer(page: Any, note: str) -> Any:
+    """Ask, and continue the answer, which shows the note and breaks off behind "The wheel "."""
+    send_message(page, "What does it do?")
+    answer = last_answer(page)
+    expect(answer.locator(".note")).to_contain_text(note)
+    answer.get_by_role("button", name="Continue this answer").click()
+    expect(answer.locator(".answer")).to_have_text("The wheel turns.")
+    return answer
+
+
 def last_answer(page: Any, count: int = 1) -> Any:
     """The last of so many answers, once it is written."""
     answers = page.get_by_role("article", name="Answer")

@@ -60,17 +60,22 @@ def stream_response(*pieces: str, end: str = "data: [DONE]\n\n") -> dict[str, An
     return stream_of(*(event(piece) for piece in pieces), end=end)
 
 
-def answer_with(page: Any, *texts: str) -> list[Any]:
-    """Answer with these texts, one for each request; the last one again. Returns the bodies."""
+def respond_in_turn(page: Any, *responses: dict[str, Any]) -> list[Any]:
+    """Give each request the next response; the last one again. Returns the bodies, as they come."""
     bodies: list[Any] = []
 
     def fulfill(route: Any) -> None:
         bodies.append(route.request.post_data_json)
-        text = texts[min(len(bodies), len(texts)) - 1]
-        route.fulfill(**stream_of(event(text), event(finish="stop"), event(usage=100)))
+        route.fulfill(**responses[min(len(bodies), len(responses)) - 1])
 
     page.route(CHAT, fulfill)
     return bodies
+
+
+def answer_with(page: Any, *texts: str) -> list[Any]:
+    """Answer with these texts, one for each request; the last one again. Returns the bodies."""
+    end = event(finish="stop"), event(usage=100)
+    return respond_in_turn(page, *(stream_of(event(text), *end) for text in texts))
 
 
 def hold_answers(page: Any) -> None:

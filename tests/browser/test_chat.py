@@ -11,12 +11,13 @@ from tests.browser.conftest import Engines
 from tests.browser.page_actions import (
     STATS_PATTERN,
     WAIT,
+    continue_answer,
     expect,
     last_answer,
     send_message,
     wait_ready,
 )
-from tests.browser.stubbed_answers import stream_response
+from tests.browser.stubbed_answers import respond_in_turn, stream_response
 from tests.serve.server_process import ServerProcess
 
 pytestmark = pytest.mark.browser
@@ -430,19 +431,8 @@ def test_an_answer_that_broke_off_is_continued(opened: Any) -> None:
     """The server was restarted: what is shown of the answer counts, and can be gone on with."""
     page = opened()
     wait_ready(page)
-    bodies: list[Any] = []
-    answers = [stream_response("The wheel ", end=""), stream_response("turns.")]
-
-    def fulfill(route: Any) -> None:
-        bodies.append(route.request.post_data_json)
-        route.fulfill(**answers[min(len(bodies), len(answers)) - 1])
-
-    page.route("**/v1/chat/completions", fulfill)
-    send_message(page, "What does it do?")
-    answer = last_answer(page)
-    expect(answer.locator(".note.bad")).to_contain_text("broke off")
-    answer.get_by_role("button", name="Continue this answer").click()
-    expect(answer.locator(".answer")).to_have_text("The wheel turns.")
+    bodies = respond_in_turn(page, stream_response("The wheel ", end=""), stream_response("turns."))
+    answer = continue_answer(page, "broke off")
     expect(answer.locator(".note.bad")).to_have_count(0)
     assert bodies[1]["continue_final_message"] is True
     assert bodies[1]["messages"][-1] == {"role": "assistant", "content": "The wheel "}

@@ -36,6 +36,25 @@ def new_conversation(page: Any) -> None:
     expect(page.get_by_role("article")).to_have_count(0)
 
 
+def with_imported_file(opened: Any, text: str) -> Any:
+    """A page that was given a file of conversations."""
+    page = opened()
+    wait_ready(page)
+    file = {"name": "a.json", "mimeType": "application/json", "buffer": text.encode()}
+    page.locator("#import-file").set_input_files(file)
+    return page
+
+
+def with_imported_conversation(opened: Any, conversation: Any, messages: list[Any]) -> Any:
+    """A page that shows one conversation of a file."""
+    whole = [{"conversation": conversation, "messages": messages}]
+    text = {"format": "modelmill-conversations", "version": 1, "conversations": whole}
+    page = with_imported_file(opened, json.dumps(text))
+    expect(listed(page)).to_have_text([conversation["title"]])
+    page.locator("#conversations .open").click()
+    return page
+
+
 def options(page: Any, title: str) -> None:
     page.get_by_role("button", name=f"Options of {title}").click()
     expect(page.get_by_role("dialog", name="Conversation")).to_be_visible()
@@ -207,10 +226,7 @@ def test_export_and_import(opened: Any, tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_file_is_refused_in_one_line(opened: Any, text: str, message: str) -> None:
-    page = opened()
-    wait_ready(page)
-    file = {"name": "a.json", "mimeType": "application/json", "buffer": text.encode()}
-    page.locator("#import-file").set_input_files(file)
+    page = with_imported_file(opened, text)
     expect(page.locator("#trouble-text")).to_have_text(message)
     expect(listed(page)).to_have_count(0)
 
@@ -221,14 +237,8 @@ def test_an_imported_file_runs_nothing(opened: Any) -> None:
         "id": "1", "parent": None, "role": "user", "content": "<img src=x onerror=alert(1)>",
         "created": 1, "pictures": ["https://evil.example/pixel.png"],
     }  # fmt: skip
-    whole = {"conversation": {"id": "c", "title": "<b>T</b>", "leaf": "1"}, "messages": [message]}
-    text = json.dumps({"format": "modelmill-conversations", "version": 1, "conversations": [whole]})
-    page = opened()
-    wait_ready(page)
-    file = {"name": "a.json", "mimeType": "application/json", "buffer": text.encode()}
-    page.locator("#import-file").set_input_files(file)
-    expect(listed(page)).to_have_text(["<b>T</b>"])
-    page.locator("#conversations .open").click()
+    conversation = {"id": "c", "title": "<b>T</b>", "leaf": "1"}
+    page = with_imported_conversation(opened, conversation, [message])
     expect(page.get_by_role("article", name="You")).to_contain_text("<img src=x onerror=alert(1)>")
     expect(page.locator("article img")).to_have_count(0)
 
@@ -251,14 +261,7 @@ def test_odd_values_of_a_file_do_no_harm(
         for own, parent, role in zip("abc", parents, ("user", "assistant", "user"), strict=True)
     ]
     conversation = {"title": "Odd", "leaf": "c", "created": "x", "updated": 1e300}
-    whole = {"conversation": conversation, "messages": messages}
-    text = json.dumps({"format": "modelmill-conversations", "version": 1, "conversations": [whole]})
-    page = opened()
-    wait_ready(page)
-    file = {"name": "a.json", "mimeType": "application/json", "buffer": text.encode()}
-    page.locator("#import-file").set_input_files(file)
-    expect(listed(page)).to_have_text(["Odd"])
-    page.locator("#conversations .open").click()
+    page = with_imported_conversation(opened, conversation, messages)
     expect(page.get_by_role("article")).to_have_count(shown)
     expect(page.locator("article .said").last).to_have_text("Text c")
 

@@ -40,6 +40,15 @@ def shown(opened: Any, text: str) -> tuple[Any, Any]:
     return page, last_answer(page).locator(".answer")
 
 
+def growing(opened: Any, text: str) -> tuple[Any, Any]:
+    """A page and its answer, which begins with the text and goes on."""
+    page = opened()
+    hold_answers(page)
+    send_message(page, "x")
+    push(page, event(text))
+    return page, page.get_by_role("article", name="Answer").locator(".answer")
+
+
 def loaded(page: Any) -> set[str]:
     names = page.evaluate("performance.getEntriesByType('resource').map((each) => each.name)")
     return {name.rsplit("/", 1)[1] for name in names if "/vendor/" in name}
@@ -233,11 +242,7 @@ def test_drawn_answers_stay_when_the_conversation_goes_on(opened: Any) -> None:
 
 def test_a_formula_is_drawn_once(opened: Any) -> None:
     """A paragraph that grows is made again for each frame; its formulas are copied."""
-    page = opened()
-    hold_answers(page)
-    send_message(page, "x")
-    push(page, event("First $a^2$."))
-    answer = page.get_by_role("article", name="Answer").locator(".answer")
+    page, answer = growing(opened, "First $a^2$.")
     expect(answer.locator(".katex")).to_have_count(1)
     page.evaluate("""() => {
       window.drawings = 0;
@@ -254,11 +259,7 @@ def test_a_formula_is_drawn_once(opened: Any) -> None:
 
 def test_blocks_grow_without_being_made_again(opened: Any) -> None:
     """A finished paragraph and code that is being written keep their elements."""
-    page = opened()
-    hold_answers(page)
-    send_message(page, "x")
-    push(page, event("First paragraph.\n\n```python\nx = 1\n"))
-    answer = page.get_by_role("article", name="Answer").locator(".answer")
+    page, answer = growing(opened, "First paragraph.\n\n```python\nx = 1\n")
     code = answer.locator("pre code")
     expect(code).to_have_text("x = 1")
     page.evaluate("window.marked = [...document.querySelectorAll('.answer p, .answer pre')]")

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.browser.page_actions import expect, last_answer, send_message, wait_ready
+from tests.browser.page_actions import (
+    continue_answer,
+    expect,
+    last_answer,
+    send_message,
+    wait_ready,
+)
 from tests.browser.stubbed_answers import (
     CHAT,
     answer_with,
@@ -16,6 +22,7 @@ from tests.browser.stubbed_answers import (
     finish,
     hold_answers,
     push,
+    respond_in_turn,
     stream_of,
 )
 
@@ -40,14 +47,7 @@ def settings(page: Any, **fields: str) -> None:
 
 def answer_in_turn(page: Any, answers: list[list[Any]]) -> list[Any]:
     """Answer each request by the next list of events; returns the bodies, as they come."""
-    bodies: list[Any] = []
-
-    def fulfill(route: Any) -> None:
-        bodies.append(route.request.post_data_json)
-        route.fulfill(**stream_of(*answers[len(bodies) - 1]))
-
-    page.route(CHAT, fulfill)
-    return bodies
+    return respond_in_turn(page, *(stream_of(*events) for events in answers))
 
 
 def test_thinking_is_folded_and_timed(opened: Any, shot: Any) -> None:
@@ -221,13 +221,8 @@ def test_an_answer_that_was_cut_is_continued(opened: Any) -> None:
         [event("The wheel "), event(finish="length")],
         [event("turns."), event(finish="stop")],
     ]
-
     bodies = answer_in_turn(page, answers)
-    send_message(page, "What does it do?")
-    answer = last_answer(page)
-    expect(answer.locator(".note")).to_contain_text("reached the maximum of tokens")
-    answer.get_by_role("button", name="Continue this answer").click()
-    expect(answer.locator(".answer")).to_have_text("The wheel turns.")
+    answer = continue_answer(page, "reached the maximum of tokens")
     expect(answer.locator(".note")).to_have_count(0)
     expect(answer.get_by_role("button", name="Continue this answer")).to_have_count(0)
     assert bodies[1]["continue_final_message"] is True

@@ -79,6 +79,17 @@ def heads_attended(step: Step) -> tuple[Step, list[int]]:
     return replace(step, ops=step.ops.replace({"paged_attention": recorded})), kv_heads
 
 
+def check_expanded(step: Step, kv_heads: list[int], num_decodes: int, prompt_keys: int = 0) -> None:
+    """A step that states these counts calls attention with these KV heads, and computes the same
+    as one in which everything is absorbed.
+    """
+    core, q = make_core(), queries(step)
+    counted = replace(step, num_decodes=num_decodes, num_prompt_keys=prompt_keys)
+    recorded, heads = heads_attended(counted)
+    torch.testing.assert_close(core(q, recorded), core(q, step), rtol=1e-5, atol=1e-5)
+    assert heads == kv_heads
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize(
     ("lengths", "kv_heads"),
@@ -88,14 +99,7 @@ def test_prompts_are_expanded_to_the_same_result(
     lengths: list[tuple[int, int]], kv_heads: list[int], dtype: torch.dtype
 ) -> None:
     """Single queries beside them are absorbed."""
-    core, step = make_core(), make_step(lengths, dtype)
-    q = queries(step)
-    expected = core(q, step)
-    decodes = sum(new == 1 for new, _ in lengths)
-    recorded, heads = heads_attended(replace(step, num_decodes=decodes))
-    actual = core(q, recorded)
-    assert heads == kv_heads
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    check_expanded(make_step(lengths, dtype), kv_heads, sum(new == 1 for new, _ in lengths))
 
 
 def test_values_may_have_more_channels_than_queries() -> None:
@@ -145,14 +149,9 @@ def test_a_history_is_expanded_to_the_same_result(
     lengths: list[tuple[int, int]], kv_heads: list[int], dtype: torch.dtype
 ) -> None:
     """Keys lie in pages of any order; single queries beside the prompts are absorbed."""
-    core, step = make_core(), make_step(lengths, dtype)
-    q = queries(step)
-    expected = core(q, step)
     prompts = [keys for new, keys in lengths if new > 1]
-    counts = {"num_decodes": len(lengths) - len(prompts), "num_prompt_keys": sum(prompts)}
-    recorded, heads = heads_attended(replace(step, **counts))
-    torch.testing.assert_close(core(q, recorded), expected, rtol=1e-5, atol=1e-5)
-    assert heads == kv_heads
+    decodes = len(lengths) - len(prompts)
+    check_expanded(make_step(lengths, dtype), kv_heads, decodes, sum(prompts))
 
 
 V3 = LatentAttentionSpec(7168, 128, 1536, 512, 128, 64, 128, False, 0.1, True)

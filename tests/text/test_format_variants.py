@@ -14,6 +14,7 @@ from modelmill.text.chat_format_files import (
     load_format,
     select_variant,
 )
+from tests.text.tool_schemas import object_schema
 
 BASE = load_format("k2_horizon")
 TOOLS = {
@@ -28,7 +29,7 @@ TOOLS = {
             "note": {},
         },
     },
-    "g": {"type": "object", "properties": {}},
+    "g": object_schema(),
 }
 XML = (
     "<ifm|tool_call>f\n<ifm|arg_key>town</ifm|arg_key>\n<ifm|arg_value>Ulm</ifm|arg_value>\n"

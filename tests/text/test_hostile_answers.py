@@ -14,10 +14,11 @@ from modelmill.text.answer_pieces import ParsedAnswer, collect_answer
 from modelmill.text.call_reader import split_mark
 from modelmill.text.chat_format_files import control_marks, format_names, load_format
 from tests.hypothesis_examples import examples
+from tests.text.tool_schemas import object_schema
 from tools.chat_formats.check_answers import is_json_prefix
 
 TOOLS: dict[str, dict[str, Any] | None] = {
-    "f": {"type": "object", "properties": {"x": {"type": "string"}, "n": {"type": "number"}}},
+    "f": object_schema(x="string", n="number"),
     "now": None,
 }
 PIECES = (

@@ -11,18 +11,12 @@ from modelmill.text.answer_parser import make_answer_parser
 from modelmill.text.answer_pieces import ParsedAnswer, collect_answer
 from modelmill.text.chat_format_files import load_format
 from modelmill.text.chat_syntax import ThinkingSyntax
+from tests.text.tool_schemas import object_schema
 
 TOOLS: dict[str, Any] = {
-    "f": {
-        "type": "object",
-        "properties": {
-            "town": {"type": "string"},
-            "days": {"type": "integer"},
-            "exact": {"type": "boolean"},
-            "either": {"type": ["string", "integer"]},
-            "list": {"type": "array"},
-        },
-    },
+    "f": object_schema(
+        town="string", days="integer", exact="boolean", either=["string", "integer"], list="array"
+    ),
     "g": None,
     "one": {"type": "object", "properties": {"a": {}}, "required": ["a"]},
 }

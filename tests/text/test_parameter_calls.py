@@ -9,10 +9,11 @@ import pytest
 from modelmill.text.answer_parser import make_answer_parser
 from modelmill.text.answer_pieces import ParsedAnswer, collect_answer
 from modelmill.text.chat_format_files import load_format
+from tests.text.tool_schemas import object_schema
 
 TOOLS: dict[str, dict[str, Any]] = {
-    "f": {"type": "object", "properties": {"x": {"type": "string"}, "n": {"type": "integer"}}},
-    "a&b": {"type": "object", "properties": {'"q"': {"type": "string"}}},
+    "f": object_schema(x="string", n="integer"),
+    "a&b": object_schema(**{'"q"': "string"}),
 }
 DSML = '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f"{}\n</｜DSML｜function_calls>'
 CALL = '<｜DSML｜parameter name="{}" string="false">{}</｜DSML｜parameter>\n</｜DSML｜invoke>'

@@ -23,11 +23,10 @@ LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 class DiffLlamaReference(PlainDecoderReference):
     """DiffLlamaForCausalLM."""
 
-    DEFAULTS = Defaults(eps=1e-5)
+    DEFAULTS = Defaults(eps=1e-5, theta=10000.0)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.build_rope()
         self.biased = self.projections_with_bias()
 
     def mixer_weights(self, index: int) -> LayerWeights:

@@ -244,19 +244,11 @@ class MiniGpt4VisionReference(VisionReference):
     def _norm(
         self, names: tuple[str, str], x: Tensor, eps: float, layer: int | None, module: str
     ) -> Tensor:
-        """Apply a norm and record it, so that its eps can be checked on small inputs."""
+        """Apply a norm by its names in the engine and in the file."""
         engine_name, file_name = names
-        norm = ReferenceNorm(
-            engine_name,
-            self.source.get(f"{file_name}.weight"),
-            self.source.get(f"{file_name}.bias"),
-            eps,
-            layer=layer,
-            module=module,
-        )
-        if all(known.path != engine_name for known in self.norms):
-            self.norms.append(norm)
-        return norm(x)
+        weight = self.source.get(f"{file_name}.weight")
+        bias = self.source.get(f"{file_name}.bias")
+        return self.apply_norm(ReferenceNorm(engine_name, layer, module, weight, bias, eps), x)
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return project(x, self.engine_or_checkpoint_matrix(name, f"image_embedder.{name}"))

@@ -77,14 +77,10 @@ class SamReference(VisionReference):
         return _transformers_name(name) if self.is_transformers_layout else self._prefix + name
 
     def norm(self, path: str, x: Tensor, eps: float, channels: bool = False) -> Tensor:
-        """Apply a norm and record it, so that its eps can be checked on small inputs."""
-        layer, module = split_encoder_path(path)
-        norm = ReferenceNorm(
-            path, self.get(f"{path}.weight"), self.get(f"{path}.bias"), eps, channels, layer, module
-        )
-        if all(n.path != path for n in self.norms):
-            self.norms.append(norm)
-        return norm(x)
+        """Apply a norm by its path."""
+        weight, bias = self.get(f"{path}.weight"), self.get(f"{path}.bias")
+        norm = ReferenceNorm(path, *split_encoder_path(path), weight, bias, eps, channels)
+        return self.apply_norm(norm, x)
 
     def matrix(self, path: str) -> Affine:
         """Return [out, in] and [out] of a linear layer, or of a 1×1 convolution with batch norm."""

@@ -15,35 +15,39 @@ from modelmill.accept.reference.tensor_source import OpenedCheckpoint, TensorSou
 
 
 @dataclass(frozen=True)
-class ReferenceStage:
-    """One stage of a vision reference.
+class EnginePlace:
+    """The engine's module that computes the same.
 
     Attributes:
-        path: the engine's module, or module.method.
+        path: the module, or module.method.
         layer: its number in the encoder, None outside.
+        module: its name without the layer's number.
     """
 
     path: str
     layer: int | None
     module: str
+
+
+@dataclass(frozen=True)
+class ReferenceStage(EnginePlace):
+    """One stage of a vision reference."""
+
     inputs: tuple[Any, ...]
     expected: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class ReferenceNorm:
-    """A norm by the engine's path.
+class ReferenceNorm(EnginePlace):
+    """A norm.
 
     channels_first: normalizes dimension 1 of an image instead of the last.
     """
 
-    path: str
     weight: Tensor
     bias: Tensor
     eps: float
     channels_first: bool = False
-    layer: int | None = None
-    module: str = ""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the norm of x, from its definition."""
@@ -69,6 +73,12 @@ class VisionReference(ABC):
         self._engine_matrices = engine_matrices or {}
         self.source = TensorSource(checkpoint.raw, torch.float32)
         self.norms: list[ReferenceNorm] = []
+
+    def apply_norm(self, norm: ReferenceNorm, x: Tensor) -> Tensor:
+        """Apply a norm and record it, so that its eps can be checked on small inputs."""
+        if all(known.path != norm.path for known in self.norms):
+            self.norms.append(norm)
+        return norm(x)
 
     @abstractmethod
     def matrix(self, name: str) -> Affine:

@@ -2,14 +2,16 @@
 
 from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ThinkingSyntax
 
+PREFIX, SUFFIX = "<|tools_prefix|>", "<|tools_suffix|>"
+
 FORMAT = ChatSyntax(
     title="Apertus",
-    tokens=("<|tools_prefix|>", "<|tools_suffix|>"),
-    dropped=("<|tools_suffix|>",),
+    tokens=(PREFIX, SUFFIX),
+    dropped=(SUFFIX,),
     thinking=ThinkingSyntax("<|inner_prefix|>", "<|inner_suffix|>"),
     calls=CallSyntax(
         "named",
-        section=("<|tools_prefix|>[", "]<|tools_suffix|>"),
+        section=(f"{PREFIX}[", f"]{SUFFIX}"),
         call=('{"', "}"),
         separator=", ",
         name_end='": ',

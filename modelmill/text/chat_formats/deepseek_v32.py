@@ -2,20 +2,28 @@
 
 from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ParameterSyntax, ThinkingSyntax
 
-FORMAT = ChatSyntax(
-    title="DeepSeek V3.2",
-    detect=(("DSML", "function_calls"),),
-    control_tokens=("｜DSML｜",),
-    thinking=ThinkingSyntax("<think>", "</think>", ends_at_calls=True),
-    calls=CallSyntax(
+MARK = "｜DSML｜"
+
+
+def dsml_calls(section: str) -> CallSyntax:
+    """Return the syntax of calls in a tag of this name."""
+    return CallSyntax(
         "parameters",
-        section=("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
-        call=('<｜DSML｜invoke name="', "</｜DSML｜invoke>\n"),
+        section=(f"<{MARK}{section}>\n", f"</{MARK}{section}>"),
+        call=(f'<{MARK}invoke name="', f"</{MARK}invoke>\n"),
         name_end='">\n',
         empty_end='"/>',
         parameter=ParameterSyntax(
-            '<｜DSML｜parameter name="', '">', "</｜DSML｜parameter>\n", type_attribute="string"
+            f'<{MARK}parameter name="', '">', f"</{MARK}parameter>\n", type_attribute="string"
         ),
         content_end="\n\n",
-    ),
+    )
+
+
+FORMAT = ChatSyntax(
+    title="DeepSeek V3.2",
+    detect=(("DSML", "function_calls"),),
+    control_tokens=(MARK,),
+    thinking=ThinkingSyntax("<think>", "</think>", ends_at_calls=True),
+    calls=dsml_calls("function_calls"),
 )

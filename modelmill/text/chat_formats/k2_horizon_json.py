@@ -1,17 +1,14 @@
-"""K2 Horizon with ``tool_call_format: json``: objects in its tags."""
+"""K2 Horizon with ``tool_call_format: json``: objects in its tags, and no other form."""
+
+from dataclasses import replace
 
 from modelmill.text.chat_formats import k2_horizon
-from modelmill.text.chat_syntax import CallSyntax, ChatSyntax
+from modelmill.text.chat_syntax import ChatSyntax
 
 FORMAT = ChatSyntax(
     title="K2 Horizon with JSON",
     thinking=k2_horizon.THINKING,
-    calls=CallSyntax(
-        "json",
-        section=("<ifm|tool_calls>\n", "\n</ifm|tool_calls>"),
-        call=("<ifm|tool_call>", "</ifm|tool_call>"),
-        separator="\n",
-        content_end="\n",
-        declared_types=True,
+    calls=replace(
+        k2_horizon.FORMAT.calls, style="json", name_end="", parameter=None, json_too=False
     ),
 )

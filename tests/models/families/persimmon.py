@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import (
-    QK,
-    QK_NORM,
-    decoder_family,
-    fault,
-    size_switches,
-    with_dim,
-    with_eps,
-)
+from tests.models.families import phi
+from tests.models.family_cases import decoder_family, fault, size_switches
 
 CASE = decoder_family(
     "persimmon",
@@ -21,11 +14,7 @@ CASE = decoder_family(
         {"num_attention_heads": 2}, {"head_dim": 16},
     ),
     {"partial_rotary_factor": 0.05, "qk_layernorm": 1, "layer_norm_eps": -1, "head_dim": 8},
-    {
-        "half the rotated channels": fault(QK, rope=with_dim(4)),
-        "eps of q and k x 100": fault(QK_NORM, qkv_norm=with_eps(100)),
-        "ReLU": fault("mlp.act", activation="relu"),
-    },
+    {**phi.FAULTS, "ReLU": fault("mlp.act", activation="relu")},
     sizes=size_switches(hidden_size=96, num_hidden_layers=3),
     unnamed_fields=frozenset({"hidden_dropout"}),
 )  # fmt: skip

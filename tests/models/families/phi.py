@@ -13,6 +13,10 @@ from tests.models.family_cases import (
     with_eps,
 )
 
+FAULTS = {
+    "half the rotated channels": fault(QK, rope=with_dim(4)),
+    "eps of q and k x 100": fault(QK_NORM, case={"qk_layernorm": True}, qkv_norm=with_eps(100)),
+}
 CASE = decoder_family(
     "phi",
     {"hidden_size": 64},
@@ -22,10 +26,7 @@ CASE = decoder_family(
         {"tie_word_embeddings": True},
     ),
     {"partial_rotary_factor": 0.05, "qk_layernorm": 1, "layer_norm_eps": -1},
-    {
-        "half the rotated channels": fault(QK, rope=with_dim(4)),
-        "eps of q and k x 100": fault(QK_NORM, case={"qk_layernorm": True}, qkv_norm=with_eps(100)),
-    },
+    FAULTS,
     sizes=size_switches(4, None, hidden_size=96, num_hidden_layers=3),
     gguf=GgufCase(
         "phi2",

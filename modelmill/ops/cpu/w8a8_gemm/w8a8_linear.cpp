@@ -16,13 +16,37 @@ namespace mill {
 constexpr int64_t kColumnAlignment = 64;
 constexpr int64_t kInputBlock = 96 << 10;  // bytes of x per block (L2)
 
+// sums of products
+#if defined(MILL_AVX512)
+using vi = __m512i;
+inline vi zero_sum() { return _mm512_setzero_si512(); }
+inline uint32_t reduce(vi total) { return static_cast<uint32_t>(_mm512_reduce_add_epi32(total)); }
+#elif defined(MILL_AVX2)
+using vi = __m256i;
+inline vi zero_sum() { return _mm256_setzero_si256(); }
+inline uint32_t reduce(vi total) {
+    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(total), _mm256_extracti128_si256(total, 1));
+    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1));
+    return static_cast<uint32_t>(_mm_cvtsi128_si32(s));
+}
+#else
+struct vi {
+    int32_t lane[16];
+};
+inline vi zero_sum() { return vi{}; }
+inline uint32_t reduce(vi total) {
+    uint32_t sum = 0;
+    for (int32_t each : total.lane) sum += static_cast<uint32_t>(each);
+    return sum;
+}
+#endif
+
 #if defined(MILL_AVX512) && defined(__AVX512VNNI__)
 // vpdpbusd multiplies unsigned by signed bytes: weights are loaded as w + 128, and 128 · Σ x is
 // subtracted at the end.
 constexpr int kStepColumns = 64;
 constexpr bool kUnsignedWeights = true;
-using vi = __m512i;
-inline vi zero_sum() { return _mm512_setzero_si512(); }
 inline vi weights(const int8_t* p) {
     return _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(-128));
 }
@@ -32,12 +56,9 @@ inline vi weights_n(const int8_t* p, int n) {
 }
 inline vi inputs(const int8_t* p) { return _mm512_loadu_si512(p); }
 inline vi dot(vi total, vi w, vi x) { return _mm512_dpbusd_epi32(total, w, x); }
-inline uint32_t reduce(vi total) { return static_cast<uint32_t>(_mm512_reduce_add_epi32(total)); }
 #elif defined(MILL_AVX512)
 constexpr int kStepColumns = 32;
 constexpr bool kUnsignedWeights = false;
-using vi = __m512i;
-inline vi zero_sum() { return _mm512_setzero_si512(); }
 inline vi weights(const int8_t* p) {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
@@ -46,30 +67,17 @@ inline vi weights_n(const int8_t* p, int n) {
 }
 inline vi inputs(const int8_t* p) { return weights(p); }
 inline vi dot(vi total, vi w, vi x) { return _mm512_add_epi32(total, _mm512_madd_epi16(w, x)); }
-inline uint32_t reduce(vi total) { return static_cast<uint32_t>(_mm512_reduce_add_epi32(total)); }
 #elif defined(MILL_AVX2)
 constexpr int kStepColumns = 16;
 constexpr bool kUnsignedWeights = false;
-using vi = __m256i;
-inline vi zero_sum() { return _mm256_setzero_si256(); }
 inline vi weights(const int8_t* p) {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 inline vi inputs(const int8_t* p) { return weights(p); }
 inline vi dot(vi total, vi w, vi x) { return _mm256_add_epi32(total, _mm256_madd_epi16(w, x)); }
-inline uint32_t reduce(vi total) {
-    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(total), _mm256_extracti128_si256(total, 1));
-    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
-    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1));
-    return static_cast<uint32_t>(_mm_cvtsi128_si32(s));
-}
 #else
 constexpr int kStepColumns = 16;
 constexpr bool kUnsignedWeights = false;
-struct vi {
-    int32_t lane[16];
-};
-inline vi zero_sum() { return vi{}; }
 inline vi weights(const int8_t* p) {
     vi r;
     for (int i = 0; i < 16; i++) r.lane[i] = p[i];
@@ -79,11 +87,6 @@ inline vi inputs(const int8_t* p) { return weights(p); }
 inline vi dot(vi total, vi w, vi x) {
     for (int i = 0; i < 16; i++) total.lane[i] += w.lane[i] * x.lane[i];
     return total;
-}
-inline uint32_t reduce(vi total) {
-    uint32_t sum = 0;
-    for (int32_t each : total.lane) sum += static_cast<uint32_t>(each);
-    return sum;
 }
 #endif
 #if !defined(MILL_AVX512)

@@ -88,14 +88,15 @@ inline void unpack_e2m1(const uint8_t* p, vf& low, vf& high) {
 }
 #endif
 
-// 32 columns of a row in 16 bytes: the low nibbles are the first 16. Symmetric codes have
-// zero-point 8.
-struct Int4Codes {
+// 32 columns of a row in 16 bytes: the low nibbles are the first 16.
+template <void (*unpack)(const uint8_t*, vf&, vf&)> struct NibbleCodes {
     static constexpr int64_t kBytes = 16;
+    static void pair(const uint8_t* run, int b, vf& low, vf& high) { unpack(run + b, low, high); }
+};
+
+// Integers; symmetric codes have zero-point 8.
+struct Int4Codes : NibbleCodes<unpack_nibbles> {
     static constexpr float kZeroPoint = 8.0f;
-    static void pair(const uint8_t* run, int b, vf& low, vf& high) {
-        unpack_nibbles(run + b, low, high);
-    }
 #if defined(MILL_AVX2)
     static constexpr float kUnit = 1.0f;  // that a word of 1 stands for
     static void words(const uint8_t* run, vw& low, vw& high) {
@@ -107,13 +108,9 @@ struct Int4Codes {
 #endif
 };
 
-// As Int4Codes, of 4-bit floats (E2M1).
-struct E2M1Codes {
-    static constexpr int64_t kBytes = 16;
+// 4-bit floats (E2M1).
+struct E2M1Codes : NibbleCodes<unpack_e2m1> {
     static constexpr float kZeroPoint = 0.0f;
-    static void pair(const uint8_t* run, int b, vf& low, vf& high) {
-        unpack_e2m1(run + b, low, high);
-    }
 #if defined(MILL_AVX2)
     static constexpr float kUnit = 0.5f;
     static void words(const uint8_t* run, vw& low, vw& high) {

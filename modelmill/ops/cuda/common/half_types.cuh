@@ -52,25 +52,22 @@ __device__ inline u32 rounded_pair(float first, float second) {
 }
 
 // The values in the lower and in the upper half of a pair.
-__device__ inline float low(u32 pair) {
 #ifdef HALF
-    float wide;
-    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a; }" : "=f"(wide) : "r"(pair));
-    return wide;
+#    define HALF_OF_PAIR(NAME, PART)                                                               \
+        __device__ inline float NAME(u32 pair) {                                                   \
+            float wide;                                                                            \
+            asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, " PART "; }"                \
+                : "=f"(wide)                                                                       \
+                : "r"(pair));                                                                      \
+            return wide;                                                                           \
+        }
+HALF_OF_PAIR(low, "a")
+HALF_OF_PAIR(high, "b")
+#    undef HALF_OF_PAIR
 #else
-    return __uint_as_float(pair << 16);
+__device__ inline float low(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ inline float high(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 #endif
-}
-
-__device__ inline float high(u32 pair) {
-#ifdef HALF
-    float wide;
-    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, b; }" : "=f"(wide) : "r"(pair));
-    return wide;
-#else
-    return __uint_as_float(pair & 0xFFFF0000u);
-#endif
-}
 
 // silu(gate) · up; both inputs were rounded to the output's type before.
 __device__ inline float silu_mul(float gate, float up) {

@@ -139,18 +139,15 @@ __device__ inline void wgmma(float (&d)[64], u32 a0, u32 a1, u32 a2, u32 a3, u64
 
 // D = A · Bᵀ (add = 0) or D += A · Bᵀ (add = 1), A in registers, B in shared memory
 // k_major_descriptor.
-__device__ inline void wgmma(float (&d)[16], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {
-    asm volatile("{ .reg .pred add; setp.ne.b32 add, %21, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {" REGS_16
-                 "}, {%16, %17, %18, %19}, %20, add, 1, 1, 0; }"
-                 : ACC_16(d, 0)
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add));
-}
-
-__device__ inline void wgmma(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {
-    asm volatile("{ .reg .pred add; setp.ne.b32 add, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" REGS_32
-                 "}, {%32, %33, %34, %35}, %36, add, 1, 1, 0; }"
-                 : ACC_32(d, 0)
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add));
-}
+#define WGMMA_REGISTERS(COUNT, N, A, B, ADD)                                                       \
+    __device__ inline void wgmma(float (&d)[COUNT], u32 a0, u32 a1, u32 a2, u32 a3, u64 b,         \
+                                 int add) {                                                        \
+        asm volatile("{ .reg .pred add; setp.ne.b32 add, %" #ADD ", 0;\n"                          \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE               \
+                     " {" REGS_##COUNT "}, {" A "}, %" #B ", add, 1, 1, 0; }"                      \
+                     : ACC_##COUNT(d, 0)                                                           \
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add));                      \
+    }
+WGMMA_REGISTERS(16, 32, "%16, %17, %18, %19", 20, 21)
+WGMMA_REGISTERS(32, 64, "%32, %33, %34, %35", 36, 37)
+#undef WGMMA_REGISTERS
