@@ -18,6 +18,7 @@ from modelmill.runtime.chunked_prefill import (
     MIN_PREFILL_TOKENS,
     MIN_RETIME_STEPS,
     RETIME_STEPS,
+    SMALL_STEPS_WINDOW,
     AdaptiveChunk,
     max_mixed_tokens,
 )
@@ -129,6 +130,22 @@ def test_where_launching_alone_takes_longer_than_the_limit_chunks_stay_large(see
     settled = sorted(sizes[400:])
     assert settled[len(settled) // 10] > 500, "not the least chunk, which would take as long"
     assert settled[len(settled) * 9 // 10] < 1200, "steps still end soon after the launches"
+
+
+def test_small_steps_beside_many_answers_are_no_limit_beside_few() -> None:
+    """256 answers, then 8, whose steps take a thirty-second of the time."""
+    pace = AdaptiveChunk(128, 8192, initial=512)
+
+    def cost(rows: int, piece: int) -> float:
+        return rows * 2e-4 + (1e-5 * piece if piece else 0.0)
+
+    burst(pace, cost, 256, 100)
+    for _ in range(SMALL_STEPS_WINDOW):
+        pace.observe(256, 20, cost(256, 20))
+    settled = pace.size
+    _, beside, _ = burst(pace, cost, 8, 400)
+    assert pace.size < settled
+    assert sorted(beside)[int(0.9 * len(beside))] <= 1.1 * MAX_STEP_TIME_RATIO * cost(8, 0)
 
 
 def test_one_step_in_many_goes_without_a_prompt() -> None:
