@@ -77,7 +77,12 @@ class GraphLimits:
 
 
 def graph_limits(
-    config: RunConfig, max_pages_per_seq: int, tp_group: TPGroup, device_bytes: int
+    config: RunConfig,
+    max_pages_per_seq: int,
+    tp_group: TPGroup,
+    device_bytes: int,
+    *,
+    has_state: bool = False,
 ) -> GraphLimits | None:
     """Which CUDA graphs are captured; None: none.
 
@@ -86,10 +91,11 @@ def graph_limits(
         max_pages_per_seq: KV pages of the longest sequence.
         tp_group: The ranks.
         device_bytes: Memory of the GPU; 0: there is none.
+        has_state: Whether the model keeps recurrent states.
     """
     if not config.cuda_graphs or not device_bytes:
         return None
-    with_prefill = prefill_graphs_enabled(config, tp_group)
+    with_prefill = prefill_graphs_enabled(config, tp_group, has_state=has_state)
     return GraphLimits(
         min(config.max_num_seqs, MAX_GRAPH_SEQS),
         max_pages_per_seq * config.page_size,
@@ -98,14 +104,19 @@ def graph_limits(
     )
 
 
-def prefill_graphs_enabled(config: RunConfig, tp_group: TPGroup) -> bool:
-    """Whether prefill graphs are used: only without tensor parallelism."""
-    return config.cuda_graphs and tp_group.size == 1
+def prefill_graphs_enabled(config: RunConfig, tp_group: TPGroup, *, has_state: bool) -> bool:
+    """Whether prefill graphs are used: only without tensor parallelism and recurrent states.
+
+    The references of recurrences read the lengths of a prompt's parts on the host.
+    """
+    return config.cuda_graphs and tp_group.size == 1 and not has_state
 
 
-def prefill_graph_bytes(config: RunConfig, tp_group: TPGroup, device_bytes: int) -> int:
-    """Device memory that the prefill graphs may take, on a GPU of ``device_bytes`` memory."""
-    if not device_bytes or not prefill_graphs_enabled(config, tp_group):
+def prefill_graph_bytes(
+    config: RunConfig, tp_group: TPGroup, device_bytes: int, *, has_state: bool = False
+) -> int:
+    """Device memory that the prefill graphs may take; arguments as of ``graph_limits``."""
+    if not device_bytes or not prefill_graphs_enabled(config, tp_group, has_state=has_state):
         return 0
     return (MAX_PREFILL_GRAPHS + max_mixed_graphs(device_bytes)) * PREFILL_GRAPH_BYTES
 

@@ -163,7 +163,10 @@ class EngineCore:
         """
         config = self.config
         device_bytes = capacity.total_device_bytes(self.device)
-        graph_bytes = cuda_graphs.prefill_graph_bytes(config, tp_group, device_bytes)
+        has_state = bool(model_state_shape(self.model))
+        graph_bytes = cuda_graphs.prefill_graph_bytes(
+            config, tp_group, device_bytes, has_state=has_state
+        )
         state = capacity.model_state_capacity(self.model, self.ops, config, tp_group, graph_bytes)
         if state is not None:
             self.config = config = replace(config, max_num_seqs=state.sequences)
@@ -177,7 +180,10 @@ class EngineCore:
         self, max_pages_per_seq: int, tp_group: TPGroup
     ) -> cuda_graphs.GraphLimits | None:
         device_bytes = capacity.total_device_bytes(self.device)
-        return cuda_graphs.graph_limits(self.config, max_pages_per_seq, tp_group, device_bytes)
+        return cuda_graphs.graph_limits(
+            self.config, max_pages_per_seq, tp_group, device_bytes,
+            has_state=self.state_capacity is not None,
+        )  # fmt: skip
 
     def _make_request_limits(self) -> RequestLimits:
         """What a request may ask of this engine core."""

@@ -59,8 +59,9 @@ class ModelRunner:
     """Runs the steps of one model on one device.
 
     ``decode_graphs`` and ``prefill_graphs`` are None on a CPU and if CUDA graphs are switched off;
-    there are no prefill graphs with tensor parallelism. With several ranks, rank 0 launches and
-    sends every step through ``tp_workers`` to the other ranks, where ``tp_worker`` runs it.
+    there are no prefill graphs with tensor parallelism or recurrent states. With several ranks,
+    rank 0 launches and sends every step through ``tp_workers`` to the other ranks, where
+    ``tp_worker`` runs it.
     """
 
     def __init__(
@@ -126,8 +127,7 @@ class ModelRunner:
             limits.max_context,
             self.states,
         )
-        # the references of recurrences read the lengths of a prompt's parts on the host
-        if limits.max_prefill_tokens is not None and self.states is None:
+        if limits.max_prefill_tokens is not None:
             self.prefill_graphs = PrefillGraphs(
                 self.forward,
                 PrefillGraphCapturer(),

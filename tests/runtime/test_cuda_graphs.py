@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from modelmill.core.config import RunConfig
 from modelmill.core.types import Request
+from modelmill.loader import capacity
 from modelmill.ops.cuda_graph import CapturedGraph, NotCapturable
-from modelmill.parallel.tp_group import TPGroup
+from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 from modelmill.runtime import cuda_graphs, graph_sizes, model_runner
 from modelmill.runtime.batch import LogitRows, PackedBatch, Packer, reserve_step_buffers
 from modelmill.runtime.batch_layout import BatchLayout
@@ -31,6 +32,7 @@ from modelmill.runtime.graph_sizes import (
     MAX_PREFILL_GRAPHS,
     MAX_WARM_UP_SEQS,
     MIXED_GRAPH_TOKENS,
+    PREFILL_GRAPH_BYTES,
     PREFILL_GRAPH_SIZES,
     PaddedSize,
     PrefillLimits,
@@ -382,6 +384,26 @@ def test_graphs_and_the_buffer_whose_address_they_know(
         prefill = (5000, 32) if ranks == 1 else (None, 0)
         assert limits == GraphLimits(max_seqs, 7 * 16, *prefill)
     assert graph_limits(config, 7, TPGroup(size=ranks), 0) is None, "no GPU"
+
+
+@pytest.mark.parametrize(("model", "graphs"), [(tiny.decoder, 48), (tiny.hybrid, 0)])
+def test_memory_is_set_aside_for_prefill_graphs_where_there_are_any(
+    monkeypatch: pytest.MonkeyPatch, model: Callable[[], tiny.Decoder], graphs: int
+) -> None:
+    engine = tiny.make_engine(model())
+    set_aside: list[int] = []
+    num_kv_pages = capacity.num_kv_pages
+    monkeypatch.setattr(capacity, "total_device_bytes", lambda device: 140 << 30)
+    monkeypatch.setattr(
+        capacity, "num_kv_pages", lambda *args: set_aside.append(args[6]) or num_kv_pages(*args)
+    )
+    engine._cache_sizes(SINGLE_RANK)
+    total = MAX_PREFILL_GRAPHS + graphs if graphs else 0
+    assert set_aside == [total * PREFILL_GRAPH_BYTES]
+    limits = engine._graph_limits(7, SINGLE_RANK)
+    assert limits is not None
+    assert limits.max_mixed_graphs == graphs
+    assert (limits.max_prefill_tokens is not None) == bool(graphs)
 
 
 @pytest.mark.parametrize("prefill_tokens", [None, 96])
