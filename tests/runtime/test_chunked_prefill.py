@@ -18,11 +18,13 @@ from modelmill.runtime.chunked_prefill import (
     MIN_PREFILL_TOKENS,
     MIN_RETIME_STEPS,
     RETIME_STEPS,
+    SMALL_CHUNK_FRACTION,
     SMALL_STEPS_WINDOW,
     AdaptiveChunk,
     max_mixed_tokens,
 )
 from modelmill.runtime.graph_sizes import MIXED_GRAPH_TOKENS
+from modelmill.runtime.scheduler import MIN_CHUNK_TOKENS
 
 Cost = Callable[[int, int], float]
 
@@ -104,6 +106,18 @@ def test_the_chunk_fills_a_step_that_has_a_graph(initial: int, rows: int, expect
     chunk = AdaptiveChunk(128, 8192, initial=initial, step_sizes=MIXED_GRAPH_TOKENS)
     chunk.observe(rows, 0, 0.01)
     assert chunk.size_for(rows) == expected
+
+
+def test_a_chunk_that_fills_a_step_is_more_than_half_of_what_it_may_be() -> None:
+    """With less its steps would not count, and it would never grow."""
+    for rows in range(1, 900, 7):
+        for initial in range(MIN_CHUNK_TOKENS, 1200, 9):
+            chunk = AdaptiveChunk(
+                MIN_CHUNK_TOKENS, 8192, initial=initial, step_sizes=MIXED_GRAPH_TOKENS
+            )
+            filling = chunk.size_for(rows)
+            assert MIN_CHUNK_TOKENS <= filling <= initial
+            assert filling > SMALL_CHUNK_FRACTION * initial
 
 
 @pytest.mark.parametrize("seed", range(3))
