@@ -43,6 +43,7 @@ from modelmill.runtime.batch_layout import BatchLayout
 from modelmill.runtime.graph_sizes import (
     MAX_GRAPH_SEQS,
     MAX_PREFILL_GRAPHS,
+    MIXED_GRAPH_TOKENS,
     PREFILL_GRAPH_BYTES,
     PaddedSize,
     PrefillLimits,
@@ -100,7 +101,7 @@ def graph_limits(
         min(config.max_num_seqs, MAX_GRAPH_SEQS),
         max_pages_per_seq * config.page_size,
         config.max_num_batched_tokens if with_prefill else None,
-        max_mixed_graphs(device_bytes) if with_prefill else 0,
+        _max_mixed_graphs(config, device_bytes) if with_prefill else 0,
     )
 
 
@@ -118,7 +119,13 @@ def prefill_graph_bytes(
     """Device memory that the prefill graphs may take; arguments as of ``graph_limits``."""
     if not device_bytes or not prefill_graphs_enabled(config, tp_group, has_state=has_state):
         return 0
-    return (MAX_PREFILL_GRAPHS + max_mixed_graphs(device_bytes)) * PREFILL_GRAPH_BYTES
+    return (MAX_PREFILL_GRAPHS + _max_mixed_graphs(config, device_bytes)) * PREFILL_GRAPH_BYTES
+
+
+def _max_mixed_graphs(config: RunConfig, device_bytes: int) -> int:
+    """Most mixed graphs; none where no step can be one."""
+    is_mixed = config.max_num_seqs > 1 and config.max_num_batched_tokens >= MIXED_GRAPH_TOKENS[0]
+    return max_mixed_graphs(device_bytes) if is_mixed else 0
 
 
 class DecodeGraphs:

@@ -386,11 +386,23 @@ def test_graphs_and_the_buffer_whose_address_they_know(
     assert graph_limits(config, 7, TPGroup(size=ranks), 0) is None, "no GPU"
 
 
-@pytest.mark.parametrize(("model", "graphs"), [(tiny.decoder, 48), (tiny.hybrid, 0)])
+@pytest.mark.parametrize(
+    ("model", "options", "singles", "mixed"),
+    [
+        (tiny.decoder, {}, MAX_PREFILL_GRAPHS, 48),
+        (tiny.decoder, {"max_num_seqs": 1}, MAX_PREFILL_GRAPHS, 0),
+        (tiny.decoder, {"max_num_batched_tokens": 63}, MAX_PREFILL_GRAPHS, 0),
+        (tiny.hybrid, {}, 0, 0),
+    ],
+)
 def test_memory_is_set_aside_for_prefill_graphs_where_there_are_any(
-    monkeypatch: pytest.MonkeyPatch, model: Callable[[], tiny.Decoder], graphs: int
+    monkeypatch: pytest.MonkeyPatch,
+    model: Callable[[], tiny.Decoder],
+    options: dict[str, Any],
+    singles: int,
+    mixed: int,
 ) -> None:
-    engine = tiny.make_engine(model())
+    engine = tiny.make_engine(model(), **options)
     set_aside: list[int] = []
     num_kv_pages = capacity.num_kv_pages
     monkeypatch.setattr(capacity, "total_device_bytes", lambda device: 140 << 30)
@@ -398,12 +410,11 @@ def test_memory_is_set_aside_for_prefill_graphs_where_there_are_any(
         capacity, "num_kv_pages", lambda *args: set_aside.append(args[6]) or num_kv_pages(*args)
     )
     engine._cache_sizes(SINGLE_RANK)
-    total = MAX_PREFILL_GRAPHS + graphs if graphs else 0
-    assert set_aside == [total * PREFILL_GRAPH_BYTES]
+    assert set_aside == [(singles + mixed) * PREFILL_GRAPH_BYTES]
     limits = engine._graph_limits(7, SINGLE_RANK)
     assert limits is not None
-    assert limits.max_mixed_graphs == graphs
-    assert (limits.max_prefill_tokens is not None) == bool(graphs)
+    assert limits.max_mixed_graphs == mixed
+    assert (limits.max_prefill_tokens is not None) == bool(singles)
 
 
 @pytest.mark.parametrize("prefill_tokens", [None, 96])
