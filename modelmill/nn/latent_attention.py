@@ -12,7 +12,7 @@ projects the keys of the history as well (``HistoryExpansion``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -198,15 +198,15 @@ class HistoryExpansion:
 
     Attributes:
         spec: Of the layers.
-        max_keys: Keys that a step expands at most: as many as its tokens may be, whose memory is
-            planned.
+        max_keys: How many keys a step expands at most now: as many as its tokens may be. Their
+            memory is planned, and fewer keys take less after an out-of-memory error.
     """
 
     spec: LatentAttentionSpec
-    max_keys: int
+    max_keys: Callable[[], int]
 
     @staticmethod
-    def of_model(model: nn.Module, max_keys: int) -> HistoryExpansion | None:
+    def of_model(model: nn.Module, max_keys: Callable[[], int]) -> HistoryExpansion | None:
         """That of a model; None: it has no latent attention."""
         specs = (each.spec for each in model.modules() if isinstance(each, LatentAttention))
         spec = next(specs, None)
@@ -215,7 +215,7 @@ class HistoryExpansion:
     def __call__(self, prompts: Sequence[tuple[int, int]]) -> bool:
         """Whether a step expands its prompts of (new tokens, keys)."""
         keys = sum(total for _, total in prompts)
-        return keys <= self.max_keys and self.spec.is_cheaper_expanded(prompts)
+        return keys <= self.max_keys() and self.spec.is_cheaper_expanded(prompts)
 
 
 class LatentNorm(nn.Module):

@@ -263,15 +263,14 @@ class Packer:
             return None, 0
         return num_decodes, sum(keys for _, keys in prompts)
 
-    def dummy_batch(self, query: int, seqs: int, max_context: int = 0) -> PackedBatch:
+    def dummy_batch(self, query: int, seqs: int) -> PackedBatch:
         """A step of empty sequences that reads and stores no keys and values, for warm-up.
 
         Args:
-            query: Tokens of the step.
+            query: Tokens of the step; half of the bound on the sequences' context.
             seqs: Number of sequences.
-            max_context: Bound on their context; 0: twice ``query``.
         """
-        max_context = max_context or 2 * query
+        max_context = 2 * query
         layout = self._layout(query, seqs, 1, max_context)
         views, out = self.views(layout), self._host_arrays(layout)
         for section in (

@@ -41,7 +41,7 @@ INITIAL_GROWTH = 1.1
 TIMED_STEPS_WINDOW = 15
 """Decode steps in the baseline."""
 SMALL_STEPS_WINDOW = 9
-"""Mixed steps of few prompt tokens whose times are kept."""
+"""Mixed steps of few prompt tokens whose times are kept, those of other batch sizes excepted."""
 RETIME_STEPS, MIN_RETIME_STEPS = 64, 8
 """Mixed steps after which a decode step is timed again; the second if the batch size changed."""
 MIN_SAMPLES = 3
@@ -137,13 +137,16 @@ class AdaptiveChunk:
         if prompt_tokens == 0:
             if self._rows_changed(rows):
                 self._decode_seconds.clear()
+                self._small_step_seconds.clear()
             self._timed_rows = rows
             self._steps_since_timed = 0
             self._decode_seconds.append(seconds)
             return
+        if self._rows_changed(rows):
+            return
         if prompt_tokens <= self.size * SMALL_CHUNK_FRACTION:
             self._small_step_seconds.append(seconds)
-        if self._decode_seconds and not self._rows_changed(rows) and 2 * prompt_tokens >= self.size:
+        if self._decode_seconds and 2 * prompt_tokens >= self.size:
             usual = statistics.median(self._decode_seconds)
             if 2 * seconds < usual:
                 # a mixed step cannot be that much faster: the baseline is wrong
@@ -176,8 +179,8 @@ def max_mixed_tokens(weight_bytes: int, *, inputs_8bit: bool = False) -> int:
     """Default of most tokens of a mixed step (decode and prefill) on a GPU.
 
     As many as compute for 10 ms at 700 TFLOP/s (two operations and two bytes per weight): enough to
-    hide the launch of the next step, which is not a graph, and no more, for the latency of the
-    decodes. At least as many as the GEMMs of a 7B model need for full speed.
+    hide the launch of the next step, kernel by kernel where it is no graph, and no more, for the
+    latency of the decodes. At least as many as the GEMMs of a 7B model need for full speed.
 
     Args:
         weight_bytes: Of all weights.

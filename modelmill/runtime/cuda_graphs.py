@@ -43,6 +43,7 @@ from modelmill.runtime.batch_layout import BatchLayout
 from modelmill.runtime.graph_sizes import (
     MAX_GRAPH_SEQS,
     MAX_PREFILL_GRAPHS,
+    MIXED_GRAPH_TOKENS,
     PREFILL_GRAPH_BYTES,
     PaddedSize,
     PrefillLimits,
@@ -77,7 +78,10 @@ class GraphLimits:
 
 
 def graph_limits(
-    config: RunConfig, max_pages_per_seq: int, tp_group: TPGroup, device_bytes: int
+    config: RunConfig,
+    max_pages_per_seq: int,
+    tp_group: TPGroup,
+    device_bytes: int,
 ) -> GraphLimits | None:
     """Which CUDA graphs are captured; None: none.
 
@@ -94,7 +98,7 @@ def graph_limits(
         min(config.max_num_seqs, MAX_GRAPH_SEQS),
         max_pages_per_seq * config.page_size,
         config.max_num_batched_tokens if with_prefill else None,
-        max_mixed_graphs(device_bytes) if with_prefill else 0,
+        _max_mixed_graphs(config, device_bytes) if with_prefill else 0,
     )
 
 
@@ -104,10 +108,16 @@ def prefill_graphs_enabled(config: RunConfig, tp_group: TPGroup) -> bool:
 
 
 def prefill_graph_bytes(config: RunConfig, tp_group: TPGroup, device_bytes: int) -> int:
-    """Device memory that the prefill graphs may take, on a GPU of ``device_bytes`` memory."""
+    """Device memory that the prefill graphs may take; arguments as of ``graph_limits``."""
     if not device_bytes or not prefill_graphs_enabled(config, tp_group):
         return 0
-    return (MAX_PREFILL_GRAPHS + max_mixed_graphs(device_bytes)) * PREFILL_GRAPH_BYTES
+    return (MAX_PREFILL_GRAPHS + _max_mixed_graphs(config, device_bytes)) * PREFILL_GRAPH_BYTES
+
+
+def _max_mixed_graphs(config: RunConfig, device_bytes: int) -> int:
+    """Most mixed graphs; none where no step can be one."""
+    is_mixed = config.max_num_seqs > 1 and config.max_num_batched_tokens >= MIXED_GRAPH_TOKENS[0]
+    return max_mixed_graphs(device_bytes) if is_mixed else 0
 
 
 class DecodeGraphs:
@@ -272,10 +282,19 @@ class PrefillGraphs:
             context: Most tokens of one, with the new ones.
         """
         padded = self.limits.padded_size(tokens, seqs, context)
-        if padded is None:
-            return None
+        if padded is None or padded in self._captured or self._can_capture(padded):
+            return padded
         # without a graph padding only costs time
-        return padded if padded in self._captured or self._can_capture(padded) else None
+        return self._captured_size_above(padded) if padded.is_mixed else None
+
+    def _captured_size_above(self, size: PaddedSize) -> PaddedSize | None:
+        """The captured mixed size with the fewest tokens that holds another one; None: none."""
+        holding = [
+            each
+            for each in self._captured
+            if each.is_mixed and all(mine >= its for mine, its in zip(each, size, strict=True))
+        ]
+        return min(holding, default=None)
 
     def _can_capture(self, size: PaddedSize) -> bool:
         of_its_kind = sum(each.is_mixed == size.is_mixed for each in self._captured)

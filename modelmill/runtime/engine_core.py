@@ -190,9 +190,9 @@ class EngineCore:
         return RequestLimits(self.vocab, self.max_model_len, kv_tokens, max_seqs)
 
     def _make_packer(self, state_padding: int | None) -> Packer:
-        expansion = HistoryExpansion.of_model(self.model, self.config.max_num_batched_tokens)
-        tables = self.scheduler.tables
-        return Packer(tables, self.page_size, self.device, state_padding, expansion)
+        scheduler = self.scheduler
+        expansion = HistoryExpansion.of_model(self.model, lambda: scheduler.step_token_budget)
+        return Packer(scheduler.tables, self.page_size, self.device, state_padding, expansion)
 
     def _make_scheduler(self, width: int) -> Scheduler:
         """The scheduler of the KV pages; ``width``: pages of the longest sequence."""

@@ -14,8 +14,8 @@ FREE_PAD_TOKENS = 512  # up to this size padding costs less than launching
 MAX_PAD_FRACTION = 1 / 64  # share of padding allowed in a larger size of a single prompt
 MIXED_GRAPH_TOKENS = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
 """Tokens of steps with several sequences, decodes included."""
-MIN_MIXED_GRAPH_SEQS = 8
-"""Sequences are padded to this or a power of two above it."""
+MIN_MIXED_GRAPH_SEQS, MIXED_GRAPH_SEQS_FACTOR = 16, 4
+"""Sequences are padded to this, to four times as many, and so on: empty ones cost little."""
 MAX_WARM_UP_SEQS = 64  # mixed graphs of more sequences are captured when they are met
 MAX_PREFILL_GRAPHS = 16  # of a single prompt; steps of further sizes are launched
 MAX_MIXED_GRAPHS = 48
@@ -80,7 +80,7 @@ class PrefillLimits:
         sizes, size = [], MIN_MIXED_GRAPH_SEQS
         while size < self.max_seqs:
             sizes.append(size)
-            size *= 2
+            size *= MIXED_GRAPH_SEQS_FACTOR
         return (*sizes, self.max_seqs)
 
     def max_graphs(self, size: PaddedSize) -> int:
@@ -109,7 +109,8 @@ class PrefillLimits:
         """What is captured before a request needs it, largest first.
 
         Each has the context bound of a first chunk. The smaller graphs reuse the memory of the
-        largest. Of mixed steps those of few sequences go first, if not all may be captured.
+        largest. Of mixed steps those of many sequences go first, if not all may be captured: they
+        hold the others.
         """
         singles = [
             PaddedSize(size, 1, self._context_bound(min(size, self.max_context)))
@@ -118,7 +119,7 @@ class PrefillLimits:
         bound = self._context_bound(1)
         mixed = [
             PaddedSize(tokens, seqs, bound)
-            for seqs in self.mixed_seqs
+            for seqs in reversed(self.mixed_seqs)
             if 1 < seqs <= MAX_WARM_UP_SEQS
             for tokens in reversed(self.mixed_tokens)
         ]

@@ -139,6 +139,13 @@ class ModelRunner:
                 self.states,
             )
 
+    @property
+    def mixed_graph_tokens(self) -> tuple[int, ...]:
+        """Tokens of the mixed steps that run by graph, ascending."""
+        if self.prefill_graphs is None or not self.prefill_graphs.limits.max_mixed_graphs:
+            return ()
+        return self.prefill_graphs.limits.mixed_tokens
+
     def set_ops(self, ops: Ops) -> None:
         """Use other ops from now on; captured graphs keep theirs."""
         self.ops = ops

@@ -30,7 +30,6 @@ from modelmill.core.window_pages import (
 )
 from modelmill.runtime.admission import peak_pages, similar_lengths
 from modelmill.runtime.chunked_prefill import AdaptiveChunk
-from modelmill.runtime.graph_sizes import MIXED_GRAPH_TOKENS
 from modelmill.runtime.kv_pages import NO_PAGE, PagePool, PageTables, group_key, resumable_pages
 from modelmill.runtime.sequence import Sequence
 from modelmill.runtime.state_slots import StateSlots
@@ -294,7 +293,9 @@ class Scheduler:
         """Limit the steps from now on to ``tokens``, at most ``limits.max_tokens``."""
         self.step_token_budget = min(tokens, self.limits.max_tokens)
 
-    def set_interactive(self, max_mixed_tokens: int | None, on_gpu: bool) -> None:
+    def set_interactive(
+        self, max_mixed_tokens: int | None, on_gpu: bool, step_sizes: tuple[int, ...] = ()
+    ) -> None:
         """Optimize for inter-token latency: prompts join decode steps in small chunks.
 
         Requests are then admitted while there are pages, without a reservation for the long outputs
@@ -304,6 +305,7 @@ class Scheduler:
             max_mixed_tokens: Most tokens of a step that also decodes; None: the chunk size follows
                 measured step times (AdaptiveChunk).
             on_gpu: Whether the model runs on a GPU.
+            step_sizes: Tokens of a mixed step for which there are CUDA graphs.
         """
         chunk = MIN_CHUNK_TOKENS if on_gpu else CPU_CHUNK_TOKENS
         self.limits = replace(
@@ -317,9 +319,7 @@ class Scheduler:
         if max_mixed_tokens is None:
             max_tokens = self.limits.max_tokens
             self.adaptive_chunk = (
-                AdaptiveChunk(
-                    chunk, max_tokens, initial=GPU_CHUNK_TOKENS, step_sizes=MIXED_GRAPH_TOKENS
-                )
+                AdaptiveChunk(chunk, max_tokens, initial=GPU_CHUNK_TOKENS, step_sizes=step_sizes)
                 if on_gpu
                 else AdaptiveChunk(chunk, max_tokens)
             )

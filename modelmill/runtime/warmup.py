@@ -1,9 +1,9 @@
 """Warm-up: compiles every kernel specialization before a request needs it.
 
-Decode graphs need few specializations, since their sizes are rounded up. A mixed step is not a
-graph: the split of attention depends on the number and length of the sequences, the tile shape of a
-GEMM on the number of tokens, and each is a separate kernel. A compilation during serving stops all
-streams for up to two seconds.
+Graphs need few specializations, since their sizes are rounded up. A mixed step may be launched
+kernel by kernel, if it has many tokens or its graph is not captured yet: the split of attention
+depends on the number and length of the sequences, the tile shape of a GEMM on the number of tokens,
+and each is a separate kernel. A compilation during serving stops all streams for up to two seconds.
 """
 
 from __future__ import annotations

@@ -61,7 +61,11 @@ def load_engine_core(
         from_dict(RunConfig, open_engine.run, "run"), artifact, open_engine
     )
     core = EngineCore.open(artifact, config)
-    core.scheduler.set_interactive(config.max_mixed_tokens, on_gpu=core.device != "cpu")
+    core.scheduler.set_interactive(
+        config.max_mixed_tokens,
+        on_gpu=core.device != "cpu",
+        step_sizes=core.model_runner.mixed_graph_tokens,
+    )
     if open_engine.warm_up:
         on_progress("warming up", 0, 1)
         core.warm_up(all_specializations=True)

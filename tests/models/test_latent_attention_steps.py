@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from modelmill.nn.latent_attention import LatentAttentionCore
+from modelmill.runtime.batch import PackedBatch
 from tests.models.families.deepseek_v3 import CASE
 from tests.models.saved_family import Saved, compare, drawn_ids
 from tests.runtime import tiny
@@ -53,3 +54,24 @@ def test_a_warm_prefix_gives_the_ids_of_a_cold_one(saved: Saved, expanded: list[
     assert tiny.run(warm, requests[:1]) == cold[0]
     assert warm.stats().cached_tokens > 0
     assert expanded
+
+
+def test_after_an_out_of_memory_error_fewer_keys_are_expanded(saved: Saved) -> None:
+    """A step of half the tokens would expand as many keys of a history."""
+    first = tuple(drawn_ids(VOCAB, (70,))[0])
+    second = first[:32] + first[:48]
+    requests = tiny.requests([first, second], tiny.params(max_tokens=3))
+    engine = saved.open(max_num_batched_tokens=80)
+    expected = [tiny.run(saved.open(), [each]) for each in requests]
+    assert tiny.run(engine, requests[:1]) == expected[0]
+    forward, failed = engine.model_runner.forward, []
+
+    def limited(batch: PackedBatch) -> torch.Tensor:
+        if batch.num_prompt_keys > 40:
+            failed.append(batch.num_prompt_keys)
+            raise MemoryError
+        return forward(batch)
+
+    engine.model_runner.forward = limited  # type: ignore[method-assign]
+    assert tiny.run(engine, requests[1:]) == expected[1]
+    assert failed == [80]

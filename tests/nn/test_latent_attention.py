@@ -179,11 +179,17 @@ def test_the_history_is_expanded_where_that_takes_fewer_products(
 
 
 def test_a_step_expands_no_more_keys_than_it_may_have_tokens() -> None:
-    assert HistoryExpansion(V3, 4096)([(512, 4096)])
-    assert not HistoryExpansion(V3, 4095)([(512, 4096)])
-    assert HistoryExpansion.of_model(make_core(), 9) is None
-    layer = V3.build_module(0)
-    assert HistoryExpansion.of_model(torch.nn.ModuleList([layer]), 9) == HistoryExpansion(V3, 9)
+    limit = 4096
+
+    def max_keys() -> int:
+        return limit
+
+    expansion = HistoryExpansion.of_model(torch.nn.ModuleList([V3.build_module(0)]), max_keys)
+    assert expansion == HistoryExpansion(V3, max_keys)
+    assert expansion([(512, 4096)])
+    limit = 4095
+    assert not expansion([(512, 4096)])
+    assert HistoryExpansion.of_model(make_core(), max_keys) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float8_e4m3fn], ids=str)

@@ -18,10 +18,13 @@ from modelmill.runtime.chunked_prefill import (
     MIN_PREFILL_TOKENS,
     MIN_RETIME_STEPS,
     RETIME_STEPS,
+    SMALL_CHUNK_FRACTION,
+    SMALL_STEPS_WINDOW,
     AdaptiveChunk,
     max_mixed_tokens,
 )
 from modelmill.runtime.graph_sizes import MIXED_GRAPH_TOKENS
+from modelmill.runtime.scheduler import MIN_CHUNK_TOKENS
 
 Cost = Callable[[int, int], float]
 
@@ -105,6 +108,18 @@ def test_the_chunk_fills_a_step_that_has_a_graph(initial: int, rows: int, expect
     assert chunk.size_for(rows) == expected
 
 
+def test_a_chunk_that_fills_a_step_is_more_than_half_of_what_it_may_be() -> None:
+    """With less its steps would not count, and it would never grow."""
+    for rows in range(1, 900, 7):
+        for initial in range(MIN_CHUNK_TOKENS, 1200, 9):
+            chunk = AdaptiveChunk(
+                MIN_CHUNK_TOKENS, 8192, initial=initial, step_sizes=MIXED_GRAPH_TOKENS
+            )
+            filling = chunk.size_for(rows)
+            assert MIN_CHUNK_TOKENS <= filling <= initial
+            assert filling > SMALL_CHUNK_FRACTION * initial
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_where_launching_alone_takes_longer_than_the_limit_chunks_stay_large(seed: int) -> None:
     """As measured on an H200 whose host launches slowly: 4.4 ms a decode step, 15.6 ms a mixed one,
@@ -129,6 +144,22 @@ def test_where_launching_alone_takes_longer_than_the_limit_chunks_stay_large(see
     settled = sorted(sizes[400:])
     assert settled[len(settled) // 10] > 500, "not the least chunk, which would take as long"
     assert settled[len(settled) * 9 // 10] < 1200, "steps still end soon after the launches"
+
+
+def test_small_steps_beside_many_answers_are_no_limit_beside_few() -> None:
+    """256 answers, then 8, whose steps take a thirty-second of the time."""
+    pace = AdaptiveChunk(128, 8192, initial=512)
+
+    def cost(rows: int, piece: int) -> float:
+        return rows * 2e-4 + (1e-5 * piece if piece else 0.0)
+
+    burst(pace, cost, 256, 100)
+    for _ in range(SMALL_STEPS_WINDOW):
+        pace.observe(256, 20, cost(256, 20))
+    settled = pace.size
+    _, beside, _ = burst(pace, cost, 8, 400)
+    assert pace.size < settled
+    assert sorted(beside)[int(0.9 * len(beside))] <= 1.1 * MAX_STEP_TIME_RATIO * cost(8, 0)
 
 
 def test_one_step_in_many_goes_without_a_prompt() -> None:

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from modelmill.core.config import RunConfig
 from modelmill.core.types import Request
+from modelmill.loader import capacity
 from modelmill.ops.cuda_graph import CapturedGraph, NotCapturable
-from modelmill.parallel.tp_group import TPGroup
+from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 from modelmill.runtime import cuda_graphs, graph_sizes, model_runner
 from modelmill.runtime.batch import LogitRows, PackedBatch, Packer, reserve_step_buffers
 from modelmill.runtime.batch_layout import BatchLayout
@@ -31,6 +32,7 @@ from modelmill.runtime.graph_sizes import (
     MAX_PREFILL_GRAPHS,
     MAX_WARM_UP_SEQS,
     MIXED_GRAPH_TOKENS,
+    PREFILL_GRAPH_BYTES,
     PREFILL_GRAPH_SIZES,
     PaddedSize,
     PrefillLimits,
@@ -127,7 +129,11 @@ def test_mixed_steps_by_graph_give_the_same_tokens(
     capturer = FakeCapturer()
     engine = filling(capturer, model, mixed=9, **MIXED_OPTIONS)
     if interactive:
-        engine.scheduler.set_interactive(64, on_gpu=True)
+        sizes = engine.model_runner.mixed_graph_tokens
+        assert sizes == (64,)
+        engine.scheduler.set_interactive(None, on_gpu=True, step_sizes=sizes)
+        assert engine.scheduler.adaptive_chunk is not None
+        assert engine.scheduler.adaptive_chunk.step_sizes == sizes
     assert tiny.run(engine, todo) == tiny.run(tiny.make_engine(model), todo)
     graphs = engine.model_runner.prefill_graphs
     assert graphs is not None
@@ -175,7 +181,7 @@ def test_a_mixed_step_is_padded_to_sizes_that_hold_it(
     assert (padded is not None) == fits
     if padded is not None:
         assert tokens <= padded.tokens <= most
-        assert seqs <= padded.seqs <= max(2 * seqs, 8)
+        assert seqs <= padded.seqs <= max(4 * seqs, 16)
         assert padded.seqs <= max_seqs
         assert context <= padded.context
     assert PrefillLimits(most, 32_768, max_seqs).padded_size(tokens, seqs, context) is None
@@ -192,8 +198,21 @@ def test_mixed_steps_of_few_sequences_are_captured_beforehand(
     assert all(limits.padded_size(*size) == size for size in mixed)
     assert limits.warm_up_sizes() == sorted(limits.warm_up_sizes(), reverse=True)
     if max_mixed == 13:
-        assert {size.seqs for size in mixed} == {8, 16}
-    assert PaddedSize(768, 8, 4096) in mixed or max_seqs < 8
+        assert {size.seqs for size in mixed} == {16, 64}
+        assert PaddedSize(64, 64, 4096) in mixed, "it holds every small step"
+    assert PaddedSize(768, 16, 4096) in mixed or max_seqs < 16
+
+
+def test_a_step_that_may_not_be_captured_takes_a_larger_graph() -> None:
+    limits = PrefillLimits(8192, 32_768, 256, 2)
+    graphs = PrefillGraphs(lambda _: torch.empty(0), FakeCapturer(), limits)
+    for size in (PaddedSize(512, 64, 4096), PaddedSize(256, 64, 4096)):
+        graphs._captured[size] = cast(Any, None)
+    assert graphs.padded_size(100, 9, 1000) == (256, 64, 4096)
+    assert graphs.padded_size(300, 64, 1000) == (512, 64, 4096)
+    assert graphs.padded_size(600, 9, 1000) is None
+    assert graphs.padded_size(100, 65, 1000) is None
+    assert graphs.padded_size(100, 9, 5000) is None
 
 
 def test_mixed_graphs_take_a_small_share_of_the_memory() -> None:
@@ -398,6 +417,37 @@ def test_graphs_and_the_buffer_whose_address_they_know(
         prefill = (5000, 32) if ranks == 1 else (None, 0)
         assert limits == GraphLimits(max_seqs, 7 * 16, *prefill)
     assert graph_limits(config, 7, TPGroup(size=ranks), 0) is None, "no GPU"
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "singles", "mixed"),
+    [
+        (tiny.decoder, {}, MAX_PREFILL_GRAPHS, 48),
+        (tiny.decoder, {"max_num_seqs": 1}, MAX_PREFILL_GRAPHS, 0),
+        (tiny.decoder, {"max_num_batched_tokens": 63}, MAX_PREFILL_GRAPHS, 0),
+        (tiny.hybrid, {}, MAX_PREFILL_GRAPHS, 48),
+    ],
+)
+def test_memory_is_set_aside_for_prefill_graphs_where_there_are_any(
+    monkeypatch: pytest.MonkeyPatch,
+    model: Callable[[], tiny.Decoder],
+    options: dict[str, Any],
+    singles: int,
+    mixed: int,
+) -> None:
+    engine = tiny.make_engine(model(), **options)
+    set_aside: list[int] = []
+    num_kv_pages = capacity.num_kv_pages
+    monkeypatch.setattr(capacity, "total_device_bytes", lambda device: 140 << 30)
+    monkeypatch.setattr(
+        capacity, "num_kv_pages", lambda *args: set_aside.append(args[6]) or num_kv_pages(*args)
+    )
+    engine._cache_sizes(SINGLE_RANK)
+    assert set_aside == [(singles + mixed) * PREFILL_GRAPH_BYTES]
+    limits = engine._graph_limits(7, SINGLE_RANK)
+    assert limits is not None
+    assert limits.max_mixed_graphs == mixed
+    assert (limits.max_prefill_tokens is not None) == bool(singles)
 
 
 @pytest.mark.parametrize("prefill_tokens", [None, 96])
