@@ -20,6 +20,7 @@ kernel by kernel, one takes three to four times as long as a decode step, howeve
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -290,9 +291,7 @@ class PrefillGraphs:
     def _captured_size_above(self, size: PaddedSize) -> PaddedSize | None:
         """The captured mixed size with the fewest tokens that holds another one; None: none."""
         holding = [
-            each
-            for each in self._captured
-            if each.is_mixed and all(mine >= its for mine, its in zip(each, size, strict=True))
+            each for each in self._captured if each.is_mixed and all(map(operator.ge, each, size))
         ]
         return min(holding, default=None)
 
