@@ -36,7 +36,7 @@ tests of formats that modelmill lacks count apart.
 
 The peers' interfaces do not say where a streamed answer ends, and cut calls into deltas in several
 ways. So a test may run several times: with and without an end, and with a call's name alone, with
-its arguments, or as one piece. It passes if it passes in one of these ways. No test is told that a
+its arguments, or as one piece. It passes if it passes in one of these ways. It never says that a
 limit cut the answer, where modelmill leaves a begun mark out. Content is compared but for the
 number of blanks between words, arguments as JSON, ids only where a test looks at them. vLLM does
 not compare names with the declared functions, except for dots, K2 Horizon and MiniCPM5; its tests
