@@ -68,14 +68,12 @@ class GraphLimits:
     Attributes:
         max_seqs: Sequences of the largest decode graph.
         max_context: Most tokens of a sequence.
-        max_prefill_tokens: Most tokens of a step; None: no prefill graphs.
-        max_mixed_graphs: Most prefill graphs of several sequences.
+        prefill: Sizes of the prefill graphs; None: there are none.
     """
 
     max_seqs: int
     max_context: int
-    max_prefill_tokens: int | None
-    max_mixed_graphs: int
+    prefill: PrefillLimits | None
 
 
 def graph_limits(
@@ -94,13 +92,13 @@ def graph_limits(
     """
     if not config.cuda_graphs or not device_bytes:
         return None
-    with_prefill = prefill_graphs_enabled(config, tp_group)
-    return GraphLimits(
-        min(config.max_num_seqs, MAX_GRAPH_SEQS),
-        max_pages_per_seq * config.page_size,
-        config.max_num_batched_tokens if with_prefill else None,
-        _max_mixed_graphs(config, device_bytes) if with_prefill else 0,
-    )
+    max_seqs = min(config.max_num_seqs, MAX_GRAPH_SEQS)
+    max_context = max_pages_per_seq * config.page_size
+    prefill = None
+    if prefill_graphs_enabled(config, tp_group):
+        mixed = _max_mixed_graphs(config, device_bytes)
+        prefill = PrefillLimits(config.max_num_batched_tokens, max_context, max_seqs, mixed)
+    return GraphLimits(max_seqs, max_context, prefill)
 
 
 def prefill_graphs_enabled(config: RunConfig, tp_group: TPGroup) -> bool:

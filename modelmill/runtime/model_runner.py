@@ -39,7 +39,7 @@ from modelmill.runtime.cuda_graphs import (
     PrefillGraphCapturer,
     PrefillGraphs,
 )
-from modelmill.runtime.graph_sizes import PaddedSize, PrefillLimits
+from modelmill.runtime.graph_sizes import PaddedSize
 from modelmill.runtime.sampler import Sampler, SamplingBatch
 from modelmill.runtime.scheduler import Schedule
 from modelmill.runtime.sequence import Sequence
@@ -126,17 +126,9 @@ class ModelRunner:
             limits.max_context,
             self.states,
         )
-        if limits.max_prefill_tokens is not None:
+        if limits.prefill is not None:
             self.prefill_graphs = PrefillGraphs(
-                self.forward,
-                PrefillGraphCapturer(),
-                PrefillLimits(
-                    limits.max_prefill_tokens,
-                    limits.max_context,
-                    limits.max_seqs,
-                    limits.max_mixed_graphs,
-                ),
-                self.states,
+                self.forward, PrefillGraphCapturer(), limits.prefill, self.states
             )
 
     @property

@@ -414,8 +414,8 @@ def test_graphs_and_the_buffer_whose_address_they_know(
     if max_seqs is None:
         assert limits is None
     else:
-        prefill = (5000, 32) if ranks == 1 else (None, 0)
-        assert limits == GraphLimits(max_seqs, 7 * 16, *prefill)
+        prefill = PrefillLimits(5000, 7 * 16, max_seqs, 32) if ranks == 1 else None
+        assert limits == GraphLimits(max_seqs, 7 * 16, prefill)
     assert graph_limits(config, 7, TPGroup(size=ranks), 0) is None, "no GPU"
 
 
@@ -446,8 +446,9 @@ def test_memory_is_set_aside_for_prefill_graphs_where_there_are_any(
     assert set_aside == [(singles + mixed) * PREFILL_GRAPH_BYTES]
     limits = engine._graph_limits(7, SINGLE_RANK)
     assert limits is not None
-    assert limits.max_mixed_graphs == mixed
-    assert (limits.max_prefill_tokens is not None) == bool(singles)
+    assert (limits.prefill is not None) == bool(singles)
+    assert limits.prefill is not None
+    assert limits.prefill.max_mixed_graphs == mixed
 
 
 @pytest.mark.parametrize("prefill_tokens", [None, 96])
@@ -464,7 +465,9 @@ def test_a_runner_has_its_graphs_from_the_start(
     before = tiny.make_engine().model_runner
     runner = model_runner.ModelRunner(
         before.model, before.ops, before.kv, before.packer, before.sampler, 4,
-        graph_limits=GraphLimits(3, 112, prefill_tokens, 5),
+        graph_limits=GraphLimits(
+            3, 112, None if prefill_tokens is None else PrefillLimits(prefill_tokens, 112, 3, 5)
+        ),
     )  # fmt: skip
     forward, select_ids = runner.forward, runner.sampler.select_ids
     decode = {"DecodeGraphs": (forward, select_ids, runner.last_ids, runner.packer, 3, 112, None)}
