@@ -7,6 +7,7 @@ must be compiled and workspaces allocated by then.
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
@@ -52,8 +53,11 @@ class GraphCapturer:
         """
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads (the NCCL watchdog, a second engine) may use CUDA meanwhile
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+        with (
+            torch.cuda.graph(
+                graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+            ),
+            paused_garbage_collection(),
         ):
             output = call()
         return CapturedGraph(graph, output)
@@ -69,7 +73,8 @@ class GraphCapturer:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            output = call()
+            with paused_garbage_collection():
+                output = call()
             graph.capture_end()
         except RuntimeError as error:
             # the stream may still be capturing, or the capture may be invalid
@@ -79,6 +84,22 @@ class GraphCapturer:
                 raise
             raise NotCapturable(str(error)) from None
         return CapturedGraph(graph, output)
+
+
+@contextlib.contextmanager
+def paused_garbage_collection() -> Iterator[None]:
+    """Collect no garbage in the block.
+
+    A graph of an engine that was dropped may be part of a reference cycle. To free it is not
+    permitted in a capture on the same thread, and makes the capture invalid.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

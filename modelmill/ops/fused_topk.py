@@ -103,6 +103,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:  # noqa: ARG001  l
     ]
     if device != "cpu":
         shapes += [(rows, 128, 8, {}) for rows in (1, 32, 4096)]
+        shapes += [(rows, 512, 10, {}) for rows in (1, 64)]
         shapes += [(32, 256, 8, {"sigmoid": True, "biased": True, "groups": 8, "top_groups": 4})]
         shapes += [(32, 160, 6, {"groups": 8, "top_groups": 3, "group_scores": 1})]
     for rows, experts, top_k, switches in shapes:

@@ -68,7 +68,8 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:  # noqa: ARG001  i
     """Experts without tokens, full and padded blocks, several chunks of pairs, others' experts."""
     shapes = [(1, 2, 8, 16), (7, 2, 4, 4), (150, 4, 5, 16), (40, 1, 300, 8)]
     if device != "cpu":
-        shapes += [(32, 8, 128, 16), (4096, 8, 128, 128), (8192, 2, 8, 128)]
+        shapes += [(32, 8, 128, 16), (64, 10, 512, 16)]
+        shapes += [(4096, 8, 128, 128), (8192, 2, 8, 128)]
     for tokens, top_k, experts, block in shapes:
         draw = torch.Generator().manual_seed(tokens)
         scores = torch.rand(tokens, experts, generator=draw) + torch.linspace(0, 0.5, experts)

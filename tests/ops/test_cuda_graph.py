@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +57,32 @@ def test_a_capture_within_a_request(calls: list[Any]) -> None:
     captured = capturer.capture_on_current_stream(lambda: calls.append("call") or 7)
     assert calls == [begin, "call", "end"]
     assert captured.output == 7
+
+
+class Cycle:
+    """An object that only the garbage collector frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.mark.parametrize("method", ["capture", "capture_on_current_stream"])
+@pytest.mark.usefixtures("calls")
+def test_no_garbage_is_collected_during_a_capture(method: str) -> None:
+    """The graphs of a dropped engine may be garbage: freeing one makes the capture invalid."""
+    freed: list[str] = []
+
+    def call() -> None:
+        weakref.finalize(Cycle(), freed.append, "freed")
+        for _ in range(3 * gc.get_threshold()[0]):
+            Cycle()
+        assert not freed
+
+    assert gc.isenabled()
+    getattr(GraphCapturer(), method)(call)
+    assert gc.isenabled()
+    gc.collect()
+    assert freed == ["freed"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from tests.models.family_cases import decoder_family
 
 CASE = decoder_family(
     "diffllama",
-    {"num_attention_heads": 8, "num_key_value_heads": 4},
+    {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8},
     (
         {"attention_bias": True}, {"hidden_act": "gelu"}, {"rms_norm_eps": 1e-3},
         {"tie_word_embeddings": True}, {"head_dim": 16}, {"lambda_std_dev": 0.3},

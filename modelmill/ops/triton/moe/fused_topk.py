@@ -1,15 +1,15 @@
-"""The experts of each token by their ranks, all at once instead of one maximum after another.
+"""The experts of each token: one maximum after another, in one warp.
 
 Computes: weights[M, top_k] and ids[M, top_k] of logits[M, E]
 Dtypes: logits float32; weights float32; ids int32
 Layout: row-major, contiguous rows
 Range: any M; E ≤ 1024; groups ranked by one or two scores
-Technique: one program for each token, ranks by comparing all pairs of experts, PDL
+Technique: one program of one warp for each token; each maximum is over keys of 64 bits, a score
+    and the id behind it, so that no warp waits for another; PDL
 Ops: fused_topk
 
-The rank of an expert is the number of experts with a larger score, or an equal one and a lower id.
-A score of NaN ranks last, so that every slot gets a valid id. Groups are ranked likewise, and the
-experts of the others rank behind all.
+Of equal scores the lower id comes first. A score of NaN ranks last, so that every slot gets a valid
+id. Groups are ranked by comparing all pairs, and the experts of the others rank behind all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
 MAX_EXPERTS = 1024
-_MAX_COMPARED = 16384  # values of the comparison in registers at once
+NO_KEY = tl.constexpr(-(2**63))  # behind all keys
 
 
 def supports(inputs: FusedTopkInputs) -> bool:
@@ -59,13 +59,12 @@ def run(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
     constants = (
         top_k, inputs.sigmoid, inputs.renormalize, bias is not None, first, end, NO_EXPERT,
         inputs.groups, inputs.top_groups, inputs.group_scores, group_size,
-        power_of_two(inputs.groups), power_of_two(group_size), block,
-        min(block, _MAX_COMPARED // block), pdl["PDL"],
+        power_of_two(inputs.groups), power_of_two(group_size), block, pdl["PDL"],
     )  # fmt: skip
     _launcher(
         (tokens, 1, 1), (logits, logits if bias is None else bias, weights, ids),
         (experts, float(inputs.scale)), (experts,), constants,
-        {"num_warps": 4 if block < 256 else 8, "launch_pdl": pdl["launch_pdl"]},
+        {"num_warps": 1, "launch_pdl": pdl["launch_pdl"]},
     )  # fmt: skip
     return weights, ids
 
@@ -77,7 +76,7 @@ def _kernel(
     FIRST: tl.constexpr, END: tl.constexpr, NONE: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SCORES: tl.constexpr,
     GROUP_SIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     logits_ptr += token * experts
@@ -99,31 +98,25 @@ def _kernel(
         member_ranked = tl.where(present, member_ranked, float("-inf"))
         allowed = _top_groups(member_ranked, group, in_group, GROUPS, TOP_GROUPS, GROUP_SCORES)
         ranked = _mask_other_groups(allowed, group, expert // GROUP_SIZE, ranked)
-    key = _sortable(ranked)
-    rank = tl.zeros([BLOCK_E], tl.int32)
-    for start in range(0, BLOCK_E, CHUNK):
-        other = start + tl.arange(0, CHUNK)
-        there = other < experts
-        logit_there = tl.load(logits_ptr + other, mask=there, other=float("-inf"))
-        score_there = _score(logit_there, largest, total, SIGMOID)
-        ranked_there = _selection_score(score_there, bias_ptr, other, there, BIAS)
-        if GROUPS > 1:
-            ranked_there = _mask_other_groups(allowed, group, other // GROUP_SIZE, ranked_there)
-        key_there = _sortable(tl.where(there, ranked_there, float("-inf")))
-        # the same score under a lower id counts as the next larger one
-        first = (other[:, None] < expert[None, :]).to(tl.int32)
-        rank += tl.sum((key_there[:, None] + first > key[None, :]).to(tl.int32), axis=0)
+    # of two keys with one score that of the lower id is larger
+    key = (_sortable(ranked).to(tl.int64) << 32) + (BLOCK_E - 1 - expert)
+    key = tl.where(inside, key, NO_KEY)
+    rank = tl.full([BLOCK_E], TOP_K, tl.int32)
+    for slot in range(TOP_K):
+        is_next = key == tl.max(key, axis=0)
+        rank = tl.where(is_next, slot, rank)
+        key = tl.where(is_next, NO_KEY, key)
     chosen = inside & (rank < TOP_K)
     weight = score
     if RENORMALIZE:
         weight = weight / tl.sum(tl.where(chosen, score, 0.0), axis=0)
-    slot = token * TOP_K + rank
+    place = token * TOP_K + rank
     if END > 0:  # other ranks have the other experts
         local = (expert >= FIRST) & (expert < END)
         weight = tl.where(local, weight, 0.0)
         expert = tl.where(local, expert - FIRST, NONE)
-    tl.store(weights_ptr + slot, weight * scale, mask=chosen)
-    tl.store(ids_ptr + slot, expert, mask=chosen)
+    tl.store(weights_ptr + place, weight * scale, mask=chosen)
+    tl.store(ids_ptr + place, expert, mask=chosen)
 
 
 @triton.jit

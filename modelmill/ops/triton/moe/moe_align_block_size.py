@@ -4,7 +4,8 @@ Computes: sorted_token_ids and expert_ids of topk_ids[T, top_k]
 Dtypes: int32
 Layout: packed; each expert's pairs padded to whole blocks
 Range: any number of tokens; E ≤ 1024
-Technique: a histogram for each chunk of pairs, then ranks within chunks by comparison, PDL
+Technique: a histogram for each chunk of pairs, then ranks within chunks by comparison and each
+    pair's place by a gather through shared memory, PDL
 Ops: moe_align_block_size
 
 The order of an expert's pairs is that of the tokens in every run: nothing depends on which program
@@ -47,7 +48,7 @@ def run(topk_ids: torch.Tensor, block_size: int, experts: int) -> tuple[torch.Te
     options = {"num_warps": 4, "launch_pdl": pdl["launch_pdl"]}
     _count_launcher(
         (chunks, 1, 1), (topk_ids, counts, sorted_ids), (pairs, len(sorted_ids), chunks), (),
-        (_FILL, block_e, _CHUNK, pdl["PDL"]), options,
+        (NO_EXPERT, _FILL, block_e, _CHUNK, pdl["PDL"]), options,
     )  # fmt: skip
     _scatter_launcher(
         (chunks, 1, 1), (topk_ids, counts, sorted_ids, expert_ids), (pairs, chunks, blocks), (),
@@ -63,16 +64,17 @@ def run(topk_ids: torch.Tensor, block_size: int, experts: int) -> tuple[torch.Te
 @triton.jit(do_not_specialize=["pairs", "length", "chunks"])
 def _count_kernel(
     ids_ptr, counts_ptr, sorted_ptr, pairs, length, chunks,
-    FILL: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    NONE: tl.constexpr, FILL: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Counts of a chunk by expert; fills a part of the sorted pairs with padding."""
     chunk = tl.program_id(0)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     pdl_wait(PDL)
-    ids = tl.load(ids_ptr + pair, mask=pair < pairs, other=BLOCK_E)
-    expert = tl.arange(0, BLOCK_E)
-    counts = tl.sum((ids[None, :] == expert[:, None]).to(tl.int32), axis=1)
-    tl.store(counts_ptr + chunk * BLOCK_E + expert, counts)
+    ids = tl.load(ids_ptr + pair, mask=pair < pairs, other=NONE)
+    live = ids != NONE
+    counts = tl.histogram(tl.where(live, ids, 0), BLOCK_E, mask=live)
+    tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), counts)
     for start in range(chunk * FILL, length, chunks * FILL):
         at = start + tl.arange(0, FILL)
         tl.store(sorted_ptr + at, tl.zeros([FILL], tl.int32) + pairs, mask=at < length)
@@ -113,8 +115,7 @@ def _scatter_kernel(
     others = tl.load(ids_ptr + other, mask=other < pairs, other=BLOCK_E)
     same = (others[None, :] == ids[:, None]) & (other[None, :] < pair[:, None])
     rank = tl.sum(same.to(tl.int32), axis=1)
-    is_own = ids[:, None] == expert[None, :]
-    start = tl.sum(tl.where(is_own, (ends - padded + before)[None, :], 0), axis=1)
+    start = tl.gather(ends - padded + before, tl.where(live, ids, 0), axis=0)
     tl.store(sorted_ptr + start + rank, pair, mask=live)
 
 
