@@ -473,6 +473,8 @@ def routing() -> Iterator[Problem]:
     """Routers of few tokens and many; experts in each order of magnitude."""
     for tokens in (1, 4096):
         yield from _call("router_gemm", tensor(tokens, 2048), tensor(128, 2048))
+    for tokens in (1, 32):
+        yield from _call("router_gemm", tensor(tokens, 2048), tensor(128, 2048), tensor(128))
     yield from _call("router_gemm", tensor(32, 2048), tensor(128, 2048))
     yield from _call("router_gemm", tensor(2, 2048, dtype=F32), tensor(512, 2048, dtype=F32))
     for tokens, count, sigmoid in ((1, 128, False), (4096, 512, True)):

@@ -99,7 +99,8 @@ def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Te
 
     Of a rank that has some experts only, ids count from its first; others' are NO_EXPERT.
     """
-    logits = moe.router.logits_from_products(step.ops.router_gemm(x, moe.router.weight))
+    router = moe.router
+    logits = step.ops.router_gemm(x, router.weight, router.bias, router.scale)
     config = moe.routing.config
     if config.scores == SPARSE_MIXER:
         weights, ids = sparse_mixer(logits, config.jitter)

@@ -73,11 +73,9 @@ class Router(nn.Module):
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
         """The logits of the experts, float32."""
-        return self.logits_from_products(x.float() @ self.weight.float().T)
-
-    def logits_from_products(self, products: torch.Tensor) -> torch.Tensor:
-        """The logits of products x Wᵀ."""
-        logits = products if self.scale == 1.0 else products * self.scale
+        logits = x.float() @ self.weight.float().T
+        if self.scale != 1.0:
+            logits = logits * self.scale
         return logits if self.bias is None else logits + self.bias.float()
 
 

@@ -69,9 +69,8 @@ def routed_moe(
     Returns:
         [T, H] of x's dtype.
     """
-    logits = router_gemm(x if router_input is None else router_input, moe.router) * moe.logit_scale
-    if moe.router_bias is not None:
-        logits = logits + moe.router_bias.to(logits.dtype)
+    router_input = x if router_input is None else router_input
+    logits = router_gemm(router_input, moe.router, moe.router_bias, moe.logit_scale)
     weights, ids = fused_topk(moe.rules._replace(logits=logits))
     if moe.expert_scale is not None:
         weights = weights * moe.expert_scale.float()[ids.long()]

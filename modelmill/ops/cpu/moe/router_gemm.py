@@ -6,11 +6,17 @@ import torch
 
 from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.common.gemm import gemm_function
+from modelmill.ops.router_gemm import scale_and_add_bias
 
 available = build.available
 
 
-def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def supports(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,  # noqa: ARG001  torch adds it
+    scale: float = 1.0,  # noqa: ARG001
+) -> bool:
     """A few packed rows, of the weight's dtype."""
     return (
         x.dtype is weight.dtype
@@ -22,7 +28,9 @@ def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def run(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, scale: float = 1.0
+) -> torch.Tensor:
     """As the reference, with float32 sums."""
     rows, experts = x.shape[0], weight.shape[0]
     out = torch.empty(rows, experts)
@@ -30,4 +38,4 @@ def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         out.data_ptr(), x.data_ptr(), weight.data_ptr(), rows, x.shape[1], experts,
         build.DTYPES[x.dtype],
     )  # fmt: skip
-    return out
+    return scale_and_add_bias(out, bias, scale)

@@ -1,6 +1,6 @@
 """The router's logits in float32, without copies of x or the weight in float32.
 
-Computes: out[M, E] = x[M, K] · weight[E, K]ᵀ
+Computes: out[M, E] = x[M, K] · weight[E, K]ᵀ · scale + bias[E]
 Dtypes: x and weight bfloat16, float16 or (M ≤ 16) float32; out float32; float32 sums
 Layout: row-major, contiguous rows
 Range: any M (float32: M ≤ 16)
@@ -28,34 +28,43 @@ _FEW_ROWS_TILE, _MANY_ROWS_TILE = (16, 16, 256), (32, 64, 128)
 _MANY_ROWS = 2048
 
 
-def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def supports(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale: float = 1.0,
+) -> bool:
     """Contiguous rows; more than MAX_GEMV_ROWS in one 16-bit dtype."""
     if x.dim() != 2 or not len(x) or x.stride(1) != 1 or weight.stride(1) != 1:
         return False
-    if torch.float64 in (x.dtype, weight.dtype):
+    if torch.float64 in (x.dtype, weight.dtype) or not (bias is None or bias.is_contiguous()):
         return False
     return len(x) <= MAX_GEMV_ROWS or (x.dtype == weight.dtype and x.dtype in HALF)
 
 
-def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def run(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, scale: float = 1.0
+) -> torch.Tensor:
     """Run the op with float32 sums."""
     (tokens, k), experts = x.shape, len(weight)
     out = torch.empty((tokens, experts), dtype=torch.float32, device=x.device)
     sizes = (experts, k, x.stride(0), weight.stride(0))
+    tensors = (x, weight, weight if bias is None else bias, out)
     pdl = pdl_launch_options(x.device, tokens)
     if tokens <= MAX_GEMV_ROWS:
         block = min(2048, max(8, power_of_two(k)))
         _gemv_launcher(
-            (experts, tokens, 1), (x, weight, out), sizes, sizes,
-            (k % block == 0, block, pdl["PDL"]),
+            (experts, tokens, 1), tensors, (*sizes, float(scale)), sizes,
+            (bias is not None, k % block == 0, block, pdl["PDL"]),
             {"num_warps": 4, "launch_pdl": pdl["launch_pdl"]},
         )  # fmt: skip
         return out
     rows, columns, depth = _FEW_ROWS_TILE if tokens < _MANY_ROWS else _MANY_ROWS_TILE
     block = min(depth, max(16, power_of_two(k)))
     _gemm_launcher(
-        (-(-experts // columns), -(-tokens // rows), 1), (x, weight, out),
-        (tokens, *sizes), sizes, (k % block == 0, rows, columns, block, pdl["PDL"]),
+        (-(-experts // columns), -(-tokens // rows), 1), tensors,
+        (tokens, *sizes, float(scale)), sizes,
+        (bias is not None, k % block == 0, rows, columns, block, pdl["PDL"]),
         {"num_warps": 2 if rows == 16 else 4, "num_stages": 3, "launch_pdl": pdl["launch_pdl"]},
     )  # fmt: skip
     return out
@@ -63,8 +72,8 @@ def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _gemv_kernel(
-    x_ptr, weight_ptr, out_ptr, experts, k, x_stride, stride,
-    EVEN: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, experts, k, x_stride, stride, scale,
+    BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
@@ -83,13 +92,16 @@ def _gemv_kernel(
         x = tl.load(x_ptr + token * x_stride + start + column, mask=column < left, other=0.0)
         total += w.to(tl.float32) * x.to(tl.float32)
         w = next_w
-    tl.store(out_ptr + token * experts + expert, tl.sum(total))
+    logit = tl.sum(total) * scale
+    if BIAS:
+        logit += tl.load(bias_ptr + expert).to(tl.float32)
+    tl.store(out_ptr + token * experts + expert, logit)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _gemm_kernel(
-    x_ptr, weight_ptr, out_ptr, tokens, experts, k, x_stride, stride,
-    EVEN: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, tokens, experts, k, x_stride, stride, scale,
+    BIAS: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -109,6 +121,10 @@ def _gemm_kernel(
             x = tl.load(x_at + start, mask=inside, other=0.0)
             w = tl.load(weight_at + start, mask=inside, other=0.0)
         total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
+    total *= scale
+    if BIAS:
+        bias = tl.load(bias_ptr + tl.minimum(expert, experts - 1))
+        total += bias.to(tl.float32)[None, :]
     target = out_ptr + row[:, None] * experts + expert[None, :]
     tl.store(target, total, mask=(token < tokens)[:, None] & (expert < experts)[None, :])
 
