@@ -224,6 +224,6 @@ class GatedGroupNorm(RankHeads):
         heads = x.unflatten(1, (end - first, -1))
         group = torch.arange(first, end, device=x.device) // (spec.heads // spec.groups)
         sums = heads.new_zeros(len(x), spec.groups).index_add_(1, group, heads.square().sum(-1))
-        sums = step.tp_group.all_reduce(sums, decode=step.max_query == 1)
+        sums = step.tp_group.all_reduce(sums, captured=step.may_be_captured)
         scale = torch.rsqrt(sums / (spec.width // spec.groups) + spec.eps)[:, group]
         return (heads * scale[..., None]).flatten(1) * weight

@@ -46,7 +46,7 @@ class RMSNorm(nn.Module):
             residual,
             self.weight,
             self.eps,
-            decode=step.max_query == 1,
+            captured=step.may_be_captured,
         )
 
 
@@ -102,7 +102,7 @@ class LayerNorm(StreamNorm):
         if residual is None:
             total = x
         elif self.reduces:
-            total = step.tp_group.all_reduce(x, decode=step.max_query == 1) + residual
+            total = step.tp_group.all_reduce(x, captured=step.may_be_captured) + residual
         else:
             total = x + residual
         return self.layer_norm(total, step), total
@@ -122,7 +122,7 @@ class NormWithoutResidual(StreamNorm):
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x: [T, H]."""
         if self.reduces:
-            x = step.tp_group.all_reduce(x, decode=step.max_query == 1)
+            x = step.tp_group.all_reduce(x, captured=step.may_be_captured)
         if self.is_rms:
             return self._norm(step.ops.rms_norm, x, self.weight, self.eps)
         return self.layer_norm(x, step)
@@ -140,7 +140,7 @@ class ResidualAdd(nn.Module):
         if residual is None:
             return x
         if self.reduces:
-            x = step.tp_group.all_reduce(x, decode=step.max_query == 1)
+            x = step.tp_group.all_reduce(x, captured=step.may_be_captured)
         return x + residual
 
 

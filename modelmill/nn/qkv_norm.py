@@ -128,7 +128,7 @@ class AllHeadsQKNorm(QKNorm):
             shares = sums.new_zeros(1, self.groups.kv_heads)
             shares[:, first:end] = 1
             self._ranks_per_kv_head = step.tp_group.all_reduce(shares)
-        sums = step.tp_group.all_reduce(sums, decode=step.max_query == 1)
+        sums = step.tp_group.all_reduce(sums, captured=step.may_be_captured)
         dim = self.groups.head_dim
         q_mean = sums[:, 0] / (self.groups.q_heads * dim)
         k_mean = (sums[:, 1:] / self._ranks_per_kv_head).sum(1) / (self.groups.kv_heads * dim)

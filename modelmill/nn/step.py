@@ -33,6 +33,7 @@ class Step:
     num_decodes: how many sequences have one token, where no token is padding and latent attention
     expands the others; None: it does not, or it is not known.
     num_prompt_keys: keys of these others; 0: they all begin in this step.
+    is_padded: whether the step is padded for a prefill graph.
     embeds: [T, H] and embed_mask [T] bool where some tokens bring their own embeddings (images);
     else None.
     layer_inputs: [T, layers, P], what each layer reads beside the stream; None: nothing.
@@ -62,6 +63,12 @@ class Step:
     layer_steps: tuple[Step, ...] = field(default=(), repr=False)
     num_decodes: int | None = None
     num_prompt_keys: int = 0
+    is_padded: bool = False
+
+    @property
+    def may_be_captured(self) -> bool:
+        """Whether a CUDA graph may contain the step, of decodes or padded."""
+        return self.max_query == 1 or self.is_padded
 
     def steps_by_layer(self) -> Iterable[Step]:
         """The step of each layer, in their order; without an end where all compute this one."""

@@ -41,7 +41,7 @@ class SubNorm(nn.Module):
             return self._op(step.ops.rms_norm, x.contiguous(), self.weight, self.eps)
         wide, (first, end) = x.float(), self.channels
         sums = wide.square().sum(-1, keepdim=True)
-        sums = step.tp_group.all_reduce(sums, decode=step.max_query == 1)
+        sums = step.tp_group.all_reduce(sums, captured=step.may_be_captured)
         normed = wide * torch.rsqrt(sums / self.total + self.eps)
         return normed.to(x.dtype) * self.weight[first:end]
 

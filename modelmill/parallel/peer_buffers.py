@@ -20,8 +20,8 @@ from modelmill.core import log
 from modelmill.parallel import cuda_ipc
 from modelmill.parallel.shard import range_starts
 
-# rows of a transfer: as many as the largest decode graph has, so that no graph needs NCCL
-MAX_ROWS = 512
+# rows of a transfer: as many as the largest CUDA graph of a step has, so that none needs NCCL
+MAX_ROWS = 1024
 ROW_WORDS = 4096  # 32-bit words of a row: 8,192 values of 16 bits, 4,096 of 32
 _log = log.get_logger(__name__)
 
@@ -87,9 +87,9 @@ class PeerBuffers:
             else None
         )
 
-    def supports_all_reduce(self, x: torch.Tensor, *, decode: bool) -> bool:
-        """Whether ``all_reduce`` takes x [T, H]; for prefill only if it is faster than NCCL."""
-        max_rows = MAX_ROWS if decode else self._kernels.MAX_PROGRAMS
+    def supports_all_reduce(self, x: torch.Tensor, *, captured: bool) -> bool:
+        """Whether ``all_reduce`` takes x [T, H]; outside of graphs only if faster than NCCL."""
+        max_rows = MAX_ROWS if captured else self._kernels.MAX_PROGRAMS
         width = x.shape[-1] * x.element_size()
         fits = 0 < x.shape[0] <= max_rows and width <= 4 * ROW_WORDS and width % 4 == 0
         return x.dim() == 2 and fits and x.is_contiguous() and x.element_size() in (2, 4)

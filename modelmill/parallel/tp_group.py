@@ -34,10 +34,10 @@ class TPGroup:
         self.rank, self.size = rank, size
         self.peer_buffers: PeerBuffers | None = None
 
-    def all_reduce(self, x: torch.Tensor, *, decode: bool = False) -> torch.Tensor:  # noqa: ARG002
+    def all_reduce(self, x: torch.Tensor, *, captured: bool = False) -> torch.Tensor:  # noqa: ARG002
         """The sum of x over the ranks, the same on all; x may be overwritten.
 
-        ``decode``: within a decode step, which may be captured in a graph.
+        ``captured``: within a step that may be captured in a CUDA graph, which NCCL stays out of.
         """
         return x
 
@@ -49,7 +49,7 @@ class TPGroup:
         weight: torch.Tensor,
         eps: float,
         *,
-        decode: bool = False,
+        captured: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``op`` (add_rms_norm) on the sum of x [T, H] over the ranks.
 
@@ -59,10 +59,10 @@ class TPGroup:
             self.peer_buffers is not None
             and residual.is_contiguous()
             and residual.dtype == weight.dtype == x.dtype
-            and self.peer_buffers.supports_all_reduce(x, decode=decode)
+            and self.peer_buffers.supports_all_reduce(x, captured=captured)
         ):
             return self.peer_buffers.all_reduce_add_rms_norm(x, residual, weight, eps)
-        return op(self.all_reduce(x, decode=decode), residual, weight, eps)
+        return op(self.all_reduce(x, captured=captured), residual, weight, eps)
 
     def all_gather(self, x: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:  # noqa: ARG002
         """Gather columns: [T, widths[rank]] → [T, sum(widths)], in the order of the ranks."""
@@ -128,10 +128,10 @@ class DistributedTPGroup(TPGroup):
             self._group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
             self._group.set_timeout(_NO_TIMEOUT)
 
-    def all_reduce(self, x: torch.Tensor, *, decode: bool = False) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, *, captured: bool = False) -> torch.Tensor:
         """All-reduce: custom kernel for small messages, else NCCL or gloo."""
         if self.peer_buffers is not None and self.peer_buffers.supports_all_reduce(
-            x, decode=decode
+            x, captured=captured
         ):
             return self.peer_buffers.all_reduce(x)
         x = x.contiguous()

@@ -40,7 +40,7 @@ class PackedBatch:
         uses_last_ids: Whether some ids are read from ``ModelRunner.last_ids``.
         embeds: Image embeddings [T, H].
         embed_mask: [T] bool: the tokens that have one.
-        num_decodes, num_prompt_keys: As in the ``Step``.
+        num_decodes, num_prompt_keys, is_padded: As in the ``Step``.
     """
 
     views: BatchViews
@@ -53,6 +53,7 @@ class PackedBatch:
     embed_mask: torch.Tensor | None = None
     num_decodes: int | None = None
     num_prompt_keys: int = 0
+    is_padded: bool = False
 
     def to_step(
         self,
@@ -83,6 +84,7 @@ class PackedBatch:
             state=None if states is None else self._state_step(states, kv.page_size),
             num_decodes=self.num_decodes,
             num_prompt_keys=self.num_prompt_keys,
+            is_padded=self.is_padded,
         )
         return self._with_layer_steps(step) if kv.layer_groups else step
 
@@ -250,7 +252,7 @@ class Packer:
             num_decodes, num_prompt_keys = self._count_prompts(work)
         return PackedBatch(
             views, tokens, all_rows, max_query, max_context, uses_last_ids, embeds, mask,
-            num_decodes, num_prompt_keys,
+            num_decodes, num_prompt_keys, prefill_pad is not None,
         )  # fmt: skip
 
     def _count_prompts(self, work: Seq[tuple[Sequence, int]]) -> tuple[int | None, int]:

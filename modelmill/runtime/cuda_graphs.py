@@ -24,6 +24,7 @@ import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
@@ -38,7 +39,6 @@ from modelmill.ops.cuda_graph import (
     dry_run,
     on_side_stream,
 )
-from modelmill.parallel.tp_group import TPGroup
 from modelmill.runtime.batch import PackedBatch, Packer
 from modelmill.runtime.batch_layout import BatchLayout
 from modelmill.runtime.graph_sizes import (
@@ -68,47 +68,36 @@ class GraphLimits:
     Attributes:
         max_seqs: Sequences of the largest decode graph.
         max_context: Most tokens of a sequence.
-        prefill: Sizes of the prefill graphs; None: there are none.
+        prefill: Sizes of the prefill graphs.
     """
 
     max_seqs: int
     max_context: int
-    prefill: PrefillLimits | None
+    prefill: PrefillLimits
 
 
 def graph_limits(
-    config: RunConfig,
-    max_pages_per_seq: int,
-    tp_group: TPGroup,
-    device_bytes: int,
+    config: RunConfig, max_pages_per_seq: int, device_bytes: int
 ) -> GraphLimits | None:
     """Which CUDA graphs are captured; None: none.
 
     Args:
         config: The engine's.
         max_pages_per_seq: KV pages of the longest sequence.
-        tp_group: The ranks.
         device_bytes: Memory of the GPU; 0: there is none.
     """
     if not config.cuda_graphs or not device_bytes:
         return None
     max_seqs = min(config.max_num_seqs, MAX_GRAPH_SEQS)
     max_context = max_pages_per_seq * config.page_size
-    prefill = None
-    if prefill_graphs_enabled(config, tp_group):
-        mixed = _max_mixed_graphs(config, device_bytes)
-        prefill = PrefillLimits(config.max_num_batched_tokens, max_context, max_seqs, mixed)
+    mixed = _max_mixed_graphs(config, device_bytes)
+    prefill = PrefillLimits(config.max_num_batched_tokens, max_context, max_seqs, mixed)
     return GraphLimits(max_seqs, max_context, prefill)
 
 
-def prefill_graphs_enabled(config: RunConfig, tp_group: TPGroup) -> bool:
-    """Whether prefill graphs are used: only without tensor parallelism."""
-    return config.cuda_graphs and tp_group.size == 1
-
-
-def prefill_graph_bytes(config: RunConfig, tp_group: TPGroup, device_bytes: int) -> int:
+def prefill_graph_bytes(config: RunConfig, device_bytes: int) -> int:
     """Device memory that the prefill graphs may take; arguments as of ``graph_limits``."""
-    if not device_bytes or not prefill_graphs_enabled(config, tp_group):
+    if not device_bytes or not config.cuda_graphs:
         return 0
     return (MAX_PREFILL_GRAPHS + _max_mixed_graphs(config, device_bytes)) * PREFILL_GRAPH_BYTES
 
@@ -240,10 +229,20 @@ def _with_last_ids(batch: PackedBatch) -> PackedBatch:
     )
 
 
+class GraphUse(Enum):
+    """How a padded step runs: the same on all ranks, as rank 0 decides."""
+
+    LAUNCH = "launch"
+    CAPTURE = "capture"
+    REPLAY = "replay"
+
+
 class PrefillGraphs:
     """Logits of padded steps, by graph from the second use of a size on.
 
-    They are [1, V] of a single sequence, [padded sequences, V] of several.
+    They are [1, V] of a single sequence, [padded sequences, V] of several. With tensor parallelism
+    each rank has its graphs; rank 0 chooses what a step uses (``next_use``), and all ranks ``run``
+    it so: the sums over the ranks are as many on each.
     """
 
     def __init__(
@@ -252,6 +251,8 @@ class PrefillGraphs:
         capture: Callable[[Callable[[], torch.Tensor]], CapturedGraph[torch.Tensor]],
         limits: PrefillLimits,
         states: RecurrentStateCache | None = None,
+        *,
+        is_parallel: bool = False,
     ) -> None:
         """Start without graphs.
 
@@ -261,9 +262,11 @@ class PrefillGraphs:
                 out-of-memory error it is tried again later.
             limits: Which sizes there are.
             states: The recurrent states, which the calls before a capture must not advance.
+            is_parallel: Whether there are other ranks. An out-of-memory error is raised then: of
+                the calls before a capture, others would run more than this rank.
         """
         self._forward, self._capture = forward, capture
-        self.limits, self._states = limits, states
+        self.limits, self._states, self._is_parallel = limits, states, is_parallel
         self._captured: dict[PaddedSize, CapturedGraph[torch.Tensor]] = {}
         self._num_uses: dict[PaddedSize, int] = {}
         self._enabled = True
@@ -297,33 +300,33 @@ class PrefillGraphs:
         of_its_kind = sum(each.is_mixed == size.is_mixed for each in self._captured)
         return self._enabled and of_its_kind < self.limits.max_graphs(size)
 
-    def run(self, batch: PackedBatch, size: PaddedSize) -> torch.Tensor:
-        """The logits of a batch that is padded to ``size``; a later call may overwrite them."""
-        captured = self._captured.get(size)
-        if captured is None:
-            captured = self._capture_if_reused(size, batch)
-        if captured is None:
-            return self._forward(batch)
-        return captured.replay()
-
-    def _capture_if_reused(
-        self, size: PaddedSize, batch: PackedBatch
-    ) -> CapturedGraph[torch.Tensor] | None:
+    def next_use(self, size: PaddedSize) -> GraphUse:
+        """How the next step of this size runs; the use is counted."""
+        if size in self._captured:
+            return GraphUse.REPLAY
         self._num_uses[size] = self._num_uses.get(size, 0) + 1
         if self._num_uses[size] < CAPTURE_AFTER_USES or not self._can_capture(size):
-            return None
+            return GraphUse.LAUNCH
+        return GraphUse.CAPTURE
+
+    def run(self, batch: PackedBatch, size: PaddedSize, use: GraphUse) -> torch.Tensor:
+        """The logits of a batch that is padded to ``size``; a later call may overwrite them."""
+        if use is GraphUse.CAPTURE:
+            self._capture_size(size, batch)
+        captured = None if use is GraphUse.LAUNCH else self._captured.get(size)
+        return self._forward(batch) if captured is None else captured.replay()
+
+    def _capture_size(self, size: PaddedSize, batch: PackedBatch) -> None:
         try:
             with restore_states_on_exit(self._states, batch):
-                captured = self._capture(lambda: self._forward(batch))
+                self._captured[size] = self._capture(lambda: self._forward(batch))
         except NotCapturable as error:
             _log.warning("prefill without CUDA graphs: %s", one_line(str(error), 300))
             self._enabled = False
-            return None
         except torch.OutOfMemoryError:
+            if self._is_parallel:
+                raise
             self._num_uses[size] = -OOM_RETRY_USES
-            return None
-        self._captured[size] = captured
-        return captured
 
 
 class PrefillGraphCapturer:

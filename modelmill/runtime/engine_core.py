@@ -134,7 +134,7 @@ class EngineCore:
             config.max_num_seqs,
             tp_group,
             tp_workers=tp_workers,
-            graph_limits=self._graph_limits(width, tp_group),
+            graph_limits=self._graph_limits(width),
             keep_last_ids=self._overlap or cuda,
             states=states,
             memory=memory,
@@ -163,7 +163,7 @@ class EngineCore:
         """
         config = self.config
         device_bytes = capacity.total_device_bytes(self.device)
-        graph_bytes = cuda_graphs.prefill_graph_bytes(config, tp_group, device_bytes)
+        graph_bytes = cuda_graphs.prefill_graph_bytes(config, device_bytes)
         state = capacity.model_state_capacity(self.model, self.ops, config, tp_group, graph_bytes)
         if state is not None:
             self.config = config = replace(config, max_num_seqs=state.sequences)
@@ -173,11 +173,9 @@ class EngineCore:
         )  # fmt: skip
         return state, pages
 
-    def _graph_limits(
-        self, max_pages_per_seq: int, tp_group: TPGroup
-    ) -> cuda_graphs.GraphLimits | None:
+    def _graph_limits(self, max_pages_per_seq: int) -> cuda_graphs.GraphLimits | None:
         device_bytes = capacity.total_device_bytes(self.device)
-        return cuda_graphs.graph_limits(self.config, max_pages_per_seq, tp_group, device_bytes)
+        return cuda_graphs.graph_limits(self.config, max_pages_per_seq, device_bytes)
 
     def _make_request_limits(self) -> RequestLimits:
         """What a request may ask of this engine core."""
@@ -607,5 +605,5 @@ def _finalizer(
 
 
 def _close(tp_workers: TPWorkers, runner: ModelRunner) -> None:
-    runner.free_decode_graphs()
+    runner.free_graphs()
     tp_workers.close()

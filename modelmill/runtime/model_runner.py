@@ -36,6 +36,7 @@ from modelmill.runtime.cuda_graphs import (
     SAMPLED,
     DecodeGraphs,
     GraphLimits,
+    GraphUse,
     PrefillGraphCapturer,
     PrefillGraphs,
 )
@@ -50,7 +51,15 @@ from modelmill.runtime.step_results import (
     assign_rows,
     pool_states,
 )
-from modelmill.runtime.tp_workers import COPY, COPY_STATE, FORWARD, StepCommand, TPWorkers
+from modelmill.runtime.tp_workers import (
+    COPY,
+    COPY_STATE,
+    FORWARD,
+    GRAPH_USES,
+    StepCommand,
+    TPWorkers,
+    padded_command,
+)
 
 _log = log.get_logger(__name__)
 
@@ -58,9 +67,9 @@ _log = log.get_logger(__name__)
 class ModelRunner:
     """Runs the steps of one model on one device.
 
-    ``decode_graphs`` and ``prefill_graphs`` are None on a CPU and if CUDA graphs are switched off;
-    there are no prefill graphs with tensor parallelism. With several ranks, rank 0 launches and
-    sends every step through ``tp_workers`` to the other ranks, where ``tp_worker`` runs it.
+    ``decode_graphs`` and ``prefill_graphs`` are None on a CPU and if CUDA graphs are switched off.
+    With several ranks, rank 0 launches and sends every step through ``tp_workers`` to the other
+    ranks, where ``tp_worker`` runs it.
     """
 
     def __init__(
@@ -126,10 +135,13 @@ class ModelRunner:
             limits.max_context,
             self.states,
         )
-        if limits.prefill is not None:
-            self.prefill_graphs = PrefillGraphs(
-                self.forward, PrefillGraphCapturer(), limits.prefill, self.states
-            )
+        self.prefill_graphs = PrefillGraphs(
+            self.forward,
+            PrefillGraphCapturer(),
+            limits.prefill,
+            self.states,
+            is_parallel=self.tp_group.size > 1,
+        )
 
     @property
     def mixed_graph_tokens(self) -> tuple[int, ...]:
@@ -142,9 +154,9 @@ class ModelRunner:
         """Use other ops from now on; captured graphs keep theirs."""
         self.ops = ops
 
-    def free_decode_graphs(self) -> None:
-        """Free the decode graphs: NCCL cannot close while a captured graph uses it."""
-        self.decode_graphs = None
+    def free_graphs(self) -> None:
+        """Free the CUDA graphs: NCCL cannot close while a captured graph uses it."""
+        self.decode_graphs = self.prefill_graphs = None
 
     @property
     def active_model(self) -> nn.Module:
@@ -202,6 +214,8 @@ class ModelRunner:
             self.hidden_states(batch, command.num_pooled_rows)
         elif command.command == FORWARD:
             self.forward(batch)
+        elif command.command in GRAPH_USES:
+            self._run_padded(batch, command.padded_size, GRAPH_USES[command.command])
         elif self.decode_graphs is not None:
             try:
                 self.decode_graphs.replay(batch, command.command)
@@ -264,12 +278,15 @@ class ModelRunner:
             schedule.work, rows.logit_rows(schedule, sampling), prefill_pad=prefill_pad
         )
         num_kept_ids = len(rows.seqs) if self.keep_last_ids else 0
-        self._broadcast_step(batch, FORWARD, num_kept_ids, rows.num_pooled_rows)
         states = None
         if rows.num_pooled_rows:
+            self._broadcast_step(batch, FORWARD, num_kept_ids, rows.num_pooled_rows)
             logits, states = self.hidden_states(batch, rows.num_pooled_rows)
+        elif prefill_pad is None:
+            self._broadcast_step(batch, FORWARD, num_kept_ids)
+            logits = self.forward(batch)
         else:
-            logits = self._forward_padded(batch, prefill_pad)
+            logits = self._forward_padded(batch, prefill_pad, num_kept_ids)
         return StepForward(schedule, rows, sampling, batch, logits, states=states)
 
     @torch.inference_mode()
@@ -434,12 +451,18 @@ class ModelRunner:
             return None  # its last id is on the device, where only mixed graphs read it
         return self.prefill_graphs.padded_size(schedule.num_tokens, len(work), context)
 
-    def _forward_padded(self, batch: PackedBatch, size: PaddedSize | None) -> torch.Tensor:
-        """Logits of a batch that may be padded, by graph if it is."""
-        if size is None:
-            return self.forward(batch)
+    def _forward_padded(
+        self, batch: PackedBatch, size: PaddedSize, num_kept_ids: int = 0
+    ) -> torch.Tensor:
+        """Logits of a padded batch, on all ranks by graph or not."""
         assert self.prefill_graphs is not None
-        return self.prefill_graphs.run(batch, size)
+        use = self.prefill_graphs.next_use(size)
+        self._broadcast_step(batch, padded_command(use), num_kept_ids)
+        return self._run_padded(batch, size, use)
+
+    def _run_padded(self, batch: PackedBatch, size: PaddedSize, use: GraphUse) -> torch.Tensor:
+        assert self.prefill_graphs is not None
+        return self.prefill_graphs.run(batch, size, use)
 
 
 def _needs_embeds(seq: Sequence) -> bool:

@@ -30,9 +30,13 @@ from modelmill.parallel.rendezvous import RendezvousServer
 from modelmill.parallel.tp_group import DistributedTPGroup, TPGroup
 from modelmill.runtime.batch import PackedBatch
 from modelmill.runtime.batch_layout import BatchLayout, BatchViews
-from modelmill.runtime.cuda_graphs import GREEDY, LOGITS, SAMPLED
+from modelmill.runtime.cuda_graphs import GREEDY, LOGITS, SAMPLED, GraphUse
+from modelmill.runtime.graph_sizes import PaddedSize
 
 FORWARD = "forward"
+LAUNCH_PADDED = "launch padded"
+CAPTURE_PADDED = "capture padded"
+REPLAY_PADDED = "replay padded"
 COPY = "copy"
 COPY_STATE = "copy state"
 END = "end"
@@ -46,13 +50,23 @@ SLEEP = "sleep"
 WAKE_UP = "wake up"
 SLEEP_COMMANDS = (SLEEP, WAKE_UP)
 SESSION_COMMANDS = (GATHER_SIZES, GATHER_PAGES, SCATTER_PAGES, GATHER_STATE, SCATTER_STATE)
+GRAPH_USES = {
+    LAUNCH_PADDED: GraphUse.LAUNCH,
+    CAPTURE_PADDED: GraphUse.CAPTURE,
+    REPLAY_PADDED: GraphUse.REPLAY,
+}
 COMMANDS = (
-    FORWARD, GREEDY, SAMPLED, LOGITS, COPY, COPY_STATE, END, PING, *SESSION_COMMANDS,
-    *SLEEP_COMMANDS,
+    FORWARD, *GRAPH_USES, GREEDY, SAMPLED, LOGITS, COPY, COPY_STATE, END, PING,
+    *SESSION_COMMANDS, *SLEEP_COMMANDS,
 )  # fmt: skip
 _HEADER_STRUCT = struct.Struct("<17q")
 HEADER_BYTES = _HEADER_STRUCT.size
 _EMPTY_LAYOUT = BatchLayout(0, 0, 0, 0)
+
+
+def padded_command(use: GraphUse) -> str:
+    """The command that runs a padded step so."""
+    return next(name for name, each in GRAPH_USES.items() if each is use)
 
 
 @dataclass(frozen=True)
@@ -60,7 +74,8 @@ class StepCommand:
     """A command to the other ranks.
 
     Attributes:
-        command: FORWARD runs the model; GREEDY, SAMPLED and LOGITS replay a graph with that output;
+        command: FORWARD runs the model; GRAPH_USES run it on a batch that is padded for a
+            prefill graph; GREEDY, SAMPLED and LOGITS replay a decode graph with that output;
             COPY copies pages, COPY_STATE slots of recurrent state; END ends the rank; PING requests
             a reply; SESSION_COMMANDS copy pages and states of saved sessions; SLEEP and WAKE_UP
             give the rank's memory back and take it again.
@@ -105,6 +120,11 @@ class StepCommand:
         )
         return StepCommand(command, views.num_words, views.layout, *fields)
 
+    @property
+    def padded_size(self) -> PaddedSize:
+        """The size of a batch that is padded for a prefill graph."""
+        return PaddedSize(self.layout.tokens, self.layout.seqs, self.max_context)
+
     def batch(self, views: BatchViews) -> PackedBatch:
         """The batch of this command; ``views``: its integers."""
         return PackedBatch(
@@ -116,6 +136,7 @@ class StepCommand:
             self.uses_last_ids,
             num_decodes=None if self.num_decodes < 0 else self.num_decodes,
             num_prompt_keys=self.num_prompt_keys,
+            is_padded=self.command in GRAPH_USES,
         )
 
     def pack(self) -> bytes:

@@ -25,7 +25,7 @@ class ThreadTPGroup(TPGroup):
         self._barrier.wait()
         return values
 
-    def all_reduce(self, x: torch.Tensor, *, decode: bool = False) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, *, captured: bool = False) -> torch.Tensor:
         return torch.stack(self._exchange(x.clone())).sum(0)
 
     def all_reduce_add_rms_norm(

@@ -25,6 +25,7 @@ from modelmill.runtime.batch_layout import BatchLayout
 from modelmill.runtime.cuda_graphs import (
     CAPTURE_AFTER_USES,
     GraphLimits,
+    GraphUse,
     PrefillGraphs,
     graph_limits,
 )
@@ -39,6 +40,13 @@ from modelmill.runtime.graph_sizes import (
     context_bucket,
     graph_batch_sizes,
     max_mixed_graphs,
+)
+from modelmill.runtime.tp_workers import (
+    CAPTURE_PADDED,
+    LAUNCH_PADDED,
+    REPLAY_PADDED,
+    StepCommand,
+    TPWorkers,
 )
 from tests.runtime import tiny
 
@@ -234,6 +242,53 @@ def test_warm_up_captures_what_requests_then_replay() -> None:
     assert capturer.replayed > 5
 
 
+class LoopbackWorkers:
+    """Runs each command of rank 0 at once in a second runner, which has the same whole model."""
+
+    def __init__(self, runner: model_runner.ModelRunner) -> None:
+        self.runner, self.commands = runner, list[str]()
+
+    translate_errors = nullcontext
+
+    def broadcast(self, command: StepCommand, data: memoryview) -> None:
+        """As ``TPWorkers.broadcast``, and what ``tp_worker`` does."""
+        self.commands.append(command.command)
+        command = StepCommand.unpack(command.pack())
+        views, buffer = self.runner.packer.receive_buffer(command.layout)
+        buffer[:] = data
+        self.runner.packer.upload(views)
+        self.runner.run_command(command, command.batch(views))
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_other_ranks_run_the_graphs_that_rank_0_runs(*, warm: bool) -> None:
+    model, capturers = tiny.decoder(), (FakeCapturer(), FakeCapturer())
+    first, second = (
+        filling(each, model, mixed=9, **MIXED_OPTIONS) for each in capturers
+    )  # fmt: skip
+    workers = LoopbackWorkers(second.model_runner)
+    first.model_runner.tp_workers = cast(TPWorkers, workers)
+    if warm:
+        first.model_runner.capture_prefill_graphs()
+    todo = tiny.requests(tiny.prompts(24, 1, 60, seed=4), tiny.params(max_tokens=9))
+    assert tiny.run(first, todo) == tiny.run(tiny.make_engine(model), todo)
+    uses = {LAUNCH_PADDED, CAPTURE_PADDED, REPLAY_PADDED}
+    assert uses <= set(workers.commands)
+    for each in ("captured", "replayed"):
+        assert getattr(capturers[0], each) == getattr(capturers[1], each) > 0
+    for ours, theirs in zip(first.model_runner.kv.tensors, second.model_runner.kv.tensors):
+        assert torch.equal(ours, theirs)
+
+
+def test_with_other_ranks_an_out_of_memory_error_of_a_capture_is_raised() -> None:
+    """Another rank may have run the calls before its capture, whose sums this one lacks."""
+    capturer, limits = FakeCapturer(), PrefillLimits(512, 4096)
+    capturer.full = True
+    graphs = PrefillGraphs(lambda _: torch.empty(0), capturer, limits, is_parallel=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs.run(cast(Any, None), PaddedSize(16, 1, 4096), GraphUse.CAPTURE)
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(
@@ -396,12 +451,11 @@ def test_sizes_and_buckets() -> None:
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("enabled", "rows", "max_seqs"), [(True, 40, 40), (True, 4000, 512), (False, 40, None)]
 )
 def test_graphs_and_the_buffer_whose_address_they_know(
-    enabled: bool, rows: int, max_seqs: int | None, ranks: int
+    enabled: bool, rows: int, max_seqs: int | None
 ) -> None:
     reserved: list[BatchLayout] = []
     packer = SimpleNamespace(reserve=reserved.append, state_padding=None, page_groups=1)
@@ -410,13 +464,13 @@ def test_graphs_and_the_buffer_whose_address_they_know(
     )
     reserve_step_buffers(cast(Packer, packer), config, 7)
     assert reserved == [BatchLayout(5000, rows, 5000 + rows, 14)]
-    limits = graph_limits(config, 7, TPGroup(size=ranks), 80 << 30)
+    limits = graph_limits(config, 7, 80 << 30)
     if max_seqs is None:
         assert limits is None
     else:
-        prefill = PrefillLimits(5000, 7 * 16, max_seqs, 32) if ranks == 1 else None
+        prefill = PrefillLimits(5000, 7 * 16, max_seqs, 32)
         assert limits == GraphLimits(max_seqs, 7 * 16, prefill)
-    assert graph_limits(config, 7, TPGroup(size=ranks), 0) is None, "no GPU"
+    assert graph_limits(config, 7, 0) is None, "no GPU"
 
 
 @pytest.mark.parametrize(
@@ -444,37 +498,39 @@ def test_memory_is_set_aside_for_prefill_graphs_where_there_are_any(
     )
     engine._cache_sizes(SINGLE_RANK)
     assert set_aside == [(singles + mixed) * PREFILL_GRAPH_BYTES]
-    limits = engine._graph_limits(7, SINGLE_RANK)
+    limits = engine._graph_limits(7)
     assert limits is not None
-    assert (limits.prefill is not None) == bool(singles)
-    assert limits.prefill is not None
     assert limits.prefill.max_mixed_graphs == mixed
 
 
-@pytest.mark.parametrize("prefill_tokens", [None, 96])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_runner_has_its_graphs_from_the_start(
-    monkeypatch: pytest.MonkeyPatch, prefill_tokens: int | None
+    monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     """What the constructors get: on a GPU they would reserve a memory pool."""
     made: dict[str, tuple[Any, ...]] = {}
     for name in ("DecodeGraphs", "PrefillGraphs"):
         monkeypatch.setattr(
-            model_runner, name, lambda *args, name=name: made.update({name: args}) or name
+            model_runner,
+            name,
+            lambda *args, name=name, **named: made.update({name: (*args, named)}) or name,
         )
     monkeypatch.setattr(model_runner, "PrefillGraphCapturer", lambda: "capturer")
     before = tiny.make_engine().model_runner
     runner = model_runner.ModelRunner(
         before.model, before.ops, before.kv, before.packer, before.sampler, 4,
-        graph_limits=GraphLimits(
-            3, 112, None if prefill_tokens is None else PrefillLimits(prefill_tokens, 112, 3, 5)
-        ),
+        TPGroup(size=ranks), graph_limits=GraphLimits(3, 112, PrefillLimits(96, 112, 3, 5)),
     )  # fmt: skip
     forward, select_ids = runner.forward, runner.sampler.select_ids
-    decode = {"DecodeGraphs": (forward, select_ids, runner.last_ids, runner.packer, 3, 112, None)}
-    prefill = {"PrefillGraphs": (forward, "capturer", PrefillLimits(96, 112, 3, 5), None)}
-    assert made == decode | ({} if prefill_tokens is None else prefill)
+    limits = PrefillLimits(96, 112, 3, 5)
+    assert made == {
+        "DecodeGraphs": (
+            forward, select_ids, runner.last_ids, runner.packer, 3, 112, None, {}
+        ),
+        "PrefillGraphs": (forward, "capturer", limits, None, {"is_parallel": ranks > 1}),
+    }  # fmt: skip
     assert runner.decode_graphs == "DecodeGraphs"
-    assert runner.prefill_graphs == (None if prefill_tokens is None else "PrefillGraphs")
+    assert runner.prefill_graphs == "PrefillGraphs"
 
 
 def test_a_capture_does_not_advance_recurrent_states(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -361,13 +361,21 @@ def test_the_same_answers_on_gpus(engines: Callable[[str], Path], name: str, tp:
     """In float32, with graphs: the same ids as on one GPU."""
     if torch.cuda.device_count() < tp:
         pytest.skip(f"needs {tp} GPUs")
-    expected = run_requests(on_gpus(engines(name), 1))
-    engine_core = on_gpus(engines(name), tp)
+    options = {"max_num_batched_tokens": 128, "enable_prefix_caching": False}
+    single = on_gpus(engines(name), 1, **options)
+    prompts = tiny.prompts(24, 1, 60, seed=4, vocab=single.vocab)
+    todo = tiny.requests(prompts, tiny.params(max_tokens=9))
+    expected = run_requests(single), tiny.run(single, todo)
+    engine_core = on_gpus(engines(name), tp, **options)
     tp_group: Any = engine_core.model_runner.tp_group
     assert tp_group.peer_buffers is not None, "sums go through NCCL"
-    assert run_requests(engine_core) == expected
-    assert engine_core.model_runner.decode_graphs is not None
-    assert engine_core.model_runner.decode_graphs._graphs
+    for _ in range(3):
+        assert (run_requests(engine_core), tiny.run(engine_core, todo)) == expected
+    runner = engine_core.model_runner
+    assert runner.decode_graphs is not None
+    assert runner.decode_graphs._graphs
+    assert runner.prefill_graphs is not None
+    assert any(size.is_mixed for size in runner.prefill_graphs._captured)
     engine_core.close()
 
 
