@@ -1,7 +1,7 @@
 """A sequence's state, its tokens in whole chunks and around them, and arithmetic of recurrences.
 
-Computes: the state in front of a step, the bounds of whole chunks, the chunk that starts in a
-    window, softplus, decays in a chunk
+Computes: the state in front of a part of a step, the bounds of whole chunks, the chunk that starts
+    in a window, softplus, decays in a chunk, products of a float32 and a 16-bit operand
 Dtypes: float32; running sums of a chunk float64
 Layout: registers
 Range: chunks of up to 16 tokens
@@ -11,6 +11,7 @@ Used by: gated_delta_rule.py, ssd_scan.py
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -20,6 +21,9 @@ MAX_KERNEL_CHUNK = 16  # operands of larger ones would leave room for few progra
 MIN_DOT = 16  # least size of an operand of tl.dot
 # Float32 products on tensor cores, to about float32's precision; AMD's compiler has only the other.
 PRECISION = "ieee" if is_amd() else "tf32x3"
+# Which tokens of a sequence a launch computes. BEFORE: those in front of its whole chunks, or all
+# if there is none.
+ALL, BEFORE, CHUNKS, BEHIND = (tl.constexpr(part) for part in range(4))
 
 
 def kernel_chunk(chunk: int, *, decode: bool) -> int:
@@ -27,40 +31,84 @@ def kernel_chunk(chunk: int, *, decode: bool) -> int:
     return 0 if decode or chunk == 1 else min(chunk, MAX_KERNEL_CHUNK)
 
 
-def stages(width: int) -> int:
-    """Pipeline stages: the operands of the next chunk are loaded early, where they fit."""
-    return 2 if width <= 128 else 1
+def chunk_dtype(tokens: torch.Tensor) -> torch.dtype:
+    """Dtype of the operands of whole chunks on tensor cores.
+
+    bfloat16 has the exponents of the states, which float16 has not.
+    """
+    return torch.bfloat16 if tokens.dtype is torch.bfloat16 else torch.float32
 
 
 @triton.jit
-def open_state(
-    state_ptr, slot_ptr, snapshot_slot_ptr, snapshot_end_ptr, sequence, first, slot_stride, place,
-    inside,
+def part_of_sequence(
+    start_ptr, position_ptr, snapshot_end_ptr, sequence, PART: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """The state of a sequence in front of the step; it is stored if the snapshot is there.
+    """The tokens [begin, stop) of a sequence that a launch computes.
+
+    Returns:
+        Begin, stop, position of the first of them, and the token in front of which the snapshot is;
+        it may be elsewhere.
+    """
+    start = tl.load(start_ptr + sequence).to(tl.int64)
+    stop = tl.load(start_ptr + sequence + 1).to(tl.int64)
+    first = tl.load(position_ptr + start, mask=stop > start, other=0)
+    end = tl.load(snapshot_end_ptr + sequence)
+    begin, kept = start, end - first + start
+    if PART != ALL:
+        a, last = whole_chunks(start, stop, first, end, CHUNK)
+        if PART == BEFORE:
+            stop = tl.where(last > a, a, stop)
+        elif PART == CHUNKS:
+            begin, stop = a, last
+        else:
+            begin = tl.where(last > a, last, stop)
+    return begin, stop, first + begin - start, kept
+
+
+@triton.jit
+def open_state(state_ptr, slot_ptr, snapshot_slot_ptr, sequence, slot_stride, place, inside,
+               first, is_snapshot):  # fmt: skip
+    """The state of a sequence in front of a part of its tokens.
 
     Args:
         state_ptr: states by slot, slot_stride apart.
         slot_ptr: the slot of each sequence.
         snapshot_slot_ptr: the slots of the snapshots.
-        snapshot_end_ptr: the positions of the snapshots.
         sequence: number of the sequence.
-        first: position of its first token; at 0 the slot holds another sequence's state.
         slot_stride: values from slot to slot.
         place: where in a slot the program's part of the state is.
         inside: which of it exists.
+        first: position of the first token; at 0 the slot holds another sequence's state.
+        is_snapshot: whether this state is the snapshot; then it is stored.
 
     Returns:
-        The state, where it lies, where its snapshot lies, and the snapshot's position.
+        The state, where it lies, and where its snapshot lies.
     """
     own = state_ptr + tl.load(slot_ptr + sequence) * slot_stride + place
     snapshot = state_ptr + tl.load(snapshot_slot_ptr + sequence) * slot_stride + place
-    end = tl.load(snapshot_end_ptr + sequence)
     state = tl.load(own, mask=inside, other=0.0)
     state = tl.where(first > 0, state, 0.0)
-    if end == first:
+    if is_snapshot:
         tl.store(snapshot, state, mask=inside)
-    return state, own, snapshot, end
+    return state, own, snapshot
+
+
+@triton.jit
+def dot_split(a, b, PRECISION: tl.constexpr):
+    """a · b of a in float32; of a bfloat16 b in two terms, which keep 16 bits of a's mantissa."""
+    if b.dtype == tl.bfloat16:
+        high, low = split(a, b.dtype)
+        product = tl.dot(high, b, tl.dot(low, b))
+    else:
+        product = tl.dot(a, b, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def split(a, DTYPE: tl.constexpr):
+    """a rounded, and the rounded rest of it."""
+    high = a.to(DTYPE)
+    return high, (a - high.to(tl.float32)).to(DTYPE)
 
 
 @triton.jit
@@ -112,6 +160,23 @@ def chunk_in_window(start_ptr, position_ptr, window, sequences, CHUNK: tl.conste
 
 
 @triton.jit
+def zero_padding(
+    out_ptr, start_ptr, window, sequences, tokens, heads, head, last_head, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Zeros into the outputs [tokens, heads · SIZE] of a window's tokens behind all sequences."""
+    used = tl.load(start_ptr + sequences)
+    if window + CHUNK > used:
+        i, d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK)
+        row = window + i
+        padding = (row >= used) & (row < tokens) & (i < CHUNK)
+        mask = padding[:, None] & (d < SIZE)[None, :]
+        for each in range(head, last_head):
+            at = (row[:, None] * heads + each) * SIZE + d[None, :]
+            tl.store(out_ptr + at, tl.zeros([BLOCK_T, BLOCK], tl.float32), mask=mask)
+
+
+@triton.jit
 def softplus(x):
     """log(1 + eˣ), with the relative precision of float32 for small values, too."""
     e = tl.exp(tl.minimum(x, 20.0))
@@ -137,3 +202,7 @@ def decays(log_decay, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     between = tl.where(lower, tl.exp(tl.where(lower, between, 0.0)), 0.0)
     since_start, to_end = tl.exp(total.to(tl.float32)), tl.exp((whole - total).to(tl.float32))
     return between, since_start, to_end, tl.exp(whole.to(tl.float32))
+
+
+def stages(width: int) -> int:
+    return 2 if width <= 128 else 1
