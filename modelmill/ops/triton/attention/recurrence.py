@@ -11,14 +11,19 @@ Used by: gated_delta_rule.py, ssd_scan.py
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton.common.device import is_amd
+from modelmill.ops.triton.common.device import is_amd, power_of_two
 
 MAX_KERNEL_CHUNK = 16  # operands of larger ones would leave room for few programs in an SM
 MIN_DOT = 16  # least size of an operand of tl.dot
+WARP_ROWS = 16  # of an accumulator in a warp
+CHUNK_ROWS = 32  # of a state in a program that computes chunks: fewer read the operands more often
+MAX_WARP_WIDTH = 128  # of 16 rows in a warp's registers, beside what is added to them
 # Float32 products on tensor cores, to about float32's precision; AMD's compiler has only the other.
 PRECISION = "ieee" if is_amd() else "tf32x3"
 # Which tokens of a sequence a launch computes. BEFORE: those in front of its whole chunks, or all
@@ -31,12 +36,40 @@ def kernel_chunk(chunk: int, *, decode: bool) -> int:
     return 0 if decode or chunk == 1 else min(chunk, MAX_KERNEL_CHUNK)
 
 
-def chunk_dtype(tokens: torch.Tensor) -> torch.dtype:
-    """Dtype of the operands of whole chunks on tensor cores.
+class ChunkLaunch(NamedTuple):
+    """How the whole chunks of a sequence are computed.
 
-    bfloat16 has the exponents of the states, which float16 has not.
+    Attributes:
+        dtype: Of operands on tensor cores. bfloat16 has the exponents of states; float16 has not.
+        rows: Rows of a state (columns of the delta rule's) in a program.
+        own_rows: Whether a warp has whole rows, which then become a left operand within a thread's
+            registers. Else the warps share all rows.
+        warps: Warps of a program.
+        stages: Pipeline stages: the operands of later chunks are loaded early.
+        prepare_warps: Warps of a program of the launch in front.
     """
-    return torch.bfloat16 if tokens.dtype is torch.bfloat16 else torch.float32
+
+    dtype: torch.dtype
+    rows: int
+    own_rows: bool
+    warps: int
+    stages: int
+    prepare_warps: int
+
+
+def chunk_config(tokens: torch.Tensor, count: int, width: int) -> ChunkLaunch:
+    """The launch for states of so many rows, each so wide.
+
+    No choice for bfloat16 and widths of the models spills more than a few registers.
+    """
+    rows = max(WARP_ROWS, min(CHUNK_ROWS, power_of_two(count)))
+    if tokens.dtype is not torch.bfloat16:
+        if width > MAX_WARP_WIDTH:
+            return ChunkLaunch(torch.float32, WARP_ROWS, False, 8, 1, 4)
+        return ChunkLaunch(torch.float32, rows, False, 8, 2, 4)
+    if width > MAX_WARP_WIDTH:
+        return ChunkLaunch(torch.bfloat16, rows, False, 4, 2, 2)
+    return ChunkLaunch(torch.bfloat16, rows, True, rows // WARP_ROWS, 3, 1)
 
 
 @triton.jit
@@ -95,9 +128,9 @@ def open_state(state_ptr, slot_ptr, snapshot_slot_ptr, sequence, slot_stride, pl
 
 @triton.jit
 def dot_split(a, b, PRECISION: tl.constexpr):
-    """a · b of a in float32; of a bfloat16 b in two terms, which keep 16 bits of a's mantissa."""
+    """Product of a float32 a and b; with a bfloat16 b in two terms, 16 bits of a's mantissa."""
     if b.dtype == tl.bfloat16:
-        high, low = split(a, b.dtype)
+        high, low = split(a)
         product = tl.dot(high, b, tl.dot(low, b))
     else:
         product = tl.dot(a, b, input_precision=PRECISION)
@@ -105,10 +138,13 @@ def dot_split(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def split(a, DTYPE: tl.constexpr):
-    """a rounded, and the rounded rest of it."""
-    high = a.to(DTYPE)
-    return high, (a - high.to(tl.float32)).to(DTYPE)
+def split(a):
+    """The upper 8 bits of a's mantissa and the rest of it, rounded; bfloat16.
+
+    Cut off and not rounded: a conversion whose result is read as float32 again is slow.
+    """
+    high = (a.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), (a - high).to(tl.bfloat16)
 
 
 @triton.jit
@@ -202,7 +238,3 @@ def decays(log_decay, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     between = tl.where(lower, tl.exp(tl.where(lower, between, 0.0)), 0.0)
     since_start, to_end = tl.exp(total.to(tl.float32)), tl.exp((whole - total).to(tl.float32))
     return between, since_start, to_end, tl.exp(whole.to(tl.float32))
-
-
-def stages(width: int) -> int:
-    return 2 if width <= 128 else 1

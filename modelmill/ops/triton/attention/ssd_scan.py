@@ -6,8 +6,8 @@ Dtypes: x, B, C bfloat16, float16 or float32; states and arithmetic float32, chu
 Layout: states by slot, read and written in place; scores [T, H, chunk] and decays [T, H] of whole
     chunks between the launches of a prompt
 Range: N up to 256, any P
-Technique: whole chunks of tokens by products of matrices (state space duality, section 6): what does
-    not read a state for all chunks at once, then a program for a sequence, a head and a block of P,
+Technique: whole chunks of tokens by products of matrices (state space duality, section 6): what
+    reads no state for all chunks at once, then a program for a sequence, a head and a block of P,
     whose state is both accumulator and operand of the tensor cores. The other tokens one by one
 Ops: ssd_scan
 
@@ -34,7 +34,7 @@ from modelmill.ops.triton.attention.recurrence import (
     MIN_DOT,
     PRECISION,
     add_to_state,
-    chunk_dtype,
+    chunk_config,
     chunk_in_window,
     decays,
     dot_split,
@@ -50,8 +50,7 @@ from modelmill.ops.triton.common.device import available_on_any_gpu, power_of_tw
 available = available_on_any_gpu
 
 MAX_STATE_SIZE = 256
-TOKEN_ROWS, CHUNK_ROWS = 16, 32  # rows of a state in a program
-WARP_ROWS = 16  # of a tensor core's accumulator: a warp then has whole rows of a state
+TOKEN_ROWS = 16  # of a state in a program that computes single tokens
 SCORED_HEADS = 8  # heads of a program that share the products of B and C
 
 
@@ -97,30 +96,27 @@ def _run_chunks(inputs: SSDScanInputs, out: torch.Tensor, chunk: int) -> None:
     xbc, dt, a_log, dt_bias, skip, limit, state, rows = inputs
     _, heads, dim, size = state.shape
     tokens, groups = len(xbc), (xbc.shape[1] - heads * dim) // (2 * size)
-    dtype = chunk_dtype(xbc)
-    terms = 2 if dtype is torch.bfloat16 else 1
-    scores = torch.empty((terms, tokens, heads, chunk), dtype=dtype, device=xbc.device)
+    block_n = max(MIN_DOT, power_of_two(size))
+    launch = chunk_config(xbc, dim, block_n)
+    terms = 2 if launch.dtype is torch.bfloat16 else 1
+    scores = torch.empty((terms, tokens, heads, chunk), dtype=launch.dtype, device=xbc.device)
     decay = torch.empty((2, tokens, heads), dtype=torch.float32, device=xbc.device)
     blocks = -(-heads // groups // SCORED_HEADS)
-    block_n = max(MIN_DOT, power_of_two(size))
-    sizes = {"P": dim, "N": size, "BLOCK_N": block_n, "CHUNK": chunk, "BLOCK_T": MIN_DOT}
+    sizes = {
+        "P": dim, "N": size, "BLOCK_N": block_n, "CHUNK": chunk, "BLOCK_T": MIN_DOT,
+        "PRECISION": PRECISION,
+    }  # fmt: skip
     _chunk_scores_kernel[(-(-tokens // chunk), groups * blocks)](
         xbc, dt, a_log, dt_bias, skip, scores, decay, out, rows.query_start, rows.positions,
         len(rows.slots), tokens, heads, groups, xbc.stride(0), *limit, HEADS=SCORED_HEADS,
-        BLOCK_P=power_of_two(dim), PRECISION=PRECISION, **sizes, num_warps=1, num_stages=1,
+        BLOCK_P=power_of_two(dim), **sizes, num_warps=launch.prepare_warps, num_stages=1,
     )  # fmt: skip
-    block_p = max(WARP_ROWS, min(CHUNK_ROWS, power_of_two(dim)))
-    _chunks_kernel[(len(rows.slots), heads, -(-dim // block_p))](
+    _chunks_kernel[(len(rows.slots), heads, -(-dim // launch.rows))](
         xbc, scores, decay, state, out, rows.query_start, rows.positions, rows.slots,
         rows.snapshot_slots, rows.snapshot_ends, tokens, heads, groups, xbc.stride(0),
-        state.stride(0), BLOCK_P=block_p, PRECISION=PRECISION, **sizes,
-        num_warps=block_p // WARP_ROWS, num_stages=_num_stages(dtype, block_n),
+        state.stride(0), BLOCK_P=launch.rows, OWN_ROWS=launch.own_rows, **sizes,
+        num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
-
-
-def _num_stages(dtype: torch.dtype, block_n: int) -> int:
-    """Pipeline stages: the operands of later chunks are loaded early, where they fit."""
-    return 3 if dtype is torch.bfloat16 and block_n <= 128 else 2
 
 
 @triton.jit
@@ -208,7 +204,7 @@ def _chunk_scores_kernel(
             place = row * heads + each
             target = scores_ptr + place[:, None] * CHUNK + i[None, :]
             if dtype == tl.bfloat16:
-                high, low = split(scores, dtype)
+                high, low = split(scores)
                 tl.store(target, high, mask=square)
                 tl.store(target + tokens.to(tl.int64) * heads * CHUNK, low, mask=square)
             else:
@@ -222,7 +218,7 @@ def _chunks_kernel(
     xbc_ptr, scores_ptr, decay_ptr, state_ptr, out_ptr, start_ptr, position_ptr, slot_ptr,
     snapshot_slot_ptr, snapshot_end_ptr, tokens, heads, groups, row_stride, slot_stride,
     P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, OWN_ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The whole chunks of a sequence: BLOCK_P rows of the state of a head.
 
@@ -249,8 +245,12 @@ def _chunks_kernel(
         weight_ptr = decay_ptr + tokens * heads
         low_ptr = scores_ptr + tokens.to(tl.int64) * heads * CHUNK
         eye = tl.where(i[:, None] == i[None, :], 1.0, 0.0).to(dtype)
+        whole = tl.load(decay_ptr + (begin + CHUNK - 1) * heads)
         for base in range(begin, stop, CHUNK):
             row = base + i
+            # a chunk ahead: the pipeline has tensors only
+            ahead = tl.minimum(base + 2 * CHUNK, stop) - 1
+            next_whole = tl.load(decay_ptr + ahead * heads)
             since_start = tl.load(decay_ptr + row * heads, mask=valid, other=0.0)
             weight = tl.load(weight_ptr + row * heads, mask=valid, other=0.0)
             x_ptr = xbc_ptr + row[:, None] * row_stride
@@ -261,9 +261,10 @@ def _chunks_kernel(
             at = (row[:, None] * heads + head) * CHUNK + i[None, :]
             scores = tl.load(scores_ptr + at, mask=square, other=0.0)
             x = tl.trans(x)
-            # x as an accumulator, which becomes a left operand within a thread's registers
-            write = tl.dot(x, eye, input_precision=PRECISION) * weight[None, :]
-            added = dot_split(write, b, PRECISION)
+            # The last product of a chunk in the program's text decides whether the warps divide
+            # rows or columns of all.
+            if OWN_ROWS:  # x as an accumulator, which becomes a left operand
+                added = dot_split(tl.dot(x, eye) * weight[None, :], b, PRECISION)
             y = tl.dot(s.to(dtype), tl.trans(c), input_precision=PRECISION)
             y *= since_start[None, :]
             if dtype == tl.bfloat16:
@@ -272,8 +273,10 @@ def _chunks_kernel(
             y = tl.dot(x, tl.trans(scores), y, input_precision=PRECISION)
             out = out_ptr + row[None, :] * heads * P + head * P + p[:, None]
             tl.store(out, y, mask=valid[None, :] & (p < P)[:, None])
-            whole = tl.sum(tl.where(i == CHUNK - 1, since_start, 0.0), 0)
+            if not OWN_ROWS:
+                added = dot_split(x.to(tl.float32) * weight[None, :], b, PRECISION)
             s = add_to_state(s, whole, added)
             if base + CHUNK == kept:
                 tl.store(snapshot, s, mask=inside)
+            whole = next_whole
         tl.store(own, s, mask=inside)
