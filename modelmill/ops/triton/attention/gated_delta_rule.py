@@ -284,24 +284,23 @@ def _chunks_kernel(
             value = tl.trans(value)
             if OWN_ROWS:  # as an accumulator: what follows stays in a thread's registers
                 value = tl.dot(value, eye)
-            missing = value - dot_split(s, tl.trans(key), PRECISION) * since_start[None, :]
+            o = tl.dot(s.to(dtype), tl.trans(query), input_precision=PRECISION)
+            answer = dot_split(s, tl.trans(key), PRECISION, ONE_SUM=False)
+            missing = value - answer * since_start[None, :]
+            corrected = dot_split(missing, tl.trans(inverse), PRECISION, ONE_SUM=False)
             if dtype == tl.bfloat16:
                 low = tl.load(at + 2 * plane, mask=square, other=0.0)
-                corrected = tl.dot(missing.to(dtype), tl.trans(low))
-                corrected += dot_split(missing, tl.trans(inverse), PRECISION)
-            else:
-                corrected = dot_split(missing, tl.trans(inverse), PRECISION)
+                corrected = tl.fma(tl.dot(missing.to(dtype), tl.trans(low)), 1.0, corrected)
             # The last product of a chunk in the program's text decides whether the warps divide
             # rows or columns of all.
             if OWN_ROWS:
-                added = dot_split(corrected * to_end[None, :], key, PRECISION)
-            o = tl.dot(s.to(dtype), tl.trans(query), input_precision=PRECISION)
+                added = dot_split(corrected * to_end[None, :], key, PRECISION, ONE_SUM=True)
             o *= since_start[None, :]
             o = tl.dot(corrected.to(dtype), tl.trans(scores), o, input_precision=PRECISION)
             out = out_ptr + (row[None, :] * heads + head) * DV + v[:, None]
             tl.store(out, o, mask=valid[None, :] & (v < DV)[:, None])
             if not OWN_ROWS:
-                added = dot_split(corrected * to_end[None, :], key, PRECISION)
+                added = dot_split(corrected * to_end[None, :], key, PRECISION, ONE_SUM=True)
             s = add_to_state(s, whole, added)
             if base + CHUNK == kept:
                 tl.store(snapshot, s, mask=inside)

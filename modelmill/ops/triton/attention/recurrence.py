@@ -127,13 +127,20 @@ def open_state(state_ptr, slot_ptr, snapshot_slot_ptr, sequence, slot_stride, pl
 
 
 @triton.jit
-def dot_split(a, b, PRECISION: tl.constexpr):
-    """Product of a float32 a and b; with a bfloat16 b in two terms, 16 bits of a's mantissa."""
-    if b.dtype == tl.bfloat16:
+def dot_split(a, b, PRECISION: tl.constexpr, ONE_SUM: tl.constexpr):
+    """Product of a float32 a and b; with a bfloat16 b in two terms, 16 bits of a's mantissa.
+
+    ONE_SUM: both terms in one accumulator. Else the terms of few columns do not wait for each
+    other; tl.fma since Triton's compiler makes a sum written with + an accumulator.
+    """
+    if b.dtype != tl.bfloat16:
+        product = tl.dot(a, b, input_precision=PRECISION)
+    elif ONE_SUM:
         high, low = split(a)
         product = tl.dot(high, b, tl.dot(low, b))
     else:
-        product = tl.dot(a, b, input_precision=PRECISION)
+        high, low = split(a)
+        product = tl.fma(tl.dot(low, b), 1.0, tl.dot(high, b))
     return product
 
 

@@ -261,11 +261,12 @@ def _chunks_kernel(
             at = (row[:, None] * heads + head) * CHUNK + i[None, :]
             scores = tl.load(scores_ptr + at, mask=square, other=0.0)
             x = tl.trans(x)
+            y = tl.dot(s.to(dtype), tl.trans(c), input_precision=PRECISION)
             # The last product of a chunk in the program's text decides whether the warps divide
             # rows or columns of all.
             if OWN_ROWS:  # x as an accumulator, which becomes a left operand
-                added = dot_split(tl.dot(x, eye) * weight[None, :], b, PRECISION)
-            y = tl.dot(s.to(dtype), tl.trans(c), input_precision=PRECISION)
+                added = tl.dot(x, eye) * weight[None, :]
+                added = dot_split(added, b, PRECISION, ONE_SUM=True)
             y *= since_start[None, :]
             if dtype == tl.bfloat16:
                 low = tl.load(low_ptr + at, mask=square, other=0.0)
@@ -274,7 +275,8 @@ def _chunks_kernel(
             out = out_ptr + row[None, :] * heads * P + head * P + p[:, None]
             tl.store(out, y, mask=valid[None, :] & (p < P)[:, None])
             if not OWN_ROWS:
-                added = dot_split(x.to(tl.float32) * weight[None, :], b, PRECISION)
+                added = x.to(tl.float32) * weight[None, :]
+                added = dot_split(added, b, PRECISION, ONE_SUM=True)
             s = add_to_state(s, whole, added)
             if base + CHUNK == kept:
                 tl.store(snapshot, s, mask=inside)
