@@ -66,24 +66,27 @@ def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def recurrences() -> Iterator[Problem]:
-    """Decodes and prompts of Qwen3-Next's and Mamba2's heads in 16 bits, and of smaller sizes."""
-    for tokens, key_heads, heads, dim, chunk in (
-        (1, 16, 32, 128, 16), (64, 16, 32, 128, 16), (64, 2, 4, 64, 8), (64, 4, 8, 256, 64),
+    """Decodes and prompts of Qwen3-Next's and Mamba2's heads, and of smaller and larger sizes."""
+    for tokens, key_heads, heads, dim, chunk, dtype in (
+        (1, 16, 32, 128, 16, BF16), (64, 16, 32, 128, 16, BF16), (64, 16, 32, 128, 16, F32),
+        (64, 2, 4, 64, 8, BF16), (64, 4, 8, 256, 64, BF16), (64, 4, 8, 256, 64, F32),
     ):  # fmt: skip
         rows = _state_rows(tokens, chunk)
         inputs = GatedDeltaInputs(
-            tensor(tokens, (2 * key_heads + heads) * dim),
+            tensor(tokens, (2 * key_heads + heads) * dim, dtype=dtype),
             tensor(tokens, 2 * heads, dtype=torch.float32), tensor(heads), tensor(heads),
             tensor(3, heads, dim, dim, dtype=torch.float32), rows,
         )  # fmt: skip
         yield from _call("gated_delta_rule", inputs)
-    for tokens, groups, heads, dim, size, chunk in (
-        (1, 1, 80, 64, 128, 16), (64, 1, 80, 64, 128, 16), (64, 2, 8, 64, 256, 64),
-        (64, 2, 8, 8, 8, 8),
+    for tokens, groups, heads, dim, size, chunk, dtype in (
+        (1, 1, 80, 64, 128, 16, BF16), (64, 1, 80, 64, 128, 16, BF16),
+        (64, 1, 80, 64, 128, 16, F32), (64, 2, 8, 64, 256, 64, BF16), (64, 2, 8, 64, 256, 64, F32),
+        (64, 2, 8, 8, 8, 8, BF16),
     ):  # fmt: skip
         by_head = tensor(heads)
         yield from _call("ssd_scan", SSDScanInputs(
-            tensor(tokens, heads * dim + 2 * groups * size), tensor(tokens, heads, dtype=F32),
+            tensor(tokens, heads * dim + 2 * groups * size, dtype=dtype),
+            tensor(tokens, heads, dtype=F32),
             by_head, by_head, by_head, (0.0, float("inf")),
             tensor(3, heads, dim, size, dtype=F32), _state_rows(tokens, chunk),
         ))  # fmt: skip

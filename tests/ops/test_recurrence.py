@@ -262,3 +262,77 @@ def test_a_kernel_leaves_the_states_of_the_reference(op: str, backend: str) -> N
             registry.with_named_args(op, run)(**args)
             states.append(args["state"][:-1])  # the last slot is padding
         torch.testing.assert_close(*states, rtol=0, atol=1e-5)
+
+
+MIXED_STEPS = {  # three sequences: a prompt of whole chunks, a decode, a prompt around one chunk
+    "gated_delta_rule": ((24, 1, 13), 1, 2, 16, 24),
+    "ssd_scan": ((24, 1, 13), 1, 2, 24, 16),
+}
+
+
+def mixed_step(op: str) -> dict[str, Any]:
+    """Arguments in bfloat16, with three rows of padding behind the last sequence."""
+    module = import_module(f"modelmill.ops.{op}")
+    (case,) = module.cases_for_shapes([MIXED_STEPS[op]], "cpu", torch.bfloat16, chunk=8)
+    args = dict(case.args)
+    starts = args["rows"].query_start
+    args["rows"] = args["rows"]._replace(query_start=starts - starts.eq(starts[-1]) * 3)
+    return args
+
+
+def run_mixed(op: str, run: Any, args: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs, and the states of all slots but the padding."""
+    args = args | {"state": args["state"].clone()}
+    out = registry.with_named_args(op, run)(**args)
+    return out, args["state"][:-1]
+
+
+@pytest.mark.parametrize("op", MIXED_STEPS)
+def test_chunks_of_bfloat16_round_outputs_to_it_and_states_less(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against float64; no output is left unwritten, and those of padding are zeros."""
+    kernel = registry.implementations(op)["triton"]
+    if (reason := kernel.available("cpu")) is not None:
+        pytest.skip(reason)
+    args, empty = mixed_step(op), torch.empty
+    exact = args | {"state": args["state"].double()}
+    expected, expected_states = run_mixed(op, registry.reference(op), exact)
+
+    def poisoned(*shape: Any, **named: Any) -> torch.Tensor:
+        made = empty(*shape, **named)
+        return made.fill_(float("nan"))
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    out, states = run_mixed(op, kernel.run, args)
+    tokens = int(args["rows"].query_start[-1])
+    assert not out[tokens:].any()
+    assert relative(out[:tokens], expected[:tokens]) < 2**-8
+    assert relative(states, expected_states) < 2**-11
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Distance in relation to the length of what is expected."""
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("op", MIXED_STEPS)
+def test_the_place_of_a_chunk_in_a_step_changes_no_bit(op: str) -> None:
+    """In bfloat16: its sequence alone, behind other sequences, or divided into two steps."""
+    kernel = registry.implementations(op)["triton"]
+    if (reason := kernel.available("cpu")) is not None:
+        pytest.skip(reason)
+    args = mixed_step(op)
+    out, states = run_mixed(op, kernel.run, args)
+    tokens = "qkv" if op == "gated_delta_rule" else "xbc"
+    gates = "gates" if op == "gated_delta_rule" else "dt"
+    parts, state = [], args["state"].clone()
+    for first, stop in ((0, 16), (16, 24)):
+        step = rows(first, stop - first, chunk=8)
+        step = step._replace(slots=args["rows"].slots[:1], snapshot_slots=torch.tensor([6]))
+        part = args | {"rows": step, "state": state}
+        part |= {tokens: args[tokens][first:stop], gates: args[gates][first:stop]}
+        parts.append(registry.with_named_args(op, kernel.run)(**part))
+    slot = args["rows"].slots[0]
+    assert torch.equal(torch.cat(parts), out[:24])
+    assert torch.equal(state[slot], states[slot])

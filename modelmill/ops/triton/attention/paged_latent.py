@@ -45,6 +45,7 @@ MAX_SPLITS = 64
 MAX_VALUE_DIM, MAX_ROTARY_DIM = 512, 64  # channels that are values, and the others
 MERGE_CHANNELS = 64  # that a program of the merge computes
 PDL_BATCH = 2  # one variant for every batch
+WGMMA_ROWS = 64  # of a tile whose operands wgmma reads from shared memory
 
 
 class LatentTile(NamedTuple):
@@ -110,7 +111,7 @@ def _attend(
         inputs.scale * LOG2E, tables.shape[1], tables.stride(0), splits, rows,
         q.stride(0), q.stride(1), k.stride(0), k.stride(2),
         DIM=dim, PAGE=k.shape[2], WIDE=k.stride(0) * k.shape[0] >= 1 << 31,
-        SCALED=scale is not q, SPLIT_KEYS=tile.split_keys,
+        SCALED=scale is not q, SPLIT_KEYS=tile.split_keys, DIRECT=tile.rows == WGMMA_ROWS,
         BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_V=_block(value_dim),
         BLOCK_R=_block(dim - value_dim), num_warps=tile.warps, num_stages=tile.stages,
         **counts, **pdl,
@@ -142,9 +143,9 @@ def _latent_tile(q: torch.Tensor, k: torch.Tensor, max_query: int) -> LatentTile
         return LatentTile(16, 16, 4, 1, per_sm, 64)
     rows = max_query * q.shape[1]
     # Queries beside the accumulator are too many registers, unless wgmma reads them from shared
-    # memory. The conversion of 8-bit pages needs registers, too.
-    if rows > 32 and k.dtype == q.dtype and has_wgmma(q.device):
-        return LatentTile(64, 64, 8, 2, 1, 128)
+    # memory. Tiles of 8-bit pages are then converted once, not by each warp for its operands.
+    if rows > 32 and has_wgmma(q.device):
+        return LatentTile(WGMMA_ROWS, 64, 8, 2, 1, 128)
     if rows > 16:
         return LatentTile(32, 32, 8, 2, 1, 64)
     if k.dtype != q.dtype:
@@ -158,13 +159,15 @@ def paged_latent_kernel(
     scale, columns, table_stride, splits, rows, q_stride, q_head, page_stride, token_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr,
     WIDE: tl.constexpr, SCALED: tl.constexpr, MIN_QUERY: tl.constexpr, MAX_QUERY: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr, PDL: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr, DIRECT: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows (queries times heads) of a sequence over one split of their keys.
 
     rows: of a sequence in the partial results. MIN_QUERY: least queries of the sequences that are
-    computed. MAX_QUERY: whether they may have more than one.
+    computed. MAX_QUERY: whether they may have more than one. DIRECT: queries are multiplied as they
+    are loaded, so that wgmma reads them from shared memory; 8-bit keys become of their dtype, which
+    is exact. Else keys become float16, which costs less, and queries of bfloat16 have to fit.
     """
     block, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, row_end, length = load_sequence(starts_ptr, lengths_ptr, sequence)
@@ -199,7 +202,7 @@ def paged_latent_kernel(
     v_valid, r_valid = v < VALUE_DIM, r < DIM - VALUE_DIM
     q_v = tl.load(q_at + v[None, :], mask=inside[:, None] & v_valid[None, :], other=0.0)
     q_r = tl.load(q_at + VALUE_DIM + r[None, :], mask=inside[:, None] & r_valid[None, :], other=0.0)
-    if SCALED:
+    if SCALED and not DIRECT:
         q_v, q_r = q_v.to(tl.float32), q_r.to(tl.float32)
         if q_ptr.dtype.element_ty != tl.float32:
             amax = tl.maximum(tl.max(tl.abs(q_v)), tl.max(tl.abs(q_r)))
@@ -222,7 +225,9 @@ def paged_latent_kernel(
         rotary = tl.load(
             rotary_at + offsets[:, None], mask=valid[:, None] & r_valid[None, :], other=0.0
         )
-        if SCALED and q_v.dtype == tl.float32:
+        if DIRECT:
+            latent, rotary = to_float16(latent).to(q_v.dtype), to_float16(rotary).to(q_v.dtype)
+        elif SCALED and q_v.dtype == tl.float32:
             latent, rotary = to_float32(latent), to_float32(rotary)
         else:
             latent, rotary = to_float16(latent), to_float16(rotary)

@@ -1,7 +1,7 @@
 """A sequence's state, its tokens in whole chunks and around them, and arithmetic of recurrences.
 
-Computes: the state in front of a step, the bounds of whole chunks, the chunk that starts in a
-    window, softplus, decays in a chunk
+Computes: the state in front of a part of a step, the bounds of whole chunks, the chunk that starts
+    in a window, softplus, decays in a chunk, products of a float32 and a 16-bit operand
 Dtypes: float32; running sums of a chunk float64
 Layout: registers
 Range: chunks of up to 16 tokens
@@ -11,15 +11,24 @@ Used by: gated_delta_rule.py, ssd_scan.py
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton.common.device import is_amd
+from modelmill.ops.triton.common.device import is_amd, power_of_two
 
 MAX_KERNEL_CHUNK = 16  # operands of larger ones would leave room for few programs in an SM
 MIN_DOT = 16  # least size of an operand of tl.dot
+WARP_ROWS = 16  # of an accumulator in a warp
+CHUNK_ROWS = 32  # of a state in a program that computes chunks: fewer read the operands more often
+MAX_WARP_WIDTH = 128  # of 16 rows in a warp's registers, beside what is added to them
 # Float32 products on tensor cores, to about float32's precision; AMD's compiler has only the other.
 PRECISION = "ieee" if is_amd() else "tf32x3"
+# Which tokens of a sequence a launch computes. BEFORE: those in front of its whole chunks, or all
+# if there is none.
+ALL, BEFORE, CHUNKS, BEHIND = (tl.constexpr(part) for part in range(4))
 
 
 def kernel_chunk(chunk: int, *, decode: bool) -> int:
@@ -27,40 +36,122 @@ def kernel_chunk(chunk: int, *, decode: bool) -> int:
     return 0 if decode or chunk == 1 else min(chunk, MAX_KERNEL_CHUNK)
 
 
-def stages(width: int) -> int:
-    """Pipeline stages: the operands of the next chunk are loaded early, where they fit."""
-    return 2 if width <= 128 else 1
+class ChunkLaunch(NamedTuple):
+    """How the whole chunks of a sequence are computed.
+
+    Attributes:
+        dtype: Of operands on tensor cores. bfloat16 has the exponents of states; float16 has not.
+        rows: Rows of a state (columns of the delta rule's) in a program.
+        own_rows: Whether a warp has whole rows, which then become a left operand within a thread's
+            registers. Else the warps share all rows.
+        warps: Warps of a program.
+        stages: Pipeline stages: the operands of later chunks are loaded early.
+        prepare_warps: Warps of a program of the launch in front.
+    """
+
+    dtype: torch.dtype
+    rows: int
+    own_rows: bool
+    warps: int
+    stages: int
+    prepare_warps: int
+
+
+def chunk_config(tokens: torch.Tensor, count: int, width: int) -> ChunkLaunch:
+    """The launch for states of so many rows, each so wide.
+
+    No choice for bfloat16 and widths of the models spills more than a few registers.
+    """
+    rows = max(WARP_ROWS, min(CHUNK_ROWS, power_of_two(count)))
+    if tokens.dtype is not torch.bfloat16:
+        if width > MAX_WARP_WIDTH:
+            return ChunkLaunch(torch.float32, WARP_ROWS, False, 8, 1, 4)
+        return ChunkLaunch(torch.float32, rows, False, 8, 2, 4)
+    if width > MAX_WARP_WIDTH:
+        return ChunkLaunch(torch.bfloat16, rows, False, 4, 2, 2)
+    return ChunkLaunch(torch.bfloat16, rows, True, rows // WARP_ROWS, 3, 1)
 
 
 @triton.jit
-def open_state(
-    state_ptr, slot_ptr, snapshot_slot_ptr, snapshot_end_ptr, sequence, first, slot_stride, place,
-    inside,
+def part_of_sequence(
+    start_ptr, position_ptr, snapshot_end_ptr, sequence, PART: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """The state of a sequence in front of the step; it is stored if the snapshot is there.
+    """The tokens [begin, stop) of a sequence that a launch computes.
+
+    Returns:
+        Begin, stop, position of the first of them, and the token in front of which the snapshot is;
+        it may be elsewhere.
+    """
+    start = tl.load(start_ptr + sequence).to(tl.int64)
+    stop = tl.load(start_ptr + sequence + 1).to(tl.int64)
+    first = tl.load(position_ptr + start, mask=stop > start, other=0)
+    end = tl.load(snapshot_end_ptr + sequence)
+    begin, kept = start, end - first + start
+    if PART != ALL:
+        a, last = whole_chunks(start, stop, first, end, CHUNK)
+        if PART == BEFORE:
+            stop = tl.where(last > a, a, stop)
+        elif PART == CHUNKS:
+            begin, stop = a, last
+        else:
+            begin = tl.where(last > a, last, stop)
+    return begin, stop, first + begin - start, kept
+
+
+@triton.jit
+def open_state(state_ptr, slot_ptr, snapshot_slot_ptr, sequence, slot_stride, place, inside,
+               first, is_snapshot):  # fmt: skip
+    """The state of a sequence in front of a part of its tokens.
 
     Args:
         state_ptr: states by slot, slot_stride apart.
         slot_ptr: the slot of each sequence.
         snapshot_slot_ptr: the slots of the snapshots.
-        snapshot_end_ptr: the positions of the snapshots.
         sequence: number of the sequence.
-        first: position of its first token; at 0 the slot holds another sequence's state.
         slot_stride: values from slot to slot.
         place: where in a slot the program's part of the state is.
         inside: which of it exists.
+        first: position of the first token; at 0 the slot holds another sequence's state.
+        is_snapshot: whether this state is the snapshot; then it is stored.
 
     Returns:
-        The state, where it lies, where its snapshot lies, and the snapshot's position.
+        The state, where it lies, and where its snapshot lies.
     """
     own = state_ptr + tl.load(slot_ptr + sequence) * slot_stride + place
     snapshot = state_ptr + tl.load(snapshot_slot_ptr + sequence) * slot_stride + place
-    end = tl.load(snapshot_end_ptr + sequence)
     state = tl.load(own, mask=inside, other=0.0)
     state = tl.where(first > 0, state, 0.0)
-    if end == first:
+    if is_snapshot:
         tl.store(snapshot, state, mask=inside)
-    return state, own, snapshot, end
+    return state, own, snapshot
+
+
+@triton.jit
+def dot_split(a, b, PRECISION: tl.constexpr, ONE_SUM: tl.constexpr):
+    """Product of a float32 a and b; with a bfloat16 b in two terms, 16 bits of a's mantissa.
+
+    ONE_SUM: both terms in one accumulator. Else the terms of few columns do not wait for each
+    other; tl.fma since Triton's compiler makes a sum written with + an accumulator.
+    """
+    if b.dtype != tl.bfloat16:
+        product = tl.dot(a, b, input_precision=PRECISION)
+    elif ONE_SUM:
+        high, low = split(a)
+        product = tl.dot(high, b, tl.dot(low, b))
+    else:
+        high, low = split(a)
+        product = tl.fma(tl.dot(low, b), 1.0, tl.dot(high, b))
+    return product
+
+
+@triton.jit
+def split(a):
+    """The upper 8 bits of a's mantissa and the rest of it, rounded; bfloat16.
+
+    Cut off and not rounded: a conversion whose result is read as float32 again is slow.
+    """
+    high = (a.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), (a - high).to(tl.bfloat16)
 
 
 @triton.jit
@@ -109,6 +200,23 @@ def chunk_in_window(start_ptr, position_ptr, window, sequences, CHUNK: tl.conste
         whole = (stop > start) & (token < window + CHUNK) & (token + CHUNK <= stop)
         chosen = tl.maximum(chosen, tl.max(tl.where(whole, token, -1)))
     return chosen
+
+
+@triton.jit
+def zero_padding(
+    out_ptr, start_ptr, window, sequences, tokens, heads, head, last_head, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Zeros into the outputs [tokens, heads · SIZE] of a window's tokens behind all sequences."""
+    used = tl.load(start_ptr + sequences)
+    if window + CHUNK > used:
+        i, d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK)
+        row = window + i
+        padding = (row >= used) & (row < tokens) & (i < CHUNK)
+        mask = padding[:, None] & (d < SIZE)[None, :]
+        for each in range(head, last_head):
+            at = (row[:, None] * heads + each) * SIZE + d[None, :]
+            tl.store(out_ptr + at, tl.zeros([BLOCK_T, BLOCK], tl.float32), mask=mask)
 
 
 @triton.jit
