@@ -41,7 +41,7 @@ class FusedMoE(nn.Module):
         for name, child in plain.named_children():
             self.add_module(name, child)
         if plain.shared_expert is not None:
-            self.shared_expert = FusedSharedExpert(plain.shared_expert)
+            self.shared_expert = FusedSwigluMLP(plain.shared_expert)
         in_place = stacks is None and not plain.router.weight.is_cuda
         self._stacked: StackedExperts | None = None
         if stacks is not False:
@@ -105,8 +105,8 @@ class FusedMoE(nn.Module):
         return (out if moe.shared_gate is None else moe.shared_gate(x, out, step),)
 
 
-class FusedSharedExpert(FusedModule):
-    """The MLP of a shared expert, of which the first product has SwiGLU in its epilogue."""
+class FusedSwigluMLP(FusedModule):
+    """An MLP whose first product has SwiGLU in its epilogue, where there is such an op."""
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, H] → [T, H]."""

@@ -65,6 +65,7 @@ NEEDS_PACKED = (
     "rope_cache",
     "router_gemm",
     "rptq_quant",
+    "sigmoid_mul",
     "ssd_scan",
 )
 
