@@ -19,7 +19,6 @@ from modelmill.nn.step import Step
 from modelmill.nn.sub_norm import SubNorm, sub_norm_spec
 from modelmill.nn.value_norm import VALUE_NORM_SPEC, ValueNormConfig
 from modelmill.ops.binding import OpBinding
-from modelmill.ops.causal_conv import exact_sigmoid
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.rope_cache import RopeCacheInputs
 from modelmill.ops.score_mods import ScoreMods
@@ -181,7 +180,7 @@ def gate_projection_specs(spec: AttentionSpec) -> tuple[ModuleSpec, ...]:
 OUTPUT_GATE_SPECS = (
     ModuleSpec(
         path="attn.output_gate", reads=("attn", "attn_gate"), writes=("gated_attn",),
-        reference=("gated_attn",), op="sigmoid",
+        reference=("gated_attn",), op="sigmoid_mul",
     ),
 )  # fmt: skip
 
@@ -189,9 +188,9 @@ OUTPUT_GATE_SPECS = (
 class OutputGate(nn.Module):
     """The attention's output times sigmoid(gate), [T, heads·D] each."""
 
-    def forward(self, x: torch.Tensor, gate: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
+    def forward(self, x: torch.Tensor, gate: torch.Tensor, step: Step) -> torch.Tensor:
         """Gate each channel."""
-        return (x.float() * exact_sigmoid(gate.float())).to(x.dtype)
+        return step.ops.sigmoid_mul(x, gate)
 
 
 OUT_NORM_SPEC = sub_norm_spec("attn.out_norm", "attn", "attn_sub_norm")

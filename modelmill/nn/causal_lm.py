@@ -35,8 +35,10 @@ class CausalLM(nn.Module):
         """The input of the head: normed final states [R, H] of the rows ``step.logit_rows``."""
         return self.hidden_states_with_layers(self.layers, step)
 
-    def hidden_states_with_layers(self, layers: nn.ModuleList, step: Step) -> torch.Tensor:
-        """The same with these layers in the place of its own."""
+    def hidden_states_with_layers(
+        self, layers: nn.ModuleList, step: Step, norm: nn.Module | None = None
+    ) -> torch.Tensor:
+        """The same with these layers, and this last norm, in the place of its own."""
         x: torch.Tensor = self.embed(step.ids, step)
         residual: torch.Tensor | None = None
         rope, step = self.compute_rope_cos_sin(step), self.with_per_layer_inputs(x, step)
@@ -45,7 +47,7 @@ class CausalLM(nn.Module):
         if step.logit_rows is not None:
             x = x[step.logit_rows]
             residual = None if residual is None else residual[step.logit_rows]
-        x, _ = self.norm(x, residual, step)
+        x, _ = (norm or self.norm)(x, residual, step)
         return x
 
     def compute_rope_cos_sin(self, step: Step) -> RopeCosSin:  # noqa: ARG002

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from modelmill.nn.expert_stack import StackedExperts, stack_experts
-from modelmill.nn.mlp import SiluMul
-from modelmill.nn.moe import ExpertMLP, MoE, PlainExpert
+from modelmill.nn.fused_module import FusedModule
+from modelmill.nn.mlp import GatedMLP, SiluMul
+from modelmill.nn.moe import MoE
 from modelmill.nn.routed_moe import RoutedMoEOperands, topk_inputs
 from modelmill.nn.sparse_mixer import SPARSE_MIXER, sparse_mixer
 from modelmill.nn.step import Step
@@ -39,6 +40,8 @@ class FusedMoE(nn.Module):
         object.__setattr__(self, "plain", plain)
         for name, child in plain.named_children():
             self.add_module(name, child)
+        if plain.shared_expert is not None:
+            self.shared_expert = FusedSwigluMLP(plain.shared_expert)
         in_place = stacks is None and not plain.router.weight.is_cuda
         self._stacked: StackedExperts | None = None
         if stacks is not False:
@@ -62,7 +65,7 @@ class FusedMoE(nn.Module):
         ):
             if moe.shared_expert is not None:
                 with single_thread_torch():
-                    shared = moe.shared_output(x, step)
+                    shared = self._shared_output(x, step)
             out: torch.Tensor | None = op(
                 x, self._operands.weights(), router_input, shared[0] if shared else None
             )
@@ -82,16 +85,32 @@ class FusedMoE(nn.Module):
         moe = cast(MoE, self.plain)
         if self._stacked is not None and self._stacked.has_grouped_op(x, step.ops):
             weights, ids = route(moe, x if router_input is None else router_input, step)
-            shared = moe.shared_output(x, step) if shared is None else shared
+            shared = self._shared_output(x, step) if shared is None else shared
             return self._stacked.run(x, weights, ids, next(iter(shared), None), step.ops)
         routing = moe.routing(moe.router(x if router_input is None else router_input, step), step)
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             total = compute_all_experts(moe, x, routing, step)
         else:
             total = compute_chosen_experts(moe, x, routing, step)
-        for each in moe.shared_output(x, step) if shared is None else shared:
+        for each in self._shared_output(x, step) if shared is None else shared:
             total += each.float()
         return total.to(x.dtype)
+
+    def _shared_output(self, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
+        """The shared expert's output [T, H]; () without one."""
+        moe = cast(MoE, self.plain)
+        if moe.shared_expert is None:
+            return ()
+        out = self.shared_expert(x, step)
+        return (out if moe.shared_gate is None else moe.shared_gate(x, out, step),)
+
+
+class FusedSwigluMLP(FusedModule):
+    """An MLP whose first product has SwiGLU in its epilogue, where there is such an op."""
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, H] → [T, H]."""
+        return run_expert(self.plain, x, step)
 
 
 def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,7 +140,7 @@ def compute_chosen_experts(
     routing, first = _local_routing_weights(moe, routing), moe.local_experts[0]
     experts, tokens = routing.T.nonzero(as_tuple=True)  # in the order of the experts
     outputs = [
-        run_expert(cast(ExpertMLP, moe.experts[first + index]), x if len(x) == 1 else x[rows], step)
+        run_expert(moe.experts[first + index], x if len(x) == 1 else x[rows], step)
         for index, rows in tokens_by_expert(experts, tokens, routing.shape[1])
     ]
     if not outputs:  # other ranks have the experts of all tokens
@@ -165,9 +184,9 @@ def tokens_by_expert(
     return [(expert, rows) for expert, rows in enumerate(tokens.split(counts)) if counts[expert]]
 
 
-def run_expert(mlp: ExpertMLP, x: torch.Tensor, step: Step) -> torch.Tensor:
+def run_expert(mlp: nn.Module, x: torch.Tensor, step: Step) -> torch.Tensor:
     """An expert's MLP, in the op that computes the product with SwiGLU where there is one."""
-    if isinstance(mlp, PlainExpert):
+    if not isinstance(mlp, GatedMLP):
         return mlp(x, step)
     if isinstance(mlp.act, SiluMul):
         up = mlp.gate_up_proj

@@ -14,6 +14,7 @@ What is fused, each where the chosen backends have the op and its shapes are sup
 * the output and down projections with the addition to the residual (``linear_add``). A branch of
   None between two fused modules means that it was added;
 * the experts of a mixture, whose tokens are grouped (``nn.fused_moe``);
+* the factor of a branch, or the sum of two, into the norm behind them (``nn.fused_branches``);
 * the last layer's second half for the rows whose logits are needed only (``Step.only_logit_rows``);
 * all layers of a small decode step in one op (``nn.fused_decode``).
 """
@@ -29,6 +30,7 @@ from torch import nn
 
 from modelmill.nn.attention import Attention, RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
+from modelmill.nn.fused_branches import FusedBranchesLM, can_fuse_branches
 from modelmill.nn.fused_decode import MAX_FUSED_TOKENS, StackedWeights, can_stack, run_fused_decode
 from modelmill.nn.fused_experts import FusedExpertsLM, has_experts
 from modelmill.nn.fused_module import FusedModule
@@ -51,14 +53,17 @@ PLAIN_MIXERS = frozenset({"attn.difference", "attn.output_gate", "attn.out_norm"
 
 
 def fuse(model: nn.Module) -> nn.Module:
-    """The fused tree of a language model of pre-norm layers, or with experts; any other as it is.
+    """The fused tree of a language model whose layers have a fused form; any other as it is.
 
+    These are pre-norm layers, those that scale or add branches, and those with experts.
     Recurrences and attentions with one of ``PLAIN_MIXERS`` are kept plain.
     """
     if isinstance(model, CausalLM) and all(
         _is_pre_norm(layer) or _is_hybrid(layer) for layer in model.layers
     ):
         return FusedCausalLM(model)
+    if isinstance(model, CausalLM) and can_fuse_branches(model):
+        return FusedBranchesLM(model)
     if isinstance(model, CausalLM) and any(map(has_experts, model.layers)):
         return FusedExpertsLM(model)
     return model

@@ -20,8 +20,8 @@ from modelmill.nn.partition import StateHeadPartition
 from modelmill.nn.rank_heads import HeadProjection, HeadRecurrence, HeadRecurrenceSpec
 from modelmill.nn.recurrent_state import StateSpec
 from modelmill.nn.step import Step
-from modelmill.ops.causal_conv import exact_silu
 from modelmill.ops.gated_delta_rule import GatedDeltaInputs
+from modelmill.ops.gated_rms_norm import GatedRMSNormInputs
 from modelmill.parallel.shard import Range
 
 
@@ -146,7 +146,7 @@ class GatedHeadNorm(nn.Module):
 
     def forward(self, x: torch.Tensor, qkvz: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, heads·D] float32, [T, … | z] → [T, heads·D]."""
-        heads = x.view(-1, len(self.weight))
-        normed = step.ops.rms_norm(heads.contiguous(), self.weight.float(), self.eps).view_as(x)
-        gate = exact_silu(qkvz[:, qkvz.shape[1] - x.shape[1] :].float())
-        return (normed * gate).to(qkvz.dtype)
+        z, dim = qkvz[:, qkvz.shape[1] - x.shape[1] :], len(self.weight)
+        return step.ops.gated_rms_norm(
+            GatedRMSNormInputs(x, z, self.weight, self.eps, dim, gate_first=False)
+        )

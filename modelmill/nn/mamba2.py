@@ -26,6 +26,7 @@ from modelmill.nn.rank_heads import HeadProjection, HeadRecurrence, HeadRecurren
 from modelmill.nn.recurrent_state import StateSpec
 from modelmill.nn.step import Step
 from modelmill.ops.causal_conv import exact_silu
+from modelmill.ops.gated_rms_norm import GatedRMSNormInputs
 from modelmill.ops.ssd_scan import SSDScanInputs
 from modelmill.parallel.shard import Range
 
@@ -119,7 +120,7 @@ class Mamba2Spec(HeadRecurrenceSpec):
 
 UNNORMED_GATE = ModuleSpec(
     path="attn.gated_norm", reads=("scanned", "xbcz"), writes=("gated",),
-    reference=("gated_norm",), op="silu_mul",
+    reference=("gated_norm",), op="gated_rms_norm",
 )  # fmt: skip
 
 
@@ -179,14 +180,15 @@ class StateSpaceScan(HeadRecurrence):
 class SiluGate(nn.Module):
     """x · silu(z)."""
 
-    def forward(self, x: torch.Tensor, xbcz: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
+    def forward(self, x: torch.Tensor, xbcz: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, heads·D] float32, [T, … | z] → [T, heads·D]."""
-        return (x * silu_of_last(xbcz, x.shape[1])).to(xbcz.dtype)
+        z, width = last_channels(xbcz, x.shape[1]), x.shape[1]
+        return step.ops.gated_rms_norm(GatedRMSNormInputs(x, z, None, 0.0, width, gate_first=True))
 
 
-def silu_of_last(xbcz: torch.Tensor, width: int) -> torch.Tensor:
-    """silu(z) of the last channels, float32."""
-    return exact_silu(xbcz[:, xbcz.shape[1] - width :].float())
+def last_channels(xbcz: torch.Tensor, width: int) -> torch.Tensor:
+    """z, the last channels."""
+    return xbcz[:, xbcz.shape[1] - width :]
 
 
 class GatedGroupNorm(RankHeads):
@@ -206,21 +208,23 @@ class GatedGroupNorm(RankHeads):
 
     def forward(self, x: torch.Tensor, xbcz: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, heads·D] float32, [T, … | z] → [T, heads·D]."""
-        gate = silu_of_last(xbcz, x.shape[1])
-        if self.spec.norm_first:
-            return (self._normed(x, step) * gate).to(xbcz.dtype)
-        return self._normed(x * gate, step).to(xbcz.dtype)
+        spec, z = self.spec, last_channels(xbcz, x.shape[1])
+        if step.tp_group.size == 1:
+            group, gate_first = spec.width // spec.groups, not spec.norm_first
+            return step.ops.gated_rms_norm(
+                GatedRMSNormInputs(x, z, self.weight, spec.eps, group, gate_first)
+            )
+        gate = exact_silu(z.float())
+        if spec.norm_first:
+            return (self._normed_over_ranks(x, step) * gate).to(xbcz.dtype)
+        return self._normed_over_ranks(x * gate, step).to(xbcz.dtype)
 
-    def _normed(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """RMSNorm of each group of this rank's channels, float32."""
+    def _normed_over_ranks(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """RMSNorm of each group of this rank's channels, float32; other ranks may have the rest."""
         spec, (first, end) = self.spec, self.heads
         weight = select_row_ranges(
             self.weight, ((first * spec.head_dim, end * spec.head_dim),)
         ).float()
-        if step.tp_group.size == 1:
-            grouped = x.unflatten(1, (spec.groups, -1))
-            scale = torch.rsqrt(grouped.square().mean(-1, keepdim=True) + spec.eps)
-            return (grouped * scale).flatten(1) * weight
         heads = x.unflatten(1, (end - first, -1))
         group = torch.arange(first, end, device=x.device) // (spec.heads // spec.groups)
         sums = heads.new_zeros(len(x), spec.groups).index_add_(1, group, heads.square().sum(-1))

@@ -51,8 +51,14 @@ class GeluTanh(ActivationOp):
     OP = "gelu_tanh"
 
 
+class Relu2(ActivationOp):
+    """The square of ReLU, of a tensor of any shape."""
+
+    OP = "relu2"
+
+
 class ElementwiseActivation(nn.Module):
-    """An activation without an op of its own: GELU, ReLU, its square, or SiLU."""
+    """An activation without an op of its own: GELU, ReLU, or SiLU."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -93,11 +99,15 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+ACTIVATION_OPS = {"gelu_tanh": GeluTanh, "relu2": Relu2}
+"""Those of a plain MLP that are ops of their own."""
+
+
 def make_activation(name: str) -> nn.Module:
     """The activation between two matrices."""
     if name == XIELU.NAME:
         return XIELU()
-    return GeluTanh() if name == "gelu_tanh" else ElementwiseActivation(name)
+    return ACTIVATION_OPS[name]() if name in ACTIVATION_OPS else ElementwiseActivation(name)
 
 
 @dataclass(frozen=True)

@@ -178,9 +178,9 @@ class SharedExpertGate(nn.Module):
         super().__init__()
         self.register_buffer("weight", torch.empty(1, hidden, device="meta"))
 
-    def forward(self, x: torch.Tensor, out: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
+    def forward(self, x: torch.Tensor, out: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, H], [T, H] → [T, H]."""
-        return out * (x.float() @ self.weight.float().T).sigmoid().to(out.dtype)
+        return step.ops.shared_expert_gate(x, self.weight, out)
 
 
 class CombineExperts(nn.Module):

@@ -85,7 +85,7 @@ class HeadRecurrenceSpec(ABC):
         """The last modules, (scanned, projected) → "attn_out"; tensors: of the projection."""
         norm = ModuleSpec(
             path="attn.gated_norm", reads=(scanned, projected), writes=("gated",),
-            reference=("gated_norm",), arithmetic="norm", tensors=("weight",), op="rms_norm",
+            reference=("gated_norm",), arithmetic="norm", tensors=("weight",), op="gated_rms_norm",
         )  # fmt: skip
         projection = LinearSpec(
             path="attn.out_proj", reads=("gated",), writes=("attn_out",), site="o",
@@ -110,11 +110,11 @@ class HeadProjection(RankHeads):
         self.register_buffer("weight", torch.empty(rows, hidden, device="meta"))
         self.register_buffer("bias", torch.empty(rows, device="meta") if bias else None)
 
-    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """The values of this rank's heads."""
         whole, (first, end) = len(self.weight) // self.parts, self.heads
         rows = tuple((part * whole + first, part * whole + end) for part in range(self.parts))
-        out = x.float() @ select_row_ranges(self.weight, rows).float().T
+        out = step.ops.router_gemm(x, select_row_ranges(self.weight, rows))
         return out if self.bias is None else out + select_row_ranges(self.bias, rows).float()
 
 

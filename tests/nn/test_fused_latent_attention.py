@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from modelmill.models import deepseek_v3
 from modelmill.nn.fusion import FusedCausalLM, FusedLatentAttention, fuse
@@ -16,6 +15,7 @@ from modelmill.nn.synthetic_step import fill_random_weights, synthetic_step
 from modelmill.ops import registry
 from tests.models.families.deepseek_v3 import CASE
 from tests.nn.test_fused_ops import own_cache
+from tests.nn.torch_calls import ComputingCalls, uncounted
 
 STEPS: dict[str, list[tuple[int, int, int]]] = {
     "decode": [(3, 1, 20)],
@@ -110,24 +110,6 @@ def test_what_is_the_same_for_all_layers_is_made_once(monkeypatch: pytest.Monkey
     assert sorted(calls) == ["places", "queries"]
 
 
-class ComputingCalls(TorchDispatchMode):
-    """Notes the torch functions that compute or copy; views and empty tensors take no launch."""
-
-    VIEWS = "view", "transpose", "t", "mT", "slice", "split", "split_with_sizes", "expand", "empty"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:  # fmt: skip
-        name = func.overloadpacket.__name__
-        if name not in self.VIEWS:
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 @torch.inference_mode()
 def test_a_decode_step_of_a_layer_computes_little_beside_its_ops() -> None:
     """Queries absorb the keys' projections, are joined, and outputs absorb those of the values."""
@@ -136,15 +118,8 @@ def test_a_decode_step_of_a_layer_computes_little_beside_its_ops() -> None:
     step = own_cache(synthetic_step(plain, registry.select_backends("cpu"), STEPS["decode"]))
     rope, x = plain.compute_rope_cos_sin(step), plain.embed(step.ids, step)
 
-    def alone(name: str) -> Any:
-        def call(*args: Any) -> Any:
-            with _disable_current_modes():
-                return registry.reference(name)(*args)
-
-        return call
-
     names = ("rms_norm", "linear", "paged_attention", "latent_rope_cache")
-    step = replace(step, ops=step.ops.replace({name: alone(name) for name in names}))
+    step = replace(step, ops=uncounted(step.ops, names))
     with ComputingCalls() as calls:
         layer(x, x, rope, step)
     assert calls.names == ["bmm", "cat", "bmm", "flatten"]

@@ -57,6 +57,7 @@ NEEDS_PACKED = (
     "causal_conv",
     "fused_topk",
     "gated_delta_rule",
+    "gated_rms_norm",
     "int4_fused_moe",
     "int8_fused_moe",
     "mxfp4_fused_moe",
@@ -64,6 +65,7 @@ NEEDS_PACKED = (
     "rope_cache",
     "router_gemm",
     "rptq_quant",
+    "sigmoid_mul",
     "ssd_scan",
 )
 

@@ -5,8 +5,8 @@
 // Technique: work stealing, atomics
 // Used by: add_rms_norm.cpp, block_floating_point.h, decode.cpp, flash_attention.h, gelu_tanh.cpp,
 //     gemm_small_m.h, norm.h, quantize.cpp, rope_cache.cpp, rptq_linear.cpp, runtime.cpp,
-//     sample.cpp, silu_mul.cpp, state_rows.h, thread_pool.cpp, topk.h, upsample_masks.cpp,
-//     w8a8_linear.cpp
+//     sample.cpp, sigmoid_mul.cpp, silu_mul.cpp, state_rows.h, thread_pool.cpp, topk.h,
+//     upsample_masks.cpp, w8a8_linear.cpp
 //
 // An OpenMP region ends at a barrier that waits for every thread: if another process occupies one
 // core, each call lasts a scheduler time slice. Here the caller never waits for a worker that has

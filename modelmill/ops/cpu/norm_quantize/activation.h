@@ -5,7 +5,7 @@
 // Layout: contiguous rows
 // Range: any row length
 // Technique: SIMD exp (simd.h)
-// Used by: experts.h, gelu_tanh.cpp, silu_mul.cpp, topk.h
+// Used by: experts.h, gated_rms_norm.cpp, gelu_tanh.cpp, sigmoid_mul.cpp, silu_mul.cpp, topk.h
 #pragma once
 #include "common/simd.h"
 

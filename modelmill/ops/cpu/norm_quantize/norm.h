@@ -5,7 +5,7 @@
 // Layout: contiguous rows
 // Range: any n
 // Technique: SIMD (simd.h)
-// Used by: add_rms_norm.cpp, layer_norm.cpp, quantize.cpp, rms_norm.cpp, rope.h
+// Used by: add_rms_norm.cpp, gated_rms_norm.cpp, layer_norm.cpp, quantize.cpp, rms_norm.cpp, rope.h
 #pragma once
 #include "common/parallel_for.h"
 #include "common/simd.h"

@@ -5,13 +5,14 @@ Dtypes: any
 Layout: any
 Range: compute capability ≥ 9.0; no effect on others
 Technique: PDL (griddepcontrol)
-Used by: add_rms_norm.py, argmax.py, custom_all_reduce.py, fused_topk.py, gelu.py, gelu_quant.py,
-    gelu_tanh.py, gemm_8bit.py, grouped_gemm.py, grouped_gemm_int4.py, int4_linear.py,
-    int8_group_linear.py, latent_rope_cache.py, layer_norm.py, layer_norm_quant.py, linear.py,
-    moe_align_block_size.py, moe_decode.py, moe_decode_int4.py, mxfp4_linear.py, norm_quant.py,
-    paged_attention.py, paged_decode.py, paged_latent.py, relative_attention.py, rms_norm.py,
-    rope_cache.py, rope_cos_sin.py, router_gemm.py, rptq_linear.py, rptq_quant.py, sample.py,
-    silu_mul.py, silu_mul_quant.py
+Used by: add_rms_norm.py, argmax.py, branches_add_rms_norm.py, custom_all_reduce.py, fused_topk.py,
+    gated_rms_norm.py, gelu.py, gelu_quant.py, gelu_tanh.py, gemm_8bit.py, grouped_gemm.py,
+    grouped_gemm_int4.py, int4_linear.py, int8_group_linear.py, latent_rope_cache.py, layer_norm.py,
+    layer_norm_quant.py, linear.py, moe_align_block_size.py, moe_decode.py, moe_decode_int4.py,
+    mxfp4_linear.py, norm_quant.py, paged_attention.py, paged_decode.py, paged_latent.py,
+    relative_attention.py, relu2.py, rms_norm.py, rope_cache.py, rope_cos_sin.py, router_gemm.py,
+    rptq_linear.py, rptq_quant.py, sample.py, shared_expert_gate.py, sigmoid_mul.py, silu_mul.py,
+    silu_mul_quant.py
 
 A kernel launched with ``**pdl_launch_options(device, rows)`` may start before the previous kernel
 has ended. Until ``pdl_wait`` returns it may only read what no kernel of the step writes: weights,

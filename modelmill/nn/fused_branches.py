@@ -1,0 +1,147 @@
+"""Layers whose branches are scaled (Granite) or added (Falcon-H1) in the norm behind them.
+
+The plain modules compute a factor or a sum of two branches by itself, in front of a norm that adds
+the result to the residual. Here the norm's op does both (``branches_add_rms_norm``); where no
+backend has it the plain modules run.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+
+from modelmill.nn.attention import RopeCosSin
+from modelmill.nn.causal_lm import CausalLM
+from modelmill.nn.fused_module import FusedModule
+from modelmill.nn.fused_moe import FusedMoE, FusedSwigluMLP
+from modelmill.nn.hybrid_layer import HybridLayer
+from modelmill.nn.mlp import GatedMLP
+from modelmill.nn.moe import MoE
+from modelmill.nn.norm import RMSNorm
+from modelmill.nn.parallel_layer import BranchSum
+from modelmill.nn.sandwich import BranchScale, ScaledBranchLayer
+from modelmill.nn.step import Step
+from modelmill.ops.branches_add_rms_norm import BranchesAddRMSNormInputs
+
+
+def can_fuse_branches(model: CausalLM) -> bool:
+    """Whether all layers scale their branches, or all add two, in front of an RMSNorm."""
+    kinds = {type(layer) for layer in model.layers}
+    if kinds not in ({ScaledBranchLayer}, {HybridLayer}):
+        return False
+    return all(
+        isinstance(norm, RMSNorm)
+        for norm in (model.norm, *(layer.mlp_norm for layer in model.layers))
+    )
+
+
+class FusedBranchesLM(FusedModule):
+    """Token ids → logits, by layers whose norms combine the branches in front of them."""
+
+    plain: CausalLM
+
+    def __init__(self, plain: CausalLM) -> None:
+        super().__init__(plain)
+        last = plain.layers[-1]
+        if isinstance(last, ScaledBranchLayer):
+            self.layers = nn.ModuleList(map(FusedScaledBranchLayer, plain.layers))
+            self.norm: nn.Module = FusedBranchNorm(plain.norm, last.mlp_post)
+        else:
+            self.layers = nn.ModuleList(map(FusedTwoBranchLayer, plain.layers))
+
+    def forward(self, step: Step) -> torch.Tensor:
+        """Logits [R, V] float32 of the rows ``step.logit_rows``."""
+        return self.plain.head(self.hidden_states(step), step)
+
+    def hidden_states(self, step: Step) -> torch.Tensor:
+        """The input of the head: normed final states [R, H] of the rows ``step.logit_rows``."""
+        return self.plain.hidden_states_with_layers(self.layers, step, self.norm)
+
+
+class FusedBranchNorm(FusedModule):
+    """A norm that combines one or two branches before it adds them to the residual."""
+
+    plain: RMSNorm
+    combine: BranchScale | BranchSum
+
+    def __init__(self, plain: nn.Module, combine: nn.Module) -> None:
+        """combine: the plain module in front of the norm."""
+        super().__init__(plain)
+        object.__setattr__(self, "combine", combine)
+        self.factor = combine.factor if isinstance(combine, BranchScale) else 1.0
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        step: Step,
+        other: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All [T, H]; residual None: x starts the stream, and is no branch."""
+        norm, op = self.plain, step.ops.branches_add_rms_norm
+        if residual is None:
+            return norm.forward(x, None, step)
+        if op is not None and step.tp_group.size == 1:
+            inputs = BranchesAddRMSNormInputs(
+                x, other, self.factor, residual, norm.weight, norm.eps
+            )
+            fused: tuple[torch.Tensor, torch.Tensor] | None = op(inputs)
+            if fused is not None:
+                return fused
+        branches = (x,) if other is None else (x, other)
+        return norm.forward(self.combine(*branches, step), residual, step)
+
+
+class FusedScaledBranchLayer(FusedModule):
+    """A layer whose branches are scaled by the norm behind them, the second by the next layer's."""
+
+    plain: ScaledBranchLayer
+    attn: nn.Module
+
+    def __init__(self, plain: nn.Module) -> None:
+        super().__init__(plain)
+        layer = cast(ScaledBranchLayer, plain)
+        self.attn_norm = FusedBranchNorm(layer.attn_norm, layer.mlp_post)
+        self.mlp_norm = FusedBranchNorm(layer.mlp_norm, layer.attn_post)
+        self.mlp = _make_fused_mlp(layer.mlp)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rope: RopeCosSin, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(branch not yet scaled, residual), both [T, H]."""
+        x, residual = self.attn_norm(x, residual, step)
+        x, residual = self.mlp_norm(self.attn(x, rope, step), residual, step)
+        return self.mlp(x, step), residual
+
+
+class FusedTwoBranchLayer(FusedModule):
+    """A layer whose attention and Mamba2 are added by the norm behind them."""
+
+    plain: HybridLayer
+    attn_norm: nn.Module
+    attn: nn.Module
+    mamba: nn.Module
+
+    def __init__(self, plain: nn.Module) -> None:
+        super().__init__(plain)
+        layer = cast(HybridLayer, plain)
+        self.mlp_norm = FusedBranchNorm(layer.mlp_norm, layer.sum)
+        self.mlp = _make_fused_mlp(layer.mlp)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rope: RopeCosSin, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(branch, residual), both [T, H]; their sum is the layer's output."""
+        x, residual = self.attn_norm(x, residual, step)
+        branch, beside = self.attn(x, rope, step), self.mamba(x, rope, step)
+        x, residual = self.mlp_norm(branch, residual, step, beside)
+        return self.mlp(x, step), residual
+
+
+def _make_fused_mlp(mlp: nn.Module) -> nn.Module:
+    """Grouped experts, SwiGLU in an epilogue, or the MLP as it is."""
+    if isinstance(mlp, MoE):
+        return FusedMoE(mlp)
+    return FusedSwigluMLP(mlp) if isinstance(mlp, GatedMLP) else mlp

@@ -1,0 +1,30 @@
+"""The gate of an attention's output in C++ (sigmoid_mul.cpp)."""
+
+from __future__ import annotations
+
+import torch
+
+from modelmill.ops.cpu.common import build
+
+available = build.available
+_kernel = build.deferred_function("sigmoid_mul", "pppqqi")
+
+
+def supports(x: torch.Tensor, gate: torch.Tensor) -> bool:
+    """Contiguous values of one dtype."""
+    return (
+        x.dtype in build.DTYPES
+        and x.dtype is gate.dtype
+        and x.is_contiguous()
+        and gate.is_contiguous()
+    )
+
+
+def run(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """As the reference."""
+    out = torch.empty_like(x)
+    rows, width = x.shape
+    _kernel()(
+        out.data_ptr(), x.data_ptr(), gate.data_ptr(), rows, width, build.DTYPES[x.dtype]
+    )  # fmt: skip
+    return out

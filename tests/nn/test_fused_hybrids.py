@@ -1,0 +1,37 @@
+"""Fused layers of the hybrids: the logits and the states of the plain ones."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from modelmill.nn.fusion import fuse
+from modelmill.nn.synthetic_step import synthetic_step
+from modelmill.ops import registry
+from tests.nn.hybrid_models import HYBRIDS, hybrid_model
+
+OPS = registry.select_backends("cpu")
+FUSED = {"branches_add_rms_norm": registry.reference("branches_add_rms_norm")}
+"""Ops that no backend of a CPU has."""
+STEPS = {"decode": [(3, 1, 20)], "prompt": [(1, 19, 19)], "mixed": [(2, 17, 17), (2, 1, 30)]}
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+@torch.inference_mode()
+def test_logits_and_states_are_those_of_the_plain_modules(family: str) -> None:
+    plain = hybrid_model(family, torch.float32)
+    fused = fuse(plain)
+    assert {name for name, _ in fused.named_modules()} == {
+        name for name, _ in plain.named_modules()
+    }
+    for sequences, ops in product(STEPS.values(), (OPS, OPS.replace(FUSED))):
+        step = synthetic_step(plain, ops, sequences)
+        assert step.state is not None
+        cache = step.state.cache
+        with cache.restore_on_exit(torch.arange(cache.num_slots)):
+            expected = plain(step)
+            states = [each.clone() for each in cache.states]
+        torch.testing.assert_close(fused(step), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(list(cache.states), states, rtol=1e-4, atol=1e-5)
