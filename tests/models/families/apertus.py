@@ -37,8 +37,8 @@ def as_converted(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[
     rope = ReferenceRope(dim, LLAMA3["rope_theta"], 256, "llama3", LLAMA3)
     plain = ReferenceRope(dim, LLAMA3["rope_theta"], 256)
     divisors = plain.frequencies(1, 1, torch.float64) / rope.frequencies(1, 1, torch.float64)
-    kept = {name: tensor for name, tensor in tensors.items() if ".act_fn." not in name}
-    return kept | {"rope_freqs.weight": divisors[0].float()}
+    matrices = {name: tensor for name, tensor in tensors.items() if ".act_fn." not in name}
+    return matrices | {"rope_freqs.weight": divisors[0].float()}
 
 
 CASE = decoder_family(

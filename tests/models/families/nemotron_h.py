@@ -13,14 +13,14 @@ TYPES = ["linear_attention", "moe", "full_attention", "mlp"]
 
 def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:
     """The keys of its GGUF, dense or with experts."""
-    kinds, heads = raw["layers_block_type"], raw["mamba_num_heads"]
+    types, heads = raw["layers_block_type"], raw["mamba_num_heads"]
     inner = {"mlp": raw["intermediate_size"], "moe": raw["moe_intermediate_size"]}
     facts = {
-        "block_count": len(kinds),
+        "block_count": len(types),
         "attention.head_count_kv": [
-            raw["num_key_value_heads"] if each == "full_attention" else 0 for each in kinds
+            raw["num_key_value_heads"] if each == "full_attention" else 0 for each in types
         ],
-        "feed_forward_length": [inner.get(each, 0) for each in kinds],
+        "feed_forward_length": [inner.get(each, 0) for each in types],
         "attention.key_length": raw["head_dim"],
         "attention.value_length": raw["head_dim"],
         "attention.layer_norm_rms_epsilon": 1e-5,
@@ -32,7 +32,7 @@ def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:
         "ssm.inner_size": heads * raw["mamba_head_dim"],
         "ssm.time_step_rank": heads,
     }
-    if "moe" not in kinds:
+    if "moe" not in types:
         return facts
     return {
         **facts,
