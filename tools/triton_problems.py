@@ -19,7 +19,7 @@ from modelmill.ops import registry
 from modelmill.ops.add_layer_norm_quant import AddLayerNormQuantInputs
 from modelmill.ops.causal_conv import CausalConvInputs
 from modelmill.ops.fused_moe import GELU_TANH, FusedMoEInputs, SwigluClamp
-from modelmill.ops.fused_topk import FusedTopkInputs
+from modelmill.ops.fused_topk import SIGMOID, SOFTMAX, FusedTopkInputs
 from modelmill.ops.gated_delta_rule import GatedDeltaInputs
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.image_attention import ImageAttentionInputs
@@ -482,7 +482,9 @@ def routing() -> Iterator[Problem]:
     yield from _call("router_gemm", tensor(2, 2048, dtype=F32), tensor(512, 2048, dtype=F32))
     for tokens, count, sigmoid in ((1, 128, False), (4096, 512, True)):
         logits, bias = tensor(tokens, count, dtype=F32), tensor(count, dtype=F32)
-        scored = FusedTopkInputs(logits, bias if sigmoid else None, 8, sigmoid=sigmoid)
+        scored = FusedTopkInputs(
+            logits, bias if sigmoid else None, 8, SIGMOID if sigmoid else SOFTMAX
+        )
         yield from _call("fused_topk", scored)
         for scores in (1, 2):
             grouped = scored._replace(groups=8, top_groups=4, group_scores=scores)

@@ -53,10 +53,12 @@ def unused_language_tensors(reference: ReferenceModel) -> list[dict[str, Any]]:
     }
     source = reference.source
     unread = source.unread()
-    for pattern, what in reference.unused_tensors().items():
-        patterns[pattern] = what, lambda _: True
-    patterns |= _multi_token_prediction(unread, reference.num_layers)
-    return _summarize(unread, source.container.get, patterns)
+    own: dict[str, tuple[str, ValueCheck]] = {
+        pattern: (what, lambda _: True) for pattern, what in reference.unused_tensors().items()
+    }
+    # the first pattern that fits counts: a layer that predicts may have biases, too
+    known = {**_multi_token_prediction(unread, reference.num_layers), **own, **patterns}
+    return _summarize(unread, source.container.get, known)
 
 
 def _multi_token_prediction(unread: Iterable[str], num_layers: int) -> HarmlessPatterns:

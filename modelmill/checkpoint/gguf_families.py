@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -67,6 +67,8 @@ class GgufArchitecture:
         chosen_types: families of which ``read_config`` chooses one.
         parts: makes, from the config, the parts of tensors that are stored in another order.
         draft_prefix: what the names of layers that only predict begin with; empty: none are.
+        numbers_by_layer: metadata with a number for each layer → the tensor that it is in a layer,
+            and its shape.
     """
 
     names: dict[str, str]
@@ -82,6 +84,7 @@ class GgufArchitecture:
     chosen_types: tuple[str, ...] = ()
     parts: Callable[[Mapping[str, Any]], Mapping[str, tuple[TensorPart, ...]]] | None = None
     draft_prefix: str = ""
+    numbers_by_layer: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
 
 LLAMA_NAMES = {
@@ -185,6 +188,11 @@ FALCON_TWO_NORM_NAMES = {
     "blk.attn_norm": "ln_mlp",
     "blk.attn_norm_2": "ln_attn",
 }
+BITNET_NAMES = {
+    **LLAMA_NAMES,
+    "blk.attn_sub_norm": "self_attn.attn_sub_norm",
+    "blk.ffn_sub_norm": "mlp.ffn_sub_norm",
+}
 STARCODER2_NAMES = {**LLAMA_NAMES, "blk.ffn_up": "mlp.c_fc", "blk.ffn_down": "mlp.c_proj"}
 
 
@@ -280,6 +288,13 @@ def _starcoder2(keys: ArchitectureKeys) -> dict[str, Any]:
     eps = keys.get_positive_float("attention.layer_norm_epsilon")
     bias = keys.has_tensor("blk.0.attn_q.bias")
     return {**_common(keys), "norm_epsilon": eps, "use_bias": bias}
+
+
+def _bitnet(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read BitNet; the older files, which do not name the activation, have SiLU."""
+    act = keys.view.get(f"{keys.arch}.hidden_activation", "silu")
+    bias = keys.has_tensor("blk.0.attn_q.bias")
+    return {**read_rms_config(keys), "hidden_act": act, "attention_bias": bias}
 
 
 def _olmo2(keys: ArchitectureKeys) -> dict[str, Any]:
@@ -458,6 +473,7 @@ FURTHER_ARCHITECTURES = {
     "granitemoe": GgufArchitecture(
         GRANITE_MOE_NAMES, has_permuted_qk=True, read_config=_granitemoe
     ),
+    "bitnet": GgufArchitecture(BITNET_NAMES, read_config=_bitnet),
     "minicpm": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=_minicpm),
     "smollm3": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=_smollm3),
     "xverse": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=read_rms_config),

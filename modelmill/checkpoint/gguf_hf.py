@@ -19,6 +19,7 @@ import torch
 from modelmill.checkpoint.container import TensorInfo, no_such_tensor_error
 from modelmill.checkpoint.gguf import EXPERT_SEPARATOR, GgufFile
 from modelmill.checkpoint.gguf_alibi_families import ALIBI_ARCHITECTURES
+from modelmill.checkpoint.gguf_apertus import APERTUS_ARCHITECTURES
 from modelmill.checkpoint.gguf_config import read_config
 from modelmill.checkpoint.gguf_delta_net import DELTA_NET_ARCHITECTURES
 from modelmill.checkpoint.gguf_families import (
@@ -29,8 +30,11 @@ from modelmill.checkpoint.gguf_families import (
 )
 from modelmill.checkpoint.gguf_gemma4 import FUSED_EXPERTS, GEMMA4_ARCHITECTURES
 from modelmill.checkpoint.gguf_grouped_experts import GROUPED_EXPERT_ARCHITECTURES
+from modelmill.checkpoint.gguf_hunyuan import HUNYUAN_ARCHITECTURES
 from modelmill.checkpoint.gguf_lfm2 import LFM2_ARCHITECTURES
 from modelmill.checkpoint.gguf_mamba import MAMBA_ARCHITECTURES, RESTORED_TENSORS
+from modelmill.checkpoint.gguf_mellum import MELLUM_ARCHITECTURES
+from modelmill.checkpoint.gguf_nemotron_h import NEMOTRON_H_ARCHITECTURES
 from modelmill.checkpoint.gguf_packed import (
     BLOCK_COLUMNS,
     gguf_quant_layout,
@@ -81,6 +85,8 @@ CONSUMED_TENSORS = dict.fromkeys(
         *FURTHER_ARCHITECTURES,
         *GEMMA4_ARCHITECTURES,
         *DELTA_NET_ARCHITECTURES,
+        *APERTUS_ARCHITECTURES,
+        *HUNYUAN_ARCHITECTURES,
     ),
     ("rope_freqs.weight",),
 )
@@ -106,7 +112,15 @@ ARCHITECTURES = {
     **MAMBA_ARCHITECTURES,
     **LFM2_ARCHITECTURES,
     **DELTA_NET_ARCHITECTURES,
+    **APERTUS_ARCHITECTURES,
+    **HUNYUAN_ARCHITECTURES,
+    **MELLUM_ARCHITECTURES,
+    **NEMOTRON_H_ARCHITECTURES,
 }
+REFUSED_ARCHITECTURES = {
+    "phimoe": "has neither the noise of its router nor the temperature of its rotation",
+}
+"""Architectures whose files lack what the model computes with, and what that is."""
 
 
 WITH_EXPERTS = {"llama": replace(ARCHITECTURES["llama"], names=MIXTRAL_NAMES, model_type="mixtral")}
@@ -136,6 +150,11 @@ class GgufAsHf:
         experts = raw.metadata.get("llama.expert_count")
         if arch == "llama" and isinstance(experts, int) and experts > 0:
             layout = WITH_EXPERTS["llama"]
+        if arch in REFUSED_ARCHITECTURES:
+            raise UnknownArchitecture(
+                f"{raw.path}: a GGUF of {arch} {REFUSED_ARCHITECTURES[arch]}; use its Hugging Face "
+                "folder"
+            )
         if layout is None:
             raise UnknownArchitecture(
                 f"{raw.path}: has the GGUF architecture {arch!r}; modelmill reads "
@@ -156,6 +175,7 @@ class GgufAsHf:
         if layout.model_type:
             self.config["model_type"] = layout.model_type
         self._entries: dict[str, _HfTensor] = {}
+        self._numbers = _layer_numbers(raw, layout, self.config)
         parts = {} if layout.parts is None else layout.parts(self.config)
         drafts = _mtp_layers(raw, str(arch), layout, self.config)
         for name in raw.names():
@@ -176,10 +196,13 @@ class GgufAsHf:
 
     def names(self) -> list[str]:
         """Return the names of all tensors."""
-        return list(self._entries)
+        return [*self._entries, *self._numbers]
 
     def tensor_info(self, name: str) -> TensorInfo:
         """Return shape and dtype of a tensor without reading it."""
+        if name in self._numbers:
+            number = self._numbers[name]
+            return TensorInfo(name, tuple(number.shape), "float32", number.nbytes)
         entry = self._entry(name)
         source = self._raw.tensor_info(entry.source)
         share = torch.Size(entry.shape).numel() / max(source.numel, 1)
@@ -187,12 +210,16 @@ class GgufAsHf:
 
     def get(self, name: str) -> torch.Tensor:
         """Read one tensor by its name."""
+        if name in self._numbers:
+            return self._numbers[name]
         entry = self._entry(name)
         tensor = self._raw.get(entry.source)
         return tensor if entry.restore is None else entry.restore(tensor)
 
     def quant_layout(self, name: str) -> QuantLayout | None:
         """Return the quantization layout of a matrix; None if it cannot be kept."""
+        if name in self._numbers:
+            return None
         entry = self._entry(name)
         if not entry.is_kept:
             return None
@@ -259,7 +286,7 @@ class GgufAsHf:
                 self._add_entry(target.replace("*", str(expert)), own)
             return
         if base in ("blk.attn_sinks", "blk.exp_probs_b"):  # no tensor of a module there
-            target = target.rpartition(".")[0]
+            target = target.removesuffix(".weight").removesuffix(".bias")
         if base == "blk.ffn_gate_inp_shexp" and len(shape) == 1:  # a matrix of one row
             self._add_entry(target, _HfTensor(name, (1, *shape), lambda tensor: tensor[None]))
             return
@@ -405,6 +432,30 @@ def _mtp_layers(
     if not layout.draft_prefix:
         return range(0)
     return range(config["num_hidden_layers"], int(raw.metadata[f"{arch}.block_count"]))
+
+
+def _layer_numbers(
+    raw: GgufFile, layout: GgufArchitecture, config: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors that are metadata in the file.
+
+    Raises:
+        CorruptCheckpoint: for metadata that has no number for each layer.
+    """
+    numbers = {}
+    for key, (name, shape) in layout.numbers_by_layer.items():
+        layers, stored = config["num_hidden_layers"], raw.metadata.get(key)
+        listed = stored.tolist() if isinstance(stored, np.ndarray) else stored
+        values = listed if isinstance(listed, list) else [listed] * layers
+        if len(values) != layers or any(type(each) is not float for each in values):
+            raise CorruptCheckpoint(
+                f"{raw.path}: the key {key} must have a number for each of the {layers} layers; it "
+                f"is {str(stored)[:60]}"
+            )
+        for layer, value in enumerate(values):
+            full = f"{layout.layer_prefix}.{layer}.{name}"
+            numbers[full] = torch.tensor(value).reshape(shape)
+    return numbers
 
 
 def _layer_number(name: str) -> int:

@@ -1,4 +1,4 @@
-"""GGUFs of LFM2: short convolutions in the layers without KV heads."""
+"""GGUFs of LFM2, dense and with experts: short convolutions in the layers without KV heads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 from modelmill.checkpoint.gguf_config import ArchitectureKeys, head_dim
 from modelmill.checkpoint.gguf_families import LLAMA_NAMES, GgufArchitecture
+from modelmill.checkpoint.gguf_grouped_experts import SIGMOID_GATING
 from modelmill.checkpoint.gguf_mamba import kv_heads_by_layer
+from modelmill.core.errors import UnknownArchitecture
 
 NAMES = {
     **{gguf: name for gguf, name in LLAMA_NAMES.items() if gguf != "output_norm"},
@@ -20,6 +22,14 @@ NAMES = {
     "blk.ffn_up": "feed_forward.w3",
     "blk.ffn_down": "feed_forward.w2",
     **{f"blk.shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")},
+}
+MOE_NAMES = {
+    **NAMES,
+    "blk.ffn_gate_inp": "feed_forward.gate",
+    "blk.exp_probs_b": "feed_forward.expert_bias",
+    "blk.ffn_gate_exps": "feed_forward.experts.*.w1",
+    "blk.ffn_up_exps": "feed_forward.experts.*.w3",
+    "blk.ffn_down_exps": "feed_forward.experts.*.w2",
 }
 
 
@@ -45,4 +55,28 @@ def _lfm2(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-LFM2_ARCHITECTURES = {"lfm2": GgufArchitecture(NAMES, read_config=_lfm2)}
+def _lfm2_moe(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read LFM2 with experts, whose weights sum to 1, as llama.cpp has it fixed."""
+    gating = keys.get_count("expert_gating_func", SIGMOID_GATING)
+    if gating != SIGMOID_GATING:
+        raise UnknownArchitecture(
+            f"{keys.raw.path}: expert_gating_func is {gating}; an lfm2moe has sigmoids "
+            f"({SIGMOID_GATING})"
+        )
+    config = _lfm2(keys)
+    del config["block_auto_adjust_ff_dim"]
+    return {
+        **config,
+        "num_experts": keys.get_count("expert_count"),
+        "num_experts_per_tok": keys.get_count("expert_used_count"),
+        "moe_intermediate_size": keys.get_count("expert_feed_forward_length"),
+        "num_dense_layers": keys.get_count("leading_dense_block_count", 0),
+        "use_expert_bias": True,
+        "norm_topk_prob": True,
+    }
+
+
+LFM2_ARCHITECTURES = {
+    "lfm2": GgufArchitecture(NAMES, read_config=_lfm2),
+    "lfm2moe": GgufArchitecture(MOE_NAMES, model_type="lfm2_moe", read_config=_lfm2_moe),
+}

@@ -23,7 +23,8 @@ from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 Shape = tuple[int, ...]
 
 
-def _mixer_names(stem: str) -> dict[str, str]:
+def mixer_names(stem: str) -> dict[str, str]:
+    """Return the names of a recurrence whose tensors' names begin with ``stem``."""
     return {
         "blk.ssm_in": f"{stem}.in_proj",
         "blk.ssm_conv1d": f"{stem}.conv1d",
@@ -40,11 +41,11 @@ MAMBA2_NAMES = {
     "output_norm": "backbone.norm_f",
     "output": "lm_head",
     "blk.attn_norm": "norm",
-    **_mixer_names("mixer"),
+    **mixer_names("mixer"),
 }
 GRANITE_HYBRID_NAMES = {
     **GRANITE_MOE_NAMES,
-    **_mixer_names("mamba"),
+    **mixer_names("mamba"),
     # the MLP beside the experts, or alone; a folder has gate and up in one matrix
     **{
         f"blk.ffn_{part}{suffix}": f"shared_mlp.{name}"
@@ -56,7 +57,7 @@ GRANITE_HYBRID_NAMES = {
 }  # fmt: skip
 FALCON_H1_NAMES = {
     **LLAMA_NAMES,
-    **_mixer_names("mamba"),
+    **mixer_names("mamba"),
     "output_norm": "model.final_layernorm",
     "blk.ffn_norm": "pre_ff_layernorm.weight",  # the file names it without a suffix
     **{f"blk.ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},

@@ -20,12 +20,14 @@ from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models._moe_config import router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.moe import SPARSE_MIXER
 from modelmill.nn.moe_spec import MoESpec
-from modelmill.nn.sparse_mixer import NUM_CHOSEN, SPARSE_MIXER
 
 Model = Decoder
 LAYOUT = mixtral.LAYOUT
 UNUSED_CONFIG_KEYS = ("input_jitter_noise", "original_max_position_embeddings")
+NUM_CHOSEN = 2
+"""Experts of a token in SparseMixer."""
 LONGROPE_NAMES = ("longrope", "su", "yarn")
 
 

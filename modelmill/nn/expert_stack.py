@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from modelmill.nn.linear import Linear, weight_changes
-from modelmill.nn.mlp import ClampedSwiglu, GatedActivation, SiluMul
-from modelmill.nn.moe import Expert, MoE
+from modelmill.nn.mlp import ClampedSwiglu, ElementwiseActivation, GatedActivation, SiluMul
+from modelmill.nn.moe import Expert, ExpertMLP, MoE
 from modelmill.ops.fused_moe import (
     GELU_TANH,
     MAX_DEQUANTIZED_SHARE,
+    RELU2,
     SILU,
     FusedMoEInputs,
     SwigluClamp,
@@ -181,11 +182,8 @@ def stack_experts(moe: MoE, *, in_place: bool = False) -> StackedExperts | None:
 
     in_place: not where tensors would have to be copied; their distances may be larger than they.
     """
-    experts = [each for each in moe.local_expert_modules if isinstance(each, Expert)]
-    total = len(moe.experts)
-    if not experts:  # no grouped op has experts without a gate
-        return None
-    gate_up = [expert.gate_up_proj for expert in experts]
+    experts, total = moe.local_expert_modules, len(moe.experts)
+    gate_up = [first_product(expert) for expert in experts]
     down = [expert.down_proj for expert in experts]
     op = grouped_op(gate_up[0].weight)
     gates = {_expert_activation(expert.act) for expert in experts}
@@ -195,6 +193,8 @@ def stack_experts(moe: MoE, *, in_place: bool = False) -> StackedExperts | None:
     gate = gates.pop()
     if op is None or gate is None or gates or len(kinds) > 1 or max(map(len, biased)) > 1:
         return None
+    if gate.activation == RELU2 and op in DEQUANTIZING_OPS and moe.router.weight.is_cuda:
+        return None  # no kernel of a GPU: the reference would compute every expert
     gate_up_parts = stack_weights(gate_up, in_place=in_place)
     down_parts = stack_weights(down, in_place=in_place)
     if gate_up_parts is None or down_parts is None:
@@ -204,12 +204,19 @@ def stack_experts(moe: MoE, *, in_place: bool = False) -> StackedExperts | None:
     return StackedExperts(op, (gate_up, down), stacks, gate, elsewhere)
 
 
+def first_product(expert: ExpertMLP) -> Linear:
+    """An expert's gate and up in one, or its up alone."""
+    return expert.gate_up_proj if isinstance(expert, Expert) else expert.fc_proj
+
+
 def _expert_activation(act: nn.Module) -> ExpertActivation | None:
-    """The gate of the grouped ops that an expert's activation is, or None."""
+    """The activation of the grouped ops that an expert's is, or None."""
     if isinstance(act, ClampedSwiglu):
         return ExpertActivation(SILU, act.clamp)
     if isinstance(act, SiluMul):
         return ExpertActivation(SILU)
+    if type(act) is ElementwiseActivation and act.name == RELU2:
+        return ExpertActivation(RELU2)
     is_gelu = isinstance(act, GatedActivation) and act.name == GELU_TANH
     return ExpertActivation(GELU_TANH) if is_gelu else None
 

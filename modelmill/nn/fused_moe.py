@@ -14,13 +14,11 @@ from torch import nn
 
 from modelmill.nn.expert_stack import StackedExperts, stack_experts
 from modelmill.nn.fused_module import FusedModule
-from modelmill.nn.mlp import GatedMLP, SiluMul
-from modelmill.nn.moe import MoE
-from modelmill.nn.routed_moe import RoutedMoEOperands, topk_inputs
-from modelmill.nn.sparse_mixer import SPARSE_MIXER, sparse_mixer
+from modelmill.nn.mlp import SiluMul
+from modelmill.nn.moe import ExpertMLP, MoE, PlainExpert
+from modelmill.nn.routed_moe import RoutedMoEOperands, local_topk_inputs
 from modelmill.nn.step import Step
 from modelmill.ops.cpu.common.thread_pool import single_thread_torch
-from modelmill.ops.fused_topk import map_to_local_experts
 
 MAX_SINGLE_THREAD_TOKENS = 16
 """Tokens up to which torch's part is small beside the experts' products, which are our kernels'."""
@@ -47,8 +45,7 @@ class FusedMoE(nn.Module):
         if stacks is not False:
             self._stacked = stack_experts(plain, in_place=in_place)
         self._operands: RoutedMoEOperands | None = None
-        is_routed = plain.routing.config.scores != SPARSE_MIXER
-        if self._stacked is not None and plain.has_all_experts and is_routed:
+        if self._stacked is not None and plain.has_all_experts:
             self._operands = RoutedMoEOperands(plain, self._stacked)
 
     def forward(
@@ -120,12 +117,7 @@ def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Te
     """
     router = moe.router
     logits = step.ops.router_gemm(x, router.weight, router.bias, router.scale)
-    config = moe.routing.config
-    if config.scores == SPARSE_MIXER:
-        weights, ids = sparse_mixer(logits, config.jitter)
-        local = None if moe.has_all_experts else moe.local_experts
-        return map_to_local_experts(weights, ids.int(), local)
-    weights, ids = step.ops.fused_topk(topk_inputs(moe, logits))
+    weights, ids = step.ops.fused_topk(local_topk_inputs(moe, logits))
     if moe.routing.expert_scale is not None:
         first, end = moe.local_experts
         scales = moe.routing.expert_scale[first:end].float()

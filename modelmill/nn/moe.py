@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from modelmill.nn.mlp import GatedMLP, MLPSpec, PlainMLP
-from modelmill.nn.sparse_mixer import SPARSE_MIXER, sparse_mixer
 from modelmill.nn.step import Step
+from modelmill.ops.fused_topk import SIGMOID as SIGMOID
+from modelmill.ops.fused_topk import SOFTMAX as SOFTMAX
+from modelmill.ops.fused_topk import SPARSE_MIXER as SPARSE_MIXER
+from modelmill.ops.fused_topk import FusedTopkInputs, fused_topk
 from modelmill.parallel.shard import Range
-
-SOFTMAX, SIGMOID = "softmax", "sigmoid"
 
 
 @dataclass(frozen=True)
@@ -95,30 +96,22 @@ class TopKRouting(nn.Module):
 
     def forward(self, logits: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
         """The weight of each expert for each token."""
-        config = self.config
-        if config.scores == SPARSE_MIXER:
-            weights, chosen = sparse_mixer(logits, config.jitter)
-            return torch.zeros_like(logits).scatter_(1, chosen, weights)
-        scores = logits.softmax(-1) if config.scores == SOFTMAX else logits.sigmoid()
-        chosen = self._choose(scores)
-        weights = scores.gather(1, chosen)
-        if config.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights, ids = fused_topk(self.topk_inputs(logits))
+        chosen = ids.long()
         if self.expert_scale is not None:
             weights = weights * self.expert_scale.float()[chosen]
-        return torch.zeros_like(scores).scatter_(1, chosen, weights * config.scale)
+        return torch.zeros_like(logits).scatter_(1, chosen, weights)
 
-    def _choose(self, scores: torch.Tensor) -> torch.Tensor:
-        """The experts of each token, [T, top_k]."""
+    def topk_inputs(
+        self, logits: torch.Tensor, local_experts: Range | None = None
+    ) -> FusedTopkInputs:
+        """The rules for these logits [T, E]; local_experts: as in ``FusedTopkInputs``."""
         config = self.config
-        ranked = scores if self.selection_bias is None else scores + self.selection_bias.float()
-        if config.groups > 1:
-            by_group = ranked.unflatten(1, (config.groups, -1))
-            group_scores = by_group.topk(config.group_scores, dim=-1).values.sum(-1)
-            groups = group_scores.topk(config.top_groups, dim=-1, sorted=False).indices
-            allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, groups, True)
-            ranked = by_group.masked_fill(~allowed[..., None], float("-inf")).flatten(1)
-        return ranked.topk(config.top_k, dim=-1).indices
+        return FusedTopkInputs(
+            logits, self.selection_bias, config.top_k, config.scores, config.renormalize,
+            config.scale, config.groups, config.top_groups, config.group_scores, local_experts,
+            config.jitter,
+        )  # fmt: skip
 
 
 class GatherExpertTokens(nn.Module):

@@ -7,7 +7,7 @@ from operator import is_
 import torch
 
 from modelmill.nn.expert_stack import StackedExperts
-from modelmill.nn.moe import SIGMOID, MoE
+from modelmill.nn.moe import MoE
 from modelmill.ops.fused_topk import FusedTopkInputs
 from modelmill.ops.registry import Ops
 from modelmill.ops.routed_moe import RoutedMoEWeights
@@ -40,16 +40,12 @@ class RoutedMoEOperands:
             no_logits = router.weight.new_empty(0, len(router.weight), dtype=torch.float32)
             self._weights = RoutedMoEWeights(
                 self._experts.op, self._experts.inputs_without_tokens(router.weight), router.weight,
-                topk_inputs(self._moe, no_logits), router.bias, router.scale, routing.expert_scale,
+                local_topk_inputs(self._moe, no_logits), router.bias, router.scale,
+                routing.expert_scale,
             )  # fmt: skip
         return self._weights
 
 
-def topk_inputs(moe: MoE, logits: torch.Tensor) -> FusedTopkInputs:
-    """The router's rules for these logits."""
-    config = moe.routing.config
-    return FusedTopkInputs(
-        logits, moe.routing.selection_bias, config.top_k, config.scores == SIGMOID,
-        config.renormalize, config.scale, config.groups, config.top_groups, config.group_scores,
-        None if moe.has_all_experts else moe.local_experts,
-    )  # fmt: skip
+def local_topk_inputs(moe: MoE, logits: torch.Tensor) -> FusedTopkInputs:
+    """The router's rules for these logits, with ids as this rank counts its experts."""
+    return moe.routing.topk_inputs(logits, None if moe.has_all_experts else moe.local_experts)

@@ -1,4 +1,4 @@
-"""The experts of a mixture for all tokens: grouped products with a gate between them.
+"""The experts of a mixture for all tokens: grouped products with an activation between them.
 
 Weights of all experts are stacked. Only those of the experts that have tokens need be read.
 """
@@ -18,6 +18,8 @@ from modelmill.ops.moe_align_block_size import NO_EXPERT
 SILU, GELU_TANH = "silu", "gelu_tanh"
 ACTIVATIONS = (SILU, GELU_TANH)
 """Of the gate, in the grouped ops."""
+RELU2 = "relu2"
+"""The square of ReLU, of experts without a gate (Nemotron 3)."""
 
 
 class SwigluClamp(NamedTuple):
@@ -48,17 +50,18 @@ class FusedMoEInputs(NamedTuple):
         topk_weights: [T, top_k] float32.
         topk_ids: [T, top_k] int32, each below E; with ``global_num_experts`` also NO_EXPERT, for an
             expert of another rank, of which nothing is read or added.
-        gate_up: [E, 2·I, row]: the matrices of the first product, gate above up.
+        gate_up: [E, 2·I, row]: the matrices of the first product, gate above up; [E, I, row]
+            without a gate.
         down: [E, H, row]: those of the second.
         shared: [T, H] of x's dtype, added to the sum of a token's experts, or None.
-        gate_up_scale: of quantized weights, [E, 2·I] or in groups [E, 2·I, ⌈H/group⌉].
+        gate_up_scale: of quantized weights, [E, rows] or in groups [E, rows, ⌈H/group⌉].
         down_scale: [E, H] or [E, H, ⌈I/group⌉].
         gate_up_offset: as the scale, or None (symmetric).
         down_offset: as the scale, or None.
         group: columns that share a scale; 0 without groups.
-        gate_up_bias: [E, 2·I] of x's dtype, or None.
+        gate_up_bias: [E, rows of gate_up] of x's dtype, or None.
         down_bias: [E, H] of x's dtype, or None.
-        activation: of the gate, one of ACTIVATIONS.
+        activation: of the gate, one of ACTIVATIONS; or RELU2, where there is no gate.
         clamp: in the place of the activation, or None.
         global_num_experts: of how many experts tokens choose, where this rank has E of them; None:
             of E.
@@ -86,6 +89,16 @@ class FusedMoEInputs(NamedTuple):
         """How many experts the tokens choose of."""
         return self.global_num_experts or len(self.gate_up)
 
+    @property
+    def is_gated(self) -> bool:
+        """Whether the first product has the rows of a gate."""
+        return self.activation != RELU2
+
+    @property
+    def inner_size(self) -> int:
+        """Channels between the two products of an expert."""
+        return self.gate_up.shape[1] // (2 if self.is_gated else 1)
+
 
 DECLARATION = OpDeclaration(inputs=FusedMoEInputs)
 MAX_DEQUANTIZED_SHARE = 1 / 32
@@ -102,7 +115,8 @@ Dequantize = Callable[
 def fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:
     """Compute Σ topk_weights · down(act(gate) · up) over the experts of each token, plus shared.
 
-    Products are rounded to x's dtype, as single ops would do, and summed in float32.
+    Without a gate an expert is down(act(up)). Products are rounded to x's dtype, as single ops
+    would do, and summed in float32.
 
     Returns:
         [T, H] of x's dtype.
@@ -141,15 +155,17 @@ def experts_reference(
         return (out if bias is None else out + bias[expert].to(wide)).to(x.dtype)
 
     for expert in range(len(inputs.gate_up)):
-        out = product("down", expert, _gated_activation(inputs, product("gate_up", expert, x)))
+        out = product("down", expert, _activate(inputs, product("gate_up", expert, x)))
         total += out.to(wide) * (weights * (ids == expert)).sum(1, keepdim=True).to(wide)
     if inputs.shared is not None:
         total += inputs.shared.to(wide)
     return total.to(x.dtype)
 
 
-def _gated_activation(inputs: FusedMoEInputs, gate_up: torch.Tensor) -> torch.Tensor:
-    """[T, 2·I] → [T, I]."""
+def _activate(inputs: FusedMoEInputs, gate_up: torch.Tensor) -> torch.Tensor:
+    """The first product → [T, I]."""
+    if not inputs.is_gated:
+        return F.relu(gate_up).square()
     if inputs.clamp is not None:
         return clamped_swiglu(gate_up, inputs.clamp)
     gate, up = gate_up.chunk(2, -1)
@@ -160,6 +176,10 @@ Shape = tuple[int, int, int, int, int]  # tokens, hidden, inner, experts, top_k
 SMALL_SHAPES: list[Shape] = [(1, 64, 32, 8, 2), (5, 64, 32, 4, 3), (21, 96, 64, 3, 2)]
 # with biases: gpt-oss's clamped gate, or GELU where the number of tokens is even
 BIASED_SHAPES: list[Shape] = [(1, 96, 64, 4, 3), (4, 64, 32, 3, 2)]
+# without a gate, with biases
+UNGATED_SHAPES: list[Shape] = [(1, 64, 64, 4, 2), (7, 96, 32, 3, 2), (33, 64, 64, 4, 2)]
+UNGATED_SCALE = 0.5
+"""Of x there: squares have long tails, whose largest values set the grid of 8-bit activations."""
 # of a rank that has half of the experts; its last token has none of them
 LOCAL_SHAPES: list[Shape] = [(1, 64, 32, 4, 3), (2, 64, 32, 2, 2), (22, 96, 64, 3, 2)]
 A3B_SHAPES: list[Shape] = [(rows, 2048, 768, 128, 8) for rows in (1, 8, 64, 1024)]
@@ -177,14 +197,14 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 
 def shapes(device: str) -> list[Shape]:
     """The shapes of the cases on a device."""
-    small = [*SMALL_SHAPES, *BIASED_SHAPES, *LOCAL_SHAPES]
+    small = [*SMALL_SHAPES, *BIASED_SHAPES, *LOCAL_SHAPES, *UNGATED_SHAPES]
     return small if device == "cpu" else [*small, *A3B_SHAPES]
 
 
 def weight_shapes(shape: Shape) -> Iterator[tuple[str, int, int, int]]:
     """Yield name, experts, rows and columns of the weights of both products."""
     _, hidden, inner, experts, _ = shape
-    yield "gate_up", experts, 2 * inner, hidden
+    yield "gate_up", experts, inner if shape in UNGATED_SHAPES else 2 * inner, hidden
     yield "down", experts, hidden, inner
 
 
@@ -209,18 +229,20 @@ def experts_case(
 ) -> Case:
     """A case with these weights; an odd number of tokens has a shared expert's output.
 
-    Those of BIASED_SHAPES and LOCAL_SHAPES have biases and another gate as well.
+    Those of BIASED_SHAPES and LOCAL_SHAPES have biases and another gate as well, those of
+    UNGATED_SHAPES biases and no gate.
     """
     tokens, hidden, inner, experts, top_k = shape
     total = 2 * experts if shape in LOCAL_SHAPES else experts
-    biased = shape in (*BIASED_SHAPES, *LOCAL_SHAPES)
+    biased = shape in (*BIASED_SHAPES, *LOCAL_SHAPES, *UNGATED_SHAPES)
     scores = torch.rand(tokens, total, generator=torch.Generator().manual_seed(tokens))
     topk_weights, ids = scores.topk(top_k, dim=-1)
     if total > experts:
         ids[-1] = NO_EXPERT
         ids[ids >= experts] = NO_EXPERT
+    scale = UNGATED_SCALE if shape in UNGATED_SHAPES else 1.0
     inputs = FusedMoEInputs(
-        randn(tokens, hidden, device=device, dtype=dtype, seed=tokens + hidden),
+        randn(tokens, hidden, device=device, dtype=dtype, seed=tokens + hidden, scale=scale),
         (topk_weights / topk_weights.sum(-1, keepdim=True)).to(device),
         ids.int().to(device),
         shared=(
@@ -238,14 +260,18 @@ def experts_case(
     moved = read + nbytes(inputs.x, inputs.shared) + nbytes(inputs.x)
     suffix = (f" g{group}" if group else "") + (" bias" if biased else "")
     suffix += f" of {total}" if total > experts else ""
-    name = f"{tokens}x{hidden}->2x{inner} top {top_k} of {experts}{suffix}"
-    return Case(name, inputs._asdict(), moved, 6 * tokens * top_k * hidden * inner)
+    halves = 2 if inputs.is_gated else 1
+    name = f"{tokens}x{hidden}->{halves}x{inner} top {top_k} of {experts}{suffix}"
+    return Case(name, inputs._asdict(), moved, 2 * (halves + 1) * tokens * top_k * hidden * inner)
 
 
 def _biases_and_gate(shape: Shape, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    tokens, hidden, inner, experts, _ = shape
+    tokens, hidden, _, experts, _ = shape
+    rows = next(weight_shapes(shape))[2]
+    gate = {"clamp": SwigluClamp(1.702, 1.5)} if tokens % 2 else {"activation": GELU_TANH}
+    scale = UNGATED_SCALE**2 if shape in UNGATED_SHAPES else 1.0
     return {
-        "gate_up_bias": randn(experts, 2 * inner, device=device, dtype=dtype, seed=7),
+        "gate_up_bias": randn(experts, rows, device=device, dtype=dtype, seed=7, scale=scale),
         "down_bias": randn(experts, hidden, device=device, dtype=dtype, seed=8),
-        **({"clamp": SwigluClamp(1.702, 1.5)} if tokens % 2 else {"activation": GELU_TANH}),
+        **({"activation": RELU2} if shape in UNGATED_SHAPES else gate),
     }

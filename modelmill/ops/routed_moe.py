@@ -18,7 +18,7 @@ from modelmill.ops.case import Case, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.fused_moe import TOLERANCE as TOLERANCE
 from modelmill.ops.fused_moe import FusedMoEInputs
-from modelmill.ops.fused_topk import FusedTopkInputs, fused_topk
+from modelmill.ops.fused_topk import SIGMOID, SOFTMAX, FusedTopkInputs, fused_topk
 from modelmill.ops.router_gemm import router_gemm
 
 DECLARATION = OpDeclaration(
@@ -97,7 +97,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
             rules = FusedTopkInputs(
                 x.new_empty(0, count, dtype=torch.float32),
                 draws[1][0] if number % 2 else None, inputs.topk_ids.shape[1],
-                sigmoid=number % 3 == 1, renormalize=number % 2 == 0, scale=1.5,
+                SIGMOID if number % 3 == 1 else SOFTMAX, renormalize=number % 2 == 0, scale=1.5,
             )  # fmt: skip
             if count % 4 == 0 and inputs.topk_ids.shape[1] == 2:
                 rules = rules._replace(groups=4, top_groups=2, group_scores=1 + number % 2)

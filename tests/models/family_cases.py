@@ -74,6 +74,7 @@ class GgufCase:
         grouped: Whether the checkpoint has q, k and v by KV head.
         changes: Of the small config.
         tensors: Changes the checkpoint's tensors before they are renamed.
+        numbers: Metadata that is made from the checkpoint's tensors.
     """
 
     architecture: str
@@ -84,6 +85,7 @@ class GgufCase:
     tensors: Callable[[dict[str, Any], dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = (
         None
     )
+    numbers: Callable[[dict[str, torch.Tensor]], dict[str, list[float]]] | None = None
 
 
 def rms_facts(raw: dict[str, Any]) -> dict[str, Any]:

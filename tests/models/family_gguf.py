@@ -5,6 +5,7 @@ Who imports it skips where the package gguf is missing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,10 @@ def write_gguf(
     path: Path, folder: Path, raw: dict[str, Any], case: GgufCase, *, quantized: bool = False
 ) -> None:
     """Convert a Hugging Face folder; quantized: matrices of layers in Q8_0."""
-    arch = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == case.architecture)
     layers = raw.get("num_hidden_layers", raw.get("num_layers"))
-    names = gguf.get_tensor_name_map(arch, case.facts(raw).get("block_count", layers))
+    names = tensor_names(case.architecture, case.facts(raw).get("block_count", layers))
     tensors = load_file(folder / "model.safetensors")
+    numbers = {} if case.numbers is None else case.numbers(tensors)
     if case.tensors is not None:
         tensors = case.tensors(raw, tensors)
     heads = raw.get("num_attention_heads", 0)
@@ -58,6 +59,8 @@ def write_gguf(
         add = writer.add_string if isinstance(value, str) else add
         add = writer.add_array if isinstance(value, list) else add
         add(f"{case.architecture}.{key}", value)
+    for key, values in numbers.items():
+        writer.add_array(key, values)
     for name, tensor in tensors.items():
         if case.permuted and any(part in name for part in QK):
             is_query = "q_proj" in name or "attention.wq." in name
@@ -65,17 +68,25 @@ def write_gguf(
         if case.grouped and FUSED in name:
             tensor = ungrouped(tensor, heads, kv_heads)
         plain = name.removeprefix("transformer.")  # as the converter does for ChatGLM
-        if name.startswith(("blk.", "rope_freqs.")):  # named by the case
+        if name.startswith(("blk.", "rope_freqs.", "token_embd.", "output")):  # named by the case
             add_tensor(writer, name, tensor, quantized=quantized)
             continue
-        targets = (names.get_name(n, try_suffixes=(".weight", ".bias")) for n in (name, plain))
-        target = next((each for each in targets if each is not None), None)
+        target = names(name) or names(plain)
         assert target is not None, name
         add_tensor(writer, target, tensor, quantized=quantized)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def tensor_names(architecture: str, layers: int) -> Callable[[str], str | None]:
+    """GGUF's name of a tensor by the package gguf, which does not know the newest architectures."""
+    known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+    if architecture not in known:
+        return lambda name: None
+    names = gguf.get_tensor_name_map(known[architecture], layers)
+    return lambda name: names.get_name(name, try_suffixes=(".weight", ".bias"))
 
 
 def add_tensor(writer: Any, name: str, tensor: torch.Tensor, *, quantized: bool) -> None:

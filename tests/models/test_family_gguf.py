@@ -278,3 +278,76 @@ def test_layers_behind_the_counted_ones_are_not_ignored(name: str, tmp_path: Pat
     write_gguf(tmp_path / "model.gguf", tmp_path / "hf", raw, own)
     with pytest.raises(CheckpointError, match=rf"no place for: .*layers\.{counted}\."):
         make_plan(open_checkpoint(tmp_path / "model.gguf"), BuildConfig(dtype="float32"))
+
+
+def test_a_nemotron_h_without_experts(tmp_path: Path) -> None:
+    case = with_changes(
+        "nemotron_h",
+        {"layers_block_type": ["linear_attention", "mlp", "full_attention"], "mlp_bias": True},
+    )
+    assert case.gguf is not None
+    check_gguf(replace(case, gguf=replace(case.gguf, architecture="nemotron_h")), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "words"),
+    [
+        ("nemotron_h", {"feed_forward_length": [0, 32]}, "feed_forward_length must have a number"),
+        ("nemotron_h", {"attention.head_count_kv": [0, 0, -2, 0]}, "head_count_kv must have a num"),
+        ("nemotron_h", {"ssm.inner_size": 97}, "ssm.inner_size 97 is no multiple of the 8 heads"),
+        ("hy_v3", {"expert_gating_func": 1}, "a hy_v3 has sigmoids"),
+        ("hy_v3", {"expert_shared_feed_forward_length": 41}, "no multiple of an expert's 40"),
+        ("lfm2_moe", {"expert_gating_func": 1}, "an lfm2moe has sigmoids"),
+        (
+            "mellum",
+            {"attention.sliding_window_pattern": [1, 2, 0]},
+            "must have true or false",
+        ),
+    ],
+)
+def test_keys_of_the_newest_families_that_do_not_fit(
+    name: str, broken: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    case = CASES[name]
+    assert case.gguf is not None
+    facts, raw = case.gguf.facts, case.raw(**case.gguf.changes)
+    case.save(tmp_path / "hf", **case.gguf.changes)
+    own = replace(case.gguf, facts=lambda raw: {**facts(raw), **broken})
+    write_gguf(tmp_path / "model.gguf", tmp_path / "hf", raw, own)
+    with pytest.raises((CorruptCheckpoint, UnknownArchitecture), match=words):
+        open_checkpoint(tmp_path / "model.gguf")
+
+
+def test_experts_of_projected_tokens_are_refused(tmp_path: Path) -> None:
+    case = CASES["nemotron_h"]
+    assert case.gguf is not None
+    facts, raw = case.gguf.facts, case.raw(**case.gguf.changes)
+    case.save(tmp_path / "hf", **case.gguf.changes)
+    own = replace(case.gguf, facts=lambda raw: {**facts(raw), "moe_latent_size": 24})
+    write_gguf(tmp_path / "model.gguf", tmp_path / "hf", raw, own)
+    with pytest.raises(CheckpointError, match="moe_latent_size"):
+        make_plan(open_checkpoint(tmp_path / "model.gguf"), BuildConfig(dtype="float32"))
+
+
+@pytest.mark.parametrize("values", [[0.5], [1, 2], ["a", "b"]])
+def test_numbers_of_an_activation_that_do_not_fit(values: list[Any], tmp_path: Path) -> None:
+    case = CASES["apertus"]
+    assert case.gguf is not None
+    numbers = case.gguf.numbers
+    assert numbers is not None
+    case.save(tmp_path / "hf")
+    own = replace(case.gguf, numbers=lambda tensors: {**numbers(tensors), "xielu.beta": values})
+    write_gguf(tmp_path / "model.gguf", tmp_path / "hf", case.raw(), own)
+    with pytest.raises(CorruptCheckpoint, match=r"xielu\.beta must have a number for each"):
+        open_checkpoint(tmp_path / "model.gguf")
+
+
+def test_a_phimoe_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """llama.cpp writes one, and computes another router and other norms than the model has."""
+    case = CASES["granitemoe"]
+    assert case.gguf is not None
+    case.save(tmp_path / "hf", **case.gguf.changes)
+    own = replace(case.gguf, architecture="phimoe", tensors=lambda raw, read: {})
+    write_gguf(tmp_path / "model.gguf", tmp_path / "hf", case.raw(**case.gguf.changes), own)
+    with pytest.raises(UnknownArchitecture, match=r"noise of its router.*Hugging Face folder"):
+        open_checkpoint(tmp_path / "model.gguf")

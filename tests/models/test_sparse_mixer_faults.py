@@ -10,21 +10,21 @@ from unittest import mock
 import torch
 
 from modelmill.models import phimoe
-from modelmill.nn import moe, sparse_mixer
+from modelmill.ops import fused_topk
 from tests.models.family_cases import Change, changed
 from tests.models.moe_faults import ROUTING, with_router
 from tests.models.planted_fault import PlantedFault, config_fault, refusal_test, tensor_fault
 
 FAMILY = "phimoe"
-real = sparse_mixer.sparse_mixer
+real = fused_topk.sparse_mixer
 Choice = tuple[torch.Tensor, torch.Tensor]
 
 
-def choice(change: Callable[[torch.Tensor, float], Choice]) -> PlantedFault:
+def choice(change: Callable[[torch.Tensor, int, float], Choice]) -> PlantedFault:
     """Another choice of experts."""
 
     def plant() -> AbstractContextManager[Any]:
-        return mock.patch.object(moe, "sparse_mixer", change)
+        return mock.patch.object(fused_topk, "sparse_mixer", change)
 
     return plant, (ROUTING,), 0
 
@@ -32,8 +32,8 @@ def choice(change: Callable[[torch.Tensor, float], Choice]) -> PlantedFault:
 def of_weights(change: Callable[[torch.Tensor], torch.Tensor]) -> PlantedFault:
     """The right experts with other weights."""
 
-    def chosen(logits: torch.Tensor, jitter: float) -> Choice:
-        weights, ids = real(logits, jitter)
+    def chosen(logits: torch.Tensor, top_k: int, jitter: float) -> Choice:
+        weights, ids = real(logits, top_k, jitter)
         return change(weights), ids
 
     return choice(chosen)
@@ -42,8 +42,8 @@ def of_weights(change: Callable[[torch.Tensor], torch.Tensor]) -> PlantedFault:
 def of_experts(change: Callable[[torch.Tensor, int], torch.Tensor]) -> PlantedFault:
     """The right weights of other experts."""
 
-    def chosen(logits: torch.Tensor, jitter: float) -> Choice:
-        weights, ids = real(logits, jitter)
+    def chosen(logits: torch.Tensor, top_k: int, jitter: float) -> Choice:
+        weights, ids = real(logits, top_k, jitter)
         return weights, change(ids, logits.shape[1])
 
     return choice(chosen)
@@ -52,9 +52,9 @@ def of_experts(change: Callable[[torch.Tensor, int], torch.Tensor]) -> PlantedFa
 def distance_by(size: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> PlantedFault:
     """Rivals by a distance in relation to something else."""
 
-    def chosen(logits: torch.Tensor, jitter: float) -> Choice:
+    def chosen(logits: torch.Tensor, top_k: int, jitter: float) -> Choice:
         weights, ids, remaining = [], [], logits
-        for _ in range(2):
+        for _ in range(top_k):
             best, index = remaining.max(-1, keepdim=True)
             far = (best - logits) / size(logits, best) > 2 * jitter
             weights.append(remaining.masked_fill(far, float("-inf")).softmax(-1).gather(1, index))
@@ -65,8 +65,8 @@ def distance_by(size: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> P
     return choice(chosen)
 
 
-def with_first_among_rivals(logits: torch.Tensor, jitter: float) -> Choice:
-    weights, ids = real(logits, jitter)
+def with_first_among_rivals(logits: torch.Tensor, top_k: int, jitter: float) -> Choice:
+    weights, ids = real(logits, top_k, jitter)
     pair = logits.gather(1, ids).softmax(-1)
     return torch.cat((weights[:, :1], pair[:, 1:]), 1), ids
 

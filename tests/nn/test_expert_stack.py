@@ -14,6 +14,7 @@ from modelmill.nn.expert_stack import (
     OPS,
     STACKED,
     common_view_base,
+    first_product,
     max_dequantized_expert_bytes,
     stack_experts,
     stack_weights,
@@ -92,8 +93,8 @@ def test_views_in_another_order_are_no_stack() -> None:
 
 def lying_in_one_storage(moe: MoE) -> MoE:
     """The same, whose experts' tensors are views of one storage, an expert behind the other."""
-    for name in ("gate_up_proj", "down_proj"):
-        linears = [getattr(expert, name) for expert in moe.experts]
+    experts = moe.local_expert_modules
+    for linears in ([first_product(each) for each in experts], [e.down_proj for e in experts]):
         tensors = [linear.weight.tensors() for linear in linears]
         for suffix in tensors[0].keys() & STACKED:
             # as much again behind each, as other tensors of an expert are in a file
@@ -158,6 +159,20 @@ def test_few_tokens_on_a_cpu_are_one_call(weight_format: str, whole: bool) -> No
     other = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(5))
     actual = fused(x[:3], step, other)
     torch.testing.assert_close(actual, moe(x[:3], STEP, other), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("weight_format", ["int8", "int4"])
+def test_experts_without_a_gate_are_one_call_too(weight_format: str) -> None:
+    if build.available("cpu") is not None:
+        pytest.skip(str(build.available("cpu")))
+    expert = MLPSpec(HIDDEN, 2 * HIDDEN, gated=False, activation="relu2", bias=True)
+    moe = lying_in_one_storage(filled(MoESpec(RouterConfig(EXPERTS, 3), expert), weight_format))
+    calls: list[tuple[str, int]] = []
+    step, fused = counted(calls, "routed_moe"), FusedMoE(moe)
+    for tokens in (1, 5):
+        x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens))
+        torch.testing.assert_close(fused(x, step), moe(x, STEP), rtol=1e-4, atol=1e-5)
+    assert calls == [("routed_moe", 1), ("routed_moe", 5)]
 
 
 def test_a_router_that_got_other_operands_is_computed_with_them() -> None:

@@ -135,6 +135,29 @@ def test_biases_and_gates_are_those_of_the_plain_mixture(
     assert (moe(x, STEP) - other).abs().max() > 1e-2, "the biases take part"
 
 
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("weight_format", ["dense", "int8", "w8a8"])
+def test_experts_without_a_gate_are_those_of_the_plain_mixture(
+    weight_format: str, tokens: int, grouped_step: Any
+) -> None:
+    expert = MLPSpec(HIDDEN, INNER - 16, gated=False, activation="relu2")
+    spec = MoESpec(RouterConfig(EXPERTS, 3), expert, replace(expert, inner=2 * INNER))
+    moe = filled(spec, weight_format)
+    x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(2))
+    expected = moe(x, STEP)
+    fused = FusedMoE(moe, stacks=True)
+    assert fused._stacked is not None
+    assert fused._stacked.has_grouped_op(x, grouped_step.ops)
+    atol = 2e-2 if weight_format == "w8a8" else 1e-5
+    torch.testing.assert_close(fused(x, grouped_step), expected, rtol=1e-4, atol=atol)
+
+
+def test_other_activations_without_a_gate_have_no_grouped_op() -> None:
+    expert = MLPSpec(HIDDEN, INNER, gated=False, activation="gelu")
+    moe = filled(MoESpec(RouterConfig(EXPERTS, 3), expert), "dense")
+    assert FusedMoE(moe, stacks=True)._stacked is None
+
+
 @pytest.mark.parametrize("group_scores", [1, 2])
 def test_groups_are_ranked_by_their_best_scores(group_scores: int, grouped_step: Any) -> None:
     """DeepSeek-V2 ranks a group by its best score, DeepSeek-V3 by the sum of the two best."""

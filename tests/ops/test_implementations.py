@@ -29,12 +29,12 @@ INTERPRETED_IN_FULL_ONLY: Mapping[str, Sequence[str]] = {
     "add_layer_norm_quant": ("35x40-int8-static", "35x40-fp8-*"),
     "add_rms_norm_quant": ("130x96-fp8-*", "130x96-int8-static", "130x96-int8-groups"),
     "causal_conv": ("decode-*", "(33,)*"),
-    "fp8_fused_moe": ("21x*", "22x*", "1x96*"),
+    "fp8_fused_moe": ("21x*", "22x*", "33x*", "1x96*"),
     "fused_moe": ("21x*", "22x*"),
     "gated_delta_rule": ("decode-*", "(9,)*"),
     "image_attention": ("edge", "windows"),
     "int4_fused_moe": ("21x*", "22x*"),
-    "int8_fused_moe": ("21x*", "22x*", "1x96*"),
+    "int8_fused_moe": ("21x*", "22x*", "33x*", "1x96*"),
     "latent_rope_cache": ("1x3x*", "3x20x*"),
     "moe_align_block_size": ("150x*",),
     "paged_attention": (
@@ -62,7 +62,7 @@ INTERPRETED_IN_FULL_ONLY: Mapping[str, Sequence[str]] = {
         "18x612 a8 fallback",
         "18x612 a4 static",
     ),
-    "w8a8_fused_moe": ("21x*", "22x*", "1x96*"),
+    "w8a8_fused_moe": ("21x*", "22x*", "33x*", "1x96*"),
     "upsample_masks": ("3x16->90x60", "2x16->33x107"),
 }
 

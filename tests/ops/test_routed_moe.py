@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from modelmill.ops import registry, routed_moe
 from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.moe import fused_topk as topk_kernel
-from modelmill.ops.fused_topk import FusedTopkInputs, fused_topk
+from modelmill.ops.fused_topk import SIGMOID, SOFTMAX, SPARSE_MIXER, FusedTopkInputs, fused_topk
 from modelmill.ops.routed_moe import RoutedMoEWeights
 from tests.ops.test_cpu_experts import DTYPES, operands
 from tests.ops.test_cpu_kernels import isa as isa
@@ -43,7 +43,8 @@ def test_any_number_of_experts_and_groups(
     order = torch.stack([torch.randperm(experts, generator=draw) for _ in range(rows)])
     logits = order * (8.0 / experts)  # no two alike: the order of equal scores is not defined
     values = None if bias is None else torch.randn(experts, generator=draw).to(bias)
-    rules = (top_k, sigmoid, renormalize, 1.5, groups, top_groups, group_scores)
+    scores = SIGMOID if sigmoid else SOFTMAX
+    rules = (top_k, scores, renormalize, 1.5, groups, top_groups, group_scores)
     inputs = FusedTopkInputs(logits, values, *rules)
     assert topk_kernel.supports(inputs)
     weights, ids = topk_kernel.run(inputs)
@@ -64,7 +65,9 @@ def test_logits_that_are_not_numbers_choose_valid_experts(isa: str) -> None:
     logits[3] = float("inf")
     for groups in (1, 3):
         for sigmoid in (False, True):
-            inputs = FusedTopkInputs(logits, None, 5, sigmoid=sigmoid, groups=groups)
+            inputs = FusedTopkInputs(
+                logits, None, 5, SIGMOID if sigmoid else SOFTMAX, groups=groups
+            )
             weights, ids = topk_kernel.run(inputs._replace(renormalize=False))
             assert all(len(set(row)) == 5 and set(row) <= set(range(21)) for row in ids.tolist())
             if sigmoid:
@@ -81,6 +84,21 @@ def test_of_equal_scores_the_lower_id_is_first() -> None:
     torch.testing.assert_close(weights, torch.full((2, 9), 1 / 9))
 
 
+@pytest.mark.parametrize("jitter", [0.0, 0.05, 0.4, 2.0])
+@pytest.mark.parametrize("experts", [2, 5, 16, 21])
+def test_sparse_mixer_is_that_of_the_definition(experts: int, jitter: float, isa: str) -> None:
+    """Two experts, and three where there are so many; logits of both signs, and all below 0."""
+    logits = torch.randn(40, experts, generator=torch.Generator().manual_seed(experts))
+    logits[20:] = -logits[20:].abs()
+    for top_k in (2, min(3, experts)):
+        rules = FusedTopkInputs(logits, None, top_k, SPARSE_MIXER, False, jitter=jitter)
+        assert topk_kernel.supports(rules)
+        weights, ids = topk_kernel.run(rules)
+        expected, expected_ids = fused_topk(rules)
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
+
+
 def test_rules_that_the_kernel_does_not_have_are_left_to_the_reference() -> None:
     inputs = FusedTopkInputs(torch.zeros(2, 12), torch.zeros(12), 3)
     assert topk_kernel.supports(inputs)
@@ -93,6 +111,7 @@ def test_rules_that_the_kernel_does_not_have_are_left_to_the_reference() -> None
         {"groups": 4, "group_scores": 3},
         {"groups": 12, "group_scores": 2},
         {"top_k": 13},
+        {"scores": SPARSE_MIXER},
     )
     for change in refused:
         assert not topk_kernel.supports(inputs._replace(**change)), change
@@ -121,7 +140,7 @@ def test_one_call_is_to_the_bit_what_the_single_ops_are(
     switches: tuple[dict[str, Any], ...] = (
         {},
         {"router_bias": factors.to(dtype), "logit_scale": 0.5, "scale": 2.5},
-        {"expert_scale": factors.flip(0).half(), "bias": factors.to(dtype), "sigmoid": True},
+        {"expert_scale": factors.flip(0).half(), "bias": factors.to(dtype), "scores": SIGMOID},
         {"groups": 4, "top_groups": 2, "group_scores": 1, "renormalize": False},
     )
     ops = registry.select_backends("cpu")

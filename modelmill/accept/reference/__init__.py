@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 
 from modelmill.accept.reference import (
     decoder,
+    gguf_apertus,
     gguf_delta_net,
     gguf_gemma4,
+    gguf_hunyuan,
     gguf_lfm2,
     gguf_mamba2,
+    gguf_mellum,
+    gguf_nemotron_h,
 )
 from modelmill.accept.reference.base import (
     Affine,
@@ -33,6 +38,7 @@ from modelmill.accept.reference.base import (
 from modelmill.accept.reference.dequantize import DequantizedContainer
 from modelmill.accept.reference.gguf_config import gguf_config, gguf_rope
 from modelmill.accept.reference.gguf_source import GgufSource
+from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import OpenedCheckpoint, RawContainer, TensorSource
 from modelmill.core.errors import UnknownArchitecture
 from modelmill.core.registry import find_module, module_names
@@ -51,6 +57,16 @@ __all__ = [
 ]
 
 
+GGUF_READERS = {
+    architecture: reader
+    for module in (
+        gguf_apertus, gguf_delta_net, gguf_hunyuan, gguf_lfm2, gguf_mamba2, gguf_mellum,
+        gguf_nemotron_h,
+    )
+    for architecture, reader in module.READERS.items()
+}  # fmt: skip
+"""GGUF's architecture → what reads its config, and its tensors."""
+ROPE_DIVISORS = "rope_freqs.weight"
 ABSENT_IF_NULL = re.compile(r".*_(eps|epsilon|multiplier)|logits_scaling|window_size|mamba_expand")
 
 
@@ -98,13 +114,14 @@ def _open_gguf(
     if container.metadata["general.architecture"] == gguf_gemma4.ARCHITECTURE:
         return _open_gemma4_gguf(container, dtype, device)
     architecture = container.metadata["general.architecture"]
-    readers = gguf_mamba2.READERS | gguf_delta_net.READERS | gguf_lfm2.READERS
-    if architecture in readers:
-        read_config, source_class = readers[architecture]
+    if architecture in GGUF_READERS:
+        read_config, source_class = GGUF_READERS[architecture]
         config = read_config(container)
         tensors = source_class(container, dtype, config, device=device)
-        model: ReferenceModel = _find_family_module(config).REFERENCE(tensors, config)
-        return model
+        model: Any = _find_family_module(config).REFERENCE(tensors, config)
+        if ROPE_DIVISORS in container.names():
+            model.rope = _rope_with_divisors(model.rope, tensors.stored_tensor(ROPE_DIVISORS))
+        return cast(ReferenceModel, model)
     config = gguf_config(container)
     family = _find_family_module(config)
     source = GgufSource(container, dtype, config, device=device)
@@ -114,11 +131,16 @@ def _open_gguf(
             own_keys = config | {"model_type": config["architecture"]}
             reference.set_rope(gguf_rope(container, own_keys))
         return reference
-    if "rope_freqs.weight" in container.names():
-        source.stored_tensor("rope_freqs.weight")  # rotary frequencies are computed from it
+    if ROPE_DIVISORS in container.names():
+        source.stored_tensor(ROPE_DIVISORS)  # rotary frequencies are computed from it
     if container.metadata["general.architecture"] != config["model_type"]:
         return decoder.DecoderReference(source, config)
     return decoder.DecoderReference(source, config, gguf_rope(container, config))
+
+
+def _rope_with_divisors(rope: ReferenceRope, divisors: torch.Tensor) -> ReferenceRope:
+    """Return the rotation with each of its frequencies divided by a number of the file."""
+    return replace(rope, rope_type="factors", factors=divisors.float())
 
 
 def _open_gemma4_gguf(

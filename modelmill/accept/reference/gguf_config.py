@@ -18,6 +18,7 @@ FURTHER_ARCHITECTURES = {
     "baichuan": "llama",
     "glm4moe": "glm4_moe",
     "deepseek2": "deepseek_v2",
+    "bitnet": "bitnet",
     "granite": "granite",
     "granitemoe": "granitemoe",
     "minicpm": "minicpm",
@@ -132,6 +133,8 @@ def other_architecture_config(container: RawContainer, architecture: str) -> dic
 
     fact = _metadata_reader(facts, architecture)
     scaling = fact("rope.scaling.type", "none")
+    if scaling == "linear" and fact("rope.scaling.factor", 1.0) == 1.0:
+        scaling = "none"
     if "rope_freqs.weight" in names or scaling not in ("none", SCALED.get(architecture)):
         raise UnknownArchitecture(f"scaled positions of {architecture} are not known here")
     heads, width, layers = (
@@ -167,6 +170,7 @@ def other_architecture_config(container: RawContainer, architecture: str) -> dic
         **(_baichuan(layers) if architecture == "baichuan" else {}),
         **(_gpt_oss(fact) if architecture == "gpt-oss" else {}),
         **(_mpt(fact) if architecture == "mpt" else {}),
+        **({"hidden_act": fact("hidden_activation", "silu")} if architecture == "bitnet" else {}),
         **(_grouped_experts(fact, names) if architecture in ("glm4moe", "deepseek2") else {}),
         **(_deepseek(facts, fact) if architecture == "deepseek2" else {}),
     }

@@ -1,27 +1,25 @@
-"""The config and the tensors of LFM2's GGUFs, as llama.cpp's converter writes them.
+"""The config and the tensors of LFM2's GGUFs, as llama.cpp's converter writes them, and experts'.
 
 Layers without KV heads are convolutions, stored as matrices; the MLP's width is stored as it is.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from modelmill.accept.reference.gguf_source import GgufSource
+from modelmill.accept.reference.gguf_sizes import metadata_reader
+from modelmill.accept.reference.gguf_source import FAMILY_NAMES, GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
-ARCHITECTURE = "lfm2"
+DENSE, EXPERTS = "lfm2", "lfm2moe"
 
 
 def lfm2_config(container: RawContainer) -> dict[str, Any]:
     """Return a config in Hugging Face keys, as far as the reference reads it."""
-    facts, names = container.metadata, container.names()
-
-    def fact(key: str, default: Any = None) -> Any:
-        return facts.get(f"{ARCHITECTURE}.{key}", default)
-
+    fact, names = metadata_reader(container), container.names()
     kv_heads = [int(each) for each in fact("attention.head_count_kv")]
     return {
         "model_type": "lfm2",
@@ -40,8 +38,30 @@ def lfm2_config(container: RawContainer) -> dict[str, Any]:
     }
 
 
+def lfm2_moe_config(container: RawContainer) -> dict[str, Any]:
+    """Return the config of one with experts, whose weights sum to 1."""
+    fact = metadata_reader(container)
+    return lfm2_config(container) | {
+        "model_type": "lfm2_moe",
+        "num_experts": int(fact("expert_count")),
+        "num_experts_per_tok": int(fact("expert_used_count")),
+        "num_dense_layers": int(fact("leading_dense_block_count", 0)),
+    }
+
+
 class Lfm2GgufSource(GgufSource):
     """Such a container under Hugging Face names."""
+
+    OWN_NAMES: ClassVar[Mapping[str, str]] = {
+        **FAMILY_NAMES["lfm2"],
+        "feed_forward.gate": "ffn_gate_inp",
+    }
+
+    def raw_name(self, name: str) -> str:
+        """Return the name that the tensor has in the file."""
+        if name.endswith(".feed_forward.expert_bias"):
+            return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
+        return super().raw_name(name)
 
     def stored_tensor(self, name: str) -> Tensor:
         """Return the tensor as it was before the conversion."""
@@ -49,4 +69,7 @@ class Lfm2GgufSource(GgufSource):
         return tensor[:, None] if name.endswith(".conv.conv.weight") else tensor
 
 
-READERS = {ARCHITECTURE: (lfm2_config, Lfm2GgufSource)}
+READERS: dict[str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]] = {
+    DENSE: (lfm2_config, Lfm2GgufSource),
+    EXPERTS: (lfm2_moe_config, Lfm2GgufSource),
+}

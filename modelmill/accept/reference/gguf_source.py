@@ -8,7 +8,7 @@ gpt2's projections are stored [out, in], where the original has [in, out].
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -131,6 +131,7 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
         "lm_head": "output",
         "norm": "attn_norm",
     },
+    "bitnet": {"self_attn.attn_sub_norm": "attn_sub_norm", "mlp.ffn_sub_norm": "ffn_sub_norm"},
     "olmo2": POST_NORMS,
     "exaone4": POST_NORMS,
     "chatglm": {
@@ -250,6 +251,8 @@ def gguf_name(name: str) -> str:
 class GgufSource(TensorSource):
     """A GGUF container under Hugging Face names and orientations."""
 
+    OWN_NAMES: ClassVar[Mapping[str, str]] = {}
+
     def __init__(
         self,
         container: RawContainer,
@@ -269,7 +272,7 @@ class GgufSource(TensorSource):
             return f"blk.{stem.split('.')[2]}.attn_sinks.weight"
         if suffix == "e_score_correction_bias":
             return f"blk.{stem.split('.')[2]}.exp_probs_b.bias"
-        own = FAMILY_NAMES.get(self._config["model_type"], {})
+        own = {**FAMILY_NAMES.get(self._config["model_type"], {}), **self.OWN_NAMES}
         if stem in own:
             return f"{own[stem]}.{suffix}"
         layers = LAYERS.get(self._config["model_type"], "model.layers.")

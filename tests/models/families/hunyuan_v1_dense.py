@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.models.family_cases import ROPES, based, decoder_family, fault
+from tests.models.family_cases import ROPES, GgufCase, based, decoder_family, fault, rms_facts
 
 ALPHA = {"type": "dynamic", "alpha": 8.0, "factor": 1.0}
 DYNAMIC = {"type": "dynamic", "factor": 4.0}
@@ -28,6 +28,21 @@ FAULTS = {
     ),
 }  # fmt: skip
 
+
+def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:
+    """The keys of its GGUF: the rotation's base has alpha in it."""
+    dim, alpha = raw["head_dim"], raw["rope_scaling"]["alpha"]
+    return {
+        **rms_facts(raw),
+        "attention.key_length": dim,
+        "attention.value_length": dim,
+        "rope.freq_base": 10000.0 * alpha ** (dim / (dim - 2)),
+        "rope.scaling.type": "none",
+        "rope.scaling.factor": 1.0,
+        "rope.scaling.original_context_length": 256,
+    }
+
+
 CASE = decoder_family(
     "hunyuan_v1_dense",
     BASE,
@@ -39,4 +54,5 @@ CASE = decoder_family(
     FAULTS,
     ropes=HUNYUAN_ROPES,
     unnamed_fields=frozenset({"eod_token_id"}),
+    gguf=GgufCase("hunyuan-dense", gguf_facts, changes={"head_dim": 16}),
 )  # fmt: skip

@@ -2,8 +2,31 @@
 
 from __future__ import annotations
 
-from tests.models.families.hunyuan_v1_dense import BASE, FAULTS, HUNYUAN_ROPES, REFUSED
+from typing import Any
+
+from tests.models.expert_gguf import stack_experts
+from tests.models.families.hunyuan_v1_dense import (
+    BASE,
+    FAULTS,
+    HUNYUAN_ROPES,
+    REFUSED,
+    gguf_facts,
+)
+from tests.models.family_cases import GgufCase
 from tests.models.moe_faults import MOE_FAULTS, moe_family
+
+
+def moe_facts(raw: dict[str, Any]) -> dict[str, Any]:
+    """The keys of its GGUF."""
+    return {
+        **gguf_facts(raw),
+        "expert_count": raw["num_experts"],
+        "expert_used_count": raw["moe_topk"],
+        "expert_feed_forward_length": raw["intermediate_size"],
+        "expert_shared_feed_forward_length": raw["intermediate_size"],
+        "expert_shared_count": 1,
+    }
+
 
 CASE = moe_family(
     "hunyuan_v1_moe",
@@ -23,4 +46,5 @@ CASE = moe_family(
     {**MOE_FAULTS, **FAULTS},
     ropes=HUNYUAN_ROPES[-3:],
     unnamed_fields=frozenset({"eod_token_id", "sep_token_id"}),
+    gguf=GgufCase("hunyuan-moe", moe_facts, tensors=lambda _, tensors: stack_experts(tensors)),
 )  # fmt: skip

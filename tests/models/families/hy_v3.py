@@ -2,7 +2,51 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
+from tests.models.expert_gguf import GGUF_NAMES, Tensors, expert_facts, rename, stack_experts
+from tests.models.family_cases import GgufCase, rms_facts
 from tests.models.moe_faults import GROUPED_ROUTER_FAULTS, moe_family
+
+NAMES = {**GGUF_NAMES, "mlp.router.gate": "ffn_gate_inp", "mlp.expert_bias": "exp_probs_b"}
+
+
+def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:
+    """The keys of its GGUF; a layer that predicts is counted among the blocks."""
+    return {
+        **rms_facts(raw),
+        **expert_facts(raw),
+        "attention.key_length": raw["head_dim"],
+        "attention.value_length": raw["head_dim"],
+        "rope.freq_base": 11158840.0,
+        "block_count": raw["num_hidden_layers"] + 1,
+        "nextn_predict_layers": 1,
+        "leading_dense_block_count": 1,
+        "expert_shared_count": raw["num_shared_experts"],
+        "expert_shared_feed_forward_length": (
+            raw["num_shared_experts"] * raw["moe_intermediate_size"]
+        ),
+        "expert_weights_norm": True,
+        "expert_weights_scale": 2.826,
+        "expert_gating_func": 2,
+    }
+
+
+def as_converted(raw: dict[str, Any], tensors: Tensors) -> Tensors:
+    """Under GGUF's names, with a layer that predicts."""
+    width, layer = raw["hidden_size"], raw["num_hidden_layers"]
+    predicting = {
+        name.replace("blk.1.", f"blk.{layer}."): tensor
+        for name, tensor in rename(stack_experts(tensors), NAMES).items()
+        if name.startswith("blk.1.")
+    }
+    for part, shape in {"eh_proj": (width, 2 * width), "enorm": (width,), "hnorm": (width,),
+                        "shared_head_norm": (width,)}.items():  # fmt: skip
+        predicting[f"blk.{layer}.nextn.{part}.weight"] = torch.ones(shape)
+    return {**rename(stack_experts(tensors), NAMES), **predicting}
+
 
 CASE = moe_family(
     "hy_v3",
@@ -26,5 +70,9 @@ CASE = moe_family(
         {"num_key_value_heads": 4}, {"num_key_value_heads": 1},
         {"hidden_size": 64, "intermediate_size": 72}, {"vocab_size": 96},
         {"num_hidden_layers": 3, "mlp_layer_types": None}, {"max_position_embeddings": 128},
+    ),
+    gguf=GgufCase(
+        "hy_v3", gguf_facts, tensors=as_converted,
+        changes={"mlp_layer_types": ["dense", "sparse"], "num_shared_experts": 2},
     ),
 )  # fmt: skip

@@ -2,9 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from tests.models.expert_gguf import Tensors, expert_facts, stack_experts
 from tests.models.families.lfm2 import LAYERS, ConvWithSilu
-from tests.models.family_cases import COMMON_SWITCHES, ROTARY, based, fault
+from tests.models.families.lfm2 import as_converted as convolutions_as_converted
+from tests.models.family_cases import COMMON_SWITCHES, ROTARY, GgufCase, based, fault
 from tests.models.moe_faults import GROUPED_ROUTER_FAULTS, moe_family
+
+
+def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:
+    """The keys of its GGUF."""
+    return {
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "attention.head_count_kv": [
+            0 if each == "conv" else raw["num_key_value_heads"] for each in raw["layer_types"]
+        ],
+        "shortconv.l_cache": 3,
+        "leading_dense_block_count": raw["num_dense_layers"],
+        "expert_gating_func": 2,
+        **expert_facts(raw),
+    }
+
+
+def as_converted(raw: dict[str, Any], tensors: Tensors) -> Tensors:
+    """The convolutions as matrices, the experts in stacks."""
+    out = convolutions_as_converted(raw, stack_experts(tensors))
+    return {
+        name.removeprefix("model.")
+        if ".experts." in name
+        else name.replace(".expert_bias", ".expert_bias.bias"): tensor
+        for name, tensor in out.items()
+    }
+
 
 CASE = moe_family(
     "lfm2_moe",
@@ -35,5 +65,10 @@ CASE = moe_family(
     },
     sizes=tuple(
         each for each in COMMON_SWITCHES if "num_hidden_layers" not in each
+    ),
+    gguf=GgufCase(
+        "lfm2moe", gguf_facts, tensors=as_converted,
+        changes={"rope_theta": 10000.0, "num_hidden_layers": 3, "num_dense_layers": 1,
+                 "layer_types": ["full_attention", "conv", "full_attention"]},
     ),
 )  # fmt: skip

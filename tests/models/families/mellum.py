@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import ROTARY, based, fault
+from typing import Any
+
+from tests.models.expert_gguf import GGUF_NAMES, expert_facts, rename, stack_experts
+from tests.models.family_cases import ROTARY, GgufCase, based, fault, rms_facts
 from tests.models.moe_faults import MOE_FAULTS, moe_family
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+NAMES = {**GGUF_NAMES, "mlp.gate": "ffn_gate_inp"}
+
+
+def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:
+    """The keys of its GGUF."""
+    full, local = (raw["rope_parameters"][f"{kind}_attention"] for kind in ("full", "sliding"))
+    return {
+        **rms_facts(raw),
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        **expert_facts(raw),
+        "attention.key_length": raw["head_dim"],
+        "attention.value_length": raw["head_dim"],
+        "rope.freq_base": full["rope_theta"],
+        "rope.freq_base_swa": local["rope_theta"],
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": full["factor"],
+        "rope.scaling.original_context_length": full["original_max_position_embeddings"],
+        "attention.sliding_window": raw["sliding_window"],
+        "attention.sliding_window_pattern": [
+            each == "sliding_attention" for each in raw["layer_types"]
+        ],
+    }
+
 
 CASE = moe_family(
     "mellum",
@@ -39,6 +66,13 @@ CASE = moe_family(
         {"hidden_size": 64, "intermediate_size": 72}, {"vocab_size": 96},
         {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
         {"max_position_embeddings": 128},
+    ),
+    gguf=GgufCase(
+        "mellum", gguf_facts, tensors=lambda _, tensors: rename(stack_experts(tensors), NAMES),
+        changes={"rope_parameters": {
+            "full_attention": YARN | {"rope_theta": 300.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 200.0},
+        }},
     ),
     unnamed_fields=frozenset({"num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types"}),
 )  # fmt: skip

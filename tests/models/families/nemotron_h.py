@@ -2,10 +2,70 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import VOCAB, FamilyCase, changed, fault
+from typing import Any
+
+from tests.models.expert_gguf import Tensors, expert_facts, stack_experts
+from tests.models.family_cases import VOCAB, FamilyCase, GgufCase, changed, fault
 from tests.models.moe_faults import MOE_KV_TOLERANCE, ROUTING, one_fewer, with_router
 
 TYPES = ["linear_attention", "moe", "full_attention", "mlp"]
+
+
+def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:
+    """The keys of its GGUF, dense or with experts."""
+    types, heads = raw["layers_block_type"], raw["mamba_num_heads"]
+    inner = {"mlp": raw["intermediate_size"], "moe": raw["moe_intermediate_size"]}
+    facts = {
+        "block_count": len(types),
+        "attention.head_count_kv": [
+            raw["num_key_value_heads"] if each == "full_attention" else 0 for each in types
+        ],
+        "feed_forward_length": [inner.get(each, 0) for each in types],
+        "attention.key_length": raw["head_dim"],
+        "attention.value_length": raw["head_dim"],
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "attention.layer_norm_epsilon": 1e-5,
+        "rope.scaling.finetuned": False,
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": raw["ssm_state_size"],
+        "ssm.group_count": raw["n_groups"],
+        "ssm.inner_size": heads * raw["mamba_head_dim"],
+        "ssm.time_step_rank": heads,
+    }
+    if "moe" not in types:
+        return facts
+    return {
+        **facts,
+        **expert_facts(raw, "n_routed_experts"),
+        "expert_shared_count": 1,
+        "expert_shared_feed_forward_length": raw["moe_shared_expert_intermediate_size"],
+        "expert_weights_norm": True,
+        "expert_weights_scale": raw["routed_scaling_factor"],
+        "expert_group_count": raw["n_group"],
+        "expert_group_used_count": raw["topk_group"],
+    }
+
+
+def as_converted(raw: dict[str, Any], tensors: Tensors) -> Tensors:
+    """Decays, columns, groups of the gated norm, and the experts of a layer in one tensor."""
+    out = {}
+    for name, tensor in stack_experts(tensors).items():
+        if name.endswith(".A_log"):
+            out[name] = -tensor.exp()[:, None]
+        elif name.endswith(".D"):
+            out[name] = tensor[:, None].contiguous()
+        elif name.endswith(".dt_bias"):
+            out[name.replace("dt_bias", "dt.bias")] = tensor
+        elif name.endswith(".conv1d.weight"):
+            out[name] = tensor[:, 0].contiguous()
+        elif name.endswith("mixer.norm.weight"):
+            out[name] = tensor.reshape(raw["n_groups"], -1)
+        elif ".mixer.experts." in name:
+            out[name.replace("backbone.", "model.").replace("mixer", "mlp")] = tensor
+        else:
+            out[name.replace("e_score_correction_bias", "e_score_correction.bias")] = tensor
+    return out
+
 
 CASE = FamilyCase(
     "nemotron_h",
@@ -63,5 +123,9 @@ CASE = FamilyCase(
         "no groups": fault(ROUTING, 1, moe=with_router(groups=1, top_groups=1)),
     },
     unnamed_fields=frozenset({"num_nextn_predict_layers"}),
+    gguf=GgufCase(
+        "nemotron_h_moe", gguf_facts, permuted=True, tensors=as_converted,
+        changes={"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
+    ),
     kv_tolerance=MOE_KV_TOLERANCE,
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.models.families import phi
-from tests.models.family_cases import decoder_family, fault, size_switches
+from tests.models.family_cases import QK, decoder_family, fault, size_switches, with_dim
 
 CASE = decoder_family(
     "persimmon",
@@ -14,7 +14,12 @@ CASE = decoder_family(
         {"num_attention_heads": 2}, {"head_dim": 16},
     ),
     {"partial_rotary_factor": 0.05, "qk_layernorm": 1, "layer_norm_eps": -1, "head_dim": 8},
-    {**phi.FAULTS, "ReLU": fault("mlp.act", activation="relu")},
+    {
+        **phi.FAULTS,
+        # the order of rows follows the rotation, those of the norms' weights too
+        "half the rotated channels": fault((*QK, "attn.qkv_norm"), rope=with_dim(4)),
+        "ReLU": fault("mlp.act", activation="relu"),
+    },
     sizes=size_switches(hidden_size=96, num_hidden_layers=3),
     unnamed_fields=frozenset({"hidden_dropout"}),
 )  # fmt: skip

@@ -20,7 +20,8 @@ struct ExpertMatrices {
     int64_t codes_stride, scale_stride, offset_stride, rows, columns;
 };
 
-enum Gate { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2 };
+// kRelu2: of experts without a gate, whose first product has no rows of one.
+enum Gate { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2, kRelu2 = 3 };
 
 struct ExpertsCall {
     void* out;

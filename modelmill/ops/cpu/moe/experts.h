@@ -1,6 +1,7 @@
 // The experts of a mixture for few tokens: both products of all pairs in two calls of the pool.
 //
-// Computes: out[M, H] = Σ topk_weights · down(act(gate) · up) (+ shared)
+// Computes: out[M, H] = Σ topk_weights · down(act(gate) · up) (+ shared), or down(relu²(up)) of
+//     experts without a gate
 // Dtypes: x and out float32, bfloat16 or float16; int8, int4 or e2m1 codes; float32 sums
 // Layout: weights [E, N, row], the experts any number of bytes apart; scales and offsets
 //     [E, N, groups]
@@ -53,7 +54,8 @@ inline int64_t sort_pairs(Scratch& scratch, const ExpertsCall& call, Pair*& pair
     return count;
 }
 
-// out[n] = act(gate) · up, each step rounded to T as the single ops do it.
+// out[n] = act(gate) · up, each step rounded to T as the single ops do it; act(gate) alone for
+// experts without a gate.
 template <class T>
 inline void gate_row(T* out, const T* gate, const T* up, int64_t n, int64_t act, float alpha,
                      float limit) {
@@ -62,6 +64,13 @@ inline void gate_row(T* out, const T* gate, const T* up, int64_t n, int64_t act,
         gelu_tanh_row(out, gate, n);
         for_each_vector(
             n, [&](int64_t i, int c) { put(out + i, mul(take(out + i, c), take(up + i, c)), c); });
+        return;
+    }
+    if (act == kRelu2) {
+        for_each_vector(n, [&](int64_t i, int c) {
+            const vf positive = max(zero(), take(gate + i, c));
+            put(out + i, mul(positive, positive), c);
+        });
         return;
     }
     const vf most = set1(limit), least = set1(-limit), slope = set1(alpha), one = set1(1.0f);
@@ -93,12 +102,13 @@ inline int64_t end_of_expert(const Pair* pairs, int64_t first, int64_t count) {
     return end;
 }
 
-// inner[pairs, I] = act(gate) · up for x as `rows` holds it.
+// inner[pairs, I] = act(gate) · up, or act(up), for x as `rows` holds it.
 template <class Code, class T>
 void multiply_gate_up(T* inner, const ExpertRows<Code, T>& rows, const ExpertsCall& call,
                       const Pair* pairs, int64_t count, int scale_type, float alpha, float limit) {
     constexpr int64_t kChunkBytes = 32 << 10;
-    const int64_t width = call.gate_up.rows / 2;
+    const bool gated = call.gate != kRelu2;
+    const int64_t halves = gated ? 2 : 1, width = call.gate_up.rows / halves;
     const Grouped<Code> first = matrix_of<Code>(call.gate_up, 0, call.group, scale_type);
     const int64_t step = rows_at_once(width, first.bytes, kChunkBytes),
                   chunks = (width + step - 1) / step;
@@ -116,29 +126,32 @@ void multiply_gate_up(T* inner, const ExpertRows<Code, T>& rows, const ExpertsCa
         T* up = gate + n;
         const Grouped<Code> w = matrix_of<Code>(call.gate_up, expert, call.group, scale_type);
         const T* bias = static_cast<const T*>(call.gate_up.bias);
-        if (bias) bias += expert * 2 * width;
+        if (bias) bias += expert * halves * width;
         for (int64_t i = begin; i < end; i++) {
             rows.multiply(sums, pairs[i].token, w, from, to,
-                          next_rows(w, width + from, width + to));
+                          gated ? next_rows(w, width + from, width + to) : next);
             put_rounded(gate, sums, bias ? bias + from : nullptr, n);
-            rows.multiply(sums, pairs[i].token, w, width + from, width + to, next);
-            put_rounded(up, sums, bias ? bias + width + from : nullptr, n);
+            if (gated) {
+                rows.multiply(sums, pairs[i].token, w, width + from, width + to, next);
+                put_rounded(up, sums, bias ? bias + width + from : nullptr, n);
+            }
             gate_row(inner + i * width + from, gate, up, n, call.gate, alpha, limit);
         }
     };
-    parallel_for(used * chunks, 1, used * 2 * width * first.bytes, [&](int64_t item, int64_t last) {
-        for (; item < last; item++) {
-            const int64_t e = item / chunks, from = item % chunks * step;
-            NextRows next;
-            if (item + 1 < used * chunks) {
-                const int64_t start = (item + 1) % chunks * step,
-                              expert = pairs[starts[(item + 1) / chunks]].expert;
-                next = next_rows(matrix_of<Code>(call.gate_up, expert, call.group, scale_type),
-                                 start, end_of(start));
+    parallel_for(
+        used * chunks, 1, used * halves * width * first.bytes, [&](int64_t item, int64_t last) {
+            for (; item < last; item++) {
+                const int64_t e = item / chunks, from = item % chunks * step;
+                NextRows next;
+                if (item + 1 < used * chunks) {
+                    const int64_t start = (item + 1) % chunks * step,
+                                  expert = pairs[starts[(item + 1) / chunks]].expert;
+                    next = next_rows(matrix_of<Code>(call.gate_up, expert, call.group, scale_type),
+                                     start, end_of(start));
+                }
+                chunk(starts[e], starts[e + 1], from, next);
             }
-            chunk(starts[e], starts[e + 1], from, next);
-        }
-    });
+        });
 }
 
 // out[M, H] = Σ weight · down (+ shared) for the pairs' inner values as `rows` holds them.

@@ -8,11 +8,13 @@ import torch
 from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.common.gemm import gemm_function
 from modelmill.ops.cpu.weight_only_gemm.groupwise import SCALE_TYPES
-from modelmill.ops.fused_moe import ACTIVATIONS, FusedMoEInputs, SwigluClamp
+from modelmill.ops.fused_moe import ACTIVATIONS, RELU2, FusedMoEInputs, SwigluClamp
 from modelmill.ops.groupwise import PACK_COLUMNS
 
-CLAMPED_SWIGLU = len(ACTIVATIONS)
-"""The gate's code in expert_matrices.h, behind those of ACTIVATIONS."""
+GATE_CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
+CLAMPED_SWIGLU = len(GATE_CODES)
+GATE_CODES[RELU2] = CLAMPED_SWIGLU + 1
+"""Of expert_matrices.h."""
 NO_CLAMP = SwigluClamp(0.0, 0.0)
 
 
@@ -21,7 +23,7 @@ def supports_layout(inputs: FusedMoEInputs, weight_dtype: torch.dtype) -> bool:
     x, ids = inputs.x, inputs.topk_ids
     if x.dtype not in build.DTYPES or x.dim() != 2 or not x.is_contiguous():
         return False
-    if x.shape[1] % PACK_COLUMNS or inputs.gate_up.shape[1] % (2 * PACK_COLUMNS):
+    if x.shape[1] % PACK_COLUMNS or inputs.inner_size % PACK_COLUMNS:
         return False
     routing = (
         ids.dtype is torch.int32
@@ -32,7 +34,7 @@ def supports_layout(inputs: FusedMoEInputs, weight_dtype: torch.dtype) -> bool:
     of_x = (inputs.shared, inputs.gate_up_bias, inputs.down_bias)
     return (
         routing
-        and inputs.activation in ACTIVATIONS
+        and inputs.activation in GATE_CODES
         and all(t is None or (t.dtype is x.dtype and t.is_contiguous()) for t in of_x)
         and all(
             weight.dtype is weight_dtype and _is_each_expert_contiguous(weight)
@@ -83,12 +85,12 @@ def scale_dtype_code(inputs: FusedMoEInputs) -> int:
 def pack_experts_call(inputs: FusedMoEInputs, out: torch.Tensor) -> list[int]:
     """ExpertsCall of expert_matrices.h."""
     x, gate_up = inputs.x, inputs.gate_up
-    gate = ACTIVATIONS.index(inputs.activation) if inputs.clamp is None else CLAMPED_SWIGLU
+    gate = GATE_CODES[inputs.activation] if inputs.clamp is None else CLAMPED_SWIGLU
     return [
         out.data_ptr(), x.data_ptr(), inputs.topk_weights.data_ptr(), inputs.topk_ids.data_ptr(),
         address(inputs.shared), *inputs.topk_ids.shape, len(gate_up), inputs.group, gate,
         *_pack_expert_matrices(inputs, "gate_up", x.shape[1]),
-        *_pack_expert_matrices(inputs, "down", gate_up.shape[1] // 2),
+        *_pack_expert_matrices(inputs, "down", inputs.inner_size),
     ]  # fmt: skip
 
 

@@ -7,7 +7,12 @@ import torch
 
 from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.common.gemm import gemm_function
-from modelmill.ops.fused_topk import FusedTopkInputs, map_to_local_experts
+from modelmill.ops.fused_topk import (
+    SCORES,
+    SPARSE_MIXER,
+    FusedTopkInputs,
+    map_to_local_experts,
+)
 
 available = build.available
 
@@ -27,6 +32,8 @@ def supports_rules(inputs: FusedTopkInputs, experts: int) -> bool:
     """Whether the kernel chooses so among ``experts``; the logits are not looked at."""
     size, rest = divmod(experts, inputs.groups)
     bias = inputs.bias
+    if inputs.scores == SPARSE_MIXER and (bias is not None or inputs.groups > 1):
+        return False
     return (
         0 < inputs.top_k <= experts
         and rest == 0
@@ -54,8 +61,9 @@ def pack_topk_rules(inputs: FusedTopkInputs, experts: int) -> list[int]:
     return [
         0 if bias is None else bias.data_ptr(),
         0 if bias is None else build.DTYPES[bias.dtype],
-        experts, inputs.top_k, int(inputs.sigmoid), int(inputs.renormalize),
+        experts, inputs.top_k, SCORES.index(inputs.scores), int(inputs.renormalize),
         inputs.groups, inputs.top_groups, inputs.group_scores, double_to_bits(inputs.scale),
+        double_to_bits(inputs.jitter),
     ]  # fmt: skip
 
 

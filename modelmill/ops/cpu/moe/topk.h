@@ -4,7 +4,7 @@
 // Dtypes: logits and weights float32; bias float32, bfloat16 or float16; ids int32
 // Layout: packed
 // Range: any E; groups of one size, ranked by one or two scores
-// Technique: SIMD softmax or sigmoid, one maximum after another
+// Technique: SIMD softmax or sigmoid, or SparseMixer's rivals; one maximum after another
 // Used by: fused_topk.cpp, routed_moe.cpp
 //
 // Of equal scores the lower id is first. A score of NaN ranks last, like the experts of groups that
@@ -14,6 +14,7 @@
 #include "norm_quantize/activation.h"
 
 #include <cfloat>
+#include <cmath>
 #include <limits>
 
 namespace mill {
@@ -21,18 +22,21 @@ namespace mill {
 // How experts are chosen, as moe/fused_topk.py packs it.
 struct TopkRules {
     const void* bias;  // [E], added to the scores for the choice, or null
-    int64_t bias_dtype, experts, top_k, sigmoid, renormalize, groups, top_groups, group_scores;
-    double scale;
+    int64_t bias_dtype, experts, top_k, scores, renormalize, groups, top_groups, group_scores;
+    double scale, jitter;
 };
+
+enum Scores { kSoftmax = 0, kSigmoid = 1, kSparseMixer = 2 };
 
 constexpr float kTaken = -std::numeric_limits<float>::infinity(), kLast = -FLT_MAX;
 
-// scores[padded] of logits[count]; 0 behind the last one.
+// scores[padded] of logits[count]; 0 behind the last one. SparseMixer ranks the logits themselves.
 inline void score_experts(float* scores, const float* logits, int64_t count, int64_t padded,
-                          bool sigmoid) {
+                          int64_t kind) {
     std::memcpy(scores, logits, static_cast<size_t>(count) * sizeof(float));
     for (int64_t i = count; i < padded; i++) scores[i] = kTaken;
-    if (sigmoid) {
+    if (kind == kSparseMixer) return;
+    if (kind == kSigmoid) {
         for (int64_t i = 0; i < padded; i += W)
             store(scores + i, sigmoid_times(set1(1.0f), load(scores + i)));
         return;
@@ -100,20 +104,38 @@ inline int64_t take_largest(float* ranked, int64_t padded) {
     return at;
 }
 
+// SparseMixer's weight of an expert among those that were not chosen before it (`taken`): the
+// softmax over the logits that noise could make the best one.
+inline float rival_weight(const float* logits, int64_t count, int64_t expert, const int32_t* taken,
+                          int64_t turn, double jitter) {
+    const float best = logits[expert], reach = static_cast<float>(2.0 * jitter);
+    float total = 0.0f;
+    for (int64_t i = 0; i < count; i++) {
+        bool before = false;
+        for (int64_t k = 0; k < turn; k++) before = before || taken[k] == i;
+        const float size = std::fabs(logits[i]), largest = size > best ? size : best;
+        if (before || (best - logits[i]) / largest > reach) continue;
+        total += std::exp(logits[i] - best);
+    }
+    return 1.0f / total;
+}
+
 // The choice of one token; top_k is at most the number of experts.
 inline void choose_experts(float* weights, int32_t* ids, const float* logits, Scratch& scratch,
                            const TopkRules& rules) {
     const int64_t padded = (rules.experts + W - 1) / W * W;
     float* scores = scratch.get<float>(2 * padded + 2 * rules.groups);
     float* ranked = scores + padded;
-    score_experts(scores, logits, rules.experts, padded, rules.sigmoid != 0);
+    score_experts(scores, logits, rules.experts, padded, rules.scores);
     rank_experts(ranked, scores, padded, rules);
     if (rules.groups > 1) limit_to_groups(ranked, ranked + padded, rules);
     float total = 0.0f;
     for (int64_t k = 0; k < rules.top_k; k++) {
         const int64_t expert = take_largest(ranked, padded);
         ids[k] = static_cast<int32_t>(expert);
-        weights[k] = scores[expert];
+        weights[k] = rules.scores == kSparseMixer
+                         ? rival_weight(logits, rules.experts, expert, ids, k, rules.jitter)
+                         : scores[expert];
         total += weights[k];
     }
     const float divisor = rules.renormalize ? total : 1.0f, scale = static_cast<float>(rules.scale);

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from modelmill.ops.fused_moe import ACTIVATIONS, FusedMoEInputs
+from modelmill.ops.fused_moe import ACTIVATIONS, RELU2, FusedMoEInputs
 from modelmill.ops.kernel_range import HALF
 from modelmill.ops.triton.moe import grouped_gemm, moe_decode
 
@@ -26,8 +26,11 @@ def uses_pair_kernel(inputs: FusedMoEInputs, few_pairs: float = FEW_PAIRS) -> bo
     return tokens == 1 or few or inputs.x.dtype == torch.float32
 
 
-def supports_layout(inputs: FusedMoEInputs) -> bool:
-    """16-bit or float32 x with packed rows and routing; weights and biases expert by expert."""
+def supports_layout(inputs: FusedMoEInputs, *, ungated: bool = False) -> bool:
+    """16-bit or float32 x with packed rows and routing; weights and biases expert by expert.
+
+    ungated: whether the kernel serves experts without a gate, too.
+    """
     x, shared = inputs.x, inputs.shared
     dtypes = (*HALF, torch.float32)
     return (
@@ -42,7 +45,7 @@ def supports_layout(inputs: FusedMoEInputs) -> bool:
         and inputs.gate_up.is_contiguous()
         and inputs.down.is_contiguous()
         and (shared is None or (shared.is_contiguous() and shared.dtype == x.dtype))
-        and inputs.activation in ACTIVATIONS
+        and inputs.activation in (ACTIVATIONS if not ungated else (*ACTIVATIONS, RELU2))
         and all(
             bias is None or bias.is_contiguous() for bias in (inputs.gate_up_bias, inputs.down_bias)
         )

@@ -21,7 +21,9 @@ from modelmill.ops.triton.moe.experts import supports_layout, supports_scales
 
 def supports(inputs: FusedMoEInputs) -> bool:
     """Packed operands; fp8 (e4m3) weights with float32 scales."""
-    supported = supports_layout(inputs) and supports_scales(inputs, torch.float8_e4m3fn)
+    supported = supports_layout(inputs, ungated=True) and supports_scales(
+        inputs, torch.float8_e4m3fn
+    )
     return supported and supports_fp8(inputs.x.device)
 
 

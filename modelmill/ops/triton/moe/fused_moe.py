@@ -1,6 +1,7 @@
 """The experts of a mixture with weights of x's dtype.
 
-Computes: out[M, H] = Σ topk_weights · down(silu(gate) · up) (+ shared)
+Computes: out[M, H] = Σ topk_weights · down(silu(gate) · up) (+ shared), or
+    down(relu²(up)) of experts without a gate
 Dtypes: x, weights and out bfloat16, float16 or float32; float32 sums
 Layout: row-major; weights [E, N, K]
 Range: any M; E ≤ 1024
@@ -19,4 +20,6 @@ from modelmill.ops.triton.moe.experts import supports_layout
 def supports(inputs: FusedMoEInputs) -> bool:
     """Packed operands of one dtype."""
     dtype = inputs.x.dtype
-    return supports_layout(inputs) and inputs.gate_up.dtype == inputs.down.dtype == dtype
+    return (
+        supports_layout(inputs, ungated=True) and inputs.gate_up.dtype == inputs.down.dtype == dtype
+    )

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.fused_topk import NO_EXPERT, FusedTopkInputs
+from modelmill.ops.fused_topk import NO_EXPERT, SIGMOID, SPARSE_MIXER, FusedTopkInputs
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.device import power_of_two
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
@@ -26,11 +26,14 @@ from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
 MAX_EXPERTS = 1024
 NO_KEY = tl.constexpr(-(2**63))  # behind all keys
+_SIGMOID, _SPARSE_MIXER = tl.constexpr(SIGMOID), tl.constexpr(SPARSE_MIXER)
 
 
 def supports(inputs: FusedTopkInputs) -> bool:
     """Packed float32 logits, groups of one size."""
     logits, bias = inputs.logits, inputs.bias
+    if inputs.scores == SPARSE_MIXER and (bias is not None or inputs.groups > 1):
+        return False
     return (
         (inputs.groups == 1 or _supports_expert_groups(inputs))
         and logits.dtype == torch.float32
@@ -57,8 +60,8 @@ def run(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
     group_size = experts // inputs.groups
     first, end = inputs.local_experts or (0, 0)
     constants = (
-        top_k, inputs.sigmoid, inputs.renormalize, bias is not None, first, end, NO_EXPERT,
-        inputs.groups, inputs.top_groups, inputs.group_scores, group_size,
+        top_k, inputs.scores, 2.0 * inputs.jitter, inputs.renormalize, bias is not None, first, end,
+        NO_EXPERT, inputs.groups, inputs.top_groups, inputs.group_scores, group_size,
         power_of_two(inputs.groups), power_of_two(group_size), block, pdl["PDL"],
     )  # fmt: skip
     _launcher(
@@ -72,7 +75,8 @@ def run(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
 @triton.jit
 def _kernel(
     logits_ptr, bias_ptr, weights_ptr, ids_ptr, experts, scale,
-    TOP_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, BIAS: tl.constexpr,
+    TOP_K: tl.constexpr, SCORES: tl.constexpr, REACH: tl.constexpr, RENORMALIZE: tl.constexpr,
+    BIAS: tl.constexpr,
     FIRST: tl.constexpr, END: tl.constexpr, NONE: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SCORES: tl.constexpr,
     GROUP_SIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -86,14 +90,14 @@ def _kernel(
     logit = tl.load(logits_ptr + expert, mask=inside, other=float("-inf"))
     largest = tl.max(logit, axis=0)
     total = tl.sum(tl.exp(logit - largest), axis=0)
-    score = _score(logit, largest, total, SIGMOID)
+    score = _score(logit, largest, total, SCORES)
     ranked = _selection_score(score, bias_ptr, expert, inside, BIAS)
     if GROUPS > 1:
         group, in_group = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S)
         member = group[:, None] * GROUP_SIZE + in_group[None, :]
         present = (group[:, None] < GROUPS) & (in_group[None, :] < GROUP_SIZE)
         member_logit = tl.load(logits_ptr + member, mask=present, other=float("-inf"))
-        member_score = _score(member_logit, largest, total, SIGMOID)
+        member_score = _score(member_logit, largest, total, SCORES)
         member_ranked = _selection_score(member_score, bias_ptr, member, present, BIAS)
         member_ranked = tl.where(present, member_ranked, float("-inf"))
         allowed = _top_groups(member_ranked, group, in_group, GROUPS, TOP_GROUPS, GROUP_SCORES)
@@ -108,8 +112,10 @@ def _kernel(
         key = tl.where(is_next, NO_KEY, key)
     chosen = inside & (rank < TOP_K)
     weight = score
+    if SCORES == _SPARSE_MIXER:
+        weight = _rival_weights(logit, rank, inside, TOP_K, REACH)
     if RENORMALIZE:
-        weight = weight / tl.sum(tl.where(chosen, score, 0.0), axis=0)
+        weight = weight / tl.sum(tl.where(chosen, weight, 0.0), axis=0)
     place = token * TOP_K + rank
     if END > 0:  # other ranks have the other experts
         local = (expert >= FIRST) & (expert < END)
@@ -120,11 +126,28 @@ def _kernel(
 
 
 @triton.jit
-def _score(logit, largest, total, SIGMOID: tl.constexpr):
+def _rival_weights(logit, rank, inside, TOP_K: tl.constexpr, REACH: tl.constexpr):
+    """SparseMixer's weight of each of the first experts, by their ranks."""
+    weight = tl.zeros_like(logit)
+    logit = tl.where(inside, logit, 0.0)
+    for turn in tl.static_range(TOP_K):
+        best = tl.sum(tl.where(rank == turn, logit, 0.0), axis=0)
+        size = tl.maximum(tl.abs(logit), best)
+        is_far = best - logit > REACH * size
+        is_rival = inside & (rank >= turn) & (is_far == 0)
+        total = tl.sum(tl.where(is_rival, tl.exp(logit - best), 0.0), axis=0)
+        weight = tl.where(rank == turn, 1.0 / total, weight)
+    return weight
+
+
+@triton.jit
+def _score(logit, largest, total, SCORES: tl.constexpr):
     """The score of each expert."""
-    if SIGMOID:
+    if SCORES == _SIGMOID:
         return 1.0 / (1.0 + tl.exp(-logit))
-    else:  # noqa: RET505  Triton needs both branches
+    elif SCORES == _SPARSE_MIXER:  # noqa: RET505  Triton needs all branches
+        return logit
+    else:
         return tl.exp(logit - largest) / total
 
 

@@ -1,7 +1,7 @@
 """Grouped products of many tokens: tiles of one expert's sorted tokens on tensor cores.
 
-Computes: inner[position, I] = act(gate) · up of the sorted pairs; pairs[pair, H] = inner · downᵀ +
-    bias; out[M, H] = Σ topk_weights · pairs (+ shared)
+Computes: inner[position, I] = act(gate) · up, or act(up), of the sorted pairs; pairs[pair, H] =
+    inner · downᵀ + bias; out[M, H] = Σ topk_weights · pairs (+ shared)
 Dtypes: x and out bfloat16 or float16; weights of x's dtype, or int8 or e4m3 with a scale for each
     row, x and inner then also quantized to 8 bits; float32 sums (int8 · int8: int32)
 Layout: row-major; weights [E, N, K]; inner in the order of moe_align_block_size
@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.fused_moe import RELU2, FusedMoEInputs
 from modelmill.ops.triton.common.device import max_shared_bytes, power_of_two
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
@@ -58,6 +58,7 @@ TILES: dict[int, tuple[GroupedTile, GroupedTile]] = {
 }
 # 64 tokens of 8-bit weights: gate and up
 GATE_UP_TILE_8BIT = GroupedTile(64, 64, 64, 4, 4)
+_RELU2 = tl.constexpr(RELU2)
 GROUP = 8  # tiles of tokens that share tiles of the weight in L2
 
 
@@ -91,7 +92,7 @@ def run(
     ids, dtype = inputs.topk_ids, inputs.x.dtype
     (tokens, hidden), top_k, experts = inputs.x.shape, ids.shape[1], len(inputs.gate_up)
     x, x_scale = quantize_rows(inputs.x, act_dtype)
-    inner_size = inputs.gate_up.shape[1] // 2
+    inner_size = inputs.inner_size
     block = _tokens_per_tile(inputs)
     sorted_ids, expert_ids = moe_align_block_size.run(ids, block, experts)
     inner = torch.empty((len(sorted_ids), inner_size), dtype=dtype, device=x.device)
@@ -173,6 +174,8 @@ def _grouped_kernel(
     INT8: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    # the first product of an expert without a gate has one matrix
+    HAS_UP: tl.constexpr = GATED and GATE != _RELU2
     pdl_wait(PDL)
     block, tile, expert = tile_of_program(experts_ptr, blocks, tiles, GROUP)
     if expert >= 0:
@@ -195,7 +198,7 @@ def _grouped_kernel(
                 x = tl.load(x_at + start, mask=inside[:, None], other=0.0)
                 w = tl.load(weight_at + start, mask=inside[None, :], other=0.0)
             total = _multiply_add(w, x, total, X_SCALE, INT8)
-            if GATED:
+            if HAS_UP:
                 if EVEN:
                     u = tl.load(up_at + start)
                 else:
@@ -204,16 +207,16 @@ def _grouped_kernel(
         total = total.to(tl.float32)
         ups = ups.to(tl.float32)
         if SCALE:
-            scale_at = scale_ptr + expert * (2 * n if GATED else n) + weight_row
+            scale_at = scale_ptr + expert * (2 * n if HAS_UP else n) + weight_row
             total *= tl.load(scale_at)[:, None]
-            if GATED:
+            if HAS_UP:
                 ups *= tl.load(scale_at + n)[:, None]
         if X_SCALE:
             x_scale = tl.load(x_scale_ptr + source)[None, :]
             total *= x_scale
             ups *= x_scale
         if BIAS:
-            total, ups = add_bias(bias_ptr, total, ups, expert, weight_row, n, GATED)
+            total, ups = add_bias(bias_ptr, total, ups, expert, weight_row, n, HAS_UP)
         store_pairs(
             out_ptr, total, ups, position, pair, row, n, pairs, GATED, GATE, ALPHA, LIMIT
         )  # fmt: skip

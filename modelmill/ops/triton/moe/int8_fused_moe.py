@@ -1,6 +1,7 @@
 """The experts of a mixture with int8 weights.
 
-Computes: out[M, H] = Σ topk_weights · down(silu(gate) · up) (+ shared)
+Computes: out[M, H] = Σ topk_weights · down(silu(gate) · up) (+ shared), or
+    down(relu²(up)) of experts without a gate
 Dtypes: x and out bfloat16, float16 or float32; int8 weights, float32 scales and sums
 Layout: row-major; weights [E, N, K], scales [E, N]
 Range: any M; E ≤ 1024
@@ -20,4 +21,4 @@ from modelmill.ops.triton.moe.experts import supports_layout, supports_scales
 
 def supports(inputs: FusedMoEInputs) -> bool:
     """Packed operands; int8 weights with float32 scales."""
-    return supports_layout(inputs) and supports_scales(inputs, torch.int8)
+    return supports_layout(inputs, ungated=True) and supports_scales(inputs, torch.int8)

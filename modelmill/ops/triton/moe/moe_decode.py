@@ -1,7 +1,7 @@
 """The experts of a few tokens: each program reads a few rows of the chosen experts' matrices.
 
-Computes: inner[pair, I] = act(gate) · up of each pair of a token and its expert; out[M, H] =
-    Σ topk_weights · (inner · downᵀ + bias) (+ shared)
+Computes: inner[pair, I] = act(gate) · up, or act(up), of each pair of a token and its expert;
+    out[M, H] = Σ topk_weights · (inner · downᵀ + bias) (+ shared)
 Dtypes: x and out bfloat16, float16 or float32; weights of x's dtype, or int8 or e4m3 with a scale
     for each row, x and inner then also quantized to 8 bits; float32 sums
 Layout: row-major; weights [E, N, K], the pairs of a token next to each other
@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.fused_moe import GELU_TANH, FusedMoEInputs
+from modelmill.ops.fused_moe import GELU_TANH, RELU2, FusedMoEInputs
 from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.triton.common.device import power_of_two
 from modelmill.ops.triton.common.dtype_convert import to_float32
@@ -37,6 +37,7 @@ from modelmill.ops.triton.norm_quantize import quantize
 Tile = tuple[int, int, int]
 CLAMPED = "clamped"  # the gate with a clamp, beside the names of activations
 _CLAMPED, _GELU_TANH = tl.constexpr(CLAMPED), tl.constexpr(GELU_TANH)
+_RELU2 = tl.constexpr(RELU2)
 # (rows, columns, warps) of a program: of gate and of up each, and of down
 FEW_TOKENS = 4
 GATE_UP_TILE: Tile = (2, 2048, 4)
@@ -84,7 +85,7 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
     """
     ids, dtype = inputs.topk_ids, inputs.x.dtype
     (tokens, hidden), top_k = inputs.x.shape, ids.shape[1]
-    inner_size = inputs.gate_up.shape[1] // 2
+    inner_size = inputs.inner_size
     x, x_scale = quantize_rows(inputs.x, act_dtype)
     inner = torch.empty((tokens * top_k, inner_size), dtype=dtype, device=x.device)
     out = torch.empty((tokens, hidden), dtype=dtype, device=x.device)
@@ -150,6 +151,7 @@ def _gate_up_kernel(
     SKIPS: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    HAS_UP: tl.constexpr = GATE != _RELU2
     pair = (tl.program_id(0) // blocks).to(tl.int64)
     row = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     # rows past the end repeat the last one: a load without a mask is faster
@@ -165,22 +167,26 @@ def _gate_up_kernel(
     for start in range(0, columns, BLOCK_K):
         if EVEN:
             g = tl.load(gate_at + start, eviction_policy="evict_first")
-            u = tl.load(up_at + start, eviction_policy="evict_first")
+            if HAS_UP:
+                u = tl.load(up_at + start, eviction_policy="evict_first")
             x = tl.load(x_ptr + start + column)
         else:
             inside = column < k - start
             g = tl.load(gate_at + start, mask=inside[None, :], other=0.0)
-            u = tl.load(up_at + start, mask=inside[None, :], other=0.0)
+            if HAS_UP:
+                u = tl.load(up_at + start, mask=inside[None, :], other=0.0)
             x = tl.load(x_ptr + start + column, mask=inside, other=0.0)
         x32 = x.to(tl.float32)[None, :]
         gates += _sum_of_8(to_float32(g) * x32)
-        ups += _sum_of_8(to_float32(u) * x32)
+        if HAS_UP:
+            ups += _sum_of_8(to_float32(u) * x32)
     gate = tl.sum(gates, axis=1)
     up = tl.sum(ups, axis=1)
     if SCALE:
-        scale_at = scale_ptr + expert * (2 * inner) + weight_row
+        scale_at = scale_ptr + expert * (2 * inner if HAS_UP else inner) + weight_row
         gate *= tl.load(scale_at)
-        up *= tl.load(scale_at + inner)
+        if HAS_UP:
+            up *= tl.load(scale_at + inner)
     if X_SCALE:
         x_scale = tl.load(x_scale_ptr + pair // TOP_K)
         gate *= x_scale
@@ -210,9 +216,11 @@ def store_activated(
 ):  # fmt: skip
     """Store what a pair's expert makes of gate and up [N], at the rows that exist."""
     if BIAS:
-        bias_at = bias_ptr + expert * (2 * inner) + weight_row
+        HAS_UP: tl.constexpr = GATE != _RELU2
+        bias_at = bias_ptr + expert * (2 * inner if HAS_UP else inner) + weight_row
         gate += tl.load(bias_at).to(tl.float32)
-        up += tl.load(bias_at + inner).to(tl.float32)
+        if HAS_UP:
+            up += tl.load(bias_at + inner).to(tl.float32)
     out = gated_activation(gate, up, out_ptr.dtype.element_ty, GATE, ALPHA, LIMIT)
     tl.store(out_ptr + pair * inner + row, out, mask=row < inner)
 
@@ -319,8 +327,14 @@ def _sum_of_8(product):
 def gated_activation(
     gate, up, element: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr
 ):
-    """act(gate) · up of float32 values that are rounded to a dtype first, in that dtype."""
+    """act(gate) · up of float32 values that are rounded to a dtype first, in that dtype.
+
+    Without a gate the first product is ``gate`` here, and there is no ``up``.
+    """
     gate = gate.to(element).to(tl.float32)
+    if GATE == _RELU2:
+        positive = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return (positive * positive).to(element)
     up = up.to(element).to(tl.float32)
     exponent = gate
     if GATE == _CLAMPED:

@@ -21,7 +21,7 @@ from modelmill.ops.triton.moe.experts import supports_layout, supports_scales
 
 def supports(inputs: FusedMoEInputs) -> bool:
     """Packed operands; int8 weights with float32 scales."""
-    return supports_layout(inputs) and supports_scales(inputs, torch.int8)
+    return supports_layout(inputs, ungated=True) and supports_scales(inputs, torch.int8)
 
 
 def run(inputs: FusedMoEInputs) -> torch.Tensor:

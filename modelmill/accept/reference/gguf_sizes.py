@@ -1,0 +1,62 @@
+"""The metadata that most GGUF architectures have, under Hugging Face's keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from modelmill.accept.reference.tensor_source import RawContainer
+
+
+def metadata_reader(container: RawContainer) -> Callable[..., Any]:
+    """Return what reads the architecture's own metadata, by key and default."""
+    facts = container.metadata
+    architecture = facts["general.architecture"]
+
+    def fact(key: str, default: Any = None) -> Any:
+        return facts.get(f"{architecture}.{key}", default)
+
+    return fact
+
+
+def decoder_config(container: RawContainer, model_type: str) -> dict[str, Any]:
+    """Return the config of a decoder with RMSNorm and whole heads rotated."""
+    fact, names = metadata_reader(container), container.names()
+    width, heads = int(fact("embedding_length")), int(fact("attention.head_count"))
+    blocks = int(fact("block_count")) - int(fact("nextn_predict_layers", 0))
+    return {
+        "model_type": model_type,
+        "vocab_size": container.tensor_info("token_embd.weight").shape[0],
+        "hidden_size": width,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(fact("attention.head_count_kv", heads)),
+        "head_dim": int(fact("attention.key_length", width // heads)),
+        "max_position_embeddings": int(fact("context_length")),
+        "rms_norm_eps": float(fact("attention.layer_norm_rms_epsilon")),
+        "rope_theta": float(fact("rope.freq_base", 10000.0)),
+        "attention_bias": "blk.0.attn_q.bias" in names,
+        "tie_word_embeddings": "output.weight" not in names,
+    }
+
+
+def rope_scaling_options(fact: Callable[..., Any]) -> dict[str, Any]:
+    """Return a scaled rotation; empty without scaling."""
+    kind, factor = str(fact("rope.scaling.type", "none")), fact("rope.scaling.factor")
+    if kind == "none" or not factor or (kind == "linear" and factor == 1):
+        return {}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": float(factor)}
+    trained = fact("rope.scaling.original_context_length")
+    if trained is not None:
+        scaling["original_max_position_embeddings"] = int(trained)
+    for name in ("beta_fast", "beta_slow"):
+        value = fact(f"rope.scaling.yarn_{name}")
+        if value:
+            scaling[name] = float(value)
+    return scaling
+
+
+def with_scaling(container: RawContainer, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config with the scaling of its rotation, where there is one."""
+    scaling = rope_scaling_options(metadata_reader(container))
+    return config | ({"rope_scaling": scaling} if scaling else {})

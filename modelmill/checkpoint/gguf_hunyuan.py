@@ -1,0 +1,103 @@
+"""GGUF architectures of Hunyuan: dense, with experts, and Hunyuan 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modelmill.checkpoint.gguf_config import ArchitectureKeys, head_dim
+from modelmill.checkpoint.gguf_families import LLAMA_NAMES, GgufArchitecture, read_rms_config
+from modelmill.checkpoint.gguf_grouped_experts import NEXTN_PARTS, SIGMOID_GATING
+from modelmill.core.errors import UnknownArchitecture
+
+DENSE_NAMES = {
+    **LLAMA_NAMES,
+    "blk.attn_q_norm": "self_attn.query_layernorm",
+    "blk.attn_k_norm": "self_attn.key_layernorm",
+}
+EXPERT_NAMES = {
+    **{f"blk.ffn_{part}_exps": f"mlp.experts.*.{part}_proj" for part in ("gate", "up", "down")},
+    **{f"blk.ffn_{part}_shexp": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")},
+}
+MOE_NAMES = {**DENSE_NAMES, **EXPERT_NAMES, "blk.ffn_gate_inp": "mlp.gate.wg"}
+HY_V3_NAMES = {
+    **LLAMA_NAMES,
+    **EXPERT_NAMES,
+    "blk.ffn_gate_inp": "mlp.router.gate",
+    "blk.exp_probs_b": "mlp.expert_bias",
+    # of the layers of multi-token prediction, which are not used
+    **{f"blk.nextn.{part}": part for part in NEXTN_PARTS},
+}
+
+
+def _dense(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read the dense one; the file has the base of the rotation with ``alpha`` in it."""
+    return {
+        **read_rms_config(keys),
+        "head_dim": head_dim(keys),
+        "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
+    }
+
+
+def _moe(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read the experts besides; the weights of a token's experts sum to 1."""
+    return {
+        **_dense(keys),
+        "num_experts": keys.get_count("expert_count"),
+        "moe_topk": keys.get_count("expert_used_count"),
+        "moe_intermediate_size": keys.get_count("expert_feed_forward_length"),
+        "num_shared_expert": _shared_experts(keys, keys.get_count("feed_forward_length")),
+    }
+
+
+def _hy_v3(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read Hunyuan 3, whose layers of multi-token prediction are counted among the blocks."""
+    gating = keys.get_count("expert_gating_func", SIGMOID_GATING)
+    if gating != SIGMOID_GATING:
+        raise UnknownArchitecture(
+            f"{keys.raw.path}: expert_gating_func is {gating}; a hy_v3 has sigmoids "
+            f"({SIGMOID_GATING})"
+        )
+    layers = keys.get_count("block_count") - keys.get_count("nextn_predict_layers", 0)
+    inner = keys.get_count("expert_feed_forward_length")
+    keys.view.get(f"{keys.arch}.leading_dense_block_count")  # the tensors tell it
+    return {
+        **read_rms_config(keys),
+        "num_hidden_layers": layers,
+        "head_dim": head_dim(keys),
+        "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
+        "num_experts": keys.get_count("expert_count"),
+        "num_experts_per_tok": keys.get_count("expert_used_count"),
+        "moe_intermediate_size": inner,
+        "num_shared_experts": _shared_experts(keys, inner),
+        "router_scaling_factor": keys.get_positive_float("expert_weights_scale", 1.0),
+        "route_norm": keys.get_flag("expert_weights_norm", False),
+        "mlp_layer_types": [
+            "sparse" if keys.has_tensor(f"blk.{layer}.ffn_gate_inp.weight") else "dense"
+            for layer in range(layers)
+        ],
+    }
+
+
+def _shared_experts(keys: ArchitectureKeys, inner: int) -> int:
+    """Read how many experts every token has; the file has the width of all of them.
+
+    Raises:
+        UnknownArchitecture: for a width that is no multiple of one expert's.
+    """
+    keys.view.get(f"{keys.arch}.expert_shared_count")
+    width = keys.get_count("expert_shared_feed_forward_length", inner)
+    if width % inner:
+        raise UnknownArchitecture(
+            f"{keys.raw.path}: has expert_shared_feed_forward_length {width}, which is no multiple "
+            f"of an expert's {inner}"
+        )
+    return width // inner
+
+
+HUNYUAN_ARCHITECTURES = {
+    "hunyuan-dense": GgufArchitecture(
+        DENSE_NAMES, model_type="hunyuan_v1_dense", read_config=_dense
+    ),
+    "hunyuan-moe": GgufArchitecture(MOE_NAMES, model_type="hunyuan_v1_moe", read_config=_moe),
+    "hy_v3": GgufArchitecture(HY_V3_NAMES, model_type="hy_v3", read_config=_hy_v3),
+}
