@@ -1,0 +1,35 @@
+"""The experts of a mixture with MXFP4 weights, few rows for each (grouped_gemm_wq.cu)."""
+
+from __future__ import annotations
+
+import torch
+
+from modelmill.ops.cuda.moe import grouped_gemm_wq
+from modelmill.ops.cuda.moe.grouped_gemm_wq import supports as supports
+from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.moe_range import MoERange, moe_problem
+
+SUPPORTED_PROBLEMS = (
+    MoERange(
+        m=grouped_gemm_wq.TOKENS,
+        dtypes=(torch.bfloat16,),
+        weight_dtype=torch.uint8,
+        scale_dtypes=(torch.uint8,),
+        max_pairs_per_expert=grouped_gemm_wq.MAX_PAIRS_PER_EXPERT,
+        offset=False,
+        fits=grouped_gemm_wq.fits,
+    ),
+)
+
+
+def available(device_type: str) -> str | None:
+    """None if the kernel supports this device type; else the reason.
+
+    Compiles the most common config (cached on disk).
+    """
+    return grouped_gemm_wq.why_unavailable(device_type, grouped_gemm_wq.E2M1)
+
+
+def run(inputs: FusedMoEInputs) -> torch.Tensor:
+    """Run the op."""
+    return grouped_gemm_wq.run(inputs, moe_problem(*inputs))
