@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -20,6 +22,20 @@ from tests.ops.emulation.emulator import Emulator, mistakes, requires_emulation,
 pytestmark = requires_emulation
 BF, HF = torch.bfloat16, torch.float16
 LIMIT = {BF: 6e-3, HF: 1e-3}  # of the whole, in the norm: what is between the products is rounded
+
+
+@pytest.fixture(autouse=True)
+def many_stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small stages and few blocks: each block goes on to other experts, and around its ring."""
+    caches = (grouped_gemm_wq.config_for, grouped_gemm_wq.configs_for)
+    changes = {"MAX_STAGE_BYTES": 2 << 10, "MAX_STAGES": 3, "BLOCKS_PER_SM": (1,)}
+    for name, value in changes.items():
+        monkeypatch.setattr(grouped_gemm_wq, name, value)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
 
 
 def random_int8(rows: int, columns: int) -> dict[str, torch.Tensor | None]:
@@ -64,6 +80,25 @@ def inputs_of(op: str, shape: Shape, dtype: torch.dtype, group: int, kind: str) 
     return FusedMoEInputs(x, topk_weights, ids.int(), **own, **more)
 
 
+def written_in_front(
+    emulator: Emulator, inputs: FusedMoEInputs, name: str, arguments: tuple[bytes, ...]
+) -> list[tuple[int, int]]:
+    """What the kernel in front of a launch writes: (address, bytes)."""
+    configs = grouped_gemm_wq.configs_for(moe_problem(*inputs))
+    assert configs is not None
+    pairs, columns = inputs.topk_ids.numel(), inputs.x.shape[1]
+    first = struct.unpack_from("=Q", arguments[0])[0]
+    if name == "moe_align":
+        return [(first, 4 * pairs)]
+    if name == "moe_combine":
+        return [(first, 2 * pairs * columns)]
+    *_, x, _, sorted_ids, expert_ids, _, blocks = struct.unpack_from("=8Q2i", arguments[0])
+    positions = 8 * configs[0].token_tiles * blocks
+    if [each for each, _ in emulator.launched].count(name) == 1:
+        return [(sorted_ids, 4 * positions), (expert_ids, 4 * blocks)]
+    return [(x, positions * inputs.gate_up.shape[1])]
+
+
 def error(
     emulator: Emulator, op: str, shape: Shape, dtype: torch.dtype, group: int, kind: str
 ) -> float:
@@ -75,6 +110,8 @@ def error(
         if isinstance(value, torch.Tensor) and value.dtype == dtype
     }
     expected = registry.reference(op)(inputs._replace(**exact))
+    emulator.launched.clear()
+    emulator.preceding_writes = partial(written_in_front, emulator, inputs)
     actual = grouped_gemm_wq.run(inputs, moe_problem(*inputs))
     assert actual.dtype == dtype
     return float((actual.double() - expected).norm() / expected.norm())
@@ -86,12 +123,13 @@ INT4, MXFP4, INT8 = "int4_fused_moe", "mxfp4_fused_moe", "int8_fused_moe"
 @pytest.mark.parametrize(
     ("op", "shape", "dtype", "group", "kind"),
     [
-        (INT4, (5, 64, 32, 4, 3), BF, 32, "plain"),
-        (MXFP4, (4, 64, 64, 3, 2), BF, 32, "clamped"),
-        (INT8, (3, 64, 64, 4, 2), HF, 0, "shared"),
+        (INT4, (5, 128, 64, 4, 3), BF, 64, "shared"),
         *slow_cases(
+            (INT4, (5, 64, 32, 4, 3), BF, 32, "plain"),
+            (MXFP4, (4, 64, 64, 3, 2), BF, 32, "clamped"),
+            (INT8, (3, 64, 64, 4, 2), HF, 0, "shared"),
             (INT4, (2, 256, 128, 8, 2), HF, 128, "gelu"),
-            (INT4, (21, 384, 96, 3, 2), BF, 64, "local"),
+            (INT4, (21, 384, 64, 3, 2), BF, 64, "local"),
             (INT4, (40, 256, 128, 2, 2), BF, 128, "shared"),
             (INT4, (70, 128, 128, 3, 2), BF, 128, "shared"),
             (MXFP4, (30, 192, 128, 3, 3), BF, 32, "gelu"),
@@ -107,6 +145,31 @@ def test_experts(
     assert error(emulator, op, shape, dtype, group, kind) < LIMIT[dtype]
     names = [name for name, _ in emulator.launched]
     assert names == ["moe_align", "grouped_gemm_wq", "grouped_gemm_wq", "moe_combine"]
+
+
+CHANGES = {
+    "gate and up do not wait": ("if (GATED) pdl_wait();", ""),
+    "down does not wait": ("if (!GATED) pdl_wait();", ""),
+    "a stage is not waited for": (
+        "mbarrier_wait(shared_address(&exchange.full[state.stage]), state.parity);",
+        "",
+    ),
+    "sums of x": ("low_base * sum.y", "low_base * sum.x"),
+    "a stage too early": ("done >= REFILL_LAG", "true"),
+    "rows of two experts": (
+        "if (at.block != block) {\n            block = at.block;\n            first",
+        "if (block < 0) {\n            block = at.block;\n            first",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", mistakes(CHANGES))
+def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
+    case = (MXFP4, (9, 128, 128, 3, 2), BF, 32, "clamped")
+    if "low_base" in change[0]:
+        case = (INT4, (9, 128, 128, 3, 2), BF, 64, "shared")
+    assert emulator.detects(change, lambda: error(emulator, *case) < LIMIT[BF])
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,9 @@ MIN_BYTES_IN_FLIGHT = (
 )  # of an SM: 4.2 TB/s times 1 us is 32 KiB, and blocks of pairs change
 _SM_SHARED_BYTES, _MAX_SHARED_BYTES, _BLOCK_RESERVED_BYTES = 227 << 10, 226 << 10, 1 << 10
 _MAX_WARPS = 16
-_SM_QUARTER_REGISTERS, _OTHER_REGISTERS = 16384, 32
+_SM_QUARTER_REGISTERS, _OTHER_REGISTERS = 16384, 40
+# of an SM's memory: what the blocks that are to run side by side need (ops/carveout.py)
+_CARVEOUT_PERCENT = 100
 _CLAMPED = len(ACTIVATIONS)  # GATE of a SwigluClamp
 _COMBINE_THREADS, _COMBINE_COLUMNS = 128, 8
 
@@ -115,7 +117,11 @@ class GroupedConfig(NamedTuple):
         """Whether a thread's columns of x and sums fit beside what else it needs."""
         per_quarter = -(-self.warps * self.blocks // 4)
         limit = min(255, _SM_QUARTER_REGISTERS // (32 * per_quarter) // 8 * 8)
-        needed = product.k * self.token_tiles // (8 * self.warps) + 8 * self.token_tiles
+        x = product.k * self.token_tiles // (8 * self.warps)
+        tiles = product.k // (self.k_tile * self.warps)
+        # products of codes beside the sums of several K tiles, and the scales of some of them
+        both = product.weight_format == INT4 and tiles > 1
+        needed = x + 4 * self.token_tiles * (2 if both else 1) + (16 if both and tiles > 3 else 0)
         return needed <= limit - _OTHER_REGISTERS
 
     def with_stages(self, product: GroupedProduct) -> GroupedConfig | None:
@@ -199,8 +205,8 @@ def configs_for(problem: MoEProblem) -> tuple[GroupedConfig, GroupedConfig] | No
     if products is None:
         return None
     average = problem.pairs_per_expert
-    wanted = next(tiles for tiles, most in PAIRS_BY_TILES if average <= most)
-    for tiles in range(wanted, 0, -1):
+    preferred = next(tiles for tiles, most in PAIRS_BY_TILES if average <= most)
+    for tiles in range(preferred, 0, -1):
         first, second = (config_for(product, tiles) for product in products)
         if first is not None and second is not None:
             return first, second
@@ -279,7 +285,7 @@ def _launch(
     gate = _CLAMPED if inputs.clamp is not None else ACTIVATIONS.index(inputs.activation)
     kernel = launch.load_kernel(
         "grouped_gemm_wq", "grouped_gemm_wq", kernel_macros(x.dtype, product, config, gate),
-        32 * config.warps, config.shared_bytes(product), device,
+        32 * config.warps, config.shared_bytes(product), device, _CARVEOUT_PERCENT,
     )  # fmt: skip
     sizes = (inputs.topk_ids.numel(), len(order[1]), inputs.topk_ids.shape[1], x.stride(0))
     clamp = inputs.clamp or (0.0, 0.0)
