@@ -157,9 +157,10 @@ CHANGES = {
     "sums of x": ("low_base * sum.y", "low_base * sum.x"),
     "a stage too early": ("done >= REFILL_LAG", "true"),
     "rows of two experts": (
-        "if (at.block != block) {\n            block = at.block;\n            first",
-        "if (block < 0) {\n            block = at.block;\n            first",
+        "if (at.block != block) {\n            block = at.block;",
+        "if (block < 0) {\n            block = at.block;",
     ),
+    "halves of a quad's rows": ("swapped = quad % 2", "swapped = false"),
 }
 
 

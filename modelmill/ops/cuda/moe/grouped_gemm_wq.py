@@ -20,7 +20,7 @@ from modelmill.ops.fused_moe import ACTIVATIONS, FusedMoEInputs
 from modelmill.ops.moe_range import MoEProblem
 
 INT4, E2M1, INT8 = 0, 1, 2
-FORMAT_OF_DTYPES = {
+FORMAT_OF_DTYPES: dict[tuple[torch.dtype | None, torch.dtype | None], int] = {
     (torch.uint8, torch.float16): INT4,
     (torch.uint8, torch.uint8): E2M1,
     (torch.int8, torch.float32): INT8,
@@ -100,8 +100,8 @@ class GroupedConfig(NamedTuple):
     def stage_bytes(self, product: GroupedProduct) -> int:
         """Shared memory of a stage."""
         words = self.k_tile // (16 if product.weight_format == INT8 else 32)
-        pitch = product.row_bytes + (16 * words - product.row_bytes) % 128
-        return 16 * self.row_tiles * (pitch + product.beside_bytes)
+        skew = 0 if product.row_bytes % 128 else 16 * words
+        return 16 * self.row_tiles * (product.row_bytes + product.beside_bytes) + skew
 
     def exchange_bytes(self, product: GroupedProduct) -> int:
         """Shared memory behind the stages."""
@@ -134,8 +134,7 @@ class GroupedConfig(NamedTuple):
 
 def products_of(problem: MoEProblem) -> tuple[GroupedProduct, GroupedProduct] | None:
     """Both products of a problem; None where the kernel has not their format."""
-    dtypes = (problem.weight_dtype, problem.scale_dtype)
-    weight_format = FORMAT_OF_DTYPES.get(dtypes)  # type: ignore[call-overload]
+    weight_format = FORMAT_OF_DTYPES.get((problem.weight_dtype, problem.scale_dtype))
     hidden, inner = problem.hidden, problem.inner
     if weight_format is None or hidden % 32 or inner % 32:
         return None
@@ -288,10 +287,8 @@ def _launch(
         32 * config.warps, config.shared_bytes(product), device, _CARVEOUT_PERCENT,
     )  # fmt: skip
     sizes = (inputs.topk_ids.numel(), len(order[1]), inputs.topk_ids.shape[1], x.stride(0))
-    clamp = inputs.clamp or (0.0, 0.0)
-    work = struct.pack(
-        "=8Q5i2f4x", *launch.data_pointers(*operands, x, out, *order), *sizes, product.n, *clamp
-    )
+    pointers = launch.data_pointers(*operands, x, out, *order)
+    work = struct.pack("=8Q4i2f", *pointers, *sizes, *(inputs.clamp or (0.0, 0.0)))
     kernel.launch(launch.sm_count(device) * config.blocks, work, pdl=True)
 
 
@@ -318,6 +315,7 @@ def kernel_macros(
     sizes = {
         "FORMAT": product.weight_format,
         "K": product.k,
+        "N": product.n,
         "GROUP": product.group,
         "GATED": product.gated,
         "OFFSET": product.offset,

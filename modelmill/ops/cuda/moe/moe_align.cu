@@ -51,8 +51,7 @@ __device__ inline int accumulate(int* counts, int expert, int experts) {
     return total;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    moe_align(const __grid_constant__ Work w) {
+extern "C" __global__ void __launch_bounds__(THREADS) moe_align(const __grid_constant__ Work w) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int* counts = reinterpret_cast<int*>(shared);  // [WARPS][experts]
     int *own = counts + warp * w.experts, *padded = counts + WARPS * w.experts;

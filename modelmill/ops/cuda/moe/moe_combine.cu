@@ -31,8 +31,7 @@ __device__ inline void add_scaled(float (&sum)[EACH], const uint4& eight, float 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    moe_combine(const __grid_constant__ Work w) {
+extern "C" __global__ void __launch_bounds__(THREADS) moe_combine(const __grid_constant__ Work w) {
     pdl_wait();
     pdl_launch_dependents();
     const int parts = w.columns / EACH, at = blockIdx.x * THREADS + threadIdx.x;
@@ -48,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     const long long out = static_cast<long long>(token) * w.columns + column;
     if (w.shared) add_scaled(sum, *reinterpret_cast<const uint4*>(w.shared + out), 1.0f);
-    *reinterpret_cast<uint4*>(w.out + out) = {
-        rounded_pair(sum[0], sum[1]), rounded_pair(sum[2], sum[3]), rounded_pair(sum[4], sum[5]),
-        rounded_pair(sum[6], sum[7])};
+    *reinterpret_cast<uint4*>(w.out +
+                              out) = {rounded_pair(sum[0], sum[1]), rounded_pair(sum[2], sum[3]),
+                                      rounded_pair(sum[4], sum[5]), rounded_pair(sum[6], sum[7])};
 }

@@ -3,7 +3,7 @@
 // Computes: total[16, 8 · LIVE] += dequant(weight[16, K_TILE]) · x[8 · LIVE, K_TILE]ᵀ
 // Dtypes: int4 codes with float16 scales and offsets, e2m1 codes with e8m0 scales, or int8, to
 //     bfloat16 or float16; float32 accumulators
-// Layout: weights in shared memory, rows PITCH bytes apart; x in registers
+// Layout: weights in shared memory, rows in two halves SKEW bytes apart; x in registers
 // Range: K_TILE 128, 64 or 32 columns (int8: half of it)
 // Technique: lop3 magic numbers, mma.sync m16n8k16
 // Used by: grouped_gemm_wq.cu
@@ -17,7 +17,7 @@
 // infinite.
 //
 // Macros: FORMAT (0: int4, 1: e2m1, 2: int8), K (columns), GROUP (columns of a scale), K_TILE,
-// WARPS, TOKEN_TILES, OFFSET (0: symmetric), HALF.
+// WARPS, TOKEN_TILES (of 8 pairs), ROW_TILES (of 16 rows in a stage), OFFSET (0: symmetric), HALF.
 #pragma once
 #include "common/mma.cuh"
 #include "weight_only_gemm/dequant_int4.cuh"
@@ -29,9 +29,11 @@ constexpr int ROW_BYTES = FORMAT == INT8 ? K : K / 2;
 constexpr int WORDS = FORMAT == INT8 ? K_TILE / 16 : K_TILE / 32;  // of a thread's quarter of a row
 constexpr int MMAS = FORMAT == INT8 ? WORDS : 2 * WORDS;           // of a K tile
 constexpr int TILES_PER_WARP = K / K_TILE / WARPS;
-// rows of a fragment begin in different banks
-constexpr int PITCH = ROW_BYTES + (16 * WORDS - ROW_BYTES % 128 + 128) % 128;
-// of a row, in bytes
+// Rows of a stage lie in two halves; the second one begins in other banks where all rows would
+// begin in the same.
+constexpr int HALF_ROWS = 8 * ROW_TILES, SKEW = ROW_BYTES % 128 ? 0 : 16 * WORDS,
+              HALF_AT = HALF_ROWS * ROW_BYTES + SKEW;
+// of a row's scales
 constexpr int SCALE_BYTES = FORMAT == INT4 ? K / GROUP * 2 : FORMAT == E2M1 ? K / 32 : 4;
 
 // One warp's columns of x: B fragments of its K tiles.
@@ -92,24 +94,27 @@ struct Fragments {
     }
 };
 
-// Two rows of a stage in shared memory, and where its scales and offsets begin.
-struct RowPair {
+// Two rows of a stage in shared memory.
+template <int SCALES, int OFFSETS> struct RowPair {
     const unsigned char* stage;
-    int low, high, scale_at, offset_at;
+    int low, high;
 
+    __device__ const unsigned char* weights(int row) const {
+        return stage + row * ROW_BYTES + (row < HALF_ROWS ? 0 : SKEW);
+    }
     __device__ float half_at(int at, int row, int group) const {
         return half_to_float(
             *reinterpret_cast<const u16*>(stage + at + row * SCALE_BYTES + 2 * group));
     }
-    __device__ float scale(int row, int group) const { return half_at(scale_at, row, group); }
+    __device__ float scale(int row, int group) const { return half_at(SCALES, row, group); }
     // what a sum of x is multiplied by
     __device__ float base(int row, int group) const {
         const float step = scale(row, group);
-        return (OFFSET ? half_at(offset_at, row, group) : -INT4_ZERO_POINT * step) - MAGIC * step;
+        return (OFFSET ? half_at(OFFSETS, row, group) : -INT4_ZERO_POINT * step) - MAGIC * step;
     }
     // e8m0: a pair of 2^(code − 127 + 126 − 32)
     __device__ u32 power_of_two_pair(int row, int run) const {
-        const u32 power = min(stage[scale_at + row * SCALE_BYTES + run] + 94, 255) << 7;
+        const u32 power = min(stage[SCALES + row * SCALE_BYTES + run] + 94, 255) << 7;
         return power | power << 16;
     }
 };
@@ -165,15 +170,14 @@ __device__ __forceinline__ void dequantize(u32 (&a)[4], const u32 (&low)[WORDS],
 }
 
 // k_tile: of the whole row; x: B fragments of the K tile; sums: of its x.
-template <int LIVE>
-__device__ __forceinline__ void
-multiply_tile(float (&total)[LIVE][4], const RowPair& rows, int k_tile,
-              const u32 (&x)[MMAS][TOKEN_TILES][2], int quad_lane,
-              const float2 (&sums)[TOKEN_TILES][4]) {
+template <int LIVE, typename Rows>
+__device__ __forceinline__ void multiply_tile(float (&total)[LIVE][4], const Rows& rows, int k_tile,
+                                              const u32 (&x)[MMAS][TOKEN_TILES][2], int quad_lane,
+                                              const float2 (&sums)[TOKEN_TILES][4]) {
     u32 low[WORDS], high[WORDS], low_scales = 0, high_scales = 0;
-    const unsigned char* from = rows.stage + (k_tile * 4 + quad_lane) * (4 * WORDS);
-    read_words(low, from + rows.low * PITCH);
-    read_words(high, from + rows.high * PITCH);
+    const int from = (k_tile * 4 + quad_lane) * (4 * WORDS);
+    read_words(low, rows.weights(rows.low) + from);
+    read_words(high, rows.weights(rows.high) + from);
     if (FORMAT == E2M1) {
         const int run = k_tile * (K_TILE / 32) + quad_lane * WORDS / 4;
         low_scales = rows.power_of_two_pair(rows.low, run);
@@ -192,8 +196,7 @@ multiply_tile(float (&total)[LIVE][4], const RowPair& rows, int k_tile,
         const int group = k_tile * K_TILE / GROUP;
         const float low_scale = rows.scale(rows.low, group),
                     high_scale = rows.scale(rows.high, group),
-                    low_base = rows.base(rows.low, group),
-                    high_base = rows.base(rows.high, group);
+                    low_base = rows.base(rows.low, group), high_base = rows.base(rows.high, group);
 #pragma unroll
         for (int n = 0; n < LIVE; ++n) {
             const float2 sum = sums[n][quad_lane];
