@@ -28,7 +28,12 @@ LIMIT = {BF: 6e-3, HF: 1e-3}  # of the whole, in the norm: what is between the p
 def many_stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small stages and few blocks: each block goes on to other experts, and around its ring."""
     caches = (grouped_gemm_wq.config_for, grouped_gemm_wq.configs_for)
-    changes = {"MAX_STAGE_BYTES": 2 << 10, "MAX_STAGES": 3, "BLOCKS_PER_SM": (1,)}
+    changes = {
+        "MAX_STAGE_BYTES": 2 << 10,
+        "MAX_STAGES": 3,
+        "BLOCKS_PER_SM": (1,),
+        "SHARED_STAGES": 2,
+    }
     for name, value in changes.items():
         monkeypatch.setattr(grouped_gemm_wq, name, value)
     for cache in caches:

@@ -47,6 +47,18 @@ _CLAMPED = len(ACTIVATIONS)  # GATE of a SwigluClamp
 _COMBINE_THREADS, _COMBINE_COLUMNS = 128, 8
 
 
+def available(device_type: str) -> str | None:
+    """None if the kernel supports this device type; else the reason.
+
+    Compiles a common config (cached on disk), once for all formats.
+    """
+    product = GroupedProduct(INT4, 2048, 768, 128, True, True, False)
+    config = config_for(product, 1)
+    assert config is not None, "a common size"
+    macros = kernel_macros(torch.bfloat16, product, config, 0)
+    return build.why_unavailable(device_type, "grouped_gemm_wq", macros)
+
+
 class GroupedProduct(NamedTuple):
     """One of the two products as its kernel is compiled for it.
 
@@ -332,13 +344,3 @@ def kernel_macros(
         "CHUNK": config.chunk,
     }
     return (*(f"{name}={int(size)}" for name, size in sizes.items()), *TYPES[dtype])
-
-
-def why_unavailable(device_type: str, weight_format: int) -> str | None:
-    """None if the kernel compiles for this device type, of the sizes of Qwen3-30B-A3B."""
-    group = {INT4: 128, E2M1: 32, INT8: 2048}[weight_format]
-    product = GroupedProduct(weight_format, 2048, 768, group, True, False, False)
-    config = config_for(product, 1)
-    assert config is not None, "a common size"
-    macros = kernel_macros(torch.bfloat16, product, config, 0)
-    return build.why_unavailable(device_type, "grouped_gemm_wq", macros)

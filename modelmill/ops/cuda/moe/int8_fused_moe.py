@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.cuda.moe import grouped_gemm_wq
+from modelmill.ops.cuda.moe.grouped_gemm_wq import available as available
 from modelmill.ops.cuda.moe.grouped_gemm_wq import supports as supports
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.kernel_range import HALF
@@ -21,14 +22,6 @@ SUPPORTED_PROBLEMS = (
         fits=grouped_gemm_wq.fits,
     ),
 )
-
-
-def available(device_type: str) -> str | None:
-    """None if the kernel supports this device type; else the reason.
-
-    Compiles the most common config (cached on disk).
-    """
-    return grouped_gemm_wq.why_unavailable(device_type, grouped_gemm_wq.INT8)
 
 
 def run(inputs: FusedMoEInputs) -> torch.Tensor:

@@ -13,6 +13,7 @@
 
 constexpr int WARPS = 32, THREADS = 32 * WARPS;
 constexpr int MAX_STEPS = 8;  // of 32 pairs for a warp
+constexpr int MAX_EXPERTS = 1024;
 
 struct Work {
     const int* ids;
@@ -40,17 +41,6 @@ __device__ inline int rank_of(int* own, int id) {
     return before + earlier;
 }
 
-// Replaces an expert's counts by those of the warps in front; returns its number of pairs.
-__device__ inline int accumulate(int* counts, int expert, int experts) {
-    int total = 0;
-    for (int warp = 0; warp < WARPS; ++warp) {
-        const int own = counts[warp * experts + expert];
-        counts[warp * experts + expert] = total;
-        total += own;
-    }
-    return total;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS) moe_align(const __grid_constant__ Work w) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int* counts = reinterpret_cast<int*>(shared);  // [WARPS][experts]
@@ -60,30 +50,41 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe_align(const __grid_con
     pdl_wait();
     pdl_launch_dependents();
     const int steps = (w.pairs + THREADS - 1) / THREADS, first = warp * steps * 32 + lane;
-    int id[MAX_STEPS], rank[MAX_STEPS];
+    int place[MAX_STEPS];  // expert and rank, or −1
 #pragma unroll
     for (int s = 0; s < MAX_STEPS; ++s) {
         const int pair = first + 32 * s;
-        id[s] = s < steps && pair < w.pairs ? w.ids[pair] : -1;
+        place[s] = s < steps && pair < w.pairs ? w.ids[pair] : -1;
     }
 #pragma unroll
-    for (int s = 0; s < MAX_STEPS; ++s)
-        if (s < steps) rank[s] = rank_of(own, id[s]);
+    for (int s = 0; s < MAX_STEPS; ++s) {
+        if (s >= steps) continue;
+        const int rank = rank_of(own, place[s]);
+        if (place[s] >= 0) place[s] += rank * MAX_EXPERTS;
+    }
     __syncthreads();
     const int expert = threadIdx.x;
-    int total = 0;
+    int total = 0, before[WARPS];  // pairs of the warps in front
     if (expert < w.experts) {
-        total = accumulate(counts, expert, w.experts);
+#pragma unroll
+        for (int k = 0; k < WARPS; ++k) before[k] = counts[k * w.experts + expert];
+#pragma unroll
+        for (int k = 0; k < WARPS; ++k) {
+            const int mine = before[k];
+            before[k] = total, total += mine;
+        }
         padded[expert] = (total + w.block_size - 1) / w.block_size * w.block_size;
     }
     __syncthreads();
     int start = 0, used = 0;
+#pragma unroll 8
     for (int i = 0; i < w.experts; ++i) {
         start += i < expert ? padded[i] : 0;
         used += padded[i];
     }
     if (expert < w.experts) {
-        for (int k = 0; k < WARPS; ++k) counts[k * w.experts + expert] += start;
+#pragma unroll
+        for (int k = 0; k < WARPS; ++k) counts[k * w.experts + expert] = start + before[k];
         const int end = start + padded[expert];
         for (int i = start + total; i < end; ++i) w.sorted_ids[i] = w.pairs;
         for (int i = start; i < end; i += w.block_size) w.expert_ids[i / w.block_size] = expert;
@@ -95,5 +96,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe_align(const __grid_con
     __syncthreads();
 #pragma unroll
     for (int s = 0; s < MAX_STEPS; ++s)
-        if (s < steps && id[s] >= 0) w.sorted_ids[own[id[s]] + rank[s]] = first + 32 * s;
+        if (place[s] >= 0)
+            w.sorted_ids[own[place[s] % MAX_EXPERTS] + place[s] / MAX_EXPERTS] = first + 32 * s;
 }

@@ -114,8 +114,7 @@ template <int SCALES, int OFFSETS> struct RowPair {
     }
     // e8m0: a pair of 2^(code − 127 + 126 − 32)
     __device__ u32 power_of_two_pair(int row, int run) const {
-        const u32 power = min(stage[SCALES + row * SCALE_BYTES + run] + 94, 255) << 7;
-        return power | power << 16;
+        return min(stage[SCALES + row * SCALE_BYTES + run] + 94, 255) * 0x00800080u;
     }
 };
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.cuda.moe import grouped_gemm_wq
+from modelmill.ops.cuda.moe.grouped_gemm_wq import available as available
 from modelmill.ops.cuda.moe.grouped_gemm_wq import supports as supports
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.moe_range import MoERange, moe_problem
@@ -20,14 +21,6 @@ SUPPORTED_PROBLEMS = (
         fits=grouped_gemm_wq.fits,
     ),
 )
-
-
-def available(device_type: str) -> str | None:
-    """None if the kernel supports this device type; else the reason.
-
-    Compiles the most common config (cached on disk).
-    """
-    return grouped_gemm_wq.why_unavailable(device_type, grouped_gemm_wq.E2M1)
 
 
 def run(inputs: FusedMoEInputs) -> torch.Tensor:
