@@ -1,7 +1,7 @@
 """Times the mixture-of-experts blocks of a step of Qwen3-30B-A3B's shape beside their floor.
 
     python benchmarks/moe_step.py [--format int4] [--batch 1] [--prompt 1024] [--layers 48]
-                                  [--device cuda] [--save FILE.jsonl]
+                                  [--kernel triton] [--device cuda] [--save FILE.jsonl]
 
 Every layer has its own random weights and reads the same random states, so that each chooses other
 experts. On a GPU a step is a CUDA graph of all layers. The floor is the larger of two times: the
@@ -12,7 +12,7 @@ bytes alone are the floor there, since on a busy machine torch's products wait a
 no measure. Columns: the step, its routing alone (router and top-k, as separate ops even where the
 step is one call), the first part of the floor (bytes), the floor, their ratio, distinct experts of
 a layer, and the largest difference from the torch reference of the ops in units of the output's
-root mean square.
+root mean square. --kernel names the backend of the grouped ops, one run for each that is named.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -40,6 +40,7 @@ from benchmarks.weight_formats import weight_quantizer  # noqa: E402
 from modelmill.eval.provenance import git_commit, host_facts  # noqa: E402
 from modelmill.eval.report import append_rows, device_name, make_row  # noqa: E402
 from modelmill.eval.roofline import Roofline, measure_roofline  # noqa: E402
+from modelmill.nn.expert_stack import OPS  # noqa: E402
 from modelmill.nn.fused_moe import MAX_SINGLE_THREAD_TOKENS, FusedMoE, route  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
 from modelmill.nn.mlp import MLPSpec  # noqa: E402
@@ -54,8 +55,13 @@ FORMATS = ("dense", "int8", "int4", "smoothquant", "fp8", "mxfp4")  # names of w
 BATCHES, PROMPTS = (1, 2, 8, 32, 64, 256), (1024, 4096)
 ROUNDS = 9
 CPU_STATES = 16
-HEADER = "format      tokens    step ms routing ms  memory ms   floor ms   ratio  experts     error"
-MAX_CHECKED = 64  # tokens that the reference computes: it runs every expert on each
+HEADER = (
+    "format      kernel  tokens    step ms routing ms  memory ms   floor ms   ratio  experts"
+    "     error"
+)
+DEFAULT_KERNEL = "default"  # of the registry's choice
+# tokens that the reference computes, on a CPU and on a GPU: it runs every expert on each
+MAX_CHECKED = {"cpu": 64, "cuda": 512}
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,7 @@ class MoEStepTiming:
     """One line of the table; times in milliseconds for all layers."""
 
     weight_format: str
+    kernel: str
     tokens: int
     step_ms: float
     routing_ms: float
@@ -129,10 +136,11 @@ def measure(
     tokens: int,
     roofline: Roofline,
     rounds: int,
+    kernel: str = DEFAULT_KERNEL,
 ) -> MoEStepTiming:
     """Time one step of all layers, and of their routers alone."""
     device = roofline.device
-    step, on_cpu = make_step(device), device == "cpu"
+    step, on_cpu = make_step(device, kernel=kernel), device == "cpu"
     few = on_cpu and tokens <= MAX_SINGLE_THREAD_TOKENS
     inputs = [states(tokens, shape, device, seed) for seed in range(CPU_STATES if on_cpu else 1)]
     x = inputs[0]
@@ -180,30 +188,39 @@ def measure(
     memory = moved / roofline.memory_bandwidth
     floor = memory if few else roofline.min_seconds(moved, operations, "bfloat16")
     return MoEStepTiming(
-        name, tokens, 1e3 * times[0], 1e3 * times[1],
+        name, kernel, tokens, 1e3 * times[0], 1e3 * times[1],
         1e3 * memory, 1e3 * floor,
-        sum(counts) / len(counts), reference_error(layers[0], x[:MAX_CHECKED], device),
+        sum(counts) / len(counts), reference_error(layers[0], x, device, kernel),
     )  # fmt: skip
 
 
 @functools.cache
-def make_step(device: str, *, reference: bool = False) -> Step:
-    """A step with nothing but the ops, which is all that the blocks read; or their references."""
-    overrides = dict.fromkeys(registry.op_names(), "torch") if reference else None
+def make_step(device: str, *, reference: bool = False, kernel: str = DEFAULT_KERNEL) -> Step:
+    """A step with nothing but the ops, which is all that the blocks read; or their references.
+
+    kernel: backend of the grouped ops that it implements; the others, and what it does not serve,
+    go to those behind it.
+    """
+    overrides = dict.fromkeys(registry.op_names(), "torch") if reference else {}
+    if kernel != DEFAULT_KERNEL and not reference:
+        overrides = {
+            op: kernel for op in OPS.values() if registry.implementation(op, kernel) is not None
+        }
     return cast(Step, SimpleNamespace(ops=registry.select_backends(device, overrides)))
 
 
-def reference_error(layer: FusedMoE, x: torch.Tensor, device: str) -> float:
+def reference_error(layer: FusedMoE, x: torch.Tensor, device: str, kernel: str) -> float:
     """Largest difference from the references of all ops over the output's root mean square."""
+    x = x[: MAX_CHECKED["cpu" if device == "cpu" else "cuda"]]
     expected = layer(x, make_step(device, reference=True)).float()
-    actual = layer(x, make_step(device)).float()
+    actual = layer(x, make_step(device, kernel=kernel)).float()
     return float((actual - expected).abs().max() / expected.square().mean().sqrt())
 
 
 def line(timing: MoEStepTiming) -> str:
     """A line of the table."""
     return (
-        f"{timing.weight_format:11} {timing.tokens:6} {timing.step_ms:10.4f} "
+        f"{timing.weight_format:11} {timing.kernel:7} {timing.tokens:6} {timing.step_ms:10.4f} "
         f"{timing.routing_ms:10.4f} {timing.memory_ms:10.4f} {timing.floor_ms:10.4f} "
         f"{timing.ratio:7.2f} "
         f"{timing.experts_per_layer:8.1f} {timing.error:9.4f}"
@@ -217,6 +234,7 @@ def main(words: Sequence[str] | None = None) -> list[MoEStepTiming]:
     parser.add_argument("--format", action="append", choices=FORMATS)
     parser.add_argument("--batch", action="append", type=int, help="tokens of a decode step")
     parser.add_argument("--prompt", action="append", type=int, help="tokens of a prefill step")
+    parser.add_argument("--kernel", action="append", choices=(*registry.BACKENDS, DEFAULT_KERNEL))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--save", type=Path)
@@ -240,8 +258,8 @@ def main(words: Sequence[str] | None = None) -> list[MoEStepTiming]:
     timings, rows = [], []
     for name in options.format or FORMATS:
         layers = make_layers(shape, name, options.device)
-        for tokens in counts:
-            timing = measure(layers, shape, name, tokens, roofline, options.rounds)
+        for tokens, kernel in product(counts, options.kernel or (DEFAULT_KERNEL,)):
+            timing = measure(layers, shape, name, tokens, roofline, options.rounds, kernel)
             timings.append(timing)
             print(line(timing), flush=True)
             details = {**facts, **vars(timing), "ratio": round(timing.ratio, 3)}

@@ -1,9 +1,11 @@
 """Times candidate tiles of the grouped kernels of mixtures of experts on a GPU.
 
     python benchmarks/moe_tiles.py [--format dense] [--tokens 1] [--layers 8] [--shape gpt-oss-20b]
+                                   [--kernel cuda]
 
 One tile is changed at a time, in the experts alone (routing is computed before), each time in a
-CUDA graph of all layers. Printed: one JSON line for each candidate, microseconds a layer.
+CUDA graph of all layers; with --kernel cuda one constant of cuda/moe/grouped_gemm_wq.py. Printed:
+one JSON line for each candidate, microseconds a layer.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.moe_step import QWEN3_30B_A3B, MoEShape, make_layers, make_step, states  # noqa: E402
 from modelmill.nn.fused_moe import FusedMoE, route  # noqa: E402
 from modelmill.nn.moe import MoE  # noqa: E402
+from modelmill.ops.cuda.moe import grouped_gemm_wq  # noqa: E402
 from modelmill.ops.timing import capture_graph, time_interleaved  # noqa: E402
 from modelmill.ops.triton.moe import (  # noqa: E402
     experts,
@@ -98,6 +101,15 @@ DECODE["mxfp4"] = {
         (8, 64, 4), (2, 128, 2), (4, 512, 8),
     ),
 }  # fmt: skip
+# constants of cuda/moe/grouped_gemm_wq.py
+CUDA: dict[str, tuple[Any, ...]] = {
+    "PAIRS_BY_TILES": tuple(((tiles, float("inf")),) for tiles in (1, 2, 3, 4)),
+    "BLOCKS_PER_SM": ((1,), (2,), (3,)),
+    "SM_WARPS": ((8, 8), (8, 16), (16, 24), (24, 32)),
+    "MAX_STAGE_BYTES": (12 << 10, 32 << 10, 48 << 10),
+    "MAX_STAGES": (3, 4, 6),
+    "SHARED_STAGES": (4, 16, 1 << 10),
+}
 FOUR_BITS = ("int4", "mxfp4")
 FEW = {moe_decode: "FEW_TOKENS", moe_decode_int4: "SEVERAL_TOKENS"}
 SHAPES = {"qwen3-30b-a3b": QWEN3_30B_A3B, "gpt-oss-20b": MoEShape(24, 2880, 2880, 32, 4)}
@@ -106,8 +118,10 @@ SHAPES = {"qwen3-30b-a3b": QWEN3_30B_A3B, "gpt-oss-20b": MoEShape(24, 2880, 2880
 class ExpertsTimer:
     """Times the experts of all layers for some tokens."""
 
-    def __init__(self, layers: Sequence[FusedMoE], shape: MoEShape, tokens: int) -> None:
-        self._step = make_step("cuda")
+    def __init__(
+        self, layers: Sequence[FusedMoE], shape: MoEShape, tokens: int, kernel: str
+    ) -> None:
+        self._step = make_step("cuda", kernel=kernel)
         self._x = states(tokens, shape, "cuda")
         self._layers = layers
         self._routing = [route(cast(MoE, layer.plain), self._x, self._step) for layer in layers]
@@ -167,6 +181,26 @@ def candidates(name: str, tokens: int, shape: MoEShape) -> Iterator[tuple[str, A
                     yield f"tiles {label} {size} {tile}", grouped(module, today, size, pair)
 
 
+def cuda_candidates() -> Iterator[tuple[str, Any]]:
+    """The same for the CUDA kernel."""
+    yield "default", _constant("MAX_STAGES", grouped_gemm_wq.MAX_STAGES)
+    for name, values in CUDA.items():
+        for value in values:
+            yield f"{name} {value}", _constant(name, value)
+
+
+@contextmanager
+def _constant(name: str, value: Any) -> Iterator[None]:
+    """Another value of a constant, by which configs are chosen."""
+    caches = (grouped_gemm_wq.config_for, grouped_gemm_wq.configs_for)
+    with mock.patch.object(grouped_gemm_wq, name, value):
+        for cache in caches:
+            cache.cache_clear()
+        yield
+    for cache in caches:
+        cache.cache_clear()
+
+
 @contextmanager
 def _both(*contexts: Any) -> Iterator[None]:
     for context in contexts:
@@ -185,14 +219,18 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--format", action="append", choices=DECODE)
     parser.add_argument("--tokens", action="append", type=int)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--kernel", default="triton", choices=("triton", "cuda"))
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=SHAPES)
     options = parser.parse_args(words)
     shape = replace(SHAPES[options.shape], layers=options.layers)
     for name in options.format or DECODE:
         layers = make_layers(shape, name, "cuda")
         for tokens in options.tokens or TOKENS:
-            timer = ExpertsTimer(layers, shape, tokens)
-            for label, context in candidates(name, tokens, shape):
+            timer = ExpertsTimer(layers, shape, tokens, options.kernel)
+            tried = (
+                cuda_candidates() if options.kernel == "cuda" else candidates(name, tokens, shape)
+            )
+            for label, context in tried:
                 row: dict[str, Any] = {"format": name, "tokens": tokens, "tile": label}
                 try:
                     with context:

@@ -206,7 +206,7 @@ def test_variants_know_nothing_of_ours() -> None:
     are rope_cache's; recurrences take StateRows).
     """
     common = ("modelmill.core", "modelmill.ops.carveout")
-    ranges = ("kernel_range", "row_range", "attention_range", "rope_range")
+    ranges = ("kernel_range", "row_range", "attention_range", "rope_range", "moe_range")
     chosen_by = ("modelmill.ops.binding", *(f"modelmill.ops.{each}" for each in ranges))
     inputs_of_ops = {
         each.inputs.__module__ for each in declarations().values() if each.inputs is not None

@@ -12,8 +12,9 @@ from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.fused_moe import SMALL_SHAPES, FusedMoEInputs, experts_reference
 from modelmill.ops.int4_linear import dequantize_weight, random_weight
+from modelmill.ops.moe_range import moe_problem
 
-DECLARATION = OpDeclaration(inputs=FusedMoEInputs)
+DECLARATION = OpDeclaration(inputs=FusedMoEInputs, problem=moe_problem, match=None)
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-1}
 

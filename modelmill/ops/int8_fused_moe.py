@@ -11,9 +11,10 @@ from modelmill.ops.case import Case, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.fused_moe import TOLERANCE as TOLERANCE
 from modelmill.ops.fused_moe import FusedMoEInputs, experts_reference
+from modelmill.ops.moe_range import moe_problem
 from modelmill.ops.quant_types import quantize_per_row
 
-DECLARATION = OpDeclaration(inputs=FusedMoEInputs)
+DECLARATION = OpDeclaration(inputs=FusedMoEInputs, problem=moe_problem, match=None)
 
 
 def int8_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:

@@ -12,10 +12,11 @@ from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.fused_moe import FusedMoEInputs, experts_reference
 from modelmill.ops.int4_fused_moe import TOLERANCE as TOLERANCE
+from modelmill.ops.moe_range import moe_problem
 from modelmill.ops.mxfp4_linear import BLOCK_COLUMNS as BLOCK_COLUMNS
 from modelmill.ops.mxfp4_linear import dequantize_weight, random_weight
 
-DECLARATION = OpDeclaration(inputs=FusedMoEInputs)
+DECLARATION = OpDeclaration(inputs=FusedMoEInputs, problem=moe_problem, match=None)
 
 
 def mxfp4_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:

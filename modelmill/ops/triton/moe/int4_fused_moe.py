@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.moe_range import MoERange
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.moe import grouped_gemm_int4, moe_decode_int4
 from modelmill.ops.triton.moe.experts import (
@@ -24,6 +25,8 @@ from modelmill.ops.triton.moe.experts import (
 )
 
 _PACK_COLUMNS = 32  # columns that are packed together
+
+SUPPORTED_PROBLEMS = (MoERange(weight_dtype=torch.uint8),)
 
 
 def supports(inputs: FusedMoEInputs) -> bool:

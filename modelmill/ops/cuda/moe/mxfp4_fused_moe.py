@@ -1,0 +1,28 @@
+"""The experts of a mixture with MXFP4 weights, few rows for each (grouped_gemm_wq.cu)."""
+
+from __future__ import annotations
+
+import torch
+
+from modelmill.ops.cuda.moe import grouped_gemm_wq
+from modelmill.ops.cuda.moe.grouped_gemm_wq import available as available
+from modelmill.ops.cuda.moe.grouped_gemm_wq import supports as supports
+from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.moe_range import MoERange, moe_problem
+
+SUPPORTED_PROBLEMS = (
+    MoERange(
+        m=grouped_gemm_wq.TOKENS,
+        dtypes=(torch.bfloat16,),
+        weight_dtype=torch.uint8,
+        scale_dtypes=(torch.uint8,),
+        max_pairs_per_expert=grouped_gemm_wq.MAX_PAIRS_PER_EXPERT,
+        offset=False,
+        fits=grouped_gemm_wq.fits,
+    ),
+)
+
+
+def run(inputs: FusedMoEInputs) -> torch.Tensor:
+    """Run the op."""
+    return grouped_gemm_wq.run(inputs, moe_problem(*inputs))

@@ -1,0 +1,148 @@
+"""The CUDA kernels of experts with quantized weights: what is served, every config, on a GPU."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modelmill.ops import fused_moe, registry
+from modelmill.ops.cuda.common import build
+from modelmill.ops.cuda.moe import grouped_gemm_wq
+from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.moe_range import MoEProblem, moe_problem
+from tests.ops.nvcc import compiles_without_spills, requires_nvcc
+
+BF = torch.bfloat16
+INT4 = (torch.uint8, torch.float16)
+MXFP4 = (torch.uint8, torch.uint8)
+INT8 = (torch.int8, torch.float32)
+QWEN3 = {"top_k": 8, "experts": 128, "global_num_experts": 128, "hidden": 2048, "inner": 768}
+GPT_OSS = {"top_k": 4, "experts": 32, "global_num_experts": 32, "hidden": 2880, "inner": 2880}
+
+
+def problem(dtypes: tuple[torch.dtype, torch.dtype], tokens: int, **sizes: Any) -> MoEProblem:
+    return MoEProblem(
+        m=tokens, dtype=BF, weight_dtype=dtypes[0], scale_dtype=dtypes[1], device=0, **sizes
+    )
+
+
+PROBLEMS = {
+    "qwen3 int4": (INT4, {**QWEN3, "group": 128, "offset": True}),
+    "qwen3 int4 of 32": (INT4, {**QWEN3, "group": 32}),
+    "qwen3 int8": (INT8, QWEN3),
+    "gpt-oss": (MXFP4, {**GPT_OSS, "group": 32, "bias": True}),
+}
+
+
+def ranges(op: str) -> Any:
+    return import_module(f"modelmill.ops.cuda.moe.{op}").SUPPORTED_PROBLEMS
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "tokens", "served"),
+    [
+        ("int4_fused_moe", "qwen3 int4", 1, False),
+        ("int4_fused_moe", "qwen3 int4", 2, True),
+        ("int4_fused_moe", "qwen3 int4", 512, True),
+        ("int4_fused_moe", "qwen3 int4", 513, False),
+        ("int4_fused_moe", "gpt-oss", 8, False),
+        ("mxfp4_fused_moe", "gpt-oss", 8, True),
+        ("mxfp4_fused_moe", "gpt-oss", 512, True),
+        ("int8_fused_moe", "qwen3 int8", 64, True),
+    ],
+)
+def test_which_problems_are_served(op: str, name: str, tokens: int, served: bool) -> None:
+    dtypes, sizes = PROBLEMS[name]
+    made = problem(dtypes, tokens, **sizes)
+    assert any(each.covers(made) for each in ranges(op)) == served
+    assert not any(each.covers(made._replace(device=-1)) for each in ranges(op))
+    assert not any(each.covers(made._replace(dtype=torch.float32)) for each in ranges(op))
+
+
+def test_many_pairs_for_each_expert_are_left_to_triton() -> None:
+    few = problem(INT4, 512, **{**QWEN3, "group": 128, "top_k": 2, "global_num_experts": 16})
+    assert few.pairs_per_expert == grouped_gemm_wq.MAX_PAIRS_PER_EXPERT
+    assert any(each.covers(few) for each in ranges("int4_fused_moe"))
+    more = few._replace(global_num_experts=15)
+    assert not any(each.covers(more) for each in ranges("int4_fused_moe"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"group": 96}, {"hidden": 2064}, {"inner": 1 << 16}, {"group": 0}, {"weight_dtype": None}],
+)
+def test_other_sizes_are_left_to_triton(change: dict[str, Any]) -> None:
+    made = problem(INT4, 8, **{**QWEN3, "group": 128})
+    assert grouped_gemm_wq.fits(made)
+    assert not grouped_gemm_wq.fits(made._replace(**change))
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_configs_fit_and_keep_enough_bytes_in_flight(name: str) -> None:
+    dtypes, sizes = PROBLEMS[name]
+    for tokens in (2, 8, 32, 64, 128, 256, 512):
+        made = problem(dtypes, tokens, **sizes)
+        products, configs = grouped_gemm_wq.products_of(made), grouped_gemm_wq.configs_for(made)
+        assert products is not None
+        assert configs is not None
+        assert configs[0].token_tiles == configs[1].token_tiles
+        for product, config in zip(products, configs, strict=True):
+            size = config.shared_bytes(product)
+            assert size <= 226 << 10
+            assert config.blocks * (size + (1 << 10)) <= 228 << 10
+            in_flight = config.blocks * config.stages * config.stage_bytes(product)
+            assert in_flight >= grouped_gemm_wq.MIN_BYTES_IN_FLIGHT
+            assert product.k % (config.k_tile * config.warps) == 0
+            per_block = product.n // (config.row_tiles * (8 if product.gated else 16))
+            assert per_block % config.chunk == 0
+
+
+@requires_nvcc
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_configs_compile_without_spills(name: str, tmp_path: Path) -> None:
+    dtypes, sizes = PROBLEMS[name]
+    # K tiles of 32 columns spill 20 bytes with 512 tokens
+    for tokens in (2, 64, *(() if "32" in name else (512,))):
+        made = problem(dtypes, tokens, **sizes)
+        products, configs = grouped_gemm_wq.products_of(made), grouped_gemm_wq.configs_for(made)
+        assert products is not None
+        assert configs is not None
+        for product, config in zip(products, configs, strict=True):
+            macros = grouped_gemm_wq.kernel_macros(BF, product, config, 0)
+            compiles_without_spills("grouped_gemm_wq.cu", macros, tmp_path / "kernel.cubin")
+
+
+@requires_nvcc
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["moe_align.cu", "moe_combine.cu"])
+def test_the_other_kernels_compile(source: str, tmp_path: Path) -> None:
+    compiles_without_spills(source, [], tmp_path / "kernel.cubin")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(build.available("cuda") is not None, reason=str(build.available("cuda")))
+@pytest.mark.parametrize("op", ["int4_fused_moe", "mxfp4_fused_moe", "int8_fused_moe"])
+@pytest.mark.parametrize("tokens", [2, 9, 64, 200, 512])
+def test_experts_on_a_gpu(op: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Qwen3-30B-A3B's sizes, twice with the same bits, and in a CUDA graph."""
+    monkeypatch.setattr(fused_moe, "A3B_SHAPES", [(tokens, 2048, 768, 128, 8)])
+    module = import_module(f"modelmill.ops.{op}")
+    case = [each for each in module.cases("cuda", BF) if "->2x768" in each.name][-1]
+    inputs = FusedMoEInputs(**case.args)
+    run = import_module(f"modelmill.ops.cuda.moe.{op}").run
+    assert registry.serves(op, "cuda", inputs), moe_problem(*inputs)
+    expected = registry.reference(op)(inputs).double()
+    actual = run(inputs)
+    assert float((actual.double() - expected).norm() / expected.norm()) < 6e-3
+    assert torch.equal(run(inputs), actual)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = run(inputs)
+    replayed.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(replayed, actual)
