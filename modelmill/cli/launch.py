@@ -190,7 +190,7 @@ def served_model(args: Args) -> tuple[str, str]:
 
 
 def context_length(models: Any, name: str) -> int | None:
-    """Return a model's length of context from the server's list; None if it is not told."""
+    """Return a model's length of context from the server's list; None if the list lacks it."""
     cards = models.get("data") if isinstance(models, dict) else None
     for card in cards if isinstance(cards, list) else ():
         if isinstance(card, dict) and card.get("id") == name:
