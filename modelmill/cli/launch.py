@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from modelmill.cli.options import CommonArgs
 from modelmill.cli.output import emit_json, print_note
@@ -37,6 +37,8 @@ NO_KEY = "none"
 """For clients that refuse to start without a key; a server without keys ignores it."""
 KEY_SECONDS = 2.0
 """How long a server may take to tell whether it takes the key."""
+ANSWER_SHARE = 4
+"""OpenCode keeps a part of the context for an answer: one of four."""
 
 
 @dataclass(frozen=True)
@@ -52,48 +54,74 @@ class LaunchCommand:
         return " ".join([*settings, shlex.join(self.words)])
 
 
-def claude_command(url: str, model: str, key: str) -> LaunchCommand:
-    """Claude Code over Anthropic Messages; every model class is the one served."""
-    classes = ("OPUS", "SONNET", "HAIKU")
-    models = {f"ANTHROPIC_DEFAULT_{each}_MODEL": model for each in classes}
-    return LaunchCommand(
-        ("claude", "--model", model),
-        {
-            "ANTHROPIC_BASE_URL": url,
-            "ANTHROPIC_AUTH_TOKEN": key,
-            "ANTHROPIC_MODEL": model,
-            **models,
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        },
-    )
+@dataclass(frozen=True)
+class AgentModel:
+    """A served model, as an agent reaches it.
+
+    Attributes:
+        url: address of the server, without /v1.
+        name: under which it is served.
+        key: of the server.
+        context: tokens that fit into it; None if the server did not tell. Agents shorten a
+            conversation in time only if they know it: Claude Code assumes 200,000 tokens of
+            a model that it does not know, Codex 272,000, OpenCode never shortens.
+    """
+
+    url: str
+    name: str
+    key: str = NO_KEY
+    context: int | None = None
 
 
-def codex_command(url: str, model: str, key: str) -> LaunchCommand:
+def claude_command(model: AgentModel) -> LaunchCommand:
+    """Claude Code over Anthropic Messages; every model class is the one served.
+
+    A key of Anthropic in the environment would be sent to the server, so it is emptied.
+    """
+    classes = ("FABLE", "OPUS", "SONNET", "HAIKU")
+    env = {
+        "ANTHROPIC_BASE_URL": model.url,
+        "ANTHROPIC_AUTH_TOKEN": model.key,
+        "ANTHROPIC_API_KEY": "",
+        "ANTHROPIC_MODEL": model.name,
+        **{f"ANTHROPIC_DEFAULT_{each}_MODEL": model.name for each in classes},
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+    if model.context is not None:
+        names = ("CLAUDE_CODE_MAX_CONTEXT_TOKENS", "CLAUDE_CODE_AUTO_COMPACT_WINDOW")
+        env |= dict.fromkeys(names, str(model.context))
+    return LaunchCommand(("claude", "--model", model.name), env)
+
+
+def codex_command(model: AgentModel) -> LaunchCommand:
     """Codex over OpenAI Responses; values of -c are TOML."""
     provider = (
-        f'{{name = "modelmill", base_url = "{url}/v1", wire_api = "responses", '
+        f'{{name = "modelmill", base_url = "{model.url}/v1", wire_api = "responses", '
         'env_key = "MODELMILL_API_KEY"}'
     )
-    words = (
-        "codex", "-c", f"model_providers.modelmill={provider}", "-c", "model_provider=modelmill",
-        "--model", model,
-    )  # fmt: skip
-    return LaunchCommand(words, {"MODELMILL_API_KEY": key})
+    settings = [f"model_providers.modelmill={provider}", "model_provider=modelmill"]
+    if model.context is not None:
+        settings.append(f"model_context_window={model.context}")
+    words = [word for setting in settings for word in ("-c", setting)]
+    return LaunchCommand(("codex", *words, "--model", model.name), {"MODELMILL_API_KEY": model.key})
 
 
-def opencode_command(url: str, model: str, key: str) -> LaunchCommand:
+def opencode_command(model: AgentModel) -> LaunchCommand:
     """OpenCode over OpenAI chat completions; its whole configuration is one variable."""
+    card: dict[str, Any] = {"name": model.name}
+    if model.context is not None:
+        card["limit"] = {"context": model.context, "output": model.context // ANSWER_SHARE}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "modelmill",
-        "options": {"baseURL": f"{url}/v1", "apiKey": key},
-        "models": {model: {"name": model}},
+        "options": {"baseURL": f"{model.url}/v1", "apiKey": model.key},
+        "models": {model.name: card},
     }
-    config = {"provider": {"modelmill": provider}, "model": f"modelmill/{model}"}
+    config = {"provider": {"modelmill": provider}, "model": f"modelmill/{model.name}"}
     return LaunchCommand(("opencode",), {"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
 
 
-CLIENTS: Mapping[str, Callable[[str, str, str], LaunchCommand]] = {
+CLIENTS: Mapping[str, Callable[[AgentModel], LaunchCommand]] = {
     "claude": claude_command,
     "codex": codex_command,
     "opencode": opencode_command,
@@ -118,10 +146,10 @@ class Args(CommonArgs):
 def run(args: Args) -> int:
     """Print the command, or become the agent."""
     url, model = served_model(args)
-    command = CLIENTS[args.client](url, model, args.api_key)
     if args.run:
-        find_program(command)
-    check_key(url, args.api_key)
+        find_program(args.client)
+    context = context_length(fetch_models(url, args.api_key), model)
+    command = CLIENTS[args.client](AgentModel(url, model, args.api_key, context))
     if args.json:
         emit_json({"command": list(command.words), "env": dict(command.env)})
     elif args.run:
@@ -131,17 +159,17 @@ def run(args: Args) -> int:
     return 0
 
 
-def find_program(command: LaunchCommand) -> str:
+def find_program(name: str) -> str:
     """Return the agent's path. Raises ModelmillError if it is not installed."""
-    program = shutil.which(command.words[0])
+    program = shutil.which(name)
     if program is None:
-        raise ModelmillError(f"there is no {command.words[0]} on the PATH; install it first")
+        raise ModelmillError(f"there is no {name} on the PATH; install it first")
     return program
 
 
 def exec_command(command: LaunchCommand) -> NoReturn:
     """Replace this process by the agent. Raises ModelmillError if it is not installed."""
-    os.execve(find_program(command), list(command.words), {**child_env(), **command.env})
+    os.execve(find_program(command.words[0]), list(command.words), {**child_env(), **command.env})
 
 
 def served_model(args: Args) -> tuple[str, str]:
@@ -161,17 +189,27 @@ def served_model(args: Args) -> tuple[str, str]:
     return server.client_url, args.model or server.models[0]
 
 
-def check_key(url: str, key: str) -> None:
-    """Ask the server whether it takes the key; a server that does not answer now may do so later.
+def context_length(models: Any, name: str) -> int | None:
+    """Return a model's length of context from the server's list; None if the list lacks it."""
+    cards = models.get("data") if isinstance(models, dict) else None
+    for card in cards if isinstance(cards, list) else ():
+        if isinstance(card, dict) and card.get("id") == name:
+            length = card.get("max_model_len")
+            return length if isinstance(length, int) else None
+    return None
+
+
+def fetch_models(url: str, key: str) -> Any:
+    """Return the server's list of models; None from a server that does not answer now.
 
     Raises:
-        UsageError: if it refuses it, or if address or key cannot be sent.
+        UsageError: if it refuses the key, or if address or key cannot be sent.
     """
     headers = {"Authorization": f"Bearer {key}"}
     try:
         request = urllib.request.Request(f"{url}/v1/models", headers=headers)
-        with urllib.request.urlopen(request, timeout=KEY_SECONDS):
-            pass
+        with urllib.request.urlopen(request, timeout=KEY_SECONDS) as answer:
+            text = answer.read()
     except urllib.error.HTTPError as error:
         if error.code == http.HTTPStatus.UNAUTHORIZED:
             which = "another" if key != NO_KEY else "an"
@@ -182,6 +220,12 @@ def check_key(url: str, key: str) -> None:
         raise UsageError(f"{url} or the API key has a character that cannot be sent") from None
     except http.client.HTTPException as error:
         print_note(f"{url} does not answer now: {error}")
+    else:
+        try:
+            return json.loads(text)
+        except ValueError:
+            print_note(f"{url}/v1/models is no JSON; is it a server of modelmill?")
+    return None
 
 
 def _server_of(servers: list[ServerRecord], model: str | None) -> ServerRecord:

@@ -15,6 +15,8 @@ from modelmill.serve.request_handle import WorkerLost
 
 INVALID_REQUEST_ERROR = "invalid_request_error"
 SERVER_ERROR = "server_error"
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+"""Code of a prompt that is too long; agents shorten the conversation then."""
 MAX_MESSAGE_CHARS = 500
 """Longest message in characters."""
 _WORD = re.compile(r"[a-z_]+")
@@ -112,4 +114,4 @@ def _error_code(text: str) -> str | None:
     is_too_long = text.startswith(("the prompt has ", "the messages ")) and text.endswith(
         ("; shorten it", "; shorten them")
     )
-    return "context_length_exceeded" if is_too_long else None
+    return CONTEXT_LENGTH_EXCEEDED if is_too_long else None

@@ -395,7 +395,7 @@ class ResponsesResponse(ResponseModel):
     frequency_penalty: float
     top_logprobs: int
     temperature: float
-    reasoning: dict[str, None]
+    reasoning: dict[str, str | None]
     usage: ResponseUsage
     max_output_tokens: int | None
     max_tool_calls: int | None
@@ -414,9 +414,9 @@ class InputItemList(ResponseModel):
 
     object: Literal["list"]
     data: list[dict[str, Any]]
-    first_id: None
-    last_id: None
-    has_more: Literal[False]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class CompactionResponse(ResponseModel):

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from modelmill.cli import launch, ps, stop
-from modelmill.cli.launch import check_key
+from modelmill.cli.launch import context_length, fetch_models
 from modelmill.core.errors import UsageError
 from modelmill.core.server_records import ServerRecord, running_servers
 
@@ -43,8 +43,9 @@ Start = Callable[..., ServerRecord]
 
 @pytest.fixture(autouse=True)
 def no_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``launch`` asks no server whether it takes the key."""
-    monkeypatch.setattr(launch, "check_key", lambda *_: None)
+    """``launch`` asks no server for its models; the model m has 4,096 tokens."""
+    models = {"data": [{"id": "other"}, {"id": "m", "max_model_len": 4096}]}
+    monkeypatch.setattr(launch, "fetch_models", lambda *_: models)
 
 
 @pytest.fixture
@@ -193,6 +194,7 @@ class Keyed(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200 if self.headers["authorization"] == "Bearer right" else 401)
         self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "m", "max_model_len": 7}]}')
 
     def log_message(self, *_: Any) -> None:
         """Nothing is said."""
@@ -202,13 +204,13 @@ def test_a_key_that_the_server_refuses_is_told_at_once(capsys: pytest.CaptureFix
     with http.server.HTTPServer(("127.0.0.1", 0), Keyed) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        check_key(url, "right")
+        assert context_length(fetch_models(url, "right"), "m") == 7
         for key, name in ((launch.NO_KEY, "an API key"), ("wrong", "another API key")):
             with pytest.raises(UsageError, match=f"wants {name}; give --api-key KEY"):
-                check_key(url, key)
+                fetch_models(url, key)
         server.shutdown()
     assert capsys.readouterr().err == ""
-    check_key(url, "right")
+    assert context_length(fetch_models(url, "right"), "m") is None
     assert f"{url} does not answer now" in capsys.readouterr().err
 
 
@@ -227,7 +229,7 @@ def test_names_for_a_shells_completion() -> None:
 )
 def test_addresses_and_keys_that_cannot_be_sent(url: str, key: str) -> None:
     with pytest.raises(UsageError, match="a character that cannot be sent") as refused:
-        check_key(url, key)
+        fetch_models(url, key)
     assert key not in str(refused.value) or key == "k"
 
 
@@ -251,12 +253,14 @@ def test_claude_gets_the_running_server(start: Start, cli: Any) -> None:
     assert command["command"] == ["claude", "--model", "m"]
     assert command["env"]["ANTHROPIC_BASE_URL"] == server.url
     assert command["env"]["ANTHROPIC_DEFAULT_HAIKU_MODEL"] == "m"
+    assert command["env"]["ANTHROPIC_API_KEY"] == ""  # it would be sent to the server
+    assert command["env"]["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "4096"
 
 
 def test_codex_gets_a_provider_in_toml(cli: Any) -> None:
     command = launched(cli, "codex", "--url", "http://a:1/v1/", "--model", "m", "--api-key", "k")
     words = command["command"]
-    settings = tomllib.loads("\n".join(words[i + 1] for i, w in enumerate(words[:4]) if w == "-c")
+    settings = tomllib.loads("\n".join(words[i + 1] for i, w in enumerate(words[:6]) if w == "-c")
                              .replace("model_provider=modelmill", ""))  # fmt: skip
     assert settings["model_providers"]["modelmill"] == {
         "name": "modelmill",
@@ -264,6 +268,7 @@ def test_codex_gets_a_provider_in_toml(cli: Any) -> None:
         "wire_api": "responses",
         "env_key": "MODELMILL_API_KEY",
     }
+    assert settings["model_context_window"] == 4096
     assert command["env"] == {"MODELMILL_API_KEY": "k"}
     assert words[-2:] == ["--model", "m"]
 
@@ -274,7 +279,10 @@ def test_opencode_gets_its_whole_configuration(cli: Any) -> None:
     assert config["model"] == "modelmill/org/m"
     provider = config["provider"]["modelmill"]
     assert provider["options"]["baseURL"] == "http://a:1/v1"
-    assert list(provider["models"]) == ["org/m"]
+    assert provider["models"] == {"org/m": {"name": "org/m"}}
+    command = launched(cli, "opencode", "--url", "http://a:1", "--model", "m")
+    provider = json.loads(command["env"]["OPENCODE_CONFIG_CONTENT"])["provider"]["modelmill"]
+    assert provider["models"]["m"]["limit"] == {"context": 4096, "output": 1024}
 
 
 def test_the_printed_line_is_shell(cli: Any) -> None:

@@ -481,6 +481,9 @@ def test_too_long_is_one_code_however_long_and_wherever(running: ServiceThread, 
         error = response.json["error"]
         assert (response.status, error["code"]) == (400, "context_length_exceeded"), error
         assert error["param"] in ("prompt", "input", "messages")
+    chat = {"model": "stories", "max_tokens": 4, "messages": [{"role": "user", "content": text}]}
+    error = running.post("/v1/messages", chat).json["error"]
+    assert error["message"].startswith("prompt is too long: the ")
 
 
 def test_what_this_machine_cannot_do_is_said_in_the_log(

@@ -9,6 +9,7 @@ import pytest
 from modelmill.core.errors import RequestError
 from modelmill.serve.compaction import compacted_items, pack_summary, unpack_summary
 from modelmill.serve.errors import ApiError
+from modelmill.serve.response_input_items import list_input_items
 from modelmill.serve.response_store import ResponseStore, StoredResponse, make_stored, stored_bytes
 from tests.serve.service_thread import ServiceThread
 
@@ -54,10 +55,16 @@ def test_a_streamed_response_is_stored_too(running: ServiceThread) -> None:
 
 
 def test_routes_by_id(running: ServiceThread) -> None:
-    made = respond(running, input="Hi")
+    made = respond(running, input="Hi", reasoning={"effort": "low"})
+    assert made["reasoning"] == {"effort": "low", "summary": None}
     assert running.get(f"/v1/responses/{made['id']}").json == made
-    items = running.get(f"/v1/responses/{made['id']}/input_items").json["data"]
-    assert items == [{"type": "message", "role": "user", "content": "Hi"}]
+    listed = running.get(f"/v1/responses/{made['id']}/input_items").json
+    (item,) = listed["data"]
+    assert item.pop("id").startswith("msg_")
+    assert item == {
+        "type": "message", "role": "user", "status": "completed",
+        "content": [{"type": "input_text", "text": "Hi"}],
+    }  # fmt: skip
     deleted = running.run(running.client.call("DELETE", f"/v1/responses/{made['id']}"))
     assert deleted.json == {"id": made["id"], "object": "response", "deleted": True}
     missing = running.get(f"/v1/responses/{made['id']}")
@@ -66,6 +73,29 @@ def test_routes_by_id(running: ServiceThread) -> None:
     assert (error["param"], error["code"]) == (
         "previous_response_id", "previous_response_not_found",
     )  # fmt: skip
+
+
+def test_pages_of_the_input_of_a_response() -> None:
+    """As a client of OpenAI's asks for them, oldest and newest first."""
+    items = [
+        {"role": "user", "content": "a"},
+        {"type": "function_call", "id": "fc_1", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "1"},
+        {"type": "message", "id": "msg_answer", "role": "assistant", "content": "b"},
+    ]
+    stored = StoredResponse([*items, {"id": "msg_output"}], 4, {"id": "resp_1"})
+    oldest = list_input_items(stored, "asc", 3, None)
+    assert [item["id"] for item in oldest["data"]] == ["msg_1_0", "fc_1", "item_1_2"]
+    assert (oldest["first_id"], oldest["last_id"], oldest["has_more"]) == (
+        "msg_1_0", "item_1_2", True,
+    )  # fmt: skip
+    rest = list_input_items(stored, "asc", 3, oldest["last_id"])
+    assert rest["data"][0]["content"][0]["type"] == "output_text"
+    assert (rest["first_id"], rest["has_more"]) == ("msg_answer", False)
+    newest = list_input_items(stored, "desc", 1, "fc_1")
+    assert (newest["last_id"], newest["has_more"]) == ("msg_1_0", False)
+    with pytest.raises(RequestError, match="no item 'fc_2'"):
+        list_input_items(stored, "asc", 3, "fc_2")
 
 
 @pytest.mark.parametrize("share_cache", [False, True])

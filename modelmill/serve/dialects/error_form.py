@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.serve.errors import ApiError
+from modelmill.serve.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
 
 ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 OLLAMA_PREFIX = "/api/"
@@ -19,6 +19,8 @@ _ANTHROPIC_TYPES = {
     500: "api_error",
     503: "overloaded_error",
 }
+_ANTHROPIC_TOO_LONG = "prompt is too long"
+"""Words of Anthropic's API, which has no code for it: Claude Code compacts where it reads them."""
 
 
 def error_body(path: str, error: ApiError, request_id: str | None = None) -> dict[str, Any]:
@@ -31,8 +33,8 @@ def error_body(path: str, error: ApiError, request_id: str | None = None) -> dic
 def anthropic_error(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
     """An error as Anthropic's API writes it; a request id only where it is known."""
     error_type = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
-    body: dict[str, Any] = {
-        "type": "error",
-        "error": {"type": error_type, "message": error.message},
-    }
+    message = error.message
+    if error.code == CONTEXT_LENGTH_EXCEEDED:
+        message = f"{_ANTHROPIC_TOO_LONG}: {message}"
+    body: dict[str, Any] = {"type": "error", "error": {"type": error_type, "message": message}}
     return body if request_id is None else {**body, "request_id": request_id}

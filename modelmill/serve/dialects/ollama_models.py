@@ -225,7 +225,10 @@ def _max_model_len(engine: EngineClient, manifest: Manifest) -> int:
 def capabilities(engine: EngineClient) -> list[str]:
     """What the engine can do, in Ollama's words."""
     processor = engine.text_processor
-    chat = ["tools"] if processor.chat_format is not None else []
+    chat_format = processor.chat_format
+    chat = [] if chat_format is None else ["tools"]
+    if chat_format is not None and (chat_format.thinking is not None or chat_format.takes_effort):
+        chat.append("thinking")
     return ["completion", *chat, *(["vision"] if processor.supports_images else []), "embedding"]
 
 

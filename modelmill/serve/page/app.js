@@ -3,9 +3,11 @@ import { $ } from "./dom.js";
 import * as chat from "./chat.js";
 import * as help from "./help.js";
 import * as library from "./library.js";
+import { again } from "./message_actions.js";
 import * as models from "./models.js";
 import * as segment from "./segment.js";
 import * as settings from "./settings.js";
+import { fresh, prompted } from "./shown_conversation.js";
 
 const TABS = ["chat", "segment"];
 const picked = { chat: "", segment: "" }; // selected model of each tab
@@ -62,7 +64,7 @@ function startTabs() {
   }
 }
 
-settings.start(models.look, chat.prompted);
+settings.start(models.look, prompted);
 models.start(update, chosen);
 segment.start();
 startTabs();
@@ -71,11 +73,11 @@ help.start([
   { keys: "Shift Enter", text: "Break the line" },
   { keys: "Esc", text: "Stop the answer; close a dialog or the list" },
   { keys: "↑", text: "In an empty field: edit the last message" },
-  { keys: "Alt N", text: "New conversation", code: "KeyN", run: chat.fresh },
+  { keys: "Alt N", text: "New conversation", code: "KeyN", run: fresh },
   { keys: "Alt K", text: "Search conversations", code: "KeyK", run: library.focusSearch },
   { keys: "Alt B", text: "Show or hide the conversations", code: "KeyB", run: library.toggle },
   { keys: "Alt M", text: "To the message field", code: "KeyM", run: () => $("message").focus() },
-  { keys: "Alt R", text: "Regenerate the last answer", code: "KeyR", run: chat.again },
+  { keys: "Alt R", text: "Regenerate the last answer", code: "KeyR", run: again },
   { keys: "Alt ,", text: "Settings", code: "Comma", run: () => settings.openSettings() },
   { keys: "Alt /", text: "This help", code: "Slash", run: () => $("help").showModal() },
 ]);

@@ -230,7 +230,10 @@ class ResponsesBuilder(EventFormatter):
             "frequency_penalty": params.frequency_penalty,
             "top_logprobs": body.top_logprobs or 0,
             "temperature": params.temperature,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {
+                "effort": None if body.reasoning is None else body.reasoning.effort,
+                "summary": None,
+            },
             "usage": self._usage() if ended else None,
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": body.max_tool_calls,

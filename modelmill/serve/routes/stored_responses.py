@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 
 from modelmill.core.errors import RequestError
 from modelmill.request_state import RequestState
@@ -13,6 +13,7 @@ from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.compaction import PROMPT, compacted_items
 from modelmill.serve.openai_format import Utf8JsonResponse, token_usage
+from modelmill.serve.response_input_items import Order, list_input_items
 from modelmill.serve.response_recorder import earlier_items, owner_of
 from modelmill.serve.response_store import input_items
 from modelmill.serve.responses_schema import CompactRequest, items_to_messages
@@ -34,16 +35,16 @@ async def retrieve(request: Request, response_id: str) -> dict[str, Any]:
 
 
 @by_id.get("/v1/responses/{response_id}/input_items")
-async def retrieve_input(request: Request, response_id: str) -> dict[str, Any]:
+async def retrieve_input(
+    request: Request,
+    response_id: str,
+    order: Order = "desc",
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    after: str | None = None,
+) -> dict[str, Any]:
     """The input of a stored response, the newest item first."""
     stored = get_service(request).response_store.get(owner_of(request), response_id)
-    return {
-        "object": "list",
-        "data": stored.items[: stored.input_length][::-1],
-        "first_id": None,
-        "last_id": None,
-        "has_more": False,
-    }
+    return list_input_items(stored, order, limit, after)
 
 
 @by_id.delete("/v1/responses/{response_id}")
