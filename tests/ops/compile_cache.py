@@ -1,4 +1,4 @@
-"""Outputs of compilers, kept for later runs by the contents of all that the compilers read.
+"""Outputs of compilers, cached for later runs by the contents of all that the compilers read.
 
 ``make clean`` removes them.
 """
@@ -26,12 +26,12 @@ def compile_once(out: Path, read: Iterable[str | Path], compile: Callable[[], ob
     for each in read:
         content = each.encode() if isinstance(each, str) else each.read_bytes()
         digest.update(b"%d " % len(content) + content)
-    kept = FOLDER / f"{digest.hexdigest()}{out.suffix}"
-    if kept.exists():
-        shutil.copyfile(kept, out)
+    cached = FOLDER / f"{digest.hexdigest()}{out.suffix}"
+    if cached.exists():
+        shutil.copyfile(cached, out)
         return
     compile()
     FOLDER.mkdir(parents=True, exist_ok=True)
-    part = kept.with_name(f"{kept.name}.{os.getpid()}")  # another process may write the same
+    part = cached.with_name(f"{cached.name}.{os.getpid()}")  # another process may write the same
     shutil.copyfile(out, part)
-    part.replace(kept)
+    part.replace(cached)

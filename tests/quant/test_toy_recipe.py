@@ -207,7 +207,7 @@ def results(folder: Path, checkpoint: Path, tmp_path_factory: pytest.TempPathFac
     more = ("--max-tokens", 4, "--device", "cpu", "--json")
     refused = ("build", checkpoint, "-o", out / "r", "--dtype", "float32", "--target", "cpu")
     dry_run = ("build", checkpoint, "--dry-run", "--levels")
-    *honest, first, second = command_lines(
+    *unplanted, first, second = command_lines(
         folder,
         [
             (("build", "--help"), ""),
@@ -219,7 +219,7 @@ def results(folder: Path, checkpoint: Path, tmp_path_factory: pytest.TempPathFac
         ],
     )
     assert not (out / "r").exists()
-    return Results(*honest, dict(zip(FAULTS, (first, second), strict=True)))
+    return Results(*unplanted, dict(zip(FAULTS, (first, second), strict=True)))
 
 
 def test_its_flag_appears_in_help(results: Results) -> None:
