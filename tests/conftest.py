@@ -5,6 +5,7 @@ made once for all folders, and a seeded torch.
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -35,6 +36,13 @@ gc.disable()
 # costs several times the tests' own seconds where two halves of them share the cores.
 with env.passive_wait_imports():
     import torch
+
+HAS_CUDA = torch.cuda.is_available()
+# pytest attaches its handlers six times a test to each logger that does not propagate, and torch
+# has dozens
+for _name in list(logging.root.manager.loggerDict):
+    if _name.startswith("torch"):
+        logging.getLogger(_name).propagate = True
 
 if settings is not None:
     # The same examples in every run, however slow the machine is; --hypothesis-profile=search draws
@@ -171,6 +179,17 @@ def running_with_sam(stories: Path, sam: Path) -> Iterator[SegmentService]:
     service.close()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_fsync() -> Iterator[None]:
+    """Files of tests need not survive a power cut: an engine's build would wait for ten of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda _: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    torch.manual_seed(0)
+    if HAS_CUDA:
+        torch.manual_seed(0)
+    else:  # torch.manual_seed would keep a seed for a later CUDA, with a formatted stack
+        torch.default_generator.manual_seed(0)

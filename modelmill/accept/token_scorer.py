@@ -14,7 +14,7 @@ import torch
 
 from modelmill.core.errors import CapacityError
 from modelmill.core.types import Request, SamplingParams
-from modelmill.nn.forward_hooks import PostHook, PreHook
+from modelmill.nn.forward_hooks import PreHook
 from modelmill.runtime.batch import LogitRows
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.scheduler import Schedule
@@ -106,7 +106,6 @@ class TokenScorer:
         decode_from: int | None = None,
         *,
         before: PreHook | None = None,
-        after: PostHook | None = None,
     ) -> dict[str, list[Any]]:
         """Score ``ids`` and record the outputs of the modules whose names match ``pattern``.
 
@@ -115,18 +114,15 @@ class TokenScorer:
             pattern: Glob of module names.
             decode_from: As for ``logits``.
             before: Called for every module, as in ``ModelRunner.forward_hooks``.
-            after: Called for every module, as in ``ModelRunner.forward_hooks``.
 
         Returns:
             By module name, one output per step, on the CPU.
         """
         outputs: dict[str, list[Any]] = {}
 
-        def record(name: str, args: tuple[Any, ...], output: Any) -> None:
+        def record(name: str, _: tuple[Any, ...], output: Any) -> None:
             if fnmatch(name, pattern):
                 outputs.setdefault(name, []).append(_copy_to_cpu(output))
-            if after is not None:
-                after(name, args, output)
 
         with self.runner.forward_hooks(before, record):
             self.run(ids, decode_from)

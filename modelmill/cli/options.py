@@ -104,23 +104,15 @@ class CliParameter:
         return self.metavar or self.name.upper() if self.positional else f"--{self.long}"
 
 
-def config_field(
-    cls: type[T],
-    panel: str,
-    *,
-    helps: Mapping[str, str] | None = None,
-    exclude: tuple[str, ...] = (),
-) -> Any:
+def config_field(cls: type[T], panel: str, *, exclude: tuple[str, ...] = ()) -> Any:
     """Make a field that holds a whole config.
 
     Args:
         cls: the config.
         panel: title of its flags on the help page.
-        helps: help texts for fields without one.
         exclude: fields that get no flag.
     """
-    metadata = {"panel": panel, "helps": dict(helps or {}), "exclude": exclude}
-    return field(default_factory=cls, metadata=metadata)
+    return field(default_factory=cls, metadata={"panel": panel, "exclude": exclude})
 
 
 def inherit_option(cls: type, name: str, **changes: Any) -> Any:
@@ -140,16 +132,14 @@ def collect_flags(args: type) -> list[CliParameter]:
     Of flags with the same name the first one is used.
     """
     flags: dict[str, CliParameter] = {}
-    for flag in _iter_flags(args, None, {}, ()):
+    for flag in _iter_flags(args, None, ()):
         first = flags.setdefault(flag.name, flag)
         if first is not flag and not first.help:
             flags[flag.name] = replace(first, help=flag.help)
     return sorted(flags.values(), key=lambda flag: not flag.positional)
 
 
-def _iter_flags(
-    cls: type, panel: str | None, helps: Mapping[str, str], exclude: tuple[str, ...]
-) -> Iterator[CliParameter]:
+def _iter_flags(cls: type, panel: str | None, exclude: tuple[str, ...]) -> Iterator[CliParameter]:
     hints = typing.get_type_hints(cls)
     for each in fields(cls):
         if each.name in exclude or each.metadata.get("python_only"):
@@ -157,14 +147,12 @@ def _iter_flags(
         hint = hints[each.name]
         if is_dataclass(hint):
             below = each.metadata
-            yield from _iter_flags(
-                typing.cast(type, hint), below["panel"], below["helps"], below["exclude"]
-            )
+            yield from _iter_flags(typing.cast(type, hint), below["panel"], below["exclude"])
         else:
-            yield _flag(each, hint, panel, helps.get(each.name, ""))
+            yield _flag(each, hint, panel)
 
 
-def _flag(each: Field[Any], hint: Any, panel: str | None, help: str) -> CliParameter:
+def _flag(each: Field[Any], hint: Any, panel: str | None) -> CliParameter:
     metadata = each.metadata
     container, value_type, key_type = _analyze_type(hint)
     flag_names = metadata.get("flags", ())
@@ -184,7 +172,7 @@ def _flag(each: Field[Any], hint: Any, panel: str | None, help: str) -> CliParam
         key_type=key_type,
         choices=tuple(metadata.get("choices", ())),
         default=None if default is MISSING else default,
-        help=metadata.get("help") or help,
+        help=metadata.get("help", ""),
         positional=bool(metadata.get("positional")),
         required=default is MISSING or bool(metadata.get("required")),
         metavar=metadata.get("metavar"),

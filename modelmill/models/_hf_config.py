@@ -186,9 +186,9 @@ def activation(raw: RawConfig, key: str, default: str) -> str:
     return ACTIVATION_NAMES[raw.get(key, default)]
 
 
-def factor(raw: RawConfig, key: str, default: float = 1.0) -> float | None:
+def factor(raw: RawConfig, key: str) -> float | None:
     """A factor above 0; None for 1, which changes nothing."""
-    value = positive_float(raw, key, default=default)
+    value = positive_float(raw, key, default=1.0)
     return None if value == 1.0 else value
 
 

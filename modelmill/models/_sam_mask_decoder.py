@@ -167,9 +167,9 @@ class SamFeedForward(nn.Module):
 class SamMaskDecoder(nn.Module):
     """Embeddings of an image and of prompts to mask logits and predicted IoUs."""
 
-    def __init__(self, width: int = 256, heads: int = 8, inner: int = 2048) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.transformer = TwoWayTransformer(width, heads, inner)
+        self.transformer = TwoWayTransformer(width, heads=8, inner=2048)
         self.iou_token = SamEmbedding(1, width)
         self.mask_tokens = SamEmbedding(NUM_MASKS, width)
         self.output_upscaling = nn.ModuleDict(

@@ -16,7 +16,7 @@ from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._mamba_config import MAMBA_NAMES, conv_width, state_heads, time_step_limit
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mamba2 import Mamba2Spec
-from modelmill.nn.mixer_layer import MixerLayer
+from modelmill.nn.pre_norm import MixerLayer
 
 Model = Decoder
 MAX_LEN = 1 << 18  # there are no positions; Codestral Mamba was tried up to here

@@ -26,12 +26,11 @@ from modelmill.nn.layer_parts import AttentionConfig, LayerParts, MixerSpec, Rec
 from modelmill.nn.layer_spec import LayerSpec, RecurrenceSpec, RopeCacheSpec
 from modelmill.nn.layer_stack import kv_shape, state_shape
 from modelmill.nn.mamba2 import Mamba2Spec
-from modelmill.nn.mixer_layer import MixerLayer
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.norm import RMS_NORM, NormConfig
 from modelmill.nn.post_norm import PostNormLayer
-from modelmill.nn.pre_norm import PreNormLayer
+from modelmill.nn.pre_norm import MixerLayer, PreNormLayer
 from modelmill.nn.qkv_norm import QKNormConfig
 from modelmill.nn.query_growth import AttentionTemperature
 from modelmill.nn.rotary import RopeSpec, Rotary

@@ -163,7 +163,6 @@ def state_step(
     max_query: int,
     chunk: int,
     cache: RecurrentStateCache | None = None,
-    slots: torch.Tensor | None = None,
 ) -> StateStep | None:
     """The states of a step without an engine, sequence i in slot i; None for a model without any.
 
@@ -175,15 +174,13 @@ def state_step(
         max_query: Most tokens of a sequence in the step.
         chunk: As in ``StateRows``.
         cache: Of earlier steps of the sequences; None: a new one.
-        slots: The slot of each sequence, [B] int64; None: sequence i has slot i.
     """
     if not shape:
         return None
     device, count = positions.device, len(query_start) - 1
     if cache is None:
         cache = RecurrentStateCache.allocate(shape, count + 1, dtype, str(device))
-    if slots is None:
-        slots = torch.arange(count, device=device)
+    slots = torch.arange(count, device=device)
     padding = torch.full_like(slots, cache.num_slots - 1)
     rows = StateRows(
         query_start, positions, slots, padding, torch.full_like(slots, -1), max_query, chunk

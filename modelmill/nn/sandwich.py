@@ -11,7 +11,7 @@ from torch import nn
 from modelmill.nn.attention import RopeCosSin
 from modelmill.nn.layer_parts import LayerParts, attention_norm_spec, make_layer_spec, mlp_norm_spec
 from modelmill.nn.layer_spec import LayerSpec, ModuleSpec
-from modelmill.nn.mixer_layer import MixerLayer
+from modelmill.nn.pre_norm import MixerLayer
 from modelmill.nn.step import Step
 
 

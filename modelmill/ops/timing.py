@@ -90,16 +90,13 @@ def median_time(call: Call, rounds: int, calls_per_sample: int = 1, device: str 
     return statistics.median(time_interleaved([call], rounds, calls_per_sample, device)[0])
 
 
-def calls_for_duration(
-    call: Call, min_seconds: float, device: str = "cpu", max_calls: int = 1000
-) -> int:
+def calls_for_duration(call: Call, min_seconds: float, max_calls: int = 1000) -> int:
     """Number of calls that together take about ``min_seconds``, at most ``max_calls``.
 
     Short calls are timed in such series, because a single one is below the clock's noise.
     """
     call()
-    seconds = (_time_with_events if device.startswith("cuda") else _time_on_host)(call, 1)
-    return max(1, min(max_calls, int(min_seconds / max(seconds, 1e-7))))
+    return max(1, min(max_calls, int(min_seconds / max(_time_on_host(call, 1), 1e-7))))
 
 
 def copy_bandwidth(device: str = "cuda") -> float:

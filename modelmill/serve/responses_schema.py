@@ -16,6 +16,7 @@ from modelmill.core.types import MAX_INT32
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.compaction import INTRO, unpack_summary
 from modelmill.serve.custom_tools import custom_function_call
+from modelmill.serve.discriminated_unions import parse_typed
 from modelmill.serve.engine_fields import EngineFields
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
 from modelmill.serve.peer_fields import ignored
@@ -48,7 +49,6 @@ from modelmill.serve.tool_schema import (
     NamedToolChoice,
     Tool,
 )
-from modelmill.serve.typed_objects import parse_typed
 from modelmill.text.answer_pieces import function_call_json
 
 LOGPROBS = "message.output_text.logprobs"

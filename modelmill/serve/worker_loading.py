@@ -23,6 +23,8 @@ from modelmill.serve.worker_messages import (
     OpenEngine,
 )
 
+UPDATE_SECONDS = 0.1
+
 
 def open_or_build_artifact(open_engine: OpenEngine, on_progress: Progress) -> Artifact:
     """Open and verify the engine; a checkpoint is first built into the cache.
@@ -125,13 +127,13 @@ class _ProgressArtifact(Artifact):
         return tensor
 
 
-def loading_reporter(channel: MessageChannel, seconds: float = 0.1) -> Progress:
-    """Make a callback that sends LoadingUpdate, at most every ``seconds`` for each stage."""
+def loading_reporter(channel: MessageChannel) -> Progress:
+    """Make a callback that sends LoadingUpdate, at most ten times a second for each stage."""
     last: dict[str, float] = {}
 
     def on_progress(stage: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if now - last.get(stage, 0.0) >= seconds or done >= total:
+        if now - last.get(stage, 0.0) >= UPDATE_SECONDS or done >= total:
             last[stage] = now
             channel.send(LoadingUpdate(stage, done, total))
 

@@ -34,7 +34,6 @@ def write_answer(
     *,
     thinking: ThinkingSyntax | None = None,
     thinks: bool = False,
-    several: bool = False,
 ) -> str:
     """Return the text of an answer.
 
@@ -43,7 +42,6 @@ def write_answer(
         answer: the answer.
         thinking: marks of the thinking; None: the thinking is left out.
         thinks: whether the prompt began the thinking already.
-        several: whether a single call stands in a list, too, where that is possible.
     """
     if syntax.calls.style == "harmony":
         return _write_harmony_messages(answer)
@@ -51,7 +49,7 @@ def write_answer(
     if thinking is not None and (answer.reasoning or thinks):
         text = ("" if thinks else thinking.open) + answer.reasoning + thinking.close
     content = _write_content(syntax, answer.content)
-    calls = write_calls(syntax.calls, answer, several=several)
+    calls = write_calls(syntax.calls, answer)
     return (text + content + calls).removeprefix(syntax.begun)
 
 
@@ -60,13 +58,13 @@ def _write_content(syntax: ChatSyntax, content: str) -> str:
     return f"{opening}{content}{closing}" if content or closing else ""
 
 
-def write_calls(calls: CallSyntax, answer: ParsedAnswer, *, several: bool = False) -> str:
+def write_calls(calls: CallSyntax, answer: ParsedAnswer) -> str:
     """Return the text of the calls, with what separates them from the content."""
     if not answer.calls:
         return ""
     before = calls.content_end if answer.content else ""
     written = (write_call(calls, call, index) for index, call in enumerate(answer.calls))
-    section = several or len(answer.calls) > 1 or not calls.section_if_several
+    section = len(answer.calls) > 1 or not calls.section_if_several
     opening, closing = calls.section if section else NO_MARKS
     return before + opening + calls.separator.join(written) + closing
 

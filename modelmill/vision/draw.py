@@ -16,19 +16,17 @@ from modelmill.vision.prompts import Prompt
 from modelmill.vision.sam_model import Mask
 
 OBJECT_COLOR, BACKGROUND_COLOR, BOX_COLOR = (0, 200, 83), (213, 0, 0), (255, 255, 255)
+MASK_OPACITY = 0.5
 MASK_PROMPT_LOGIT = 20.0  # logit of a hand-drawn mask; the model's own logits reach about 30
 
 
-def overlay(
-    picture: Image, masks: Sequence[Mask], prompts: Sequence[Prompt] = (), strength: float = 0.5
-) -> Image:
+def overlay(picture: Image, masks: Sequence[Mask], prompts: Sequence[Prompt] = ()) -> Image:
     """Draw coloured, outlined masks over the picture, smaller ones on top, and the prompts.
 
     Args:
         picture: the segmented picture.
         masks: its masks.
         prompts: points and boxes to draw on top.
-        strength: opacity of the masks' colours, 0 … 1.
 
     Returns:
         A new RGB picture.
@@ -41,7 +39,7 @@ def overlay(
             canvas[y0 : y1 + 1, x0 : x1 + 1],
             np.array(_color_for_index(i), dtype=np.float32),
         )
-        window[inside] = window[inside] * (1 - strength) + colour * strength
+        window[inside] = window[inside] * (1 - MASK_OPACITY) + colour * MASK_OPACITY
         window[_outline(inside, max(1, max(picture.size) // 700))] = colour * 0.6
     drawn = PIL.Image.fromarray(canvas.round().astype(np.uint8))
     for prompt in prompts:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from modelmill.ops.cuda.common import build
+from tests.ops.compile_cache import compile_once
 
 NVCC = build.find_nvcc()
 requires_nvcc = pytest.mark.skipif(
@@ -39,9 +40,17 @@ def compiles_without_spills(
     ]
     path = build.source_path(Path(source).stem)
     command = [NVCC.path, "-cubin", *target, "-o", str(out), str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr
-    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", result.stderr)
+    log = out.with_suffix(".log")
+
+    def compile() -> None:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert result.returncode == 0, result.stderr
+        log.write_text(result.stderr)
+
+    read = (str(NVCC), repr(target), source, *sorted(build.FOLDER.rglob("*.cu*")))
+    compile_once(log, read, compile)
+    text = log.read_text()
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
     assert spills
-    assert all(int(number) <= max_spill_bytes for pair in spills for number in pair), result.stderr
-    assert "serialized" not in result.stderr, "serialized wgmma products"
+    assert all(int(number) <= max_spill_bytes for pair in spills for number in pair), text
+    assert "serialized" not in text, "serialized wgmma products"

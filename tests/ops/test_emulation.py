@@ -97,10 +97,9 @@ extern "C" float wide(int which, unsigned bits) {
 @requires_emulation
 def test_numbers_are_torchs(emulator: Emulator, tmp_path: Path) -> None:
     (tmp_path / "numbers.cpp").write_text(NUMBERS)
-    run_compiler(
-        "-shared", "-o", tmp_path / "numbers.so", tmp_path / "numbers.cpp", *emulator.machine()
-    )
-    library = ctypes.CDLL(str(tmp_path / "numbers.so"))
+    path = tmp_path / "numbers.so"
+    run_compiler(path, "-shared", tmp_path / "numbers.cpp", *emulator.machine())
+    library = ctypes.CDLL(str(path))
     library.number.argtypes, library.wide.restype = (ctypes.c_int, ctypes.c_float), ctypes.c_float
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(3000, generator=generator) * torch.exp2(

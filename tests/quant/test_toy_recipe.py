@@ -101,7 +101,7 @@ class ToyRecipe(Recipe):
 
 RECIPE = ToyRecipe
 '''
-# what is planted before the command line starts, in our own code alone
+# what is planted before a command line starts, in our own code alone
 FAULTS = {
     "two rows swapped when stored": """
 pack = toy.ToyWeight.pack.__func__
@@ -121,24 +121,27 @@ toy.ToyWeight.matmul = without_offset
 DRIVER = """
 import contextlib, io, json, sys
 import modelmill.quant
-modelmill.quant.__path__.append(sys.argv.pop(1))
+modelmill.quant.__path__.append(sys.argv[1])
 from modelmill.cli.main import execute
-"""
-EXECUTE_EACH = """
+
+def plant(fault):
+    import modelmill.quant.toy as toy
+    unplanted = {name: vars(toy.ToyWeight)[name] for name in ("pack", "matmul")}
+    exec("from dataclasses import replace; import torch\\n" + fault, {"toy": toy})
+    return toy.ToyWeight, unplanted
+
 results = []
-for words in json.loads(sys.argv[1]):
+for words, fault in json.loads(sys.argv[2]):
+    planted, unplanted = plant(fault) if fault else (None, {})
     with (
         contextlib.redirect_stdout(io.StringIO()) as out,
         contextlib.redirect_stderr(io.StringIO()) as err,
     ):
         code = execute(words)
+    for name, member in unplanted.items():
+        setattr(planted, name, member)
     results.append((code, out.getvalue(), err.getvalue()))
 print(json.dumps(results))
-"""
-FAULT_IMPORTS = """
-from dataclasses import replace
-import torch
-import modelmill.quant.toy as toy
 """
 
 
@@ -168,15 +171,22 @@ class Results(NamedTuple):
     help: Result
     built: Result
     ran: Result
+    other_recipe: Result
+    unknown_value: Result
+    refused: dict[str, Result]
 
 
-def command_lines(folder: Path, *lines: tuple[object, ...], fault: str = "") -> list[Result]:
-    """Run command lines in a process of their own, with the toy's folder in the package's path."""
-    code = f"{DRIVER}{FAULT_IMPORTS if fault else ''}{fault}{EXECUTE_EACH}"
+def command_lines(folder: Path, lines: list[tuple[tuple[object, ...], str]]) -> list[Result]:
+    """Run command lines in a process of their own, with the toy's folder in the package's path.
+
+    Args:
+        folder: The toy's.
+        lines: Words of each line, and the fault that is planted while it runs, or "".
+    """
     env = {**os.environ, "PYTHONPATH": str(ROOT), "CI": "1", "COLUMNS": "100"}
-    words = json.dumps([list(map(str, line)) for line in lines])
+    words = json.dumps([(list(map(str, line)), fault) for line, fault in lines])
     done = subprocess.run(
-        [sys.executable, "-c", code, str(folder), words],
+        [sys.executable, "-c", DRIVER, str(folder), words],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -189,20 +199,27 @@ def command_lines(folder: Path, *lines: tuple[object, ...], fault: str = "") -> 
 
 @pytest.fixture(scope="module")
 def results(folder: Path, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Help, a build and a run, all in one process: each would import torch again."""
+    """All command lines, in one process: each would import torch again."""
     out = tmp_path_factory.mktemp("built")
     engine, prompts = out / "e", out / "prompts.jsonl"
     prompts.write_text('{"prompt_token_ids": [3, 1, 4]}\n')
     words = ("build", checkpoint, "-o", engine, "--dtype", "float32", "--target", "cpu")
     more = ("--max-tokens", 4, "--device", "cpu", "--json")
-    return Results(
-        *command_lines(
-            folder,
-            ("build", "--help"),
-            (*words, "-q", "toy", "--levels", 256, "--json"),
-            ("run", engine, "--file", prompts, *more),
-        )
+    refused = ("build", checkpoint, "-o", out / "r", "--dtype", "float32", "--target", "cpu")
+    dry_run = ("build", checkpoint, "--dry-run", "--levels")
+    *unplanted, first, second = command_lines(
+        folder,
+        [
+            (("build", "--help"), ""),
+            ((*words, "-q", "toy", "--levels", 256, "--json"), ""),
+            (("run", engine, "--file", prompts, *more), ""),
+            ((*dry_run, 64, "-q", "int8"), ""),
+            ((*dry_run, 100, "-q", "toy"), ""),
+            *(((*refused, "-q", "toy"), fault) for fault in FAULTS.values()),
+        ],
     )
+    assert not (out / "r").exists()
+    return Results(*unplanted, dict(zip(FAULTS, (first, second), strict=True)))
 
 
 def test_its_flag_appears_in_help(results: Results) -> None:
@@ -225,20 +242,14 @@ def test_it_builds_is_accepted_and_runs(results: Results) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_acceptance_finds_a_fault_in_its_format(
-    folder: Path, checkpoint: Path, tmp_path: Path, fault: str
-) -> None:
-    engine = tmp_path / "e"
-    words = ("build", checkpoint, "-o", engine, "--dtype", "float32", "--target", "cpu")
-    [refused] = command_lines(folder, (*words, "-q", "toy"), fault=FAULTS[fault])
+def test_acceptance_finds_a_fault_in_its_format(results: Results, fault: str) -> None:
+    refused = results.refused[fault]
     assert refused.code not in (0, 2)
     assert "bug at layer 0, module attn.q_proj: rel_l2" in refused.err
-    assert not engine.exists()
 
 
-def test_its_option_is_refused_by_other_recipes_and_checked(folder: Path, checkpoint: Path) -> None:
-    words = ("build", checkpoint, "--dry-run", "--levels")
-    other, unknown = command_lines(folder, (*words, 64, "-q", "int8"), (*words, 100, "-q", "toy"))
+def test_its_option_is_refused_by_other_recipes_and_checked(results: Results) -> None:
+    other, unknown = results.other_recipe, results.unknown_value
     assert other.code == 2
     assert "--levels is for -q toy, not for -q int8; leave it out" in other.err
     assert unknown.code == 2

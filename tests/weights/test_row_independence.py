@@ -20,7 +20,7 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("dense", {}),
     "int8": ("int8", {}),
     "int4": ("int4", {"group_size": 16}),
-    "int4, one group": ("int4", {"group_size": 1 << 20}),
+    "int4, one group": ("int4", {"group_size": 256}),
     "w8a8": ("w8a8", {}),
     "fp8": ("fp8", {}),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.base import LayerWeights
-from modelmill.accept.reference.head_norm import HEAD_NORMS, PerHeadQKNormMixin
+from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import Defaults
 from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import TensorSource

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights
 from modelmill.accept.reference.grouped_experts import GroupedExpertsMixin
-from modelmill.accept.reference.head_norm import HEAD_NORMS, PerHeadQKNormMixin
+from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import Defaults
 from modelmill.accept.reference.tensor_source import TensorSource
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights, rms_norm
 from modelmill.accept.reference.causal_convolution import causal_convolution
-from modelmill.accept.reference.head_norm import HEAD_NORMS, PerHeadQKNormMixin
+from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
 from modelmill.accept.reference.rope import ReferenceRope, partial_rope
 from modelmill.accept.reference.tensor_source import TensorSource
 

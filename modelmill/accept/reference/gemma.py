@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from modelmill.accept.reference.base import ACTIVATIONS, Affine
-from modelmill.accept.reference.head_norm import HEAD_NORMS, PerHeadQKNormMixin
+from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import Defaults
 from modelmill.accept.reference.rope import ReferenceRope, rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource

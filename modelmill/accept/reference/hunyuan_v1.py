@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights
-from modelmill.accept.reference.head_norm import PerHeadQKNormMixin
 from modelmill.accept.reference.moe import QWEN_EXPERT, ExpertsMixin
+from modelmill.accept.reference.per_head_qk_norm import PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import Defaults, reference_by_model_type
 from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import TensorSource

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights
 from modelmill.accept.reference.causal_convolution import causal_convolution
-from modelmill.accept.reference.head_norm import HEAD_NORMS, PerHeadQKNormMixin
+from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import NORMS, Defaults
 from modelmill.accept.reference.tensor_source import TensorSource
 

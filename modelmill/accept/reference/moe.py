@@ -14,8 +14,8 @@ from torch import Tensor
 
 from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights, project
 from modelmill.accept.reference.granite import GraniteReference
-from modelmill.accept.reference.head_norm import HEAD_NORMS, PerHeadQKNormMixin
 from modelmill.accept.reference.olmo2 import Olmo2Reference
+from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import (
     NORMS,
     PlainDecoderReference,

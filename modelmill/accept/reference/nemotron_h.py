@@ -20,7 +20,7 @@ from modelmill.accept.reference.tensor_source import TensorSource
 
 NAME_PREFIX = "backbone."
 LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-NEWER_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
+LAYER_TYPE_ALIASES = {"linear_attention": "mamba", "full_attention": "attention"}
 TWO_MATRICES = {"fc": "up_proj", "down": "down_proj"}
 
 
@@ -36,7 +36,7 @@ class NemotronHReference(Mamba2Mixin, GroupedExpertsMixin):
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         types = config.get("layers_block_type") or config.get("layer_types")
         types = types or [LETTERS[each] for each in config.get("hybrid_override_pattern") or "ME*-"]
-        self.kinds = [NEWER_NAMES.get(each, each) for each in types]
+        self.kinds = [LAYER_TYPE_ALIASES.get(each, each) for each in types]
         experts = {
             "num_hidden_layers": len(self.kinds),
             "num_attention_heads": config.get("num_attention_heads") or 32,

@@ -31,7 +31,6 @@ class ModelLoader:
         *,
         fixed_bytes: Callable[[], int] = lambda: 0,
         sleep_bytes: int = 0,
-        metrics: LoadMetrics | None = None,
     ) -> None:
         """Start with no model loaded.
 
@@ -40,10 +39,9 @@ class ModelLoader:
             fixed_bytes: memory of the engines that are always loaded.
             sleep_bytes: memory of the host for the weights of engines that sleep instead of being
                 unloaded; 0: none does.
-            metrics: to count in.
         """
         self.budget_bytes = budget_bytes
-        self.metrics = metrics or LoadMetrics()
+        self.metrics = LoadMetrics()
         self._fixed_bytes, self.sleep_bytes = fixed_bytes, sleep_bytes
         self._on_sleep: Callable[[ManagedModel], None] = lambda _: None
         self._models: list[ManagedModel] = []

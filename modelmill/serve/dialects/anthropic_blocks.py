@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from modelmill.core.errors import RequestError
+from modelmill.serve.discriminated_unions import parse_object, parse_typed
 from modelmill.serve.strict_models import IgnoredList, JsonObject, JsonObjectList, StrictModel
-from modelmill.serve.typed_objects import parse_object, parse_typed
 from modelmill.text.answer_pieces import function_call_json
 
 BILLING_HEADER = "x-anthropic-billing-header:"

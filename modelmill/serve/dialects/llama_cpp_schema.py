@@ -8,11 +8,11 @@ from pydantic import Field
 
 from modelmill.core.errors import RequestError
 from modelmill.serve.completion_schema import CompletionRequest
+from modelmill.serve.discriminated_unions import parse_object
 from modelmill.serve.generation_schema import GenerationFields
 from modelmill.serve.peer_fields import AnyItems, ignored
 from modelmill.serve.prompt_fields import TokenIds
 from modelmill.serve.strict_models import FAIL_FAST, JsonObjectList, StrictModel
-from modelmill.serve.typed_objects import parse_object
 
 
 class NativeFields(GenerationFields):

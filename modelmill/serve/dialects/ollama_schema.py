@@ -14,13 +14,13 @@ from modelmill.core.types import MAX_INT32
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.dialects.ollama_options import OllamaOptions
+from modelmill.serve.discriminated_unions import parse_object
 from modelmill.serve.engine_fields import EngineFields
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
 from modelmill.serve.prompt_fields import TextList
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject, JsonObjectList, StrictModel
 from modelmill.serve.structured_outputs_schema import JsonSchema, ResponseFormat
 from modelmill.serve.tool_schema import Tool
-from modelmill.serve.typed_objects import parse_object
 from modelmill.text.answer_pieces import function_call_json
 
 LongText = Annotated[str, Field(max_length=10 << 20)]

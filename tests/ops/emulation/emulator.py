@@ -22,14 +22,13 @@ import pytest
 import torch
 
 from modelmill.ops.cuda.common import build, launch
+from tests.ops.compile_cache import compile_once
 from tests.ops.emulation.translate import cluster_sizes, translate
 
 HERE = Path(__file__).parent
 GXX = shutil.which("g++")
-HAS_FLOAT16 = (
-    GXX is not None
-    and int(subprocess.check_output([GXX, "-dumpversion"], text=True).split(".")[0]) >= 12
-)
+GXX_VERSION = "0" if GXX is None else subprocess.check_output([GXX, "-dumpfullversion"], text=True)
+HAS_FLOAT16 = int(GXX_VERSION.split(".")[0]) >= 12
 CAN_EMULATE = HAS_FLOAT16 and sys.platform == "linux"  # elsewhere g++ may be another compiler
 requires_emulation = pytest.mark.skipif(
     not CAN_EMULATE, reason="needs Linux with g++ 12 or newer: apt-get install g++"
@@ -97,7 +96,7 @@ class Emulator:
             )
             code = path.with_suffix(".cpp")
             code.write_text("\n".join(('#include "ptx.h"', translate(text, known), *entries, "")))
-            run_compiler("-shared", "-o", path, code, *self.machine())
+            run_compiler(path, "-shared", code, *self.machine())
         return ctypes.CDLL(str(path))
 
     def machine(self) -> list[Path]:
@@ -106,7 +105,7 @@ class Emulator:
         for source in sorted(HERE.glob("*.cpp")):
             objects.append(self.folder / f"{source.stem}.o")
             if not objects[-1].exists():
-                run_compiler("-c", "-o", objects[-1], source)
+                run_compiler(objects[-1], "-c", source)
         return objects
 
     def sources(self) -> Path:
@@ -232,5 +231,8 @@ def preprocessed(name: str, macros: tuple[str, ...], folder: Path = build.FOLDER
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def run_compiler(*arguments: str | Path) -> None:
-    subprocess.run([str(GXX), *FLAGS, *map(str, arguments)], check=True)
+def run_compiler(out: Path, *arguments: str | Path) -> None:
+    """Compile into ``out``, unless an earlier run has compiled the same."""
+    command = [str(GXX), *FLAGS, "-o", str(out), *map(str, arguments)]
+    read = (GXX_VERSION, repr(FLAGS), *arguments, *sorted(HERE.glob("*.h")))
+    compile_once(out, read, lambda: subprocess.run(command, check=True))

@@ -255,11 +255,7 @@ def supports_operands(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 def gemm_small_m(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    config: GemmSmallMKernelConfig | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
     """Compute out = x · weightᵀ (+ bias), or SwiGLU of its halves if out is half as wide.
 
@@ -269,7 +265,7 @@ def gemm_small_m(
     gated = columns != weight.shape[0]
     device = x.get_device()
     with torch.cuda.device(x.device):
-        made = config or small_m_config(tokens, columns, launch.sm_count(device), gated=gated)
+        made = small_m_config(tokens, columns, launch.sm_count(device), gated=gated)
         threads = max(1, made.padded_rows // 64) * 128 + 32
         kernel = launch.load_kernel(
             "gemm_small_m",
@@ -297,7 +293,7 @@ def gemm_small_m(
 
 def gemm_swiglu_large_m(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor,
-    width: int | None = None, tiles_per_band: int = TILES_PER_BAND,
+    width: int | None = None,
 ) -> None:  # fmt: skip
     """Compute out = silu(gate) · up of x · weightᵀ (+ bias).
 
@@ -312,7 +308,7 @@ def gemm_swiglu_large_m(
         macros = (
             f"BLOCK_N={width}",
             f"BIAS={int(bias is not None)}",
-            f"BAND={tiles_per_band}",
+            f"BAND={TILES_PER_BAND}",
             *TYPES[x.dtype],
         )
         shared = pipeline_bytes(width) + 2 * 64 * (width // 2) * 2

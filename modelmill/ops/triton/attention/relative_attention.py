@@ -87,7 +87,7 @@ def table_fits_shared_memory(qkv: torch.Tensor, window: tuple[int, int]) -> bool
 def windowed_attention(
     qkv: torch.Tensor, window: tuple[int, int], fill: torch.Tensor | None, rel_h: torch.Tensor,
     rel_w: torch.Tensor,
-    out: torch.Tensor, config: AttentionLaunchConfig | None = None,
+    out: torch.Tensor,
 ) -> None:  # fmt: skip
     """Compute windowed attention of qkv [B, H, W, 3, heads, D] into out [B, H, W, heads·D].
 
@@ -97,7 +97,7 @@ def windowed_attention(
     win_h, win_w = window
     tokens = win_h * win_w
     rows, columns = -(-height // win_h), -(-width // win_w)
-    block_m, block_n, warps, stages, registers = config or _windowed_config(tokens, qkv)
+    block_m, block_n, warps, stages, registers = _windowed_config(tokens, qkv)
     main, rest = split_head_dim(dim)
     tail_keys = tokens % block_n
     fill_or_dummy = qkv if fill is None else fill
@@ -280,16 +280,12 @@ def _store(
 
 
 def global_attention(
-    qkv: torch.Tensor,
-    rel_h: torch.Tensor,
-    rel_w: torch.Tensor,
-    out: torch.Tensor,
-    config: AttentionLaunchConfig | None = None,
+    qkv: torch.Tensor, rel_h: torch.Tensor, rel_w: torch.Tensor, out: torch.Tensor
 ) -> None:
     """The same without windows, for images whose width is a power of two from 16 to 128."""
     batch, height, width, _, heads, dim = qkv.shape
     by_row, by_column = relative_score_tables(qkv, rel_h, rel_w)
-    block_m, _, warps, stages, registers = config or _global_config(qkv)
+    block_m, _, warps, stages, registers = _global_config(qkv)
     main, rest = split_head_dim(dim)
     grid = (-(-(height * width) // block_m), heads, batch)
     _global_kernel[grid](

@@ -1,4 +1,4 @@
-"""Objects of requests whose ``type`` says which model they have: items, blocks.
+"""Discriminated unions in requests: objects whose ``type`` says which model they have.
 
 They are parsed one by one, so that an error names its place and one invalid object ends the work.
 """
