@@ -14,8 +14,8 @@ from torch import nn
 
 from modelmill.nn.expert_stack import StackedExperts, stack_experts
 from modelmill.nn.fused_module import FusedModule
-from modelmill.nn.mlp import SiluMul
-from modelmill.nn.moe import ExpertMLP, MoE, PlainExpert
+from modelmill.nn.mlp import GatedMLP, SiluMul
+from modelmill.nn.moe import MoE
 from modelmill.nn.routed_moe import RoutedMoEOperands, local_topk_inputs
 from modelmill.nn.step import Step
 from modelmill.ops.cpu.common.thread_pool import single_thread_torch
