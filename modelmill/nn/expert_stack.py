@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from modelmill.nn.linear import Linear, weight_changes
-from modelmill.nn.mlp import ClampedSwiglu, ElementwiseActivation, GatedActivation, SiluMul
+from modelmill.nn.mlp import ClampedSwiglu, GatedActivation, Relu2, SiluMul
 from modelmill.nn.moe import Expert, ExpertMLP, MoE
 from modelmill.ops.fused_moe import (
     GELU_TANH,
@@ -215,7 +215,7 @@ def _expert_activation(act: nn.Module) -> ExpertActivation | None:
         return ExpertActivation(SILU, act.clamp)
     if isinstance(act, SiluMul):
         return ExpertActivation(SILU)
-    if type(act) is ElementwiseActivation and act.name == RELU2:
+    if isinstance(act, Relu2):
         return ExpertActivation(RELU2)
     is_gelu = isinstance(act, GatedActivation) and act.name == GELU_TANH
     return ExpertActivation(GELU_TANH) if is_gelu else None

@@ -27,6 +27,7 @@ class MoEProblem(NamedTuple):
         group: columns that share a scale; 0 where a row has one, or none.
         offset: whether the groups have offsets.
         bias: whether there are biases.
+        gated: whether experts have a gate.
         device: index of the GPU; −1 on the CPU.
     """
 
@@ -42,6 +43,7 @@ class MoEProblem(NamedTuple):
     group: int = 0
     offset: bool = False
     bias: bool = False
+    gated: bool = True
     device: int = -1
 
     @property
@@ -62,13 +64,14 @@ def moe_problem(*operands: Any) -> MoEProblem:
         gate_up.shape[0],
         inputs.num_experts,
         x.shape[-1],
-        gate_up.shape[1] // 2,
+        inputs.inner_size,
         x.dtype,
         gate_up.dtype if same_dtype else None,
         scale.dtype if scale is not None and same_scales else None,
         inputs.group,
         inputs.gate_up_offset is not None,
         inputs.gate_up_bias is not None,
+        inputs.is_gated,
         x.get_device(),
     )
 
@@ -88,6 +91,7 @@ class MoERange(KernelRange):
         max_pairs_per_expert: pairs of a token and an expert up to which it is the fastest, for each
             expert on average.
         offset: whether groups may have offsets.
+        ungated: whether experts may have no gate.
     """
 
     dtypes: tuple[torch.dtype, ...] = ()
@@ -95,6 +99,7 @@ class MoERange(KernelRange):
     scale_dtypes: tuple[torch.dtype, ...] = ()
     max_pairs_per_expert: float = float("inf")
     offset: bool = True
+    ungated: bool = True
 
     def covers(self, problem: MoEProblem) -> bool:
         """Whether the kernel serves this problem."""
@@ -107,5 +112,6 @@ class MoERange(KernelRange):
             and self.weight_dtype in (None, problem.weight_dtype)
             and (not self.scale_dtypes or problem.scale_dtype in self.scale_dtypes)
             and (self.offset or not problem.offset)
+            and (self.ungated or problem.gated)
             and super().covers_ignoring_m(problem)
         )

@@ -276,8 +276,8 @@ def test_other_ranks_run_the_graphs_that_rank_0_runs(*, warm: bool) -> None:
     assert uses <= set(workers.commands)
     for each in ("captured", "replayed"):
         assert getattr(capturers[0], each) == getattr(capturers[1], each) > 0
-    for ours, theirs in zip(first.model_runner.kv.tensors, second.model_runner.kv.tensors):
-        assert torch.equal(ours, theirs)
+    for pair in zip(first.model_runner.kv.tensors, second.model_runner.kv.tensors):
+        assert torch.equal(*pair)
 
 
 def test_with_other_ranks_an_out_of_memory_error_of_a_capture_is_raised() -> None:

@@ -19,6 +19,7 @@ SUPPORTED_PROBLEMS = (
         scale_dtypes=(torch.float16,),
         max_pairs_per_expert=grouped_gemm_wq.MAX_PAIRS_PER_EXPERT,
         offset=True,
+        ungated=False,
         fits=grouped_gemm_wq.fits,
     ),
 )

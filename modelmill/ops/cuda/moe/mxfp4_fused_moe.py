@@ -18,6 +18,7 @@ SUPPORTED_PROBLEMS = (
         scale_dtypes=(torch.uint8,),
         max_pairs_per_expert=grouped_gemm_wq.MAX_PAIRS_PER_EXPERT,
         offset=False,
+        ungated=False,
         fits=grouped_gemm_wq.fits,
     ),
 )
