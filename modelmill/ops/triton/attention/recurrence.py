@@ -45,8 +45,8 @@ class ChunkLaunch(NamedTuple):
         own_rows: Whether a warp has whole rows, which then become a left operand within a thread's
             registers. Else the warps share all rows.
         warps: Warps of a program.
-        stages: Pipeline stages, of which Triton keeps one less in shared memory: from 3 on, operands
-            are loaded while those of another chunk are multiplied.
+        stages: Pipeline stages. Triton keeps one less in shared memory: from 3 on, operands are
+            loaded while those of another chunk are multiplied.
         prepare_warps: Warps of a program of the launch in front.
     """
 
