@@ -92,6 +92,22 @@ def test_triton_follows_the_definition(
     assert_close(module.run(inputs), inputs)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "pages"),
+    [(torch.bfloat16, torch.int8), (torch.float16, torch.float8_e4m3fn)],
+    ids=["int8", "fp8"],
+)
+def test_tiles_of_wgmma_multiply_queries_as_they_are_loaded(
+    dtype: torch.dtype, pages: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of more than a tile; 8-bit keys become of the queries' dtype."""
+    module = interpreted()
+    monkeypatch.setattr(paged_latent, "has_wgmma", lambda _: True)
+    inputs = small([(3, 70)], 24, (48, 32), dtype, pages=pages)
+    assert paged_latent._latent_tile(*inputs[:2], inputs.max_query).rows == paged_latent.WGMMA_ROWS
+    assert_close(module.run(inputs), inputs)
+
+
 @pytest.mark.parametrize(("heads", "dims"), [(20, (80, 64)), (3, (48, 32)), (17, (576, 512))])
 def test_triton_takes_any_number_of_heads(heads: int, dims: tuple[int, int]) -> None:
     """Tiles with rows of several queries, or with some of the heads; split by itself."""

@@ -27,7 +27,6 @@ import triton.language as tl
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.triton.attention.paged_decode import (
     combine_partials,
-    key_offsets,
     load_sequence,
     offsets_as_unsigned,
 )
@@ -137,20 +136,38 @@ def _num_splits(tile: LatentTile, programs: int, keys: int, device: torch.device
 
 
 def _latent_tile(q: torch.Tensor, k: torch.Tensor, max_query: int) -> LatentTile:
-    """The tile of a step: the largest that compiles without spilling; not measured yet."""
-    per_sm = 2 if max_shared_bytes(q.device) >= 160 << 10 else 1  # each takes 56 KiB, or 72
+    """The tile of a step: the largest that compiles with few spills; not measured yet.
+
+    Of n stages Triton keeps n − 1 blocks in shared memory: with 2 of them no block would be loaded
+    while another is multiplied.
+    """
+    shared = max_shared_bytes(q.device)
     if q.dtype == torch.float32:
-        return LatentTile(16, 16, 4, 1, per_sm, 64)
-    rows = max_query * q.shape[1]
+        return LatentTile(16, 16, 4, 1, 2 if shared >= 160 << 10 else 1, 64)
+    rows, same = max_query * q.shape[1], k.dtype == q.dtype
     # Queries beside the accumulator are too many registers, unless wgmma reads them from shared
     # memory. Tiles of 8-bit pages are then converted once, not by each warp for its operands.
-    if rows > 32 and has_wgmma(q.device):
-        return LatentTile(WGMMA_ROWS, 64, 8, 2, 1, 128)
-    if rows > 16:
-        return LatentTile(32, 32, 8, 2, 1, 64)
-    if k.dtype != q.dtype:
-        return LatentTile(16, 32, 8, 2, 1, 64)
-    return LatentTile(16, 32, 4, 2, per_sm, 64)
+    if rows > 32 and has_wgmma(q.device):  # 180 KiB, or 217
+        return LatentTile(WGMMA_ROWS, 32 if same else 64, 8, 3, 1, 128)
+    if rows > 16:  # 110 KiB, or 72 with one block or 8-bit pages
+        return LatentTile(32, 32, 8, 2 if same and shared < 112 << 10 else 3, 1, 64)
+    # 91 KiB, or 54 with 8-bit pages
+    per_sm = 2 if shared >= (184 << 10 if same else 110 << 10) else 1
+    return LatentTile(16, 32, 4, 3, per_sm, 64)
+
+
+@triton.jit
+def _load_page(tables_ptr, key, columns, PAGE: tl.constexpr):
+    """Pages of keys; clamped instead of masked, so that it depends only on the table."""
+    return tl.load(tables_ptr + tl.minimum(key // PAGE, columns - 1))
+
+
+@triton.jit
+def _key_offsets(page, key, page_stride, token_stride, PAGE: tl.constexpr, WIDE: tl.constexpr):
+    """Offsets of keys in the cache, in elements; those beyond the context are not loaded."""
+    if WIDE:
+        page = page.to(tl.int64)
+    return page * page_stride + (key % PAGE) * token_stride
 
 
 @triton.jit(do_not_specialize=["columns", "table_stride", "splits", "rows"])
@@ -181,9 +198,7 @@ def paged_latent_kernel(
     share = tl.cdiv(tl.cdiv(context, splits), SPLIT_KEYS) * SPLIT_KEYS
     begin = split * share
     end = tl.minimum(begin + share, context)
-    offsets = key_offsets(
-        tables_ptr, tl.maximum(begin, 0) + n, columns, page_stride, token_stride, PAGE, WIDE
-    )
+    page = _load_page(tables_ptr, tl.maximum(begin, 0) + n, columns, PAGE)
     pdl_wait(PDL)
     if count < MIN_QUERY:
         return
@@ -217,10 +232,10 @@ def paged_latent_kernel(
     for start in range(begin, end, BLOCK_N):
         key = start + n
         valid = key < end
-        # The next block's pages are looked up while this block's keys are loaded.
-        next_offsets = key_offsets(
-            tables_ptr, key + BLOCK_N, columns, page_stride, token_stride, PAGE, WIDE
-        )
+        # The next block's pages are looked up while this block's keys are loaded. What is carried
+        # over is the load itself: Triton would look up offsets only in front of their own keys.
+        next_page = _load_page(tables_ptr, key + BLOCK_N, columns, PAGE)
+        offsets = _key_offsets(page, key, page_stride, token_stride, PAGE, WIDE)
         latent = tl.load(k_at + offsets[:, None], mask=valid[:, None] & v_valid[None, :], other=0.0)
         rotary = tl.load(
             rotary_at + offsets[:, None], mask=valid[:, None] & r_valid[None, :], other=0.0
@@ -253,7 +268,7 @@ def paged_latent_kernel(
             weight.to(latent.dtype), latent, acc * rescale[:, None], input_precision="ieee"
         )
         row_max = new_max
-        offsets = next_offsets
+        page = next_page
     mask = inside[:, None] & v_valid[None, :]
     if splits == 1:
         out = acc / tl.where(exp_sum > 0.0, exp_sum, 1.0)[:, None]

@@ -45,7 +45,8 @@ class ChunkLaunch(NamedTuple):
         own_rows: Whether a warp has whole rows, which then become a left operand within a thread's
             registers. Else the warps share all rows.
         warps: Warps of a program.
-        stages: Pipeline stages: the operands of later chunks are loaded early.
+        stages: Pipeline stages. Triton keeps one less in shared memory: from 3 on, operands are
+            loaded while those of another chunk are multiplied.
         prepare_warps: Warps of a program of the launch in front.
     """
 
@@ -66,9 +67,9 @@ def chunk_config(tokens: torch.Tensor, count: int, width: int) -> ChunkLaunch:
     if tokens.dtype is not torch.bfloat16:
         if width > MAX_WARP_WIDTH:
             return ChunkLaunch(torch.float32, WARP_ROWS, False, 8, 1, 4)
-        return ChunkLaunch(torch.float32, rows, False, 8, 2, 4)
+        return ChunkLaunch(torch.float32, rows, False, 8, 3, 4)
     if width > MAX_WARP_WIDTH:
-        return ChunkLaunch(torch.bfloat16, rows, False, 4, 2, 2)
+        return ChunkLaunch(torch.bfloat16, rows, False, 4, 3, 2)
     return ChunkLaunch(torch.bfloat16, rows, True, rows // WARP_ROWS, 3, 1)
 
 
