@@ -481,7 +481,7 @@ def _experts_without_gate(inputs: FusedMoEInputs) -> Iterator[Problem]:
     }  # fmt: skip
     ops = (("int8_fused_moe", INT8), ("w8a8_fused_moe", INT8), ("fp8_fused_moe", FP8))
     for op, dtype in ops:
-        matrices = {
+        matrices: dict[str, Any] = {
             "gate_up": tensor(128, 1536, 2048, dtype=dtype),
             "down": tensor(128, 2048, 1536, dtype=dtype),
         }

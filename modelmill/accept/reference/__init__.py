@@ -120,7 +120,8 @@ def _open_gguf(
         tensors = source_class(container, dtype, config, device=device)
         model: Any = _find_family_module(config).REFERENCE(tensors, config)
         if ROPE_DIVISORS in container.names():
-            model.rope = _rope_with_divisors(model.rope, tensors.stored_tensor(ROPE_DIVISORS))
+            divisors = tensors.stored_tensor(ROPE_DIVISORS)
+            model.set_rope(_rope_with_divisors(model.rope, divisors))
         return cast(ReferenceModel, model)
     config = gguf_config(container)
     family = _find_family_module(config)

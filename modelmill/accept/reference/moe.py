@@ -78,10 +78,6 @@ class ExpertsMixin(PlainDecoderReference):
         """Return the rotation."""
         return rope_from_config(config, self.head_dim, length)
 
-    def set_rope(self, rope: ReferenceRope) -> None:
-        """Rotate by another table than config.json's."""
-        self.rope = rope
-
     def mlp_weights(self, index: int) -> LayerWeights:
         """Read a layer's router and experts."""
         if index in self.dense_layers:
