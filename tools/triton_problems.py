@@ -18,8 +18,8 @@ import torch
 from modelmill.ops import registry
 from modelmill.ops.add_layer_norm_quant import AddLayerNormQuantInputs
 from modelmill.ops.causal_conv import CausalConvInputs
-from modelmill.ops.fused_moe import GELU_TANH, FusedMoEInputs, SwigluClamp
-from modelmill.ops.fused_topk import SIGMOID, SOFTMAX, FusedTopkInputs
+from modelmill.ops.fused_moe import GELU_TANH, RELU2, FusedMoEInputs, SwigluClamp
+from modelmill.ops.fused_topk import SIGMOID, SOFTMAX, SPARSE_MIXER, FusedTopkInputs
 from modelmill.ops.gated_delta_rule import GatedDeltaInputs
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.image_attention import ImageAttentionInputs
@@ -464,12 +464,31 @@ def experts() -> Iterator[Problem]:
         yield from _call("int8_fused_moe", inputs._replace(**int8, **biased))
         yield from _call("mxfp4_fused_moe", inputs._replace(**mxfp4, **biased))
         yield from _call("fused_moe", inputs._replace(activation=GELU_TANH))
+        if tokens in (1, 512) and dtype == BF16:
+            yield from _experts_without_gate(inputs)
         if tokens in (1, 32) and dtype == BF16:
             local = inputs._replace(global_num_experts=256)
             yield from _call("fused_moe", local)
             yield from _call("w8a8_fused_moe", local._replace(**int8))
             yield from _call("int4_fused_moe", local._replace(**int4))
             yield from _call("mxfp4_fused_moe", local._replace(**mxfp4, **biased))
+
+
+def _experts_without_gate(inputs: FusedMoEInputs) -> Iterator[Problem]:
+    """The first product without rows of a gate: the same matrices in the ops that have it."""
+    ungated = inputs._replace(down=tensor(128, 2048, 1536, dtype=BF16), activation=RELU2)
+    yield from _call("fused_moe", ungated)
+    yield from _call("fused_moe", ungated._replace(gate_up_bias=tensor(128, 1536, dtype=BF16)))
+    scales: dict[str, Any] = {
+        "gate_up_scale": tensor(128, 1536, dtype=F32), "down_scale": tensor(128, 2048, dtype=F32),
+    }  # fmt: skip
+    ops = (("int8_fused_moe", INT8), ("w8a8_fused_moe", INT8), ("fp8_fused_moe", FP8))
+    for op, dtype in ops:
+        matrices: dict[str, Any] = {
+            "gate_up": tensor(128, 1536, 2048, dtype=dtype),
+            "down": tensor(128, 2048, 1536, dtype=dtype),
+        }
+        yield from _call(op, ungated._replace(**matrices, **scales))
 
 
 def routing() -> Iterator[Problem]:
@@ -490,6 +509,10 @@ def routing() -> Iterator[Problem]:
             grouped = scored._replace(groups=8, top_groups=4, group_scores=scores)
             yield from _call("fused_topk", grouped)
     yield from _call("fused_topk", scored._replace(local_experts=(128, 256)))
+    chosen_in_turn = FusedTopkInputs(
+        tensor(32, 16, dtype=F32), None, 2, SPARSE_MIXER, False, jitter=0.01
+    )
+    yield from _call("fused_topk", chosen_in_turn)
     for tokens, experts_of, block in ((1, 128, 16), (8192, 512, 128)):
         ids = tensor(tokens, 8, dtype=torch.int32)
         yield from _call("moe_align_block_size", ids, block, experts_of)

@@ -24,6 +24,7 @@ LAYOUT = CheckpointLayout(
     }
 )
 FLOAT32_TENSORS = (r"layers\.\d+\.mlp\.act\..*",)
+SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {"qk_norm": (True,), "post_norm": (False,)}
 THETA = 12000000.0
 DEFAULT_ROPE: Mapping[str, Any] = {
     "rope_type": "llama3", "rope_theta": THETA, "factor": 8.0, "low_freq_factor": 1.0,

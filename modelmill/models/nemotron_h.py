@@ -7,7 +7,7 @@ from typing import Any
 
 from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, boolean
+from modelmill.models._hf_config import activation, boolean, positive_int
 from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout, RuleSource
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models._mamba_config import MAMBA_NAMES
@@ -52,14 +52,16 @@ UNUSED_CONFIG_KEYS = (
     "residual_in_fp32", "time_step_floor", "time_step_max", "time_step_min", "use_mamba_kernels",
 )  # fmt: skip
 DEFAULTS = {
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    "intermediate_size": 21504, "layer_norm_epsilon": 1e-5,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 21504,
+    "layer_norm_epsilon": 1e-5,
 }  # fmt: skip
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in NemotronHConfig. Nothing rotates."""
-    kinds, raw = layer_kinds(raw), overlay_config(raw, DEFAULTS)
+    # files of the first models name the channels of a head otherwise
+    size = positive_int(raw, "head_dim", "attention_head_dim", default=128)
+    kinds, raw = layer_kinds(raw), overlay_config(raw, DEFAULTS, {"head_dim": size})
     act, bias = activation(raw, "mlp_hidden_act", "relu2"), boolean(raw, "mlp_bias", False)
     keys = {"num_hidden_layers": kinds.number, "rms_norm_eps": raw["layer_norm_epsilon"]}
     config = _llama_common.config_from_hf(

@@ -244,3 +244,14 @@ def test_qwen_v1_heads_that_cannot_rotate_are_refused() -> None:
     with pytest.raises(CheckpointError, match="2 channels"):
         engine_config(QWEN | {"kv_channels": 2, "use_dynamic_ntk": True})
     assert engine_config(QWEN | {"kv_channels": 2}).head_dim == 2
+
+
+@pytest.mark.parametrize(("changes", "channels"), [({}, 128), ({"attention_head_dim": 16}, 16)])
+def test_an_older_name_of_the_channels_of_a_nemotron_h_is_read(
+    changes: dict[str, Any], channels: int
+) -> None:
+    """The first models' files have it, and no head_dim."""
+    family = find_module("modelmill.models", "nemotron_h")
+    assert family is not None
+    raw = {"hidden_size": 64, "vocab_size": 97, "layers_block_type": ["mamba", "attention"]}
+    assert family.config_from_hf(raw | changes).head_dim == channels

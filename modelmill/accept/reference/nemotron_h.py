@@ -38,6 +38,7 @@ class NemotronHReference(Mamba2Mixin, GroupedExpertsMixin):
         types = types or [LETTERS[each] for each in config.get("hybrid_override_pattern") or "ME*-"]
         self.kinds = [LAYER_TYPE_ALIASES.get(each, each) for each in types]
         experts = {
+            "head_dim": config.get("head_dim") or config.get("attention_head_dim"),
             "num_hidden_layers": len(self.kinds),
             "num_attention_heads": config.get("num_attention_heads") or 32,
             "n_routed_experts": config.get("n_routed_experts") or 8,

@@ -168,6 +168,10 @@ class PlainDecoderReference(ReferenceModel):
         base = {"rope_theta": self.config.get("rope_theta") or theta}
         return rope_from_config(self.config | base | changes, self.head_dim, self.max_position)
 
+    def set_rope(self, rope: ReferenceRope) -> None:
+        """Rotate by another table than config.json's."""
+        self.rope = rope
+
     def partial_rope(self, *, factor: float = 1.0, theta: float = 10000.0) -> ReferenceRope:
         """Return the rotation of a part of each head (``rope.partial_rope``)."""
         return partial_rope(

@@ -49,7 +49,7 @@ CASE = decoder_family(
         {"attention_bias": True}, {"hidden_act": "relu2"}, {"hidden_act": "gelu"},
         {"rms_norm_eps": 1e-3}, {"tie_word_embeddings": True}, {"head_dim": 16},
     ),
-    {"attention_bias": 1, "head_dim": 7},
+    {"attention_bias": 1, "head_dim": 7, "qk_norm": False, "post_norm": True},
     {},
     gguf=GgufCase("apertus", gguf_facts, tensors=as_converted, numbers=slopes),
 )  # fmt: skip

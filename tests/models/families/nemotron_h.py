@@ -110,6 +110,7 @@ CASE = FamilyCase(
         "mlp_bias": 1, "n_group": 3, "topk_group": 5, "num_experts_per_tok": 9,
         "n_routed_experts": 0, "moe_intermediate_size": 0, "norm_topk_prob": 1,
         "moe_shared_expert_intermediate_size": 0, "routed_scaling_factor": 0, "head_dim": 7,
+        "attention_head_dim": 16,
         "num_key_value_heads": 3, "num_attention_heads": 0,
     },
     {
