@@ -1,8 +1,8 @@
 // Grouped weight-only GEMM of a mixture of experts, few rows for each expert.
 //
 // Computes: GATED: inner[position, N] = act(x · gateᵀ) · (x · upᵀ) of the sorted pairs of a token
-//     and its expert, gate and up [N, K] of the expert; else pairs[pair, N] = inner ·
-//     dequant(weight[ N, K])ᵀ (+ bias); combine: out[M, H] = sum of topk_weights · pairs (+ shared)
+//     and its expert, gate and up [N, K] of the expert; else pairs[pair, N] = inner · downᵀ
+//     (+ bias), down [N, K]
 // Dtypes: x and out bfloat16 or float16; packed int4 codes with float16 scales and offsets, e2m1
 //     codes with e8m0 scales (bfloat16), or int8 with a float32 scale per row; float32 accumulators
 // Layout: row-major; weights [E, N, K], codes packed as in ops/int4_linear.py; scales and offsets
