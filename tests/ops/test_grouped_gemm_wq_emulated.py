@@ -139,6 +139,7 @@ INT4, MXFP4, INT8 = "int4_fused_moe", "mxfp4_fused_moe", "int8_fused_moe"
             (INT4, (70, 128, 128, 3, 2), BF, 128, "shared"),
             (MXFP4, (30, 192, 128, 3, 3), BF, 32, "gelu"),
             (MXFP4, (9, 320, 64, 6, 2), BF, 32, "local"),
+            (MXFP4, (9, 512, 256, 3, 2), BF, 32, "clamped"),
             (INT8, (33, 192, 64, 3, 2), BF, 0, "clamped"),
             (INT8, (2, 96, 160, 5, 4), BF, 0, "local"),
         ),
@@ -160,7 +161,12 @@ CHANGES = {
         "",
     ),
     "sums of x": ("low_base * sum.y", "low_base * sum.x"),
-    "a stage too early": ("done >= REFILL_LAG", "true"),
+    "a stage too early": (
+        "wait_for(REFILL_LAG ? exchange.added : exchange.ready, done - REFILL_LAG);",
+        "",
+    ),
+    "sums before they are there": ("wait_for(exchange.ready, done);\n", ""),
+    "a buffer in use": ("if (done > 1) wait_for(exchange.added, done - 2);", ""),
     "rows of two experts": (
         "if (at.block != block) {\n            block = at.block;",
         "if (block < 0) {\n            block = at.block;",
@@ -172,7 +178,7 @@ CHANGES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("change", mistakes(CHANGES))
 def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
-    case = (MXFP4, (9, 128, 128, 3, 2), BF, 32, "clamped")
+    case = (MXFP4, (9, 512, 256, 3, 2), BF, 32, "clamped")
     if "low_base" in change[0]:
         case = (INT4, (9, 128, 128, 3, 2), BF, 64, "shared")
     assert emulator.detects(change, lambda: error(emulator, *case) < LIMIT[BF])

@@ -1,14 +1,14 @@
 // Grouped weight-only GEMM of a mixture of experts, few rows for each expert.
 //
 // Computes: GATED: inner[position, N] = act(x · gateᵀ) · (x · upᵀ) of the sorted pairs of a token
-//     and its expert, gate and up [N, K] of the expert; else pairs[pair, N] = inner ·
-//     dequant(weight[ N, K])ᵀ (+ bias); combine: out[M, H] = sum of topk_weights · pairs (+ shared)
+//     and its expert, gate and up [N, K] of the expert; else pairs[pair, N] = inner · downᵀ
+//     (+ bias), down [N, K]
 // Dtypes: x and out bfloat16 or float16; packed int4 codes with float16 scales and offsets, e2m1
 //     codes with e8m0 scales (bfloat16), or int8 with a float32 scale per row; float32 accumulators
 // Layout: row-major; weights [E, N, K], codes packed as in ops/int4_linear.py; scales and offsets
 //     [E, N, groups]; positions as moe_align_block_size sorts them, blocks of 8 · TOKEN_TILES
 // Range: 2 ≤ M ≤ 512 tokens of at most 64 pairs an expert on average; N and K multiples of 32, K up
-//     to about 11,000
+//     to about 8,000, of int8 4,000
 // Technique: persistent blocks, bulk async copy, mbarrier pipeline, mma.sync m16n8k16, PDL
 // Ops: int4_fused_moe, int8_fused_moe, mxfp4_fused_moe (launched by grouped_gemm_wq.py)
 //
@@ -17,9 +17,10 @@
 // others, so the stages of all blocks that have pairs are divided evenly among the grid's blocks;
 // how many there are is read from expert_ids on the device. WARPS warps divide K: each holds its
 // columns of the pairs' x in registers as B fragments, loaded once for a block of pairs, and
-// multiplies its columns of every row of the stage. The warps' sums meet in shared memory, one
-// barrier a stage; behind it the last thread copies the next stage into the ring, across experts,
-// and the warps take turns to add the sums, apply the epilogue and store.
+// multiplies its columns of every row of the stage. The warps' sums meet in shared memory, in one
+// of two buffers; the warps take turns to add them, apply the epilogue and store, while the others
+// go on. As soon as all have read a stage, the last thread copies another into its place, across
+// experts.
 //
 // A stage is two copies of the weight's rows, and two of each operand beside it, since every copy
 // costs the issuing thread tens of instructions. Two blocks of pairs share CHUNK stages in turn, so
@@ -41,7 +42,7 @@ constexpr int SCALE_AT = HALF_AT + HALF_ROWS * ROW_BYTES, OFFSET_AT = SCALE_AT +
 static_assert(HALF_ROWS * SCALE_BYTES % 16 == 0, "scales are copied in multiples of 16 bytes");
 static_assert(WARPS * TILES_PER_WARP * K_TILE == K, "the warps divide the K tiles evenly");
 static_assert(STAGES_PER_BLOCK % CHUNK == 0 && N % OUT_COLUMNS == 0, "no stage is a part");
-// Where the epilogue reads a stage, the next one takes its place a barrier later.
+// Where the epilogue reads a stage, too, another takes its place a stage later.
 constexpr int REFILL_LAG = BIAS || FORMAT == INT8;
 static_assert(STAGES > 1 + REFILL_LAG, "a stage is loaded while another one is read");
 
@@ -62,7 +63,9 @@ struct Exchange {
     float4 partial[2][UNITS][WARPS][32];
     float2 sums[WARPS][TILES_PER_WARP][TOKEN_TILES][4];
     int pairs[2][PAIRS];
-    u64 full[STAGES];
+    // full: a stage's bytes have landed; ready: all warps have written the sums of a buffer, and
+    // read their stage; added: they have been added up.
+    u64 full[STAGES], ready[2], added[2];
 };
 
 struct Range {
@@ -235,24 +238,40 @@ struct Consumer {
         }
     }
 
+    // Waits at one of the buffers' barriers for stage number `done` of this block.
+    __device__ static void wait_for(const u64 (&barriers)[2], int done) {
+        mbarrier_wait(shared_address(&barriers[done % 2]), done / 2 % 2);
+    }
+
+    __device__ void arrive(const u64 (&barriers)[2], int done) const {
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(shared_address(&barriers[done % 2]));
+    }
+
     __device__ void run(Range range, Producer& producer) {
         PipelineState<STAGES> state;
         int turn = warp;  // which of a stage's sums this warp adds first
-        for (int index = range.begin; index < range.end; ++index, state.advance()) {
-            const Position at = position_of(index, range.live);
+        for (int done = 0; range.begin + done < range.end; ++done, state.advance()) {
+            const Position at = position_of(range.begin + done, range.live);
+            // the buffer, and the list of the pairs of the block before the last one, are free
+            if (done > 1) wait_for(exchange.added, done - 2);
             if (at.block != block) load_block(at.block);
             const unsigned char* stage = shared + state.stage * STAGE_BYTES;
-            const int done = index - range.begin, buffer = done % 2;
             mbarrier_wait(shared_address(&exchange.full[state.stage]), state.parity);
             if (TOKEN_TILES > 1 && live_tiles <= TOKEN_TILES / 2)
-                multiply<(TOKEN_TILES + 1) / 2>(stage, buffer);
+                multiply<(TOKEN_TILES + 1) / 2>(stage, done % 2);
             else
-                multiply<TOKEN_TILES>(stage, buffer);
-            // All have read the stage, and added the sums of the one before it.
-            __syncthreads();
-            if (threadIdx.x == THREADS - 1 && done >= REFILL_LAG) producer.load_next();
-            for (int unit = turn; unit < UNITS; unit += WARPS)
-                if (unit % TOKEN_TILES < live_tiles) finish(stage, buffer, unit, at.stage);
+                multiply<TOKEN_TILES>(stage, done % 2);
+            arrive(exchange.ready, done);
+            if (threadIdx.x == THREADS - 1 && done >= REFILL_LAG) {
+                wait_for(REFILL_LAG ? exchange.added : exchange.ready, done - REFILL_LAG);
+                producer.load_next();
+            }
+            for (int unit = turn; unit < UNITS; unit += WARPS) {
+                wait_for(exchange.ready, done);
+                if (unit % TOKEN_TILES < live_tiles) finish(stage, done % 2, unit, at.stage);
+                arrive(exchange.added, done);
+            }
             turn = (turn + WARPS - UNITS % WARPS) % WARPS;
         }
     }
@@ -265,6 +284,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage)
             mbarrier_init(shared_address(&exchange.full[stage]), 1);
+        for (int buffer = 0; buffer < 2; ++buffer) {
+            mbarrier_init(shared_address(&exchange.ready[buffer]), WARPS);
+            mbarrier_init(shared_address(&exchange.added[buffer]), UNITS);
+        }
         fence_mbarrier_init();
     }
     __syncthreads();

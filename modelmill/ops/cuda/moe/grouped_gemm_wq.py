@@ -119,7 +119,9 @@ class GroupedConfig(NamedTuple):
         """Shared memory behind the stages."""
         tiles = product.k // self.k_tile
         partial = 2 * self.row_tiles * self.token_tiles * self.warps * 512
-        return partial + tiles * self.token_tiles * 32 + 64 * self.token_tiles + 8 * MAX_STAGES
+        return (
+            partial + tiles * self.token_tiles * 32 + 64 * self.token_tiles + 8 * (MAX_STAGES + 4)
+        )
 
     def shared_bytes(self, product: GroupedProduct) -> int:
         """Shared memory of a block."""
