@@ -95,8 +95,8 @@ def recurrences() -> Iterator[Problem]:
     ):  # fmt: skip
         x, weight = tensor(tokens, width, dtype=F32), tensor(weights) if weights else None
         gate = tensor(tokens, 3 * width)[:, 2 * width :]
-        inputs = GatedRMSNormInputs(x, gate, weight, 1e-6, group, gate_first)
-        yield from _call("gated_rms_norm", inputs)
+        gated = GatedRMSNormInputs(x, gate, weight, 1e-6, group, gate_first)
+        yield from _call("gated_rms_norm", gated)
     for tokens, channels, width, bias, silu in (
         (1, 8192, 4, None, True), (64, 5376, 4, tensor(5376), True),
         (1, 2048, 3, None, False), (64, 2048, 3, None, False),
