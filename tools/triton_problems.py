@@ -17,10 +17,12 @@ import torch
 
 from modelmill.ops import registry
 from modelmill.ops.add_layer_norm_quant import AddLayerNormQuantInputs
+from modelmill.ops.branches_add_rms_norm import BranchesAddRMSNormInputs
 from modelmill.ops.causal_conv import CausalConvInputs
 from modelmill.ops.fused_moe import GELU_TANH, RELU2, FusedMoEInputs, SwigluClamp
 from modelmill.ops.fused_topk import SIGMOID, SOFTMAX, SPARSE_MIXER, FusedTopkInputs
 from modelmill.ops.gated_delta_rule import GatedDeltaInputs
+from modelmill.ops.gated_rms_norm import GatedRMSNormInputs
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.image_attention import ImageAttentionInputs
 from modelmill.ops.latent_rope_cache import LatentRopeCacheInputs
@@ -90,6 +92,14 @@ def recurrences() -> Iterator[Problem]:
             by_head, by_head, by_head, (0.0, float("inf")),
             tensor(3, heads, dim, size, dtype=F32), _state_rows(tokens, chunk),
         ))  # fmt: skip
+    for tokens, width, group, weights, gate_first in (
+        (1, 4096, 128, 128, False), (64, 4096, 128, 128, False), (1, 5120, 5120, 5120, True),
+        (64, 4096, 512, 4096, True), (64, 4096, 512, 4096, False), (64, 16384, 16384, 0, True),
+    ):  # fmt: skip
+        x, weight = tensor(tokens, width, dtype=F32), tensor(weights) if weights else None
+        gate = tensor(tokens, 3 * width)[:, 2 * width :]
+        gated = GatedRMSNormInputs(x, gate, weight, 1e-6, group, gate_first)
+        yield from _call("gated_rms_norm", gated)
     for tokens, channels, width, bias, silu in (
         (1, 8192, 4, None, True), (64, 5376, 4, tensor(5376), True),
         (1, 2048, 3, None, False), (64, 2048, 3, None, False),
@@ -324,14 +334,20 @@ def norms() -> Iterator[Problem]:
         yield from _call("rms_norm", x, weight, 1e-6)
         yield from _call("add_rms_norm", x, x, weight, 1e-6)
         yield from _call("layer_norm", x, weight, weight, 1e-6)
+    for dtype, rows, width in ((BF16, 1, 5120), (F32, 4096, 32768)):
+        x, weight = tensor(rows, width, dtype=dtype), tensor(width, dtype=dtype)
+        for other, factor in ((None, 0.22), (x, 1.0)):
+            branches = BranchesAddRMSNormInputs(x, other, factor, x, weight, 1e-6)
+            yield from _call("branches_add_rms_norm", branches)
 
 
 def elementwise() -> Iterator[Problem]:
     """Activation functions, with and without an 8-bit output, and GPTQ's columns."""
     for dtype, rows in ((BF16, 1), (F32, 4096)):
         x = tensor(rows, 16384, dtype=dtype)
-        for op in ("gelu", "gelu_tanh", "silu_mul"):
+        for op in ("gelu", "gelu_tanh", "relu2", "silu_mul"):
             yield from _call(op, x)
+        yield from _call("sigmoid_mul", x, x)
         for out in (INT8, FP8):
             yield from _call("gelu_quant", x, out)
             yield from _call("silu_mul_quant", tensor(rows, 65536, dtype=dtype), out)
@@ -499,6 +515,9 @@ def routing() -> Iterator[Problem]:
         yield from _call("router_gemm", tensor(tokens, 2048), tensor(128, 2048), tensor(128))
     yield from _call("router_gemm", tensor(32, 2048), tensor(128, 2048))
     yield from _call("router_gemm", tensor(2, 2048, dtype=F32), tensor(512, 2048, dtype=F32))
+    for tokens, width in ((1, 2048), (4096, 16384)):
+        x = tensor(tokens, width)
+        yield from _call("shared_expert_gate", x, tensor(1, width), x)
     for tokens, count, sigmoid in ((1, 128, False), (4096, 512, True)):
         logits, bias = tensor(tokens, count, dtype=F32), tensor(count, dtype=F32)
         scored = FusedTopkInputs(

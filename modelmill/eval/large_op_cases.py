@@ -17,6 +17,7 @@ from modelmill.ops import (
     add_layer_norm_quant,
     causal_conv,
     gated_delta_rule,
+    gated_rms_norm,
     gelu,
     gelu_quant,
     gelu_tanh,
@@ -27,6 +28,8 @@ from modelmill.ops import (
     rope_cache,
     rptq_linear,
     rptq_quant,
+    shared_expert_gate,
+    sigmoid_mul,
     silu_mul,
     silu_mul_quant,
     ssd_scan,
@@ -114,12 +117,29 @@ def recurrence_cases(lengths: Lengths) -> dict[str, CaseMaker]:
     }
 
 
+STEP_ROWS = (1, 64, 4096)
+GATE_CASES: dict[str, CaseMaker] = {
+    "gated_rms_norm": partial(
+        gated_rms_norm.cases_for_shapes,
+        [
+            *((rows, 4096, 128, gated_rms_norm.HEADS) for rows in STEP_ROWS),
+            *((rows, 5120, 5120, gated_rms_norm.GATED) for rows in STEP_ROWS),
+        ],
+    ),
+    "shared_expert_gate": partial(
+        shared_expert_gate.cases_for_shapes, [(rows, 2048) for rows in STEP_ROWS]
+    ),
+    "sigmoid_mul": partial(sigmoid_mul.cases_for_shapes, [(rows, 4096) for rows in STEP_ROWS]),
+}
+"""The gates of Qwen3-Next, and the norm of Mamba-2 2.7B."""
+
 LARGE_CASES: dict[str, CaseMaker] = {
     "quantize": partial(quantize_cases, 16384, 4096),
     "layer_norm": partial(layer_norm.cases_for_shapes, [(16384, 1600)]),
     "add_layer_norm": partial(add_layer_norm.cases_for_shapes, [(16384, 1280)]),
     "add_layer_norm_quant": partial(add_layer_norm_quant.cases_for_shapes, [(16384, 1280)]),
     **recurrence_cases(STEP_LENGTHS),
+    **GATE_CASES,
     "rope_cos_sin": partial(rope_angle_cases, 524288, 64),
     "rope_cache": partial(rope_cases, 4096, 32, 128),
     "silu_mul": partial(silu_mul.cases_for_shapes, [(4096, 11008)]),

@@ -83,7 +83,7 @@ class GatedDeltaNetSpec(HeadRecurrenceSpec):
             ),
             ModuleSpec(
                 path="attn.rates", reads=("attn_input",), writes=("ba",), reference=("b", "a"),
-                arithmetic="linear", tensors=("weight",),
+                arithmetic="linear", tensors=("weight",), op="head_projection",
             ),
             self.conv_config.spec("attn.conv", "qkvz", "mixed"),
             RecurrenceSpec(

@@ -101,7 +101,7 @@ class Mamba2Spec(HeadRecurrenceSpec):
             ),
             ModuleSpec(
                 path="attn.rates", reads=("attn_input",), writes=("dt",), reference=("dt",),
-                arithmetic="linear", tensors=tensors,
+                arithmetic="linear", tensors=tensors, op="head_projection",
             ),
             self.conv_config.spec("attn.conv", "xbcz", "mixed"),
             RecurrenceSpec(

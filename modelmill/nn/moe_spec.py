@@ -101,7 +101,7 @@ class MoESpec:
             yield ModuleSpec(
                 path="mlp.shared_gate", reads=(reads, "shared_expert.mlp_out"),
                 writes=("shared_expert.gated_out",), reference=("shared_expert_gate",),
-                tensors=("weight",), op="sigmoid",
+                tensors=("weight",), op="shared_expert_gate",
             )  # fmt: skip
 
     def quant_sites(self) -> tuple[SiteSpec, ...]:
