@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
@@ -35,9 +35,9 @@ MAX_TOOLS = 512
 class AnthropicTool(StrictModel):
     """A tool of the client; the maker's own tools (bash, web_search, …) are not run here."""
 
+    type: Literal["custom"] | None = None
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")
     input_schema: JsonObject
-    type: Literal["custom"] | None = None
     description: str | None = Field(None, max_length=65536)
     cache_control: JsonObject | None = ignored("every prefix is cached without marks")
     strict: bool | None = ignored("a forced call always fits its schema")
@@ -45,6 +45,16 @@ class AnthropicTool(StrictModel):
     defer_loading: bool | None = ignored("the model reads every tool")
     input_examples: IgnoredList | None = ignored("chat templates have no place for them")
     allowed_callers: IgnoredList | None = ignored("there is one caller")
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _refuse_tools_of_anthropic(cls, value: Any) -> Any:
+        if isinstance(value, str) and value != "custom":
+            raise ValueError(
+                f"{value[:60]!r} is a tool of Anthropic's API, which this server does not have; "
+                "give tools with name and input_schema"
+            )
+        return value
 
 
 class AnthropicToolChoice(StrictModel):

@@ -6,7 +6,7 @@ from typing import Any
 
 from modelmill.serve.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
 
-ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+ANTHROPIC_PREFIX = "/v1/messages"
 OLLAMA_PREFIX = "/api/"
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -25,7 +25,7 @@ _ANTHROPIC_TOO_LONG = "prompt is too long"
 
 def error_body(path: str, error: ApiError, request_id: str | None = None) -> dict[str, Any]:
     """Return the JSON body of an error of a path."""
-    if path in ANTHROPIC_PATHS:
+    if path.startswith(ANTHROPIC_PREFIX):
         return anthropic_error(error, request_id)
     return {"error": error.message} if path.startswith(OLLAMA_PREFIX) else error.body()
 

@@ -247,6 +247,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
         },
         "messages ends with a tool_use",
     ),
+    (
+        {"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]},
+        "tools[0].type: 'web_search_20250305' is a tool of Anthropic's API",
+    ),
 ]
 
 
@@ -269,6 +273,8 @@ def test_keys_and_models_as_the_client_sends_them(running: ServiceThread) -> Non
     assert (refused.status, refused.json["error"]["type"]) == (401, "authentication_error")
     headers = {"x-api-key": "secret", "anthropic-version": "2023-06-01"}
     assert running.run(client.post("/v1/messages", ASK, headers=headers)).status == 200
+    batch = running.run(client.post("/v1/messages/batches", {}, headers=headers))
+    assert (batch.status, batch.json["error"]["type"]) == (404, "not_found_error")
     listed = running.run(client.get("/v1/models", headers=headers)).json
     assert [card["id"] for card in listed["data"]] == ["stories", "alias"]
     assert listed["data"][0]["type"] == "model"
