@@ -160,7 +160,7 @@ def sam(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def stories_service(stories: Path) -> Iterator[ServiceThread]:
+def running(stories: Path) -> Iterator[ServiceThread]:
     """The service of ``stories``, with a worker process; called without a socket."""
     from tests.serve.service_thread import ServiceThread
 
@@ -170,17 +170,11 @@ def stories_service(stories: Path) -> Iterator[ServiceThread]:
 
 
 @pytest.fixture(scope="session")
-def running(stories_service: ServiceThread) -> ServiceThread:
-    """The same, under a name that test files give to other services."""
-    return stories_service
-
-
-@pytest.fixture(scope="session")
-def running_with_sam(stories_service: ServiceThread, sam: Path) -> Iterator[SegmentService]:
+def running_with_sam(stories: Path, sam: Path) -> Iterator[SegmentService]:
     """As ``running``, with a second worker for ``sam``."""
     from tests.serve.segment_service import SegmentService
 
-    service = SegmentService(stories_service, sam)
+    service = SegmentService(stories, sam)
     yield service
     service.close()
 

@@ -11,34 +11,33 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
-from modelmill.serve.app import make_app
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.service import Service, ServiceLimits
 from modelmill.serve.worker_messages import OpenEngine
-from tests.serve.asgi_client import Client
 from tests.serve.service_thread import RUN, ServiceThread, with_long_stats_timeout
 
 
 class SegmentService(ServiceThread):
     """``engine`` is the one that writes, ``segment_engine`` the one that sees.
 
-    The former, its worker and its event loop are those of another service, which ends later. The
-    latter takes pictures of up to 2 megapixels and caches a megabyte of embeddings.
+    The latter takes pictures of up to 2 megapixels and caches a megabyte of embeddings.
     """
 
-    def __init__(self, writing: ServiceThread, sam: Path) -> None:
-        self.loop, self.engine = writing.loop, writing.engine
-        self.service = self.run(self._with_sam(writing.service, sam))
+    def __init__(self, stories: Path, sam: Path) -> None:
+        self._sam = sam
+        super().__init__(stories)
         self.segment_engine = self.service.engines["sam"]
-        self.client = Client(make_app(self.service))
 
-    async def _with_sam(self, service: Service, sam: Path) -> Service:
-        order = OpenEngine(str(sam), {}, RUN, max_pixels=1 << 21, image_cache_bytes=1 << 20)
+    async def _make_service(
+        self, path: Path, limits: ServiceLimits, template: str | None, run: dict[str, Any]
+    ) -> Service:
+        service = await super()._make_service(path, limits, template, run)
+        order = OpenEngine(str(self._sam), {}, RUN, max_pixels=1 << 21, image_cache_bytes=1 << 20)
         client = with_long_stats_timeout(EngineClient("sam", order, max_waiting=16))
         self._second = asyncio.create_task(client.run())
         await client.load_finished.wait()
         assert client.error is None, client.error
-        return Service({**service.engines, "sam": client}, ServiceLimits(), service.metrics)
+        return Service({**service.engines, "sam": client}, limits)
 
     def close(self) -> None:
         async def end() -> None:
@@ -46,7 +45,7 @@ class SegmentService(ServiceThread):
             await self._second
 
         self.run(end())
-        self.service.close()
+        super().close()
 
 
 def random_photo(seed: int = 0, size: tuple[int, int] = (120, 80)) -> PIL.Image.Image:
