@@ -159,10 +159,6 @@ class PlainDecoderReference(ReferenceModel):
         """Return these projections if the config says under this key that they have a bias."""
         return frozenset(names if self.config.get(key, default) else ())
 
-    def set_rope(self, rope: ReferenceRope) -> None:
-        """Rotate by another table than config.json's."""
-        self.rope = rope
-
     def build_rope(self, *, theta: float = 10000.0, **changes: Any) -> ReferenceRope:
         """Return the rotation of whole heads, the config changed so; theta: the default base."""
         base = {"rope_theta": self.config.get("rope_theta") or theta}
