@@ -120,14 +120,15 @@ def cases_for_shapes(
 ) -> Iterator[Case]:
     """Cases of these shapes, with chunks of so many tokens.
 
-    C is scaled, so that an output, a sum of N products, is of the order of 1 for any N: compared is
-    the difference from the reference, of which float32's own sum of larger terms would take more.
+    Outputs, sums of N products C · B · x, are of the order of 1 for any N: of larger ones that
+    cancel out, the difference from the reference would be float32's own.
     """
     for number, (lengths, groups, heads, dim, size) in enumerate(shapes):
         args, moved = random_operands(number, lengths, (heads, dim, size), device, dtype, chunk)
         width = heads * dim + 2 * groups * size
-        x = randn(sum(lengths), width, device=device, dtype=dtype, seed=number)
-        x[:, width - groups * size :] *= size**-0.5
+        x = randn(
+            sum(lengths), width, device=device, dtype=dtype, seed=number, scale=size ** (-1 / 6)
+        )
         dt = randn(len(x), heads, device=device, dtype=torch.float32, seed=number + 1)
         skip = randn(heads, device=device, dtype=dtype, seed=number + 4)
         args |= {"xbc": x, "dt": dt, "skip": skip, "dt_limit": (0.0, float("inf"))}

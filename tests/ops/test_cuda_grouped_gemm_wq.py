@@ -45,14 +45,17 @@ def ranges(op: str) -> Any:
 @pytest.mark.parametrize(
     ("op", "name", "tokens", "served"),
     [
-        ("int4_fused_moe", "qwen3 int4", 1, False),
-        ("int4_fused_moe", "qwen3 int4", 2, True),
+        ("int4_fused_moe", "qwen3 int4", 3, False),
+        ("int4_fused_moe", "qwen3 int4", 4, True),
         ("int4_fused_moe", "qwen3 int4", 512, True),
         ("int4_fused_moe", "qwen3 int4", 513, False),
         ("int4_fused_moe", "gpt-oss", 8, False),
         ("mxfp4_fused_moe", "gpt-oss", 8, True),
         ("mxfp4_fused_moe", "gpt-oss", 512, True),
+        ("mxfp4_fused_moe", "gpt-oss", 1, False),
+        ("mxfp4_fused_moe", "gpt-oss", 2, True),
         ("int8_fused_moe", "qwen3 int8", 64, True),
+        ("int8_fused_moe", "qwen3 int8", 512, False),
     ],
 )
 def test_which_problems_are_served(op: str, name: str, tokens: int, served: bool) -> None:

@@ -26,7 +26,7 @@ FORMAT_OF_DTYPES: dict[tuple[torch.dtype | None, torch.dtype | None], int] = {
     (torch.int8, torch.float32): INT8,
 }
 """By the dtypes of weights and scales."""
-TOKENS, MAX_PAIRS_PER_EXPERT = (2, 512), 64
+MAX_TOKENS, MAX_PAIRS_PER_EXPERT = 512, 64
 """Tokens of a step, and pairs for each expert, for which the kernel is made."""
 PAIRS_BY_TILES = ((1, 3.0), (2, 8.0), (3, 12.0), (4, float("inf")))
 """Tiles of 8 pairs in a block → pairs for each expert, on average, up to which they are chosen."""
@@ -231,7 +231,7 @@ def fits(problem: MoEProblem) -> bool:
     return (
         problem.device >= 0
         and problem.experts <= moe_align_block_size.MAX_EXPERTS
-        and problem.top_k * TOKENS[1] <= moe_align_block_size.MAX_PAIRS
+        and problem.top_k * MAX_TOKENS <= moe_align_block_size.MAX_PAIRS
         and configs_for(problem) is not None
     )
 

@@ -11,13 +11,15 @@ from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.kernel_range import HALF
 from modelmill.ops.moe_range import MoERange, moe_problem
 
+MAX_PAIRS_PER_EXPERT = 16  # of more, Triton's tiles are faster
+MIN_TOKENS = 4  # fewer are faster pair by pair, in Triton
 SUPPORTED_PROBLEMS = (
     MoERange(
-        m=grouped_gemm_wq.TOKENS,
+        m=(MIN_TOKENS, grouped_gemm_wq.MAX_TOKENS),
         dtypes=HALF,
         weight_dtype=torch.int8,
         scale_dtypes=(torch.float32,),
-        max_pairs_per_expert=grouped_gemm_wq.MAX_PAIRS_PER_EXPERT,
+        max_pairs_per_expert=MAX_PAIRS_PER_EXPERT,
         offset=False,
         ungated=False,
         fits=grouped_gemm_wq.fits,

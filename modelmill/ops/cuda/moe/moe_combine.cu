@@ -3,7 +3,7 @@
 // Computes: out[M, H] = sum of topk_weights · pairs[M, top_k, H] (+ shared[M, H])
 // Dtypes: pairs, shared and out bfloat16 or float16; topk_weights and sums float32
 // Layout: row-major; pairs of experts of another rank (id −1) are not read
-// Range: 2 ≤ M ≤ 512 (any top_k; H a multiple of 8)
+// Range: 4 ≤ M ≤ 512 (mxfp4_fused_moe: 2 ≤ M ≤ 512), any top_k; H a multiple of 8
 // Technique: 16 bytes a thread, PDL
 // Ops: int4_fused_moe, int8_fused_moe, mxfp4_fused_moe (launched by grouped_gemm_wq.py)
 //

@@ -10,9 +10,10 @@ from modelmill.ops.cuda.moe.grouped_gemm_wq import supports as supports
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.moe_range import MoERange, moe_problem
 
+MIN_TOKENS = 2  # fewer are faster pair by pair, in Triton
 SUPPORTED_PROBLEMS = (
     MoERange(
-        m=grouped_gemm_wq.TOKENS,
+        m=(MIN_TOKENS, grouped_gemm_wq.MAX_TOKENS),
         dtypes=(torch.bfloat16,),
         weight_dtype=torch.uint8,
         scale_dtypes=(torch.uint8,),

@@ -159,9 +159,8 @@ def split(a):
 def add_to_state(state, decay, added):
     """State · decay + added, rounded to nearest.
 
-    As the accumulator of a product the state would be truncated by the tensor cores in each of its
-    steps, always towards zero: over 4,096 tokens that is 1e-4 of it. A sum written with + is made
-    such an accumulator by Triton's compiler.
+    As the accumulator of a product the state would be rounded towards zero by the tensor cores in
+    each of its steps. A sum written with + is made such an accumulator by Triton's compiler.
     """
     return tl.fma(state, decay, added)
 
