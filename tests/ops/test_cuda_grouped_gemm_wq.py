@@ -74,6 +74,25 @@ def test_many_pairs_for_each_expert_are_left_to_triton() -> None:
     assert not any(each.covers(more) for each in ranges("int4_fused_moe"))
 
 
+ON_A_GPU = [
+    (op, tokens)
+    for op, counts in (
+        ("int4_fused_moe", (4, 9, 64, 200, 512)),
+        ("mxfp4_fused_moe", (2, 9, 64, 200, 512)),
+        ("int8_fused_moe", (4, 9, 64, 200, 256)),
+    )
+    for tokens in counts
+]
+DTYPES = {"int4_fused_moe": INT4, "mxfp4_fused_moe": MXFP4, "int8_fused_moe": INT8}
+
+
+@pytest.mark.parametrize(("op", "tokens"), ON_A_GPU)
+def test_what_a_gpu_computes_below_is_served(op: str, tokens: int) -> None:
+    group = {"int4_fused_moe": 128, "mxfp4_fused_moe": 32}.get(op, 0)
+    made = problem(DTYPES[op], tokens, **{**QWEN3, "group": group})
+    assert any(each.covers(made) for each in ranges(op))
+
+
 @pytest.mark.parametrize(
     "change",
     [{"group": 96}, {"hidden": 2064}, {"inner": 1 << 16}, {"group": 0}, {"weight_dtype": None}],
@@ -129,8 +148,7 @@ def test_the_other_kernels_compile(source: str, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(build.available("cuda") is not None, reason=str(build.available("cuda")))
-@pytest.mark.parametrize("op", ["int4_fused_moe", "mxfp4_fused_moe", "int8_fused_moe"])
-@pytest.mark.parametrize("tokens", [2, 9, 64, 200, 512])
+@pytest.mark.parametrize(("op", "tokens"), ON_A_GPU)
 def test_experts_on_a_gpu(op: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of Qwen3-30B-A3B's sizes, twice with the same bits, and in a CUDA graph."""
     monkeypatch.setattr(fused_moe, "A3B_SHAPES", [(tokens, 2048, 768, 128, 8)])
