@@ -38,7 +38,7 @@ def supports(inputs: FusedTopkInputs) -> bool:
         (inputs.groups == 1 or _supports_expert_groups(inputs))
         and logits.dtype == torch.float32
         and logits.is_contiguous()
-        and 0 < logits.shape[1] <= MAX_EXPERTS
+        and 0 < inputs.top_k <= logits.shape[1] <= MAX_EXPERTS
         and len(logits) > 0
         and (bias is None or (bias.is_contiguous() and bias.dtype != torch.float64))
     )
@@ -161,8 +161,8 @@ def _selection_score(score, bias_ptr, expert, inside, BIAS: tl.constexpr):
 
 @triton.jit
 def _sortable(value):
-    """Float32 as integers in the same order, without NaN and −0."""
-    bits = value.to(tl.int32, bitcast=True)
+    """Float32 but NaN as integers in the same order; −0 and 0 are equal."""
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
