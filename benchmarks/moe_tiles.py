@@ -110,12 +110,12 @@ DECODE["mxfp4"] = {
 }  # fmt: skip
 # constants of cuda/moe/grouped_gemm_wq.py
 CUDA: dict[str, tuple[Any, ...]] = {
-    "PAIRS_BY_TILES": tuple(((tiles, float("inf")),) for tiles in (1, 2, 3, 4)),
+    "MAX_PAIRS_BY_TOKEN_TILES": tuple(((tiles, float("inf")),) for tiles in (1, 2, 3, 4)),
     "BLOCKS_PER_SM": ((1,), (2,), (3,)),
-    "SM_WARPS": ((8, 8), (8, 16), (16, 24), (24, 32)),
+    "WARPS_PER_SM": ((8, 8), (8, 16), (16, 24), (24, 32)),
     "MAX_STAGE_BYTES": (12 << 10, 32 << 10, 48 << 10),
     "MAX_STAGES": (3, 4, 6),
-    "SHARED_STAGES": (4, 16, 1 << 10),
+    "L2_REUSE_STAGES": (4, 16, 1 << 10),
 }
 FOUR_BITS = ("int4", "mxfp4")
 FEW = {moe_decode: "FEW_TOKENS", moe_decode_int4: "SEVERAL_TOKENS"}

@@ -32,7 +32,7 @@ def many_stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "MAX_STAGE_BYTES": 2 << 10,
         "MAX_STAGES": 3,
         "BLOCKS_PER_SM": (1,),
-        "SHARED_STAGES": 2,
+        "L2_REUSE_STAGES": 2,
     }
     for name, value in changes.items():
         monkeypatch.setattr(grouped_gemm_wq, name, value)
