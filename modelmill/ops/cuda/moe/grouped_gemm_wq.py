@@ -237,7 +237,10 @@ def fits(problem: MoEProblem) -> bool:
 
 
 def supports(inputs: FusedMoEInputs) -> bool:
-    """Whether all operands are packed and aligned, and beside gate and up as beside down."""
+    """Whether all operands are packed and aligned.
+
+    Scales, offsets and biases belong to both products or to none.
+    """
     x, shared = inputs.x, inputs.shared
     packed = [inputs.topk_weights, inputs.topk_ids, inputs.gate_up, inputs.down]
     for first, second in (
