@@ -21,6 +21,7 @@ INT4 = (torch.uint8, torch.float16)
 MXFP4 = (torch.uint8, torch.uint8)
 INT8 = (torch.int8, torch.float32)
 QWEN3 = {"top_k": 8, "experts": 128, "global_num_experts": 128, "hidden": 2048, "inner": 768}
+PHI_MOE = {"top_k": 2, "experts": 16, "global_num_experts": 16, "hidden": 4096, "inner": 6400}
 GPT_OSS = {"top_k": 4, "experts": 32, "global_num_experts": 32, "hidden": 2880, "inner": 2880}
 
 
@@ -72,6 +73,16 @@ def test_many_pairs_for_each_expert_are_left_to_triton() -> None:
     assert any(each.covers(few) for each in ranges("int4_fused_moe"))
     more = few._replace(global_num_experts=15)
     assert not any(each.covers(more) for each in ranges("int4_fused_moe"))
+
+
+def test_pairs_that_would_be_many_blocks_are_left_to_triton() -> None:
+    """Rows of 6,400 columns leave registers for 8 pairs in a block."""
+    few = problem(INT4, 192, **{**PHI_MOE, "group": 128})
+    configs = grouped_gemm_wq.configs_for(few)
+    assert configs is not None
+    assert configs[0].token_tiles == 1
+    assert any(each.covers(few) for each in ranges("int4_fused_moe"))
+    assert not any(each.covers(few._replace(m=200)) for each in ranges("int4_fused_moe"))
 
 
 ON_A_GPU = [

@@ -30,6 +30,9 @@ MAX_TOKENS, MAX_PAIRS_PER_EXPERT = 512, 64
 """Tokens of a step, and pairs for each expert, for which the kernel is made."""
 MAX_PAIRS_BY_TOKEN_TILES = ((1, 3.0), (2, 8.0), (3, 12.0), (4, float("inf")))
 """Tiles of 8 pairs in a block → pairs for each expert, on average, up to which they are chosen."""
+MAX_BLOCKS_PER_EXPERT = 3
+"""Blocks of pairs, on average, each of which converts an expert's weights again. Estimated: with
+rows so long that a block has 8 pairs only, Triton's tiles of more pairs are faster beyond it."""
 MAX_STAGE_BYTES = 24 << 10  # of the weight; more rows only where one tile has more
 MAX_STAGES = 8
 L2_REUSE_STAGES = 8  # stages that two large blocks of pairs share in turn, so that L2 has them
@@ -234,6 +237,14 @@ def fits(problem: MoEProblem) -> bool:
         and problem.top_k * MAX_TOKENS <= moe_align_block_size.MAX_PAIRS
         and configs_for(problem) is not None
     )
+
+
+def has_few_blocks(problem: MoEProblem) -> bool:
+    """Whether the pairs of an expert are few blocks; see ``MAX_BLOCKS_PER_EXPERT``."""
+    configs = configs_for(problem)
+    if configs is None:
+        return False
+    return problem.pairs_per_expert <= MAX_BLOCKS_PER_EXPERT * 8 * configs[0].token_tiles
 
 
 def supports(inputs: FusedMoEInputs) -> bool:
