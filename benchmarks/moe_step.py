@@ -12,7 +12,8 @@ bytes alone are the floor there, since on a busy machine torch's products wait a
 no measure. Columns: the step, its routing alone (router and top-k, as separate ops even where the
 step is one call), the first part of the floor (bytes), the floor, their ratio, distinct experts of
 a layer, and the largest difference from the torch reference of the ops in units of the output's
-root mean square. --kernel names the backend of the grouped ops, one run for each that is named.
+root mean square. --kernel names the backend of the grouped ops, one run for each that is named;
+what it does not serve is not timed.
 """
 
 from __future__ import annotations
@@ -209,6 +210,18 @@ def make_step(device: str, *, reference: bool = False, kernel: str = DEFAULT_KER
     return cast(Step, SimpleNamespace(ops=registry.select_backends(device, overrides)))
 
 
+def is_served(layer: FusedMoE, x: torch.Tensor, kernel: str) -> bool:
+    """Whether this backend computes a layer's experts; else another would be timed in its name."""
+    stacked = layer._stacked
+    if kernel == DEFAULT_KERNEL:
+        return True
+    if stacked is None or registry.implementation(stacked.op, kernel) is None:
+        return False
+    weights, ids = route(cast(MoE, layer.plain), x, make_step(x.device.type))
+    inputs = stacked.inputs_without_tokens(x)._replace(x=x, topk_weights=weights, topk_ids=ids)
+    return registry.serves(stacked.op, kernel, inputs)
+
+
 def reference_error(layer: FusedMoE, x: torch.Tensor, device: str, kernel: str) -> float:
     """Largest difference from the references of all ops over the output's root mean square."""
     x = x[: MAX_CHECKED["cpu" if device == "cpu" else "cuda"]]
@@ -259,6 +272,9 @@ def main(words: Sequence[str] | None = None) -> list[MoEStepTiming]:
     for name in options.format or FORMATS:
         layers = make_layers(shape, name, options.device)
         for tokens, kernel in product(counts, options.kernel or (DEFAULT_KERNEL,)):
+            if not is_served(layers[0], states(tokens, shape, options.device), kernel):
+                print(f"{name:11} {kernel:7} {tokens:6}: not served", flush=True)
+                continue
             timing = measure(layers, shape, name, tokens, roofline, options.rounds, kernel)
             timings.append(timing)
             print(line(timing), flush=True)

@@ -26,7 +26,14 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.moe_step import QWEN3_30B_A3B, MoEShape, make_layers, make_step, states  # noqa: E402
+from benchmarks.moe_step import (  # noqa: E402
+    QWEN3_30B_A3B,
+    MoEShape,
+    is_served,
+    make_layers,
+    make_step,
+    states,
+)
 from modelmill.nn.fused_moe import FusedMoE, route  # noqa: E402
 from modelmill.nn.moe import MoE  # noqa: E402
 from modelmill.ops.cuda.moe import grouped_gemm_wq  # noqa: E402
@@ -103,12 +110,12 @@ DECODE["mxfp4"] = {
 }  # fmt: skip
 # constants of cuda/moe/grouped_gemm_wq.py
 CUDA: dict[str, tuple[Any, ...]] = {
-    "PAIRS_BY_TILES": tuple(((tiles, float("inf")),) for tiles in (1, 2, 3, 4)),
+    "MAX_PAIRS_BY_TOKEN_TILES": tuple(((tiles, float("inf")),) for tiles in (1, 2, 3, 4)),
     "BLOCKS_PER_SM": ((1,), (2,), (3,)),
-    "SM_WARPS": ((8, 8), (8, 16), (16, 24), (24, 32)),
+    "WARPS_PER_SM": ((8, 8), (8, 16), (16, 24), (24, 32)),
     "MAX_STAGE_BYTES": (12 << 10, 32 << 10, 48 << 10),
     "MAX_STAGES": (3, 4, 6),
-    "SHARED_STAGES": (4, 16, 1 << 10),
+    "L2_REUSE_STAGES": (4, 16, 1 << 10),
 }
 FOUR_BITS = ("int4", "mxfp4")
 FEW = {moe_decode: "FEW_TOKENS", moe_decode_int4: "SEVERAL_TOKENS"}
@@ -223,15 +230,20 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=SHAPES)
     options = parser.parse_args(words)
     shape = replace(SHAPES[options.shape], layers=options.layers)
+    row: dict[str, Any]
     for name in options.format or DECODE:
         layers = make_layers(shape, name, "cuda")
         for tokens in options.tokens or TOKENS:
+            if not is_served(layers[0], states(tokens, shape, "cuda"), options.kernel):
+                row = {"format": name, "tokens": tokens, "failed": f"{options.kernel}: not served"}
+                print(json.dumps(row), flush=True)
+                continue
             timer = ExpertsTimer(layers, shape, tokens, options.kernel)
             tried = (
                 cuda_candidates() if options.kernel == "cuda" else candidates(name, tokens, shape)
             )
             for label, context in tried:
-                row: dict[str, Any] = {"format": name, "tokens": tokens, "tile": label}
+                row = {"format": name, "tokens": tokens, "tile": label}
                 try:
                     with context:
                         row["us"] = round(timer.microseconds(), 2)

@@ -1,7 +1,8 @@
 """The rates of a recurrence's heads: a small matrix that is never quantized, in float32.
 
 Apart from ``router_gemm``: on a CPU that op's kernel for few tokens sums in another order than
-torch does for many, and the states of a prompt are not to depend on how steps divide it.
+torch does for many, and the states of a prompt are not to depend on how steps divide it. On a GPU
+they do, by float32's rounding: kernels sum differently for other numbers of rows there.
 """
 
 from __future__ import annotations

@@ -89,7 +89,8 @@ class MoERange(KernelRange):
         weight_dtype: None means any.
         scale_dtypes: () means any.
         max_pairs_per_expert: pairs of a token and an expert up to which it is the fastest, for each
-            expert on average.
+            expert on average. It depends on the exact number of rows within ``m``, which a binding
+            does not look at: these ops have none (``match=None``).
         offset: whether groups may have offsets.
         ungated: whether experts may have no gate.
     """

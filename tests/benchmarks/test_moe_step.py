@@ -34,6 +34,18 @@ def test_every_format_becomes_rows_beside_its_floor(
         assert {"commit", "ceilings", "device"} <= row.keys()
 
 
+def test_what_a_named_backend_does_not_serve_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("modelmill.ops.timing.COPY_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr("modelmill.ops.timing.MATMUL_SIDE", {"cpu": 32})
+    formats = ["--format", "dense", "--format", "int4", "--batch", "1"]
+    kernels = ["--kernel", "cpu", "--kernel", "cuda"]
+    timings = moe_step.main([*TINY.split(), *formats, *kernels])
+    assert [(each.weight_format, each.kernel) for each in timings] == [("int4", "cpu")]
+    assert capsys.readouterr().out.count("not served") == 3
+
+
 def test_a_layers_experts_lie_next_to_each_other() -> None:
     shape = moe_step.MoEShape(layers=1, hidden=64, inner=32, experts=4, top_k=2)
     with torch.inference_mode():

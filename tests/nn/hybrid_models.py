@@ -17,10 +17,9 @@ HYBRIDS = (
 
 
 def hybrid_model(family: str, dtype: torch.dtype) -> Any:
-    """The model; of Nemotron-H one without experts, which no grouped op has."""
+    """The model."""
     case = CASES[family]
-    types = ["linear_attention", "mlp", "full_attention", "mlp"]
-    raw = case.raw(**({"layers_block_type": types} if family == "nemotron_h" else {}))
+    raw = case.raw()
     module = importlib.import_module(f"modelmill.models.{case.model_type}")
     model = module.Model(module.config_from_hf(raw))
     return fill_random_weights(model, {}, dtype, "cpu")

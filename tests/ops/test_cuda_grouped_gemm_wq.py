@@ -21,6 +21,7 @@ INT4 = (torch.uint8, torch.float16)
 MXFP4 = (torch.uint8, torch.uint8)
 INT8 = (torch.int8, torch.float32)
 QWEN3 = {"top_k": 8, "experts": 128, "global_num_experts": 128, "hidden": 2048, "inner": 768}
+PHI_MOE = {"top_k": 2, "experts": 16, "global_num_experts": 16, "hidden": 4096, "inner": 6400}
 GPT_OSS = {"top_k": 4, "experts": 32, "global_num_experts": 32, "hidden": 2880, "inner": 2880}
 
 
@@ -72,6 +73,35 @@ def test_many_pairs_for_each_expert_are_left_to_triton() -> None:
     assert any(each.covers(few) for each in ranges("int4_fused_moe"))
     more = few._replace(global_num_experts=15)
     assert not any(each.covers(more) for each in ranges("int4_fused_moe"))
+
+
+def test_pairs_that_would_be_many_blocks_are_left_to_triton() -> None:
+    """Rows of 6,400 columns leave registers for 8 pairs in a block."""
+    few = problem(INT4, 192, **{**PHI_MOE, "group": 128})
+    configs = grouped_gemm_wq.configs_for(few)
+    assert configs is not None
+    assert configs[0].token_tiles == 1
+    assert any(each.covers(few) for each in ranges("int4_fused_moe"))
+    assert not any(each.covers(few._replace(m=200)) for each in ranges("int4_fused_moe"))
+
+
+ON_A_GPU = [
+    (op, tokens)
+    for op, counts in (
+        ("int4_fused_moe", (4, 9, 64, 200, 512)),
+        ("mxfp4_fused_moe", (2, 9, 64, 200, 512)),
+        ("int8_fused_moe", (4, 9, 64, 200, 256)),
+    )
+    for tokens in counts
+]
+DTYPES = {"int4_fused_moe": INT4, "mxfp4_fused_moe": MXFP4, "int8_fused_moe": INT8}
+
+
+@pytest.mark.parametrize(("op", "tokens"), ON_A_GPU)
+def test_what_a_gpu_computes_below_is_served(op: str, tokens: int) -> None:
+    group = {"int4_fused_moe": 128, "mxfp4_fused_moe": 32}.get(op, 0)
+    made = problem(DTYPES[op], tokens, **{**QWEN3, "group": group})
+    assert any(each.covers(made) for each in ranges(op))
 
 
 @pytest.mark.parametrize(
@@ -129,8 +159,7 @@ def test_the_other_kernels_compile(source: str, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(build.available("cuda") is not None, reason=str(build.available("cuda")))
-@pytest.mark.parametrize("op", ["int4_fused_moe", "mxfp4_fused_moe", "int8_fused_moe"])
-@pytest.mark.parametrize("tokens", [2, 9, 64, 200, 512])
+@pytest.mark.parametrize(("op", "tokens"), ON_A_GPU)
 def test_experts_on_a_gpu(op: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of Qwen3-30B-A3B's sizes, twice with the same bits, and in a CUDA graph."""
     monkeypatch.setattr(fused_moe, "A3B_SHAPES", [(tokens, 2048, 768, 128, 8)])

@@ -32,7 +32,7 @@ def many_stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "MAX_STAGE_BYTES": 2 << 10,
         "MAX_STAGES": 3,
         "BLOCKS_PER_SM": (1,),
-        "SHARED_STAGES": 2,
+        "L2_REUSE_STAGES": 2,
     }
     for name, value in changes.items():
         monkeypatch.setattr(grouped_gemm_wq, name, value)
@@ -74,12 +74,14 @@ def inputs_of(op: str, shape: Shape, dtype: torch.dtype, group: int, kind: str) 
     if kind == "local":  # the others' experts are another rank's
         ids[ids == 0], ids[-1] = NO_EXPERT, NO_EXPERT
         more["global_num_experts"] = experts + 1
+    elif kind == "elsewhere":  # another rank has the experts of all tokens
+        ids[:], more["global_num_experts"] = NO_EXPERT, 2 * experts
     elif kind in ("clamped", "gelu"):
         more["gate_up_bias"] = torch.randn(experts, 2 * inner, generator=draw).to(dtype)
         more["down_bias"] = torch.randn(experts, hidden, generator=draw).to(dtype)
         choice = {"clamp": SwigluClamp(1.702, 1.5)}
         more |= choice if kind == "clamped" else {"activation": GELU_TANH}
-    elif kind == "shared":
+    if kind in ("shared", "elsewhere"):
         more["shared"] = torch.randn(tokens, hidden, generator=draw).to(dtype)
     own = weights(op, shape, group, symmetric=kind in ("plain", "local", "clamped"))
     return FusedMoEInputs(x, topk_weights, ids.int(), **own, **more)
@@ -131,6 +133,9 @@ INT4, MXFP4, INT8 = "int4_fused_moe", "mxfp4_fused_moe", "int8_fused_moe"
         (INT4, (5, 128, 64, 4, 3), BF, 64, "shared"),
         *slow_cases(
             (INT4, (5, 64, 32, 4, 3), BF, 32, "plain"),
+            (INT4, (5, 64, 32, 4, 3), BF, 32, "elsewhere"),
+            (INT4, (5, 64, 32, 20, 16), BF, 32, "shared"),
+            (MXFP4, (4, 64, 32, 1, 1), BF, 32, "clamped"),
             (MXFP4, (4, 64, 64, 3, 2), BF, 32, "clamped"),
             (INT8, (3, 64, 64, 4, 2), HF, 0, "shared"),
             (INT4, (2, 256, 128, 8, 2), HF, 128, "gelu"),

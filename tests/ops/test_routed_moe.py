@@ -142,6 +142,7 @@ def test_one_call_is_to_the_bit_what_the_single_ops_are(
         {"router_bias": factors.to(dtype), "logit_scale": 0.5, "scale": 2.5},
         {"expert_scale": factors.flip(0).half(), "bias": factors.to(dtype), "scores": SIGMOID},
         {"groups": 4, "top_groups": 2, "group_scores": 1, "renormalize": False},
+        {"scores": SPARSE_MIXER, "jitter": 0.2, "renormalize": False},
     )
     ops = registry.select_backends("cpu")
     for tokens in (1, 3, 16):

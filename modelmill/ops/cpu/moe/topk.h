@@ -108,13 +108,13 @@ inline int64_t take_largest(float* ranked, int64_t padded) {
 // softmax over the logits that noise could make the best one.
 inline float rival_weight(const float* logits, int64_t count, int64_t expert, const int32_t* taken,
                           int64_t turn, double jitter) {
-    const float best = logits[expert], reach = static_cast<float>(2.0 * jitter);
+    const float best = logits[expert], threshold = static_cast<float>(2.0 * jitter);
     float total = 0.0f;
     for (int64_t i = 0; i < count; i++) {
         bool before = false;
         for (int64_t k = 0; k < turn; k++) before = before || taken[k] == i;
         const float size = std::fabs(logits[i]), largest = size > best ? size : best;
-        if (before || (best - logits[i]) / largest > reach) continue;
+        if (before || (best - logits[i]) / largest > threshold) continue;
         total += std::exp(logits[i] - best);
     }
     return 1.0f / total;

@@ -8,7 +8,8 @@
 // Layout: row-major; weights [E, N, K], codes packed as in ops/int4_linear.py; scales and offsets
 //     [E, N, groups]; positions as moe_align_block_size sorts them, blocks of 8 · TOKEN_TILES
 // Range: 4 ≤ M ≤ 512 tokens (mxfp4_fused_moe: 2 ≤ M ≤ 512) of at most 64 pairs an expert on
-//     average, of int8 16; N and K multiples of 32, K up to about 8,000, of int8 4,000
+//     average, of int8 16, and 3 blocks of pairs; N and K multiples of 32, K up to about 8,000, of
+//     int8 4,000
 // Technique: persistent blocks, bulk async copy, mbarrier pipeline, mma.sync m16n8k16, PDL
 // Ops: int4_fused_moe, int8_fused_moe, mxfp4_fused_moe (launched by grouped_gemm_wq.py)
 //

@@ -28,16 +28,19 @@ FORMAT_OF_DTYPES: dict[tuple[torch.dtype | None, torch.dtype | None], int] = {
 """By the dtypes of weights and scales."""
 MAX_TOKENS, MAX_PAIRS_PER_EXPERT = 512, 64
 """Tokens of a step, and pairs for each expert, for which the kernel is made."""
-PAIRS_BY_TILES = ((1, 3.0), (2, 8.0), (3, 12.0), (4, float("inf")))
+MAX_PAIRS_BY_TOKEN_TILES = ((1, 3.0), (2, 8.0), (3, 12.0), (4, float("inf")))
 """Tiles of 8 pairs in a block → pairs for each expert, on average, up to which they are chosen."""
+MAX_BLOCKS_PER_EXPERT = 3
+"""Blocks of pairs, on average, each of which converts an expert's weights again. Estimated: with
+rows so long that a block has 8 pairs only, Triton's tiles of more pairs are faster beyond it."""
 MAX_STAGE_BYTES = 24 << 10  # of the weight; more rows only where one tile has more
 MAX_STAGES = 8
-SHARED_STAGES = 8  # stages that two large blocks of pairs share in turn, so that L2 has them
+L2_REUSE_STAGES = 8  # stages that two large blocks of pairs share in turn, so that L2 has them
 BLOCKS_PER_SM = (2, 3, 1)
-SM_WARPS = (12, 20)  # of an SM: fewer do not hide latency, more have too little between barriers
-MIN_BYTES_IN_FLIGHT = (
-    80 << 10
-)  # of an SM: 4.2 TB/s times 1 us is 32 KiB, and blocks of pairs change
+# fewer do not hide latency, more have too little between barriers
+WARPS_PER_SM = (12, 20)
+# of an SM: 4.2 TB/s times 1 us is 32 KiB, and blocks of pairs change
+MIN_BYTES_IN_FLIGHT = 80 << 10
 _SM_SHARED_BYTES, _MAX_SHARED_BYTES, _BLOCK_RESERVED_BYTES = 227 << 10, 226 << 10, 1 << 10
 _MAX_WARPS = 16
 _SM_QUARTER_REGISTERS, _OTHER_REGISTERS = 16384, 40
@@ -93,7 +96,7 @@ class GroupedProduct(NamedTuple):
         return self.k // 32 if self.weight_format == E2M1 else self.k // self.group * 2
 
     @property
-    def beside_bytes(self) -> int:
+    def metadata_bytes(self) -> int:
         """Of a row's scales, offsets and bias."""
         return self.scale_bytes * (2 if self.offset else 1) + (2 if self.bias else 0)
 
@@ -113,7 +116,7 @@ class GroupedConfig(NamedTuple):
         """Shared memory of a stage."""
         words = self.k_tile // (16 if product.weight_format == INT8 else 32)
         skew = 0 if product.row_bytes % 128 else 16 * words
-        return 16 * self.row_tiles * (product.row_bytes + product.beside_bytes) + skew
+        return 16 * self.row_tiles * (product.row_bytes + product.metadata_bytes) + skew
 
     def exchange_bytes(self, product: GroupedProduct) -> int:
         """Shared memory behind the stages."""
@@ -170,11 +173,11 @@ def config_for(product: GroupedProduct, token_tiles: int) -> GroupedConfig | Non
         warps = config.warps * config.blocks
         return (
             in_flight >= MIN_BYTES_IN_FLIGHT,
-            SM_WARPS[0] <= warps <= SM_WARPS[1],
+            WARPS_PER_SM[0] <= warps <= WARPS_PER_SM[1],
             config.k_tile,
             config.blocks > 1,  # one computes while the other one is at a barrier
             config.row_tiles,
-            -abs(warps - sum(SM_WARPS) / 2),
+            -abs(warps - sum(WARPS_PER_SM) / 2),
         )
 
     fitting = [
@@ -190,8 +193,8 @@ def _candidates(product: GroupedProduct, token_tiles: int) -> Iterator[GroupedCo
     for row_tiles in _row_tiles(product):
         per_block = product.n // (row_tiles * (8 if product.gated else 16))
         chunk = per_block
-        if token_tiles == PAIRS_BY_TILES[-1][0]:
-            chunk = next(each for each in range(SHARED_STAGES, 0, -1) if per_block % each == 0)
+        if token_tiles == MAX_PAIRS_BY_TOKEN_TILES[-1][0]:
+            chunk = next(each for each in range(L2_REUSE_STAGES, 0, -1) if per_block % each == 0)
         for k_tile in (64, 32) if product.weight_format == INT8 else (128, 64, 32):
             if product.k % k_tile or (product.weight_format == INT4 and product.group % k_tile):
                 continue
@@ -218,7 +221,7 @@ def configs_for(problem: MoEProblem) -> tuple[GroupedConfig, GroupedConfig] | No
     if products is None:
         return None
     average = problem.pairs_per_expert
-    preferred = next(tiles for tiles, most in PAIRS_BY_TILES if average <= most)
+    preferred = next(tiles for tiles, most in MAX_PAIRS_BY_TOKEN_TILES if average <= most)
     for tiles in range(preferred, 0, -1):
         first, second = (config_for(product, tiles) for product in products)
         if first is not None and second is not None:
@@ -236,8 +239,19 @@ def fits(problem: MoEProblem) -> bool:
     )
 
 
+def has_few_blocks(problem: MoEProblem) -> bool:
+    """Whether the pairs of an expert are few blocks; see ``MAX_BLOCKS_PER_EXPERT``."""
+    configs = configs_for(problem)
+    if configs is None:
+        return False
+    return problem.pairs_per_expert <= MAX_BLOCKS_PER_EXPERT * 8 * configs[0].token_tiles
+
+
 def supports(inputs: FusedMoEInputs) -> bool:
-    """Whether all operands are packed and aligned, and beside gate and up as beside down."""
+    """Whether all operands are packed and aligned.
+
+    Scales, offsets and biases belong to both products or to none.
+    """
     x, shared = inputs.x, inputs.shared
     packed = [inputs.topk_weights, inputs.topk_ids, inputs.gate_up, inputs.down]
     for first, second in (

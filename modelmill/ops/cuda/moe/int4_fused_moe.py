@@ -22,6 +22,7 @@ SUPPORTED_PROBLEMS = (
         offset=True,
         ungated=False,
         fits=grouped_gemm_wq.fits,
+        faster=grouped_gemm_wq.has_few_blocks,
     ),
 )
 

@@ -21,6 +21,7 @@ SUPPORTED_PROBLEMS = (
         offset=False,
         ungated=False,
         fits=grouped_gemm_wq.fits,
+        faster=grouped_gemm_wq.has_few_blocks,
     ),
 )
 

@@ -40,7 +40,7 @@ from modelmill.ops.triton.attention.recurrence import (
     decays,
     dot_split,
     kernel_chunk,
-    open_state,
+    load_state,
     part_of_sequence,
     softplus,
     split,
@@ -139,7 +139,7 @@ def _tokens_kernel(
         v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
         inside = (k < DK)[:, None] & (v < DV)[None, :]
         place = head * DK * DV + k[:, None] * DV + v[None, :]
-        s, own, snapshot = open_state(state_ptr, slot_ptr, snapshot_slot_ptr, sequence, slot_stride,
+        s, own, snapshot = load_state(state_ptr, slot_ptr, snapshot_slot_ptr, sequence, slot_stride,
                                       place, inside, first, kept == begin)  # fmt: skip
         rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
         bias = tl.load(dt_bias_ptr + head).to(tl.float32)
@@ -255,7 +255,7 @@ def _chunks_kernel(
         k, i = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_T)
         inside = (v < DV)[:, None] & (k < DK)[None, :]
         place = head * DK * DV + k[None, :] * DV + v[:, None]
-        s, own, snapshot = open_state(state_ptr, slot_ptr, snapshot_slot_ptr, sequence, slot_stride,
+        s, own, snapshot = load_state(state_ptr, slot_ptr, snapshot_slot_ptr, sequence, slot_stride,
                                       place, inside, first, kept == begin)  # fmt: skip
         valid = i < CHUNK
         mask_k, mask_v = valid[:, None] & (k < DK)[None, :], valid[:, None] & (v < DV)[None, :]

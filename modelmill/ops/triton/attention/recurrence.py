@@ -100,7 +100,7 @@ def part_of_sequence(
 
 
 @triton.jit
-def open_state(state_ptr, slot_ptr, snapshot_slot_ptr, sequence, slot_stride, place, inside,
+def load_state(state_ptr, slot_ptr, snapshot_slot_ptr, sequence, slot_stride, place, inside,
                first, is_snapshot):  # fmt: skip
     """The state of a sequence in front of a part of its tokens.
 

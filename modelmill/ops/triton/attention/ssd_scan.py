@@ -39,7 +39,7 @@ from modelmill.ops.triton.attention.recurrence import (
     decays,
     dot_split,
     kernel_chunk,
-    open_state,
+    load_state,
     part_of_sequence,
     softplus,
     split,
@@ -136,7 +136,7 @@ def _tokens_kernel(
         n = tl.arange(0, BLOCK_N)
         place = head * P * N + p[:, None] * N + n[None, :]
         inside = (p < P)[:, None] & (n < N)[None, :]
-        s, own, snapshot = open_state(state_ptr, slot_ptr, snapshot_slot_ptr, sequence, slot_stride,
+        s, own, snapshot = load_state(state_ptr, slot_ptr, snapshot_slot_ptr, sequence, slot_stride,
                                       place, inside, first, kept == begin)  # fmt: skip
         rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
         bias = tl.load(dt_bias_ptr + head).to(tl.float32)
@@ -234,7 +234,7 @@ def _chunks_kernel(
         n, i = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
         place = head * P * N + p[:, None] * N + n[None, :]
         inside = (p < P)[:, None] & (n < N)[None, :]
-        s, own, snapshot = open_state(state_ptr, slot_ptr, snapshot_slot_ptr, sequence, slot_stride,
+        s, own, snapshot = load_state(state_ptr, slot_ptr, snapshot_slot_ptr, sequence, slot_stride,
                                       place, inside, first, kept == begin)  # fmt: skip
         valid = i < CHUNK
         mask_p = valid[:, None] & (p < P)[None, :]

@@ -38,7 +38,7 @@ def supports(inputs: FusedTopkInputs) -> bool:
         (inputs.groups == 1 or _supports_expert_groups(inputs))
         and logits.dtype == torch.float32
         and logits.is_contiguous()
-        and 0 < logits.shape[1] <= MAX_EXPERTS
+        and 0 < inputs.top_k <= logits.shape[1] <= MAX_EXPERTS
         and len(logits) > 0
         and (bias is None or (bias.is_contiguous() and bias.dtype != torch.float64))
     )
@@ -75,8 +75,8 @@ def run(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
 @triton.jit
 def _kernel(
     logits_ptr, bias_ptr, weights_ptr, ids_ptr, experts, scale,
-    TOP_K: tl.constexpr, SCORES: tl.constexpr, REACH: tl.constexpr, RENORMALIZE: tl.constexpr,
-    BIAS: tl.constexpr,
+    TOP_K: tl.constexpr, SCORES: tl.constexpr, MASK_THRESHOLD: tl.constexpr,
+    RENORMALIZE: tl.constexpr, BIAS: tl.constexpr,
     FIRST: tl.constexpr, END: tl.constexpr, NONE: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SCORES: tl.constexpr,
     GROUP_SIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -113,7 +113,7 @@ def _kernel(
     chosen = inside & (rank < TOP_K)
     weight = score
     if SCORES == _SPARSE_MIXER:
-        weight = _rival_weights(logit, rank, inside, TOP_K, REACH)
+        weight = _rival_weights(logit, rank, inside, TOP_K, MASK_THRESHOLD)
     if RENORMALIZE:
         weight = weight / tl.sum(tl.where(chosen, weight, 0.0), axis=0)
     place = token * TOP_K + rank
@@ -126,14 +126,14 @@ def _kernel(
 
 
 @triton.jit
-def _rival_weights(logit, rank, inside, TOP_K: tl.constexpr, REACH: tl.constexpr):
+def _rival_weights(logit, rank, inside, TOP_K: tl.constexpr, MASK_THRESHOLD: tl.constexpr):
     """SparseMixer's weight of each of the first experts, by their ranks."""
     weight = tl.zeros_like(logit)
     logit = tl.where(inside, logit, 0.0)
     for turn in tl.static_range(TOP_K):
         best = tl.sum(tl.where(rank == turn, logit, 0.0), axis=0)
         size = tl.maximum(tl.abs(logit), best)
-        is_far = best - logit > REACH * size
+        is_far = best - logit > MASK_THRESHOLD * size
         is_rival = inside & (rank >= turn) & (is_far == 0)
         total = tl.sum(tl.where(is_rival, tl.exp(logit - best), 0.0), axis=0)
         weight = tl.where(rank == turn, 1.0 / total, weight)
@@ -161,8 +161,8 @@ def _selection_score(score, bias_ptr, expert, inside, BIAS: tl.constexpr):
 
 @triton.jit
 def _sortable(value):
-    """Float32 as integers in the same order, without NaN and −0."""
-    bits = value.to(tl.int32, bitcast=True)
+    """Float32 but NaN as integers in the same order; −0 and 0 are equal."""
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 

@@ -26,7 +26,7 @@ from modelmill.ops.triton.moe.experts import (
 
 _PACK_COLUMNS = 32  # columns that are packed together
 
-SUPPORTED_PROBLEMS = (MoERange(weight_dtype=torch.uint8),)
+SUPPORTED_PROBLEMS = (MoERange(weight_dtype=torch.uint8, ungated=False),)
 
 
 def supports(inputs: FusedMoEInputs) -> bool:

@@ -24,7 +24,7 @@ from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.moe import int4_fused_moe
 from modelmill.ops.triton.moe.int4_fused_moe import run as run
 
-SUPPORTED_PROBLEMS = (MoERange(weight_dtype=torch.uint8),)
+SUPPORTED_PROBLEMS = (MoERange(weight_dtype=torch.uint8, ungated=False),)
 
 
 def supports(inputs: FusedMoEInputs) -> bool:
