@@ -176,6 +176,16 @@ def test_imports_go_down(path: Path) -> None:
         )
 
 
+@each_file(sorted((ROOT / "accept" / "reference").rglob("*.py")))
+def test_the_reference_shares_no_code_with_the_engine(path: Path) -> None:
+    """It would repeat the engine's faults: of ours it may import errors and the search of files."""
+    allowed = ("modelmill.accept.reference", "modelmill.core.errors", "modelmill.core.registry")
+    for name, line in imports(path):
+        assert not name.startswith("modelmill") or name.startswith(allowed), (
+            f"{path.relative_to(ROOT)}:{line} imports {name}"
+        )
+
+
 @each_file(files())
 def test_foreign_packages_have_one_home(path: Path) -> None:
     """A foreign package is imported in its home only; pickle and remote code nowhere; the

@@ -4,8 +4,9 @@ FOLDER holds llama.cpp's shared libraries (``libllama``, ``libggml``, ``libggml-
 its CPU backend), as a build leaves them or a package of its bindings brings them. Of each family
 the seeded GGUF of ``tests/models/test_family_gguf.py`` is computed by llama.cpp in float32.
 Printed: the largest difference of its logits from transformers' for the folder that the GGUF was
-made from. Exit code 1 if one is above 1e-4, as of families with GELU, whose table has 16 bits
-there, and of those for which llama.cpp tells a rule by the number of layers of the real models.
+made from. Exit code 1 if one is above 1e-4 or no number, as it is for families with GELU, whose
+table has 16 bits there, and those for which llama.cpp tells a rule by the number of layers of the
+real models.
 
 The functions are called by their names in ``llama.h``. Parameters stay those that llama.cpp sets,
 but for keys and values in float32 and attention in single operations: else it rounds to 16 bits.
@@ -140,6 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="of llama.cpp's shared libraries")
     parser.add_argument("family", nargs="*", default=with_gguf, help="default: all with a GGUF")
     options = parser.parse_args(argv)
+    if unknown := set(options.family) - set(with_gguf):
+        parser.error(f"no GGUF of {', '.join(sorted(unknown))}; there are {', '.join(with_gguf)}")
     library, failed = LlamaCpp(options.folder), 0
     for name in options.family:
         with tempfile.TemporaryDirectory() as folder:
@@ -148,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 shown = f"{error:.1e}"
             except RuntimeError as reason:
                 error, shown = float("inf"), str(reason)
-        failed += error > TOLERANCE
+        failed += not error <= TOLERANCE  # of NaN, too
         print(f"{name}: {shown}", flush=True)
     return 1 if failed else 0
 

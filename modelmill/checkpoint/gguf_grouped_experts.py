@@ -44,14 +44,23 @@ DEEPSEEK_NAMES = {
 }
 
 
-def _glm4_moe(keys: ArchitectureKeys) -> dict[str, Any]:
-    """Read GLM-4.5; the layers of multi-token prediction are counted among the blocks."""
+def require_sigmoid_gating(keys: ArchitectureKeys) -> None:
+    """Check that the scores of experts are sigmoids, or not named.
+
+    Raises:
+        UnknownArchitecture: for other scores.
+    """
     gating = keys.get_count("expert_gating_func", SIGMOID_GATING)
     if gating != SIGMOID_GATING:
         raise UnknownArchitecture(
-            f"{keys.raw.path}: expert_gating_func is {gating}; a glm4moe has sigmoids "
-            f"({SIGMOID_GATING})"
+            f"{keys.raw.path}: expert_gating_func is {gating}; the scores of {keys.arch} are "
+            f"sigmoids ({SIGMOID_GATING})"
         )
+
+
+def _glm4_moe(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read GLM-4.5; the layers of multi-token prediction are counted among the blocks."""
+    require_sigmoid_gating(keys)
     config = read_rms_config(keys, partial=True)
     return {
         **config,

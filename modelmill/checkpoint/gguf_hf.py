@@ -7,6 +7,7 @@ rotary pairs, GPT-2's Conv1D weights are transposed, and names and config keys a
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -447,7 +448,9 @@ def _layer_numbers(
         layers, stored = config["num_hidden_layers"], raw.metadata.get(key)
         listed = stored.tolist() if isinstance(stored, np.ndarray) else stored
         values = listed if isinstance(listed, list) else [listed] * layers
-        if len(values) != layers or any(type(each) is not float for each in values):
+        if len(values) != layers or not all(
+            type(each) is float and math.isfinite(each) for each in values
+        ):
             raise CorruptCheckpoint(
                 f"{raw.path}: the key {key} must have a number for each of the {layers} layers; it "
                 f"is {str(stored)[:60]}"

@@ -6,7 +6,7 @@ from typing import Any
 
 from modelmill.checkpoint.gguf_config import ArchitectureKeys, head_dim
 from modelmill.checkpoint.gguf_families import LLAMA_NAMES, GgufArchitecture, read_rms_config
-from modelmill.checkpoint.gguf_grouped_experts import NEXTN_PARTS, SIGMOID_GATING
+from modelmill.checkpoint.gguf_grouped_experts import NEXTN_PARTS, require_sigmoid_gating
 from modelmill.core.errors import UnknownArchitecture
 
 DENSE_NAMES = {
@@ -30,7 +30,11 @@ HY_V3_NAMES = {
 
 
 def _dense(keys: ArchitectureKeys) -> dict[str, Any]:
-    """Read the dense one; the file has the base of the rotation with ``alpha`` in it."""
+    """Read the dense one; the file has the base of the rotation with ``alpha`` in it.
+
+    The converter writes an original context length beside a scaling of type none.
+    """
+    keys.view.get(f"{keys.arch}.rope.scaling.original_context_length")
     return {
         **read_rms_config(keys),
         "head_dim": head_dim(keys),
@@ -51,12 +55,7 @@ def _moe(keys: ArchitectureKeys) -> dict[str, Any]:
 
 def _hy_v3(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Hunyuan 3, whose layers of multi-token prediction are counted among the blocks."""
-    gating = keys.get_count("expert_gating_func", SIGMOID_GATING)
-    if gating != SIGMOID_GATING:
-        raise UnknownArchitecture(
-            f"{keys.raw.path}: expert_gating_func is {gating}; a hy_v3 has sigmoids "
-            f"({SIGMOID_GATING})"
-        )
+    require_sigmoid_gating(keys)
     layers = keys.get_count("block_count") - keys.get_count("nextn_predict_layers", 0)
     inner = keys.get_count("expert_feed_forward_length")
     keys.view.get(f"{keys.arch}.leading_dense_block_count")  # the tensors tell it

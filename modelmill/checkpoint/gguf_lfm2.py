@@ -6,9 +6,8 @@ from typing import Any
 
 from modelmill.checkpoint.gguf_config import ArchitectureKeys, head_dim
 from modelmill.checkpoint.gguf_families import LLAMA_NAMES, GgufArchitecture
-from modelmill.checkpoint.gguf_grouped_experts import SIGMOID_GATING
+from modelmill.checkpoint.gguf_grouped_experts import require_sigmoid_gating
 from modelmill.checkpoint.gguf_mamba import kv_heads_by_layer
-from modelmill.core.errors import UnknownArchitecture
 
 NAMES = {
     **{gguf: name for gguf, name in LLAMA_NAMES.items() if gguf != "output_norm"},
@@ -57,12 +56,7 @@ def _lfm2(keys: ArchitectureKeys) -> dict[str, Any]:
 
 def _lfm2_moe(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read LFM2 with experts, whose weights sum to 1, as llama.cpp has it fixed."""
-    gating = keys.get_count("expert_gating_func", SIGMOID_GATING)
-    if gating != SIGMOID_GATING:
-        raise UnknownArchitecture(
-            f"{keys.raw.path}: expert_gating_func is {gating}; an lfm2moe has sigmoids "
-            f"({SIGMOID_GATING})"
-        )
+    require_sigmoid_gating(keys)
     config = _lfm2(keys)
     del config["block_auto_adjust_ff_dim"]
     return {

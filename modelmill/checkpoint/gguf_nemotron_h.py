@@ -8,6 +8,7 @@ import numpy as np
 
 from modelmill.checkpoint.gguf_config import MAX_COUNT, ArchitectureKeys
 from modelmill.checkpoint.gguf_families import GgufArchitecture
+from modelmill.checkpoint.gguf_grouped_experts import require_sigmoid_gating
 from modelmill.checkpoint.gguf_mamba import mixer_names
 from modelmill.core.errors import CorruptCheckpoint
 
@@ -91,6 +92,7 @@ def _branch(keys: ArchitectureKeys, layer: int, sizes: tuple[int, int]) -> str:
 
 
 def _experts(keys: ArchitectureKeys) -> dict[str, Any]:
+    require_sigmoid_gating(keys)
     latent = "moe_latent_size"
     return {
         "n_routed_experts": keys.get_count("expert_count"),

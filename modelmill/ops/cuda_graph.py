@@ -54,10 +54,10 @@ class GraphCapturer:
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads (the NCCL watchdog, a second engine) may use CUDA meanwhile
         with (
+            paused_garbage_collection(),
             torch.cuda.graph(
                 graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
             ),
-            paused_garbage_collection(),
         ):
             output = call()
         return CapturedGraph(graph, output)
@@ -70,11 +70,14 @@ class GraphCapturer:
         Raises:
             NotCapturable: The call cannot be captured.
         """
+        with paused_garbage_collection():
+            return self._capture_on_current_stream(call)
+
+    def _capture_on_current_stream(self, call: Callable[[], T]) -> CapturedGraph[T]:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            with paused_garbage_collection():
-                output = call()
+            output = call()
             graph.capture_end()
         except RuntimeError as error:
             # the stream may still be capturing, or the capture may be invalid
@@ -88,10 +91,11 @@ class GraphCapturer:
 
 @contextlib.contextmanager
 def paused_garbage_collection() -> Iterator[None]:
-    """Collect no garbage in the block.
+    """Collect no garbage in the block, which holds a whole capture: its end, too.
 
     A graph of an engine that was dropped may be part of a reference cycle. To free it is not
-    permitted in a capture on the same thread, and makes the capture invalid.
+    permitted in a capture on the same thread, and makes the capture invalid. Objects are counted
+    meanwhile, so garbage is collected as soon as the block ends.
     """
     was_enabled = gc.isenabled()
     gc.disable()

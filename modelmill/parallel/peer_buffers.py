@@ -1,10 +1,11 @@
-"""GPU memory that all ranks of a host map, and the all-reduces of decode steps through it.
+"""GPU memory that all ranks of a host map, and the all-reduces of small steps through it.
 
 NCCL needs 10 to 15 µs to all-reduce the 8 KB of one token, twice per layer. Here an all-reduce is
 one kernel (``ops.triton.communication.custom_all_reduce``) that takes little longer than the NVLink
 transfer, and that is fused with residual add and RMSNorm. NVLink multicast is not used: it needs a
-fabric setup that many hosts do not have. NCCL calls are kept out of CUDA graphs: a communicator
-cannot be closed while a graph that contains a call of it exists.
+fabric setup that many hosts do not have. NCCL calls are kept out of CUDA graphs, of prompts too: a
+communicator cannot be closed while a graph that contains a call of it exists. Only where GPUs do
+not reach each other, and of rows that are too wide, graphs contain NCCL's.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class PeerBuffers:
             )
         except (RuntimeError, ImportError) as error:
             rendezvous.set(f"peer {rank}", b"")
-            _log.warning("all-reduces of decode steps use NCCL: %s", str(error).splitlines()[0])
+            _log.warning("all-reduces in CUDA graphs use NCCL: %s", str(error).splitlines()[0])
         return (
             PeerBuffers(rank, addresses, device)
             if all_agree(addresses is not None) and addresses is not None

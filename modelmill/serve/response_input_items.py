@@ -37,7 +37,7 @@ def list_input_items(
         ids = [item["id"] for item in items]
         if after not in ids:
             raise RequestError(f"after: the input has no item {after[:80]!r}")
-        begin = ids.index(after) + 1
+        begin = len(ids) - ids[::-1].index(after)  # a client may have named two items alike
     page = items[begin : begin + limit]
     return {
         "object": "list",

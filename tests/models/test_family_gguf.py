@@ -40,6 +40,17 @@ def kept_integers(case: FamilyCase, sizes: dict[str, Any], folder: Path) -> set[
     return {name for name, each in formats.items() if each != "dense"}
 
 
+def write_broken(name: str, facts: dict[str, Any], folder: Path) -> Path:
+    """Write a family's GGUF with these keys changed or added."""
+    case = CASES[name]
+    assert case.gguf is not None
+    own_facts, raw = case.gguf.facts, case.raw(**case.gguf.changes)
+    case.save(folder / "hf", **case.gguf.changes)
+    broken = replace(case.gguf, facts=lambda raw: {**own_facts(raw), **facts})
+    write_gguf(folder / "model.gguf", folder / "hf", raw, broken)
+    return folder / "model.gguf"
+
+
 @pytest.mark.parametrize("name", WITH_GGUF)
 def test_a_gguf_is_accepted_and_computes_the_same(name: str, tmp_path: Path) -> None:
     check_gguf(CASES[name], tmp_path)
@@ -131,15 +142,9 @@ def test_keys_that_have_a_default(
     [2, [2, 2], [0, 0], [0, 2, 0], [0, -2], ["a", "b"], [float("nan"), 0.0]],
 )
 def test_kv_heads_of_a_hybrid_that_do_not_fit(kv_heads: Any, tmp_path: Path) -> None:
-    case = CASES["granitemoehybrid"]
-    assert case.gguf is not None
-    facts, raw = case.gguf.facts, case.raw(**case.gguf.changes)
-    case.save(tmp_path / "hf", **case.gguf.changes)
-    broken = {"attention.head_count_kv": kv_heads}
-    own = replace(case.gguf, facts=lambda raw: {**facts(raw), **broken})
-    write_gguf(tmp_path / "model.gguf", tmp_path / "hf", raw, own)
+    path = write_broken("granitemoehybrid", {"attention.head_count_kv": kv_heads}, tmp_path)
     with pytest.raises(CorruptCheckpoint, match="head_count_kv must have a number for each"):
-        open_checkpoint(tmp_path / "model.gguf")
+        open_checkpoint(path)
 
 
 @pytest.mark.parametrize(
@@ -154,14 +159,9 @@ def test_kv_heads_of_a_hybrid_that_do_not_fit(kv_heads: Any, tmp_path: Path) -> 
 def test_sizes_of_a_state_that_do_not_fit(
     key: str, value: int | None, words: str, tmp_path: Path
 ) -> None:
-    case = CASES["mamba2"]
-    assert case.gguf is not None
-    facts, raw = case.gguf.facts, case.raw(**case.gguf.changes)
-    case.save(tmp_path / "hf", **case.gguf.changes)
-    broken = replace(case.gguf, facts=lambda raw: {**facts(raw), key: value})
-    write_gguf(tmp_path / "model.gguf", tmp_path / "hf", raw, broken)
+    path = write_broken("mamba2", {key: value}, tmp_path)
     with pytest.raises((CorruptCheckpoint, UnknownArchitecture), match=words):
-        open_checkpoint(tmp_path / "model.gguf")
+        open_checkpoint(path)
 
 
 def test_an_older_gguf_of_deepseek_has_one_up_projection(tmp_path: Path) -> None:
@@ -254,14 +254,9 @@ def test_an_older_gguf_of_qwen3_next_has_one_projection(tmp_path: Path) -> None:
 def test_keys_of_a_delta_net_that_do_not_fit(
     broken: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    case = CASES["qwen3_5_moe_text"]
-    assert case.gguf is not None
-    facts, raw = case.gguf.facts, case.raw(**case.gguf.changes)
-    case.save(tmp_path / "hf", **case.gguf.changes)
-    own = replace(case.gguf, facts=lambda raw: {**facts(raw), **broken})
-    write_gguf(tmp_path / "model.gguf", tmp_path / "hf", raw, own)
+    path = write_broken("qwen3_5_moe_text", broken, tmp_path)
     with pytest.raises((CorruptCheckpoint, UnknownArchitecture), match=words):
-        open_checkpoint(tmp_path / "model.gguf")
+        open_checkpoint(path)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
@@ -295,9 +290,10 @@ def test_a_nemotron_h_without_experts(tmp_path: Path) -> None:
         ("nemotron_h", {"feed_forward_length": [0, 32]}, "feed_forward_length must have a number"),
         ("nemotron_h", {"attention.head_count_kv": [0, 0, -2, 0]}, "head_count_kv must have a num"),
         ("nemotron_h", {"ssm.inner_size": 97}, "ssm.inner_size 97 is no multiple of the 8 heads"),
-        ("hy_v3", {"expert_gating_func": 1}, "a hy_v3 has sigmoids"),
+        ("nemotron_h", {"expert_gating_func": 1}, "scores of nemotron_h_moe are sigmoids"),
+        ("hy_v3", {"expert_gating_func": 1}, "scores of hy_v3 are sigmoids"),
         ("hy_v3", {"expert_shared_feed_forward_length": 41}, "no multiple of an expert's 40"),
-        ("lfm2_moe", {"expert_gating_func": 1}, "an lfm2moe has sigmoids"),
+        ("lfm2_moe", {"expert_gating_func": 1}, "scores of lfm2moe are sigmoids"),
         (
             "mellum",
             {"attention.sliding_window_pattern": [1, 2, 0]},
@@ -308,28 +304,25 @@ def test_a_nemotron_h_without_experts(tmp_path: Path) -> None:
 def test_keys_of_the_newest_families_that_do_not_fit(
     name: str, broken: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    case = CASES[name]
-    assert case.gguf is not None
-    facts, raw = case.gguf.facts, case.raw(**case.gguf.changes)
-    case.save(tmp_path / "hf", **case.gguf.changes)
-    own = replace(case.gguf, facts=lambda raw: {**facts(raw), **broken})
-    write_gguf(tmp_path / "model.gguf", tmp_path / "hf", raw, own)
+    path = write_broken(name, broken, tmp_path)
     with pytest.raises((CorruptCheckpoint, UnknownArchitecture), match=words):
-        open_checkpoint(tmp_path / "model.gguf")
+        open_checkpoint(path)
 
 
 def test_experts_of_projected_tokens_are_refused(tmp_path: Path) -> None:
-    case = CASES["nemotron_h"]
-    assert case.gguf is not None
-    facts, raw = case.gguf.facts, case.raw(**case.gguf.changes)
-    case.save(tmp_path / "hf", **case.gguf.changes)
-    own = replace(case.gguf, facts=lambda raw: {**facts(raw), "moe_latent_size": 24})
-    write_gguf(tmp_path / "model.gguf", tmp_path / "hf", raw, own)
+    path = write_broken("nemotron_h", {"moe_latent_size": 24}, tmp_path)
     with pytest.raises(CheckpointError, match="moe_latent_size"):
-        make_plan(open_checkpoint(tmp_path / "model.gguf"), BuildConfig(dtype="float32"))
+        make_plan(open_checkpoint(path), BuildConfig(dtype="float32"))
 
 
-@pytest.mark.parametrize("values", [[0.5], [1, 2], ["a", "b"]])
+def test_the_context_length_of_a_hunyuan_without_scaling_is_no_unknown_key(tmp_path: Path) -> None:
+    """The converter writes it into every file; the rotation's base has the scaling in it."""
+    path = write_broken("hunyuan_v1_dense", {"rope.scaling.what": 1}, tmp_path)
+    (warning,) = make_plan(open_checkpoint(path), BuildConfig(dtype="float32")).warnings
+    assert "hunyuan-dense.rope.scaling.what is a key that is not read" in warning
+
+
+@pytest.mark.parametrize("values", [[0.5], [1, 2], ["a", "b"], [0.5, float("nan")]])
 def test_numbers_of_an_activation_that_do_not_fit(values: list[Any], tmp_path: Path) -> None:
     case = CASES["apertus"]
     assert case.gguf is not None

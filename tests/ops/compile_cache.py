@@ -8,9 +8,12 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+GXX = shutil.which("g++")
+GXX_VERSION = "0" if GXX is None else subprocess.check_output([GXX, "-dumpfullversion"], text=True)
 FOLDER = Path(__file__).resolve().parents[2] / ".pytest_cache" / "compiled"
 
 
@@ -19,11 +22,12 @@ def compile_once(out: Path, read: Iterable[str | Path], compile: Callable[[], ob
 
     Args:
         out: The output.
-        read: Version and options of the compiler, and the files that it reads.
+        read: Version and options of the compiler, and the files that it reads. The version of g++
+            is read in any case: nvcc calls it.
         compile: Writes ``out``; not called if an earlier run read the same.
     """
     digest = hashlib.sha256()
-    for each in read:
+    for each in (GXX_VERSION, *read):
         content = each.encode() if isinstance(each, str) else each.read_bytes()
         digest.update(b"%d " % len(content) + content)
     cached = FOLDER / f"{digest.hexdigest()}{out.suffix}"

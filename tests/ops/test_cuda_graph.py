@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import re
 import weakref
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,15 +23,22 @@ PACKAGE = Path(__file__).resolve().parents[2] / "modelmill"
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is called of torch.cuda, in order."""
     noted: list[Any] = []
+
+    def end() -> None:
+        assert not gc.isenabled(), "garbage may be collected before the end of the capture"
+        noted.append("end")
+
     graph = SimpleNamespace(
         replay=lambda: noted.append("replay"),
         capture_begin=lambda **options: noted.append(("begin", options)),
-        capture_end=lambda: noted.append("end"),
+        capture_end=end,
     )
 
-    def capturing(graph: Any, **options: Any) -> Any:
+    @contextmanager
+    def capturing(graph: Any, **options: Any) -> Iterator[None]:
         noted.append(("graph", options))
-        return nullcontext()
+        yield
+        end()
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
     monkeypatch.setattr(torch.cuda, "graph", capturing)
@@ -46,9 +54,9 @@ def test_a_capture(calls: list[Any], shared: bool) -> None:
         "stream": None,
         "capture_error_mode": "thread_local",
     }
-    assert calls == [("graph", options), "call"]
+    assert calls == [("graph", options), "call", "end"]
     assert captured.replay() == captured.output == 7
-    assert calls[2:] == ["replay"]
+    assert calls[3:] == ["replay"]
 
 
 def test_a_capture_within_a_request(calls: list[Any]) -> None:

@@ -280,6 +280,21 @@ def test_other_ranks_run_the_graphs_that_rank_0_runs(*, warm: bool) -> None:
         assert torch.equal(*pair)
 
 
+def test_a_rank_that_cannot_capture_sums_as_often_as_rank_0() -> None:
+    """It launches each step that rank 0 captures or replays, once."""
+    launched: list[object] = []
+
+    def forward(batch: object) -> torch.Tensor:
+        launched.append(batch)
+        return torch.empty(0)
+
+    limits = PrefillLimits(512, 4096)
+    graphs = PrefillGraphs(forward, FakeCapturer(broken=True), limits, is_parallel=True)
+    for use in (GraphUse.LAUNCH, GraphUse.CAPTURE, GraphUse.REPLAY):
+        graphs.run(cast(Any, use), PaddedSize(16, 1, 4096), use)
+    assert launched == [GraphUse.LAUNCH, GraphUse.CAPTURE, GraphUse.REPLAY]
+
+
 def test_with_other_ranks_an_out_of_memory_error_of_a_capture_is_raised() -> None:
     """Another rank may have run the calls before its capture, whose sums this one lacks."""
     capturer, limits = FakeCapturer(), PrefillLimits(512, 4096)

@@ -98,6 +98,12 @@ def test_pages_of_the_input_of_a_response() -> None:
         list_input_items(stored, "asc", 3, "fc_2")
 
 
+def test_pages_end_where_a_client_has_named_two_items_alike() -> None:
+    stored = StoredResponse([{"id": "a"}, {"id": "b"}, {"id": "a"}], 3, {"id": "resp_1"})
+    last = list_input_items(stored, "asc", 2, "a")
+    assert (last["data"], last["has_more"]) == ([], False)
+
+
 @pytest.mark.parametrize("share_cache", [False, True])
 def test_no_key_continues_the_response_of_another(
     running: ServiceThread, share_cache: bool

@@ -9,7 +9,6 @@ import ctypes
 import functools
 import hashlib
 import re
-import shutil
 import struct
 import subprocess
 import sys
@@ -22,12 +21,10 @@ import pytest
 import torch
 
 from modelmill.ops.cuda.common import build, launch
-from tests.ops.compile_cache import compile_once
+from tests.ops.compile_cache import GXX, GXX_VERSION, compile_once
 from tests.ops.emulation.translate import cluster_sizes, translate
 
 HERE = Path(__file__).parent
-GXX = shutil.which("g++")
-GXX_VERSION = "0" if GXX is None else subprocess.check_output([GXX, "-dumpfullversion"], text=True)
 HAS_FLOAT16 = int(GXX_VERSION.split(".")[0]) >= 12
 CAN_EMULATE = HAS_FLOAT16 and sys.platform == "linux"  # elsewhere g++ may be another compiler
 requires_emulation = pytest.mark.skipif(
@@ -234,5 +231,5 @@ def preprocessed(name: str, macros: tuple[str, ...], folder: Path = build.FOLDER
 def run_compiler(out: Path, *arguments: str | Path) -> None:
     """Compile into ``out``, unless an earlier run has compiled the same."""
     command = [str(GXX), *FLAGS, "-o", str(out), *map(str, arguments)]
-    read = (GXX_VERSION, repr(FLAGS), *arguments, *sorted(HERE.glob("*.h")))
+    read = (repr(FLAGS), *arguments, *sorted(HERE.glob("*.h")))
     compile_once(out, read, lambda: subprocess.run(command, check=True))

@@ -17,7 +17,7 @@ from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.cuda.moe import moe_align_block_size
 from modelmill.ops.cuda.weight_only_gemm.weight_only import TYPES
 from modelmill.ops.fused_moe import ACTIVATIONS, FusedMoEInputs
-from modelmill.ops.moe_range import MoEProblem
+from modelmill.ops.moe_range import MoEProblem, MoERange
 
 INT4, E2M1, INT8 = 0, 1, 2
 FORMAT_OF_DTYPES: dict[tuple[torch.dtype | None, torch.dtype | None], int] = {
@@ -245,6 +245,29 @@ def has_few_blocks(problem: MoEProblem) -> bool:
     if configs is None:
         return False
     return problem.pairs_per_expert <= MAX_BLOCKS_PER_EXPERT * 8 * configs[0].token_tiles
+
+
+def problem_range(
+    min_tokens: int,
+    dtypes: tuple[torch.dtype, ...],
+    weight_dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    *,
+    offset: bool = False,
+    max_pairs: float = MAX_PAIRS_PER_EXPERT,
+) -> MoERange:
+    """Mixtures of one weight format that the kernel serves; arguments as of ``MoERange``."""
+    return MoERange(
+        m=(min_tokens, MAX_TOKENS),
+        dtypes=dtypes,
+        weight_dtype=weight_dtype,
+        scale_dtypes=(scale_dtype,),
+        max_pairs_per_expert=max_pairs,
+        offset=offset,
+        ungated=False,
+        fits=fits,
+        faster=has_few_blocks,
+    )
 
 
 def supports(inputs: FusedMoEInputs) -> bool:

@@ -8,21 +8,11 @@ from modelmill.ops.cuda.moe import grouped_gemm_wq
 from modelmill.ops.cuda.moe.grouped_gemm_wq import available as available
 from modelmill.ops.cuda.moe.grouped_gemm_wq import supports as supports
 from modelmill.ops.fused_moe import FusedMoEInputs
-from modelmill.ops.moe_range import MoERange, moe_problem
+from modelmill.ops.moe_range import moe_problem
 
 MIN_TOKENS = 2  # fewer are faster pair by pair, in Triton
 SUPPORTED_PROBLEMS = (
-    MoERange(
-        m=(MIN_TOKENS, grouped_gemm_wq.MAX_TOKENS),
-        dtypes=(torch.bfloat16,),
-        weight_dtype=torch.uint8,
-        scale_dtypes=(torch.uint8,),
-        max_pairs_per_expert=grouped_gemm_wq.MAX_PAIRS_PER_EXPERT,
-        offset=False,
-        ungated=False,
-        fits=grouped_gemm_wq.fits,
-        faster=grouped_gemm_wq.has_few_blocks,
-    ),
+    grouped_gemm_wq.problem_range(MIN_TOKENS, (torch.bfloat16,), torch.uint8, torch.uint8),
 )
 
 
