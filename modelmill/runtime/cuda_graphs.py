@@ -44,6 +44,7 @@ from modelmill.runtime.batch_layout import BatchLayout
 from modelmill.runtime.graph_sizes import (
     MAX_GRAPH_SEQS,
     MAX_PREFILL_GRAPHS,
+    MAX_TP_GRAPH_TOKENS,
     MIXED_GRAPH_TOKENS,
     PREFILL_GRAPH_BYTES,
     PaddedSize,
@@ -81,6 +82,9 @@ def graph_limits(
 ) -> GraphLimits | None:
     """Which CUDA graphs are captured; None: none.
 
+    All-reduces in a graph are one exchange over peer memory (``parallel.peer_buffers``), in which
+    each rank reads what all others wrote: its time grows with tokens and ranks.
+
     Args:
         config: The engine's.
         max_pages_per_seq: KV pages of the longest sequence.
@@ -91,7 +95,10 @@ def graph_limits(
     max_seqs = min(config.max_num_seqs, MAX_GRAPH_SEQS)
     max_context = max_pages_per_seq * config.page_size
     mixed = _max_mixed_graphs(config, device_bytes)
-    prefill = PrefillLimits(config.max_num_batched_tokens, max_context, max_seqs, mixed)
+    max_tokens = config.max_num_batched_tokens
+    if config.tp > 1:
+        max_tokens = min(max_tokens, MAX_TP_GRAPH_TOKENS // config.tp)
+    prefill = PrefillLimits(max_tokens, max_context, max_seqs, mixed)
     return GraphLimits(max_seqs, max_context, prefill)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -485,6 +486,9 @@ def test_graphs_and_the_buffer_whose_address_they_know(
     else:
         prefill = PrefillLimits(5000, 7 * 16, max_seqs, 32)
         assert limits == GraphLimits(max_seqs, 7 * 16, prefill)
+        of_ranks = graph_limits(replace(config, tp=4), 7, 80 << 30)
+        assert of_ranks is not None
+        assert of_ranks.prefill == replace(prefill, max_tokens=512)
     assert graph_limits(config, 7, 0) is None, "no GPU"
 
 
