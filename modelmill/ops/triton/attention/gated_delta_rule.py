@@ -19,6 +19,7 @@ results do not depend on how steps divide a prompt there.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +29,6 @@ import triton.language as tl
 from modelmill.ops.gated_delta_rule import L2_EPS, GatedDeltaInputs
 from modelmill.ops.state_rows import has_packed_operands
 from modelmill.ops.triton.attention.recurrence import (
-    ALL,
-    BEFORE,
-    BEHIND,
     CHUNKS,
     MIN_DOT,
     PRECISION,
@@ -39,9 +37,9 @@ from modelmill.ops.triton.attention.recurrence import (
     chunk_in_window,
     decays,
     dot_split,
-    kernel_chunk,
     load_state,
     part_of_sequence,
+    run_parts,
     softplus,
     split,
     zero_padding,
@@ -62,18 +60,14 @@ def supports(inputs: GatedDeltaInputs) -> bool:
 
 def run(inputs: GatedDeltaInputs) -> torch.Tensor:
     """Compute the op with the Triton kernels; same contract as the reference."""
-    qkv, rows = inputs.qkv, inputs.rows
     _, heads, _, dv = inputs.state.shape
-    chunk = kernel_chunk(rows.chunk, decode=rows.is_decode)
-    make = torch.empty if rows.is_decode or chunk else torch.zeros  # a prompt may be padded
-    out = make((len(qkv), heads * dv), dtype=torch.float32, device=qkv.device)
-    if chunk == 0:
-        _run_tokens(inputs, out, ALL, chunk)
-    else:
-        _run_tokens(inputs, out, BEFORE, chunk)
-        _run_chunks(inputs, out, chunk)
-        _run_tokens(inputs, out, BEHIND, chunk)
-    return out
+    return run_parts(
+        inputs.qkv,
+        heads * dv,
+        inputs.rows,
+        partial(_run_tokens, inputs),
+        partial(_run_chunks, inputs),
+    )
 
 
 def _run_tokens(inputs: GatedDeltaInputs, out: torch.Tensor, part: Any, chunk: int) -> None:

@@ -11,12 +11,14 @@ Used by: gated_delta_rule.py, ssd_scan.py
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.state_rows import StateRows
 from modelmill.ops.triton.common.device import is_amd, power_of_two
 
 MAX_KERNEL_CHUNK = 16  # operands of larger ones would leave room for few programs in an SM
@@ -34,6 +36,34 @@ ALL, BEFORE, CHUNKS, BEHIND = (tl.constexpr(part) for part in range(4))
 def kernel_chunk(chunk: int, *, decode: bool) -> int:
     """The chunk that a kernel is compiled for, a divisor of the step's; 0: single tokens alone."""
     return 0 if decode or chunk == 1 else min(chunk, MAX_KERNEL_CHUNK)
+
+
+def run_parts(
+    x: torch.Tensor,
+    width: int,
+    rows: StateRows,
+    run_tokens: Callable[[torch.Tensor, Any, int], None],
+    run_chunks: Callable[[torch.Tensor, int], None],
+) -> torch.Tensor:
+    """Launch the parts of a step in their order; returns the outputs [T, width] float32.
+
+    Args:
+        x: [T, …], the step's tokens.
+        width: values of a token's output.
+        rows: the sequences.
+        run_tokens: (outputs, part, chunk), the tokens of a part of each sequence, one by one.
+        run_chunks: (outputs, chunk), the whole chunks, and zeros into the outputs of padding.
+    """
+    chunk = kernel_chunk(rows.chunk, decode=rows.is_decode)
+    make = torch.empty if rows.is_decode or chunk else torch.zeros  # a prompt may be padded
+    out = make((len(x), width), dtype=torch.float32, device=x.device)
+    if chunk == 0:
+        run_tokens(out, ALL, chunk)
+    else:
+        run_tokens(out, BEFORE, chunk)
+        run_chunks(out, chunk)
+        run_tokens(out, BEHIND, chunk)
+    return out
 
 
 class ChunkLaunch(NamedTuple):

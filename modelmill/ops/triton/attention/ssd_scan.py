@@ -18,6 +18,7 @@ do not depend on how steps divide a prompt there.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,9 +28,6 @@ import triton.language as tl
 from modelmill.ops.ssd_scan import SSDScanInputs
 from modelmill.ops.state_rows import has_packed_operands
 from modelmill.ops.triton.attention.recurrence import (
-    ALL,
-    BEFORE,
-    BEHIND,
     CHUNKS,
     MIN_DOT,
     PRECISION,
@@ -38,9 +36,9 @@ from modelmill.ops.triton.attention.recurrence import (
     chunk_in_window,
     decays,
     dot_split,
-    kernel_chunk,
     load_state,
     part_of_sequence,
+    run_parts,
     softplus,
     split,
     zero_padding,
@@ -62,18 +60,14 @@ def supports(inputs: SSDScanInputs) -> bool:
 
 def run(inputs: SSDScanInputs) -> torch.Tensor:
     """Compute the op with the Triton kernels; same contract as the reference."""
-    xbc, rows = inputs.xbc, inputs.rows
     _, heads, dim, _ = inputs.state.shape
-    chunk = kernel_chunk(rows.chunk, decode=rows.is_decode)
-    make = torch.empty if rows.is_decode or chunk else torch.zeros  # a prompt may be padded
-    out = make((len(xbc), heads * dim), dtype=torch.float32, device=xbc.device)
-    if chunk == 0:
-        _run_tokens(inputs, out, ALL, chunk)
-    else:
-        _run_tokens(inputs, out, BEFORE, chunk)
-        _run_chunks(inputs, out, chunk)
-        _run_tokens(inputs, out, BEHIND, chunk)
-    return out
+    return run_parts(
+        inputs.xbc,
+        heads * dim,
+        inputs.rows,
+        partial(_run_tokens, inputs),
+        partial(_run_chunks, inputs),
+    )
 
 
 def _run_tokens(inputs: SSDScanInputs, out: torch.Tensor, part: Any, chunk: int) -> None:
