@@ -237,11 +237,11 @@ def _with_last_ids(batch: PackedBatch) -> PackedBatch:
 
 
 class GraphUse(Enum):
-    """How a padded step runs: the same on all ranks, as rank 0 decides."""
+    """How a padded step runs, as rank 0 decides for all ranks; the value is the command to them."""
 
-    LAUNCH = "launch"
-    CAPTURE = "capture"
-    REPLAY = "replay"
+    LAUNCH = "launch padded"
+    CAPTURE = "capture padded"
+    REPLAY = "replay padded"
 
 
 class PrefillGraphs:

@@ -55,10 +55,9 @@ from modelmill.runtime.tp_workers import (
     COPY,
     COPY_STATE,
     FORWARD,
-    GRAPH_USES,
+    PADDED_COMMANDS,
     StepCommand,
     TPWorkers,
-    padded_command,
 )
 
 _log = log.get_logger(__name__)
@@ -214,8 +213,8 @@ class ModelRunner:
             self.hidden_states(batch, command.num_pooled_rows)
         elif command.command == FORWARD:
             self.forward(batch)
-        elif command.command in GRAPH_USES:
-            self._run_padded(batch, command.padded_size, GRAPH_USES[command.command])
+        elif command.command in PADDED_COMMANDS:
+            self._run_padded(batch, command.padded_size, GraphUse(command.command))
         elif self.decode_graphs is not None:
             try:
                 self.decode_graphs.replay(batch, command.command)
@@ -457,7 +456,7 @@ class ModelRunner:
         """Logits of a padded batch, on all ranks by graph or not."""
         assert self.prefill_graphs is not None
         use = self.prefill_graphs.next_use(size)
-        self._broadcast_step(batch, padded_command(use), num_kept_ids)
+        self._broadcast_step(batch, use.value, num_kept_ids)
         return self._run_padded(batch, size, use)
 
     def _run_padded(self, batch: PackedBatch, size: PaddedSize, use: GraphUse) -> torch.Tensor:

@@ -34,9 +34,6 @@ from modelmill.runtime.cuda_graphs import GREEDY, LOGITS, SAMPLED, GraphUse
 from modelmill.runtime.graph_sizes import PaddedSize
 
 FORWARD = "forward"
-LAUNCH_PADDED = "launch padded"
-CAPTURE_PADDED = "capture padded"
-REPLAY_PADDED = "replay padded"
 COPY = "copy"
 COPY_STATE = "copy state"
 END = "end"
@@ -50,13 +47,9 @@ SLEEP = "sleep"
 WAKE_UP = "wake up"
 SLEEP_COMMANDS = (SLEEP, WAKE_UP)
 SESSION_COMMANDS = (GATHER_SIZES, GATHER_PAGES, SCATTER_PAGES, GATHER_STATE, SCATTER_STATE)
-GRAPH_USES = {
-    LAUNCH_PADDED: GraphUse.LAUNCH,
-    CAPTURE_PADDED: GraphUse.CAPTURE,
-    REPLAY_PADDED: GraphUse.REPLAY,
-}
+PADDED_COMMANDS = tuple(use.value for use in GraphUse)
 COMMANDS = (
-    FORWARD, *GRAPH_USES, GREEDY, SAMPLED, LOGITS, COPY, COPY_STATE, END, PING,
+    FORWARD, *PADDED_COMMANDS, GREEDY, SAMPLED, LOGITS, COPY, COPY_STATE, END, PING,
     *SESSION_COMMANDS, *SLEEP_COMMANDS,
 )  # fmt: skip
 _HEADER_STRUCT = struct.Struct("<17q")
@@ -64,17 +57,12 @@ HEADER_BYTES = _HEADER_STRUCT.size
 _EMPTY_LAYOUT = BatchLayout(0, 0, 0, 0)
 
 
-def padded_command(use: GraphUse) -> str:
-    """The command that runs a padded step so."""
-    return next(name for name, each in GRAPH_USES.items() if each is use)
-
-
 @dataclass(frozen=True)
 class StepCommand:
     """A command to the other ranks.
 
     Attributes:
-        command: FORWARD runs the model; GRAPH_USES run it on a batch that is padded for a
+        command: FORWARD runs the model; PADDED_COMMANDS run it on a batch that is padded for a
             prefill graph; GREEDY, SAMPLED and LOGITS replay a decode graph with that output;
             COPY copies pages, COPY_STATE slots of recurrent state; END ends the rank; PING requests
             a reply; SESSION_COMMANDS copy pages and states of saved sessions; SLEEP and WAKE_UP
@@ -136,7 +124,7 @@ class StepCommand:
             self.uses_last_ids,
             num_decodes=None if self.num_decodes < 0 else self.num_decodes,
             num_prompt_keys=self.num_prompt_keys,
-            is_padded=self.command in GRAPH_USES,
+            is_padded=self.command in PADDED_COMMANDS,
         )
 
     def pack(self) -> bytes:
