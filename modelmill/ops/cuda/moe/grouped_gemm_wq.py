@@ -17,7 +17,7 @@ from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.cuda.moe import moe_align_block_size
 from modelmill.ops.cuda.weight_only_gemm.weight_only import TYPES
 from modelmill.ops.fused_moe import ACTIVATIONS, FusedMoEInputs
-from modelmill.ops.moe_range import MoEProblem, MoERange
+from modelmill.ops.moe_range import MoEProblem, MoERange, moe_problem
 
 INT4, E2M1, INT8 = 0, 1, 2
 FORMAT_OF_DTYPES: dict[tuple[torch.dtype | None, torch.dtype | None], int] = {
@@ -303,8 +303,9 @@ def supports(inputs: FusedMoEInputs) -> bool:
     )
 
 
-def run(inputs: FusedMoEInputs, problem: MoEProblem) -> torch.Tensor:
+def run(inputs: FusedMoEInputs) -> torch.Tensor:
     """The weighted sum [T, H] over the experts of each token, plus the shared expert's output."""
+    problem = moe_problem(*inputs)
     products, configs = products_of(problem), configs_for(problem)
     assert products is not None, "see fits"
     assert configs is not None, "see fits"

@@ -6,10 +6,9 @@ import torch
 
 from modelmill.ops.cuda.moe import grouped_gemm_wq
 from modelmill.ops.cuda.moe.grouped_gemm_wq import available as available
+from modelmill.ops.cuda.moe.grouped_gemm_wq import run as run
 from modelmill.ops.cuda.moe.grouped_gemm_wq import supports as supports
-from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.kernel_range import HALF
-from modelmill.ops.moe_range import moe_problem
 
 MAX_PAIRS_PER_EXPERT = 16  # of more, Triton's tiles are faster
 MIN_TOKENS = 4  # fewer are faster pair by pair, in Triton
@@ -18,8 +17,3 @@ SUPPORTED_PROBLEMS = (
         MIN_TOKENS, HALF, torch.int8, torch.float32, max_pairs=MAX_PAIRS_PER_EXPERT
     ),
 )
-
-
-def run(inputs: FusedMoEInputs) -> torch.Tensor:
-    """Run the op."""
-    return grouped_gemm_wq.run(inputs, moe_problem(*inputs))

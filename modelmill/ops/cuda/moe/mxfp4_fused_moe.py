@@ -6,16 +6,10 @@ import torch
 
 from modelmill.ops.cuda.moe import grouped_gemm_wq
 from modelmill.ops.cuda.moe.grouped_gemm_wq import available as available
+from modelmill.ops.cuda.moe.grouped_gemm_wq import run as run
 from modelmill.ops.cuda.moe.grouped_gemm_wq import supports as supports
-from modelmill.ops.fused_moe import FusedMoEInputs
-from modelmill.ops.moe_range import moe_problem
 
 MIN_TOKENS = 2  # fewer are faster pair by pair, in Triton
 SUPPORTED_PROBLEMS = (
     grouped_gemm_wq.problem_range(MIN_TOKENS, (torch.bfloat16,), torch.uint8, torch.uint8),
 )
-
-
-def run(inputs: FusedMoEInputs) -> torch.Tensor:
-    """Run the op."""
-    return grouped_gemm_wq.run(inputs, moe_problem(*inputs))
