@@ -38,8 +38,8 @@ class FusedMoE(nn.Module):
         object.__setattr__(self, "plain", plain)
         for name, child in plain.named_children():
             self.add_module(name, child)
-        if plain.shared_expert is not None:
-            self.shared_expert = FusedSwigluMLP(plain.shared_expert)
+        shared = plain.shared_expert
+        self.shared_expert = None if shared is None else FusedSwigluMLP(shared)
         in_place = stacks is None and not plain.router.weight.is_cuda
         self._stacked: StackedExperts | None = None
         if stacks is not False:
@@ -94,12 +94,7 @@ class FusedMoE(nn.Module):
         return total.to(x.dtype)
 
     def _shared_output(self, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
-        """The shared expert's output [T, H]; () without one."""
-        moe = cast(MoE, self.plain)
-        if moe.shared_expert is None:
-            return ()
-        out = self.shared_expert(x, step)
-        return (out if moe.shared_gate is None else moe.shared_gate(x, out, step),)
+        return cast(MoE, self.plain).shared_output(x, step, self.shared_expert)
 
 
 class FusedSwigluMLP(FusedModule):

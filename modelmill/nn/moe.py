@@ -250,9 +250,12 @@ class MoE(nn.Module):
         ]
         return self.combine(routing, *outputs, *self.shared_output(x, step), step)
 
-    def shared_output(self, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
-        """The shared expert's output [T, H]; () without one."""
-        if self.shared_expert is None:
+    def shared_output(
+        self, x: torch.Tensor, step: Step, fused: nn.Module | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """The shared expert's output [T, H]; () without one. fused: what computes it instead."""
+        expert = self.shared_expert if fused is None else fused
+        if expert is None:
             return ()
-        out = self.shared_expert(x, step)
+        out = expert(x, step)
         return (out if self.shared_gate is None else self.shared_gate(x, out, step),)
