@@ -153,6 +153,11 @@ ConfigReader = Callable[[ArchitectureKeys], dict[str, Any]]
 """Keys → what config.json would have."""
 
 
+def array_as_list(value: Any) -> Any:
+    """Return a list of an array; other values as they are."""
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
 def _shortest_decimal(value: float) -> float:
     """Return the shortest decimal of a float32: GGUF stores float32, config.json had 1e-05."""
     narrow = np.float32(value)

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
-from modelmill.checkpoint.gguf_config import ArchitectureKeys, head_dim
+from modelmill.checkpoint.gguf_config import ArchitectureKeys, array_as_list, head_dim
 from modelmill.checkpoint.gguf_families import (
     LLAMA_NAMES,
     GgufArchitecture,
@@ -65,7 +64,7 @@ def _layer_types(keys: ArchitectureKeys, layers: int) -> list[str]:
     if stored is None:
         recurrent = [(layer + 1) % every != 0 for layer in range(layers)]
     else:
-        listed = stored.tolist() if isinstance(stored, np.ndarray) else stored
+        listed = array_as_list(stored)
         is_list = isinstance(listed, list) and all(each in (0, 1) for each in listed)
         if not is_list or len(listed) < layers:
             raise CorruptCheckpoint(

@@ -21,7 +21,7 @@ from modelmill.checkpoint.container import TensorInfo, no_such_tensor_error
 from modelmill.checkpoint.gguf import EXPERT_SEPARATOR, GgufFile
 from modelmill.checkpoint.gguf_alibi_families import ALIBI_ARCHITECTURES
 from modelmill.checkpoint.gguf_apertus import APERTUS_ARCHITECTURES
-from modelmill.checkpoint.gguf_config import read_config
+from modelmill.checkpoint.gguf_config import array_as_list, read_config
 from modelmill.checkpoint.gguf_delta_net import DELTA_NET_ARCHITECTURES
 from modelmill.checkpoint.gguf_families import (
     FURTHER_ARCHITECTURES,
@@ -446,7 +446,7 @@ def _layer_numbers(
     numbers = {}
     for key, (name, shape) in layout.numbers_by_layer.items():
         layers, stored = config["num_hidden_layers"], raw.metadata.get(key)
-        listed = stored.tolist() if isinstance(stored, np.ndarray) else stored
+        listed = array_as_list(stored)
         values = listed if isinstance(listed, list) else [listed] * layers
         if len(values) != layers or not all(
             type(each) is float and math.isfinite(each) for each in values

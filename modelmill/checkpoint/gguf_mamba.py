@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 
-from modelmill.checkpoint.gguf_config import MAX_COUNT, ArchitectureKeys
+from modelmill.checkpoint.gguf_config import MAX_COUNT, ArchitectureKeys, array_as_list
 from modelmill.checkpoint.gguf_families import (
     GRANITE_MOE_NAMES,
     LLAMA_NAMES,
@@ -139,7 +138,7 @@ def kv_heads_by_layer(keys: ArchitectureKeys) -> list[int]:
     """Read the KV heads of each layer; a recurrence has none."""
     layers, key = keys.get_count("block_count"), f"{keys.arch}.attention.head_count_kv"
     stored = keys.view.get(key)
-    listed = stored.tolist() if isinstance(stored, np.ndarray) else stored
+    listed = array_as_list(stored)
     counts = listed if isinstance(listed, list) else []
     are_counts = all(type(each) is int and 0 <= each <= MAX_COUNT for each in counts)
     if not are_counts or len(counts) != layers or 0 not in counts or len(set(counts)) != 2:

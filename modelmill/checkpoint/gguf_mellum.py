@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from modelmill.checkpoint.gguf_config import ArchitectureKeys, head_dim
+from modelmill.checkpoint.gguf_config import ArchitectureKeys, array_as_list, head_dim
 from modelmill.checkpoint.gguf_families import LLAMA_NAMES, GgufArchitecture, read_rms_config
 from modelmill.core.errors import CorruptCheckpoint
 
@@ -56,7 +54,7 @@ def _layer_types(keys: ArchitectureKeys, layers: int) -> list[str]:
         period = keys.get_count(PATTERN, DEFAULT_PERIOD)
         windowed = [(layer + 1) % period != 0 for layer in range(layers)]
     else:
-        listed = stored.tolist() if isinstance(stored, np.ndarray) else stored
+        listed = array_as_list(stored)
         if not isinstance(listed, list) or len(listed) != layers or set(listed) - {0, 1}:
             raise CorruptCheckpoint(
                 f"{keys.raw.path}: the key {keys.arch}.{PATTERN} must have true or false for each "

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from modelmill.checkpoint.gguf_config import MAX_COUNT, ArchitectureKeys
+from modelmill.checkpoint.gguf_config import MAX_COUNT, ArchitectureKeys, array_as_list
 from modelmill.checkpoint.gguf_families import GgufArchitecture
 from modelmill.checkpoint.gguf_grouped_experts import require_sigmoid_gating
 from modelmill.checkpoint.gguf_mamba import mixer_names
@@ -113,7 +111,7 @@ def _numbers_by_layer(keys: ArchitectureKeys, key: str) -> list[int]:
     """Read a key with a number from 0 up for each layer, or one for all."""
     blocks, name = keys.get_count("block_count"), f"{keys.arch}.{key}"
     stored = keys.view.get(name)
-    listed = stored.tolist() if isinstance(stored, np.ndarray) else stored
+    listed = array_as_list(stored)
     numbers: list[Any] = listed if isinstance(listed, list) else [listed] * blocks
     if len(numbers) != blocks or not all(
         type(each) is int and 0 <= each <= MAX_COUNT for each in numbers
