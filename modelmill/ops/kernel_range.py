@@ -16,6 +16,7 @@ import torch
 
 UNBOUNDED = 1 << 62
 HALF = (torch.float16, torch.bfloat16)
+FLOATS = (*HALF, torch.float32)
 NOT_FLOAT32 = (*HALF, torch.float64)
 
 

@@ -16,13 +16,12 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.branches_add_rms_norm import BranchesAddRMSNormInputs
+from modelmill.ops.kernel_range import FLOATS
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.device import row_launch
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.norm_quantize.rms_norm import MAX_WIDTH, load_weight, normalized
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def supports(inputs: BranchesAddRMSNormInputs) -> bool:

@@ -17,13 +17,13 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.gated_rms_norm import GatedRMSNormInputs
+from modelmill.ops.kernel_range import FLOATS
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.device import row_launch
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
 MAX_GROUP = 16384
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def supports(inputs: GatedRMSNormInputs) -> bool:

@@ -14,12 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.kernel_range import FLOATS
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.device import elementwise_launch
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def supports(x: torch.Tensor) -> bool:
