@@ -99,8 +99,10 @@ INT8_GROUP_SHAPES = [
 RPTQ_SHAPES = [(1024, 4352, 4096, 128, 8)]
 
 Lengths = tuple[tuple[int, ...], ...]
-# decodes of one sequence and of many, prompts alone and beside a decode
-STEP_LENGTHS: Lengths = ((1,), (1,) * 64, (4096,), (1000, 1, 33))
+# decodes of one sequence and of many, short and long prompts alone, prompts beside decodes
+STEP_LENGTHS: Lengths = (
+    (1,), (1,) * 64, (16,), (64,), (4096,), (1000, 1, 33), (512, *(1,) * 64),
+)  # fmt: skip
 CPU_STEP_LENGTHS: Lengths = ((1,), (1,) * 16, (128,))
 PAGE = 16  # tokens of a page, and so of a chunk
 
