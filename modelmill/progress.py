@@ -135,7 +135,8 @@ class TerminalProgress:
 
     def close(self) -> None:
         """Remove the progress line from the terminal."""
-        if self._delayed.cancel():
+        self._delayed.cancel()
+        if self._delayed.started:
             self._bars.stop()
 
 
@@ -232,7 +233,11 @@ def format_progress(stage: str, done: float, total: float, seconds: float) -> st
 
 
 class DelayedStart:
-    """Calls ``start`` after ``delay`` seconds (0: immediately), unless it is cancelled before."""
+    """Calls ``start`` after ``delay`` seconds (0: immediately), unless it is cancelled before.
+
+    Attributes:
+        started: whether ``start`` was called.
+    """
 
     def __init__(self, start: Callable[[], None], delay: float) -> None:
         self._timer: threading.Timer | None = None
@@ -245,12 +250,11 @@ class DelayedStart:
         self._timer.daemon = True
         self._timer.start()
 
-    def cancel(self) -> bool:
-        """Prevent a later start; returns whether ``start`` was called."""
+    def cancel(self) -> None:
+        """Prevent a later start; ``started`` does not change afterwards."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer.join()
-        return self.started
 
     def _run(self) -> None:
         self._start()

@@ -157,9 +157,12 @@ def test_a_compilation_is_logged_once(
 def test_what_is_delayed_is_not_started_when_it_is_over() -> None:
     started: list[int] = []
     delayed = DelayedStart(lambda: started.append(1), 1000.0)
-    assert not delayed.cancel()
+    delayed.cancel()
+    assert not delayed.started
     assert not started
-    assert DelayedStart(lambda: started.append(1), 0.0).cancel()
+    immediate = DelayedStart(lambda: started.append(1), 0.0)
+    immediate.cancel()
+    assert immediate.started
     assert started == [1]
 
 

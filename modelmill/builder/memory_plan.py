@@ -51,8 +51,8 @@ ENCODING_BYTES = 110 * MIB
 """Allocations of a stage for a model of size zero: buffers of threads, KV pages of the acceptance
 text.
 """
-LAYER_READ_BASE_BYTES = 130 * MIB
-"""Allocations of a stage for a model of size zero: thread buffers, KV pages of the sample text."""
+GPU_CALIBRATION_BASE_BYTES = 130 * MIB
+"""Host memory of calibration on a GPU for a model of size zero: buffers of threads."""
 EXPAND_BYTES_PER_WEIGHT = 9
 """Bytes per weight while a packed tensor of a checkpoint is expanded to float32: input and result.
 """
@@ -160,7 +160,7 @@ def build_memory(plan: BuildPlan) -> BuildMemory:
     if plan.calibration is not None and plan.device == "cuda":
         # the tokens, their statistics and the layer are on the GPU; here one is read, and one
         # read ahead
-        calibrating = layer_read_bytes(plan.tensors)
+        calibrating = gpu_calibration_host_bytes(plan.tensors)
     elif plan.calibration is not None:
         tokens = plan.calibration.num_samples * plan.calibration.max_length
         kv = _kv_shape(plan)
@@ -393,7 +393,7 @@ def read_buffer_bytes(checkpoint: Checkpoint, planned: PlannedTensor) -> int:
         return planned.nbytes
     if any(is_computed_on_read(checkpoint, info.name) for info in infos):
         return EXPAND_BYTES_PER_WEIGHT * count
-    return count * infos[0].torch_dtype.itemsize if len(infos) > 1 else 0
+    return count * infos[0].decoded_dtype.itemsize if len(infos) > 1 else 0
 
 
 def pack_buffer_bytes(planned: PlannedTensor, num_weights: int) -> int:
@@ -408,7 +408,7 @@ def pack_buffer_bytes(planned: PlannedTensor, num_weights: int) -> int:
 def is_computed_on_read(checkpoint: Checkpoint, name: str) -> bool:
     """Return whether reading a tensor computes new values, so that it is not mapped."""
     info = checkpoint.tensor_info(name)
-    return info.nbytes < info.numel * info.torch_dtype.itemsize
+    return info.nbytes < info.numel * info.decoded_dtype.itemsize
 
 
 def acceptance_bytes(
@@ -491,12 +491,12 @@ def encoder_acceptance_bytes(encoder: Any, workspace_bytes: int, itemsize: int) 
     )
 
 
-def layer_read_bytes(planned_tensors: Sequence[PlannedTensor]) -> int:
+def gpu_calibration_host_bytes(planned_tensors: Sequence[PlannedTensor]) -> int:
     """Return the bytes while layers are read for calibration on a GPU.
 
     In float32, they are the embedding, or a layer and the next one.
     """
-    return LAYER_READ_BASE_BYTES + max(
+    return GPU_CALIBRATION_BASE_BYTES + max(
         sum(float32_bytes(planned_tensors, part) for part in EMBEDDING_PARTS),
         2 * largest_layer_bytes(planned_tensors),
     )

@@ -270,7 +270,7 @@ def _plan_non_linear_tensor(
 def _floating_info(checkpoint: Checkpoint, rule: ResolvedRule) -> TensorInfo:
     """Return what a rule makes; raises TensorMismatch if it contains integers."""
     info = result_info(rule, checkpoint.tensor_info)
-    if not info.torch_dtype.is_floating_point:
+    if not info.decoded_dtype.is_floating_point:
         raise TensorMismatch(
             f"{', '.join(rule.sources)} has dtype {info.dtype}; a floating-point dtype is required"
         )

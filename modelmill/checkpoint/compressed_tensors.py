@@ -238,7 +238,7 @@ class CompressedTensorsScheme:
         info = raw.tensor_info(f"{stem}.weight_scale")
         count, shape = info.numel, info.shape
         if (
-            not info.torch_dtype.is_floating_point
+            not info.decoded_dtype.is_floating_point
             or count == 0
             or (count != 1 and (count % rows or shape[0] != rows))
         ):

@@ -41,7 +41,7 @@ class TensorInfo:
         return math.prod(self.shape)
 
     @property
-    def torch_dtype(self) -> torch.dtype:
+    def decoded_dtype(self) -> torch.dtype:
         """Return the dtype that `get` returns; ggml block types are expanded to float32."""
         dtype = getattr(torch, self.dtype, None)
         return dtype if isinstance(dtype, torch.dtype) else torch.float32

@@ -55,7 +55,7 @@ class DeltaContainer:
         if name not in self._delta_names:
             return one
         other = self._delta.tensor_info(name)
-        dtype = torch.promote_types(one.torch_dtype, other.torch_dtype)
+        dtype = torch.promote_types(one.decoded_dtype, other.decoded_dtype)
         nbytes = other.numel * dtype.itemsize
         return TensorInfo(name, other.shape, str(dtype).removeprefix("torch."), nbytes)
 

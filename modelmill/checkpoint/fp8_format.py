@@ -145,7 +145,7 @@ class Fp8Container(ConvertedContainer):
         if self._settings.block is not None:
             block_rows, block_columns = self._settings.block
             shapes.append((-(-rows // block_rows), -(-columns // block_columns)))
-        return scale.torch_dtype.is_floating_point and tuple(scale.shape) in shapes
+        return scale.decoded_dtype.is_floating_point and tuple(scale.shape) in shapes
 
     @property
     def has_matrices(self) -> bool:

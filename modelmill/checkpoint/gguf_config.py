@@ -67,7 +67,9 @@ def read_config(
         "model_type": "mixtral" if experts and arch == "llama" else MOE_MODEL_TYPES.get(arch, arch),
         "vocab_size": vocabulary,
         "tie_word_embeddings": tied,
-        "torch_dtype": str(raw.tensor_info("token_embd.weight").torch_dtype).removeprefix("torch."),
+        "torch_dtype": str(raw.tensor_info("token_embd.weight").decoded_dtype).removeprefix(
+            "torch."
+        ),
     }
     config.update((reader or {"gpt2": _gpt2, "qwen": _qwen}.get(arch, _llama))(keys))
     if experts and arch not in OWN_EXPERT_KEYS:

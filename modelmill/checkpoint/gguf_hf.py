@@ -30,10 +30,10 @@ from modelmill.checkpoint.gguf_families import (
     TensorPart,
 )
 from modelmill.checkpoint.gguf_gemma4 import FUSED_EXPERTS, GEMMA4_ARCHITECTURES
-from modelmill.checkpoint.gguf_grouped_experts import GROUPED_EXPERT_ARCHITECTURES
+from modelmill.checkpoint.gguf_group_limited_experts import GROUPED_EXPERT_ARCHITECTURES
 from modelmill.checkpoint.gguf_hunyuan import HUNYUAN_ARCHITECTURES
 from modelmill.checkpoint.gguf_lfm2 import LFM2_ARCHITECTURES
-from modelmill.checkpoint.gguf_mamba import MAMBA_ARCHITECTURES, RESTORED_TENSORS
+from modelmill.checkpoint.gguf_mamba import CONVERTER_INVERSES, MAMBA_ARCHITECTURES
 from modelmill.checkpoint.gguf_mellum import MELLUM_ARCHITECTURES
 from modelmill.checkpoint.gguf_nemotron_h import NEMOTRON_H_ARCHITECTURES
 from modelmill.checkpoint.gguf_packed import (
@@ -291,8 +291,8 @@ class GgufAsHf:
         if base == "blk.ffn_gate_inp_shexp" and len(shape) == 1:  # a matrix of one row
             self._add_entry(target, _HfTensor(name, (1, *shape), lambda tensor: tensor[None]))
             return
-        if base in RESTORED_TENSORS and not name.endswith(".bias"):
-            restored = RESTORED_TENSORS[base]
+        if base in CONVERTER_INVERSES and not name.endswith(".bias"):
+            restored = CONVERTER_INVERSES[base]
             before = restored.shape(shape)
             values = restored.values
             entry = _HfTensor(name, before, lambda tensor: values(tensor).reshape(before), True)
@@ -309,7 +309,7 @@ class GgufAsHf:
         """Add the tensors that a stored one is, in their own order of rows or columns."""
         shape = self._raw.tensor_info(name).shape
         target, base = _hf_name(name, architecture)
-        restored = RESTORED_TENSORS.get(base) if not name.endswith(".bias") else None
+        restored = CONVERTER_INVERSES.get(base) if not name.endswith(".bias") else None
         stored = architecture.names.get(base) or parts[0].name
         for part in parts:
             if not part.fits(shape):

@@ -6,7 +6,7 @@ from typing import Any
 
 from modelmill.checkpoint.gguf_config import ArchitectureKeys, head_dim
 from modelmill.checkpoint.gguf_families import LLAMA_NAMES, GgufArchitecture, read_rms_config
-from modelmill.checkpoint.gguf_grouped_experts import NEXTN_PARTS, require_sigmoid_gating
+from modelmill.checkpoint.gguf_group_limited_experts import NEXTN_PARTS, require_sigmoid_gating
 from modelmill.core.errors import UnknownArchitecture
 
 DENSE_NAMES = {

@@ -6,7 +6,7 @@ from typing import Any
 
 from modelmill.checkpoint.gguf_config import ArchitectureKeys, head_dim
 from modelmill.checkpoint.gguf_families import LLAMA_NAMES, GgufArchitecture
-from modelmill.checkpoint.gguf_grouped_experts import require_sigmoid_gating
+from modelmill.checkpoint.gguf_group_limited_experts import require_sigmoid_gating
 from modelmill.checkpoint.gguf_mamba import kv_heads_by_layer
 
 NAMES = {

@@ -64,7 +64,7 @@ FALCON_H1_NAMES = {
 
 
 @dataclass(frozen=True)
-class RestoredTensor:
+class ConverterInverse:
     """How a tensor was before the converter changed it.
 
     Attributes:
@@ -89,14 +89,14 @@ def _identity_transform(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-RESTORED_TENSORS: Mapping[str, RestoredTensor] = MappingProxyType(
+CONVERTER_INVERSES: Mapping[str, ConverterInverse] = MappingProxyType(
     {
         # A itself, a column; a value that is no decay becomes NaN, which a build refuses
-        "blk.ssm_a": RestoredTensor(_flat, lambda tensor: (-tensor.float()).log()),
-        "blk.ssm_d": RestoredTensor(_flat, _identity_transform),
-        "blk.ssm_norm": RestoredTensor(_flat, _identity_transform),
-        "blk.ssm_conv1d": RestoredTensor(_by_channel, _identity_transform),
-        "blk.shortconv.conv": RestoredTensor(_by_channel, _identity_transform),
+        "blk.ssm_a": ConverterInverse(_flat, lambda tensor: (-tensor.float()).log()),
+        "blk.ssm_d": ConverterInverse(_flat, _identity_transform),
+        "blk.ssm_norm": ConverterInverse(_flat, _identity_transform),
+        "blk.ssm_conv1d": ConverterInverse(_by_channel, _identity_transform),
+        "blk.shortconv.conv": ConverterInverse(_by_channel, _identity_transform),
     }
 )
 """By GGUF's name without the layer's number."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from modelmill.checkpoint.gguf_config import MAX_COUNT, ArchitectureKeys, array_as_list
 from modelmill.checkpoint.gguf_families import GgufArchitecture
-from modelmill.checkpoint.gguf_grouped_experts import require_sigmoid_gating
+from modelmill.checkpoint.gguf_group_limited_experts import require_sigmoid_gating
 from modelmill.checkpoint.gguf_mamba import mixer_names
 from modelmill.core.errors import CorruptCheckpoint
 

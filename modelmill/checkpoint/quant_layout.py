@@ -132,7 +132,7 @@ def scales_shape(info: TensorInfo, path: Path) -> tuple[int, int]:
     Raises:
         CorruptCheckpoint: if it is not a floating-point matrix.
     """
-    return _matrix_shape(info, path, info.torch_dtype.is_floating_point, "floating-point")
+    return _matrix_shape(info, path, info.decoded_dtype.is_floating_point, "floating-point")
 
 
 def _matrix_shape(info: TensorInfo, path: Path, fits: bool, number_type: str) -> tuple[int, int]:

@@ -148,7 +148,9 @@ def apply_rule(
     """
     sources: Iterator[torch.Tensor]
     if tensor_info is not None:
-        facts = [(tensor_info(name).shape, tensor_info(name).torch_dtype) for name in rule.sources]
+        facts = [
+            (tensor_info(name).shape, tensor_info(name).decoded_dtype) for name in rule.sources
+        ]
         sources = (get(name) for name in rule.sources)
     else:
         tensors = [get(name) for name in rule.sources]
@@ -176,7 +178,7 @@ def result_info(rule: ResolvedRule, tensor_info: Callable[[str], TensorInfo]) ->
             shapes = [step.shape(shapes, argument)]
     except TensorMismatch as error:
         raise TensorMismatch(f"{rule.target} (from {list_names(rule.sources)}): {error}") from None
-    dtype = reduce(torch.promote_types, (source.torch_dtype for source in sources))
+    dtype = reduce(torch.promote_types, (source.decoded_dtype for source in sources))
     result = TensorInfo(rule.target, shapes[0], str(dtype).removeprefix("torch."), 0)
     return TensorInfo(result.name, result.shape, result.dtype, result.numel * dtype.itemsize)
 
@@ -392,7 +394,7 @@ def rope_channels(dim: int, turned: int, layout: str) -> list[int]:
     return [*first, *rest[:half], *second, *rest[half:]]
 
 
-def _rope_rows_shape(shapes: Sequence[Shape], argument: str) -> Shape:
+def _permuted_rope_rows_shape(shapes: Sequence[Shape], argument: str) -> Shape:
     shape, (heads, dim) = _single_shape(shapes), map(int, argument.split("/")[:2])
     if not shape or shape[0] < heads * dim:
         raise TensorMismatch(f"shape {list(shape)} has not {heads} heads of {dim} channels")
@@ -432,7 +434,7 @@ RENAME_STEPS: dict[str, RenameStep] = {
     "unit_rows": RenameStep(lambda shapes, _: _single_shape(shapes), _l2_normalize_rows),
     "scale_rows": RenameStep(row_order.scale_rows_shape, row_order.scale_rows),
     "ungroup": RenameStep(_ungroup_shape, _ungroup),
-    "rope_rows": RenameStep(_rope_rows_shape, _rope_rows),
+    "rope_rows": RenameStep(_permuted_rope_rows_shape, _rope_rows),
     "deinterleave": RenameStep(row_order.deinterleave_shape, row_order.deinterleave),
     "drop_gates": RenameStep(row_order.drop_gates_shape, row_order.drop_gates),
     "gates": RenameStep(row_order.output_gate_shape, row_order.gates),

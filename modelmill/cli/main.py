@@ -165,7 +165,7 @@ def _make_app(verb: str | None) -> Any:
     app = typer.Typer(
         name="modelmill",
         help=DESCRIPTION,
-        cls=_with_help_page(TyperGroup, _top_page),
+        cls=_with_help_page(TyperGroup, _top_help_page),
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
@@ -208,7 +208,7 @@ def _verb_page(name: str, module: ModuleType) -> str:
     return verb_page(name, module, page_width())
 
 
-def _top_page() -> str:
+def _top_help_page() -> str:
     """Return the help page of the command itself, with every verb and its one-line help."""
     from modelmill.cli.help_page import page_width, top_page
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from typing import Generic, Protocol, TypeVar
 
 
-class HasBytes(Protocol):
+class HasNbytes(Protocol):
     """A value that knows its size, such as a tensor."""
 
     @property
@@ -16,7 +16,7 @@ class HasBytes(Protocol):
 
 
 K = TypeVar("K", bound=Hashable)
-V = TypeVar("V", bound=HasBytes)
+V = TypeVar("V", bound=HasNbytes)
 
 
 class EmbeddingCache(Generic[K, V]):

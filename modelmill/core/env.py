@@ -78,7 +78,7 @@ def child_env() -> dict[str, str]:
     return dict(os.environ)
 
 
-def openmp_wait_settings() -> dict[str, str]:
+def openmp_wait_vars_in_env() -> dict[str, str]:
     """Return the variables set for how OpenMP's threads wait; empty: its runtime's defaults."""
     return {
         **_values_read,
@@ -94,7 +94,7 @@ def set_passive_waiting() -> None:
     thread needs. Does nothing if the user has set one of the variables, or if torch is imported
     already.
     """
-    if not openmp_wait_settings() and "torch" not in sys.modules:
+    if not openmp_wait_vars_in_env() and "torch" not in sys.modules:
         os.environ.update(_PASSIVE)
 
 
@@ -104,7 +104,7 @@ def passive_wait_imports() -> Iterator[None]:
 
     A user's program and its child processes keep their environment.
     """
-    if openmp_wait_settings() or "torch" in sys.modules:
+    if openmp_wait_vars_in_env() or "torch" in sys.modules:
         yield
         return
     os.environ.update(_PASSIVE)

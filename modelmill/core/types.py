@@ -17,7 +17,7 @@ MAX_N = 128
 MAX_LOGPROBS = 100
 MAX_STOPS = 64
 MAX_STOP_CHARS = 4096
-MAX_BIAS = 1024
+MAX_LOGIT_BIAS = 1024
 MAX_BEAMS = 32
 POOL_MEAN, POOL_LAST = "mean", "last"
 """How the final hidden states of a prompt become one vector."""
@@ -181,8 +181,8 @@ class SamplingParams:
             raise RequestError(f"stop_token_ids takes up to {MAX_STOPS} ids")
         for token in self.stop_token_ids:
             _check_int("stop_token_ids", token, 0, 2**31 - 1)
-        if len(self.logit_bias) > MAX_BIAS:
-            raise RequestError(f"logit_bias takes up to {MAX_BIAS} entries")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError(f"logit_bias takes up to {MAX_LOGIT_BIAS} entries")
         for token, bias in self.logit_bias.items():
             _check_int("logit_bias key", token, 0, 2**31 - 1)
             _check_number("logit_bias value", bias, -100.0, 100.0)

@@ -171,7 +171,7 @@ def _attention_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 
 
 LATENT_DIMS = 576, 512  # channels of a token in DeepSeek's caches, and those that are values
-LITE_HEADS, V3_HEADS = 16, 128
+V2_LITE_HEADS, V3_HEADS = 16, 128
 
 
 def _latent_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -182,13 +182,13 @@ def _latent_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     times 4,096 tokens 52 µs: its 128 heads make 242 operations of each byte, more than the GPU.
     """
     shapes = (
-        ("latent-lite-1-4096", LITE_HEADS, [(1, 4096)]),
-        ("latent-lite-1-32768", LITE_HEADS, [(1, 32768)]),
-        ("latent-lite-64-1024", LITE_HEADS, [(1, 1024)] * 64),
+        ("latent-lite-1-4096", V2_LITE_HEADS, [(1, 4096)]),
+        ("latent-lite-1-32768", V2_LITE_HEADS, [(1, 32768)]),
+        ("latent-lite-64-1024", V2_LITE_HEADS, [(1, 1024)] * 64),
         ("latent-v3-1-4096", V3_HEADS, [(1, 4096)]),
         ("latent-v3-1-32768", V3_HEADS, [(1, 32768)]),
         ("latent-v3-32-4096", V3_HEADS, [(1, 4096)] * 32),
-        ("latent-lite-chunk-512-of-4096", LITE_HEADS, [(512, 4096)]),
+        ("latent-lite-chunk-512-of-4096", V2_LITE_HEADS, [(512, 4096)]),
     )
     for number, (name, heads, lengths) in enumerate(shapes):
         case = latent_case(name, heads, LATENT_DIMS, lengths, device, dtype, number)
@@ -196,14 +196,14 @@ def _latent_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         for kv_name, kv_dtype in KV_DTYPES.items():
             yield with_8bit_kv(case, kv_name, kv_dtype)
     expanded = [(1024, 1024)]
-    yield attention_case("latent-expanded-1024", LITE_HEADS, LITE_HEADS, 192, expanded, None,
+    yield attention_case("latent-expanded-1024", V2_LITE_HEADS, V2_LITE_HEADS, 192, expanded, None,
                          device, dtype, 9)  # fmt: skip
 
 
 def _small_latent_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     for lengths in ([(1, 1024)], [(1, 4096)], [(1, 1024)] * 8, [(128, 1024)]):
         name = f"latent {len(lengths)}x{lengths[0][0]} of {lengths[0][1]}"
-        yield latent_case(name, LITE_HEADS, LATENT_DIMS, lengths, device, dtype, 1)
+        yield latent_case(name, V2_LITE_HEADS, LATENT_DIMS, lengths, device, dtype, 1)
 
 
 def _all_attention_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

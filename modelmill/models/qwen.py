@@ -38,7 +38,7 @@ LAYOUT = CheckpointLayout(
 )
 OPTIONAL_BIASES = ("o_proj.bias", "gate_up_proj.bias", "down_proj.bias")
 # α grows with the prompt; beyond this multiple of seq_length the original was never measured
-MAX_NTK_FACTOR = 16
+MAX_NTK_CONTEXT_MULTIPLE = 16
 SUPPORTED_VALUES = {"activation": ("swiglu",), "pos_emb": ("rotary",)}
 UNUSED_CONFIG_KEYS = (
     "n_inner", "use_cache_quantization", "use_cache_kernel", "softmax_in_fp32", "onnx_safe",
@@ -89,7 +89,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         logn=seq_length if boolean(raw, "use_logn_attn", False) else None,
     )
     return (
-        replace(config, max_extended_len=max(config.max_len, MAX_NTK_FACTOR * seq_length))
+        replace(config, max_extended_len=max(config.max_len, MAX_NTK_CONTEXT_MULTIPLE * seq_length))
         if ntk
         else config
     )

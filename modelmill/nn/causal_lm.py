@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from modelmill.nn.attention import RopeCosSin
-from modelmill.nn.embedding import LMHead, TokenEmbedding
+from modelmill.nn.embedding_and_head import LMHead, TokenEmbedding
 from modelmill.nn.kv import KVShape
 from modelmill.nn.step import Step
 

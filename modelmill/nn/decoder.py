@@ -15,7 +15,7 @@ from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.attention import AttentionSpec, RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.differential_attention import DifferentialAttentionSpec, lambda_init
-from modelmill.nn.embedding import (
+from modelmill.nn.embedding_and_head import (
     LearnedPositionEmbedding,
     LMHead,
     NormedEmbedding,

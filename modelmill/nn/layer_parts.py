@@ -73,11 +73,11 @@ def attention_norm_spec(norm: NormConfig) -> ModuleSpec:
     return norm.spec("attn_norm", ("branch", "residual"), ("attn_input", "stream"), "input_norm")
 
 
-def mlp_norm_spec(norm: NormConfig, branch: str) -> ModuleSpec:
-    """The norm in front of a layer's MLP, which adds the attention's branch to the stream."""
+def mlp_norm_spec(norm: NormConfig, attention_output: str) -> ModuleSpec:
+    """The norm in front of a layer's MLP, which adds the attention's output to the stream."""
     return norm.spec(
         "mlp_norm",
-        (branch, "stream"),
+        (attention_output, "stream"),
         ("mlp_input", "attn.residual"),
         "mlp_norm",
         "post_attn_residual",

@@ -17,7 +17,7 @@ from typing import cast
 from torch import nn
 
 from modelmill.core.errors import UsageError
-from modelmill.nn.embedding import LMHead
+from modelmill.nn.embedding_and_head import LMHead
 from modelmill.nn.kv import KVShape
 from modelmill.nn.layer_spec import (
     LayerSpec,

@@ -118,7 +118,7 @@ def on_side_stream(stream: torch.cuda.Stream) -> Iterator[None]:
         current.wait_stream(stream)
 
 
-def dry_run(call: Callable[[], object]) -> None:
+def check_capturable(call: Callable[[], object]) -> None:
     """Call what will be captured, with synchronization as an error.
 
     Raises:

@@ -17,7 +17,7 @@ DECLARATION = OpDeclaration(problem=dense_problem, operands=("x", "weight", "bia
 # For cases whose outputs have unit scale (weights scaled by 1/sqrt(K)).
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
-AMX_COLUMNS = 32  # 16-bit values in an AMX tile row
+AMX_K_ALIGNMENT = 32  # of 16-bit values: an AMX tile row
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -35,7 +35,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     Returns:
         [T, N] of x's dtype.
     """
-    padding = -x.shape[-1] % AMX_COLUMNS
+    padding = -x.shape[-1] % AMX_K_ALIGNMENT
     if padding and x.device.type == "cpu" and x.dtype.itemsize == 2:
         return F.linear(F.pad(x, (0, padding)), F.pad(weight, (0, padding)), bias)
     return F.linear(x, weight, bias)

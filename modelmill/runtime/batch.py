@@ -1,7 +1,7 @@
 """Packs a schedule: all integers that a forward pass needs, in one buffer.
 
 They are written into one host buffer (pinned for a GPU) and go to the device in one asynchronous
-copy. Tensors there are views of the buffer (``runtime.batch_layout``).
+copy. Tensors there are views of the buffer (``runtime.batch_buffer_layout``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from modelmill.nn.step import Step
 from modelmill.ops.registry import Ops
 from modelmill.ops.state_rows import StateRows, chunk_size_for_page
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
-from modelmill.runtime.batch_layout import BatchLayout, BatchViews, HostArrays
+from modelmill.runtime.batch_buffer_layout import BatchBufferLayout, BatchViews, HostArrays
 from modelmill.runtime.graph_sizes import PaddedSize
 from modelmill.runtime.kv_pages import PageTables
 from modelmill.runtime.sequence import Sequence
@@ -118,7 +118,7 @@ class LogitRows:
     Attributes:
         rows: Indices into the tokens of the step.
         keep_slots: Index in ``last_ids`` where each sampled id is stored (−1: not needed).
-        sampling_inputs: For each of ``batch_layout.SAMPLING_FIELDS`` one value per
+        sampling_inputs: For each of ``batch_buffer_layout.SAMPLING_FIELDS`` one value per
             sample; None: all greedy.
     """
 
@@ -161,10 +161,10 @@ class Packer:
         self._host_buffers: list[torch.Tensor] = []
         self._copy_events: list[torch.cuda.Event] = []
         self._device_buffer: torch.Tensor | None = None
-        self._arrays: dict[tuple[int, BatchLayout], HostArrays] = {}
-        self._views: dict[BatchLayout, BatchViews] = {}
+        self._arrays: dict[tuple[int, BatchBufferLayout], HostArrays] = {}
+        self._views: dict[BatchBufferLayout, BatchViews] = {}
 
-    def reserve(self, layout: BatchLayout) -> None:
+    def reserve(self, layout: BatchBufferLayout) -> None:
         """Make the buffers large enough; earlier views become invalid if they grow."""
         words = layout.num_words()
         if self._host_buffers and self._host_buffers[0].numel() >= words:
@@ -183,7 +183,7 @@ class Packer:
         self._arrays.clear()
         self._views.clear()
 
-    def views(self, layout: BatchLayout) -> BatchViews:
+    def views(self, layout: BatchBufferLayout) -> BatchViews:
         """The sections of a layout on the device."""
         self.reserve(layout)
         views = self._views.get(layout)
@@ -293,7 +293,7 @@ class Packer:
         self.upload(views)
         return PackedBatch(views, query, False, query, max_context, False)
 
-    def receive_buffer(self, layout: BatchLayout) -> tuple[BatchViews, memoryview]:
+    def receive_buffer(self, layout: BatchBufferLayout) -> tuple[BatchViews, memoryview]:
         """The buffer for a step that another process packed; fill it, then call ``upload``."""
         views = self.views(layout)
         return views, self._buffer_bytes(self._next_buffer(), views)
@@ -302,10 +302,10 @@ class Packer:
         """The bytes of the batch that was packed last."""
         return self._buffer_bytes(self._buffer_index, batch.views)
 
-    def _layout(self, tokens: int, seqs: int, rows: int, context: int) -> BatchLayout:
+    def _layout(self, tokens: int, seqs: int, rows: int, context: int) -> BatchBufferLayout:
         columns = self._table_columns(context)
         has_state, groups = self.state_padding is not None, self.page_groups
-        return BatchLayout(tokens, seqs, rows, columns, has_state, groups)
+        return BatchBufferLayout(tokens, seqs, rows, columns, has_state, groups)
 
     @staticmethod
     def _pack_state(out: HostArrays, work: Seq[tuple[Sequence, int]], padding: int) -> None:
@@ -343,7 +343,7 @@ class Packer:
             self._copy_events[self._buffer_index].synchronize()
         return self._buffer_index
 
-    def _host_arrays(self, layout: BatchLayout) -> HostArrays:
+    def _host_arrays(self, layout: BatchBufferLayout) -> HostArrays:
         self._next_buffer()
         arrays = self._arrays.get((self._buffer_index, layout))
         if arrays is None:
@@ -485,7 +485,7 @@ def reserve_step_buffers(packer: Packer, config: RunConfig, max_pages_per_seq: i
     has_state = packer.state_padding is not None
     groups = packer.page_groups
     columns = 2 * max_pages_per_seq
-    packer.reserve(BatchLayout(tokens, seqs, tokens + seqs, columns, has_state, groups))
+    packer.reserve(BatchBufferLayout(tokens, seqs, tokens + seqs, columns, has_state, groups))
 
 
 def _gather_embeds(

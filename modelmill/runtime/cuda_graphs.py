@@ -2,7 +2,7 @@
 
 A *decode graph* runs the step from the previous step's ids to this step's ids. It is captured at
 first use for a batch size and a bound on the context. Its inputs, sampling parameters included, are
-at fixed addresses (``batch.BatchLayout``), so that one graph serves every mix of temperature,
+at fixed addresses (``batch.BatchBufferLayout``), so that one graph serves every mix of temperature,
 top-k, top-p and min-p. Smaller batches are padded with sequences of context 0 and slot −1.
 
 A *prefill graph* runs a step with prompts, of up to 1,024 tokens: its 300 kernel launches take
@@ -36,15 +36,15 @@ from modelmill.ops.cuda_graph import (
     CapturedGraph,
     GraphCapturer,
     NotCapturable,
-    dry_run,
+    check_capturable,
     on_side_stream,
 )
 from modelmill.runtime.batch import PackedBatch, Packer
-from modelmill.runtime.batch_layout import BatchLayout
+from modelmill.runtime.batch_buffer_layout import BatchBufferLayout
 from modelmill.runtime.graph_sizes import (
     MAX_GRAPH_SEQS,
+    MAX_GRAPH_TOKENS_TIMES_RANKS,
     MAX_PREFILL_GRAPHS,
-    MAX_TP_GRAPH_TOKENS,
     MIXED_GRAPH_TOKENS,
     PREFILL_GRAPH_BYTES,
     PaddedSize,
@@ -97,7 +97,7 @@ def graph_limits(
     mixed = _max_mixed_graphs(config, device_bytes)
     max_tokens = config.max_num_batched_tokens
     if config.tp > 1:
-        max_tokens = min(max_tokens, MAX_TP_GRAPH_TOKENS // config.tp)
+        max_tokens = min(max_tokens, MAX_GRAPH_TOKENS_TIMES_RANKS // config.tp)
     prefill = PrefillLimits(max_tokens, max_context, max_seqs, mixed)
     return GraphLimits(max_seqs, max_context, prefill)
 
@@ -147,10 +147,10 @@ class DecodeGraphs:
         self.sizes = graph_batch_sizes(max_seqs)
         self.max_seqs = max_seqs
         self._max_len = max_len
-        self._graphs: dict[tuple[BatchLayout, int, str], CapturedGraph[torch.Tensor]] = {}
+        self._graphs: dict[tuple[BatchBufferLayout, int, str], CapturedGraph[torch.Tensor]] = {}
         self._capturer = GraphCapturer()
         self._logits: torch.Tensor | None = None
-        self._dry_run_outputs: set[str] = set()
+        self._capturable_outputs: set[str] = set()
 
     def padded_size(self, seqs: int, context: int) -> tuple[int, int]:
         """(sequences, context) of the smallest graph that fits."""
@@ -182,8 +182,8 @@ class DecodeGraphs:
         batch = _with_last_ids(batch)
         with on_side_stream(torch.cuda.Stream()), restore_states_on_exit(self._states, batch):
             self._run(batch, graph_output)
-            if graph_output not in self._dry_run_outputs:
-                self._dry_run(batch, graph_output)
+            if graph_output not in self._capturable_outputs:
+                self._check_capturable(batch, graph_output)
         return self._capturer.capture(lambda: self._run_and_keep_ids(batch, graph_output))
 
     def _run_and_keep_ids(self, batch: PackedBatch, graph_output: str) -> torch.Tensor:
@@ -200,10 +200,10 @@ class DecodeGraphs:
             logits, batch.views.sampling_inputs(len(logits)) if graph_output == SAMPLED else None
         )
 
-    def _dry_run(self, batch: PackedBatch, graph_output: str) -> None:
+    def _check_capturable(self, batch: PackedBatch, graph_output: str) -> None:
         """Check once per output that all ops can be captured."""
-        dry_run(lambda: self._run(batch, graph_output))
-        self._dry_run_outputs.add(graph_output)
+        check_capturable(lambda: self._run(batch, graph_output))
+        self._capturable_outputs.add(graph_output)
 
     def _logits_buffer(self, logits: torch.Tensor) -> torch.Tensor:
         """The output buffer of all LOGITS graphs."""
@@ -342,13 +342,13 @@ class PrefillGraphCapturer:
     def __init__(self) -> None:
         self._capturer = GraphCapturer()
         self._stream = torch.cuda.Stream()
-        self._dry_run_done = False
+        self._checked_capturable = False
 
     def __call__(self, call: Callable[[], torch.Tensor]) -> CapturedGraph[torch.Tensor]:
         """Capture a call; see ``capture`` of ``PrefillGraphs``."""
         with on_side_stream(self._stream):
             call()
-            if not self._dry_run_done:
-                dry_run(call)
-                self._dry_run_done = True
+            if not self._checked_capturable:
+                check_capturable(call)
+                self._checked_capturable = True
             return self._capturer.capture_on_current_stream(call)

@@ -573,7 +573,7 @@ class EngineCore:
         if schedule.num_tokens // 2 >= widest:
             self.scheduler.set_step_token_budget(schedule.num_tokens // 2)
         else:
-            self.abort(max(seqs, key=lambda s: s.priority).request.id)
+            self.abort(max(seqs, key=lambda s: s.sort_key).request.id)
             self.scheduler.set_step_token_budget(self.config.max_num_batched_tokens)
         return PendingStep(Schedule(out_of_pages=schedule.out_of_pages))
 

@@ -16,7 +16,7 @@ MIXED_GRAPH_TOKENS = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
 """Tokens of steps with several sequences, decodes included."""
 MIN_MIXED_GRAPH_SEQS, MIXED_GRAPH_SEQS_FACTOR = 16, 4
 """Sequences are padded to this, to four times as many, and so on: empty ones cost little."""
-MAX_TP_GRAPH_TOKENS = 2048
+MAX_GRAPH_TOKENS_TIMES_RANKS = 2048
 """Divided by the ranks: of larger padded steps NCCL's all-reduces are faster, launched."""
 MAX_WARM_UP_SEQS = 64  # mixed graphs of more sequences are captured when they are met
 MAX_PREFILL_GRAPHS = 16  # of a single prompt; steps of further sizes are launched

@@ -4,7 +4,7 @@ Requests join and leave at every step, which ``schedule`` fills in two phases:
 
 1. decode: one token of each running sequence whose prompt is computed;
 2. prefill: chunks of the running prompts, then waiting sequences are admitted by their priority
-   (``Sequence.priority``: by default the order of arrival), as long as rows, the token budget and
+   (``Sequence.sort_key``: by default the order of arrival), as long as rows, the token budget and
    KV pages last.
 
 If pages run out, the last by priority is preempted: its pages are freed and it is recomputed later.
@@ -175,10 +175,10 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence by its priority."""
-        if not self.waiting or self.waiting[-1].priority < seq.priority:
+        if not self.waiting or self.waiting[-1].sort_key < seq.sort_key:
             self.waiting.append(seq)
         else:
-            insort(self.waiting, seq, key=lambda s: s.priority)
+            insort(self.waiting, seq, key=lambda s: s.sort_key)
 
     def schedule(self, *, overlapped: bool = False) -> Schedule | None:
         """Decide the next step; its ``work`` is empty if there is nothing to run.
@@ -591,7 +591,7 @@ class Scheduler:
         Returns False if ``seq`` is that arrival; if it also runs alone, it ends out of pages.
         """
         # the latest arrival has computed least, and the earliest always progresses
-        victim = max(self.running, key=lambda s: s.priority)
+        victim = max(self.running, key=lambda s: s.sort_key)
         group = self._beam_group(victim)
         if seq in group:
             if len(group) == len(self.running):  # recomputing it alone would run out again
@@ -700,10 +700,10 @@ class Scheduler:
 
     def add_running(self, seq: Sequence) -> None:
         """Insert a sequence into ``running`` by its priority."""
-        if not self.running or self.running[-1].priority < seq.priority:
+        if not self.running or self.running[-1].sort_key < seq.sort_key:
             self.running.append(seq)
         else:
-            insort(self.running, seq, key=lambda s: s.priority)
+            insort(self.running, seq, key=lambda s: s.sort_key)
 
     def _num_free_rows(self) -> int:
         """Rows that are neither used nor reserved for the beams of a running search."""

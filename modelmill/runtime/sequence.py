@@ -367,7 +367,7 @@ class Sequence:
         self.finish_reason = finish_reason
 
     @property
-    def priority(self) -> tuple[int, float, int, int]:
+    def sort_key(self) -> tuple[int, float, int, int]:
         """Order of scheduling, lowest first: of the request, its share, its arrival, the index."""
         request = self.request
         return request.priority, request.virtual_start, self.arrival, self.index

@@ -29,7 +29,7 @@ from modelmill.core.errors import ModelmillError, RankError
 from modelmill.parallel.rendezvous import RendezvousServer
 from modelmill.parallel.tp_group import DistributedTPGroup, TPGroup
 from modelmill.runtime.batch import PackedBatch
-from modelmill.runtime.batch_layout import BatchLayout, BatchViews
+from modelmill.runtime.batch_buffer_layout import BatchBufferLayout, BatchViews
 from modelmill.runtime.cuda_graphs import GREEDY, LOGITS, SAMPLED, GraphUse
 from modelmill.runtime.graph_sizes import PaddedSize
 
@@ -54,7 +54,7 @@ COMMANDS = (
 )  # fmt: skip
 _HEADER_STRUCT = struct.Struct("<17q")
 HEADER_BYTES = _HEADER_STRUCT.size
-_EMPTY_LAYOUT = BatchLayout(0, 0, 0, 0)
+_EMPTY_LAYOUT = BatchBufferLayout(0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class StepCommand:
 
     command: str
     num_words: int = 0
-    layout: BatchLayout = _EMPTY_LAYOUT
+    layout: BatchBufferLayout = _EMPTY_LAYOUT
     all_rows: bool = False
     max_query: int = 0
     max_context: int = 0
@@ -147,7 +147,7 @@ class StepCommand:
         return StepCommand(
             COMMANDS[code],
             words,
-            BatchLayout(t, b, r, p, bool(has_state), groups),
+            BatchBufferLayout(t, b, r, p, bool(has_state), groups),
             bool(all_rows),
             query,
             context,

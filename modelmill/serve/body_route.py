@@ -1,8 +1,8 @@
 """Routes that take a JSON body: read, parsed and validated without holding up the event loop.
 
 FastAPI parses and validates on the loop. Here a body of more than a few KB goes to a thread, where
-it is parsed in pieces (``json_body``), so that streams and /health go on meanwhile. The signature
-still says what a body is, for the OpenAPI document.
+it is parsed in pieces (``incremental_json``), so that streams and /health go on meanwhile. The
+signature still says what a body is, for the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from modelmill.serve.dialects.error_form import OLLAMA_PREFIX
 from modelmill.serve.errors import invalid_request
-from modelmill.serve.json_body import BodyError, parse
+from modelmill.serve.incremental_json import BodyError, parse
 from modelmill.serve.json_scan import JsonLimits
 from modelmill.serve.service import PRIORITY_KEY, TENANT_KEY, Service, tenant_cache_salt
 from modelmill.serve.stream import run_while_connected

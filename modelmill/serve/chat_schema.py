@@ -103,7 +103,9 @@ class ChatRequest(GenerationFields):
         allowed = isinstance(self.tool_choice, AllowedToolChoice)
         names = frozenset(self._tool_choice_names() if allowed else ())
         return [
-            tool.to_function() for tool in self.tools or () if not allowed or tool.name in names
+            tool.as_template_tool()
+            for tool in self.tools or ()
+            if not allowed or tool.name in names
         ]
 
     @property

@@ -241,7 +241,7 @@ class EngineClient:
         )
 
     @property
-    def _kv_cache_bytes(self) -> tuple[int, int]:
+    def _kv_cache_byte_limits(self) -> tuple[int, int]:
         """Limits over all ranks in bytes: of the KV cache, and of cached prefixes in it."""
         info = self._require_ready()
         page = info.page_bytes * self._open_engine.run.get("tp", 1)
@@ -266,7 +266,7 @@ class EngineClient:
         info = self._require_ready()
         if info.engine_type == SEGMENTATION:
             return ()
-        cache = budget.kv_cache_summary(info.device, info.kv_tokens, *self._kv_cache_bytes)
+        cache = budget.kv_cache_summary(info.device, info.kv_tokens, *self._kv_cache_byte_limits)
         if not info.experts_by_rank:
             return (cache,)
         return cache, f"experts by rank: {', '.join(map(str, info.experts_by_rank))}"
@@ -594,7 +594,7 @@ class EngineClient:
         self.load_finished.set()
         data = {"engine": self.name, "device": engine_info.device, "pages": engine_info.num_pages}
         if engine_info.engine_type != SEGMENTATION:
-            data["kv_cache_bytes"], data["prefix_cache_bytes"] = self._kv_cache_bytes
+            data["kv_cache_bytes"], data["prefix_cache_bytes"] = self._kv_cache_byte_limits
         if engine_info.experts_by_rank:
             data["experts_by_rank"] = engine_info.experts_by_rank
         _log.info("ready", extra={"data": data})

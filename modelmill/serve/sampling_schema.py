@@ -11,13 +11,15 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
-from modelmill.core.types import MAX_BIAS, MAX_STOPS, sampling_range
+from modelmill.core.types import MAX_LOGIT_BIAS, MAX_STOPS, sampling_range
 from modelmill.serve.engine_fields import EngineFields
 from modelmill.serve.peer_fields import AccountFields
 from modelmill.serve.strict_models import FAIL_FAST, ModelName, known_names, limit_keys
 from modelmill.serve.structured_outputs_schema import StructuredOutputs
 
-LogitBias = Annotated[dict[str, float], limit_keys(MAX_BIAS), Field(max_length=MAX_BIAS)]
+LogitBias = Annotated[
+    dict[str, float], limit_keys(MAX_LOGIT_BIAS), Field(max_length=MAX_LOGIT_BIAS)
+]
 
 
 def sampling_field(name: str, most: float | None = None) -> Any:

@@ -30,7 +30,7 @@ FAIL_FAST = Field(fail_fast=True)
 class StrictModel(BaseModel):
     """A JSON object: strict types, no unknown keys, no NaN.
 
-    unused: as in ``json_body.parse``. may_omit_model: without a model, the only one answers.
+    unused: as in ``incremental_json.parse``. may_omit_model: without a model, the only one answers.
     """
 
     unused: ClassVar[Mapping[str, int]] = {}

@@ -44,7 +44,7 @@ class Tool(NamedByType):
     type: Literal["function"]
     function: FunctionDefinition
 
-    def to_function(self) -> dict[str, Any]:
+    def as_template_tool(self) -> dict[str, Any]:
         """The tool as chat templates read it."""
         return self.model_dump(exclude_none=True)
 
@@ -81,7 +81,7 @@ class CustomTool(NamedByType):
     type: Literal["custom"]
     custom: CustomDefinition
 
-    def to_function(self) -> dict[str, Any]:
+    def as_template_tool(self) -> dict[str, Any]:
         """The tool as chat templates read it: a function with one string."""
         function = {"name": self.name, "description": self._description()}
         known = {key: value for key, value in function.items() if value is not None}

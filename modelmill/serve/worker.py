@@ -67,7 +67,7 @@ class EngineWorker:
                     self._handle(message)
                 tokens = core.step()
                 if self._unstarted:
-                    self._report_started()
+                    self._report_started_requests()
                 if tokens:
                     self._channel.send(wire.StepTokens(tokens))
         except (BrokenPipeError, ConnectionResetError):
@@ -93,10 +93,10 @@ class EngineWorker:
         # keep the sequence itself: a request that finishes in its first step has already left
         # ``live_sequences`` when its start is reported
         seq = self.engine_core.output_processor.live_sequences[request.id][0]
-        self._in_order &= not self._unstarted or self._unstarted[-1][1].priority < seq.priority
+        self._in_order &= not self._unstarted or self._unstarted[-1][1].sort_key < seq.sort_key
         self._unstarted.append((arrival.arrived_at, seq))
 
-    def _report_started(self) -> None:
+    def _report_started_requests(self) -> None:
         """Send RequestStarted for sequences that have left the queue.
 
         While they were queued in the order in which they start, the first that still waits ends the

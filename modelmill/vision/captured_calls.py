@@ -79,5 +79,5 @@ class CapturedCalls:
         assert self._capturer is not None
         static_inputs = tuple(t.clone() for t in inputs)
         with cuda_graph.on_side_stream(torch.cuda.Stream()):
-            cuda_graph.dry_run(lambda: call(*static_inputs))
+            cuda_graph.check_capturable(lambda: call(*static_inputs))
         return _CapturedCall(self._capturer.capture(lambda: call(*static_inputs)), static_inputs)

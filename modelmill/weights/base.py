@@ -21,7 +21,7 @@ from modelmill.core.errors import CorruptArtifact, IncompatibleArtifact
 from modelmill.core.quoting import quote
 from modelmill.core.registry import find_module, module_names
 from modelmill.ops.binding import OpBinding, SelectedOp
-from modelmill.ops.linear import AMX_COLUMNS
+from modelmill.ops.linear import AMX_K_ALIGNMENT
 from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.registry import Ops
 from modelmill.ops.rope_cache import RopeCacheInputs
@@ -331,7 +331,9 @@ def unpacked_size(
 def pad_columns(weight: torch.Tensor) -> torch.Tensor:
     """Pad 16-bit rows with zeros, once instead of in each call of ``ops.linear``."""
     return (
-        F.pad(weight, (0, -weight.shape[1] % AMX_COLUMNS)) if weight.dtype.itemsize == 2 else weight
+        F.pad(weight, (0, -weight.shape[1] % AMX_K_ALIGNMENT))
+        if weight.dtype.itemsize == 2
+        else weight
     )
 
 

@@ -38,7 +38,7 @@ def test_base_and_delta_add_up_and_new_token_rows_are_taken_as_they_are(tmp_path
     for name, tensor in target.items():
         actual = opened.get(name)
         assert opened.tensor_info(name).shape == actual.shape == tensor.shape
-        assert opened.tensor_info(name).torch_dtype == actual.dtype == torch.float16
+        assert opened.tensor_info(name).decoded_dtype == actual.dtype == torch.float16
         rows = base[name].shape[0]
         assert torch.equal(actual[:rows], base[name] + added[name][:rows])
         assert torch.equal(actual[rows:], tensor[rows:])

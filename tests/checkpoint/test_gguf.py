@@ -72,7 +72,7 @@ def test_what_the_gguf_package_writes_is_read_back(tmp_path, metadata, drawn, al
     for name, array in state.items():
         actual = file.get(name)
         assert file.tensor_info(name).shape == array.shape
-        assert file.tensor_info(name).torch_dtype == actual.dtype
+        assert file.tensor_info(name).decoded_dtype == actual.dtype
         np.testing.assert_array_equal(actual.numpy(), array)
 
 

@@ -52,7 +52,7 @@ def test_tensors_are_found_wherever_frameworks_put_them(tmp_path, wrap, zipped):
         assert torch.equal(files.get(name), tensor)
         assert not files.get(name).requires_grad
         assert files.tensor_info(name).shape == tuple(tensor.shape)
-        assert files.tensor_info(name).torch_dtype == tensor.dtype
+        assert files.tensor_info(name).decoded_dtype == tensor.dtype
     with pytest.raises(TensorMismatch, match="'nobody'"):
         files.get("nobody")
 

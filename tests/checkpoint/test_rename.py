@@ -109,7 +109,7 @@ def test_every_step_computes_what_it_says_and_predicts_its_shape(
     actual = apply_rule(entry, TENSORS.__getitem__, tensor_info if streamed else None)
     assert torch.equal(actual, expected())
     predicted = result_info(entry, tensor_info)
-    assert (predicted.name, predicted.shape, predicted.torch_dtype) == (
+    assert (predicted.name, predicted.shape, predicted.decoded_dtype) == (
         "t",
         tuple(actual.shape),
         actual.dtype,

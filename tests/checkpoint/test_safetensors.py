@@ -51,7 +51,7 @@ def test_whatever_is_written_is_read_back(tmp_path, drawn):
     assert files.metadata == {"format": "pt"}
     for name, tensor in state.items():
         actual, info = files.get(name), files.tensor_info(name)
-        assert (info.shape, info.torch_dtype, info.nbytes) == (
+        assert (info.shape, info.decoded_dtype, info.nbytes) == (
             tuple(tensor.shape),
             tensor.dtype,
             tensor.nbytes,

@@ -66,9 +66,9 @@ def test_a_users_own_word_is_kept(monkeypatch: pytest.MonkeyPatch, name: str) ->
     monkeypatch.setattr(env, "_values_read", {})
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     env.set_passive_waiting()
-    assert env.openmp_wait_settings() == {name: "7"}
+    assert env.openmp_wait_vars_in_env() == {name: "7"}
     with env.passive_wait_imports():
-        assert env.openmp_wait_settings() == {name: "7"}
+        assert env.openmp_wait_vars_in_env() == {name: "7"}
 
 
 def test_a_users_own_word_stands() -> None:

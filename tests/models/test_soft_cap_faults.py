@@ -11,7 +11,7 @@ import torch
 
 from modelmill.models import gemma2
 from modelmill.nn.attention import AttentionCore
-from modelmill.nn.embedding import LMHead, TokenEmbedding
+from modelmill.nn.embedding_and_head import LMHead, TokenEmbedding
 from modelmill.nn.norm import NormWithoutResidual
 from tests.models import planted_fault as planted
 from tests.models.family_cases import changed, times

@@ -28,7 +28,7 @@ from modelmill.models._hf_config import positive_int
 from modelmill.models._layer_rules import layer_rules
 from modelmill.nn.attention import Attention, AttentionSpec
 from modelmill.nn.causal_lm import CausalLM
-from modelmill.nn.embedding import LMHead, TokenEmbedding
+from modelmill.nn.embedding_and_head import LMHead, TokenEmbedding
 from modelmill.nn.layer_spec import (
     INPUTS,
     LayerSpec,

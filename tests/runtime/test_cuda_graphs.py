@@ -22,7 +22,7 @@ from modelmill.ops.cuda_graph import CapturedGraph, NotCapturable
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 from modelmill.runtime import cuda_graphs, graph_sizes, model_runner
 from modelmill.runtime.batch import LogitRows, PackedBatch, Packer, reserve_step_buffers
-from modelmill.runtime.batch_layout import BatchLayout
+from modelmill.runtime.batch_buffer_layout import BatchBufferLayout
 from modelmill.runtime.cuda_graphs import (
     CAPTURE_AFTER_USES,
     GraphLimits,
@@ -470,13 +470,13 @@ def test_sizes_and_buckets() -> None:
 def test_graphs_and_the_buffer_whose_address_they_know(
     enabled: bool, rows: int, max_seqs: int | None
 ) -> None:
-    reserved: list[BatchLayout] = []
+    reserved: list[BatchBufferLayout] = []
     packer = SimpleNamespace(reserve=reserved.append, state_padding=None, page_groups=1)
     config = RunConfig(
         cuda_graphs=enabled, max_num_seqs=rows, max_num_batched_tokens=5000, page_size=16
     )
     reserve_step_buffers(cast(Packer, packer), config, 7)
-    assert reserved == [BatchLayout(5000, rows, 5000 + rows, 14)]
+    assert reserved == [BatchBufferLayout(5000, rows, 5000 + rows, 14)]
     limits = graph_limits(config, 7, 80 << 30)
     if max_seqs is None:
         assert limits is None
@@ -559,7 +559,7 @@ def test_a_capture_does_not_advance_recurrent_states(monkeypatch: pytest.MonkeyP
     assert states is not None
     before = states.buffer.clone()
     assert before[0].any()
-    monkeypatch.setattr(cuda_graphs, "dry_run", lambda call: call())
+    monkeypatch.setattr(cuda_graphs, "check_capturable", lambda call: call())
     monkeypatch.setattr(cuda_graphs, "on_side_stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(cuda_graphs, "GraphCapturer", lambda: SimpleNamespace(capture=lambda _: 0))

@@ -215,7 +215,7 @@ def test_decode_graphs_read_every_groups_table_at_its_address(
 ) -> None:
     """A captured step is padded to a batch size, and replayed on what stands at its addresses."""
     capturer = FakeCapturer()
-    monkeypatch.setattr(cuda_graphs, "dry_run", lambda call: call())
+    monkeypatch.setattr(cuda_graphs, "check_capturable", lambda call: call())
     monkeypatch.setattr(cuda_graphs, "on_side_stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(cuda_graphs, "GraphCapturer", lambda: SimpleNamespace(capture=capturer))

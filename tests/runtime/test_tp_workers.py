@@ -25,7 +25,7 @@ from modelmill.core.errors import MissingDependency, RankError, UsageError
 from modelmill.core.types import POOL_LAST, POOL_MEAN, Request
 from modelmill.llm import build_engine
 from modelmill.loader.device import rank_devices
-from modelmill.runtime.batch_layout import BatchLayout
+from modelmill.runtime.batch_buffer_layout import BatchBufferLayout
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.tp_workers import COMMANDS, COPY, HEADER_BYTES, StepCommand, TPWorkers
 from tests.runtime import tiny
@@ -34,7 +34,9 @@ from tests.wait import TIMEOUT_SECONDS, time_limit, wait_until
 pytestmark = pytest.mark.usefixtures("ended_ranks")
 ROOT = Path(__file__).resolve().parent.parent.parent
 COUNTS = st.integers(0, 1 << 40)
-LAYOUTS = st.builds(BatchLayout, COUNTS, COUNTS, COUNTS, COUNTS, st.booleans(), st.integers(1, 8))
+LAYOUTS = st.builds(
+    BatchBufferLayout, COUNTS, COUNTS, COUNTS, COUNTS, st.booleans(), st.integers(1, 8)
+)
 COMMANDS_SENT = st.builds(
     StepCommand,
     st.sampled_from(COMMANDS),

@@ -50,7 +50,7 @@ def test_a_grammar_is_part_of_the_description(running: ServiceThread) -> None:
     assert answer["warnings"] == [
         "tools: the grammar of run is part of its description, and not enforced"
     ]
-    made = CustomTool.model_validate(tool).to_function()
+    made = CustomTool.model_validate(tool).as_template_tool()
     assert made["function"]["description"].endswith("(regex):\n[ab]+")
     del tool["custom"]["format"]["grammar"]  # type: ignore[index]
     refused = running.post("/v1/chat/completions", {"model": "stories", **ASK, "tools": [tool]})

@@ -81,7 +81,7 @@ def test_names_that_the_model_is_offered() -> None:
         "mcp__files__read": CalledTool("read", "mcp__files__"),
     }
     patch, read = chat_tools(tools)
-    assert "start: /.+/" in patch.to_function()["function"]["description"]
+    assert "start: /.+/" in patch.as_template_tool()["function"]["description"]
     assert read.name == "mcp__files__read"
     assert tool_warnings(tools) == ["tools[0]: web_search is left out: this server runs no tools"]
 

@@ -21,7 +21,7 @@ from modelmill.accept.reference.base import (
     project,
     rms_norm,
 )
-from modelmill.accept.reference.grouped_experts import GroupedExpertsMixin
+from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
 from modelmill.accept.reference.rope import rope_from_config, rotate_halves, rotate_interleaved
 from modelmill.accept.reference.tensor_source import TensorSource
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights
-from modelmill.accept.reference.grouped_experts import GroupedExpertsMixin
+from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import Defaults
 from modelmill.accept.reference.tensor_source import TensorSource

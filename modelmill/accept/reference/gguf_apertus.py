@@ -33,7 +33,7 @@ def apertus_config(container: RawContainer) -> dict[str, Any]:
 class ApertusGgufSource(GgufSource):
     """Such a container under Hugging Face names."""
 
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {
+    HF_TO_GGUF_NAMES: ClassVar[Mapping[str, str]] = {
         "attention_layernorm": "attn_norm",
         "feedforward_layernorm": "ffn_norm",
     }

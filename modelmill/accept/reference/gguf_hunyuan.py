@@ -44,7 +44,7 @@ def hy_v3_config(container: RawContainer) -> dict[str, Any]:
 class HunyuanGgufSource(GgufSource):
     """Such a container under Hugging Face names."""
 
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {
+    HF_TO_GGUF_NAMES: ClassVar[Mapping[str, str]] = {
         "self_attn.query_layernorm": "attn_q_norm",
         "self_attn.key_layernorm": "attn_k_norm",
         "mlp.gate.wg": "ffn_gate_inp",

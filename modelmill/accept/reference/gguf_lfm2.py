@@ -52,7 +52,7 @@ def lfm2_moe_config(container: RawContainer) -> dict[str, Any]:
 class Lfm2GgufSource(GgufSource):
     """Such a container under Hugging Face names."""
 
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {
+    HF_TO_GGUF_NAMES: ClassVar[Mapping[str, str]] = {
         **FAMILY_NAMES["lfm2"],
         "feed_forward.gate": "ffn_gate_inp",
     }

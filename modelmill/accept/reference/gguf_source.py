@@ -251,7 +251,7 @@ def gguf_name(name: str) -> str:
 class GgufSource(TensorSource):
     """A GGUF container under Hugging Face names and orientations."""
 
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {}
+    HF_TO_GGUF_NAMES: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,
@@ -272,7 +272,7 @@ class GgufSource(TensorSource):
             return f"blk.{stem.split('.')[2]}.attn_sinks.weight"
         if suffix == "e_score_correction_bias":
             return f"blk.{stem.split('.')[2]}.exp_probs_b.bias"
-        own = {**FAMILY_NAMES.get(self._config["model_type"], {}), **self.OWN_NAMES}
+        own = {**FAMILY_NAMES.get(self._config["model_type"], {}), **self.HF_TO_GGUF_NAMES}
         if stem in own:
             return f"{own[stem]}.{suffix}"
         layers = LAYERS.get(self._config["model_type"], "model.layers.")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights
-from modelmill.accept.reference.grouped_experts import GroupedExpertsMixin
+from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
 from modelmill.accept.reference.mamba2 import Mamba2Mixin
 from modelmill.accept.reference.plain_decoder import MIXER, Defaults
 from modelmill.accept.reference.tensor_source import TensorSource

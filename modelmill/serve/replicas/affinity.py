@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from modelmill.serve.json_body import parse
+from modelmill.serve.incremental_json import parse
 
 MAX_LOAD_IMBALANCE = 8
 """A preferred replica may have so many more active requests than the least loaded one."""

@@ -29,7 +29,7 @@ def limit_spin_wait() -> None:
 
     To be called once torch knows how many threads it may use.
     """
-    if env.openmp_wait_settings() or torch.get_num_threads() == 1:
+    if env.openmp_wait_vars_in_env() or torch.get_num_threads() == 1:
         return
     with _lock:
         if not _limited_threads:
@@ -38,7 +38,7 @@ def limit_spin_wait() -> None:
 
 def describe_wait_policy() -> str:
     """How they wait, in one line."""
-    named = env.openmp_wait_settings()
+    named = env.openmp_wait_vars_in_env()
     if named:
         return ", ".join(f"{name}={value}" for name, value in named.items())
     return (

@@ -13,7 +13,7 @@ import torch
 
 from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.common.gemm import GemmFunction
-from modelmill.ops.linear import AMX_COLUMNS, linear
+from modelmill.ops.linear import AMX_K_ALIGNMENT, linear
 
 available = build.available
 _gemm = GemmFunction("linear", "ppppqqqi")
@@ -42,7 +42,7 @@ def prefers_native(dtype: torch.dtype, rows: int, k: int) -> bool:
 
     Of rows that torch would read beyond their ends (``ops.linear``) always.
     """
-    return rows <= max_native_rows(dtype) or (dtype.itemsize == 2 and k % AMX_COLUMNS != 0)
+    return rows <= max_native_rows(dtype) or (dtype.itemsize == 2 and k % AMX_K_ALIGNMENT != 0)
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from modelmill.ops.triton.common.device import available_on_any_gpu, power_of_tw
 available = available_on_any_gpu
 
 MAX_WIDTH = 16
-TOKENS, BLOCKS = 32, 8  # of a block, and blocks of a program
+BLOCK_T, BLOCKS_PER_PROGRAM = 32, 8  # tokens of a block
 
 
 def supports(inputs: CausalConvInputs) -> bool:
@@ -48,7 +48,7 @@ def run(inputs: CausalConvInputs) -> torch.Tensor:
     make = torch.empty if decode else torch.zeros  # a prompt may be padded
     out = make((len(x), channels), dtype=x.dtype, device=x.device)
     block_c = min(128 if decode else 64, power_of_two(channels))
-    block_t, blocks = (1, 1) if decode else (TOKENS, BLOCKS)
+    block_t, blocks = (1, 1) if decode else (BLOCK_T, BLOCKS_PER_PROGRAM)
     grid = len(rows.slots), -(-channels // block_c), -(-rows.max_query // (block_t * blocks))
     _causal_conv_kernel[grid](
         x, weight, weight if bias is None else bias, state, out, rows.query_start, rows.positions,

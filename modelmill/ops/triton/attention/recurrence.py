@@ -33,7 +33,7 @@ PRECISION = "ieee" if is_amd() else "tf32x3"
 ALL, BEFORE, CHUNKS, BEHIND = (tl.constexpr(part) for part in range(4))
 
 
-def kernel_chunk(chunk: int, *, decode: bool) -> int:
+def compiled_chunk_size(chunk: int, *, decode: bool) -> int:
     """The chunk that a kernel is compiled for, a divisor of the step's; 0: single tokens alone."""
     return 0 if decode or chunk == 1 else min(chunk, MAX_KERNEL_CHUNK)
 
@@ -54,7 +54,7 @@ def run_parts(
         run_tokens: (outputs, part, chunk), the tokens of a part of each sequence, one by one.
         run_chunks: (outputs, chunk), the whole chunks, and zeros into the outputs of padding.
     """
-    chunk = kernel_chunk(rows.chunk, decode=rows.is_decode)
+    chunk = compiled_chunk_size(rows.chunk, decode=rows.is_decode)
     make = torch.empty if rows.is_decode or chunk else torch.zeros  # a prompt may be padded
     out = make((len(x), width), dtype=torch.float32, device=x.device)
     if chunk == 0:

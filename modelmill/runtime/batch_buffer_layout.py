@@ -1,6 +1,6 @@
 """Where the integers of a step lie in one buffer, and its sections as tensors and arrays.
 
-Offsets are determined by a ``BatchLayout`` alone. It depends on six values, so that a CUDA graph
+A ``BatchBufferLayout`` alone determines the offsets. It depends on six values, so that a CUDA graph
 captured for it reads its inputs at fixed addresses.
 """
 
@@ -18,7 +18,7 @@ STATE_FIELDS = ("state_slots", "snapshot_slots", "snapshot_ends")
 
 
 @dataclass(frozen=True)
-class BatchLayout:
+class BatchBufferLayout:
     """Sizes that determine the layout.
 
     Attributes:
@@ -90,7 +90,7 @@ class BatchViews:
     snapshot_slots: torch.Tensor
     snapshot_ends: torch.Tensor
 
-    def __init__(self, buffer: torch.Tensor, layout: BatchLayout) -> None:
+    def __init__(self, buffer: torch.Tensor, layout: BatchBufferLayout) -> None:
         self.layout = layout
         start = 0
         for name, count, width in layout.sections():

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from modelmill.serve import json_body, json_scan
-from modelmill.serve.json_body import BodyError, parse
+from modelmill.serve import incremental_json, json_scan
+from modelmill.serve.incremental_json import BodyError, parse
 from modelmill.serve.json_scan import JsonLimits
 
 FREE = JsonLimits(max_values=1 << 30, max_growth=1 << 20, min_memory_bytes=1 << 30)
@@ -57,8 +57,8 @@ def test_pieces_make_the_same_values(monkeypatch: pytest.MonkeyPatch, seed: int)
     """With pieces of a few bytes every cut there is happens: in characters, escapes, pairs of them,
     between values.
     """
-    monkeypatch.setattr(json_body, "MAX_CHUNK_STRUCTURALS", 3)
-    monkeypatch.setattr(json_body, "MAX_CHUNK_BYTES", 24)
+    monkeypatch.setattr(incremental_json, "MAX_CHUNK_STRUCTURALS", 3)
+    monkeypatch.setattr(incremental_json, "MAX_CHUNK_BYTES", 24)
     monkeypatch.setattr(json_scan, "SLICE_BYTES", 15)
     rng, refused = random.Random(seed), 0
     for _ in range(120):
