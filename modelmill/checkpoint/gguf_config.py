@@ -25,6 +25,10 @@ OWN_EXPERT_KEYS = (
 )  # fmt: skip
 """Architectures whose reader reads the keys of experts itself."""
 
+WINDOW, WINDOW_PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+DEFAULT_WINDOW_PERIOD = 4
+"""Every fourth layer has full attention, where the file has no pattern."""
+
 SAMPLING_KEYS = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -158,6 +162,29 @@ ConfigReader = Callable[[ArchitectureKeys], dict[str, Any]]
 def array_as_list(value: Any) -> Any:
     """Return a list of an array; other values as they are."""
     return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def read_window_layer_types(keys: ArchitectureKeys, layers: int) -> list[str]:
+    """Read which layers have a window: from a list, or all but every n-th; none without a window.
+
+    Raises:
+        CorruptCheckpoint: for a list that does not say it of each layer.
+    """
+    if WINDOW not in keys:
+        return ["full_attention"] * layers
+    stored = keys.view.get(f"{keys.arch}.{WINDOW_PATTERN}")
+    if stored is None or type(stored) is int:
+        period = keys.get_count(WINDOW_PATTERN, DEFAULT_WINDOW_PERIOD)
+        windowed = [(layer + 1) % period != 0 for layer in range(layers)]
+    else:
+        listed = array_as_list(stored)
+        if not isinstance(listed, list) or len(listed) != layers or set(listed) - {0, 1}:
+            raise CorruptCheckpoint(
+                f"{keys.raw.path}: the key {keys.arch}.{WINDOW_PATTERN} must have true or false "
+                f"for each of the {layers} layers; it is {str(stored)[:60]}"
+            )
+        windowed = [bool(each) for each in listed]
+    return ["sliding_attention" if each else "full_attention" for each in windowed]
 
 
 def _shortest_decimal(value: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ class GgufArchitecture:
         has_permuted_qk: whether the rows of q and k are reordered for interleaved rotation.
         transposed: whether matrices are transposed.
         grouped_qkv: whether the family has q, k and v of "blk.attn_qkv" by KV head.
-        variant: a tensor, and the names where the file has it.
+        variant: a tensor, and the architecture where the file has it.
         norms_plus_one: whether norms are stored plus 1 (Gemma's).
         model_type: the family; empty: named as the architecture.
         read_config: reads the keys; None: ``gguf_config`` does.
@@ -76,7 +76,7 @@ class GgufArchitecture:
     has_permuted_qk: bool = False
     transposed: bool = False
     grouped_qkv: bool = False
-    variant: tuple[str, dict[str, str]] | None = None
+    variant: tuple[str, GgufArchitecture] | None = None
     norms_plus_one: bool = False
     model_type: str = ""
     read_config: ConfigReader | None = None
@@ -135,9 +135,12 @@ GRANITE_MOE_NAMES = {
     "blk.ffn_up_exps": "block_sparse_moe.input_linear.*.up",
     "blk.ffn_down_exps": "block_sparse_moe.output_linear.*",
 }
-GLM4_NAMES = {
+GLM_NAMES = {
     **{gguf: name for gguf, name in LLAMA_NAMES.items() if gguf != "blk.ffn_gate"},
     "blk.ffn_up": "mlp.gate_up_proj",
+}
+GLM4_NAMES = {
+    **GLM_NAMES,
     "blk.post_attention_norm": "post_self_attn_layernorm",
     "blk.post_ffw_norm": "post_mlp_layernorm",
 }
@@ -200,10 +203,14 @@ STARCODER2_NAMES = {**LLAMA_NAMES, "blk.ffn_up": "mlp.c_fc", "blk.ffn_down": "ml
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
 
 
-def _common(
-    keys: ArchitectureKeys, *, partial: bool = False, inner: str = "feed_forward_length"
+def read_common_config(
+    keys: ArchitectureKeys,
+    *,
+    partial: bool = False,
+    inner: str = "feed_forward_length",
+    scaled: bool = True,
 ) -> dict[str, Any]:
-    """Read what all have; partial: families that rotate a part of each head."""
+    """Read what all have; the arguments are those of ``read_rms_config``."""
     heads, theta = (
         keys.get_count("attention.head_count"),
         keys.get_positive_float("rope.freq_base", 10000.0),
@@ -217,7 +224,7 @@ def _common(
         "num_key_value_heads": keys.get_count("attention.head_count_kv", heads),
         "max_position_embeddings": keys.get_count("context_length"),
         "rope_theta": theta,
-        "rope_scaling": rope_scaling(keys, theta),
+        "rope_scaling": rope_scaling(keys, theta) if scaled else None,
     }
     if channels * heads != width:
         config["head_dim"] = channels
@@ -228,7 +235,11 @@ def _common(
 
 
 def read_rms_config(
-    keys: ArchitectureKeys, *, partial: bool = False, inner: str = "feed_forward_length"
+    keys: ArchitectureKeys,
+    *,
+    partial: bool = False,
+    inner: str = "feed_forward_length",
+    scaled: bool = True,
 ) -> dict[str, Any]:
     """Read what all with RMSNorm have.
 
@@ -236,12 +247,15 @@ def read_rms_config(
         keys: The file's.
         partial: Of families that rotate a part of each head.
         inner: The key with the channels of an MLP.
+        scaled: Whether the scaling of positions is read; else it is None.
     """
     eps = keys.get_positive_float("attention.layer_norm_rms_epsilon")
-    return {**_common(keys, partial=partial, inner=inner), "rms_norm_eps": eps}
+    common = read_common_config(keys, partial=partial, inner=inner, scaled=scaled)
+    return {**common, "rms_norm_eps": eps}
 
 
-def _bias_config(keys: ArchitectureKeys) -> dict[str, Any]:
+def attention_and_mlp_bias(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read from the tensors whether the first layer's projections have biases."""
     return {
         "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
         "mlp_bias": keys.has_tensor("blk.0.ffn_up.bias"),
@@ -249,7 +263,7 @@ def _bias_config(keys: ArchitectureKeys) -> dict[str, Any]:
 
 
 def _granite(keys: ArchitectureKeys) -> dict[str, Any]:
-    return {**read_rms_config(keys), **_bias_config(keys), **granite_factors(keys)}
+    return {**read_rms_config(keys), **attention_and_mlp_bias(keys), **granite_factors(keys)}
 
 
 def granite_factors(keys: ArchitectureKeys) -> dict[str, Any]:
@@ -287,7 +301,7 @@ def _minicpm(keys: ArchitectureKeys) -> dict[str, Any]:
 def _starcoder2(keys: ArchitectureKeys) -> dict[str, Any]:
     eps = keys.get_positive_float("attention.layer_norm_epsilon")
     bias = keys.has_tensor("blk.0.attn_q.bias")
-    return {**_common(keys), "norm_epsilon": eps, "use_bias": bias}
+    return {**read_common_config(keys), "norm_epsilon": eps, "use_bias": bias}
 
 
 def _bitnet(keys: ArchitectureKeys) -> dict[str, Any]:
@@ -297,23 +311,15 @@ def _bitnet(keys: ArchitectureKeys) -> dict[str, Any]:
     return {**read_rms_config(keys), "hidden_act": act, "attention_bias": bias}
 
 
-def _olmo2(keys: ArchitectureKeys) -> dict[str, Any]:
-    if "attention.sliding_window" in keys:
-        raise UnknownArchitecture(
-            f"{keys.raw.path}: is an OLMo 3 with windows; use its Hugging Face folder"
-        )
-    return {**read_rms_config(keys), "attention_bias": keys.has_tensor("blk.0.attn_q.bias")}
-
-
 def _smollm3(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read SmolLM3: every fourth layer is not rotated, as llama.cpp has it fixed."""
-    return {**read_rms_config(keys), **_bias_config(keys), "no_rope_layer_interval": 4}
+    return {**read_rms_config(keys), **attention_and_mlp_bias(keys), "no_rope_layer_interval": 4}
 
 
 def _cohere2(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Cohere 2: every fourth layer has full attention, as llama.cpp has it fixed."""
     return {
-        **_common(keys),
+        **read_common_config(keys),
         "layer_norm_eps": keys.get_positive_float("attention.layer_norm_epsilon"),
         "logit_scale": keys.get_positive_float("logit_scale"),
         "sliding_window": keys.get_count("attention.sliding_window"),
@@ -322,7 +328,7 @@ def _cohere2(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _glm4(keys: ArchitectureKeys) -> dict[str, Any]:
+def _glm(keys: ArchitectureKeys) -> dict[str, Any]:
     config = read_rms_config(keys, partial=True)
     config["head_dim"] = head_dim(keys, partial=True)
     return {**config, "attention_bias": keys.has_tensor("blk.0.attn_q.bias")}
@@ -335,12 +341,12 @@ def _ernie4_5(keys: ArchitectureKeys) -> dict[str, Any]:
 
 def _phi(keys: ArchitectureKeys) -> dict[str, Any]:
     eps = keys.get_positive_float("attention.layer_norm_epsilon")
-    return {**_common(keys, partial=True), "layer_norm_eps": eps}
+    return {**read_common_config(keys, partial=True), "layer_norm_eps": eps}
 
 
 def _stablelm(keys: ArchitectureKeys) -> dict[str, Any]:
     return {
-        **_common(keys, partial=True),
+        **read_common_config(keys, partial=True),
         "layer_norm_eps": keys.get_positive_float("attention.layer_norm_epsilon"),
         "use_parallel_residual": keys.get_flag("use_parallel_residual", True),
         "use_qkv_bias": keys.has_tensor("blk.0.attn_q.bias"),
@@ -381,7 +387,7 @@ def _chatglm(keys: ArchitectureKeys) -> dict[str, Any]:
 
 
 def _gpt_neox(keys: ArchitectureKeys) -> dict[str, Any]:
-    config = _common(keys, partial=True)
+    config = read_common_config(keys, partial=True)
     del config["num_key_value_heads"]
     theta, share = config.pop("rope_theta"), config.pop("partial_rotary_factor")
     return {
@@ -396,7 +402,7 @@ def _gpt_neox(keys: ArchitectureKeys) -> dict[str, Any]:
 
 def _falcon(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Falcon; those without a norm for each branch may have one KV head or several."""
-    config = _common(keys)
+    config = read_common_config(keys)
     kv_heads, inner = config.pop("num_key_value_heads"), config.pop("intermediate_size")
     two = keys.has_tensor("blk.0.attn_norm_2.weight")
     return {
@@ -462,6 +468,7 @@ def _query_scalar(keys: ArchitectureKeys, largest: int) -> int:
     return head_dim(keys)
 
 
+FALCON = GgufArchitecture(FALCON_NAMES, "transformer.h", grouped_qkv=True, read_config=_falcon)
 FURTHER_ARCHITECTURES = {
     "gpt-oss": GgufArchitecture(GPT_OSS_NAMES, model_type="gpt_oss", read_config=_gpt_oss),
     "gemma": GgufArchitecture(LLAMA_NAMES, norms_plus_one=True, read_config=_gemma),
@@ -481,16 +488,24 @@ FURTHER_ARCHITECTURES = {
         LLAMA_NAMES,
         has_permuted_qk=True,
         model_type="llama",
-        read_config=lambda keys: {**read_rms_config(keys), **_bias_config(keys)},
+        read_config=lambda keys: {**read_rms_config(keys), **attention_and_mlp_bias(keys)},
     ),
     "starcoder2": GgufArchitecture(STARCODER2_NAMES, read_config=_starcoder2),
-    "olmo2": GgufArchitecture(POST_NORM_NAMES, read_config=_olmo2),
     "cohere2": GgufArchitecture(LLAMA_NAMES, read_config=_cohere2),
     "ernie4_5": GgufArchitecture(LLAMA_NAMES, read_config=_ernie4_5),
-    "glm4": GgufArchitecture(GLM4_NAMES, read_config=_glm4),
+    "glm4": GgufArchitecture(GLM4_NAMES, read_config=_glm),
     "stablelm": GgufArchitecture(LLAMA_NAMES, read_config=_stablelm),
     "exaone4": GgufArchitecture(POST_NORM_NAMES, read_config=_exaone4),
-    "chatglm": GgufArchitecture(CHATGLM_NAMES, "transformer.encoder.layers", read_config=_chatglm),
+    "chatglm": GgufArchitecture(
+        CHATGLM_NAMES,
+        "transformer.encoder.layers",
+        read_config=_chatglm,
+        variant=(
+            "blk.0.attn_q.weight",
+            GgufArchitecture(GLM_NAMES, model_type="glm", read_config=_glm),
+        ),
+        chosen_types=("chatglm", "glm"),
+    ),
     "gptneox": GgufArchitecture(
         GPT_NEOX_NAMES,
         "gpt_neox.layers",
@@ -498,12 +513,9 @@ FURTHER_ARCHITECTURES = {
         model_type="gpt_neox",
         read_config=_gpt_neox,
     ),
-    "falcon": GgufArchitecture(
-        FALCON_NAMES,
-        "transformer.h",
-        grouped_qkv=True,
-        variant=("blk.0.attn_norm_2.weight", FALCON_TWO_NORM_NAMES),
-        read_config=_falcon,
+    "falcon": replace(
+        FALCON,
+        variant=("blk.0.attn_norm_2.weight", replace(FALCON, names=FALCON_TWO_NORM_NAMES)),
     ),
     "phi2": GgufArchitecture(PHI_NAMES, model_type="phi", read_config=_phi),
 }

@@ -23,6 +23,7 @@ from modelmill.checkpoint.gguf_alibi_families import ALIBI_ARCHITECTURES
 from modelmill.checkpoint.gguf_apertus import APERTUS_ARCHITECTURES
 from modelmill.checkpoint.gguf_config import array_as_list, read_config
 from modelmill.checkpoint.gguf_delta_net import DELTA_NET_ARCHITECTURES
+from modelmill.checkpoint.gguf_dense_families import DENSE_ARCHITECTURES, LONGROPE_TENSORS
 from modelmill.checkpoint.gguf_families import (
     FURTHER_ARCHITECTURES,
     LLAMA_NAMES,
@@ -88,9 +89,10 @@ CONSUMED_TENSORS = dict.fromkeys(
         *DELTA_NET_ARCHITECTURES,
         *APERTUS_ARCHITECTURES,
         *HUNYUAN_ARCHITECTURES,
+        *DENSE_ARCHITECTURES,
     ),
     ("rope_freqs.weight",),
-)
+) | {"phi3": LONGROPE_TENSORS}
 """Tensors that become the config's rope_scaling and are hidden, by architecture.
 
 GPT-2 has no RoPE.
@@ -107,6 +109,7 @@ ARCHITECTURES = {
     "olmoe": GgufArchitecture(QWEN_MOE_NAMES, "model.layers"),
     "gpt2": GgufArchitecture(GPT2_NAMES, "transformer.h", transposed=True),
     **FURTHER_ARCHITECTURES,
+    **DENSE_ARCHITECTURES,
     **ALIBI_ARCHITECTURES,
     **GROUPED_EXPERT_ARCHITECTURES,
     **GEMMA4_ARCHITECTURES,
@@ -162,7 +165,7 @@ class GgufAsHf:
                 f"{', '.join(ARCHITECTURES)}"
             )
         if layout.variant is not None and layout.variant[0] in raw.names():
-            layout = replace(layout, names=layout.variant[1])
+            layout = layout.variant[1]
         self._raw = raw
         self.metadata = raw.metadata
         tied = "output.weight" not in raw.names() or (
@@ -268,7 +271,7 @@ class GgufAsHf:
         elif architecture.grouped_qkv and base == "blk.attn_qkv":
             heads = self.config["num_attention_heads"]
             undo = _interleave_qkv_by_kv_head(heads, self.config.get("num_kv_heads", heads))
-        elif architecture.norms_plus_one and base.endswith("_norm"):
+        elif architecture.norms_plus_one and base.endswith("_norm") and name.endswith(".weight"):
             undo = _minus_one
         elif architecture.transposed and base.startswith("blk.") and len(shape) == 2:
             shape = (shape[1], shape[0])

@@ -54,12 +54,12 @@ def from_metadata(metadata: Mapping[str, Any], arch: str) -> dict[str, Any] | No
     return scaling
 
 
-def _reject_uncomputed_keys(metadata: Mapping[str, Any], arch: str) -> None:
+def _reject_uncomputed_keys(metadata: Mapping[str, Any], arch: str, computed: str = "") -> None:
     """Raise CheckpointError for a key that changes the rotation in an unsupported way.
 
     llama.cpp reads these for every architecture and every type. Neutral are: factors of 1; an
     extrapolation equal to its default (a negative one, 1 for YaRN, 0 for the rest); a multiplier of
-    0.
+    0. computed: a key that the caller reads.
     """
     prefix = f"{arch}.rope.scaling."
     extrapolation = 1.0 if str(metadata.get(prefix + "type")) == "yarn" else 0.0
@@ -69,6 +69,7 @@ def _reject_uncomputed_keys(metadata: Mapping[str, Any], arch: str) -> None:
         "yarn_ext_factor": extrapolation,
         "yarn_log_multiplier": 0.0,
     }
+    neutral.pop(computed, None)
     for name, meaningless in neutral.items():
         value = metadata.get(prefix + name, meaningless)
         if (
@@ -95,6 +96,28 @@ def from_tensor(
     """
     _reject_uncomputed_keys(metadata, arch)
     return from_factors(factors, theta, original_context_length(metadata, arch))
+
+
+def from_longrope_factors(
+    metadata: Mapping[str, Any], arch: str, short: Sequence[float], long: Sequence[float]
+) -> dict[str, Any]:
+    """Return LongRoPE's scaling of a GGUF with rope_factors_short and rope_factors_long.
+
+    Args:
+        metadata: the file's keys.
+        arch: the architecture.
+        short: the divisors of the frequencies up to the trained length.
+        long: those beyond it.
+
+    Raises:
+        CheckpointError: for divisors that are no positive numbers, or an unsupported key.
+    """
+    if not all(0 < value < MAX_VALUE for value in (*short, *long)):
+        raise CorruptCheckpoint("a factor of the GGUF's rope_factors is no positive number")
+    _reject_uncomputed_keys(metadata, arch, computed="attn_factor")
+    scaling = {"rope_type": "longrope", "short_factor": list(short), "long_factor": list(long)}
+    stated = _positive_float(metadata, f"{arch}.rope.scaling.attn_factor")
+    return scaling if stated is None else {**scaling, "attention_factor": stated}
 
 
 def original_context_length(metadata: Mapping[str, Any], arch: str) -> float | None:

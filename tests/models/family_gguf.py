@@ -21,6 +21,10 @@ from tests.checkpoint.checkpoint_factory import permute
 from tests.models.family_cases import FamilyCase, GgufCase
 
 FUSED = "query_key_value"
+GPT2_KEYS = {
+    "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "intermediate_size": "n_inner",
+    "num_attention_heads": "n_head", "max_position_embeddings": "n_positions",
+}  # fmt: skip
 QK = ("q_proj", "k_proj", "attention.wq.", "attention.wk.")
 
 
@@ -35,6 +39,7 @@ def write_gguf(
     path: Path, folder: Path, raw: dict[str, Any], case: GgufCase, *, quantized: bool = False
 ) -> None:
     """Convert a Hugging Face folder; quantized: matrices of layers in Q8_0."""
+    raw = {**{name: raw[older] for name, older in GPT2_KEYS.items() if older in raw}, **raw}
     layers = raw.get("num_hidden_layers", raw.get("num_layers"))
     names = tensor_names(case.architecture, case.facts(raw).get("block_count", layers))
     tensors = load_file(folder / "model.safetensors")
@@ -68,7 +73,7 @@ def write_gguf(
         if case.grouped and FUSED in name:
             tensor = ungrouped(tensor, heads, kv_heads)
         plain = name.removeprefix("transformer.")  # as the converter does for ChatGLM
-        if name.startswith(("blk.", "rope_freqs.", "token_embd.", "output")):  # named by the case
+        if name.startswith(("blk.", "rope_f", "token_embd.", "output")):  # named by the case
             add_tensor(writer, name, tensor, quantized=quantized)
             continue
         target = names(name) or names(plain)

@@ -17,7 +17,7 @@ from modelmill.core.errors import CheckpointError, CorruptCheckpoint, UnknownArc
 from tests.accept.build_and_accept import build_and_accept
 from tests.models.all_families import CASES
 from tests.models.delta_net_gguf import converted as delta_net_converted
-from tests.models.family_cases import FamilyCase
+from tests.models.family_cases import FamilyCase, GgufCase, decoder_family, rms_facts
 from tests.models.grouped_gguf import as_converted, latent_as_converted, latent_facts
 
 pytest.importorskip("gguf")
@@ -299,14 +299,83 @@ def test_a_nemotron_h_without_experts(tmp_path: Path) -> None:
             {"attention.sliding_window_pattern": [1, 2, 0]},
             "must have true or false",
         ),
+        ("olmo3", {"attention.sliding_window_pattern": [1, 2, 0]}, "must have true or false"),
+        ("olmo", {"attention.layer_norm_epsilon": 1e-3}, "olmo.attention.layer_norm_epsilon is"),
+        ("gpt_bigcode", {"attention.head_count_kv": 4}, "head_count_kv is 4.*one key and value"),
+        ("phi3", {"rope.dimension_count": 8}, "rope_factors_long.weight has .6.*4 frequencies"),
+        ("phi3", {"rope.scaling.yarn_attn_factor": 2.0}, "yarn_attn_factor is 2, which modelmill"),
+        ("ministral3", {"rope.scaling.type": "linear"}, "temperature_scale without a scaling of"),
     ],
 )
 def test_keys_of_the_newest_families_that_do_not_fit(
     name: str, broken: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     path = write_broken(name, broken, tmp_path)
-    with pytest.raises((CorruptCheckpoint, UnknownArchitecture), match=words):
+    with pytest.raises(CheckpointError, match=words):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize("missing", ["long", "short"])
+def test_a_phi3_with_one_list_of_factors(missing: str, tmp_path: Path) -> None:
+    case = CASES["phi3"]
+    assert case.gguf is not None
+    make = case.gguf.tensors
+    assert make is not None
+    name = f"rope_factors_{missing}.weight"
+
+    def without(raw: dict[str, Any], read: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {key: value for key, value in make(raw, read).items() if key != name}
+
+    case.save(tmp_path / "hf")
+    own = replace(case.gguf, tensors=without)
+    write_gguf(tmp_path / "model.gguf", tmp_path / "hf", case.raw(), own)
+    with pytest.raises(CheckpointError, match=f"has no {name} beside"):
+        open_checkpoint(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "facts"),
+    [
+        (
+            "phi3",
+            {"rope_scaling": None, "hidden_size": 64, "partial_rotary_factor": 0.75,
+             "sliding_window": 9, "original_max_position_embeddings": None,
+             "tie_word_embeddings": True},
+            {"rope.dimension_count": 12, "attention.sliding_window": 9,
+             "rope.scaling.original_context_length": 4096, "rope.scaling.attn_factor": None},
+        ),
+        (
+            "phi3",  # the list of longer texts
+            {"original_max_position_embeddings": 32, "max_position_embeddings": 64},
+            {"rope.scaling.original_context_length": 32, "rope.scaling.attn_factor": 1.2**0.5},
+        ),
+        ("olmo", {"clip_qkv": None}, {"attention.clamp_kqv": None}),
+        ("cohere", {"use_qk_norm": True, "attention_bias": True}, {}),
+        ("arcee", {"attention_bias": True, "mlp_bias": True}, {}),
+        ("nemotron", {"mlp_bias": True, "rope_scaling": {"type": "linear", "factor": 3.0}},
+         {"rope.scaling.type": "linear", "rope.scaling.factor": 3.0}),
+        ("seed_oss", {"attention_out_bias": True, "mlp_bias": True, "attention_bias": False}, {}),
+    ],
+)  # fmt: skip
+def test_other_files_of_dense_families(
+    name: str, changes: dict[str, Any], facts: dict[str, Any], tmp_path: Path
+) -> None:
+    case = with_changes(name, changes)
+    assert case.gguf is not None
+    own, make = case.gguf.facts, case.gguf.tensors
+
+    def tensors(raw: dict[str, Any], read: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        made = read if make is None else make(raw, read)
+        kept = raw.get("rope_scaling") is not None
+        return {key: each for key, each in made.items() if kept or "rope_factors" not in key}
+
+    changed = replace(case.gguf, facts=lambda raw: own(raw) | facts, tensors=tensors)
+    check_gguf(replace(case, gguf=changed), tmp_path)
+
+
+def test_a_mistral3_whose_queries_do_not_grow_is_a_mistral(tmp_path: Path) -> None:
+    gguf_case = GgufCase("mistral3", rms_facts, permuted=True, changes={"rms_norm_eps": 1e-5})
+    check_gguf(decoder_family("mistral", {}, (), {}, {}, gguf=gguf_case), tmp_path)
 
 
 def test_experts_of_projected_tokens_are_refused(tmp_path: Path) -> None:

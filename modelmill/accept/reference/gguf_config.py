@@ -26,7 +26,6 @@ FURTHER_ARCHITECTURES = {
     "xverse": "xverse",
     "internlm2": "llama",
     "starcoder2": "starcoder2",
-    "olmo2": "olmo2",
     "cohere2": "cohere2",
     "ernie4_5": "ernie4_5",
     "glm4": "glm4",
@@ -169,6 +168,7 @@ def other_architecture_config(container: RawContainer, architecture: str) -> dic
         **(_expert_counts(fact) if architecture == "granitemoe" else {}),
         **(_baichuan(layers) if architecture == "baichuan" else {}),
         **(_gpt_oss(fact) if architecture == "gpt-oss" else {}),
+        **({"model_type": "glm"} if _is_glm(architecture, names) else {}),
         **(_mpt(fact) if architecture == "mpt" else {}),
         **({"hidden_act": fact("hidden_activation", "silu")} if architecture == "bitnet" else {}),
         **(_grouped_experts(fact, names) if architecture in ("glm4moe", "deepseek2") else {}),
@@ -182,6 +182,11 @@ def _expert_counts(fact: Callable[..., Any]) -> dict[str, Any]:
         "num_local_experts": int(fact("expert_count")),
         "num_experts_per_tok": int(fact("expert_used_count")),
     }
+
+
+def _is_glm(architecture: str, names: list[str]) -> bool:
+    """Return whether q, k and v are apart, as in the class of transformers."""
+    return architecture == "chatglm" and "blk.0.attn_q.weight" in names
 
 
 def _baichuan(layers: int) -> dict[str, Any]:

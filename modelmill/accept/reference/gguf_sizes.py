@@ -20,9 +20,10 @@ def metadata_reader(container: RawContainer) -> Callable[..., Any]:
 
 
 def decoder_config(container: RawContainer, model_type: str) -> dict[str, Any]:
-    """Return the config of a decoder with RMSNorm and whole heads rotated."""
+    """Return the config of a decoder; whole heads are rotated."""
     fact, names = metadata_reader(container), container.names()
     width, heads = int(fact("embedding_length")), int(fact("attention.head_count"))
+    eps = fact("attention.layer_norm_rms_epsilon", fact("attention.layer_norm_epsilon", 1e-5))
     blocks = int(fact("block_count")) - int(fact("nextn_predict_layers", 0))
     return {
         "model_type": model_type,
@@ -33,7 +34,7 @@ def decoder_config(container: RawContainer, model_type: str) -> dict[str, Any]:
         "num_key_value_heads": int(fact("attention.head_count_kv", heads)),
         "head_dim": int(fact("attention.key_length", width // heads)),
         "max_position_embeddings": int(fact("context_length")),
-        "rms_norm_eps": float(fact("attention.layer_norm_rms_epsilon")),
+        "rms_norm_eps": float(eps),
         "rope_theta": float(fact("rope.freq_base", 10000.0)),
         "attention_bias": "blk.0.attn_q.bias" in names,
         "tie_word_embeddings": "output.weight" not in names,

@@ -132,7 +132,6 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
         "norm": "attn_norm",
     },
     "bitnet": {"self_attn.attn_sub_norm": "attn_sub_norm", "mlp.ffn_sub_norm": "ffn_sub_norm"},
-    "olmo2": POST_NORMS,
     "exaone4": POST_NORMS,
     "chatglm": {
         "transformer.embedding.word_embeddings": "token_embd",
@@ -169,6 +168,7 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
         "mlp.dense_4h_to_h": "ffn_down",
     },
     "starcoder2": {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
+    "glm": {"mlp.gate_up_proj": "ffn_up"},
     "glm4": {
         "mlp.gate_up_proj": "ffn_up",
         "post_self_attn_layernorm": "post_attention_norm",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import decoder_family, fault
+from tests.models.family_cases import GgufCase, decoder_family, fault, rms_facts
 
 CASE = decoder_family(
     "arcee",
@@ -13,4 +13,5 @@ CASE = decoder_family(
     ),
     {"attention_bias": 1, "mlp_bias": "x", "head_dim": 7},
     {"ReLU": fault("mlp.act", activation="relu")},
+    gguf=GgufCase("arcee", rms_facts, permuted=True, changes={"rms_norm_eps": 1e-5}),
 )  # fmt: skip

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import QK_NORM, decoder_family, fault, times, with_eps
+from tests.models.family_cases import (
+    QK_NORM,
+    GgufCase,
+    decoder_family,
+    fault,
+    times,
+    with_eps,
+)
 
 CASE = decoder_family(
     "cohere",
@@ -20,4 +27,12 @@ CASE = decoder_family(
             QK_NORM, case={"use_qk_norm": True}, qkv_norm=with_eps(100)
         ),
     },
+    gguf=GgufCase(
+        "command-r",
+        lambda raw: {
+            "attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.0625,
+            "rope.scaling.type": "none",
+        },
+        changes={"rope_theta": 300.0},
+    ),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import QK, decoder_family, fault, with_dim
+from tests.models.family_cases import QK, GgufCase, decoder_family, fault, rms_facts, with_dim
 
 CASE = decoder_family(
     "glm",
@@ -17,4 +17,9 @@ CASE = decoder_family(
     {
         "half the rotated channels": fault(QK, rope=with_dim(4)),
     },
+    gguf=GgufCase(
+        "chatglm",
+        lambda raw: {**rms_facts(raw), "rope.dimension_count": 6},
+        changes={"head_dim": 12, "rms_norm_eps": 1e-5},
+    ),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import EPS_FAULT, VOCAB, FamilyCase, fault
+from tests.models.family_cases import EPS_FAULT, VOCAB, FamilyCase, GgufCase, fault
 
 CASE = FamilyCase(
     "gpt_bigcode",
@@ -21,4 +21,11 @@ CASE = FamilyCase(
         "eps x 10": EPS_FAULT,
         "another activation": fault("mlp.act", activation="relu"),
     },
+    gguf=GgufCase(
+        "starcoder",
+        lambda raw: {
+            "attention.layer_norm_epsilon": 1e-5, "attention.head_count_kv": 1,
+            "rope.freq_base": None,
+        },
+    ),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import decoder_family, fault
+from tests.models.family_cases import GgufCase, decoder_family, fault
 
 CASE = decoder_family(
     "jais2",
@@ -13,4 +13,8 @@ CASE = decoder_family(
     ),
     {"attention_bias": 1, "mlp_bias": "x", "layer_norm_eps": "x", "head_dim": 7},
     {"ReLU": fault("mlp.act", activation="relu")},
+    gguf=GgufCase(
+        "jais2",
+        lambda raw: {"attention.layer_norm_epsilon": 1e-5, "rope.dimension_count": 12},
+    ),
 )  # fmt: skip

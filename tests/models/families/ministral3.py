@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.nn.query_growth import AttentionTemperature
-from tests.models.family_cases import LLAMA3, decoder_family, fault
+from tests.models.family_cases import LLAMA3, GgufCase, decoder_family, fault, rms_facts
 
 YARN: dict[str, Any] = {
     "type": "yarn", "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0,
@@ -40,4 +40,16 @@ CASE = decoder_family(
         ),
     },
     ropes=(),
+    gguf=GgufCase(
+        "mistral3",
+        lambda raw: {
+            **rms_facts(raw), "rope.freq_base": 1000.0, "rope.dimension_count": 12,
+            "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 16, "rope.scaling.yarn_beta_fast": 32.0,
+            "rope.scaling.yarn_beta_slow": 1.0, "rope.scaling.yarn_log_multiplier": 1.0,
+            "attention.temperature_scale": 0.3,
+        },
+        permuted=True,
+        changes={"rms_norm_eps": 1e-5},
+    ),
 )  # fmt: skip

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import ROPE_FAULT, ROTARY, decoder_family, fault, times
+from tests.models.family_cases import (
+    ROPE_FAULT,
+    ROTARY,
+    GgufCase,
+    decoder_family,
+    fault,
+    times,
+)
 
 CASE = decoder_family(
     "olmo",
@@ -18,4 +25,11 @@ CASE = decoder_family(
         "no clip": fault(ROTARY, qkv_clip=None),
         "clip x 1.5": fault("attn.qkv_clip.q_clipped", qkv_clip=times(1.5)),
     },
+    gguf=GgufCase(
+        "olmo",
+        lambda raw: {
+            "attention.layer_norm_epsilon": 1e-5, "attention.clamp_kqv": raw.get("clip_qkv"),
+        },
+        permuted=True,
+    ),
 )  # fmt: skip

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import ROTARY, base_of, based, decoder_family, fault, times
+from tests.models.family_cases import (
+    ROTARY,
+    GgufCase,
+    base_of,
+    based,
+    decoder_family,
+    fault,
+    rms_facts,
+    times,
+)
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -31,4 +40,22 @@ CASE = decoder_family(
         "a longer window": fault("attn.core", windows=(30, 30, 30, None)),
     },
     ropes=(),
+    gguf=GgufCase(
+        "olmo2",
+        lambda raw: {
+            **rms_facts(raw), "rope.freq_base": 300.0, "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64,
+            "attention.sliding_window": 20,
+            "attention.sliding_window_pattern": [True, True, False, True],
+        },
+        changes={
+            "rms_norm_eps": 1e-5,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention",
+                            "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 300.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
 )  # fmt: skip

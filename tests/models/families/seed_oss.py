@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import decoder_family
+from tests.models.family_cases import GgufCase, decoder_family, rms_facts
 
 CASE = decoder_family(
     "seed_oss",
@@ -14,4 +14,5 @@ CASE = decoder_family(
     ),
     {"attention_bias": 1, "attention_out_bias": "x", "mlp_bias": 1, "head_dim": 7},
     {},
+    gguf=GgufCase("seed_oss", rms_facts, changes={"rms_norm_eps": 1e-5}),
 )  # fmt: skip

@@ -1,0 +1,253 @@
+"""GGUF architectures of dense families with one property of their own each.
+
+Two matrices in the MLP (AFM, Nemotron, Jais 2), parallel layers (Command R), norms without weights
+(OLMo 1), windows (OLMo 3), LongRoPE (Phi-3), queries that grow with the position (Ministral 3),
+a single key and value (StarCoder).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modelmill.checkpoint.gguf_config import (
+    WINDOW,
+    ArchitectureKeys,
+    head_dim,
+    read_window_layer_types,
+)
+from modelmill.checkpoint.gguf_families import (
+    GLM_NAMES,
+    LLAMA_NAMES,
+    POST_NORM_NAMES,
+    GgufArchitecture,
+    attention_and_mlp_bias,
+    read_common_config,
+    read_rms_config,
+)
+from modelmill.checkpoint.gguf_rope_scaling import from_longrope_factors, from_metadata
+from modelmill.core.errors import CheckpointError, CorruptCheckpoint, UnknownArchitecture
+
+PLAIN_MLP_NAMES = {name: hf for name, hf in LLAMA_NAMES.items() if name != "blk.ffn_gate"}
+PHI3_NAMES = {**GLM_NAMES, "blk.attn_qkv": "self_attn.qkv_proj"}
+SEED_OSS_NAMES = {
+    **{gguf: name for gguf, name in LLAMA_NAMES.items() if gguf != "blk.ffn_norm"},
+    "blk.post_attention_norm": "post_attention_layernorm",
+}
+STARCODER_NAMES = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+    "blk.attn_norm": "ln_1",
+    "blk.attn_qkv": "attn.c_attn",
+    "blk.attn_output": "attn.c_proj",
+    "blk.ffn_norm": "ln_2",
+    "blk.ffn_up": "mlp.c_fc",
+    "blk.ffn_down": "mlp.c_proj",
+}
+LONGROPE_TENSORS = ("rope_factors_long.weight", "rope_factors_short.weight")
+OLMO_EPS = 1e-5  # of all models; config.json has none
+LAYER_NORM_EPS = "attention.layer_norm_epsilon"
+MULTIPLIER, TEMPERATURE = "rope.scaling.yarn_log_multiplier", "attention.temperature_scale"
+
+
+def _arcee(keys: ArchitectureKeys) -> dict[str, Any]:
+    config = {**read_rms_config(keys), **attention_and_mlp_bias(keys)}
+    return {**config, "head_dim": head_dim(keys)}
+
+
+def _nemotron(keys: ArchitectureKeys) -> dict[str, Any]:
+    return {
+        **read_common_config(keys, partial=True),
+        **attention_and_mlp_bias(keys),
+        "norm_eps": keys.get_positive_float(LAYER_NORM_EPS),
+    }
+
+
+def _jais2(keys: ArchitectureKeys) -> dict[str, Any]:
+    return {
+        **read_common_config(keys),
+        **attention_and_mlp_bias(keys),
+        "head_dim": head_dim(keys),
+        "layer_norm_eps": keys.get_positive_float(LAYER_NORM_EPS),
+    }
+
+
+def _seed_oss(keys: ArchitectureKeys) -> dict[str, Any]:
+    return {
+        **read_rms_config(keys),
+        **attention_and_mlp_bias(keys),
+        "attention_out_bias": keys.has_tensor("blk.0.attn_output.bias"),
+        "head_dim": head_dim(keys),
+    }
+
+
+def _command_r(keys: ArchitectureKeys) -> dict[str, Any]:
+    return {
+        **read_common_config(keys),
+        "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
+        "layer_norm_eps": keys.get_positive_float(LAYER_NORM_EPS),
+        "logit_scale": keys.get_positive_float("logit_scale"),
+        "use_qk_norm": keys.has_tensor("blk.0.attn_q_norm.weight"),
+    }
+
+
+def _olmo(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read OLMo 1; a bound of 0 is none.
+
+    Raises:
+        UnknownArchitecture: for another epsilon than that of all models.
+    """
+    eps = keys.get_positive_float(LAYER_NORM_EPS, OLMO_EPS)
+    if eps != OLMO_EPS:
+        raise UnknownArchitecture(
+            f"{keys.raw.path}: the key olmo.{LAYER_NORM_EPS} is {eps}; modelmill computes "
+            f"{OLMO_EPS}"
+        )
+    bound = "attention.clamp_kqv"
+    stored = keys.view.get(f"{keys.arch}.{bound}")
+    return {
+        **read_common_config(keys),
+        "clip_qkv": keys.get_positive_float(bound) if stored else None,
+        "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
+    }
+
+
+def _olmo2(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read OLMo 2, or with windows OLMo 3, whose layers with a window are not scaled."""
+    config = {**read_rms_config(keys), "attention_bias": keys.has_tensor("blk.0.attn_q.bias")}
+    if WINDOW not in keys:
+        return {**config, "model_type": "olmo2"}
+    theta, scaling = config.pop("rope_theta"), config.pop("rope_scaling")
+    plain = {"rope_type": "default"}
+    return {
+        **config,
+        "model_type": "olmo3",
+        "rope_parameters": {
+            "full_attention": {"rope_theta": theta, **(scaling or plain)},
+            "sliding_attention": {"rope_theta": theta, **plain},
+        },
+        "sliding_window": keys.get_count(WINDOW),
+        "layer_types": read_window_layer_types(keys, config["num_hidden_layers"]),
+    }
+
+
+def _phi3(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read Phi-3, 3.5 and 4; a window of 0 is none.
+
+    Raises:
+        CheckpointError: for factors of LongRoPE that do not fit, or an unknown scaling.
+    """
+    trained = "rope.scaling.original_context_length"
+    has_window = bool(keys.view.get(f"{keys.arch}.{WINDOW}"))
+    has_factors = any(keys.has_tensor(name) for name in LONGROPE_TENSORS)
+    scaling = _longrope(keys) if has_factors else None
+    config = read_rms_config(keys, partial=True, scaled=not has_factors)
+    context = config["max_position_embeddings"]
+    return {
+        **config,
+        "rope_scaling": scaling or config["rope_scaling"],
+        "original_max_position_embeddings": keys.get_count(trained, context),
+        "sliding_window": keys.get_count(WINDOW) if has_window else None,
+    }
+
+
+def _longrope(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read LongRoPE's factors, and what cosines and sines are multiplied by."""
+    raw, channels = keys.raw, head_dim(keys, partial=True)
+    rotated = keys.get_count("rope.dimension_count", channels)
+    lists = []
+    for name in LONGROPE_TENSORS:
+        if not keys.has_tensor(name):
+            raise CorruptCheckpoint(
+                f"{raw.path}: has no {name} beside the factors of other lengths"
+            )
+        shape = raw.tensor_info(name).shape
+        if shape != (rotated // 2,):
+            raise CorruptCheckpoint(
+                f"{raw.path}: {name} has {list(shape)}, not one number for each of the "
+                f"{rotated // 2} frequencies"
+            )
+        lists.append(raw.get(name).float().tolist())
+    try:
+        return from_longrope_factors(keys.view, keys.arch, lists[1], lists[0])
+    except CheckpointError as error:
+        raise type(error)(f"{raw.path}: {error}") from None
+
+
+def _mistral3(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read Ministral 3, or, without a temperature, the text half of a Mistral 3, a Mistral."""
+    config = {**read_rms_config(keys, scaled=False), "head_dim": head_dim(keys)}
+    scaling = _scaling_with_multiplier(keys)
+    if TEMPERATURE not in keys:
+        return {**config, "model_type": "mistral", "rope_scaling": scaling}
+    if scaling is None or scaling["rope_type"] != "yarn":
+        raise UnknownArchitecture(
+            f"{keys.raw.path}: has {TEMPERATURE} without a scaling of type yarn; use its Hugging "
+            "Face folder"
+        )
+    slope = keys.get_positive_float(TEMPERATURE)
+    theta = config.pop("rope_theta")
+    rope = {"rope_theta": theta, **scaling, "llama_4_scaling_beta": slope}
+    return {**config, "model_type": "ministral3", "rope_scaling": None, "rope_parameters": rope}
+
+
+def _scaling_with_multiplier(keys: ArchitectureKeys) -> dict[str, Any] | None:
+    """Read the scaling; the multiplier is ``mscale_all_dim``, which ``mscale`` equals."""
+    others = {k: v for k, v in keys.raw.metadata.items() if k != f"{keys.arch}.{MULTIPLIER}"}
+    for key in others:
+        if key.startswith(f"{keys.arch}.rope.scal"):
+            keys.view.get(key)
+    try:
+        scaling = from_metadata(others, keys.arch)
+    except CheckpointError as error:
+        raise type(error)(f"{keys.raw.path}: {error}") from None
+    if scaling is None or not keys.view.get(f"{keys.arch}.{MULTIPLIER}"):
+        return scaling
+    mscale = keys.get_positive_float(MULTIPLIER)
+    return {**scaling, "mscale": mscale, "mscale_all_dim": mscale}
+
+
+def _starcoder(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read StarCoder 1; the file does not name the activation, llama.cpp has it fixed.
+
+    Raises:
+        UnknownArchitecture: for several keys and values, which the converter does not tell.
+    """
+    kv_heads = keys.get_count("attention.head_count_kv", 1)
+    if kv_heads != 1:
+        raise UnknownArchitecture(
+            f"{keys.raw.path}: the key starcoder.attention.head_count_kv is {kv_heads}; modelmill "
+            "reads GGUFs of StarCoder with one key and value"
+        )
+    return {
+        "n_embd": keys.get_count("embedding_length"),
+        "n_layer": keys.get_count("block_count"),
+        "n_head": keys.get_count("attention.head_count"),
+        "n_positions": keys.get_count("context_length"),
+        "n_inner": keys.get_count("feed_forward_length"),
+        "layer_norm_epsilon": keys.get_positive_float(LAYER_NORM_EPS),
+        "activation_function": "gelu_pytorch_tanh",
+        "multi_query": True,
+    }
+
+
+DENSE_ARCHITECTURES = {
+    "arcee": GgufArchitecture(PLAIN_MLP_NAMES, has_permuted_qk=True, read_config=_arcee),
+    "nemotron": GgufArchitecture(PLAIN_MLP_NAMES, norms_plus_one=True, read_config=_nemotron),
+    "jais2": GgufArchitecture(PLAIN_MLP_NAMES, read_config=_jais2),
+    "seed_oss": GgufArchitecture(SEED_OSS_NAMES, read_config=_seed_oss),
+    "command-r": GgufArchitecture(LLAMA_NAMES, model_type="cohere", read_config=_command_r),
+    "olmo": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=_olmo),
+    "olmo2": GgufArchitecture(POST_NORM_NAMES, read_config=_olmo2, chosen_types=("olmo2", "olmo3")),
+    "phi3": GgufArchitecture(PHI3_NAMES, read_config=_phi3),
+    "mistral3": GgufArchitecture(
+        LLAMA_NAMES,
+        has_permuted_qk=True,
+        read_config=_mistral3,
+        chosen_types=("mistral", "ministral3"),
+    ),
+    "starcoder": GgufArchitecture(
+        STARCODER_NAMES, "transformer.h", model_type="gpt_bigcode", read_config=_starcoder
+    ),
+}
