@@ -60,14 +60,18 @@ class _Batch(ctypes.Structure):
 
 
 class LlamaCpp:
-    """llama.cpp's library."""
+    """llama.cpp's library.
+
+    Attributes:
+        functions: Its functions by their names.
+    """
 
     def __init__(self, folder: Path) -> None:
         loaded = {name: self._load(folder, name) for name in LIBRARIES}
         load_backends = loaded["libggml"].ggml_backend_load_all_from_path
         load_backends.argtypes = [ctypes.c_char_p]
         load_backends(str(folder).encode())
-        self._lib = lib = loaded["libllama"]
+        self.functions = lib = loaded["libllama"]
         for name in ("llama_model_default_params", "llama_context_default_params"):
             getattr(lib, name).restype = _Params
         lib.llama_model_load_from_file.restype = ctypes.c_void_p
@@ -90,7 +94,7 @@ class LlamaCpp:
 
     def logits(self, path: Path, ids: Sequence[int], vocabulary: int) -> torch.Tensor:
         """Logits [T, V] of a prompt."""
-        lib = self._lib
+        lib = self.functions
         model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
         if not model:
             raise RuntimeError("llama.cpp does not load it")

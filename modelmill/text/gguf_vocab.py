@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
 from modelmill.core.errors import TokenizerError
+from modelmill.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from modelmill.text.hf import byte_level_core, character_level_core, from_core
 from modelmill.text.spm import SPACE, build_spm
 from modelmill.text.spm_proto import (
@@ -24,42 +25,6 @@ from modelmill.text.tokenizer_base import Tokenizer
 from modelmill.text.tokenizer_files import TokenizerSettings, is_token_id, read_json, read_settings
 
 GGUF_VOCAB_FILE = "gguf_vocab.json"
-CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-WHITESPACE_PATTERN = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-CAPITALS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-SMALL_LETTERS = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-# how text is cut before merging, by the file's tokenizer.ggml.pre
-SPLIT_PATTERNS = {
-    "llama3": (
-        rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| "
-        rf"?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
-        rf"|{WHITESPACE_PATTERN}"
-    ),
-    "qwen2": (
-        rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
-        rf"|{WHITESPACE_PATTERN}"
-    ),
-    "qwen35": (
-        rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{WHITESPACE_PATTERN}"
-    ),
-    # o200k, of gpt-oss: words in small letters, or capitals before small ones
-    "gpt-4o": (
-        rf"[^\r\n\p{{L}}\p{{N}}]?{CAPITALS}*{SMALL_LETTERS}+{CONTRACTIONS}?"
-        rf"|[^\r\n\p{{L}}\p{{N}}]?{CAPITALS}+{SMALL_LETTERS}*{CONTRACTIONS}?"
-        rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{WHITESPACE_PATTERN}"
-    ),
-}
-PRE_TOKENIZER_ALIASES = {
-    "": "gpt-2",
-    "default": "gpt-2",
-    "gpt2": "gpt-2",
-    "llama-v3": "llama3",
-    "llama-bpe": "llama3",
-    "deepseek-r1-qwen": "qwen2",
-    "smollm2": "smollm",
-}
-PLAIN_PRE_TOKENIZERS = ("gpt-2", "smollm")
 SPECIAL_TOKEN_ROLES = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -113,26 +78,24 @@ def read_vocabulary(files: Mapping[str, bytes]) -> dict[str, Any]:
 def _byte_level(
     data: Mapping[str, Any], tokens: list[str], types: list[int], files: Mapping[str, bytes]
 ) -> Tokenizer:
-    pre = str(data.get("pre", ""))
-    pre = PRE_TOKENIZER_ALIASES.get(pre, pre)
-    if pre not in SPLIT_PATTERNS and pre not in PLAIN_PRE_TOKENIZERS:
-        known = ", ".join(
-            sorted({*SPLIT_PATTERNS, *PLAIN_PRE_TOKENIZERS, *PRE_TOKENIZER_ALIASES} - {""})
-        )
+    name = str(data.get("pre", ""))
+    pre = PRE_TOKENIZERS.get(name)
+    if pre is None:
         raise TokenizerError(
-            f"the GGUF file's pre-tokenizer {pre[:40]!r} is not supported (known: {known})"
+            f"the GGUF file's pre-tokenizer {name[:40]!r} is not supported (known: "
+            f"{', '.join(sorted(filter(None, PRE_TOKENIZERS)))})"
         )
     vocab = {text: id for id, text in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise TokenizerError("the GGUF file's vocabulary holds a token twice")
     core = byte_level_core(
-        vocab, _merges(data), "the GGUF file's vocabulary", ignore_merges=pre == "llama3"
+        vocab, _merges(data), "the GGUF file's vocabulary", ignore_merges=pre.ignores_merges
     )
-    core.pre_tokenizer = _pre_tokenizer(pre)
-    if pre.startswith("qwen"):
+    core.pre_tokenizer = pre.build()
+    if pre.normalizes:
         core.normalizer = normalizers.NFC()
     return _add_special_tokens(
-        core, data, tokens, types, _settings(data, files, pre == "llama3", tokens)
+        core, data, tokens, types, _settings(data, files, pre.adds_bos, tokens)
     )
 
 
@@ -194,17 +157,6 @@ def _add_special_tokens(
     return from_core(
         core, settings, tokenizer_type="gguf-bpe", file="the GGUF file", special_ids=ids
     )
-
-
-def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
-    if pre == "gpt-2":
-        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if pre == "smollm":
-        words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
-    split = pre_tokenizers.Split(Regex(SPLIT_PATTERNS[pre]), behavior="isolated")
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([split, letters])
 
 
 def _sentencepiece(

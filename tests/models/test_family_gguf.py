@@ -366,8 +366,8 @@ def test_other_files_of_dense_families(
 
     def tensors(raw: dict[str, Any], read: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         made = read if make is None else make(raw, read)
-        kept = raw.get("rope_scaling") is not None
-        return {key: each for key, each in made.items() if kept or "rope_factors" not in key}
+        scaled = raw.get("rope_scaling") is not None
+        return {key: each for key, each in made.items() if scaled or "rope_factors" not in key}
 
     changed = replace(case.gguf, facts=lambda raw: own(raw) | facts, tensors=tensors)
     check_gguf(replace(case, gguf=changed), tmp_path)
