@@ -47,7 +47,7 @@ TESTS = {
     "numpy": ("tests/weights/test_int4.py", "tests/artifact/test_shard.py"),
     "safetensors": ("tests/checkpoint/test_safetensors.py",),
     "tokenizers": ("tests/text/test_tokenizer.py",),
-    "tiktoken": ("tests/text/test_tiktoken_qwen.py",),
+    "tiktoken": ("tests/text/test_tiktoken_vocab.py",),
     "sentencepiece": ("tests/text/test_spm.py",),
     "jinja2": ("tests/text/test_chat.py",),
     "huggingface_hub": ("tests/checkpoint/test_pull.py",),

@@ -18,6 +18,7 @@ TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "tiktoken.model",
     "vocab.json",
     "merges.txt",
     "added_tokens.json",
@@ -33,7 +34,13 @@ TEMPLATE_FILE = re.compile(r"additional_chat_templates/[\w-]+\.jinja", re.ASCII)
 """Further chat templates by name, as transformers 5 writes them beside chat_template.jinja."""
 
 
-VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "pieces.json")
+VOCABULARY_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tiktoken.model",
+    "vocab.json",
+    "pieces.json",
+)
 """Files of which a tokenizer has one; other files by save_pretrained only describe it."""
 
 SPECIAL_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}

@@ -9,8 +9,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
 from modelmill.core.errors import TokenizerError
-from modelmill.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from modelmill.text.hf import byte_level_core, character_level_core, from_core
+from modelmill.text.pre_tokenizers import PRE_TOKENIZERS
 from modelmill.text.spm import SPACE, build_spm
 from modelmill.text.spm_proto import (
     BYTE,

@@ -31,6 +31,13 @@ from modelmill.text.tokenizer_files import (
 )
 
 SPACE = "▁"
+CHATGLM_CLASS = "ChatGLMTokenizer"
+CHATGLM_TOKENS = (
+    "[MASK]", "[gMASK]", "[sMASK]", "sop", "eop",
+    "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
+)  # fmt: skip
+"""Of ChatGLM2 and 3, behind the pieces, whether the config names them or not."""
+CHATGLM_PREFIX = ("[gMASK]", "sop")
 BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -44,9 +51,14 @@ def load_spm_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     model = read_model(proto, "tokenizer.model")
     added_tokens = read_json(files, "added_tokens.json")
     settings = read_settings(files)
+    prefix: tuple[str, ...] = ()
+    if read_json(files, "tokenizer_config.json").get("tokenizer_class") == CHATGLM_CLASS:
+        first, prefix = len(model.pieces), CHATGLM_PREFIX
+        added_tokens |= {text: first + i for i, text in enumerate(CHATGLM_TOKENS)}
     return from_proto(
-        proto, model, settings, added_tokens, tokenizer_type="sentencepiece", file="tokenizer.model"
-    )
+        proto, model, settings, added_tokens, tokenizer_type="sentencepiece",
+        file="tokenizer.model", prefix=prefix,
+    )  # fmt: skip
 
 
 def load_pieces(files: Mapping[str, bytes]) -> Tokenizer:
@@ -105,8 +117,12 @@ def from_proto(
     *,
     tokenizer_type: str,
     file: str,
+    prefix: tuple[str, ...] = (),
 ) -> SpmTokenizer:
-    """Make a tokenizer from a serialized model, and added tokens and names of other files."""
+    """Make a tokenizer from a serialized model, and added tokens and names of other files.
+
+    prefix: control tokens that begin a prompt in the place of BOS.
+    """
     processor = _processor(proto, file)
     added = _added_tokens(added_tokens, settings, model, file)
     known = {piece.text: id for id, piece in enumerate(model.pieces)} | added
@@ -134,6 +150,7 @@ def from_proto(
         if text in known
     }
     bos, eos = by_id.get("bos_token"), by_id.get("eos_token")
+    begins = (bos,) if bos is not None and settings.add_bos is not False else ()
     traits = VocabInfo(
         tokenizer_type=tokenizer_type,
         vocab_size=max(known.values()) + 1,
@@ -142,7 +159,7 @@ def from_proto(
         bos_id=bos,
         eos_ids=unique_ids([eos, *settings.eos_ids]),
         pad_id=by_id.get("pad_token", model.pad_id if model.pad_id >= 0 else None),
-        prefix=(bos,) if bos is not None and settings.add_bos is not False else (),
+        prefix=tuple(control[text] for text in prefix) if prefix else begins,
         suffix=(eos,) if eos is not None and settings.add_eos else (),
         template_names=names,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from modelmill.core.errors import TokenizerError
@@ -13,10 +14,11 @@ __all__ = ["Tokenizer", "load_tokenizer"]
 def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     """The tokenizer that these files describe (name → content).
 
-    In this order: gguf_vocab.json, tokenizer.json, *.tiktoken, tokenizer.model, vocab.json +
-    merges.txt,
-    pieces.json. Raises TokenizerError, naming the file, when none is there or the one there is
-    broken.
+    In this order: gguf_vocab.json, tokenizer.json, *.tiktoken, tiktoken.model, tokenizer.model
+    (SentencePiece's or tiktoken's), vocab.json + merges.txt, pieces.json.
+
+    Raises:
+        TokenizerError: when none is there or the one there is broken; the message names the file.
     """
     # imported here, not above: a server with a tiktoken model need not load the other two libraries
     if "gguf_vocab.json" in files:
@@ -27,10 +29,10 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
         from modelmill.text.hf import load_tokenizer_json
 
         return load_tokenizer_json(files)
-    if any(name.endswith(".tiktoken") for name in files):
-        from modelmill.text.tiktoken_qwen import load_tiktoken_tokenizer
+    if (name := _tiktoken_file(files)) is not None:
+        from modelmill.text.tiktoken_vocab import load_tiktoken_tokenizer
 
-        return load_tiktoken_tokenizer(files)
+        return load_tiktoken_tokenizer(files, name)
     if "tokenizer.model" in files:
         from modelmill.text.spm import load_spm_tokenizer
 
@@ -44,6 +46,16 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
 
         return load_pieces(files)
     raise TokenizerError(
-        "no tokenizer found: expected tokenizer.json, qwen.tiktoken, tokenizer.model, or "
+        "no tokenizer found: expected tokenizer.json, *.tiktoken, tokenizer.model, or "
         "vocab.json with merges.txt"
     )
+
+
+def _tiktoken_file(files: Mapping[str, bytes]) -> str | None:
+    """The name of the file in tiktoken's format; None if there is none."""
+    for name in (*sorted(name for name in files if name.endswith(".tiktoken")), "tiktoken.model"):
+        if name in files:
+            return name
+    # GLM-4's of before 2024-11: the first line is "IQ== 0"; SentencePiece's begins with a tag
+    stored = files.get("tokenizer.model", b"")[:64]
+    return "tokenizer.model" if re.match(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?\n", stored) else None

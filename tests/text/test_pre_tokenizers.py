@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelmill.text.gguf_pre_tokenizers import PRE_TOKENIZERS
+from modelmill.text.pre_tokenizers import PRE_TOKENIZERS
 
 REPRESENTATIVES = sorted({each.cuts: name for name, each in PRE_TOKENIZERS.items()}.values())
 """A name for each sequence of cuts."""

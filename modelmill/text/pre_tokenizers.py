@@ -1,4 +1,4 @@
-r"""How text is cut into words before merging, by a GGUF file's tokenizer.ggml.pre.
+r"""How text is cut into words before merging, by the names of a GGUF's tokenizer.ggml.pre.
 
 Each cut is a regular expression: its matches become pieces, and so does what lies between them. A
 sequence of cuts is applied one after another, each to the pieces that the ones before left. The
