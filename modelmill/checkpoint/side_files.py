@@ -16,6 +16,7 @@ MAX_SIDE_FILE_BYTES = 128 << 20
 
 TOKENIZER_FILES = (
     "tokenizer.json",
+    "tekken.json",
     "tokenizer_config.json",
     "tokenizer.model",
     "tiktoken.model",
@@ -36,6 +37,7 @@ TEMPLATE_FILE = re.compile(r"additional_chat_templates/[\w-]+\.jinja", re.ASCII)
 
 VOCABULARY_FILES = (
     "tokenizer.json",
+    "tekken.json",
     "tokenizer.model",
     "tiktoken.model",
     "vocab.json",

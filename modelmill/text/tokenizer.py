@@ -14,8 +14,9 @@ __all__ = ["Tokenizer", "load_tokenizer"]
 def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     """The tokenizer that these files describe (name → content).
 
-    In this order: gguf_vocab.json, tokenizer.json, *.tiktoken, tiktoken.model, tokenizer.model
-    (SentencePiece's or tiktoken's), vocab.json + merges.txt, pieces.json.
+    In this order: gguf_vocab.json, tekken.json, tokenizer.json, *.tiktoken, tiktoken.model,
+    tokenizer.model (SentencePiece's or tiktoken's), vocab.json + merges.txt, pieces.json. Mistral's
+    tekken.json comes before tokenizer.json, which was made from it, in some models with other cuts.
 
     Raises:
         TokenizerError: when none is there or the one there is broken; the message names the file.
@@ -25,6 +26,10 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
         from modelmill.text.gguf_vocab import load_gguf_tokenizer
 
         return load_gguf_tokenizer(files)
+    if "tekken.json" in files:
+        from modelmill.text.tekken import load_tekken_tokenizer
+
+        return load_tekken_tokenizer(files)
     if "tokenizer.json" in files:
         from modelmill.text.hf import load_tokenizer_json
 

@@ -31,7 +31,7 @@ CUT_SLACK_TOKENS = 8
 class VocabInfo:
     """The facts about a vocabulary that do not depend on how it splits text."""
 
-    tokenizer_type: str  # "hf", "tiktoken", "sentencepiece", "gguf-bpe" or "gguf-spm"
+    tokenizer_type: str  # "hf", "tiktoken", "tekken", "sentencepiece", "gguf-bpe" …
     vocab_size: int  # the highest id + 1
     special: Mapping[str, int]  # control tokens: their text → id
     skipped_ids: frozenset[int]  # ids that decode(skip_special=True) leaves out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from modelmill.core.errors import TokenizerError
 
@@ -136,7 +136,7 @@ def unique_ids(ids: Iterable[int | None]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(id for id in ids if id is not None))
 
 
-def is_token_id(value: object) -> bool:
+def is_token_id(value: object) -> TypeGuard[int]:
     """Return whether a JSON value can be a token id (bool is an int in Python)."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
 

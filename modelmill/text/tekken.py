@@ -1,0 +1,139 @@
+"""Mistral's tekken.json: control tokens first, then the vocabulary with its ranks behind them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Any
+
+import tiktoken
+
+from modelmill.core.errors import TokenizerError
+from modelmill.text.tiktoken_vocab import TiktokenTokenizer
+from modelmill.text.tokenizer_base import Tokenizer, VocabInfo
+from modelmill.text.tokenizer_files import is_token_id, read_json, read_settings, unique_ids
+
+TEKKEN_FILE = "tekken.json"
+# of files that do not list them, which have the versions up to 7
+OLDER_CONTROL_TOKENS = (
+    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
+    "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]",
+    "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]",
+    "[TOOL_CONTENT]",
+)  # fmt: skip
+NAMES = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+
+
+def load_tekken_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
+    """Load tekken.json.
+
+    Raises:
+        TokenizerError: if the file is invalid; the message says what.
+    """
+    data = read_json(files, TEKKEN_FILE)
+    config = data.get("config")
+    if not isinstance(config, dict) or not isinstance(config.get("pattern"), str):
+        raise TokenizerError(f"{TEKKEN_FILE}: needs a config with a pattern")
+    size, first = (config.get(f"default_{key}") for key in ("vocab_size", "num_special_tokens"))
+    if not is_token_id(size) or not is_token_id(first) or not first < size:
+        raise TokenizerError(
+            f"{TEKKEN_FILE}: default_vocab_size must be an integer above default_num_special_tokens"
+        )
+    special, control = _control_tokens(data, first)
+    try:
+        encoding = tiktoken.Encoding(
+            TEKKEN_FILE,
+            pat_str=config["pattern"],
+            mergeable_ranks=_ranks(data, size - first),
+            special_tokens={},
+        )
+    except TokenizerError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:160]
+        raise TokenizerError(f"{TEKKEN_FILE} cannot be read as a tokenizer: {reason}") from None
+    settings = read_settings(files)
+    names = {
+        key: text
+        for key, text in (NAMES | dict(settings.special_tokens)).items()
+        if text in special
+    }
+    bos, eos, pad = (special.get(names.get(f"{key}_token", "")) for key in ("bos", "eos", "pad"))
+    traits = VocabInfo(
+        tokenizer_type="tekken",
+        vocab_size=size,
+        special=special,
+        skipped_ids=frozenset(special[text] for text in control),
+        bos_id=bos,
+        eos_ids=unique_ids([eos, *settings.eos_ids]),
+        pad_id=pad,
+        prefix=(bos,) if bos is not None and settings.add_bos is not False else (),
+        suffix=(eos,) if eos is not None and settings.add_eos else (),
+        template_names=names,
+    )
+    return TekkenTokenizer(encoding, traits, first)
+
+
+def _control_tokens(data: Mapping[str, Any], count: int) -> tuple[dict[str, int], set[str]]:
+    """Return text → id of all tokens before the vocabulary, and the texts that are not decoded."""
+    listed = data.get("special_tokens")
+    if listed is None:
+        rows = [{"rank": i, "token_str": text} for i, text in enumerate(OLDER_CONTROL_TOKENS)]
+    elif isinstance(listed, list) and all(isinstance(row, dict) for row in listed):
+        rows = listed
+    else:
+        raise TokenizerError(f"{TEKKEN_FILE}: special_tokens must be a list of objects")
+    by_id = {i: f"<SPECIAL_{i}>" for i in range(count)}
+    shown: set[str] = set()
+    for row in rows:
+        id, text = row.get("rank"), row.get("token_str")
+        if not is_token_id(id) or id >= count or not isinstance(text, str) or not text:
+            raise TokenizerError(
+                f"{TEKKEN_FILE}: special_tokens must have a rank below {count} and a token_str"
+            )
+        by_id[id] = text
+        if row.get("is_control") is False:
+            shown.add(text)
+    special = {text: id for id, text in by_id.items()}
+    if len(special) != count:
+        raise TokenizerError(f"{TEKKEN_FILE}: special_tokens has a token twice")
+    return special, set(special) - shown
+
+
+def _ranks(data: Mapping[str, Any], count: int) -> dict[bytes, int]:
+    """Return bytes → rank of the tokens that the model has; the file may have more."""
+    rows = data.get("vocab")
+    if not isinstance(rows, list) or len(rows) < count:
+        raise TokenizerError(f"{TEKKEN_FILE}: vocab must be a list of at least {count} tokens")
+    ranks: dict[bytes, int] = {}
+    for rank, row in enumerate(rows[:count]):
+        try:
+            token = base64.b64decode(row["token_bytes"], validate=True)
+            valid = row["rank"] == rank and token not in ranks
+        except (TypeError, KeyError, ValueError, binascii.Error):
+            valid = False
+        if not valid:
+            raise TokenizerError(
+                f"{TEKKEN_FILE}: vocab {rank} must have the rank {rank} and token_bytes of its own"
+            )
+        ranks[token] = rank
+    return ranks
+
+
+class TekkenTokenizer(TiktokenTokenizer):
+    """tiktoken's BPE, whose ids begin behind the control tokens."""
+
+    def __init__(self, encoding: tiktoken.Encoding, traits: VocabInfo, first: int) -> None:
+        super().__init__(encoding, traits, normalizes=False)
+        self._first = first
+        self._control_bytes = {id: text.encode() for text, id in traits.special.items()}
+
+    def _encode_ordinary(self, text: str, at_start: bool) -> list[int]:
+        return [self._first + id for id in super()._encode_ordinary(text, at_start)]
+
+    def token_bytes(self, id: int) -> bytes:
+        """Return the exact bytes of a token; b"" for an unknown id."""
+        if id < self._first:
+            return self._control_bytes.get(id, b"")
+        return super().token_bytes(id - self._first)
