@@ -48,9 +48,9 @@ from modelmill.core.errors import UsageError
 from modelmill.core.generation_defaults import GenerationDefaults, read_generation
 from modelmill.core.model_family import LANGUAGE, family_options
 from modelmill.core.progress import Progress
+from modelmill.nn.fused_decode import model_kv_shape
 from modelmill.nn.kv import KVShape, kv_cache_dtype
 from modelmill.nn.layer_stack import layer_stacks, state_shape
-from modelmill.nn.model_kv import model_kv_shape
 from modelmill.nn.per_layer_input import per_layer_input_size
 from modelmill.nn.recurrent_state import NO_STATE, StateShape
 from modelmill.ops import registry

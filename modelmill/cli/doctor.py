@@ -132,8 +132,8 @@ def _kv_windows(artifact: Artifact) -> list[dict[str, int | None]]:
     import torch
 
     from modelmill.loader.model_loader import build_rank_model
+    from modelmill.nn.fused_decode import model_kv_shape
     from modelmill.nn.kv import kv_cache_dtype
-    from modelmill.nn.model_kv import model_kv_shape
     from modelmill.ops import registry
     from modelmill.parallel.tp_group import SINGLE_RANK
 

@@ -15,10 +15,10 @@ from modelmill.core.errors import CapacityError, UsageError
 from modelmill.core.window_pages import longest_sequence, max_pages_in_groups
 from modelmill.loader.state_capacity import StateCapacity, state_capacity
 from modelmill.nn.expert_stack import max_dequantized_expert_bytes
+from modelmill.nn.fused_decode import model_kv_shape
 from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
-from modelmill.nn.model_kv import model_kv_shape
 from modelmill.nn.recurrent_state import RecurrentStateCache, state_step
 from modelmill.nn.step import Step
 from modelmill.ops.registry import Ops

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -110,7 +111,9 @@ def build_rank_model(
     """
     manifest = artifact.manifest
     model = build_model(manifest.model_type, manifest.config)
-    shard_model(model, tp_group, lambda name: _column_alignment(artifact, name), expert_parallel)
+    if tp_group.size > 1:
+        alignment_for = functools.partial(_column_alignment, artifact)
+        shard_model(model, tp_group, alignment_for, expert_parallel)
     return model
 
 

@@ -45,20 +45,17 @@ class UnpackReport:
         )
 
 
-def unpack_cpu_weights(
-    model: nn.Module, ops: Ops, dtype: torch.dtype, device: str, tp_group: TPGroup = SINGLE_RANK
+def unpack_weights_without_kernels(
+    model: nn.Module, ops: Ops, dtype: torch.dtype, tp_group: TPGroup = SINGLE_RANK
 ) -> None:
-    """Unpack what would be unpacked in every step, and log what makes inference slow on this CPU.
+    """Unpack on a CPU what would be unpacked in every step, and log what makes inference slow.
 
     Args:
         model: The loaded model; its weights are replaced.
         ops: The selected ops.
         dtype: Of activations.
-        device: Nothing is done unless it is "cpu".
         tp_group: Its ranks share this machine's memory; only rank 0 logs.
     """
-    if device != "cpu":
-        return
     report = unpack_weights(
         model,
         ops,

@@ -32,11 +32,11 @@ from modelmill.loader.model_loader import build_rank_model, load_model
 from modelmill.loader.sleepable_memory import SleepableMemory
 from modelmill.loader.state_capacity import StateCapacity
 from modelmill.loader.tuning import load_tuning
-from modelmill.loader.unpack_weights import unpack_cpu_weights
+from modelmill.loader.unpack_weights import unpack_weights_without_kernels
+from modelmill.nn.fused_decode import model_kv_shape
 from modelmill.nn.kv import KVCache, Zeros, kv_cache_dtype, zeros_without_writing
 from modelmill.nn.latent_attention import HistoryExpansion
 from modelmill.nn.layer_stack import model_state_shape
-from modelmill.nn.model_kv import model_kv_shape
 from modelmill.nn.recurrent_state import RecurrentStateCache
 from modelmill.nn.shard_model import experts_by_rank
 from modelmill.ops.launch_configs import TunedLaunchConfigs
@@ -103,7 +103,8 @@ class EngineCore:
         self.dtype = capacity.activation_dtype(model)
         self.kv_dtype = kv_cache_dtype(config.kv_cache_dtype, self.dtype)
         self.ops = select_backends(self.device, config.kernels, tuning)
-        unpack_cpu_weights(model, self.ops, self.dtype, self.device, tp_group)
+        if self.device == "cpu":
+            unpack_weights_without_kernels(model, self.ops, self.dtype, tp_group)
         self.vocab = int(model.config.vocab)  # type: ignore[union-attr, arg-type]
         self.max_model_len = capacity.max_sequence_len(model, config, max_model_len)
         self.page_size = config.page_size
@@ -118,9 +119,8 @@ class EngineCore:
         self.scheduler = self._make_scheduler(width)
         memory, kv, states, padding = self._allocate_caches()
         packer = self._make_packer(padding)
-        self.vision_runner = VisionEncoderRunner(
-            model, self.ops, self.device, graphs=cuda and config.cuda_graphs
-        )
+        graphs = cuda and config.cuda_graphs
+        self.vision_runner = VisionEncoderRunner(model, self.ops, self.device, graphs=graphs)
         self.sampler = Sampler(self.vocab, self.device, self.ops)
         self._overlap = cuda if overlap is None else overlap
         if cuda:

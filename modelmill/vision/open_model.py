@@ -8,7 +8,7 @@ from modelmill.artifact.manifest import check_engine_type
 from modelmill.artifact.store import Artifact
 from modelmill.core.registry import find_module
 from modelmill.loader.model_loader import load_model
-from modelmill.loader.unpack_weights import unpack_cpu_weights
+from modelmill.loader.unpack_weights import unpack_weights_without_kernels
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.registry import select_backends
 from modelmill.vision.image_embedding import DEFAULT_CACHE_BYTES
@@ -44,5 +44,6 @@ def open_sam_model(
     sam_model = SamModel(
         model, VisionContext(ops), family.IMAGE_MEAN, family.IMAGE_STD, cache_bytes
     )
-    unpack_cpu_weights(model, ops, sam_model.dtype, device)
+    if device == "cpu":
+        unpack_weights_without_kernels(model, ops, sam_model.dtype)
     return sam_model

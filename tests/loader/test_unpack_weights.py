@@ -244,7 +244,7 @@ def test_a_small_machine_reports_what_stays_packed(
     monkeypatch.setattr(build, "load", lambda: "no C++ compiler is here; install g++")
     monkeypatch.setattr(unpack_weights, "UNPACKED_MEMORY_FRACTION", 0.0)
     with caplog.at_level(logging.WARNING, "modelmill"):
-        unpack_weights.unpack_cpu_weights(_int8_model(), TORCH, torch.float32, "cpu")
+        unpack_weights.unpack_weights_without_kernels(_int8_model(), TORCH, torch.float32)
     assert [("no compiled" in line, "unpacked again" in line) for line in caplog.messages] == [
         (True, False),
         (False, True),
@@ -260,5 +260,5 @@ def test_up_projections_of_latent_attention_are_packed_when_an_engine_is_loaded(
         LatentAttentionCore, "packed_up_projections", lambda core: packed.append(core)
     )
     model = torch.nn.Sequential(make_core())
-    unpack_weights.unpack_cpu_weights(model, TORCH, torch.bfloat16, "cpu")
+    unpack_weights.unpack_weights_without_kernels(model, TORCH, torch.bfloat16)
     assert packed == [*model]

@@ -18,7 +18,7 @@ from modelmill.core.errors import UsageError
 from modelmill.core.types import Request
 from modelmill.loader.model_loader import fill_weights
 from modelmill.nn.decoder import Decoder
-from modelmill.nn.model_kv import model_kv_shape
+from modelmill.nn.fused_decode import model_kv_shape
 from modelmill.runtime import cuda_graphs
 from modelmill.runtime.batch import reserve_step_buffers
 from modelmill.runtime.engine_core import EngineCore

@@ -11,13 +11,12 @@
 //
 // Each output is one chain of multiply-adds along K and one final reduction, whatever the blocking,
 // so that a row gives the same bits alone and in a batch. Register blocking of up to 6 rows of x by
-// 8 weight rows; weights are streamed with software prefetch (prefetch.h), or on AVX2 from rows far
-// apart (far_rows.h).
+// 8 weight rows; weights are streamed with software prefetch, or on AVX2 from rows far apart
+// (weight_stream.h).
 #pragma once
 #include "common/simd.h"
-#include "common/prefetch.h"
+#include "common/weight_stream.h"
 #include "common/parallel_for.h"
-#include "common/far_rows.h"
 
 namespace mill {
 

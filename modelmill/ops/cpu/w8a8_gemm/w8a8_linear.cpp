@@ -7,7 +7,7 @@
 // Technique: AVX-512 VNNI (vpdpbusd), AVX-512 or AVX2 multiply-add, portable C++; software prefetch
 // Ops: w8a8_linear
 #include "common/simd.h"
-#include "common/prefetch.h"
+#include "common/weight_stream.h"
 #include "common/parallel_for.h"
 
 namespace mill {

@@ -6,7 +6,8 @@
 // Layout: codes in rows, 32 columns a run
 // Range: any M; AVX2 without AVX-512
 // Technique: AVX2 multiply-add of 16-bit integers (vpmaddwd), register blocking, rows far
-//     apart in flight (far_rows.h); from five rows of x on a tile of unpacked weights in the cache
+//     apart in flight (weight_stream.h); from five rows of x on a tile of unpacked weights in the
+//     cache
 // Used by: groupwise.h
 //
 // 128 columns of a row of x share a power of two, by which they become 16-bit integers: exactly if
@@ -20,7 +21,7 @@
 #include <limits>
 
 #include "common/parallel_for.h"
-#include "common/far_rows.h"
+#include "common/weight_stream.h"
 #include "common/simd.h"
 
 namespace mill {
