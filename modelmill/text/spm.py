@@ -125,9 +125,11 @@ def from_proto(
     """
     processor = _processor(proto, file)
     added = _added_tokens(added_tokens, settings, model, file)
-    known = {piece.text: id for id, piece in enumerate(model.pieces)} | added
+    replaced = set(added.values())
+    pieces = {p.text: id for id, p in enumerate(model.pieces) if id not in replaced}
+    known = pieces | added
     control = {
-        p.text: id for id, p in enumerate(model.pieces) if p.type in (CONTROL, UNKNOWN)
+        text: id for text, id in pieces.items() if model.pieces[id].type in (CONTROL, UNKNOWN)
     } | added
     names = {
         key: model.pieces[id].text
@@ -188,8 +190,8 @@ class SpmTokenizer(Tokenizer):
         self._leading = {
             id for id, piece in enumerate(model.pieces) if piece.text.startswith(SPACE)
         }
-        self._bytes = {id: _piece_to_bytes(piece) for id, piece in enumerate(model.pieces)}
-        self._bytes |= {id: text.encode("utf-8") for text, id in added.items()}
+        self._pieces = {id: _piece_to_bytes(piece) for id, piece in enumerate(model.pieces)}
+        self._bytes = self._pieces | {id: text.encode("utf-8") for text, id in added.items()}
 
     def _encode_ordinary(self, text: str, at_start: bool) -> list[int]:
         prefixed = at_start or self._prefix_everywhere
@@ -204,9 +206,9 @@ class SpmTokenizer(Tokenizer):
         return out
 
     def _encode_control_text(self, id: int) -> list[int]:
-        """Return the ids of a control token's text by character; bytes where there is no piece."""
+        """Return the ids of a control token's piece by character; bytes where there is no piece."""
         out: list[int] = []
-        for char in self._bytes[id].decode("utf-8"):
+        for char in self._pieces[id].decode("utf-8"):
             one = self._processor.piece_to_id(char.replace(" ", SPACE))
             if one in self._control:
                 fallback = [
@@ -249,16 +251,19 @@ def _processor(proto: bytes, file: str) -> sentencepiece.SentencePieceProcessor:
 def _added_tokens(
     added_tokens: dict[str, int], settings: TokenizerSettings, model: SpmModel, file: str
 ) -> dict[str, int]:
-    """Tokens beyond the model's pieces: added_tokens.json and added_tokens_decoder."""
+    """Tokens beyond the model's pieces, or in the place of one: added_tokens.json and the decoder.
+
+    An added_tokens_decoder may give another text to a piece, as InternLM2's does to unused ones.
+    """
     for text, id in added_tokens.items():
         if not is_token_id(id) or not text:
             raise TokenizerError("added_tokens.json must map token strings to ids")
-    added_tokens = {
-        entry["content"]: id for id, entry in settings.added_tokens.items()
-    } | added_tokens
+    stated = {str(entry["content"]): id for id, entry in settings.added_tokens.items()}
+    added_tokens = stated | added_tokens
     by_id: dict[int, str] = {}
     for text, id in added_tokens.items():
-        if id < len(model.pieces) and model.pieces[id].text != text:
+        other = id < len(model.pieces) and model.pieces[id].text != text
+        if other and stated.get(text) != id:
             raise TokenizerError(
                 f"{text!r} and {model.pieces[id].text!r} of {file} share the id {id}"
             )
@@ -267,7 +272,7 @@ def _added_tokens(
     return {
         text: id
         for text, id in added_tokens.items()
-        if id >= len(model.pieces) or _is_control(model, id)
+        if id >= len(model.pieces) or model.pieces[id].text != text or _is_control(model, id)
     }
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import sentencepiece
@@ -142,3 +143,21 @@ def test_pieces_json_errors():
         load_tokenizer({"pieces.json": rows()["pieces.json"].replace(b"-3.0", b"NaN")})
     with pytest.raises(TokenizerError):
         load_tokenizer(rows(drop=3))
+
+
+def test_an_added_token_takes_the_place_of_an_unused_piece(shared: Path) -> None:
+    """InternLM2's <|im_start|> is the id of a piece that the tokenizer.model calls unused."""
+    model = (shared / "data/tokenizers/llama/tokenizer.model").read_bytes()
+    plain = load_tokenizer({"tokenizer.model": model})
+    piece = plain.encode("中", bos=False)[-1]
+    added = {str(piece): {"content": "<|im_start|>", "special": True}}
+    config = json.dumps({"added_tokens_decoder": added}).encode()
+    tokenizer = load_tokenizer({"tokenizer.model": model, "tokenizer_config.json": config})
+    assert tokenizer.special["<|im_start|>"] == piece
+    assert tokenizer.encode("<|im_start|>a", bos=False, special=True)[0] == piece
+    assert tokenizer.decode([piece], skip_special=False).strip() == "<|im_start|>"
+    # the piece's own text is not the control token, and is written in bytes
+    ids = tokenizer.encode("中", bos=False)
+    assert piece not in ids
+    assert tokenizer.decode(ids).strip() == "中"
+    assert tokenizer.vocab_size == plain.vocab_size
