@@ -278,11 +278,7 @@ def rope_spec(
     if scaling_type in ("llama3", "longrope") and scaling.get(TRAINED_LEN_KEY) is None:
         scaling[TRAINED_LEN_KEY] = max_positions
     needed, optional = SCALINGS[scaling_type]
-    for key in needed:
-        positive_float(scaling, key)
-    for key in optional:
-        if scaling.get(key) is not None:
-            non_negative_float(scaling, key)
+    _check_numbers(name, scaling, needed, optional)
     if scaling_type == "yarn":
         boolean(scaling, "truncate", True)
         fast, slow = scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1
@@ -325,6 +321,18 @@ def _rotated_channels(
             "must be an even number of them, from 2 up"
         )
     return dim
+
+
+def _check_numbers(
+    name: str, scaling: Mapping[str, Any], needed: tuple[str, ...], optional: tuple[str, ...]
+) -> None:
+    """Check the numbers of a rope scaling; ``name`` is its key in the config."""
+    numbers = {f"{name}.{key}": value for key, value in scaling.items()}
+    for key in needed:
+        positive_float(numbers, f"{name}.{key}")
+    for key in optional:
+        if scaling.get(key) is not None:
+            non_negative_float(numbers, f"{name}.{key}")
 
 
 def _check_divisors(values: Any, key: str, count: int) -> None:

@@ -12,6 +12,7 @@ from modelmill.core.quoting import quote
 from modelmill.models._hf_config import (
     activation,
     boolean,
+    config_object,
     exact_quotient,
     max_sequence_len,
     non_negative_float,
@@ -232,8 +233,9 @@ def rope_by_layer_type(
                 f"config.json: rope_parameters must have an object for {FULL_ATTENTION} and one "
                 f"for {SLIDING_ATTENTION}, not {quote(sorted(unknown)[0], 60)}"
             )
-        full |= parameters.get(FULL_ATTENTION) or {}
-        local |= parameters.get(SLIDING_ATTENTION) or {}
+        for layer_type, own in ((FULL_ATTENTION, full), (SLIDING_ATTENTION, local)):
+            name = f"rope_parameters.{layer_type}"
+            own.update(config_object(name, parameters.get(layer_type)))
     if isinstance(scaling, Mapping):
         _refuse_old_rope_type(scaling)
         full |= scaling

@@ -81,6 +81,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {FULL: PLAIN, SLIDING: EXACT_YARN | {"rope_theta": 500.0}}},
         "rope_parameters.sliding_attention.truncate=False",
     ),
+    "no rotation of a layer type": (
+        "gemma3_text", {"rope_parameters": {FULL: 5, SLIDING: PLAIN}}, "rope_parameters.full_att",
+    ),
     "yarn of Gemma 4, not rounded": (
         "gemma4_text",
         {"rope_parameters": {FULL: EXACT_YARN | {"rope_theta": 500.0}, SLIDING: PLAIN}},
