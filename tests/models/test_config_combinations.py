@@ -81,6 +81,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {FULL: PLAIN, SLIDING: EXACT_YARN | {"rope_theta": 500.0}}},
         "rope_parameters.sliding_attention.truncate=False",
     ),
+    "a trained length outside of the rotation, Gemma 3": (
+        "gemma3_text",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+         "original_max_position_embeddings": 16},
+        "original_max_position_embeddings=16",
+    ),
     "no rotation of a layer type": (
         "gemma3_text", {"rope_parameters": {FULL: 5, SLIDING: PLAIN}}, "rope_parameters.full_att",
     ),
