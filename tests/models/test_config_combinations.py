@@ -158,6 +158,15 @@ def test_a_pattern_of_windows_that_the_class_does_not_have_has_no_effect(model_t
     assert any("sliding_window_pattern" in line for line in warnings_of(raw))
 
 
+@pytest.mark.parametrize("model_type", ["gpt_oss", "cwm", "apertus"])
+def test_a_null_rotation_is_that_of_the_class(model_type: str) -> None:
+    family = find_module("modelmill.models", model_type)
+    assert family is not None
+    null, absent = (CASES[model_type].raw(rope_parameters=each) for each in (NULL, None))
+    assert family.config_from_hf(null) == family.config_from_hf(absent)
+    assert family.config_from_hf(null).rope.scaling_type != "default"
+
+
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5_moe_text"])
 def test_published_keys_of_qwen3_5_that_change_nothing_say_nothing(model_type: str) -> None:
     published = {
