@@ -106,6 +106,15 @@ def check_rotary_pairs(key: str, value: int, rotated: int) -> int:
     return rotated
 
 
+def check_even_heads(key: str, value: int, head_dim: int) -> None:
+    """Check the size of rotated heads, that ``key`` decides: kernels expect pairs of channels."""
+    if head_dim % 2:
+        raise CheckpointError(
+            f"config.json: {key}={value} makes heads of {head_dim} channels; heads with rotary "
+            "embeddings must have an even number of them"
+        )
+
+
 def boolean(raw: RawConfig, key: str, default: bool) -> bool:
     """Read a key of config.json that must be true or false.
 

@@ -87,6 +87,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
          "original_max_position_embeddings": 16},
         "original_max_position_embeddings=16",
     ),
+    "an odd number of channels, ChatGLM": ("chatglm", {"kv_channels": 17}, "kv_channels=17"),
     "no rotation of a layer type": (
         "gemma3_text", {"rope_parameters": {FULL: 5, SLIDING: PLAIN}}, "rope_parameters.full_att",
     ),
