@@ -231,7 +231,7 @@ def layer_rope(raw: RawConfig, layer_type: str, head_dim: int, positions: int) -
             f"config.json: rope_parameters.{layer_type}: rope_type={quote(rope_type, 60)} is not "
             f"supported (supported: {', '.join((PROPORTIONAL, *ROPE_TYPES))})"
         )
-    _llama_common.check_rounded_yarn(layer_type, own)
+    _llama_common.check_layer_scaling(raw, layer_type, own)
     alone = {"rope_parameters": own, "rope_scaling": None, "rope_theta": None}
     return rope_spec(overlay_config(raw, {}, alone), head_dim, positions)
 

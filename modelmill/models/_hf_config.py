@@ -106,6 +106,15 @@ def check_rotary_pairs(key: str, value: int, rotated: int) -> int:
     return rotated
 
 
+def check_even_heads(key: str, value: int, head_dim: int) -> None:
+    """Check the size of rotated heads, that ``key`` decides: kernels expect pairs of channels."""
+    if head_dim % 2:
+        raise CheckpointError(
+            f"config.json: {key}={value} makes heads of {head_dim} channels; heads with rotary "
+            "embeddings must have an even number of them"
+        )
+
+
 def boolean(raw: RawConfig, key: str, default: bool) -> bool:
     """Read a key of config.json that must be true or false.
 
@@ -278,11 +287,7 @@ def rope_spec(
     if scaling_type in ("llama3", "longrope") and scaling.get(TRAINED_LEN_KEY) is None:
         scaling[TRAINED_LEN_KEY] = max_positions
     needed, optional = SCALINGS[scaling_type]
-    for key in needed:
-        positive_float(scaling, key)
-    for key in optional:
-        if scaling.get(key) is not None:
-            non_negative_float(scaling, key)
+    _check_numbers(name, scaling, needed, optional)
     if scaling_type == "yarn":
         boolean(scaling, "truncate", True)
         fast, slow = scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1
@@ -325,6 +330,18 @@ def _rotated_channels(
             "must be an even number of them, from 2 up"
         )
     return dim
+
+
+def _check_numbers(
+    name: str, scaling: Mapping[str, Any], needed: tuple[str, ...], optional: tuple[str, ...]
+) -> None:
+    """Check the numbers of a rope scaling; ``name`` is its key in the config."""
+    numbers = {f"{name}.{key}": value for key, value in scaling.items()}
+    for key in needed:
+        positive_float(numbers, f"{name}.{key}")
+    for key in optional:
+        if scaling.get(key) is not None:
+            non_negative_float(numbers, f"{name}.{key}")
 
 
 def _check_divisors(values: Any, key: str, count: int) -> None:

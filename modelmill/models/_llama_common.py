@@ -10,8 +10,10 @@ from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.models._hf_config import (
+    TRAINED_LEN_KEY,
     activation,
     boolean,
+    config_object,
     exact_quotient,
     max_sequence_len,
     non_negative_float,
@@ -232,13 +234,14 @@ def rope_by_layer_type(
                 f"config.json: rope_parameters must have an object for {FULL_ATTENTION} and one "
                 f"for {SLIDING_ATTENTION}, not {quote(sorted(unknown)[0], 60)}"
             )
-        full |= parameters.get(FULL_ATTENTION) or {}
-        local |= parameters.get(SLIDING_ATTENTION) or {}
+        for layer_type, own in ((FULL_ATTENTION, full), (SLIDING_ATTENTION, local)):
+            name = f"rope_parameters.{layer_type}"
+            own.update(config_object(name, parameters.get(layer_type)))
     if isinstance(scaling, Mapping):
         _refuse_old_rope_type(scaling)
         full |= scaling
-    check_rounded_yarn(FULL_ATTENTION, full)
-    check_rounded_yarn(SLIDING_ATTENTION, local)
+    check_layer_scaling(raw, FULL_ATTENTION, full)
+    check_layer_scaling(raw, SLIDING_ATTENTION, local)
     return tuple(  # type: ignore[return-value]
         overlay_config(raw, {}, {"rope_parameters": each, "rope_scaling": None, "rope_theta": None})
         for each in (full, local)
@@ -261,17 +264,25 @@ def _refuse_old_rope_type(scaling: Mapping[str, Any]) -> None:
         )
 
 
-def check_rounded_yarn(layer_type: str, scaling: Mapping[str, Any]) -> None:
-    """Refuse YaRN with bounds that are not rounded, for layers of one type.
+def check_layer_scaling(raw: RawConfig, layer_type: str, scaling: Mapping[str, Any]) -> None:
+    """Refuse a scaling of layers of one type whose meaning is not clear.
 
-    transformers rounds them whatever ``truncate`` says there, so the value's meaning is not clear.
+    transformers rounds YaRN's bounds whatever ``truncate`` says there, and takes another trained
+    length for the one that stands beside ``rope_parameters``.
 
     Raises:
-        CheckpointError: for a ``truncate`` of false.
+        CheckpointError: for a ``truncate`` of false, and for such a trained length.
     """
-    if scaling.get("rope_type", scaling.get("type")) == "yarn":
+    scaling_type = scaling.get("rope_type", scaling.get("type"))
+    if scaling_type == "yarn":
         name = f"rope_parameters.{layer_type}.truncate"
         require_value({name: scaling.get("truncate")}, name, (True, None), None)
+    trained = raw.get(TRAINED_LEN_KEY) if scaling_type in ("llama3", "yarn") else None
+    if trained not in (None, scaling.get(TRAINED_LEN_KEY)):
+        raise CheckpointError(
+            f"config.json: {TRAINED_LEN_KEY}={quote(trained, 60)} must stand in "
+            f"rope_parameters.{layer_type} where windows have a rotation of their own"
+        )
 
 
 def layer_types(raw: RawConfig, layers: int) -> list[str] | None:

@@ -8,6 +8,7 @@ neither (31B).
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import torch
 
@@ -60,7 +61,9 @@ LAYER_INPUT_NAMES = {
 }
 MAX_POSITIONS = 131072
 # of images alone: text is causal
-SUPPORTED_VALUES = {"use_bidirectional_attention": (False, "vision")}
+SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
+    "use_bidirectional_attention": (False, "vision"), "rope_scaling": ({},),
+}  # fmt: skip
 SIZES = {
     "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262144, "hidden_size": 2304,
     "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8,
@@ -73,7 +76,10 @@ def config_from_hf(raw: RawConfig) -> Gemma4Config:
     layers, hidden = num_layers(raw, "num_hidden_layers"), positive_int(raw, "hidden_size")
     windows = _gemma4_config.layer_windows(raw, layers)
     positions = positive_int(raw, "max_position_embeddings", default=MAX_POSITIONS)
-    plain = overlay_config(raw, {}, {"rope_parameters": None})
+    # rotations are read by layer type below
+    plain = overlay_config(
+        raw, {}, dict.fromkeys(("rope_parameters", "rope_scaling", "rope_theta"))
+    )
     act = activation(raw, "hidden_activation", "gelu_pytorch_tanh")
     common = _llama_common.config_from_hf(
         plain,

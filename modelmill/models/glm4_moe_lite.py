@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from modelmill.core.config_view import RawConfig, overlay_config
-from modelmill.core.errors import CheckpointError
-from modelmill.core.quoting import quote
 from modelmill.models import _deepseek_common
 from modelmill.models._deepseek_common import EXPERTS_OF_SIGMOIDS, decoder_config
-from modelmill.models._hf_config import boolean, num_layers, positive_int, require_value
-from modelmill.models._moe_config import SELECTION_BIASES, group_limited_router
+from modelmill.models._hf_config import boolean, positive_int, require_value
+from modelmill.models._moe_config import (
+    SELECTION_BIASES,
+    group_limited_router,
+    layers_by_mlp_type,
+)
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
@@ -23,32 +27,17 @@ FLOAT32_TENSORS = SELECTION_BIASES
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Glm4MoeLiteConfig."""
-    raw = overlay_config(raw, SIZES, {"first_k_dense_replace": _dense_layers(raw)})
+    if raw.get("mlp_layer_types") is None:  # transformers reads no other key
+        require_value(raw, "first_k_dense_replace", (1, None), None)
+    raw = overlay_config(raw, SIZES, {"first_k_dense_replace": 0})
     # in transformers a second name of qk_rope_head_dim
     turned = positive_int(raw, "qk_rope_head_dim", default=64)
     require_value(raw, "head_dim", (turned, None), None)
-    return decoder_config(
+    config = decoder_config(
         raw,
         group_limited_router(raw, RouterConfig(64, 4, scale=1.8)),
         positions=202752,
         neighbours=boolean(raw, "rope_interleave", True),
         defaults=DEFAULTS,
     )
-
-
-def _dense_layers(raw: RawConfig) -> int:
-    """How many layers in front have a plain MLP.
-
-    transformers does not read ``first_k_dense_replace``: without ``mlp_layer_types`` it is one.
-    """
-    types, layers = raw.get("mlp_layer_types"), num_layers(raw, "num_hidden_layers")
-    if types is None:
-        require_value(raw, "first_k_dense_replace", (1, None), None)
-        return 1
-    count = types.count("dense") if isinstance(types, list) else 0
-    if types != ["dense"] * count + ["sparse"] * (layers - count):
-        raise CheckpointError(
-            f"config.json: mlp_layer_types must name num_hidden_layers={layers} layers, first "
-            f"dense and then sparse ones, not {quote(types, 60)}"
-        )
-    return count
+    return replace(config, dense_layers=layers_by_mlp_type(raw, config.layers, dense=1))

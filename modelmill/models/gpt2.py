@@ -1,11 +1,25 @@
-"""GPT-2, small to XL: learned positions, LayerNorm, tied head, weights stored as [in, out]."""
+"""GPT-2, small to XL: learned positions, LayerNorm, tied head, weights stored as [in, out].
+
+Also Cerebras-GPT, whose activation is exact, and Stanford's GPT-2, which divides the scores of each
+layer by its number.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from modelmill.core.config_view import RawConfig
 from modelmill.models import _gpt2_common
-from modelmill.models._hf_config import EVERY_BIAS, exact_quotient, positive_int, require_value
+from modelmill.models._hf_config import (
+    EVERY_BIAS,
+    activation,
+    boolean,
+    exact_quotient,
+    positive_int,
+    require_value,
+)
 from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.nn.attention import AttentionSpec
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
@@ -20,11 +34,20 @@ LAYOUT = CheckpointLayout(
 UNUSED_CONFIG_KEYS = ("reorder_and_upcast_attn", "n_special", "predict_special_tokens")
 
 
+@dataclass(frozen=True)
+class NumberedScoresConfig(DecoderConfig):
+    """A decoder whose scores are divided by the layer's number, from 1 up, besides."""
+
+    def attention_spec(self, layer: int) -> AttentionSpec:
+        """The attention of layer ``layer``."""
+        scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+        spec = super().attention_spec(layer)
+        assert isinstance(spec, AttentionSpec), "GPT-2 has the usual attention"
+        return replace(spec, scale=scale / (layer + 1))
+
+
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Convert a Hugging Face config.json."""
-    require_value(raw, "activation_function", ("gelu_new", "gelu_pytorch_tanh"), "gelu_new")
-    require_value(raw, "scale_attn_weights", (True,), True)
-    require_value(raw, "scale_attn_by_inverse_layer_idx", (False,), False)
     require_value(raw, "add_cross_attention", (False,), False)
     hidden, heads = (
         positive_int(raw, "n_embd", "hidden_size"),
@@ -32,11 +55,15 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     )
     exact_quotient("n_embd", hidden, "n_head", heads)
     length = positive_int(raw, "n_ctx", default=1024)  # where the others are silent
-    return _gpt2_common.config_from_hf(
+    config = _gpt2_common.config_from_hf(
         raw,
         inner=("n_inner",),
         max_len=positive_int(raw, "n_positions", "max_position_embeddings", default=length),
         first_position_row=0,
-        activation="gelu_tanh",
+        activation=activation(raw, "activation_function", "gelu_new"),
+        attention_scale=None if boolean(raw, "scale_attn_weights", True) else 1.0,
         **EVERY_BIAS,
     )
+    if not boolean(raw, "scale_attn_by_inverse_layer_idx", False):
+        return config
+    return NumberedScoresConfig(**vars(config))

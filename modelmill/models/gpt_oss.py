@@ -7,7 +7,6 @@ arXiv:2508.10925. The checkpoint's reader presents the stacked experts one by on
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
@@ -39,10 +38,9 @@ YARN = {
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GptOssConfig."""
-    defaults: dict[str, Any] = {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128}
-    if raw.get("rope_scaling") is None and raw.get("rope_parameters") is None:
-        defaults["rope_parameters"] = YARN
-    raw = overlay_config(raw, defaults)
+    raw = overlay_config(raw, {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128})
+    if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
+        raw = overlay_config(raw, {}, {"rope_parameters": YARN})
     layers = num_layers(raw, "num_hidden_layers")
     config = _llama_common.config_from_hf(
         raw,

@@ -6,7 +6,12 @@ from dataclasses import replace
 
 from modelmill.core.config_view import RawConfig
 from modelmill.models import _gpt2_common
-from modelmill.models._hf_config import activation, check_rotary_pairs, positive_int
+from modelmill.models._hf_config import (
+    activation,
+    check_even_heads,
+    check_rotary_pairs,
+    positive_int,
+)
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.parallel_layer import ParallelLayer
@@ -41,6 +46,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         mlp_bias=True,
         head_bias=True,
     )
+    check_even_heads("n_head", config.heads, config.head_dim)
     rotated = positive_int(raw, "rotary_dim", default=64, max_value=config.head_dim)
     dim = check_rotary_pairs("rotary_dim", rotated, rotated)
     return replace(config, rope=RopeSpec(dim, 1e4, positions))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
@@ -27,38 +25,56 @@ DEFAULTS = {
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GraniteSWAConfig."""
-    raw = overlay_config(raw, DEFAULTS)
-    layers = num_layers(raw, "num_hidden_layers")
-    bases = _bases(raw, layers)
-    base = next((each for each in bases or () if each), None)
-    if base is not None:
-        raw = _with_base(raw, base)
+    raw, layers = overlay_config(raw, DEFAULTS), num_layers(raw, "num_hidden_layers")
+    windows, bases = windows_but_every(FULL_EVERY, raw, layers), _bases(raw, layers)
+    slides = [window is not None for window in windows] or [False] * layers
+    full = _one_base([base for base, each in zip(bases, slides) if not each])
+    local = _one_base([base for base, each in zip(bases, slides) if each])
+    differs = full is not None and local not in (None, full)
     return replace(
-        granite.config_from_hf(raw),
+        granite.config_from_hf(_with_base(raw, full or local)),
         sinks=True,
-        windows=windows_but_every(FULL_EVERY, raw, layers),
-        unrotated_layers=frozenset(i for i, each in enumerate(bases or ()) if not each),
+        windows=windows,
+        unrotated_layers=frozenset(i for i, each in enumerate(bases) if not each),
+        local_rope=granite.config_from_hf(_with_base(raw, local)).rope if differs else None,
     )
 
 
-def _bases(raw: RawConfig, layers: int) -> list[float] | None:
-    """``layer_rope_theta``: a base for each layer that rotates, 0 for others; None: all rotate.
+def _bases(raw: RawConfig, layers: int) -> list[float]:
+    """``layer_rope_theta``: a base for each layer that rotates, 0 for others; []: all rotate.
 
     Raises:
-        CheckpointError: for several bases, or another number of layers.
+        CheckpointError: for what is no base, or another number of layers.
     """
     bases = raw.get("layer_rope_theta")
     if bases is None:
-        return None
+        return []
     numbers = isinstance(bases, list) and all(type(each) in (int, float) for each in bases)
-    if not numbers or len(bases) != layers or len({*bases} - {0}) > 1 or min(bases) < 0:
+    if not numbers or len(bases) != layers or min(bases) < 0:
         raise CheckpointError(
-            f"config.json: layer_rope_theta must have one base, or 0, for each of {layers} layers, "
+            f"config.json: layer_rope_theta must have a base, or 0, for each of {layers} layers, "
             f"not {quote(bases, 60)}"
         )
     return list(bases)
 
 
-def _with_base(raw: RawConfig, base: float) -> Mapping[str, Any]:
+def _one_base(bases: list[float]) -> float | None:
+    """The base of the layers of one type that rotate; None where none is named.
+
+    Raises:
+        CheckpointError: for several bases.
+    """
+    own = {*bases} - {0}
+    if len(own) > 1:
+        raise CheckpointError(
+            "config.json: layer_rope_theta must have one base for all layers with a window and one "
+            f"for the others, not {quote(bases, 60)} for layers of one type"
+        )
+    return own.pop() if own else None
+
+
+def _with_base(raw: RawConfig, base: float | None) -> RawConfig:
+    """The config with another base; None: its own."""
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-    return overlay_config(raw, {}, {key: {**(raw.get(key) or {}), "rope_theta": base}})
+    own = {} if base is None else {key: {**(raw.get(key) or {}), "rope_theta": base}}
+    return overlay_config(raw, {}, own)

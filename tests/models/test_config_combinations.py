@@ -81,6 +81,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {FULL: PLAIN, SLIDING: EXACT_YARN | {"rope_theta": 500.0}}},
         "rope_parameters.sliding_attention.truncate=False",
     ),
+    "a trained length outside of the rotation, Gemma 3": (
+        "gemma3_text",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+         "original_max_position_embeddings": 16},
+        "original_max_position_embeddings=16",
+    ),
+    "an odd number of channels, ChatGLM": ("chatglm", {"kv_channels": 17}, "kv_channels=17"),
+    "no rotation of a layer type": (
+        "gemma3_text", {"rope_parameters": {FULL: 5, SLIDING: PLAIN}}, "rope_parameters.full_att",
+    ),
     "yarn of Gemma 4, not rounded": (
         "gemma4_text",
         {"rope_parameters": {FULL: EXACT_YARN | {"rope_theta": 500.0}, SLIDING: PLAIN}},
@@ -147,6 +157,15 @@ def test_a_pattern_of_windows_that_the_class_does_not_have_has_no_effect(model_t
     windows = list(family.config_from_hf(raw).windows)
     assert windows == list(family.config_from_hf(plain).windows) != WINDOWS
     assert any("sliding_window_pattern" in line for line in warnings_of(raw))
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "cwm", "apertus"])
+def test_a_null_rotation_is_that_of_the_class(model_type: str) -> None:
+    family = find_module("modelmill.models", model_type)
+    assert family is not None
+    null, absent = (CASES[model_type].raw(rope_parameters=each) for each in (NULL, None))
+    assert family.config_from_hf(null) == family.config_from_hf(absent)
+    assert family.config_from_hf(null).rope.scaling_type != "default"
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5_moe_text"])

@@ -211,6 +211,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"original_max_position_embeddings": 0, "rope_scaling": LLAMA3},
         "must be above 0",
     ),
+    "no factor": (
+        {"rope_parameters": {"rope_type": "yarn"}},
+        r"rope_parameters\.factor is missing",
+    ),
     "no dictionary": ({"rope_parameters": [1]}, "rope_parameters must be an object"),
     "odd heads": ({"head_dim": 63}, "head_dim=63 is odd"),
     "two channels, dynamic": (

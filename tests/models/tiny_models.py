@@ -22,6 +22,18 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 # name → (model_type, what differs from COMMON)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 256}),
+    "gpt2-numbered": (
+        "gpt2",
+        {
+            "n_embd": 48,
+            "n_layer": 3,
+            "n_head": 4,
+            "n_positions": 256,
+            "activation_function": "gelu",
+            "scale_attn_by_inverse_layer_idx": True,
+            "scale_attn_weights": False,
+        },
+    ),
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
     "llama-bias": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from modelmill.accept.reference.base import LayerRecorder, LayerWeights
 from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import Defaults
@@ -33,15 +32,9 @@ class ExaoneMoeReference(PerHeadQKNormMixin, GroupedExpertsMixin):
             types[i] == "dense" if types else i < self.first_experts for i in range(self.num_layers)
         ]
 
-    def projections(self, index: int) -> LayerWeights:
-        """Read a layer's attention, and its MLP or router and experts."""
-        self.first_experts = self.num_layers if self.dense[index] else 0
-        return super().projections(index)
-
-    def run_mlp_or_experts(self, index: int, r: LayerRecorder, normed: Tensor) -> Tensor:
-        """Run a layer's MLP, or its experts."""
-        self.first_experts = self.num_layers if self.dense[index] else 0
-        return super().run_mlp_or_experts(index, r, normed)
+    def is_dense(self, index: int) -> bool:
+        """Return whether a layer has an MLP."""
+        return self.dense[index]
 
     def selection_bias(self, index: int) -> Tensor:
         """Return what is added to a layer's scores for the choice, [E]."""

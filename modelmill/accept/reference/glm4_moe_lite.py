@@ -18,9 +18,12 @@ class Glm4MoeLiteReference(DeepseekReference):
     """Glm4MoeLiteForCausalLM."""
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
-        types = config.get("mlp_layer_types")
-        dense = 1 if types is None else sum(each == "dense" for each in types)
-        super().__init__(source, SIZES | config | {"first_k_dense_replace": dense})
+        super().__init__(source, SIZES | config | {"first_k_dense_replace": 1})
+
+    def is_dense(self, index: int) -> bool:
+        """Return whether a layer has an MLP."""
+        types = self.config.get("mlp_layer_types")
+        return super().is_dense(index) if types is None else types[index] == "dense"
 
 
 REFERENCE = Glm4MoeLiteReference

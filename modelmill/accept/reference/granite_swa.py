@@ -20,14 +20,17 @@ class GraniteSWAReference(GraniteReference):
         super().__init__(source, config)
         bases = config.get("layer_rope_theta") or []
         self.unrotated = frozenset(i for i, base in enumerate(bases) if base == 0)
-        for base in filter(None, bases):
-            key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-            scaling = {**(config.get(key) or {}), "rope_theta": base}
-            self.rope = self.build_rope(**{"rope_theta": base, key: scaling})
         size, types = config.get("sliding_window", 128), config.get("layer_types")
         for layer in range(self.num_layers):
             is_full = layer % 4 == 0 if types is None else types[layer] == "full_attention"
             self.windows[layer] = None if is_full else size
+        key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+        for layer, base in enumerate(bases):
+            scaling = {**(config.get(key) or {}), "rope_theta": base}
+            if base and self.windows[layer] is None:
+                self.rope = self.build_rope(**{"rope_theta": base, key: scaling})
+            elif base:
+                self.local_rope = self.build_rope(**{"rope_theta": base, key: scaling})
 
     def sinks(self, index: int) -> Tensor | None:
         """Return the sinks [heads] of a layer."""

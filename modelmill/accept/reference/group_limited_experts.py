@@ -44,11 +44,15 @@ class GroupedExpertsMixin(PlainDecoderReference):
             for name in ("q", "k", "v", "o_proj")
         }
 
+    def is_dense(self, index: int) -> bool:
+        """Return whether a layer has an MLP."""
+        return index < self.first_experts
+
     def projections(self, index: int) -> LayerWeights:
         """Read a layer's attention, and its MLP or router and experts."""
         weights = self.attention_projections(index)
         stem = f"{self.LAYERS}.{index}.mlp"
-        if index < self.first_experts:
+        if self.is_dense(index):
             return weights | self._read_mlp_weights(stem, "")
         weights["router"] = self.read_affine(f"{stem}.gate", False)
         for expert in range(self.num_experts):
@@ -63,7 +67,7 @@ class GroupedExpertsMixin(PlainDecoderReference):
 
     def run_mlp_or_experts(self, index: int, r: LayerRecorder, normed: Tensor) -> Tensor:
         """Run a layer's MLP, or its experts."""
-        if index < self.first_experts:
+        if self.is_dense(index):
             return self.mlp(r, normed)
         scores = self.score(r.linear("router", normed))
         bias = self.selection_bias(index)

@@ -35,16 +35,19 @@ class HYV3Reference(PerHeadQKNormMixin, GroupedExpertsMixin):
         self.biased = self.projections_with_bias() | self.mlp_biased
         self.norm_paths |= HEAD_NORMS
         types = config.get("mlp_layer_types")
-        self.is_dense = [
+        self.dense = [
             layer == 0 if types is None else types[layer] == "dense"
             for layer in range(self.num_layers)
         ]
 
+    def is_dense(self, index: int) -> bool:
+        """Return whether a layer has an MLP."""
+        return self.dense[index]
+
     def projections(self, index: int) -> LayerWeights:
         """Read a layer's attention, and its MLP or router and experts."""
-        self.first_experts = index + 1 if self.is_dense[index] else 0
         weights, stem = self.attention_projections(index), f"{self.LAYERS}.{index}.mlp"
-        if self.is_dense[index]:
+        if self.dense[index]:
             return weights | self._matrices(stem, "", bool(self.mlp_biased))
         weights["router"] = self.read_affine(f"{stem}.router.gate", False)
         for number in range(self.num_experts):
@@ -59,11 +62,6 @@ class HYV3Reference(PerHeadQKNormMixin, GroupedExpertsMixin):
     def selection_bias(self, index: int) -> Tensor:
         """Return what is added to a layer's scores for the choice, [E]."""
         return self.source.get(f"{self.LAYERS}.{index}.mlp.expert_bias")
-
-    def run_mlp_or_experts(self, index: int, r: Any, normed: Tensor) -> Tensor:
-        """Run a layer's MLP, or its experts."""
-        self.first_experts = index + 1 if self.is_dense[index] else 0
-        return super().run_mlp_or_experts(index, r, normed)
 
     def unused_tensors(self) -> dict[str, str]:
         """Return those of multi-token prediction."""

@@ -156,6 +156,7 @@ CASE = FamilyCase(
     ),
     {"is_encoder_decoder": True, "hidden_activation": "quick_gelu", "layer_types": ["mamba"],
      "attn_logit_softcapping": 30.0, "use_bidirectional_attention": "all", "sliding_window": 0,
+     "rope_scaling": LINEAR,
      "final_logit_softcapping": -1, "attention_bias": 1, "attention_k_eq_v": 1,
      "rope_parameters": {"rope_type": "default"}, "num_kv_shared_layers": 6,
      "num_global_key_value_heads": 3, "global_head_dim": 7, "head_dim": 7,

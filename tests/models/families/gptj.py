@@ -14,7 +14,7 @@ CASE = FamilyCase(
         {"layer_norm_epsilon": 1e-3}, {"tie_word_embeddings": True},
     ),
     {"is_encoder_decoder": True, "activation_function": "quick_gelu", "rotary_dim": 16,
-     "n_inner": -3, "layer_norm_epsilon": "x"},
+     "n_inner": -3, "layer_norm_epsilon": "x", "n_head": 16},
     {
         **LLAMA_FAULTS,
         "half the rotated channels": fault(QK, rope=with_dim(4)),

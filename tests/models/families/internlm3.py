@@ -13,7 +13,7 @@ CASE = decoder_family(
         {"hidden_act": "gelu"}, {"rms_norm_eps": 1e-3}, {"tie_word_embeddings": True},
         {"head_dim": 16}, {"hidden_size": 64},
     ),
-    {"bias": 1, "qkv_bias": "x", "head_dim": 3},
+    {"bias": 1, "qkv_bias": "x", "mlp_bias": 1, "attention_bias": "x", "head_dim": 3},
     {},
     sizes=(*COMMON_SWITCHES[:2], *COMMON_SWITCHES[3:]),
 )  # fmt: skip
