@@ -326,8 +326,8 @@ def _rotated_channels(
     dim = int(head_dim * share)
     if share > 1 or dim % 2 or dim == 0:
         raise CheckpointError(
-            f"config.json: {key}={share:g} rotates {dim} of {head_dim} channels of each head; it "
-            "must be an even number of them, from 2 up"
+            f"config.json: {key}={share:g} rotates {dim} channels of each head "
+            f"(head_dim={head_dim}); it must be an even number of them, from 2 up"
         )
     return dim
 

@@ -275,6 +275,24 @@ class CheckpointLayout:
         return out
 
 
+def with_norms_of_ones(layout: CheckpointLayout, config: DecoderConfig, matrix: str) -> list[Rule]:
+    """The rules of a decoder whose norms have no weights: as many ones as the stream has channels.
+
+    matrix: a layer's, whose rows are the stream's channels.
+    """
+    return [
+        _norm_of_ones(rule, matrix, layout.embed) if rule.target.endswith("norm.weight") else rule
+        for rule in layout.rules(config)
+    ]
+
+
+def _norm_of_ones(rule: Rule, matrix: str, embed: str) -> Rule:
+    if not rule.target.startswith("layers."):
+        return replace(rule, sources=(f"{embed}.weight",), how="ones:1")
+    layer = rule.sources[0].removesuffix(".weight").rpartition(".")[0]
+    return replace(rule, sources=(f"{layer}.{matrix}.weight",), how="ones:0")
+
+
 def _with_unstacked_sources(rule: Rule) -> Rule:
     """The rule of one expert of a stack, for files that have each of them by itself."""
     step = re.fullmatch(r"copy\+expert:(\d+)/\d+", rule.how)

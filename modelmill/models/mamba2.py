@@ -28,16 +28,17 @@ LAYOUT = CheckpointLayout(
 )
 # of training and of other implementations' arithmetic; the residual stream has the build's dtype
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {"layer_types": ()}  # no layer has attention
+# Codestral Mamba's file says norm_before_gate, which nothing reads: the gate comes first in it, too
 UNUSED_CONFIG_KEYS = (
     "time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "chunk_size",
-    "rescale_prenorm_residual", "residual_in_fp32",
+    "rescale_prenorm_residual", "residual_in_fp32", "norm_before_gate", "intermediate_size",
+    "time_step_init_scheme", "time_step_scale",
 )  # fmt: skip
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Mamba2Config."""
     require_value(raw, "hidden_act", ("silu", "swish"), "silu")
-    require_value(raw, "norm_before_gate", (False,), False)
     require_value(raw, "rms_norm", (True,), True)
     hidden, expand = positive_int(raw, "hidden_size"), positive_int(raw, "expand", default=2)
     raw = overlay_config(raw, {"head_dim": 64})

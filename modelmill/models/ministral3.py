@@ -40,6 +40,6 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         rope.pop(idle, None)
     config = _llama_common.config_from_hf(
         overlay_config(raw, {}, {key: rope}),
-        ConfigDefaults(positions=262144, eps=1e-5),
+        ConfigDefaults(positions=262144, eps=1e-5, activation="silu"),
     )
     return _llama_common.with_sliding_window(raw, replace(config, query_growth=growth))

@@ -23,6 +23,6 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     )
     return _llama_common.config_from_hf(
         raw,
-        ConfigDefaults(positions=131072),
+        ConfigDefaults(positions=131072, activation="silu"),
         windows=_llama_common.sliding_windows(raw, layers),
     )

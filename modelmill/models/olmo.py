@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias, optional_positive
+from modelmill.models._layer_rules import with_norms_of_ones
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM_WITHOUT_BIAS
 
 Model = Decoder
 LAYOUT = _llama_common.LAYOUT
-NORMS = ("input_layernorm", "post_attention_layernorm")
 UNUSED_CONFIG_KEYS = ("rms_norm_eps",)  # of LLaMA's class, from which files of 2024 come
 
 
@@ -30,13 +28,5 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
 
 
 def rules(config: DecoderConfig) -> list[Rule]:
-    """Every tensor; norms have weights of one, as many as the stream has channels."""
-    every = LAYOUT.rules(config)
-    return [_ones(rule) if rule.target.endswith("norm.weight") else rule for rule in every]
-
-
-def _ones(rule: Rule) -> Rule:
-    layer, _, name = rule.sources[0].removesuffix(".weight").rpartition(".")
-    if name in NORMS:
-        return replace(rule, sources=(f"{layer}.self_attn.o_proj.weight",), how="ones:0")
-    return replace(rule, sources=(f"{LAYOUT.embed}.weight",), how="ones:1")
+    """Every tensor; norms have no weights."""
+    return with_norms_of_ones(LAYOUT, config, "self_attn.o_proj")

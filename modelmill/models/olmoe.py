@@ -11,7 +11,7 @@ from modelmill.models._hf_config import (
     attention_bias,
     boolean,
     non_negative_float,
-    require_value,
+    optional_positive,
 )
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
@@ -28,7 +28,6 @@ LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **QK_NORMS, **EXPERT_NAMES})
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in OlmoeConfig."""
-    require_value(raw, "clip_qkv", (None,), None)
     act = activation(raw, "hidden_act", "silu")
     eps = non_negative_float(raw, "rms_norm_eps", default=1e-5)
     config = _llama_common.config_from_hf(
@@ -37,6 +36,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         activation=act,
         **attention_bias(raw),
         qkv_norm=QKNormConfig(WIDE_RMS, eps),
+        qkv_clip=optional_positive(raw, "clip_qkv"),
     )
     router = router_config(
         raw, experts=64, top_k=8, renormalize=boolean(raw, "norm_topk_prob", False)

@@ -14,7 +14,7 @@ LAYOUT = _llama_common.LAYOUT
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Qwen2Config."""
-    defaults = ConfigDefaults(kv_heads=32, positions=32768)
+    defaults = ConfigDefaults(kv_heads=32, positions=32768, activation="silu")
     return _llama_common.config_from_hf(raw, defaults, qkv_bias=True, windows=layer_windows(raw))
 
 

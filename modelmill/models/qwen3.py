@@ -16,7 +16,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; attention biases by ``attention_bias``."""
     return _llama_common.config_from_hf(
         raw,
-        ConfigDefaults(kv_heads=32, head_dim=128, positions=32768),
+        ConfigDefaults(kv_heads=32, head_dim=128, positions=32768, activation="silu"),
         **attention_bias(raw),
         qk_norm=True,
         windows=qwen2.layer_windows(raw),

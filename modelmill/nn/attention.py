@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -131,11 +131,12 @@ class AttentionSpec:
         rows: tuple[RowPart, ...] = (RowPart("q", q, "q_heads"), RowPart("k", kv, "kv_heads"))
         normed = self.qkv_norm is not None or self.value_norm is not None
         clipped = self.qkv_clip is not None
-        steps = [self.qkv_norm, self.qkv_clip, self.value_norm, self.rotates_first or None]
-        assert steps.count(None) > 2, "no family has two of them"
+        steps = [self.qkv_norm or self.qkv_clip, self.value_norm, self.rotates_first or None]
+        assert steps.count(None) > 1, "no family has two of them"
         output = OUT_NORM_SPEC.writes[0] if self.out_norm else "attn"
         output = "gated_attn" if self.gated else output
-        source = "qkv_normed" if normed else "qkv_clipped" if clipped else "qkv"
+        unclipped = "qkv_normed" if normed else "qkv"
+        source = "qkv_clipped" if clipped else unclipped
         changes = self.rotates or self.qk_norm or self.qkv_norm is not None
         keys = "k_rot" if changes else "k_clipped" if clipped else "k"
         values = "v_clipped" if clipped else "v" if self.value_norm is None else "v_normed"
@@ -145,7 +146,7 @@ class AttentionSpec:
             *(gate_projection_specs(self) if self.gated else ()),
             *(() if self.qkv_norm is None else (self.qkv_norm.spec,)),
             *(() if self.value_norm is None else (VALUE_NORM_SPEC,)),
-            *((QKV_CLIP_SPEC,) if clipped else ()),
+            *((replace(QKV_CLIP_SPEC, reads=(unclipped,)),) if clipped else ()),
             *((EARLY_ROTATION_SPEC,) if self.rotates_first else ()),
             RopeCacheSpec(
                 path="attn.rope_cache",

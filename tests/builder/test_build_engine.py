@@ -217,7 +217,7 @@ def test_an_unknown_architecture_names_the_nearest(tmp_path: Path) -> None:
     [
         {"hidden_size": "48"}, {"hidden_size": -1}, {"num_hidden_layers": 0},
         {"num_key_value_heads": 3},
-        {"hidden_act": "gelu"}, {"rope_scaling": {"rope_type": "longrope", "factor": 2}},
+        {"hidden_act": "quick_gelu"}, {"rope_scaling": {"rope_type": "longrope", "factor": 2}},
         {"rope_scaling": 3},
         {"rms_norm_eps": "x"}, {"vocab_size": True}, {"head_dim": 7},
         {"num_attention_heads": 2**40},

@@ -45,6 +45,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-llama3": ("llama", {"rope_scaling": LLAMA3, "rope_theta": 500000.0}),
     "llama-yarn": ("llama", {"rope_scaling": YARN}),
     "llama-mqa": ("llama", {"num_key_value_heads": 1, "head_dim": 24}),
+    "llama-relu": ("llama", {"hidden_act": "relu"}),
     "mistral": ("mistral", {"sliding_window": 24}),
     "mistral-full": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),

@@ -186,6 +186,7 @@ class OlmoeReference(Olmo2Reference, ExpertsMixin):
         length = int(config.get("max_position_embeddings") or DEFAULT_POSITIONS["olmoe"])
         self.rope = rope_from_config(config, self.head_dim, length)
         self.renormalizes = bool(config.get("norm_topk_prob", False))
+        self.qkv_bound = config.get("clip_qkv")
 
 
 class GraniteMoeReference(GraniteReference, ExpertsMixin):

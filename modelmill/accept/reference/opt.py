@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelmill.accept.reference.base import Affine
 from modelmill.accept.reference.plain_decoder import Defaults, PlainDecoderReference
 from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import UnknownArchitecture
@@ -36,11 +37,18 @@ class OptReference(PlainDecoderReference):
             "down": "fc2",
         }
         self.biased = self.projections_with_bias("enable_bias", self.projection_paths, default=True)
+        self.norms_have_weights = bool(config.get("layer_norm_elementwise_affine", True))
 
     def embed(self, ids: Tensor) -> Tensor:
         """Add each position's row, which is two rows further down."""
         places = torch.arange(len(ids)) + 2
         return super().embed(ids) + self.source.rows(self.POSITIONS, places)
+
+    def norm_weights(self, index: int | None, name: str) -> Affine:
+        """Return weight and bias of a norm, which has none in some models."""
+        if self.norms_have_weights:
+            return super().norm_weights(index, name)
+        return Affine(torch.ones(self.hidden_size))
 
     def embedding_tables(self) -> dict[str, str]:
         """Return the checkpoint's name of each embedding table."""

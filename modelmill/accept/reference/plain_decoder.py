@@ -107,6 +107,7 @@ class PlainDecoderReference(ReferenceModel):
         mlp_norm: in a parallel layer, whether the MLP has a norm of its own.
         score_softcap: bound of the attention scores, or None.
         alibi_slopes: of each head, or None.
+        qkv_bound: of the absolute values of q, k and v behind their norms, or None.
     """
 
     EMBEDDING = "model.embed_tokens.weight"
@@ -144,6 +145,7 @@ class PlainDecoderReference(ReferenceModel):
         self.mlp_norm = False
         self.score_softcap: float | None = None
         self.alibi_slopes: list[float] | None = None
+        self.qkv_bound: float | None = None
         self.layer: Callable[[int, LayerRecorder, Tensor, int], None] = self.pre_norm_layer
 
     def read_int(self, *keys: str) -> int:
@@ -331,6 +333,9 @@ class PlainDecoderReference(ReferenceModel):
         """Run a layer's attention up to its output projection."""
         q, k, v = (r.linear(name, normed) for name in ("q", "k", "v"))
         q_turned, k_turned = self.norm_qk(r, q, k)
+        if self.qkv_bound is not None:
+            q, k, v = self._bounded(r, q_turned, k_turned, v)
+            q_turned, k_turned = q, k
         if self.rope is not None and index not in self.unrotated:
             q_turned = self.rotate(index, q_turned, prompt_length)
             k_turned = self.rotate(index, k_turned, prompt_length)
@@ -342,6 +347,14 @@ class PlainDecoderReference(ReferenceModel):
         heads = [t.reshape(len(t), -1, self.head_dim) for t in (q_turned, k_turned, v)]
         mixed = self.attend(index, heads[0], heads[1], heads[2])
         return r.linear("o_proj", r.record("attn", mixed, q_turned, k_turned, v))
+
+    def _bounded(self, r: LayerRecorder, *parts: Tensor) -> list[Tensor]:
+        assert self.qkv_bound is not None, "only called where there is a bound"
+        low, high = -self.qkv_bound, self.qkv_bound
+        return [
+            r.record(f"{name}_clipped", part.clamp(low, high), part)
+            for name, part in zip("qkv", parts, strict=True)
+        ]
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Run causal attention [T, heads, dim] → [T, heads·dim]."""

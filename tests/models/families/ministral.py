@@ -11,8 +11,9 @@ CASE = decoder_family(
     (
         {"sliding_window": 5}, {"layer_types": None},
         {"rms_norm_eps": 1e-3}, {"tie_word_embeddings": True}, {"head_dim": 16},
+        {"hidden_act": "gelu"},
     ),
-    {"layer_types": ["mamba"], "sliding_window": 0, "head_dim": 7, "hidden_act": "gelu"},
+    {"layer_types": ["mamba"], "sliding_window": 0, "head_dim": 7, "hidden_act": "quick_gelu"},
     {
         "windows in all layers": fault("attn.core", windows=(20, 20, 20)),
         "a longer window": fault("attn.core", 1, windows=(None, 30, None)),

@@ -27,10 +27,10 @@ CASE = decoder_family(
                              "llama_4_scaling_beta": 0.3}},
         {"original_max_position_embeddings": 20},
         {"sliding_window": 20}, {"rms_norm_eps": 1e-3}, {"tie_word_embeddings": True},
-        {"head_dim": 16},
+        {"head_dim": 16}, {"hidden_act": "relu"},
     ),
-    {"hidden_act": "gelu", "sliding_window": 0, "head_dim": 7, "rope_parameters": {"factor": 4.0},
-     "layer_types": ["sliding_attention", "full_attention"]},
+    {"hidden_act": "quick_gelu", "sliding_window": 0, "head_dim": 7,
+     "rope_parameters": {"factor": 4.0}, "layer_types": ["sliding_attention", "full_attention"]},
     {
         "queries that do not grow": fault(
             ("attn.core", "attn.rope_cache.q"), query_growth=AttentionTemperature(0.0, 16)

@@ -10,8 +10,8 @@ CASE = moe_family(
     (
         {"num_experts": 4, "num_experts_per_tok": 3}, {"norm_topk_prob": True},
         {"attention_bias": True}, {"hidden_act": "gelu"}, {"rms_norm_eps": 1e-3},
-        {"tie_word_embeddings": True},
+        {"tie_word_embeddings": True}, {"clip_qkv": 0.7},
     ),
-    {"num_experts_per_tok": 7, "num_experts": 0, "clip_qkv": 3.0,
+    {"num_experts_per_tok": 7, "num_experts": 0, "clip_qkv": 0,
      "norm_topk_prob": "x"},
 )  # fmt: skip
