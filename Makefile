@@ -51,9 +51,9 @@ test-computing: $(VENV)/.test
 test-building: $(VENV)/.test
 	$(PYTEST_RUN) $(BUILDING) 2>&1 | grep --line-buffered ''
 
-# every family in every recipe, with every planted fault: about an hour
+# what make test-all leaves to it (EXHAUSTIVE_ONLY): families in every recipe, with every planted fault: about an hour
 test-families: $(VENV)/.test
-	$(PYTEST_RUN) --exhaustive tests/models/test_dense_families.py
+	$(PYTEST_RUN) --exhaustive tests/models/test_dense_families.py $(wildcard tests/models/test_*_faults.py) tests/builder/test_config_only.py
 
 test-waiting: $(VENV)/.test
 	$(PYTEST_RUN) $(WAITING) 2>&1 | grep --line-buffered ''

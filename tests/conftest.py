@@ -50,6 +50,7 @@ if settings is not None:
     _PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("same", _PATIENT, derandomize=True)
     settings.register_profile("search", _PATIENT)
+    settings.register_profile("quick", settings.get_profile("same"), max_examples=30)
     settings.load_profile("same")
 
 
@@ -64,8 +65,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Properties that read ``examples`` get fewer in ``make test``."""
+    """Properties get fewer examples in ``make test``: a third, or what ``examples`` says."""
     set_quick(config.getoption("--quick"))
+    if settings is not None and config.getoption("--quick"):
+        settings.load_profile("quick")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

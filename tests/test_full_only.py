@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -60,6 +61,13 @@ def test_every_op_and_backend_keeps_a_case(names: dict[str, list[str]]) -> None:
         label.rpartition("-")[0] for label in labels if not is_full_only(f"{path}::{label}")
     }
     assert remaining == operands
+
+
+def test_make_test_families_runs_all_that_make_test_all_leaves_to_it() -> None:
+    (paths,) = re.findall(r"--exhaustive (.*)", (ROOT / "Makefile").read_text())
+    globs = re.sub(r"\$\(wildcard (.*?)\)", r"\1", paths).split()
+    files = {str(path.relative_to(ROOT)) for glob in globs for path in ROOT.glob(glob)}
+    assert files >= EXHAUSTIVE_ONLY.keys()
 
 
 PATTERNS = {

@@ -4,17 +4,24 @@ The package's own launch code runs on tensors without memory (``triton_problems`
 the GPU; Triton compiles what it would launch there, down to the machine code. Printed: one JSON
 line per variant with the shared memory that it needs, or why it does not compile. Exit code 1 if a
 variant fails or needs more shared memory than the GPU has.
+
+Generations of one major compute capability run the same passes of Triton's, and a later one takes
+the PTX of an earlier one: behind the first of them, each kernel is compiled once per combination of
+dtypes, and other variants of it that the first one compiled have the shared memory that they have
+there.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
@@ -36,6 +43,7 @@ WARP_SIZE = 32
 MAX_ERROR = 300
 CHOICES = ("_config", "_tile", "_stages", "row_launch", "elementwise_launch")
 TEXTS = ("ASM", "CONSTRAINTS")  # constexprs that hold PTX
+VariantKey = tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -80,13 +88,25 @@ class _CompilingDriver:
 
 
 class LaunchRecorder:
-    """Takes the launches of kernels: keeps each variant once, compiled if ``compiles``."""
+    """Takes the launches of kernels: keeps each variant once, compiled if ``compiles``.
 
-    def __init__(self, generation: GpuGeneration, *, compiles: bool) -> None:
+    shared_bytes: of variants that generations of the same major capability compiled; gets those
+    that this one compiles.
+    """
+
+    def __init__(
+        self,
+        generation: GpuGeneration,
+        *,
+        compiles: bool,
+        shared_bytes: MutableMapping[VariantKey, int] | None = None,
+    ) -> None:
         self.generation = generation
         self.compiles = compiles
         self.op = ""
-        self.variants: dict[tuple[object, ...], CompiledVariant] = {}
+        self.variants: dict[VariantKey, CompiledVariant] = {}
+        self._shared_bytes = {} if shared_bytes is None else shared_bytes
+        self._compiled: set[VariantKey] = set()  # kernels and the dtypes of their tensors
         self._run = jit.JITFunction.run
 
     def launch(self, kernel: Any, *args: Any, grid: Any, **named: Any) -> None:
@@ -107,9 +127,13 @@ class LaunchRecorder:
         shown = [each for each in constants if each not in TEXTS]
         text = ", ".join(f"{each}={constants[each]}" for each in shown)
         shared, error, began = None, None, time.process_time()
-        if self.compiles:
+        if self.compiles and (name, *dtypes) in self._compiled:
+            shared = self._shared_bytes.get(key)
+        if self.compiles and shared is None:
+            self._compiled.add((name, *dtypes))
             try:
                 shared = self._run(kernel, *args, grid=grid, warmup=True, **named).metadata.shared
+                self._shared_bytes[key] = shared
             except Exception as problem:  # Triton's and ptxas's errors have no common class
                 error = " ".join(str(problem).split())[:MAX_ERROR] or type(problem).__name__
         seconds = round(time.process_time() - began, 2)
@@ -117,9 +141,14 @@ class LaunchRecorder:
         self.variants[key] = CompiledVariant(arch, name, self.op, text, shared, seconds, error)
 
 
-def find_variants(generation: GpuGeneration, *, compiles: bool = True) -> list[CompiledVariant]:
-    """Every variant that may be launched on this GPU, each once."""
-    recorder = LaunchRecorder(generation, compiles=compiles)
+def find_variants(
+    generation: GpuGeneration,
+    *,
+    compiles: bool = True,
+    shared_bytes: MutableMapping[VariantKey, int] | None = None,
+) -> list[CompiledVariant]:
+    """Every variant that may be launched on this GPU, each once; arguments of LaunchRecorder."""
+    recorder = LaunchRecorder(generation, compiles=compiles, shared_bytes=shared_bytes)
 
     def launch(kernel: Any, *args: Any, **named: Any) -> None:
         recorder.launch(kernel, *args, **named)
@@ -187,10 +216,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.list:
         return _list_variants(generations)
     failed = 0
+    shared_bytes: defaultdict[int, dict[VariantKey, int]] = defaultdict(dict)  # by major capability
+    gc.freeze()  # what imports made
+    gc.set_threshold(50_000)  # 700 by default: a tenth of the seconds
     with tempfile.TemporaryDirectory(prefix="modelmill-triton-") as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         for generation in generations:
-            variants = find_variants(generation)
+            variants = find_variants(
+                generation, shared_bytes=shared_bytes[generation.capability[0]]
+            )
             failed += len(failures(variants, generation))
             for variant in variants:
                 print(json.dumps(asdict(variant)), flush=True)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from modelmill.checkpoint.gguf import GgufFile
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, TensorMismatch
 from tests.checkpoint.checkpoint_factory import llama_state, write_llama_gguf, write_tensors
+from tests.hypothesis_examples import examples
 
 RELAXED = settings(
     deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -111,7 +112,9 @@ def header_size(data: bytes) -> int:
 
 
 @settings(
-    deadline=None, max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=examples(250, 60),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.data())
 def test_a_damaged_header_is_one_line_and_costs_no_memory(tmp_path, good, data):

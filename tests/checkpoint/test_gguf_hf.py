@@ -33,6 +33,7 @@ from tests.checkpoint.checkpoint_factory import (
     write_llama_gguf,
     write_tensors,
 )
+from tests.hypothesis_examples import examples
 
 
 def present(path: Path) -> GgufAsHf:
@@ -388,7 +389,9 @@ nonsense = st.one_of(
 
 
 @settings(
-    deadline=None, max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=examples(120, 30),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     st.dictionaries(st.sampled_from(" ".join(KEYS).split()), nonsense, min_size=1, max_size=4),

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from modelmill.cli import output
+from modelmill.cli.main import execute
 from modelmill.progress import LogProgress, format_progress
 from tests.wait import wait_until
 
@@ -66,23 +68,24 @@ def test_tables_without_sequences(engine: Path, checkpoint: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "JSON"])
-def test_an_answer_ends_where_no_client_reads_it(engine: Path, flags: tuple[str, ...]) -> None:
-    words = (
-        "run",
-        engine,
-        "--prompt",
-        "Once",
-        "--ignore-eos",
-        "--max-tokens",
-        400,
-        "--temperature",
-        0,
-        *flags,
-    )
-    done = leaving(*words)
-    assert done.returncode == 0, done.stderr
+def test_an_answer_ends_where_no_client_reads_it(
+    engine: Path,
+    flags: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ["run", str(engine), "--prompt", "Once", "--ignore-eos", "--max-tokens", "400"]
+    threads = torch.get_num_threads()
+    monkeypatch.setenv("CI", "1")
+    with os.fdopen(broken_pipe(), "w") as out, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        with output.tolerate_closed_output():
+            code = execute([*words, "--temperature", "0", "--threads", "1", *flags])
+    torch.set_num_threads(threads)
+    err = capsys.readouterr().err
+    assert code == 0, err
     if not flags:
-        assert " 1 answer tokens " in done.stderr or " 2 answer tokens " in done.stderr
+        assert " 1 answer tokens " in err or " 2 answer tokens " in err
 
 
 def test_intermediate_output_without_a_reader(checkpoint: Path, tmp_path: Path) -> None:
@@ -106,7 +109,13 @@ def test_intermediate_output_without_a_reader(checkpoint: Path, tmp_path: Path) 
 
 @pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
 @pytest.mark.parametrize(
-    "words", [("inspect", "ENGINE", "--json"), ("inspect", "ENGINE"), ("run", "ENGINE", "-p", "O")]
+    "words",
+    [
+        ("inspect", "ENGINE", "--json"),
+        ("inspect", "ENGINE"),
+        ("run", "ENGINE", "-p", "O"),
+        ("--version",),
+    ],
 )
 def test_a_full_disk_is_one_line(engine: Path, words: tuple[str, ...]) -> None:
     words = tuple(str(engine) if word == "ENGINE" else word for word in words)
@@ -122,27 +131,32 @@ def test_a_full_disk_is_one_line(engine: Path, words: tuple[str, ...]) -> None:
     ]
 
 
+def without_stream(closed: int, out: Path, *words: str) -> int:
+    """Exit code of a command whose descriptor ``closed`` is closed; the others write to ``out``."""
+    command = f'exec "$@" {closed}{"<" if closed == 0 else ">"}&-'
+    with out.open("w") as sink:
+        done = subprocess.run(
+            ["sh", "-c", command, "sh", sys.executable, "-m", "modelmill", *words],
+            stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, check=False, timeout=300,
+        )  # fmt: skip
+    return done.returncode
+
+
 @pytest.mark.parametrize("closed", [1, 2, 0], ids=["stdout", "stderr", "stdin"])
 def test_a_stream_that_was_closed_before(engine: Path, closed: int, tmp_path: Path) -> None:
-    stdout_file = tmp_path / "said"
-    with stdout_file.open("w") as sink:
-        command = f'exec "$@" {closed}{"<" if closed == 0 else ">"}&-'
-        words = [
-            sys.executable,
-            "-m",
-            "modelmill",
-            "run",
-            str(engine),
-            "--prompt",
-            "-" if closed == 0 else "Once",
-        ]
-        done = subprocess.run(
-            ["sh", "-c", command, "sh", *words, "--max-tokens", "4"], stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=sink, check=False, timeout=300,
-        )  # fmt: skip
-    assert done.returncode == 0, stdout_file.read_text()
-    assert "Traceback" not in stdout_file.read_text()
+    words = ("run", str(engine), "--prompt", "-" if closed == 0 else "Once", "--max-tokens", "4")
+    code = without_stream(closed, tmp_path / "output", *words)
+    written = (tmp_path / "output").read_text()
+    assert code == 0, written
+    assert "Traceback" not in written
+
+
+@pytest.mark.parametrize("closed", [1, 2, 0], ids=["stdout", "stderr", "stdin"])
+def test_a_version_without_a_stream(closed: int, tmp_path: Path) -> None:
+    code = without_stream(closed, tmp_path / "output", "--version")
+    written = (tmp_path / "output").read_text()
+    assert code == 0, written
+    assert "Traceback" not in written
 
 
 def test_without_a_terminal_progress_is_lines_where_they_are_wanted(

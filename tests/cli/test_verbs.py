@@ -7,7 +7,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from modelmill.cli.output import tolerate_closed_output
 from tests.cli.checkpoint_copy import change_config, copy_checkpoint
 
 Cli = Callable[..., tuple[int, Any, str]]
@@ -708,18 +708,15 @@ def test_a_byte_order_mark_is_no_json_error(cli: Cli, engine: Path, tmp_path: Pa
     assert cli("run", engine, "--file", file, "--max-tokens", 1)[0] == 0
 
 
-def test_bytes_that_are_no_text_do_not_end_a_chat(engine: Path, tmp_path: Path) -> None:
+def test_bytes_that_are_no_text_do_not_end_a_chat(
+    cli: Cli, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "talk.json"
-    words = ["chat", str(engine), "--chat-template", "chatml", "--max-tokens", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "modelmill", *words],
-        input=b"caf\xe9\n/save " + os.fsencode(file) + b"\n",
-        capture_output=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
-    )
-    assert done.returncode == 0, done.stderr
+    typed = io.BytesIO(b"caf\xe9\n/save " + os.fsencode(file) + b"\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(typed, encoding="latin-1"))
+    words = ("chat", engine, "--chat-template", "chatml", "--max-tokens", 2)
+    with tolerate_closed_output():
+        assert cli(*words)[0] == 0
     assert json.loads(file.read_text("utf-8"))[0]["content"] == "caf\ufffd"
 
 

@@ -15,6 +15,7 @@ from modelmill.nn.fusion import fuse
 from modelmill.nn.kv import KVCache
 from modelmill.nn.step import MIN_ROW_RATIO, Step
 from modelmill.ops.registry import select_backends
+from tests.hypothesis_examples import examples
 from tests.runtime import tiny
 
 REFERENCE = dict.fromkeys(("linear", "paged_attention", "rope_cache", "decode"), "torch")
@@ -60,7 +61,7 @@ def step_of(
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60, 20))
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(0, 40)), min_size=1, max_size=5),
     st.data(),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from modelmill.ops import registry
 from modelmill.ops.sample import FIXED_POINT_BITS, SampleInputs, filtered_integer_probs, sample
+from tests.hypothesis_examples import examples
 
 VARIANTS = sorted(
     n for n, m in registry.implementations("sample").items() if m.available("cpu") is None
@@ -157,7 +158,7 @@ def test_values_that_are_no_numbers(variant: str) -> None:
 
 
 @pytest.mark.skipif("cpu" not in VARIANTS, reason="needs a C++ compiler: apt-get install g++")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150, 40), deadline=None)
 @given(data=st.data())
 def test_ids_from_cpp_are_the_references(data: st.DataObject) -> None:
     """Any mix of parameters, ties and scales."""

@@ -25,6 +25,7 @@ from modelmill.runtime.chunked_prefill import (
 )
 from modelmill.runtime.graph_sizes import MIXED_GRAPH_TOKENS
 from modelmill.runtime.scheduler import MIN_CHUNK_TOKENS
+from tests.hypothesis_examples import examples
 
 Cost = Callable[[int, int], float]
 
@@ -221,7 +222,7 @@ def stalled(
     return history
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60, 20), deadline=None)
 @given(
     stalls=st.dictionaries(st.integers(0, 150), st.floats(3, 1000), max_size=6),
     timed=st.dictionaries(st.integers(0, 2), st.floats(3, 1000), max_size=2),

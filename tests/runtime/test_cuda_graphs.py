@@ -46,6 +46,7 @@ from modelmill.runtime.tp_workers import (
     StepCommand,
     TPWorkers,
 )
+from tests.hypothesis_examples import examples
 from tests.runtime import tiny
 
 MODEL_KINDS = [("fixed", None), ("prompt", None), ("running", None), ("fixed", 12)]
@@ -302,7 +303,7 @@ def test_with_other_ranks_an_out_of_memory_error_of_a_capture_is_raised() -> Non
         graphs.run(cast(Any, None), PaddedSize(16, 1, 4096), GraphUse.CAPTURE)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30, 12), deadline=None)
 @given(
     st.lists(
         st.lists(st.integers(2, tiny.VOCAB - 1), min_size=1, max_size=70), min_size=1, max_size=6

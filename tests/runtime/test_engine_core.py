@@ -439,7 +439,7 @@ MIXES = (
 )
 
 
-@settings(deadline=None, max_examples=examples(80, 30), phases=PHASES)
+@settings(deadline=None, max_examples=examples(80, 12), phases=PHASES)
 @given(*MIXES)
 def test_any_mix_ends_with_nothing_left(mix, pages, budget, seqs, prefix, overlap) -> None:
     ends_with_nothing_left(mix, pages, budget, seqs, prefix, overlap)

@@ -154,7 +154,7 @@ def run_all(scheduler: Scheduler, works: list[tuple[int, int, int, int]]) -> Non
         max_size=7,
     ),
 )
-@settings(deadline=None, max_examples=examples(150, 50))
+@settings(deadline=None, max_examples=examples(150, 20))
 def test_every_query_reads_what_its_tokens_wrote(
     windows: tuple[int | None, ...],
     page_size: int,

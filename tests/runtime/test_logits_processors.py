@@ -19,6 +19,7 @@ from modelmill.ops import registry
 from modelmill.runtime.logits_processors import banned_ngram_ids
 from modelmill.runtime.sampler import Sampler
 from modelmill.runtime.sequence import RopeRule, Sequence
+from tests.hypothesis_examples import examples
 from tests.runtime import tiny
 from tests.runtime.test_beam_search import pair  # noqa: F401 -- a fixture
 
@@ -152,7 +153,7 @@ def test_in_one_batch_as_alone_and_switched_off_by_a_request(pair: Any) -> None:
     assert off == our_ids(engine, prompt_ids[1], {"do_sample": False})
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60, 20))
 @given(st.data(), st.integers(0, 999))
 def test_a_row_is_changed_as_transformers_changes_it(data: st.DataObject, seed: int) -> None:
     """Logits of a draw, too: the processors of transformers' own list, in its order."""

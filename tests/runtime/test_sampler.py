@@ -23,6 +23,7 @@ from modelmill.runtime.sampler import (
     uniform,
 )
 from modelmill.runtime.sequence import RopeRule, Sequence
+from tests.hypothesis_examples import examples
 
 VOCAB = 200
 OPS = registry.select_backends("cpu")
@@ -82,7 +83,7 @@ params_strategy = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150, 40))
 @given(st.lists(params_strategy, min_size=1, max_size=5), st.integers(0, 10_000))
 def test_against_transformers(params_list: list[SamplingParams], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

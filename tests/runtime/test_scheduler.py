@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from modelmill.core.types import FinishReason, Request
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.scheduler import CPU_CHUNK_TOKENS, MIN_CHUNK_TOKENS, Schedule
+from tests.hypothesis_examples import examples
 from tests.runtime import tiny
 
 
@@ -182,7 +183,7 @@ def test_pieces_shrink_where_steps_with_them_take_long() -> None:
     assert pace.size == CPU_CHUNK_TOKENS
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20, 8), deadline=None)
 @given(st.integers(1, 300), st.integers(0, 2**16))
 def test_pieces_change_no_answer(mixed: int, seed: int) -> None:
     prompt_ids = tiny.prompts(6, 3, 40, seed=seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -35,7 +36,7 @@ class ServerProcess:
         line += ["--chat-template", template] if template else []
         self.process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
-        first_line = self.process.stderr.readline()
+        first_line = self.read_line()
         skip_if_extra_missing(first_line)
         match = re.search(r"listening on http://([^:]+):(\d+);", first_line)
         assert match, first_line + self.process.stderr.read()
@@ -56,6 +57,14 @@ class ServerProcess:
             self.process.send_signal(signal.SIGTERM)
             self.process.send_signal(signal.SIGTERM)
         self.finish()
+
+    def read_line(self) -> str:
+        """The next line of stderr, byte by byte: ``finish`` misses what readline reads ahead."""
+        assert self.process.stderr is not None
+        line = b""
+        while not line.endswith(b"\n") and (byte := os.read(self.process.stderr.fileno(), 1)):
+            line += byte
+        return line.decode()
 
     def finish(self, seconds: float = TIMEOUT_SECONDS) -> tuple[int, str]:
         """Wait for its end: (exit code, what it said on stderr); no process of it may be left."""

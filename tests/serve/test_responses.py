@@ -18,6 +18,7 @@ from modelmill.serve.responses_schema import items_to_messages
 from modelmill.text.answer_parser import make_answer_parser
 from modelmill.text.answer_pieces import ReasoningDelta, ToolCallDelta
 from modelmill.text.chat_format_files import load_format
+from tests.hypothesis_examples import examples
 from tests.serve.service_thread import ServiceThread
 
 pytestmark = pytest.mark.usefixtures("brief_tools")
@@ -349,7 +350,7 @@ TOKENS = [
 
 # the same examples every time: a single character that stands twice in what a reader holds may take
 # the later place
-@settings(deadline=None, max_examples=300, derandomize=True)
+@settings(deadline=None, max_examples=examples(300, 60), derandomize=True)
 @given(
     style=st.sampled_from(
         [

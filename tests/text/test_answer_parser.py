@@ -18,6 +18,7 @@ from modelmill.text.answer_pieces import (
     collect_tool_calls,
 )
 from modelmill.text.chat_format_files import load_format
+from tests.hypothesis_examples import examples
 
 HERMES, LLAMA, DESCRIBED = "hermes", "llama3_json", "described"
 MISTRAL, MISTRAL_NAMED, REACT = "mistral_v1", "mistral_v13", "qwen_react"
@@ -175,7 +176,7 @@ STYLES = [
 ]
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400, 100))
 @given(
     style=st.sampled_from(STYLES),
     text=st.lists(st.sampled_from(PIECES), max_size=14).map("".join),
@@ -225,7 +226,7 @@ WRITE = {
 }
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100, 30))
 @given(
     style=st.sampled_from(sorted(WRITE)),
     expected=st.lists(st.tuples(st.sampled_from("fg"), ARGUMENTS), min_size=1, max_size=3),

@@ -15,6 +15,7 @@ from modelmill.text.control_tokens import (
     unused_mark_char,
 )
 from modelmill.text.regex_union import regex_union
+from tests.hypothesis_examples import examples
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "[X]", "X]Y")
 MARK = "\ue000"
@@ -39,7 +40,7 @@ PARTS = st.sampled_from(
 TEXTS = st.lists(PARTS, max_size=8).map("".join) | st.text(max_size=10)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300, 100))
 @given(st.lists(TEXTS, max_size=4))
 def test_no_joining_of_marked_texts_spells_a_control_token(texts):
     marked = ControlTokenGuard(SPECIAL).insert_marks(texts, MARK)
@@ -76,7 +77,7 @@ def test_the_mark_is_free():
         unused_mark_char(["".join(map(chr, range(0xE000, 0xF900)))])
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200, 60))
 @given(
     st.sets(st.text(alphabet="ab<|", min_size=1, max_size=5), min_size=1, max_size=8),
     st.text(alphabet="ab<|", max_size=20),

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from modelmill.text.detokenizer import REPLACEMENT, Detokenizer, Utf8Stream
 from modelmill.text.tokenizer import load_tokenizer
+from tests.hypothesis_examples import examples
 from tests.text.conftest import REAL, gguf_bpe, gguf_spm, hf_files
 
 SMALL = {"hf": hf_files(), "gguf-bpe": gguf_bpe(), "gguf-spm": gguf_spm()}
@@ -48,7 +49,7 @@ def adds_what_follows(tokenizer, data, skip_special):
 
 @pytest.mark.parametrize("name", REAL)
 @pytest.mark.parametrize("check", [streams_what_it_decodes, adds_what_follows])
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25, 8))
 @given(data=st.data(), skip_special=st.booleans())
 def test_real_vocabularies(real, name, check, data, skip_special):
     check(real(name), data, skip_special)

@@ -16,6 +16,7 @@ from modelmill.core.errors import RequestError
 from modelmill.core.types import Grammar
 from modelmill.text import grammar as grammars
 from modelmill.text.tokenizer import Tokenizer, load_tokenizer
+from tests.hypothesis_examples import examples
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +194,7 @@ ANY = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200, 60))
 @given(schema=st.dictionaries(KEYS, ANY, max_size=3))
 def test_any_object_is_a_schema_or_refused_in_a_line(schema: dict[str, Any]) -> None:
     message = ""

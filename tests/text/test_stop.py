@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from modelmill.core.errors import RequestError
 from modelmill.text.stop import StopMatcher
+from tests.hypothesis_examples import examples
 
 LETTERS = st.text(alphabet="ab#", max_size=30)
 STOPS = st.lists(st.text(alphabet="ab#", min_size=1, max_size=5), max_size=4)
@@ -23,7 +24,7 @@ def plain(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300, 100))
 @given(LETTERS, STOPS, st.data())
 def test_any_cut_gives_the_plain_answer(text, stops, draw):
     matcher = StopMatcher(stops)

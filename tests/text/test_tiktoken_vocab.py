@@ -13,9 +13,10 @@ from modelmill.core.errors import TokenizerError
 from modelmill.text import tiktoken_vocab
 from modelmill.text.tiktoken_vocab import normalize_nfc
 from modelmill.text.tokenizer import load_tokenizer
+from tests.hypothesis_examples import examples
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100, 30))
 @given(text=st.text(max_size=50) | st.text(alphabet="ab 1\n\t'sé中🦙e\u0301\u0323", max_size=50))
 def test_same_ids_as_qwen2_whose_vocabulary_is_the_same(real, text):
     assert real("qwen.tiktoken").encode(text) == real("qwen2.5").encode(text)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from modelmill.core.errors import TokenizerError
 from modelmill.text.tokenizer import load_tokenizer
+from tests.hypothesis_examples import examples
 from tests.text.conftest import REAL, gguf_bpe, gguf_spm, hf_files
 
 VECTORS = [
@@ -43,7 +44,7 @@ def test_vectors(real, shared, name, vector):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2.5", "qwen3"])
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60, 20))
 @given(text=st.text(max_size=60) | st.text(alphabet="ab 1\n\t'sé中🦙<|>_", max_size=60))
 def test_same_ids_and_text_as_transformers(real, load_hf_tokenizer, name, text):
     ids = real(name).encode(text, special=True)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from modelmill.text.answer_writer import to_marked_strings, to_python
 from modelmill.text.value_stream import JsonValueConverter, clean_json, split_object
+from tests.hypothesis_examples import examples
 from tools.chat_formats.check_answers import is_json_prefix
 
 VALUES = st.recursive(
@@ -52,7 +53,7 @@ def test_a_python_literal_becomes_json(value: object, size: int) -> None:
     assert json.loads(out) == ast.literal_eval(repr(value))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100, 40))
 @given(
     value=st.dictionaries(
         st.from_regex("[a-z_]{1,4}", fullmatch=True),

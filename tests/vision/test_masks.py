@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from modelmill.ops.upsample_masks import masks_to_boxes
 from modelmill.vision import masks
+from tests.hypothesis_examples import examples
 from tests.vision.coco_rle import decode_rle, from_coco_rle
 
 GRIDS = st.integers(1, 9).flatmap(
@@ -21,7 +22,7 @@ GRIDS = st.integers(1, 9).flatmap(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150, 40))
 @given(GRIDS)
 def test_run_lengths_there_and_back(mask: torch.Tensor) -> None:
     height, width = mask.shape

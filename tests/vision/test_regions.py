@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.vision.regions import label_regions, remove_small_regions
+from tests.hypothesis_examples import examples
 
 
 def grids(most: int = 9) -> st.SearchStrategy[np.ndarray]:
@@ -38,7 +39,7 @@ def flooded(mask: np.ndarray) -> tuple[np.ndarray, list[int]]:
     return labels, sizes
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300, 60))
 @given(grids())
 def test_regions_are_those_of_a_flood_fill(mask: np.ndarray) -> None:
     labels, sizes = label_regions(mask)
@@ -47,7 +48,7 @@ def test_regions_are_those_of_a_flood_fill(mask: np.ndarray) -> None:
     assert sizes.tolist() == pixels
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200, 60))
 @given(grids(), st.integers(0, 12))
 def test_small_regions_go(mask: np.ndarray, least: int) -> None:
     actual, changed = remove_small_regions(mask, least)

@@ -9,7 +9,9 @@ torch uses. Torch's OpenMP is reached through pointers: nothing is linked.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -18,7 +20,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -266,10 +268,15 @@ def _processor_identity() -> str:
 
 
 def _compile(compiler: str, version: str, flags: tuple[str, ...], target: Path) -> None:
-    """Build in a temporary folder and move the result in place, so that processes may race."""
+    """Build in a temporary folder and move the result in place; of several processes, one does."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="building-", dir=target.parent) as folder:
+        with (
+            _one_process(target.parent),
+            tempfile.TemporaryDirectory(prefix="building-", dir=target.parent) as folder,
+        ):
+            if target.exists():  # another process compiled it while this one waited
+                return
             sources = prebuilt.native_sources(suffixes=(".cpp",))
             objects = [Path(folder) / f"{source.stem}.o" for source in sources]
             prefix = [compiler, *flags, prebuilt.include_flag()]
@@ -285,6 +292,18 @@ def _compile(compiler: str, version: str, flags: tuple[str, ...], target: Path) 
         raise _KernelsUnavailable(
             f"the compiled kernels cannot be written to {target.parent}: {problem.strerror}"
         ) from None
+
+
+@contextlib.contextmanager
+def _one_process(folder: Path) -> Iterator[None]:
+    """Wait until no other process compiles into ``folder``; the kernel frees a dead one's lock."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: processes may race
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _precompile_headers(prefix: list[str], folder: Path) -> list[str]:
