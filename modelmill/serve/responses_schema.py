@@ -16,12 +16,11 @@ from modelmill.core.types import MAX_INT32
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.compaction import INTRO, unpack_summary
 from modelmill.serve.custom_tools import custom_function_call
-from modelmill.serve.discriminated_unions import parse_typed
+from modelmill.serve.discriminated_unions import make_request, parse_typed
 from modelmill.serve.engine_fields import EngineFields
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
 from modelmill.serve.peer_fields import ignored
 from modelmill.serve.response_tools import (
-    MAX_TOOLS,
     AllowedToolsChoice,
     CalledTool,
     FlatToolChoice,
@@ -44,6 +43,7 @@ from modelmill.serve.strict_models import (
 )
 from modelmill.serve.structured_outputs_schema import ResponseFormat
 from modelmill.serve.tool_schema import (
+    MAX_TOOLS,
     CustomTool,
     CustomToolChoice,
     NamedToolChoice,
@@ -342,19 +342,22 @@ class ResponsesRequest(SamplingFields):
             if self.text is None or self.text.format is None
             else self.text.format.to_response_format()
         )
-        return ChatRequest(
-            **shared,
-            messages=items_to_messages(self.input, self.instructions),
-            max_completion_tokens=self.max_output_tokens,
-            response_format=format,
-            tools=tools,
-            tool_choice=choice,
-            logprobs=True if self.wants_logprobs else None,
-            top_logprobs=self.top_logprobs if self.wants_logprobs else None,
-            parallel_tool_calls=self.parallel_tool_calls,
-            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
-            chat_template_kwargs=self.chat_template_kwargs,
-            thinking_token_budget=self.thinking_token_budget,
+        return make_request(
+            ChatRequest,
+            {
+                **shared,
+                "messages": items_to_messages(self.input, self.instructions),
+                "max_completion_tokens": self.max_output_tokens,
+                "response_format": format,
+                "tools": tools,
+                "tool_choice": choice,
+                "logprobs": True if self.wants_logprobs else None,
+                "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
+                "parallel_tool_calls": self.parallel_tool_calls,
+                "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+                "chat_template_kwargs": self.chat_template_kwargs,
+                "thinking_token_budget": self.thinking_token_budget,
+            },
         )
 
     @property

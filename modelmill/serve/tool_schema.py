@@ -12,6 +12,9 @@ from modelmill.serve.custom_tools import INPUT_SCHEMA
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject, StrictModel
 from modelmill.text.messages import check_json_data
 
+MAX_TOOLS = 512
+"""Tools of a request: OpenAI takes 128, Anthropic more; an agent with MCP servers has hundreds."""
+
 
 class ToolDefinition(StrictModel):
     """What every tool has."""
@@ -146,7 +149,7 @@ class AllowedTools(StrictModel):
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedToolChoice | CustomToolChoice], FAIL_FAST] = Field(
-        min_length=1, max_length=128
+        min_length=1, max_length=MAX_TOOLS
     )
 
 

@@ -10,6 +10,7 @@ from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.dialects.anthropic_blocks import BlockText, LongText, to_chat_messages
+from modelmill.serve.discriminated_unions import make_request
 from modelmill.serve.engine_fields import EngineFields
 from modelmill.serve.peer_fields import AnyItems, ignored
 from modelmill.serve.sampling_schema import sampling_field
@@ -22,14 +23,13 @@ from modelmill.serve.strict_models import (
 )
 from modelmill.serve.structured_outputs_schema import JsonSchema, ResponseFormat
 from modelmill.serve.tool_schema import (
+    MAX_TOOLS,
     CustomTool,
     FunctionDefinition,
     Tool,
     function_choice,
     function_tool,
 )
-
-MAX_TOOLS = 512
 
 
 class AnthropicTool(StrictModel):
@@ -119,17 +119,19 @@ class CountTokensRequest(StrictModel):
             raise RequestError("mcp_servers is not supported: this server calls no other server")
         messages = to_chat_messages(self.system, self.messages)
         tools, choice = self._chat_tools()
-        return ChatRequest(
-            model=self.model,
-            messages=messages,
-            tools=tools,
-            tool_choice=choice,
-            parallel_tool_calls=False
-            if self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use
-            else None,
-            response_format=self._response_format(),
-            continue_final_message=_ends_with_answer(messages) or None,
-            **fields,
+        one_call = self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use
+        return make_request(
+            ChatRequest,
+            {
+                "model": self.model,
+                "messages": messages,
+                "tools": tools,
+                "tool_choice": choice,
+                "parallel_tool_calls": False if one_call else None,
+                "response_format": self._response_format(),
+                "continue_final_message": _ends_with_answer(messages) or None,
+                **fields,
+            },
         )
 
     @property

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from modelmill.core.errors import RequestError
 from modelmill.serve.completion_schema import CompletionRequest
-from modelmill.serve.discriminated_unions import parse_object
+from modelmill.serve.discriminated_unions import make_request, parse_object
 from modelmill.serve.generation_schema import GenerationFields
 from modelmill.serve.peer_fields import AnyItems, ignored
 from modelmill.serve.prompt_fields import TokenIds
@@ -32,12 +32,14 @@ class NativeFields(GenerationFields):
         shared = {
             name: getattr(self, name)
             for name in GenerationFields.model_fields
-            if name in self.model_fields_set and name != "model"
+            # its own fields, as t_max_predict_ms, have a meaning of their own
+            if name in self.model_fields_set and name not in NativeFields.__annotations__
         }
         shared["grammar"] = shared.pop("grammar_", None)
         set_fields = {name: value for name, value in shared.items() if value is not None}
-        return CompletionRequest.model_validate(
-            {"model": self.model or "", "prompt": prompt, "n_predict": -1, **set_fields, **fields}
+        return make_request(
+            CompletionRequest,
+            {"model": self.model or "", "prompt": prompt, "n_predict": -1, **set_fields, **fields},
         )
 
     def check(self) -> None:

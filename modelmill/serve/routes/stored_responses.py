@@ -12,6 +12,7 @@ from modelmill.request_state import RequestState
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.compaction import PROMPT, compacted_items
+from modelmill.serve.discriminated_unions import make_request
 from modelmill.serve.openai_format import Utf8JsonResponse, token_usage
 from modelmill.serve.response_input_items import Order, list_input_items
 from modelmill.serve.response_recorder import earlier_items, owner_of
@@ -97,13 +98,14 @@ def _summary_request(
     text_processor: TextProcessor, body: CompactRequest, items: list[Any], max_model_len: int
 ) -> list[RequestState]:
     messages = items_to_messages(items, body.instructions)
-    chat = ChatRequest.model_validate(
+    chat = make_request(
+        ChatRequest,
         {
             "model": body.model,
             "messages": [*messages, {"role": "user", "content": PROMPT}],
             "max_completion_tokens": body.max_output_tokens,
             "cache_salt": body.cache_salt,
-        }
+        },
     )
     chat.check()
     return [chat_request_state(text_processor, chat, max_model_len)]
