@@ -292,7 +292,7 @@ def test_keys_and_models_as_the_client_sends_them(running: ServiceThread) -> Non
 
 
 def test_fields_that_change_nothing_are_taken(running: ServiceThread) -> None:
-    more = {
+    more: dict[str, Any] = {
         "metadata": {"user_id": "u"}, "service_tier": "auto",
         "cache_control": {"type": "ephemeral"},
         "context_management": {"edits": []}, "thinking": {"type": "enabled", "budget_tokens": 1024},
