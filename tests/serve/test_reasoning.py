@@ -13,7 +13,7 @@ from modelmill.core.errors import RequestError
 from modelmill.outputs import CompletionOutput, OutputDelta, RequestOutput
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.response_items import ResponseItems
-from modelmill.serve.responses_schema import ResponsesRequest
+from modelmill.serve.responses_schema import ResponsesRequest, items_to_messages
 from modelmill.serve.routes.chat import (
     ChatResponseBuilder,
     _template_options,
@@ -166,6 +166,23 @@ def test_thinking_that_is_cut_is_an_incomplete_item() -> None:
     list(items.finish("incomplete"))
     (item,) = items.output
     assert (item["type"], item["status"]) == ("reasoning", "incomplete")
+
+
+def test_thinking_comes_back_as_its_content_or_packed() -> None:
+    """Clients that pass on encrypted_content drop the content."""
+    for packs in (True, False):
+        items = ResponseItems(hold_spaces=False, packs_thinking=packs)
+        list(items.add_reasoning("Well."))
+        list(items.add_text("Hi."))
+        list(items.finish("completed"))
+        reasoning, message = items.output
+        sent = {**reasoning, "content": None} if packs else reasoning
+        assert ("encrypted_content" in reasoning) is packs
+        user = {"role": "user", "content": "x"}
+        messages = items_to_messages([user, sent, message, user], None)
+        assert messages[1]["reasoning_content"] == "Well."
+    body = ResponsesRequest(model="m", input="x", include=["reasoning.encrypted_content"])
+    assert body.wants_packed_thinking
 
 
 TEMPLATE = (
