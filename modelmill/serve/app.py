@@ -21,6 +21,7 @@ from modelmill.core.quoting import one_line
 from modelmill.serve import errors
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.completion_schema import CompletionRequest
+from modelmill.serve.dialects.anthropic_models import ANTHROPIC_VERSION
 from modelmill.serve.dialects.anthropic_schema import CountTokensRequest, MessagesRequest
 from modelmill.serve.dialects.error_form import error_body
 from modelmill.serve.dialects.llama_cpp_schema import InfillRequest, NativeCompletionRequest
@@ -235,5 +236,10 @@ async def _handle_validation_error(request: Request, error: Exception) -> Respon
 
 def error_response(error: ApiError, request: Request) -> Response:
     """Format an error as a response, in the form of the request's path."""
-    body = error_body(request.url.path, error, request.scope.get("modelmill.request_id"))
+    body = error_body(
+        request.url.path,
+        error,
+        request.scope.get("modelmill.request_id"),
+        for_anthropic=ANTHROPIC_VERSION in request.headers,
+    )
     return Utf8JsonResponse(body, error.status, error.headers)

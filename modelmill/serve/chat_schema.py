@@ -14,10 +14,10 @@ from modelmill.serve.peer_fields import ignored
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject
 from modelmill.serve.tool_schema import (
     AllowedToolChoice,
+    ChatTools,
     CustomTool,
     CustomToolChoice,
     NamedToolChoice,
-    Tool,
 )
 from modelmill.text.tool_grammar import forced_call_grammar
 
@@ -30,7 +30,7 @@ class ChatRequest(GenerationFields):
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: Annotated[list[Tool | CustomTool], FAIL_FAST] | None = Field(None, max_length=128)
+    tools: ChatTools | None = None
     tool_choice: (
         Literal["none", "auto", "required"]
         | NamedToolChoice

@@ -1,6 +1,7 @@
 """Discriminated unions in requests: objects whose ``type`` says which model they have.
 
 They are parsed one by one, so that an error names its place and one invalid object ends the work.
+``make_request`` makes the request that one of another API becomes.
 """
 
 from __future__ import annotations
@@ -52,3 +53,18 @@ def parse_object(raw: Any, path: str, model: type[M]) -> M:
         _, line = summarize_errors(error.errors(include_url=False, include_input=False), model)
     body = "the request's body"  # the object as a whole is invalid
     raise RequestError(path + (line.removeprefix(body) if line.startswith(body) else f".{line}"))
+
+
+def make_request(model: type[M], fields: Mapping[str, Any]) -> M:
+    """Make a request of this server's core from the fields of another API's.
+
+    Both APIs have limits of their own, so that a valid request may become one that is not.
+
+    Raises:
+        RequestError: it is invalid; the message names the field.
+    """
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        _, line = summarize_errors(error.errors(include_url=False, include_input=False), model)
+    raise RequestError(line)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from modelmill.serve.custom_tools import custom_input
+from modelmill.serve.packed_text import pack_text
 from modelmill.serve.response_tools import CalledTool
 
 ResponseEvent = dict[str, Any]
@@ -20,13 +21,17 @@ class ResponseItems:
 
     Events have no number yet. With ``hold_spaces``, leading spaces are held until other text
     follows, since they may precede a call. ``called_tools``: what the client calls the tools, by
-    the names that the model writes.
+    the names that the model writes. ``packs_thinking``: thinking has ``encrypted_content``, too.
     """
 
     def __init__(
-        self, hold_spaces: bool, called_tools: Mapping[str, CalledTool] | None = None
+        self,
+        hold_spaces: bool,
+        called_tools: Mapping[str, CalledTool] | None = None,
+        packs_thinking: bool = False,
     ) -> None:
         self.output: list[dict[str, Any]] = []
+        self._packs_thinking = packs_thinking
         self._called_tools = called_tools or {}
         self._hold_spaces = hold_spaces
         self._held_spaces = ""
@@ -197,6 +202,8 @@ class ResponseItems:
         yield {"type": "response.reasoning_text.done", **position, "text": text}
         yield {"type": "response.content_part.done", **position, "part": part}
         item = self._reasoning(status, [part])
+        if self._packs_thinking:
+            item["encrypted_content"] = pack_text(text)
         yield {**self._added(item), "type": "response.output_item.done"}
         self.output.append(item)
         self._reasoning_id, self._texts = "", []

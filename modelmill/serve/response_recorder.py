@@ -42,6 +42,23 @@ def earlier_items(request: Request, id: str | None) -> list[Any]:
     return store.get(owner_of(request), id, "previous_response_id").items
 
 
+def resolve_references(request: Request, items: Sequence[Any]) -> list[Any]:
+    """The items, with stored ones in the place of references to them.
+
+    Vercel's AI SDK refers to the model's items unless the client says store: false.
+
+    Raises:
+        ApiError: 400, an item is not stored.
+    """
+    store, owner = get_service(request).response_store, owner_of(request)
+    return [
+        store.get_item(owner, str(item.get("id")), f"input[{index}]")
+        if isinstance(item, Mapping) and item.get("type") == "item_reference"
+        else item
+        for index, item in enumerate(items)
+    ]
+
+
 class ResponseRecorder:
     """Stores the response of one request."""
 

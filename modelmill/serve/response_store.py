@@ -43,17 +43,20 @@ class ResponseStore:
         self.used_bytes = 0
         self._lock = threading.Lock()
         self._entries: OrderedDict[tuple[str, str], tuple[StoredResponse, int]] = OrderedDict()
+        self._response_ids: dict[tuple[str, str], str] = {}  # of the output items
 
     def add(self, owner: str, stored: StoredResponse, size: int) -> None:
         """Add a response of ``size`` bytes; one that is larger than the store is dropped."""
         if size > self.max_bytes:
             return
         with self._lock:
-            self._entries[owner, str(stored.response["id"])] = stored, size
+            response_id = str(stored.response["id"])
+            self._entries[owner, response_id] = stored, size
+            self._response_ids |= {(owner, id): response_id for id in _output_ids(stored)}
             self.used_bytes += size
             while self.used_bytes > self.max_bytes:
-                _, (_, dropped) = self._entries.popitem(last=False)
-                self.used_bytes -= dropped
+                (dropped_owner, _), (dropped, dropped_size) = self._entries.popitem(last=False)
+                self._forget(dropped_owner, dropped, dropped_size)
 
     def get(self, owner: str, id: str, field: str | None = None) -> StoredResponse:
         """Return a response.
@@ -80,12 +83,50 @@ class ResponseStore:
             )
         return entry[0]
 
+    def get_item(self, owner: str, id: str, field: str) -> Mapping[str, Any]:
+        """Return an item of the output of a stored response.
+
+        Args:
+            owner: of the request.
+            id: of the item.
+            field: of the request that names it, for the error.
+
+        Raises:
+            ApiError: 400, there is none, or its response was dropped.
+        """
+        response_id = self._response_ids.get((owner, id))
+        stored = None if response_id is None else self.get(owner, response_id, field)
+        output = () if stored is None else stored.response["output"]
+        item: Mapping[str, Any] | None = next(
+            (each for each in output if each.get("id") == id), None
+        )
+        if item is None:
+            raise ApiError(
+                400,
+                f"{field}: there is no item {id[:80]!r}: its response was not stored, or dropped "
+                "to make room; send the item itself",
+                param="input",
+                code="not_found",
+            )
+        return item
+
     def delete(self, owner: str, id: str) -> None:
         """Forget a response; raises ApiError as ``get`` does."""
         self.get(owner, id)
         with self._lock:
-            _, size = self._entries.pop((owner, id), (None, 0))
-            self.used_bytes -= size
+            entry = self._entries.pop((owner, id), None)
+            if entry is not None:
+                self._forget(owner, *entry)
+
+    def _forget(self, owner: str, stored: StoredResponse, size: int) -> None:
+        """Count a response as gone; the caller holds the lock."""
+        self.used_bytes -= size
+        for id in _output_ids(stored):
+            self._response_ids.pop((owner, id), None)
+
+
+def _output_ids(stored: StoredResponse) -> list[str]:
+    return [str(item["id"]) for item in stored.response["output"] if item.get("id")]
 
 
 def make_stored(input_items: Sequence[Any], response: Mapping[str, Any]) -> StoredResponse:

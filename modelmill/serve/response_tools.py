@@ -18,6 +18,7 @@ from modelmill.core.errors import RequestError
 from modelmill.serve.peer_fields import ignored
 from modelmill.serve.strict_models import FAIL_FAST, StrictModel
 from modelmill.serve.tool_schema import (
+    MAX_TOOLS,
     CustomDefinition,
     CustomFormat,
     CustomTool,
@@ -33,7 +34,6 @@ from modelmill.serve.tool_schema import (
     function_tool,
 )
 
-MAX_TOOLS = 128
 MAX_NAME = 128
 """Characters of the name that the model is offered."""
 ToolChoiceMode = Literal["none", "auto", "required"]

@@ -14,14 +14,14 @@ from pydantic import Field
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
 from modelmill.serve.chat_schema import ChatRequest
-from modelmill.serve.compaction import INTRO, unpack_summary
+from modelmill.serve.compaction import INTRO
 from modelmill.serve.custom_tools import custom_function_call
-from modelmill.serve.discriminated_unions import parse_typed
+from modelmill.serve.discriminated_unions import make_request, parse_typed
 from modelmill.serve.engine_fields import EngineFields
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
+from modelmill.serve.packed_text import PREFIX, TextUnpacker
 from modelmill.serve.peer_fields import ignored
 from modelmill.serve.response_tools import (
-    MAX_TOOLS,
     AllowedToolsChoice,
     CalledTool,
     FlatToolChoice,
@@ -40,10 +40,12 @@ from modelmill.serve.strict_models import (
     JsonObject,
     JsonObjectList,
     Metadata,
+    NullTolerantModel,
     StrictModel,
 )
 from modelmill.serve.structured_outputs_schema import ResponseFormat
 from modelmill.serve.tool_schema import (
+    MAX_TOOLS,
     CustomTool,
     CustomToolChoice,
     NamedToolChoice,
@@ -52,6 +54,8 @@ from modelmill.serve.tool_schema import (
 from modelmill.text.answer_pieces import function_call_json
 
 LOGPROBS = "message.output_text.logprobs"
+PACKED_THINKING = "reasoning.encrypted_content"
+"""What ``include`` may have."""
 LongText = Annotated[str, Field(max_length=10 << 20)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 TOOL_NAME = r"^[a-zA-Z0-9_-]{1,128}$"
@@ -166,14 +170,27 @@ class ReasoningPart(StrictModel):
 
 
 class ReasoningItem(StrictModel):
-    """The thinking before an answer; its summary, and what is encrypted, are ignored."""
+    """The thinking before an answer; its summary, and what another server encrypted, are ignored.
+
+    Some clients return the content, others what ``include`` asked for (``encrypted_content``).
+    """
 
     type: Literal["reasoning"]
     summary: IgnoredList
     id: str | None = None
     content: Annotated[list[ReasoningPart], FAIL_FAST, Field(max_length=MAX_ITEMS)] | None = None
-    encrypted_content: str | None = None
+    encrypted_content: LongText | None = None
     status: ItemStatus | None = None
+
+    def text(self, unpacker: TextUnpacker) -> str:
+        """The thinking.
+
+        Raises:
+            RequestError: its packed form is damaged, or too large.
+        """
+        text = "".join(part.text or "" for part in self.content or ())
+        packed = self.encrypted_content or ""
+        return unpacker.unpack(packed) if not text and packed.startswith(PREFIX) else text
 
 
 InputItem = (
@@ -238,12 +255,15 @@ class TextConfig(StrictModel):
 class ReasoningConfig(StrictModel):
     """Reasoning options of the OpenAI API.
 
-    effort is a variable of chat templates that read it; the others are accepted and ignored.
+    effort is a variable of chat templates that read it; the others are accepted and ignored: there
+    is one mode, and which earlier thinking the model reads is up to its chat template.
     """
 
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
 
 
 class ResponseStreamOptions(StrictModel):
@@ -313,15 +333,17 @@ class ResponsesRequest(SamplingFields):
             )
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only for stream: true")
-        unknown = [
-            each
-            for each in self.include or ()
-            if each not in (LOGPROBS, "reasoning.encrypted_content")
-        ]
+        unknown = [each for each in self.include or () if each not in (LOGPROBS, PACKED_THINKING)]
         if unknown:
             raise RequestError(
-                f"include has {unknown[0][:60]!r}, which is not supported; use {LOGPROBS}"
+                f"include has {unknown[0][:60]!r}, which is not supported; there are {LOGPROBS} "
+                f"and {PACKED_THINKING}"
             )
+
+    @property
+    def wants_packed_thinking(self) -> bool:
+        """Whether reasoning items have their text as ``encrypted_content``, too."""
+        return PACKED_THINKING in (self.include or ())
 
     @property
     def wants_logprobs(self) -> bool:
@@ -342,19 +364,22 @@ class ResponsesRequest(SamplingFields):
             if self.text is None or self.text.format is None
             else self.text.format.to_response_format()
         )
-        return ChatRequest(
-            **shared,
-            messages=items_to_messages(self.input, self.instructions),
-            max_completion_tokens=self.max_output_tokens,
-            response_format=format,
-            tools=tools,
-            tool_choice=choice,
-            logprobs=True if self.wants_logprobs else None,
-            top_logprobs=self.top_logprobs if self.wants_logprobs else None,
-            parallel_tool_calls=self.parallel_tool_calls,
-            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
-            chat_template_kwargs=self.chat_template_kwargs,
-            thinking_token_budget=self.thinking_token_budget,
+        return make_request(
+            ChatRequest,
+            {
+                **shared,
+                "messages": items_to_messages(self.input, self.instructions),
+                "max_completion_tokens": self.max_output_tokens,
+                "response_format": format,
+                "tools": tools,
+                "tool_choice": choice,
+                "logprobs": True if self.wants_logprobs else None,
+                "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
+                "parallel_tool_calls": self.parallel_tool_calls,
+                "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+                "chat_template_kwargs": self.chat_template_kwargs,
+                "thinking_token_budget": self.thinking_token_budget,
+            },
         )
 
     @property
@@ -384,7 +409,7 @@ class ResponsesRequest(SamplingFields):
         return tools or None, choice
 
 
-class CompactRequest(EngineFields):
+class CompactRequest(EngineFields, NullTolerantModel):
     """Request body of POST /v1/responses/compact."""
 
     model: str = Field(max_length=1024)
@@ -393,6 +418,13 @@ class CompactRequest(EngineFields):
     previous_response_id: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     prompt_cache_key: str | None = None
+    prompt_cache_options: JsonObject | None = ignored("cached prefixes stay until memory is needed")
+    service_tier: str | None = ignored("there is one tier")
+    # of the requests that the conversation is made of
+    tools: IgnoredList | None = ignored("a summary calls no tool")
+    parallel_tool_calls: bool | None = ignored("as tools")
+    text: JsonObject | None = ignored("a summary has no format")
+    reasoning: JsonObject | None = ignored("a summary is written without thinking")
 
 
 def items_to_messages(
@@ -408,10 +440,11 @@ def items_to_messages(
         messages.append({"role": "system", "content": instructions})
     if isinstance(items, str):
         return [*messages, {"role": "user", "content": items}]
+    unpacker = TextUnpacker()
     for index, raw in enumerate(items):
         item = parse_typed(raw, f"input[{index}]", _ITEM_TYPES, "items", default="message")
         try:
-            _append_item(messages, item)
+            _append_item(messages, item, unpacker)
         except RequestError as error:
             raise RequestError(f"input[{index}]: {error}") from None
     if all(message["role"] == "system" for message in messages):
@@ -419,7 +452,7 @@ def items_to_messages(
     return messages
 
 
-def _append_item(messages: list[dict[str, Any]], item: InputItem) -> None:
+def _append_item(messages: list[dict[str, Any]], item: InputItem, unpacker: TextUnpacker) -> None:
     if isinstance(item, MessageItem):
         message = {"role": item.role, "content": _chat_content(item.content)}
         if item.role == "assistant" and messages and _is_only_thinking(messages[-1]):
@@ -427,7 +460,7 @@ def _append_item(messages: list[dict[str, Any]], item: InputItem) -> None:
         else:
             messages.append(message)
     elif isinstance(item, ReasoningItem):
-        text = "".join(part.text or "" for part in item.content or ())
+        text = item.text(unpacker)
         if text:
             thinking = {"role": "assistant", "content": "", "reasoning_content": text}
             messages.append(thinking)
@@ -438,7 +471,7 @@ def _append_item(messages: list[dict[str, Any]], item: InputItem) -> None:
             messages[-1]["content"] = None
         messages[-1].setdefault("tool_calls", []).append(item.to_chat_call())
     elif isinstance(item, CompactionItem):
-        summary = unpack_summary(item.encrypted_content)
+        summary = unpacker.unpack(item.encrypted_content)
         messages.append({"role": "user", "content": f"{INTRO}{summary}"})
     elif isinstance(item, FunctionCallOutputItem):
         messages.append(

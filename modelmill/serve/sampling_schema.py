@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from modelmill.core.types import MAX_LOGIT_BIAS, MAX_STOPS, sampling_range
 from modelmill.serve.engine_fields import EngineFields
 from modelmill.serve.peer_fields import AccountFields
-from modelmill.serve.strict_models import FAIL_FAST, ModelName, known_names, limit_keys
+from modelmill.serve.strict_models import FAIL_FAST, ModelName, NullTolerantModel, limit_keys
 from modelmill.serve.structured_outputs_schema import StructuredOutputs
 
 LogitBias = Annotated[
@@ -37,7 +37,7 @@ def sampling_field(name: str, most: float | None = None) -> Any:
     return Field(None, gt=low, le=le) if limits.above_low else Field(None, ge=low, le=le)
 
 
-class SamplingFields(AccountFields, EngineFields):
+class SamplingFields(AccountFields, EngineFields, NullTolerantModel):
     """Sampling fields of completions, chat completions and responses."""
 
     may_omit_model: ClassVar[bool] = True
@@ -63,15 +63,6 @@ class SamplingFields(AccountFields, EngineFields):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     structured_outputs: StructuredOutputs | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_unknown_nulls(cls, raw: Any) -> Any:
-        """Drop unknown fields that are null: clients send all that they know (functions: null)."""
-        if not isinstance(raw, dict) or None not in raw.values():
-            return raw
-        known = known_names(cls)
-        return {key: each for key, each in raw.items() if each is not None or key in known}
 
     @field_validator("stop")
     @classmethod

@@ -52,6 +52,18 @@ class StrictModel(BaseModel):
         return {key: raw[key] for key in raw if key in known or key == unknown}
 
 
+class NullTolerantModel(StrictModel):
+    """Drops unknown fields that are null: clients send all that they know (functions: null)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unknown_nulls(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or None not in raw.values():
+            return raw
+        known = known_names(cls)
+        return {key: each for key, each in raw.items() if each is not None or key in known}
+
+
 def known_names(model: type[BaseModel]) -> set[str]:
     """The keys that a model takes."""
     return {field.alias or name for name, field in model.model_fields.items()}

@@ -13,7 +13,7 @@ from modelmill.core.errors import RequestError
 from modelmill.outputs import CompletionOutput, OutputDelta, RequestOutput
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.response_items import ResponseItems
-from modelmill.serve.responses_schema import ResponsesRequest
+from modelmill.serve.responses_schema import ResponsesRequest, items_to_messages
 from modelmill.serve.routes.chat import (
     ChatResponseBuilder,
     _template_options,
@@ -21,6 +21,8 @@ from modelmill.serve.routes.chat import (
     make_chat_tool_parser,
 )
 from modelmill.serve.routes.responses import ResponsesBuilder
+from modelmill.serve.routes.tokenize import template_input
+from modelmill.serve.tokenize_schema import TemplateRequest
 from modelmill.text.answer_pieces import collect_answer
 from modelmill.text.chat_syntax import ThinkingSyntax
 from modelmill.text_processor import TextProcessor
@@ -168,6 +170,23 @@ def test_thinking_that_is_cut_is_an_incomplete_item() -> None:
     assert (item["type"], item["status"]) == ("reasoning", "incomplete")
 
 
+def test_thinking_comes_back_as_its_content_or_packed() -> None:
+    """Clients that pass on encrypted_content drop the content."""
+    for packs in (True, False):
+        items = ResponseItems(hold_spaces=False, packs_thinking=packs)
+        list(items.add_reasoning("Well."))
+        list(items.add_text("Hi."))
+        list(items.finish("completed"))
+        reasoning, message = items.output
+        sent = {**reasoning, "content": None} if packs else reasoning
+        assert ("encrypted_content" in reasoning) is packs
+        user = {"role": "user", "content": "x"}
+        messages = items_to_messages([user, sent, message, user], None)
+        assert messages[1]["reasoning_content"] == "Well."
+    body = ResponsesRequest(model="m", input="x", include=["reasoning.encrypted_content"])
+    assert body.wants_packed_thinking
+
+
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% endfor %}<|end|>"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
@@ -184,6 +203,16 @@ MANIFEST: Any = SimpleNamespace(
 def processor() -> TextProcessor:
     files = hf_files(small_hf(), chat_template=TEMPLATE, eos_token="<|end|>")
     return TextProcessor(Path("tiny"), MANIFEST, files)
+
+
+def test_a_prompt_is_shown_with_the_variables_of_its_template(processor: TextProcessor) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    for kwargs, end in (({"enable_thinking": True}, "<think>\n"), (None, "<|end|>")):
+        fields = {"messages": messages, "chat_template_kwargs": kwargs}
+        chat_format, rendered, template = template_input(
+            processor, TemplateRequest.model_validate(fields), 512
+        )
+        assert chat_format.render(rendered, True, **template).endswith(end)
 
 
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 7}}}

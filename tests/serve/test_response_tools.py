@@ -20,6 +20,7 @@ from modelmill.serve.response_tools import (
     tool_warnings,
 )
 from modelmill.serve.responses_schema import ResponsesRequest, items_to_messages
+from modelmill.serve.tool_schema import MAX_TOOLS
 from tests.serve.dialect_calls import events, post
 from tests.serve.service_thread import ServiceThread
 
@@ -117,13 +118,13 @@ def test_refusals_name_the_tool(running: ServiceThread, tool: Any, message: str)
 def test_tools_of_name_spaces_are_counted(running: ServiceThread) -> None:
     spaces = [
         {**NAMESPACE, "name": space, "tools": [
-            {"type": "function", "name": f"t{place}"} for place in range(70)
+            {"type": "function", "name": f"t{place}"} for place in range(MAX_TOOLS // 2 + 1)
         ]}
         for space in "ab"
     ]  # fmt: skip
     refused = running.post("/v1/responses", {"model": "stories", **ASK, "tools": spaces})
     assert refused.status == 400
-    assert "140 with those of namespaces" in refused.json["error"]["message"]
+    assert f"{MAX_TOOLS + 2} with those of namespaces" in refused.json["error"]["message"]
 
 
 def test_warnings_name_the_fields_of_responses(running: ServiceThread) -> None:

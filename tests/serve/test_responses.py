@@ -400,7 +400,7 @@ WRONG_INPUTS: list[tuple[Any, str]] = [
     (["x"], "input"),
     ([{"type": "web_search_call"}], "items of type 'web_search_call' are not supported"),
     ([{"type": ["message"]}], "are not supported"),
-    ([{"type": "item_reference", "id": "x"}], "'item_reference' are not supported"),
+    ([{"type": "item_reference", "id": "x"}], "input[0]: there is no item 'x'"),
     ([{"role": "tool", "content": "x"}], "input[0].role"),
     ([{"role": "user", "content": "x", "more": 1}], "input[0].more: unknown field"),
     ([{"role": "user", "content": [{"type": "input_file"}]}], "input[0].content"),

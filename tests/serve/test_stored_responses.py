@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from modelmill.core.errors import RequestError
-from modelmill.serve.compaction import compacted_items, pack_summary, unpack_summary
+from modelmill.serve.compaction import compacted_items
 from modelmill.serve.errors import ApiError
+from modelmill.serve.packed_text import MAX_UNPACKED_BYTES, TextUnpacker, pack_text
 from modelmill.serve.response_input_items import list_input_items
 from modelmill.serve.response_store import ResponseStore, StoredResponse, make_stored, stored_bytes
 from tests.serve.service_thread import ServiceThread
@@ -166,17 +167,88 @@ def test_compaction_keeps_the_users_messages(running: ServiceThread) -> None:
     output = compacted.json["output"]
     assert compacted.json["object"] == "response.compaction"
     assert [item["type"] for item in output] == ["message", "compaction"]
-    assert output[0]["content"] == "Tom has a red ball."
-    assert unpack_summary(output[1]["encrypted_content"])
+    assert output[0]["content"] == [{"type": "input_text", "text": "Tom has a red ball."}]
+    assert output[0]["id"].startswith("msg_")
+    assert TextUnpacker().unpack(output[1]["encrypted_content"])
     respond(running, input=[*output, {"role": "user", "content": "And then?"}])
     assert running.post("/v1/responses/compact", {"model": "stories"}).status == 400
 
 
-def test_summaries_of_other_servers_are_refused() -> None:
-    assert unpack_summary(pack_summary("Ünder \ud800 way")) == "Ünder ? way"
-    for content in ("", "gAAAA", "mm1:!", "mm1:QUJD", pack_summary("x" * (2 << 20))):
-        with pytest.raises(RequestError):
-            unpack_summary(content)
+def test_packed_texts_of_other_servers_are_refused() -> None:
+    assert TextUnpacker().unpack(pack_text("Ünder \ud800 way")) == "Ünder ? way"
+    for content in ("", "gAAAA", "mm1:!", "mm1:QUJD"):
+        with pytest.raises(RequestError, match="not of this server"):
+            TextUnpacker().unpack(content)
+
+
+def test_packed_texts_of_a_request_are_limited_together() -> None:
+    half = pack_text("x" * (MAX_UNPACKED_BYTES // 2))
+    unpacker = TextUnpacker()
+    assert len(half) < MAX_UNPACKED_BYTES // 500
+    assert [len(unpacker.unpack(half)) for _ in range(2)] == [MAX_UNPACKED_BYTES // 2] * 2
+    assert unpacker.unpack(pack_text("")) == ""
+    with pytest.raises(RequestError, match="more than 4 MiB"):
+        unpacker.unpack(pack_text("x"))
+
+
+def test_an_item_is_named_by_its_id(running: ServiceThread) -> None:
+    """As Vercel's AI SDK does unless the client says store: false."""
+    first = respond(running, input="Hi")
+    (item,) = first["output"]
+    ask = [{"role": "user", "content": "Hi"}, {"role": "user", "content": "And then?"}]
+    reference = {"type": "item_reference", "id": item["id"]}
+    named = respond(running, input=[ask[0], reference, ask[1]])
+    written = respond(running, input=[ask[0], item, ask[1]])
+    assert output_text(named) == output_text(written)
+    assert named["usage"]["input_tokens"] == written["usage"]["input_tokens"]
+    listed = running.get(f"/v1/responses/{named['id']}/input_items").json["data"]
+    assert [each["id"] for each in listed][1] == item["id"]
+    assert running.run(running.client.call("DELETE", f"/v1/responses/{first['id']}")).status == 200
+    gone = respond(running, 400, input=[ask[0], reference, ask[1]])["error"]
+    assert gone["message"].startswith(f"input[1]: there is no item {item['id']!r}")
+    assert gone["param"] == "input"
+
+
+def test_items_go_with_their_response() -> None:
+    def made(number: int) -> StoredResponse:
+        return make_stored([], {"id": f"r{number}", "output": [{"id": f"m{number}"}]})
+
+    size = stored_bytes(made(0))
+    store = ResponseStore(2 * size)
+    for number in range(3):
+        store.add("me", made(number), size)
+    assert store.get_item("me", "m2", "input[0]")["id"] == "m2"
+    for owner, id in (("me", "m0"), ("other", "m2")):
+        with pytest.raises(ApiError, match=r"input\[0\]: there is no item"):
+            store.get_item(owner, id, "input[0]")
+    assert len(store._response_ids) == 2
+
+
+def test_the_prompt_of_a_response_is_counted(running: ServiceThread) -> None:
+    first = respond(running, input="Hi", instructions="Be kind")
+    count = running.post(
+        "/v1/responses/input_tokens",
+        {"model": "stories", "input": "Hi", "instructions": "Be kind"},
+    )
+    expected = {
+        "object": "response.input_tokens",
+        "input_tokens": first["usage"]["input_tokens"],
+    }
+    assert count.json == expected
+    more = {"model": "stories", "input": "And?", "previous_response_id": first["id"]}
+    assert (
+        running.post("/v1/responses/input_tokens", more).json["input_tokens"]
+        > count.json["input_tokens"]
+    )
+
+
+def test_compaction_takes_what_a_request_of_the_conversation_has(running: ServiceThread) -> None:
+    fields = {
+        "tools": [{"type": "function", "name": "f"}], "parallel_tool_calls": True,
+        "text": {"verbosity": "low"}, "reasoning": {"effort": "low"}, "service_tier": None,
+    }  # fmt: skip
+    body = {"model": "stories", "input": "Hi", "max_output_tokens": 2, **fields}
+    assert running.post("/v1/responses/compact", body).status == 200
 
 
 def test_items_of_a_compaction() -> None:

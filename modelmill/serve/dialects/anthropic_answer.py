@@ -19,6 +19,9 @@ from modelmill.text.answer_pieces import ReasoningDelta
 
 Event = dict[str, Any]
 PING: Event = {"type": "ping"}
+SIGNATURE = "modelmill"
+"""Ends every block of thinking. Nothing is signed, but clients keep thinking for the next turn only
+if it has a signature (Vercel's AI SDK, and OpenCode with it)."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -77,11 +80,14 @@ class MessageBlocks:
         block, text = self._open, "".join(self._text)
         if block is None:
             return
+        index = len(self.content)
         if block["type"] == "tool_use":
             block = {**block, "input": parse_input(text)}
         else:
             block = {**block, block["type"]: text}
-        index = len(self.content)
+        if block["type"] == "thinking":
+            block["signature"] = SIGNATURE
+            yield self._delta({"type": "signature_delta", "signature": SIGNATURE})
         self.content.append(block)
         self._open, self._text = None, []
         yield {"type": "content_block_stop", "index": index}
@@ -126,9 +132,10 @@ class MessageBuilder(EventFormatter):
     """
 
     def __init__(
-        self, model: str, answer: ChatAnswer, handle: RequestHandle, warnings: Sequence[str] = ()
-    ) -> None:
-        self._answer, self._handle = answer, handle
+        self, model: str, max_tokens: int, answer: ChatAnswer, handle: RequestHandle,
+        warnings: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self._answer, self._handle, self._max_tokens = answer, handle, max_tokens
         self._warnings = {"warnings": list(warnings)} if warnings else {}
         self._head = {
             "id": random_id("msg", "_"),
@@ -212,11 +219,16 @@ class MessageBuilder(EventFormatter):
         if item.delta.finish_reason is not None:
             yield from self._blocks.finish()
 
+    def _num_output_tokens(self) -> int:
+        return message_usage(self._handle.request_states[0])["output_tokens"]
+
     def _stop_fields(self) -> dict[str, Any]:
         answer = self._answer
         if answer.finish_reason == "stop" and answer.stop_string is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_string}
         reason = _STOP_REASONS.get(answer.finish_reason or "")
+        if reason == "max_tokens" and self._num_output_tokens() < self._max_tokens:
+            reason = "model_context_window_exceeded"
         return {"stop_reason": reason, "stop_sequence": None}
 
 

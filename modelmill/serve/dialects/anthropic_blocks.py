@@ -11,7 +11,15 @@ from pydantic import Field
 
 from modelmill.core.errors import RequestError
 from modelmill.serve.discriminated_unions import parse_object, parse_typed
-from modelmill.serve.strict_models import IgnoredList, JsonObject, JsonObjectList, StrictModel
+from modelmill.serve.peer_fields import ignored
+from modelmill.serve.strict_models import (
+    FAIL_FAST,
+    IgnoredList,
+    JsonObject,
+    JsonObjectList,
+    NullTolerantModel,
+    StrictModel,
+)
 from modelmill.text.answer_pieces import function_call_json
 
 BILLING_HEADER = "x-anthropic-billing-header:"
@@ -20,7 +28,7 @@ LongText = Annotated[str, Field(max_length=10 << 20)]
 BlockText = str | JsonObjectList
 
 
-class ContentBlock(StrictModel):
+class ContentBlock(NullTolerantModel):
     """cache_control is accepted and ignored: every prefix is cached without marks."""
 
     cache_control: JsonObject | None = None
@@ -69,6 +77,23 @@ class DocumentBlock(ContentBlock):
     citations: JsonObject | None = None
 
 
+class SearchResultBlock(ContentBlock):
+    """A result of the client's own search: its title, source and texts, a line each."""
+
+    type: Literal["search_result"]
+    source: LongText
+    title: LongText
+    content: Annotated[list[TextBlock], FAIL_FAST]
+    citations: JsonObject | None = None
+
+
+class ToolReferenceBlock(ContentBlock):
+    """A tool that a search of tools found; the model reads every tool anyhow."""
+
+    type: Literal["tool_reference"]
+    tool_name: str = Field(min_length=1, max_length=128)
+
+
 class ToolUseBlock(ContentBlock):
     """A call that the model made."""
 
@@ -76,7 +101,8 @@ class ToolUseBlock(ContentBlock):
     id: str = Field(min_length=1, max_length=256)
     name: str = Field(min_length=1, max_length=128)
     input: JsonObject
-    caller: JsonObject | None = None
+    caller: JsonObject | None = ignored("there is one caller")
+    toolset_name: str | None = ignored("tools have names alone")
 
 
 class ToolResultBlock(ContentBlock):
@@ -86,9 +112,10 @@ class ToolResultBlock(ContentBlock):
     tool_use_id: str = Field(min_length=1, max_length=256)
     content: BlockText | None = None
     is_error: bool | None = None
+    toolset_name: str | None = ignored("tools have names alone")
 
 
-class ThinkingBlock(StrictModel):
+class ThinkingBlock(NullTolerantModel):
     """What the model thought; the signature is ours and is not checked."""
 
     type: Literal["thinking"]
@@ -111,14 +138,19 @@ class MessageParam(StrictModel):
 
 
 _TEXT_TYPES: dict[str, type[StrictModel]] = {"text": TextBlock}
-_RESULT_TYPES: dict[str, type[StrictModel]] = {
+_INPUT_TYPES: dict[str, type[StrictModel]] = {
     "text": TextBlock,
     "image": ImageBlock,
     "document": DocumentBlock,
+    "search_result": SearchResultBlock,
+}
+_RESULT_TYPES: dict[str, type[StrictModel]] = {
+    **_INPUT_TYPES,
+    "tool_reference": ToolReferenceBlock,
 }
 _BLOCK_TYPES: dict[str, dict[str, type[StrictModel]]] = {
     "system": _TEXT_TYPES,
-    "user": {**_RESULT_TYPES, "tool_result": ToolResultBlock},
+    "user": {**_INPUT_TYPES, "tool_result": ToolResultBlock},
     "assistant": {
         "text": TextBlock,
         "tool_use": ToolUseBlock,
@@ -233,6 +265,11 @@ def _input_parts(block: StrictModel) -> list[dict[str, Any]]:
         return [_text_part(block.text)]
     if isinstance(block, DocumentBlock):
         return _document_parts(block)
+    if isinstance(block, SearchResultBlock):
+        texts = (block.title, block.source, *(each.text for each in block.content))
+        return [_text_part(text) for text in texts if text]
+    if isinstance(block, ToolReferenceBlock):
+        return [_text_part(block.tool_name)]
     assert isinstance(block, ImageBlock), "the other types are handled above"
     source = block.source
     if source.type == "url":
@@ -252,7 +289,7 @@ def _document_parts(block: DocumentBlock) -> list[dict[str, Any]]:
             raise RequestError("a document source of type text needs its data")
         content = [_text_part(source.data)]
     else:
-        blocks = _parse_blocks(source.content or "", "document.source.content", _RESULT_TYPES)
+        blocks = _parse_blocks(source.content or "", "document.source.content", _INPUT_TYPES)
         content = [part for each in blocks for part in _input_parts(each)]
     return [*(_text_part(text) for text in (block.title, block.context) if text), *content]
 

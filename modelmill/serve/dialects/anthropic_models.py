@@ -57,7 +57,9 @@ class MessageResponse(ResponseModel):
     content: list[
         Annotated[MessageText | MessageThinking | MessageToolUse, Field(discriminator="type")]
     ]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_reason: Literal[
+        "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+    ]
     stop_sequence: str | None
     usage: MessageUsage
     warnings: list[str] = Field(default_factory=list)
@@ -69,14 +71,23 @@ class CountTokensResponse(ResponseModel):
     input_tokens: int
 
 
-def anthropic_model(name: str, engine: EngineClient) -> dict[str, Any]:
-    """Describe a served engine as Anthropic's API describes models."""
+def anthropic_model(name: str, engine: EngineClient, longest: int | None) -> dict[str, Any]:
+    """Describe a served engine as Anthropic's API describes models.
+
+    Args:
+        name: by which it is asked for.
+        engine: to describe.
+        longest: tokens of its context; None: not known before it is loaded.
+    """
     created = datetime.datetime.fromtimestamp(engine.created_at, datetime.UTC)
     return {
         "type": "model",
         "id": name,
         "display_name": name,
         "created_at": created.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": longest,
+        "max_tokens": longest,
     }
 
 

@@ -10,6 +10,7 @@ from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.dialects.anthropic_blocks import BlockText, LongText, to_chat_messages
+from modelmill.serve.discriminated_unions import make_request
 from modelmill.serve.engine_fields import EngineFields
 from modelmill.serve.peer_fields import AnyItems, ignored
 from modelmill.serve.sampling_schema import sampling_field
@@ -18,10 +19,12 @@ from modelmill.serve.strict_models import (
     IgnoredList,
     JsonObject,
     JsonObjectList,
+    NullTolerantModel,
     StrictModel,
 )
 from modelmill.serve.structured_outputs_schema import JsonSchema, ResponseFormat
 from modelmill.serve.tool_schema import (
+    MAX_TOOLS,
     CustomTool,
     FunctionDefinition,
     Tool,
@@ -29,10 +32,8 @@ from modelmill.serve.tool_schema import (
     function_tool,
 )
 
-MAX_TOOLS = 512
 
-
-class AnthropicTool(StrictModel):
+class AnthropicTool(NullTolerantModel):
     """A tool of the client; the maker's own tools (bash, web_search, …) are not run here."""
 
     type: Literal["custom"] | None = None
@@ -40,7 +41,7 @@ class AnthropicTool(StrictModel):
     input_schema: JsonObject
     description: str | None = Field(None, max_length=65536)
     cache_control: JsonObject | None = ignored("every prefix is cached without marks")
-    strict: bool | None = ignored("a forced call always fits its schema")
+    strict: bool | None = Field(None, description="true: every call fits its schema")
     eager_input_streaming: bool | None = ignored("inputs are streamed as they are written")
     defer_loading: bool | None = ignored("the model reads every tool")
     input_examples: IgnoredList | None = ignored("chat templates have no place for them")
@@ -66,9 +67,13 @@ class AnthropicToolChoice(StrictModel):
 
 
 class ThinkingConfig(StrictModel):
-    """Whether the model thinks before it answers. display is accepted and ignored."""
+    """Whether the model thinks before it answers. display is accepted and ignored.
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    between_tools: it does not think, and notes between its calls may come back as thinking; here
+    they are text.
+    """
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     display: str | None = None
 
@@ -88,7 +93,7 @@ class OutputConfig(StrictModel):
     effort: str | None = None
 
 
-class CountTokensRequest(StrictModel):
+class CountTokensRequest(NullTolerantModel):
     """Request body of POST /v1/messages/count_tokens: what makes up the prompt."""
 
     model: str = Field(max_length=1024)
@@ -103,6 +108,8 @@ class CountTokensRequest(StrictModel):
     output_format: OutputFormat | None = None
     cache_control: JsonObject | None = ignored("every prefix is cached without marks")
     context_management: JsonObject | None = ignored("the model reads the whole conversation")
+    billing_policy: JsonObject | None = ignored("there are no accounts")
+    speed: str | None = ignored("there is one speed")
     # refused unless empty
     mcp_servers: AnyItems | None = None
 
@@ -119,23 +126,25 @@ class CountTokensRequest(StrictModel):
             raise RequestError("mcp_servers is not supported: this server calls no other server")
         messages = to_chat_messages(self.system, self.messages)
         tools, choice = self._chat_tools()
-        return ChatRequest(
-            model=self.model,
-            messages=messages,
-            tools=tools,
-            tool_choice=choice,
-            parallel_tool_calls=False
-            if self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use
-            else None,
-            response_format=self._response_format(),
-            continue_final_message=_ends_with_answer(messages) or None,
-            **fields,
+        one_call = self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use
+        return make_request(
+            ChatRequest,
+            {
+                "model": self.model,
+                "messages": messages,
+                "tools": tools,
+                "tool_choice": choice,
+                "parallel_tool_calls": False if one_call else None,
+                "response_format": self._response_format(),
+                "continue_final_message": _ends_with_answer(messages) or None,
+                **fields,
+            },
         )
 
     @property
     def thinks(self) -> bool | None:
         """Whether the model shall think; None: as its chat template does by itself."""
-        return None if self.thinking is None else self.thinking.type != "disabled"
+        return None if self.thinking is None else self.thinking.type in ("enabled", "adaptive")
 
     def _response_format(self) -> ResponseFormat | None:
         config = self.output_config
@@ -152,7 +161,10 @@ class CountTokensRequest(StrictModel):
         tools: list[Tool | CustomTool] = [
             function_tool(
                 FunctionDefinition(
-                    name=tool.name, description=tool.description, parameters=tool.input_schema
+                    name=tool.name,
+                    description=tool.description,
+                    parameters=tool.input_schema,
+                    strict=tool.strict,
                 )
             )
             for tool in self.tools or ()
@@ -182,7 +194,9 @@ class MessagesRequest(CountTokensRequest, EngineFields):
     service_tier: str | None = ignored("there is one tier")
     inference_geo: str | None = ignored("the model runs where the server is")
     container: str | None = ignored("there are no containers")
-    speed: str | None = ignored("there is one speed")
+    diagnostics: JsonObject | None = ignored("usage says how much of the prompt was cached")
+    fallbacks: JsonObjectList | str | None = ignored("no request is declined for its content")
+    fallback_credit_token: str | None = ignored("there are no accounts")
 
     def to_chat_request(self) -> ChatRequest:
         """Convert to the equivalent chat request; raises as ``CountTokensRequest`` does."""

@@ -23,9 +23,18 @@ _ANTHROPIC_TOO_LONG = "prompt is too long"
 """Words of Anthropic's API, which has no code for it: Claude Code compacts where it reads them."""
 
 
-def error_body(path: str, error: ApiError, request_id: str | None = None) -> dict[str, Any]:
-    """Return the JSON body of an error of a path."""
-    if path.startswith(ANTHROPIC_PREFIX):
+def error_body(
+    path: str, error: ApiError, request_id: str | None = None, *, for_anthropic: bool = False
+) -> dict[str, Any]:
+    """Return the JSON body of an error of a path.
+
+    Args:
+        path: of the request.
+        error: to tell.
+        request_id: for Anthropic's form.
+        for_anthropic: whether a client of Anthropic's asked, on a path that OpenAI's clients share.
+    """
+    if for_anthropic or path.startswith(ANTHROPIC_PREFIX):
         return anthropic_error(error, request_id)
     return {"error": error.message} if path.startswith(OLLAMA_PREFIX) else error.body()
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import MAX_INT32
+from modelmill.core.types import MAX_INT32, MAX_STOPS
 from modelmill.serve.sampling_schema import sampling_field
 from modelmill.serve.strict_models import FAIL_FAST, StrictModel
 
@@ -24,6 +24,8 @@ IGNORED_OPTIONS = {
     "vocab_only": "as numa",
     "use_mmap": "as numa",
     "use_mlock": "as numa",
+    "logits_all": "as numa",
+    "embedding_only": "as numa",
     "penalize_newline": "penalties treat all tokens alike",
 }
 """Options that are accepted and change nothing, with the reason."""
@@ -40,7 +42,7 @@ class OllamaOptions(StrictModel):
     """Sampling options, and those that are accepted and ignored."""
 
     num_predict: int | None = Field(None, ge=-2, le=MAX_INT32)
-    temperature: float | None = sampling_field("temperature")
+    temperature: float | None = sampling_field("temperature", most=2)
     top_k: int | None = sampling_field("top_k")
     top_p: float | None = Field(None, ge=0, le=1)
     min_p: float | None = sampling_field("min_p")
@@ -69,6 +71,8 @@ class OllamaOptions(StrictModel):
     vocab_only: bool | None = None
     use_mmap: bool | None = None
     use_mlock: bool | None = None
+    logits_all: bool | None = None
+    embedding_only: bool | None = None
     penalize_newline: bool | None = None
 
     def sampling_fields(self) -> dict[str, Any]:
@@ -84,6 +88,8 @@ class OllamaOptions(StrictModel):
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if not all(stops):
             raise RequestError("options.stop must have strings that are not empty")
+        if len(stops) > MAX_STOPS:
+            raise RequestError(f"options.stop must have at most {MAX_STOPS} strings")
         penalized = (
             self.repeat_penalty not in (None, 1.0)
             or self.presence_penalty

@@ -14,13 +14,13 @@ from modelmill.core.types import MAX_INT32
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.dialects.ollama_options import OllamaOptions
-from modelmill.serve.discriminated_unions import parse_object
+from modelmill.serve.discriminated_unions import make_request, parse_object
 from modelmill.serve.engine_fields import EngineFields
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
 from modelmill.serve.prompt_fields import TextList
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject, JsonObjectList, StrictModel
 from modelmill.serve.structured_outputs_schema import JsonSchema, ResponseFormat
-from modelmill.serve.tool_schema import Tool
+from modelmill.serve.tool_schema import MAX_TOOLS, Tool
 from modelmill.text.answer_pieces import function_call_json
 
 LongText = Annotated[str, Field(max_length=10 << 20)]
@@ -116,12 +116,15 @@ class OllamaGenerationFields(OllamaModelFields):
     def make_chat_request(self, messages: list[dict[str, Any]], **fields: Any) -> ChatRequest:
         """Make the chat request of a conversation."""
         logprobs = True if self.logprobs or self.top_logprobs else None
-        return ChatRequest(
-            messages=messages,
-            logprobs=logprobs,
-            top_logprobs=self.top_logprobs if logprobs else None,
-            **self.shared_fields(),
-            **fields,
+        return make_request(
+            ChatRequest,
+            {
+                "messages": messages,
+                "logprobs": logprobs,
+                "top_logprobs": self.top_logprobs if logprobs else None,
+                **self.shared_fields(),
+                **fields,
+            },
         )
 
 
@@ -129,7 +132,7 @@ class OllamaChatRequest(OllamaGenerationFields):
     """Request body of POST /api/chat."""
 
     messages: JsonObjectList = Field(default_factory=list)
-    tools: Annotated[list[JsonObject], FAIL_FAST] | None = Field(None, max_length=128)
+    tools: Annotated[list[JsonObject], FAIL_FAST] | None = Field(None, max_length=MAX_TOOLS)
 
     def to_chat_request(self) -> ChatRequest:
         """Convert to the equivalent chat request.
@@ -182,13 +185,16 @@ class OllamaGenerateRequest(OllamaGenerationFields):
     def to_completion_request(self) -> CompletionRequest:
         """Convert to the equivalent completion request; raises RequestError."""
         self.check()
-        fields = self.shared_fields()
-        return CompletionRequest(
-            prompt=self.prompt or "",
-            suffix=self.suffix or None,
-            parse_special=True if self.raw else None,
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            **{"n_predict": -1, **fields},
+        return make_request(
+            CompletionRequest,
+            {
+                "prompt": self.prompt or "",
+                "suffix": self.suffix or None,
+                "parse_special": True if self.raw else None,
+                "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
+                "n_predict": -1,
+                **self.shared_fields(),
+            },
         )
 
 

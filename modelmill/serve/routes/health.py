@@ -72,10 +72,12 @@ async def models(request: Request) -> dict[str, Any]:
     """List the served engines as OpenAI models; with anthropic-version, as Anthropic's."""
     service = get_service(request)
     if ANTHROPIC_VERSION in request.headers:
-        cards = [anthropic_model(name, engine) for name, engine in service.engines.items()]
-        ids = [card["id"] for card in cards]
-        ends = {"first_id": ids[0], "last_id": ids[-1]}
-        return {"data": cards, "has_more": False, **ends}
+        cards = [
+            anthropic_model(name, engine, _max_model_len(engine))
+            for name, engine in service.engines.items()
+        ]
+        ids = [card["id"] for card in cards] or [None]
+        return {"data": cards, "has_more": False, "first_id": ids[0], "last_id": ids[-1]}
     return {
         "object": "list",
         "data": [_model_card(service, name, engine) for name, engine in service.engines.items()],
@@ -88,7 +90,7 @@ async def model(request: Request, name: str) -> dict[str, Any]:
     service = get_service(request)
     engine = service.get_engine(name)
     if ANTHROPIC_VERSION in request.headers:
-        return anthropic_model(name, engine)
+        return anthropic_model(name, engine, _max_model_len(engine))
     return _model_card(service, name, engine)
 
 
@@ -139,19 +141,23 @@ def _engine_status(service: Service, engine: EngineClient) -> dict[str, Any]:
     return status
 
 
+def _max_model_len(engine: EngineClient) -> int | None:
+    """Tokens of an engine's context; None: not known before it is loaded."""
+    if engine.engine_info is not None:
+        return engine.engine_info.max_model_len or None
+    return None if engine.manifest is None else engine.manifest.max_model_len
+
+
 def _model_card(service: Service, name: str, engine: EngineClient) -> dict[str, Any]:
     defaults, suggested = engine.sampling_defaults or (None, None)
     shown = model_status(engine, service.catalogue)
-    longest = engine.manifest.max_model_len if engine.manifest is not None else None
-    if engine.engine_info is not None:
-        longest = engine.engine_info.max_model_len or None
     return {
         "id": name,
         "object": "model",
         "created": engine.created_at,
         "owned_by": "modelmill",
         "root": engine.name,
-        "max_model_len": longest,
+        "max_model_len": _max_model_len(engine),
         "state": shown.state,
         "progress": shown.progress,
         "pinned": shown.pinned,

@@ -37,7 +37,7 @@ async def messages(body: MessagesRequest, request: Request) -> Any:
         get_states=lambda prepared: [prepared[1]],
     )
     answer = ChatAnswer(chat, engine.text_processor, handle.request_states[0])
-    builder = MessageBuilder(body.model, answer, handle, chat.warnings)
+    builder = MessageBuilder(body.model, body.max_tokens, answer, handle, chat.warnings)
     return await stream_or_whole(request, handle, builder, streams=bool(body.stream))
 
 

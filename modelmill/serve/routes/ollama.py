@@ -58,6 +58,8 @@ from modelmill.text_processor import TextProcessor
 router = APIRouter(route_class=BodyRoute, responses=OLLAMA_ERRORS)
 listing = APIRouter(responses=OLLAMA_ERRORS)
 """Routes without a body."""
+OLLAMA_VERSION = "0.12.11"
+"""Of the newest part of its API that is here: log-probabilities."""
 
 
 @router.post("/api/chat")
@@ -136,6 +138,7 @@ async def show(body: OllamaShowRequest, request: Request) -> Any:
     return Utf8JsonResponse(await service.run_in_thread(show_model, engine))
 
 
+@listing.head("/api/tags", include_in_schema=False)
 @listing.get("/api/tags")
 async def tags(request: Request) -> dict[str, Any]:
     """List the engines that generate text."""
@@ -160,10 +163,14 @@ async def running_models(request: Request) -> dict[str, Any]:
     return {"models": entries}
 
 
+@listing.head("/api/version", include_in_schema=False)
 @listing.get("/api/version")
 async def version() -> dict[str, str]:
-    """The version of modelmill."""
-    return {"version": __version__}
+    """The version of Ollama whose API this is, and that of modelmill.
+
+    Clients refuse older ones: GitHub Copilot those before 0.6.4.
+    """
+    return {"version": OLLAMA_VERSION, "modelmill": __version__}
 
 
 def find_model(request: Request, name: str) -> tuple[Service, EngineClient]:

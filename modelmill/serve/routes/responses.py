@@ -14,11 +14,17 @@ from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.chat_answer import exhaust, stream_or_whole
 from modelmill.serve.chat_schema import ChatRequest
+from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.errors import ApiError
-from modelmill.serve.openai_format import ChatLogprobsFormatter
+from modelmill.serve.openai_format import ChatLogprobsFormatter, Utf8JsonResponse
 from modelmill.serve.request_handle import RequestHandle, StreamItem
 from modelmill.serve.response_items import ResponseEvent, ResponseItems
-from modelmill.serve.response_recorder import ResponseRecorder, earlier_items, should_store
+from modelmill.serve.response_recorder import (
+    ResponseRecorder,
+    earlier_items,
+    resolve_references,
+    should_store,
+)
 from modelmill.serve.response_store import input_items
 from modelmill.serve.responses_schema import ResponsesRequest
 from modelmill.serve.routes.chat import AnswerReader, checked_request_state
@@ -40,10 +46,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Any:
     """Answer a conversation: the same text as /v1/chat/completions returns for it."""
     service, engine = await acquire_engine(request, body.model, body.keep_alive)
     engine.check_capacity(1)
-    earlier = earlier_items(request, body.previous_response_id)
-    items = [*earlier, *input_items(body.input)] if body.previous_response_id else None
-    if items is not None:
-        body = body.model_copy(update={"input": items})
+    body = _with_stored_items(request, body)
     submitted = await submit_requests(
         request,
         engine,
@@ -64,6 +67,30 @@ async def responses(body: ResponsesRequest, request: Request) -> Any:
     )
     streams, large = bool(body.stream), bool(body.wants_logprobs)
     return await stream_or_whole(request, handle, builder, streams=streams, large_events=large)
+
+
+@router.post("/v1/responses/input_tokens")
+async def count_input_tokens(body: ResponsesRequest, request: Request) -> Any:
+    """The number of prompt tokens of a response, without making it."""
+    service, engine = await acquire_engine(request, body.model, body.keep_alive)
+    body = _with_stored_items(request, body)
+    limit = max_tokenize_tokens(engine.request_limits.max_len)
+    _, state = await service.run_in_thread(_make_chat_request, engine.text_processor, body, limit)
+    count = len(state.request.prompt)
+    return Utf8JsonResponse({"object": "response.input_tokens", "input_tokens": count})
+
+
+def _with_stored_items(request: Request, body: ResponsesRequest) -> ResponsesRequest:
+    """The request with the items that it continues, and those that it refers to.
+
+    Raises:
+        ApiError: 400, they are not stored.
+    """
+    if isinstance(body.input, str) and body.previous_response_id is None:
+        return body
+    earlier = earlier_items(request, body.previous_response_id)
+    items = resolve_references(request, input_items(body.input))
+    return body.model_copy(update={"input": [*earlier, *items]})
 
 
 def _make_chat_request(
@@ -107,7 +134,9 @@ class ResponsesBuilder(EventFormatter):
         self._logprobs = ChatLogprobsFormatter(text_processor.tokenizer, body.top_logprobs or 0)
         self._reader = AnswerReader(chat, text_processor, handle.request_states[0])
         self._items = ResponseItems(
-            hold_spaces=self._reader.parser is not None, called_tools=body.called_tools
+            hold_spaces=self._reader.parser is not None,
+            called_tools=body.called_tools,
+            packs_thinking=body.wants_packed_thinking,
         )
         self._num_events = 0
         self._reasoning_tokens = 0

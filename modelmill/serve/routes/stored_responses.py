@@ -12,9 +12,10 @@ from modelmill.request_state import RequestState
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.compaction import PROMPT, compacted_items
+from modelmill.serve.discriminated_unions import make_request
 from modelmill.serve.openai_format import Utf8JsonResponse, token_usage
 from modelmill.serve.response_input_items import Order, list_input_items
-from modelmill.serve.response_recorder import earlier_items, owner_of
+from modelmill.serve.response_recorder import earlier_items, owner_of, resolve_references
 from modelmill.serve.response_store import input_items
 from modelmill.serve.responses_schema import CompactRequest, items_to_messages
 from modelmill.serve.routes.chat import chat_request_state
@@ -59,7 +60,10 @@ async def compact(body: CompactRequest, request: Request) -> Any:
     """Summarize a conversation: the items to go on with in place of it."""
     _, engine = await acquire_engine(request, body.model, body.keep_alive)
     engine.check_capacity(1)
-    items = [*earlier_items(request, body.previous_response_id), *input_items(body.input or [])]
+    items = [
+        *earlier_items(request, body.previous_response_id),
+        *resolve_references(request, input_items(body.input or [])),
+    ]
     if not items:
         raise RequestError("input is empty; give items, or previous_response_id")
     states, handle = await submit_requests(
@@ -97,13 +101,14 @@ def _summary_request(
     text_processor: TextProcessor, body: CompactRequest, items: list[Any], max_model_len: int
 ) -> list[RequestState]:
     messages = items_to_messages(items, body.instructions)
-    chat = ChatRequest.model_validate(
+    chat = make_request(
+        ChatRequest,
         {
             "model": body.model,
             "messages": [*messages, {"role": "user", "content": PROMPT}],
             "max_completion_tokens": body.max_output_tokens,
             "cache_salt": body.cache_salt,
-        }
+        },
     )
     chat.check()
     return [chat_request_state(text_processor, chat, max_model_len)]

@@ -10,6 +10,7 @@ import pytest
 from modelmill.core.errors import RequestError
 from modelmill.serve.dialects.anthropic_answer import MessageBlocks, parse_input
 from modelmill.serve.dialects.anthropic_blocks import strip_billing_headers, to_chat_messages
+from modelmill.serve.dialects.anthropic_schema import MessagesRequest
 from tests.serve.dialect_calls import events, join_message
 from tests.serve.service_thread import ServiceThread
 
@@ -153,6 +154,10 @@ def test_blocks_of_an_answer() -> None:
         "thinking", "text", "tool_use", "tool_use",
     ]  # fmt: skip
     assert blocks.content[1]["text"] == "\nYes\n"
+    # clients keep thinking that has a signature, and streams give it as a delta of its own
+    signatures = [e["delta"] for e in made if e.get("delta", {}).get("type") == "signature_delta"]
+    assert [each["signature"] for each in signatures] == [blocks.content[0]["signature"]]
+    assert blocks.content[0]["signature"]
     assert [block["input"] for block in blocks.content[2:]] == [{"a": 1}, {"b": [1]}]
     indexes = [event["index"] for event in made if event["type"] == "content_block_start"]
     assert indexes == [0, 1, 2, 3]
@@ -278,16 +283,22 @@ def test_keys_and_models_as_the_client_sends_them(running: ServiceThread) -> Non
     listed = running.run(client.get("/v1/models", headers=headers)).json
     assert [card["id"] for card in listed["data"]] == ["stories", "alias"]
     assert listed["data"][0]["type"] == "model"
+    assert listed["data"][0]["lifecycle"] == "active"
+    assert listed["data"][0]["max_input_tokens"] == 512
+    unknown = running.run(client.get("/v1/models/nobody", headers=headers))
+    assert (unknown.status, unknown.json["error"]["type"]) == (404, "not_found_error")
     missing = running.post("/v1/messages", {**ASK, "model": "nobody"})
     assert (missing.status, missing.json["error"]["type"]) == (404, "not_found_error")
 
 
 def test_fields_that_change_nothing_are_taken(running: ServiceThread) -> None:
-    more = {
+    more: dict[str, Any] = {
         "metadata": {"user_id": "u"}, "service_tier": "auto",
         "cache_control": {"type": "ephemeral"},
         "context_management": {"edits": []}, "thinking": {"type": "enabled", "budget_tokens": 1024},
-        "output_config": {"effort": "high"}, "mcp_servers": [],
+        "output_config": {"effort": "high"}, "mcp_servers": [], "fallbacks": "default",
+        "diagnostics": {"previous_message_id": None}, "billing_policy": {"bill_to": "self"},
+        "speed": "fast", "of_a_later_version": None,
     }  # fmt: skip
     plain = running.post("/v1/messages", ASK).json["content"]
     assert running.post("/v1/messages", {**ASK, **more}).json["content"] == plain
@@ -299,3 +310,57 @@ def test_json_of_a_schema(running: ServiceThread) -> None:
     output = {"format": {"type": "json_schema", "schema": schema}}
     answer = running.post("/v1/messages", {**ASK, "max_tokens": 60, "output_config": output}).json
     assert json.loads(answer["content"][0]["text"])["a"] in (1, 2)
+
+
+def test_what_a_search_found_is_text() -> None:
+    search_result = {
+        "type": "search_result", "source": "http://x", "title": "T", "content": [text("a")],
+        "citations": {"enabled": True},
+    }  # fmt: skip
+    reference = {"type": "tool_reference", "tool_name": "f"}
+    call: dict[str, Any] = {
+        "type": "tool_use",
+        "id": "t",
+        "name": "s",
+        "input": {},
+        "toolset_name": None,
+    }
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [search_result, reference]}
+    chat = to_chat_messages(
+        None,
+        [
+            {"role": "user", "content": [search_result]},
+            {"role": "assistant", "content": [{**call, "of_a_later_version": None}]},
+            {"role": "user", "content": [result]},
+        ],
+    )
+    parts = [text("T"), text("http://x"), text("a")]
+    assert [chat[0]["content"], chat[2]["content"]] == [parts, [*parts, text("f")]]
+
+
+def test_a_strict_tool_is_strict() -> None:
+    tools = [{**TOOL, "strict": True}, {**TOOL, "name": "g", "type": "custom"}]
+    request = MessagesRequest.model_validate({**ASK, "tools": tools})
+    assert [each["function"].get("strict") for each in request.to_chat_request().offered_tools] == [
+        True,
+        None,
+    ]
+
+
+def test_thinking_between_calls_is_no_thinking_before_the_answer() -> None:
+    thinks_by_type = {"enabled": True, "adaptive": True, "disabled": False, "between_tools": False}
+    for thinking_type, thinks in thinks_by_type.items():
+        request = MessagesRequest.model_validate({**ASK, "thinking": {"type": thinking_type}})
+        assert request.thinks is thinks
+
+
+def test_the_end_of_the_context_is_not_the_limit_of_the_answer(running: ServiceThread) -> None:
+    long = [{"role": "user", "content": "a b " * 110}]
+    answer = running.post("/v1/messages", {**ASK, "messages": long, "max_tokens": 500}).json
+    usage = answer["usage"]
+    assert answer["stop_reason"] in ("end_turn", "model_context_window_exceeded")
+    assert sum(usage.values()) <= 512
+    stream = running.post(
+        "/v1/messages", {**ASK, "messages": long, "max_tokens": 500, "stream": True}
+    )
+    assert join_message(stream.body)["stop_reason"] == answer["stop_reason"]
