@@ -14,10 +14,11 @@ All sides of a work are open together and take turns call by call, with the same
 same code. Each line of the table is printed when it is known, and a row a side is then appended to
 benchmarks/results/DEVICE.jsonl. A run that ends early, also by Ctrl-C, prints the table of what it
 has; the same command then measures only what is missing, if the code and the machine are the same.
-``--minutes`` (5 on a CPU, no limit on a GPU) gives each work a share of the time: rounds become
-fewer, first those of peers that take three times as long as the fastest one, then those of all
-other sides alike; what is left out is named. A row has commit, device and its id, host, load,
-versions, the number of rounds, and the seconds of every call.
+``--minutes`` (5 on a CPU, no limit on a GPU) gives each work a share of the time, which begins with
+the first work: engines and files that are made on first use come before. Rounds become fewer, first
+those of peers that take three times as long as the fastest one, then those of all other sides
+alike; what is left out is named. A row has commit, device and its id, host, load, versions, the
+number of rounds, and the seconds of every call.
 
 The floor of a decode step is the bytes of modelmill's own weights and KV pages over the memory
 bandwidth that the same run measured; the floor of a first token is the matrices' operations over
@@ -177,6 +178,7 @@ class Suite:
         """Measure a shape's works, all sides in turn; rows are written one by one."""
         cost = shape_cost(SHAPES[shape])
         budget: TimeBudget = self.options.budget
+        budget.begin()
         for work in works:
             if budget.is_over() and self.lines:
                 reason = f"the {budget.minutes:g} minutes are over; {self._how_to_go_on()}"
@@ -433,7 +435,8 @@ def run_cpu(options: argparse.Namespace) -> int:
         sys.executable if importlib.util.find_spec("llama_cpp") else None
     )
     works = [work for work in works_for_cpu() if not options.only or work.name in options.only]
-    skipped = [] if python else [Skipped("llama.cpp", "llama-cpp-python is not installed")]
+    absent = "llama-cpp-python is not installed; docs/reproduce.md says how, and --llamacpp-python"
+    skipped = [] if python else [Skipped("llama.cpp", absent)]
     if not has_peer(options, "transformers"):
         skipped.append(Skipped("transformers", "not installed"))
     if options.plan:
@@ -546,7 +549,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--minutes",
         type=float,
-        help=f"for the whole run, 0: no limit; default: {CPU_MINUTES:g} on a CPU, none on a GPU",
+        help=f"of measuring, 0: no limit; default: {CPU_MINUTES:g} on a CPU, none on a GPU",
     )
     parser.add_argument("--commit", help="of this code, where it is no checkout")
     parser.set_defaults(budget=TimeBudget(None))

@@ -17,10 +17,14 @@ SLOW_FACTOR = 3.0
 
 
 class TimeBudget:
-    """Seconds until the end of a run, or no limit."""
+    """Seconds until the end of the measurements, or no limit.
+
+    They begin with the first work. Engines and files that are made on first use come before: they
+    would leave the peers of a slow machine no time.
+    """
 
     def __init__(self, minutes: float | None, clock: Clock = time.perf_counter) -> None:
-        """Begin now.
+        """Nothing runs before ``begin``.
 
         Args:
             minutes: None: no limit.
@@ -28,11 +32,18 @@ class TimeBudget:
         """
         self.minutes = minutes
         self._clock = clock
-        self._ends = None if minutes is None else clock() + 60 * minutes
+        self._ends: float | None = None
+
+    def begin(self) -> None:
+        """Let the time run, from the first call on."""
+        if self.minutes is not None and self._ends is None:
+            self._ends = self._clock() + 60 * self.minutes
 
     def left(self) -> float | None:
         """Seconds that are left, at least 0; None without a limit."""
-        return None if self._ends is None else max(0.0, self._ends - self._clock())
+        if self.minutes is None or self._ends is None:
+            return None if self.minutes is None else 60 * self.minutes
+        return max(0.0, self._ends - self._clock())
 
     def is_over(self) -> bool:
         """Whether nothing is left."""

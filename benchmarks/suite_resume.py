@@ -14,7 +14,7 @@ from benchmarks.figure_statistics import MeasuredFigure
 
 MAX_AGE = timedelta(hours=12)
 """Of the last row of a run that is taken up: another day the machine is not the same."""
-SAME = ("commit", "device", "host_cpu", "host_cores", "device_id", "driver")
+SAME = ("commit", "device", "host_cpu", "host_simd", "host_cores", "device_id", "driver")
 """Keys of rows that must be equal, and the command but for its minutes."""
 DATE_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 

@@ -472,15 +472,16 @@ def ensure_engine(
     from modelmill.builder.recipe_options import check_recipe_options
     from modelmill.checkpoint.open import open_checkpoint
 
+    # a plan asks the backends which ops they have, which would compile the kernels in silence
+    compile_cpu_kernels(
+        "cpu" if config.target == "cpu" else "auto", on_progress or (lambda *_: None)
+    )
     plan = make_plan(open_checkpoint(checkpoint), config)
     check_recipe_options(config, segmentation=plan.engine_type != "language")
     if engine_type is not None:
         check_engine_type(checkpoint, plan.engine_type, engine_type)
     engine = cache_dir() / "engines" / f"{checkpoint.stem}-{plan.resume_key()[:16]}.engine"
     if not is_engine(engine):
-        compile_cpu_kernels(
-            "cpu" if config.target == "cpu" else "auto", on_progress or (lambda *_: None)
-        )
         sys.stderr.write(f"modelmill: building an engine for {checkpoint} into {engine}\n")
         sys.stderr.writelines(f"modelmill: warning: {warning}\n" for warning in plan.warnings)
         build_engine(checkpoint, engine, config, on_progress=on_progress, tune=False, plan=plan)

@@ -7,14 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from tools.performance.rows import read_rows
+from tools.performance.runs import can_carry_a_claim
 
 RESULTS = Path("benchmarks/results/quantization_texts.jsonl")
 Row = Mapping[str, Any]
 
 
 def newest(file: Path) -> list[Row]:
-    """Return the newest row of each build on each kind of text, as the file has them."""
-    return list({(_build(row), row["kind"]): row for row in read_rows(file)}.values())
+    """Return the newest row of each build on each kind of text, as the file has them.
+
+    Rows without a commit or host, or of code with local changes, are refused.
+    """
+    rows = filter(can_carry_a_claim, read_rows(file))
+    return list({(_build(row), row["kind"]): row for row in rows}.values())
 
 
 def table(rows: Sequence[Row]) -> list[str]:

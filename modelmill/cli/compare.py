@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.acceptance_tables import show_acceptance, worst_by_module
-from modelmill.cli.engine_options import resolve_model_path
+from modelmill.cli.engine_options import ENGINE_HELP, CheckpointBuildOptions, resolve_model_path
 from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import emit_json, print_facts, print_table, show_progress
 from modelmill.cli.vision_flags import MiniGPT4Files
@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from modelmill.checkpoint.open import Checkpoint
 
 HELP = "Compare an engine with its checkpoint: template and tokens first, then layer by layer."
-EPILOG = """Exit code 0 only where everything is within its dtype's published tolerance. Nothing is rebuilt.
+EPILOG = """Exit code 0 only where everything is within its dtype's published tolerance. No engine is rebuilt.
 
 Examples:
 
-  modelmill compare model.engine model.gguf --plot errors.png"""  # noqa: E501
+  modelmill compare model.engine model.gguf --plot errors.png
+
+  modelmill compare Qwen/Qwen3-0.6B Qwen/Qwen3-0.6B --dtype float32"""  # noqa: E501
 
 SIZE_NAMES = {
     "layers": "layers",
@@ -46,7 +48,7 @@ COLUMNS = ("max_abs", "mean_abs", "median_abs", "max_rel", "cosine", "tolerance"
 class Args(CommonArgs):
     """An engine and a checkpoint."""
 
-    engine: Path = option(help="an engine folder", positional=True, metavar="ENGINE")
+    engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
     checkpoint: Path = option(
         help="the checkpoint that it is compared with", positional=True, metavar="CHECKPOINT"
     )
@@ -56,6 +58,9 @@ class Args(CommonArgs):
     )
     plot: Path | None = path_option("draw the errors by layer", "FILE.png")
     vision_files: MiniGPT4Files = config_field(MiniGPT4Files, "MiniGPT-4's parts")
+    build: CheckpointBuildOptions = config_field(
+        CheckpointBuildOptions, "A checkpoint in the engine's place"
+    )
     run: RunConfig = config_field(RunConfig, "Engine", exclude=EXCLUDED_OPTIONS)
 
 
@@ -66,11 +71,15 @@ def run(args: Args) -> int:
     from modelmill.checkpoint.open import open_checkpoint
     from modelmill.eval.compare import compare_to_checkpoint, draw_errors
     from modelmill.eval.report import check_plot, plot
-    from modelmill.llm import LLM
+    from modelmill.llm import LLM, resolve_engine_path
 
     if args.plot is not None:
         check_plot(args.plot)
-    artifact = open_artifact(args.engine)
+    with show_progress(f"opening {args.engine.name}", lines=True) as on_progress:
+        engine = resolve_engine_path(
+            resolve_model_path(args.engine), non_default_fields(args.build), on_progress, None
+        )
+    artifact = open_artifact(engine)
     source, vision = args.vision_files.split_checkpoint(args.checkpoint)
     checkpoint = open_checkpoint(resolve_model_path(source), delta=args.delta, vision=vision)
     if artifact.manifest.engine_type == "segmentation":
@@ -81,7 +90,7 @@ def run(args: Args) -> int:
         args.run, enable_prefix_caching=False, cuda_graphs=False, kv_cache_dtype="activations"
     )
     with show_progress("comparing", lines=True) as on_progress:
-        llm = LLM(args.engine, progress=on_progress, **non_default_fields(settings))
+        llm = LLM(engine, progress=on_progress, **non_default_fields(settings))
         ids = acceptance_token_ids(artifact)
         result = compare_to_checkpoint(
             llm,

@@ -13,6 +13,12 @@ from modelmill.core.env import first_visible_gpu, option_from_env
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS_FOLDER = "benchmarks/results"
+CPUINFO = Path("/proc/cpuinfo")
+SIMD_FLAGS = (
+    "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16", "asimd",
+    "sve",
+)  # fmt: skip
+"""Instructions that decide which kernels run, as Linux names them in /proc/cpuinfo."""
 
 
 def provenance() -> dict[str, Any]:
@@ -45,9 +51,13 @@ def git_commit(root: Path = ROOT) -> str | None:
 
 
 def host_facts() -> dict[str, Any]:
-    """Return the processor's name, its cores, the load of the last minute, and the ids of GPUs."""
+    """Return the processor's name and SIMD instructions, its cores, the load, the ids of GPUs.
+
+    Cloud machines with one name ("AMD EPYC") differ in their instructions.
+    """
     facts: dict[str, Any] = {
-        "host_cpu": _processor_name(),
+        "host_cpu": _cpuinfo_line("model name") or platform.processor() or platform.machine(),
+        "host_simd": simd_flags(),
         "host_cores": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),
@@ -70,15 +80,19 @@ def _gpu_facts() -> dict[str, Any]:
     return {"device_id": uuid, "driver": driver, "power_limit": limit}
 
 
-def _processor_name() -> str:
+def simd_flags(info: Path = CPUINFO) -> list[str]:
+    """Return those of ``SIMD_FLAGS`` that the processor has; none where Linux does not tell."""
+    flags = (_cpuinfo_line("flags", info) or _cpuinfo_line("Features", info)).split()
+    return [name for name in SIMD_FLAGS if name in flags]
+
+
+def _cpuinfo_line(name: str, info: Path = CPUINFO) -> str:
+    """The first processor's line of that name in /proc/cpuinfo; empty without it."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = info.read_text().splitlines()
     except OSError:
-        return platform.processor() or platform.machine()
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-        platform.machine(),
-    )
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
 
 
 def _command_output(command: list[str]) -> str | None:

@@ -57,7 +57,12 @@ def test_both_sides_of_a_ratio_lose_as_many_rounds() -> None:
 def test_a_budget_is_shared_by_what_is_left() -> None:
     now = [0.0]
     budget = TimeBudget(2, lambda: now[0])
+    now[0] = -500
+    assert budget.left() == 120, "engines are being built"
+    now[0] = 0.0
+    budget.begin()
     assert budget.share(3) == 40
+    budget.begin()
     now[0] = 90
     assert budget.share(1) == 30
     assert not budget.is_over()

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from modelmill import llm
 from modelmill.checkpoint import pull
 from modelmill.cli.main import execute
+from modelmill.core.config import BuildConfig
 
 NAME = "karpathy/stories260K"
 
@@ -39,11 +41,29 @@ def test_a_name_is_inspected_built_compared_and_run(
     assert json.loads(capsys.readouterr().out)["model_type"] == "llama"
     assert execute(["build", NAME, "-o", "a.engine", "--dtype", "float32", "--quiet"]) == 0
     assert execute(["compare", "a.engine", NAME]) == 0
+    assert execute(["compare", NAME, NAME, "--dtype", "float32"]) == 0
     command = ["run", NAME, "--dtype", "float32", "--prompt", "Once upon a time"]
     capsys.readouterr()
     assert execute([*command, "--temperature", "0", "--max-tokens", "4"]) == 0
     assert capsys.readouterr().out.startswith(", there was")
     assert hub == [NAME], "complete files are used again"
+
+
+def test_compiling_is_announced_before_an_engine_is_planned(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Planned(Exception):
+        pass
+
+    def plan(*_: object) -> None:
+        raise Planned
+
+    announced: list[str] = []
+    monkeypatch.setattr(llm, "compile_cpu_kernels", lambda name, _: announced.append(name))
+    monkeypatch.setattr("modelmill.builder.plan.make_plan", plan)
+    with pytest.raises(Planned):
+        llm.ensure_engine(shared / "data/models/stories260K", BuildConfig(target="cpu"))
+    assert announced == ["cpu"]
 
 
 def test_a_mistyped_path_does_not_ask_the_hub(

@@ -12,7 +12,8 @@ from tools.performance import notes_index
 ROOT = Path(__file__).resolve().parent.parent.parent
 NOTES = notes_index.note_files(ROOT)
 MAX_NOTE_BYTES = 4096
-NAMES_ROWS = re.compile(r"\brows?\b|benchmarks[/.]|\bcounts\b")
+NAMES_ROWS = re.compile(r"\*\*Rows\.\*\* (.+)\Z", re.DOTALL)
+SHOWN_BY = re.compile(r"`[^`]+`|\bNo row kept\b|\bRows with\b|\bcounts\b")
 WITHDRAWN = (re.compile(r"\b5\.5\b.{0,40}\b25\.3\b"), re.compile(r"\b19\.6\b.{0,40}\b27\.4\b"))
 """Comparisons with a capped peer, and with one run of ten."""
 
@@ -24,7 +25,9 @@ def test_a_note_is_short_and_has_its_parts(path: Path) -> None:
     assert len(text.encode()) <= MAX_NOTE_BYTES
     missing = [name for name in notes_index.SECTIONS if name not in text]
     assert not missing, f"{path.name} has no {', '.join(missing)}"
-    assert NAMES_ROWS.search(text), f"{path.name} names no rows and does not say that it has none"
+    rows = NAMES_ROWS.search(text)
+    assert rows, f"{path.name} does not end with its rows"
+    assert SHOWN_BY.search(rows[1]), f"{path.name} names no rows and does not say: No row kept"
 
 
 def test_the_index_lists_every_note() -> None:

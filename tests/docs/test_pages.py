@@ -106,6 +106,26 @@ def test_figures_are_counted_as_the_docstring_says(text: str, count: int) -> Non
     assert len(figures(text)) == count, figures(text)
 
 
+def cell_count(line: str) -> int:
+    """Cells of a table's line, where a bar within a code span ends a cell, too."""
+    return line.strip().replace("\\|", "").strip("|").count("|") + 1
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_line_of_a_table_has_more_cells_than_its_head(page: str) -> None:
+    text = _FENCE.sub("", (DOCS / page).read_text(encoding="utf-8"))
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        lines = block.splitlines()
+        wrong = [line for line in lines if cell_count(line) > cell_count(lines[0])]
+        assert not wrong, f"{page}: {wrong[0]}"
+
+
+def test_a_bar_in_a_code_span_ends_a_cell() -> None:
+    assert [cell_count(line) for line in ("| a | `b` |", "| a | `b|c` |", r"| a | `b\|c` |")] == [
+        2, 3, 2,
+    ]  # fmt: skip
+
+
 def test_paragraphs_are_prose_only() -> None:
     text = (
         "<!-- 1\n2 -->\n# Title 3\n\nOne\ntwo.\n| 4 | 5 |\n\n* item\n  goes on\n* next\n\n"

@@ -52,6 +52,23 @@ def test_the_host_is_named_with_its_load() -> None:
     assert facts["load_1m"] >= 0
 
 
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        ("flags\t\t: fpu avx2 avx512f avx512_vnni\nflags\t\t: avx2\n", "avx2 avx512f avx512_vnni"),
+        ("Features\t: fp asimd sve sve2\n", "asimd sve"),
+        ("model name\t: x\n", ""),
+    ],
+)
+def test_instructions_tell_processors_of_one_name_apart(
+    tmp_path: Path, text: str, flags: str
+) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text(text)
+    assert provenance_module.simd_flags(info) == flags.split()
+    assert provenance_module.simd_flags(tmp_path / "absent") == []
+
+
 @pytest.mark.parametrize(("visible", "card"), [(None, "GPU-0"), ("1", "GPU-1"), ("1,0", "GPU-1")])
 def test_the_card_is_the_first_visible_one(
     visible: str | None, card: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

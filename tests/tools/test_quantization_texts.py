@@ -12,7 +12,8 @@ from tools import quantization_texts as texts
 def row(options: str, kind: str, excess: float, **more: Any) -> dict[str, Any]:
     return {
         "options": options, "kind": kind, "excess": excess, "text": f"{kind}.txt", "skip": 0,
-        "text_sha256": "0123456789abcdef", "tokens": 4096, "float32": 20.5, **more,
+        "text_sha256": "0123456789abcdef", "tokens": 4096, "float32": 20.5,
+        "device": "Some CPU, 1 threads", "commit": "abc1234", "host_cpu": "Some CPU", **more,
     }  # fmt: skip
 
 
@@ -41,7 +42,9 @@ def test_the_newest_row_of_a_build_and_text_counts(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     older = row("-q rptq", "news", 0.5)
     noted = row("-q rptq", "news", 0.4, note="clips")
-    file.write_text("".join(json.dumps(each) + "\n" for each in (older, noted, *ROWS)))
+    refused = [row("-q rptq", "news", 0.3, commit=each) for each in (None, "abc1234-dirty")]
+    rows = (older, noted, *ROWS, *refused)
+    file.write_text("".join(json.dumps(each) + "\n" for each in rows))
     assert [each["excess"] for each in texts.newest(file)] == [0.01, 0.4, 0.02, 0.001, 0.003]
     assert any("`-q rptq` (clips)" in line for line in texts.table(texts.newest(file)))
 

@@ -47,6 +47,11 @@ def test_runs_without_a_card_all_count_and_the_fastest_of_ours_is_compared() -> 
     newer = [row(name, 2.0, "c2", **cpu, commit="def5678") for name in ("modelmill keep", "vLLM")]
     [[line]] = suite_lines([*rows, *newer]).values()
     assert line.ratios == [1.0], "code has changed since the other runs"
+    other = cpu | {"commit": "def5678", "host_simd": ["avx2", "avx512f"]}
+    faster = [row("modelmill keep", 1.0, "d2", **other), row("vLLM", 3.0, "d2", **other)]
+    [[line]] = suite_lines([*rows, *newer, *faster]).values()
+    assert line.ratios == [3.0], "another processor of the same name"
+    assert suite_table(faster)[0] == "**Some CPU** (avx2, avx512f)"
 
 
 @pytest.mark.parametrize("changed", [{"commit": None}, {"commit": "a-dirty"}, {"device_id": ""}])

@@ -65,13 +65,16 @@ def suite_lines(rows: Iterable[Row]) -> dict[tuple[str, str], list[SuiteLine]]:
 
 
 def newest_of_each_card(by_run: Mapping[str, Sides]) -> list[Sides]:
-    """The last run of each card; without a card, every run of the newest commit."""
-    commit = next(iter(list(by_run.values())[-1].values()))["commit"]
+    """The last run of each card; without a card, every run of the newest commit and processor.
+
+    Processors of one name may have other instructions, and are other machines then.
+    """
+    newest = next(iter(list(by_run.values())[-1].values()))
     chosen: dict[str, Sides] = {}
     for run, sides in by_run.items():
         row = next(iter(sides.values()))
         card = row.get("device_id")
-        if card or row["commit"] == commit:
+        if card or all(row.get(key) == newest.get(key) for key in ("commit", "host_simd")):
             chosen[str(card or run)] = sides
     return list(chosen.values())
 
@@ -88,13 +91,24 @@ def suite_table(rows: Sequence[Row]) -> list[str]:
         several = any(len(line.runs) > 1 for _, line in named)
         heads = ["ms", "", "floor", *subjects, "best peer ÷ ours"]
         heads += ["least", "cards"] if several else []
-        parts += [f"**{device}**", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+        used = [row for _, line in named for sides in line.runs for row in sides.values()]
+        parts += [
+            f"**{device}**{_instructions(used[-1])}",
+            "",
+            f"| {' | '.join(heads)} |",
+            "|---" * len(heads) + "|",
+        ]
         parts += [
             f"| {' | '.join([shape, *_cells(line, subjects, several)])} |" for shape, line in named
         ]
-        used = [row for _, line in named for sides in line.runs for row in sides.values()]
         parts += ["", provenance_line(used), ""]
     return parts[:-1]
+
+
+def _instructions(row: Row) -> str:
+    """A processor's SIMD instructions, where no card computed; old rows do not name them."""
+    simd = None if row.get("device_id") else row.get("host_simd")
+    return f" ({', '.join(simd)})" if simd else ""
 
 
 def suite_summary(rows: Sequence[Row]) -> list[str]:
