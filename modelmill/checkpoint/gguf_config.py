@@ -21,9 +21,13 @@ MOE_MODEL_TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "o
 
 OWN_EXPERT_KEYS = (
     "gpt-oss", "glm4moe", "deepseek2", "gemma4", "granitemoe", "granitehybrid", "qwen3next",
-    "qwen35moe", "hunyuan-moe", "hy_v3", "lfm2moe", "nemotron_h_moe", "mellum",
+    "qwen35moe", "hunyuan-moe", "hy_v3", "lfm2moe", "nemotron_h_moe", "mellum", "dots1",
+    "ernie4_5-moe", "exaone-moe", "minimax-m2",
 )  # fmt: skip
 """Architectures whose reader reads the keys of experts itself."""
+
+DEFAULT_WINDOW_PERIOD = 4
+"""Every fourth layer has full attention, where the file has no pattern."""
 
 SAMPLING_KEYS = {
     "temp": "temperature",
@@ -187,6 +191,28 @@ def head_dim(keys: ArchitectureKeys, *, partial: bool = False) -> int:
             "channels; modelmill computes heads where the three agree"
         )
     return key_dim
+
+
+def window_layer_types(keys: ArchitectureKeys, layers: int) -> list[str]:
+    """Read which layers have a window: from a list, or all but every n-th.
+
+    Raises:
+        CorruptCheckpoint: for a list that has not true or false for each layer.
+    """
+    name = "attention.sliding_window_pattern"
+    stored = keys.view.get(f"{keys.arch}.{name}")
+    if stored is None or type(stored) is int:
+        period = keys.get_count(name, DEFAULT_WINDOW_PERIOD)
+        windowed = [(layer + 1) % period != 0 for layer in range(layers)]
+    else:
+        listed = array_as_list(stored)
+        if not isinstance(listed, list) or len(listed) != layers or set(listed) - {0, 1}:
+            raise CorruptCheckpoint(
+                f"{keys.raw.path}: the key {keys.arch}.{name} must have true or false for each of "
+                f"the {layers} layers; it is {str(stored)[:60]}"
+            )
+        windowed = [bool(each) for each in listed]
+    return ["sliding_attention" if each else "full_attention" for each in windowed]
 
 
 def _llama(keys: ArchitectureKeys) -> dict[str, Any]:

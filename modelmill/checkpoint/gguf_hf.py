@@ -21,6 +21,7 @@ from modelmill.checkpoint.container import TensorInfo, no_such_tensor_error
 from modelmill.checkpoint.gguf import EXPERT_SEPARATOR, GgufFile
 from modelmill.checkpoint.gguf_alibi_families import ALIBI_ARCHITECTURES
 from modelmill.checkpoint.gguf_apertus import APERTUS_ARCHITECTURES
+from modelmill.checkpoint.gguf_biased_experts import BIASED_EXPERT_ARCHITECTURES
 from modelmill.checkpoint.gguf_config import array_as_list, read_config
 from modelmill.checkpoint.gguf_delta_net import DELTA_NET_ARCHITECTURES
 from modelmill.checkpoint.gguf_families import (
@@ -88,6 +89,7 @@ CONSUMED_TENSORS = dict.fromkeys(
         *DELTA_NET_ARCHITECTURES,
         *APERTUS_ARCHITECTURES,
         *HUNYUAN_ARCHITECTURES,
+        *BIASED_EXPERT_ARCHITECTURES,
     ),
     ("rope_freqs.weight",),
 )
@@ -117,6 +119,7 @@ ARCHITECTURES = {
     **HUNYUAN_ARCHITECTURES,
     **MELLUM_ARCHITECTURES,
     **NEMOTRON_H_ARCHITECTURES,
+    **BIASED_EXPERT_ARCHITECTURES,
 }
 REFUSED_ARCHITECTURES = {
     "phimoe": "has neither the noise of its router nor the temperature of its rotation",

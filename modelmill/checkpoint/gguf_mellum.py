@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.checkpoint.gguf_config import ArchitectureKeys, array_as_list, head_dim
+from modelmill.checkpoint.gguf_config import ArchitectureKeys, head_dim, window_layer_types
 from modelmill.checkpoint.gguf_families import LLAMA_NAMES, GgufArchitecture, read_rms_config
-from modelmill.core.errors import CorruptCheckpoint
 
 NAMES = {
     **{
@@ -17,9 +16,7 @@ NAMES = {
     "blk.ffn_gate_inp": "mlp.gate",
     **{f"blk.ffn_{part}_exps": f"mlp.experts.*.{part}_proj" for part in ("gate", "up", "down")},
 }
-WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
-DEFAULT_PERIOD = 4
-"""Every fourth layer has full attention, where the file has no pattern."""
+WINDOW = "attention.sliding_window"
 
 
 def _mellum(keys: ArchitectureKeys) -> dict[str, Any]:
@@ -28,8 +25,8 @@ def _mellum(keys: ArchitectureKeys) -> dict[str, Any]:
     theta, scaling = config.pop("rope_theta"), config.pop("rope_scaling")
     local = keys.get_positive_float("rope.freq_base_swa", theta)
     keys.view.get(f"{keys.arch}.feed_forward_length")  # of an MLP that no layer has
-    windowed = WINDOW in keys
-    layers = config["num_hidden_layers"]
+    windowed, layers = WINDOW in keys, config["num_hidden_layers"]
+    types = window_layer_types(keys, layers) if windowed else ["full_attention"] * layers
     return {
         **config,
         "head_dim": head_dim(keys),
@@ -39,29 +36,12 @@ def _mellum(keys: ArchitectureKeys) -> dict[str, Any]:
             "sliding_attention": {"rope_theta": local, "rope_type": "default"},
         },
         "sliding_window": keys.get_count(WINDOW) if windowed else None,
-        "layer_types": _layer_types(keys, layers) if windowed else ["full_attention"] * layers,
+        "layer_types": types,
         "num_experts": keys.get_count("expert_count"),
         "num_experts_per_tok": keys.get_count("expert_used_count"),
         "moe_intermediate_size": keys.get_count("expert_feed_forward_length"),
         "norm_topk_prob": True,
     }
-
-
-def _layer_types(keys: ArchitectureKeys, layers: int) -> list[str]:
-    """Read which layers have a window: from a list, or all but every n-th."""
-    stored = keys.view.get(f"{keys.arch}.{PATTERN}")
-    if stored is None or type(stored) is int:
-        period = keys.get_count(PATTERN, DEFAULT_PERIOD)
-        windowed = [(layer + 1) % period != 0 for layer in range(layers)]
-    else:
-        listed = array_as_list(stored)
-        if not isinstance(listed, list) or len(listed) != layers or set(listed) - {0, 1}:
-            raise CorruptCheckpoint(
-                f"{keys.raw.path}: the key {keys.arch}.{PATTERN} must have true or false for each "
-                f"of the {layers} layers; it is {str(stored)[:60]}"
-            )
-        windowed = [bool(each) for each in listed]
-    return ["sliding_attention" if each else "full_attention" for each in windowed]
 
 
 MELLUM_ARCHITECTURES = {"mellum": GgufArchitecture(NAMES, read_config=_mellum)}

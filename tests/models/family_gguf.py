@@ -5,7 +5,7 @@ Who imports it skips where the package gguf is missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +51,7 @@ def write_gguf(
         "context_length": raw.get("max_position_embeddings"),
         "rope.freq_base": float(raw.get("rope_theta", 10000.0)), **case.facts(raw),
     }  # fmt: skip
-    for key, value in facts.items():
-        if value is None:  # a key that the architecture has not
-            continue
-        add: Any = writer.add_uint32 if isinstance(value, int) else writer.add_float32
-        add = writer.add_bool if isinstance(value, bool) else add
-        add = writer.add_string if isinstance(value, str) else add
-        add = writer.add_array if isinstance(value, list) else add
-        add(f"{case.architecture}.{key}", value)
+    add_facts(writer, facts)
     for key, values in numbers.items():
         writer.add_array(key, values)
     for name, tensor in tensors.items():
@@ -80,6 +73,18 @@ def write_gguf(
     writer.close()
 
 
+def add_facts(writer: Any, facts: Mapping[str, Any]) -> None:
+    """Add an architecture's keys; None: one that it has not."""
+    for key, value in facts.items():
+        if value is None:
+            continue
+        add: Any = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+        add = writer.add_bool if isinstance(value, bool) else add
+        add = writer.add_string if isinstance(value, str) else add
+        add = writer.add_array if isinstance(value, list) else add
+        add(f"{writer.arch}.{key}", value)
+
+
 def tensor_names(architecture: str, layers: int) -> Callable[[str], str | None]:
     """GGUF's name of a tensor by the package gguf, which does not know the newest architectures."""
     known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -92,7 +97,8 @@ def tensor_names(architecture: str, layers: int) -> Callable[[str], str | None]:
 def add_tensor(writer: Any, name: str, tensor: torch.Tensor, *, quantized: bool) -> None:
     """Add a tensor in float32, or in Q8_0 a matrix of a layer."""
     values, q8 = tensor.float().numpy(), gguf.GGMLQuantizationType.Q8_0
-    in_float = any(part in name for part in ("gate_inp", "ssm_a", "ssm_d", "conv1d", "norm"))
+    floats = ("gate_inp", "exp_probs_b", "ssm_a", "ssm_d", "conv1d", "norm")
+    in_float = any(part in name for part in floats)
     if quantized and name.startswith("blk.") and values.ndim > 1 and not in_float:
         writer.add_tensor(name, gguf.quants.quantize(values, q8), raw_dtype=q8)
     else:

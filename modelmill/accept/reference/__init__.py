@@ -18,6 +18,7 @@ import torch
 from modelmill.accept.reference import (
     decoder,
     gguf_apertus,
+    gguf_biased_experts,
     gguf_delta_net,
     gguf_gemma4,
     gguf_hunyuan,
@@ -60,8 +61,8 @@ __all__ = [
 GGUF_READERS = {
     architecture: reader
     for module in (
-        gguf_apertus, gguf_delta_net, gguf_hunyuan, gguf_lfm2, gguf_mamba2, gguf_mellum,
-        gguf_nemotron_h,
+        gguf_apertus, gguf_biased_experts, gguf_delta_net, gguf_hunyuan, gguf_lfm2, gguf_mamba2,
+        gguf_mellum, gguf_nemotron_h,
     )
     for architecture, reader in module.READERS.items()
 }  # fmt: skip
