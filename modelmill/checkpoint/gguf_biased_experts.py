@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.checkpoint.gguf_config import ArchitectureKeys, head_dim, window_layer_types
+from modelmill.checkpoint.gguf_config import (
+    WINDOW,
+    ArchitectureKeys,
+    head_dim,
+    read_window_layer_types,
+)
 from modelmill.checkpoint.gguf_families import LLAMA_NAMES, GgufArchitecture, read_rms_config
 from modelmill.checkpoint.gguf_group_limited_experts import (
     EXPERT_NAMES,
@@ -71,8 +76,8 @@ def _exaone_moe(keys: ArchitectureKeys) -> dict[str, Any]:
         "num_experts": count,
         "num_shared_experts": _shared_experts(keys, inner),
         "head_dim": head_dim(keys),
-        "sliding_window": keys.get_count("attention.sliding_window"),
-        "layer_types": window_layer_types(keys, experts["num_hidden_layers"]),
+        "sliding_window": keys.get_count(WINDOW),
+        "layer_types": read_window_layer_types(keys, experts["num_hidden_layers"]),
     }
 
 

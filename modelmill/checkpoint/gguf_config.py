@@ -26,6 +26,7 @@ OWN_EXPERT_KEYS = (
 )  # fmt: skip
 """Architectures whose reader reads the keys of experts itself."""
 
+WINDOW, WINDOW_PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 DEFAULT_WINDOW_PERIOD = 4
 """Every fourth layer has full attention, where the file has no pattern."""
 
@@ -164,6 +165,29 @@ def array_as_list(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
+def read_window_layer_types(keys: ArchitectureKeys, layers: int) -> list[str]:
+    """Read which layers have a window: from a list, or all but every n-th; none without a window.
+
+    Raises:
+        CorruptCheckpoint: for a list that does not say it of each layer.
+    """
+    if WINDOW not in keys:
+        return ["full_attention"] * layers
+    stored = keys.view.get(f"{keys.arch}.{WINDOW_PATTERN}")
+    if stored is None or type(stored) is int:
+        period = keys.get_count(WINDOW_PATTERN, DEFAULT_WINDOW_PERIOD)
+        windowed = [(layer + 1) % period != 0 for layer in range(layers)]
+    else:
+        listed = array_as_list(stored)
+        if not isinstance(listed, list) or len(listed) != layers or set(listed) - {0, 1}:
+            raise CorruptCheckpoint(
+                f"{keys.raw.path}: the key {keys.arch}.{WINDOW_PATTERN} must have true or false "
+                f"for each of the {layers} layers; it is {str(stored)[:60]}"
+            )
+        windowed = [bool(each) for each in listed]
+    return ["sliding_attention" if each else "full_attention" for each in windowed]
+
+
 def _shortest_decimal(value: float) -> float:
     """Return the shortest decimal of a float32: GGUF stores float32, config.json had 1e-05."""
     narrow = np.float32(value)
@@ -191,28 +215,6 @@ def head_dim(keys: ArchitectureKeys, *, partial: bool = False) -> int:
             "channels; modelmill computes heads where the three agree"
         )
     return key_dim
-
-
-def window_layer_types(keys: ArchitectureKeys, layers: int) -> list[str]:
-    """Read which layers have a window: from a list, or all but every n-th.
-
-    Raises:
-        CorruptCheckpoint: for a list that has not true or false for each layer.
-    """
-    name = "attention.sliding_window_pattern"
-    stored = keys.view.get(f"{keys.arch}.{name}")
-    if stored is None or type(stored) is int:
-        period = keys.get_count(name, DEFAULT_WINDOW_PERIOD)
-        windowed = [(layer + 1) % period != 0 for layer in range(layers)]
-    else:
-        listed = array_as_list(stored)
-        if not isinstance(listed, list) or len(listed) != layers or set(listed) - {0, 1}:
-            raise CorruptCheckpoint(
-                f"{keys.raw.path}: the key {keys.arch}.{name} must have true or false for each of "
-                f"the {layers} layers; it is {str(stored)[:60]}"
-            )
-        windowed = [bool(each) for each in listed]
-    return ["sliding_attention" if each else "full_attention" for each in windowed]
 
 
 def _llama(keys: ArchitectureKeys) -> dict[str, Any]:

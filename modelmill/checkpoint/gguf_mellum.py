@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.checkpoint.gguf_config import ArchitectureKeys, head_dim, window_layer_types
+from modelmill.checkpoint.gguf_config import (
+    WINDOW,
+    ArchitectureKeys,
+    head_dim,
+    read_window_layer_types,
+)
 from modelmill.checkpoint.gguf_families import LLAMA_NAMES, GgufArchitecture, read_rms_config
 
 NAMES = {
@@ -16,7 +21,6 @@ NAMES = {
     "blk.ffn_gate_inp": "mlp.gate",
     **{f"blk.ffn_{part}_exps": f"mlp.experts.*.{part}_proj" for part in ("gate", "up", "down")},
 }
-WINDOW = "attention.sliding_window"
 
 
 def _mellum(keys: ArchitectureKeys) -> dict[str, Any]:
@@ -25,8 +29,7 @@ def _mellum(keys: ArchitectureKeys) -> dict[str, Any]:
     theta, scaling = config.pop("rope_theta"), config.pop("rope_scaling")
     local = keys.get_positive_float("rope.freq_base_swa", theta)
     keys.view.get(f"{keys.arch}.feed_forward_length")  # of an MLP that no layer has
-    windowed, layers = WINDOW in keys, config["num_hidden_layers"]
-    types = window_layer_types(keys, layers) if windowed else ["full_attention"] * layers
+    layers = config["num_hidden_layers"]
     return {
         **config,
         "head_dim": head_dim(keys),
@@ -35,8 +38,8 @@ def _mellum(keys: ArchitectureKeys) -> dict[str, Any]:
             "full_attention": {"rope_theta": theta, **(scaling or {"rope_type": "default"})},
             "sliding_attention": {"rope_theta": local, "rope_type": "default"},
         },
-        "sliding_window": keys.get_count(WINDOW) if windowed else None,
-        "layer_types": types,
+        "sliding_window": keys.get_count(WINDOW) if WINDOW in keys else None,
+        "layer_types": read_window_layer_types(keys, layers),
         "num_experts": keys.get_count("expert_count"),
         "num_experts_per_tok": keys.get_count("expert_used_count"),
         "moe_intermediate_size": keys.get_count("expert_feed_forward_length"),

@@ -6,6 +6,7 @@ Who imports it skips where the package gguf is missing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from modelmill.accept.token_scorer import TokenScorer
+from modelmill.artifact.store import open_artifact
 from modelmill.core.config import RunConfig
 from modelmill.runtime.engine_core import EngineCore
 from tests.accept.build_and_accept import build_and_accept
 from tests.checkpoint.checkpoint_factory import permute
+from tests.models.all_families import CASES
 from tests.models.family_cases import FamilyCase, GgufCase
 
 FUSED = "query_key_value"
@@ -117,3 +120,34 @@ def check_gguf(case: FamilyCase, tmp_path: Path) -> None:
     draw = torch.Generator().manual_seed(3)
     ids = torch.randint(2, case.base["vocab_size"], (40,), generator=draw).tolist()
     assert (TokenScorer(engine).logits([ids])[0] - logits(ids)).abs().max() < 1e-4
+
+
+def kept_integers(case: FamilyCase, sizes: dict[str, Any], folder: Path) -> set[str]:
+    """Linears that an accepted engine of the case's quantized GGUF keeps as integers."""
+    assert case.gguf is not None
+    case.save(folder / "hf", **sizes)
+    path = folder / "model.gguf"
+    write_gguf(path, folder / "hf", case.raw(**sizes), case.gguf, quantized=True)
+    report, written = build_and_accept(path, folder / "e", "float32", "keep")
+    assert written, report.get("reason", report)
+    formats = open_artifact(folder / "e").manifest.weight_formats
+    return {name for name, each in formats.items() if each != "dense"}
+
+
+def write_broken(name: str, facts: dict[str, Any], folder: Path) -> Path:
+    """Write a family's GGUF with these keys changed or added."""
+    case = CASES[name]
+    assert case.gguf is not None
+    own_facts, raw = case.gguf.facts, case.raw(**case.gguf.changes)
+    case.save(folder / "hf", **case.gguf.changes)
+    broken = replace(case.gguf, facts=lambda raw: {**own_facts(raw), **facts})
+    write_gguf(folder / "model.gguf", folder / "hf", raw, broken)
+    return folder / "model.gguf"
+
+
+def with_changes(name: str, changes: dict[str, Any]) -> FamilyCase:
+    """A family whose GGUF has another config."""
+    case = CASES[name]
+    assert case.gguf is not None
+    changes = {**case.gguf.changes, **changes}
+    return replace(case, gguf=replace(case.gguf, changes=changes))

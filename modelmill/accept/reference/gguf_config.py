@@ -186,18 +186,18 @@ def _expert_counts(fact: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
-def _granitemoe(facts: Mapping[str, Any], fact: Callable[..., Any]) -> dict[str, Any]:
-    """Return Granite's experts, and the channels of the MLP that some have beside them."""
-    beside = facts.get("granitemoe.expert_shared_feed_forward_length")
-    shared = {"model_type": "granitemoeshared", "shared_intermediate_size": beside}
-    return _expert_counts(fact) | (shared if beside else {})
-
-
 def _baichuan(layers: int) -> dict[str, Any]:
     """Return what the models with ALiBi have otherwise: no bound of positions."""
     if layers != BAICHUAN_13B:
         return {}
     return {"model_type": "baichuan", "max_position_embeddings": None}
+
+
+def _granitemoe(facts: Mapping[str, Any], fact: Callable[..., Any]) -> dict[str, Any]:
+    """Return Granite's experts, and the channels of the MLP that some have beside them."""
+    beside = facts.get("granitemoe.expert_shared_feed_forward_length")
+    shared = {"model_type": "granitemoeshared", "shared_intermediate_size": beside}
+    return _expert_counts(fact) | (shared if beside else {})
 
 
 def _gpt_oss(fact: Callable[..., Any]) -> dict[str, Any]:
