@@ -915,7 +915,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         ),
         *(
             f"test_a_gguf_is_accepted_and_computes_the_same[{name}]"
-            for name in ("kimi_k2", "solar_open", "granitemoeshared")
+            for name in ("kimi_k2", "solar_open", "granitemoeshared", "granite_swa")
         ),
         "test_baichuan_with_40_layers_has_alibi",
         "test_a_nemotron_h_without_experts",

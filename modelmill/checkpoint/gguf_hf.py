@@ -31,6 +31,7 @@ from modelmill.checkpoint.gguf_families import (
     TensorPart,
 )
 from modelmill.checkpoint.gguf_gemma4 import FUSED_EXPERTS, GEMMA4_ARCHITECTURES
+from modelmill.checkpoint.gguf_granite_swa import GRANITE_SWA_ARCHITECTURES
 from modelmill.checkpoint.gguf_group_limited_experts import GROUPED_EXPERT_ARCHITECTURES
 from modelmill.checkpoint.gguf_hunyuan import HUNYUAN_ARCHITECTURES
 from modelmill.checkpoint.gguf_lfm2 import LFM2_ARCHITECTURES
@@ -86,6 +87,7 @@ CONSUMED_TENSORS = dict.fromkeys(
         *ROTARY_ARCHITECTURES,
         *FURTHER_ARCHITECTURES,
         *BIASED_EXPERT_ARCHITECTURES,
+        *GRANITE_SWA_ARCHITECTURES,
         *GEMMA4_ARCHITECTURES,
         *DELTA_NET_ARCHITECTURES,
         *APERTUS_ARCHITECTURES,
@@ -120,6 +122,7 @@ ARCHITECTURES = {
     **MELLUM_ARCHITECTURES,
     **NEMOTRON_H_ARCHITECTURES,
     **BIASED_EXPERT_ARCHITECTURES,
+    **GRANITE_SWA_ARCHITECTURES,
 }
 REFUSED_ARCHITECTURES = {
     "phimoe": "has neither the noise of its router nor the temperature of its rotation",

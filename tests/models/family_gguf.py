@@ -24,6 +24,8 @@ from tests.models.all_families import CASES
 from tests.models.family_cases import FamilyCase, GgufCase
 
 FUSED = "query_key_value"
+ALIKE_NAMES = {"granite_swa": "granite"}
+"""Architectures that the package gguf does not know → one with the same names of tensors."""
 QK = ("q_proj", "k_proj", "attention.wq.", "attention.wk.")
 
 
@@ -91,6 +93,7 @@ def add_facts(writer: Any, facts: Mapping[str, Any]) -> None:
 def tensor_names(architecture: str, layers: int) -> Callable[[str], str | None]:
     """GGUF's name of a tensor by the package gguf, which does not know the newest architectures."""
     known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+    architecture = ALIKE_NAMES.get(architecture, architecture)
     if architecture not in known:
         return lambda name: None
     names = gguf.get_tensor_name_map(known[architecture], layers)

@@ -1,4 +1,4 @@
-"""GGUFs of families with experts: integers that are kept, further values of keys, refused ones."""
+"""GGUFs of families with experts, and Granite: kept integers, other values of keys, refusals."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ def test_integers_of_experts_are_kept(name: str, tmp_path: Path) -> None:
         ("minimax_m2", {"rotary_dim": 12, "tie_word_embeddings": True}),
         ("granitemoeshared", {"attention_bias": True, "tie_word_embeddings": True}),
         ("solar_open", {"attention_bias": True, "n_shared_experts": 2}),
+        ("granite_swa", {"layer_rope_theta": None, "attention_bias": True}),
         ("youtu", {"q_lora_rank": NULL, "tie_word_embeddings": False}),
     ],
 )
@@ -86,6 +87,8 @@ def test_other_switches(name: str, changes: dict[str, Any], tmp_path: Path) -> N
             {"attention.sliding_window_pattern": [True, False]},
             "must have true or false",
         ),
+        ("granite_swa", {"attention.rope_pattern": [True, False]}, "must have true or false"),
+        ("granite_swa", {"expert_count": 4}, "mixture of experts of architecture granite_swa"),
         ("minimax_m2", {"expert_gating_func": 1}, "scores of minimax-m2 are sigmoids"),
         ("kimi_k2", {"expert_gating_func": 3}, "expert_gating_func is 3, which is not known"),
         ("kimi_k2", {"expert_count": None}, "leaves layers with experts, but .* is missing"),

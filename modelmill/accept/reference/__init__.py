@@ -21,6 +21,7 @@ from modelmill.accept.reference import (
     gguf_biased_experts,
     gguf_delta_net,
     gguf_gemma4,
+    gguf_granite_swa,
     gguf_hunyuan,
     gguf_lfm2,
     gguf_mamba2,
@@ -61,8 +62,8 @@ __all__ = [
 GGUF_READERS = {
     architecture: reader
     for module in (
-        gguf_apertus, gguf_biased_experts, gguf_delta_net, gguf_hunyuan, gguf_lfm2, gguf_mamba2,
-        gguf_mellum, gguf_nemotron_h,
+        gguf_apertus, gguf_biased_experts, gguf_delta_net, gguf_granite_swa, gguf_hunyuan,
+        gguf_lfm2, gguf_mamba2, gguf_mellum, gguf_nemotron_h,
     )
     for architecture, reader in module.READERS.items()
 }  # fmt: skip

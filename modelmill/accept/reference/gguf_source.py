@@ -223,6 +223,7 @@ PERMUTED = (
     "llama",
     "mixtral",
     "granite",
+    "granite_swa",
     "granitemoe",
     "granitemoeshared",
     "granitemoehybrid",
