@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from modelmill.checkpoint.gguf_config import (
+    WINDOW,
     ArchitectureKeys,
     ConfigReader,
     head_dim,
+    read_window_layer_types,
     rope_scaling,
 )
 from modelmill.core.errors import UnknownArchitecture
@@ -364,13 +366,11 @@ def _stablelm(keys: ArchitectureKeys) -> dict[str, Any]:
 
 
 def _exaone4(keys: ArchitectureKeys) -> dict[str, Any]:
-    """Read EXAONE 4: with windows, every fourth layer has full attention."""
-    windowed = "attention.sliding_window" in keys
+    """Read EXAONE 4; some have windows."""
     config = {**read_rms_config(keys), "sliding_window": None}
-    if windowed:
-        config["sliding_window"] = keys.get_count("attention.sliding_window")
-        config["sliding_window_pattern"] = 4
-        keys.view.get(f"{keys.arch}.attention.sliding_window_pattern")  # the same, layer by layer
+    if WINDOW in keys:
+        config["sliding_window"] = keys.get_count(WINDOW)
+        config["layer_types"] = read_window_layer_types(keys, config["num_hidden_layers"])
     return config
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,22 @@ def test_integers_of_experts_are_kept(name: str, tmp_path: Path) -> None:
 )
 def test_other_switches(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
     check_gguf(with_changes(name, changes), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "period", "pattern"), [("exaone4", 4, None), ("exaone4", 2, 2), ("exaone_moe", 2, 2)]
+)
+def test_every_nth_layer_has_no_window(
+    name: str, period: int, pattern: int | None, tmp_path: Path
+) -> None:
+    """Where the file has no list; every fourth, where it has no number either."""
+    dense = ["dense", *["sparse"] * 3] if name == "exaone_moe" else None
+    layers = {"num_hidden_layers": 4, "mlp_layer_types": dense}
+    case = with_changes(name, {**layers, "sliding_window_pattern": period})
+    assert case.gguf is not None
+    facts, key = case.gguf.facts, "attention.sliding_window_pattern"
+    own = replace(case.gguf, facts=lambda raw: {**facts(raw), key: pattern})
+    check_gguf(replace(case, gguf=own), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,7 @@ def other_architecture_config(container: RawContainer, architecture: str) -> dic
         "is_causal": bool(fact("attention.causal", True)),
         "use_parallel_residual": bool(fact("use_parallel_residual", True)),
         **({} if window is None else {"sliding_window": int(window)}),
+        **(_layers_with_window(fact, layers) if architecture == "exaone4" else {}),
         **(_gemma(facts, architecture, sizes) if "gemma" in architecture else {}),
         **(_granitemoe(facts, fact) if architecture == "granitemoe" else {}),
         **(_baichuan(layers) if architecture == "baichuan" else {}),
@@ -176,6 +177,14 @@ def other_architecture_config(container: RawContainer, architecture: str) -> dic
         **(_grouped_experts(fact, names) if architecture in GROUPED and experts else {}),
         **(_deepseek(facts, fact) if architecture == "deepseek2" else {}),
     }
+
+
+def _layers_with_window(fact: Callable[..., Any], layers: int) -> dict[str, Any]:
+    """Return which layers have a window: from a list, or all but every n-th, the fourth."""
+    pattern = fact("attention.sliding_window_pattern", 4)
+    if isinstance(pattern, int):
+        pattern = [(layer + 1) % pattern for layer in range(layers)]
+    return {"layer_types": ["sliding_attention" if each else "" for each in pattern]}
 
 
 def _expert_counts(fact: Callable[..., Any]) -> dict[str, Any]:
