@@ -47,8 +47,11 @@ Models that read or segment images: {names}
 Of checkpoints of `qwen3_5`, `qwen3_5_moe`, `gemma3`, `gemma4`, `gemma4_unified` and `mistral3` the
 text half is read, as `qwen3_5_text`, `qwen3_5_moe_text`, `gemma3_text`, (both) `gemma4_text`, and
 `mistral` or `ministral3`. What hybrids keep instead of keys and values:
-[recurrent state](recurrent-state.md). A GGUF of `qwen3_next` (`qwen3next`) is read as
-`qwen3_5_moe_text`, which computes the same from matrices that are apart.
+[recurrent state](recurrent-state.md).
+
+GGUFs of `qwen3_next` are read as `qwen3_5_moe_text`, those of `kimi_k2` and `glm4_moe_lite` as
+`deepseek_v3`, and those of `solar_open` as `glm4_moe`: llama.cpp's converter writes both alike, and
+they compute the same.
 
 Gemma 4's layers have no common size of keys and values, and the last ones of E2B and E4B none of
 their own ([layers](layers.md#keys-and-values-of-layers-that-differ)). Its layers with full
@@ -82,12 +85,12 @@ def render() -> dict[Path, str]:
 
 
 def gguf_architectures(model_type: str) -> list[str]:
-    """The GGUF architectures that are read as a family."""
+    """The GGUF architectures that a family's files have."""
     every = (*ARCHITECTURES.items(), *WITH_EXPERTS.items())
     return [
         arch
         for arch, each in every
-        if model_type in (each.chosen_types or (each.model_type or arch,))
+        if model_type in (*(each.chosen_types or (each.model_type or arch,)), *each.alike_types)
     ]
 
 

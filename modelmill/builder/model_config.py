@@ -132,6 +132,8 @@ SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "attention.max_alibi_bias": (0,),
     "residual_scale": (0, 1),
     "embedding_scale": (0, 1),
+    "expert_weights_scale": (0, 1),
+    "attention.temperature_scale": (0,),
 }
 """Keys that change the computation of some models, and the values that change nothing (as null)."""
 

@@ -191,7 +191,12 @@ _QWEN35_MOE = replace(
     read_config=_delta_net_moe,
 )
 DELTA_NET_ARCHITECTURES = {
-    "qwen3next": replace(_QWEN35_MOE, names=QWEN3_NEXT_NAMES, parts=_key_head_reordering),
+    "qwen3next": replace(
+        _QWEN35_MOE,
+        names=QWEN3_NEXT_NAMES,
+        parts=_key_head_reordering,
+        alike_types=("qwen3_next",),
+    ),
     "qwen35": _QWEN35,
     "qwen35moe": _QWEN35_MOE,
 }

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from modelmill.checkpoint.gguf_config import (
+    WINDOW,
     ArchitectureKeys,
     ConfigReader,
     head_dim,
+    read_window_layer_types,
     rope_scaling,
 )
 from modelmill.core.errors import UnknownArchitecture
@@ -65,6 +67,8 @@ class GgufArchitecture:
         read_config: reads the keys; None: ``gguf_config`` does.
         joins_latent: whether "blk.attn_k_b" and "blk.attn_v_b" are one matrix.
         chosen_types: families of which ``read_config`` chooses one.
+        alike_types: families that the converter writes so, too; they are read as one of those
+            above, which computes the same.
         parts: makes, from the config, the parts of tensors that are stored in another order.
         draft_prefix: what the names of layers that only predict begin with; empty: none are.
         numbers_by_layer: metadata with a number for each layer → the tensor that it is in a layer,
@@ -82,6 +86,7 @@ class GgufArchitecture:
     read_config: ConfigReader | None = None
     joins_latent: bool = False
     chosen_types: tuple[str, ...] = ()
+    alike_types: tuple[str, ...] = ()
     parts: Callable[[Mapping[str, Any]], Mapping[str, tuple[TensorPart, ...]]] | None = None
     draft_prefix: str = ""
     numbers_by_layer: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
@@ -134,6 +139,10 @@ GRANITE_MOE_NAMES = {
     "blk.ffn_gate_exps": "block_sparse_moe.input_linear.*.gate",
     "blk.ffn_up_exps": "block_sparse_moe.input_linear.*.up",
     "blk.ffn_down_exps": "block_sparse_moe.output_linear.*",
+    # the MLP beside them, in some; a folder has gate and up in one matrix
+    "blk.ffn_gate_shexp": "shared_mlp.input_linear.gate",
+    "blk.ffn_up_shexp": "shared_mlp.input_linear.up",
+    "blk.ffn_down_shexp": "shared_mlp.output_linear",
 }
 GLM_NAMES = {
     **{gguf: name for gguf, name in LLAMA_NAMES.items() if gguf != "blk.ffn_gate"},
@@ -277,10 +286,19 @@ def granite_factors(keys: ArchitectureKeys) -> dict[str, Any]:
 
 
 def _granitemoe(keys: ArchitectureKeys) -> dict[str, Any]:
-    return {
+    """Read Granite with experts, in some beside an MLP that every token has."""
+    config = {
         **_granite(keys),
         "num_local_experts": keys.get_count("expert_count"),
         "num_experts_per_tok": keys.get_count("expert_used_count"),
+    }
+    shared = "expert_shared_feed_forward_length"
+    if shared not in keys:
+        return {**config, "model_type": "granitemoe"}
+    return {
+        **config,
+        "model_type": "granitemoeshared",
+        "shared_intermediate_size": keys.get_count(shared),
     }
 
 
@@ -354,13 +372,11 @@ def _stablelm(keys: ArchitectureKeys) -> dict[str, Any]:
 
 
 def _exaone4(keys: ArchitectureKeys) -> dict[str, Any]:
-    """Read EXAONE 4: with windows, every fourth layer has full attention."""
-    windowed = "attention.sliding_window" in keys
+    """Read EXAONE 4; some have windows."""
     config = {**read_rms_config(keys), "sliding_window": None}
-    if windowed:
-        config["sliding_window"] = keys.get_count("attention.sliding_window")
-        config["sliding_window_pattern"] = 4
-        keys.view.get(f"{keys.arch}.attention.sliding_window_pattern")  # the same, layer by layer
+    if WINDOW in keys:
+        config["sliding_window"] = keys.get_count(WINDOW)
+        config["layer_types"] = read_window_layer_types(keys, config["num_hidden_layers"])
     return config
 
 
@@ -478,7 +494,10 @@ FURTHER_ARCHITECTURES = {
     ),
     "granite": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=_granite),
     "granitemoe": GgufArchitecture(
-        GRANITE_MOE_NAMES, has_permuted_qk=True, read_config=_granitemoe
+        GRANITE_MOE_NAMES,
+        has_permuted_qk=True,
+        read_config=_granitemoe,
+        chosen_types=("granitemoe", "granitemoeshared"),
     ),
     "bitnet": GgufArchitecture(BITNET_NAMES, read_config=_bitnet),
     "minicpm": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=_minicpm),

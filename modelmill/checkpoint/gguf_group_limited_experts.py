@@ -1,4 +1,7 @@
-"""GGUF architectures with routers in groups: GLM-4.5, and DeepSeek-V2 and V3, which share one."""
+"""GGUF architectures with routers in groups: GLM-4.5, and the one of DeepSeek-V2 and V3.
+
+Others are written as these: Solar Open as GLM-4.5, GLM-4.7-Flash, Kimi K2 and Youtu as DeepSeek.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ from typing import Any
 from modelmill.checkpoint.gguf_config import ArchitectureKeys, head_dim
 from modelmill.checkpoint.gguf_families import LLAMA_NAMES, GgufArchitecture, read_rms_config
 from modelmill.checkpoint.gguf_rope_scaling import from_metadata
-from modelmill.core.errors import UnknownArchitecture
+from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
 SOFTMAX_GATING, SIGMOID_GATING = 1, 2
 """Of ``expert_gating_func``."""
+GLM_FLASH_LAYERS, GLM_FLASH_VOCABULARY = (47, 48), 154880
+"""Of GLM-4.7-Flash, whose files may not name the sigmoids: llama.cpp tells it by its sizes."""
 NEXTN_PARTS = (
     "eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head_head", "shared_head_norm",
 )  # fmt: skip
@@ -50,28 +55,43 @@ def require_sigmoid_gating(keys: ArchitectureKeys) -> None:
     Raises:
         UnknownArchitecture: for other scores.
     """
-    gating = keys.get_count("expert_gating_func", SIGMOID_GATING)
-    if gating != SIGMOID_GATING:
+    _require_gating(keys, SIGMOID_GATING, "sigmoids")
+
+
+def require_softmax_gating(keys: ArchitectureKeys) -> None:
+    """Check that the scores of experts are a softmax, or not named.
+
+    Raises:
+        UnknownArchitecture: for other scores.
+    """
+    _require_gating(keys, SOFTMAX_GATING, "a softmax")
+
+
+def _require_gating(keys: ArchitectureKeys, expected: int, scores: str) -> None:
+    gating = keys.get_count("expert_gating_func", expected)
+    if gating != expected:
         raise UnknownArchitecture(
             f"{keys.raw.path}: expert_gating_func is {gating}; the scores of {keys.arch} are "
-            f"sigmoids ({SIGMOID_GATING})"
+            f"{scores} ({expected})"
         )
 
 
 def _glm4_moe(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read GLM-4.5; the layers of multi-token prediction are counted among the blocks."""
     require_sigmoid_gating(keys)
-    config = read_rms_config(keys, partial=True)
+    experts, inner = read_grouped_experts(keys), "feed_forward_length"
+    if inner not in keys and experts["first_k_dense_replace"] == 0:  # an MLP that no layer has
+        inner = "expert_feed_forward_length"
     return {
-        **config,
-        **_experts(keys),
+        **read_rms_config(keys, partial=True, inner=inner),
+        **experts,
         "head_dim": head_dim(keys, partial=True),
         "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
         "use_qk_norm": keys.has_tensor("blk.0.attn_q_norm.weight"),
     }
 
 
-def _experts(keys: ArchitectureKeys) -> dict[str, Any]:
+def read_grouped_experts(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read the router and the sizes of experts, and the depth without layers that predict."""
     predicted = keys.get_count("nextn_predict_layers", 0)
     return {
@@ -89,22 +109,56 @@ def _experts(keys: ArchitectureKeys) -> dict[str, Any]:
 
 
 def _deepseek(keys: ArchitectureKeys) -> dict[str, Any]:
-    """Read DeepSeek-V2, whose experts have softmax, or V3, whose experts have sigmoids."""
-    gating = keys.get_count("expert_gating_func", SOFTMAX_GATING)
+    """Read DeepSeek-V2, whose experts have softmax, V3, whose experts have sigmoids, or Youtu."""
+    attention = _latent_attention(keys)
+    if "expert_count" not in keys:
+        return {"model_type": "youtu", **attention, **_without_experts(keys)}
+    experts = read_grouped_experts(keys)
+    if _deepseek_gating(keys, experts["num_hidden_layers"]) == SIGMOID_GATING:
+        return {"model_type": "deepseek_v3", **attention, **experts}
+    method = "group_limited_greedy" if experts["n_group"] > 1 else "greedy"
+    return {"model_type": "deepseek_v2", **attention, **experts, "topk_method": method}
+
+
+def _deepseek_gating(keys: ArchitectureKeys, layers: int) -> int:
+    """Read what scores the experts; without the key it is softmax, but for GLM-4.7-Flash.
+
+    Raises:
+        UnknownArchitecture: for other scores.
+    """
+    vocabulary = keys.raw.tensor_info("token_embd.weight").shape[0]
+    is_flash = layers in GLM_FLASH_LAYERS and vocabulary == GLM_FLASH_VOCABULARY
+    gating = keys.get_count("expert_gating_func", SIGMOID_GATING if is_flash else SOFTMAX_GATING)
     if gating not in (SOFTMAX_GATING, SIGMOID_GATING):
         raise UnknownArchitecture(
             f"{keys.raw.path}: expert_gating_func is {gating}, which is not known"
         )
-    is_third = gating == SIGMOID_GATING
+    return gating
+
+
+def _without_experts(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read the depth; keys of experts are there, too, as llama.cpp requires them."""
+    layers, dense = keys.get_count("block_count"), "leading_dense_block_count"
+    if keys.get_count(dense, layers) < layers:
+        raise CorruptCheckpoint(
+            f"{keys.raw.path}: the key {keys.arch}.{dense} leaves layers with experts, but "
+            f"{keys.arch}.expert_count is missing"
+        )
+    for key in keys.raw.metadata:
+        if key.startswith(f"{keys.arch}.expert_"):
+            keys.view.get(key)
+    return {"num_hidden_layers": layers}
+
+
+def _latent_attention(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read what all have but the experts and the depth."""
     mla = "_mla" if "attention.key_length_mla" in keys else ""
     keys.view.get(f"{keys.arch}.attention.key_length")  # with _mla: what the cache holds
     keys.view.get(f"{keys.arch}.attention.value_length")
     keys.view.get(f"{keys.arch}.attention.head_count_kv")  # one, or one for each head
     heads, turned = keys.get_count("attention.head_count"), keys.get_count("rope.dimension_count")
     rank = "attention.q_lora_rank"
-    experts = _experts(keys)
-    config = {
-        "model_type": "deepseek_v3" if is_third else "deepseek_v2",
+    return {
         "hidden_size": keys.get_count("embedding_length"),
         "intermediate_size": keys.get_count("feed_forward_length"),
         "num_attention_heads": heads,
@@ -119,12 +173,7 @@ def _deepseek(keys: ArchitectureKeys) -> dict[str, Any]:
         "qk_nope_head_dim": keys.get_count(f"attention.key_length{mla}") - turned,
         "v_head_dim": keys.get_count(f"attention.value_length{mla}"),
         "attention_bias": keys.has_tensor("blk.0.attn_kv_a_mqa.bias"),
-        **experts,
     }
-    if not is_third:
-        grouped = experts["n_group"] > 1
-        config["topk_method"] = "group_limited_greedy" if grouped else "greedy"
-    return config
 
 
 def _deepseek_scaling(keys: ArchitectureKeys) -> dict[str, Any] | None:
@@ -147,7 +196,10 @@ GROUPED_EXPERT_ARCHITECTURES = {
         DEEPSEEK_NAMES,
         read_config=_deepseek,
         joins_latent=True,
-        chosen_types=("deepseek_v2", "deepseek_v3"),
+        chosen_types=("deepseek_v2", "deepseek_v3", "youtu"),
+        alike_types=("kimi_k2", "glm4_moe_lite"),
     ),
-    "glm4moe": GgufArchitecture(GLM4_MOE_NAMES, model_type="glm4_moe", read_config=_glm4_moe),
+    "glm4moe": GgufArchitecture(
+        GLM4_MOE_NAMES, model_type="glm4_moe", read_config=_glm4_moe, alike_types=("solar_open",)
+    ),
 }

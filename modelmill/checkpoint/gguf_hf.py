@@ -21,6 +21,7 @@ from modelmill.checkpoint.container import TensorInfo, no_such_tensor_error
 from modelmill.checkpoint.gguf import EXPERT_SEPARATOR, GgufFile
 from modelmill.checkpoint.gguf_alibi_families import ALIBI_ARCHITECTURES
 from modelmill.checkpoint.gguf_apertus import APERTUS_ARCHITECTURES
+from modelmill.checkpoint.gguf_biased_experts import BIASED_EXPERT_ARCHITECTURES
 from modelmill.checkpoint.gguf_config import array_as_list, read_config
 from modelmill.checkpoint.gguf_delta_net import DELTA_NET_ARCHITECTURES
 from modelmill.checkpoint.gguf_dense_families import DENSE_ARCHITECTURES, LONGROPE_TENSORS
@@ -31,6 +32,7 @@ from modelmill.checkpoint.gguf_families import (
     TensorPart,
 )
 from modelmill.checkpoint.gguf_gemma4 import FUSED_EXPERTS, GEMMA4_ARCHITECTURES
+from modelmill.checkpoint.gguf_granite_swa import GRANITE_SWA_ARCHITECTURES
 from modelmill.checkpoint.gguf_group_limited_experts import GROUPED_EXPERT_ARCHITECTURES
 from modelmill.checkpoint.gguf_hunyuan import HUNYUAN_ARCHITECTURES
 from modelmill.checkpoint.gguf_lfm2 import LFM2_ARCHITECTURES
@@ -85,6 +87,8 @@ CONSUMED_TENSORS = dict.fromkeys(
     (
         *ROTARY_ARCHITECTURES,
         *FURTHER_ARCHITECTURES,
+        *BIASED_EXPERT_ARCHITECTURES,
+        *GRANITE_SWA_ARCHITECTURES,
         *GEMMA4_ARCHITECTURES,
         *DELTA_NET_ARCHITECTURES,
         *APERTUS_ARCHITECTURES,
@@ -120,6 +124,8 @@ ARCHITECTURES = {
     **HUNYUAN_ARCHITECTURES,
     **MELLUM_ARCHITECTURES,
     **NEMOTRON_H_ARCHITECTURES,
+    **BIASED_EXPERT_ARCHITECTURES,
+    **GRANITE_SWA_ARCHITECTURES,
 }
 REFUSED_ARCHITECTURES = {
     "phimoe": "has neither the noise of its router nor the temperature of its rotation",

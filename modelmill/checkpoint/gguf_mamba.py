@@ -45,15 +45,11 @@ MAMBA2_NAMES = {
 GRANITE_HYBRID_NAMES = {
     **GRANITE_MOE_NAMES,
     **mixer_names("mamba"),
-    # the MLP beside the experts, or alone; a folder has gate and up in one matrix
-    **{
-        f"blk.ffn_{part}{suffix}": f"shared_mlp.{name}"
-        for suffix in ("", "_shexp")
-        for part, name in (
-            ("gate", "input_linear.gate"), ("up", "input_linear.up"), ("down", "output_linear"),
-        )
-    },
-}  # fmt: skip
+    # the MLP without experts beside it
+    "blk.ffn_gate": "shared_mlp.input_linear.gate",
+    "blk.ffn_up": "shared_mlp.input_linear.up",
+    "blk.ffn_down": "shared_mlp.output_linear",
+}
 FALCON_H1_NAMES = {
     **LLAMA_NAMES,
     **mixer_names("mamba"),

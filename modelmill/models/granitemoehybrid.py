@@ -70,9 +70,14 @@ def _mamba_spec(raw: RawConfig, config: DecoderConfig) -> Mamba2Spec:
 
 
 def rules(config: DecoderConfig) -> list[Rule]:
-    """Every tensor of the model; in GGUFs gate and up of the MLP are apart."""
+    """Every tensor of the model."""
+    return with_gate_and_up_apart(LAYOUT.rules(config))
+
+
+def with_gate_and_up_apart(rules: list[Rule]) -> list[Rule]:
+    """Rules that read the MLP's first matrix from two, too, which it is in a GGUF."""
     out = []
-    for rule in LAYOUT.rules(config):
+    for rule in rules:
         stem, linear, leaf = rule.sources[0].partition("shared_mlp.input_linear.")
         parts = ("gate.", "up.") if linear else ()
         own = tuple(f"{stem}{linear}{part}{leaf}" for part in parts)

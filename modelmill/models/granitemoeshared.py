@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from modelmill.checkpoint.rename import Rule
 from modelmill.core.config_view import RawConfig
 from modelmill.models import granitemoe
 from modelmill.models._hf_config import positive_int
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._moe_config import SHARED, STACKED_EXPERT_NAMES
-from modelmill.models.granitemoehybrid import SHARED_MLP
+from modelmill.models.granitemoehybrid import SHARED_MLP, with_gate_and_up_apart
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
@@ -32,3 +33,8 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         return config
     shared = replace(config.moe.expert, inner=positive_int(raw, "shared_intermediate_size"))
     return replace(config, moe=replace(config.moe, shared=shared))
+
+
+def rules(config: DecoderConfig) -> list[Rule]:
+    """Every tensor of the model."""
+    return with_gate_and_up_apart(LAYOUT.rules(config))

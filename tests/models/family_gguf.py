@@ -5,7 +5,8 @@ Who imports it skips where the package gguf is missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from modelmill.accept.token_scorer import TokenScorer
+from modelmill.artifact.store import open_artifact
 from modelmill.core.config import RunConfig
 from modelmill.runtime.engine_core import EngineCore
 from tests.accept.build_and_accept import build_and_accept
 from tests.checkpoint.checkpoint_factory import permute
+from tests.models.all_families import CASES
 from tests.models.family_cases import FamilyCase, GgufCase
 
 FUSED = "query_key_value"
@@ -25,6 +28,8 @@ GPT2_KEYS = {
     "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "intermediate_size": "n_inner",
     "num_attention_heads": "n_head", "max_position_embeddings": "n_positions",
 }  # fmt: skip
+ALIKE_NAMES = {"granite_swa": "granite"}
+"""Architectures that the package gguf does not know → one with the same names of tensors."""
 QK = ("q_proj", "k_proj", "attention.wq.", "attention.wk.")
 
 
@@ -56,14 +61,7 @@ def write_gguf(
         "context_length": raw.get("max_position_embeddings"),
         "rope.freq_base": float(raw.get("rope_theta", 10000.0)), **case.facts(raw),
     }  # fmt: skip
-    for key, value in facts.items():
-        if value is None:  # a key that the architecture has not
-            continue
-        add: Any = writer.add_uint32 if isinstance(value, int) else writer.add_float32
-        add = writer.add_bool if isinstance(value, bool) else add
-        add = writer.add_string if isinstance(value, str) else add
-        add = writer.add_array if isinstance(value, list) else add
-        add(f"{case.architecture}.{key}", value)
+    add_facts(writer, facts)
     for key, values in numbers.items():
         writer.add_array(key, values)
     for name, tensor in tensors.items():
@@ -85,9 +83,22 @@ def write_gguf(
     writer.close()
 
 
+def add_facts(writer: Any, facts: Mapping[str, Any]) -> None:
+    """Add an architecture's keys; None: one that it has not."""
+    for key, value in facts.items():
+        if value is None:
+            continue
+        add: Any = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+        add = writer.add_bool if isinstance(value, bool) else add
+        add = writer.add_string if isinstance(value, str) else add
+        add = writer.add_array if isinstance(value, list) else add
+        add(f"{writer.arch}.{key}", value)
+
+
 def tensor_names(architecture: str, layers: int) -> Callable[[str], str | None]:
     """GGUF's name of a tensor by the package gguf, which does not know the newest architectures."""
     known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+    architecture = ALIKE_NAMES.get(architecture, architecture)
     if architecture not in known:
         return lambda name: None
     names = gguf.get_tensor_name_map(known[architecture], layers)
@@ -97,7 +108,8 @@ def tensor_names(architecture: str, layers: int) -> Callable[[str], str | None]:
 def add_tensor(writer: Any, name: str, tensor: torch.Tensor, *, quantized: bool) -> None:
     """Add a tensor in float32, or in Q8_0 a matrix of a layer."""
     values, q8 = tensor.float().numpy(), gguf.GGMLQuantizationType.Q8_0
-    in_float = any(part in name for part in ("gate_inp", "ssm_a", "ssm_d", "conv1d", "norm"))
+    floats = ("gate_inp", "exp_probs_b", "ssm_a", "ssm_d", "conv1d", "norm")
+    in_float = any(part in name for part in floats)
     if quantized and name.startswith("blk.") and values.ndim > 1 and not in_float:
         writer.add_tensor(name, gguf.quants.quantize(values, q8), raw_dtype=q8)
     else:
@@ -116,3 +128,34 @@ def check_gguf(case: FamilyCase, tmp_path: Path) -> None:
     draw = torch.Generator().manual_seed(3)
     ids = torch.randint(2, case.base["vocab_size"], (40,), generator=draw).tolist()
     assert (TokenScorer(engine).logits([ids])[0] - logits(ids)).abs().max() < 1e-4
+
+
+def kept_integers(case: FamilyCase, sizes: dict[str, Any], folder: Path) -> set[str]:
+    """Linears that an accepted engine of the case's quantized GGUF keeps as integers."""
+    assert case.gguf is not None
+    case.save(folder / "hf", **sizes)
+    path = folder / "model.gguf"
+    write_gguf(path, folder / "hf", case.raw(**sizes), case.gguf, quantized=True)
+    report, written = build_and_accept(path, folder / "e", "float32", "keep")
+    assert written, report.get("reason", report)
+    formats = open_artifact(folder / "e").manifest.weight_formats
+    return {name for name, each in formats.items() if each != "dense"}
+
+
+def write_broken(name: str, facts: dict[str, Any], folder: Path) -> Path:
+    """Write a family's GGUF with these keys changed or added."""
+    case = CASES[name]
+    assert case.gguf is not None
+    own_facts, raw = case.gguf.facts, case.raw(**case.gguf.changes)
+    case.save(folder / "hf", **case.gguf.changes)
+    broken = replace(case.gguf, facts=lambda raw: {**own_facts(raw), **facts})
+    write_gguf(folder / "model.gguf", folder / "hf", raw, broken)
+    return folder / "model.gguf"
+
+
+def with_changes(name: str, changes: dict[str, Any]) -> FamilyCase:
+    """A family whose GGUF has another config."""
+    case = CASES[name]
+    assert case.gguf is not None
+    changes = {**case.gguf.changes, **changes}
+    return replace(case, gguf=replace(case.gguf, changes=changes))

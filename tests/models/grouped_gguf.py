@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
 
+from tests.models.expert_gguf import Tensors, stack_experts
 from tests.models.latent_faults import YARN
 
 GGUF_YARN = YARN | {"mscale": 0.7}
@@ -22,35 +22,45 @@ def router_facts(raw: dict[str, Any], gating: int) -> dict[str, Any]:
         "leading_dense_block_count": raw.get("first_k_dense_replace", 0),
         "expert_gating_func": gating,
         "expert_weights_scale": raw.get("routed_scaling_factor", 2.5),
-        "expert_weights_norm": gating == 2,
+        "expert_weights_norm": raw.get("norm_topk_prob", gating == 2),
         "expert_group_count": raw.get("n_group", 1),
         "expert_group_used_count": raw.get("topk_group", 1),
     }
 
 
-def as_converted(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The experts of a layer in one tensor, and a layer of multi-token prediction."""
-    layers, experts = raw["num_hidden_layers"], raw["n_routed_experts"]
-    out = {f"model.layers.{layers}.eh_proj.weight": torch.zeros(48, 96)}
-    for name, tensor in tensors.items():
-        match = re.fullmatch(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight", name)
-        if match is None:
-            out[name.replace("e_score_correction_bias", "e_score_correction.bias")] = tensor
-        elif match[2] == "0":
-            all_experts = [
-                tensors[f"{match[1]}.{number}.{match[3]}.weight"] for number in range(experts)
-            ]
-            out[f"{match[1]}.{match[3]}.weight"] = torch.stack(all_experts)
-    return out
+def stacked(raw: dict[str, Any], tensors: Tensors) -> Tensors:
+    """The experts of a layer in one tensor, and the bias of their choice as a module's."""
+    del raw
+    return {
+        name.replace("e_score_correction_bias", "e_score_correction.bias"): tensor
+        for name, tensor in stack_experts(tensors).items()
+    }
+
+
+def with_predicting_layer(raw: dict[str, Any], tensors: Tensors, like: int) -> Tensors:
+    """A layer of multi-token prediction behind the others, with the tensors of one of them."""
+    width, layer = raw["hidden_size"], raw["num_hidden_layers"]
+    shapes = {"eh_proj": (width, 2 * width), **dict.fromkeys(("enorm", "hnorm"), (width,))}
+    copies = {
+        name.replace(f".layers.{like}.", f".layers.{layer}."): tensor.clone()
+        for name, tensor in tensors.items()
+        if f".layers.{like}." in name
+    }
+    own = {f"blk.{layer}.nextn.{n}.weight": torch.ones(shape) for n, shape in shapes.items()}
+    return {**tensors, **copies, **own}
 
 
 def latent_facts(raw: dict[str, Any], gating: int) -> dict[str, Any]:
+    """Of the router, of latent attention in newer files, and YaRN."""
+    return {**router_facts(raw, gating), **latent_attention_facts(raw)}
+
+
+def latent_attention_facts(raw: dict[str, Any]) -> dict[str, Any]:
     """Of latent attention in newer files, and YaRN."""
     rank, turned = raw["kv_lora_rank"], raw["qk_rope_head_dim"]
     scaling = raw["rope_scaling"]
     query = raw.get("q_lora_rank")
     return {
-        **router_facts(raw, gating),
         **({} if query is None else {"attention.q_lora_rank": query}),
         "attention.layer_norm_rms_epsilon": 1e-6,
         "attention.head_count_kv": 1,
@@ -69,14 +79,10 @@ def latent_facts(raw: dict[str, Any], gating: int) -> dict[str, Any]:
     }
 
 
-def latent_as_converted(
-    raw: dict[str, Any], tensors: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def latent_as_converted(raw: dict[str, Any], tensors: Tensors) -> Tensors:
     """The up-projections of keys, transposed, and of values apart."""
     out = {}
-    for name, tensor in as_converted(raw, tensors).items():
-        if "eh_proj" in name:  # the converter leaves that layer out
-            continue
+    for name, tensor in stacked(raw, tensors).items():
         if "kv_b_proj" not in name:
             out[name] = tensor
             continue

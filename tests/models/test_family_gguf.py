@@ -9,63 +9,32 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.artifact.store import open_artifact
 from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, UnknownArchitecture
-from tests.accept.build_and_accept import build_and_accept
 from tests.models.all_families import CASES
 from tests.models.delta_net_gguf import converted as delta_net_converted
-from tests.models.family_cases import FamilyCase, GgufCase, decoder_family, rms_facts
-from tests.models.grouped_gguf import as_converted, latent_as_converted, latent_facts
+from tests.models.family_cases import GgufCase, decoder_family, rms_facts
+from tests.models.grouped_gguf import latent_as_converted, latent_facts, stacked
 
 pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 
-from tests.models.family_gguf import check_gguf, write_gguf
+from tests.models.family_gguf import (
+    check_gguf,
+    kept_integers,
+    with_changes,
+    write_broken,
+    write_gguf,
+)
 
 WITH_GGUF = [name for name, case in CASES.items() if case.gguf is not None]
-
-
-def kept_integers(case: FamilyCase, sizes: dict[str, Any], folder: Path) -> set[str]:
-    """Linears that an accepted engine of the case's quantized GGUF keeps as integers."""
-    assert case.gguf is not None
-    case.save(folder / "hf", **sizes)
-    path = folder / "model.gguf"
-    write_gguf(path, folder / "hf", case.raw(**sizes), case.gguf, quantized=True)
-    report, written = build_and_accept(path, folder / "e", "float32", "keep")
-    assert written, report.get("reason", report)
-    formats = open_artifact(folder / "e").manifest.weight_formats
-    return {name for name, each in formats.items() if each != "dense"}
-
-
-def write_broken(name: str, facts: dict[str, Any], folder: Path) -> Path:
-    """Write a family's GGUF with these keys changed or added."""
-    case = CASES[name]
-    assert case.gguf is not None
-    own_facts, raw = case.gguf.facts, case.raw(**case.gguf.changes)
-    case.save(folder / "hf", **case.gguf.changes)
-    broken = replace(case.gguf, facts=lambda raw: {**own_facts(raw), **facts})
-    write_gguf(folder / "model.gguf", folder / "hf", raw, broken)
-    return folder / "model.gguf"
 
 
 @pytest.mark.parametrize("name", WITH_GGUF)
 def test_a_gguf_is_accepted_and_computes_the_same(name: str, tmp_path: Path) -> None:
     check_gguf(CASES[name], tmp_path)
-
-
-@pytest.mark.parametrize("name", ["granitemoe", "granitemoehybrid"])
-def test_integers_of_experts_that_are_apart_are_kept(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    assert case.gguf is not None
-    sizes = {"hidden_size": 64, "intermediate_size": 96, **case.gguf.changes}
-    if name == "granitemoehybrid":
-        sizes |= {"shared_intermediate_size": 64, "num_hidden_layers": 2}
-    quantized = kept_integers(case, sizes, tmp_path)
-    experts = {f"layers.1.mlp.experts.2.{part}_proj" for part in ("gate_up", "down")}
-    assert experts <= quantized
 
 
 def test_baichuan_with_40_layers_has_alibi(tmp_path: Path) -> None:
@@ -80,14 +49,6 @@ def test_baichuan_with_40_layers_has_alibi(tmp_path: Path) -> None:
     check_gguf(replace(case, gguf=replace(case.gguf, changes=changes, facts=facts)), tmp_path)
     config = open_checkpoint(tmp_path / "model.gguf").config
     assert (config["model_type"], config["model_max_length"]) == ("baichuan", 256)
-
-
-def with_changes(name: str, changes: dict[str, Any]) -> FamilyCase:
-    """A family whose GGUF has another config."""
-    case = CASES[name]
-    assert case.gguf is not None
-    changes = {**case.gguf.changes, **changes}
-    return replace(case, gguf=replace(case.gguf, changes=changes))
 
 
 @pytest.mark.parametrize(
@@ -174,10 +135,7 @@ def test_an_older_gguf_of_deepseek_has_one_up_projection(tmp_path: Path) -> None
             older[f"attention.{part}_length"] = older.pop(f"attention.{part}_length_mla")
         return older | {"attention.head_count_kv": raw["num_attention_heads"]}
 
-    def tensors(raw: dict[str, Any], read: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {n: t for n, t in as_converted(raw, read).items() if "eh_proj" not in n}
-
-    older = replace(case.gguf, facts=facts, tensors=tensors)
+    older = replace(case.gguf, facts=facts, tensors=stacked)
     check_gguf(replace(case, gguf=older), tmp_path)
 
 

@@ -18,9 +18,11 @@ import torch
 from modelmill.accept.reference import (
     decoder,
     gguf_apertus,
+    gguf_biased_experts,
     gguf_delta_net,
     gguf_dense_families,
     gguf_gemma4,
+    gguf_granite_swa,
     gguf_hunyuan,
     gguf_lfm2,
     gguf_mamba2,
@@ -61,8 +63,8 @@ __all__ = [
 GGUF_READERS = {
     architecture: reader
     for module in (
-        gguf_apertus, gguf_delta_net, gguf_dense_families, gguf_hunyuan, gguf_lfm2, gguf_mamba2,
-        gguf_mellum, gguf_nemotron_h,
+        gguf_apertus, gguf_biased_experts, gguf_delta_net, gguf_dense_families, gguf_granite_swa,
+        gguf_hunyuan, gguf_lfm2, gguf_mamba2, gguf_mellum, gguf_nemotron_h,
     )
     for architecture, reader in module.READERS.items()
 }  # fmt: skip

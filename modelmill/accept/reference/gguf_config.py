@@ -41,6 +41,7 @@ FURTHER_ARCHITECTURES = {
     "gemma3": "gemma3_text",
 }
 SCALED = {"gemma3": "linear", "gpt-oss": "yarn", "deepseek2": "yarn"}
+GROUPED = ("glm4moe", "deepseek2")  # routers of DeepSeek-V3's kind
 # depth of the 27B models, whose scores are divided by the root of width / heads
 GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 BAICHUAN_13B = 40  # layers of the models with ALiBi
@@ -152,8 +153,9 @@ def other_architecture_config(container: RawContainer, architecture: str) -> dic
         "rope_theta": float(fact("rope.freq_base", 10000.0)),
         "partial_rotary_factor": int(fact("rope.dimension_count", dim)) / dim,
         "rms_norm_eps": float(fact(f"attention.layer_norm_{'rms_' if rms else ''}epsilon")),
-        "ffn_hidden_size": int(fact("feed_forward_length")),
+        "ffn_hidden_size": int(fact("feed_forward_length", 0)),
     }
+    experts = int(fact("expert_count", 0))
     window = facts.get(f"{architecture}.attention.sliding_window")
     return {
         "model_type": FURTHER_ARCHITECTURES[architecture],
@@ -164,16 +166,25 @@ def other_architecture_config(container: RawContainer, architecture: str) -> dic
         "is_causal": bool(fact("attention.causal", True)),
         "use_parallel_residual": bool(fact("use_parallel_residual", True)),
         **({} if window is None else {"sliding_window": int(window)}),
+        **(_layers_with_window(fact, layers) if architecture == "exaone4" else {}),
         **(_gemma(facts, architecture, sizes) if "gemma" in architecture else {}),
-        **(_expert_counts(fact) if architecture == "granitemoe" else {}),
+        **(_granitemoe(facts, fact) if architecture == "granitemoe" else {}),
         **(_baichuan(layers) if architecture == "baichuan" else {}),
         **(_gpt_oss(fact) if architecture == "gpt-oss" else {}),
         **({"model_type": "glm"} if _is_glm(architecture, names) else {}),
         **(_mpt(fact) if architecture == "mpt" else {}),
         **({"hidden_act": fact("hidden_activation", "silu")} if architecture == "bitnet" else {}),
-        **(_grouped_experts(fact, names) if architecture in ("glm4moe", "deepseek2") else {}),
+        **(_grouped_experts(fact, names) if architecture in GROUPED and experts else {}),
         **(_deepseek(facts, fact) if architecture == "deepseek2" else {}),
     }
+
+
+def _layers_with_window(fact: Callable[..., Any], layers: int) -> dict[str, Any]:
+    """Return which layers have a window: from a list, or all but every n-th, the fourth."""
+    pattern = fact("attention.sliding_window_pattern", 4)
+    if isinstance(pattern, int):
+        pattern = [(layer + 1) % pattern for layer in range(layers)]
+    return {"layer_types": ["sliding_attention" if each else "" for each in pattern]}
 
 
 def _expert_counts(fact: Callable[..., Any]) -> dict[str, Any]:
@@ -194,6 +205,13 @@ def _baichuan(layers: int) -> dict[str, Any]:
     if layers != BAICHUAN_13B:
         return {}
     return {"model_type": "baichuan", "max_position_embeddings": None}
+
+
+def _granitemoe(facts: Mapping[str, Any], fact: Callable[..., Any]) -> dict[str, Any]:
+    """Return Granite's experts, and the channels of the MLP that some have beside them."""
+    beside = facts.get("granitemoe.expert_shared_feed_forward_length")
+    shared = {"model_type": "granitemoeshared", "shared_intermediate_size": beside}
+    return _expert_counts(fact) | (shared if beside else {})
 
 
 def _gpt_oss(fact: Callable[..., Any]) -> dict[str, Any]:
@@ -226,12 +244,11 @@ def _mpt(fact: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _deepseek(facts: Mapping[str, Any], fact: Callable[..., Any]) -> dict[str, Any]:
-    """Return latent attention; the experts of V2 have softmax, those of V3 sigmoids."""
+    """Return latent attention; the experts of V2 have softmax, those of V3 sigmoids, Youtu none."""
     mla = "_mla" if "deepseek2.attention.key_length_mla" in facts else ""
     turned = int(fact("rope.dimension_count"))
-    is_third = int(fact("expert_gating_func", 1)) == 2
     config: dict[str, Any] = {
-        "model_type": "deepseek_v3" if is_third else "deepseek_v2",
+        "model_type": _deepseek_model_type(facts),
         "topk_method": "group_limited_greedy" if int(fact("expert_group_count", 1)) > 1 else None,
         "num_key_value_heads": None,
         "partial_rotary_factor": 1.0,  # of the channels that are rotated at all
@@ -247,6 +264,19 @@ def _deepseek(facts: Mapping[str, Any], fact: Callable[..., Any]) -> dict[str, A
     tempered = 10 * float(fact("rope.scaling.yarn_log_multiplier", 0))
     factors = {"mscale": tempered, "mscale_all_dim": tempered} if tempered else {}
     return config | {"rope_scaling": _yarn(fact) | factors}
+
+
+def _deepseek_model_type(facts: Mapping[str, Any]) -> str:
+    """Return the family; GLM-4.7-Flash, known by its sizes, has sigmoids also without the key."""
+    if "deepseek2.expert_count" not in facts:
+        return "youtu"
+    predicted = int(facts.get("deepseek2.nextn_predict_layers", 0))
+    layers = int(facts["deepseek2.block_count"]) - predicted
+    tokens = facts.get("tokenizer.ggml.tokens") or ()
+    vocabulary = int(facts.get("deepseek2.vocab_size", len(tokens)))
+    unnamed = 2 if vocabulary == 154880 and layers in (47, 48) else 1
+    gating = int(facts.get("deepseek2.expert_gating_func", unnamed))
+    return "deepseek_v3" if gating == 2 else "deepseek_v2"
 
 
 def _grouped_experts(fact: Callable[..., Any], names: list[str]) -> dict[str, Any]:

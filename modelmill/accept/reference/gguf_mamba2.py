@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from modelmill.accept.reference.gguf_source import GgufSource
@@ -168,9 +167,6 @@ class HybridGgufSource(GgufSource):
     def stored_tensor(self, name: str) -> Tensor:
         """Return the tensor as it was before the conversion."""
         tensor = super().stored_tensor(name)
-        if ".shared_mlp.input_linear." in name:
-            up = super().stored_tensor(name.replace("input_linear", "up_linear"))
-            return torch.cat((tensor, up))
         return undo_gguf_conversion(name, tensor) if ".mamba." in name else tensor
 
 

@@ -100,10 +100,14 @@ GRANITE_EXPERTS = {
     "block_sparse_moe.input_linear": "ffn_gate_exps",
     "block_sparse_moe.up_linear": "ffn_up_exps",  # the second half of input_linear
     "block_sparse_moe.output_linear": "ffn_down_exps",
+    "shared_mlp.input_linear": "ffn_gate_shexp",
+    "shared_mlp.up_linear": "ffn_up_shexp",  # the second half of input_linear
+    "shared_mlp.output_linear": "ffn_down_shexp",
 }
 FAMILY_NAMES: dict[str, dict[str, str]] = {
     "baichuan": {"self_attn.W_pack": "attn_q"},  # and two more
     "granitemoe": GRANITE_EXPERTS,
+    "granitemoeshared": GRANITE_EXPERTS,
     "granitemoehybrid": GRANITE_EXPERTS,
     "gpt_oss": {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
     "gemma2": GEMMA_NORMS,
@@ -198,6 +202,7 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
     "glm4_moe": {"post_attention_layernorm": "post_attention_norm", **GROUPED_EXPERTS},
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
+    "youtu": LATENT,
     "phi": {
         "model.final_layernorm": "output_norm",
         "self_attn.dense": "attn_output",
@@ -218,7 +223,9 @@ PERMUTED = (
     "llama",
     "mixtral",
     "granite",
+    "granite_swa",
     "granitemoe",
+    "granitemoeshared",
     "granitemoehybrid",
     "baichuan",
     "minicpm",
@@ -292,6 +299,9 @@ class GgufSource(TensorSource):
             return torch.cat([self.stored_tensor(part) for part in parts])
         if ".block_sparse_moe." in name and name.endswith("put_linear.weight"):
             return self._granite_experts(name)
+        if ".shared_mlp.input_linear." in name:
+            up = super().stored_tensor(name.replace("input_linear", "up_linear"))
+            return torch.cat((super().stored_tensor(name), up))
         tensor = super().stored_tensor(name)
         if ".shared_expert_gate." in name and tensor.ndim == 1:
             return tensor[None]

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import decoder_family, fault
+from typing import Any
+
+from tests.models.family_cases import NULL, GgufCase, decoder_family, fault, rms_facts
+from tests.models.grouped_gguf import router_facts, stacked
 from tests.models.moe_faults import GROUPED_ROUTER_FAULTS, MOE_KV_TOLERANCE
+
+
+def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:
+    """The keys of its GGUF, which has no windows."""
+    return {**rms_facts(raw), **router_facts(raw, 2)}
+
 
 CASE = decoder_family(
     "dots1",
@@ -30,4 +39,10 @@ CASE = decoder_family(
         ),
     },
     kv_tolerance=MOE_KV_TOLERANCE,
+    # llama.cpp reads as many KV heads as heads
+    gguf=GgufCase(
+        "dots1", gguf_facts, tensors=stacked,
+        changes={"num_key_value_heads": 4, "first_k_dense_replace": 1, "norm_topk_prob": True,
+                 "rms_norm_eps": 1e-5, "sliding_window": NULL},
+    ),
 )  # fmt: skip

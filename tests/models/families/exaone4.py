@@ -24,7 +24,10 @@ CASE = decoder_family(
     },
     gguf=GgufCase(
         "exaone4",
-        lambda raw: {**rms_facts(raw), "attention.sliding_window": raw["sliding_window"]},
-        changes={"num_hidden_layers": 4, "sliding_window_pattern": 4, "rms_norm_eps": 1e-5},
+        lambda raw: {
+            **rms_facts(raw), "attention.sliding_window": raw["sliding_window"],
+            "attention.sliding_window_pattern": [True, True, False],
+        },
+        changes={"sliding_window_pattern": 3, "rms_norm_eps": 1e-5},
     ),
 )  # fmt: skip

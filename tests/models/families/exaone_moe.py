@@ -2,8 +2,34 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import ALL_ROTATED, decoder_family, fault
+from typing import Any
+
+from tests.models.expert_gguf import Tensors
+from tests.models.family_cases import ALL_ROTATED, GgufCase, decoder_family, fault, rms_facts
+from tests.models.grouped_gguf import router_facts, stacked, with_predicting_layer
 from tests.models.moe_faults import GROUPED_ROUTER_FAULTS, MOE_KV_TOLERANCE
+
+
+def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:
+    """The keys of its GGUF; a layer that predicts is counted among the blocks."""
+    layers, pattern = raw["num_hidden_layers"], raw["sliding_window_pattern"]
+    experts = {"n_routed_experts": raw["num_experts"], "first_k_dense_replace": 1}
+    return {
+        **rms_facts(raw),
+        **router_facts({**raw, **experts}, 2),
+        "block_count": layers + 1,
+        "nextn_predict_layers": 1,
+        "expert_shared_feed_forward_length": raw["moe_intermediate_size"],
+        "attention.sliding_window": raw["sliding_window"],
+        "attention.sliding_window_pattern": [(i + 1) % pattern != 0 for i in range(layers)],
+        "rope.scaling.type": "none",
+    }
+
+
+def as_converted(raw: dict[str, Any], tensors: Tensors) -> Tensors:
+    """With a layer that predicts, which has an MLP."""
+    return with_predicting_layer(raw, stacked(raw, tensors), 0)
+
 
 CASE = decoder_family(
     "exaone_moe",
@@ -35,4 +61,8 @@ CASE = decoder_family(
         {"num_hidden_layers": 2, "mlp_layer_types": ["sparse", "dense"]}, {"vocab_size": 96},
     ),
     kv_tolerance=MOE_KV_TOLERANCE,
+    gguf=GgufCase(
+        "exaone-moe", gguf_facts, tensors=as_converted,
+        changes={"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
 )  # fmt: skip

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.models.expert_gguf import Tensors
 from tests.models.family_cases import GgufCase, decoder_family, rms_facts
-from tests.models.grouped_gguf import as_converted, router_facts
+from tests.models.grouped_gguf import router_facts, stacked, with_predicting_layer
 from tests.models.moe_faults import GROUPED_ROUTER_FAULTS, MOE_KV_TOLERANCE
 
 
@@ -20,6 +21,11 @@ def facts(raw: dict[str, Any]) -> dict[str, Any]:
         "attention.value_length": raw["head_dim"],
         "rope.dimension_count": raw["head_dim"] // 2,
     }
+
+
+def as_converted(raw: dict[str, Any], tensors: Tensors) -> Tensors:
+    """With a layer of multi-token prediction."""
+    return with_predicting_layer(raw, stacked(raw, tensors), 1)
 
 
 CASE = decoder_family(

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import LLAMA_FAULTS, NULL, SMALL, FamilyCase
+from typing import Any
+
+from tests.models.expert_gguf import Tensors
+from tests.models.family_cases import LLAMA_FAULTS, NULL, SMALL, FamilyCase, GgufCase
+from tests.models.grouped_gguf import (
+    GGUF_YARN,
+    latent_as_converted,
+    latent_facts,
+    with_predicting_layer,
+)
 from tests.models.latent_faults import LATENT_FAULTS, YARN
 from tests.models.moe_faults import GROUPED_ROUTER_FAULTS, MOE_KV_TOLERANCE
+
+
+def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:
+    """The keys of its GGUF; a layer that predicts is counted among the blocks."""
+    layers = {"block_count": raw["num_hidden_layers"] + 1, "nextn_predict_layers": 1}
+    return {**latent_facts(raw, 2), **layers, "leading_dense_block_count": 1}
+
+
+def as_converted(raw: dict[str, Any], tensors: Tensors) -> Tensors:
+    """With a layer that predicts."""
+    return with_predicting_layer(raw, latent_as_converted(raw, tensors), 1)
+
 
 CASE = FamilyCase(
     "glm4_moe_lite",
@@ -35,4 +56,9 @@ CASE = FamilyCase(
      "norm_topk_prob": 1},
     {**LLAMA_FAULTS, **LATENT_FAULTS, **GROUPED_ROUTER_FAULTS},
     kv_tolerance=MOE_KV_TOLERANCE,
+    gguf=GgufCase(
+        "deepseek2", gguf_facts, tensors=as_converted,
+        changes={"rope_scaling": GGUF_YARN, "mlp_layer_types": ["dense", "sparse"],
+                 "rms_norm_eps": 1e-6, "routed_scaling_factor": 2.5},
+    ),
 )  # fmt: skip

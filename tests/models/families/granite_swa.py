@@ -2,7 +2,34 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import ALL_ROTATED, decoder_family, fault, times
+from typing import Any
+
+from tests.models.expert_gguf import Tensors
+from tests.models.families.granite import CASE as GRANITE
+from tests.models.family_cases import ALL_ROTATED, GgufCase, decoder_family, fault, times
+
+
+def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:
+    """Granite's keys, and which layers have a window and rotate."""
+    assert GRANITE.gguf is not None
+    bases = raw.get("layer_rope_theta")
+    return {
+        **GRANITE.gguf.facts(raw),
+        "attention.sliding_window": raw["sliding_window"],
+        "attention.sliding_window_pattern": [i % 4 != 0 for i in range(raw["num_hidden_layers"])],
+        "attention.rope_pattern": None if bases is None else [base != 0 for base in bases],
+    }
+
+
+def as_converted(raw: dict[str, Any], tensors: Tensors) -> Tensors:
+    """The sinks as a module's weight."""
+    del raw
+    out = {}
+    for name, tensor in tensors.items():
+        layer = name.removeprefix("model.layers.").partition(".")[0]
+        out[f"blk.{layer}.attn_sinks.weight" if name.endswith("sinks") else name] = tensor
+    return out
+
 
 CASE = decoder_family(
     "granite_swa",
@@ -31,4 +58,5 @@ CASE = decoder_family(
         {"num_hidden_layers": 2, "layer_rope_theta": [10000.0, 0]},
         {"max_position_embeddings": 128}, {"vocab_size": 96},
     ),
+    gguf=GgufCase("granite_swa", gguf_facts, permuted=True, tensors=as_converted),
 )  # fmt: skip

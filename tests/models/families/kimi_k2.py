@@ -19,4 +19,4 @@ def save(raw: dict[str, Any], folder: Path) -> Logits:
     return logits
 
 
-CASE = replace(deepseek_v3.CASE, model_type="kimi_k2", gguf=None, make=save)
+CASE = replace(deepseek_v3.CASE, model_type="kimi_k2", make=save)

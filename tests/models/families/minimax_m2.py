@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import QK_NORM, fault, with_eps
+from typing import Any
+
+from tests.models.family_cases import QK_NORM, GgufCase, fault, with_eps
+from tests.models.grouped_gguf import stacked
 from tests.models.moe_faults import GROUPED_ROUTER_FAULTS, moe_family
+
+
+def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:
+    """The keys of its GGUF."""
+    return {
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.key_length": raw["head_dim"],
+        "attention.value_length": raw["head_dim"],
+        "rope.freq_base": 5000000.0,
+        "rope.dimension_count": raw["rotary_dim"],
+        "expert_count": raw["num_local_experts"],
+        "expert_used_count": raw["num_experts_per_tok"],
+        "expert_feed_forward_length": raw["intermediate_size"],
+        "expert_gating_func": 2,
+    }
+
 
 CASE = moe_family(
     "minimax_m2",
@@ -26,4 +45,5 @@ CASE = moe_family(
         "norms over q and k, eps x 100": fault(QK_NORM, qkv_norm=with_eps(100)),
     },
     ropes=(),
+    gguf=GgufCase("minimax-m2", gguf_facts, tensors=stacked),
 )  # fmt: skip

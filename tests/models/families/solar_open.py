@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import COMMON_SWITCHES, decoder_family
+from typing import Any
+
+from tests.models.family_cases import COMMON_SWITCHES, GgufCase, decoder_family, rms_facts
+from tests.models.grouped_gguf import router_facts, stacked
 from tests.models.moe_faults import GROUPED_ROUTER_FAULTS, MOE_KV_TOLERANCE
+
+
+def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:
+    """The keys of its GGUF, which is GLM-4.5's without an MLP, norms of heads and prediction."""
+    return {
+        **rms_facts(raw),
+        **router_facts(raw, 2),
+        "feed_forward_length": None,
+        "attention.key_length": raw["head_dim"],
+        "attention.value_length": raw["head_dim"],
+        "rope.dimension_count": raw["head_dim"],
+        "rope.freq_base": 1000000.0,
+    }
+
 
 CASE = decoder_family(
     "solar_open",
@@ -24,4 +41,5 @@ CASE = decoder_family(
     GROUPED_ROUTER_FAULTS,
     sizes=tuple(each for each in COMMON_SWITCHES if "hidden_size" not in each),
     kv_tolerance=MOE_KV_TOLERANCE,
+    gguf=GgufCase("glm4moe", gguf_facts, tensors=stacked),
 )  # fmt: skip

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import LLAMA_FAULTS, NULL, SMALL, FamilyCase
+from typing import Any
+
+from tests.models.family_cases import LLAMA_FAULTS, NULL, SMALL, FamilyCase, GgufCase
+from tests.models.grouped_gguf import GGUF_YARN, latent_as_converted, latent_attention_facts
 from tests.models.latent_faults import LATENT_FAULTS, YARN
+
+
+def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:
+    """The keys of its GGUF, with those of experts that llama.cpp requires."""
+    return {
+        **latent_attention_facts(raw),
+        "leading_dense_block_count": raw["num_hidden_layers"],
+        "expert_feed_forward_length": raw["intermediate_size"],
+        "expert_shared_count": 0,
+    }
+
 
 CASE = FamilyCase(
     "youtu",
@@ -23,4 +37,7 @@ CASE = FamilyCase(
     {"is_encoder_decoder": True, "hidden_act": "quick_gelu", "n_routed_experts": 8,
      "num_key_value_heads": 3, "kv_lora_rank": 0, "qk_rope_head_dim": 7, "rope_interleave": 1},
     {**LLAMA_FAULTS, **LATENT_FAULTS},
+    gguf=GgufCase(
+        "deepseek2", gguf_facts, changes={"rope_scaling": GGUF_YARN}, tensors=latent_as_converted
+    ),
 )  # fmt: skip

@@ -1,0 +1,91 @@
+"""The config and tensors of GGUFs of dots.llm1, ERNIE 4.5 (experts), K-EXAONE and MiniMax-M2.
+
+llama.cpp's converter writes the bias of the choice of experts beside the router, and the layers of
+multi-token prediction behind the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from modelmill.accept.reference.gguf_sizes import decoder_config, metadata_reader, with_scaling
+from modelmill.accept.reference.gguf_source import GROUPED_EXPERTS, GgufSource
+from modelmill.accept.reference.tensor_source import RawContainer
+
+DOTS1, ERNIE, EXAONE, MINIMAX = "dots1", "ernie4_5-moe", "exaone-moe", "minimax-m2"
+PERIOD = 4
+
+
+def dots1_config(container: RawContainer) -> dict[str, Any]:
+    """Return the config of dots.llm1, as far as the reference reads it."""
+    config = with_scaling(container, decoder_config(container, "dots1"))
+    return config | _grouped_router(container) | {"sliding_window": None}
+
+
+def exaone_moe_config(container: RawContainer) -> dict[str, Any]:
+    """Return the config of K-EXAONE, as far as the reference reads it."""
+    fact = metadata_reader(container)
+    config = with_scaling(container, decoder_config(container, "exaone_moe"))
+    pattern = fact("attention.sliding_window_pattern")
+    if pattern is None or isinstance(pattern, int):
+        every = pattern or PERIOD
+        pattern = [(layer + 1) % every for layer in range(config["num_hidden_layers"])]
+    return config | _grouped_router(container) | {
+        "num_experts": int(fact("expert_count")),
+        "sliding_window": int(fact("attention.sliding_window")),
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in pattern],
+    }  # fmt: skip
+
+
+def _grouped_router(container: RawContainer) -> dict[str, Any]:
+    """Return a router of DeepSeek-V3's kind."""
+    fact = metadata_reader(container)
+    return {
+        "n_routed_experts": int(fact("expert_count")),
+        "num_experts_per_tok": int(fact("expert_used_count")),
+        "first_k_dense_replace": int(fact("leading_dense_block_count", 0)),
+        "routed_scaling_factor": float(fact("expert_weights_scale", 1.0)),
+        "norm_topk_prob": bool(fact("expert_weights_norm", False)),
+        "n_group": int(fact("expert_group_count", 1)),
+        "topk_group": int(fact("expert_group_used_count", 1)),
+    }
+
+
+def ernie_config(container: RawContainer) -> dict[str, Any]:
+    """Return the config of ERNIE 4.5, as far as the reference reads it."""
+    fact = metadata_reader(container)
+    config = with_scaling(container, decoder_config(container, "ernie4_5_moe"))
+    return config | {
+        "use_bias": config["attention_bias"],
+        "moe_num_experts": int(fact("expert_count")),
+        "moe_k": int(fact("expert_used_count")),
+        "moe_num_shared_experts": int(fact("expert_shared_count", 0)),
+        "moe_layer_start_index": int(fact("leading_dense_block_count", 0)),
+        "moe_layer_interval": int(fact("interleave_moe_layer_step")),
+    }
+
+
+def minimax_config(container: RawContainer) -> dict[str, Any]:
+    """Return the config of MiniMax-M2, as far as the reference reads it."""
+    fact = metadata_reader(container)
+    config = with_scaling(container, decoder_config(container, "minimax_m2"))
+    return config | {
+        "rotary_dim": int(fact("rope.dimension_count", config["head_dim"])),
+        "num_local_experts": int(fact("expert_count")),
+        "num_experts_per_tok": int(fact("expert_used_count")),
+    }
+
+
+class BiasedExpertsGgufSource(GgufSource):
+    """Such a container under Hugging Face names."""
+
+    HF_TO_GGUF_NAMES: ClassVar[Mapping[str, str]] = GROUPED_EXPERTS
+
+
+READERS: dict[str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]] = {
+    DOTS1: (dots1_config, BiasedExpertsGgufSource),
+    ERNIE: (ernie_config, BiasedExpertsGgufSource),
+    EXAONE: (exaone_moe_config, BiasedExpertsGgufSource),
+    MINIMAX: (minimax_config, BiasedExpertsGgufSource),
+}
