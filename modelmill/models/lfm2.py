@@ -61,7 +61,7 @@ def hybrid_config(raw: RawConfig, layer_types: Any) -> DecoderConfig:
     conv = ShortConvSpec(
         config.hidden, conv_width(raw, "conv_L_cache", default=3), boolean(raw, "conv_bias", False)
     )
-    recurrent = recurrent_layers(layer_types, config.layers)
+    recurrent = recurrent_layers(layer_types, config.layers, ("conv",))
     return replace(config, recurrence=conv, recurrent_layers=recurrent)
 
 

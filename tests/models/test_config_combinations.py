@@ -88,6 +88,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "original_max_position_embeddings=16",
     ),
     "an odd number of channels, ChatGLM": ("chatglm", {"kv_channels": 17}, "kv_channels=17"),
+    "another family's recurrence, Granite 4": (
+        "granitemoehybrid",
+        {"num_hidden_layers": 2, "layer_types": ["conv", "attention"]}, "layer_types names 'conv'",
+    ),
+    "another family's recurrence, LFM2": (
+        "lfm2", {"num_hidden_layers": 2, "layer_types": ["mamba", "full_attention"]},
+        "layer_types names 'mamba'",
+    ),
     "no rotation of a layer type": (
         "gemma3_text", {"rope_parameters": {FULL: 5, SLIDING: PLAIN}}, "rope_parameters.full_att",
     ),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import MAX_BIAS, MAX_INT32
+from modelmill.core.types import MAX_INT32, MAX_LOGIT_BIAS
 from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.discriminated_unions import make_request, parse_object
 from modelmill.serve.generation_schema import GenerationFields
@@ -19,7 +19,7 @@ from modelmill.serve.strict_models import FAIL_FAST, JsonObjectList, StrictModel
 LogitBiasPairs = Annotated[
     list[Annotated[list[int | float | bool], FAIL_FAST, Field(min_length=2, max_length=2)]],
     FAIL_FAST,
-    Field(max_length=MAX_BIAS),
+    Field(max_length=MAX_LOGIT_BIAS),
 ]
 """Pairs of a token id and its bias; false: never."""
 NEVER_BIAS = -100.0
