@@ -951,6 +951,10 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
             for test in ("test_other_switches", "test_integers_of_experts_are_kept")
             for name in ("dots1", "exaone_moe", "solar_open", "granitemoeshared")
         ),
+        *(
+            f"test_scaled_positions[{name}-*"
+            for name in ("granite_swa", "granite", "granitemoeshared", "ernie4_5_moe", "dots1")
+        ),
         "test_every_nth_layer_has_no_window[exaone_moe*",
     ),
     "tests/checkpoint/test_gguf_gemma4.py": (

@@ -74,6 +74,34 @@ def test_other_switches(name: str, changes: dict[str, Any], tmp_path: Path) -> N
     check_gguf(with_changes(name, changes), tmp_path)
 
 
+SCALINGS = {
+    "linear": {"type": "linear", "factor": 3.0},
+    "yarn": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "scaling"),
+    [
+        ("solar_open", "yarn"), ("granitemoeshared", "linear"), ("ernie4_5_moe", "linear"),
+        ("dots1", "yarn"), ("granite_swa", "yarn"), ("granite", "yarn"), ("glm4", "linear"),
+        ("starcoder2", "yarn"), ("stablelm", "linear"),
+    ],
+)  # fmt: skip
+def test_scaled_positions(name: str, scaling: str, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"rope_scaling": SCALINGS[scaling], "layer_rope_theta": None}
+    case = with_changes(name, changes)
+    assert case.gguf is not None
+    facts, key = case.gguf.facts, "original_max_position_embeddings"
+    own = {
+        "rope.scaling.type": scaling,
+        "rope.scaling.factor": SCALINGS[scaling]["factor"],
+        "rope.scaling.original_context_length": SCALINGS[scaling].get(key),
+    }
+    scaled = replace(case.gguf, facts=lambda raw: {**facts(raw), **own})
+    check_gguf(replace(case, gguf=scaled), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "period", "pattern"), [("exaone4", 4, None), ("exaone4", 2, 2), ("exaone_moe", 2, 2)]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from modelmill.accept.reference.gguf_sizes import metadata_reader, rope_scaling_options
 from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import RawContainer
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
@@ -40,7 +41,8 @@ FURTHER_ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
 }
-SCALED = {"gemma3": "linear", "gpt-oss": "yarn", "deepseek2": "yarn"}
+# architectures whose scaled positions have a rule of their own, and the scaling
+OWN_SCALING = {"gemma3": "linear", "gpt-oss": "yarn", "deepseek2": "yarn"}
 GROUPED = ("glm4moe", "deepseek2")  # routers of DeepSeek-V3's kind
 # depth of the 27B models, whose scores are divided by the root of width / heads
 GEMMA_27B = {"gemma2": 46, "gemma3": 62}
@@ -132,10 +134,9 @@ def other_architecture_config(container: RawContainer, architecture: str) -> dic
     facts, names = container.metadata, container.names()
 
     fact = _metadata_reader(facts, architecture)
-    scaling = fact("rope.scaling.type", "none")
-    if scaling == "linear" and fact("rope.scaling.factor", 1.0) == 1.0:
-        scaling = "none"
-    if "rope_freqs.weight" in names or scaling not in ("none", SCALED.get(architecture)):
+    scaling = rope_scaling_options(metadata_reader(container))
+    known = (OWN_SCALING[architecture],) if architecture in OWN_SCALING else ("linear", "yarn")
+    if "rope_freqs.weight" in names or (scaling and scaling["rope_type"] not in known):
         raise UnknownArchitecture(f"scaled positions of {architecture} are not known here")
     heads, width, layers = (
         int(fact(key)) for key in ("attention.head_count", "embedding_length", "block_count")
@@ -166,6 +167,7 @@ def other_architecture_config(container: RawContainer, architecture: str) -> dic
         "is_causal": bool(fact("attention.causal", True)),
         "use_parallel_residual": bool(fact("use_parallel_residual", True)),
         **({} if window is None else {"sliding_window": int(window)}),
+        **({"rope_scaling": scaling} if scaling and architecture not in OWN_SCALING else {}),
         **(_layers_with_window(fact, layers) if architecture == "exaone4" else {}),
         **(_gemma(facts, architecture, sizes) if "gemma" in architecture else {}),
         **(_granitemoe(facts, fact) if architecture == "granitemoe" else {}),
