@@ -52,6 +52,7 @@ CASE = FamilyCase(
         {"time_step_limit": [0.4, 0.9]}, {"chunk_size": 16},
         {"time_step_rank": 5, "time_step_min": 0.1, "time_step_max": 0.5, "time_step_floor": 0.01,
          "rescale_prenorm_residual": True, "residual_in_fp32": False},
+        {"norm_before_gate": True},
     ),
     {
         "is_encoder_decoder": True, "hidden_act": "gelu", "num_heads": 7, "head_dim": 13,
