@@ -37,6 +37,7 @@ DESCRIPTION_KEYS = frozenset((
     "finetuning_task", "task_specific_params", "transformers.js_config", "is_llama_config",
     "max_sequence_length",
     "vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "finetuned", "eos_token_ids",
+    "auto_map",
 ))  # fmt: skip
 """What the file is and where it comes from.
 
@@ -75,6 +76,7 @@ INERT_DEFAULTS: Mapping[str, Any] = {
     "encoder_no_repeat_ngram_size": 0,
     "num_return_sequences": 1, "return_dict_in_generate": False, "remove_invalid_values": False,
     "attention_bias": False, "mlp_bias": False, "expert_used_count": 0, "expert_count": 0,
+    "mlp_only_layers": [],
 }  # fmt: skip
 """Copies of generation defaults in old files, and switches that are off; other values are named."""
 
@@ -118,6 +120,7 @@ SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "use_qk_norm": (False,),
     "use_mrope": (False,),
     "qk_layernorm": (False,),
+    "lm_head_bias": (False,),
     "num_experts": (0, 1),
     "num_local_experts": (0, 1),
     "n_routed_experts": (0,),

@@ -59,7 +59,7 @@ EXPERTS_OF_SIGMOIDS = {
 }  # fmt: skip
 # the size of queries and of rotated channels follow from others; the rest is of training
 UNUSED_CONFIG_KEYS = (
-    "head_dim", "qk_head_dim", "auto_map", "aux_loss_alpha", "seq_aux", "ep_size",
+    "head_dim", "qk_head_dim", "aux_loss_alpha", "seq_aux", "ep_size",
     "num_nextn_predict_layers", "num_mtp_layers",
 )  # fmt: skip
 

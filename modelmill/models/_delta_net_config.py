@@ -42,7 +42,7 @@ LAYOUT = CheckpointLayout(
 QWEN35_INEFFECTIVE_KEYS = (
     "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype",
 )  # fmt: skip
-GATED_ATTENTION = {"attn_output_gate": (True,)}
+GATED_ATTENTION = {"attn_output_gate": (True,), "output_gate_type": ("swish", "silu")}
 IMAGE_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
 
 

@@ -319,8 +319,11 @@ def _rotated_channels(
     raw: RawConfig, scaling: Mapping[str, Any], head_dim: int, partial: float, key: str
 ) -> int:
     """How many channels of a head ``partial_rotary_factor`` rotates; key: its name in ``raw``."""
-    source = raw
-    if scaling.get("partial_rotary_factor") is not None:
+    source, inner = raw, scaling.get("partial_rotary_factor")
+    if inner is not None:
+        outer = raw.get(key)
+        if outer not in (None, inner) and isinstance(raw, ConfigView):
+            raw.mark_unread({key: outer})
         source, key = scaling, "partial_rotary_factor"
     share = positive_float(source, key, default=partial)
     dim = int(head_dim * share)

@@ -19,7 +19,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, "attn.qkv_proj": ("self_attn.W_pack",)})
-UNUSED_CONFIG_KEYS = ("auto_map", "model_max_length", "_from_model_config")
+UNUSED_CONFIG_KEYS = ("model_max_length", "_from_model_config")
 BAICHUAN2_VOCAB = 125696
 
 

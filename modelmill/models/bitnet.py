@@ -17,7 +17,6 @@ LAYOUT = CheckpointLayout(
         "mlp.norm": ("mlp.ffn_sub_norm",),
     }
 )
-UNUSED_CONFIG_KEYS = ("auto_map",)
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

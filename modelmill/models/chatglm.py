@@ -38,7 +38,7 @@ SUPPORTED_VALUES = {
     "pre_seq_len": (0,), "prefix_projection": (False,), "quantization_bit": (0,),
 }  # fmt: skip
 UNUSED_CONFIG_KEYS = (
-    "auto_map", "apply_query_key_layer_scaling", "attention_softmax_in_fp32",
+    "apply_query_key_layer_scaling", "attention_softmax_in_fp32",
     "bias_dropout_fusion", "fp32_residual_connection",
 )  # fmt: skip
 
@@ -56,10 +56,12 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     length = positive_int(raw, "seq_length", default=2048)
     base = 1e4 * positive_float(raw, "rope_ratio", default=1.0)
     bias = boolean(raw, "add_bias_linear", False)
+    layers = num_layers(raw, "num_layers")
+    require_value(raw, "num_hidden_layers", (layers, None), None)
     return DecoderConfig(
         hidden=hidden,
         inner=positive_int(raw, "ffn_hidden_size"),
-        layers=num_layers(raw, "num_layers"),
+        layers=layers,
         heads=heads,
         kv_heads=kv_heads if grouped else heads,
         head_dim=dim,

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import attention_bias, boolean, non_negative_float, positive_float
+from modelmill.models._hf_config import (
+    attention_bias,
+    boolean,
+    non_negative_float,
+    positive_float,
+    positive_int,
+)
 from modelmill.models._layer_rules import CheckpointLayout, RuleSource
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -23,6 +29,7 @@ LAYOUT = CheckpointLayout(
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in CohereConfig."""
     eps = non_negative_float(raw, "layer_norm_eps", default=1e-5)
+    raw = _with_long_positions(raw)
     normed = boolean(raw, "use_qk_norm", False)
     return _llama_common.config_from_hf(
         raw,
@@ -34,3 +41,15 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         logit_scale=positive_float(raw, "logit_scale", default=0.0625),
         qkv_norm=QKNormConfig(HEAD_LAYER_NORM, eps) if normed else None,
     )
+
+
+def _with_long_positions(raw: RawConfig) -> RawConfig:
+    """The config with the length of Command R's ``model_max_length``, if nothing is scaled.
+
+    Its ``max_position_embeddings`` is that of the first part of the training.
+    """
+    if raw.get("rope_scaling") is not None or raw.get("model_max_length") is None:
+        return raw
+    shortest = positive_int(raw, "max_position_embeddings", default=8192)
+    longest = positive_int(raw, "model_max_length")
+    return overlay_config(raw, {}, {"max_position_embeddings": max(shortest, longest)})

@@ -34,6 +34,9 @@ LAYOUT = CheckpointLayout(
     tensors={"mlp.routing.selection_bias": BIAS},
     ignored=(*IGNORED_BUFFERS, r"model\.mtp_.*"),  # of multi-token prediction
 )
+SUPPORTED_VALUES = {"moe_gate_act": ("softmax",), "moe_use_aux_free": (True,)}
+# capacities and the gate's kernel are of training; the rest is of multi-token prediction
+UNUSED_CONFIG_KEYS = ("moe_capacity", "moe_gate", "num_nextn_predict_layers")
 FLOAT32_TENSORS = SELECTION_BIASES
 
 

@@ -21,6 +21,8 @@ LAYOUT = replace(
     tensors={"mlp.routing.selection_bias": BIAS},
     ignored=(*IGNORED_BUFFERS, r"mtp\..*"),  # of multi-token prediction
 )
+# of multi-token prediction, and a number of layers that is_moe_layer lists
+UNUSED_CONFIG_KEYS = ("num_nextn_predict_layers", "first_last_k_dense_replace")
 SUPPORTED_VALUES = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 FLOAT32_TENSORS = _moe_config.SELECTION_BIASES
 
@@ -42,13 +44,24 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
 
 
 def _dense_layers(raw: RawConfig, layers: int) -> frozenset[int]:
-    """The layers with a plain MLP: those that ``mlp_layer_types`` names, or the first few."""
-    first, types = _moe_config.leading_dense_layers(raw, layers, 1), raw.get("mlp_layer_types")
-    if types is None:
+    """The layers with a plain MLP: those that a list names, or the first few.
+
+    Raises:
+        CheckpointError: for a list of other values, or of another length.
+    """
+    first = _moe_config.leading_dense_layers(raw, layers, 1)
+    kinds = {"mlp_layer_types": ("dense", "sparse"), "is_moe_layer": (False, True)}
+    key = next((key for key in kinds if raw.get(key) is not None), None)
+    if key is None:
         return first
-    if not isinstance(types, list) or len(types) != layers or {*types} - {"dense", "sparse"}:
+    types, (dense, sparse) = raw[key], kinds[key]
+    if (
+        not isinstance(types, list)
+        or len(types) != layers
+        or any(type(each) is not type(dense) or each not in (dense, sparse) for each in types)
+    ):
         raise CheckpointError(
-            f"config.json: mlp_layer_types must be a list of dense or sparse for each of {layers} "
+            f"config.json: {key} must be a list of {dense} or {sparse} for each of {layers} "
             f"layers, not {quote(types, 60)}"
         )
-    return frozenset(i for i in range(layers) if types[i] == "dense")
+    return frozenset(i for i in range(layers) if types[i] == dense)

@@ -28,7 +28,7 @@ from modelmill.nn.pre_norm import PreNormLayer
 Model = Decoder
 LAYOUT = bloom.LAYOUT
 TWO_NORM_NAMES = {**LAYOUT.names, "attn_norm": ("ln_attn",), "mlp_norm": ("ln_mlp",)}
-UNUSED_CONFIG_KEYS = ("auto_map", "apply_residual_connection_post_layernorm")
+UNUSED_CONFIG_KEYS = ("apply_residual_connection_post_layernorm",)
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

@@ -30,7 +30,7 @@ NORM_NAMES = {
 }
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **NORM_NAMES}, norms_less_one=True)
 # "hidden_act" of older files is not read by transformers either: "hidden_activation" is
-UNUSED_CONFIG_KEYS = ("cache_implementation", "hidden_act")
+UNUSED_CONFIG_KEYS = ("cache_implementation", "hidden_act", "sliding_window_size")
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

@@ -19,7 +19,7 @@ from modelmill.nn.moe import RouterConfig
 Model = Decoder
 LAYOUT = _deepseek_common.LAYOUT
 UNUSED_CONFIG_KEYS = _deepseek_common.UNUSED_CONFIG_KEYS
-SUPPORTED_VALUES = EXPERTS_OF_SIGMOIDS
+SUPPORTED_VALUES = {**EXPERTS_OF_SIGMOIDS, "partial_rotary_factor": (1,)}
 DEFAULTS = {"moe_intermediate_size": 1536, "n_shared_experts": 1, "first_k_dense_replace": 1}
 SIZES = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5}
 FLOAT32_TENSORS = SELECTION_BIASES

@@ -22,6 +22,7 @@ LAYOUT = CheckpointLayout(
 UNUSED_CONFIG_KEYS = (
     "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "inference_runner",
     "validate_runner_input", "pre_allocate_kv_cache", "max_sequence_length", "max_batch_size",
+    "pad_key_length",
 )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ SUPPORTED_VALUES = {
     **_hunyuan_config.SUPPORTED_VALUES, "use_mixed_mlp_moe": (True,), "norm_topk_prob": (True,),
     "moe_drop_tokens": (False,), "moe_layer_num_skipped": (0,), "group_limited_greedy": (False,),
     "moe_random_routing_dropped_token": (False,), "routed_scaling_factor": (False, 1.0),
+    "use_mla": (False,),
 }  # fmt: skip
 SHARED_MLP = {
     f"{SHARED}.gate_up_proj": ("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
@@ -33,7 +34,10 @@ SHARED_MLP = {
 }
 Model = Decoder
 LAYOUT = CheckpointLayout({**NAMES, **EXPERT_NAMES, **SHARED_MLP, "mlp.router": ("mlp.gate.wg",)})
-UNUSED_CONFIG_KEYS = _hunyuan_config.UNUSED_CONFIG_KEYS
+# of images, which these models do not read
+UNUSED_CONFIG_KEYS = (
+    *_hunyuan_config.UNUSED_CONFIG_KEYS, "num_media_embeds", "vit_input_resolution",
+)  # fmt: skip
 TOP_K_KEYS = ("moe_topk", "num_experts_per_tok")
 
 

@@ -14,7 +14,6 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
 LAYOUT = _llama_common.LAYOUT
-UNUSED_CONFIG_KEYS = ("auto_map",)
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

@@ -22,7 +22,6 @@ LAYOUT = CheckpointLayout(
         "mlp_norm": ("ffn_norm",),
     },
 )
-UNUSED_CONFIG_KEYS = ("auto_map",)
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

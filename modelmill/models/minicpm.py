@@ -18,7 +18,7 @@ from modelmill.nn.sandwich import ScaledBranchLayer
 Model = Decoder
 LAYOUT = _llama_common.LAYOUT
 SUPPORTED_VALUES = {"scale_emb": (), "scale_depth": (), "num_experts": (0,), "sparse_config": ()}
-UNUSED_CONFIG_KEYS = ("auto_map", "mup_denominator")
+UNUSED_CONFIG_KEYS = ("mup_denominator",)
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

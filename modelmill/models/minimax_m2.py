@@ -38,7 +38,7 @@ SUPPORTED_VALUES = {
 # of layers that this model has not, and of multi-token prediction
 UNUSED_CONFIG_KEYS = (
     "layernorm_linear_attention_beta", "mlp_intermediate_size", "shared_moe_mode", "use_mtp",
-    "mtp_transformer_layers", "num_mtp_modules", "auto_map",
+    "mtp_transformer_layers", "num_mtp_modules",
 )  # fmt: skip
 FLOAT32_TENSORS = SELECTION_BIASES
 

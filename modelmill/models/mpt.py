@@ -36,7 +36,7 @@ SUPPORTED_VALUES = {
 # with ALiBi there are no learned positions; embedding_fraction scales gradients alone
 UNUSED_CONFIG_KEYS = (
     "learned_pos_emb", "embedding_fraction", "emb_pdrop", "init_config", "init_device", "verbose",
-    "auto_map", "tokenizer_name",
+    "tokenizer_name",
 )  # fmt: skip
 # of attn_config: how attention is computed, not what
 _UNREAD_ATTENTION_KEYS = ("attn_impl", "attn_pdrop", "softmax_scale", "clip_qkv", "alibi_bias_max")

@@ -14,6 +14,8 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, "mlp.fc_proj": ("mlp.up_proj",)})
+# older names of partial_rotary_factor, which transformers does not read
+SUPPORTED_VALUES = {"rope_percent": (0.5,), "rope_percentage": (0.5,)}
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

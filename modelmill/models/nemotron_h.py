@@ -43,13 +43,15 @@ SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "time_step_limit": ([0.0, float("inf")],), "mamba_dt_limit": ([0.0, float("inf")],),
 }  # fmt: skip
 # of training, of others' arithmetic, of multi-token prediction, and sizes that others decide;
-# time_step_min draws first weights, and bounds no step of the recurrence in training
+# time_step_min draws first weights, and bounds no step of the recurrence in training; the epsilon
+# is layer_norm_epsilon, and nothing is rotated
 UNUSED_CONFIG_KEYS = (
     "chunk_size", "expand", "hidden_dropout", "mamba_chunk_size", "mamba_dt_init_floor",
     "mamba_dt_max", "mamba_dt_min", "mamba_expand", "mamba_ssm_cache_dtype",
     "moe_shared_expert_overlap", "mtp_hybrid_override_pattern", "mtp_layers_block_type",
     "num_logits_to_keep", "num_nextn_predict_layers", "rescale_prenorm_residual",
     "residual_in_fp32", "time_step_floor", "time_step_max", "time_step_min", "use_mamba_kernels",
+    "norm_eps", "partial_rotary_factor", "rms_norm_eps", "time_step_rank",
 )  # fmt: skip
 DEFAULTS = {
     "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 21504,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from modelmill.core.config_view import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import EVERY_BIAS, boolean, non_negative_float
+from modelmill.models._hf_config import EVERY_BIAS, boolean, non_negative_float, require_value
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -27,7 +27,7 @@ LAYOUT = CheckpointLayout(
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in PhiConfig."""
-    return _llama_common.config_from_hf(
+    config = _llama_common.config_from_hf(
         raw,
         ConfigDefaults(activation="gelu_new"),
         layer_norm="layer_norm_eps",
@@ -38,6 +38,9 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         head_bias=True,
         qkv_norm=qk_norm_config(raw, default=False),
     )
+    # a second name of the same in files of 2023
+    require_value(raw, "rotary_dim", (config.rope.dim if config.rope else 0, None), None)
+    return config
 
 
 def qk_norm_config(raw: RawConfig, *, default: bool) -> QKNormConfig | None:

@@ -14,6 +14,7 @@ MERGED_PROJECTIONS = {
     "mlp.gate_up_proj": ("mlp.gate_up_proj",),
 }
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **MERGED_PROJECTIONS})
+SUPPORTED_VALUES = {"full_attn_mod": (1,), "interpolate_factor": (1,)}  # of Phi-4-mini
 UNUSED_CONFIG_KEYS = ("original_max_position_embeddings",)  # read where something is scaled
 
 

@@ -43,7 +43,7 @@ SUPPORTED_VALUES = {"activation": ("swiglu",), "pos_emb": ("rotary",)}
 UNUSED_CONFIG_KEYS = (
     "n_inner", "use_cache_quantization", "use_cache_kernel", "softmax_in_fp32", "onnx_safe",
     "params_dtype",
-    "bias_dropout_fusion", "tokenizer_type", "auto_map",
+    "bias_dropout_fusion", "tokenizer_type",
 )  # fmt: skip
 
 

@@ -16,6 +16,9 @@ from modelmill.nn.moe_spec import MoESpec
 
 Model = Decoder
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **EXPERT_NAMES})
+SUPPORTED_VALUES = {
+    "use_qk_norm": (True,), "qkv_bias": (False,), "shared_expert_intermediate_size": (0,),
+}  # fmt: skip
 UNUSED_CONFIG_KEYS = ("max_window_layers",)  # a window holds in every layer
 
 

@@ -19,6 +19,7 @@ LAYOUT = replace(
     names={**NAMES, **EXPERT_NAMES, **SHARED_EXPERT},
     grouped_state=True,
 )
+SUPPORTED_VALUES = {"use_sliding_window": (False,)}
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

@@ -16,6 +16,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
 LAYOUT = _llama_common.LAYOUT
+UNUSED_CONFIG_KEYS = ("max_window_layers",)  # layer_types names the windows
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

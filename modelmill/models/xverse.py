@@ -9,7 +9,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
 LAYOUT = _llama_common.LAYOUT
-UNUSED_CONFIG_KEYS = ("auto_map", "max_tokenizer_truncation")
+UNUSED_CONFIG_KEYS = ("max_tokenizer_truncation",)
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
