@@ -1010,7 +1010,7 @@ EXHAUSTIVE_ONLY: Mapping[str, Sequence[str]] = {
         "test_parameters_are_those_that_the_authors_count[Qwen3-Next-80B-A3B]",
     ),
 }
-"""Tests that only ``make test-families`` runs, so that ``make test-all`` stays within its hour."""
+"""Tests that only ``make test-families`` runs, so that ``make test-all`` stays within its time."""
 
 
 def is_exhaustive_only(node_id: str) -> bool:

@@ -58,7 +58,7 @@ def meaning(answer: ParsedAnswer) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("name", format_names())
-@settings(max_examples=examples(60, 12), deadline=None)
+@settings(max_examples=examples(60, 6), deadline=None)
 @given(data=st.data())
 def test_any_text_is_parsed_the_same_however_it_comes(name: str, data: st.DataObject) -> None:
     pieces = data.draw(hostile_texts(name))
@@ -73,7 +73,7 @@ def test_any_text_is_parsed_the_same_however_it_comes(name: str, data: st.DataOb
 
 
 @pytest.mark.parametrize("name", [name for name in format_names() if name != "gpt_oss"])
-@settings(max_examples=examples(60, 12), deadline=None)
+@settings(max_examples=examples(60, 6), deadline=None)
 @given(data=st.data())
 def test_no_text_is_lost_where_nothing_is_a_call(name: str, data: st.DataObject) -> None:
     """But for the mark of a section, and marks that the format drops.
