@@ -13,12 +13,11 @@ from modelmill.serve.message_keys import ChatMessages
 from modelmill.serve.peer_fields import ignored
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject
 from modelmill.serve.tool_schema import (
-    MAX_TOOLS,
     AllowedToolChoice,
+    ChatTools,
     CustomTool,
     CustomToolChoice,
     NamedToolChoice,
-    Tool,
 )
 from modelmill.text.tool_grammar import forced_call_grammar
 
@@ -31,7 +30,7 @@ class ChatRequest(GenerationFields):
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: Annotated[list[Tool | CustomTool], FAIL_FAST] | None = Field(None, max_length=MAX_TOOLS)
+    tools: ChatTools | None = None
     tool_choice: (
         Literal["none", "auto", "required"]
         | NamedToolChoice

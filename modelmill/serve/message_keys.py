@@ -14,8 +14,8 @@ from modelmill.serve.strict_models import JsonObjectList
 
 DROPPED_KEYS = frozenset(
     (
-        "annotations", "audio", "cache_control", "citations", "function_call", "id",
-        "parsed", "provider_specific_fields", "reasoning_details", "reasoning_items", "refusal",
+        "annotations", "audio", "cache_control", "citations", "function_call", "id", "parsed",
+        "provider_specific_fields", "reasoning_details", "reasoning_items", "refusal",
         "thinking_blocks", "metadata",
     )
 )  # fmt: skip
@@ -26,12 +26,19 @@ def clean_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Drop the keys of round trips; ``reasoning`` becomes ``reasoning_content``.
 
     A refusal is the text of its message, and an answer without any text is empty.
+
+    Raises:
+        ValueError: a message has a call in OpenAI's older form, which would be lost.
     """
     return [_clean(message) for message in messages]
 
 
 def _clean(message: dict[str, Any]) -> dict[str, Any]:
     is_answer = message.get("role") == "assistant"
+    if message.get("function_call"):
+        raise ValueError("function_call is not supported; send tool_calls")
+    if is_answer and isinstance(message.get("content"), list):
+        message = {**message, "content": [_as_text(part) for part in message["content"]]}
     calls = message.get("tool_calls")
     is_empty = is_answer and message.get("content") is None and not calls
     if isinstance(calls, list) and any(isinstance(c, dict) and c.get("custom") for c in calls):
@@ -47,6 +54,13 @@ def _clean(message: dict[str, Any]) -> dict[str, Any]:
         refusal = message.get("refusal")
         out["content"] = refusal if isinstance(refusal, str) else ""
     return out
+
+
+def _as_text(part: Any) -> Any:
+    """A refusal in a list of parts as a text; another part as it is."""
+    if isinstance(part, dict) and part.get("type") == "refusal":
+        return {"type": "text", "text": part.get("refusal")}
+    return part
 
 
 ChatMessages = Annotated[JsonObjectList, AfterValidator(clean_messages)]

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from modelmill.serve.message_keys import ChatMessages
 from modelmill.serve.prompt_fields import TokenIds
-from modelmill.serve.strict_models import FAIL_FAST, StrictModel
-from modelmill.serve.tool_schema import Tool
+from modelmill.serve.strict_models import FAIL_FAST, JsonObject, StrictModel
+from modelmill.serve.tool_schema import MAX_TOOLS, Tool
 
 
 class TemplateRequest(StrictModel):
@@ -18,7 +18,8 @@ class TemplateRequest(StrictModel):
     model: str | None = Field(None, max_length=1024)
     messages: ChatMessages | None = None
     add_generation_prompt: bool | None = None
-    tools: Annotated[list[Tool], FAIL_FAST] | None = Field(None, max_length=128)
+    tools: Annotated[list[Tool], FAIL_FAST] | None = Field(None, max_length=MAX_TOOLS)
+    chat_template_kwargs: JsonObject | None = None
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from modelmill.core.errors import RequestError
 from modelmill.serve.custom_tools import INPUT_SCHEMA
@@ -102,6 +102,26 @@ class CustomTool(NamedByType):
             return self.custom.description
         rule = f"The input matches this grammar ({grammar.syntax}):\n{grammar.definition}"
         return "\n\n".join(filter(None, (self.custom.description, rule)))
+
+
+def _check_types(tools: Any) -> Any:
+    """Name a tool that another server would run; pydantic would name the types' fields."""
+    if isinstance(tools, list):
+        types = [tool.get("type", "") if isinstance(tool, dict) else "" for tool in tools]
+        known = ("function", "custom", "")
+        index = next((i for i, each in enumerate(types) if each not in known), None)
+        if index is not None and isinstance(types[index], str):
+            raise ValueError(
+                f"number {index} has the type {types[index][:40]!r}, which this server does not "
+                "have; there are function and custom"
+            )
+    return tools
+
+
+ChatTools = Annotated[
+    list[Tool | CustomTool], FAIL_FAST, Field(max_length=MAX_TOOLS), BeforeValidator(_check_types)
+]
+"""The tools of a chat request."""
 
 
 def check_functions(functions: Iterable[FunctionDefinition]) -> None:

@@ -115,6 +115,35 @@ def test_completion_as_llama_cpp(running: ServiceThread) -> None:
     assert (word["stop_type"], word["stopping_word"]) == ("word", answer["content"][3:6])
 
 
+def test_penalties_and_biases_as_llama_cpp(running: ServiceThread) -> None:
+    body: dict[str, Any] = {"prompt": "Once", "n_predict": 8, "temperature": 0}
+    plain, neutral, penalized, same = (
+        running.post(path, {**body, **more}).json
+        for path, more in (
+            ("/completion", {}),
+            ("/completion", {"repeat_penalty": 1.0, "repeat_last_n": 64, "lora": []}),
+            ("/completion", {"repeat_penalty": 1.9, "image_data": []}),
+            ("/v1/completions", {"max_tokens": 8, "repetition_penalty": 1.9}),
+        )
+    )
+    assert neutral["content"] == plain["content"] != penalized["content"]
+    assert penalized["content"] == same["choices"][0]["text"]
+    first = running.post("/completion", {**body, "return_token_ids": True}).json["tokens"][0]
+    for bias in ([[first, False]], [[first, -100]], {str(first): -100}):
+        biased = running.post("/completion", {**body, "logit_bias": bias}).json
+        assert biased["content"][:3] != plain["content"][:3]
+    for more, message in (
+        ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n is not supported"),
+        ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repeat_penalty is"),
+        ({"lora": [{"id": 0, "scale": 1}]}, "lora: is not supported"),
+        ({"logit_bias": [["a", 1]]}, "logit_bias"),
+        ({"logit_bias": [[1.5, 1]]}, "logit_bias takes pairs"),
+    ):
+        refused = running.post("/completion", {**body, **more})
+        assert refused.status == 400
+        assert refused.json["error"]["message"].startswith(message)
+
+
 def test_infill_needs_a_vocabulary_with_marks(running: ServiceThread) -> None:
     body: dict[str, Any] = {"input_prefix": "a", "input_suffix": "b"}
     for extra, message in (

@@ -21,6 +21,8 @@ from modelmill.serve.routes.chat import (
     make_chat_tool_parser,
 )
 from modelmill.serve.routes.responses import ResponsesBuilder
+from modelmill.serve.routes.tokenize import template_input
+from modelmill.serve.tokenize_schema import TemplateRequest
 from modelmill.text.answer_pieces import collect_answer
 from modelmill.text.chat_syntax import ThinkingSyntax
 from modelmill.text_processor import TextProcessor
@@ -201,6 +203,16 @@ MANIFEST: Any = SimpleNamespace(
 def processor() -> TextProcessor:
     files = hf_files(small_hf(), chat_template=TEMPLATE, eos_token="<|end|>")
     return TextProcessor(Path("tiny"), MANIFEST, files)
+
+
+def test_a_prompt_is_shown_with_the_variables_of_its_template(processor: TextProcessor) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    for kwargs, end in (({"enable_thinking": True}, "<think>\n"), (None, "<|end|>")):
+        fields = {"messages": messages, "chat_template_kwargs": kwargs}
+        chat_format, rendered, template = template_input(
+            processor, TemplateRequest.model_validate(fields), 512
+        )
+        assert chat_format.render(rendered, True, **template).endswith(end)
 
 
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 7}}}

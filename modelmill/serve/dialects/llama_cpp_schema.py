@@ -7,12 +7,22 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from modelmill.core.errors import RequestError
+from modelmill.core.types import MAX_BIAS, MAX_INT32
 from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.discriminated_unions import make_request, parse_object
 from modelmill.serve.generation_schema import GenerationFields
-from modelmill.serve.peer_fields import AnyItems, ignored
+from modelmill.serve.peer_fields import AnyItems, ignored, off, off_only
 from modelmill.serve.prompt_fields import TokenIds
+from modelmill.serve.sampling_schema import LogitBias, sampling_field
 from modelmill.serve.strict_models import FAIL_FAST, JsonObjectList, StrictModel
+
+LogitBiasPairs = Annotated[
+    list[Annotated[list[int | float | bool], FAIL_FAST, Field(min_length=2, max_length=2)]],
+    FAIL_FAST,
+    Field(max_length=MAX_BIAS),
+]
+"""Pairs of a token id and its bias; false: never."""
+NEVER_BIAS = -100.0
 
 
 class NativeFields(GenerationFields):
@@ -26,6 +36,11 @@ class NativeFields(GenerationFields):
     t_max_prompt_ms: int | None = ignored("a prompt is always read whole")
     t_max_predict_ms: int | None = ignored("n_predict limits the text")
     n_indent: int | None = ignored("indentation is the model's")
+    repeat_penalty: float | None = sampling_field("repetition_penalty")
+    repeat_last_n: int | None = Field(None, ge=-1, le=MAX_INT32)
+    logit_bias: LogitBias | LogitBiasPairs | None = None  # type: ignore[assignment]
+    lora: Annotated[AnyItems | None, off([])] = off_only("an empty list")
+    image_data: Annotated[AnyItems | None, off([])] = off_only("an empty list")
 
     def make_completion(self, prompt: Any, **fields: Any) -> CompletionRequest:
         """Make the completion request with this prompt."""
@@ -36,6 +51,9 @@ class NativeFields(GenerationFields):
             if name in self.model_fields_set and name not in NativeFields.__annotations__
         }
         shared["grammar"] = shared.pop("grammar_", None)
+        shared["logit_bias"] = self._logit_bias()
+        if self.repeat_penalty is not None:
+            shared["repetition_penalty"] = self.repeat_penalty
         set_fields = {name: value for name, value in shared.items() if value is not None}
         return make_request(
             CompletionRequest,
@@ -46,7 +64,28 @@ class NativeFields(GenerationFields):
         """Raise RequestError for what these routes do not return."""
         if (self.n or 1) > 1:
             raise RequestError("n is not supported here; use /v1/completions")
+        penalized = (
+            self.repeat_penalty not in (None, 1.0) or self.presence_penalty or
+            self.frequency_penalty
+        )  # fmt: skip
+        if penalized and self.repeat_last_n not in (None, -1):
+            raise RequestError(
+                "repeat_last_n is not supported: penalties count the whole text (-1)"
+            )
+        if self.repeat_penalty is not None and self.repetition_penalty is not None:
+            raise RequestError("repeat_penalty is repetition_penalty; give one of them")
         self.check_stream()
+
+    def _logit_bias(self) -> dict[str, float] | None:
+        """The biases by token id."""
+        if not isinstance(self.logit_bias, list):
+            return self.logit_bias
+        biases: dict[str, float] = {}
+        for id, bias in self.logit_bias:
+            if type(id) is not int or bias is True:
+                raise RequestError("logit_bias takes pairs of a token id and a number or false")
+            biases[str(id)] = NEVER_BIAS if bias is False else float(bias)
+        return biases
 
 
 class NativeCompletionRequest(NativeFields):

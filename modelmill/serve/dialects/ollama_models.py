@@ -195,6 +195,7 @@ def show_model(engine: EngineClient) -> dict[str, Any]:
     family = manifest.model_type
     info: dict[str, Any] = {
         "general.architecture": family,
+        "general.basename": engine.name,
         f"{family}.context_length": _max_model_len(engine, manifest),
     }
     for key, name in (

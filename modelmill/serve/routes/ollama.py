@@ -58,6 +58,8 @@ from modelmill.text_processor import TextProcessor
 router = APIRouter(route_class=BodyRoute, responses=OLLAMA_ERRORS)
 listing = APIRouter(responses=OLLAMA_ERRORS)
 """Routes without a body."""
+OLLAMA_VERSION = "0.12.11"
+"""Of the newest part of its API that is here: log-probabilities."""
 
 
 @router.post("/api/chat")
@@ -136,7 +138,7 @@ async def show(body: OllamaShowRequest, request: Request) -> Any:
     return Utf8JsonResponse(await service.run_in_thread(show_model, engine))
 
 
-@listing.get("/api/tags")
+@listing.api_route("/api/tags", methods=["GET", "HEAD"])
 async def tags(request: Request) -> dict[str, Any]:
     """List the engines that generate text."""
     service = get_service(request)
@@ -160,10 +162,13 @@ async def running_models(request: Request) -> dict[str, Any]:
     return {"models": entries}
 
 
-@listing.get("/api/version")
+@listing.api_route("/api/version", methods=["GET", "HEAD"])
 async def version() -> dict[str, str]:
-    """The version of modelmill."""
-    return {"version": __version__}
+    """The version of Ollama whose API this is, and that of modelmill.
+
+    Clients refuse older ones: GitHub Copilot those before 0.6.4.
+    """
+    return {"version": OLLAMA_VERSION, "modelmill": __version__}
 
 
 def find_model(request: Request, name: str) -> tuple[Service, EngineClient]:

@@ -123,13 +123,16 @@ def template_input(
     """
     if text_processor.chat_format is None:
         raise RequestError("this engine has no chat template for messages")
-    chat_format, messages, tools = text_processor.chat_format, body.messages or [], body.tools or ()
+    options = dict(body.chat_template_kwargs or {})
+    chat_format = text_processor.with_options(options).chat_format
+    assert chat_format is not None, "a variable changes the format, and removes none"
+    messages, tools = body.messages or [], body.tools or ()
     check_functions(tool.function for tool in tools)
     check_message_sizes(text_processor, messages, max_model_len, body.offered_tools)
     prepared, template = tool_prompts.prepare_tools(
         chat_format.format_name, messages, body.offered_tools, writes_calls=chat_format.writes_calls
     )
-    return chat_format, prepared, template
+    return chat_format, prepared, {**template, "options": options} if options else template
 
 
 def _render(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from modelmill import __version__
 from modelmill.serve.dialects.ollama_options import IGNORED_OPTIONS, OllamaOptions
 from modelmill.serve.dialects.ollama_schema import OllamaGenerateRequest, to_chat_messages
 from tests.serve.service_thread import ServiceThread
@@ -126,7 +127,15 @@ def test_the_lists_of_models(running: ServiceThread) -> None:
     assert shown["model_info"]["llama.context_length"] == 512
     assert shown["capabilities"] == ["completion", "tools", "embedding"]
     assert "message" in shown["template"]
-    assert running.get("/api/version").json.keys() == {"version"}
+    assert shown["model_info"]["general.basename"] == "stories"
+
+
+def test_clients_find_an_ollama_that_is_new_enough(running: ServiceThread) -> None:
+    version = running.get("/api/version").json
+    assert tuple(map(int, version["version"].split("."))) >= (0, 6, 4)  # GitHub Copilot's minimum
+    assert version["modelmill"] == __version__
+    for path in ("/", "/api/tags", "/api/version"):
+        assert running.run(running.client.call("HEAD", path)).status == 200
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
