@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modelmill.serve.packed_text import pack_text
+from modelmill.serve.response_input_items import listed_item
 
 PROMPT = (
     "Summarize the conversation so far for yourself: you will go on with it and see nothing of it "
@@ -19,10 +20,17 @@ INTRO = "Summary of the conversation so far:\n"
 
 
 def compacted_items(items: Sequence[Any], id: str, summary: str) -> list[dict[str, Any]]:
-    """The user's messages, and the summary of the rest as an item of its own."""
+    """The user's messages with id, status and parts, as OpenAI's, and the summary of the rest.
+
+    Args:
+        items: of the conversation.
+        id: of the item with the summary.
+        summary: the model's.
+    """
+    suffix = id.partition("_")[2]
     messages = [
-        dict(item)
-        for item in items
+        listed_item(item, f"{suffix}_{index}")
+        for index, item in enumerate(items)
         if isinstance(item, Mapping)
         and item.get("type", "message") == "message"
         and item.get("role") == "user"

@@ -167,7 +167,8 @@ def test_compaction_keeps_the_users_messages(running: ServiceThread) -> None:
     output = compacted.json["output"]
     assert compacted.json["object"] == "response.compaction"
     assert [item["type"] for item in output] == ["message", "compaction"]
-    assert output[0]["content"] == "Tom has a red ball."
+    assert output[0]["content"] == [{"type": "input_text", "text": "Tom has a red ball."}]
+    assert output[0]["id"].startswith("msg_")
     assert TextUnpacker().unpack(output[1]["encrypted_content"])
     respond(running, input=[*output, {"role": "user", "content": "And then?"}])
     assert running.post("/v1/responses/compact", {"model": "stories"}).status == 400

@@ -138,7 +138,8 @@ async def show(body: OllamaShowRequest, request: Request) -> Any:
     return Utf8JsonResponse(await service.run_in_thread(show_model, engine))
 
 
-@listing.api_route("/api/tags", methods=["GET", "HEAD"])
+@listing.head("/api/tags", include_in_schema=False)
+@listing.get("/api/tags")
 async def tags(request: Request) -> dict[str, Any]:
     """List the engines that generate text."""
     service = get_service(request)
@@ -162,7 +163,8 @@ async def running_models(request: Request) -> dict[str, Any]:
     return {"models": entries}
 
 
-@listing.api_route("/api/version", methods=["GET", "HEAD"])
+@listing.head("/api/version", include_in_schema=False)
+@listing.get("/api/version")
 async def version() -> dict[str, str]:
     """The version of Ollama whose API this is, and that of modelmill.
 
