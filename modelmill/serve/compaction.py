@@ -20,7 +20,7 @@ INTRO = "Summary of the conversation so far:\n"
 
 
 def compacted_items(items: Sequence[Any], id: str, summary: str) -> list[dict[str, Any]]:
-    """The user's messages with all that OpenAI's type has, and the summary of the rest.
+    """The user's messages with id, status and parts, as OpenAI's, and the summary of the rest.
 
     Args:
         items: of the conversation.

@@ -391,9 +391,6 @@ def test_compare_with_a_changed_checkpoint_fails(
     assert code == 1
     assert output["passed"] is False
     assert (output["layer"], output["module"]) == (3, "attn.o_proj")
-    assert cli("compare", checkpoint, checkpoint)[0] == 1, (
-        "a checkpoint is no engine, and nothing is built"
-    )
 
 
 def test_perplexity_equals_transformers(

@@ -508,7 +508,7 @@ def check(engine) -> None:
     assert {p: n for p, n in enumerate(scheduler.pool.refs) if n} == holders
     assert scheduler.pool.num_available + len(holders) == engine.num_pages
     assert all(not s.pages and s.table_row < 0 for s in scheduler.waiting)
-    assert all(a.priority < b.priority for a, b in pairwise(scheduler.running))
+    assert all(a.sort_key < b.sort_key for a, b in pairwise(scheduler.running))
 
 
 def test_what_a_step_may_hold() -> None:
