@@ -49,6 +49,7 @@ text half is read, as `qwen3_5_text`, `qwen3_5_moe_text`, `gemma3_text`, (both) 
 `mistral` or `ministral3`. What hybrids keep instead of keys and values:
 [recurrent state](recurrent-state.md). A GGUF of `qwen3_next` (`qwen3next`) is read as
 `qwen3_5_moe_text`, which computes the same from matrices that are apart.
+Older files of Falcon (`RefinedWeb`, `RefinedWebModel`) are read as `falcon`.
 
 Gemma 4's layers have no common size of keys and values, and the last ones of E2B and E4B none of
 their own ([layers](layers.md#keys-and-values-of-layers-that-differ)). Its layers with full

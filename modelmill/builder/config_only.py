@@ -22,6 +22,7 @@ from modelmill.checkpoint.container import Container, TensorInfo
 from modelmill.checkpoint.fp8_format import STORED_DTYPE, Fp8Container, read_settings
 from modelmill.checkpoint.gpt_oss_experts import MODEL_TYPE, layouts_of_config
 from modelmill.checkpoint.gptq_format import GptqScheme
+from modelmill.checkpoint.old_types import with_current_type
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.prequantized import find_scheme
 from modelmill.checkpoint.quant_layout import QuantLayout
@@ -88,7 +89,7 @@ def checkpoint_of_config(folder: Path) -> Checkpoint:
         CheckpointError: for an unknown or wrong config, and for a model of images.
     """
     file = folder / "config.json"
-    config, left_out = language_model_config(read_json(file), file)
+    config, left_out = language_model_config(with_current_type(read_json(file)), file)
     empty = ConfigContainer({}, file)
     checkpoint = Checkpoint(
         folder, "config.json", config, {}, raw=empty, view=empty, unread_config=left_out
