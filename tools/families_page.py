@@ -48,6 +48,7 @@ Of checkpoints of `qwen3_5`, `qwen3_5_moe`, `gemma3`, `gemma4`, `gemma4_unified`
 text half is read, as `qwen3_5_text`, `qwen3_5_moe_text`, `gemma3_text`, (both) `gemma4_text`, and
 `mistral` or `ministral3`. What hybrids keep instead of keys and values:
 [recurrent state](recurrent-state.md).
+Older files of Falcon (`RefinedWeb`, `RefinedWebModel`) are read as `falcon`.
 
 GGUFs of `qwen3_next` are read as `qwen3_5_moe_text`, those of `kimi_k2` and `glm4_moe_lite` as
 `deepseek_v3`, and those of `solar_open` as `glm4_moe`: llama.cpp's converter writes both alike, and

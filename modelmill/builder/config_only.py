@@ -6,6 +6,7 @@ So a build can be planned, its parameters counted and its memory estimated befor
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from torch import nn
 from modelmill.builder.model_config import find_family, read_model_config, stored_dtype
 from modelmill.checkpoint import bitnet_format
 from modelmill.checkpoint.awq_format import AwqScheme
+from modelmill.checkpoint.compressed_tensors import CompressedTensorsScheme
 from modelmill.checkpoint.container import Container, TensorInfo
 from modelmill.checkpoint.fp8_format import STORED_DTYPE, Fp8Container, read_settings
 from modelmill.checkpoint.gpt_oss_experts import MODEL_TYPE, layouts_of_config
 from modelmill.checkpoint.gptq_format import GptqScheme
+from modelmill.checkpoint.old_types import with_current_type
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.prequantized import find_scheme
 from modelmill.checkpoint.quant_layout import QuantLayout
@@ -86,7 +89,7 @@ def checkpoint_of_config(folder: Path) -> Checkpoint:
         CheckpointError: for an unknown or wrong config, and for a model of images.
     """
     file = folder / "config.json"
-    config, left_out = language_model_config(read_json(file), file)
+    config, left_out = language_model_config(with_current_type(read_json(file)), file)
     empty = ConfigContainer({}, file)
     checkpoint = Checkpoint(
         folder, "config.json", config, {}, raw=empty, view=empty, unread_config=left_out
@@ -140,6 +143,11 @@ def quantized_container(
     if bitnet_format.read_settings(settings, file) is not None:
         return ConfigContainer(infos, file)  # expanded; some files have them as they were trained
     scheme = find_scheme(settings, file)
+    if isinstance(scheme, CompressedTensorsScheme) and _is_of_one_group(settings):
+        half = stored_dtype(config) == "float16"
+        return ConfigContainer(
+            infos, file, compressed_layouts(settings, scheme, infos, packed, half)
+        )
     if not isinstance(scheme, GptqScheme | AwqScheme):
         raise CheckpointError(
             f"{file.parent}: holds no weights, and the sizes of those of {scheme.label} do not "
@@ -162,6 +170,52 @@ def fp8_infos(
         scale = f"{name}_scale_inv"
         out[scale] = TensorInfo(scale, grid, "float32", 4 * math.prod(grid))
     return out
+
+
+def _is_of_one_group(settings: Mapping[str, Any]) -> bool:
+    """Whether compressed-tensors stores all matrices alike, but for those that it leaves out."""
+    [group, *others] = settings["config_groups"].values()
+    return not others and group.get("targets") == ["Linear"]
+
+
+def compressed_layouts(
+    settings: Mapping[str, Any],
+    scheme: CompressedTensorsScheme,
+    infos: Mapping[str, TensorInfo],
+    matrices: Sequence[str],
+    half: bool,
+) -> dict[str, QuantLayout]:
+    """Return how compressed-tensors stores matrices, but for an order of their columns.
+
+    Args:
+        settings: ``quantization_config``; ``ignore`` has modules, or patterns behind "re:".
+        scheme: What it says.
+        infos: Of all tensors.
+        matrices: Those of the layers.
+        half: Whether the scales are of 16 bits with a mantissa of 10.
+    """
+    [group] = settings["config_groups"].values()
+    weights, ignored = group["weights"], [str(each) for each in settings.get("ignore") or []]
+    symmetric = weights.get("symmetric", True)
+    size = weights["group_size"] if weights.get("strategy") == "group" else -1
+    layouts = {}
+    for name in matrices:
+        module, (rows, columns) = name.removesuffix(".weight"), infos[name].shape
+        if any(
+            re.match(each[3:], module) if each.startswith("re:") else each == module
+            for each in ignored
+        ):
+            continue
+        layouts[name] = QuantLayout(
+            scheme.label,
+            weights.get("num_bits", 8),
+            rows,
+            columns,
+            resolve_group_size(size, columns),
+            not symmetric,
+            torch.float16 if half and symmetric else torch.float32,
+        )
+    return layouts
 
 
 def _scheme_layout(scheme: GptqScheme | AwqScheme, rows: int, columns: int) -> QuantLayout:

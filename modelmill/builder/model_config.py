@@ -37,7 +37,7 @@ DESCRIPTION_KEYS = frozenset((
     "finetuning_task", "task_specific_params", "transformers.js_config", "is_llama_config",
     "max_sequence_length",
     "vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "finetuned", "eos_token_ids",
-    "auto_map",
+    "auto_map", "end_token_id",
 ))  # fmt: skip
 """What the file is and where it comes from.
 

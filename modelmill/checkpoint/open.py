@@ -27,6 +27,7 @@ from modelmill.checkpoint.minigpt4_parts import (
     find_parts,
     is_minigpt4_folder,
 )
+from modelmill.checkpoint.old_types import with_current_type
 from modelmill.checkpoint.prequantized import SIDE_FILES, open_prequantized
 from modelmill.checkpoint.pth import INDEX_FILE as PTH_INDEX
 from modelmill.checkpoint.pth import PthFiles
@@ -303,7 +304,7 @@ def _with_config(folder: Path, path: Path, container: str, weights: Container) -
         raise UnknownArchitecture(
             f"{folder / 'config.json'}: names no model_type; add the family's name"
         )
-    config, left_out = language_model_config(config, folder / "config.json")
+    config, left_out = language_model_config(with_current_type(config), folder / "config.json")
     weights = language_model_container(config, weights)
     generation_file = folder / "generation_config.json"
     for name, method in SIDE_FILES.items():

@@ -49,19 +49,25 @@ def _dense_layers(raw: RawConfig, layers: int) -> frozenset[int]:
     Raises:
         CheckpointError: for a list of other values, or of another length.
     """
-    first = _moe_config.leading_dense_layers(raw, layers, 1)
     kinds = {"mlp_layer_types": ("dense", "sparse"), "is_moe_layer": (False, True)}
-    key = next((key for key in kinds if raw.get(key) is not None), None)
-    if key is None:
-        return first
-    types, (dense, sparse) = raw[key], kinds[key]
-    if (
-        not isinstance(types, list)
-        or len(types) != layers
-        or any(type(each) is not type(dense) or each not in (dense, sparse) for each in types)
-    ):
+    listed = {}
+    for key, (dense, sparse) in kinds.items():
+        types = raw.get(key)
+        if types is None:
+            continue
+        if (
+            not isinstance(types, list)
+            or len(types) != layers
+            or any(type(each) is not type(dense) or each not in (dense, sparse) for each in types)
+        ):
+            raise CheckpointError(
+                f"config.json: {key} must be a list of {dense} or {sparse} for each of {layers} "
+                f"layers, not {quote(types, 60)}"
+            )
+        listed[key] = frozenset(i for i in range(layers) if types[i] == dense)
+    if len({*listed.values()}) > 1:
         raise CheckpointError(
-            f"config.json: {key} must be a list of {dense} or {sparse} for each of {layers} "
-            f"layers, not {quote(types, 60)}"
+            "config.json: mlp_layer_types and is_moe_layer contradict each other; remove one"
         )
-    return frozenset(i for i in range(layers) if types[i] == dense)
+    first = _moe_config.leading_dense_layers(raw, layers, 1)
+    return next(iter(listed.values()), first)

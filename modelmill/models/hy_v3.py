@@ -56,7 +56,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         scale=positive_float(raw, "router_scaling_factor", default=2.826),
         selection_bias=True,
     )
-    inner = positive_int(raw, "moe_intermediate_size", default=1536)
+    inner = positive_int(raw, "moe_intermediate_size", "expert_hidden_dim", default=1536)
     shared = positive_int(raw, "num_shared_experts", default=1, max_value=64)
     moe = moe_spec_with_shared_experts(config, router, inner, shared)
     assert moe.shared is not None, "one expert of every token"

@@ -24,9 +24,11 @@ Model = Decoder
 LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, **EXPERT_NAMES}, ignored=(*IGNORED_BUFFERS, r"mtp\..*")
 )
-# of multi-token prediction
+SUPPORTED_VALUES = {"use_sliding_window": (True,)}
+# of multi-token prediction, and of layers that layer_types names
 UNUSED_CONFIG_KEYS = (
     "mtp_layer_types", "mtp_mlp_layer_types", "num_mtp_layers", "num_nextn_predict_layers",
+    "max_window_layers",
 )  # fmt: skip
 THETA, WINDOW_THETA = 500000.0, 10000.0
 DEFAULTS = {"num_key_value_heads": 4, "head_dim": 128, "sliding_window": 1024}

@@ -16,6 +16,7 @@ from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError
 from tests.checkpoint import packed_writers as writers
+from tests.checkpoint.test_prequantized import ct, ct_int8_channels
 from tests.quant.test_keep import foreign, gptq
 
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
@@ -30,6 +31,16 @@ def awq(shape: tuple[int, int], seed: int) -> tuple[dict[str, torch.Tensor], np.
     return writers.awq_tensors(drawn), drawn.weight
 
 
+def compressed(bits: int, group: int, *, symmetric: bool, pack: bool = True) -> Any:
+    def make(shape: tuple[int, int], seed: int) -> tuple[dict[str, torch.Tensor], np.ndarray]:
+        drawn = writers.seeded_matrix(
+            *shape, group, bits=bits, symmetric=symmetric, dtype=torch.bfloat16, seed=seed
+        )
+        return writers.compressed_tensors(drawn, bits, symmetric=symmetric, pack=pack), drawn.weight
+
+    return make
+
+
 METHODS: dict[str, tuple[dict[str, Any], Any]] = {
     "AWQ": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq),
     "GPTQ, 4 bits": (
@@ -39,6 +50,18 @@ METHODS: dict[str, tuple[dict[str, Any], Any]] = {
     "GPTQ, 8 bits": (
         {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True},
         gptq(8, symmetric=True),
+    ),
+    "compressed-tensors, 4 bits": (
+        ct(4, strategy="group", group=32, symmetric=True, ct_format="pack-quantized"),
+        compressed(4, 32, symmetric=True),
+    ),
+    "compressed-tensors with offsets": (
+        ct(4, strategy="group", group=32, symmetric=False, ct_format="pack-quantized"),
+        compressed(4, 32, symmetric=False),
+    ),
+    "compressed-tensors, 8 bits": (
+        ct_int8_channels(True, {"num_bits": 8, "dynamic": True, "strategy": "token"}),
+        compressed(8, -1, symmetric=True, pack=False),
     ),
 }
 
@@ -64,6 +87,22 @@ def test_integers_are_planned_as_they_are_kept(method: str, tmp_path: Path) -> N
     planned = make_plan(checkpoint_of_config(only), config)
     assert planned.config.quantization == "keep"
     assert sizes(planned) == sizes(make_plan(open_checkpoint(weights), config))
+
+
+def test_modules_that_compressed_tensors_leaves_out_are_dense(tmp_path: Path) -> None:
+    settings = ct(4, strategy="group", group=32, symmetric=True, ct_format="pack-quantized")
+    left_out = ["lm_head", "model.layers.1.mlp.down_proj", r"re:.*o_proj$"]
+    raw = {**SIZES, "quantization_config": {**settings, "ignore": left_out}}
+    view = checkpoint_of_config(save_config(tmp_path / "config", raw))
+    dense = {
+        name
+        for name in view.names()
+        if name.endswith("_proj.weight") and view.quant_layout(name) is None
+    }
+    attention = "model.layers.{}.self_attn.o_proj.weight"
+    assert dense == {
+        "model.layers.1.mlp.down_proj.weight", attention.format(0), attention.format(1)
+    }  # fmt: skip
 
 
 def test_8_bit_floats_are_planned_as_they_are_expanded(tmp_path: Path) -> None:
