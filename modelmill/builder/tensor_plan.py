@@ -20,7 +20,7 @@ from modelmill.core.model_family import checkpoint_tensors, family_options
 from modelmill.nn.layer_stack import (
     DECODER_STACK,
     WEIGHT_FILE,
-    LayerPlace,
+    ModuleLocation,
     find_layer,
     module_site,
     weight_file,
@@ -56,7 +56,7 @@ class PlannedTensor:
     stored_info: PackedInfo
     kept_weight: PrequantizedWeight | None = None
     recipe: Recipe | None = None
-    place: LayerPlace | None = None
+    place: ModuleLocation | None = None
     weight_file: str = WEIGHT_FILE
 
     @property

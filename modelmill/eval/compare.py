@@ -76,7 +76,7 @@ def check_tokenizer_and_chat(llm: Any, checkpoint: Checkpoint) -> list[Tokenizer
 
 
 @dataclass(frozen=True)
-class TextReference:
+class TokenizerReference:
     """Tokenizer and chat template that the engine is compared with.
 
     encode: text to token ids. render: conversation to text; None if there is no chat template.
@@ -87,7 +87,7 @@ class TextReference:
     render: Callable[[list[dict[str, str]]], str] | None
 
 
-def _transformers_reference(checkpoint: Checkpoint) -> TextReference | None:
+def _transformers_reference(checkpoint: Checkpoint) -> TokenizerReference | None:
     """Load the transformers tokenizer of a Hugging Face folder.
 
     None if transformers is not installed or cannot load this tokenizer.
@@ -111,26 +111,26 @@ def _transformers_reference(checkpoint: Checkpoint) -> TextReference | None:
         )
 
     # Control tokens in user text are plain text for us; transformers parses them by default.
-    return TextReference(
+    return TokenizerReference(
         "transformers",
         lambda text: list(tokenizer(text, split_special_tokens=True)["input_ids"]),
         render if getattr(tokenizer, "chat_template", None) else None,
     )
 
 
-def _checkpoint_reference(checkpoint: Checkpoint) -> TextReference:
+def _checkpoint_reference(checkpoint: Checkpoint) -> TokenizerReference:
     from modelmill.text.chat import load_chat
     from modelmill.text.tokenizer import load_tokenizer
 
     files = checkpoint.tokenizer_files()
     tokenizer = load_tokenizer(files)
     chat = load_chat(files, tokenizer)
-    return TextReference(
+    return TokenizerReference(
         "the checkpoint's files", tokenizer.encode, chat.render if chat is not None else None
     )
 
 
-def _check_templates(llm: Any, reference: TextReference) -> Iterable[TokenizerCheck]:
+def _check_templates(llm: Any, reference: TokenizerReference) -> Iterable[TokenizerCheck]:
     if llm.chat_format is None and reference.render is None:
         return
     if llm.chat_format is None or reference.render is None:
@@ -168,7 +168,7 @@ def _check_templates(llm: Any, reference: TextReference) -> Iterable[TokenizerCh
         yield _make_check("template", subject, reference.name, actual, expected)
 
 
-def _check_tokens(llm: Any, reference: TextReference) -> Iterable[TokenizerCheck]:
+def _check_tokens(llm: Any, reference: TokenizerReference) -> Iterable[TokenizerCheck]:
     for text in SAMPLE_TEXTS:
         yield _make_check(
             "tokens", text, reference.name, llm.tokenizer.encode(text), reference.encode(text)

@@ -103,7 +103,7 @@ def measure_case(
     }
     rounds = selection.rounds or ROUNDS
     declaration = registry.declarations()[op]
-    sets = [declaration.arguments(each) for each in argument_sets(case, device_type)]
+    sets = [declaration.pack_inputs(each) for each in argument_sets(case, device_type)]
     timed = (
         _time_on_cuda(calls, sets, rounds)
         if device_type == "cuda"

@@ -59,7 +59,7 @@ def op_cost(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: A
     if result is None:  # a fused op that declined: the ops that it fuses do the work
         return OpCost()
     called_with = _signature(op).bind(*args, **kwargs).arguments
-    bound_args = registry.declarations()[op].named(called_with)
+    bound_args = registry.declarations()[op].unpack_inputs(called_with)
     out = nbytes(*_tensors(result))
     if op in ("linear_add", "qkv_rope_cache"):
         x, weight_bytes = bound_args["x"], nbytes(bound_args["weight"], bound_args.get("bias"))

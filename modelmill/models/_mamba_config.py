@@ -10,7 +10,7 @@ from modelmill.models._hf_config import exact_quotient, positive_int
 MAX_CONV_WIDTH, MAX_HEAD_DIM = 64, 1024
 
 
-def mamba_names(stem: str) -> dict[str, tuple[str, ...]]:
+def mamba_checkpoint_names(stem: str) -> dict[str, tuple[str, ...]]:
     """The checkpoint's names of the modules, of a mixer with this name."""
     return {
         "attn.in_proj": (f"{stem}.in_proj",),
@@ -22,7 +22,7 @@ def mamba_names(stem: str) -> dict[str, tuple[str, ...]]:
     }
 
 
-MAMBA_NAMES = mamba_names("mixer")
+MAMBA_CHECKPOINT_NAMES = mamba_checkpoint_names("mixer")
 
 
 def conv_width(raw: RawConfig, key: str, *, default: int = 4) -> int:

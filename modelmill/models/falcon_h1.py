@@ -15,7 +15,12 @@ from modelmill.models._falcon_h1_multipliers import (
 from modelmill.models._hf_config import attention_and_mlp_bias, boolean, factor, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
-from modelmill.models._mamba_config import conv_width, mamba_names, state_heads, time_step_limit
+from modelmill.models._mamba_config import (
+    conv_width,
+    mamba_checkpoint_names,
+    state_heads,
+    time_step_limit,
+)
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.hybrid_layer import HybridLayer, beside_attention
 from modelmill.nn.mamba2 import Mamba2Spec
@@ -24,7 +29,9 @@ Model = Decoder
 LAYOUT = CheckpointLayout(
     {
         **CHECKPOINT_NAMES,
-        **{beside_attention(path): names for path, names in mamba_names("mamba").items()},
+        **{
+            beside_attention(path): names for path, names in mamba_checkpoint_names("mamba").items()
+        },
         "mlp_norm": ("pre_ff_layernorm",),
         "mlp.gate_up_proj": ("feed_forward.gate_proj", "feed_forward.up_proj"),
         "mlp.down_proj": ("feed_forward.down_proj",),

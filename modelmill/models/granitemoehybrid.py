@@ -11,7 +11,12 @@ from modelmill.models._hf_config import boolean, positive_int, require_value
 from modelmill.models._hybrid_config import recurrent_layers
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES
-from modelmill.models._mamba_config import conv_width, mamba_names, state_heads, time_step_limit
+from modelmill.models._mamba_config import (
+    conv_width,
+    mamba_checkpoint_names,
+    state_heads,
+    time_step_limit,
+)
 from modelmill.models._moe_config import SHARED, STACKED_EXPERT_NAMES, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mamba2 import Mamba2Spec
@@ -24,7 +29,7 @@ SHARED_MLP = {"gate_up_proj": ("shared_mlp.input_linear",),
 LAYOUT = CheckpointLayout(
     {
         **CHECKPOINT_NAMES,
-        **mamba_names("mamba"),
+        **mamba_checkpoint_names("mamba"),
         **{f"{stem}.{name}": each for stem in ("mlp", SHARED) for name, each in SHARED_MLP.items()},
         **STACKED_EXPERT_NAMES,
     },

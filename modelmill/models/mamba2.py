@@ -13,7 +13,12 @@ from modelmill.models._hf_config import (
     require_value,
 )
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._mamba_config import MAMBA_NAMES, conv_width, state_heads, time_step_limit
+from modelmill.models._mamba_config import (
+    MAMBA_CHECKPOINT_NAMES,
+    conv_width,
+    state_heads,
+    time_step_limit,
+)
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mamba2 import Mamba2Spec
 from modelmill.nn.pre_norm import MixerLayer
@@ -21,7 +26,7 @@ from modelmill.nn.pre_norm import MixerLayer
 Model = Decoder
 MAX_LEN = 1 << 18  # there are no positions; Codestral Mamba was tried up to here
 LAYOUT = CheckpointLayout(
-    {"attn_norm": ("norm",), **MAMBA_NAMES},
+    {"attn_norm": ("norm",), **MAMBA_CHECKPOINT_NAMES},
     layers="backbone.layers",
     embed="backbone.embeddings",
     norm="backbone.norm_f",

@@ -10,7 +10,7 @@ from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, boolean, positive_int
 from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout, RuleSource
 from modelmill.models._llama_common import ConfigDefaults
-from modelmill.models._mamba_config import MAMBA_NAMES
+from modelmill.models._mamba_config import MAMBA_CHECKPOINT_NAMES
 from modelmill.models._moe_config import SELECTION_BIASES, SHARED
 from modelmill.models._nemotron_h_config import layer_kinds, mamba_spec, moe_spec
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -23,7 +23,7 @@ LAYOUT = CheckpointLayout(
     {
         "attn_norm": ("norm",),
         "mlp_norm": ("norm",),
-        **MAMBA_NAMES,
+        **MAMBA_CHECKPOINT_NAMES,
         "attn.qkv_proj": ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
         "attn.o_proj": ("mixer.o_proj",),
         "mlp.router": ("mixer.gate",),

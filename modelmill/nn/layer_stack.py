@@ -46,7 +46,7 @@ class LayerStack:
     reads_images: bool = False
 
 
-class LayerPlace(NamedTuple):
+class ModuleLocation(NamedTuple):
     """Where a module inside a layer is."""
 
     stack: LayerStack
@@ -63,12 +63,12 @@ def layer_stacks(model: nn.Module) -> tuple[LayerStack, ...]:
     return stacks
 
 
-def find_layer(model: nn.Module, path: str) -> LayerPlace | None:
+def find_layer(model: nn.Module, path: str) -> ModuleLocation | None:
     """The place of a module by its path in the model; None outside the layers."""
     for stack in layer_stacks(model):
         if path.startswith(f"{stack.path}."):
             number, _, module = path.removeprefix(f"{stack.path}.").partition(".")
-            return LayerPlace(stack, int(number), module)
+            return ModuleLocation(stack, int(number), module)
     return None
 
 

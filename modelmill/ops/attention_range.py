@@ -52,7 +52,7 @@ class AttentionProblem(NamedTuple):
         device: of the queries.
         on_gpu: whether they are on a GPU.
         phase: what is computed.
-        score_mods: whether there are ``score_mods`` (soft cap, ALiBi, sinks).
+        has_score_mods: whether there are ``score_mods`` (soft cap, ALiBi, sinks).
         value_dim: channels of the values where these are the first ones of the keys (latent
             attention), or None.
     """
@@ -71,7 +71,7 @@ class AttentionProblem(NamedTuple):
     device: torch.device
     on_gpu: bool
     phase: Phase
-    score_mods: bool = False
+    has_score_mods: bool = False
     value_dim: int | None = None
 
     def with_counts(self, m: int, queries: int, sequences: int, pairs: int) -> AttentionProblem:
@@ -96,7 +96,7 @@ class AttentionRange(KernelRange):
         page_dtypes: of the pages; (): they are of the queries' dtype.
         scaled: whether pages must have scales, or must not.
         on_gpu: whether the queries must be on a GPU.
-        score_mods: whether it also serves steps with soft cap, ALiBi or sinks.
+        serves_score_mods: whether it also serves steps with soft cap, ALiBi or sinks.
         latent: whether values must be the first channels of the keys (latent attention), or must
             not.
     """
@@ -112,7 +112,7 @@ class AttentionRange(KernelRange):
     page_dtypes: tuple[torch.dtype, ...] = ()
     scaled: bool = False
     on_gpu: bool = False
-    score_mods: bool = False
+    serves_score_mods: bool = False
     latent: bool = False
 
     def covers_ignoring_m(self, problem: AttentionProblem) -> bool:
@@ -131,7 +131,7 @@ class AttentionRange(KernelRange):
             and (not self.dtypes or problem.dtype in self.dtypes)
             and self._covers_pages(problem)
             and self.on_gpu <= problem.on_gpu
-            and problem.score_mods <= self.score_mods
+            and problem.has_score_mods <= self.serves_score_mods
             and (problem.value_dim is not None) is self.latent
             and super().covers_ignoring_m(problem)
         )

@@ -78,7 +78,7 @@ class OpDeclaration:
             raise TypeError(f"unexpected arguments: {', '.join(sorted(unknown))}")
         return (*args, *rest)
 
-    def arguments(self, args: Mapping[str, Any]) -> dict[str, Any]:
+    def pack_inputs(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a case as the op takes them: those that are inputs put together."""
         if self.inputs is None:
             return dict(args)
@@ -86,7 +86,7 @@ class OpDeclaration:
         others = {name: value for name, value in args.items() if name not in inputs}
         return others | {self.inputs_name: self.inputs(**inputs)}
 
-    def named(self, args: Mapping[str, Any]) -> dict[str, Any]:
+    def unpack_inputs(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """The reverse: each argument by its own name."""
         named = dict(args)
         inputs = named.pop(self.inputs_name, None) if self.inputs is not None else None

@@ -114,7 +114,7 @@ def with_named_args(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
     declaration = declarations()[op]
     if declaration.inputs is None:
         return call
-    return lambda **args: call(**declaration.arguments(args))
+    return lambda **args: call(**declaration.pack_inputs(args))
 
 
 def serves(op: str, backend: str, *args: Any, **named: Any) -> bool:
@@ -128,7 +128,7 @@ def serves(op: str, backend: str, *args: Any, **named: Any) -> bool:
     """
     module, declaration = implementation(op, backend), declarations()[op]
     assert module is not None, f"{backend} implements {op}"
-    kwargs = declaration.arguments(named) if named else {}
+    kwargs = declaration.pack_inputs(named) if named else {}
     if declaration.problem is None:
         return not hasattr(module, "supports") or bool(module.supports(*args, **kwargs))
     args = declaration.positional(args, kwargs)

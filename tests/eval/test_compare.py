@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from modelmill.eval import compare
-from modelmill.eval.compare import TextReference, TokenizerCheck, draw_errors
+from modelmill.eval.compare import TokenizerCheck, TokenizerReference, draw_errors
 from modelmill.eval.report import plot
 
 
@@ -67,14 +67,16 @@ def plain(messages: list[dict[str, str]], add_generation_prompt: bool = True) ->
     return "".join(f"<{turn['role']}>{turn['content']}" for turn in messages)
 
 
-def check(llm: Any, judge: TextReference, monkeypatch: pytest.MonkeyPatch) -> list[TokenizerCheck]:
+def check(
+    llm: Any, judge: TokenizerReference, monkeypatch: pytest.MonkeyPatch
+) -> list[TokenizerCheck]:
     monkeypatch.setattr(compare, "_transformers_reference", lambda checkpoint: judge)
     checkpoint: Any = SimpleNamespace(tokenizer_files=lambda: {"tokenizer.json": b""})
     return compare.check_tokenizer_and_chat(llm, checkpoint)
 
 
 def test_equal_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    checks = check(fake(list, plain), TextReference("other", list, plain), monkeypatch)
+    checks = check(fake(list, plain), TokenizerReference("other", list, plain), monkeypatch)
     assert {each.what for each in checks} == {"template", "tokens"}
     assert all(each.equal for each in checks)
     assert checks[0].what == "template", "the template comes first"
@@ -82,7 +84,9 @@ def test_equal_sides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_first_difference_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = check(
-        fake(list, plain), TextReference("other", lambda text: [*text[:4], "X"], None), monkeypatch
+        fake(list, plain),
+        TokenizerReference("other", lambda text: [*text[:4], "X"], None),
+        monkeypatch,
     )
     template, first = checks[0], checks[1]
     assert template.equal is False
@@ -96,7 +100,7 @@ def test_a_template_that_the_other_side_cannot_render_proves_nothing(
     def fails(messages: list[dict[str, str]]) -> str:
         raise ValueError("no system role")
 
-    checks = check(fake(list, plain), TextReference("other", list, fails), monkeypatch)
+    checks = check(fake(list, plain), TokenizerReference("other", list, fails), monkeypatch)
     assert [each.equal for each in checks if each.what == "template"] == [None, None]
 
 
@@ -104,7 +108,7 @@ def test_a_missing_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     none: Any = SimpleNamespace(tokenizer_files=dict)
     assert compare.check_tokenizer_and_chat(fake(list, None), none) == []
     llm = SimpleNamespace(tokenizer=None, chat_format=None)
-    assert check(llm, TextReference("other", list, None), monkeypatch)[0].equal is False
+    assert check(llm, TokenizerReference("other", list, None), monkeypatch)[0].equal is False
 
 
 def test_plot_takes_zero_and_infinite_errors(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def operands(op: str, rows: int, n: int, k: int, dtype: torch.dtype = BF) -> dic
 def positional(op: str, named: dict[str, Any]) -> tuple[Any, ...]:
     """The op's arguments."""
     declaration = registry.declarations()[op]
-    return declaration.positional((), declaration.arguments(named))
+    return declaration.positional((), declaration.pack_inputs(named))
 
 
 def with_rows(op: str, named: dict[str, Any], rows: int) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def test_what_was_measured_on_a_card_decides() -> None:
     faster = (512, 768, 1000, 1024, 1536, 2048, 3072, 4096)
     slower = (640, 896, 1280)
     served = {
-        rows: gemm.tile_efficiency(rows, 22016, 132) >= gemm.MIN_OCCUPANCY
+        rows: gemm.tile_efficiency(rows, 22016, 132) >= gemm.MIN_TILE_EFFICIENCY
         for rows in (*faster, *slower)
     }
     assert served == dict.fromkeys(faster, True) | dict.fromkeys(slower, False)

@@ -99,11 +99,11 @@ def test_the_cpu_kernel_computes_the_same(
 
 def test_kernels_without_them_do_not_serve_them() -> None:
     problem = DECLARATION.problem_of(step(MODS["cap"]))
-    assert problem.score_mods
+    assert problem.has_score_mods
     assert not AttentionRange().covers(problem)
-    assert AttentionRange(score_mods=True).covers(problem)
-    assert AttentionRange(score_mods=True).covers(DECLARATION.problem_of(step(None)))
-    assert not any(each.score_mods for each in cuda.SUPPORTED_PROBLEMS)
+    assert AttentionRange(serves_score_mods=True).covers(problem)
+    assert AttentionRange(serves_score_mods=True).covers(DECLARATION.problem_of(step(None)))
+    assert not any(each.serves_score_mods for each in cuda.SUPPORTED_PROBLEMS)
 
 
 def test_a_binding_tells_calls_with_them_from_calls_without() -> None:

@@ -64,7 +64,7 @@ def olmo_config(container: RawContainer) -> dict[str, Any]:
     return _reader("olmo")(container) | {"clip_qkv": bound or None}
 
 
-def olmo3_config(container: RawContainer) -> dict[str, Any]:
+def olmo2_config(container: RawContainer) -> dict[str, Any]:
     """Return the config of OLMo 2, or with windows of OLMo 3, whose full layers are scaled."""
     fact = metadata_reader(container)
     window, pattern = fact("attention.sliding_window"), fact("attention.sliding_window_pattern")
@@ -198,7 +198,7 @@ READERS: dict[str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSour
     "seed_oss": (_reader("seed_oss"), SeedOssGgufSource),
     "command-r": (command_r_config, GgufSource),
     "olmo": (olmo_config, PermutedGgufSource),
-    "olmo2": (olmo3_config, OlmoThreeGgufSource),
+    "olmo2": (olmo2_config, OlmoThreeGgufSource),
     "phi3": (phi3_config, Phi3GgufSource),
     "mistral3": (mistral3_config, PermutedGgufSource),
     "starcoder": (starcoder_config, GgufSource),

@@ -22,7 +22,7 @@ SUPPORTED_PROBLEMS = tuple(
         dtypes=tuple(_DTYPES),
         page_dtypes=(torch.int8,) if scaled else tuple(_DTYPES),
         scaled=scaled,
-        score_mods=True,
+        serves_score_mods=True,
         latent=latent,
     )
     for scaled in (False, True)

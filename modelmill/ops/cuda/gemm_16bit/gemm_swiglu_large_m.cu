@@ -4,7 +4,7 @@
 //     w[N:2N, K]
 // Dtypes: x, w and out bfloat16 or float16; float32 accumulators
 // Layout: row-major, rows 16-byte aligned
-// Range: M ≥ 512 whose tiles fill the SMs (gemm.MIN_OCCUPANCY); N a multiple of 8
+// Range: M ≥ 512 whose tiles fill the SMs (gemm.MIN_TILE_EFFICIENCY); N a multiple of 8
 // Technique: TMA with multicast, mbarrier pipeline, wgmma, cluster of 2, setmaxnreg, PDL
 // Ops: linear_swiglu (launched by gemm.py)
 //

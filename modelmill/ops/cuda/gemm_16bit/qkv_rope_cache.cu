@@ -5,7 +5,7 @@
 // Dtypes: x, w, q and KV pages bfloat16 or float16; float32 accumulators and angles; the projection
 //     is rounded before the rotation
 // Layout: x and w row-major, rows 16-byte aligned; pages [pages, kv_heads, PAGE, DIM]; int64 slots
-// Range: M ≥ 512 whose tiles fill the SMs (MIN_OCCUPANCY); DIM 64 or 128, no q/k norms
+// Range: M ≥ 512 whose tiles fill the SMs (MIN_TILE_EFFICIENCY); DIM 64 or 128, no q/k norms
 // Technique: TMA with multicast, mbarrier pipeline, wgmma, cluster of 2, epilogue warps,
 //     setmaxnreg, PDL
 // Ops: qkv_rope_cache (launched by qkv_rope_cache.py)

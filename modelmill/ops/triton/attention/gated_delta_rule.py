@@ -28,7 +28,7 @@ import triton.language as tl
 
 from modelmill.ops.gated_delta_rule import L2_EPS, GatedDeltaInputs
 from modelmill.ops.state_rows import has_packed_operands
-from modelmill.ops.triton.attention.recurrence import (
+from modelmill.ops.triton.attention.recurrence_common import (
     CHUNKS,
     MIN_DOT,
     PRECISION,

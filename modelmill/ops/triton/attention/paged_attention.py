@@ -88,7 +88,7 @@ def _operands(
 _PAGES_OF_Q = AttentionRange(
     page_sizes=(1, UNBOUNDED),
     fits=lambda step: MIN_DIM <= step.dim <= MAX_DIM,
-    score_mods=True,
+    serves_score_mods=True,
 )
 _PAGES_OF_8_BITS = replace(
     _PAGES_OF_Q,
@@ -97,7 +97,7 @@ _PAGES_OF_8_BITS = replace(
     fits=lambda step: MIN_DIM <= step.dim <= MAX_DIM and _reads(step.page_dtypes[0], step.device),
 )
 _LATENT_PAGES_OF_Q = replace(
-    _PAGES_OF_Q, latent=True, score_mods=False, fits=lambda step: _has_latent_sizes(step)
+    _PAGES_OF_Q, latent=True, serves_score_mods=False, fits=lambda step: _has_latent_sizes(step)
 )
 _LATENT_PAGES_OF_8_BITS = replace(
     _LATENT_PAGES_OF_Q,

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from modelmill.ops.ssd_scan import SSDScanInputs
 from modelmill.ops.state_rows import has_packed_operands
-from modelmill.ops.triton.attention.recurrence import (
+from modelmill.ops.triton.attention.recurrence_common import (
     CHUNKS,
     MIN_DOT,
     PRECISION,
