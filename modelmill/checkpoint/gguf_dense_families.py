@@ -17,6 +17,7 @@ from modelmill.checkpoint.gguf_config import (
 )
 from modelmill.checkpoint.gguf_families import (
     GLM_NAMES,
+    GPT2_NAMES,
     LLAMA_NAMES,
     POST_NORM_NAMES,
     GgufArchitecture,
@@ -32,18 +33,6 @@ PHI3_NAMES = {**GLM_NAMES, "blk.attn_qkv": "self_attn.qkv_proj"}
 SEED_OSS_NAMES = {
     **{gguf: name for gguf, name in LLAMA_NAMES.items() if gguf != "blk.ffn_norm"},
     "blk.post_attention_norm": "post_attention_layernorm",
-}
-STARCODER_NAMES = {
-    "token_embd": "transformer.wte",
-    "position_embd": "transformer.wpe",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-    "blk.attn_norm": "ln_1",
-    "blk.attn_qkv": "attn.c_attn",
-    "blk.attn_output": "attn.c_proj",
-    "blk.ffn_norm": "ln_2",
-    "blk.ffn_up": "mlp.c_fc",
-    "blk.ffn_down": "mlp.c_proj",
 }
 LONGROPE_TENSORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 OLMO_EPS = 1e-5  # of all models; config.json has none
@@ -248,6 +237,6 @@ DENSE_ARCHITECTURES = {
         chosen_types=("mistral", "ministral3"),
     ),
     "starcoder": GgufArchitecture(
-        STARCODER_NAMES, "transformer.h", model_type="gpt_bigcode", read_config=_starcoder
+        GPT2_NAMES, "transformer.h", model_type="gpt_bigcode", read_config=_starcoder
     ),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -107,6 +107,22 @@ LLAMA_NAMES = {
     "blk.ffn_gate": "mlp.gate_proj",
     "blk.ffn_up": "mlp.up_proj",
     "blk.ffn_down": "mlp.down_proj",
+}
+TRANSFORMER_H_NAMES = {
+    "token_embd": "transformer.wte",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+    "blk.attn_norm": "ln_1",
+    "blk.attn_qkv": "attn.c_attn",
+    "blk.attn_output": "attn.c_proj",
+    "blk.ffn_norm": "ln_2",
+    "blk.ffn_down": "mlp.c_proj",
+}
+"""What GPT-2 and Qwen v1 have in common."""
+GPT2_NAMES = {
+    **TRANSFORMER_H_NAMES,
+    "position_embd": "transformer.wpe",
+    "blk.ffn_up": "mlp.c_fc",
 }
 POST_NORM_NAMES = {
     **{gguf: name for gguf, name in LLAMA_NAMES.items() if not gguf.endswith("_norm")},
@@ -219,7 +235,14 @@ def read_common_config(
     inner: str = "feed_forward_length",
     scaled: bool = True,
 ) -> dict[str, Any]:
-    """Read what all have; the arguments are those of ``read_rms_config``."""
+    """Read what all have.
+
+    Args:
+        keys: The file's.
+        partial: Of families that rotate a part of each head.
+        inner: The key with the channels of an MLP.
+        scaled: Whether the scaling of positions is read; else it is None.
+    """
     heads, theta = (
         keys.get_count("attention.head_count"),
         keys.get_positive_float("rope.freq_base", 10000.0),
@@ -243,23 +266,18 @@ def read_common_config(
     return config
 
 
-def read_rms_config(
-    keys: ArchitectureKeys,
-    *,
-    partial: bool = False,
-    inner: str = "feed_forward_length",
-    scaled: bool = True,
-) -> dict[str, Any]:
-    """Read what all with RMSNorm have.
+class CommonOptions(TypedDict, total=False):
+    """Arguments of ``read_common_config``."""
 
-    Args:
-        keys: The file's.
-        partial: Of families that rotate a part of each head.
-        inner: The key with the channels of an MLP.
-        scaled: Whether the scaling of positions is read; else it is None.
-    """
+    partial: bool
+    inner: str
+    scaled: bool
+
+
+def read_rms_config(keys: ArchitectureKeys, **options: Unpack[CommonOptions]) -> dict[str, Any]:
+    """Read what all with RMSNorm have; options: those of ``read_common_config``."""
     eps = keys.get_positive_float("attention.layer_norm_rms_epsilon")
-    common = read_common_config(keys, partial=partial, inner=inner, scaled=scaled)
+    common = read_common_config(keys, **options)
     return {**common, "rms_norm_eps": eps}
 
 
