@@ -46,6 +46,7 @@ IMAGE_PATHS = (
     "/v1/chat/completions",
     "/v1/responses",
     "/v1/responses/compact",
+    "/v1/responses/input_tokens",
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/segment",

@@ -12,6 +12,7 @@ import pytest
 from modelmill.core.errors import RequestError
 from modelmill.outputs import CompletionOutput, OutputDelta, RequestOutput
 from modelmill.serve.chat_schema import ChatRequest
+from modelmill.serve.openai_models import OutputReasoning
 from modelmill.serve.response_items import ResponseItems
 from modelmill.serve.responses_schema import ResponsesRequest, items_to_messages
 from modelmill.serve.routes.chat import (
@@ -180,6 +181,7 @@ def test_thinking_comes_back_as_its_content_or_packed() -> None:
         reasoning, message = items.output
         sent = {**reasoning, "content": None} if packs else reasoning
         assert ("encrypted_content" in reasoning) is packs
+        OutputReasoning.model_validate(reasoning)
         user = {"role": "user", "content": "x"}
         messages = items_to_messages([user, sent, message, user], None)
         assert messages[1]["reasoning_content"] == "Well."
