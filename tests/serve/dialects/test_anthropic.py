@@ -276,7 +276,11 @@ def test_keys_and_models_as_the_client_sends_them(running: ServiceThread) -> Non
     client = running.limited_client(api_keys=("secret",))
     refused = running.run(client.post("/v1/messages", ASK))
     assert (refused.status, refused.json["error"]["type"]) == (401, "authentication_error")
-    headers = {"x-api-key": "secret", "anthropic-version": "2023-06-01"}
+    headers = {"x-api-key": "wrong", "anthropic-version": "2023-06-01"}
+    shut_out = running.run(client.get("/v1/models", headers=headers))
+    assert (shut_out.status, shut_out.json["error"]["type"]) == (401, "authentication_error")
+    assert shut_out.json["type"] == "error"
+    headers["x-api-key"] = "secret"
     assert running.run(client.post("/v1/messages", ASK, headers=headers)).status == 200
     batch = running.run(client.post("/v1/messages/batches", {}, headers=headers))
     assert (batch.status, batch.json["error"]["type"]) == (404, "not_found_error")
