@@ -193,6 +193,13 @@ class ReasoningItem(StrictModel):
         return unpacker.unpack(packed) if not text and packed.startswith(PREFIX) else text
 
 
+class ItemReference(StrictModel):
+    """An item of an earlier response, in whose place its id stands; the type may be missing."""
+
+    type: Literal["item_reference"] | None = None
+    id: str
+
+
 InputItem = (
     MessageItem
     | FunctionCallItem
