@@ -121,7 +121,7 @@ def _summary_request(
 def _without_thinking(
     chat: ChatRequest, text_processor: TextProcessor, state: RequestState, text: str
 ) -> str:
-    """The text of a model that thinks though it was told not to, without its thinking."""
+    """The text without the thinking of a model whose template has no switch for it."""
     parser = make_chat_tool_parser(chat, text_processor, state)
     if parser is None:
         return text
