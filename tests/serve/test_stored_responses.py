@@ -232,7 +232,10 @@ def test_items_go_with_their_response() -> None:
     for owner, id in (("me", "m0"), ("other", "m2")):
         with pytest.raises(ApiError, match=r"input\[0\]: there is no item"):
             store.get_item(owner, id, "input[0]")
-    assert len(store._response_ids) == 2
+    assert len(store._items) == 2
+    store.get_item("me", "m1", "input[0]")  # is a use of r1
+    store.add("me", made(3), size)
+    assert store.get_item("me", "m1", "input[0]")["id"] == "m1"
 
 
 def test_the_prompt_of_a_response_is_counted(running: ServiceThread) -> None:
