@@ -456,6 +456,11 @@ def items_to_messages(
             raise RequestError(f"input[{index}]: {error}") from None
     if all(message["role"] == "system" for message in messages):
         raise RequestError("input has no user or assistant message; give at least one")
+    if len(messages) > MAX_ITEMS:
+        raise RequestError(
+            f"input: {len(messages)} messages with instructions and earlier items; at most "
+            f"{MAX_ITEMS} are allowed"
+        )
     return messages
 
 
