@@ -20,7 +20,7 @@ from modelmill.serve.generation_schema import GenerationFields
 from modelmill.serve.message_keys import DROPPED_KEYS
 from modelmill.serve.peer_fields import field_rows
 from modelmill.serve.response_tools import FlatCustomTool, FunctionTool, HostedTool
-from modelmill.serve.responses_schema import ResponsesRequest
+from modelmill.serve.responses_schema import CompactRequest, ResponsesRequest
 from modelmill.serve.strict_models import StrictModel
 from tools import generated_page
 
@@ -31,7 +31,8 @@ HEAD = """<!-- Made by `make request-fields` from modelmill/serve. -->
 
 Clients send fields of other servers. What can be served is served ([dialects](dialects.md)); what
 would change the answer in silence is a 400 that names the field. The rest is accepted and has no
-effect. An unknown field that is `null` is accepted by completions and chat completions.
+effect. An unknown field that is `null` is accepted by completions, chat completions, responses and
+Anthropic Messages.
 """
 SECTION = """
 ## {title}
@@ -48,16 +49,15 @@ MESSAGES = """
 ## Keys of messages
 
 Messages of answers come back with keys that say nothing to a model. Dropped are {keys}.
-`reasoning` is read as `reasoning_content`.
+`reasoning` is read as `reasoning_content`, and `function_call` is dropped if it is `null` alone.
 """
 
 
 def render() -> dict[Path, str]:
     """The page by its path below the repository."""
+    shared = set(_model_rows([GenerationFields]))
     native = [
-        row
-        for row in field_rows([NativeCompletionRequest, InfillRequest])
-        if row[0] not in GenerationFields.model_fields
+        row for row in _model_rows([NativeCompletionRequest, InfillRequest]) if row not in shared
     ]
     options = [
         *((name, "any", reason) for name, reason in IGNORED_OPTIONS.items()),
@@ -70,7 +70,7 @@ def render() -> dict[Path, str]:
             SECTION.format(title="Completions and chat completions", noun="field"),
             _table(_model_rows([CompletionRequest, ChatRequest])),
             SECTION.format(title="/completion and /infill", noun="field"),
-            _table((name, "any", reason) for name, _, reason in native),
+            _table(native),
             _table(
                 (f"input_extra[].{name}", "any", reason)
                 for name, _, reason in field_rows([InfillContext])
@@ -86,6 +86,8 @@ def render() -> dict[Path, str]:
                 for name, _, reason in field_rows([FunctionTool, FlatCustomTool])
             ),
             HOSTED.format(types=", ".join(f"`{each}`" for each in HOSTED_TYPES)),
+            SECTION.format(title="Compaction", noun="field"),
+            _table(_model_rows([CompactRequest])),
             SECTION.format(title="Anthropic Messages", noun="field"),
             _table(_model_rows([MessagesRequest])),
             _table(

@@ -75,10 +75,9 @@ def run(args: Args) -> int:
 
     if args.plot is not None:
         check_plot(args.plot)
-    with show_progress(f"opening {args.engine.name}", lines=True) as on_progress:
-        engine = resolve_engine_path(
-            resolve_model_path(args.engine), non_default_fields(args.build), on_progress, None
-        )
+    model = resolve_model_path(args.engine)
+    with show_progress(f"opening {model.name}", lines=True) as on_progress:
+        engine = resolve_engine_path(model, non_default_fields(args.build), on_progress, None)
     artifact = open_artifact(engine)
     source, vision = args.vision_files.split_checkpoint(args.checkpoint)
     checkpoint = open_checkpoint(resolve_model_path(source), delta=args.delta, vision=vision)

@@ -71,6 +71,7 @@ REQUEST_MODELS: dict[str, type[StrictModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/responses/compact": CompactRequest,
+    "/v1/responses/input_tokens": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
     "/v1/embeddings": EmbeddingRequest,

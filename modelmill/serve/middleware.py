@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelmill.core import log
 from modelmill.serve.access.key_policy import KeyPolicy
+from modelmill.serve.dialects.anthropic_models import ANTHROPIC_VERSION
 from modelmill.serve.dialects.error_form import error_body
 from modelmill.serve.errors import ApiError
 from modelmill.serve.http_protocol import HEADER_BYTES
@@ -46,6 +47,7 @@ IMAGE_PATHS = (
     "/v1/chat/completions",
     "/v1/responses",
     "/v1/responses/compact",
+    "/v1/responses/input_tokens",
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/segment",
@@ -334,7 +336,9 @@ class _RequestContext:
         if self._status is not None:
             return
         self._body = None
-        body = json.dumps(error_body(self._scope["path"], error, self.id)).encode()
+        for_anthropic = ANTHROPIC_VERSION.encode() in self._headers
+        form = error_body(self._scope["path"], error, self.id, for_anthropic=for_anthropic)
+        body = json.dumps(form).encode()
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),

@@ -339,6 +339,7 @@ class OutputReasoning(ResponseModel):
     summary: list[Any] = Field(max_length=0)
     content: list[OutputReasoningText]
     status: Literal["completed", "incomplete"]
+    encrypted_content: str | None = Field(None, description="if include asks for it")
 
 
 class InputTokensDetails(PromptTokensDetails):
@@ -427,6 +428,13 @@ class CompactionResponse(ResponseModel):
     created_at: int
     output: list[dict[str, Any]]
     usage: ResponseUsage
+
+
+class InputTokensResponse(ResponseModel):
+    """Response body of POST /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 class RankedDocument(ResponseModel):

@@ -41,12 +41,15 @@ class TextUnpacker:
             packed = zlib.decompressobj()
             # one byte more: 0 would mean no limit
             raw = packed.decompress(data, self._remaining + 1)
-            text = raw.decode()
+            is_too_large = len(raw) > self._remaining  # and may end inside of a character
+            if not (is_too_large or packed.eof):
+                raise ValueError  # its end is missing
+            text = "" if is_too_large else raw.decode()
         except (ValueError, binascii.Error, zlib.error):
             raise RequestError(
                 "encrypted_content is not of this server; leave the item out"
             ) from None
-        if len(raw) > self._remaining:
+        if is_too_large:
             raise RequestError(
                 "encrypted_content: the items have more than "
                 f"{MAX_UNPACKED_BYTES >> 20} MiB of text"

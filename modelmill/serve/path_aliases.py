@@ -8,6 +8,8 @@ PATH_ALIASES: Mapping[str, str] = {
     "/chat/completions": "/v1/chat/completions",
     "/completions": "/v1/completions",
     "/responses": "/v1/responses",
+    "/responses/compact": "/v1/responses/compact",
+    "/responses/input_tokens": "/v1/responses/input_tokens",
     "/embeddings": "/v1/embeddings",
     "/messages": "/v1/messages",
     "/messages/count_tokens": "/v1/messages/count_tokens",

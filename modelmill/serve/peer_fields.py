@@ -1,7 +1,7 @@
 """Fields of other servers' APIs that change nothing here, or only switch off what is not there.
 
 This is the one list of them: requests are validated by it, and the page docs/request-fields.md is
-written from it (``python -m tools.request_fields``). A field that would change the answer in
+written from it (``python -m tools.request_fields_page``). A field that would change the answer in
 silence is not among them: it is an error.
 """
 

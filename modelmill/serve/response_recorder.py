@@ -8,8 +8,9 @@ from typing import Any
 from starlette.requests import Request
 
 from modelmill.core.errors import RequestError
+from modelmill.serve.discriminated_unions import parse_object
 from modelmill.serve.response_store import input_items, make_stored, stored_bytes
-from modelmill.serve.responses_schema import ResponsesRequest
+from modelmill.serve.responses_schema import ItemReference, ResponsesRequest
 from modelmill.serve.routes.common import get_service
 from modelmill.serve.service import OWNER_KEY, Service
 
@@ -49,14 +50,23 @@ def resolve_references(request: Request, items: Sequence[Any]) -> list[Any]:
 
     Raises:
         ApiError: 400, an item is not stored.
+        RequestError: a reference has no id, or other keys.
     """
     store, owner = get_service(request).response_store, owner_of(request)
-    return [
-        store.get_item(owner, str(item.get("id")), f"input[{index}]")
-        if isinstance(item, Mapping) and item.get("type") == "item_reference"
-        else item
-        for index, item in enumerate(items)
-    ]
+    resolved = []
+    for index, item in enumerate(items):
+        field = f"input[{index}]"
+        if _is_reference(item):
+            item = store.get_item(owner, parse_object(item, field, ItemReference).id, field)
+        resolved.append(item)
+    return resolved
+
+
+def _is_reference(item: Any) -> bool:
+    return isinstance(item, Mapping) and (
+        item.get("type") == "item_reference"
+        or (item.get("type") is None and item.keys() <= {"id", "type"} and "id" in item)
+    )
 
 
 class ResponseRecorder:

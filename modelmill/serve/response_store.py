@@ -43,7 +43,8 @@ class ResponseStore:
         self.used_bytes = 0
         self._lock = threading.Lock()
         self._entries: OrderedDict[tuple[str, str], tuple[StoredResponse, int]] = OrderedDict()
-        self._response_ids: dict[tuple[str, str], str] = {}  # of the output items
+        self._items: dict[tuple[str, str], tuple[str, Mapping[str, Any]]] = {}
+        """Items of the outputs by owner and id, with the id of their response."""
 
     def add(self, owner: str, stored: StoredResponse, size: int) -> None:
         """Add a response of ``size`` bytes; one that is larger than the store is dropped."""
@@ -52,7 +53,8 @@ class ResponseStore:
         with self._lock:
             response_id = str(stored.response["id"])
             self._entries[owner, response_id] = stored, size
-            self._response_ids |= {(owner, id): response_id for id in _output_ids(stored)}
+            for item in _named_items(stored):
+                self._items[owner, str(item["id"])] = response_id, item
             self.used_bytes += size
             while self.used_bytes > self.max_bytes:
                 (dropped_owner, _), (dropped, dropped_size) = self._entries.popitem(last=False)
@@ -94,13 +96,8 @@ class ResponseStore:
         Raises:
             ApiError: 400, there is none, or its response was dropped.
         """
-        response_id = self._response_ids.get((owner, id))
-        stored = None if response_id is None else self.get(owner, response_id, field)
-        output = () if stored is None else stored.response["output"]
-        item: Mapping[str, Any] | None = next(
-            (each for each in output if each.get("id") == id), None
-        )
-        if item is None:
+        found = self._items.get((owner, id))
+        if found is None:
             raise ApiError(
                 400,
                 f"{field}: there is no item {id[:80]!r}: its response was not stored, or dropped "
@@ -108,6 +105,8 @@ class ResponseStore:
                 param="input",
                 code="not_found",
             )
+        response_id, item = found
+        self.get(owner, response_id, field)  # it was used now
         return item
 
     def delete(self, owner: str, id: str) -> None:
@@ -121,12 +120,12 @@ class ResponseStore:
     def _forget(self, owner: str, stored: StoredResponse, size: int) -> None:
         """Count a response as gone; the caller holds the lock."""
         self.used_bytes -= size
-        for id in _output_ids(stored):
-            self._response_ids.pop((owner, id), None)
+        for item in _named_items(stored):
+            self._items.pop((owner, str(item["id"])), None)
 
 
-def _output_ids(stored: StoredResponse) -> list[str]:
-    return [str(item["id"]) for item in stored.response["output"] if item.get("id")]
+def _named_items(stored: StoredResponse) -> list[Mapping[str, Any]]:
+    return [item for item in stored.response["output"] if item.get("id")]
 
 
 def make_stored(input_items: Sequence[Any], response: Mapping[str, Any]) -> StoredResponse:

@@ -193,6 +193,13 @@ class ReasoningItem(StrictModel):
         return unpacker.unpack(packed) if not text and packed.startswith(PREFIX) else text
 
 
+class ItemReference(StrictModel):
+    """An item of an earlier response, in whose place its id stands; the type may be missing."""
+
+    type: Literal["item_reference"] | None = None
+    id: str
+
+
 InputItem = (
     MessageItem
     | FunctionCallItem
@@ -449,6 +456,11 @@ def items_to_messages(
             raise RequestError(f"input[{index}]: {error}") from None
     if all(message["role"] == "system" for message in messages):
         raise RequestError("input has no user or assistant message; give at least one")
+    if len(messages) > MAX_ITEMS:
+        raise RequestError(
+            f"input: {len(messages)} messages with instructions and earlier items; at most "
+            f"{MAX_ITEMS} are allowed"
+        )
     return messages
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from modelmill.core.registry import closest_name
+from modelmill.serve.peer_fields import IGNORED, OFF_ONLY
 
 PydanticError = Mapping[str, Any]
 TYPE_NAMES = {
@@ -98,6 +99,8 @@ def summarize_errors(
         if model is None or name not in model.model_fields
         else model.model_fields[name].description
     )
+    if description is not None and description.startswith((IGNORED, OFF_ONLY)):
+        description = None  # it says what becomes of the value, not what it must be
     expected = dict.fromkeys(_expected_type(error) or "of another type" for _, error in group)
     shared = _common_prefix([place for place, _ in group])
     return (

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import suite
+from benchmarks.peer_process import Lengths
 from benchmarks.suite_budget import TimeBudget, rounds_that_fit, slow_peers
 from benchmarks.suite_resume import DATE_FORMAT, find_unfinished_run
 from tests.benchmarks.test_suite import FakeSide, options_for, run_cpu_with
@@ -103,9 +104,12 @@ def test_an_interrupted_run_is_taken_up(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"commit": "other"}, {"commit": "abc-dirty"}, {"device": "GPU"}, {"command": "… --rounds 2"}],
-)
-def test_other_code_machines_and_commands_are_not(changes: dict[str, str], tmp_path: Path) -> None:
+    [
+        {"commit": "other"}, {"commit": "abc-dirty"}, {"device": "GPU"},
+        {"command": "… --rounds 2"}, {"host_simd": ["avx512f"]},
+    ],
+)  # fmt: skip
+def test_other_code_machines_and_commands_are_not(changes: dict[str, Any], tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     write_run(out, **changes)
     assert find_unfinished_run(out, IDENTITY, PLANNED, NOW) is None
@@ -185,6 +189,29 @@ def test_a_peer_that_takes_all_the_time_is_left_out(
         "not measured: transformers smollm2-135m decode-1x16: a round takes about 320 s" in printed
     )
     assert "not measured: transformers smollm2-135m decode-1x512: too slow" in printed
+
+
+@pytest.mark.parametrize(("seconds_per_call", "num_works"), [(0.5, 3), (60.0, 1)])
+def test_the_minutes_run_while_it_measures_not_before(
+    seconds_per_call: float, num_works: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    class Clocked(FakeSide):
+        def ready(self) -> dict[str, Any]:
+            now[0] += 1000
+            return super().ready()
+
+        def generate(self, lengths: Lengths, seed: int) -> float:
+            now[0] += seconds_per_call
+            return super().generate(lengths, seed)
+
+    options = options_for(tmp_path)
+    options.budget = TimeBudget(1, lambda: now[0])
+    options.gguf = tmp_path / "model.gguf"
+    monkeypatch.setattr("tests.benchmarks.test_suite.options_for", lambda *_: options)
+    rows = run_cpu_with([Clocked("modelmill int8", 0.01)], tmp_path, monkeypatch)
+    assert len({row["work"] for row in rows}) == num_works
 
 
 def test_what_the_minutes_leave_is_named(

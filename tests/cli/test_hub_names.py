@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from modelmill import llm
 from modelmill.checkpoint import pull
+from modelmill.cli import compare
 from modelmill.cli.main import execute
 from modelmill.core.config import BuildConfig
+from modelmill.core.errors import CheckpointError
 
 NAME = "karpathy/stories260K"
 
@@ -74,3 +78,24 @@ def test_a_mistyped_path_does_not_ask_the_hub(
     assert execute(["serve", "models/absent"]) == 2
     assert "models/absent" in capsys.readouterr().err
     assert hub == []
+
+
+def test_pulling_is_shown_before_opening_not_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two lines of progress at a time write over each other."""
+    shown: list[str] = []
+    pulled_beside: list[list[str]] = []
+
+    @contextlib.contextmanager
+    def show(label: str, **_: object) -> Iterator[Callable[..., None]]:
+        shown.append(label)
+        yield lambda *_: None
+        shown.remove(label)
+
+    def pull_once(*_: object) -> Path:
+        pulled_beside.append(list(shown))
+        raise CheckpointError("no network")
+
+    monkeypatch.setattr(compare, "show_progress", show)
+    monkeypatch.setattr(compare, "resolve_model_path", pull_once)
+    assert execute(["compare", NAME, NAME]) == 1
+    assert pulled_beside == [[]]

@@ -4,7 +4,9 @@ batches, the build.
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import os
 import platform
 import shutil
 import subprocess
@@ -655,6 +657,21 @@ def test_two_processes_may_build_at_once_and_share_torchs_threads(tmp_path: Path
     assert [path.name for path in (tmp_path / "cpu").iterdir()] == [Path(outputs[0][0]).name]
     if sys.platform == "linux":
         assert outputs[0][1] == "1"  # one OpenMP runtime in the process: torch's
+
+
+def test_a_stopped_process_holds_up_no_other_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "LOCK_SECONDS", 0.0)
+    stopped = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        with build._one_process(tmp_path):
+            fcntl.flock(stopped, fcntl.LOCK_UN)
+        with build._one_process(tmp_path), pytest.raises(BlockingIOError):
+            fcntl.flock(stopped, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(stopped)
 
 
 def test_another_processor_flag_or_compiler_is_another_file(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from modelmill.serve.app import REQUEST_MODELS
 from modelmill.serve.openapi_models import RESPONSE_MODELS, STREAMING_PATHS
 from tests.serve.service_thread import ServiceThread
 from tests.serve.tool_schemas import tool_without_arguments
@@ -48,6 +49,8 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/embeddings", {"input": ["Once", "Then"]}),
     ("/v1/embeddings", {"input": [5, 6], "encoding_format": "base64"}),
     ("/v1/responses", {"input": "x", "max_output_tokens": 3}),
+    ("/v1/responses/input_tokens", {"input": "x"}),
+    ("/v1/responses/compact", {"input": "x", "max_output_tokens": 3}),
     (
         "/v1/responses",
         {
@@ -83,7 +86,9 @@ def test_answers_fit(running: ServiceThread, path: str, body: dict[str, Any]) ->
 NAMED = {"model": "stories"}
 
 
-@pytest.mark.parametrize("path", ["/health", "/version", "/v1/models", "/v1/models/{name}"])
+@pytest.mark.parametrize(
+    "path", ["/health", "/version", "/v1/models", "/v1/models/{name}", "/api/tags", "/api/version"]
+)
 def test_what_is_asked_without_a_body_fits(running: ServiceThread, path: str) -> None:
     response = running.get(path.format(name="stories"))
     assert response.status == 200
@@ -100,6 +105,9 @@ def test_every_path_says_what_it_answers_and_every_reference_is_there(
             content = operation["responses"]["200"]["content"]
             assert ("text/event-stream" in content) == (path in STREAMING_PATHS)
             assert all(each["schema"] for each in content.values()), path
+        if any("requestBody" in operation for operation in operations.values()):
+            assert path in (*RESPONSE_MODELS, "/v1/segment")  # its route says it itself
+            assert path in REQUEST_MODELS, "its errors name no field, its body has no own limit"
     missing = [name for name in _references(document) if name not in schemas]
     assert not missing
 

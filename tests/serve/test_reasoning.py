@@ -12,8 +12,9 @@ import pytest
 from modelmill.core.errors import RequestError
 from modelmill.outputs import CompletionOutput, OutputDelta, RequestOutput
 from modelmill.serve.chat_schema import ChatRequest
+from modelmill.serve.openai_models import OutputReasoning
 from modelmill.serve.response_items import ResponseItems
-from modelmill.serve.responses_schema import ResponsesRequest, items_to_messages
+from modelmill.serve.responses_schema import CompactRequest, ResponsesRequest, items_to_messages
 from modelmill.serve.routes.chat import (
     ChatResponseBuilder,
     _template_options,
@@ -21,6 +22,7 @@ from modelmill.serve.routes.chat import (
     make_chat_tool_parser,
 )
 from modelmill.serve.routes.responses import ResponsesBuilder
+from modelmill.serve.routes.stored_responses import _summary_request, _without_thinking
 from modelmill.serve.routes.tokenize import template_input
 from modelmill.serve.tokenize_schema import TemplateRequest
 from modelmill.text.answer_pieces import collect_answer
@@ -180,6 +182,7 @@ def test_thinking_comes_back_as_its_content_or_packed() -> None:
         reasoning, message = items.output
         sent = {**reasoning, "content": None} if packs else reasoning
         assert ("encrypted_content" in reasoning) is packs
+        OutputReasoning.model_validate(reasoning)
         user = {"role": "user", "content": "x"}
         messages = items_to_messages([user, sent, message, user], None)
         assert messages[1]["reasoning_content"] == "Well."
@@ -213,6 +216,15 @@ def test_a_prompt_is_shown_with_the_variables_of_its_template(processor: TextPro
             processor, TemplateRequest.model_validate(fields), 512
         )
         assert chat_format.render(rendered, True, **template).endswith(end)
+
+
+def test_a_summary_is_written_without_thinking(processor: TextProcessor) -> None:
+    body = CompactRequest(model="m")
+    chat, state = _summary_request(processor, body, [{"role": "user", "content": "x"}], 512)
+    assert state.prompt_thinking == "closed"
+    thought = "<think>\nHm.\n</think>\n\nTom has a ball."  # where a template cannot switch it off
+    assert _without_thinking(chat, processor, state, thought).strip() == "Tom has a ball."
+    assert _without_thinking(chat, processor, state, "Tom.") == "Tom."
 
 
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 7}}}

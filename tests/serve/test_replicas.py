@@ -188,12 +188,15 @@ JSON = [(b"content-type", b"application/json"), (b"x-request-id", b"inner")]
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
 
-def ask(fake: FakeReplicas, limits: ServiceLimits | None = None, **options: Any) -> Response:
+def ask(
+    fake: FakeReplicas,
+    limits: ServiceLimits | None = None,
+    path: str = "/v1/completions",
+    **options: Any,
+) -> Response:
     service = Service({}, limits or ServiceLimits())
     client = Client(with_middleware(ReplicaProxy(fake, service), service))
-    response = asyncio.run(
-        client.post("/v1/completions", {"prompt": LONG, "model": "m"}, **options)
-    )
+    response = asyncio.run(client.post(path, {"prompt": LONG, "model": "m"}, **options))
     service.close()
     return response
 
@@ -235,6 +238,22 @@ def test_a_stream_that_breaks_ends_with_an_error_and_without_done() -> None:
     assert response.events[0] == {}
     assert response.events[-1]["error"]["code"] == "replica_lost"
     assert "[DONE]" not in response.events
+
+
+@pytest.mark.parametrize(
+    ("path", "end"),
+    [
+        ("/v1/messages", b'event: error\ndata: {"type":"error","error":{"type":"overloaded'),
+        ("/v1/responses", b'event: error\ndata: {"message":"the replica ended during'),
+        ("/api/chat", b'{"error":"the replica ended during the response"}\n'),
+    ],
+)
+def test_a_stream_that_breaks_ends_as_its_dialect_writes_errors(path: str, end: bytes) -> None:
+    lines = [(b"content-type", b"application/x-ndjson; charset=utf-8")]
+    headers, first = (lines, b"{}\n") if path == "/api/chat" else (EVENTS, b"data: {}\n\n")
+    response = ask(FakeReplicas([(200, headers), first, RuntimeError("actor died")]), path=path)
+    assert response.status == 200
+    assert response.body.removeprefix(first).startswith(end)
 
 
 def test_an_answer_that_breaks_is_asked_for_again() -> None:

@@ -111,13 +111,17 @@ def test_no_key_continues_the_response_of_another(
 ) -> None:
     client = running.limited_client(api_keys=("one", "two"), share_cache=share_cache)
 
-    def post(key: str, **more: Any) -> Any:
+    def post(key: str, path: str = "", **body: Any) -> Any:
         headers = {"authorization": f"Bearer {key}"}
-        return running.run(client.post("/v1/responses", {**ASK, **more}, headers=headers))
+        return running.run(client.post(f"/v1/responses{path}", body, headers=headers))
 
-    id = post("one", input="Hi").json["id"]
-    assert post("one", input="x", previous_response_id=id).status == 200
-    assert post("two", input="x", previous_response_id=id).status == 400
+    made = post("one", **ASK, input="Hi").json
+    id, item = made["id"], {"type": "item_reference", "id": made["output"][0]["id"]}
+    brief: dict[str, Any] = {"model": "stories", "max_output_tokens": 1}
+    for path in ("", "/compact", "/input_tokens"):
+        for key, status in (("one", 200), ("two", 400)):
+            assert post(key, path, **brief, input="x", previous_response_id=id).status == status
+            assert post(key, path, **brief, input=[item]).status == status
 
 
 def test_a_server_without_room_says_so(running: ServiceThread) -> None:
@@ -176,7 +180,9 @@ def test_compaction_keeps_the_users_messages(running: ServiceThread) -> None:
 
 def test_packed_texts_of_other_servers_are_refused() -> None:
     assert TextUnpacker().unpack(pack_text("Ünder \ud800 way")) == "Ünder ? way"
-    for content in ("", "gAAAA", "mm1:!", "mm1:QUJD"):
+    # a client that cuts long fields: base64 of four characters is three bytes
+    cut = pack_text("".join(map(str, range(200))))[:-8]
+    for content in ("", "gAAAA", "mm1:", "mm1:!", "mm1:QUJD", cut):
         with pytest.raises(RequestError, match="not of this server"):
             TextUnpacker().unpack(content)
 
@@ -187,8 +193,9 @@ def test_packed_texts_of_a_request_are_limited_together() -> None:
     assert len(half) < MAX_UNPACKED_BYTES // 500
     assert [len(unpacker.unpack(half)) for _ in range(2)] == [MAX_UNPACKED_BYTES // 2] * 2
     assert unpacker.unpack(pack_text("")) == ""
-    with pytest.raises(RequestError, match="more than 4 MiB"):
-        unpacker.unpack(pack_text("x"))
+    for text in ("x", "€"):
+        with pytest.raises(RequestError, match="more than 4 MiB"):
+            unpacker.unpack(pack_text(text))
 
 
 def test_an_item_is_named_by_its_id(running: ServiceThread) -> None:
@@ -201,6 +208,10 @@ def test_an_item_is_named_by_its_id(running: ServiceThread) -> None:
     written = respond(running, input=[ask[0], item, ask[1]])
     assert output_text(named) == output_text(written)
     assert named["usage"]["input_tokens"] == written["usage"]["input_tokens"]
+    short = respond(running, input=[ask[0], {"id": item["id"]}, ask[1]])  # as OpenAI allows
+    assert output_text(short) == output_text(written)
+    wrong = respond(running, 400, input=[ask[0], {"type": "item_reference"}])["error"]
+    assert wrong["message"] == "input[1].id: field required"
     listed = running.get(f"/v1/responses/{named['id']}/input_items").json["data"]
     assert [each["id"] for each in listed][1] == item["id"]
     assert running.run(running.client.call("DELETE", f"/v1/responses/{first['id']}")).status == 200
@@ -221,7 +232,10 @@ def test_items_go_with_their_response() -> None:
     for owner, id in (("me", "m0"), ("other", "m2")):
         with pytest.raises(ApiError, match=r"input\[0\]: there is no item"):
             store.get_item(owner, id, "input[0]")
-    assert len(store._response_ids) == 2
+    assert len(store._items) == 2
+    store.get_item("me", "m1", "input[0]")  # is a use of r1
+    store.add("me", made(3), size)
+    assert store.get_item("me", "m1", "input[0]")["id"] == "m1"
 
 
 def test_the_prompt_of_a_response_is_counted(running: ServiceThread) -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from modelmill.serve.chat_schema import ChatRequest
+from modelmill.serve.dialects.anthropic_schema import MessagesRequest
+from modelmill.serve.dialects.llama_cpp_schema import InfillRequest
 from modelmill.serve.peer_fields import field_rows
+from modelmill.serve.responses_schema import CompactRequest
+from modelmill.serve.strict_models import StrictModel
 from tools import request_fields_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -13,4 +17,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_every_field_without_effect_is_on_the_page() -> None:
     text = (ROOT / request_fields_page.PAGE).read_text(encoding="utf-8")
-    assert all(f"| `{name}` |" in text for name, _, _ in field_rows([ChatRequest]))
+    models: list[type[StrictModel]] = [ChatRequest, CompactRequest, InfillRequest, MessagesRequest]
+    assert all(f"| `{name}` |" in text for name, _, _ in field_rows(models))
+    _, _, section = text.partition("## /completion and /infill")
+    of_llama_cpp = section.partition("##")[0]
+    for row in (
+        "| `lora` | an empty list | means off |",
+        "| `t_max_predict_ms` | any | n_predict limits the text |",
+    ):
+        assert row in of_llama_cpp, "it has another meaning there"

@@ -147,6 +147,7 @@ TAKES_PICTURES = (
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/responses/compact",
+    "/v1/responses/input_tokens",
     "/v1/segment",
     "/api/chat",
     "/api/generate",

@@ -106,6 +106,9 @@ FIELDS: dict[str, dict[str, bytes]] = {
     "/v1/responses/compact": {
         "input": b'"x"', "max_output_tokens": b"1", "instructions": b"null",
     },
+    "/v1/responses/input_tokens": {
+        "input": b'"x"', "instructions": b'"x"', "tools": b"null", "text": b"null",
+    },
     "/v1/messages": {
         "messages": b'[{"role":"user","content":"x"}]', "max_tokens": b"1", "system": b'"x"',
         "tools": b"null", "stop_sequences": b"[]", "metadata": b"{}", "thinking": b"null",

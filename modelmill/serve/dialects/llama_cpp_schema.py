@@ -38,7 +38,9 @@ class NativeFields(GenerationFields):
     n_indent: int | None = ignored("indentation is the model's")
     repeat_penalty: float | None = sampling_field("repetition_penalty")
     repeat_last_n: int | None = Field(None, ge=-1, le=MAX_INT32)
-    logit_bias: LogitBias | LogitBiasPairs | None = None  # type: ignore[assignment]
+    logit_bias: LogitBias | LogitBiasPairs | None = Field(  # type: ignore[assignment]
+        None, description="biases by token id, or a list of pairs of a token id and its bias"
+    )
     lora: Annotated[AnyItems | None, off([])] = off_only("an empty list")
     image_data: Annotated[AnyItems | None, off([])] = off_only("an empty list")
 

@@ -104,6 +104,7 @@ class OllamaVersionResponse(ResponseModel):
     """Response body of GET /api/version."""
 
     version: str
+    modelmill: str
 
 
 class OllamaShowResponse(ResponseModel):

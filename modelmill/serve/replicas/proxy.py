@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from modelmill import __version__
 from modelmill.core import log
 from modelmill.serve import errors, openai_format
+from modelmill.serve.dialects.error_form import OLLAMA_PREFIX, error_body
 from modelmill.serve.errors import ApiError
 from modelmill.serve.metrics import CONTENT_TYPE
 from modelmill.serve.replicas.affinity import prefix_digests
@@ -26,6 +27,7 @@ from modelmill.serve.stream import ClientStalled, run_while_connected, send_with
 MAX_ATTEMPTS = 3
 REPLICA_TIMEOUT = 60.0
 """Seconds to wait for a replica to accept a request."""
+STREAM_TYPES = (b"event-stream", b"x-ndjson")
 DROPPED_HEADERS = (
     b"host",
     b"authorization",
@@ -156,7 +158,7 @@ class _ProxiedRequest:
                 forwarded = [(name, value) for name, value in headers if name != b"x-request-id"]
                 start = {"type": "http.response.start", "status": status, "headers": forwarded}
                 if not any(
-                    name == b"content-type" and b"event-stream" in value
+                    name == b"content-type" and any(each in value for each in STREAM_TYPES)
                     for name, value in forwarded
                 ):
                     # a response that is not a stream is sent only when complete, so that another
@@ -186,11 +188,21 @@ class _ProxiedRequest:
         error = ApiError(
             503, "the replica ended during the response", errors.SERVER_ERROR, None, "replica_lost"
         )
-        await self._send_message(_body_chunk(openai_format.sse_event(error.body())))
+        await self._send_message(_body_chunk(_stream_error(self._head["path"], error)))
         await self._send_message(_body_chunk(b"", more=False))
 
     async def _send_message(self, message: Message) -> None:
         await send_with_timeout(self._send, message)
+
+
+def _stream_error(path: str, error: ApiError) -> bytes:
+    """An error at the end of a stream, as the dialect of its path writes it."""
+    body = error_body(path, error)
+    if path.startswith(OLLAMA_PREFIX):
+        return openai_format.dump_json(body) + b"\n"
+    if path.startswith("/v1/responses"):
+        body = {**body["error"], "type": "error", **body}
+    return openai_format.sse_event(body, body.get("type", ""))
 
 
 def merge_metrics(pages: Iterable[tuple[str, bytes]]) -> bytes:

@@ -12,15 +12,17 @@ from modelmill.request_state import RequestState
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.compaction import PROMPT, compacted_items
+from modelmill.serve.dialects.thinking import with_thinking
 from modelmill.serve.discriminated_unions import make_request
 from modelmill.serve.openai_format import Utf8JsonResponse, token_usage
 from modelmill.serve.response_input_items import Order, list_input_items
 from modelmill.serve.response_recorder import earlier_items, owner_of, resolve_references
 from modelmill.serve.response_store import input_items
 from modelmill.serve.responses_schema import CompactRequest, items_to_messages
-from modelmill.serve.routes.chat import chat_request_state
+from modelmill.serve.routes.chat import chat_request_state, make_chat_tool_parser
 from modelmill.serve.routes.common import acquire_engine, get_service, random_id, submit_requests
 from modelmill.serve.stream import wait_or_disconnect
+from modelmill.text.answer_pieces import collect_answer
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute)
@@ -66,18 +68,19 @@ async def compact(body: CompactRequest, request: Request) -> Any:
     ]
     if not items:
         raise RequestError("input is empty; give items, or previous_response_id")
-    states, handle = await submit_requests(
+    (chat, state), handle = await submit_requests(
         request,
         engine,
         _summary_request,
         body,
         items,
         engine.request_limits.max_len,
-        get_states=list,
+        get_states=lambda prepared: [prepared[1]],
     )
     await wait_or_disconnect(request, handle)
-    summary = states[0].output.outputs[0].text.strip()
-    counts = token_usage(states)
+    text = state.output.outputs[0].text
+    summary = _without_thinking(chat, engine.text_processor, state, text).strip()
+    counts = token_usage([state])
     return Utf8JsonResponse(
         {
             "id": random_id("resp", "_"),
@@ -99,7 +102,7 @@ async def compact(body: CompactRequest, request: Request) -> Any:
 
 def _summary_request(
     text_processor: TextProcessor, body: CompactRequest, items: list[Any], max_model_len: int
-) -> list[RequestState]:
+) -> tuple[ChatRequest, RequestState]:
     messages = items_to_messages(items, body.instructions)
     chat = make_request(
         ChatRequest,
@@ -111,4 +114,15 @@ def _summary_request(
         },
     )
     chat.check()
-    return [chat_request_state(text_processor, chat, max_model_len)]
+    chat = with_thinking(chat, text_processor, False)
+    return chat, chat_request_state(text_processor, chat, max_model_len)
+
+
+def _without_thinking(
+    chat: ChatRequest, text_processor: TextProcessor, state: RequestState, text: str
+) -> str:
+    """The text without the thinking of a model whose template has no switch for it."""
+    parser = make_chat_tool_parser(chat, text_processor, state)
+    if parser is None:
+        return text
+    return collect_answer([*parser.push(text), *parser.flush()]).content

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
 from modelmill.core.errors import RequestError
+from modelmill.serve.app import make_app
 from modelmill.serve.dialects.anthropic_answer import MessageBlocks, parse_input
 from modelmill.serve.dialects.anthropic_blocks import strip_billing_headers, to_chat_messages
 from modelmill.serve.dialects.anthropic_schema import MessagesRequest
+from modelmill.serve.service import Service, ServiceLimits
+from tests.serve.asgi_client import Client
 from tests.serve.dialect_calls import events, join_message
 from tests.serve.service_thread import ServiceThread
 
@@ -276,7 +280,11 @@ def test_keys_and_models_as_the_client_sends_them(running: ServiceThread) -> Non
     client = running.limited_client(api_keys=("secret",))
     refused = running.run(client.post("/v1/messages", ASK))
     assert (refused.status, refused.json["error"]["type"]) == (401, "authentication_error")
-    headers = {"x-api-key": "secret", "anthropic-version": "2023-06-01"}
+    headers = {"x-api-key": "wrong", "anthropic-version": "2023-06-01"}
+    shut_out = running.run(client.get("/v1/models", headers=headers))
+    assert (shut_out.status, shut_out.json["error"]["type"]) == (401, "authentication_error")
+    assert shut_out.json["type"] == "error"
+    headers["x-api-key"] = "secret"
     assert running.run(client.post("/v1/messages", ASK, headers=headers)).status == 200
     batch = running.run(client.post("/v1/messages/batches", {}, headers=headers))
     assert (batch.status, batch.json["error"]["type"]) == (404, "not_found_error")
@@ -289,6 +297,14 @@ def test_keys_and_models_as_the_client_sends_them(running: ServiceThread) -> Non
     assert (unknown.status, unknown.json["error"]["type"]) == (404, "not_found_error")
     missing = running.post("/v1/messages", {**ASK, "model": "nobody"})
     assert (missing.status, missing.json["error"]["type"]) == (404, "not_found_error")
+
+
+def test_a_server_without_models_lists_none() -> None:
+    service = Service({}, ServiceLimits())
+    headers = {"anthropic-version": "2023-06-01"}
+    listed = asyncio.run(Client(make_app(service)).get("/v1/models", headers=headers))
+    service.close()
+    assert listed.json == {"data": [], "has_more": False, "first_id": None, "last_id": None}
 
 
 def test_fields_that_change_nothing_are_taken(running: ServiceThread) -> None:

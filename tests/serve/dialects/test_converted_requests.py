@@ -64,3 +64,7 @@ def test_a_conversation_that_becomes_too_long_is_an_error_of_the_client() -> Non
     request = MessagesRequest.model_validate(fields)
     with pytest.raises(RequestError, match=f"^messages: must have at most {MAX_ITEMS} items$"):
         request.to_chat_request()
+    items = {"model": "m", "instructions": "s", "input": messages * (MAX_ITEMS // 2)}
+    response = ResponsesRequest.model_validate(items)
+    with pytest.raises(RequestError, match=f"^input: {MAX_ITEMS + 1} messages with instructions"):
+        response.to_chat_request()

@@ -20,6 +20,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ CHOICES = ("auto", "prebuilt", "native", "none")
 # Rows of activations of a decode step: there bandwidth counts, and calls are too short to release
 # Python's lock.
 SMALL_M_LIMIT = 16
+LOCK_SECONDS, LOCK_POLL_SECONDS = 300.0, 0.1
 # Codes of simd.h.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int, "d": ctypes.c_double}
@@ -296,14 +298,30 @@ def _compile(compiler: str, version: str, flags: tuple[str, ...], target: Path) 
 
 @contextlib.contextmanager
 def _one_process(folder: Path) -> Iterator[None]:
-    """Wait until no other process compiles into ``folder``; the kernel frees a dead one's lock."""
+    """Wait until no other process compiles into ``folder``; the kernel frees a dead one's lock.
+
+    One that was stopped (Ctrl-Z) keeps it: after ``LOCK_SECONDS``, and on a file system without
+    locks, processes race.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks: processes may race
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        ends = time.monotonic() + LOCK_SECONDS
+        while not _try_lock(descriptor) and time.monotonic() < ends:
+            time.sleep(LOCK_POLL_SECONDS)
         yield
     finally:
         os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Whether no other process holds the lock; true on a file system without locks, too."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _precompile_headers(prefix: list[str], folder: Path) -> list[str]:
