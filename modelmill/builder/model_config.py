@@ -136,6 +136,8 @@ SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "residual_scale": (0, 1),
     "embedding_scale": (0, 1),
     "expert_weights_scale": (0, 1),
+    "expert_gating_func": (0, 1),  # a softmax, where no other is read
+    "expert_group_count": (0, 1),
     "attention.temperature_scale": (0,),
 }
 """Keys that change the computation of some models, and the values that change nothing (as null)."""

@@ -207,6 +207,23 @@ BITNET_NAMES = {
 }
 STARCODER2_NAMES = {**LLAMA_NAMES, "blk.ffn_up": "mlp.c_fc", "blk.ffn_down": "mlp.c_proj"}
 
+TRANSFORMER_H_NAMES = {
+    "token_embd": "transformer.wte",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+    "blk.attn_norm": "ln_1",
+    "blk.attn_qkv": "attn.c_attn",
+    "blk.attn_output": "attn.c_proj",
+    "blk.ffn_norm": "ln_2",
+    "blk.ffn_down": "mlp.c_proj",
+}
+"""What GPT-2 and Qwen v1 have in common."""
+GPT2_NAMES = {
+    **TRANSFORMER_H_NAMES,
+    "position_embd": "transformer.wpe",
+    "blk.ffn_up": "mlp.c_fc",
+}
+
 
 # the depth of the only models whose scores are scaled by another number than a head's channels
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62

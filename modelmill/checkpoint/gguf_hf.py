@@ -27,7 +27,9 @@ from modelmill.checkpoint.gguf_delta_net import DELTA_NET_ARCHITECTURES
 from modelmill.checkpoint.gguf_dense_families import DENSE_ARCHITECTURES, LONGROPE_TENSORS
 from modelmill.checkpoint.gguf_families import (
     FURTHER_ARCHITECTURES,
+    GPT2_NAMES,
     LLAMA_NAMES,
+    TRANSFORMER_H_NAMES,
     GgufArchitecture,
     TensorPart,
 )
@@ -47,17 +49,6 @@ from modelmill.checkpoint.gguf_packed import (
 from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
-TRANSFORMER_H_NAMES = {
-    "token_embd": "transformer.wte",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-    "blk.attn_norm": "ln_1",
-    "blk.attn_qkv": "attn.c_attn",
-    "blk.attn_output": "attn.c_proj",
-    "blk.ffn_norm": "ln_2",
-    "blk.ffn_down": "mlp.c_proj",
-}
-"""What GPT-2 and Qwen v1 have in common."""
 QWEN_NAMES = {**TRANSFORMER_H_NAMES, "blk.ffn_up": "mlp.w1", "blk.ffn_gate": "mlp.w2"}
 EXPERT_PARTS = ("blk.ffn_gate_exps", "blk.ffn_up_exps", "blk.ffn_down_exps")
 QWEN_EXPERTS = {
@@ -76,11 +67,6 @@ SHARED_EXPERT_NAMES = {
     "blk.ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 MIXTRAL_NAMES = {**LLAMA_NAMES, **MIXTRAL_EXPERTS, "blk.ffn_gate_inp": "block_sparse_moe.gate"}
-GPT2_NAMES = {
-    **TRANSFORMER_H_NAMES,
-    "position_embd": "transformer.wpe",
-    "blk.ffn_up": "mlp.c_fc",
-}
 
 ROTARY_ARCHITECTURES = ("llama", "qwen", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "olmoe")
 CONSUMED_TENSORS = dict.fromkeys(
@@ -96,10 +82,10 @@ CONSUMED_TENSORS = dict.fromkeys(
         *DENSE_ARCHITECTURES,
     ),
     ("rope_freqs.weight",),
-) | {"phi3": LONGROPE_TENSORS}
+) | {"phi3": LONGROPE_TENSORS, "mistral3": (), "starcoder": ()}
 """Tensors that become the config's rope_scaling and are hidden, by architecture.
 
-GPT-2 has no RoPE.
+GPT-2 and StarCoder have no RoPE, and Ministral 3's scaling is in the metadata alone.
 """
 
 

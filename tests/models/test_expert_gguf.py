@@ -133,6 +133,9 @@ def test_every_nth_layer_has_no_window(
             "must have true or false",
         ),
         ("granite_swa", {"attention.rope_pattern": [True, False]}, "must have true or false"),
+        ("granite_swa", {"attention.rope_pattern": [["a"]] * 3}, "must have true or false"),
+        ("granite_swa", {"rope.freq_base_swa": 77.0}, "freq_base_swa is 77"),
+        ("exaone_moe", {"nextn_predict_layers": 4}, "has 4 layers, of which 4 only predict"),
         ("granite_swa", {"expert_count": 4}, "mixture of experts of architecture granite_swa"),
         ("minimax_m2", {"expert_gating_func": 1}, "scores of minimax-m2 are sigmoids"),
         ("kimi_k2", {"expert_gating_func": 3}, "expert_gating_func is 3, which is not known"),
@@ -153,10 +156,13 @@ def test_keys_that_do_not_fit(
     [
         ("ernie4_5_moe", "expert_weights_scale", 2.5),
         ("kimi_k2", "attention.temperature_scale", 0.1),  # Mistral Large 3
+        ("granitemoeshared", "expert_gating_func", 2),
+        ("minimax_m2", "expert_group_count", 4),
+        ("olmo", "expert_weights_scale", [1.0, 2.0]),
     ],
 )
 def test_keys_of_what_is_not_computed_are_refused(
-    name: str, key: str, value: float, tmp_path: Path
+    name: str, key: str, value: Any, tmp_path: Path
 ) -> None:
     path = write_broken(name, {key: value}, tmp_path)
     with pytest.raises(CheckpointError, match=key):
