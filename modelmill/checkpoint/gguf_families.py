@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -224,6 +224,12 @@ GPT2_NAMES = {
     "blk.ffn_up": "mlp.c_fc",
 }
 
+EXPERT_PARTS = ("blk.ffn_gate_exps", "blk.ffn_up_exps", "blk.ffn_down_exps")
+MIXTRAL_EXPERTS = {
+    part: f"block_sparse_moe.experts.*.{name}"
+    for part, name in zip(EXPERT_PARTS, ("w1", "w3", "w2"), strict=True)
+}
+
 
 # the depth of the only models whose scores are scaled by another number than a head's channels
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
@@ -236,7 +242,14 @@ def read_common_config(
     inner: str = "feed_forward_length",
     scaled: bool = True,
 ) -> dict[str, Any]:
-    """Read what all have; the arguments are those of ``read_rms_config``."""
+    """Read what all have.
+
+    Args:
+        keys: The file's.
+        partial: Of families that rotate a part of each head.
+        inner: The key with the channels of an MLP.
+        scaled: Whether the scaling of positions is read; else it is None.
+    """
     heads, theta = (
         keys.get_count("attention.head_count"),
         keys.get_positive_float("rope.freq_base", 10000.0),
@@ -260,24 +273,18 @@ def read_common_config(
     return config
 
 
-def read_rms_config(
-    keys: ArchitectureKeys,
-    *,
-    partial: bool = False,
-    inner: str = "feed_forward_length",
-    scaled: bool = True,
-) -> dict[str, Any]:
-    """Read what all with RMSNorm have.
+class ReadOptions(TypedDict, total=False):
+    """The arguments of ``read_common_config``."""
 
-    Args:
-        keys: The file's.
-        partial: Of families that rotate a part of each head.
-        inner: The key with the channels of an MLP.
-        scaled: Whether the scaling of positions is read; else it is None.
-    """
+    partial: bool
+    inner: str
+    scaled: bool
+
+
+def read_rms_config(keys: ArchitectureKeys, **options: Unpack[ReadOptions]) -> dict[str, Any]:
+    """Read what all with RMSNorm have."""
     eps = keys.get_positive_float("attention.layer_norm_rms_epsilon")
-    common = read_common_config(keys, partial=partial, inner=inner, scaled=scaled)
-    return {**common, "rms_norm_eps": eps}
+    return {**read_common_config(keys, **options), "rms_norm_eps": eps}
 
 
 def attention_and_mlp_bias(keys: ArchitectureKeys) -> dict[str, Any]:

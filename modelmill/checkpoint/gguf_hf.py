@@ -26,9 +26,11 @@ from modelmill.checkpoint.gguf_config import array_as_list, read_config
 from modelmill.checkpoint.gguf_delta_net import DELTA_NET_ARCHITECTURES
 from modelmill.checkpoint.gguf_dense_families import DENSE_ARCHITECTURES, LONGROPE_TENSORS
 from modelmill.checkpoint.gguf_families import (
+    EXPERT_PARTS,
     FURTHER_ARCHITECTURES,
     GPT2_NAMES,
     LLAMA_NAMES,
+    MIXTRAL_EXPERTS,
     TRANSFORMER_H_NAMES,
     GgufArchitecture,
     TensorPart,
@@ -50,14 +52,9 @@ from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
 QWEN_NAMES = {**TRANSFORMER_H_NAMES, "blk.ffn_up": "mlp.w1", "blk.ffn_gate": "mlp.w2"}
-EXPERT_PARTS = ("blk.ffn_gate_exps", "blk.ffn_up_exps", "blk.ffn_down_exps")
 QWEN_EXPERTS = {
     part: f"mlp.experts.*.{name}_proj"
     for part, name in zip(EXPERT_PARTS, ("gate", "up", "down"), strict=True)
-}
-MIXTRAL_EXPERTS = {
-    part: f"block_sparse_moe.experts.*.{name}"
-    for part, name in zip(EXPERT_PARTS, ("w1", "w3", "w2"), strict=True)
 }
 QWEN_MOE_NAMES = {**LLAMA_NAMES, **QWEN_EXPERTS, "blk.ffn_gate_inp": "mlp.gate"}
 SHARED_EXPERT_NAMES = {

@@ -15,7 +15,6 @@ from modelmill.text.hf import load_tokenizer_json
 from modelmill.text.tiktoken_vocab import TiktokenTokenizer, check_bytes
 from modelmill.text.tokenizer_base import Tokenizer, VocabInfo, call_library, replace_surrogates
 from modelmill.text.tokenizer_files import (
-    TokenizerSettings,
     check_named_tokens,
     is_token_id,
     read_json,
@@ -59,7 +58,7 @@ def load_tekken_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
         )
     special, control = _control_tokens(data, first)
     settings = read_settings(files)
-    if "tokenizer.json" in files and _names_further_tokens(settings, special):
+    if "tokenizer.json" in files and _names_further_tokens(settings.added_tokens, special):
         return load_tokenizer_json(files)
     check_named_tokens(settings.special_tokens, special, TEKKEN_FILE)
     ranks = _ranks(data, size - first)
@@ -90,9 +89,9 @@ def load_tekken_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     return TekkenTokenizer(encoding, traits, first)
 
 
-def _names_further_tokens(settings: TokenizerSettings, special: Container[str]) -> bool:
-    """Whether tokenizer_config.json has names that tekken.json does not: one trained further."""
-    texts = (str(entry["content"]) for entry in settings.added_tokens.values())
+def _names_further_tokens(added: Mapping[int, Mapping[str, Any]], special: Container[str]) -> bool:
+    """Whether tokenizer_config.json adds tokens that tekken.json does not have."""
+    texts = (str(entry["content"]) for entry in added.values())
     return any(text not in special and not SPARE_TOKEN.fullmatch(text) for text in texts)
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from modelmill.accept.reference.gguf_sizes import metadata_reader, rope_scaling_options
+from modelmill.accept.reference.gguf_sizes import (
+    grouped_router,
+    metadata_reader,
+    rope_scaling_options,
+)
 from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import RawContainer
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
@@ -270,7 +274,7 @@ def _deepseek(facts: Mapping[str, Any], fact: Callable[..., Any]) -> dict[str, A
 
 def _deepseek_model_type(facts: Mapping[str, Any]) -> str:
     """Return the family; GLM-4.7-Flash, known by its sizes, has sigmoids also without the key."""
-    if "deepseek2.expert_count" not in facts:
+    if not int(facts.get("deepseek2.expert_count", 0)):
         return "youtu"
     predicted = int(facts.get("deepseek2.nextn_predict_layers", 0))
     layers = int(facts["deepseek2.block_count"]) - predicted
@@ -286,13 +290,7 @@ def _grouped_experts(fact: Callable[..., Any], names: list[str]) -> dict[str, An
     predicted = int(fact("nextn_predict_layers", 0))
     return {
         "num_hidden_layers": int(fact("block_count")) - predicted,
-        "n_routed_experts": int(fact("expert_count")),
-        "num_experts_per_tok": int(fact("expert_used_count")),
-        "first_k_dense_replace": int(fact("leading_dense_block_count", 0)),
-        "routed_scaling_factor": float(fact("expert_weights_scale", 1.0)),
-        "norm_topk_prob": bool(fact("expert_weights_norm", True)),
-        "n_group": int(fact("expert_group_count", 1)),
-        "topk_group": int(fact("expert_group_used_count", 1)),
+        **grouped_router(fact, normalized=True),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in names,
     }
 
