@@ -87,7 +87,9 @@ GPT-2 and StarCoder have no RoPE, and Ministral 3's scaling is in the metadata a
 
 
 ARCHITECTURES = {
-    "llama": GgufArchitecture(LLAMA_NAMES, "model.layers", has_permuted_qk=True),
+    "llama": GgufArchitecture(
+        LLAMA_NAMES, "model.layers", has_permuted_qk=True, alike_types=("mistral",)
+    ),
     "qwen": GgufArchitecture(QWEN_NAMES, "transformer.h"),
     "qwen2": GgufArchitecture(LLAMA_NAMES, "model.layers"),
     "qwen3": GgufArchitecture(LLAMA_NAMES, "model.layers"),
@@ -116,7 +118,11 @@ REFUSED_ARCHITECTURES = {
 """Architectures whose files lack what the model computes with, and what that is."""
 
 
-WITH_EXPERTS = {"llama": replace(ARCHITECTURES["llama"], names=MIXTRAL_NAMES, model_type="mixtral")}
+WITH_EXPERTS = {
+    "llama": replace(
+        ARCHITECTURES["llama"], names=MIXTRAL_NAMES, model_type="mixtral", alike_types=()
+    )
+}
 """Architectures that are another family where the file has experts."""
 
 
