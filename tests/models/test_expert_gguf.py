@@ -118,6 +118,19 @@ def test_every_nth_layer_has_no_window(
     check_gguf(replace(case, gguf=own), tmp_path)
 
 
+@pytest.mark.parametrize(("name", "period"), [("granite_swa", 2), ("olmo3", 2), ("olmo3", None)])
+def test_a_period_in_the_place_of_a_list(name: str, period: int | None, tmp_path: Path) -> None:
+    """Of families whose converter writes a list; the second reading knows a number, too."""
+    types = ["sliding_attention"] * 4
+    types[(period or 4) - 1 :: period or 4] = ["full_attention"] * (4 // (period or 4))
+    changes = {"num_hidden_layers": 4, "layer_types": types}
+    case = with_changes(name, changes | ({} if name == "olmo3" else {"layer_rope_theta": None}))
+    assert case.gguf is not None
+    facts, key = case.gguf.facts, "attention.sliding_window_pattern"
+    own = replace(case.gguf, facts=lambda raw: {**facts(raw), key: period})
+    check_gguf(replace(case, gguf=own), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("gating", "name"),
     [(1, "dots1"), (2, "ernie4_5_moe"), (1, "exaone_moe"), (1, "minimax_m2"), (1, "solar_open")],

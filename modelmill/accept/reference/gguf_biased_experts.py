@@ -13,13 +13,13 @@ from modelmill.accept.reference.gguf_sizes import (
     decoder_config,
     grouped_router,
     metadata_reader,
+    window_layer_types,
     with_scaling,
 )
 from modelmill.accept.reference.gguf_source import GROUPED_EXPERTS, GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
 DOTS1, ERNIE, EXAONE, MINIMAX = "dots1", "ernie4_5-moe", "exaone-moe", "minimax-m2"
-PERIOD = 4
 
 
 def dots1_config(container: RawContainer) -> dict[str, Any]:
@@ -33,14 +33,10 @@ def exaone_moe_config(container: RawContainer) -> dict[str, Any]:
     """Return the config of K-EXAONE, as far as the reference reads it."""
     fact = metadata_reader(container)
     config = with_scaling(container, decoder_config(container, "exaone_moe"))
-    pattern = fact("attention.sliding_window_pattern")
-    if pattern is None or isinstance(pattern, int):
-        every = pattern or PERIOD
-        pattern = [(layer + 1) % every for layer in range(config["num_hidden_layers"])]
     return config | grouped_router(fact, normalized=False) | {
         "num_experts": int(fact("expert_count")),
         "sliding_window": int(fact("attention.sliding_window")),
-        "layer_types": ["sliding_attention" if each else "full_attention" for each in pattern],
+        "layer_types": window_layer_types(fact, config["num_hidden_layers"]),
     }  # fmt: skip
 
 

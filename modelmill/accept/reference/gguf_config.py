@@ -9,6 +9,7 @@ from modelmill.accept.reference.gguf_sizes import (
     grouped_router,
     metadata_reader,
     rope_scaling_options,
+    window_layer_types,
 )
 from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import RawContainer
@@ -172,7 +173,7 @@ def other_architecture_config(container: RawContainer, architecture: str) -> dic
         "use_parallel_residual": bool(fact("use_parallel_residual", True)),
         **({} if window is None else {"sliding_window": int(window)}),
         **({"rope_scaling": scaling} if scaling and architecture not in OWN_SCALING else {}),
-        **(_layers_with_window(fact, layers) if architecture == "exaone4" else {}),
+        "layer_types": window_layer_types(fact, layers) if architecture == "exaone4" else None,
         **(_gemma(facts, architecture, sizes) if "gemma" in architecture else {}),
         **(_granitemoe(facts, fact) if architecture == "granitemoe" else {}),
         **(_baichuan(layers) if architecture == "baichuan" else {}),
@@ -183,14 +184,6 @@ def other_architecture_config(container: RawContainer, architecture: str) -> dic
         **(_grouped_experts(fact, names) if architecture in GROUPED and experts else {}),
         **(_deepseek(facts, fact) if architecture == "deepseek2" else {}),
     }
-
-
-def _layers_with_window(fact: Callable[..., Any], layers: int) -> dict[str, Any]:
-    """Return which layers have a window: from a list, or all but every n-th, the fourth."""
-    pattern = fact("attention.sliding_window_pattern", 4)
-    if isinstance(pattern, int):
-        pattern = [(layer + 1) % pattern for layer in range(layers)]
-    return {"layer_types": ["sliding_attention" if each else "" for each in pattern]}
 
 
 def _expert_counts(fact: Callable[..., Any]) -> dict[str, Any]:

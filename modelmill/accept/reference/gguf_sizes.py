@@ -63,6 +63,14 @@ def with_scaling(container: RawContainer, config: dict[str, Any]) -> dict[str, A
     return config | ({"rope_scaling": scaling} if scaling else {})
 
 
+def window_layer_types(fact: Callable[..., Any], layers: int) -> list[str]:
+    """Return which layers have a window: from a list, or all but every n-th, unnamed the fourth."""
+    pattern = fact("attention.sliding_window_pattern", 4)
+    if isinstance(pattern, int):
+        pattern = [(layer + 1) % pattern for layer in range(layers)]
+    return ["sliding_attention" if each else "full_attention" for each in pattern]
+
+
 def grouped_router(fact: Callable[..., Any], *, normalized: bool) -> dict[str, Any]:
     """Return a router of DeepSeek-V3's kind; normalized: whether weights sum to 1 without a key."""
     return {
