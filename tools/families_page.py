@@ -50,7 +50,8 @@ text half is read, as `qwen3_5_text`, `qwen3_5_moe_text`, `gemma3_text`, (both) 
 [recurrent state](recurrent-state.md).
 Older files of Falcon (`RefinedWeb`, `RefinedWebModel`) are read as `falcon`.
 
-GGUFs of `qwen3_next` are read as `qwen3_5_moe_text`, those of `kimi_k2` and `glm4_moe_lite` as
+GGUFs of `qwen3_next` are read as `qwen3_5_moe_text`, which computes the same from matrices that are
+apart. Those of `mistral` are read as `llama`, those of `kimi_k2` and `glm4_moe_lite` as
 `deepseek_v3`, and those of `solar_open` as `glm4_moe`: llama.cpp's converter writes both alike, and
 they compute the same.
 

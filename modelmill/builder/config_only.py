@@ -31,6 +31,7 @@ from modelmill.checkpoint.side_files import read_json
 from modelmill.checkpoint.text_half import language_model_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.model_family import LANGUAGE, checkpoint_tensors, family_options
+from modelmill.core.quoting import quote
 from modelmill.nn.linear import Linear
 from modelmill.weights.int4 import resolve_group_size
 
@@ -195,16 +196,13 @@ def compressed_layouts(
         half: Whether the scales are of 16 bits with a mantissa of 10.
     """
     [group] = settings["config_groups"].values()
-    weights, ignored = group["weights"], [str(each) for each in settings.get("ignore") or []]
+    weights, ignored = group["weights"], ignored_modules(settings.get("ignore"), scheme.path)
     symmetric = weights.get("symmetric", True)
     size = weights["group_size"] if weights.get("strategy") == "group" else -1
     layouts = {}
     for name in matrices:
         module, (rows, columns) = name.removesuffix(".weight"), infos[name].shape
-        if any(
-            re.match(each[3:], module) if each.startswith("re:") else each == module
-            for each in ignored
-        ):
+        if any(pattern.match(module) for pattern in ignored):
             continue
         layouts[name] = QuantLayout(
             scheme.label,
@@ -216,6 +214,34 @@ def compressed_layouts(
             torch.float16 if half and symmetric else torch.float32,
         )
     return layouts
+
+
+def ignored_modules(names: Any, path: Path) -> list[re.Pattern[str]]:
+    """Return the patterns of modules that compressed-tensors leaves out.
+
+    Raises:
+        CheckpointError: for what is no list of names and patterns, and for patterns that could take
+            a hostile time.
+    """
+    names = [] if names is None else names
+    if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
+        raise CheckpointError(f"{path}: ignore must be a list of names, not {quote(names, 60)}")
+    patterns = []
+    for name in names:
+        is_pattern, text = name.startswith("re:"), name.removeprefix("re:")
+        # the time is exponential for a repeated group, and a power for several repetitions
+        if is_pattern and (re.search(r"\)[*+{]", text) or len(re.findall(r"[*+{]", text)) > 4):
+            raise CheckpointError(
+                f"{path}: the pattern {quote(name, 60)} in ignore is too complex to plan without "
+                "weights; fetch the weights"
+            )
+        try:
+            patterns.append(re.compile(text if is_pattern else rf"{re.escape(text)}\Z"))
+        except (re.error, RecursionError, OverflowError):
+            raise CheckpointError(
+                f"{path}: ignore has {quote(name, 60)}, which is no regular expression"
+            ) from None
+    return patterns
 
 
 def _scheme_layout(scheme: GptqScheme | AwqScheme, rows: int, columns: int) -> QuantLayout:

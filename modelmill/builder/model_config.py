@@ -64,6 +64,7 @@ RUNTIME_KEYS = frozenset((
     "use_cache", "return_dict", "use_return_dict", "output_hidden_states", "output_attentions",
     "output_scores", "torchscript", "use_bfloat16", "tf_legacy_loss", "chunk_size_feed_forward",
     "attn_implementation", "experts_implementation", "use_flash_attn", "is_decoder",
+    "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
     "tie_last_hidden_states", "tie_encoder_decoder", "cross_attention_hidden_size", "output_past",
 ))  # fmt: skip
 """Choices among implementations of the same computation."""
@@ -136,6 +137,8 @@ SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "residual_scale": (0, 1),
     "embedding_scale": (0, 1),
     "expert_weights_scale": (0, 1),
+    "expert_gating_func": (0, 1),  # a softmax, where no other is read
+    "expert_group_count": (0, 1),
     "attention.temperature_scale": (0,),
 }
 """Keys that change the computation of some models, and the values that change nothing (as null)."""

@@ -13,7 +13,12 @@ from modelmill.checkpoint.gguf_config import (
     head_dim,
     read_window_layer_types,
 )
-from modelmill.checkpoint.gguf_families import LLAMA_NAMES, GgufArchitecture, read_rms_config
+from modelmill.checkpoint.gguf_families import (
+    LLAMA_NAMES,
+    MIXTRAL_EXPERTS,
+    GgufArchitecture,
+    read_rms_config,
+)
 from modelmill.checkpoint.gguf_group_limited_experts import (
     EXPERT_NAMES,
     read_grouped_experts,
@@ -27,11 +32,9 @@ ERNIE_NAMES = {**DOTS1_NAMES, "blk.exp_probs_b": "mlp.moe_statics.e_score_correc
 EXAONE_NAMES = {**DOTS1_NAMES, "blk.exp_probs_b": "mlp.e_score_correction_bias"}
 MINIMAX_NAMES = {
     **LLAMA_NAMES,
+    **MIXTRAL_EXPERTS,
     "blk.ffn_gate_inp": "block_sparse_moe.gate",
     "blk.exp_probs_b": "block_sparse_moe.e_score_correction_bias",
-    "blk.ffn_gate_exps": "block_sparse_moe.experts.*.w1",
-    "blk.ffn_up_exps": "block_sparse_moe.experts.*.w3",
-    "blk.ffn_down_exps": "block_sparse_moe.experts.*.w2",
 }
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -83,12 +84,34 @@ def read_config(
     config.update({name: value for name, value in ids.items() if not isinstance(value, list)})
     if isinstance(ids.get("eos_token_id"), list):
         config["eos_token_id"] = ids["eos_token_id"][0]
-    unread = {key: value for key, value in keys.view.unread().items() if key.startswith(f"{arch}.")}
+    unread = {
+        key: array_as_list(value)
+        for key, value in keys.view.unread().items()
+        if key.startswith(f"{arch}.")
+    }
+    _check_windowed_base(keys, unread)
     # full attention, as in llama.cpp: a window as long as the context is equal to it
     window, context = f"{arch}.attention.sliding_window", keys.get_count("context_length")
     if isinstance(unread.get(window), int) and not 0 < unread[window] < context:
         del unread[window]
     return config, {**ids, **_sampling_defaults(raw)}, unread
+
+
+def _check_windowed_base(keys: ArchitectureKeys, unread: dict[str, Any]) -> None:
+    """Check, and take from the unread keys, the base of layers with a window: that of all layers.
+
+    Raises:
+        UnknownArchitecture: for another base in a family with windows that does not read it.
+    """
+    key = f"{keys.arch}.rope.freq_base_swa"
+    if key not in unread or f"{keys.arch}.{WINDOW}" in unread or WINDOW not in keys:
+        return
+    local, theta = unread.pop(key), keys.get_positive_float("rope.freq_base", 10000.0)
+    if local != keys.raw.metadata.get(f"{keys.arch}.rope.freq_base", theta):
+        raise UnknownArchitecture(
+            f"{keys.raw.path}: the key {key} is {str(local)[:40]}; modelmill computes layers with "
+            f"a window of {keys.arch} with rope.freq_base ({theta:g})"
+        )
 
 
 def _sampling_defaults(raw: GgufFile) -> dict[str, Any]:
@@ -151,6 +174,11 @@ class ArchitectureKeys:
             )
         return value
 
+    def is_nonzero(self, key: str) -> bool:
+        """Read whether the file has a key that is not 0, of those where 0 means none."""
+        value = self.view.get(f"{self.arch}.{key}")
+        return value is not None and not (type(value) in (int, float) and value == 0)
+
     def has_tensor(self, tensor: str) -> bool:
         """Return whether the file has a tensor."""
         return tensor in self.raw.names()
@@ -163,6 +191,27 @@ ConfigReader = Callable[[ArchitectureKeys], dict[str, Any]]
 def array_as_list(value: Any) -> Any:
     """Return a list of an array; other values as they are."""
     return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def read_layer_flags(keys: ArchitectureKeys, key: str, layers: int) -> list[bool]:
+    """Read a key with true or false for each layer.
+
+    Raises:
+        CorruptCheckpoint: for anything else.
+    """
+    stored = keys.view.get(f"{keys.arch}.{key}")
+    listed = array_as_list(stored)
+    # a list of lists cannot be in a set
+    if (
+        not isinstance(listed, list)
+        or len(listed) != layers
+        or any(v not in (0, 1) for v in listed)
+    ):
+        raise CorruptCheckpoint(
+            f"{keys.raw.path}: the key {keys.arch}.{key} must have true or false for each of the "
+            f"{layers} layers; it is {str(stored)[:60]}"
+        )
+    return [bool(each) for each in listed]
 
 
 def read_window_layer_types(keys: ArchitectureKeys, layers: int) -> list[str]:
@@ -178,19 +227,14 @@ def read_window_layer_types(keys: ArchitectureKeys, layers: int) -> list[str]:
         period = keys.get_count(WINDOW_PATTERN, DEFAULT_WINDOW_PERIOD)
         windowed = [(layer + 1) % period != 0 for layer in range(layers)]
     else:
-        listed = array_as_list(stored)
-        if not isinstance(listed, list) or len(listed) != layers or set(listed) - {0, 1}:
-            raise CorruptCheckpoint(
-                f"{keys.raw.path}: the key {keys.arch}.{WINDOW_PATTERN} must have true or false "
-                f"for each of the {layers} layers; it is {str(stored)[:60]}"
-            )
-        windowed = [bool(each) for each in listed]
+        windowed = read_layer_flags(keys, WINDOW_PATTERN, layers)
     return ["sliding_attention" if each else "full_attention" for each in windowed]
 
 
 def _shortest_decimal(value: float) -> float:
     """Return the shortest decimal of a float32: GGUF stores float32, config.json had 1e-05."""
-    narrow = np.float32(value)
+    with np.errstate(over="ignore"):  # infinity is no shorter
+        narrow = np.float32(value)
     return float(str(narrow)) if float(narrow) == value else float(value)
 
 
@@ -277,16 +321,29 @@ def _experts(keys: ArchitectureKeys, count: int, model_type: str) -> dict[str, A
 def rope_scaling(keys: ArchitectureKeys, theta: float) -> dict[str, Any] | None:
     """Return config.json's rope_scaling; None without scaling."""
     raw = keys.raw
+    with name_file(raw):
+        if not keys.has_tensor("rope_freqs.weight"):
+            return gguf_rope_scaling.from_metadata(keys.view, keys.arch)
+        info = raw.tensor_info("rope_freqs.weight")
+        if info.shape != (head_dim(keys) // 2,):
+            raise CorruptCheckpoint(
+                f"rope_freqs.weight has {list(info.shape)}, not one a frequency"
+            )
+        factors = raw.get("rope_freqs.weight").float().tolist()
+        return gguf_rope_scaling.from_tensor(keys.view, keys.arch, factors, theta)
+
+
+def multiplied_rope_scaling(keys: ArchitectureKeys, share: float = 1.0) -> dict[str, Any] | None:
+    """Return rope_scaling where YaRN's temperature is multiplied; share: see from_multiplied."""
+    with name_file(keys.raw):
+        return gguf_rope_scaling.from_multiplied(keys.view, keys.arch, share)
+
+
+@contextmanager
+def name_file(raw: GgufFile) -> Iterator[None]:
+    """Put the file's path in front of the errors within."""
     try:
-        if keys.has_tensor("rope_freqs.weight"):
-            info = raw.tensor_info("rope_freqs.weight")
-            if info.shape != (head_dim(keys) // 2,):
-                raise CorruptCheckpoint(
-                    f"rope_freqs.weight has {list(info.shape)}, not one a frequency"
-                )
-            factors = raw.get("rope_freqs.weight").float().tolist()
-            return gguf_rope_scaling.from_tensor(keys.view, keys.arch, factors, theta)
-        return gguf_rope_scaling.from_metadata(keys.view, keys.arch)
+        yield
     except CheckpointError as error:
         raise type(error)(f"{raw.path}: {error}") from None
 

@@ -13,6 +13,8 @@ from modelmill.checkpoint.gguf_config import (
     WINDOW,
     ArchitectureKeys,
     head_dim,
+    multiplied_rope_scaling,
+    name_file,
     read_window_layer_types,
 )
 from modelmill.checkpoint.gguf_families import (
@@ -25,8 +27,8 @@ from modelmill.checkpoint.gguf_families import (
     read_common_config,
     read_rms_config,
 )
-from modelmill.checkpoint.gguf_rope_scaling import from_longrope_factors, from_metadata
-from modelmill.core.errors import CheckpointError, CorruptCheckpoint, UnknownArchitecture
+from modelmill.checkpoint.gguf_rope_scaling import from_longrope_factors
+from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
 PLAIN_MLP_NAMES = {name: hf for name, hf in LLAMA_NAMES.items() if name != "blk.ffn_gate"}
 PHI3_NAMES = {**GLM_NAMES, "blk.attn_qkv": "self_attn.qkv_proj"}
@@ -37,7 +39,7 @@ SEED_OSS_NAMES = {
 LONGROPE_TENSORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 OLMO_EPS = 1e-5  # of all models; config.json has none
 LAYER_NORM_EPS = "attention.layer_norm_epsilon"
-MULTIPLIER, TEMPERATURE = "rope.scaling.yarn_log_multiplier", "attention.temperature_scale"
+TEMPERATURE = "attention.temperature_scale"
 
 
 def _arcee(keys: ArchitectureKeys) -> dict[str, Any]:
@@ -94,10 +96,9 @@ def _olmo(keys: ArchitectureKeys) -> dict[str, Any]:
             f"{OLMO_EPS}"
         )
     bound = "attention.clamp_kqv"
-    stored = keys.view.get(f"{keys.arch}.{bound}")
     return {
         **read_common_config(keys),
-        "clip_qkv": keys.get_positive_float(bound) if stored else None,
+        "clip_qkv": keys.get_positive_float(bound) if keys.is_nonzero(bound) else None,
         "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
     }
 
@@ -128,7 +129,6 @@ def _phi3(keys: ArchitectureKeys) -> dict[str, Any]:
         CheckpointError: for factors of LongRoPE that do not fit, or an unknown scaling.
     """
     trained = "rope.scaling.original_context_length"
-    has_window = bool(keys.view.get(f"{keys.arch}.{WINDOW}"))
     has_factors = any(keys.has_tensor(name) for name in LONGROPE_TENSORS)
     scaling = _longrope(keys) if has_factors else None
     config = read_rms_config(keys, partial=True, scaled=not has_factors)
@@ -137,7 +137,7 @@ def _phi3(keys: ArchitectureKeys) -> dict[str, Any]:
         **config,
         "rope_scaling": scaling or config["rope_scaling"],
         "original_max_position_embeddings": keys.get_count(trained, context),
-        "sliding_window": keys.get_count(WINDOW) if has_window else None,
+        "sliding_window": keys.get_count(WINDOW) if keys.is_nonzero(WINDOW) else None,
     }
 
 
@@ -158,16 +158,14 @@ def _longrope(keys: ArchitectureKeys) -> dict[str, Any]:
                 f"{rotated // 2} frequencies"
             )
         lists.append(raw.get(name).float().tolist())
-    try:
+    with name_file(raw):
         return from_longrope_factors(keys.view, keys.arch, lists[1], lists[0])
-    except CheckpointError as error:
-        raise type(error)(f"{raw.path}: {error}") from None
 
 
 def _mistral3(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Ministral 3, or, without a temperature, the text half of a Mistral 3, a Mistral."""
     config = {**read_rms_config(keys, scaled=False), "head_dim": head_dim(keys)}
-    scaling = _scaling_with_multiplier(keys)
+    scaling = multiplied_rope_scaling(keys)
     if TEMPERATURE not in keys:
         return {**config, "model_type": "mistral", "rope_scaling": scaling}
     if scaling is None or scaling["rope_type"] != "yarn":
@@ -179,22 +177,6 @@ def _mistral3(keys: ArchitectureKeys) -> dict[str, Any]:
     theta = config.pop("rope_theta")
     rope = {"rope_theta": theta, **scaling, "llama_4_scaling_beta": slope}
     return {**config, "model_type": "ministral3", "rope_scaling": None, "rope_parameters": rope}
-
-
-def _scaling_with_multiplier(keys: ArchitectureKeys) -> dict[str, Any] | None:
-    """Read the scaling; the multiplier is ``mscale_all_dim``, which ``mscale`` equals."""
-    others = {k: v for k, v in keys.raw.metadata.items() if k != f"{keys.arch}.{MULTIPLIER}"}
-    for key in others:
-        if key.startswith(f"{keys.arch}.rope.scal"):
-            keys.view.get(key)
-    try:
-        scaling = from_metadata(others, keys.arch)
-    except CheckpointError as error:
-        raise type(error)(f"{keys.raw.path}: {error}") from None
-    if scaling is None or not keys.view.get(f"{keys.arch}.{MULTIPLIER}"):
-        return scaling
-    mscale = keys.get_positive_float(MULTIPLIER)
-    return {**scaling, "mscale": mscale, "mscale_all_dim": mscale}
 
 
 def _starcoder(keys: ArchitectureKeys) -> dict[str, Any]:

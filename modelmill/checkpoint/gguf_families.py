@@ -223,6 +223,12 @@ BITNET_NAMES = {
 }
 STARCODER2_NAMES = {**LLAMA_NAMES, "blk.ffn_up": "mlp.c_fc", "blk.ffn_down": "mlp.c_proj"}
 
+EXPERT_PARTS = ("blk.ffn_gate_exps", "blk.ffn_up_exps", "blk.ffn_down_exps")
+MIXTRAL_EXPERTS = {
+    part: f"block_sparse_moe.experts.*.{name}"
+    for part, name in zip(EXPERT_PARTS, ("w1", "w3", "w2"), strict=True)
+}
+
 
 # the depth of the only models whose scores are scaled by another number than a head's channels
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
@@ -266,19 +272,18 @@ def read_common_config(
     return config
 
 
-class CommonOptions(TypedDict, total=False):
-    """Arguments of ``read_common_config``."""
+class ReadOptions(TypedDict, total=False):
+    """The arguments of ``read_common_config``."""
 
     partial: bool
     inner: str
     scaled: bool
 
 
-def read_rms_config(keys: ArchitectureKeys, **options: Unpack[CommonOptions]) -> dict[str, Any]:
-    """Read what all with RMSNorm have; options: those of ``read_common_config``."""
+def read_rms_config(keys: ArchitectureKeys, **options: Unpack[ReadOptions]) -> dict[str, Any]:
+    """Read what all with RMSNorm have."""
     eps = keys.get_positive_float("attention.layer_norm_rms_epsilon")
-    common = read_common_config(keys, **options)
-    return {**common, "rms_norm_eps": eps}
+    return {**read_common_config(keys, **options), "rms_norm_eps": eps}
 
 
 def attention_and_mlp_bias(keys: ArchitectureKeys) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from modelmill.checkpoint.gguf_config import (
     WINDOW,
     ArchitectureKeys,
-    array_as_list,
+    read_layer_flags,
     read_window_layer_types,
 )
 from modelmill.checkpoint.gguf_families import (
@@ -16,7 +16,6 @@ from modelmill.checkpoint.gguf_families import (
     granite_factors,
     read_rms_config,
 )
-from modelmill.core.errors import CorruptCheckpoint
 
 NAMES = {**LLAMA_NAMES, "blk.attn_sinks": "self_attn.sinks"}
 ROTATED = "attention.rope_pattern"
@@ -31,30 +30,15 @@ def _granite_swa(keys: ArchitectureKeys) -> dict[str, Any]:
     config = {**read_rms_config(keys), **granite_factors(keys)}
     layers = config["num_hidden_layers"]
     theta = config["rope_theta"]
+    rotated = read_layer_flags(keys, ROTATED, layers) if ROTATED in keys else [True] * layers
     return {
         **config,
         "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
         "mlp_bias": keys.has_tensor("blk.0.ffn_up.bias"),
         "sliding_window": keys.get_count(WINDOW),
         "layer_types": read_window_layer_types(keys, layers),
-        "layer_rope_theta": [theta if each else 0 for each in _rotated_layers(keys, layers)],
+        "layer_rope_theta": [theta if each else 0 for each in rotated],
     }
-
-
-def _rotated_layers(keys: ArchitectureKeys, layers: int) -> list[bool]:
-    """Read which layers rotate.
-
-    Raises:
-        CorruptCheckpoint: for what does not say it of each layer.
-    """
-    stored = keys.view.get(f"{keys.arch}.{ROTATED}")
-    listed = [True] * layers if stored is None else array_as_list(stored)
-    if not isinstance(listed, list) or len(listed) != layers or set(listed) - {0, 1}:
-        raise CorruptCheckpoint(
-            f"{keys.raw.path}: the key {keys.arch}.{ROTATED} must have true or false for each of "
-            f"the {layers} layers; it is {str(stored)[:60]}"
-        )
-    return [bool(each) for each in listed]
 
 
 GRANITE_SWA_ARCHITECTURES = {

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.checkpoint.gguf_config import ArchitectureKeys, head_dim
+from modelmill.checkpoint.gguf_config import (
+    ArchitectureKeys,
+    head_dim,
+    multiplied_rope_scaling,
+)
 from modelmill.checkpoint.gguf_families import LLAMA_NAMES, GgufArchitecture, read_rms_config
-from modelmill.checkpoint.gguf_rope_scaling import from_metadata
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
 SOFTMAX_GATING, SIGMOID_GATING = 1, 2
@@ -92,10 +95,19 @@ def _glm4_moe(keys: ArchitectureKeys) -> dict[str, Any]:
 
 
 def read_grouped_experts(keys: ArchitectureKeys) -> dict[str, Any]:
-    """Read the router and the sizes of experts, and the depth without layers that predict."""
-    predicted = keys.get_count("nextn_predict_layers", 0)
+    """Read the router and the sizes of experts, and the depth without layers that predict.
+
+    Raises:
+        CorruptCheckpoint: if no other layers are left.
+    """
+    blocks, predicted = keys.get_count("block_count"), keys.get_count("nextn_predict_layers", 0)
+    if predicted >= blocks:
+        raise CorruptCheckpoint(
+            f"{keys.raw.path}: has {blocks} layers, of which {predicted} only predict "
+            f"({keys.arch}.nextn_predict_layers)"
+        )
     return {
-        "num_hidden_layers": keys.get_count("block_count") - predicted,
+        "num_hidden_layers": blocks - predicted,
         "n_routed_experts": keys.get_count("expert_count"),
         "num_experts_per_tok": keys.get_count("expert_used_count"),
         "n_shared_experts": keys.get_count("expert_shared_count"),
@@ -111,7 +123,7 @@ def read_grouped_experts(keys: ArchitectureKeys) -> dict[str, Any]:
 def _deepseek(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read DeepSeek-V2, whose experts have softmax, V3, whose experts have sigmoids, or Youtu."""
     attention = _latent_attention(keys)
-    if "expert_count" not in keys:
+    if not keys.is_nonzero("expert_count"):
         return {"model_type": "youtu", **attention, **_without_experts(keys)}
     experts = read_grouped_experts(keys)
     if _deepseek_gating(keys, experts["num_hidden_layers"]) == SIGMOID_GATING:
@@ -165,7 +177,7 @@ def _latent_attention(keys: ArchitectureKeys) -> dict[str, Any]:
         "num_key_value_heads": heads,
         "max_position_embeddings": keys.get_count("context_length"),
         "rope_theta": keys.get_positive_float("rope.freq_base", 10000.0),
-        "rope_scaling": _deepseek_scaling(keys),
+        "rope_scaling": multiplied_rope_scaling(keys, share=0.1),
         "rms_norm_eps": keys.get_positive_float("attention.layer_norm_rms_epsilon"),
         "q_lora_rank": keys.get_count(rank) if rank in keys else None,
         "kv_lora_rank": keys.get_count("attention.kv_lora_rank"),
@@ -174,21 +186,6 @@ def _latent_attention(keys: ArchitectureKeys) -> dict[str, Any]:
         "v_head_dim": keys.get_count(f"attention.value_length{mla}"),
         "attention_bias": keys.has_tensor("blk.0.attn_kv_a_mqa.bias"),
     }
-
-
-def _deepseek_scaling(keys: ArchitectureKeys) -> dict[str, Any] | None:
-    """Read YaRN; the multiplier is a tenth of ``mscale_all_dim``, which ``mscale`` equals."""
-    multiplier = "rope.scaling.yarn_log_multiplier"
-    mscale = 10 * keys.get_positive_float(multiplier) if multiplier in keys else 0.0
-    others = {k: v for k, v in keys.raw.metadata.items() if k != f"{keys.arch}.{multiplier}"}
-    for key in others:
-        if key.startswith(f"{keys.arch}.rope.scaling."):
-            keys.view.get(key)
-    scaling = from_metadata(others, keys.arch)
-    if scaling is None or not mscale:
-        return scaling
-    mscale = float(f"{mscale:.6g}")  # a tenth in float32
-    return {**scaling, "mscale": mscale, "mscale_all_dim": mscale}
 
 
 GROUPED_EXPERT_ARCHITECTURES = {

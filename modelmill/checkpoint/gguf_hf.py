@@ -26,9 +26,11 @@ from modelmill.checkpoint.gguf_config import array_as_list, read_config
 from modelmill.checkpoint.gguf_delta_net import DELTA_NET_ARCHITECTURES
 from modelmill.checkpoint.gguf_dense_families import DENSE_ARCHITECTURES, LONGROPE_TENSORS
 from modelmill.checkpoint.gguf_families import (
+    EXPERT_PARTS,
     FURTHER_ARCHITECTURES,
     GPT2_NAMES,
     LLAMA_NAMES,
+    MIXTRAL_EXPERTS,
     TRANSFORMER_H_NAMES,
     GgufArchitecture,
     TensorPart,
@@ -50,14 +52,9 @@ from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
 QWEN_NAMES = {**TRANSFORMER_H_NAMES, "blk.ffn_up": "mlp.w1", "blk.ffn_gate": "mlp.w2"}
-EXPERT_PARTS = ("blk.ffn_gate_exps", "blk.ffn_up_exps", "blk.ffn_down_exps")
 QWEN_EXPERTS = {
     part: f"mlp.experts.*.{name}_proj"
     for part, name in zip(EXPERT_PARTS, ("gate", "up", "down"), strict=True)
-}
-MIXTRAL_EXPERTS = {
-    part: f"block_sparse_moe.experts.*.{name}"
-    for part, name in zip(EXPERT_PARTS, ("w1", "w3", "w2"), strict=True)
 }
 QWEN_MOE_NAMES = {**LLAMA_NAMES, **QWEN_EXPERTS, "blk.ffn_gate_inp": "mlp.gate"}
 SHARED_EXPERT_NAMES = {
@@ -82,15 +79,17 @@ CONSUMED_TENSORS = dict.fromkeys(
         *DENSE_ARCHITECTURES,
     ),
     ("rope_freqs.weight",),
-) | {"phi3": LONGROPE_TENSORS}
+) | {"phi3": LONGROPE_TENSORS, "mistral3": (), "starcoder": ()}
 """Tensors that become the config's rope_scaling and are hidden, by architecture.
 
-GPT-2 has no RoPE.
+GPT-2 and StarCoder have no RoPE, and Ministral 3's scaling is in the metadata alone.
 """
 
 
 ARCHITECTURES = {
-    "llama": GgufArchitecture(LLAMA_NAMES, "model.layers", has_permuted_qk=True),
+    "llama": GgufArchitecture(
+        LLAMA_NAMES, "model.layers", has_permuted_qk=True, alike_types=("mistral",)
+    ),
     "qwen": GgufArchitecture(QWEN_NAMES, "transformer.h"),
     "qwen2": GgufArchitecture(LLAMA_NAMES, "model.layers"),
     "qwen3": GgufArchitecture(LLAMA_NAMES, "model.layers"),
@@ -119,7 +118,11 @@ REFUSED_ARCHITECTURES = {
 """Architectures whose files lack what the model computes with, and what that is."""
 
 
-WITH_EXPERTS = {"llama": replace(ARCHITECTURES["llama"], names=MIXTRAL_NAMES, model_type="mixtral")}
+WITH_EXPERTS = {
+    "llama": replace(
+        ARCHITECTURES["llama"], names=MIXTRAL_NAMES, model_type="mixtral", alike_types=()
+    )
+}
 """Architectures that are another family where the file has experts."""
 
 

@@ -11,21 +11,29 @@ from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 LLAMA3_DEFAULTS = (1.0, 4.0, 8192.0)
 """low_freq_factor, high_freq_factor and original context of all scaled Llama 3 models."""
 
+MULTIPLIER = "yarn_log_multiplier"
 TOLERANCE = 1e-3
 
 MAX_VALUE = 1e12
 """Above every real factor, base and length; prevents overflows."""
 
 
-def from_metadata(metadata: Mapping[str, Any], arch: str) -> dict[str, Any] | None:
+def from_metadata(
+    metadata: Mapping[str, Any], arch: str, computed: str = ""
+) -> dict[str, Any] | None:
     """Return linear or YaRN scaling of a GGUF's keys; None without scaling.
 
     As in llama.cpp, a factor without a type means linear, and a type without a factor is ignored.
 
+    Args:
+        metadata: the file's keys.
+        arch: the architecture.
+        computed: a key that the caller reads.
+
     Raises:
         CheckpointError: for an unsupported type or key.
     """
-    _reject_uncomputed_keys(metadata, arch)
+    _reject_uncomputed_keys(metadata, arch, computed)
     prefix = f"{arch}.rope.scaling."
     factor = _positive_float(metadata, prefix + "factor") or _positive_float(
         metadata, f"{arch}.rope.scale_linear"
@@ -54,6 +62,25 @@ def from_metadata(metadata: Mapping[str, Any], arch: str) -> dict[str, Any] | No
     return scaling
 
 
+def from_multiplied(metadata: Mapping[str, Any], arch: str, share: float) -> dict[str, Any] | None:
+    """Return the scaling of families that multiply YaRN's temperature; None without scaling.
+
+    Args:
+        metadata: the file's keys.
+        arch: the architecture.
+        share: what the stored multiplier is of ``mscale_all_dim``, which ``mscale`` equals.
+
+    Raises:
+        CheckpointError: as ``from_metadata``.
+    """
+    scaling = from_metadata(metadata, arch, computed=MULTIPLIER)
+    multiplier = _positive_float(metadata, f"{arch}.rope.scaling.{MULTIPLIER}")
+    if scaling is None or multiplier is None or scaling["rope_type"] != "yarn":
+        return scaling
+    mscale = float(f"{multiplier / share:.6g}")  # stored in float32
+    return {**scaling, "mscale": mscale, "mscale_all_dim": mscale}
+
+
 def _reject_uncomputed_keys(metadata: Mapping[str, Any], arch: str, computed: str = "") -> None:
     """Raise CheckpointError for a key that changes the rotation in an unsupported way.
 
@@ -67,7 +94,7 @@ def _reject_uncomputed_keys(metadata: Mapping[str, Any], arch: str, computed: st
         "attn_factor": 1.0,
         "yarn_attn_factor": 1.0,
         "yarn_ext_factor": extrapolation,
-        "yarn_log_multiplier": 0.0,
+        MULTIPLIER: 0.0,
     }
     neutral.pop(computed, None)
     for name, meaningless in neutral.items():

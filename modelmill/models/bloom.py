@@ -22,8 +22,8 @@ LAYOUT = CheckpointLayout(
 SUPPORTED_VALUES = {"apply_residual_connection_post_layernorm": (False,)}
 # without training ranks slow_but_exact has no effect; the rest is of training
 UNUSED_CONFIG_KEYS = (
-    "slow_but_exact", "masked_softmax_fusion", "attention_softmax_in_fp32", "bias_dropout_fusion",
-    "offset_alibi", "skip_bias_add", "skip_bias_add_qkv",
+    "slow_but_exact", "masked_softmax_fusion", "bias_dropout_fusion", "offset_alibi",
+    "skip_bias_add", "skip_bias_add_qkv",
 )  # fmt: skip
 
 

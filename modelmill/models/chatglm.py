@@ -38,8 +38,7 @@ SUPPORTED_VALUES = {
     "pre_seq_len": (0,), "prefix_projection": (False,), "quantization_bit": (0,),
 }  # fmt: skip
 UNUSED_CONFIG_KEYS = (
-    "apply_query_key_layer_scaling", "attention_softmax_in_fp32",
-    "bias_dropout_fusion", "fp32_residual_connection",
+    "apply_query_key_layer_scaling", "bias_dropout_fusion", "fp32_residual_connection",
 )  # fmt: skip
 
 

@@ -18,10 +18,8 @@ LAYOUT = CheckpointLayout(
     names={**_gpt2_common.LAYER_NAMES, "mlp.fc_proj": ("mlp.c_fc",)},
     ignored=(r".*\.attn\.bias", r".*\.attn\.masked_bias"),  # causal masks
 )
-# how a softmax was computed, and settings of one runtime
-UNUSED_CONFIG_KEYS = (
-    "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "inference_runner",
-    "validate_runner_input", "pre_allocate_kv_cache", "max_sequence_length", "max_batch_size",
+UNUSED_CONFIG_KEYS = (  # settings of one runtime
+    "inference_runner", "validate_runner_input", "pre_allocate_kv_cache", "max_batch_size",
     "pad_key_length",
 )  # fmt: skip
 

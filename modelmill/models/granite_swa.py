@@ -8,7 +8,7 @@ from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.models import granite
-from modelmill.models._hf_config import num_layers
+from modelmill.models._hf_config import config_object, num_layers
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, windows_but_every
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -76,5 +76,5 @@ def _one_base(bases: list[float]) -> float | None:
 def _with_base(raw: RawConfig, base: float | None) -> RawConfig:
     """The config with another base; None: its own."""
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-    own = {} if base is None else {key: {**(raw.get(key) or {}), "rope_theta": base}}
+    own = {} if base is None else {key: {**config_object(key, raw.get(key)), "rope_theta": base}}
     return overlay_config(raw, {}, own)

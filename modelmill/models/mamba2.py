@@ -32,12 +32,13 @@ LAYOUT = CheckpointLayout(
     norm="backbone.norm_f",
 )
 # of training and of other implementations' arithmetic; the residual stream has the build's dtype,
-# and the gate is in front of the norm, although Codestral Mamba's config has norm_before_gate=true
+# and the gate is in front of the norm, although Codestral Mamba's config has norm_before_gate=true;
+# nothing reads intermediate_size: the inner size is expand times hidden_size
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {"layer_types": ()}  # no layer has attention
 UNUSED_CONFIG_KEYS = (
     "time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "chunk_size",
     "rescale_prenorm_residual", "residual_in_fp32", "norm_before_gate",
-    "time_step_init_scheme", "time_step_scale",
+    "time_step_init_scheme", "time_step_scale", "intermediate_size",
 )  # fmt: skip
 
 
@@ -46,7 +47,6 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     require_value(raw, "hidden_act", ("silu", "swish"), "silu")
     require_value(raw, "rms_norm", (True,), True)
     hidden, expand = positive_int(raw, "hidden_size"), positive_int(raw, "expand", default=2)
-    require_value(raw, "intermediate_size", (expand * hidden, None), None)
     raw = overlay_config(raw, {"head_dim": 64})
     heads, dim, groups = state_heads(
         raw, expand * hidden, ("num_heads", "head_dim", "n_groups"), groups=8

@@ -14,10 +14,8 @@ LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, "mlp.fc_proj": ("mlp.c_fc",), "mlp.down_proj": ("mlp.c_proj",)}
 )
 SUPPORTED_VALUES = {"norm_type": ("layer_norm",), "mlp_type": ("default",)}
-UNUSED_CONFIG_KEYS = (  # second names among them, which transformers does not read
-    "residual_dropout", "activation_function", "attention_softmax_in_fp32", "layer_norm_epsilon",
-    "scale_attention_softmax_in_fp32",
-)  # fmt: skip
+# second names among them, which transformers does not read
+UNUSED_CONFIG_KEYS = ("residual_dropout", "activation_function", "layer_norm_epsilon")
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

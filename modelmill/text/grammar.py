@@ -22,7 +22,7 @@ from modelmill.text.chat_format_files import FALLBACK
 from modelmill.text.lark_builder import LarkBuilder
 from modelmill.text.messages import check_json_data
 from modelmill.text.thinking_budget import BudgetGuide, ThinkingBudget
-from modelmill.text.tokenizer_base import Tokenizer, replace_surrogates
+from modelmill.text.tokenizer_base import Tokenizer, is_rust_panic, replace_surrogates
 
 MAX_GRAMMAR_CHARS = 1 << 18
 """Maximum characters of a schema, pattern or grammar."""
@@ -242,8 +242,7 @@ def _grammar_errors(grammar: Grammar) -> Iterator[None]:
             f"the {what} cannot be used: {one_line(str(error), MAX_MESSAGE_CHARS)}"
         ) from None
     except BaseException as error:
-        # a Rust panic is a BaseException in Python: handlers of errors miss it
-        if type(error).__name__ != "PanicException":
+        if not is_rust_panic(error):
             raise
         raise RequestError(f"the {what} cannot be used: its parser failed") from None
 

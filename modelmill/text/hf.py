@@ -16,8 +16,14 @@ from modelmill.core.errors import TokenizerError
 from modelmill.text.added_tokens import add_tokens, update_token_flags
 from modelmill.text.byte_level import byte_level_alphabet
 from modelmill.text.hf_spec import check_spec, check_vocab, unknown_token_id
-from modelmill.text.tokenizer_base import Tokenizer, VocabInfo
-from modelmill.text.tokenizer_files import TokenizerSettings, read_json, read_settings, unique_ids
+from modelmill.text.tokenizer_base import Tokenizer, VocabInfo, call_library, is_rust_panic
+from modelmill.text.tokenizer_files import (
+    TokenizerSettings,
+    check_named_tokens,
+    read_json,
+    read_settings,
+    unique_ids,
+)
 
 # Qwen lists <|fim_prefix|> and its like as ordinary added tokens; they steer the model all the
 # same.
@@ -43,7 +49,7 @@ def load_tokenizer_json(files: Mapping[str, bytes]) -> Tokenizer:
     text = (
         json.dumps(spec) if update_token_flags(spec, settings) else files["tokenizer.json"].decode()
     )
-    core = _call_library("tokenizer.json", lambda: tokenizers.Tokenizer.from_str(text))
+    core = call_library("tokenizer.json", lambda: tokenizers.Tokenizer.from_str(text))
     if hasattr(core.model, "dropout"):
         core.model.dropout = None  # of training: the same text must give the same ids
     return from_core(
@@ -83,7 +89,7 @@ def byte_level_core(
     Raises:
         TokenizerError: if the merges do not match the vocabulary.
     """
-    model = _call_library(
+    model = call_library(
         file,
         lambda: models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges, fuse_unk=False),
     )
@@ -100,7 +106,7 @@ def character_level_core(
     Raises:
         TokenizerError: if the merges do not match the vocabulary.
     """
-    model = _call_library(
+    model = call_library(
         file, lambda: models.BPE(vocab=vocab, merges=merges, byte_fallback=True, fuse_unk=True)
     )
     core = tokenizers.Tokenizer(model)
@@ -134,11 +140,8 @@ def from_core(
         if text is None:
             raise TokenizerError(f"{file}: the id {id} of {key} is outside the vocabulary")
         names.setdefault(key, text)
-    for key in ("bos_token", "eos_token"):
-        if key in names and core.token_to_id(names[key]) is None:
-            raise TokenizerError(
-                f"tokenizer_config.json: {key} {names[key]!r} is not in the vocabulary of {file}"
-            )
+    known = {text for text in names.values() if core.token_to_id(text) is not None}
+    check_named_tokens(names, known, file)
     by_id = {key: core.token_to_id(text) for key, text in names.items()}
     added = core.get_added_tokens_decoder()
     flagged = {id for id, token in added.items() if token.special}
@@ -390,17 +393,6 @@ def _prefix_and_suffix_ids(
     return prefix, suffix
 
 
-def _call_library(file: str, build: Any) -> Any:
-    """Return ``build()``; the library's exceptions become TokenizerErrors that name the file."""
-    try:
-        return build()
-    except BaseException as error:
-        if not isinstance(error, Exception) and not _is_rust_panic(error):
-            raise
-        reason = " ".join(str(error).split())[:160]
-        raise TokenizerError(f"{file} cannot be read as a tokenizer: {reason}") from None
-
-
 def _encode(core: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
     """The library's encoding; TokenizerError where its regular expressions give up on the text."""
     try:
@@ -409,13 +401,8 @@ def _encode(core: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
         # of a batch, even of one, the library gives the interpreter to other threads while it works
         return core.encode_batch([text], add_special_tokens=False)[0]
     except BaseException as error:
-        if not _is_rust_panic(error):
+        if not is_rust_panic(error):
             raise
         raise TokenizerError(
             "the tokenizer's rules cannot split this text in reasonable time; shorten it"
         ) from None
-
-
-def _is_rust_panic(error: BaseException) -> bool:
-    """Whether the library panicked, which Python code would otherwise treat as an interrupt."""
-    return type(error).__name__ == "PanicException"

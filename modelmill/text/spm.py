@@ -24,6 +24,7 @@ from modelmill.text.spm_proto import (
 from modelmill.text.tokenizer_base import Tokenizer, VocabInfo
 from modelmill.text.tokenizer_files import (
     TokenizerSettings,
+    check_named_tokens,
     is_token_id,
     read_json,
     read_settings,
@@ -140,11 +141,7 @@ def from_proto(
         )
         if 0 <= id < len(model.pieces)
     } | dict(settings.special_tokens)
-    for key in ("bos_token", "eos_token"):
-        if key in names and names[key] not in known:
-            raise TokenizerError(
-                f"tokenizer_config.json: {key} {names[key]!r} is not in the vocabulary of {file}"
-            )
+    check_named_tokens(names, known, file)
     by_id = {key: known.get(text) for key, text in names.items()}
     control |= {
         text: known[text]

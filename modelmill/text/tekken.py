@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+import re
+from collections.abc import Container, Mapping
 from typing import Any
 
 import tiktoken
 
 from modelmill.core.errors import TokenizerError
-from modelmill.text.tiktoken_vocab import TiktokenTokenizer
-from modelmill.text.tokenizer_base import Tokenizer, VocabInfo
-from modelmill.text.tokenizer_files import is_token_id, read_json, read_settings, unique_ids
+from modelmill.text.hf import load_tokenizer_json
+from modelmill.text.tiktoken_vocab import TiktokenTokenizer, check_bytes
+from modelmill.text.tokenizer_base import Tokenizer, VocabInfo, call_library, replace_surrogates
+from modelmill.text.tokenizer_files import (
+    check_named_tokens,
+    is_token_id,
+    read_json,
+    read_settings,
+    unique_ids,
+)
 
 TEKKEN_FILE = "tekken.json"
 # of files that do not list them, which have the versions up to 7
@@ -22,11 +30,14 @@ OLDER_CONTROL_TOKENS = (
     "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]",
     "[TOOL_CONTENT]",
 )  # fmt: skip
+MAX_CONTROL_TOKENS = 1 << 16
+"""Above all real files, which have 1,000; each takes memory, though the file need not list it."""
+SPARE_TOKEN = re.compile(r"<SPECIAL_\d+>")
 NAMES = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 
 
 def load_tekken_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
-    """Load tekken.json.
+    """Load tekken.json; a tokenizer.json beside it instead if it has control tokens of its own.
 
     Raises:
         TokenizerError: if the file is invalid; the message says what.
@@ -40,20 +51,23 @@ def load_tekken_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
         raise TokenizerError(
             f"{TEKKEN_FILE}: default_vocab_size must be an integer above default_num_special_tokens"
         )
-    special, control = _control_tokens(data, first)
-    try:
-        encoding = tiktoken.Encoding(
-            TEKKEN_FILE,
-            pat_str=config["pattern"],
-            mergeable_ranks=_ranks(data, size - first),
-            special_tokens={},
+    if first > MAX_CONTROL_TOKENS:
+        raise TokenizerError(
+            f"{TEKKEN_FILE}: default_num_special_tokens is {first}; up to {MAX_CONTROL_TOKENS} are "
+            "read"
         )
-    except TokenizerError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())[:160]
-        raise TokenizerError(f"{TEKKEN_FILE} cannot be read as a tokenizer: {reason}") from None
+    special, control = _control_tokens(data, first)
     settings = read_settings(files)
+    if "tokenizer.json" in files and _names_further_tokens(settings.added_tokens, special):
+        return load_tokenizer_json(files)
+    check_named_tokens(settings.special_tokens, special, TEKKEN_FILE)
+    ranks = _ranks(data, size - first)
+    encoding = call_library(
+        TEKKEN_FILE,
+        lambda: tiktoken.Encoding(
+            TEKKEN_FILE, pat_str=config["pattern"], mergeable_ranks=ranks, special_tokens={}
+        ),
+    )
     names = {
         key: text
         for key, text in (NAMES | dict(settings.special_tokens)).items()
@@ -75,6 +89,12 @@ def load_tekken_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     return TekkenTokenizer(encoding, traits, first)
 
 
+def _names_further_tokens(added: Mapping[int, Mapping[str, Any]], special: Container[str]) -> bool:
+    """Whether tokenizer_config.json adds tokens that tekken.json does not have."""
+    texts = (str(entry["content"]) for entry in added.values())
+    return any(text not in special and not SPARE_TOKEN.fullmatch(text) for text in texts)
+
+
 def _control_tokens(data: Mapping[str, Any], count: int) -> tuple[dict[str, int], set[str]]:
     """Return text → id of all tokens before the vocabulary, and the texts that are not decoded."""
     listed = data.get("special_tokens")
@@ -88,13 +108,14 @@ def _control_tokens(data: Mapping[str, Any], count: int) -> tuple[dict[str, int]
     shown: set[str] = set()
     for row in rows:
         id, text = row.get("rank"), row.get("token_str")
-        if not is_token_id(id) or id >= count or not isinstance(text, str) or not text:
+        valid = isinstance(text, str) and text and text == replace_surrogates(text)
+        if not is_token_id(id) or id >= count or not valid:
             raise TokenizerError(
                 f"{TEKKEN_FILE}: special_tokens must have a rank below {count} and a token_str"
             )
-        by_id[id] = text
+        by_id[id] = str(text)
         if row.get("is_control") is False:
-            shown.add(text)
+            shown.add(str(text))
     special = {text: id for id, text in by_id.items()}
     if len(special) != count:
         raise TokenizerError(f"{TEKKEN_FILE}: special_tokens has a token twice")
@@ -118,6 +139,7 @@ def _ranks(data: Mapping[str, Any], count: int) -> dict[bytes, int]:
                 f"{TEKKEN_FILE}: vocab {rank} must have the rank {rank} and token_bytes of its own"
             )
         ranks[token] = rank
+    check_bytes(ranks, TEKKEN_FILE)
     return ranks
 
 

@@ -1,8 +1,8 @@
 """Vocabularies in tiktoken's format: base64 bytes and a rank per line, used in several ways.
 
 The file has no word about how text is cut and which ids are control tokens: both are in the code
-that comes with a model. ``tokenizer_class`` of tokenizer_config.json says whose it is, else the
-file's name.
+that comes with a model. ``tokenizer_class`` of tokenizer_config.json says whose it is, else a
+file's name that has the publisher's.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import tiktoken
 
 from modelmill.core.errors import TokenizerError
 from modelmill.text.pre_tokenizers import PRE_TOKENIZERS
-from modelmill.text.tokenizer_base import Tokenizer, VocabInfo
+from modelmill.text.tokenizer_base import Tokenizer, VocabInfo, call_library, is_rust_panic
 from modelmill.text.tokenizer_files import (
     TokenizerSettings,
+    check_named_tokens,
     read_json,
     read_settings,
     unique_ids,
@@ -66,12 +67,7 @@ FORMATS_BY_CLASS = {
     "TikTokenTokenizer": KIMI,
     "ChatGLM4Tokenizer": CHATGLM4,
 }
-FORMATS_BY_FILE = {
-    "qwen.tiktoken": QWEN,
-    "hy.tiktoken": HUNYUAN,
-    "tiktoken.model": KIMI,
-    "tokenizer.model": CHATGLM4,
-}
+FORMATS_BY_FILE = {"qwen.tiktoken": QWEN, "hy.tiktoken": HUNYUAN}
 # The library's regex engine keeps one backtracking state per space and gives up near a million of
 # them.
 MAX_BLANK_RUN = 50_000
@@ -92,36 +88,56 @@ def load_tiktoken_tokenizer(files: Mapping[str, bytes], name: str) -> Tokenizer:
     known = FORMATS_BY_CLASS.get(str(tokenizer_class)) or FORMATS_BY_FILE.get(name)
     if known is None:
         raise TokenizerError(
-            f"{name}: how this vocabulary cuts text is not known; tokenizer_config.json has the "
-            f"tokenizer_class {str(tokenizer_class)[:40]!r}, known are "
+            f"{name}: how this vocabulary cuts text is not known; tokenizer_config.json has "
+            f"{'no' if tokenizer_class is None else 'the'} tokenizer_class"
+            f"{'' if tokenizer_class is None else f' {str(tokenizer_class)[:40]!r}'}, known are "
             f"{', '.join(FORMATS_BY_CLASS)}; save the tokenizer as a tokenizer.json"
         )
     ranks = read_ranks(files[name], name, skips_duplicates=known.skips_duplicates)
     settings = read_settings(files)
-    special = _control_tokens(known, len(ranks), settings)
+    special = _control_tokens(known, ranks, settings, name)
     words = PRE_TOKENIZERS[known.words]
-    try:
-        encoding = tiktoken.Encoding(
+    check_named_tokens(settings.special_tokens, special, name)
+    encoding = call_library(
+        name,
+        lambda: tiktoken.Encoding(
             name, pat_str=words.cuts[0], mergeable_ranks=ranks, special_tokens=special
-        )
-    except Exception as error:
-        raise TokenizerError(
-            f"{name} cannot be read as a tokenizer: {' '.join(str(error).split())[:160]}"
-        ) from None
+        ),
+    )
     return TiktokenTokenizer(
         encoding, _vocab_info(known, special, settings), normalizes=words.normalizes
     )
 
 
 def _control_tokens(
-    known: TiktokenFormat, ranks: int, settings: TokenizerSettings
+    known: TiktokenFormat, ranks: Mapping[bytes, int], settings: TokenizerSettings, name: str
 ) -> dict[str, int]:
-    """Return text → id: those of the format, of tokenizer_config.json, and unnamed ones."""
-    by_id = {ranks + i: text for i, text in enumerate(known.control_tokens)}
-    by_id |= {id: str(entry["content"]) for id, entry in settings.added_tokens.items()}
-    by_id = {id: text for id, text in by_id.items() if id >= ranks}
-    reserved = {id: f"<|reserved_token_{id}|>" for id in range(ranks, ranks + known.reserved)}
-    return {text: id for id, text in sorted((reserved | by_id).items())}
+    """Return text → id: those of the format, of tokenizer_config.json, and unnamed ones.
+
+    Raises:
+        TokenizerError: if there are none, one text has two ids, or one's id is another token's.
+    """
+    first = len(ranks)
+    named = {id: str(entry["content"]) for id, entry in settings.added_tokens.items()}
+    for id, text in named.items():
+        # an id that text becomes, too, would be a control token that a user can type
+        if id < first and ranks.get(text.encode("utf-8", "replace")) != id:
+            raise TokenizerError(
+                f"tokenizer_config.json: added_tokens_decoder gives {text!r} the id {id}, which is "
+                f"another token's in {name}"
+            )
+    by_id = {id: f"<|reserved_token_{id}|>" for id in range(first, first + known.reserved)}
+    by_id |= {first + i: text for i, text in enumerate(known.control_tokens)}
+    by_id |= {id: text for id, text in named.items() if id >= first}
+    special = {text: id for id, text in sorted(by_id.items())}
+    if len(special) != len(by_id):
+        raise TokenizerError(f"tokenizer_config.json: two ids behind {name} have the same text")
+    if not special:
+        raise TokenizerError(
+            f"{name}: its control tokens are in the added_tokens_decoder of tokenizer_config.json, "
+            "which is missing; copy it from the same model"
+        )
+    return special
 
 
 def _vocab_info(
@@ -159,7 +175,15 @@ class TiktokenTokenizer(Tokenizer):
         del at_start  # byte-level: the ids do not depend on the position of the text
         ids: list[int] = []
         for part in _split_blank_runs(normalize_nfc(text) if self._normalizes else text):
-            ids.extend(self._encoding.encode_ordinary(part))
+            try:
+                ids.extend(self._encoding.encode_ordinary(part))
+            except BaseException as error:
+                if not is_rust_panic(error):
+                    raise
+                raise TokenizerError(
+                    f"{self._encoding.name} cannot split this text: its pattern gives up on it or "
+                    "finds empty words"
+                ) from None
         return ids
 
     def token_bytes(self, id: int) -> bytes:
@@ -221,9 +245,18 @@ def read_ranks(data: bytes, name: str, *, skips_duplicates: bool = False) -> dic
             raise TokenizerError(
                 f"{name}: line {number} is not the next 'base64 rank' pair"
             ) from None
+    check_bytes(ranks, name)
+    return ranks
+
+
+def check_bytes(ranks: Mapping[bytes, int], name: str) -> None:
+    """Check that every byte is a token: tiktoken panics on a text that has another.
+
+    Raises:
+        TokenizerError: if one is missing.
+    """
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise TokenizerError(
             f"{name}: no token for the byte 0x{missing[0]:02x}; the file is empty or truncated"
         )
-    return ranks

@@ -16,12 +16,13 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
 
     In this order: gguf_vocab.json, tekken.json, tokenizer.json, *.tiktoken, tiktoken.model,
     tokenizer.model (SentencePiece's or tiktoken's), vocab.json + merges.txt, pieces.json. Mistral's
-    tekken.json comes before tokenizer.json, which was made from it, in some models with other cuts.
+    tekken.json comes before tokenizer.json, which was made from it, in some models with other cuts,
+    unless tokenizer_config.json has control tokens that tekken.json does not have.
 
     Raises:
         TokenizerError: when none is there or the one there is broken; the message names the file.
     """
-    # imported here, not above: a server with a tiktoken model need not load the other two libraries
+    # imported here, not above: a server with one kind of vocabulary need not load all libraries
     if "gguf_vocab.json" in files:
         from modelmill.text.gguf_vocab import load_gguf_tokenizer
 
@@ -51,8 +52,8 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
 
         return load_pieces(files)
     raise TokenizerError(
-        "no tokenizer found: expected tokenizer.json, *.tiktoken, tokenizer.model, or "
-        "vocab.json with merges.txt"
+        "no tokenizer found: expected tokenizer.json, tekken.json, *.tiktoken, tiktoken.model, "
+        "tokenizer.model, or vocab.json with merges.txt"
     )
 
 

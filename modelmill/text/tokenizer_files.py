@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -129,6 +129,24 @@ def token_text(value: object, file: str, key: str) -> str | None:
     if value is None or isinstance(value, str):
         return value
     raise TokenizerError(f"{file}: {key} must be a string, not {type(value).__name__}")
+
+
+def check_named_tokens(names: Mapping[str, str], known: Container[str], file: str) -> None:
+    """Check that the tokens that begin and end a text are in the vocabulary.
+
+    Args:
+        names: bos_token → "<s>", …; a key may be missing.
+        known: The texts of the vocabulary's tokens.
+        file: The vocabulary's.
+
+    Raises:
+        TokenizerError: if one is not; the message names it.
+    """
+    for key in ("bos_token", "eos_token"):
+        if key in names and names[key] not in known:
+            raise TokenizerError(
+                f"tokenizer_config.json: {key} {names[key]!r} is not in the vocabulary of {file}"
+            )
 
 
 def unique_ids(ids: Iterable[int | None]) -> tuple[int, ...]:

@@ -105,6 +105,23 @@ def test_modules_that_compressed_tensors_leaves_out_are_dense(tmp_path: Path) ->
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("ignore", "words"),
+    [
+        ("lm_head", "must be a list of names"),
+        ([5], "must be a list of names"),
+        (["re:("], "no regular expression"),
+        (["re:(a|a)*$"], "too complex"),
+        (["re:.*.*.*.*.*x"], "too complex"),
+    ],
+)
+def test_names_that_cannot_be_read_are_one_line(ignore: Any, words: str, tmp_path: Path) -> None:
+    settings = ct(4, strategy="group", group=32, symmetric=True, ct_format="pack-quantized")
+    raw = {**SIZES, "quantization_config": {**settings, "ignore": ignore}}
+    with pytest.raises(CheckpointError, match=words):
+        checkpoint_of_config(save_config(tmp_path / "config", raw))
+
+
 def test_8_bit_floats_are_planned_as_they_are_expanded(tmp_path: Path) -> None:
     config = BuildConfig(dtype="bfloat16", target="cpu")
     plain = make_plan(checkpoint_of_config(save_config(tmp_path / "plain", SIZES)), config)

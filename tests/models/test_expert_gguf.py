@@ -118,14 +118,35 @@ def test_every_nth_layer_has_no_window(
     check_gguf(replace(case, gguf=own), tmp_path)
 
 
+@pytest.mark.parametrize(("name", "period"), [("granite_swa", 2), ("olmo3", 2), ("olmo3", None)])
+def test_a_period_in_the_place_of_a_list(name: str, period: int | None, tmp_path: Path) -> None:
+    """Of families whose converter writes a list; the second reading knows a number, too."""
+    types = ["sliding_attention"] * 4
+    types[(period or 4) - 1 :: period or 4] = ["full_attention"] * (4 // (period or 4))
+    changes = {"num_hidden_layers": 4, "layer_types": types}
+    case = with_changes(name, changes | ({} if name == "olmo3" else {"layer_rope_theta": None}))
+    assert case.gguf is not None
+    facts, key = case.gguf.facts, "attention.sliding_window_pattern"
+    own = replace(case.gguf, facts=lambda raw: {**facts(raw), key: period})
+    check_gguf(replace(case, gguf=own), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("gating", "name"),
+    [(1, "dots1"), (2, "ernie4_5_moe"), (1, "exaone_moe"), (1, "minimax_m2"), (1, "solar_open")],
+)
+def test_other_scores_of_experts_are_refused(gating: int, name: str, tmp_path: Path) -> None:
+    path = write_broken(name, {"expert_gating_func": gating}, tmp_path)
+    scores = "sigmoids" if gating == 1 else "a softmax"
+    with pytest.raises(UnknownArchitecture, match=rf"func is {gating}; the .* are {scores}"):
+        open_checkpoint(path)
+
+
 @pytest.mark.parametrize(
     ("name", "broken", "words"),
     [
-        ("dots1", {"expert_gating_func": 1}, "scores of dots1 are sigmoids"),
-        ("ernie4_5_moe", {"expert_gating_func": 2}, "scores of ernie4_5-moe are a softmax"),
         ("ernie4_5_moe", {"expert_shared_feed_forward_length": 41}, "length 41, but expert_shared"),
         ("ernie4_5_moe", {"interleave_moe_layer_step": 0}, "interleave_moe_layer_step is 0"),
-        ("exaone_moe", {"expert_gating_func": 1}, "scores of exaone-moe are sigmoids"),
         ("exaone_moe", {"attention.sliding_window": None}, "sliding_window is missing"),
         (
             "exaone_moe",
@@ -133,11 +154,13 @@ def test_every_nth_layer_has_no_window(
             "must have true or false",
         ),
         ("granite_swa", {"attention.rope_pattern": [True, False]}, "must have true or false"),
+        ("granite_swa", {"attention.rope_pattern": [["a"]] * 3}, "must have true or false"),
+        ("granite_swa", {"rope.freq_base_swa": 77.0}, "freq_base_swa is 77"),
+        ("exaone_moe", {"nextn_predict_layers": 4}, "has 4 layers, of which 4 only predict"),
         ("granite_swa", {"expert_count": 4}, "mixture of experts of architecture granite_swa"),
-        ("minimax_m2", {"expert_gating_func": 1}, "scores of minimax-m2 are sigmoids"),
         ("kimi_k2", {"expert_gating_func": 3}, "expert_gating_func is 3, which is not known"),
+        ("kimi_k2", {"expert_count": 0}, "leaves layers with experts, but .* is missing"),
         ("kimi_k2", {"expert_count": None}, "leaves layers with experts, but .* is missing"),
-        ("solar_open", {"expert_gating_func": 1}, "scores of glm4moe are sigmoids"),
     ],
 )
 def test_keys_that_do_not_fit(
@@ -153,10 +176,13 @@ def test_keys_that_do_not_fit(
     [
         ("ernie4_5_moe", "expert_weights_scale", 2.5),
         ("kimi_k2", "attention.temperature_scale", 0.1),  # Mistral Large 3
+        ("granitemoeshared", "expert_gating_func", 2),
+        ("minimax_m2", "expert_group_count", 4),
+        ("olmo", "expert_weights_scale", [1.0, 2.0]),
     ],
 )
 def test_keys_of_what_is_not_computed_are_refused(
-    name: str, key: str, value: float, tmp_path: Path
+    name: str, key: str, value: Any, tmp_path: Path
 ) -> None:
     path = write_broken(name, {key: value}, tmp_path)
     with pytest.raises(CheckpointError, match=key):

@@ -262,6 +262,9 @@ def test_a_nemotron_h_without_experts(tmp_path: Path) -> None:
         ("gpt_bigcode", {"attention.head_count_kv": 4}, "head_count_kv is 4.*one key and value"),
         ("phi3", {"rope.dimension_count": 8}, "rope_factors_long.weight has .6.*4 frequencies"),
         ("phi3", {"rope.scaling.yarn_attn_factor": 2.0}, "yarn_attn_factor is 2, which modelmill"),
+        ("olmo", {"attention.clamp_kqv": [1.0, 2.0]}, "clamp_kqv is .1. 2"),
+        ("phi3", {"attention.sliding_window": [1, 2]}, "sliding_window is .1 2"),
+        ("ministral3", {"rope.scaling.yarn_log_multiplier": [1.0, 2.0]}, "yarn_log_multiplier is"),
         ("ministral3", {"rope.scaling.type": "linear"}, "temperature_scale without a scaling of"),
     ],
 )

@@ -51,7 +51,6 @@ IDLE: list[tuple[str, dict[str, Any]]] = [
     *((name, AUTO_MAP) for name in ("ernie4_5", "internlm3", "nemotron_h", "phi3", "phimoe")),
 ]  # fmt: skip
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("mamba2", {"intermediate_size": 97}),
     ("qwen3_moe", {"use_qk_norm": False}), ("qwen3_moe", {"qkv_bias": True}),
     ("qwen3_moe", {"shared_expert_intermediate_size": 512}),
     ("qwen3_next", {"use_sliding_window": True}),

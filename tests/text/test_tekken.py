@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+import tokenizers
 
 from modelmill.core.errors import TokenizerError
 from modelmill.text.tokenizer import load_tokenizer
@@ -61,6 +62,34 @@ def test_it_comes_before_a_tokenizer_json_and_settings_count() -> None:
     assert tokenizer.encode("hel") == [287]
 
 
+def test_a_tokenizer_json_with_further_tokens_comes_before_it() -> None:
+    """Of a model trained further, whose folder has the tekken.json of the one before."""
+    added = {"20": {"content": "<|im_end|>", "special": True}, "21": {"content": "<SPECIAL_21>"}}
+    config: dict[str, Any] = {"added_tokens_decoder": added}
+    core = tokenizers.Tokenizer(tokenizers.models.BPE({chr(97 + i): i for i in range(20)}, []))
+    core.decoder = tokenizers.decoders.ByteLevel()
+    files = {**tekken(), "tokenizer.json": core.to_str().encode()}
+    files["tokenizer_config.json"] = json.dumps(config).encode()
+    assert load_tokenizer(files).tokenizer_type == "hf"
+    del added["20"]
+    files["tokenizer_config.json"] = json.dumps(config).encode()
+    assert load_tokenizer(files).tokenizer_type == "tekken"
+
+
+def test_an_end_of_text_that_it_does_not_have_is_refused() -> None:
+    config = json.dumps({"eos_token": "<|im_end|>"}).encode()
+    with pytest.raises(TokenizerError, match=r"eos_token '<\|im_end\|>' .* of tekken\.json"):
+        load_tokenizer({**tekken(), "tokenizer_config.json": config})
+
+
+def test_a_pattern_that_the_library_panics_on_is_an_error() -> None:
+    """A Rust panic is no Exception in Python, and would end a server's worker."""
+    config = {"pattern": "", "default_vocab_size": 288, "default_num_special_tokens": 30}
+    tokenizer = load_tokenizer(tekken(config=config))
+    with pytest.raises(TokenizerError, match="cannot split this text"):
+        tokenizer.encode("ab")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -71,6 +100,12 @@ def test_it_comes_before_a_tokenizer_json_and_settings_count() -> None:
         ({"special_tokens": [{"rank": 30, "token_str": "x"}]}, "rank below 30"),
         ({"special_tokens": [{"rank": i, "token_str": "x"} for i in (0, 1)]}, "a token twice"),
         ({"special_tokens": {}}, "must be a list"),
+        ({"special_tokens": [{"rank": 0, "token_str": "\ud800"}]}, "a token_str"),
+        ({"config": {"pattern": "a", "default_vocab_size": 130,
+                     "default_num_special_tokens": 30}}, "no token for the byte 0x64"),
+        # as many control tokens would take gigabytes, though the file is small
+        ({"config": {"pattern": "a", "default_vocab_size": 2**31 - 1,
+                     "default_num_special_tokens": 2**31 - 2}}, "up to 65536 are read"),
         (
             {"config": {"pattern": "(", "default_vocab_size": 288,
                         "default_num_special_tokens": 30}},

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import unicodedata
 from typing import Any
 
@@ -126,19 +127,38 @@ def test_kimis_vocabulary_has_its_own_words_and_tokens() -> None:
 def test_glm_4s_vocabulary_is_a_tokenizer_model_of_another_format() -> None:
     """tokenization_chatglm.py of glm-4-9b: prompts begin with [gMASK] and <sop>."""
     tokens = added("<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", special=True)
-    tokenizer = load_tokenizer(vocabulary("tokenizer.model", added_tokens_decoder=tokens))
+    config: dict[str, Any] = {"tokenizer_class": "ChatGLM4Tokenizer"}
+    tokenizer = load_tokenizer(vocabulary("tokenizer.model", added_tokens_decoder=tokens, **config))
     assert tokenizer.encode("12") == [260, 262, 256]
     assert tokenizer.encode("12", bos=False) == [256]
     assert tokenizer.encode("[gMASK]<sop>1", bos=False, special=True) == [260, 262, ord("1")]
     # nothing is composed
     assert tokenizer.encode("e\u0301", bos=False) == list("e\u0301".encode())
+    with pytest.raises(TokenizerError, match="control tokens are in the added_tokens_decoder"):
+        load_tokenizer(vocabulary("tokenizer.model", **config))
 
 
 def test_a_vocabulary_of_an_unknown_publisher_is_refused() -> None:
     with pytest.raises(TokenizerError, match=r"own.tiktoken: .*tokenizer_class 'OwnTokenizer'"):
         load_tokenizer(vocabulary("own.tiktoken", tokenizer_class="OwnTokenizer"))
+    # names that several publishers use: Meta's Llama 3 has a tokenizer.model like GLM-4's
+    for name in ("tiktoken.model", "tokenizer.model"):
+        with pytest.raises(TokenizerError, match=rf"{name}: .*has no tokenizer_class"):
+            load_tokenizer({name: MERGED})
     by_class = load_tokenizer(vocabulary("own.tiktoken", tokenizer_class="QWenTokenizer"))
     assert "<|im_start|>" in by_class.special
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (added("<|end|>", first=65), "'<|end|>' the id 65, which is another token's"),
+        (added("<|end|>", "<|end|>"), "two ids"),
+    ],
+)
+def test_control_tokens_have_ids_of_their_own(tokens: dict[str, Any], words: str) -> None:
+    with pytest.raises(TokenizerError, match=re.escape(words)):
+        load_tokenizer(vocabulary("qwen.tiktoken", added_tokens_decoder=tokens))
 
 
 def test_chatglm2_and_3_have_tokens_behind_the_pieces(real: Any, shared: Any) -> None:

@@ -9,47 +9,35 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from modelmill.accept.reference.gguf_sizes import decoder_config, metadata_reader, with_scaling
+from modelmill.accept.reference.gguf_sizes import (
+    decoder_config,
+    grouped_router,
+    metadata_reader,
+    window_layer_types,
+    with_scaling,
+)
 from modelmill.accept.reference.gguf_source import GROUPED_EXPERTS, GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
 DOTS1, ERNIE, EXAONE, MINIMAX = "dots1", "ernie4_5-moe", "exaone-moe", "minimax-m2"
-PERIOD = 4
 
 
 def dots1_config(container: RawContainer) -> dict[str, Any]:
     """Return the config of dots.llm1, as far as the reference reads it."""
     config = with_scaling(container, decoder_config(container, "dots1"))
-    return config | _grouped_router(container) | {"sliding_window": None}
+    router = grouped_router(metadata_reader(container), normalized=False)
+    return config | router | {"sliding_window": None}
 
 
 def exaone_moe_config(container: RawContainer) -> dict[str, Any]:
     """Return the config of K-EXAONE, as far as the reference reads it."""
     fact = metadata_reader(container)
     config = with_scaling(container, decoder_config(container, "exaone_moe"))
-    pattern = fact("attention.sliding_window_pattern")
-    if pattern is None or isinstance(pattern, int):
-        every = pattern or PERIOD
-        pattern = [(layer + 1) % every for layer in range(config["num_hidden_layers"])]
-    return config | _grouped_router(container) | {
+    return config | grouped_router(fact, normalized=False) | {
         "num_experts": int(fact("expert_count")),
         "sliding_window": int(fact("attention.sliding_window")),
-        "layer_types": ["sliding_attention" if each else "full_attention" for each in pattern],
+        "layer_types": window_layer_types(fact, config["num_hidden_layers"]),
     }  # fmt: skip
-
-
-def _grouped_router(container: RawContainer) -> dict[str, Any]:
-    """Return a router of DeepSeek-V3's kind."""
-    fact = metadata_reader(container)
-    return {
-        "n_routed_experts": int(fact("expert_count")),
-        "num_experts_per_tok": int(fact("expert_used_count")),
-        "first_k_dense_replace": int(fact("leading_dense_block_count", 0)),
-        "routed_scaling_factor": float(fact("expert_weights_scale", 1.0)),
-        "norm_topk_prob": bool(fact("expert_weights_norm", False)),
-        "n_group": int(fact("expert_group_count", 1)),
-        "topk_group": int(fact("expert_group_used_count", 1)),
-    }
 
 
 def ernie_config(container: RawContainer) -> dict[str, Any]:

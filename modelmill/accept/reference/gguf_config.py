@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from modelmill.accept.reference.gguf_sizes import metadata_reader, rope_scaling_options
+from modelmill.accept.reference.gguf_sizes import (
+    grouped_router,
+    metadata_reader,
+    rope_scaling_options,
+    window_layer_types,
+)
 from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import RawContainer
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
@@ -168,7 +173,7 @@ def other_architecture_config(container: RawContainer, architecture: str) -> dic
         "use_parallel_residual": bool(fact("use_parallel_residual", True)),
         **({} if window is None else {"sliding_window": int(window)}),
         **({"rope_scaling": scaling} if scaling and architecture not in OWN_SCALING else {}),
-        **(_layers_with_window(fact, layers) if architecture == "exaone4" else {}),
+        "layer_types": window_layer_types(fact, layers) if architecture == "exaone4" else None,
         **(_gemma(facts, architecture, sizes) if "gemma" in architecture else {}),
         **(_granitemoe(facts, fact) if architecture == "granitemoe" else {}),
         **(_baichuan(layers) if architecture == "baichuan" else {}),
@@ -179,14 +184,6 @@ def other_architecture_config(container: RawContainer, architecture: str) -> dic
         **(_grouped_experts(fact, names) if architecture in GROUPED and experts else {}),
         **(_deepseek(facts, fact) if architecture == "deepseek2" else {}),
     }
-
-
-def _layers_with_window(fact: Callable[..., Any], layers: int) -> dict[str, Any]:
-    """Return which layers have a window: from a list, or all but every n-th, the fourth."""
-    pattern = fact("attention.sliding_window_pattern", 4)
-    if isinstance(pattern, int):
-        pattern = [(layer + 1) % pattern for layer in range(layers)]
-    return {"layer_types": ["sliding_attention" if each else "" for each in pattern]}
 
 
 def _expert_counts(fact: Callable[..., Any]) -> dict[str, Any]:
@@ -270,7 +267,7 @@ def _deepseek(facts: Mapping[str, Any], fact: Callable[..., Any]) -> dict[str, A
 
 def _deepseek_model_type(facts: Mapping[str, Any]) -> str:
     """Return the family; GLM-4.7-Flash, known by its sizes, has sigmoids also without the key."""
-    if "deepseek2.expert_count" not in facts:
+    if not int(facts.get("deepseek2.expert_count", 0)):
         return "youtu"
     predicted = int(facts.get("deepseek2.nextn_predict_layers", 0))
     layers = int(facts["deepseek2.block_count"]) - predicted
@@ -286,13 +283,7 @@ def _grouped_experts(fact: Callable[..., Any], names: list[str]) -> dict[str, An
     predicted = int(fact("nextn_predict_layers", 0))
     return {
         "num_hidden_layers": int(fact("block_count")) - predicted,
-        "n_routed_experts": int(fact("expert_count")),
-        "num_experts_per_tok": int(fact("expert_used_count")),
-        "first_k_dense_replace": int(fact("leading_dense_block_count", 0)),
-        "routed_scaling_factor": float(fact("expert_weights_scale", 1.0)),
-        "norm_topk_prob": bool(fact("expert_weights_norm", True)),
-        "n_group": int(fact("expert_group_count", 1)),
-        "topk_group": int(fact("expert_group_used_count", 1)),
+        **grouped_router(fact, normalized=True),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in names,
     }
 

@@ -11,6 +11,7 @@ from modelmill.accept.reference.gguf_sizes import (
     decoder_config,
     metadata_reader,
     rope_scaling_options,
+    window_layer_types,
     with_scaling,
 )
 from modelmill.accept.reference.gguf_source import (
@@ -23,7 +24,6 @@ from modelmill.core.errors import UnknownArchitecture
 
 EPS = "attention.layer_norm_epsilon"
 LONGROPE = ("rope_factors_long", "rope_factors_short")
-PERIOD = 4  # of OLMo 3's layers with full attention
 
 
 def _biases(names: list[str]) -> dict[str, bool]:
@@ -67,20 +67,18 @@ def olmo_config(container: RawContainer) -> dict[str, Any]:
 def olmo2_config(container: RawContainer) -> dict[str, Any]:
     """Return the config of OLMo 2, or with windows of OLMo 3, whose full layers are scaled."""
     fact = metadata_reader(container)
-    window, pattern = fact("attention.sliding_window"), fact("attention.sliding_window_pattern")
+    window = fact("attention.sliding_window")
     if window is None:
         return _reader("olmo2")(container)
     config = decoder_config(container, "olmo3")
     theta = config.pop("rope_theta")
-    if pattern is None:
-        pattern = [(each + 1) % PERIOD != 0 for each in range(config["num_hidden_layers"])]
     return config | {
         "rope_parameters": {
             "full_attention": {"rope_theta": theta, **rope_scaling_options(fact)},
             "sliding_attention": {"rope_theta": theta},
         },
         "sliding_window": int(window),
-        "layer_types": [f"{'sliding' if each else 'full'}_attention" for each in pattern],
+        "layer_types": window_layer_types(fact, config["num_hidden_layers"]),
     }
 
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.gguf_mamba2 import FACTORS
-from modelmill.accept.reference.gguf_sizes import decoder_config, metadata_reader, with_scaling
+from modelmill.accept.reference.gguf_sizes import (
+    decoder_config,
+    metadata_reader,
+    window_layer_types,
+    with_scaling,
+)
 from modelmill.accept.reference.gguf_source import GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
@@ -17,14 +22,13 @@ def granite_swa_config(container: RawContainer) -> dict[str, Any]:
     fact = metadata_reader(container)
     config = with_scaling(container, decoder_config(container, ARCHITECTURE))
     layers, theta = config["num_hidden_layers"], config["rope_theta"]
-    windowed = fact("attention.sliding_window_pattern")
     rotated = fact("attention.rope_pattern", [True] * layers)
     return config | {
         "mlp_bias": "blk.0.ffn_up.bias" in container.names(),
         "attention_multiplier": float(fact("attention.scale", config["head_dim"] ** -0.5)),
         **{name: float(fact(key, 1.0)) for name, key in FACTORS.items()},
         "sliding_window": int(fact("attention.sliding_window")),
-        "layer_types": ["sliding_attention" if each else "full_attention" for each in windowed],
+        "layer_types": window_layer_types(fact, layers),
         "layer_rope_theta": [theta if each else 0 for each in rotated],
     }
 

@@ -11,12 +11,12 @@ from modelmill.accept.reference.gguf_sizes import (
     decoder_config,
     metadata_reader,
     rope_scaling_options,
+    window_layer_types,
 )
 from modelmill.accept.reference.gguf_source import GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
 ARCHITECTURE = "mellum"
-PERIOD = 4
 
 
 def mellum_config(container: RawContainer) -> dict[str, Any]:
@@ -24,19 +24,14 @@ def mellum_config(container: RawContainer) -> dict[str, Any]:
     fact = metadata_reader(container)
     config = decoder_config(container, "mellum")
     theta, layers = config.pop("rope_theta"), config["num_hidden_layers"]
-    window, pattern = fact("attention.sliding_window"), fact("attention.sliding_window_pattern")
-    if pattern is None or isinstance(pattern, int):
-        period = PERIOD if pattern is None else pattern
-        pattern = [(layer + 1) % period != 0 for layer in range(layers)]
+    window = fact("attention.sliding_window")
     return config | {
         "rope_parameters": {
             "full_attention": {"rope_theta": theta, **rope_scaling_options(fact)},
             "sliding_attention": {"rope_theta": float(fact("rope.freq_base_swa", theta))},
         },
         "sliding_window": window,
-        "layer_types": [
-            "sliding_attention" if window and bool(each) else "full_attention" for each in pattern
-        ],
+        "layer_types": window_layer_types(fact, layers) if window else ["full_attention"] * layers,
         "num_experts": int(fact("expert_count")),
         "num_experts_per_tok": int(fact("expert_used_count")),
         "norm_topk_prob": True,

@@ -61,3 +61,24 @@ def with_scaling(container: RawContainer, config: dict[str, Any]) -> dict[str, A
     """Return the config with the scaling of its rotation, where there is one."""
     scaling = rope_scaling_options(metadata_reader(container))
     return config | ({"rope_scaling": scaling} if scaling else {})
+
+
+def window_layer_types(fact: Callable[..., Any], layers: int) -> list[str]:
+    """Return which layers have a window: from a list, or all but every n-th, unnamed the fourth."""
+    pattern = fact("attention.sliding_window_pattern", 4)
+    if isinstance(pattern, int):
+        pattern = [(layer + 1) % pattern for layer in range(layers)]
+    return ["sliding_attention" if each else "full_attention" for each in pattern]
+
+
+def grouped_router(fact: Callable[..., Any], *, normalized: bool) -> dict[str, Any]:
+    """Return a router of DeepSeek-V3's kind; normalized: whether weights sum to 1 without a key."""
+    return {
+        "n_routed_experts": int(fact("expert_count")),
+        "num_experts_per_tok": int(fact("expert_used_count")),
+        "first_k_dense_replace": int(fact("leading_dense_block_count", 0)),
+        "routed_scaling_factor": float(fact("expert_weights_scale", 1.0)),
+        "norm_topk_prob": bool(fact("expert_weights_norm", normalized)),
+        "n_group": int(fact("expert_group_count", 1)),
+        "topk_group": int(fact("expert_group_used_count", 1)),
+    }

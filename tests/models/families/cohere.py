@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import (
-    QK_NORM,
-    GgufCase,
-    decoder_family,
-    fault,
-    times,
-    with_eps,
-)
+from tests.models.family_cases import QK_NORM, GgufCase, decoder_family, fault, times, with_eps
 
 CASE = decoder_family(
     "cohere",

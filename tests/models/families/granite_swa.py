@@ -45,7 +45,8 @@ CASE = decoder_family(
         {"num_hidden_layers": 5, "layer_rope_theta": None},
     ),
     {"residual_multiplier": "0.5", "logits_scaling": 0.0, "attention_bias": 1,
-     "layer_rope_theta": [0, 20.0, 30.0], "sliding_window": 0, "layer_types": ["mamba"]},
+     "layer_rope_theta": [0, 20.0, 30.0], "sliding_window": 0, "layer_types": ["mamba"],
+     "rope_scaling": 5},
     {
         "no factor on scores": fault("attn.core", attention_scale=None),
         "branches x 1.05": fault("attn_post", branch_scale=times(1.05)),
