@@ -13,6 +13,7 @@ from modelmill.core.errors import RequestError
 from modelmill.outputs import CompletionOutput, OutputDelta, RequestOutput
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.openai_models import OutputReasoning
+from modelmill.serve.packed_text import pack_text
 from modelmill.serve.response_items import ResponseItems
 from modelmill.serve.responses_schema import CompactRequest, ResponsesRequest, items_to_messages
 from modelmill.serve.routes.chat import (
@@ -186,6 +187,15 @@ def test_thinking_comes_back_as_its_content_or_packed() -> None:
         user = {"role": "user", "content": "x"}
         messages = items_to_messages([user, sent, message, user], None)
         assert messages[1]["reasoning_content"] == "Well."
+    part = {"type": "reasoning_text", "text": "Well."}
+    for content, packed, thinking in (
+        (None, "gAAAAA of another server", None),
+        ([part], "gAAAAA of another server", "Well."),
+        ([part], pack_text("Not this."), "Well."),
+    ):
+        item = {**reasoning, "content": content, "encrypted_content": packed}
+        messages = items_to_messages([user, item, message, user], None)
+        assert messages[1].get("reasoning_content") == thinking
     body = ResponsesRequest(model="m", input="x", include=["reasoning.encrypted_content"])
     assert body.wants_packed_thinking
 

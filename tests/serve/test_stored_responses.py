@@ -118,10 +118,10 @@ def test_no_key_continues_the_response_of_another(
     made = post("one", **ASK, input="Hi").json
     id, item = made["id"], {"type": "item_reference", "id": made["output"][0]["id"]}
     brief: dict[str, Any] = {"model": "stories", "max_output_tokens": 1}
-    for path in ("", "/compact", "/input_tokens"):
-        for key, status in (("one", 200), ("two", 400)):
-            assert post(key, path, **brief, input="x", previous_response_id=id).status == status
-            assert post(key, path, **brief, input=[item]).status == status
+    for continued in ({"input": "x", "previous_response_id": id}, {"input": [item]}):
+        assert post("one", **brief, **continued).status == 200
+        for path in ("", "/compact", "/input_tokens"):
+            assert post("two", path, **brief, **continued).status == 400
 
 
 def test_a_server_without_room_says_so(running: ServiceThread) -> None:
@@ -249,6 +249,8 @@ def test_the_prompt_of_a_response_is_counted(running: ServiceThread) -> None:
         "input_tokens": first["usage"]["input_tokens"],
     }
     assert count.json == expected
+    long = running.post("/v1/responses/input_tokens", {"model": "stories", "input": "a b " * 3000})
+    assert long.json["input_tokens"] > 512, "clients ask before they shorten it"
     more = {"model": "stories", "input": "And?", "previous_response_id": first["id"]}
     assert (
         running.post("/v1/responses/input_tokens", more).json["input_tokens"]

@@ -192,6 +192,8 @@ def test_a_body_needs_no_type_except_from_a_browser(
     assert running.post("/v1/chat/completions", chat, headers=headers).status == 400
 
 
-def test_a_completion_request_has_no_default_length() -> None:
+def test_a_raw_completion_has_no_default_length_and_control_tokens() -> None:
     body = OllamaGenerateRequest.model_validate({"model": "m", "prompt": "x", "raw": True})
-    assert body.to_completion_request().sampling_params().max_tokens is None
+    completion = body.to_completion_request()
+    assert completion.sampling_params().max_tokens is None
+    assert completion.parse_special
