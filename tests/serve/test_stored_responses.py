@@ -12,6 +12,7 @@ from modelmill.serve.errors import ApiError
 from modelmill.serve.packed_text import MAX_UNPACKED_BYTES, TextUnpacker, pack_text
 from modelmill.serve.response_input_items import list_input_items
 from modelmill.serve.response_store import ResponseStore, StoredResponse, make_stored, stored_bytes
+from modelmill.serve.routes import stored_responses
 from tests.serve.service_thread import ServiceThread
 
 ASK = {"model": "stories", "temperature": 0, "max_output_tokens": 8}
@@ -176,6 +177,16 @@ def test_compaction_keeps_the_users_messages(running: ServiceThread) -> None:
     assert TextUnpacker().unpack(output[1]["encrypted_content"])
     respond(running, input=[*output, {"role": "user", "content": "And then?"}])
     assert running.post("/v1/responses/compact", {"model": "stories"}).status == 400
+
+
+def test_an_empty_summary_does_not_replace_a_conversation(
+    running: ServiceThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_responses, "_without_thinking", lambda *_: " \n")
+    body = {"model": "stories", "input": "Tom has a red ball.", "max_output_tokens": 2}
+    answer = running.post("/v1/responses/compact", body)
+    assert answer.status == 400
+    assert "wrote no summary" in answer.json["error"]["message"]
 
 
 def test_packed_texts_of_other_servers_are_refused() -> None:

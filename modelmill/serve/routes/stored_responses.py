@@ -80,6 +80,11 @@ async def compact(body: CompactRequest, request: Request) -> Any:
     await wait_or_disconnect(request, handle)
     text = state.output.outputs[0].text
     summary = _without_thinking(chat, engine.text_processor, state, text).strip()
+    if not summary:
+        raise RequestError(
+            "the model wrote no summary, so that the conversation would be lost; keep it as it is, "
+            "or allow more max_output_tokens"
+        )
     counts = token_usage([state])
     return Utf8JsonResponse(
         {
