@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from modelmill.accept.reference import open_reference
 from modelmill.accept.reference.gguf_config import gguf_config
 from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
@@ -129,6 +130,23 @@ def test_a_period_in_the_place_of_a_list(name: str, period: int | None, tmp_path
     facts, key = case.gguf.facts, "attention.sliding_window_pattern"
     own = replace(case.gguf, facts=lambda raw: {**facts(raw), key: period})
     check_gguf(replace(case, gguf=own), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["granite", "granite_swa"])
+def test_a_scaling_without_a_type_is_linear(name: str, tmp_path: Path) -> None:
+    """As in llama.cpp."""
+    case = with_changes(name, {"rope_scaling": {"type": "linear", "factor": 3.0}})
+    assert case.gguf is not None
+    facts, key = case.gguf.facts, "rope.scaling.factor"
+    own = replace(case.gguf, facts=lambda raw: {**facts(raw), key: 3.0})
+    check_gguf(replace(case, gguf=own), tmp_path)
+
+
+def test_metadata_that_acceptance_alone_reads_is_one_line(tmp_path: Path) -> None:
+    """The builder names the key as one without effect."""
+    path = write_broken("granitemoeshared", {"attention.sliding_window": "x"}, tmp_path)
+    with pytest.raises(CorruptCheckpoint, match=r"acceptance cannot read .* convert the model"):
+        open_reference(open_checkpoint(path))
 
 
 @pytest.mark.parametrize(
