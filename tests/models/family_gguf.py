@@ -130,6 +130,14 @@ def check_gguf(case: FamilyCase, tmp_path: Path) -> None:
     assert (TokenScorer(engine).logits([ids])[0] - logits(ids)).abs().max() < 1e-4
 
 
+def check_gguf_with(case: FamilyCase, changed: dict[str, Any], tmp_path: Path) -> None:
+    """Check the GGUF of a case with keys changed or added."""
+    assert case.gguf is not None
+    facts = case.gguf.facts
+    own = replace(case.gguf, facts=lambda raw: {**facts(raw), **changed})
+    check_gguf(replace(case, gguf=own), tmp_path)
+
+
 def kept_integers(case: FamilyCase, sizes: dict[str, Any], folder: Path) -> set[str]:
     """Linears that an accepted engine of the case's quantized GGUF keeps as integers."""
     assert case.gguf is not None

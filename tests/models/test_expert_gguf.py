@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from modelmill.accept.reference import open_reference
 from modelmill.accept.reference.gguf_config import gguf_config
 from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
@@ -25,6 +26,7 @@ import gguf
 from tests.models.family_gguf import (
     add_facts,
     check_gguf,
+    check_gguf_with,
     kept_integers,
     with_changes,
     write_broken,
@@ -112,10 +114,7 @@ def test_every_nth_layer_has_no_window(
     dense = ["dense", *["sparse"] * 3] if name == "exaone_moe" else None
     layers = {"num_hidden_layers": 4, "mlp_layer_types": dense}
     case = with_changes(name, {**layers, "sliding_window_pattern": period})
-    assert case.gguf is not None
-    facts, key = case.gguf.facts, "attention.sliding_window_pattern"
-    own = replace(case.gguf, facts=lambda raw: {**facts(raw), key: pattern})
-    check_gguf(replace(case, gguf=own), tmp_path)
+    check_gguf_with(case, {"attention.sliding_window_pattern": pattern}, tmp_path)
 
 
 @pytest.mark.parametrize(("name", "period"), [("granite_swa", 2), ("olmo3", 2), ("olmo3", None)])
@@ -125,10 +124,21 @@ def test_a_period_in_the_place_of_a_list(name: str, period: int | None, tmp_path
     types[(period or 4) - 1 :: period or 4] = ["full_attention"] * (4 // (period or 4))
     changes = {"num_hidden_layers": 4, "layer_types": types}
     case = with_changes(name, changes | ({} if name == "olmo3" else {"layer_rope_theta": None}))
-    assert case.gguf is not None
-    facts, key = case.gguf.facts, "attention.sliding_window_pattern"
-    own = replace(case.gguf, facts=lambda raw: {**facts(raw), key: period})
-    check_gguf(replace(case, gguf=own), tmp_path)
+    check_gguf_with(case, {"attention.sliding_window_pattern": period}, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["granite", "granite_swa"])
+def test_a_scaling_without_a_type_is_linear(name: str, tmp_path: Path) -> None:
+    """As in llama.cpp."""
+    case = with_changes(name, {"rope_scaling": {"type": "linear", "factor": 3.0}})
+    check_gguf_with(case, {"rope.scaling.factor": 3.0}, tmp_path)
+
+
+def test_metadata_that_acceptance_alone_reads_is_one_line(tmp_path: Path) -> None:
+    """The builder names the key as one without effect."""
+    path = write_broken("granitemoeshared", {"attention.sliding_window": "x"}, tmp_path)
+    with pytest.raises(CorruptCheckpoint, match=r"acceptance cannot read .* convert the model"):
+        open_reference(open_checkpoint(path))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ names of its tensors begin with, if not with "model.".
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -43,7 +43,7 @@ from modelmill.accept.reference.gguf_config import gguf_config, gguf_rope
 from modelmill.accept.reference.gguf_source import GgufSource
 from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import OpenedCheckpoint, RawContainer, TensorSource
-from modelmill.core.errors import UnknownArchitecture
+from modelmill.core.errors import CorruptCheckpoint, ModelmillError, UnknownArchitecture
 from modelmill.core.registry import find_module, module_names
 
 __all__ = [
@@ -88,6 +88,7 @@ def open_reference(
     Raises:
         UnknownArchitecture: if no reference supports this family.
         TensorMismatch: if a tensor is missing.
+        CorruptCheckpoint: if a GGUF's metadata has values of another type.
     """
     container: RawContainer = checkpoint.raw
     if "general.architecture" in container.metadata and "token_embd.weight" in container.names():
@@ -119,14 +120,14 @@ def _open_gguf(
     architecture = container.metadata["general.architecture"]
     if architecture in GGUF_READERS:
         read_config, source_class = GGUF_READERS[architecture]
-        config = read_config(container)
+        config = _read_gguf_config(read_config, container)
         tensors = source_class(container, dtype, config, device=device)
         model: Any = _find_family_module(config).REFERENCE(tensors, config)
         if ROPE_DIVISORS in container.names():
             divisors = tensors.stored_tensor(ROPE_DIVISORS)
             model.set_rope(_rope_with_divisors(model.rope, divisors))
         return cast(ReferenceModel, model)
-    config = gguf_config(container)
+    config = _read_gguf_config(gguf_config, container)
     family = _find_family_module(config)
     source = GgufSource(container, dtype, config, device=device)
     if family is not decoder:
@@ -140,6 +141,25 @@ def _open_gguf(
     if container.metadata["general.architecture"] != config["model_type"]:
         return decoder.DecoderReference(source, config)
     return decoder.DecoderReference(source, config, gguf_rope(container, config))
+
+
+def _read_gguf_config(
+    read: Callable[[RawContainer], dict[str, Any]], container: RawContainer
+) -> dict[str, Any]:
+    """Return the config that ``read`` makes of a GGUF's metadata.
+
+    Raises:
+        CorruptCheckpoint: for values of a type or size that no architecture has.
+    """
+    try:
+        return read(container)
+    except ModelmillError:
+        raise
+    except (TypeError, ValueError, ArithmeticError, LookupError) as error:
+        raise CorruptCheckpoint(
+            "acceptance cannot read the GGUF's metadata "
+            f"({' '.join(str(error).split())[:80]}); convert the model again"
+        ) from None
 
 
 def _rope_with_divisors(rope: ReferenceRope, divisors: torch.Tensor) -> ReferenceRope:

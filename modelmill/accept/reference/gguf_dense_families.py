@@ -95,7 +95,7 @@ def phi3_config(container: RawContainer) -> dict[str, Any]:
         f"{name.split('_')[2]}_factor": container.get(f"{name}.weight").float().tolist()
         for name in LONGROPE
     }
-    stated = fact("rope.scaling.attn_factor")
+    stated = fact("rope.scaling.attn_factor") or None
     return config | {"rope_scaling": {"rope_type": "longrope", "attention_factor": stated, **lists}}
 
 

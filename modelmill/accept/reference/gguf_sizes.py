@@ -42,13 +42,13 @@ def decoder_config(container: RawContainer, model_type: str) -> dict[str, Any]:
 
 
 def rope_scaling_options(fact: Callable[..., Any]) -> dict[str, Any]:
-    """Return a scaled rotation; empty without scaling."""
-    kind, factor = str(fact("rope.scaling.type", "none")), fact("rope.scaling.factor")
+    """Return a scaled rotation, linear where no type is named; empty without scaling."""
+    kind, factor = str(fact("rope.scaling.type", "linear")), fact("rope.scaling.factor")
     if kind == "none" or not factor or (kind == "linear" and factor == 1):
         return {}
     scaling: dict[str, Any] = {"rope_type": kind, "factor": float(factor)}
     trained = fact("rope.scaling.original_context_length")
-    if trained is not None:
+    if trained:  # 0 is none
         scaling["original_max_position_embeddings"] = int(trained)
     for name in ("beta_fast", "beta_slow"):
         value = fact(f"rope.scaling.yarn_{name}")
