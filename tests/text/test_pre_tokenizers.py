@@ -1,7 +1,8 @@
 """How text is cut by each tokenizer.ggml.pre.
 
-The cuts of all names were compared with llama.cpp's tokenizer on 3,000 random texts each, and with
-its vectors of command-r, deepseek-llm, deepseek-coder, falcon, mpt, refact and starcoder.
+The cuts were compared with llama.cpp's vectors of command-r, deepseek-llm, deepseek-coder, falcon,
+mpt, refact and starcoder, and of the names that the llama.cpp at hand knows with its tokenizer on
+3,000 random texts each (``python -m tools.pre_tokenizer_witness``).
 """
 
 from __future__ import annotations
