@@ -6,6 +6,7 @@ compute capability: "maximum amount of shared memory per thread block".
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
@@ -97,6 +98,7 @@ def fake_gpu(generation: GpuGeneration, hip: str | None = None) -> Iterator[None
         for name, value in vars(module).items()
         if callable(value) and value.__hash__ is not None and value in per_device
     ]
+    forget_launches()
     for patch in patches:
         patch.start()
     try:
@@ -104,6 +106,16 @@ def fake_gpu(generation: GpuGeneration, hip: str | None = None) -> Iterator[None
     finally:
         for patch in reversed(patches):
             patch.stop()
+        forget_launches()
+
+
+def forget_launches() -> None:
+    """Empty the caches of Triton's launch code: they hold choices for the GPU that was there."""
+    for module in kernel_modules():
+        if module.__name__.startswith(modelmill.ops.triton.__name__):
+            for value in vars(module).values():
+                if isinstance(value, functools._lru_cache_wrapper):
+                    value.cache_clear()
 
 
 def device_function(cached: Any, gpu: torch.device) -> Any:

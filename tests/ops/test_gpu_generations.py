@@ -95,6 +95,9 @@ def test_the_launch_code_of_one_generation_launches_every_kernel() -> None:
 def test_the_compiled_forms_cover_every_kernel_and_every_choice_of_a_launch_config() -> None:
     *variants, last = compile_triton("--list")
     assert last == {"unreached": []}
+    *alone, _ = compile_triton("--list", "sm_120")
+    chosen = [each["constants"] for each in variants if each["arch"] == "sm_120"]
+    assert chosen == [each["constants"] for each in alone], "those of the GPUs before"
     for arch in BY_ARCH:
         compiled = {variant["kernel"] for variant in variants if variant["arch"] == arch}
         assert launched_kernels() - compiled == set()
