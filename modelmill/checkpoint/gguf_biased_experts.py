@@ -20,14 +20,14 @@ from modelmill.checkpoint.gguf_families import (
     read_rms_config,
 )
 from modelmill.checkpoint.gguf_group_limited_experts import (
-    EXPERT_NAMES,
+    GROUPED_EXPERT_NAMES,
     read_grouped_experts,
     require_sigmoid_gating,
     require_softmax_gating,
 )
 from modelmill.core.errors import CorruptCheckpoint
 
-DOTS1_NAMES = {**LLAMA_NAMES, **EXPERT_NAMES}
+DOTS1_NAMES = {**LLAMA_NAMES, **GROUPED_EXPERT_NAMES}
 ERNIE_NAMES = {**DOTS1_NAMES, "blk.exp_probs_b": "mlp.moe_statics.e_score_correction_bias"}
 EXAONE_NAMES = {**DOTS1_NAMES, "blk.exp_probs_b": "mlp.e_score_correction_bias"}
 MINIMAX_NAMES = {

@@ -16,6 +16,7 @@ import torch
 
 from modelmill.checkpoint.gguf_config import ArchitectureKeys, array_as_list, head_dim
 from modelmill.checkpoint.gguf_families import (
+    EXPERT_NAMES,
     LLAMA_NAMES,
     GgufArchitecture,
     TensorPart,
@@ -43,7 +44,7 @@ DELTA_NET_MOE_NAMES = {
     **{gguf: name for gguf, name in DELTA_NET_NAMES.items() if not gguf.startswith("blk.ffn_")},
     "blk.ffn_gate_inp": "mlp.gate",
     "blk.ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    **{f"blk.ffn_{part}_exps": f"mlp.experts.*.{part}_proj" for part in ("gate", "up", "down")},
+    **EXPERT_NAMES,
     **{
         f"blk.ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")
     },

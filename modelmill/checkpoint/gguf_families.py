@@ -124,6 +124,13 @@ GPT2_NAMES = {
     "position_embd": "transformer.wpe",
     "blk.ffn_up": "mlp.c_fc",
 }
+EXPERT_NAMES = {
+    f"blk.ffn_{part}_exps": f"mlp.experts.*.{part}_proj" for part in ("gate", "up", "down")
+}
+MIXTRAL_EXPERTS = {
+    part: f"block_sparse_moe.experts.*.{name}"
+    for part, name in zip(EXPERT_NAMES, ("w1", "w3", "w2"), strict=True)
+}
 POST_NORM_NAMES = {
     **{gguf: name for gguf, name in LLAMA_NAMES.items() if not gguf.endswith("_norm")},
     "output_norm": "model.norm",
@@ -143,9 +150,7 @@ GPT_OSS_NAMES = {
     "blk.post_attention_norm": "post_attention_layernorm",
     "blk.attn_sinks": "self_attn.sinks",
     "blk.ffn_gate_inp": "mlp.router",
-    "blk.ffn_gate_exps": "mlp.experts.*.gate_proj",
-    "blk.ffn_up_exps": "mlp.experts.*.up_proj",
-    "blk.ffn_down_exps": "mlp.experts.*.down_proj",
+    **EXPERT_NAMES,
 }
 GRANITE_MOE_NAMES = {
     **{gguf: name for gguf, name in LLAMA_NAMES.items() if not gguf.startswith("blk.ffn_")},
@@ -222,12 +227,6 @@ BITNET_NAMES = {
     "blk.ffn_sub_norm": "mlp.ffn_sub_norm",
 }
 STARCODER2_NAMES = {**LLAMA_NAMES, "blk.ffn_up": "mlp.c_fc", "blk.ffn_down": "mlp.c_proj"}
-
-EXPERT_PARTS = ("blk.ffn_gate_exps", "blk.ffn_up_exps", "blk.ffn_down_exps")
-MIXTRAL_EXPERTS = {
-    part: f"block_sparse_moe.experts.*.{name}"
-    for part, name in zip(EXPERT_PARTS, ("w1", "w3", "w2"), strict=True)
-}
 
 
 # the depth of the only models whose scores are scaled by another number than a head's channels

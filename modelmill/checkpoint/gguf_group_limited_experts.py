@@ -12,7 +12,12 @@ from modelmill.checkpoint.gguf_config import (
     head_dim,
     multiplied_rope_scaling,
 )
-from modelmill.checkpoint.gguf_families import LLAMA_NAMES, GgufArchitecture, read_rms_config
+from modelmill.checkpoint.gguf_families import (
+    EXPERT_NAMES,
+    LLAMA_NAMES,
+    GgufArchitecture,
+    read_rms_config,
+)
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
 SOFTMAX_GATING, SIGMOID_GATING = 1, 2
@@ -22,10 +27,10 @@ GLM_FLASH_LAYERS, GLM_FLASH_VOCABULARY = (47, 48), 154880
 NEXTN_PARTS = (
     "eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head_head", "shared_head_norm",
 )  # fmt: skip
-EXPERT_NAMES = {
+GROUPED_EXPERT_NAMES = {
     "blk.ffn_gate_inp": "mlp.gate",
     "blk.exp_probs_b": "mlp.gate.e_score_correction_bias",
-    **{f"blk.ffn_{part}_exps": f"mlp.experts.*.{part}_proj" for part in ("gate", "up", "down")},
+    **EXPERT_NAMES,
     **{
         f"blk.ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj"
         for part in ("gate", "up", "down")
@@ -35,12 +40,12 @@ EXPERT_NAMES = {
 }
 GLM4_MOE_NAMES = {
     **{gguf: name for gguf, name in LLAMA_NAMES.items() if gguf != "blk.ffn_norm"},
-    **EXPERT_NAMES,
+    **GROUPED_EXPERT_NAMES,
     "blk.post_attention_norm": "post_attention_layernorm",
 }
 DEEPSEEK_NAMES = {
     **LLAMA_NAMES,
-    **EXPERT_NAMES,
+    **GROUPED_EXPERT_NAMES,
     "blk.attn_q_a": "self_attn.q_a_proj",
     "blk.attn_q_a_norm": "self_attn.q_a_layernorm",
     "blk.attn_q_b": "self_attn.q_b_proj",

@@ -26,7 +26,7 @@ from modelmill.checkpoint.gguf_config import array_as_list, read_config
 from modelmill.checkpoint.gguf_delta_net import DELTA_NET_ARCHITECTURES
 from modelmill.checkpoint.gguf_dense_families import DENSE_ARCHITECTURES, LONGROPE_TENSORS
 from modelmill.checkpoint.gguf_families import (
-    EXPERT_PARTS,
+    EXPERT_NAMES,
     FURTHER_ARCHITECTURES,
     GPT2_NAMES,
     LLAMA_NAMES,
@@ -52,11 +52,7 @@ from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
 QWEN_NAMES = {**TRANSFORMER_H_NAMES, "blk.ffn_up": "mlp.w1", "blk.ffn_gate": "mlp.w2"}
-QWEN_EXPERTS = {
-    part: f"mlp.experts.*.{name}_proj"
-    for part, name in zip(EXPERT_PARTS, ("gate", "up", "down"), strict=True)
-}
-QWEN_MOE_NAMES = {**LLAMA_NAMES, **QWEN_EXPERTS, "blk.ffn_gate_inp": "mlp.gate"}
+QWEN_MOE_NAMES = {**LLAMA_NAMES, **EXPERT_NAMES, "blk.ffn_gate_inp": "mlp.gate"}
 SHARED_EXPERT_NAMES = {
     "blk.ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "blk.ffn_gate_shexp": "mlp.shared_expert.gate_proj",

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.checkpoint.gguf_config import ArchitectureKeys, head_dim
-from modelmill.checkpoint.gguf_families import LLAMA_NAMES, GgufArchitecture, read_rms_config
+from modelmill.checkpoint.gguf_families import (
+    EXPERT_NAMES,
+    LLAMA_NAMES,
+    GgufArchitecture,
+    read_rms_config,
+)
 from modelmill.checkpoint.gguf_group_limited_experts import NEXTN_PARTS, require_sigmoid_gating
 from modelmill.core.errors import UnknownArchitecture
 
@@ -14,14 +19,14 @@ DENSE_NAMES = {
     "blk.attn_q_norm": "self_attn.query_layernorm",
     "blk.attn_k_norm": "self_attn.key_layernorm",
 }
-EXPERT_NAMES = {
-    **{f"blk.ffn_{part}_exps": f"mlp.experts.*.{part}_proj" for part in ("gate", "up", "down")},
+HUNYUAN_EXPERT_NAMES = {
+    **EXPERT_NAMES,
     **{f"blk.ffn_{part}_shexp": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")},
 }
-MOE_NAMES = {**DENSE_NAMES, **EXPERT_NAMES, "blk.ffn_gate_inp": "mlp.gate.wg"}
+MOE_NAMES = {**DENSE_NAMES, **HUNYUAN_EXPERT_NAMES, "blk.ffn_gate_inp": "mlp.gate.wg"}
 HY_V3_NAMES = {
     **LLAMA_NAMES,
-    **EXPERT_NAMES,
+    **HUNYUAN_EXPERT_NAMES,
     "blk.ffn_gate_inp": "mlp.router.gate",
     "blk.exp_probs_b": "mlp.expert_bias",
     # of the layers of multi-token prediction, which are not used

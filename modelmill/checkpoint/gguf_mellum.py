@@ -10,7 +10,12 @@ from modelmill.checkpoint.gguf_config import (
     head_dim,
     read_window_layer_types,
 )
-from modelmill.checkpoint.gguf_families import LLAMA_NAMES, GgufArchitecture, read_rms_config
+from modelmill.checkpoint.gguf_families import (
+    EXPERT_NAMES,
+    LLAMA_NAMES,
+    GgufArchitecture,
+    read_rms_config,
+)
 
 NAMES = {
     **{
@@ -19,7 +24,7 @@ NAMES = {
         if gguf not in ("blk.ffn_gate", "blk.ffn_up", "blk.ffn_down")
     },
     "blk.ffn_gate_inp": "mlp.gate",
-    **{f"blk.ffn_{part}_exps": f"mlp.experts.*.{part}_proj" for part in ("gate", "up", "down")},
+    **EXPERT_NAMES,
 }
 
 
