@@ -10,6 +10,7 @@ from modelmill.core.quoting import quote
 from modelmill.models import _moe_config, exaone4
 from modelmill.models._hf_config import positive_int
 from modelmill.models._layer_rules import IGNORED_BUFFERS, RuleSource
+from modelmill.models._moe_config import layers_by_mlp_type
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 from modelmill.nn.pre_norm import PreNormLayer
@@ -49,25 +50,22 @@ def _dense_layers(raw: RawConfig, layers: int) -> frozenset[int]:
     Raises:
         CheckpointError: for a list of other values, or of another length.
     """
-    kinds = {"mlp_layer_types": ("dense", "sparse"), "is_moe_layer": (False, True)}
-    listed = {}
-    for key, (dense, sparse) in kinds.items():
-        types = raw.get(key)
-        if types is None:
-            continue
-        if (
-            not isinstance(types, list)
-            or len(types) != layers
-            or any(type(each) is not type(dense) or each not in (dense, sparse) for each in types)
-        ):
-            raise CheckpointError(
-                f"config.json: {key} must be a list of {dense} or {sparse} for each of {layers} "
-                f"layers, not {quote(types, 60)}"
-            )
-        listed[key] = frozenset(i for i in range(layers) if types[i] == dense)
-    if len({*listed.values()}) > 1:
+    first = _moe_config.leading_dense_layers(raw, layers, 1)
+    dense, marks = layers_by_mlp_type(raw, layers, dense=len(first)), raw.get("is_moe_layer")
+    if marks is None:
+        return dense
+    if (
+        not isinstance(marks, list)
+        or len(marks) != layers
+        or not all(type(each) is bool for each in marks)
+    ):
+        raise CheckpointError(
+            f"config.json: is_moe_layer must be a list of true or false for each of {layers} "
+            f"layers, not {quote(marks, 60)}"
+        )
+    marked = frozenset(layer for layer, each in enumerate(marks) if not each)
+    if raw.get("mlp_layer_types") is not None and marked != dense:
         raise CheckpointError(
             "config.json: mlp_layer_types and is_moe_layer contradict each other; remove one"
         )
-    first = _moe_config.leading_dense_layers(raw, layers, 1)
-    return next(iter(listed.values()), first)
+    return marked

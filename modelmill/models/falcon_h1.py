@@ -38,9 +38,9 @@ LAYOUT = CheckpointLayout(
     },
     norm="model.final_layernorm",
 )
-# of training and of other implementations' arithmetic; the head is computed for the rows it must
 SUPPORTED_VALUES = {"mamba_use_mlp": (True,)}
-# of training, and sizes that others decide
+# of training, of other implementations' arithmetic, and sizes that others decide; the head is
+# computed for the rows it must
 UNUSED_CONFIG_KEYS = (
     "mamba_chunk_size", "num_logits_to_keep", "mlp_expansion_factor", "time_step_floor",
     "time_step_max", "time_step_min", "time_step_rank",

@@ -6,10 +6,13 @@ in files of Codestral Mamba, Qwen3-Coder-480B, Qwen3.6-27B, Phi-4-mini, K-EXAONE
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
+from modelmill.accept.reference.exaone_moe import ExaoneMoeReference
 from modelmill.builder.model_config import check_unread_keys
 from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import CheckpointError
@@ -18,6 +21,8 @@ from tests.models.all_families import CASES
 
 pytest.importorskip("transformers")
 
+SOURCE = cast(Any, SimpleNamespace(dtype=torch.float32, device="cpu"))
+"""What a reference asks of its tensors before it reads one."""
 AUTO_MAP = {"auto_map": {"AutoConfig": "configuration_some.SomeConfig"}}
 IDLE: list[tuple[str, dict[str, Any]]] = [
     ("mamba2", {"norm_before_gate": True, "time_step_init_scheme": "random", "time_step_scale": 1,
@@ -91,7 +96,10 @@ def test_their_other_values_are_refused_by_name(name: str, change: dict[str, Any
 
 def test_marks_of_experts_choose_the_layers() -> None:
     change = {"mlp_layer_types": None, "is_moe_layer": [True, False, True]}
-    assert read("exaone_moe", change)[0].dense_layers == {1}
+    config, _ = read("exaone_moe", change)
+    assert config.dense_layers == {1}
+    reference = ExaoneMoeReference(SOURCE, CASES["exaone_moe"].raw(**change))
+    assert [i for i in range(config.layers) if reference.is_dense(i)] == [1]
 
 
 def test_a_window_beside_a_switch_that_denies_it_is_named() -> None:

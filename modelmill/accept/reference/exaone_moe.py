@@ -27,14 +27,10 @@ class ExaoneMoeReference(PerHeadQKNormMixin, GroupedExpertsMixin):
             every = 4 if isinstance(pattern, str) else int(pattern)
             self.windows = self.interleaved_windows(int(size), every)
             self.unrotated = frozenset(i for i, each in enumerate(self.windows) if each is None)
-        types = config.get("mlp_layer_types")
-        self.dense = [
-            types[i] == "dense" if types else i < self.first_experts for i in range(self.num_layers)
-        ]
-
-    def is_dense(self, index: int) -> bool:
-        """Return whether a layer has an MLP."""
-        return self.dense[index]
+        self.mlp_types = config.get("mlp_layer_types")
+        marks = config.get("is_moe_layer")
+        if self.mlp_types is None and marks is not None:
+            self.mlp_types = ["sparse" if each else "dense" for each in marks]
 
     def selection_bias(self, index: int) -> Tensor:
         """Return what is added to a layer's scores for the choice, [E]."""

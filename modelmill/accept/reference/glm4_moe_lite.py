@@ -19,11 +19,7 @@ class Glm4MoeLiteReference(DeepseekReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, SIZES | config | {"first_k_dense_replace": 1})
-
-    def is_dense(self, index: int) -> bool:
-        """Return whether a layer has an MLP."""
-        types = self.config.get("mlp_layer_types")
-        return super().is_dense(index) if types is None else types[index] == "dense"
+        self.mlp_types = config.get("mlp_layer_types")
 
 
 REFERENCE = Glm4MoeLiteReference

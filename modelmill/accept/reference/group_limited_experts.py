@@ -30,6 +30,7 @@ class GroupedExpertsMixin(PlainDecoderReference):
         self.renormalizes = bool(config.get("norm_topk_prob", True))
         dense = config.get("first_k_dense_replace")
         self.first_experts = 1 if dense is None else int(dense)
+        self.mlp_types: list[str] | None = None
 
     def read_count(self, key: str, default: int) -> int:
         """Return a number of the config."""
@@ -45,8 +46,10 @@ class GroupedExpertsMixin(PlainDecoderReference):
         }
 
     def is_dense(self, index: int) -> bool:
-        """Return whether a layer has an MLP."""
-        return index < self.first_experts
+        """Return whether a layer has an MLP: ``mlp_types`` says it, else the first few have."""
+        if self.mlp_types is None:
+            return index < self.first_experts
+        return self.mlp_types[index] == "dense"
 
     def projections(self, index: int) -> LayerWeights:
         """Read a layer's attention, and its MLP or router and experts."""

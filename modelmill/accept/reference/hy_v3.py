@@ -34,20 +34,12 @@ class HYV3Reference(PerHeadQKNormMixin, GroupedExpertsMixin):
         self.mlp_biased = self.projections_with_bias("mlp_bias", MLP)
         self.biased = self.projections_with_bias() | self.mlp_biased
         self.norm_paths |= HEAD_NORMS
-        types = config.get("mlp_layer_types")
-        self.dense = [
-            layer == 0 if types is None else types[layer] == "dense"
-            for layer in range(self.num_layers)
-        ]
-
-    def is_dense(self, index: int) -> bool:
-        """Return whether a layer has an MLP."""
-        return self.dense[index]
+        self.first_experts, self.mlp_types = 1, config.get("mlp_layer_types")
 
     def projections(self, index: int) -> LayerWeights:
         """Read a layer's attention, and its MLP or router and experts."""
         weights, stem = self.attention_projections(index), f"{self.LAYERS}.{index}.mlp"
-        if self.dense[index]:
+        if self.is_dense(index):
             return weights | self._matrices(stem, "", bool(self.mlp_biased))
         weights["router"] = self.read_affine(f"{stem}.router.gate", False)
         for number in range(self.num_experts):
