@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from modelmill.core.errors import RequestError
 from modelmill.serve.strict_models import StrictModel
@@ -50,7 +50,7 @@ def parse_object(raw: Any, path: str, model: type[M]) -> M:
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        _, line = summarize_errors(error.errors(include_url=False, include_input=False), model)
+        line = _error_line(error, model)
     body = "the request's body"  # the object as a whole is invalid
     raise RequestError(path + (line.removeprefix(body) if line.startswith(body) else f".{line}"))
 
@@ -66,5 +66,10 @@ def make_request(model: type[M], fields: Mapping[str, Any]) -> M:
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        _, line = summarize_errors(error.errors(include_url=False, include_input=False), model)
+        line = _error_line(error, model)
     raise RequestError(line)
+
+
+def _error_line(error: ValidationError, model: type[BaseModel]) -> str:
+    _, line = summarize_errors(error.errors(include_url=False, include_input=False), model)
+    return line

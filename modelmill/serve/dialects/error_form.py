@@ -47,3 +47,9 @@ def anthropic_error(error: ApiError, request_id: str | None = None) -> dict[str,
         message = f"{_ANTHROPIC_TOO_LONG}: {message}"
     body: dict[str, Any] = {"type": "error", "error": {"type": error_type, "message": message}}
     return body if request_id is None else {**body, "request_id": request_id}
+
+
+def responses_error_event(error: ApiError) -> dict[str, Any]:
+    """The event of an error in a stream of /v1/responses."""
+    body = error.body()["error"]
+    return {**body, "type": "error", "error": body}

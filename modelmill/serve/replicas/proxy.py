@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from modelmill import __version__
 from modelmill.core import log
 from modelmill.serve import errors, openai_format
-from modelmill.serve.dialects.error_form import OLLAMA_PREFIX, error_body
+from modelmill.serve.dialects.error_form import OLLAMA_PREFIX, error_body, responses_error_event
 from modelmill.serve.errors import ApiError
 from modelmill.serve.metrics import CONTENT_TYPE
 from modelmill.serve.replicas.affinity import prefix_digests
@@ -197,11 +197,10 @@ class _ProxiedRequest:
 
 def _stream_error(path: str, error: ApiError) -> bytes:
     """An error at the end of a stream, as the dialect of its path writes it."""
-    body = error_body(path, error)
+    is_response = path.startswith("/v1/responses")
+    body = responses_error_event(error) if is_response else error_body(path, error)
     if path.startswith(OLLAMA_PREFIX):
         return openai_format.dump_json(body) + b"\n"
-    if path.startswith("/v1/responses"):
-        body = {**body["error"], "type": "error", **body}
     return openai_format.sse_event(body, body.get("type", ""))
 
 

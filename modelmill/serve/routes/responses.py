@@ -14,6 +14,7 @@ from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.chat_answer import exhaust, stream_or_whole
 from modelmill.serve.chat_schema import ChatRequest
+from modelmill.serve.dialects.error_form import responses_error_event
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.errors import ApiError
 from modelmill.serve.openai_format import ChatLogprobsFormatter, Utf8JsonResponse
@@ -168,13 +169,11 @@ class ResponsesBuilder(EventFormatter):
 
     def error_events(self, error: ApiError) -> bytes:
         """The error, and the response so far."""
-        error_body = error.body()["error"]
-        error_fields = {key: error_body[key] for key in ("code", "message", "param")}
         self._status = "failed"
         response = {**self.response(), "error": {"code": "server_error", "message": error.message}}
         return self._encode_events(
             [
-                {"type": "error", **error_fields, "error": error_body},
+                responses_error_event(error),
                 {"type": "response.failed", "response": response},
             ]
         )
