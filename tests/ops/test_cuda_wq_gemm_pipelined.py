@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from modelmill.ops import int8_group_linear, registry
 from modelmill.ops.cuda.common import build
 from modelmill.ops.cuda.weight_only_gemm import (
-    int4_gemm_small_m,
     int8_gemm_small_m,
     wq_gemm_pipelined,
 )
-from modelmill.ops.cuda.weight_only_gemm.wq_gemm_pipelined import WqSpec
+from modelmill.ops.cuda.weight_only_gemm.wq_gemm_pipelined import WqGemmKernelConfig, WqSpec
 from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
 from modelmill.ops.int4_linear import int4_linear, pack_codes
 from tests.ops.nvcc import compiles_without_spills, requires_nvcc
@@ -28,6 +27,8 @@ LIMIT = {torch.bfloat16: 3e-3, torch.float16: 5e-4}  # of the whole, in the norm
 
 
 BITS_AND_GROUPS = [
+    (4, 32),
+    (4, 64),
     (4, 128),
     (4, 256),
     (4, 512),
@@ -45,15 +46,18 @@ BITS_AND_GROUPS = [
     st.integers(1, 800),
     st.sampled_from(BITS_AND_GROUPS),
     st.booleans(),
-    st.sampled_from([32, 64]),
+    st.sampled_from([32, 64, 65, 128, 129, 1000]),
 )
 def test_a_form_fits_wherever_one_is_chosen(
-    eights: int, runs: int, bits_and_group: tuple[int, int], offset: bool, box: int
+    eights: int, runs: int, bits_and_group: tuple[int, int], offset: bool, tokens: int
 ) -> None:
     (bits, group), rows = bits_and_group, 8 * eights
     made = WqSpec(bits, 32 * runs, group, offset)
     assert wq_gemm_pipelined.supports_weight(rows, made, gated=False)
-    config = wq_gemm_pipelined.config_for(rows, made, box, 132)
+    box, config = (
+        wq_gemm_pipelined.block_rows(tokens),
+        wq_gemm_pipelined.config_for(rows, made, tokens, 132),
+    )
     if made.groups_per_tile == 1 or made.groups_per_split(4) <= 128:
         assert config is not None
     if config is not None:
@@ -63,7 +67,7 @@ def test_a_form_fits_wherever_one_is_chosen(
 
 def test_what_it_does_not_serve() -> None:
     for rows, spec_args in (
-        (4096, (4, 4096, 64)),
+        (4096, (4, 4096, 96)),
         (4096, (8, 4096, 96)),
         (4096, (4, 4096, 384)),
         (4100, (8, 4096, 128)),
@@ -80,26 +84,18 @@ def test_what_it_does_not_serve() -> None:
 
 
 @requires_nvcc
-@pytest.mark.parametrize(
-    "config",
-    [
-        wq_gemm_pipelined.WqGemmKernelConfig(2, 4),
-        wq_gemm_pipelined.WqGemmKernelConfig(3, 1),
-        wq_gemm_pipelined.WqGemmKernelConfig(3, 4),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("box", [32, 64])
-def test_compiles_without_spills(
-    config: wq_gemm_pipelined.WqGemmKernelConfig, box: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("box", [16, 64, 128])
+@pytest.mark.parametrize("config", [WqGemmKernelConfig(1), WqGemmKernelConfig(3)], ids=str)
+def test_compiles_without_spills(box: int, config: WqGemmKernelConfig, tmp_path: Path) -> None:
     specs = [WqSpec(4, 2816, 128, True), WqSpec(4, 2816, 128, False), WqSpec(8, 2816, 128, True)]
     specs += [
         WqSpec(8, 2048, 32, True),
         WqSpec(8, 2816, 64, False),
         WqSpec(8, 2816, 2816, False, True),
+        WqSpec(4, 2048, 32, True),
+        WqSpec(4, 2816, 64, False),
     ]
-    for spec, dtype, gated in zip(specs, 3 * (torch.bfloat16, torch.float16), 3 * (True, False)):
+    for spec, dtype, gated in zip(specs, 4 * (torch.bfloat16, torch.float16), 4 * (True, False)):
         assert wq_gemm_pipelined.fits_shared_memory(config, spec, box)
         macros = wq_gemm_pipelined.kernel_macros(dtype, config, spec, box, gated=gated)
         compiles_without_spills("wq_gemm_pipelined.cu", macros, tmp_path / "out")
@@ -126,7 +122,7 @@ def _random_args(spec: WqSpec, rows: int, seed: int) -> dict[str, torch.Tensor |
 def _check(
     x: torch.Tensor,
     args: dict,
-    config: wq_gemm_pipelined.WqGemmKernelConfig,
+    config: WqGemmKernelConfig,
     bias: torch.Tensor | None,
     *,
     gated: bool,
@@ -155,11 +151,10 @@ def _check(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", wq_gemm_pipelined.KERNEL_CONFIGS, ids=str)
+@pytest.mark.parametrize("large", [False, True], ids=["up-to-64-rows", "more"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_every_form(
-    config: wq_gemm_pipelined.WqGemmKernelConfig, dtype: torch.dtype, bits: int
-) -> None:
+def test_every_form(config: WqGemmKernelConfig, dtype: torch.dtype, bits: int, large: bool) -> None:
     if build.available("cuda") is not None:
         pytest.skip(str(build.available("cuda")))
     shapes = [
@@ -169,18 +164,20 @@ def test_every_form(
         (64, 1024, 11008, 128),
     ]
     shapes += (
-        [(40, 16, 4128, 1 << 20)]
+        [(40, 16, 4128, 1 << 20), (64, 400, 2080, 32), (17, 208, 4160, 64)]
         if bits == 4
         else [(2, 144, 4128, 32), (64, 400, 2080, 32), (17, 208, 4160, 64)]
     )
+    if large:  # one block of rows of x that it fills in part, and several
+        shapes = [(65 + 100 * number, *shape[1:]) for number, shape in enumerate(shapes)]
     for (tokens, rows, columns, group), gated in itertools.product(shapes, (False, True)):
-        spec = WqSpec(bits, columns, group, offset=not gated or tokens == 64)
-        if not wq_gemm_pipelined.fits_shared_memory(
-            config, spec, int4_gemm_small_m.padded_rows(tokens)
-        ):
+        spec = WqSpec(bits, columns, group, offset=not gated or tokens in (64, 165))
+        padded = wq_gemm_pipelined.block_rows(tokens)
+        if not wq_gemm_pipelined.fits_shared_memory(config, spec, padded):
             continue
         args = _random_args(spec, rows, seed=tokens)
-        bias = torch.randn(rows, device="cuda", dtype=dtype) if tokens == 33 else None
+        biased = tokens in (33, 265)
+        bias = torch.randn(rows, device="cuda", dtype=dtype) if biased else None
         x = torch.randn(tokens, columns + 64, device="cuda", dtype=dtype)[:, :columns]
         _check(x, args, config, bias, gated=gated)
         x = x.abs() if not gated else x
@@ -203,14 +200,27 @@ def test_wide_rows_of_many_groups_are_served() -> None:
             for each in int8_gemm_small_m.kernels(gated=False)
             if getattr(each.run, "func", None) is wq_gemm_pipelined.groupwise_gemm
         ]
-        assert any(pipelined) == (tokens == 64), "a small matrix of few rows is not worth it"
+        assert any(pipelined)
         ring = wq_gemm_pipelined.problem_config(problem, gated=False)
         if any(pipelined) and ring is not None:
             _check(x, args, ring, None, gated=False)
 
 
 @pytest.mark.gpu
-def test_the_backend_leaves_small_groups_and_odd_rows_to_others() -> None:
+@pytest.mark.parametrize("op", ["int4_linear", "int8_group_linear"])
+def test_prompts_are_multiplied_by_the_codes(op: str) -> None:
+    bits = 4 if op == "int4_linear" else 8
+    args = _random_args(WqSpec(bits, 4096, 128, offset=True), 4096, seed=bits)
+    for tokens in (65, 192, 193, 700, 768):
+        x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
+        inputs = GroupwiseLinearInputs(x, **args)
+        expected = wq_gemm_pipelined.groupwise_gemm(inputs, gated=False)
+        actual = getattr(registry.select_backends("cuda"), op)(inputs)
+        assert torch.equal(actual, expected), tokens
+
+
+@pytest.mark.gpu
+def test_the_backend_serves_small_groups_and_odd_rows() -> None:
     run = registry.select_backends("cuda").int4_linear
     for rows, columns, group in (
         (100, 2048, 128),

@@ -65,7 +65,7 @@ def error(
     inputs = GroupwiseLinearInputs(x, weight, scale, offset, group, bias)
     spec = wq_gemm_pipelined.problem_spec(groupwise_problem(*inputs))
     assert wq_gemm_pipelined.supports_weight(rows, spec, gated=gated)
-    assert wq_gemm_pipelined.fits_shared_memory(config, spec, wq_gemm_pipelined.padded_rows(tokens))
+    assert wq_gemm_pipelined.fits_shared_memory(config, spec, wq_gemm_pipelined.block_rows(tokens))
     actual = wq_gemm_pipelined.wq_gemm(inputs, config, gated=gated)
     dense = of.dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64)
     return matmul_error(actual, x, dense, bias, gated=gated)
@@ -74,16 +74,25 @@ def error(
 @pytest.mark.parametrize(
     ("size", "group", "dtype", "config", "switches"),
     [
-        ((9, 136, 672), 128, BF, WqGemmKernelConfig(2, 1), {"biased": True}),
-        ((33, 144, 544), ALL, HF, WqGemmKernelConfig(2, 1), GATED_SYMMETRIC),
-        ((10, 72, 1056), 256, BF, WqGemmKernelConfig(2, 2), {}),
+        ((9, 136, 672), 128, BF, WqGemmKernelConfig(1), {"biased": True}),
+        ((33, 144, 544), ALL, HF, WqGemmKernelConfig(1), GATED_SYMMETRIC),
+        ((10, 72, 1056), 256, BF, WqGemmKernelConfig(2), {}),
+        ((150, 136, 672), 128, BF, WqGemmKernelConfig(1), {"biased": True}),
+        ((11, 72, 672), 32, BF, WqGemmKernelConfig(1), {"biased": True}),
+        ((34, 144, 1056), 64, HF, WqGemmKernelConfig(2), GATED_SYMMETRIC),
         *slow_cases(
-            ((17, 136, 1056), 128, BF, WqGemmKernelConfig(2, 1), SYMMETRIC_BIASED),
-            ((64, 400, 2080), 128, BF, WqGemmKernelConfig(3, 1), {"gated": True, "biased": True}),
-            ((40, 264, 2144), 512, HF, WqGemmKernelConfig(3, 2), {}),
-            ((9, 128, 4128), 128, HF, WqGemmKernelConfig(2, 2), {"gated": True}),
-            ((64, 8, 3104), ALL, BF, WqGemmKernelConfig(2, 4), {"symmetric": True}),
-            ((31, 192, 2048), 128, BF, WqGemmKernelConfig(3, 4), GATED_SYMMETRIC),
+            ((20, 208, 2144), 64, BF, WqGemmKernelConfig(4), {"gated": True}),
+            ((64, 264, 2080), 256, HF, WqGemmKernelConfig(2), {}),
+            ((130, 520, 1568), 128, BF, WqGemmKernelConfig(3), SYMMETRIC_BIASED),
+            ((64, 72, 4128), 32, HF, WqGemmKernelConfig(4), {"symmetric": True}),
+            ((140, 264, 800), 32, BF, WqGemmKernelConfig(1), {}),
+            ((131, 304, 2080), ALL, HF, WqGemmKernelConfig(1), GATED_SYMMETRIC),
+            ((260, 264, 1056), 256, BF, WqGemmKernelConfig(2), {"gated": False}),
+            ((65, 128, 2144), 128, HF, WqGemmKernelConfig(4), {"gated": True, "biased": True}),
+            ((64, 400, 2080), 128, BF, WqGemmKernelConfig(1), {"gated": True, "biased": True}),
+            ((40, 264, 2144), 512, HF, WqGemmKernelConfig(2), {}),
+            ((9, 128, 4128), 128, HF, WqGemmKernelConfig(2), {"gated": True}),
+            ((64, 8, 3104), ALL, BF, WqGemmKernelConfig(4), {"symmetric": True}),
         ),
     ],
 )
@@ -102,16 +111,26 @@ def test_products(
 @pytest.mark.parametrize(
     ("size", "group", "dtype", "config", "grids", "switches"),
     [
-        ((9, 72, 544), 32, BF, WqGemmKernelConfig(2, 1), HF, {"biased": True}),
-        ((33, 144, 672), ALL, HF, WqGemmKernelConfig(2, 1), F32, GATED_SYMMETRIC),
-        ((10, 72, 1056), 64, BF, WqGemmKernelConfig(2, 2), HF, {"symmetric": True}),
+        ((9, 72, 544), 32, BF, WqGemmKernelConfig(1), HF, {"biased": True}),
+        ((33, 144, 672), ALL, HF, WqGemmKernelConfig(1), F32, GATED_SYMMETRIC),
+        ((10, 72, 1056), 64, BF, WqGemmKernelConfig(2), HF, {"symmetric": True}),
         *slow_cases(
-            ((17, 136, 1056), 128, BF, WqGemmKernelConfig(2, 1), HF, {"biased": True}),
-            ((64, 400, 2080), 32, BF, WqGemmKernelConfig(3, 1), HF, GATED_SYMMETRIC),
-            ((40, 264, 2144), 64, HF, WqGemmKernelConfig(3, 2), HF, {}),
-            ((64, 8, 3104), ALL, BF, WqGemmKernelConfig(2, 4), F32, SYMMETRIC_BIASED),
-            ((31, 192, 2048), 256, BF, WqGemmKernelConfig(3, 4), HF, {"gated": True}),
-            ((12, 64, 2080), 32, HF, WqGemmKernelConfig(2, 4), HF, {}),
+            (
+                (140, 264, 800),
+                ALL,
+                BF,
+                WqGemmKernelConfig(1),
+                F32,
+                SYMMETRIC_BIASED,
+            ),
+            ((70, 144, 1056), 32, HF, WqGemmKernelConfig(1), HF, {"gated": True}),
+            ((129, 72, 2080), 64, BF, WqGemmKernelConfig(4), HF, {}),
+            ((17, 136, 1056), 128, BF, WqGemmKernelConfig(1), HF, {"biased": True}),
+            ((64, 400, 2080), 32, BF, WqGemmKernelConfig(1), HF, GATED_SYMMETRIC),
+            ((40, 264, 2144), 64, HF, WqGemmKernelConfig(2), HF, {}),
+            ((64, 8, 3104), ALL, BF, WqGemmKernelConfig(4), F32, SYMMETRIC_BIASED),
+            ((31, 192, 2048), 256, BF, WqGemmKernelConfig(4), HF, {"gated": True}),
+            ((12, 64, 2080), 32, HF, WqGemmKernelConfig(4), HF, {}),
         ),
     ],
 )
@@ -128,18 +147,26 @@ def test_products_of_eight_bits(
 
 MISTAKES = {
     "pieces not waited for": (
-        "mbarrier_wait(full(), state.parity);\n            AOperand a_operand;",
-        "            AOperand a_operand;",
+        "        mbarrier_wait(full(), state.parity);\n        a.load(",
+        "        a.load(",
     ),
     "stages filled too early": (
         "mbarrier_wait(shared_address(&barriers.empty[state.stage]), state.parity ^ 1);\nload_w(",
         "load_w(",
     ),
-    "products not waited for": (
-        "                wgmma_wait<0>();\n                wgmma_fence_operand(part);",
-        "                wgmma_fence_operand(part);",
+    "products not waited for": ("        wgmma_wait<PENDING>();\n", ""),
+    "products of the group before not waited for": ("HAS_NEXT ? 1 : 0 > (", "HAS_NEXT ? 2 : 0 > ("),
+    "sums in the registers of the group before": (
+        "issue(next, part[NEXT % IN_FLIGHT], NEXT",
+        "issue(next, part[UNIT % IN_FLIGHT], NEXT",
+    ),
+    "a stage given back while its products run": (
+        "if (IS_LAST_GROUP) release(stage);",
+        "if (IS_LAST_GROUP) release(state.stage);",
     ),
     "blocks do not meet": ("    if (SPLIT > 1)\n        cluster_sync();\n    else if", "    if"),
+    "both consumers wait for their turn": ("if (threadIdx.x >= 128) give_turn();", ""),
+    "the first rows of x in every block": ("w.m_tiles) * BLOCK_M,", "w.m_tiles) * 0,"),
     "the kernel in front not waited for": (
         "        pdl_wait();\n        for (int i = 0; i < ahead",
         "        for (int i = 0; i < ahead",
@@ -159,7 +186,10 @@ MISTAKES = {
 
 @pytest.mark.parametrize("change", mistakes(MISTAKES))
 def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
-    assert emulator.detects(
-        change,
-        lambda: error(emulator, (20, 72, 2080), 256, BF, WqGemmKernelConfig(2, 2)) < LIMIT[BF],
+    large = any(word in change[0] for word in ("give_turn", "BLOCK_M"))
+    size, config = (
+        ((150, 264, 2080), WqGemmKernelConfig(1))
+        if large
+        else ((20, 72, 2080), WqGemmKernelConfig(2))
     )
+    assert emulator.detects(change, lambda: error(emulator, size, 256, BF, config) < LIMIT[BF])

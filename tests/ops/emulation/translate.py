@@ -9,6 +9,7 @@ labels that a statement has of its own become variables and labels.
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Callable
 
@@ -43,8 +44,9 @@ def cluster_sizes(text: str) -> dict[str, int]:
 
 
 def _number(word: str, text: str) -> int:
-    """A number, or a constant's name."""
-    return int(word) if word.isdigit() else int(re.findall(rf"\b{word} = (\d+)\b", text)[0])
+    """A number, or the name of a constant: a number or a product of numbers."""
+    value = word if word.isdigit() else re.findall(rf"\b{word} = (\d+(?: \* \d+)*)", text)[0]
+    return math.prod(int(factor) for factor in value.split(" * "))
 
 
 def _shared_by_name(text: str) -> str:

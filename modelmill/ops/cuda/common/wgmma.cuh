@@ -83,9 +83,12 @@ __device__ inline void wgmma_finish(float (&d)[COUNT], u32 (&a)[STEPS][4]) {
 }
 
 #define ACC_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define ACC_16(d, i) ACC_4(d, i), ACC_4(d, i + 4), ACC_4(d, i + 8), ACC_4(d, i + 12)
+#define ACC_8(d, i) ACC_4(d, i), ACC_4(d, i + 4)
+#define ACC_16(d, i) ACC_8(d, i), ACC_8(d, i + 8)
 #define ACC_32(d, i) ACC_16(d, i), ACC_16(d, i + 16)
-#define REGS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define ACC_64(d, i) ACC_32(d, i), ACC_32(d, i + 32)
+#define REGS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define REGS_16 REGS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define REGS_32                                                                                    \
     REGS_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define REGS_48                                                                                    \
@@ -117,9 +120,9 @@ __device__ inline void wgmma_finish(float (&d)[COUNT], u32 (&a)[STEPS][4]) {
 WGMMA_SHARED(16, 32, 16, 17, 18, ACC_16(d, 0))
 WGMMA_SHARED(32, 64, 32, 33, 34, ACC_32(d, 0))
 WGMMA_SHARED(48, 96, 48, 49, 50, ACC_16(d, 0), ACC_32(d, 16))
-WGMMA_SHARED(64, 128, 64, 65, 66, ACC_32(d, 0), ACC_32(d, 32))
-WGMMA_SHARED(112, 224, 112, 113, 114, ACC_32(d, 0), ACC_32(d, 32), ACC_32(d, 64), ACC_16(d, 96))
-WGMMA_SHARED(128, 256, 128, 129, 130, ACC_32(d, 0), ACC_32(d, 32), ACC_32(d, 64), ACC_32(d, 96))
+WGMMA_SHARED(64, 128, 64, 65, 66, ACC_64(d, 0))
+WGMMA_SHARED(112, 224, 112, 113, 114, ACC_64(d, 0), ACC_32(d, 64), ACC_16(d, 96))
+WGMMA_SHARED(128, 256, 128, 129, 130, ACC_64(d, 0), ACC_64(d, 64))
 #undef WGMMA_SHARED
 
 // D += A · B, A in registers, B in shared memory mn_major_descriptor.
@@ -133,7 +136,7 @@ __device__ inline void wgmma(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64
 __device__ inline void wgmma(float (&d)[64], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" REGS_64
                  "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
-                 : ACC_32(d, 0), ACC_32(d, 32)
+                 : ACC_64(d, 0)
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
 }
 
@@ -148,6 +151,8 @@ __device__ inline void wgmma(float (&d)[64], u32 a0, u32 a1, u32 a2, u32 a3, u64
                      : ACC_##COUNT(d, 0)                                                           \
                      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add));                      \
     }
+WGMMA_REGISTERS(8, 16, "%8, %9, %10, %11", 12, 13)
 WGMMA_REGISTERS(16, 32, "%16, %17, %18, %19", 20, 21)
 WGMMA_REGISTERS(32, 64, "%32, %33, %34, %35", 36, 37)
+WGMMA_REGISTERS(64, 128, "%64, %65, %66, %67", 68, 69)
 #undef WGMMA_REGISTERS

@@ -96,14 +96,18 @@ def config_for(
 
 
 def lowest_cost_config(
-    configs: Iterable[SplitKConfigT], rows: int, num_sms: int
+    configs: Iterable[SplitKConfigT], rows: int, num_sms: int, m_tiles: int = 1
 ) -> SplitKConfigT | None:
-    """The config with the best occupancy of ``num_sms`` SMs for ``rows`` weight rows, or None."""
+    """The config with the best occupancy of ``num_sms`` SMs for ``rows`` weight rows, or None.
+
+    m_tiles: blocks along the rows of x.
+    """
 
     def cost(form: SplitKConfigT) -> tuple[float, int]:
         # clusters of four do not fill every group of SMs
         places = num_sms if form.split_k <= 2 else num_sms * 9 // 10
-        waves = -(-(-(-rows // (64 * form.consumers)) * form.split_k) // places)
+        tiles = -(-rows // (64 * form.consumers)) * m_tiles
+        waves = -(-tiles * form.split_k // places)
         return waves * form.consumers / form.split_k, waves
 
     return min(configs, key=cost, default=None)

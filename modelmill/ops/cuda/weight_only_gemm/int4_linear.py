@@ -1,6 +1,6 @@
 """Products of a few rows with 4-bit weights through the tensor cores (int4_linear.cu).
 
-Up to 192 rows are multiplied 64 at a time.
+More than 64 rows are wq_gemm_pipelined.cu's, or up to 192 rows are multiplied 64 at a time.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.int4_linear import DECLARATION
 from modelmill.ops.kernel_range import HALF, GemmProblem, GemmRange, Kernel
 
-# rows that go through shared memory (wq_gemm_pipelined, int4_gemm_small_m), by what they are
-# padded to
-SHARED_MEMORY_ROWS = ((9, 32), (33, MAX_ROWS))
+# rows that go through shared memory, by what they are padded to
+_PIPELINED_ROWS = ((9, 16), (17, 32), (33, MAX_ROWS))
+_SMALL_M_ROWS = ((9, 32), (33, MAX_ROWS))
+# fewer rows only of large weights (codes of N · K), or with small groups
+_MMA_MAX_ROWS, _PIPELINED_MIN_WEIGHTS = 8, 1 << 25
 
 
 def available(device_type: str) -> str | None:
@@ -50,9 +52,15 @@ def available(device_type: str) -> str | None:
 
 
 def _fits(config: WqMmaKernelConfig, problem: GemmProblem) -> bool:
-    """Whether groups divide a warp's pieces, and a block's scales find room."""
-    pieces = group_shift(problem.group, problem.k, k_tile_for(problem.group, problem.k))
-    return pieces is not None and fits_shared_memory(config, problem.groups)
+    """Whether groups divide a warp's pieces, and a block's scales find room in some kernel."""
+    if group_shift(problem.group, problem.k, k_tile_for(problem.group, problem.k)) is None:
+        return False
+    if fits_shared_memory(config, problem.groups):
+        return True
+    return (
+        problem.m > _MMA_MAX_ROWS
+        and wq_gemm_pipelined.problem_config(problem, gated=False) is not None
+    )
 
 
 # Groups of 32, 64, 128, 256 … columns or of all, float16 scales.
@@ -66,7 +74,15 @@ _FEW_ROWS = tuple(
     )
     for rows, config in row_ranges_of_configs(KERNEL_CONFIGS)
 )
-SUPPORTED_PROBLEMS = (*_FEW_ROWS, row_block_range(_FEW_ROWS))
+
+
+def supported_problems(*, gated: bool) -> tuple[GemmRange, ...]:
+    """What the kernels serve; gated: with SwiGLU."""
+    large = wq_gemm_pipelined.large_m_ranges(gated=gated, scale_dtypes=(torch.float16,))
+    return (*_FEW_ROWS, row_block_range(_FEW_ROWS), *large)
+
+
+SUPPORTED_PROBLEMS = supported_problems(gated=False)
 
 
 def supports(inputs: GroupwiseLinearInputs) -> bool:
@@ -111,13 +127,20 @@ def int4_mma(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:
 def kernels(*, gated: bool) -> tuple[Kernel, ...]:
     """The kernels of 4-bit GEMMs in order of preference; sums in float32."""
     through_memory = [
-        make(rows, gated=gated)
-        for make in (wq_gemm_pipelined.pipelined_kernel, int4_gemm_small_m.small_m_kernel)
-        for rows in SHARED_MEMORY_ROWS
+        *(wq_gemm_pipelined.pipelined_kernel(rows, gated=gated) for rows in _PIPELINED_ROWS),
+        *(int4_gemm_small_m.small_m_kernel(rows, gated=gated) for rows in _SMALL_M_ROWS),
     ]
     mma = Kernel(GemmRange(m=(1, MAX_ROWS)), functools.partial(int4_mma, gated=gated))
-    few = (wq_gemv.gemv_kernel(gated=gated), *through_memory, mma)
-    return (*few, row_block_kernel(few))
+    few = (
+        wq_gemv.gemv_kernel(gated=gated),
+        wq_gemm_pipelined.pipelined_kernel(
+            (2, _MMA_MAX_ROWS), gated=gated, min_weight_bytes=_PIPELINED_MIN_WEIGHTS
+        ),
+        wq_gemm_pipelined.small_group_kernel((2, _MMA_MAX_ROWS), gated=gated),
+        *through_memory,
+        mma,
+    )
+    return (*few, *wq_gemm_pipelined.large_m_kernels(gated=gated), row_block_kernel(few))
 
 
 def _kernel_macros(

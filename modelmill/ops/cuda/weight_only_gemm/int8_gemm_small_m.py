@@ -1,7 +1,8 @@
 """Products of up to 64 rows with 8-bit weights, a scale for each group or row, on tensor cores.
 
 Of one row they are wq_gemv.cu's, of more or with large weights wq_gemm_pipelined.cu's; the rest
-int8_gemm_small_m.cu serves. Up to 192 rows are multiplied 64 at a time.
+int8_gemm_small_m.cu serves. Up to 192 rows that wq_gemm_pipelined.cu does not serve are multiplied
+64 at a time.
 """
 
 from __future__ import annotations
@@ -57,7 +58,16 @@ _FEW_ROWS = tuple(
     )
     for rows, config in weight_only.row_ranges_of_configs(weight_only.KERNEL_CONFIGS)
 )
-SUPPORTED_PROBLEMS = (*_FEW_ROWS, weight_only.row_block_range(_FEW_ROWS))
+
+
+def supported_problems(*, gated: bool) -> tuple[GemmRange, ...]:
+    """What the kernels serve; gated: with SwiGLU."""
+    scales = (torch.float16, torch.float32)
+    large = wq_gemm_pipelined.large_m_ranges(gated=gated, scale_dtypes=scales)
+    return (*_FEW_ROWS, weight_only.row_block_range(_FEW_ROWS), *large)
+
+
+SUPPORTED_PROBLEMS = supported_problems(gated=False)
 
 
 def supports(inputs: GroupwiseLinearInputs) -> bool:
@@ -80,11 +90,14 @@ def kernels(*, gated: bool) -> tuple[Kernel, ...]:
     few = (
         wq_gemv.gemv_kernel(gated=gated),
         pipelined((1, MMA_MAX_ROWS), min_weight_bytes=PIPELINED_MIN_WEIGHTS),
-        pipelined((MMA_MAX_ROWS + 1, 32)),
+        wq_gemm_pipelined.small_group_kernel((2, MMA_MAX_ROWS), gated=gated),
+        pipelined((MMA_MAX_ROWS + 1, 16)),
+        pipelined((17, 32)),
         pipelined((33, MAX_ROWS)),
         Kernel(GemmRange(m=(1, MAX_ROWS)), functools.partial(int8_mma, gated=gated)),
     )
-    return (*few, weight_only.row_block_kernel(few))
+    large = wq_gemm_pipelined.large_m_kernels(gated=gated)
+    return (*few, *large, weight_only.row_block_kernel(few))
 
 
 def int8_mma(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:

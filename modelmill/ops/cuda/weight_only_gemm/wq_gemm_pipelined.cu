@@ -5,19 +5,24 @@
 // Dtypes: x and out bfloat16 or float16; weights int8 or packed int4; float16 group scales and
 //     offsets (float32 scales of int8 weights without offsets); float32 accumulators
 // Layout: row-major; packed codes as in ops/int4_linear.py; scales and offsets [N, groups]
-// Range: 9 ≤ M ≤ 64 (2 ≤ M ≤ 64 for int8 weights of N · K ≥ 2^25), more rows up to 192 in blocks of
-//     64; N a multiple of 8 (GATED: of 16), K of 32
-// Technique: TMA, mbarrier pipeline, wgmma with A in registers, split-K over a thread-block cluster
-//     (DSMEM), PDL
+// Range: 9 ≤ M ≤ 768 (groups of 64: ≤ 256, of 32: ≤ 192; M ≥ 2 where N · K ≥ 2^25 or groups are
+//     smaller than 128); N a multiple of 8 (GATED: of 16), K of 32
+// Technique: TMA, mbarrier pipeline, wgmma with A in registers, pingpong warpgroups, split-K over a
+//     thread-block cluster (DSMEM), setmaxnreg, PDL
 // Ops: int4_linear, int4_linear_swiglu, int8_linear, int8_linear_swiglu, int8_group_linear
 //     (launched by wq_gemm_pipelined.py)
 //
 // Weights and x both go through shared memory, so that consumer warps have no pending global loads
 // when they issue wgmma. One producer thread keeps STAGES K tiles of 128 columns of weights and x
-// in flight; the first weights are loaded before griddepcontrol.wait (PDL). CONSUMERS warpgroups
+// in flight; the first weights are loaded before griddepcontrol.wait (PDL). Two consumer warpgroups
 // own 64 weight rows each, dequantized to the A operand of wgmma in registers. A thread uses the
 // bytes of two rows as loaded: K may be permuted if x uses the same permutation. The kernel
 // wq_permute_and_sum, launched before, permutes x accordingly and computes the group sums of x.
+//
+// While the wgmmas of one K tile run, a consumer dequantizes the next. The sums of a group are
+// scaled and added once its wgmmas have completed; those of the next group run meanwhile, into
+// other registers. Sums of 128 rows of x leave no room for these, so that the two consumers take
+// turns there (pingpong): one adds while the other's wgmmas run.
 //
 // Dequantization: a 4-bit code c is combined with the exponent of 128 and reads as 128 + c
 // (bfloat16); in float16 c alone is the subnormal c / 2^24, exact in wgmma. int8: dequant_int8.cuh.
@@ -27,9 +32,9 @@
 //
 // SPLIT blocks of a cluster share K (split-K) and reduce through DSMEM in rank order.
 //
-// Macros: BITS (of a weight), GROUPS (groups per K tile of int8 weights: 1, 2, 4), BLOCK_M (rows of
-// x, padded: 32, 64), CONSUMERS, SPLIT, STAGES, GATED (as weight_only.cuh), OFFSET (0: symmetric),
-// SCALE_FP32 (scales are float32), HALF.
+// Macros: BITS (of a weight), GROUPS (groups per K tile: 1, 2, 4), BLOCK_M (rows of x, padded: 16,
+// 32, 64, 128), SPLIT, STAGES, GATED (as weight_only.cuh), OFFSET (0: symmetric), SCALE_FP32
+// (scales are float32), HALF.
 #include "common/cluster.cuh"
 #include "weight_only_gemm/weight_only_types.cuh"
 #include "common/smem_pipeline.cuh"
@@ -45,14 +50,14 @@ constexpr float CODE_SCALE = 16777216.0f, MAGIC = 0.0f;
 constexpr u32 MAGIC_PAIR_4 = MAGIC_PAIR;
 constexpr float CODE_SCALE = 1.0f, MAGIC = 128.0f;
 #endif
-constexpr int ROWS = 64 * CONSUMERS, CONSUMER_THREADS = 128 * CONSUMERS, PITCH = ROWS + 4,
-              COLUMNS = 128, CHUNK = 16;
+constexpr int CONSUMERS = 2, ROWS = 64 * CONSUMERS, CONSUMER_THREADS = 128 * CONSUMERS,
+              THREADS = CONSUMER_THREADS + 128, PITCH = ROWS + 4, COLUMNS = 128, CHUNK = 16;
+// Groups whose wgmmas a consumer has in flight.
+constexpr int IN_FLIGHT = BLOCK_M <= 64 ? 2 : 1;
+constexpr int TURN = 2;  // first of two named barriers, one per consumer
 // A K tile of the weight is stored in parts of a few columns each: a warp reads one part
 // contiguously.
-constexpr int ROW_BYTES = COLUMNS * BITS / 8,
-              PARTS = BITS == 4     ? 1
-                      : GROUPS == 4 ? 4
-                                    : 2,
+constexpr int ROW_BYTES = COLUMNS * BITS / 8, PARTS = BITS == 8 && GROUPS == 1 ? 2 : GROUPS,
               PART_BYTES = ROW_BYTES / PARTS;
 constexpr u32 PART_TILE_BYTES = ROWS * PART_BYTES, W_BYTES = PARTS * PART_TILE_BYTES;
 // SLAB_BYTES: 64 columns of x
@@ -61,20 +66,30 @@ constexpr u32 SLAB_BYTES = BLOCK_M * 128, STAGE_BYTES = W_BYTES + 2 * SLAB_BYTES
 constexpr int WORDS = ROW_BYTES / 16, WORDS_PER_PART = WORDS / PARTS;
 constexpr int MMAS_PER_GROUP = 8 / GROUPS;  // wgmmas per group
 constexpr bool USES_SUMS = BITS == 4 || OFFSET;
-static_assert(GROUPS == 1 || BITS == 8, "4-bit weights have one group per K tile");
 static_assert(!SCALE_FP32 || !USES_SUMS, "scale and offset are packed in one word");
 static_assert(STAGES * STAGE_BYTES >= BLOCK_M * PITCH * 4,
               "the results must fit in the pipeline's memory");
-static_assert(BLOCK_M % SPLIT == 0, "each block of a cluster writes BLOCK_M / SPLIT output rows");
 
 struct Work {
     const ScaleT *scale, *offset;  // [N, groups]
     const u16* bias;               // of x's type, or null
     u16* out;
-    // shift: log2 of the K tiles per group; pitch: row pitch of the scales
-    int tokens, rows, k_tiles, groups, shift, pitch;
+    // shift: log2 of the K tiles per group; pitch: row pitch of the scales; m_tiles: of x
+    int tokens, rows, k_tiles, groups, shift, pitch, m_tiles, padding;
 };
-static_assert(sizeof(Work) == 56, "wq_gemm_pipelined.py packs 56 bytes");
+static_assert(sizeof(Work) == 64, "wq_gemm_pipelined.py packs 64 bytes");
+
+// What a block computes: BLOCK_M rows of x from `token` on, times weight tile `index`, over the K
+// of `rank` among the SPLIT blocks of its cluster.
+struct Tile {
+    int index, token, rank;
+};
+
+// Blocks that run at the same time have the same weights, so that these are read once.
+__device__ inline Tile tile_of(const Work& w) {
+    const int cluster = blockIdx.x / SPLIT, index = cluster / w.m_tiles;
+    return {index, (cluster - index * w.m_tiles) * BLOCK_M, SPLIT > 1 ? int(cluster_rank()) : 0};
+}
 
 typedef PipelineBarriers<STAGES> Barriers;
 
@@ -88,19 +103,18 @@ __device__ inline u32 bf16_pair(float low, float high) {
 }
 
 // D += A · B in bfloat16, whatever the type of x is, with A in registers (as in wgmma.cuh).
-__device__ inline void wgmma_bf16(float (&d)[32], const u32 (&a)[4], u64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGS_32
-                 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
-                 : ACC_32(d, 0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-__device__ inline void wgmma_bf16(float (&d)[16], const u32 (&a)[4], u64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" REGS_16
-                 "}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
-                 : ACC_16(d, 0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
+#define WGMMA_BF16(COUNT, N, A, B)                                                                 \
+    __device__ inline void wgmma_bf16(float (&d)[COUNT], const u32(&a)[4], u64 b) {                \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGS_##COUNT     \
+                     "}, {" A "}, %" #B ", 1, 1, 1, 0;"                                            \
+                     : ACC_##COUNT(d, 0)                                                           \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                        \
+    }
+WGMMA_BF16(8, 16, "%8, %9, %10, %11", 12)
+WGMMA_BF16(16, 32, "%16, %17, %18, %19", 20)
+WGMMA_BF16(32, 64, "%32, %33, %34, %35", 36)
+WGMMA_BF16(64, 128, "%64, %65, %66, %67", 68)
+#undef WGMMA_BF16
 
 #if BITS == 4
 // (word >> by) & 0x000F000F | MAGIC_PAIR_4 by one lop3 after the shift; the compiler would emit
@@ -157,7 +171,7 @@ struct Producer {
     const Work& work;
     Barriers& barriers;
     u32 base;
-    int tile;
+    Tile tile;
 
     __device__ u32 full(int stage) const { return shared_address(&barriers.full[stage]); }
 
@@ -169,19 +183,19 @@ struct Producer {
             const u32 part = target + i * PART_TILE_BYTES,
                       byte = k_tile * ROW_BYTES + i * PART_BYTES;
             if (GATED) {
-                tma_load(part, w_map, full(stage), byte, tile * (ROWS / 2));
+                tma_load(part, w_map, full(stage), byte, tile.index * (ROWS / 2));
                 tma_load(part + PART_TILE_BYTES / 2, w_map, full(stage), byte,
-                         work.rows / 2 + tile * (ROWS / 2));
+                         work.rows / 2 + tile.index * (ROWS / 2));
             } else {
-                tma_load(part, w_map, full(stage), byte, tile * ROWS);
+                tma_load(part, w_map, full(stage), byte, tile.index * ROWS);
             }
         }
     }
 
     __device__ void load_x(int stage, int k_tile) const {
         const u32 target = base + stage * STAGE_BYTES + W_BYTES;
-        tma_load(target, x_map, full(stage), k_tile * COLUMNS, 0);
-        tma_load(target + SLAB_BYTES, x_map, full(stage), k_tile * COLUMNS + 64, 0);
+        tma_load(target, x_map, full(stage), k_tile * COLUMNS, tile.token);
+        tma_load(target + SLAB_BYTES, x_map, full(stage), k_tile * COLUMNS + 64, tile.token);
     }
 
     __device__ void run(Range range) const {
@@ -200,7 +214,7 @@ struct Producer {
             mbarrier_wait(shared_address(&barriers.empty[state.stage]), state.parity ^ 1);
             mbarrier_arrive_expect_tx(full(state.stage), SLAB_BYTES);
             tma_load(base + state.stage * STAGE_BYTES + W_BYTES, x_map, full(state.stage),
-                     work.k_tiles * COLUMNS + (range.chunk + chunk) * 64, 0);
+                     work.k_tiles * COLUMNS + (range.chunk + chunk) * 64, tile.token);
         }
     }
 };
@@ -249,6 +263,8 @@ __device__ inline void read(u32 (&words)[WORDS], const unsigned char* at) {
         if (WORDS_PER_PART == 4) {
             const uint4 four = *reinterpret_cast<const uint4*>(at + i * PART_TILE_BYTES);
             to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+        } else if (WORDS_PER_PART == 1) {
+            to[0] = *reinterpret_cast<const u32*>(at + i * PART_TILE_BYTES);
         } else {
             const uint2 two = *reinterpret_cast<const uint2*>(at + i * PART_TILE_BYTES);
             to[0] = two.x, to[1] = two.y;
@@ -332,7 +348,10 @@ struct Consumer {
     Barriers& barriers;
     const ScaleOffset *low_grid, *high_grid;  // of this thread's two rows
     int first, last;                          // first and last group in them
-    float total[BLOCK_M / 2];
+    const unsigned char *low_at, *high_at;    // this thread's bytes in the first stage
+    u64 x;                                    // descriptor of x there
+    float total[BLOCK_M / 2], part[IN_FLIGHT][BLOCK_M / 2];
+    AOperand a[2];
     PipelineState<STAGES> state;
 
     __device__ u32 full() const { return shared_address(&barriers.full[state.stage]); }
@@ -342,46 +361,89 @@ struct Consumer {
         if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&barriers.empty[stage]));
     }
 
-    // Scales of a K tile; read before its wgmmas are issued, so that nothing is pending after them.
-    __device__ void grids(Pair (&to)[GROUPS], int k_tile) const {
-#pragma unroll
-        for (int i = 0; i < GROUPS; ++i) {
-            const int group = GROUPS > 1 ? min(k_tile * GROUPS + i, last) : k_tile >> w.shift;
-            to[i] = {low_grid[group - first], high_grid[group - first]};
+    // Waits until the other consumer has issued its wgmmas, which then run in front of this one's.
+    __device__ void wait_for_turn() const {
+        if (IN_FLIGHT == 1) named_barrier_sync(TURN + threadIdx.x / 128, CONSUMER_THREADS);
+    }
+
+    __device__ void give_turn() const {
+        if (IN_FLIGHT == 1) named_barrier_arrive(TURN + 1 - threadIdx.x / 128, CONSUMER_THREADS);
+    }
+
+    __device__ Pair grid(int group) const {
+        return {low_grid[group - first], high_grid[group - first]};
+    }
+
+    // Dequantizes the K tile of the current stage.
+    __device__ void load(AOperand& a) const {
+        mbarrier_wait(full(), state.parity);
+        a.load(low_at + state.stage * STAGE_BYTES, high_at + state.stage * STAGE_BYTES);
+    }
+
+    // Issues the wgmmas of a group of the current stage.
+    __device__ void issue(AOperand& a, float (&part)[BLOCK_M / 2], int group) const {
+        wait_for_turn();
+        a.issue(part, x + state.stage * (STAGE_BYTES / 16), group);
+        give_turn();
+    }
+
+    // Group UNIT of two K tiles is in flight: issues the next one's wgmmas, if it HAS_NEXT, and
+    // adds this one's sums. The fragments of the first K tile are a[0], of the second a[1].
+    template <int UNIT, bool HAS_NEXT> __device__ __forceinline__ void unit(int k_tile) {
+        constexpr int GROUP = UNIT % GROUPS, NEXT = (UNIT + 1) % (2 * GROUPS);
+        constexpr bool IS_LAST_GROUP = GROUP == GROUPS - 1;
+        AOperand &now = a[UNIT / GROUPS], &next = a[NEXT / GROUPS];
+        float (&sums)[BLOCK_M / 2] = part[UNIT % IN_FLIGHT];
+        const Pair scales =
+            grid(GROUPS > 1 ? min(k_tile * GROUPS + GROUP, last) : k_tile >> w.shift);
+        const int stage = state.stage;
+        if (IS_LAST_GROUP) state.advance();
+        if (IS_LAST_GROUP && HAS_NEXT) load(next);
+        if (IN_FLIGHT == 2 && HAS_NEXT) issue(next, part[NEXT % IN_FLIGHT], NEXT % GROUPS);
+        complete<IN_FLIGHT == 2 && HAS_NEXT ? 1 : 0>(now, sums);
+        if (IS_LAST_GROUP) release(stage);
+        flush(total, sums, scales);
+        if (IN_FLIGHT == 1 && HAS_NEXT) issue(next, part[0], NEXT % GROUPS);
+    }
+
+    // Groups UNIT to the last of TILES K tiles; a group follows the last, if it HAS_NEXT.
+    template <int UNIT, int TILES, bool HAS_NEXT>
+    __device__ __forceinline__ void units(int k_tile) {
+        if constexpr (UNIT < TILES * GROUPS) {
+            unit<UNIT, HAS_NEXT || UNIT + 1 < TILES * GROUPS>(k_tile + UNIT / GROUPS);
+            units<UNIT + 1, TILES, HAS_NEXT>(k_tile);
         }
     }
 
-    __device__ void run_k_tiles(Range range, const unsigned char* low_at,
-                                const unsigned char* high_at, u64 x) {
-        float part[BLOCK_M / 2];
-        for (int k_tile = range.begin; k_tile < range.end; ++k_tile) {
-            Pair grid[GROUPS];
-            grids(grid, k_tile);
-            mbarrier_wait(full(), state.parity);
-            AOperand a_operand;
-            a_operand.load(low_at + state.stage * STAGE_BYTES, high_at + state.stage * STAGE_BYTES);
-            const u64 columns = x + state.stage * (STAGE_BYTES / 16);
-#pragma unroll
-            for (int i = 0; i < GROUPS; ++i) {
-                a_operand.issue(part, columns, i);
-                a_operand.fence();  // wgmma reads these registers until it completes
-                wgmma_wait<0>();
-                wgmma_fence_operand(part);
-                a_operand.fence();
-                if (i == GROUPS - 1) {
-                    release(state.stage);
-                    state.advance();
-                }
-                flush(total, part, grid[i]);
-            }
-        }
+    // No branch between a wgmma and the wait for it: the compiler would wait at once.
+    __device__ void run_k_tiles(Range range) {
+        if (range.begin == range.end) return;
+        load(a[0]);
+        if (threadIdx.x >= 128) give_turn();  // the first consumer begins
+        issue(a[0], part[0], 0);
+        int k_tile = range.begin;
+        for (; k_tile + 2 < range.end; k_tile += 2) units<0, 2, true>(k_tile);
+        if (k_tile + 2 == range.end)
+            units<0, 2, false>(k_tile);
+        else
+            units<0, 1, false>(k_tile);
+        if (threadIdx.x < 128) wait_for_turn();  // no barrier may be left with arrivals
+    }
+
+    // Waits until at most PENDING groups of wgmmas are in flight, so that those of `part` are done.
+    template <int PENDING>
+    __device__ void complete(AOperand& now, float (&sums)[BLOCK_M / 2]) const {
+        now.fence();  // wgmma reads these registers until it completes
+        wgmma_wait<PENDING>();
+        wgmma_fence_operand(sums);
+        now.fence();
     }
 
     // Adds base · sum(x) of the groups.
-    __device__ void add_offsets(Range range, u64 x) {
+    __device__ void add_offsets(Range range) {
         const int lane = threadIdx.x % 4;
         for (int chunk = 0; chunk < range.chunks; ++chunk, state.advance()) {
-            u32 a[3][4];
+            u32 bases[3][4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const ScaleOffset* grid = i % 2 ? high_grid : low_grid;
@@ -394,7 +456,7 @@ struct Consumer {
                                   ? base_of(grid[group - first])
                                   : 0.0f;
                 }
-                split_bf16x3(pair[0], pair[1], a[0][i], a[1][i], a[2][i]);
+                split_bf16x3(pair[0], pair[1], bases[0][i], bases[1][i], bases[2][i]);
             }
             mbarrier_wait(full(), state.parity);
             const u64 sums = x + state.stage * (STAGE_BYTES / 16);
@@ -403,34 +465,39 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < 3; ++i)
 #pragma unroll
-                for (int j = 0; j < 3 - i; ++j) wgmma_bf16(total, a[i], sums + j * 2);
-            wgmma_finish(total, a);
+                for (int j = 0; j < 3 - i; ++j) wgmma_bf16(total, bases[i], sums + j * 2);
+            wgmma_finish(total, bases);
             release(state.stage);
         }
     }
 };
 
 __device__ inline void consume_tiles(const Work& w, Barriers& barriers, ScaleOffset* grids,
-                                     int tile, Range range) {
+                                     Tile tile, Range range) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, mine = warp * 16 + lane / 4;
     // in a stage
     const int low = GATED ? warp * 8 + lane / 4 : mine, high = GATED ? low + ROWS / 2 : mine + 8;
     const int first = GROUPS > 1 ? range.begin * GROUPS : range.begin >> w.shift;
     const int last =
         (GROUPS > 1 ? min(range.end * GROUPS, w.groups) : ((range.end - 1) >> w.shift) + 1) - 1;
-    stage_scales(w, grids, tile, first, last - first + 1);
+    stage_scales(w, grids, tile.index, first, last - first + 1);
     pdl_wait();
     pdl_launch_dependents();
     named_barrier_sync(1, CONSUMER_THREADS);
-    Consumer consumer = {w, barriers, grids + low * w.pitch, grids + high * w.pitch, first, last};
+    const int quad_offset = lane % 4 * (PART_BYTES / 4);
+    Consumer consumer = {w,
+                         barriers,
+                         grids + low * w.pitch,
+                         grids + high * w.pitch,
+                         first,
+                         last,
+                         shared + low * PART_BYTES + quad_offset,
+                         shared + high * PART_BYTES + quad_offset,
+                         k_major_descriptor(shared_address(shared) + W_BYTES, SWIZZLE_ATOM_BYTES)};
 #pragma unroll
     for (int i = 0; i < BLOCK_M / 2; ++i) consumer.total[i] = 0.0f;
-    const u64 x = k_major_descriptor(shared_address(shared) + W_BYTES, SWIZZLE_ATOM_BYTES);
-    const int quad_offset = lane % 4 * (PART_BYTES / 4);
-    const unsigned char *low_at = shared + low * PART_BYTES + quad_offset,
-                        *high_at = shared + high * PART_BYTES + quad_offset;
-    consumer.run_k_tiles(range, low_at, high_at, x);
-    if (USES_SUMS) consumer.add_offsets(range, x);
+    consumer.run_k_tiles(range);
+    if (USES_SUMS) consumer.add_offsets(range);
     named_barrier_sync(1, CONSUMER_THREADS);            // all consumers have read x
     float* results = reinterpret_cast<float*>(shared);  // [BLOCK_M][PITCH]
 #pragma unroll
@@ -456,16 +523,17 @@ __device__ inline void summed(float (&sum)[4], const float* at, const u16* bias,
 }
 
 // Stores this block's output rows, all columns of the tile (a multiple of 8).
-__device__ inline void finish(const Work& w, int tile, int rank) {
-    constexpr int SPAN = GATED ? ROWS / 2 : ROWS, FOURS = SPAN / 4, PER_RANK = BLOCK_M / SPLIT;
+__device__ inline void finish(const Work& w, Tile tile) {
+    constexpr int SPAN = GATED ? ROWS / 2 : ROWS, FOURS = SPAN / 4,
+                  PER_RANK = (BLOCK_M + SPLIT - 1) / SPLIT;
     const float* results = reinterpret_cast<const float*>(shared);
     const int columns = GATED ? w.rows / 2 : w.rows;
     for (int i = threadIdx.x; i < PER_RANK * FOURS; i += CONSUMER_THREADS) {
-        const int token = rank * PER_RANK + i / FOURS, own_column = i % FOURS * 4,
-                  column = tile * SPAN + own_column;
-        if (token >= w.tokens || column >= columns) continue;
-        const float* at =
-            results + token * PITCH + (GATED ? own_column / 8 * 16 + own_column % 8 : own_column);
+        const int own_token = tile.rank * PER_RANK + i / FOURS, token = tile.token + own_token,
+                  own_column = i % FOURS * 4, column = tile.index * SPAN + own_column;
+        if (own_token >= BLOCK_M || token >= w.tokens || column >= columns) continue;
+        const float* at = results + own_token * PITCH +
+                          (GATED ? own_column / 8 * 16 + own_column % 8 : own_column);
         float sum[4];
         summed(sum, at, w.bias, column);
         u16 result[4];
@@ -487,10 +555,10 @@ extern "C" __global__ void
 #if SPLIT > 1
 __cluster_dims__(SPLIT, 1, 1)
 #endif
-    __launch_bounds__(CONSUMER_THREADS + 32, 1)
+    __launch_bounds__(THREADS, 1)
         wq_gemm_pipelined(const __grid_constant__ TensorMap x_map,
                           const __grid_constant__ TensorMap w_map, const __grid_constant__ Work w) {
-    const int rank = SPLIT > 1 ? cluster_rank() : 0, tile = blockIdx.x / SPLIT;
+    const Tile tile = tile_of(w);
     Barriers& barriers = *reinterpret_cast<Barriers*>(shared + STAGES * STAGE_BYTES);
     // [ROWS][pitch]
     ScaleOffset* grids =
@@ -502,12 +570,16 @@ __cluster_dims__(SPLIT, 1, 1)
         prefetch_tensor_map(w_map);
     }
     __syncthreads();
-    const Range range = range_of(w, rank);
+    const Range range = range_of(w, tile.rank);
     const bool is_consumer = __shfl_sync(~0u, threadIdx.x / 128, 0) < CONSUMERS;
+    // Registers move from the producer to the consumers: 40 + 2 · 232 = 3 · 168, the launch's
+    // total.
     if (is_consumer) {
+        setmaxnreg_inc<232>();
         consume_tiles(w, barriers, grids, tile, range);
     } else {
-        if (threadIdx.x % 32 == 0)
+        setmaxnreg_dec<40>();
+        if (threadIdx.x == CONSUMER_THREADS)
             Producer{x_map, w_map, w, barriers, shared_address(shared), tile}.run(range);
         __syncwarp();
     }
@@ -515,7 +587,7 @@ __cluster_dims__(SPLIT, 1, 1)
         cluster_sync();
     else if (is_consumer)
         named_barrier_sync(1, CONSUMER_THREADS);
-    if (is_consumer) finish(w, tile, rank);
+    if (is_consumer) finish(w, tile);
     // no block may exit while others read its shared memory
     if (SPLIT > 1) cluster_sync_relaxed();
 }
@@ -540,7 +612,14 @@ static_assert(sizeof(PermuteWork) == 48, "wq_gemm_pipelined.py packs 48 bytes");
 // Slot 16 s + k is byte 2 (k % 2) + k / 8 of word s of the quad's thread k % 8 / 2; for 4-bit
 // weights word s / 2, whose high nibbles are the odd s.
 __device__ inline int slot_of(int lane) {
-    if (BITS == 4) return (2 * (lane % 4) + lane / 4 % 2) * 16 + 2 * (lane / 8);
+    if (BITS == 4) {
+        const int half = lane / 4 % 2;  // of a byte
+        if (GROUPS == 4) return (lane / 8 * 2 + half) * 16 + lane % 4 * 2;
+        if (GROUPS == 2)
+            return (lane / 16 * 4 + lane % 2 * 2 + half) * 16 +
+                   (lane / 8 % 2 * 2 + lane / 2 % 2) * 2;
+        return (lane % 4 * 2 + half) * 16 + lane / 8 * 2;
+    }
     if (GROUPS == 4) return (lane / 8 * 2 + lane % 2) * 16 + lane % 8 / 2 * 2;
     return (lane / 16 * 4 + lane % 4) * 16 + lane / 4 % 4 * 2;
 }

@@ -1,9 +1,10 @@
-"""Weight-only int4/int8 GEMM for up to 64 rows through shared memory (wq_gemm_pipelined.cu)."""
+"""Weight-only int4/int8 GEMM of 2 rows and more through shared memory (wq_gemm_pipelined.cu)."""
 
 from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,15 +14,26 @@ from modelmill.ops.cuda.weight_only_gemm.int4_gemm_small_m import (
     MIN_K_TILES_PER_SPLIT,
     groups_per_split,
     lowest_cost_config,
-    padded_rows,
 )
-from modelmill.ops.cuda.weight_only_gemm.weight_only import K_TILE, TYPES, group_shift, k_tile_for
+from modelmill.ops.cuda.weight_only_gemm.weight_only import (
+    K_TILE,
+    MAX_ROWS,
+    RUN,
+    TYPES,
+    group_shift,
+    k_tile_for,
+)
 from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
-from modelmill.ops.kernel_range import GemmProblem, GemmRange, Kernel
+from modelmill.ops.kernel_range import HALF, GemmProblem, GemmRange, Kernel
 
 _MAX_SHARED_BYTES = 222 << 10  # bytes of a block at most
 _MAX_STAGES = 8
+_THREADS = 3 * 128  # two warpgroups that multiply, one that loads
 _GROUPS_PER_MMA = 16  # groups whose sums are multiplied at once
+_BLOCK_M = (16, 32, MAX_ROWS, 128)  # rows of x of a block
+_MAX_LARGE_ROWS = {1: 768, 2: 256, 4: 192}
+"""Rows of x that are multiplied by the codes, by groups of a K tile: more are faster with a
+dequantized weight (docs/notes/prompts-by-the-codes.md)."""
 
 
 class WqSpec(NamedTuple):
@@ -45,8 +57,14 @@ class WqSpec(NamedTuple):
 
     @property
     def groups_per_tile(self) -> int:
-        """Of a piece: several only of 8-bit weights."""
-        return K_TILE // k_tile_for(self.group, self.columns) if self.bits == 8 else 1
+        """Of a piece."""
+        return K_TILE // k_tile_for(self.group, self.columns)
+
+    @property
+    def part_bytes(self) -> int:
+        """Of a row of a piece, what lies together in shared memory."""
+        parts = 2 if self.bits == 8 and self.groups_per_tile == 1 else self.groups_per_tile
+        return K_TILE * self.bits // 8 // parts
 
     @property
     def needs_input_sums(self) -> bool:
@@ -61,20 +79,28 @@ class WqSpec(NamedTuple):
 
 
 class WqGemmKernelConfig(NamedTuple):
-    """How the kernel is compiled: warpgroups of a block, blocks that share K."""
+    """How the kernel is compiled: blocks of a cluster that share K."""
 
-    consumers: int
     split_k: int
 
+    @property
+    def consumers(self) -> int:
+        """Warpgroups of a block that multiply."""
+        return 2
 
-KERNEL_CONFIGS = (
-    WqGemmKernelConfig(2, 1),
-    WqGemmKernelConfig(2, 2),
-    WqGemmKernelConfig(2, 4),
-    WqGemmKernelConfig(3, 1),
-    WqGemmKernelConfig(3, 2),
-    WqGemmKernelConfig(3, 4),
-)
+
+KERNEL_CONFIGS = tuple(WqGemmKernelConfig(split_k) for split_k in (1, 2, 3, 4))
+BLOCK_N = 128  # weight rows of a block
+
+
+def block_rows(tokens: int) -> int:
+    """Rows of x of a block, padded: 16, 32, 64 or 128."""
+    return next((rows for rows in _BLOCK_M if tokens <= rows), _BLOCK_M[-1])
+
+
+def m_tiles(tokens: int) -> int:
+    """Blocks along the rows of x."""
+    return -(-tokens // block_rows(tokens))
 
 
 def problem_spec(problem: GemmProblem) -> WqSpec:
@@ -93,8 +119,7 @@ def problem_config(problem: GemmProblem, *, gated: bool) -> WqGemmKernelConfig |
     spec = problem_spec(problem)
     if problem.device < 0 or not supports_weight(problem.n, spec, gated=gated):
         return None
-    padded, num_sms = padded_rows(problem.m), launch.sm_count(problem.device)
-    return config_for(problem.n, spec, padded, num_sms)
+    return config_for(problem.n, spec, problem.m, launch.sm_count(problem.device))
 
 
 def supports_weight(rows: int, spec: WqSpec, *, gated: bool) -> bool:
@@ -110,15 +135,14 @@ def supports_weight(rows: int, spec: WqSpec, *, gated: bool) -> bool:
     )
 
 
-def stage_bytes(config: WqGemmKernelConfig, spec: WqSpec, padded: int) -> int:
+def stage_bytes(spec: WqSpec, padded: int) -> int:
     """Bytes of a piece: weights and columns of x."""
-    return 64 * config.consumers * K_TILE * spec.bits // 8 + padded * 256
+    return BLOCK_N * K_TILE * spec.bits // 8 + padded * 256
 
 
 def _scale_bytes(config: WqGemmKernelConfig, spec: WqSpec) -> int:
     return (
-        64
-        * config.consumers
+        BLOCK_N
         * (spec.groups_per_split(config.split_k) | 1)
         * (4 if spec.offset or spec.float32_scales else 2)
     )
@@ -127,14 +151,14 @@ def _scale_bytes(config: WqGemmKernelConfig, spec: WqSpec) -> int:
 def num_stages(config: WqGemmKernelConfig, spec: WqSpec, padded: int) -> int:
     """Pieces on their way beside the scales of a block's groups."""
     left = _MAX_SHARED_BYTES - _scale_bytes(config, spec)
-    return min(_MAX_STAGES, left // (stage_bytes(config, spec, padded) + 16))
+    return min(_MAX_STAGES, left // (stage_bytes(spec, padded) + 16))
 
 
 def shared_bytes(config: WqGemmKernelConfig, spec: WqSpec, padded: int) -> int:
     """Bytes of a block's shared memory."""
-    return num_stages(config, spec, padded) * (
-        stage_bytes(config, spec, padded) + 16
-    ) + _scale_bytes(config, spec)
+    return num_stages(config, spec, padded) * (stage_bytes(spec, padded) + 16) + _scale_bytes(
+        config, spec
+    )
 
 
 def fits_shared_memory(config: WqGemmKernelConfig, spec: WqSpec, padded: int) -> bool:
@@ -144,18 +168,15 @@ def fits_shared_memory(config: WqGemmKernelConfig, spec: WqSpec, padded: int) ->
     ):
         return False
     stages = num_stages(config, spec, padded)
-    return (
-        stages >= 3
-        and stages * stage_bytes(config, spec, padded) >= padded * (64 * config.consumers + 4) * 4
-    )
+    return stages >= 3 and stages * stage_bytes(spec, padded) >= padded * (BLOCK_N + 4) * 4
 
 
 @functools.lru_cache(1024)  # called at each launch
-def config_for(rows: int, spec: WqSpec, padded: int, num_sms: int) -> WqGemmKernelConfig | None:
+def config_for(rows: int, spec: WqSpec, tokens: int, num_sms: int) -> WqGemmKernelConfig | None:
     """The config with the best occupancy of ``num_sms`` SMs for ``rows`` weight rows, or None."""
-    return lowest_cost_config(
-        [form for form in KERNEL_CONFIGS if fits_shared_memory(form, spec, padded)], rows, num_sms
-    )
+    padded = block_rows(tokens)
+    fitting = [form for form in KERNEL_CONFIGS if fits_shared_memory(form, spec, padded)]
+    return lowest_cost_config(fitting, rows, num_sms, m_tiles(tokens))
 
 
 def groupwise_gemm(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:
@@ -169,8 +190,38 @@ def _fits(problem: GemmProblem, *, gated: bool) -> bool:
     return problem_config(problem, gated=gated) is not None
 
 
+def _fits_groups(problem: GemmProblem, *, gated: bool, groups_per_tile: Sequence[int]) -> bool:
+    return problem_spec(problem).groups_per_tile in groups_per_tile and _fits(problem, gated=gated)
+
+
+def large_m_ranges(*, gated: bool, scale_dtypes: tuple[torch.dtype, ...]) -> tuple[GemmRange, ...]:
+    """More rows of x than other kernels of an implementation serve."""
+    return tuple(
+        GemmRange(
+            m=(MAX_ROWS + 1, rows),
+            k_multiple=RUN,
+            dtypes=HALF,
+            scale_dtypes=scale_dtypes,
+            fits=functools.partial(_fits_groups, gated=gated, groups_per_tile=(groups,)),
+        )
+        for groups, rows in _MAX_LARGE_ROWS.items()
+    )
+
+
+def large_m_kernels(*, gated: bool) -> tuple[Kernel, ...]:
+    """The kernel for ``large_m_ranges``."""
+    run = functools.partial(groupwise_gemm, gated=gated)
+    return tuple(Kernel(served, run) for served in large_m_ranges(gated=gated, scale_dtypes=()))
+
+
+def small_group_kernel(m: tuple[int, int], *, gated: bool) -> Kernel:
+    """The kernel for so many rows, of weights whose groups are smaller than a K tile."""
+    fits = functools.partial(_fits_groups, gated=gated, groups_per_tile=(2, 4))
+    return Kernel(GemmRange(m=m, fits=fits), functools.partial(groupwise_gemm, gated=gated))
+
+
 def pipelined_kernel(m: tuple[int, int], *, gated: bool, min_weight_bytes: int = 0) -> Kernel:
-    """The kernel as one of the weight-only GEMMs', for so many rows (all ≤ 32, or all above)."""
+    """The kernel as one of the weight-only GEMMs', for so many rows (all of one block size)."""
     fits = functools.partial(_fits, gated=gated)
     served = GemmRange(m=m, min_weight_bytes=min_weight_bytes, fits=fits)
     return Kernel(served, functools.partial(groupwise_gemm, gated=gated))
@@ -183,7 +234,7 @@ def wq_gemm(
     x, weight, scale, offset, _, bias = inputs
     tokens, columns = x.shape
     rows, spec = weight.shape[0], problem_spec(groupwise_problem(*inputs))
-    groups, pieces, box = scale.numel() // rows, spec.k_tiles, padded_rows(tokens)
+    groups, pieces, box = scale.numel() // rows, spec.k_tiles, block_rows(tokens)
     assert spec.group_shift is not None
     by, chunks = (
         (spec.group_shift if spec.groups_per_tile == 1 else 0),
@@ -205,23 +256,23 @@ def wq_gemm(
         counts = (tokens, columns, x.stride(0), pitch, pieces, groups, by, units)
         work = struct.pack("=2Q8i", x.data_ptr(), ready.data_ptr(), *counts)
         put.launch(-(-tokens * units // 8), work, pdl=True)
-        high, size = 64 * config.consumers, shared_bytes(config, spec, box)
+        size = shared_bytes(config, spec, box)
         kernel = launch.load_kernel(
-            "wq_gemm_pipelined", "wq_gemm_pipelined", macros, 2 * high + 32, size, device
+            "wq_gemm_pipelined", "wq_gemm_pipelined", macros, _THREADS, size, device
         )
         x_map = launch.tensor_map(
             ready.data_ptr(), x.dtype, (pitch, tokens), (pitch * 2,), (64, box)
         )
         wide, part = (
             weight.shape[1],
-            (32 if spec.groups_per_tile == 4 else 64, high // 2 if gated else high),
+            (spec.part_bytes, BLOCK_N // 2 if gated else BLOCK_N),
         )
         w_map = launch.tensor_map(
             weight.data_ptr(), weight.dtype, (wide, rows), (wide,), part, False
         )
         pointers = launch.data_pointers(scale, offset, bias, out)
         work = struct.pack(
-            "=4Q6i",
+            "=4Q7i4x",
             *pointers,
             tokens,
             rows,
@@ -229,8 +280,10 @@ def wq_gemm(
             groups,
             by,
             spec.groups_per_split(config.split_k) | 1,
+            m_tiles(tokens),
         )
-        kernel.launch(config.split_k * -(-rows // high), x_map, w_map, work, pdl=True)
+        clusters = -(-rows // BLOCK_N) * m_tiles(tokens)
+        kernel.launch(clusters * config.split_k, x_map, w_map, work, pdl=True)
     return out
 
 
@@ -243,7 +296,6 @@ def kernel_macros(
         "BITS": spec.bits,
         "GROUPS": spec.groups_per_tile,
         "BLOCK_M": padded,
-        "CONSUMERS": config.consumers,
         "SPLIT": config.split_k,
     }
     sizes |= {
