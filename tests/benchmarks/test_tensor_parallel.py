@@ -10,6 +10,7 @@ from benchmarks.workloads import WARM_UP_CALLS
 from modelmill.nn.synthetic_step import synthetic_step
 from modelmill.ops.registry import select_backends
 from modelmill.parallel.tp_group import TPGroup
+from modelmill.runtime.engine_core import EngineCore
 from tests.runtime import tiny
 from tests.runtime.test_cuda_graphs import FakeCapturer, filling
 
@@ -45,11 +46,14 @@ def test_no_counted_call_of_the_loop_captures(monkeypatch: pytest.MonkeyPatch) -
     tape = FakeCapturer()
     loop = filling(tape)
     captured = []
-    timed = tensor_parallel._time_batch
-    monkeypatch.setattr(
-        tensor_parallel, "_time_batch",
-        lambda *given: (timed(*given), captured.append(tape.captured))[0],
-    )  # fmt: skip
+    time_batch = tensor_parallel._time_batch
+
+    def timed(core: EngineCore, batch: int, count: int) -> tuple[float, float]:
+        times = time_batch(core, batch, count)
+        captured.append(tape.captured)
+        return times
+
+    monkeypatch.setattr(tensor_parallel, "_time_batch", timed)
     row = tensor_parallel.time_loop(loop, 1, 30)
     assert captured == [0, *[1] * (WARM_UP_CALLS - 1 + tensor_parallel.LOOP_ROUNDS)]
     assert tape.replayed == 1 + tensor_parallel.LOOP_ROUNDS
