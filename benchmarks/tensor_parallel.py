@@ -4,10 +4,13 @@
         [--prefill 1x1024] [--loop 1x128] [--layers N] [--save FILE.jsonl]
 
 ``sums``: microseconds of one sum over the ranks with its residual and norm, for so many tokens,
-ours and NCCL's, each in a recorded graph; checked against float64 before. ``decode`` and
-``prefill`` as in ``model_step.py``, on one GPU and then on all, in one run. ``loop BxC``:
-milliseconds a token through the whole loop (scheduling, orders to the other ranks, graphs), B
-prompts of C tokens at once.
+ours and NCCL's, each in a recorded graph; checked against float64 before. ``decode BxC``: one step
+of B sequences that hold C tokens each, as a graph. ``prefill BxN``: a first step of B prompts of N
+tokens, as a graph where the engine would capture one (``captured`` in the row), else launched
+kernel by kernel. ``loop BxC``: milliseconds a token, and until the last first token, through the
+whole loop (scheduling, orders to the other ranks, graphs), B prompts of C tokens at once; the
+median of calls after those that compile and capture. All on one GPU and then on several, in one
+run.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import gc
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -35,26 +39,30 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.model_shapes import with_num_layers  # noqa: E402
 from benchmarks.model_step import kv_bytes_per_token, weight_bytes  # noqa: E402
-from benchmarks.workloads import parse_pairs  # noqa: E402
+from benchmarks.workloads import WARM_UP_CALLS, parse_pairs  # noqa: E402
 from modelmill.core.config import RunConfig  # noqa: E402
 from modelmill.core.types import Request, SamplingParams  # noqa: E402
 from modelmill.eval.provenance import provenance  # noqa: E402
+from modelmill.loader.capacity import total_device_bytes  # noqa: E402
 from modelmill.loader.model_loader import build_model  # noqa: E402
 from modelmill.nn.fusion import fuse  # noqa: E402
 from modelmill.nn.shard_model import shard_model  # noqa: E402
+from modelmill.nn.step import Step  # noqa: E402
 from modelmill.nn.synthetic_step import fill_random_weights, synthetic_step  # noqa: E402
 from modelmill.ops.add_rms_norm import add_rms_norm  # noqa: E402
 from modelmill.ops.registry import select_backends  # noqa: E402
 from modelmill.ops.timing import capture_graph, copy_bandwidth, median_time  # noqa: E402
 from modelmill.parallel.rendezvous import RendezvousServer, connect  # noqa: E402
 from modelmill.parallel.tp_group import SINGLE_RANK, DistributedTPGroup, TPGroup  # noqa: E402
+from modelmill.runtime.cuda_graphs import graph_limits  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
-from modelmill.runtime.graph_sizes import context_bucket  # noqa: E402
+from modelmill.runtime.graph_sizes import PaddedSize, context_bucket  # noqa: E402
 from modelmill.runtime.tp_worker import run_commands  # noqa: E402
 from modelmill.runtime.tp_workers import END, StepCommand  # noqa: E402
 
 Row = dict[str, Any]
 OUTPUT_TOKENS = 128
+LOOP_ROUNDS = 3
 
 
 class OtherRanks:
@@ -176,38 +184,71 @@ def _captured_us(rows: Callable[[], None]) -> float:
 
 @torch.inference_mode()
 def time_steps(options: argparse.Namespace, model: nn.Module, tp_group: TPGroup) -> Iterator[Row]:
-    """Decode steps as graphs, first steps as they are."""
+    """Decode steps as graphs, first steps as the engine runs them."""
     device = f"cuda:{tp_group.rank}"
     ops, rate = select_backends(device), copy_bandwidth(device)
-    for figure, pairs in (
-        ("step.decode_ms", options.decode),
-        ("step.prefill_ms", options.prefill),
-    ):
-        for batch, count in parse_pairs(pairs):
-            decode = figure == "step.decode_ms"
-            new, bound = (1, context_bucket(count)) if decode else (count, count)
-            step = synthetic_step(model, ops, (batch, new, count), max_context=bound)
-            object.__setattr__(step, "tp_group", tp_group)
-            call = functools.partial(_greedy, fuse(model), step)
-            call()
-            replay = capture_graph(call) if decode else call
-            ms = median_time(replay, 15 if decode else 5, 4 if decode else 1, "cuda") * 1e3
-            row = {"figure": figure, "tp": tp_group.size, "batch": batch, "value": ms}
-            if decode:
-                row |= {"context": count}
-                row |= {
-                    "floor_ms": (weight_bytes(model) + batch * count * kv_bytes_per_token(model))
-                    / rate
-                    * 1e3
-                }
-            else:
-                row |= {"tokens": count}
-            yield row
-            del step, call, replay
-            _free_memory()
+    for batch, context in parse_pairs(options.decode):
+        step = synthetic_step(model, ops, (batch, 1, context), max_context=context_bucket(context))
+        floor = (weight_bytes(model) + batch * context * kv_bytes_per_token(model)) / rate
+        yield {
+            "figure": "step.decode_ms", "tp": tp_group.size, "batch": batch,
+            "value": _step_ms(model, _with(step, tp_group=tp_group), captured=True),
+            "context": context, "floor_ms": floor * 1e3,
+        }  # fmt: skip
+        del step
+        _free_memory()
+    config = run_config(tp_group, 1)
+    for batch, tokens in parse_pairs(options.prefill):
+        size = prefill_graph_size(config, batch, tokens, total_device_bytes(device))
+        new, bound = (tokens, tokens) if size is None else (size.tokens, size.context)
+        step = synthetic_step(model, ops, (batch, new, new), max_context=bound)
+        captured = size is not None
+        yield {
+            "figure": "step.prefill_ms", "tp": tp_group.size, "batch": batch,
+            "value": _step_ms(
+                model, _with(step, tp_group=tp_group, is_padded=captured), captured=captured
+            ),
+            "tokens": tokens, "captured": captured,
+        }  # fmt: skip
+        del step
+        _free_memory()
 
 
-def _greedy(model: nn.Module, step: Any) -> torch.Tensor:
+def run_config(tp_group: TPGroup, max_num_seqs: int) -> RunConfig:
+    """Options of the loop."""
+    return RunConfig(
+        device=f"cuda:{tp_group.rank}", tp=tp_group.size, max_num_seqs=max_num_seqs,
+        kv_cache_bytes=48 << 30, max_model_len=2048,
+    )  # fmt: skip
+
+
+def prefill_graph_size(
+    config: RunConfig, batch: int, tokens: int, device_bytes: int
+) -> PaddedSize | None:
+    """The size of the graph that the engine runs a prompt by; None: it launches kernel by kernel.
+
+    batch: prompts; of several, whose graphs have rows for more, the steps here are launched.
+    """
+    pages = -(-(config.max_model_len or tokens) // config.page_size)
+    limits = graph_limits(config, pages, device_bytes)
+    return None if limits is None or batch > 1 else limits.prefill.padded_size(tokens, 1, tokens)
+
+
+def _step_ms(model: nn.Module, step: Step, *, captured: bool) -> float:
+    call = functools.partial(_greedy, fuse(model), step)
+    call()
+    timed = capture_graph(call) if captured else call
+    return median_time(timed, 15 if captured else 5, 4 if captured else 1, "cuda") * 1e3
+
+
+def _with(step: Step, **fields: Any) -> Step:
+    """The same tensors with other fields."""
+    for name, value in fields.items():
+        object.__setattr__(step, name, value)
+    return step
+
+
+def _greedy(model: nn.Module, step: Step) -> torch.Tensor:
     return model(step).argmax(-1)
 
 
@@ -218,13 +259,7 @@ def time_engine_core(
     shapes = list(parse_pairs(options.loop))
     if not shapes:
         return
-    most = max(batch for batch, _ in shapes)
-    config = RunConfig(
-        device=f"cuda:{tp_group.rank}",
-        max_num_seqs=most,
-        kv_cache_bytes=48 << 30,
-        max_model_len=2048,
-    )
+    config = run_config(tp_group, max(batch for batch, _ in shapes))
     others: Any = OtherRanks(links)
     leads_others = tp_group.rank == 0 and tp_group.size > 1
     loop = EngineCore(model, config, tp_group=tp_group, tp_workers=others if leads_others else None)
@@ -232,16 +267,21 @@ def time_engine_core(
         run_commands(links[0], loop.model_runner)
         return
     for batch, count in shapes:
-        for _ in range(2):  # the first run compiles and records
-            ms, first = _time_batch(loop, batch, count)
-        yield {
-            "figure": "loop.decode_ms",
-            "tp": tp_group.size,
-            "batch": batch,
-            "context": count,
-            "value": ms,
-        } | {"first_token_ms": first}
+        yield {"figure": "loop.decode_ms", "tp": tp_group.size} | time_loop(loop, batch, count)
     others.broadcast(StepCommand(END))
+
+
+def time_loop(engine_core: EngineCore, batch: int, count: int) -> Row:
+    """Medians of calls, none of which compiles or captures."""
+    for _ in range(WARM_UP_CALLS):
+        _time_batch(engine_core, batch, count)
+    steps, firsts = zip(
+        *(_time_batch(engine_core, batch, count) for _ in range(LOOP_ROUNDS)), strict=True
+    )
+    return {
+        "batch": batch, "context": count, "value": statistics.median(steps),
+        "first_token_ms": statistics.median(firsts), "rounds": LOOP_ROUNDS,
+    }  # fmt: skip
 
 
 def _time_batch(engine_core: EngineCore, batch: int, count: int) -> tuple[float, float]:

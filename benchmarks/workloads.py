@@ -23,6 +23,9 @@ DECODE_WORKLOADS = {
 }
 FIRST_TOKEN_PARTS = ("first", "warm")
 TARGET_MARKS = ((1, 128), (1, 512), (1, 1024), (1, 4096), (8, 1024), (64, 1024), (64, 128))
+WARM_UP_CALLS = 2
+"""Calls of a side before those that count: the engine captures a prompt's graph at its second use.
+"""
 CALLS_PER_BLOCK = 3
 """Calls of one length that follow each other in part ``marks``."""
 BLOCKS = (
@@ -80,6 +83,8 @@ def measure_in_turn(
 ) -> dict[str, MeasuredFigure]:
     """Measure a line: each round calls every side once, in rotating order; round -1 is warm-up.
 
+    The warm-up calls each length once, and one length alone ``WARM_UP_CALLS`` times, on all sides.
+
     Args:
         work: the line.
         sides: opened.
@@ -95,6 +100,7 @@ def measure_in_turn(
     one, and with each length once a round it would always be the long call that pays for it.
     """
     order = [output for output in work.outputs for _ in work.outputs]
+    first_calls = work.outputs * -(-WARM_UP_CALLS // len(work.outputs))
     calls: dict[str, dict[int, list[float]]] = {
         side.name: {n: [] for n in work.outputs} for side in sides
     }
@@ -105,7 +111,7 @@ def measure_in_turn(
         for side in sides[:: 1 if turn % 2 == 0 else -1]:
             if side.name not in calls or turn >= rounds_of[side.name]:
                 continue
-            for number, output in enumerate(order if turn >= 0 else work.outputs):
+            for number, output in enumerate(order if turn >= 0 else first_calls):
                 seed = 1000 * (2 * turn + number % 2) + output
                 seconds = side.generate([(prompt, output) for prompt in work.prompts], seed)
                 if turn >= 0:
@@ -117,7 +123,7 @@ def measure_in_turn(
                     del calls[side.name], warm_up[side.name]
                     break
         if turn < 0 and choose_rounds is not None:
-            longer = len(order) / len(work.outputs)
+            longer = len(order) / len(first_calls)
             rounds_of = choose_rounds({name: longer * took for name, took in warm_up.items()})
             last = max(rounds_of.values())
         turn += 1
@@ -137,16 +143,17 @@ def measure_in_blocks(
 ) -> list[tuple[Workload, dict[str, MeasuredFigure]]]:
     """Measure the lines of ``workloads_of_mark`` side by side in blocks, in the order of the marks.
 
-    A call to warm up, then RUNNING calls each of SHORT, of LONG tokens and of one: a first token
-    comes after answers, on a card as warm as those make it, not as many first tokens one after
-    another do. Sides take turns by blocks.
+    A call to warm up (before the first block: ``WARM_UP_CALLS``), then ``CALLS_PER_BLOCK`` each of
+    SHORT, of LONG tokens and of one: a first token comes after answers, on a card as warm as those
+    make it, not as many first tokens one after another do. Sides take turns by blocks.
     """
     calls: dict[str, dict[int, list[float]]] = {
         side.name: {n: [] for n in (SHORT, LONG, 1)} for side in sides
     }
     for turn in range(rounds):
         for side in sides[:: 1 if turn % 2 == 0 else -1]:
-            side.generate([(prompt, 8)] * batch, seed=1000 * turn)
+            for number in range(1 if turn else WARM_UP_CALLS):
+                side.generate([(prompt, 8)] * batch, seed=1000 * turn + number)
             for output, seconds in calls[side.name].items():
                 for number in range(CALLS_PER_BLOCK):
                     seconds.append(

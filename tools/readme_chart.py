@@ -42,13 +42,14 @@ def chart_summaries(rows: Iterable[Row]) -> dict[str, Summary]:
 
 
 def caption(summaries: Mapping[str, Summary]) -> str:
-    """One line: geometric mean of the works' ratios, the least favourable run, number of cards."""
+    """One line: geometric mean of the works' ratios, the least favourable run, cards of a work."""
     ratio = geometric_mean(summary.ratio for summary in summaries.values())
     least = min(summary.worst.ratio for summary in summaries.values())
-    cards = {run.engine["device_id"] for each in summaries.values() for run in each.runs}
+    counts = sorted({len(summary.runs) for summary in summaries.values()})
+    cards = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     return (
         f"geometric mean {ratio:.2f}× as fast, least favourable run {least:.2f}×; "
-        f"medians over {len(cards)} cards"
+        f"medians over {cards} cards"
     )
 
 

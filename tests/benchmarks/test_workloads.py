@@ -13,6 +13,7 @@ from benchmarks.workloads import (
     CALLS_PER_BLOCK,
     DECODE_WORKLOADS,
     TARGET_MARKS,
+    WARM_UP_CALLS,
     Workload,
     measure_in_blocks,
     measure_in_turn,
@@ -20,6 +21,7 @@ from benchmarks.workloads import (
     workloads_for,
     workloads_of_mark,
 )
+from modelmill.runtime.cuda_graphs import CAPTURE_AFTER_USES
 
 
 class Clocked:
@@ -110,6 +112,26 @@ def test_the_first_token_is_a_whole_call_in_milliseconds() -> None:
     assert figures["ours"].value == pytest.approx(1000.0)
 
 
+@pytest.mark.parametrize("outputs", [(1,), (SHORT, LONG)], ids=["first", "decode"])
+def test_no_counted_call_is_one_that_captures_a_graph(outputs: tuple[int, ...]) -> None:
+    assert WARM_UP_CALLS >= CAPTURE_AFTER_USES
+    calls: list[tuple[str, int, int]] = []
+    sides = [Clocked("ours", 0.004, calls), Clocked("peer", 0.008, calls)]
+    estimates: list[Mapping[str, float]] = []
+
+    def choose(seconds: Mapping[str, float]) -> dict[str, int]:
+        for side in sides:
+            assert [name for name, *_ in calls].count(side.name) >= CAPTURE_AFTER_USES
+        estimates.append(seconds)
+        return dict.fromkeys(seconds, 1)
+
+    measure_in_turn(Workload("x", (8,), outputs), sides, 1, choose_rounds=choose)  # type: ignore[arg-type]
+    seeds = [seed for name, _, seed in calls if name == "ours"]
+    assert len(set(seeds)) == len(seeds), "no call repeats a prompt"
+    one_round = sum(1.0 + 0.004 * output for output in outputs) * len(outputs)
+    assert estimates[0]["ours"] == pytest.approx(one_round)
+
+
 def test_the_warm_part_is_the_first_token_under_names_of_its_own() -> None:
     warm, first = workloads_for("warm"), workloads_for("first")
     assert [(work.prompts, work.outputs) for work in warm] == [
@@ -127,9 +149,14 @@ def test_marks_are_taken_in_blocks_of_one_length_and_sides_take_turns() -> None:
     assert (decode.name, first.name) == ("decode-1x1024", "first-1024")
     assert [steps[name].value for name in ("ours", "peer")] == pytest.approx([4.0, 8.0])
     assert firsts["ours"].value == pytest.approx(1004.0)
-    block = [8, *[SHORT] * CALLS_PER_BLOCK, *[LONG] * CALLS_PER_BLOCK, *[1] * CALLS_PER_BLOCK]
-    assert [output for _, output, _ in calls] == 4 * block
-    assert [name for name, *_ in calls[:: len(block)]] == ["ours", "peer", "peer", "ours"]
+    block = [*[SHORT] * CALLS_PER_BLOCK, *[LONG] * CALLS_PER_BLOCK, *[1] * CALLS_PER_BLOCK]
+    warm, later = [8] * WARM_UP_CALLS, [8]
+    assert [output for _, output, _ in calls] == [
+        *2 * [*warm, *block], *2 * [*later, *block],
+    ]  # fmt: skip
+    assert [name for name, output, _ in calls if output == 8] == [
+        *["ours"] * WARM_UP_CALLS, *["peer"] * WARM_UP_CALLS, "peer", "ours",
+    ]  # fmt: skip
     seeds = [seed for name, _, seed in calls if name == "ours"]
     assert set(seeds) == {seed for name, _, seed in calls if name == "peer"}
     assert len(set(seeds)) == len(seeds), "no call repeats a prompt"

@@ -124,7 +124,7 @@ def test_without_a_peer_the_newest_row_stands_with_its_commit() -> None:
         peer_row("sam", "bfloat16", 1.0, "2026-01-03", work="click", commit=None),
     ]
     lines = gpu_tables.alone_table(rows)
-    assert lines[2].endswith("| 3 | **3.50** | missed | 2026-01-02 | abc1234 |")
+    assert lines[-1].endswith("| 3 | **3.50** | missed | 2026-01-02 | abc1234 (age unknown) |")
 
 
 def test_figures_on_several_gpus_stand_beside_those_of_one() -> None:
@@ -146,12 +146,72 @@ def test_figures_on_several_gpus_stand_beside_those_of_one() -> None:
     ]  # fmt: skip
     lines = gpu_tables.parallel_table(rows)
     assert lines[:4] == [
-        "| work | 1 GPU | 2 GPUs |",
+        "| ms | 1 GPU | 2 GPUs |",
         "|---|---|---|",
-        "| decode, batch 1, context 128, ms/step | 3.60 | 2.40 (**1.50** ×) |",
+        "| decode, 1 × 128 | 3.60 | 2.40 (**1.50** ×) |",
         "| all-reduce and norm, 1 × 4096, µs (NCCL) |  | **2.86** (11.3) |",
     ]
     assert not any("loop" in line for line in lines), "10.2 ms lie below the floor of the step"
+    slower = [{**loop, "tp": 1, "value": 12.2}, {**loop, "tp": 2, "value": 6.1}]
+    assert gpu_tables.parallel_table([*rows, *slower]) == lines, "it has no line of its step"
+    steps = [{**row, "figure": "step.decode_ms"} for row in slower]
+    lines = gpu_tables.parallel_table([*rows, *slower, *steps])
+    assert lines[3:5] == [
+        "| decode, 64 × 1,024 | 12.2 | 6.10 (**2.00** ×) |",
+        "| … through the engine's loop | 12.2 | 6.10 (**2.00** ×) |",
+    ]
+
+
+def parallel_row(figure: str, tp: int, value: float, run: int = 2, **more: Any) -> dict[str, Any]:
+    """A row of ``benchmarks/tensor_parallel.py``."""
+    row = {"figure": figure, "tp": tp, "value": value, "batch": 1, "command": "python x"}
+    return {**H200, **CLAIM, **row, "date": f"2026-01-{run:02}", **more}
+
+
+def test_a_ratio_over_one_gpu_is_of_one_run() -> None:
+    rows: list[Row] = [
+        parallel_row("step.decode_ms", 1, 4.0, 3, context=128),
+        parallel_row("step.decode_ms", 2, 2.0, 3, context=128),
+        parallel_row("step.decode_ms", 1, 3.6, 2, context=128),
+        parallel_row("step.decode_ms", 4, 1.2, 2, context=128),
+        parallel_row("step.decode_ms", 8, 1.0, 1, context=128),
+    ]
+    assert line_of(gpu_tables.parallel_table(rows), "decode, 1 ×") == (
+        "| decode, 1 × 128 | 4.00 | 2.00 (**2.00** ×) | 1.20 (**3.00** ×) | 1.00 |"
+    )
+
+
+def test_a_first_step_says_how_it_ran_and_old_rows_were_launched() -> None:
+    rows: list[Row] = [
+        parallel_row("step.prefill_ms", 1, 20.0, tokens=1024),
+        parallel_row("step.prefill_ms", 2, 40.0, tokens=1024),
+        parallel_row("step.prefill_ms", 1, 19.0, 3, tokens=1024, captured=True),
+        parallel_row("step.prefill_ms", 4, 36.0, 3, tokens=1024, captured=False),
+    ]
+    lines = gpu_tables.parallel_table(rows)
+    assert line_of(lines, "first step, as a graph, 1 × 1,024").endswith("| 19.0 |  |  |")
+    assert line_of(lines, "first step, launched, 1 × 1,024").endswith(
+        "| 20.0 | 40.0 (**0.50** ×) | 36.0 |"
+    )
+
+
+def test_a_first_token_of_the_loop_counts_where_no_call_captured() -> None:
+    def loop(tp: int, first: float, context: int, **more: Any) -> dict[str, Any]:
+        return parallel_row(
+            "loop.decode_ms", tp, 4.0, context=context, first_token_ms=first, **more
+        )
+
+    rows: list[Row] = [
+        loop(1, 80.0, 512), loop(1, 16.0, 512), loop(2, 90.0, 512), loop(2, 8.0, 512),
+        loop(1, 70.0, 128), loop(1, 21.0, 1024, rounds=3), loop(2, 1300.0, 1024, batch=64),
+    ]  # fmt: skip
+    lines = gpu_tables.parallel_table(rows)
+    first = [line for line in lines if line.startswith("| first token")]
+    title = "| first token through the loop, 1 ×"
+    assert first == [
+        f"{title} 512 | 16.0 | 8.00 (**2.00** ×) |",
+        f"{title} 1,024 | 21.0 |  |",
+    ]
 
 
 def test_a_claim_needs_a_commit_and_a_card() -> None:

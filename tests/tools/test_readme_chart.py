@@ -47,6 +47,12 @@ def test_the_median_is_over_cards_with_both_sides() -> None:
     )
 
 
+def test_works_of_different_numbers_of_cards_say_so() -> None:
+    trace = {"work": "trace-500", "unit": "s", "part": "trace", "order": "arrival"}
+    rows = [*_pair(2, 3, "a"), *_pair(4, 5, "b"), *_pair(2, 3, "c", **trace)]
+    assert readme_chart.caption(readme_chart.chart_summaries(rows)).endswith("over 1 to 2 cards")
+
+
 @pytest.mark.parametrize("missing", ["commit", "device_id"])
 def test_rows_without_commit_or_card_do_not_count(missing: str) -> None:
     rows = [{key: value for key, value in row.items() if key != missing} for row in _pair(2, 3)]

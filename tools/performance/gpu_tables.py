@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.targets import TARGETS
 from tools.performance.numbers import against_target, number
-from tools.performance.provenance import provenance_line
+from tools.performance.provenance import commit_and_age, provenance_line
 from tools.performance.rows import OURS, Row
 from tools.performance.runs import (
     H200,
@@ -115,21 +116,19 @@ def transformers_table(rows: Sequence[Row]) -> list[str]:
 
 
 def alone_table(rows: Sequence[Row]) -> list[str]:
-    """What has no peer: the newest row of each, its commit beside it."""
+    """What has no peer: the newest row of each, its date and commit beside it."""
     lines = ["| work | must | modelmill | | date | commit |", "|---" * 6 + "|"]
-    used: list[Row] = []
     for line in ALONE_LINES:
         measured = [row for row in _rows_of(rows, line) if row["subject"] == line.subject]
         row = max(measured, key=lambda row: str(row["date"]), default=None)
         if row is not None:
-            used.append(row)
             value = float(row["value"])
             cells = (
                 line.title, f"{line.must:g}", f"**{against_target(value, line.must)}**",
-                _verdict(value, line), row["date"][:10], row.get("commit") or "none",
+                _verdict(value, line), row["date"][:10], commit_and_age(row),
             )  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, "", provenance_line(used)] if used else lines
+    return lines
 
 
 def _rows_of(rows: Iterable[Row], line: PeerLine) -> list[Row]:
@@ -155,40 +154,110 @@ def _verdict(value: float, line: PeerLine) -> str:
 
 
 _PARALLEL_FIGURES = {
-    "step.decode_ms": "decode, batch {batch}, context {context:,}, ms/step",
-    "loop.decode_ms": "… through the engine's loop, ms/step",
-    "step.prefill_ms": "first step, {tokens:,} tokens, ms",
+    "step.decode_ms": "decode, {batch} × {context:,}",
+    "loop.decode_ms": "… through the engine's loop",
+    "loop.first_token_ms": "first token through the loop, 1 × {context:,}",
+    "step.captured_ms": "first step, as a graph, {batch} × {tokens:,}",
+    "step.prefill_ms": "first step, launched, {batch} × {tokens:,}",
     "sum.us": "all-reduce and norm, {tokens} × {width}, µs (NCCL)",
 }
+_FIGURES = list(_PARALLEL_FIGURES)
+
+
+class ParallelWork(NamedTuple):
+    """A line of the table, in the order of lines: the loop stands behind its step."""
+
+    group: int
+    batch: int
+    size: int
+    number: int
+
+    @property
+    def figure(self) -> str:
+        """The name of its figure."""
+        return _FIGURES[self.number]
+
+    @property
+    def step(self) -> ParallelWork:
+        """The step of this loop."""
+        return self._replace(number=self.group)
+
+    @classmethod
+    def of(cls, row: Row) -> ParallelWork:
+        """A row's line."""
+        number = _FIGURES.index(row["figure"])
+        group = 0 if row["figure"] == "loop.decode_ms" else number
+        return cls(group, row.get("batch", 1), row.get("context") or row["tokens"], number)
 
 
 def parallel_table(rows: Sequence[Row]) -> list[str]:
-    """Figures of ``benchmarks/tensor_parallel.py`` per number of GPUs, relative to one.
+    """Newest figures of ``benchmarks/tensor_parallel.py`` per number of GPUs.
 
-    A line whose figure on one GPU lies below the floor of its work is left out: it timed less than
-    it says.
+    A ratio is over the figure of one GPU in the same run. A line whose figure on one GPU lies below
+    the floor of its work is left out: it timed less than it says. So is the loop without its step.
     """
-    by_title: dict[str, dict[int, Row]] = {}
-    measured = [row for row in on_device(rows, H200) if "tp" in row and can_carry_a_claim(row)]
-    for figure, title in _PARALLEL_FIGURES.items():
-        for row in (row for row in measured if row["figure"] == figure):
-            by_title.setdefault(title.format_map(row), {})[row["tp"]] = row
-    by_title = {title: each for title, each in by_title.items() if not _below_floor(each.get(1))}
-    if not by_title:
+    by_work: dict[ParallelWork, dict[int, Row]] = {}
+    single_gpu: dict[tuple[object, ...], Row] = {}
+    for row in _parallel_rows(rows):
+        work = ParallelWork.of(row)
+        by_work.setdefault(work, {})[row["tp"]] = row
+        if row["tp"] == 1:
+            single_gpu[work, _run_of(row)] = row
+    shown = [
+        work
+        for work, each in sorted(by_work.items(), key=operator.itemgetter(0))
+        if not _below_floor(each.get(1))
+        and (work.figure != "loop.decode_ms" or work.step in by_work)
+    ]
+    if not shown:
         return ["No row that names its commit is there yet."]
-    counts = sorted({count for each in by_title.values() for count in each})
+    counts = sorted({count for work in shown for count in by_work[work]})
     heads = ["1 GPU" if count == 1 else f"{count} GPUs" for count in counts]
-    lines = [f"| work | {' | '.join(heads)} |", "|---" * (len(counts) + 1) + "|"]
-    for title, each in by_title.items():
-        cells = [_parallel_cell(each.get(count), each.get(1)) for count in counts]
+    lines = [f"| ms | {' | '.join(heads)} |", "|---" * (len(counts) + 1) + "|"]
+    used: list[Row] = []
+    for work in shown:
+        each = by_work[work]
+        compared = {count: single_gpu.get((work, _run_of(row))) for count, row in each.items()}
+        cells = [_parallel_cell(each.get(count), compared.get(count)) for count in counts]
+        title = _PARALLEL_FIGURES[work.figure].format_map(next(iter(each.values())))
         lines.append(f"| {' | '.join([title, *cells])} |")
-    used = [row for each in by_title.values() for row in each.values()]
-    return [*lines, "", provenance_line(used)] if used else lines
+        used += [row for row in (*each.values(), *compared.values()) if row is not None]
+    return [*lines, "", provenance_line(used)]
+
+
+def _parallel_rows(rows: Sequence[Row]) -> list[Row]:
+    """The rows that the table may show, by date.
+
+    A row of the loop gives a first token too, if no counted call captured a graph: it has a number
+    of rounds, or its run had measured the same work before. A first step whose row does not say
+    that it was captured was launched.
+    """
+    measured: list[Row] = []
+    before: set[tuple[object, ...]] = set()
+    for row in on_device(rows, H200):
+        if "tp" not in row or row["figure"] not in _FIGURES or not can_carry_a_claim(row):
+            continue
+        if row["figure"] == "step.prefill_ms" and row.get("captured"):
+            measured.append({**row, "figure": "step.captured_ms"})
+            continue
+        measured.append(row)
+        if row["figure"] == "loop.decode_ms" and row["batch"] == 1:
+            work = (_run_of(row), row["tp"], row["context"])
+            if "rounds" in row or work in before:
+                first = {"figure": "loop.first_token_ms", "value": row["first_token_ms"]}
+                measured.append({**row, **first})
+            before.add(work)
+    return sorted(measured, key=lambda row: str(row["date"]))
+
+
+def _run_of(row: Row) -> tuple[str, ...]:
+    """What the rows of one run have in common, and those of two have not."""
+    return tuple(str(row.get(key)) for key in ("date", "command", "device"))
 
 
 def _below_floor(row: Row | None) -> bool:
     """Whether a decode figure of one GPU is smaller than what reading its bytes takes."""
-    if row is None or "context" not in row:
+    if row is None or not str(row["figure"]).endswith("decode_ms"):
         return False
     target = TARGETS.get(f"decode-{row['batch']}x{row['context']}")
     return target is not None and target.floor is not None and row["value"] < target.floor

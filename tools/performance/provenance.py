@@ -39,7 +39,7 @@ def provenance_line(rows: Sequence[Row], commands: bool = True) -> str:
     )
     dates = sorted({str(row["date"])[:10] for row in rows})
     commits = _unique(
-        _commit_and_age(row) if commands else str(row.get("commit") or NO_COMMIT) for row in rows
+        commit_and_age(row) if commands else str(row.get("commit") or NO_COMMIT) for row in rows
     )
     by_script = {
         script_and_part(str(row["command"])): f"`{shown_command(str(row['command']))}`"
@@ -52,7 +52,7 @@ def provenance_line(rows: Sequence[Row], commands: bool = True) -> str:
     return "; ".join(", ".join(part) for part in parts)
 
 
-def _commit_and_age(row: Row) -> str:
+def commit_and_age(row: Row) -> str:
     """The commit, and how many later ones changed what the row times."""
     commit = row.get("commit")
     return NO_COMMIT if not commit else f"{commit} (age {age(str(commit), timed_paths(row))})"
