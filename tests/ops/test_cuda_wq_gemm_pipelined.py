@@ -211,7 +211,7 @@ def test_wide_rows_of_many_groups_are_served() -> None:
 def test_prompts_are_multiplied_by_the_codes(op: str) -> None:
     bits = 4 if op == "int4_linear" else 8
     args = _random_args(WqSpec(bits, 4096, 128, offset=True), 4096, seed=bits)
-    for tokens in (65, 192, 193, 700, 768):
+    for tokens in (65, 192, 193, 768):
         x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
         inputs = GroupwiseLinearInputs(x, **args)
         expected = wq_gemm_pipelined.groupwise_gemm(inputs, gated=False)

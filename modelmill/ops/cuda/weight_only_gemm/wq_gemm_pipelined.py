@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -31,9 +31,9 @@ _MAX_STAGES = 8
 _THREADS = 3 * 128  # two warpgroups that multiply, one that loads
 _GROUPS_PER_MMA = 16  # groups whose sums are multiplied at once
 _BLOCK_M = (16, 32, MAX_ROWS, 128)  # rows of x of a block
-_MAX_LARGE_ROWS = {1: 768, 2: 256, 4: 192}
-"""Rows of x that are multiplied by the codes, by groups of a K tile: more are faster with a
-dequantized weight (docs/notes/prompts-by-the-codes.md)."""
+_MAX_LARGE_ROWS = {(4, 1): 1024, (8, 1): 768, (4, 2): 256, (8, 2): 256, (4, 4): 192, (8, 4): 192}
+"""Rows of x that are multiplied by the codes, by bits and groups of a K tile: more are faster with
+a dequantized weight (docs/notes/prompts-by-the-codes.md)."""
 
 
 class WqSpec(NamedTuple):
@@ -190,8 +190,15 @@ def _fits(problem: GemmProblem, *, gated: bool) -> bool:
     return problem_config(problem, gated=gated) is not None
 
 
-def _fits_groups(problem: GemmProblem, *, gated: bool, groups_per_tile: Sequence[int]) -> bool:
-    return problem_spec(problem).groups_per_tile in groups_per_tile and _fits(problem, gated=gated)
+def _fits_format(
+    problem: GemmProblem, *, gated: bool, bits: Collection[int], groups_per_tile: Collection[int]
+) -> bool:
+    spec = problem_spec(problem)
+    return (
+        spec.bits in bits
+        and spec.groups_per_tile in groups_per_tile
+        and _fits(problem, gated=gated)
+    )
 
 
 def large_m_ranges(*, gated: bool, scale_dtypes: tuple[torch.dtype, ...]) -> tuple[GemmRange, ...]:
@@ -202,9 +209,11 @@ def large_m_ranges(*, gated: bool, scale_dtypes: tuple[torch.dtype, ...]) -> tup
             k_multiple=RUN,
             dtypes=HALF,
             scale_dtypes=scale_dtypes,
-            fits=functools.partial(_fits_groups, gated=gated, groups_per_tile=(groups,)),
+            fits=functools.partial(
+                _fits_format, gated=gated, bits=(bits,), groups_per_tile=(groups,)
+            ),
         )
-        for groups, rows in _MAX_LARGE_ROWS.items()
+        for (bits, groups), rows in _MAX_LARGE_ROWS.items()
     )
 
 
@@ -216,7 +225,7 @@ def large_m_kernels(*, gated: bool) -> tuple[Kernel, ...]:
 
 def small_group_kernel(m: tuple[int, int], *, gated: bool) -> Kernel:
     """The kernel for so many rows, of weights whose groups are smaller than a K tile."""
-    fits = functools.partial(_fits_groups, gated=gated, groups_per_tile=(2, 4))
+    fits = functools.partial(_fits_format, gated=gated, bits=(4, 8), groups_per_tile=(2, 4))
     return Kernel(GemmRange(m=m, fits=fits), functools.partial(groupwise_gemm, gated=gated))
 
 
