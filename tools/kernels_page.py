@@ -61,6 +61,7 @@ CASE_PATTERNS = {
     "16-bit pages": r"(?!.*-(int8|fp8))",
     "16-bit activations": r".*-16x8",
     "8-bit activations": r"(?!.*-16x8)",
+    "groups of 128 or more": r"(?!.* g(32|64)\b)",
     "biases": r"biased|plain",
     "relative positions": r"(?!biased|plain)",
 }
