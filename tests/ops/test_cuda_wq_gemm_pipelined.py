@@ -18,7 +18,7 @@ from modelmill.ops.cuda.weight_only_gemm import (
     int8_gemm_small_m,
     wq_gemm_pipelined,
 )
-from modelmill.ops.cuda.weight_only_gemm.wq_gemm_pipelined import WqGemmKernelConfig, WqSpec
+from modelmill.ops.cuda.weight_only_gemm.wq_gemm_pipelined import WqSpec
 from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
 from modelmill.ops.int4_linear import int4_linear, pack_codes
 from tests.ops.nvcc import compiles_without_spills, requires_nvcc
@@ -54,15 +54,15 @@ def test_a_form_fits_wherever_one_is_chosen(
     (bits, group), rows = bits_and_group, 8 * eights
     made = WqSpec(bits, 32 * runs, group, offset)
     assert wq_gemm_pipelined.supports_weight(rows, made, gated=False)
-    box, config = (
+    box, split_k = (
         wq_gemm_pipelined.block_rows(tokens),
-        wq_gemm_pipelined.config_for(rows, made, tokens, 132),
+        wq_gemm_pipelined.split_for(rows, made, tokens, 132),
     )
     if made.groups_per_tile == 1 or made.groups_per_split(4) <= 128:
-        assert config is not None
-    if config is not None:
-        assert wq_gemm_pipelined.shared_bytes(config, made, box) <= 227 << 10
-        assert 3 <= wq_gemm_pipelined.num_stages(config, made, box) <= 8
+        assert split_k is not None
+    if split_k is not None:
+        assert wq_gemm_pipelined.shared_bytes(split_k, made, box) <= 227 << 10
+        assert 3 <= wq_gemm_pipelined.num_stages(split_k, made, box) <= 8
 
 
 def test_what_it_does_not_serve() -> None:
@@ -85,8 +85,8 @@ def test_what_it_does_not_serve() -> None:
 
 @requires_nvcc
 @pytest.mark.parametrize("box", [16, 64, 128])
-@pytest.mark.parametrize("config", [WqGemmKernelConfig(1), WqGemmKernelConfig(3)], ids=str)
-def test_compiles_without_spills(box: int, config: WqGemmKernelConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("split_k", [1, 3], ids=str)
+def test_compiles_without_spills(box: int, split_k: int, tmp_path: Path) -> None:
     specs = [WqSpec(4, 2816, 128, True), WqSpec(4, 2816, 128, False), WqSpec(8, 2816, 128, True)]
     specs += [
         WqSpec(8, 2048, 32, True),
@@ -96,8 +96,8 @@ def test_compiles_without_spills(box: int, config: WqGemmKernelConfig, tmp_path:
         WqSpec(4, 2816, 64, False),
     ]
     for spec, dtype, gated in zip(specs, 4 * (torch.bfloat16, torch.float16), 4 * (True, False)):
-        assert wq_gemm_pipelined.fits_shared_memory(config, spec, box)
-        macros = wq_gemm_pipelined.kernel_macros(dtype, config, spec, box, gated=gated)
+        assert wq_gemm_pipelined.fits_shared_memory(split_k, spec, box)
+        macros = wq_gemm_pipelined.kernel_macros(dtype, split_k, spec, box, gated=gated)
         compiles_without_spills("wq_gemm_pipelined.cu", macros, tmp_path / "out")
 
 
@@ -122,7 +122,7 @@ def _random_args(spec: WqSpec, rows: int, seed: int) -> dict[str, torch.Tensor |
 def _check(
     x: torch.Tensor,
     args: dict,
-    config: WqGemmKernelConfig,
+    split_k: int,
     bias: torch.Tensor | None,
     *,
     gated: bool,
@@ -130,7 +130,7 @@ def _check(
     inputs = GroupwiseLinearInputs(x, *args.values(), bias)
     torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
     try:
-        actual = wq_gemm_pipelined.wq_gemm(inputs, config, gated=gated)
+        actual = wq_gemm_pipelined.wq_gemm(inputs, split_k, gated=gated)
     finally:
         torch.use_deterministic_algorithms(False)
     wide = {
@@ -145,16 +145,16 @@ def _check(
         truth = gate / (1 + torch.exp(-gate)) * up
     assert not actual.isnan().any()
     assert float((actual.double() - truth).norm() / truth.norm()) < LIMIT[x.dtype]
-    again = wq_gemm_pipelined.wq_gemm(inputs, config, gated=gated)
+    again = wq_gemm_pipelined.wq_gemm(inputs, split_k, gated=gated)
     assert torch.equal(again, actual), "the bits change from call to call"
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", wq_gemm_pipelined.KERNEL_CONFIGS, ids=str)
+@pytest.mark.parametrize("split_k", wq_gemm_pipelined.SPLITS, ids=str)
 @pytest.mark.parametrize("large", [False, True], ids=["up-to-64-rows", "more"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_every_form(config: WqGemmKernelConfig, dtype: torch.dtype, bits: int, large: bool) -> None:
+def test_every_form(split_k: int, dtype: torch.dtype, bits: int, large: bool) -> None:
     if build.available("cuda") is not None:
         pytest.skip(str(build.available("cuda")))
     shapes = [
@@ -173,16 +173,16 @@ def test_every_form(config: WqGemmKernelConfig, dtype: torch.dtype, bits: int, l
     for (tokens, rows, columns, group), gated in itertools.product(shapes, (False, True)):
         spec = WqSpec(bits, columns, group, offset=not gated or tokens in (64, 165))
         padded = wq_gemm_pipelined.block_rows(tokens)
-        if not wq_gemm_pipelined.fits_shared_memory(config, spec, padded):
+        if not wq_gemm_pipelined.fits_shared_memory(split_k, spec, padded):
             continue
         args = _random_args(spec, rows, seed=tokens)
         biased = tokens in (33, 265)
         bias = torch.randn(rows, device="cuda", dtype=dtype) if biased else None
         x = torch.randn(tokens, columns + 64, device="cuda", dtype=dtype)[:, :columns]
-        _check(x, args, config, bias, gated=gated)
+        _check(x, args, split_k, bias, gated=gated)
         x = x.abs() if not gated else x
         x[:, 7] *= 30
-        _check(x, args, config, bias, gated=gated)
+        _check(x, args, split_k, bias, gated=gated)
 
 
 @pytest.mark.gpu
@@ -201,7 +201,7 @@ def test_wide_rows_of_many_groups_are_served() -> None:
             if getattr(each.run, "func", None) is wq_gemm_pipelined.groupwise_gemm
         ]
         assert any(pipelined)
-        ring = wq_gemm_pipelined.problem_config(problem, gated=False)
+        ring = wq_gemm_pipelined.problem_split(problem, gated=False)
         if any(pipelined) and ring is not None:
             _check(x, args, ring, None, gated=False)
 

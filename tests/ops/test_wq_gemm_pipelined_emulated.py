@@ -12,7 +12,6 @@ import torch
 
 from modelmill.ops import int4_linear, int8_group_linear
 from modelmill.ops.cuda.weight_only_gemm import wq_gemm_pipelined
-from modelmill.ops.cuda.weight_only_gemm.wq_gemm_pipelined import WqGemmKernelConfig
 from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
 from tests.ops.emulation.emulator import Emulator, mistakes, requires_emulation, slow_cases
 from tests.ops.matmul_error import matmul_error
@@ -40,7 +39,7 @@ def error(
     size: tuple[int, int, int],
     group: int,
     dtype: torch.dtype,
-    config: WqGemmKernelConfig,
+    split_k: int,
     of: ModuleType = int4_linear,
     grids: torch.dtype = HF,
     **switches: bool,
@@ -65,34 +64,34 @@ def error(
     inputs = GroupwiseLinearInputs(x, weight, scale, offset, group, bias)
     spec = wq_gemm_pipelined.problem_spec(groupwise_problem(*inputs))
     assert wq_gemm_pipelined.supports_weight(rows, spec, gated=gated)
-    assert wq_gemm_pipelined.fits_shared_memory(config, spec, wq_gemm_pipelined.block_rows(tokens))
-    actual = wq_gemm_pipelined.wq_gemm(inputs, config, gated=gated)
+    assert wq_gemm_pipelined.fits_shared_memory(split_k, spec, wq_gemm_pipelined.block_rows(tokens))
+    actual = wq_gemm_pipelined.wq_gemm(inputs, split_k, gated=gated)
     dense = of.dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64)
     return matmul_error(actual, x, dense, bias, gated=gated)
 
 
 @pytest.mark.parametrize(
-    ("size", "group", "dtype", "config", "switches"),
+    ("size", "group", "dtype", "split_k", "switches"),
     [
-        ((9, 136, 672), 128, BF, WqGemmKernelConfig(1), {"biased": True}),
-        ((33, 144, 544), ALL, HF, WqGemmKernelConfig(1), GATED_SYMMETRIC),
-        ((10, 72, 1056), 256, BF, WqGemmKernelConfig(2), {}),
-        ((150, 136, 672), 128, BF, WqGemmKernelConfig(1), {"biased": True}),
-        ((11, 72, 672), 32, BF, WqGemmKernelConfig(1), {"biased": True}),
-        ((34, 144, 1056), 64, HF, WqGemmKernelConfig(2), GATED_SYMMETRIC),
+        ((9, 136, 672), 128, BF, 1, {"biased": True}),
+        ((33, 144, 544), ALL, HF, 1, GATED_SYMMETRIC),
+        ((10, 72, 1056), 256, BF, 2, {}),
+        ((150, 136, 672), 128, BF, 1, {"biased": True}),
+        ((11, 72, 672), 32, BF, 1, {"biased": True}),
+        ((34, 144, 1056), 64, HF, 2, GATED_SYMMETRIC),
         *slow_cases(
-            ((20, 208, 2144), 64, BF, WqGemmKernelConfig(4), {"gated": True}),
-            ((64, 264, 2080), 256, HF, WqGemmKernelConfig(2), {}),
-            ((130, 520, 1568), 128, BF, WqGemmKernelConfig(3), SYMMETRIC_BIASED),
-            ((64, 72, 4128), 32, HF, WqGemmKernelConfig(4), {"symmetric": True}),
-            ((140, 264, 800), 32, BF, WqGemmKernelConfig(1), {}),
-            ((131, 304, 2080), ALL, HF, WqGemmKernelConfig(1), GATED_SYMMETRIC),
-            ((260, 264, 1056), 256, BF, WqGemmKernelConfig(2), {"gated": False}),
-            ((65, 128, 2144), 128, HF, WqGemmKernelConfig(4), {"gated": True, "biased": True}),
-            ((64, 400, 2080), 128, BF, WqGemmKernelConfig(1), {"gated": True, "biased": True}),
-            ((40, 264, 2144), 512, HF, WqGemmKernelConfig(2), {}),
-            ((9, 128, 4128), 128, HF, WqGemmKernelConfig(2), {"gated": True}),
-            ((64, 8, 3104), ALL, BF, WqGemmKernelConfig(4), {"symmetric": True}),
+            ((20, 208, 2144), 64, BF, 4, {"gated": True}),
+            ((64, 264, 2080), 256, HF, 2, {}),
+            ((130, 520, 1568), 128, BF, 3, SYMMETRIC_BIASED),
+            ((64, 72, 4128), 32, HF, 4, {"symmetric": True}),
+            ((140, 264, 800), 32, BF, 1, {}),
+            ((131, 304, 2080), ALL, HF, 1, GATED_SYMMETRIC),
+            ((260, 264, 1056), 256, BF, 2, {"gated": False}),
+            ((65, 128, 2144), 128, HF, 4, {"gated": True, "biased": True}),
+            ((64, 400, 2080), 128, BF, 1, {"gated": True, "biased": True}),
+            ((40, 264, 2144), 512, HF, 2, {}),
+            ((9, 128, 4128), 128, HF, 2, {"gated": True}),
+            ((64, 8, 3104), ALL, BF, 4, {"symmetric": True}),
         ),
     ],
 )
@@ -101,45 +100,45 @@ def test_products(
     size: tuple[int, int, int],
     group: int,
     dtype: torch.dtype,
-    config: WqGemmKernelConfig,
+    split_k: int,
     switches: dict[str, bool],
 ) -> None:
-    assert error(emulator, size, group, dtype, config, **switches) < LIMIT[dtype]
+    assert error(emulator, size, group, dtype, split_k, **switches) < LIMIT[dtype]
     assert [name for name, _ in emulator.launched] == ["wq_permute_and_sum", "wq_gemm_pipelined"]
 
 
 @pytest.mark.parametrize(
-    ("size", "group", "dtype", "config", "grids", "switches"),
+    ("size", "group", "dtype", "split_k", "grids", "switches"),
     [
-        ((9, 72, 544), 32, BF, WqGemmKernelConfig(1), HF, {"biased": True}),
-        ((33, 144, 672), ALL, HF, WqGemmKernelConfig(1), F32, GATED_SYMMETRIC),
-        ((10, 72, 1056), 64, BF, WqGemmKernelConfig(2), HF, {"symmetric": True}),
+        ((9, 72, 544), 32, BF, 1, HF, {"biased": True}),
+        ((33, 144, 672), ALL, HF, 1, F32, GATED_SYMMETRIC),
+        ((10, 72, 1056), 64, BF, 2, HF, {"symmetric": True}),
         *slow_cases(
             (
                 (140, 264, 800),
                 ALL,
                 BF,
-                WqGemmKernelConfig(1),
+                1,
                 F32,
                 SYMMETRIC_BIASED,
             ),
-            ((70, 144, 1056), 32, HF, WqGemmKernelConfig(1), HF, {"gated": True}),
-            ((129, 72, 2080), 64, BF, WqGemmKernelConfig(4), HF, {}),
-            ((17, 136, 1056), 128, BF, WqGemmKernelConfig(1), HF, {"biased": True}),
-            ((64, 400, 2080), 32, BF, WqGemmKernelConfig(1), HF, GATED_SYMMETRIC),
-            ((40, 264, 2144), 64, HF, WqGemmKernelConfig(2), HF, {}),
-            ((64, 8, 3104), ALL, BF, WqGemmKernelConfig(4), F32, SYMMETRIC_BIASED),
-            ((31, 192, 2048), 256, BF, WqGemmKernelConfig(4), HF, {"gated": True}),
-            ((12, 64, 2080), 32, HF, WqGemmKernelConfig(4), HF, {}),
+            ((70, 144, 1056), 32, HF, 1, HF, {"gated": True}),
+            ((129, 72, 2080), 64, BF, 4, HF, {}),
+            ((17, 136, 1056), 128, BF, 1, HF, {"biased": True}),
+            ((64, 400, 2080), 32, BF, 1, HF, GATED_SYMMETRIC),
+            ((40, 264, 2144), 64, HF, 2, HF, {}),
+            ((64, 8, 3104), ALL, BF, 4, F32, SYMMETRIC_BIASED),
+            ((31, 192, 2048), 256, BF, 4, HF, {"gated": True}),
+            ((12, 64, 2080), 32, HF, 4, HF, {}),
         ),
     ],
 )
 def test_products_of_eight_bits(
     emulator: Emulator, size: tuple[int, int, int], group: int, dtype: torch.dtype,
-    config: WqGemmKernelConfig, grids: torch.dtype, switches: dict[str, bool],
+    split_k: int, grids: torch.dtype, switches: dict[str, bool],
 ) -> None:  # fmt: skip
     assert (
-        error(emulator, size, group, dtype, config, int8_group_linear, grids, **switches)
+        error(emulator, size, group, dtype, split_k, int8_group_linear, grids, **switches)
         < LIMIT[dtype]
     )
     assert [name for name, _ in emulator.launched] == ["wq_permute_and_sum", "wq_gemm_pipelined"]
@@ -187,9 +186,5 @@ MISTAKES = {
 @pytest.mark.parametrize("change", mistakes(MISTAKES))
 def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
     large = any(word in change[0] for word in ("give_turn", "BLOCK_M"))
-    size, config = (
-        ((150, 264, 2080), WqGemmKernelConfig(1))
-        if large
-        else ((20, 72, 2080), WqGemmKernelConfig(2))
-    )
-    assert emulator.detects(change, lambda: error(emulator, size, 256, BF, config) < LIMIT[BF])
+    size, split_k = ((150, 264, 2080), 1) if large else ((20, 72, 2080), 2)
+    assert emulator.detects(change, lambda: error(emulator, size, 256, BF, split_k) < LIMIT[BF])

@@ -4,7 +4,7 @@
 //     loads
 // Range: clusters of 2, 4 or 8 blocks, sm_90a
 // Technique: thread-block cluster, distributed shared memory (DSMEM), TMA multicast
-// Used by: gemm_large_m.cuh, gemm_small_m.cu, int4_gemm_small_m.cu, paged_decode.cuh,
+// Used by: gemm_large_m.cuh, gemm_small_m.cu, paged_decode.cuh,
 //     wq_gemm_pipelined.cu
 #pragma once
 #include "common/hopper.cuh"

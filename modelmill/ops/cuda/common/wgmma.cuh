@@ -3,7 +3,7 @@
 // Computes: D[64, N] (float32, registers) += A[64, 16] · B[16, N]
 // Range: A in shared memory or in registers, B in shared memory, tiles of 64 columns
 // Technique: wgmma.mma_async
-// Used by: gemm_large_m.cuh, gemm_small_m.cu, int4_gemm_small_m.cu, paged_attention.cu, wgmma8.cuh,
+// Used by: gemm_large_m.cuh, gemm_small_m.cu, paged_attention.cu, wgmma8.cuh,
 //     wq_gemm_pipelined.cu
 //
 // D: thread t of warp w holds rows 16·w + t/4 and that + 8; d[4·i], d[4·i + 1] are columns 8·i +

@@ -12,7 +12,7 @@ import torch
 
 from modelmill.ops.binding import run_first_supported
 from modelmill.ops.cuda.common import build, launch
-from modelmill.ops.cuda.weight_only_gemm import int4_gemm_small_m, wq_gemm_pipelined, wq_gemv
+from modelmill.ops.cuda.weight_only_gemm import wq_gemm_pipelined, wq_gemv
 from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     K_TILE,
     KERNEL_CONFIGS,
@@ -37,7 +37,6 @@ from modelmill.ops.kernel_range import HALF, GemmProblem, GemmRange, Kernel
 
 # rows that go through shared memory, by what they are padded to
 _PIPELINED_ROWS = ((9, 16), (17, 32), (33, MAX_ROWS))
-_SMALL_M_ROWS = ((9, 32), (33, MAX_ROWS))
 # fewer rows only of large weights (codes of N · K), or with small groups
 _MMA_MAX_ROWS, _PIPELINED_MIN_WEIGHTS = 8, 1 << 25
 
@@ -51,7 +50,7 @@ def available(device_type: str) -> str | None:
     return build.why_unavailable(device_type, "int4_linear", common)
 
 
-def _fits(config: WqMmaKernelConfig, problem: GemmProblem) -> bool:
+def _fits(config: WqMmaKernelConfig, gated: bool, problem: GemmProblem) -> bool:
     """Whether groups divide a warp's pieces, and a block's scales find room in some kernel."""
     if group_shift(problem.group, problem.k, k_tile_for(problem.group, problem.k)) is None:
         return False
@@ -59,27 +58,27 @@ def _fits(config: WqMmaKernelConfig, problem: GemmProblem) -> bool:
         return True
     return (
         problem.m > _MMA_MAX_ROWS
-        and wq_gemm_pipelined.problem_config(problem, gated=False) is not None
+        and wq_gemm_pipelined.problem_split(problem, gated=gated) is not None
     )
-
-
-# Groups of 32, 64, 128, 256 … columns or of all, float16 scales.
-_FEW_ROWS = tuple(
-    GemmRange(
-        m=rows,
-        k_multiple=RUN,
-        dtypes=HALF,
-        scale_dtypes=(torch.float16,),
-        fits=functools.partial(_fits, config),
-    )
-    for rows, config in row_ranges_of_configs(KERNEL_CONFIGS)
-)
 
 
 def supported_problems(*, gated: bool) -> tuple[GemmRange, ...]:
-    """What the kernels serve; gated: with SwiGLU."""
+    """What the kernels serve: groups of 32, 64, 128, 256 … columns or of all, float16 scales.
+
+    gated: with SwiGLU.
+    """
+    few = [
+        GemmRange(
+            m=rows,
+            k_multiple=RUN,
+            dtypes=HALF,
+            scale_dtypes=(torch.float16,),
+            fits=functools.partial(_fits, config, gated),
+        )
+        for rows, config in row_ranges_of_configs(KERNEL_CONFIGS)
+    ]
     large = wq_gemm_pipelined.large_m_ranges(gated=gated, scale_dtypes=(torch.float16,))
-    return (*_FEW_ROWS, row_block_range(_FEW_ROWS), *large)
+    return (*few, row_block_range(few), *large)
 
 
 SUPPORTED_PROBLEMS = supported_problems(gated=False)
@@ -126,10 +125,6 @@ def int4_mma(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:
 
 def kernels(*, gated: bool) -> tuple[Kernel, ...]:
     """The kernels of 4-bit GEMMs in order of preference; sums in float32."""
-    through_memory = [
-        *(wq_gemm_pipelined.pipelined_kernel(rows, gated=gated) for rows in _PIPELINED_ROWS),
-        *(int4_gemm_small_m.small_m_kernel(rows, gated=gated) for rows in _SMALL_M_ROWS),
-    ]
     mma = Kernel(GemmRange(m=(1, MAX_ROWS)), functools.partial(int4_mma, gated=gated))
     few = (
         wq_gemv.gemv_kernel(gated=gated),
@@ -137,7 +132,7 @@ def kernels(*, gated: bool) -> tuple[Kernel, ...]:
             (2, _MMA_MAX_ROWS), gated=gated, min_weight_bytes=_PIPELINED_MIN_WEIGHTS
         ),
         wq_gemm_pipelined.small_group_kernel((2, _MMA_MAX_ROWS), gated=gated),
-        *through_memory,
+        *(wq_gemm_pipelined.pipelined_kernel(rows, gated=gated) for rows in _PIPELINED_ROWS),
         mma,
     )
     return (*few, *wq_gemm_pipelined.large_m_kernels(gated=gated), row_block_kernel(few))

@@ -32,7 +32,7 @@ def k_tile_for_rows(tokens: int, group: int, columns: int) -> int:
     )
 
 
-def _fits(config: WqMmaKernelConfig, problem: GemmProblem) -> bool:
+def _fits(config: WqMmaKernelConfig, gated: bool, problem: GemmProblem) -> bool:
     """Whether groups divide a warp's pieces, and a block's scales find room in some kernel."""
     group, columns = problem.group or problem.k, problem.k
     whole = group % weight_only.RUN == 0 or group >= columns
@@ -44,27 +44,27 @@ def _fits(config: WqMmaKernelConfig, problem: GemmProblem) -> bool:
     if weight_only.fits_shared_memory(config, problem.groups):
         return True
     large = problem.m > MMA_MAX_ROWS or problem.n * columns >= PIPELINED_MIN_WEIGHTS
-    return large and wq_gemm_pipelined.problem_config(problem, gated=False) is not None
-
-
-# Groups of 32, 64, 128, 256 … columns or of all.
-_FEW_ROWS = tuple(
-    GemmRange(
-        m=rows,
-        k_multiple=weight_only.RUN,
-        dtypes=HALF,
-        scale_dtypes=(torch.float16, torch.float32),
-        fits=functools.partial(_fits, config),
-    )
-    for rows, config in weight_only.row_ranges_of_configs(weight_only.KERNEL_CONFIGS)
-)
+    return large and wq_gemm_pipelined.problem_split(problem, gated=gated) is not None
 
 
 def supported_problems(*, gated: bool) -> tuple[GemmRange, ...]:
-    """What the kernels serve; gated: with SwiGLU."""
+    """What the kernels serve: groups of 32, 64, 128, 256 … columns or of all.
+
+    gated: with SwiGLU.
+    """
     scales = (torch.float16, torch.float32)
+    few = [
+        GemmRange(
+            m=rows,
+            k_multiple=weight_only.RUN,
+            dtypes=HALF,
+            scale_dtypes=scales,
+            fits=functools.partial(_fits, config, gated),
+        )
+        for rows, config in weight_only.row_ranges_of_configs(weight_only.KERNEL_CONFIGS)
+    ]
     large = wq_gemm_pipelined.large_m_ranges(gated=gated, scale_dtypes=scales)
-    return (*_FEW_ROWS, weight_only.row_block_range(_FEW_ROWS), *large)
+    return (*few, weight_only.row_block_range(few), *large)
 
 
 SUPPORTED_PROBLEMS = supported_problems(gated=False)

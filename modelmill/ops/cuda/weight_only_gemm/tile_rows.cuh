@@ -6,7 +6,7 @@
 // Layout: groups of 16 tile rows, of which a quad owns rows quad and quad + 8
 // Range: any N; with GATED the first 8 of a group are gate rows and the others the matching up rows
 // Technique: streaming loads without L1 allocation
-// Used by: int4_gemm_small_m.cu, weight_only.cuh
+// Used by: weight_only.cuh
 //
 // Rows are processed in groups of 16, of which a quad of threads owns rows `quad` and `quad + 8`.
 // With GATED (fused SwiGLU) the first 8 are gate rows and the other 8 the matching up rows of the

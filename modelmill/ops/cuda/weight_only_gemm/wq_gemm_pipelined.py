@@ -10,11 +10,6 @@ from typing import NamedTuple
 import torch
 
 from modelmill.ops.cuda.common import launch
-from modelmill.ops.cuda.weight_only_gemm.int4_gemm_small_m import (
-    MIN_K_TILES_PER_SPLIT,
-    groups_per_split,
-    lowest_cost_config,
-)
 from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     K_TILE,
     MAX_ROWS,
@@ -28,6 +23,7 @@ from modelmill.ops.kernel_range import HALF, GemmProblem, GemmRange, Kernel
 
 _MAX_SHARED_BYTES = 222 << 10  # bytes of a block at most
 _MAX_STAGES = 8
+_MIN_K_TILES_PER_SPLIT = 4  # pieces of K that a block of a cluster is worth
 _THREADS = 3 * 128  # two warpgroups that multiply, one that loads
 _GROUPS_PER_MMA = 16  # groups whose sums are multiplied at once
 _BLOCK_M = (16, 32, MAX_ROWS, 128)  # rows of x of a block
@@ -73,23 +69,14 @@ class WqSpec(NamedTuple):
 
     def groups_per_split(self, split_k: int) -> int:
         """Groups of which one of ``split_k`` blocks that share K has at most something."""
+        each, by = -(-self.k_tiles // split_k), self.group_shift or 0
         if self.groups_per_tile > 1:
-            return -(-self.k_tiles // split_k) * self.groups_per_tile
-        return groups_per_split(self.k_tiles, split_k, self.group_shift or 0)
+            return each * self.groups_per_tile
+        ends = [(begin, min(begin + each, self.k_tiles)) for begin in range(0, self.k_tiles, each)]
+        return max(((end - 1) >> by) - (begin >> by) + 1 for begin, end in ends)
 
 
-class WqGemmKernelConfig(NamedTuple):
-    """How the kernel is compiled: blocks of a cluster that share K."""
-
-    split_k: int
-
-    @property
-    def consumers(self) -> int:
-        """Warpgroups of a block that multiply."""
-        return 2
-
-
-KERNEL_CONFIGS = tuple(WqGemmKernelConfig(split_k) for split_k in (1, 2, 3, 4))
+SPLITS = (1, 2, 3, 4)  # blocks of a cluster that share K
 BLOCK_N = 128  # weight rows of a block
 
 
@@ -114,12 +101,12 @@ def problem_spec(problem: GemmProblem) -> WqSpec:
     )
 
 
-def problem_config(problem: GemmProblem, *, gated: bool) -> WqGemmKernelConfig | None:
-    """How the kernel is compiled for a product; None where it does not serve it."""
+def problem_split(problem: GemmProblem, *, gated: bool) -> int | None:
+    """Blocks that share K of a product; None where the kernel does not serve it."""
     spec = problem_spec(problem)
     if problem.device < 0 or not supports_weight(problem.n, spec, gated=gated):
         return None
-    return config_for(problem.n, spec, problem.m, launch.sm_count(problem.device))
+    return split_for(problem.n, spec, problem.m, launch.sm_count(problem.device))
 
 
 def supports_weight(rows: int, spec: WqSpec, *, gated: bool) -> bool:
@@ -140,54 +127,61 @@ def stage_bytes(spec: WqSpec, padded: int) -> int:
     return BLOCK_N * K_TILE * spec.bits // 8 + padded * 256
 
 
-def _scale_bytes(config: WqGemmKernelConfig, spec: WqSpec) -> int:
+def _scale_bytes(split_k: int, spec: WqSpec) -> int:
     return (
         BLOCK_N
-        * (spec.groups_per_split(config.split_k) | 1)
+        * (spec.groups_per_split(split_k) | 1)
         * (4 if spec.offset or spec.float32_scales else 2)
     )
 
 
-def num_stages(config: WqGemmKernelConfig, spec: WqSpec, padded: int) -> int:
+def num_stages(split_k: int, spec: WqSpec, padded: int) -> int:
     """Pieces on their way beside the scales of a block's groups."""
-    left = _MAX_SHARED_BYTES - _scale_bytes(config, spec)
+    left = _MAX_SHARED_BYTES - _scale_bytes(split_k, spec)
     return min(_MAX_STAGES, left // (stage_bytes(spec, padded) + 16))
 
 
-def shared_bytes(config: WqGemmKernelConfig, spec: WqSpec, padded: int) -> int:
+def shared_bytes(split_k: int, spec: WqSpec, padded: int) -> int:
     """Bytes of a block's shared memory."""
-    return num_stages(config, spec, padded) * (stage_bytes(spec, padded) + 16) + _scale_bytes(
-        config, spec
+    return num_stages(split_k, spec, padded) * (stage_bytes(spec, padded) + 16) + _scale_bytes(
+        split_k, spec
     )
 
 
-def fits_shared_memory(config: WqGemmKernelConfig, spec: WqSpec, padded: int) -> bool:
+def fits_shared_memory(split_k: int, spec: WqSpec, padded: int) -> bool:
     """Whether a block's scales leave room for pieces enough, and for the sums where they were."""
     if spec.group_shift is None or (
-        config.split_k > 1 and spec.k_tiles < MIN_K_TILES_PER_SPLIT * config.split_k
+        split_k > 1 and spec.k_tiles < _MIN_K_TILES_PER_SPLIT * split_k
     ):
         return False
-    stages = num_stages(config, spec, padded)
+    stages = num_stages(split_k, spec, padded)
     return stages >= 3 and stages * stage_bytes(spec, padded) >= padded * (BLOCK_N + 4) * 4
 
 
 @functools.lru_cache(1024)  # called at each launch
-def config_for(rows: int, spec: WqSpec, tokens: int, num_sms: int) -> WqGemmKernelConfig | None:
-    """The config with the best occupancy of ``num_sms`` SMs for ``rows`` weight rows, or None."""
-    padded = block_rows(tokens)
-    fitting = [form for form in KERNEL_CONFIGS if fits_shared_memory(form, spec, padded)]
-    return lowest_cost_config(fitting, rows, num_sms, m_tiles(tokens))
+def split_for(rows: int, spec: WqSpec, tokens: int, num_sms: int) -> int | None:
+    """The split of K with the best occupancy of ``num_sms`` SMs, or None; rows: of the weight."""
+    padded, tiles = block_rows(tokens), -(-rows // BLOCK_N) * m_tiles(tokens)
+
+    def cost(split_k: int) -> tuple[float, int]:
+        # larger clusters do not fill every group of SMs
+        places = num_sms if split_k <= 2 else num_sms * 9 // 10
+        waves = -(-tiles * split_k // places)
+        return waves / split_k, waves
+
+    fitting = [split_k for split_k in SPLITS if fits_shared_memory(split_k, spec, padded)]
+    return min(fitting, key=cost, default=None)
 
 
 def groupwise_gemm(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:
-    """``wq_gemm`` with the config for these operands."""
-    config = problem_config(groupwise_problem(*inputs), gated=gated)
-    assert config is not None, "see fits"
-    return wq_gemm(inputs, config, gated=gated)
+    """``wq_gemm`` with the split for these operands."""
+    split_k = problem_split(groupwise_problem(*inputs), gated=gated)
+    assert split_k is not None, "see fits"
+    return wq_gemm(inputs, split_k, gated=gated)
 
 
 def _fits(problem: GemmProblem, *, gated: bool) -> bool:
-    return problem_config(problem, gated=gated) is not None
+    return problem_split(problem, gated=gated) is not None
 
 
 def _fits_format(
@@ -236,9 +230,7 @@ def pipelined_kernel(m: tuple[int, int], *, gated: bool, min_weight_bytes: int =
     return Kernel(served, functools.partial(groupwise_gemm, gated=gated))
 
 
-def wq_gemm(
-    inputs: GroupwiseLinearInputs, config: WqGemmKernelConfig, *, gated: bool
-) -> torch.Tensor:
+def wq_gemm(inputs: GroupwiseLinearInputs, split_k: int, *, gated: bool) -> torch.Tensor:
     """X [T, K] · weightᵀ → [T, N]; gated: silu(first half) · second half of it, [T, N / 2]."""
     x, weight, scale, offset, _, bias = inputs
     tokens, columns = x.shape
@@ -260,12 +252,12 @@ def wq_gemm(
     ready = torch.empty((tokens, pitch), dtype=x.dtype, device=x.device)
     device = x.get_device()
     with torch.cuda.device(x.device):
-        macros = kernel_macros(x.dtype, config, spec, box, gated=gated)
+        macros = kernel_macros(x.dtype, split_k, spec, box, gated=gated)
         put = launch.load_kernel("wq_gemm_pipelined", "wq_permute_and_sum", macros, 256, 0, device)
         counts = (tokens, columns, x.stride(0), pitch, pieces, groups, by, units)
         work = struct.pack("=2Q8i", x.data_ptr(), ready.data_ptr(), *counts)
         put.launch(-(-tokens * units // 8), work, pdl=True)
-        size = shared_bytes(config, spec, box)
+        size = shared_bytes(split_k, spec, box)
         kernel = launch.load_kernel(
             "wq_gemm_pipelined", "wq_gemm_pipelined", macros, _THREADS, size, device
         )
@@ -288,27 +280,27 @@ def wq_gemm(
             pieces,
             groups,
             by,
-            spec.groups_per_split(config.split_k) | 1,
+            spec.groups_per_split(split_k) | 1,
             m_tiles(tokens),
         )
         clusters = -(-rows // BLOCK_N) * m_tiles(tokens)
-        kernel.launch(clusters * config.split_k, x_map, w_map, work, pdl=True)
+        kernel.launch(clusters * split_k, x_map, w_map, work, pdl=True)
     return out
 
 
 @functools.lru_cache(1024)
 def kernel_macros(
-    dtype: torch.dtype, config: WqGemmKernelConfig, spec: WqSpec, padded: int, *, gated: bool
+    dtype: torch.dtype, split_k: int, spec: WqSpec, padded: int, *, gated: bool
 ) -> tuple[str, ...]:
     """Macros of the kernel."""
     sizes = {
         "BITS": spec.bits,
         "GROUPS": spec.groups_per_tile,
         "BLOCK_M": padded,
-        "SPLIT": config.split_k,
+        "SPLIT": split_k,
     }
     sizes |= {
-        "STAGES": num_stages(config, spec, padded),
+        "STAGES": num_stages(split_k, spec, padded),
         "GATED": gated,
         "OFFSET": spec.offset,
         "SCALE_FP32": spec.float32_scales,
