@@ -32,7 +32,18 @@ QUERY_LENS, BATCH_SIZES = (16, 64, 512), (1, 2, 17)
 # (tokens, sequences) as in mixed steps: Triton specializes kernels on divisibility by 16
 ODD_STEPS = ((37, 9), (137, 9), (501, 17))
 # GEMM ops whose kernel depends on the number of rows.
-GEMM_OPS = ("linear_swiglu", "w8a8_linear", "w8a8_linear_swiglu", "fp8_linear", "qkv_rope_cache")
+GEMM_OPS = (
+    "linear_swiglu",
+    "w8a8_linear",
+    "w8a8_linear_swiglu",
+    "fp8_linear",
+    "int4_linear",
+    "int4_linear_swiglu",
+    "int8_linear",
+    "int8_linear_swiglu",
+    "int8_group_linear",
+    "qkv_rope_cache",
+)
 # Operands beside x that have one row per row of x: its scales, if per row; slots, angles and query
 # factors of qkv_rope_cache.
 ROW_OPERANDS = ("x_scale", "slots", "cos", "sin", "q_scale")
@@ -142,7 +153,8 @@ class GemmRecorder:
     def __call__(self, *args: Any) -> torch.Tensor | None:
         """Call the op; the first operands are x and the weight."""
         x, weight, *rest = _operands(args)
-        key = (x.dtype, weight.shape, weight.dtype, *(each is None for each in rest))
+        kinds = (each if isinstance(each, int) else each is None for each in rest)  # a group size
+        key = (x.dtype, weight.shape, weight.dtype, *kinds)
         self.calls.setdefault(key, args)
         return self._run(*args)
 

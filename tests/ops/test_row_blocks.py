@@ -1,20 +1,36 @@
-"""Weight-only GEMMs of 65 to 192 rows, which kernels of up to 64 multiply in blocks."""
+"""Weight-only GEMMs of 65 to 192 rows, which kernels of up to 64 multiply in blocks; and whether
+what an implementation offers is served by one of its kernels.
+"""
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from modelmill.ops.cuda.weight_only_gemm import int4_linear, int8_gemm_small_m, int8_linear
+from modelmill.ops.cuda.common import launch
+from modelmill.ops.cuda.weight_only_gemm import (
+    int4_linear,
+    int4_linear_swiglu,
+    int8_gemm_small_m,
+    int8_group_linear,
+    int8_linear,
+    int8_linear_swiglu,
+    wq_gemm_pipelined,
+)
 from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     MAX_BLOCKED_ROWS,
     MAX_ROWS,
     row_block_kernel,
 )
+from modelmill.ops.cuda.weight_only_gemm.wq_gemm_pipelined import WqSpec
 from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
 from modelmill.ops.int4_linear import int4_linear as reference
 from modelmill.ops.int4_linear import random_weight
-from modelmill.ops.kernel_range import GemmRange, Kernel, first_kernel
+from modelmill.ops.kernel_range import GemmProblem, GemmRange, Kernel, first_kernel
 
 N, K, GROUP = 48, 128, 32
 
@@ -52,6 +68,7 @@ def test_blocks_are_the_product(rows: int) -> None:
 @pytest.mark.parametrize("rows", [MAX_ROWS, MAX_ROWS + 1, MAX_BLOCKED_ROWS, MAX_BLOCKED_ROWS + 1])
 @pytest.mark.parametrize("module", [int4_linear, int8_gemm_small_m])
 def test_ranges_and_kernels_end_at_the_same_rows(module: object, rows: int) -> None:
+    """Without a GPU, whose kernels of more rows serve such a weight."""
     inputs = operands(rows, torch.bfloat16)
     problem = groupwise_problem(*inputs)
     if module is int8_gemm_small_m:
@@ -67,3 +84,53 @@ def test_a_weight_that_few_rows_cannot_take_is_not_taken_in_blocks() -> None:
     problem = groupwise_problem(*operands(100, torch.bfloat16))._replace(k=K + 8)
     assert not any(each.covers(problem) for each in int4_linear.SUPPORTED_PROBLEMS)
     assert not any(each.covers(problem) for each in int8_linear.SUPPORTED_PROBLEMS)
+
+
+IMPLEMENTATIONS = [int4_linear, int4_linear_swiglu, int8_group_linear, int8_linear_swiglu]
+
+
+@given(
+    module=st.sampled_from(IMPLEMENTATIONS),
+    rows=st.integers(1, 1100),
+    n=st.integers(1, 600).map(lambda eights: 8 * eights),
+    runs=st.integers(1, 1700),
+    group=st.sampled_from([32, 64, 96, 128, 256, 384, 1 << 20]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    scale_dtype=st.sampled_from([torch.float16, torch.float32]),
+    offset=st.booleans(),
+)
+def test_what_is_offered_is_served(
+    module: ModuleType, rows: int, n: int, runs: int, group: int, dtype: torch.dtype,
+    scale_dtype: torch.dtype, offset: bool,
+) -> None:  # fmt: skip
+    """A kernel is launched with no more shared memory than there is, a gated one too."""
+    k, bits = 32 * runs, 4 if "int4" in module.__name__ else 8
+    group = min(group, k)
+    problem = GemmProblem(
+        rows, n, k, dtype, torch.uint8 if bits == 4 else torch.int8, dtype, group, -(-k // group),
+        scale_dtype, offset, False, 0,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "sm_count", lambda device: 132)
+        offered = any(each.covers(problem) for each in module.SUPPORTED_PROBLEMS)
+        chosen = next((each for each in module.KERNELS if each.range.covers(problem)), None)
+        assert chosen is not None or not offered, problem
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "group"), [(4608, 3584, 128), (2560, 4096, 64), (4096, 14336, 32)]
+)
+@pytest.mark.parametrize(("bits", "num_sms"), [(4, 132), (8, 132), (4, 114), (8, 78)])
+def test_warm_up_meets_every_form(n: int, k: int, group: int, bits: int, num_sms: int) -> None:
+    spec = WqSpec(bits, k, group, offset=True)
+    weight = torch.empty((n, 0), dtype=torch.uint8 if bits == 4 else torch.int8, device="meta")
+    x = torch.empty((1, k), dtype=torch.bfloat16, device="meta")
+
+    def form(rows: int) -> tuple[int, int | None]:
+        padded = wq_gemm_pipelined.block_rows(rows)
+        tiles = wq_gemm_pipelined.m_tiles(rows)
+        return padded, wq_gemm_pipelined.split_for(n, spec, padded, tiles, num_sms)
+
+    for most in (1, 40, 64, 100, 200, 700, 1024, 5000):
+        met = {form(rows) for rows in wq_gemm_pipelined.specializations(x, weight, most)}
+        assert met >= {form(rows) for rows in range(1, min(most, 1024 if bits == 4 else 768) + 1)}

@@ -25,7 +25,7 @@ SYMMETRIC_BIASED = {"symmetric": True, "biased": True}
 
 
 def in_front(name: str, arguments: tuple[bytes, ...]) -> list[tuple[int, int]]:
-    """x of the products, as its map says; narrow_ready has nothing in front that is ours to
+    """x of the products, as its map says; wq_permute_and_sum has nothing in front that is ours to
     spoil.
     """
     if name == "wq_permute_and_sum":
@@ -79,6 +79,7 @@ def error(
         ((150, 136, 672), 128, BF, 1, {"biased": True}),
         ((11, 72, 672), 32, BF, 1, {"biased": True}),
         ((34, 144, 1056), 64, HF, 2, GATED_SYMMETRIC),
+        ((16, 136, 1568), 64, BF, 3, {}),
         *slow_cases(
             ((20, 208, 2144), 64, BF, 4, {"gated": True}),
             ((64, 264, 2080), 256, HF, 2, {}),

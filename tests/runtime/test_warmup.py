@@ -109,7 +109,8 @@ def test_products_are_called_once_a_form_and_kind_of_weight(
         }
     )
     watched, recorders = warmup.wrap_with_gemm_recorders(plain)
-    assert set(recorders) == {"w8a8_linear", "fp8_linear"}
+    int_linears = {"int4_linear", "int8_linear", "int8_group_linear"}
+    assert set(recorders) == {"w8a8_linear", "fp8_linear", *int_linears}
     x, scale, one = torch.ones(7, 4, dtype=torch.int8), torch.ones(5), torch.ones(1)
     for x_scale in (torch.ones(7), torch.ones(7)):
         watched.w8a8_linear(Linear8BitInputs(x, torch.ones(5, 4), scale, x_scale, torch.float32))

@@ -2,7 +2,7 @@
 //
 // Computes: rank, cluster barriers, arrivals at a remote mbarrier, DSMEM loads and TMA multicast
 //     loads
-// Range: clusters of 2, 4 or 8 blocks, sm_90a
+// Range: clusters of 2 to 8 blocks, sm_90a
 // Technique: thread-block cluster, distributed shared memory (DSMEM), TMA multicast
 // Used by: gemm_large_m.cuh, gemm_small_m.cu, paged_decode.cuh,
 //     wq_gemm_pipelined.cu

@@ -1,6 +1,7 @@
 """Products of a few rows with 4-bit weights through the tensor cores (int4_linear.cu).
 
-More than 64 rows are wq_gemm_pipelined.cu's, or up to 192 rows are multiplied 64 at a time.
+Large weights, small groups and more rows are wq_gemm_pipelined.cu's. Up to 192 rows of a weight
+that it does not serve are multiplied 64 at a time.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     group_shift,
     has_aligned_rows,
     k_tile_for,
+    mma_range,
     row_block_kernel,
     row_block_range,
     row_ranges_of_configs,
@@ -78,7 +80,8 @@ def supported_problems(*, gated: bool) -> tuple[GemmRange, ...]:
         for rows, config in row_ranges_of_configs(KERNEL_CONFIGS)
     ]
     large = wq_gemm_pipelined.large_m_ranges(gated=gated, scale_dtypes=(torch.float16,))
-    return (*few, row_block_range(few), *large)
+    pipelined = functools.partial(wq_gemm_pipelined.problem_split, gated=gated)
+    return (*few, row_block_range(few, pipelined), *large)
 
 
 SUPPORTED_PROBLEMS = supported_problems(gated=False)
@@ -125,7 +128,7 @@ def int4_mma(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:
 
 def kernels(*, gated: bool) -> tuple[Kernel, ...]:
     """The kernels of 4-bit GEMMs in order of preference; sums in float32."""
-    mma = Kernel(GemmRange(m=(1, MAX_ROWS)), functools.partial(int4_mma, gated=gated))
+    mma = functools.partial(int4_mma, gated=gated)
     few = (
         wq_gemv.gemv_kernel(gated=gated),
         wq_gemm_pipelined.pipelined_kernel(
@@ -133,7 +136,10 @@ def kernels(*, gated: bool) -> tuple[Kernel, ...]:
         ),
         wq_gemm_pipelined.small_group_kernel((2, _MMA_MAX_ROWS), gated=gated),
         *(wq_gemm_pipelined.pipelined_kernel(rows, gated=gated) for rows in _PIPELINED_ROWS),
-        mma,
+        *(
+            Kernel(mma_range(rows, config), mma)
+            for rows, config in row_ranges_of_configs(KERNEL_CONFIGS)
+        ),
     )
     return (*few, *wq_gemm_pipelined.large_m_kernels(gated=gated), row_block_kernel(few))
 
@@ -147,5 +153,6 @@ def _kernel_macros(
     return (*config.macros, *switches, *TYPES[dtype])
 
 
+specializations = wq_gemm_pipelined.specializations
 KERNELS = kernels(gated=False)
 run = run_first_supported(KERNELS, DECLARATION)

@@ -64,7 +64,8 @@ def supported_problems(*, gated: bool) -> tuple[GemmRange, ...]:
         for rows, config in weight_only.row_ranges_of_configs(weight_only.KERNEL_CONFIGS)
     ]
     large = wq_gemm_pipelined.large_m_ranges(gated=gated, scale_dtypes=scales)
-    return (*few, weight_only.row_block_range(few), *large)
+    pipelined = functools.partial(wq_gemm_pipelined.problem_split, gated=gated)
+    return (*few, weight_only.row_block_range(few, pipelined), *large)
 
 
 SUPPORTED_PROBLEMS = supported_problems(gated=False)
@@ -94,7 +95,10 @@ def kernels(*, gated: bool) -> tuple[Kernel, ...]:
         pipelined((MMA_MAX_ROWS + 1, 16)),
         pipelined((17, 32)),
         pipelined((33, MAX_ROWS)),
-        Kernel(GemmRange(m=(1, MAX_ROWS)), functools.partial(int8_mma, gated=gated)),
+        *(
+            Kernel(weight_only.mma_range(rows, config), functools.partial(int8_mma, gated=gated))
+            for rows, config in weight_only.row_ranges_of_configs(weight_only.KERNEL_CONFIGS)
+        ),
     )
     large = wq_gemm_pipelined.large_m_kernels(gated=gated)
     return (*few, *large, weight_only.row_block_kernel(few))

@@ -6,7 +6,7 @@ import torch
 
 from modelmill.ops.binding import run_first_supported
 from modelmill.ops.cuda.common import build
-from modelmill.ops.cuda.weight_only_gemm import int8_gemm_small_m, weight_only
+from modelmill.ops.cuda.weight_only_gemm import int8_gemm_small_m, weight_only, wq_gemm_pipelined
 from modelmill.ops.cuda.weight_only_gemm.int8_gemm_small_m import (
     SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS,
 )
@@ -26,5 +26,6 @@ def available(device_type: str) -> str | None:
     return build.why_unavailable(device_type, "int8_gemm_small_m", common)
 
 
+specializations = wq_gemm_pipelined.specializations
 KERNELS = int8_gemm_small_m.kernels(gated=False)
 run = run_first_supported(KERNELS, DECLARATION)

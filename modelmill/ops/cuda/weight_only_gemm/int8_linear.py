@@ -9,7 +9,7 @@ import torch
 
 from modelmill.ops.binding import run_first_supported
 from modelmill.ops.cuda.common import build
-from modelmill.ops.cuda.weight_only_gemm import int8_gemm_small_m, wq_gemv
+from modelmill.ops.cuda.weight_only_gemm import int8_gemm_small_m, wq_gemm_pipelined, wq_gemv
 from modelmill.ops.cuda.weight_only_gemm.int8_gemm_small_m import (
     SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS,
 )
@@ -59,5 +59,6 @@ def kernels(*, gated: bool) -> tuple[Kernel, ...]:
     )
 
 
+specializations = wq_gemm_pipelined.specializations
 KERNELS = kernels(gated=False)
 run = run_first_supported(KERNELS, DECLARATION)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import gcd
 from typing import NamedTuple
 
@@ -76,6 +76,11 @@ def fits_shared_memory(config: WqMmaKernelConfig, groups: int) -> bool:
     return config.shared_bytes(groups) <= _MAX_SHARED_BYTES - config.m_tiles * 4096
 
 
+def mma_range(rows: tuple[int, int], config: WqMmaKernelConfig) -> GemmRange:
+    """What a config of the mma.sync kernels serves."""
+    return GemmRange(m=rows, fits=lambda problem: fits_shared_memory(config, problem.groups))
+
+
 def k_tile_for(group: int, columns: int) -> int:
     """Columns that a warp takes at a time, all of one group: 128, 64 or 32."""
     return K_TILE if group >= columns else gcd(group, K_TILE)
@@ -114,11 +119,19 @@ def supports_bias(bias: torch.Tensor | None, dtype: torch.dtype) -> bool:
     return bias is None or (bias.dtype == dtype and bias.is_contiguous())
 
 
-def row_block_range(ranges: Sequence[GemmRange]) -> GemmRange:
-    """The range of ``row_block_kernel``: weights that every range of fewer rows serves."""
+def row_block_range(
+    ranges: Sequence[GemmRange], larger: Callable[[GemmProblem], object | None]
+) -> GemmRange:
+    """The range of ``row_block_kernel``: weights that every range of fewer rows serves.
+
+    larger: not None where another kernel serves so many rows of the weight, or a dequantized weight
+    is faster than blocks.
+    """
 
     def fits(problem: GemmProblem) -> bool:
-        return all(each.covers_ignoring_m(problem._replace(m=each.m[1])) for each in ranges)
+        return larger(problem) is None and all(
+            each.covers_ignoring_m(problem._replace(m=each.m[1])) for each in ranges
+        )
 
     return GemmRange(m=(MAX_ROWS + 1, MAX_BLOCKED_ROWS), fits=fits)
 

@@ -5,8 +5,9 @@
 // Dtypes: x and out bfloat16 or float16; weights int8 or packed int4; float16 group scales and
 //     offsets (float32 scales of int8 weights without offsets); float32 accumulators
 // Layout: row-major; packed codes as in ops/int4_linear.py; scales and offsets [N, groups]
-// Range: 9 ≤ M ≤ 1024 (int8: ≤ 768, groups of 64: ≤ 256, of 32: ≤ 192; M ≥ 2 where N · K ≥ 2^25 or
-//     groups are smaller than 128); N a multiple of 8 (GATED: of 16), K of 32
+// Range: 9 ≤ M ≤ 1024 (int8: ≤ 768, groups of 64: ≤ 256, int8 of 64 or any of 32: ≤ 128; M ≥ 2
+// where
+//     N · K ≥ 2^25 or groups are smaller than 128); N a multiple of 8 (GATED: of 16), K of 32
 // Technique: TMA, mbarrier pipeline, wgmma with A in registers, pingpong warpgroups, split-K over a
 //     thread-block cluster (DSMEM), setmaxnreg, PDL
 // Ops: int4_linear, int4_linear_swiglu, int8_linear, int8_linear_swiglu, int8_group_linear
@@ -19,10 +20,10 @@
 // bytes of two rows as loaded: K may be permuted if x uses the same permutation. The kernel
 // wq_permute_and_sum, launched before, permutes x accordingly and computes the group sums of x.
 //
-// While the wgmmas of one K tile run, a consumer dequantizes the next. The sums of a group are
-// scaled and added once its wgmmas have completed; those of the next group run meanwhile, into
-// other registers. Sums of 128 rows of x leave no room for these, so that the two consumers take
-// turns there (pingpong): one adds while the other's wgmmas run.
+// Up to 64 rows of x, a consumer dequantizes the next K tile while the wgmmas of one run; the sums
+// of a group are scaled and added once its wgmmas have completed, while those of the next group run
+// into other registers. Sums of 128 rows leave no room for these, so that the two consumers take
+// turns there (pingpong): one adds and dequantizes while the other's wgmmas run.
 //
 // Dequantization: a 4-bit code c is combined with the exponent of 128 and reads as 128 + c
 // (bfloat16); in float16 c alone is the subnormal c / 2^24, exact in wgmma. int8: dequant_int8.cuh.
@@ -75,7 +76,7 @@ struct Work {
     const u16* bias;               // of x's type, or null
     u16* out;
     // shift: log2 of the K tiles per group; pitch: row pitch of the scales; m_tiles: of x
-    int tokens, rows, k_tiles, groups, shift, pitch, m_tiles, padding;
+    int tokens, rows, k_tiles, groups, shift, pitch, m_tiles;
 };
 static_assert(sizeof(Work) == 64, "wq_gemm_pipelined.py packs 64 bytes");
 
@@ -237,12 +238,12 @@ __device__ inline float scale_of(float scale) { return scale; }
 // the first store; one after the other they took a third of the kernel's time.
 __device__ inline void stage_scales(const Work& w, ScaleOffset* grids, int tile, int first,
                                     int count) {
-    constexpr int WARPS = CONSUMER_THREADS / 32, PER_RANK = ROWS / WARPS;
+    constexpr int WARPS = CONSUMER_THREADS / 32, PER_WARP = ROWS / WARPS;
     const int warp = threadIdx.x / 32;
     for (int g = threadIdx.x % 32; g < count; g += 32) {
-        ScaleT scale[PER_RANK], offset[PER_RANK];
+        ScaleT scale[PER_WARP], offset[PER_WARP];
 #pragma unroll
-        for (int i = 0; i < PER_RANK; ++i) {
+        for (int i = 0; i < PER_WARP; ++i) {
             const long long at =
                 static_cast<long long>(row_of(tile, warp + i * WARPS, w.rows)) * w.groups + first +
                 g;
@@ -250,7 +251,7 @@ __device__ inline void stage_scales(const Work& w, ScaleOffset* grids, int tile,
             offset[i] = OFFSET ? __ldg(w.offset + at) : ScaleT(0);
         }
 #pragma unroll
-        for (int i = 0; i < PER_RANK; ++i)
+        for (int i = 0; i < PER_WARP; ++i)
             grids[(warp + i * WARPS) * w.pitch + g] = pack_scale_offset(scale[i], offset[i]);
     }
 }
@@ -318,8 +319,8 @@ struct Pair {
 };
 
 __device__ inline void flush(float (&total)[BLOCK_M / 2], const float (&part)[BLOCK_M / 2],
-                             Pair of) {
-    const float low = scale_of(of.low) * CODE_SCALE, high = scale_of(of.high) * CODE_SCALE;
+                             Pair scales) {
+    const float low = scale_of(scales.low) * CODE_SCALE, high = scale_of(scales.high) * CODE_SCALE;
 #pragma unroll
     for (int i = 0; i < BLOCK_M / 2; ++i)
         total[i] = fmaf(i % 4 < 2 ? low : high, part[i], total[i]);
@@ -415,7 +416,8 @@ struct Consumer {
         }
     }
 
-    // No branch between a wgmma and the wait for it: the compiler would wait at once.
+    // The last K tiles are apart, so that there is no branch on the end between a wgmma and the
+    // wait for it: the compiler would wait at once, as it does behind the first.
     __device__ void run_k_tiles(Range range) {
         if (range.begin == range.end) return;
         load(a[0]);
@@ -430,7 +432,7 @@ struct Consumer {
         if (threadIdx.x < 128) wait_for_turn();  // no barrier may be left with arrivals
     }
 
-    // Waits until at most PENDING groups of wgmmas are in flight, so that those of `part` are done.
+    // Waits until at most PENDING groups of wgmmas are in flight, so that those of `sums` are done.
     template <int PENDING>
     __device__ void complete(AOperand& now, float (&sums)[BLOCK_M / 2]) const {
         now.fence();  // wgmma reads these registers until it completes

@@ -23,13 +23,13 @@ from modelmill.ops.kernel_range import HALF, GemmProblem, GemmRange, Kernel
 
 _MAX_SHARED_BYTES = 222 << 10  # bytes of a block at most
 _MAX_STAGES = 8
-_MIN_K_TILES_PER_SPLIT = 4  # pieces of K that a block of a cluster is worth
+_MIN_K_TILES_PER_SPLIT = 4  # K tiles that a block of a cluster is worth
 _THREADS = 3 * 128  # two warpgroups that multiply, one that loads
 _GROUPS_PER_MMA = 16  # groups whose sums are multiplied at once
-_BLOCK_M = (16, 32, MAX_ROWS, 128)  # rows of x of a block
-_MAX_LARGE_ROWS = {(4, 1): 1024, (8, 1): 768, (4, 2): 256, (8, 2): 256, (4, 4): 192, (8, 4): 192}
-"""Rows of x that are multiplied by the codes, by bits and groups of a K tile: more are faster with
-a dequantized weight (docs/notes/prompts-by-the-codes.md)."""
+_BLOCK_M = (16, 32, 64, 128)  # rows of x of a block
+_MAX_LARGE_ROWS = {(4, 1): 1024, (8, 1): 768, (4, 2): 256, (8, 2): 128, (4, 4): 128, (8, 4): 128}
+"""Most rows of x that were measured to be faster by the codes than with a dequantized weight, by
+bits and groups of a K tile (docs/notes/prompts-by-the-codes.md)."""
 
 
 class WqSpec(NamedTuple):
@@ -48,17 +48,17 @@ class WqSpec(NamedTuple):
 
     @property
     def group_shift(self) -> int | None:
-        """Pieces that share a scale, as a power of two; None where that is none."""
+        """K tiles that share a scale, as a power of two; None where that is none."""
         return group_shift(self.group, self.columns, K_TILE // self.groups_per_tile)
 
     @property
     def groups_per_tile(self) -> int:
-        """Of a piece."""
+        """Groups of a K tile: 1, 2 or 4."""
         return K_TILE // k_tile_for(self.group, self.columns)
 
     @property
     def part_bytes(self) -> int:
-        """Of a row of a piece, what lies together in shared memory."""
+        """Contiguous bytes in shared memory of a row of a K tile."""
         parts = 2 if self.bits == 8 and self.groups_per_tile == 1 else self.groups_per_tile
         return K_TILE * self.bits // 8 // parts
 
@@ -68,7 +68,7 @@ class WqSpec(NamedTuple):
         return self.bits == 4 or self.offset
 
     def groups_per_split(self, split_k: int) -> int:
-        """Groups of which one of ``split_k`` blocks that share K has at most something."""
+        """Most groups that one of ``split_k`` blocks that share K touches."""
         each, by = -(-self.k_tiles // split_k), self.group_shift or 0
         if self.groups_per_tile > 1:
             return each * self.groups_per_tile
@@ -106,7 +106,8 @@ def problem_split(problem: GemmProblem, *, gated: bool) -> int | None:
     spec = problem_spec(problem)
     if problem.device < 0 or not supports_weight(problem.n, spec, gated=gated):
         return None
-    return split_for(problem.n, spec, problem.m, launch.sm_count(problem.device))
+    padded, tiles = block_rows(problem.m), m_tiles(problem.m)
+    return split_for(problem.n, spec, padded, tiles, launch.sm_count(problem.device))
 
 
 def supports_weight(rows: int, spec: WqSpec, *, gated: bool) -> bool:
@@ -123,7 +124,7 @@ def supports_weight(rows: int, spec: WqSpec, *, gated: bool) -> bool:
 
 
 def stage_bytes(spec: WqSpec, padded: int) -> int:
-    """Bytes of a piece: weights and columns of x."""
+    """Bytes of a K tile: weights and columns of x."""
     return BLOCK_N * K_TILE * spec.bits // 8 + padded * 256
 
 
@@ -136,7 +137,7 @@ def _scale_bytes(split_k: int, spec: WqSpec) -> int:
 
 
 def num_stages(split_k: int, spec: WqSpec, padded: int) -> int:
-    """Pieces on their way beside the scales of a block's groups."""
+    """K tiles on their way beside the scales of a block's groups."""
     left = _MAX_SHARED_BYTES - _scale_bytes(split_k, spec)
     return min(_MAX_STAGES, left // (stage_bytes(spec, padded) + 16))
 
@@ -149,7 +150,7 @@ def shared_bytes(split_k: int, spec: WqSpec, padded: int) -> int:
 
 
 def fits_shared_memory(split_k: int, spec: WqSpec, padded: int) -> bool:
-    """Whether a block's scales leave room for pieces enough, and for the sums where they were."""
+    """Whether a block's scales leave room for K tiles enough, and for the sums where they were."""
     if spec.group_shift is None or (
         split_k > 1 and spec.k_tiles < _MIN_K_TILES_PER_SPLIT * split_k
     ):
@@ -159,9 +160,12 @@ def fits_shared_memory(split_k: int, spec: WqSpec, padded: int) -> bool:
 
 
 @functools.lru_cache(1024)  # called at each launch
-def split_for(rows: int, spec: WqSpec, tokens: int, num_sms: int) -> int | None:
-    """The split of K with the best occupancy of ``num_sms`` SMs, or None; rows: of the weight."""
-    padded, tiles = block_rows(tokens), -(-rows // BLOCK_N) * m_tiles(tokens)
+def split_for(rows: int, spec: WqSpec, padded: int, m_tiles: int, num_sms: int) -> int | None:
+    """The split of K with the best occupancy of ``num_sms`` SMs, or None.
+
+    rows: of the weight. padded, m_tiles: rows of x of a block, blocks along them.
+    """
+    tiles = -(-rows // BLOCK_N) * m_tiles
 
     def cost(split_k: int) -> tuple[float, int]:
         # larger clusters do not fill every group of SMs
@@ -211,6 +215,17 @@ def large_m_ranges(*, gated: bool, scale_dtypes: tuple[torch.dtype, ...]) -> tup
     )
 
 
+def specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:
+    """Rows of x with each number of blocks up to ``max_rows``: each may be another kernel."""
+    if x.dtype not in HALF:
+        return []
+    bits = 4 if weight.dtype is torch.uint8 else 8
+    most = max(rows for (own, _), rows in _MAX_LARGE_ROWS.items() if own == bits)
+    counts = (*_BLOCK_M, *range(2 * _BLOCK_M[-1], most + 1, _BLOCK_M[-1]))
+    least = (1, *(rows + 1 for rows in counts))
+    return [min(rows, max_rows) for first, rows in zip(least, counts) if first <= max_rows]
+
+
 def large_m_kernels(*, gated: bool) -> tuple[Kernel, ...]:
     """The kernel for ``large_m_ranges``."""
     run = functools.partial(groupwise_gemm, gated=gated)
@@ -235,54 +250,42 @@ def wq_gemm(inputs: GroupwiseLinearInputs, split_k: int, *, gated: bool) -> torc
     x, weight, scale, offset, _, bias = inputs
     tokens, columns = x.shape
     rows, spec = weight.shape[0], problem_spec(groupwise_problem(*inputs))
-    groups, pieces, box = scale.numel() // rows, spec.k_tiles, block_rows(tokens)
+    groups, k_tiles, padded = scale.numel() // rows, spec.k_tiles, block_rows(tokens)
     assert spec.group_shift is not None
-    by, chunks = (
-        (spec.group_shift if spec.groups_per_tile == 1 else 0),
-        (-(-groups // _GROUPS_PER_MMA) if spec.needs_input_sums else 0),
-    )
+    shift = spec.group_shift if spec.groups_per_tile == 1 else 0
+    chunks = -(-groups // _GROUPS_PER_MMA) if spec.needs_input_sums else 0
     # warps per row of x: one per group whose sum is needed, or per K tile
     units = (
-        max(pieces, chunks * _GROUPS_PER_MMA // spec.groups_per_tile)
+        max(k_tiles, chunks * _GROUPS_PER_MMA // spec.groups_per_tile)
         if spec.groups_per_tile > 1 or not spec.needs_input_sums
         else chunks * _GROUPS_PER_MMA
     )
     out = torch.empty((tokens, rows // 2 if gated else rows), dtype=x.dtype, device=x.device)
-    pitch = pieces * K_TILE + chunks * 64
-    ready = torch.empty((tokens, pitch), dtype=x.dtype, device=x.device)
+    pitch = k_tiles * K_TILE + chunks * 64
+    permuted = torch.empty((tokens, pitch), dtype=x.dtype, device=x.device)
     device = x.get_device()
     with torch.cuda.device(x.device):
-        macros = kernel_macros(x.dtype, split_k, spec, box, gated=gated)
-        put = launch.load_kernel("wq_gemm_pipelined", "wq_permute_and_sum", macros, 256, 0, device)
-        counts = (tokens, columns, x.stride(0), pitch, pieces, groups, by, units)
-        work = struct.pack("=2Q8i", x.data_ptr(), ready.data_ptr(), *counts)
-        put.launch(-(-tokens * units // 8), work, pdl=True)
-        size = shared_bytes(split_k, spec, box)
+        macros = kernel_macros(x.dtype, split_k, spec, padded, gated=gated)
+        permute = launch.load_kernel(
+            "wq_gemm_pipelined", "wq_permute_and_sum", macros, 256, 0, device
+        )
+        counts = (tokens, columns, x.stride(0), pitch, k_tiles, groups, shift, units)
+        work = struct.pack("=2Q8i", x.data_ptr(), permuted.data_ptr(), *counts)
+        permute.launch(-(-tokens * units // 8), work, pdl=True)
+        size = shared_bytes(split_k, spec, padded)
         kernel = launch.load_kernel(
             "wq_gemm_pipelined", "wq_gemm_pipelined", macros, _THREADS, size, device
         )
         x_map = launch.tensor_map(
-            ready.data_ptr(), x.dtype, (pitch, tokens), (pitch * 2,), (64, box)
+            permuted.data_ptr(), x.dtype, (pitch, tokens), (pitch * 2,), (64, padded)
         )
-        wide, part = (
-            weight.shape[1],
-            (spec.part_bytes, BLOCK_N // 2 if gated else BLOCK_N),
-        )
+        row_bytes, box = weight.shape[1], (spec.part_bytes, BLOCK_N // 2 if gated else BLOCK_N)
         w_map = launch.tensor_map(
-            weight.data_ptr(), weight.dtype, (wide, rows), (wide,), part, False
+            weight.data_ptr(), weight.dtype, (row_bytes, rows), (row_bytes,), box, False
         )
+        sizes = (tokens, rows, k_tiles, groups, shift, spec.groups_per_split(split_k) | 1)
         pointers = launch.data_pointers(scale, offset, bias, out)
-        work = struct.pack(
-            "=4Q7i4x",
-            *pointers,
-            tokens,
-            rows,
-            pieces,
-            groups,
-            by,
-            spec.groups_per_split(split_k) | 1,
-            m_tiles(tokens),
-        )
+        work = struct.pack("=4Q7i4x", *pointers, *sizes, m_tiles(tokens))
         clusters = -(-rows // BLOCK_N) * m_tiles(tokens)
         kernel.launch(clusters * split_k, x_map, w_map, work, pdl=True)
     return out
