@@ -97,8 +97,8 @@ def test_compiles_without_spills(box: int, split_k: int, tmp_path: Path) -> None
         WqSpec(4, 2048, 32, True),
         WqSpec(4, 2816, 64, False),
     ]
-    kinds = list(itertools.product((torch.bfloat16, torch.float16), (True, False)))
-    for spec, (dtype, gated) in zip(specs, 2 * kinds):
+    pairs = list(itertools.product((torch.bfloat16, torch.float16), (True, False)))
+    for spec, (dtype, gated) in zip(specs, 2 * pairs):
         assert wq_gemm_pipelined.fits_shared_memory(split_k, spec, box)
         macros = wq_gemm_pipelined.kernel_macros(dtype, split_k, spec, box, gated=gated)
         # a gated end in float16 puts one word away, behind the loop

@@ -126,11 +126,13 @@ def test_warm_up_meets_every_form(n: int, k: int, group: int, bits: int, num_sms
     weight = torch.empty((n, 0), dtype=torch.uint8 if bits == 4 else torch.int8, device="meta")
     x = torch.empty((1, k), dtype=torch.bfloat16, device="meta")
 
-    def form(rows: int) -> tuple[int, int | None]:
+    def specialization(rows: int) -> tuple[int, int | None]:
         padded = wq_gemm_pipelined.block_rows(rows)
         tiles = wq_gemm_pipelined.m_tiles(rows)
         return padded, wq_gemm_pipelined.split_for(n, spec, padded, tiles, num_sms)
 
     for most in (1, 40, 64, 100, 200, 700, 1024, 5000):
-        met = {form(rows) for rows in wq_gemm_pipelined.specializations(x, weight, most)}
-        assert met >= {form(rows) for rows in range(1, min(most, 1024 if bits == 4 else 768) + 1)}
+        met = {specialization(rows) for rows in wq_gemm_pipelined.specializations(x, weight, most)}
+        assert met >= {
+            specialization(rows) for rows in range(1, min(most, 1024 if bits == 4 else 768) + 1)
+        }
