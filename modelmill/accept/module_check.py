@@ -110,7 +110,7 @@ class ModuleCheck:
         """
         own = self.reference.for_sequence(self.ids)
         others = [
-            ReferenceSequence.start(self.reference, ids, length)
+            ReferenceSequence.from_ids(self.reference, ids, length)
             for ids, length in self.other_sequences
         ]
         state = ReferenceTrace(own, own.embed(torch.tensor(self.ids)), self.head_rows, others)

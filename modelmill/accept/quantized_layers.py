@@ -67,7 +67,8 @@ class QuantizedLayersCheck:
         # without this split, the reference in use is the checkpoint's
         followed = sequences if uses_engine_weights else [] if has_stored_errors else sequences[:1]
         self._followed = [
-            ReferenceSequence.start(checkpoint_reference, ids, prompt) for ids, prompt in followed
+            ReferenceSequence.from_ids(checkpoint_reference, ids, prompt)
+            for ids, prompt in followed
         ]
         self.findings: list[Finding] = []
         self.quantization_errors: list[dict[str, Any]] = []

@@ -30,10 +30,10 @@ class ReferenceSequence:
     prompt_length: int
 
     @staticmethod
-    def start(
+    def from_ids(
         reference: ReferenceModel, ids: Sequence[int], prompt_length: int
     ) -> ReferenceSequence:
-        """Embed a sequence."""
+        """The sequence of some token ids, embedded."""
         own = reference.for_sequence(ids)
         return ReferenceSequence(own, own.embed(torch.tensor(list(ids))), prompt_length)
 

@@ -109,9 +109,9 @@ def compare_segmentation(
     on_stage(3)
     if engine_matrices:
         normalized = checkpoint_reference.normalize_image(picture)
-        embedding = _last_output(checkpoint_reference.encoder_stages(normalized))[0]
+        embedding = _reference_output(checkpoint_reference.encoder_stages(normalized))[0]
         exact_decoder = SamDecoderReference(checkpoint_reference)
-        logits, scores = _last_output(
+        logits, scores = _reference_output(
             exact_decoder.mask_decoder_stages(embedding, places, sparse, dense)
         )
     expected = embedding, logits, scores
@@ -157,8 +157,8 @@ def sample_prompts(image_size: int) -> list[Prompt]:
     return [Prompt(((x, y),), (1,)) for x, y in places]
 
 
-def _last_output(stages: Iterator[ReferenceStage]) -> tuple[Tensor, ...]:
-    """Return the output of the last stage."""
+def _reference_output(stages: Iterator[ReferenceStage]) -> tuple[Tensor, ...]:
+    """Run the reference's stages; return the output of the last."""
     expected: tuple[Tensor, ...] = ()
     for stage in stages:
         expected = stage.expected

@@ -59,8 +59,8 @@ class _PerturbedSequence:
     ) -> _PerturbedSequence:
         """Embed a sequence twice."""
         return _PerturbedSequence(
-            ReferenceSequence.start(reference, ids, prompt_length),
-            ReferenceSequence.start(reference, ids, prompt_length),
+            ReferenceSequence.from_ids(reference, ids, prompt_length),
+            ReferenceSequence.from_ids(reference, ids, prompt_length),
         )
 
     def run_layer(self, index: int, weights: LayerWeights, noisy_weights: LayerWeights) -> None:

@@ -76,8 +76,8 @@ def _flat(shape: Shape) -> Shape:
     return (torch.Size(shape).numel(),)
 
 
-def _by_channel(shape: Shape) -> Shape:
-    """The shape of a convolution of each channel by itself, from that of a matrix."""
+def _depthwise_conv_shape(shape: Shape) -> Shape:
+    """Conv1d's [C, 1, K] from the [C, K] that the file has: each channel by itself."""
     return (shape[0], 1, shape[1]) if len(shape) == 2 else shape
 
 
@@ -91,8 +91,8 @@ CONVERTER_INVERSES: Mapping[str, ConverterInverse] = MappingProxyType(
         "blk.ssm_a": ConverterInverse(_flat, lambda tensor: (-tensor.float()).log()),
         "blk.ssm_d": ConverterInverse(_flat, _identity_transform),
         "blk.ssm_norm": ConverterInverse(_flat, _identity_transform),
-        "blk.ssm_conv1d": ConverterInverse(_by_channel, _identity_transform),
-        "blk.shortconv.conv": ConverterInverse(_by_channel, _identity_transform),
+        "blk.ssm_conv1d": ConverterInverse(_depthwise_conv_shape, _identity_transform),
+        "blk.shortconv.conv": ConverterInverse(_depthwise_conv_shape, _identity_transform),
     }
 )
 """By GGUF's name without the layer's number."""

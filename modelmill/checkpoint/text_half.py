@@ -26,7 +26,7 @@ TEXT_TYPES = {
     "gemma4_unified": "gemma4_text",  # without inputs of layers and experts
 }
 """Types of vision-language checkpoints → those of their language models."""
-CHOSEN_TEXT_TYPES = {"mistral3": ("mistral", "ministral3")}
+TEXT_TYPE_CHOICES = {"mistral3": ("mistral", "ministral3")}
 """Those whose ``text_config`` says which of several its language model is; the first by default."""
 
 # sizes that published files leave to the configuration class
@@ -83,7 +83,7 @@ def language_model_config(
         CheckpointError: for a config without ``text_config``.
     """
     whole_type = str(config.get("model_type"))
-    if whole_type not in (*TEXT_TYPES, *CHOSEN_TEXT_TYPES):
+    if whole_type not in (*TEXT_TYPES, *TEXT_TYPE_CHOICES):
         return dict(config), {}
     text = config.get("text_config")
     if not isinstance(text, Mapping):
@@ -118,7 +118,7 @@ def _language_model_type(whole_type: str, text: Mapping[str, Any], file: Path) -
     Raises:
         CheckpointError: for a language model that such a checkpoint has not.
     """
-    known = CHOSEN_TEXT_TYPES.get(whole_type)
+    known = TEXT_TYPE_CHOICES.get(whole_type)
     if known is None:
         return TEXT_TYPES[whole_type]
     stated = text.get("model_type") or known[0]
@@ -175,7 +175,7 @@ class LanguageModelContainer:
 
 def language_model_container(config: Mapping[str, Any], container: Container) -> Container:
     """The container of a checkpoint whose names may be those of a vision-language model."""
-    chosen = any(config.get("model_type") in types for types in CHOSEN_TEXT_TYPES.values())
+    chosen = any(config.get("model_type") in types for types in TEXT_TYPE_CHOICES.values())
     if config.get("model_type") in TEXT_TYPES.values() or (
         chosen and any(name.startswith(IMAGE_PREFIXES) for name in container.names())
     ):

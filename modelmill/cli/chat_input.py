@@ -13,7 +13,7 @@ from modelmill.core.env import cache_dir
 HISTORY_LINES = 1000
 QUOTES = '"""'
 PROMPT, CONTINUED = "> ", ". "
-LEAVE, LEAVE_OPEN = "/exit or Ctrl-D leaves", "an empty line leaves the call open"
+EXIT_HINT, OPEN_CALL_HINT = "/exit or Ctrl-D leaves", "an empty line leaves the call open"
 
 
 def history_file() -> Path:
@@ -88,7 +88,7 @@ def read_terminal_line(prompt: str) -> str | None:
         except KeyboardInterrupt:
             if prompt == CONTINUED:
                 raise
-            print(f"\n({LEAVE if prompt == PROMPT else LEAVE_OPEN})")
+            print(f"\n({EXIT_HINT if prompt == PROMPT else OPEN_CALL_HINT})")
 
 
 def read_pipe_line() -> str | None:

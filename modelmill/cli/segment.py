@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from modelmill.cli.engine_options import ENGINE_HELP, CheckpointBuildOptions, resolve_model_path
 from modelmill.cli.options import CommonArgs, config_field, inherit_option
 from modelmill.cli.output import emit_json, print_note, show_progress
-from modelmill.cli.segment_output import SegmentOutputs, show_results, write_result
+from modelmill.cli.segment_output import SegmentOutputPaths, show_results, write_result
 from modelmill.core.config import RunConfig, non_default_fields, option, path_option
 from modelmill.core.errors import RequestError, UsageError
 from modelmill.core.progress import Progress
@@ -107,7 +107,7 @@ def run(args: Args) -> int:
     paths = expand_paths(args.images)
     several = len(paths) > 1
     rough = () if args.mask is None else (args.mask,)
-    outputs = SegmentOutputs(args.output, args.masks, (*paths, *rough), several)
+    outputs = SegmentOutputPaths(args.output, args.masks, (*paths, *rough), several)
     engine = resolve_model_path(args.engine)
     with show_progress(f"opening {engine.name}", lines=True) as on_progress:
         from modelmill.segmenter import Segmenter  # inside, since torch takes seconds to import
@@ -259,7 +259,7 @@ def parse_numbers(text: str, count: int, flag: str, metavar: str) -> list[float]
 
 def segment_images(
     args: Args, segmenter: Segmenter, paths: list[Path], query: SegmentQuery,
-    outputs: SegmentOutputs,
+    outputs: SegmentOutputPaths,
     on_progress: Progress,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Yield one result per picture, in order; pictures are read and encoded in small batches."""

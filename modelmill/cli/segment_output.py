@@ -17,7 +17,7 @@ OUTPUT_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".t
 MAX_MASKS_SHOWN = 20  # rows of the printed table per picture
 
 
-class SegmentOutputs:
+class SegmentOutputPaths:
     """Paths of the files that one run writes; none is an input picture, and none is used twice."""
 
     def __init__(
@@ -84,7 +84,7 @@ class SegmentOutputs:
 
 
 def write_result(
-    outputs: SegmentOutputs, path: Path, picture: Any, answers: Sequence[Sequence[Mask]],
+    outputs: SegmentOutputPaths, path: Path, picture: Any, answers: Sequence[Sequence[Mask]],
     prompts: Sequence[Prompt],
     rle: bool,
 ) -> dict[str, Any]:  # fmt: skip

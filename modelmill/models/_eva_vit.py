@@ -39,7 +39,7 @@ REFERENCE_NAMES = {
     "mlp": "vision_encoder.mlp",
     "": "vision_encoder.block",
 }
-"""Module of a block → its name in the reference."""
+"""Module of a block → its name in the acceptance reference (accept/reference)."""
 BLOCK_SOURCES = {"attn.qkv.bias": RuleSource(("attn.q_bias", "attn.v_bias"), "bias_q0v")}
 """Tensors of a block that the checkpoint has in parts: the keys have no bias."""
 MLP = ("fc1", "fc2")  # the linear layers of its MLP

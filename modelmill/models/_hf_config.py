@@ -230,8 +230,8 @@ SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 LONGROPE_FACTORS = ("short_factor", "long_factor")
 
-ROPE_KEYS = ("rope_theta", "rope_type", "type")
-"""What any rope scaling may hold beside its numbers."""
+COMMON_ROPE_SCALING_KEYS = ("rope_theta", "rope_type", "type")
+"""Keys that every rope scaling may have, beside the numbers of its type (``SCALINGS``)."""
 
 
 def rope_spec(
@@ -302,7 +302,7 @@ def rope_spec(
             _check_divisors(scaling.get(key), f"{name}.{key}", dim // 2)
     if isinstance(raw, ConfigView):
         more = {"yarn": ("truncate",), "longrope": LONGROPE_FACTORS}.get(scaling_type, ())
-        read = {*ROPE_KEYS, *needed, *optional, *more}
+        read = {*COMMON_ROPE_SCALING_KEYS, *needed, *optional, *more}
         if partial is not None:
             read.add("partial_rotary_factor")
         raw.mark_unread(

@@ -29,7 +29,7 @@ REFERENCE_NAMES = {
     "mlp.lin2": "mlp.lin2",
     "mlp": "mlp",
 }
-"""Module of a block → its name in the reference."""
+"""Module of a block → its name in the acceptance reference (accept/reference)."""
 MLP = ("lin1", "lin2")  # the linear layers of its MLP
 REL_POS = ("rel_pos_h", "rel_pos_w")  # tables of relative positions
 

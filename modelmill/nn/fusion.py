@@ -32,7 +32,7 @@ from modelmill.nn.attention import Attention, RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.fused_branches import FusedBranchesLM, can_fuse_branches
 from modelmill.nn.fused_decode import MAX_FUSED_TOKENS, StackedWeights, can_stack, run_fused_decode
-from modelmill.nn.fused_experts import FusedExpertsLM, has_experts
+from modelmill.nn.fused_experts_lm import FusedExpertsLM, has_experts
 from modelmill.nn.fused_module import FusedModule
 from modelmill.nn.fused_moe import FusedMoE
 from modelmill.nn.latent_attention import LatentAttention

@@ -136,24 +136,24 @@ def prefixed_module_spec(
         outside: Values that it reads from outside.
     """
 
-    def inside(value: str) -> str:
+    def with_prefix(value: str) -> str:
         return value if value in outside or value.startswith(f"{name}.") else f"{name}.{value}"
 
     module = replace(
         module,
         path=module.path.replace("mlp.", f"mlp.{name}.", 1),
-        reads=tuple(map(inside, module.reads)),
-        writes=tuple(map(inside, module.writes)),
+        reads=tuple(map(with_prefix, module.reads)),
+        writes=tuple(map(with_prefix, module.writes)),
     )
     if not isinstance(module, LinearSpec):
-        return replace(module, reference=tuple(map(inside, module.reference)))
+        return replace(module, reference=tuple(map(with_prefix, module.reference)))
     parts = tuple(
-        replace(part, name=inside(part.name), split=partition if part.split else "")
+        replace(part, name=with_prefix(part.name), split=partition if part.split else "")
         for part in module.parts
     )
     return replace(
         module,
-        site=inside(module.site),
+        site=with_prefix(module.site),
         parts=parts,
         split_columns=partition if module.split_columns else "",
     )

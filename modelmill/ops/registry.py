@@ -67,7 +67,10 @@ class Ops:
         bound: Mapping[str, Callable[..., Any] | None],
         backends: Mapping[str, str] | None = None,
     ) -> Ops:
-        """The same ops, except those ``bound`` anew; ``backends`` as they are if it is None."""
+        """A copy in which the ops of ``bound`` are other callables; itself it stays as it is.
+
+        bound: by op; None turns a fused op off. backends: None: those of this one.
+        """
         own = {name: run for name, run in vars(self).items() if name != "backends"}
         for op in bound.keys() - own.keys():
             getattr(self, op)  # raises: there is no such op

@@ -296,11 +296,11 @@ class Packer:
     def receive_buffer(self, layout: BatchBufferLayout) -> tuple[BatchViews, memoryview]:
         """The buffer for a step that another process packed; fill it, then call ``upload``."""
         views = self.views(layout)
-        return views, self._buffer_bytes(self._next_buffer(), views)
+        return views, self._buffer_memoryview(self._next_buffer(), views)
 
-    def packed_bytes(self, batch: PackedBatch) -> memoryview:
-        """The bytes of the batch that was packed last."""
-        return self._buffer_bytes(self._buffer_index, batch.views)
+    def packed_buffer(self, batch: PackedBatch) -> memoryview:
+        """The host buffer of the batch that was packed last, to be sent to another process."""
+        return self._buffer_memoryview(self._buffer_index, batch.views)
 
     def _layout(self, tokens: int, seqs: int, rows: int, context: int) -> BatchBufferLayout:
         columns = self._table_columns(context)
@@ -323,7 +323,8 @@ class Packer:
         need = -(-context // self.page_size)
         return min(1 << max(need - 1, 7).bit_length(), max(self.tables.table.shape[1], need))
 
-    def _buffer_bytes(self, index: int, views: BatchViews) -> memoryview:
+    def _buffer_memoryview(self, index: int, views: BatchViews) -> memoryview:
+        """The part of a host buffer that a step of this layout uses."""
         return self._host_buffers[index][: views.num_words].numpy().data.cast("B")
 
     def upload(self, views: BatchViews) -> None:

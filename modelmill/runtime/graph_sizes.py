@@ -10,7 +10,7 @@ from typing import NamedTuple
 MAX_GRAPH_SEQS = 512  # sequences of the largest decode graph
 PREFILL_GRAPH_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
 """Tokens of the steps of a single prompt."""
-FREE_PAD_TOKENS = 512  # up to this size padding costs less than launching
+MAX_FREE_PAD_SIZE = 512  # tokens: any padding up to this size costs less than launching
 MAX_PAD_FRACTION = 1 / 64  # share of padding allowed in a larger size of a single prompt
 MIXED_GRAPH_TOKENS = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
 """Tokens of steps with several sequences, decodes included."""
@@ -142,7 +142,7 @@ def _at_least(count: int, sizes: tuple[int, ...]) -> int | None:
 
 
 def _is_padded_too_much(tokens: int, size: int) -> bool:
-    return size > FREE_PAD_TOKENS and size - tokens > MAX_PAD_FRACTION * size
+    return size > MAX_FREE_PAD_SIZE and size - tokens > MAX_PAD_FRACTION * size
 
 
 def graph_batch_sizes(max_seqs: int) -> list[int]:

@@ -235,7 +235,7 @@ class ModelRunner:
         if self.tp_workers is None:
             return
         message = StepCommand.from_batch(batch, command, num_kept_ids, num_pooled_rows)
-        self.tp_workers.broadcast(message, self.packer.packed_bytes(batch))
+        self.tp_workers.broadcast(message, self.packer.packed_buffer(batch))
         if message.embed_width:
             self._broadcast_embeds(batch, message.embed_width)
 

@@ -43,8 +43,8 @@ def earlier_items(request: Request, id: str | None) -> list[Any]:
     return store.get(owner_of(request), id, "previous_response_id").items
 
 
-def resolve_references(request: Request, items: Sequence[Any]) -> list[Any]:
-    """The items, with stored ones in the place of references to them.
+def resolve_item_references(request: Request, items: Sequence[Any]) -> list[Any]:
+    """The items, each ``item_reference`` replaced by the stored item.
 
     Vercel's AI SDK refers to the model's items unless the client says store: false.
 

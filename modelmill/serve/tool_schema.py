@@ -86,7 +86,7 @@ class CustomTool(NamedByType):
 
     def as_template_tool(self) -> dict[str, Any]:
         """The tool as chat templates read it: a function with one string."""
-        function = {"name": self.name, "description": self._description()}
+        function = {"name": self.name, "description": self._description_with_grammar()}
         known = {key: value for key, value in function.items() if value is not None}
         return {"type": "function", "function": {**known, "parameters": INPUT_SCHEMA}}
 
@@ -95,7 +95,7 @@ class CustomTool(NamedByType):
         """The grammar of its input."""
         return None if self.custom.format is None else self.custom.format.grammar
 
-    def _description(self) -> str | None:
+    def _description_with_grammar(self) -> str | None:
         """What the model reads: a grammar is part of it."""
         grammar = self.grammar
         if grammar is None:

@@ -174,10 +174,10 @@ class ParameterCallReader(NamedCallReader):
                 return self._reject(at)
             self._state = self._skip_call
         elif self._json.done:
-            self._state = self._scan_object_end
+            self._state = self._scan_object_close
         return at
 
-    def _scan_object_end(self, text: str, at: int) -> int:
+    def _scan_object_close(self, text: str, at: int) -> int:
         self._discard_consumed()
         ends = self._close or self._section_close
         _, place = self._match(text, at, (*self._object_close, *ends))

@@ -10,7 +10,7 @@ import torch
 
 from modelmill.nn.decoder import Decoder
 from modelmill.nn.fused_branches import FusedBranchesLM
-from modelmill.nn.fused_experts import FusedExpertsLM
+from modelmill.nn.fused_experts_lm import FusedExpertsLM
 from modelmill.nn.fusion import FusedCausalLM, fuse
 from modelmill.nn.synthetic_step import synthetic_step
 from modelmill.ops import registry

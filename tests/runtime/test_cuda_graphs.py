@@ -433,14 +433,14 @@ def test_nothing_is_written_behind_what_was_sent(monkeypatch: pytest.MonkeyPatch
 
     def checked(*args: object, **named: object) -> PackedBatch:
         batch = pack(*args, **named)  # type: ignore[arg-type]
-        assert bytes(packer.packed_bytes(batch)) == sent[-1]
+        assert bytes(packer.packed_buffer(batch)) == sent[-1]
         return batch
 
     monkeypatch.setattr(
         packer,
         "upload",
         lambda views: (
-            sent.append(bytes(packer._buffer_bytes(packer._buffer_index, views))),
+            sent.append(bytes(packer._buffer_memoryview(packer._buffer_index, views))),
             send(views),
         ),
     )

@@ -15,8 +15,9 @@ from modelmill.accept.reference.tensor_source import RawContainer
 
 ARCHITECTURE = "gemma4"
 FREQUENCIES = "rope_freqs.weight"
-STILL = 1e20
-WHOLE = {
+MIN_UNROTATED_DIVISOR = 1e20
+"""Channels whose divisor in ``rope_freqs`` is as large are not rotated."""
+HF_TO_GGUF_TENSORS = {
     "layer_scalar": "layer_output_scale.weight",
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
@@ -39,7 +40,7 @@ def gemma4_config(container: RawContainer) -> dict[str, Any]:
     divisors = container.get(FREQUENCIES).float().flatten()
     rotation = {
         "rope_type": "proportional",
-        "partial_rotary_factor": float((divisors < STILL).float().mean()),
+        "partial_rotary_factor": float((divisors < MIN_UNROTATED_DIVISOR).float().mean()),
         "rope_theta": float(fact("rope.freq_base")),
     }
     windowed = {"rope_type": "default", "rope_theta": float(fact("rope.freq_base_swa"))}
@@ -74,8 +75,8 @@ class Gemma4GgufSource(GgufSource):
     def raw_name(self, name: str) -> str:
         """Return the name that the tensor has in the file."""
         index, _, part = name.removeprefix("model.layers.").partition(".")
-        if part in WHOLE:
-            return f"blk.{index}.{WHOLE[part]}"
+        if part in HF_TO_GGUF_TENSORS:
+            return f"blk.{index}.{HF_TO_GGUF_TENSORS[part]}"
         if ".experts." in name:
             matrix = part.rpartition(".")[0].rpartition(".")[2].removesuffix("_proj")
             both = f"blk.{index}.ffn_gate_up_exps.weight"

@@ -12,7 +12,7 @@ from modelmill.accept.reference.gguf_sizes import decoder_config, metadata_reade
 from modelmill.accept.reference.gguf_source import GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
-DENSE, EXPERTS, THIRD = "hunyuan-dense", "hunyuan-moe", "hy_v3"
+HUNYUAN_DENSE, HUNYUAN_MOE, HY_V3 = "hunyuan-dense", "hunyuan-moe", "hy_v3"
 
 
 def hunyuan_config(container: RawContainer) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class HunyuanGgufSource(GgufSource):
 
 
 READERS: dict[str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]] = {
-    DENSE: (hunyuan_config, HunyuanGgufSource),
-    EXPERTS: (hunyuan_config, HunyuanGgufSource),
-    THIRD: (hy_v3_config, HunyuanGgufSource),
+    HUNYUAN_DENSE: (hunyuan_config, HunyuanGgufSource),
+    HUNYUAN_MOE: (hunyuan_config, HunyuanGgufSource),
+    HY_V3: (hy_v3_config, HunyuanGgufSource),
 }

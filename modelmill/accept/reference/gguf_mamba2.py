@@ -14,9 +14,14 @@ from torch import Tensor
 from modelmill.accept.reference.gguf_source import GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
-ARCHITECTURE, HYBRID, FALCON_H1 = "mamba2", "granitehybrid", "falcon-h1"
-MODULES = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "norm": "ssm_norm", "out_proj": "ssm_out"}
-WHOLE = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
+MAMBA2, GRANITE_HYBRID, FALCON_H1 = "mamba2", "granitehybrid", "falcon-h1"
+HF_TO_GGUF_MODULES = {
+    "in_proj": "ssm_in",
+    "conv1d": "ssm_conv1d",
+    "norm": "ssm_norm",
+    "out_proj": "ssm_out",
+}
+HF_TO_GGUF_TENSORS = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
 # 1 without the key
 FACTORS = {
     "embedding_multiplier": "embedding_scale",
@@ -28,7 +33,7 @@ FACTORS = {
 def gguf_mixer_name(mixer_tensor: str) -> str:
     """Return GGUF's name of a recurrence's tensor, as "conv1d.weight"."""
     module, _, leaf = mixer_tensor.rpartition(".")
-    return f"{MODULES[module]}.{leaf}" if module else WHOLE[mixer_tensor]
+    return f"{HF_TO_GGUF_MODULES[module]}.{leaf}" if module else HF_TO_GGUF_TENSORS[mixer_tensor]
 
 
 def undo_gguf_conversion(name: str, tensor: Tensor) -> Tensor:
@@ -44,19 +49,17 @@ def undo_gguf_conversion(name: str, tensor: Tensor) -> Tensor:
 def mamba2_config(container: RawContainer) -> dict[str, Any]:
     """Return a config in Hugging Face keys, as far as the reference reads it."""
     facts, names = container.metadata, container.names()
-    heads, inner = (
-        int(facts[f"{ARCHITECTURE}.ssm.{key}"]) for key in ("time_step_rank", "inner_size")
-    )
+    heads, inner = (int(facts[f"{MAMBA2}.ssm.{key}"]) for key in ("time_step_rank", "inner_size"))
     return {
         "model_type": "mamba2",
         "vocab_size": container.tensor_info("token_embd.weight").shape[0],
-        "hidden_size": int(facts[f"{ARCHITECTURE}.embedding_length"]),
-        "num_hidden_layers": int(facts[f"{ARCHITECTURE}.block_count"]),
+        "hidden_size": int(facts[f"{MAMBA2}.embedding_length"]),
+        "num_hidden_layers": int(facts[f"{MAMBA2}.block_count"]),
         "num_heads": heads,
         "head_dim": inner // heads,
-        "state_size": int(facts[f"{ARCHITECTURE}.ssm.state_size"]),
-        "n_groups": int(facts.get(f"{ARCHITECTURE}.ssm.group_count", 1)),
-        "layer_norm_epsilon": float(facts[f"{ARCHITECTURE}.attention.layer_norm_rms_epsilon"]),
+        "state_size": int(facts[f"{MAMBA2}.ssm.state_size"]),
+        "n_groups": int(facts.get(f"{MAMBA2}.ssm.group_count", 1)),
+        "layer_norm_epsilon": float(facts[f"{MAMBA2}.attention.layer_norm_rms_epsilon"]),
         "use_bias": "blk.0.ssm_in.bias" in names,
         "use_conv_bias": "blk.0.ssm_conv1d.bias" in names,
         "tie_word_embeddings": "output.weight" not in names,
@@ -82,7 +85,7 @@ def hybrid_config(container: RawContainer) -> dict[str, Any]:
     facts, names = container.metadata, container.names()
 
     def fact(key: str, default: Any = None) -> Any:
-        return facts.get(f"{HYBRID}.{key}", default)
+        return facts.get(f"{GRANITE_HYBRID}.{key}", default)
 
     kv_heads = [int(each) for each in fact("attention.head_count_kv")]
     attention, mamba = kv_heads.index(max(kv_heads)), kv_heads.index(0)
@@ -171,7 +174,7 @@ class HybridGgufSource(GgufSource):
 
 
 READERS: dict[str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]] = {
-    ARCHITECTURE: (mamba2_config, Mamba2GgufSource),
-    HYBRID: (hybrid_config, HybridGgufSource),
+    MAMBA2: (mamba2_config, Mamba2GgufSource),
+    GRANITE_HYBRID: (hybrid_config, HybridGgufSource),
     FALCON_H1: (falcon_h1_config, HybridGgufSource),
 }

@@ -15,7 +15,7 @@ from modelmill.accept.reference.gguf_sizes import metadata_reader
 from modelmill.accept.reference.gguf_source import GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
-DENSE, EXPERTS = "nemotron_h", "nemotron_h_moe"
+NEMOTRON_H, NEMOTRON_H_MOE = "nemotron_h", "nemotron_h_moe"
 BRANCH = {
     **{f"{part}_proj": f"attn_{part}" for part in ("q", "k", "v")},
     "o_proj": "attn_output",
@@ -105,4 +105,4 @@ class NemotronHGgufSource(GgufSource):
         return undo_gguf_conversion(name, tensor) if is_mixed else tensor
 
 
-READERS = dict.fromkeys((DENSE, EXPERTS), (nemotron_h_config, NemotronHGgufSource))
+READERS = dict.fromkeys((NEMOTRON_H, NEMOTRON_H_MOE), (nemotron_h_config, NemotronHGgufSource))

@@ -202,6 +202,7 @@ def _system_texts(system: str | Sequence[Any]) -> list[str]:
 def _parse_blocks(
     content: str | Sequence[Any], path: str, models: dict[str, type[StrictModel]]
 ) -> list[StrictModel]:
+    """Validate blocks, each as the model of its type; a string is one block of text."""
     if isinstance(content, str):
         return [parse_object({"type": "text", "text": content}, path, TextBlock)]
     return [

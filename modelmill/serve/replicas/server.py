@@ -52,8 +52,8 @@ class RayFrontendServer:
         host, port = sock.getsockname()[:2]
         on_listening(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
         serving = asyncio.create_task(server.serve([sock]))
-        watching = asyncio.create_task(self._watch_replicas())
-        watching.add_done_callback(lambda _: self._stop_requested.set())
+        supervising = asyncio.create_task(self._supervise_replicas())
+        supervising.add_done_callback(lambda _: self._stop_requested.set())
         try:
             await self._stop_requested.wait()
             await self._drain()
@@ -62,14 +62,14 @@ class RayFrontendServer:
             if self._num_signals > 1:
                 server.force_exit = True
             await serving
-            watching.cancel()
-            (result,) = await asyncio.gather(watching, return_exceptions=True)
+            supervising.cancel()
+            (result,) = await asyncio.gather(supervising, return_exceptions=True)
             await asyncio.to_thread(self._cluster.stop)
             self._service.close()
         if isinstance(result, Exception):
             raise result
 
-    async def _watch_replicas(self) -> None:
+    async def _supervise_replicas(self) -> None:
         """Start the replicas and supervise them.
 
         Raises:

@@ -23,7 +23,7 @@ from modelmill.serve.response_items import ResponseEvent, ResponseItems
 from modelmill.serve.response_recorder import (
     ResponseRecorder,
     earlier_items,
-    resolve_references,
+    resolve_item_references,
     should_store,
 )
 from modelmill.serve.response_store import input_items
@@ -90,7 +90,7 @@ def _with_stored_items(request: Request, body: ResponsesRequest) -> ResponsesReq
     if isinstance(body.input, str) and body.previous_response_id is None:
         return body
     earlier = earlier_items(request, body.previous_response_id)
-    items = resolve_references(request, input_items(body.input))
+    items = resolve_item_references(request, input_items(body.input))
     return body.model_copy(update={"input": [*earlier, *items]})
 
 

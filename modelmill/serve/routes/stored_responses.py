@@ -16,7 +16,7 @@ from modelmill.serve.dialects.thinking import with_thinking
 from modelmill.serve.discriminated_unions import make_request
 from modelmill.serve.openai_format import Utf8JsonResponse, token_usage
 from modelmill.serve.response_input_items import Order, list_input_items
-from modelmill.serve.response_recorder import earlier_items, owner_of, resolve_references
+from modelmill.serve.response_recorder import earlier_items, owner_of, resolve_item_references
 from modelmill.serve.response_store import input_items
 from modelmill.serve.responses_schema import CompactRequest, items_to_messages
 from modelmill.serve.routes.chat import chat_request_state, make_chat_tool_parser
@@ -64,7 +64,7 @@ async def compact(body: CompactRequest, request: Request) -> Any:
     engine.check_capacity(1)
     items = [
         *earlier_items(request, body.previous_response_id),
-        *resolve_references(request, input_items(body.input or [])),
+        *resolve_item_references(request, input_items(body.input or [])),
     ]
     if not items:
         raise RequestError("input is empty; give items, or previous_response_id")

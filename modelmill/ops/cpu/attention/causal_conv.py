@@ -9,7 +9,9 @@ from modelmill.ops.cpu.attention import state_rows
 from modelmill.ops.cpu.common import build
 
 available = build.available
-_kernel = build.deferred_functions("causal_conv", "p" * 5 + state_rows.POINTERS + "q" * 6 + "ii")
+_kernel = build.deferred_functions(
+    "causal_conv", "p" * 5 + state_rows.ROW_POINTERS_SIGNATURE + "q" * 6 + "ii"
+)
 
 
 def supports(inputs: CausalConvInputs) -> bool:

@@ -10,7 +10,7 @@ from modelmill.ops.gated_delta_rule import L2_EPS, GatedDeltaInputs
 
 available, supports = build.available, state_rows.supports_recurrence
 _kernel = build.deferred_functions(
-    "gated_delta_rule", "p" * 6 + state_rows.POINTERS + "q" * 8 + "di"
+    "gated_delta_rule", "p" * 6 + state_rows.ROW_POINTERS_SIGNATURE + "q" * 8 + "di"
 )
 
 

@@ -9,7 +9,9 @@ from modelmill.ops.cpu.common import build
 from modelmill.ops.ssd_scan import SSDScanInputs
 
 available, supports = build.available, state_rows.supports_recurrence
-_kernel = build.deferred_functions("ssd_scan", "p" * 7 + state_rows.POINTERS + "q" * 8 + "ddi")
+_kernel = build.deferred_functions(
+    "ssd_scan", "p" * 7 + state_rows.ROW_POINTERS_SIGNATURE + "q" * 8 + "ddi"
+)
 
 
 def run(inputs: SSDScanInputs) -> torch.Tensor:

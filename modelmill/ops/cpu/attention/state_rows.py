@@ -9,8 +9,8 @@ from modelmill.ops.gated_delta_rule import GatedDeltaInputs
 from modelmill.ops.ssd_scan import SSDScanInputs
 from modelmill.ops.state_rows import has_packed_operands
 
-POINTERS = "ppppp"
-"""The arguments of ``row_pointers`` in a function's signature."""
+ROW_POINTERS_SIGNATURE = "ppppp"
+"""Argument types of ``row_pointers`` in a kernel's signature (``build.function``)."""
 
 
 def row_pointers(rows: tuple[torch.Tensor | int, ...]) -> tuple[int, ...]:

@@ -31,10 +31,10 @@ TILES_PER_BAND = 8
 # may take.
 WIDTHS = ((1, 32), (1, 64), (1, 96), (1, 128), (2, 96), (2, 128))
 SMALL_M_MAX_ROWS = 64
-# Rows, and columns of the output for each SM that are served with so many. With few rows Triton's
-# smaller programs leave room for their neighbours in a step, and win where a block would be wide;
-# from 33 to 47 cuBLAS wins.
-SMALL_M_COLUMNS = (((2, 16), 32), ((17, 32), 256), ((48, SMALL_M_MAX_ROWS), 256))
+# Rows, and the most columns of the output for each SM that are served with so many. With few rows
+# Triton's smaller programs leave room for their neighbours in a step, and win where a block would
+# be wide; from 33 to 47 cuBLAS wins.
+SMALL_M_COLUMNS_PER_SM = (((2, 16), 32), ((17, 32), 256), ((48, SMALL_M_MAX_ROWS), 256))
 MIN_WEIGHT_BYTES = 4 << 20
 LARGE_M_MIN_ROWS = 512
 MIN_TILE_EFFICIENCY = (
@@ -136,7 +136,7 @@ def small_m_ranges(n_multiple: int) -> tuple[GemmRange, ...]:
             min_weight_bytes=MIN_WEIGHT_BYTES,
             fits=functools.partial(_fits_one_wave, columns),
         )
-        for rows, columns in SMALL_M_COLUMNS
+        for rows, columns in SMALL_M_COLUMNS_PER_SM
     )
 
 

@@ -18,7 +18,7 @@ OUTPUT_MACROS = {torch.bfloat16: (), torch.float16: ("HALF",), torch.float32: ("
 THREADS = 384
 K_SLAB = 128
 BARRIER_BYTES = 16
-SHARED_BYTES = 227 << 10
+MAX_SHARED_BYTES = 227 << 10
 Gemm8BitKernelConfig = tuple[int, int, int]  # MT, BN, PINGPONG
 # A tile's rows of x and of w, and what an SM makes of it beside the largest (measured on
 # an H200).
@@ -204,7 +204,7 @@ def kernel_macros(
 
 def _stages(config: Gemm8BitKernelConfig) -> int:
     down, across, _ = KERNEL_CONFIGS[config]
-    return min(16, SHARED_BYTES // (K_SLAB * (down + across) + BARRIER_BYTES))
+    return min(16, MAX_SHARED_BYTES // (K_SLAB * (down + across) + BARRIER_BYTES))
 
 
 def _shared_bytes(config: Gemm8BitKernelConfig) -> int:

@@ -99,7 +99,7 @@ def _kernel(
     sin = tl.load(sin_ptr + angle, mask=pair_valid, other=0.0)
     if part == 0:
         row_ptr = latent_ptr + token * latent_stride
-        row, first, second = _normed_row(
+        row, first, second = _norm_and_rotate(
             row_ptr, weight_ptr, pair, pair_valid, cos, sin, eps, RANK, ROPE_DIM, INTERLEAVED, BLOCK
         )
         d = tl.arange(0, BLOCK)
@@ -135,7 +135,7 @@ def _kernel(
 
 
 @triton.jit
-def _normed_row(
+def _norm_and_rotate(
     row_ptr, weight_ptr, pair, pair_valid, cos, sin, eps, RANK: tl.constexpr,
     ROPE_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -70,14 +70,14 @@ def gelu_value(x, APPROXIMATE: tl.constexpr, ASSEMBLY: tl.constexpr):
         return (
             0.5
             * x
-            * (1.0 + _tanh(x * (0.7978845608028654 + 0.035677406412765714 * x * x), ASSEMBLY))
+            * (1.0 + _fast_tanh(x * (0.7978845608028654 + 0.035677406412765714 * x * x), ASSEMBLY))
         )
     else:  # noqa: RET505  Triton compiles code after a return too
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
 @triton.jit
-def _tanh(x, ASSEMBLY: tl.constexpr):
+def _fast_tanh(x, ASSEMBLY: tl.constexpr):
     """Tanh to 11 bits in one instruction."""
     if ASSEMBLY:
         return tl.inline_asm_elementwise(

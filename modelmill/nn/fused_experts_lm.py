@@ -1,4 +1,4 @@
-"""Language models of other than pre-norm layers, of which the experts are fused: tokens grouped.
+"""Language models whose layers are not pre-norm: only their experts are fused (nn/fused_moe.py).
 
 All else is computed by the plain modules.
 """

@@ -11,7 +11,7 @@ import torch
 
 from modelmill.loader.model_loader import build_model
 from modelmill.nn import fused_moe
-from modelmill.nn.fused_experts import FusedExpertsLM
+from modelmill.nn.fused_experts_lm import FusedExpertsLM
 from modelmill.nn.fused_moe import FusedMoE
 from modelmill.nn.fusion import fuse
 from modelmill.nn.mlp import MLPSpec
