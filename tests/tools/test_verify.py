@@ -130,6 +130,23 @@ def test_what_has_not_run_is_not_hidden() -> None:
     assert "| 1 | One | not run |" in page
 
 
+def test_what_ran_elsewhere_stays_on_the_page(items: dict[str, Any]) -> None:
+    """In a new checkout, which has the page and no stored results."""
+    run(items)
+    page = items["root"] / "docs" / "verification.md"
+    before = page.read_text()
+    for path in (items["root"] / "out").iterdir():
+        path.unlink()
+    assert run(items, "--only", "2") == 0
+    after = page.read_text()
+    assert "| 1 | Item 1 | kept, of older code (20" in after
+    assert "| 2 | Item 2 | kept |" in after
+    assert report.section_before(after, "1") == report.section_before(before, "1")
+    assert "| promised \\| this | measured 1 | yes |" in after
+    assert run(items, "--only", "2") == 0
+    assert page.read_text() == after, "said once"
+
+
 def test_answers_of_transformers_are_kept_by_their_key(tmp_path: Path) -> None:
     context = VerifyContext(tmp_path, tmp_path, "d")
     made: list[int] = []

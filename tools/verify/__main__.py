@@ -41,7 +41,9 @@ def main(argv: list[str] | None = None) -> int:
     context = VerifyContext(options.out.resolve(), shared, result.source_digest(PACKAGE))
     results = {number: _run_item(number, item, context, options) for number, item in items.items()}
     DOCUMENT.parent.mkdir(exist_ok=True)
-    for name, text in report.render({n: (items[n].TITLE, r) for n, r in results.items()}).items():
+    rendered = {number: (items[number].TITLE, each) for number, each in results.items()}
+    page_before = DOCUMENT.read_text() if DOCUMENT.exists() else ""
+    for name, text in report.render(rendered, page_before).items():
         (DOCUMENT.parent / name).write_text(text)
         context.log(f"wrote {(DOCUMENT.parent / name).relative_to(ROOT)}")
     bad = [n for n, r in results.items() if r is not None and not r.ok]
@@ -66,7 +68,8 @@ def _run_item(
 ) -> VerifyResult | None:
     """Return the item's result: the stored one if it is of these sources, else a new one.
 
-    Of an item that is not selected the last result, of whatever sources; None: it never ran here.
+    Of an item that is not selected the last result, of whatever sources; None: it never ran here,
+    and stays as it stands on the page.
     """
     assert item.__file__ is not None
     current = result.source_digest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from tools.verify.result import Fact, VerifyResult
@@ -23,9 +24,12 @@ Items = Mapping[str, tuple[str, VerifyResult | None]]
 """By number: title, and result or None where it has not run for these sources."""
 
 
-def render(items: Items) -> dict[str, str]:
-    """The pages by name: verification.md, and verification-N.md of each item that is long."""
-    pages = {"verification.md": _main_page(items)}
+def render(items: Items, page_before: str = "") -> dict[str, str]:
+    """The pages by name: verification.md, and verification-N.md of each item that is long.
+
+    page_before: verification.md as it was; an item without a result stays as it stands there.
+    """
+    pages = {"verification.md": _main_page(items, page_before)}
     for number, (title, result) in items.items():
         text = "\n".join(section(number, title, result))
         if len(text) > MAX_SECTION:
@@ -38,10 +42,18 @@ def own_page(number: str) -> str:
     return f"verification-{number}.md"
 
 
-def _main_page(items: Items) -> str:
+def _main_page(items: Items, page_before: str) -> str:
     lines = [HEAD, "| item | promise | outcome |", "|---|---|---|"]
+    before = {
+        number: section_before(page_before, number)
+        for number, (_, result) in items.items()
+        if result is None
+    }
     for number, (title, result) in items.items():
-        lines.append(f"| {number} | {cell(title)} | {outcome_word(result)} |")
+        word = outcome_word(result)
+        if section_text := before.get(number):
+            word = outcome_before(page_before, number, section_text)
+        lines.append(f"| {number} | {cell(title)} | {word} |")
     failed = [
         number for number, (_, result) in items.items() if result is not None and not result.ok
     ]
@@ -52,7 +64,7 @@ def _main_page(items: Items) -> str:
             "much.\n"
         )
     for number, (title, result) in items.items():
-        text = section(number, title, result)
+        text = before.get(number) or section(number, title, result)
         if len("\n".join(text)) > MAX_SECTION:
             text = [text[0], "", f"On [a page of its own]({own_page(number)}).", ""]
         lines += text
@@ -75,6 +87,24 @@ def section(number: str, title: str, result: VerifyResult | None) -> list[str]:
     measured_on = f"{result.seconds:.0f} s on {result.device}, {result.date}"
     lines += [f"* `{result.command}`: {measured_on}; {commit}, {made}", ""]
     return lines
+
+
+def section_before(page: str, number: str) -> list[str]:
+    """The lines of an item's section of a page, [] where it has none or the item had not run."""
+    found = re.search(rf"^## {number}\. .*?(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    if found is None or "Not run for these sources." in found[0]:
+        return []
+    return [*found[0].rstrip().splitlines(), ""]
+
+
+def outcome_before(page: str, number: str, section_text: list[str]) -> str:
+    """The outcome of an item on a page; what stood there as kept is of older code."""
+    row = re.search(rf"^\| {number} \| .* \| (.*) \|$", page, re.MULTILINE)
+    word = row[1] if row else "not run"
+    date = re.search(r", (\d{4}-\d\d-\d\d) \d\d:\d\d UTC", "\n".join(section_text))
+    if "of older code" in word or word == "not run":
+        return word
+    return f"{word}, of older code" + (f" ({date[1]})" if date else "")
 
 
 def outcome_word(result: VerifyResult | None) -> str:
