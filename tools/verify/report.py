@@ -91,10 +91,10 @@ def section(number: str, title: str, result: VerifyResult | None) -> list[str]:
 
 def section_before(page: str, number: str) -> list[str]:
     """The lines of an item's section of a page, [] where it has none or the item had not run."""
-    found = re.search(rf"^## {number}\. .*?(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
-    if found is None or "Not run for these sources." in found[0]:
+    match = re.search(rf"^## {number}\. .*?(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    if match is None or "Not run for these sources." in match[0]:
         return []
-    return [*found[0].rstrip().splitlines(), ""]
+    return [*match[0].rstrip().splitlines(), ""]
 
 
 def outcome_before(page: str, number: str, section_text: list[str]) -> str:
