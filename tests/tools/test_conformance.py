@@ -108,6 +108,19 @@ def test_what_has_not_run_is_said(suites: Any) -> None:
     assert run(suites, "--only", "three") == 2
 
 
+def test_what_ran_elsewhere_stays_on_the_page(suites: Any) -> None:
+    """In a new checkout, which has the page and no stored results."""
+    assert run(suites) == 0
+    for path in (suites.root / "out").glob("*.json"):
+        path.unlink()
+    for _ in range(2):
+        assert run(suites, "--only", "two") == 0
+        (row,) = [line for line in page(suites).splitlines() if line.startswith("| [one]")]
+        assert "| 2 | 0 | 0 |" in row
+        assert row.count("(of older sources)") == 1
+        assert page(suites).count("## one") == 1
+
+
 def test_nothing_checked_is_not_green() -> None:
     assert not SuiteResult(0).ok
     assert SuiteResult(1).ok

@@ -141,7 +141,7 @@ def test_what_ran_elsewhere_stays_on_the_page(items: dict[str, Any]) -> None:
     after = page.read_text()
     assert "| 1 | Item 1 | kept, of older code (20" in after
     assert "| 2 | Item 2 | kept |" in after
-    assert report.section_before(after, "1") == report.section_before(before, "1")
+    assert report.section_before(after, "1.") == report.section_before(before, "1.")
     assert "| promised \\| this | measured 1 | yes |" in after
     assert run(items, "--only", "2") == 0
     assert page.read_text() == after, "said once"

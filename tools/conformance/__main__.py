@@ -43,10 +43,9 @@ def main(argv: list[str] | None = None) -> int:
             name: _run_suite(name, module, where, options) for name, module in suites.items()
         }
     DOCUMENT.parent.mkdir(exist_ok=True)
-    DOCUMENT.write_text(
-        report.render({n: (suites[n].TITLE, r) for n, r in results.items()}, device()),
-        encoding="utf-8",
-    )
+    page_before = DOCUMENT.read_text(encoding="utf-8") if DOCUMENT.exists() else ""
+    titled = {name: (suites[name].TITLE, each) for name, each in results.items()}
+    DOCUMENT.write_text(report.render(titled, device(), page_before), encoding="utf-8")
     _log(f"wrote {DOCUMENT}")
     bad = [name for name, result in results.items() if result is not None and not result.ok]
     missing = [name for name, result in results.items() if result is None or result.stale]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from tools.conformance.suite import FailedCheck, SuiteResult
-from tools.verify.report import cell
+from tools.verify.report import cell, section_before
 
 HEAD = """# Conformance
 
@@ -15,8 +16,14 @@ written by hand. A check that is left out is listed with its reason.
 """  # noqa: E501
 
 
-def render(suites: Mapping[str, tuple[str, SuiteResult | None]], device: str) -> str:
-    """The page. suites: name → (title, result or None where it has not run for these sources)."""
+def render(
+    suites: Mapping[str, tuple[str, SuiteResult | None]], device: str, page_before: str = ""
+) -> str:
+    """The page.
+
+    suites: name → (title, result or None where it never ran here). page_before: the page as it was;
+    a suite without a result stays as it stands there.
+    """
     lines = [
         HEAD,
         "| suite | what | version | passed | failed | excluded | run |",
@@ -24,7 +31,9 @@ def render(suites: Mapping[str, tuple[str, SuiteResult | None]], device: str) ->
     ]
     for name, (title, result) in suites.items():
         if result is None:
-            lines.append(f"| {name} | {cell(title)} | | not run | | | |")
+            lines.append(
+                _row_before(page_before, name) or f"| {name} | {cell(title)} | | not run | | | |"
+            )
             continue
         failed = f"**{len(result.failed)}**" if result.failed else "0"
         version = cell(f"{result.package} {result.version}")
@@ -35,7 +44,17 @@ def render(suites: Mapping[str, tuple[str, SuiteResult | None]], device: str) ->
     for name, (title, result) in suites.items():
         if result is not None:
             lines += section(name, title, result, device)
+        else:
+            lines += section_before(page_before, name)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _row_before(page: str, name: str) -> str | None:
+    """The row of a suite on a page, said to be of older sources; None where it has none."""
+    match = re.search(
+        rf"^(\| \[{name}\]\(#{name}\) .*?)( \(of older sources\))? \|$", page, re.MULTILINE
+    )
+    return f"{match[1]} (of older sources) |" if match else None
 
 
 def section(name: str, title: str, result: SuiteResult, device: str) -> list[str]:

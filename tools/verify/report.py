@@ -45,7 +45,7 @@ def own_page(number: str) -> str:
 def _main_page(items: Items, page_before: str) -> str:
     lines = [HEAD, "| item | promise | outcome |", "|---|---|---|"]
     before = {
-        number: section_before(page_before, number)
+        number: section_before(page_before, f"{number}.")
         for number, (_, result) in items.items()
         if result is None
     }
@@ -89,9 +89,13 @@ def section(number: str, title: str, result: VerifyResult | None) -> list[str]:
     return lines
 
 
-def section_before(page: str, number: str) -> list[str]:
-    """The lines of an item's section of a page, [] where it has none or the item had not run."""
-    match = re.search(rf"^## {number}\. .*?(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+def section_before(page: str, heading: str) -> list[str]:
+    """The lines of a section of a page, [] where it has none or what it is about had not run.
+
+    heading: how its heading begins.
+    """
+    pattern = rf"^## {re.escape(heading)}(?!\w).*?(?=^## |\Z)"
+    match = re.search(pattern, page, re.MULTILINE | re.DOTALL)
     if match is None or "Not run for these sources." in match[0]:
         return []
     return [*match[0].rstrip().splitlines(), ""]
