@@ -145,42 +145,28 @@ def test_products_of_eight_bits(
     assert [name for name, _ in emulator.launched] == ["wq_permute_and_sum", "wq_gemm_pipelined"]
 
 
+WAIT_FOR_EMPTY = "mbarrier_wait(shared_address(&barriers.empty[state.stage]), state.parity ^ 1);\n"
+LAST_SYNC = "read its shared memory\n    if (SPLIT > 1) cluster_sync_relaxed();"
 MISTAKES = {
-    "pieces not waited for": (
-        "        mbarrier_wait(full(), state.parity);\n        a.load(",
-        "        a.load(",
-    ),
-    "stages filled too early": (
-        "mbarrier_wait(shared_address(&barriers.empty[state.stage]), state.parity ^ 1);\nload_w(",
-        "load_w(",
-    ),
+    "pieces not waited for": ("mbarrier_wait(full(), state.parity);\n        a.load(", "a.load("),
+    "stages filled too early": (f"{WAIT_FOR_EMPTY}load_w(", "load_w("),
     "products not waited for": ("        wgmma_wait<PENDING>();\n", ""),
     "products of the group before not waited for": ("HAS_NEXT ? 1 : 0 > (", "HAS_NEXT ? 2 : 0 > ("),
     "sums in the registers of the group before": (
-        "issue(next, part[NEXT % IN_FLIGHT], NEXT",
-        "issue(next, part[UNIT % IN_FLIGHT], NEXT",
+        "part[NEXT % IN_FLIGHT], NEXT",
+        "part[UNIT % 2], NEXT",
     ),
-    "a stage given back while its products run": (
-        "if (IS_LAST_GROUP) release(stage);",
-        "if (IS_LAST_GROUP) release(state.stage);",
-    ),
+    "a stage given back while its products run": ("release(stage);\n", "release(state.stage);\n"),
     "blocks do not meet": ("    if (SPLIT > 1)\n        cluster_sync();\n    else if", "    if"),
     "both consumers wait for their turn": ("if (threadIdx.x >= 128) give_turn();", ""),
     "the first rows of x in every block": ("w.m_tiles) * BLOCK_M,", "w.m_tiles) * 0,"),
     "the kernel in front not waited for": (
-        "        pdl_wait();\n        for (int i = 0; i < ahead",
-        "        for (int i = 0; i < ahead",
+        "pdl_wait();\n        for (int i = 0; i < ahead",
+        "for (int i = 0; i < ahead",
     ),
-    "a block ends early": (
-        "// no block may exit while others read its shared memory\n"
-        "    if (SPLIT > 1) cluster_sync_relaxed();",
-        "",
-    ),
+    "a block ends early": (LAST_SYNC, "read its shared memory"),
     "the raise kept": (" - MAGIC * scale;", ";"),
-    "the last columns forgotten": (
-        "if (column < w.columns) four",
-        "if (column < w.columns - 4) four",
-    ),
+    "the last columns forgotten": ("column < w.columns) four", "column < w.columns - 4) four"),
 }
 
 
