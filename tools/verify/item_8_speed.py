@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
 from tools.verify.context import VerifyContext
 from tools.verify.result import Fact, VerifyResult, make_result
@@ -19,7 +18,7 @@ def run(context: VerifyContext) -> VerifyResult:
     import torch
 
     from modelmill.eval.datasets import BenchRequest
-    from modelmill.eval.targets import EngineTarget, HfTarget
+    from modelmill.eval.targets import BenchTarget, EngineTarget, HfTarget
 
     engines = {
         f"modelmill, {dtype} with int8 weights": context.llm(dtype, recipe)
@@ -28,7 +27,7 @@ def run(context: VerifyContext) -> VerifyResult:
     first = next(iter(engines.values()))
     ids = first.chat_format.encode([{"role": "user", "content": "What is a watermill?"}])
     work = [BenchRequest(tuple(ids), TOKENS)]
-    subjects: dict[str, Any] = {
+    subjects: dict[str, BenchTarget] = {
         name: EngineTarget(llm.engine_core, name) for name, llm in engines.items()
     }
     other = "transformers, bfloat16"
@@ -39,7 +38,9 @@ def run(context: VerifyContext) -> VerifyResult:
         for name, subject in subjects.items():
             took = subject.run(work)
             if number >= 0:  # the round before the first warms up
-                speeds[name].append((took.output_tokens - 1) / (took.total - took.first))
+                speeds[name].append(
+                    (took.output_tokens - 1) / (took.total_seconds - took.first_token_seconds)
+                )
         context.log(
             "  "
             + ", ".join(f"{name}: {values[-1]:.1f}" for name, values in speeds.items() if values)
