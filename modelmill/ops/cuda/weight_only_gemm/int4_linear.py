@@ -16,8 +16,6 @@ from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.cuda.weight_only_gemm import wq_gemm_pipelined, wq_gemv
 from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     K_TILE,
-    KERNEL_CONFIGS,
-    MAX_ROWS,
     RUN,
     THREADS,
     TYPES,
@@ -27,20 +25,13 @@ from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     group_shift,
     has_aligned_rows,
     k_tile_for,
-    mma_range,
+    mma_kernels,
     row_block_kernel,
-    row_block_range,
-    row_ranges_of_configs,
     supports_bias,
 )
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.int4_linear import DECLARATION
-from modelmill.ops.kernel_range import HALF, GemmProblem, GemmRange, Kernel
-
-# rows that go through shared memory, by what they are padded to
-_PIPELINED_ROWS = ((9, 16), (17, 32), (33, MAX_ROWS))
-# fewer rows only of large weights (codes of N · K), or with small groups
-_MMA_MAX_ROWS, _PIPELINED_MIN_WEIGHTS = 8, 1 << 25
+from modelmill.ops.kernel_range import GemmProblem, GemmRange, Kernel
 
 
 def available(device_type: str) -> str | None:
@@ -59,7 +50,7 @@ def _fits(config: WqMmaKernelConfig, gated: bool, problem: GemmProblem) -> bool:
     if fits_shared_memory(config, problem.groups):
         return True
     return (
-        problem.m > _MMA_MAX_ROWS
+        problem.m > wq_gemm_pipelined.MMA_MAX_ROWS
         and wq_gemm_pipelined.problem_split(problem, gated=gated) is not None
     )
 
@@ -69,19 +60,7 @@ def supported_problems(*, gated: bool) -> tuple[GemmRange, ...]:
 
     gated: with SwiGLU.
     """
-    few = [
-        GemmRange(
-            m=rows,
-            k_multiple=RUN,
-            dtypes=HALF,
-            scale_dtypes=(torch.float16,),
-            fits=functools.partial(_fits, config, gated),
-        )
-        for rows, config in row_ranges_of_configs(KERNEL_CONFIGS)
-    ]
-    large = wq_gemm_pipelined.large_m_ranges(gated=gated, scale_dtypes=(torch.float16,))
-    pipelined = functools.partial(wq_gemm_pipelined.problem_split, gated=gated)
-    return (*few, row_block_range(few, pipelined), *large)
+    return wq_gemm_pipelined.supported_problems(_fits, (torch.float16,), gated=gated)
 
 
 SUPPORTED_PROBLEMS = supported_problems(gated=False)
@@ -128,18 +107,10 @@ def int4_mma(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:
 
 def kernels(*, gated: bool) -> tuple[Kernel, ...]:
     """The kernels of 4-bit GEMMs in order of preference; sums in float32."""
-    mma = functools.partial(int4_mma, gated=gated)
     few = (
         wq_gemv.gemv_kernel(gated=gated),
-        wq_gemm_pipelined.pipelined_kernel(
-            (2, _MMA_MAX_ROWS), gated=gated, min_weight_bytes=_PIPELINED_MIN_WEIGHTS
-        ),
-        wq_gemm_pipelined.small_group_kernel((2, _MMA_MAX_ROWS), gated=gated),
-        *(wq_gemm_pipelined.pipelined_kernel(rows, gated=gated) for rows in _PIPELINED_ROWS),
-        *(
-            Kernel(mma_range(rows, config), mma)
-            for rows, config in row_ranges_of_configs(KERNEL_CONFIGS)
-        ),
+        *wq_gemm_pipelined.few_row_kernels(2, gated=gated),
+        *mma_kernels(functools.partial(int4_mma, gated=gated)),
     )
     return (*few, *wq_gemm_pipelined.large_m_kernels(gated=gated), row_block_kernel(few))
 

@@ -14,13 +14,10 @@ import torch
 
 from modelmill.ops.cuda.common import launch
 from modelmill.ops.cuda.weight_only_gemm import weight_only, wq_gemm_pipelined, wq_gemv
-from modelmill.ops.cuda.weight_only_gemm.weight_only import K_TILE, MAX_ROWS, WqMmaKernelConfig
+from modelmill.ops.cuda.weight_only_gemm.weight_only import K_TILE, WqMmaKernelConfig
 from modelmill.ops.groupwise import GroupwiseLinearInputs
-from modelmill.ops.kernel_range import HALF, GemmProblem, GemmRange, Kernel
+from modelmill.ops.kernel_range import GemmProblem, GemmRange, Kernel
 
-# rows, or weights: more of either go through shared memory (wq_gemm_pipelined), where the weight's
-# sizes let them
-MMA_MAX_ROWS, PIPELINED_MIN_WEIGHTS = 8, 1 << 25
 _MAX_K_TILE = {8: 64}  # of a piece, by tiles of x: for more there are too few registers
 
 
@@ -43,7 +40,10 @@ def _fits(config: WqMmaKernelConfig, gated: bool, problem: GemmProblem) -> bool:
         return False
     if weight_only.fits_shared_memory(config, problem.groups):
         return True
-    large = problem.m > MMA_MAX_ROWS or problem.n * columns >= PIPELINED_MIN_WEIGHTS
+    large = (
+        problem.m > wq_gemm_pipelined.MMA_MAX_ROWS
+        or problem.n * columns >= wq_gemm_pipelined.MIN_CODES
+    )
     return large and wq_gemm_pipelined.problem_split(problem, gated=gated) is not None
 
 
@@ -53,19 +53,7 @@ def supported_problems(*, gated: bool) -> tuple[GemmRange, ...]:
     gated: with SwiGLU.
     """
     scales = (torch.float16, torch.float32)
-    few = [
-        GemmRange(
-            m=rows,
-            k_multiple=weight_only.RUN,
-            dtypes=HALF,
-            scale_dtypes=scales,
-            fits=functools.partial(_fits, config, gated),
-        )
-        for rows, config in weight_only.row_ranges_of_configs(weight_only.KERNEL_CONFIGS)
-    ]
-    large = wq_gemm_pipelined.large_m_ranges(gated=gated, scale_dtypes=scales)
-    pipelined = functools.partial(wq_gemm_pipelined.problem_split, gated=gated)
-    return (*few, weight_only.row_block_range(few, pipelined), *large)
+    return wq_gemm_pipelined.supported_problems(_fits, scales, gated=gated)
 
 
 SUPPORTED_PROBLEMS = supported_problems(gated=False)
@@ -87,18 +75,10 @@ def supports(inputs: GroupwiseLinearInputs) -> bool:
 
 def kernels(*, gated: bool) -> tuple[Kernel, ...]:
     """The kernels of 8-bit weight-only GEMMs in order of preference; sums in float32."""
-    pipelined = functools.partial(wq_gemm_pipelined.pipelined_kernel, gated=gated)
     few = (
         wq_gemv.gemv_kernel(gated=gated),
-        pipelined((1, MMA_MAX_ROWS), min_weight_bytes=PIPELINED_MIN_WEIGHTS),
-        wq_gemm_pipelined.small_group_kernel((2, MMA_MAX_ROWS), gated=gated),
-        pipelined((MMA_MAX_ROWS + 1, 16)),
-        pipelined((17, 32)),
-        pipelined((33, MAX_ROWS)),
-        *(
-            Kernel(weight_only.mma_range(rows, config), functools.partial(int8_mma, gated=gated))
-            for rows, config in weight_only.row_ranges_of_configs(weight_only.KERNEL_CONFIGS)
-        ),
+        *wq_gemm_pipelined.few_row_kernels(1, gated=gated),
+        *weight_only.mma_kernels(functools.partial(int8_mma, gated=gated)),
     )
     large = wq_gemm_pipelined.large_m_kernels(gated=gated)
     return (*few, *large, weight_only.row_block_kernel(few))

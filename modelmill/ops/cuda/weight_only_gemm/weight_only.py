@@ -76,11 +76,6 @@ def fits_shared_memory(config: WqMmaKernelConfig, groups: int) -> bool:
     return config.shared_bytes(groups) <= _MAX_SHARED_BYTES - config.m_tiles * 4096
 
 
-def mma_range(rows: tuple[int, int], config: WqMmaKernelConfig) -> GemmRange:
-    """What a config of the mma.sync kernels serves."""
-    return GemmRange(m=rows, fits=lambda problem: fits_shared_memory(config, problem.groups))
-
-
 def k_tile_for(group: int, columns: int) -> int:
     """Columns that a warp takes at a time, all of one group: 128, 64 or 32."""
     return K_TILE if group >= columns else gcd(group, K_TILE)
@@ -102,6 +97,18 @@ def row_ranges_of_configs(
     for most, config in configs:
         yield (least, most), config
         least = most + 1
+
+
+def mma_kernels(run: Callable[[GroupwiseLinearInputs], torch.Tensor]) -> tuple[Kernel, ...]:
+    """A mma.sync kernel, by its configs; each serves what finds room in shared memory."""
+
+    def fits(config: WqMmaKernelConfig, problem: GemmProblem) -> bool:
+        return fits_shared_memory(config, problem.groups)
+
+    return tuple(
+        Kernel(GemmRange(m=rows, fits=functools.partial(fits, config)), run)
+        for rows, config in row_ranges_of_configs(KERNEL_CONFIGS)
+    )
 
 
 def has_aligned_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:

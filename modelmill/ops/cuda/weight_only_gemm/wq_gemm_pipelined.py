@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -12,15 +12,21 @@ import torch
 from modelmill.ops.cuda.common import launch
 from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     K_TILE,
+    KERNEL_CONFIGS,
     MAX_ROWS,
     RUN,
     TYPES,
+    WqMmaKernelConfig,
     group_shift,
     k_tile_for,
+    row_block_range,
+    row_ranges_of_configs,
 )
 from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
 from modelmill.ops.kernel_range import HALF, GemmProblem, GemmRange, Kernel
 
+# fewer rows only of weights of so many codes, or with small groups
+MMA_MAX_ROWS, MIN_CODES = 8, 1 << 25
 _MAX_SHARED_BYTES = 222 << 10  # bytes of a block at most
 _MAX_STAGES = 8
 _MIN_K_TILES_PER_SPLIT = 4  # K tiles that a block of a cluster is worth
@@ -160,12 +166,12 @@ def fits_shared_memory(split_k: int, spec: WqSpec, padded: int) -> bool:
 
 
 @functools.lru_cache(1024)  # called at each launch
-def split_for(rows: int, spec: WqSpec, padded: int, m_tiles: int, num_sms: int) -> int | None:
+def split_for(rows: int, spec: WqSpec, padded: int, num_blocks: int, num_sms: int) -> int | None:
     """The split of K with the best occupancy of ``num_sms`` SMs, or None.
 
-    rows: of the weight. padded, m_tiles: rows of x of a block, blocks along them.
+    rows: of the weight. padded, num_blocks: rows of x of a block, blocks along them.
     """
-    tiles = -(-rows // BLOCK_N) * m_tiles
+    tiles = -(-rows // BLOCK_N) * num_blocks
 
     def cost(split_k: int) -> tuple[float, int]:
         # larger clusters do not fill every group of SMs
@@ -189,29 +195,48 @@ def _fits(problem: GemmProblem, *, gated: bool) -> bool:
 
 
 def _fits_format(
-    problem: GemmProblem, *, gated: bool, bits: Collection[int], groups_per_tile: Collection[int]
+    problem: GemmProblem, *, gated: bool, formats: Collection[tuple[int, int]]
 ) -> bool:
+    """formats: bits and groups of a K tile."""
     spec = problem_spec(problem)
-    return (
-        spec.bits in bits
-        and spec.groups_per_tile in groups_per_tile
-        and _fits(problem, gated=gated)
-    )
+    return (spec.bits, spec.groups_per_tile) in formats and _fits(problem, gated=gated)
 
 
-def large_m_ranges(*, gated: bool, scale_dtypes: tuple[torch.dtype, ...]) -> tuple[GemmRange, ...]:
-    """More rows of x than other kernels of an implementation serve."""
+def supported_problems(
+    few_rows_fit: Callable[[WqMmaKernelConfig, bool, GemmProblem], bool],
+    scale_dtypes: tuple[torch.dtype, ...],
+    *,
+    gated: bool,
+) -> tuple[GemmRange, ...]:
+    """What an implementation serves that has this kernel beside one with mma.sync.
+
+    few_rows_fit: whether some kernel serves a weight with up to ``MAX_ROWS`` rows of x; its
+        arguments are the mma.sync kernel's config, ``gated`` and the product.
+    """
+    few = [
+        GemmRange(
+            m=rows,
+            k_multiple=RUN,
+            dtypes=HALF,
+            scale_dtypes=scale_dtypes,
+            fits=functools.partial(few_rows_fit, config, gated),
+        )
+        for rows, config in row_ranges_of_configs(KERNEL_CONFIGS)
+    ]
+    large = _large_m_ranges(gated=gated, scale_dtypes=scale_dtypes)
+    return (*few, row_block_range(few, functools.partial(problem_split, gated=gated)), *large)
+
+
+def _large_m_ranges(*, gated: bool, scale_dtypes: tuple[torch.dtype, ...]) -> tuple[GemmRange, ...]:
     return tuple(
         GemmRange(
             m=(MAX_ROWS + 1, rows),
             k_multiple=RUN,
             dtypes=HALF,
             scale_dtypes=scale_dtypes,
-            fits=functools.partial(
-                _fits_format, gated=gated, bits=(bits,), groups_per_tile=(groups,)
-            ),
+            fits=functools.partial(_fits_format, gated=gated, formats=(key,)),
         )
-        for (bits, groups), rows in _MAX_LARGE_ROWS.items()
+        for key, rows in _MAX_LARGE_ROWS.items()
     )
 
 
@@ -226,23 +251,30 @@ def specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> lis
     return [min(rows, max_rows) for first, rows in zip(least, counts) if first <= max_rows]
 
 
-def large_m_kernels(*, gated: bool) -> tuple[Kernel, ...]:
-    """The kernel for ``large_m_ranges``."""
-    run = functools.partial(groupwise_gemm, gated=gated)
-    return tuple(Kernel(served, run) for served in large_m_ranges(gated=gated, scale_dtypes=()))
+def few_row_kernels(min_rows: int, *, gated: bool) -> tuple[Kernel, ...]:
+    """The kernel as one of the weight-only GEMMs' of up to ``MAX_ROWS`` rows.
 
-
-def small_group_kernel(m: tuple[int, int], *, gated: bool) -> Kernel:
-    """The kernel for so many rows, of weights whose groups are smaller than a K tile."""
-    fits = functools.partial(_fits_format, gated=gated, bits=(4, 8), groups_per_tile=(2, 4))
-    return Kernel(GemmRange(m=m, fits=fits), functools.partial(groupwise_gemm, gated=gated))
-
-
-def pipelined_kernel(m: tuple[int, int], *, gated: bool, min_weight_bytes: int = 0) -> Kernel:
-    """The kernel as one of the weight-only GEMMs', for so many rows (all of one block size)."""
+    min_rows: of large weights.
+    """
     fits = functools.partial(_fits, gated=gated)
-    served = GemmRange(m=m, min_weight_bytes=min_weight_bytes, fits=fits)
-    return Kernel(served, functools.partial(groupwise_gemm, gated=gated))
+    small_groups = [(bits, groups) for bits, groups in _MAX_LARGE_ROWS if groups > 1]
+    ranges = (
+        GemmRange(m=(min_rows, MMA_MAX_ROWS), min_weight_bytes=MIN_CODES, fits=fits),
+        GemmRange(
+            m=(2, MMA_MAX_ROWS),
+            fits=functools.partial(_fits_format, gated=gated, formats=small_groups),
+        ),
+        # one block size each
+        *(GemmRange(m=m, fits=fits) for m in ((MMA_MAX_ROWS + 1, 16), (17, 32), (33, MAX_ROWS))),
+    )
+    run = functools.partial(groupwise_gemm, gated=gated)
+    return tuple(Kernel(served, run) for served in ranges)
+
+
+def large_m_kernels(*, gated: bool) -> tuple[Kernel, ...]:
+    """The kernel for more rows."""
+    run = functools.partial(groupwise_gemm, gated=gated)
+    return tuple(Kernel(served, run) for served in _large_m_ranges(gated=gated, scale_dtypes=()))
 
 
 def wq_gemm(inputs: GroupwiseLinearInputs, split_k: int, *, gated: bool) -> torch.Tensor:
@@ -301,8 +333,6 @@ def kernel_macros(
         "GROUPS": spec.groups_per_tile,
         "BLOCK_M": padded,
         "SPLIT": split_k,
-    }
-    sizes |= {
         "STAGES": num_stages(split_k, spec, padded),
         "GATED": gated,
         "OFFSET": spec.offset,
