@@ -147,6 +147,17 @@ def test_what_ran_elsewhere_stays_on_the_page(items: dict[str, Any]) -> None:
     assert page.read_text() == after, "said once"
 
 
+def test_what_failed_elsewhere_is_still_said_above(items: dict[str, Any]) -> None:
+    items["items"]["1"] = items["item"]("1", False)
+    run(items)
+    for path in (items["root"] / "out").iterdir():
+        path.unlink()
+    run(items, "--only", "2")
+    page = (items["root"] / "docs" / "verification.md").read_text()
+    assert "| 1 | Item 1 | **FAILED**, of older code (20" in page
+    assert "**Not kept: item 1.**" in page
+
+
 def test_answers_of_transformers_are_kept_by_their_key(tmp_path: Path) -> None:
     context = VerifyContext(tmp_path, tmp_path, "d")
     made: list[int] = []

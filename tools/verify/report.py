@@ -44,27 +44,22 @@ def own_page(number: str) -> str:
 
 def _main_page(items: Items, page_before: str) -> str:
     lines = [HEAD, "| item | promise | outcome |", "|---|---|---|"]
-    before = {
-        number: section_before(page_before, f"{number}.")
-        for number, (_, result) in items.items()
-        if result is None
-    }
+    words, sections = dict[str, str](), dict[str, list[str]]()
     for number, (title, result) in items.items():
-        word = outcome_word(result)
-        if section_text := before.get(number):
-            word = outcome_before(page_before, number, section_text)
-        lines.append(f"| {number} | {cell(title)} | {word} |")
-    failed = [
-        number for number, (_, result) in items.items() if result is not None and not result.ok
-    ]
+        before = section_before(page_before, f"{number}.") if result is None else []
+        words[number] = (
+            outcome_before(page_before, number, before) if before else outcome_word(result)
+        )
+        sections[number] = before or section(number, title, result)
+        lines.append(f"| {number} | {cell(title)} | {words[number]} |")
+    failed = [number for number, word in words.items() if "FAILED" in word]
     lines.append("")
     if failed:
         lines.append(
             f"**Not kept: item {', '.join(failed)}.** The rows marked FAILED below say by how "
             "much.\n"
         )
-    for number, (title, result) in items.items():
-        text = before.get(number) or section(number, title, result)
+    for number, text in sections.items():
         if len("\n".join(text)) > MAX_SECTION:
             text = [text[0], "", f"On [a page of its own]({own_page(number)}).", ""]
         lines += text
