@@ -99,6 +99,11 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_clustered_integers[size0-dtype0]",
         "test_compiles_without_spills*",
     ),
+    "tests/ops/test_wq_gemm_large_m_emulated.py": (
+        "test_the_emulation_sees_mistakes*",
+        "test_products[size1-*",
+        "test_products_of_eight_bits[size1-*",
+    ),
     "tests/ops/test_wq_gemm_pipelined_emulated.py": (
         "test_the_emulation_sees_mistakes*",
         "test_products[size0-*",
@@ -120,6 +125,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_8_bits[case[12]]",
     ),
     "tests/ops/test_cuda_wq_gemm_pipelined.py": ("test_compiles_without_spills*",),
+    "tests/ops/test_cuda_wq_gemm_large_m.py": ("test_compiles_without_spills*",),
     "tests/ops/test_cuda_build.py": (
         "test_int4_compiles_without_spills[*-8]",
         "test_int4_compiles_without_spills[*-16]",

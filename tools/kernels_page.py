@@ -184,9 +184,10 @@ def op_family(root: Path, op: str) -> str:
 def render_table(
     root: Path, ops: Sequence[str], heads: Sequence[KernelHead], rows: Mapping[str, list[Row]]
 ) -> list[str]:
-    """The table of a family, by op."""
+    """The table of a family, by op; what a file's head says of all its ops stands at the first."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
     by_name = {head.path.name: head for head in heads}
+    described: set[Path] = set()
     for op in ops:
         shown = op
         for head in (each for each in heads if op in each.ops):
@@ -197,21 +198,28 @@ def render_table(
                 else largest_row(rows["h200"], op, head, preceding_ranges)
             )
             tests = tests_of(root, head)[:3] or [EVERY_OP_TEST]
+            of_all_ops = [head.fields["Dtypes"], head.fields["Technique"], _test_links(tests)]
+            if head.path in described:
+                of_all_ops = ["as above"] * len(of_all_ops)
+            described.add(head.path)
+            dtypes, technique, test_links = of_all_ops
             cells = (
                 f"`{shown}`" if shown else "",
                 head.backend,
                 f"[{head.path.name}](../{head.path.as_posix()})",
-                head.fields["Dtypes"],
+                dtypes,
                 head.range_of(op),
-                head.fields["Technique"],
+                technique,
                 share_cell(row),
-                ", ".join(
-                    f"[{Path(each).stem.removeprefix('test_')}](../{each})" for each in tests
-                ),
+                test_links,
             )
             lines.append("| " + " | ".join(cells) + " |")
             shown = ""
     return lines
+
+
+def _test_links(tests: Sequence[str]) -> str:
+    return ", ".join(f"[{Path(each).stem.removeprefix('test_')}](../{each})" for each in tests)
 
 
 def render_helpers(heads: Sequence[KernelHead]) -> list[str]:

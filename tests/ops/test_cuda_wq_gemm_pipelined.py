@@ -16,12 +16,18 @@ from modelmill.ops import int8_group_linear, registry
 from modelmill.ops.cuda.common import build
 from modelmill.ops.cuda.weight_only_gemm import (
     int8_gemm_small_m,
+    wq_gemm_large_m,
     wq_gemm_pipelined,
 )
-from modelmill.ops.cuda.weight_only_gemm.wq_gemm_pipelined import WqSpec
+from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import (
+    BlockMemory,
+    WqSpec,
+    supports_weight,
+)
 from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
-from modelmill.ops.int4_linear import int4_linear, pack_codes
+from modelmill.ops.int4_linear import int4_linear
 from tests.ops.nvcc import compiles_without_spills, requires_nvcc
+from tests.ops.random_codes import random_codes
 
 LIMIT = {torch.bfloat16: 3e-3, torch.float16: 5e-4}  # of the whole, in the norm
 
@@ -53,7 +59,7 @@ def test_a_form_fits_wherever_one_is_chosen(
 ) -> None:
     (bits, group), rows = bits_and_group, 8 * eights
     made = WqSpec(bits, 32 * runs, group, offset)
-    assert wq_gemm_pipelined.supports_weight(rows, made, gated=False)
+    assert supports_weight(rows, made, gated=False)
     box, split_k = (
         wq_gemm_pipelined.block_rows(tokens),
         wq_gemm_pipelined.split_for(
@@ -63,8 +69,9 @@ def test_a_form_fits_wherever_one_is_chosen(
     if made.groups_per_tile == 1 or made.groups_per_split(4) <= 128:
         assert split_k is not None
     if split_k is not None:
-        assert wq_gemm_pipelined.shared_bytes(split_k, made, box) <= 227 << 10
-        assert 3 <= wq_gemm_pipelined.num_stages(split_k, made, box) <= 8
+        memory = BlockMemory(made, box, split_k)
+        assert memory.shared_bytes <= 227 << 10
+        assert 3 <= memory.num_stages <= 8
 
 
 def test_what_it_does_not_serve() -> None:
@@ -74,13 +81,9 @@ def test_what_it_does_not_serve() -> None:
         (4096, (4, 4096, 384)),
         (4100, (8, 4096, 128)),
     ):
-        assert not wq_gemm_pipelined.supports_weight(
-            rows, WqSpec(*spec_args, offset=False), gated=False
-        )
-    assert not wq_gemm_pipelined.supports_weight(
-        4104, WqSpec(4, 4096, 128, offset=True), gated=True
-    )
-    assert not wq_gemm_pipelined.supports_weight(
+        assert not supports_weight(rows, WqSpec(*spec_args, offset=False), gated=False)
+    assert not supports_weight(4104, WqSpec(4, 4096, 128, offset=True), gated=True)
+    assert not supports_weight(
         4096, WqSpec(8, 4096, 128, offset=True, float32_scales=True), gated=False
     )
 
@@ -107,21 +110,9 @@ def test_compiles_without_spills(box: int, split_k: int, tmp_path: Path) -> None
 
 
 def _random_args(spec: WqSpec, rows: int, seed: int) -> dict[str, torch.Tensor | int | None]:
-    generator = torch.Generator().manual_seed(seed)
-    size = (rows, -(-spec.columns // spec.group))
-    low, most = (0, 15) if spec.bits == 4 else (-128, 127)
-    codes = torch.randint(
-        low, most + 1, (rows, spec.columns), generator=generator, dtype=torch.int16
-    )
-    weight = pack_codes(codes.to(torch.uint8)) if spec.bits == 4 else codes.to(torch.int8)
-    scale = (torch.rand(size, generator=generator) * 0.45 / most + 0.03 / most).half().cuda()
-    shift = (-scale.float() * (torch.rand(size, generator=generator) * most).cuda()).half()
-    return {
-        "weight": weight.cuda(),
-        "scale": scale,
-        "offset": shift if spec.offset else None,
-        "group": spec.group,
-    }
+    names = ("weight", "scale", "offset", "group")
+    made = random_codes(spec.bits, rows, spec.columns, spec.group, offset=spec.offset, seed=seed)
+    return dict(zip(names, made))
 
 
 def _check(
@@ -216,10 +207,11 @@ def test_wide_rows_of_many_groups_are_served() -> None:
 def test_prompts_are_multiplied_by_the_codes(op: str) -> None:
     bits = 4 if op == "int4_linear" else 8
     args = _random_args(WqSpec(bits, 4096, 128, offset=True), 4096, seed=bits)
-    for tokens in (65, 192, 193, 768):
+    for tokens in (65, 128, 129, 192, 193, 768):
         x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
         inputs = GroupwiseLinearInputs(x, **args)
-        expected = wq_gemm_pipelined.groupwise_gemm(inputs, gated=False)
+        kernel = wq_gemm_pipelined if tokens <= 128 else wq_gemm_large_m
+        expected = kernel.groupwise_gemm(inputs, gated=False)
         actual = getattr(registry.select_backends("cuda"), op)(inputs)
         assert torch.equal(actual, expected), tokens
 

@@ -26,7 +26,7 @@ from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     MAX_ROWS,
     row_block_kernel,
 )
-from modelmill.ops.cuda.weight_only_gemm.wq_gemm_pipelined import WqSpec
+from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import WqSpec
 from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
 from modelmill.ops.int4_linear import int4_linear as reference
 from modelmill.ops.int4_linear import random_weight
@@ -134,5 +134,6 @@ def test_warm_up_meets_every_form(n: int, k: int, group: int, bits: int, num_sms
     for most in (1, 40, 64, 100, 200, 700, 1024, 5000):
         met = {specialization(rows) for rows in wq_gemm_pipelined.specializations(x, weight, most)}
         assert met >= {
-            specialization(rows) for rows in range(1, min(most, 1024 if bits == 4 else 768) + 1)
+            specialization(rows)
+            for rows in range(1, min(most, wq_gemm_pipelined.MAX_BLOCK_ROWS) + 1)
         }

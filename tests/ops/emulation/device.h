@@ -13,6 +13,7 @@
 #define __cluster_dims__(...)
 #define __ldg(pointer) (*(pointer))
 #define __expf(x) std::exp(x)
+#define __fdividef(x, y) ((x) / (y))
 using std::max;
 using std::min;
 

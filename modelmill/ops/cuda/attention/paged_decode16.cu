@@ -49,13 +49,6 @@ struct Work {
 };
 static_assert(sizeof(Work) == 88, "paged_decode16.py packs 88 bytes");
 
-// Transposes an 8 x 8 matrix of 16-bit values; a lane has columns 2 p, 2 p + 1 of row g.
-__device__ inline u32 transpose_8x8(u32 pair) {
-    u32 loaded;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(loaded) : "r"(pair));
-    return loaded;
-}
-
 // Prefetches memory into L2. Safe before griddepcontrol.wait: L2 is coherent with later writes.
 __device__ inline void l2_prefetch(const u16* from, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));

@@ -5,7 +5,7 @@
 // Range: clusters of 2 to 8 blocks, sm_90a
 // Technique: thread-block cluster, distributed shared memory (DSMEM), TMA multicast
 // Used by: gemm_large_m.cuh, gemm_small_m.cu, paged_decode.cuh,
-//     wq_gemm_pipelined.cu
+//     wq_gemm_tile.cuh
 #pragma once
 #include "common/hopper.cuh"
 

@@ -69,6 +69,13 @@ __device__ inline float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ inline float high(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 #endif
 
+// Transposes an 8 × 8 matrix across a warp: of lane t, in row t / 4, columns 2 · (t % 4), + 1.
+__device__ inline u32 transpose_8x8(u32 pair) {
+    u32 to;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(to) : "r"(pair));
+    return to;
+}
+
 // silu(gate) · up; both inputs were rounded to the output's type before.
 __device__ inline float silu_mul(float gate, float up) {
     return gate / (1.0f + __expf(-gate)) * up;

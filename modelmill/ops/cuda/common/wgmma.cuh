@@ -4,7 +4,7 @@
 // Range: A in shared memory or in registers, B in shared memory, tiles of 64 columns
 // Technique: wgmma.mma_async
 // Used by: gemm_large_m.cuh, gemm_small_m.cu, paged_attention.cu, wgmma8.cuh,
-//     wq_gemm_pipelined.cu
+//     wq_gemm_tile.cuh
 //
 // D: thread t of warp w holds rows 16·w + t/4 and that + 8; d[4·i], d[4·i + 1] are columns 8·i +
 // 2·(t%4), + 1 of the first row, d[4·i + 2], d[4·i + 3] the same of the second. A in registers:
@@ -87,6 +87,8 @@ __device__ inline void wgmma_finish(float (&d)[COUNT], u32 (&a)[STEPS][4]) {
 #define ACC_16(d, i) ACC_8(d, i), ACC_8(d, i + 8)
 #define ACC_32(d, i) ACC_16(d, i), ACC_16(d, i + 16)
 #define ACC_64(d, i) ACC_32(d, i), ACC_32(d, i + 32)
+#define ACC_96(d, i) ACC_64(d, i), ACC_32(d, i + 64)
+#define ACC_128(d, i) ACC_64(d, i), ACC_64(d, i + 64)
 #define REGS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define REGS_16 REGS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define REGS_32                                                                                    \
@@ -155,4 +157,6 @@ WGMMA_REGISTERS(8, 16, "%8, %9, %10, %11", 12, 13)
 WGMMA_REGISTERS(16, 32, "%16, %17, %18, %19", 20, 21)
 WGMMA_REGISTERS(32, 64, "%32, %33, %34, %35", 36, 37)
 WGMMA_REGISTERS(64, 128, "%64, %65, %66, %67", 68, 69)
+WGMMA_REGISTERS(96, 192, "%96, %97, %98, %99", 100, 101)
+WGMMA_REGISTERS(128, 256, "%128, %129, %130, %131", 132, 133)
 #undef WGMMA_REGISTERS

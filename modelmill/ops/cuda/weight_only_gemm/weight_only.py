@@ -76,9 +76,9 @@ def fits_shared_memory(config: WqMmaKernelConfig, groups: int) -> bool:
     return config.shared_bytes(groups) <= _MAX_SHARED_BYTES - config.m_tiles * 4096
 
 
-def k_tile_for(group: int, columns: int) -> int:
-    """Columns that a warp takes at a time, all of one group: 128, 64 or 32."""
-    return K_TILE if group >= columns else gcd(group, K_TILE)
+def k_tile_for(group: int, columns: int, most: int = K_TILE) -> int:
+    """Columns that are multiplied at a time, all of one group: ``most``, its half or quarter."""
+    return most if group >= columns else gcd(group, most)
 
 
 def group_shift(group: int, columns: int, k_tile: int = K_TILE) -> int | None:
@@ -127,16 +127,15 @@ def supports_bias(bias: torch.Tensor | None, dtype: torch.dtype) -> bool:
 
 
 def row_block_range(
-    ranges: Sequence[GemmRange], larger: Callable[[GemmProblem], object | None]
+    ranges: Sequence[GemmRange], larger: Callable[[GemmProblem], bool]
 ) -> GemmRange:
     """The range of ``row_block_kernel``: weights that every range of fewer rows serves.
 
-    larger: not None where another kernel serves so many rows of the weight, or a dequantized weight
-    is faster than blocks.
+    larger: whether other kernels serve any number of rows of x with the weight.
     """
 
     def fits(problem: GemmProblem) -> bool:
-        return larger(problem) is None and all(
+        return not larger(problem) and all(
             each.covers_ignoring_m(problem._replace(m=each.m[1])) for each in ranges
         )
 

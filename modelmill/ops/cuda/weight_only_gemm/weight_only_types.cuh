@@ -6,7 +6,7 @@
 // Layout: none of its own
 // Range: any
 // Technique: compile-time types
-// Used by: weight_only.cuh, wq_gemm_pipelined.cu, wq_gemv.cu
+// Used by: weight_only.cuh, wq_gemm_tile.cuh, wq_gemv.cu
 #pragma once
 #include "common/half_types.cuh"
 

@@ -5,9 +5,8 @@
 // Dtypes: x and out bfloat16 or float16; weights int8 or packed int4; float16 group scales and
 //     offsets (float32 scales of int8 weights without offsets); float32 accumulators
 // Layout: row-major; packed codes as in ops/int4_linear.py; scales and offsets [N, groups]
-// Range: 9 ≤ M ≤ 1024 (int8: ≤ 768, groups of 64: ≤ 256, int8 of 64 or any of 32: ≤ 128; M ≥ 2
-// where
-//     N · K ≥ 2^25 or groups are smaller than 128); N a multiple of 8 (GATED: of 16), K of 32
+// Range: 9 ≤ M ≤ 128 (M ≥ 2 where N · K ≥ 2^25 or groups are smaller than 128); N a multiple of 8
+//     (GATED: of 16), K of 32
 // Technique: TMA, mbarrier pipeline, wgmma with A in registers, pingpong warpgroups, split-K over a
 //     thread-block cluster (DSMEM), setmaxnreg, PDL
 // Ops: int4_linear, int4_linear_swiglu, int8_linear, int8_linear_swiglu, int8_group_linear
@@ -36,11 +35,8 @@
 // Macros: BITS (of a weight), GROUPS (groups per K tile: 1, 2, 4), BLOCK_M (rows of x, padded: 16,
 // 32, 64, 128), SPLIT, STAGES, GATED (as weight_only.cuh), OFFSET (0: symmetric), SCALE_FP32
 // (scales are float32), HALF.
-#include "common/cluster.cuh"
-#include "weight_only_gemm/weight_only_types.cuh"
-#include "common/smem_pipeline.cuh"
+#include "weight_only_gemm/wq_gemm_tile.cuh"
 #include "weight_only_gemm/dequant_int8.cuh"
-#include "common/wgmma.cuh"
 
 #if BITS == 8
 constexpr float CODE_SCALE = 1.0f, MAGIC = 0.0f;
@@ -51,8 +47,7 @@ constexpr float CODE_SCALE = 16777216.0f, MAGIC = 0.0f;
 constexpr u32 MAGIC_PAIR_4 = MAGIC_PAIR;
 constexpr float CODE_SCALE = 1.0f, MAGIC = 128.0f;
 #endif
-constexpr int CONSUMERS = 2, ROWS = 64 * CONSUMERS, CONSUMER_THREADS = 128 * CONSUMERS,
-              THREADS = CONSUMER_THREADS + 128, PITCH = ROWS + 4, COLUMNS = 128, CHUNK = 16;
+constexpr int COLUMNS = 128, CHUNK = 16;
 // Groups whose wgmmas a consumer has in flight.
 constexpr int IN_FLIGHT = BLOCK_M <= 64 ? 2 : 1;
 constexpr int TURN = 2;  // first of two named barriers, one per consumer
@@ -68,33 +63,8 @@ constexpr int WORDS = ROW_BYTES / 16, WORDS_PER_PART = WORDS / PARTS;
 constexpr int MMAS_PER_GROUP = 8 / GROUPS;  // wgmmas per group
 constexpr bool USES_SUMS = BITS == 4 || OFFSET;
 static_assert(!SCALE_FP32 || !USES_SUMS, "scale and offset are packed in one word");
-static_assert(STAGES * STAGE_BYTES >= BLOCK_M * PITCH * 4,
+static_assert(STAGES * STAGE_BYTES >= RESULT_BYTES,
               "the results must fit in the pipeline's memory");
-
-struct Work {
-    const ScaleT *scale, *offset;  // [N, groups]
-    const u16* bias;               // of x's type, or null
-    u16* out;
-    // shift: log2 of the K tiles per group; pitch: row pitch of the scales; m_tiles: of x
-    int tokens, rows, k_tiles, groups, shift, pitch, m_tiles;
-};
-static_assert(sizeof(Work) == 64, "wq_gemm_pipelined.py packs 64 bytes");
-
-// What a block computes: BLOCK_M rows of x from `token` on, times weight tile `index`, over the K
-// of `rank` among the SPLIT blocks of its cluster.
-struct Tile {
-    int index, token, rank;
-};
-
-// Blocks that run at the same time have the same weights, so that these are read once.
-__device__ inline Tile tile_of(const Work& w) {
-    const int cluster = blockIdx.x / SPLIT, index = cluster / w.m_tiles;
-    return {index, (cluster - index * w.m_tiles) * BLOCK_M, SPLIT > 1 ? int(cluster_rank()) : 0};
-}
-
-typedef PipelineBarriers<STAGES> Barriers;
-
-extern __shared__ __align__(1024) unsigned char shared[];
 
 // Packs two bfloat16, whatever the type of x is.
 __device__ inline u32 bf16_pair(float low, float high) {
@@ -127,28 +97,6 @@ __device__ inline u32 biased_int4_codes(u32 word, int by) {
 }
 #endif
 
-// DSMEM load of four floats of block `rank`.
-__device__ inline float4 dsmem_load_float4(const float* local, int rank) {
-    float4 loaded;
-    asm volatile("{ .reg .b32 there;\n"
-                 "mapa.shared::cluster.u32 there, %4, %5;\n"
-                 "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there]; }"
-                 : "=f"(loaded.x), "=f"(loaded.y), "=f"(loaded.z), "=f"(loaded.w)
-                 : "r"(shared_address(local)), "r"(rank)
-                 : "memory");
-    return loaded;
-}
-
-// Weight row in memory of a row of the stage; rows past the end repeat the last. GATED: gate rows,
-// then up.
-__device__ inline int row_of(int tile, int mine, int rows) {
-    if (GATED) {
-        const int half = rows / 2, below = mine >= ROWS / 2;
-        return min(tile * (ROWS / 2) + mine - below * (ROWS / 2), half - 1) + below * half;
-    }
-    return min(tile * ROWS + mine, rows - 1);
-}
-
 // A block's range of K tiles, the groups that begin in it (whose sums it multiplies), and these
 // groups in chunks of 16.
 struct Range {
@@ -177,20 +125,9 @@ struct Producer {
     __device__ u32 full(int stage) const { return shared_address(&barriers.full[stage]); }
 
     __device__ void load_w(int stage, int k_tile) const {
-        const u32 target = base + stage * STAGE_BYTES;
         mbarrier_arrive_expect_tx(full(stage), STAGE_BYTES);
-#pragma unroll
-        for (int i = 0; i < PARTS; ++i) {
-            const u32 part = target + i * PART_TILE_BYTES,
-                      byte = k_tile * ROW_BYTES + i * PART_BYTES;
-            if (GATED) {
-                tma_load(part, w_map, full(stage), byte, tile.index * (ROWS / 2));
-                tma_load(part + PART_TILE_BYTES / 2, w_map, full(stage), byte,
-                         work.rows / 2 + tile.index * (ROWS / 2));
-            } else {
-                tma_load(part, w_map, full(stage), byte, tile.index * ROWS);
-            }
-        }
+        load_weight_parts<PARTS, PART_BYTES>(w_map, base + stage * STAGE_BYTES, full(stage),
+                                             k_tile * ROW_BYTES, tile.index, work.rows);
     }
 
     __device__ void load_x(int stage, int k_tile) const {
@@ -219,42 +156,6 @@ struct Producer {
         }
     }
 };
-
-// Scale and offset of a row and group: two float16 in a word, or the scale alone if symmetric.
-#if OFFSET
-typedef u32 ScaleOffset;
-__device__ inline ScaleOffset pack_scale_offset(u16 scale, u16 offset) {
-    return scale | static_cast<u32>(offset) << 16;
-}
-#else
-typedef ScaleT ScaleOffset;
-__device__ inline ScaleOffset pack_scale_offset(ScaleT scale, ScaleT) { return scale; }
-#endif
-__device__ inline float scale_of(u32 both) { return half_to_float(both & 0xFFFF); }
-__device__ inline float scale_of(u16 scale) { return half_to_float(scale); }
-__device__ inline float scale_of(float scale) { return scale; }
-
-// Copies the scales of the block's rows and groups to shared memory. A warp issues all loads before
-// the first store; one after the other they took a third of the kernel's time.
-__device__ inline void stage_scales(const Work& w, ScaleOffset* grids, int tile, int first,
-                                    int count) {
-    constexpr int WARPS = CONSUMER_THREADS / 32, PER_WARP = ROWS / WARPS;
-    const int warp = threadIdx.x / 32;
-    for (int g = threadIdx.x % 32; g < count; g += 32) {
-        ScaleT scale[PER_WARP], offset[PER_WARP];
-#pragma unroll
-        for (int i = 0; i < PER_WARP; ++i) {
-            const long long at =
-                static_cast<long long>(row_of(tile, warp + i * WARPS, w.rows)) * w.groups + first +
-                g;
-            scale[i] = __ldg(w.scale + at);
-            offset[i] = OFFSET ? __ldg(w.offset + at) : ScaleT(0);
-        }
-#pragma unroll
-        for (int i = 0; i < PER_WARP; ++i)
-            grids[(warp + i * WARPS) * w.pitch + g] = pack_scale_offset(scale[i], offset[i]);
-    }
-}
 
 // Reads a thread's words of a row of a K tile, from `at` on.
 __device__ inline void read(u32 (&words)[WORDS], const unsigned char* at) {
@@ -482,7 +383,7 @@ __device__ inline void consume_tiles(const Work& w, Barriers& barriers, ScaleOff
     const int first = GROUPS > 1 ? range.begin * GROUPS : range.begin >> w.shift;
     const int last =
         (GROUPS > 1 ? min(range.end * GROUPS, w.groups) : ((range.end - 1) >> w.shift) + 1) - 1;
-    stage_scales(w, grids, tile.index, first, last - first + 1);
+    stage_scales<CONSUMER_THREADS / 32, 16>(w, grids, tile.index, first, last - first + 1, warp);
     pdl_wait();
     pdl_launch_dependents();
     named_barrier_sync(1, CONSUMER_THREADS);
@@ -500,57 +401,8 @@ __device__ inline void consume_tiles(const Work& w, Barriers& barriers, ScaleOff
     for (int i = 0; i < BLOCK_M / 2; ++i) consumer.total[i] = 0.0f;
     consumer.run_k_tiles(range);
     if (USES_SUMS) consumer.add_offsets(range);
-    named_barrier_sync(1, CONSUMER_THREADS);            // all consumers have read x
-    float* results = reinterpret_cast<float*>(shared);  // [BLOCK_M][PITCH]
-#pragma unroll
-    for (int i = 0; i < BLOCK_M / 2; ++i) {
-        const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
-        results[token * PITCH + mine + (i % 4 >= 2 ? 8 : 0)] = consumer.total[i];
-    }
-}
-
-// Reduces four adjacent columns over the blocks of the cluster.
-__device__ inline void summed(float (&sum)[4], const float* at, const u16* bias, int column) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sum[i] = 0.0f;
-#pragma unroll
-    for (int rank = 0; rank < SPLIT; ++rank) {
-        const float4 loaded =
-            SPLIT > 1 ? dsmem_load_float4(at, rank) : *reinterpret_cast<const float4*>(at);
-        sum[0] += loaded.x, sum[1] += loaded.y, sum[2] += loaded.z, sum[3] += loaded.w;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-        if (bias) sum[i] += to_float(bias[column + i]);
-}
-
-// Stores this block's output rows, all columns of the tile (a multiple of 8).
-__device__ inline void finish(const Work& w, Tile tile) {
-    constexpr int SPAN = GATED ? ROWS / 2 : ROWS, FOURS = SPAN / 4,
-                  PER_RANK = (BLOCK_M + SPLIT - 1) / SPLIT;
-    const float* results = reinterpret_cast<const float*>(shared);
-    const int columns = GATED ? w.rows / 2 : w.rows;
-    for (int i = threadIdx.x; i < PER_RANK * FOURS; i += CONSUMER_THREADS) {
-        const int own_token = tile.rank * PER_RANK + i / FOURS, token = tile.token + own_token,
-                  own_column = i % FOURS * 4, column = tile.index * SPAN + own_column;
-        if (own_token >= BLOCK_M || token >= w.tokens || column >= columns) continue;
-        const float* at = results + own_token * PITCH +
-                          (GATED ? own_column / 8 * 16 + own_column % 8 : own_column);
-        float sum[4];
-        summed(sum, at, w.bias, column);
-        u16 result[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) result[j] = rounded(sum[j]);
-        if (GATED) {
-            summed(sum, at + 8, w.bias, column + columns);
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                result[j] = rounded(silu_mul(to_float(result[j]), to_float(rounded(sum[j]))));
-        }
-        const uint2 four = {result[0] | static_cast<u32>(result[1]) << 16,
-                            result[2] | static_cast<u32>(result[3]) << 16};
-        *reinterpret_cast<uint2*>(w.out + static_cast<long long>(token) * columns + column) = four;
-    }
+    named_barrier_sync(1, CONSUMER_THREADS);  // all consumers have read x
+    store_results(consumer.total, mine, mine + 8);
 }
 
 extern "C" __global__ void
@@ -560,7 +412,7 @@ __cluster_dims__(SPLIT, 1, 1)
     __launch_bounds__(THREADS, 1)
         wq_gemm_pipelined(const __grid_constant__ TensorMap x_map,
                           const __grid_constant__ TensorMap w_map, const __grid_constant__ Work w) {
-    const Tile tile = tile_of(w);
+    const Tile tile = tile_of(w, blockIdx.x / SPLIT);
     Barriers& barriers = *reinterpret_cast<Barriers*>(shared + STAGES * STAGE_BYTES);
     // [ROWS][pitch]
     ScaleOffset* grids =

@@ -1,0 +1,186 @@
+"""Weight-only int4/int8 GEMM of many rows of x (wq_gemm_large_m.cu)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from modelmill.ops.cuda.common import launch
+from modelmill.ops.cuda.weight_only_gemm.weight_only import RUN, TYPES
+from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import (
+    SPLITS,
+    BlockMemory,
+    WeightTiles,
+    WqSpec,
+    launch_gemm,
+    new_output,
+    problem_spec,
+    supports_weight,
+    weight_tiles,
+)
+from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
+from modelmill.ops.kernel_range import HALF, GemmProblem, GemmRange, Kernel
+
+K_TILE = 64
+MIN_ROWS = 129  # fewer are wq_gemm_pipelined's
+BLOCK_M = (128, 192, 256)  # rows of x of a block
+_PART_BYTES = 16  # contiguous bytes in shared memory of a row of a K tile
+_MIN_K_TILES_PER_SPLIT, _MIN_STAGES = 8, 3  # K tiles that a block of a cluster is worth
+# measured on an H200: clocks of a K tile for each row of x of a block, and beside; of a tile beside
+# its K tiles; of a launch
+_CLOCKS_PER_ROW, _CLOCKS_PER_K_TILE, _CLOCKS_PER_TILE, _CLOCKS_PER_LAUNCH = 2.6, 470, 4500, 3000
+_SECOND_LAUNCH_GAIN = 0.97  # a second launch is worth so much less than a single one's clocks
+_MAX_ROWS = {(4, 1): 2048, (8, 1): 1024, (4, 2): 512, (8, 2): 512}
+"""Most rows of x that were measured to be faster by the codes than with a dequantized weight, by
+bits and groups of a K tile (docs/notes/prompts-by-the-codes.md)."""
+
+
+class BlockShape(NamedTuple):
+    """Rows of x of a block, and blocks of a cluster that share K."""
+
+    block_m: int
+    split_k: int
+
+
+class PlannedLaunch(NamedTuple):
+    """A launch over part of the weight."""
+
+    shape: BlockShape
+    tiles: WeightTiles
+
+
+def launch_plan(problem: GemmProblem, *, gated: bool) -> tuple[PlannedLaunch, ...]:
+    """The fastest launches of a product; none where the kernel does not serve it."""
+    spec = problem_spec(problem, K_TILE)
+    if problem.device < 0 or not supports_weight(problem.n, spec, gated=gated):
+        return ()
+    return fastest_plan(problem.m, problem.n, spec, launch.sm_count(problem.device))
+
+
+def fits(problem: GemmProblem, *, gated: bool) -> bool:
+    """Whether the kernel serves such a weight."""
+    return bool(launch_plan(problem, gated=gated))
+
+
+def problem_ranges(
+    scale_dtypes: tuple[torch.dtype, ...] = (), *, gated: bool
+) -> tuple[GemmRange, ...]:
+    """What the kernel serves, and is the fastest for, by the weight's format."""
+
+    def fits_format(bits: int, groups: int, problem: GemmProblem) -> bool:
+        spec = problem_spec(problem, K_TILE)
+        return (spec.bits, spec.groups_per_tile) == (bits, groups) and fits(problem, gated=gated)
+
+    return tuple(
+        GemmRange(
+            m=(MIN_ROWS, max_rows),
+            k_multiple=RUN,
+            dtypes=HALF,
+            scale_dtypes=scale_dtypes,
+            fits=functools.partial(fits_format, *key),
+        )
+        for key, max_rows in _MAX_ROWS.items()
+    )
+
+
+def kernels(*, gated: bool) -> tuple[Kernel, ...]:
+    """The kernel, with the fastest launches of a product."""
+    run = functools.partial(groupwise_gemm, gated=gated)
+    return tuple(Kernel(served, run) for served in problem_ranges(gated=gated))
+
+
+def groupwise_gemm(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:
+    """``wq_gemm`` with the plan for these operands."""
+    return wq_gemm(inputs, launch_plan(groupwise_problem(*inputs), gated=gated), gated=gated)
+
+
+def specializations(max_rows: int) -> list[int]:
+    """Rows of x with every number of blocks up to ``max_rows``: each may be another plan."""
+    most = min(max_rows, max(_MAX_ROWS.values()))
+    return [min(rows, most) for rows in range(MIN_ROWS + 63, most + 64, 64)]
+
+
+def block_memory(spec: WqSpec, shape: BlockShape) -> BlockMemory:
+    """Shared memory of a block: the scales of two tiles, where there is room."""
+    memory = BlockMemory(spec, *shape)
+    double = memory._replace(scale_buffers=2)
+    return double if shape.split_k == 1 and double.num_stages > _MIN_STAGES else memory
+
+
+def fits_shared_memory(spec: WqSpec, shape: BlockShape) -> bool:
+    """Whether a block's scales leave room for K tiles enough."""
+    return block_memory(spec, shape).fits(_MIN_K_TILES_PER_SPLIT, _MIN_STAGES)
+
+
+@functools.lru_cache(1024)  # called at each launch
+def fastest_plan(tokens: int, rows: int, spec: WqSpec, num_sms: int) -> tuple[PlannedLaunch, ...]:
+    """The launches of the fewest expected clocks on ``num_sms`` SMs; none if no block fits.
+
+    One launch, or one that fills all SMs as often as it can, and another for the rest of the
+    weight, with other blocks.
+    """
+    shapes = [BlockShape(block_m, split_k) for block_m in BLOCK_M for split_k in SPLITS]
+    fitting = [shape for shape in shapes if fits_shared_memory(spec, shape)]
+    count = weight_tiles(rows)
+
+    def clocks(planned: PlannedLaunch) -> float:
+        block_m, split_k = planned.shape
+        blocks = planned.tiles.number * -(-tokens // block_m) * split_k
+        # larger clusters do not fill every group of SMs
+        waves = -(-blocks // (num_sms if split_k <= 2 else num_sms * 9 // 10))
+        k_tile = _CLOCKS_PER_K_TILE + block_m * _CLOCKS_PER_ROW
+        tile = -(-spec.k_tiles // split_k) * k_tile + _CLOCKS_PER_TILE
+        return waves * tile + _CLOCKS_PER_LAUNCH
+
+    def plans() -> Iterator[tuple[PlannedLaunch, ...]]:
+        for shape in fitting:
+            yield (PlannedLaunch(shape, WeightTiles(0, count)),)
+            m_tiles = -(-tokens // shape.block_m)
+            full = count * m_tiles // num_sms * num_sms // m_tiles  # weight tiles of full waves
+            if shape.split_k == 1 and 0 < full < count:
+                whole = PlannedLaunch(shape, WeightTiles(0, full))
+                for other in fitting:
+                    yield (whole, PlannedLaunch(other, WeightTiles(full, count - full)))
+
+    def cost(plan: tuple[PlannedLaunch, ...]) -> float:
+        return sum(map(clocks, plan)) / (_SECOND_LAUNCH_GAIN if len(plan) > 1 else 1)
+
+    return min(plans(), key=cost, default=())
+
+
+def wq_gemm(
+    inputs: GroupwiseLinearInputs, plan: tuple[PlannedLaunch, ...], *, gated: bool
+) -> torch.Tensor:
+    """X [T, K] · weightᵀ → [T, N]; gated: silu(first half) · second half of it, [T, N / 2]."""
+    spec = problem_spec(groupwise_problem(*inputs), K_TILE)
+    out, num_sms = new_output(*inputs[:2], gated=gated), launch.sm_count(inputs.x.get_device())
+    with torch.cuda.device(inputs.x.device):
+        for shape, tiles in plan:
+            launch_gemm(
+                "wq_gemm_large_m",
+                block_memory(spec, shape),
+                kernel_macros(inputs.x.dtype, spec, shape, gated=gated),
+                inputs,
+                out,
+                _PART_BYTES,
+                tiles,
+                num_sms if shape.split_k == 1 else 1 << 30,
+                gated=gated,
+            )
+    return out
+
+
+@functools.lru_cache(1024)
+def kernel_macros(
+    dtype: torch.dtype, spec: WqSpec, shape: BlockShape, *, gated: bool
+) -> tuple[str, ...]:
+    """Macros of the kernel."""
+    memory = block_memory(spec, shape)
+    return (
+        *memory.macros(gated=gated),
+        f"SCALE_BUFFERS={memory.scale_buffers}",
+        *TYPES[dtype],
+    )

@@ -1,0 +1,182 @@
+"""wq_gemm_large_m.cu on a CPU, launched by its own Python, against float64."""
+
+from __future__ import annotations
+
+import struct
+from types import ModuleType
+
+import pytest
+import torch
+
+from modelmill.ops import int4_linear, int8_group_linear
+from modelmill.ops.cuda.weight_only_gemm import wq_gemm_large_m
+from modelmill.ops.cuda.weight_only_gemm.wq_gemm_large_m import BlockShape, PlannedLaunch
+from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import (
+    WeightTiles,
+    problem_spec,
+    supports_weight,
+    weight_tiles,
+)
+from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
+from tests.ops.emulation.emulator import Emulator, mistakes, requires_emulation, slow_cases
+from tests.ops.matmul_error import matmul_error
+
+pytestmark = requires_emulation
+BF, HF, F32 = torch.bfloat16, torch.float16, torch.float32
+# of the whole, in the norm: rounding of the weight and the output; a gate multiplies two of them
+LIMIT, GATED_LIMIT = {BF: 4e-3, HF: 6e-4}, {BF: 6e-3, HF: 9e-4}
+ALL = 1 << 20  # one group
+GATED_SYMMETRIC = {"gated": True, "symmetric": True}
+SYMMETRIC_BIASED = {"symmetric": True, "biased": True}
+
+
+def in_front(_: str, arguments: tuple[bytes, ...]) -> list[tuple[int, int]]:
+    """x, as its map says."""
+    address, _, _, _, rows, _, _, stride = struct.unpack_from("=8Q", arguments[0])
+    return [(address, rows * stride)]
+
+
+def one_launch(rows: int, shape: tuple[int, int]) -> tuple[PlannedLaunch, ...]:
+    return (PlannedLaunch(BlockShape(*shape), WeightTiles(0, weight_tiles(rows))),)
+
+
+def error(
+    emulator: Emulator,
+    size: tuple[int, int, int],
+    group: int,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    of: ModuleType = int4_linear,
+    grids: torch.dtype = HF,
+    plan: tuple[PlannedLaunch, ...] = (),
+    **switches: bool,
+) -> float:
+    """size: tokens, rows and columns of the weight. shape: rows of x of a block, split of K.
+
+    of: the weight's op. grids: dtype of its scales. plan: other launches than one of this shape.
+    switches: gated, symmetric, biased.
+    """
+    tokens, rows, columns = size
+    gated, symmetric, biased = (
+        switches.get(name, False) for name in ("gated", "symmetric", "biased")
+    )
+    generator = torch.Generator().manual_seed(rows)
+    tensors = of.random_weight(
+        rows, columns, min(group, columns), device="cpu", symmetric=symmetric
+    )
+    weight, scale, offset = tensors["weight"], tensors["scale"].to(grids), tensors["offset"]
+    offset = None if offset is None else offset.to(grids)
+    x = torch.full((tokens, columns + 24), float("nan")).to(dtype)[:, :columns]
+    x[:] = torch.randn(tokens, columns, generator=generator)
+    x[:, ::37] *= 30
+    bias = torch.randn(rows, generator=generator).to(dtype) if biased else None
+    emulator.preceding_writes = in_front
+    inputs = GroupwiseLinearInputs(x, weight, scale, offset, group, bias)
+    spec = problem_spec(groupwise_problem(*inputs), wq_gemm_large_m.K_TILE)
+    assert supports_weight(rows, spec, gated=gated)
+    assert wq_gemm_large_m.fits_shared_memory(spec, BlockShape(*shape))
+    plan = plan or one_launch(rows, shape)
+    actual = wq_gemm_large_m.wq_gemm(inputs, plan, gated=gated)
+    dense = of.dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64)
+    return matmul_error(actual, x, dense, bias, gated=gated)
+
+
+@pytest.mark.parametrize(
+    ("size", "group", "dtype", "shape", "switches"),
+    [
+        ((70, 136, 352), 128, BF, (128, 1), {"biased": True}),
+        ((140, 144, 544), ALL, HF, (192, 1), GATED_SYMMETRIC),
+        ((257, 136, 224), 32, BF, (256, 1), {}),
+        *slow_cases(
+            ((65, 72, 1056), 256, BF, (128, 2), {}),
+            ((300, 264, 672), 64, HF, (256, 1), {"biased": True}),
+            ((130, 208, 2144), 64, BF, (192, 4), {"gated": True}),
+            ((260, 144, 1568), 128, BF, (256, 3), SYMMETRIC_BIASED),
+            ((200, 72, 1056), 32, HF, (128, 2), {"symmetric": True}),
+            ((129, 16, 96), 96, BF, (192, 1), {"gated": True}),
+            ((256, 400, 2080), 512, HF, (256, 2), {"gated": True, "biased": True}),
+        ),
+    ],
+)
+def test_products(
+    emulator: Emulator,
+    size: tuple[int, int, int],
+    group: int,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    switches: dict[str, bool],
+) -> None:
+    limit = GATED_LIMIT if switches.get("gated") else LIMIT
+    assert error(emulator, size, group, dtype, shape, **switches) < limit[dtype]
+    assert [name for name, _ in emulator.launched] == ["wq_gemm_large_m"]
+
+
+@pytest.mark.parametrize(
+    ("size", "group", "dtype", "shape", "grids", "switches"),
+    [
+        ((70, 136, 352), ALL, BF, (128, 1), F32, SYMMETRIC_BIASED),
+        ((140, 144, 544), 32, HF, (192, 1), HF, {"gated": True}),
+        *slow_cases(
+            ((257, 136, 224), 128, BF, (256, 1), HF, {"biased": True}),
+            ((257, 264, 1568), 64, BF, (256, 3), HF, {}),
+            ((200, 80, 1056), ALL, HF, (128, 2), F32, GATED_SYMMETRIC),
+            ((130, 208, 2144), 256, BF, (192, 4), HF, {"symmetric": True}),
+        ),
+    ],
+)
+def test_products_of_eight_bits(
+    emulator: Emulator, size: tuple[int, int, int], group: int, dtype: torch.dtype,
+    shape: tuple[int, int], grids: torch.dtype, switches: dict[str, bool],
+) -> None:  # fmt: skip
+    measured = error(emulator, size, group, dtype, shape, int8_group_linear, grids, **switches)
+    assert measured < (GATED_LIMIT if switches.get("gated") else LIMIT)[dtype]
+
+
+@pytest.mark.parametrize("gated", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_weight_in_two_launches(emulator: Emulator, gated: bool) -> None:
+    plan = (
+        PlannedLaunch(BlockShape(192, 1), WeightTiles(0, 2)),
+        PlannedLaunch(BlockShape(128, 2), WeightTiles(2, 1)),
+    )
+    size = (130, 656, 1056) if gated else (130, 328, 1056)
+    if gated:
+        plan = (plan[0], plan[1]._replace(tiles=WeightTiles(2, 4)))
+    limit = (GATED_LIMIT if gated else LIMIT)[BF]
+    assert error(emulator, size, 128, BF, (192, 1), plan=plan, gated=gated) < limit
+    assert [name for name, _ in emulator.launched] == ["wq_gemm_large_m"] * 2
+
+
+WAIT_FOR_EMPTY = "mbarrier_wait(shared_address(&barriers.empty[state.stage]), state.parity ^ 1);\n"
+WAIT_FULL = "mbarrier_wait(shared_address(&barriers.{0}.full[{1}.stage]), {1}.parity);\n"
+WAIT_EMPTY = "mbarrier_wait(shared_address(&barriers.{0}.empty[{1}.stage]),{2}{1}.parity ^ 1);\n"
+MISTAKES = {
+    "tiles not waited for": (WAIT_FULL.format("tiles", "at"), "\n"),
+    "stages filled too early": (f"{WAIT_FOR_EMPTY}                load_w(", "load_w("),
+    "wgmmas not waited for": ("        wgmma_wait<PENDING>();\n", ""),
+    "a stage given back while its products run": (
+        "barriers.tiles.empty[previous]",
+        "barriers.tiles.empty[state.stage]",
+    ),
+    "the last stage of a tile not given back": (
+        "        release_previous();\n        previous = -1;",
+        "        previous = -1;",
+    ),
+    "scales staged too early": (f"{WAIT_FOR_EMPTY}            stage_scales<", "stage_scales<"),
+    "the first tile's scales in all tiles": ("scale_buffer(w, grids, scale_state.stage)", "grids"),
+    "columns of a row not transposed": ("{transpose_8x8(low_pair)", "{(low_pair)"),
+    "the first rows of x in every block": ("w.m_tiles) * BLOCK_M,", "w.m_tiles) * 0,"),
+    "the kernel in front not waited for": (
+        "pdl_wait();\n        for (int i = 0; i < ahead",
+        "for (int i = 0; i < ahead",
+    ),
+    "the reading's magic kept": ("fmaf(-magic, own, offset)", "offset"),
+    "high nibbles' step": ("of_reading(128, 0.125f)", "of_reading(128, 0.25f)"),
+}
+
+
+@pytest.mark.parametrize("change", mistakes(MISTAKES))
+def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
+    def is_right() -> bool:
+        return error(emulator, (140, 264, 1056), 256, BF, (128, 1)) < LIMIT[BF]
+
+    assert emulator.detects(change, is_right)
