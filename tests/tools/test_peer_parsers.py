@@ -82,6 +82,7 @@ import unittest
 from sglang.srt.entrypoints.openai.protocol import Function, Tool
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.function_call.kimik2_detector import KimiK2Detector
+from sglang.srt.parser.reasoning_parser import split
 from sglang.test.test_utils import CustomTestCase
 
 TOOLS = [Tool(type="function", function=Function(name="f", parameters={"type": "object"}))]
@@ -99,6 +100,54 @@ class TestParser(CustomTestCase):
     def test_undeclared(self):
         parser = FunctionCallParser([], "qwen25")
         self.assertEqual(parser.parse_non_stream(TEXT)[1], [])
+
+    def test_calls_and_state(self):
+        detector = KimiK2Detector()
+        self.assertEqual(detector.parse_streaming_increment("hi <", TOOLS).calls, [])
+        self.assertEqual(detector._buffer, "<")
+        self.assertEqual(detector.flush_pending_normal_text(), "<")
+
+    def test_thinking_and_calls(self):
+        thinking, text = split("a</think>" + TEXT)
+        self.assertEqual(thinking, "a")
+        self.assertEqual(len(FunctionCallParser(TOOLS, "qwen25").parse_non_stream(text)[1]), 1)
+
+    def test_thinking_only(self):
+        self.assertEqual(split("a</think>b"), ("a", "b"))
+
+    def test_that_the_peer_streams_otherwise(self):
+        parser = FunctionCallParser(TOOLS, "qwen25")
+        self.assertEqual(parser.parse_non_stream(TEXT.removesuffix("</tool_call>"))[1], [])
+
+    def test_that_the_peer_streams_so(self):
+        self.assertEqual(FunctionCallParser(TOOLS, "qwen25").parse_non_stream("a" + TEXT)[1], [])
+"""
+SGLANG_BASE = """
+import orjson
+
+class BaseFormatDetector:
+    def __init__(self):
+        self.text = ""
+"""
+SGLANG_DETECTOR = """
+from sglang.srt.function_call.base_format_detector import BaseFormatDetector
+from sglang.srt.function_call.core_types import StreamingParseResult, ToolCallItem
+
+class Qwen25Detector(BaseFormatDetector):
+    def parse_streaming_increment(self, new_text, tools):
+        calls = []
+        for letter in new_text:
+            self.text += letter
+            if self.text.endswith("</tool_call>"):
+                name = tools[0].function.name
+                calls = [ToolCallItem(tool_index=0, name=name, parameters="{ }")]
+        return StreamingParseResult(calls=calls)
+"""
+SGLANG_THINKING = """
+from sglang.srt.parser.other import something
+
+def split(text):
+    return tuple(text.split("</think>"))
 """
 
 
@@ -126,17 +175,31 @@ def test_tests_of_vllm_run_against_the_parsers(
     output = capsys.readouterr().out
     assert "test_small.py: 1 failed, 3 internal, 1 no format, 4 passed, 1 xpassed" in output
     assert "test_small.py::test_wrong\n    no explanation" in output
-    assert "7 tests compared, 6 with the same calls" in output
+    assert "test_kimi_k3_tool_parser.py: 1 internal" in output, "it asks no parser"
+    assert "6 tests compared, 5 with the same calls" in output
 
 
 def test_tests_of_sglang_run_against_the_parsers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tests = tmp_path / "test/registered/function_call"
-    tests.mkdir(parents=True)
-    (tests / "test_small.py").write_text(SGLANG_TEST)
-    assert command.main(["sglang", str(tmp_path), "--commit", "abc"]) == 0
-    assert "3 tests compared, 3 with the same calls" in capsys.readouterr().out
+    files = {
+        "test/registered/function_call/test_small.py": SGLANG_TEST,
+        "python/sglang/srt/function_call/base_format_detector.py": SGLANG_BASE,
+        "python/sglang/srt/function_call/qwen25_detector.py": SGLANG_DETECTOR,
+        "python/sglang/srt/parser/reasoning_parser.py": SGLANG_THINKING,
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert command.main(["sglang", str(tmp_path), "--commit", "abc"]) == 1, "two differ"
+    output = capsys.readouterr().out
+    assert "test_small.py: 2 failed, 1 internal, 5 passed" in output
+    assert "7 tests compared, 5 with the same calls" in output
+    lines = output.splitlines()
+    same = lines.index("    the peer streams modelmill's calls for its text")
+    assert lines[same - 2].endswith("::test_that_the_peer_streams_so")
+    assert "the peer streams" not in "".join(lines[same + 1 :])
 
 
 def test_a_folder_without_tests_is_refused(
@@ -178,6 +241,13 @@ def test_counts_tell_calls_from_content() -> None:
     assert counts.with_difference(Difference.CONTENT) == 1
     assert counts.total("no format") == 1
     assert short_name(f"b/{content}") == content
+    counts.failed.append(
+        "test_poolside_v1_detector.py::T::test_truncated_post_value_emits_no_calls"
+    )
+    counts.files["test_poolside_v1_detector.py"] = {"failed": 1}
+    assert (counts.same_calls, counts.same_elsewhere) == (2, 2)
+    counts.streamed.append(counts.failed[-1])
+    assert (counts.same_calls, counts.same_elsewhere) == (2, 3)
 
 
 def test_loose_texts_compare_what_they_mean(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.peer_parsers.counts import PeerCounts, count_outcomes
+from tools.peer_parsers.counts import PeerCounts, answers_that_differ, count_outcomes
 from tools.peer_parsers.explanations import explain
+from tools.peer_parsers.own_streams import find_streamed
 from tools.peer_parsers.results_file import load_results, save_results
 from tools.peer_parsers.run_tests import PEERS, run_tests
 
@@ -31,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     counts = count_outcomes(options.peer, options.commit, outcomes)
+    if options.peer == "sglang":
+        package = options.folder / PEERS[options.peer].package
+        counts.streamed = find_streamed(package, answers_that_differ(outcomes))
     print_counts(counts)
     if options.save:
         others = [each for each in load_results() if each.commit != options.commit]
@@ -48,6 +52,8 @@ def print_counts(counts: PeerCounts) -> None:
         if explanation is not None:
             reason = f"{explanation.difference.value}: {explanation.reason}"
         print(f"{test}\n    {reason}")
+        if test in counts.streamed:
+            print("    the peer streams modelmill's calls for its text")
     print(f"{counts.compared} tests compared, {counts.same_calls} with the same calls")
 
 

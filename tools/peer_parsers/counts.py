@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from tools.peer_parsers.asked_answers import AskedAnswer
 from tools.peer_parsers.explanations import Difference, explain, short_name
 
 NO_FORMAT = "no chat format stands for this"
@@ -22,12 +24,15 @@ class PeerCounts:
         files: file → outcome → tests; outcomes are passed, xpassed (the peer's own parser fails),
             failed, internal (checks no calls and no content), no format, skipped and not collected.
         failed: tests that do not pass, "file::test".
+        streamed: those of them whose calls differ, but where the peer's own parser streams
+            modelmill's calls.
     """
 
     peer: str
     commit: str
     files: dict[str, dict[str, int]] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
+    streamed: list[str] = field(default_factory=list)
 
     def total(self, *outcomes: str) -> int:
         """Return how many tests had one of the outcomes."""
@@ -50,11 +55,14 @@ class PeerCounts:
     @property
     def same_elsewhere(self) -> int:
         """The same, and tests whose calls the peer itself returns elsewhere."""
-        explanations = map(explain, self.failed)
-        return self.same_calls + sum(bool(each and each.elsewhere) for each in explanations)
+        return self.same_calls + sum(map(self._is_elsewhere, self.failed))
+
+    def _is_elsewhere(self, test: str) -> bool:
+        explanation = explain(test)
+        return test in self.streamed or bool(explanation and explanation.elsewhere)
 
 
-def count_outcomes(peer: str, commit: str, outcomes: Mapping[str, Mapping[str, str]]) -> PeerCounts:
+def count_outcomes(peer: str, commit: str, outcomes: Mapping[str, Mapping[str, Any]]) -> PeerCounts:
     """Count the outcomes of a run."""
     files: dict[str, Counter[str]] = {}
     failed = list[str]()
@@ -72,6 +80,17 @@ def count_outcomes(peer: str, commit: str, outcomes: Mapping[str, Mapping[str, s
         {name: dict(sorted(counts.items())) for name, counts in sorted(files.items())},
         sorted(failed),
     )
+
+
+def answers_that_differ(
+    outcomes: Mapping[str, Mapping[str, Any]],
+) -> dict[str, list[AskedAnswer]]:
+    """Return test → its answers, of the tests whose calls differ."""
+    return {
+        short_name(test): [AskedAnswer(**each) for each in result["asked"]]
+        for test, result in outcomes.items()
+        if result["outcome"] == "failed" and _difference(test) in (Difference.CALLS, None)
+    }
 
 
 def _difference(test: str) -> Difference | None:

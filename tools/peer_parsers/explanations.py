@@ -23,8 +23,8 @@ class Explanation:
         difference: what differs.
         reason: what the peer does, what modelmill does, and why.
         tests: patterns of tests' ends, "file::test".
-        elsewhere: where the peer itself returns modelmill's calls: for the same text in a stream,
-            or by another test; "": nowhere.
+        elsewhere: which other test of the peer asks for modelmill's calls; "": none. What its
+            parser streams is no matter of words: a run finds out.
     """
 
     difference: Difference
@@ -201,13 +201,12 @@ EXPLANATIONS = (
             "test_poolside_v1_detector.py::*::test_truncated_post_value_emits_no_calls",
             "test_minimax_m3_detector.py::*::test_truncated_no_closing_tags",
         ),
-        elsewhere="its detectors of 0.5.23 stream the same begun call for the same text, to the "
-        "last character of its arguments",
     ),
     Explanation(
         _CALLS,
         "Poolside: the same inside a value. In a stream SGLang has sent the call's name, too, but "
-        "no argument, since it holds back a value until its end",
+        "no argument, since it holds back a value until its end; modelmill streams the value as "
+        "it comes",
         ("test_poolside_v1_detector.py::*::test_truncated_pre_value_emits_no_calls",),
     ),
     Explanation(
@@ -238,15 +237,15 @@ EXPLANATIONS = (
     ),
     Explanation(
         _CALLS,
-        "an object with the name of a tool that requires no argument, and without arguments, is a "
-        "call; SGLang returns text, though the tool can be called so",
+        "GigaChat 3: an object with the name of a tool that requires no argument, and without "
+        "arguments, is a call with {}; SGLang returns an empty answer, so that a user gets "
+        "neither call nor text. In a stream it sends the name, and no arguments. Its detectors of "
+        "Hermes and Qwen 2.5 return such a call with {}; a proposed test (pull request 37921, "
+        "test_zero_argument_tool_call.py) asks for {} in streams, too",
         (
             "test_function_call_parser.py::TestGigaChat3Detector::"
             "test_detect_and_parse_missing_arguments",
         ),
-        elsewhere="its detector of 0.5.23 streams this call for the same text, without arguments; "
-        "those of Hermes and Qwen 2.5 return such a call with {}; a proposed test (pull request "
-        "37921, test_zero_argument_tool_call.py) asks for {} in streams",
     ),
     Explanation(
         _CALLS,
@@ -272,8 +271,6 @@ EXPLANATIONS = (
         "GLM writes strings without quotes; quotes that it writes are part of the value in "
         "modelmill, and removed by SGLang, so that a quoted phrase could not be searched for",
         ("test_function_call_parser.py::*::test_quoted_string_invalid_python_escape_no_warning",),
-        elsewhere="its detectors of 0.5.23 keep them for the same text in a stream, however it is "
-        "cut",
     ),
 )
 

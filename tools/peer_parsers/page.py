@@ -42,13 +42,19 @@ number of blanks between words, arguments as JSON, ids only where a test looks a
 not compare names with the declared functions, except for dots, K2 Horizon and MiniCPM5; its tests
 may call any name here, too. A server of modelmill takes declared names only.
 
+Some of SGLang's tests of calls also look at what waits in its parser: modelmill's has no such
+state, so that look always succeeds, and calls and content decide. Some split the thinking off
+first: SGLang's own parser of thinking does it. A test that asks no parser of calls is internal; the
+run of vLLM 413ca1c3 is older than this rule, and may count up to four of them as passed.
+
 """
 RUNS = """## Runs
 
 *Same calls*: passed, or different only in content or in something that is neither. *Or elsewhere*:
-with the tests whose calls differ, but where the peer itself returns modelmill's: for the same text
-in a stream, or by another test. *Fails there*: of the passed tests, those that the peer marks as
-failing with its own parser.
+with the tests whose calls differ, but where the peer itself returns modelmill's. For SGLang the run
+finds this out: it streams the test's text, letter by letter, through SGLang's own detector of the
+same commit, and compares names and arguments. For vLLM it is another of its tests. *Fails there*:
+of the passed tests, those that the peer marks as failing with its own parser.
 
 | peer | commit | compared | passed | fails there | same calls | or elsewhere | internal |\
  no format | not run |
@@ -58,11 +64,12 @@ REASONS = """
 ## Differences
 
 Each test that does not pass belongs to one line; a new difference without a line fails the run.
-The differences in calls are below 1 % of vLLM's tests since August. Of SGLang's they are not, but
-in five of its seven SGLang streams modelmill's call for the same text, or for one that a limit cut.
-The other two are calls that SGLang streams otherwise: without a begun value, or with closing tags
-in a value. Passing the seven would lose calls of users, or make a whole answer differ from the same
-answer in a stream, so they stay.
+The differences in calls are below 1 % of vLLM's tests since August. Of SGLang's they are not: seven
+tests of whole answers differ. For four of these texts SGLang's own detectors stream modelmill's
+call, so that its two ways contradict each other, and the test asks for one of them. The other three
+they stream otherwise: without arguments, without a begun value, or with closing tags in a value.
+Passing the seven would lose calls of users, or make a whole answer differ from the same answer in a
+stream, so they stay.
 
 | what differs | tests | why | where the peer does as modelmill |
 |---|---|---|---|
@@ -76,6 +83,8 @@ out.
 | file | {titles} |
 |---|{lines}|
 """
+
+STREAMED = "SGLang's own detector streams modelmill's call for the same text"
 
 
 def render(root: Path = generated_page.ROOT) -> dict[Path, str]:
@@ -117,7 +126,16 @@ def _reasons(results: Sequence[PeerCounts]) -> Iterator[Sequence[object]]:
             if explanation.difference == difference:
                 number = _number(results, explanation)
                 reason = _sentence(explanation.reason)
-                yield difference.value, number, reason, _sentence(explanation.elsewhere)
+                yield difference.value, number, reason, _elsewhere(results, explanation)
+
+
+def _elsewhere(results: Sequence[PeerCounts], explanation: Explanation) -> str:
+    """Where the peer returns modelmill's calls for all tests of a difference."""
+    tests = [(each, test) for each in results for test in each.failed]
+    tests = [(each, test) for each, test in tests if explain(test) is explanation]
+    if tests and all(test in each.streamed for each, test in tests):
+        return STREAMED
+    return _sentence(explanation.elsewhere)
 
 
 def _number(results: Sequence[PeerCounts], explanation: Explanation) -> int:

@@ -24,6 +24,7 @@ FOREIGN = (
     "jsonschema",
     "mistral_common",
     "openai_harmony",
+    "orjson",
     "partial_json_parser",
     "pytest_asyncio",
     "transformers",
@@ -74,16 +75,26 @@ class Foreign(Internal):
     __or__ = __call__
 
 
+THINKING = (
+    "srt.parser.",
+    "srt.function_call.kimik3_format",
+    "srt.entrypoints.openai.encoding_dsv4",
+)
+"""The peer's own modules that its tests run: it splits thinking off before it parses calls."""
+
+
 class PeerModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Makes the modules of one peer when they are imported.
 
     Args:
         source: folder of the peer's package.
         root: name of the package.
+        own: begins of names of modules that the peer itself has to do.
     """
 
-    def __init__(self, source: Path, root: str) -> None:
+    def __init__(self, source: Path, root: str, own: tuple[str, ...] = THINKING) -> None:
         self._source, self._root = source, root
+        self._own = tuple(f"{root}.{name}" for name in own)
         self._named: dict[str, Any] = {
             name: value for name, value in vars(records).items() if isinstance(value, type)
         }
@@ -118,6 +129,9 @@ class PeerModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Find a module of the peer."""
         if name.partition(".")[0] not in (self._root, *FOREIGN):
             return None
+        path = self._path(name)
+        if name.startswith(self._own) and path.exists():
+            return importlib.util.spec_from_file_location(name, path)
         return importlib.util.spec_from_loader(name, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -146,9 +160,12 @@ class PeerModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         constants = self._constants(module)
         return constants[name] if name in constants else Internal(f"{module}.{name}")
 
+    def _path(self, module: str) -> Path:
+        return self._source.joinpath(*module.split(".")[1:]).with_suffix(".py")
+
     def _constants(self, module: str) -> dict[str, Any]:
         """Constants of a module of the peer that are literals."""
-        path = self._source.joinpath(*module.split(".")[1:]).with_suffix(".py")
+        path = self._path(module)
         values = dict[str, Any]()
         if module.partition(".")[0] != self._root or not path.exists():
             return values

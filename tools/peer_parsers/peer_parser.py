@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from modelmill.text.answer_parser import make_answer_parser
@@ -15,6 +16,7 @@ from modelmill.text.answer_pieces import (
 )
 from modelmill.text.chat_format_files import format_names, load_format
 from modelmill.text.chat_syntax import NO_MARKS, ThinkingSyntax
+from tools.peer_parsers.asked_answers import ASKED, AskedAnswer
 from tools.peer_parsers.call_deltas import CallDeltas
 from tools.peer_parsers.delta_delivery import DELIVERY
 
@@ -49,6 +51,7 @@ class PeerParser:
         format_name: chat format; None if there is none for the peer's parser.
         tools: name → parameters.
         any_name: whether calls of further names are calls.
+        peer_class: the peer's parser that it stands for.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class PeerParser:
         format_name: str | None,
         tools: Mapping[str, Mapping[str, Any] | None],
         any_name: bool,
+        peer_class: str = "",
     ) -> None:
         if format_name not in format_names():
             raise PeerInternalError("no chat format stands for this parser")
@@ -65,12 +69,14 @@ class PeerParser:
         self._deltas = CallDeltas(DELIVERY.cut)
         self._thinking = _ThinkingAsContent(self._syntax.thinking)
         self._answer = -1
+        self._asked = AskedAnswer(peer_class, tools, [], streamed=True)
 
     def _make(self) -> Any:
         return make_answer_parser(self._syntax, self._tools, thinking=self._syntax.thinking)
 
     def whole(self, text: str) -> ParsedAnswer:
         """Parse a whole answer."""
+        ASKED.append(replace(self._asked, pieces=[text], streamed=False))
         parser = self._make()
         pieces = [*parser.push(text), *parser.flush()]
         return collect_answer(_ThinkingAsContent(self._syntax.thinking).convert(pieces))
@@ -79,6 +85,8 @@ class PeerParser:
         """Add text of the streamed answer; returns content and deltas."""
         if self._answer < 0:
             self._answer = DELIVERY.begin_answer()
+            ASKED.append(self._asked)
+        self._asked.pieces.append(text)
         last = DELIVERY.add_piece(self._answer)
         pieces = [*self._stream.push(text), *(self._stream.flush() if last else ())]
         return list(self._deltas.convert(self._thinking.convert(pieces), last))

@@ -6,11 +6,13 @@ import json
 import os
 import re
 from collections.abc import Generator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tools.peer_parsers.asked_answers import ASKED
 from tools.peer_parsers.delta_delivery import DELIVERY
 from tools.peer_parsers.peer_modules import PeerModules
 from tools.peer_parsers.peer_parser import PeerInternalError
@@ -20,7 +22,7 @@ _LACKS = (
     r"does not have the attribute|object '\w+Parser' has no|Mock object has no|but got 'Internal'"
     r"|X is not a type object"
 )
-_outcomes: dict[str, dict[str, str]] = {}
+_outcomes: dict[str, dict[str, Any]] = {}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -34,16 +36,20 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Run a test until it passes in one of the ways to receive deltas."""
     from _pytest.runner import runtestprotocol
 
-    outcomes, reports = list[dict[str, str]](), list[Any]()
+    outcomes, reports = list[dict[str, Any]](), list[Any]()
     for _ in DELIVERY.ways():
         if outcomes:
             item._initrequest()  # type: ignore[attr-defined]
+        ASKED.clear()
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
-        outcomes.append(_outcome(reports))
+        outcomes.append({**_outcome(reports), "asked": [asdict(each) for each in ASKED]})
         if outcomes[-1]["outcome"] != "failed":
             break
     passed = outcomes[-1]["outcome"] != "failed"
-    _outcomes[item.nodeid] = outcomes[-1] if passed else outcomes[0]
+    outcome = outcomes[-1] if passed else outcomes[0]
+    if passed and not outcome["asked"] and outcome["outcome"] in ("passed", "xpassed"):
+        outcome |= {"outcome": "internal", "message": "it asks no parser"}
+    _outcomes[item.nodeid] = outcome
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
     return True
@@ -93,7 +99,11 @@ def _last_line(report: Any) -> str:
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     """Note a file that cannot be imported."""
     if report.failed:
-        _outcomes[report.nodeid] = {"outcome": "not collected", "message": _last_line(report)}
+        _outcomes[report.nodeid] = {
+            "outcome": "not collected",
+            "message": _last_line(report),
+            "asked": [],
+        }
 
 
 def pytest_sessionfinish() -> None:

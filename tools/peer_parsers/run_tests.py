@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tools.peer_parsers import pytest_plugin, run_pytest
 
@@ -50,8 +51,8 @@ PEERS = {
 }
 
 
-def run_tests(name: str, checkout: Path) -> Mapping[str, Mapping[str, str]]:
-    """Return outcome and message by test.
+def run_tests(name: str, checkout: Path) -> Mapping[str, Mapping[str, Any]]:
+    """Return outcome, message and asked answers by test.
 
     Args:
         name: of the peer.
@@ -68,7 +69,7 @@ def run_tests(name: str, checkout: Path) -> Mapping[str, Mapping[str, str]]:
         )
     inside = [test for test in tests if Path(test).is_relative_to(peer.conftest_folder)]
     outside = [test for test in tests if test not in inside]
-    outcomes: dict[str, dict[str, str]] = {}
+    outcomes: dict[str, dict[str, Any]] = {}
     if inside:
         outcomes |= _run(name, checkout, ["--confcutdir", peer.conftest_folder, *inside])
     if outside:
@@ -76,8 +77,8 @@ def run_tests(name: str, checkout: Path) -> Mapping[str, Mapping[str, str]]:
     return outcomes
 
 
-def _run(name: str, checkout: Path, arguments: list[str]) -> dict[str, dict[str, str]]:
-    """Return outcome and message by test of one run of pytest."""
+def _run(name: str, checkout: Path, arguments: list[str]) -> dict[str, dict[str, Any]]:
+    """Return outcome, message and asked answers by test of one run of pytest."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "outcomes.json"
         subprocess.run(
@@ -87,7 +88,7 @@ def _run(name: str, checkout: Path, arguments: list[str]) -> dict[str, dict[str,
             timeout=TIMEOUT_SECONDS,
             check=False,  # tests fail: that is what is counted
         )
-        outcomes: dict[str, dict[str, str]] = json.loads(output.read_text("utf-8"))
+        outcomes: dict[str, dict[str, Any]] = json.loads(output.read_text("utf-8"))
     return outcomes
 
 
