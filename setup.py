@@ -65,13 +65,13 @@ def compile_levels(path: str, machine: str, folder: Path) -> list[Path]:
     """
     prebuilt = _prebuilt()
     folder.mkdir(parents=True, exist_ok=True)
-    made = [folder / prebuilt.file_name(level, KERNELS) for level in prebuilt.cpu_levels(machine)]
+    made = [folder / prebuilt.library_file_name(level, KERNELS) for level in prebuilt.cpu_levels(machine)]
     for path in set(folder.iterdir()) - set(made):
         path.unlink()
     with tempfile.TemporaryDirectory() as objects, ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = []
         for level in prebuilt.cpu_levels(machine):
-            target = folder / prebuilt.file_name(level, KERNELS)
+            target = folder / prebuilt.library_file_name(level, KERNELS)
             if target.exists():
                 continue
             compiling, linking = prebuilt.compile_commands(
@@ -98,7 +98,7 @@ def _run(command: list[str]) -> None:
 
 def platform_tag(libraries: Iterable[Path], machine: str) -> str:
     """manylinux with the glibc that the newest symbol asks for; linux where that cannot be told."""
-    needed = [_prebuilt().glibc_needed(path.read_bytes()) for path in libraries]
+    needed = [_prebuilt().required_glibc_version(path.read_bytes()) for path in libraries]
     if not needed or None in needed:
         return f"linux_{machine}"
     # the oldest glibc that this way of naming platforms knows is 2.5; torch's own wheels ask for

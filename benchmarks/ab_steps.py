@@ -38,7 +38,7 @@ from benchmarks.weight_formats import WEIGHT_FORMATS  # noqa: E402
 from benchmarks.weights_option import add_weights_option  # noqa: E402
 from benchmarks.workloads import parse_pairs  # noqa: E402
 from modelmill.eval.report import append_rows, device_name, versions  # noqa: E402
-from modelmill.nn.fusion import fuse  # noqa: E402
+from modelmill.nn.fusion import fuse_model  # noqa: E402
 from modelmill.nn.step import Step  # noqa: E402
 from modelmill.ops.registry import select_backends  # noqa: E402
 from modelmill.ops.timing import capture_graph, copy_bandwidth, time_interleaved  # noqa: E402
@@ -80,7 +80,7 @@ def label_states(states: KernelChoices) -> dict[str, KernelChoice]:
 def make_calls(model: nn.Module, step: Step, states: KernelChoices) -> list[Callable[[], Any]]:
     """The same step with each choice of kernels."""
     steps = [replace(step, ops=select_backends("cuda", kernels)) for kernels in states.values()]
-    fused = fuse(model)
+    fused = fuse_model(model)
     return [functools.partial(greedy_ids, fused, each) for each in steps]
 
 

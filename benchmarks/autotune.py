@@ -30,7 +30,7 @@ from benchmarks.model_step import greedy_ids, make_step, random_model  # noqa: E
 from benchmarks.workloads import parse_pairs  # noqa: E402
 from modelmill.artifact.autotune_store import AutotuneRecord  # noqa: E402
 from modelmill.builder.autotune_measure import autotune  # noqa: E402
-from modelmill.builder.plan import BuildPlan, make_plan  # noqa: E402
+from modelmill.builder.plan import BuildPlan, make_build_plan  # noqa: E402
 from modelmill.checkpoint.open import open_checkpoint  # noqa: E402
 from modelmill.core.config import BuildConfig  # noqa: E402
 from modelmill.eval.report import MeasurementStats, append_rows, device_name, make_row  # noqa: E402
@@ -63,7 +63,7 @@ def build_plan(shape: str, folder: Path, weights: str) -> BuildPlan:
     """The plan of a build for this GPU."""
     recipe = "none" if weights == "dense" else weights
     dtype = str(SHAPES[shape]["torch_dtype"])
-    return make_plan(
+    return make_build_plan(
         open_checkpoint(sparse_checkpoint(shape, folder)),
         BuildConfig(target="cuda", dtype=dtype, quantization=recipe),
     )

@@ -45,7 +45,7 @@ import random, sys, time
 engine, use, threads = sys.argv[1], sys.argv[2], int(sys.argv[3]) or None
 if use == "cli":
     from modelmill.core import env, malloc
-    env.set_passive_waiting(), malloc.set_malloc_thresholds()
+    env.set_openmp_passive_waiting(), malloc.set_malloc_thresholds()
 import torch
 from modelmill import LLM, SamplingParams
 llm = LLM(engine, device="cpu", threads=threads)

@@ -78,10 +78,10 @@ def build_or_reuse(
 
     What older sources built with the same options goes. Raises SystemExit where the build failed.
     """
-    from modelmill.artifact.store import is_engine
+    from modelmill.artifact.store import is_engine_folder
 
     engine = engine_path(checkpoint, build, folder)
-    if is_engine(engine) and not fresh:
+    if is_engine_folder(engine) and not fresh:
         return engine, None
     for old in folder.glob(f"{engine.stem.rpartition('-')[0]}*.engine"):
         note(f"{old.name}: made by other sources or of other files, goes")

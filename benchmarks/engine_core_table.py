@@ -31,9 +31,9 @@ from benchmarks.peer_process import Lengths, random_prompts  # noqa: E402
 from benchmarks.weight_formats import WEIGHT_FORMATS  # noqa: E402
 from benchmarks.workloads import Workload, measure_in_turn, parse_pairs  # noqa: E402
 from modelmill.core.config import RunConfig  # noqa: E402
+from modelmill.eval.bench_targets import greedy_request  # noqa: E402
 from modelmill.eval.provenance import provenance  # noqa: E402
 from modelmill.eval.report import versions  # noqa: E402
-from modelmill.eval.targets import greedy_request  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
 
 MAX_MODEL_LEN, MAX_NUM_SEQS = 8192, 64

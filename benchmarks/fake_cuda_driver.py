@@ -87,13 +87,13 @@ def disable_kernels() -> None:
         _, _, _, threads, shared, *_ = args
         return launch.CudaKernel(1, threads, shared)
 
-    build.why_unavailable = _nothing
+    build.kernel_unavailable_reason = _nothing
     launch.sm_count = lambda *_: NUM_SMS  # type: ignore[assignment]
     launch.load_kernel = kernel
     counters = torch.zeros(2, dtype=torch.int32)
     paged_attention._stream_counters = lambda *_: counters  # type: ignore[assignment]
     everywhere: Mapping[str, object] = {
-        "available": _nothing,
+        "unavailable_reason": _nothing,
         "sm_count": lambda *_: NUM_SMS,
         "supports_pdl": lambda *_: True,
         "set_smem_carveout": _nothing,

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from modelmill.accept.token_scorer import TokenScorer
-from modelmill.core.progress import Progress
+from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
+from modelmill.core.progress_callback import Progress
 
 ROWS_PER_STEP = 64
 """Rows whose float64 distributions are in memory at a time."""
@@ -97,7 +97,7 @@ def measure_fidelity(
             )
             sums.add(logits.float(), expected, targets[to].to(logits.device))
 
-        TokenScorer(engine_core).run([window], None, take)
+        TeacherForcedScorer(engine_core).run_sequences([window], None, take)
         first += len(window)
         on_progress("windows", number + 1, len(windows))
     return sums.facts()
@@ -130,7 +130,7 @@ def cached_logits(
             def take(_: int, at: int, logits: torch.Tensor, start: int = first) -> None:
                 logits_file[start + at : start + at + len(logits)] = logits.float().cpu()
 
-            TokenScorer(loop).run([window], None, take)
+            TeacherForcedScorer(loop).run_sequences([window], None, take)
             first += len(window)
             on_progress("windows", number + 1, len(windows))
         del logits_file

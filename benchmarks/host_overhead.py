@@ -49,7 +49,7 @@ def make_step(shape: str, weight_format: str, kv_dtype: str) -> Callable[[], Any
     from benchmarks.model_shapes import SHAPES
     from benchmarks.weight_formats import weight_quantizer
     from modelmill.loader.model_loader import build_model
-    from modelmill.nn.fusion import fuse
+    from modelmill.nn.fusion import fuse_model
     from modelmill.nn.kv import KVCache, kv_cache_dtype
     from modelmill.nn.linear import Linear
     from modelmill.nn.synthetic_step import PAGE_SIZE, fill_random_weights, synthetic_step
@@ -82,7 +82,7 @@ def make_step(shape: str, weight_format: str, kv_dtype: str) -> Callable[[], Any
     bound = context_bucket(CONTEXT) if answers else tokens
     step = synthetic_step(model, select_backends("cuda"), groups, max_context=bound, kv=cache)
 
-    fused = fuse(model)
+    fused = fuse_model(model)
 
     @torch.inference_mode()
     def call() -> Any:

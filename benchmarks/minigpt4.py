@@ -39,12 +39,12 @@ from benchmarks.model_shapes import SHAPES  # noqa: E402
 from benchmarks.peer_process import random_prompts  # noqa: E402
 from benchmarks.weight_formats import weight_quantizer  # noqa: E402
 from modelmill.core.config import RunConfig  # noqa: E402
-from modelmill.core.types import EmbeddingSpan  # noqa: E402
+from modelmill.core.types import ImageEmbeddingSpan  # noqa: E402
+from modelmill.eval.bench_targets import greedy_request  # noqa: E402
 from modelmill.eval.report import device_name, versions  # noqa: E402
-from modelmill.eval.targets import greedy_request  # noqa: E402
 from modelmill.loader.model_loader import build_model  # noqa: E402
 from modelmill.models.minigpt4 import IMAGE_MEAN, IMAGE_STD  # noqa: E402
-from modelmill.nn.layer_stack import find_layer  # noqa: E402
+from modelmill.nn.layer_stack import locate_module_in_stacks  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
 from modelmill.nn.synthetic_step import fill_random_weights  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
@@ -108,7 +108,8 @@ def random_model(name: str, config: dict[str, Any], device: str) -> nn.Module:
         quantizers |= {
             name: weight_quantizer("smoothquant")
             for name in linears
-            if (place := find_layer(model, name)) is not None and place.stack.recipe == "tower"
+            if (place := locate_module_in_stacks(model, name)) is not None
+            and place.stack.recipe == "tower"
         }
     elif tower:
         raise SystemExit(f"{name}: behind the + may stand int8-tower")
@@ -166,7 +167,7 @@ def _prepare_requests(
     requests = []
     for i, prompt in enumerate(prompts):
         ids = [*prompt[:TOKENS_BEFORE_IMAGE], *[0] * queries, *prompt[TOKENS_BEFORE_IMAGE:]]
-        insert = EmbeddingSpan(TOKENS_BEFORE_IMAGE, queries, f"{seed}-{i}", shown[i])
+        insert = ImageEmbeddingSpan(TOKENS_BEFORE_IMAGE, queries, f"{seed}-{i}", shown[i])
         requests.append(replace(greedy_request(f"{seed}-{i}", ids, new), embedding_spans=(insert,)))
 
     def call() -> int:

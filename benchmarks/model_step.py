@@ -42,7 +42,7 @@ from modelmill.eval.provenance import provenance  # noqa: E402
 from modelmill.eval.report import MeasurementStats, versions  # noqa: E402
 from modelmill.eval.roofline import Roofline, measure_roofline  # noqa: E402
 from modelmill.loader.model_loader import build_model  # noqa: E402
-from modelmill.nn.fusion import fuse  # noqa: E402
+from modelmill.nn.fusion import fuse_model  # noqa: E402
 from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
 from modelmill.nn.moe import MoE  # noqa: E402
@@ -172,7 +172,7 @@ def _linear_bytes(linear: Linear) -> int:
 @torch.inference_mode()
 def time_decode(model: nn.Module, step: Step, rate: float) -> dict[str, Any]:
     """Milliseconds of one decode step and of its floor."""
-    call = functools.partial(greedy_ids, fuse(model), step)
+    call = functools.partial(greedy_ids, fuse_model(model), step)
     call()  # compiles
     times = [each * 1e3 for each in time_interleaved([capture_graph(call)], ROUNDS, 4, "cuda")[0]]
     batch, context = step.query_start.numel() - 1, int(step.context_lens[0])
@@ -191,7 +191,7 @@ def time_decode(model: nn.Module, step: Step, rate: float) -> dict[str, Any]:
 @torch.inference_mode()
 def time_prefill(model: nn.Module, step: Step) -> dict[str, Any]:
     """Milliseconds of a first step."""
-    call = functools.partial(greedy_ids, fuse(model), step)
+    call = functools.partial(greedy_ids, fuse_model(model), step)
     times = [seconds * 1e3 for seconds in time_interleaved([call], 9, 1, "cuda")[0]]
     batch, tokens = step.query_start.numel() - 1, step.max_query
     return {"figure": "step.prefill_ms", "batch": batch, "tokens": tokens, **spread_fields(times)}
@@ -200,7 +200,7 @@ def time_prefill(model: nn.Module, step: Step) -> dict[str, Any]:
 @torch.inference_mode()
 def time_mixed_step(model: nn.Module, step: Step, sizes: tuple[int, int, int]) -> dict[str, Any]:
     """Milliseconds of a step with prompts beside answers."""
-    call = functools.partial(greedy_ids, fuse(model), step)
+    call = functools.partial(greedy_ids, fuse_model(model), step)
     times = [seconds * 1e3 for seconds in time_interleaved([call], 9, 1, "cuda")[0]]
     tokens, batch, context = sizes
     return {

@@ -26,8 +26,8 @@ def main() -> None:
     pipe = take_over_stdout()
     options = json.loads(sys.argv[1])
     from modelmill.core.config import RunConfig
+    from modelmill.eval.bench_targets import greedy_request
     from modelmill.eval.report import device_name, versions
-    from modelmill.eval.targets import greedy_request
     from modelmill.runtime.engine_core import EngineCore
 
     config = RunConfig(**options["run"], enable_prefix_caching=False)

@@ -218,8 +218,8 @@ def is_served(layer: FusedMoE, x: torch.Tensor, kernel: str) -> bool:
     if stacked is None or registry.implementation(stacked.op, kernel) is None:
         return False
     weights, ids = route(cast(MoE, layer.plain), x, make_step(x.device.type))
-    inputs = stacked.inputs_without_tokens(x)._replace(x=x, topk_weights=weights, topk_ids=ids)
-    return registry.serves(stacked.op, kernel, inputs)
+    inputs = stacked.make_empty_op_inputs(x)._replace(x=x, topk_weights=weights, topk_ids=ids)
+    return registry.backend_serves_args(stacked.op, kernel, inputs)
 
 
 def reference_error(layer: FusedMoE, x: torch.Tensor, device: str, kernel: str) -> float:

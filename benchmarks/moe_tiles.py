@@ -199,7 +199,7 @@ def cuda_candidates() -> Iterator[tuple[str, Any]]:
 @contextmanager
 def _constant(name: str, value: Any) -> Iterator[None]:
     """Another value of a constant, by which configs are chosen."""
-    caches = (grouped_gemm_wq.config_for, grouped_gemm_wq.configs_for)
+    caches = (grouped_gemm_wq.select_config, grouped_gemm_wq.select_config_pair)
     with mock.patch.object(grouped_gemm_wq, name, value):
         for cache in caches:
             cache.cache_clear()

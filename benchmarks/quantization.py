@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import engine_cache, result_rows  # noqa: E402
 from benchmarks.fidelity import cached_logits, measure_fidelity, split_windows  # noqa: E402
-from modelmill.core.progress import Progress  # noqa: E402
+from modelmill.core.progress_callback import Progress  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "quantization.jsonl"
 FLOAT32 = ("--dtype", "float32")
@@ -227,13 +227,13 @@ def keep_inputs_unquantized(engine_core: Any) -> None:
     from modelmill.weights.dense import DenseWeight
 
     for module in engine_core.model_runner.model.modules():
-        if isinstance(module, Linear) and hasattr(module.weight, "fake_quantize"):
-            module.weight = DenseWeight(module.weight.dense())
+        if isinstance(module, Linear) and hasattr(module.weight, "fake_quantize_input"):
+            module.weight = DenseWeight(module.weight.dequantize())
 
 
 def encode_text(engine_core: Any, text: str, count: int) -> list[int]:
     """The first ``count`` tokens, without BOS."""
-    from modelmill.text.tokenizer import load_tokenizer
+    from modelmill.text.tokenizer_loader import load_tokenizer
 
     return load_tokenizer(engine_core.artifact.tokenizer_files()).encode(text, bos=False)[:count]
 

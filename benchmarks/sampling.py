@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.model_shapes import SHAPES  # noqa: E402
 from benchmarks.model_step import make_step, random_model  # noqa: E402
 from modelmill.eval.provenance import provenance  # noqa: E402
-from modelmill.nn.fusion import fuse  # noqa: E402
+from modelmill.nn.fusion import fuse_model  # noqa: E402
 from modelmill.nn.step import Step  # noqa: E402
 from modelmill.ops.sample import SampleInputs, random_case  # noqa: E402
 from modelmill.ops.timing import capture_graph, time_interleaved  # noqa: E402
@@ -64,7 +64,7 @@ def make_variants(
     ops = step.ops
     logits_buffer: list[torch.Tensor] = []
 
-    fused = fuse(model)
+    fused = fuse_model(model)
 
     def leave() -> None:
         logits_buffer[:] = [fused(step)]

@@ -23,7 +23,7 @@ from benchmarks import trace_file  # noqa: E402
 from modelmill.core.types import Request, SamplingParams  # noqa: E402
 from modelmill.runtime.kv_pages import PagePool  # noqa: E402
 from modelmill.runtime.scheduler import Schedule, Scheduler, SchedulerLimits  # noqa: E402
-from modelmill.runtime.sequence import RopeRule  # noqa: E402
+from modelmill.runtime.sequence import RopeFrequencyRule  # noqa: E402
 from modelmill.runtime.sequence import Sequence as Row  # noqa: E402
 
 Lengths = Sequence[tuple[int, int]]
@@ -74,7 +74,7 @@ def simulate_seconds(
         PagePool(pages),
         1 << 12,
     )
-    rule = RopeRule("fixed", lambda _: 0)
+    rule = RopeFrequencyRule("fixed", lambda _: 0)
     for number, (prompt, answer) in enumerate(sorted(lengths, key=lambda pair: -pair[1])):
         params = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0.0)
         request = Request(id=str(number), prompt=(5,) * prompt, params=params)
@@ -91,7 +91,7 @@ def iter_steps(scheduler: Scheduler) -> Iterator[Schedule]:
         plan = scheduler.schedule()
         assert plan is not None
         yield plan
-        scheduler.advance(plan)
+        scheduler.advance_sequences(plan)
         for seq in [seq for seq, _ in plan.work if seq.pending]:
             seq.tokens.append(5)
             seq.pending = 0

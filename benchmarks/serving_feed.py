@@ -91,9 +91,9 @@ class FakeEngineCore:
 
     def stats(self) -> Any:
         """Where it stands."""
-        from modelmill.core.types import Stats
+        from modelmill.core.types import EngineStats
 
-        return Stats(len(self._left), 0, 1, 1, 0, self.steps, 0, self.num_tokens, 0, 0)
+        return EngineStats(len(self._left), 0, 1, 1, 0, self.steps, 0, self.num_tokens, 0, 0)
 
 
 def run_worker(fd: int, engine: str, step: float) -> None:
@@ -103,7 +103,7 @@ def run_worker(fd: int, engine: str, step: float) -> None:
 
     from modelmill.artifact.store import open_artifact
     from modelmill.serve.worker import EngineWorker
-    from modelmill.serve.worker_inbox import Inbox, MessageChannel
+    from modelmill.serve.worker_inbox import MessageChannel, WorkerInbox
     from modelmill.serve.worker_messages import EngineReady
 
     wire = MessageChannel(socket.socket(fileno=fd))
@@ -112,7 +112,7 @@ def run_worker(fd: int, engine: str, step: float) -> None:
     vocab = int(manifest.config["vocab_size"])
     wire.send(EngineReady(engine, "cpu", vocab, manifest.max_model_len, 1 << 20, 16, 1, 512))
     core: Any = FakeEngineCore(vocab, step)
-    EngineWorker(core, wire, Inbox(wire, on_server_gone=lambda: os._exit(0))).run()
+    EngineWorker(core, wire, WorkerInbox(wire, on_server_gone=lambda: os._exit(0))).run()
 
 
 def run_api(engine: str, root: str, step: float) -> None:

@@ -42,7 +42,7 @@ from modelmill.eval.datasets import read_request_lengths  # noqa: E402
 from modelmill.eval.openai_client import OpenAIClient  # noqa: E402
 from modelmill.eval.provenance import provenance  # noqa: E402
 from modelmill.eval.report import device_name, versions  # noqa: E402
-from modelmill.eval.serving_load import ServingLoad, run_load, summarize_load  # noqa: E402
+from modelmill.eval.serving_load import ServingLoad, run_serving_load, summarize_load  # noqa: E402
 
 MODEL = "load"
 START_SECONDS, MAX_MODEL_LEN = 300, 8192
@@ -94,7 +94,7 @@ class PeerServer:
 
     def _answers(self) -> bool:
         load = ServingLoad([(8, 4)])
-        timings, _ = asyncio.run(run_load(self.client, MODEL, load, lambda *_: None))
+        timings, _ = asyncio.run(run_serving_load(self.client, MODEL, load, lambda *_: None))
         return timings[0].error is None
 
     def versions(self) -> dict[str, str]:
@@ -105,7 +105,7 @@ class PeerServer:
 
     def measure(self, load: ServingLoad) -> dict[str, Any]:
         """The summary of a load."""
-        timings, seconds = asyncio.run(run_load(self.client, MODEL, load, lambda *_: None))
+        timings, seconds = asyncio.run(run_serving_load(self.client, MODEL, load, lambda *_: None))
         return summarize_load(timings, seconds, load)
 
     def close(self) -> None:

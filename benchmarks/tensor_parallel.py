@@ -45,20 +45,20 @@ from modelmill.core.types import Request, SamplingParams  # noqa: E402
 from modelmill.eval.provenance import provenance  # noqa: E402
 from modelmill.loader.capacity import total_device_bytes  # noqa: E402
 from modelmill.loader.model_loader import build_model  # noqa: E402
-from modelmill.nn.fusion import fuse  # noqa: E402
+from modelmill.nn.fusion import fuse_model  # noqa: E402
 from modelmill.nn.shard_model import shard_model  # noqa: E402
 from modelmill.nn.step import Step  # noqa: E402
 from modelmill.nn.synthetic_step import fill_random_weights, synthetic_step  # noqa: E402
 from modelmill.ops.add_rms_norm import add_rms_norm  # noqa: E402
 from modelmill.ops.registry import select_backends  # noqa: E402
 from modelmill.ops.timing import capture_graph, copy_bandwidth, median_time  # noqa: E402
-from modelmill.parallel.rendezvous import RendezvousServer, connect  # noqa: E402
+from modelmill.parallel.rendezvous import RendezvousServer, connect_store  # noqa: E402
 from modelmill.parallel.tp_group import SINGLE_RANK, DistributedTPGroup, TPGroup  # noqa: E402
 from modelmill.runtime.cuda_graphs import graph_limits  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
 from modelmill.runtime.graph_sizes import PaddedSize, context_bucket  # noqa: E402
-from modelmill.runtime.tp_worker import run_commands  # noqa: E402
-from modelmill.runtime.tp_workers import END, StepCommand  # noqa: E402
+from modelmill.runtime.tp_worker_pool import END, StepCommand  # noqa: E402
+from modelmill.runtime.tp_worker_process import run_commands  # noqa: E402
 
 Row = dict[str, Any]
 OUTPUT_TOKENS = 128
@@ -235,7 +235,7 @@ def prefill_graph_size(
 
 
 def _step_ms(model: nn.Module, step: Step, *, captured: bool) -> float:
-    call = functools.partial(_greedy, fuse(model), step)
+    call = functools.partial(_greedy, fuse_model(model), step)
     call()
     timed = capture_graph(call) if captured else call
     return median_time(timed, 15 if captured else 5, 4 if captured else 1, "cuda") * 1e3
@@ -349,7 +349,7 @@ def run_all_ranks(options: argparse.Namespace) -> Iterator[Row]:
         child_socket.close()
         links.append(parent_socket)
     try:
-        store = meeting.serve()
+        store = meeting.start_store()
         torch.cuda.set_device(0)
         if not options.only:
             model = random_model(options, SINGLE_RANK)
@@ -385,7 +385,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.rank:
         number, port, descriptor = map(int, options.rank.split(","))
-        tp_group = DistributedTPGroup(number, options.tp, connect(port), f"cuda:{number}", 300)
+        tp_group = DistributedTPGroup(
+            number, options.tp, connect_store(port), f"cuda:{number}", 300
+        )
         for _ in run_rank(options, tp_group, [socket.socket(fileno=descriptor)]):
             pass
         os._exit(0)  # the other ranks are gone: no NCCL shutdown

@@ -79,7 +79,7 @@ def record_steps(engine_core: EngineCore) -> list[StepRecord]:
     """Have every launched step noted, with events around it."""
     records: list[StepRecord] = []
     runner = engine_core.model_runner
-    run, sample = runner.run, runner.sample
+    run, sample = runner.launch_forward, runner.launch_sampling
     starts: list[torch.cuda.Event] = []
 
     def started(plan: Schedule) -> Any:
@@ -97,7 +97,7 @@ def record_steps(engine_core: EngineCore) -> list[StepRecord]:
         records.append(StepRecord(singles, sum(c for _, c in counts if c > 1), keys, start, end))
         return pending
 
-    runner.run, runner.sample = started, record  # type: ignore[method-assign, assignment]
+    runner.launch_forward, runner.launch_sampling = started, record  # type: ignore[method-assign, assignment]
     return records
 
 

@@ -56,7 +56,7 @@ def weight_quantizer(name: str) -> WeightQuantizer:
     static = recipe == "rptq" and not name.endswith("dynamic")
 
     def hold(weight: torch.Tensor, dtype: torch.dtype) -> WeightFormat:
-        packed = base.pack(recipe, weight, dtype, **layout)
+        packed = base.pack_as_format(recipe, weight, dtype, **layout)
         return (
             calibrated_rptq_weight(packed)
             if static and isinstance(packed, rptq.RptqWeight)
@@ -106,6 +106,6 @@ def calibrated_rptq_weight(weight: rptq.RptqWeight) -> rptq.RptqWeight:
         device=device,
     )
     each = columns // groups
-    return weight.with_static_scales(
+    return weight.with_static_input_scales(
         (1 / step).repeat_interleave(each), zero.repeat_interleave(each), step
     )

@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
         from modelmill.core import env
 
         module, attribute = _LAZY[name]
-        with env.passive_wait_imports():
+        with env.openmp_passive_during_imports():
             return getattr(import_module(module), attribute)
     raise AttributeError(f"module 'modelmill' has no attribute {name!r}")
 

@@ -14,13 +14,13 @@ from typing import Any, Self, Unpack
 
 import numpy as np
 
+from modelmill.core.api_options import check_option_names, copy_signature_from
 from modelmill.core.errors import ModelmillError
-from modelmill.core.options import check_option_names, show_signature_of
 from modelmill.core.types import POOL_MEAN, SamplingParams, SleepReport
 from modelmill.llm import LLM, LLMOptions
-from modelmill.opened_engine import closed_error
+from modelmill.opened_engine import make_closed_error
 from modelmill.outputs import OutputDelta, RequestOutput, stack_embeddings
-from modelmill.request_state import RequestState
+from modelmill.request_output_state import RequestOutputState
 from modelmill.text_processor import Messages, Prompt, as_prompt_list
 
 _DeltaCallback = Callable[[OutputDelta | BaseException | None], None]
@@ -35,15 +35,17 @@ class AsyncLLM:
     AsyncLLM raises UsageError.
     """
 
-    @show_signature_of(LLM.__init__)
+    @copy_signature_from(LLM.__init__)
     def __init__(self, model: str | Path, **options: Unpack[LLMOptions]) -> None:
         check_option_names(options, LLMOptions.__annotations__, type(self).__name__)
         self.llm = LLM(model, **options)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._running: dict[str, RequestState] = {}
+        self._running: dict[str, RequestOutputState] = {}
         self._listeners: dict[str, _DeltaCallback] = {}
         self._closed, self._close_lock = False, threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="modelmill-engine", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run_engine_loop, name="modelmill-engine", daemon=True
+        )
         self._thread.start()
 
     async def stream(
@@ -56,8 +58,8 @@ class AsyncLLM:
             async for delta in deltas:
                 yield delta
 
-    async def stream_request(self, state: RequestState) -> AsyncGenerator[OutputDelta]:
-        """Yield the deltas of a request from ``llm.request``, which any thread may have made."""
+    async def stream_request(self, state: RequestOutputState) -> AsyncGenerator[OutputDelta]:
+        """Yield the deltas of a request from ``llm.request``, which any thread may make."""
         loop = asyncio.get_running_loop()
         items = asyncio.Queue[OutputDelta | BaseException | None]()
         id = state.request.id
@@ -69,8 +71,8 @@ class AsyncLLM:
 
         with self._close_lock:  # a command queued after close() would never be read
             if self._closed or not self._thread.is_alive():
-                raise closed_error(self, self.llm.path)
-            self._commands.put(lambda: self._add(state, send))
+                raise make_closed_error(self, self.llm.path)
+            self._commands.put(lambda: self._add_request(state, send))
         try:
             while (item := await items.get()) is not None:
                 if isinstance(item, BaseException):
@@ -100,14 +102,14 @@ class AsyncLLM:
         requests = [
             self.llm.embedding_request(prompt, pooling) for prompt in as_prompt_list(prompts)
         ]
-        tasks = [asyncio.create_task(self._final_output(request)) for request in requests]
+        tasks = [asyncio.create_task(self._await_final_output(request)) for request in requests]
         try:
             return stack_embeddings(await asyncio.gather(*tasks), dimensions)
         finally:
             for task in tasks:  # some still run if one has failed or the caller was cancelled
                 task.cancel()
 
-    async def _final_output(self, state: RequestState) -> RequestOutput:
+    async def _await_final_output(self, state: RequestOutputState) -> RequestOutput:
         async with contextlib.aclosing(self.stream_request(state)) as deltas:
             async for _ in deltas:
                 pass
@@ -115,13 +117,13 @@ class AsyncLLM:
 
     async def sleep(self) -> SleepReport:
         """Give the engine's memory back, as ``LLM.sleep``; no request may run."""
-        return await self._on_engine_thread(self.llm.sleep)
+        return await self._run_on_engine_thread(self.llm.sleep)
 
     async def wake_up(self) -> SleepReport:
         """Take the memory again, as ``LLM.wake_up``."""
-        return await self._on_engine_thread(self.llm.wake_up)
+        return await self._run_on_engine_thread(self.llm.wake_up)
 
-    async def _on_engine_thread(self, call: Callable[[], SleepReport]) -> SleepReport:
+    async def _run_on_engine_thread(self, call: Callable[[], SleepReport]) -> SleepReport:
         """Call between two steps, unless the caller leaves before. Raises what ``call`` raises."""
         done: Future[SleepReport] = Future()
 
@@ -135,13 +137,13 @@ class AsyncLLM:
 
         with self._close_lock:  # a command queued after close() would never be read
             if self._closed or not self._thread.is_alive():
-                raise closed_error(self, self.llm.path)
+                raise make_closed_error(self, self.llm.path)
             self._commands.put(run)
         return await asyncio.wrap_future(done)
 
     def abort(self, request_id: str) -> None:
         """End a request; unknown and finished ones are ignored."""
-        self._commands.put(lambda: self._drop(request_id))
+        self._commands.put(lambda: self._drop_request(request_id))
 
     def close(self) -> None:
         """Abort all requests and stop the thread; calling it again does nothing."""
@@ -170,18 +172,18 @@ class AsyncLLM:
     # -- on the engine's thread
     # -------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run_engine_loop(self) -> None:
         while True:
             while not (self.llm.engine_core.has_work and self._commands.empty()):
                 command = self._commands.get()
                 if command is None:
-                    self._fail(ModelmillError("the engine was closed"))
+                    self._fail_all_requests(ModelmillError("the engine was closed"))
                     return
                 command()
             try:
                 deltas = self.llm.step(self._running)
             except Exception as error:
-                self._fail(error)
+                self._fail_all_requests(error)
                 continue
             for delta in deltas:
                 listener = self._listeners.get(delta.output.id)
@@ -190,7 +192,7 @@ class AsyncLLM:
                     if delta.output.finished:
                         self._listeners.pop(delta.output.id)(None)
 
-    def _add(self, state: RequestState, listener: _DeltaCallback) -> None:
+    def _add_request(self, state: RequestOutputState, listener: _DeltaCallback) -> None:
         try:
             core = self.llm.engine_core
             core.add(state.request, partial(self.llm.language.make_guide, vocab=core.vocab))
@@ -201,12 +203,12 @@ class AsyncLLM:
         self._running[state.request.id] = state
         self._listeners[state.request.id] = listener
 
-    def _drop(self, id: str) -> None:
+    def _drop_request(self, id: str) -> None:
         if self._running.pop(id, None) is not None:
             self.llm.engine_core.abort(id)
         self._listeners.pop(id, None)
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail_all_requests(self, error: BaseException) -> None:
         """Send ``error`` to every open request and abort them all."""
         for id, listener in list(self._listeners.items()):
             self.llm.engine_core.abort(id)

@@ -13,30 +13,30 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 
 from modelmill.artifact.manifest import check_engine_type
-from modelmill.artifact.store import is_engine
+from modelmill.artifact.store import is_engine_folder
 from modelmill.core import log
+from modelmill.core.api_options import (
+    BUILD_FIELDS,
+    RUN_FIELDS,
+    EngineOptions,
+    check_option_names,
+    describe_options,
+    show_options_in_signature,
+)
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.env import cache_dir
 from modelmill.core.errors import UsageError
-from modelmill.core.options import (
-    BUILD_FIELDS,
-    RUN_FIELDS,
-    EngineOptions,
-    accept_options,
-    check_option_names,
-    describe_options,
-)
-from modelmill.core.progress import Progress
+from modelmill.core.progress_callback import Progress
 from modelmill.core.types import POOL_MEAN, SamplingParams, SleepReport
 from modelmill.loader.device import compile_cpu_kernels
 from modelmill.opened_engine import (
     OpenedEngine,
-    opening_progress,
+    show_opening_progress,
 )
 from modelmill.outputs import OutputDelta, RequestOutput, stack_embeddings
-from modelmill.progress import show_progress
-from modelmill.request_state import RequestState
+from modelmill.progress_display import show_progress
+from modelmill.request_output_state import RequestOutputState
 from modelmill.runtime import sleep_mode
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.text_processor import (
@@ -44,7 +44,7 @@ from modelmill.text_processor import (
     Prompt,
     TextProcessor,
     as_prompt_list,
-    check_params,
+    check_sampling_params,
     params_per_prompt,
 )
 
@@ -89,7 +89,7 @@ class LLM(OpenedEngine[EngineCore]):
         ModelmillError: The checkpoint, the engine or the device cannot be used.
     """
 
-    @accept_options(RunConfig, BuildConfig)
+    @show_options_in_signature(RunConfig, BuildConfig)
     def __init__(
         self,
         model: str | Path,
@@ -106,7 +106,7 @@ class LLM(OpenedEngine[EngineCore]):
         engine = Path(model)
         self.path = engine
         self._opened: EngineCore | None = None
-        with opening_progress(engine, progress) as report:
+        with show_opening_progress(engine, progress) as report:
             self._open(engine, chat_template, options, report, openai_defaults)
 
     def _open(
@@ -135,9 +135,9 @@ class LLM(OpenedEngine[EngineCore]):
         )
         self.tokenizer, self.chat_format = language.tokenizer, language.chat_format
         self.defaults, self.eos_ids = language.defaults, language.eos_ids
-        if (unused := language.generation_defaults.warning()) is not None:
+        if (unused := language.generation_defaults.unused_warning()) is not None:
             _log.warning("%s", unused)
-        self._running: dict[str, RequestState] = {}
+        self._running: dict[str, RequestOutputState] = {}
         self._delta_queues: dict[str, deque[OutputDelta]] = {}
 
     @property
@@ -284,32 +284,32 @@ class LLM(OpenedEngine[EngineCore]):
         requests = [self.embedding_request(prompt, pooling) for prompt in as_prompt_list(prompts)]
         return stack_embeddings(self._run_requests(requests, progress), dimensions)
 
-    def embedding_request(self, prompt: Prompt, pooling: str = POOL_MEAN) -> RequestState:
+    def embedding_request(self, prompt: Prompt, pooling: str = POOL_MEAN) -> RequestOutputState:
         """Make a request for a prompt's embedding, without queueing it. Raises RequestError."""
         request = self.request(prompt, SamplingParams(max_tokens=0)).request
-        return RequestState(replace(request, pooling=pooling), None, None)
+        return RequestOutputState(replace(request, pooling=pooling), None, None)
 
     def request(
         self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any
-    ) -> RequestState:
+    ) -> RequestOutputState:
         """Make a request of a prompt in any form or a conversation, without queueing it.
 
         Raises RequestError.
         """
         self.opened_or_raise  # noqa: B018 -- raises UsageError if closed
-        return self.language.request(prompt, check_params(params), **template)
+        return self.language.request(prompt, check_sampling_params(params), **template)
 
     def chat_request(
         self, messages: Messages, params: SamplingParams | None, **template: Any
-    ) -> RequestState:
+    ) -> RequestOutputState:
         """Make a request of one conversation, without queueing it.
 
         Raises UsageError if the engine has no chat template.
         """
         self.opened_or_raise  # noqa: B018 -- raises UsageError if closed
-        return self.language.chat_request(messages, check_params(params), **template)
+        return self.language.chat_request(messages, check_sampling_params(params), **template)
 
-    def stream_request(self, request: RequestState) -> Iterator[OutputDelta]:
+    def stream_request(self, request: RequestOutputState) -> Iterator[OutputDelta]:
         """Yield the deltas of a request that ``request`` or ``chat_request`` made.
 
         Closing the iterator aborts it.
@@ -321,7 +321,7 @@ class LLM(OpenedEngine[EngineCore]):
     # ---------------------------------------------------------------------------
 
     def _run_requests(
-        self, states: Sequence[RequestState], progress: bool | None
+        self, states: Sequence[RequestOutputState], progress: bool | None
     ) -> list[RequestOutput]:
         done = 0
         with show_progress(
@@ -333,7 +333,7 @@ class LLM(OpenedEngine[EngineCore]):
                     report("prompts", done, len(states))
         return [state.output for state in states]
 
-    def _step_until_done(self, states: Sequence[RequestState]) -> Iterator[OutputDelta]:
+    def _step_until_done(self, states: Sequence[RequestOutputState]) -> Iterator[OutputDelta]:
         """Queue the requests and step until all have ended; closing the iterator aborts the rest.
 
         Several of these iterators may be active at once (a stream is read while another one
@@ -360,7 +360,7 @@ class LLM(OpenedEngine[EngineCore]):
                 if self._running.pop(id, None) is not None and self._opened is not None:
                     self._opened.abort(id)
 
-    def step(self, running: dict[str, RequestState]) -> list[OutputDelta]:
+    def step(self, running: dict[str, RequestOutputState]) -> list[OutputDelta]:
         """Run one engine step and return its deltas.
 
         Args:
@@ -371,7 +371,7 @@ class LLM(OpenedEngine[EngineCore]):
             state = running.get(token.request_id)
             if state is None:
                 continue
-            delta, stopped = state.process(token)
+            delta, stopped = state.process_token_output(token)
             if stopped:
                 self.engine_core.finish_on_stop_string(token.request_id, token.index)
             if state.output.finished:
@@ -412,19 +412,19 @@ def build_engine(
     Raises:
         AcceptanceError: The engine did not pass.
     """
-    from modelmill.accept.run import accept
+    from modelmill.accept.run import accept_staged_engine
     from modelmill.builder.autotune_measure import autotune
     from modelmill.builder.build_engine import build
-    from modelmill.builder.plan import make_plan
+    from modelmill.builder.plan import make_build_plan
     from modelmill.checkpoint.open import open_checkpoint
 
     if plan is None:
-        plan = make_plan(
+        plan = make_build_plan(
             open_checkpoint(Path(checkpoint), delta=delta, vision=vision), config or BuildConfig()
         )
 
     def check_staged(staged: Path, staged_plan: Any) -> dict[str, Any]:
-        return accept(staged, staged_plan.checkpoint, on_progress=on_progress)
+        return accept_staged_engine(staged, staged_plan.checkpoint, on_progress=on_progress)
 
     run_autotune = (lambda plan: autotune(plan, on_progress)) if tune else None
     return build(plan, Path(out), check_staged if check else None, on_progress, run_autotune)
@@ -436,13 +436,13 @@ def resolve_engine_path(
     progress: Progress,
     engine_type: str | None = "language",
 ) -> Path:
-    """Return ``model`` if it is an engine, or the engine of a checkpoint as ``ensure_engine`` does.
+    """Return ``model`` if it is an engine, else what ``ensure_cached_engine`` returns.
 
     Raises:
         UsageError: There are build options for a built engine.
     """
-    if not is_engine(model):
-        return ensure_engine(model, BuildConfig(**build), progress, engine_type)
+    if not is_engine_folder(model):
+        return ensure_cached_engine(model, BuildConfig(**build), progress, engine_type)
     if build:
         raise UsageError(
             f"{', '.join(build)}: decided when an engine is built, and {model} is already "
@@ -451,7 +451,7 @@ def resolve_engine_path(
     return model
 
 
-def ensure_engine(
+def ensure_cached_engine(
     checkpoint: Path,
     config: BuildConfig,
     on_progress: Progress | None = None,
@@ -468,7 +468,7 @@ def ensure_engine(
     Raises:
         UsageError: The checkpoint's model has another type, or the recipe does not use an option.
     """
-    from modelmill.builder.plan import make_plan
+    from modelmill.builder.plan import make_build_plan
     from modelmill.builder.recipe_options import check_recipe_options
     from modelmill.checkpoint.open import open_checkpoint
 
@@ -476,12 +476,12 @@ def ensure_engine(
     compile_cpu_kernels(
         "cpu" if config.target == "cpu" else "auto", on_progress or (lambda *_: None)
     )
-    plan = make_plan(open_checkpoint(checkpoint), config)
+    plan = make_build_plan(open_checkpoint(checkpoint), config)
     check_recipe_options(config, segmentation=plan.engine_type != "language")
     if engine_type is not None:
         check_engine_type(checkpoint, plan.engine_type, engine_type)
     engine = cache_dir() / "engines" / f"{checkpoint.stem}-{plan.resume_key()[:16]}.engine"
-    if not is_engine(engine):
+    if not is_engine_folder(engine):
         sys.stderr.write(f"modelmill: building an engine for {checkpoint} into {engine}\n")
         sys.stderr.writelines(f"modelmill: warning: {warning}\n" for warning in plan.warnings)
         build_engine(checkpoint, engine, config, on_progress=on_progress, tune=False, plan=plan)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Generic, Self, TypeVar
 
 from modelmill.core.errors import UsageError
-from modelmill.core.progress import Progress
-from modelmill.progress import show_progress
+from modelmill.core.progress_callback import Progress
+from modelmill.progress_display import show_progress
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ class OpenedEngine(ABC, Generic[T]):
     def opened_or_raise(self) -> T:
         """What runs the model. Raises UsageError once it is closed."""
         if self._opened is None:
-            raise closed_error(self, self.path)
+            raise make_closed_error(self, self.path)
         return self._opened
 
     @property
@@ -46,13 +46,13 @@ class OpenedEngine(ABC, Generic[T]):
         self.close()
 
 
-def closed_error(opened: object, path: Path) -> UsageError:
+def make_closed_error(opened: object, path: Path) -> UsageError:
     """The error of a call on a closed object."""
     return UsageError(f"this {type(opened).__name__} ({path}) is closed; open the engine again")
 
 
 @contextlib.contextmanager
-def opening_progress(model: Path, progress: Progress | bool | None) -> Iterator[Progress]:
+def show_opening_progress(model: Path, progress: Progress | bool | None) -> Iterator[Progress]:
     """Yield the progress callback of opening ``model``.
 
     Args:

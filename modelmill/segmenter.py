@@ -10,27 +10,27 @@ import numpy as np
 import torch
 
 from modelmill.artifact.store import open_artifact
-from modelmill.artifact.verify import verify
-from modelmill.core.byte_size import format_bytes
-from modelmill.core.config import BuildConfig, from_dict
-from modelmill.core.errors import RequestError, UsageError
-from modelmill.core.options import (
+from modelmill.artifact.verify import verify_file_hashes
+from modelmill.core.api_options import (
     SegmenterOptions,
-    accept_options,
     check_option_names,
     describe_options,
+    show_options_in_signature,
 )
-from modelmill.core.progress import Progress
-from modelmill.loader.device import compile_cpu_kernels, pick_device, use_threads
+from modelmill.core.byte_size import format_bytes
+from modelmill.core.config import BuildConfig, config_from_dict
+from modelmill.core.errors import RequestError, UsageError
+from modelmill.core.progress_callback import Progress
+from modelmill.loader.device import compile_cpu_kernels, pick_device, set_cpu_threads
 from modelmill.opened_engine import (
     OpenedEngine,
-    opening_progress,
+    show_opening_progress,
 )
 from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions
 from modelmill.vision.draw import mask_prompt_logits
-from modelmill.vision.image import BLACK, as_image, open_image
+from modelmill.vision.image import BLACK, open_image, to_rgb_image
 from modelmill.vision.open_model import ENGINE_TYPE, open_sam_model
-from modelmill.vision.prompts import Prompt, check_inside, make_prompt
+from modelmill.vision.prompts import Prompt, check_prompt_inside_image, make_prompt
 from modelmill.vision.sam_model import ImageEmbedding, Mask, SamModel
 
 START_OPTIONS = ("device", "kernels", "threads")
@@ -61,7 +61,7 @@ class Segmenter(OpenedEngine[SamModel]):
         ModelmillError: The checkpoint, the engine or the device cannot be used.
     """
 
-    @accept_options(BuildConfig)
+    @show_options_in_signature(BuildConfig)
     def __init__(
         self,
         model: str | Path,
@@ -76,7 +76,7 @@ class Segmenter(OpenedEngine[SamModel]):
         self.path, self.device = Path(model), pick_device(device)
         self._opened: SamModel | None = None
         self._embedding: ImageEmbedding | None = None
-        with opening_progress(self.path, progress) as report:
+        with show_opening_progress(self.path, progress) as report:
             self._open(kernels, threads, build, report)
 
     def _open(
@@ -92,9 +92,9 @@ class Segmenter(OpenedEngine[SamModel]):
         engine = resolve_engine_path(self.path, build, progress, ENGINE_TYPE)
         artifact = open_artifact(engine)
         if self.device == "cpu":
-            use_threads(threads)
+            set_cpu_threads(threads)
         model = open_sam_model(artifact, self.device, kernels)
-        verify(artifact)
+        verify_file_hashes(artifact)
         self.path = engine
         self.manifest = artifact.manifest
         self._opened = model
@@ -150,7 +150,7 @@ class Segmenter(OpenedEngine[SamModel]):
         Returns:
             Masks, best first.
         """
-        rough = None if mask is None else self._mask_logits(mask, self._current_embedding(None))
+        rough = None if mask is None else self._to_mask_logits(mask, self._require_embedding(None))
         return self.predict_all([make_prompt(points, labels, box, rough)], multimask=multimask)[0]
 
     def predict_all(
@@ -167,19 +167,19 @@ class Segmenter(OpenedEngine[SamModel]):
             embedding: Of the image; None: the image that was set.
             multimask: As for ``predict``.
         """
-        current = self._current_embedding(embedding)
+        current = self._require_embedding(embedding)
         for prompt in prompts:
-            check_inside(prompt, current.size)
+            check_prompt_inside_image(prompt, current.size)
         return self.model.predict_all(current, prompts, multimask)
 
-    def _current_embedding(self, embedding: ImageEmbedding | None) -> ImageEmbedding:
+    def _require_embedding(self, embedding: ImageEmbedding | None) -> ImageEmbedding:
         self.opened_or_raise  # noqa: B018 -- raises UsageError if closed
         current = embedding or self._embedding
         if current is None:
             raise UsageError("there is no image yet: call set_image(image) before predict")
         return current
 
-    def _mask_logits(self, mask: Any, embedding: ImageEmbedding) -> torch.Tensor:
+    def _to_mask_logits(self, mask: Any, embedding: ImageEmbedding) -> torch.Tensor:
         """Convert a mask in any form to prompt logits [S, S] float32. Raises RequestError."""
         if isinstance(mask, np.ndarray):
             mask = torch.from_numpy(np.ascontiguousarray(mask))
@@ -193,7 +193,7 @@ class Segmenter(OpenedEngine[SamModel]):
         if isinstance(mask, (str, Path, bytes)):
             image = open_image(mask, "the mask", background=BLACK)
         else:
-            image = as_image(mask, "the mask")
+            image = to_rgb_image(mask, "the mask")
         return mask_prompt_logits(
             image,
             embedding.size,
@@ -221,7 +221,7 @@ class Segmenter(OpenedEngine[SamModel]):
         if changes:
             if options is not None:
                 raise UsageError("give options, or single fields of it, not both")
-            options = from_dict(AutomaticMaskOptions, changes, "everything")
+            options = config_from_dict(AutomaticMaskOptions, changes, "everything")
         return self.model.generate_masks(image, options, progress)
 
     def generate_masks(

@@ -18,30 +18,34 @@ from typing import Any
 from modelmill import __version__
 from modelmill.artifact.manifest import MANIFEST_FILE, Manifest
 from modelmill.core.errors import CorruptArtifact, RequestError, TokenizerError, UsageError
-from modelmill.core.generation_defaults import GenerationDefaults, read_generation
+from modelmill.core.generation_defaults import GenerationDefaults, read_generation_config
 from modelmill.core.types import (
     TOKEN_IDS,
-    EmbeddingSpan,
     Grammar,
     Guide,
+    ImageEmbeddingSpan,
     Request,
     SamplingParams,
 )
-from modelmill.request_state import RequestState
+from modelmill.request_output_state import RequestOutputState
 from modelmill.text import grammar as grammars
 from modelmill.text.allowed_tokens import AllowedTokensGuide
-from modelmill.text.answer_grammar import PromptThinking, answer_grammar
-from modelmill.text.answer_history import AnswerHistory, PromptTail, record_past_answer
+from modelmill.text.answer_grammar import PromptThinking, whole_answer_grammar
+from modelmill.text.answer_history import AnswerHistory, PromptTail, make_past_answer
 from modelmill.text.answer_pieces import ParsedAnswer
-from modelmill.text.answer_splice import AnswerSplicer, prompt_tail
-from modelmill.text.call_reader import ToolSchemas
-from modelmill.text.chat import ChatFormat, TemplateChat, load_chat
-from modelmill.text.chat_format_files import control_marks, load_format, text_marks
-from modelmill.text.chat_template_files import read_default_template, with_chat_template
+from modelmill.text.answer_splice import AnswerSplicer, extract_prompt_tail
+from modelmill.text.chat_format_loader import ChatFormat, TemplateChatFormat, load_chat_format
+from modelmill.text.chat_format_registry import (
+    load_chat_syntax,
+    parser_marks_with_calls,
+    parser_marks_without_calls,
+)
+from modelmill.text.chat_template_files import read_default_template, replace_chat_template
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
-from modelmill.text.image_chat import ImageChat, ImagePart
-from modelmill.text.messages import Messages
-from modelmill.text.tokenizer import Tokenizer, load_tokenizer
+from modelmill.text.image_chat import ImageChatFormat, ImagePart
+from modelmill.text.message_validation import Messages
+from modelmill.text.tokenizer_loader import Tokenizer, load_tokenizer
+from modelmill.text.tool_call_reader import ToolSchemas
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
@@ -85,7 +89,7 @@ class TextProcessor:
         """
         files = dict(files)
         if chat_template is not None:
-            files = with_chat_template(files, chat_template)
+            files = replace_chat_template(files, chat_template)
         self.path = path
         self.manifest = manifest
         self._allow_local_files = allow_local_files
@@ -93,33 +97,35 @@ class TextProcessor:
         self.max_image_pixels: int | None = None
         self.tokenizer: Tokenizer | None = load_tokenizer(files) if files else None
         self.chat_format: ChatFormat | None = (
-            load_chat(files, self.tokenizer) if self.tokenizer else None
+            load_chat_format(files, self.tokenizer) if self.tokenizer else None
         )
         self.chat_template_text = "" if IMAGE_CHAT in files else read_default_template(files)
-        self.generation_defaults = _load_defaults(path, manifest, openai=openai_defaults)
+        self.generation_defaults = _load_generation_defaults(path, manifest, openai=openai_defaults)
         self.defaults = dict(self.generation_defaults.values)
-        self.eos_ids = eos_ids(manifest, self.tokenizer)
+        self.eos_ids = resolve_eos_ids(manifest, self.tokenizer)
         self._base_model_stop_strings = _base_model_stop_strings(manifest)
         self._request_counter = itertools.count()
         self._guides: grammars.GuideFactory | None = None
         self._answer_history = AnswerHistory()
 
-    def with_options(self, options: Mapping[str, object]) -> TextProcessor:
+    def with_template_options(self, options: Mapping[str, object]) -> TextProcessor:
         """Return the processor of a request with these variables of the chat template."""
-        chat_format = None if self.chat_format is None else self.chat_format.with_options(options)
+        chat_format = (
+            None if self.chat_format is None else self.chat_format.with_template_options(options)
+        )
         if chat_format is self.chat_format:
             return self
         variant = copy.copy(self)
         variant.chat_format = chat_format
         return variant
 
-    def limit_inputs(self, max_image_pixels: int, max_text_tokens: int) -> None:
+    def set_input_limits(self, max_image_pixels: int, max_text_tokens: int) -> None:
         """Refuse larger images and longer texts from now on, as a server does."""
         self.max_image_pixels = max_image_pixels
         if self.tokenizer is not None:
             self.tokenizer.set_max_tokens(max_text_tokens)
 
-    def limit_answer_history(self, max_bytes: int) -> None:
+    def reset_answer_history(self, max_bytes: int) -> None:
         """Remember the tokens of earlier answers in so many bytes from now on; 0: of none."""
         self._answer_history = AnswerHistory(max_bytes)
 
@@ -144,7 +150,7 @@ class TextProcessor:
         *,
         grammar: Grammar | None = None,
         **template: Any,
-    ) -> RequestState:
+    ) -> RequestOutputState:
         """Make a request of a prompt in any form, or of a conversation, without queueing it.
 
         Args:
@@ -160,22 +166,24 @@ class TextProcessor:
                 f"{', '.join(template)}: only for a chat template, but the prompt is not a "
                 "conversation; leave it out, or pass messages"
             )
-        request = self._request(
+        request = self._build_request(
             self.encode_prompt(prompt),
             params,
             self.eos_ids,
             self._base_model_stop_strings,
-            _cache_salt(prompt),
+            _checked_cache_salt(prompt),
         )
         request = replace(request, grammar=grammar)
-        follows = grammar is not None or self._is_text(request.prompt)
-        return RequestState(request, prompt_text(prompt), self.tokenizer, continues_prompt=follows)
+        follows = grammar is not None or self._has_text_tokens(request.prompt)
+        return RequestOutputState(
+            request, prompt_text(prompt), self.tokenizer, continues_prompt=follows
+        )
 
-    def _is_text(self, ids: Sequence[int]) -> bool:
+    def _has_text_tokens(self, ids: Sequence[int]) -> bool:
         """Whether ids hold more than control tokens (such as BOS)."""
         tokenizer = self.tokenizer
         return tokenizer is not None and any(
-            not tokenizer.is_skipped(i) and tokenizer.token_bytes(i) for i in ids
+            not tokenizer.is_skipped_in_decode(i) and tokenizer.token_bytes(i) for i in ids
         )
 
     def chat_request(
@@ -194,7 +202,7 @@ class TextProcessor:
         tool_schemas: ToolSchemas | None = None,
         sent_messages: Messages = (),
         **template: Any,
-    ) -> RequestState:
+    ) -> RequestOutputState:
         """Make a request of one conversation, without queueing it.
 
         Args:
@@ -221,18 +229,18 @@ class TextProcessor:
                 f"{self.path} has no chat template; give one (chatml, vicuna, a file), or a plain "
                 "prompt"
             )
-        spans: tuple[EmbeddingSpan, ...] = ()
+        spans: tuple[ImageEmbeddingSpan, ...] = ()
         tail: PromptTail | None = None
-        if isinstance(self.chat_format, TemplateChat):
+        if isinstance(self.chat_format, TemplateChatFormat):
             pieces = self.chat_format.render_pieces(messages, add_generation_prompt, **template)
             if add_generation_prompt and not answer_start:
-                tail = self._prompt_tail(pieces)
+                tail = self._extract_prompt_tail(pieces)
             ids = self.encode_reusing_answers(pieces, sent_messages, tool_schemas or {}, cache_salt)
-        elif isinstance(self.chat_format, ImageChat):
+        elif isinstance(self.chat_format, ImageChatFormat):
             ids, images = self.chat_format.encode_with_images(
                 messages, add_generation_prompt=add_generation_prompt, **template
             )
-            spans = tuple(self._image_span(position, image) for position, image in images)
+            spans = tuple(self._make_image_span(position, image) for position, image in images)
         else:
             ids = self.chat_format.encode(
                 messages, add_generation_prompt=add_generation_prompt, **template
@@ -245,10 +253,10 @@ class TextProcessor:
                 raise RequestError("a prompt with images cannot be truncated; shorten it")
             ids = ids[-kept_prompt_tokens:]
         eos = tuple(dict.fromkeys((*self.eos_ids, *self.chat_format.stop_ids)))
-        request = self._request(ids, params, eos, tuple(self.chat_format.stop_strings), cache_salt)
+        request = self._build_request(ids, params, eos, self.chat_format.stop_strings, cache_salt)
         # the original MiniGPT-4 passes only embeddings to its language model, BLIP-2 ids as well
         penalize_prompt = (
-            not isinstance(self.chat_format, ImageChat) or self.chat_format.penalize_prompt
+            not isinstance(self.chat_format, ImageChatFormat) or self.chat_format.penalize_prompt
         )
         thinking = self.chat_format.thinking if parses_thinking else None
         if thinking_budget is not None and thinking is None:
@@ -256,8 +264,8 @@ class TextProcessor:
                 "thinking_token_budget: the chat template of this model has no thinking; leave it "
                 "out"
             )
-        prompt_thinking = self._prompt_thinking(ids)
-        grammar = answer_grammar(
+        prompt_thinking = self._detect_prompt_thinking(ids)
+        grammar = whole_answer_grammar(
             grammar, self.chat_format.format_name, thinking, prompt_thinking, thinking_budget
         )
         if grammar is not None and grammar.grammar_type == "answer":
@@ -266,7 +274,7 @@ class TextProcessor:
             request, grammar=grammar, embedding_spans=spans, penalize_prompt=penalize_prompt
         )
         # a grammar checks every byte of the first token, so its leading space must stay in the text
-        return RequestState(
+        return RequestOutputState(
             request,
             None,
             self.tokenizer,
@@ -285,13 +293,13 @@ class TextProcessor:
     ) -> list[int]:
         """Return the ids of a rendered conversation; answers of this engine keep their tokens."""
         assert self.tokenizer is not None, "a conversation was rendered for a tokenizer"
-        past = self._answer_history.find(sent_messages, cache_salt)
+        past = self._answer_history.find_answers(sent_messages, cache_salt)
         if past:
-            pieces = self._splicer(tool_schemas).splice(pieces, past)
+            pieces = self._make_answer_splicer(tool_schemas).splice(pieces, past)
         return self.tokenizer.encode_pieces(pieces)
 
     def remember_answer(
-        self, state: RequestState, token_ids: Sequence[int], answer: ParsedAnswer
+        self, state: RequestOutputState, token_ids: Sequence[int], answer: ParsedAnswer
     ) -> None:
         """Keep the tokens of a complete answer for prompts that repeat it.
 
@@ -305,10 +313,10 @@ class TextProcessor:
         ids = token_ids[:-1] if token_ids[-1] in state.request.eos_ids else token_ids
         thinks = state.prompt_thinking == "open"
         self._answer_history.add(
-            record_past_answer(answer, ids, state.prompt_tail, thinks), state.request.cache_salt
+            make_past_answer(answer, ids, state.prompt_tail, thinks), state.request.cache_salt
         )
 
-    def _prompt_tail(self, pieces: Sequence[str | int]) -> PromptTail | None:
+    def _extract_prompt_tail(self, pieces: Sequence[str | int]) -> PromptTail | None:
         assert self.tokenizer is not None
         assert self.chat_format is not None
         thinking = self.chat_format.thinking
@@ -319,15 +327,17 @@ class TextProcessor:
             for piece in pieces[-PROMPT_END_TOKENS:]
         ).rstrip()
         marks = () if thinking is None else thinking.marks
-        return prompt_tail(pieces, self.tokenizer, thinking if end.endswith(marks) else None)
+        return extract_prompt_tail(
+            pieces, self.tokenizer, thinking if end.endswith(marks) else None
+        )
 
-    def _splicer(self, tool_schemas: ToolSchemas) -> AnswerSplicer:
+    def _make_answer_splicer(self, tool_schemas: ToolSchemas) -> AnswerSplicer:
         chat_format = self.chat_format
         assert self.tokenizer is not None
-        assert isinstance(chat_format, TemplateChat)
+        assert isinstance(chat_format, TemplateChatFormat)
         return AnswerSplicer(
             self.tokenizer,
-            load_format(chat_format.format_name),
+            load_chat_syntax(chat_format.format_name),
             chat_format.thinking,
             chat_format.end_ids | frozenset(self.eos_ids),
             self._visible_control_tokens(bool(tool_schemas), chat_format.thinking is not None),
@@ -338,14 +348,16 @@ class TextProcessor:
         """Control tokens that the answer parser needs in the text."""
         if self.chat_format is None or self.tokenizer is None:
             return frozenset()
-        syntax, special = load_format(self.chat_format.format_name), self.tokenizer.special
+        syntax, special = load_chat_syntax(self.chat_format.format_name), self.tokenizer.special
         marks = set[str]()
         if calls or (thinking and syntax.calls.style == "harmony"):
-            marks.update(control_marks(syntax, None))
-        marks.update(text_marks(syntax, self.chat_format.thinking if thinking else None))
+            marks.update(parser_marks_with_calls(syntax, None))
+        marks.update(
+            parser_marks_without_calls(syntax, self.chat_format.thinking if thinking else None)
+        )
         return frozenset(special[mark] for mark in marks if mark in special)
 
-    def _prompt_thinking(self, ids: Sequence[int]) -> PromptThinking:
+    def _detect_prompt_thinking(self, ids: Sequence[int]) -> PromptThinking:
         """What the end of the prompt says of the thinking."""
         thinking = None if self.chat_format is None else self.chat_format.thinking
         if thinking is None or self.tokenizer is None:
@@ -359,7 +371,7 @@ class TextProcessor:
     @functools.cached_property
     def checkpoint_defaults(self) -> GenerationDefaults:
         """The defaults without OpenAI's, even if ``openai_defaults`` is set."""
-        return _load_defaults(self.path, self.manifest, openai=False)
+        return _load_generation_defaults(self.path, self.manifest, openai=False)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -370,19 +382,19 @@ class TextProcessor:
     @property
     def supports_images(self) -> bool:
         """Whether conversations may contain images."""
-        return isinstance(self.chat_format, ImageChat)
+        return isinstance(self.chat_format, ImageChatFormat)
 
-    def _image_span(self, position: int, image: ImagePart) -> EmbeddingSpan:
+    def _make_image_span(self, position: int, image: ImagePart) -> ImageEmbeddingSpan:
         """The embedding span of one image; its handle is the pixels for the vision encoder."""
         from modelmill.vision.image_input import decode_data_url, load_square_image
 
-        assert isinstance(self.chat_format, ImageChat), "only this format contains images"
+        assert isinstance(self.chat_format, ImageChatFormat), "only this format contains images"
         if not image.is_url and not self._allow_local_files:
             raise RequestError(f"{image.location}: an image must be an image_url with a data URL")
         size = int(self.manifest.config["image_embedder"]["vision_encoder"]["image"])
         source = decode_data_url(image.source, image.location) if image.is_url else image.source
         pixels, digest = load_square_image(source, size, image.location, self.max_image_pixels)
-        return EmbeddingSpan(position, self.chat_format.image_tokens, digest, pixels)
+        return ImageEmbeddingSpan(position, self.chat_format.image_tokens, digest, pixels)
 
     def encode_prompt(self, prompt: Any) -> list[int]:
         """Token ids of a prompt in any of its forms."""
@@ -395,7 +407,7 @@ class TextProcessor:
                     '"cache_salt"'
                 )
             if "prompt_token_ids" in prompt:
-                return _check_ids(prompt["prompt_token_ids"])
+                return _check_prompt_ids(prompt["prompt_token_ids"])
             prompt = prompt["prompt"]
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -404,7 +416,7 @@ class TextProcessor:
                     "(run: in --file)"
                 )
             return self.tokenizer.encode(prompt)
-        return _check_ids(prompt)
+        return _check_prompt_ids(prompt)
 
     def make_guide(self, request: Request, vocab: int) -> Guide:
         """Make the guide of a request with a grammar.
@@ -427,7 +439,7 @@ class TextProcessor:
         ends = (
             () if request.params.ignore_eos else (*request.eos_ids, *request.params.stop_token_ids)
         )
-        return self._guides.make(request.grammar, ends)
+        return self._guides.make_guide(request.grammar, ends)
 
     @functools.cached_property
     def max_token_bytes(self) -> int:
@@ -439,7 +451,7 @@ class TextProcessor:
             else max(16, *(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)))
         )
 
-    def check_length(self, prompt: str | Sequence[int], max_tokens: int) -> None:
+    def check_prompt_length(self, prompt: str | Sequence[int], max_tokens: int) -> None:
         """Raise RequestError if a prompt has more than ``max_tokens`` tokens in any tokenization.
 
         Cheap: it lets the server refuse an oversized text without tokenizing it.
@@ -455,7 +467,7 @@ class TextProcessor:
                 f"the prompt has {len(prompt)} tokens, this engine takes {max_tokens}; shorten it"
             )
 
-    def _request(
+    def _build_request(
         self,
         ids: list[int],
         params: SamplingParams | None,
@@ -512,7 +524,7 @@ def params_per_prompt(
     return list(params)
 
 
-def check_params(params: SamplingParams | None) -> SamplingParams | None:
+def check_sampling_params(params: SamplingParams | None) -> SamplingParams | None:
     """Return the parameters of one prompt; RequestError if they are of another type."""
     if not isinstance(params, SamplingParams | None):
         raise RequestError(
@@ -521,10 +533,10 @@ def check_params(params: SamplingParams | None) -> SamplingParams | None:
     return params
 
 
-def _load_defaults(path: Path, manifest: Any, *, openai: bool) -> GenerationDefaults:
+def _load_generation_defaults(path: Path, manifest: Any, *, openai: bool) -> GenerationDefaults:
     """The sampling defaults of an engine. Raises CorruptArtifact if the manifest's are invalid."""
     try:
-        return read_generation(
+        return read_generation_config(
             manifest.generation, str(manifest.source.get("container", "")), openai=openai
         )
     except RequestError as error:
@@ -533,7 +545,7 @@ def _load_defaults(path: Path, manifest: Any, *, openai: bool) -> GenerationDefa
         ) from None
 
 
-def eos_ids(manifest: Any, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def resolve_eos_ids(manifest: Any, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """EOS ids: those of generation_config, else of the config, else of the tokenizer."""
     for raw in (manifest.generation.get("eos_token_id"), manifest.config.get("eos_token_id")):
         candidates = raw if isinstance(raw, list) else [raw]
@@ -556,14 +568,14 @@ def _base_model_stop_strings(manifest: Any) -> tuple[str, ...]:
     return ("Human:",) if raw else ()
 
 
-def _cache_salt(prompt: Any) -> str:
+def _checked_cache_salt(prompt: Any) -> str:
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     if salt is not None and (not isinstance(salt, str) or len(salt) > 1024):
         raise RequestError("cache_salt must be a string of up to 1024 characters")
     return salt or ""
 
 
-def _check_ids(ids: Any) -> list[int]:
+def _check_prompt_ids(ids: Any) -> list[int]:
     if not isinstance(ids, (list, tuple)) or any(
         isinstance(i, bool) or not isinstance(i, int) for i in ids
     ):

@@ -34,7 +34,7 @@ gc.disable()
 
 # OpenMP's threads spin at every barrier unless its variable is set before torch is imported, which
 # costs several times the tests' own seconds where two halves of them share the cores.
-with env.passive_wait_imports():
+with env.openmp_passive_during_imports():
     import torch
 
 HAS_CUDA = torch.cuda.is_available()

@@ -44,12 +44,12 @@ ALLOWED = (
     ("loader/sleepable_memory.py", "*.atexit", "weakref.finalize: nothing to free at exit"),
     ("parallel/tp_group.py", "*ptions.*", "options of torch.distributed"),
     ("text/*.py", "core.*", "the parts of a Hugging Face tokenizer"),
-    ("text/hf.py", "copy.*", "a copy of a Hugging Face tokenizer"),
-    ("text/hf.py", "token.special", "a token of a Hugging Face tokenizer"),
+    ("text/hf_tokenizer.py", "copy.*", "a copy of a Hugging Face tokenizer"),
+    ("text/hf_tokenizer.py", "token.special", "a token of a Hugging Face tokenizer"),
     ("eval/hf_reference.py", "model.generation_config", "a model of transformers"),
     ("vision/image.py", "rgb.info", "an image of PIL"),
-    ("progress.py", "task.*", "a bar of rich"),
-    ("progress.py", "self._timer.daemon", "a timer of threading"),
+    ("progress_display.py", "task.*", "a bar of rich"),
+    ("progress_display.py", "self._timer.daemon", "a timer of threading"),
     ("serve/app.py", "app.*", "an application of FastAPI"),
     ("serve/json_logs.py", "logger.*", "a logger of logging"),
     ("serve/*.py", "server.*_exit", "a server of uvicorn"),
@@ -57,14 +57,14 @@ ALLOWED = (
     ("export/triton_backend.py", "sys.executable", "Triton embeds Python without one"),
     # functions and classes whose signature or text is made from a table
     ("cli/options.py", "call.__*__", "the signature of a verb, from its options"),
-    ("core/options.py", "init.__signature__", "the signature of a class, from its options"),
+    ("core/api_options.py", "init.__signature__", "the signature of a class, from its options"),
     ("llm.py", "LLM.__doc__", "the options, from their table"),
     ("segmenter.py", "Segmenter.__doc__", "the options, from their table"),
     # results that grow, each with one writer
-    ("request_state.py", "result.*", "the RequestOutput that this RequestState made"),
-    ("request_state.py", "output.*", "a CompletionOutput that this RequestState made"),
+    ("request_output_state.py", "result.*", "the RequestOutput that this RequestOutputState made"),
+    ("request_output_state.py", "output.*", "a CompletionOutput that this RequestOutputState made"),
     ("accept/*.py", "made.*", "a copy of the reference with the engine's weights"),
-    ("text/react.py", "conversation.question", "the conversation that format_react makes"),
+    ("text/react_tools.py", "conversation.question", "the conversation that format_react makes"),
 )
 
 

@@ -27,8 +27,8 @@ from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.types import FinishReason, Request
 from modelmill.llm import build_engine
 from modelmill.runtime.input_processor import MakeGuide
-from modelmill.text.chat import read_templates
-from modelmill.text_processor import TextProcessor, with_chat_template
+from modelmill.text.chat_format_loader import read_chat_templates
+from modelmill.text_processor import TextProcessor, replace_chat_template
 from tests.wait import TIMEOUT_SECONDS
 
 STORY = (
@@ -170,8 +170,8 @@ def test_chat_needs_a_template_and_takes_one(engine: Path, llm: LLM) -> None:
 def test_a_given_template_replaces_those_of_every_file(engine: Path, tmp_path: Path) -> None:
     files = {"additional_chat_templates/tool_use.jinja": b"t", "chat_template.jinja": b"c"}
     (tmp_path / "x.jinja").write_text("mine")
-    replaced = with_chat_template(files, tmp_path / "x.jinja")
-    assert read_templates(replaced) == {"default": "mine"}
+    replaced = replace_chat_template(files, tmp_path / "x.jinja")
+    assert read_chat_templates(replaced) == {"default": "mine"}
 
 
 def test_shipped_templates_by_name(engine: Path) -> None:
@@ -254,7 +254,10 @@ def test_an_engine_that_says_nothing_has_our_defaults_and_openais(engine: Path, 
     assert llm.defaults == dict(MODELMILL_DEFAULTS)
     assert client.defaults == dict(OPENAI_DEFAULTS)
     for ask in ("Once upon", [1, 2, 3]):
-        options, openai = llm.request(ask).request.params, client.request(ask).request.params
+        options, openai = (
+            llm.request(ask).request.params,
+            client.request(ask).request.params,
+        )
         assert (options.temperature, options.top_p, options.top_k, options.min_p) == (
             0.6,
             0.95,

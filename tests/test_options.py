@@ -17,9 +17,9 @@ import pytest
 
 import modelmill
 from modelmill import LLM, AsyncLLM, SamplingParams, Segmenter
+from modelmill.core.api_options import BuildOptions, EngineOptions, RunOptions, SegmenterOptions
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import ModelmillError, RequestError, UnknownOption, UsageError
-from modelmill.core.options import BuildOptions, EngineOptions, RunOptions, SegmenterOptions
 from modelmill.llm import LLMOptions, build_engine
 from tests.run_code import run_code
 

@@ -111,14 +111,14 @@ def run_build(job: str) -> None:
     """In the fresh process: the build as the command line does it, and the two figures."""
     import psutil
 
-    from modelmill.accept.run import accept
+    from modelmill.accept.run import accept_staged_engine
     from modelmill.builder.build_engine import build
-    from modelmill.builder.plan import make_plan
+    from modelmill.builder.plan import make_build_plan
     from modelmill.checkpoint.open import open_checkpoint
     from modelmill.core.config import BuildConfig
 
     job_args = json.loads(job)
-    plan = make_plan(
+    plan = make_build_plan(
         open_checkpoint(Path(job_args["checkpoint"])),
         BuildConfig(target="cpu", **job_args["options"]),
     )
@@ -127,7 +127,7 @@ def run_build(job: str) -> None:
         build(
             plan,
             Path(folder) / "model.engine",
-            lambda staged, made: accept(staged, made.checkpoint),
+            lambda staged, made: accept_staged_engine(staged, made.checkpoint),
         )
     assert psutil.LINUX, "the peak of a process is read from /proc"
     status = Path("/proc/self/status").read_text()

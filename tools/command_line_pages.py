@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from modelmill.cli.help_page import verb_page
-from modelmill.cli.main import verbs
-from modelmill.core.registry import find_module
+from modelmill.cli.help_page import subcommand_help_page
+from modelmill.cli.main import list_subcommands
+from modelmill.core.module_lookup import import_module_if_exists
 from tools import generated_page
 
 FOLDER = Path("docs/cli")
@@ -23,11 +23,11 @@ NOTE = "<!-- Made by `make command-line` from `modelmill {verb} --help`. -->"
 def render() -> dict[Path, str]:
     """Every page by its path below the repository."""
     pages = {}
-    for name in verbs():
-        module = find_module("modelmill.cli", name)
+    for name in list_subcommands():
+        module = import_module_if_exists("modelmill.cli", name)
         assert module is not None
         verb = name.replace("_", "-")
-        text = verb_page(name, module, WIDTH).rstrip()
+        text = subcommand_help_page(name, module, WIDTH).rstrip()
         pages[FOLDER / f"{verb}.md"] = (
             f"{NOTE.format(verb=verb)}\n\n# modelmill {verb}\n\n```text\n{text}\n```\n"
         )

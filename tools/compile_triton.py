@@ -41,7 +41,7 @@ from tools.triton_problems import problems
 PREFIX = "modelmill.ops.triton."
 WARP_SIZE = 32
 MAX_ERROR = 300
-CHOICES = ("_config", "_tile", "_stages", "row_launch", "elementwise_launch")
+CHOICES = ("_config", "_tile", "_stages", "plan_row_launch", "plan_elementwise_launch")
 TEXTS = ("ASM", "CONSTRAINTS")  # constexprs that hold PTX
 VariantKey = tuple[object, ...]
 

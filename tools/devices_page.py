@@ -1,6 +1,7 @@
 """``python -m tools.devices_page``: write docs/devices.md, which kernels a GPU gets.
 
-Every cell is the answer of the package's own selection (``registry.select_backends``, ``available``
+Every cell is the answer of the package's own selection (``registry.select_backends``,
+``unavailable_reason``
 and ``supports``) on a fake GPU of that generation.
 """
 
@@ -122,16 +123,20 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def _serves_fp8_linear() -> bool:
     weight, scale = _empty(64, 64, dtype=torch.float8_e4m3fn), _empty(64, dtype=torch.float32)
     inputs = Linear8BitInputs(_empty(1, 64), weight, scale, None, torch.bfloat16)
-    return registry.serves("fp8_linear", "triton", inputs)
+    return registry.backend_serves_args("fp8_linear", "triton", inputs)
 
 
 def _serves_fp8_activations() -> bool:
     spec = ActQuantSpec(torch.float8_e4m3fn)
-    return registry.serves("rms_norm_quant", "triton", _empty(1, 64), _empty(64), 1e-6, spec)
+    return registry.backend_serves_args(
+        "rms_norm_quant", "triton", _empty(1, 64), _empty(64), 1e-6, spec
+    )
 
 
 def _serves_fp8_pages() -> bool:
-    return registry.serves("paged_attention", "triton", paged_inputs(64, torch.float8_e4m3fn))
+    return registry.backend_serves_args(
+        "paged_attention", "triton", paged_inputs(64, torch.float8_e4m3fn)
+    )
 
 
 FP8_USES: Mapping[str, Callable[[], bool]] = {
@@ -160,7 +165,9 @@ def _prefill_keys() -> str:
     keys: dict[int, list[str]] = {}
     for each in GENERATIONS:
         with fake_gpu(each):
-            tile = paged_attention._prefill_tile((4096, 4096), 8, 256, inputs.q, inputs.k_cache)
+            tile = paged_attention._select_prefill_tile(
+                (4096, 4096), 8, 256, inputs.q, inputs.k_cache
+            )
         keys.setdefault(tile[1], []).append(f"`{each.arch}`")
     return " and ".join(f"{count} keys at a time on {_list(on)}" for count, on in keys.items())
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from modelmill.checkpoint.gguf_hf import ARCHITECTURES, WITH_EXPERTS
-from modelmill.core.model_family import LANGUAGE, family_options
-from modelmill.core.registry import module_names
+from modelmill.core.model_family import LANGUAGE, read_family_options
+from modelmill.core.module_lookup import list_module_names
 from modelmill.quant.recipe import recipe_names
 from tools import generated_page
 
@@ -73,9 +73,9 @@ and MPT takes `alibi_bias_max` from the config, where transformers takes 8.
 def render() -> dict[Path, str]:
     """The page by its path below the repository."""
     rows, images = [], []
-    for name in module_names("modelmill.models"):
+    for name in list_module_names("modelmill.models"):
         family = importlib.import_module(f"modelmill.models.{name}")
-        if family_options(family).ENGINE_TYPE != LANGUAGE or name == "minigpt4":
+        if read_family_options(family).ENGINE_TYPE != LANGUAGE or name == "minigpt4":
             images.append(f"`{name}`")
             continue
         title = (family.__doc__ or "").partition("\n")[0].rstrip(".")

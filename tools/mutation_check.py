@@ -189,10 +189,10 @@ FAULTS = (
     ),
     Fault(
         "text: half of a stop string is sent",
-        "modelmill/text/stop.py",
+        "modelmill/text/stop_matcher.py",
         "keep = len(buffer) - self._depth[state]",
         "keep = len(buffer)",
-        ("tests/text/test_stop.py",),
+        ("tests/text/test_stop_matcher.py",),
     ),
     Fault(
         "serve: a wrong API key is let in",
@@ -224,10 +224,10 @@ FAULTS = (
     ),
     Fault(
         "accept: NaN counts as equal",
-        "modelmill/accept/metrics.py",
+        "modelmill/accept/error_metrics.py",
         "if not math.isfinite(max_abs):",
         "if math.isinf(max_abs):",
-        ("tests/accept/test_metrics.py",),
+        ("tests/accept/test_error_metrics.py",),
     ),
     Fault(
         "accept: a bound that NaN does not break",
@@ -246,9 +246,9 @@ FAULTS = (
     Fault(
         "accept: the engine's weights are not compared",
         "modelmill/accept/quantized_layers.py",
-        "            self.findings.append(Finding(path, index, module, row, bound))",
-        "            Finding(path, index, module, row, bound)",
-        ("tests/accept/test_blockwise.py",),
+        "            self.findings.append(ToleranceCheckResult(path, index, module, row, bound))",
+        "            ToleranceCheckResult(path, index, module, row, bound)",
+        ("tests/accept/test_row_and_tile_errors.py",),
     ),
     *_OTHER_AREAS,
 )

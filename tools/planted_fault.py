@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 import modelmill.builder
-from modelmill.cli.main import execute
+from modelmill.cli.main import run_command_line
 
 FACTOR = 1.05
 TENSOR = "layers.1.attn.o_proj.weight"
@@ -45,7 +45,7 @@ def _scaling(real: Any, target: str) -> Any:
 def main(argv: list[str]) -> int:
     """Build with the fault; the exit code of the build."""
     with scaled(TENSOR):
-        return execute(["build", *argv])
+        return run_command_line(["build", *argv])
 
 
 if __name__ == "__main__":

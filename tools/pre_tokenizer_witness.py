@@ -29,7 +29,7 @@ import gguf
 from modelmill.checkpoint.gguf import GgufFile
 from modelmill.checkpoint.gguf_config import array_as_list
 from modelmill.text.pre_tokenizers import PRE_TOKENIZERS
-from modelmill.text.tokenizer import load_tokenizer
+from modelmill.text.tokenizer_loader import load_tokenizer
 from tools.gguf_witness import LlamaCpp
 
 TEXTS, MAX_PARTS = 3000, 24

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import get_args
 
 from modelmill.serve.chat_schema import ChatRequest
+from modelmill.serve.compatibility_fields import list_compatibility_fields
 from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.dialects.anthropic_schema import AnthropicTool, MessagesRequest
 from modelmill.serve.dialects.llama_cpp_schema import (
     InfillContext,
     InfillRequest,
-    NativeCompletionRequest,
+    LlamaCppCompletionRequest,
 )
 from modelmill.serve.dialects.ollama_options import IGNORED_OPTIONS, NEUTRAL_OPTIONS
 from modelmill.serve.generation_schema import GenerationFields
-from modelmill.serve.message_keys import DROPPED_KEYS
-from modelmill.serve.peer_fields import field_rows
+from modelmill.serve.message_cleaning import DROPPED_KEYS
 from modelmill.serve.response_tools import FlatCustomTool, FunctionTool, HostedTool
 from modelmill.serve.responses_schema import CompactRequest, ResponsesRequest
 from modelmill.serve.strict_models import StrictModel
@@ -57,7 +57,7 @@ def render() -> dict[Path, str]:
     """The page by its path below the repository."""
     shared = set(_model_rows([GenerationFields]))
     native = [
-        row for row in _model_rows([NativeCompletionRequest, InfillRequest]) if row not in shared
+        row for row in _model_rows([LlamaCppCompletionRequest, InfillRequest]) if row not in shared
     ]
     options = [
         *((name, "any", reason) for name, reason in IGNORED_OPTIONS.items()),
@@ -73,17 +73,17 @@ def render() -> dict[Path, str]:
             _table(native),
             _table(
                 (f"input_extra[].{name}", "any", reason)
-                for name, _, reason in field_rows([InfillContext])
+                for name, _, reason in list_compatibility_fields([InfillContext])
             ),
             SECTION.format(title="Responses", noun="field"),
             _table(
                 (name, "any", reason)
-                for name, kind, reason in field_rows([ResponsesRequest])
+                for name, kind, reason in list_compatibility_fields([ResponsesRequest])
                 if kind == "ignored" and name not in GenerationFields.model_fields
             ),
             _table(
                 (f"tools[].{name}", "any", reason)
-                for name, _, reason in field_rows([FunctionTool, FlatCustomTool])
+                for name, _, reason in list_compatibility_fields([FunctionTool, FlatCustomTool])
             ),
             HOSTED.format(types=", ".join(f"`{each}`" for each in HOSTED_TYPES)),
             SECTION.format(title="Compaction", noun="field"),
@@ -92,7 +92,7 @@ def render() -> dict[Path, str]:
             _table(_model_rows([MessagesRequest])),
             _table(
                 (f"tools[].{name}", "any", reason)
-                for name, _, reason in field_rows([AnthropicTool])
+                for name, _, reason in list_compatibility_fields([AnthropicTool])
             ),
             SECTION.format(title="Options of Ollama", noun="option"),
             _table(sorted(options)),
@@ -103,7 +103,7 @@ def render() -> dict[Path, str]:
 
 
 def _model_rows(models: Sequence[type[StrictModel]]) -> Iterable[tuple[str, str, str]]:
-    for name, kind, reason in field_rows(models):
+    for name, kind, reason in list_compatibility_fields(models):
         is_ignored = kind == "ignored"
         yield name, "any" if is_ignored else reason, reason if is_ignored else "means off"
 

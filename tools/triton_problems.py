@@ -28,6 +28,7 @@ from modelmill.ops.image_attention import ImageAttentionInputs
 from modelmill.ops.latent_rope_cache import LatentRopeCacheInputs
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.quant_types import ActQuantSpec
+from modelmill.ops.recurrent_metadata import RecurrentStepMetadata
 from modelmill.ops.rope_cache import RopeCacheInputs
 from modelmill.ops.rope_cos_sin import RopeCosSinInputs
 from modelmill.ops.rptq_linear import RptqLinearInputs
@@ -35,7 +36,6 @@ from modelmill.ops.rptq_quant import RptqQuantInputs
 from modelmill.ops.sample import SampleInputs
 from modelmill.ops.score_mods import ScoreMods
 from modelmill.ops.ssd_scan import SSDScanInputs
-from modelmill.ops.state_rows import StateRows
 from modelmill.ops.triton.communication import custom_all_reduce
 from modelmill.ops.triton.norm_quantize import gptq_columns
 from modelmill.ops.w8a8_linear import Linear8BitInputs
@@ -110,10 +110,10 @@ def recurrences() -> Iterator[Problem]:
         ))  # fmt: skip
 
 
-def _state_rows(tokens: int, chunk: int) -> StateRows:
+def _state_rows(tokens: int, chunk: int) -> RecurrentStepMetadata:
     """One sequence of so many tokens."""
     slots = tensor(1, dtype=torch.int64)
-    return StateRows(
+    return RecurrentStepMetadata(
         tensor(2, dtype=torch.int32), tensor(tokens, dtype=torch.int64), slots, slots, slots,
         tokens, chunk,
     )  # fmt: skip
@@ -123,7 +123,7 @@ def _call(op: str, *args: Any) -> Iterator[Problem]:
     """One call, if the implementation serves it on this GPU."""
     module = registry.implementation(op, "triton")
     assert module is not None, f"Triton implements {op}"
-    if registry.serves(op, "triton", *args):
+    if registry.backend_serves_args(op, "triton", *args):
         yield op, partial(module.run, *args)
 
 
@@ -131,9 +131,9 @@ def _tuned(op: str, *args: Any) -> Iterator[Problem]:
     """The call with its default launch config, and with each that autotuning may choose."""
     module = registry.implementation(op, "triton")
     assert module is not None, f"Triton implements {op}"
-    if registry.serves(op, "triton", *args):
+    if registry.backend_serves_args(op, "triton", *args):
         yield op, partial(module.run, *args)
-        x, weight = registry.declarations()[op].operands_of(*args)[:2]
+        x, weight = registry.declarations()[op].flatten_operands(*args)[:2]
         key = module.gemm_key(x, weight)
         for config in module.candidates(key):
             yield op, partial(module.run, *args, configs={key: config})
@@ -543,5 +543,5 @@ def cases() -> Iterator[Problem]:
         module = registry.implementation(op, "triton")
         assert module is not None, f"Triton implements {op}"
         for case in import_module(f"modelmill.ops.{op}").cases("cpu", dtype):
-            if registry.serves(op, "triton", **case.args):
+            if registry.backend_serves_args(op, "triton", **case.args):
                 yield op, partial(registry.with_named_args(op, module.run), **case.args)

@@ -140,7 +140,7 @@ def run_prompt(engine: Path, llm: type, recorder: FileRecorder | None) -> None:
             llm.__init__ = recorder.pause_within(usual)  # type: ignore[misc]
         recording = recorder.recording() if recorder is not None else contextlib.nullcontext()
         with contextlib.redirect_stdout(io.StringIO()), recording:
-            code = main.execute(argv)
+            code = main.run_command_line(argv)
     finally:
         llm.__init__ = usual  # type: ignore[misc]
     if code:

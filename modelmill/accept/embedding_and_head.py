@@ -14,21 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.blockwise import compare_blocks
-from modelmill.accept.finding import Finding
-from modelmill.accept.metrics import ErrorMetrics, incomparable_metrics
+from modelmill.accept.error_metrics import ErrorMetrics, incomparable_metrics
 from modelmill.accept.reference import ReferenceModel
 from modelmill.accept.reference.tensor_source import BLOCK_ROWS
-from modelmill.accept.tolerances import block_bound, module_bound, weight_bound
+from modelmill.accept.row_and_tile_errors import compare_matrix_row_blocks
+from modelmill.accept.tolerance_check_result import ToleranceCheckResult
+from modelmill.accept.tolerances import module_bound, weight_bound, worst_block_bound
 
 
 def check_embedding_tables(
     checkpoint_reference: ReferenceModel, model: Any, dtype: str
-) -> Iterator[Finding]:
+) -> Iterator[ToleranceCheckResult]:
     """Check the embedding tables, whole and row by row; no recipe quantizes them."""
     bound = module_bound("embedding", dtype)
-    tables = {f"embed.{n}": s for n, s in checkpoint_reference.embedding_tables().items()}
-    for path, source in (tables | checkpoint_reference.extra_embedding_tables()).items():
+    tables = {f"embed.{n}": s for n, s in checkpoint_reference.embedding_table_names().items()}
+    for path, source in (tables | checkpoint_reference.extra_embedding_table_names()).items():
         module, _, leaf = path.rpartition(".")
         table = getattr(model.get_submodule(module) if "." in module else model.embed, leaf)
         for row in _compare_rows(
@@ -36,14 +36,14 @@ def check_embedding_tables(
             checkpoint_reference,
             source,
             tuple(table.shape),
-            partial(_table_rows, table),
+            partial(_slice_table_rows, table),
         ):
-            yield Finding(row.name, None, module, row, bound)
+            yield ToleranceCheckResult(row.name, None, module, row, bound)
 
 
 def check_quantized_head(
     checkpoint_reference: ReferenceModel, model: Any, weight_formats: Mapping[str, str], dtype: str
-) -> Iterator[Finding]:
+) -> Iterator[ToleranceCheckResult]:
     """Check a quantized head: the whole, its worst row and tile."""
     weight_format = weight_formats.get("head", "dense")
     if weight_format == "dense":
@@ -57,8 +57,8 @@ def check_quantized_head(
         partial(_dequantize_rows, weight, checkpoint_reference.device),
     )
     whole = weight_bound(dtype, weight_format)
-    for row, bound in zip(rows, (whole, block_bound(weight_format) or whole), strict=True):
-        yield Finding(row.name, None, "head", row, bound)
+    for row, bound in zip(rows, (whole, worst_block_bound(weight_format) or whole), strict=True):
+        yield ToleranceCheckResult(row.name, None, "head", row, bound)
 
 
 def dequantize_row_blocks(weight: Any, device: torch.device) -> Iterator[Tensor]:
@@ -68,10 +68,10 @@ def dequantize_row_blocks(weight: Any, device: torch.device) -> Iterator[Tensor]
 
 
 def _dequantize_rows(weight: Any, device: torch.device, start: int, stop: int) -> Tensor:
-    return weight.slice([(start, stop)], (0, weight.shape[1])).to(str(device)).dense()
+    return weight.slice([(start, stop)], (0, weight.shape[1])).to(str(device)).dequantize()
 
 
-def _table_rows(table: Tensor, start: int, stop: int) -> Tensor:
+def _slice_table_rows(table: Tensor, start: int, stop: int) -> Tensor:
     return table[start:stop]
 
 
@@ -95,4 +95,4 @@ def _compare_rows(
             yield get_rows(start, start + len(expected)), expected
             start += len(expected)
 
-    return compare_blocks(name, blocks())
+    return compare_matrix_row_blocks(name, blocks())

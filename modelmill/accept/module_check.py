@@ -14,22 +14,22 @@ from typing import Any
 
 import torch
 
-from modelmill.accept.finding import Finding
-from modelmill.accept.metrics import compare_tensors
-from modelmill.accept.quantized_reference import language_model_formats
-from modelmill.accept.reference import LayerTrace, OutsideTrace, ReferenceModel
+from modelmill.accept.error_metrics import compare_tensors
+from modelmill.accept.quantized_reference import language_model_weight_formats
+from modelmill.accept.reference import LayerTrace, NonLayerTrace, ReferenceModel
 from modelmill.accept.reference_trace import (
     ReferenceSequence,
     ReferenceTrace,
     cast_like,
+    concat_reference_outputs,
+    lookup_reference_value,
     norm_args_summing_to,
-    reference_output,
-    reference_value,
+    split_fused_output,
     split_layer_path,
-    split_output,
 )
-from modelmill.accept.static_ranges import OutOfRangeRowCounter
-from modelmill.accept.token_scorer import TokenScorer
+from modelmill.accept.static_range_check import OutOfRangeRowCounter
+from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
+from modelmill.accept.tolerance_check_result import ToleranceCheckResult
 from modelmill.accept.tolerances import (
     ErrorBound,
     act_quant_formats,
@@ -85,17 +85,17 @@ class ModuleCheck:
             "an engine core made by EngineCore.open knows its artifact"
         )
         self.dtype = engine_core.artifact.manifest.build["dtype"]
-        self.weight_formats = language_model_formats(
+        self.weight_formats = language_model_weight_formats(
             engine_core.model, engine_core.artifact.manifest.weight_formats
         )
         layers = engine_core.model_runner.model.get_submodule("layers")
         self.specs = [layer_spec(layer) for layer in layers.children()]
         for spec, layer in zip(self.specs, layers.children(), strict=True):
-            spec.check(layer)
+            spec.check_module_tree(layer)
         self.depth = max(spec.critical_path_length for spec in self.specs) - 1
-        self.findings: list[Finding] = []
+        self.findings: list[ToleranceCheckResult] = []
         self._streams: list[torch.Tensor] = []
-        self._outside: OutsideTrace = {}
+        self._outside: NonLayerTrace = {}
         self.routings: dict[int, list[torch.Tensor]] = {}
         self._router_logits: dict[int, torch.Tensor] = {}
         self.static_ranges = OutOfRangeRowCounter(engine_core.model_runner.model)
@@ -108,7 +108,7 @@ class ModuleCheck:
         Returns:
             The reference's final residual stream, [T, H].
         """
-        own = self.reference.for_sequence(self.ids)
+        own = self.reference.bind_to_sequence(self.ids)
         others = [
             ReferenceSequence.from_ids(self.reference, ids, length)
             for ids, length in self.other_sequences
@@ -120,11 +120,11 @@ class ModuleCheck:
             layer, part = split_layer_path(name)
             if layer is not None and self._reads_layer_input(layer, part):
                 on_layer(layer)
-            return self._replace_inputs(state, name, args)
+            return self._substitute_reference_inputs(state, name, args)
 
         def after(name: str, args: tuple[Any, ...], output: Any) -> None:
-            self._compare_output(state, name, args, output)
-            self.static_ranges.observe(name, args)
+            self._compare_module_output(state, name, args, output)
+            self.static_ranges.count_input_rows(name, args)
 
         self._run_with_hooks(before, after)
         self._streams, self.routings = state.streams, state.routings
@@ -138,7 +138,7 @@ class ModuleCheck:
             layer, part = split_layer_path(name)
             if name != "norm" and not (layer is not None and self._reads_layer_input(layer, part)):
                 self._compare_router_logits(name, args)
-                return self._with_reference_routing(name, args)
+                return self._substitute_reference_routing(name, args)
             index = self.reference.num_layers if layer is None else layer
             x, residual = args[0], args[1]
             stream = x if residual is None else x.float() + residual.float()
@@ -146,14 +146,14 @@ class ModuleCheck:
                 self._streams[index] if layer is not None else self._streams[index][self.head_rows]
             )
             if index > 0:
-                self._add_finding(
+                self._compare_and_record(
                     f"layers.{index - 1}", index - 1, "layer", "layer", stream, expected
                 )
             return norm_args_summing_to(expected, args)
 
         self._run_with_hooks(before, None)
 
-    def check_norms(self) -> None:
+    def check_norm_eps(self) -> None:
         """Check every norm, including QK norms, on inputs of the size of √eps."""
         eps, dtype = self.reference.eps, getattr(torch, self.dtype)
 
@@ -187,17 +187,21 @@ class ModuleCheck:
                 normed = output[0] if isinstance(output, tuple) else output
                 x = tiny(args[0].shape[1])[: len(normed)]
                 expected = self.reference.run_norm(layer, canonical, x)
-                self._add_finding(f"{name}.eps", layer, f"{part}.eps", "norm", normed, expected)
+                self._compare_and_record(
+                    f"{name}.eps", layer, f"{part}.eps", "norm", normed, expected
+                )
             elif self._is_norm_outside_layers(name):
                 expected = self.reference.run_norm(None, name, tiny_rows(args[0]))
-                self._add_finding(f"{name}.eps", None, f"{part}.eps", "norm", output, expected)
+                self._compare_and_record(
+                    f"{name}.eps", None, f"{part}.eps", "norm", output, expected
+                )
             elif isinstance(module, QueryRopeSpec) and layer is not None:
                 q = output.reshape(len(output), -1)
                 heads = self.reference.norm_and_rope_queries(
                     layer, tiny(args[0].shape[1])[:, : q.shape[1]]
                 )
                 if heads is not None:
-                    self._add_finding(
+                    self._compare_and_record(
                         f"{name}.eps", layer, f"{part}.eps", module.arithmetic, q, heads
                     )
 
@@ -206,11 +210,11 @@ class ModuleCheck:
     def _run_with_hooks(self, before: Callable[..., Any], after: Callable[..., Any] | None) -> None:
         head_rows = frozenset(self.head_rows)
         with self.engine_core.model_runner.forward_hooks(before, after):
-            TokenScorer(self.engine_core).run(
+            TeacherForcedScorer(self.engine_core).run_sequences(
                 [self.ids], None, lambda *_: None, lambda _, place: place in head_rows
             )
 
-    def _replace_inputs(
+    def _substitute_reference_inputs(
         self, reference_trace: ReferenceTrace, name: str, args: tuple[Any, ...]
     ) -> tuple[Any, ...] | None:
         """Return a module's arguments with the reference's inputs; None leaves them unchanged."""
@@ -219,16 +223,18 @@ class ModuleCheck:
             return cast_like(reference_trace.head_trace()["final_norm"].output, args[0]), *args[1:]
         if layer is not None and self._reads_layer_input(layer, part):
             previous = self._reference_layer_outputs(reference_trace, layer - 1)
-            reference_trace.enter_layer(layer)
+            reference_trace.advance_to_layer(layer)
             if previous is None:
                 return norm_args_summing_to(reference_trace.stream, args)
-            return _with_layer_outputs(previous, args)
+            return _norm_args_with_layer_outputs(previous, args)
         if name == "norm":
             previous = self._reference_layer_outputs(reference_trace, self.reference.num_layers - 1)
             reference_trace.finish_layer()
             if previous is None:
                 return None
-            return _with_layer_outputs([value[self.head_rows] for value in previous], args)
+            return _norm_args_with_layer_outputs(
+                [value[self.head_rows] for value in previous], args
+            )
         if name in self._outside:
             inputs = self._outside[name].inputs
             return *map(cast_like, inputs, args), *args[len(inputs) :]
@@ -236,7 +242,7 @@ class ModuleCheck:
         if module is None or trace is None or layer is None:
             return None
         values = [
-            reference_value(self.specs[layer], value, trace, reference_trace.stream)
+            lookup_reference_value(self.specs[layer], value, trace, reference_trace.stream)
             for value in module.reads
         ]
         replaced = [
@@ -245,7 +251,9 @@ class ModuleCheck:
         ]
         return *replaced, *args[len(replaced) :]
 
-    def _with_reference_routing(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _substitute_reference_routing(
+        self, name: str, args: tuple[Any, ...]
+    ) -> tuple[Any, ...] | None:
         """Return a module's arguments with the reference's choice of experts; None: it reads none.
 
         Near a tie rounding decides between two experts, and no bound holds.
@@ -274,9 +282,11 @@ class ModuleCheck:
         layer, _ = split_layer_path(name)
         module = self._module_spec(name)
         if layer in self._router_logits and isinstance(module, RoutingSpec):
-            label = self.specs[layer].writers[module.reads[0]].path
+            label = self.specs[layer].writer_by_value[module.reads[0]].path
             expected = self._router_logits[layer]
-            self._add_finding(f"layers.{layer}.{label}", layer, label, "layer", args[0], expected)
+            self._compare_and_record(
+                f"layers.{layer}.{label}", layer, label, "layer", args[0], expected
+            )
 
     def _is_norm_outside_layers(self, name: str) -> bool:
         """Return whether a module is a norm outside the layers, beside the last one."""
@@ -299,17 +309,19 @@ class ModuleCheck:
         if trace is None:
             return None
         spec = self.specs[layer]
-        values = [reference_value(spec, v, trace, reference_trace.stream) for v in spec.outputs]
+        values = [
+            lookup_reference_value(spec, v, trace, reference_trace.stream) for v in spec.outputs
+        ]
         assert all(value is not None for value in values), f"layer {layer} returns such values"
         return [value for value in values if value is not None]
 
-    def _compare_output(
+    def _compare_module_output(
         self, reference_trace: ReferenceTrace, name: str, args: tuple[Any, ...], output: Any
     ) -> None:
         """Compare a module's output with the reference."""
         layer, part = split_layer_path(name)
         if layer is None:
-            self._compare_outside_layers(reference_trace, name, output)
+            self._compare_non_layer_module(reference_trace, name, output)
             return
         module, trace = self._module_spec(name), reference_trace.layer_trace
         if module is None or trace is None:
@@ -323,39 +335,43 @@ class ModuleCheck:
                 self._compare_residual_stream(layer - 1, stream, reference_trace.stream)
             if module.stream_reference:
                 where = module.writes[1]
-                expected = reference_output(trace, (module.stream_reference,))
-                self._add_finding(
+                expected = concat_reference_outputs(trace, (module.stream_reference,))
+                self._compare_and_record(
                     f"layers.{layer}.{where}", layer, where, "residual", stream, expected
                 )
             output = normed
         self._compare_fused_parts(layer, module, name, output, trace)
         if isinstance(module, RoutingSpec):
-            router = self.specs[layer].writers[module.reads[0]]
-            self._router_logits[layer] = reference_output(trace, router.reference)
+            router = self.specs[layer].writer_by_value[module.reads[0]]
+            self._router_logits[layer] = concat_reference_outputs(trace, router.reference)
         if isinstance(module, RecurrenceSpec):
             self._compare_recurrent_state(layer, module, name, args[-1], trace)
 
-    def _compare_outside_layers(
+    def _compare_non_layer_module(
         self, reference_trace: ReferenceTrace, name: str, output: Any
     ) -> None:
         """Compare the embedding, the final norm with the last layer's output, and the logits."""
         if name == "embed":
-            self._add_finding(name, None, "embed", "embedding", output, reference_trace.stream)
+            self._compare_and_record(
+                name, None, "embed", "embedding", output, reference_trace.stream
+            )
         elif name == "norm":
             expected = reference_trace.stream[self.head_rows]
             self._compare_residual_stream(self.reference.num_layers - 1, output[1], expected)
             expected = reference_trace.head_trace()["final_norm"].output
-            self._add_finding(name, None, "norm", "norm", output[0], expected)
+            self._compare_and_record(name, None, "norm", "norm", output[0], expected)
         elif name == "head":
             expected = reference_trace.head_trace()["logits"].output
-            self._add_finding(name, None, "head", "linear", output, expected)
+            self._compare_and_record(name, None, "head", "linear", output, expected)
         elif name in self._outside:
             _, expected, arithmetic = self._outside[name]
-            self._add_finding(name, None, name, arithmetic, output, expected)
+            self._compare_and_record(name, None, name, arithmetic, output, expected)
 
     def _compare_residual_stream(self, layer: int, output: Any, expected: Any) -> None:
         """Compare the residual stream after a layer."""
-        self._add_finding(f"layers.{layer}.output", layer, "output", "residual", output, expected)
+        self._compare_and_record(
+            f"layers.{layer}.output", layer, "output", "residual", output, expected
+        )
 
     def _compare_fused_parts(
         self, layer: int, module: ModuleSpec, name: str, output: Any, trace: LayerTrace
@@ -363,9 +379,9 @@ class ModuleCheck:
         """Compare a module's output, of a fused linear each part."""
         parent = name.rpartition(".")[0]
         names = module.reference
-        expected = [reference_output(trace, (part,)) for part in names]
+        expected = [concat_reference_outputs(trace, (part,)) for part in names]
         for ours, canonical, right in zip(
-            split_output(output, expected), names, expected, strict=True
+            split_fused_output(output, expected), names, expected, strict=True
         ):
             path = name
             if len(names) > 1:
@@ -373,7 +389,7 @@ class ModuleCheck:
                 leaf = canonical.rpartition(".")[2]
                 path = f"{parent}.{leaf}_proj" if is_linear else f"{name}.{leaf}"
             label = path.removeprefix(f"layers.{layer}.")
-            self._add_finding(path, layer, label, module.arithmetic, ours, right, name)
+            self._compare_and_record(path, layer, label, module.arithmetic, ours, right, name)
 
     def _compare_rope_and_cache(
         self, layer: int, name: str, args: tuple[Any, ...], q: torch.Tensor, trace: LayerTrace
@@ -391,9 +407,11 @@ class ModuleCheck:
             ("v", v, spec.cache_reference[1], "residual"),
         )
         for label, ours, canonical, arithmetic in compared:
-            expected = reference_output(trace, (canonical,))
+            expected = concat_reference_outputs(trace, (canonical,))
             where, module = f"{name}.{label}", f"{spec.path}.{label}"
-            self._add_finding(where, layer, module, arithmetic, ours.reshape(tokens, -1), expected)
+            self._compare_and_record(
+                where, layer, module, arithmetic, ours.reshape(tokens, -1), expected
+            )
 
     def _compare_recurrent_state(
         self, layer: int, spec: RecurrenceSpec, name: str, step: Any, trace: LayerTrace
@@ -402,11 +420,11 @@ class ModuleCheck:
         module = self.engine_core.model_runner.model.get_submodule(name)
         states = step.state.cache.states[module.state_index]
         state = states[step.state.rows.slots[0]].reshape(1, -1)
-        expected = reference_output(trace, (spec.state_reference,))
+        expected = concat_reference_outputs(trace, (spec.state_reference,))
         label = f"{spec.path}.state"
-        self._add_finding(f"{name}.state", layer, label, spec.arithmetic, state, expected)
+        self._compare_and_record(f"{name}.state", layer, label, spec.arithmetic, state, expected)
 
-    def _add_finding(
+    def _compare_and_record(
         self,
         name: str,
         layer: int | None,
@@ -428,22 +446,24 @@ class ModuleCheck:
                 set(self.weight_formats.values())
                 & (act_quant_formats() if self.uses_engine_weights else jointly_checked_formats())
             )
-            bound = layer_bound(
+            bound = layer_error_bound(
                 self.dtype, coarse[0] if coarse else "none", len(self.ids), self.depth
             )
         else:
             bound = module_bound(arithmetic, self.dtype, recipe, length=len(self.ids))
         self.findings.append(
-            Finding(name, layer, module, compare_tensors(name, ours, expected), bound)
+            ToleranceCheckResult(name, layer, module, compare_tensors(name, ours, expected), bound)
         )
 
 
-def _with_layer_outputs(values: Sequence[torch.Tensor], args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _norm_args_with_layer_outputs(
+    values: Sequence[torch.Tensor], args: tuple[Any, ...]
+) -> tuple[Any, ...]:
     """Return a norm's (x, residual, …) with a layer's outputs: both, or the stream alone."""
     return *map(cast_like, values, args), *args[len(values) :]
 
 
-def layer_bound(dtype: str, recipe: str, length: int, depth: int) -> ErrorBound:
+def layer_error_bound(dtype: str, recipe: str, length: int, depth: int) -> ErrorBound:
     """Return the bound of a whole layer that runs freely on the reference's input.
 
     It is the sum of the modules' bounds along the longest path: independent errors grow with the

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference import LayerTrace, LayerWeights
-from modelmill.accept.stage_check import round_digits
+from modelmill.accept.vision_stage_check import round_significant_digits
 from modelmill.nn.layer_spec import layer_spec
 
 NUM_OUTLIERS = 4
@@ -59,12 +59,12 @@ def layer_quantization_error(
         yield {
             "layer": index,
             "module": path,
-            **_site_error(names, checkpoint_weights, engine_weights, trace),
+            **_output_error_and_outliers(names, checkpoint_weights, engine_weights, trace),
             "bits": round(bits, 3),
         }
 
 
-def _site_error(
+def _output_error_and_outliers(
     names: tuple[str, ...],
     checkpoint_weights: LayerWeights,
     engine_weights: LayerWeights,
@@ -76,16 +76,23 @@ def _site_error(
     rounded = x if fake_quantize is None else fake_quantize(x)
     outputs = torch.cat([rounded.float() @ engine_weights[name].weight.T for name in names], 1)
     expected = torch.cat(
-        [_without_bias(trace[name].output, checkpoint_weights[name].bias) for name in names], 1
+        [_subtract_bias(trace[name].output, checkpoint_weights[name].bias) for name in names], 1
     )
     error = float((outputs - expected).norm() / expected.norm().clamp(min=1e-30))
     peak = x.abs().amax(0)
     median = float(peak.median().clamp(min=1e-30))
     channels = peak.argsort(descending=True)[:NUM_OUTLIERS].tolist()
-    outliers = [[channel, round_digits(float(peak[channel]) / median, 3)] for channel in channels]
-    return {"before": round_digits(error, 3), "after": round_digits(error, 3), "outliers": outliers}
+    outliers = [
+        [channel, round_significant_digits(float(peak[channel]) / median, 3)]
+        for channel in channels
+    ]
+    return {
+        "before": round_significant_digits(error, 3),
+        "after": round_significant_digits(error, 3),
+        "outliers": outliers,
+    }
 
 
-def _without_bias(output: Tensor, bias: Tensor | None) -> Tensor:
+def _subtract_bias(output: Tensor, bias: Tensor | None) -> Tensor:
     """Return an output without its bias."""
     return output if bias is None else output - bias

@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
-from modelmill.accept.finding import Finding
 from modelmill.accept.quantization_error import layer_quantization_error
 from modelmill.accept.quantized_reference import (
     Scales,
     compare_layer_weights,
-    quantized_reference,
-    read_engine_weights,
-    with_engine_weights,
+    dequantize_engine_layer_weights,
+    override_with_engine_weights,
+    reference_with_engine_norms_and_head,
 )
 from modelmill.accept.reference import LayerWeights, ReferenceModel
 from modelmill.accept.reference_trace import ReferenceSequence
+from modelmill.accept.tolerance_check_result import ToleranceCheckResult
 from modelmill.nn.layer_spec import layer_spec
 
 
@@ -70,30 +70,36 @@ class QuantizedLayersCheck:
             ReferenceSequence.from_ids(checkpoint_reference, ids, prompt)
             for ids, prompt in followed
         ]
-        self.findings: list[Finding] = []
+        self.findings: list[ToleranceCheckResult] = []
         self.quantization_errors: list[dict[str, Any]] = []
         self._layers_done = 0
 
-    def reference(self) -> ReferenceModel:
+    def reference_with_weight_check(self) -> ReferenceModel:
         """Return the reference for module checks; reading a layer's weights compares that layer.
 
         If arithmetic and weights are checked apart, it computes with the engine's weights.
         """
         made = (
-            quantized_reference(self.checkpoint_reference, self.model, self.weight_formats)
+            reference_with_engine_norms_and_head(
+                self.checkpoint_reference, self.model, self.weight_formats
+            )
             if self.uses_engine_weights
             else copy.copy(self.checkpoint_reference)
         )
         made.layer_weights = self._layer_weights_with_check  # type: ignore[method-assign]
         return made
 
-    def engine_reference(self) -> ReferenceModel:
+    def reference_with_engine_weights(self) -> ReferenceModel:
         """Return the reference that computes with the engine's weights."""
-        made = quantized_reference(self.checkpoint_reference, self.model, self.weight_formats)
+        made = reference_with_engine_norms_and_head(
+            self.checkpoint_reference, self.model, self.weight_formats
+        )
 
         def layer_weights(index: int) -> LayerWeights:
             plain = self.checkpoint_reference.layer_weights(index)
-            return with_engine_weights(plain, dict(read_engine_weights(self.model, index, plain)))
+            return override_with_engine_weights(
+                plain, dict(dequantize_engine_layer_weights(self.model, index, plain))
+            )
 
         made.layer_weights = layer_weights  # type: ignore[method-assign]
         return made
@@ -103,19 +109,23 @@ class QuantizedLayersCheck:
         """The checkpoint's residual streams of the sequences."""
         return [each.stream for each in self._followed]
 
-    def finish(self) -> None:
+    def check_remaining_layers(self) -> None:
         """Process the layers that have not been read."""
         for index in range(self._layers_done, self.checkpoint_reference.num_layers):
             self._layer_weights_with_check(index)
 
     def _layer_weights_with_check(self, index: int) -> LayerWeights:
         plain = self.checkpoint_reference.layer_weights(index)
-        engine_weights = dict(read_engine_weights(self.model, index, plain))
+        engine_weights = dict(dequantize_engine_layer_weights(self.model, index, plain))
         if index == self._layers_done:
             self._layers_done += 1
             self._compare_weights(index, plain, engine_weights)
             self._advance_residual_streams(index, plain, engine_weights)
-        return with_engine_weights(plain, engine_weights) if self.uses_engine_weights else plain
+        return (
+            override_with_engine_weights(plain, engine_weights)
+            if self.uses_engine_weights
+            else plain
+        )
 
     def _compare_weights(
         self, index: int, checkpoint_weights: LayerWeights, engine_weights: LayerWeights
@@ -130,7 +140,7 @@ class QuantizedLayersCheck:
             index,
             layer_spec(self.model.layers[index]),
         ):
-            self.findings.append(Finding(path, index, module, row, bound))
+            self.findings.append(ToleranceCheckResult(path, index, module, row, bound))
 
     def _advance_residual_streams(
         self, index: int, checkpoint_weights: LayerWeights, engine_weights: LayerWeights

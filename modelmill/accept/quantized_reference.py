@@ -4,7 +4,7 @@ Arithmetic: the reference computes with the engine's weights and rounds activati
 does, so that every module is within the bounds of an unquantized engine (whole sequences too, if
 activations are not rounded). Weights: the stored weights, with a recipe's folded scales undone,
 against the checkpoint's own, matrix by matrix: rounding changes single weights, but it does not
-transpose, swap or scale a matrix; nor a row or a tile (accept/blockwise.py).
+transpose, swap or scale a matrix; nor a row or a tile (accept/row_and_tile_errors.py).
 """
 
 from __future__ import annotations
@@ -16,47 +16,55 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelmill.accept.blockwise import compare_matrix
 from modelmill.accept.embedding_and_head import dequantize_row_blocks
-from modelmill.accept.metrics import ErrorMetrics, compare_tensors
-from modelmill.accept.reference import Affine, HeadTrace, LayerWeights, ModuleIO, ReferenceModel
+from modelmill.accept.error_metrics import ErrorMetrics, compare_tensors
+from modelmill.accept.reference import (
+    HeadTrace,
+    LayerWeights,
+    ModuleIO,
+    ModuleWeights,
+    ReferenceModel,
+)
 from modelmill.accept.reference.base import no_tf32
+from modelmill.accept.row_and_tile_errors import compare_matrix
 from modelmill.accept.tolerances import (
     ErrorBound,
-    block_bound,
     compares_with_folded_scales,
     jointly_checked_formats,
     weight_bound,
+    worst_block_bound,
 )
-from modelmill.nn.layer_spec import LayerSpec, NormSpec, RowProducer, layer_spec
-from modelmill.nn.layer_stack import find_layer
+from modelmill.nn.layer_spec import LayerSpec, NormSpec, ScaleFoldRows, layer_spec
+from modelmill.nn.layer_stack import locate_module_in_stacks
 
 Scales = Mapping[str, Tensor]
 
 
-def quantized_reference(
+def reference_with_engine_norms_and_head(
     reference: ReferenceModel, model: Any, weight_formats: Mapping[str, str]
 ) -> ReferenceModel:
     """Return ``reference`` with the norms (and the quantized head) of ``model``.
 
-    For its layers see with_engine_weights.
+    For its layers see override_with_engine_weights.
     """
     plain_norm = reference.norm_weights
     made = copy.copy(reference)
 
-    def norm_weights(index: int | None, name: str) -> Affine:
+    def norm_weights(index: int | None, name: str) -> ModuleWeights:
         plain = plain_norm(index, name)
         if index is None:
             return plain
         layer = model.layers[index]
-        paths = {norm.reference[0]: norm.path for norm in weighted_norms(layer_spec(layer))}
+        paths = {
+            norm.reference[0]: norm.path for norm in list_norms_with_weights(layer_spec(layer))
+        }
         if name not in paths:
             return plain
-        return _cast_like(_norm_weights(layer, paths[name], made.device), plain)
+        return _cast_like(_read_engine_norm_weights(layer, paths[name], made.device), plain)
 
     def head(x: Tensor) -> HeadTrace:
         normed = made.run_norm(None, "final_norm", x.to(made.dtype))
-        fake_quantize = input_quantizer(model.head.weight.to(str(made.device)))
+        fake_quantize = input_fake_quantizer(model.head.weight.to(str(made.device)))
         head_input = normed if fake_quantize is None else fake_quantize(normed)
         with no_tf32():
             blocks = dequantize_row_blocks(model.head.weight, made.device)
@@ -70,7 +78,7 @@ def quantized_reference(
     return made
 
 
-def with_engine_weights(
+def override_with_engine_weights(
     checkpoint_weights: LayerWeights, engine_weights: LayerWeights
 ) -> LayerWeights:
     """Return a layer's weights as the engine stores them, in the reference's dtype."""
@@ -80,36 +88,39 @@ def with_engine_weights(
     }
 
 
-def read_engine_weights(
+def dequantize_engine_layer_weights(
     model: Any, index: int, weights: LayerWeights
-) -> Iterator[tuple[str, Affine]]:
+) -> Iterator[tuple[str, ModuleWeights]]:
     """Return the weights of an engine's layer by the reference's names, in float32.
 
     They are on the device of ``weights``.
     """
     layer, device = model.layers[index], next(iter(weights.values())).weight.device
     spec = layer_spec(layer)
-    _check_matches_spec(spec, weights)
-    for norm in weighted_norms(spec):
-        yield norm.reference[0], _norm_weights(layer, norm.path, device)
+    _check_all_weights_declared(spec, weights)
+    for norm in list_norms_with_weights(spec):
+        yield norm.reference[0], _read_engine_norm_weights(layer, norm.path, device)
     for each in spec.linears:
         linear = layer.get_submodule(each.path)
         weight = linear.weight.to(str(device))
-        dense, fake_quantize = weight.dense(), input_quantizer(weight)
+        dense, fake_quantize = weight.dequantize(), input_fake_quantizer(weight)
         bias = None if linear.bias is None else linear.bias.float().to(device)
         first = 0
         for name in each.reference:
             rows = slice(first, first + len(weights[name].weight))
-            yield name, Affine(dense[rows], None if bias is None else bias[rows], fake_quantize)
+            yield (
+                name,
+                ModuleWeights(dense[rows], None if bias is None else bias[rows], fake_quantize),
+            )
             first = rows.stop
 
 
-def weighted_norms(spec: LayerSpec) -> list[NormSpec]:
+def list_norms_with_weights(spec: LayerSpec) -> list[NormSpec]:
     """Return a layer's norms that have a weight."""
     return [norm for norm in spec.norms if norm.tensors]
 
 
-def _check_matches_spec(spec: LayerSpec, weights: LayerWeights) -> None:
+def _check_all_weights_declared(spec: LayerSpec, weights: LayerWeights) -> None:
     """Compare the reference's weights of a layer with its spec.
 
     Raises:
@@ -148,10 +159,12 @@ def compare_layer_weights(
         right = checkpoint_weights[name].weight
         # where columns are scaled, the weights are compared as they are multiplied
         smoothed = compares_with_folded_scales(weight_format) and site in folded_scales
-        ours = unfold_scales(name, "" if smoothed else site, engine_weight, folded_scales, spec)
+        ours = undo_folded_scales(
+            name, "" if smoothed else site, engine_weight, folded_scales, spec
+        )
         fits = ours.weight.shape == right.shape
         right = right * folded_scales[site] if fits and smoothed else right
-        blocks = block_bound(weight_format)
+        blocks = worst_block_bound(weight_format)
         if fits and blocks is not None:
             whole, worst_block = compare_matrix(where, ours.weight, right)
             yield where, module, whole, weight_bound(dtype, weight_format)
@@ -173,54 +186,62 @@ def compare_layer_weights(
             yield row.name, module, row, weight_bound(dtype, "dense")
 
 
-def unfold_scales(name: str, site: str, affine: Affine, scales: Scales, spec: LayerSpec) -> Affine:
+def undo_folded_scales(
+    name: str, site: str, affine: ModuleWeights, scales: Scales, spec: LayerSpec
+) -> ModuleWeights:
     """Undo the scales that a recipe folded into a weight.
 
     They multiply the rows that produce a site's input and the columns that read it.
     """
     weight, bias, _ = affine
     for produced in scales:
-        producer = spec.site_producer(produced)
+        producer = spec.scale_fold_target(produced)
         factor = scales[produced]
-        if isinstance(producer, RowProducer) and producer.part == name:
+        if isinstance(producer, ScaleFoldRows) and producer.part == name:
             if producer.groups is not None:  # one vector for all query heads of a KV head
                 factor = producer.groups.reshape_by_group(factor)[:, 0].reshape(-1)
         elif not (isinstance(producer, NormSpec) and producer.reference[0] == name):
             continue
         weight = weight * (factor[:, None] if weight.dim() == 2 else factor)
         bias = None if bias is None else bias * factor
-    return Affine(weight / scales[site] if site in scales else weight, bias)
+    return ModuleWeights(weight / scales[site] if site in scales else weight, bias)
 
 
-def _norm_weights(layer: torch.nn.Module, path: str, device: torch.device) -> Affine:
+def _read_engine_norm_weights(
+    layer: torch.nn.Module, path: str, device: torch.device
+) -> ModuleWeights:
     norm: Any = layer.get_submodule(path)
     bias = getattr(norm, "bias", None)
-    return Affine(norm.weight.float().to(device), None if bias is None else bias.float().to(device))
+    return ModuleWeights(
+        norm.weight.float().to(device), None if bias is None else bias.float().to(device)
+    )
 
 
-def _cast_like(affine: Affine, like: Affine) -> Affine:
+def _cast_like(affine: ModuleWeights, like: ModuleWeights) -> ModuleWeights:
     """Cast to the reference's dtype; a wrong shape is found by the comparison."""
     if affine.weight.shape != like.weight.shape:
         return like
     dtype = like.weight.dtype
-    return Affine(
+    return ModuleWeights(
         affine.weight.to(dtype),
         None if affine.bias is None else affine.bias.to(dtype),
         affine.fake_quantize,
     )
 
 
-def input_quantizer(weight: Any) -> Callable[[Tensor], Tensor] | None:
+def input_fake_quantizer(weight: Any) -> Callable[[Tensor], Tensor] | None:
     """Return the function that rounds the input of a weight's product, if any."""
-    return weight.fake_quantize if weight.QUANTIZES_INPUT else None
+    return weight.fake_quantize_input if weight.QUANTIZES_INPUT else None
 
 
-def language_model_formats(model: nn.Module, weight_formats: Mapping[str, str]) -> dict[str, str]:
+def language_model_weight_formats(
+    model: nn.Module, weight_formats: Mapping[str, str]
+) -> dict[str, str]:
     """Return the weight formats of the language model.
 
     Those of the vision encoder are checked separately (accept.vision_encoder).
     """
-    places = {name: find_layer(model, name) for name in weight_formats}
+    places = {name: locate_module_in_stacks(model, name) for name in weight_formats}
     read_images = {name for name, place in places.items() if place and place.stack.reads_images}
     return {name: each for name, each in weight_formats.items() if name not in read_images}
 

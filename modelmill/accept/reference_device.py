@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from modelmill.accept.metrics import compare_tensors
+from modelmill.accept.error_metrics import compare_tensors
 from modelmill.accept.reference import LayerTrace, ReferenceModel, open_reference
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.nn.linear import Linear
@@ -35,7 +35,7 @@ class PlacedReference(NamedTuple):
     device: str = "cpu"
 
 
-def cpu_reference(checkpoint: Checkpoint, reason: str) -> PlacedReference:
+def open_cpu_reference(checkpoint: Checkpoint, reason: str) -> PlacedReference:
     """Return the reference on the CPU after a failure on the GPU."""
     return PlacedReference(open_reference(checkpoint), f"float32 on the CPU: {reason}")
 
@@ -51,7 +51,8 @@ def place_reference(
     if torch.device(engine_core.device).type != "cuda":
         return PlacedReference(here, "float32 on the CPU")
     needed, free = (
-        SPARE_BYTES + BYTES_PER_WEIGHT * _largest_layer_weights(engine_core.model_runner.model),
+        SPARE_BYTES
+        + BYTES_PER_WEIGHT * _largest_layer_weight_count(engine_core.model_runner.model),
         torch.cuda.mem_get_info(engine_core.device)[0],
     )
     if free < needed:
@@ -61,7 +62,7 @@ def place_reference(
             "free",
         )
     there = open_reference(checkpoint, device=engine_core.device)
-    off = max_disagreement(here, there, ids)
+    off = max_device_disagreement(here, there, ids)
     if not off <= MAX_REL_L2:
         return PlacedReference(
             here, f"float32 on the CPU: the GPU's float32 is off by {off:.1g} (is TF32 forced?)"
@@ -73,7 +74,9 @@ def place_reference(
     return PlacedReference(there, description, str(engine_core.device))
 
 
-def max_disagreement(one: ReferenceModel, other: ReferenceModel, ids: Sequence[int]) -> float:
+def max_device_disagreement(
+    one: ReferenceModel, other: ReferenceModel, ids: Sequence[int]
+) -> float:
     """Return the largest rel_l2 between two devices' outputs of the first layer's modules."""
     traces: list[LayerTrace] = []
     for reference in (one, other):
@@ -85,7 +88,7 @@ def max_disagreement(one: ReferenceModel, other: ReferenceModel, ids: Sequence[i
     )
 
 
-def _largest_layer_weights(model: Any) -> int:
+def _largest_layer_weight_count(model: Any) -> int:
     """Return the number of weights of the largest layer."""
     counts = [
         sum(m.weight.shape[0] * m.weight.shape[1] for m in layer.modules() if isinstance(m, Linear))

@@ -34,7 +34,7 @@ class ReferenceSequence:
         reference: ReferenceModel, ids: Sequence[int], prompt_length: int
     ) -> ReferenceSequence:
         """The sequence of some token ids, embedded."""
-        own = reference.for_sequence(ids)
+        own = reference.bind_to_sequence(ids)
         return ReferenceSequence(own, own.embed(torch.tensor(list(ids))), prompt_length)
 
     def run_layer(self, index: int, weights: LayerWeights) -> LayerTrace:
@@ -69,7 +69,7 @@ class ReferenceTrace:
         self._others = others
         self._head_trace: HeadTrace | None = None
 
-    def enter_layer(self, layer: int) -> None:
+    def advance_to_layer(self, layer: int) -> None:
         """Advance to a layer: the stream becomes the previous layer's output."""
         self.finish_layer()
         weights = self.reference.layer_weights(layer)
@@ -92,7 +92,7 @@ class ReferenceTrace:
         return self._head_trace
 
 
-def reference_output(trace: LayerTrace, names: Sequence[str]) -> torch.Tensor:
+def concat_reference_outputs(trace: LayerTrace, names: Sequence[str]) -> torch.Tensor:
     """Return the concatenation of the reference's outputs.
 
     Raises:
@@ -108,25 +108,25 @@ def reference_output(trace: LayerTrace, names: Sequence[str]) -> torch.Tensor:
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
 
-def reference_value(
+def lookup_reference_value(
     spec: LayerSpec, value: str, trace: LayerTrace, stream: torch.Tensor
 ) -> torch.Tensor | None:
     """Return the reference's tensor of a value of a layer; None for a value that it has not.
 
     stream: the residual stream that enters the layer.
     """
-    writer = spec.writers.get(value)
+    writer = spec.writer_by_value.get(value)
     if writer is None:
         return None
     if value == writer.writes[0]:
-        return reference_output(trace, writer.reference) if writer.reference else None
+        return concat_reference_outputs(trace, writer.reference) if writer.reference else None
     if not isinstance(writer, NormSpec):
         return None
     name = writer.stream_reference
-    return reference_output(trace, (name,)) if name else stream
+    return concat_reference_outputs(trace, (name,)) if name else stream
 
 
-def split_output(output: torch.Tensor, expected: list[torch.Tensor]) -> list[torch.Tensor]:
+def split_fused_output(output: torch.Tensor, expected: list[torch.Tensor]) -> list[torch.Tensor]:
     """Split a fused module's output into the reference's parts, each [T, width]."""
     flat = output.reshape(output.shape[0], -1)
     widths = [e.shape[-1] for e in expected]

@@ -16,34 +16,43 @@ from typing import Any
 import torch
 
 from modelmill.accept.embedding_and_head import check_embedding_tables, check_quantized_head
-from modelmill.accept.finding import Finding
 from modelmill.accept.module_check import ModuleCheck
 from modelmill.accept.quantized_layers import QuantizedLayersCheck
-from modelmill.accept.quantized_reference import language_model_formats, needs_separate_weight_check
+from modelmill.accept.quantized_reference import (
+    language_model_weight_formats,
+    needs_separate_weight_check,
+)
 from modelmill.accept.reference import ReferenceModel
-from modelmill.accept.reference_device import PlacedReference, cpu_reference, place_reference
-from modelmill.accept.sequences import check_amplified_rounding, check_sequences
-from modelmill.accept.stage_check import make_report, round_digits
-from modelmill.accept.static_ranges import static_range_report
-from modelmill.accept.unused_tensors import unused_language_tensors, with_unused_tensors
+from modelmill.accept.reference_device import PlacedReference, open_cpu_reference, place_reference
+from modelmill.accept.sequence_logits_check import (
+    check_sequence_logits,
+    recheck_with_amplified_bound,
+)
+from modelmill.accept.static_range_check import static_range_report
+from modelmill.accept.tolerance_check_result import ToleranceCheckResult
+from modelmill.accept.unused_tensors import (
+    add_unused_tensors_to_report,
+    explain_unused_language_tensors,
+)
+from modelmill.accept.vision_stage_check import make_acceptance_report, round_significant_digits
 from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.core import log
 from modelmill.core.config import RunConfig
-from modelmill.core.progress import Progress
+from modelmill.core.progress_callback import Progress
 from modelmill.core.quoting import one_line
 from modelmill.loader.model_loader import build_model
 from modelmill.nn.layer_spec import layer_spec
 from modelmill.nn.layer_stack import kv_shape
 from modelmill.runtime.engine_core import EngineCore
-from modelmill.text.tokenizer import load_tokenizer
+from modelmill.text.tokenizer_loader import load_tokenizer
 
 _log = log.get_logger(__name__)
 NUM_SEQUENCES = 3
 SEQUENCE_LENGTH = 96
 
 
-def accept(
+def accept_staged_engine(
     staged: Path, checkpoint: Checkpoint, *, on_progress: Progress | None = None
 ) -> dict[str, Any]:
     """Check a staged engine.
@@ -53,15 +62,15 @@ def accept(
     """
     artifact = open_artifact(staged, staged=True)
     if artifact.manifest.engine_type == "segmentation":
-        from modelmill.accept.segmentation import accept_segmentation
+        from modelmill.accept.segmentation import accept_segmentation_engine
 
-        return accept_segmentation(staged, checkpoint, on_progress=on_progress)
+        return accept_segmentation_engine(staged, checkpoint, on_progress=on_progress)
     config = RunConfig(
         device=artifact.manifest.build["target"] if torch.cuda.is_available() else "cpu",
         max_num_seqs=8,
         max_model_len=min(artifact.manifest.max_model_len, SEQUENCE_LENGTH),
         max_num_batched_tokens=SEQUENCE_LENGTH,
-        kv_cache_bytes=_kv_bytes(artifact),
+        kv_cache_bytes=_kv_cache_bytes(artifact),
         kv_cache_dtype="activations",
         enable_prefix_caching=False,
         cuda_graphs=False,
@@ -107,10 +116,13 @@ def compare_engine(
             on_progress(f"acceptance: {stage}", done, total)
 
     if checkpoint.language is not None:
-        from modelmill.accept.vision_encoder import check_vision_encoder, merge_reports
+        from modelmill.accept.vision_encoder import (
+            check_vision_encoder,
+            merge_vision_language_reports,
+        )
 
         on_stage("vision encoder")
-        return merge_reports(
+        return merge_vision_language_reports(
             check_vision_encoder(engine_core, checkpoint),
             compare_engine(engine_core, checkpoint.language, ids, on_progress=on_progress),
         )
@@ -118,7 +130,7 @@ def compare_engine(
     try:
         place = place_reference(checkpoint, engine_core, ids[0])
         on_gpu = place.device != "cpu"
-        return _compare(engine_core, place, ids, on_stage)
+        return _compare_with_reference(engine_core, place, ids, on_stage)
     except (
         RuntimeError,
         TypeError,
@@ -127,11 +139,11 @@ def compare_engine(
             raise
         reason = one_line(str(error), 200)
         _log.warning("the reference failed on the GPU (%s); it runs on the CPU", reason)
-        again = cpu_reference(checkpoint, f"on the GPU it failed ({reason})")
-    return _compare(engine_core, again, ids, on_stage)
+        again = open_cpu_reference(checkpoint, f"on the GPU it failed ({reason})")
+    return _compare_with_reference(engine_core, again, ids, on_stage)
 
 
-def _compare(
+def _compare_with_reference(
     engine_core: EngineCore,
     placed_reference: PlacedReference,
     ids: Sequence[Sequence[int]],
@@ -146,7 +158,7 @@ def _compare(
         "an engine core made by EngineCore.open knows its artifact"
     )
     manifest, model = engine_core.artifact.manifest, engine_core.model_runner.model
-    weight_formats = language_model_formats(engine_core.model, manifest.weight_formats)
+    weight_formats = language_model_weight_formats(engine_core.model, manifest.weight_formats)
     # matrices kept from the checkpoint are not rounded here: the reference expands them itself
     kept = manifest.build["quantization"] == "keep"
     uses_engine_weights = needs_separate_weight_check(weight_formats) and not kept
@@ -165,7 +177,7 @@ def _compare(
             folded_scales={layer: scales for layer, (_, scales) in quantized.items()},
             has_stored_errors=bool(quantized),
         )  # fmt: skip
-        reference = rounding.reference()
+        reference = rounding.reference_with_weight_check()
     module_check = ModuleCheck(
         engine_core, reference, sequences[0], split[1:],
         uses_engine_weights=uses_engine_weights or kept,
@@ -176,7 +188,7 @@ def _compare(
     on_stage("wiring")
     module_check.check_layers()
     on_stage("norms")
-    module_check.check_norms()
+    module_check.check_norm_eps()
     on_stage("sequences")
     streams = [last, *module_check.other_streams]
     whole = _check_whole_sequences(engine_core, reference, split, streams, module_check, rounding)
@@ -186,14 +198,16 @@ def _compare(
             *rounding.findings,
             *check_quantized_head(checkpoint_reference, model, manifest.weight_formats, dtype),
         ]
-    report = _report(engine_core, [*findings, *module_check.findings], whole) | {
+    report = _make_engine_report(engine_core, [*findings, *module_check.findings], whole) | {
         "reference": placed_reference.description
     }
     if rounding is not None and not report["quantization_errors"]:
         report["quantization_errors"] = rounding.quantization_errors
     report |= static_range_report(module_check.static_ranges, report["quantization_errors"])
     on_stage("done", 1)
-    return with_unused_tensors(report, unused_language_tensors(checkpoint_reference))
+    return add_unused_tensors_to_report(
+        report, explain_unused_language_tensors(checkpoint_reference)
+    )
 
 
 def _check_whole_sequences(
@@ -216,20 +230,20 @@ def _check_whole_sequences(
     """
     exact = None
     if rounding is not None:
-        rounding.finish()
+        rounding.check_remaining_layers()
         checkpoint_reference = rounding.checkpoint_reference
         if rounding.uses_engine_weights:
             exact = (checkpoint_reference, rounding.residual_streams)
     ids, starts = (list(each) for each in zip(*split, strict=True))
-    whole = check_sequences(
+    whole = check_sequence_logits(
         engine_core, reference, ids, starts, streams, exact, module_check.routings
     )
-    if whole["ok"] or not all(each.ok for each in module_check.findings):
+    if whole["ok"] or not all(each.is_within_bound for each in module_check.findings):
         return whole
     if rounding is not None and exact is None:
         # the rounding of the weights is compared by itself: here it is left out
-        reference, exact = rounding.engine_reference(), (checkpoint_reference, streams)
-    return check_amplified_rounding(engine_core, reference, split, exact)
+        reference, exact = rounding.reference_with_engine_weights(), (checkpoint_reference, streams)
+    return recheck_with_amplified_bound(engine_core, reference, split, exact)
 
 
 def _stored_quantization_errors(engine_core: EngineCore) -> list[dict[str, Any]]:
@@ -245,21 +259,21 @@ def _stored_quantization_errors(engine_core: EngineCore) -> list[dict[str, Any]]
     ]
 
 
-def _report(
-    engine_core: EngineCore, findings: list[Finding], sequence_report: dict[str, Any]
+def _make_engine_report(
+    engine_core: EngineCore, findings: list[ToleranceCheckResult], sequence_report: dict[str, Any]
 ) -> dict[str, Any]:
     assert engine_core.artifact is not None, (
         "an engine core made by EngineCore.open knows its artifact"
     )
-    bad = [f for f in findings if not f.ok]
+    bad = [f for f in findings if not f.is_within_bound]
     first = _first_failure(bad)
     if first is not None:
         where = "the embedding or head" if first.layer is None else f"layer {first.layer}"
         verdict = f"bug at {where}, module {first.module}"
-        why = "; ".join(first.bound.violations(first.metrics))
+        why = "; ".join(first.bound.describe_violations(first.metrics))
         reason = (
             f"{verdict}: {why}; compare tells more, another --dtype or --kernel "
-            f"{_kernel_hint(first, engine_core.model_runner.model)} may help"
+            f"{_suggest_kernel_override(first, engine_core.model_runner.model)} may help"
         )
     elif not sequence_report["ok"]:
         verdict = "bug between the modules: every module is right alone, whole sequences are not"
@@ -267,7 +281,7 @@ def _report(
         reason = f"{verdict} ({broken}); try another --dtype, or --kernel paged_attention=torch"
     else:
         verdict = reason = "numerical noise"
-    return make_report(
+    return make_acceptance_report(
         engine_core.artifact,
         engine_core.ops.backends,
         first,
@@ -276,19 +290,19 @@ def _report(
         reason=reason,
         whole_ok=sequence_report["ok"],
         whole={
-            "logits": {k: round_digits(v) for k, v in sequence_report.items()},
+            "logits": {k: round_significant_digits(v) for k, v in sequence_report.items()},
             "quantization_errors": _stored_quantization_errors(engine_core),
         },
     )
 
 
-def _first_failure(failures: list[Finding]) -> Finding | None:
+def _first_failure(failures: list[ToleranceCheckResult]) -> ToleranceCheckResult | None:
     """Return the finding to name in the verdict.
 
     A faulty module is preferred to a faulty layer; then the earliest.
     """
     alone = [f for f in failures if f.module != "layer"] or failures
-    first = min(alone, key=lambda f: (_layer_depth(f), alone.index(f))) if alone else None
+    first = min(alone, key=lambda f: (_layer_sort_key(f), alone.index(f))) if alone else None
     # a norm with a wrong eps deviates most where half of the result is due to eps
     eps = next((f for f in failures if first is not None and f.name == f"{first.name}.eps"), None)
     if (
@@ -301,13 +315,13 @@ def _first_failure(failures: list[Finding]) -> Finding | None:
     return first
 
 
-def _layer_depth(finding: Finding) -> float:
+def _layer_sort_key(finding: ToleranceCheckResult) -> float:
     if finding.layer is not None:
         return finding.layer
     return math.inf if finding.module.startswith(("norm", "head")) else -1
 
 
-def _kernel_hint(first: Finding, model: Any) -> str:
+def _suggest_kernel_override(first: ToleranceCheckResult, model: Any) -> str:
     specs = (
         ()
         if first.layer is None
@@ -316,7 +330,7 @@ def _kernel_hint(first: Finding, model: Any) -> str:
     return f"{next((s.op for s in specs if first.module.startswith(s.path)), 'linear')}=torch"
 
 
-def _kv_bytes(artifact: Artifact) -> int:
+def _kv_cache_bytes(artifact: Artifact) -> int:
     """Return the float32 KV cache bytes for the checked sequences, of the layers with a cache."""
     model = build_model(artifact.manifest.model_type, artifact.manifest.config)
     shape = kv_shape(model.get_submodule("layers").children())

@@ -16,21 +16,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.metrics import compare_tensors
-from modelmill.accept.quantized_encoder_reference import DequantizedMatrices, check_encoder_weights
+from modelmill.accept.error_metrics import compare_tensors
+from modelmill.accept.quantized_vision_reference import (
+    DequantizedEncoderMatrices,
+    check_vision_encoder_weights,
+)
 from modelmill.accept.reference.sam import SamReference, check_is_sam
 from modelmill.accept.reference.sam_decoder import SamDecoderReference
-from modelmill.accept.reference.stage import ReferenceStage
-from modelmill.accept.stage_check import StageCheck, make_report, round_digits
-from modelmill.accept.tolerances_segmentation import embedding_bound, mask_logits_bound
-from modelmill.accept.unused_tensors import unused_sam_tensors, with_unused_tensors
+from modelmill.accept.reference.vision_reference import ReferenceStage
+from modelmill.accept.tolerances_segmentation import image_embedding_bound, mask_logits_bound
+from modelmill.accept.unused_tensors import add_unused_tensors_to_report, explain_unused_sam_tensors
+from modelmill.accept.vision_stage_check import (
+    VisionStageCheck,
+    make_acceptance_report,
+    round_significant_digits,
+)
 from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.core.errors import RequestError
-from modelmill.core.progress import Progress
+from modelmill.core.progress_callback import Progress
 from modelmill.vision.masks import mask_iou
 from modelmill.vision.open_model import open_sam_model
-from modelmill.vision.prompts import Prompt, prompt_tensors
+from modelmill.vision.prompts import Prompt, make_prompt_tensors
 from modelmill.vision.sam_model import ImageEmbedding, SamModel
 
 STAGE_NAMES = ("encoder", "norms", "prompts and masks", "whole")
@@ -39,7 +46,7 @@ IOU_SLACK = 1e-3  # a mask of few pixels differs by one
 MIN_CLEAR_PIXEL_MATCH = 0.999
 
 
-def accept_segmentation(
+def accept_segmentation_engine(
     staged: Path, checkpoint: Checkpoint, *, on_progress: Progress | None = None
 ) -> dict[str, Any]:
     """Check a staged engine on its target device if that exists here; return the report."""
@@ -49,13 +56,13 @@ def accept_segmentation(
         if artifact.manifest.build["target"] == "cuda" and torch.cuda.is_available()
         else "cpu"
     )
-    return compare_segmentation(
+    return compare_segmentation_engine(
         artifact, open_sam_model(artifact, device), checkpoint, on_progress=on_progress
     )
 
 
 @torch.inference_mode()
-def compare_segmentation(
+def compare_segmentation_engine(
     artifact: Artifact,
     sam_model: SamModel,
     checkpoint: Checkpoint,
@@ -74,26 +81,26 @@ def compare_segmentation(
 
     checkpoint_reference = SamReference(checkpoint)
     check_is_sam(checkpoint_reference)
-    engine_matrices = DequantizedMatrices(sam_model.model)
+    engine_matrices = DequantizedEncoderMatrices(sam_model.model)
     reference = (
         SamReference(checkpoint, engine_matrices) if engine_matrices else checkpoint_reference
     )
     build = artifact.manifest.build
-    stage_check = StageCheck(
+    stage_check = VisionStageCheck(
         sam_model.model, sam_model.vision, str(sam_model.device), artifact.manifest
     )
-    stage_check.findings += check_encoder_weights(
-        engine_matrices, build["dtype"], checkpoint_reference.matrix_for_engine_path
+    stage_check.findings += check_vision_encoder_weights(
+        engine_matrices, build["dtype"], checkpoint_reference.checkpoint_matrix_by_engine_path
     )
-    picture = sample_image(sam_model.image_size)
+    picture = draw_sample_image(sam_model.image_size)
     on_stage(0)
     embedding = stage_check.check_stages(
         reference.encoder_stages(reference.normalize_image(picture))
     )[0]
     on_stage(2)
-    decoder, prompts = SamDecoderReference(reference), sample_prompts(sam_model.image_size)
+    decoder, prompts = SamDecoderReference(reference), sample_point_prompts(sam_model.image_size)
     size = (sam_model.image_size, sam_model.image_size * 2 // 3)
-    points, labels = prompt_tensors(prompts, size, size)
+    points, labels = make_prompt_tensors(prompts, size, size)
     generator = torch.Generator().manual_seed(5)
     mask = torch.randn(1, 1, 4 * reference.grid, 4 * reference.grid, generator=generator) * 8
     stage_check.check_stages(decoder.prompt_encoder_stages(points[:1], labels[:1], mask))
@@ -104,14 +111,14 @@ def compare_segmentation(
         decoder.mask_decoder_stages(embedding, places, sparse, dense), num_outputs=2
     )
     on_stage(1)
-    stage_check.check_norms(reference.norms)
-    stage_check.check_layer_specs()
+    stage_check.check_norm_eps(reference.norms)
+    stage_check.check_layer_spec_coverage()
     on_stage(3)
     if engine_matrices:
         normalized = checkpoint_reference.normalize_image(picture)
-        embedding = _reference_output(checkpoint_reference.encoder_stages(normalized))[0]
+        embedding = _run_reference_stages(checkpoint_reference.encoder_stages(normalized))[0]
         exact_decoder = SamDecoderReference(checkpoint_reference)
-        logits, scores = _reference_output(
+        logits, scores = _run_reference_stages(
             exact_decoder.mask_decoder_stages(embedding, places, sparse, dense)
         )
     expected = embedding, logits, scores
@@ -119,12 +126,13 @@ def compare_segmentation(
         sam_model, build["dtype"], engine_matrices.weight_formats, picture, prompts, expected
     )
     on_stage(4)
-    return with_unused_tensors(
-        _report(artifact, stage_check, whole), unused_sam_tensors(checkpoint_reference, reference)
+    return add_unused_tensors_to_report(
+        _make_segmentation_report(artifact, stage_check, whole),
+        explain_unused_sam_tensors(checkpoint_reference, reference),
     )
 
 
-def sample_image(image_size: int) -> Tensor:
+def draw_sample_image(image_size: int) -> Tensor:
     """Draw an image [2/3 side, side, 3] uint8: discs and boxes on a gradient, with seeded noise."""
     height = image_size * 2 // 3
     y, x = torch.meshgrid(
@@ -148,7 +156,7 @@ _DRAWN_OBJECTS = (
 )
 
 
-def sample_prompts(image_size: int) -> list[Prompt]:
+def sample_point_prompts(image_size: int) -> list[Prompt]:
     """Return a point on every shape of the sample image, and some on the background."""
     places = [(cx * image_size, cy * image_size) for cx, cy, _, _ in _DRAWN_OBJECTS] + [
         (0.05 * image_size, 0.6 * image_size),
@@ -157,7 +165,7 @@ def sample_prompts(image_size: int) -> list[Prompt]:
     return [Prompt(((x, y),), (1,)) for x, y in places]
 
 
-def _reference_output(stages: Iterator[ReferenceStage]) -> tuple[Tensor, ...]:
+def _run_reference_stages(stages: Iterator[ReferenceStage]) -> tuple[Tensor, ...]:
     """Run the reference's stages; return the output of the last."""
     expected: tuple[Tensor, ...] = ()
     for stage in stages:
@@ -189,7 +197,7 @@ def _check_whole_model(
     ours, ours_scores = (x.cpu() for x in sam_model.decode(image_embedding, prompts))
     off = compare_tensors("logits", ours, logits)
     formats = weight_formats.values()
-    bound, most = embedding_bound(dtype, formats), mask_logits_bound(dtype, formats)
+    bound, most = image_embedding_bound(dtype, formats), mask_logits_bound(dtype, formats)
     margin = 2 * most * float(logits.pow(2).mean().sqrt())
     sure = logits.abs() > margin
     same = ((ours > 0) == (logits > 0)) & ours.isfinite()
@@ -228,8 +236,8 @@ def _check_whole_model(
     }
 
 
-def _report(
-    artifact: Artifact, stage_check: StageCheck, whole_model_report: dict[str, Any]
+def _make_segmentation_report(
+    artifact: Artifact, stage_check: VisionStageCheck, whole_model_report: dict[str, Any]
 ) -> dict[str, Any]:
     manifest = artifact.manifest
     first = stage_check.first_failure(lambda f: f.name.endswith(".eps"))
@@ -241,7 +249,7 @@ def _report(
         )
         verdict = f"bug at {where}, module {first.module}"
         reason = (
-            f"{verdict}: {'; '.join(first.bound.violations(first.metrics))}; try another "
+            f"{verdict}: {'; '.join(first.bound.describe_violations(first.metrics))}; try another "
             "--dtype or --kernel"
         )
         if not math.isfinite(first.metrics.max_abs):
@@ -261,7 +269,7 @@ def _report(
         reason = f"{verdict} ({'; '.join(whole_model_report['broken'])}); try another --dtype"
     else:
         verdict = reason = "numerical noise"
-    report = make_report(
+    report = make_acceptance_report(
         artifact,
         stage_check.vision.ops.backends,
         first,
@@ -269,6 +277,10 @@ def _report(
         verdict=verdict,
         reason=reason,
         whole_ok=whole_model_report["ok"],
-        whole={"masks": {name: round_digits(value) for name, value in whole_model_report.items()}},
+        whole={
+            "masks": {
+                name: round_significant_digits(value) for name, value in whole_model_report.items()
+            }
+        },
     )
     return {"engine_type": manifest.engine_type, **report}

@@ -72,7 +72,8 @@ engine of SmolLM2) were seen at 1.3e-3 / 3.4e-3 in fp8. Matrices against the che
 1.3e-2, fp8 2.7e-2, gain off by 3.5e-3 at most. fp8 that carries its errors on moves single weights
 as far as GPTQ does in int4: max_rel 0.32 in SmolLM2.
 
-Parts of a matrix (accept/blockwise.py), worst of SmolLM2 as row / tile / row's gain off by: int8
+Parts of a matrix (accept/row_and_tile_errors.py), worst of SmolLM2 as row / tile / row's gain off
+by: int8
 0.064 / 0.026 / 0.0045, w8a8 0.068 / 0.11 / 0.004, fp8 0.22 / 0.29 / 0.025 (in the down_proj whose
 first token is 500 times the others; 0.08 elsewhere), int4 nearest 0.23 / 0.23 / 0.04, GPTQ g128
 0.27 / 0.27 / 0.18. Two rows swapped: row 1.4; a tile of wrong values across four of ours: 0.7; a
@@ -91,12 +92,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from modelmill.accept.metrics import CHANCE_DEVIATIONS, ErrorMetrics
+from modelmill.accept.error_metrics import CHANCE_DEVIATIONS, ErrorMetrics
 from modelmill.core.errors import UsageError
 from modelmill.core.recipe_declaration import (
     ActQuantTolerances,
     CombinedTolerances,
-    format_tolerances,
+    tolerances_by_weight_format,
 )
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -110,7 +111,7 @@ class ErrorBound:
     max_rel: float
     gain: float
 
-    def violations(self, metrics: ErrorMetrics) -> list[str]:
+    def describe_violations(self, metrics: ErrorMetrics) -> list[str]:
         """Describe the metrics that are out of bounds, with both numbers; empty if none is."""
         errors = {
             "rel_l2": (metrics.rel_l2, self.rel_l2),
@@ -151,8 +152,8 @@ class LogitsBound:
     rel_l2: float
     margin: float
 
-    def amplified(self, factor: float) -> LogitsBound:
-        """Return the bound of a model that amplifies rounding (accept/sensitivity.py)."""
+    def with_amplification(self, factor: float) -> LogitsBound:
+        """Return the bound of a model that amplifies rounding (rounding_amplification.py)."""
         rel_l2 = max(self.rel_l2, min(self.rel_l2 * factor, MAX_LOGITS_BOUND))
         return LogitsBound(rel_l2, MARGIN_PER_REL_L2 * rel_l2)
 
@@ -187,29 +188,31 @@ MAX_LOGITS_BOUND = 0.3
 MARGIN_PER_REL_L2 = 2.5
 
 
-def block_bound(weight_format: str) -> ErrorBound | None:
+def worst_block_bound(weight_format: str) -> ErrorBound | None:
     """Return the bounds of a format's worst row, tile of 32 × 32 and row by gain.
 
     None: matrices of the format are compared as a whole only.
     """
-    tolerances = format_tolerances().get(weight_format)
+    tolerances = tolerances_by_weight_format().get(weight_format)
     return None if tolerances is None else ErrorBound(*tolerances.block)
 
 
 def compares_with_folded_scales(weight_format: str) -> bool:
     """Return whether a format's columns are compared with the folded scales, not without them."""
-    tolerances = format_tolerances().get(weight_format)
+    tolerances = tolerances_by_weight_format().get(weight_format)
     return tolerances is not None and tolerances.scaled_columns
 
 
 def act_quant_formats() -> set[str]:
     """Return the weight formats that round activations."""
-    return {name for name, each in format_tolerances().items() if each.act_quant is not None}
+    return {
+        name for name, each in tolerances_by_weight_format().items() if each.act_quant is not None
+    }
 
 
 def jointly_checked_formats() -> set[str]:
     """Return the weight formats whose arithmetic and rounding are checked together."""
-    return {name for name, each in format_tolerances().items() if each.whole is not None}
+    return {name for name, each in tolerances_by_weight_format().items() if each.whole is not None}
 
 
 def act_quant_layer_bound(weight_format: str) -> ErrorBound | None:
@@ -219,12 +222,12 @@ def act_quant_layer_bound(weight_format: str) -> ErrorBound | None:
 
 
 def _act_quant_tolerances(weight_format: str) -> ActQuantTolerances | None:
-    tolerances = format_tolerances().get(weight_format)
+    tolerances = tolerances_by_weight_format().get(weight_format)
     return None if tolerances is None else tolerances.act_quant
 
 
-def _whole_tolerances(weight_format: str) -> CombinedTolerances | None:
-    tolerances = format_tolerances().get(weight_format)
+def _combined_tolerances(weight_format: str) -> CombinedTolerances | None:
+    tolerances = tolerances_by_weight_format().get(weight_format)
     return None if tolerances is None else tolerances.whole
 
 
@@ -238,7 +241,7 @@ def module_bound(
     Raises:
         UsageError: if no tolerances are published for the dtype or recipe.
     """
-    _check_published(dtype, recipe)
+    _check_tolerances_published(dtype, recipe)
     rel_l2, max_rel = MODULE_BOUNDS[arithmetic][dtype]
     gain = GAIN_BOUNDS[dtype]
     if arithmetic == "rotary":
@@ -246,7 +249,7 @@ def module_bound(
             rel_l2 + ROPE_BOUND_PER_TOKEN[0] * length,
             max_rel + ROPE_BOUND_PER_TOKEN[1] * length,
         )
-    whole, rounded = _whole_tolerances(recipe), _act_quant_tolerances(recipe)
+    whole, rounded = _combined_tolerances(recipe), _act_quant_tolerances(recipe)
     if whole is not None and arithmetic in ("linear", "embedding"):
         rel_l2, max_rel, gain = *whole.linear, whole.gain
     if rounded is not None and arithmetic == "linear":
@@ -257,7 +260,7 @@ def module_bound(
 
 def weight_bound(dtype: str, weight_format: str) -> ErrorBound:
     """Return the bound between stored and checkpoint weights, folded scales undone."""
-    tolerances = format_tolerances().get(weight_format)
+    tolerances = tolerances_by_weight_format().get(weight_format)
     if tolerances is not None:
         return ErrorBound(*tolerances.weight)
     rel_l2, max_rel = MODULE_BOUNDS["residual"][dtype]
@@ -266,17 +269,20 @@ def weight_bound(dtype: str, weight_format: str) -> ErrorBound:
 
 def logits_bound(dtype: str, recipe: str = "none", *, num_layers: int) -> LogitsBound:
     """Return the bound for the whole model's logits at this depth."""
-    _check_published(dtype, recipe)
+    _check_tolerances_published(dtype, recipe)
     depth = math.sqrt(num_layers + 2)
     rel_l2 = LOGITS_BOUNDS[dtype] * depth
-    for each in (_whole_tolerances(recipe), _act_quant_tolerances(recipe)):
+    for each in (_combined_tolerances(recipe), _act_quant_tolerances(recipe)):
         if each is not None:
             rel_l2 = min(max(rel_l2, each.logits * depth), MAX_LOGITS_BOUND)
     return LogitsBound(rel_l2, MARGIN_PER_REL_L2 * rel_l2)
 
 
-def _check_published(dtype: str, recipe: str) -> None:
-    published = ["none", *(n for n, t in format_tolerances().items() if t.whole or t.act_quant)]
+def _check_tolerances_published(dtype: str, recipe: str) -> None:
+    published = [
+        "none",
+        *(n for n, t in tolerances_by_weight_format().items() if t.whole or t.act_quant),
+    ]
     if dtype not in DTYPES or recipe not in published:
         raise UsageError(
             f"no tolerances are published for {dtype} with recipe {recipe}; "

@@ -19,7 +19,7 @@ blocks). IoU and scores are reported and not judged by themselves: a mask of an 
 turn over with its last bit; instead, of the pixels whose logits lie further from 0 than twice the
 logits' bound, 99.9 % must fall on the reference's side.
 
-Encoders in 8 bits are judged in two halves (accept.quantized_encoder_reference): each module
+Encoders in 8 bits are judged in two halves (accept.quantized_vision_reference): each module
 against a reference that holds the engine's matrices and rounds activations as the engine does, the
 matrices against the checkpoint's, and the whole against the checkpoint's own embedding and masks,
 where the cost of rounding shows. The same models and seeds, worst:
@@ -32,7 +32,7 @@ where the cost of rounding shows. The same models and seeds, worst:
     fp8     float16     1.6e-2 / 4.8e-2 / 5.6e-4         2.5e-2     4.5e-2               2.1e-1
     fp8     bfloat16    3.4e-2 / 5.6e-2 / 2.2e-3         2.6e-2     4.6e-2      2.6e-2 / 2.3e-1
 
-Their matrices row by row and tile by tile (accept/blockwise.py, bounds in accept.tolerances), row /
+Their matrices row by row and tile by tile (accept/row_and_tile_errors.py, bounds in accept.tolerances), row /
 tile / row's gain off by: MobileSAM int8 1.7e-2 / 1.0e-2 / 2.8e-3, fp8 3.2e-2 / 2.9e-2 / 1.4e-2;
 five seeded ViTs int8 1.0e-2 / 6.9e-3 / 3.2e-3, fp8 3.4e-2 / 2.7e-2 / 2.0e-2. One row's scale x 1.3,
 or two rows in each other's place, is out of them.
@@ -51,7 +51,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from modelmill.accept.tolerances import ErrorBound
-from modelmill.core.recipe_declaration import ImageTolerances, format_tolerances
+from modelmill.core.recipe_declaration import ImageTolerances, tolerances_by_weight_format
 
 STAGE_BOUNDS = {
     "float32": ErrorBound(3e-5, 1e-4, 1e-5),
@@ -63,7 +63,7 @@ WHOLE_MODEL_BOUNDS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 def act_quant_stage_formats() -> set[str]:
     """Return the weight formats of encoders whose modules round activations."""
-    return {name for name, images in _encoder_tolerances().items() if images.module}
+    return {name for name, images in _vision_encoder_tolerances().items() if images.module}
 
 
 def stage_bound(dtype: str, weight_format: str = "none") -> ErrorBound:
@@ -71,27 +71,27 @@ def stage_bound(dtype: str, weight_format: str = "none") -> ErrorBound:
 
     weight_format: the format that rounds its activations.
     """
-    images = _encoder_tolerances().get(weight_format)
+    images = _vision_encoder_tolerances().get(weight_format)
     if images is None or not images.module:
         return STAGE_BOUNDS[dtype]
     return ErrorBound(*images.module[dtype])
 
 
-def embedding_bound(dtype: str, weight_formats: Iterable[str] = ()) -> float:
+def image_embedding_bound(dtype: str, weight_formats: Iterable[str] = ()) -> float:
     """Return the bound on rel_l2 of an image embedding to the checkpoint's own."""
-    images = _encoder_tolerances()
+    images = _vision_encoder_tolerances()
     bounds = [images[each].embedding for each in weight_formats if each in images]
     return max([WHOLE_MODEL_BOUNDS[dtype], *bounds])
 
 
 def mask_logits_bound(dtype: str, weight_formats: Iterable[str] = ()) -> float:
     """Return the bound on rel_l2 of the whole engine's mask logits to the checkpoint's own."""
-    images = _encoder_tolerances()
+    images = _vision_encoder_tolerances()
     bounds = [images[each].mask_logits for each in weight_formats if each in images]
     return max([WHOLE_MODEL_BOUNDS[dtype], *bounds])
 
 
-def _encoder_tolerances() -> dict[str, ImageTolerances]:
+def _vision_encoder_tolerances() -> dict[str, ImageTolerances]:
     """Return what the recipes of encoders declare, by weight format."""
-    tolerances = format_tolerances().items()
+    tolerances = tolerances_by_weight_format().items()
     return {name: each.images for name, each in tolerances if each.images is not None}

@@ -33,10 +33,10 @@ HarmlessPatterns = Mapping[str, tuple[str, ValueCheck]]
 """Regular expression for names → what it is, and a check of its values."""
 
 
-def unused_language_tensors(reference: ReferenceModel) -> list[dict[str, Any]]:
+def explain_unused_language_tensors(reference: ReferenceModel) -> list[dict[str, Any]]:
     """Return rows on the tensors that a language reference did not read.
 
-    See ``finding_to_json``.
+    See ``tolerance_check_to_json``.
     """
     patterns: dict[str, tuple[str, ValueCheck]] = {
         r"(.*\.)?rotary_emb\.inv_freq": (
@@ -48,20 +48,21 @@ def unused_language_tensors(reference: ReferenceModel) -> list[dict[str, Any]]:
             lambda t: t.numel() == 1 and float(t) <= MAX_MASK_SCORE,
         ),
         r"(.*\.)?attn\.bias": ("a causal mask, computed", _is_causal_mask),
-        r"(.*\.)?logn_tensor": ("logn factors, computed", lambda t: _is_logn(reference, t)),
+        r"(.*\.)?logn_tensor": ("logn factors, computed", lambda t: _is_logn_table(reference, t)),
         r".*\.bias": ("biases of zero beside packed matrices", lambda t: not bool(t.any())),
     }
     source = reference.source
-    unread = source.unread()
+    unread = source.unread_tensor_names()
     own: dict[str, tuple[str, ValueCheck]] = {
-        pattern: (what, lambda _: True) for pattern, what in reference.unused_tensors().items()
+        pattern: (what, lambda _: True)
+        for pattern, what in reference.unused_tensor_patterns().items()
     }
     # the first pattern that fits counts: a layer that predicts may have biases, too
-    known = {**_multi_token_prediction(unread, reference.num_layers), **own, **patterns}
-    return _summarize(unread, source.container.get, known)
+    known = {**_multi_token_prediction_pattern(unread, reference.num_layers), **own, **patterns}
+    return _summarize_unused_tensors(unread, source.container.get, known)
 
 
-def _multi_token_prediction(unread: Iterable[str], num_layers: int) -> HarmlessPatterns:
+def _multi_token_prediction_pattern(unread: Iterable[str], num_layers: int) -> HarmlessPatterns:
     """Return the pattern of the layer behind the last, where it is one that predicts (2412.19437).
 
     Its matrix ``eh_proj`` joins a token's embedding with the hidden state before it.
@@ -72,7 +73,7 @@ def _multi_token_prediction(unread: Iterable[str], num_layers: int) -> HarmlessP
     return {layer + ".*": ("the layer of multi-token prediction", lambda _: True)}
 
 
-def unused_vision_tensors(reference: MiniGpt4VisionReference) -> list[dict[str, Any]]:
+def explain_unused_vision_tensors(reference: MiniGpt4VisionReference) -> list[dict[str, Any]]:
     """Return the same for MiniGPT-4's and BLIP-2's vision encoders."""
     last = int(reference.vision_config["depth"])
     unused: tuple[tuple[str, str], ...] = (
@@ -100,14 +101,16 @@ def unused_vision_tensors(reference: MiniGpt4VisionReference) -> list[dict[str, 
     }
     patterns[r".*\.position_ids"] = ("positions, counted", _is_arange)
     source = reference.source
-    return _summarize(
-        [n for n in source.unread() if not n.startswith("llama_model.")],
+    return _summarize_unused_tensors(
+        [n for n in source.unread_tensor_names() if not n.startswith("llama_model.")],
         source.container.get,
         patterns,
     )
 
 
-def unused_sam_tensors(reference: SamReference, other: SamReference) -> list[dict[str, Any]]:
+def explain_unused_sam_tensors(
+    reference: SamReference, other: SamReference
+) -> list[dict[str, Any]]:
     """Return the same for SAM and MobileSAM.
 
     other: a second reference; a tensor that it read counts as read.
@@ -123,14 +126,16 @@ def unused_sam_tensors(reference: SamReference, other: SamReference) -> list[dic
         lambda t: _has_values(t, (58.395, 57.12, 57.375))),
         r".*image_encoder\.(norm_head|head)\..*": ("MobileSAM's head for classes", lambda _: True),
         r".*\.num_batches_tracked": ("a counter of training", lambda _: True),
-        r".*\.attention_bias_idxs": ("distances in a window, computed", _is_window_distances),
+        r".*\.attention_bias_idxs": ("distances in a window, computed", _is_window_distance_table),
         r".*\.ab": ("gathered biases of attention", lambda t: t.dim() == 3),
     }  # fmt: skip
-    unread = set(reference.source.unread()) & set(other.source.unread())
-    return _summarize(unread, reference.source.container.get, patterns)
+    unread = set(reference.source.unread_tensor_names()) & set(other.source.unread_tensor_names())
+    return _summarize_unused_tensors(unread, reference.source.container.get, patterns)
 
 
-def with_unused_tensors(report: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+def add_unused_tensors_to_report(
+    report: dict[str, Any], rows: list[dict[str, Any]]
+) -> dict[str, Any]:
     """Add the dropped tensors to the report; refuse the engine if one may matter."""
     report = report | {"unused_tensors": [*report.get("unused_tensors", []), *rows]}
     bad = next((row for row in rows if not row["ok"]), None)
@@ -142,7 +147,7 @@ def with_unused_tensors(report: dict[str, Any], rows: list[dict[str, Any]]) -> d
     return report | {"accepted": False, "verdict": verdict, "reason": reason}
 
 
-def _summarize(
+def _summarize_unused_tensors(
     names: Iterable[str], get: Callable[[str], Tensor], patterns: HarmlessPatterns
 ) -> list[dict[str, Any]]:
     """Summarize per pattern and outcome: {"what", "count", "names" (the first few), "ok"}."""
@@ -185,7 +190,7 @@ def _is_causal_mask(tensor: Tensor) -> bool:
     )
 
 
-def _is_logn(reference: ReferenceModel, tensor: Tensor) -> bool:
+def _is_logn_table(reference: ReferenceModel, tensor: Tensor) -> bool:
     length = getattr(reference, "seq_length", None)
     if length is None:
         return False
@@ -201,7 +206,7 @@ def _has_values(tensor: Tensor, values: tuple[float, ...]) -> bool:
     return _is_close(tensor, torch.tensor(values))
 
 
-def _is_window_distances(tensor: Tensor) -> bool:
+def _is_window_distance_table(tensor: Tensor) -> bool:
     """Return whether [w², w²] are window distances |Δy| · w + |Δx|."""
     side = math.isqrt(tensor.shape[0])
     places = torch.tensor(list(product(range(side), repeat=2)))

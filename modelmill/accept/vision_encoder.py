@@ -13,19 +13,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.finding import Finding
-from modelmill.accept.metrics import compare_tensors
-from modelmill.accept.quantized_encoder_reference import DequantizedMatrices, check_encoder_weights
+from modelmill.accept.error_metrics import compare_tensors
+from modelmill.accept.quantized_vision_reference import (
+    DequantizedEncoderMatrices,
+    check_vision_encoder_weights,
+)
 from modelmill.accept.reference.minigpt4_vision import MiniGpt4VisionReference
-from modelmill.accept.stage_check import StageCheck, finding_to_json, round_digits
-from modelmill.accept.tolerances_segmentation import embedding_bound
-from modelmill.accept.unused_tensors import unused_vision_tensors, with_unused_tensors
+from modelmill.accept.tolerance_check_result import ToleranceCheckResult
+from modelmill.accept.tolerances_segmentation import image_embedding_bound
+from modelmill.accept.unused_tensors import (
+    add_unused_tensors_to_report,
+    explain_unused_vision_tensors,
+)
+from modelmill.accept.vision_stage_check import (
+    VisionStageCheck,
+    round_significant_digits,
+    tolerance_check_to_json,
+)
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.nn.vision_context import VisionContext
 from modelmill.runtime.engine_core import EngineCore
 
 
-def square_sample_image(image_size: int) -> Tensor:
+def draw_square_sample_image(image_size: int) -> Tensor:
     """Draw an image [side, side, 3] uint8: a disc and a box on a gradient, with seeded noise."""
     y, x = torch.meshgrid(
         torch.arange(image_size) / image_size, torch.arange(image_size) / image_size, indexing="ij"
@@ -48,46 +58,52 @@ def check_vision_encoder(engine_core: EngineCore, checkpoint: Checkpoint) -> dic
     )
     manifest = engine_core.artifact.manifest
     dtype = manifest.build["dtype"]
-    engine_matrices = DequantizedMatrices(engine_core.model)
+    engine_matrices = DequantizedEncoderMatrices(engine_core.model)
     checkpoint_reference = reference = MiniGpt4VisionReference(checkpoint)
     if engine_matrices:
         reference = MiniGpt4VisionReference(checkpoint, engine_matrices)
-    stage_check = StageCheck(
+    stage_check = VisionStageCheck(
         engine_core.model, VisionContext(engine_core.ops), engine_core.device, manifest
     )
-    stage_check.findings += check_encoder_weights(
-        engine_matrices, dtype, checkpoint_reference.matrix_for_engine_path
+    stage_check.findings += check_vision_encoder_weights(
+        engine_matrices, dtype, checkpoint_reference.checkpoint_matrix_by_engine_path
     )
-    picture = square_sample_image(reference.image_size)
-    [expected] = stage_check.check_stages(reference.stages(reference.normalize_image(picture)))
-    stage_check.check_norms(reference.norms)
-    stage_check.check_layer_specs()
+    picture = draw_square_sample_image(reference.image_size)
+    [expected] = stage_check.check_stages(
+        reference.encoder_stages(reference.normalize_image(picture))
+    )
+    stage_check.check_norm_eps(reference.norms)
+    stage_check.check_layer_spec_coverage()
     if engine_matrices:  # the effect of quantization is measured against the checkpoint's own
-        for stage in checkpoint_reference.stages(checkpoint_reference.normalize_image(picture)):
+        for stage in checkpoint_reference.encoder_stages(
+            checkpoint_reference.normalize_image(picture)
+        ):
             [expected] = stage.expected
     batch = picture.permute(2, 0, 1)[None].to(engine_core.device)
     encode_images: Callable[..., torch.Tensor] = engine_core.model.encode_images  # type: ignore[assignment]
     whole = compare_tensors("embeddings", encode_images(batch, engine_core.ops)[0], expected)
-    bound = embedding_bound(dtype, engine_matrices.weight_formats.values())
+    bound = image_embedding_bound(dtype, engine_matrices.weight_formats.values())
     first = stage_check.first_failure(stage_check.contains_compared_modules)
-    verdict, reason = _verdict(first, whole.rel_l2, bound)
+    verdict, reason = _make_vision_verdict(first, whole.rel_l2, bound)
     return {
         "ok": verdict == "numerical noise",
         "verdict": verdict,
         "reason": reason,
         "layer": None if first is None else first.layer,
         "module": None if first is None else first.module,
-        "unused_tensors": unused_vision_tensors(checkpoint_reference),
+        "unused_tensors": explain_unused_vision_tensors(checkpoint_reference),
         "image_embeddings": {
-            "rel_l2": round_digits(whole.rel_l2),
-            "max_rel": round_digits(whole.max_rel),
+            "rel_l2": round_significant_digits(whole.rel_l2),
+            "max_rel": round_significant_digits(whole.max_rel),
             "bound": bound,
         },
-        "layers": [finding_to_json(finding) for finding in stage_check.findings],
+        "layers": [tolerance_check_to_json(finding) for finding in stage_check.findings],
     }
 
 
-def _verdict(first: Finding | None, embedding_error: float, bound: float) -> tuple[str, str]:
+def _make_vision_verdict(
+    first: ToleranceCheckResult | None, embedding_error: float, bound: float
+) -> tuple[str, str]:
     """Return the verdict and its reason.
 
     first: the faulty module, None if all modules are correct.
@@ -96,7 +112,7 @@ def _verdict(first: Finding | None, embedding_error: float, bound: float) -> tup
         encoder = "the vision encoder"
         where = encoder if first.layer is None else f"layer {first.layer} of {encoder}"
         verdict = f"bug at {where}, module {first.module}"
-        violations = "; ".join(first.bound.violations(first.metrics))
+        violations = "; ".join(first.bound.describe_violations(first.metrics))
         return verdict, f"{verdict}: {violations}; try another --dtype or --kernel"
     if embedding_error <= bound:
         return "numerical noise", "numerical noise"
@@ -110,7 +126,9 @@ def _verdict(first: Finding | None, embedding_error: float, bound: float) -> tup
     )
 
 
-def merge_reports(vision_report: dict[str, Any], language_report: dict[str, Any]) -> dict[str, Any]:
+def merge_vision_language_reports(
+    vision_report: dict[str, Any], language_report: dict[str, Any]
+) -> dict[str, Any]:
     """Merge both reports: accepted if both are; a vision encoder's fault is named first."""
     merged = {
         **language_report,
@@ -119,7 +137,7 @@ def merge_reports(vision_report: dict[str, Any], language_report: dict[str, Any]
     }
     if not vision_report["ok"]:
         merged |= {key: vision_report[key] for key in ("verdict", "reason", "layer", "module")}
-    return with_unused_tensors(
+    return add_unused_tensors_to_report(
         merged | {"accepted": vision_report["ok"] and language_report["accepted"]},
         vision_report["unused_tensors"],
     )

@@ -43,7 +43,7 @@ def device_slug(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")[:80] or "unnamed"
 
 
-def record_to_bytes(record: AutotuneRecord) -> bytes:
+def encode_autotune_record(record: AutotuneRecord) -> bytes:
     """Return the file's content."""
     raw = {
         "schema": SCHEMA,
@@ -54,7 +54,7 @@ def record_to_bytes(record: AutotuneRecord) -> bytes:
     return (json.dumps(raw, indent=1, sort_keys=True) + "\n").encode()
 
 
-def read_record(engine: Path, device: str) -> AutotuneRecord | None:
+def read_autotune_record(engine: Path, device: str) -> AutotuneRecord | None:
     """Read the record of a device; None if there is none.
 
     Raises:
@@ -71,10 +71,10 @@ def read_record(engine: Path, device: str) -> AutotuneRecord | None:
         raise ValueError(error.strerror or "unreadable") from None
     except (ValueError, RecursionError):
         raise ValueError("no JSON") from None
-    return _parse(raw, device)
+    return _parse_record(raw, device)
 
 
-def _parse(raw: Any, device: str) -> AutotuneRecord:
+def _parse_record(raw: Any, device: str) -> AutotuneRecord:
     if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
         raise ValueError(f"its schema is not {SCHEMA}")
     choices, facts = raw.get("choices"), raw.get("facts")

@@ -113,7 +113,7 @@ class Manifest:
                 f"{engine_path}/{MANIFEST_FILE} was changed after the build (its sha256 differs); "
                 "rebuild the engine"
             )
-        _check_values(manifest, engine_path)
+        _check_value_types(manifest, engine_path)
         if manifest.packing != PACKING:
             raise IncompatibleArtifact(
                 f"{engine_path} is packed as {manifest.packing[:40]!r}, this modelmill reads "
@@ -123,7 +123,7 @@ class Manifest:
         return manifest
 
 
-def _check_values(manifest: Manifest, engine_path: str) -> None:
+def _check_value_types(manifest: Manifest, engine_path: str) -> None:
     """Check the type of every value; a valid digest does not prove that the values are valid."""
     tables = (manifest.config, manifest.build, manifest.generation, manifest.source)
     texts = (manifest.weight_formats, manifest.aliases, manifest.versions)

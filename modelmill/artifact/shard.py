@@ -44,12 +44,12 @@ class ShardWriter:
         self._remaining = dict(specs)
         self._hash = hashlib.sha256()
         self._hash_thread = ThreadPoolExecutor(1)
-        header, self._pads = _header(specs)
+        header, self._pads = _build_safetensors_header(specs)
         self._file = path.open("wb")
         self._size = 0
-        self._write(header)
+        self._write_and_hash(header)
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
+    def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Append the next tensor; its name, shape and dtype must equal the declared ones."""
         expected = next(iter(self._remaining))
         shape, dtype = self._remaining.pop(expected)
@@ -60,8 +60,8 @@ class ShardWriter:
         assert tensor.dtype == dtype, f"{name}: {tensor.dtype} is not the announced {dtype}"
         flat = tensor.detach().contiguous().view(-1)
         if flat.numel():
-            self._write(flat.view(torch.uint8).numpy().data)
-        self._write(b"\0" * self._pads[name])
+            self._write_and_hash(flat.view(torch.uint8).numpy().data)
+        self._write_and_hash(b"\0" * self._pads[name])
 
     def close(self) -> dict[str, int | str]:
         """Flush to the disk and return the file's hash and size."""
@@ -71,7 +71,7 @@ class ShardWriter:
         self._file.close()
         return {"sha256": self._hash.hexdigest(), "bytes": self._size}
 
-    def _write(self, data: bytes | memoryview) -> None:
+    def _write_and_hash(self, data: bytes | memoryview) -> None:
         if len(data) < _INLINE_HASH_BYTES:
             self._hash.update(data)
             self._file.write(data)
@@ -96,7 +96,7 @@ class ShardWriter:
         self._file.close()
 
 
-def _header(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]]:
+def _build_safetensors_header(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]]:
     entries: dict[str, object] = {}
     pads: dict[str, int] = {}
     offset = 0
@@ -155,7 +155,7 @@ class ShardReader:
         """Return the names of the tensors in the file."""
         return list(self._entries)
 
-    def get(self, name: str) -> torch.Tensor:
+    def get_tensor(self, name: str) -> torch.Tensor:
         """Return a zero-copy view on the CPU.
 
         Raises:

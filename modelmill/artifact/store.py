@@ -1,6 +1,6 @@
 """The engine on disk: written to a staging folder, published when complete, read through mmap.
 
-``Staging`` is the unfinished engine: a hidden folder next to the target with a journal of finished
+``EngineStaging`` is the unfinished engine: a folder next to the target with a journal of finished
 files, so that an interrupted build resumes; it has no manifest until the end, and only a folder
 with a manifest is an engine.
 """
@@ -72,7 +72,7 @@ class Artifact:
         """
         if name not in self._shard_by_tensor:
             raise CorruptArtifact(f"{self.path} holds no tensor {name}; rebuild the engine")
-        return self._shard_by_tensor[name].get(name)
+        return self._shard_by_tensor[name].get_tensor(name)
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """Return the tokenizer's files by name; empty for an ids-only engine."""
@@ -83,7 +83,7 @@ class Artifact:
             if n.startswith(prefix)
         }
 
-    def acceptance(self) -> dict[str, Any]:
+    def acceptance_report(self) -> dict[str, Any]:
         """Return the acceptance report; empty if the engine was built without one."""
         path = self.path / ACCEPTANCE_FILE
         if not path.is_file():
@@ -108,7 +108,9 @@ class Artifact:
                 continue
             try:
                 raw = json.loads((self.path / name).read_bytes())
-                scales = {str(site): _decode_vector(text) for site, text in raw["scales"].items()}
+                scales = {
+                    str(site): _decode_scale_vector(text) for site, text in raw["scales"].items()
+                }
                 layer = int(name.removesuffix(".json").rpartition("-")[2])
                 facts_by_layer[layer] = (dict(raw["facts"]), scales)
             except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -127,7 +129,7 @@ def quantization_facts_path(layer: int) -> str:
     return f"{FACTS_FOLDER}/layer-{layer:04d}.json"
 
 
-def is_engine(path: Path) -> bool:
+def is_engine_folder(path: Path) -> bool:
     """Return whether the folder has a manifest."""
     return (path / MANIFEST_FILE).is_file()
 
@@ -142,7 +144,7 @@ def open_artifact(path: Path, *, staged: bool = False) -> Artifact:
         CorruptArtifact: if a file is missing or damaged.
         IncompatibleArtifact: if the schema or packing is not supported.
     """
-    if not is_engine(path):
+    if not is_engine_folder(path):
         hint = "it does not exist" if not path.exists() else f"it has no {MANIFEST_FILE}"
         target = "ENGINE" if path.exists() else path
         raise ArtifactError(
@@ -164,7 +166,7 @@ def open_artifact(path: Path, *, staged: bool = False) -> Artifact:
     return Artifact(path, manifest)
 
 
-class Staging:
+class EngineStaging:
     """An engine being built.
 
     Args:
@@ -192,11 +194,11 @@ class Staging:
                 "another -o"
             )
         try:
-            check_target(self.target)
+            check_build_target(self.target)
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self._lock = (self.target.parent / f".{self.target.name}.lock").open("w")
         except OSError as error:
-            raise self._unwritable_error(error) from None
+            raise self._make_unwritable_error(error) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # a build that has just ended may have unlinked the file between open and lock
@@ -210,17 +212,17 @@ class Staging:
                 f"{other_target_hint(self.target)}"
             ) from None
         try:
-            self._resume()
+            self._resume_or_reset()
         except OSError as error:
             self.close()
-            raise self._unwritable_error(error) from None
+            raise self._make_unwritable_error(error) from None
 
-    def _unwritable_error(self, error: OSError) -> ArtifactError:
+    def _make_unwritable_error(self, error: OSError) -> ArtifactError:
         return ArtifactError(
             f"cannot write beside {self.target}: {error.strerror}; {other_target_hint(self.target)}"
         )
 
-    def _resume(self) -> None:
+    def _resume_or_reset(self) -> None:
         journal = self.path / _JOURNAL
         with contextlib.suppress(
             OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError
@@ -235,7 +237,9 @@ class Staging:
         self.path.mkdir(parents=True)
 
     @contextlib.contextmanager
-    def shard(self, name: str, specs: Mapping[str, TensorSpec]) -> Iterator[ShardWriter]:
+    def open_shard_writer(
+        self, name: str, specs: Mapping[str, TensorSpec]
+    ) -> Iterator[ShardWriter]:
         """Write one weight file; it counts as finished if the block ends without an error."""
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -244,7 +248,7 @@ class Staging:
             self.finished_files[name] = writer.close()
         self._write_journal()
 
-    def write(self, name: str, data: bytes) -> None:
+    def write_hashed_file(self, name: str, data: bytes) -> None:
         """Write one small hashed file."""
         _write_atomically(self.path / name, data)
         self.finished_files[name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
@@ -259,13 +263,13 @@ class Staging:
             for site, s in scales.items()
         }
         text = json.dumps({"facts": facts, "scales": encoded}, indent=1, sort_keys=True) + "\n"
-        self.write(quantization_facts_path(layer), text.encode())
+        self.write_hashed_file(quantization_facts_path(layer), text.encode())
 
-    def write_unhashed(self, name: str, data: bytes) -> None:
+    def write_unhashed_file(self, name: str, data: bytes) -> None:
         """Write a file outside the hashes."""
         _write_atomically(self.path / name, data)
 
-    def seal(self, manifest: Manifest) -> None:
+    def seal_with_manifest(self, manifest: Manifest) -> None:
         """Write the manifest; now the staged folder can be opened (``staged=True``) and checked."""
         for name in [str(p.relative_to(self.path)) for p in self.path.rglob("*") if p.is_file()]:
             if name not in manifest.files and name not in (_JOURNAL, MANIFEST_FILE):
@@ -296,7 +300,7 @@ class Staging:
         if not self.target.exists():
             os.rename(self.path, self.target)
         elif atomic_swap(self.path, self.target):
-            self.discard()  # now the older engine; without its journal no build resumes it
+            self.delete_folder()  # now the older engine; without its journal no build resumes it
         else:
             os.rename(self.target, old)
             try:
@@ -306,7 +310,7 @@ class Staging:
                 raise
             shutil.rmtree(old, ignore_errors=True)
 
-    def discard(self) -> None:
+    def delete_folder(self) -> None:
         """Delete the staged folder (a refused engine must not be resumed)."""
         shutil.rmtree(self.path, ignore_errors=True)
 
@@ -325,7 +329,7 @@ class Staging:
         )
 
 
-def check_target(target: Path) -> bool:
+def check_build_target(target: Path) -> bool:
     """Check that the target of a build is free or an engine.
 
     Raises:
@@ -337,7 +341,7 @@ def check_target(target: Path) -> bool:
             raise UsageError(
                 f"{target} exists and is not an engine; choose another -o or remove it"
             )
-        return is_engine(target)
+        return is_engine_folder(target)
     except OSError as error:
         raise ArtifactError(
             f"cannot write beside {target}: {error.strerror}; {other_target_hint(target)}"
@@ -364,7 +368,7 @@ def _is_replaceable(target: Path) -> bool:
         return True
     if not target.is_dir():
         return False
-    if not is_engine(target):
+    if not is_engine_folder(target):
         return not any(target.iterdir())
     try:
         manifest = json.loads((target / MANIFEST_FILE).read_bytes())
@@ -373,7 +377,7 @@ def _is_replaceable(target: Path) -> bool:
     return isinstance(manifest, dict) and {"schema", "packing", "files"} <= manifest.keys()
 
 
-def _decode_vector(text: str) -> torch.Tensor:
+def _decode_scale_vector(text: str) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype="<f4").astype(np.float32))
 
 

@@ -15,10 +15,12 @@ from pathlib import Path
 from modelmill.artifact.store import Artifact
 from modelmill.core.env import cache_dir
 from modelmill.core.errors import CorruptArtifact
-from modelmill.core.progress import Progress
+from modelmill.core.progress_callback import Progress
 
 
-def verify(artifact: Artifact, *, force: bool = False, on_progress: Progress | None = None) -> None:
+def verify_file_hashes(
+    artifact: Artifact, *, force: bool = False, on_progress: Progress | None = None
+) -> None:
     """Check the files' hashes.
 
     on_progress: called with ("checking", bytes read, bytes in all).

@@ -18,30 +18,30 @@ import torch
 
 from modelmill.builder.calibration_data import (
     CalibrationSource,
-    calibration_samples,
-    embed_images,
+    embed_sample_images,
     find_calibration,
+    load_calibration_samples,
 )
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.rename import ResolvedRule, apply_rule
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
-from modelmill.core.progress import Progress
+from modelmill.core.progress_callback import Progress
 from modelmill.nn.linear import Linear
 from modelmill.ops import registry
 from modelmill.quant.bit_allocation import (
     BIT_CHOICES,
     UNQUANTIZED,
-    LayerOption,
+    LayerBitOption,
     allocate_bits,
-    quantize_linears,
+    quantize_layer_linears,
 )
 from modelmill.quant.calibration_state import (
     EMBEDDING_PARTS,
     CalibrationState,
     QuantizableLayer,
 )
-from modelmill.weights.base import WeightFormat, pack
+from modelmill.weights.base import WeightFormat, pack_as_format
 from modelmill.weights.dense import DenseWeight as Dense
 
 AUTO = "auto"
@@ -75,7 +75,7 @@ class AccuracyLimits:
             math.inf if self.max_ppl_rise is None else math.log1p(self.max_ppl_rise),
         )
 
-    def limit_ratio(self, measured: MeasuredDivergence) -> float:
+    def measured_to_limit_ratio(self, measured: MeasuredDivergence) -> float:
         """Return the measured values relative to the limit; above 1 the limit is exceeded."""
         shares = [0.0 if self.max_kl is None else measured.kl / self.max_kl]
         if self.max_ppl_rise is not None:
@@ -100,8 +100,8 @@ class MeasuredDivergence:
 class AutoPrecisionResult:
     """The measurements of ``-q auto``: the choice, and all options by layer."""
 
-    chosen: tuple[LayerOption, ...]
-    layer_options: tuple[tuple[LayerOption, ...], ...]
+    chosen: tuple[LayerBitOption, ...]
+    layer_options: tuple[tuple[LayerBitOption, ...], ...]
     measured: MeasuredDivergence
 
     def describe(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class AutoPrecisionResult:
         }
 
 
-def accuracy_limits(config: BuildConfig) -> AccuracyLimits:
+def parse_accuracy_limits(config: BuildConfig) -> AccuracyLimits:
     """Read the limits of the options.
 
     Raises:
@@ -154,11 +154,11 @@ class LayerStreamer:
         self.model = family.Model(model_config)
         for name, buffer in list(self.model.named_buffers()):
             if not buffer.is_meta:
-                self._set_tensor(name, buffer.to(device))
+                self._set_model_tensor(name, buffer.to(device))
         for part in EMBEDDING_PARTS:
             self.load_submodules(f"{part}.")
 
-    def layers(self) -> Iterator[QuantizableLayer]:
+    def stream_layers(self) -> Iterator[QuantizableLayer]:
         """Yield the layers; each is freed before the next is read."""
         for index in range(self.model_config.layers):
             module = self.model.layers[index]
@@ -175,7 +175,7 @@ class LayerStreamer:
         if self.model_config.tied:
             self.model.head.weight = Dense(self.model.embed.weight)
 
-    def logits(
+    def stream_logits(
         self, calibration: CalibrationState, head_weight: WeightFormat | None = None
     ) -> Iterator[torch.Tensor]:
         """Yield the logits [rows, V] of all tokens, some rows at a time.
@@ -211,9 +211,9 @@ class LayerStreamer:
             if isinstance(submodule, Linear) and leaf == "weight":
                 submodule.weight = Dense(tensor)
             else:
-                self._set_tensor(resolved.target, tensor)
+                self._set_model_tensor(resolved.target, tensor)
 
-    def _set_tensor(self, name: str, value: torch.Tensor) -> None:
+    def _set_model_tensor(self, name: str, value: torch.Tensor) -> None:
         module, _, leaf = name.rpartition(".")
         setattr(self.model.get_submodule(module), leaf, value)
 
@@ -224,7 +224,7 @@ def resolve_auto_precision(
     on_progress: Progress | None,
 ) -> tuple[BuildConfig, AutoPrecisionResult]:  # fmt: skip
     """Resolve ``-q auto`` to a bit choice per layer."""
-    accuracy_limits(config)
+    parse_accuracy_limits(config)
     target = (
         config.target
         if config.target != "auto"
@@ -247,7 +247,7 @@ def search_bit_choices(
     config: BuildConfig,
     source: CalibrationSource,
     on_progress: Progress | None = None,
-) -> tuple[list[LayerOption], list[list[LayerOption]], MeasuredDivergence]:
+) -> tuple[list[LayerBitOption], list[list[LayerBitOption]], MeasuredDivergence]:
     """Search the bit choices.
 
     Returns:
@@ -256,36 +256,36 @@ def search_bit_choices(
     Raises:
         UsageError: if the calibration data cannot be used.
     """
-    limits = accuracy_limits(config)
+    limits = parse_accuracy_limits(config)
     some = replace(
         source, num_samples=CHOICE_SEQUENCES, max_length=min(SEQUENCE_LENGTH, source.max_length)
     )
-    samples = calibration_samples(
+    samples = load_calibration_samples(
         some, streamer.checkpoint.tokenizer_files(), streamer.model, config.seed
     )
     sequences = [sample.ids for sample in samples]
     report_progress = on_progress or (lambda *_: None)
     ops = registry.select_backends(streamer.device, config.kernels)
-    shown = embed_images(samples, streamer.model, streamer.load_submodules, ops)
+    shown = embed_sample_images(samples, streamer.model, streamer.load_submodules, ops)
     start = CalibrationState.from_ids(streamer.model, sequences, ops, streamer.device, shown)
     count = SINGLE_LAYER_SEQUENCES
     few = CalibrationState.from_ids(
         streamer.model, sequences[:count], ops, streamer.device, shown[:count]
     )
-    options, energy = _measure_layers_alone(streamer, start.fork(), few, report_progress)
+    options, energy = _measure_single_layer_options(streamer, start.fork(), few, report_progress)
     budget, best = limits.kl_budget, None
     for number in range(MAX_ROUNDS):
         chosen = allocate_bits(options, budget)
         report_progress("auto: the choice as a whole", number, MAX_ROUNDS)
-        measured = measure_choice(
+        measured = measure_divergence(
             streamer,
             start.fork(),
             [option.bit_choice for option in chosen],
             energy,
             config.quantize_head,
         )
-        ratio = limits.limit_ratio(measured)
-        if ratio <= 1 and (best is None or _total_bytes(chosen) < _total_bytes(best[0])):
+        ratio = limits.measured_to_limit_ratio(measured)
+        if ratio <= 1 and (best is None or _choice_bytes(chosen) < _choice_bytes(best[0])):
             best = (chosen, measured)
         if ratio <= 1 and (
             ratio > 0.9 or number >= 3 or all(o.bit_choice == BIT_CHOICES[0] for o in chosen)
@@ -302,30 +302,30 @@ def search_bit_choices(
             MeasuredDivergence(0.0, 0.0),
         )
         if config.quantize_head:
-            measured = measure_choice(
+            measured = measure_divergence(
                 streamer,
                 start.fork(),
                 [UNQUANTIZED] * len(unquantized_layers),
                 energy,
                 quantize_head=True,
             )
-        if limits.limit_ratio(measured) > 1:
+        if limits.measured_to_limit_ratio(measured) > 1:
             raise UsageError("the head in int8 exceeds the limit alone; remove --quantize-head")
         best = (unquantized_layers, measured)
     report_progress("auto: the choice as a whole", MAX_ROUNDS, MAX_ROUNDS)
     return best[0], options, best[1]
 
 
-def _total_bytes(chosen: Sequence[LayerOption]) -> int:
+def _choice_bytes(chosen: Sequence[LayerBitOption]) -> int:
     return sum(option.nbytes for option in chosen)
 
 
-def _measure_layers_alone(
+def _measure_single_layer_options(
     streamer: LayerStreamer,
     unquantized: CalibrationState,
     probe: CalibrationState,
     on_progress: Progress,
-) -> tuple[list[list[LayerOption]], list[Mapping[str, Any]]]:
+) -> tuple[list[list[LayerBitOption]], list[Mapping[str, Any]]]:
     """Measure each bit choice of each layer with all other layers unquantized.
 
     Returns:
@@ -334,34 +334,34 @@ def _measure_layers_alone(
     streams: list[tuple[int, str, int, CalibrationState]] = []
     energy: list[Mapping[str, Any]] = []
     sizes: list[int] = []
-    for index, block in enumerate(streamer.layers()):
+    for index, block in enumerate(streamer.stream_layers()):
         on_progress("auto: layers alone", index, streamer.model_config.layers)
         for *_, stream in streams:
             stream.forward_layer(block)
         dense = {path: linear.weight for path, linear in block.all_linears().items()}
-        energy.append(_forward_with_energy(block, unquantized))
+        energy.append(_forward_measuring_input_energy(block, unquantized))
         sizes.append(sum(4 * weight.shape[0] * weight.shape[1] for weight in dense.values()))
         for form in BIT_CHOICES:
             stream = probe.fork()
-            nbytes = quantize_linears(block, form, energy[index], dense)
+            nbytes = quantize_layer_linears(block, form, energy[index], dense)
             stream.forward_layer(block)
             streams.append((index, form, nbytes, stream))
         for path, weight in dense.items():
-            block.linear(path).weight = weight
+            block.linear_by_path(path).weight = weight
         probe.forward_layer(block)
     streamer.load_head()
-    right = [part.double().log_softmax(-1) for part in streamer.logits(probe)]
-    options: list[list[LayerOption]] = [[] for _ in energy]
+    right = [part.double().log_softmax(-1) for part in streamer.stream_logits(probe)]
+    options: list[list[LayerBitOption]] = [[] for _ in energy]
     for layer, form, nbytes, stream in streams:
-        kl = _kl_divergence(right, streamer.logits(stream))
-        options[layer].append(LayerOption(form, nbytes, max(float(kl.mean()), 0.0)))
+        kl = _kl_divergence(right, streamer.stream_logits(stream))
+        options[layer].append(LayerBitOption(form, nbytes, max(float(kl.mean()), 0.0)))
     for each, size in zip(options, sizes, strict=True):
-        each.append(LayerOption(UNQUANTIZED, size, 0.0))
+        each.append(LayerBitOption(UNQUANTIZED, size, 0.0))
     on_progress("auto: layers alone", streamer.model_config.layers, streamer.model_config.layers)
     return options, energy
 
 
-def measure_choice(
+def measure_divergence(
     streamer: LayerStreamer,
     unquantized: CalibrationState,
     bit_choices: Sequence[str],
@@ -373,19 +373,23 @@ def measure_choice(
     quantize_head: also quantize the head to int8.
     """
     other = unquantized.fork()
-    for index, block in enumerate(streamer.layers()):
+    for index, block in enumerate(streamer.stream_layers()):
         unquantized.forward_layer(block)
         dense = {path: linear.weight for path, linear in block.all_linears().items()}
-        quantize_linears(block, bit_choices[index], importance[index], dense)
+        quantize_layer_linears(block, bit_choices[index], importance[index], dense)
         other.forward_layer(block)
     streamer.load_head()
     rounded = (
-        pack("int8", streamer.model.head.weight.dense(), torch.float32) if quantize_head else None
+        pack_as_format("int8", streamer.model.head.weight.dequantize(), torch.float32)
+        if quantize_head
+        else None
     )
     kls, rises = [], []
-    targets = torch.cat([_target_ids(batch.step) for batch in unquantized.batches])
+    targets = torch.cat([_next_token_ids(batch.step) for batch in unquantized.batches])
     first = 0
-    for a, b in zip(streamer.logits(unquantized), streamer.logits(other, rounded), strict=True):
+    for a, b in zip(
+        streamer.stream_logits(unquantized), streamer.stream_logits(other, rounded), strict=True
+    ):
         right, ours = a.double().log_softmax(-1), b.double().log_softmax(-1)
         kls.append((right.exp() * (right - ours)).sum(-1))
         came = targets[first : first + len(a)]
@@ -397,17 +401,17 @@ def measure_choice(
     )
 
 
-def _forward_with_energy(
+def _forward_measuring_input_energy(
     block: QuantizableLayer, calibration: CalibrationState
 ) -> dict[str, torch.Tensor]:
     """Run tokens through a layer; return the mean square of each input channel by site."""
     energy = {}
     for site in block.sites:
-        calibration.forward_to(block, site)
+        calibration.forward_to_site(block, site)
         energy[site] = torch.cat(
             [x.square().mean(0, keepdim=True) for x in calibration.site_inputs()]
         ).mean(0)
-    calibration.finish_layer(block)
+    calibration.forward_to_layer_end(block)
     return energy
 
 
@@ -421,7 +425,7 @@ def _kl_divergence(
     return torch.cat(each)
 
 
-def _target_ids(step: Any) -> torch.Tensor:
+def _next_token_ids(step: Any) -> torch.Tensor:
     """Return the token after each token; −1 at the end of a sequence and before an image."""
     after = torch.cat([step.ids[1:], step.ids[:1]])
     ends = step.query_start[1:].long() - 1

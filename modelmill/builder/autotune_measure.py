@@ -28,8 +28,8 @@ from modelmill.builder.autotune_search import (
 )
 from modelmill.builder.plan import BuildPlan
 from modelmill.core import log
-from modelmill.core.progress import Progress
-from modelmill.nn.fusion import fuse
+from modelmill.core.progress_callback import Progress
+from modelmill.nn.fusion import fuse_model
 from modelmill.nn.step import Step
 from modelmill.nn.synthetic_step import fill_random_weights, synthetic_step
 from modelmill.ops import registry
@@ -48,7 +48,7 @@ CONTEXT_LENGTH, MAX_CONTEXT_LENGTH = 128, 4096
 TIMING_ROUNDS, QUEUED_REPLAYS = 9, 4
 
 
-def skip_reason(plan: BuildPlan) -> str | None:
+def autotune_skip_reason(plan: BuildPlan) -> str | None:
     """Return why nothing is tuned, or None if tuning is possible."""
     if plan.config.target != "cuda":
         return "the kernels of a CPU have no launch configs to tune"
@@ -72,38 +72,40 @@ def autotune(plan: BuildPlan, on_progress: Progress | None = None) -> AutotuneRe
     Any error (out of memory, an unsupported weight) is logged and the result is None: an engine
     works without tuned configs, so the build does not fail.
     """
-    if skip_reason(plan) is not None:
+    if autotune_skip_reason(plan) is not None:
         return None
     began = time.perf_counter()
     try:
-        outcomes = _tune_row_buckets(plan, began + TIME_LIMIT_S, on_progress)
+        outcomes = _tune_all_row_counts(plan, began + TIME_LIMIT_S, on_progress)
     except Exception as error:
         _log.warning("autotuning failed: %s", " ".join(str(error).split()) or type(error).__name__)
         return None
     finally:
         torch.cuda.empty_cache()
-    return to_record(torch.cuda.get_device_name(), outcomes, time.perf_counter() - began)
+    return make_autotune_record(torch.cuda.get_device_name(), outcomes, time.perf_counter() - began)
 
 
-def _tune_row_buckets(
+def _tune_all_row_counts(
     plan: BuildPlan, deadline: float, on_progress: Progress | None
 ) -> dict[int, AutotuneOutcome]:
     model = _build_truncated_model(plan)
     outcomes = {}
-    buckets = row_buckets(plan.config.quantization)
+    buckets = row_counts_to_tune(plan.config.quantization)
     for number, rows in enumerate(buckets):
-        outcomes[rows] = _tune_row_bucket(model, plan, rows, deadline)
+        outcomes[rows] = _tune_row_count(model, plan, rows, deadline)
         if on_progress is not None:
             on_progress("autotune", number + 1, len(buckets))
     return outcomes
 
 
-def row_buckets(quantization: str) -> tuple[int, ...]:
+def row_counts_to_tune(quantization: str) -> tuple[int, ...]:
     """Return the row counts to tune; larger products use cuBLAS where weights are unquantized."""
     return (1, 8, 16) if quantization == "none" else (1, 8, 16, 32, 64)
 
 
-def to_record(device: str, outcomes: dict[int, AutotuneOutcome], seconds: float) -> AutotuneRecord:
+def make_autotune_record(
+    device: str, outcomes: dict[int, AutotuneOutcome], seconds: float
+) -> AutotuneRecord:
     """Return the stored record: the choices, and their measured gain."""
     choices: dict[str, dict[str, tuple[int, ...]]] = {}
     for outcome in outcomes.values():
@@ -113,8 +115,8 @@ def to_record(device: str, outcomes: dict[int, AutotuneOutcome], seconds: float)
             )
     steps = {
         str(rows): {
-            "default_us": _us(each.default_seconds),
-            "tuned_us": _us(each.tuned_seconds),
+            "default_us": _seconds_to_us(each.default_seconds),
+            "tuned_us": _seconds_to_us(each.tuned_seconds),
             "untried": each.num_untried,
         }
         for rows, each in outcomes.items()
@@ -126,17 +128,17 @@ def to_record(device: str, outcomes: dict[int, AutotuneOutcome], seconds: float)
         "versions": {
             "modelmill": modelmill.__version__,
             "torch": torch.__version__,
-            "triton": _triton(),
+            "triton": _triton_version(),
         },
     }
     return AutotuneRecord(device, choices, facts)
 
 
-def _us(seconds: float | None) -> float | None:
+def _seconds_to_us(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1e6, 2)
 
 
-def _triton() -> str:
+def _triton_version() -> str:
     try:
         return metadata.version("triton")
     except metadata.PackageNotFoundError:
@@ -152,17 +154,17 @@ def _build_truncated_model(plan: BuildPlan) -> nn.Module:
     return fill_random_weights(model, plan.weight_formats, plan.dtype, "cuda")
 
 
-def _tune_row_bucket(
+def _tune_row_count(
     model: nn.Module, plan: BuildPlan, rows: int, deadline: float
 ) -> AutotuneOutcome:
     ops = registry.select_backends("cuda", plan.config.kernels)
     step = synthetic_step(model, ops, (rows, 1, CONTEXT_LENGTH), max_context=MAX_CONTEXT_LENGTH)
-    fused = fuse(model)  # as the runtime runs it
-    race = make_timer(lambda choices: _captured_step(fused, step, plan, choices))
-    return search_launch_configs(tunable_gemms(fused, step), race, time.perf_counter, deadline)
+    fused = fuse_model(model)  # as the runtime runs it
+    race = make_step_timer(lambda choices: _capture_tuned_step(fused, step, plan, choices))
+    return search_launch_configs(find_tunable_gemms(fused, step), race, time.perf_counter, deadline)
 
 
-def _captured_step(
+def _capture_tuned_step(
     model: nn.Module, step: Step, plan: BuildPlan, choices: TunedConfigs
 ) -> Callable[[], Any]:
     ops = registry.select_backends(
@@ -177,7 +179,7 @@ def _captured_step(
     return capture_graph(run)
 
 
-def make_timer(prepare: Callable[[TunedConfigs], Callable[[], Any]]) -> StepTimer:
+def make_step_timer(prepare: Callable[[TunedConfigs], Callable[[], Any]]) -> StepTimer:
     """Return a timer that prepares each choice and times all of them interleaved."""
 
     def race(options: Sequence[TunedConfigs]) -> list[float | None]:
@@ -199,7 +201,7 @@ def make_timer(prepare: Callable[[TunedConfigs], Callable[[], Any]]) -> StepTime
     return race
 
 
-def tunable_gemms(model: nn.Module, step: Step) -> list[TunableGemm]:
+def find_tunable_gemms(model: nn.Module, step: Step) -> list[TunableGemm]:
     """Return the GEMMs of a step whose implementation has launch configs, by recording one step."""
     weight_bytes: dict[tuple[str, GemmKey], int] = {}
 
@@ -209,8 +211,8 @@ def tunable_gemms(model: nn.Module, step: Step) -> list[TunableGemm]:
         tuned = next(name for name, each in backends.items() if each is module)
 
         def spy(*args: Any) -> Any:
-            if registry.serves(op, tuned, *args) and (
-                tuned == front or not registry.serves(op, front, *args)
+            if registry.backend_serves_args(op, tuned, *args) and (
+                tuned == front or not registry.backend_serves_args(op, front, *args)
             ):
                 x, weight = args[0][:2] if len(args) == 1 else args[:2]
                 key = module.gemm_key(x, weight)

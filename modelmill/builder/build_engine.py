@@ -14,16 +14,16 @@ from typing import Any, TypeVar
 import torch
 
 import modelmill
-from modelmill.artifact.autotune_store import AutotuneRecord, record_path, record_to_bytes
+from modelmill.artifact.autotune_store import AutotuneRecord, encode_autotune_record, record_path
 from modelmill.artifact.manifest import PACKING, SCHEMA, Manifest
 from modelmill.artifact.shard import ShardWriter
-from modelmill.artifact.store import ACCEPTANCE_FILE, TOKENIZER_FOLDER, Staging
+from modelmill.artifact.store import ACCEPTANCE_FILE, TOKENIZER_FOLDER, EngineStaging
 from modelmill.builder.layer_quantizer import LayerQuantizer
-from modelmill.builder.plan import BuildPlan, layer_index
+from modelmill.builder.plan import BuildPlan, weight_file_layer
 from modelmill.builder.tensor_plan import PlannedTensor
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.core.byte_size import format_bytes
-from modelmill.core.config import to_dict
+from modelmill.core.config import config_to_dict
 from modelmill.core.errors import (
     AcceptanceError,
     ArtifactError,
@@ -31,8 +31,8 @@ from modelmill.core.errors import (
     UsageError,
 )
 from modelmill.core.model_family import LANGUAGE
-from modelmill.core.progress import Progress
-from modelmill.text.tokenizer import load_tokenizer
+from modelmill.core.progress_callback import Progress
+from modelmill.text.tokenizer_loader import load_tokenizer
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -71,28 +71,30 @@ def build(
         ArtifactError: if the engine cannot be written.
         UsageError: if there is too little memory; raised before anything is written.
     """
-    plan.build_memory.check(str(plan.checkpoint.path), with_acceptance=accept is not None)
+    plan.build_memory.check_free_memory(
+        str(plan.checkpoint.path), with_acceptance=accept is not None
+    )
     files = plan.checkpoint.tokenizer_files() if plan.engine_type == LANGUAGE else {}
     if files:
-        load_tokenizer(files).check_ids_fit(plan.model_config.vocab)
-    staging = Staging(out, plan.resume_key())
+        load_tokenizer(files).check_ids_fit_embedding(plan.model_config.vocab)
+    staging = EngineStaging(out, plan.resume_key())
     staging.open()
     fingerprint = BackgroundFingerprint(plan.checkpoint)
     try:
         _write_weights(plan, staging, on_progress)
         for name, data in sorted(files.items()):
-            staging.write(f"{TOKENIZER_FOLDER}/{name}", data)
+            staging.write_hashed_file(f"{TOKENIZER_FOLDER}/{name}", data)
         if plan.device == "cuda":
             torch.cuda.empty_cache()  # free the memory of rounding for the engine
-        staging.seal(_manifest(plan, staging, fingerprint.result(on_progress)))
+        staging.seal_with_manifest(_make_manifest(plan, staging, fingerprint.result(on_progress)))
         tuning = tune(plan) if tune is not None and plan.engine_type == LANGUAGE else None
         if tuning is not None:
-            staging.write_unhashed(record_path(tuning.device), record_to_bytes(tuning))
+            staging.write_unhashed_file(record_path(tuning.device), encode_autotune_record(tuning))
         report = _run_acceptance(plan, staging, accept)
-        staging.write_unhashed(ACCEPTANCE_FILE, _to_json_bytes(report))
+        staging.write_unhashed_file(ACCEPTANCE_FILE, _to_json_bytes(report))
         staging.publish()
     except (AcceptanceError, CheckpointError, UsageError):
-        staging.discard()
+        staging.delete_folder()
         raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
@@ -111,14 +113,14 @@ def build(
     return report
 
 
-def _write_weights(plan: BuildPlan, staging: Staging, on_progress: Progress | None) -> None:
+def _write_weights(plan: BuildPlan, staging: EngineStaging, on_progress: Progress | None) -> None:
     done = 0
-    shards = plan.shards()
-    depth = sum(layer_index(name) is not None for name in shards)
+    shards = plan.tensors_by_weight_file()
+    depth = sum(weight_file_layer(name) is not None for name in shards)
     left = [
         name
         for name in shards
-        if name not in staging.finished_files and layer_index(name) is not None
+        if name not in staging.finished_files and weight_file_layer(name) is not None
     ]
     calibrated = plan.calibration is not None and bool(left)
     layers = LayerQuantizer(plan, staging) if calibrated else None
@@ -136,7 +138,10 @@ def _write_weights(plan: BuildPlan, staging: Staging, on_progress: Progress | No
 
     with nullcontext() if layers is None else closing(layers):
         for name, planned_tensors in shards.items():
-            layer, size = layer_index(name), sum(planned.nbytes for planned in planned_tensors)
+            layer, size = (
+                weight_file_layer(name),
+                sum(planned.nbytes for planned in planned_tensors),
+            )
             if name in staging.finished_files:
                 if layers is not None and layer is not None and name < left[-1]:
                     told_layer(layer)
@@ -148,7 +153,7 @@ def _write_weights(plan: BuildPlan, staging: Staging, on_progress: Progress | No
                 for planned in planned_tensors
                 for full, info in planned.stored_info.items()
             }
-            with staging.shard(name, infos) as writer:
+            with staging.open_shard_writer(name, infos) as writer:
                 if layers is not None and layer is not None:
                     told_layer(layer)
                     layers.quantize_and_write(
@@ -159,33 +164,33 @@ def _write_weights(plan: BuildPlan, staging: Staging, on_progress: Progress | No
                 for planned, tensors in prefetch(
                     lambda planned: planned.read(plan.checkpoint, plan.dtype), planned_tensors
                 ):
-                    _write_tensor(plan, planned, tensors, writer)
+                    _pack_and_write_tensor(plan, planned, tensors, writer)
                     del tensors  # before the tensor after the next is read
                     report_bytes(planned.nbytes)
 
 
-def _write_tensor(
+def _pack_and_write_tensor(
     plan: BuildPlan, planned: PlannedTensor, tensors: dict[str, torch.Tensor], writer: ShardWriter
 ) -> None:
     """Pack and write what was read."""
-    if planned.kept_weight is not None:
+    if planned.prequantized_weight is not None:
         for suffix, part in tensors.items():
-            writer.add(f"{planned.module}.{suffix}", part)
+            writer.add_tensor(f"{planned.module}.{suffix}", part)
         return
     tensor = tensors[""]
     if planned.recipe is None:
         # a weight that stays dense is stored as any other tensor
         cast = tensor.to(planned.dtype).contiguous()
-        planned.check_stored(cast)
-        writer.add(planned.rule.target, cast)
+        planned.check_no_overflow(cast)
+        writer.add_tensor(planned.rule.target, cast)
         return
     # the same bits on every device: the bytes of an engine do not depend on the machine
     quantized = planned.recipe.quantize(
         tensor.to(_quantization_device(plan, tensor.numel())).float(), None
     )
     for suffix, part in quantized.tensors().items():
-        planned.check_stored(part)
-        writer.add(f"{planned.module}.{suffix}", part.cpu())
+        planned.check_no_overflow(part)
+        writer.add_tensor(f"{planned.module}.{suffix}", part.cpu())
 
 
 def _quantization_device(plan: BuildPlan, num_weights: int) -> str:
@@ -200,10 +205,10 @@ def _quantization_device(plan: BuildPlan, num_weights: int) -> str:
     )
 
 
-def _manifest(plan: BuildPlan, staging: Staging, fingerprint: str) -> Manifest:
+def _make_manifest(plan: BuildPlan, staging: EngineStaging, fingerprint: str) -> Manifest:
     source: dict[str, Any] = {"container": plan.checkpoint.container, "fingerprint": fingerprint}
-    if plan.text_source is not None:
-        source["calibration"] = plan.text_source.to_json()
+    if plan.quantization_text_source is not None:
+        source["calibration"] = plan.quantization_text_source.to_json()
     if plan.warnings:
         source["warnings"] = list(plan.warnings)
     return Manifest(
@@ -213,7 +218,7 @@ def _manifest(plan: BuildPlan, staging: Staging, fingerprint: str) -> Manifest:
         packing=PACKING,
         max_model_len=plan.max_model_len,
         config=plan.checkpoint.config,
-        build=to_dict(plan.config),
+        build=config_to_dict(plan.config),
         weight_formats=plan.weight_formats,
         aliases=plan.aliases,
         generation=plan.checkpoint.generation_config,
@@ -224,7 +229,7 @@ def _manifest(plan: BuildPlan, staging: Staging, fingerprint: str) -> Manifest:
 
 
 def _run_acceptance(
-    plan: BuildPlan, staging: Staging, accept: AcceptFunction | None
+    plan: BuildPlan, staging: EngineStaging, accept: AcceptFunction | None
 ) -> dict[str, Any]:
     if accept is None:
         return {"accepted": None, "reason": "built without acceptance (--no-check)"}
@@ -267,7 +272,7 @@ class BackgroundFingerprint:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._stop_event, self._callbacks = threading.Event(), list[Progress]()
         self._pool = ThreadPoolExecutor(1)
-        self._future = self._pool.submit(checkpoint.fingerprint, self._report)
+        self._future = self._pool.submit(checkpoint.fingerprint, self._report_progress)
 
     def result(self, on_progress: Progress | None) -> str:
         """Wait for the result; progress is reported from now on."""
@@ -280,7 +285,7 @@ class BackgroundFingerprint:
         self._stop_event.set()
         self._pool.shutdown()
 
-    def _report(self, stage: str, done: int, total: int) -> None:
+    def _report_progress(self, stage: str, done: int, total: int) -> None:
         if self._stop_event.is_set():
             raise InterruptedError("the build ended")
         for progress in self._callbacks:

@@ -23,7 +23,7 @@ from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
 from modelmill.ops.registry import Ops
 from modelmill.text.image_chat import IMAGE_CHAT_FILE
-from modelmill.text.tokenizer import load_tokenizer
+from modelmill.text.tokenizer_loader import load_tokenizer
 
 BUILTIN_SOURCE = "modelmill's own text"
 TEXT_KEYS = ("text", "article", "prompt")
@@ -86,7 +86,7 @@ def find_calibration(config: BuildConfig, max_model_len: int) -> CalibrationSour
     if config.calibration is None:
         return CalibrationSource(
             None,
-            hashlib.sha256(builtin_text().encode()).hexdigest(),
+            hashlib.sha256(generate_builtin_text().encode()).hexdigest(),
             config.calibration_samples,
             length,
         )
@@ -100,7 +100,7 @@ def find_calibration(config: BuildConfig, max_model_len: int) -> CalibrationSour
     return CalibrationSource(path, digest, config.calibration_samples, length)
 
 
-def calibration_samples(
+def load_calibration_samples(
     source: CalibrationSource, files: Mapping[str, bytes], model: Any, seed: int
 ) -> list[CalibrationSample]:
     """Return the calibration sequences of a model, with or without images.
@@ -111,9 +111,9 @@ def calibration_samples(
     vocab = int(model.config.vocab)
     if chat_supports_images(files):
         # imported here, because it reads lines and texts with this module
-        from modelmill.builder.multimodal_calibration import load_samples
+        from modelmill.builder.multimodal_calibration import load_multimodal_samples
 
-        samples = load_samples(source, files, int(model.image_size))
+        samples = load_multimodal_samples(source, files, int(model.image_size))
     else:
         samples = [
             CalibrationSample(ids) for ids in load_calibration_ids(source, files, vocab, seed)
@@ -123,21 +123,21 @@ def calibration_samples(
     return samples
 
 
-def embed_images(
+def embed_sample_images(
     samples: Sequence[CalibrationSample],
     model: Any,
     load_submodules: Callable[[str], None],
     ops: Ops,
 ) -> list[dict[int, torch.Tensor]]:
-    """Return the embeddings of each sample's images by position (see ``encode_images``)."""
+    """Return the embeddings of each sample's images by position."""
     pictures = [
         torch.as_tensor(picture) for sample in samples for picture in sample.images.values()
     ]
     if not pictures:
         return [{} for _ in samples]
-    from modelmill.builder.multimodal_calibration import encode_images
+    from modelmill.builder.multimodal_calibration import encode_images_by_block
 
-    embeddings = iter(encode_images(model, torch.stack(pictures), load_submodules, ops))
+    embeddings = iter(encode_images_by_block(model, torch.stack(pictures), load_submodules, ops))
     return [{position: next(embeddings) for position in sample.images} for sample in samples]
 
 
@@ -168,11 +168,15 @@ def load_calibration_ids(
             0, vocab_size, (source.num_samples, source.max_length), generator=generator
         ).tolist()
     tokenizer = load_tokenizer(tokenizer_files)
-    texts = iter([builtin_text()]) if source.path is None else read_texts(source.path)
+    texts = (
+        iter([generate_builtin_text()])
+        if source.path is None
+        else read_calibration_texts(source.path)
+    )
     joined = TokenChunker(source.max_length)
     sequences: list[list[int]] = []
     for text in texts:
-        sequences += joined.add(tokenizer.encode(text, bos=False))
+        sequences += joined.add_and_take_full(tokenizer.encode(text, bos=False))
         if len(sequences) >= source.num_samples:
             return sequences[: source.num_samples]
     return [*sequences, *joined.remainder()]
@@ -213,7 +217,7 @@ class TokenChunker:
     def __init__(self, length: int) -> None:
         self._length, self._remainder = length, list[int]()
 
-    def add(self, ids: list[int]) -> list[list[int]]:
+    def add_and_take_full(self, ids: list[int]) -> list[list[int]]:
         """Add ids; return the sequences that are now full."""
         self._remainder += ids
         full = len(self._remainder) // self._length * self._length
@@ -225,13 +229,13 @@ class TokenChunker:
         return [self._remainder] if len(self._remainder) > 1 else []
 
 
-def read_texts(path: Path) -> Iterator[str]:
+def read_calibration_texts(path: Path) -> Iterator[str]:
     """Yield the texts of a jsonl, by "text", "article", "prompt" or the contents of "messages".
 
     Raises:
         UsageError: if a line has no text.
     """
-    for number, value in read_lines(path):
+    for number, value in read_jsonl_objects(path):
         if IMAGE_KEYS & set(value):
             raise UsageError(
                 f"--calibration {path}, line {number}: has an image, which this model does not "
@@ -241,7 +245,7 @@ def read_texts(path: Path) -> Iterator[str]:
         yield text_from_line(value, path, number)
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_jsonl_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (number, object) of each line of a jsonl that is not empty.
 
     Raises:
@@ -269,7 +273,7 @@ def text_from_line(line: Mapping[str, Any], path: Path, line_number: int) -> str
     Raises:
         UsageError: if the line has no text.
     """
-    text = _find_text(line)
+    text = _find_text_field(line)
     if text is None:
         raise UsageError(
             f"--calibration {path}, line {line_number}: has no text under {', '.join(TEXT_KEYS)} "
@@ -278,7 +282,7 @@ def text_from_line(line: Mapping[str, Any], path: Path, line_number: int) -> str
     return text
 
 
-def _find_text(line: Mapping[str, Any]) -> str | None:
+def _find_text_field(line: Mapping[str, Any]) -> str | None:
     for key in TEXT_KEYS:
         if isinstance(line.get(key), str):
             return str(line[key])
@@ -291,7 +295,7 @@ def _find_text(line: Mapping[str, Any]) -> str | None:
 
 
 @cache
-def builtin_text() -> str:
+def generate_builtin_text() -> str:
     """Return random paragraphs made from the patterns of calibration.txt."""
     lines = (
         (resources.files("modelmill.builder") / "calibration.txt")

@@ -20,17 +20,17 @@ from modelmill.checkpoint.awq_format import AwqScheme
 from modelmill.checkpoint.compressed_tensors import CompressedTensorsScheme
 from modelmill.checkpoint.container import Container, TensorInfo
 from modelmill.checkpoint.fp8_format import STORED_DTYPE, Fp8Container, read_settings
-from modelmill.checkpoint.gpt_oss_experts import MODEL_TYPE, layouts_of_config
+from modelmill.checkpoint.gpt_oss_experts import MODEL_TYPE, expert_layouts_from_config
 from modelmill.checkpoint.gptq_format import GptqScheme
-from modelmill.checkpoint.old_types import with_current_type
+from modelmill.checkpoint.legacy_model_types import with_current_model_type
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.prequantized import find_scheme
 from modelmill.checkpoint.quant_layout import QuantLayout
 from modelmill.checkpoint.rename import Rule
 from modelmill.checkpoint.side_files import read_json
-from modelmill.checkpoint.text_half import language_model_config
+from modelmill.checkpoint.vlm_language_model import language_model_config
 from modelmill.core.errors import CheckpointError
-from modelmill.core.model_family import LANGUAGE, checkpoint_tensors, family_options
+from modelmill.core.model_family import LANGUAGE, checkpoint_tensor_rules, read_family_options
 from modelmill.core.quoting import quote
 from modelmill.nn.linear import Linear
 from modelmill.weights.int4 import resolve_group_size
@@ -38,7 +38,7 @@ from modelmill.weights.int4 import resolve_group_size
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-class ConfigContainer:
+class ConfigOnlyContainer:
     """Names and shapes of the tensors that a config describes; there are no values.
 
     The shapes of sources that are concatenated are not known one by one, only that of the result.
@@ -83,43 +83,45 @@ def is_config_only(folder: Path) -> bool:
     return not any(f.suffix in weights or f.name.endswith(".index.json") for f in folder.iterdir())
 
 
-def checkpoint_of_config(folder: Path) -> Checkpoint:
+def checkpoint_from_config(folder: Path) -> Checkpoint:
     """Return the checkpoint that a folder's config.json describes.
 
     Raises:
         CheckpointError: for an unknown or wrong config, and for a model of images.
     """
     file = folder / "config.json"
-    config, left_out = language_model_config(with_current_type(read_json(file)), file)
-    empty = ConfigContainer({}, file)
+    config, left_out = language_model_config(with_current_model_type(read_json(file)), file)
+    empty = ConfigOnlyContainer({}, file)
     checkpoint = Checkpoint(
         folder, "config.json", config, {}, raw=empty, view=empty, unread_config=left_out
     )
     family = find_family(checkpoint)
-    if family_options(family).ENGINE_TYPE != LANGUAGE:
+    if read_family_options(family).ENGINE_TYPE != LANGUAGE:
         raise CheckpointError(f"{folder}: holds no weights; a model of images cannot be planned so")
     model_config, _ = read_model_config(checkpoint, family)
-    shapes = model_shapes(family.Model(model_config))
+    shapes = model_tensor_shapes(family.Model(model_config))
     dtype = stored_dtype(config)
     infos: dict[str, TensorInfo] = {}
-    rules = checkpoint_tensors(family).rules(model_config)
+    rules = checkpoint_tensor_rules(family).rules(model_config)
     # those of one source first: it may be among several of another rule
     for rule in sorted(rules, key=lambda rule: len(rule.sources) > 1):
         if rule.target in shapes:
             shape = shapes[rule.target]
-            infos |= source_infos(rule, shape, DTYPES.get(dtype, torch.bfloat16), infos)
-    matrices = [source for rule in rules if _is_matrix(rule) for source in rule.sources]
-    checkpoint.raw = checkpoint.view = quantized_container(config, infos, matrices, file)
+            infos |= infer_source_infos(rule, shape, DTYPES.get(dtype, torch.bfloat16), infos)
+    matrices = [
+        source for rule in rules if _makes_quantizable_matrix(rule) for source in rule.sources
+    ]
+    checkpoint.raw = checkpoint.view = container_from_quant_config(config, infos, matrices, file)
     return checkpoint
 
 
-def _is_matrix(rule: Rule) -> bool:
+def _makes_quantizable_matrix(rule: Rule) -> bool:
     """Whether a rule makes a matrix of a layer that quantized checkpoints have in few bits."""
     module, _, leaf = rule.target.rpartition(".")
     return rule.target.startswith("layers.") and leaf == "weight" and module.endswith("_proj")
 
 
-def quantized_container(
+def container_from_quant_config(
     config: Mapping[str, Any], infos: dict[str, TensorInfo], matrices: Sequence[str], file: Path
 ) -> Container:
     """Return the tensors as a ``quantization_config`` says that they are stored.
@@ -135,19 +137,23 @@ def quantized_container(
     """
     settings = config.get("quantization_config")
     if config.get("model_type") == MODEL_TYPE or not settings:
-        return ConfigContainer(infos, file, layouts_of_config(config, infos))
+        return ConfigOnlyContainer(infos, file, expert_layouts_from_config(config, infos))
     fp8 = read_settings(settings, file)
     kept = settings.get("modules_to_not_convert") or [] if isinstance(settings, Mapping) else []
     packed = [name for name in matrices if not any(str(each) in name for each in kept)]
     if fp8 is not None:
-        return Fp8Container(ConfigContainer(infos | fp8_infos(infos, packed, fp8.block), file), fp8)
+        return Fp8Container(
+            ConfigOnlyContainer(infos | fp8_tensor_infos(infos, packed, fp8.block), file), fp8
+        )
     if bitnet_format.read_settings(settings, file) is not None:
-        return ConfigContainer(infos, file)  # expanded; some files have them as they were trained
+        return ConfigOnlyContainer(
+            infos, file
+        )  # expanded; some files have them as they were trained
     scheme = find_scheme(settings, file)
-    if isinstance(scheme, CompressedTensorsScheme) and _is_of_one_group(settings):
+    if isinstance(scheme, CompressedTensorsScheme) and _has_single_linear_group(settings):
         half = stored_dtype(config) == "float16"
-        return ConfigContainer(
-            infos, file, compressed_layouts(settings, scheme, infos, packed, half)
+        return ConfigOnlyContainer(
+            infos, file, compressed_tensors_layouts(settings, scheme, infos, packed, half)
         )
     if not isinstance(scheme, GptqScheme | AwqScheme):
         raise CheckpointError(
@@ -155,11 +161,11 @@ def quantized_container(
             "follow from config.json alone; download them, or remove quantization_config to plan "
             "the original"
         )
-    layouts = {name: _scheme_layout(scheme, *infos[name].shape) for name in packed}
-    return ConfigContainer(infos, file, layouts)
+    layouts = {name: _gptq_or_awq_layout(scheme, *infos[name].shape) for name in packed}
+    return ConfigOnlyContainer(infos, file, layouts)
 
 
-def fp8_infos(
+def fp8_tensor_infos(
     infos: Mapping[str, TensorInfo], matrices: Sequence[str], block: tuple[int, int] | None
 ) -> dict[str, TensorInfo]:
     """Return matrices in 8-bit floats, and their scales: one for each block, or one for all."""
@@ -173,13 +179,13 @@ def fp8_infos(
     return out
 
 
-def _is_of_one_group(settings: Mapping[str, Any]) -> bool:
+def _has_single_linear_group(settings: Mapping[str, Any]) -> bool:
     """Whether compressed-tensors stores all matrices alike, but for those that it leaves out."""
     [group, *others] = settings["config_groups"].values()
     return not others and group.get("targets") == ["Linear"]
 
 
-def compressed_layouts(
+def compressed_tensors_layouts(
     settings: Mapping[str, Any],
     scheme: CompressedTensorsScheme,
     infos: Mapping[str, TensorInfo],
@@ -196,7 +202,10 @@ def compressed_layouts(
         half: Whether the scales are of 16 bits with a mantissa of 10.
     """
     [group] = settings["config_groups"].values()
-    weights, ignored = group["weights"], ignored_modules(settings.get("ignore"), scheme.path)
+    weights, ignored = (
+        group["weights"],
+        parse_ignored_module_patterns(settings.get("ignore"), scheme.path),
+    )
     symmetric = weights.get("symmetric", True)
     size = weights["group_size"] if weights.get("strategy") == "group" else -1
     layouts = {}
@@ -216,7 +225,7 @@ def compressed_layouts(
     return layouts
 
 
-def ignored_modules(names: Any, path: Path) -> list[re.Pattern[str]]:
+def parse_ignored_module_patterns(names: Any, path: Path) -> list[re.Pattern[str]]:
     """Return the patterns of modules that compressed-tensors leaves out.
 
     Raises:
@@ -244,7 +253,7 @@ def ignored_modules(names: Any, path: Path) -> list[re.Pattern[str]]:
     return patterns
 
 
-def _scheme_layout(scheme: GptqScheme | AwqScheme, rows: int, columns: int) -> QuantLayout:
+def _gptq_or_awq_layout(scheme: GptqScheme | AwqScheme, rows: int, columns: int) -> QuantLayout:
     """Return how a scheme stores a matrix, but for an order of its columns."""
     group = resolve_group_size(scheme.group_size, columns)
     symmetric = isinstance(scheme, GptqScheme) and scheme.symmetric
@@ -253,7 +262,7 @@ def _scheme_layout(scheme: GptqScheme | AwqScheme, rows: int, columns: int) -> Q
     return QuantLayout(scheme.label, bits, rows, columns, group, not symmetric, grid)
 
 
-def model_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def model_tensor_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor of a model without weights."""
     shapes = {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
     return shapes | {
@@ -263,7 +272,7 @@ def model_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     }
 
 
-def source_infos(
+def infer_source_infos(
     rule: Rule, shape: tuple[int, ...], dtype: torch.dtype, known: Mapping[str, TensorInfo]
 ) -> dict[str, TensorInfo]:
     """Return sources that a rule makes a tensor of this shape from; known: of other rules."""
@@ -283,7 +292,9 @@ def source_infos(
             shape = (int(argument.rpartition("/")[2]), *shape[1:])
         elif name == "depthwise" and len(shape) == 2:
             shape = (shape[0], 1, shape[1])
-    shapes = _source_shapes(rule, shape, known) if shape else [()]  # a number is of one source
+    shapes = (
+        _infer_source_shapes(rule, shape, known) if shape else [()]
+    )  # a number is of one source
     return {
         source: TensorInfo(
             source,
@@ -295,7 +306,7 @@ def source_infos(
     }
 
 
-def _source_shapes(
+def _infer_source_shapes(
     rule: Rule, shape: tuple[int, ...], known: Mapping[str, TensorInfo]
 ) -> list[tuple[int, ...]]:
     """Return the shape of each source of a tensor; ``known`` are of other rules."""

@@ -10,9 +10,9 @@ import torch
 import modelmill
 from modelmill.artifact.store import open_artifact
 from modelmill.builder.plan import BuildPlan
-from modelmill.core.config import to_dict
+from modelmill.core.config import config_to_dict
 from modelmill.core.errors import ArtifactError
-from modelmill.core.progress import Progress
+from modelmill.core.progress_callback import Progress
 
 
 def differences_from_plan(
@@ -33,11 +33,11 @@ def differences_from_plan(
     """
     try:
         artifact = open_artifact(engine_path)
-        judged = artifact.acceptance().get("accepted")
+        judged = artifact.acceptance_report().get("accepted")
     except ArtifactError:
         return ["it cannot be opened by this version"]
     manifest = artifact.manifest
-    there, now = manifest.build, json.loads(json.dumps(to_dict(plan.config)))
+    there, now = manifest.build, json.loads(json.dumps(config_to_dict(plan.config)))
     differences = [
         f"{name.replace('_', '-')} {there.get(name)} there, {now.get(name)} now"
         for name in sorted(there.keys() | now.keys())
@@ -56,7 +56,7 @@ def differences_from_plan(
     if with_acceptance and judged is not True:
         differences.append("it was built without acceptance")
     if manifest.source.get("calibration") != (
-        None if plan.text_source is None else plan.text_source.to_json()
+        None if plan.quantization_text_source is None else plan.quantization_text_source.to_json()
     ):
         differences.append("calibrated on something else")
     if differences:

@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from modelmill.artifact.shard import ShardReader, ShardWriter
-from modelmill.artifact.store import Staging
-from modelmill.builder.calibration_data import calibration_samples, embed_images
+from modelmill.artifact.store import EngineStaging
+from modelmill.builder.calibration_data import embed_sample_images, load_calibration_samples
 from modelmill.builder.plan import BuildPlan
 from modelmill.builder.tensor_plan import PlannedTensor
 from modelmill.nn.linear import Linear
@@ -32,7 +32,7 @@ class LayerQuantizer:
         UsageError: if the calibration data cannot be used.
     """
 
-    def __init__(self, plan: BuildPlan, staging: Staging) -> None:
+    def __init__(self, plan: BuildPlan, staging: EngineStaging) -> None:
         assert plan.recipe is not None, "a build with a recipe"
         assert plan.calibration is not None, "a recipe that is calibrated"
         self.plan = plan
@@ -43,9 +43,11 @@ class LayerQuantizer:
         self.model = plan.family.Model(sizes)
         for name, buffer in list(self.model.named_buffers()):
             if not buffer.is_meta:
-                self._set_tensor(name, buffer.to(self.device))
+                self._set_model_tensor(name, buffer.to(self.device))
         files = plan.checkpoint.tokenizer_files()
-        self.samples = calibration_samples(plan.calibration, files, self.model, plan.config.seed)
+        self.samples = load_calibration_samples(
+            plan.calibration, files, self.model, plan.config.seed
+        )
         self._calibration: CalibrationState | None = None
         self._reader = ThreadPoolExecutor(1)
         self._prefetched: (
@@ -61,10 +63,11 @@ class LayerQuantizer:
     ) -> None:
         """Run the calibration tokens through a layer that is already written."""
         reader = ShardReader(self.staging.path / shard)
-        self._load(
-            planned_tensors, lambda piece: {name: reader.get(name) for name in piece.stored_info}
+        self._load_into_model(
+            planned_tensors,
+            lambda piece: {name: reader.get_tensor(name) for name in piece.stored_info},
         )
-        self.calibration.forward_layer(QuantizableLayer(self.model.layers[layer]))
+        self.calibration_state.forward_layer(QuantizableLayer(self.model.layers[layer]))
         self._release_layer(layer)
 
     def quantize_and_write(
@@ -82,31 +85,34 @@ class LayerQuantizer:
         read = (
             came[1].result()
             if came is not None and came[0] is planned_tensors
-            else self._read_all(planned_tensors)
+            else self._read_layer_tensors(planned_tensors)
         )
         del came
         if next_tensors:
-            self._prefetched = next_tensors, self._reader.submit(self._read_all, next_tensors)
-        self._load(planned_tensors, lambda _: read.pop(0))
+            self._prefetched = (
+                next_tensors,
+                self._reader.submit(self._read_layer_tensors, next_tensors),
+            )
+        self._load_into_model(planned_tensors, lambda _: read.pop(0))
         block = QuantizableLayer(self.model.layers[layer])
         with torch.inference_mode():
-            recipe = self.recipe.recipe_for(f"layers.{layer}.")
+            recipe = self.recipe.module_recipe(f"layers.{layer}.")
             facts, scales = quantize_layer(
                 block,
                 recipe,
-                self.calibration,
+                self.calibration_state,
                 dtype=self.plan.dtype,
                 layer_name=f"layers.{layer}",
             )
         self.staging.write_quantization_facts(layer, facts, scales)
         for planned in planned_tensors:
             for name, tensor in self._tensors_to_store(planned).items():
-                planned.check_stored(tensor)
-                writer.add(name, tensor)
+                planned.check_no_overflow(tensor)
+                writer.add_tensor(name, tensor)
         self._release_layer(layer)
 
     @property
-    def calibration(self) -> CalibrationState:
+    def calibration_state(self) -> CalibrationState:
         """Return the calibration tokens; the first layer embeds them."""
         if self._calibration is None:
             parts = [
@@ -114,17 +120,17 @@ class LayerQuantizer:
                 for planned in self.plan.tensors
                 if planned.module.partition(".")[0] in EMBEDDING_PARTS
             ]
-            self._load(parts, self._read)
+            self._load_into_model(parts, self._read_planned_tensor)
             ops = registry.select_backends(self.device, self.plan.config.kernels)
             ids = [sample.ids for sample in self.samples]
-            shown = embed_images(self.samples, self.model, self._load_submodules, ops)
+            shown = embed_sample_images(self.samples, self.model, self._load_submodules, ops)
             self._calibration = CalibrationState.from_ids(self.model, ids, ops, self.device, shown)
             for planned in parts:  # a table of layers' inputs may be the largest tensor
                 if planned.module.partition(".")[0] != "embed":
-                    self._set_tensor(planned.rule.target, torch.empty(0, device="meta"))
+                    self._set_model_tensor(planned.rule.target, torch.empty(0, device="meta"))
         return self._calibration
 
-    def _read(self, planned: PlannedTensor) -> dict[str, torch.Tensor]:
+    def _read_planned_tensor(self, planned: PlannedTensor) -> dict[str, torch.Tensor]:
         """Return a tensor of the checkpoint by its name in the model."""
         [tensor] = planned.read(self.plan.checkpoint, self.plan.dtype).values()
         return {
@@ -133,16 +139,18 @@ class LayerQuantizer:
             else tensor.to(planned.dtype)
         }
 
-    def _read_all(self, planned_tensors: Iterable[PlannedTensor]) -> list[dict[str, torch.Tensor]]:
-        return [self._read(planned) for planned in planned_tensors]
+    def _read_layer_tensors(
+        self, planned_tensors: Iterable[PlannedTensor]
+    ) -> list[dict[str, torch.Tensor]]:
+        return [self._read_planned_tensor(planned) for planned in planned_tensors]
 
     def _load_submodules(self, prefix: str) -> None:
-        self._load(
+        self._load_into_model(
             [planned for planned in self.plan.tensors if planned.rule.target.startswith(prefix)],
-            self._read,
+            self._read_planned_tensor,
         )
 
-    def _load(
+    def _load_into_model(
         self,
         planned_tensors: Iterable[PlannedTensor],
         read: Callable[[PlannedTensor], Mapping[str, torch.Tensor]],
@@ -151,7 +159,7 @@ class LayerQuantizer:
             tensors = read(planned)
             module = self.model.get_submodule(planned.module)
             if planned.weight_format is None:
-                self._set_tensor(
+                self._set_model_tensor(
                     planned.rule.target, tensors[planned.rule.target].to(self.device).float()
                 )
             elif set(tensors) == {f"{planned.module}.weight"}:
@@ -179,7 +187,7 @@ class LayerQuantizer:
             parts = {"weight": parts["weight"].to(planned.dtype)}
         return {f"{planned.module}.{suffix}": part for suffix, part in parts.items()}
 
-    def _set_tensor(self, name: str, value: torch.Tensor) -> None:
+    def _set_model_tensor(self, name: str, value: torch.Tensor) -> None:
         module, _, leaf = name.rpartition(".")
         setattr(self.model.get_submodule(module), leaf, value)
 

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
+from modelmill.builder.kv_capacity import STEP_TOKENS, KVCapacityEstimator
 from modelmill.builder.rank_memory import (
     RankMemory,
     WeightShape,
     largest_rank_memory,
-    matrix_shapes,
+    matrix_formats_and_shapes,
     single_rank_memory,
 )
-from modelmill.builder.segmentation import segmentation_memory
-from modelmill.builder.sequence_pages import STEP_TOKENS, SequencePages
+from modelmill.builder.segmentation import segmentation_memory_report
 from modelmill.builder.tensor_plan import PlannedTensor
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.core import memory_limits
@@ -36,7 +36,7 @@ from modelmill.nn.kv import QUANTIZED_KV_DTYPES, KVShape, kv_cache_dtype
 from modelmill.nn.latent_attention import UP_PROJECTIONS
 from modelmill.ops import registry
 from modelmill.quant.calibration_state import BATCH_TOKENS, EMBEDDING_PARTS
-from modelmill.weights.base import UNPACKED_MEMORY_FRACTION, unpacked_size
+from modelmill.weights.base import UNPACKED_MEMORY_FRACTION, unpack_op_and_nbytes
 
 if TYPE_CHECKING:
     from modelmill.builder.plan import BuildPlan
@@ -59,11 +59,11 @@ EXPAND_BYTES_PER_WEIGHT = 9
 ROUND_BYTES_PER_WEIGHT = 12
 """Bytes per weight while a matrix is rounded: in float32, divided by its scales, and rounded."""
 ACCEPTANCE_ROWS = 128
-"""Rows of the acceptance text whose logits are compared (``accept.sequences``)."""
+"""Rows of the acceptance text whose logits are compared (``accept.sequence_logits_check``)."""
 LOGITS_TENSORS = 3.8
 """Tensors of these rows' logits in float32: the engine's, the reference's, and their difference."""
 BLOCK_LOGITS, BLOCK_LOGITS_TENSORS = 1 << 21, 6
-"""Logits that are in float64 at a time (``accept.metrics``), and the tensors derived from them."""
+"""Logits that are in float64 at a time (``accept.error_metrics``), and tensors made of them."""
 CALIBRATION_FRAGMENTATION = 1.1
 """Ratio of allocated memory to the calibration tensors' size, because of fragmentation."""
 ENCODING_LAYERS = 4.5
@@ -114,7 +114,7 @@ class BuildMemory:
             0,
         )
 
-    def check(self, checkpoint_name: str, *, with_acceptance: bool) -> None:
+    def check_free_memory(self, checkpoint_name: str, *, with_acceptance: bool) -> None:
         """Check that enough memory is free.
 
         Args:
@@ -138,7 +138,7 @@ class BuildMemory:
         )
 
 
-def build_memory(plan: BuildPlan) -> BuildMemory:
+def estimate_build_memory(plan: BuildPlan) -> BuildMemory:
     """Return the memory of the build itself, including acceptance."""
     shared = (
         process_bytes(),
@@ -147,13 +147,13 @@ def build_memory(plan: BuildPlan) -> BuildMemory:
     writing = write_buffer_bytes(plan.checkpoint, plan.tensors)
     if plan.engine_type != LANGUAGE:
         encoder, itemsize = plan.model_config.encoder, plan.dtype.itemsize
-        encoding = encoder_acceptance_bytes(encoder, _encoder_workspace(plan), itemsize)
+        encoding = encoder_acceptance_bytes(encoder, _image_encoder_workspace_bytes(plan), itemsize)
         return BuildMemory(*shared, writing, 0, encoding)
     judging = acceptance_bytes(
         plan.checkpoint, plan.tensors, plan.model_config.vocab, plan.model_config.hidden
     )
     judging += min(
-        _unpacked_weight_bytes(plan, matrix_shapes(plan)),
+        _unpacked_weight_bytes(plan, matrix_formats_and_shapes(plan)),
         int(UNPACKED_MEMORY_FRACTION * memory_limits.available_memory().free),
     )
     calibrating = 0
@@ -170,7 +170,7 @@ def build_memory(plan: BuildPlan) -> BuildMemory:
             plan.model_config.hidden,
             plan.model_config.inner,
             2 * kv.kv_heads * kv.head_dim
-            + _widest_state_per_token(plan)
+            + _recurrent_state_per_token(plan)
             + plan.per_layer_input_size,
             needs_hessian=plan.recipe is not None and plan.recipe.needs_hessian,
         )
@@ -182,15 +182,17 @@ def memory_report(plan: BuildPlan) -> dict[str, Any]:
 
     If none fits, it contains the reason.
     """
-    room = _device_memory(plan.config.target)
+    room = _device_memory_bytes(plan.config.target)
     if plan.engine_type == LANGUAGE:
-        return _run_memory(plan, single_rank_memory(plan), room) | _build_report(plan)
-    weights = plan.weight_bytes + _unpacked_weight_bytes(plan, matrix_shapes(plan))
-    report = segmentation_memory(plan.model_config, weights, room, plan.dtype.itemsize)
-    return report | _build_report(plan)
+        return _runtime_memory_report(plan, single_rank_memory(plan), room) | _build_memory_report(
+            plan
+        )
+    weights = plan.weight_bytes + _unpacked_weight_bytes(plan, matrix_formats_and_shapes(plan))
+    report = segmentation_memory_report(plan.model_config, weights, room, plan.dtype.itemsize)
+    return report | _build_memory_report(plan)
 
 
-def rank_memory_report(
+def largest_rank_memory_report(
     plan: BuildPlan, ranks: int, expert_parallel: bool = False
 ) -> dict[str, Any]:
     """Return the same of the largest of some ranks that run a language model together.
@@ -204,20 +206,20 @@ def rank_memory_report(
         UsageError: the model cannot be split over so many ranks.
     """
     memory = largest_rank_memory(plan, ranks, expert_parallel)
-    total, free = _device_memory(plan.config.target)
+    total, free = _device_memory_bytes(plan.config.target)
     if plan.config.target == "cpu":
         total, free = total // ranks, free // ranks
-    return _run_memory(plan, memory, (total, free), ranks) | _build_report(plan)
+    return _runtime_memory_report(plan, memory, (total, free), ranks) | _build_memory_report(plan)
 
 
-def _build_report(plan: BuildPlan) -> dict[str, Any]:
+def _build_memory_report(plan: BuildPlan) -> dict[str, Any]:
     return {
         "build_peak": plan.build_memory.peak_bytes,
         "build_mapped": plan.build_memory.mapped_bytes,
     }
 
 
-def _run_memory(
+def _runtime_memory_report(
     plan: BuildPlan, memory: RankMemory, device: tuple[int, int], ranks: int = 1
 ) -> dict[str, Any]:
     """Return the memory at run time of a rank.
@@ -228,24 +230,24 @@ def _run_memory(
     expanded = _unpacked_weight_bytes(plan, memory.matrices) + _packed_up_projection_bytes(
         plan, ranks
     )
-    workspace = STEP_TOKENS * _step_channels(plan, ranks) * plan.dtype.itemsize
+    workspace = STEP_TOKENS * _step_activation_channels(plan, ranks) * plan.dtype.itemsize
     left = int(total * 0.9) - memory.weight_bytes - expanded - workspace
     kv_dtype = kv_cache_dtype(plan.config.kv_cache_dtype, plan.dtype)
     # each sequence has a state, a copy of it in the prefix cache, and there is one for padding
     per_seq = 2 * memory.state.slot_bytes(plan.dtype)
     room = max(left - per_seq // 2, 0)
-    pages = SequencePages(memory.kv, kv_dtype)
-    full = pages.max_sequences(plan.max_model_len, room, per_seq)
+    pages = KVCapacityEstimator(memory.kv, kv_dtype)
+    full = pages.max_concurrent_sequences(plan.max_model_len, room, per_seq)
     tokens = plan.max_model_len * full  # of a model without attention
     if pages.token_bytes:
         tokens = max(room - max(full, 1) * per_seq, 0) // pages.token_bytes
     if full < 1:
-        tokens = pages.longest_sequence(plan.max_model_len, room - per_seq)
+        tokens = pages.max_sequence_length(plan.max_model_len, room - per_seq)
     if left <= 0:
         needed = format_bytes(memory.weight_bytes + expanded + workspace)
         verdict = (
             f"does not fit: weights and workspace need {needed}, the device has "
-            f"{format_bytes(total)}{_advice(plan)}"
+            f"{format_bytes(total)}{_smaller_weights_advice(plan)}"
         )
     else:
         verdict = _describe_capacity(plan, memory.kv, full, tokens)
@@ -257,7 +259,7 @@ def _run_memory(
         "expanded": expanded,
         "kv_per_token": memory.kv.token_bytes(kv_dtype),
         "kv_per_token_8bit": memory.kv.token_bytes(QUANTIZED_KV_DTYPES["int8"]),
-        "kv_page_groups": pages.groups(plan.max_model_len),
+        "kv_page_groups": pages.describe_page_groups(plan.max_model_len),
         "state_per_sequence": memory.state.slot_bytes(plan.dtype),
         "workspace": workspace,
         "kv_tokens": tokens,
@@ -274,7 +276,7 @@ def _unpacked_weight_bytes(plan: BuildPlan, matrices: Iterable[WeightShape]) -> 
     if plan.config.target != "cpu":
         return 0
     chosen = registry.select_backends("cpu", plan.config.kernels).backends
-    sizes = [unpacked_size(*each, plan.dtype) for each in matrices]
+    sizes = [unpack_op_and_nbytes(*each, plan.dtype) for each in matrices]
     total = sum(size for op, size in filter(None, sizes) if chosen[op] == "torch")
     return min(
         total,
@@ -285,13 +287,13 @@ def _unpacked_weight_bytes(plan: BuildPlan, matrices: Iterable[WeightShape]) -> 
     )
 
 
-def _step_channels(plan: BuildPlan, ranks: int) -> int:
+def _step_activation_channels(plan: BuildPlan, ranks: int) -> int:
     """Return the channels per token that a rank's step holds at once."""
     config = plan.model_config
     inner = -(-config.inner // ranks)
     # a family may have a config of its own
     latent = config.latent_attention if isinstance(config, DecoderConfig) else None
-    attention = 0 if latent is None else -(-latent.heads // ranks) * latent.step_channels
+    attention = 0 if latent is None else -(-latent.heads // ranks) * latent.step_channels_per_head
     return max(8 * inner, 16 * config.hidden, attention)
 
 
@@ -304,7 +306,7 @@ def _packed_up_projection_bytes(plan: BuildPlan, ranks: int) -> int:
     return -(-total // ranks)
 
 
-def _advice(plan: BuildPlan) -> str:
+def _smaller_weights_advice(plan: BuildPlan) -> str:
     """Say what makes the weights of an engine that does not fit smaller."""
     smaller = {"none": "int8", "int8": "int4"}.get(plan.config.quantization)
     return f"; try -q {smaller}" if smaller else "; split it over more GPUs (--tp)"
@@ -324,7 +326,7 @@ def _describe_capacity(plan: BuildPlan, kv: KVShape, full: int, tokens: int) -> 
     return f"{full} sequences of {longest} tokens, or {tokens} tokens in any mixture"
 
 
-def _widest_state_per_token(plan: BuildPlan) -> int:
+def _recurrent_state_per_token(plan: BuildPlan) -> int:
     """Return the largest state of a layer, as elements of float32 per calibration token."""
     assert plan.calibration is not None, "a plan that calibrates"
     widest = max((each.nbytes(torch.float32) for each in plan.state.states), default=0)
@@ -336,12 +338,12 @@ def _kv_shape(plan: BuildPlan) -> KVShape:
     return plan.kv
 
 
-def _encoder_workspace(plan: BuildPlan) -> int:
+def _image_encoder_workspace_bytes(plan: BuildPlan) -> int:
     """Return the bytes of an image engine's widest layer in float32 in the reference."""
-    return int(segmentation_memory(plan.model_config, 0, (0, 0), 4)["workspace"])
+    return int(segmentation_memory_report(plan.model_config, 0, (0, 0), 4)["workspace"])
 
 
-def _device_memory(target: str) -> tuple[int, int]:
+def _device_memory_bytes(target: str) -> tuple[int, int]:
     """Return (total, free) bytes of the device; the CPU's if the target does not exist here."""
     if target == "cuda" and torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
@@ -389,7 +391,7 @@ def read_buffer_bytes(checkpoint: Checkpoint, planned: PlannedTensor) -> int:
     """Return the bytes allocated while a tensor is read; 0 if it is mapped."""
     count = torch.Size(planned.shape).numel()
     infos = [checkpoint.tensor_info(name) for name in planned.rule.sources]
-    if planned.kept_weight is not None:
+    if planned.prequantized_weight is not None:
         return planned.nbytes
     if any(is_computed_on_read(checkpoint, info.name) for info in infos):
         return EXPAND_BYTES_PER_WEIGHT * count
@@ -430,7 +432,7 @@ def acceptance_bytes(
         LOGITS_TENSORS * 4 * ACCEPTANCE_ROWS * vocab_size
     ) + 8 * BLOCK_LOGITS_TENSORS * min(BLOCK_LOGITS, ACCEPTANCE_ROWS * vocab_size)
     logits += 4 * min(HEAD_ROWS, vocab_size) * hidden_size
-    weights = largest_layer_bytes(planned_tensors) // 4
+    weights = largest_layer_float32_bytes(planned_tensors) // 4
     # the checkpoint's layer in float32, the quantized engine's, and blocks of both that are
     # compared
     rounded = any(
@@ -459,8 +461,8 @@ def calibration_bytes(
     stream. needs_hessian: whether the recipe
     uses the Hessian.
     """
-    embed = sum(float32_bytes(planned_tensors, part) for part in EMBEDDING_PARTS)
-    layer = largest_layer_bytes(planned_tensors)
+    embed = sum(module_float32_bytes(planned_tensors, part) for part in EMBEDDING_PARTS)
+    layer = largest_layer_float32_bytes(planned_tensors)
     widest = max(intermediate_size, hidden_size)
     values = (
         num_tokens * (2 * hidden_size + widest + kv_size)
@@ -497,12 +499,12 @@ def gpu_calibration_host_bytes(planned_tensors: Sequence[PlannedTensor]) -> int:
     In float32, they are the embedding, or a layer and the next one.
     """
     return GPU_CALIBRATION_BASE_BYTES + max(
-        sum(float32_bytes(planned_tensors, part) for part in EMBEDDING_PARTS),
-        2 * largest_layer_bytes(planned_tensors),
+        sum(module_float32_bytes(planned_tensors, part) for part in EMBEDDING_PARTS),
+        2 * largest_layer_float32_bytes(planned_tensors),
     )
 
 
-def largest_layer_bytes(planned_tensors: Sequence[PlannedTensor]) -> int:
+def largest_layer_float32_bytes(planned_tensors: Sequence[PlannedTensor]) -> int:
     """Return the float32 bytes of the largest decoder layer; layers may differ."""
     sizes: Counter[int] = Counter()
     for planned in planned_tensors:
@@ -511,7 +513,7 @@ def largest_layer_bytes(planned_tensors: Sequence[PlannedTensor]) -> int:
     return max(sizes.values(), default=0)
 
 
-def float32_bytes(planned_tensors: Sequence[PlannedTensor], prefix: str) -> int:
+def module_float32_bytes(planned_tensors: Sequence[PlannedTensor], prefix: str) -> int:
     """Return the float32 bytes of the tensors of modules whose names begin with ``prefix``."""
     return sum(
         4 * torch.Size(p.shape).numel() for p in planned_tensors if p.module.startswith(prefix)

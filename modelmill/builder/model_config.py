@@ -1,6 +1,6 @@
 """The model of a checkpoint: its family, and the config that the family reads.
 
-A family reads its config through a ``ConfigView``, which records the keys it reads. Of the rest,
+A family reads its config through a ``ReadTrackingConfig``, which records each key. Of the rest,
 DESCRIPTION, TRAINING and RUNTIME keys do not change logits, nor do those of INERT_DEFAULTS with the
 listed value. Those of SUPPORTED_VALUES change logits unless they have one of the listed values. Any
 other key is named in a warning, since its meaning is unknown. A family may add
@@ -16,15 +16,19 @@ from typing import Any
 
 import torch
 
-from modelmill.checkpoint.container import MAX_LISTED_NAMES, list_names
+from modelmill.checkpoint.container import MAX_LISTED_NAMES, format_names
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.rename import find_source_name
-from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import CheckpointError, RequestError, UnknownArchitecture
-from modelmill.core.generation_defaults import read_generation
-from modelmill.core.model_family import checkpoint_tensors, family_options
+from modelmill.core.generation_defaults import read_generation_config
+from modelmill.core.model_family import checkpoint_tensor_rules, read_family_options
+from modelmill.core.module_lookup import (
+    import_module_if_exists,
+    list_module_names,
+    most_similar_name,
+)
 from modelmill.core.quoting import quote
-from modelmill.core.registry import closest_name, find_module, module_names
+from modelmill.core.read_tracking_config import ReadTrackingConfig
 
 DESCRIPTION_KEYS = frozenset((
     "architectures", "model_type", "transformers_version", "name_or_path", "torch_dtype", "dtype",
@@ -154,7 +158,7 @@ COMPARE_ROWS = 4096
 """Rows compared at a time, so that a vocabulary is never converted as a whole."""
 
 
-def with_config(checkpoint: Checkpoint) -> Checkpoint:
+def ensure_checkpoint_config(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint with a config: its own, or one derived from the tensors' shapes.
 
     Raises:
@@ -163,9 +167,9 @@ def with_config(checkpoint: Checkpoint) -> Checkpoint:
     if checkpoint.config:
         return checkpoint
     shapes = {name: checkpoint.tensor_info(name).shape for name in checkpoint.names()}
-    for name in module_names("modelmill.models"):
-        config_from_shapes = family_options(
-            find_module("modelmill.models", name)
+    for name in list_module_names("modelmill.models"):
+        config_from_shapes = read_family_options(
+            import_module_if_exists("modelmill.models", name)
         ).config_from_shapes
         config = None if config_from_shapes is None else config_from_shapes(shapes)
         if config is not None:
@@ -189,17 +193,17 @@ def find_family(checkpoint: Checkpoint) -> ModuleType:
     Raises:
         UnknownArchitecture: with the unknown names and the nearest known family.
     """
-    family = find_module("modelmill.models", checkpoint.model_type or "")
+    family = import_module_if_exists("modelmill.models", checkpoint.model_type or "")
     if family is not None:
         return family
-    known = module_names("modelmill.models")
+    known = list_module_names("modelmill.models")
     named = checkpoint.config.get("architectures")
     architectures = (
-        list_names([str(n) for n in named])
+        format_names([str(n) for n in named])
         if isinstance(named, list) and named
         else "no architecture named"
     )
-    near = closest_name(checkpoint.model_type or "", known)
+    near = most_similar_name(checkpoint.model_type or "", known)
     guess = f"; the nearest known family is {near}" if near else ""
     raise UnknownArchitecture(
         f"{checkpoint.path}: model_type {checkpoint.model_type!r} ({architectures}) is not "
@@ -214,14 +218,14 @@ def read_model_config(checkpoint: Checkpoint, family: ModuleType) -> tuple[Any, 
     Raises:
         CheckpointError: if a key requires an unsupported computation.
     """
-    view = ConfigView(checkpoint.config)
+    view = ReadTrackingConfig(checkpoint.config)
     sizes = family.config_from_hf(view)
     view.mark_unread(checkpoint.unread_config)
     where = checkpoint.path.name if checkpoint.container.endswith("gguf") else "config.json"
     return sizes, check_unread_keys(view, family, where)
 
 
-def check_unread_keys(view: ConfigView, family: ModuleType, file_name: str) -> list[str]:
+def check_unread_keys(view: ReadTrackingConfig, family: ModuleType, file_name: str) -> list[str]:
     """Return warnings about a config that ``family`` has read.
 
     file_name: the file, for messages.
@@ -229,7 +233,7 @@ def check_unread_keys(view: ConfigView, family: ModuleType, file_name: str) -> l
     Raises:
         CheckpointError: for a key that requires an unsupported computation.
     """
-    options = family_options(family)
+    options = read_family_options(family)
     neutral = {**SUPPORTED_VALUES, **options.SUPPORTED_VALUES}
     harmless = (
         DESCRIPTION_KEYS | TRAINING_KEYS | RUNTIME_KEYS | frozenset(options.UNUSED_CONFIG_KEYS)
@@ -242,18 +246,23 @@ def check_unread_keys(view: ConfigView, family: ModuleType, file_name: str) -> l
         if not WITHOUT_EFFECT.isdisjoint(names):
             unknown.append(key)
         elif allowed is not None:
-            if names[-1] == "layer_types" and _is_full_attention(value, options, view, file_name):
+            if names[-1] == "layer_types" and _is_every_layer_full_attention(
+                value, options, view, file_name
+            ):
                 continue
             if not any(_is_equal(value, each) for each in allowed):
                 raise CheckpointError(f"{file_name}: {_unsupported_message(key, value, allowed)}")
         elif not any(
-            name in harmless or name.startswith("_") or _is_default(name, value) for name in names
+            name in harmless or name.startswith("_") or _is_inert_default(name, value)
+            for name in names
         ):
             unknown.append(key)
     return [*view.remarks, *_unread_warning(unknown, file_name)]
 
 
-def _is_full_attention(types: Any, options: Any, view: ConfigView, file_name: str) -> bool:
+def _is_every_layer_full_attention(
+    types: Any, options: Any, view: ReadTrackingConfig, file_name: str
+) -> bool:
     """Return whether each layer is named as what a family computes that does not read the list.
 
     Raises:
@@ -292,7 +301,7 @@ def _unsupported_message(key: str, value: Any, allowed: tuple[Any, ...]) -> str:
     )
 
 
-def _is_default(name: str, value: Any) -> bool:
+def _is_inert_default(name: str, value: Any) -> bool:
     return name in INERT_DEFAULTS and _is_equal(value, INERT_DEFAULTS[name])
 
 
@@ -330,10 +339,12 @@ def check_generation_config(checkpoint: Checkpoint, vocab_size: int) -> None:
         ("generation_config.json", checkpoint.generation_config),
         ("config.json", checkpoint.config),
     ):
-        _check_end_ids(f"{checkpoint.path}: {file}", values.get("eos_token_id"))
+        _check_eos_ids(f"{checkpoint.path}: {file}", values.get("eos_token_id"))
     try:
-        defaults = read_generation(checkpoint.generation_config, checkpoint.container)
-        outside = next((id for id in defaults.processors.token_ids() if id >= vocab_size), None)
+        defaults = read_generation_config(checkpoint.generation_config, checkpoint.container)
+        outside = next(
+            (id for id in defaults.processors.iter_token_ids() if id >= vocab_size), None
+        )
         if outside is not None:
             raise RequestError(
                 f"its token ids must be between 0 and {vocab_size - 1}, not {outside}"
@@ -344,7 +355,7 @@ def check_generation_config(checkpoint: Checkpoint, vocab_size: int) -> None:
         ) from None
 
 
-def _check_end_ids(where: str, value: Any) -> None:
+def _check_eos_ids(where: str, value: Any) -> None:
     """Check the ids that end an answer; None is none."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     wrong = next((each for each in ids if type(each) is not int), None)
@@ -370,7 +381,7 @@ def resolve_tied_head(
     if not getattr(model_config, "tied", False):
         return model_config, []
     untied = replace(model_config, tied=False)
-    tensors, names = checkpoint_tensors(family), checkpoint.names()
+    tensors, names = checkpoint_tensor_rules(family), checkpoint.names()
     sources = {rule.target: rule.sources for rule in tensors.rules(untied)}
     [head], [embed] = (
         [find_source_name(source, names, tensors.prefixes) for source in sources[target]]
@@ -383,8 +394,8 @@ def resolve_tied_head(
     ):
         return model_config, []
     return untied, [
-        f"config.json says tie_word_embeddings=true, but {list_names([head])} differs from "
-        f"{list_names([embed])}: "
+        f"config.json says tie_word_embeddings=true, but {format_names([head])} differs from "
+        f"{format_names([embed])}: "
         "the head of its own is used"
     ]
 

@@ -23,8 +23,8 @@ from modelmill.builder.calibration_data import (
     CalibrationSample,
     CalibrationSource,
     TokenChunker,
-    builtin_text,
-    read_lines,
+    generate_builtin_text,
+    read_jsonl_objects,
     text_from_line,
 )
 from modelmill.core.errors import RequestError, UsageError
@@ -32,8 +32,8 @@ from modelmill.core.quoting import quote
 from modelmill.nn.layer_stack import vision_encoder_stacks
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.registry import Ops
-from modelmill.text.image_chat import ImageChat, ImagePart, load_image_chat
-from modelmill.text.tokenizer import load_tokenizer
+from modelmill.text.image_chat import ImageChatFormat, ImagePart, load_image_chat_format
+from modelmill.text.tokenizer_loader import load_tokenizer
 from modelmill.vision.image_input import decode_data_url, load_square_image
 
 ANSWER_KEYS = ("answer", "caption")
@@ -47,7 +47,7 @@ QUESTIONS = (
 BUILTIN_IMAGES = "drawn"  # generated
 
 
-def hash_images(source: CalibrationSource) -> CalibrationSource:
+def add_image_digest(source: CalibrationSource) -> CalibrationSource:
     """Return the source with a hash of its images, so that changed images change the engine.
 
     Raises:
@@ -56,7 +56,7 @@ def hash_images(source: CalibrationSource) -> CalibrationSource:
     if source.path is None:
         return replace(source, image_digest=BUILTIN_IMAGES)
     digest, any_shown = hashlib.sha256(), False
-    for number, value in read_lines(source.path):
+    for number, value in read_jsonl_objects(source.path):
         for picture in _images_in_line(value, source.path, number):
             data = (
                 picture.encode("utf-8", "surrogatepass")
@@ -68,7 +68,7 @@ def hash_images(source: CalibrationSource) -> CalibrationSource:
     return replace(source, image_digest=digest.hexdigest() if any_shown else "")
 
 
-def load_samples(
+def load_multimodal_samples(
     source: CalibrationSource, files: Mapping[str, bytes], image_size: int
 ) -> list[CalibrationSample]:
     """Load sequences of at most ``max_length`` tokens, none of which ends inside an image.
@@ -80,25 +80,28 @@ def load_samples(
         UsageError: for a missing or invalid image or a line without text; it names the line.
     """
     tokenizer = load_tokenizer(files)
-    chat = load_image_chat(files, tokenizer)
+    chat = load_image_chat_format(files, tokenizer)
     samples: list[CalibrationSample] = []
     texts = TokenChunker(source.max_length)
     for where, value in (
-        builtin_lines(image_size) if source.path is None else _read_conversations(source.path)
+        generate_builtin_conversations(image_size)
+        if source.path is None
+        else _read_conversations(source.path)
     ):
         if isinstance(value, str):
             samples += [
-                CalibrationSample(ids) for ids in texts.add(tokenizer.encode(value, bos=False))
+                CalibrationSample(ids)
+                for ids in texts.add_and_take_full(tokenizer.encode(value, bos=False))
             ]
         else:
-            samples.append(_conversation_sample(value, chat, source, image_size, where))
+            samples.append(_tokenize_conversation(value, chat, source, image_size, where))
         if len(samples) >= source.num_samples:
             return samples[: source.num_samples]
     return [*samples, *(CalibrationSample(ids) for ids in texts.remainder())]
 
 
 @torch.inference_mode()
-def encode_images(
+def encode_images_by_block(
     model: Any, images: torch.Tensor, load_submodules: Callable[[str], None], ops: Ops
 ) -> torch.Tensor:
     """Encode images [N, S, S, 3] uint8, with one block of the vision encoder in memory.
@@ -112,7 +115,7 @@ def encode_images(
     encoder = embedder.visual_encoder
     blocks = vision_encoder_stacks(model)[0].path
     path, _, list_name = blocks.rpartition(".")
-    for name in child_prefixes(encoder, list_name):
+    for name in child_tensor_prefixes(encoder, list_name):
         load_submodules(f"{path}.{name}")
     device = encoder.pos_embed.device
     batches = [
@@ -125,27 +128,29 @@ def encode_images(
         image_tokens = [block(some, vision) for some in image_tokens]
         encoder.blocks[number] = nn.Identity()
     path, _, encoder_name = path.rpartition(".")
-    for name in child_prefixes(embedder, encoder_name):
+    for name in child_tensor_prefixes(embedder, encoder_name):
         load_submodules(f"{path}.{name}")
-    embeddings = torch.cat([embedder.project(some, vision).float().cpu() for some in image_tokens])
+    embeddings = torch.cat(
+        [embedder.embed_vision_tokens(some, vision).float().cpu() for some in image_tokens]
+    )
     model.image_embedder = nn.Identity()
     return embeddings
 
 
-def child_prefixes(module: nn.Module, left_out: str) -> list[str]:
+def child_tensor_prefixes(module: nn.Module, left_out: str) -> list[str]:
     """Return the prefixes of a module's tensors, but for those below one child."""
     buffers = [name for name, _ in module.named_buffers(recurse=False)]
     return buffers + [f"{name}." for name, _ in module.named_children() if name != left_out]
 
 
-def builtin_lines(image_size: int) -> Iterator[tuple[str, Any]]:
+def generate_builtin_conversations(image_size: int) -> Iterator[tuple[str, Any]]:
     """Yield (where, text or messages): generated paragraphs, every fourth with a drawn image."""
-    for number, text in enumerate(builtin_text().split("\n\n")):
+    for number, text in enumerate(generate_builtin_text().split("\n\n")):
         if number % TEXTS_PER_IMAGE:
             yield "our own", text
             continue
         question = [
-            {"type": "image", "image": draw_image(number, image_size)},
+            {"type": "image", "image": draw_synthetic_image(number, image_size)},
             {"type": "text", "text": QUESTIONS[number // TEXTS_PER_IMAGE % len(QUESTIONS)]},
         ]
         yield (
@@ -154,7 +159,7 @@ def builtin_lines(image_size: int) -> Iterator[tuple[str, Any]]:
         )
 
 
-def draw_image(seed: int, image_size: int) -> np.ndarray:
+def draw_synthetic_image(seed: int, image_size: int) -> np.ndarray:
     """Draw an image [side, side, 3] uint8: discs, boxes and stripes on a gradient, with noise."""
     random = np.random.default_rng(seed)
     y, x = np.mgrid[:image_size, :image_size] / image_size
@@ -176,7 +181,7 @@ def draw_image(seed: int, image_size: int) -> np.ndarray:
 
 def _read_conversations(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield (where, text or messages) of each line."""
-    for number, value in read_lines(path):
+    for number, value in read_jsonl_objects(path):
         where = f"--calibration {path}, line {number}"
         shown = _images_in_line(value, path, number)
         if not shown:
@@ -185,12 +190,12 @@ def _read_conversations(path: Path) -> Iterator[tuple[str, Any]]:
                 raise UsageError(f"{where}: is empty")
             yield where, text
         elif isinstance(value.get("messages"), list) and not IMAGE_KEYS & set(value):
-            yield where, _absolute_paths(value["messages"], path)
+            yield where, _with_absolute_image_paths(value["messages"], path)
         else:
-            yield where, _conversation(value, shown, where)
+            yield where, _build_image_conversation(value, shown, where)
 
 
-def _conversation(
+def _build_image_conversation(
     line: Mapping[str, Any], images: list[Any], location: str
 ) -> list[dict[str, Any]]:
     """Return the conversation of a line with images, a question and possibly an answer."""
@@ -237,7 +242,7 @@ def _images_in_line(line: Mapping[str, Any], path: Path, line_number: int) -> li
     return images
 
 
-def _absolute_paths(messages: list[Any], path: Path) -> list[Any]:
+def _with_absolute_image_paths(messages: list[Any], path: Path) -> list[Any]:
     """Return the messages with absolute image paths."""
 
     def part(value: Any) -> Any:
@@ -256,8 +261,8 @@ def _absolute_paths(messages: list[Any], path: Path) -> list[Any]:
     ]
 
 
-def _conversation_sample(
-    messages: Any, chat: ImageChat, source: CalibrationSource, image_size: int, location: str
+def _tokenize_conversation(
+    messages: Any, chat: ImageChatFormat, source: CalibrationSource, image_size: int, location: str
 ) -> CalibrationSample:
     try:
         asks = isinstance(messages[-1], Mapping) and messages[-1].get("role") == "user"

@@ -26,35 +26,35 @@ from modelmill.builder.calibration_data import (
 from modelmill.builder.memory_plan import BuildMemory
 from modelmill.builder.model_config import (
     check_generation_config,
+    ensure_checkpoint_config,
     find_family,
     read_model_config,
     resolve_tied_head,
     stored_dtype,
-    with_config,
 )
-from modelmill.builder.multimodal_calibration import hash_images
+from modelmill.builder.multimodal_calibration import add_image_digest
 from modelmill.builder.segmentation import check_segmentation_options
 from modelmill.builder.tensor_plan import (
     PlannedTensor,
+    plan_linear_weight,
     plan_tensors,
-    plan_weight,
     quantized_modules,
     resolve_rename_rules,
 )
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.rename import ResolvedRule
-from modelmill.core.config import BuildConfig, to_dict
+from modelmill.core.config import BuildConfig, config_to_dict
 from modelmill.core.errors import UsageError
-from modelmill.core.generation_defaults import GenerationDefaults, read_generation
-from modelmill.core.model_family import LANGUAGE, family_options
-from modelmill.core.progress import Progress
+from modelmill.core.generation_defaults import GenerationDefaults, read_generation_config
+from modelmill.core.model_family import LANGUAGE, read_family_options
+from modelmill.core.progress_callback import Progress
 from modelmill.nn.fused_decode import model_kv_shape
 from modelmill.nn.kv import KVShape, kv_cache_dtype
 from modelmill.nn.layer_stack import layer_stacks, state_shape
 from modelmill.nn.per_layer_input import per_layer_input_size
 from modelmill.nn.recurrent_state import NO_STATE, StateShape
 from modelmill.ops import registry
-from modelmill.quant.keep import KEEP, expansion_remark, resolve_keep
+from modelmill.quant.keep import KEEP, expansion_remark, resolve_keep_config
 from modelmill.quant.mixed_precision import MixedPrecisionRecipe
 from modelmill.quant.recipe import NONE, Recipe, make_recipe
 from modelmill.quant.vision_encoder import describe_vision_recipe, vision_encoder_recipe
@@ -95,21 +95,21 @@ class BuildPlan:
     per_layer_input_size: int = 0
 
     @property
-    def text_source(self) -> CalibrationSource | None:
+    def quantization_text_source(self) -> CalibrationSource | None:
         """Return the text that influenced the engine; no evaluation may use it."""
         return self.calibration or self.auto_source
 
     @property
     def engine_type(self) -> str:
         """Return the engine type: "language" or "segmentation"."""
-        return family_options(self.family).ENGINE_TYPE
+        return read_family_options(self.family).ENGINE_TYPE
 
     @property
     def generation(self) -> GenerationDefaults | None:
         """Return the defaults of the engine's requests; None for a segmentation model."""
         if self.engine_type != LANGUAGE:
             return None
-        return read_generation(self.checkpoint.generation_config, self.checkpoint.container)
+        return read_generation_config(self.checkpoint.generation_config, self.checkpoint.container)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -131,7 +131,7 @@ class BuildPlan:
             assert tied_path
         return out
 
-    def shards(self) -> dict[str, list[PlannedTensor]]:
+    def tensors_by_weight_file(self) -> dict[str, list[PlannedTensor]]:
         """Return weight file → its tensors, one file per layer.
 
         An interrupted build loses one layer at most.
@@ -149,7 +149,7 @@ class BuildPlan:
     @cached_property
     def build_memory(self) -> BuildMemory:
         """Return the memory of the build itself, including acceptance."""
-        return memory_plan.build_memory(self)
+        return memory_plan.estimate_build_memory(self)
 
     @cached_property
     def memory_report(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class BuildPlan:
             )
         )
 
-    def _active_token_share(self, module: str) -> float:
+    def _active_expert_share(self, module: str) -> float:
         """Return the share of the tokens that a module multiplies: of an expert, less than all."""
         moe = getattr(self.model_config, "moe", None)
         if moe is None or re.search(r"\.experts\.\d", module) is None:
@@ -180,7 +180,7 @@ class BuildPlan:
         parts = (
             modelmill.__version__,
             self.checkpoint.quick_fingerprint(),
-            to_dict(self.config),
+            config_to_dict(self.config),
             PACKING,
             self.max_model_len,
             torch.__version__,
@@ -198,7 +198,7 @@ class BuildPlan:
         """
         memory = self.memory_report
         if ranks > 1:
-            memory = memory_plan.rank_memory_report(self, ranks, expert_parallel)
+            memory = memory_plan.largest_rank_memory_report(self, ranks, expert_parallel)
         by_format: dict[str, int] = {}
         for planned in self.tensors:
             label = planned.weight_format or "plain"
@@ -207,7 +207,7 @@ class BuildPlan:
             "checkpoint": str(self.checkpoint.path),
             "container": self.checkpoint.container,
             "model_type": self.checkpoint.model_type,
-            "build": to_dict(self.config),
+            "build": config_to_dict(self.config),
             "reasons": self.reasons,
             "warnings": list(self.warnings),
             "max_model_len": self.max_model_len,
@@ -215,7 +215,7 @@ class BuildPlan:
             "layers": getattr(self.model_config, "layers", None),
             "tensors": len(self.tensors),
             "parameters": self.num_parameters(),
-            "active_parameters": self.num_parameters(self._active_token_share),
+            "active_parameters": self.num_parameters(self._active_expert_share),
             "tokenizer": bool(self.checkpoint.tokenizer_files()),
             "bytes_by_format": by_format,
             "auto": None if self.auto_result is None else self.auto_result.describe(),
@@ -224,7 +224,7 @@ class BuildPlan:
         }
 
 
-def resolve_options(
+def resolve_build_options(
     checkpoint: Checkpoint,
     config: BuildConfig,
     recipe: Recipe | None,
@@ -284,13 +284,13 @@ def resolve_options(
     ), reasons
 
 
-def layer_index(shard: str) -> int | None:
+def weight_file_layer(shard: str) -> int | None:
     """Return the layer of a weight file; None for the tensors outside the layers."""
     number = shard.removesuffix(".safetensors").rpartition("layer-")[2]
     return int(number) if number.isdigit() else None
 
 
-def make_plan(
+def make_build_plan(
     checkpoint: Checkpoint, config: BuildConfig, on_progress: Progress | None = None
 ) -> BuildPlan:
     """Decide everything without reading weights, except for ``-q auto``, which measures.
@@ -301,12 +301,12 @@ def make_plan(
         CheckpointError: if the checkpoint is not supported (UnknownArchitecture, …).
         UsageError: if an option is invalid.
     """
-    checkpoint = with_config(checkpoint)
+    checkpoint = ensure_checkpoint_config(checkpoint)
     family = find_family(checkpoint)
     sizes, warnings = read_model_config(checkpoint, family)
-    if family_options(family).ENGINE_TYPE != LANGUAGE:
+    if read_family_options(family).ENGINE_TYPE != LANGUAGE:
         return replace(
-            _segmentation_plan(checkpoint, config, family, sizes), warnings=tuple(warnings)
+            _plan_segmentation_build(checkpoint, config, family, sizes), warnings=tuple(warnings)
         )
     check_generation_config(checkpoint, int(sizes.vocab))
     sizes, tied_warnings = resolve_tied_head(checkpoint, family, sizes)
@@ -315,7 +315,7 @@ def make_plan(
     quantized = bool(checkpoint.config.get("quantization_config"))
     expanded = expansion_remark(checkpoint) if quantized else ""
     if config.quantization == KEEP or (quantized and config.quantization == NONE and not expanded):
-        config, reasons = resolve_keep(checkpoint, config)
+        config, reasons = resolve_keep_config(checkpoint, config)
     elif expanded and config.quantization == NONE:
         warnings.append(expanded)
     renames = resolve_rename_rules(checkpoint, family, sizes)
@@ -332,8 +332,8 @@ def make_plan(
     calibrated = recipe is not None and recipe.needs_calibration
     source = find_calibration(config, length) if calibrated or auto_result is not None else None
     if source is not None and chat_supports_images(checkpoint.tokenizer_files()):
-        source = hash_images(source)
-    config, resolved = resolve_options(checkpoint, config, recipe, source)
+        source = add_image_digest(source)
+    config, resolved = resolve_build_options(checkpoint, config, recipe, source)
     if config.quantization == AUTO:
         recipe = _make_recipe(config, sizes)  # unquantized layers need the resolved dtype
     ops = registry.select_backends(
@@ -349,8 +349,8 @@ def make_plan(
     tensors = tuple(plan_tensors(checkpoint, config, recipe, model, renames, family))
     aliases = {"head.weight": "embed.weight"} if sizes.tied else {}
     if sizes.tied and "head" in quantized_modules(model, config):
-        tensors, aliases = (*tensors, _quantized_head(checkpoint, config, recipe, tensors)), {}
-    kv = _plan_kv(model, config, ops, length, tensors)
+        tensors, aliases = (*tensors, _plan_quantized_head(checkpoint, config, recipe, tensors)), {}
+    kv = _plan_kv_shape(model, config, ops, length, tensors)
     calibration, chosen_on = (
         source if calibrated else None,
         source if auto_result is not None else None,
@@ -362,7 +362,7 @@ def make_plan(
     )  # fmt: skip
 
 
-def _plan_kv(
+def _plan_kv_shape(
     model: Any,
     config: BuildConfig,
     ops: registry.Ops,
@@ -384,7 +384,7 @@ def _make_recipe(config: BuildConfig, model_config: Any) -> Recipe | None:
     return make_recipe(config)
 
 
-def _quantized_head(
+def _plan_quantized_head(
     checkpoint: Checkpoint,
     config: BuildConfig,
     recipe: Recipe | None,
@@ -393,18 +393,20 @@ def _quantized_head(
     """Plan the quantized copy of a tied embedding as head; the embedding stays unquantized."""
     embed = next(p for p in tensors if p.module == "embed" and p.rule.target == "embed.weight")
     copy = ResolvedRule("head.weight", embed.rule.sources, embed.rule.how)
-    own = None if recipe is None else recipe.recipe_for("head")
+    own = None if recipe is None else recipe.module_recipe("head")
     dtype = getattr(torch, config.dtype)
-    return plan_weight(checkpoint, copy, "head", dtype, own, keep=config.quantization == KEEP)
+    return plan_linear_weight(
+        checkpoint, copy, "head", dtype, own, keep=config.quantization == KEEP
+    )
 
 
-def _segmentation_plan(
+def _plan_segmentation_build(
     checkpoint: Checkpoint, config: BuildConfig, family: ModuleType, model_config: Any
 ) -> BuildPlan:
     """Plan a segmentation model: no tokens, so no length, no head and no calibration."""
     check_segmentation_options(config, checkpoint.path)
     recipe = vision_encoder_recipe(config)
-    config, reasons = resolve_options(checkpoint, config, recipe, None)
+    config, reasons = resolve_build_options(checkpoint, config, recipe, None)
     if recipe is not None:
         reasons["quantization"] = describe_vision_recipe(config)
     registry.select_backends(

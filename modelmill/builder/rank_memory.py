@@ -45,10 +45,10 @@ class RankMemory:
 def single_rank_memory(plan: BuildPlan) -> RankMemory:
     """Return what an engine keeps that is not split."""
     assert plan.kv is not None, "a language model has a KV cache"
-    return RankMemory(plan.weight_bytes, matrix_shapes(plan), plan.kv, plan.state)
+    return RankMemory(plan.weight_bytes, matrix_formats_and_shapes(plan), plan.kv, plan.state)
 
 
-def matrix_shapes(plan: BuildPlan) -> tuple[WeightShape, ...]:
+def matrix_formats_and_shapes(plan: BuildPlan) -> tuple[WeightShape, ...]:
     """Return format and shape of every matrix."""
     return tuple(
         (each.weight_format, each.shape) for each in plan.tensors if each.weight_format is not None
@@ -92,14 +92,14 @@ def _rank_memory(
         elif planned.module in modules:  # an expert of another rank is not there
             module = modules[planned.module]
             assert isinstance(module, Linear)
-            total += _part_bytes(planned, module.shape)
+            total += _matrix_part_bytes(planned, module.shape)
             matrices.append((planned.weight_format, tuple(module.shape)))
     return RankMemory(
-        total, tuple(matrices), _rank_kv(plan, model, ranks), model_state_shape(model)
+        total, tuple(matrices), _rank_kv_shape(plan, model, ranks), model_state_shape(model)
     )
 
 
-def _rank_kv(plan: BuildPlan, model: nn.Module, ranks: int) -> KVShape:
+def _rank_kv_shape(plan: BuildPlan, model: nn.Module, ranks: int) -> KVShape:
     dtype = kv_cache_dtype(plan.config.kv_cache_dtype, plan.dtype)
     return model_kv_shape(model, plan.max_model_len, None, dtype, ranks)
 
@@ -107,34 +107,38 @@ def _rank_kv(plan: BuildPlan, model: nn.Module, ranks: int) -> KVShape:
 def _column_alignments(plan: BuildPlan) -> Callable[[str], int]:
     """Return the multiple at which the columns of a matrix, by its module, may be cut."""
     aligned = {
-        each.module: _alignment(each) for each in plan.tensors if each.weight_format is not None
+        each.module: _tensor_column_alignment(each)
+        for each in plan.tensors
+        if each.weight_format is not None
     }
     return lambda module: aligned.get(module, 1)  # a tied head has no matrix of its own
 
 
-def _alignment(planned: PlannedTensor) -> int:
+def _tensor_column_alignment(planned: PlannedTensor) -> int:
     columns = planned.shape[1]
     if any(name.endswith("perm") for name in planned.stored_info):
         return columns
-    layouts = () if planned.kept_weight is None else planned.kept_weight.layouts
+    layouts = () if planned.prequantized_weight is None else planned.prequantized_weight.layouts
     sizes = [layout.group_size for layout in layouts if layout is not None]
     if planned.recipe is not None:
         sizes.append(planned.recipe.pack_options.get("group_size", 1))
     return lcm(*(columns if size < 1 else size for size in sizes))
 
 
-def _part_bytes(planned: PlannedTensor, part: tuple[int, int]) -> int:
+def _matrix_part_bytes(planned: PlannedTensor, part: tuple[int, int]) -> int:
     """Return the bytes of a part of a matrix."""
     whole = planned.shape[0], planned.shape[1]
     if part == whole:
         return planned.nbytes
     return sum(
-        _part_numel(shape, whole, part) * dtype.itemsize
+        _matrix_part_numel(shape, whole, part) * dtype.itemsize
         for shape, dtype in planned.stored_info.values()
     )
 
 
-def _part_numel(shape: tuple[int, ...], whole: tuple[int, int], part: tuple[int, int]) -> int:
+def _matrix_part_numel(
+    shape: tuple[int, ...], whole: tuple[int, int], part: tuple[int, int]
+) -> int:
     """Return how many numbers of a stored tensor belong to a part of its matrix.
 
     Its dimensions are rows, then columns or fewer of them, such as groups; in a vector one of both.

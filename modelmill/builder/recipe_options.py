@@ -6,12 +6,12 @@ from dataclasses import fields
 
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
-from modelmill.core.recipe_declaration import declared_recipes
+from modelmill.core.recipe_declaration import read_recipe_declarations
 
 COMMON_OPTIONS = ("quantize_head",)
 RECIPE_OPTIONS = {
     name: (*COMMON_OPTIONS, *recipe.options, *recipe.reads)
-    for name, recipe in declared_recipes().items()
+    for name, recipe in read_recipe_declarations().items()
 }
 """The options that each recipe reads; a plan omits the others."""
 ALL_RECIPE_OPTIONS = frozenset().union(*RECIPE_OPTIONS.values())

@@ -38,7 +38,7 @@ def check_segmentation_options(config: BuildConfig, path: object) -> None:
         )
 
 
-def segmentation_memory(
+def segmentation_memory_report(
     model_config: Any, weight_bytes: int, device_memory: tuple[int, int], itemsize: int
 ) -> dict[str, Any]:
     """Return the memory of an image engine in bytes: weights and the widest layer of one image.

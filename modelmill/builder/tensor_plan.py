@@ -11,25 +11,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from modelmill.checkpoint.container import TensorInfo, list_names
+from modelmill.checkpoint.container import TensorInfo, format_names
 from modelmill.checkpoint.open import Checkpoint
-from modelmill.checkpoint.rename import ResolvedRule, Rule, apply_rule, plan_renames, result_info
+from modelmill.checkpoint.rename import (
+    ResolvedRule,
+    Rule,
+    apply_rule,
+    plan_renames,
+    result_tensor_info,
+)
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CorruptCheckpoint, TensorMismatch
-from modelmill.core.model_family import checkpoint_tensors, family_options
+from modelmill.core.model_family import checkpoint_tensor_rules, read_family_options
 from modelmill.nn.layer_stack import (
     DECODER_STACK,
     WEIGHT_FILE,
     ModuleLocation,
-    find_layer,
-    module_site,
+    linear_quant_site,
+    locate_module_in_stacks,
     weight_file,
 )
 from modelmill.nn.linear import Linear
 from modelmill.quant.keep import KEEP, PrequantizedWeight, find_prequantized_weight
 from modelmill.quant.recipe import Recipe
 from modelmill.quant.vision_encoder import W8A8NearestRecipe
-from modelmill.weights.base import PackedInfo, packed_info
+from modelmill.weights.base import PackedInfo, packed_tensor_specs
 
 HEAD_MODULES = ("head",)  # quantized with the layers if the build says so
 CHUNK_VALUES = 1 << 24
@@ -43,7 +49,7 @@ class PlannedTensor:
     Attributes:
         weight_format: of a linear's weight, None for everything else.
         stored_info: shape and dtype by full name.
-        kept_weight: set if the checkpoint's own integers are stored.
+        prequantized_weight: set if the checkpoint's own integers are stored.
         recipe: quantizes the weight; None: it is kept, or stored as it is.
         place: where its module is inside the model's layers; None outside.
         weight_file: the weight file that contains it.
@@ -54,7 +60,7 @@ class PlannedTensor:
     weight_format: str | None
     shape: tuple[int, ...]
     stored_info: PackedInfo
-    kept_weight: PrequantizedWeight | None = None
+    prequantized_weight: PrequantizedWeight | None = None
     recipe: Recipe | None = None
     place: ModuleLocation | None = None
     weight_file: str = WEIGHT_FILE
@@ -86,15 +92,15 @@ class PlannedTensor:
         Raises:
             CorruptCheckpoint: if a value is NaN or infinite.
         """
-        if self.kept_weight is not None:
-            tensors = self.kept_weight.read(checkpoint, dtype).tensors()
+        if self.prequantized_weight is not None:
+            tensors = self.prequantized_weight.read(checkpoint, dtype).tensors()
         else:
             tensors = {"": apply_rule(self.rule, checkpoint.get, checkpoint.tensor_info)}
         for part in tensors.values():
             check_finite(", ".join(self.rule.sources), part)
         return tensors
 
-    def check_stored(self, tensor: torch.Tensor) -> None:
+    def check_no_overflow(self, tensor: torch.Tensor) -> None:
         """Check a tensor that is about to be stored.
 
         Raises:
@@ -121,7 +127,7 @@ def resolve_rename_rules(
     Raises:
         TensorMismatch: for missing and unused tensors.
     """
-    tensors = checkpoint_tensors(family)
+    tensors = checkpoint_tensor_rules(family)
     rules = tensors.rules(model_config)
     drops = [
         *tensors.ignored_tensors(model_config),
@@ -154,7 +160,7 @@ def _unused_zero_biases(
             continue
         if bool((checkpoint.get(name) != 0).any()):
             raise TensorMismatch(
-                f"{list_names([name])} beside a packed matrix is a bias that "
+                f"{format_names([name])} beside a packed matrix is a bias that "
                 f"{checkpoint.model_type} has not, and not "
                 "zero; does config.json belong to these weights (model_type, attention_bias)?"
             )
@@ -166,7 +172,7 @@ def quantized_modules(model: nn.Module, config: BuildConfig) -> set[str]:
     """Return the names of the linears that the build's recipes change."""
     options = {each for each in ("quantization", "tower") if getattr(config, each) != "none"}
     linears = {name for name, module in model.named_modules() if isinstance(module, Linear)}
-    places = {name: find_layer(model, name) for name in linears}
+    places = {name: locate_module_in_stacks(model, name) for name in linears}
     quantized = {
         name for name, at in places.items() if at is not None and at.stack.recipe in options
     }
@@ -191,22 +197,26 @@ def plan_tensors(
     }
     expected = {n: s for n, s in expected.items() if n.rpartition(".")[2] != "inv_freq"}
     expected |= {f"{name}.weight": module.shape for name, module in linears.items()}
-    options, build_dtype = family_options(family), getattr(torch, config.dtype)
+    options, build_dtype = read_family_options(family), getattr(torch, config.dtype)
     out = []
     for rule in rules:
         module, _, suffix = rule.target.rpartition(".")
-        place = find_layer(model, module)
+        place = locate_module_in_stacks(model, module)
         dtype = torch.float32 if options.stays_float32(rule.target) else build_dtype
         if module not in linears or suffix != "weight":
             planned = _plan_non_linear_tensor(checkpoint, rule, module, dtype)
         elif module not in quantized:
-            planned = plan_weight(checkpoint, rule, module, dtype, None)
+            planned = plan_linear_weight(checkpoint, rule, module, dtype, None)
         elif place is not None and place.stack.recipe == "tower":
-            planned = plan_weight(checkpoint, rule, module, dtype, W8A8NearestRecipe(config))
+            planned = plan_linear_weight(checkpoint, rule, module, dtype, W8A8NearestRecipe(config))
         else:
-            own = None if recipe is None else recipe.recipe_for(module, module_site(model, module))
+            own = (
+                None
+                if recipe is None
+                else recipe.module_recipe(module, linear_quant_site(model, module))
+            )
             keep = config.quantization == KEEP
-            planned = plan_weight(checkpoint, rule, module, dtype, own, keep=keep)
+            planned = plan_linear_weight(checkpoint, rule, module, dtype, own, keep=keep)
         if planned.shape != expected[rule.target]:
             raise TensorMismatch(
                 f"{', '.join(rule.sources)}: shape {list(planned.shape)} where the config "
@@ -217,7 +227,7 @@ def plan_tensors(
     return out
 
 
-def plan_weight(
+def plan_linear_weight(
     checkpoint: Checkpoint,
     rule: ResolvedRule,
     module: str,
@@ -239,15 +249,15 @@ def plan_weight(
     Raises:
         TensorMismatch: if the weight contains integers.
     """
-    info = _floating_info(checkpoint, rule)
+    info = _require_floating_result(checkpoint, rule)
     kept = find_prequantized_weight(rule, checkpoint) if keep else None
     if kept is not None:
-        weight_format, stored = kept.weight_format, kept.stored_info(checkpoint, dtype)
+        weight_format, stored = kept.weight_format, kept.stored_tensor_specs(checkpoint, dtype)
     else:
         weight_format = "dense" if recipe is None else recipe.weight_format
         layout = {} if recipe is None else recipe.pack_options
         shape = (info.shape[0], info.shape[1]) if len(info.shape) == 2 else (0, 0)
-        stored = packed_info(weight_format, shape, dtype, **layout)
+        stored = packed_tensor_specs(weight_format, shape, dtype, **layout)
     return PlannedTensor(
         module,
         rule,
@@ -263,13 +273,13 @@ def _plan_non_linear_tensor(
     checkpoint: Checkpoint, rule: ResolvedRule, module: str, dtype: torch.dtype
 ) -> PlannedTensor:
     """Plan a tensor that is no linear's weight."""
-    shape = _floating_info(checkpoint, rule).shape
+    shape = _require_floating_result(checkpoint, rule).shape
     return PlannedTensor(module, rule, None, shape, {rule.target: (shape, dtype)})
 
 
-def _floating_info(checkpoint: Checkpoint, rule: ResolvedRule) -> TensorInfo:
+def _require_floating_result(checkpoint: Checkpoint, rule: ResolvedRule) -> TensorInfo:
     """Return what a rule makes; raises TensorMismatch if it contains integers."""
-    info = result_info(rule, checkpoint.tensor_info)
+    info = result_tensor_info(rule, checkpoint.tensor_info)
     if not info.decoded_dtype.is_floating_point:
         raise TensorMismatch(
             f"{', '.join(rule.sources)} has dtype {info.dtype}; a floating-point dtype is required"

@@ -15,7 +15,7 @@ import torch
 
 from modelmill.checkpoint.container import Container
 from modelmill.checkpoint.quant_layout import (
-    PackedMatrix,
+    QuantizedMatrix,
     QuantLayout,
     check_group_size,
     group_size_text,
@@ -96,15 +96,20 @@ class AwqScheme:
             self.label, 4, grids[1], columns, group, has_offset=True, scale_dtype=torch.float32
         )
 
-    def read_packed(self, raw: Container, stem: str, layout: QuantLayout) -> PackedMatrix:  # noqa: ARG002
+    def read_quantized_matrix(
+        self,
+        raw: Container,
+        stem: str,
+        layout: QuantLayout,  # noqa: ARG002
+    ) -> QuantizedMatrix:
         """Read the matrix's integers, scales and offsets as stored."""
-        codes = _unpack_outputs(raw.get(f"{stem}.qweight")).t().contiguous()
-        zeros = _unpack_outputs(raw.get(f"{stem}.qzeros")).t().to(torch.int32)
+        codes = _unpack_in_output_order(raw.get(f"{stem}.qweight")).t().contiguous()
+        zeros = _unpack_in_output_order(raw.get(f"{stem}.qzeros")).t().to(torch.int32)
         scale = raw.get(f"{stem}.scales").t().contiguous().float()
-        return PackedMatrix(codes, scale, scale * -zeros)
+        return QuantizedMatrix(codes, scale, scale * -zeros)
 
 
-def _unpack_outputs(words: torch.Tensor) -> torch.Tensor:
+def _unpack_in_output_order(words: torch.Tensor) -> torch.Tensor:
     """Unpack int32 [R, N/8] to uint8 [R, N], outputs in order."""
     fields = unpack_fields(words, 4).view(words.shape[0], -1, 8)
     out = torch.empty_like(fields)

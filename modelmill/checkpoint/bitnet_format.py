@@ -56,8 +56,8 @@ def read_settings(settings: Any, path: Path) -> BitNetSettings | None:
     """
     if not isinstance(settings, Mapping) or settings.get("quant_method") != METHOD:
         return None
-    linear = _one_of(settings, "linear_class", ("bitlinear", "autobitlinear"), path)
-    mode = _one_of(settings, "quantization_mode", ("offline", "online"), path)
+    linear = _read_choice(settings, "linear_class", ("bitlinear", "autobitlinear"), path)
+    mode = _read_choice(settings, "quantization_mode", ("offline", "online"), path)
     if settings.get("use_rms_norm"):
         raise CheckpointError(
             f"{path}: quantization_config.use_rms_norm is not supported: a norm in front of every "
@@ -74,7 +74,7 @@ def read_settings(settings: Any, path: Path) -> BitNetSettings | None:
     return BitNetSettings(path, mode == "online" and not divides, divides, names)
 
 
-def _one_of(settings: Mapping[str, Any], key: str, known: tuple[str, ...], path: Path) -> str:
+def _read_choice(settings: Mapping[str, Any], key: str, known: tuple[str, ...], path: Path) -> str:
     value = settings.get(key, known[0])
     if value not in known:
         raise CheckpointError(
@@ -100,7 +100,7 @@ class BitNetContainer(ConvertedContainer):
         self._scales: dict[str, str] = {}
         self._ternary: set[str] = set()
         for name in sorted(here):
-            if not self._is_converted(name):
+            if not self._is_ternary_candidate(name):
                 continue
             info, scale = raw.tensor_info(name), f"{name}_scale"
             if settings.online:
@@ -116,12 +116,12 @@ class BitNetContainer(ConvertedContainer):
                 )
         self._names = [name for name in raw.names() if name not in self._scales.values()]
 
-    def _is_converted(self, name: str) -> bool:
+    def _is_ternary_candidate(self, name: str) -> bool:
         is_matrix = name.endswith(".weight") and len(self._raw.tensor_info(name).shape) == 2
         return is_matrix and not any(kept in name for kept in self._settings.kept)
 
     @property
-    def has_matrices(self) -> bool:
+    def has_quantized_matrices(self) -> bool:
         """Whether any matrix is ternary."""
         return bool(self._scales or self._ternary)
 

@@ -18,9 +18,9 @@ import torch
 
 from modelmill.checkpoint.container import Container, TensorInfo, no_such_tensor_error
 from modelmill.checkpoint.minigpt4_parts import LANGUAGE_PREFIX, MODEL_TYPE, VISION_ENCODER_PREFIX
-from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import CheckpointError, UnknownArchitecture
 from modelmill.core.quoting import quote
+from modelmill.core.read_tracking_config import ReadTrackingConfig
 
 BLIP2_TYPE = "blip-2"
 INSTRUCTBLIP_TYPES = ("instructblip", "instructblipvideo")
@@ -66,7 +66,7 @@ class Blip2Container:
                 self._sources[f"{VISION_ENCODER_PREFIX}blocks.{bias[1]}.attn.q_bias"] = (name, 0)
                 self._sources[f"{VISION_ENCODER_PREFIX}blocks.{bias[1]}.attn.v_bias"] = (name, 2)
             else:
-                self._sources[_minigpt4_name(name)] = (name, None)
+                self._sources[_to_minigpt4_name(name)] = (name, None)
         self.metadata: dict[str, Any] = container.metadata
 
     def names(self) -> list[str]:
@@ -82,7 +82,7 @@ class Blip2Container:
 
     def tensor_info(self, name: str) -> TensorInfo:
         """Return shape and dtype of a tensor without reading it."""
-        file_name, third = self._locate(name)
+        file_name, third = self._locate_tensor(name)
         info = self._container.tensor_info(file_name)
         if third is None:
             return TensorInfo(name, info.shape, info.dtype, info.nbytes)
@@ -90,7 +90,7 @@ class Blip2Container:
 
     def get(self, name: str) -> torch.Tensor:
         """Read one tensor by its name."""
-        file_name, third = self._locate(name)
+        file_name, third = self._locate_tensor(name)
         tensor = self._container.get(file_name)
         return tensor if third is None else tensor.chunk(3)[third]
 
@@ -98,7 +98,7 @@ class Blip2Container:
         """Return the files that the tensors are read from."""
         return self._container.files()
 
-    def _locate(self, name: str) -> tuple[str, int | None]:
+    def _locate_tensor(self, name: str) -> tuple[str, int | None]:
         if name not in self._sources:
             raise no_such_tensor_error(self.files()[0], name)
         return self._sources[name]
@@ -133,7 +133,7 @@ class PrefixStrippedView:
         return self._container.files()
 
 
-def convert_configs(
+def convert_blip2_config(
     raw: Mapping[str, Any], path: Path
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Convert transformers' Blip2Config.
@@ -145,7 +145,7 @@ def convert_configs(
         CheckpointError: if parts are missing or not integers.
         UnknownArchitecture: if it is not a BLIP-2.
     """
-    config = ConfigView(raw)
+    config = ReadTrackingConfig(raw)
     if config.get("model_type") in INSTRUCTBLIP_TYPES:
         raise UnknownArchitecture(
             f"{path}: is InstructBLIP, whose Q-Former reads the question too; BLIP-2 and "
@@ -201,7 +201,7 @@ def convert_configs(
     )
 
 
-def chat_format_file(num_query_tokens: int) -> bytes:
+def make_chat_format_file(num_query_tokens: int) -> bytes:
     """Return the chat format of its questions, as a file of the tokenizer's folder."""
     return (
         json.dumps({"format": BLIP2_TYPE, "tokens": num_query_tokens}, indent=1, sort_keys=True)
@@ -209,7 +209,7 @@ def chat_format_file(num_query_tokens: int) -> bytes:
     ).encode()
 
 
-def _sub_config(config: ConfigView, key: str, path: Path) -> Mapping[str, Any]:
+def _sub_config(config: ReadTrackingConfig, key: str, path: Path) -> Mapping[str, Any]:
     section = config.get(key)
     if not isinstance(section, Mapping):
         raise CheckpointError(
@@ -218,7 +218,7 @@ def _sub_config(config: ConfigView, key: str, path: Path) -> Mapping[str, Any]:
     return section
 
 
-def _minigpt4_name(name: str) -> str:
+def _to_minigpt4_name(name: str) -> str:
     if name in _TENSORS:
         return _TENSORS[name]
     if name.startswith("language_model."):

@@ -21,7 +21,7 @@ import torch
 from modelmill.checkpoint.container import Container
 from modelmill.checkpoint.quant_layout import (
     GROUP_SIZE_MULTIPLE,
-    PackedMatrix,
+    QuantizedMatrix,
     QuantLayout,
     packed_words_shape,
     perm_digest,
@@ -63,7 +63,7 @@ def parse_scheme(settings: Mapping[str, Any], path: Path) -> CompressedTensorsSc
         )
     activations = set()
     for each in groups.values():
-        _check_group(each, str(each.get("format") or settings.get("format")), path)
+        _check_config_group(each, str(each.get("format") or settings.get("format")), path)
         input_activations: Any = each.get("input_activations") or {}
         if not isinstance(input_activations, Mapping):
             raise CheckpointError(
@@ -81,7 +81,7 @@ def parse_scheme(settings: Mapping[str, Any], path: Path) -> CompressedTensorsSc
     )
 
 
-def _check_group(group: Mapping[str, Any], format_name: str, path: Path) -> None:
+def _check_config_group(group: Mapping[str, Any], format_name: str, path: Path) -> None:
     weights = group.get("weights")
     if format_name not in FORMATS or not isinstance(weights, Mapping):
         raise CheckpointError(
@@ -168,7 +168,7 @@ class CompressedTensorsScheme:
                     f"can be read; {ADVICE}"
                 )
             (rows, columns), bits = info.shape, 8
-        groups = self._count_groups(raw, stem, rows)
+        groups = self._count_scale_groups(raw, stem, rows)
         group = -(-columns // groups)
         whole = resolve_group_size(-1, columns)
         if groups == 1:
@@ -184,7 +184,7 @@ class CompressedTensorsScheme:
                 f"{self.path}: {stem}.weight_zero_point is {found}, int8 and int32 can be read"
             )
         half = raw.tensor_info(f"{stem}.weight_scale").dtype == "float16" and not offset
-        order = perm_digest(self._read_perm(raw, stem, columns, group))
+        order = perm_digest(self._read_column_perm(raw, stem, columns, group))
         return QuantLayout(
             self.label,
             bits,
@@ -196,7 +196,9 @@ class CompressedTensorsScheme:
             order,
         )
 
-    def read_packed(self, raw: Container, stem: str, layout: QuantLayout) -> PackedMatrix:
+    def read_quantized_matrix(
+        self, raw: Container, stem: str, layout: QuantLayout
+    ) -> QuantizedMatrix:
         """Read the matrix's integers, scales and offsets as stored."""
         here = set(raw.names())
         middle = 1 << (layout.bits - 1)
@@ -209,7 +211,7 @@ class CompressedTensorsScheme:
             codes = raw.get(f"{stem}.weight")
         groups = -(-layout.columns // layout.group_size)
         scale = raw.get(f"{stem}.weight_scale").reshape(-1, groups).expand(layout.rows, groups)
-        order = self._read_perm(raw, stem, layout.columns, layout.group_size)
+        order = self._read_column_perm(raw, stem, layout.columns, layout.group_size)
         if order is not None:
             codes = codes[:, order]
         offset = None
@@ -217,7 +219,7 @@ class CompressedTensorsScheme:
             zero = self._read_zero_points(raw, stem, layout)
             # a 4-bit code is value + 8, an 8-bit one the value itself
             offset = scale.float() * (-(zero + 8) if layout.bits == 4 else -zero)
-        return PackedMatrix(
+        return QuantizedMatrix(
             codes.contiguous(), scale.to(layout.scale_dtype).contiguous(), offset, order
         )
 
@@ -234,7 +236,7 @@ class CompressedTensorsScheme:
             )
         return int(stated[0]), int(stated[1])
 
-    def _count_groups(self, raw: Container, stem: str, rows: int) -> int:
+    def _count_scale_groups(self, raw: Container, stem: str, rows: int) -> int:
         info = raw.tensor_info(f"{stem}.weight_scale")
         count, shape = info.numel, info.shape
         if (
@@ -268,7 +270,7 @@ class CompressedTensorsScheme:
             .expand(layout.rows, groups)
         )
 
-    def _read_perm(
+    def _read_column_perm(
         self, raw: Container, stem: str, num_columns: int, group_size: int
     ) -> torch.Tensor | None:
         name = f"{stem}.weight_g_idx"

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
-from modelmill.checkpoint.side_files import read_index
+from modelmill.checkpoint.side_files import read_shard_index
 from modelmill.core.errors import CorruptCheckpoint, TensorMismatch
 from modelmill.core.quoting import quote
 
@@ -104,14 +104,14 @@ class ShardedFiles:
     @classmethod
     def from_index(cls, folder: Path) -> Self:
         """Open all shards in the folder's index."""
-        expected = read_index(folder / cls.index_file)
+        expected = read_shard_index(folder / cls.index_file)
         return cls([folder / name for name in set(expected.values())], expected)
 
     def files(self) -> list[Path]:
         """Return the files that the tensors are read from."""
         return list(self._paths)
 
-    def _check_listed(self, expected: Collection[str], names: Collection[str]) -> None:
+    def _check_no_tensor_missing(self, expected: Collection[str], names: Collection[str]) -> None:
         """Check that the shards hold every tensor of the index.
 
         Raises:
@@ -121,11 +121,11 @@ class ShardedFiles:
         if absent:
             index = self._paths[0].parent / self.index_file
             raise CorruptCheckpoint(
-                f"{index}: lists {len(absent)} tensor(s) no shard holds: {list_names(absent)}"
+                f"{index}: lists {len(absent)} tensor(s) no shard holds: {format_names(absent)}"
             )
 
 
-def list_names(names: Collection[str]) -> str:
+def format_names(names: Collection[str]) -> str:
     """Return up to a dozen names for an error message, and the number of the others."""
     # Names in a file may contain any characters; an error stays one line.
     first = sorted(names)[:MAX_LISTED_NAMES]

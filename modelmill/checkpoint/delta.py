@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from modelmill.checkpoint.container import Container, TensorInfo, list_names
+from modelmill.checkpoint.container import Container, TensorInfo, format_names
 from modelmill.core.errors import TensorMismatch
 
 VOCABULARY_TENSORS = ("embed_tokens", "lm_head", "wte")
@@ -36,14 +36,14 @@ class DeltaContainer:
             raise TensorMismatch(
                 f"base and delta do not belong together: {len(alone)} tensor(s) are in one of "
                 "them only: "
-                f"{list_names(alone)}"
+                f"{format_names(alone)}"
             )
         self._delta_names = second
         self._names = [name for name in delta.names() if name in first]
         self._names += [name for name in base.names() if name not in second]
         for name in self._names:
             if name in second:
-                self._check_shapes(base.tensor_info(name), delta.tensor_info(name))
+                self._check_delta_shape(base.tensor_info(name), delta.tensor_info(name))
 
     def names(self) -> list[str]:
         """Return the names of all tensors."""
@@ -80,7 +80,7 @@ class DeltaContainer:
         """Return the files that the tensors are read from."""
         return [*self._base.files(), *self._delta.files()]
 
-    def _check_shapes(self, one: TensorInfo, other: TensorInfo) -> None:
+    def _check_delta_shape(self, one: TensorInfo, other: TensorInfo) -> None:
         if one.shape == other.shape:
             return
         grows = (

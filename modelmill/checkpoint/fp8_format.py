@@ -58,36 +58,39 @@ def read_settings(settings: Any, path: Path) -> Fp8Settings | None:
                 f"{path} holds 8-bit floats of format {quote(settings['fmt'], 60)}, e4m3 can be "
                 f"read; {ADVICE}"
             )
-        return Fp8Settings(path, _block(settings.get("weight_block_size"), path))
+        return Fp8Settings(path, _parse_block_size(settings.get("weight_block_size"), path))
     groups = settings.get("config_groups")
     if method != "compressed-tensors" or not isinstance(groups, Mapping):
         return None
-    formats = {str(_entry(each, "format") or settings.get("format")) for each in groups.values()}
+    formats = {
+        str(_get_mapping_entry(each, "format") or settings.get("format"))
+        for each in groups.values()
+    }
     if formats != {COMPRESSED_FORMAT}:
         return None
-    blocks = {_compressed_block(each, path) for each in groups.values()}
+    blocks = {_compressed_tensors_block_size(each, path) for each in groups.values()}
     if len(blocks) > 1:
         raise CheckpointError(f"{path} has 8-bit floats in blocks of several sizes; {ADVICE}")
     return Fp8Settings(path, next(iter(blocks), None))
 
 
-def _entry(group: Any, key: str) -> Any:
+def _get_mapping_entry(group: Any, key: str) -> Any:
     return group.get(key) if isinstance(group, Mapping) else None
 
 
-def _compressed_block(group: Any, path: Path) -> Block | None:
-    weights = _entry(group, "weights")
-    bits, number = _entry(weights, "num_bits"), _entry(weights, "type")
+def _compressed_tensors_block_size(group: Any, path: Path) -> Block | None:
+    weights = _get_mapping_entry(group, "weights")
+    bits, number = _get_mapping_entry(weights, "num_bits"), _get_mapping_entry(weights, "type")
     if (bits, number) != (8, "float"):
         raise CheckpointError(
             f"{path} is a compressed-tensors checkpoint of {quote(bits, 60)}-bit "
             f"{quote(number, 60)} weights in the format {COMPRESSED_FORMAT}, where floats of 8 "
             f"bits can be read; {ADVICE}"
         )
-    return _block(_entry(weights, "block_structure"), path)
+    return _parse_block_size(_get_mapping_entry(weights, "block_structure"), path)
 
 
-def _block(value: Any, path: Path) -> Block | None:
+def _parse_block_size(value: Any, path: Path) -> Block | None:
     if value is None:
         return None
     sizes = value if isinstance(value, list | tuple) else ()
@@ -115,13 +118,13 @@ class Fp8Container(ConvertedContainer):
         self._scale_names: dict[str, str] = {}
         for name in sorted(here):
             if name.endswith(".weight") and raw.tensor_info(name).dtype == STORED_DTYPE:
-                self._scale_names[name] = self._find_scale(name, here)
+                self._scale_names[name] = self._find_scale_name(name, here)
         stems = {name.removesuffix(".weight") for name in self._scale_names}
         parts = {f"{stem}.{suffix}" for stem in stems for suffix in ACTIVATION_SUFFIXES}
         hidden = parts.union(self._scale_names.values())
         self._names = [name for name in raw.names() if name not in hidden]
 
-    def _find_scale(self, name: str, here: set[str]) -> str:
+    def _find_scale_name(self, name: str, here: set[str]) -> str:
         stem = name.removesuffix(".weight")
         scales = [each for suffix in SCALE_SUFFIXES if (each := f"{stem}.{suffix}") in here]
         if len(scales) != 1:
@@ -131,7 +134,7 @@ class Fp8Container(ConvertedContainer):
                 "download the checkpoint again"
             )
         weight, scale = self._raw.tensor_info(name), self._raw.tensor_info(scales[0])
-        if len(weight.shape) != 2 or not self._fits(weight, scale):
+        if len(weight.shape) != 2 or not self._scale_fits_weight(weight, scale):
             blocks = f" in blocks of {self._settings.block}" if self._settings.block else ""
             raise CorruptCheckpoint(
                 f"{self._settings.path}: {scales[0]}, {scale.dtype} {list(scale.shape)}, does not "
@@ -139,7 +142,7 @@ class Fp8Container(ConvertedContainer):
             )
         return scales[0]
 
-    def _fits(self, weight: TensorInfo, scale: TensorInfo) -> bool:
+    def _scale_fits_weight(self, weight: TensorInfo, scale: TensorInfo) -> bool:
         rows, columns = weight.shape
         shapes: list[tuple[int, ...]] = [(), (1,), (1, 1), (rows,), (rows, 1)]
         if self._settings.block is not None:
@@ -148,7 +151,7 @@ class Fp8Container(ConvertedContainer):
         return scale.decoded_dtype.is_floating_point and tuple(scale.shape) in shapes
 
     @property
-    def has_matrices(self) -> bool:
+    def has_quantized_matrices(self) -> bool:
         """Whether any matrix is in 8-bit floats."""
         return bool(self._scale_names)
 

@@ -40,7 +40,7 @@ class GgmlType:
         return str(self.dtype).removeprefix("torch.") if self.dtype is not None else self.name
 
     @property
-    def readable(self) -> bool:
+    def is_supported(self) -> bool:
         """Return whether this type can be dequantized."""
         return self.dtype is not None or self.dequantize is not None
 
@@ -70,33 +70,33 @@ def _read_float16(blocks: torch.Tensor, start: int) -> torch.Tensor:
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
-def _as_int8(data: torch.Tensor) -> torch.Tensor:
+def _int8_bytes_to_float(data: torch.Tensor) -> torch.Tensor:
     return data.contiguous().view(torch.int8).float()
 
 
-def _q4_0(b: torch.Tensor) -> torch.Tensor:
+def _dequantize_q4_0(b: torch.Tensor) -> torch.Tensor:
     return _read_float16(b, 0) * (_unpack_bits(b[:, 2:], 16, 4).float() - 8)
 
 
-def _q4_1(b: torch.Tensor) -> torch.Tensor:
+def _dequantize_q4_1(b: torch.Tensor) -> torch.Tensor:
     return _read_float16(b, 0) * _unpack_bits(b[:, 4:], 16, 4).float() + _read_float16(b, 2)
 
 
-def _five_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+def _unpack_5bit_values(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """Return 32 values of 5 bits: four bytes of fifth bits in order, 16 bytes of low halves."""
     return (_unpack_bits(low, 16, 4) | (_unpack_bits(high, 1, 1) << 4)).float()
 
 
-def _q5_0(b: torch.Tensor) -> torch.Tensor:
-    return _read_float16(b, 0) * (_five_bits(b[:, 2:6], b[:, 6:]) - 16)
+def _dequantize_q5_0(b: torch.Tensor) -> torch.Tensor:
+    return _read_float16(b, 0) * (_unpack_5bit_values(b[:, 2:6], b[:, 6:]) - 16)
 
 
-def _q5_1(b: torch.Tensor) -> torch.Tensor:
-    return _read_float16(b, 0) * _five_bits(b[:, 4:8], b[:, 8:]) + _read_float16(b, 2)
+def _dequantize_q5_1(b: torch.Tensor) -> torch.Tensor:
+    return _read_float16(b, 0) * _unpack_5bit_values(b[:, 4:8], b[:, 8:]) + _read_float16(b, 2)
 
 
-def _q8_0(b: torch.Tensor) -> torch.Tensor:
-    return _read_float16(b, 0) * _as_int8(b[:, 2:])
+def _dequantize_q8_0(b: torch.Tensor) -> torch.Tensor:
+    return _read_float16(b, 0) * _int8_bytes_to_float(b[:, 2:])
 
 
 def _split_groups(values: torch.Tensor, count: int) -> torch.Tensor:
@@ -104,14 +104,14 @@ def _split_groups(values: torch.Tensor, count: int) -> torch.Tensor:
     return values.reshape(values.shape[0], count, -1)
 
 
-def _q2_k(b: torch.Tensor) -> torch.Tensor:
+def _dequantize_q2_k(b: torch.Tensor) -> torch.Tensor:
     scales, quants = b[:, :16], _split_groups(_unpack_bits(b[:, 16:80], 32, 2).float(), 16)
     scale = _read_float16(b, 80) * (scales & 15).float()
     low = _read_float16(b, 82) * (scales >> 4).float()
     return (scale[..., None] * quants - low[..., None]).flatten(1)
 
 
-def _q3_k(b: torch.Tensor) -> torch.Tensor:
+def _dequantize_q3_k(b: torch.Tensor) -> torch.Tensor:
     high, low = _unpack_bits(b[:, :32], 32, 1).float(), _unpack_bits(b[:, 32:96], 32, 2).float()
     quants = _split_groups(low - 4 * (1 - high), 16)
     # 16 scales of 6 bits: low halves in 8 bytes, the two high bits of all in the last 4.
@@ -120,7 +120,7 @@ def _q3_k(b: torch.Tensor) -> torch.Tensor:
     return (scale[..., None] * quants).flatten(1)
 
 
-def _k_scales_and_minima(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _k_quant_scales_and_mins(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scales and minima [n, 8, 1] of Q4_K and Q5_K: 6 bits each in 12 bytes."""
     first, second, mixed = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scales = torch.cat((first & 63, (mixed & 15) | ((first >> 2) & 48)), dim=1)
@@ -130,49 +130,49 @@ def _k_scales_and_minima(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ]
 
 
-def _q4_k(b: torch.Tensor) -> torch.Tensor:
-    scale, low = _k_scales_and_minima(b)
+def _dequantize_q4_k(b: torch.Tensor) -> torch.Tensor:
+    scale, low = _k_quant_scales_and_mins(b)
     return (scale * _split_groups(_unpack_bits(b[:, 16:], 32, 4).float(), 8) - low).flatten(1)
 
 
-def _q5_k(b: torch.Tensor) -> torch.Tensor:
-    scale, low = _k_scales_and_minima(b)
+def _dequantize_q5_k(b: torch.Tensor) -> torch.Tensor:
+    scale, low = _k_quant_scales_and_mins(b)
     quants = _unpack_bits(b[:, 48:], 32, 4) | (_unpack_bits(b[:, 16:48], 32, 1) << 4)
     return (scale * _split_groups(quants.float(), 8) - low).flatten(1)
 
 
-def _q6_k(b: torch.Tensor) -> torch.Tensor:
+def _dequantize_q6_k(b: torch.Tensor) -> torch.Tensor:
     quants = _unpack_bits(b[:, :128], 64, 4) | (_unpack_bits(b[:, 128:192], 32, 2) << 4)
-    scale = _read_float16(b, 208) * _as_int8(b[:, 192:208])
+    scale = _read_float16(b, 208) * _int8_bytes_to_float(b[:, 192:208])
     return (scale[..., None] * _split_groups(quants.float() - 32, 16)).flatten(1)
 
 
-def _mxfp4(b: torch.Tensor) -> torch.Tensor:
+def _dequantize_mxfp4(b: torch.Tensor) -> torch.Tensor:
     codes = _unpack_bits(b[:, 1:], 16, 4)
     positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     values = torch.cat((positive, -positive))[codes.long()]
     return torch.ldexp(values, b[:, :1].int() - 127)
 
 
-def _q8_k(b: torch.Tensor) -> torch.Tensor:
-    return b[:, :4].contiguous().view(torch.float32) * _as_int8(b[:, 4:260])
+def _dequantize_q8_k(b: torch.Tensor) -> torch.Tensor:
+    return b[:, :4].contiguous().view(torch.float32) * _int8_bytes_to_float(b[:, 4:260])
 
 
 GGML_TYPES: dict[int, GgmlType] = {
     0: GgmlType("F32", 1, 4, torch.float32),
     1: GgmlType("F16", 1, 2, torch.float16),
-    2: GgmlType("Q4_0", 32, 18, dequantize=_q4_0),
-    3: GgmlType("Q4_1", 32, 20, dequantize=_q4_1),
-    6: GgmlType("Q5_0", 32, 22, dequantize=_q5_0),
-    7: GgmlType("Q5_1", 32, 24, dequantize=_q5_1),
-    8: GgmlType("Q8_0", 32, 34, dequantize=_q8_0),
+    2: GgmlType("Q4_0", 32, 18, dequantize=_dequantize_q4_0),
+    3: GgmlType("Q4_1", 32, 20, dequantize=_dequantize_q4_1),
+    6: GgmlType("Q5_0", 32, 22, dequantize=_dequantize_q5_0),
+    7: GgmlType("Q5_1", 32, 24, dequantize=_dequantize_q5_1),
+    8: GgmlType("Q8_0", 32, 34, dequantize=_dequantize_q8_0),
     9: GgmlType("Q8_1", 32, 36),
-    10: GgmlType("Q2_K", 256, 84, dequantize=_q2_k),
-    11: GgmlType("Q3_K", 256, 110, dequantize=_q3_k),
-    12: GgmlType("Q4_K", 256, 144, dequantize=_q4_k),
-    13: GgmlType("Q5_K", 256, 176, dequantize=_q5_k),
-    14: GgmlType("Q6_K", 256, 210, dequantize=_q6_k),
-    15: GgmlType("Q8_K", 256, 292, dequantize=_q8_k),
+    10: GgmlType("Q2_K", 256, 84, dequantize=_dequantize_q2_k),
+    11: GgmlType("Q3_K", 256, 110, dequantize=_dequantize_q3_k),
+    12: GgmlType("Q4_K", 256, 144, dequantize=_dequantize_q4_k),
+    13: GgmlType("Q5_K", 256, 176, dequantize=_dequantize_q5_k),
+    14: GgmlType("Q6_K", 256, 210, dequantize=_dequantize_q6_k),
+    15: GgmlType("Q8_K", 256, 292, dequantize=_dequantize_q8_k),
     16: GgmlType("IQ2_XXS", 256, 66),
     17: GgmlType("IQ2_XS", 256, 74),
     18: GgmlType("IQ3_XXS", 256, 98),
@@ -190,7 +190,7 @@ GGML_TYPES: dict[int, GgmlType] = {
     30: GgmlType("BF16", 1, 2, torch.bfloat16),
     34: GgmlType("TQ1_0", 256, 54),
     35: GgmlType("TQ2_0", 256, 66),
-    39: GgmlType("MXFP4", 32, 17, dequantize=_mxfp4),
+    39: GgmlType("MXFP4", 32, 17, dequantize=_dequantize_mxfp4),
     40: GgmlType("NVFP4", 64, 36),
     41: GgmlType("Q1_0", 128, 18),
 }

@@ -81,7 +81,7 @@ class GgufFile:
         with path.open("rb") as stream:
             header = _GgufHeader(path, stream)
             self.metadata: dict[str, Any] = header.metadata
-            self._tensors = header.place_tensors()
+            self._tensors = header.read_tensor_entries()
 
     def names(self) -> list[str]:
         """Return the names of all tensors."""
@@ -95,7 +95,7 @@ class GgufFile:
     def get(self, name: str) -> torch.Tensor:
         """Return the tensor in GGUF's own row order; block formats as float32."""
         placed = self._find_tensor(name)
-        if not placed.ggml_type.readable:
+        if not placed.ggml_type.is_supported:
             raise CheckpointError(
                 f"{self.path}: {quote(name)} is stored as {placed.ggml_type.name}, which "
                 "modelmill cannot expand; "
@@ -105,11 +105,11 @@ class GgufFile:
             stream.seek(placed.offset)
             if placed.ggml_type.dtype is not None:
                 plain = torch.empty(placed.shape, dtype=placed.ggml_type.dtype)
-                self._read_into(stream, plain.view(-1).view(torch.uint8))
+                self._fill_from_stream(stream, plain.view(-1).view(torch.uint8))
                 return plain
-            return self._dequantize(stream, placed)
+            return self._read_dequantized(stream, placed)
 
-    def raw_blocks(self, name: str) -> torch.Tensor:
+    def read_raw_blocks(self, name: str) -> torch.Tensor:
         """Return the blocks of a matrix as stored: uint8 [rows, blocks, bytes of a block]."""
         placed = self._find_tensor(name)
         assert placed.ggml_type.dtype is None, f"{name} is not stored in blocks"
@@ -121,14 +121,14 @@ class GgufFile:
         )
         with self.path.open("rb") as stream:
             stream.seek(placed.offset)
-            self._read_into(stream, stored.view(-1))
+            self._fill_from_stream(stream, stored.view(-1))
         return stored
 
     def files(self) -> list[Path]:
         """Return the files that the tensors are read from."""
         return [self.path]
 
-    def same_stored_bytes(self, one: str, other: str) -> bool:
+    def has_equal_stored_bytes(self, one: str, other: str) -> bool:
         """Return whether two tensors have equal stored bytes; stops at the first difference."""
         a, b = self._find_tensor(one), self._find_tensor(other)
         if (a.shape, a.ggml_type) != (b.shape, b.ggml_type):
@@ -155,7 +155,7 @@ class GgufFile:
             whole, shape=whole.shape[1:], offset=whole.offset + int(number) * size, nbytes=size
         )
 
-    def _dequantize(self, stream: BinaryIO, placed: GgufTensor) -> torch.Tensor:
+    def _read_dequantized(self, stream: BinaryIO, placed: GgufTensor) -> torch.Tensor:
         result = torch.empty(placed.shape, dtype=torch.float32)
         flat, ggml_type = result.view(-1), placed.ggml_type
         step = CHUNK_VALUES // ggml_type.block_values * ggml_type.block_values
@@ -164,11 +164,11 @@ class GgufFile:
             stored = torch.empty(
                 part.numel() // ggml_type.block_values * ggml_type.block_bytes, dtype=torch.uint8
             )
-            self._read_into(stream, stored)
+            self._fill_from_stream(stream, stored)
             dequantize_ggml_blocks(ggml_type, stored, part)
         return result
 
-    def _read_into(self, stream: BinaryIO, data: torch.Tensor) -> None:
+    def _fill_from_stream(self, stream: BinaryIO, data: torch.Tensor) -> None:
         view = data.numpy().data
         while len(view):
             count = stream.readinto(view)  # type: ignore[attr-defined]
@@ -199,8 +199,8 @@ class _GgufHeader:
             )
         self.tensor_count = self._read_number("<Q")
         pair_count = self._read_number("<Q")
-        self._check_count(pair_count, MIN_KEY_BYTES, "metadata entries")
-        self._check_count(self.tensor_count, MIN_TENSOR_BYTES, "tensors")
+        self._check_count_fits_file(pair_count, MIN_KEY_BYTES, "metadata entries")
+        self._check_count_fits_file(self.tensor_count, MIN_TENSOR_BYTES, "tensors")
         self.metadata: dict[str, Any] = {}
         for _ in range(pair_count):
             key = self._read_name("metadata key")
@@ -208,7 +208,7 @@ class _GgufHeader:
                 raise self._corrupt_error(f"has the metadata key {quote(key)} twice")
             self.metadata[key] = self._read_value(self._read_number("<I"), key, 0)
 
-    def place_tensors(self) -> dict[str, GgufTensor]:
+    def read_tensor_entries(self) -> dict[str, GgufTensor]:
         """Return the tensor entries with absolute offsets, inside the file and disjoint."""
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         power_of_two = (
@@ -298,12 +298,16 @@ class _GgufHeader:
         if depth >= MAX_NESTING:
             raise self._corrupt_error(f"nests the arrays of {quote(key)} too deeply")
         if ggml_type in SCALARS:
-            self._check_count(count, SCALARS[ggml_type].itemsize, f"values of {quote(key)}")
+            self._check_count_fits_file(
+                count, SCALARS[ggml_type].itemsize, f"values of {quote(key)}"
+            )
             data = self._read_bytes(count * SCALARS[ggml_type].itemsize)
             if ggml_type == BOOL:
                 return np.frombuffer(data, np.uint8) != 0
             return np.frombuffer(data, SCALARS[ggml_type])
-        self._check_count(count, 8 if ggml_type == STRING else 12, f"values of {quote(key)}")
+        self._check_count_fits_file(
+            count, 8 if ggml_type == STRING else 12, f"values of {quote(key)}"
+        )
         return [self._read_value(ggml_type, key, depth + 1) for _ in range(count)]
 
     def _read_name(self, description: str) -> str:
@@ -317,10 +321,10 @@ class _GgufHeader:
 
     def _read_text(self, key: str) -> str:
         length = self._read_number("<Q")
-        self._check_count(length, 1, f"bytes in {quote(key)}")
+        self._check_count_fits_file(length, 1, f"bytes in {quote(key)}")
         return self._read_bytes(length).decode("utf-8", errors="surrogateescape")
 
-    def _check_count(self, count: int, min_bytes: int, description: str) -> None:
+    def _check_count_fits_file(self, count: int, min_bytes: int, description: str) -> None:
         if count * min_bytes > self.size - self.position:
             raise self._corrupt_error(
                 f"claims {count} {description}, more than its remaining "

@@ -35,7 +35,7 @@ MPT_NAMES = {
 BAICHUAN_13B_LAYERS = 40
 
 
-def _sizes(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_alibi_sizes(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read the sizes; there is one KV head for each head, and the MLP is four times as wide."""
     width, heads = keys.get_count("embedding_length"), keys.get_count("attention.head_count")
     kv_heads = keys.get_count("attention.head_count_kv", heads)
@@ -54,15 +54,15 @@ def _sizes(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _bloom(keys: ArchitectureKeys) -> dict[str, Any]:
-    return {**_sizes(keys), "seq_length": keys.get_count("context_length")}
+def _read_bloom_config(keys: ArchitectureKeys) -> dict[str, Any]:
+    return {**_read_alibi_sizes(keys), "seq_length": keys.get_count("context_length")}
 
 
-def _mpt(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_mpt_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read MPT; learned positions and norms of q and k are tensors that are refused as unused."""
     clip = "attention.clamp_kqv"
     return {
-        **_sizes(keys),
+        **_read_alibi_sizes(keys),
         "max_seq_len": keys.get_count("context_length"),
         "attn_config": {
             "clip_qkv": keys.get_positive_float(clip) if clip in keys else None,
@@ -72,7 +72,7 @@ def _mpt(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _baichuan(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_baichuan_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Baichuan: q, k and v apart, the head as it is multiplied; 7B is a LLaMA there."""
     keys.view.get(f"{keys.arch}.tensor_data_layout")  # how q and k are ordered, which is known
     config = {**read_rms_config(keys), "attention_bias": False, "mlp_bias": False}
@@ -87,12 +87,14 @@ def _baichuan(keys: ArchitectureKeys) -> dict[str, Any]:
 
 
 ALIBI_ARCHITECTURES = {
-    "bloom": GgufArchitecture(BLOOM_NAMES, "transformer.h", grouped_qkv=True, read_config=_bloom),
-    "mpt": GgufArchitecture(MPT_NAMES, "transformer.blocks", read_config=_mpt),
+    "bloom": GgufArchitecture(
+        BLOOM_NAMES, "transformer.h", grouped_qkv=True, read_config=_read_bloom_config
+    ),
+    "mpt": GgufArchitecture(MPT_NAMES, "transformer.blocks", read_config=_read_mpt_config),
     "baichuan": GgufArchitecture(
         LLAMA_NAMES,
         has_permuted_qk=True,
-        read_config=_baichuan,
+        read_config=_read_baichuan_config,
         chosen_types=("llama", "baichuan"),
     ),
 }

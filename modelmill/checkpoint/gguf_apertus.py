@@ -20,7 +20,7 @@ SLOPES = {
 }
 
 
-def _apertus(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_apertus_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Apertus; a rotation without scaling is named, since the family's default has one."""
     config = read_rms_config(keys)
     if config["rope_scaling"] is None:
@@ -34,5 +34,5 @@ def _apertus(keys: ArchitectureKeys) -> dict[str, Any]:
 
 
 APERTUS_ARCHITECTURES = {
-    "apertus": GgufArchitecture(NAMES, read_config=_apertus, numbers_by_layer=SLOPES)
+    "apertus": GgufArchitecture(NAMES, read_config=_read_apertus_config, numbers_by_layer=SLOPES)
 }

@@ -11,8 +11,8 @@ import numpy as np
 
 from modelmill.checkpoint import gguf_rope_scaling
 from modelmill.checkpoint.gguf import GgufFile
-from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, UnknownArchitecture
+from modelmill.core.read_tracking_config import ReadTrackingConfig
 
 MAX_COUNT = 1 << 24
 """Above every real vocabulary, width, depth and context; prevents overflows later."""
@@ -77,10 +77,15 @@ def read_config(
             "torch."
         ),
     }
-    config.update((reader or {"gpt2": _gpt2, "qwen": _qwen}.get(arch, _llama))(keys))
+    config.update(
+        (
+            reader
+            or {"gpt2": _read_gpt2_config, "qwen": _read_qwen_config}.get(arch, _read_llama_config)
+        )(keys)
+    )
     if experts and arch not in OWN_EXPERT_KEYS:
-        config.update(_experts(keys, experts, config["model_type"]))
-    ids = _special_ids(raw, vocabulary)
+        config.update(_read_moe_config(keys, experts, config["model_type"]))
+    ids = _read_special_token_ids(raw, vocabulary)
     config.update({name: value for name, value in ids.items() if not isinstance(value, list)})
     if isinstance(ids.get("eos_token_id"), list):
         config["eos_token_id"] = ids["eos_token_id"][0]
@@ -89,7 +94,7 @@ def read_config(
         for key, value in keys.view.unread().items()
         if key.startswith(f"{arch}.")
     }
-    _check_windowed_base(keys, unread)
+    _check_sliding_window_rope_base(keys, unread)
     # full attention, as in llama.cpp: a window as long as the context is equal to it
     window, context = f"{arch}.attention.sliding_window", keys.get_count("context_length")
     if isinstance(unread.get(window), int) and not 0 < unread[window] < context:
@@ -97,7 +102,7 @@ def read_config(
     return config, {**ids, **_sampling_defaults(raw)}, unread
 
 
-def _check_windowed_base(keys: ArchitectureKeys, unread: dict[str, Any]) -> None:
+def _check_sliding_window_rope_base(keys: ArchitectureKeys, unread: dict[str, Any]) -> None:
     """Check, and take from the unread keys, the base of layers with a window: that of all layers.
 
     Raises:
@@ -136,7 +141,7 @@ class ArchitectureKeys:
 
     def __init__(self, raw: GgufFile, arch: str) -> None:
         self.raw, self.arch = raw, arch
-        self.view = ConfigView(raw.metadata)
+        self.view = ReadTrackingConfig(raw.metadata)
 
     def __contains__(self, key: str) -> bool:
         """Return whether the file has a key, without reading it."""
@@ -261,13 +266,13 @@ def head_dim(keys: ArchitectureKeys, *, partial: bool = False) -> int:
     return key_dim
 
 
-def _llama(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_llama_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read the keys of LLaMA, Mistral (which GGUF calls llama), Qwen2 and Qwen3."""
     classes = {
         "llama": "LlamaForCausalLM",
         "qwen2": "Qwen2ForCausalLM",
         "qwen3": "Qwen3ForCausalLM",
-        **dict.fromkeys(MOE_MODEL_TYPES, ""),  # see _experts
+        **dict.fromkeys(MOE_MODEL_TYPES, ""),  # see _read_moe_config
     }
     heads = keys.get_count("attention.head_count")
     theta = keys.get_positive_float("rope.freq_base", 10000.0)
@@ -289,7 +294,7 @@ def _llama(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _experts(keys: ArchitectureKeys, count: int, model_type: str) -> dict[str, Any]:
+def _read_moe_config(keys: ArchitectureKeys, count: int, model_type: str) -> dict[str, Any]:
     """Read the keys of a mixture of experts.
 
     Whether weights are renormalised is not in the file: it belongs to the architecture.
@@ -321,7 +326,7 @@ def _experts(keys: ArchitectureKeys, count: int, model_type: str) -> dict[str, A
 def rope_scaling(keys: ArchitectureKeys, theta: float) -> dict[str, Any] | None:
     """Return config.json's rope_scaling; None without scaling."""
     raw = keys.raw
-    with name_file(raw):
+    with prefix_errors_with_path(raw):
         if not keys.has_tensor("rope_freqs.weight"):
             return gguf_rope_scaling.from_metadata(keys.view, keys.arch)
         info = raw.tensor_info("rope_freqs.weight")
@@ -330,17 +335,20 @@ def rope_scaling(keys: ArchitectureKeys, theta: float) -> dict[str, Any] | None:
                 f"rope_freqs.weight has {list(info.shape)}, not one a frequency"
             )
         factors = raw.get("rope_freqs.weight").float().tolist()
-        return gguf_rope_scaling.from_tensor(keys.view, keys.arch, factors, theta)
+        return gguf_rope_scaling.from_rope_freqs(keys.view, keys.arch, factors, theta)
 
 
-def multiplied_rope_scaling(keys: ArchitectureKeys, share: float = 1.0) -> dict[str, Any] | None:
-    """Return rope_scaling where YaRN's temperature is multiplied; share: see from_multiplied."""
-    with name_file(keys.raw):
-        return gguf_rope_scaling.from_multiplied(keys.view, keys.arch, share)
+def yarn_mscale_rope_scaling(keys: ArchitectureKeys, share: float = 1.0) -> dict[str, Any] | None:
+    """Return rope_scaling where YaRN's temperature is multiplied.
+
+    share: see from_yarn_log_multiplier.
+    """
+    with prefix_errors_with_path(keys.raw):
+        return gguf_rope_scaling.from_yarn_log_multiplier(keys.view, keys.arch, share)
 
 
 @contextmanager
-def name_file(raw: GgufFile) -> Iterator[None]:
+def prefix_errors_with_path(raw: GgufFile) -> Iterator[None]:
     """Put the file's path in front of the errors within."""
     try:
         yield
@@ -348,7 +356,7 @@ def name_file(raw: GgufFile) -> Iterator[None]:
         raise type(error)(f"{raw.path}: {error}") from None
 
 
-def _qwen(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_qwen_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read the keys of Qwen v1.
 
     A GGUF contains neither dynamic NTK, logn nor the trained length: both are off, as in llama.cpp,
@@ -385,7 +393,7 @@ def _qwen(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _gpt2(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_gpt2_config(keys: ArchitectureKeys) -> dict[str, Any]:
     width, context = keys.get_count("embedding_length"), keys.get_count("context_length")
     return {
         "architectures": ["GPT2LMHeadModel"],
@@ -400,7 +408,7 @@ def _gpt2(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _special_ids(raw: GgufFile, vocabulary: int) -> dict[str, Any]:
+def _read_special_token_ids(raw: GgufFile, vocabulary: int) -> dict[str, Any]:
     """Return bos, eos (with end-of-turn, if there is one) and pad ids, all in the vocabulary."""
     tokens = raw.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list) and len(tokens) > vocabulary:

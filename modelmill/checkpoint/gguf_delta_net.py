@@ -19,7 +19,7 @@ from modelmill.checkpoint.gguf_families import (
     EXPERT_NAMES,
     LLAMA_NAMES,
     GgufArchitecture,
-    TensorPart,
+    ReorderedTensorSlice,
     read_rms_config,
 )
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
@@ -57,7 +57,7 @@ QWEN3_NEXT_NAMES = {
 }
 
 
-def _layer_types(keys: ArchitectureKeys, layers: int) -> list[str]:
+def _read_layer_types(keys: ArchitectureKeys, layers: int) -> list[str]:
     """Read which layers are recurrences: from a list, or all but every n-th."""
     every = keys.get_count("full_attention_interval", DEFAULT_INTERVAL)
     key = "attention.recurrent_layers"
@@ -76,7 +76,9 @@ def _layer_types(keys: ArchitectureKeys, layers: int) -> list[str]:
     return ["linear_attention" if each else "full_attention" for each in recurrent]
 
 
-def _delta_net(keys: ArchitectureKeys, inner: str = "feed_forward_length") -> dict[str, Any]:
+def _read_delta_net_config(
+    keys: ArchitectureKeys, inner: str = "feed_forward_length"
+) -> dict[str, Any]:
     """Read the sizes of both; inner: the key with the channels of an MLP, or of an expert."""
     predicted = keys.get_count("nextn_predict_layers", 0)
     layers = keys.get_count("block_count") - predicted
@@ -93,7 +95,7 @@ def _delta_net(keys: ArchitectureKeys, inner: str = "feed_forward_length") -> di
             f"{keys.raw.path}: the {key_heads} heads of ssm.group_count do not divide the {heads} "
             "of ssm.time_step_rank"
         )
-    types = _layer_types(keys, layers)
+    types = _read_layer_types(keys, layers)
     full = types.index("full_attention") if "full_attention" in types else 0
     keys.view.get(f"{keys.arch}.rope.dimension_sections")  # of images; those of text are alike
     return {
@@ -110,9 +112,9 @@ def _delta_net(keys: ArchitectureKeys, inner: str = "feed_forward_length") -> di
     }
 
 
-def _delta_net_moe(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_delta_net_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read the experts besides; their weights sum to 1, as llama.cpp has it fixed."""
-    config = _delta_net(keys, "expert_feed_forward_length")
+    config = _read_delta_net_config(keys, "expert_feed_forward_length")
     keys.view.get(f"{keys.arch}.feed_forward_length")  # of an MLP that no layer has
     if not keys.get_flag("expert_weights_norm", True):
         raise UnknownArchitecture(
@@ -129,32 +131,36 @@ def _delta_net_moe(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _rows_by_part(groups: int, *sizes: int) -> list[list[int]]:
+def _deinterleaved_row_indices(groups: int, *sizes: int) -> list[list[int]]:
     """Return of rows by group, each with some of every part, the places of each part's rows."""
     places = torch.arange(groups * sum(sizes)).view(groups, -1).split(sizes, 1)
     return [part.flatten().tolist() for part in places]
 
 
-def _key_head_reordering(config: Mapping[str, Any]) -> dict[str, tuple[TensorPart, ...]]:
+def _key_head_reordering(config: Mapping[str, Any]) -> dict[str, tuple[ReorderedTensorSlice, ...]]:
     """Return the rows of Qwen3-Next's matrices that are by head of keys."""
     keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     group = heads // keys
     dim, values = config["linear_key_head_dim"], group * config["linear_value_head_dim"]
-    b, a = _rows_by_part(keys, group, group)
-    q, k, v, z = _rows_by_part(keys, dim, dim, values, values)
+    b, a = _deinterleaved_row_indices(keys, group, group)
+    q, k, v, z = _deinterleaved_row_indices(keys, dim, dim, values, values)
     return {
         "blk.ssm_ba": (
-            TensorPart(f"{STEM}.in_proj_b", 2 * heads, tuple(b)),
-            TensorPart(f"{STEM}.in_proj_a", 2 * heads, tuple(a)),
+            ReorderedTensorSlice(f"{STEM}.in_proj_b", 2 * heads, tuple(b)),
+            ReorderedTensorSlice(f"{STEM}.in_proj_a", 2 * heads, tuple(a)),
         ),
         "blk.ssm_in": (
-            TensorPart(f"{STEM}.in_proj_qkv", 2 * keys * (dim + values), tuple(q + k + v)),
-            TensorPart(f"{STEM}.in_proj_z", 2 * keys * (dim + values), tuple(z)),
+            ReorderedTensorSlice(
+                f"{STEM}.in_proj_qkv", 2 * keys * (dim + values), tuple(q + k + v)
+            ),
+            ReorderedTensorSlice(f"{STEM}.in_proj_z", 2 * keys * (dim + values), tuple(z)),
         ),
     }
 
 
-def _value_head_reordering(config: Mapping[str, Any]) -> dict[str, tuple[TensorPart, ...]]:
+def _value_head_reordering(
+    config: Mapping[str, Any],
+) -> dict[str, tuple[ReorderedTensorSlice, ...]]:
     """Return the rows and columns of Qwen3.5 that are by head of values."""
     keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     dim, first = config["linear_value_head_dim"], 2 * keys * config["linear_key_head_dim"]
@@ -163,8 +169,8 @@ def _value_head_reordering(config: Mapping[str, Any]) -> dict[str, tuple[TensorP
     behind_keys = tuple(range(first)) + tuple(first + row for row in rows)
     width = heads * dim
 
-    def part(gguf: str, units: int, order: tuple[int, ...], axis: int = 0) -> TensorPart:
-        return TensorPart(DELTA_NET_NAMES[gguf], units, order, axis)
+    def part(gguf: str, units: int, order: tuple[int, ...], axis: int = 0) -> ReorderedTensorSlice:
+        return ReorderedTensorSlice(DELTA_NET_NAMES[gguf], units, order, axis)
 
     parts = {
         gguf: part(gguf, heads, tuple(stored))
@@ -181,7 +187,7 @@ _QWEN35 = GgufArchitecture(
     DELTA_NET_NAMES,
     norms_plus_one=True,
     model_type="qwen3_5_text",
-    read_config=_delta_net,
+    read_config=_read_delta_net_config,
     parts=_value_head_reordering,
     draft_prefix="mtp.",
 )
@@ -189,7 +195,7 @@ _QWEN35_MOE = replace(
     _QWEN35,
     names=DELTA_NET_MOE_NAMES,
     model_type="qwen3_5_moe_text",
-    read_config=_delta_net_moe,
+    read_config=_read_delta_net_moe_config,
 )
 DELTA_NET_ARCHITECTURES = {
     "qwen3next": replace(

@@ -13,9 +13,9 @@ from modelmill.checkpoint.gguf_config import (
     WINDOW,
     ArchitectureKeys,
     head_dim,
-    multiplied_rope_scaling,
-    name_file,
+    prefix_errors_with_path,
     read_window_layer_types,
+    yarn_mscale_rope_scaling,
 )
 from modelmill.checkpoint.gguf_families import (
     GLM_NAMES,
@@ -23,7 +23,7 @@ from modelmill.checkpoint.gguf_families import (
     LLAMA_NAMES,
     POST_NORM_NAMES,
     GgufArchitecture,
-    attention_and_mlp_bias,
+    read_bias_flags,
     read_common_config,
     read_rms_config,
 )
@@ -42,38 +42,38 @@ LAYER_NORM_EPS = "attention.layer_norm_epsilon"
 TEMPERATURE = "attention.temperature_scale"
 
 
-def _arcee(keys: ArchitectureKeys) -> dict[str, Any]:
-    config = {**read_rms_config(keys), **attention_and_mlp_bias(keys)}
+def _read_arcee_config(keys: ArchitectureKeys) -> dict[str, Any]:
+    config = {**read_rms_config(keys), **read_bias_flags(keys)}
     return {**config, "head_dim": head_dim(keys)}
 
 
-def _nemotron(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_nemotron_config(keys: ArchitectureKeys) -> dict[str, Any]:
     return {
         **read_common_config(keys, partial=True),
-        **attention_and_mlp_bias(keys),
+        **read_bias_flags(keys),
         "norm_eps": keys.get_positive_float(LAYER_NORM_EPS),
     }
 
 
-def _jais2(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_jais2_config(keys: ArchitectureKeys) -> dict[str, Any]:
     return {
         **read_common_config(keys),
-        **attention_and_mlp_bias(keys),
+        **read_bias_flags(keys),
         "head_dim": head_dim(keys),
         "layer_norm_eps": keys.get_positive_float(LAYER_NORM_EPS),
     }
 
 
-def _seed_oss(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_seed_oss_config(keys: ArchitectureKeys) -> dict[str, Any]:
     return {
         **read_rms_config(keys),
-        **attention_and_mlp_bias(keys),
+        **read_bias_flags(keys),
         "attention_out_bias": keys.has_tensor("blk.0.attn_output.bias"),
         "head_dim": head_dim(keys),
     }
 
 
-def _command_r(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_command_r_config(keys: ArchitectureKeys) -> dict[str, Any]:
     return {
         **read_common_config(keys),
         "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
@@ -83,7 +83,7 @@ def _command_r(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _olmo(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_olmo_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read OLMo 1; a bound of 0 is none.
 
     Raises:
@@ -103,7 +103,7 @@ def _olmo(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _olmo2(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_olmo2_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read OLMo 2, or with windows OLMo 3, whose layers with a window are not scaled."""
     config = {**read_rms_config(keys), "attention_bias": keys.has_tensor("blk.0.attn_q.bias")}
     if WINDOW not in keys:
@@ -122,7 +122,7 @@ def _olmo2(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _phi3(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_phi3_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Phi-3, 3.5 and 4; a window of 0 is none.
 
     Raises:
@@ -130,7 +130,7 @@ def _phi3(keys: ArchitectureKeys) -> dict[str, Any]:
     """
     trained = "rope.scaling.original_context_length"
     has_factors = any(keys.has_tensor(name) for name in LONGROPE_TENSORS)
-    scaling = _longrope(keys) if has_factors else None
+    scaling = _read_longrope_scaling(keys) if has_factors else None
     config = read_rms_config(keys, partial=True, scaled=not has_factors)
     context = config["max_position_embeddings"]
     return {
@@ -141,7 +141,7 @@ def _phi3(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _longrope(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_longrope_scaling(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read LongRoPE's factors, and what cosines and sines are multiplied by."""
     raw, channels = keys.raw, head_dim(keys, partial=True)
     rotated = keys.get_count("rope.dimension_count", channels)
@@ -158,14 +158,14 @@ def _longrope(keys: ArchitectureKeys) -> dict[str, Any]:
                 f"{rotated // 2} frequencies"
             )
         lists.append(raw.get(name).float().tolist())
-    with name_file(raw):
+    with prefix_errors_with_path(raw):
         return from_longrope_factors(keys.view, keys.arch, lists[1], lists[0])
 
 
-def _mistral3(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_mistral3_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Ministral 3, or, without a temperature, the text half of a Mistral 3, a Mistral."""
     config = {**read_rms_config(keys, scaled=False), "head_dim": head_dim(keys)}
-    scaling = multiplied_rope_scaling(keys)
+    scaling = yarn_mscale_rope_scaling(keys)
     if TEMPERATURE not in keys:
         return {**config, "model_type": "mistral", "rope_scaling": scaling}
     if scaling is None or scaling["rope_type"] != "yarn":
@@ -179,7 +179,7 @@ def _mistral3(keys: ArchitectureKeys) -> dict[str, Any]:
     return {**config, "model_type": "ministral3", "rope_scaling": None, "rope_parameters": rope}
 
 
-def _starcoder(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_starcoder_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read StarCoder 1; the file does not name the activation, llama.cpp has it fixed.
 
     Raises:
@@ -204,21 +204,29 @@ def _starcoder(keys: ArchitectureKeys) -> dict[str, Any]:
 
 
 DENSE_ARCHITECTURES = {
-    "arcee": GgufArchitecture(PLAIN_MLP_NAMES, has_permuted_qk=True, read_config=_arcee),
-    "nemotron": GgufArchitecture(PLAIN_MLP_NAMES, norms_plus_one=True, read_config=_nemotron),
-    "jais2": GgufArchitecture(PLAIN_MLP_NAMES, read_config=_jais2),
-    "seed_oss": GgufArchitecture(SEED_OSS_NAMES, read_config=_seed_oss),
-    "command-r": GgufArchitecture(LLAMA_NAMES, model_type="cohere", read_config=_command_r),
-    "olmo": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=_olmo),
-    "olmo2": GgufArchitecture(POST_NORM_NAMES, read_config=_olmo2, chosen_types=("olmo2", "olmo3")),
-    "phi3": GgufArchitecture(PHI3_NAMES, read_config=_phi3),
+    "arcee": GgufArchitecture(
+        PLAIN_MLP_NAMES, has_permuted_qk=True, read_config=_read_arcee_config
+    ),
+    "nemotron": GgufArchitecture(
+        PLAIN_MLP_NAMES, norms_plus_one=True, read_config=_read_nemotron_config
+    ),
+    "jais2": GgufArchitecture(PLAIN_MLP_NAMES, read_config=_read_jais2_config),
+    "seed_oss": GgufArchitecture(SEED_OSS_NAMES, read_config=_read_seed_oss_config),
+    "command-r": GgufArchitecture(
+        LLAMA_NAMES, model_type="cohere", read_config=_read_command_r_config
+    ),
+    "olmo": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=_read_olmo_config),
+    "olmo2": GgufArchitecture(
+        POST_NORM_NAMES, read_config=_read_olmo2_config, chosen_types=("olmo2", "olmo3")
+    ),
+    "phi3": GgufArchitecture(PHI3_NAMES, read_config=_read_phi3_config),
     "mistral3": GgufArchitecture(
         LLAMA_NAMES,
         has_permuted_qk=True,
-        read_config=_mistral3,
+        read_config=_read_mistral3_config,
         chosen_types=("mistral", "ministral3"),
     ),
     "starcoder": GgufArchitecture(
-        GPT2_NAMES, "transformer.h", model_type="gpt_bigcode", read_config=_starcoder
+        GPT2_NAMES, "transformer.h", model_type="gpt_bigcode", read_config=_read_starcoder_config
     ),
 }

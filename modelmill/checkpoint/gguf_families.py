@@ -20,7 +20,7 @@ from modelmill.core.errors import UnknownArchitecture
 
 
 @dataclass(frozen=True)
-class TensorPart:
+class ReorderedTensorSlice:
     """A tensor of a folder that is some rows or columns of one in the file, in another order.
 
     Attributes:
@@ -35,11 +35,11 @@ class TensorPart:
     order: tuple[int, ...]
     axis: int = 0
 
-    def fits(self, shape: tuple[int, ...]) -> bool:
+    def fits_shape(self, shape: tuple[int, ...]) -> bool:
         """Return whether a tensor of that shape has so many equal parts."""
         return len(shape) > self.axis and shape[self.axis] % self.units == 0
 
-    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def sliced_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return its shape, from that in the file."""
         length = shape[self.axis] // self.units * len(self.order)
         return (*shape[: self.axis], length, *shape[self.axis + 1 :])
@@ -87,7 +87,9 @@ class GgufArchitecture:
     joins_latent: bool = False
     chosen_types: tuple[str, ...] = ()
     alike_types: tuple[str, ...] = ()
-    parts: Callable[[Mapping[str, Any]], Mapping[str, tuple[TensorPart, ...]]] | None = None
+    parts: Callable[[Mapping[str, Any]], Mapping[str, tuple[ReorderedTensorSlice, ...]]] | None = (
+        None
+    )
     draft_prefix: str = ""
     numbers_by_layer: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
@@ -271,7 +273,7 @@ def read_common_config(
     return config
 
 
-class ReadOptions(TypedDict, total=False):
+class CommonConfigOptions(TypedDict, total=False):
     """The arguments of ``read_common_config``."""
 
     partial: bool
@@ -279,13 +281,15 @@ class ReadOptions(TypedDict, total=False):
     scaled: bool
 
 
-def read_rms_config(keys: ArchitectureKeys, **options: Unpack[ReadOptions]) -> dict[str, Any]:
+def read_rms_config(
+    keys: ArchitectureKeys, **options: Unpack[CommonConfigOptions]
+) -> dict[str, Any]:
     """Read what all with RMSNorm have."""
     eps = keys.get_positive_float("attention.layer_norm_rms_epsilon")
     return {**read_common_config(keys, **options), "rms_norm_eps": eps}
 
 
-def attention_and_mlp_bias(keys: ArchitectureKeys) -> dict[str, Any]:
+def read_bias_flags(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read from the tensors whether the first layer's projections have biases."""
     return {
         "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
@@ -293,11 +297,11 @@ def attention_and_mlp_bias(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _granite(keys: ArchitectureKeys) -> dict[str, Any]:
-    return {**read_rms_config(keys), **attention_and_mlp_bias(keys), **granite_factors(keys)}
+def _read_granite_config(keys: ArchitectureKeys) -> dict[str, Any]:
+    return {**read_rms_config(keys), **read_bias_flags(keys), **read_granite_multipliers(keys)}
 
 
-def granite_factors(keys: ArchitectureKeys) -> dict[str, Any]:
+def read_granite_multipliers(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Granite's factors, each 1 without its key but for that of the scores."""
     return {
         "attention_multiplier": keys.get_positive_float("attention.scale", head_dim(keys) ** -0.5),
@@ -307,10 +311,10 @@ def granite_factors(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _granitemoe(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_granitemoe_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Granite with experts, in some beside an MLP that every token has."""
     config = {
-        **_granite(keys),
+        **_read_granite_config(keys),
         "num_local_experts": keys.get_count("expert_count"),
         "num_experts_per_tok": keys.get_count("expert_used_count"),
     }
@@ -324,7 +328,7 @@ def _granitemoe(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _minicpm(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_minicpm_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read MiniCPM's factors, which the file has as they are multiplied."""
     config = read_rms_config(keys)
     depth = keys.get_positive_float("residual_scale", config["num_hidden_layers"] ** -0.5)
@@ -338,25 +342,25 @@ def _minicpm(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _starcoder2(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_starcoder2_config(keys: ArchitectureKeys) -> dict[str, Any]:
     eps = keys.get_positive_float("attention.layer_norm_epsilon")
     bias = keys.has_tensor("blk.0.attn_q.bias")
     return {**read_common_config(keys), "norm_epsilon": eps, "use_bias": bias}
 
 
-def _bitnet(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_bitnet_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read BitNet; the older files, which do not name the activation, have SiLU."""
     act = keys.view.get(f"{keys.arch}.hidden_activation", "silu")
     bias = keys.has_tensor("blk.0.attn_q.bias")
     return {**read_rms_config(keys), "hidden_act": act, "attention_bias": bias}
 
 
-def _smollm3(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_smollm3_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read SmolLM3: every fourth layer is not rotated, as llama.cpp has it fixed."""
-    return {**read_rms_config(keys), **attention_and_mlp_bias(keys), "no_rope_layer_interval": 4}
+    return {**read_rms_config(keys), **read_bias_flags(keys), "no_rope_layer_interval": 4}
 
 
-def _cohere2(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_cohere2_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Cohere 2: every fourth layer has full attention, as llama.cpp has it fixed."""
     return {
         **read_common_config(keys),
@@ -368,23 +372,23 @@ def _cohere2(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _glm(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_glm_config(keys: ArchitectureKeys) -> dict[str, Any]:
     config = read_rms_config(keys, partial=True)
     config["head_dim"] = head_dim(keys, partial=True)
     return {**config, "attention_bias": keys.has_tensor("blk.0.attn_q.bias")}
 
 
-def _ernie4_5(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_ernie4_5_config(keys: ArchitectureKeys) -> dict[str, Any]:
     bias = keys.has_tensor("blk.0.attn_q.bias")
     return {**read_rms_config(keys), "head_dim": head_dim(keys), "use_bias": bias}
 
 
-def _phi(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_phi_config(keys: ArchitectureKeys) -> dict[str, Any]:
     eps = keys.get_positive_float("attention.layer_norm_epsilon")
     return {**read_common_config(keys, partial=True), "layer_norm_eps": eps}
 
 
-def _stablelm(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_stablelm_config(keys: ArchitectureKeys) -> dict[str, Any]:
     return {
         **read_common_config(keys, partial=True),
         "layer_norm_eps": keys.get_positive_float("attention.layer_norm_epsilon"),
@@ -393,7 +397,7 @@ def _stablelm(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _exaone4(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_exaone4_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read EXAONE 4; some have windows."""
     config = {**read_rms_config(keys), "sliding_window": None}
     if WINDOW in keys:
@@ -402,7 +406,7 @@ def _exaone4(keys: ArchitectureKeys) -> dict[str, Any]:
     return config
 
 
-def _chatglm(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_chatglm_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read ChatGLM2, ChatGLM3 and the first GLM-4, of which half a head rotates."""
     config = read_rms_config(keys, partial=True)
     channels = head_dim(keys, partial=True)
@@ -424,7 +428,7 @@ def _chatglm(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _gpt_neox(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_gpt_neox_config(keys: ArchitectureKeys) -> dict[str, Any]:
     config = read_common_config(keys, partial=True)
     del config["num_key_value_heads"]
     theta, share = config.pop("rope_theta"), config.pop("partial_rotary_factor")
@@ -438,7 +442,7 @@ def _gpt_neox(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _falcon(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_falcon_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Falcon; those without a norm for each branch may have one KV head or several."""
     config = read_common_config(keys)
     kv_heads, inner = config.pop("num_key_value_heads"), config.pop("intermediate_size")
@@ -454,24 +458,24 @@ def _falcon(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _gemma(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_gemma_config(keys: ArchitectureKeys) -> dict[str, Any]:
     return {**read_rms_config(keys), "head_dim": head_dim(keys)}
 
 
-def _gemma2(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_gemma2_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Gemma 2; the factor of the scores is not in the file, llama.cpp has it by depth."""
     return {
-        **_gemma(keys),
+        **_read_gemma_config(keys),
         "attn_logit_softcapping": keys.get_positive_float("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": keys.get_positive_float("final_logit_softcapping", 30.0),
         "sliding_window": keys.get_count("attention.sliding_window", 4096),
-        "query_pre_attn_scalar": _query_scalar(keys, GEMMA2_27B_LAYERS),
+        "query_pre_attn_scalar": _gemma2_query_scalar(keys, GEMMA2_27B_LAYERS),
     }
 
 
-def _gemma3(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_gemma3_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Gemma 3; every sixth layer has full attention, as llama.cpp has it fixed."""
-    config = _gemma(keys)
+    config = _read_gemma_config(keys)
     if "final_logit_softcapping" in keys:
         config["final_logit_softcapping"] = keys.get_positive_float("final_logit_softcapping")
     return {
@@ -479,11 +483,11 @@ def _gemma3(keys: ArchitectureKeys) -> dict[str, Any]:
         "rope_local_base_freq": keys.get_positive_float("rope.freq_base_swa", 10000.0),
         "sliding_window": keys.get_count("attention.sliding_window"),
         "sliding_window_pattern": keys.get_count("attention.sliding_window_pattern", 6),
-        "query_pre_attn_scalar": _query_scalar(keys, GEMMA3_27B_LAYERS),
+        "query_pre_attn_scalar": _gemma2_query_scalar(keys, GEMMA3_27B_LAYERS),
     }
 
 
-def _gpt_oss(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_gpt_oss_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read gpt-oss; that YaRN's ramp is not truncated belongs to the architecture."""
     config = read_rms_config(keys)
     if config["rope_scaling"] is not None:
@@ -499,51 +503,61 @@ def _gpt_oss(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _query_scalar(keys: ArchitectureKeys, largest: int) -> int:
+def _gemma2_query_scalar(keys: ArchitectureKeys, largest: int) -> int:
     """The number whose root divides the scores: channels of a head; in 27B, width by heads."""
     if keys.get_count("block_count") == largest:
         return keys.get_count("embedding_length") // keys.get_count("attention.head_count")
     return head_dim(keys)
 
 
-FALCON = GgufArchitecture(FALCON_NAMES, "transformer.h", grouped_qkv=True, read_config=_falcon)
+FALCON = GgufArchitecture(
+    FALCON_NAMES, "transformer.h", grouped_qkv=True, read_config=_read_falcon_config
+)
 FURTHER_ARCHITECTURES = {
-    "gpt-oss": GgufArchitecture(GPT_OSS_NAMES, model_type="gpt_oss", read_config=_gpt_oss),
-    "gemma": GgufArchitecture(LLAMA_NAMES, norms_plus_one=True, read_config=_gemma),
-    "gemma2": GgufArchitecture(GEMMA_NAMES, norms_plus_one=True, read_config=_gemma2),
-    "gemma3": GgufArchitecture(
-        GEMMA_NAMES, norms_plus_one=True, model_type="gemma3_text", read_config=_gemma3
+    "gpt-oss": GgufArchitecture(
+        GPT_OSS_NAMES, model_type="gpt_oss", read_config=_read_gpt_oss_config
     ),
-    "granite": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=_granite),
+    "gemma": GgufArchitecture(LLAMA_NAMES, norms_plus_one=True, read_config=_read_gemma_config),
+    "gemma2": GgufArchitecture(GEMMA_NAMES, norms_plus_one=True, read_config=_read_gemma2_config),
+    "gemma3": GgufArchitecture(
+        GEMMA_NAMES, norms_plus_one=True, model_type="gemma3_text", read_config=_read_gemma3_config
+    ),
+    "granite": GgufArchitecture(
+        LLAMA_NAMES, has_permuted_qk=True, read_config=_read_granite_config
+    ),
     "granitemoe": GgufArchitecture(
         GRANITE_MOE_NAMES,
         has_permuted_qk=True,
-        read_config=_granitemoe,
+        read_config=_read_granitemoe_config,
         chosen_types=("granitemoe", "granitemoeshared"),
     ),
-    "bitnet": GgufArchitecture(BITNET_NAMES, read_config=_bitnet),
-    "minicpm": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=_minicpm),
-    "smollm3": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=_smollm3),
+    "bitnet": GgufArchitecture(BITNET_NAMES, read_config=_read_bitnet_config),
+    "minicpm": GgufArchitecture(
+        LLAMA_NAMES, has_permuted_qk=True, read_config=_read_minicpm_config
+    ),
+    "smollm3": GgufArchitecture(
+        LLAMA_NAMES, has_permuted_qk=True, read_config=_read_smollm3_config
+    ),
     "xverse": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=read_rms_config),
     "internlm2": GgufArchitecture(
         LLAMA_NAMES,
         has_permuted_qk=True,
         model_type="llama",
-        read_config=lambda keys: {**read_rms_config(keys), **attention_and_mlp_bias(keys)},
+        read_config=lambda keys: {**read_rms_config(keys), **read_bias_flags(keys)},
     ),
-    "starcoder2": GgufArchitecture(STARCODER2_NAMES, read_config=_starcoder2),
-    "cohere2": GgufArchitecture(LLAMA_NAMES, read_config=_cohere2),
-    "ernie4_5": GgufArchitecture(LLAMA_NAMES, read_config=_ernie4_5),
-    "glm4": GgufArchitecture(GLM4_NAMES, read_config=_glm),
-    "stablelm": GgufArchitecture(LLAMA_NAMES, read_config=_stablelm),
-    "exaone4": GgufArchitecture(POST_NORM_NAMES, read_config=_exaone4),
+    "starcoder2": GgufArchitecture(STARCODER2_NAMES, read_config=_read_starcoder2_config),
+    "cohere2": GgufArchitecture(LLAMA_NAMES, read_config=_read_cohere2_config),
+    "ernie4_5": GgufArchitecture(LLAMA_NAMES, read_config=_read_ernie4_5_config),
+    "glm4": GgufArchitecture(GLM4_NAMES, read_config=_read_glm_config),
+    "stablelm": GgufArchitecture(LLAMA_NAMES, read_config=_read_stablelm_config),
+    "exaone4": GgufArchitecture(POST_NORM_NAMES, read_config=_read_exaone4_config),
     "chatglm": GgufArchitecture(
         CHATGLM_NAMES,
         "transformer.encoder.layers",
-        read_config=_chatglm,
+        read_config=_read_chatglm_config,
         variant=(
             "blk.0.attn_q.weight",
-            GgufArchitecture(GLM_NAMES, model_type="glm", read_config=_glm),
+            GgufArchitecture(GLM_NAMES, model_type="glm", read_config=_read_glm_config),
         ),
         chosen_types=("chatglm", "glm"),
     ),
@@ -552,11 +566,11 @@ FURTHER_ARCHITECTURES = {
         "gpt_neox.layers",
         grouped_qkv=True,
         model_type="gpt_neox",
-        read_config=_gpt_neox,
+        read_config=_read_gpt_neox_config,
     ),
     "falcon": replace(
         FALCON,
         variant=("blk.0.attn_norm_2.weight", replace(FALCON, names=FALCON_TWO_NORM_NAMES)),
     ),
-    "phi2": GgufArchitecture(PHI_NAMES, model_type="phi", read_config=_phi),
+    "phi2": GgufArchitecture(PHI_NAMES, model_type="phi", read_config=_read_phi_config),
 }

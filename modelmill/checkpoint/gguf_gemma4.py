@@ -41,7 +41,7 @@ NAMES = {
 }
 
 
-def _by_layer(keys: ArchitectureKeys, key: str, layers: int) -> list[int]:
+def _read_count_per_layer(keys: ArchitectureKeys, key: str, layers: int) -> list[int]:
     """Read a count that is one number, or one for each layer."""
     value = keys.view.get(f"{keys.arch}.{key}")
     if not isinstance(value, np.ndarray | list):
@@ -55,7 +55,7 @@ def _by_layer(keys: ArchitectureKeys, key: str, layers: int) -> list[int]:
     return counts
 
 
-def _layer_types(keys: ArchitectureKeys, layers: int) -> list[str]:
+def _read_layer_types(keys: ArchitectureKeys, layers: int) -> list[str]:
     pattern = keys.view.get(f"{keys.arch}.attention.sliding_window_pattern")
     if not isinstance(pattern, np.ndarray | list) or len(pattern) != layers:
         raise CorruptCheckpoint(
@@ -68,7 +68,7 @@ def _layer_types(keys: ArchitectureKeys, layers: int) -> list[str]:
     return types
 
 
-def _rope_parameters(keys: ArchitectureKeys, full_dim: int, dim: int) -> dict[str, Any]:
+def _read_rope_parameters(keys: ArchitectureKeys, full_dim: int, dim: int) -> dict[str, Any]:
     """Read both rotations; every channel of layers with a window turns."""
     turned = (
         keys.get_count("rope.dimension_count", full_dim),
@@ -102,9 +102,9 @@ def _rope_parameters(keys: ArchitectureKeys, full_dim: int, dim: int) -> dict[st
     }
 
 
-def _mlp_sizes(keys: ArchitectureKeys, layers: int, shared: int) -> dict[str, Any]:
+def _read_mlp_sizes(keys: ArchitectureKeys, layers: int, shared: int) -> dict[str, Any]:
     """Read the MLPs' channels: of layers without keys of their own perhaps twice as many."""
-    sizes = _by_layer(keys, "feed_forward_length", layers)
+    sizes = _read_count_per_layer(keys, "feed_forward_length", layers)
     front, behind = set(sizes[: layers - shared]), set(sizes[layers - shared :])
     inner = sizes[0]
     if front != {inner} or not (behind <= {inner} or behind == {2 * inner}):
@@ -114,13 +114,13 @@ def _mlp_sizes(keys: ArchitectureKeys, layers: int, shared: int) -> dict[str, An
     return {"intermediate_size": inner, "use_double_wide_mlp": behind == {2 * inner}}
 
 
-def _require_equal(keys: ArchitectureKeys, what: str, values: Sequence[int]) -> int:
+def _require_all_equal(keys: ArchitectureKeys, what: str, values: Sequence[int]) -> int:
     if len(set(values)) != 1:
         raise UnknownArchitecture(f"{keys.raw.path}: {what} differ among layers of one type")
     return values[0]
 
 
-def _experts(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
     if not keys.has_tensor("blk.0.ffn_gate_inp.weight"):
         return {"enable_moe_block": False}
     return {
@@ -131,7 +131,7 @@ def _experts(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _per_layer_input_sizes(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_per_layer_input_sizes(keys: ArchitectureKeys) -> dict[str, Any]:
     width = keys.view.get(f"{keys.arch}.embedding_length_per_layer_input", 0)
     if width == 0:
         return {"hidden_size_per_layer_input": 0}
@@ -144,10 +144,10 @@ def _per_layer_input_sizes(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def read_gemma4(keys: ArchitectureKeys) -> dict[str, Any]:
+def read_gemma4_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Return what config.json would have."""
     layers = keys.get_count("block_count")
-    types = _layer_types(keys, layers)
+    types = _read_layer_types(keys, layers)
     full = [index for index, each in enumerate(types) if each == "full_attention"]
     slides = [index for index in range(layers) if index not in full]
     full_dim = keys.get_count("attention.key_length")
@@ -155,10 +155,10 @@ def read_gemma4(keys: ArchitectureKeys) -> dict[str, Any]:
     sizes = [keys.get_count(f"attention.value_length{each}") for each in ("", "_swa")]
     if sizes != [full_dim, dim]:
         raise UnknownArchitecture(f"{keys.raw.path}: heads of a gemma4 have keys as long as values")
-    kv_heads = _by_layer(keys, "attention.head_count_kv", layers)
-    full_heads = _require_equal(keys, "KV heads", [kv_heads[index] for index in full])
+    kv_heads = _read_count_per_layer(keys, "attention.head_count_kv", layers)
+    full_heads = _require_all_equal(keys, "KV heads", [kv_heads[index] for index in full])
     own = (
-        _require_equal(keys, "KV heads", [kv_heads[index] for index in slides])
+        _require_all_equal(keys, "KV heads", [kv_heads[index] for index in slides])
         if slides
         else full_heads
     )
@@ -182,16 +182,16 @@ def read_gemma4(keys: ArchitectureKeys) -> dict[str, Any]:
         "layer_types": types,
         "sliding_window": keys.get_count("attention.sliding_window"),
         "num_kv_shared_layers": shared,
-        "rope_parameters": _rope_parameters(keys, full_dim, dim),
+        "rope_parameters": _read_rope_parameters(keys, full_dim, dim),
         "final_logit_softcapping": None
         if softcap is None
         else keys.get_positive_float("final_logit_softcapping"),
-        **_mlp_sizes(keys, layers, shared),
-        **_experts(keys),
-        **_per_layer_input_sizes(keys),
+        **_read_mlp_sizes(keys, layers, shared),
+        **_read_moe_config(keys),
+        **_read_per_layer_input_sizes(keys),
     }
 
 
 GEMMA4_ARCHITECTURES = {
-    "gemma4": GgufArchitecture(NAMES, model_type="gemma4_text", read_config=read_gemma4)
+    "gemma4": GgufArchitecture(NAMES, model_type="gemma4_text", read_config=read_gemma4_config)
 }

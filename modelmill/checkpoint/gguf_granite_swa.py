@@ -13,7 +13,7 @@ from modelmill.checkpoint.gguf_config import (
 from modelmill.checkpoint.gguf_families import (
     LLAMA_NAMES,
     GgufArchitecture,
-    granite_factors,
+    read_granite_multipliers,
     read_rms_config,
 )
 
@@ -21,13 +21,13 @@ NAMES = {**LLAMA_NAMES, "blk.attn_sinks": "self_attn.sinks"}
 ROTATED = "attention.rope_pattern"
 
 
-def _granite_swa(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_granite_swa_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Granite with windows; without a pattern of the rotation all layers rotate.
 
     So llama.cpp has it, whose converter makes the pattern from ``no_rope_layers``, not from
     ``layer_rope_theta``.
     """
-    config = {**read_rms_config(keys), **granite_factors(keys)}
+    config = {**read_rms_config(keys), **read_granite_multipliers(keys)}
     layers = config["num_hidden_layers"]
     theta = config["rope_theta"]
     rotated = read_layer_flags(keys, ROTATED, layers) if ROTATED in keys else [True] * layers
@@ -42,5 +42,7 @@ def _granite_swa(keys: ArchitectureKeys) -> dict[str, Any]:
 
 
 GRANITE_SWA_ARCHITECTURES = {
-    "granite_swa": GgufArchitecture(NAMES, has_permuted_qk=True, read_config=_granite_swa)
+    "granite_swa": GgufArchitecture(
+        NAMES, has_permuted_qk=True, read_config=_read_granite_swa_config
+    )
 }

@@ -10,7 +10,7 @@ from typing import Any
 from modelmill.checkpoint.gguf_config import (
     ArchitectureKeys,
     head_dim,
-    multiplied_rope_scaling,
+    yarn_mscale_rope_scaling,
 )
 from modelmill.checkpoint.gguf_families import (
     EXPERT_NAMES,
@@ -84,7 +84,7 @@ def _require_gating(keys: ArchitectureKeys, expected: int, scores: str) -> None:
         )
 
 
-def _glm4_moe(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_glm4_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read GLM-4.5; the layers of multi-token prediction are counted among the blocks."""
     require_sigmoid_gating(keys)
     experts, inner = read_grouped_experts(keys), "feed_forward_length"
@@ -125,19 +125,19 @@ def read_grouped_experts(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _deepseek(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_deepseek_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read DeepSeek-V2, whose experts have softmax, V3, whose experts have sigmoids, or Youtu."""
-    attention = _latent_attention(keys)
+    attention = _read_latent_attention_config(keys)
     if not keys.is_nonzero("expert_count"):
-        return {"model_type": "youtu", **attention, **_without_experts(keys)}
+        return {"model_type": "youtu", **attention, **_read_dense_depth(keys)}
     experts = read_grouped_experts(keys)
-    if _deepseek_gating(keys, experts["num_hidden_layers"]) == SIGMOID_GATING:
+    if _read_deepseek_gating(keys, experts["num_hidden_layers"]) == SIGMOID_GATING:
         return {"model_type": "deepseek_v3", **attention, **experts}
     method = "group_limited_greedy" if experts["n_group"] > 1 else "greedy"
     return {"model_type": "deepseek_v2", **attention, **experts, "topk_method": method}
 
 
-def _deepseek_gating(keys: ArchitectureKeys, layers: int) -> int:
+def _read_deepseek_gating(keys: ArchitectureKeys, layers: int) -> int:
     """Read what scores the experts; without the key it is softmax, but for GLM-4.7-Flash.
 
     Raises:
@@ -153,7 +153,7 @@ def _deepseek_gating(keys: ArchitectureKeys, layers: int) -> int:
     return gating
 
 
-def _without_experts(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_dense_depth(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read the depth; keys of experts are there, too, as llama.cpp requires them."""
     layers, dense = keys.get_count("block_count"), "leading_dense_block_count"
     if keys.get_count(dense, layers) < layers:
@@ -167,7 +167,7 @@ def _without_experts(keys: ArchitectureKeys) -> dict[str, Any]:
     return {"num_hidden_layers": layers}
 
 
-def _latent_attention(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_latent_attention_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read what all have but the experts and the depth."""
     mla = "_mla" if "attention.key_length_mla" in keys else ""
     keys.view.get(f"{keys.arch}.attention.key_length")  # with _mla: what the cache holds
@@ -182,7 +182,7 @@ def _latent_attention(keys: ArchitectureKeys) -> dict[str, Any]:
         "num_key_value_heads": heads,
         "max_position_embeddings": keys.get_count("context_length"),
         "rope_theta": keys.get_positive_float("rope.freq_base", 10000.0),
-        "rope_scaling": multiplied_rope_scaling(keys, share=0.1),
+        "rope_scaling": yarn_mscale_rope_scaling(keys, share=0.1),
         "rms_norm_eps": keys.get_positive_float("attention.layer_norm_rms_epsilon"),
         "q_lora_rank": keys.get_count(rank) if rank in keys else None,
         "kv_lora_rank": keys.get_count("attention.kv_lora_rank"),
@@ -196,12 +196,15 @@ def _latent_attention(keys: ArchitectureKeys) -> dict[str, Any]:
 GROUPED_EXPERT_ARCHITECTURES = {
     "deepseek2": GgufArchitecture(
         DEEPSEEK_NAMES,
-        read_config=_deepseek,
+        read_config=_read_deepseek_config,
         joins_latent=True,
         chosen_types=("deepseek_v2", "deepseek_v3", "youtu"),
         alike_types=("kimi_k2", "glm4_moe_lite"),
     ),
     "glm4moe": GgufArchitecture(
-        GLM4_MOE_NAMES, model_type="glm4_moe", read_config=_glm4_moe, alike_types=("solar_open",)
+        GLM4_MOE_NAMES,
+        model_type="glm4_moe",
+        read_config=_read_glm4_moe_config,
+        alike_types=("solar_open",),
     ),
 }

@@ -21,7 +21,7 @@ from modelmill.checkpoint.container import TensorInfo, no_such_tensor_error
 from modelmill.checkpoint.gguf import EXPERT_SEPARATOR, GgufFile
 from modelmill.checkpoint.gguf_alibi_families import ALIBI_ARCHITECTURES
 from modelmill.checkpoint.gguf_apertus import APERTUS_ARCHITECTURES
-from modelmill.checkpoint.gguf_biased_experts import BIASED_EXPERT_ARCHITECTURES
+from modelmill.checkpoint.gguf_biased_router_families import BIASED_ROUTER_ARCHITECTURES
 from modelmill.checkpoint.gguf_config import array_as_list, read_config
 from modelmill.checkpoint.gguf_delta_net import DELTA_NET_ARCHITECTURES
 from modelmill.checkpoint.gguf_dense_families import DENSE_ARCHITECTURES, LONGROPE_TENSORS
@@ -33,7 +33,7 @@ from modelmill.checkpoint.gguf_families import (
     MIXTRAL_EXPERTS,
     TRANSFORMER_H_NAMES,
     GgufArchitecture,
-    TensorPart,
+    ReorderedTensorSlice,
 )
 from modelmill.checkpoint.gguf_gemma4 import FUSED_EXPERTS, GEMMA4_ARCHITECTURES
 from modelmill.checkpoint.gguf_granite_swa import GRANITE_SWA_ARCHITECTURES
@@ -48,7 +48,7 @@ from modelmill.checkpoint.gguf_packed import (
     gguf_quant_layout,
     unpack_gguf_blocks,
 )
-from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
+from modelmill.checkpoint.quant_layout import QuantizedMatrix, QuantLayout
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
 QWEN_NAMES = {**TRANSFORMER_H_NAMES, "blk.ffn_up": "mlp.w1", "blk.ffn_gate": "mlp.w2"}
@@ -66,7 +66,7 @@ CONSUMED_TENSORS = dict.fromkeys(
     (
         *ROTARY_ARCHITECTURES,
         *FURTHER_ARCHITECTURES,
-        *BIASED_EXPERT_ARCHITECTURES,
+        *BIASED_ROUTER_ARCHITECTURES,
         *GRANITE_SWA_ARCHITECTURES,
         *GEMMA4_ARCHITECTURES,
         *DELTA_NET_ARCHITECTURES,
@@ -105,7 +105,7 @@ ARCHITECTURES = {
     **HUNYUAN_ARCHITECTURES,
     **MELLUM_ARCHITECTURES,
     **NEMOTRON_H_ARCHITECTURES,
-    **BIASED_EXPERT_ARCHITECTURES,
+    **BIASED_ROUTER_ARCHITECTURES,
     **GRANITE_SWA_ARCHITECTURES,
 }
 REFUSED_ARCHITECTURES = {
@@ -123,7 +123,7 @@ WITH_EXPERTS = {
 
 
 @dataclass(frozen=True)
-class _HfTensor:
+class _HfTensorSource:
     source: str
     shape: tuple[int, ...]
     restore: Callable[[torch.Tensor], torch.Tensor] | None
@@ -162,15 +162,15 @@ class GgufAsHf:
         tied = "output.weight" not in raw.names() or (
             # The converters of GPT-2 and BLOOM write the tied head a second time.
             arch in ("gpt2", "bloom")
-            and raw.same_stored_bytes("output.weight", "token_embd.weight")
+            and raw.has_equal_stored_bytes("output.weight", "token_embd.weight")
         )
         self.config, self.generation_config, self.unread = read_config(
             raw, str(arch), tied, layout.read_config
         )
         if layout.model_type:
             self.config["model_type"] = layout.model_type
-        self._entries: dict[str, _HfTensor] = {}
-        self._numbers = _layer_numbers(raw, layout, self.config)
+        self._entries: dict[str, _HfTensorSource] = {}
+        self._numbers = _metadata_as_tensors(raw, layout, self.config)
         parts = {} if layout.parts is None else layout.parts(self.config)
         drafts = _mtp_layers(raw, str(arch), layout, self.config)
         for name in raw.names():
@@ -178,14 +178,14 @@ class GgufAsHf:
                 continue  # read with attn_k_b
             if name in CONSUMED_TENSORS.get(str(arch), ()) or (tied and name == "output.weight"):
                 continue
-            if _layer_number(name) in drafts:
-                own = _HfTensor(name, raw.tensor_info(name).shape, None, is_kept=False)
+            if _parse_layer_number(name) in drafts:
+                own = _HfTensorSource(name, raw.tensor_info(name).shape, None, is_kept=False)
                 self._add_entry(f"{layout.draft_prefix}{name}", own)
                 continue
             base = _hf_name(name, layout)[1]
             whole = f"{base}.{name.rpartition('.')[2]}"
             if base in parts or whole in parts:
-                self._add_reordered_parts(name, layout, parts.get(base) or parts[whole])
+                self._add_reordered_slices(name, layout, parts.get(base) or parts[whole])
                 continue
             self._add_tensor(name, layout)
 
@@ -198,7 +198,7 @@ class GgufAsHf:
         if name in self._numbers:
             number = self._numbers[name]
             return TensorInfo(name, tuple(number.shape), "float32", number.nbytes)
-        entry = self._entry(name)
+        entry = self._find_entry(name)
         source = self._raw.tensor_info(entry.source)
         share = torch.Size(entry.shape).numel() / max(source.numel, 1)
         return TensorInfo(name, entry.shape, source.dtype, round(source.nbytes * min(share, 1)))
@@ -207,7 +207,7 @@ class GgufAsHf:
         """Read one tensor by its name."""
         if name in self._numbers:
             return self._numbers[name]
-        entry = self._entry(name)
+        entry = self._find_entry(name)
         tensor = self._raw.get(entry.source)
         return tensor if entry.restore is None else entry.restore(tensor)
 
@@ -215,7 +215,7 @@ class GgufAsHf:
         """Return the quantization layout of a matrix; None if it cannot be kept."""
         if name in self._numbers:
             return None
-        entry = self._entry(name)
+        entry = self._find_entry(name)
         if not entry.is_kept:
             return None
         layout = gguf_quant_layout(self._raw.tensor_info(entry.source), transposed=entry.transposed)
@@ -223,10 +223,10 @@ class GgufAsHf:
             return layout
         return replace(layout, rows=entry.shape[0])  # of an expert's matrix perhaps a half
 
-    def read_packed(self, name: str) -> PackedMatrix:
+    def read_quantized_matrix(self, name: str) -> QuantizedMatrix:
         """Return its codes and scales, rows in Hugging Face's order (or transposed)."""
-        entry = self._entry(name)
-        blocks = self._raw.raw_blocks(entry.source)
+        entry = self._find_entry(name)
+        blocks = self._raw.read_raw_blocks(entry.source)
         if entry.restore is not None and not entry.transposed:
             blocks = entry.restore(blocks)
         return unpack_gguf_blocks(self._raw.tensor_info(entry.source).dtype, blocks)
@@ -235,12 +235,12 @@ class GgufAsHf:
         """Return the files that the tensors are read from."""
         return self._raw.files()
 
-    def tokenizer_json(self) -> bytes:
+    def tokenizer_metadata_json(self) -> bytes:
         """Return every tokenizer.* key of the GGUF as one JSON object, under its full key."""
         kept = {k: v for k, v in self.metadata.items() if k.startswith("tokenizer.")}
         return json.dumps(kept, default=_to_json_value).encode("ascii")
 
-    def _entry(self, name: str) -> _HfTensor:
+    def _find_entry(self, name: str) -> _HfTensorSource:
         if name not in self._entries:
             raise no_such_tensor_error(self._raw.path, name)
         return self._entries[name]
@@ -263,7 +263,7 @@ class GgufAsHf:
             heads = self.config["num_attention_heads"]
             undo = _interleave_qkv_by_kv_head(heads, self.config.get("num_kv_heads", heads))
         elif architecture.norms_plus_one and base.endswith("_norm") and name.endswith(".weight"):
-            undo = _minus_one
+            undo = _subtract_one
         elif architecture.transposed and base.startswith("blk.") and len(shape) == 2:
             shape = (shape[1], shape[0])
             undo, transposed = _transpose, True
@@ -272,33 +272,35 @@ class GgufAsHf:
             return
         if "*" in target and len(shape) == 3:
             for expert in range(shape[0]):
-                entry = _HfTensor(f"{name}{EXPERT_SEPARATOR}{expert}", shape[1:], None)
+                entry = _HfTensorSource(f"{name}{EXPERT_SEPARATOR}{expert}", shape[1:], None)
                 self._add_entry(target.replace("*", str(expert)), entry)
             return
         if "*" in target and len(shape) == 2:  # a bias of each expert
             for expert in range(shape[0]):
-                own = _HfTensor(name, shape[1:], _row(expert))
+                own = _HfTensorSource(name, shape[1:], _row_selector(expert))
                 self._add_entry(target.replace("*", str(expert)), own)
             return
         if base in ("blk.attn_sinks", "blk.exp_probs_b"):  # no tensor of a module there
             target = target.removesuffix(".weight").removesuffix(".bias")
         if base == "blk.ffn_gate_inp_shexp" and len(shape) == 1:  # a matrix of one row
-            self._add_entry(target, _HfTensor(name, (1, *shape), lambda tensor: tensor[None]))
+            self._add_entry(target, _HfTensorSource(name, (1, *shape), lambda tensor: tensor[None]))
             return
         if base in CONVERTER_INVERSES and not name.endswith(".bias"):
             restored = CONVERTER_INVERSES[base]
             before = restored.shape(shape)
             values = restored.values
-            entry = _HfTensor(name, before, lambda tensor: values(tensor).reshape(before), True)
+            entry = _HfTensorSource(
+                name, before, lambda tensor: values(tensor).reshape(before), True
+            )
             self._add_entry(target, entry)
             return
         if base == "blk.attn_k_b":
             self._add_kv_b_proj(target, name, shape)
             return
-        self._add_entry(target, _HfTensor(name, shape, undo, transposed))
+        self._add_entry(target, _HfTensorSource(name, shape, undo, transposed))
 
-    def _add_reordered_parts(
-        self, name: str, architecture: GgufArchitecture, parts: tuple[TensorPart, ...]
+    def _add_reordered_slices(
+        self, name: str, architecture: GgufArchitecture, parts: tuple[ReorderedTensorSlice, ...]
     ) -> None:
         """Add the tensors that a stored one is, in their own order of rows or columns."""
         shape = self._raw.tensor_info(name).shape
@@ -306,18 +308,18 @@ class GgufAsHf:
         restored = CONVERTER_INVERSES.get(base) if not name.endswith(".bias") else None
         stored = architecture.names.get(base) or parts[0].name
         for part in parts:
-            if not part.fits(shape):
+            if not part.fits_shape(shape):
                 raise CorruptCheckpoint(
                     f"{self._raw.path}: {name} has {list(shape)}, which is not divided into "
                     f"{part.units} parts"
                 )
-            own = part.shape(shape)
+            own = part.sliced_shape(shape)
             restore: Callable[[torch.Tensor], torch.Tensor] = part.select
             if restored is not None:
                 own = restored.shape(own)
-                restore = _compose(part.select, restored.values, own)
+                restore = _compose_transforms(part.select, restored.values, own)
             in_blocks = part.axis == 0 or shape[1] // part.units % BLOCK_COLUMNS == 0
-            entry = _HfTensor(name, own, restore, is_kept=in_blocks and restored is None)
+            entry = _HfTensorSource(name, own, restore, is_kept=in_blocks and restored is None)
             self._add_entry(target.replace(stored, part.name), entry)
 
     def _add_fused_experts(self, target: str, name: str, shape: tuple[int, ...]) -> None:
@@ -327,7 +329,7 @@ class GgufAsHf:
             for part, restore in (("gate_proj", _first_half), ("up_proj", _second_half)):
                 own = target.replace("gate_up_proj", part).replace("*", str(expert))
                 source = f"{name}{EXPERT_SEPARATOR}{expert}"
-                self._add_entry(own, _HfTensor(source, (rows // 2, columns), restore))
+                self._add_entry(own, _HfTensorSource(source, (rows // 2, columns), restore))
 
     def _add_kv_b_proj(self, target: str, name: str, shape: tuple[int, ...]) -> None:
         """Join the up-projections of latent attention: a head's keys, transposed, and values."""
@@ -344,9 +346,9 @@ class GgufAsHf:
             return both.flatten(0, 1)
 
         rows = shape[0] * (shape[2] + v_shape[1])
-        self._add_entry(target, _HfTensor(name, (rows, shape[1]), join, True))
+        self._add_entry(target, _HfTensorSource(name, (rows, shape[1]), join, True))
 
-    def _add_entry(self, target: str, entry: _HfTensor) -> None:
+    def _add_entry(self, target: str, entry: _HfTensorSource) -> None:
         if target in self._entries:
             raise CorruptCheckpoint(f"{self._raw.path}: two tensors mean {target}")
         self._entries[target] = entry
@@ -412,7 +414,7 @@ def _interleave_qkv_by_kv_head(heads: int, kv_heads: int) -> Callable[[torch.Ten
     return undo
 
 
-def _compose(
+def _compose_transforms(
     first: Callable[[torch.Tensor], torch.Tensor],
     second: Callable[[torch.Tensor], torch.Tensor],
     shape: tuple[int, ...],
@@ -429,7 +431,7 @@ def _mtp_layers(
     return range(config["num_hidden_layers"], int(raw.metadata[f"{arch}.block_count"]))
 
 
-def _layer_numbers(
+def _metadata_as_tensors(
     raw: GgufFile, layout: GgufArchitecture, config: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
     """Return the tensors that are metadata in the file.
@@ -455,13 +457,13 @@ def _layer_numbers(
     return numbers
 
 
-def _layer_number(name: str) -> int:
+def _parse_layer_number(name: str) -> int:
     """Return the number of a tensor's layer; -1 outside of the layers."""
     parts = re.match(r"blk\.([0-9]{1,6})\.", name)
     return -1 if parts is None else int(parts[1])
 
 
-def _row(index: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def _row_selector(index: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor[index]
 
 
@@ -473,7 +475,7 @@ def _second_half(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[len(tensor) // 2 :]
 
 
-def _minus_one(tensor: torch.Tensor) -> torch.Tensor:
+def _subtract_one(tensor: torch.Tensor) -> torch.Tensor:
     return tensor - 1
 
 

@@ -34,7 +34,7 @@ HY_V3_NAMES = {
 }
 
 
-def _dense(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_dense_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read the dense one; the file has the base of the rotation with ``alpha`` in it.
 
     The converter writes an original context length beside a scaling of type none.
@@ -47,18 +47,18 @@ def _dense(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _moe(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read the experts besides; the weights of a token's experts sum to 1."""
     return {
-        **_dense(keys),
+        **_read_dense_config(keys),
         "num_experts": keys.get_count("expert_count"),
         "moe_topk": keys.get_count("expert_used_count"),
         "moe_intermediate_size": keys.get_count("expert_feed_forward_length"),
-        "num_shared_expert": _shared_experts(keys, keys.get_count("feed_forward_length")),
+        "num_shared_expert": _count_shared_experts(keys, keys.get_count("feed_forward_length")),
     }
 
 
-def _hy_v3(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_hy_v3_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Hunyuan 3, whose layers of multi-token prediction are counted among the blocks."""
     require_sigmoid_gating(keys)
     layers = keys.get_count("block_count") - keys.get_count("nextn_predict_layers", 0)
@@ -72,7 +72,7 @@ def _hy_v3(keys: ArchitectureKeys) -> dict[str, Any]:
         "num_experts": keys.get_count("expert_count"),
         "num_experts_per_tok": keys.get_count("expert_used_count"),
         "moe_intermediate_size": inner,
-        "num_shared_experts": _shared_experts(keys, inner),
+        "num_shared_experts": _count_shared_experts(keys, inner),
         "router_scaling_factor": keys.get_positive_float("expert_weights_scale", 1.0),
         "route_norm": keys.get_flag("expert_weights_norm", False),
         "mlp_layer_types": [
@@ -82,7 +82,7 @@ def _hy_v3(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _shared_experts(keys: ArchitectureKeys, inner: int) -> int:
+def _count_shared_experts(keys: ArchitectureKeys, inner: int) -> int:
     """Read how many experts every token has; the file has the width of all of them.
 
     Raises:
@@ -100,8 +100,10 @@ def _shared_experts(keys: ArchitectureKeys, inner: int) -> int:
 
 HUNYUAN_ARCHITECTURES = {
     "hunyuan-dense": GgufArchitecture(
-        DENSE_NAMES, model_type="hunyuan_v1_dense", read_config=_dense
+        DENSE_NAMES, model_type="hunyuan_v1_dense", read_config=_read_dense_config
     ),
-    "hunyuan-moe": GgufArchitecture(MOE_NAMES, model_type="hunyuan_v1_moe", read_config=_moe),
-    "hy_v3": GgufArchitecture(HY_V3_NAMES, model_type="hy_v3", read_config=_hy_v3),
+    "hunyuan-moe": GgufArchitecture(
+        MOE_NAMES, model_type="hunyuan_v1_moe", read_config=_read_moe_config
+    ),
+    "hy_v3": GgufArchitecture(HY_V3_NAMES, model_type="hy_v3", read_config=_read_hy_v3_config),
 }

@@ -7,7 +7,7 @@ from typing import Any
 from modelmill.checkpoint.gguf_config import ArchitectureKeys, head_dim
 from modelmill.checkpoint.gguf_families import LLAMA_NAMES, GgufArchitecture
 from modelmill.checkpoint.gguf_group_limited_experts import require_sigmoid_gating
-from modelmill.checkpoint.gguf_mamba import kv_heads_by_layer
+from modelmill.checkpoint.gguf_mamba import read_kv_heads_per_layer
 
 NAMES = {
     **{gguf: name for gguf, name in LLAMA_NAMES.items() if gguf != "output_norm"},
@@ -32,9 +32,9 @@ MOE_NAMES = {
 }
 
 
-def _lfm2(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_lfm2_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read LFM2; the file has the MLP's width as it is."""
-    kv_heads = kv_heads_by_layer(keys)
+    kv_heads = read_kv_heads_per_layer(keys)
     width, heads = keys.get_count("embedding_length"), keys.get_count("attention.head_count")
     channels = head_dim(keys)
     return {
@@ -54,10 +54,10 @@ def _lfm2(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _lfm2_moe(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_lfm2_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read LFM2 with experts, whose weights sum to 1, as llama.cpp has it fixed."""
     require_sigmoid_gating(keys)
-    config = _lfm2(keys)
+    config = _read_lfm2_config(keys)
     del config["block_auto_adjust_ff_dim"]
     return {
         **config,
@@ -71,6 +71,8 @@ def _lfm2_moe(keys: ArchitectureKeys) -> dict[str, Any]:
 
 
 LFM2_ARCHITECTURES = {
-    "lfm2": GgufArchitecture(NAMES, read_config=_lfm2),
-    "lfm2moe": GgufArchitecture(MOE_NAMES, model_type="lfm2_moe", read_config=_lfm2_moe),
+    "lfm2": GgufArchitecture(NAMES, read_config=_read_lfm2_config),
+    "lfm2moe": GgufArchitecture(
+        MOE_NAMES, model_type="lfm2_moe", read_config=_read_lfm2_moe_config
+    ),
 }

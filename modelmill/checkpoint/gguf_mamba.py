@@ -14,7 +14,7 @@ from modelmill.checkpoint.gguf_families import (
     GRANITE_MOE_NAMES,
     LLAMA_NAMES,
     GgufArchitecture,
-    granite_factors,
+    read_granite_multipliers,
     read_rms_config,
 )
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
@@ -22,7 +22,7 @@ from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 Shape = tuple[int, ...]
 
 
-def mixer_names(stem: str) -> dict[str, str]:
+def mamba_mixer_names(stem: str) -> dict[str, str]:
     """Return the names of a recurrence whose tensors' names begin with ``stem``."""
     return {
         "blk.ssm_in": f"{stem}.in_proj",
@@ -40,11 +40,11 @@ MAMBA2_NAMES = {
     "output_norm": "backbone.norm_f",
     "output": "lm_head",
     "blk.attn_norm": "norm",
-    **mixer_names("mixer"),
+    **mamba_mixer_names("mixer"),
 }
 GRANITE_HYBRID_NAMES = {
     **GRANITE_MOE_NAMES,
-    **mixer_names("mamba"),
+    **mamba_mixer_names("mamba"),
     # the MLP without experts beside it
     "blk.ffn_gate": "shared_mlp.input_linear.gate",
     "blk.ffn_up": "shared_mlp.input_linear.up",
@@ -52,7 +52,7 @@ GRANITE_HYBRID_NAMES = {
 }
 FALCON_H1_NAMES = {
     **LLAMA_NAMES,
-    **mixer_names("mamba"),
+    **mamba_mixer_names("mamba"),
     "output_norm": "model.final_layernorm",
     "blk.ffn_norm": "pre_ff_layernorm.weight",  # the file names it without a suffix
     **{f"blk.ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
@@ -72,7 +72,7 @@ class ConverterInverse:
     values: Callable[[torch.Tensor], torch.Tensor]
 
 
-def _flat(shape: Shape) -> Shape:
+def _flat_shape(shape: Shape) -> Shape:
     return (torch.Size(shape).numel(),)
 
 
@@ -88,9 +88,9 @@ def _identity_transform(tensor: torch.Tensor) -> torch.Tensor:
 CONVERTER_INVERSES: Mapping[str, ConverterInverse] = MappingProxyType(
     {
         # A itself, a column; a value that is no decay becomes NaN, which a build refuses
-        "blk.ssm_a": ConverterInverse(_flat, lambda tensor: (-tensor.float()).log()),
-        "blk.ssm_d": ConverterInverse(_flat, _identity_transform),
-        "blk.ssm_norm": ConverterInverse(_flat, _identity_transform),
+        "blk.ssm_a": ConverterInverse(_flat_shape, lambda tensor: (-tensor.float()).log()),
+        "blk.ssm_d": ConverterInverse(_flat_shape, _identity_transform),
+        "blk.ssm_norm": ConverterInverse(_flat_shape, _identity_transform),
         "blk.ssm_conv1d": ConverterInverse(_depthwise_conv_shape, _identity_transform),
         "blk.shortconv.conv": ConverterInverse(_depthwise_conv_shape, _identity_transform),
     }
@@ -98,7 +98,7 @@ CONVERTER_INVERSES: Mapping[str, ConverterInverse] = MappingProxyType(
 """By GGUF's name without the layer's number."""
 
 
-def _mixer_sizes(keys: ArchitectureKeys) -> tuple[int, int, int]:
+def _read_mixer_sizes(keys: ArchitectureKeys) -> tuple[int, int, int]:
     """Read how often the inner channels are the width, the heads, and the channels of each."""
     hidden, inner = keys.get_count("embedding_length"), keys.get_count("ssm.inner_size")
     heads = keys.get_count("ssm.time_step_rank")
@@ -110,9 +110,9 @@ def _mixer_sizes(keys: ArchitectureKeys) -> tuple[int, int, int]:
     return inner // hidden, heads, inner // heads
 
 
-def _mamba2(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_mamba2_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Mamba2; the file has no bound of the time steps."""
-    expand, heads, dim = _mixer_sizes(keys)
+    expand, heads, dim = _read_mixer_sizes(keys)
     for idle in ("feed_forward_length", "attention.head_count", "attention.head_count_kv"):
         keys.view.get(f"{keys.arch}.{idle}")  # the model has none
     return {
@@ -130,7 +130,7 @@ def _mamba2(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def kv_heads_by_layer(keys: ArchitectureKeys) -> list[int]:
+def read_kv_heads_per_layer(keys: ArchitectureKeys) -> list[int]:
     """Read the KV heads of each layer; a recurrence has none."""
     layers, key = keys.get_count("block_count"), f"{keys.arch}.attention.head_count_kv"
     stored = keys.view.get(key)
@@ -145,10 +145,10 @@ def kv_heads_by_layer(keys: ArchitectureKeys) -> list[int]:
     return counts
 
 
-def _granite_hybrid(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_granite_hybrid_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Granite 4: layers without KV heads are recurrences."""
-    layers, kv_heads = keys.get_count("block_count"), kv_heads_by_layer(keys)
-    expand, heads, dim = _mixer_sizes(keys)
+    layers, kv_heads = keys.get_count("block_count"), read_kv_heads_per_layer(keys)
+    expand, heads, dim = _read_mixer_sizes(keys)
     first, attention = kv_heads.index(0), kv_heads.index(max(kv_heads))
     experts = keys.get_count("expert_count", 0)
     keys.view.get(f"{keys.arch}.rope.dimension_count")  # all channels, where they rotate
@@ -167,7 +167,7 @@ def _granite_hybrid(keys: ArchitectureKeys) -> dict[str, Any]:
         "layer_types": ["attention" if each else "mamba" for each in kv_heads],
         "num_local_experts": experts,
         "shared_intermediate_size": keys.get_count("expert_shared_feed_forward_length"),
-        **granite_factors(keys),
+        **read_granite_multipliers(keys),
         "mamba_expand": expand,
         "mamba_n_heads": heads,
         "mamba_d_head": dim,
@@ -182,7 +182,7 @@ def _granite_hybrid(keys: ArchitectureKeys) -> dict[str, Any]:
     return config
 
 
-def _falcon_h1(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_falcon_h1_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Falcon-H1, whose multipliers are in the weights; a norm stands behind the gate."""
     inner, heads = keys.get_count("ssm.inner_size"), keys.get_count("ssm.time_step_rank")
     return {
@@ -203,12 +203,14 @@ def _falcon_h1(keys: ArchitectureKeys) -> dict[str, Any]:
 
 
 MAMBA_ARCHITECTURES = {
-    "mamba2": GgufArchitecture(MAMBA2_NAMES, "backbone.layers", read_config=_mamba2),
+    "mamba2": GgufArchitecture(MAMBA2_NAMES, "backbone.layers", read_config=_read_mamba2_config),
     "granitehybrid": GgufArchitecture(
         GRANITE_HYBRID_NAMES,
         has_permuted_qk=True,
         model_type="granitemoehybrid",
-        read_config=_granite_hybrid,
+        read_config=_read_granite_hybrid_config,
     ),
-    "falcon-h1": GgufArchitecture(FALCON_H1_NAMES, model_type="falcon_h1", read_config=_falcon_h1),
+    "falcon-h1": GgufArchitecture(
+        FALCON_H1_NAMES, model_type="falcon_h1", read_config=_read_falcon_h1_config
+    ),
 }

@@ -28,7 +28,7 @@ NAMES = {
 }
 
 
-def _mellum(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_mellum_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Mellum; layers with a window are not scaled, as llama.cpp has it fixed."""
     config = read_rms_config(keys)
     theta, scaling = config.pop("rope_theta"), config.pop("rope_scaling")
@@ -52,4 +52,4 @@ def _mellum(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-MELLUM_ARCHITECTURES = {"mellum": GgufArchitecture(NAMES, read_config=_mellum)}
+MELLUM_ARCHITECTURES = {"mellum": GgufArchitecture(NAMES, read_config=_read_mellum_config)}

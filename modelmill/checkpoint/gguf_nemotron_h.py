@@ -7,7 +7,7 @@ from typing import Any
 from modelmill.checkpoint.gguf_config import MAX_COUNT, ArchitectureKeys, array_as_list
 from modelmill.checkpoint.gguf_families import GgufArchitecture
 from modelmill.checkpoint.gguf_group_limited_experts import require_sigmoid_gating
-from modelmill.checkpoint.gguf_mamba import mixer_names
+from modelmill.checkpoint.gguf_mamba import mamba_mixer_names
 from modelmill.core.errors import CorruptCheckpoint
 
 NAMES = {
@@ -15,7 +15,7 @@ NAMES = {
     "output_norm": "backbone.norm_f",
     "output": "lm_head",
     "blk.attn_norm": "norm",
-    **mixer_names("mixer"),
+    **mamba_mixer_names("mixer"),
     **{f"blk.attn_{part}": f"mixer.{part}_proj" for part in ("q", "k", "v")},
     "blk.attn_output": "mixer.o_proj",
     "blk.ffn_gate_inp": "mixer.gate",
@@ -33,19 +33,20 @@ IDLE_KEYS = (
 """Of LayerNorms and of a rotation, which the model has not, and what the tensors tell."""
 
 
-def _nemotron_h(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_nemotron_h_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read the layers, whose branches follow from their KV heads, channels and routers.
 
     The rows of q and k may be in interleaved order, both alike: nothing rotates, so scores are the
     same.
     """
     layers = keys.get_count("block_count") - keys.get_count("nextn_predict_layers", 0)
-    kv_heads = _numbers_by_layer(keys, "attention.head_count_kv")[:layers]
-    inner = _numbers_by_layer(keys, "feed_forward_length")[:layers]
+    kv_heads = _read_count_per_layer(keys, "attention.head_count_kv")[:layers]
+    inner = _read_count_per_layer(keys, "feed_forward_length")[:layers]
     for idle in IDLE_KEYS:
         keys.view.get(f"{keys.arch}.{idle}")
     types = [
-        _branch(keys, layer, each) for layer, each in enumerate(zip(kv_heads, inner, strict=True))
+        _layer_block_type(keys, layer, each)
+        for layer, each in enumerate(zip(kv_heads, inner, strict=True))
     ]
     has = keys.has_tensor
     heads, channels = keys.get_count("ssm.time_step_rank"), keys.get_count("ssm.inner_size")
@@ -77,10 +78,10 @@ def _nemotron_h(keys: ArchitectureKeys) -> dict[str, Any]:
         "n_groups": keys.get_count("ssm.group_count"),
         "conv_kernel": keys.get_count("ssm.conv_kernel"),
     }
-    return {**config, **(_experts(keys) if "moe" in types else {})}
+    return {**config, **(_read_moe_config(keys) if "moe" in types else {})}
 
 
-def _branch(keys: ArchitectureKeys, layer: int, sizes: tuple[int, int]) -> str:
+def _layer_block_type(keys: ArchitectureKeys, layer: int, sizes: tuple[int, int]) -> str:
     """The branch of a layer with that many KV heads and inner channels of an MLP."""
     kv_heads, inner = sizes
     if inner:
@@ -89,7 +90,7 @@ def _branch(keys: ArchitectureKeys, layer: int, sizes: tuple[int, int]) -> str:
     return "attention" if kv_heads else "mamba"
 
 
-def _experts(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
     require_sigmoid_gating(keys)
     latent = "moe_latent_size"
     return {
@@ -107,7 +108,7 @@ def _experts(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _numbers_by_layer(keys: ArchitectureKeys, key: str) -> list[int]:
+def _read_count_per_layer(keys: ArchitectureKeys, key: str) -> list[int]:
     """Read a key with a number from 0 up for each layer, or one for all."""
     blocks, name = keys.get_count("block_count"), f"{keys.arch}.{key}"
     stored = keys.view.get(name)
@@ -127,7 +128,7 @@ _NEMOTRON_H = GgufArchitecture(
     NAMES,
     "backbone.layers",
     model_type="nemotron_h",
-    read_config=_nemotron_h,
+    read_config=_read_nemotron_h_config,
     draft_prefix="mtp.",
 )
 NEMOTRON_H_ARCHITECTURES = {"nemotron_h": _NEMOTRON_H, "nemotron_h_moe": _NEMOTRON_H}

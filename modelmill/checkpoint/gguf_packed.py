@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from modelmill.checkpoint.container import TensorInfo
-from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
+from modelmill.checkpoint.quant_layout import QuantizedMatrix, QuantLayout
 
 BLOCK_COLUMNS = 32
 BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8, "MXFP4": 4}
@@ -36,7 +36,7 @@ def gguf_quant_layout(info: TensorInfo, *, transposed: bool) -> QuantLayout | No
     )
 
 
-def unpack_gguf_blocks(type_name: str, blocks: torch.Tensor) -> PackedMatrix:
+def unpack_gguf_blocks(type_name: str, blocks: torch.Tensor) -> QuantizedMatrix:
     """Unpack blocks uint8 [N, K/32, bytes]."""
     if type_name == "MXFP4":
         scale, at = blocks[:, :, 0].contiguous(), 1
@@ -47,8 +47,8 @@ def unpack_gguf_blocks(type_name: str, blocks: torch.Tensor) -> PackedMatrix:
         offset, at = _read_float16(blocks, 2), 4
     codes = blocks[:, :, at:].contiguous()
     if BITS[type_name] == 8:
-        return PackedMatrix(codes.view(torch.int8).flatten(1), scale, None)
-    return PackedMatrix(torch.cat([codes & 15, codes >> 4], -1).flatten(1), scale, offset)
+        return QuantizedMatrix(codes.view(torch.int8).flatten(1), scale, None)
+    return QuantizedMatrix(torch.cat([codes & 15, codes >> 4], -1).flatten(1), scale, offset)
 
 
 def _read_float16(blocks: torch.Tensor, byte_offset: int) -> torch.Tensor:

@@ -33,7 +33,7 @@ def from_metadata(
     Raises:
         CheckpointError: for an unsupported type or key.
     """
-    _reject_uncomputed_keys(metadata, arch, computed)
+    _reject_unsupported_keys(metadata, arch, computed)
     prefix = f"{arch}.rope.scaling."
     factor = _positive_float(metadata, prefix + "factor") or _positive_float(
         metadata, f"{arch}.rope.scale_linear"
@@ -62,7 +62,9 @@ def from_metadata(
     return scaling
 
 
-def from_multiplied(metadata: Mapping[str, Any], arch: str, share: float) -> dict[str, Any] | None:
+def from_yarn_log_multiplier(
+    metadata: Mapping[str, Any], arch: str, share: float
+) -> dict[str, Any] | None:
     """Return the scaling of families that multiply YaRN's temperature; None without scaling.
 
     Args:
@@ -81,7 +83,7 @@ def from_multiplied(metadata: Mapping[str, Any], arch: str, share: float) -> dic
     return {**scaling, "mscale": mscale, "mscale_all_dim": mscale}
 
 
-def _reject_uncomputed_keys(metadata: Mapping[str, Any], arch: str, computed: str = "") -> None:
+def _reject_unsupported_keys(metadata: Mapping[str, Any], arch: str, computed: str = "") -> None:
     """Raise CheckpointError for a key that changes the rotation in an unsupported way.
 
     llama.cpp reads these for every architecture and every type. Neutral are: factors of 1; an
@@ -113,16 +115,16 @@ def _reject_uncomputed_keys(metadata: Mapping[str, Any], arch: str, computed: st
             )
 
 
-def from_tensor(
+def from_rope_freqs(
     metadata: Mapping[str, Any], arch: str, factors: Sequence[float], theta: float
 ) -> dict[str, Any] | None:
     """Return Llama 3's scaling of a GGUF with rope_freqs.weight.
 
     Raises:
-        CheckpointError: as from_metadata and from_factors.
+        CheckpointError: as from_metadata and llama3_from_factors.
     """
-    _reject_uncomputed_keys(metadata, arch)
-    return from_factors(factors, theta, original_context_length(metadata, arch))
+    _reject_unsupported_keys(metadata, arch)
+    return llama3_from_factors(factors, theta, original_context_length(metadata, arch))
 
 
 def from_longrope_factors(
@@ -141,7 +143,7 @@ def from_longrope_factors(
     """
     if not all(0 < value < MAX_VALUE for value in (*short, *long)):
         raise CorruptCheckpoint("a factor of the GGUF's rope_factors is no positive number")
-    _reject_uncomputed_keys(metadata, arch, computed="attn_factor")
+    _reject_unsupported_keys(metadata, arch, computed="attn_factor")
     scaling = {"rope_type": "longrope", "short_factor": list(short), "long_factor": list(long)}
     stated = _positive_float(metadata, f"{arch}.rope.scaling.attn_factor")
     return scaling if stated is None else {**scaling, "attention_factor": stated}
@@ -166,7 +168,7 @@ def _positive_float(metadata: Mapping[str, Any], key: str) -> float | None:
     return float(value) or None
 
 
-def from_factors(
+def llama3_from_factors(
     factors: Sequence[float], theta: float, original: float | None
 ) -> dict[str, Any] | None:
     """Return Llama 3's scaling from the divisors in rope_freqs.weight, one per frequency.
@@ -192,7 +194,7 @@ def from_factors(
     low, high, usual = LLAMA3_DEFAULTS
     context = float(max(1, round(original or usual)))
     tried = [(low, high)]
-    fitted = _fit_bands(factors, theta, factor, context)
+    fitted = _fit_llama3_bands(factors, theta, factor, context)
     if fitted is not None:
         tried.append(fitted)
     for low, high in tried:
@@ -230,7 +232,7 @@ def _wavelength(i: int, count: int, theta: float) -> float:
     return 2.0 * math.pi * theta ** (i / count)
 
 
-def _fit_bands(
+def _fit_llama3_bands(
     factors: Sequence[float], theta: float, factor: float, context: float
 ) -> tuple[float, float] | None:
     """Return (low, high) through the first and last divisor between the bands, or None.

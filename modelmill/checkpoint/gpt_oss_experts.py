@@ -18,7 +18,7 @@ import torch
 
 from modelmill.checkpoint.container import Container, ConvertedContainer, TensorInfo
 from modelmill.checkpoint.prequantized import ADVICE
-from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
+from modelmill.checkpoint.quant_layout import QuantizedMatrix, QuantLayout
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 
 MODEL_TYPE = "gpt_oss"
@@ -28,7 +28,7 @@ PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_blocks|_scales|_bias|)")
 
 
-def check_method(settings: Any, path: Path) -> None:
+def check_mxfp4_method(settings: Any, path: Path) -> None:
     """Raise CheckpointError for a ``quantization_config`` of another method than MXFP4."""
     if not settings:
         return
@@ -40,7 +40,7 @@ def check_method(settings: Any, path: Path) -> None:
         )
 
 
-def layouts_of_config(
+def expert_layouts_from_config(
     config: Mapping[str, Any], infos: Mapping[str, TensorInfo]
 ) -> dict[str, QuantLayout]:
     """Return the layouts of the experts' matrices that a config says to be in MXFP4."""
@@ -48,13 +48,13 @@ def layouts_of_config(
     if config.get("model_type") != MODEL_TYPE or not settings:
         return {}
     return {
-        name: _layout(*info.shape)
+        name: _mxfp4_layout(*info.shape)
         for name, info in infos.items()
         if ".experts." in name and name.endswith(".weight")
     }
 
 
-def _layout(rows: int, columns: int) -> QuantLayout:
+def _mxfp4_layout(rows: int, columns: int) -> QuantLayout:
     return QuantLayout(
         label="MXFP4",
         bits=4,
@@ -67,7 +67,7 @@ def _layout(rows: int, columns: int) -> QuantLayout:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ExpertSlice:
     """One expert's matrix or bias in a stack.
 
     Attributes:
@@ -84,21 +84,21 @@ class _Part:
     suffix: str
 
 
-class GptOssExperts(ConvertedContainer):
+class GptOssExpertContainer(ConvertedContainer):
     """A container of gpt-oss with each expert's matrices by themselves."""
 
     def __init__(self, raw: Container) -> None:
         super().__init__(raw)
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, _ExpertSlice] = {}
         self._names = []
         for name in raw.names():
             match = _STACKED.fullmatch(name)
             if match is None:
                 self._names.append(name)
             elif match[3] != "_scales":
-                self._add(name, match[1], match[2], match[3])
+                self._add_expert_tensors(name, match[1], match[2], match[3])
 
-    def _add(self, name: str, prefix: str, matrix: str, suffix: str) -> None:
+    def _add_expert_tensors(self, name: str, prefix: str, matrix: str, suffix: str) -> None:
         shape = self._raw.tensor_info(name).shape
         dims = {"_blocks": 4, "_bias": 2, "": 3}[suffix]
         if len(shape) != dims:
@@ -108,7 +108,9 @@ class GptOssExperts(ConvertedContainer):
         for expert in range(shape[0]):
             for first, part in enumerate(parts):
                 own = f"{prefix}.{expert}.{part}.{leaf}"
-                self._parts[own] = _Part(f"{prefix}.{matrix}", expert, first, len(parts), suffix)
+                self._parts[own] = _ExpertSlice(
+                    f"{prefix}.{matrix}", expert, first, len(parts), suffix
+                )
                 self._names.append(own)
 
     def tensor_info(self, name: str) -> TensorInfo:
@@ -132,7 +134,7 @@ class GptOssExperts(ConvertedContainer):
         if part is None:
             return self._raw.get(name)
         if part.suffix == "_blocks":
-            return self.read_packed(name).dequantize(BLOCK_COLUMNS)
+            return self.read_quantized_matrix(name).dequantize(BLOCK_COLUMNS)
         rows = self._raw.get(part.stem + part.suffix)[part.expert]
         return (rows if part.suffix else rows.T)[part.first :: part.step].contiguous()
 
@@ -150,9 +152,9 @@ class GptOssExperts(ConvertedContainer):
                 f"{part.stem}_blocks {list(stored.shape)} and _scales {list(scales.shape)} do not "
                 "fit"
             )
-        return _layout(stored.shape[1] // part.step, stored.shape[2] * BLOCK_COLUMNS)
+        return _mxfp4_layout(stored.shape[1] // part.step, stored.shape[2] * BLOCK_COLUMNS)
 
-    def read_packed(self, name: str) -> PackedMatrix:
+    def read_quantized_matrix(self, name: str) -> QuantizedMatrix:
         """Return the codes and scales of a matrix in MXFP4."""
         part = self._parts[name]
         blocks, scales = (
@@ -160,4 +162,4 @@ class GptOssExperts(ConvertedContainer):
             for suffix in ("_blocks", "_scales")
         )
         codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
-        return PackedMatrix(codes, scales.contiguous(), None)
+        return QuantizedMatrix(codes, scales.contiguous(), None)

@@ -16,7 +16,7 @@ import torch
 
 from modelmill.checkpoint.container import Container
 from modelmill.checkpoint.quant_layout import (
-    PackedMatrix,
+    QuantizedMatrix,
     QuantLayout,
     check_group_size,
     group_size_text,
@@ -51,7 +51,7 @@ def parse_scheme(settings: Mapping[str, Any], path: Path) -> GptqScheme:
     if type(bits) is not int or bits not in BITS:
         raise CheckpointError(
             f"{path} is a GPTQ checkpoint of {quote(bits, 60)} bits, 4 and 8 can be read; "
-            f"{_advice(bits)}"
+            f"{_unsupported_bits_advice(bits)}"
         )
     group = check_group_size(group, f"{path} is a GPTQ checkpoint")
     return GptqScheme(
@@ -59,7 +59,7 @@ def parse_scheme(settings: Mapping[str, Any], path: Path) -> GptqScheme:
     )
 
 
-def _advice(bits: Any) -> str:
+def _unsupported_bits_advice(bits: Any) -> str:
     return (
         "take the original checkpoint and build with -q "
         f"int4{' (there is nothing smaller)' if bits in (2, 3) else ''}"
@@ -118,12 +118,14 @@ class GptqScheme:
             if self.symmetric and raw.tensor_info(f"{stem}.scales").dtype == "float16"
             else torch.float32
         )
-        order = perm_digest(self._read_perm(raw, stem, columns, group))
+        order = perm_digest(self._read_column_perm(raw, stem, columns, group))
         return QuantLayout(
             self.label, self.bits, here[1], columns, group, not self.symmetric, grid, order
         )
 
-    def read_packed(self, raw: Container, stem: str, layout: QuantLayout) -> PackedMatrix:
+    def read_quantized_matrix(
+        self, raw: Container, stem: str, layout: QuantLayout
+    ) -> QuantizedMatrix:
         """Read the matrix's integers, scales and offsets as stored."""
         codes = unpack_fields(raw.get(f"{stem}.qweight").t().contiguous(), self.bits)  # [N, K]
         zeros = (
@@ -137,7 +139,7 @@ class GptqScheme:
                 f'{self.path}: {stem} has zeros other than {middle}, its config says "sym": true; '
                 "set it to false"
             )
-        order = self._read_perm(raw, stem, layout.columns, layout.group_size)
+        order = self._read_column_perm(raw, stem, layout.columns, layout.group_size)
         if order is not None:
             codes = codes[:, order]
         offset = None
@@ -145,13 +147,13 @@ class GptqScheme:
             offset = scale.float() * ((0 if self.bits == 4 else middle) - zeros)
         if self.bits == 8:
             codes = (codes.to(torch.int16) - middle).to(torch.int8)
-        return PackedMatrix(codes.contiguous(), scale.to(layout.scale_dtype), offset, order)
+        return QuantizedMatrix(codes.contiguous(), scale.to(layout.scale_dtype), offset, order)
 
-    def _read_perm(
+    def _read_column_perm(
         self, raw: Container, stem: str, num_columns: int, group_size: int
     ) -> torch.Tensor | None:
         name = f"{stem}.g_idx"
-        if name not in _names(raw):
+        if name not in _tensor_names(raw):
             return None
         groups = read_group_index(raw, name, num_columns, self.path)
         try:
@@ -163,5 +165,5 @@ class GptqScheme:
             ) from None
 
 
-def _names(raw: Container) -> set[str]:
+def _tensor_names(raw: Container) -> set[str]:
     return set(raw.names())

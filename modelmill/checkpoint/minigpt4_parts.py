@@ -53,7 +53,7 @@ class MiniGpt4Container:
     def __init__(self, language: Container, files: Sequence[Path]) -> None:
         self._language = language
         self._vision_tensors: dict[str, tuple[Container, str]] = {}
-        opened = sorted((_open_part(path) for path in files), key=lambda part: part[0])
+        opened = sorted((_open_vision_part(path) for path in files), key=lambda part: part[0])
         part_numbers_found = {number for part_numbers, _ in opened for number in part_numbers}
         missing = [
             what
@@ -83,20 +83,20 @@ class MiniGpt4Container:
 
     def tensor_info(self, name: str) -> TensorInfo:
         """Return shape and dtype of a tensor without reading it."""
-        container, file_name = self._locate(name)
+        container, file_name = self._locate_tensor(name)
         info = container.tensor_info(file_name)
         return TensorInfo(name, info.shape, info.dtype, info.nbytes)
 
     def get(self, name: str) -> torch.Tensor:
         """Read one tensor by its name."""
-        container, file_name = self._locate(name)
+        container, file_name = self._locate_tensor(name)
         return container.get(file_name)
 
     def files(self) -> list[Path]:
         """Return the files that the tensors are read from."""
         return [*self._language.files(), *self._files]
 
-    def _locate(self, name: str) -> tuple[Container, str]:
+    def _locate_tensor(self, name: str) -> tuple[Container, str]:
         if name.startswith(LANGUAGE_PREFIX):
             return self._language, name.removeprefix(LANGUAGE_PREFIX)
         if name not in self._vision_tensors:
@@ -112,19 +112,23 @@ def is_minigpt4_folder(folder: Path) -> bool:
         (folder / name).exists()
         for name in ("config.json", "model.safetensors", "pytorch_model.bin")
     )
-    return not plain and bool(_weight_files(folder)) and len(_language_folders(folder)) == 1
+    return (
+        not plain and bool(_weight_files(folder)) and len(_find_language_model_folders(folder)) == 1
+    )
 
 
-def find_parts(folder: Path) -> tuple[Path, list[Path], dict[str, Any]]:
+def find_minigpt4_parts(folder: Path) -> tuple[Path, list[Path], dict[str, Any]]:
     """Return the language model, the vision files and the settings of such a folder.
 
     Raises:
         CheckpointError: if there is not exactly one language model.
     """
     settings = read_json(folder / SETTINGS_FILE) if (folder / SETTINGS_FILE).is_file() else {}
-    check_settings(settings, folder / SETTINGS_FILE)
+    check_minigpt4_settings(settings, folder / SETTINGS_FILE)
     languages = (
-        [folder / settings["language"]] if "language" in settings else _language_folders(folder)
+        [folder / settings["language"]]
+        if "language" in settings
+        else _find_language_model_folders(folder)
     )
     if len(languages) != 1:
         raise CheckpointError(
@@ -140,7 +144,7 @@ def find_parts(folder: Path) -> tuple[Path, list[Path], dict[str, Any]]:
     return languages[0], files, settings
 
 
-def check_settings(settings: Mapping[str, Any], path: Path) -> None:
+def check_minigpt4_settings(settings: Mapping[str, Any], path: Path) -> None:
     """Raise CheckpointError for an invalid minigpt4.json."""
     tables = ("vision_encoder", "tower", "qformer")
     known = {"language", "vision", "prompt", *tables}
@@ -183,14 +187,16 @@ def config_from_parts(
         raise UnknownArchitecture(
             f"the language model is of model_type {model_type}; MiniGPT-4's is a llama"
         )
-    width, _, _, patch = _shape(vision, VISION_ENCODER_PREFIX + "patch_embed.proj.weight", 4)
-    _, places, _ = _shape(vision, VISION_ENCODER_PREFIX + "pos_embed", 3)
-    _, queries, asking = _shape(vision, "query_tokens", 3)
+    width, _, _, patch = _require_shape(
+        vision, VISION_ENCODER_PREFIX + "patch_embed.proj.weight", 4
+    )
+    _, places, _ = _require_shape(vision, VISION_ENCODER_PREFIX + "pos_embed", 3)
+    _, queries, asking = _require_shape(vision, "query_tokens", 3)
     vision_encoder = {
         "width": width,
         "depth": 39,
         "heads": 16,
-        "inner": _shape(vision, VISION_ENCODER_PREFIX + "blocks.0.mlp.fc1.weight", 2)[0],
+        "inner": _require_shape(vision, VISION_ENCODER_PREFIX + "blocks.0.mlp.fc1.weight", 2)[0],
         "image": patch * round((places - 1) ** 0.5),
         "patch": patch,
     }
@@ -198,9 +204,9 @@ def config_from_parts(
         "width": asking,
         "depth": _count_layers(vision.names(), r"Qformer\.bert\.encoder\.layer\.(\d{1,6})\..*"),
         "heads": 12,
-        "inner": _shape(vision, "Qformer.bert.encoder.layer.0.intermediate_query.dense.weight", 2)[
-            0
-        ],
+        "inner": _require_shape(
+            vision, "Qformer.bert.encoder.layer.0.intermediate_query.dense.weight", 2
+        )[0],
         "image_width": width,
         "cross_attention_frequency": 2,
         "queries": queries,
@@ -217,7 +223,7 @@ def config_from_parts(
     }
 
 
-def chat_format_file(settings: Mapping[str, Any], num_query_tokens: int) -> bytes:
+def make_chat_format_file(settings: Mapping[str, Any], num_query_tokens: int) -> bytes:
     """Return the engine's chat format, as a file of its tokenizer's folder."""
     content = {
         "format": MODEL_TYPE,
@@ -227,7 +233,7 @@ def chat_format_file(settings: Mapping[str, Any], num_query_tokens: int) -> byte
     return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
 
 
-def _open_part(path: Path) -> tuple[list[int], Container]:
+def _open_vision_part(path: Path) -> tuple[list[int], Container]:
     """Return which parts a file contains, and the opened file."""
     if path.suffix == ".safetensors":
         container: Container = SafetensorsFiles([path])
@@ -257,7 +263,7 @@ def _weight_files(folder: Path) -> list[Path]:
     )
 
 
-def _language_folders(folder: Path) -> list[Path]:
+def _find_language_model_folders(folder: Path) -> list[Path]:
     return sorted(f for f in folder.iterdir() if f.is_dir() and (f / "config.json").is_file())
 
 
@@ -266,7 +272,7 @@ def _settings_table(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
-def _shape(vision: MiniGpt4Container, name: str, dims: int) -> tuple[int, ...]:
+def _require_shape(vision: MiniGpt4Container, name: str, dims: int) -> tuple[int, ...]:
     shape = vision.tensor_info(name).shape
     if len(shape) != dims or 0 in shape:
         raise TensorMismatch(

@@ -16,28 +16,28 @@ from modelmill.checkpoint.container import Container, TensorInfo
 from modelmill.checkpoint.delta import DeltaContainer
 from modelmill.checkpoint.gguf import GgufFile
 from modelmill.checkpoint.gguf_hf import GgufAsHf
+from modelmill.checkpoint.legacy_model_types import with_current_model_type
 from modelmill.checkpoint.minigpt4_parts import (
     CHAT_FILE,
     GENERATION_DEFAULTS,
     LANGUAGE_PREFIX,
     MiniGpt4Container,
-    chat_format_file,
-    check_settings,
+    check_minigpt4_settings,
     config_from_parts,
-    find_parts,
+    find_minigpt4_parts,
     is_minigpt4_folder,
+    make_chat_format_file,
 )
-from modelmill.checkpoint.old_types import with_current_type
 from modelmill.checkpoint.prequantized import SIDE_FILES, open_prequantized
 from modelmill.checkpoint.pth import INDEX_FILE as PTH_INDEX
 from modelmill.checkpoint.pth import PthFiles
-from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
+from modelmill.checkpoint.quant_layout import QuantizedMatrix, QuantLayout
 from modelmill.checkpoint.safetensors import INDEX_FILE as SAFETENSORS_INDEX
 from modelmill.checkpoint.safetensors import SafetensorsFiles
-from modelmill.checkpoint.side_files import read_json, tokenizer_files
-from modelmill.checkpoint.text_half import language_model_config, language_model_container
+from modelmill.checkpoint.side_files import read_json, read_tokenizer_files
+from modelmill.checkpoint.vlm_language_model import language_model_config, language_model_container
 from modelmill.core.errors import CheckpointError, UnknownArchitecture
-from modelmill.core.progress import Progress
+from modelmill.core.progress_callback import Progress
 from modelmill.core.quoting import quote
 
 HASH_CHUNK_BYTES = 1 << 22
@@ -92,9 +92,9 @@ class Checkpoint:
         )
         return layout
 
-    def read_packed(self, name: str) -> PackedMatrix:
+    def read_quantized_matrix(self, name: str) -> QuantizedMatrix:
         """Return the integers of a matrix that has a quantization layout."""
-        packed: PackedMatrix = self.view.read_packed(name)  # type: ignore[attr-defined]
+        packed: QuantizedMatrix = self.view.read_quantized_matrix(name)  # type: ignore[attr-defined]
         return packed
 
     def tokenizer_files(self) -> dict[str, bytes]:
@@ -105,7 +105,7 @@ class Checkpoint:
         """Return the sha256 over config, tokenizer files and the content of the weight files."""
         files = self.raw.files()
         total = sum(file.stat().st_size for file in files)
-        digest = hashlib.sha256(self._canonical_facts())
+        digest = hashlib.sha256(self._canonical_metadata_json())
         done = 0
         for file in files:
             content = hashlib.sha256()
@@ -123,13 +123,13 @@ class Checkpoint:
 
         It detects changes without reading the weights.
         """
-        digest = hashlib.sha256(self._canonical_facts())
+        digest = hashlib.sha256(self._canonical_metadata_json())
         for file in self.raw.files():
             fact = file.stat()
             digest.update(f"\0{file.name}\0{fact.st_size}\0{fact.st_mtime_ns}".encode())
         return digest.hexdigest()
 
-    def _canonical_facts(self) -> bytes:
+    def _canonical_metadata_json(self) -> bytes:
         """Return config, tokenizer files' digests and tensor headers in a canonical form."""
         headers = [
             (i.name, list(i.shape), i.dtype)
@@ -162,22 +162,22 @@ def open_checkpoint(
     path = Path(path)
     settings: dict[str, Any] = {}
     if not vision and path.is_dir() and is_minigpt4_folder(path):
-        language, vision, settings = find_parts(path)
-        return _with_vision(path, _with_delta(language, delta), vision, settings)
-    base = _with_delta(path, delta)
+        language, vision, settings = find_minigpt4_parts(path)
+        return _combine_with_vision(path, _open_with_delta(language, delta), vision, settings)
+    base = _open_with_delta(path, delta)
     if base.model_type in (blip2.BLIP2_TYPE, *blip2.INSTRUCTBLIP_TYPES) and not vision:
-        return _as_minigpt4(base)
+        return _blip2_as_minigpt4(base)
     if not vision:
         return base
     for file in (Path(f) for f in vision if Path(f).suffix == ".json"):
         settings = read_json(file)
-        check_settings(settings, file)
-    return _with_vision(
+        check_minigpt4_settings(settings, file)
+    return _combine_with_vision(
         path, base, [Path(f) for f in vision if Path(f).suffix != ".json"], settings
     )
 
 
-def _with_vision(
+def _combine_with_vision(
     path: Path, language: Checkpoint, files: Sequence[Path], settings: Mapping[str, Any]
 ) -> Checkpoint:
     """Return a language model and its vision files as one checkpoint."""
@@ -185,7 +185,9 @@ def _with_vision(
     config = config_from_parts(language.config, view, settings)
     side = dict(language.side_files)
     if side:
-        side[CHAT_FILE] = chat_format_file(settings, config["image_embedder"]["qformer"]["queries"])
+        side[CHAT_FILE] = make_chat_format_file(
+            settings, config["image_embedder"]["qformer"]["queries"]
+        )
     return Checkpoint(
         path=path,
         container=f"minigpt4/{language.container}",
@@ -199,9 +201,9 @@ def _with_vision(
     )
 
 
-def _as_minigpt4(checkpoint: Checkpoint) -> Checkpoint:
+def _blip2_as_minigpt4(checkpoint: Checkpoint) -> Checkpoint:
     """Return transformers' BLIP-2 as the parts of a MiniGPT-4."""
-    config, text, unread = blip2.convert_configs(checkpoint.config, checkpoint.path)
+    config, text, unread = blip2.convert_blip2_config(checkpoint.config, checkpoint.path)
     view = blip2.Blip2Container(checkpoint.view)
     depth = config["image_embedder"]["vision_encoder"]["depth"]
     # MiniGPT-4's vision encoder omits its last block, this one none
@@ -215,12 +217,14 @@ def _as_minigpt4(checkpoint: Checkpoint) -> Checkpoint:
     side = dict(checkpoint.side_files)
     language = replace(checkpoint, config=text, raw=words, view=words)
     if side:
-        side[CHAT_FILE] = blip2.chat_format_file(config["image_embedder"]["qformer"]["queries"])
+        side[CHAT_FILE] = blip2.make_chat_format_file(
+            config["image_embedder"]["qformer"]["queries"]
+        )
     pictures = replace(checkpoint, config=config, raw=view, view=view)
     return replace(pictures, side_files=side, language=language, unread_config=unread)
 
 
-def _with_delta(path: Path, delta: Path | None) -> Checkpoint:
+def _open_with_delta(path: Path, delta: Path | None) -> Checkpoint:
     """Return a checkpoint with a second one added to it."""
     base = _open_path(path)
     if delta is None:
@@ -256,9 +260,9 @@ def _open_path(path: Path) -> Checkpoint:
     if path.suffix == ".gguf":
         return _open_gguf(path)
     if path.suffix == ".safetensors":
-        return _with_config(path.parent, path, "safetensors", SafetensorsFiles([path]))
+        return _checkpoint_with_config(path.parent, path, "safetensors", SafetensorsFiles([path]))
     if path.suffix in (".bin", ".pth", ".pt"):
-        return _with_config(path.parent, path, "pth", PthFiles([path]))
+        return _checkpoint_with_config(path.parent, path, "pth", PthFiles([path]))
     raise CheckpointError(
         f"{path}: not a .gguf, .safetensors, .bin or .pth file; give a checkpoint's folder"
     )
@@ -266,21 +270,27 @@ def _open_path(path: Path) -> Checkpoint:
 
 def _open_folder(folder: Path) -> Checkpoint:
     if (folder / SAFETENSORS_INDEX).is_file():
-        return _with_config(folder, folder, "safetensors", SafetensorsFiles.from_index(folder))
+        return _checkpoint_with_config(
+            folder, folder, "safetensors", SafetensorsFiles.from_index(folder)
+        )
     if (folder / "model.safetensors").is_file():
         weights = SafetensorsFiles([folder / "model.safetensors"])
-        return _with_config(folder, folder, "safetensors", weights)
+        return _checkpoint_with_config(folder, folder, "safetensors", weights)
     if (folder / PTH_INDEX).is_file():
-        return _with_config(folder, folder, "pth", PthFiles.from_index(folder))
+        return _checkpoint_with_config(folder, folder, "pth", PthFiles.from_index(folder))
     if (folder / "pytorch_model.bin").is_file():
-        return _with_config(folder, folder, "pth", PthFiles([folder / "pytorch_model.bin"]))
+        return _checkpoint_with_config(
+            folder, folder, "pth", PthFiles([folder / "pytorch_model.bin"])
+        )
     for suffix, opener in (
         (".gguf", lambda file: _open_gguf(file)),
         (
             ".safetensors",
-            lambda file: _with_config(folder, folder, "safetensors", SafetensorsFiles([file])),
+            lambda file: _checkpoint_with_config(
+                folder, folder, "safetensors", SafetensorsFiles([file])
+            ),
         ),
-        (".pth", lambda file: _with_config(folder, folder, "pth", PthFiles([file]))),
+        (".pth", lambda file: _checkpoint_with_config(folder, folder, "pth", PthFiles([file]))),
     ):
         matches = sorted(
             file for file in folder.iterdir() if file.suffix == suffix and file.is_file()
@@ -297,14 +307,18 @@ def _open_folder(folder: Path) -> Checkpoint:
     )
 
 
-def _with_config(folder: Path, path: Path, container: str, weights: Container) -> Checkpoint:
+def _checkpoint_with_config(
+    folder: Path, path: Path, container: str, weights: Container
+) -> Checkpoint:
     alone = path.is_file() and not (folder / "config.json").exists()
     config = {} if alone else read_json(folder / "config.json")
     if not alone and not isinstance(config.get("model_type"), str):
         raise UnknownArchitecture(
             f"{folder / 'config.json'}: names no model_type; add the family's name"
         )
-    config, left_out = language_model_config(with_current_type(config), folder / "config.json")
+    config, left_out = language_model_config(
+        with_current_model_type(config), folder / "config.json"
+    )
     weights = language_model_container(config, weights)
     generation_file = folder / "generation_config.json"
     for name, method in SIDE_FILES.items():
@@ -312,8 +326,8 @@ def _with_config(folder: Path, path: Path, container: str, weights: Container) -
             config["quantization_config"] = {"quant_method": method, **read_json(folder / name)}
     view = weights
     if config.get("model_type") == gpt_oss_experts.MODEL_TYPE:
-        gpt_oss_experts.check_method(config.get("quantization_config"), path)
-        view = gpt_oss_experts.GptOssExperts(weights)
+        gpt_oss_experts.check_mxfp4_method(config.get("quantization_config"), path)
+        view = gpt_oss_experts.GptOssExpertContainer(weights)
     elif quantization := config.get("quantization_config"):
         transposed = config.get("model_type") == "gpt2"
         view = open_prequantized(weights, quantization, path, transposed=transposed)
@@ -324,7 +338,7 @@ def _with_config(folder: Path, path: Path, container: str, weights: Container) -
         generation_config=read_json(generation_file) if generation_file.is_file() else {},
         raw=weights,
         view=view,
-        side_files=tokenizer_files(folder),
+        side_files=read_tokenizer_files(folder),
         unread_config=left_out,
     )
 
@@ -344,6 +358,6 @@ def _open_gguf(path: Path) -> Checkpoint:
         generation_config=view.generation_config,
         raw=raw,
         view=view,
-        side_files={"gguf_vocab.json": view.tokenizer_json()} if has_vocabulary else {},
+        side_files={"gguf_vocab.json": view.tokenizer_metadata_json()} if has_vocabulary else {},
         unread_config=view.unread,
     )

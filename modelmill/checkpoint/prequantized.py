@@ -16,7 +16,7 @@ import torch
 from modelmill.checkpoint import awq_format, bitnet_format, compressed_tensors, gptq_format
 from modelmill.checkpoint.container import Container, ConvertedContainer, TensorInfo
 from modelmill.checkpoint.fp8_format import METHODS, Fp8Container, read_settings
-from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
+from modelmill.checkpoint.quant_layout import QuantizedMatrix, QuantLayout
 from modelmill.core.errors import CheckpointError
 
 SIDE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -44,7 +44,9 @@ class QuantScheme(Protocol):
             CheckpointError: for unsupported settings, with advice.
         """
 
-    def read_packed(self, raw: Container, stem: str, layout: QuantLayout) -> PackedMatrix:
+    def read_quantized_matrix(
+        self, raw: Container, stem: str, layout: QuantLayout
+    ) -> QuantizedMatrix:
         """Return its values; raises CorruptCheckpoint if they contradict the layout."""
 
 
@@ -131,7 +133,7 @@ class PrequantizedContainer(ConvertedContainer):
         form = self.quant_layout(name)
         if form is None:
             return self._raw.get(name)
-        dense = self.read_packed(name).dequantize(form.group_size)
+        dense = self.read_quantized_matrix(name).dequantize(form.group_size)
         return dense.t().contiguous() if form.transposed else dense
 
     def quant_layout(self, name: str) -> QuantLayout | None:
@@ -145,8 +147,8 @@ class PrequantizedContainer(ConvertedContainer):
             self._layouts[name] = layout
         return self._layouts[name]
 
-    def read_packed(self, name: str) -> PackedMatrix:
+    def read_quantized_matrix(self, name: str) -> QuantizedMatrix:
         """Return the values of a packed matrix as stored."""
         form = self.quant_layout(name)
         assert form is not None, "a packed matrix"
-        return self.scheme.read_packed(self._raw, self._stems[name], form)
+        return self.scheme.read_quantized_matrix(self._raw, self._stems[name], form)

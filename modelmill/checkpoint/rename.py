@@ -16,8 +16,8 @@ from functools import reduce
 
 import torch
 
-from modelmill.checkpoint import row_order
-from modelmill.checkpoint.container import TensorInfo, list_names
+from modelmill.checkpoint import row_transforms
+from modelmill.checkpoint.container import TensorInfo, format_names
 from modelmill.core.errors import TensorMismatch
 
 Shape = tuple[int, ...]
@@ -125,7 +125,9 @@ def plan_renames(
         )
     dropped = [re.compile(drop) for drop in ignored]
     left = [
-        name for name in available if name not in used and not _is_ignored(name, dropped, prefixes)
+        name
+        for name in available
+        if name not in used and not _may_stay_unused(name, dropped, prefixes)
     ]
     if missing or left:
         raise TensorMismatch(_mismatch_message(sorted(set(missing)), left))
@@ -164,11 +166,13 @@ def apply_rule(
             shapes = [step.shape(shapes, argument)]
             sources = iter((step.compute(sources, shapes[0], dtype, argument),))
     except TensorMismatch as error:
-        raise TensorMismatch(f"{rule.target} (from {list_names(rule.sources)}): {error}") from None
+        raise TensorMismatch(
+            f"{rule.target} (from {format_names(rule.sources)}): {error}"
+        ) from None
     return next(sources)
 
 
-def result_info(rule: ResolvedRule, tensor_info: Callable[[str], TensorInfo]) -> TensorInfo:
+def result_tensor_info(rule: ResolvedRule, tensor_info: Callable[[str], TensorInfo]) -> TensorInfo:
     """Return shape, dtype and bytes of the result of `apply_rule`, without reading a value."""
     sources = [tensor_info(name) for name in rule.sources]
     shapes: list[Shape] = [source.shape for source in sources]
@@ -177,7 +181,9 @@ def result_info(rule: ResolvedRule, tensor_info: Callable[[str], TensorInfo]) ->
             step, argument = _parse_step(text)
             shapes = [step.shape(shapes, argument)]
     except TensorMismatch as error:
-        raise TensorMismatch(f"{rule.target} (from {list_names(rule.sources)}): {error}") from None
+        raise TensorMismatch(
+            f"{rule.target} (from {format_names(rule.sources)}): {error}"
+        ) from None
     dtype = reduce(torch.promote_types, (source.decoded_dtype for source in sources))
     result = TensorInfo(rule.target, shapes[0], str(dtype).removeprefix("torch."), 0)
     return TensorInfo(result.name, result.shape, result.dtype, result.numel * dtype.itemsize)
@@ -193,7 +199,9 @@ def find_source_name(
     return next((name for name in spellings if name in available), None)
 
 
-def _is_ignored(name: str, patterns: Sequence[re.Pattern[str]], prefixes: Sequence[str]) -> bool:
+def _may_stay_unused(
+    name: str, patterns: Sequence[re.Pattern[str]], prefixes: Sequence[str]
+) -> bool:
     spellings = {name, *(name.removeprefix(p) for p in prefixes), *(p + name for p in prefixes)}
     return any(pattern.fullmatch(spelling) for pattern in patterns for spelling in spellings)
 
@@ -202,12 +210,13 @@ def _mismatch_message(missing: Sequence[str], left_over: Collection[str]) -> str
     parts = []
     if missing:
         parts.append(
-            f"the model needs {len(missing)} tensor(s) the checkpoint lacks: {list_names(missing)}"
+            f"the model needs {len(missing)} tensor(s) the checkpoint lacks: "
+            f"{format_names(missing)}"
         )
     if left_over:
         parts.append(
             f"the checkpoint holds {len(left_over)} tensor(s) the model has no place for: "
-            f"{list_names(left_over)}"
+            f"{format_names(left_over)}"
         )
     counts = "is num_hidden_layers in config.json"
     if any(".experts." in name for name in (*missing, *left_over)):
@@ -227,7 +236,7 @@ def _parse_step(text: str) -> tuple[RenameStep, str]:
     return RENAME_STEPS[name], argument
 
 
-def _single_shape(shapes: Sequence[Shape]) -> Shape:
+def _single_source_shape(shapes: Sequence[Shape]) -> Shape:
     assert len(shapes) == 1, "this rename step takes one source"
     return shapes[0]
 
@@ -261,7 +270,7 @@ def _concat(axis: int) -> Callable[[Iterator[torch.Tensor], Shape, torch.dtype, 
 
 
 def _transpose_shape(shapes: Sequence[Shape], _: str) -> Shape:
-    shape = _single_shape(shapes)
+    shape = _single_source_shape(shapes)
     if len(shape) != 2:
         raise TensorMismatch(f"shape {list(shape)} is not a matrix and cannot be transposed")
     return (shape[1], shape[0])
@@ -276,24 +285,24 @@ def _parse_part(argument: str) -> tuple[int, int]:
 
 
 def _part_shape(shapes: Sequence[Shape], argument: str) -> Shape:
-    shape, (_, count) = _single_shape(shapes), _parse_part(argument)
+    shape, (_, count) = _single_source_shape(shapes), _parse_part(argument)
     if not shape or shape[0] % count:
         raise TensorMismatch(f"shape {list(shape)} does not split into {count} equal parts of rows")
     return (shape[0] // count, *shape[1:])
 
 
 def _flat_shape(shapes: Sequence[Shape], _: str) -> Shape:
-    return (torch.Size(_single_shape(shapes)).numel(),)
+    return (torch.Size(_single_source_shape(shapes)).numel(),)
 
 
 def _expert_shape(shapes: Sequence[Shape], argument: str) -> Shape:
-    shape, (_, count) = _single_shape(shapes), _parse_part(argument)
+    shape, (_, count) = _single_source_shape(shapes), _parse_part(argument)
     if len(shape) < 2 or shape[0] != count:
         raise TensorMismatch(f"shape {list(shape)} has not {count} experts in its first dimension")
     return shape[1:]
 
 
-def _q0v_shape(shapes: Sequence[Shape], _: str) -> Shape:
+def _concat_q_zero_v_shape(shapes: Sequence[Shape], _: str) -> Shape:
     if len({*shapes}) != 1 or len(shapes[0]) != 1:
         raise TensorMismatch(
             f"shapes {', '.join(map(str, map(list, shapes)))} are not two biases of one length"
@@ -311,7 +320,7 @@ def _concat_q_zero_v(
 BATCH_NORM_EPS = 1e-5  # torch's default for batch norms, which state dicts do not contain
 
 
-def _fold_shape(shapes: Sequence[Shape], _: str) -> Shape:
+def _fold_batch_norm_shape(shapes: Sequence[Shape], _: str) -> Shape:
     if any(len(s) != 1 or s[0] != shapes[0][0] for s in shapes[1:]):
         raise TensorMismatch(
             f"shapes {', '.join(map(str, map(list, shapes)))} are not a convolution and its batch "
@@ -320,7 +329,7 @@ def _fold_shape(shapes: Sequence[Shape], _: str) -> Shape:
     return shapes[0]
 
 
-def _fold_weight(
+def _fold_batch_norm_weight(
     sources: Iterator[torch.Tensor], _: Shape, dtype: torch.dtype, __: str
 ) -> torch.Tensor:
     """Fold a batch norm into a weight [O, …], in float64 so that folding adds no error."""
@@ -329,7 +338,7 @@ def _fold_weight(
     return (weight * factor.view(-1, *[1] * (weight.dim() - 1))).to(dtype)
 
 
-def _fold_bias(
+def _fold_batch_norm_bias(
     sources: Iterator[torch.Tensor], _: Shape, dtype: torch.dtype, __: str
 ) -> torch.Tensor:
     """Fold a batch norm into a bias, from its bias, weight, mean and variance."""
@@ -337,15 +346,15 @@ def _fold_bias(
     return (bias - mean * gain * torch.rsqrt(variance + BATCH_NORM_EPS)).to(dtype)
 
 
-def _pointwise_shape(shapes: Sequence[Shape], _: str) -> Shape:
-    shape = _single_shape(shapes)
+def _pointwise_conv_shape(shapes: Sequence[Shape], _: str) -> Shape:
+    shape = _single_source_shape(shapes)
     if len(shape) != 4 or shape[2:] != (1, 1):
         raise TensorMismatch(f"shape {list(shape)} is no convolution of 1×1")
     return shape[:2]
 
 
 def _ones_shape(shapes: Sequence[Shape], argument: str) -> Shape:
-    shape, axis = _single_shape(shapes), int(argument)
+    shape, axis = _single_source_shape(shapes), int(argument)
     if len(shape) <= axis:
         raise TensorMismatch(f"shape {list(shape)} has no dimension {axis}")
     return (shape[axis],)
@@ -362,8 +371,8 @@ def _l2_normalize_rows(
     return torch.nn.functional.normalize(next(sources).float()).to(dtype)
 
 
-def _ungroup_shape(shapes: Sequence[Shape], argument: str) -> Shape:
-    shape = _single_shape(shapes)
+def _ungroup_qkv_shape(shapes: Sequence[Shape], argument: str) -> Shape:
+    shape = _single_source_shape(shapes)
     kv_heads, group, dim = map(int, argument.split("/"))
     if not shape or shape[0] != kv_heads * (group + 2) * dim:
         raise TensorMismatch(
@@ -373,7 +382,7 @@ def _ungroup_shape(shapes: Sequence[Shape], argument: str) -> Shape:
     return shape
 
 
-def _ungroup(
+def _ungroup_qkv(
     sources: Iterator[torch.Tensor], shape: Shape, _: torch.dtype, argument: str
 ) -> torch.Tensor:
     kv_heads, group, dim = map(int, argument.split("/"))
@@ -382,7 +391,7 @@ def _ungroup(
     return torch.cat([part.reshape(-1, *shape[1:]) for part in parts])
 
 
-def rope_channels(dim: int, turned: int, layout: str) -> list[int]:
+def rope_channel_order(dim: int, turned: int, layout: str) -> list[int]:
     """Return the channel of a head that is stored at each place by the step "rope_rows"."""
     rotated = list(range(turned))
     if layout == "neighbours":
@@ -394,25 +403,27 @@ def rope_channels(dim: int, turned: int, layout: str) -> list[int]:
     return [*first, *rest[:half], *second, *rest[half:]]
 
 
-def _permuted_rope_rows_shape(shapes: Sequence[Shape], argument: str) -> Shape:
-    shape, (heads, dim) = _single_shape(shapes), map(int, argument.split("/")[:2])
+def _reorder_rope_rows_shape(shapes: Sequence[Shape], argument: str) -> Shape:
+    shape, (heads, dim) = _single_source_shape(shapes), map(int, argument.split("/")[:2])
     if not shape or shape[0] < heads * dim:
         raise TensorMismatch(f"shape {list(shape)} has not {heads} heads of {dim} channels")
     return shape
 
 
-def _rope_rows(
+def _reorder_rope_rows(
     sources: Iterator[torch.Tensor], shape: Shape, _: torch.dtype, argument: str
 ) -> torch.Tensor:
     heads, dim, turned = map(int, argument.split("/")[:3])
-    order = torch.tensor(rope_channels(dim, turned, argument.rpartition("/")[2]))
+    order = torch.tensor(rope_channel_order(dim, turned, argument.rpartition("/")[2]))
     tensor = next(sources)
     rows = tensor[: heads * dim].reshape(heads, dim, *shape[1:])
     return torch.cat((rows[:, order].reshape(-1, *shape[1:]), tensor[heads * dim :]))
 
 
 RENAME_STEPS: dict[str, RenameStep] = {
-    "copy": RenameStep(lambda shapes, _: _single_shape(shapes), lambda sources, *_: next(sources)),
+    "copy": RenameStep(
+        lambda shapes, _: _single_source_shape(shapes), lambda sources, *_: next(sources)
+    ),
     "cat0": RenameStep(_concat_shape(0), _concat(0)),
     "cat1": RenameStep(_concat_shape(1), _concat(1)),
     "transpose": RenameStep(_transpose_shape, lambda sources, *_: next(sources).t().contiguous()),
@@ -426,20 +437,28 @@ RENAME_STEPS: dict[str, RenameStep] = {
         _expert_shape,
         lambda sources, _, __, argument: next(sources)[_parse_part(argument)[0]],
     ),
-    "bias_q0v": RenameStep(_q0v_shape, _concat_q_zero_v),
-    "fold_weight": RenameStep(_fold_shape, _fold_weight),
-    "fold_bias": RenameStep(_fold_shape, _fold_bias),
-    "plus_one": RenameStep(lambda shapes, _: _single_shape(shapes), _plus_one),
+    "bias_q0v": RenameStep(_concat_q_zero_v_shape, _concat_q_zero_v),
+    "fold_weight": RenameStep(_fold_batch_norm_shape, _fold_batch_norm_weight),
+    "fold_bias": RenameStep(_fold_batch_norm_shape, _fold_batch_norm_bias),
+    "plus_one": RenameStep(lambda shapes, _: _single_source_shape(shapes), _plus_one),
     "ones": RenameStep(_ones_shape, lambda _, shape, dtype, __: torch.ones(shape, dtype=dtype)),
-    "unit_rows": RenameStep(lambda shapes, _: _single_shape(shapes), _l2_normalize_rows),
-    "scale_rows": RenameStep(row_order.scale_rows_shape, row_order.scale_rows),
-    "ungroup": RenameStep(_ungroup_shape, _ungroup),
-    "rope_rows": RenameStep(_permuted_rope_rows_shape, _rope_rows),
-    "deinterleave": RenameStep(row_order.deinterleave_shape, row_order.deinterleave),
-    "drop_gates": RenameStep(row_order.drop_gates_shape, row_order.drop_gates),
-    "gates": RenameStep(row_order.output_gate_shape, row_order.gates),
-    "rows": RenameStep(row_order.select_ranges_shape, row_order.select_ranges),
-    "depthwise": RenameStep(row_order.depthwise_shape, row_order.depthwise),
+    "unit_rows": RenameStep(lambda shapes, _: _single_source_shape(shapes), _l2_normalize_rows),
+    "scale_rows": RenameStep(row_transforms.scale_rows_shape, row_transforms.scale_rows),
+    "ungroup": RenameStep(_ungroup_qkv_shape, _ungroup_qkv),
+    "rope_rows": RenameStep(_reorder_rope_rows_shape, _reorder_rope_rows),
+    "deinterleave": RenameStep(
+        row_transforms.deinterleave_rows_shape, row_transforms.deinterleave_rows
+    ),
+    "drop_gates": RenameStep(
+        row_transforms.drop_output_gates_shape, row_transforms.drop_output_gates
+    ),
+    "gates": RenameStep(
+        row_transforms.select_output_gates_shape, row_transforms.select_output_gates
+    ),
+    "rows": RenameStep(row_transforms.select_row_ranges_shape, row_transforms.select_row_ranges),
+    "depthwise": RenameStep(
+        row_transforms.flatten_depthwise_conv_shape, row_transforms.flatten_depthwise_conv
+    ),
     "flatten": RenameStep(_flat_shape, lambda sources, *_: next(sources).flatten()),
-    "pointwise": RenameStep(_pointwise_shape, lambda sources, *_: next(sources).flatten(1)),
+    "pointwise": RenameStep(_pointwise_conv_shape, lambda sources, *_: next(sources).flatten(1)),
 }

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from modelmill.checkpoint.container import (
     ShardedFiles,
     TensorInfo,
-    list_names,
+    format_names,
     no_such_tensor_error,
 )
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
@@ -103,13 +103,13 @@ class SafetensorsFiles(ShardedFiles):
         return tensor
 
     def _check_index(self, expected: Mapping[str, str]) -> None:
-        self._check_listed(expected, self._file_by_tensor)
+        self._check_no_tensor_missing(expected, self._file_by_tensor)
         strays = [
             name for name, home in expected.items() if self._file_by_tensor[name].name != home
         ]
         if strays:
             index = self._paths[0].parent / INDEX_FILE
-            raise CorruptCheckpoint(f"{index}: names the wrong shard for {list_names(strays)}")
+            raise CorruptCheckpoint(f"{index}: names the wrong shard for {format_names(strays)}")
 
 
 def read_header(path: Path) -> tuple[list[TensorInfo], dict[str, str]]:

@@ -48,7 +48,7 @@ VOCABULARY_FILES = (
 SPECIAL_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
-def tokenizer_files(folder: Path) -> dict[str, bytes]:
+def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
     """Return a folder's tokenizer files by name: the known names, *.tiktoken, more templates.
 
     It is empty without a vocabulary: such a checkpoint has no tokenizer.
@@ -104,7 +104,7 @@ def _read_special_float(value: dict[str, Any]) -> Any:
     return SPECIAL_FLOATS.get(str(value["__float__"]), value)
 
 
-def read_index(path: Path) -> dict[str, str]:
+def read_shard_index(path: Path) -> dict[str, str]:
     """Return the weight_map of a shard index: tensor name -> shard file name.
 
     Shards must be plain names in the index's own folder (a hub cache may link them elsewhere, an

@@ -8,7 +8,7 @@ from typing import Any
 
 from modelmill.cli.output import print_facts, print_note, print_table
 from modelmill.core.byte_size import format_bytes
-from modelmill.core.expert_tokens import MIN_EXPERT_TOKENS
+from modelmill.core.expert_calibration_threshold import MIN_EXPERT_TOKENS
 
 
 def show_acceptance(report: dict[str, Any]) -> None:
@@ -34,17 +34,17 @@ def show_acceptance(report: dict[str, Any]) -> None:
             ("next tokens", agreed if logits else None),
             ("perplexity", perplexity if logits else None),
             ("mean KL to the checkpoint", logits.get("mean_kl")),
-            ("picture's embeddings' error", _vision_summary(report.get("image_embeddings"))),
-            ("next tokens as the checkpoint's", _percent(logits.get("agreement"))),
+            ("picture's embeddings' error", _format_image_error(report.get("image_embeddings"))),
+            ("next tokens as the checkpoint's", _format_percent(logits.get("agreement"))),
             ("size", format_bytes(report["bytes"]) if "bytes" in report else None),
             ("reference", report.get("reference")),
-            ("not used", _ignored_tensors(report)),
+            ("not used", _format_ignored_tensors(report)),
         ],
         title="Acceptance",
     )
     recipe = report.get("quantization_errors") or []
     show_recipe_errors(recipe, any(each["before"] != each["after"] for each in recipe))
-    show_modules([_label_worst_tile(row) for row in report.get("layers", [])])
+    show_worst_layers([_label_worst_tile(row) for row in report.get("layers", [])])
     show_warnings(report)
 
 
@@ -74,7 +74,7 @@ def show_segmentation_acceptance(report: dict[str, Any]) -> None:
             ),
             ("scores differ by", f"at most {masks['score_difference']}"),
             ("size", format_bytes(report["bytes"])),
-            ("not used", _ignored_tensors(report)),
+            ("not used", _format_ignored_tensors(report)),
         ],
         title="Acceptance",
     )
@@ -84,7 +84,7 @@ def show_segmentation_acceptance(report: dict[str, Any]) -> None:
         {**row, "module": together.get(row["module"].rpartition(".")[2], row["module"])}
         for row in report.get("layers", [])
     ]
-    show_modules(layers)
+    show_worst_layers(layers)
 
 
 def show_warnings(report: dict[str, Any]) -> None:
@@ -115,7 +115,7 @@ def _label_worst_tile(row: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _vision_summary(pictures: dict[str, Any] | None) -> str | None:
+def _format_image_error(pictures: dict[str, Any] | None) -> str | None:
     return (
         None
         if pictures is None
@@ -123,7 +123,7 @@ def _vision_summary(pictures: dict[str, Any] | None) -> str | None:
     )
 
 
-def _ignored_tensors(report: dict[str, Any]) -> str | None:
+def _format_ignored_tensors(report: dict[str, Any]) -> str | None:
     """Format the checkpoint's tensors that the engine does not use."""
     return (
         ", ".join(f"{row['count']} × {row['what']}" for row in report.get("unused_tensors") or [])
@@ -131,13 +131,13 @@ def _ignored_tensors(report: dict[str, Any]) -> str | None:
     )
 
 
-def _percent(value: Any) -> str | None:
+def _format_percent(value: Any) -> str | None:
     return f"{100 * value:.1f} %" if isinstance(value, float) else None
 
 
-def show_modules(layers: list[dict[str, Any]]) -> None:
+def show_worst_layers(layers: list[dict[str, Any]]) -> None:
     """Print the worst layer of each module."""
-    rows = worst_by_module(layers)
+    rows = worst_layer_by_module(layers)
     columns = (
         "module",
         "worst at",
@@ -157,7 +157,7 @@ def show_recipe_errors(layer_reports: list[dict[str, Any]], calibrated: bool = T
     if not layer_reports:
         return
     layers: dict[int, list[dict[str, Any]]] = {}
-    facts, layer_reports = layer_reports, worst_experts(layer_reports)
+    facts, layer_reports = layer_reports, merge_experts_into_worst(layer_reports)
     for each in layer_reports:
         layers.setdefault(each["layer"], []).append(each)
     modules = list(dict.fromkeys(each["module"] for each in layer_reports))
@@ -167,7 +167,7 @@ def show_recipe_errors(layer_reports: list[dict[str, Any]], calibrated: bool = T
     rows = []
     for layer, matrices in layers.items():
         by_module = {each["module"]: each for each in matrices}
-        errors = [_error_change(by_module.get(module)) for module in modules]
+        errors = [_format_error_change(by_module.get(module)) for module in modules]
         worst = max(matrices, key=lambda each: each["outliers"][0][1])
         channels = ", ".join(
             f"{channel} ({times:.3g}×)" for channel, times in worst["outliers"][:2]
@@ -181,28 +181,28 @@ def show_recipe_errors(layer_reports: list[dict[str, Any]], calibrated: bool = T
     print_table(
         columns, rows, title=f"Errors of outputs on the {where}, rounded to nearest → as held"
     )
-    line = expert_tokens_line(facts)
+    line = format_expert_tokens(facts)
     if line is not None:
         print_note(line)
 
 
-def worst_experts(layer_reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def merge_experts_into_worst(layer_reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of the experts of a layer, the one with the largest error after the recipe, as "*"."""
     worst: dict[tuple[int, str], dict[str, Any]] = {}
     for each in layer_reports:
-        module = with_expert_wildcard(each["module"])
+        module = replace_expert_number(each["module"])
         key = each["layer"], module
         if key not in worst or each["after"] > worst[key]["after"]:
             worst[key] = {**each, "module": module}
     return list(worst.values())
 
 
-def with_expert_wildcard(module: str) -> str:
+def replace_expert_number(module: str) -> str:
     """A module's name with "*" in the place of an expert's number."""
     return re.sub(r"\bexperts\.\d+", "experts.*", module)
 
 
-def expert_tokens_line(layer_reports: list[dict[str, Any]]) -> str | None:
+def format_expert_tokens(layer_reports: list[dict[str, Any]]) -> str | None:
     """How many calibration tokens the experts had; None without experts."""
     counts = [
         (each["expert_tokens"], each["layer"], each["module"])
@@ -226,7 +226,7 @@ def expert_tokens_line(layer_reports: list[dict[str, Any]]) -> str | None:
     )
 
 
-def _error_change(matrix: dict[str, Any] | None) -> str | None:
+def _format_error_change(matrix: dict[str, Any] | None) -> str | None:
     """Format errors in per cent; one number if the weights are rounded to nearest."""
     if matrix is None:
         return None
@@ -234,11 +234,11 @@ def _error_change(matrix: dict[str, Any] | None) -> str | None:
     return ("" if before == after else f"{100 * before:.2g} → ") + f"{100 * after:.2g} %"
 
 
-def worst_by_module(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def worst_layer_by_module(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return for each module the layer closest to its tolerance, in the order of the modules."""
     worst: dict[str, dict[str, Any]] = {}
     for layer in layers:
-        module = with_expert_wildcard(layer["module"])
+        module = replace_expert_number(layer["module"])
         current = worst.get(module)
         if current is None or tolerance_ratio(layer) > tolerance_ratio(current):
             worst[module] = {**layer, "module": module}

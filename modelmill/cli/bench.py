@@ -9,9 +9,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.bench_ops import check_ops, draw_ops, make_op_rows, measure_ops, show_ops
-from modelmill.cli.bench_report import draw_plot, make_rows, show_table
-from modelmill.cli.bench_serve import check_serve, make_serve_rows, measure_serve, show_serve
+from modelmill.cli.bench_ops import (
+    check_op_names,
+    make_op_rows,
+    measure_ops,
+    plot_op_fractions,
+    show_op_times,
+)
+from modelmill.cli.bench_report import make_rows, plot_bench_results, show_bench_table
+from modelmill.cli.bench_serve import (
+    check_load_test_options,
+    make_serve_rows,
+    run_load_test,
+    show_load_test_results,
+)
 from modelmill.cli.engine_options import (
     ENGINE_HELP,
     CheckpointBuildOptions,
@@ -20,14 +31,20 @@ from modelmill.cli.engine_options import (
     share_gpu_with_reference,
 )
 from modelmill.cli.options import CommonArgs, config_field
-from modelmill.cli.output import emit_json, print_note, show_progress
-from modelmill.core.config import DTYPES, RunConfig, non_default_fields, option, path_option
+from modelmill.cli.output import print_json, print_note, show_progress
+from modelmill.core.config import (
+    DTYPES,
+    RunConfig,
+    non_default_fields,
+    option_field,
+    path_option_field,
+)
 from modelmill.core.errors import TokenizerError, UsageError
-from modelmill.core.packages import require
+from modelmill.core.packages import require_package
 
 if TYPE_CHECKING:
+    from modelmill.eval.bench_targets import BenchTarget
     from modelmill.eval.datasets import BenchRequest
-    from modelmill.eval.targets import BenchTarget
     from modelmill.llm import LLM
 
 HELP = (
@@ -66,71 +83,77 @@ DEFAULT_RUNS = 5
 class Args(CommonArgs):
     """Command-line options of ``modelmill bench``."""
 
-    what: str = option(
+    what: str = option_field(
         help="latency, throughput, startup, serve, ops",
         positional=True,
         choices=BENCHMARKS,
         metavar="WHAT",
     )
-    engine: Path | None = option(
+    engine: Path | None = option_field(
         None, ENGINE_HELP + "; none for serve and ops", positional=True, metavar="ENGINE"
     )
-    batch_size: tuple[int, ...] = option(
+    batch_size: tuple[int, ...] = option_field(
         (1,), "latency: batch sizes, measured one after another until memory is exhausted"
     )
-    input_len: int = option(128, "tokens of a prompt; serve: words, each of a token or more")
-    output_len: int = option(64, "tokens of an answer (end-of-text is ignored)")
-    num_prompts: int | None = option(
+    input_len: int = option_field(128, "tokens of a prompt; serve: words, each of a token or more")
+    output_len: int = option_field(64, "tokens of an answer (end-of-text is ignored)")
+    num_prompts: int | None = option_field(
         None, "throughput, serve: requests (default: 100; of a trace 500)"
     )
-    dataset: Path | None = path_option("throughput: ShareGPT json, or jsonl of prompts", "FILE")
-    trace: Path | None = path_option(
+    dataset: Path | None = path_option_field(
+        "throughput: ShareGPT json, or jsonl of prompts", "FILE"
+    )
+    trace: Path | None = path_option_field(
         "throughput, serve: lengths from a csv with ContextTokens and GeneratedTokens", "FILE.csv"
     )
-    runs: int | None = option(None, "measured runs (default: 5; ops: 15 rounds)")
-    warmup: int = option(1, "runs before them that are not counted")
-    url: str | None = option(None, "serve: address of the server")
-    model: str | None = option(
+    runs: int | None = option_field(None, "measured runs (default: 5; ops: 15 rounds)")
+    warmup: int = option_field(1, "runs before them that are not counted")
+    url: str | None = option_field(None, "serve: address of the server")
+    model: str | None = option_field(
         None, "serve: model of the requests (default: the first that the server lists)"
     )
-    api_key: str | None = option(None, "serve: key of the server")
-    request_rate: float | None = option(
+    api_key: str | None = option_field(None, "serve: key of the server")
+    request_rate: float | None = option_field(
         None, "serve: requests a second, as Poisson arrivals (default: all at once)"
     )
-    concurrency: int | None = option(None, "serve: maximum concurrent requests")
-    endpoint: str = option(
+    concurrency: int | None = option_field(None, "serve: maximum concurrent requests")
+    endpoint: str = option_field(
         "completions",
         "serve: endpoint to measure, /v1/completions or chat",
         choices=("completions", "chat"),
     )
-    ignore_eos: bool = option(
+    ignore_eos: bool = option_field(
         True, "serve: request answers of full length; not for servers that refuse the field"
     )
-    first_ms: float | None = option(
+    first_ms: float | None = option_field(
         None, "serve: a good request has its first token within so many ms"
     )
-    token_ms: float | None = option(None, "serve: a good request takes at most so many ms a token")
-    op: tuple[str, ...] = option((), "ops: only this one (repeatable)")
-    variant: tuple[str, ...] = option(
+    token_ms: float | None = option_field(
+        None, "serve: a good request takes at most so many ms a token"
+    )
+    op: tuple[str, ...] = option_field((), "ops: only this one (repeatable)")
+    variant: tuple[str, ...] = option_field(
         (), "ops: only this variant, torch, triton, cuda or cpu (repeatable)"
     )
-    case: str = option("", "ops: only cases whose name contains this")
-    reference: str | None = option(
+    case: str = option_field("", "ops: only cases whose name contains this")
+    reference: str | None = option_field(
         None, "measure transformers, too, in turn with the engine", choices=("hf",)
     )
-    checkpoint: Path | None = path_option(
+    checkpoint: Path | None = path_option_field(
         "checkpoint for the reference (default: ENGINE, where that is one)", "CHECKPOINT"
     )
-    reference_dtype: str | None = option(
+    reference_dtype: str | None = option_field(
         None, "type of the reference (default: the engine's)", choices=DTYPES
     )
-    reference_batch_size: int = option(8, "throughput: size of the reference's static batches")
-    plot: Path | None = path_option("draw the figures", "FILE.png")
-    save: Path | None = path_option("append the figures as rows", "FILE.jsonl")
+    reference_batch_size: int = option_field(
+        8, "throughput: size of the reference's static batches"
+    )
+    plot: Path | None = path_option_field("draw the figures", "FILE.png")
+    save: Path | None = path_option_field("append the figures as rows", "FILE.jsonl")
     build: CheckpointBuildOptions = config_field(
         CheckpointBuildOptions, "A checkpoint in the engine's place"
     )
-    enable_prefix_caching: bool = option(
+    enable_prefix_caching: bool = option_field(
         False, "reuse equal prompt beginnings: repeated runs then measure the cache"
     )
     run: RunConfig = config_field(RunConfig, "Engine", exclude=("enable_prefix_caching",))
@@ -138,13 +161,13 @@ class Args(CommonArgs):
 
 def run(args: Args) -> int:
     """Measure, print, plot and save the rows."""
-    _check(args)
+    _check_options(args)
     if args.what == "serve":
         return _bench_serve(args)
     benchmarks = {
-        "latency": _latency,
-        "throughput": _throughput,
-        "startup": _startup,
+        "latency": _measure_latency,
+        "throughput": _measure_throughput,
+        "startup": _measure_startup,
         "ops": measure_ops,
     }
     measured = benchmarks[args.what](args)
@@ -155,8 +178,8 @@ def run(args: Args) -> int:
         from modelmill.eval.report import append_rows
 
         append_rows(args.save, rows)
-    emit_json({"command": command, **measured, "rows": rows}) if args.json else (
-        show_ops if ops else show_table
+    print_json({"command": command, **measured, "rows": rows}) if args.json else (
+        show_op_times if ops else show_bench_table
     )(measured)
     if args.plot is not None:
         from modelmill.eval.report import plot
@@ -165,20 +188,26 @@ def run(args: Args) -> int:
             f"{args.what}: {'' if args.engine is None else args.engine.name + ' '}on "
             f"{measured['device']}"
         )
-        plot(args.plot, lambda axes: (draw_ops if ops else draw_plot)(axes, measured), title)
+        plot(
+            args.plot,
+            lambda axes: (plot_op_fractions if ops else plot_bench_results)(axes, measured),
+            title,
+        )
     return 1 if ops and any(each["failed"] for each in measured["results"]) else 0
 
 
 def _bench_serve(args: Args) -> int:
     """Save the measurements before printing and plotting, so that a failure there loses nothing."""
-    measured, drawn = measure_serve(args)
+    measured, drawn = run_load_test(args)
     command = _redacted_command(sys.argv[1:])
     rows = make_serve_rows(command, measured, args)
     if args.save is not None:
         from modelmill.eval.report import append_rows
 
         append_rows(args.save, rows)
-    emit_json({"command": command, **measured, "rows": rows}) if args.json else show_serve(measured)
+    print_json(
+        {"command": command, **measured, "rows": rows}
+    ) if args.json else show_load_test_results(measured)
     if args.plot is not None:
         drawn(args.plot)
     return 1 if measured["failed"] else 0
@@ -197,7 +226,7 @@ def _redacted_command(words: Sequence[str]) -> str:
     return shlex.join(["modelmill", *kept])
 
 
-def _check(args: Args) -> None:
+def _check_options(args: Args) -> None:
     for name in ("input_len", "output_len", "runs", "num_prompts", "reference_batch_size"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -215,25 +244,25 @@ def _check(args: Args) -> None:
     if args.reference is not None and args.what in ("startup", "serve", "ops"):
         raise UsageError("--reference belongs to bench latency and throughput")
     if args.reference is not None:
-        require("--reference", "transformers", "eval")
+        require_package("--reference", "transformers", "eval")
     if args.plot is not None:
-        from modelmill.eval.report import check_plot
+        from modelmill.eval.report import check_plot_path
 
-        check_plot(args.plot)
+        check_plot_path(args.plot)
     if args.what == "serve":
-        check_serve(args)
+        check_load_test_options(args)
         return
     if args.url is not None:
         raise UsageError("--url belongs to bench serve")
     if args.what == "ops":
-        check_ops(args.engine, args.op, args.variant)
+        check_op_names(args.engine, args.op, args.variant)
         return
-    _engine_path(args)
+    _require_engine_path(args)
     if args.op or args.variant or args.case:
         raise UsageError("--op, --variant and --case belong to bench ops")
 
 
-def _engine_path(args: Args) -> Path:
+def _require_engine_path(args: Args) -> Path:
     """Return the engine's path, which all but serve and ops need."""
     if args.engine is None:
         raise UsageError(
@@ -242,22 +271,22 @@ def _engine_path(args: Args) -> Path:
     return args.engine
 
 
-def _open_targets(args: Args, **options: Any) -> tuple[LLM, list[BenchTarget]]:
+def _open_engine_and_reference(args: Args, **options: Any) -> tuple[LLM, list[BenchTarget]]:
     """Return the engine, and transformers if requested."""
-    from modelmill.eval.targets import EngineTarget, HfTarget
+    from modelmill.eval.bench_targets import EngineTarget, HfTarget
 
     settings = replace(args.run, enable_prefix_caching=args.enable_prefix_caching, **options)
     if args.reference is not None:
         settings = share_gpu_with_reference(settings)
-    llm = open_llm(_engine_path(args), args.build, settings)
+    llm = open_llm(_require_engine_path(args), args.build, settings)
     subjects: list[BenchTarget] = [EngineTarget(llm.engine_core)]
     if args.reference is not None:
-        from modelmill.artifact.store import is_engine
+        from modelmill.artifact.store import is_engine_folder
         from modelmill.checkpoint.open import open_checkpoint
         from modelmill.eval.hf_reference import load_reference
 
-        source = resolve_model_path(args.checkpoint or _engine_path(args))
-        if is_engine(source):
+        source = resolve_model_path(args.checkpoint or _require_engine_path(args))
+        if is_engine_folder(source):
             raise UsageError(
                 "--reference hf needs --checkpoint CHECKPOINT, the one the engine was built from"
             )
@@ -269,10 +298,12 @@ def _open_targets(args: Args, **options: Any) -> tuple[LLM, list[BenchTarget]]:
     return llm, subjects
 
 
-def _latency(args: Args) -> dict[str, Any]:
+def _measure_latency(args: Args) -> dict[str, Any]:
     from modelmill.eval.latency import LatencyShape, sweep_shapes
 
-    llm, subjects = _open_targets(args, max_num_seqs=max(args.run.max_num_seqs, *args.batch_size))
+    llm, subjects = _open_engine_and_reference(
+        args, max_num_seqs=max(args.run.max_num_seqs, *args.batch_size)
+    )
     shapes = [LatencyShape(batch, args.input_len, args.output_len) for batch in args.batch_size]
     with show_progress("latency", quiet=args.json) as on_progress:
         sweep_options = {
@@ -286,18 +317,18 @@ def _latency(args: Args) -> dict[str, Any]:
         print_note(f"the sweep ended before its last batch size: {sweep.stop_reason}")
     results = [each.to_dict() for each in sweep.results]
     return {
-        **_row_facts(args, llm),
+        **_common_row_facts(args, llm),
         "ended": sweep.stop_reason,
         "results": results,
-        "speedups": _speedups(results, _latency_facts),
+        "speedups": _speedups(results, _latency_to_compare),
     }
 
 
-def _throughput(args: Args) -> dict[str, Any]:
+def _measure_throughput(args: Args) -> dict[str, Any]:
     from modelmill.eval.throughput import measure_throughput
 
-    llm, subjects = _open_targets(args)
-    work = _requests(args, llm)
+    llm, subjects = _open_engine_and_reference(args)
+    work = _make_bench_requests(args, llm)
     with show_progress("throughput", quiet=args.json) as on_progress:
         measurements = measure_throughput(
             subjects,
@@ -308,17 +339,17 @@ def _throughput(args: Args) -> dict[str, Any]:
         )
     results = [each.to_dict() for each in measurements]
     return {
-        **_row_facts(args, llm),
+        **_common_row_facts(args, llm),
         "results": results,
         "speedups": _speedups(results, lambda each: each["seconds"]),
     }
 
 
-def _requests(args: Args, llm: LLM) -> list[BenchRequest]:
+def _make_bench_requests(args: Args, llm: LLM) -> list[BenchRequest]:
     from modelmill.eval.datasets import (
         MAX_TRACE_TOKENS,
         random_requests,
-        read_dataset,
+        read_bench_requests,
         read_request_lengths,
     )
 
@@ -338,25 +369,25 @@ def _requests(args: Args, llm: LLM) -> list[BenchRequest]:
             raise TokenizerError(
                 f"{args.engine} is an ids-only engine (no tokenizer); leave --dataset out"
             )
-        work = read_dataset(args.dataset, count, tokenizer.encode, limit, args.output_len)
+        work = read_bench_requests(args.dataset, count, tokenizer.encode, limit, args.output_len)
         if len(work) < count:
             print_note(f"{args.dataset} holds only {len(work)} prompts that fit, not {count}")
         return work
     return random_requests([(args.input_len, args.output_len)] * count, vocab, seed)
 
 
-def _startup(args: Args) -> dict[str, Any]:
-    from modelmill.artifact.store import is_engine, open_artifact
+def _measure_startup(args: Args) -> dict[str, Any]:
+    from modelmill.artifact.store import is_engine_folder, open_artifact
     from modelmill.eval.report import device_name
     from modelmill.eval.startup import measure_startup
-    from modelmill.loader.device import compile_cpu_kernels, pick_device, use_threads
+    from modelmill.loader.device import compile_cpu_kernels, pick_device, set_cpu_threads
 
     # a checkpoint is built first; the build is not part of start-up
-    path = _engine_path(args)
-    engine = path if is_engine(path) else open_llm(path, args.build, args.run).path
+    path = _require_engine_path(args)
+    engine = path if is_engine_folder(path) else open_llm(path, args.build, args.run).path
     device = pick_device(args.run.device)
     if device == "cpu":
-        use_threads(args.run.threads)
+        set_cpu_threads(args.run.threads)
     with show_progress("startup", quiet=args.json) as on_progress:
         compile_cpu_kernels(
             device, on_progress
@@ -378,7 +409,7 @@ def _startup(args: Args) -> dict[str, Any]:
     }
 
 
-def _row_facts(args: Args, llm: LLM) -> dict[str, Any]:
+def _common_row_facts(args: Args, llm: LLM) -> dict[str, Any]:
     from modelmill.eval.report import device_name
 
     build = llm.engine_core.artifact.manifest.build  # type: ignore[union-attr]
@@ -392,7 +423,7 @@ def _row_facts(args: Args, llm: LLM) -> dict[str, Any]:
     }
 
 
-def _latency_facts(result: Mapping[str, Any]) -> Mapping[str, Any]:
+def _latency_to_compare(result: Mapping[str, Any]) -> Mapping[str, Any]:
     return result["per_token_ms"] or result["first_token_ms"]
 
 

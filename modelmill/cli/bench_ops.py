@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.output import print_table, show_progress
 from modelmill.core.errors import UsageError
-from modelmill.core.registry import closest_name
+from modelmill.core.module_lookup import most_similar_name
 
 if TYPE_CHECKING:
     from modelmill.eval.op_bench import OpTiming
@@ -29,7 +29,7 @@ COLUMNS = (
 MIN_SHOWN_FRACTION = 0.05  # of the ceiling: below, a launch takes all the time
 
 
-def check_ops(engine: Path | None, ops: Sequence[str], implementations: Sequence[str]) -> None:
+def check_op_names(engine: Path | None, ops: Sequence[str], implementations: Sequence[str]) -> None:
     """Check the names of ops and variants.
 
     Raises:
@@ -42,7 +42,7 @@ def check_ops(engine: Path | None, ops: Sequence[str], implementations: Sequence
     known = registry.op_names()
     for op in ops:
         if op not in known:
-            hint = closest_name(op, list(known))
+            hint = most_similar_name(op, list(known))
             more = f"did you mean {hint}?" if hint else f"known: {', '.join(known)}"
             raise UsageError(f"unknown op {op!r}; {more}")
     for variant in implementations:
@@ -59,12 +59,12 @@ def measure_ops(args: Any) -> dict[str, Any]:
     from modelmill.eval.op_bench import OpBenchSelection, bench_ops
     from modelmill.eval.report import device_name
     from modelmill.eval.roofline import measure_roofline
-    from modelmill.loader.device import compile_cpu_kernels, pick_device, use_threads
+    from modelmill.loader.device import compile_cpu_kernels, pick_device, set_cpu_threads
     from modelmill.ops import registry
 
     device = pick_device(args.run.device)
     if device == "cpu":
-        use_threads(args.run.threads)
+        set_cpu_threads(args.run.threads)
     name = (
         args.build.dtype
         if args.build.dtype != "auto"
@@ -130,29 +130,30 @@ def make_op_rows(command: str, results: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def show_ops(results: dict[str, Any]) -> None:
+def show_op_times(results: dict[str, Any]) -> None:
     """Print a line per variant and case; ▸ marks the variant that engines use."""
-    from modelmill.eval.roofline import describe_rates
+    from modelmill.eval.roofline import format_matmul_rates
 
     ceilings = results["ceilings"]
-    memory, rates = ceilings["memory_gbps"], describe_rates(ceilings["products_tflops"])
+    memory, rates = ceilings["memory_gbps"], format_matmul_rates(ceilings["products_tflops"])
     title = (
         f"ops in {results['dtype']} on {results['device']}; ceilings: {memory:.4g} GB/s, {rates}"
     )
-    print_table(COLUMNS, [_table_row(each) for each in results["results"]], title=title)
+    print_table(COLUMNS, [_format_op_row(each) for each in results["results"]], title=title)
     print(
         "▸ the variant that engines use; the ceiling is the larger of the times for the bytes and "
         "for the operations"
     )
 
 
-def _table_row(each: dict[str, Any]) -> list[Any]:
+def _format_op_row(each: dict[str, Any]) -> list[Any]:
     head = [each["op"], each["case"], ("▸ " if each["chosen"] else "  ") + each["variant"]]
     if each["failed"]:
         return [*head, f"failed: {each['failed']}", *["–"] * 5]
     us, fraction = each["us"], each["fraction"]
-    time = f"{_short(us['median'])} ({_short(us['min'])} … {_short(us['max'])})"
-    rates = [_cell(each["gbps"]), _cell(each["tflops"])]
+    median, low, high = (_format_number(us[key]) for key in ("median", "min", "max"))
+    time = f"{median} ({low} … {high})"
+    rates = [_format_number_or_dash(each["gbps"]), _format_number_or_dash(each["tflops"])]
     return [
         *head,
         time,
@@ -163,15 +164,15 @@ def _table_row(each: dict[str, Any]) -> list[Any]:
     ]
 
 
-def _cell(value: float | None) -> str:
-    return "–" if value is None else _short(value)
+def _format_number_or_dash(value: float | None) -> str:
+    return "–" if value is None else _format_number(value)
 
 
-def _short(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def draw_ops(axes: Any, results: dict[str, Any]) -> None:
+def plot_op_fractions(axes: Any, results: dict[str, Any]) -> None:
     """A bar for each case of the picked variant: its fraction of the ceiling.
 
     What is but a launch is left out.
@@ -183,7 +184,7 @@ def draw_ops(axes: Any, results: dict[str, Any]) -> None:
     ]
     names = [f"{each['op']} {each['case']} ({each['variant']})" for each in chosen]
     axes.figure.set_size_inches(9, max(4, 0.22 * len(names) + 1))
-    axes.barh(range(len(names)), [each["fraction"] for each in chosen], color=_colours(chosen))
+    axes.barh(range(len(names)), [each["fraction"] for each in chosen], color=_bar_colours(chosen))
     axes.set_yticks(range(len(names)), names, fontsize=7)
     axes.invert_yaxis()
     axes.axvline(1.0, color="black", linewidth=0.8)
@@ -191,5 +192,5 @@ def draw_ops(axes: Any, results: dict[str, Any]) -> None:
     axes.grid(alpha=0.3, axis="x")
 
 
-def _colours(chosen: Sequence[dict[str, Any]]) -> list[str]:
+def _bar_colours(chosen: Sequence[dict[str, Any]]) -> list[str]:
     return ["tab:blue" if each["bound"] == "memory" else "tab:orange" for each in chosen]

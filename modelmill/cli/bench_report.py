@@ -51,7 +51,7 @@ def make_rows(command: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def show_table(bench_figures: Mapping[str, Any]) -> None:
+def show_bench_table(bench_figures: Mapping[str, Any]) -> None:
     """Print the table, the speed-ups, and why a sweep ended."""
     results = bench_figures["results"]
     figures = [name for name in UNITS if any(result.get(name) for result in results)]
@@ -61,7 +61,11 @@ def show_table(bench_figures: Mapping[str, Any]) -> None:
         shape = result.get("shape")
         shape_cell = [f"{shape['batch']} × {shape['input']} + {shape['output']}"] if shape else []
         rows.append(
-            [result["subject"], *shape_cell, *[_cell(result.get(name)) for name in figures]]
+            [
+                result["subject"],
+                *shape_cell,
+                *[_format_spread(result.get(name)) for name in figures],
+            ]
         )
     formats = f"{bench_figures['dtype']}, {bench_figures['quantization']}"
     title = f"{bench_figures['what']}: {bench_figures['engine']} ({formats}) on "
@@ -92,17 +96,18 @@ def _column_title(figure: str) -> str:
     return name if name == unit else f"{name}, {unit}"
 
 
-def _cell(spread: Mapping[str, Any] | None) -> str:
+def _format_spread(spread: Mapping[str, Any] | None) -> str:
     if spread is None:
         return "–"
-    return f"{_short(spread['median'])} ({_short(spread['min'])} … {_short(spread['max'])})"
+    median, low, high = (_format_number(spread[key]) for key in ("median", "min", "max"))
+    return f"{median} ({low} … {high})"
 
 
-def _short(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def draw_plot(axes: Any, figures: Mapping[str, Any]) -> None:
+def plot_bench_results(axes: Any, figures: Mapping[str, Any]) -> None:
     """Plot output tokens/s by batch size (latency: a line per subject), else a bar per subject."""
     results = figures["results"]
     subjects = list(dict.fromkeys(result["subject"] for result in results))

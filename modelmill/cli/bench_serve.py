@@ -26,7 +26,7 @@ RATE_ROWS = {
 }
 
 
-def check_serve(args: Any) -> None:
+def check_load_test_options(args: Any) -> None:
     """Check the options.
 
     Raises:
@@ -44,11 +44,11 @@ def check_serve(args: Any) -> None:
             raise UsageError(f"--{name.replace('_', '-')} must be above 0, not {value}")
 
 
-def measure_serve(args: Any) -> tuple[dict[str, Any], Callable[[Path], None]]:
+def run_load_test(args: Any) -> tuple[dict[str, Any], Callable[[Path], None]]:
     """Run one load; returns its figures and a function that plots them into a file."""
     from modelmill.eval.datasets import read_request_lengths
     from modelmill.eval.openai_client import OpenAIClient
-    from modelmill.eval.serving_load import ServingLoad, run_load, summarize_load
+    from modelmill.eval.serving_load import ServingLoad, run_serving_load, summarize_load
 
     remote = OpenAIClient.from_url(args.url, args.api_key)
     count = args.num_prompts or (500 if args.trace else 100)
@@ -67,9 +67,9 @@ def measure_serve(args: Any) -> tuple[dict[str, Any], Callable[[Path], None]]:
     )
 
     async def measure() -> tuple[str, list[RequestTiming], float]:
-        model = args.model or await remote.first_model()
+        model = args.model or await remote.first_text_model_id()
         with show_progress("requests", quiet=args.json) as on_progress:
-            return model, *await run_load(remote, model, load, on_progress)
+            return model, *await run_serving_load(remote, model, load, on_progress)
 
     model, requests, seconds = asyncio.run(measure())
 
@@ -122,7 +122,7 @@ def make_serve_rows(command: str, results: dict[str, Any], args: Any) -> list[di
     return rows
 
 
-def show_serve(results: dict[str, Any]) -> None:
+def show_load_test_results(results: dict[str, Any]) -> None:
     """Print a table of times and one of rates."""
     rows = [
         [name, *[results[key][each] for each in ("mean", "median", "p90", "p99")]]

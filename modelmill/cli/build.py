@@ -11,15 +11,15 @@ from modelmill.builder.recipe_options import check_recipe_options
 from modelmill.cli.acceptance_tables import acceptance_summary, show_acceptance, show_warnings
 from modelmill.cli.engine_options import resolve_model_path
 from modelmill.cli.options import CommonArgs, config_field
-from modelmill.cli.output import emit_json, print_note, print_table, show_progress
+from modelmill.cli.output import print_json, print_note, print_table, show_progress
 from modelmill.cli.plan_tables import show_plan
 from modelmill.cli.vision_flags import MiniGPT4Files
 from modelmill.core.config import (
     BuildConfig,
-    expert_parallel_option,
-    option,
-    path_option,
-    tp_option,
+    expert_parallel_option_field,
+    option_field,
+    path_option_field,
+    tp_option_field,
 )
 from modelmill.core.errors import UsageError
 
@@ -42,33 +42,35 @@ EPILOG = """Examples:
 class Args(CommonArgs):
     """Command-line options of ``modelmill build``."""
 
-    checkpoint: Path = option(
+    checkpoint: Path = option_field(
         help="a Hugging Face folder, or a .gguf, .safetensors, .bin or .pth file",
         positional=True,
         metavar="CHECKPOINT",
     )
-    output: Path | None = option(
+    output: Path | None = option_field(
         None,
         "engine folder to write; it appears when it is complete",
         flags=("-o", "--output"),
         metavar="ENGINE",
     )
-    force: bool = option(False, "replace an existing engine at -o", flags=("--force",))
-    quiet: bool = option(
+    force: bool = option_field(False, "replace an existing engine at -o", flags=("--force",))
+    quiet: bool = option_field(
         False, "print one line about the result, without plan and tables", flags=("--quiet",)
     )
-    dry_run: bool = option(False, "print the plan and write nothing", flags=("--dry-run",))
-    tp: int = tp_option(
+    dry_run: bool = option_field(False, "print the plan and write nothing", flags=("--dry-run",))
+    tp: int = tp_option_field(
         "with --dry-run: tell the memory of one of so many GPUs that run the engine together"
     )
-    enable_expert_parallel: bool = expert_parallel_option(
+    enable_expert_parallel: bool = expert_parallel_option_field(
         "with --dry-run and --tp: each GPU has whole experts of a mixture"
     )
-    delta: Path | None = path_option(
+    delta: Path | None = path_option_field(
         "second checkpoint to add to the first (Vicuna's deltas)", "DELTA"
     )
-    check: bool = option(True, "compare the engine with the float32 reference before publishing it")
-    tune: bool = option(
+    check: bool = option_field(
+        True, "compare the engine with the float32 reference before publishing it"
+    )
+    tune: bool = option_field(
         True, "autotune the kernels' launch configs on this GPU and store the best in the engine"
     )
     vision_files: MiniGPT4Files = config_field(MiniGPT4Files, "MiniGPT-4's parts")
@@ -91,26 +93,26 @@ def run(args: Args) -> int:
             "-o ENGINE is missing: the folder to write the engine to (or --dry-run for the plan "
             "alone)"
         )
-    _check_ranks(args)
+    _check_rank_options(args)
     with show_progress(
         "planning", quiet=args.json, lines=True, every=args.progress_interval
     ) as on_progress:
         # inside, since torch takes seconds to import
-        from modelmill.artifact.store import check_target, is_engine
-        from modelmill.builder.config_only import checkpoint_of_config, is_config_only
-        from modelmill.builder.plan import make_plan
+        from modelmill.artifact.store import check_build_target, is_engine_folder
+        from modelmill.builder.config_only import checkpoint_from_config, is_config_only
+        from modelmill.builder.plan import make_build_plan
         from modelmill.checkpoint.open import open_checkpoint
         from modelmill.loader.device import compile_cpu_kernels
 
         source, vision = args.vision_files.split_checkpoint(args.checkpoint)
         source = resolve_model_path(source)
-        if is_engine(source):
+        if is_engine_folder(source):
             raise UsageError(
                 f"{source} is an engine already; give the checkpoint that it was built from"
             )
-        there = args.output is not None and not args.dry_run and check_target(args.output)
+        there = args.output is not None and not args.dry_run and check_build_target(args.output)
         if args.dry_run and is_config_only(source):
-            checkpoint = checkpoint_of_config(source)
+            checkpoint = checkpoint_from_config(source)
             print_note("no weights here: the sizes are those of config.json")
         else:
             checkpoint = open_checkpoint(source, delta=args.delta, vision=vision)
@@ -120,20 +122,20 @@ def run(args: Args) -> int:
                 f"{args.output} is an engine already; choose another -o, or replace it with --force"
             )
         compile_cpu_kernels("cpu" if args.build.target == "cpu" else "auto", on_progress)
-        build_plan = make_plan(checkpoint, args.build, on_progress)
+        build_plan = make_build_plan(checkpoint, args.build, on_progress)
     check_recipe_options(args.build, segmentation=build_plan.engine_type != "language")
     plan = build_plan.describe(args.tp, args.enable_expert_parallel)
     for warning in build_plan.warnings:
         print_note(f"warning: {warning}")
     if args.output is None or args.dry_run:
-        emit_json(plan) if args.json else show_plan(plan)
+        print_json(plan) if args.json else show_plan(plan)
         return 0
     if there and not args.force:
-        return _check_existing(args, build_plan)
-    return _build(args, source, vision, build_plan)
+        return _check_existing_engine(args, build_plan)
+    return _build_and_report(args, source, vision, build_plan)
 
 
-def _check_ranks(args: Args) -> None:
+def _check_rank_options(args: Args) -> None:
     """Refuse ranks of a plan that make no sense.
 
     Raises:
@@ -153,7 +155,7 @@ def _check_ranks(args: Args) -> None:
         )
 
 
-def _check_existing(args: Args, made: BuildPlan) -> int:
+def _check_existing_engine(args: Args, made: BuildPlan) -> int:
     """Accept an existing engine that was built from this checkpoint with these options.
 
     Raises:
@@ -175,14 +177,14 @@ def _check_existing(args: Args, made: BuildPlan) -> int:
             "choose another -o, or replace it with --force"
         )
     if args.json:
-        report = open_artifact(args.output).acceptance()
+        report = open_artifact(args.output).acceptance_report()
         done = {
             "engine": str(args.output),
             "seconds": 0.0,
             "plan": made.describe(),
             "acceptance": report,
         }
-        emit_json({**done, "tuning": None})
+        print_json({**done, "tuning": None})
     else:
         print(
             f"{args.output} is already built from this checkpoint with these options (--force "
@@ -191,7 +193,7 @@ def _check_existing(args: Args, made: BuildPlan) -> int:
     return 0
 
 
-def _build(args: Args, source: Path, vision: Any, made: BuildPlan) -> int:
+def _build_and_report(args: Args, source: Path, vision: Any, made: BuildPlan) -> int:
     from modelmill.llm import build_engine
 
     assert args.output is not None
@@ -217,7 +219,7 @@ def _build(args: Args, source: Path, vision: Any, made: BuildPlan) -> int:
         raise
     seconds = time.perf_counter() - began
     _warn_broken_template(made.checkpoint)
-    if made.generation is not None and (unused := made.generation.warning()) is not None:
+    if made.generation is not None and (unused := made.generation.unused_warning()) is not None:
         print_note(unused)
     tuned = _autotune(made, args)
     if args.json:
@@ -233,7 +235,7 @@ def _build(args: Args, source: Path, vision: Any, made: BuildPlan) -> int:
             "acceptance": report,
             "tuning": tuning,
         }
-        emit_json(done)
+        print_json(done)
         return 0
     if args.quiet:
         show_warnings(report)
@@ -255,9 +257,9 @@ def _build(args: Args, source: Path, vision: Any, made: BuildPlan) -> int:
 
 def _warn_broken_template(checkpoint: Checkpoint) -> None:
     """Warn about a broken chat template: the engine accepts only raw prompts."""
-    from modelmill.cli.inspect import text_facts
+    from modelmill.cli.inspect import tokenizer_and_chat_facts
 
-    facts = text_facts(checkpoint.tokenizer_files())["chat_template"]
+    facts = tokenizer_and_chat_facts(checkpoint.tokenizer_files())["chat_template"]
     if facts is not None and "error" in facts:
         print_note(f"{facts['error']}; run it with --raw, or give another with --chat-template")
 
@@ -266,8 +268,8 @@ def _autotune(plan: BuildPlan, args: Args) -> AutotuneRecord | None:
     """Return the build's autotuned launch configs; prints why if a GPU's engine has none."""
     import torch
 
-    from modelmill.artifact.autotune_store import read_record
-    from modelmill.builder.autotune_measure import skip_reason
+    from modelmill.artifact.autotune_store import read_autotune_record
+    from modelmill.builder.autotune_measure import autotune_skip_reason
 
     if plan.config.target != "cuda" or args.output is None or plan.engine_type != "language":
         return None
@@ -275,12 +277,14 @@ def _autotune(plan: BuildPlan, args: Args) -> AutotuneRecord | None:
         print_note("not tuned (--no-tune): the engine runs with default launch configs")
         return None
     record = (
-        read_record(args.output, torch.cuda.get_device_name())
+        read_autotune_record(args.output, torch.cuda.get_device_name())
         if torch.cuda.is_available()
         else None
     )
     if record is None:
-        print_note(skip_reason(plan) or "not tuned: the engine runs with default launch configs")
+        print_note(
+            autotune_skip_reason(plan) or "not tuned: the engine runs with default launch configs"
+        )
     return record
 
 

@@ -16,26 +16,31 @@ from modelmill.cli.chat_input import (
     read_terminal_line,
     start_line_editing,
 )
-from modelmill.cli.chat_model import ChatDelta, ChatModel, ChatSettings, LocalChat
-from modelmill.cli.chat_tools import ask_tool_results, call_message, format_tools, read_tools
-from modelmill.cli.chat_writer import AnswerWriter
+from modelmill.cli.chat_model import ChatDelta, ChatModel, ChatSettings, LocalChatModel
+from modelmill.cli.chat_tools import (
+    ask_tool_results,
+    format_tools,
+    make_call_message,
+    read_tool_definitions,
+)
+from modelmill.cli.chat_writer import TerminalAnswerWriter
 from modelmill.cli.engine_options import ENGINE_HELP, CheckpointBuildOptions, open_llm
 from modelmill.cli.options import CommonArgs, config_field
-from modelmill.cli.output import emit_json, print_note
+from modelmill.cli.output import print_json, print_note
 from modelmill.cli.run import (
     InterruptHandler,
-    note_speed,
+    print_speed,
     wait_for_first_token,
     warn_max_tokens,
     with_max_tokens,
 )
 from modelmill.cli.terminal_chat import hide_typed_keys
-from modelmill.core.config import RunConfig, option
+from modelmill.core.config import RunConfig, option_field
 from modelmill.core.errors import ModelmillError, RequestError, TemplateError, UsageError
 from modelmill.core.types import SamplingParams
 
 if TYPE_CHECKING:
-    from modelmill.cli.remote_chat import RemoteChat
+    from modelmill.cli.remote_chat import RemoteChatModel
     from modelmill.outputs import RequestOutput
     from modelmill.text.answer_pieces import ParsedAnswer
 
@@ -70,27 +75,27 @@ A line that ends in \\ goes on; \"\"\" begins and ends a message of several line
 class Args(CommonArgs):
     """Options of ``chat``: an engine with a chat template, or the URL of a server."""
 
-    engine: Path | None = option(
+    engine: Path | None = option_field(
         None, ENGINE_HELP + "; none with --url", positional=True, metavar="ENGINE"
     )
-    url: str | None = option(None, "chat with a server that has OpenAI's API instead")
-    model: str | None = option(
+    url: str | None = option_field(None, "chat with a server that has OpenAI's API instead")
+    model: str | None = option_field(
         None, "with --url: model to use (default: the first that the server lists)"
     )
-    api_key: str | None = option(None, "with --url: API key of the server")
-    system: str | None = option(None, "system message at the beginning")
-    image: tuple[Path, ...] = option(
+    api_key: str | None = option_field(None, "with --url: API key of the server")
+    system: str | None = option_field(None, "system message at the beginning")
+    image: tuple[Path, ...] = option_field(
         (), "picture of the first message, for engines that read pictures (repeatable)"
     )
-    tools: Path | None = option(
+    tools: Path | None = option_field(
         None, "JSON file of tool definitions in OpenAI's form; you type the results of calls"
     )
-    think: str = option(
+    think: str = option_field(
         "auto", "thinking before an answer; auto: as the model does", choices=THINK_MODES
     )
-    think_tokens: int | None = option(None, "maximum tokens of the thinking")
-    stream: bool = option(True, "show the answer while it is generated")
-    chat_template: str | None = option(
+    think_tokens: int | None = option_field(None, "maximum tokens of the thinking")
+    stream: bool = option_field(True, "show the answer while it is generated")
+    chat_template: str | None = option_field(
         None, "chat template, or a file with one, instead of the engine's own"
     )
     build: CheckpointBuildOptions = config_field(
@@ -109,10 +114,14 @@ def run(args: Args) -> int:
         raise UsageError("give one of ENGINE and --url URL")
     _check_think_tokens(args.think_tokens)
     settings = ChatSettings(
-        () if args.tools is None else read_tools(args.tools), _THINKS[args.think], args.think_tokens
+        () if args.tools is None else read_tool_definitions(args.tools),
+        _THINKS[args.think],
+        args.think_tokens,
     )
     typed = sys.stdin.isatty()
-    llm, params = _open_remote(args) if args.engine is None else _open_local(args, args.engine)
+    llm, params = (
+        _open_remote_chat(args) if args.engine is None else _open_local_chat(args, args.engine)
+    )
     talk = ChatSession(
         llm,
         params,
@@ -124,19 +133,19 @@ def run(args: Args) -> int:
         read_result=lambda prompt: (
             read_message(read_terminal_line, prompt) if typed else read_pipe_line()
         ),
-        open_engine=None if args.engine is None else lambda path: _open_local(args, path),
+        open_engine=None if args.engine is None else lambda path: _open_local_chat(args, path),
     )
     for image in args.image:
         talk.attach_image(image)
     if typed:
         start_line_editing()
         if not args.json:
-            name = args.engine if isinstance(llm, LocalChat) else f"{llm.model} at {args.url}"
+            name = args.engine if isinstance(llm, LocalChatModel) else f"{llm.model} at {args.url}"
             print_note(f"{name}: /help for commands, Ctrl-D to leave")
     while talk.handle_line(read_message(read_terminal_line) if typed else read_pipe_line()):
         pass
     if args.json:
-        emit_json({"messages": talk.messages})
+        print_json({"messages": talk.messages})
     return 0
 
 
@@ -145,7 +154,7 @@ def _check_think_tokens(tokens: int | None) -> None:
         raise UsageError(f"--think-tokens must be at least 1, not {tokens}")
 
 
-def _open_local(args: Args, engine: Path) -> tuple[LocalChat, SamplingParams]:
+def _open_local_chat(args: Args, engine: Path) -> tuple[LocalChatModel, SamplingParams]:
     """Open an engine in this process."""
     llm = open_llm(engine, args.build, args.run, chat_template=args.chat_template)
     if llm.chat_format is None:
@@ -153,15 +162,15 @@ def _open_local(args: Args, engine: Path) -> tuple[LocalChat, SamplingParams]:
             f"{engine} has no chat template; give one with --chat-template, or use modelmill run "
             "--prompt"
         )
-    return LocalChat(llm), with_max_tokens(args.sampling, llm)
+    return LocalChatModel(llm), with_max_tokens(args.sampling, llm)
 
 
-def _open_remote(args: Args) -> tuple[RemoteChat, SamplingParams]:
+def _open_remote_chat(args: Args) -> tuple[RemoteChatModel, SamplingParams]:
     """Connect to a server."""
-    from modelmill.cli.remote_chat import RemoteChat
+    from modelmill.cli.remote_chat import RemoteChatModel
     from modelmill.eval.openai_client import OpenAIClient
 
-    return RemoteChat(
+    return RemoteChatModel(
         OpenAIClient.from_url(args.url or "", args.api_key), args.model
     ), args.sampling
 
@@ -180,7 +189,7 @@ class ChatSession:
         explicit_options: SamplingParams | None = None,
         settings: ChatSettings | None = None,
         read_result: Callable[[str], str | None] = lambda _: None,
-        open_engine: Callable[[Path], tuple[LocalChat, SamplingParams]] | None = None,
+        open_engine: Callable[[Path], tuple[LocalChatModel, SamplingParams]] | None = None,
     ) -> None:
         """Start a conversation.
 
@@ -204,9 +213,9 @@ class ChatSession:
         self._attached_images: list[str] = []
         self._saved_paths: set[Path] = set()
         # the context length of a server's engine is not known
-        self._explicit_options = explicit_options if isinstance(llm, LocalChat) else None
+        self._explicit_options = explicit_options if isinstance(llm, LocalChatModel) else None
         if system is not None:
-            self._set_system(system)
+            self._set_system_message(system)
 
     def handle_line(self, line: str | None) -> bool:
         """Run a command or answer a message; False ends the conversation."""
@@ -215,36 +224,36 @@ class ChatSession:
         if not line.strip():
             return True
         if line.startswith("/"):
-            return self._command(*_split(line))
+            return self._run_command(*_split_command(line))
         self._answer_line(line)
         return True
 
-    def _command(self, name: str, rest: str) -> bool:
+    def _run_command(self, name: str, rest: str) -> bool:
         if name in ("exit", "quit"):
             return False
         if name == "help":
-            self._print(COMMANDS)
+            self._print_notice(COMMANDS)
         elif name == "reset":
             self.messages = [each for each in self.messages if each["role"] == "system"]
-            self._print("(forgotten)")
+            self._print_notice("(forgotten)")
         elif name == "system" and rest:
-            self._set_system(rest)
-            self._print("(system message set)")
+            self._set_system_message(rest)
+            self._print_notice("(system message set)")
         elif name == "system":
-            self._print(
+            self._print_notice(
                 next(
                     (each["content"] for each in self.messages if each["role"] == "system"),
                     "(none)",
                 )
             )
         elif name == "image":
-            self._attach_file(rest)
+            self._attach_image_file(rest)
         elif name in ("model", "tools", "think"):
             self._change_settings(name, rest)
         elif name in ("save", "save!"):
-            self._save(rest, replace=name == "save!")
+            self._save_conversation(rest, replace=name == "save!")
         else:
-            self._print(f"there is no command /{name}; /help shows them")
+            self._print_notice(f"there is no command /{name}; /help shows them")
         return True
 
     def attach_image(self, image: Path) -> None:
@@ -254,32 +263,36 @@ class ChatSession:
             RequestError: if the file is not an image.
             UsageError: if the engine reads no images.
         """
-        from modelmill.vision.image_input import to_data_url
+        from modelmill.vision.image_input import image_file_to_data_url
 
-        if isinstance(self.llm, LocalChat) and not self.llm.supports_images:
+        if isinstance(self.llm, LocalChatModel) and not self.llm.supports_images:
             raise UsageError(f"{self.llm.llm.path} has no vision encoder: it takes text only")
-        self._attached_images.append(to_data_url(image))
+        self._attached_images.append(image_file_to_data_url(image))
 
-    def _attach_file(self, name: str) -> None:
+    def _attach_image_file(self, name: str) -> None:
         try:
             self.attach_image(Path(name).expanduser())
-            self._print(f"({name} goes with the next message)")
+            self._print_notice(f"({name} goes with the next message)")
         except UsageError as error:
             print_note(str(error))
 
     def _change_settings(self, name: str, rest: str) -> None:
         """Run /model, /tools or /think; an error changes nothing."""
-        change = {"model": self._choose_model, "tools": self._set_tools, "think": self._set_think}
+        change = {
+            "model": self._switch_model,
+            "tools": self._set_tools,
+            "think": self._set_thinking,
+        }
         try:
-            self._print(change[name](rest))
+            self._print_notice(change[name](rest))
         except ModelmillError as error:
             print_note(str(error))
 
-    def _choose_model(self, name: str) -> str:
+    def _switch_model(self, name: str) -> str:
         """Go on with another engine, or model of the server; without a name list these."""
-        from modelmill.cli.remote_chat import RemoteChat
+        from modelmill.cli.remote_chat import RemoteChatModel
 
-        if isinstance(self.llm, RemoteChat):
+        if isinstance(self.llm, RemoteChatModel):
             names = self.llm.models()
             if not name:
                 lines = (f"{'*' if each == self.llm.model else ' '} {each}" for each in names)
@@ -288,7 +301,7 @@ class ChatSession:
                 return f"the server has no {name}; it has {', '.join(names)}"
             self.llm.choose_model(name)
             return f"({name} answers from now on)"
-        if self._open_engine is None or not isinstance(self.llm, LocalChat):
+        if self._open_engine is None or not isinstance(self.llm, LocalChatModel):
             return "/model needs a server: modelmill chat --url"
         if not name:
             return f"* {self.llm.llm.path}"
@@ -303,10 +316,12 @@ class ChatSession:
             self.settings = replace(self.settings, tools=())
             return "(no tools)"
         if name:
-            self.settings = replace(self.settings, tools=read_tools(Path(name).expanduser()))
+            self.settings = replace(
+                self.settings, tools=read_tool_definitions(Path(name).expanduser())
+            )
         return format_tools(self.settings.tools)
 
-    def _set_think(self, rest: str) -> str:
+    def _set_thinking(self, rest: str) -> str:
         """Set whether and how long the model thinks, or show it."""
         mode, _, tokens = rest.partition(" ")
         if rest and (mode not in _THINKS or not (tokens == "" or tokens.isdecimal())):
@@ -314,36 +329,36 @@ class ChatSession:
         if rest:
             budget = int(tokens) if tokens else None
             _check_think_tokens(budget)
-            if _THINKS[mode] and isinstance(self.llm, LocalChat):
+            if _THINKS[mode] and isinstance(self.llm, LocalChatModel):
                 self.llm.check_thinking()
             self.settings = replace(self.settings, thinks=_THINKS[mode], thinking_budget=budget)
         mode = next(name for name, thinks in _THINKS.items() if thinks is self.settings.thinks)
         limit = self.settings.thinking_budget
         return f"(thinking: {mode}" + (f", at most {limit} tokens)" if limit else ")")
 
-    def _set_system(self, text: str) -> None:
+    def _set_system_message(self, text: str) -> None:
         rest = [each for each in self.messages if each["role"] != "system"]
         self.messages = [{"role": "system", "content": text}, *rest]
 
-    def _save(self, name: str, replace: bool) -> None:
+    def _save_conversation(self, name: str, replace: bool) -> None:
         """Write the conversation; overwrite only files of this session, or with ``replace``."""
         if not name:
-            self._print("/save needs a file name")
+            self._print_notice("/save needs a file name")
             return
         file = Path(name).expanduser()
         if file.is_dir():
-            self._print(f"{name} is a folder; give a file's name")
+            self._print_notice(f"{name} is a folder; give a file's name")
             return
         try:
             over = replace or file.resolve() in self._saved_paths
             with file.open("w" if over else "x", encoding="utf-8") as sink:
                 sink.write(json.dumps(self.messages, indent=1, ensure_ascii=False) + "\n")
             self._saved_paths.add(file.resolve())
-            self._print(f"(saved to {name})")
+            self._print_notice(f"(saved to {name})")
         except FileExistsError:
-            self._print(f"{name} exists; /save! {name} replaces it")
+            self._print_notice(f"{name} exists; /save! {name} replaces it")
         except OSError as error:
-            self._print(f"cannot write {name}: {error.strerror}")
+            self._print_notice(f"cannot write {name}: {error.strerror}")
 
     def _answer_line(self, line: str) -> None:
         """Answer one line; an invalid one prints its error and changes nothing."""
@@ -376,7 +391,7 @@ class ChatSession:
                 break
             except RequestError as error:
                 # most likely too long: without the oldest turns it may fit
-                if not _forget_oldest(trial):
+                if not _drop_oldest_turn(trial):
                     print_note(str(error))
                     return None
                 forgotten += 1
@@ -390,7 +405,7 @@ class ChatSession:
             )
         if not answer.calls:
             return [*trial, {"role": "assistant", "content": answer.content}], None
-        called = [*trial, call_message(answer.content, answer.calls)]
+        called = [*trial, make_call_message(answer.content, answer.calls)]
         results = ask_tool_results(answer.calls, self._read_result, print_note)
         if results is None:
             print_note("the calls stay without results")
@@ -399,7 +414,7 @@ class ChatSession:
     def _stream_answer(self, messages: list[dict[str, Any]]) -> ParsedAnswer:
         began = time.perf_counter()
         output: RequestOutput | None = None
-        writer = AnswerWriter(self._write)
+        writer = TerminalAnswerWriter(self._write_answer_text)
         with (
             InterruptHandler() as interrupt,
             hide_typed_keys(),
@@ -419,31 +434,31 @@ class ChatSession:
                     break
         answer = writer.finish(stopped=interrupt.requested, shown=self.stream)
         if output is not None and not self.silent:
-            note_speed([output], time.perf_counter() - began)
+            print_speed([output], time.perf_counter() - began)
         return answer
 
     def _warn_max_tokens(self, answer: RequestOutput) -> None:
         """Warn once; the space left for answers shrinks with every turn."""
-        if self._explicit_options is None or not isinstance(self.llm, LocalChat):
+        if self._explicit_options is None or not isinstance(self.llm, LocalChatModel):
             return
         length = len(answer.prompt_token_ids) + (self._explicit_options.max_tokens or 0)
         if length > self.llm.engine_core.max_model_len:
             warn_max_tokens(self.llm, self._explicit_options, [answer])
             self._explicit_options = None
 
-    def _write(self, text: str) -> None:
+    def _write_answer_text(self, text: str) -> None:
         if not self.silent:
             sys.stdout.write(text)
             sys.stdout.flush()
 
-    def _print(self, text: str) -> None:
+    def _print_notice(self, text: str) -> None:
         if self.silent:
             print_note(text)
         else:
             print(text)
 
 
-def _forget_oldest(messages: list[dict[str, Any]]) -> bool:
+def _drop_oldest_turn(messages: list[dict[str, Any]]) -> bool:
     """Drop the oldest question and its answer; False if only the newest question is left."""
     questions = [place for place, each in enumerate(messages) if each["role"] == "user"]
     if len(questions) < 2:
@@ -452,6 +467,6 @@ def _forget_oldest(messages: list[dict[str, Any]]) -> bool:
     return True
 
 
-def _split(line: str) -> tuple[str, str]:
+def _split_command(line: str) -> tuple[str, str]:
     name, _, rest = line[1:].partition(" ")
     return name.strip().lower(), rest.strip()

@@ -16,7 +16,7 @@ PROMPT, CONTINUED = "> ", ". "
 EXIT_HINT, OPEN_CALL_HINT = "/exit or Ctrl-D leaves", "an empty line leaves the call open"
 
 
-def history_file() -> Path:
+def chat_history_file() -> Path:
     """Return the file of the lines typed in earlier chats."""
     return cache_dir() / "chat_history"
 
@@ -38,16 +38,16 @@ def read_message(read_line: Callable[[str], str | None], prompt: str = PROMPT) -
     if line is None:
         return None
     try:
-        return _read_rest(line, read_line)
+        return _read_multiline_message(line, read_line)
     except KeyboardInterrupt:
         print("\n(message dropped)")
         return ""
 
 
-def _read_rest(line: str, read_line: Callable[[str], str | None]) -> str:
+def _read_multiline_message(line: str, read_line: Callable[[str], str | None]) -> str:
     """Return the message that begins with this line."""
-    if line.startswith(QUOTES) and not _goes_on(line):
-        return _read_quoted(line.removeprefix(QUOTES), read_line)
+    if line.startswith(QUOTES) and not _has_text_after_quotes(line):
+        return _read_quoted_message(line.removeprefix(QUOTES), read_line)
     lines = [line]
     while lines[-1].endswith("\\") and not lines[-1].endswith("\\\\"):
         lines[-1] = lines[-1][:-1]
@@ -58,12 +58,12 @@ def _read_rest(line: str, read_line: Callable[[str], str | None]) -> str:
     return "\n".join(lines)
 
 
-def _goes_on(line: str) -> bool:
+def _has_text_after_quotes(line: str) -> bool:
     """Whether text is behind the closing quotes: of a paste, which is taken as it is."""
     return bool(line.removeprefix(QUOTES).partition(QUOTES)[2].strip())
 
 
-def _read_quoted(first: str, read_line: Callable[[str], str | None]) -> str:
+def _read_quoted_message(first: str, read_line: Callable[[str], str | None]) -> str:
     lines = [first]
     while QUOTES not in lines[-1]:
         following = read_line(CONTINUED)
@@ -109,7 +109,7 @@ def start_line_editing() -> None:
         return
     readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
     with contextlib.suppress(OSError):
-        readline.read_history_file(history_file())
+        readline.read_history_file(chat_history_file())
     readline.set_history_length(HISTORY_LINES)
     atexit.register(_write_history)
 
@@ -117,7 +117,7 @@ def start_line_editing() -> None:
 def _write_history() -> None:
     import readline
 
-    file = history_file()
+    file = chat_history_file()
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch(mode=0o600)  # readable by its owner alone

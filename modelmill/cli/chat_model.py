@@ -47,7 +47,7 @@ class ChatModel(Protocol):
         """Yield the deltas of one answer; closing the iterator aborts it."""
 
 
-class LocalChat:
+class LocalChatModel:
     """An engine in this process."""
 
     def __init__(self, llm: LLM) -> None:
@@ -80,12 +80,16 @@ class LocalChat:
         Raises:
             ModelmillError: the conversation or a setting is invalid for this engine.
         """
-        from modelmill.text.chat import make_chat_answer_parser
-        from modelmill.text.tool_prompts import prepare_tools, tool_schemas, with_call_stops
+        from modelmill.text.chat_format_loader import make_chat_answer_parser
+        from modelmill.text.tool_prompts import (
+            add_call_stop_strings,
+            prepare_tool_conversation,
+            tool_schemas,
+        )
 
         chat_format = self.llm.chat_format
         assert chat_format is not None, "a chat is opened with a template"
-        history, template = prepare_tools(
+        history, template = prepare_tool_conversation(
             chat_format.format_name, messages, settings.tools, writes_calls=chat_format.writes_calls
         )
         if settings.thinks:
@@ -93,7 +97,7 @@ class LocalChat:
         if settings.thinks is not None and chat_format.thinking is not None:
             template["options"] = {"enable_thinking": settings.thinks}
         if settings.tools:
-            params = with_call_stops(params, chat_format.format_name)
+            params = add_call_stop_strings(params, chat_format.format_name)
         request = self.llm.chat_request(
             history,
             params,

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from modelmill.core.errors import UsageError
-from modelmill.text.answer_pieces import ParsedToolCall, function_call_json
+from modelmill.text.answer_pieces import ParsedToolCall, make_openai_tool_call
 
 FORM = '[{"type": "function", "function": {"name": "weather", "parameters": {…}}}]'
 
 
-def read_tools(file: Path) -> tuple[Mapping[str, Any], ...]:
+def read_tool_definitions(file: Path) -> tuple[Mapping[str, Any], ...]:
     """Read a JSON file of tool definitions in OpenAI's form.
 
     Raises:
@@ -30,7 +30,7 @@ def read_tools(file: Path) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(tools, list) or not tools:
         raise UsageError(f"{file} holds no list of tools; write {FORM}")
     for number, tool in enumerate(tools):
-        _check_tool(tool, f"{file}: tools[{number}]")
+        _check_tool_definition(tool, f"{file}: tools[{number}]")
     names = [tool["function"]["name"] for tool in tools]
     double = next((name for name in names if names.count(name) > 1), None)
     if double is not None:
@@ -38,7 +38,7 @@ def read_tools(file: Path) -> tuple[Mapping[str, Any], ...]:
     return tuple(tools)
 
 
-def _check_tool(tool: Any, where: str) -> None:
+def _check_tool_definition(tool: Any, where: str) -> None:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or tool.get("type", "function") != "function":
         raise UsageError(f"{where} is no function; write {FORM}")
@@ -64,9 +64,9 @@ def format_call(call: ParsedToolCall) -> str:
     return f"[call] {call.name}({call.arguments})"
 
 
-def call_message(content: str, calls: Sequence[ParsedToolCall]) -> dict[str, Any]:
+def make_call_message(content: str, calls: Sequence[ParsedToolCall]) -> dict[str, Any]:
     """The answer's message with its calls, in OpenAI's form."""
-    written = [function_call_json(call.id, call.name, call.arguments) for call in calls]
+    written = [make_openai_tool_call(call.id, call.name, call.arguments) for call in calls]
     return {"role": "assistant", "content": content, "tool_calls": written}
 
 
@@ -89,14 +89,14 @@ def ask_tool_results(
     """
     messages = []
     for call in calls:
-        text = _read_result(f"{call.name}= ", read_line, complain)
+        text = _read_tool_result(f"{call.name}= ", read_line, complain)
         if text is None:
             return None
         messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
     return messages
 
 
-def _read_result(
+def _read_tool_result(
     prompt: str, read_line: Callable[[str], str | None], complain: Callable[[str], None]
 ) -> str | None:
     while True:

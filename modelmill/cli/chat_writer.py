@@ -18,7 +18,7 @@ from modelmill.text.answer_pieces import (
 THINKING_BEGINS, THINKING_ENDS = "[thinking] ", "\n[answer] "
 
 
-class AnswerWriter:
+class TerminalAnswerWriter:
     """Writes an answer as it grows, and collects it."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
@@ -32,7 +32,7 @@ class AnswerWriter:
         """Collect pieces; ``shown``: write them at once, else ``finish`` does."""
         self._pieces += pieces
         if shown:
-            self._show(pieces)
+            self._write_pieces(pieces)
 
     def finish(self, *, stopped: bool, shown: bool) -> ParsedAnswer:
         """Write the rest and the calls, and return the whole answer.
@@ -42,7 +42,7 @@ class AnswerWriter:
             shown: as in ``add``: the pieces have been written.
         """
         if not shown:
-            self._show(self._pieces)
+            self._write_pieces(self._pieces)
         self._write(self._wrapped.flush() + (" [stopped]\n" if stopped else "\n"))
         answer = collect_answer(self._pieces)
         if stopped:
@@ -51,7 +51,7 @@ class AnswerWriter:
             self._write(format_call(call) + "\n")
         return answer
 
-    def _show(self, pieces: Sequence[AnswerPiece]) -> None:
+    def _write_pieces(self, pieces: Sequence[AnswerPiece]) -> None:
         for piece in pieces:
             if isinstance(piece, ToolCallDelta):
                 continue

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.acceptance_tables import show_acceptance, worst_by_module
+from modelmill.cli.acceptance_tables import show_acceptance, worst_layer_by_module
 from modelmill.cli.engine_options import ENGINE_HELP, CheckpointBuildOptions, resolve_model_path
 from modelmill.cli.options import CommonArgs, config_field
-from modelmill.cli.output import emit_json, print_facts, print_table, show_progress
+from modelmill.cli.output import print_facts, print_json, print_table, show_progress
 from modelmill.cli.vision_flags import MiniGPT4Files
-from modelmill.core.config import RunConfig, non_default_fields, option, path_option
+from modelmill.core.config import RunConfig, non_default_fields, option_field, path_option_field
 from modelmill.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,15 +48,15 @@ COLUMNS = ("max_abs", "mean_abs", "median_abs", "max_rel", "cosine", "tolerance"
 class Args(CommonArgs):
     """An engine and a checkpoint."""
 
-    engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
-    checkpoint: Path = option(
+    engine: Path = option_field(help=ENGINE_HELP, positional=True, metavar="ENGINE")
+    checkpoint: Path = option_field(
         help="the checkpoint that it is compared with", positional=True, metavar="CHECKPOINT"
     )
-    delta: Path | None = path_option("second checkpoint that was added to the first", "DELTA")
-    all: bool = option(
+    delta: Path | None = path_option_field("second checkpoint that was added to the first", "DELTA")
+    all: bool = option_field(
         False, "list every module of every layer, not only the worst", flags=("--all",)
     )
-    plot: Path | None = path_option("draw the errors by layer", "FILE.png")
+    plot: Path | None = path_option_field("draw the errors by layer", "FILE.png")
     vision_files: MiniGPT4Files = config_field(MiniGPT4Files, "MiniGPT-4's parts")
     build: CheckpointBuildOptions = config_field(
         CheckpointBuildOptions, "A checkpoint in the engine's place"
@@ -69,12 +69,12 @@ def run(args: Args) -> int:
     from modelmill.accept.run import acceptance_token_ids, compare_engine
     from modelmill.artifact.store import open_artifact
     from modelmill.checkpoint.open import open_checkpoint
-    from modelmill.eval.compare import compare_to_checkpoint, draw_errors
-    from modelmill.eval.report import check_plot, plot
+    from modelmill.eval.checkpoint_comparison import compare_to_checkpoint, draw_layer_errors
+    from modelmill.eval.report import check_plot_path, plot
     from modelmill.llm import LLM, resolve_engine_path
 
     if args.plot is not None:
-        check_plot(args.plot)
+        check_plot_path(args.plot)
     model = resolve_model_path(args.engine)
     with show_progress(f"opening {model.name}", lines=True) as on_progress:
         engine = resolve_engine_path(model, non_default_fields(args.build), on_progress, None)
@@ -83,7 +83,7 @@ def run(args: Args) -> int:
     checkpoint = open_checkpoint(resolve_model_path(source), delta=args.delta, vision=vision)
     if artifact.manifest.engine_type == "segmentation":
         return _compare_masks(args, artifact, checkpoint)
-    check_sizes(artifact.manifest, checkpoint)
+    check_same_model_sizes(artifact.manifest, checkpoint)
     # rounded keys are no fault of the engine's
     settings = replace(
         args.run, enable_prefix_caching=False, cuda_graphs=False, kv_cache_dtype="activations"
@@ -96,11 +96,11 @@ def run(args: Args) -> int:
             checkpoint,
             lambda: compare_engine(llm.engine_core, checkpoint, ids, on_progress=on_progress),
         )
-    emit_json(result) if args.json else _show(result, args.all)
+    print_json(result) if args.json else _show_comparison(result, args.all)
     if args.plot is not None:
         plot(
             args.plot,
-            lambda axes: draw_errors(axes, result["layers"]),
+            lambda axes: draw_layer_errors(axes, result["layers"]),
             f"{args.engine.name}: {result['verdict']}",
         )
     return 0 if result["passed"] else 1
@@ -111,8 +111,8 @@ def _compare_masks(args: Args, artifact: Artifact, checkpoint: Checkpoint) -> in
 
     Raises UsageError for what only layers have.
     """
-    from modelmill.accept.segmentation import compare_segmentation
-    from modelmill.builder.model_config import with_config
+    from modelmill.accept.segmentation import compare_segmentation_engine
+    from modelmill.builder.model_config import ensure_checkpoint_config
     from modelmill.loader.device import compile_cpu_kernels, pick_device
     from modelmill.vision.open_model import open_sam_model
 
@@ -123,24 +123,27 @@ def _compare_masks(args: Args, artifact: Artifact, checkpoint: Checkpoint) -> in
     with show_progress("comparing", lines=True) as on_progress:
         compile_cpu_kernels(args.run.device, on_progress)
         model = open_sam_model(artifact, pick_device(args.run.device), args.run.kernels)
-        result = compare_segmentation(
-            artifact, model, with_config(checkpoint), on_progress=on_progress
+        result = compare_segmentation_engine(
+            artifact, model, ensure_checkpoint_config(checkpoint), on_progress=on_progress
         )
-    emit_json(result) if args.json else show_acceptance(result)
+    print_json(result) if args.json else show_acceptance(result)
     if not args.json and not result["accepted"]:
         print_facts([("why", result["reason"])])
     return 0 if result["accepted"] else 1
 
 
-def check_sizes(manifest: Manifest, checkpoint: Checkpoint) -> None:
+def check_same_model_sizes(manifest: Manifest, checkpoint: Checkpoint) -> None:
     """Layers and widths must agree: nothing can be compared otherwise.
 
     Raises UsageError with both.
     """
     from modelmill.builder.model_config import find_family
-    from modelmill.core.registry import find_module
+    from modelmill.core.module_lookup import import_module_if_exists
 
-    ours, reference = find_module("modelmill.models", manifest.model_type), find_family(checkpoint)
+    ours, reference = (
+        import_module_if_exists("modelmill.models", manifest.model_type),
+        find_family(checkpoint),
+    )
     if ours is None:
         return
     built, expected = (
@@ -156,15 +159,15 @@ def check_sizes(manifest: Manifest, checkpoint: Checkpoint) -> None:
             )
 
 
-def _show(result: dict[str, Any], every: bool) -> None:
+def _show_comparison(result: dict[str, Any], every: bool) -> None:
     checks = result["text"]
     if checks:
         rows = [
-            [c["what"], c["subject"].replace("\n", "⏎"), c["against"], _format_check(c)]
+            [c["what"], c["subject"].replace("\n", "⏎"), c["against"], _format_text_check(c)]
             for c in checks
         ]
         print_table(("checked", "text", "against", "equal"), rows, title="Template and tokens")
-    layers = result["layers"] if every else worst_by_module(result["layers"])
+    layers = result["layers"] if every else worst_layer_by_module(result["layers"])
     outside = [layer for layer in result["layers"] if not layer["ok"] and layer not in layers]
     rows = [
         [layer["name"], *[layer[key] for key in COLUMNS], layer["ok"]]
@@ -194,7 +197,7 @@ def _show(result: dict[str, Any], every: bool) -> None:
     )
 
 
-def _format_check(check: dict[str, Any]) -> str:
+def _format_text_check(check: dict[str, Any]) -> str:
     if check["equal"]:
         return "yes"
     if check["equal"] is None or check["note"]:

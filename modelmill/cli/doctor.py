@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.options import CommonArgs
-from modelmill.cli.output import emit_json, print_facts, print_table, show_progress
+from modelmill.cli.output import print_facts, print_json, print_table, show_progress
 from modelmill.cli.plan_tables import kept_tokens_text
 from modelmill.core import env, packages
 from modelmill.core.byte_size import format_bytes
-from modelmill.core.config import option
+from modelmill.core.config import option_field
 from modelmill.core.model_family import LANGUAGE
-from modelmill.core.page_groups import sum_by_window
+from modelmill.core.page_groups import sum_counts_by_window
 
 if TYPE_CHECKING:
     from modelmill.artifact.store import Artifact
@@ -46,10 +46,10 @@ COMPILERS = ("c++", "g++", "clang++")
 class Args(CommonArgs):
     """Command-line options of ``modelmill doctor``."""
 
-    engine: Path | None = option(
+    engine: Path | None = option_field(
         None, "an engine: whether it fits this machine", positional=True, metavar="ENGINE"
     )
-    report: bool = option(False, "print what an issue needs, as text to paste, without paths")
+    report: bool = option_field(False, "print what an issue needs, as text to paste, without paths")
 
 
 def run(args: Args) -> int:
@@ -63,11 +63,11 @@ def run(args: Args) -> int:
             **({} if args.engine is None else {"engine": engine_facts(args.engine)}),
         }
     if args.json:
-        emit_json(facts)
+        print_json(facts)
     elif args.report:
-        print("\n".join(report_lines(facts)))
+        print("\n".join(markdown_report_lines(facts)))
     else:
-        _show(facts)
+        _show_report(facts)
     return 1 if any(not each["needs"] for each in facts["missing"]) else 0
 
 
@@ -86,7 +86,7 @@ def collect_facts() -> dict[str, Any]:
         "modelmill": __version__,
         "python": platform.python_version(),
         "system": platform.platform(),
-        "packages": {name: _version(name) for name in (*REQUIRED_PACKAGES, *EXTRAS)},
+        "packages": {name: _package_version(name) for name in (*REQUIRED_PACKAGES, *EXTRAS)},
         "cpu": {
             "name": cpu_name(),
             "cores": psutil.cpu_count(logical=False),
@@ -96,12 +96,12 @@ def collect_facts() -> dict[str, Any]:
             "memory": memory.total,
             "memory_free": memory.free,
         },
-        "gpus": _gpus(torch),
+        "gpus": _gpu_facts(torch),
         "cuda": torch.version.cuda,
-        "compiler": _compiler(),
-        "cpu_kernels": _cpu_kernels(),
-        "kernels": _kernels(torch),
-        "cache": {"path": str(cache), "disk_free": _disk_free(cache)},
+        "compiler": _find_cxx_compiler(),
+        "cpu_kernels": _cpu_kernel_facts(),
+        "kernels": _kernel_facts(torch),
+        "cache": {"path": str(cache), "disk_free": _free_disk_bytes(cache)},
         "missing": _missing_packages(torch),
         "outside": [asdict(each) for each in packages.untested_versions()],
     }
@@ -123,11 +123,13 @@ def engine_facts(path: Path) -> dict[str, Any]:
         "target": manifest.build["target"],
         "versions": manifest.versions,
         "tuning": tuning_facts(path),
-        "kv_windows": _kv_windows(artifact) if manifest.engine_type == LANGUAGE else [],
+        "kv_windows": _count_layers_by_kv_window(artifact)
+        if manifest.engine_type == LANGUAGE
+        else [],
     }
 
 
-def _kv_windows(artifact: Artifact) -> list[dict[str, int | None]]:
+def _count_layers_by_kv_window(artifact: Artifact) -> list[dict[str, int | None]]:
     """How many layers keep the KV pages of how many tokens, at the engine's longest sequence."""
     import torch
 
@@ -146,11 +148,11 @@ def _kv_windows(artifact: Artifact) -> list[dict[str, int | None]]:
     formats = manifest.weight_formats.values()
     shape = model_kv_shape(model, manifest.max_model_len, decode_op, kv_dtype, formats=formats)
     layers = [len(group.layers) for group in shape.groups] or [shape.layers]
-    by_window = sum_by_window(shape.group_windows, layers)
+    by_window = sum_counts_by_window(shape.group_windows, layers)
     return [{"window": window, "layers": count} for window, count in by_window.items() if count]
 
 
-def _gpus(torch: Any) -> list[dict[str, Any]]:
+def _gpu_facts(torch: Any) -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         return []
     gpus = []
@@ -164,7 +166,7 @@ def _gpus(torch: Any) -> list[dict[str, Any]]:
     return gpus
 
 
-def _kernels(torch: Any) -> list[dict[str, Any]]:
+def _kernel_facts(torch: Any) -> list[dict[str, Any]]:
     """Return the chosen variant of each op and device, and why others are unavailable."""
     from modelmill.ops import registry
 
@@ -173,7 +175,7 @@ def _kernels(torch: Any) -> list[dict[str, Any]]:
         chosen = registry.select_backends(device).backends
         for op in registry.op_names():
             reasons = {
-                name: module.available(device)
+                name: module.unavailable_reason(device)
                 for name, module in registry.implementations(op).items()
             }
             available = ["torch", *(name for name, reason in reasons.items() if reason is None)]
@@ -190,18 +192,18 @@ def _kernels(torch: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def _cpu_kernels() -> dict[str, str | None]:
+def _cpu_kernel_facts() -> dict[str, str | None]:
     """Return the origin and path of the compiled CPU kernels, or why there are none."""
     from modelmill.ops.cpu.common import build
 
-    library = build.load()
+    library = build.load_library()
     if isinstance(library, str):
         return {"origin": None, "path": None, "reason": library}
     return {"origin": library.origin, "path": str(library.path), "reason": None}
 
 
-def _compiler() -> str | None:
-    named = env.cxx_compiler()
+def _find_cxx_compiler() -> str | None:
+    named = env.cxx_from_env()
     return next(
         (path for path in (shutil.which(name) for name in (named, *COMPILERS) if name) if path),
         None,
@@ -220,32 +222,32 @@ def _missing_packages(torch: Any) -> list[dict[str, Any]]:
         if find_spec(name) is None and (on_gpu or name not in ("triton", "pynvml")):
             get = packages.install_command(extra)
             absent.append({"name": name, "needs": needs, "get": get})
-    if _cpu_kernels()["origin"] is None and _compiler() is None:
+    if _cpu_kernel_facts()["origin"] is None and _find_cxx_compiler() is None:
         get = "apt install g++ (or set CXX), or install a wheel for this machine"
         absent.append({"name": "a C++ compiler", "needs": "compiled CPU kernels", "get": get})
     return absent
 
 
-def _version(name: str) -> str | None:
+def _package_version(name: str) -> str | None:
     try:
         return metadata.version(DISTRIBUTIONS.get(name, name))
     except metadata.PackageNotFoundError:
         return None
 
 
-def _disk_free(path: Any) -> int | None:
+def _free_disk_bytes(path: Any) -> int | None:
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free
 
 
-def _kernels_line(report: dict[str, str | None]) -> str:
+def _format_cpu_kernels(report: dict[str, str | None]) -> str:
     if report["origin"] is None:
         return f"none, so that torch computes, several times slower: {report['reason']}"
     return f"{report['origin']}: {report['path']}"
 
 
-def report_lines(facts: Mapping[str, Any]) -> list[str]:
+def markdown_report_lines(facts: Mapping[str, Any]) -> list[str]:
     """The facts that matter to an issue, in Markdown; no path of this machine."""
     cpu, prebuilt = facts["cpu"], facts["cpu_kernels"]
     versions = [f"{name} {version}" for name, version in facts["packages"].items() if version]
@@ -272,7 +274,7 @@ def report_lines(facts: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _show(report: dict[str, Any]) -> None:
+def _show_report(report: dict[str, Any]) -> None:
     _show_machine(report)
     rows = [
         [
@@ -296,7 +298,7 @@ def _show(report: dict[str, Any]) -> None:
         print("nothing is missing")
     if report["outside"]:
         rows = [
-            [each["name"], each["version"], each["tested"], _fix_versions_hint(each)]
+            [each["name"], each["version"], each["tested"], _version_fix_hint(each)]
             for each in report["outside"]
         ]
         print_table(
@@ -326,7 +328,7 @@ def _show_machine(report: dict[str, Any]) -> None:
             ("GPU", "\n".join(gpus) or "none"),
             ("CUDA", report["cuda"]),
             ("compiler", report["compiler"] or "none"),
-            ("CPU kernels", _kernels_line(report["cpu_kernels"])),
+            ("CPU kernels", _format_cpu_kernels(report["cpu_kernels"])),
             ("cache", f"{cache['path']}, {disk_free} free on its disk"),
             ("packages", ", ".join(versions)),
         ]
@@ -334,7 +336,7 @@ def _show_machine(report: dict[str, Any]) -> None:
 
 
 def _show_engine(engine: dict[str, Any]) -> None:
-    from modelmill.cli.inspect import tuning_line
+    from modelmill.cli.inspect import format_tuning
 
     versions = ", ".join(f"{name} {version}" for name, version in engine["versions"].items())
     lines: list[tuple[str, str | None]] = [
@@ -343,11 +345,11 @@ def _show_engine(engine: dict[str, Any]) -> None:
     ]
     pages = [kept_tokens_text(each["layers"], each["window"]) for each in engine["kv_windows"]]
     lines.append(("KV pages", "; ".join(pages) or None))
-    tuned = tuning_line(engine["tuning"]) or "none: default launch configs"
+    tuned = format_tuning(engine["tuning"]) or "none: default launch configs"
     print_facts([*lines, ("tuning", tuned)], title=engine["path"])
 
 
-def _fix_versions_hint(outside: dict[str, Any]) -> str:
+def _version_fix_hint(outside: dict[str, Any]) -> str:
     if outside["name"] == packages.INTERPRETER_NAME:
         return f"another Python ({outside['tested']})"
     return f"pip install '{outside['name']}{outside['tested']}'"

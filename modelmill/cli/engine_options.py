@@ -40,13 +40,13 @@ def resolve_model_path(model: Path) -> Path:
     """
     if model.exists():
         return model
-    from modelmill.checkpoint.pull import is_model_name, pull_once
+    from modelmill.checkpoint.pull import is_model_name, pull_if_missing
 
     if not is_model_name(model):
         return model
     name = model.as_posix()
     with show_progress(f"pulling {name}", lines=True) as on_progress:
-        return pull_once(name, env.cache_dir() / "models", on_progress)
+        return pull_if_missing(name, env.cache_dir() / "models", on_progress)
 
 
 def open_llm(model: Path, build: CheckpointBuildOptions, run: RunConfig, **llm_options: Any) -> LLM:

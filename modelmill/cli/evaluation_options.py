@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from modelmill.cli import engine_options
 from modelmill.cli.engine_options import ENGINE_HELP, CheckpointBuildOptions
 from modelmill.cli.options import CommonArgs, config_field
-from modelmill.core.config import DTYPES, RunConfig, option, path_option
-from modelmill.core.packages import require
+from modelmill.core.config import DTYPES, RunConfig, option_field, path_option_field
+from modelmill.core.packages import require_package
 
 if TYPE_CHECKING:
     from modelmill.checkpoint.open import Checkpoint
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 class EvaluationArgs(CommonArgs):
     """The engine, the data, and the checkpoint that transformers runs on the same data."""
 
-    engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
-    data: Path | None = option(None, "what to evaluate on", required=True, metavar="FILE")
-    reference: Path | None = path_option(
+    engine: Path = option_field(help=ENGINE_HELP, positional=True, metavar="ENGINE")
+    data: Path | None = option_field(None, "what to evaluate on", required=True, metavar="FILE")
+    reference: Path | None = path_option_field(
         "also run this checkpoint through transformers", "CHECKPOINT"
     )
-    reference_dtype: str = option("float32", "type of the reference", choices=DTYPES)
+    reference_dtype: str = option_field("float32", "type of the reference", choices=DTYPES)
     build: CheckpointBuildOptions = config_field(
         CheckpointBuildOptions, "A checkpoint in the engine's place"
     )
@@ -41,10 +41,10 @@ def require_transformers(args: EvaluationArgs) -> None:
         MissingDependency: if it is not.
     """
     if args.reference is not None:
-        require("--reference", "transformers", "eval")
+        require_package("--reference", "transformers", "eval")
 
 
-def open_evaluated(args: EvaluationArgs) -> LLM:
+def open_evaluated_engine(args: EvaluationArgs) -> LLM:
     """Open the engine, with memory left for the reference on the same GPU.
 
     Raises:
@@ -62,7 +62,9 @@ def open_evaluated(args: EvaluationArgs) -> LLM:
     return llm
 
 
-def load_reference(args: EvaluationArgs, device: str) -> tuple[Checkpoint, HfReference]:
+def load_transformers_reference(
+    args: EvaluationArgs, device: str
+) -> tuple[Checkpoint, HfReference]:
     """Load the reference's checkpoint into transformers."""
     from modelmill.checkpoint.open import open_checkpoint
     from modelmill.eval import hf_reference

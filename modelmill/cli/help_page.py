@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from types import ModuleType
 
-from modelmill.cli.options import CliParameter, collect_flags, help_with_default
+from modelmill.cli.options import CliParameter, collect_cli_parameters, help_with_default
 from modelmill.core import env
 
 MAX_WIDTH = 110
@@ -33,17 +33,17 @@ def page_width() -> int:
     return min(shutil.get_terminal_size().columns, MAX_WIDTH)
 
 
-def verb_page(verb: str, module: ModuleType, width: int) -> str:
+def subcommand_help_page(verb: str, module: ModuleType, width: int) -> str:
     """Return the help page of a verb."""
-    flags = [flag for flag in collect_flags(module.Args) if not flag.hidden]
+    flags = [flag for flag in collect_cli_parameters(module.Args) if not flag.hidden]
     about, examples = _split_epilog(module)
     panels: dict[str, list[Row]] = {"Arguments": [], "Options": []}
     for flag in flags:
         panel = "Arguments" if flag.positional else flag.panel or "Options"
-        panels.setdefault(panel, []).append((flag_names(flag), _flag_help(flag)))
+        panels.setdefault(panel, []).append((flag_names(flag), _format_flag_help(flag)))
     panels["Options"].append((("-h,", "--help"), "show this page and exit"))
     parts = [
-        _style_heading("Usage:") + f" {usage(verb, module)}",
+        _style_heading("Usage:") + f" {usage_line(verb, module)}",
         *(textwrap.fill(each, width) for each in about),
     ]
     if examples:
@@ -54,7 +54,7 @@ def verb_page(verb: str, module: ModuleType, width: int) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def top_page(about: str, verbs: Sequence[tuple[str, str]], width: int) -> str:
+def command_help_page(about: str, verbs: Sequence[tuple[str, str]], width: int) -> str:
     """Return the help page of the command itself; verbs: name and help."""
     options: list[Row] = [
         (("--version",), "show the version and exit"),
@@ -72,24 +72,24 @@ def top_page(about: str, verbs: Sequence[tuple[str, str]], width: int) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def usage(verb: str, module: ModuleType) -> str:
+def usage_line(verb: str, module: ModuleType) -> str:
     """Return the usage line, e.g. 'modelmill perplexity ENGINE --data FILE [OPTIONS]'."""
     words = ["modelmill", verb.replace("_", "-")]
-    for flag in collect_flags(module.Args):
+    for flag in collect_cli_parameters(module.Args):
         if flag.positional:
             words.append(flag.label if flag.required else f"[{flag.label}]")
     words += [
-        f"--{f.long} {_metavar(f)}"
-        for f in collect_flags(module.Args)
+        f"--{f.long} {_value_placeholder(f)}"
+        for f in collect_cli_parameters(module.Args)
         if f.required and not f.positional
     ]
     return " ".join([*words, "[OPTIONS]"])
 
 
-def short_usage(verb: str, module: ModuleType) -> str:
+def usage_with_example(verb: str, module: ModuleType) -> str:
     """Return the usage and an example, for an error about a missing argument."""
     examples = _split_epilog(module)[1]
-    return usage(verb, module) + (f", for example: {examples[0]}" if examples else "")
+    return usage_line(verb, module) + (f", for example: {examples[0]}" if examples else "")
 
 
 def flag_names(flag: CliParameter) -> list[str]:
@@ -103,16 +103,16 @@ def flag_names(flag: CliParameter) -> list[str]:
         *([f"--no-{flag.long}"] if flag.negatable else []),
     ]
     shown = [f"{name}," for name in names[:-1]] + names[-1:]
-    return shown if flag.value_type is bool else [*shown, _metavar(flag)]
+    return shown if flag.value_type is bool else [*shown, _value_placeholder(flag)]
 
 
-def _flag_help(flag: CliParameter) -> str:
+def _format_flag_help(flag: CliParameter) -> str:
     """Return a flag's help with its choices and its default."""
     text = help_with_default(flag)
     return f"{text}; one of {', '.join(map(str, flag.choices))}" if flag.choices else text
 
 
-def _metavar(flag: CliParameter) -> str:
+def _value_placeholder(flag: CliParameter) -> str:
     if flag.metavar:
         return flag.metavar
     if flag.is_bytes:
@@ -164,7 +164,7 @@ def _wrap_words(words: Sequence[str], width: int) -> list[str]:
 
 
 def _use_color() -> bool:
-    return sys.stdout.isatty() and not env.plain_output()
+    return sys.stdout.isatty() and not env.is_plain_output()
 
 
 def _style_heading(text: str) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 from modelmill.cli.acceptance_tables import show_acceptance
 from modelmill.cli.engine_options import resolve_model_path
 from modelmill.cli.options import CommonArgs
-from modelmill.cli.output import emit_json, print_facts, print_table, show_progress
+from modelmill.cli.output import print_facts, print_json, print_table, show_progress
 from modelmill.core.byte_size import format_bytes
-from modelmill.core.config import option
+from modelmill.core.config import option_field
 from modelmill.core.errors import ModelmillError
 
 HELP = (
@@ -43,30 +43,30 @@ EXAMPLE_CHAT = [{"role": "user", "content": "Hello"}]
 class Args(CommonArgs):
     """Command-line options of ``modelmill inspect``."""
 
-    path: Path = option(help="a checkpoint or an engine", positional=True, metavar="PATH")
-    tensors: bool = option(False, "list every tensor", flags=("--tensors",))
-    verify: bool = option(
+    path: Path = option_field(help="a checkpoint or an engine", positional=True, metavar="PATH")
+    tensors: bool = option_field(False, "list every tensor", flags=("--tensors",))
+    verify: bool = option_field(
         False, "read every file of an engine and compare its sha256", flags=("--verify",)
     )
 
 
 def run(args: Args) -> int:
     """Print the facts as tables or JSON."""
-    from modelmill.artifact.store import is_engine
+    from modelmill.artifact.store import is_engine_folder
 
-    facts = _engine_facts(args) if is_engine(args.path) else _checkpoint_facts(args)
-    emit_json(facts) if args.json else _show(facts)
+    facts = _engine_facts(args) if is_engine_folder(args.path) else _checkpoint_facts(args)
+    print_json(facts) if args.json else _show_facts(facts)
     return 0
 
 
 def _engine_facts(args: Args) -> dict[str, Any]:
     from modelmill.artifact.store import open_artifact
-    from modelmill.artifact.verify import verify
+    from modelmill.artifact.verify import verify_file_hashes
 
     artifact = open_artifact(args.path)
     if args.verify:
         with show_progress("verifying") as on_progress:
-            verify(artifact, force=True, on_progress=on_progress)
+            verify_file_hashes(artifact, force=True, on_progress=on_progress)
     manifest = artifact.manifest
     tensors = [_tensor_facts(name, each.shape, str(each.dtype).removeprefix("torch."),
         each.nbytes) for name, each in
@@ -81,8 +81,8 @@ def _engine_facts(args: Args) -> dict[str, Any]:
         "build": manifest.build,
         "weights": dict(Counter(manifest.weight_formats.values())),
         "packing": manifest.packing,
-        **_content_facts(tensors, args.tensors),
-        **text_facts(artifact.tokenizer_files()),
+        **_summarize_tensors(tensors, args.tensors),
+        **tokenizer_and_chat_facts(artifact.tokenizer_files()),
         "generation": manifest.generation,
         "sampling": sampling_facts(
             manifest.generation,
@@ -94,15 +94,15 @@ def _engine_facts(args: Args) -> dict[str, Any]:
         "digest": manifest.digest(),
         "verified": args.verify or None,
         "tuning": tuning_facts(args.path),
-        "acceptance": artifact.acceptance(),
+        "acceptance": artifact.acceptance_report(),
     }
 
 
 def _checkpoint_facts(args: Args) -> dict[str, Any]:
-    from modelmill.builder.model_config import with_config
+    from modelmill.builder.model_config import ensure_checkpoint_config
     from modelmill.checkpoint.open import open_checkpoint
 
-    checkpoint = with_config(open_checkpoint(resolve_model_path(args.path)))
+    checkpoint = ensure_checkpoint_config(open_checkpoint(resolve_model_path(args.path)))
     infos = [checkpoint.tensor_info(name) for name in checkpoint.names()]
     return {
         "kind": "checkpoint",
@@ -111,11 +111,11 @@ def _checkpoint_facts(args: Args) -> dict[str, Any]:
         "model_type": checkpoint.model_type,
         "architectures": checkpoint.config.get("architectures"),
         "sizes": _model_sizes(checkpoint.config, checkpoint.model_type),
-        **_content_facts(
+        **_summarize_tensors(
             [_tensor_facts(each.name, each.shape, each.dtype, each.nbytes) for each in infos],
             args.tensors,
         ),
-        **text_facts(checkpoint.tokenizer_files()),
+        **tokenizer_and_chat_facts(checkpoint.tokenizer_files()),
         "generation": checkpoint.generation_config,
         "sampling": sampling_facts(
             checkpoint.generation_config, checkpoint.container, checkpoint.model_type != "sam"
@@ -128,12 +128,12 @@ def sampling_facts(
     generation: Mapping[str, Any], container: Any, language: bool
 ) -> dict[str, Any] | None:
     """Describe the sampling defaults; an invalid generation_config is reported, not raised."""
-    from modelmill.core.generation_defaults import read_generation
+    from modelmill.core.generation_defaults import read_generation_config
 
     if not language:
         return None
     try:
-        return read_generation(generation, str(container)).to_dict()
+        return read_generation_config(generation, str(container)).to_dict()
     except ModelmillError as error:
         return {"values": {}, "text": f"broken: {error}", "source": "checkpoint", "unused": {}}
 
@@ -153,7 +153,7 @@ def tuning_facts(engine: Path) -> dict[str, Any]:
     }
 
 
-def tuning_line(facts: Mapping[str, Any]) -> str | None:
+def format_tuning(facts: Mapping[str, Any]) -> str | None:
     """Format ``tuning_facts`` for people; None if there is nothing to show."""
     return "\n".join(facts["here"].values()) or ", ".join(facts["devices"]) or None
 
@@ -162,7 +162,7 @@ def _tensor_facts(name: str, shape: Any, dtype: str, nbytes: int) -> dict[str, A
     return {"name": name, "shape": list(shape), "dtype": dtype, "bytes": nbytes}
 
 
-def _content_facts(tensors: list[dict[str, Any]], listed: bool) -> dict[str, Any]:
+def _summarize_tensors(tensors: list[dict[str, Any]], listed: bool) -> dict[str, Any]:
     by_dtype: Counter[str] = Counter()
     for each in tensors:
         by_dtype[each["dtype"]] += each["bytes"]
@@ -199,10 +199,10 @@ def _model_sizes(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     return sizes
 
 
-def text_facts(files: dict[str, bytes]) -> dict[str, Any]:
+def tokenizer_and_chat_facts(files: dict[str, bytes]) -> dict[str, Any]:
     """Describe tokenizer and chat template; a broken one is reported, not raised."""
-    from modelmill.text.chat import load_chat
-    from modelmill.text.tokenizer import load_tokenizer
+    from modelmill.text.chat_format_loader import load_chat_format
+    from modelmill.text.tokenizer_loader import load_tokenizer
 
     if not files:
         return {"tokenizer": None, "chat_template": None}
@@ -219,7 +219,7 @@ def text_facts(files: dict[str, bytes]) -> dict[str, Any]:
         "files": sorted(files),
     }
     try:
-        chat = load_chat(files, tokenizer)
+        chat = load_chat_format(files, tokenizer)
         if chat is None:
             return {"tokenizer": tokenizer_facts, "chat_template": None}
         example, stops = chat.render(EXAMPLE_CHAT, add_generation_prompt=True), list(chat.stop_ids)
@@ -229,7 +229,7 @@ def text_facts(files: dict[str, bytes]) -> dict[str, Any]:
     return {"tokenizer": tokenizer_facts, "chat_template": {"example": example, "stop_ids": stops}}
 
 
-def _show(report: dict[str, Any]) -> None:
+def _show_facts(report: dict[str, Any]) -> None:
     engine = report["kind"] == "engine"
     segmentation = report["model_type"] == "sam"
     build = report.get("build", {})
@@ -258,9 +258,9 @@ def _show(report: dict[str, Any]) -> None:
                 "built for up to",
                 f"{report['max_model_len']} tokens" if engine and not segmentation else None,
             ),
-            ("tokenizer", None if segmentation else _tokenizer_line(report)),
-            ("chat template", None if segmentation else _chat_line(report["chat_template"])),
-            ("generation", _line(report["generation"])),
+            ("tokenizer", None if segmentation else _format_tokenizer(report)),
+            ("chat template", None if segmentation else _format_chat(report["chat_template"])),
+            ("generation", _join_pairs(report["generation"])),
             ("sampling", sampling["text"]),
             (
                 "without effect",
@@ -268,11 +268,11 @@ def _show(report: dict[str, Any]) -> None:
             ),
             (
                 "source",
-                _line({k: v for k, v in report.get("source", {}).items() if k != "warnings"}),
+                _join_pairs({k: v for k, v in report.get("source", {}).items() if k != "warnings"}),
             ),
             *(("warning", each) for each in report.get("source", {}).get("warnings", ())),
-            ("versions", _line(report.get("versions", {}))),
-            ("tuning", tuning_line(report["tuning"]) if engine else None),
+            ("versions", _join_pairs(report.get("versions", {}))),
+            ("tuning", format_tuning(report["tuning"]) if engine else None),
             ("files", "verified: every sha256 is right" if report.get("verified") else None),
         ],
         title=f"{report['path']}: {'an engine' if engine else 'a checkpoint'}",
@@ -287,7 +287,7 @@ def _show(report: dict[str, Any]) -> None:
         print_table(("tensor", "shape", "dtype", "bytes"), rows)
 
 
-def _tokenizer_line(report: dict[str, Any]) -> str:
+def _format_tokenizer(report: dict[str, Any]) -> str:
     facts = report["tokenizer"]
     if facts is None:
         return f"none: ids-only {report['kind']} (no tokenizer)"
@@ -299,13 +299,13 @@ def _tokenizer_line(report: dict[str, Any]) -> str:
     )
 
 
-def _chat_line(chat: dict[str, Any] | None) -> str:
+def _format_chat(chat: dict[str, Any] | None) -> str:
     if chat is None:
         return "none"
     return f"broken: {chat['error']}" if "error" in chat else repr(chat["example"])
 
 
-def _line(values: Mapping[str, Any]) -> str | None:
+def _join_pairs(values: Mapping[str, Any]) -> str | None:
     return (
         ", ".join(f"{name} {value}" for name, value in values.items() if value is not None) or None
     )

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from modelmill.cli.options import CommonArgs
-from modelmill.cli.output import emit_json, print_note
+from modelmill.cli.output import print_json, print_note
 from modelmill.cli.stop import find_server
-from modelmill.core.config import option
-from modelmill.core.env import child_env
+from modelmill.core.config import option_field
+from modelmill.core.env import child_process_env
 from modelmill.core.errors import ModelmillError, UsageError
 from modelmill.core.server_records import ServerRecord, running_servers
 
@@ -132,34 +132,36 @@ CLIENTS: Mapping[str, Callable[[AgentModel], LaunchCommand]] = {
 class Args(CommonArgs):
     """Command-line options of ``modelmill launch``."""
 
-    client: str = option(help="the agent", positional=True, choices=tuple(CLIENTS))
-    url: str | None = option(None, "address of the server (default: the one that runs here)")
-    model: str | None = option(
+    client: str = option_field(help="the agent", positional=True, choices=tuple(CLIENTS))
+    url: str | None = option_field(None, "address of the server (default: the one that runs here)")
+    model: str | None = option_field(
         None,
         "served model (default: the server's first)",
         complete=lambda: [model for each in running_servers() for model in each.models],
     )
-    api_key: str = option(NO_KEY, "key of the server, if it has keys")
-    run: bool = option(False, "start the agent instead of printing its command", flags=("--run",))
+    api_key: str = option_field(NO_KEY, "key of the server, if it has keys")
+    run: bool = option_field(
+        False, "start the agent instead of printing its command", flags=("--run",)
+    )
 
 
 def run(args: Args) -> int:
     """Print the command, or become the agent."""
-    url, model = served_model(args)
+    url, model = resolve_served_model(args)
     if args.run:
-        find_program(args.client)
-    context = context_length(fetch_models(url, args.api_key), model)
+        find_agent_program(args.client)
+    context = served_context_length(fetch_models(url, args.api_key), model)
     command = CLIENTS[args.client](AgentModel(url, model, args.api_key, context))
     if args.json:
-        emit_json({"command": list(command.words), "env": dict(command.env)})
+        print_json({"command": list(command.words), "env": dict(command.env)})
     elif args.run:
-        exec_command(command)
+        exec_agent_command(command)
     else:
         print(command.shell_text())
     return 0
 
 
-def find_program(name: str) -> str:
+def find_agent_program(name: str) -> str:
     """Return the agent's path. Raises ModelmillError if it is not installed."""
     program = shutil.which(name)
     if program is None:
@@ -167,12 +169,16 @@ def find_program(name: str) -> str:
     return program
 
 
-def exec_command(command: LaunchCommand) -> NoReturn:
+def exec_agent_command(command: LaunchCommand) -> NoReturn:
     """Replace this process by the agent. Raises ModelmillError if it is not installed."""
-    os.execve(find_program(command.words[0]), list(command.words), {**child_env(), **command.env})
+    os.execve(
+        find_agent_program(command.words[0]),
+        list(command.words),
+        {**child_process_env(), **command.env},
+    )
 
 
-def served_model(args: Args) -> tuple[str, str]:
+def resolve_served_model(args: Args) -> tuple[str, str]:
     """Return the address without a slash at its end, and the model's name.
 
     Raises:
@@ -185,11 +191,11 @@ def served_model(args: Args) -> tuple[str, str]:
             raise UsageError(f"--url {args.url} is no http:// or https:// address")
         return args.url.rstrip("/").removesuffix("/v1"), args.model
     servers = running_servers()
-    server = _server_of(servers, args.model)
+    server = _select_server(servers, args.model)
     return server.client_url, args.model or server.models[0]
 
 
-def context_length(models: Any, name: str) -> int | None:
+def served_context_length(models: Any, name: str) -> int | None:
     """Return a model's length of context from the server's list; None if the list lacks it."""
     cards = models.get("data") if isinstance(models, dict) else None
     for card in cards if isinstance(cards, list) else ():
@@ -228,7 +234,7 @@ def fetch_models(url: str, key: str) -> Any:
     return None
 
 
-def _server_of(servers: list[ServerRecord], model: str | None) -> ServerRecord:
+def _select_server(servers: list[ServerRecord], model: str | None) -> ServerRecord:
     if not servers:
         raise UsageError("no server is running; start one with modelmill serve, or give --url")
     if model is not None:

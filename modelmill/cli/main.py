@@ -17,7 +17,11 @@ from typing import Any
 from modelmill.cli.output import tolerate_closed_output
 from modelmill.core import disk_errors, env, malloc
 from modelmill.core.errors import ModelmillError, UsageError
-from modelmill.core.registry import closest_name, find_module, module_names
+from modelmill.core.module_lookup import (
+    import_module_if_exists,
+    list_module_names,
+    most_similar_name,
+)
 
 NOT_VERBS = (
     *(
@@ -82,9 +86,9 @@ OTHER_NAMES = {
 """Verbs of other programs, and the modelmill verb to suggest instead."""
 
 
-def verbs() -> list[str]:
+def list_subcommands() -> list[str]:
     """Return the names of all verbs: the files of this folder."""
-    names = [name for name in module_names("modelmill.cli") if name not in NOT_VERBS]
+    names = [name for name in list_module_names("modelmill.cli") if name not in NOT_VERBS]
     return sorted(
         names,
         key=lambda name: (VERB_ORDER.index(name) if name in VERB_ORDER else len(VERB_ORDER), name),
@@ -93,18 +97,18 @@ def verbs() -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its exit code."""
-    env.set_passive_waiting()
+    env.set_openmp_passive_waiting()
     malloc.set_malloc_thresholds()
     with tolerate_closed_output():
         try:
-            code = execute(list(sys.argv[1:] if argv is None else argv))
+            code = run_command_line(list(sys.argv[1:] if argv is None else argv))
             sys.stdout.flush()
         except ModelmillError as error:  # stdout cannot be written
-            code = _fail(str(error), 1)
+            code = _print_error(str(error), 1)
     sys.exit(code)
 
 
-def execute(argv: list[str]) -> int:
+def run_command_line(argv: list[str]) -> int:
     """Run one command line and return its exit code.
 
     A user's mistake is printed as one line on stderr; a bug is raised.
@@ -112,19 +116,19 @@ def execute(argv: list[str]) -> int:
     import typer
 
     try:
-        verb = _find_verb(argv)
+        verb = _find_subcommand(argv)
         command = typer.main.get_command(_make_app(verb))
         code = command.main(args=argv, prog_name="modelmill", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except ModelmillError as error:
-        return _fail(str(error), 2 if isinstance(error, UsageError) else 1)
+        return _print_error(str(error), 2 if isinstance(error, UsageError) else 1)
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except OSError as error:
         description = disk_errors.describe_os_error(error)
         if description is None:
             raise
-        return _fail(description, 1)
+        return _print_error(description, 1)
     except Exception as error:
         # newer versions of typer contain their own click, so its errors are recognized by their
         # attributes
@@ -133,10 +137,10 @@ def execute(argv: list[str]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)
             return 2
-        return _fail(_usage_error_text(error, argv), 2)
+        return _print_error(_usage_error_text(error, argv), 2)
 
 
-def _find_verb(argv: list[str]) -> str | None:
+def _find_subcommand(argv: list[str]) -> str | None:
     """Return the verb of the command line; None for the help page.
 
     Raises:
@@ -145,9 +149,9 @@ def _find_verb(argv: list[str]) -> str | None:
     called = next((word for word in argv if not word.startswith("-")), None)
     if called is None or (argv and argv[0] in ("--show-completion", "--install-completion")):
         return None
-    name, known = called.replace("-", "_"), verbs()
+    name, known = called.replace("-", "_"), list_subcommands()
     if name not in known:
-        hint = OTHER_NAMES.get(name) or closest_name(called, known)
+        hint = OTHER_NAMES.get(name) or most_similar_name(called, known)
         raise UsageError(
             f"there is no command {called!r}; "
             + (f"did you mean {hint}?" if hint else f"there are {', '.join(known)}")
@@ -160,29 +164,29 @@ def _make_app(verb: str | None) -> Any:
     import typer
     from typer.core import TyperCommand, TyperGroup
 
-    from modelmill.cli.options import make_command
+    from modelmill.cli.options import make_typer_function
 
     app = typer.Typer(
         name="modelmill",
         help=DESCRIPTION,
-        cls=_with_help_page(TyperGroup, _top_help_page),
+        cls=_typer_class_with_help(TyperGroup, _top_help_page),
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
         context_settings=_typer_settings(),
     )
-    app.callback()(_top_callback())
-    completing = "_MODELMILL_COMPLETE" in env.child_env()
-    for name in verbs() if completing else filter(None, [verb]):
-        module = find_module("modelmill.cli", name)
+    app.callback()(_make_version_callback())
+    completing = "_MODELMILL_COMPLETE" in env.child_process_env()
+    for name in list_subcommands() if completing else filter(None, [verb]):
+        module = import_module_if_exists("modelmill.cli", name)
         assert module is not None
         app.command(
             name,
-            cls=_with_help_page(TyperCommand, partial(_verb_page, name, module)),
+            cls=_typer_class_with_help(TyperCommand, partial(_subcommand_help_page, name, module)),
             help=module.HELP,
             short_help=module.HELP,
             context_settings=_typer_settings(),
-        )(make_command(module.Args, module.run))
+        )(make_typer_function(module.Args, module.run))
     return app
 
 
@@ -193,7 +197,7 @@ def _typer_settings() -> dict[str, Any]:
     }
 
 
-def _with_help_page(base: type, page: Callable[[], str]) -> type:
+def _typer_class_with_help(base: type, page: Callable[[], str]) -> type:
     """Return typer's class ``base`` with the text of ``page`` as its help."""
 
     def format_help(_: Any, __: Any, formatter: Any) -> None:
@@ -202,24 +206,26 @@ def _with_help_page(base: type, page: Callable[[], str]) -> type:
     return type(base.__name__, (base,), {"format_help": format_help})
 
 
-def _verb_page(name: str, module: ModuleType) -> str:
-    from modelmill.cli.help_page import page_width, verb_page
+def _subcommand_help_page(name: str, module: ModuleType) -> str:
+    from modelmill.cli.help_page import page_width, subcommand_help_page
 
-    return verb_page(name, module, page_width())
+    return subcommand_help_page(name, module, page_width())
 
 
 def _top_help_page() -> str:
     """Return the help page of the command itself, with every verb and its one-line help."""
-    from modelmill.cli.help_page import page_width, top_page
+    from modelmill.cli.help_page import command_help_page, page_width
 
-    modules = [(name, find_module("modelmill.cli", name)) for name in verbs()]
+    modules = [
+        (name, import_module_if_exists("modelmill.cli", name)) for name in list_subcommands()
+    ]
     listed = [
         (name.replace("_", "-"), module.HELP) for name, module in modules if module is not None
     ]
-    return top_page(DESCRIPTION, listed, page_width())
+    return command_help_page(DESCRIPTION, listed, page_width())
 
 
-def _top_callback() -> Callable[..., None]:
+def _make_version_callback() -> Callable[..., None]:
     """Make the callback of the command itself, which has --version."""
     import typer
 
@@ -245,21 +251,26 @@ def _usage_error_text(error: Any, argv: list[str]) -> str:
     text = " ".join(str(error.format_message()).split()).rstrip(".")
     option = getattr(error, "option_name", None)
     if option and type(error).__name__ == "NoSuchOption":
-        from modelmill.cli.options import collect_flags
+        from modelmill.cli.options import collect_cli_parameters
 
-        verb = _find_verb(argv)
-        module = find_module("modelmill.cli", verb) if verb else None
+        verb = _find_subcommand(argv)
+        module = import_module_if_exists("modelmill.cli", verb) if verb else None
         known = (
-            [f"--{n}" for f in collect_flags(module.Args) if not f.positional for n in f.names]
+            [
+                f"--{n}"
+                for f in collect_cli_parameters(module.Args)
+                if not f.positional
+                for n in f.names
+            ]
             if module
             else []
         )
-        hint = closest_name(option.replace("_", "-"), known)
+        hint = most_similar_name(option.replace("_", "-"), known)
         text = f"there is no flag {option}" + (f"; did you mean {hint}?" if hint else "")
     text = (text[:1].lower() + text[1:]).replace("Value error, ", "", 1)
     if type(error).__name__ == "MissingParameter":
-        text += _verb_usage(argv)
-    variable = _source_variable(error)
+        text += _subcommand_usage(argv)
+    variable = _invalid_env_variable(error)
     if variable:
         text = text.replace("for '--", f"in {variable} for '--", 1)
     if "unexpected extra argument" in text and argv[:1] == ["run"]:
@@ -268,16 +279,20 @@ def _usage_error_text(error: Any, argv: list[str]) -> str:
     return f"{text} (flags: modelmill {verb + ' ' if verb else ''}--help)"
 
 
-def _verb_usage(argv: list[str]) -> str:
+def _subcommand_usage(argv: list[str]) -> str:
     """Return the usage of the verb, for an error about a missing argument."""
-    from modelmill.cli.help_page import short_usage
+    from modelmill.cli.help_page import usage_with_example
 
-    verb = _find_verb(argv)
-    module = find_module("modelmill.cli", verb) if verb else None
-    return "" if verb is None or module is None else f"; the form is: {short_usage(verb, module)}"
+    verb = _find_subcommand(argv)
+    module = import_module_if_exists("modelmill.cli", verb) if verb else None
+    return (
+        ""
+        if verb is None or module is None
+        else f"; the form is: {usage_with_example(verb, module)}"
+    )
 
 
-def _source_variable(error: Any) -> str | None:
+def _invalid_env_variable(error: Any) -> str | None:
     """Return the environment variable that holds an invalid value; None if a flag holds it."""
     context, param = getattr(error, "ctx", None), getattr(error, "param", None)
     if context is None or param is None:
@@ -295,7 +310,7 @@ def _source_variable(error: Any) -> str | None:
     )
 
 
-def _fail(message: str, code: int) -> int:
+def _print_error(message: str, code: int) -> int:
     with contextlib.suppress(ModelmillError):  # only the first error is reported
         sys.stdout.flush()
     print(f"modelmill: {' '.join(message.split())}", file=sys.stderr)

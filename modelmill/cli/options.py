@@ -27,9 +27,9 @@ from typing import Any, TypeVar
 
 from modelmill.core import env
 from modelmill.core.byte_size import parse_bytes
-from modelmill.core.config import option, path_option
+from modelmill.core.config import option_field, path_option_field
 from modelmill.core.errors import UsageError
-from modelmill.core.registry import closest_name
+from modelmill.core.module_lookup import most_similar_name
 
 T = TypeVar("T")
 SCALARS: tuple[type, ...] = (bool, int, float, str, Path)
@@ -46,8 +46,8 @@ TYPE_NAMES = {
 class CommonArgs:
     """Options of every verb."""
 
-    json: bool = option(False, "print JSON, and nothing else, on stdout", flags=("--json",))
-    config: Path | None = path_option(
+    json: bool = option_field(False, "print JSON, and nothing else, on stdout", flags=("--json",))
+    config: Path | None = path_option_field(
         "YAML file with values for flags that are not set", "FILE.yaml"
     )
 
@@ -120,26 +120,28 @@ def inherit_option(cls: type, name: str, **changes: Any) -> Any:
     for original in fields(cls):
         if original.name == name:
             settings = {**original.metadata, **changes}
-            return option(
+            return option_field(
                 settings.pop("default", original.default), settings.pop("help", ""), **settings
             )
     raise LookupError(f"{cls.__name__} has no field {name!r}")
 
 
-def collect_flags(args: type) -> list[CliParameter]:
+def collect_cli_parameters(args: type) -> list[CliParameter]:
     """Return every flag of an ``Args`` dataclass, positional ones first.
 
     Of flags with the same name the first one is used.
     """
     flags: dict[str, CliParameter] = {}
-    for flag in _iter_flags(args, None, ()):
+    for flag in _iter_cli_parameters(args, None, ()):
         first = flags.setdefault(flag.name, flag)
         if first is not flag and not first.help:
             flags[flag.name] = replace(first, help=flag.help)
     return sorted(flags.values(), key=lambda flag: not flag.positional)
 
 
-def _iter_flags(cls: type, panel: str | None, exclude: tuple[str, ...]) -> Iterator[CliParameter]:
+def _iter_cli_parameters(
+    cls: type, panel: str | None, exclude: tuple[str, ...]
+) -> Iterator[CliParameter]:
     hints = typing.get_type_hints(cls)
     for each in fields(cls):
         if each.name in exclude or each.metadata.get("python_only"):
@@ -147,12 +149,14 @@ def _iter_flags(cls: type, panel: str | None, exclude: tuple[str, ...]) -> Itera
         hint = hints[each.name]
         if is_dataclass(hint):
             below = each.metadata
-            yield from _iter_flags(typing.cast(type, hint), below["panel"], below["exclude"])
+            yield from _iter_cli_parameters(
+                typing.cast(type, hint), below["panel"], below["exclude"]
+            )
         else:
-            yield _flag(each, hint, panel)
+            yield _make_cli_parameter(each, hint, panel)
 
 
-def _flag(each: Field[Any], hint: Any, panel: str | None) -> CliParameter:
+def _make_cli_parameter(each: Field[Any], hint: Any, panel: str | None) -> CliParameter:
     metadata = each.metadata
     container, value_type, key_type = _analyze_type(hint)
     flag_names = metadata.get("flags", ())
@@ -209,15 +213,15 @@ def _make_signature(flags: list[CliParameter]) -> inspect.Signature:
             inspect.Parameter(
                 flag.name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default=_parameter(flag),
-                annotation=_annotation(flag),
+                default=_typer_parameter(flag),
+                annotation=_typer_annotation(flag),
             )
             for flag in flags
         ]
     )
 
 
-def _annotation(flag: CliParameter) -> Any:
+def _typer_annotation(flag: CliParameter) -> Any:
     if flag.container in ("many", "ints", "pairs"):
         return list[str] | None
     if flag.container == "two":
@@ -228,10 +232,10 @@ def _annotation(flag: CliParameter) -> Any:
     return (str if flag.is_bytes else flag.value_type) | None
 
 
-def _parameter(flag: CliParameter) -> Any:
+def _typer_parameter(flag: CliParameter) -> Any:
     import typer
 
-    complete = _completion(flag)
+    complete = _make_choice_completer(flag)
     if flag.positional:
         return typer.Argument(
             ... if flag.required else None, metavar=flag.metavar, autocompletion=complete
@@ -242,14 +246,14 @@ def _parameter(flag: CliParameter) -> Any:
         long,
         *flag.short,
         help=help_with_default(flag),  # a shell's completion shows it; --help is ``help_page``'s
-        envvar=None if flag.repeatable else [flag_variable(name) for name in flag.names],
+        envvar=None if flag.repeatable else [flag_env_variable(name) for name in flag.names],
         show_envvar=False,  # in an error, which says where the value stands by itself
         hidden=flag.hidden,
         autocompletion=complete,
     )
 
 
-def _completion(flag: CliParameter) -> Callable[[str], list[str]] | None:
+def _make_choice_completer(flag: CliParameter) -> Callable[[str], list[str]] | None:
     """Return the values that begin with what is typed, as typer asks for them."""
     values = flag.complete
     if values is None:
@@ -261,7 +265,7 @@ def _completion(flag: CliParameter) -> Callable[[str], list[str]] | None:
     return complete
 
 
-def flag_variable(name: str) -> str:
+def flag_env_variable(name: str) -> str:
     """Return the environment variable of a flag's long name."""
     return "MODELMILL_" + name.replace("-", "_").upper()
 
@@ -278,30 +282,32 @@ def help_with_default(flag: CliParameter) -> str:
     return f"{flag.help} (default: {shown})"
 
 
-def make_command(args: type[T], run: Callable[[T], int]) -> Callable[..., int]:
+def make_typer_function(args: type[T], run: Callable[[T], int]) -> Callable[..., int]:
     """Make the function for typer: it collects the values into ``args`` and runs the verb."""
 
     def call(**command_line: Any) -> int:
-        chosen = _gather_args(args, flags, command_line, partial(_short_usage, run.__module__))
+        chosen = _merge_args(
+            args, flags, command_line, partial(_usage_with_example, run.__module__)
+        )
         try:
             return run(chosen)
         except BrokenPipeError as error:  # of a worker: typer would exit without a message
             raise RuntimeError("a pipe to another process broke") from error
 
-    flags = collect_flags(args)
+    flags = collect_cli_parameters(args)
     signature = _make_signature(flags)
     call.__signature__ = signature  # type: ignore[attr-defined]
     call.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
     return call
 
 
-def _short_usage(module: str) -> str:
-    from modelmill.cli.help_page import short_usage
+def _usage_with_example(module: str) -> str:
+    from modelmill.cli.help_page import usage_with_example
 
-    return short_usage(module.rpartition(".")[2], sys.modules[module])
+    return usage_with_example(module.rpartition(".")[2], sys.modules[module])
 
 
-def _gather_args(
+def _merge_args(
     args: type[T],
     flags: list[CliParameter],
     command_line: Mapping[str, Any],
@@ -323,11 +329,11 @@ def _gather_args(
     for flag in flags:
         value, where = command_line.get(flag.name), flag.label
         if flag.repeatable and value in (None, [], ()):
-            value, where = _repeatable_from_env(flag)
+            value, where = _read_repeatable_flag_env(flag)
         if value is not None and value != [] and value != ():
             values[flag.name] = _parse_value(flag, value, where)
     if values.get("config") is not None:
-        values = {**_from_file(flags, values["config"]), **values}
+        values = {**_read_config_file(flags, values["config"]), **values}
     for flag in flags:
         if flag.required and flag.name not in values:
             raise UsageError(f"{flag.label} is missing: {flag.help}; the form is: {usage()}")
@@ -349,14 +355,14 @@ def _build_dataclass(cls: type[T], values: Mapping[str, Any]) -> T:
     return cls(**chosen)
 
 
-def _repeatable_from_env(flag: CliParameter) -> tuple[Any, str]:
+def _read_repeatable_flag_env(flag: CliParameter) -> tuple[Any, str]:
     """Return the value and the name of a repeatable flag's variable.
 
     The variable holds one value, or several as a JSON list. Numbers and KEY=VALUE pairs, which
     contain no white space, may also be separated by white space.
     """
     for name in flag.names:
-        text, where = env.option_from_env(name.replace("-", "_")), flag_variable(name)
+        text, where = env.option_from_env(name.replace("-", "_")), flag_env_variable(name)
         if not text:
             continue
         try:
@@ -372,7 +378,7 @@ def _repeatable_from_env(flag: CliParameter) -> tuple[Any, str]:
     return None, flag.label
 
 
-def _from_file(flags: list[CliParameter], path: Path) -> dict[str, Any]:
+def _read_config_file(flags: list[CliParameter], path: Path) -> dict[str, Any]:
     import yaml
 
     try:
@@ -398,7 +404,7 @@ def _from_file(flags: list[CliParameter], path: Path) -> dict[str, Any]:
     for key, value in raw.items():
         flag = known.get(str(key).replace("-", "_"))
         if flag is None or flag.name == "config":
-            hint = closest_name(
+            hint = most_similar_name(
                 str(key).replace("-", "_"), [name for name in known if name != "config"]
             )
             raise UsageError(
@@ -450,7 +456,7 @@ def _parse_pairs(flag: CliParameter, value: Any, source: str) -> dict[Any, Any]:
 
 
 def _parse_scalar(value_type: type, value: Any, source: str, choices: tuple[Any, ...]) -> Any:
-    result = _convert(value_type, value)
+    result = _convert_scalar(value_type, value)
     if result is None:
         quotes = (
             "; put it into quotes"
@@ -463,7 +469,7 @@ def _parse_scalar(value_type: type, value: Any, source: str, choices: tuple[Any,
     return result
 
 
-def _convert(value_type: type, value: Any) -> Any:
+def _convert_scalar(value_type: type, value: Any) -> Any:
     """Convert ``value`` to ``value_type``; None if that is impossible.
 
     YAML's own types are accepted, text is parsed.

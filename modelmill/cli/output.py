@@ -20,11 +20,11 @@ from typing import Any, TextIO
 
 from modelmill.core import env
 from modelmill.core.errors import ModelmillError
-from modelmill.core.progress import Progress
-from modelmill.progress import CompileAnnouncer, LogProgress, TerminalProgress
+from modelmill.core.progress_callback import Progress
+from modelmill.progress_display import CompileAnnouncer, LogProgress, TerminalProgress
 
 
-def emit_json(value: Any) -> None:
+def print_json(value: Any) -> None:
     """Print one JSON value on stdout; NaN and infinities, which JSON lacks, become null."""
     print(json.dumps(_replace_non_finite(value), indent=1, ensure_ascii=False))
 
@@ -53,15 +53,15 @@ def print_table(
     from rich.table import Table
 
     width = None if sys.stdout.isatty() else 200
-    console = Console(width=width, no_color=env.plain_output(), highlight=False)
+    console = Console(width=width, no_color=env.is_plain_output(), highlight=False)
     drawn = Table(
         title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False
     )
     for index, column in enumerate(columns):
-        numeric = bool(rows) and all(_is_number(row[index]) for row in rows)
+        numeric = bool(rows) and all(_is_number_or_none(row[index]) for row in rows)
         drawn.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        drawn.add_row(*[_escape(format_cell(cell)) for cell in row])
+        drawn.add_row(*[_escape_rich_markup(format_cell(cell)) for cell in row])
     console.print(drawn)
 
 
@@ -72,7 +72,7 @@ def print_facts(pairs: Sequence[tuple[str, Any]], title: str | None = None) -> N
     from rich.table import Table
 
     console = Console(
-        width=None if sys.stdout.isatty() else 200, no_color=env.plain_output(), highlight=False
+        width=None if sys.stdout.isatty() else 200, no_color=env.is_plain_output(), highlight=False
     )
     drawn = Table(
         title=title,
@@ -86,7 +86,7 @@ def print_facts(pairs: Sequence[tuple[str, Any]], title: str | None = None) -> N
     drawn.add_column(overflow="fold")
     for name, value in pairs:
         if value is not None:
-            drawn.add_row(_escape(name), _escape(format_cell(value)))
+            drawn.add_row(_escape_rich_markup(name), _escape_rich_markup(format_cell(value)))
     console.print(drawn)
 
 
@@ -103,13 +103,13 @@ def format_cell(value: Any) -> str:
     return str(value)
 
 
-def _escape(text: str) -> str:
+def _escape_rich_markup(text: str) -> str:
     from rich.markup import escape
 
     return escape(text)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number_or_none(value: Any) -> bool:
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
@@ -132,9 +132,9 @@ def show_progress(
         every: seconds between lines.
         delay: seconds before a terminal's line is drawn.
     """
-    if quiet or env.plain_output() or not sys.stderr.isatty():
+    if quiet or env.is_plain_output() or not sys.stderr.isatty():
         with (
-            _progress_in_lines(label, every)
+            _log_progress_lines(label, every)
             if lines and not quiet
             else contextlib.nullcontext(lambda *_: None) as on_progress
         ):
@@ -148,7 +148,7 @@ def show_progress(
 
 
 @contextlib.contextmanager
-def _progress_in_lines(label: str, every: float | None) -> Iterator[Progress]:
+def _log_progress_lines(label: str, every: float | None) -> Iterator[Progress]:
     log_progress = LogProgress(label, print_note, *(() if every is None else (every,)))
     announcer = CompileAnnouncer(sys.stderr.write)
 
@@ -218,7 +218,7 @@ def tolerate_closed_output() -> Iterator[None]:
                 sys.stderr.flush()
 
 
-def stdout_reader_gone() -> bool:
+def is_stdout_reader_gone() -> bool:
     """Whether the reader of stdout is gone."""
     buffer = getattr(sys.stdout, "buffer", None)
     return bool(getattr(getattr(buffer, "raw", buffer), "reader_gone", False))

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.evaluation_options import (
     EvaluationArgs,
-    load_reference,
-    open_evaluated,
+    load_transformers_reference,
+    open_evaluated_engine,
     require_transformers,
 )
-from modelmill.cli.output import emit_json, print_table, show_progress
-from modelmill.core.config import option
+from modelmill.cli.output import print_json, print_table, show_progress
+from modelmill.core.config import option_field
 from modelmill.core.errors import TokenizerError, UsageError
 
 if TYPE_CHECKING:
@@ -34,21 +34,21 @@ MAX_WINDOW_TOKENS = 2048
 class Args(EvaluationArgs):
     """Command-line options of ``modelmill perplexity``."""
 
-    data: Path | None = option(None, "UTF-8 text file", required=True, metavar="FILE")
-    max_length: int | None = option(
+    data: Path | None = option_field(None, "UTF-8 text file", required=True, metavar="FILE")
+    max_length: int | None = option_field(
         None, f"tokens in a window (default: what the engine allows, at most {MAX_WINDOW_TOKENS})"
     )
-    stride: int | None = option(
+    stride: int | None = option_field(
         None, "tokens from one window's begin to the next (default: --max-length)"
     )
-    limit_tokens: int | None = option(None, "read only this many tokens of the file")
+    limit_tokens: int | None = option_field(None, "read only this many tokens of the file")
 
 
 def run(args: Args) -> int:
     """Print the perplexity, and the reference's with the difference."""
+    from modelmill.eval.bench_targets import EngineScorer
     from modelmill.eval.datasets import read_text
     from modelmill.eval.perplexity import measure_perplexity
-    from modelmill.eval.targets import EngineScorer
 
     assert args.data is not None
     for name, value, minimum in (
@@ -59,7 +59,7 @@ def run(args: Args) -> int:
             raise UsageError(f"{name} must be at least {minimum}, not {value}")
     require_transformers(args)
     text = read_text(args.data)
-    llm = open_evaluated(args)
+    llm = open_evaluated_engine(args)
     if llm.tokenizer is None:
         raise TokenizerError(
             f"{args.engine} is an ids-only engine (no tokenizer); a perplexity needs one"
@@ -82,26 +82,26 @@ def run(args: Args) -> int:
         )
     result: dict[str, Any] = {**asdict(measured), "max_length": length, "stride": stride}
     if args.reference is not None:
-        reference = _reference_perplexity(args, ids, length, stride, llm.engine_core.device)
+        reference = _measure_reference_perplexity(args, ids, length, stride, llm.engine_core.device)
         result["reference"] = {**asdict(reference), "dtype": args.reference_dtype}
         result["relative_difference"] = measured.perplexity / reference.perplexity - 1.0
-    emit_json(result) if args.json else _show(result)
+    print_json(result) if args.json else _show_perplexity(result)
     return 0
 
 
-def _reference_perplexity(
+def _measure_reference_perplexity(
     args: Args, ids: list[int], length: int, stride: int, device: str
 ) -> Perplexity:
     from modelmill.eval.perplexity import measure_perplexity
 
-    _, reference = load_reference(args, device)
+    _, reference = load_transformers_reference(args, device)
     with show_progress("transformers", quiet=args.json) as on_progress:
         return measure_perplexity(
             ids, reference, max_length=length, stride=stride, on_progress=on_progress
         )
 
 
-def _show(result: dict[str, Any]) -> None:
+def _show_perplexity(result: dict[str, Any]) -> None:
     rows = [
         [
             "modelmill",

@@ -10,7 +10,7 @@ from typing import Any
 from modelmill.builder.recipe_options import ALL_RECIPE_OPTIONS, RECIPE_OPTIONS
 from modelmill.cli.output import print_facts, print_table
 from modelmill.core.byte_size import format_bytes
-from modelmill.core.page_groups import sum_by_window
+from modelmill.core.page_groups import sum_counts_by_window
 
 VISION_OPTIONS = (
     "dtype",
@@ -38,11 +38,11 @@ def show_plan(plan: dict[str, Any]) -> None:
         else None
     )
     options = [
-        (name, _with_reason(value, reasons.get(name)))
+        (name, _format_with_reason(value, reasons.get(name)))
         for name, value in build.items()
         if (value not in (None, {}) or name in reasons)
         and (language or name in VISION_OPTIONS)
-        and _option_applies(name, build)
+        and _is_option_used(name, build)
     ]
     formats = ", ".join(
         f"{name} {format_bytes(count)}" for name, count in plan["bytes_by_format"].items()
@@ -52,43 +52,43 @@ def show_plan(plan: dict[str, Any]) -> None:
             ("checkpoint", f"{plan['checkpoint']} ({plan['container']})"),
             (
                 "architecture",
-                f"{plan['model_type']}, {_layer_count_text(plan)}{plan['tensors']} tensors",
+                f"{plan['model_type']}, {_format_layer_count(plan)}{plan['tensors']} tensors",
             ),
             (
                 "tokenizer",
                 ("yes" if plan["tokenizer"] else "none: an ids-only engine") if language else None,
             ),
-            ("parameters", _parameters_text(plan)),
+            ("parameters", _format_parameter_count(plan)),
             ("weights", f"{format_bytes(memory['weights'])} ({formats})"),
             ("longest sequence", plan["max_model_len"] if language else None),
             ("sampling", (plan["sampling"] or {}).get("text")),
-            ("layers", _count_formats(build.get("layer_recipes") or {})),
+            ("layers", _format_layers_per_weight_format(build.get("layer_recipes") or {})),
             *options,
         ],
         title="Plan",
     )
-    show_bit_choice(plan["auto"])
+    show_auto_quantization(plan["auto"])
     _show_memory(memory, cache)
 
 
-def _parameters_text(plan: dict[str, Any]) -> str:
+def _format_parameter_count(plan: dict[str, Any]) -> str:
     """The number of parameters, and of those that a token is multiplied with."""
     total, active = plan["parameters"], plan["active_parameters"]
     text = f"{total / 1e9:.3g} billion" if total >= 1e8 else f"{total / 1e6:.3g} million"
     return text if active == total else f"{text}, {active / 1e9:.3g} billion a token"
 
 
-def _layer_count_text(plan: dict[str, Any]) -> str:
+def _format_layer_count(plan: dict[str, Any]) -> str:
     return "" if plan["layers"] is None else f"{plan['layers']} layers, "
 
 
-def _with_reason(value: Any, reason: str | None) -> str:
+def _format_with_reason(value: Any, reason: str | None) -> str:
     if reason is None:
         return str(value)
     return reason if value is None or reason.startswith(str(value)) else f"{value} ({reason})"
 
 
-def _option_applies(name: str, build: dict[str, Any]) -> bool:
+def _is_option_used(name: str, build: dict[str, Any]) -> bool:
     """Whether an option affects this build."""
     if name in CALIBRATION_OPTIONS:
         return build["calibration"] is not None
@@ -99,7 +99,7 @@ def _option_applies(name: str, build: dict[str, Any]) -> bool:
     return name != "layer_recipes"
 
 
-def _count_formats(forms: dict[str, str]) -> str | None:
+def _format_layers_per_weight_format(forms: dict[str, str]) -> str | None:
     """Count the layers of each form."""
     counts = Counter(forms.values())
     return ", ".join(f"{count} × {form}" for form, count in sorted(counts.items())) or None
@@ -109,7 +109,7 @@ def _show_memory(memory: dict[str, Any], cache: str | None) -> None:
     """Print the memory; cache: KV bytes per token, None without a KV cache."""
     print_facts(
         [
-            ("memory of", _ranks_text(memory.get("ranks", 1))),
+            ("memory of", _format_ranks(memory.get("ranks", 1))),
             (
                 "device",
                 f"{format_bytes(memory['device_total'])}, {format_bytes(memory['device_free'])} "
@@ -145,7 +145,7 @@ def _show_memory(memory: dict[str, Any], cache: str | None) -> None:
     )
 
 
-def _ranks_text(ranks: int) -> str | None:
+def _format_ranks(ranks: int) -> str | None:
     return None if ranks == 1 else f"the largest of {ranks} ranks (--tp {ranks})"
 
 
@@ -153,7 +153,7 @@ def _page_group_lines(groups: Sequence[dict[str, Any]]) -> list[str]:
     """What the longest sequence takes in the layers of each window, and in those without."""
     windows = [group["window"] for group in groups]
     layers, sizes = (
-        sum_by_window(windows, [group[key] for group in groups])
+        sum_counts_by_window(windows, [group[key] for group in groups])
         for key in ("layers", "bytes_per_sequence")
     )
     return [
@@ -169,7 +169,7 @@ def kept_tokens_text(layers: int, window: int | None) -> str:
     )
 
 
-def show_bit_choice(choice: dict[str, Any] | None) -> None:
+def show_auto_quantization(choice: dict[str, Any] | None) -> None:
     """Print the choice of ``-q auto`` for each layer, and its measurements."""
     if choice is None:
         return

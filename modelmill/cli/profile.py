@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.engine_options import ENGINE_HELP, CheckpointBuildOptions, open_llm
 from modelmill.cli.options import CommonArgs, config_field
-from modelmill.cli.output import emit_json, print_note, print_table, show_progress
-from modelmill.core.config import RunConfig, option, path_option
+from modelmill.cli.output import print_json, print_note, print_table, show_progress
+from modelmill.core.config import RunConfig, option_field, path_option_field
 from modelmill.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -34,15 +34,15 @@ PHASES = ("decode", "prefill", "both")
 class Args(CommonArgs):
     """Command-line options of ``modelmill profile``."""
 
-    engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
-    phase: str = option("both", "which step", choices=PHASES)
-    batch: int = option(1, "sequences computed together")
-    prompt: int = option(128, "tokens of each prompt")
-    lines: int = option(24, "lines of the table (0: all)")
-    trace: Path | None = path_option(
+    engine: Path = option_field(help=ENGINE_HELP, positional=True, metavar="ENGINE")
+    phase: str = option_field("both", "which step", choices=PHASES)
+    batch: int = option_field(1, "sequences computed together")
+    prompt: int = option_field(128, "tokens of each prompt")
+    lines: int = option_field(24, "lines of the table (0: all)")
+    trace: Path | None = path_option_field(
         "write a trace that Perfetto (ui.perfetto.dev) opens", "FILE.json"
     )
-    save: Path | None = path_option("append the figures as rows", "FILE.jsonl")
+    save: Path | None = path_option_field("append the figures as rows", "FILE.jsonl")
     build: CheckpointBuildOptions = config_field(
         CheckpointBuildOptions, "A checkpoint in the engine's place"
     )
@@ -54,16 +54,16 @@ def run(args: Args) -> int:
     from modelmill.eval import chrome_trace
     from modelmill.eval.profile import ProfileCase, profile_case
     from modelmill.eval.report import device_name
-    from modelmill.eval.roofline import describe_rates, measure_matmul_rates, measure_roofline
-    from modelmill.loader.device import compile_cpu_kernels, pick_device, use_threads
+    from modelmill.eval.roofline import format_matmul_rates, measure_matmul_rates, measure_roofline
+    from modelmill.loader.device import compile_cpu_kernels, pick_device, set_cpu_threads
 
     if args.batch < 1 or args.prompt < 1 or args.lines < 0:
         raise UsageError("--batch and --prompt must be at least 1, --lines at least 0")
     if args.trace is not None:
-        chrome_trace.check_output_file(args.trace)  # before anything is measured
+        chrome_trace.check_trace_path(args.trace)  # before anything is measured
     device = pick_device(args.run.device)
     if device == "cpu":
-        use_threads(args.run.threads)
+        set_cpu_threads(args.run.threads)
     with show_progress("measuring the device", lines=True) as on_progress:
         compile_cpu_kernels(args.run.device, on_progress)
         ceilings = measure_roofline(device, [])  # before the engine takes the memory
@@ -92,7 +92,7 @@ def run(args: Args) -> int:
     if args.json:
         phase_dicts = [each.to_dict() for each in profiles]
         kernels = dict(loop.ops.backends)
-        emit_json(
+        print_json(
             {**about, "ceilings": ceilings.to_dict(), "kernels": kernels, "phases": phase_dicts}
         )
         return 0
@@ -100,7 +100,7 @@ def run(args: Args) -> int:
         f"{args.engine} ({about['dtype']}, {about['quantization']}) on {about['device']}; at most ",
         end="",
     )
-    rates = describe_rates({name: rate / 1e12 for name, rate in ceilings.matmul_rates.items()})
+    rates = format_matmul_rates({name: rate / 1e12 for name, rate in ceilings.matmul_rates.items()})
     print(f"{ceilings.memory_bandwidth / 1e9:,.0f} GB/s and {rates}")
     for each in profiles:
         show_profile(each, args.lines)
@@ -157,15 +157,15 @@ def show_profile(profile: Profile, max_lines: int) -> None:
     if profile.how != "host":
         title += f"; seen by the profiler: {_format_us(profile.seen_us)} µs"
     print(f"\n{title}")
-    _table(profile.lines, max_lines)
+    _print_kernel_table(profile.lines, max_lines)
     if profile.inside:
         print("The same step op by op, as where modules are watched or a kernel is switched:")
-        _table(profile.inside, max_lines)
+        _print_kernel_table(profile.inside, max_lines)
 
 
-def _table(lines: tuple[ProfileLine, ...], max_lines: int) -> None:
+def _print_kernel_table(lines: tuple[ProfileLine, ...], max_lines: int) -> None:
     shown = lines[: max_lines or len(lines)]
-    rows = [_cells(line) for line in shown]
+    rows = [_format_kernel_row(line) for line in shown]
     if len(lines) > len(shown):
         rest = lines[len(shown) :]
         us, share = sum(line.us for line in rest), sum(line.share for line in rest)
@@ -191,7 +191,7 @@ def _table(lines: tuple[ProfileLine, ...], max_lines: int) -> None:
     print_table(columns, rows)
 
 
-def _cells(line: ProfileLine) -> list[Any]:
+def _format_kernel_row(line: ProfileLine) -> list[Any]:
     head = [
         line.module or "(model)",
         line.op or "–",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from modelmill.cli.options import CommonArgs
-from modelmill.cli.output import emit_json, print_note, print_table
+from modelmill.cli.output import print_json, print_note, print_table
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.server_records import ServerRecord, running_servers
 
@@ -39,7 +39,7 @@ def run(args: Args) -> int:
     """Print a line for each server."""
     facts = [server_facts(server) for server in running_servers()]
     if args.json:
-        emit_json(facts)
+        print_json(facts)
     elif not facts:
         print_note("no server is running; start one with: modelmill serve ENGINE")
     else:
@@ -64,7 +64,7 @@ def server_facts(server: ServerRecord) -> dict[str, Any]:
     Its models are those that ``/health`` tells, since they come and go; those that it was started
     with if it does not answer.
     """
-    health = server_health(server)
+    health = fetch_server_health(server)
     engines = health.get("engines")
     states = {
         str(each["name"]): str(each["state"])
@@ -92,7 +92,7 @@ def format_model_list(facts: Mapping[str, Any]) -> str:
     return ", ".join(names) or "none now"
 
 
-def server_health(server: ServerRecord) -> dict[str, Any]:
+def fetch_server_health(server: ServerRecord) -> dict[str, Any]:
     """Return what ``/health`` tells; nothing if the server does not answer."""
     try:
         url = f"{server.client_url}/health"

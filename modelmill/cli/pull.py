@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from modelmill.cli.options import CommonArgs
-from modelmill.cli.output import emit_json, print_note, show_progress
+from modelmill.cli.output import print_json, print_note, show_progress
 from modelmill.core import disk_errors
 from modelmill.core.byte_size import format_bytes
-from modelmill.core.config import option
+from modelmill.core.config import option_field
 from modelmill.core.errors import CheckpointError
 
 HELP = "Fetch a checkpoint: the demo model by its short name, or any model of the Hugging Face hub."
@@ -24,10 +24,10 @@ EPILOG = """Examples:
 class Args(CommonArgs):
     """name: smollm2, org/name, or org/name:file.gguf."""
 
-    name: str = option(
+    name: str = option_field(
         help="smollm2, a hub's org/name, or org/name:file.gguf", positional=True, metavar="NAME"
     )
-    output: Path | None = option(
+    output: Path | None = option_field(
         None, "folder to put it in; default: the cache", flags=("-o", "--output"), metavar="FOLDER"
     )
 
@@ -53,7 +53,7 @@ def run(args: Args) -> int:
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     count = sum(each.stat().st_size for each in files)
     if args.json:
-        emit_json({"name": args.name, "path": str(path), "bytes": count})
+        print_json({"name": args.name, "path": str(path), "bytes": count})
     else:
         print_note(f"{args.name}: {format_bytes(count)}")
         print(path)

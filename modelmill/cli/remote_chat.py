@@ -28,14 +28,14 @@ OMITTED_FIELDS = (
 )
 
 
-class RemoteChat:
+class RemoteChatModel:
     """A server with OpenAI's API; without a ``model`` the first one that it lists is used."""
 
     def __init__(self, remote: OpenAIClient, model: str | None = None) -> None:
         self._client = remote
         self._loop = asyncio.new_event_loop()
-        self.model = model or self._loop.run_until_complete(remote.first_model())
-        self._suggested: dict[str, dict[str, Any]] = {}
+        self.model = model or self._loop.run_until_complete(remote.first_text_model_id())
+        self._parse_suggested_sampling: dict[str, dict[str, Any]] = {}
 
     def stream(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams, settings: ChatSettings
@@ -45,12 +45,12 @@ class RemoteChat:
         Raises:
             ModelmillError: if the server cannot be reached or rejects the request.
         """
-        fields = explicit_fields(params)
+        fields = explicit_sampling_fields(params)
         body = {"model": self.model, "messages": list(messages), **fields}
         suggested = self.suggested_sampling()
         if not suggested.keys() & fields.keys():
             body |= suggested
-        body |= settings_fields(settings)
+        body |= generation_settings_fields(settings)
         events = self._client.stream(
             "/v1/chat/completions", {**body, "stream_options": {"include_usage": True}}
         )
@@ -67,7 +67,7 @@ class RemoteChat:
                     "prompt_tokens", len(answer.prompt_token_ids)
                 )
                 for choice in event.get("choices") or ():
-                    pieces = read_pieces(choice.get("delta") or {})
+                    pieces = parse_delta_pieces(choice.get("delta") or {})
                     if pieces and answer.first_token_seconds is None:
                         answer.first_token_seconds = when - began
                     output.text += "".join(each for each in pieces if isinstance(each, str))
@@ -79,7 +79,7 @@ class RemoteChat:
 
     def models(self) -> list[str]:
         """Return the names of the server's text generation models. Raises ModelmillError."""
-        return self._loop.run_until_complete(self._client.text_models())
+        return self._loop.run_until_complete(self._client.text_model_ids())
 
     def suggested_sampling(self) -> dict[str, Any]:
         """Return the sampling that the server suggests to people for the model.
@@ -87,7 +87,7 @@ class RemoteChat:
         Empty if the checkpoint has defaults of its own, which the server applies, and for a server
         that suggests nothing. API clients that set nothing get OpenAI's defaults instead.
         """
-        if self.model not in self._suggested:
+        if self.model not in self._parse_suggested_sampling:
             try:
                 cards = self._loop.run_until_complete(self._client.text_model_cards())
             except ModelmillError:  # the request itself says what is wrong
@@ -95,8 +95,10 @@ class RemoteChat:
             card = next((card for card in cards if card["id"] == self.model), {})
             if card.get("suggested_sampling") is None:  # nothing, or not before it is loaded
                 return {}
-            self._suggested[self.model] = _suggested(card["suggested_sampling"])
-        return self._suggested[self.model]
+            self._parse_suggested_sampling[self.model] = _parse_suggested_sampling(
+                card["suggested_sampling"]
+            )
+        return self._parse_suggested_sampling[self.model]
 
     def choose_model(self, name: str) -> None:
         """Use another model from now on."""
@@ -107,13 +109,13 @@ class RemoteChat:
         self._loop.close()
 
 
-def _suggested(suggested: Any) -> dict[str, Any]:
+def _parse_suggested_sampling(suggested: Any) -> dict[str, Any]:
     if not isinstance(suggested, dict) or suggested.get("source") != MODELMILL_SOURCE:
         return {}
     return dict(suggested.get("values") or {})
 
 
-def settings_fields(settings: ChatSettings) -> dict[str, Any]:
+def generation_settings_fields(settings: ChatSettings) -> dict[str, Any]:
     """Return the set settings under the API's names."""
     fields: dict[str, Any] = {}
     if settings.tools:
@@ -125,7 +127,7 @@ def settings_fields(settings: ChatSettings) -> dict[str, Any]:
     return fields
 
 
-def read_pieces(delta: Mapping[str, Any]) -> list[AnswerPiece]:
+def parse_delta_pieces(delta: Mapping[str, Any]) -> list[AnswerPiece]:
     """Return the thinking, the text and the parts of calls of a streamed delta."""
     pieces: list[AnswerPiece] = []
     thinking = delta.get("reasoning_content") or delta.get("reasoning")
@@ -146,7 +148,7 @@ def read_pieces(delta: Mapping[str, Any]) -> list[AnswerPiece]:
     return pieces
 
 
-def explicit_fields(params: SamplingParams) -> dict[str, Any]:
+def explicit_sampling_fields(params: SamplingParams) -> dict[str, Any]:
     """Return the set fields of ``params`` under the API's names."""
     neutral = SamplingParams()
     out: dict[str, Any] = {}

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.engine_options import ENGINE_HELP, CheckpointBuildOptions, open_llm
 from modelmill.cli.options import CommonArgs, config_field
-from modelmill.cli.output import emit_json, print_note, show_progress, stdout_reader_gone
+from modelmill.cli.output import is_stdout_reader_gone, print_json, print_note, show_progress
 from modelmill.cli.terminal_chat import WordWrapper, terminal_width
-from modelmill.core.config import RunConfig, option, path_option
+from modelmill.core.config import RunConfig, option_field, path_option_field
 from modelmill.core.errors import TokenizerError, UsageError
 from modelmill.core.types import SamplingParams
 
@@ -57,22 +57,22 @@ DEFAULT_MAX_TOKENS = 512
 class Args(CommonArgs):
     """Options of ``run``; exactly one of prompt and file."""
 
-    engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
-    prompt: str | None = option(None, "the prompt; - reads it from stdin", flags=("-p",))
-    file: Path | None = path_option(
+    engine: Path = option_field(help=ENGINE_HELP, positional=True, metavar="ENGINE")
+    prompt: str | None = option_field(None, "the prompt; - reads it from stdin", flags=("-p",))
+    file: Path | None = path_option_field(
         "jsonl of prompt, messages, text or prompt_token_ids, answered in one batch", "FILE.jsonl"
     )
-    image: tuple[Path, ...] = option(
+    image: tuple[Path, ...] = option_field(
         (), "picture before the prompt, for engines that read pictures (repeatable)"
     )
-    raw: bool = option(
+    raw: bool = option_field(
         False, "continue the prompt unchanged, without the chat template", flags=("--raw",)
     )
-    system: str | None = option(None, "system message before the prompt (chat engines)")
-    chat_template: str | None = option(
+    system: str | None = option_field(None, "system message before the prompt (chat engines)")
+    chat_template: str | None = option_field(
         None, "chat template, or a file with one, instead of the engine's own"
     )
-    dump: tuple[str, str] | None = option(
+    dump: tuple[str, str] | None = option_field(
         None,
         "write the prompt's intermediate tensors of all matching modules to a safetensors file",
         metavar="PATTERN FILE",
@@ -89,7 +89,7 @@ def run(args: Args) -> int:
     if (args.prompt is None) == (args.file is None):
         raise UsageError("give one of --prompt TEXT (or - for stdin) and --file FILE.jsonl")
     jobs = (
-        _read_jobs(args.file)
+        _read_prompt_file(args.file)
         if args.file is not None
         else [{"prompt": _read_prompt(args.prompt or "")}]
     )
@@ -100,11 +100,11 @@ def run(args: Args) -> int:
             f"--image: {why}; pictures need a multimodal engine (minigpt4) and a conversation"
         )
     params = with_max_tokens(args.sampling, llm)
-    asks = [_job_input(job, args, llm) for job in jobs]
+    asks = [_make_llm_input(job, args, llm) for job in jobs]
     if args.dump is not None:
-        _dump(llm, asks, *args.dump)
+        _dump_module_outputs(llm, asks, *args.dump)
     if args.file is None and not args.json and params.n == 1:
-        return _stream(llm, asks[0], params, args.sampling)
+        return _stream_to_stdout(llm, asks[0], params, args.sampling)
     return _run_batch(args, llm, asks, params)
 
 
@@ -122,7 +122,7 @@ def _read_prompt(source: str) -> str:
     return source.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
-def _read_jobs(path: Path) -> list[dict[str, Any]]:
+def _read_prompt_file(path: Path) -> list[dict[str, Any]]:
     from modelmill.eval.datasets import read_jsonl
 
     jobs = []
@@ -147,7 +147,7 @@ def _read_jobs(path: Path) -> list[dict[str, Any]]:
     return jobs
 
 
-def _job_input(job: dict[str, Any], args: Args, llm: LLM) -> Any:
+def _make_llm_input(job: dict[str, Any], args: Args, llm: LLM) -> Any:
     """Make LLM's input for one job: messages for its chat template, or a raw prompt.
 
     Raises:
@@ -156,25 +156,25 @@ def _job_input(job: dict[str, Any], args: Args, llm: LLM) -> Any:
     prompt_key = next(key for key in PROMPT_KEYS if key in job)
     text = job[prompt_key]
     if prompt_key == "messages":
-        _refuse_chat_flags(args, "messages")
+        _reject_chat_flags(args, "messages")
         if not isinstance(text, list):
             raise UsageError('messages must be a list of {"role": …, "content": …}')
         return text
     if prompt_key == "prompt_token_ids":
-        _refuse_chat_flags(args, "prompt_token_ids")
+        _reject_chat_flags(args, "prompt_token_ids")
         return {"prompt_token_ids": text}
     if not isinstance(text, str):
         raise UsageError(f"a prompt must be text, not {type(text).__name__}")
     if args.raw or prompt_key != "prompt" or llm.chat_format is None:
-        _refuse_chat_flags(
+        _reject_chat_flags(
             args, "a text to be continued (text, --raw, or an engine without a chat template)"
         )
         return {"prompt": text}
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    return [*system, {"role": "user", "content": user_content(text, args.image)}]
+    return [*system, {"role": "user", "content": make_user_content(text, args.image)}]
 
 
-def _refuse_chat_flags(args: Args, what: str) -> None:
+def _reject_chat_flags(args: Args, what: str) -> None:
     """Reject --system and --image for a prompt that is not made into a conversation.
 
     Raises:
@@ -187,7 +187,7 @@ def _refuse_chat_flags(args: Args, what: str) -> None:
             )
 
 
-def user_content(text: str, images: Sequence[Path]) -> Any:
+def make_user_content(text: str, images: Sequence[Path]) -> Any:
     """Make the content of a user message: the images, if any, then the text."""
     if not images:
         return text
@@ -235,7 +235,9 @@ def warn_max_tokens(
         return
 
 
-def _stream(llm: LLM, prompt: Any, params: SamplingParams, explicit_options: SamplingParams) -> int:
+def _stream_to_stdout(
+    llm: LLM, prompt: Any, params: SamplingParams, explicit_options: SamplingParams
+) -> int:
     began = time.perf_counter()
     answer: RequestOutput | None = None
     wrapped = WordWrapper(terminal_width) if sys.stdout.isatty() else None
@@ -244,19 +246,19 @@ def _stream(llm: LLM, prompt: Any, params: SamplingParams, explicit_options: Sam
         for delta in stream:
             if answer is None:
                 came()
-                note_sampling_defaults(llm, params)
+                print_sampling_defaults(llm, params)
                 warn_max_tokens(llm, explicit_options, [delta.output])
             answer = delta.output
             text = delta.text or _format_ids(llm, delta.token_ids)
             sys.stdout.write(text if wrapped is None else wrapped.feed(text))
             sys.stdout.flush()
-            if interrupt.requested or stdout_reader_gone():
+            if interrupt.requested or is_stdout_reader_gone():
                 stream.close()  # type: ignore[attr-defined]
                 break
     sys.stdout.write("\n" if wrapped is None else f"{wrapped.flush()}\n")
     sys.stdout.flush()
     if answer is not None:
-        note_speed([answer], time.perf_counter() - began)
+        print_speed([answer], time.perf_counter() - began)
     return 130 if interrupt.requested else 0
 
 
@@ -266,7 +268,7 @@ def _format_ids(llm: LLM, ids: tuple[int, ...]) -> str:
 
 
 def _run_batch(args: Args, llm: LLM, asks: list[Any], params: SamplingParams) -> int:
-    note_sampling_defaults(llm, params)
+    print_sampling_defaults(llm, params)
     began = time.perf_counter()
     answers: dict[int, RequestOutput] = {}
     # one batch for raw prompts and one for conversations: their stop tokens differ
@@ -283,13 +285,13 @@ def _run_batch(args: Args, llm: LLM, asks: list[Any], params: SamplingParams) ->
     warn_max_tokens(llm, args.sampling, ordered)
     if args.json:
         replies = [output_to_json(answer, seconds) for answer in ordered]
-        emit_json(replies if args.file is not None else replies[0])
+        print_json(replies if args.file is not None else replies[0])
     else:
         for answer in ordered:
             for output in answer.outputs:
                 head = f"── {answer.prompt!r:.60}\n" if len(ordered) > 1 and answer.prompt else ""
                 print(f"{head}{output.text or ' '.join(map(str, output.token_ids))}\n")
-    note_speed(ordered, seconds)
+    print_speed(ordered, seconds)
     return 0
 
 
@@ -307,7 +309,7 @@ def output_to_json(request_output: RequestOutput, seconds: float) -> dict[str, A
         if output.score is not None:
             completion["score"] = output.score
         if output.logprobs is not None:
-            completion["logprobs"] = [_logprobs(each) for each in output.logprobs]
+            completion["logprobs"] = [_logprobs_to_json(each) for each in output.logprobs]
         outputs.append(completion)
     count = sum(len(output.token_ids) for output in request_output.outputs)
     total = request_output.seconds or seconds
@@ -327,12 +329,13 @@ def output_to_json(request_output: RequestOutput, seconds: float) -> dict[str, A
     }
     if request_output.prompt_logprobs is not None:
         reply["prompt_logprobs"] = [
-            None if each is None else _logprobs(each) for each in request_output.prompt_logprobs
+            None if each is None else _logprobs_to_json(each)
+            for each in request_output.prompt_logprobs
         ]
     return reply
 
 
-def _logprobs(entry: Any) -> dict[str, Any]:
+def _logprobs_to_json(entry: Any) -> dict[str, Any]:
     return {str(id): {"logprob": each.logprob, "rank": each.rank} for id, each in entry.items()}
 
 
@@ -350,13 +353,13 @@ def _decode_rate(outputs: Sequence[RequestOutput], seconds: float, first: float 
     return sum(counts) / seconds if seconds else 0.0
 
 
-def note_sampling_defaults(llm: LLM, params: SamplingParams) -> None:
+def print_sampling_defaults(llm: LLM, params: SamplingParams) -> None:
     """Print the engine's sampling defaults on stderr if they apply."""
     if params.temperature is None and params.num_beams == 1:
-        print_note(f"sampling: {llm.language.generation_defaults.summary()}")
+        print_note(f"sampling: {llm.language.generation_defaults.summary_line()}")
 
 
-def note_speed(outputs: list[RequestOutput], seconds: float) -> None:
+def print_speed(outputs: list[RequestOutput], seconds: float) -> None:
     """Print one line on stderr, with ``N tokens/s``."""
     count = sum(len(output.token_ids) for answer in outputs for output in answer.outputs)
     first = _first_token_time(outputs[0]) if len(outputs) == 1 else None
@@ -371,16 +374,18 @@ def note_speed(outputs: list[RequestOutput], seconds: float) -> None:
     )
 
 
-def _dump(llm: LLM, asks: list[Any], pattern: str, file: str) -> None:
-    from modelmill.eval.dump import dump_module_outputs
+def _dump_module_outputs(llm: LLM, asks: list[Any], pattern: str, file: str) -> None:
+    from modelmill.eval.activation_dump import dump_module_outputs
 
     if len(asks) != 1:
         raise UsageError("--dump takes one prompt; leave --file out")
-    tensors = dump_module_outputs(llm.engine_core, _prompt_ids(llm, asks[0]), pattern, Path(file))
+    tensors = dump_module_outputs(
+        llm.engine_core, _encode_prompt(llm, asks[0]), pattern, Path(file)
+    )
     print_note(f"{len(tensors) - 1} tensors written to {file}")
 
 
-def _prompt_ids(llm: LLM, ask: Any) -> list[int]:
+def _encode_prompt(llm: LLM, ask: Any) -> list[int]:
     if isinstance(ask, list):
         return list(llm.chat_request(ask, None).request.prompt)
     if "prompt_token_ids" in ask:

@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.engine_options import ENGINE_HELP, CheckpointBuildOptions, resolve_model_path
 from modelmill.cli.options import CommonArgs, config_field, inherit_option
-from modelmill.cli.output import emit_json, print_note, show_progress
-from modelmill.cli.segment_output import SegmentOutputPaths, show_results, write_result
-from modelmill.core.config import RunConfig, non_default_fields, option, path_option
+from modelmill.cli.output import print_json, print_note, show_progress
+from modelmill.cli.segment_output import (
+    SegmentOutputPaths,
+    show_segment_results,
+    write_segment_result,
+)
+from modelmill.core.config import RunConfig, non_default_fields, option_field, path_option_field
 from modelmill.core.errors import RequestError, UsageError
-from modelmill.core.progress import Progress
+from modelmill.core.progress_callback import Progress
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -53,47 +57,53 @@ MASK_OPTION_NAMES = {
 class Args(CommonArgs):
     """Options of ``segment``: prompts, or everything."""
 
-    engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
-    images: tuple[Path, ...] = option(
+    engine: Path = option_field(help=ENGINE_HELP, positional=True, metavar="ENGINE")
+    images: tuple[Path, ...] = option_field(
         help="pictures, folders of pictures, or globs",
         positional=True,
         required=True,
         metavar="IMAGE…",
     )
-    point: tuple[str, ...] = option((), "X,Y of a point (repeatable)", metavar="X,Y")
-    label: tuple[int, ...] = option(
+    point: tuple[str, ...] = option_field((), "X,Y of a point (repeatable)", metavar="X,Y")
+    label: tuple[int, ...] = option_field(
         (), "1: the point is on the object, 0: it is not; one a point (default: 1)"
     )
-    box: tuple[str, ...] = option(
+    box: tuple[str, ...] = option_field(
         (), "the object's box; several are several objects (repeatable)", metavar="X0,Y0,X1,Y1"
     )
-    mask: Path | None = path_option("picture of a rough mask, white is the object", "FILE")
-    single: bool = option(
+    mask: Path | None = path_option_field("picture of a rough mask, white is the object", "FILE")
+    single: bool = option_field(
         False, "one mask, for a prompt that is clear, instead of three", flags=("--single",)
     )
-    everything: bool = option(False, "segment all of each picture", flags=("--everything",))
-    points_per_side: int = option(32, "for --everything: points of the grid on each side")
-    pred_iou_thresh: float = option(
+    everything: bool = option_field(False, "segment all of each picture", flags=("--everything",))
+    points_per_side: int = option_field(32, "for --everything: points of the grid on each side")
+    pred_iou_thresh: float = option_field(
         0.88, "for --everything: masks of which the model expects less are left out"
     )
-    stability_score_thresh: float = option(
+    stability_score_thresh: float = option_field(
         0.95, "for --everything: masks with edges less steady are left out"
     )
-    box_nms_thresh: float = option(
+    box_nms_thresh: float = option_field(
         0.7, "for --everything: of masks whose boxes overlap by more the best stays"
     )
-    crop_layers: int = option(0, "for --everything: look again at 4, 16, … parts of the picture")
-    min_region: int = option(0, "for --everything: fill holes and drop islands of fewer pixels")
-    output: Path | None = option(
+    crop_layers: int = option_field(
+        0, "for --everything: look again at 4, 16, … parts of the picture"
+    )
+    min_region: int = option_field(
+        0, "for --everything: fill holes and drop islands of fewer pixels"
+    )
+    output: Path | None = option_field(
         None, "picture with the masks drawn over it; for several pictures a folder",
         flags=("-o", "--output"),
         metavar="OUT.png",
     )  # fmt: skip
-    masks: Path | None = path_option("folder for every mask as a black and white PNG", "FOLDER")
-    rle: bool = option(
+    masks: Path | None = path_option_field(
+        "folder for every mask as a black and white PNG", "FOLDER"
+    )
+    rle: bool = option_field(
         False, "with --json: the masks' pixels as COCO run lengths", flags=("--rle",)
     )
-    batch: int = option(4, "pictures that the encoder sees at a time")
+    batch: int = option_field(4, "pictures that the encoder sees at a time")
     build: CheckpointBuildOptions = config_field(
         CheckpointBuildOptions, "A checkpoint in the engine's place"
     )
@@ -103,8 +113,8 @@ class Args(CommonArgs):
 
 def run(args: Args) -> int:
     """Segment pictures; exit code 1 if one of several could not be read (a single one raises)."""
-    query = _make_query(args)
-    paths = expand_paths(args.images)
+    query = _make_segment_query(args)
+    paths = expand_image_paths(args.images)
     several = len(paths) > 1
     rough = () if args.mask is None else (args.mask,)
     outputs = SegmentOutputPaths(args.output, args.masks, (*paths, *rough), several)
@@ -130,13 +140,13 @@ def run(args: Args) -> int:
             if "error" in result:
                 print_note(result["error"])
     if args.json:
-        emit_json({"engine": str(args.engine), "images": results} if several else results[0])
+        print_json({"engine": str(args.engine), "images": results} if several else results[0])
     else:
-        show_results(results)
+        show_segment_results(results)
     return 1 if any("error" in result for result in results) else 0
 
 
-def expand_paths(patterns: tuple[Path, ...]) -> list[Path]:
+def expand_image_paths(patterns: tuple[Path, ...]) -> list[Path]:
     """Expand paths, folders (their pictures, sorted by name) and globs to files.
 
     Raises:
@@ -156,14 +166,14 @@ def expand_paths(patterns: tuple[Path, ...]) -> list[Path]:
         elif path.exists() or not any(c in str(path) for c in "*?["):
             paths.append(path)
         else:
-            matches = sorted(_glob(path))
+            matches = sorted(_glob_files(path))
             if not matches:
                 raise UsageError(f"{path}: no file matches")
             paths += matches
     return list(dict.fromkeys(paths))
 
 
-def _glob(path: Path) -> Iterator[Path]:
+def _glob_files(path: Path) -> Iterator[Path]:
     import glob
 
     return (Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
@@ -178,7 +188,7 @@ class SegmentQuery:
     everything: AutomaticMaskOptions | None = None
 
 
-def _make_query(args: Args) -> SegmentQuery:
+def _make_segment_query(args: Args) -> SegmentQuery:
     """Check the prompts before anything is built or loaded.
 
     Raises:
@@ -213,10 +223,10 @@ def _make_query(args: Args) -> SegmentQuery:
         raise UsageError(
             "there is no prompt: give --point X,Y, --box X0,Y0,X1,Y1, --mask FILE or --everything"
         )
-    return _prompt_query(args)
+    return _make_prompt_query(args)
 
 
-def _prompt_query(args: Args) -> SegmentQuery:
+def _make_prompt_query(args: Args) -> SegmentQuery:
     import torch
 
     from modelmill.vision.image import BLACK, open_image
@@ -288,10 +298,12 @@ def segment_images(
                     embedded = next(embeddings)
                     if isinstance(embedded, RequestError):
                         raise RequestError(f"{path}: {embedded}")
-                    masks = _masks(args, segmenter, picture, query, embedded, on_progress)
+                    masks = _predict_masks(args, segmenter, picture, query, embedded, on_progress)
                     # without drawing and writing the masks
                     took = share + time.perf_counter() - began
-                    result = write_result(outputs, path, picture, masks, query.prompts, args.rle)
+                    result = write_segment_result(
+                        outputs, path, picture, masks, query.prompts, args.rle
+                    )
                     yield {**result, "seconds": round(took, 4)}
                 except RequestError as error:
                     yield {"image": str(path), "error": str(error)}
@@ -311,7 +323,7 @@ def _embed_images(segmenter: Segmenter, pictures: list[Any]) -> list[ImageEmbedd
     return embeddings
 
 
-def _masks(
+def _predict_masks(
     args: Args,
     segmenter: Segmenter,
     picture: Image,
@@ -323,13 +335,13 @@ def _masks(
     from dataclasses import replace
 
     from modelmill.vision.draw import mask_prompt_logits
-    from modelmill.vision.prompts import check_inside
+    from modelmill.vision.prompts import check_prompt_inside_image
 
     if embedding is None:
         return [segmenter.everything(picture, query.everything, progress=on_progress)]
     prompts = query.prompts
     for prompt in prompts:
-        check_inside(prompt, picture.size)
+        check_prompt_inside_image(prompt, picture.size)
     if query.mask is not None:
         image = segmenter.model.image_size
         drawn = mask_prompt_logits(

@@ -67,13 +67,17 @@ class SegmentOutputPaths:
         """Return the path of a picture's overlay; None if none is requested."""
         if self.overlay is None or not self.several:
             return self.overlay
-        return self._unused_path(self.overlay, path.stem)
+        return self._unused_png_path(self.overlay, path.stem)
 
     def reserve_mask_path(self, path: Path, index: int) -> Path | None:
         """Return the path of one of its masks; None if none is requested."""
-        return None if self.masks is None else self._unused_path(self.masks, f"{path.stem}-{index}")
+        return (
+            None
+            if self.masks is None
+            else self._unused_png_path(self.masks, f"{path.stem}-{index}")
+        )
 
-    def _unused_path(self, folder: Path, stem: str) -> Path:
+    def _unused_png_path(self, folder: Path, stem: str) -> Path:
         """Return a PNG path of that stem, with a number if the name is already used."""
         names = (f"{stem}.png", *(f"{stem}_{n}.png" for n in range(2, len(self._used_paths) + 3)))
         path = next(
@@ -83,7 +87,7 @@ class SegmentOutputPaths:
         return path
 
 
-def write_result(
+def write_segment_result(
     outputs: SegmentOutputPaths, path: Path, picture: Any, answers: Sequence[Sequence[Mask]],
     prompts: Sequence[Prompt],
     rle: bool,
@@ -101,7 +105,7 @@ def write_result(
     Raises:
         ArtifactError: if a file cannot be written.
     """
-    from modelmill.vision.draw import mask_to_image, overlay
+    from modelmill.vision.draw import mask_to_image, overlay_masks
 
     result: dict[str, Any] = {"image": str(path), "size": list(picture.size)}
     target = outputs.overlay_path(path)
@@ -111,7 +115,7 @@ def write_result(
             if prompts
             else [m for masks in answers for m in masks]
         )
-        _save(overlay(picture, shown, prompts), target)
+        _save_picture(overlay_masks(picture, shown, prompts), target)
         result["overlay"] = str(target)
     result["masks"] = []
     for place, masks in enumerate(answers):
@@ -122,13 +126,13 @@ def write_result(
                 mask_dict["prompt"] = place
             file = outputs.reserve_mask_path(path, index)
             if file is not None:
-                _save(mask_to_image(mask), file)
+                _save_picture(mask_to_image(mask), file)
                 mask_dict["file"] = str(file)
             result["masks"].append(mask_dict)
     return result
 
 
-def _save(picture: Any, target: Path) -> None:
+def _save_picture(picture: Any, target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         picture.save(target)
@@ -140,7 +144,7 @@ def _save(picture: Any, target: Path) -> None:
         raise ArtifactError(f"cannot write {target}: {why or error}") from None
 
 
-def show_results(results: Iterable[dict[str, Any]]) -> None:
+def show_segment_results(results: Iterable[dict[str, Any]]) -> None:
     """Print each mask's box, score and area; at most MAX_MASKS_SHOWN masks per picture."""
     for result in results:
         if "error" in result:

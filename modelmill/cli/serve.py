@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from modelmill.cli.engine_options import CheckpointBuildOptions, resolve_model_path
 from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import print_note
-from modelmill.cli.serve_keys import server_keys
-from modelmill.core.config import RunConfig, non_default_fields, option, path_option
+from modelmill.cli.serve_keys import read_server_keys
+from modelmill.core.config import RunConfig, non_default_fields, option_field, path_option_field
 from modelmill.core.errors import MissingDependency, UsageError
-from modelmill.core.packages import install_command, require
-from modelmill.core.server_records import record_server
+from modelmill.core.packages import install_command, require_package
+from modelmill.core.server_records import keep_server_record
 
 if TYPE_CHECKING:
     from modelmill.serve.catalogue.entries import CatalogueEntry
@@ -47,124 +47,126 @@ LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 class Args(CommonArgs):
     """Command-line options of ``modelmill serve``."""
 
-    engines: tuple[Path, ...] = option(
+    engines: tuple[Path, ...] = option_field(
         (),
         "engine folders, checkpoints or a hub's org/name (built into the cache first); a folder of "
         "engines is as --models-dir",
         positional=True,
         metavar="ENGINE…",
     )
-    models_dir: Path | None = option(
+    models_dir: Path | None = option_field(
         None, "folder of engines that are loaded when a request names them (docs/catalogue.md)"
     )
-    catalogue: Path | None = option(
+    catalogue: Path | None = option_field(
         None, "file in JSON or TOML that lists such engines, with names, aliases and idle times"
     )
-    memory_budget: int | None = option(
+    memory_budget: int | None = option_field(
         None,
         "with a catalogue: bytes that weights, KV caches and states of all loaded engines may "
         "take, as 8GiB, 8GB or a number; default on a CPU: four fifths of the memory that is free "
         "at the start",
         is_bytes=True,
     )
-    sleep_memory: int | None = option(
+    sleep_memory: int | None = option_field(
         None,
         "with a catalogue: bytes of host memory for the weights of engines that sleep where they "
         "would be unloaded for others' sake, as 64GiB; they wake up in less time than a load takes",
         is_bytes=True,
     )
-    keep_alive: str = option(
+    keep_alive: str = option_field(
         "5m", "how long an unused engine of the catalogue stays loaded; 0: not at all, -1: always"
     )
-    standby_worker: bool = option(
+    standby_worker: bool = option_field(
         True, "with a catalogue: keep a process ready, so that engines load sooner"
     )
-    watch_models: bool = option(
+    watch_models: bool = option_field(
         True, "with a catalogue: notice engines that are added, removed or rebuilt"
     )
-    host: str = option("127.0.0.1", "address to listen on; other than localhost needs an API key")
-    port: int = option(8000, "port to listen on; 0: any free port")
-    served_model_name: tuple[str, ...] = option(
+    host: str = option_field(
+        "127.0.0.1", "address to listen on; other than localhost needs an API key"
+    )
+    port: int = option_field(8000, "port to listen on; 0: any free port")
+    served_model_name: tuple[str, ...] = option_field(
         (),
         "name of each engine in requests (default: its folder's name); of a single engine, several "
         "names",
     )
-    alias: tuple[str, ...] = option(
+    alias: tuple[str, ...] = option_field(
         (), "a further name of an engine: ALIAS=NAME (repeatable)", metavar="ALIAS=NAME"
     )
-    api_key: tuple[str, ...] = option((), "an accepted API key (repeatable)", metavar="KEY")
-    api_key_file: Path | None = option(None, "file with an API key on each line")
-    keys: Path | None = path_option(
+    api_key: tuple[str, ...] = option_field((), "an accepted API key (repeatable)", metavar="KEY")
+    api_key_file: Path | None = option_field(None, "file with an API key on each line")
+    keys: Path | None = path_option_field(
         "file in JSON or TOML of API keys with name, priority, weight and limits "
         "(docs/api-keys.md)",
         "FILE",
     )
-    admin_key: tuple[str, ...] = option(
+    admin_key: tuple[str, ...] = option_field(
         (), "a key that may also unload, pin and reload models (repeatable)", metavar="KEY"
     )
-    admin_key_file: Path | None = option(None, "file with an admin key on each line")
-    share_cache_across_keys: bool = option(
+    admin_key_file: Path | None = option_field(None, "file with an admin key on each line")
+    share_cache_across_keys: bool = option_field(
         False,
         "let requests of different API keys share cached prefixes and image embeddings "
         "(visible in cached_tokens)",
     )
-    chat_template: str | None = option(
+    chat_template: str | None = option_field(
         None, "chat template, or a file with one, instead of the engines' own"
     )
-    max_waiting: int = option(
+    max_waiting: int = option_field(
         1024, "answers that may wait beyond --max-num-seqs; more are rejected with 429"
     )
-    max_body_bytes: int = option(16 << 20, "largest request body on paths that accept images")
-    max_text_body_bytes: int = option(4 << 20, "largest request body on paths without images")
-    response_store_bytes: int = option(
+    max_body_bytes: int = option_field(16 << 20, "largest request body on paths that accept images")
+    max_text_body_bytes: int = option_field(4 << 20, "largest request body on paths without images")
+    response_store_bytes: int = option_field(
         256 << 20,
         "memory for responses that later requests continue by previous_response_id; 0: none",
     )
-    session_dir: Path | None = option(
+    session_dir: Path | None = option_field(
         None, "folder for the KV pages of saved conversations (docs/sessions.md)"
     )
-    session_bytes: int = option(16 << 30, "bytes that all files in --session-dir may take")
-    max_image_pixels: int = option(50_000_000, "largest accepted image, in pixels")
-    image_cache_bytes: int = option(
+    session_bytes: int = option_field(16 << 30, "bytes that all files in --session-dir may take")
+    max_image_pixels: int = option_field(50_000_000, "largest accepted image, in pixels")
+    image_cache_bytes: int = option_field(
         64 << 20, "cache for image embeddings, per multimodal or segmentation engine"
     )
-    answer_history_bytes: int = option(
+    answer_history_bytes: int = option_field(
         32 << 20,
         "memory per engine for the tokens of earlier answers, which later prompts repeat exactly; "
         "0: prompts are what the chat template writes",
     )
-    shutdown_timeout: float = option(
+    shutdown_timeout: float = option_field(
         30.0, "seconds after SIGTERM in which running answers may finish"
     )
-    watchdog_timeout: float = option(
+    watchdog_timeout: float = option_field(
         120.0,
         "seconds without a heartbeat after which an engine's worker is killed and restarted; "
         "0: never",
     )
-    allowed_origins: tuple[str, ...] = option(
+    allowed_origins: tuple[str, ...] = option_field(
         (), "origins whose web pages may call the API (CORS); * for all"
     )
-    allowed_hosts: tuple[str, ...] = option(
+    allowed_hosts: tuple[str, ...] = option_field(
         (), "accepted Host names beside localhost, for a server without an API key"
     )
-    log_level: str = option(
+    log_level: str = option_field(
         "warning",
         "log level of the JSON lines on stderr (info: every request)",
         choices=LOG_LEVELS,
     )
-    otlp_endpoint: str | None = option(
+    otlp_endpoint: str | None = option_field(
         None, "URL that receives OpenTelemetry traces over HTTP (docs/observability.md)"
     )
-    warm_up: bool = option(True, "capture decode graphs before the first request (GPU)")
-    ray: bool = option(
+    warm_up: bool = option_field(True, "capture decode graphs before the first request (GPU)")
+    ray: bool = option_field(
         False,
         "serve through Ray Serve: replicas behind this server (docs/cluster.md)",
         flags=("--ray",),
     )
-    replicas: int = option(
+    replicas: int = option_field(
         1, "with --ray: number of servers of the same engines; each uses --tp GPUs"
     )
-    ray_address: str | None = option(
+    ray_address: str | None = option_field(
         None, "with --ray: a running Ray cluster (auto, HOST:PORT); default: start one"
     )
     build: CheckpointBuildOptions = config_field(
@@ -182,28 +184,32 @@ def run(args: Args) -> int:
         raise MissingDependency(
             f"serve needs {missing.name}; install it with: {install_command('serve')}"
         ) from None
-    from modelmill.cli.serve_catalogue import catalogue_entries, with_aliases, with_models_folder
+    from modelmill.cli.serve_catalogue import (
+        add_catalogue_aliases,
+        detect_models_dir,
+        read_catalogue_entries,
+    )
 
-    args = with_models_folder(args)
-    place, names = _server_options(args), _model_names(args)
-    aliases, on_demand = _aliases(args, names)
-    entries = with_aliases(catalogue_entries(args, [*names, *aliases]), on_demand)
+    args = detect_models_dir(args)
+    place, names = _make_server_options(args), _default_model_names(args)
+    aliases, on_demand = _parse_aliases(args, names)
+    entries = add_catalogue_aliases(read_catalogue_entries(args, [*names, *aliases]), on_demand)
     args = replace(args, engines=tuple(resolve_model_path(path) for path in args.engines))
     if args.ray or args.replicas != 1 or args.ray_address is not None:
-        from modelmill.cli.serve_ray import serve_replicas
+        from modelmill.cli.serve_ray import serve_ray_replicas
 
-        return serve_replicas(args, place, names, _open_messages(args), aliases)
+        return serve_ray_replicas(args, place, names, _make_open_messages(args), aliases)
 
     gone = next((path for path in args.engines if not path.exists()), None)
     if gone is not None:
         raise UsageError(f"{gone} does not exist; give an engine folder or a checkpoint")
 
     with log_to_stderr(args.log_level), contextlib.ExitStack() as record:
-        asyncio.run(_serve(args, place, names, aliases, entries, record))
+        asyncio.run(_serve_engines(args, place, names, aliases, entries, record))
     return 0
 
 
-async def _serve(
+async def _serve_engines(
     args: Args,
     place: ServerOptions,
     names: Sequence[str],
@@ -212,7 +218,7 @@ async def _serve(
     record: contextlib.ExitStack,
 ) -> None:
     """Serve the engines that are always loaded and those of the catalogue."""
-    from modelmill.cli.serve_catalogue import make_manager
+    from modelmill.cli.serve_catalogue import make_catalogue_manager
     from modelmill.serve.server import Server
     from modelmill.serve.standby_worker import StandbyLauncher
 
@@ -221,9 +227,9 @@ async def _serve(
     manager, launcher, watch = None, None, None
     if entries:
         launcher = StandbyLauncher() if args.standby_worker else None
-        weights = [_engine_bytes(path) for path in args.engines]
+        weights = [_estimate_engine_bytes(path) for path in args.engines]
         always = list(zip(engines.values(), weights, strict=True))
-        manager, watch = make_manager(args, entries, always, launcher)
+        manager, watch = make_catalogue_manager(args, entries, always, launcher)
         by_name |= manager.engines_by_name()
     doing = [f"loading {', '.join(names)}"] if names else []
     doing += [f"models loaded on demand: {len(entries)}"] if entries else []
@@ -249,13 +255,13 @@ def announce_address(
 
     record: keeps the server's record, for ``modelmill ps``, until it is closed.
     """
-    record.enter_context(record_server(url, names))
+    record.enter_context(keep_server_record(url, names))
     print_note(f"listening on {url}; {doing}")
     if args.json:
         print(json.dumps({"url": url, "models": list(names)}), flush=True)
 
 
-def _server_options(args: Args) -> ServerOptions:
+def _make_server_options(args: Args) -> ServerOptions:
     from modelmill.serve.server import ServerOptions
     from modelmill.serve.service import ServiceLimits
     from modelmill.serve.traces import RequestTracer, collector_url
@@ -280,7 +286,7 @@ def _server_options(args: Args) -> ServerOptions:
             "--max-image-pixels must be at least 1, --image-cache-bytes, --response-store-bytes "
             "and --answer-history-bytes not negative"
         )
-    keys, admin_keys, policies = server_keys(args)
+    keys, admin_keys, policies = read_server_keys(args)
     if not (keys or policies) and args.host not in LOOPBACK_HOSTS:
         raise UsageError(
             f"--host {args.host} opens the API to others; give --api-key or --api-key-file as well"
@@ -302,7 +308,7 @@ def _server_options(args: Args) -> ServerOptions:
         collector_url(args.otlp_endpoint)
         # machines of another cluster have their own packages
         if args.ray and args.ray_address is None:
-            require("--otlp-endpoint", "opentelemetry", "otel")
+            require_package("--otlp-endpoint", "opentelemetry", "otel")
     # with Ray the replicas export the traces
     traces = (
         None
@@ -327,7 +333,7 @@ def _session_dir(args: Args) -> Path | None:
     return args.session_dir.resolve()
 
 
-def _model_names(args: Args) -> list[str]:
+def _default_model_names(args: Args) -> list[str]:
     """Return a name for each engine that is always loaded."""
     if not args.engines and (args.models_dir is not None or args.catalogue is not None):
         if args.served_model_name:
@@ -354,7 +360,7 @@ def _model_names(args: Args) -> list[str]:
     return names
 
 
-def _aliases(args: Args, names: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
+def _parse_aliases(args: Args, names: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
     """Return further names → the name of their engine: of those that stay loaded, and others."""
     aliases: dict[str, str] = {}
     on_demand: dict[str, str] = {}
@@ -386,16 +392,16 @@ def _make_engine_clients(args: Args, names: Sequence[str]) -> list[EngineClient]
 
     return [
         EngineClient(name, order, max_waiting=args.max_waiting)
-        for name, order in zip(names, _open_messages(args), strict=True)
+        for name, order in zip(names, _make_open_messages(args), strict=True)
     ]
 
 
-def _open_messages(args: Args) -> list[OpenEngine]:
+def _make_open_messages(args: Args) -> list[OpenEngine]:
     """Make the message that opens each engine, with its part of the memory."""
-    from modelmill.serve.budget import segment_engine_bytes, split_kv_budget
+    from modelmill.serve.memory_budget import segmentation_engine_bytes, split_kv_budget
     from modelmill.serve.worker_messages import OpenEngine
 
-    weights = [_engine_bytes(path) for path in args.engines]
+    weights = [_estimate_engine_bytes(path) for path in args.engines]
     segmenting = [_is_segmentation_engine(path) for path in args.engines]
     run = non_default_fields(split_kv_budget(args.run, segmenting.count(False)))
     messages = []
@@ -407,7 +413,7 @@ def _open_messages(args: Args) -> list[OpenEngine]:
         )
         # a loaded engine already occupies its weights, but may have released its workspace
         other_bytes = sum(
-            segment_engine_bytes(size if other > index else 0, args.image_cache_bytes)
+            segmentation_engine_bytes(size if other > index else 0, args.image_cache_bytes)
             for other, (size, segments) in enumerate(zip(weights, segmenting))
             if segments and other != index
         )
@@ -438,7 +444,7 @@ def _build_overrides(args: Args, path: Path) -> dict[str, Any]:
     return {} if mixed else non_default_fields(args.build)
 
 
-def _engine_bytes(path: Path) -> int:
+def _estimate_engine_bytes(path: Path) -> int:
     """Return the approximate bytes of an engine."""
     if path.is_file():
         return path.stat().st_size

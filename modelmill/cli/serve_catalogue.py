@@ -32,7 +32,7 @@ KV_SCALE_BYTES = 4
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
 
 
-def with_models_folder(args: Args) -> Args:
+def detect_models_dir(args: Args) -> Args:
     """Take a folder of engines among the arguments as --models-dir.
 
     Raises:
@@ -49,7 +49,7 @@ def with_models_folder(args: Args) -> Args:
     return replace(args, engines=engines, models_dir=folders[0])
 
 
-def catalogue_entries(args: Args, used_names: Sequence[str]) -> list[CatalogueEntry]:
+def read_catalogue_entries(args: Args, used_names: Sequence[str]) -> list[CatalogueEntry]:
     """Read the catalogue; empty without one.
 
     Args:
@@ -59,10 +59,14 @@ def catalogue_entries(args: Args, used_names: Sequence[str]) -> list[CatalogueEn
     Raises:
         UsageError: it cannot be read, or does not go together with other flags.
     """
-    from modelmill.serve.catalogue.entries import check_entries, read_file, read_folder
+    from modelmill.serve.catalogue.entries import (
+        check_entries,
+        read_catalogue_file,
+        read_models_folder,
+    )
 
-    entries = [] if args.models_dir is None else read_folder(args.models_dir)
-    entries += [] if args.catalogue is None else read_file(args.catalogue)
+    entries = [] if args.models_dir is None else read_models_folder(args.models_dir)
+    entries += [] if args.catalogue is None else read_catalogue_file(args.catalogue)
     if not entries:
         if args.memory_budget is not None:
             raise UsageError("--memory-budget is for --models-dir or --catalogue")
@@ -82,7 +86,7 @@ def catalogue_entries(args: Args, used_names: Sequence[str]) -> list[CatalogueEn
     return entries
 
 
-def with_aliases(
+def add_catalogue_aliases(
     entries: Sequence[CatalogueEntry], aliases: Mapping[str, str]
 ) -> list[CatalogueEntry]:
     """Give engines of a catalogue further names.
@@ -112,7 +116,7 @@ def with_aliases(
     ]
 
 
-def make_manager(
+def make_catalogue_manager(
     args: Args,
     entries: Sequence[CatalogueEntry],
     always_loaded: Sequence[tuple[EngineClient, int]],
@@ -135,7 +139,7 @@ def make_manager(
     from modelmill.serve.catalogue.manager import ModelManager
     from modelmill.serve.catalogue.model_loader import ModelLoader
 
-    budget = args.memory_budget or _default_budget(args)
+    budget = args.memory_budget or _default_memory_budget(args)
     try:
         keep_alive = parse_keep_alive(args.keep_alive)
     except UsageError as error:
@@ -160,7 +164,7 @@ def make_manager(
     return manager, watch
 
 
-def _default_budget(args: Args) -> int:
+def _default_memory_budget(args: Args) -> int:
     if args.run.device != "cpu" and NVIDIA_DEVICE.exists():
         raise UsageError(
             "a catalogue on a GPU needs --memory-budget: the bytes that all loaded engines may take"
@@ -168,7 +172,7 @@ def _default_budget(args: Args) -> int:
     return int(available_memory().free * CPU_BUDGET_FRACTION)
 
 
-def sequence_kv_bytes(manifest: Manifest, run: RunConfig) -> int:
+def estimate_sequence_kv_bytes(manifest: Manifest, run: RunConfig) -> int:
     """Estimate the KV cache of the longest sequence, from the names that most configs use.
 
     The worker computes it exactly; here no tensors are at hand. 0: the config has other names.
@@ -209,15 +213,15 @@ class _ModelFactory:
         Raises:
             ArtifactError: its manifest is damaged.
         """
-        from modelmill.serve.budget import segment_engine_bytes
         from modelmill.serve.catalogue.entries import read_manifest
         from modelmill.serve.catalogue.managed_model import ManagedModel
-        from modelmill.serve.segment_messages import SEGMENTATION
+        from modelmill.serve.memory_budget import segmentation_engine_bytes
+        from modelmill.serve.segmentation_messages import SEGMENTATION
 
         manifest = read_manifest(entry.path)
-        planned = manifest.weight_bytes + self._cache_bytes(entry, manifest)
+        planned = manifest.weight_bytes + self._estimate_cache_bytes(entry, manifest)
         if manifest.engine_type == SEGMENTATION:
-            planned = segment_engine_bytes(manifest.weight_bytes, self._args.image_cache_bytes)
+            planned = segmentation_engine_bytes(manifest.weight_bytes, self._args.image_cache_bytes)
         idle = self._keep_alive if entry.idle_timeout is None else entry.idle_timeout
         return ManagedModel(entry, self.make_client(entry, manifest), idle, planned, entry.pinned)
 
@@ -228,24 +232,24 @@ class _ModelFactory:
 
         return EngineClient(
             entry.name,
-            self._open_message(entry, manifest),
+            self._make_open_message(entry, manifest),
             max_waiting=self._args.max_waiting,
             launch=self._launcher or launch_worker,
             manifest=manifest,
         )
 
-    def _cache_bytes(self, entry: CatalogueEntry, manifest: Manifest) -> int:
+    def _estimate_cache_bytes(self, entry: CatalogueEntry, manifest: Manifest) -> int:
         """Bytes of KV cache and recurrent states of an engine: one sequence fits if it can."""
         kv_bytes = entry.kv_cache_bytes or self._args.run.kv_cache_bytes
         if kv_bytes is not None:
             return kv_bytes + (self._args.run.state_cache_bytes or 0)
         cache_bytes = max(
-            int(self._budget * CACHE_FRACTION), sequence_kv_bytes(manifest, self._args.run)
+            int(self._budget * CACHE_FRACTION), estimate_sequence_kv_bytes(manifest, self._args.run)
         )
         return max(min(cache_bytes, self._budget - manifest.weight_bytes), 1)
 
-    def _open_message(self, entry: CatalogueEntry, manifest: Manifest) -> OpenEngine:
-        from modelmill.serve.segment_messages import SEGMENTATION
+    def _make_open_message(self, entry: CatalogueEntry, manifest: Manifest) -> OpenEngine:
+        from modelmill.serve.segmentation_messages import SEGMENTATION
         from modelmill.serve.worker_messages import OpenEngine
 
         args = self._args
@@ -262,5 +266,5 @@ class _ModelFactory:
             image_cache_bytes=args.image_cache_bytes, max_pixels=args.max_image_pixels,
             watchdog_seconds=args.watchdog_timeout,
             answer_history_bytes=args.answer_history_bytes,
-            cache_bytes=self._cache_bytes(entry, manifest),
+            cache_bytes=self._estimate_cache_bytes(entry, manifest),
         )  # fmt: skip

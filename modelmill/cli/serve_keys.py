@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from modelmill.serve.access.key_policy import KeyPolicy
 
 
-def server_keys(args: Args) -> tuple[tuple[str, ...], tuple[str, ...], tuple[KeyPolicy, ...]]:
+def read_server_keys(args: Args) -> tuple[tuple[str, ...], tuple[str, ...], tuple[KeyPolicy, ...]]:
     """Return the API keys, the admin keys and the keys with policies.
 
     Raises:
         UsageError: a key is invalid or of two kinds, or a file cannot be read.
     """
-    keys = _keys(args.api_key, args.api_key_file, "--api-key")
-    admin_keys = _keys(args.admin_key, args.admin_key_file, "--admin-key")
-    policies = _key_policies(args)
+    keys = _flag_and_file_keys(args.api_key, args.api_key_file, "--api-key")
+    admin_keys = _flag_and_file_keys(args.admin_key, args.admin_key_file, "--admin-key")
+    policies = _read_key_policies(args)
     named = {each.key for each in policies}
     if {*keys, *named} & set(admin_keys) or named & set(keys):
         raise UsageError(
@@ -30,7 +30,7 @@ def server_keys(args: Args) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Key
     return keys, admin_keys, policies
 
 
-def _key_policies(args: Args) -> tuple[KeyPolicy, ...]:
+def _read_key_policies(args: Args) -> tuple[KeyPolicy, ...]:
     """Return the keys of --keys."""
     from modelmill.serve.access.key_policy import read_key_file
 
@@ -41,17 +41,17 @@ def _key_policies(args: Args) -> tuple[KeyPolicy, ...]:
     return read_key_file(args.keys)
 
 
-def _keys(options: Sequence[str], file: Path | None, flag: str) -> tuple[str, ...]:
+def _flag_and_file_keys(options: Sequence[str], file: Path | None, flag: str) -> tuple[str, ...]:
     """Return the keys of a flag and of its file."""
     # spaces around a key are removed here and in the client's header
-    keys = (*map(str.strip, options), *_read_keys(file, f"{flag}-file"))
+    keys = (*map(str.strip, options), *_read_key_file(file, f"{flag}-file"))
     if any(not key or not key.isascii() or not key.isprintable() for key in keys):
         kind = "API key" if flag == "--api-key" else "admin key"
         raise UsageError(f"an {kind} must be printable ASCII and not empty")
     return keys
 
 
-def _read_keys(file: Path | None, flag: str) -> list[str]:
+def _read_key_file(file: Path | None, flag: str) -> list[str]:
     if file is None:
         return []
     try:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from modelmill.serve.worker_messages import OpenEngine
 
 
-def serve_replicas(
+def serve_ray_replicas(
     args: Args,
     place: ServerOptions,
     names: Sequence[str],
@@ -53,7 +53,7 @@ def serve_replicas(
         )
     plan = ReplicaSpec(
         tuple(names),
-        tuple(map(_make_portable, open_messages)),
+        tuple(map(_make_message_portable, open_messages)),
         args.max_waiting,
         args.max_body_bytes,
         args.log_level,
@@ -75,17 +75,17 @@ def serve_replicas(
     return 0
 
 
-def _make_portable(message: OpenEngine) -> OpenEngine:
+def _make_message_portable(message: OpenEngine) -> OpenEngine:
     """Return ``message`` with absolute paths and an engine; a checkpoint is built now, once."""
-    from modelmill.artifact.store import is_engine
-    from modelmill.llm import ensure_engine
+    from modelmill.artifact.store import is_engine_folder
+    from modelmill.llm import ensure_cached_engine
 
     path, template = Path(message.model), message.chat_template
     if not path.exists():
         raise UsageError(f"{path} does not exist; give an engine folder or a checkpoint")
-    if not is_engine(path):
+    if not is_engine_folder(path):
         with show_progress("building") as on_progress:
-            path = ensure_engine(path, BuildConfig(**message.build), on_progress)
+            path = ensure_cached_engine(path, BuildConfig(**message.build), on_progress)
         message = replace(message, build={})
     if (
         template is not None

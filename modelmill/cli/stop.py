@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import psutil
 
 from modelmill.cli.options import CommonArgs
-from modelmill.cli.output import emit_json, print_note
-from modelmill.core.config import option
+from modelmill.cli.output import print_json, print_note
+from modelmill.core.config import option_field
 from modelmill.core.errors import ModelmillError, UsageError
 from modelmill.core.server_records import ServerRecord, running_servers
 
@@ -31,14 +31,14 @@ Examples:
 class Args(CommonArgs):
     """Command-line options of ``modelmill stop``."""
 
-    server: str | None = option(
+    server: str | None = option_field(
         None,
         "a served model, an address, a port or a process id",
         positional=True,
-        complete=lambda: server_names(running_servers()),
+        complete=lambda: unique_server_names(running_servers()),
     )
-    all: bool = option(False, "every server of this user", flags=("--all",))
-    timeout: float = option(60.0, "seconds to wait until a server has ended")
+    all: bool = option_field(False, "every server of this user", flags=("--all",))
+    timeout: float = option_field(60.0, "seconds to wait until a server has ended")
 
 
 def run(args: Args) -> int:
@@ -52,7 +52,7 @@ def run(args: Args) -> int:
     for server in chosen:
         stop_server(server, args.timeout)
     if args.json:
-        emit_json([{"url": server.url, "models": list(server.models)} for server in chosen])
+        print_json([{"url": server.url, "models": list(server.models)} for server in chosen])
     else:
         for server in chosen:
             print_note(f"{server.url} ({', '.join(server.models)}) has ended")
@@ -71,7 +71,8 @@ def find_server(servers: Sequence[ServerRecord], name: str) -> ServerRecord:
     found = [
         server
         for server in servers
-        if plain in (*server.models, server.url, server.client_url, _port(server), str(server.pid))
+        if plain
+        in (*server.models, server.url, server.client_url, _server_port(server), str(server.pid))
     ]
     if len(found) > 1:
         urls = ", ".join(server.url for server in found)
@@ -85,13 +86,13 @@ def find_server(servers: Sequence[ServerRecord], name: str) -> ServerRecord:
     return found[0]
 
 
-def server_names(servers: Sequence[ServerRecord]) -> list[str]:
+def unique_server_names(servers: Sequence[ServerRecord]) -> list[str]:
     """Return the names that mean one server each: served models and ports."""
     models = [model for server in servers for model in server.models]
-    return [*(each for each in models if models.count(each) == 1), *map(_port, servers)]
+    return [*(each for each in models if models.count(each) == 1), *map(_server_port, servers)]
 
 
-def _port(server: ServerRecord) -> str:
+def _server_port(server: ServerRecord) -> str:
     return server.url.rpartition(":")[2]
 
 
@@ -101,7 +102,7 @@ def stop_server(server: ServerRecord, timeout: float) -> None:
     Raises:
         ModelmillError: if it belongs to another user, or still runs after ``timeout`` seconds.
     """
-    process = server.process()
+    process = server.live_process()
     if process is None:
         return
     try:

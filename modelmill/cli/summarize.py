@@ -8,16 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.evaluation_options import (
     EvaluationArgs,
-    load_reference,
-    open_evaluated,
+    load_transformers_reference,
+    open_evaluated_engine,
     require_transformers,
 )
-from modelmill.cli.output import emit_json, print_table, show_progress
-from modelmill.core.config import option, path_option
+from modelmill.cli.output import print_json, print_table, show_progress
+from modelmill.core.config import option_field, path_option_field
 from modelmill.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from modelmill.eval.summarize import RunFingerprint, Summarizer, Summary, SummaryTask
+    from modelmill.eval.article_summarization import (
+        RunFingerprint,
+        Summarizer,
+        Summary,
+        SummaryTask,
+    )
     from modelmill.llm import LLM
 
 HELP = (
@@ -39,42 +44,42 @@ MAX_BATCH_SIZE = 32
 class Args(EvaluationArgs):
     """Command-line options of ``modelmill summarize``."""
 
-    data: Path | None = option(
+    data: Path | None = option_field(
         None, "jsonl with article and highlights", required=True, metavar="FILE.jsonl"
     )
-    num: int | None = option(None, "take only this many articles")
-    max_new_tokens: int = option(100, "longest summary in tokens")
-    max_input_tokens: int | None = option(
+    num: int | None = option_field(None, "take only this many articles")
+    max_new_tokens: int = option_field(100, "longest summary in tokens")
+    max_input_tokens: int | None = option_field(
         None, "cut prompts to this many tokens (default: what the engine reads)"
     )
-    batch_size: int | None = option(
+    batch_size: int | None = option_field(
         None,
         f"summaries made at once (default: {MAX_BATCH_SIZE} by the engine, 1 by transformers, "
         "which then pads nothing)",
     )
-    check_accuracy: float | None = option(
+    check_accuracy: float | None = option_field(
         None, "exit code 1 where any ROUGE differs from the reference's by more than this many "
         "points",
         metavar="THRESHOLD",
     )  # fmt: skip
-    save: Path | None = path_option(
+    save: Path | None = path_option_field(
         "keep the summaries here; a broken run goes on from it", "FILE.jsonl"
     )
-    texts: bool = option(False, "show the summaries, too", flags=("--texts",))
+    texts: bool = option_field(False, "show the summaries, too", flags=("--texts",))
 
 
 def run(args: Args) -> int:
     """Summarize with the engine and the reference, score, and check the threshold if given."""
-    from modelmill.eval.datasets import read_articles
-    from modelmill.eval.rouge import RougeScorer
-    from modelmill.eval.summarize import (
+    from modelmill.eval.article_summarization import (
         EngineSummarizer,
         HfSummarizer,
         SummaryResumeFile,
         engine_fingerprint,
-        make_task,
+        make_summary_task,
         reference_fingerprint,
     )
+    from modelmill.eval.datasets import read_articles
+    from modelmill.eval.rouge import RougeScorer
 
     if args.check_accuracy is not None and args.reference is None:
         raise UsageError("--check-accuracy needs --reference CHECKPOINT to compare with")
@@ -90,8 +95,8 @@ def run(args: Args) -> int:
     assert args.data is not None
     rouge, items = RougeScorer(), read_articles(args.data, args.num)
     SummaryResumeFile(args.save).check_file()
-    llm = open_evaluated(args)
-    task = make_task(llm, items, args.max_new_tokens, args.max_input_tokens)
+    llm = open_evaluated_engine(args)
+    task = make_summary_task(llm, items, args.max_new_tokens, args.max_input_tokens)
     sides: dict[str, list[Summary]] = {}
     batches = {
         "engine": min(args.batch_size or MAX_BATCH_SIZE, len(items)),
@@ -101,21 +106,21 @@ def run(args: Args) -> int:
         args, llm, task, EngineSummarizer(llm, batches["engine"]), engine_fingerprint(llm)
     )
     if args.reference is not None:
-        checkpoint, reference = load_reference(args, llm.engine_core.device)
+        checkpoint, reference = load_transformers_reference(args, llm.engine_core.device)
         reference_summarizer = HfSummarizer(
             reference, batches["reference"], f"transformers {args.reference_dtype}"
         )
         facts = reference_fingerprint(checkpoint, args.reference_dtype, llm.engine_core.device)
         sides["transformers"] = _summarize_side(args, llm, task, reference_summarizer, facts)
-    result = _result(args, task, sides, rouge, batches)
-    emit_json(result) if args.json else _show(result)
+    result = _make_result(args, task, sides, rouge, batches)
+    print_json(result) if args.json else _show_scores(result)
     return 0 if result.get("passed", True) else 1
 
 
 def _summarize_side(
     args: Args, llm: LLM, task: SummaryTask, side: Summarizer, facts: RunFingerprint
 ) -> list[Summary]:
-    from modelmill.eval.summarize import SummaryResumeFile, summarize_articles
+    from modelmill.eval.article_summarization import SummaryResumeFile, summarize_articles
 
     tokenizer = llm.tokenizer
     assert tokenizer is not None
@@ -131,18 +136,18 @@ def _summarize_side(
         )
 
 
-def _result(
+def _make_result(
     args: Args,
     task: SummaryTask,
     sides: dict[str, list[Summary]],
     rouge: Any,
     batches: dict[str, int],
 ) -> dict[str, Any]:
-    from modelmill.eval.summarize import (
+    from modelmill.eval.article_summarization import (
         count_equal_texts,
         rouge_differences,
         score_summaries,
-        text_pairs,
+        summary_texts_by_article,
     )
 
     result: dict[str, Any] = {"engine": score_summaries(sides["modelmill"], task.articles, rouge)}
@@ -162,11 +167,11 @@ def _result(
             result["threshold"] = args.check_accuracy
             result["passed"] = max(map(abs, change.values())) <= args.check_accuracy
     if args.texts:
-        result["summaries"] = list(text_pairs(task, dict(sides)))
+        result["summaries"] = list(summary_texts_by_article(task, dict(sides)))
     return result
 
 
-def _show(result: dict[str, Any]) -> None:
+def _show_scores(result: dict[str, Any]) -> None:
     for each in result.get("summaries", []):
         print(f"── {each.pop('id')}")
         for name, text in each.items():

@@ -28,13 +28,13 @@ class WordWrapper:
 
     def feed(self, text: str) -> str:
         """Add text; return what can be written now."""
-        return "".join(map(self._take, text))
+        return "".join(map(self._add_char, text))
 
     def flush(self) -> str:
         """Return the buffered word."""
         return self._place_word()
 
-    def _take(self, char: str) -> str:
+    def _add_char(self, char: str) -> str:
         if char == "\n":
             out = self._place_word() + self._gap + char
             self._gap = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from modelmill.core.config import path_option
+from modelmill.core.config import path_option_field
 from modelmill.core.errors import UsageError
 
 MODEL_TYPE = "minigpt4"
@@ -16,12 +16,12 @@ SETTINGS_FILE = "minigpt4.json"
 class MiniGPT4Files:
     """Parts of MiniGPT-4 in files of their own, beside its language model."""
 
-    llm: Path | None = path_option(
+    llm: Path | None = path_option_field(
         "LLaMA or Vicuna folder, where CHECKPOINT is the word minigpt4", "FOLDER"
     )
-    vit: Path | None = path_option("EVA's ViT-g (eva_vit_g.pth)", "FILE")
-    qformer: Path | None = path_option("BLIP-2's Q-Former (blip2_pretrained_….pth)", "FILE")
-    projection: Path | None = path_option(
+    vit: Path | None = path_option_field("EVA's ViT-g (eva_vit_g.pth)", "FILE")
+    qformer: Path | None = path_option_field("BLIP-2's Q-Former (blip2_pretrained_….pth)", "FILE")
+    projection: Path | None = path_option_field(
         "MiniGPT-4's projection (pretrained_minigpt4.pth); a minigpt4.json beside it is read",
         "FILE",
     )

@@ -14,20 +14,20 @@ from typing import Any, TypeVar
 from modelmill.core.errors import UsageError
 from modelmill.core.recipe_declaration import (
     RecipeOption,
-    declared_options,
-    declared_recipes,
+    read_recipe_declarations,
+    read_recipe_options,
 )
 
 DTYPES = ("float32", "float16", "bfloat16")
 KV_DTYPES = ("auto", "int8", "fp8")
 BUILD_KV_DTYPES = ("auto", "activations", "int8", "fp8")
 TARGET_DEVICES = ("cpu", "cuda")
-RECIPES = ("none", *declared_recipes())
+RECIPES = ("none", *read_recipe_declarations())
 VISION_RECIPES = ("none", "int8")
 T = TypeVar("T")
 
 
-def option(
+def option_field(
     default: Any = MISSING, help: str = "", *, factory: Any = MISSING, **extra_metadata: Any
 ) -> Any:
     """Make a dataclass field with its help text (and ``choices``, ``flags``) for the CLI."""
@@ -37,16 +37,16 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-def path_option(help: str, metavar: str) -> Any:
+def path_option_field(help: str, metavar: str) -> Any:
     """A path that need not be given; metavar: what the help text calls it."""
-    return option(None, help, metavar=metavar)
+    return option_field(None, help, metavar=metavar)
 
 
-def recipe_option(name: str) -> Any:
+def recipe_option_field(name: str) -> Any:
     """Make the field of an option that a recipe declares (core/recipe_declaration.py)."""
-    declared = declared_options()[name]
+    declared = read_recipe_options()[name]
     extra = {"choices": declared.choices, "flags": declared.flags}
-    return option(declared.default, declared.help, **{k: v for k, v in extra.items() if v})
+    return option_field(declared.default, declared.help, **{k: v for k, v in extra.items() if v})
 
 
 def add_recipe_fields(config: type[T]) -> type[T]:
@@ -55,10 +55,10 @@ def add_recipe_fields(config: type[T]) -> type[T]:
     The class lists those of the package's recipes, with types for mypy; another recipe's file
     brings its own.
     """
-    for name, declared in declared_options().items():
+    for name, declared in read_recipe_options().items():
         if name not in config.__annotations__:
             config.__annotations__[name] = declared.type_hint
-            setattr(config, name, recipe_option(name))
+            setattr(config, name, recipe_option_field(name))
     return config
 
 
@@ -70,58 +70,60 @@ class BuildConfig:
     "auto" is resolved by ``builder.plan`` into a new object.
     """
 
-    dtype: str = option("auto", "activation and weight type", choices=("auto", *DTYPES))
-    quantization: str = option("none", "weight recipe", choices=RECIPES, flags=("-q",))
-    quantize_head: bool = option(False, "quantize the output head too")
-    tower: str = option(
+    dtype: str = option_field("auto", "activation and weight type", choices=("auto", *DTYPES))
+    quantization: str = option_field("none", "weight recipe", choices=RECIPES, flags=("-q",))
+    quantize_head: bool = option_field(False, "quantize the output head too")
+    tower: str = option_field(
         "none",
         "recipe of the vision encoder (minigpt4, blip-2); int8: weights and activations",
         choices=VISION_RECIPES,
     )
-    method: str = recipe_option("method")
-    group_size: int = recipe_option("group_size")
-    symmetric: bool = recipe_option("symmetric")
-    max_kl: float | None = recipe_option("max_kl")
-    max_ppl_increase: float | None = recipe_option("max_ppl_increase")
-    layer_recipes: Mapping[str, str] = option(
+    method: str = recipe_option_field("method")
+    group_size: int = recipe_option_field("group_size")
+    symmetric: bool = recipe_option_field("symmetric")
+    max_kl: float | None = recipe_option_field("max_kl")
+    max_ppl_increase: float | None = recipe_option_field("max_ppl_increase")
+    layer_recipes: Mapping[str, str] = option_field(
         factory=dict,
         help="LAYER=FORM: int4-g128, int4-g64, int4-g32, int8 or none, instead of auto's search",
         flags=("--layer-recipe",),
     )
-    bits: str = recipe_option("bits")
-    mode: str = recipe_option("mode")
-    splits_per_channel: int | None = recipe_option("splits_per_channel")
-    activation_scales: str = recipe_option("activation_scales")
-    weight_scales: str = recipe_option("weight_scales")
-    alpha: str = recipe_option("alpha")
-    max_layer_error: float | None = recipe_option("max_layer_error")
-    calibration: str | None = option(
+    bits: str = recipe_option_field("bits")
+    mode: str = recipe_option_field("mode")
+    splits_per_channel: int | None = recipe_option_field("splits_per_channel")
+    activation_scales: str = recipe_option_field("activation_scales")
+    weight_scales: str = recipe_option_field("weight_scales")
+    alpha: str = recipe_option_field("alpha")
+    max_layer_error: float | None = recipe_option_field("max_layer_error")
+    calibration: str | None = option_field(
         None,
         "jsonl (`text`, `article`, `prompt` or `messages`) with the calibration texts; default: "
         "the built-in ones",
     )
-    calibration_samples: int = option(96, "sequences of calibration tokens")
-    calibration_length: int = option(512, "tokens per calibration sequence")
-    max_model_len: int | None = option(
+    calibration_samples: int = option_field(96, "sequences of calibration tokens")
+    calibration_length: int = option_field(512, "tokens per calibration sequence")
+    max_model_len: int | None = option_field(
         None, "maximum length of prompt + answer in tokens; default: the model's maximum"
     )
-    kv_cache_dtype: str = option(
+    kv_cache_dtype: str = option_field(
         "auto",
         "default KV cache dtype of run and serve; auto: the dtype of the activations",
         choices=KV_DTYPES,
     )
-    target: str = option(
+    target: str = option_field(
         "auto", "device for which the engine is built", choices=("auto", *TARGET_DEVICES)
     )
-    kernels: Mapping[str, str] = option(
+    kernels: Mapping[str, str] = option_field(
         factory=dict, help="OP=VARIANT switches one kernel", flags=("--kernel",)
     )
-    seed: int = option(0, "seed of the random calibration ids of a checkpoint without a tokenizer")
+    seed: int = option_field(
+        0, "seed of the random calibration ids of a checkpoint without a tokenizer"
+    )
 
     def __post_init__(self) -> None:
         _check_choice(self, "dtype", ("auto", *DTYPES))
         _check_choice(self, "target", ("auto", *TARGET_DEVICES))
-        for name, declared in declared_options().items():
+        for name, declared in read_recipe_options().items():
             _check_recipe_option(self, name, declared)
         for name in ("max_kl", "max_ppl_increase"):
             if getattr(self, name) is not None and self.quantization != "auto":
@@ -130,82 +132,82 @@ class BuildConfig:
             raise UsageError("--layer-recipe is for -q auto")
         _check_choice(self, "kv_cache_dtype", KV_DTYPES)
         _check_choice(self, "tower", VISION_RECIPES)
-        _check_smoothing(self)
+        _check_smoothing_options(self)
         for name in ("max_model_len", "calibration_samples", "calibration_length"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
 
 
-def tp_option(help: str) -> Any:
+def tp_option_field(help: str) -> Any:
     """The number of GPUs over which an engine is divided."""
-    return option(1, help, flags=("--tp", "-tp", "--tensor-parallel-size"))
+    return option_field(1, help, flags=("--tp", "-tp", "--tensor-parallel-size"))
 
 
-def expert_parallel_option(help: str) -> Any:
+def expert_parallel_option_field(help: str) -> Any:
     """Whether each of these GPUs has whole experts."""
-    return option(False, help, flags=("-ep",))
+    return option_field(False, help, flags=("-ep",))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """All options that may change each time an engine is started."""
 
-    device: str = option("auto", "cpu, cuda or cuda:N")
-    tp: int = tp_option(
+    device: str = option_field("auto", "cpu, cuda or cuda:N")
+    tp: int = tp_option_field(
         "tensor parallelism: number of GPUs, starting at the device (on a CPU: processes)"
     )
-    enable_expert_parallel: bool = expert_parallel_option(
+    enable_expert_parallel: bool = expert_parallel_option_field(
         "with --tp: each GPU has whole experts of a mixture, instead of a part of every expert"
     )
-    max_model_len: int | None = option(None, "lower the engine's maximum sequence length")
-    max_num_seqs: int = option(256, "maximum number of sequences in one step")
-    max_num_batched_tokens: int = option(
+    max_model_len: int | None = option_field(None, "lower the engine's maximum sequence length")
+    max_num_seqs: int = option_field(256, "maximum number of sequences in one step")
+    max_num_batched_tokens: int = option_field(
         8192, "maximum number of tokens in one step (longer prompts are prefilled in chunks)"
     )
-    max_mixed_tokens: int | None = option(
+    max_mixed_tokens: int | None = option_field(
         None,
         "maximum number of tokens in a step that prefills and decodes; default: in serve from "
         "measured step times, else on a GPU from the model's size",
     )
-    gpu_memory_utilization: float = option(
+    gpu_memory_utilization: float = option_field(
         0.9, "share of the GPU's memory that weights and KV cache may take"
     )
-    kv_cache_bytes: int | None = option(
+    kv_cache_bytes: int | None = option_field(
         None, "bytes for the KV cache; default: from the memory that is free"
     )
-    prefix_cache_bytes: int | None = option(
+    prefix_cache_bytes: int | None = option_field(
         None,
         "bytes of the KV cache beyond which cached prefixes take no new memory; default: a third, "
         "at least 1 GiB, if the size of a CPU's KV cache follows from the memory that is free, "
         "else all",
     )
-    state_cache_bytes: int | None = option(
+    state_cache_bytes: int | None = option_field(
         None,
         "bytes for the recurrent states of hybrid models, of running sequences and of the prefix "
         "cache; default: up to half of the memory that is free",
     )
-    kv_cache_dtype: str = option(
+    kv_cache_dtype: str = option_field(
         "auto",
         "KV cache in 8 bits, or in the dtype of the activations; auto: as the engine was built",
         choices=BUILD_KV_DTYPES,
     )
-    page_size: int = option(16, "tokens per KV page", choices=(8, 16, 32, 64))
-    enable_prefix_caching: bool = option(True, "reuse the KV pages of equal prompt prefixes")
-    cuda_graphs: bool = option(True, "replay steps of up to 1,024 tokens as CUDA graphs")
-    enable_sleep_mode: bool = option(
+    page_size: int = option_field(16, "tokens per KV page", choices=(8, 16, 32, 64))
+    enable_prefix_caching: bool = option_field(True, "reuse the KV pages of equal prompt prefixes")
+    cuda_graphs: bool = option_field(True, "replay steps of up to 1,024 tokens as CUDA graphs")
+    enable_sleep_mode: bool = option_field(
         False,
         "let the engine sleep: weights go to pinned host memory, the KV cache is dropped, and "
         "waking up needs no load and no new CUDA graphs",
         python_only=True,
     )
-    threads: int | None = option(
+    threads: int | None = option_field(
         None, "CPU threads; default: the physical cores that this process may use"
     )
-    kernels: Mapping[str, str] = option(
+    kernels: Mapping[str, str] = option_field(
         factory=dict, help="OP=VARIANT switches one kernel", flags=("--kernel",)
     )
-    seed: int = option(0, "seed of requests that set none")
+    seed: int = option_field(0, "seed of requests that set none")
 
     def __post_init__(self) -> None:
         counts = (
@@ -227,7 +229,7 @@ class RunConfig:
                 raise UsageError(f"--{name.replace('_', '-')} must be an integer, not {value!r}")
             if value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-        _check_types(self)
+        _check_field_types(self)
         _check_choice(self, "kv_cache_dtype", BUILD_KV_DTYPES)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise UsageError(
@@ -242,7 +244,7 @@ class RunConfig:
             )
 
 
-def from_dict(cls: type[T], raw: Mapping[str, Any], source: str) -> T:
+def config_from_dict(cls: type[T], raw: Mapping[str, Any], source: str) -> T:
     """Make ``cls(**raw)``.
 
     Raises:
@@ -257,12 +259,12 @@ def from_dict(cls: type[T], raw: Mapping[str, Any], source: str) -> T:
     return cls(**raw)
 
 
-def to_dict(config: Any) -> dict[str, Any]:
+def config_to_dict(config: Any) -> dict[str, Any]:
     """Convert a config to a dict that JSON can hold, keys in field order."""
     return asdict(config)
 
 
-def _check_types(config: RunConfig) -> None:
+def _check_field_types(config: RunConfig) -> None:
     """Check the types: a caller from Python may pass anything, the command line parses them."""
     expected_types: dict[str, tuple[Any, str]] = {
         "device": (str, "cpu, cuda or cuda:N"),
@@ -287,7 +289,7 @@ def _check_types(config: RunConfig) -> None:
         raise UsageError(f"--kernel takes OP=VARIANT, both strings, not {invalid[0]!r}")
 
 
-def _check_smoothing(config: BuildConfig) -> None:
+def _check_smoothing_options(config: BuildConfig) -> None:
     """Check alpha and the scales that only one recipe has."""
     try:
         valid = config.alpha == "auto" or 0.0 <= float(config.alpha) <= 1.0

@@ -62,7 +62,7 @@ def requested_cpu_kernels() -> str:
     return os.environ.get("MODELMILL_CPU_KERNELS") or "auto"
 
 
-def cxx_compiler() -> str | None:
+def cxx_from_env() -> str | None:
     """The C++ compiler named by CXX; None where the variable is unset."""
     return os.environ.get("CXX")
 
@@ -73,7 +73,7 @@ def set_env_defaults(**values: str) -> None:
         os.environ.setdefault(name, value)
 
 
-def child_env() -> dict[str, str]:
+def child_process_env() -> dict[str, str]:
     """A copy of the environment for child processes."""
     return dict(os.environ)
 
@@ -86,7 +86,7 @@ def openmp_wait_vars_in_env() -> dict[str, str]:
     }
 
 
-def set_passive_waiting() -> None:
+def set_openmp_passive_waiting() -> None:
     """Make OpenMP's threads sleep while they wait, in this process and its children.
 
     For modelmill's own processes. By default the threads spin for up to 20 ms at each barrier; if
@@ -99,8 +99,8 @@ def set_passive_waiting() -> None:
 
 
 @contextlib.contextmanager
-def passive_wait_imports() -> Iterator[None]:
-    """As ``set_passive_waiting``, but only for imports within the context.
+def openmp_passive_during_imports() -> Iterator[None]:
+    """As ``set_openmp_passive_waiting``, but only for imports within the context.
 
     A user's program and its child processes keep their environment.
     """
@@ -117,7 +117,7 @@ def passive_wait_imports() -> Iterator[None]:
             _values_read.update(_PASSIVE)
 
 
-def user_set_malloc() -> bool:
+def has_user_malloc_thresholds() -> bool:
     """Whether the user has set thresholds of glibc's malloc."""
     return "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(
         n.startswith("MALLOC_") for n in os.environ
@@ -127,10 +127,10 @@ def user_set_malloc() -> bool:
 def worker_env() -> dict[str, str]:
     """Return the environment for a worker process."""
     named = {name for name in OPENMP_WAIT_VARS if name in os.environ}
-    return child_env() if named else {**child_env(), **_PASSIVE}
+    return child_process_env() if named else {**child_process_env(), **_PASSIVE}
 
 
-def plain_output() -> bool:
+def is_plain_output() -> bool:
     """Whether output must have no colors and no progress bars."""
     dumb = os.environ.get("TERM") == "dumb"  # it cannot move its cursor
     return dumb or bool(os.environ.get("NO_COLOR") or os.environ.get("CI"))

@@ -159,7 +159,7 @@ class GenerationDefaults:
         """Return the defaults for JSON: values, one line of text, their source, unused keys."""
         return {
             "values": self._display_values(),
-            "text": self.summary(),
+            "text": self.summary_line(),
             "source": self.source,
             "unused": dict(self.unused),
         }
@@ -173,14 +173,14 @@ class GenerationDefaults:
         }
         return shown | self.processors.non_default()
 
-    def summary(self) -> str:
+    def summary_line(self) -> str:
         """Describe the defaults in one line for people."""
         shown = self._display_values()
         if self.greedy:
             shown = {name: value for name, value in shown.items() if name not in _NEUTRAL_SAMPLING}
             shown = {"greedy": "", **shown}
         text = (
-            ", ".join(f"{name} {_abbreviate(value)}".strip() for name, value in shown.items())
+            ", ".join(f"{name} {_format_if_number(value)}".strip() for name, value in shown.items())
             or "temperature 1.0"
         )
         origins = {
@@ -190,7 +190,7 @@ class GenerationDefaults:
         }
         return f"{text} ({origins[self.source]})"
 
-    def warning(self) -> str | None:
+    def unused_warning(self) -> str | None:
         """Name the generation_config keys without effect in one line; None if there are none."""
         if not self.unused:
             return None
@@ -199,7 +199,7 @@ class GenerationDefaults:
         return f"without effect in generation_config: {'; '.join(listed[:MAX_KEYS_SHOWN] + more)}"
 
 
-def _abbreviate(value: Any) -> str:
+def _format_if_number(value: Any) -> str:
     """Format a number; a list or string is left out, since one line would not hold it."""
     return str(value) if isinstance(value, int | float) else ""
 
@@ -216,7 +216,7 @@ def requests_sampling(params: SamplingParams) -> bool:
     return filtered or params.n > 1
 
 
-def read_generation(
+def read_generation_config(
     raw: Mapping[str, Any], container: str = "", *, openai: bool = False
 ) -> GenerationDefaults:
     """Read a checkpoint's generation_config.
@@ -230,7 +230,7 @@ def read_generation(
     Raises:
         RequestError: if a value is invalid; the message names the key.
     """
-    processors = LogitsProcessors.from_config(raw)
+    processors = LogitsProcessors.from_generation_config(raw)
     lengths = {name: _checked_length(name, raw.get(name)) for name in _LENGTH_KEYS}
     draws = {name: raw[name] for name in DEFAULTED_FIELDS if raw.get(name) is not None}
     SamplingParams(**draws)
@@ -246,9 +246,9 @@ def read_generation(
         max_length=lengths["max_length"] or None,
         min_tokens=least if least is None or limit is None else min(least, limit),
         min_length=lengths["min_length"],
-        stop=_check_strings(raw.get("stop_strings")),
+        stop=_parse_stop_strings(raw.get("stop_strings")),
         processors=processors,
-        unused=_unused(raw, greedy),
+        unused=_keys_without_effect(raw, greedy),
         source=source,
     )
 
@@ -258,22 +258,26 @@ def _lacks_generation_config(raw: Mapping[str, Any], container: str) -> bool:
     return not raw or (container.rpartition("/")[2].startswith("gguf") and "do_sample" not in raw)
 
 
-def _unused(raw: Mapping[str, Any], greedy: bool) -> dict[str, str]:
+def _keys_without_effect(raw: Mapping[str, Any], greedy: bool) -> dict[str, str]:
     """Return keys without effect here that transformers applies or does not know, and why."""
     unused: dict[str, str] = {}
     for name, value in raw.items():
         if value is None or name in _IGNORED_KEYS:
             continue
-        if greedy and name in _NEUTRAL_SAMPLING and not _is_neutral(value, _NEUTRAL_SAMPLING[name]):
+        if (
+            greedy
+            and name in _NEUTRAL_SAMPLING
+            and not _is_neutral_value(value, _NEUTRAL_SAMPLING[name])
+        ):
             unused[name] = "applies only if a request samples (do_sample is not true)"
-        elif name in _UNSUPPORTED_KEYS and not _is_neutral(value, _UNSUPPORTED_KEYS[name][0]):
+        elif name in _UNSUPPORTED_KEYS and not _is_neutral_value(value, _UNSUPPORTED_KEYS[name][0]):
             unused[name] = _UNSUPPORTED_KEYS[name][1]
         elif name not in _USED_KEYS and name not in _UNSUPPORTED_KEYS:
             unused[quote(name, 60).strip("'\"")] = "is not known"
     return unused
 
 
-def _is_neutral(value: Any, neutral: Any) -> bool:
+def _is_neutral_value(value: Any, neutral: Any) -> bool:
     return value in (neutral if isinstance(neutral, tuple) else (neutral,)) or value in ([], {})
 
 
@@ -286,7 +290,7 @@ def _checked_length(name: str, value: Any) -> int | None:
     return min(value, 2**31 - 1)
 
 
-def _check_strings(value: Any) -> tuple[str, ...]:
+def _parse_stop_strings(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
     try:

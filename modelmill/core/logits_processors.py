@@ -50,13 +50,13 @@ class LogitsProcessors:
         return self != _NEUTRAL
 
     @property
-    def depends_on_tokens(self) -> bool:
+    def depends_on_past_tokens(self) -> bool:
         """Whether the next logits depend on the preceding tokens, not only on their number."""
         words = (*self.bad_words_ids, *(ids for ids, _ in self.sequence_bias))
         sizes = (self.no_repeat_ngram_size, self.encoder_no_repeat_ngram_size)
         return any(sizes) or any(len(word) > 1 for word in words)
 
-    def token_ids(self) -> Iterator[int]:
+    def iter_token_ids(self) -> Iterator[int]:
         """Yield every token id of the settings."""
         for word in (*self.bad_words_ids, *(ids for ids, _ in self.sequence_bias)):
             yield from word
@@ -71,7 +71,7 @@ class LogitsProcessors:
         }
 
     @staticmethod
-    def from_config(raw: Mapping[str, Any]) -> LogitsProcessors:
+    def from_generation_config(raw: Mapping[str, Any]) -> LogitsProcessors:
         """Read a generation_config; other keys and null are ignored.
 
         Raises:

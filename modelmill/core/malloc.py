@@ -23,8 +23,8 @@ def set_malloc_thresholds() -> bool:
     end of the heap: a page fault for every 4 KiB written. Does nothing with another C library, or
     if the user has set malloc's variables.
     """
-    libc = _glibc()
-    if libc is None or env.user_set_malloc():
+    libc = _load_glibc()
+    if libc is None or env.has_user_malloc_thresholds():
         return False
     return bool(
         libc.mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD)
@@ -34,12 +34,12 @@ def set_malloc_thresholds() -> bool:
 
 def trim_heap() -> None:
     """Return free memory to the system, for a process that continues after memory-heavy work."""
-    libc = _glibc()
+    libc = _load_glibc()
     if libc is not None:
         libc.malloc_trim(0)
 
 
-def _glibc() -> ctypes.CDLL | None:
+def _load_glibc() -> ctypes.CDLL | None:
     try:
         libc = ctypes.CDLL(None)
     except (OSError, TypeError):  # Windows

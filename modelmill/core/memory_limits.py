@@ -42,12 +42,12 @@ def available_memory(groups: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> 
     """
     machine = psutil.virtual_memory()
     total, free = machine.total, machine.available
-    for limit, used in cgroup_limits(groups, mount):
+    for limit, used in iter_cgroup_memory_limits(groups, mount):
         total, free = min(total, limit), min(free, max(limit - used, 0))
     return MemoryInfo(total, free)
 
 
-def prefix_cache_bytes(kv_bytes: int) -> int:
+def max_cached_prefix_bytes(kv_bytes: int) -> int:
     """Return the bytes that cached prefixes may take of a KV cache in RAM sized by free memory.
 
     Pages in RAM take memory when they are first written. Without a limit, cached prefixes would
@@ -56,7 +56,7 @@ def prefix_cache_bytes(kv_bytes: int) -> int:
     return min(kv_bytes, max(kv_bytes // 3, MIN_PREFIX_CACHE_BYTES))
 
 
-def cgroup_limits(
+def iter_cgroup_memory_limits(
     groups: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT
 ) -> Iterator[tuple[int, int]]:
     """Yield (limit, used) in bytes of each control group with a limit, parent groups included.
@@ -74,13 +74,13 @@ def cgroup_limits(
         else:
             continue
         for base in bases:
-            for folder in _self_and_parents(base, path):
+            for folder in _cgroup_and_parents(base, path):
                 limit, used = _read_int(folder / files.limit), _read_int(folder / files.used)
                 if limit is not None and used is not None:
-                    yield limit, max(used - _page_cache_bytes(folder, files), 0)
+                    yield limit, max(used - _cgroup_page_cache_bytes(folder, files), 0)
 
 
-def cpu_quota(groups: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> float:
+def cgroup_cpu_quota(groups: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> float:
     """Return the CPU quota of the tightest control group in CPUs; infinity without a quota.
 
     If a process runs more threads than that, all of them are stopped for the rest of each period.
@@ -90,18 +90,18 @@ def cpu_quota(groups: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> float:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             quotas += [
-                _parse_quota(_read_text(folder / "cpu.max").split())
+                _parse_cpu_quota(_read_text(folder / "cpu.max").split())
                 for base in (mount, mount / "unified")
-                for folder in _self_and_parents(base, path)
+                for folder in _cgroup_and_parents(base, path)
             ]
         elif "cpu" in controllers.split(","):
             for folder in (
                 each
                 for base in (mount / "cpu", mount / controllers)
-                for each in _self_and_parents(base, path)
+                for each in _cgroup_and_parents(base, path)
             ):
                 quotas.append(
-                    _parse_quota(
+                    _parse_cpu_quota(
                         [
                             _read_text(folder / f"cpu.cfs_{name}_us").strip()
                             for name in ("quota", "period")
@@ -111,14 +111,14 @@ def cpu_quota(groups: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> float:
     return min(quotas)
 
 
-def _parse_quota(text: list[str]) -> float:
+def _parse_cpu_quota(text: list[str]) -> float:
     """Parse "quota period" in microseconds; "max" and −1 mean no quota."""
     if len(text) == 2 and text[0].isdigit() and text[1].isdigit() and int(text[1]):
         return int(text[0]) / int(text[1])
     return math.inf
 
 
-def _self_and_parents(base: Path, path: str) -> Iterator[Path]:
+def _cgroup_and_parents(base: Path, path: str) -> Iterator[Path]:
     """Yield the folders of a group and of its parents.
 
     Within a container the full path may be missing while the mount itself is visible.
@@ -129,7 +129,7 @@ def _self_and_parents(base: Path, path: str) -> Iterator[Path]:
         yield base.joinpath(*parts[:count])
 
 
-def _page_cache_bytes(folder: Path, files: _CgroupFiles) -> int:
+def _cgroup_page_cache_bytes(folder: Path, files: _CgroupFiles) -> int:
     stat = dict(line.split(maxsplit=1) for line in _read_text(folder / "memory.stat").splitlines())
     # active pages too (a build reads a checkpoint twice): the kernel frees them before it kills
     return sum(int(stat.get(name, 0)) for name in files.page_cache_keys)

@@ -9,12 +9,12 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 LANGUAGE = "language"
-"""The engine type of models of text; see ``FamilyOptions.ENGINE_TYPE``."""
+"""The engine type of models of text; see ``ModelFamilyOptions.ENGINE_TYPE``."""
 ConfigFromShapes = Callable[[Mapping[str, Sequence[int]]], dict[str, Any] | None]
 
 
 @dataclass(frozen=True)
-class FamilyOptions:
+class ModelFamilyOptions:
     """The optional constants of a file ``models/<model_type>.py``, with their defaults.
 
     Attributes:
@@ -36,16 +36,16 @@ class FamilyOptions:
         return any(re.fullmatch(pattern, tensor_name) for pattern in self.FLOAT32_TENSORS)
 
 
-FAMILY_OPTIONS = tuple(FamilyOptions.__dataclass_fields__)
+FAMILY_OPTIONS = tuple(ModelFamilyOptions.__dataclass_fields__)
 
 
-def family_options(family: ModuleType | None) -> FamilyOptions:
+def read_family_options(family: ModuleType | None) -> ModelFamilyOptions:
     """Return the options of a model file; the defaults without a file."""
     defined = {} if family is None else vars(family)
-    return FamilyOptions(**{name: defined[name] for name in FAMILY_OPTIONS if name in defined})
+    return ModelFamilyOptions(**{name: defined[name] for name in FAMILY_OPTIONS if name in defined})
 
 
-class CheckpointTensors(NamedTuple):
+class CheckpointTensorRules(NamedTuple):
     """Which tensors of a checkpoint a family reads.
 
     Attributes:
@@ -59,16 +59,16 @@ class CheckpointTensors(NamedTuple):
     ignored_tensors: Callable[[Any], Sequence[str]]
 
 
-def checkpoint_tensors(family: ModuleType) -> CheckpointTensors:
+def checkpoint_tensor_rules(family: ModuleType) -> CheckpointTensorRules:
     """Return what a model file says in its ``LAYOUT``; functions of its own have precedence.
 
-    ``LAYOUT`` is a ``models._layer_rules.CheckpointLayout``. A file without one has
-    ``CHECKPOINT_PREFIXES``, ``rules`` and ``ignored_tensors`` by themselves.
+    ``LAYOUT`` is a ``models._rename_rules.CheckpointLayout``. A file without one has
+    ``CHECKPOINT_PREFIXES``, ``rename_rules`` and ``ignored_tensors`` by themselves.
     """
     layout: Any = getattr(family, "LAYOUT", None)
     own = vars(family)
-    return CheckpointTensors(
+    return CheckpointTensorRules(
         own["CHECKPOINT_PREFIXES"] if layout is None else layout.prefixes,
-        own.get("rules") or layout.rules,
+        own.get("rename_rules") or layout.rename_rules,
         own.get("ignored_tensors") or layout.ignored_tensors,
     )

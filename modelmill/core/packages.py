@@ -32,7 +32,7 @@ class UntestedVersion:
     tested: str
 
 
-def require(feature: str, module: str, extra: str) -> None:
+def require_package(feature: str, module: str, extra: str) -> None:
     """Check that ``module`` is installed; call this before any computation.
 
     Args:
@@ -58,11 +58,11 @@ def install_command(*extras: str) -> str:
     """
     if (ROOT / "pyproject.toml").is_file():
         return f"pip install -e '{ROOT}[{','.join(extras)}]'"
-    named = dict.fromkeys(line for extra in extras for line in _packages_of(extra))
+    named = dict.fromkeys(line for extra in extras for line in _iter_extra_packages(extra))
     return " ".join(["pip install", *(f"'{line}'" for line in named)])
 
 
-def _packages_of(extra: str) -> Iterator[str]:
+def _iter_extra_packages(extra: str) -> Iterator[str]:
     """Yield the packages of an extra with their tested ranges, as pip takes them."""
     from packaging.requirements import Requirement
 
@@ -81,7 +81,7 @@ def untested_versions() -> list[UntestedVersion]:
     """
     untested: dict[str, UntestedVersion] = {}
     for name, version, tested in _installed_versions():
-        if not _in_range(version, tested):
+        if not _is_in_tested_range(version, tested):
             untested[name] = UntestedVersion(name, version, sort_version_range(tested))
     return list(untested.values())
 
@@ -114,7 +114,7 @@ def _installed_versions() -> Iterator[tuple[str, str, str]]:
         yield requirement.name, version, str(requirement.specifier)
 
 
-def _in_range(version: str, tested: str) -> bool:
+def _is_in_tested_range(version: str, tested: str) -> bool:
     from packaging.specifiers import InvalidSpecifier, SpecifierSet
     from packaging.version import InvalidVersion
 

@@ -33,17 +33,17 @@ class PageGroup:
     Attributes:
         layers: Their places among the layers with a cache.
         window: Tokens that a query attends to in them; None: all.
-        per_place: Layers at a place of a page, which has room for so many of this group's.
+        layers_per_slot: Layers at a place of a page, which has room for so many of this group's.
     """
 
     layers: tuple[int, ...]
     window: int | None
-    per_place: int = 1
+    layers_per_slot: int = 1
 
     @property
-    def num_places(self) -> int:
+    def num_layer_slots(self) -> int:
         """Places of a page that the layers take."""
-        return -(-len(self.layers) // self.per_place)
+        return -(-len(self.layers) // self.layers_per_slot)
 
 
 def plan_page_groups(
@@ -69,15 +69,17 @@ def plan_page_groups(
     for layer, each in enumerate(zip(windows, sizes, strict=True)):
         alike.setdefault(each, []).append(layer)
     tokens = min(max_tokens, PLANNED_WINDOWS * max(sized))
-    in_order = sorted(alike.items(), key=lambda item: -_kept_tokens(item[0][0], 1 << 62))
+    in_order = sorted(alike.items(), key=lambda item: -_kept_token_count(item[0][0], 1 << 62))
     members = [(layers, window, place // size) for (window, size), layers in in_order]
     choices = [
-        _groups_of_places(members, places)
+        _split_into_page_groups(members, places)
         for places in range(1, max(-(-len(layers) // per) for layers, _, per in members) + 1)
     ]
     memory_and_groups = [
         (
-            place * places_per_page(groups) * sum(_kept_tokens(g.window, tokens) for g in groups),
+            place
+            * layer_slots_per_page(groups)
+            * sum(_kept_token_count(g.window, tokens) for g in groups),
             len(groups),
         )
         for groups in choices
@@ -92,12 +94,14 @@ def plan_page_groups(
     return choices[best]
 
 
-def places_per_page(groups: Sequence[PageGroup]) -> int:
+def layer_slots_per_page(groups: Sequence[PageGroup]) -> int:
     """Places of a page: those of the largest group."""
-    return max(group.num_places for group in groups)
+    return max(group.num_layer_slots for group in groups)
 
 
-def sum_by_window(windows: Iterable[int | None], counts: Iterable[int]) -> dict[int | None, int]:
+def sum_counts_by_window(
+    windows: Iterable[int | None], counts: Iterable[int]
+) -> dict[int | None, int]:
     """What is counted of each page group, summed over the groups of one window.
 
     Args:
@@ -110,16 +114,16 @@ def sum_by_window(windows: Iterable[int | None], counts: Iterable[int]) -> dict[
     return sums
 
 
-def _kept_tokens(window: int | None, tokens: int) -> int:
+def _kept_token_count(window: int | None, tokens: int) -> int:
     return tokens if window is None else min(window, tokens)
 
 
-def _groups_of_places(
+def _split_into_page_groups(
     members: Iterable[tuple[list[int], int | None, int]], places: int
 ) -> tuple[PageGroup, ...]:
     """Groups that take at most so many places, of (layers that are alike, window, per place)."""
     return tuple(
-        PageGroup(tuple(layers[start : start + places * per_place]), window, per_place)
-        for layers, window, per_place in members
-        for start in range(0, len(layers), places * per_place)
+        PageGroup(tuple(layers[start : start + places * layers_per_slot]), window, layers_per_slot)
+        for layers, window, layers_per_slot in members
+        for start in range(0, len(layers), places * layers_per_slot)
     )

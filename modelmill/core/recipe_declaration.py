@@ -161,19 +161,19 @@ _DECLARATION_CLASSES = {
 }
 
 
-def declared_recipes() -> Mapping[str, RecipeDeclaration]:
+def read_recipe_declarations() -> Mapping[str, RecipeDeclaration]:
     """Return the declaration of each recipe of the folder by its name, in the order of lists."""
-    return _read_folders(tuple(importlib.import_module(PACKAGE).__path__))
+    return _read_recipe_folders(tuple(importlib.import_module(PACKAGE).__path__))
 
 
-def declared_options() -> dict[str, RecipeOption]:
+def read_recipe_options() -> dict[str, RecipeOption]:
     """Return every option that a recipe declares, by name.
 
     Raises:
         ValueError: if two recipes declare the same one; the second has to name it in ``reads``.
     """
     options: dict[str, RecipeOption] = {}
-    for name, recipe in declared_recipes().items():
+    for name, recipe in read_recipe_declarations().items():
         for each, declared in recipe.options.items():
             if each in options:
                 raise ValueError(f"quant/{name}.py declares {each}, which another recipe has")
@@ -181,30 +181,30 @@ def declared_options() -> dict[str, RecipeOption]:
     return options
 
 
-def format_tolerances() -> dict[str, FormatTolerances]:
+def tolerances_by_weight_format() -> dict[str, FormatTolerances]:
     """Return the tolerances of each weight format that a recipe writes, in the order of recipes."""
     return {
         recipe.weight_format: recipe.tolerances
-        for recipe in declared_recipes().values()
+        for recipe in read_recipe_declarations().values()
         if recipe.tolerances is not None
     }
 
 
 # the command line and acceptance ask often; the folders of an installed package do not change
 @cache
-def _read_folders(folders: tuple[str, ...]) -> Mapping[str, RecipeDeclaration]:
+def _read_recipe_folders(folders: tuple[str, ...]) -> Mapping[str, RecipeDeclaration]:
     found = []
     for finder, name, _ in pkgutil.iter_modules(folders):
         spec = finder.find_spec(name, None)
         loader = None if spec is None else spec.loader
         assert isinstance(loader, importlib.abc.InspectLoader), "a folder of source files"
-        declaration = _read_declaration(loader.get_source(name) or "")
+        declaration = _parse_declaration(loader.get_source(name) or "")
         if declaration is not None:
             found.append((declaration.position, declaration.name or name, declaration))
     return {name: declaration for _, name, declaration in sorted(found, key=lambda each: each[:2])}
 
 
-def _read_declaration(source: str) -> RecipeDeclaration | None:
+def _parse_declaration(source: str) -> RecipeDeclaration | None:
     """Return the value of ``DECLARATION`` in a file's source; None if it has none.
 
     Only the statement is parsed, since every start of the command line does it.
@@ -212,19 +212,19 @@ def _read_declaration(source: str) -> RecipeDeclaration | None:
     found = _STATEMENT.search(source)
     if found is None:
         return None
-    declaration = _evaluate(ast.parse(found[1], mode="eval").body)
+    declaration = _evaluate_literal(ast.parse(found[1], mode="eval").body)
     assert isinstance(declaration, RecipeDeclaration), "the constant's class"
     return declaration
 
 
-def _evaluate(node: ast.expr) -> Any:
+def _evaluate_literal(node: ast.expr) -> Any:
     """Return the value of an expression of literals and of the classes above."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        named = {str(each.arg): _evaluate(each.value) for each in node.keywords}
-        return _DECLARATION_CLASSES[node.func.id](*map(_evaluate, node.args), **named)
+        named = {str(each.arg): _evaluate_literal(each.value) for each in node.keywords}
+        return _DECLARATION_CLASSES[node.func.id](*map(_evaluate_literal, node.args), **named)
     if isinstance(node, ast.Dict):
         return {
-            ast.literal_eval(key): _evaluate(value)
+            ast.literal_eval(key): _evaluate_literal(value)
             for key, value in zip(node.keys, node.values, strict=True)
             if key is not None
         }

@@ -42,7 +42,7 @@ class ServerRecord:
         """The address for a client on this machine: a server may listen on every interface."""
         return self.url.replace("//0.0.0.0", "//127.0.0.1").replace("//[::]", "//[::1]")
 
-    def process(self) -> psutil.Process | None:
+    def live_process(self) -> psutil.Process | None:
         """Return the process if it is still the one that wrote the record."""
         try:
             process = psutil.Process(self.pid)
@@ -54,7 +54,7 @@ class ServerRecord:
     @property
     def memory_bytes(self) -> int:
         """Resident memory of the server and its workers; shared pages count once a process."""
-        process = self.process()
+        process = self.live_process()
         if process is None:
             return 0
         total = 0
@@ -70,7 +70,7 @@ def records_dir() -> Path:
 
 
 @contextlib.contextmanager
-def record_server(url: str, models: Sequence[str]) -> Iterator[None]:
+def keep_server_record(url: str, models: Sequence[str]) -> Iterator[None]:
     """Keep a record of this process's server.
 
     A folder that cannot be written is no reason not to serve: ``ps`` then does not list it.
@@ -94,8 +94,8 @@ def running_servers() -> list[ServerRecord]:
     """Return the servers that run, oldest first; remove records of those that do not."""
     found = []
     for file in sorted(records_dir().glob("*.json")):
-        record = _read(file)
-        if record is not None and record.process() is not None:
+        record = _read_record(file)
+        if record is not None and record.live_process() is not None:
             found.append(record)
         else:
             with contextlib.suppress(OSError):
@@ -103,7 +103,7 @@ def running_servers() -> list[ServerRecord]:
     return sorted(found, key=lambda record: record.started)
 
 
-def _read(file: Path) -> ServerRecord | None:
+def _read_record(file: Path) -> ServerRecord | None:
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
         url, models, pid, started = (raw[name] for name in ("url", "models", "pid", "started"))

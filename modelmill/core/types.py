@@ -52,7 +52,7 @@ class ParamRange:
     above_low: bool = False
 
 
-def _param(
+def _sampling_param_field(
     default: Any = None,
     help: str = "",
     low: float | None = None,
@@ -87,64 +87,80 @@ class SamplingParams:
         RequestError: if a value is outside its range.
     """
 
-    n: int = _param(1, "answers per prompt", 1, MAX_N)
-    temperature: float | None = _param(None, "0 is greedy; default: the engine's own", 0.0, 100.0)
-    top_p: float | None = _param(
+    n: int = _sampling_param_field(1, "answers per prompt", 1, MAX_N)
+    temperature: float | None = _sampling_param_field(
+        None, "0 is greedy; default: the engine's own", 0.0, 100.0
+    )
+    top_p: float | None = _sampling_param_field(
         None, "keep the most likely tokens up to this total probability", 0.0, 1.0, above_low=True
     )
-    top_k: int | None = _param(None, "keep the K most likely tokens (0: all)", -1, MAX_INT32)
-    min_p: float | None = _param(
+    top_k: int | None = _sampling_param_field(
+        None, "keep the K most likely tokens (0: all)", -1, MAX_INT32
+    )
+    min_p: float | None = _sampling_param_field(
         None, "keep tokens at least this likely, relative to the most likely one", 0.0, 1.0
     )
-    max_tokens: int | None = _param(
+    max_tokens: int | None = _sampling_param_field(
         None,
         "maximum length of the answer in tokens (default: the engine's own, else 512)",
         0,
         MAX_INT32,
     )
-    min_tokens: int | None = _param(None, "minimum length of the answer in tokens", 0, MAX_INT32)
-    stop: tuple[str, ...] = _param((), "text that ends the answer (repeatable)")
-    stop_token_ids: tuple[int, ...] = _param((), "token ids that end the answer")
-    seed: int | None = _param(
+    min_tokens: int | None = _sampling_param_field(
+        None, "minimum length of the answer in tokens", 0, MAX_INT32
+    )
+    stop: tuple[str, ...] = _sampling_param_field((), "text that ends the answer (repeatable)")
+    stop_token_ids: tuple[int, ...] = _sampling_param_field((), "token ids that end the answer")
+    seed: int | None = _sampling_param_field(
         None,
         "seed of the sampling; gives the same text alone and in a batch",
         -(2**63),
         2**64 - 1,
     )
-    logprobs: int | None = _param(
+    logprobs: int | None = _sampling_param_field(
         None, "log probabilities of this many most likely tokens", 0, MAX_LOGPROBS
     )
-    prompt_logprobs: int | None = _param(None, "the same for the prompt's tokens", 0, MAX_LOGPROBS)
-    presence_penalty: float | None = _param(
+    prompt_logprobs: int | None = _sampling_param_field(
+        None, "the same for the prompt's tokens", 0, MAX_LOGPROBS
+    )
+    presence_penalty: float | None = _sampling_param_field(
         None, "penalty for tokens that have occurred", -2.0, 2.0
     )
-    frequency_penalty: float | None = _param(None, "penalty per occurrence of a token", -2.0, 2.0)
-    repetition_penalty: float | None = _param(
+    frequency_penalty: float | None = _sampling_param_field(
+        None, "penalty per occurrence of a token", -2.0, 2.0
+    )
+    repetition_penalty: float | None = _sampling_param_field(
         None, "divide the logits of tokens that have occurred", 0.0, 100.0, above_low=True
     )
-    logit_bias: Mapping[int, float] = _param(
+    logit_bias: Mapping[int, float] = _sampling_param_field(
         help="ID=BIAS added to a token's logit (repeatable)", factory=dict
     )
-    ignore_eos: bool = _param(False, "continue after the end-of-text token")
-    num_beams: int = _param(1, "beam search with this many beams", 1, MAX_BEAMS)
-    length_penalty: float = _param(1.0, "exponent of the length in a beam's score", -100.0, 100.0)
-    early_stopping: bool = _param(False, "stop the beam search at num_beams finished answers")
-    skip_special_tokens: bool = _param(True, "omit special tokens from the text")
-    include_stop: bool = _param(False, "keep the stop text in the answer")
+    ignore_eos: bool = _sampling_param_field(False, "continue after the end-of-text token")
+    num_beams: int = _sampling_param_field(1, "beam search with this many beams", 1, MAX_BEAMS)
+    length_penalty: float = _sampling_param_field(
+        1.0, "exponent of the length in a beam's score", -100.0, 100.0
+    )
+    early_stopping: bool = _sampling_param_field(
+        False, "stop the beam search at num_beams finished answers"
+    )
+    skip_special_tokens: bool = _sampling_param_field(True, "omit special tokens from the text")
+    include_stop: bool = _sampling_param_field(False, "keep the stop text in the answer")
     logits_processors: LogitsProcessors | None = field(default=None, metadata={"python_only": True})
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", _as_tuple("stop", stop))
-        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "stop", _checked_tuple("stop", stop))
+        object.__setattr__(
+            self, "stop_token_ids", _checked_tuple("stop_token_ids", self.stop_token_ids)
+        )
         if not isinstance(self.logit_bias, Mapping | None):
             raise RequestError(
                 f"logit_bias must map token ids to numbers, not be {quote(self.logit_bias, 60)}"
             )
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
-        self._check()
+        self._check_values()
 
-    def _check(self) -> None:
+    def _check_values(self) -> None:
         for name, limits in _INT_RANGES:
             if getattr(self, name) is not None or name in _NOT_NONE:
                 _check_int(name, getattr(self, name), int(limits.low), int(limits.high))
@@ -227,14 +243,14 @@ class SamplingParams:
         return self.temperature == 0.0 or self.top_k == 1
 
 
-def sampling_range(name: str) -> ParamRange:
+def sampling_param_range(name: str) -> ParamRange:
     """The range of a field of SamplingParams."""
     limits: ParamRange = SamplingParams.__dataclass_fields__[name].metadata["range"]
     return limits
 
 
 @dataclass(frozen=True)
-class EmbeddingSpan:
+class ImageEmbeddingSpan:
     """A range of a prompt's tokens whose embeddings come from an image.
 
     Attributes:
@@ -308,7 +324,7 @@ class Request:
     prompt: tuple[int, ...]
     params: SamplingParams
     eos_ids: tuple[int, ...] = ()
-    embedding_spans: tuple[EmbeddingSpan, ...] = ()
+    embedding_spans: tuple[ImageEmbeddingSpan, ...] = ()
     cache_salt: str = ""
     grammar: Grammar | None = None
     pooling: str | None = None
@@ -364,7 +380,7 @@ _NOT_NONE = {each.name for each in fields(SamplingParams) if each.default is not
 
 
 @dataclass(frozen=True)
-class Stats:
+class EngineStats:
     """Counters since the engine was opened, and current gauges.
 
     Attributes:
@@ -404,7 +420,7 @@ class Stats:
     restored_states: int = 0
 
 
-def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+def _checked_tuple(name: str, value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple | set | frozenset):

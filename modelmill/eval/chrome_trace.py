@@ -59,7 +59,7 @@ def assign_lanes(events: Sequence[TraceEvent]) -> list[list[TraceEvent]]:
     lanes: list[list[TraceEvent]] = []
     # for each lane the ends of its open slices, outermost first
     open_ends: list[list[int]] = []
-    timed = [(*_nanoseconds(event), event) for event in events]
+    timed = [(*_event_bounds_ns(event), event) for event in events]
     for begin, end, event in sorted(timed, key=lambda each: (each[0], -each[1])):
         for lane, lane_ends in zip(lanes, open_ends, strict=True):
             while lane_ends and lane_ends[-1] <= begin:
@@ -74,7 +74,7 @@ def assign_lanes(events: Sequence[TraceEvent]) -> list[list[TraceEvent]]:
     return lanes
 
 
-def check_output_file(path: Path) -> None:
+def check_trace_path(path: Path) -> None:
     """Raise UsageError if the file exists and is not a trace; a trace is replaced."""
     if not path.is_file():
         return
@@ -92,7 +92,7 @@ def write_trace(path: Path, trace: Mapping[str, Any]) -> None:
 
     Raises UsageError if the file cannot be written, or exists and is not a trace.
     """
-    check_output_file(path)
+    check_trace_path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(trace), encoding="utf-8")
@@ -100,7 +100,7 @@ def write_trace(path: Path, trace: Mapping[str, Any]) -> None:
         raise UsageError(f"cannot write {path}: {error.strerror}; choose another file") from None
 
 
-def _nanoseconds(event: TraceEvent) -> tuple[int, int]:
+def _event_bounds_ns(event: TraceEvent) -> tuple[int, int]:
     """The begin and the end of an event."""
     return round(event.start_us * 1e3), round((event.start_us + event.duration_us) * 1e3)
 
@@ -110,7 +110,7 @@ def _metadata_event(event_name: str, pid: int, tid: int, name: str) -> dict[str,
 
 
 def _slice_event(event: TraceEvent, pid: int, tid: int) -> dict[str, Any]:
-    begin, end = _nanoseconds(event)
+    begin, end = _event_bounds_ns(event)
     times = {"ts": begin / 1e3, "dur": (end - begin) / 1e3}
     return {
         "ph": "X",

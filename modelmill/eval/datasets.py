@@ -111,7 +111,7 @@ def read_articles(path: Path, count: int | None) -> list[Article]:
     return items
 
 
-def read_dataset(
+def read_bench_requests(
     path: Path, count: int | None, encode: Encode, limit: int, default_output: int
 ) -> list[BenchRequest]:
     """Read the first ``count`` requests of at most ``limit`` tokens from ShareGPT json or jsonl.

@@ -138,7 +138,7 @@ def load_reference(
     torch_dtype = getattr(torch, dtype)
     model = (
         _load_folder(checkpoint, torch_dtype)
-        if _is_folder(checkpoint)
+        if _can_load_folder(checkpoint)
         else _load_from_tensors(checkpoint, torch_dtype)
     )
     # The checkpoint's generation_config (sampling, penalties, stops) must not change greedy runs.
@@ -146,7 +146,7 @@ def load_reference(
     return HfReference(model, device)
 
 
-def _is_folder(checkpoint: Checkpoint) -> bool:
+def _can_load_folder(checkpoint: Checkpoint) -> bool:
     """Whether transformers can open the checkpoint's path itself (not for a delta)."""
     path = Path(checkpoint.path)
     plain = checkpoint.raw is checkpoint.view and hasattr(checkpoint.raw, "files")
@@ -157,7 +157,7 @@ def _is_folder(checkpoint: Checkpoint) -> bool:
 def _load_folder(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
-    _config(checkpoint)
+    _make_hf_config(checkpoint)
     return AutoModelForCausalLM.from_pretrained(
         checkpoint.path, dtype=dtype, local_files_only=True, trust_remote_code=False
     )
@@ -166,8 +166,8 @@ def _load_folder(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
 def _load_from_tensors(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
-    with _without_init():
-        model = AutoModelForCausalLM.from_config(_config(checkpoint), dtype=dtype)
+    with _skip_weight_init():
+        model = AutoModelForCausalLM.from_config(_make_hf_config(checkpoint), dtype=dtype)
     model.tie_weights()
     parameters = model.state_dict(keep_vars=True)
     filled = set()
@@ -194,7 +194,7 @@ def _load_from_tensors(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     return model
 
 
-def _config(checkpoint: Checkpoint) -> Any:
+def _make_hf_config(checkpoint: Checkpoint) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -215,7 +215,7 @@ def _match_tensor_name(name: str, parameters: dict[str, Any], prefix: str) -> st
 
 
 @contextlib.contextmanager
-def _without_init() -> Iterator[None]:
+def _skip_weight_init() -> Iterator[None]:
     """Skip the random initialization of transformers if its version allows it."""
     try:
         from transformers.initialization import no_init_weights

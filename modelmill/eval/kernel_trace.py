@@ -42,7 +42,7 @@ class KernelRecord:
     gap_us: float = 0.0
 
 
-def profile_events(run: Callable[[], Any]) -> list[dict[str, Any]]:
+def record_profiler_events(run: Callable[[], Any]) -> list[dict[str, Any]]:
     """Return the profiler's events during ``run``, in Chrome's format."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with warnings.catch_warnings():
@@ -146,7 +146,7 @@ def with_gap_and_added_times(kernels: Sequence[KernelRecord]) -> list[KernelReco
     return records
 
 
-def split_runs(kernels: Sequence[KernelRecord], count: int) -> list[list[KernelRecord]]:
+def split_kernels_by_run(kernels: Sequence[KernelRecord], count: int) -> list[list[KernelRecord]]:
     """Split the kernels of ``count`` equal consecutive runs.
 
     All of them are returned as one run if their number is not a multiple of ``count``.

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from modelmill.core.errors import CapacityError, ModelmillError
-from modelmill.core.progress import Progress
+from modelmill.core.progress_callback import Progress
+from modelmill.eval.bench_targets import BenchTarget, TargetRun
 from modelmill.eval.datasets import random_requests
 from modelmill.eval.report import BenchResult, MeasurementStats
-from modelmill.eval.targets import BenchTarget, TargetRun
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def measure_latency(
                 passes[target.name].append(result)
         if on_progress is not None:
             on_progress(f"batch {shape.batch}", number + warmup + 1, runs + warmup)
-    return [_summary(name, shape, results) for name, results in passes.items()]
+    return [_summarize_latency(name, shape, results) for name, results in passes.items()]
 
 
 def _run_or_capacity_error(target: BenchTarget, requests: Any, shape: LatencyShape) -> TargetRun:
@@ -97,7 +97,7 @@ def _run_or_capacity_error(target: BenchTarget, requests: Any, shape: LatencySha
     )
 
 
-def _summary(name: str, shape: LatencyShape, passes: Sequence[TargetRun]) -> Latency:
+def _summarize_latency(name: str, shape: LatencyShape, passes: Sequence[TargetRun]) -> Latency:
     first = MeasurementStats.from_values([each.first_token_seconds for each in passes])
     per_token = output = None
     if shape.output > 1:
@@ -106,14 +106,14 @@ def _summary(name: str, shape: LatencyShape, passes: Sequence[TargetRun]) -> Lat
         )
         output = MeasurementStats.from_values(
             [(each.total_seconds - each.first_token_seconds) / each.later_tokens for each in passes]
-        ).inverse(1)
+        ).to_rate(1)
     return Latency(
         subject=name,
         shape=shape,
         first_token_ms=first.scaled(1e3),
         per_token_ms=None if per_token is None else per_token.scaled(1e3),
         total_ms=MeasurementStats.from_values([each.total_seconds for each in passes]).scaled(1e3),
-        input_tokens_per_s=first.inverse(shape.batch * shape.input),
+        input_tokens_per_s=first.to_rate(shape.batch * shape.input),
         output_tokens_per_s=output,
     )
 

@@ -79,10 +79,10 @@ def bench_ops(
             continue
         for case in bench_cases(op, device_type, dtype):
             if selection.case in case.name:
-                yield from measure_case(op, case, dtype, roofline, selection, backends[op])
+                yield from time_case(op, case, dtype, roofline, selection, backends[op])
 
 
-def measure_case(
+def time_case(
     op: str,
     case: Case,
     dtype: torch.dtype,
@@ -103,7 +103,7 @@ def measure_case(
     }
     rounds = selection.rounds or ROUNDS
     declaration = registry.declarations()[op]
-    sets = [declaration.pack_inputs(each) for each in argument_sets(case, device_type)]
+    sets = [declaration.pack_inputs(each) for each in make_argument_sets(case, device_type)]
     timed = (
         _time_on_cuda(calls, sets, rounds)
         if device_type == "cuda"
@@ -153,12 +153,14 @@ def runnable_implementations(
     """Return the reference and every implementation that supports these arguments."""
     runnable = {"torch": registry.reference(op)}
     for name, module in registry.implementations(op).items():
-        if module.available(device_type) is None and registry.serves(op, name, **case.args):
+        if module.unavailable_reason(device_type) is None and registry.backend_serves_args(
+            op, name, **case.args
+        ):
             runnable[name] = module.run
     return runnable
 
 
-def argument_sets(case: Case, device_type: str) -> list[dict[str, Any]]:
+def make_argument_sets(case: Case, device_type: str) -> list[dict[str, Any]]:
     """Return the case's arguments and enough copies to exceed the caches."""
     size = nbytes(*(each for each in case.args.values() if isinstance(each, torch.Tensor)))
     count = max(
@@ -200,13 +202,13 @@ def _time_on_cpu(
         try:
             call(**sets[0])
         except Exception as error:  # any error: still time the others
-            results[name] = _CallTimes("host", _one_line(error))
+            results[name] = _CallTimes("host", _one_line_error(error))
             continue
         ready[name] = lambda call=call, arg_cycle=arg_cycle: call(**next(arg_cycle))  # type: ignore[misc]
     read, size = timing.make_memory_read()
     multiply, operations = timing.make_square_matmul("cpu", dtype)
     all_calls = [*ready.values(), read, multiply]
-    repeats = [timing.calls_for_duration(call, 1e-4) for call in all_calls]
+    repeats = [timing.count_calls_for_duration(call, 1e-4) for call in all_calls]
     round_seconds = sum(
         sum(times) * each
         for times, each in zip(timing.time_interleaved(all_calls, 1, repeats), repeats, strict=True)
@@ -228,7 +230,7 @@ def _time_on_cuda(
         try:
             once = timing.median_time(step, 3, 1, "cuda")
         except Exception as error:  # as on a CPU
-            results[name] = _CallTimes("events", _one_line(error))
+            results[name] = _CallTimes("events", _one_line_error(error))
             continue
         repeats = len(sets) * max(
             1, min(GRAPH_CALLS // len(sets), int(GRAPH_SECONDS / (once * len(sets))))
@@ -244,5 +246,5 @@ def _time_on_cuda(
     return results
 
 
-def _one_line(error: BaseException) -> str:
+def _one_line_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]

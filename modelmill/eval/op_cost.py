@@ -58,9 +58,9 @@ def op_cost(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: A
     """Count the bytes and operations of one call of ``op``."""
     if result is None:  # a fused op that declined: the ops that it fuses do the work
         return OpCost()
-    called_with = _signature(op).bind(*args, **kwargs).arguments
+    called_with = _reference_signature(op).bind(*args, **kwargs).arguments
     bound_args = registry.declarations()[op].unpack_inputs(called_with)
-    out = nbytes(*_tensors(result))
+    out = nbytes(*_iter_tensors(result))
     if op in ("linear_add", "qkv_rope_cache"):
         x, weight_bytes = bound_args["x"], nbytes(bound_args["weight"], bound_args.get("bias"))
         other_bytes = 2 * out if op == "linear_add" else rope_bytes(bound_args, out)
@@ -75,7 +75,7 @@ def op_cost(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: A
         input_name = "x" if "x" in bound_args else "q"
         x = bound_args[input_name]
         weight_bytes = nbytes(
-            *_tensors([value for name, value in bound_args.items() if name != input_name])
+            *_iter_tensors([value for name, value in bound_args.items() if name != input_name])
         )
         operations = 2 * x.numel() * result.shape[-1] * (2 if swiglu else 1)
         act_dtype = act_8bit_dtype(bound_args)
@@ -94,7 +94,7 @@ def op_cost(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: A
         return OpCost(latent_rope_bytes(bound_args))
     if op == "decode":
         return decode_cost(bound_args["stack"], bound_args["tokens"], bound_args["x"], out)
-    return OpCost(nbytes(*_tensors(list(bound_args.values()))) + out)
+    return OpCost(nbytes(*_iter_tensors(list(bound_args.values()))) + out)
 
 
 def rope_bytes(args: Mapping[str, Any], out: int) -> int:
@@ -130,13 +130,17 @@ def attention_cost(args: Mapping[str, Any], out: int) -> OpCost:
     starts = args["query_start"].tolist()
     lengths = args["context_lens"].tolist()
     window = args.get("window")
-    keys, pairs = attended_keys([b - a for a, b in itertools.pairwise(starts)], lengths, window)
+    keys, pairs = count_attended_keys(
+        [b - a for a, b in itertools.pairwise(starts)], lengths, window
+    )
     read = (2 if value_dim is None else 1) * keys * _key_bytes_per_token(args["k_cache"])
     channels = q.shape[2] + (value_dim or q.shape[2])
     return OpCost(nbytes(q) + read + out, read, 2 * q.shape[1] * channels * pairs)
 
 
-def attended_keys(queries: list[int], contexts: list[int], window: int | None) -> tuple[int, int]:
+def count_attended_keys(
+    queries: list[int], contexts: list[int], window: int | None
+) -> tuple[int, int]:
     """Count the keys and the query-key pairs of causal attention.
 
     Args:
@@ -168,7 +172,7 @@ def decode_cost(
     starts, lengths = tokens.query_start.tolist(), tokens.context_lens.tolist()
     queries = [b - a for a, b in itertools.pairwise(starts)]
     for layer, k in zip(stack.layers, tokens.k, strict=True):
-        keys, pairs = attended_keys(queries, lengths, layer.window)
+        keys, pairs = count_attended_keys(queries, lengths, layer.window)
         read = 2 * keys * _key_bytes_per_token(k)
         total += OpCost(read, read, 4 * stack.heads * k.shape[3] * pairs)
         total += _layer_cost(layer, x)
@@ -196,14 +200,14 @@ def _key_bytes_per_token(kv_cache: torch.Tensor) -> int:
     return kv_cache.shape[1] * (kv_cache.shape[3] * kv_cache.element_size() + scale)
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
+def _iter_tensors(values: Any) -> Iterator[torch.Tensor]:
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (list, tuple)):
         for each in values:
-            yield from _tensors(each)
+            yield from _iter_tensors(each)
 
 
 @cache
-def _signature(op: str) -> inspect.Signature:
+def _reference_signature(op: str) -> inspect.Signature:
     return inspect.signature(registry.reference(op))

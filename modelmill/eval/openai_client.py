@@ -66,14 +66,14 @@ class OpenAIClient:
                 "URL of an OpenAI-compatible API"
             ) from None
 
-    async def first_model(self) -> str:
+    async def first_text_model_id(self) -> str:
         """Return the id of the first text generation model that the server lists.
 
         Raises ModelmillError.
         """
-        return (await self.text_models())[0]
+        return (await self.text_model_ids())[0]
 
-    async def text_models(self) -> list[str]:
+    async def text_model_ids(self) -> list[str]:
         """Return the ids of the text generation models that the server lists, at least one.
 
         A model without a ``kind`` field counts as one. Raises ModelmillError.
@@ -112,7 +112,7 @@ class OpenAIClient:
                         data = line.removeprefix(b"data:").strip()
                         if not line.startswith(b"data:") or data == b"[DONE]":
                             continue
-                        yield arrived, _parse_event(data)
+                        yield arrived, _parse_stream_event(data)
 
 
 class _HttpExchange:
@@ -188,7 +188,7 @@ class _HttpExchange:
             ) from None
 
 
-def _parse_event(data: bytes) -> dict[str, Any]:
+def _parse_stream_event(data: bytes) -> dict[str, Any]:
     """Parse one event of a stream.
 
     Raises ModelmillError for malformed events and for error events.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from modelmill.core.errors import UsageError
-from modelmill.core.progress import Progress
+from modelmill.core.progress_callback import Progress
 
 
 @dataclass(frozen=True)

@@ -19,18 +19,18 @@ from modelmill.eval import chrome_trace
 from modelmill.eval.kernel_trace import (
     kernels_from_events,
     label_graph_kernels,
-    profile_events,
-    split_runs,
+    record_profiler_events,
+    split_kernels_by_run,
     with_gap_and_added_times,
 )
 from modelmill.eval.op_trace import TraceSlice, trace_ops
 from modelmill.eval.profile_lines import (
     ProfileLine,
     costs_by_call,
-    cpu_events,
-    elapsed_us,
-    gpu_events,
+    cpu_trace_tracks,
+    gpu_trace_tracks,
     kernel_lines,
+    kernels_elapsed_us,
     median_run,
     op_lines,
     roofline_step_us,
@@ -38,7 +38,7 @@ from modelmill.eval.profile_lines import (
 )
 from modelmill.eval.report import BenchResult, MeasurementStats
 from modelmill.eval.roofline import Roofline
-from modelmill.nn.fusion import fuse
+from modelmill.nn.fusion import fuse_model
 from modelmill.nn.step import Step
 from modelmill.nn.synthetic_step import synthetic_step
 from modelmill.ops import timing
@@ -95,7 +95,7 @@ def profile_case(engine_core: Any, case: ProfileCase, roofline: Roofline) -> tup
     Raises:
         UsageError, CapacityError: if such a step does not fit the engine.
     """
-    return profile_step(engine_core.model, make_step(engine_core, case), case, roofline)
+    return profile_step(engine_core.model, make_profile_step(engine_core, case), case, roofline)
 
 
 @torch.inference_mode()
@@ -106,11 +106,11 @@ def profile_step(
     embedding: torch.Tensor = model.embed.weight  # type: ignore[union-attr, assignment]
     dtype = str(embedding.dtype).removeprefix("torch.")
     if embedding.is_cuda:
-        return _profile_gpu(fuse(model), step, case, roofline, dtype)
+        return _profile_gpu(fuse_model(model), step, case, roofline, dtype)
     return _profile_cpu(model, step, case, roofline, dtype)
 
 
-def make_step(engine_core: Any, case: ProfileCase) -> Step:
+def make_profile_step(engine_core: Any, case: ProfileCase) -> Step:
     """Make the step on the engine core's own pages."""
     decode = case.phase == "decode"
     new, context = (1, case.prompt + 1) if decode else (case.prompt, case.prompt)
@@ -161,13 +161,13 @@ def _profile_gpu(
             torch.cuda.synchronize()
     with trace_ops(model, step.ops, torch.profiler.record_function, with_cost=False) as label_trace:
         python_kernels = kernels_from_events(
-            profile_events(lambda: launch(replace(step, ops=label_trace.ops)))
+            record_profiler_events(lambda: launch(replace(step, ops=label_trace.ops)))
         )
     seconds = timing.time_interleaved([run], ROUNDS, QUEUED_STEPS if how == "graph" else 1, "cuda")[
         0
     ]
-    runs = split_runs(
-        kernels_from_events(profile_events(lambda: [run() for _ in range(GRAPH_REPLAYS)])),
+    runs = split_kernels_by_run(
+        kernels_from_events(record_profiler_events(lambda: [run() for _ in range(GRAPH_REPLAYS)])),
         GRAPH_REPLAYS,
     )
     kernels = median_run(
@@ -178,29 +178,29 @@ def _profile_gpu(
     profile = Profile(
         case.phase, case.batch, case.prompt, how,
         step_us=MeasurementStats.from_values([each * 1e6 for each in seconds]),
-        seen_us=elapsed_us(kernels),
+        seen_us=kernels_elapsed_us(kernels),
         gap_us=sum(each.gap_us for each in kernels),
         floor_us=roofline_step_us(costs.values(), roofline, dtype),
         lines=tuple(lines),
     )  # fmt: skip
-    return profile, gpu_events(kernels, costs)
+    return profile, gpu_trace_tracks(kernels, costs)
 
 
 def _profile_cpu(
     model: nn.Module, step: Step, case: ProfileCase, roofline: Roofline, dtype: str
 ) -> tuple[Profile, Tracks]:
-    fused = fuse(model)
+    fused = fuse_model(model)
     with trace_ops(fused, step.ops) as cost_trace:
         fused(replace(step, ops=cost_trace.ops))
     costs = costs_by_call(cost_trace.calls)
-    seconds, runs = _traced_runs(fused, step)
+    seconds, runs = _time_and_trace_runs(fused, step)
     lines = op_lines(runs, costs, roofline, dtype)
     inside: list[ProfileLine] = []
     if any(key[1] == "decode" for key in costs):
         with trace_ops(model, step.ops) as cost_trace:
             model(replace(step, ops=cost_trace.ops))
         inside = op_lines(
-            _traced_runs(model, step)[1], costs_by_call(cost_trace.calls), roofline, dtype
+            _time_and_trace_runs(model, step)[1], costs_by_call(cost_trace.calls), roofline, dtype
         )
     step_us = MeasurementStats.from_values([each * 1e6 for each in seconds])
     ops_us = sum(line.us for line in lines)
@@ -212,10 +212,12 @@ def _profile_cpu(
         lines=tuple(with_shares(lines, ops_us + gap)),
         inside=tuple(inside),
     )  # fmt: skip
-    return profile, cpu_events(runs[-1])
+    return profile, cpu_trace_tracks(runs[-1])
 
 
-def _traced_runs(model: nn.Module, step: Step) -> tuple[list[float], list[list[TraceSlice]]]:
+def _time_and_trace_runs(
+    model: nn.Module, step: Step
+) -> tuple[list[float], list[list[TraceSlice]]]:
     """Return the seconds of the plain step and the slices of the traced step, in turn."""
     seconds, runs = [], []
     for number in range(-CPU_WARMUP_ROUNDS, CPU_ROUNDS):

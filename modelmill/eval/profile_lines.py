@@ -76,7 +76,7 @@ def kernel_lines(
         ProfileLine(*key, len(each), sum(k.added_us for k in each))
         for key, each in kernels_by_line.items()
     ]
-    lines = with_shares(lines, elapsed_us(kernels))
+    lines = with_shares(lines, kernels_elapsed_us(kernels))
     totals: dict[tuple[str, str], float] = defaultdict(float)
     for line in lines:
         totals[line.module, line.op] += line.us
@@ -142,7 +142,7 @@ def with_shares(lines: Iterable[ProfileLine], step: float) -> list[ProfileLine]:
     return [replace(line, share=line.us / step if step else 0.0) for line in ordered]
 
 
-def elapsed_us(kernels: Sequence[KernelRecord]) -> float:
+def kernels_elapsed_us(kernels: Sequence[KernelRecord]) -> float:
     """Microseconds from the start of the first kernel to the end of the last."""
     return (
         max(k.start_us + k.duration_us for k in kernels) - min(k.start_us for k in kernels)
@@ -153,10 +153,10 @@ def elapsed_us(kernels: Sequence[KernelRecord]) -> float:
 
 def median_run(runs: Sequence[list[KernelRecord]]) -> list[KernelRecord]:
     """Return the run of median length."""
-    return sorted(runs, key=elapsed_us)[len(runs) // 2]
+    return sorted(runs, key=kernels_elapsed_us)[len(runs) // 2]
 
 
-def gpu_events(
+def gpu_trace_tracks(
     kernels: Sequence[KernelRecord], costs: Mapping[CallKey, OpCost]
 ) -> dict[str, list[chrome_trace.TraceEvent]]:
     """Make the tracks of a trace: the kernels, and the layers that they belong to."""
@@ -177,10 +177,10 @@ def gpu_events(
             chrome_trace.TraceEvent(each.name, each.start_us - start, each.duration_us, args)
         )
         layers.append((".".join(module.split(".")[:2]) or "(other)", each))
-    return {"kernels": events, "layers": _merge_layers(layers, start)}
+    return {"kernels": events, "layers": _merge_layer_events(layers, start)}
 
 
-def _merge_layers(
+def _merge_layer_events(
     layers: Sequence[tuple[str, KernelRecord]], start: float
 ) -> list[chrome_trace.TraceEvent]:
     """Merge consecutive kernels of one layer into one event.
@@ -202,7 +202,7 @@ def _merge_layers(
     return events
 
 
-def cpu_events(slices: Sequence[TraceSlice]) -> dict[str, list[chrome_trace.TraceEvent]]:
+def cpu_trace_tracks(slices: Sequence[TraceSlice]) -> dict[str, list[chrome_trace.TraceEvent]]:
     """Make one track: modules with their ops inside."""
     start = min((each.start for each in slices), default=0.0)
     events = [

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from modelmill.core.errors import UsageError
-from modelmill.core.packages import require
+from modelmill.core.packages import require_package
 from modelmill.eval.provenance import provenance
 
 PACKAGES = ("torch", "triton", "transformers", "numpy")
@@ -59,7 +59,7 @@ class MeasurementStats:
         """Convert to another unit; factor > 0."""
         return self._transform(lambda value: value * factor)
 
-    def inverse(self, amount: float) -> MeasurementStats:
+    def to_rate(self, amount: float) -> MeasurementStats:
         """Convert seconds per ``amount`` items to items per second.
 
         p99 is then the rate that 99 % of the runs reach.
@@ -164,14 +164,14 @@ def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
     return platform.processor() or platform.machine()
 
 
-def check_plot(path: Path) -> None:
+def check_plot_path(path: Path) -> None:
     """Check before a measurement that ``plot`` can write to ``path``.
 
     Raises:
         MissingDependency: if matplotlib is not installed.
         UsageError: if matplotlib does not support the file format, or ``path`` is a folder.
     """
-    require("--plot", "matplotlib", "report")
+    require_package("--plot", "matplotlib", "report")
     from matplotlib.backend_bases import FigureCanvasBase
 
     formats = FigureCanvasBase.get_supported_filetypes()
@@ -196,7 +196,7 @@ def plot(path: Path, draw: Any, title: str, shape: tuple[int, int] = (1, 1)) -> 
         MissingDependency: if matplotlib is not installed.
         UsageError: if the file cannot be written.
     """
-    check_plot(path)
+    check_plot_path(path)
     import matplotlib
 
     matplotlib.use("Agg")

@@ -76,7 +76,7 @@ class Roofline:
         return {"memory_gbps": round(self.memory_bandwidth / 1e9, 1), "products_tflops": products}
 
 
-def describe_rates(products_tflops: Mapping[str, float]) -> str:
+def format_matmul_rates(products_tflops: Mapping[str, float]) -> str:
     """Format the rates of matrix products by dtype."""
     return ", ".join(f"{rate:,.4g} TFLOP/s in {name}" for name, rate in products_tflops.items())
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from modelmill.core.errors import ModelmillError
-from modelmill.core.progress import Progress
+from modelmill.core.progress_callback import Progress
 from modelmill.eval.openai_client import OpenAIClient, RequestTiming, time_request
 from modelmill.eval.report import quantile
 
@@ -40,7 +40,7 @@ class ServingLoad:
     ignore_eos: bool = True
 
 
-async def run_load(
+async def run_serving_load(
     client: OpenAIClient, model: str, load: ServingLoad, on_progress: Progress
 ) -> tuple[list[RequestTiming], float]:
     """Send all requests; return their timings and the total seconds.
@@ -86,7 +86,9 @@ def goodput(
 ) -> float:
     """Requests per second that were within the limits."""
     met = [
-        each for each in timings if each.error is None and _meets_limits(each, first_ms, token_ms)
+        each
+        for each in timings
+        if each.error is None and _meets_latency_limits(each, first_ms, token_ms)
     ]
     return len(met) / seconds
 
@@ -141,7 +143,9 @@ def percentiles_ms(seconds: Sequence[float]) -> dict[str, float] | None:
     }
 
 
-def _meets_limits(timing: RequestTiming, first_ms: float | None, token_ms: float | None) -> bool:
+def _meets_latency_limits(
+    timing: RequestTiming, first_ms: float | None, token_ms: float | None
+) -> bool:
     slow_first = first_ms is not None and 1000 * timing.first_token_seconds > first_ms
     slow_token = token_ms is not None and 1000 * (timing.seconds_per_token or 0.0) > token_ms
     return not (slow_first or slow_token)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from modelmill.core.errors import ModelmillError
-from modelmill.core.progress import Progress
+from modelmill.core.progress_callback import Progress
+from modelmill.eval.bench_targets import EngineTarget
 from modelmill.eval.datasets import random_requests
 from modelmill.eval.report import BenchResult, MeasurementStats
-from modelmill.eval.targets import EngineTarget
 
 TIMEOUT_SECONDS = 1800
 
@@ -56,7 +56,7 @@ def measure_startup(
     """
     results: list[Mapping[str, float]] = []
     for number in range(-1, runs):
-        stages = _run_probe(engine, options, input_length)
+        stages = _run_startup_process(engine, options, input_length)
         if number >= 0:
             results.append(stages)
         if on_progress is not None:
@@ -69,7 +69,9 @@ def measure_startup(
     )
 
 
-def _run_probe(engine: Path, options: Mapping[str, Any], input_length: int) -> dict[str, float]:
+def _run_startup_process(
+    engine: Path, options: Mapping[str, Any], input_length: int
+) -> dict[str, float]:
     spec = json.dumps({"engine": str(engine), "options": dict(options), "input": input_length})
     began = time.perf_counter()
     with subprocess.Popen(
@@ -88,7 +90,7 @@ def _run_probe(engine: Path, options: Mapping[str, Any], input_length: int) -> d
     return {**json.loads(line), "total": total}
 
 
-def probe(spec: str) -> dict[str, float]:
+def time_startup_stages(spec: str) -> dict[str, float]:
     """Load the engine in this process and generate one token; return seconds by stage."""
     began = time.perf_counter()
     from modelmill.core.config import RunConfig
@@ -105,7 +107,7 @@ def probe(spec: str) -> dict[str, float]:
 
 def main(argv: Sequence[str]) -> None:
     """Print the stages as one JSON line after the first token."""
-    sys.stdout.write(json.dumps(probe(argv[0])) + "\n")
+    sys.stdout.write(json.dumps(time_startup_stages(argv[0])) + "\n")
     sys.stdout.flush()
 
 

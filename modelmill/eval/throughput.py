@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from modelmill.core.progress import Progress
+from modelmill.core.progress_callback import Progress
+from modelmill.eval.bench_targets import BenchTarget, TargetRun
 from modelmill.eval.datasets import BenchRequest
 from modelmill.eval.report import BenchResult, MeasurementStats
-from modelmill.eval.targets import BenchTarget, TargetRun
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ def measure_throughput(
             result = target.run(requests[:4] if number < 0 else requests, on_progress)
             if number >= 0:
                 passes[target.name].append(result)
-    return [_summary(name, len(requests), result) for name, result in passes.items()]
+    return [_summarize_throughput(name, len(requests), result) for name, result in passes.items()]
 
 
-def _summary(name: str, requests: int, passes: Sequence[TargetRun]) -> Throughput:
+def _summarize_throughput(name: str, requests: int, passes: Sequence[TargetRun]) -> Throughput:
     seconds = MeasurementStats.from_values([each.total_seconds for each in passes])
     last = passes[-1]
     return Throughput(
@@ -60,8 +60,8 @@ def _summary(name: str, requests: int, passes: Sequence[TargetRun]) -> Throughpu
         input_tokens=last.input_tokens,
         output_tokens=last.output_tokens,
         seconds=seconds,
-        requests_per_s=seconds.inverse(requests),
-        input_tokens_per_s=seconds.inverse(last.input_tokens),
-        output_tokens_per_s=seconds.inverse(last.output_tokens),
+        requests_per_s=seconds.to_rate(requests),
+        input_tokens_per_s=seconds.to_rate(last.input_tokens),
+        output_tokens_per_s=seconds.to_rate(last.output_tokens),
         first_token_ms=MeasurementStats.from_values(last.all_first_token_seconds).scaled(1e3),
     )

@@ -22,11 +22,11 @@ from typing import Any
 import numpy
 
 from modelmill.async_llm import AsyncLLM
-from modelmill.core.config import RunConfig, from_dict, non_default_fields
+from modelmill.core.config import RunConfig, config_from_dict, non_default_fields
 from modelmill.core.errors import GRAMMAR_LOST, ModelmillError, RequestError, UsageError
-from modelmill.export.triton_fields import INPUTS, OUTPUTS, ParsedRequest, parse_request
 from modelmill.export.triton_metrics import TritonMetrics
-from modelmill.export.triton_repository import ENGINE_DIR, START_OPTIONS_FILE, StartOptions
+from modelmill.export.triton_repository import ENGINE_DIR, START_OPTIONS_FILE, EngineStartOptions
+from modelmill.export.triton_tensors import INPUTS, OUTPUTS, ParsedRequest, parse_request
 from modelmill.outputs import OutputDelta
 from modelmill.text_processor import TextProcessor
 
@@ -53,7 +53,9 @@ class TritonBackend:
         self._max_requests = max_waiting + async_llm.llm.engine_core.request_limits.max_seqs
         self._active_requests: dict[_TritonRequest, asyncio.Task[None]] = {}
         self._event_loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="modelmill-triton", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run_event_loop, name="modelmill-triton", daemon=True
+        )
         self._thread.start()
 
     @staticmethod
@@ -68,12 +70,12 @@ class TritonBackend:
             TritonModelException: the engine cannot be opened; one line.
         """
         try:
-            check_one_instance(json.loads(args["model_config"]))
+            check_single_instance(json.loads(args["model_config"]))
             set_python_executable()
             folder = Path(args["model_repository"]) / args["model_version"]
-            start = StartOptions.read(folder / START_OPTIONS_FILE)
-            run = with_triton_device(
-                from_dict(RunConfig, start.run, str(folder / START_OPTIONS_FILE)), args
+            start = EngineStartOptions.read(folder / START_OPTIONS_FILE)
+            run = place_on_triton_device(
+                config_from_dict(RunConfig, start.run, str(folder / START_OPTIONS_FILE)), args
             )
             engine = AsyncLLM(
                 folder / ENGINE_DIR,
@@ -95,7 +97,7 @@ class TritonBackend:
 
     def close(self) -> None:
         """Cancel running requests and close the engine."""
-        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._event_loop).result()
+        asyncio.run_coroutine_threadsafe(self._cancel_all_requests(), self._event_loop).result()
         self._async_llm.close()
         self._event_loop.call_soon_threadsafe(self._event_loop.stop)
         self._thread.join()
@@ -103,9 +105,9 @@ class TritonBackend:
 
     # -- on the event loop
 
-    def _run(self) -> None:
+    def _run_event_loop(self) -> None:
         asyncio.set_event_loop(self._event_loop)
-        poll_task = self._event_loop.create_task(self._poll_cancellations())
+        poll_task = self._event_loop.create_task(self._poll_cancellations_and_metrics())
         self._event_loop.run_forever()
         poll_task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -158,7 +160,7 @@ class TritonBackend:
             )
             request.fail("internal error of the engine; see the server's log", "INTERNAL")
 
-    async def _poll_cancellations(self) -> None:
+    async def _poll_cancellations_and_metrics(self) -> None:
         """Cancel the tasks of cancelled requests, and update the metrics.
 
         The engine drops such a request before its next step.
@@ -170,7 +172,7 @@ class TritonBackend:
                 if request.is_cancelled:
                     task.cancel()
 
-    async def _cancel_all(self) -> None:
+    async def _cancel_all_requests(self) -> None:
         tasks = list(self._active_requests.values())
         for task in tasks:
             task.cancel()
@@ -215,7 +217,7 @@ class _TritonRequest:
             self._triton.Tensor(field.name, value)
             for field, value in zip(OUTPUTS, values, strict=True)
         ]
-        self._send(
+        self._send_response(
             self._triton.InferenceResponse(output_tensors=tensors),
             last=delta.finish_reason is not None,
         )
@@ -225,9 +227,11 @@ class _TritonRequest:
         error = self._triton.TritonError(
             " ".join(message.split()), getattr(self._triton.TritonError, code)
         )
-        self._send(self._triton.InferenceResponse(output_tensors=[], error=error), last=True)
+        self._send_response(
+            self._triton.InferenceResponse(output_tensors=[], error=error), last=True
+        )
 
-    def _send(self, response: Any, last: bool) -> None:
+    def _send_response(self, response: Any, last: bool) -> None:
         if not self._is_open:
             return
         self._is_open = not last
@@ -256,10 +260,10 @@ def check_request(
             )
         texts = list(prompt.values())[:1]
     for text in texts:
-        text_processor.check_length(text, max_model_len)
+        text_processor.check_prompt_length(text, max_model_len)
 
 
-def check_one_instance(model_config: Mapping[str, Any]) -> None:
+def check_single_instance(model_config: Mapping[str, Any]) -> None:
     """Check that there is one instance per device: instances cannot share steps.
 
     Raises:
@@ -278,7 +282,7 @@ def check_one_instance(model_config: Mapping[str, Any]) -> None:
             )
 
 
-def with_triton_device(run: RunConfig, args: Mapping[str, str]) -> RunConfig:
+def place_on_triton_device(run: RunConfig, args: Mapping[str, str]) -> RunConfig:
     """``run`` on the device that Triton assigned to the instance, if any."""
     instance_kind = args.get("model_instance_kind")
     if instance_kind == "GPU":

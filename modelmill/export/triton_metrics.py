@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from modelmill.core.types import Stats
+from modelmill.core.types import EngineStats
 
 PREFIX = "modelmill:"
-GAUGES: Mapping[str, tuple[str, Callable[[Stats], float]]] = {
+GAUGES: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_running": ("Running sequences.", lambda s: s.running),
     "num_requests_waiting": ("Waiting sequences.", lambda s: s.waiting),
     "kv_cache_usage_perc": (
@@ -16,7 +16,7 @@ GAUGES: Mapping[str, tuple[str, Callable[[Stats], float]]] = {
         lambda s: 1 - s.free_pages / s.pages if s.pages else 0.0,
     ),
 }
-COUNTERS: Mapping[str, tuple[str, Callable[[Stats], float]]] = {
+COUNTERS: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
     "prompt_tokens_total": ("Prompt tokens of processed requests.", lambda s: s.prompt_tokens),
     "generation_tokens_total": ("Generated tokens.", lambda s: s.output_tokens),
     "num_preemptions_total": ("Preempted sequences.", lambda s: s.preemptions),
@@ -54,7 +54,7 @@ class TritonMetrics:
         }
         self._last_values: dict[str, float] = dict.fromkeys(self._families, 0.0)
 
-    def update(self, stats: Stats) -> None:
+    def update(self, stats: EngineStats) -> None:
         """Set the metrics to the current statistics."""
         for table in (GAUGES, COUNTERS):
             for name, (_, read) in table.items():

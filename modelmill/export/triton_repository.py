@@ -21,9 +21,9 @@ from typing import Any
 
 from modelmill.artifact.manifest import Manifest, check_engine_type
 from modelmill.artifact.store import open_artifact
-from modelmill.core.config import RunConfig, from_dict
+from modelmill.core.config import RunConfig, config_from_dict
 from modelmill.core.errors import UsageError
-from modelmill.export.triton_fields import INPUTS, OUTPUTS, format_pbtxt_fields
+from modelmill.export.triton_tensors import INPUTS, OUTPUTS, format_pbtxt_fields
 
 MODEL_VERSION = "1"
 ENGINE_DIR = "engine"
@@ -52,7 +52,7 @@ class TritonPythonModel:
 
 
 @dataclass(frozen=True)
-class StartOptions:
+class EngineStartOptions:
     """How to open the engine.
 
     Attributes:
@@ -79,7 +79,7 @@ class StartOptions:
         )
 
     @staticmethod
-    def read(path: Path) -> StartOptions:
+    def read(path: Path) -> EngineStartOptions:
         """Read start.json.
 
         Raises:
@@ -94,8 +94,8 @@ class StartOptions:
                 f"{path} must be an object with run, chat_template and waiting; export the "
                 "engine again"
             )
-        options = from_dict(StartOptions, raw, str(path))
-        from_dict(RunConfig, options.run, str(path))
+        options = config_from_dict(EngineStartOptions, raw, str(path))
+        config_from_dict(RunConfig, options.run, str(path))
         return options
 
 
@@ -105,7 +105,7 @@ def export_triton_repository(
     *,
     name: str | None = None,
     copy: bool = False,
-    start_options: StartOptions,
+    start_options: EngineStartOptions,
 ) -> Path:
     """Write REPOSITORY/NAME for an engine folder and return it. It is published atomically.
 
@@ -127,7 +127,7 @@ def export_triton_repository(
         raise UsageError(
             f"--name {model_name[:60]!r}: letters, digits, _, - and . only; give another --name"
         )
-    run = from_dict(RunConfig, start_options.run, "run")
+    run = config_from_dict(RunConfig, start_options.run, "run")
     target = repository / model_name
     if target.exists() or target.is_symlink():
         raise UsageError(f"{target} exists already; remove it, or give another --name")
@@ -140,7 +140,7 @@ def export_triton_repository(
         )
         (staged / MODEL_VERSION / "model.py").write_text(MODEL_PY)
         (staged / MODEL_VERSION / START_OPTIONS_FILE).write_text(start_options.to_json())
-        _link_or_copy(engine, staged / MODEL_VERSION / ENGINE_DIR, copy)
+        _link_or_copy_engine(engine, staged / MODEL_VERSION / ENGINE_DIR, copy)
         os.rename(staged, target)
     except OSError as error:
         shutil.rmtree(staged, ignore_errors=True)
@@ -148,7 +148,7 @@ def export_triton_repository(
     return target
 
 
-def _link_or_copy(engine: Path, target: Path, copy: bool) -> None:
+def _link_or_copy_engine(engine: Path, target: Path, copy: bool) -> None:
     if copy:
         shutil.copytree(engine, target)
     else:

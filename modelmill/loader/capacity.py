@@ -12,17 +12,17 @@ from modelmill.core import memory_limits
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError, UsageError
-from modelmill.core.window_pages import longest_sequence, max_pages_in_groups
+from modelmill.core.kv_page_counts import max_fitting_length, max_sequence_pages_in_groups
 from modelmill.loader.state_capacity import StateCapacity, state_capacity
 from modelmill.nn.expert_stack import max_dequantized_expert_bytes
 from modelmill.nn.fused_decode import model_kv_shape
 from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
-from modelmill.nn.recurrent_state import RecurrentStateCache, state_step
+from modelmill.nn.recurrent_state import RecurrentStateCache, make_standalone_step_states
 from modelmill.nn.step import Step
+from modelmill.ops.recurrent_metadata import chunk_size_for_page
 from modelmill.ops.registry import Ops
-from modelmill.ops.state_rows import chunk_size_for_page
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 
 CPU_MEMORY_FRACTION = 0.3
@@ -30,7 +30,7 @@ MAX_PAGES_WITHOUT_KV = 1 << 16
 _GIB = 1 << 30
 
 
-def max_sequence_len(model: nn.Module, config: RunConfig, built_max_len: int | None) -> int:
+def resolve_max_model_len(model: nn.Module, config: RunConfig, built_max_len: int | None) -> int:
     """Most tokens of a sequence.
 
     Args:
@@ -84,18 +84,18 @@ def num_kv_pages(
     if config.kv_cache_bytes is not None:
         free = config.kv_cache_bytes
     else:
-        free = cache_budget(model, ops, config, tp_group, graph_bytes)
+        free = cache_budget_bytes(model, ops, config, tp_group, graph_bytes)
         free -= 0 if state is None else state.nbytes
     shape = model_kv_shape(model, max_model_len, ops.decode, kv_dtype, ranks=tp_group.size)
     pages = kv_pages_for_bytes(shape, kv_dtype, config, max_model_len, free, weights, tp_group)
     if device == "cpu":
-        _check_fits_in_ram(
+        _check_cache_fits_in_ram(
             (pages + 1) * shape.page_bytes(config.page_size, kv_dtype) * tp_group.size
         )
     return pages
 
 
-def cache_budget(
+def cache_budget_bytes(
     model: nn.Module, ops: Ops, config: RunConfig, tp_group: TPGroup, graph_bytes: int = 0
 ) -> int:
     """Bytes of free memory for KV pages and recurrent states, as ``num_kv_pages``."""
@@ -123,10 +123,10 @@ def model_state_capacity(
     if not shape:
         return None
     needed = config.state_cache_bytes is None
-    free = cache_budget(model, ops, config, tp_group, graph_bytes) if needed else 0
+    free = cache_budget_bytes(model, ops, config, tp_group, graph_bytes) if needed else 0
     capacity = state_capacity(shape, activation_dtype(model), config, free, tp_group)
     if capacity is not None and model_device(model) == "cpu":
-        _check_fits_in_ram(capacity.nbytes * tp_group.size, "states", "--state-cache-bytes")
+        _check_cache_fits_in_ram(capacity.nbytes * tp_group.size, "states", "--state-cache-bytes")
     return capacity
 
 
@@ -158,14 +158,14 @@ def kv_pages_for_bytes(
     size = shape.page_bytes(config.page_size, dtype)
     longest = -(-max_model_len // config.page_size) * len(shape.group_windows)
     groups = config.page_size, shape.group_windows, config.max_num_batched_tokens
-    per_seq = max_pages_in_groups(max_model_len, *groups)
+    per_seq = max_sequence_pages_in_groups(max_model_len, *groups)
     if not size:  # pages of a model without attention only number its tokens
         return min(per_seq * config.max_num_seqs, max(per_seq, MAX_PAGES_WITHOUT_KV))
     available = free_bytes if config.kv_cache_bytes is None else config.kv_cache_bytes
     # one page is reserved: kernels write padding there
     pages = min(tp_group.all_reduce_min(available // size) - 1, longest * config.max_num_seqs)
     if pages < per_seq:
-        max_len = longest_sequence(max_model_len, *groups, pages)
+        max_len = max_fitting_length(max_model_len, *groups, pages)
         source = "free memory gives" if config.kv_cache_bytes is None else "--kv-cache-bytes gives"
         advice = (
             f"--max-model-len {max_len} would fit"
@@ -190,11 +190,11 @@ def max_idle_pages(config: RunConfig, pages: int, page_bytes: int, device: str) 
     if config.prefix_cache_bytes is not None:
         return min(config.prefix_cache_bytes // page_bytes, pages)
     if device == "cpu" and config.kv_cache_bytes is None:
-        return memory_limits.prefix_cache_bytes(pages * page_bytes) // page_bytes
+        return memory_limits.max_cached_prefix_bytes(pages * page_bytes) // page_bytes
     return pages
 
 
-def _check_fits_in_ram(
+def _check_cache_fits_in_ram(
     required_bytes: int, what: str = "KV cache", option: str = "--kv-cache-bytes"
 ) -> None:
     """Raise CapacityError if a cache in RAM exceeds the process's memory.
@@ -263,7 +263,7 @@ def _run_largest_step(model: nn.Module, ops: Ops, config: RunConfig, tp_group: T
         ids=torch.zeros_like(positions),
         positions=positions,
         slots=positions.clone(),
-        rope_keys=torch.zeros_like(positions),
+        rope_frequency_ids=torch.zeros_like(positions),
         block_tables=torch.zeros(count, 1, dtype=torch.int32, device=device),
         query_start=starts,
         context_lens=torch.full((count,), size, dtype=torch.int32, device=device),
@@ -274,7 +274,7 @@ def _run_largest_step(model: nn.Module, ops: Ops, config: RunConfig, tp_group: T
         ops=ops,
         tp_group=tp_group,
         num_decodes=0,
-        state=state_step(
+        state=make_standalone_step_states(
             model_state_shape(model),
             starts,
             positions,
@@ -321,10 +321,12 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(size_by_address.values())
 
 
-def mostly_8bit_inputs(model: nn.Module) -> bool:
+def has_mostly_8bit_inputs(model: nn.Module) -> bool:
     """Whether most of the weights take 8-bit inputs."""
     balance = 0
     for module in model.modules():
         if isinstance(module, Linear):
-            balance += math.prod(module.shape) * (1 if module.weight.act_quant is not None else -1)
+            balance += math.prod(module.shape) * (
+                1 if module.weight.input_quant_spec is not None else -1
+            )
     return balance > 0

@@ -100,7 +100,7 @@ class CudaDriver:
         )
         return address.value
 
-    def free(self, address: int, nbytes: int) -> None:
+    def free_addresses(self, address: int, nbytes: int) -> None:
         """Give reserved addresses back."""
         self._call_driver("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(nbytes))
 

@@ -10,7 +10,7 @@ import torch
 
 from modelmill.core import memory_limits
 from modelmill.core.errors import MissingDependency, UsageError
-from modelmill.core.progress import Progress
+from modelmill.core.progress_callback import Progress
 from modelmill.ops.cpu.common import build as kernels
 from modelmill.ops.cpu.common import openmp
 
@@ -46,14 +46,14 @@ def compile_cpu_kernels(name: str, on_progress: Progress) -> None:
 
     Raises what ``pick_device`` raises. ``on_progress``: called with (stage, done, total).
     """
-    loaded = getattr(kernels.load, "cache_info", None)
+    loaded = getattr(kernels.load_library, "cache_info", None)
     if (
         pick_device(name) == "cpu"
         and not (loaded is not None and loaded().currsize)
         and kernels.needs_compile()
     ):
         on_progress(COMPILING_STAGE, 0, 1)
-        kernels.load()
+        kernels.load_library()
 
 
 def rank_devices(first: str, count: int) -> list[str]:
@@ -72,7 +72,7 @@ def rank_devices(first: str, count: int) -> list[str]:
     return [f"cuda:{i}" for i in range(start, start + count)]
 
 
-def use_threads(num_threads: int | None, ranks: int = 1) -> int:
+def set_cpu_threads(num_threads: int | None, ranks: int = 1) -> int:
     """Set torch's CPU threads and return their number.
 
     Args:
@@ -91,5 +91,5 @@ def available_cores() -> int:
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     )
     physical = psutil.cpu_count(logical=False) or allowed
-    quota = memory_limits.cpu_quota()
+    quota = memory_limits.cgroup_cpu_quota()
     return max(1, min(allowed, physical, allowed if math.isinf(quota) else math.ceil(quota)))

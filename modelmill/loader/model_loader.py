@@ -13,8 +13,8 @@ from torch import nn
 
 from modelmill.artifact.store import Artifact
 from modelmill.core.errors import CorruptArtifact, IncompatibleArtifact
-from modelmill.core.model_family import family_options
-from modelmill.core.registry import find_module, module_names
+from modelmill.core.model_family import read_family_options
+from modelmill.core.module_lookup import import_module_if_exists, list_module_names
 from modelmill.nn.linear import Linear
 from modelmill.nn.moe import RemoteExpert
 from modelmill.nn.shard_model import shard_model
@@ -30,9 +30,9 @@ def build_model(model_type: str, config: Mapping[str, object]) -> nn.Module:
 
     Raises IncompatibleArtifact if the family is unknown.
     """
-    module = find_module("modelmill.models", model_type)
+    module = import_module_if_exists("modelmill.models", model_type)
     if module is None:
-        known = ", ".join(module_names("modelmill.models"))
+        known = ", ".join(list_module_names("modelmill.models"))
         raise IncompatibleArtifact(
             f"the engine is of family {model_type!r}, known here are {known}; update modelmill"
         )
@@ -76,14 +76,14 @@ def _check_dtypes(model: nn.Module, artifact: Artifact, computed: set[str]) -> N
     Kernels do not check dtypes. ``computed``: buffers that are not read from files.
     """
     manifest = artifact.manifest
-    family = find_module("modelmill.models", manifest.model_type)
-    options = family_options(family)
+    family = import_module_if_exists("modelmill.models", manifest.model_type)
+    options = read_family_options(family)
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in base.FLOAT_DTYPES}
     build_dtype = dtypes.get(str(manifest.build.get("dtype")))
     stored = {name: buffer for name, buffer in model.named_buffers() if name not in computed}
     for name, module in model.named_modules():
         if isinstance(module, Linear):
-            parts: tuple[Any, ...] = module.weight.row_blocks()
+            parts: tuple[Any, ...] = module.weight.row_block_weights()
             stored |= {f"{name}.weight": part.weight for part in parts if part.format == "dense"}
     for name, tensor in stored.items():
         expected = torch.float32 if options.stays_float32(name) else build_dtype
@@ -128,7 +128,7 @@ def _column_alignment(artifact: Artifact, linear: str) -> int:
     views = {s: artifact.tensor(prefix + s) for s in suffixes}
     weight_format = artifact.manifest.weight_formats.get(linear, "dense")
     try:
-        return base.from_tensors(weight_format, views).alignment if views else 1
+        return base.from_tensors(weight_format, views).column_slice_alignment if views else 1
     except KeyError as missing:
         raise CorruptArtifact(
             f"the engine lacks the tensor {prefix}{missing.args[0]}; rebuild it"
@@ -160,7 +160,7 @@ def fill_weights(
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             _fill_linear(name, module, store, weight_formats.get(name, "dense"))
-    store.skip({n for n, m in model.named_modules() if isinstance(m, RemoteExpert)})
+    store.skip_modules({n for n, m in model.named_modules() if isinstance(m, RemoteExpert)})
     for name, buffer in list(model.named_buffers()):
         _fill_buffer(model, name, buffer, store)
     unused = sorted(store.names - store.used)
@@ -182,21 +182,21 @@ class _TensorStore:
     used: set[str] = field(default_factory=set)
     _shared: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def suffixes(self, module: str) -> list[str]:
+    def stored_suffixes(self, module: str) -> list[str]:
         """Suffixes of the tensors stored for a module, without its bias."""
         prefix = module + "."
         all_names = [*self.names, *(a for a in self.aliases if a not in self.names)]
         suffixes = [n.removeprefix(prefix) for n in all_names if n.startswith(prefix)]
         return [s for s in suffixes if s != "bias" and "." not in s]
 
-    def skip(self, modules: Container[str]) -> None:
+    def skip_modules(self, modules: Container[str]) -> None:
         """Leave the tensors of these modules to other ranks."""
         for name in self.names:
             parents = accumulate(name.split("."), "{}.{}".format)
             if any(parent in modules for parent in parents):
                 self.used.add(name)
 
-    def get(self, name: str, *, lazy: bool = False) -> torch.Tensor:
+    def get_tensor(self, name: str, *, lazy: bool = False) -> torch.Tensor:
         """A tensor by name; ``lazy``: not copied to the device unless it is shared."""
         source = name if name in self.names else self.aliases.get(name, name)
         if source in self._shared:
@@ -215,7 +215,10 @@ class _TensorStore:
 
 def _fill_linear(name: str, module: Linear, store: _TensorStore, weight_format: str) -> None:
     shard = module.weight_shard
-    tensors = {s: store.get(f"{name}.{s}", lazy=shard is not None) for s in store.suffixes(name)}
+    tensors = {
+        s: store.get_tensor(f"{name}.{s}", lazy=shard is not None)
+        for s in store.stored_suffixes(name)
+    }
     if "weight" not in tensors and weight_format != "mixed_rows":
         raise CorruptArtifact(f"the engine lacks the tensor {name}.weight; rebuild it")
     try:
@@ -242,7 +245,7 @@ def _fill_buffer(model: nn.Module, name: str, buffer: torch.Tensor, store: _Tens
         # computed, not stored: rotary frequencies
         setattr(module, leaf, buffer.to(store.device))
         return
-    tensor = store.get(name)
+    tensor = store.get_tensor(name)
     shard = module.weight_shard if isinstance(module, Linear) else None
     if shard is not None and len(tensor) == shard.full_shape[0]:
         tensor = base.slice_tensor(tensor, shard.rows)

@@ -45,10 +45,10 @@ class PinnedBlock:
         self._pages = mmap.mmap(-1, nbytes, flags=flags)
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             if hasattr(mmap, advice):
-                _advise(self._pages, getattr(mmap, advice))
+                _madvise(self._pages, getattr(mmap, advice))
         self.address = torch.frombuffer(self._pages, dtype=torch.uint8).data_ptr()
 
-    def touch(self) -> None:
+    def fault_in_pages(self) -> None:
         """Have the system put memory behind every page; other threads run meanwhile."""
         torch.frombuffer(self._pages, dtype=torch.uint8)[::PAGE_BYTES].zero_()
 
@@ -70,7 +70,7 @@ class PinnedBlocks:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def take(self) -> Iterator[PinnedBlock]:
+    def pin_blocks(self) -> Iterator[PinnedBlock]:
         """Pin all blocks and yield each as soon as it can be filled, in order.
 
         Raises:
@@ -87,14 +87,16 @@ class PinnedBlocks:
             )
         yield from list(self._blocks)
         with ThreadPoolExecutor(TOUCH_THREADS, "modelmill-pin") as pool:
-            touched = [(block, pool.submit(block.touch)) for block in map(PinnedBlock, missing)]
-            yield from self._pin(touched)
+            touched = [
+                (block, pool.submit(block.fault_in_pages)) for block in map(PinnedBlock, missing)
+            ]
+            yield from self._pin_touched_blocks(touched)
 
-    def pinned(self) -> list[PinnedBlock]:
-        """The blocks that ``take`` has pinned."""
+    def pinned_blocks(self) -> list[PinnedBlock]:
+        """The blocks that ``pin_blocks`` has pinned."""
         return list(self._blocks)
 
-    def release_slowly(self) -> None:
+    def release_in_background(self) -> None:
         """Free the blocks on a thread of its own, with pauses."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._release_all, args=(self._stop,), daemon=True)
@@ -106,7 +108,9 @@ class PinnedBlocks:
         while self._release_last():
             pass
 
-    def _pin(self, touched: list[tuple[PinnedBlock, Future[None]]]) -> Iterator[PinnedBlock]:
+    def _pin_touched_blocks(
+        self, touched: list[tuple[PinnedBlock, Future[None]]]
+    ) -> Iterator[PinnedBlock]:
         while touched:
             block, done = touched.pop(0)
             done.result()
@@ -145,7 +149,7 @@ class PinnedBlocks:
             thread.join()
 
 
-def _advise(pages: mmap.mmap, advice: int) -> None:
+def _madvise(pages: mmap.mmap, advice: int) -> None:
     """Give advice that the system may not know, as without huge pages."""
     try:
         pages.madvise(advice)

@@ -27,18 +27,18 @@ def reachable_tensors(roots: Iterable[object]) -> list[torch.Tensor]:
         if isinstance(each, torch.Tensor):
             tensors.append(each)
         else:
-            pending += _members(each)
+            pending += _child_objects(each)
     # the order of the model, not of the stack
     return tensors[::-1]
 
 
-def _members(each: object) -> Iterator[object]:
+def _child_objects(each: object) -> Iterator[object]:
     """What an object holds, if it may hold tensors."""
     if isinstance(each, Mapping):
         yield from each.values()
     elif isinstance(each, list | tuple | set | frozenset):
         yield from each
-    elif isinstance(each, nn.Module) or _is_ours(each):
+    elif isinstance(each, nn.Module) or _is_package_object(each):
         yield from vars(each).values() if hasattr(each, "__dict__") else ()
         for cls in type(each).__mro__:
             slots = cls.__dict__.get("__slots__", ())
@@ -47,5 +47,5 @@ def _members(each: object) -> Iterator[object]:
                     yield getattr(each, name)
 
 
-def _is_ours(each: object) -> bool:
+def _is_package_object(each: object) -> bool:
     return type(each).__module__.startswith(_PACKAGE) and not isinstance(each, type)

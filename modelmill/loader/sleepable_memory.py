@@ -46,7 +46,7 @@ class MemoryRegion(ABC):
     bytes: torch.Tensor
 
     @abstractmethod
-    def extend(self, nbytes: int) -> None:
+    def extend_backing(self, nbytes: int) -> None:
         """Put memory behind the first ``nbytes`` bytes."""
 
     @abstractmethod
@@ -58,7 +58,7 @@ class MemoryRegion(ABC):
         """Take memory again, and start to copy the content that was offloaded."""
 
     @abstractmethod
-    def forget_copy(self) -> None:
+    def free_host_copy(self) -> None:
         """Free the host's copy, once everything is copied."""
 
     @abstractmethod
@@ -81,7 +81,7 @@ class HostRegion(MemoryRegion):
         self.bytes = torch.frombuffer(self._pages, dtype=torch.uint8)[:nbytes]
         self._copy: torch.Tensor | None = None
 
-    def extend(self, nbytes: int) -> None:
+    def extend_backing(self, nbytes: int) -> None:
         """Nothing: the system does so when a page is written."""
 
     def offload(self) -> int:
@@ -95,7 +95,7 @@ class HostRegion(MemoryRegion):
         if self._copy is not None:
             self.bytes.copy_(self._copy)
 
-    def forget_copy(self) -> None:
+    def free_host_copy(self) -> None:
         """As of MemoryRegion."""
         self._copy = None
 
@@ -150,7 +150,7 @@ class _MappedRange:
         if self.has_copy:
             return
         first = 0
-        for block in self._host.take():
+        for block in self._host.pin_blocks():
             self.driver.copy_to_host(block.address, self.address + first, block.nbytes)
             first += block.nbytes
         self.has_copy = True
@@ -158,7 +158,7 @@ class _MappedRange:
     def copy_to_device(self) -> None:
         """Map everything, and start to copy the content meanwhile."""
         first = 0
-        for block in self._host.pinned():
+        for block in self._host.pinned_blocks():
             offset = 0
             while offset < block.nbytes:
                 if first + offset == self.mapped:
@@ -169,18 +169,18 @@ class _MappedRange:
                 offset += count
             first += block.nbytes
 
-    def forget_copy(self) -> None:
+    def free_host_copy(self) -> None:
         """Free the copy, if there is one, a while later."""
         if self.has_copy:
             self.has_copy = False
-            self._host.release_slowly()
+            self._host.release_in_background()
 
     def close(self) -> None:
         """Give memory and addresses back; a garbage collector calls it on any thread."""
         self.driver.make_current()
         self.unmap()
         self._host.release()
-        self.driver.free(self.address, self.nbytes)
+        self.driver.free_addresses(self.address, self.nbytes)
 
 
 class _ArrayInterface:
@@ -205,7 +205,7 @@ class CudaRegion(MemoryRegion):
         self._addresses.map_chunk(CHUNK_BYTES)  # torch asks whose memory the first byte is
         self.bytes = as_device_tensor(_ArrayInterface(self._addresses), device)[:nbytes]
 
-    def extend(self, nbytes: int) -> None:
+    def extend_backing(self, nbytes: int) -> None:
         """As of MemoryRegion."""
         while self._addresses.mapped < min(nbytes, self._addresses.nbytes):
             self._addresses.map_chunk(CHUNK_BYTES)
@@ -223,9 +223,9 @@ class CudaRegion(MemoryRegion):
         if self._addresses.has_copy:
             self._addresses.copy_to_device()
 
-    def forget_copy(self) -> None:
+    def free_host_copy(self) -> None:
         """As of MemoryRegion; nothing is copied any more."""
-        self._addresses.forget_copy()
+        self._addresses.free_host_copy()
 
     def drop(self) -> None:
         """As of MemoryRegion."""
@@ -264,9 +264,14 @@ class SleepableMemory:
             index = torch.device(device).index
             self._driver = CudaDriver(torch.cuda.current_device() if index is None else index)
 
-    def zeros(self, size: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:  # noqa: ARG002
+    def allocate_zeros(
+        self,
+        size: tuple[int, ...],
+        dtype: torch.dtype,
+        device: str,  # noqa: ARG002
+    ) -> torch.Tensor:
         """Zeros that sleep forgets: after waking up they are zeros again."""
-        region = self._region(math.prod(size) * dtype.itemsize)
+        region = self._new_region(math.prod(size) * dtype.itemsize)
         region.reallocate()
         self._caches.append(region)
         return region.bytes.view(dtype).view(size)
@@ -288,15 +293,15 @@ class SleepableMemory:
         for tensor in reachable_tensors(roots):
             if tensor.device.type == torch.device(self._device).type and tensor.numel():
                 by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
-        extents = [each for tensors in by_storage.values() for each in _extents(tensors)]
+        extents = [each for tensors in by_storage.values() for each in _storage_extents(tensors)]
         by_storage.clear()
-        region = self._region(sum(each.nbytes for each in extents))
+        region = self._new_region(sum(each.nbytes for each in extents))
         self._weights.append(region)
         start, freed = 0, 0
         while extents:
             size = extents[0].nbytes
-            region.extend(start + size)
-            _move(extents.pop(0), region.bytes, start)
+            region.extend_backing(start + size)
+            _move_extent(extents.pop(0), region.bytes, start)
             start, freed = start + size, freed + size
             if self._driver is not None and (freed >= CHUNK_BYTES or not extents):
                 torch.cuda.empty_cache()  # for the next chunk
@@ -338,10 +343,10 @@ class SleepableMemory:
         if self._driver is not None:
             self._driver.synchronize()
         for region in self._weights:
-            region.forget_copy()
+            region.free_host_copy()
         self.is_asleep, self.host_bytes = False, 0
 
-    def _region(self, nbytes: int) -> MemoryRegion:
+    def _new_region(self, nbytes: int) -> MemoryRegion:
         if self._driver is None:
             return HostRegion(nbytes)
         return CudaRegion(self._driver, nbytes, self._device)
@@ -369,7 +374,7 @@ class _Extent:
         self.tensors.append(tensor)
 
 
-def _extents(tensors: list[torch.Tensor]) -> list[_Extent]:
+def _storage_extents(tensors: list[torch.Tensor]) -> list[_Extent]:
     """The parts of a storage that its tensors view; those that overlap are one."""
     extents: list[_Extent] = []
     for tensor in sorted(tensors, key=lambda each: each.storage_offset() * each.itemsize):
@@ -386,7 +391,7 @@ def _extents(tensors: list[torch.Tensor]) -> list[_Extent]:
 
 
 @torch.inference_mode()
-def _move(extent: _Extent, target: torch.Tensor, start: int) -> None:
+def _move_extent(extent: _Extent, target: torch.Tensor, start: int) -> None:
     """Copy a part of a storage to ``target`` from byte ``start`` on."""
     storage = extent.tensors[0].untyped_storage()
     source = torch.empty(0, dtype=torch.uint8, device=target.device).set_(storage)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from modelmill.artifact.autotune_store import read_record, record_path, tuned_devices
+from modelmill.artifact.autotune_store import read_autotune_record, record_path, tuned_devices
 from modelmill.core import log
 from modelmill.ops import registry
 from modelmill.ops.launch_configs import GemmKey, TunedLaunchConfigs, filter_supported, parse_key
@@ -46,7 +46,7 @@ def look_up_tuning(engine: Path, name: str) -> TuningLookup:
     """Look up an engine's launch configs for the device of that name."""
     advice = f"modelmill build CHECKPOINT -o {engine} on this device tunes them"
     try:
-        stored = read_record(engine, name)
+        stored = read_autotune_record(engine, name)
         choices = (
             {}
             if stored is None

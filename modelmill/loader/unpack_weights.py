@@ -74,7 +74,7 @@ def unpack_weights_without_kernels(
 
 def missing_kernels_reason(ops: Ops) -> str | None:
     """Why this CPU has no compiled kernels and what to do, in one line; None if it has them."""
-    reason = kernels.available("cpu")
+    reason = kernels.unavailable_reason("cpu")
     if reason is None or ops.backends["linear"] == "cpu":
         return None
     return f"no compiled CPU kernels, so that torch computes, several times slower: {reason}"
@@ -85,13 +85,13 @@ def unpack_weights(model: nn.Module, ops: Ops, dtype: torch.dtype, max_bytes: in
 
     A tied weight is unpacked once. The results of the ops are bit-identical.
     """
-    unpacker = _WeightUpcaster(ops, dtype, max_bytes)
+    unpacker = _WeightUnpacker(ops, dtype, max_bytes)
     for linear in [m for m in model.modules() if isinstance(m, Linear)]:
         linear.weight = unpacker.unpack(linear.weight)
     return unpacker.report
 
 
-class _WeightUpcaster:
+class _WeightUnpacker:
     """One pass over a model's weights."""
 
     def __init__(self, ops: Ops, dtype: torch.dtype, max_bytes: int) -> None:

@@ -13,9 +13,13 @@ from torch import nn
 
 from modelmill.checkpoint.rename import Rule
 from modelmill.models._eva_vit import BLOCK_SOURCES, EvaSpec, EvaVisionEncoder
-from modelmill.models._layer_rules import RuleSource, layer_stack_rules, rules_outside_layers
 from modelmill.models._qformer import QFormer, QFormerSpec
-from modelmill.nn.conv import PlainNorm
+from modelmill.models._rename_rules import (
+    SourceTensors,
+    layer_stack_rename_rules,
+    rename_rules_outside_layers,
+)
+from modelmill.nn.conv import VisionLayerNorm
 from modelmill.nn.linear import Linear
 from modelmill.nn.vision_context import VisionContext
 
@@ -24,7 +28,7 @@ CHECKPOINT_NAMES = {
     "qformer.norm": ("Qformer.bert.embeddings.LayerNorm",),
     "proj": ("llama_proj",),
 }
-QUERY_SOURCES = {"qformer.query_tokens": RuleSource(("query_tokens",))}
+QUERY_SOURCES = {"qformer.query_tokens": SourceTensors(("query_tokens",))}
 CHECKPOINT_PREFIXES = ("", "visual_encoder.", "module.", "model.")
 
 
@@ -48,15 +52,17 @@ class Blip2ImageEmbedder(nn.Module):
         super().__init__()
         self.spec = spec
         self.visual_encoder = EvaVisionEncoder(spec.vision_encoder)
-        self.ln_vision = PlainNorm(spec.vision_encoder.width, spec.norm_eps)
+        self.ln_vision = VisionLayerNorm(spec.vision_encoder.width, spec.norm_eps)
         self.qformer = QFormer(spec.qformer)
         self.proj = Linear(spec.qformer.width, spec.out, bias=True)
 
     def forward(self, images: torch.Tensor, vision: VisionContext) -> torch.Tensor:
         """Normalised images [B, 3, S, S] → [B, 32, out]."""
-        return self.project(self.visual_encoder(images, vision), vision)
+        return self.embed_vision_tokens(self.visual_encoder(images, vision), vision)
 
-    def project(self, image_tokens: torch.Tensor, vision: VisionContext) -> torch.Tensor:
+    def embed_vision_tokens(
+        self, image_tokens: torch.Tensor, vision: VisionContext
+    ) -> torch.Tensor:
         """The vision encoder's tokens [B, T, C] → [B, 32, out]."""
         # in float32, as the original does even where the vision encoder is in 16 bits
         norm = self.ln_vision
@@ -67,19 +73,19 @@ class Blip2ImageEmbedder(nn.Module):
             norm.bias.float(),
             norm.eps,
         )
-        return vision.linear(self.proj, self.qformer(wide.to(image_tokens.dtype), vision))
+        return vision.apply_linear(self.proj, self.qformer(wide.to(image_tokens.dtype), vision))
 
 
-def rules(spec: Blip2VisionSpec) -> list[Rule]:
+def rename_rules(spec: Blip2VisionSpec) -> list[Rule]:
     """Every tensor of the image embedder, from the names of the published files."""
     with torch.device("meta"):
         embedder = Blip2ImageEmbedder(spec)
     blocks, layers = "visual_encoder.blocks", "qformer.layer"
-    out = rules_outside_layers(embedder, (blocks, layers), CHECKPOINT_NAMES, QUERY_SOURCES)
+    out = rename_rules_outside_layers(embedder, (blocks, layers), CHECKPOINT_NAMES, QUERY_SOURCES)
     block_specs = [spec.vision_encoder.block_spec] * spec.vision_encoder.depth
-    out += layer_stack_rules(block_specs, {}, blocks, target=blocks, tensors=BLOCK_SOURCES)
+    out += layer_stack_rename_rules(block_specs, {}, blocks, target=blocks, tensors=BLOCK_SOURCES)
     layer_specs = [spec.qformer.layer_spec(i) for i in range(spec.qformer.depth)]
-    out += layer_stack_rules(layer_specs, {}, "Qformer.bert.encoder.layer", target=layers)
+    out += layer_stack_rename_rules(layer_specs, {}, "Qformer.bert.encoder.layer", target=layers)
     return sorted(out, key=lambda rule: rule.target)
 
 

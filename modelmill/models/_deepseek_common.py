@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common, _moe_config
 from modelmill.models._hf_config import (
-    activation,
-    boolean,
-    check_rotary_pairs,
+    checked_rotary_channels,
     positive_int,
+    read_activation,
+    read_boolean,
     require_value,
 )
-from modelmill.models._layer_rules import CheckpointLayout, RuleSource
 from modelmill.models._llama_common import ConfigDefaults
+from modelmill.models._rename_rules import CheckpointLayout, SourceTensors
 from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.latent_attention import LatentAttentionSpec
 from modelmill.nn.moe import RouterConfig
@@ -28,14 +28,14 @@ from modelmill.nn.moe import RouterConfig
 class DeepseekLayout(CheckpointLayout):
     """Behind a latent vector the projection of queries has another name."""
 
-    def rules(self, config: DecoderConfig) -> list[Rule]:
+    def rename_rules(self, config: DecoderConfig) -> list[Rule]:
         """Every tensor of the decoder."""
         attention = config.latent_attention
         assert attention is not None, "DeepSeek has latent attention"
         if attention.query_rank is None:
-            return super().rules(config)
+            return super().rename_rules(config)
         names = {**self.names, "attn.q_proj": ("self_attn.q_b_proj",)}
-        return CheckpointLayout.rules(replace(self, names=names), config)
+        return CheckpointLayout.rename_rules(replace(self, names=names), config)
 
 
 LAYOUT = DeepseekLayout(
@@ -49,7 +49,7 @@ LAYOUT = DeepseekLayout(
     },
     tensors={
         **_moe_config.SHARED_EXPERTS_LAYOUT.tensors,
-        "attn.core.kv_b": RuleSource(("self_attn.kv_b_proj.weight",)),
+        "attn.core.kv_b": SourceTensors(("self_attn.kv_b_proj.weight",)),
     },
     has_draft_layer=True,
 )
@@ -82,10 +82,13 @@ def decoder_config(
         defaults: ``moe_intermediate_size``, ``n_shared_experts`` and ``first_k_dense_replace``
             where config.json is silent.
     """
-    heads, act = positive_int(raw, "num_attention_heads"), activation(raw, "hidden_act", "silu")
+    heads, act = (
+        positive_int(raw, "num_attention_heads"),
+        read_activation(raw, "hidden_act", "silu"),
+    )
     require_value(raw, "num_key_value_heads", (heads, None), None)
     rope_dim = positive_int(raw, "qk_rope_head_dim", default=64)
-    check_rotary_pairs("qk_rope_head_dim", rope_dim, rope_dim)
+    checked_rotary_channels("qk_rope_head_dim", rope_dim, rope_dim)
     sizes = {"head_dim": rope_dim, "num_key_value_heads": heads}
     config = _llama_common.config_from_hf(
         overlay_config(raw, {}, sizes),
@@ -128,7 +131,7 @@ def _attention_spec(
         nope_dim,
         rope_dim,
         positive_int(raw, "v_head_dim", default=128),
-        boolean(raw, "attention_bias", False),
+        read_boolean(raw, "attention_bias", False),
         scale,
         neighbours,
     )

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _hybrid_config, _llama_common
-from modelmill.models._hf_config import attention_bias, exact_quotient, positive_int
-from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout
+from modelmill.models._hf_config import attention_bias_fields, exact_quotient, positive_int
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
+from modelmill.models._rename_rules import IGNORED_BUFFERS, CheckpointLayout
 from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.gated_delta_net import GatedDeltaNetSpec
 
@@ -66,7 +66,7 @@ def config_from_hf(raw: RawConfig, *, kv_heads: int) -> DecoderConfig:
         raw,
         ConfigDefaults(kv_heads=kv_heads, head_dim=256, positions=32768),
         partial=0.25,
-        **attention_bias(raw),
+        **attention_bias_fields(raw),
         qk_norm=True,
         output_gate=True,
     )

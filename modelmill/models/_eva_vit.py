@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from modelmill.models._layer_rules import RuleSource
+from modelmill.models._rename_rules import SourceTensors
 from modelmill.nn.conv import Conv2d
 from modelmill.nn.layer_spec import LayerSpec
 from modelmill.nn.linear import Linear
@@ -40,7 +40,7 @@ REFERENCE_NAMES = {
     "": "vision_encoder.block",
 }
 """Module of a block → its name in the acceptance reference (accept/reference)."""
-BLOCK_SOURCES = {"attn.qkv.bias": RuleSource(("attn.q_bias", "attn.v_bias"), "bias_q0v")}
+BLOCK_SOURCES = {"attn.qkv.bias": SourceTensors(("attn.q_bias", "attn.v_bias"), "bias_q0v")}
 """Tensors of a block that the checkpoint has in parts: the keys have no bias."""
 MLP = ("fc1", "fc2")  # the linear layers of its MLP
 
@@ -82,12 +82,12 @@ class EvaAttention(VitBranch):
 
     def forward(self, x: torch.Tensor | QuantizedInput, vision: VisionContext) -> torch.Tensor:
         """[B, T, C], the same shape."""
-        qkv = vision.linear(self.qkv, x)
+        qkv = vision.apply_linear(self.qkv, x)
         batch, tokens, width = qkv.shape
         # a picture one token high: no windows, no positions
         qkv = qkv.view(batch, 1, tokens, 3, self.heads, width // (3 * self.heads))
         mixed = vision.ops.image_attention(ImageAttentionInputs(qkv, self.heads, None, None))
-        return vision.linear(self.proj, mixed.view(batch, tokens, width // 3))
+        return vision.apply_linear(self.proj, mixed.view(batch, tokens, width // 3))
 
 
 class EvaPatchEmbed(nn.Module):

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models._hf_config import positive_float
 from modelmill.nn.decoder import DecoderConfig
 
@@ -73,7 +73,7 @@ def _read_factors(raw: RawConfig, key: str, count: int) -> tuple[float, ...]:
     return tuple(positive_float({key: value}, key) for value in values)
 
 
-def with_multipliers(rule: Rule, config: FalconH1Config) -> Rule:
+def fold_multipliers_into_rule(rule: Rule, config: FalconH1Config) -> Rule:
     """The rule, whose rows are multiplied by their factors."""
     _, _, path = rule.target.split(".", 2) if rule.target.startswith("layers.") else ("", "", "")
     module, _, leaf = path.rpartition(".")
@@ -89,7 +89,7 @@ def _row_factors(config: FalconH1Config, *, of_input: bool) -> dict[str, list[tu
 
     A bias is added behind the factor of the input.
     """
-    by, state = config.multipliers, config.beside_attention
+    by, state = config.multipliers, config.parallel_recurrence
     assert state is not None, "a recurrence stands beside the attention"
     attention, ssm = (by.attention_in, by.ssm_in) if of_input else (1.0, 1.0)
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim

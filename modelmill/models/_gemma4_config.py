@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from modelmill.core.config_view import ConfigView, RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
+from modelmill.core.read_tracking_config import RawConfig, ReadTrackingConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
-    boolean,
-    check_rotary_pairs,
+    checked_rotary_channels,
     config_object,
     exact_quotient,
     positive_float,
     positive_int,
+    read_boolean,
     rope_spec,
 )
 from modelmill.models._llama_common import FULL_ATTENTION, SLIDING_ATTENTION
@@ -58,8 +58,8 @@ class Gemma4Config(DecoderConfig):
         full_kv_heads: KV heads of layers with full attention.
         full_head_dim: Channels of a head there.
         values_are_keys: Whether the values are the projection of the keys there.
-        num_kv_shared: So many last layers attend to the keys and values of earlier ones: the last
-            of their type that has some.
+        num_kv_shared_layers: So many last layers attend to the keys and values of earlier ones: the
+            last of their type that has some.
         double_wide: Whether their MLP is twice as wide.
         inputs: What layers read beside the stream, or None.
     """
@@ -67,14 +67,14 @@ class Gemma4Config(DecoderConfig):
     full_kv_heads: int = 1
     full_head_dim: int = 512
     values_are_keys: bool = False
-    num_kv_shared: int = 0
+    num_kv_shared_layers: int = 0
     double_wide: bool = False
     inputs: PerLayerInputConfig | None = None
 
     @property
     def first_kv_shared_layer(self) -> int:
         """The first layer without keys and values of its own."""
-        return self.layers - self.num_kv_shared
+        return self.layers - self.num_kv_shared_layers
 
     @cached_property
     def kv_source_layers(self) -> dict[bool, int]:
@@ -127,7 +127,7 @@ def layer_windows(raw: RawConfig, layers: int) -> tuple[int | None, ...]:
     """Per layer the window or None; the last layer has full attention whatever the list says."""
     plain = overlay_config(raw, {"sliding_window": 512})
     windows = _llama_common.interleaved_windows(plain, layers, 6)
-    if windows[-1] is not None and isinstance(raw, ConfigView):
+    if windows[-1] is not None and isinstance(raw, ReadTrackingConfig):
         raw.remarks.append(
             "config.json: the last layer has full attention, as in transformers, although "
             f"layer_types or the number of layers makes it {SLIDING_ATTENTION}"
@@ -154,14 +154,16 @@ def full_attention_head_sizes(
     overrides = raw.get("per_layer_config")
     dim = positive_int(raw, "global_head_dim", default=512)
     count = positive_int(raw, "num_global_key_value_heads", default=kv_heads)
-    if overrides is None and boolean(raw, "attention_k_eq_v", False):
+    if overrides is None and read_boolean(raw, "attention_k_eq_v", False):
         return count, dim
     report_ineffective_keys(raw, "num_global_key_value_heads")  # as transformers does
     if overrides is None:
         return kv_heads, dim
     report_ineffective_keys(raw, "global_head_dim")
     sizes = [
-        _layer_size(overrides, layer, {"num_key_value_heads": kv_heads, "head_dim": head_dim})
+        _layer_kv_head_sizes(
+            overrides, layer, {"num_key_value_heads": kv_heads, "head_dim": head_dim}
+        )
         for layer in range(len(windows))
     ]
     full = {size for size, window in zip(sizes, windows, strict=True) if window is None}
@@ -178,11 +180,11 @@ def full_attention_head_sizes(
 
 def report_ineffective_keys(raw: RawConfig, *keys: str) -> None:
     """Have these keys named as being without effect, where the config has them."""
-    if isinstance(raw, ConfigView):
+    if isinstance(raw, ReadTrackingConfig):
         raw.mark_unread({key: raw[key] for key in keys if raw.get(key) is not None})
 
 
-def _layer_size(overrides: Any, layer: int, own: Mapping[str, int]) -> tuple[int, int]:
+def _layer_kv_head_sizes(overrides: Any, layer: int, own: Mapping[str, int]) -> tuple[int, int]:
     """KV heads and channels of a head of one layer."""
     every = config_object("per_layer_config", overrides)
     sizes = config_object(f"per_layer_config.{layer}", every.get(str(layer)))
@@ -201,7 +203,7 @@ def check_full_attention_heads(
 ) -> None:
     """Raise CheckpointError for heads of layers with full attention that do not fit."""
     exact_quotient("num_attention_heads", heads, "num_global_key_value_heads", kv_heads)
-    check_rotary_pairs("global_head_dim", head_dim, head_dim)
+    checked_rotary_channels("global_head_dim", head_dim, head_dim)
     if head_dim < window_head_dim:  # the rotation of both is padded to the windowed layers' heads
         raise CheckpointError(
             f"config.json: global_head_dim={head_dim} below head_dim={window_head_dim} is not "
@@ -231,7 +233,7 @@ def layer_rope(raw: RawConfig, layer_type: str, head_dim: int, positions: int) -
             f"config.json: rope_parameters.{layer_type}: rope_type={quote(rope_type, 60)} is not "
             f"supported (supported: {', '.join((PROPORTIONAL, *ROPE_TYPES))})"
         )
-    _llama_common.check_layer_scaling(raw, layer_type, own)
+    _llama_common.check_layer_rope_scaling(raw, layer_type, own)
     alone = {"rope_parameters": own, "rope_scaling": None, "rope_theta": None}
     return rope_spec(overlay_config(raw, {}, alone), head_dim, positions)
 
@@ -247,7 +249,7 @@ def _proportional_rope(
         )
     factor = positive_float(own, "factor", default=1.0)
     scaling = {"rope_type": PROPORTIONAL, "partial_rotary_factor": share, "factor": factor}
-    if isinstance(raw, ConfigView):
+    if isinstance(raw, ReadTrackingConfig):
         read = {*scaling, "rope_theta"}
         name = f"rope_parameters.{layer_type}"
         raw.mark_unread({f"{name}.{key}": value for key, value in own.items() if key not in read})
@@ -255,7 +257,7 @@ def _proportional_rope(
     return RopeSpec(head_dim, base, positions, scaling)
 
 
-def num_kv_shared(raw: RawConfig, windows: tuple[int | None, ...]) -> int:
+def num_kv_shared_layers(raw: RawConfig, windows: tuple[int | None, ...]) -> int:
     """How many last layers have no keys and values of their own.
 
     Raises:
@@ -284,7 +286,7 @@ def expert_spec(raw: RawConfig, hidden: int, activation: str) -> MoESpec | None:
         CheckpointError: for sizes that are missing or do not fit.
     """
     keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
-    if not boolean(raw, "enable_moe_block", False):
+    if not read_boolean(raw, "enable_moe_block", False):
         report_ineffective_keys(raw, *keys)
         return None
     count, chosen, inner = (positive_int(raw, key, max_value=MAX_EXPERTS * 64) for key in keys)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models._hf_config import (
     MAX_SIZE,
-    boolean,
     exact_quotient,
-    key_in_file,
+    first_set_key,
     non_negative_float,
     num_layers,
     positive_int,
+    read_boolean,
 )
 from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.norm import LAYER_NORM
@@ -71,10 +71,12 @@ def config_from_hf(
         layers=num_layers(raw, *layers),
         heads=count,
         kv_heads=count,
-        head_dim=exact_quotient(key_in_file(raw, hidden), width, key_in_file(raw, heads), count),
+        head_dim=exact_quotient(
+            first_set_key(raw, hidden), width, first_set_key(raw, heads), count
+        ),
         vocab=positive_int(raw, "vocab_size"),
         eps=eps,
         max_len=max_len,
-        tied=boolean(raw, "tie_word_embeddings", tied),
+        tied=read_boolean(raw, "tie_word_embeddings", tied),
         **fields,
     )

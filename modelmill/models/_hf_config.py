@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelmill.core.config_view import ConfigView, RawConfig
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
+from modelmill.core.read_tracking_config import RawConfig, ReadTrackingConfig
 from modelmill.nn.rotary import RopeSpec
 
 MAX_SIZE = 1 << 24
@@ -27,13 +27,13 @@ def positive_int(
     value = _first_value(raw, keys, default)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= max_value:
         raise CheckpointError(
-            f"config.json: {key_in_file(raw, keys)} must be an integer between 1 and {max_value}, "
-            f"not {quote(value, 60)}"
+            f"config.json: {first_set_key(raw, keys)} must be an integer between 1 and {max_value}"
+            f", not {quote(value, 60)}"
         )
     return value
 
 
-def key_in_file(raw: RawConfig, keys: tuple[str, ...]) -> str:
+def first_set_key(raw: RawConfig, keys: tuple[str, ...]) -> str:
     """The one of some keys of one meaning that a config sets; the first, if it sets none."""
     return next((key for key in keys if raw.get(key) is not None), keys[0])
 
@@ -48,7 +48,7 @@ def non_negative_float(raw: RawConfig, *keys: str, default: float | None = None)
     value = _first_value(raw, keys, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < MAX_FLOAT:
         raise CheckpointError(
-            f"config.json: {key_in_file(raw, keys)} must be a number from 0 up, not "
+            f"config.json: {first_set_key(raw, keys)} must be a number from 0 up, not "
             f"{quote(value, 60)}"
         )
     return float(value)
@@ -58,7 +58,7 @@ def positive_float(raw: RawConfig, *keys: str, default: float | None = None) -> 
     """The first of ``keys`` that is set, as a number above 0."""
     value = non_negative_float(raw, *keys, default=default)
     if value == 0:
-        raise CheckpointError(f"config.json: {key_in_file(raw, keys)} must be above 0")
+        raise CheckpointError(f"config.json: {first_set_key(raw, keys)} must be above 0")
     return value
 
 
@@ -86,7 +86,7 @@ def head_size(hidden: int, heads: int) -> int:
     return exact_quotient("hidden_size", hidden, "num_attention_heads", heads)
 
 
-def head_dim_override(raw: RawConfig, hidden: int, heads: int) -> dict[str, Any]:
+def refuse_custom_head_dim(raw: RawConfig, hidden: int, heads: int) -> dict[str, Any]:
     """The override of a family whose heads always are ``hidden / heads`` channels wide.
 
     Raises:
@@ -96,7 +96,7 @@ def head_dim_override(raw: RawConfig, hidden: int, heads: int) -> dict[str, Any]
     return {"head_dim": None}
 
 
-def check_rotary_pairs(key: str, value: int, rotated: int) -> int:
+def checked_rotary_channels(key: str, value: int, rotated: int) -> int:
     """Return the number of rotated channels, that ``key`` decides, if they form pairs."""
     if rotated < 2 or rotated % 2:
         raise CheckpointError(
@@ -115,7 +115,7 @@ def check_even_heads(key: str, value: int, head_dim: int) -> None:
         )
 
 
-def boolean(raw: RawConfig, key: str, default: bool) -> bool:
+def read_boolean(raw: RawConfig, key: str, default: bool) -> bool:
     """Read a key of config.json that must be true or false.
 
     Raises:
@@ -137,21 +137,21 @@ EVERY_BIAS: dict[str, Any] = {"qkv_bias": True, "out_bias": True, "mlp_bias": Tr
 """Fields of a decoder all of whose linear layers have a bias."""
 
 
-def attention_bias(
+def attention_bias_fields(
     raw: RawConfig, key: str = "attention_bias", default: bool = False
 ) -> dict[str, Any]:
     """The biases of a decoder's attention, where one key decides about all of them."""
-    return dict.fromkeys(("qkv_bias", "out_bias"), boolean(raw, key, default))
+    return dict.fromkeys(("qkv_bias", "out_bias"), read_boolean(raw, key, default))
 
 
-def attention_and_mlp_bias(raw: RawConfig) -> dict[str, Any]:
+def attention_and_mlp_bias_fields(raw: RawConfig) -> dict[str, Any]:
     """The biases of a decoder's linear layers, where two keys decide about them."""
-    return {**attention_bias(raw), "mlp_bias": boolean(raw, "mlp_bias", False)}
+    return {**attention_bias_fields(raw), "mlp_bias": read_boolean(raw, "mlp_bias", False)}
 
 
 def linear_bias_fields(raw: RawConfig, key: str, default: bool) -> dict[str, Any]:
     """The biases of a decoder's linear layers, where one key decides about all of them."""
-    return dict.fromkeys(EVERY_BIAS, boolean(raw, key, default))
+    return dict.fromkeys(EVERY_BIAS, read_boolean(raw, key, default))
 
 
 def check_vit_sizes(name: str, *, width: int, heads: int, image: int = 0, patch: int = 1) -> None:
@@ -189,19 +189,19 @@ ACTIVATION_NAMES = {
 """transformers' names of activations → those of ``nn.mlp.ACTIVATIONS``."""
 
 
-def activation(raw: RawConfig, key: str, default: str) -> str:
+def read_activation(raw: RawConfig, key: str, default: str) -> str:
     """The activation that a config names."""
     require_value(raw, key, tuple(ACTIVATION_NAMES), default)
     return ACTIVATION_NAMES[raw.get(key, default)]
 
 
-def factor(raw: RawConfig, key: str) -> float | None:
+def read_factor(raw: RawConfig, key: str) -> float | None:
     """A factor above 0; None for 1, which changes nothing."""
     value = positive_float(raw, key, default=1.0)
     return None if value == 1.0 else value
 
 
-def optional_positive(raw: RawConfig, key: str, default: float | None = None) -> float | None:
+def optional_positive_float(raw: RawConfig, key: str, default: float | None = None) -> float | None:
     """A number above 0, such as a cap; None for null, and where ``default`` is None."""
     return None if raw.get(key, default) is None else positive_float(raw, key, default=default)
 
@@ -289,7 +289,7 @@ def rope_spec(
     needed, optional = SCALINGS[scaling_type]
     _check_numbers(name, scaling, needed, optional)
     if scaling_type == "yarn":
-        boolean(scaling, "truncate", True)
+        read_boolean(scaling, "truncate", True)
         fast, slow = scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1
         if fast < slow:
             raise CheckpointError(
@@ -300,7 +300,7 @@ def rope_spec(
     if scaling_type == "longrope":
         for key in LONGROPE_FACTORS:
             _check_divisors(scaling.get(key), f"{name}.{key}", dim // 2)
-    if isinstance(raw, ConfigView):
+    if isinstance(raw, ReadTrackingConfig):
         more = {"yarn": ("truncate",), "longrope": LONGROPE_FACTORS}.get(scaling_type, ())
         read = {*COMMON_ROPE_SCALING_KEYS, *needed, *optional, *more}
         if partial is not None:
@@ -322,7 +322,7 @@ def _rotated_channels(
     source, inner = raw, scaling.get("partial_rotary_factor")
     if inner is not None:
         outer = raw.get(key)
-        if outer not in (None, inner) and isinstance(raw, ConfigView):
+        if outer not in (None, inner) and isinstance(raw, ReadTrackingConfig):
             raw.mark_unread({key: outer})
         source, key = scaling, "partial_rotary_factor"
     share = positive_float(source, key, default=partial)
@@ -379,7 +379,7 @@ def _rope_scaling(raw: RawConfig) -> tuple[str, dict[str, Any]]:
     return "rope_scaling", {}
 
 
-def max_sequence_len(spec: RopeSpec, max_positions: int) -> int:
+def scaled_rope_max_len(spec: RopeSpec, max_positions: int) -> int:
     """Longest sequence a scaled rotation is meant for."""
     factor = float(spec.scaling.get("factor") or 1.0)
     if spec.scaling_type in ("linear", "dynamic"):

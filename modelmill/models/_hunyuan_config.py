@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
-    attention_bias,
+    attention_bias_fields,
     config_object,
     head_size,
     positive_float,
@@ -38,9 +38,9 @@ UNUSED_CONFIG_KEYS = (
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in HunYuanDenseV1Config."""
     return _llama_common.config_from_hf(
-        with_head_size(_with_fixed_base(raw)),
+        with_head_size(_fold_rope_alpha_into_base(raw)),
         ConfigDefaults(eps=1e-5, activation="silu"),
-        **attention_bias(raw),
+        **attention_bias_fields(raw),
         qk_norm=True,
         rotates_first=True,
     )
@@ -55,7 +55,7 @@ def with_head_size(raw: RawConfig) -> RawConfig:
     return overlay_config(raw, {}, {"head_dim": dim})
 
 
-def _with_fixed_base(raw: RawConfig) -> RawConfig:
+def _fold_rope_alpha_into_base(raw: RawConfig) -> RawConfig:
     """The config without ``alpha``, a factor of the rotation's base that no length changes.
 
     Files call this scaling "dynamic"; its other numbers have no effect beside ``alpha``.

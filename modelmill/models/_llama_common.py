@@ -6,23 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models._hf_config import (
     TRAINED_LEN_KEY,
-    activation,
-    boolean,
     config_object,
     exact_quotient,
-    max_sequence_len,
     non_negative_float,
     num_layers,
     positive_int,
+    read_activation,
+    read_boolean,
     require_value,
     rope_spec,
+    scaled_rope_max_len,
 )
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.norm import LAYER_NORM
 
@@ -86,7 +86,7 @@ def config_from_hf(
         switches: Further fields of DecoderConfig; ``activation`` among them is not read here.
     """
     if defaults.activation is not None:
-        switches["activation"] = activation(raw, "hidden_act", defaults.activation)
+        switches["activation"] = read_activation(raw, "hidden_act", defaults.activation)
     elif "activation" not in switches:
         require_value(raw, "hidden_act", ("silu", "swish"), "silu")
     eps_key, eps = "rms_norm_eps", 1e-6
@@ -116,9 +116,9 @@ def config_from_hf(
         head_dim=head_dim,
         vocab=positive_int(raw, "vocab_size"),
         eps=non_negative_float(raw, eps_key, default=eps if defaults.eps is None else defaults.eps),
-        max_len=max_sequence_len(spec, positions),
+        max_len=scaled_rope_max_len(spec, positions),
         rope=spec,
-        tied=boolean(raw, "tie_word_embeddings", defaults.tied),
+        tied=read_boolean(raw, "tie_word_embeddings", defaults.tied),
         **switches,
     )
 
@@ -134,10 +134,10 @@ def sliding_windows(raw: RawConfig, layers: int) -> tuple[int | None, ...]:
     """
     raw = overlay_config(raw, {"sliding_window": DEFAULT_SLIDING_WINDOW})
     sized = raw["sliding_window"] is not None
-    on = boolean(raw, "use_sliding_window", True) and sized
+    on = read_boolean(raw, "use_sliding_window", True) and sized
     types, first = layer_types(raw, layers), raw.get("max_window_layers")
     if not on:
-        refuse_sliding_layers(types)
+        refuse_sliding_layer_types(types)
         return ()
     size = positive_int(raw, "sliding_window")
     if types is not None:
@@ -146,7 +146,7 @@ def sliding_windows(raw: RawConfig, layers: int) -> tuple[int | None, ...]:
     return tuple(size if layer >= first else None for layer in range(layers))
 
 
-def refuse_sliding_layers(types: list[str] | None) -> None:
+def refuse_sliding_layer_types(types: list[str] | None) -> None:
     """Refuse ``layer_types`` with windows where another key says that there are none.
 
     Raises:
@@ -188,7 +188,7 @@ def interleaved_windows(
     return tuple(size if (i + 1) % every else None for i in range(layers))
 
 
-def windows_but_every(every: int, raw: RawConfig, layers: int) -> tuple[int | None, ...]:
+def windows_except_every_nth(every: int, raw: RawConfig, layers: int) -> tuple[int | None, ...]:
     """Per layer the window or None, of families with full attention in layers 0, n, 2n, ….
 
     A ``sliding_window`` of null means full attention in all layers.
@@ -200,7 +200,7 @@ def windows_but_every(every: int, raw: RawConfig, layers: int) -> tuple[int | No
     """
     types = layer_types(raw, layers)
     if raw["sliding_window"] is None:
-        refuse_sliding_layers(types)
+        refuse_sliding_layer_types(types)
         return ()
     size = positive_int(raw, "sliding_window")
     slides = [
@@ -210,7 +210,7 @@ def windows_but_every(every: int, raw: RawConfig, layers: int) -> tuple[int | No
     return tuple(size if each else None for each in slides)
 
 
-def rope_by_layer_type(
+def configs_by_layer_type_rope(
     raw: RawConfig, theta: float, local_theta: float | None = None
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The config with the rotation of full attention, and with that of layers with a window.
@@ -240,8 +240,8 @@ def rope_by_layer_type(
     if isinstance(scaling, Mapping):
         _refuse_old_rope_type(scaling)
         full |= scaling
-    check_layer_scaling(raw, FULL_ATTENTION, full)
-    check_layer_scaling(raw, SLIDING_ATTENTION, local)
+    check_layer_rope_scaling(raw, FULL_ATTENTION, full)
+    check_layer_rope_scaling(raw, SLIDING_ATTENTION, local)
     return tuple(  # type: ignore[return-value]
         overlay_config(raw, {}, {"rope_parameters": each, "rope_scaling": None, "rope_theta": None})
         for each in (full, local)
@@ -264,7 +264,7 @@ def _refuse_old_rope_type(scaling: Mapping[str, Any]) -> None:
         )
 
 
-def check_layer_scaling(raw: RawConfig, layer_type: str, scaling: Mapping[str, Any]) -> None:
+def check_layer_rope_scaling(raw: RawConfig, layer_type: str, scaling: Mapping[str, Any]) -> None:
     """Refuse a scaling of layers of one type whose meaning is not clear.
 
     transformers rounds YaRN's bounds whatever ``truncate`` says there, and takes another trained
@@ -330,7 +330,7 @@ def refuse_sliding_windows(raw: RawConfig, config: DecoderConfig) -> DecoderConf
     Raises:
         CheckpointError: for a config with sliding windows.
     """
-    on, size = boolean(raw, "use_sliding_window", True), raw.get("sliding_window")
+    on, size = read_boolean(raw, "use_sliding_window", True), raw.get("sliding_window")
     types = layer_types(raw, config.layers)
     if types is not None and SLIDING_ATTENTION in types:
         raise CheckpointError(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models._hf_config import exact_quotient, positive_int
 
 MAX_CONV_WIDTH, MAX_HEAD_DIM = 64, 1024
@@ -40,7 +40,7 @@ def conv_width(raw: RawConfig, key: str, *, default: int = 4) -> int:
     return width
 
 
-def state_heads(
+def read_mamba_head_sizes(
     raw: RawConfig,
     inner: int,
     keys: tuple[str, str, str],

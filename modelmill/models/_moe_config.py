@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
-from modelmill.models._hf_config import boolean, positive_float, positive_int
-from modelmill.models._layer_rules import CheckpointLayout, RuleSource
+from modelmill.core.read_tracking_config import RawConfig
+from modelmill.models._hf_config import positive_float, positive_int, read_boolean
 from modelmill.models._llama_common import CHECKPOINT_NAMES
+from modelmill.models._rename_rules import CheckpointLayout, SourceTensors
 from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import SIGMOID, RouterConfig
@@ -41,7 +41,7 @@ SHARED_EXPERT_NAMES = {
 SELECTION_BIASES = (r"layers\.\d+\.mlp\.routing\.selection_bias",)
 SHARED_EXPERTS_LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT_NAMES},
-    tensors={"mlp.routing.selection_bias": RuleSource(("mlp.gate.e_score_correction_bias",))},
+    tensors={"mlp.routing.selection_bias": SourceTensors(("mlp.gate.e_score_correction_bias",))},
 )
 
 SHARED = "mlp.shared_expert"
@@ -125,7 +125,7 @@ def group_limited_router(raw: RawConfig, defaults: RouterConfig) -> RouterConfig
         count,
         chosen,
         scores=SIGMOID,
-        renormalize=boolean(raw, "norm_topk_prob", defaults.renormalize),
+        renormalize=read_boolean(raw, "norm_topk_prob", defaults.renormalize),
         scale=positive_float(raw, "routed_scaling_factor", default=defaults.scale),
         groups=parts,
         top_groups=chosen_parts,
@@ -157,7 +157,7 @@ def leading_dense_layers(raw: RawConfig, layers: int, default: int) -> frozenset
     return frozenset(range(count))
 
 
-def layers_by_mlp_type(raw: RawConfig, layers: int, *, dense: int) -> frozenset[int]:
+def dense_layers_by_mlp_type(raw: RawConfig, layers: int, *, dense: int) -> frozenset[int]:
     """Layers with a plain MLP, from ``mlp_layer_types``; without it the first ``dense`` ones.
 
     Raises:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
-from modelmill.models._hf_config import boolean, exact_quotient, non_negative_float, positive_int
+from modelmill.core.read_tracking_config import RawConfig
+from modelmill.models._hf_config import (
+    exact_quotient,
+    non_negative_float,
+    positive_int,
+    read_boolean,
+)
 from modelmill.models._mamba_config import conv_width
 from modelmill.models._moe_config import group_limited_router
 from modelmill.nn.mamba2 import Mamba2Spec
@@ -93,7 +98,7 @@ def mamba_spec(raw: RawConfig) -> Mamba2Spec:
         positive_int(raw, "mamba_head_dim", default=64, max_value=1024),
         positive_int(raw, "ssm_state_size", default=128, max_value=1024), groups,
         conv_width(raw, width_key), non_negative_float(raw, "layer_norm_epsilon", default=1e-5),
-        boolean(raw, "use_bias", False), boolean(raw, bias_key, True),
+        read_boolean(raw, "use_bias", False), read_boolean(raw, bias_key, True),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from modelmill.nn.conv import PlainNorm
+from modelmill.nn.conv import VisionLayerNorm
 from modelmill.nn.layer_spec import CompositeSpec, LayerSpec, LinearSpec, ModuleSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import REPLICATED
@@ -61,7 +61,7 @@ class QFormerSpec(TransformerSizes):
             sites=linear_input_sites(modules, heavy_tailed="output_query.dense.in"),
             outputs=("output_query",),
             partitions=REPLICATED,
-            wholes=(*wholes, CompositeSpec("", "qformer.layer")),
+            composites=(*wholes, CompositeSpec("", "qformer.layer")),
         )
 
 
@@ -113,7 +113,7 @@ class QFormerOutput(nn.Module):
     def __init__(self, inner: int, width: int, eps: float) -> None:
         super().__init__()
         self.dense = Linear(inner, width, bias=True)
-        self.LayerNorm = PlainNorm(width, eps)
+        self.LayerNorm = VisionLayerNorm(width, eps)
 
     def forward(
         self, x: torch.Tensor | QuantizedInput, residual: torch.Tensor, vision: VisionContext
@@ -121,7 +121,7 @@ class QFormerOutput(nn.Module):
         """[B, T, inner] and the residual [B, T, C] → [B, T, C]."""
         norm = self.LayerNorm
         normed, _ = vision.ops.add_layer_norm(
-            vision.linear(self.dense, x), residual, norm.weight, norm.bias, norm.eps
+            vision.apply_linear(self.dense, x), residual, norm.weight, norm.bias, norm.eps
         )
         return normed
 
@@ -141,7 +141,7 @@ class QFormerAttention(nn.Module):
         """[B, T, C] and the context [B, S, kv_width] → [B, T, C]."""
         part = self.self
         q, k, v = (
-            vision.linear(layer, inputs).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            vision.apply_linear(layer, inputs).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for layer, inputs in ((part.query, x), (part.key, context), (part.value, context))
         )
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
@@ -190,7 +190,7 @@ class QFormer(nn.Module):
         self.register_buffer(
             "query_tokens", torch.empty(1, spec.queries, spec.width, device="meta")
         )
-        self.norm = PlainNorm(spec.width, spec.eps)
+        self.norm = VisionLayerNorm(spec.width, spec.eps)
         self.layer = nn.ModuleList(QFormerLayer(spec, i) for i in range(spec.depth))
 
     def forward(self, image_tokens: torch.Tensor, vision: VisionContext) -> torch.Tensor:

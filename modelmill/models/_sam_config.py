@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelmill.core.config_view import ConfigView, RawConfig
 from modelmill.core.errors import CheckpointError, UnknownArchitecture
 from modelmill.core.quoting import quote
+from modelmill.core.read_tracking_config import RawConfig, ReadTrackingConfig
 from modelmill.models._hf_config import (
     MAX_LAYERS,
     check_vit_sizes,
@@ -54,7 +54,7 @@ def spec_from_hf(raw: RawConfig) -> SamVitSpec:
         raise UnknownArchitecture(
             "config.json of a sam model lacks vision_config; give the original .pth instead"
         )
-    tables = {part: _section(raw, part) for part in SUPPORTED_VALUES}
+    tables = {part: _config_section(raw, part) for part in SUPPORTED_VALUES}
     for part, keys in SUPPORTED_VALUES.items():
         for key, allowed in keys.items():
             require_value(tables[part], f"{part}.{key}", allowed, allowed[0])
@@ -70,7 +70,7 @@ def spec_from_hf(raw: RawConfig) -> SamVitSpec:
     return _check_sizes(spec)
 
 
-def _section(raw: RawConfig, section: str) -> Mapping[str, Any]:
+def _config_section(raw: RawConfig, section: str) -> Mapping[str, Any]:
     """A part of transformers' config, each key with the part's name in front, as errors name it."""
     section_value = raw.get(section)
     if section_value is not None and not isinstance(section_value, Mapping):
@@ -78,7 +78,7 @@ def _section(raw: RawConfig, section: str) -> Mapping[str, Any]:
             f"config.json: {section} must be an object, not {quote(section_value, 60)}"
         )
     table = {f"{section}.{key}": value for key, value in (section_value or {}).items()}
-    return raw.sub_view(table) if isinstance(raw, ConfigView) else table
+    return raw.sub_view(table) if isinstance(raw, ReadTrackingConfig) else table
 
 
 def _spec_from_vision_config(vision: Mapping[str, Any]) -> SamVitSpec:
@@ -108,7 +108,7 @@ def _spec_from_vision_config(vision: Mapping[str, Any]) -> SamVitSpec:
 
 def spec_from_sizes(raw: RawConfig) -> SamVitSpec:
     """The encoder's sizes from the result of ``sam.config_from_shapes``."""
-    sizes = _section(raw, "sizes")
+    sizes = _config_section(raw, "sizes")
     required = {
         key: positive_int(sizes, f"sizes.{key}")
         for key in ("width", "heads", "inner", "image", "patch", "window")

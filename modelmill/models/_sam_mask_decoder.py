@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from modelmill.models._sam_prompt_encoder import SamEmbedding
-from modelmill.nn.conv import Conv2d, LayerNorm2d, PlainNorm
+from modelmill.nn.conv import Conv2d, LayerNorm2d, VisionLayerNorm
 from modelmill.nn.linear import Linear
 from modelmill.nn.vision_context import VisionContext
 
@@ -35,7 +35,7 @@ class SamAttention(nn.Module):
         What all prompts share, q or k and v, may have an N of 1.
         """
         q, k, v = (
-            self._split_heads(vision.linear(layer, x))
+            self._split_heads(vision.apply_linear(layer, x))
             for layer, x in ((self.q_proj, q), (self.k_proj, k), (self.v_proj, v))
         )
         if len(q) > len(k):  # the same keys for all: queries of all prompts are queries of one
@@ -44,7 +44,7 @@ class SamAttention(nn.Module):
             mixed = mixed.view(heads, count, length, dim).transpose(0, 1)
         else:
             mixed = _attend(q.expand(len(k), -1, -1, -1), k, v)
-        return vision.linear(self.out_proj, mixed.transpose(1, 2).flatten(2))
+        return vision.apply_linear(self.out_proj, mixed.transpose(1, 2).flatten(2))
 
     def _split_heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
@@ -69,7 +69,7 @@ class SamTokenMLP(nn.Module):
 
     def forward(self, x: torch.Tensor, vision: VisionContext) -> torch.Tensor:
         """[…, C], the same shape."""
-        return vision.linear(self.lin2, torch.relu(vision.linear(self.lin1, x)))
+        return vision.apply_linear(self.lin2, torch.relu(vision.apply_linear(self.lin1, x)))
 
 
 class TwoWayAttentionBlock(nn.Module):
@@ -79,13 +79,13 @@ class TwoWayAttentionBlock(nn.Module):
         super().__init__()
         self.skip_first_residual = first
         self.self_attn = SamAttention(width, heads)
-        self.norm1 = PlainNorm(width, NORM_EPS)
+        self.norm1 = VisionLayerNorm(width, NORM_EPS)
         self.cross_attn_token_to_image = SamAttention(width, heads, 2)
-        self.norm2 = PlainNorm(width, NORM_EPS)
+        self.norm2 = VisionLayerNorm(width, NORM_EPS)
         self.mlp = SamTokenMLP(width, inner)
-        self.norm3 = PlainNorm(width, NORM_EPS)
+        self.norm3 = VisionLayerNorm(width, NORM_EPS)
         self.cross_attn_image_to_token = SamAttention(width, heads, 2)
-        self.norm4 = PlainNorm(width, NORM_EPS)
+        self.norm4 = VisionLayerNorm(width, NORM_EPS)
 
     def forward(
         self,
@@ -129,7 +129,7 @@ class TwoWayTransformer(nn.Module):
             TwoWayAttentionBlock(width, heads, inner, first=i == 0) for i in range(2)
         )
         self.final_attn_token_to_image = SamAttention(width, heads, 2)
-        self.norm_final_attn = PlainNorm(width, NORM_EPS)
+        self.norm_final_attn = VisionLayerNorm(width, NORM_EPS)
 
     def forward(
         self,
@@ -159,9 +159,9 @@ class SamFeedForward(nn.Module):
     def forward(self, x: torch.Tensor, vision: VisionContext) -> torch.Tensor:
         """[N, C] → [N, out]."""
         first, second, third = self.layers
-        x = torch.relu(vision.linear(first, x))  # type: ignore[arg-type]
-        x = torch.relu(vision.linear(second, x))  # type: ignore[arg-type]
-        return vision.linear(third, x)  # type: ignore[arg-type]
+        x = torch.relu(vision.apply_linear(first, x))  # type: ignore[arg-type]
+        x = torch.relu(vision.apply_linear(second, x))  # type: ignore[arg-type]
+        return vision.apply_linear(third, x)  # type: ignore[arg-type]
 
 
 class SamMaskDecoder(nn.Module):

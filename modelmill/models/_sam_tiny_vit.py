@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from modelmill.models._layer_rules import RuleSource, RuleSources
+from modelmill.models._rename_rules import SourceTensors, SourceTensorsByPath
 from modelmill.models._sam_vit import make_neck
-from modelmill.nn.conv import Conv2d, PlainNorm
+from modelmill.nn.conv import Conv2d, VisionLayerNorm
 from modelmill.nn.layer_spec import CompositeSpec, LayerSpec, LinearSpec, ModuleSpec, NormSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import REPLICATED
@@ -65,7 +65,7 @@ class TinyVitSpec:
             sites=linear_input_sites(modules),
             outputs=("stage_out",),
             partitions=REPLICATED,
-            wholes=tuple(
+            composites=tuple(
                 CompositeSpec(path, path, ("attention_biases",) if path.endswith(".attn") else ())
                 for path in wholes
             ),
@@ -120,7 +120,7 @@ def _attention_block_specs(path: str, width: int) -> tuple[list[ModuleSpec], lis
     return modules, [f"{path}.attn", f"{path}.mlp"]
 
 
-def _folded_batch_norm(path: str, stored: str, *, pointwise: bool) -> RuleSources:
+def _fold_batch_norm_sources(path: str, stored: str, *, pointwise: bool) -> SourceTensorsByPath:
     """A convolution's weight and bias, from the convolution and the batch norm behind it.
 
     Args:
@@ -132,29 +132,29 @@ def _folded_batch_norm(path: str, stored: str, *, pointwise: bool) -> RuleSource
     norm = ("bias", "weight", "running_mean", "running_var")
     how = "fold_weight+pointwise" if pointwise else "fold_weight"
     return {
-        f"{path}.weight": RuleSource(weight, how),
-        f"{path}.bias": RuleSource(tuple(f"{stored}.bn.{name}" for name in norm), "fold_bias"),
+        f"{path}.weight": SourceTensors(weight, how),
+        f"{path}.bias": SourceTensors(tuple(f"{stored}.bn.{name}" for name in norm), "fold_bias"),
     }
 
 
 PATCH_EMBED_SOURCES = {
-    **_folded_batch_norm(
+    **_fold_batch_norm_sources(
         "image_encoder.patch_embed.0", "image_encoder.patch_embed.seq.0", pointwise=False
     ),
-    **_folded_batch_norm(
+    **_fold_batch_norm_sources(
         "image_encoder.patch_embed.2", "image_encoder.patch_embed.seq.2", pointwise=False
     ),
 }
 """The tensors before the first stage."""
 
 
-def folded_batch_norms(stages: Iterable[LayerSpec]) -> RuleSources:
+def stage_conv_tensor_sources(stages: Iterable[LayerSpec]) -> SourceTensorsByPath:
     """The tensors of the stages' convolutions."""
-    sources: dict[str, RuleSource] = {}
+    sources: dict[str, SourceTensors] = {}
     for module in (module for stage in stages for module in stage.modules):
         pointwise = module.path.endswith(POINTWISE_CONVOLUTIONS)
         if pointwise or module.op == "conv2d":
-            sources |= _folded_batch_norm(module.path, module.path, pointwise=pointwise)
+            sources |= _fold_batch_norm_sources(module.path, module.path, pointwise=pointwise)
     return sources
 
 
@@ -173,8 +173,8 @@ class MBConv(nn.Module):
 
     def forward(self, x: torch.Tensor, vision: VisionContext) -> torch.Tensor:
         """[B, H, W, C], the same shape."""
-        inner = F.gelu(conv_channels_last(self.conv2, F.gelu(vision.linear(self.conv1, x))))
-        return F.gelu(x + vision.linear(self.conv3, inner))
+        inner = F.gelu(conv_channels_last(self.conv2, F.gelu(vision.apply_linear(self.conv1, x))))
+        return F.gelu(x + vision.apply_linear(self.conv3, inner))
 
 
 class PatchMerging(nn.Module):
@@ -188,8 +188,8 @@ class PatchMerging(nn.Module):
 
     def forward(self, x: torch.Tensor, vision: VisionContext) -> torch.Tensor:
         """[B, H, W, C] → [B, H', W', C']."""
-        inner = F.gelu(conv_channels_last(self.conv2, F.gelu(vision.linear(self.conv1, x))))
-        return vision.linear(self.conv3, inner)
+        inner = F.gelu(conv_channels_last(self.conv2, F.gelu(vision.apply_linear(self.conv1, x))))
+        return vision.apply_linear(self.conv3, inner)
 
 
 class TinyVitAttention(nn.Module):
@@ -200,7 +200,7 @@ class TinyVitAttention(nn.Module):
     def __init__(self, width: int, heads: int, window: int, eps: float) -> None:
         super().__init__()
         self.heads, self.window = heads, window
-        self.norm = PlainNorm(width, eps)
+        self.norm = VisionLayerNorm(width, eps)
         self.qkv = Linear(width, 3 * width, bias=True)
         self.proj = Linear(width, width, bias=True)
         self.register_buffer("attention_biases", torch.empty(heads, window * window, device="meta"))
@@ -219,11 +219,11 @@ class TinyVitAttention(nn.Module):
         mixed = vision.ops.image_attention(
             ImageAttentionInputs(qkv, self.heads, self.window, fill, bias=self.attention_biases)
         )
-        return vision.linear(self.proj, mixed.view(batch, height, width, channels))
+        return vision.apply_linear(self.proj, mixed.view(batch, height, width, channels))
 
     def _qkv(self, x: torch.Tensor, vision: VisionContext) -> torch.Tensor:
         batch, height, width, channels = x.shape
-        by_head = vision.linear(self.qkv, x).view(
+        by_head = vision.apply_linear(self.qkv, x).view(
             batch, height, width, self.heads, 3, channels // self.heads
         )
         return by_head.transpose(3, 4)
@@ -234,13 +234,13 @@ class TinyVitMLP(nn.Module):
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
-        self.norm = PlainNorm(width, eps)
+        self.norm = VisionLayerNorm(width, eps)
         self.fc1 = Linear(width, 4 * width, bias=True)
         self.fc2 = Linear(4 * width, width, bias=True)
 
     def forward(self, x: torch.Tensor, vision: VisionContext) -> torch.Tensor:
         """[…, C], the same shape."""
-        return vision.linear(self.fc2, F.gelu(vision.linear(self.fc1, self.norm(x))))
+        return vision.apply_linear(self.fc2, F.gelu(vision.apply_linear(self.fc1, self.norm(x))))
 
 
 class TinyVitBlock(nn.Module):

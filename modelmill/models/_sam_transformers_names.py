@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modelmill.models._layer_rules import RuleSource
+from modelmill.models._rename_rules import SourceTensors
 
 ENCODER_LAYERS = "vision_encoder.layers"
 BLOCK_NAMES = {"norm1": ("layer_norm1",), "norm2": ("layer_norm2",)}
@@ -48,7 +48,7 @@ _MASK_DECODER = {
 NAMES = {path: (name,) for path, name in (_IMAGE_ENCODER | _PROMPT_ENCODER | _MASK_DECODER).items()}
 """Modules outside the blocks, by their paths in the model."""
 SOURCES = {
-    "prompt_encoder.pe_layer.positional_encoding_gaussian_matrix": RuleSource(
+    "prompt_encoder.pe_layer.positional_encoding_gaussian_matrix": SourceTensors(
         ("shared_image_embedding.positional_embedding",)
     )
 }

@@ -105,7 +105,7 @@ class SamVitAttention(VitBranch):
         Windows over the edge are padded with zeros after the norm, so that q, k and v of those
         tokens are the bias.
         """
-        qkv = vision.linear(self.qkv, x)
+        qkv = vision.apply_linear(self.qkv, x)
         batch, height, width, channels = qkv.shape
         qkv = qkv.view(batch, height, width, 3, self.heads, channels // (3 * self.heads))
         assert self.qkv.bias is not None
@@ -116,7 +116,7 @@ class SamVitAttention(VitBranch):
             resize_rel_pos(self.rel_pos_w, 2 * wide - 1),
         )  # fmt: skip
         mixed = vision.ops.image_attention(inputs)
-        return vision.linear(self.proj, mixed)
+        return vision.apply_linear(self.proj, mixed)
 
 
 class SamVitEncoder(nn.Module):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, attention_bias
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._hf_config import attention_bias_fields, read_activation
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.xielu import XIELU
 
@@ -41,7 +41,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         raw,
         ConfigDefaults(positions=65536, eps=1e-5, theta=THETA),
         gated=False,
-        activation=XIELU.NAME if is_xielu else activation(raw, "hidden_act", "silu"),
-        **attention_bias(raw),
+        activation=XIELU.NAME if is_xielu else read_activation(raw, "hidden_act", "silu"),
+        **attention_bias_fields(raw),
         qk_norm=True,
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import attention_and_mlp_bias
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._hf_config import attention_and_mlp_bias_fields
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
@@ -19,5 +19,5 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         raw,
         ConfigDefaults(positions=4096, eps=1e-5, activation="relu2"),
         gated=False,
-        **attention_and_mlp_bias(raw),
+        **attention_and_mlp_bias_fields(raw),
     )

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import MAX_SIZE, positive_int, require_value
-from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
@@ -38,10 +38,10 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     )
 
 
-def rules(config: DecoderConfig) -> list[Rule]:
+def rename_rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor of the model; in GGUFs q, k and v are apart."""
     out = []
-    for rule in LAYOUT.rules(config):
+    for rule in LAYOUT.rename_rules(config):
         stem, pack, leaf = rule.sources[0].partition("W_pack.")
         apart = tuple(f"{stem}{part}_proj.{leaf}" for part in "qkv") if pack else ()
         out.append(replace(rule, apart=apart))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _gpt2_common
 from modelmill.models._hf_config import EVERY_BIAS, positive_int, require_value
-from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._megatron_names import layer_checkpoint_names
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.decoder import Decoder, DecoderConfig
 

@@ -5,20 +5,20 @@
 
 from __future__ import annotations
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models._hf_config import (
-    boolean,
     check_even_heads,
-    check_rotary_pairs,
+    checked_rotary_channels,
     exact_quotient,
     non_negative_float,
     num_layers,
     positive_float,
     positive_int,
+    read_boolean,
     require_value,
 )
-from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._megatron_names import layer_checkpoint_names
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM, RMS_NORM
 from modelmill.nn.rotary import RopeSpec
@@ -46,7 +46,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in ChatGLMConfig."""
     require_value(raw, "apply_residual_connection_post_layernorm", (False,), False)
     hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
-    grouped = boolean(raw, "multi_query_attention", False)
+    grouped = read_boolean(raw, "multi_query_attention", False)
     kv_heads = positive_int(raw, "multi_query_group_num", default=1)
     if grouped:
         exact_quotient("num_attention_heads", heads, "multi_query_group_num", kv_heads)
@@ -54,7 +54,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     check_even_heads("kv_channels", dim, dim)
     length = positive_int(raw, "seq_length", default=2048)
     base = 1e4 * positive_float(raw, "rope_ratio", default=1.0)
-    bias = boolean(raw, "add_bias_linear", False)
+    bias = read_boolean(raw, "add_bias_linear", False)
     layers = num_layers(raw, "num_layers")
     require_value(raw, "num_hidden_layers", (layers, None), None)
     return DecoderConfig(
@@ -67,10 +67,10 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         vocab=positive_int(raw, "padded_vocab_size", "vocab_size"),
         eps=non_negative_float(raw, "layernorm_epsilon", default=1e-5),
         max_len=length,
-        rope=RopeSpec(check_rotary_pairs("kv_channels", dim, dim // 2), base, length),
-        norm=RMS_NORM if boolean(raw, "rmsnorm", True) else LAYER_NORM,
-        qkv_bias=boolean(raw, "add_qkv_bias", False) or bias,
+        rope=RopeSpec(checked_rotary_channels("kv_channels", dim, dim // 2), base, length),
+        norm=RMS_NORM if read_boolean(raw, "rmsnorm", True) else LAYER_NORM,
+        qkv_bias=read_boolean(raw, "add_qkv_bias", False) or bias,
         out_bias=bias,
         mlp_bias=bias,
-        tied=boolean(raw, "tie_word_embeddings", False),
+        tied=read_boolean(raw, "tie_word_embeddings", False),
     )

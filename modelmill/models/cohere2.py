@@ -5,14 +5,14 @@ Layers with a window rotate neighbouring channels; layers with full attention ro
 
 from __future__ import annotations
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import attention_bias, num_layers, positive_float
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._hf_config import attention_bias_fields, num_layers, positive_float
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM_WITHOUT_BIAS
-from modelmill.nn.parallel_layer import ParallelLayer
+from modelmill.nn.parallel_residual_layer import ParallelResidualLayer
 
 Model = Decoder
 LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, neighbours=True)
@@ -38,8 +38,8 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         ConfigDefaults(positions=8192, tied=True, activation="silu"),
         layer_norm="layer_norm_eps",
         norm=LAYER_NORM_WITHOUT_BIAS,
-        layer=ParallelLayer,
-        **attention_bias(raw),
+        layer=ParallelResidualLayer,
+        **attention_bias_fields(raw),
         logit_scale=positive_float(raw, "logit_scale", default=0.0625),
         windows=windows,
         unrotated_layers=frozenset(i for i in range(layers) if windows[i] is None),

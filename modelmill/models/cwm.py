@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import boolean, positive_int
-from modelmill.models._llama_common import ConfigDefaults, windows_but_every
+from modelmill.models._hf_config import positive_int, read_boolean
+from modelmill.models._llama_common import ConfigDefaults, windows_except_every_nth
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
@@ -31,7 +31,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     config = _llama_common.config_from_hf(
         raw,
         ConfigDefaults(positions=131072, eps=1e-5, theta=1000000.0, activation="silu"),
-        mlp_bias=boolean(raw, "mlp_bias", False),
+        mlp_bias=read_boolean(raw, "mlp_bias", False),
     )
     positive_int(raw, "sliding_window")  # the class has no null
-    return replace(config, windows=windows_but_every(FULL_EVERY, raw, config.layers))
+    return replace(config, windows=windows_except_every_nth(FULL_EVERY, raw, config.layers))

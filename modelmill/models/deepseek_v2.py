@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _deepseek_common
 from modelmill.models._deepseek_common import decoder_config
 from modelmill.models._hf_config import positive_int, require_value

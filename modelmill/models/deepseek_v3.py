@@ -5,10 +5,10 @@ The layer of multi-token prediction in the file is not used.
 
 from __future__ import annotations
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _deepseek_common
 from modelmill.models._deepseek_common import EXPERTS_OF_SIGMOIDS, decoder_config
-from modelmill.models._hf_config import boolean
+from modelmill.models._hf_config import read_boolean
 from modelmill.models._moe_config import SELECTION_BIASES, group_limited_router
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
@@ -28,6 +28,6 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         raw,
         router,
         positions=4096,
-        neighbours=boolean(raw, "rope_interleave", True),
+        neighbours=read_boolean(raw, "rope_interleave", True),
         defaults=DEFAULTS,
     )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import CheckpointError
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import attention_bias
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._hf_config import attention_bias_fields
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
@@ -27,7 +27,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     config = _llama_common.config_from_hf(
         raw,
         ConfigDefaults(eps=1e-5, activation="silu"),
-        **attention_bias(raw),
+        **attention_bias_fields(raw),
         differential=True,
     )
     if config.kv_heads % 2:
@@ -38,12 +38,12 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     return config
 
 
-def rules(config: DecoderConfig) -> list[Rule]:
+def rename_rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor of the model; heads i and i + n / 2 stand side by side."""
     step = f"+rows:{'/'.join(_pair_rows(config))}"
     return [
         replace(rule, how=f"{rule.how}{step}") if ".attn.qkv_proj." in rule.target else rule
-        for rule in LAYOUT.rules(config)
+        for rule in LAYOUT.rename_rules(config)
     ]
 
 

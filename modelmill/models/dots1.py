@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common, _moe_config
 from modelmill.models._hf_config import (
-    activation,
-    attention_bias,
-    boolean,
+    attention_bias_fields,
     num_layers,
     positive_int,
+    read_activation,
+    read_boolean,
 )
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
@@ -26,16 +26,16 @@ FLOAT32_TENSORS = _moe_config.SELECTION_BIASES
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Dots1Config."""
-    act, layers = activation(raw, "hidden_act", "silu"), num_layers(raw, "num_hidden_layers")
+    act, layers = read_activation(raw, "hidden_act", "silu"), num_layers(raw, "num_hidden_layers")
     if raw.get("sliding_window") is None:
-        boolean(raw, "use_sliding_window", False)  # there are no windows, whatever it says
+        read_boolean(raw, "use_sliding_window", False)  # there are no windows, whatever it says
     raw = overlay_config(
         raw, {"num_key_value_heads": 32, "max_window_layers": 62}, {"use_sliding_window": True}
     )
     config = _llama_common.config_from_hf(
         raw,
         activation=act,
-        **attention_bias(raw),
+        **attention_bias_fields(raw),
         qk_norm=True,
         windows=_llama_common.sliding_windows(raw, layers),
     )

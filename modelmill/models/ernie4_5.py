@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import linear_bias_fields
-from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder

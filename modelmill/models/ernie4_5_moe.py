@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import CheckpointError
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common, ernie4_5
 from modelmill.models._hf_config import (
-    activation,
     linear_bias_fields,
     non_negative_float,
     positive_int,
+    read_activation,
 )
-from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout, RuleSource
 from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._moe_config import (
     EXPERT_NAMES,
@@ -21,13 +20,14 @@ from modelmill.models._moe_config import (
     SELECTION_BIASES,
     SHARED_EXPERT_NAMES,
 )
+from modelmill.models._rename_rules import IGNORED_BUFFERS, CheckpointLayout, SourceTensors
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import RouterConfig
 from modelmill.nn.moe_spec import MoESpec
 
 Model = Decoder
-BIAS = RuleSource(("mlp.moe_statics.e_score_correction_bias",), "flatten")  # [1, E]
+BIAS = SourceTensors(("mlp.moe_statics.e_score_correction_bias",), "flatten")  # [1, E]
 LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT_NAMES},
     neighbours=True,
@@ -43,7 +43,7 @@ FLOAT32_TENSORS = SELECTION_BIASES
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Ernie4_5_MoeConfig."""
     biases = linear_bias_fields(raw, "use_bias", False)
-    act, biased = activation(raw, "hidden_act", "silu"), biases["mlp_bias"]
+    act, biased = read_activation(raw, "hidden_act", "silu"), biases["mlp_bias"]
     config = _llama_common.config_from_hf(
         raw,
         replace(ernie4_5.DEFAULTS, kv_heads=4, head_dim=None, activation=None),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import num_layers
-from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import ConfigDefaults
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.models.olmo2 import POST_NORM_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.post_norm import PostNormLayer

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _moe_config, exaone4
 from modelmill.models._hf_config import positive_int
-from modelmill.models._layer_rules import IGNORED_BUFFERS, RuleSource
-from modelmill.models._moe_config import layers_by_mlp_type
+from modelmill.models._moe_config import dense_layers_by_mlp_type
+from modelmill.models._rename_rules import IGNORED_BUFFERS, SourceTensors
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 from modelmill.nn.pre_norm import PreNormLayer
 
 Model = Decoder
-BIAS = RuleSource(("mlp.e_score_correction_bias",))
+BIAS = SourceTensors(("mlp.e_score_correction_bias",))
 LAYOUT = replace(
     _moe_config.SHARED_EXPERTS_LAYOUT,
     tensors={"mlp.routing.selection_bias": BIAS},
@@ -51,7 +51,7 @@ def _dense_layers(raw: RawConfig, layers: int) -> frozenset[int]:
         CheckpointError: for a list of other values, or of another length.
     """
     first = _moe_config.leading_dense_layers(raw, layers, 1)
-    dense, marks = layers_by_mlp_type(raw, layers, dense=len(first)), raw.get("is_moe_layer")
+    dense, marks = dense_layers_by_mlp_type(raw, layers, dense=len(first)), raw.get("is_moe_layer")
     if marks is None:
         return dense
     if (

@@ -9,20 +9,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _hf_config, _llama_common, bloom
 from modelmill.models._hf_config import (
     MAX_SIZE,
-    activation,
-    boolean,
     linear_bias_fields,
     positive_int,
+    read_activation,
+    read_boolean,
 )
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.decoder import Decoder, DecoderConfig
-from modelmill.nn.parallel_layer import ParallelLayer
+from modelmill.nn.parallel_residual_layer import ParallelResidualLayer
 from modelmill.nn.pre_norm import PreNormLayer
 
 Model = Decoder
@@ -33,31 +33,31 @@ UNUSED_CONFIG_KEYS = ("apply_residual_connection_post_layernorm",)
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in FalconConfig."""
-    new = boolean(raw, "new_decoder_architecture", False)
-    parallel = boolean(raw, "parallel_attn", True)
+    new = read_boolean(raw, "new_decoder_architecture", False)
+    parallel = read_boolean(raw, "parallel_attn", True)
     heads = positive_int(raw, "num_attention_heads", "n_head")
     hidden = positive_int(raw, "n_embed", "hidden_size")
     stored = positive_int(raw, "num_kv_heads", "n_head_kv", default=heads)
-    one_head = boolean(raw, "multi_query", True) and not new
+    one_head = read_boolean(raw, "multi_query", True) and not new
     sizes = {
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_hidden_layers": positive_int(raw, "num_hidden_layers", "n_layer"),
         "num_key_value_heads": 1 if one_head else stored if new else heads,
         "intermediate_size": positive_int(raw, "ffn_hidden_size", default=4 * hidden),
-        **_hf_config.head_dim_override(raw, hidden, heads),
+        **_hf_config.refuse_custom_head_dim(raw, hidden, heads),
     }
     config = _llama_common.config_from_hf(
         overlay_config(raw, {}, sizes),
         ConfigDefaults(tied=True),
         layer_norm="layer_norm_epsilon",
-        activation=activation(raw, "activation", "gelu"),
-        layer=ParallelLayer if parallel else PreNormLayer,
+        activation=read_activation(raw, "activation", "gelu"),
+        layer=ParallelResidualLayer if parallel else PreNormLayer,
         mlp_norm=_has_two_norms(raw, new, parallel),
         gated=False,
         **linear_bias_fields(raw, "bias", False),
     )
-    if not boolean(raw, "alibi", False):
+    if not read_boolean(raw, "alibi", False):
         return config
     alibi = AlibiConfig(scale=config.head_dim**-0.5)
     return replace(config, rope=None, alibi=alibi, max_extended_len=MAX_SIZE)
@@ -74,7 +74,7 @@ def _has_two_norms(raw: RawConfig, new: bool, parallel: bool) -> bool:
     return count == 2
 
 
-def rules(config: DecoderConfig) -> list[Rule]:
+def rename_rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor; a parallel layer with two norms has other names for them."""
-    two = config.layer is ParallelLayer and config.mlp_norm
-    return (replace(LAYOUT, names=TWO_NORM_NAMES) if two else LAYOUT).rules(config)
+    two = config.layer is ParallelResidualLayer and config.mlp_norm
+    return (replace(LAYOUT, names=TWO_NORM_NAMES) if two else LAYOUT).rename_rules(config)

@@ -5,32 +5,38 @@ from __future__ import annotations
 from dataclasses import replace
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._falcon_h1_multipliers import (
     FalconH1Config,
+    fold_multipliers_into_rule,
     read_multipliers,
-    with_multipliers,
 )
-from modelmill.models._hf_config import attention_and_mlp_bias, boolean, factor, positive_int
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._hf_config import (
+    attention_and_mlp_bias_fields,
+    positive_int,
+    read_boolean,
+    read_factor,
+)
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._mamba_config import (
     conv_width,
     mamba_checkpoint_names,
-    state_heads,
+    read_mamba_head_sizes,
     time_step_limit,
 )
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
-from modelmill.nn.hybrid_layer import HybridLayer, beside_attention
 from modelmill.nn.mamba2 import Mamba2Spec
+from modelmill.nn.parallel_hybrid_layer import ParallelHybridLayer, mamba_module_path
 
 Model = Decoder
 LAYOUT = CheckpointLayout(
     {
         **CHECKPOINT_NAMES,
         **{
-            beside_attention(path): names for path, names in mamba_checkpoint_names("mamba").items()
+            mamba_module_path(path): names
+            for path, names in mamba_checkpoint_names("mamba").items()
         },
         "mlp_norm": ("pre_ff_layernorm",),
         "mlp.gate_up_proj": ("feed_forward.gate_proj", "feed_forward.up_proj"),
@@ -52,12 +58,12 @@ def config_from_hf(raw: RawConfig) -> FalconH1Config:
     config = _llama_common.config_from_hf(
         raw,
         ConfigDefaults(kv_heads=8, positions=8192, eps=1e-5),
-        layer=HybridLayer,
-        **attention_and_mlp_bias(raw),
-        embedding_scale=factor(raw, "embedding_multiplier"),
-        logit_scale=factor(raw, "lm_head_multiplier"),
+        layer=ParallelHybridLayer,
+        **attention_and_mlp_bias_fields(raw),
+        embedding_scale=read_factor(raw, "embedding_multiplier"),
+        logit_scale=read_factor(raw, "lm_head_multiplier"),
     )
-    fields = vars(replace(config, beside_attention=_mamba_spec(raw, config)))
+    fields = vars(replace(config, parallel_recurrence=_mamba_spec(raw, config)))
     return FalconH1Config(**fields, multipliers=read_multipliers(raw))
 
 
@@ -69,17 +75,17 @@ def _mamba_spec(raw: RawConfig, config: DecoderConfig) -> Mamba2Spec:
     if raw["mamba_d_ssm"] is not None:
         inner, name = positive_int(raw, "mamba_d_ssm"), "mamba_d_ssm"
     keys = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups")
-    heads, dim, groups = state_heads(raw, inner, keys, groups=1, inner_name=name)
+    heads, dim, groups = read_mamba_head_sizes(raw, inner, keys, groups=1, inner_name=name)
     return Mamba2Spec(
         config.hidden, heads, dim, positive_int(raw, "mamba_d_state", default=256, max_value=1024),
         groups, conv_width(raw, "mamba_d_conv"), config.eps,
-        boolean(raw, "mamba_proj_bias", False), boolean(raw, "mamba_conv_bias", True),
-        time_step_limit(raw), out_bias=boolean(raw, "projectors_bias", False),
-        norm=boolean(raw, "mamba_rms_norm", False),
-        norm_first=boolean(raw, "mamba_norm_before_gate", True),
+        read_boolean(raw, "mamba_proj_bias", False), read_boolean(raw, "mamba_conv_bias", True),
+        time_step_limit(raw), out_bias=read_boolean(raw, "projectors_bias", False),
+        norm=read_boolean(raw, "mamba_rms_norm", False),
+        norm_first=read_boolean(raw, "mamba_norm_before_gate", True),
     )  # fmt: skip
 
 
-def rules(config: FalconH1Config) -> list[Rule]:
+def rename_rules(config: FalconH1Config) -> list[Rule]:
     """Every tensor of the model, the multipliers folded in."""
-    return [with_multipliers(rule, config) for rule in LAYOUT.rules(config)]
+    return [fold_multipliers_into_rule(rule, config) for rule in LAYOUT.rename_rules(config)]

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, attention_bias, boolean, non_negative_float
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._hf_config import (
+    attention_bias_fields,
+    non_negative_float,
+    read_activation,
+    read_boolean,
+)
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models._moe_config import EXPERT_NAMES, router_config
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.models.olmo2 import POST_NORM_NAMES
 from modelmill.models.olmoe import QK_NORMS
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -24,18 +29,18 @@ LAYOUT = CheckpointLayout({**POST_NORM_NAMES, **QK_NORMS, **EXPERT_NAMES})
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in FlexOlmoConfig."""
-    act = activation(raw, "hidden_act", "silu")
+    act = read_activation(raw, "hidden_act", "silu")
     raw = overlay_config(raw, {"rms_norm_eps": 1e-6})
     config = _llama_common.config_from_hf(
         raw,
         ConfigDefaults(positions=4096, theta=500000.0),
         activation=act,
         layer=PostNormLayer,
-        **attention_bias(raw),
+        **attention_bias_fields(raw),
         qkv_norm=QKNormConfig(WIDE_RMS, non_negative_float(raw, "rms_norm_eps")),
     )
     router = router_config(
-        raw, experts=7, top_k=5, renormalize=boolean(raw, "norm_topk_prob", False)
+        raw, experts=7, top_k=5, renormalize=read_boolean(raw, "norm_topk_prob", False)
     )
     return replace(
         config, moe=MoESpec(router, MLPSpec(config.hidden, config.inner, activation=act))

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
-    activation,
-    attention_bias,
+    attention_bias_fields,
     num_layers,
-    optional_positive,
+    optional_positive_float,
     positive_float,
     positive_int,
+    read_activation,
 )
-from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import SandwichLayer
 
@@ -39,19 +39,19 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     return _llama_common.config_from_hf(
         raw,
         ConfigDefaults(kv_heads=4, head_dim=256, positions=8192, tied=True),
-        **common_fields(raw),
+        **shared_gemma_fields(raw),
         windows=_llama_common.interleaved_windows(raw, layers, 2),
-        logit_softcap=optional_positive(raw, "final_logit_softcapping", 30.0),
-        attention_softcap=optional_positive(raw, "attn_logit_softcapping", 50.0),
+        logit_softcap=optional_positive_float(raw, "final_logit_softcapping", 30.0),
+        attention_softcap=optional_positive_float(raw, "attn_logit_softcapping", 50.0),
     )
 
 
-def common_fields(raw: RawConfig) -> dict[str, Any]:
+def shared_gemma_fields(raw: RawConfig) -> dict[str, Any]:
     """Fields of DecoderConfig that Gemma 3 reads alike."""
     return {
-        "activation": activation(raw, "hidden_activation", "gelu_pytorch_tanh"),
+        "activation": read_activation(raw, "hidden_activation", "gelu_pytorch_tanh"),
         "layer": SandwichLayer,
         "attention_scale": positive_float(raw, "query_pre_attn_scalar", default=256.0) ** -0.5,
         "embedding_scale": positive_int(raw, "hidden_size") ** 0.5,
-        **attention_bias(raw),
+        **attention_bias_fields(raw),
     }

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common, gemma2
-from modelmill.models._hf_config import num_layers, optional_positive, positive_float, positive_int
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._hf_config import (
+    num_layers,
+    optional_positive_float,
+    positive_float,
+    positive_int,
+)
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
@@ -26,21 +31,23 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     below = {"num_key_value_heads": 4, "head_dim": 256}
     raw = overlay_config(raw, below)
     local = positive_float(raw, "rope_local_base_freq", default=10000.0)
-    full, local_raw = _llama_common.rope_by_layer_type(raw, 1000000.0, local)
+    full, local_raw = _llama_common.configs_by_layer_type_rope(raw, 1000000.0, local)
     layers = num_layers(raw, "num_hidden_layers")
     windows = _llama_common.interleaved_windows(raw, layers, 6, has_pattern=True)
     # the length behind the scaling, which is by 8 from 4B on
     length = positive_int(raw, "max_position_embeddings", default=MAX_POSITIONS)
-    config = replace(_config(full, raw), max_len=length)
-    return replace(config, windows=windows, local_rope=_config(local_raw, raw).rope)
+    config = replace(_decoder_config_with_rope(full, raw), max_len=length)
+    return replace(
+        config, windows=windows, local_rope=_decoder_config_with_rope(local_raw, raw).rope
+    )
 
 
-def _config(rotated: RawConfig, raw: RawConfig) -> DecoderConfig:
+def _decoder_config_with_rope(rotated: RawConfig, raw: RawConfig) -> DecoderConfig:
     """The config with one of the two rotations."""
     return _llama_common.config_from_hf(
         rotated,
         ConfigDefaults(positions=MAX_POSITIONS, tied=True),
         qk_norm=True,
-        **gemma2.common_fields(raw),
-        logit_softcap=optional_positive(raw, "final_logit_softcapping"),
+        **gemma2.shared_gemma_fields(raw),
+        logit_softcap=optional_positive_float(raw, "final_logit_softcapping"),
     )

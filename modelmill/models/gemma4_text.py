@@ -13,21 +13,21 @@ from typing import Any
 import torch
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _gemma4_config, _llama_common, gemma2
 from modelmill.models._gemma4_config import Gemma4Config
 from modelmill.models._hf_config import (
-    activation,
-    attention_bias,
-    boolean,
+    attention_bias_fields,
     num_layers,
-    optional_positive,
+    optional_positive_float,
     positive_int,
+    read_activation,
+    read_boolean,
 )
-from modelmill.models._layer_rules import CheckpointLayout, RuleSource
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
+from modelmill.models._rename_rules import CheckpointLayout, SourceTensors
 from modelmill.nn.decoder import Decoder
-from modelmill.nn.layer_spec import linear_tensors
+from modelmill.nn.layer_spec import linear_tensor_names
 from modelmill.nn.per_layer_input import PerLayerInputs
 from modelmill.nn.scaled_sandwich import ScaledSandwichLayer
 from modelmill.nn.step import Step
@@ -49,9 +49,9 @@ NAMES = {
     f"{EXPERTS}.down_proj": ("experts.*.down_proj",),
 }
 SCALES = {
-    "output.scale": RuleSource(("layer_scalar",)),
-    "experts.router_norm.weight": RuleSource(("router.scale",)),
-    "experts.moe.routing.expert_scale": RuleSource(("router.per_expert_scale",)),
+    "output.scale": SourceTensors(("layer_scalar",)),
+    "experts.router_norm.weight": SourceTensors(("router.scale",)),
+    "experts.moe.routing.expert_scale": SourceTensors(("router.per_expert_scale",)),
 }
 LAYOUT = CheckpointLayout(NAMES, tensors=SCALES)
 LAYER_INPUT_NAMES = {
@@ -80,12 +80,12 @@ def config_from_hf(raw: RawConfig) -> Gemma4Config:
     plain = overlay_config(
         raw, {}, dict.fromkeys(("rope_parameters", "rope_scaling", "rope_theta"))
     )
-    act = activation(raw, "hidden_activation", "gelu_pytorch_tanh")
+    act = read_activation(raw, "hidden_activation", "gelu_pytorch_tanh")
     common = _llama_common.config_from_hf(
         plain,
         ConfigDefaults(positions=MAX_POSITIONS, tied=True),
         activation=act,
-        **attention_bias(raw),
+        **attention_bias_fields(raw),
     )
     own = common.kv_heads, common.head_dim
     full_kv_heads, full_head_dim = _gemma4_config.full_attention_head_sizes(raw, windows, own)
@@ -101,19 +101,19 @@ def config_from_hf(raw: RawConfig) -> Gemma4Config:
         "max_len": positions, "rope": rope, "local_rope": local_rope, "windows": windows,
         "layer": ScaledSandwichLayer, "qk_norm": True, "attention_scale": 1.0,
         "embedding_scale": hidden**0.5,
-        "logit_softcap": optional_positive(raw, "final_logit_softcapping"),
+        "logit_softcap": optional_positive_float(raw, "final_logit_softcapping"),
         "full_kv_heads": full_kv_heads, "full_head_dim": full_head_dim,
-        "values_are_keys": boolean(raw, "attention_k_eq_v", False),
-        "num_kv_shared": _gemma4_config.num_kv_shared(raw, windows),
-        "double_wide": boolean(raw, "use_double_wide_mlp", False),
+        "values_are_keys": read_boolean(raw, "attention_k_eq_v", False),
+        "num_kv_shared_layers": _gemma4_config.num_kv_shared_layers(raw, windows),
+        "double_wide": read_boolean(raw, "use_double_wide_mlp", False),
         "moe": _gemma4_config.expert_spec(raw, hidden, act),
         "inputs": _gemma4_config.per_layer_input_config(raw, layers, hidden, common.eps),
     })  # fmt: skip
 
 
-def rules(config: Gemma4Config) -> list[Rule]:
+def rename_rules(config: Gemma4Config) -> list[Rule]:
     """Every tensor of the model."""
-    out = LAYOUT.rules(config)
+    out = LAYOUT.rename_rules(config)
     if config.inputs is not None:
         out += [
             Rule(f"layer_inputs.{name}.weight", (f"model.{source}.weight",))
@@ -123,7 +123,7 @@ def rules(config: Gemma4Config) -> list[Rule]:
         f"layers.{layer}.attn.qkv_proj.{leaf}": layer
         for layer in range(config.first_kv_shared_layer)
         if config.windows[layer] is None and config.values_are_keys
-        for leaf in linear_tensors(bias=True)
+        for leaf in linear_tensor_names(bias=True)
     }
     return [
         Rule(rule.target, rule.sources[:2], rule.how) if rule.target in keys else rule
@@ -148,7 +148,7 @@ class Model(Decoder):
         super().__init__(config)
         self.layer_inputs = None if config.inputs is None else PerLayerInputs(config.inputs)
 
-    def with_per_layer_inputs(self, x: torch.Tensor, step: Step) -> Step:
+    def attach_per_layer_inputs(self, x: torch.Tensor, step: Step) -> Step:
         """The step with what layers read beside the stream; x: the embeddings [T, H]."""
         if self.layer_inputs is None:
             return step

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import boolean
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._hf_config import read_boolean
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
@@ -22,5 +22,5 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
             kv_heads=2, head_dim=128, positions=131072, eps=1.5625e-07, activation="silu"
         ),
         partial=0.5,
-        qkv_bias=boolean(raw, "attention_bias", True),
+        qkv_bias=read_boolean(raw, "attention_bias", True),
     )

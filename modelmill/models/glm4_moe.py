@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common, _moe_config
-from modelmill.models._hf_config import activation, boolean, positive_int
+from modelmill.models._hf_config import positive_int, read_activation, read_boolean
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
@@ -22,14 +22,17 @@ FLOAT32_TENSORS = _moe_config.SELECTION_BIASES
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Glm4MoeConfig."""
-    bias, act = boolean(raw, "attention_bias", False), activation(raw, "hidden_act", "silu")
+    bias, act = (
+        read_boolean(raw, "attention_bias", False),
+        read_activation(raw, "hidden_act", "silu"),
+    )
     config = _llama_common.config_from_hf(
         raw,
         ConfigDefaults(kv_heads=8, positions=131072, eps=1e-5),
         partial=0.5,
         activation=act,
         qkv_bias=bias,
-        qk_norm=boolean(raw, "use_qk_norm", False),
+        qk_norm=read_boolean(raw, "use_qk_norm", False),
     )
     inner = positive_int(raw, "moe_intermediate_size", default=1408)
     shared = positive_int(raw, "n_shared_experts", default=1, max_value=64)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _deepseek_common
 from modelmill.models._deepseek_common import EXPERTS_OF_SIGMOIDS, decoder_config
-from modelmill.models._hf_config import boolean, positive_int, require_value
+from modelmill.models._hf_config import positive_int, read_boolean, require_value
 from modelmill.models._moe_config import (
     SELECTION_BIASES,
+    dense_layers_by_mlp_type,
     group_limited_router,
-    layers_by_mlp_type,
 )
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
@@ -37,7 +37,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         raw,
         group_limited_router(raw, RouterConfig(64, 4, scale=1.8)),
         positions=202752,
-        neighbours=boolean(raw, "rope_interleave", True),
+        neighbours=read_boolean(raw, "rope_interleave", True),
         defaults=DEFAULTS,
     )
-    return replace(config, dense_layers=layers_by_mlp_type(raw, config.layers, dense=1))
+    return replace(config, dense_layers=dense_layers_by_mlp_type(raw, config.layers, dense=1))

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _gpt2_common
 from modelmill.models._hf_config import (
     EVERY_BIAS,
-    activation,
-    boolean,
     exact_quotient,
     positive_int,
+    read_activation,
+    read_boolean,
     require_value,
 )
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.attention import AttentionSpec
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
@@ -35,7 +35,7 @@ UNUSED_CONFIG_KEYS = ("reorder_and_upcast_attn", "n_special", "predict_special_t
 
 
 @dataclass(frozen=True)
-class NumberedScoresConfig(DecoderConfig):
+class InverseLayerIndexScaleConfig(DecoderConfig):
     """A decoder whose scores are divided by the layer's number, from 1 up, besides."""
 
     def attention_spec(self, layer: int) -> AttentionSpec:
@@ -60,10 +60,10 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         inner=("n_inner",),
         max_len=positive_int(raw, "n_positions", "max_position_embeddings", default=length),
         first_position_row=0,
-        activation=activation(raw, "activation_function", "gelu_new"),
-        attention_scale=None if boolean(raw, "scale_attn_weights", True) else 1.0,
+        activation=read_activation(raw, "activation_function", "gelu_new"),
+        attention_scale=None if read_boolean(raw, "scale_attn_weights", True) else 1.0,
         **EVERY_BIAS,
     )
-    if not boolean(raw, "scale_attn_by_inverse_layer_idx", False):
+    if not read_boolean(raw, "scale_attn_by_inverse_layer_idx", False):
         return config
-    return NumberedScoresConfig(**vars(config))
+    return InverseLayerIndexScaleConfig(**vars(config))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _gpt2_common
-from modelmill.models._hf_config import EVERY_BIAS, activation, boolean, positive_int
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._hf_config import EVERY_BIAS, positive_int, read_activation, read_boolean
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
@@ -31,12 +31,12 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         inner=("n_inner",),
         max_len=positive_int(raw, "n_positions", "max_position_embeddings", default=1024),
         first_position_row=0,
-        activation=activation(raw, "activation_function", "gelu_pytorch_tanh"),
+        activation=read_activation(raw, "activation_function", "gelu_pytorch_tanh"),
         **EVERY_BIAS,
     )
-    return replace(config, kv_heads=1) if boolean(raw, "multi_query", True) else config
+    return replace(config, kv_heads=1) if read_boolean(raw, "multi_query", True) else config
 
 
-def rules(config: DecoderConfig) -> list[Rule]:
+def rename_rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor; with a key for each head, q, k and v of a head are beside each other."""
-    return replace(LAYOUT, grouped_qkv=config.kv_heads == config.heads).rules(config)
+    return replace(LAYOUT, grouped_qkv=config.kv_heads == config.heads).rename_rules(config)

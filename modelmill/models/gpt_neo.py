@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _gpt2_common
-from modelmill.models._hf_config import MAX_LAYERS, activation, positive_int
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._hf_config import MAX_LAYERS, positive_int, read_activation
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
@@ -39,7 +39,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         max_len=positive_int(raw, "max_position_embeddings", default=2048),
         first_position_row=0,
         attention_scale=1.0,
-        activation=activation(raw, "activation_function", "gelu_new"),
+        activation=read_activation(raw, "activation_function", "gelu_new"),
         out_bias=True,
         mlp_bias=True,
     )

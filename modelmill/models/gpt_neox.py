@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import attention_bias, boolean, head_dim_override, positive_int
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._hf_config import (
+    attention_bias_fields,
+    positive_int,
+    read_boolean,
+    refuse_custom_head_dim,
+)
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models._megatron_names import layer_checkpoint_names
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
-from modelmill.nn.parallel_layer import ParallelLayer
+from modelmill.nn.parallel_residual_layer import ParallelResidualLayer
 from modelmill.nn.pre_norm import PreNormLayer
 
 Model = Decoder
@@ -27,18 +32,18 @@ LAYOUT = CheckpointLayout(
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; its own names of the rotation's base and share are read, too."""
     hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
-    sizes = {**head_dim_override(raw, hidden, heads), "num_key_value_heads": None}
+    sizes = {**refuse_custom_head_dim(raw, hidden, heads), "num_key_value_heads": None}
     raw = overlay_config(raw, {}, sizes)
-    parallel = boolean(raw, "use_parallel_residual", True)
+    parallel = read_boolean(raw, "use_parallel_residual", True)
     return _llama_common.config_from_hf(
         raw,
         ConfigDefaults(activation="gelu"),
         layer_norm="layer_norm_eps",
         partial=0.25,
         rope_options={"theta_key": "rotary_emb_base", "partial_key": "rotary_pct"},
-        layer=ParallelLayer if parallel else PreNormLayer,
+        layer=ParallelResidualLayer if parallel else PreNormLayer,
         mlp_norm=True,
         gated=False,
-        **attention_bias(raw, default=True),
+        **attention_bias_fields(raw, default=True),
         mlp_bias=True,
     )

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import attention_bias, num_layers, positive_float
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._hf_config import attention_bias_fields, num_layers, positive_float
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._moe_config import EXPERT_NAMES, router_config
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
@@ -46,7 +46,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         raw,
         ConfigDefaults(positions=131072, eps=1e-5, theta=150000.0),
         sinks=True,
-        **attention_bias(raw, default=True),
+        **attention_bias_fields(raw, default=True),
         windows=_llama_common.interleaved_windows(raw, layers, 2),
     )
     # a softmax over the chosen experts' logits

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _gpt2_common
 from modelmill.models._hf_config import (
-    activation,
     check_even_heads,
-    check_rotary_pairs,
+    checked_rotary_channels,
     positive_int,
+    read_activation,
 )
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
-from modelmill.nn.parallel_layer import ParallelLayer
+from modelmill.nn.parallel_residual_layer import ParallelResidualLayer
 from modelmill.nn.rotary import RopeSpec
 
 Model = Decoder
@@ -41,12 +41,12 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         inner=("n_inner",),
         max_len=positions,
         tied=False,
-        layer=ParallelLayer,
-        activation=activation(raw, "activation_function", "gelu_new"),
+        layer=ParallelResidualLayer,
+        activation=read_activation(raw, "activation_function", "gelu_new"),
         mlp_bias=True,
         head_bias=True,
     )
     check_even_heads("n_head", config.heads, config.head_dim)
     rotated = positive_int(raw, "rotary_dim", default=64, max_value=config.head_dim)
-    dim = check_rotary_pairs("rotary_dim", rotated, rotated)
+    dim = checked_rotary_channels("rotary_dim", rotated, rotated)
     return replace(config, rope=RopeSpec(dim, 1e4, positions))

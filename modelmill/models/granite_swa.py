@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import granite
 from modelmill.models._hf_config import config_object, num_layers
-from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, windows_but_every
+from modelmill.models._llama_common import CHECKPOINT_NAMES, windows_except_every_nth
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
@@ -26,21 +26,24 @@ DEFAULTS = {
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GraniteSWAConfig."""
     raw, layers = overlay_config(raw, DEFAULTS), num_layers(raw, "num_hidden_layers")
-    windows, bases = windows_but_every(FULL_EVERY, raw, layers), _bases(raw, layers)
+    windows, bases = (
+        windows_except_every_nth(FULL_EVERY, raw, layers),
+        _layer_rope_thetas(raw, layers),
+    )
     slides = [window is not None for window in windows] or [False] * layers
-    full = _one_base([base for base, each in zip(bases, slides) if not each])
-    local = _one_base([base for base, each in zip(bases, slides) if each])
+    full = _common_rope_theta([base for base, each in zip(bases, slides) if not each])
+    local = _common_rope_theta([base for base, each in zip(bases, slides) if each])
     differs = full is not None and local not in (None, full)
     return replace(
-        granite.config_from_hf(_with_base(raw, full or local)),
+        granite.config_from_hf(_with_rope_theta(raw, full or local)),
         sinks=True,
         windows=windows,
         unrotated_layers=frozenset(i for i, each in enumerate(bases) if not each),
-        local_rope=granite.config_from_hf(_with_base(raw, local)).rope if differs else None,
+        local_rope=granite.config_from_hf(_with_rope_theta(raw, local)).rope if differs else None,
     )
 
 
-def _bases(raw: RawConfig, layers: int) -> list[float]:
+def _layer_rope_thetas(raw: RawConfig, layers: int) -> list[float]:
     """``layer_rope_theta``: a base for each layer that rotates, 0 for others; []: all rotate.
 
     Raises:
@@ -58,7 +61,7 @@ def _bases(raw: RawConfig, layers: int) -> list[float]:
     return list(bases)
 
 
-def _one_base(bases: list[float]) -> float | None:
+def _common_rope_theta(bases: list[float]) -> float | None:
     """The base of the layers of one type that rotate; None where none is named.
 
     Raises:
@@ -73,7 +76,7 @@ def _one_base(bases: list[float]) -> float | None:
     return own.pop() if own else None
 
 
-def _with_base(raw: RawConfig, base: float | None) -> RawConfig:
+def _with_rope_theta(raw: RawConfig, base: float | None) -> RawConfig:
     """The config with another base; None: its own."""
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     own = {} if base is None else {key: {**config_object(key, raw.get(key)), "rope_theta": base}}

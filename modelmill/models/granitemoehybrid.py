@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import granite
-from modelmill.models._hf_config import boolean, positive_int, require_value
+from modelmill.models._hf_config import positive_int, read_boolean, require_value
 from modelmill.models._hybrid_config import recurrent_layers
-from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._mamba_config import (
     conv_width,
     mamba_checkpoint_names,
-    state_heads,
+    read_mamba_head_sizes,
     time_step_limit,
 )
 from modelmill.models._moe_config import SHARED, STACKED_EXPERT_NAMES, router_config
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mamba2 import Mamba2Spec
 from modelmill.nn.mlp import MLPSpec
@@ -63,23 +63,23 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
 def _mamba_spec(raw: RawConfig, config: DecoderConfig) -> Mamba2Spec:
     """The recurrence, from the keys that begin with ``mamba_``."""
     inner = config.hidden * positive_int(raw, "mamba_expand", default=2)
-    heads, dim, groups = state_heads(
+    heads, dim, groups = read_mamba_head_sizes(
         raw, inner, ("mamba_n_heads", "mamba_d_head", "mamba_n_groups"), groups=1
     )
     return Mamba2Spec(
         config.hidden, heads, dim, positive_int(raw, "mamba_d_state", default=256, max_value=1024),
         groups, conv_width(raw, "mamba_d_conv"), config.eps,
-        boolean(raw, "mamba_proj_bias", False), boolean(raw, "mamba_conv_bias", True),
+        read_boolean(raw, "mamba_proj_bias", False), read_boolean(raw, "mamba_conv_bias", True),
         time_step_limit(raw),
     )  # fmt: skip
 
 
-def rules(config: DecoderConfig) -> list[Rule]:
+def rename_rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor of the model."""
-    return with_gate_and_up_apart(LAYOUT.rules(config))
+    return with_split_gate_up_sources(LAYOUT.rename_rules(config))
 
 
-def with_gate_and_up_apart(rules: list[Rule]) -> list[Rule]:
+def with_split_gate_up_sources(rules: list[Rule]) -> list[Rule]:
     """Rules that read the MLP's first matrix from two, too, which it is in a GGUF."""
     out = []
     for rule in rules:

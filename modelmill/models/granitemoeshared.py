@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import granitemoe
 from modelmill.models._hf_config import positive_int
-from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._moe_config import SHARED, STACKED_EXPERT_NAMES
-from modelmill.models.granitemoehybrid import SHARED_MLP, with_gate_and_up_apart
+from modelmill.models._rename_rules import CheckpointLayout
+from modelmill.models.granitemoehybrid import SHARED_MLP, with_split_gate_up_sources
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
@@ -35,6 +35,6 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     return replace(config, moe=replace(config.moe, shared=shared))
 
 
-def rules(config: DecoderConfig) -> list[Rule]:
+def rename_rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor of the model."""
-    return with_gate_and_up_apart(LAYOUT.rules(config))
+    return with_split_gate_up_sources(LAYOUT.rename_rules(config))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import boolean
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._hf_config import read_boolean
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
@@ -20,6 +20,6 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         ConfigDefaults(
             kv_heads=20, head_dim=128, positions=4096, eps=1e-8, theta=100000.0, activation="silu"
         ),
-        qkv_bias=boolean(raw, "attention_bias", False),
-        mlp_bias=boolean(raw, "mlp_bias", False),
+        qkv_bias=read_boolean(raw, "attention_bias", False),
+        mlp_bias=read_boolean(raw, "mlp_bias", False),
     )

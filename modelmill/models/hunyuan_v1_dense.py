@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from modelmill.models import _hunyuan_config
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder
 
 Model = Decoder

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _hunyuan_config
 from modelmill.models._hf_config import num_layers, positive_int, require_value
 from modelmill.models._hunyuan_config import NAMES
-from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._moe_config import (
     EXPERT_KEYS,
     EXPERT_NAMES,
@@ -19,6 +18,7 @@ from modelmill.models._moe_config import (
     SHARED,
     moe_spec_with_shared_experts,
 )
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
@@ -45,7 +45,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in HunYuanMoEV1Config."""
     config, layers = _hunyuan_config.config_from_hf(raw), num_layers(raw, "num_hidden_layers")
     keys = (*TOP_K_KEYS, "moe_intermediate_size", "num_shared_expert")
-    flat = overlay_config(raw, {}, {key: _of_every_layer(raw, key, layers) for key in keys})
+    flat = overlay_config(raw, {}, {key: _uniform_layer_value(raw, key, layers) for key in keys})
     require_value(flat, "moe_intermediate_size", (config.inner, None), None)
     require_value(flat, "num_shared_expert", (1, None), None)
     experts = positive_int(raw, *EXPERT_KEYS, default=1, max_value=MAX_EXPERTS)
@@ -53,7 +53,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     return replace(config, moe=moe_spec_with_shared_experts(config, router, config.inner, 1))
 
 
-def _of_every_layer(raw: RawConfig, key: str, layers: int) -> Any:
+def _uniform_layer_value(raw: RawConfig, key: str, layers: int) -> Any:
     """A number, or what a list says of each layer.
 
     Raises:

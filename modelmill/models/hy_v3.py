@@ -5,23 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
-    attention_bias,
-    boolean,
+    attention_bias_fields,
     positive_float,
     positive_int,
+    read_boolean,
 )
-from modelmill.models._layer_rules import CheckpointLayout, RuleSource
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._moe_config import (
     EXPERT_NAMES,
     SELECTION_BIASES,
-    layers_by_mlp_type,
+    dense_layers_by_mlp_type,
     moe_spec_with_shared_experts,
     router_config,
 )
+from modelmill.models._rename_rules import CheckpointLayout, SourceTensors
 from modelmill.models.hunyuan_v1_moe import SHARED_MLP
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import SIGMOID
@@ -29,7 +29,7 @@ from modelmill.nn.moe import SIGMOID
 Model = Decoder
 LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_MLP, "mlp.router": ("mlp.router.gate",)},
-    tensors={"mlp.routing.selection_bias": RuleSource(("mlp.expert_bias",))},
+    tensors={"mlp.routing.selection_bias": SourceTensors(("mlp.expert_bias",))},
     has_draft_layer=True,
 )
 FLOAT32_TENSORS = SELECTION_BIASES
@@ -48,7 +48,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in HYV3Config."""
     config = _llama_common.config_from_hf(
         raw, DEFAULTS,
-        **attention_bias(raw), mlp_bias=boolean(raw, "mlp_bias", False), qk_norm=True,
+        **attention_bias_fields(raw), mlp_bias=read_boolean(raw, "mlp_bias", False), qk_norm=True,
     )  # fmt: skip
     router = replace(
         router_config(raw, experts=192, top_k=8, renormalize=True),
@@ -61,4 +61,6 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     moe = moe_spec_with_shared_experts(config, router, inner, shared)
     assert moe.shared is not None, "one expert of every token"
     moe = replace(moe, shared=replace(moe.shared, bias=config.mlp_bias))
-    return replace(config, moe=moe, dense_layers=layers_by_mlp_type(raw, config.layers, dense=1))
+    return replace(
+        config, moe=moe, dense_layers=dense_layers_by_mlp_type(raw, config.layers, dense=1)
+    )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import attention_bias, positive_float
+from modelmill.models._hf_config import attention_bias_fields, positive_float
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
@@ -21,7 +21,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     rotary = raw.get("rotary")
     if rotary is not None:
         raw = overlay_config(raw, {}, {"rope_scaling": _rope_scaling(rotary)})
-    return _llama_common.config_from_hf(raw, **attention_bias(raw, "bias", True))
+    return _llama_common.config_from_hf(raw, **attention_bias_fields(raw, "bias", True))
 
 
 def _rope_scaling(rotary: Any) -> dict[str, Any]:

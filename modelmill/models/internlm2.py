@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import attention_bias
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._hf_config import attention_bias_fields
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
@@ -26,4 +26,4 @@ LAYOUT = CheckpointLayout(
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in InternLM2Config."""
-    return _llama_common.config_from_hf(raw, **attention_bias(raw, "bias", True))
+    return _llama_common.config_from_hf(raw, **attention_bias_fields(raw, "bias", True))

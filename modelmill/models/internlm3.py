@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import boolean, key_in_file
+from modelmill.models._hf_config import first_set_key, read_boolean
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
@@ -15,11 +15,11 @@ LAYOUT = _llama_common.LAYOUT
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; ``attention_bias`` and ``mlp_bias`` are newer names."""
     raw = overlay_config(raw, {"num_key_value_heads": 2, "head_dim": 128})
-    bias = boolean(raw, key_in_file(raw, ("bias", "mlp_bias")), False)
+    bias = read_boolean(raw, first_set_key(raw, ("bias", "mlp_bias")), False)
     return _llama_common.config_from_hf(
         raw,
         ConfigDefaults(positions=32768, eps=1e-5, activation="silu"),
-        qkv_bias=boolean(raw, key_in_file(raw, ("qkv_bias", "attention_bias")), False),
+        qkv_bias=read_boolean(raw, first_set_key(raw, ("qkv_bias", "attention_bias")), False),
         out_bias=bias,
         mlp_bias=bias,
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import attention_and_mlp_bias
+from modelmill.models._hf_config import attention_and_mlp_bias_fields
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
@@ -18,5 +18,5 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     return _llama_common.config_from_hf(
         raw,
         ConfigDefaults(kv_heads=8, head_dim=128, positions=131072, eps=1e-5, activation="silu"),
-        **attention_and_mlp_bias(raw),
+        **attention_and_mlp_bias_fields(raw),
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common, arcee
-from modelmill.models._hf_config import attention_bias, boolean
+from modelmill.models._hf_config import attention_bias_fields, read_boolean
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
@@ -19,6 +19,6 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         ConfigDefaults(positions=8192, activation="relu2"),
         layer_norm="layer_norm_eps",
         gated=False,
-        **attention_bias(raw, default=True),
-        mlp_bias=boolean(raw, "mlp_bias", True),
+        **attention_bias_fields(raw, default=True),
+        mlp_bias=read_boolean(raw, "mlp_bias", True),
     )

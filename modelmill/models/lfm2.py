@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import boolean, num_layers, optional_positive, positive_int
+from modelmill.models._hf_config import (
+    num_layers,
+    optional_positive_float,
+    positive_int,
+    read_boolean,
+)
 from modelmill.models._hybrid_config import recurrent_layers
-from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._mamba_config import conv_width
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.short_conv import ShortConvSpec
 
@@ -51,7 +56,7 @@ def hybrid_config(raw: RawConfig, layer_types: Any) -> DecoderConfig:
     raw = overlay_config(
         raw,
         {"num_key_value_heads": 8, "norm_eps": 1e-5},
-        {"tie_word_embeddings": _tied(raw)},
+        {"tie_word_embeddings": _is_head_tied(raw)},
     )
     config = _llama_common.config_from_hf(
         overlay_config(raw, {}, {"rms_norm_eps": raw["norm_eps"]}),
@@ -59,17 +64,19 @@ def hybrid_config(raw: RawConfig, layer_types: Any) -> DecoderConfig:
         qk_norm=True,
     )
     conv = ShortConvSpec(
-        config.hidden, conv_width(raw, "conv_L_cache", default=3), boolean(raw, "conv_bias", False)
+        config.hidden,
+        conv_width(raw, "conv_L_cache", default=3),
+        read_boolean(raw, "conv_bias", False),
     )
     recurrent = recurrent_layers(layer_types, config.layers, ("conv",))
     return replace(config, recurrence=conv, recurrent_layers=recurrent)
 
 
-def _tied(raw: RawConfig) -> bool:
+def _is_head_tied(raw: RawConfig) -> bool:
     """Whether the head is the embedding; ``tie_embedding`` is the key's older name."""
     older = raw.get("tie_embedding")
     key = "tie_word_embeddings" if older is None else "tie_embedding"
-    return boolean(raw, key, True)
+    return read_boolean(raw, key, True)
 
 
 def _intermediate_size(raw: RawConfig) -> int:
@@ -77,8 +84,8 @@ def _intermediate_size(raw: RawConfig) -> int:
     older = raw.get("block_ff_dim")
     inner = positive_int(raw, "intermediate_size" if older is None else "block_ff_dim")
     multiple = positive_int(raw, "block_multiple_of", default=256)
-    factor = optional_positive(raw, "block_ffn_dim_multiplier", 1.0)
-    if not boolean(raw, "block_auto_adjust_ff_dim", True):
+    factor = optional_positive_float(raw, "block_ffn_dim_multiplier", 1.0)
+    if not read_boolean(raw, "block_auto_adjust_ff_dim", True):
         return inner
     inner = 2 * inner // 3
     return inner if factor is None else -(-int(factor * inner) // multiple) * multiple

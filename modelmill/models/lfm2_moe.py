@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import lfm2
-from modelmill.models._hf_config import boolean, positive_float, positive_int
-from modelmill.models._layer_rules import CheckpointLayout, RuleSource
+from modelmill.models._hf_config import positive_float, positive_int, read_boolean
 from modelmill.models._moe_config import SELECTION_BIASES, router_config
+from modelmill.models._rename_rules import CheckpointLayout, SourceTensors
 from modelmill.models.lfm2 import NAMES, hybrid_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
@@ -26,7 +26,7 @@ LAYOUT = CheckpointLayout(
         "mlp.experts.*.down_proj": ("feed_forward.experts.*.w2",),
     },
     norm="model.embedding_norm",
-    tensors={"mlp.routing.selection_bias": RuleSource(("feed_forward.expert_bias",))},
+    tensors={"mlp.routing.selection_bias": SourceTensors(("feed_forward.expert_bias",))},
 )
 SUPPORTED_VALUES = lfm2.SUPPORTED_VALUES
 UNUSED_CONFIG_KEYS = lfm2.UNUSED_CONFIG_KEYS
@@ -41,12 +41,12 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     config = hybrid_config(raw, raw.get("layer_types"))
     router = replace(
         router_config(
-            raw, experts=32, top_k=4, renormalize=boolean(raw, "norm_topk_prob", True),
+            raw, experts=32, top_k=4, renormalize=read_boolean(raw, "norm_topk_prob", True),
             keys=("num_experts",),
         ),
         scores=SIGMOID,
         scale=positive_float(raw, "routed_scaling_factor", default=1.0),
-        selection_bias=boolean(raw, "use_expert_bias", True),
+        selection_bias=read_boolean(raw, "use_expert_bias", True),
     )  # fmt: skip
     inner = positive_int(raw, "moe_intermediate_size", default=1792)
     dense = raw.get("num_dense_layers", 2)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models._hf_config import (
-    boolean,
     non_negative_float,
     num_layers,
     positive_int,
+    read_boolean,
     require_value,
 )
-from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._mamba_config import (
     MAMBA_CHECKPOINT_NAMES,
     conv_width,
-    state_heads,
+    read_mamba_head_sizes,
     time_step_limit,
 )
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mamba2 import Mamba2Spec
 from modelmill.nn.pre_norm import MixerLayer
@@ -48,18 +48,18 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     require_value(raw, "rms_norm", (True,), True)
     hidden, expand = positive_int(raw, "hidden_size"), positive_int(raw, "expand", default=2)
     raw = overlay_config(raw, {"head_dim": 64})
-    heads, dim, groups = state_heads(
+    heads, dim, groups = read_mamba_head_sizes(
         raw, expand * hidden, ("num_heads", "head_dim", "n_groups"), groups=8
     )
     eps = non_negative_float(raw, "layer_norm_epsilon", default=1e-5)
     state = Mamba2Spec(
         hidden, heads, dim, positive_int(raw, "state_size", default=128, max_value=1024), groups,
-        conv_width(raw, "conv_kernel"), eps, boolean(raw, "use_bias", False),
-        boolean(raw, "use_conv_bias", True), time_step_limit(raw),
+        conv_width(raw, "conv_kernel"), eps, read_boolean(raw, "use_bias", False),
+        read_boolean(raw, "use_conv_bias", True), time_step_limit(raw),
     )  # fmt: skip
     layers = num_layers(raw, "num_hidden_layers")
     return DecoderConfig(
         hidden, expand * hidden, layers, heads, heads, dim, positive_int(raw, "vocab_size"), eps,
-        MAX_LEN, rope=None, tied=boolean(raw, "tie_word_embeddings", False), layer=MixerLayer,
+        MAX_LEN, rope=None, tied=read_boolean(raw, "tie_word_embeddings", False), layer=MixerLayer,
         recurrence=state, recurrent_layers=frozenset(range(layers)),
     )  # fmt: skip

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
-    activation,
-    attention_bias,
-    boolean,
+    attention_bias_fields,
     positive_int,
+    read_activation,
+    read_boolean,
     require_value,
 )
-from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, SLIDING_ATTENTION, ConfigDefaults
-from modelmill.models._moe_config import EXPERT_NAMES, layers_by_mlp_type, router_config
+from modelmill.models._moe_config import EXPERT_NAMES, dense_layers_by_mlp_type, router_config
+from modelmill.models._rename_rules import IGNORED_BUFFERS, CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
@@ -37,29 +37,29 @@ DEFAULTS = {"num_key_value_heads": 4, "head_dim": 128, "sliding_window": 1024}
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in MellumConfig."""
     require_value(raw, "rope_scaling", (None,), None)  # rope_parameters has one for each layer type
-    act = activation(raw, "hidden_act", "silu")
+    act = read_activation(raw, "hidden_act", "silu")
     raw = overlay_config(raw, DEFAULTS, {"rope_theta": None, "rope_scaling": None})
     full, local = (
         _llama_common.config_from_hf(
             each,
             ConfigDefaults(positions=131072),
             activation=act,
-            **attention_bias(raw),
+            **attention_bias_fields(raw),
             qk_norm=True,
         )
-        for each in _llama_common.rope_by_layer_type(raw, THETA, WINDOW_THETA)
+        for each in _llama_common.configs_by_layer_type_rope(raw, THETA, WINDOW_THETA)
     )
-    renormalize = boolean(raw, "norm_topk_prob", True)
+    renormalize = read_boolean(raw, "norm_topk_prob", True)
     router = router_config(raw, experts=64, top_k=8, renormalize=renormalize)
     inner = positive_int(raw, "moe_intermediate_size", default=896)
     types = _llama_common.layer_types(raw, full.layers) or []
     size = None if raw["sliding_window"] is None else positive_int(raw, "sliding_window")
     if size is None:
-        _llama_common.refuse_sliding_layers(types)
+        _llama_common.refuse_sliding_layer_types(types)
     return replace(
         full,
         windows=tuple(size if each == SLIDING_ATTENTION else None for each in types),
         local_rope=local.rope,
         moe=MoESpec(router, MLPSpec(full.hidden, inner, activation=act)),
-        dense_layers=layers_by_mlp_type(raw, full.layers, dense=0),
+        dense_layers=dense_layers_by_mlp_type(raw, full.layers, dense=0),
     )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
-    attention_bias,
-    factor,
+    attention_bias_fields,
     num_layers,
     positive_float,
     positive_int,
+    read_factor,
 )
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -30,8 +30,8 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         ConfigDefaults(tied=True),
         rope_options={"longrope": True},
         layer=ScaledBranchLayer,
-        **attention_bias(raw),
-        embedding_scale=factor(raw, "scale_emb"),
+        **attention_bias_fields(raw),
+        embedding_scale=read_factor(raw, "scale_emb"),
         branch_scale=positive_float(raw, "scale_depth", default=1.0) / depth,
         logit_scale=width,
     )

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import CheckpointError, UnknownArchitecture
+from modelmill.core.module_lookup import import_module_if_exists
 from modelmill.core.quoting import quote
-from modelmill.core.registry import find_module
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _blip2_vision, llama
 from modelmill.models._blip2_vision import (
     IMAGE_MEAN,
@@ -116,7 +116,9 @@ def config_from_hf(raw: RawConfig) -> MiniGpt4Config:
         )
     model_type = sizes.get("language", "llama")
     family = (
-        find_module("modelmill.models", str(model_type)) if model_type in LANGUAGE_MODELS else None
+        import_module_if_exists("modelmill.models", str(model_type))
+        if model_type in LANGUAGE_MODELS
+        else None
     )
     if family is None:
         raise UnknownArchitecture(
@@ -150,15 +152,15 @@ def config_from_hf(raw: RawConfig) -> MiniGpt4Config:
     )
 
 
-def rules(config: MiniGpt4Config) -> list[Rule]:
+def rename_rules(config: MiniGpt4Config) -> list[Rule]:
     """The decoder's tensors behind ``llama_model.``, the vision encoder's from their own files."""
     decoder = [
         replace(r, sources=tuple(LANGUAGE_MODEL_PREFIX + s for s in r.sources))
-        for r in llama.LAYOUT.rules(config)
+        for r in llama.LAYOUT.rename_rules(config)
     ]
     return decoder + [
         replace(r, target=IMAGE_EMBEDDER_PREFIX + r.target)
-        for r in _blip2_vision.rules(config.image_embedder)
+        for r in _blip2_vision.rename_rules(config.image_embedder)
     ]
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
-    activation,
-    check_rotary_pairs,
+    checked_rotary_channels,
     non_negative_float,
     positive_int,
+    read_activation,
     require_value,
 )
-from modelmill.models._layer_rules import CheckpointLayout, RuleSource
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._moe_config import SELECTION_BIASES, router_config
+from modelmill.models._rename_rules import CheckpointLayout, SourceTensors
 from modelmill.models.mixtral import MIXTRAL_EXPERT_NAMES
 from modelmill.models.olmoe import QK_NORMS
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -25,7 +25,7 @@ from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.qkv_norm import WIDE_RMS, QKNormConfig
 
 Model = Decoder
-BIAS = RuleSource(("block_sparse_moe.e_score_correction_bias",))
+BIAS = SourceTensors(("block_sparse_moe.e_score_correction_bias",))
 LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, **QK_NORMS, **MIXTRAL_EXPERT_NAMES},
     tensors={"mlp.routing.selection_bias": BIAS},
@@ -51,9 +51,9 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         require_value({"attn_type_list": [*{*map(str, kinds)}]}, "attn_type_list", (["1"],), None)
     if raw.get("rotary_dim") is not None:
         turned, dim = positive_int(raw, "rotary_dim"), positive_int(raw, "head_dim")
-        check_rotary_pairs("rotary_dim", turned, turned)
+        checked_rotary_channels("rotary_dim", turned, turned)
         raw = overlay_config(raw, {"partial_rotary_factor": turned / dim})
-    act = activation(raw, "hidden_act", "silu")
+    act = read_activation(raw, "hidden_act", "silu")
     config = _llama_common.config_from_hf(
         raw,
         ConfigDefaults(kv_heads=8, positions=196608, theta=5000000.0),

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import non_negative_float, positive_int
 from modelmill.models._llama_common import ConfigDefaults
+from modelmill.nn.attention_temperature import AttentionTemperature
 from modelmill.nn.decoder import Decoder, DecoderConfig
-from modelmill.nn.query_growth import AttentionTemperature
 
 Model = Decoder
 LAYOUT = _llama_common.LAYOUT
@@ -42,4 +42,4 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         overlay_config(raw, {}, {key: rope}),
         ConfigDefaults(positions=262144, eps=1e-5, activation="silu"),
     )
-    return _llama_common.with_sliding_window(raw, replace(config, query_growth=growth))
+    return _llama_common.with_sliding_window(raw, replace(config, attention_temperature=growth))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import num_layers
 from modelmill.models._llama_common import ConfigDefaults

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._hf_config import read_activation
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._moe_config import router_config
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
@@ -26,7 +26,7 @@ LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **MIXTRAL_EXPERT_NAMES})
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in MixtralConfig."""
-    act = activation(raw, "hidden_act", "silu")
+    act = read_activation(raw, "hidden_act", "silu")
     config = _llama_common.config_from_hf(
         raw,
         ConfigDefaults(kv_heads=8, positions=131072, eps=1e-5, theta=1e6),

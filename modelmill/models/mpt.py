@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelmill.core.config_view import ConfigView, RawConfig
+from modelmill.core.read_tracking_config import RawConfig, ReadTrackingConfig
 from modelmill.models import _gpt2_common, _hf_config
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM_WITHOUT_BIAS
@@ -48,7 +48,7 @@ _ATTENTION_VALUES = {
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in MptConfig."""
-    attention = _attention_keys(raw)
+    attention = _checked_attn_config(raw)
     return _gpt2_common.config_from_hf(
         raw,
         norm=LAYER_NORM_WITHOUT_BIAS,
@@ -58,18 +58,18 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         layers=("n_layers", "num_hidden_layers"),
         max_len=_hf_config.positive_int(raw, "max_seq_len", default=2048),
         alibi=AlibiConfig(_hf_config.positive_float(attention, "alibi_bias_max", default=8.0)),
-        qkv_clip=_hf_config.optional_positive(attention, "clip_qkv"),
-        attention_scale=_hf_config.optional_positive(attention, "softmax_scale"),
+        qkv_clip=_hf_config.optional_positive_float(attention, "clip_qkv"),
+        attention_scale=_hf_config.optional_positive_float(attention, "softmax_scale"),
     )
 
 
-def _attention_keys(raw: RawConfig) -> Mapping[str, Any]:
+def _checked_attn_config(raw: RawConfig) -> Mapping[str, Any]:
     """The object ``attn_config``, its switches checked."""
     value = _hf_config.config_object("attn_config", raw.get("attn_config"))
     named = {f"attn_config.{key}": each for key, each in value.items()}
     for key, supported in _ATTENTION_VALUES.items():
         _hf_config.require_value(named, f"attn_config.{key}", (supported,), supported)
     known = {*_ATTENTION_VALUES, *_UNREAD_ATTENTION_KEYS, "model_type"}
-    if isinstance(raw, ConfigView):
+    if isinstance(raw, ReadTrackingConfig):
         raw.mark_unread({f"attn_config.{k}": each for k, each in value.items() if k not in known})
     return value

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import attention_and_mlp_bias
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._hf_config import attention_and_mlp_bias_fields
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
@@ -26,13 +26,13 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         layer_norm="norm_eps",
         partial=0.5,
         gated=False,
-        **attention_and_mlp_bias(raw),
+        **attention_and_mlp_bias_fields(raw),
     )
 
 
-def rules(config: DecoderConfig) -> list[Rule]:
+def rename_rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor; the norms' weights, and not their biases, are stored less 1."""
     return [
         replace(rule, how=f"{rule.how}+plus_one") if rule.target.endswith("norm.weight") else rule
-        for rule in LAYOUT.rules(config)
+        for rule in LAYOUT.rename_rules(config)
     ]

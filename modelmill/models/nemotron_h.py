@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, boolean, positive_int
-from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout, RuleSource
+from modelmill.models._hf_config import positive_int, read_activation, read_boolean
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models._mamba_config import MAMBA_CHECKPOINT_NAMES
 from modelmill.models._moe_config import SELECTION_BIASES, SHARED
 from modelmill.models._nemotron_h_config import layer_kinds, mamba_spec, moe_spec
+from modelmill.models._rename_rules import IGNORED_BUFFERS, CheckpointLayout, SourceTensors
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.one_branch_layer import OneBranchLayer
@@ -33,7 +33,7 @@ LAYOUT = CheckpointLayout(
     layers="backbone.layers",
     embed="backbone.embeddings",
     norm="backbone.norm_f",
-    tensors={"mlp.routing.selection_bias": RuleSource(("mixer.gate.e_score_correction_bias",))},
+    tensors={"mlp.routing.selection_bias": SourceTensors(("mixer.gate.e_score_correction_bias",))},
     ignored=(*IGNORED_BUFFERS, r"mtp\..*"),  # of multi-token prediction
 )
 FLOAT32_TENSORS = SELECTION_BIASES
@@ -64,7 +64,10 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     # files of the first models name the channels of a head otherwise
     size = positive_int(raw, "head_dim", "attention_head_dim", default=128)
     kinds, raw = layer_kinds(raw), overlay_config(raw, DEFAULTS, {"head_dim": size})
-    act, bias = activation(raw, "mlp_hidden_act", "relu2"), boolean(raw, "mlp_bias", False)
+    act, bias = (
+        read_activation(raw, "mlp_hidden_act", "relu2"),
+        read_boolean(raw, "mlp_bias", False),
+    )
     keys = {"num_hidden_layers": kinds.number, "rms_norm_eps": raw["layer_norm_epsilon"]}
     config = _llama_common.config_from_hf(
         overlay_config(raw, {}, keys), ConfigDefaults(positions=4096), layer=OneBranchLayer,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import attention_bias, optional_positive
-from modelmill.models._layer_rules import with_norms_of_ones
+from modelmill.models._hf_config import attention_bias_fields, optional_positive_float
 from modelmill.models._llama_common import ConfigDefaults
+from modelmill.models._rename_rules import rename_rules_with_unit_norms
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM_WITHOUT_BIAS
 
@@ -22,11 +22,11 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         overlay_config(raw, {}, {"rms_norm_eps": 1e-5}),
         ConfigDefaults(activation="silu"),
         norm=LAYER_NORM_WITHOUT_BIAS,
-        qkv_clip=optional_positive(raw, "clip_qkv"),
-        **attention_bias(raw),
+        qkv_clip=optional_positive_float(raw, "clip_qkv"),
+        **attention_bias_fields(raw),
     )
 
 
-def rules(config: DecoderConfig) -> list[Rule]:
+def rename_rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor; norms have no weights."""
-    return with_norms_of_ones(LAYOUT, config, "self_attn.o_proj")
+    return rename_rules_with_unit_norms(LAYOUT, config, "self_attn.o_proj")

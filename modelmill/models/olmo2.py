@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import attention_bias, non_negative_float
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._hf_config import attention_bias_fields, non_negative_float
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.post_norm import PostNormLayer
 from modelmill.nn.qkv_norm import WIDE_RMS, QKNormConfig
@@ -29,6 +29,6 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         raw,
         ConfigDefaults(eps=1e-5, activation="silu"),
         layer=PostNormLayer,
-        **attention_bias(raw),
+        **attention_bias_fields(raw),
         qkv_norm=QKNormConfig(WIDE_RMS, eps),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common, olmo2
 from modelmill.models._hf_config import num_layers
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -16,7 +16,7 @@ LAYOUT = olmo2.LAYOUT
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Olmo3Config."""
     layers = num_layers(raw, "num_hidden_layers")
-    full, local = _llama_common.rope_by_layer_type(raw, 500000.0, 500000.0)
+    full, local = _llama_common.configs_by_layer_type_rope(raw, 500000.0, 500000.0)
     config = olmo2.config_from_hf(full)
     windows = _llama_common.interleaved_windows(raw, layers)
     return replace(config, windows=windows, local_rope=olmo2.config_from_hf(local).rope)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
-    activation,
-    attention_bias,
-    boolean,
+    attention_bias_fields,
     non_negative_float,
-    optional_positive,
+    optional_positive_float,
+    read_activation,
+    read_boolean,
 )
-from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._moe_config import EXPERT_NAMES, router_config
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
@@ -28,18 +28,18 @@ LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **QK_NORMS, **EXPERT_NAMES})
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in OlmoeConfig."""
-    act = activation(raw, "hidden_act", "silu")
+    act = read_activation(raw, "hidden_act", "silu")
     eps = non_negative_float(raw, "rms_norm_eps", default=1e-5)
     config = _llama_common.config_from_hf(
         raw,
         ConfigDefaults(positions=4096, eps=1e-5),
         activation=act,
-        **attention_bias(raw),
+        **attention_bias_fields(raw),
         qkv_norm=QKNormConfig(WIDE_RMS, eps),
-        qkv_clip=optional_positive(raw, "clip_qkv"),
+        qkv_clip=optional_positive_float(raw, "clip_qkv"),
     )
     router = router_config(
-        raw, experts=64, top_k=8, renormalize=boolean(raw, "norm_topk_prob", False)
+        raw, experts=64, top_k=8, renormalize=read_boolean(raw, "norm_topk_prob", False)
     )
     expert = MLPSpec(config.hidden, config.inner, activation=act)
     return replace(config, moe=MoESpec(router, expert))

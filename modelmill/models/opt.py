@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _gpt2_common
 from modelmill.models._hf_config import (
-    activation,
-    boolean,
     linear_bias_fields,
     positive_int,
+    read_activation,
+    read_boolean,
     require_value,
 )
-from modelmill.models._layer_rules import CheckpointLayout, with_norms_of_ones
 from modelmill.models._llama_common import CHECKPOINT_NAMES
+from modelmill.models._rename_rules import CheckpointLayout, rename_rules_with_unit_norms
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM, LAYER_NORM_WITHOUT_BIAS
 
@@ -40,7 +40,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in OPTConfig."""
     for key, value in (("do_layer_norm_before", True), ("_remove_final_layer_norm", False)):
         require_value(raw, key, (value,), value)
-    affine = boolean(raw, "layer_norm_elementwise_affine", True)
+    affine = read_boolean(raw, "layer_norm_elementwise_affine", True)
     config = _gpt2_common.config_from_hf(
         overlay_config(raw, {}, {"ffn_dim": positive_int(raw, "ffn_dim", default=3072)}),
         hidden=("hidden_size",),
@@ -51,15 +51,15 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         max_len=positive_int(raw, "max_position_embeddings", default=2048),
         first_position_row=2,
         norm=LAYER_NORM if affine else LAYER_NORM_WITHOUT_BIAS,
-        activation=activation(raw, "activation_function", "relu"),
+        activation=read_activation(raw, "activation_function", "relu"),
         **linear_bias_fields(raw, "enable_bias", True),
     )
     require_value(raw, "word_embed_proj_dim", (config.hidden, None), None)
     return config
 
 
-def rules(config: DecoderConfig) -> list[Rule]:
+def rename_rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor; norms may have no weights."""
     if config.norm == LAYER_NORM:
-        return LAYOUT.rules(config)
-    return with_norms_of_ones(LAYOUT, config, "self_attn.out_proj")
+        return LAYOUT.rename_rules(config)
+    return rename_rules_with_unit_norms(LAYOUT, config, "self_attn.out_proj")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import EVERY_BIAS, head_dim_override, positive_int
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._hf_config import EVERY_BIAS, positive_int, refuse_custom_head_dim
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models._megatron_names import layer_checkpoint_names
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.models.phi import qk_norm_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
@@ -25,7 +25,7 @@ LAYOUT = CheckpointLayout(
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in PersimmonConfig."""
     hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
-    sizes = {**head_dim_override(raw, hidden, heads), "num_key_value_heads": None}
+    sizes = {**refuse_custom_head_dim(raw, hidden, heads), "num_key_value_heads": None}
     return _llama_common.config_from_hf(
         overlay_config(raw, {}, sizes),
         ConfigDefaults(positions=16384, activation="relu2"),

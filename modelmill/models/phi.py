@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import EVERY_BIAS, boolean, non_negative_float, require_value
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._hf_config import EVERY_BIAS, non_negative_float, read_boolean, require_value
 from modelmill.models._llama_common import ConfigDefaults
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
-from modelmill.nn.parallel_layer import ParallelLayer
+from modelmill.nn.parallel_residual_layer import ParallelResidualLayer
 from modelmill.nn.qkv_norm import SHARED_LAYER_NORM, QKNormConfig
 
 Model = Decoder
@@ -32,7 +32,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         ConfigDefaults(activation="gelu_new"),
         layer_norm="layer_norm_eps",
         partial=0.5,
-        layer=ParallelLayer,
+        layer=ParallelResidualLayer,
         gated=False,
         **EVERY_BIAS,
         head_bias=True,
@@ -46,5 +46,5 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
 def qk_norm_config(raw: RawConfig, *, default: bool) -> QKNormConfig | None:
     """The norm of q and k, one of each for all heads."""
     eps = non_negative_float(raw, "layer_norm_eps", default=1e-5)
-    normed = boolean(raw, "qk_layernorm", default)
+    normed = read_boolean(raw, "qk_layernorm", default)
     return QKNormConfig(SHARED_LAYER_NORM, eps) if normed else None

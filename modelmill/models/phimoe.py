@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.config_view import RawConfig, overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common, mixtral
 from modelmill.models._hf_config import (
-    activation,
-    attention_bias,
-    boolean,
+    attention_bias_fields,
     config_object,
     non_negative_float,
     positive_float,
+    read_activation,
+    read_boolean,
 )
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models._moe_config import router_config
@@ -34,11 +34,12 @@ LONGROPE_NAMES = ("longrope", "su", "yarn")
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in PhimoeConfig."""
     raw = _with_attention_factor(raw)
-    act = activation(raw, "hidden_act", "silu")
+    act = read_activation(raw, "hidden_act", "silu")
     config = _llama_common.config_from_hf(
         raw, ConfigDefaults(kv_heads=8, positions=131072, theta=1e6), layer_norm="rms_norm_eps",
         rope_options={"longrope": True},
-        activation=act, **attention_bias(raw), head_bias=boolean(raw, "lm_head_bias", False),
+        activation=act, **attention_bias_fields(raw),
+        head_bias=read_boolean(raw, "lm_head_bias", False),
     )  # fmt: skip
     router = router_config(
         raw, experts=16, top_k=NUM_CHOSEN, renormalize=False, keys=("num_local_experts",)

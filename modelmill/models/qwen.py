@@ -10,17 +10,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import CheckpointError
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _gpt2_common
 from modelmill.models._hf_config import (
-    boolean,
     non_negative_float,
     num_layers,
     positive_float,
     positive_int,
+    read_boolean,
 )
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.rotary import RopeSpec
 
@@ -66,7 +66,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         )
     seq_length = positive_int(raw, "seq_length", default=2048)
     positions = positive_int(raw, "max_position_embeddings", "n_positions", default=seq_length)
-    ntk = boolean(raw, "use_dynamic_ntk", False)
+    ntk = read_boolean(raw, "use_dynamic_ntk", False)
     if non_negative_float(raw, "rotary_pct", default=1.0) != 1.0:
         raise CheckpointError("config.json: rotary_pct other than 1.0 is not supported")
     base = positive_float(raw, "rotary_emb_base", "rope_theta", default=10000.0)
@@ -83,10 +83,10 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         max_len=max(positions, seq_length),
         rope=spec,
         qkv_bias=True,
-        out_bias=not boolean(raw, "no_bias", True),
-        mlp_bias=not boolean(raw, "no_bias", True),
-        tied=boolean(raw, "tie_word_embeddings", False),
-        logn=seq_length if boolean(raw, "use_logn_attn", False) else None,
+        out_bias=not read_boolean(raw, "no_bias", True),
+        mlp_bias=not read_boolean(raw, "no_bias", True),
+        tied=read_boolean(raw, "tie_word_embeddings", False),
+        logn=seq_length if read_boolean(raw, "use_logn_attn", False) else None,
     )
     return (
         replace(config, max_extended_len=max(config.max_len, MAX_NTK_CONTEXT_MULTIPLE * seq_length))
@@ -95,7 +95,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     )
 
 
-def rules(config: DecoderConfig) -> list[Rule]:
+def rename_rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor; a layer's optional biases stand behind its matrices.
 
     So engines have them: their files keep their hashes.
@@ -105,4 +105,4 @@ def rules(config: DecoderConfig) -> list[Rule]:
         layer = rule.target.split(".")[1] if rule.target.startswith("layers.") else -1
         return int(layer), rule.target.endswith(OPTIONAL_BIASES)
 
-    return sorted(LAYOUT.rules(config), key=place)
+    return sorted(LAYOUT.rename_rules(config), key=place)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
-    activation,
-    boolean,
     non_negative_float,
     num_layers,
     positive_int,
+    read_activation,
+    read_boolean,
 )
-from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._moe_config import EXPERT_NAMES, SHARED_EXPERT, dense_layers, router_config
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
@@ -27,16 +27,16 @@ LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT})
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Qwen2MoeConfig."""
-    layers, act = num_layers(raw, "num_hidden_layers"), activation(raw, "hidden_act", "silu")
+    layers, act = num_layers(raw, "num_hidden_layers"), read_activation(raw, "hidden_act", "silu")
     config = _llama_common.config_from_hf(
         raw,
         ConfigDefaults(kv_heads=16, positions=32768),
-        qkv_bias=boolean(raw, "qkv_bias", True),
+        qkv_bias=read_boolean(raw, "qkv_bias", True),
         activation=act,
         windows=_windows(raw, layers),
     )
     router = router_config(
-        raw, experts=60, top_k=4, renormalize=boolean(raw, "norm_topk_prob", False)
+        raw, experts=60, top_k=4, renormalize=read_boolean(raw, "norm_topk_prob", False)
     )
     expert, shared = (
         MLPSpec(config.hidden, positive_int(raw, key, default=size), activation=act)
@@ -48,7 +48,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
 
 def _windows(raw: RawConfig, layers: int) -> tuple[int | None, ...]:
     """The windows: without ``layer_types``, of every second layer below ``max_window_layers``."""
-    windowed = boolean(raw, "use_sliding_window", False)
+    windowed = read_boolean(raw, "use_sliding_window", False)
     first = non_negative_float(raw, "max_window_layers", default=28)
     types = raw.get("layer_types") or [
         _llama_common.SLIDING_ATTENTION

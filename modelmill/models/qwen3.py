@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common, qwen2
-from modelmill.models._hf_config import attention_bias
+from modelmill.models._hf_config import attention_bias_fields
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
@@ -17,7 +17,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     return _llama_common.config_from_hf(
         raw,
         ConfigDefaults(kv_heads=32, head_dim=128, positions=32768, activation="silu"),
-        **attention_bias(raw),
+        **attention_bias_fields(raw),
         qk_norm=True,
         windows=qwen2.layer_windows(raw),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _delta_net_config
 from modelmill.models._delta_net_config import (
     GATED_ATTENTION,

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import TensorMismatch
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _sam_transformers_names
-from modelmill.models._layer_rules import layer_stack_rules, rules_outside_layers
+from modelmill.models._rename_rules import layer_stack_rename_rules, rename_rules_outside_layers
 from modelmill.models._sam_config import EMBED_WIDTH, spec_from_hf, spec_from_sizes
 from modelmill.models._sam_mask_decoder import SamMaskDecoder
 from modelmill.models._sam_prompt_encoder import SamPromptEncoder
@@ -26,10 +26,10 @@ from modelmill.models._sam_tiny_vit import (
     PATCH_EMBED_SOURCES,
     TinyVitEncoder,
     TinyVitSpec,
-    folded_batch_norms,
+    stage_conv_tensor_sources,
 )
 from modelmill.models._sam_vit import SamVitEncoder, SamVitSpec
-from modelmill.nn.layer_stack import LayerStack, stack_specs
+from modelmill.nn.layer_stack import LayerStack, stack_layer_specs
 from modelmill.nn.vision_context import VisionContext
 
 ENGINE_TYPE = "segmentation"
@@ -181,22 +181,24 @@ class Model(nn.Module):
         return self.mask_decoder(embedding, prompts.dense_pe(), sparse, dense, vision)
 
 
-def rules(config: SamConfig) -> list[Rule]:
+def rename_rules(config: SamConfig) -> list[Rule]:
     """Every tensor of the model, from the names of the checkpoint's layout."""
     model = Model(config)
     [stack] = model.layer_stacks
-    specs = stack_specs(model, stack)
+    specs = stack_layer_specs(model, stack)
     if config.checkpoint_layout == "transformers":
         names = _sam_transformers_names
-        out = rules_outside_layers(model, (stack.path,), names.NAMES, names.SOURCES)
-        out += layer_stack_rules(specs, names.BLOCK_NAMES, names.ENCODER_LAYERS, target=stack.path)
+        out = rename_rules_outside_layers(model, (stack.path,), names.NAMES, names.SOURCES)
+        out += layer_stack_rename_rules(
+            specs, names.BLOCK_NAMES, names.ENCODER_LAYERS, target=stack.path
+        )
     elif isinstance(config.encoder, TinyVitSpec):
-        out = rules_outside_layers(model, (stack.path,), {}, PATCH_EMBED_SOURCES)
-        folded = folded_batch_norms(specs)
-        out += layer_stack_rules(specs, {}, stack.path, target=stack.path, tensors=folded)
+        out = rename_rules_outside_layers(model, (stack.path,), {}, PATCH_EMBED_SOURCES)
+        folded = stage_conv_tensor_sources(specs)
+        out += layer_stack_rename_rules(specs, {}, stack.path, target=stack.path, tensors=folded)
     else:  # the model has the original names
-        out = rules_outside_layers(model, (stack.path,), {})
-        out += layer_stack_rules(specs, {}, stack.path, target=stack.path)
+        out = rename_rules_outside_layers(model, (stack.path,), {})
+        out += layer_stack_rename_rules(specs, {}, stack.path, target=stack.path)
     return sorted(out, key=lambda rule: rule.target)
 
 

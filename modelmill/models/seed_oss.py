@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from modelmill.core.config_view import RawConfig
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import boolean
+from modelmill.models._hf_config import read_boolean
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
@@ -18,7 +18,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     return _llama_common.config_from_hf(
         raw,
         ConfigDefaults(kv_heads=8, head_dim=128, positions=524288, activation="silu"),
-        qkv_bias=boolean(raw, "attention_bias", True),
-        out_bias=boolean(raw, "attention_out_bias", False),
-        mlp_bias=boolean(raw, "mlp_bias", False),
+        qkv_bias=read_boolean(raw, "attention_bias", True),
+        out_bias=read_boolean(raw, "attention_out_bias", False),
+        mlp_bias=read_boolean(raw, "mlp_bias", False),
     )

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from modelmill.core.config_view import RawConfig
 from modelmill.core.errors import CheckpointError
+from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import attention_and_mlp_bias, boolean, num_layers, positive_int
+from modelmill.models._hf_config import (
+    attention_and_mlp_bias_fields,
+    num_layers,
+    positive_int,
+    read_boolean,
+)
 from modelmill.models._llama_common import (
     SLIDING_ATTENTION,
     ConfigDefaults,
     layer_types,
-    refuse_sliding_layers,
+    refuse_sliding_layer_types,
 )
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
@@ -26,7 +31,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     return _llama_common.config_from_hf(
         raw,
         ConfigDefaults(kv_heads=4, positions=32768, tied=True, theta=2000000.0, activation="silu"),
-        **attention_and_mlp_bias(raw),
+        **attention_and_mlp_bias_fields(raw),
         unrotated_layers=unrotated,
         windows=_windows(raw, layers, unrotated),
     )
@@ -48,8 +53,8 @@ def _unrotated_layers(raw: RawConfig, layers: int) -> frozenset[int]:
 def _windows(raw: RawConfig, layers: int, unrotated: frozenset[int]) -> tuple[int | None, ...]:
     """The windows of layers named in ``layer_types``; without it those that are not rotated."""
     types, size = layer_types(raw, layers), raw.get("sliding_window")
-    if not boolean(raw, "use_sliding_window", False) or size is None:
-        refuse_sliding_layers(types)
+    if not read_boolean(raw, "use_sliding_window", False) or size is None:
+        refuse_sliding_layer_types(types)
         return ()
     size = positive_int(raw, "sliding_window")
     if types is None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common, _moe_config
-from modelmill.models._hf_config import activation, boolean, positive_int
+from modelmill.models._hf_config import positive_int, read_activation, read_boolean
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
@@ -22,7 +22,7 @@ FLOAT32_TENSORS = _moe_config.SELECTION_BIASES
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in SolarOpenConfig."""
-    act = activation(raw, "hidden_act", "silu")
+    act = read_activation(raw, "hidden_act", "silu")
     inner = positive_int(raw, "moe_intermediate_size", default=1280)
     config = _llama_common.config_from_hf(
         overlay_config(
@@ -30,7 +30,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         ),
         ConfigDefaults(positions=131072, eps=1e-5, theta=1000000.0),
         activation=act,
-        qkv_bias=boolean(raw, "attention_bias", False),
+        qkv_bias=read_boolean(raw, "attention_bias", False),
     )
     shared = positive_int(raw, "n_shared_experts", default=1, max_value=64)
     router = _moe_config.group_limited_router(raw, RouterConfig(128, 8))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.config_view import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _deepseek_common
 from modelmill.models._deepseek_common import decoder_config
-from modelmill.models._hf_config import boolean
+from modelmill.models._hf_config import read_boolean
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
@@ -23,7 +23,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         overlay_config(raw, {"tie_word_embeddings": True}, NO_EXPERTS),
         RouterConfig(1, 1),
         positions=131072,
-        neighbours=boolean(raw, "rope_interleave", True),
+        neighbours=read_boolean(raw, "rope_interleave", True),
         defaults=NO_EXPERTS,
     )
     return replace(config, moe=None)

@@ -8,17 +8,28 @@ import torch
 from torch import nn
 
 from modelmill.nn.alibi import AlibiConfig
-from modelmill.nn.attention_parts import attention_core_spec, input_projection_spec, o_proj_spec
-from modelmill.nn.early_rotation import EARLY_ROTATION_SPEC, EarlyRotation
-from modelmill.nn.layer_spec import ROPE, ModuleSpec, RopeCacheSpec, RowPart, RowProducer, SiteSpec
+from modelmill.nn.attention_module_specs import (
+    attention_core_spec,
+    input_projection_spec,
+    o_proj_spec,
+)
+from modelmill.nn.layer_spec import (
+    ROPE,
+    ModuleSpec,
+    QuantSiteSpec,
+    RopeCacheSpec,
+    RowPart,
+    ScaleFoldRows,
+)
 from modelmill.nn.linear import Linear
 from modelmill.nn.norm import QKNormWeight
 from modelmill.nn.partition import HeadGroups, HeadPartition
 from modelmill.nn.qkv_norm import QKNormConfig
+from modelmill.nn.rope_before_qk_norm import ROPE_BEFORE_QK_NORM_SPEC, RopeBeforeQKNorm
 from modelmill.nn.step import Step
 from modelmill.nn.sub_norm import SubNorm, sub_norm_spec
 from modelmill.nn.value_norm import VALUE_NORM_SPEC, ValueNormConfig
-from modelmill.ops.binding import OpBinding
+from modelmill.ops.bound_op import CachedOpBinding
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.rope_cache import RopeCacheInputs
 from modelmill.ops.score_mods import ScoreMods
@@ -40,12 +51,12 @@ class RopeCosSin:
     q_scale: torch.Tensor | None = None
     local: RopeCosSin | None = None
 
-    def first_rows(self, count: int) -> RopeCosSin:
+    def slice_first_tokens(self, count: int) -> RopeCosSin:
         """The rotation of the step's first tokens."""
         cos, sin, q_scale = (
             None if each is None else each[:count] for each in (self.cos, self.sin, self.q_scale)
         )
-        local = None if self.local is None else self.local.first_rows(count)
+        local = None if self.local is None else self.local.slice_first_tokens(count)
         return RopeCosSin(cos, sin, q_scale, local)
 
 
@@ -114,12 +125,12 @@ class AttentionSpec:
         return HeadPartition("attn", self.head_groups)
 
     @property
-    def quant_sites(self) -> tuple[SiteSpec, ...]:
+    def quant_sites(self) -> tuple[QuantSiteSpec, ...]:
         """The inputs of the two projections."""
         # v is not linear in its rows where it is clipped or normed
         is_linear = self.qkv_clip is None and self.value_norm is None and not self.out_norm
-        producer = RowProducer("attn.qkv_proj", "v", self.head_groups)
-        return SiteSpec("qkv"), SiteSpec("o", producer if is_linear else None)
+        producer = ScaleFoldRows("attn.qkv_proj", "v", self.head_groups)
+        return QuantSiteSpec("qkv"), QuantSiteSpec("o", producer if is_linear else None)
 
     def build_module(self, cache_index: int) -> Attention:
         """The module; ``cache_index``: its place among the layers with a KV cache."""
@@ -143,11 +154,11 @@ class AttentionSpec:
         rows += () if self.values_are_keys else (RowPart("v", kv, "kv_heads"),)
         return (
             input_projection_spec("qkv_proj", "qkv", rows, bias=self.qkv_bias),
-            *(gate_projection_specs(self) if self.gated else ()),
-            *(() if self.qkv_norm is None else (self.qkv_norm.spec,)),
+            *(output_gate_projection_specs(self) if self.gated else ()),
+            *(() if self.qkv_norm is None else (self.qkv_norm.make_module_spec,)),
             *(() if self.value_norm is None else (VALUE_NORM_SPEC,)),
             *((replace(QKV_CLIP_SPEC, reads=(unclipped,)),) if clipped else ()),
-            *((EARLY_ROTATION_SPEC,) if self.rotates_first else ()),
+            *((ROPE_BEFORE_QK_NORM_SPEC,) if self.rotates_first else ()),
             RopeCacheSpec(
                 path="attn.rope_cache",
                 reads=("qkv_rotated" if self.rotates_first else source, ROPE),
@@ -172,7 +183,7 @@ class AttentionSpec:
         )
 
 
-def gate_projection_specs(spec: AttentionSpec) -> tuple[ModuleSpec, ...]:
+def output_gate_projection_specs(spec: AttentionSpec) -> tuple[ModuleSpec, ...]:
     """The projection to the gates of an attention's output."""
     rows = RowPart("attn_gate", spec.heads * spec.head_dim, "q_heads")
     return (input_projection_spec("gate_proj", "attn_gate", (rows,), bias=spec.qkv_bias),)
@@ -234,7 +245,7 @@ class Attention(nn.Module):
             self.qkv_norm = spec.qkv_norm.build_module(spec.head_groups)
         self.qkv_clip = None if spec.qkv_clip is None else QKVClip(spec.qkv_clip)
         if spec.rotates_first:
-            self.rotation = EarlyRotation(spec.head_groups)
+            self.rotation = RopeBeforeQKNorm(spec.head_groups)
         self.rope_cache = RopeAndCache(spec, cache_index)
         self.core = AttentionCore(spec, cache_index)
         self.o_proj = Linear(spec.heads * spec.head_dim, spec.hidden, spec.out_bias)
@@ -289,7 +300,7 @@ class RopeAndCache(nn.Module):
         self.eps = spec.eps
         self.rotates = spec.rotates and not spec.rotates_first
         self.local_rope = spec.local_rope
-        self._op = OpBinding()
+        self._op = CachedOpBinding()
         self.q_norm = QKNormWeight(spec.head_dim) if spec.qk_norm else None
         self.k_norm = QKNormWeight(spec.head_dim) if spec.qk_norm else None
 
@@ -342,7 +353,7 @@ class AttentionCore(nn.Module):
         self.slopes = None if spec.alibi is None else spec.alibi.slopes(spec.heads)
         self._modifies_scores = spec.modifies_scores
         self._mods: tuple[torch.Tensor | None, torch.device, ScoreMods] | None = None
-        self._op = OpBinding()
+        self._op = CachedOpBinding()
 
     def forward(self, q: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, heads, D] → [T, heads·D]."""

@@ -24,18 +24,18 @@ class CausalConvConfig:
     silu: bool = True
 
     @property
-    def state(self) -> StateSpec:
+    def state_spec(self) -> StateSpec:
         """The last inputs of a sequence, [width − 1, channels], oldest first."""
         return StateSpec("conv", (self.width - 1, self.channels))
 
-    def spec(self, path: str, reads: str, writes: str) -> RecurrenceSpec:
+    def make_module_spec(self, path: str, reads: str, writes: str) -> RecurrenceSpec:
         """What a layer declares of it."""
         return RecurrenceSpec(
             path=path,
             reads=(reads,),
             writes=(writes,),
             reference=("conv",),
-            state=self.state,
+            state=self.state_spec,
             state_reference="conv_state",
             tensors=("weight", "bias") if self.bias else ("weight",),
             op="causal_conv",

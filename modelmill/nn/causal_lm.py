@@ -33,15 +33,15 @@ class CausalLM(nn.Module):
 
     def hidden_states(self, step: Step) -> torch.Tensor:
         """The input of the head: normed final states [R, H] of the rows ``step.logit_rows``."""
-        return self.hidden_states_with_layers(self.layers, step)
+        return self.hidden_states_with_substitute_layers(self.layers, step)
 
-    def hidden_states_with_layers(
+    def hidden_states_with_substitute_layers(
         self, layers: nn.ModuleList, step: Step, norm: nn.Module | None = None
     ) -> torch.Tensor:
         """The same with these layers, and this last norm, in the place of its own."""
         x: torch.Tensor = self.embed(step.ids, step)
         residual: torch.Tensor | None = None
-        rope, step = self.compute_rope_cos_sin(step), self.with_per_layer_inputs(x, step)
+        rope, step = self.compute_rope_cos_sin(step), self.attach_per_layer_inputs(x, step)
         for layer, layer_step in zip(layers, step.steps_by_layer()):
             x, residual = layer(x, residual, rope, layer_step)
         if step.logit_rows is not None:
@@ -54,6 +54,6 @@ class CausalLM(nn.Module):
         """The step's rotation; empty where positions are learned."""
         return RopeCosSin()
 
-    def with_per_layer_inputs(self, x: torch.Tensor, step: Step) -> Step:  # noqa: ARG002
+    def attach_per_layer_inputs(self, x: torch.Tensor, step: Step) -> Step:  # noqa: ARG002
         """The step with what layers read beside the stream; x: the embeddings [T, H]."""
         return step

@@ -89,7 +89,7 @@ class LayerNorm2d(AffineNorm):
         return normed.permute(0, 3, 1, 2)
 
 
-class PlainNorm(AffineNorm):
+class VisionLayerNorm(AffineNorm):
     """LayerNorm over the last dimension; ``add_norm`` also adds what the stream still lacks."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -114,7 +114,7 @@ class PlainNorm(AffineNorm):
             normed = self._norm(ops.layer_norm, x, self.weight, self.bias, self.eps)
             if act_quant is None:
                 return normed, x
-            values, scale = next_linear.weight.run_bound(ops.quantize, normed, act_quant)
+            values, scale = next_linear.weight.run_bound_op(ops.quantize, normed, act_quant)
             return QuantizedInput(values, scale, x.dtype), x
         if act_quant is None:
             return self._add_norm(ops.add_layer_norm, branch, x, self.weight, self.bias, self.eps)

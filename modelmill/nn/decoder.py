@@ -13,6 +13,7 @@ from torch import nn
 
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.attention import AttentionSpec, RopeCosSin
+from modelmill.nn.attention_temperature import AttentionTemperature
 from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.differential_attention import DifferentialAttentionSpec, lambda_init
 from modelmill.nn.embedding_and_head import (
@@ -32,7 +33,6 @@ from modelmill.nn.norm import RMS_NORM, NormConfig
 from modelmill.nn.post_norm import PostNormLayer
 from modelmill.nn.pre_norm import MixerLayer, PreNormLayer
 from modelmill.nn.qkv_norm import QKNormConfig
-from modelmill.nn.query_growth import AttentionTemperature
 from modelmill.nn.rotary import RopeSpec, Rotary
 from modelmill.nn.step import Step
 from modelmill.nn.sub_norm import NormedMLPSpec
@@ -71,10 +71,10 @@ class DecoderConfig:
         first_position_row: The learned position table's row of position 0; None: no such table.
         recurrence: The recurrence in the place of attention (a hybrid), or None.
         recurrent_layers: The layers that have it.
-        beside_attention: The recurrence beside the attention of each layer (``HybridLayer``), or
-            None.
+        parallel_recurrence: The recurrence beside the attention of each layer
+            (``ParallelHybridLayer``), or None.
         output_gate: Whether a projection gates the output of the attention.
-        query_growth: Factors of rotated queries by position, or None.
+        attention_temperature: Factors of rotated queries by position, or None.
         rotates_first: Whether queries and keys are rotated in front of ``qk_norm``.
         differential: Whether attention is the difference of two maps.
         sub_norms: Whether norms stand in front of the last products of attention and MLP.
@@ -125,9 +125,9 @@ class DecoderConfig:
     latent_attention: LatentAttentionSpec | None = None
     recurrence: RecurrenceConfig | None = None
     recurrent_layers: frozenset[int] = frozenset()
-    beside_attention: Mamba2Spec | None = None
+    parallel_recurrence: Mamba2Spec | None = None
     output_gate: bool = False
-    query_growth: AttentionTemperature | None = None
+    attention_temperature: AttentionTemperature | None = None
     rotates_first: bool = False
     mlp_layers: frozenset[int] = frozenset()
     sub_norms: bool = False
@@ -182,7 +182,7 @@ class DecoderConfig:
             self.norm_config,
             self.branch_scale,
             self.mlp_norm,
-            beside_attention=self.beside_attention,
+            parallel_recurrence=self.parallel_recurrence,
             mixes_tokens=layer not in self.mlp_layers,
         )
 
@@ -218,12 +218,12 @@ class Decoder(CausalLM):
 
     @property
     def rope_length_source(self) -> str:
-        """Which length decides a token's rope key: fixed, prompt or running."""
+        """Which length decides a token's rope frequency id: fixed, prompt or running."""
         return "fixed" if self.rotary is None else self.rotary.rule
 
-    def rope_key(self, length: int) -> int:
-        """The rope key for a deciding length."""
-        return 0 if self.rotary is None else self.rotary.key(length)
+    def rope_frequency_id(self, length: int) -> int:
+        """The rope frequency id for a deciding length."""
+        return 0 if self.rotary is None else self.rotary.frequency_id_for_length(length)
 
     def compute_rope_cos_sin(self, step: Step) -> RopeCosSin:
         """The step's rotation, and that of layers with a window where it is another one."""
@@ -239,7 +239,7 @@ class Decoder(CausalLM):
 
         Channels beyond the rotated ones are turned by no angle.
         """
-        growth, dtype = self.config.query_growth, self.embed.weight.dtype
+        growth, dtype = self.config.attention_temperature, self.embed.weight.dtype
         cos, sin, q_scale = rotary(step, self.config.logn, dtype)
         if growth is not None:
             q_scale = growth.factors(step.positions, dtype)

@@ -14,8 +14,12 @@ import torch
 from torch import nn
 
 from modelmill.nn.attention import AttentionCore, AttentionSpec, RopeAndCache, RopeCosSin
-from modelmill.nn.attention_parts import attention_core_spec, input_projection_spec, o_proj_spec
-from modelmill.nn.layer_spec import ROPE, ModuleSpec, RopeCacheSpec, RowPart, SiteSpec
+from modelmill.nn.attention_module_specs import (
+    attention_core_spec,
+    input_projection_spec,
+    o_proj_spec,
+)
+from modelmill.nn.layer_spec import ROPE, ModuleSpec, QuantSiteSpec, RopeCacheSpec, RowPart
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import HeadGroups, HeadPartition
 from modelmill.nn.step import Step
@@ -45,26 +49,26 @@ class DifferentialAttentionSpec:
     lambda_init: float
 
     @property
-    def pairs(self) -> HeadGroups:
+    def head_pairs(self) -> HeadGroups:
         """The pairs of query heads, and the pairs of KV heads that they read."""
         return HeadGroups(self.heads // 2, self.kv_heads // 2, 2 * self.head_dim)
 
     @property
-    def paged(self) -> AttentionSpec:
+    def paged_attention_spec(self) -> AttentionSpec:
         """The attention over the pages."""
-        pairs = self.pairs
+        pairs = self.head_pairs
         heads, kv_heads = COPIES * pairs.q_heads, COPIES * pairs.kv_heads
         return AttentionSpec(self.hidden, heads, kv_heads, self.head_dim, eps=self.eps)
 
     @property
     def partition(self) -> HeadPartition:
         """How ranks divide the pairs."""
-        return HeadPartition("attn", self.pairs)
+        return HeadPartition("attn", self.head_pairs)
 
     @property
-    def quant_sites(self) -> tuple[SiteSpec, ...]:
+    def quant_sites(self) -> tuple[QuantSiteSpec, ...]:
         """The inputs of the two projections; the second is normed."""
-        return SiteSpec("qkv"), SiteSpec("o")
+        return QuantSiteSpec("qkv"), QuantSiteSpec("o")
 
     def build_module(self, cache_index: int) -> DifferentialAttention:
         """The module; ``cache_index``: its place among the layers with a KV cache."""
@@ -85,7 +89,7 @@ class DifferentialAttentionSpec:
             RopeCacheSpec(
                 path="attn.rope_cache", reads=("qkv_pairs", ROPE), writes=("q",),
                 reference=("q_rot",), arithmetic="rotary", cache_reference=("k_rot", "v_pairs"),
-                kv_heads=self.paged.kv_heads, head_dim=self.head_dim,
+                kv_heads=self.paged_attention_spec.kv_heads, head_dim=self.head_dim,
             ),
             attention_core_spec(()),
             ModuleSpec(
@@ -101,13 +105,13 @@ class DifferentialAttention(nn.Module):
 
     def __init__(self, spec: DifferentialAttentionSpec, cache_index: int) -> None:
         super().__init__()
-        self.kv_heads = spec.paged.kv_heads
+        self.kv_heads = spec.paged_attention_spec.kv_heads
         width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
         self.qkv_proj = Linear(spec.hidden, width, spec.bias)
-        self.pairs = RepeatPairs(spec)
-        self.rope_cache = RopeAndCache(spec.paged, cache_index)
-        self.core = AttentionCore(spec.paged, cache_index)
-        self.difference = PairDifference(spec)
+        self.pairs = RepeatHeadPairs(spec)
+        self.rope_cache = RopeAndCache(spec.paged_attention_spec, cache_index)
+        self.core = AttentionCore(spec.paged_attention_spec, cache_index)
+        self.difference = HeadPairDifference(spec)
         self.o_proj = Linear(spec.heads * spec.head_dim, spec.hidden, spec.bias)
 
     def forward(self, x: torch.Tensor, rope: RopeCosSin, step: Step) -> torch.Tensor:
@@ -120,24 +124,24 @@ class DifferentialAttention(nn.Module):
         """Keep a rank's pairs; ``forward`` then returns a partial sum."""
         pairs = kv_heads[1] - kv_heads[0]
         self.kv_heads = COPIES * pairs
-        self.pairs.keep_local_pairs(pairs)
-        self.difference.keep_local_pairs(pairs)
+        self.pairs.keep_local_kv_head_pairs(pairs)
+        self.difference.keep_local_kv_head_pairs(pairs)
         self.rope_cache.keep_local_heads(COPIES * (heads[1] - heads[0]))
 
 
-class LocalPairs(nn.Module):
+class HeadPairShardedModule(nn.Module):
     """A module that keeps a rank's pairs of KV heads."""
 
     def __init__(self, spec: DifferentialAttentionSpec) -> None:
         super().__init__()
-        self.spec, self.kv_pairs = spec, spec.pairs.kv_heads
+        self.spec, self.kv_pairs = spec, spec.head_pairs.kv_heads
 
-    def keep_local_pairs(self, count: int) -> None:
+    def keep_local_kv_head_pairs(self, count: int) -> None:
         """Keep so many pairs of KV heads."""
         self.kv_pairs = count
 
 
-class RepeatPairs(LocalPairs):
+class RepeatHeadPairs(HeadPairShardedModule):
     """Heads as the pages have them: of each pair of KV heads four, with the queries of each."""
 
     def forward(self, qkv: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
@@ -152,7 +156,7 @@ class RepeatPairs(LocalPairs):
         return torch.cat([each.reshape(tokens, -1) for each in (q, k, v)], 1)
 
 
-class PairDifference(LocalPairs):
+class HeadPairDifference(HeadPairShardedModule):
     """norm(A₁V − λ A₂V) · (1 − λ₀), in float32; λ = exp(q₁·k₁) − exp(q₂·k₂) + λ₀, learned."""
 
     def __init__(self, spec: DifferentialAttentionSpec) -> None:
@@ -165,11 +169,11 @@ class PairDifference(LocalPairs):
         spec = self.spec
         maps = x.view(len(x), self.kv_pairs, 2, 2, -1, spec.head_dim).float()
         first, second = maps.permute(2, 0, 1, 4, 3, 5).flatten(-2)  # [T, pairs, group, 2·D] each
-        out = first - self.factor() * second
+        out = first - self.compute_lambda() * second
         scale = torch.rsqrt(out.square().mean(-1, keepdim=True) + spec.eps)
         return (out * scale * (1 - spec.lambda_init)).flatten(1).to(x.dtype)
 
-    def factor(self) -> torch.Tensor:
+    def compute_lambda(self) -> torch.Tensor:
         """λ, float32."""
         q1, k1, q2, k2 = (self.get_buffer(name).float() for name in LAMBDAS)
         return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.spec.lambda_init

@@ -42,7 +42,7 @@ class NormedEmbedding(TokenEmbedding):
 
     def __init__(self, rows: int, width: int, norm: NormConfig) -> None:
         super().__init__(rows, width)
-        self.norm = norm.make_without_residual()
+        self.norm = norm.build_norm_without_residual()
 
     def forward(self, ids: torch.Tensor, step: Step) -> torch.Tensor:
         """[T] → [T, H]."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, SiteSpec
+from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, QuantSiteSpec
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.norm import NormConfig
 from modelmill.nn.partition import ExpertPartition
@@ -42,7 +42,7 @@ class ExpertBranchSpec:
         return (self.moe.expert_partition(PARTITION, "experts.moe"),)
 
     @property
-    def quant_sites(self) -> tuple[SiteSpec, ...]:
+    def quant_sites(self) -> tuple[QuantSiteSpec, ...]:
         """The inputs of each expert's products; scales are folded inside an expert only."""
         return tuple(
             site
@@ -50,7 +50,7 @@ class ExpertBranchSpec:
             else replace(
                 site,
                 producer=replace(
-                    site.producer, linear=_path_in_expert_branch(site.producer.linear)
+                    site.producer, linear=_expert_branch_module_path(site.producer.linear)
                 ),
             )
             for site in self.moe.quant_sites()
@@ -59,15 +59,17 @@ class ExpertBranchSpec:
     def module_specs(self) -> tuple[ModuleSpec, ...]:
         """The modules of a layer's ``experts``: "mlp_out" and the stream → "both_out"."""
         norm, stream = self.norm, "attn.residual"
-        experts = tuple(map(_nested_in_expert_branch, self.moe.module_specs("moe_input")))
+        experts = tuple(map(_nest_spec_in_expert_branch, self.moe.module_specs("moe_input")))
         router, *rest = experts
         return (
-            norm.spec("experts.mlp_post", ("mlp_out",), ("mlp_normed",), "mlp_post_1"),
-            norm.spec("experts.router_norm", (stream,), ("router_input",), "router_norm"),
-            norm.spec("experts.norm", (stream,), ("moe_input",), "moe_norm"),
+            norm.make_module_spec("experts.mlp_post", ("mlp_out",), ("mlp_normed",), "mlp_post_1"),
+            norm.make_module_spec(
+                "experts.router_norm", (stream,), ("router_input",), "router_norm"
+            ),
+            norm.make_module_spec("experts.norm", (stream,), ("moe_input",), "moe_norm"),
             replace(router, reads=("router_input",)),
             *rest,
-            norm.spec("experts.post", ("moe_out",), ("moe_normed",), "mlp_post_2"),
+            norm.make_module_spec("experts.post", ("moe_out",), ("moe_normed",), "mlp_post_2"),
             ModuleSpec(
                 path="experts.sum", reads=("mlp_normed", "moe_normed"), writes=("both_out",),
                 reference=("both_out",), arithmetic="residual", op="add",
@@ -75,15 +77,15 @@ class ExpertBranchSpec:
         )  # fmt: skip
 
 
-def _path_in_expert_branch(path: str) -> str:
+def _expert_branch_module_path(path: str) -> str:
     """A path of a mixture that is a layer's ``mlp``, in ``ExpertBranch``."""
     return path.replace("mlp.", "experts.moe.", 1)
 
 
-def _nested_in_expert_branch(module: ModuleSpec) -> ModuleSpec:
+def _nest_spec_in_expert_branch(module: ModuleSpec) -> ModuleSpec:
     """A module of the mixture inside ``ExpertBranch``."""
     writes = tuple("moe_out" if value == "mlp_out" else value for value in module.writes)
-    module = replace(module, path=_path_in_expert_branch(module.path), writes=writes)
+    module = replace(module, path=_expert_branch_module_path(module.path), writes=writes)
     if isinstance(module, LinearSpec):
         parts = tuple(replace(p, split=PARTITION if p.split else "") for p in module.parts)
         columns = PARTITION if module.split_columns else ""
@@ -105,18 +107,18 @@ class ExpertBranch(nn.Module):
 
     def __init__(self, spec: ExpertBranchSpec) -> None:
         super().__init__()
-        self.mlp_post = spec.norm.make_without_residual(reduces=True)
-        self.router_norm = spec.norm.make_without_residual()
-        self.norm = spec.norm.make_without_residual()
+        self.mlp_post = spec.norm.build_norm_without_residual(reduces=True)
+        self.router_norm = spec.norm.build_norm_without_residual()
+        self.norm = spec.norm.build_norm_without_residual()
         self.moe = spec.moe.build_module()
-        self.post = spec.norm.make_without_residual(reduces=True)
+        self.post = spec.norm.build_norm_without_residual(reduces=True)
         self.sum = ReplicatedBranchSum()
 
     def forward(self, mlp_out: torch.Tensor, stream: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, H], the stream behind the attention [T, H] → [T, H]."""
-        return self.run(mlp_out, stream, step, self.moe)
+        return self.forward_with_moe(mlp_out, stream, step, self.moe)
 
-    def run(
+    def forward_with_moe(
         self, mlp_out: torch.Tensor, stream: torch.Tensor, step: Step, moe: nn.Module
     ) -> torch.Tensor:
         """The same with this mixture in the place of its own."""

@@ -27,7 +27,7 @@ from modelmill.ops.fused_moe import (
     FusedMoEInputs,
     SwigluClamp,
 )
-from modelmill.ops.registry import Ops, serves
+from modelmill.ops.registry import Ops, backend_serves_args
 from modelmill.weights._groupwise import GroupwiseWeight
 from modelmill.weights.base import WeightFormat
 from modelmill.weights.w8a8 import W8A8Weight
@@ -49,7 +49,7 @@ MAX_CPU_TOKENS = 16
 """Tokens of a step up to which the CPU's grouped op is used: it multiplies them one by one."""
 
 
-def grouped_op(weight: WeightFormat) -> str | None:
+def grouped_op_name(weight: WeightFormat) -> str | None:
     """The op that multiplies with such weights.
 
     None where no op does, as for the static ranges of single experts' inputs.
@@ -142,7 +142,9 @@ class StackedExperts:
         served = self._served_on_cpu.get(x.dtype)
         if served is None:
             ids = torch.zeros(len(x), 1, dtype=torch.int32)
-            served = serves(self.op, "cpu", self._inputs(x.contiguous(), ids.float(), ids, None))
+            served = backend_serves_args(
+                self.op, "cpu", self._make_op_inputs(x.contiguous(), ids.float(), ids, None)
+            )
             self._served_on_cpu[x.dtype] = served
         return served and x.is_contiguous() and len(x) <= MAX_CPU_TOKENS
 
@@ -155,15 +157,15 @@ class StackedExperts:
         ops: Ops,
     ) -> torch.Tensor:
         """The weighted sum [T, H] of each token's experts, and of ``shared`` [T, H]."""
-        inputs = self._inputs(x, topk_weights, topk_ids, shared)
+        inputs = self._make_op_inputs(x, topk_weights, topk_ids, shared)
         return cast(torch.Tensor, getattr(ops, self.op)(inputs))
 
-    def inputs_without_tokens(self, x: torch.Tensor) -> FusedMoEInputs:
+    def make_empty_op_inputs(self, x: torch.Tensor) -> FusedMoEInputs:
         """The op's inputs for no tokens of x's dtype [., H]."""
         ids = torch.empty(0, 1, dtype=torch.int32, device=x.device)
-        return self._inputs(x[:0], ids.float(), ids, None)
+        return self._make_op_inputs(x[:0], ids.float(), ids, None)
 
-    def _inputs(
+    def _make_op_inputs(
         self,
         x: torch.Tensor,
         topk_weights: torch.Tensor,
@@ -183,13 +185,13 @@ def stack_experts(moe: MoE, *, in_place: bool = False) -> StackedExperts | None:
     in_place: not where tensors would have to be copied; their distances may be larger than they.
     """
     experts, total = moe.local_expert_modules, len(moe.experts)
-    gate_up = [first_product(expert) for expert in experts]
+    gate_up = [expert_input_linear(expert) for expert in experts]
     down = [expert.down_proj for expert in experts]
-    op = grouped_op(gate_up[0].weight)
+    op = grouped_op_name(gate_up[0].weight)
     gates = {_expert_activation(expert.act) for expert in experts}
     # of ranks that share a product, one alone adds the second bias
     biased = [{linear.bias is not None for linear in linears} for linears in (gate_up, down)]
-    kinds = {_stack_key(linear.weight) for linear in (*gate_up, *down)}
+    kinds = {_stack_compatibility_key(linear.weight) for linear in (*gate_up, *down)}
     gate = gates.pop()
     if op is None or gate is None or gates or len(kinds) > 1 or max(map(len, biased)) > 1:
         return None
@@ -204,7 +206,7 @@ def stack_experts(moe: MoE, *, in_place: bool = False) -> StackedExperts | None:
     return StackedExperts(op, (gate_up, down), stacks, gate, elsewhere)
 
 
-def first_product(expert: ExpertMLP) -> Linear:
+def expert_input_linear(expert: ExpertMLP) -> Linear:
     """An expert's gate and up in one, or its up alone."""
     return expert.gate_up_proj if isinstance(expert, Expert) else expert.fc_proj
 
@@ -221,11 +223,11 @@ def _expert_activation(act: nn.Module) -> ExpertActivation | None:
     return ExpertActivation(GELU_TANH) if is_gelu else None
 
 
-def _stack_key(weight: WeightFormat) -> tuple[object, ...]:
+def _stack_compatibility_key(weight: WeightFormat) -> tuple[object, ...]:
     """What the weights of a stack have in common: op, groups, tensors and their dtypes."""
     tensors = weight.tensors()
     dtypes = tuple((suffix, tensor.dtype) for suffix, tensor in sorted(tensors.items()))
-    return (grouped_op(weight), columns_per_scale(weight), *dtypes)
+    return (grouped_op_name(weight), columns_per_scale(weight), *dtypes)
 
 
 def stack_weights(
@@ -281,7 +283,10 @@ def max_dequantized_expert_bytes(model: nn.Module, total_bytes: int) -> int:
     for moe in model.modules():
         experts = moe.local_expert_modules if isinstance(moe, MoE) else []
         first = experts[0] if experts else None
-        if isinstance(first, Expert) and grouped_op(first.gate_up_proj.weight) in DEQUANTIZING_OPS:
+        if (
+            isinstance(first, Expert)
+            and grouped_op_name(first.gate_up_proj.weight) in DEQUANTIZING_OPS
+        ):
             rows, columns = first.gate_up_proj.shape
             largest = max(largest, 2 * len(experts) * rows * columns)
     return largest if largest <= MAX_DEQUANTIZED_SHARE * total_bytes else 0

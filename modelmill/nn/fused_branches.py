@@ -16,11 +16,11 @@ from modelmill.nn.attention import RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.fused_module import FusedModule
 from modelmill.nn.fused_moe import FusedMoE, FusedSwigluMLP
-from modelmill.nn.hybrid_layer import HybridLayer
 from modelmill.nn.mlp import GatedMLP
 from modelmill.nn.moe import MoE
 from modelmill.nn.norm import RMSNorm
-from modelmill.nn.parallel_layer import BranchSum
+from modelmill.nn.parallel_hybrid_layer import ParallelHybridLayer
+from modelmill.nn.parallel_residual_layer import BranchSum
 from modelmill.nn.sandwich import BranchScale, ScaledBranchLayer
 from modelmill.nn.step import Step
 from modelmill.ops.branches_add_rms_norm import BranchesAddRMSNormInputs
@@ -29,7 +29,7 @@ from modelmill.ops.branches_add_rms_norm import BranchesAddRMSNormInputs
 def can_fuse_branches(model: CausalLM) -> bool:
     """Whether all layers scale their branches, or all add two, in front of an RMSNorm."""
     kinds = {type(layer) for layer in model.layers}
-    if kinds not in ({ScaledBranchLayer}, {HybridLayer}):
+    if kinds not in ({ScaledBranchLayer}, {ParallelHybridLayer}):
         return False
     return all(
         isinstance(norm, RMSNorm)
@@ -57,7 +57,7 @@ class FusedBranchesLM(FusedModule):
 
     def hidden_states(self, step: Step) -> torch.Tensor:
         """The input of the head: normed final states [R, H] of the rows ``step.logit_rows``."""
-        return self.plain.hidden_states_with_layers(self.layers, step, self.norm)
+        return self.plain.hidden_states_with_substitute_layers(self.layers, step, self.norm)
 
 
 class FusedBranchNorm(FusedModule):
@@ -119,14 +119,14 @@ class FusedScaledBranchLayer(FusedModule):
 class FusedTwoBranchLayer(FusedModule):
     """A layer whose attention and Mamba2 are added by the norm behind them."""
 
-    plain: HybridLayer
+    plain: ParallelHybridLayer
     attn_norm: nn.Module
     attn: nn.Module
     mamba: nn.Module
 
     def __init__(self, plain: nn.Module) -> None:
         super().__init__(plain)
-        layer = cast(HybridLayer, plain)
+        layer = cast(ParallelHybridLayer, plain)
         self.mlp_norm = FusedBranchNorm(layer.mlp_norm, layer.sum)
         self.mlp = _make_fused_mlp(layer.mlp)
 

@@ -45,7 +45,7 @@ class FusedExpertsLM(FusedModule):
 
     def hidden_states(self, step: Step) -> torch.Tensor:
         """The input of the head: normed final states [R, H] of the rows ``step.logit_rows``."""
-        return self.plain.hidden_states_with_layers(self.layers, step)
+        return self.plain.hidden_states_with_substitute_layers(self.layers, step)
 
 
 def _fuse_experts(layer: nn.Module) -> nn.Module:
@@ -73,7 +73,7 @@ class FusedExpertBranchLayer(FusedModule):
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: RopeCosSin, step: Step
     ) -> tuple[torch.Tensor, None]:
         """The layer's output [T, H], and no residual beside it."""
-        return self.plain.run(x, residual, rope, step, self.experts)
+        return self.plain.forward_with_experts(x, residual, rope, step, self.experts)
 
 
 class FusedExpertBranch(FusedModule):
@@ -87,4 +87,4 @@ class FusedExpertBranch(FusedModule):
 
     def forward(self, mlp_out: torch.Tensor, stream: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, H], the stream behind the attention [T, H] → [T, H]."""
-        return self.plain.run(mlp_out, stream, step, self.moe)
+        return self.plain.forward_with_moe(mlp_out, stream, step, self.moe)

@@ -1,8 +1,8 @@
 """Fused layers: the plain modules with fewer and larger ops, in the place of ``CausalLM.forward``.
 
-``fuse`` makes a second tree of modules beside the plain one. Both share the leaves (linear layers,
-norms, their weights), so that it takes no memory. The runtime runs the fused tree; where forward
-hooks are attached it runs the plain one, in which every module computes what its name says.
+``fuse_model`` makes a second tree of modules beside the plain one. Both share the leaves (linear
+layers, norms, their weights), so that it takes no memory. The runtime runs the fused tree; where
+forward hooks are attached it runs the plain one, in which every module computes what its name says.
 
 What is fused, each where the chosen backends have the op and its shapes are supported:
 
@@ -15,7 +15,8 @@ What is fused, each where the chosen backends have the op and its shapes are sup
   None between two fused modules means that it was added;
 * the experts of a mixture, whose tokens are grouped (``nn.fused_moe``);
 * the factor of a branch, or the sum of two, into the norm behind them (``nn.fused_branches``);
-* the last layer's second half for the rows whose logits are needed only (``Step.only_logit_rows``);
+* the last layer's second half for the rows whose logits are needed only
+  (``Step.step_of_logit_rows``);
 * all layers of a small decode step in one op (``nn.fused_decode``).
 """
 
@@ -31,7 +32,12 @@ from torch import nn
 from modelmill.nn.attention import Attention, RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.fused_branches import FusedBranchesLM, can_fuse_branches
-from modelmill.nn.fused_decode import MAX_FUSED_TOKENS, StackedWeights, can_stack, run_fused_decode
+from modelmill.nn.fused_decode import (
+    MAX_FUSED_TOKENS,
+    StackedWeights,
+    can_fuse_decode,
+    run_fused_decode,
+)
 from modelmill.nn.fused_experts_lm import FusedExpertsLM, has_experts
 from modelmill.nn.fused_module import FusedModule
 from modelmill.nn.fused_moe import FusedMoE
@@ -43,7 +49,7 @@ from modelmill.nn.moe import MoE
 from modelmill.nn.norm import RMSNorm
 from modelmill.nn.pre_norm import PRE_NORM_DATAFLOW, PRE_NORM_OUTPUTS, PreNormLayer
 from modelmill.nn.step import Step
-from modelmill.ops.binding import OpBinding
+from modelmill.ops.bound_op import CachedOpBinding
 from modelmill.ops.quant_types import ActQuantSpec, QuantizedInput
 from modelmill.ops.rope_cache import RopeCacheInputs
 
@@ -52,14 +58,15 @@ PLAIN_MIXERS = frozenset({"attn.difference", "attn.output_gate", "attn.out_norm"
 """Modules of attentions that are not fused, beside those with a recurrence."""
 
 
-def fuse(model: nn.Module) -> nn.Module:
+def fuse_model(model: nn.Module) -> nn.Module:
     """The fused tree of a language model whose layers have a fused form; any other as it is.
 
     These are pre-norm layers, those that scale or add branches, and those with experts.
     Recurrences and attentions with one of ``PLAIN_MIXERS`` are kept plain.
     """
     if isinstance(model, CausalLM) and all(
-        _is_pre_norm(layer) or _is_hybrid(layer) for layer in model.layers
+        _is_fusable_pre_norm_layer(layer) or _is_pre_norm_with_plain_mixer(layer)
+        for layer in model.layers
     ):
         return FusedCausalLM(model)
     if isinstance(model, CausalLM) and can_fuse_branches(model):
@@ -69,8 +76,8 @@ def fuse(model: nn.Module) -> nn.Module:
     return model
 
 
-def _is_hybrid(layer: nn.Module) -> bool:
-    """Whether a layer is a pre-norm one with another mixer, which ``FusedHybridLayer`` computes."""
+def _is_pre_norm_with_plain_mixer(layer: nn.Module) -> bool:
+    """Whether ``FusedLayerWithPlainMixer`` computes a layer: a pre-norm one with another mixer."""
     return (
         type(layer) is PreNormLayer
         and (
@@ -81,7 +88,7 @@ def _is_hybrid(layer: nn.Module) -> bool:
     )
 
 
-def _is_pre_norm(layer: nn.Module) -> bool:
+def _is_fusable_pre_norm_layer(layer: nn.Module) -> bool:
     """Whether a layer is norm → attention → add and norm → MLP, as in ``FusedDecoderLayer``."""
     spec = layer_spec(layer)
     dataflow = [(m.path, m.reads) for m in spec.modules if not m.path.startswith("mlp.")]
@@ -101,13 +108,15 @@ class FusedCausalLM(FusedModule):
     def __init__(self, plain: CausalLM) -> None:
         super().__init__(plain)
         self.layers = nn.ModuleList(
-            FusedHybridLayer(layer) if _is_hybrid(layer) else FusedDecoderLayer(layer)
+            FusedLayerWithPlainMixer(layer)
+            if _is_pre_norm_with_plain_mixer(layer)
+            else FusedDecoderLayer(layer)
             for layer in plain.layers
         )
         self.norm = FusedNormQuant(plain.norm, None)
         self._stacked_weights = (
             StackedWeights(plain.layers, cast(RMSNorm, plain.norm), plain.head)
-            if can_stack(plain)
+            if can_fuse_decode(plain)
             else None
         )
 
@@ -138,12 +147,12 @@ class FusedCausalLM(FusedModule):
         """Embeddings [T, H] through all layers and the last norm, [R, H]."""
         branch: torch.Tensor | None = x
         residual: torch.Tensor | None = None
-        step = self.plain.with_per_layer_inputs(x, step)
+        step = self.plain.attach_per_layer_inputs(x, step)
         *layers, last_layer = self.layers
         *steps, last_step = islice(step.steps_by_layer(), len(self.layers))
         for layer, layer_step in zip(layers, steps, strict=True):
             branch, residual = layer(branch, residual, rope, layer_step)
-        logit_step = last_step.only_logit_rows()
+        logit_step = last_step.step_of_logit_rows()
         branch, residual = last_layer(branch, residual, rope, last_step, logit_step)
         assert residual is not None, "a layer returns its residual"
         if logit_step is None and step.logit_rows is not None:
@@ -217,7 +226,7 @@ class FusedDecoderLayer(FusedPreNormLayer):
         return self.attn(normed, residual, rope, step, logit_step), residual
 
 
-class FusedHybridLayer(FusedPreNormLayer):
+class FusedLayerWithPlainMixer(FusedPreNormLayer):
     """A pre-norm layer whose mixer is plain."""
 
     def __init__(self, plain: nn.Module) -> None:
@@ -249,7 +258,7 @@ class FusedNormQuant(FusedModule):
         super().__init__(plain)
         quantizes = next_linear is not None and isinstance(plain, RMSNorm)
         object.__setattr__(self, "next_linear", next_linear if quantizes else None)
-        self._norm, self._add_norm = OpBinding(), OpBinding()
+        self._norm, self._add_norm = CachedOpBinding(), CachedOpBinding()
 
     def forward(
         self, x: torch.Tensor | None, residual: torch.Tensor | None, step: Step
@@ -274,7 +283,7 @@ class FusedNormQuant(FusedModule):
         linear = self.next_linear
         if linear is None or step.tp_group.size > 1 or not step.ops.fuses_norm_quant:
             return None
-        return linear.weight.act_quant
+        return linear.weight.input_quant_spec
 
 
 class FusedMixer(FusedModule):

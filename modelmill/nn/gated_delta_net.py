@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from modelmill.nn.causal_conv import CausalConv
-from modelmill.nn.head_mixer import HeadMixer
+from modelmill.nn.head_recurrence import HeadRecurrence, HeadRecurrenceSpec, PerHeadProjection
 from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, RecurrenceSpec, RowPart
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import StateHeadPartition
-from modelmill.nn.rank_heads import HeadProjection, HeadRecurrence, HeadRecurrenceSpec
+from modelmill.nn.recurrent_mixer import RecurrentMixer
 from modelmill.nn.recurrent_state import StateSpec
 from modelmill.nn.step import Step
 from modelmill.ops.gated_delta_rule import GatedDeltaInputs
@@ -44,7 +44,7 @@ class GatedDeltaNetSpec(HeadRecurrenceSpec):
     eps: float
 
     @property
-    def state(self) -> StateSpec:
+    def state_spec(self) -> StateSpec:
         """The state of all heads, in float32 whatever the activations are."""
         return StateSpec("delta_rule", (self.heads, self.key_dim, self.value_dim), torch.float32)
 
@@ -85,24 +85,24 @@ class GatedDeltaNetSpec(HeadRecurrenceSpec):
                 path="attn.rates", reads=("attn_input",), writes=("ba",), reference=("b", "a"),
                 arithmetic="linear", tensors=("weight",), op="head_projection",
             ),
-            self.conv_config.spec("attn.conv", "qkvz", "mixed"),
+            self.conv_config.make_module_spec("attn.conv", "qkvz", "mixed"),
             RecurrenceSpec(
                 path="attn.delta_rule", reads=("mixed", "ba"), writes=("delta",),
                 reference=("delta",), arithmetic="attention", tensors=("A_log", "dt_bias"),
-                state=self.state, state_reference="delta_state", op="gated_delta_rule",
+                state=self.state_spec, state_reference="delta_state", op="gated_delta_rule",
             ),
-            *self.output_specs("delta", "qkvz"),
+            *self.output_module_specs("delta", "qkvz"),
         )  # fmt: skip
 
 
-class GatedDeltaNet(HeadMixer):
+class GatedDeltaNet(RecurrentMixer):
     """The mixer of one layer."""
 
     def __init__(self, spec: GatedDeltaNetSpec, state_index: int) -> None:
         super().__init__(spec.key_heads)
         self.spec = spec
         self.in_proj = Linear(spec.hidden, 2 * spec.width + 2 * spec.shared_width)
-        self.rates = HeadProjection(spec.hidden, spec.heads, parts=2)
+        self.rates = PerHeadProjection(spec.hidden, spec.heads, parts=2)
         self.conv = CausalConv(spec.conv_config, state_index)
         self.delta_rule = DeltaRule(spec, state_index + 1)
         self.gated_norm = GatedHeadNorm(spec.value_dim, spec.eps)
@@ -130,7 +130,7 @@ class DeltaRule(HeadRecurrence):
         """[T, q | k | v], [T, b | a] → [T, heads·value_dim]."""
         decay = self.select_local_heads(self.A_log), self.select_local_heads(self.dt_bias)
         return step.ops.gated_delta_rule(
-            GatedDeltaInputs(mixed, rates, *decay, *self.states_and_rows(step))
+            GatedDeltaInputs(mixed, rates, *decay, *self.layer_states_and_step_rows(step))
         )
 
 

@@ -26,7 +26,7 @@ from itertools import chain
 
 import torch
 
-from modelmill.core.page_groups import PageGroup, places_per_page, plan_page_groups
+from modelmill.core.page_groups import PageGroup, layer_slots_per_page, plan_page_groups
 
 Zeros = Callable[[tuple[int, ...], torch.dtype, str], torch.Tensor]
 """Allocates zeros of a size and dtype on a device."""
@@ -40,19 +40,19 @@ def kv_cache_dtype(name: str, activation_dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class PagePlace:
+class LayerPlaceInPage:
     """Where in a page the keys and values of a layer are.
 
     Attributes:
         place: The place of the page.
         index: Which of the layers that have their pages there.
-        per_place: How many of them the place has room for.
+        layers_per_slot: How many of them the place has room for.
         group: The page group of the layer.
     """
 
     place: int
     index: int = 0
-    per_place: int = 1
+    layers_per_slot: int = 1
     group: int = 0
 
 
@@ -107,24 +107,26 @@ class KVShape:
     @property
     def page_id_strides(self) -> tuple[int, ...]:
         """Of each page group, how far apart the numbers of two pages are in its page tables."""
-        return tuple(group.per_place for group in self.groups) if self.groups else (1,)
+        return tuple(group.layers_per_slot for group in self.groups) if self.groups else (1,)
 
     @property
-    def layer_places(self) -> tuple[PagePlace, ...]:
+    def layer_places_in_page(self) -> tuple[LayerPlaceInPage, ...]:
         """Where in a page each layer's keys and values are."""
         if not self.groups:
-            return tuple(map(PagePlace, range(self.layers)))
+            return tuple(map(LayerPlaceInPage, range(self.layers)))
         places = {
-            layer: PagePlace(*divmod(number, group.per_place), group.per_place, index)
+            layer: LayerPlaceInPage(
+                *divmod(number, group.layers_per_slot), group.layers_per_slot, index
+            )
             for index, group in enumerate(self.groups)
             for number, layer in enumerate(group.layers)
         }
         return tuple(places[layer] for layer in range(self.layers))
 
     @property
-    def page_groups(self) -> tuple[int, ...]:
+    def layer_page_groups(self) -> tuple[int, ...]:
         """The page group of each layer of the model; empty: all layers share one page table."""
-        places = self.layer_places
+        places = self.layer_places_in_page
         return tuple(places[i].group for i in self.caches or range(self.layers) if self.groups)
 
     @property
@@ -135,7 +137,7 @@ class KVShape:
         size = self.kv_heads, self.head_dim
         if self.sizes:  # several layers of one size, or one of another
             size = 1, math.lcm(*map(math.prod, self.sizes))
-        return (size,) * places_per_page(self.groups)
+        return (size,) * layer_slots_per_page(self.groups)
 
     @property
     def num_scale_heads(self) -> dict[tuple[int, tuple[int, int]], int]:
@@ -144,8 +146,8 @@ class KVShape:
         Layers of different sizes have scales of their own at a place, since these do not take the
         same memory where the keys and values do.
         """
-        pairs = zip(self.layer_places, self.layer_kv_sizes, strict=True)
-        return {(at.place, size): size[0] * at.per_place for at, size in pairs}
+        pairs = zip(self.layer_places_in_page, self.layer_kv_sizes, strict=True)
+        return {(at.place, size): size[0] * at.layers_per_slot for at, size in pairs}
 
     def page_bytes(self, page_size: int, dtype: torch.dtype) -> int:
         """Bytes of one page over the layers of a group, with the scales of 8-bit pages."""
@@ -198,9 +200,9 @@ class KVCache:
         """Zeroed pages, so that nothing reads uninitialized memory.
 
         In RAM they are backed once they are written. ``zeros`` allocates; None:
-        ``zeros_without_writing``.
+        ``lazily_backed_zeros``.
         """
-        allocate = zeros_without_writing if zeros is None else zeros
+        allocate = lazily_backed_zeros if zeros is None else zeros
         quantized = dtype in QUANTIZED_KV_DTYPES.values()
         sides = range(1 if shape.shares_values else 2)
 
@@ -226,7 +228,7 @@ class KVCache:
             page_size,
             key_scales,
             value_scales[0] if value_scales else key_scales,
-            shape.page_groups,
+            shape.layer_page_groups,
             (*chain(*rooms), *chain(*(side.values() for side in scales))),
         )
 
@@ -263,7 +265,7 @@ def _layer_pages(
     """Each layer's keys (or values) in the memory of the places."""
     return tuple(
         rooms[at.place].view(-1, heads, page_size, dim)[at.index :]
-        for at, (heads, dim) in zip(shape.layer_places, shape.layer_kv_sizes, strict=True)
+        for at, (heads, dim) in zip(shape.layer_places_in_page, shape.layer_kv_sizes, strict=True)
     )
 
 
@@ -275,11 +277,11 @@ def _layer_scales(
         return ()
     return tuple(
         rooms[at.place, size].view(-1, size[0], page_size)[at.index :]
-        for at, size in zip(shape.layer_places, shape.layer_kv_sizes, strict=True)
+        for at, size in zip(shape.layer_places_in_page, shape.layer_kv_sizes, strict=True)
     )
 
 
-def zeros_without_writing(size: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+def lazily_backed_zeros(size: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
     """Zeros without writing them.
 
     On a CPU ``torch.zeros`` may write every byte; fresh pages of the operating system are zero.

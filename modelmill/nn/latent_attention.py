@@ -7,7 +7,7 @@ then read one KV head, whose values are the first channels of its keys. Prompts 
 step expand the latent vectors to the keys and values of each head: as many products to expand as to
 absorb, and fewer in the attention itself, whose heads are smaller (192 and 128 channels in
 DeepSeek-V3, not 576 and 512). Prompts with a history do what takes fewer products: expanding
-projects the keys of the history as well (``HistoryExpansion``).
+projects the keys of the history as well (``LatentExpansionPolicy``).
 """
 
 from __future__ import annotations
@@ -20,23 +20,31 @@ import torch.nn.functional as F
 from torch import nn
 
 from modelmill.nn.attention import RopeCosSin
-from modelmill.nn.attention_parts import attention_core_spec, input_projection_spec, o_proj_spec
-from modelmill.nn.latent_step import LatentPrompts
+from modelmill.nn.attention_module_specs import (
+    attention_core_spec,
+    input_projection_spec,
+    o_proj_spec,
+)
+from modelmill.nn.latent_prompt_expansion import ExpandedLatentPrompts
 from modelmill.nn.layer_spec import (
     ROPE,
     LinearSpec,
     ModuleSpec,
     NormSpec,
+    QuantSiteSpec,
     RopeCacheSpec,
     RowPart,
-    SiteSpec,
 )
 from modelmill.nn.linear import Linear
 from modelmill.nn.norm import NormConfig
 from modelmill.nn.partition import HeadGroups, HeadPartition
 from modelmill.nn.step import Step
-from modelmill.ops.binding import OpBinding
-from modelmill.ops.latent_rope_cache import LatentRopeCacheInputs, rotate_from, store_rows
+from modelmill.ops.bound_op import CachedOpBinding
+from modelmill.ops.latent_rope_cache import (
+    LatentRopeCacheInputs,
+    rotate_channels_from,
+    store_rows_in_pages,
+)
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.parallel.shard import Range
 
@@ -57,11 +65,11 @@ class LatentPartition(HeadPartition):
     query_dim: int = 0
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def split_names(self) -> tuple[str, ...]:
         """The names by which linears are divided."""
         return self.q, "value_heads"
 
-    def ranges(self, rank: int, size: int, alignment: int) -> dict[str, Range]:
+    def rank_channel_ranges(self, rank: int, size: int, alignment: int) -> dict[str, Range]:
         """The rank's channels by name."""
         (first, end), _ = self.rank_heads(rank, size, alignment)
         value_dim = self.groups.head_dim
@@ -107,14 +115,14 @@ class LatentAttentionSpec:
         return self.rank + self.rope_dim
 
     @property
-    def step_channels(self) -> int:
+    def step_channels_per_head(self) -> int:
         """Channels per token and head that a step holds at once.
 
         These are the query, it absorbed, the output as latent vectors, and the output twice.
         """
         return self.query_dim + self.cached_dim + self.rank + 2 * self.value_dim
 
-    def is_cheaper_expanded(self, prompts: Sequence[tuple[int, int]]) -> bool:
+    def is_expansion_cheaper(self, prompts: Sequence[tuple[int, int]]) -> bool:
         """Whether prompts of (new tokens, keys) take fewer products expanded than absorbed.
 
         Expanding projects every key, absorbing every query; pairs of both have fewer channels then.
@@ -132,10 +140,10 @@ class LatentAttentionSpec:
         return LatentPartition("attn", groups, query_dim=self.query_dim)
 
     @property
-    def quant_sites(self) -> tuple[SiteSpec, ...]:
+    def quant_sites(self) -> tuple[QuantSiteSpec, ...]:
         """The inputs of the projections."""
-        compressed = () if self.query_rank is None else (SiteSpec("q_b"),)
-        return SiteSpec("qkv"), *compressed, SiteSpec("o")
+        compressed = () if self.query_rank is None else (QuantSiteSpec("q_b"),)
+        return QuantSiteSpec("qkv"), *compressed, QuantSiteSpec("o")
 
     def build_module(self, cache_index: int) -> LatentAttention:
         """The module."""
@@ -193,7 +201,7 @@ class LatentAttentionSpec:
 
 
 @dataclass(frozen=True)
-class HistoryExpansion:
+class LatentExpansionPolicy:
     """Decides which steps expand prompts with a history, not only those that begin.
 
     Attributes:
@@ -206,16 +214,16 @@ class HistoryExpansion:
     max_keys: Callable[[], int]
 
     @staticmethod
-    def of_model(model: nn.Module, max_keys: Callable[[], int]) -> HistoryExpansion | None:
+    def for_model(model: nn.Module, max_keys: Callable[[], int]) -> LatentExpansionPolicy | None:
         """That of a model; None: it has no latent attention."""
         specs = (each.spec for each in model.modules() if isinstance(each, LatentAttention))
         spec = next(specs, None)
-        return None if spec is None else HistoryExpansion(spec, max_keys)
+        return None if spec is None else LatentExpansionPolicy(spec, max_keys)
 
     def __call__(self, prompts: Sequence[tuple[int, int]]) -> bool:
         """Whether a step expands its prompts of (new tokens, keys)."""
         keys = sum(total for _, total in prompts)
-        return keys <= self.max_keys() and self.spec.is_cheaper_expanded(prompts)
+        return keys <= self.max_keys() and self.spec.is_expansion_cheaper(prompts)
 
 
 class LatentNorm(nn.Module):
@@ -227,7 +235,7 @@ class LatentNorm(nn.Module):
         super().__init__()
         self.width = width
         self.register_buffer("weight", torch.empty(width, device="meta"))
-        self._norm = OpBinding()
+        self._norm = CachedOpBinding()
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, width + …] → the same shape."""
@@ -247,7 +255,7 @@ class LatentAttention(nn.Module):
         rank, width = spec.query_rank, spec.heads * spec.query_dim
         if rank is not None:
             self.q_a_proj = Linear(spec.hidden, rank, spec.bias)
-            self.q_a_norm = NormConfig(rank, NORM_EPS).make_without_residual()
+            self.q_a_norm = NormConfig(rank, NORM_EPS).build_norm_without_residual()
         self.q_proj = Linear(spec.hidden if rank is None else rank, width, False)
         self.kv_a_proj = Linear(spec.hidden, spec.cached_dim, spec.bias)
         self.kv_a_norm = LatentNorm(spec.rank)
@@ -303,14 +311,14 @@ class RopeAndLatentCache(nn.Module):
         queries = self._rotate(q.view(len(q), -1, self.spec.query_dim), self.spec.nope_dim, rope)
         row = self._rotate(latent[:, None], self.spec.rank, rope)
         scale, _ = step.kv.scales(self.cache_index)
-        store_rows(row, step.kv.k[self.cache_index], scale, step.slot_places)
+        store_rows_in_pages(row, step.kv.k[self.cache_index], scale, step.slot_places)
         return queries
 
     def _rotate(self, x: torch.Tensor, begin: int, rope: RopeCosSin) -> torch.Tensor:
         """Rotate the channels of x [T, heads, D] from ``begin`` on."""
         assert rope.cos is not None, "latent attention rotates"
         assert rope.sin is not None, "latent attention rotates"
-        return rotate_from(x, begin, rope.cos, rope.sin, interleaved=self.spec.neighbours)
+        return rotate_channels_from(x, begin, rope.cos, rope.sin, interleaved=self.spec.neighbours)
 
 
 class LatentAttentionCore(nn.Module):
@@ -328,7 +336,7 @@ class LatentAttentionCore(nn.Module):
         rows = spec.heads * (spec.nope_dim + spec.value_dim)
         self.register_buffer(UP_PROJECTIONS, torch.empty(rows, spec.rank, device="meta"))
         self.heads: Range = (0, spec.heads)
-        self._op = OpBinding()
+        self._op = CachedOpBinding()
         self._packed_up_projections: tuple[torch.Tensor, ...] = ()
 
     def keep_local_heads(self, heads: Range) -> None:
@@ -357,7 +365,7 @@ class LatentAttentionCore(nn.Module):
 
     def forward(self, q: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, heads, query_dim] → [T, heads·value_dim]."""
-        prompts = step.latent_prompts
+        prompts = step.expanded_latent_prompts
         if prompts is None:
             return self.attend_absorbed(q, step)
         out = self.attend_expanded(q, step, prompts)
@@ -366,13 +374,15 @@ class LatentAttentionCore(nn.Module):
             out[rows] = self.attend_absorbed(q[rows], prompts.decode_step)
         return out
 
-    def attend_expanded(self, q: torch.Tensor, step: Step, prompts: LatentPrompts) -> torch.Tensor:
+    def attend_expanded(
+        self, q: torch.Tensor, step: Step, prompts: ExpandedLatentPrompts
+    ) -> torch.Tensor:
         """Attention of prompts, to keys and values of each head.
 
         These are the pages of a cache of their own, with one token each.
         """
         spec, width = self.spec, max(self.spec.query_dim, self.spec.value_dim)
-        stored = self._stored_rows(q.dtype, step, prompts)
+        stored = self._read_cached_latents(q.dtype, step, prompts)
         latent, rotated = stored.split([spec.rank, spec.rope_dim], -1)
         by_head = latent.expand(q.shape[1], -1, -1)
         key_up, value_up = self.packed_up_projections()
@@ -394,7 +404,9 @@ class LatentAttentionCore(nn.Module):
         out = step.ops.paged_attention(inputs).view(len(q), -1, width)
         return out[..., : spec.value_dim].flatten(1)
 
-    def _stored_rows(self, dtype: torch.dtype, step: Step, prompts: LatentPrompts) -> torch.Tensor:
+    def _read_cached_latents(
+        self, dtype: torch.dtype, step: Step, prompts: ExpandedLatentPrompts
+    ) -> torch.Tensor:
         """What the cache holds of the tokens that are expanded [K, cached_dim]."""
         page, offset = prompts.page, prompts.offset
         rows = step.kv.k[self.cache_index][page, 0, offset]

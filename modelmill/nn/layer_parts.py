@@ -1,6 +1,7 @@
 """What a decoder layer is put together from: attention, MLP and norms, and how they are joined.
 
-The layer classes (``pre_norm``, ``parallel_layer``, ``post_norm``, ``sandwich``) take these parts.
+The layer classes (``pre_norm``, ``parallel_residual_layer``, ``post_norm``, ``sandwich``) take
+these parts.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class LayerParts:
         mlp_norm: In a parallel layer, whether the MLP has a norm of its own.
         experts: In a ``ScaledSandwichLayer``, experts beside the MLP, or None.
         layer_input: There, what it does with its input beside the stream, or None.
-        beside_attention: In a ``HybridLayer``, the recurrence beside the attention, or None.
+        parallel_recurrence: In a ``ParallelHybridLayer``, the recurrence beside the attention, or
+            None.
         mixes_tokens: In a ``OneBranchLayer``, whether it has the attention and no MLP; otherwise
             the MLP alone.
     """
@@ -52,7 +54,7 @@ class LayerParts:
     mlp_norm: bool = False
     experts: ExpertBranchSpec | None = None
     layer_input: PerLayerInputSpec | None = None
-    beside_attention: Mamba2Spec | None = None
+    parallel_recurrence: Mamba2Spec | None = None
     mixes_tokens: bool = True
 
 
@@ -70,12 +72,14 @@ def make_layer_spec(
 
 def attention_norm_spec(norm: NormConfig) -> ModuleSpec:
     """The norm in front of a layer's attention, which starts or continues the stream."""
-    return norm.spec("attn_norm", ("branch", "residual"), ("attn_input", "stream"), "input_norm")
+    return norm.make_module_spec(
+        "attn_norm", ("branch", "residual"), ("attn_input", "stream"), "input_norm"
+    )
 
 
 def mlp_norm_spec(norm: NormConfig, attention_output: str) -> ModuleSpec:
     """The norm in front of a layer's MLP, which adds the attention's output to the stream."""
-    return norm.spec(
+    return norm.make_module_spec(
         "mlp_norm",
         (attention_output, "stream"),
         ("mlp_input", "attn.residual"),

@@ -168,7 +168,7 @@ class LinearSpec(ModuleSpec):
         """Its outputs in the reference are its parts."""
         object.__setattr__(self, "reference", tuple(part.name for part in self.parts))
 
-    def part_range(self, name: str) -> Range:
+    def part_row_range(self, name: str) -> Range:
         """The rows [first, last) of a part."""
         first = 0
         for part in self.parts:
@@ -179,7 +179,7 @@ class LinearSpec(ModuleSpec):
 
 
 @dataclass(frozen=True)
-class RowProducer:
+class ScaleFoldRows:
     """Rows of a linear layer in which a site's input is linear: scales can be folded into them.
 
     Attributes:
@@ -194,7 +194,7 @@ class RowProducer:
 
 
 @dataclass(frozen=True)
-class SiteSpec:
+class QuantSiteSpec:
     """An input that linear layers share.
 
     Attributes:
@@ -204,7 +204,7 @@ class SiteSpec:
     """
 
     name: str
-    producer: RowProducer | None = None
+    producer: ScaleFoldRows | None = None
     heavy_tailed: bool = False
 
 
@@ -233,14 +233,14 @@ class LayerSpec:
         sites: In the order of computation.
         outputs: The values that the layer returns: in a decoder (branch, residual), or the stream.
         partitions: What ranks divide, or ``REPLICATED``.
-        wholes: Modules around several of ``modules`` that the reference knows.
+        composites: Modules around several of ``modules`` that the reference knows.
     """
 
     modules: tuple[ModuleSpec, ...]
-    sites: tuple[SiteSpec, ...]
+    sites: tuple[QuantSiteSpec, ...]
     outputs: tuple[str, ...]
     partitions: tuple[Partition, ...]
-    wholes: tuple[CompositeSpec, ...] = ()
+    composites: tuple[CompositeSpec, ...] = ()
 
     @cached_property
     def modules_by_path(self) -> dict[str, ModuleSpec]:
@@ -248,7 +248,7 @@ class LayerSpec:
         return {module.path: module for module in self.modules}
 
     @cached_property
-    def writers(self) -> dict[str, ModuleSpec]:
+    def writer_by_value(self) -> dict[str, ModuleSpec]:
         """By value, the module that writes it."""
         return {value: module for module in self.modules for value in module.writes}
 
@@ -280,16 +280,16 @@ class LayerSpec:
         """The sites' names."""
         return tuple(site.name for site in self.sites)
 
-    def site(self, name: str) -> SiteSpec:
+    def find_site(self, name: str) -> QuantSiteSpec:
         """A site by its name."""
         return next(site for site in self.sites if site.name == name)
 
-    def site_read_by(self, path: str) -> SiteSpec | None:
+    def site_of_linear(self, path: str) -> QuantSiteSpec | None:
         """The site that a module reads; None for a module that is no linear layer."""
         linear = self.modules_by_path.get(path)
-        return self.site(linear.site) if isinstance(linear, LinearSpec) else None
+        return self.find_site(linear.site) if isinstance(linear, LinearSpec) else None
 
-    def linear(self, path: str) -> LinearSpec:
+    def linear_at_path(self, path: str) -> LinearSpec:
         """A linear layer by its path."""
         linear = self.modules_by_path[path]
         assert isinstance(linear, LinearSpec), f"{path} is no linear layer"
@@ -303,7 +303,7 @@ class LayerSpec:
         """The value that a site is."""
         return self.site_linears(name)[0].reads[0]
 
-    def site_producer(self, name: str) -> NormSpec | RowProducer | None:
+    def scale_fold_target(self, name: str) -> NormSpec | ScaleFoldRows | None:
         """What produces a site's input linearly; None: scales cannot be folded into it.
 
         Nor can they where something else reads the same value.
@@ -312,8 +312,8 @@ class LayerSpec:
         readers = [module for module in self.modules if value in module.reads]
         if any(not isinstance(m, LinearSpec) or m.site != name for m in readers):
             return None
-        writer = self.writers.get(value)
-        return writer if isinstance(writer, NormSpec) else self.site(name).producer
+        writer = self.writer_by_value.get(value)
+        return writer if isinstance(writer, NormSpec) else self.find_site(name).producer
 
     @property
     def scale_fold_order(self) -> tuple[str, ...]:
@@ -321,11 +321,11 @@ class LayerSpec:
 
         Folding into rows changes weights that read a norm's output.
         """
-        producers = {name: self.site_producer(name) for name in self.site_names}
-        rows = [name for name, each in producers.items() if isinstance(each, RowProducer)]
+        producers = {name: self.scale_fold_target(name) for name in self.site_names}
+        rows = [name for name, each in producers.items() if isinstance(each, ScaleFoldRows)]
         return (*rows, *(name for name, each in producers.items() if isinstance(each, NormSpec)))
 
-    def check(self, layer: nn.Module) -> None:
+    def check_module_tree(self, layer: nn.Module) -> None:
         """Compare with the modules of a layer.
 
         A linear's bias is left out: whether there is one follows from the checkpoint, and
@@ -336,7 +336,7 @@ class LayerSpec:
         """
         linears = [name for name, each in layer.named_modules() if isinstance(each, Linear)]
         biases = {f"{name}.bias" for name in linears}
-        modules: tuple[ModuleSpec | CompositeSpec, ...] = (*self.modules, *self.wholes)
+        modules: tuple[ModuleSpec | CompositeSpec, ...] = (*self.modules, *self.composites)
         declared = {f"{module.path}.{name}" for module in modules for name in module.tensors}
         present = {name for name, _ in layer.named_buffers()} | {f"{n}.weight" for n in linears}
         declared, present = declared - biases, present - biases
@@ -354,7 +354,7 @@ class LayerSpec:
             )
 
 
-def linear_tensors(bias: bool) -> tuple[str, ...]:
+def linear_tensor_names(bias: bool) -> tuple[str, ...]:
     """The tensors of a linear layer."""
     return ("weight", "bias") if bias else ("weight",)
 

@@ -17,10 +17,10 @@ from modelmill.nn.kv import NO_KV, KVShape
 from modelmill.nn.layer_spec import (
     LayerSpec,
     LinearSpec,
+    QuantSiteSpec,
     RecurrenceSpec,
     RopeCacheSpec,
     SharedKVQuerySpec,
-    SiteSpec,
     layer_spec,
 )
 from modelmill.nn.recurrent_state import NO_STATE, StateShape
@@ -63,7 +63,7 @@ def layer_stacks(model: nn.Module) -> tuple[LayerStack, ...]:
     return stacks
 
 
-def find_layer(model: nn.Module, path: str) -> ModuleLocation | None:
+def locate_module_in_stacks(model: nn.Module, path: str) -> ModuleLocation | None:
     """The place of a module by its path in the model; None outside the layers."""
     for stack in layer_stacks(model):
         if path.startswith(f"{stack.path}."):
@@ -72,7 +72,7 @@ def find_layer(model: nn.Module, path: str) -> ModuleLocation | None:
     return None
 
 
-def stack_specs(model: nn.Module, stack: LayerStack) -> list[LayerSpec]:
+def stack_layer_specs(model: nn.Module, stack: LayerStack) -> list[LayerSpec]:
     """The specs of a stack's layers."""
     return [layer_spec(layer) for layer in model.get_submodule(stack.path).children()]
 
@@ -85,7 +85,7 @@ def vision_encoder_stacks(model: nn.Module) -> tuple[LayerStack, ...]:
 def vision_encoder_linears(model: nn.Module) -> Iterator[tuple[str, int, LinearSpec]]:
     """(path in the model, layer, spec) of each linear layer in a vision encoder's layers."""
     for stack in vision_encoder_stacks(model):
-        for index, spec in enumerate(stack_specs(model, stack)):
+        for index, spec in enumerate(stack_layer_specs(model, stack)):
             for linear in spec.linears:
                 yield f"{stack.path}.{index}.{linear.path}", index, linear
 
@@ -95,20 +95,20 @@ def weight_file(model: nn.Module, module: str) -> str:
 
     A model lists parts with a file of their own as ``own_weight_files``.
     """
-    place = find_layer(model, module)
+    place = locate_module_in_stacks(model, module)
     if place is not None:
         return place.stack.weight_file.format(place.layer)
     part = module.partition(".")[0]
     return part if part in getattr(model, "own_weight_files", ()) else WEIGHT_FILE
 
 
-def module_site(model: nn.Module, path: str) -> SiteSpec | None:
+def linear_quant_site(model: nn.Module, path: str) -> QuantSiteSpec | None:
     """The site that a linear of a model reads by its path; None outside the layers."""
-    place = find_layer(model, path)
+    place = locate_module_in_stacks(model, path)
     if place is None:
         return None
     layer = model.get_submodule(f"{place.stack.path}.{place.layer}")
-    return layer_spec(layer).site_read_by(place.module)
+    return layer_spec(layer).site_of_linear(place.module)
 
 
 def kv_shape(layers: Iterable[nn.Module]) -> KVShape:
@@ -134,7 +134,7 @@ def kv_shape(layers: Iterable[nn.Module]) -> KVShape:
         layer_windows=tuple(cache.window for cache in caches) if mixed else (),
         caches=_cache_index_per_layer(specs) if read_later and mixed else (),
     )  # fmt: skip
-    return kv_shape_of_sizes(shape, sizes)
+    return kv_shape_with_sizes(shape, sizes)
 
 
 def _cache_index_per_layer(specs: Sequence[LayerSpec]) -> tuple[int, ...]:
@@ -148,7 +148,7 @@ def _cache_index_per_layer(specs: Sequence[LayerSpec]) -> tuple[int, ...]:
     )
 
 
-def kv_shape_of_sizes(shape: KVShape, sizes: tuple[tuple[int, int], ...]) -> KVShape:
+def kv_shape_with_sizes(shape: KVShape, sizes: tuple[tuple[int, int], ...]) -> KVShape:
     """The same shape of layers with these (KV heads, channels of a head)."""
     kv_heads, head_dim = max(sizes, key=math.prod)
     differ = len(set(sizes)) > 1

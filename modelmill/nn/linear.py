@@ -18,7 +18,7 @@ class WeightChangeCounter:
     def __init__(self) -> None:
         self.count = 0
 
-    def add(self) -> None:
+    def count_change(self) -> None:
         """A layer got a weight."""
         self.count += 1
 
@@ -47,7 +47,7 @@ class Linear(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """As any module's; counts the weights that are put in place."""
         if name == "weight":
-            weight_changes.add()
+            weight_changes.count_change()
         super().__setattr__(name, value)
 
     def restrict_to_shard(self, shard: Shard) -> None:

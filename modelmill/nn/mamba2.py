@@ -12,20 +12,25 @@ import torch
 from torch import nn
 
 from modelmill.nn.causal_conv import CausalConv, select_row_ranges
-from modelmill.nn.head_mixer import HeadMixer
+from modelmill.nn.head_recurrence import (
+    HeadRecurrence,
+    HeadRecurrenceSpec,
+    HeadShardedModule,
+    PerHeadProjection,
+)
 from modelmill.nn.layer_spec import (
     LinearSpec,
     ModuleSpec,
     RecurrenceSpec,
     RowPart,
-    linear_tensors,
+    linear_tensor_names,
 )
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import StateHeadPartition
-from modelmill.nn.rank_heads import HeadProjection, HeadRecurrence, HeadRecurrenceSpec, RankHeads
+from modelmill.nn.recurrent_mixer import RecurrentMixer
 from modelmill.nn.recurrent_state import StateSpec
 from modelmill.nn.step import Step
-from modelmill.ops.causal_conv import exact_silu
+from modelmill.ops.causal_conv import position_independent_silu
 from modelmill.ops.gated_rms_norm import GatedRMSNormInputs
 from modelmill.ops.ssd_scan import SSDScanInputs
 from modelmill.parallel.shard import Range
@@ -69,7 +74,7 @@ class Mamba2Spec(HeadRecurrenceSpec):
         return Mamba2(self, state_index)
 
     @property
-    def state(self) -> StateSpec:
+    def state_spec(self) -> StateSpec:
         """The state of all heads, in float32 whatever the activations are."""
         return StateSpec("ssm", (self.heads, self.head_dim, self.state_size), torch.float32)
 
@@ -91,7 +96,7 @@ class Mamba2Spec(HeadRecurrenceSpec):
 
     def module_specs(self) -> tuple[ModuleSpec, ...]:
         """The modules as a layer's ``attn``; "attn_input" → "attn_out"."""
-        inner, shared, tensors = "state_heads", "key_heads", linear_tensors(self.bias)
+        inner, shared, tensors = "state_heads", "key_heads", linear_tensor_names(self.bias)
         return (
             LinearSpec(
                 path="attn.in_proj", reads=("attn_input",), writes=("xbcz",), site="qkv",
@@ -103,18 +108,20 @@ class Mamba2Spec(HeadRecurrenceSpec):
                 path="attn.rates", reads=("attn_input",), writes=("dt",), reference=("dt",),
                 arithmetic="linear", tensors=tensors, op="head_projection",
             ),
-            self.conv_config.spec("attn.conv", "xbcz", "mixed"),
+            self.conv_config.make_module_spec("attn.conv", "xbcz", "mixed"),
             RecurrenceSpec(
                 path="attn.ssm", reads=("mixed", "dt"), writes=("scanned",),
                 reference=("ssm",), arithmetic="attention", tensors=("A_log", "dt_bias", "D"),
-                state=self.state, state_reference="ssm_state", op="ssd_scan",
+                state=self.state_spec, state_reference="ssm_state", op="ssd_scan",
             ),
             *self._gated_output_specs(),
         )  # fmt: skip
 
     def _gated_output_specs(self) -> tuple[ModuleSpec, ModuleSpec]:
         """Gate, norm and output projection."""
-        gate, projection = self.output_specs("scanned", "xbcz", linear_tensors(self.has_out_bias))
+        gate, projection = self.output_module_specs(
+            "scanned", "xbcz", linear_tensor_names(self.has_out_bias)
+        )
         return gate if self.norm else UNNORMED_GATE, projection
 
 
@@ -124,7 +131,7 @@ UNNORMED_GATE = ModuleSpec(
 )  # fmt: skip
 
 
-class Mamba2(HeadMixer):
+class Mamba2(RecurrentMixer):
     """The mixer of one layer."""
 
     gated_norm: GatedGroupNorm | SiluGate
@@ -133,7 +140,7 @@ class Mamba2(HeadMixer):
         super().__init__(spec.groups)
         self.spec = spec
         self.in_proj = Linear(spec.hidden, 2 * spec.width + 2 * spec.shared_width, spec.bias)
-        self.rates = HeadProjection(spec.hidden, spec.heads, bias=spec.bias)
+        self.rates = PerHeadProjection(spec.hidden, spec.heads, bias=spec.bias)
         self.conv = CausalConv(spec.conv_config, state_index)
         self.ssm = StateSpaceScan(spec, state_index + 1)
         self.gated_norm = GatedGroupNorm(spec) if spec.norm else SiluGate()
@@ -173,7 +180,9 @@ class StateSpaceScan(HeadRecurrence):
             self.select_local_heads(self.D),
         )
         return step.ops.ssd_scan(
-            SSDScanInputs(mixed, dt, *decay, skip, self.spec.dt_limit, *self.states_and_rows(step))
+            SSDScanInputs(
+                mixed, dt, *decay, skip, self.spec.dt_limit, *self.layer_states_and_step_rows(step)
+            )
         )
 
 
@@ -191,7 +200,7 @@ def last_channels(xbcz: torch.Tensor, width: int) -> torch.Tensor:
     return xbcz[:, xbcz.shape[1] - width :]
 
 
-class GatedGroupNorm(RankHeads):
+class GatedGroupNorm(HeadShardedModule):
     """x · silu(z), then RMSNorm of each group's channels; ranks add up their squares.
 
     ``norm_first``: the norm, then the gate.
@@ -214,7 +223,7 @@ class GatedGroupNorm(RankHeads):
             return step.ops.gated_rms_norm(
                 GatedRMSNormInputs(x, z, self.weight, spec.eps, group, gate_first)
             )
-        gate = exact_silu(z.float())
+        gate = position_independent_silu(z.float())
         if spec.norm_first:
             return (self._normed_over_ranks(x, step) * gate).to(xbcz.dtype)
         return self._normed_over_ranks(x * gate, step).to(xbcz.dtype)
@@ -228,6 +237,6 @@ class GatedGroupNorm(RankHeads):
         heads = x.unflatten(1, (end - first, -1))
         group = torch.arange(first, end, device=x.device) // (spec.heads // spec.groups)
         sums = heads.new_zeros(len(x), spec.groups).index_add_(1, group, heads.square().sum(-1))
-        sums = step.tp_group.all_reduce(sums, captured=step.may_be_captured)
+        sums = step.tp_group.all_reduce(sums, captured=step.is_graph_capturable)
         scale = torch.rsqrt(sums / (spec.width // spec.groups) + spec.eps)[:, group]
         return (heads * scale[..., None]).flatten(1) * weight

@@ -12,16 +12,16 @@ from torch import nn
 from modelmill.nn.layer_spec import (
     LinearSpec,
     ModuleSpec,
+    QuantSiteSpec,
     RowPart,
-    RowProducer,
-    SiteSpec,
-    linear_tensors,
+    ScaleFoldRows,
+    linear_tensor_names,
 )
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import ChannelPartition
 from modelmill.nn.step import Step
 from modelmill.nn.xielu import XIELU, XIELU_TENSORS
-from modelmill.ops.binding import OpBinding
+from modelmill.ops.bound_op import CachedOpBinding
 from modelmill.ops.fused_moe import SwigluClamp, clamped_swiglu
 
 
@@ -32,7 +32,7 @@ class ActivationOp(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._op = OpBinding()
+        self._op = CachedOpBinding()
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """Apply the op."""
@@ -150,7 +150,7 @@ class MLPSpec:
             writes=(hidden,),
             site=site,
             parts=tuple(RowPart(name, self.inner, "inner") for name in names),
-            tensors=linear_tensors(self.bias),
+            tensors=linear_tensor_names(self.bias),
         )
         activation = ModuleSpec(
             path="mlp.act",
@@ -167,14 +167,14 @@ class MLPSpec:
             site="down",
             parts=(RowPart("down", self.hidden),),
             split_columns="inner",
-            tensors=linear_tensors(self.bias),
+            tensors=linear_tensor_names(self.bias),
         )
         return first, activation, down
 
-    def quant_sites(self) -> tuple[SiteSpec, ...]:
+    def quant_sites(self) -> tuple[QuantSiteSpec, ...]:
         """The inputs of both products; a gated one's second is linear in up."""
-        producer = RowProducer("mlp.gate_up_proj", "up") if self.is_linear_in_up else None
-        return SiteSpec("up"), SiteSpec("down", producer, heavy_tailed=True)
+        producer = ScaleFoldRows("mlp.gate_up_proj", "up") if self.is_linear_in_up else None
+        return QuantSiteSpec("up"), QuantSiteSpec("down", producer, heavy_tailed=True)
 
     @property
     def is_linear_in_up(self) -> bool:

@@ -9,10 +9,10 @@ from functools import lru_cache
 from modelmill.nn.layer_spec import (
     LinearSpec,
     ModuleSpec,
+    QuantSiteSpec,
     RoutingSpec,
-    RowProducer,
-    SiteSpec,
-    linear_tensors,
+    ScaleFoldRows,
+    linear_tensor_names,
 )
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import MoE, RouterConfig
@@ -61,7 +61,7 @@ class MoESpec:
             ModuleSpec(
                 path="mlp.router", reads=(reads,), writes=("router_logits",),
                 reference=("router",), arithmetic="linear",
-                tensors=linear_tensors(self.router.bias),
+                tensors=linear_tensor_names(self.router.bias),
             ),
             RoutingSpec(
                 path="mlp.routing", reads=("router_logits",), writes=("routing",),
@@ -104,7 +104,7 @@ class MoESpec:
                 tensors=("weight",), op="shared_expert_gate",
             )  # fmt: skip
 
-    def quant_sites(self) -> tuple[SiteSpec, ...]:
+    def quant_sites(self) -> tuple[QuantSiteSpec, ...]:
         """The inputs of each expert's products, in the order of computation."""
         names = [f"experts.{index}" for index in range(self.router.experts)]
         names += ["shared_expert"] if self.shared is not None else []
@@ -112,10 +112,10 @@ class MoESpec:
             each
             for name in names
             for each in (
-                SiteSpec(f"{name}.up"),
-                SiteSpec(
+                QuantSiteSpec(f"{name}.up"),
+                QuantSiteSpec(
                     f"{name}.down",
-                    RowProducer(f"mlp.{name}.gate_up_proj", f"{name}.up")
+                    ScaleFoldRows(f"mlp.{name}.gate_up_proj", f"{name}.up")
                     if self.expert.is_linear_in_up
                     else None,
                     heavy_tailed=True,

@@ -14,7 +14,7 @@ from torch import nn
 
 from modelmill.nn.layer_spec import NormSpec
 from modelmill.nn.step import Step
-from modelmill.ops.binding import OpBinding
+from modelmill.ops.bound_op import CachedOpBinding
 
 
 class RMSNorm(nn.Module):
@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float, *, reduces: bool = True) -> None:
         super().__init__()
         self.eps = eps
-        self._norm, self._add_norm = OpBinding(), OpBinding()
+        self._norm, self._add_norm = CachedOpBinding(), CachedOpBinding()
         self.reduces = reduces
         self.register_buffer("weight", torch.empty(width, device="meta"))
 
@@ -46,7 +46,7 @@ class RMSNorm(nn.Module):
             residual,
             self.weight,
             self.eps,
-            captured=step.may_be_captured,
+            captured=step.is_graph_capturable,
         )
 
 
@@ -59,7 +59,7 @@ class AffineNorm(nn.Module):
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self._norm, self._add_norm = OpBinding(), OpBinding()
+        self._norm, self._add_norm = CachedOpBinding(), CachedOpBinding()
         self.register_buffer("weight", torch.empty(width, device="meta"))
         self.register_buffer("bias", torch.empty(width, device="meta"))
 
@@ -76,7 +76,7 @@ class StreamNorm(nn.Module):
         self.reduces = reduces
         self.register_buffer("weight", torch.empty(width, device="meta"))
         self.register_buffer("bias", torch.empty(width, device="meta") if bias else None)
-        self._norm = OpBinding()
+        self._norm = CachedOpBinding()
         self._zeros: torch.Tensor | None = None
 
     def layer_norm(self, x: torch.Tensor, step: Step) -> torch.Tensor:
@@ -102,7 +102,7 @@ class LayerNorm(StreamNorm):
         if residual is None:
             total = x
         elif self.reduces:
-            total = step.tp_group.all_reduce(x, captured=step.may_be_captured) + residual
+            total = step.tp_group.all_reduce(x, captured=step.is_graph_capturable) + residual
         else:
             total = x + residual
         return self.layer_norm(total, step), total
@@ -122,7 +122,7 @@ class NormWithoutResidual(StreamNorm):
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x: [T, H]."""
         if self.reduces:
-            x = step.tp_group.all_reduce(x, captured=step.may_be_captured)
+            x = step.tp_group.all_reduce(x, captured=step.is_graph_capturable)
         if self.is_rms:
             return self._norm(step.ops.rms_norm, x, self.weight, self.eps)
         return self.layer_norm(x, step)
@@ -140,7 +140,7 @@ class ResidualAdd(nn.Module):
         if residual is None:
             return x
         if self.reduces:
-            x = step.tp_group.all_reduce(x, captured=step.may_be_captured)
+            x = step.tp_group.all_reduce(x, captured=step.is_graph_capturable)
         return x + residual
 
 
@@ -166,7 +166,7 @@ class NormConfig:
     kind: str = RMS_NORM
 
     @property
-    def tensors(self) -> tuple[str, ...]:
+    def tensor_names(self) -> tuple[str, ...]:
         """The tensors of each norm."""
         return ("weight", "bias") if self.kind == LAYER_NORM else ("weight",)
 
@@ -176,11 +176,11 @@ class NormConfig:
             return RMSNorm(self.width, self.eps, reduces=reduces)
         return LayerNorm(self.width, self.eps, bias=self.kind == LAYER_NORM, reduces=reduces)
 
-    def make_without_residual(self, *, reduces: bool = False) -> NormWithoutResidual:
+    def build_norm_without_residual(self, *, reduces: bool = False) -> NormWithoutResidual:
         """A norm of one value."""
         return NormWithoutResidual(self, reduces=reduces)
 
-    def spec(
+    def make_module_spec(
         self,
         path: str,
         reads: tuple[str, ...],
@@ -196,6 +196,6 @@ class NormConfig:
             writes=writes,
             reference=(reference,),
             stream_reference=stream_reference,
-            tensors=self.tensors,
+            tensors=self.tensor_names,
             op=op if self.kind == RMS_NORM else "layer_norm",
         )

@@ -33,7 +33,9 @@ class OneBranchLayer(MixerLayer):
         """What such a layer is made of."""
         if parts.mixes_tokens:
             return super().layer_spec(parts)
-        norm = parts.norm.spec("mlp_norm", INPUTS, ("mlp_input", "stream"), "input_norm")
+        norm = parts.norm.make_module_spec(
+            "mlp_norm", INPUTS, ("mlp_input", "stream"), "input_norm"
+        )
         return LayerSpec(
             modules=(norm, *parts.mlp.module_specs()),
             sites=parts.mlp.quant_sites(),

@@ -76,11 +76,11 @@ class HeadPartition:
         return shard.q, shard.kv
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def split_names(self) -> tuple[str, ...]:
         """The names by which linears are divided."""
         return self.q, self.kv
 
-    def ranges(self, rank: int, size: int, alignment: int) -> dict[str, Range]:
+    def rank_channel_ranges(self, rank: int, size: int, alignment: int) -> dict[str, Range]:
         """The rank's channels by name."""
         dim = self.groups.head_dim
         q, kv = self.rank_heads(rank, size, alignment)
@@ -114,11 +114,11 @@ class StateHeadPartition:
         return shards[rank].q, shards[rank].kv
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def split_names(self) -> tuple[str, ...]:
         """The names by which linears are divided."""
         return self.name, self.key_name
 
-    def ranges(self, rank: int, size: int, alignment: int) -> dict[str, Range]:
+    def rank_channel_ranges(self, rank: int, size: int, alignment: int) -> dict[str, Range]:
         """The rank's channels by name."""
         (first, end), (key_first, key_end) = self.rank_heads(rank, size, alignment)
         return {
@@ -135,11 +135,11 @@ class ChannelPartition:
     channels: int
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def split_names(self) -> tuple[str, ...]:
         """The names by which linears are divided."""
         return (self.name,)
 
-    def ranges(self, rank: int, size: int, alignment: int) -> dict[str, Range]:
+    def rank_channel_ranges(self, rank: int, size: int, alignment: int) -> dict[str, Range]:
         """The rank's channels by name."""
         return {self.name: partition_channels(self.channels, size, alignment)[rank]}
 
@@ -167,10 +167,10 @@ class ExpertPartition(ChannelPartition):
     module: str
     experts: int
 
-    def ranges(self, rank: int, size: int, alignment: int) -> dict[str, Range]:
+    def rank_channel_ranges(self, rank: int, size: int, alignment: int) -> dict[str, Range]:
         """The rank's channels by name."""
         try:
-            return super().ranges(rank, size, alignment)
+            return super().rank_channel_ranges(rank, size, alignment)
         except UsageError as error:
             if self.experts < size:
                 raise

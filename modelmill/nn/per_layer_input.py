@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, RowPart, SiteSpec
+from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, QuantSiteSpec, RowPart
 from modelmill.nn.linear import Linear
 from modelmill.nn.mlp import ACTIVATIONS
 from modelmill.nn.norm import NormConfig, NormWithoutResidual
@@ -71,7 +71,7 @@ class ScaledProjection(nn.Module):
         return F.linear(x, self.weight) * self.scale
 
 
-class WeightedSum(nn.Module):
+class FixedScaleSum(nn.Module):
     """The sum of two tensors, times ``SUM_SCALE``."""
 
     def forward(self, one: torch.Tensor, other: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
@@ -89,7 +89,7 @@ class PerLayerInputs(nn.Module):
         self.table = ScaledEmbedding(config.vocab, size, config.width**0.5)
         self.projection = ScaledProjection(config.hidden, size)
         self.norm = NormWithoutResidual(NormConfig(config.width, config.eps), reduces=False)
-        self.sum = WeightedSum()
+        self.sum = FixedScaleSum()
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x: the embeddings."""
@@ -131,9 +131,9 @@ class PerLayerInputSpec:
         return PerLayerInputBlock(self)
 
     @property
-    def quant_sites(self) -> tuple[SiteSpec, ...]:
+    def quant_sites(self) -> tuple[QuantSiteSpec, ...]:
         """The inputs of both products."""
-        return SiteSpec("input_gate"), SiteSpec("input_up", heavy_tailed=True)
+        return QuantSiteSpec("input_gate"), QuantSiteSpec("input_up", heavy_tailed=True)
 
     def module_specs(self, reads: str) -> tuple[ModuleSpec, ...]:
         """The modules of a layer's ``layer_input``: the stream ``reads`` → "input_branch"."""
@@ -150,7 +150,9 @@ class PerLayerInputSpec:
                 path="layer_input.up_proj", reads=("input_gated",), writes=("input_out",),
                 site="input_up", parts=(RowPart("input_up", self.norm.width),),
             ),
-            self.norm.spec("layer_input.post", ("input_out",), ("input_branch",), "input_post"),
+            self.norm.make_module_spec(
+                "layer_input.post", ("input_out",), ("input_branch",), "input_post"
+            ),
         )  # fmt: skip
 
 
@@ -176,7 +178,7 @@ class PerLayerInputBlock(nn.Module):
         self.gate_proj = Linear(spec.norm.width, spec.width)
         self.act = GatedPerLayerInput(spec)
         self.up_proj = Linear(spec.width, spec.norm.width)
-        self.post = spec.norm.make_without_residual()
+        self.post = spec.norm.build_norm_without_residual()
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, H] → [T, H]."""

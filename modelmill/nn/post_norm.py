@@ -26,22 +26,24 @@ class PostNormLayer(nn.Module):
         self.spec = self.layer_spec(parts)
         self.add = ResidualAdd(reduces=False)
         self.attn = parts.attention.build_module(cache_index)
-        self.attn_post = parts.norm.make_without_residual(reduces=True)
+        self.attn_post = parts.norm.build_norm_without_residual(reduces=True)
         self.attn_add = ResidualAdd(reduces=False)
         self.mlp = parts.mlp.build_module()
-        self.mlp_post = parts.norm.make_without_residual(reduces=True)
+        self.mlp_post = parts.norm.build_norm_without_residual(reduces=True)
 
     @staticmethod
     def layer_spec(parts: LayerParts) -> LayerSpec:
         """What such a layer is made of."""
         norm = parts.norm
         modules = (
-            _add_spec("add", INPUTS, "attn_input", "input"),
+            _residual_add_spec("add", INPUTS, "attn_input", "input"),
             *parts.attention.module_specs(),
-            norm.spec("attn_post", ("attn_out",), ("attn_branch",), "attn_post"),
-            _add_spec("attn_add", ("attn_branch", "attn_input"), "mlp_input", "post_attn_residual"),
+            norm.make_module_spec("attn_post", ("attn_out",), ("attn_branch",), "attn_post"),
+            _residual_add_spec(
+                "attn_add", ("attn_branch", "attn_input"), "mlp_input", "post_attn_residual"
+            ),
             *parts.mlp.module_specs(),
-            norm.spec("mlp_post", ("mlp_out",), ("mlp_branch",), "mlp_post"),
+            norm.make_module_spec("mlp_post", ("mlp_out",), ("mlp_branch",), "mlp_post"),
         )
         return make_layer_spec(parts, modules, ("mlp_branch", "mlp_input"))
 
@@ -55,7 +57,9 @@ class PostNormLayer(nn.Module):
         return self.mlp_post(self.mlp(x, step), step), x
 
 
-def _add_spec(path: str, reads: tuple[str, ...], writes: str, reference: str) -> ModuleSpec:
+def _residual_add_spec(
+    path: str, reads: tuple[str, ...], writes: str, reference: str
+) -> ModuleSpec:
     return ModuleSpec(
         path=path,
         reads=reads,

@@ -30,19 +30,19 @@ class QKNormConfig:
     eps: float
 
     @property
-    def tensors(self) -> tuple[str, ...]:
+    def tensor_names(self) -> tuple[str, ...]:
         """The tensors of both norms: q's values, then k's."""
         return ("weight", "bias") if self.kind == SHARED_LAYER_NORM else ("weight",)
 
     @property
-    def spec(self) -> NormSpec:
+    def make_module_spec(self) -> NormSpec:
         """What a layer declares of it: v passes through."""
         return NormSpec(
             path="attn.qkv_norm",
             reads=("qkv",),
             writes=("qkv_normed",),
             reference=("qk_norm", "v"),
-            tensors=self.tensors,
+            tensors=self.tensor_names,
             op="rms_norm" if self.kind == WIDE_RMS else "layer_norm",
         )
 
@@ -72,21 +72,21 @@ class QKNorm(nn.Module):
         self.shared = config.kind == SHARED_LAYER_NORM
         size = rows * groups.head_dim
         self.register_buffer("weight", torch.empty(size, device="meta"))
-        has_bias = "bias" in config.tensors
+        has_bias = "bias" in config.tensor_names
         self.register_buffer("bias", torch.empty(size, device="meta") if has_bias else None)
 
     def keep_local_heads(self, heads: Range, kv_heads: Range) -> None:
         """Keep a rank's heads."""
         self.q_heads, self.kv_heads = heads, kv_heads
 
-    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def split_qk_heads_and_v(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The heads of q and k together [T, heads + kv_heads, D], and v [T, kv_heads·D]."""
         dim = self.groups.head_dim
         v_width = (self.kv_heads[1] - self.kv_heads[0]) * dim
         heads = qkv[:, : qkv.shape[1] - v_width]
         return heads.view(len(qkv), -1, dim), qkv[:, qkv.shape[1] - v_width :]
 
-    def local_head_rows(self, values: torch.Tensor) -> torch.Tensor:
+    def select_local_head_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Of a weight or bias, the rows of this rank's heads of q and k, [heads + kv_heads, D]."""
         rows = values.view(-1, self.groups.head_dim)
         (q0, q1), (k0, k1) = self.q_heads, self.kv_heads
@@ -105,7 +105,7 @@ class AllHeadsQKNorm(QKNorm):
 
     def forward(self, qkv: torch.Tensor, step: Step) -> torch.Tensor:
         """Norm q and k; v is unchanged."""
-        heads, v = self.split(qkv)
+        heads, v = self.split_qk_heads_and_v(qkv)
         count = self.q_heads[1] - self.q_heads[0]
         q, k = heads[:, :count].flatten(1), heads[:, count:].flatten(1)
         if step.tp_group.size > 1:
@@ -128,7 +128,7 @@ class AllHeadsQKNorm(QKNorm):
             shares = sums.new_zeros(1, self.groups.kv_heads)
             shares[:, first:end] = 1
             self._ranks_per_kv_head = step.tp_group.all_reduce(shares)
-        sums = step.tp_group.all_reduce(sums, captured=step.may_be_captured)
+        sums = step.tp_group.all_reduce(sums, captured=step.is_graph_capturable)
         dim = self.groups.head_dim
         q_mean = sums[:, 0] / (self.groups.q_heads * dim)
         k_mean = (sums[:, 1:] / self._ranks_per_kv_head).sum(1) / (self.groups.kv_heads * dim)
@@ -136,7 +136,7 @@ class AllHeadsQKNorm(QKNorm):
         scale = torch.cat(
             (q_scale.expand(-1, count), k_scale.expand(-1, heads.shape[1] - count)), 1
         )
-        normed = (heads.float() * scale[..., None]).to(heads.dtype) * self.local_head_rows(
+        normed = (heads.float() * scale[..., None]).to(heads.dtype) * self.select_local_head_rows(
             self.weight
         )
         return normed[:, :count].flatten(1), normed[:, count:].flatten(1)
@@ -147,13 +147,15 @@ class PerHeadQKNorm(QKNorm):
 
     def forward(self, qkv: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
         """Norm q and k; v is unchanged."""
-        heads, v = self.split(qkv)
+        heads, v = self.split_qk_heads_and_v(qkv)
         x = heads.float()
         centred = x - x.mean(-1, keepdim=True)
         variance = centred.square().mean(-1, keepdim=True)
         normed = (
-            centred * torch.rsqrt(variance + self.eps) * self.local_head_rows(self.weight).float()
+            centred
+            * torch.rsqrt(variance + self.eps)
+            * self.select_local_head_rows(self.weight).float()
         )
         if self.bias is not None:
-            normed = normed + self.local_head_rows(self.bias).float()
+            normed = normed + self.select_local_head_rows(self.bias).float()
         return torch.cat((normed.to(qkv.dtype).flatten(1), v), -1)

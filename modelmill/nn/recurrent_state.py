@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from modelmill.nn.kv import Zeros, zeros_without_writing
-from modelmill.ops.state_rows import StateRows
+from modelmill.nn.kv import Zeros, lazily_backed_zeros
+from modelmill.ops.recurrent_metadata import RecurrentStepMetadata
 
 _ALIGNMENT = 64  # bytes: each state starts at a cache line
 
@@ -86,7 +86,7 @@ class RecurrentStateCache:
         dtype: torch.dtype,
         device: str,
         *,
-        zeros: Zeros = zeros_without_writing,
+        zeros: Zeros = lazily_backed_zeros,
     ) -> RecurrentStateCache:
         """Zeroed slots, of ``zeros``; in RAM they are backed once they are written."""
         offsets = shape.offsets(dtype)
@@ -103,7 +103,7 @@ class RecurrentStateCache:
     ) -> RecurrentStateCache:
         """States that share one memory, for sequences that each layer computes whole."""
         size = max((state.nbytes(dtype) for state in shape.states), default=0)
-        buffer = zeros_without_writing(
+        buffer = lazily_backed_zeros(
             (slots, -(-size // _ALIGNMENT) * _ALIGNMENT), torch.uint8, device
         )
         states = tuple(
@@ -123,7 +123,7 @@ class RecurrentStateCache:
         return self.buffer.numel()
 
     @contextmanager
-    def restore_on_exit(self, slots: torch.Tensor) -> Iterator[None]:
+    def restore_slots_on_exit(self, slots: torch.Tensor) -> Iterator[None]:
         """Within the block, slots may change; behind it they are as before."""
         before = self.buffer[slots]
         try:
@@ -138,23 +138,25 @@ class RecurrentStateCache:
 
 
 @dataclass(frozen=True)
-class StateStep:
+class StepRecurrentStates:
     """The states of a step: the cache, and which slots its sequences use."""
 
     cache: RecurrentStateCache
-    rows: StateRows
+    rows: RecurrentStepMetadata
 
-    def first_sequences(self, count: int, tokens: int, max_query: int) -> StateStep:
+    def select_first_sequences(
+        self, count: int, tokens: int, max_query: int
+    ) -> StepRecurrentStates:
         """The states of the step's first sequences, which have ``tokens`` tokens."""
         rows = self.rows
-        cut = StateRows(
+        cut = RecurrentStepMetadata(
             rows.query_start[: count + 1], rows.positions[:tokens], rows.slots[:count],
             rows.snapshot_slots[:count], rows.snapshot_ends[:count], max_query, rows.chunk,
         )  # fmt: skip
-        return StateStep(self.cache, cut)
+        return StepRecurrentStates(self.cache, cut)
 
 
-def state_step(
+def make_standalone_step_states(
     shape: StateShape,
     query_start: torch.Tensor,
     positions: torch.Tensor,
@@ -163,7 +165,7 @@ def state_step(
     max_query: int,
     chunk: int,
     cache: RecurrentStateCache | None = None,
-) -> StateStep | None:
+) -> StepRecurrentStates | None:
     """The states of a step without an engine, sequence i in slot i; None for a model without any.
 
     Args:
@@ -172,7 +174,7 @@ def state_step(
         positions: As in Step.
         dtype: Of the activations.
         max_query: Most tokens of a sequence in the step.
-        chunk: As in ``StateRows``.
+        chunk: As in ``RecurrentStepMetadata``.
         cache: Of earlier steps of the sequences; None: a new one.
     """
     if not shape:
@@ -182,7 +184,7 @@ def state_step(
         cache = RecurrentStateCache.allocate(shape, count + 1, dtype, str(device))
     slots = torch.arange(count, device=device)
     padding = torch.full_like(slots, cache.num_slots - 1)
-    rows = StateRows(
+    rows = RecurrentStepMetadata(
         query_start, positions, slots, padding, torch.full_like(slots, -1), max_query, chunk
     )
-    return StateStep(cache, rows)
+    return StepRecurrentStates(cache, rows)

@@ -2,8 +2,8 @@
 
 A rotation may depend on a length: Qwen v1's dynamic NTK takes it from the request's prompt and
 keeps it, LLaMA's "dynamic" and Phi-3's LongRoPE take it from the prompt during prefill and from the
-position afterwards. The runtime therefore gets from the model a *rope key* per token (``rule`` says
-from which length) and hands the keys back in the Step. Key 0: unscaled.
+position afterwards. The runtime therefore gets from the model a *rope frequency id* per token
+(``rule`` says from which length) and hands the ids back in the Step. Id 0: unscaled.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class RopeSpec:
 
 
 class Rotary(nn.Module):
-    """A step's positions and rope keys → (cos, sin), each [T, D/2] float32.
+    """A step's positions and rope frequency ids → (cos, sin), each [T, D/2] float32.
 
     With them Qwen v1's factors on q, [T], or None.
 
     Attributes:
-        rule: Which length decides the rope key; "fixed": none.
+        rule: Which length decides the rope frequency id; "fixed": none.
 
     Raises:
         CheckpointError: for an unknown scaling.
@@ -81,7 +81,7 @@ class Rotary(nn.Module):
         self.spec = spec
         rules = {"qwen_ntk": "prompt", "dynamic": "running", "longrope": "running"}
         self.rule = rules.get(spec.scaling_type, "fixed")
-        inv_freq, self.factor = _frequencies(spec)
+        inv_freq, self.factor = _length_independent_frequencies(spec)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         # one row a key, made once: in a graph, a row is one small kernel and its powers would be
         # ten
@@ -90,7 +90,7 @@ class Rotary(nn.Module):
         frequencies = None if table is None else table(spec, inv_freq)
         self.register_buffer("frequency_table", frequencies, persistent=False)
 
-    def key(self, length: int) -> int:
+    def frequency_id_for_length(self, length: int) -> int:
         """The key of a token whose deciding length is ``length``."""
         if self.rule == "prompt":
             return ntk_doublings(length, self.spec.ntk_length or length)
@@ -104,7 +104,7 @@ class Rotary(nn.Module):
         self, step: Step, logn: int | None, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """logn: the length from which q grows, or None; by factors rounded to dtype."""
-        keys = step.rope_keys
+        keys = step.rope_frequency_ids
         if self.spec.scaling_type == "dynamic":
             # a row of frequencies for each token
             table, keys = (
@@ -177,7 +177,7 @@ def _ntk_frequencies(spec: RopeSpec, base_factor: torch.Tensor) -> torch.Tensor:
     return (base[:, None] ** -exponent).float()
 
 
-def _frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
+def _length_independent_frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
     """(inv_freq [D/2] float32, factor on cos and sin) of a scaling that needs no length."""
     # on the CPU even in a model on the meta device: torch would load its compiler for that, 120 MB
     # of modules
@@ -195,7 +195,7 @@ def _frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
     if scaling_type == "llama3":
         return _llama3_frequencies(plain, scaling), 1.0
     if scaling_type == "yarn":
-        return _yarn(spec, exponent)
+        return _yarn_frequencies(spec, exponent)
     raise CheckpointError(
         f"rope scaling {scaling_type!r} is not supported (known: linear, dynamic, llama3, yarn, "
         "longrope)"
@@ -223,7 +223,7 @@ def _llama3_frequencies(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torc
     return torch.where(wave < trained / high, plain, scaled)
 
 
-def _yarn(spec: RopeSpec, exponent: torch.Tensor) -> tuple[torch.Tensor, float]:
+def _yarn_frequencies(spec: RopeSpec, exponent: torch.Tensor) -> tuple[torch.Tensor, float]:
     """YaRN (Peng et al.
 
     2023, arXiv:2309.00071): interpolate slow channels, keep fast ones, temper the attention.

@@ -39,7 +39,7 @@ class RoutedMoEOperands:
             self._read = read
             no_logits = router.weight.new_empty(0, len(router.weight), dtype=torch.float32)
             self._weights = RoutedMoEWeights(
-                self._experts.op, self._experts.inputs_without_tokens(router.weight), router.weight,
+                self._experts.op, self._experts.make_empty_op_inputs(router.weight), router.weight,
                 local_topk_inputs(self._moe, no_logits), router.bias, router.scale,
                 routing.expert_scale,
             )  # fmt: skip

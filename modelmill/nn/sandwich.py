@@ -43,12 +43,12 @@ class SandwichLayer(MixerLayer):
     @staticmethod
     def make_branch_epilogue(parts: LayerParts) -> nn.Module:
         """What a branch passes before it is added."""
-        return parts.norm.make_without_residual(reduces=True)
+        return parts.norm.build_norm_without_residual(reduces=True)
 
     @staticmethod
     def branch_epilogue_spec(parts: LayerParts, path: str, reads: str, writes: str) -> ModuleSpec:
         """What the layer declares of it."""
-        return parts.norm.spec(path, (reads,), (writes,), path)
+        return parts.norm.make_module_spec(path, (reads,), (writes,), path)
 
     @classmethod
     def layer_spec(cls, parts: LayerParts) -> LayerSpec:

@@ -16,7 +16,7 @@ from modelmill.nn.sandwich import SandwichLayer
 from modelmill.nn.step import Step
 
 
-class ScaledSum(nn.Module):
+class LearnedScaleSum(nn.Module):
     """(branch + residual) times a learned number."""
 
     scale: torch.Tensor
@@ -37,12 +37,12 @@ class ScaledSandwichLayer(SandwichLayer):
         super().__init__(parts, index)
         self.experts = None if parts.experts is None else parts.experts.build_module()
         if parts.experts is not None:  # they have added up the ranks' partial sums
-            self.mlp_post = parts.norm.make_without_residual()
+            self.mlp_post = parts.norm.build_norm_without_residual()
         self.mlp_add = self.layer_input = None
         if parts.layer_input is not None:
             self.mlp_add = ResidualAdd(reduces=False)
             self.layer_input = parts.layer_input.build_module()
-        self.output = ScaledSum()
+        self.output = LearnedScaleSum()
 
     @classmethod
     def layer_spec(cls, parts: LayerParts) -> LayerSpec:
@@ -52,7 +52,7 @@ class ScaledSandwichLayer(SandwichLayer):
         last = ("mlp_branch", "attn.residual")
         behind: tuple[ModuleSpec, ...] = ()
         if layer_input is not None:
-            behind = (_add_spec(last), *layer_input.module_specs("mlp.residual"))
+            behind = (_residual_add_spec(last), *layer_input.module_specs("mlp.residual"))
             last = ("input_branch", "mlp.residual")
         modules = (
             attention_norm_spec(parts.norm),
@@ -88,9 +88,9 @@ class ScaledSandwichLayer(SandwichLayer):
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: RopeCosSin, step: Step
     ) -> tuple[torch.Tensor, None]:
         """The layer's output [T, H], and no residual beside it."""
-        return self.run(x, residual, rope, step, self.experts)
+        return self.forward_with_experts(x, residual, rope, step, self.experts)
 
-    def run(
+    def forward_with_experts(
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
@@ -112,7 +112,7 @@ class ScaledSandwichLayer(SandwichLayer):
         return self.output(x, residual, step), None
 
 
-def _add_spec(reads: tuple[str, str]) -> ModuleSpec:
+def _residual_add_spec(reads: tuple[str, str]) -> ModuleSpec:
     return ModuleSpec(
         path="mlp_add", reads=reads, writes=("mlp.residual",), reference=("post_mlp_residual",),
         arithmetic="residual", op="add",

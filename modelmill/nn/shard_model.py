@@ -27,7 +27,7 @@ from modelmill.nn.layer_spec import (
     layer_spec,
 )
 from modelmill.nn.layer_stack import (
-    kv_shape_of_sizes,
+    kv_shape_with_sizes,
     layer_stacks,
     model_state_shape,
     state_shape,
@@ -68,7 +68,7 @@ def shard_model(
         return
     if expert_parallel:
         _keep_local_experts(model, tp_group)
-    alignment_for = _common_alignment(model, alignment_for)
+    alignment_for = _unify_head_alignment(model, alignment_for)
     heads = [
         each
         for stack in layer_stacks(model)
@@ -91,7 +91,7 @@ def shard_model(
             # the ranks share page tables, in which the sizes of layers are to one another as here
             shape = replace(shape, layer_windows=())
         sizes = zip((each.count for each in heads), dims, strict=True)
-        model.kv = kv_shape_of_sizes(shape, tuple(sizes))  # type: ignore[assignment]
+        model.kv = kv_shape_with_sizes(shape, tuple(sizes))  # type: ignore[assignment]
     if model_state_shape(model):
         layers = model.get_submodule("layers").children()
         model.state = state_shape(layers)  # type: ignore[assignment]
@@ -117,7 +117,7 @@ def _keep_local_experts(model: nn.Module, tp_group: TPGroup) -> None:
         mixture.keep_local_experts(part.rank_experts(tp_group.rank, tp_group.size))
 
 
-def experts_by_rank(model: nn.Module, size: int) -> tuple[int, ...]:
+def num_experts_by_rank(model: nn.Module, size: int) -> tuple[int, ...]:
     """How many experts of a mixture each of ``size`` ranks has in expert parallelism."""
     part = next(part for _, part in _moe_layers(model))
     return range_lengths([part.rank_experts(rank, size) for rank in range(size)])
@@ -131,7 +131,7 @@ def _moe_layers(model: nn.Module) -> Iterator[tuple[ExpertShardable, ExpertParti
                 yield cast(ExpertShardable, layer.get_submodule(part.module)), part
 
 
-def _common_alignment(
+def _unify_head_alignment(
     model: nn.Module, alignment_for: Callable[[str], int]
 ) -> Callable[[str], int]:
     """The same, with one alignment of heads in all layers if layers share pages or their tensors.
@@ -151,7 +151,7 @@ def _common_alignment(
         for part in spec.partitions
         if isinstance(part, HeadPartition)
         for linear in spec.linears
-        if linear.split_columns in part.names
+        if linear.split_columns in part.split_names
     }
     common = lcm(*map(alignment_for, sorted(linears)))
     return lambda name: common if name in linears else alignment_for(name)
@@ -183,7 +183,7 @@ def _shard_layer(
         if expert_parallel and isinstance(part, ExpertPartition):
             continue
         alignment = _column_alignment(spec, part, alignment_for)
-        ranges |= part.ranges(rank, size, alignment)
+        ranges |= part.rank_channel_ranges(rank, size, alignment)
         if isinstance(part, HeadPartition):
             attention = cast(HeadShardable, layer.get_submodule(part.module))
             attention.keep_local_heads(*part.rank_heads(rank, size, alignment))
@@ -214,7 +214,7 @@ def _column_alignment(
     alignment_for: Callable[[str], int],
 ) -> int:
     """The multiple at which all linears can be cut whose columns a partition divides."""
-    paths = [linear.path for linear in spec.linears if linear.split_columns in part.names]
+    paths = [linear.path for linear in spec.linears if linear.split_columns in part.split_names]
     return lcm(*map(alignment_for, paths))
 
 
@@ -229,7 +229,7 @@ def _linear_shard(
         return None
     rows = []
     for part in linear.parts:
-        first, end = linear.part_range(part.name)
+        first, end = linear.part_row_range(part.name)
         a, b = ranges[part.split] if part.split else (0, end - first)
         rows.append((first + a, first + b))
     return lambda shape: Shard.from_rows(shape, *rows)

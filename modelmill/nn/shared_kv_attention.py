@@ -12,13 +12,17 @@ import torch
 from torch import nn
 
 from modelmill.nn.attention import AttentionCore, AttentionSpec, RopeCosSin
-from modelmill.nn.attention_parts import attention_core_spec, input_projection_spec, o_proj_spec
-from modelmill.nn.layer_spec import ROPE, ModuleSpec, RowPart, SharedKVQuerySpec, SiteSpec
+from modelmill.nn.attention_module_specs import (
+    attention_core_spec,
+    input_projection_spec,
+    o_proj_spec,
+)
+from modelmill.nn.layer_spec import ROPE, ModuleSpec, QuantSiteSpec, RowPart, SharedKVQuerySpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.norm import QKNormWeight
 from modelmill.nn.partition import HeadPartition
 from modelmill.nn.step import Step
-from modelmill.ops.binding import OpBinding
+from modelmill.ops.bound_op import CachedOpBinding
 from modelmill.parallel.shard import Range
 
 
@@ -40,9 +44,9 @@ class SharedKVAttentionSpec:
         return self.attention.partition
 
     @property
-    def quant_sites(self) -> tuple[SiteSpec, ...]:
+    def quant_sites(self) -> tuple[QuantSiteSpec, ...]:
         """The inputs of the two projections; the values come from another layer's."""
-        return SiteSpec("qkv"), SiteSpec("o")
+        return QuantSiteSpec("qkv"), QuantSiteSpec("o")
 
     def build_module(self, cache_index: int) -> SharedKVAttention:  # noqa: ARG002
         """The module, which has no place among the layers with a KV cache."""
@@ -98,7 +102,7 @@ class QNormAndRope(nn.Module):
         super().__init__()
         self.head_dim, self.eps, self.local_rope = spec.head_dim, spec.eps, spec.local_rope
         self.q_norm = QKNormWeight(spec.head_dim)
-        self._norm = OpBinding()
+        self._norm = CachedOpBinding()
 
     def forward(self, q: torch.Tensor, rope: RopeCosSin, step: Step) -> torch.Tensor:
         """[T, heads·D] → [T, heads, D]."""

@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from modelmill.nn.causal_conv import CausalConv, CausalConvConfig
-from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, RowPart, SiteSpec, linear_tensors
+from modelmill.nn.layer_spec import (
+    LinearSpec,
+    ModuleSpec,
+    QuantSiteSpec,
+    RowPart,
+    linear_tensor_names,
+)
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import StateHeadPartition
 from modelmill.nn.step import Step
@@ -36,7 +42,7 @@ class ShortConvSpec:
     bias: bool = False
 
     @property
-    def conv(self) -> CausalConvConfig:
+    def conv_config(self) -> CausalConvConfig:
         """The convolution."""
         return CausalConvConfig(self.hidden, self.width, self.bias, silu=False)
 
@@ -46,9 +52,9 @@ class ShortConvSpec:
         return StateHeadPartition("attn", self.hidden, self.hidden, 1, 1)
 
     @property
-    def quant_sites(self) -> tuple[SiteSpec, ...]:
+    def quant_sites(self) -> tuple[QuantSiteSpec, ...]:
         """The inputs of the two projections; no rows produce the second linearly."""
-        return SiteSpec("qkv"), SiteSpec("o")
+        return QuantSiteSpec("qkv"), QuantSiteSpec("o")
 
     def build_module(self, state_index: int) -> ShortConv:
         """The module; ``state_index``: the place of its state among those of the model."""
@@ -61,7 +67,7 @@ class ShortConvSpec:
 
     def module_specs(self) -> tuple[ModuleSpec, ...]:
         """The modules as a layer's ``attn``; "attn_input" → "attn_out"."""
-        tensors = linear_tensors(self.bias)
+        tensors = linear_tensor_names(self.bias)
         return (
             LinearSpec(
                 path="attn.in_proj", reads=("attn_input",), writes=("bcx",), site="qkv",
@@ -72,7 +78,7 @@ class ShortConvSpec:
                 path="attn.conv_input", reads=("bcx",), writes=("conv_input",),
                 reference=("conv_input",), op="mul",
             ),
-            self.conv.spec("attn.conv", "conv_input", "mixed"),
+            self.conv_config.make_module_spec("attn.conv", "conv_input", "mixed"),
             ModuleSpec(
                 path="attn.conv_output", reads=("mixed", "bcx"), writes=("gated",),
                 reference=("conv_output",), op="mul",
@@ -84,7 +90,7 @@ class ShortConvSpec:
         )  # fmt: skip
 
 
-class ConvInput(nn.Module):
+class ConvInputGate(nn.Module):
     """B · x."""
 
     def forward(self, bcx: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
@@ -93,7 +99,7 @@ class ConvInput(nn.Module):
         return b * x
 
 
-class ConvOutput(nn.Module):
+class ConvOutputGate(nn.Module):
     """C · the convolution's output."""
 
     def forward(self, mixed: torch.Tensor, bcx: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
@@ -108,9 +114,9 @@ class ShortConv(nn.Module):
         super().__init__()
         self.kv_heads = spec.hidden
         self.in_proj = Linear(spec.hidden, 3 * spec.hidden, spec.bias)
-        self.conv_input = ConvInput()
-        self.conv = CausalConv(spec.conv, state_index)
-        self.conv_output = ConvOutput()
+        self.conv_input = ConvInputGate()
+        self.conv = CausalConv(spec.conv_config, state_index)
+        self.conv_output = ConvOutputGate()
         self.out_proj = Linear(spec.hidden, spec.hidden, spec.bias)
 
     def forward(self, x: torch.Tensor, rope: object, step: Step) -> torch.Tensor:  # noqa: ARG002

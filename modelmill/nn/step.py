@@ -10,9 +10,9 @@ from itertools import repeat
 import torch
 
 from modelmill.nn.kv import KVCache
-from modelmill.nn.latent_step import LatentPrompts, divide_prompts
-from modelmill.nn.recurrent_state import StateStep
-from modelmill.ops.latent_rope_cache import SlotPlaces
+from modelmill.nn.latent_prompt_expansion import ExpandedLatentPrompts, plan_prompt_expansion
+from modelmill.nn.recurrent_state import StepRecurrentStates
+from modelmill.ops.latent_rope_cache import SlotPageIndices
 from modelmill.ops.registry import Ops
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 
@@ -24,10 +24,10 @@ class Step:
     """T new tokens of B sequences, laid one after another.
 
     ids, positions, slots: [T] int64; a slot below 0 is padding and is not stored.
-    rope_keys: [T] int64, ``model.rope_key(length)`` of each token; 0 where the rotation does not
-    depend on a length. block_tables: [B, P] int32. query_start: [B + 1] int32. context_lens: [B]
-    int32, keys including the new ones. logit_rows: [R] int64, the rows whose logits are needed;
-    None: all T.
+    rope_frequency_ids: [T] int64, ``model.rope_frequency_id(length)`` of each token; 0 where
+    the rotation does not depend on a length. block_tables: [B, P] int32. query_start: [B + 1]
+    int32. context_lens: [B] int32, keys including the new ones. logit_rows: [R] int64, the rows
+    whose logits are needed; None: all T.
     max_query, max_context: host bounds of the rows, which kernel grids are sized by.
     tp_group: the ranks that compute the step together.
     num_decodes: how many sequences have one token, where no token is padding and latent attention
@@ -46,7 +46,7 @@ class Step:
     ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
-    rope_keys: torch.Tensor
+    rope_frequency_ids: torch.Tensor
     block_tables: torch.Tensor
     query_start: torch.Tensor
     context_lens: torch.Tensor
@@ -58,7 +58,7 @@ class Step:
     tp_group: TPGroup = field(default=SINGLE_RANK, repr=False)
     embeds: torch.Tensor | None = None
     embed_mask: torch.Tensor | None = None
-    state: StateStep | None = None
+    state: StepRecurrentStates | None = None
     layer_inputs: torch.Tensor | None = None
     layer_steps: tuple[Step, ...] = field(default=(), repr=False)
     num_decodes: int | None = None
@@ -66,7 +66,7 @@ class Step:
     is_padded: bool = False
 
     @property
-    def may_be_captured(self) -> bool:
+    def is_graph_capturable(self) -> bool:
         """Whether a CUDA graph may contain the step, of decodes or padded."""
         return self.max_query == 1 or self.is_padded
 
@@ -77,19 +77,19 @@ class Step:
         return (replace(each, layer_inputs=self.layer_inputs) for each in self.layer_steps)
 
     @cached_property
-    def slot_places(self) -> SlotPlaces:
+    def slot_places(self) -> SlotPageIndices:
         """Where the step's tokens are stored; made once, for the layers that index pages in torch.
 
         A step that is made of this one by ``replace`` makes its own.
         """
-        return SlotPlaces.of_slots(self.slots, self.kv.page_size)
+        return SlotPageIndices.from_slots(self.slots, self.kv.page_size)
 
     @cached_property
-    def latent_prompts(self) -> LatentPrompts | None:
+    def expanded_latent_prompts(self) -> ExpandedLatentPrompts | None:
         """The prompts that latent attention expands; made once, as ``slot_places``."""
-        return divide_prompts(self)
+        return plan_prompt_expansion(self)
 
-    def only_logit_rows(self) -> Step | None:
+    def step_of_logit_rows(self) -> Step | None:
         """The step of the rows ``logit_rows``, each the only query of a sequence of its own.
 
         The last layer computes it once the keys and values of every token are stored: nothing but
@@ -111,7 +111,7 @@ class Step:
             ids=self.ids[rows],
             positions=self.positions[rows],
             slots=self.slots[rows],
-            rope_keys=self.rope_keys[rows],
+            rope_frequency_ids=self.rope_frequency_ids[rows],
             block_tables=self.block_tables[seq],
             query_start=torch.arange(len(rows) + 1, dtype=ends.dtype, device=ends.device),
             context_lens=(self.context_lens[seq] - behind).to(ends.dtype),

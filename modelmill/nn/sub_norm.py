@@ -12,7 +12,7 @@ from modelmill.nn.linear import Linear
 from modelmill.nn.mlp import GatedMLP, MLPSpec
 from modelmill.nn.partition import NormedChannelPartition
 from modelmill.nn.step import Step
-from modelmill.ops.binding import OpBinding
+from modelmill.ops.bound_op import CachedOpBinding
 from modelmill.parallel.shard import Range
 
 
@@ -29,7 +29,7 @@ class SubNorm(nn.Module):
         self.eps, self.total = eps, channels
         self.channels: Range = (0, channels)
         self.register_buffer("weight", torch.empty(channels, device="meta"))
-        self._op = OpBinding()
+        self._op = CachedOpBinding()
 
     def keep_local_channels(self, channels: Range) -> None:
         """Keep a rank's channels."""
@@ -41,7 +41,7 @@ class SubNorm(nn.Module):
             return self._op(step.ops.rms_norm, x.contiguous(), self.weight, self.eps)
         wide, (first, end) = x.float(), self.channels
         sums = wide.square().sum(-1, keepdim=True)
-        sums = step.tp_group.all_reduce(sums, captured=step.may_be_captured)
+        sums = step.tp_group.all_reduce(sums, captured=step.is_graph_capturable)
         normed = wide * torch.rsqrt(sums / self.total + self.eps)
         return normed.to(x.dtype) * self.weight[first:end]
 

@@ -13,10 +13,10 @@ from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
 from modelmill.nn.mlp import GatedMLP
 from modelmill.nn.moe import MoE
-from modelmill.nn.recurrent_state import state_step
+from modelmill.nn.recurrent_state import make_standalone_step_states
 from modelmill.nn.step import Step
+from modelmill.ops.recurrent_metadata import chunk_size_for_page
 from modelmill.ops.registry import Ops
-from modelmill.ops.state_rows import chunk_size_for_page
 from modelmill.weights import base
 from modelmill.weights.base import WeightFormat
 
@@ -47,7 +47,7 @@ def fill_random_weights(
     def draw_weight(name: str, rows: int, columns: int) -> WeightFormat:
         how = weight_formats.get(name, "dense")
         drawn = draw(rows, columns, scale=columns**-0.5)
-        return base.pack(how, drawn, dtype) if isinstance(how, str) else how(drawn, dtype)
+        return base.pack_as_format(how, drawn, dtype) if isinstance(how, str) else how(drawn, dtype)
 
     of_experts = set()
     for name, module in model.named_modules():
@@ -128,14 +128,16 @@ def synthetic_step(
         ids=ids.to(device),
         positions=positions.to(device),
         slots=slots.to(device),
-        rope_keys=torch.tensor([model.rope_key(int(c)) for c in contexts])[sequence].to(device),  # type: ignore[operator]
+        rope_frequency_ids=torch.tensor(
+            [model.rope_frequency_id(int(c)) for c in contexts]  # type: ignore[operator]
+        )[sequence].to(device),
         block_tables=tables.to(device),
         query_start=starts.to(device),
         context_lens=contexts.int().to(device),
         logit_rows=None if widest == 1 else (starts[1:] - 1).long().to(device),
         max_query=widest,
         max_context=max_context,
-        state=state_step(
+        state=make_standalone_step_states(
             model_state_shape(model),
             starts.to(device),
             positions.to(device),

@@ -14,7 +14,7 @@ from torch import nn
 from modelmill.nn.layer_spec import NormSpec
 from modelmill.nn.partition import HeadGroups
 from modelmill.nn.step import Step
-from modelmill.ops.binding import OpBinding
+from modelmill.ops.bound_op import CachedOpBinding
 from modelmill.parallel.shard import Range
 
 VALUE_NORM_SPEC = NormSpec(
@@ -45,7 +45,7 @@ class ValueNorm(nn.Module):
     def __init__(self, config: ValueNormConfig, groups: HeadGroups) -> None:
         super().__init__()
         self.config, self.head_dim, self.kv_heads = config, groups.head_dim, groups.kv_heads
-        self._norm = OpBinding()
+        self._norm = CachedOpBinding()
         self._ones: torch.Tensor | None = None
 
     def keep_local_heads(self, heads: Range, kv_heads: Range) -> None:  # noqa: ARG002

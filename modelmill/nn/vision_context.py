@@ -17,7 +17,7 @@ class VisionContext:
 
     ops: Ops = field(repr=False)
 
-    def linear(self, layer: Linear, x: torch.Tensor | QuantizedInput) -> torch.Tensor:
+    def apply_linear(self, layer: Linear, x: torch.Tensor | QuantizedInput) -> torch.Tensor:
         """[…, K] → […, N] for every weight format; activations may be quantized already."""
         if isinstance(x, QuantizedInput):
             values = x.values.view(-1, x.values.shape[-1])
@@ -32,24 +32,24 @@ class VisionContext:
         """GELU of the layer's output in the format that ``next_linear`` takes: […, K] → […, N]."""
         fused = self.act_quant(next_linear)
         if fused is not None:
-            inner = self.linear(layer, x)
-            values, scale = next_linear.weight.run_bound(
+            inner = self.apply_linear(layer, x)
+            values, scale = next_linear.weight.run_bound_op(
                 self.ops.gelu_quant, inner, fused.dtype, fused.inv_scale
             )
             return QuantizedInput(values, scale, inner.dtype)
         if layer.weight.format == "dense" and isinstance(x, torch.Tensor):
             weight = layer.weight.tensors()["weight"]
             rows = x.reshape(-1, x.shape[-1])
-            out = layer.weight.run_bound(self.ops.linear_gelu, rows, weight, layer.bias)
+            out = layer.weight.run_bound_op(self.ops.linear_gelu, rows, weight, layer.bias)
             return out.view(*x.shape[:-1], -1)
-        return layer.weight.run_bound(self.ops.gelu, self.linear(layer, x))
+        return layer.weight.run_bound_op(self.ops.gelu, self.apply_linear(layer, x))
 
     def act_quant(self, layer: Linear) -> ActQuantSpec | None:
         """The 8-bit input that the op in front should put out.
 
         None: floating point, or no backend has such an op.
         """
-        spec = layer.weight.act_quant
+        spec = layer.weight.input_quant_spec
         if spec is None or self.ops.backends["add_layer_norm_quant"] == "torch":
             return None
         plain = spec.zero_point is None and spec.perm is None and spec.bits == 8

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from modelmill.nn.conv import PlainNorm
+from modelmill.nn.conv import VisionLayerNorm
 from modelmill.nn.layer_spec import (
     CompositeSpec,
     LayerSpec,
     LinearSpec,
     ModuleSpec,
     NormSpec,
+    QuantSiteSpec,
     RowPart,
-    SiteSpec,
 )
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import REPLICATED
@@ -65,7 +65,7 @@ class VitMLP(VitBranch):
     def forward(self, x: torch.Tensor | QuantizedInput, vision: VisionContext) -> torch.Tensor:
         """[…, C], the same shape."""
         down = self._linear(1)
-        return vision.linear(down, vision.apply_linear_gelu(self._linear(0), x, down))
+        return vision.apply_linear(down, vision.apply_linear_gelu(self._linear(0), x, down))
 
     def _linear(self, index: int) -> Linear:
         linear = self.get_submodule(self.names[index])
@@ -81,9 +81,9 @@ class VitBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
-        self.norm1 = PlainNorm(width, eps)
+        self.norm1 = VisionLayerNorm(width, eps)
         self.attn = attn
-        self.norm2 = PlainNorm(width, eps)
+        self.norm2 = VisionLayerNorm(width, eps)
         self.mlp = mlp
 
     def forward(self, x: torch.Tensor, vision: VisionContext) -> torch.Tensor:
@@ -169,7 +169,7 @@ def vit_block_spec(
         sites=linear_input_sites(modules, heavy_tailed="act"),
         outputs=("mlp_out", "residual_out"),
         partitions=REPLICATED,
-        wholes=wholes,
+        composites=wholes,
     )
 
 
@@ -201,10 +201,10 @@ def affine_norm_spec(
 
 def linear_input_sites(
     modules: Iterable[ModuleSpec], heavy_tailed: str = ""
-) -> tuple[SiteSpec, ...]:
+) -> tuple[QuantSiteSpec, ...]:
     """The sites of linear layers, in their order.
 
     heavy_tailed: the site of an activation's outputs.
     """
     names = dict.fromkeys(m.site for m in modules if isinstance(m, LinearSpec))
-    return tuple(SiteSpec(name, heavy_tailed=name == heavy_tailed) for name in names)
+    return tuple(QuantSiteSpec(name, heavy_tailed=name == heavy_tailed) for name in names)

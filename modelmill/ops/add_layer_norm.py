@@ -9,21 +9,21 @@ import torch
 from modelmill.ops.case import Case, RowShapes, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.layer_norm import layer_norm
-from modelmill.ops.operand_match import match_rows
-from modelmill.ops.row_range import RowProblem, make_row_problem
+from modelmill.ops.operand_match import make_row_op_matcher
+from modelmill.ops.row_op_support import RowOpProblem, make_row_op_problem
 
 
-def _problem(
+def _make_problem(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *_: float
-) -> RowProblem:
-    return make_row_problem(x, weight, bias, residual=residual)
+) -> RowOpProblem:
+    return make_row_op_problem(x, weight, bias, residual=residual)
 
 
 DECLARATION = OpDeclaration(
-    problem=_problem,
+    problem=_make_problem,
     operands=("x", "residual", "weight", "bias", "eps"),
     per_call="residual",
-    match=match_rows,
+    match=make_row_op_matcher,
 )
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}

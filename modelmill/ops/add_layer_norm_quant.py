@@ -12,9 +12,9 @@ from modelmill.ops import rms_norm_quant
 from modelmill.ops.case import Case, RowShapes, nbytes
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.gelu_quant import quant_modes
-from modelmill.ops.operand_match import match_rows
+from modelmill.ops.operand_match import make_row_op_matcher
 from modelmill.ops.quant_types import ActQuantSpec
-from modelmill.ops.row_range import RowProblem, make_row_problem
+from modelmill.ops.row_op_support import RowOpProblem, make_row_op_problem
 
 TOLERANCE = rms_norm_quant.TOLERANCE
 
@@ -37,7 +37,7 @@ class AddLayerNormQuantInputs(NamedTuple):
     inv_scale: torch.Tensor | None = None
 
 
-def _problem(
+def _make_problem(
     x: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor,
@@ -45,13 +45,16 @@ def _problem(
     _: float,
     dtype: torch.dtype,
     inv_scale: torch.Tensor | None,
-) -> RowProblem:
+) -> RowOpProblem:
     spec = ActQuantSpec(dtype, inv_scale)
-    return make_row_problem(x, weight, bias, residual=residual, spec=spec)
+    return make_row_op_problem(x, weight, bias, residual=residual, spec=spec)
 
 
 DECLARATION = OpDeclaration(
-    inputs=AddLayerNormQuantInputs, problem=_problem, per_call="residual", match=match_rows
+    inputs=AddLayerNormQuantInputs,
+    problem=_make_problem,
+    per_call="residual",
+    match=make_row_op_matcher,
 )
 
 

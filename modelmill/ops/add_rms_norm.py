@@ -8,22 +8,22 @@ import torch
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.operand_match import match_rows
+from modelmill.ops.operand_match import make_row_op_matcher
 from modelmill.ops.rms_norm import SHAPES, rms_norm
-from modelmill.ops.row_range import RowProblem, make_row_problem
+from modelmill.ops.row_op_support import RowOpProblem, make_row_op_problem
 
 
-def _problem(
+def _make_problem(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *_: float
-) -> RowProblem:
-    return make_row_problem(x, weight, residual=residual)
+) -> RowOpProblem:
+    return make_row_op_problem(x, weight, residual=residual)
 
 
 DECLARATION = OpDeclaration(
-    problem=_problem,
+    problem=_make_problem,
     operands=("x", "residual", "weight", "eps"),
     per_call="residual",
-    match=match_rows,
+    match=make_row_op_matcher,
 )
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-2, torch.bfloat16: 8e-2}

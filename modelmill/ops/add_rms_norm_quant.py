@@ -10,24 +10,24 @@ from modelmill.ops import rms_norm_quant
 from modelmill.ops.add_rms_norm import add_rms_norm
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.operand_match import match_rows
+from modelmill.ops.operand_match import make_row_op_matcher
 from modelmill.ops.quant_types import ActQuantSpec
-from modelmill.ops.row_range import RowProblem, make_row_problem
+from modelmill.ops.row_op_support import RowOpProblem, make_row_op_problem
 
 
-def _problem(
+def _make_problem(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, _: float, spec: ActQuantSpec
-) -> RowProblem:
-    return make_row_problem(x, weight, residual=residual, spec=spec)
+) -> RowOpProblem:
+    return make_row_op_problem(x, weight, residual=residual, spec=spec)
 
 
 DECLARATION = OpDeclaration(
     inputs=ActQuantSpec,
     inputs_name="spec",
-    problem=_problem,
+    problem=_make_problem,
     operands=("x", "residual", "weight", "eps", "spec"),
     per_call="residual",
-    match=match_rows,
+    match=make_row_op_matcher,
 )
 
 TOLERANCE = rms_norm_quant.TOLERANCE

@@ -8,10 +8,12 @@ import torch
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.operand_match import match_rows
-from modelmill.ops.row_range import make_row_problem
+from modelmill.ops.operand_match import make_row_op_matcher
+from modelmill.ops.row_op_support import make_row_op_problem
 
-DECLARATION = OpDeclaration(problem=make_row_problem, operands=("logits",), match=match_rows)
+DECLARATION = OpDeclaration(
+    problem=make_row_op_problem, operands=("logits",), match=make_row_op_matcher
+)
 
 # Ids are exact.
 TOLERANCE = {torch.float32: 0.0, torch.float16: 0.0, torch.bfloat16: 0.0}

@@ -28,10 +28,10 @@ def set_smem_carveout(function: int, percent: int) -> None:
         function: a CUfunction.
         percent: per cent of the SM's maximum shared memory.
     """
-    cuda_driver().cuFuncSetAttribute(ctypes.c_void_p(function), _CARVEOUT_ATTRIBUTE, percent)
+    load_cuda_driver().cuFuncSetAttribute(ctypes.c_void_p(function), _CARVEOUT_ATTRIBUTE, percent)
 
 
 @functools.cache
-def cuda_driver() -> ctypes.CDLL:
+def load_cuda_driver() -> ctypes.CDLL:
     """Load the CUDA driver library, libcuda.so.1."""
     return ctypes.CDLL("libcuda.so.1")

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.state_rows import (
-    StateRows,
+from modelmill.ops.recurrent_metadata import (
+    RecurrentStepMetadata,
+    format_case_lengths,
     gather_states,
-    lengths_name,
-    random_state_rows,
+    random_recurrent_metadata,
     store_snapshots,
 )
 
@@ -40,7 +40,7 @@ class CausalConvInputs(NamedTuple):
     state: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
-    rows: StateRows
+    rows: RecurrentStepMetadata
     silu: bool = True
 
 
@@ -54,7 +54,7 @@ def causal_conv(inputs: CausalConvInputs) -> torch.Tensor:
     token's result does not depend on how many tokens a step has.
     """
     x, state, weight, bias, rows, silu = inputs
-    finish = _activate if silu else _rounded
+    finish = _silu_to_dtype if silu else _cast_to_dtype
     channels, width = weight.shape
     x = x[:, :channels]
     if rows.is_decode:
@@ -62,13 +62,13 @@ def causal_conv(inputs: CausalConvInputs) -> torch.Tensor:
         store_snapshots(state, window[:, :-1], rows.positions, rows)
         state[rows.slots] = window[:, 1:]
         store_snapshots(state, window[:, 1:], rows.positions + 1, rows)
-        return finish(_weighted([window[:, j] for j in range(width)], weight, bias), x.dtype)
+        return finish(_weighted_sum([window[:, j] for j in range(width)], weight, bias), x.dtype)
     out = x.new_zeros(x.shape)
     for seq in rows.sequences():
         count = seq.stop - seq.start
-        window = torch.cat((seq.initial(state), x[seq.start : seq.stop]))
+        window = torch.cat((seq.initial_state(state), x[seq.start : seq.stop]))
         shifted = [window[j : j + count] for j in range(width)]
-        out[seq.start : seq.stop] = finish(_weighted(shifted, weight, bias), x.dtype)
+        out[seq.start : seq.stop] = finish(_weighted_sum(shifted, weight, bias), x.dtype)
         state[seq.slot] = window[count:]
         kept = seq.snapshot_end - seq.first
         if 0 <= kept <= count:
@@ -76,7 +76,7 @@ def causal_conv(inputs: CausalConvInputs) -> torch.Tensor:
     return out
 
 
-def _weighted(
+def _weighted_sum(
     terms: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """The weighted sum of [n, C], float32."""
@@ -87,15 +87,15 @@ def _weighted(
     return total if bias is None else total + bias.float()
 
 
-def _activate(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return exact_silu(x).to(dtype)
+def _silu_to_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return position_independent_silu(x).to(dtype)
 
 
-def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _cast_to_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-def exact_silu(x: torch.Tensor) -> torch.Tensor:
+def position_independent_silu(x: torch.Tensor) -> torch.Tensor:
     """SiLU of float32, each element by itself.
 
     On a CPU torch's exponential of an element depends on its place in the tensor by a unit in the
@@ -104,8 +104,8 @@ def exact_silu(x: torch.Tensor) -> torch.Tensor:
     return F.silu(x.double()).float() if x.device.type == "cpu" else F.silu(x)
 
 
-def exact_sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """The sigmoid of float32, each element by itself, as ``exact_silu``."""
+def position_independent_sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """The sigmoid of float32, each element by itself, as ``position_independent_silu``."""
     return x.double().sigmoid().float() if x.device.type == "cpu" else x.sigmoid()
 
 
@@ -124,12 +124,12 @@ def cases_for_shapes(
 ) -> Iterator[Case]:
     """Cases of these shapes; those of odd numbers have a bias, the third has no SiLU."""
     for number, (lengths, channels, width) in enumerate(shapes):
-        rows, slots = random_state_rows(lengths, number, device)
+        rows, slots = random_recurrent_metadata(lengths, number, device)
         x = randn(sum(lengths), channels + 8, device=device, dtype=dtype, seed=number)
         state = randn(slots, width - 1, channels, device=device, dtype=dtype, seed=number + 5)
         weight = randn(channels, width, device=device, dtype=dtype, seed=number + 9)
         bias = randn(channels, device=device, dtype=dtype, seed=number + 3) if number else None
         inputs = CausalConvInputs(x, state, weight, bias, rows, silu=number != 2)
         moved = 2 * (nbytes(x) + len(lengths) * nbytes(state[0]))
-        name = f"{lengths_name(lengths)}x{channels}x{width}"
+        name = f"{format_case_lengths(lengths)}x{channels}x{width}"
         yield Case(name, inputs._asdict(), moved, writes=("state",))

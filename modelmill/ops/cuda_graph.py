@@ -107,7 +107,7 @@ def paused_garbage_collection() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def on_side_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+def run_on_side_stream(stream: torch.cuda.Stream) -> Iterator[None]:
     """Run the block on ``stream``, after earlier and before later work of the current stream."""
     current = torch.cuda.current_stream()
     stream.wait_stream(current)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from modelmill.ops.operand_match import Match, match_gemm
+from modelmill.ops.operand_match import Match, make_gemm_matcher
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class OpDeclaration:
             made in every layer of every step.
         inputs_name: name of that argument.
         problem: makes the problem of the operands (x first), by which kernels are chosen and bound
-            (``ops.binding``): a ``GemmProblem``, ``RowProblem`` or the like.
+            (``ops.bound_op``): a ``GemmProblem``, ``RowOpProblem`` or the like.
         operands: the names of the op's arguments; () where they are its ``inputs`` alone.
         per_call: name of the operand that is another one in each call, beside x.
         match: makes the function that says the rows of a call like the bound one
@@ -44,34 +44,34 @@ class OpDeclaration:
     problem: Callable[..., Any] | None = None
     operands: tuple[str, ...] = ()
     per_call: str | None = None
-    match: Callable[[OpDeclaration, Sequence[Any]], Match | None] | None = match_gemm
+    match: Callable[[OpDeclaration, Sequence[Any]], Match | None] | None = make_gemm_matcher
     alike: Callable[[Any], Callable[[Any], bool] | None] | None = None
     counts: tuple[str, ...] = ("m",)
     split: Callable[[Any], tuple[Any, ...]] | None = None
     join: Callable[..., Callable[..., Any]] | None = None
 
     @property
-    def takes_inputs(self) -> bool:
+    def takes_inputs_only(self) -> bool:
         """Whether the inputs are its only argument."""
         return self.inputs is not None and not self.operands
 
     @property
     def operand_names(self) -> tuple[str, ...]:
         """Names of the operands in order."""
-        return self.inputs._fields if self.takes_inputs else self.operands
+        return self.inputs._fields if self.takes_inputs_only else self.operands
 
-    def operands_of(self, *args: Any) -> Sequence[Any]:
+    def flatten_operands(self, *args: Any) -> Sequence[Any]:
         """The operands of an op's arguments, one by one where its inputs are the only argument."""
-        return args[0] if self.takes_inputs else args
+        return args[0] if self.takes_inputs_only else args
 
-    def problem_of(self, *args: Any) -> Any:
+    def make_problem(self, *args: Any) -> Any:
         """The problem of an op's arguments."""
         assert self.problem is not None, "an op with ranges declares its problem"
-        return self.problem(*self.operands_of(*args))
+        return self.problem(*self.flatten_operands(*args))
 
     def positional(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The arguments of a call in order; those left out at the end keep their defaults."""
-        names = (self.inputs_name,) if self.takes_inputs else self.operands
+        names = (self.inputs_name,) if self.takes_inputs_only else self.operands
         rest = [kwargs.get(name) for name in names[len(args) :]]
         unknown = kwargs.keys() - set(names[len(args) :])
         if unknown:

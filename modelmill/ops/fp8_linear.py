@@ -15,12 +15,12 @@ from modelmill.ops.w8a8_linear import (
     Linear8BitInputs,
     case_args,
     case_shapes,
-    linear_8bit_problem,
+    make_linear_8bit_problem,
     quantized_inputs,
 )
 
 DECLARATION = OpDeclaration(
-    inputs=Linear8BitInputs, problem=linear_8bit_problem, per_call="x_scale"
+    inputs=Linear8BitInputs, problem=make_linear_8bit_problem, per_call="x_scale"
 )
 
 FP8 = torch.float8_e4m3fn

@@ -121,10 +121,10 @@ def fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:
     Returns:
         [T, H] of x's dtype.
     """
-    return experts_reference(inputs, lambda weight, *_: weight)
+    return moe_reference_with_dequantize(inputs, lambda weight, *_: weight)
 
 
-def experts_reference(
+def moe_reference_with_dequantize(
     inputs: FusedMoEInputs,
     dequantize: Dequantize,
     quantize: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -155,14 +155,14 @@ def experts_reference(
         return (out if bias is None else out + bias[expert].to(wide)).to(x.dtype)
 
     for expert in range(len(inputs.gate_up)):
-        out = product("down", expert, _activate(inputs, product("gate_up", expert, x)))
+        out = product("down", expert, _apply_gate_activation(inputs, product("gate_up", expert, x)))
         total += out.to(wide) * (weights * (ids == expert)).sum(1, keepdim=True).to(wide)
     if inputs.shared is not None:
         total += inputs.shared.to(wide)
     return total.to(x.dtype)
 
 
-def _activate(inputs: FusedMoEInputs, gate_up: torch.Tensor) -> torch.Tensor:
+def _apply_gate_activation(inputs: FusedMoEInputs, gate_up: torch.Tensor) -> torch.Tensor:
     """The first product → [T, I]."""
     if not inputs.is_gated:
         return F.relu(gate_up).square()
@@ -187,28 +187,28 @@ A3B_SHAPES: list[Shape] = [(rows, 2048, 768, 128, 8) for rows in (1, 8, 64, 1024
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Decode and prefill, with and without a shared expert; Qwen3-30B-A3B's on a GPU."""
-    for shape in shapes(device):
+    for shape in case_shapes(device):
         weights = {
             name: randn(experts, n, k, device=device, dtype=dtype, seed=n, scale=k**-0.5)
-            for name, experts, n, k in weight_shapes(shape)
+            for name, experts, n, k in expert_weight_shapes(shape)
         }
-        yield experts_case(shape, device, dtype, weights)
+        yield make_moe_case(shape, device, dtype, weights)
 
 
-def shapes(device: str) -> list[Shape]:
+def case_shapes(device: str) -> list[Shape]:
     """The shapes of the cases on a device."""
     small = [*SMALL_SHAPES, *BIASED_SHAPES, *LOCAL_SHAPES, *UNGATED_SHAPES]
     return small if device == "cpu" else [*small, *A3B_SHAPES]
 
 
-def weight_shapes(shape: Shape) -> Iterator[tuple[str, int, int, int]]:
+def expert_weight_shapes(shape: Shape) -> Iterator[tuple[str, int, int, int]]:
     """Yield name, experts, rows and columns of the weights of both products."""
     _, hidden, inner, experts, _ = shape
     yield "gate_up", experts, inner if shape in UNGATED_SHAPES else 2 * inner, hidden
     yield "down", experts, hidden, inner
 
 
-def stacked_weights(
+def make_expert_weight_args(
     shape: Shape, draw: Callable[[int, int], dict[str, torch.Tensor | None]]
 ) -> dict[str, Any]:
     """The weights of both products, drawn for all experts at once.
@@ -219,12 +219,12 @@ def stacked_weights(
         name if part == "weight" else f"{name}_{part}": (
             None if value is None else value.view(experts, n, -1)
         )
-        for name, experts, n, k in weight_shapes(shape)
+        for name, experts, n, k in expert_weight_shapes(shape)
         for part, value in draw(experts * n, k).items()
     }
 
 
-def experts_case(
+def make_moe_case(
     shape: Shape, device: str, dtype: torch.dtype, weights: dict[str, Any], group: int = 0
 ) -> Case:
     """A case with these weights; an odd number of tokens has a shared expert's output.
@@ -253,7 +253,7 @@ def experts_case(
         **weights,
         group=group,
         global_num_experts=total if total > experts else None,
-        **(_biases_and_gate(shape, device, dtype) if biased else {}),
+        **(_random_biases_and_gate_args(shape, device, dtype) if biased else {}),
     )
     tensors = [value for value in weights.values() if value is not None]
     read = nbytes(*tensors) * len(ids[ids != NO_EXPERT].unique()) // experts
@@ -265,9 +265,9 @@ def experts_case(
     return Case(name, inputs._asdict(), moved, 2 * (halves + 1) * tokens * top_k * hidden * inner)
 
 
-def _biases_and_gate(shape: Shape, device: str, dtype: torch.dtype) -> dict[str, Any]:
+def _random_biases_and_gate_args(shape: Shape, device: str, dtype: torch.dtype) -> dict[str, Any]:
     tokens, hidden, _, experts, _ = shape
-    rows = next(weight_shapes(shape))[2]
+    rows = next(expert_weight_shapes(shape))[2]
     gate = {"clamp": SwigluClamp(1.702, 1.5)} if tokens % 2 else {"activation": GELU_TANH}
     scale = UNGATED_SCALE**2 if shape in UNGATED_SHAPES else 1.0
     return {

@@ -25,7 +25,7 @@ class FusedTopkInputs(NamedTuple):
             None.
         top_k: experts of a token.
         scores: one of SCORES: the softmax of all logits, the sigmoid of each, or SPARSE_MIXER's
-            choice of one expert after the other (``sparse_mixer``), which has no bias and no
+            choice of one expert after the other (``sparse_mixer_topk``), which has no bias and no
             groups.
         renormalize: whether the weights of a token are divided by their sum.
         scale: factor of the weights.
@@ -64,15 +64,15 @@ def fused_topk(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
         its first, and experts outside of it are NO_EXPERT with the weight 0.
     """
     if inputs.scores == SPARSE_MIXER:
-        weights, ids = sparse_mixer(inputs.logits, inputs.top_k, inputs.jitter)
+        weights, ids = sparse_mixer_topk(inputs.logits, inputs.top_k, inputs.jitter)
     else:
-        weights, ids = _best_scores(inputs)
+        weights, ids = _select_top_experts(inputs)
     if inputs.renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return map_to_local_experts(weights * inputs.scale, ids.int(), inputs.local_experts)
 
 
-def _best_scores(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
+def _select_top_experts(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """The scores [T, top_k] and ids [T, top_k] of the experts that rank first."""
     logits = inputs.logits
     scores = logits.sigmoid() if inputs.scores == SIGMOID else logits.softmax(-1)
@@ -87,7 +87,7 @@ def _best_scores(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
     return scores.gather(1, ids), ids
 
 
-def sparse_mixer(
+def sparse_mixer_topk(
     logits: torch.Tensor, top_k: int, jitter: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the best expert, then the best of the others, and so on (arXiv:2409.12136).

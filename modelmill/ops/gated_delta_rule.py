@@ -25,7 +25,7 @@ from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.recurrence import Tokens, advance_states, expand_groups_to_heads, random_operands
 from modelmill.ops.recurrence_chunks import chunk_decays, split_into_chunks
-from modelmill.ops.state_rows import StateRows, lengths_name
+from modelmill.ops.recurrent_metadata import RecurrentStepMetadata, format_case_lengths
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 L2_EPS = 1e-6  # of the lengths of q and k
@@ -48,7 +48,7 @@ class GatedDeltaInputs(NamedTuple):
     a_log: torch.Tensor
     dt_bias: torch.Tensor
     state: torch.Tensor
-    rows: StateRows
+    rows: RecurrentStepMetadata
 
 
 DECLARATION = OpDeclaration(inputs=GatedDeltaInputs)
@@ -59,10 +59,12 @@ def gated_delta_rule(inputs: GatedDeltaInputs) -> torch.Tensor:
 
     Whole chunks at multiples of ``rows.chunk`` are computed at once, all other tokens one by one.
     """
-    tokens = _prepare(inputs)
+    tokens = _prepare_tokens(inputs)
     out = torch.zeros_like(tokens.v)
     state, rows = inputs.state, inputs.rows
-    return advance_states(state, rows, tokens, out, step=recurrent_step, chunks=chunked).flatten(1)
+    return advance_states(
+        state, rows, tokens, out, step=recurrent_step, chunks=compute_chunks
+    ).flatten(1)
 
 
 class DeltaTokens(NamedTuple):
@@ -75,7 +77,7 @@ class DeltaTokens(NamedTuple):
     beta: torch.Tensor
 
 
-def _prepare(inputs: GatedDeltaInputs) -> DeltaTokens:
+def _prepare_tokens(inputs: GatedDeltaInputs) -> DeltaTokens:
     heads, dk, dv = inputs.state.shape[1:]
     keys, v = inputs.qkv.to(inputs.state.dtype).tensor_split((-heads * dv,), 1)
     q, k = (_l2_normalize(expand_groups_to_heads(each, heads, dk)) for each in keys.chunk(2, 1))
@@ -109,7 +111,9 @@ def recurrent_step(s: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch
     return (s * q[..., None]).sum(-2), s
 
 
-def chunked(s: torch.Tensor, tokens: Tokens, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+def compute_chunks(
+    s: torch.Tensor, tokens: Tokens, chunk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Whole chunks of one sequence: outputs [n, H, dv] and the last state.
 
     The arithmetic of a chunk does not depend on the number of chunks.
@@ -155,5 +159,5 @@ def cases_for_shapes(
         x = randn(count, width, device=device, dtype=dtype, seed=number)
         gates = randn(count, 2 * heads, device=device, dtype=torch.float32, seed=number + 1)
         args |= {"qkv": x, "gates": gates}
-        name = f"{lengths_name(lengths)}x{key_heads}/{heads}x{dk}x{dv}"
+        name = f"{format_case_lengths(lengths)}x{key_heads}/{heads}x{dk}x{dv}"
         yield Case(name, args, moved + nbytes(x) + 4 * count * heads * dv, writes=("state",))

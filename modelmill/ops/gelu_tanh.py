@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.gelu import cases_for_shapes as cases_for_shapes
-from modelmill.ops.operand_match import match_rows
-from modelmill.ops.row_range import make_row_problem
+from modelmill.ops.operand_match import make_row_op_matcher
+from modelmill.ops.row_op_support import make_row_op_problem
 
-DECLARATION = OpDeclaration(problem=make_row_problem, operands=("x",), match=match_rows)
+DECLARATION = OpDeclaration(problem=make_row_op_problem, operands=("x",), match=make_row_op_matcher)
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from modelmill.ops.case import Case, randn
-from modelmill.ops.kernel_range import GemmProblem, gemm_problem
+from modelmill.ops.kernel_support import GemmProblem, make_gemm_problem
 from modelmill.ops.linear import linear
 from modelmill.ops.linear_cases import linear_case
 
@@ -35,10 +35,10 @@ class GroupwiseLinearInputs(NamedTuple):
     bias: torch.Tensor | None = None
 
 
-def groupwise_problem(*operands: Any) -> GemmProblem:
+def make_groupwise_problem(*operands: Any) -> GemmProblem:
     """The product of ``GroupwiseLinearInputs``."""
     x, weight, scale, offset, group, bias = GroupwiseLinearInputs(*operands)
-    return gemm_problem(x, weight, scale, bias, group=group, offset=offset)
+    return make_gemm_problem(x, weight, scale, bias, group=group, offset=offset)
 
 
 class RandomWeightFactory(Protocol):
@@ -106,7 +106,7 @@ def expand_groups(grid: torch.Tensor, group: int, columns: int, dtype: torch.dty
     return grid.to(dtype).repeat_interleave(group, 1)[:, :columns]
 
 
-def weight_tensors(
+def make_weight_args(
     weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, device: str
 ) -> dict[str, torch.Tensor | None]:
     """A weight as arguments of a case: grids in float16, on a device."""

@@ -10,11 +10,11 @@ import torch
 from modelmill.ops import fused_moe
 from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.fused_moe import SMALL_SHAPES, FusedMoEInputs, experts_reference
+from modelmill.ops.fused_moe import SMALL_SHAPES, FusedMoEInputs, moe_reference_with_dequantize
 from modelmill.ops.int4_linear import dequantize_weight, random_weight
-from modelmill.ops.moe_range import moe_problem
+from modelmill.ops.moe_support import make_moe_problem
 
-DECLARATION = OpDeclaration(inputs=FusedMoEInputs, problem=moe_problem, match=None)
+DECLARATION = OpDeclaration(inputs=FusedMoEInputs, problem=make_moe_problem, match=None)
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-1}
 
@@ -25,15 +25,15 @@ def int4_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:
     Returns:
         [T, H] of x's dtype.
     """
-    return experts_reference(inputs, dequantize_weight)
+    return moe_reference_with_dequantize(inputs, dequantize_weight)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """The shapes of fused_moe; groups of 32 and 128 columns, the first symmetric."""
-    for shape in fused_moe.shapes(device):
+    for shape in fused_moe.case_shapes(device):
         group = 32 if shape in SMALL_SHAPES[:2] else 128
         draw = partial(
             random_weight, group=group, device=device, symmetric=shape == SMALL_SHAPES[0]
         )
-        weights = fused_moe.stacked_weights(shape, draw)
-        yield fused_moe.experts_case(shape, device, dtype, weights, group)
+        weights = fused_moe.make_expert_weight_args(shape, draw)
+        yield fused_moe.make_moe_case(shape, device, dtype, weights, group)

@@ -21,7 +21,7 @@ from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.linear_cases import DECODE_7B_SHAPES
 
 DECLARATION = OpDeclaration(
-    inputs=groupwise.GroupwiseLinearInputs, problem=groupwise.groupwise_problem
+    inputs=groupwise.GroupwiseLinearInputs, problem=groupwise.make_groupwise_problem
 )
 
 TOLERANCE = {torch.float32: 4e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -39,7 +39,7 @@ def int4_linear(inputs: groupwise.GroupwiseLinearInputs) -> torch.Tensor:
     return groupwise.matmul_reference(inputs, dequantize_weight)
 
 
-def packed_bytes(columns: int) -> int:
+def packed_row_bytes(columns: int) -> int:
     """Bytes of a packed row of ``columns`` 4-bit codes."""
     return -(-columns // groupwise.PACK_COLUMNS) * (groupwise.PACK_COLUMNS // 2)
 
@@ -82,4 +82,6 @@ def random_weight(
     codes = torch.randint(0, 16, (n, k), generator=generator)
     scale = (torch.rand(n, -(-k // group), generator=generator) + 0.5) * (0.2 * k**-0.5)
     offset = -scale * (7.5 + torch.randn(scale.shape, generator=generator))
-    return groupwise.weight_tensors(pack_codes(codes), scale, None if symmetric else offset, device)
+    return groupwise.make_weight_args(
+        pack_codes(codes), scale, None if symmetric else offset, device
+    )

@@ -8,7 +8,7 @@ import torch
 
 from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.groupwise import GroupwiseLinearInputs, cases_for_shapes, groupwise_problem
+from modelmill.ops.groupwise import GroupwiseLinearInputs, cases_for_shapes, make_groupwise_problem
 from modelmill.ops.int4_linear import int4_linear, random_weight
 from modelmill.ops.silu_mul import silu_mul
 
@@ -16,7 +16,7 @@ DECLARATION = OpDeclaration(
     fuses=("int4_linear", "silu_mul"),
     optional=True,
     inputs=GroupwiseLinearInputs,
-    problem=groupwise_problem,
+    problem=make_groupwise_problem,
 )
 
 TOLERANCE = {torch.float32: 8e-5, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}

@@ -10,11 +10,11 @@ from modelmill.ops import fused_moe
 from modelmill.ops.case import Case, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.fused_moe import TOLERANCE as TOLERANCE
-from modelmill.ops.fused_moe import FusedMoEInputs, experts_reference
-from modelmill.ops.moe_range import moe_problem
+from modelmill.ops.fused_moe import FusedMoEInputs, moe_reference_with_dequantize
+from modelmill.ops.moe_support import make_moe_problem
 from modelmill.ops.quant_types import quantize_per_row
 
-DECLARATION = OpDeclaration(inputs=FusedMoEInputs, problem=moe_problem, match=None)
+DECLARATION = OpDeclaration(inputs=FusedMoEInputs, problem=make_moe_problem, match=None)
 
 
 def int8_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:
@@ -23,10 +23,10 @@ def int8_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:
     Returns:
         [T, H] of x's dtype.
     """
-    return experts_reference(inputs, dequantize_rows)
+    return moe_reference_with_dequantize(inputs, dequantize_expert_rows)
 
 
-def dequantize_rows(
+def dequantize_expert_rows(
     weight: torch.Tensor,
     scale: torch.Tensor | None,
     offset: torch.Tensor | None,  # noqa: ARG001
@@ -46,11 +46,11 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 
 def cases_in_8_bits(device: str, dtype: torch.dtype, weight_dtype: torch.dtype) -> Iterator[Case]:
     """The shapes of fused_moe with weights in 8 bits, a scale for each row."""
-    for shape in fused_moe.shapes(device):
+    for shape in fused_moe.case_shapes(device):
         weights = {}
-        for name, experts, n, k in fused_moe.weight_shapes(shape):
+        for name, experts, n, k in fused_moe.expert_weight_shapes(shape):
             wide = randn(experts * n, k, device=device, dtype=torch.float32, seed=n, scale=k**-0.5)
             codes, scale = quantize_per_row(wide, weight_dtype)
             weights[name] = codes.view(experts, n, k)
             weights[f"{name}_scale"] = scale.view(experts, n)
-        yield fused_moe.experts_case(shape, device, dtype, weights)
+        yield fused_moe.make_moe_case(shape, device, dtype, weights)

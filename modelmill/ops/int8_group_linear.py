@@ -18,7 +18,7 @@ from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
 
 DECLARATION = OpDeclaration(
-    inputs=groupwise.GroupwiseLinearInputs, problem=groupwise.groupwise_problem
+    inputs=groupwise.GroupwiseLinearInputs, problem=groupwise.make_groupwise_problem
 )
 
 TOLERANCE = {torch.float32: 4e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -68,4 +68,6 @@ def random_weight(
     codes = torch.randint(-128, 128, (n, k), generator=generator, dtype=torch.int8)
     scale = (torch.rand(n, -(-k // group), generator=generator) + 0.5) * (k**-0.5 / 74)
     offset = scale * (20 * torch.randn(scale.shape, generator=generator))
-    return groupwise.weight_tensors(pad_codes(codes), scale, None if symmetric else offset, device)
+    return groupwise.make_weight_args(
+        pad_codes(codes), scale, None if symmetric else offset, device
+    )

@@ -9,13 +9,13 @@ import torch
 from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.int8_linear import cases_for_shapes, int8_linear
-from modelmill.ops.kernel_range import gemm_problem
+from modelmill.ops.kernel_support import make_gemm_problem
 from modelmill.ops.silu_mul import silu_mul
 
 DECLARATION = OpDeclaration(
     fuses=("int8_linear", "silu_mul"),
     optional=True,
-    problem=gemm_problem,
+    problem=make_gemm_problem,
     operands=("x", "weight", "scale", "bias"),
 )
 

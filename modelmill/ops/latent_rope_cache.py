@@ -51,7 +51,7 @@ DECLARATION = OpDeclaration(
 )
 
 
-class SlotPlaces(NamedTuple):
+class SlotPageIndices(NamedTuple):
     """Where in the pages the tokens of a step are stored; padding is not.
 
     Attributes:
@@ -69,17 +69,17 @@ class SlotPlaces(NamedTuple):
     is_padding: torch.Tensor
 
     @staticmethod
-    def of_slots(slots: torch.Tensor, page_size: int) -> SlotPlaces:
+    def from_slots(slots: torch.Tensor, page_size: int) -> SlotPageIndices:
         """The places of slots [T] int64."""
         source = None
         if slots.is_cuda or bool((slots < 0).any()):
-            source = repeat_for_padding(slots)
+            source = padding_safe_token_indices(slots)
             slots = slots[source]
         page = slots.div(page_size, rounding_mode="floor")
-        return SlotPlaces(page, slots % page_size, source, slots[0] < 0)
+        return SlotPageIndices(page, slots % page_size, source, slots[0] < 0)
 
 
-def repeat_for_padding(slots: torch.Tensor) -> torch.Tensor:
+def padding_safe_token_indices(slots: torch.Tensor) -> torch.Tensor:
     """For each token itself, or for padding (slots below 0) the first that is none.
 
     If all tokens are padding, it is the first one, whose slot is below 0.
@@ -106,14 +106,14 @@ def latent_rope_cache(
     rank, rope_dim = len(weight), 2 * cos.shape[1]
     normed = rms_norm(latent[:, :rank], weight, eps)
     row = torch.cat((normed, latent[:, rank:]), -1)[:, None]
-    row = rotate_from(row, rank, cos, sin, interleaved=interleaved)
-    store_rows(row, k_cache, k_scale, SlotPlaces.of_slots(slots, k_cache.shape[2]))
+    row = rotate_channels_from(row, rank, cos, sin, interleaved=interleaved)
+    store_rows_in_pages(row, k_cache, k_scale, SlotPageIndices.from_slots(slots, k_cache.shape[2]))
     begin = q.shape[2] - rope_dim
-    q[..., begin:] = rotate_from(q[..., begin:], 0, cos, sin, interleaved=interleaved)
+    q[..., begin:] = rotate_channels_from(q[..., begin:], 0, cos, sin, interleaved=interleaved)
     return q
 
 
-def rotate_from(
+def rotate_channels_from(
     x: torch.Tensor, begin: int, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool
 ) -> torch.Tensor:
     """Rotate the channels of x [T, heads, D] from ``begin`` on; the others pass through."""
@@ -126,8 +126,8 @@ def rotate_from(
     return torch.cat((x[..., :begin], both.flatten(-2).to(x.dtype)), -1)
 
 
-def store_rows(
-    row: torch.Tensor, k_cache: torch.Tensor, k_scale: torch.Tensor | None, places: SlotPlaces
+def store_rows_in_pages(
+    row: torch.Tensor, k_cache: torch.Tensor, k_scale: torch.Tensor | None, places: SlotPageIndices
 ) -> None:
     """Store rows [T, 1, D] in pages, quantized if these have scales."""
     page, offset, source, is_padding = places

@@ -9,16 +9,18 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, RowShapes, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.operand_match import match_rows
-from modelmill.ops.row_range import RowProblem, make_row_problem
+from modelmill.ops.operand_match import make_row_op_matcher
+from modelmill.ops.row_op_support import RowOpProblem, make_row_op_problem
 
 
-def _problem(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *_: float) -> RowProblem:
-    return make_row_problem(x, weight, bias)
+def _make_problem(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *_: float
+) -> RowOpProblem:
+    return make_row_op_problem(x, weight, bias)
 
 
 DECLARATION = OpDeclaration(
-    problem=_problem, operands=("x", "weight", "bias", "eps"), match=match_rows
+    problem=_make_problem, operands=("x", "weight", "bias", "eps"), match=make_row_op_matcher
 )
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}

@@ -8,22 +8,22 @@ import torch
 
 from modelmill.ops.case import Case, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.kernel_range import GemmProblem, dense_problem
+from modelmill.ops.kernel_support import GemmProblem, make_dense_gemm_problem
 from modelmill.ops.linear import linear
 from modelmill.ops.linear_cases import dense_args, linear_case
 
 
-def _problem(
+def _make_problem(
     x: torch.Tensor, weight: torch.Tensor, _: torch.Tensor, bias: torch.Tensor | None = None
 ) -> GemmProblem:
     """The product without the residual."""
-    return dense_problem(x, weight, bias)
+    return make_dense_gemm_problem(x, weight, bias)
 
 
 DECLARATION = OpDeclaration(
     fuses=("linear", "add_rms_norm"),
     optional=True,
-    problem=_problem,
+    problem=_make_problem,
     operands=("x", "weight", "residual", "bias"),
     per_call="residual",
 )

@@ -9,11 +9,11 @@ import torch
 from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.gelu import gelu
-from modelmill.ops.kernel_range import dense_problem
+from modelmill.ops.kernel_support import make_dense_gemm_problem
 from modelmill.ops.linear import linear
 from modelmill.ops.linear_cases import dense_args, linear_case
 
-DECLARATION = OpDeclaration(problem=dense_problem, operands=("x", "weight", "bias"))
+DECLARATION = OpDeclaration(problem=make_dense_gemm_problem, operands=("x", "weight", "bias"))
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 

@@ -8,13 +8,13 @@ import torch
 
 from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.kernel_range import dense_problem
+from modelmill.ops.kernel_support import make_dense_gemm_problem
 from modelmill.ops.linear import linear
 from modelmill.ops.linear_cases import dense_args, linear_case
 from modelmill.ops.silu_mul import silu_mul
 
 DECLARATION = OpDeclaration(
-    fuses=("linear", "silu_mul"), problem=dense_problem, operands=("x", "weight", "bias")
+    fuses=("linear", "silu_mul"), problem=make_dense_gemm_problem, operands=("x", "weight", "bias")
 )
 
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}

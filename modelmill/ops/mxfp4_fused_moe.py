@@ -10,13 +10,13 @@ import torch
 from modelmill.ops import fused_moe
 from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.fused_moe import FusedMoEInputs, experts_reference
+from modelmill.ops.fused_moe import FusedMoEInputs, moe_reference_with_dequantize
 from modelmill.ops.int4_fused_moe import TOLERANCE as TOLERANCE
-from modelmill.ops.moe_range import moe_problem
+from modelmill.ops.moe_support import make_moe_problem
 from modelmill.ops.mxfp4_linear import BLOCK_COLUMNS as BLOCK_COLUMNS
 from modelmill.ops.mxfp4_linear import dequantize_weight, random_weight
 
-DECLARATION = OpDeclaration(inputs=FusedMoEInputs, problem=moe_problem, match=None)
+DECLARATION = OpDeclaration(inputs=FusedMoEInputs, problem=make_moe_problem, match=None)
 
 
 def mxfp4_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:
@@ -25,13 +25,13 @@ def mxfp4_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:
     Returns:
         [T, H] of x's dtype.
     """
-    return experts_reference(inputs, dequantize_weight)
+    return moe_reference_with_dequantize(inputs, dequantize_weight)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """The shapes of fused_moe, and gpt-oss's sizes with fewer experts on a GPU."""
     more = [] if device == "cpu" else [(rows, 2880, 2880, 8, 4) for rows in (1, 40)]
-    for shape in (*fused_moe.shapes(device), *more):
+    for shape in (*fused_moe.case_shapes(device), *more):
         draw = partial(random_weight, group=BLOCK_COLUMNS, device=device, symmetric=True)
-        weights = fused_moe.stacked_weights(shape, draw)
-        yield fused_moe.experts_case(shape, device, dtype, weights, BLOCK_COLUMNS)
+        weights = fused_moe.make_expert_weight_args(shape, draw)
+        yield fused_moe.make_moe_case(shape, device, dtype, weights, BLOCK_COLUMNS)

@@ -19,7 +19,7 @@ from modelmill.ops.int4_linear import pack_codes, unpack_codes
 from modelmill.ops.linear_cases import DECODE_7B_SHAPES
 
 DECLARATION = OpDeclaration(
-    inputs=groupwise.GroupwiseLinearInputs, problem=groupwise.groupwise_problem
+    inputs=groupwise.GroupwiseLinearInputs, problem=groupwise.make_groupwise_problem
 )
 
 TOLERANCE = {torch.float32: 4e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}

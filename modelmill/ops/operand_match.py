@@ -1,4 +1,4 @@
-"""Whether the operands of a call are like those that an op was bound for (``ops.binding``).
+"""Whether the operands of a call are like those that an op was bound for (``ops.bound_op``).
 
 What a choice depends on is compared by identity (weights) or as memory (dtype, strides, alignment):
 the arguments of each call in every layer of every step. A match returns the call's number of rows,
@@ -22,14 +22,14 @@ ALIGNMENT = 16  # bytes; of operands that a binding serves
 Match = Callable[..., Any]
 
 
-def match_gemm(declaration: OpDeclaration, operands: Sequence[Any]) -> Match | None:
+def make_gemm_matcher(declaration: OpDeclaration, operands: Sequence[Any]) -> Match | None:
     """The rows of a product with the weight of these operands; None if x is not served.
 
     The weight, the bias and the output's dtype must be the bound ones, x and the other operand of a
     call must lie in memory alike.
     """
     names = declaration.operand_names
-    takes_inputs, bias_at = declaration.takes_inputs, names.index("bias")
+    takes_inputs_only, bias_at = declaration.takes_inputs_only, names.index("bias")
     x, weight, bias = operands[0], operands[1], operands[bias_at]
     if x.dim() != 2 or x.stride() != (x.shape[1], 1) or x.data_ptr() % ALIGNMENT:
         return None
@@ -43,7 +43,7 @@ def match_gemm(declaration: OpDeclaration, operands: Sequence[Any]) -> Match | N
         return None
 
     def rows_of(*args: Any) -> int | None:
-        operands = args[0] if takes_inputs else args
+        operands = args[0] if takes_inputs_only else args
         x = operands[0]
         if (
             x.dtype is dtype
@@ -61,13 +61,13 @@ def match_gemm(declaration: OpDeclaration, operands: Sequence[Any]) -> Match | N
     return rows_of
 
 
-def match_rows(declaration: OpDeclaration, operands: Sequence[Any]) -> Match | None:
+def make_row_op_matcher(declaration: OpDeclaration, operands: Sequence[Any]) -> Match | None:
     """The rows of a call of a row-wise op: x first, then what it shares with other calls.
 
     x and the operand that each call has besides must lie in memory alike, all else but numbers must
     be the bound objects.
     """
-    names, takes_inputs = declaration.operand_names, declaration.takes_inputs
+    names, takes_inputs_only = declaration.operand_names, declaration.takes_inputs_only
     x = operands[0]
     other_at = names.index(declaration.per_call) if declaration.per_call else 0
     other = operands[other_at]
@@ -77,10 +77,10 @@ def match_rows(declaration: OpDeclaration, operands: Sequence[Any]) -> Match | N
         return None
     dtype, inner, strides = x.dtype, x.shape[1:], x.stride()
     rows_each, other_dtype, count = prod(inner[:-1]), other.dtype, len(operands)
-    is_same = _identity_check(operands, other_at)
+    is_same = _make_identity_check(operands, other_at)
 
     def rows_of(*args: Any) -> int | None:
-        operands = args[0] if takes_inputs else args
+        operands = args[0] if takes_inputs_only else args
         x = operands[0]
         shape = x.shape
         if (
@@ -106,7 +106,7 @@ def match_rows(declaration: OpDeclaration, operands: Sequence[Any]) -> Match | N
     return rows_of
 
 
-def _identity_check(
+def _make_identity_check(
     operands: Sequence[Any], other_at: int
 ) -> Callable[[Sequence[Any]], bool] | None:
     """Whether operands are the bound objects; numbers and those of each call are not compared.
@@ -153,7 +153,7 @@ def null_reference() -> None:
     """What stands in the place of a reference to an operand that is None."""
 
 
-def reference_to(tensor: torch.Tensor | None) -> Callable[[], torch.Tensor | None]:
+def make_weak_reference(tensor: torch.Tensor | None) -> Callable[[], torch.Tensor | None]:
     """A weak reference: a binding does not keep the pages of a cache."""
     return null_reference if tensor is None else weakref.ref(tensor)
 
@@ -164,7 +164,7 @@ def _is_same_tensor(
     return reference() is tensor
 
 
-class StepOperands:
+class StepOperandValidator:
     """Operands that all layers of a step share: looked at once, then known by identity.
 
     Attributes:
@@ -180,7 +180,7 @@ class StepOperands:
             (),
         )
 
-    def present(self, *tensors: torch.Tensor | None) -> tuple[bool, ...]:
+    def list_present_if_valid(self, *tensors: torch.Tensor | None) -> tuple[bool, ...]:
         """Which are not None; () if one is not packed, aligned and of its dtype."""
         references, present = self._last
         if present and all(map(_is_same_tensor, references, tensors)):
@@ -191,5 +191,5 @@ class StepOperands:
                 each.dtype is dtype and each.is_contiguous() and not each.data_ptr() % alignment
             ):
                 return ()
-        self._last = (tuple(map(reference_to, tensors)), present)
+        self._last = (tuple(map(make_weak_reference, tensors)), present)
         return present

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from modelmill.ops.attention_range import (
+from modelmill.ops.attention_support import (
+    AttentionPhase,
     AttentionProblem,
-    Phase,
-    combine_prefill_and_decode,
-    split_prefill_and_decode,
+    compose_mixed_step_kernel,
+    split_mixed_problem,
 )
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.operand_match import ALIGNMENT, Match, StepOperands, reference_to
-from modelmill.ops.score_mods import ScoreMods, modified_softmax
+from modelmill.ops.operand_match import ALIGNMENT, Match, StepOperandValidator, make_weak_reference
+from modelmill.ops.score_mods import ScoreMods, softmax_with_score_mods
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -70,7 +70,7 @@ class PagedAttentionInputs(NamedTuple):
         return self.q.shape[2] if self.value_dim is None else self.value_dim
 
 
-def _problem(*operands: Any) -> AttentionProblem:
+def _make_problem(*operands: Any) -> AttentionProblem:
     q, k_cache, v_cache, block_tables, *_ = inputs = PagedAttentionInputs(*operands)
     _, kv_heads, page_size, dim = k_cache.shape
     sequences, queries = block_tables.shape[0], inputs.max_query
@@ -88,21 +88,25 @@ def _problem(*operands: Any) -> AttentionProblem:
         inputs.k_scale is not None and inputs.v_scale is not None,
         q.device,
         q.is_cuda,
-        Phase.of(queries, sequences),
+        AttentionPhase.classify_step(queries, sequences),
         inputs.score_mods is not None,
         inputs.value_dim,
     )
 
 
-def _match_attention(_: OpDeclaration, operands: Sequence[Any]) -> Match | None:
+def _make_attention_matcher(_: OpDeclaration, operands: Sequence[Any]) -> Match | None:
     """The counts of a call with these pages, and queries that lie in memory alike."""
     q, k_cache, v_cache, *indices = operands[:6]
     k_scale, v_scale, score_mods, value_dim = operands[10:]
-    if q.data_ptr() % ALIGNMENT or not _INDICES.present(*indices) or not indices[0].numel():
+    if (
+        q.data_ptr() % ALIGNMENT
+        or not _INDICES.list_present_if_valid(*indices)
+        or not indices[0].numel()
+    ):
         return None
     dtype, inner, strides, kv_heads = q.dtype, q.shape[1:], q.stride(), k_cache.shape[1]
-    keys, values = reference_to(k_cache), reference_to(v_cache)
-    key_scales, value_scales = reference_to(k_scale), reference_to(v_scale)
+    keys, values = make_weak_reference(k_cache), make_weak_reference(v_cache)
+    key_scales, value_scales = make_weak_reference(k_scale), make_weak_reference(v_scale)
 
     def counts_of(inputs: PagedAttentionInputs) -> tuple[int, int, int, int] | None:
         q, k_cache, v_cache, tables, starts, lengths, queries = inputs[:7]
@@ -119,7 +123,7 @@ def _match_attention(_: OpDeclaration, operands: Sequence[Any]) -> Match | None:
             and q.stride() == strides
             and not q.data_ptr() % ALIGNMENT
             and columns
-            and _INDICES.present(tables, starts, lengths)
+            and _INDICES.list_present_if_valid(tables, starts, lengths)
         ):
             return shape[0], queries, sequences, sequences * kv_heads
         return None
@@ -127,14 +131,14 @@ def _match_attention(_: OpDeclaration, operands: Sequence[Any]) -> Match | None:
     return counts_of
 
 
-_INDICES = StepOperands((torch.int32, 1), (torch.int32, 1), (torch.int32, 1))
+_INDICES = StepOperandValidator((torch.int32, 1), (torch.int32, 1), (torch.int32, 1))
 DECLARATION = OpDeclaration(
     inputs=PagedAttentionInputs,
-    problem=_problem,
-    match=_match_attention,
+    problem=_make_problem,
+    match=_make_attention_matcher,
     counts=("m", "queries", "sequences", "pairs"),
-    split=split_prefill_and_decode,
-    join=combine_prefill_and_decode,
+    split=split_mixed_problem,
+    join=compose_mixed_step_kernel,
 )
 
 
@@ -165,7 +169,7 @@ def paged_attention(inputs: PagedAttentionInputs) -> torch.Tensor:
         rows = q[first:last].transpose(0, 1)
         mask = _causal_mask(last - first, length, window, q.device)
         if mods is not None:
-            out[first:last] = _attend_modified(rows, k, v, mask, scale, mods).transpose(0, 1)
+            out[first:last] = _attend_with_score_mods(rows, k, v, mask, scale, mods).transpose(0, 1)
             continue
         gqa = heads != kv_heads
         attended = F.scaled_dot_product_attention(
@@ -175,7 +179,7 @@ def paged_attention(inputs: PagedAttentionInputs) -> torch.Tensor:
     return out.flatten(1)
 
 
-def _attend_modified(
+def _attend_with_score_mods(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -189,7 +193,7 @@ def _attend_modified(
     scores = (groups @ k.to(dtype).unsqueeze(1).mT).flatten(0, 1) * scale
     column = torch.arange(k.shape[1], device=q.device)
     distances = column[None] - column[k.shape[1] - q.shape[1] :, None]
-    weights = modified_softmax(scores, distances, mask, mods)
+    weights = softmax_with_score_mods(scores, distances, mask, mods)
     weights = weights.unflatten(0, (k.shape[0], -1))
     return (weights @ v.to(dtype).unsqueeze(1)).flatten(0, 1).to(q.dtype)
 

@@ -9,19 +9,19 @@ import torch
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.kernel_range import dense_problem
+from modelmill.ops.kernel_support import make_dense_gemm_problem
 from modelmill.ops.linear import linear
 from modelmill.ops.rope_cache import RopeCacheInputs, random_cache_and_angles, rope_cache
-from modelmill.ops.rope_range import rope_inputs_check
+from modelmill.ops.rope_cache_support import make_rope_inputs_check
 
 DECLARATION = OpDeclaration(
     fuses=("linear", "rope_cache"),
     optional=True,
     inputs=RopeCacheInputs,
-    problem=lambda x, weight, bias, _: dense_problem(x, weight, bias),
+    problem=lambda x, weight, bias, _: make_dense_gemm_problem(x, weight, bias),
     operands=("x", "weight", "bias", "inputs"),
     per_call="inputs",
-    alike=rope_inputs_check,
+    alike=make_rope_inputs_check,
 )
 
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}

@@ -9,21 +9,21 @@ import torch
 from modelmill.ops import rms_norm_quant
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.operand_match import match_rows
+from modelmill.ops.operand_match import make_row_op_matcher
 from modelmill.ops.quant_types import ActQuantSpec
-from modelmill.ops.row_range import RowProblem, make_row_problem
+from modelmill.ops.row_op_support import RowOpProblem, make_row_op_problem
 
 
-def _problem(x: torch.Tensor, spec: ActQuantSpec) -> RowProblem:
-    return make_row_problem(x, spec=spec)
+def _make_problem(x: torch.Tensor, spec: ActQuantSpec) -> RowOpProblem:
+    return make_row_op_problem(x, spec=spec)
 
 
 DECLARATION = OpDeclaration(
     inputs=ActQuantSpec,
     inputs_name="spec",
-    problem=_problem,
+    problem=_make_problem,
     operands=("x", "spec"),
-    match=match_rows,
+    match=make_row_op_matcher,
 )
 
 TOLERANCE = rms_norm_quant.TOLERANCE

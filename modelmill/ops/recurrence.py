@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from modelmill.ops.case import randn
-from modelmill.ops.state_rows import (
-    StateRows,
+from modelmill.ops.recurrent_metadata import (
+    RecurrentStepMetadata,
     gather_states,
-    random_state_rows,
+    random_recurrent_metadata,
     store_snapshots,
 )
 
@@ -40,7 +40,7 @@ def expand_groups_to_heads(x: torch.Tensor, heads: int, size: int) -> torch.Tens
 
 def advance_states(
     state: torch.Tensor,
-    rows: StateRows,
+    rows: RecurrentStepMetadata,
     tokens: Tokens,
     out: torch.Tensor,
     *,
@@ -67,7 +67,7 @@ def advance_states(
         store_snapshots(state, after, rows.positions + 1, rows)
         return out
     for seq in rows.sequences():
-        s = seq.initial(state)
+        s = seq.initial_state(state)
         for start, stop in seq.chunk_ranges(rows.chunk):
             if seq.is_snapshot_position(start):
                 state[seq.snapshot_slot] = s
@@ -102,7 +102,7 @@ def random_operands(
     chunk: int,
 ) -> tuple[dict[str, Any], int]:
     """The arguments that ops on states share, of a case of that number, and the bytes of states."""
-    rows, slots = random_state_rows(lengths, number, device, chunk)
+    rows, slots = random_recurrent_metadata(lengths, number, device, chunk)
     heads = state_shape[0]
     args = {
         "a_log": randn(heads, device=device, dtype=dtype, seed=number + 2),

@@ -5,20 +5,20 @@ function of the file's name, the torch reference. The reference defines what the
 backend's implementation is a file of the same name in a sub-folder of ``ops/cpu``, ``ops/triton``
 or ``ops/cuda`` (attention, gemm_16bit, ...) with
 
-* ``available(device_type) -> str | None``: None where it can run, else the reason why it cannot;
+* ``unavailable_reason(device_type) -> str | None``: None where it can run, else why it cannot;
 * ``run(...)``: same signature and meaning as the reference; an op with many arguments takes them
   as one ``inputs`` (see ``OpDeclaration``);
 * optionally ``supports(...) -> bool``: whether it can handle these arguments; calls that it does
   not support go to the next backend in order of preference, and finally to the reference;
 * of an op that declares its ``problem`` optionally ``SUPPORTED_PROBLEMS``, the sizes and dtypes
   that it serves as data, and ``KERNELS``, ranges with functions where it consists of several
-  kernels (``ops.kernel_range``); ``supports`` then says what depends on the operands' memory, and
+  kernels (``ops.kernel_support``); ``supports`` then says what depends on the operands' memory, and
   not on the number of rows;
-* optionally ``specializations(...)``: arguments that reach each compiled variant of its kernels
+* optionally ``warmup_sizes(...)``: arguments that reach each compiled variant of its kernels
   once, for kernels that are compiled for sizes that change between steps (``runtime.warmup``).
 
 ``select_backends`` selects once, when an engine is loaded. The result is passed in every Step and
-can be printed. Weights and modules bind their ops (``ops.binding``): the choice among their
+can be printed. Weights and modules bind their ops (``ops.bound_op``): the choice among their
 implementations is made once for a weight and a class of row counts.
 """
 
@@ -33,8 +33,12 @@ from typing import Any
 import torch
 
 from modelmill.core.errors import UsageError
-from modelmill.core.registry import closest_name, find_module_below, module_names
-from modelmill.ops.binding import Implementation, SelectedOp, call_after, hook_all_ops
+from modelmill.core.module_lookup import (
+    import_module_from_subfolders,
+    list_module_names,
+    most_similar_name,
+)
+from modelmill.ops.bound_op import OpImplementation, SelectedOp, hook_all_ops, wrap_with_after_call
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.launch_configs import TunedLaunchConfigs, filter_supported
 
@@ -90,7 +94,7 @@ class Ops:
 def declarations() -> dict[str, OpDeclaration]:
     """All ops by name, each group in order of their names: first the plain ones, then the fused."""
     found = {}
-    for name in module_names("modelmill.ops"):
+    for name in list_module_names("modelmill.ops"):
         if name in BACKENDS:  # folders of implementations
             continue
         declared = getattr(import_module(f"modelmill.ops.{name}"), "DECLARATION", None)
@@ -120,7 +124,7 @@ def with_named_args(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
     return lambda **args: call(**declaration.pack_inputs(args))
 
 
-def serves(op: str, backend: str, *args: Any, **named: Any) -> bool:
+def backend_serves_args(op: str, backend: str, *args: Any, **named: Any) -> bool:
     """Whether a backend's implementation serves these arguments.
 
     Args:
@@ -135,8 +139,11 @@ def serves(op: str, backend: str, *args: Any, **named: Any) -> bool:
     if declaration.problem is None:
         return not hasattr(module, "supports") or bool(module.supports(*args, **kwargs))
     args = declaration.positional(args, kwargs)
-    alone = [Implementation.of_module(module, module.run)]
-    return SelectedOp(op, declaration, alone, _unsupported_op).select(*args) is not _unsupported_op
+    alone = [OpImplementation.from_backend_module(module, module.run)]
+    return (
+        SelectedOp(op, declaration, alone, _unsupported_op).select_function(*args)
+        is not _unsupported_op
+    )
 
 
 def _unsupported_op(*_: Any) -> None:
@@ -159,7 +166,7 @@ def implementation(op: str, backend: str) -> ModuleType | None:
     if backend not in BACKENDS:
         return None
     try:
-        return find_module_below(f"modelmill.ops.{backend}", op)
+        return import_module_from_subfolders(f"modelmill.ops.{backend}", op)
     except ModuleNotFoundError as error:
         # a third-party package may be missing; a modelmill module that fails to import is a bug
         if (error.name or "").startswith("modelmill"):
@@ -167,13 +174,11 @@ def implementation(op: str, backend: str) -> ModuleType | None:
         return None
 
 
-def specializations(op: str, backend: str) -> list[Callable[..., Any]]:
-    """The ``specializations`` functions of the selected backend and of its fallbacks."""
+def warmup_size_functions(op: str, backend: str) -> list[Callable[..., Any]]:
+    """The ``warmup_sizes`` functions of the selected backend and of its fallbacks."""
     names = BACKENDS[BACKENDS.index(backend) :] if backend in BACKENDS else ()
     modules = implementations(op, names)
-    return [
-        module.specializations for module in modules.values() if hasattr(module, "specializations")
-    ]
+    return [module.warmup_sizes for module in modules.values() if hasattr(module, "warmup_sizes")]
 
 
 def select_backends(
@@ -197,7 +202,7 @@ def select_backends(
     declared = declarations()
     for op in overrides:
         if op not in declared:
-            hint = closest_name(op, list(declared))
+            hint = most_similar_name(op, list(declared))
             raise UsageError(
                 f"unknown op {op!r}"
                 + (f"; did you mean {hint}?" if hint else f"; known: {', '.join(declared)}")
@@ -208,24 +213,26 @@ def select_backends(
     for op, declaration in declared.items():  # the plain ones first
         if declaration.fuses:
             replaced = {name: backends[name] for name in declaration.fuses}
-            run = _pick_fused(op, declaration, replaced, device_type, overrides.get(op), tuning)
+            run = _select_fused_op(
+                op, declaration, replaced, device_type, overrides.get(op), tuning
+            )
             selected[op] = run
             backends[op] = "torch" if run is None else replaced[declaration.fuses[0]]
             continue
         order = (overrides[op],) if op in overrides else BACKEND_PREFERENCE[device_type]
         usable = _usable_backends(op, order, device_type, forced=op in overrides)
         modules = list(usable.values())
-        selected[op] = _chain(op, declaration, modules, reference(op), tuning)
+        selected[op] = _chain_implementations(op, declaration, modules, reference(op), tuning)
         backends[op] = next(iter(usable), "torch")
     return Ops(selected, backends)
 
 
 def with_heartbeat(ops: Ops, on_op: Callable[[], None]) -> Ops:
     """The same ops; ``on_op`` is called after each op call, as a sign of life in long steps."""
-    return ops.replace(hook_all_ops(vars(ops), lambda run: call_after(run, on_op)))
+    return ops.replace(hook_all_ops(vars(ops), lambda run: wrap_with_after_call(run, on_op)))
 
 
-def _pick_fused(
+def _select_fused_op(
     op: str,
     declaration: OpDeclaration,
     replaced: Mapping[str, str],
@@ -251,12 +258,12 @@ def _pick_fused(
         return None
     backend = _common_backend(replaced)
     module = implementation(op, backend or "torch")
-    reason = "no such implementation" if module is None else module.available(device_type)
+    reason = "no such implementation" if module is None else module.unavailable_reason(device_type)
     if reason is None and module is not None and requested in (None, backend):
         fallback = (lambda *_, **__: None) if declaration.optional else reference(op)
         order = BACKEND_PREFERENCE[device_type]
         lower = _usable_backends(op, order[order.index(backend) + 1 :], device_type, forced=False)
-        return _chain(op, declaration, [module, *lower.values()], fallback, tuning)
+        return _chain_implementations(op, declaration, [module, *lower.values()], fallback, tuning)
     if requested is not None:
         raise UsageError(
             f"--kernel {op}={requested} cannot be used on {device_type}: "
@@ -276,7 +283,7 @@ def _common_backend(replaced: Mapping[str, str]) -> str | None:
     return backend if same and backend != "torch" else None
 
 
-def _chain(
+def _chain_implementations(
     op: str,
     declaration: OpDeclaration,
     modules: Sequence[ModuleType],
@@ -286,7 +293,7 @@ def _chain(
     """One callable of the implementations in order of preference, and of what serves the rest."""
     runs = [_with_launch_configs(op, module, tuning) for module in modules]
     if declaration.problem is not None and modules and _is_conditional(modules[0]):
-        implementations = map(Implementation.of_module, modules, runs)
+        implementations = map(OpImplementation.from_backend_module, modules, runs)
         return SelectedOp(op, declaration, list(implementations), fallback)
     selected = fallback
     for module, run in zip(reversed(modules), reversed(runs), strict=True):
@@ -311,7 +318,9 @@ def _usable_backends(
         if name == "torch":
             break
         module = implementation(op, name)
-        reason = "no such implementation" if module is None else module.available(device_type)
+        reason = (
+            "no such implementation" if module is None else module.unavailable_reason(device_type)
+        )
         if module is not None and reason is None:
             usable[name] = module
         elif forced:

@@ -8,15 +8,17 @@ import torch
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.operand_match import match_rows
-from modelmill.ops.row_range import RowProblem, make_row_problem
+from modelmill.ops.operand_match import make_row_op_matcher
+from modelmill.ops.row_op_support import RowOpProblem, make_row_op_problem
 
 
-def _problem(x: torch.Tensor, weight: torch.Tensor, *_: float) -> RowProblem:
-    return make_row_problem(x, weight)
+def _make_problem(x: torch.Tensor, weight: torch.Tensor, *_: float) -> RowOpProblem:
+    return make_row_op_problem(x, weight)
 
 
-DECLARATION = OpDeclaration(problem=_problem, operands=("x", "weight", "eps"), match=match_rows)
+DECLARATION = OpDeclaration(
+    problem=_make_problem, operands=("x", "weight", "eps"), match=make_row_op_matcher
+)
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 SHAPES = ((1, 64), (3, 576), (7, 100), (1024, 4096), (5, 8193), (1, 4096))

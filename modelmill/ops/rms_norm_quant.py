@@ -9,22 +9,24 @@ import torch
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.operand_match import match_rows
+from modelmill.ops.operand_match import make_row_op_matcher
 from modelmill.ops.quant_types import MIN_AMAX, QUANT_MAX, ActQuantSpec
 from modelmill.ops.rms_norm import rms_norm
-from modelmill.ops.row_range import RowProblem, make_row_problem
+from modelmill.ops.row_op_support import RowOpProblem, make_row_op_problem
 
 
-def _problem(x: torch.Tensor, weight: torch.Tensor, _: float, spec: ActQuantSpec) -> RowProblem:
-    return make_row_problem(x, weight, spec=spec)
+def _make_problem(
+    x: torch.Tensor, weight: torch.Tensor, _: float, spec: ActQuantSpec
+) -> RowOpProblem:
+    return make_row_op_problem(x, weight, spec=spec)
 
 
 DECLARATION = OpDeclaration(
     inputs=ActQuantSpec,
     inputs_name="spec",
-    problem=_problem,
+    problem=_make_problem,
     operands=("x", "weight", "eps", "spec"),
-    match=match_rows,
+    match=make_row_op_matcher,
 )
 
 # In steps of the 8-bit type: a value halfway between two steps may be rounded to either.

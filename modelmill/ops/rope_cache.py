@@ -14,7 +14,7 @@ from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.quant_types import quantize_per_row
 from modelmill.ops.rms_norm import rms_norm
-from modelmill.ops.rope_range import match_rope, rope_problem
+from modelmill.ops.rope_cache_support import make_rope_cache_problem, make_rope_matcher
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
@@ -53,7 +53,10 @@ class RopeCacheInputs(NamedTuple):
 
 
 DECLARATION = OpDeclaration(
-    inputs=RopeCacheInputs, problem=rope_problem, operands=("qkv", "inputs"), match=match_rope
+    inputs=RopeCacheInputs,
+    problem=make_rope_cache_problem,
+    operands=("qkv", "inputs"),
+    match=make_rope_matcher,
 )
 
 

@@ -30,10 +30,10 @@ def router_gemm(
         [T, E]; nothing is rounded to x's dtype.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    return scale_and_add_bias(x.to(wide) @ weight.to(wide).T, bias, scale)
+    return scale_logits_and_add_bias(x.to(wide) @ weight.to(wide).T, bias, scale)
 
 
-def scale_and_add_bias(
+def scale_logits_and_add_bias(
     products: torch.Tensor, bias: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
     """The logits of products x · weightᵀ."""

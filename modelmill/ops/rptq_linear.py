@@ -21,7 +21,7 @@ import torch
 from modelmill.ops.case import Case, nbytes
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.int4_linear import pack_codes, unpack_codes
-from modelmill.ops.kernel_range import GemmProblem, gemm_problem
+from modelmill.ops.kernel_support import GemmProblem, make_gemm_problem
 from modelmill.ops.quant_types import exact_int_matmul
 
 # Outputs have about unit scale; the terms that cancel (zero-points) are several times larger.
@@ -55,10 +55,10 @@ class RptqLinearInputs(NamedTuple):
     dtype: torch.dtype
 
 
-def rptq_problem(*operands: Any) -> GemmProblem:
+def make_rptq_problem(*operands: Any) -> GemmProblem:
     """The product of ``RptqLinearInputs``."""
     inputs = RptqLinearInputs(*operands)
-    return gemm_problem(
+    return make_gemm_problem(
         inputs.q,
         inputs.weight,
         inputs.scale,
@@ -69,7 +69,7 @@ def rptq_problem(*operands: Any) -> GemmProblem:
     )
 
 
-DECLARATION = OpDeclaration(inputs=RptqLinearInputs, problem=rptq_problem, per_call="step")
+DECLARATION = OpDeclaration(inputs=RptqLinearInputs, problem=make_rptq_problem, per_call="step")
 
 
 def rptq_linear(inputs: RptqLinearInputs) -> torch.Tensor:

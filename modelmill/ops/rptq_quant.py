@@ -21,10 +21,10 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.operand_match import match_rows
+from modelmill.ops.operand_match import make_row_op_matcher
 from modelmill.ops.quant_types import MIN_AMAX, ActQuantSpec
 from modelmill.ops.rms_norm_quant import quant_range, quantize_rows
-from modelmill.ops.row_range import RowProblem, make_row_problem
+from modelmill.ops.row_op_support import RowOpProblem, make_row_op_problem
 
 # In integer steps: a value halfway between two integers may be rounded to either.
 TOLERANCE = {torch.float32: 1.0, torch.float16: 1.0, torch.bfloat16: 1.0}
@@ -57,7 +57,7 @@ class RptqQuantInputs(NamedTuple):
     group_step: torch.Tensor | None = None
 
 
-def _problem(
+def _make_problem(
     x: torch.Tensor,
     perm: torch.Tensor,
     inv_scale: torch.Tensor | None,
@@ -66,14 +66,16 @@ def _problem(
     group: int,
     gated: bool,
     group_step: torch.Tensor | None,
-) -> RowProblem:
+) -> RowOpProblem:
     has_own_steps = inv_scale is None or group_step is not None
     group = group if has_own_steps else 0
     spec = ActQuantSpec(torch.int8, inv_scale, zero_point, perm, bits)
-    return make_row_problem(x, spec=spec, group=group, gated=gated)
+    return make_row_op_problem(x, spec=spec, group=group, gated=gated)
 
 
-DECLARATION = OpDeclaration(inputs=RptqQuantInputs, problem=_problem, match=match_rows)
+DECLARATION = OpDeclaration(
+    inputs=RptqQuantInputs, problem=_make_problem, match=make_row_op_matcher
+)
 
 
 def rptq_quant(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | None]:

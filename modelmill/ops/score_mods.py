@@ -35,7 +35,7 @@ class ScoreMods(NamedTuple):
 NO_SCORE_MODS = ScoreMods()
 
 
-def modified_softmax(
+def softmax_with_score_mods(
     scores: torch.Tensor, distances: torch.Tensor, mask: torch.Tensor | None, mods: ScoreMods
 ) -> torch.Tensor:
     """The softmax weights of scaled scores.

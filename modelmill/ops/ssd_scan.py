@@ -20,7 +20,7 @@ from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.recurrence import Tokens, advance_states, expand_groups_to_heads, random_operands
 from modelmill.ops.recurrence_chunks import chunk_decays, split_into_chunks
-from modelmill.ops.state_rows import StateRows, lengths_name
+from modelmill.ops.recurrent_metadata import RecurrentStepMetadata, format_case_lengths
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
@@ -46,7 +46,7 @@ class SSDScanInputs(NamedTuple):
     skip: torch.Tensor
     dt_limit: tuple[float, float]
     state: torch.Tensor
-    rows: StateRows
+    rows: RecurrentStepMetadata
 
 
 DECLARATION = OpDeclaration(inputs=SSDScanInputs)
@@ -54,10 +54,10 @@ DECLARATION = OpDeclaration(inputs=SSDScanInputs)
 
 def ssd_scan(inputs: SSDScanInputs) -> torch.Tensor:
     """Advance the states by the step's tokens; returns y [T, H·P] float32."""
-    tokens = _prepare(inputs)
+    tokens = _prepare_tokens(inputs)
     x, state, rows = tokens.x, inputs.state, inputs.rows
     out = torch.zeros_like(x)
-    out = advance_states(state, rows, tokens, out, step=recurrent_step, chunks=chunked)
+    out = advance_states(state, rows, tokens, out, step=recurrent_step, chunks=compute_chunks)
     return (out + inputs.skip.to(x.dtype)[:, None] * x).flatten(1)
 
 
@@ -71,7 +71,7 @@ class SSDTokens(NamedTuple):
     delta: torch.Tensor
 
 
-def _prepare(inputs: SSDScanInputs) -> SSDTokens:
+def _prepare_tokens(inputs: SSDScanInputs) -> SSDTokens:
     heads, dim, size = inputs.state.shape[1:]
     x, shared = inputs.xbc.to(inputs.state.dtype).tensor_split((heads * dim,), 1)
     b, c = (expand_groups_to_heads(each, heads, size) for each in shared.chunk(2, 1))
@@ -89,7 +89,9 @@ def recurrent_step(s: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch
     return (s * c[..., None, :]).sum(-1), s
 
 
-def chunked(s: torch.Tensor, tokens: Tokens, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+def compute_chunks(
+    s: torch.Tensor, tokens: Tokens, chunk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Whole chunks of one sequence: outputs without D x [n, H, P], and the last state."""
     x, b, c, log_decay, delta = split_into_chunks(tokens, chunk)
     decays = chunk_decays(log_decay, s.dtype)
@@ -132,5 +134,5 @@ def cases_for_shapes(
         dt = randn(len(x), heads, device=device, dtype=torch.float32, seed=number + 1)
         skip = randn(heads, device=device, dtype=dtype, seed=number + 4)
         args |= {"xbc": x, "dt": dt, "skip": skip, "dt_limit": (0.0, float("inf"))}
-        name = f"{lengths_name(lengths)}x{groups}/{heads}x{dim}x{size}"
+        name = f"{format_case_lengths(lengths)}x{groups}/{heads}x{dim}x{size}"
         yield Case(name, args, moved + nbytes(x) + 4 * len(x) * heads * dim, writes=("state",))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.cuda_graph import GraphCapturer, on_side_stream
+from modelmill.ops.cuda_graph import GraphCapturer, run_on_side_stream
 
 Call = Callable[[], Any]
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}  # much larger than the caches; read and written
@@ -37,7 +37,7 @@ def capture_graph(call: Call, repeats: int = 1) -> Call:
         RuntimeError: if a call synchronizes with the host.
     """
     stream = torch.cuda.Stream()
-    with on_side_stream(stream):
+    with run_on_side_stream(stream):
         call()
     torch.cuda.synchronize()
 
@@ -90,7 +90,7 @@ def median_time(call: Call, rounds: int, calls_per_sample: int = 1, device: str 
     return statistics.median(time_interleaved([call], rounds, calls_per_sample, device)[0])
 
 
-def calls_for_duration(call: Call, min_seconds: float, max_calls: int = 1000) -> int:
+def count_calls_for_duration(call: Call, min_seconds: float, max_calls: int = 1000) -> int:
     """Number of calls that together take about ``min_seconds``, at most ``max_calls``.
 
     Short calls are timed in such series, because a single one is below the clock's noise.
@@ -115,7 +115,7 @@ def make_memory_read() -> tuple[Call, int]:
     would give too low a limit.
     """
     data = torch.ones(COPY_BYTES["cpu"] // 8, dtype=torch.int64)
-    library = build.load()
+    library = build.load_library()
     if isinstance(library, str):  # no compiler
         return data.sum, data.nbytes
     read = library.with_gil.modelmill_read

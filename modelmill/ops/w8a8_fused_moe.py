@@ -11,8 +11,8 @@ import torch
 
 from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.fused_moe import FusedMoEInputs, experts_reference
-from modelmill.ops.int8_fused_moe import cases_in_8_bits, dequantize_rows
+from modelmill.ops.fused_moe import FusedMoEInputs, moe_reference_with_dequantize
+from modelmill.ops.int8_fused_moe import cases_in_8_bits, dequantize_expert_rows
 from modelmill.ops.quant_types import quantize_per_row
 
 DECLARATION = OpDeclaration(inputs=FusedMoEInputs)
@@ -38,7 +38,7 @@ def run_quantized_experts(inputs: FusedMoEInputs, dtype: torch.dtype) -> torch.T
         wide = torch.promote_types(x.dtype, torch.float32)
         return values.to(wide) * scale[:, None].to(wide)
 
-    return experts_reference(inputs, dequantize_rows, round_rows)
+    return moe_reference_with_dequantize(inputs, dequantize_expert_rows, round_rows)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

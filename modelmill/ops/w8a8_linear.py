@@ -10,7 +10,7 @@ import torch
 from modelmill.ops.case import Case, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.int8_linear import quantize
-from modelmill.ops.kernel_range import GemmProblem, gemm_problem
+from modelmill.ops.kernel_support import GemmProblem, make_gemm_problem
 from modelmill.ops.linear_cases import linear_case
 from modelmill.ops.quant_types import exact_int_matmul, quantize_per_row
 
@@ -38,7 +38,7 @@ class Linear8BitInputs(NamedTuple):
     bias: torch.Tensor | None = None
 
 
-def linear_8bit_problem(
+def make_linear_8bit_problem(
     x: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor,
@@ -47,11 +47,11 @@ def linear_8bit_problem(
     bias: torch.Tensor | None = None,
 ) -> GemmProblem:
     """The product of ``Linear8BitInputs``."""
-    return gemm_problem(x, weight, scale, bias, out_dtype=dtype)
+    return make_gemm_problem(x, weight, scale, bias, out_dtype=dtype)
 
 
 DECLARATION = OpDeclaration(
-    inputs=Linear8BitInputs, problem=linear_8bit_problem, per_call="x_scale"
+    inputs=Linear8BitInputs, problem=make_linear_8bit_problem, per_call="x_scale"
 )
 
 

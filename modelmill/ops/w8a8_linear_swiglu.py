@@ -12,13 +12,13 @@ from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.linear_cases import linear_case
 from modelmill.ops.silu_mul import silu_mul
-from modelmill.ops.w8a8_linear import Linear8BitInputs, linear_8bit_problem
+from modelmill.ops.w8a8_linear import Linear8BitInputs, make_linear_8bit_problem
 
 DECLARATION = OpDeclaration(
     fuses=("w8a8_linear", "silu_mul"),
     optional=True,
     inputs=Linear8BitInputs,
-    problem=linear_8bit_problem,
+    problem=make_linear_8bit_problem,
     per_call="x_scale",
 )
 

@@ -20,7 +20,7 @@ class _IpcMemHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
 
 
-def allocate(size: int) -> int:
+def allocate_zeroed(size: int) -> int:
     """Allocate ``size`` zeroed bytes on the current device; returns the address.
 
     A separate cudaMalloc, since IPC shares whole allocations. Raises RuntimeError.
@@ -57,9 +57,9 @@ def map_handle(handle: bytes) -> int:
     return address.value
 
 
-def release(own_address: int, mapped_addresses: list[int]) -> None:
+def unmap_and_free(own_address: int, mapped_addresses: list[int]) -> None:
     """Unmap the others' allocations and free this process's own."""
-    library = _library()
+    library = _load_cudart()
     for address in mapped_addresses:
         library.cudaIpcCloseMemHandle(ctypes.c_void_p(address))
     library.cudaFree(ctypes.c_void_p(own_address))
@@ -67,7 +67,7 @@ def release(own_address: int, mapped_addresses: list[int]) -> None:
 
 
 def _call_cudart(name: str, *arguments: Any) -> None:
-    library = _library()
+    library = _load_cudart()
     code = getattr(library, name)(*arguments)
     if code:
         # clear the error, so that the next call of torch does not report it
@@ -77,7 +77,7 @@ def _call_cudart(name: str, *arguments: Any) -> None:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def _load_cudart() -> ctypes.CDLL:
     major = (torch.version.cuda or "0").split(".")[0]
     try:
         return ctypes.CDLL(f"libcudart.so.{major}")

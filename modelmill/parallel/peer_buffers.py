@@ -19,7 +19,7 @@ import torch
 
 from modelmill.core import log
 from modelmill.parallel import cuda_ipc
-from modelmill.parallel.shard import range_starts
+from modelmill.parallel.shard import cumulative_offsets
 
 # rows of a transfer: as many as the largest CUDA graph of a step has, so that none needs NCCL
 MAX_ROWS = 1024
@@ -42,7 +42,7 @@ class PeerBuffers:
         self._device = device
         others = [address for other, address in enumerate(addresses) if other != rank]
         # not at process exit, where the operating system frees everything
-        weakref.finalize(self, cuda_ipc.release, addresses[rank], others).atexit = False
+        weakref.finalize(self, cuda_ipc.unmap_and_free, addresses[rank], others).atexit = False
 
     @staticmethod
     def connect(
@@ -68,11 +68,11 @@ class PeerBuffers:
         try:
             from modelmill.ops.triton.communication import custom_all_reduce
 
-            reason = custom_all_reduce.available(device.type)
+            reason = custom_all_reduce.unavailable_reason(device.type)
             if reason is not None:
                 raise RuntimeError(reason)
-            words = custom_all_reduce.AllReduceBuffers.words(size, ROW_WORDS)
-            own = cuda_ipc.allocate(8 * words)
+            words = custom_all_reduce.AllReduceBuffers.count_words(size, ROW_WORDS)
+            own = cuda_ipc.allocate_zeroed(8 * words)
             rendezvous.set(f"peer {rank}", cuda_ipc.export_handle(own))
             handles = [bytes(rendezvous.get(f"peer {other}")) for other in range(size)]
             addresses = tuple(
@@ -115,7 +115,7 @@ class PeerBuffers:
     def all_gather(self, x: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
         """All-gather of columns; see ``TPGroup.all_gather``."""
         return self._kernels.all_gather_columns(
-            x, _starts(widths, self._device), widths, self._buffers
+            x, _column_offsets(widths, self._device), widths, self._buffers
         )
 
     def abort(self) -> None:
@@ -124,5 +124,5 @@ class PeerBuffers:
 
 
 @functools.lru_cache
-def _starts(widths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(range_starts(widths), dtype=torch.int32, device=device)
+def _column_offsets(widths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(cumulative_offsets(widths), dtype=torch.int32, device=device)

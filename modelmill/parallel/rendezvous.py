@@ -22,12 +22,12 @@ class RendezvousServer:
         self._socket.listen(64)
         self.port: int = self._socket.getsockname()[1]
 
-    def serve(self) -> Any:
+    def start_store(self) -> Any:
         """Start the store, which runs as long as the returned object lives. Call it once."""
-        return connect(self.port, self._socket.detach())
+        return connect_store(self.port, self._socket.detach())
 
 
-def connect(port: int, listen_fd: int | None = None) -> Any:
+def connect_store(port: int, listen_fd: int | None = None) -> Any:
     """Connect to the store at a port; ``listen_fd``: serve it, on this listening socket."""
     import torch.distributed as dist
 

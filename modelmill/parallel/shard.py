@@ -148,6 +148,6 @@ def range_lengths(ranges: Sequence[Range]) -> tuple[int, ...]:
     return tuple(b - a for a, b in ranges)
 
 
-def range_starts(widths: Sequence[int]) -> list[int]:
+def cumulative_offsets(widths: Sequence[int]) -> list[int]:
     """First item of each rank, and the end."""
     return [0, *accumulate(widths)]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from modelmill.nn.partition import HeadGroups
-from modelmill.quant.awq import fold_scales, is_foldable
+from modelmill.quant.awq import can_fold_scales, fold_scales
 from modelmill.quant.calibration_state import (
     CalibrationBatch,
     CalibrationState,
@@ -41,7 +41,7 @@ def smoothing_scales(
     and per-tensor scales absorb a common factor, and a norm's weight keeps its magnitude.
     """
     weight = block.stacked_site_weight(site).abs().amax(0)
-    groups = block.head_groups(site)
+    groups = block.producer_head_groups(site)
     if groups is not None:
         max_abs, weight = max_over_kv_group(groups, max_abs), max_over_kv_group(groups, weight)
     scales = max_abs.pow(alpha) / weight.clamp(min=MIN_SCALE).pow(1 - alpha)
@@ -109,7 +109,7 @@ class SmoothingTrial:
         exact.forward_layer(block)
         self._expected = [_residual_stream(batch) for batch in exact.batches]
 
-    def output_error(self, alphas: SiteAlphas) -> float:
+    def measure_output_error(self, alphas: SiteAlphas) -> float:
         """Return the relative root mean squared error of the layer's output."""
         with restore_layer_on_exit(self.block):
             apply_smoothing(self.block, self.statistics, alphas, self.dtype)
@@ -125,7 +125,7 @@ class SmoothingTrial:
         return error
 
 
-def search_alphas(trial: SmoothingTrial) -> tuple[SiteAlphas, float, float]:
+def search_smoothing_alphas(trial: SmoothingTrial) -> tuple[SiteAlphas, float, float]:
     """Search the α of each site: first one α for the layer, then each site separately.
 
     A site may also be left unsmoothed. The α with the smallest error is kept; at equal error, the
@@ -136,12 +136,12 @@ def search_alphas(trial: SmoothingTrial) -> tuple[SiteAlphas, float, float]:
     """
     sites = trial.block.sites
     nothing: SiteAlphas = dict.fromkeys(sites)
-    plain = trial.output_error(nothing)
+    plain = trial.measure_output_error(nothing)
     best, least = nothing, plain
 
     def tried(alphas: SiteAlphas) -> None:
         nonlocal best, least
-        error = trial.output_error(alphas)
+        error = trial.measure_output_error(alphas)
         if error < least:
             best, least = alphas, error
 
@@ -167,7 +167,7 @@ def restore_layer_on_exit(block: QuantizableLayer) -> Iterator[None]:
     modules = block.all_linears().values()
     saved = [(linear, linear.weight, linear.bias) for linear in modules]
     affine: list[tuple[Any, Any, Any]] = [
-        (norm, norm.weight, getattr(norm, "bias", None)) for norm in block.norms()
+        (norm, norm.weight, getattr(norm, "bias", None)) for norm in block.norms_with_weights()
     ]
     try:
         yield
@@ -187,7 +187,7 @@ def smoothing_result(
     facts: dict[str, Any] = {}
     for site in block.sites:
         facts[site] = {"alpha": alphas.get(site) if site in folded_scales else None}
-        if not is_foldable(block, site):
+        if not can_fold_scales(block, site):
             facts[site]["note"] = "its input is linear in nothing: not smoothed"
     return PrepareResult(folded_scales, facts)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from modelmill.nn.layer_spec import NormSpec, RowProducer
+from modelmill.nn.layer_spec import NormSpec, ScaleFoldRows
 from modelmill.quant.calibration_state import QuantizableLayer
 from modelmill.quant.recipe import InputStatistics, PrepareResult
 from modelmill.weights.dense import DenseWeight as Dense
@@ -24,7 +24,7 @@ _SEARCH_ROWS = 256  # rows of a weight that the search uses
 RoundWeight = Callable[[torch.Tensor, InputStatistics], torch.Tensor]
 
 
-def scale_layer(
+def search_and_fold_scales(
     block: QuantizableLayer,
     statistics: Mapping[str, InputStatistics],
     round_weight: RoundWeight,
@@ -38,25 +38,25 @@ def scale_layer(
     done = PrepareResult()
     for site in block.spec.scale_fold_order:
         weight = block.stacked_site_weight(site)
-        scales, alpha, gain = search_scales(
+        scales, alpha, gain = search_awq_scales(
             weight, average_kv_group_statistics(block, site, statistics[site]), round_weight
         )
         done.facts[site] = {"alpha": alpha, "error": gain}
         if alpha > 0:
             done.scales[site] = fold_scales(
-                block, site, average_kv_group(block, site, scales), dtype
+                block, site, average_over_kv_group(block, site, scales), dtype
             )
     for site in block.sites:
         done.facts.setdefault(site, {"alpha": 0.0})
     return done
 
 
-def is_foldable(block: QuantizableLayer, site: str) -> bool:
+def can_fold_scales(block: QuantizableLayer, site: str) -> bool:
     """Return whether a linear op produces a site's input."""
-    return block.spec.site_producer(site) is not None
+    return block.spec.scale_fold_target(site) is not None
 
 
-def search_scales(
+def search_awq_scales(
     weight: torch.Tensor, statistics: InputStatistics, round_weight: RoundWeight
 ) -> tuple[torch.Tensor, float, float]:
     """Search the α whose rounded outputs have the smallest error.
@@ -71,7 +71,7 @@ def search_scales(
     first = 0.0
     for step in range(ALPHA_STEPS):
         scales = awq_scales_for_alpha(statistics.mean_abs, step / ALPHA_STEPS)
-        scaled_statistics = scale_statistics(statistics, scales)
+        scaled_statistics = divide_statistics_by_scales(statistics, scales)
         wide = weight * scales
         off = round_weight(wide, scaled_statistics) - wide
         error = float(((off @ scaled_statistics.hessian) * off).sum())
@@ -91,7 +91,9 @@ def awq_scales_for_alpha(mean_abs: torch.Tensor, alpha: float) -> torch.Tensor:
     return scales / (scales.max() * scales.min()).sqrt()
 
 
-def scale_statistics(statistics: InputStatistics, scales: torch.Tensor) -> InputStatistics:
+def divide_statistics_by_scales(
+    statistics: InputStatistics, scales: torch.Tensor
+) -> InputStatistics:
     """Return the statistics of inputs divided by ``scales``."""
     s = statistics
     hessian = s.hessian / scales[:, None] / scales
@@ -105,13 +107,13 @@ def average_kv_group_statistics(
     block: QuantizableLayer, site: str, statistics: InputStatistics
 ) -> InputStatistics:
     """Average the statistics over the q heads of a KV head, where folding requires it."""
-    if block.head_groups(site) is None:
+    if block.producer_head_groups(site) is None:
         return statistics
     s = statistics
     return InputStatistics(
         s.num_tokens,
         s.hessian,
-        average_kv_group(block, site, s.mean_abs),
+        average_over_kv_group(block, site, s.mean_abs),
         s.max_abs,
         s.min_values,
         s.max_values,
@@ -119,9 +121,9 @@ def average_kv_group_statistics(
     )
 
 
-def average_kv_group(block: QuantizableLayer, site: str, vector: torch.Tensor) -> torch.Tensor:
+def average_over_kv_group(block: QuantizableLayer, site: str, vector: torch.Tensor) -> torch.Tensor:
     """Average a vector over the q heads that share a KV head, where the site has such."""
-    groups = block.head_groups(site)
+    groups = block.producer_head_groups(site)
     if groups is None:
         return vector
     each = groups.reshape_by_group(vector)
@@ -138,7 +140,7 @@ def fold_scales(
     Returns:
         What the input was divided by.
     """
-    producer = block.spec.site_producer(site)
+    producer = block.spec.scale_fold_target(site)
     if isinstance(producer, NormSpec):
         norm = block.layer.get_submodule(producer.path)
         old = norm.weight
@@ -151,21 +153,21 @@ def fold_scales(
             norm.bias = (bias / scales).to(dtype).float()
     else:
         assert producer is not None, f"a site that can be folded, not {site}"
-        _divide_rows(block, producer, scales, dtype)
-    for reads in block.linears(site).values():
-        reads.weight = Dense(reads.weight.dense() * scales)
+        _divide_producer_rows(block, producer, scales, dtype)
+    for reads in block.site_linears(site).values():
+        reads.weight = Dense(reads.weight.dequantize() * scales)
     return scales
 
 
-def _divide_rows(
-    block: QuantizableLayer, producer: RowProducer, scales: torch.Tensor, dtype: torch.dtype
+def _divide_producer_rows(
+    block: QuantizableLayer, producer: ScaleFoldRows, scales: torch.Tensor, dtype: torch.dtype
 ) -> None:
     """Divide the rows of a weight and its bias that produce a site's input."""
     if producer.groups is not None:
         scales = producer.groups.reshape_by_group(scales)[:, 0].reshape(-1)
-    rows = slice(*block.spec.linear(producer.linear).part_range(producer.part))
-    makes = block.linear(producer.linear)
-    weight = makes.weight.dense().clone()
+    rows = slice(*block.spec.linear_at_path(producer.linear).part_row_range(producer.part))
+    makes = block.linear_by_path(producer.linear)
+    weight = makes.weight.dequantize().clone()
     weight[rows] /= scales[:, None]
     makes.weight = Dense(weight)
     if makes.bias is not None:

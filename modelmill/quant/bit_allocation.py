@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from modelmill.quant.calibration_state import QuantizableLayer
-from modelmill.quant.group_grid import QUICK_SEARCH, find_grid
-from modelmill.weights.base import WeightFormat, pack
+from modelmill.quant.group_grid import QUICK_SEARCH, find_group_grid
+from modelmill.weights.base import WeightFormat, pack_as_format
 from modelmill.weights.dense import DenseWeight as Dense
 from modelmill.weights.int4 import Int4Weight as Int4
 from modelmill.weights.int4 import resolve_group_size
@@ -26,7 +26,7 @@ BIT_CHOICES = ("int4-g128", "int4-g64", "int4-g32", "int8")
 
 
 @dataclass(frozen=True)
-class LayerOption:
+class LayerBitOption:
     """One bit choice of one layer: its bytes, and the KL that it alone causes."""
 
     bit_choice: str
@@ -34,7 +34,7 @@ class LayerOption:
     kl: float
 
 
-def quantize_quickly(
+def quantize_weight_quickly(
     weight: torch.Tensor, bit_choice: str, importance: torch.Tensor
 ) -> WeightFormat:
     """Quantize a weight [N, K] float32 fast: clipped ranges, round to nearest.
@@ -44,13 +44,13 @@ def quantize_quickly(
     if bit_choice == UNQUANTIZED:
         return Dense(weight)
     if bit_choice == "int8":
-        return pack("int8", weight, torch.float32)
+        return pack_as_format("int8", weight, torch.float32)
     group = resolve_group_size(int(bit_choice.rpartition("g")[2]), weight.shape[1])
-    grid = find_grid(weight, group, importance=importance, search=QUICK_SEARCH)
+    grid = find_group_grid(weight, group, importance=importance, search=QUICK_SEARCH)
     return Int4.from_codes(grid.quantize(weight), grid.scale, grid.offset, group)
 
 
-def quantize_linears(
+def quantize_layer_linears(
     block: QuantizableLayer,
     bit_choice: str,
     importance: Mapping[str, torch.Tensor],
@@ -62,16 +62,16 @@ def quantize_linears(
     """
     total = 0
     for spec in block.spec.linears:
-        weight = dense_weights[spec.path].dense()
-        quantized = quantize_quickly(weight, bit_choice, importance[spec.site])
-        block.linear(spec.path).weight = quantized
+        weight = dense_weights[spec.path].dequantize()
+        quantized = quantize_weight_quickly(weight, bit_choice, importance[spec.site])
+        block.linear_by_path(spec.path).weight = quantized
         total += sum(t.numel() * t.element_size() for t in quantized.tensors().values())
     return total
 
 
 def allocate_bits(
-    layer_options: Sequence[Sequence[LayerOption]], kl_budget: float
-) -> list[LayerOption]:
+    layer_options: Sequence[Sequence[LayerBitOption]], kl_budget: float
+) -> list[LayerBitOption]:
     """Choose one option per layer so that the sum of KL is within ``kl_budget``.
 
     layer_options: by layer; each list contains UNQUANTIZED with a KL of 0.
@@ -79,7 +79,7 @@ def allocate_bits(
     ordered = [sorted(each, key=lambda option: option.nbytes) for each in layer_options]
     chosen = [each[0] for each in ordered]
     while sum(option.kl for option in chosen) > kl_budget:
-        best: tuple[float, int, LayerOption] | None = None
+        best: tuple[float, int, LayerBitOption] | None = None
         for layer, (now, each) in enumerate(zip(chosen, ordered, strict=True)):
             for option in each:
                 if option.kl >= now.kl or option.nbytes <= now.nbytes:
@@ -94,12 +94,14 @@ def allocate_bits(
 
 
 def _revert_needless_upgrades(
-    chosen: list[LayerOption], layer_options: Sequence[Sequence[LayerOption]], kl_budget: float
-) -> list[LayerOption]:
+    chosen: list[LayerBitOption],
+    layer_options: Sequence[Sequence[LayerBitOption]],
+    kl_budget: float,
+) -> list[LayerBitOption]:
     """Undo upgrades that turned out to be unnecessary, the one that saves most bytes first."""
     while True:
         spare = kl_budget - sum(option.kl for option in chosen)
-        best: tuple[int, int, LayerOption] | None = None
+        best: tuple[int, int, LayerBitOption] | None = None
         for layer, (now, each) in enumerate(zip(chosen, layer_options, strict=True)):
             for option in each:
                 saved = now.nbytes - option.nbytes

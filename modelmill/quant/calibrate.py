@@ -15,7 +15,7 @@ import torch
 from modelmill.core.errors import UsageError
 from modelmill.quant.calibration_state import CalibrationState, QuantizableLayer
 from modelmill.quant.recipe import InputStatistics, PrepareResult, Recipe, Scales
-from modelmill.weights.base import WeightFormat, pack
+from modelmill.weights.base import WeightFormat, pack_as_format
 
 SAMPLE_ROWS = 512  # rows of inputs kept unchanged, for searches on outputs
 PROBE_BATCHES = 4  # batches used to choose what is prepared before rounding
@@ -46,58 +46,58 @@ def quantize_layer(
     """
     prepared, needs_hessian = PrepareResult(), recipe.needs_hessian
     if calibration is not None and recipe.needs_prepare:
-        survey = _collect_all_sites(
+        survey = _collect_all_site_statistics(
             block, calibration.fork(PROBE_BATCHES), layer_name, needs_hessian=needs_hessian
         )
         if recipe.needs_search:
-            prepared = recipe.prepare_by_search(
+            prepared = recipe.prepare_layer_by_search(
                 block, survey, calibration.subset(TRIAL_TOKENS), dtype
             )
         else:
-            prepared = recipe.prepare(block, survey, dtype)
+            prepared = recipe.prepare_layer(block, survey, dtype)
     facts: dict[str, Any] = {}
     for site in block.sites:
         statistics = None
         if calibration is not None:
-            calibration.forward_to(block, site)
-            statistics = collect_statistics(
+            calibration.forward_to_site(block, site)
+            statistics = collect_input_statistics(
                 calibration.site_inputs(),
-                f"{layer_name}.{block.site_label(site)}",
+                f"{layer_name}.{block.site_linear_names(site)}",
                 needs_hessian=needs_hessian,
             )
-        for path, linear in block.linears(site).items():
-            weight = linear.weight.dense()
-            linear_recipe = recipe.recipe_for(path, block.spec.site(site))
+        for path, linear in block.site_linears(site).items():
+            weight = linear.weight.dequantize()
+            linear_recipe = recipe.module_recipe(path, block.spec.find_site(site))
             quantize = prepared.quantize_by_site.get(site, linear_recipe.quantize)
             quantized = quantize(weight, statistics)
             facts[path] = quantization_facts(
                 weight, quantized, linear_recipe, statistics
             ) | prepared.facts.get(site, {})
-            expert = block.spec.linear(path).expert
+            expert = block.spec.linear_at_path(path).expert
             if calibration is not None and expert is not None:
                 facts[path]["expert_tokens"] = calibration.num_expert_tokens(expert)
             linear.weight = quantized
     if calibration is not None:
-        calibration.finish_layer(block)
+        calibration.forward_to_layer_end(block)
     return facts, prepared.scales
 
 
-def _collect_all_sites(
+def _collect_all_site_statistics(
     block: QuantizableLayer, calibration: CalibrationState, layer_name: str, *, needs_hessian: bool
 ) -> dict[str, InputStatistics]:
     """Collect the statistics of all sites of an unquantized layer."""
     statistics = {}
     for site in block.sites:
-        calibration.forward_to(block, site)
-        statistics[site] = collect_statistics(
+        calibration.forward_to_site(block, site)
+        statistics[site] = collect_input_statistics(
             calibration.site_inputs(),
-            f"{layer_name}.{block.site_label(site)}",
+            f"{layer_name}.{block.site_linear_names(site)}",
             needs_hessian=needs_hessian,
         )
     return statistics
 
 
-def collect_statistics(
+def collect_input_statistics(
     inputs: Iterable[torch.Tensor], site_name: str, *, needs_hessian: bool = True
 ) -> InputStatistics:
     """Collect the statistics of batches of inputs [T, K].
@@ -158,45 +158,47 @@ def quantization_facts(
     to the median channel. outside_range: share of the sampled inputs that go far beyond the static
     ranges, of formats that have such.
     """
-    plain = pack(recipe.weight_format, weight, torch.float32, **recipe.pack_options)
+    plain = pack_as_format(recipe.weight_format, weight, torch.float32, **recipe.pack_options)
     stored = sum(t.numel() * t.element_size() for t in quantized.tensors().values())
     facts: dict[str, Any] = {
-        "before": output_error(weight, plain, statistics),
-        "after": output_error(weight, quantized, statistics),
+        "before": quantized_output_error(weight, plain, statistics),
+        "after": quantized_output_error(weight, quantized, statistics),
         "bits": round(8 * stored / weight.numel(), 3),
     }
     facts |= quantized.count_clusters()
     if statistics is not None:
-        outside = quantized.rows_outside_range(statistics.input_samples)
+        outside = quantized.input_rows_outside_range(statistics.input_samples)
         if outside is not None:
-            facts["outside_range"] = round_digits(float(outside.float().mean()))
+            facts["outside_range"] = round_to_three_digits(float(outside.float().mean()))
         peak = statistics.max_abs
         channels = peak.argsort(descending=True)[:NUM_OUTLIERS].tolist()
         median = float(peak.median().clamp(min=1e-30))
         facts["outliers"] = [
-            [channel, round_digits(float(peak[channel]) / median)] for channel in channels
+            [channel, round_to_three_digits(float(peak[channel]) / median)] for channel in channels
         ]
     return facts
 
 
-def output_error(
+def quantized_output_error(
     weight: torch.Tensor, quantized: WeightFormat, statistics: InputStatistics | None
 ) -> float:
     """Return the relative error of the quantized weight's outputs, or of the weight itself.
 
     Without statistics it is the error of the weight.
     """
-    off = weight - quantized.dense()
+    off = weight - quantized.dequantize()
     if statistics is not None and quantized.QUANTIZES_INPUT:
         right = statistics.input_samples @ weight.T
-        outputs = quantized.fake_quantize(statistics.input_samples) @ quantized.dense().T
-        return round_digits(float((outputs - right).norm() / right.norm().clamp(min=1e-30)))
+        outputs = quantized.fake_quantize_input(statistics.input_samples) @ quantized.dequantize().T
+        return round_to_three_digits(
+            float((outputs - right).norm() / right.norm().clamp(min=1e-30))
+        )
     if statistics is None:
-        return round_digits(float(off.norm() / weight.norm().clamp(min=1e-30)))
+        return round_to_three_digits(float(off.norm() / weight.norm().clamp(min=1e-30)))
     lost, whole = (float(((w @ statistics.hessian) * w).sum()) for w in (off, weight))
-    return round_digits((max(lost, 0.0) / whole) ** 0.5 if whole > 0 else 0.0)
+    return round_to_three_digits((max(lost, 0.0) / whole) ** 0.5 if whole > 0 else 0.0)
 
 
-def round_digits(value: float) -> float:
+def round_to_three_digits(value: float) -> float:
     """Round to three digits."""
     return float(f"{value:.3g}")

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from modelmill.core.expert_tokens import MIN_EXPERT_TOKENS
+from modelmill.core.expert_calibration_threshold import MIN_EXPERT_TOKENS
 from modelmill.nn.attention import RopeCosSin
 from modelmill.nn.kv import KVCache, KVShape
-from modelmill.nn.layer_spec import INPUTS, ROPE, NormSpec, RoutingSpec, RowProducer, layer_spec
+from modelmill.nn.layer_spec import INPUTS, ROPE, NormSpec, RoutingSpec, ScaleFoldRows, layer_spec
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import HeadGroups
-from modelmill.nn.recurrent_state import RecurrentStateCache, state_step
+from modelmill.nn.recurrent_state import RecurrentStateCache, make_standalone_step_states
 from modelmill.nn.step import Step
 
 PAGE_SIZE = 16
@@ -43,11 +43,11 @@ class QuantizableLayer:
         """Return the sites in the order of computation."""
         return self.spec.site_names
 
-    def linears(self, site: str) -> dict[str, Linear]:
+    def site_linears(self, site: str) -> dict[str, Linear]:
         """Return path → linear module of all that read a site."""
-        return {each.path: self.linear(each.path) for each in self.spec.site_linears(site)}
+        return {each.path: self.linear_by_path(each.path) for each in self.spec.site_linears(site)}
 
-    def linear(self, path: str) -> Linear:
+    def linear_by_path(self, path: str) -> Linear:
         """Return a linear module by its path."""
         module = self.layer.get_submodule(path)
         assert isinstance(module, Linear)
@@ -55,30 +55,30 @@ class QuantizableLayer:
 
     def all_linears(self) -> dict[str, Linear]:
         """Return path → linear module of the layer."""
-        return {each.path: self.linear(each.path) for each in self.spec.linears}
+        return {each.path: self.linear_by_path(each.path) for each in self.spec.linears}
 
     def stacked_site_weight(self, site: str) -> torch.Tensor:
         """Return the rows of all matrices that read a site, [N, K]."""
-        weights = [linear.weight.dense() for linear in self.linears(site).values()]
+        weights = [linear.weight.dequantize() for linear in self.site_linears(site).values()]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
-    def site_label(self, site: str) -> str:
+    def site_linear_names(self, site: str) -> str:
         """Return the linear modules that read a site, for messages."""
-        return ", ".join(self.linears(site))
+        return ", ".join(self.site_linears(site))
 
-    def norm(self, site: str) -> nn.Module | None:
+    def producer_norm(self, site: str) -> nn.Module | None:
         """Return the norm whose output a site is; None where it is none."""
-        producer = self.spec.site_producer(site)
+        producer = self.spec.scale_fold_target(site)
         return self.layer.get_submodule(producer.path) if isinstance(producer, NormSpec) else None
 
-    def norms(self) -> list[nn.Module]:
+    def norms_with_weights(self) -> list[nn.Module]:
         """Return the layer's norms that have a weight."""
         return [self.layer.get_submodule(norm.path) for norm in self.spec.norms if norm.tensors]
 
-    def head_groups(self, site: str) -> HeadGroups | None:
+    def producer_head_groups(self, site: str) -> HeadGroups | None:
         """Return the heads that share a row of the site's producer; None: one row per channel."""
-        producer = self.spec.site_producer(site)
-        return producer.groups if isinstance(producer, RowProducer) else None
+        producer = self.spec.scale_fold_target(site)
+        return producer.groups if isinstance(producer, ScaleFoldRows) else None
 
 
 @dataclass
@@ -129,7 +129,7 @@ class CalibrationState:
         batches: list[CalibrationBatch] = []
         begun = 0
         for group in _batch_sequences(ids):
-            step = _prefill_step(model, group, ops, device)
+            step = _build_prefill_step(model, group, ops, device)
             foreign = (
                 [] if image_embeddings is None else image_embeddings[begun : begun + len(group)]
             )
@@ -146,8 +146,8 @@ class CalibrationState:
                         at = first + position
                         x[at : at + len(embeddings)] = embeddings.to(x.device, x.dtype)
                         step.ids[at : at + len(embeddings)] = -1
-                if hasattr(model, "with_per_layer_inputs"):
-                    step = model.with_per_layer_inputs(x, step)
+                if hasattr(model, "attach_per_layer_inputs"):
+                    step = model.attach_per_layer_inputs(x, step)
                 batches.append(CalibrationBatch(step, rope, x))
         return CalibrationState(batches)
 
@@ -176,7 +176,7 @@ class CalibrationState:
             step,
             **{
                 name: getattr(step, name)[:end]
-                for name in ("ids", "positions", "slots", "rope_keys")
+                for name in ("ids", "positions", "slots", "rope_frequency_ids")
             },
             layer_inputs=None if step.layer_inputs is None else step.layer_inputs[:end],
             block_tables=step.block_tables[:count],
@@ -186,11 +186,11 @@ class CalibrationState:
             max_context=int(lengths.max()),
             state=None
             if step.state is None
-            else step.state.first_sequences(count, end, int(lengths.max())),
+            else step.state.select_first_sequences(count, end, int(lengths.max())),
         )
         residual = None if batch.residual is None else batch.residual[:end].clone()
         return CalibrationState(
-            [CalibrationBatch(cut, rope.first_rows(end), batch.x[:end].clone(), residual)]
+            [CalibrationBatch(cut, rope.slice_first_tokens(end), batch.x[:end].clone(), residual)]
         )
 
     @property
@@ -203,20 +203,20 @@ class CalibrationState:
         return sum(batch.expert_tokens[expert] for batch in self.batches)
 
     @torch.inference_mode()
-    def forward_to(self, block: QuantizableLayer, site: str) -> None:
+    def forward_to_site(self, block: QuantizableLayer, site: str) -> None:
         """Compute from the site before (or the layer's input) up to this site."""
         value = block.spec.site_value_name(site)
         for batch in self.batches:
             while batch.num_done == 0 or value not in batch.values:
-                _forward_module(block, batch)
+                _forward_next_module(block, batch)
             batch.site_input = batch.values[value]
 
     @torch.inference_mode()
-    def finish_layer(self, block: QuantizableLayer) -> None:
+    def forward_to_layer_end(self, block: QuantizableLayer) -> None:
         """Compute from the last site to the layer's output."""
         for batch in self.batches:
             while batch.num_done < len(block.spec.modules):
-                _forward_module(block, batch)
+                _forward_next_module(block, batch)
             batch.x, *residual = (batch.values[name] for name in block.spec.outputs)
             batch.residual = residual[0] if residual else None
             batch.values, batch.num_done, batch.site_input = {}, 0, None
@@ -224,7 +224,7 @@ class CalibrationState:
 
     def forward_layer(self, block: QuantizableLayer) -> None:
         """Compute a whole layer."""
-        self.finish_layer(block)
+        self.forward_to_layer_end(block)
 
     def site_inputs(self) -> Iterator[torch.Tensor]:
         """Return the inputs at the current site by batch, [T, K] float32."""
@@ -233,7 +233,7 @@ class CalibrationState:
             yield batch.site_input.float()
 
 
-def _forward_module(block: QuantizableLayer, batch: CalibrationBatch) -> None:
+def _forward_next_module(block: QuantizableLayer, batch: CalibrationBatch) -> None:
     """Compute the next module of a layer; values that no later module reads are dropped."""
     spec = block.spec
     if batch.num_done == 0:
@@ -277,7 +277,7 @@ def _batch_sequences(ids: Sequence[Sequence[int]]) -> Iterator[list[list[int]]]:
         yield group
 
 
-def _overlapping_kv_pages(shape: KVShape, pages: int, device: str) -> KVCache:
+def _allocate_shared_kv_pages(shape: KVShape, pages: int, device: str) -> KVCache:
     """Pages of all layers, which take the memory of few."""
     made: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
     layers = []
@@ -290,7 +290,7 @@ def _overlapping_kv_pages(shape: KVShape, pages: int, device: str) -> KVCache:
     return KVCache(tuple(k for k, _ in layers), tuple(v for _, v in layers), PAGE_SIZE)
 
 
-def _prefill_step(model: Any, ids: Sequence[Sequence[int]], ops: Any, device: str) -> Step:
+def _build_prefill_step(model: Any, ids: Sequence[Sequence[int]], ops: Any, device: str) -> Step:
     """Return the metadata of a prefill of whole sequences.
 
     Layers are computed one after another: those with pages of one size share them, but for those
@@ -299,7 +299,7 @@ def _prefill_step(model: Any, ids: Sequence[Sequence[int]], ops: Any, device: st
     shape: KVShape = model.kv
     lengths = [len(one) for one in ids]
     pages = [-(-n // PAGE_SIZE) for n in lengths]
-    kv = _overlapping_kv_pages(shape, sum(pages), device)
+    kv = _allocate_shared_kv_pages(shape, sum(pages), device)
     tables = torch.zeros(len(ids), max(pages), dtype=torch.int32)
     firsts = [sum(pages[:i]) for i in range(len(pages))]
     for row, (first, count) in enumerate(zip(firsts, pages, strict=True)):
@@ -308,7 +308,7 @@ def _prefill_step(model: Any, ids: Sequence[Sequence[int]], ops: Any, device: st
     slots = torch.cat(
         [place + first * PAGE_SIZE for place, first in zip(places, firsts, strict=True)]
     )
-    keys = torch.cat([torch.full((n,), model.rope_key(n)) for n in lengths])
+    keys = torch.cat([torch.full((n,), model.rope_frequency_id(n)) for n in lengths])
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     states, positions, starts = (
         model_state_shape(model),
@@ -319,7 +319,7 @@ def _prefill_step(model: Any, ids: Sequence[Sequence[int]], ops: Any, device: st
         ids=torch.tensor([i for one in ids for i in one]).to(device),
         positions=positions,
         slots=slots.to(device),
-        rope_keys=keys.to(device),
+        rope_frequency_ids=keys.to(device),
         block_tables=tables.to(device),
         query_start=starts,
         context_lens=torch.tensor(lengths, dtype=torch.int32).to(device),
@@ -328,7 +328,7 @@ def _prefill_step(model: Any, ids: Sequence[Sequence[int]], ops: Any, device: st
         max_context=max(lengths),
         kv=kv,
         ops=ops,
-        state=state_step(
+        state=make_standalone_step_states(
             states,
             starts,
             positions,

@@ -41,10 +41,10 @@ def cluster_channels(
     clusters = [np.flatnonzero(labels == c) for c in range(int(labels.max()) + 1)]
     order = np.full((num_groups, group_width), -1, dtype=np.int32)
     at = 0
-    for cluster in fit_to_groups(
+    for cluster in fit_clusters_to_groups(
         [c for c in clusters if len(c)], ends, weight, group_width, num_groups
     ):
-        for part in split_cluster(cluster, ends, group_width):
+        for part in split_cluster_into_groups(cluster, ends, group_width):
             order[at, : len(part)] = part
             at += 1
     return torch.from_numpy(order.reshape(-1))
@@ -60,7 +60,7 @@ def kmeans(points: np.ndarray, num_clusters: int) -> np.ndarray:
     size = (points**2).sum(-1)[:, None]
     best, labels = np.inf, np.zeros(len(points), dtype=np.int64)
     for _ in range(KMEANS_RESTARTS):
-        centres = _kmeans_plus_plus(points, num_clusters, generator)
+        centres = _choose_initial_centres(points, num_clusters, generator)
         for _ in range(KMEANS_ITERATIONS):
             away = size - 2 * points @ centres.T + (centres**2).sum(-1)
             nearest = away.argmin(1)
@@ -82,7 +82,7 @@ def kmeans(points: np.ndarray, num_clusters: int) -> np.ndarray:
     return labels
 
 
-def _kmeans_plus_plus(
+def _choose_initial_centres(
     points: np.ndarray, num_clusters: int, generator: np.random.Generator
 ) -> np.ndarray:
     """Choose starting centres; far points are more probable (squared distance)."""
@@ -96,7 +96,7 @@ def _kmeans_plus_plus(
     return points[chosen]
 
 
-def fit_to_groups(
+def fit_clusters_to_groups(
     clusters: Sequence[np.ndarray],
     ranges: np.ndarray,
     importance: np.ndarray,
@@ -111,14 +111,14 @@ def fit_to_groups(
             key=lambda i: len(groups[i]) % group_width,
         )
         tried = [
-            _move_remainder(groups, i, ranges, importance, group_width)
+            _move_cluster_remainder(groups, i, ranges, importance, group_width)
             for i in partial[:_MAX_CANDIDATES]
         ]
         groups = [c for c in min(tried, key=lambda each: each[0])[1] if len(c)]
     return groups
 
 
-def _move_remainder(
+def _move_cluster_remainder(
     clusters: list[np.ndarray],
     index: int,
     ranges: np.ndarray,
@@ -167,7 +167,9 @@ def _move_remainder(
     return cost, out
 
 
-def split_cluster(cluster: np.ndarray, ranges: np.ndarray, group_width: int) -> list[np.ndarray]:
+def split_cluster_into_groups(
+    cluster: np.ndarray, ranges: np.ndarray, group_width: int
+) -> list[np.ndarray]:
     """Split a cluster into groups of at most ``group_width`` channels.
 
     The channels with the widest ranges go into the partial group.

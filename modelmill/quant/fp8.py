@@ -23,11 +23,11 @@ from modelmill.quant.gptq import (
     E4M3,
     RoundingGrid,
     coordinate_descent_sweep,
-    damped,
-    round_with_compensation,
+    damp_hessian,
+    round_with_error_compensation,
 )
 from modelmill.quant.recipe import InputStatistics, Recipe
-from modelmill.quant.smoothquant import search_static_scale
+from modelmill.quant.smoothquant import search_static_input_scale
 from modelmill.weights.fp8 import Fp8Weight
 from modelmill.weights.w8a8 import FLOAT_INPUT, PER_TOKEN_SCALE
 
@@ -96,11 +96,11 @@ class Fp8Recipe(Recipe):
             return quantized
         if self.needs_hessian:
             values, scale = gptq_to_e4m3(
-                weight, damped(statistics.hessian), quantized.scale, self.per_channel
+                weight, damp_hessian(statistics.hessian), quantized.scale, self.per_channel
             )
-            quantized = Fp8Weight.from_stored(values, scale, quantized.input_scale)
+            quantized = Fp8Weight.from_values_and_scales(values, scale, quantized.input_scale)
         return (
-            search_static_scale(weight, quantized, statistics)
+            search_static_input_scale(weight, quantized, statistics)
             if self.static_input_scale
             else quantized
         )
@@ -115,7 +115,7 @@ def gptq_to_e4m3(
     """
     scale = search_scale_in_binade(weight, hessian.diagonal(), scale, per_channel)
     steps = RoundingGrid(scale[:, None].expand_as(weight).contiguous())
-    values = round_with_compensation(weight, hessian, steps)
+    values = round_with_error_compensation(weight, hessian, steps)
     for _ in range(REFINE_SWEEPS):
         values = coordinate_descent_sweep(weight, hessian, values, steps)
     return round_to_dtype(values / scale[:, None], E4M3), scale

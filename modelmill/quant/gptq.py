@@ -2,8 +2,8 @@
 
 Both minimise tr((W − Ŵ) H (W − Ŵ)ᵀ), the squared error of a layer's outputs on its calibration
 inputs, with H = 2 XᵀX. GPTQ rounds column after column and compensates the error in the columns not
-yet rounded; ``refine`` starts from any result: it fits scales and offsets to the codes under H, and
-then chooses each code again given all the others.
+yet rounded; ``refine_codes_and_grid`` starts from any result: it fits scales and offsets to the
+codes under H, and then chooses each code again given all the others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from modelmill.quant.group_grid import (
     SYMMETRIC_ZERO_POINT,
     GroupGrid,
     round_grid_to_fp16,
-    to_codes,
+    round_to_codes,
 )
 
 BLOCK_COLUMNS = 128
@@ -64,15 +64,16 @@ class RoundingGrid:
         if self.offset is None:
             return round_to_dtype(column / scale, E4M3).float() * scale
         return (
-            to_codes(column, scale, self.offset[:, j], self.num_levels) * scale + self.offset[:, j]
+            round_to_codes(column, scale, self.offset[:, j], self.num_levels) * scale
+            + self.offset[:, j]
         )
 
     def quantize(self, values: torch.Tensor) -> torch.Tensor:
         """Return the codes of values [N, K] that are on the grid."""
         assert self.offset is not None, "a grid of levels"
-        return to_codes(values, self.scale, self.offset, self.num_levels)
+        return round_to_codes(values, self.scale, self.offset, self.num_levels)
 
-    def round_columns(
+    def round_block_with_propagation(
         self,
         work: torch.Tensor,
         matrix: torch.Tensor,
@@ -93,7 +94,7 @@ class RoundingGrid:
             What each column propagates, [N, width].
         """
         propagated = torch.empty(len(work), last - first, device=work.device)
-        kernel = _load_gptq_columns(work.device.type)
+        kernel = _load_gptq_columns_kernel(work.device.type)
         if kernel is not None and (self.offset is not None or kernel.supports_fp8(work.device)):
             kernel.run(
                 work,
@@ -123,7 +124,7 @@ class RoundingGrid:
         return propagated
 
 
-def damped(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
+def damp_hessian(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
     """Return H [K, K] with ``damping`` · mean diagonal added to its diagonal.
 
     Channels that are always 0 get 1 there.
@@ -137,7 +138,7 @@ def damped(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
     return hessian
 
 
-def inverse_cholesky(hessian: torch.Tensor) -> torch.Tensor:
+def inverse_hessian_cholesky(hessian: torch.Tensor) -> torch.Tensor:
     """Return the upper Cholesky factor of H⁻¹, float32.
 
     Damping is added until H is positive definite in float32.
@@ -145,14 +146,14 @@ def inverse_cholesky(hessian: torch.Tensor) -> torch.Tensor:
     damping = 0.0
     while True:
         try:
-            lower = torch.linalg.cholesky(damped(hessian, damping) if damping else hessian)
+            lower = torch.linalg.cholesky(damp_hessian(hessian, damping) if damping else hessian)
             factor: torch.Tensor = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
             return factor
         except torch.linalg.LinAlgError:
             damping = max(10 * damping, 1e-3)
 
 
-def gptq(
+def gptq_codes(
     weight: torch.Tensor,
     hessian: torch.Tensor,
     grid: GroupGrid,
@@ -168,14 +169,16 @@ def gptq(
         weight: [N, K] float32.
         hessian: [K, K], damped.
         grid: the grid of the weight.
-        act_order: see ``round_with_compensation``.
+        act_order: see ``round_with_error_compensation``.
         num_levels: levels of the grid.
     """
-    steps = RoundingGrid(*grid.expand(weight.shape[1]), num_levels)
-    return steps.quantize(round_with_compensation(weight, hessian, steps, act_order=act_order))
+    steps = RoundingGrid(*grid.expand_to_columns(weight.shape[1]), num_levels)
+    return steps.quantize(
+        round_with_error_compensation(weight, hessian, steps, act_order=act_order)
+    )
 
 
-def round_with_compensation(
+def round_with_error_compensation(
     weight: torch.Tensor,
     hessian: torch.Tensor,
     rounding_grid: RoundingGrid,
@@ -194,18 +197,20 @@ def round_with_compensation(
     here = torch.arange(columns, device=weight.device)
     order = torch.argsort(hessian.diagonal(), descending=True) if act_order else here
     work, rounding_grid = weight[:, order].clone(), rounding_grid.permute_columns(order)
-    factor = inverse_cholesky(hessian[order][:, order]).contiguous()
+    factor = inverse_hessian_cholesky(hessian[order][:, order]).contiguous()
     values = torch.empty_like(work)
     for first in range(0, columns, BLOCK_COLUMNS):
         last = min(first + BLOCK_COLUMNS, columns)
-        errors = rounding_grid.round_columns(work, factor, first, last, values, refine=False)
+        errors = rounding_grid.round_block_with_propagation(
+            work, factor, first, last, values, refine=False
+        )
         work[:, last:] -= errors @ factor[first:last, last:]
     out = torch.empty_like(values)
     out[:, order] = values
     return out
 
 
-def refine(
+def refine_codes_and_grid(
     weight: torch.Tensor,
     hessian: torch.Tensor,
     codes: torch.Tensor,
@@ -228,7 +233,7 @@ def refine_codes(
     weight: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor, grid: GroupGrid
 ) -> torch.Tensor:
     """Choose each column's codes again given all others; return codes [N, K]."""
-    steps = RoundingGrid(*grid.expand(weight.shape[1]), INT4_LEVELS)
+    steps = RoundingGrid(*grid.expand_to_columns(weight.shape[1]), INT4_LEVELS)
     return steps.quantize(coordinate_descent_sweep(weight, hessian, grid.dequantize(codes), steps))
 
 
@@ -241,7 +246,9 @@ def coordinate_descent_sweep(
     pull = (weight - values) @ hessian
     for first in range(0, columns, BLOCK_COLUMNS):
         last = min(first + BLOCK_COLUMNS, columns)
-        changes = rounding_grid.round_columns(pull, hessian, first, last, values, refine=True)
+        changes = rounding_grid.round_block_with_propagation(
+            pull, hessian, first, last, values, refine=True
+        )
         pull[:, last:] += changes @ hessian[first:last, last:]
     return values
 
@@ -328,7 +335,7 @@ def squared_output_error(
     return ((off @ hessian) * off).sum(-1)
 
 
-def _load_gptq_columns(device_type: str) -> Any:
+def _load_gptq_columns_kernel(device_type: str) -> Any:
     """Return the module of the GPU kernel, or None without one."""
     if device_type != "cuda":
         return None
@@ -336,4 +343,4 @@ def _load_gptq_columns(device_type: str) -> Any:
         from modelmill.ops.triton.norm_quantize import gptq_columns
     except ImportError:
         return None
-    return gptq_columns if gptq_columns.available(device_type) is None else None
+    return gptq_columns if gptq_columns.unavailable_reason(device_type) is None else None

@@ -41,7 +41,7 @@ class GroupGrid:
     offset: torch.Tensor
     group_size: int
 
-    def expand(self, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def expand_to_columns(self, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scale and offset of every weight, [N, K] each."""
         return tuple(
             t.repeat_interleave(self.group_size, 1)[:, :num_columns]
@@ -50,16 +50,16 @@ class GroupGrid:
 
     def quantize(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the nearest codes of a weight [N, K], float32."""
-        scale, offset = self.expand(weight.shape[1])
-        return to_codes(weight, scale, offset)
+        scale, offset = self.expand_to_columns(weight.shape[1])
+        return round_to_codes(weight, scale, offset)
 
     def dequantize(self, codes: torch.Tensor) -> torch.Tensor:
         """Return the weights [N, K] of the codes."""
-        scale, offset = self.expand(codes.shape[1])
+        scale, offset = self.expand_to_columns(codes.shape[1])
         return codes * scale + offset
 
 
-def to_codes(
+def round_to_codes(
     weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, num_levels: int = INT4_LEVELS
 ) -> torch.Tensor:
     """Return the nearest of 16 levels (or of ``num_levels``), rounding half to even."""
@@ -70,7 +70,7 @@ def to_codes(
     )
 
 
-def find_grid(
+def find_group_grid(
     weight: torch.Tensor,
     group_size: int,
     *,
@@ -90,21 +90,21 @@ def find_grid(
     """
     rows, columns = weight.shape
     count = -(-columns // group_size)
-    each = _split_groups(weight, group_size, count)
+    each = _reshape_to_groups(weight, group_size, count)
     mass = torch.ones(columns, device=weight.device) if importance is None else importance.float()
-    mass = _split_groups(mass.clamp(min=0)[None], group_size, count)
+    mass = _reshape_to_groups(mass.clamp(min=0)[None], group_size, count)
     mass = torch.where(
         mass.sum(-1, keepdim=True) > 0,
         mass,
-        _split_groups(torch.ones_like(weight[:1]), group_size, count),
+        _reshape_to_groups(torch.ones_like(weight[:1]), group_size, count),
     )
     step = max(1, _CHUNK_WEIGHTS[weight.device.type] // max(columns, 1))
-    parts = [_search_range(part, mass, symmetric, search) for part in each.split(step)]
+    parts = [_search_scale_and_offset(part, mass, symmetric, search) for part in each.split(step)]
     scale, offset = (torch.cat([p[i] for p in parts]) for i in range(2))
     return GroupGrid(scale.view(rows, count), offset.view(rows, count), group_size)
 
 
-def _split_groups(weight: torch.Tensor, group_size: int, num_groups: int) -> torch.Tensor:
+def _reshape_to_groups(weight: torch.Tensor, group_size: int, num_groups: int) -> torch.Tensor:
     """Reshape [N, K] to [N, G, group].
 
     A short last group is padded with its first column, an importance with 0.
@@ -116,18 +116,18 @@ def _split_groups(weight: torch.Tensor, group_size: int, num_groups: int) -> tor
     return weight.reshape(weight.shape[0], num_groups, group_size)
 
 
-def _search_range(
+def _search_scale_and_offset(
     groups: torch.Tensor, importance: torch.Tensor, symmetric: bool, search: RangeSearch
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Search scale and offset [n, G] of groups [n, G, group]."""
     low, high = groups.amin(-1), groups.amax(-1)
-    scale, offset = _grid_for_range(low, high, 1.0, symmetric)
+    scale, offset = _grid_spanning_range(low, high, 1.0, symmetric)
     shrinks, fits = search
     if not shrinks:
         return scale, offset
     error = _weighted_error(groups, importance, scale, offset)
     for shrink in shrinks:
-        tried = _grid_for_range(low, high, shrink, symmetric)
+        tried = _grid_spanning_range(low, high, shrink, symmetric)
         for fit in range(fits + 1):
             if fit:
                 tried = _least_squares_fit(groups, importance, *tried, symmetric)
@@ -141,7 +141,7 @@ def _search_range(
     return scale, offset
 
 
-def _grid_for_range(
+def _grid_spanning_range(
     low: torch.Tensor, high: torch.Tensor, range_factor: float, symmetric: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if symmetric:
@@ -172,7 +172,7 @@ def _weighted_error(
     groups: torch.Tensor, importance: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor
 ) -> torch.Tensor:
     s, o = scale[..., None], offset[..., None]
-    off = to_codes(groups, s, o).mul_(s).add_(o).sub_(groups)
+    off = round_to_codes(groups, s, o).mul_(s).add_(o).sub_(groups)
     return off.square_().mul_(importance).sum(-1)
 
 
@@ -184,7 +184,7 @@ def _least_squares_fit(
     symmetric: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the least-squares scale and offset for the codes that a grid gives."""
-    q = to_codes(groups, scale[..., None], offset[..., None])
+    q = round_to_codes(groups, scale[..., None], offset[..., None])
     if symmetric:
         q = q - SYMMETRIC_ZERO_POINT
         return round_grid_to_fp16(

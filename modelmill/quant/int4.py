@@ -17,11 +17,11 @@ from modelmill.core.recipe_declaration import (
     RecipeDeclaration,
     RecipeOption,
 )
-from modelmill.quant.awq import scale_layer
-from modelmill.quant.calibrate import output_error
+from modelmill.quant.awq import search_and_fold_scales
+from modelmill.quant.calibrate import quantized_output_error
 from modelmill.quant.calibration_state import QuantizableLayer
-from modelmill.quant.gptq import damped, gptq, refine
-from modelmill.quant.group_grid import QUICK_SEARCH, find_grid
+from modelmill.quant.gptq import damp_hessian, gptq_codes, refine_codes_and_grid
+from modelmill.quant.group_grid import QUICK_SEARCH, find_group_grid
 from modelmill.quant.recipe import InputStatistics, PrepareResult, Recipe
 from modelmill.weights.base import WeightFormat
 from modelmill.weights.int4 import Int4Weight, resolve_group_size
@@ -70,7 +70,7 @@ class Int4Recipe(Recipe):
         self.needs_calibration = self.method != "nearest"
         self.needs_prepare = self.method.startswith("awq")
 
-    def prepare(
+    def prepare_layer(
         self, block: QuantizableLayer, statistics: Mapping[str, InputStatistics], dtype: torch.dtype
     ) -> PrepareResult:
         """Apply AWQ's scales.
@@ -81,10 +81,10 @@ class Int4Recipe(Recipe):
         if not self.needs_prepare:
             return PrepareResult()
         before = {
-            site: self._nearest_error(block.stacked_site_weight(site), statistics[site])
+            site: self._nearest_rounding_error(block.stacked_site_weight(site), statistics[site])
             for site in block.sites
         }
-        done = scale_layer(block, statistics, self._round_quickly, dtype)
+        done = search_and_fold_scales(block, statistics, self._quantize_dequantize_quickly, dtype)
         done.facts = {
             site: {**done.facts.get(site, {}), "before": before[site]} for site in block.sites
         }
@@ -97,29 +97,33 @@ class Int4Recipe(Recipe):
             return Int4Weight.pack(
                 weight, torch.float32, group_size=group, symmetric=self.symmetric
             )
-        hessian = damped(statistics.hessian)
-        grid = find_grid(weight, group, symmetric=self.symmetric, importance=hessian.diagonal())
+        hessian = damp_hessian(statistics.hessian)
+        grid = find_group_grid(
+            weight, group, symmetric=self.symmetric, importance=hessian.diagonal()
+        )
         if self.method == "awq":
             codes = grid.quantize(weight)
         else:
-            codes = gptq(weight, hessian, grid)
-            codes, grid = refine(
+            codes = gptq_codes(weight, hessian, grid)
+            codes, grid = refine_codes_and_grid(
                 weight, hessian, codes, grid, symmetric=self.symmetric, num_sweeps=REFINE_SWEEPS
             )
         return Int4Weight.from_codes(
             codes, grid.scale, None if self.symmetric else grid.offset, group
         )
 
-    def _nearest_error(self, weight: torch.Tensor, statistics: InputStatistics) -> float:
-        return output_error(
+    def _nearest_rounding_error(self, weight: torch.Tensor, statistics: InputStatistics) -> float:
+        return quantized_output_error(
             weight, Int4Weight.pack(weight, torch.float32, **self.pack_options), statistics
         )
 
-    def _round_quickly(self, weight: torch.Tensor, statistics: InputStatistics) -> torch.Tensor:
+    def _quantize_dequantize_quickly(
+        self, weight: torch.Tensor, statistics: InputStatistics
+    ) -> torch.Tensor:
         """Quantize a weight with a coarse search of ranges, for AWQ's search."""
         group = resolve_group_size(self.group_size, weight.shape[1])
         importance = statistics.hessian.diagonal()
-        grid = find_grid(
+        grid = find_group_grid(
             weight, group, symmetric=self.symmetric, importance=importance, search=QUICK_SEARCH
         )
         return grid.dequantize(grid.quantize(weight))

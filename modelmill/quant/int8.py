@@ -12,7 +12,7 @@ from modelmill.core.recipe_declaration import (
     RecipeDeclaration,
 )
 from modelmill.quant.recipe import InputStatistics, Recipe
-from modelmill.weights.base import WeightFormat, pack
+from modelmill.weights.base import WeightFormat, pack_as_format
 
 # Read from the source, without importing this file: literals only (core/recipe_declaration.py).
 DECLARATION = RecipeDeclaration(
@@ -41,7 +41,7 @@ class Int8Recipe(Recipe):
 
     def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:  # noqa: ARG002
         """Round the weight to the nearest int8 values, one scale per row."""
-        return pack("int8", weight, torch.float32)
+        return pack_as_format("int8", weight, torch.float32)
 
 
 RECIPE = Int8Recipe

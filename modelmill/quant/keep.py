@@ -17,7 +17,7 @@ from modelmill.checkpoint.bitnet_format import BitNetContainer
 from modelmill.checkpoint.container import TensorInfo
 from modelmill.checkpoint.fp8_format import Fp8Container
 from modelmill.checkpoint.open import Checkpoint
-from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
+from modelmill.checkpoint.quant_layout import QuantizedMatrix, QuantLayout
 from modelmill.checkpoint.rename import ResolvedRule
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError, UsageError
@@ -58,7 +58,7 @@ class PrequantizedWeight:
     layouts: tuple[QuantLayout | None, ...]
     weight_format: str
 
-    def stored_info(self, checkpoint: Checkpoint, dtype: torch.dtype) -> PackedInfo:
+    def stored_tensor_specs(self, checkpoint: Checkpoint, dtype: torch.dtype) -> PackedInfo:
         """Return shapes and dtypes of the stored tensors, by suffix.
 
         dtype: of dense parts.
@@ -70,10 +70,12 @@ class PrequantizedWeight:
         if self.weight_format != "mixed_rows":
             first = self.layouts[0]
             assert first is not None, "a kept matrix of one form"
-            return _packed_info(first, sum(shape[0] for shape in shapes))
+            return _packed_tensor_specs(first, sum(shape[0] for shape in shapes))
         tensors: PackedInfo = {}
         for number, (form, shape) in enumerate(zip(self.layouts, shapes, strict=True)):
-            info = {"weight": (shape, dtype)} if form is None else _packed_info(form, shape[0])
+            info = (
+                {"weight": (shape, dtype)} if form is None else _packed_tensor_specs(form, shape[0])
+            )
             weight_format = "dense" if form is None else form.weight_format
             tensors |= {
                 f"{number}-{weight_format}-{suffix}": entry for suffix, entry in info.items()
@@ -83,15 +85,17 @@ class PrequantizedWeight:
     def read(self, checkpoint: Checkpoint, dtype: torch.dtype) -> WeightFormat:
         """Read the matrix from its source tensors, in the weight format it is kept in."""
         if self.weight_format != "mixed_rows":
-            parts = [checkpoint.read_packed(name) for name in self.sources]
+            parts = [checkpoint.read_quantized_matrix(name) for name in self.sources]
             assert self.layouts[0] is not None, "a kept matrix of one form"
-            return _unpack(self.layouts[0], _concat_rows(parts))
+            return _weight_from_quantized_matrix(self.layouts[0], _concat_quantized_rows(parts))
         rows: list[WeightFormat] = []
         for name, form in zip(self.sources, self.layouts, strict=True):
             if form is None:
                 rows.append(dense.DenseWeight.pack(checkpoint.get(name), dtype))
             else:
-                rows.append(_unpack(form, checkpoint.read_packed(name)))
+                rows.append(
+                    _weight_from_quantized_matrix(form, checkpoint.read_quantized_matrix(name))
+                )
         return mixed_rows.MixedRowsWeight(tuple(rows))
 
 
@@ -134,12 +138,14 @@ EXPANDED_TERNARY = (
 def expansion_remark(checkpoint: Checkpoint) -> str:
     """What is said of matrices that no weight format keeps; empty where there are none."""
     view = checkpoint.view
-    if isinstance(view, BitNetContainer) and view.has_matrices:
+    if isinstance(view, BitNetContainer) and view.has_quantized_matrices:
         return EXPANDED_TERNARY
-    return EXPANDED if isinstance(view, Fp8Container) and view.has_matrices else ""
+    return EXPANDED if isinstance(view, Fp8Container) and view.has_quantized_matrices else ""
 
 
-def resolve_keep(checkpoint: Checkpoint, config: BuildConfig) -> tuple[BuildConfig, dict[str, str]]:
+def resolve_keep_config(
+    checkpoint: Checkpoint, config: BuildConfig
+) -> tuple[BuildConfig, dict[str, str]]:
     """Return the config of a build that keeps matrices, and the reason by option.
 
     Raises:
@@ -185,12 +191,12 @@ def _source_shape(info: TensorInfo, layout: QuantLayout | None) -> tuple[int, in
     return (layout.rows, layout.columns) if layout is not None else (info.shape[0], info.shape[1])
 
 
-def _packed_info(layout: QuantLayout, rows: int) -> PackedInfo:
+def _packed_tensor_specs(layout: QuantLayout, rows: int) -> PackedInfo:
     shape = (rows, layout.columns)
     if layout.weight_format == "int8":
-        return int8.Int8Weight.packed_info(shape, torch.float32)
+        return int8.Int8Weight.packed_tensor_specs(shape, torch.float32)
     cls: Any = GROUPWISE_FORMATS[layout.weight_format]
-    info: PackedInfo = cls.stored_info(
+    info: PackedInfo = cls.stored_tensor_specs(
         shape,
         layout.group_size,
         layout.scale_dtype,
@@ -200,7 +206,7 @@ def _packed_info(layout: QuantLayout, rows: int) -> PackedInfo:
     return info
 
 
-def _unpack(layout: QuantLayout, packed: PackedMatrix) -> WeightFormat:
+def _weight_from_quantized_matrix(layout: QuantLayout, packed: QuantizedMatrix) -> WeightFormat:
     if layout.weight_format == "int8":
         return int8.Int8Weight(packed.codes, packed.scale[:, 0].float().contiguous())
     if layout.weight_format == "mxfp4":
@@ -219,12 +225,12 @@ def _unpack(layout: QuantLayout, packed: PackedMatrix) -> WeightFormat:
     )
 
 
-def _concat_rows(matrices: list[PackedMatrix]) -> PackedMatrix:
+def _concat_quantized_rows(matrices: list[QuantizedMatrix]) -> QuantizedMatrix:
     """Concatenate matrices by rows."""
     if len(matrices) == 1:
         return matrices[0]
     offsets = [part.offset for part in matrices if part.offset is not None]
-    return PackedMatrix(
+    return QuantizedMatrix(
         torch.cat([part.codes for part in matrices]),
         torch.cat([part.scale for part in matrices]),
         torch.cat(offsets) if offsets else None,

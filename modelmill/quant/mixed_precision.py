@@ -15,7 +15,7 @@ from modelmill.core.recipe_declaration import (
     RecipeDeclaration,
     RecipeOption,
 )
-from modelmill.nn.layer_spec import SiteSpec
+from modelmill.nn.layer_spec import QuantSiteSpec
 from modelmill.quant.bit_allocation import BIT_CHOICES, UNQUANTIZED
 from modelmill.quant.int4 import Int4Recipe as Int4
 from modelmill.quant.int8 import Int8Recipe as Int8
@@ -85,7 +85,7 @@ class MixedPrecisionRecipe(Recipe):
                     f"--layer-recipe {layer}={form}: {form} is not one of "
                     f"{', '.join(BIT_CHOICES)}, {UNQUANTIZED}"
                 )
-        made = {form: _recipe_for_bits(form, config) for form in sorted(set(forms.values()))}
+        made = {form: _recipe_for_bit_choice(form, config) for form in sorted(set(forms.values()))}
         self.bit_choices = {int(layer): form for layer, form in forms.items()}
         self._recipes = {layer: made[form] for layer, form in self.bit_choices.items()}
         self._head_recipe = Int8(config)
@@ -93,7 +93,7 @@ class MixedPrecisionRecipe(Recipe):
         methods = {recipe.method for recipe in made.values() if isinstance(recipe, Int4)}
         self.method = methods.pop() if methods else "nearest"
 
-    def recipe_for(self, module_path: str, site: SiteSpec | None = None) -> Recipe:  # noqa: ARG002  all sites of a layer alike
+    def module_recipe(self, module_path: str, site: QuantSiteSpec | None = None) -> Recipe:  # noqa: ARG002  all sites of a layer alike
         """Return the recipe of a linear module by its name in the model."""
         parts = module_path.split(".")
         return self._recipes[int(parts[1])] if parts[0] == "layers" else self._head_recipe
@@ -103,7 +103,7 @@ class MixedPrecisionRecipe(Recipe):
         return self._head_recipe.quantize(weight, statistics)
 
 
-def _recipe_for_bits(bit_choice: str, config: BuildConfig) -> Recipe:
+def _recipe_for_bit_choice(bit_choice: str, config: BuildConfig) -> Recipe:
     if bit_choice == UNQUANTIZED:
         return UnquantizedRecipe(
             getattr(torch, config.dtype, torch.float32)

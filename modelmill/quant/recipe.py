@@ -1,7 +1,7 @@
 """The interface of a quantization recipe: a file of this folder with a class ``RECIPE``.
 
 A recipe declares which statistics of a layer's inputs it uses, may change the layer before it is
-rounded (``prepare``: scales folded from one matrix into another), and quantizes each weight
+rounded (``prepare_layer``: scales folded from one matrix into another), and quantizes each weight
 (``quantize``). Layers are processed one after another, from the first to the last, and inside a
 layer the sites in the order of computation, so that the statistics are those of inputs computed by
 the quantized part before.
@@ -19,9 +19,9 @@ import torch
 
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
-from modelmill.core.recipe_declaration import declared_recipes
-from modelmill.core.registry import find_module
-from modelmill.nn.layer_spec import SiteSpec
+from modelmill.core.module_lookup import import_module_if_exists
+from modelmill.core.recipe_declaration import read_recipe_declarations
+from modelmill.nn.layer_spec import QuantSiteSpec
 from modelmill.quant.calibration_state import CalibrationState, QuantizableLayer
 from modelmill.weights.base import WeightFormat
 
@@ -50,7 +50,7 @@ class InputStatistics:
 
 @dataclass
 class PrepareResult:
-    """The result of ``prepare``.
+    """The result of ``prepare_layer``.
 
     Attributes:
         scales: site → [K], what the inputs at that site were divided by.
@@ -76,9 +76,9 @@ class Recipe(ABC):
         pack_options: the format's options (``weights.base.pack``), which determine sizes.
         method: rounding method, for the report.
         needs_calibration: whether ``quantize`` needs statistics.
-        needs_prepare: whether ``prepare`` needs statistics of the unchanged layer.
+        needs_prepare: whether ``prepare_layer`` needs statistics of the unchanged layer.
         needs_hessian: whether the statistics need the Hessian, which takes most of their time.
-        needs_search: whether ``prepare_by_search`` is called instead of ``prepare``.
+        needs_search: whether ``prepare_layer_by_search`` is called instead of ``prepare_layer``.
     """
 
     weight_format: str
@@ -93,7 +93,7 @@ class Recipe(ABC):
         """Return the values of own options that are not set, and the reason for each value."""
         return {}, {}
 
-    def prepare(
+    def prepare_layer(
         self,
         block: QuantizableLayer,  # noqa: ARG002
         statistics: Mapping[str, InputStatistics],  # noqa: ARG002
@@ -105,7 +105,7 @@ class Recipe(ABC):
         """
         return PrepareResult()
 
-    def prepare_by_search(
+    def prepare_layer_by_search(
         self,
         block: QuantizableLayer,
         statistics: Mapping[str, InputStatistics],
@@ -116,9 +116,9 @@ class Recipe(ABC):
 
         calibration: some calibration tokens before the layer.
         """
-        return self.prepare(block, statistics, dtype)
+        return self.prepare_layer(block, statistics, dtype)
 
-    def recipe_for(self, module_path: str, site: SiteSpec | None = None) -> Recipe:  # noqa: ARG002  one recipe for all modules
+    def module_recipe(self, module_path: str, site: QuantSiteSpec | None = None) -> Recipe:  # noqa: ARG002  one recipe for all modules
         """Return the recipe of a linear module by its name, or of a layer ("layers.3.").
 
         site: what a linear module inside a layer reads.
@@ -142,11 +142,11 @@ def make_recipe(config: BuildConfig) -> Recipe | None:
     name = config.quantization
     if name not in recipe_names():
         raise UsageError(f"--quantization {name!r} is not one of {', '.join(recipe_names())}")
-    module = find_module("modelmill.quant", name)
+    module = import_module_if_exists("modelmill.quant", name)
     cls: Callable[[BuildConfig], Recipe] | None = vars(module).get("RECIPE") if module else None
     return None if cls is None else cls(config)
 
 
 def recipe_names() -> list[str]:
     """Return the names of all recipes."""
-    return [NONE, *declared_recipes()]
+    return [NONE, *read_recipe_declarations()]

@@ -28,10 +28,10 @@ from modelmill.core.recipe_declaration import (
     RecipeDeclaration,
     RecipeOption,
 )
-from modelmill.nn.layer_spec import SiteSpec
+from modelmill.nn.layer_spec import QuantSiteSpec
 from modelmill.quant.channel_clustering import cluster_channels
-from modelmill.quant.gptq import damped, gptq, refine
-from modelmill.quant.group_grid import GroupGrid, find_grid
+from modelmill.quant.gptq import damp_hessian, gptq_codes, refine_codes_and_grid
+from modelmill.quant.group_grid import GroupGrid, find_group_grid
 from modelmill.quant.recipe import InputStatistics, Recipe
 from modelmill.weights._rptq_columns import permute_columns, round_scale_to_fp16, rptq_group_layout
 from modelmill.weights.base import WeightFormat
@@ -120,7 +120,7 @@ class RptqRecipe(Recipe):
         """Check the options.
 
         splits_per_channel: for every channel; those of the options apply to R5 alone
-        (``recipe_for``).
+        (``module_recipe``).
         """
         self.weight_bits, self.input_bits = BIT_WIDTHS[config.bits]
         self.mode, self.splits_per_channel = config.mode, splits_per_channel
@@ -132,7 +132,7 @@ class RptqRecipe(Recipe):
             "bits": self.input_bits,
         }
         self._heavy_tailed_recipe = self
-        splits = resolve_splits(config)
+        splits = resolve_splits_per_channel(config)
         if splits_per_channel > 1:
             self.pack_options = {**self.pack_options, "splits_per_channel": splits_per_channel}
         elif splits > 1:
@@ -151,7 +151,7 @@ class RptqRecipe(Recipe):
 
     def resolve_options(self, config: BuildConfig) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the splits per channel, and why they are as they are unless the option is set."""
-        splits, reasons = resolve_splits(config), {}
+        splits, reasons = resolve_splits_per_channel(config), {}
         if config.splits_per_channel is None:
             why = (
                 f"what keeps {config.bits}'s accuracy"
@@ -161,7 +161,7 @@ class RptqRecipe(Recipe):
             reasons["splits_per_channel"] = f"{splits}: {why}"
         return {"splits_per_channel": splits}, reasons
 
-    def recipe_for(self, module_path: str, site: SiteSpec | None = None) -> RptqRecipe:
+    def module_recipe(self, module_path: str, site: QuantSiteSpec | None = None) -> RptqRecipe:
         """Return the recipe of a linear module by the site that it reads: R5 has heavy tails."""
         if module_path == "head":
             return self._head_recipe
@@ -202,8 +202,10 @@ class RptqRecipe(Recipe):
         if self.mode == "folded":
             assert ranges is not None, "a static mode"
             order, ranges = move_padding_to_end(order, ranges, group)
-        wide, hessian = self._rounding_target(weight, statistics.hessian, order, ranges)
-        codes, scale, offset = self._round_weight(
+        wide, hessian = self._clustered_weight_and_hessian(
+            weight, statistics.hessian, order, ranges
+        )
+        codes, scale, offset = self._round_clustered_weight(
             wide, hessian, unit if self.mode != "folded" else group
         )
         if self.splits_per_channel > 1:
@@ -217,7 +219,7 @@ class RptqRecipe(Recipe):
         return (
             quantized
             if ranges is None
-            else quantized.with_static_scales(
+            else quantized.with_static_input_scales(
                 ranges.inverse_step,
                 ranges.zero_point,
                 ranges.cluster_step,
@@ -225,7 +227,7 @@ class RptqRecipe(Recipe):
             )
         )
 
-    def _rounding_target(
+    def _clustered_weight_and_hessian(
         self,
         weight: torch.Tensor,
         hessian: torch.Tensor,
@@ -238,7 +240,7 @@ class RptqRecipe(Recipe):
         """
         wide = permute_columns(weight, perm)
         turned = permute_columns(permute_columns(hessian, perm).T.contiguous(), perm)
-        regular = damped(turned)
+        regular = damp_hessian(turned)
         if ranges is None:
             return wide, regular
         noisy = regular + ranges.rounding_noise.diag()
@@ -248,14 +250,14 @@ class RptqRecipe(Recipe):
         )
         return wide * share, noisy / share[:, None] / share
 
-    def _round_weight(
+    def _round_clustered_weight(
         self, weight: torch.Tensor, hessian: torch.Tensor, group_size: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return codes [N, P], scale [N, G], offset [N, G] or None."""
         if self.weight_bits == 4:
-            grid = find_grid(weight, group_size, importance=hessian.diagonal())
-            codes = gptq(weight, hessian, grid)
-            codes, grid = refine(
+            grid = find_group_grid(weight, group_size, importance=hessian.diagonal())
+            codes = gptq_codes(weight, hessian, grid)
+            codes, grid = refine_codes_and_grid(
                 weight, hessian, codes, grid, symmetric=False, num_sweeps=REFINE_SWEEPS
             )
             return codes, grid.scale, grid.offset
@@ -266,10 +268,14 @@ class RptqRecipe(Recipe):
             else torch.where(top > 0, top, 1.0)
         )
         grid = GroupGrid(scale, -(INT8_LEVELS // 2) * scale, group_size)
-        return gptq(weight, hessian, grid, num_levels=INT8_LEVELS) - INT8_LEVELS // 2, scale, None
+        return (
+            gptq_codes(weight, hessian, grid, num_levels=INT8_LEVELS) - INT8_LEVELS // 2,
+            scale,
+            None,
+        )
 
 
-def resolve_splits(config: BuildConfig) -> int:
+def resolve_splits_per_channel(config: BuildConfig) -> int:
     """Return the columns per channel at R5: the option, or the default of the mode."""
     if config.splits_per_channel is not None:
         return config.splits_per_channel

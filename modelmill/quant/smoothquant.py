@@ -22,7 +22,11 @@ from modelmill.core.recipe_declaration import (
     RecipeOption,
 )
 from modelmill.quant import activation_smoothing
-from modelmill.quant.calibrate import collect_statistics, output_error, round_digits
+from modelmill.quant.calibrate import (
+    collect_input_statistics,
+    quantized_output_error,
+    round_to_three_digits,
+)
 from modelmill.quant.calibration_state import CalibrationState, QuantizableLayer
 from modelmill.quant.recipe import InputStatistics, PrepareResult, Recipe
 from modelmill.weights.w8a8 import FLOAT_INPUT, W8A8Weight
@@ -100,7 +104,7 @@ class SmoothQuantRecipe(Recipe):
         self.per_channel = config.weight_scales == "channel"
         self.pack_options = {"per_channel": self.per_channel}
 
-    def prepare(
+    def prepare_layer(
         self, block: QuantizableLayer, statistics: Mapping[str, InputStatistics], dtype: torch.dtype
     ) -> PrepareResult:
         """Apply one α to all sites, without a search."""
@@ -111,7 +115,7 @@ class SmoothQuantRecipe(Recipe):
             block, activation_smoothing.apply_smoothing(block, statistics, alphas, dtype), alphas
         )
 
-    def prepare_by_search(
+    def prepare_layer_by_search(
         self,
         block: QuantizableLayer,
         statistics: Mapping[str, InputStatistics],
@@ -120,19 +124,19 @@ class SmoothQuantRecipe(Recipe):
     ) -> PrepareResult:
         """Search the α with the smallest layer error, and the sites that keep float inputs."""
         before = {
-            site: self._error_without_smoothing(block, site, statistics[site])
+            site: self._unsmoothed_output_error(block, site, statistics[site])
             for site in block.sites
         }
         trial = activation_smoothing.SmoothingTrial(
             block, statistics, calibration, dtype, self._quantize_layer
         )
         if self.alpha is None:
-            alphas, error, plain = activation_smoothing.search_alphas(trial)
+            alphas, error, plain = activation_smoothing.search_smoothing_alphas(trial)
         else:
             alphas = dict.fromkeys(block.sites, self.alpha)
             error, plain = (
-                trial.output_error(alphas),
-                trial.output_error(dict.fromkeys(block.sites)),
+                trial.measure_output_error(alphas),
+                trial.measure_output_error(dict.fromkeys(block.sites)),
             )
         floats: frozenset[str] = frozenset()
         while (
@@ -146,7 +150,7 @@ class SmoothQuantRecipe(Recipe):
                     trial.round_layer = partial(
                         self._quantize_layer, weight_only_sites=floats | {site}
                     )
-                    tried[site] = trial.output_error(alphas)
+                    tried[site] = trial.measure_output_error(alphas)
             best = min(tried, key=lambda site: tried[site])
             floats, error = floats | {best}, tried[best]
         done = activation_smoothing.smoothing_result(
@@ -154,8 +158,8 @@ class SmoothQuantRecipe(Recipe):
         )
         for site in block.sites:
             done.facts[site] |= before[site] | {
-                "layer_error": round_digits(error),
-                "layer_error_unsmoothed": round_digits(plain),
+                "layer_error": round_to_three_digits(error),
+                "layer_error_unsmoothed": round_to_three_digits(plain),
             }
             done.facts[site] |= {"activations": 16 if site in floats else 8}
         done.quantize_by_site.update(dict.fromkeys(floats, self.quantize_weight_only))
@@ -165,7 +169,7 @@ class SmoothQuantRecipe(Recipe):
         """Round to nearest; a static input scale is the one with the smallest output error."""
         quantized = W8A8Weight.pack(weight, torch.float32, per_channel=self.per_channel)
         return (
-            search_static_scale(weight, quantized, statistics)
+            search_static_input_scale(weight, quantized, statistics)
             if self.static_input_scale and statistics is not None
             else quantized
         )
@@ -188,26 +192,30 @@ class SmoothQuantRecipe(Recipe):
     ) -> None:
         """Quantize each matrix of a layer when its input is computed."""
         for site in block.sites:
-            calibration.forward_to(block, site)
+            calibration.forward_to_site(block, site)
             statistics = (
-                collect_statistics(calibration.site_inputs(), site, needs_hessian=False)
+                collect_input_statistics(calibration.site_inputs(), site, needs_hessian=False)
                 if self.static_input_scale
                 else None
             )
             quantize = self.quantize_weight_only if site in weight_only_sites else self.quantize
-            for linear in block.linears(site).values():
-                linear.weight = quantize(linear.weight.dense(), statistics)
-        calibration.finish_layer(block)
+            for linear in block.site_linears(site).values():
+                linear.weight = quantize(linear.weight.dequantize(), statistics)
+        calibration.forward_to_layer_end(block)
 
-    def _error_without_smoothing(
+    def _unsmoothed_output_error(
         self, block: QuantizableLayer, site: str, statistics: InputStatistics
     ) -> dict[str, float]:
         """Return the error of a site's outputs without smoothing."""
         weight = block.stacked_site_weight(site)
-        return {"before": output_error(weight, self.quantize(weight, statistics), statistics)}
+        return {
+            "before": quantized_output_error(weight, self.quantize(weight, statistics), statistics)
+        }
 
 
-def search_static_scale(weight: torch.Tensor, quantized: Any, statistics: InputStatistics) -> Any:
+def search_static_input_scale(
+    weight: torch.Tensor, quantized: Any, statistics: InputStatistics
+) -> Any:
     """Return ``quantized`` with one static input scale.
 
     The scale is the fraction of the largest one that has the smallest output error.
@@ -223,8 +231,10 @@ def search_static_scale(weight: torch.Tensor, quantized: Any, statistics: InputS
     )
     for shrink in CLIP_FACTORS:
         scale = torch.full((1,), peak * shrink / most, device=weight.device)
-        tried = type(quantized).from_stored(quantized.weight, quantized.scale, scale)
-        error = float((tried.fake_quantize(rows) @ tried.dense().T - right).square().sum())
+        tried = type(quantized).from_values_and_scales(quantized.weight, quantized.scale, scale)
+        error = float(
+            (tried.fake_quantize_input(rows) @ tried.dequantize().T - right).square().sum()
+        )
         if error < least:
             best, least = tried, error
     return best

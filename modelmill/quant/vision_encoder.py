@@ -14,7 +14,7 @@ import torch
 from modelmill.core.config import BuildConfig
 from modelmill.quant import fp8, int8
 from modelmill.quant.recipe import InputStatistics, Recipe
-from modelmill.weights.base import WeightFormat, pack
+from modelmill.weights.base import WeightFormat, pack_as_format
 from modelmill.weights.w8a8 import PER_TOKEN_SCALE
 
 VISION_QUANTIZATIONS = ("none", "int8", "fp8")
@@ -34,7 +34,7 @@ class W8A8NearestRecipe(Recipe):
 
     def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:  # noqa: ARG002
         """Round the weight to the nearest values of its format."""
-        return pack(self.weight_format, weight, torch.float32, **self.pack_options)
+        return pack_as_format(self.weight_format, weight, torch.float32, **self.pack_options)
 
 
 def vision_encoder_recipe(config: BuildConfig) -> Recipe | None:

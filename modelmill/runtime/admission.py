@@ -11,14 +11,14 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from modelmill.core.window_pages import max_pages_between_steps, max_pages_of_step
+from modelmill.core.kv_page_counts import max_pages_between_steps, max_step_pages
 from modelmill.runtime.sequence import Sequence
 
 MAX_LENGTH_RATIO = 4 / 3
 """Longest over shortest output limit up to which sequences count as ending together."""
 
 
-def ends_at_limit(seq: Sequence) -> bool:
+def ends_only_at_length_limit(seq: Sequence) -> bool:
     """Whether only its limit can end the sequence."""
     params = seq.request.params
     return (
@@ -29,7 +29,7 @@ def ends_at_limit(seq: Sequence) -> bool:
     )
 
 
-def similar_lengths(seqs: Iterable[Sequence]) -> bool:
+def have_similar_output_limits(seqs: Iterable[Sequence]) -> bool:
     """Whether the output limits are within MAX_LENGTH_RATIO of each other."""
     max_outputs = [max(seq.max_length - seq.prompt_len, 1) for seq in seqs]
     return not max_outputs or max(max_outputs) <= MAX_LENGTH_RATIO * min(max_outputs)
@@ -55,21 +55,21 @@ def peak_pages(
         The number of pages; 0 if no output length is known.
     """
     peaks = {
-        window: _peak_of_full(seqs, page_size)
+        window: _peak_full_attention_pages(seqs, page_size)
         if window is None
-        else _peak_of_window(seqs, page_size, window, step_tokens)
+        else _peak_windowed_pages(seqs, page_size, window, step_tokens)
         for window in set(windows)
     }
     return sum(peaks[window] for window in windows)
 
 
-def _peak_of_full(seqs: Iterable[Sequence], page_size: int) -> int:
+def _peak_full_attention_pages(seqs: Iterable[Sequence], page_size: int) -> int:
     """As ``peak_pages``, of layers with full attention."""
     lengths = []
     tokens_left = []
     unknown_pages = 0
     for seq in seqs:
-        if ends_at_limit(seq):
+        if ends_only_at_length_limit(seq):
             lengths.append(seq.length)
             tokens_left.append(max(seq.max_length - seq.length, 0))
         else:
@@ -84,7 +84,9 @@ def _peak_of_full(seqs: Iterable[Sequence], page_size: int) -> int:
     return unknown_pages + int(np.max(tokens / page_size + count / 2)) + 1
 
 
-def _peak_of_window(seqs: Iterable[Sequence], page_size: int, window: int, step_tokens: int) -> int:
+def _peak_windowed_pages(
+    seqs: Iterable[Sequence], page_size: int, window: int, step_tokens: int
+) -> int:
     """As ``peak_pages``, of layers with a window.
 
     Sequences count with the most that each will use, as if all ended last.
@@ -92,7 +94,7 @@ def _peak_of_window(seqs: Iterable[Sequence], page_size: int, window: int, step_
     known = False
     pages = 0
     for seq in seqs:
-        known |= ends_at_limit(seq)
-        length = seq.max_length if ends_at_limit(seq) else seq.length
+        known |= ends_only_at_length_limit(seq)
+        length = seq.max_length if ends_only_at_length_limit(seq) else seq.length
         pages += max_pages_between_steps(length, page_size, window)
-    return pages + max_pages_of_step(step_tokens, page_size, window) if known else 0
+    return pages + max_step_pages(step_tokens, page_size, window) if known else 0

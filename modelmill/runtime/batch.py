@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from modelmill.core.config import RunConfig
-from modelmill.core.types import EmbeddingSpan
+from modelmill.core.types import ImageEmbeddingSpan
 from modelmill.nn.kv import KVCache
-from modelmill.nn.recurrent_state import RecurrentStateCache, StateStep
+from modelmill.nn.recurrent_state import RecurrentStateCache, StepRecurrentStates
 from modelmill.nn.step import Step
+from modelmill.ops.recurrent_metadata import RecurrentStepMetadata, chunk_size_for_page
 from modelmill.ops.registry import Ops
-from modelmill.ops.state_rows import StateRows, chunk_size_for_page
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 from modelmill.runtime.batch_buffer_layout import BatchBufferLayout, BatchViews, HostArrays
 from modelmill.runtime.graph_sizes import PaddedSize
@@ -69,7 +69,7 @@ class PackedBatch:
             ids=ids,
             positions=v.positions,
             slots=v.slots,
-            rope_keys=v.rope_keys,
+            rope_frequency_ids=v.rope_frequency_ids,
             block_tables=v.block_tables,
             query_start=v.query_start,
             context_lens=v.context_lens,
@@ -81,7 +81,7 @@ class PackedBatch:
             tp_group=tp_group,
             embeds=self.embeds,
             embed_mask=self.embed_mask,
-            state=None if states is None else self._state_step(states, kv.page_size),
+            state=None if states is None else self._make_step_states(states, kv.page_size),
             num_decodes=self.num_decodes,
             num_prompt_keys=self.num_prompt_keys,
             is_padded=self.is_padded,
@@ -97,9 +97,9 @@ class PackedBatch:
         ]
         return replace(step, layer_steps=tuple(steps[group] for group in step.kv.layer_groups))
 
-    def _state_step(self, states: RecurrentStateCache, page_size: int) -> StateStep:
+    def _make_step_states(self, states: RecurrentStateCache, page_size: int) -> StepRecurrentStates:
         v = self.views
-        rows = StateRows(
+        rows = RecurrentStepMetadata(
             v.query_start,
             v.positions,
             v.state_slots,
@@ -108,7 +108,7 @@ class PackedBatch:
             self.max_query,
             chunk_size_for_page(page_size),
         )
-        return StateStep(states, rows)
+        return StepRecurrentStates(states, rows)
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class LogitRows:
     sampling_inputs: Mapping[str, np.ndarray] | None = None
 
 
-class Packer:
+class BatchPacker:
     """Builds packed batches.
 
     Two host buffers alternate, so that one can be filled while the other is being copied.
@@ -183,7 +183,7 @@ class Packer:
         self._arrays.clear()
         self._views.clear()
 
-    def views(self, layout: BatchBufferLayout) -> BatchViews:
+    def device_views(self, layout: BatchBufferLayout) -> BatchViews:
         """The sections of a layout on the device."""
         self.reserve(layout)
         views = self._views.get(layout)
@@ -219,11 +219,11 @@ class Packer:
         else:
             tokens, seqs, max_context = bounds
             samples = seqs
-        layout = self._layout(tokens, seqs, samples, max_context)
-        views = self.views(layout)
-        out = self._host_arrays(layout)
+        layout = self._buffer_layout(tokens, seqs, samples, max_context)
+        views = self.device_views(layout)
+        out = self._next_host_arrays(layout)
         if self.state_padding is not None:
-            self._pack_state(out, work, self.state_padding)
+            self._pack_state_slots(out, work, self.state_padding)
         decode = prefill_pad is None and (tokens == len(work) or decode_pad is not None)
         if decode:
             uses_last_ids = (
@@ -235,7 +235,7 @@ class Packer:
             uses_last_ids = self._pack_mixed(out, work)
             self._pad_tokens(out, count)
         if out.more_slots:
-            self._pack_more_groups(out, work, count)
+            self._pack_further_page_groups(out, work, count)
         self._write_logit_rows(out, logit_rows, samples)
         self.upload(views)
         embeds, mask = _gather_embeds(work, tokens, self.device)
@@ -249,13 +249,15 @@ class Packer:
             uses_last_ids = True  # the graph of all steps of this size
         num_decodes, num_prompt_keys = None, 0
         if not decode and bounds is None:
-            num_decodes, num_prompt_keys = self._count_prompts(work)
+            num_decodes, num_prompt_keys = self._count_decodes_and_prompt_keys(work)
         return PackedBatch(
             views, tokens, all_rows, max_query, max_context, uses_last_ids, embeds, mask,
             num_decodes, num_prompt_keys, prefill_pad is not None,
         )  # fmt: skip
 
-    def _count_prompts(self, work: Seq[tuple[Sequence, int]]) -> tuple[int | None, int]:
+    def _count_decodes_and_prompt_keys(
+        self, work: Seq[tuple[Sequence, int]]
+    ) -> tuple[int | None, int]:
         """``num_decodes`` and ``num_prompt_keys`` of the Step."""
         prompts = [(count, seq.computed + count) for seq, count in work if count > 1]
         num_decodes = len(work) - len(prompts)
@@ -273,12 +275,12 @@ class Packer:
             seqs: Number of sequences.
         """
         max_context = 2 * query
-        layout = self._layout(query, seqs, 1, max_context)
-        views, out = self.views(layout), self._host_arrays(layout)
+        layout = self._buffer_layout(query, seqs, 1, max_context)
+        views, out = self.device_views(layout), self._next_host_arrays(layout)
         for section in (
             out.ids,
             out.positions,
-            out.rope_keys,
+            out.rope_frequency_ids,
             out.logit_rows,
             out.query_start,
             out.context_lens,
@@ -287,28 +289,28 @@ class Packer:
         out.last_id_rows[:], out.slots[:], out.keep_slots[:] = -1, -1, -1
         out.block_tables[:] = 0
         if out.more_slots:
-            self._pack_more_groups(out, [], 0)
+            self._pack_further_page_groups(out, [], 0)
         if self.state_padding is not None:
-            self._pack_state(out, [], self.state_padding)
+            self._pack_state_slots(out, [], self.state_padding)
         self.upload(views)
         return PackedBatch(views, query, False, query, max_context, False)
 
-    def receive_buffer(self, layout: BatchBufferLayout) -> tuple[BatchViews, memoryview]:
+    def next_receive_buffer(self, layout: BatchBufferLayout) -> tuple[BatchViews, memoryview]:
         """The buffer for a step that another process packed; fill it, then call ``upload``."""
-        views = self.views(layout)
+        views = self.device_views(layout)
         return views, self._buffer_memoryview(self._next_buffer(), views)
 
     def packed_buffer(self, batch: PackedBatch) -> memoryview:
         """The host buffer of the batch that was packed last, to be sent to another process."""
         return self._buffer_memoryview(self._buffer_index, batch.views)
 
-    def _layout(self, tokens: int, seqs: int, rows: int, context: int) -> BatchBufferLayout:
-        columns = self._table_columns(context)
+    def _buffer_layout(self, tokens: int, seqs: int, rows: int, context: int) -> BatchBufferLayout:
+        columns = self._block_table_columns(context)
         has_state, groups = self.state_padding is not None, self.page_groups
         return BatchBufferLayout(tokens, seqs, rows, columns, has_state, groups)
 
     @staticmethod
-    def _pack_state(out: HostArrays, work: Seq[tuple[Sequence, int]], padding: int) -> None:
+    def _pack_state_slots(out: HostArrays, work: Seq[tuple[Sequence, int]], padding: int) -> None:
         """The state slot of each sequence, and where its snapshot is kept."""
         slots, snapshot_slots, snapshot_ends = out.state_fields
         slots[:], snapshot_slots[:], snapshot_ends[:] = padding, padding, -1
@@ -318,7 +320,7 @@ class Packer:
             if snapshot is not None:
                 snapshot_slots[i], snapshot_ends[i] = snapshot.slot, snapshot.end
 
-    def _table_columns(self, context: int) -> int:
+    def _block_table_columns(self, context: int) -> int:
         """Columns of the block tables: a power of two, so that few layouts occur."""
         need = -(-context // self.page_size)
         return min(1 << max(need - 1, 7).bit_length(), max(self.tables.table.shape[1], need))
@@ -344,7 +346,7 @@ class Packer:
             self._copy_events[self._buffer_index].synchronize()
         return self._buffer_index
 
-    def _host_arrays(self, layout: BatchBufferLayout) -> HostArrays:
+    def _next_host_arrays(self, layout: BatchBufferLayout) -> HostArrays:
         self._next_buffer()
         arrays = self._arrays.get((self._buffer_index, layout))
         if arrays is None:
@@ -364,8 +366,8 @@ class Packer:
         )
         out.positions[0] = at
         out.slots[0] = int(self.tables.table[seq.table_row, at // size]) * size + at % size
-        keys = seq.rope_keys(at, at + 1)
-        out.rope_keys[0] = keys if isinstance(keys, int) else keys[0]
+        keys = seq.rope_frequency_ids(at, at + 1)
+        out.rope_frequency_ids[0] = keys if isinstance(keys, int) else keys[0]
         out.context_lens[0] = at + 1
         out.query_start[0], out.query_start[1] = 0, 1
         out.block_tables[0] = self.tables.table[seq.table_row, : out.block_tables.shape[1]]
@@ -386,12 +388,12 @@ class Packer:
         out.slots[:n] = pages * size + at % size
         rule = work[0][0].rope_length_source.rule if work else "fixed"
         if rule == "fixed":
-            out.rope_keys[:] = 0
+            out.rope_frequency_ids[:] = 0
         elif rule == "prompt":
-            out.rope_keys[:n] = [s.prompt_key for s, _ in work]
+            out.rope_frequency_ids[:n] = [s.prompt_key for s, _ in work]
         else:
             for i, (s, _) in enumerate(work):
-                out.rope_keys[i : i + 1] = s.rope_keys(s.computed, s.computed + 1)
+                out.rope_frequency_ids[i : i + 1] = s.rope_frequency_ids(s.computed, s.computed + 1)
         out.context_lens[:n] = at + 1
         columns = out.block_tables.shape[1]
         out.block_tables[:n] = self.tables.table[table_rows, :columns]
@@ -401,7 +403,7 @@ class Packer:
             out.last_id_rows[n:] = -1
             positions[n:] = 0
             out.slots[n:] = -1
-            out.rope_keys[n:] = 0
+            out.rope_frequency_ids[n:] = 0
             out.context_lens[n:] = 0
             out.block_tables[n:] = 0
         return max(last_id_rows, default=-1) >= 0
@@ -424,7 +426,7 @@ class Packer:
             out.slots[start:end] = (
                 table[positions // size].astype(np.int64) * size + positions % size
             )
-            out.rope_keys[start:end] = seq.rope_keys(first, stop)
+            out.rope_frequency_ids[start:end] = seq.rope_frequency_ids(first, stop)
             out.query_start[i] = start
             out.context_lens[i] = stop
             out.block_tables[i] = table[:columns]
@@ -434,7 +436,7 @@ class Packer:
         out.block_tables[len(work) :] = 0
         return uses_last_ids
 
-    def _pack_more_groups(
+    def _pack_further_page_groups(
         self, out: HostArrays, work: Seq[tuple[Sequence, int]], count: int
     ) -> None:
         """Slots and block tables of the page groups behind the first, padded.
@@ -459,7 +461,7 @@ class Packer:
     @staticmethod
     def _pad_tokens(out: HostArrays, count: int) -> None:
         """Fill the padding tokens after the first ``count``; slot −1 stores nothing."""
-        for section in (out.ids, out.positions, out.rope_keys):
+        for section in (out.ids, out.positions, out.rope_frequency_ids):
             section[count:] = 0
         out.slots[count:] = -1
 
@@ -477,7 +479,7 @@ class Packer:
             out.sampling_inputs["temperature"][n:] = 0.0
 
 
-def reserve_step_buffers(packer: Packer, config: RunConfig, max_pages_per_seq: int) -> None:
+def reserve_step_buffers(packer: BatchPacker, config: RunConfig, max_pages_per_seq: int) -> None:
     """Reserve the buffers of the largest step.
 
     Graphs contain the buffer's address, so it must never be reallocated.
@@ -519,7 +521,7 @@ def _gather_embeds(
     return embeds, mask.to(device)
 
 
-def _span_embeds(span: EmbeddingSpan) -> torch.Tensor:
+def _span_embeds(span: ImageEmbeddingSpan) -> torch.Tensor:
     """A span's embeddings [length, H]."""
     rows = span.handle
     assert isinstance(rows, torch.Tensor), "the handle of an embedding span must be a tensor here"

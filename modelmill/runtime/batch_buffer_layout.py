@@ -13,7 +13,7 @@ import torch
 _ALIGN = 8  # int64 words: sections start at multiples of 64 bytes, for vectorized loads
 # inputs of ``ops.sample`` for each row
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "noise")
-# which recurrent state each sequence uses (``ops.state_rows.StateRows``)
+# which recurrent state each sequence uses (``ops.recurrent_metadata.RecurrentStepMetadata``)
 STATE_FIELDS = ("state_slots", "snapshot_slots", "snapshot_ends")
 
 
@@ -40,7 +40,13 @@ class BatchBufferLayout:
     def sections(self) -> list[tuple[str, int, int]]:
         """The sections in order: (name, elements, bytes per element)."""
         t, b, r = self.tokens, self.seqs, self.num_logit_rows
-        wide = [("ids", t), ("last_id_rows", t), ("positions", t), ("slots", t), ("rope_keys", t)]
+        wide = [
+            ("ids", t),
+            ("last_id_rows", t),
+            ("positions", t),
+            ("slots", t),
+            ("rope_frequency_ids", t),
+        ]
         wide += [("logit_rows", r), ("keep_slots", r), ("noise", r)]
         if self.has_state:
             wide += [(name, b) for name in STATE_FIELDS]
@@ -51,16 +57,16 @@ class BatchBufferLayout:
             ("block_tables", b * self.table_columns),
         ]
         for group in range(1, self.page_groups):
-            wide.append((_group_section("slots", group), t))
-            narrow.append((_group_section("block_tables", group), b * self.table_columns))
+            wide.append((_page_group_section_name("slots", group), t))
+            narrow.append((_page_group_section_name("block_tables", group), b * self.table_columns))
         return [(n, c, 8) for n, c in wide] + [(n, c, 4) for n, c in narrow]
 
     def num_words(self) -> int:
         """Size of the buffer in int64 words."""
-        return sum(_words(count, width) for _, count, width in self.sections())
+        return sum(_aligned_section_words(count, width) for _, count, width in self.sections())
 
 
-def _group_section(name: str, group: int) -> str:
+def _page_group_section_name(name: str, group: int) -> str:
     """The name of a page group's section; that of the first group is the plain one."""
     return f"{name}_{group}"
 
@@ -75,7 +81,7 @@ class BatchViews:
     last_id_rows: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
-    rope_keys: torch.Tensor
+    rope_frequency_ids: torch.Tensor
     logit_rows: torch.Tensor
     keep_slots: torch.Tensor
     noise: torch.Tensor
@@ -94,7 +100,7 @@ class BatchViews:
         self.layout = layout
         start = 0
         for name, count, width in layout.sections():
-            words = _words(count, width)
+            words = _aligned_section_words(count, width)
             part = buffer[start : start + words]
             part = part[:count] if width == 8 else part.view(torch.int32)[:count]
             setattr(self, name, part)
@@ -105,9 +111,13 @@ class BatchViews:
             setattr(self, name, getattr(self, name).view(torch.float32))
         self.block_tables = self.block_tables.view(layout.seqs, layout.table_columns)
         groups = range(1, layout.page_groups)
-        self.more_slots = [getattr(self, _group_section("slots", group)) for group in groups]
+        self.more_slots = [
+            getattr(self, _page_group_section_name("slots", group)) for group in groups
+        ]
         self.more_block_tables = [
-            getattr(self, _group_section("block_tables", group)).view_as(self.block_tables)
+            getattr(self, _page_group_section_name("block_tables", group)).view_as(
+                self.block_tables
+            )
             for group in groups
         ]
 
@@ -122,7 +132,7 @@ class HostArrays:
     def __init__(self, views: BatchViews) -> None:
         self.ids, self.last_id_rows = views.ids.numpy(), views.last_id_rows.numpy()
         self.positions, self.slots = views.positions.numpy(), views.slots.numpy()
-        self.rope_keys = views.rope_keys.numpy()
+        self.rope_frequency_ids = views.rope_frequency_ids.numpy()
         self.logit_rows, self.keep_slots = views.logit_rows.numpy(), views.keep_slots.numpy()
         self.sampling_inputs = {name: getattr(views, name).numpy() for name in SAMPLING_FIELDS}
         self.query_start, self.context_lens = views.query_start.numpy(), views.context_lens.numpy()
@@ -134,6 +144,6 @@ class HostArrays:
         ]
 
 
-def _words(count: int, width: int) -> int:
+def _aligned_section_words(count: int, width: int) -> int:
     words = -(-count * width // 8)
     return -(-words // _ALIGN) * _ALIGN

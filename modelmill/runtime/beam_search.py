@@ -77,7 +77,7 @@ class BeamSearch:
         alive = [c for c, end in zip(candidates, ends) if not end][: self.width]
         for (score, parent, token), end in list(zip(candidates, ends))[: self.width]:
             if end:
-                self._finish(score, length, parent, token)
+                self._add_finished_beam(score, length, parent, token)
         self.results = sorted(self.results, key=lambda r: -r.score)[: self.width]
         if not alive or self._is_done(alive[0][0], length):
             return []
@@ -107,7 +107,7 @@ class BeamSearch:
             )
         self.results = sorted(self.results, key=lambda r: -r.score)[: self.width]
 
-    def _finish(self, score: float, length: int, parent: int, token: int) -> None:
+    def _add_finished_beam(self, score: float, length: int, parent: int, token: int) -> None:
         seq = self.seqs[parent]
         output = tuple(seq.tokens[seq.prompt_len :])
         if token in seq.stop_ids:
@@ -136,7 +136,7 @@ class BeamSearch:
             or self._normalized_score(best, length) <= self.results[-1].score
         )
 
-    def _apply_by_row(
+    def _apply_processor_per_beam(
         self, processor: _RowProcessor, logs: torch.Tensor, processors: LogitsProcessors
     ) -> None:
         for row, seq in zip(logs, self.seqs, strict=True):
@@ -149,7 +149,7 @@ class BeamSearch:
             logs[:, token] += bias
         settings = params.logits_processors
         if settings:
-            self._apply_by_row(logits_processors.apply_before_penalties, logs, settings)
+            self._apply_processor_per_beam(logits_processors.apply_before_penalties, logs, settings)
         repeated = params.repetition_penalty not in (None, 1.0)
         if repeated or params.presence_penalty or params.frequency_penalty:
             counts = torch.zeros_like(logs)
@@ -158,7 +158,9 @@ class BeamSearch:
                 token_mask[
                     i,
                     torch.tensor(
-                        logits_processors.history_ids(seq), dtype=torch.int64, device=logs.device
+                        logits_processors.visible_token_ids(seq),
+                        dtype=torch.int64,
+                        device=logs.device,
                     ),
                 ] = True
                 output = torch.tensor(
@@ -174,9 +176,9 @@ class BeamSearch:
             )
             logs = logits_processors.apply_presence_penalties(logs, counts, presence, frequency)
         if settings:
-            self._apply_by_row(logits_processors.apply_after_penalties, logs, settings)
+            self._apply_processor_per_beam(logits_processors.apply_after_penalties, logs, settings)
         if first.num_outputs < (params.min_tokens or 0) and first.stop_ids:
             logs[:, sorted(t for t in first.stop_ids if t < logs.shape[1])] = float("-inf")
         if settings:
-            self._apply_by_row(logits_processors.apply_after_min_tokens, logs, settings)
+            self._apply_processor_per_beam(logits_processors.apply_after_min_tokens, logs, settings)
         return logs.log_softmax(-1) if settings and settings.renormalize_logits else logs

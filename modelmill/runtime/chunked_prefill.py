@@ -54,7 +54,7 @@ MIN_MIXED_TOKENS, MIN_MIXED_TOKENS_8BIT = 768, 1024
 """Tokens of a step at which the GEMMs of a 7B model reach full speed: 16-bit and 8-bit inputs."""
 
 
-class AdaptiveChunk:
+class AdaptiveChunkSize:
     """Adapts the chunk size to measured step times."""
 
     def __init__(
@@ -86,7 +86,7 @@ class AdaptiveChunk:
         self._tokens_per_second: deque[float] = deque(maxlen=MIN_SAMPLES)
         self._small_step_seconds: deque[float] = deque(maxlen=SMALL_STEPS_WINDOW)
 
-    def size_for(self, rows: int) -> int:
+    def next_chunk_tokens(self, rows: int) -> int:
         """Prompt tokens that may join the next step, which decodes ``rows`` sequences.
 
         0 now and then: the step then is a decode step, timed for the baseline.
@@ -94,14 +94,14 @@ class AdaptiveChunk:
         if self._chunk == 0.0:
             self._chunk = float(max(self.min_tokens, rows))
         if self._steps_since_timed >= RETIME_STEPS or (
-            self._steps_since_timed >= MIN_RETIME_STEPS and self._rows_changed(rows)
+            self._steps_since_timed >= MIN_RETIME_STEPS and self._batch_size_changed(rows)
         ):
             self._steps_since_timed = 0
             return 0
         self._steps_since_timed += 1
-        return self._fill_step_size(rows, self.size)
+        return self._shrink_to_fill_graph_size(rows, self.chunk_tokens)
 
-    def _fill_step_size(self, rows: int, chunk: int) -> int:
+    def _shrink_to_fill_graph_size(self, rows: int, chunk: int) -> int:
         """The largest chunk up to ``chunk`` that fills a step size; ``chunk`` if none does."""
         if not self.step_sizes or rows + chunk > self.step_sizes[-1]:
             return chunk
@@ -109,7 +109,7 @@ class AdaptiveChunk:
         return fitting[-1] - rows if fitting else chunk
 
     @property
-    def size(self) -> int:
+    def chunk_tokens(self) -> int:
         """The current chunk in tokens."""
         return max(self.min_tokens, int(self._chunk))
 
@@ -130,30 +130,30 @@ class AdaptiveChunk:
         if tokens >= MIN_PREFILL_TOKENS and seconds > 0.0:
             self._tokens_per_second.append(tokens / seconds)
 
-    def observe(self, rows: int, prompt_tokens: int, seconds: float) -> None:
+    def observe_decoding_step(self, rows: int, prompt_tokens: int, seconds: float) -> None:
         """Report the time of a step of ``rows`` decodes and ``prompt_tokens`` prompt tokens."""
         if rows == 0:
             return
         if prompt_tokens == 0:
-            if self._rows_changed(rows):
+            if self._batch_size_changed(rows):
                 self._decode_seconds.clear()
                 self._small_step_seconds.clear()
             self._timed_rows = rows
             self._steps_since_timed = 0
             self._decode_seconds.append(seconds)
             return
-        if self._rows_changed(rows):
+        if self._batch_size_changed(rows):
             return
-        if prompt_tokens <= self.size * SMALL_CHUNK_FRACTION:
+        if prompt_tokens <= self.chunk_tokens * SMALL_CHUNK_FRACTION:
             self._small_step_seconds.append(seconds)
-        if self._decode_seconds and 2 * prompt_tokens >= self.size:
+        if self._decode_seconds and 2 * prompt_tokens >= self.chunk_tokens:
             usual = statistics.median(self._decode_seconds)
             if 2 * seconds < usual:
                 # a mixed step cannot be that much faster: the baseline is wrong
                 self._decode_seconds.clear()
                 self._steps_since_timed = RETIME_STEPS
                 return
-            late = seconds > self._max_seconds(usual)
+            late = seconds > self._max_mixed_step_seconds(usual)
             self._num_late = self._num_late + 1 if late else 0
             if self._num_late >= MIN_RETIME_STEPS and len(self._decode_seconds) < MIN_SAMPLES:
                 self._num_late, self._steps_since_timed = 0, RETIME_STEPS
@@ -163,19 +163,19 @@ class AdaptiveChunk:
                 self.max_tokens,
             )
 
-    def _max_seconds(self, usual: float) -> float:
+    def _max_mixed_step_seconds(self, usual: float) -> float:
         """The limit of a mixed step's time, beside decode steps of ``usual`` seconds."""
         limit = MAX_STEP_TIME_RATIO * usual
         if len(self._small_step_seconds) < MIN_SAMPLES:
             return limit
         return max(limit, MAX_SMALL_STEP_RATIO * statistics.median(self._small_step_seconds))
 
-    def _rows_changed(self, rows: int) -> bool:
+    def _batch_size_changed(self, rows: int) -> bool:
         """Whether the batch size differs too much from that of the baseline."""
         return not (2 * self._timed_rows <= 3 * rows and 2 * rows <= 3 * self._timed_rows)
 
 
-def max_mixed_tokens(weight_bytes: int, *, inputs_8bit: bool = False) -> int:
+def default_max_mixed_tokens(weight_bytes: int, *, inputs_8bit: bool = False) -> int:
     """Default of most tokens of a mixed step (decode and prefill) on a GPU.
 
     As many as compute for 10 ms at 700 TFLOP/s (two operations and two bytes per weight): enough to

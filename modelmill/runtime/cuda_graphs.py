@@ -37,9 +37,9 @@ from modelmill.ops.cuda_graph import (
     GraphCapturer,
     NotCapturable,
     check_capturable,
-    on_side_stream,
+    run_on_side_stream,
 )
-from modelmill.runtime.batch import PackedBatch, Packer
+from modelmill.runtime.batch import BatchPacker, PackedBatch
 from modelmill.runtime.batch_buffer_layout import BatchBufferLayout
 from modelmill.runtime.graph_sizes import (
     MAX_GRAPH_SEQS,
@@ -123,7 +123,7 @@ class DecodeGraphs:
         forward: Callable[[PackedBatch], torch.Tensor],
         select_ids: Callable[[torch.Tensor, dict[str, torch.Tensor] | None], torch.Tensor],
         last_ids: torch.Tensor,
-        packer: Packer,
+        packer: BatchPacker,
         max_seqs: int,
         max_len: int,
         states: RecurrentStateCache | None = None,
@@ -179,14 +179,14 @@ class DecodeGraphs:
         Running a step twice is harmless: it writes the same keys and values. Recurrent states are
         put back.
         """
-        batch = _with_last_ids(batch)
-        with on_side_stream(torch.cuda.Stream()), restore_states_on_exit(self._states, batch):
+        batch = _batch_using_last_ids(batch)
+        with run_on_side_stream(torch.cuda.Stream()), restore_states_on_exit(self._states, batch):
             self._run(batch, graph_output)
             if graph_output not in self._capturable_outputs:
                 self._check_capturable(batch, graph_output)
-        return self._capturer.capture(lambda: self._run_and_keep_ids(batch, graph_output))
+        return self._capturer.capture(lambda: self._run_and_store_last_ids(batch, graph_output))
 
-    def _run_and_keep_ids(self, batch: PackedBatch, graph_output: str) -> torch.Tensor:
+    def _run_and_store_last_ids(self, batch: PackedBatch, graph_output: str) -> torch.Tensor:
         out = self._run(batch, graph_output)
         if graph_output != LOGITS:
             self._last_ids[batch.views.keep_slots] = out
@@ -220,10 +220,10 @@ def restore_states_on_exit(
     if states is None:
         return nullcontext()
     views = batch.views
-    return states.restore_on_exit(torch.cat((views.state_slots, views.snapshot_slots)))
+    return states.restore_slots_on_exit(torch.cat((views.state_slots, views.snapshot_slots)))
 
 
-def _with_last_ids(batch: PackedBatch) -> PackedBatch:
+def _batch_using_last_ids(batch: PackedBatch) -> PackedBatch:
     return PackedBatch(
         batch.views,
         batch.tokens,
@@ -236,7 +236,7 @@ def _with_last_ids(batch: PackedBatch) -> PackedBatch:
     )
 
 
-class GraphUse(Enum):
+class PaddedStepAction(Enum):
     """How a padded step runs, as rank 0 decides for all ranks; the value is the command to them."""
 
     LAUNCH = "launch padded"
@@ -248,8 +248,8 @@ class PrefillGraphs:
     """Logits of padded steps, by graph from the second use of a size on.
 
     They are [1, V] of a single sequence, [padded sequences, V] of several. With tensor parallelism
-    each rank has its graphs; rank 0 chooses what a step uses (``next_use``), and all ranks ``run``
-    it so: the sums over the ranks are as many on each.
+    each rank has its graphs; rank 0 chooses what a step uses (``choose_step_action``), and
+    all ranks ``run`` it so: the sums over the ranks are as many on each.
     """
 
     def __init__(
@@ -307,20 +307,20 @@ class PrefillGraphs:
         of_its_kind = sum(each.is_mixed == size.is_mixed for each in self._captured)
         return self._enabled and of_its_kind < self.limits.max_graphs(size)
 
-    def next_use(self, size: PaddedSize) -> GraphUse:
+    def choose_step_action(self, size: PaddedSize) -> PaddedStepAction:
         """How the next step of this size runs; the use is counted."""
         if size in self._captured:
-            return GraphUse.REPLAY
+            return PaddedStepAction.REPLAY
         self._num_uses[size] = self._num_uses.get(size, 0) + 1
         if self._num_uses[size] < CAPTURE_AFTER_USES or not self._can_capture(size):
-            return GraphUse.LAUNCH
-        return GraphUse.CAPTURE
+            return PaddedStepAction.LAUNCH
+        return PaddedStepAction.CAPTURE
 
-    def run(self, batch: PackedBatch, size: PaddedSize, use: GraphUse) -> torch.Tensor:
+    def run(self, batch: PackedBatch, size: PaddedSize, use: PaddedStepAction) -> torch.Tensor:
         """The logits of a batch that is padded to ``size``; a later call may overwrite them."""
-        if use is GraphUse.CAPTURE:
+        if use is PaddedStepAction.CAPTURE:
             self._capture_size(size, batch)
-        captured = None if use is GraphUse.LAUNCH else self._captured.get(size)
+        captured = None if use is PaddedStepAction.LAUNCH else self._captured.get(size)
         return self._forward(batch) if captured is None else captured.replay()
 
     def _capture_size(self, size: PaddedSize, batch: PackedBatch) -> None:
@@ -346,7 +346,7 @@ class PrefillGraphCapturer:
 
     def __call__(self, call: Callable[[], torch.Tensor]) -> CapturedGraph[torch.Tensor]:
         """Capture a call; see ``capture`` of ``PrefillGraphs``."""
-        with on_side_stream(self._stream):
+        with run_on_side_stream(self._stream):
             call()
             if not self._checked_capturable:
                 check_capturable(call)

@@ -22,39 +22,39 @@ from torch import nn
 
 from modelmill.artifact.manifest import check_engine_type
 from modelmill.artifact.store import Artifact, open_artifact
-from modelmill.artifact.verify import verify
+from modelmill.artifact.verify import verify_file_hashes
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import RequestError
-from modelmill.core.types import FinishReason, Request, Stats, TokenOutput
+from modelmill.core.types import EngineStats, FinishReason, Request, TokenOutput
 from modelmill.loader import capacity
-from modelmill.loader.device import pick_device, rank_devices, use_threads
+from modelmill.loader.device import pick_device, rank_devices, set_cpu_threads
 from modelmill.loader.model_loader import build_rank_model, load_model
 from modelmill.loader.sleepable_memory import SleepableMemory
 from modelmill.loader.state_capacity import StateCapacity
 from modelmill.loader.tuning import load_tuning
 from modelmill.loader.unpack_weights import unpack_weights_without_kernels
 from modelmill.nn.fused_decode import model_kv_shape
-from modelmill.nn.kv import KVCache, Zeros, kv_cache_dtype, zeros_without_writing
-from modelmill.nn.latent_attention import HistoryExpansion
+from modelmill.nn.kv import KVCache, Zeros, kv_cache_dtype, lazily_backed_zeros
+from modelmill.nn.latent_attention import LatentExpansionPolicy
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.recurrent_state import RecurrentStateCache
-from modelmill.nn.shard_model import experts_by_rank
+from modelmill.nn.shard_model import num_experts_by_rank
 from modelmill.ops.launch_configs import TunedLaunchConfigs
 from modelmill.ops.registry import select_backends, with_heartbeat
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 from modelmill.runtime import cuda_graphs, warmup
-from modelmill.runtime.batch import Packer, reserve_step_buffers
-from modelmill.runtime.chunked_prefill import max_mixed_tokens
+from modelmill.runtime.batch import BatchPacker, reserve_step_buffers
+from modelmill.runtime.chunked_prefill import default_max_mixed_tokens
 from modelmill.runtime.input_processor import InputProcessor, MakeGuide
 from modelmill.runtime.kv_pages import PagePool
 from modelmill.runtime.model_runner import ModelRunner
 from modelmill.runtime.output_processor import OutputProcessor
 from modelmill.runtime.sampler import Sampler
 from modelmill.runtime.scheduler import Schedule, Scheduler, SchedulerLimits
-from modelmill.runtime.sequence import RequestLimits, RopeRule, Sequence
-from modelmill.runtime.state_slots import StateSlots
+from modelmill.runtime.sequence import RequestLimits, RopeFrequencyRule, Sequence
+from modelmill.runtime.state_snapshots import StateSnapshotCache
 from modelmill.runtime.step_results import PendingStep
-from modelmill.runtime.tp_workers import TPWorkers
+from modelmill.runtime.tp_worker_pool import TPWorkerPool
 from modelmill.vision.encoder_runner import VisionEncoderRunner
 
 OUT_OF_MEMORY_ERRORS = (torch.OutOfMemoryError, MemoryError)
@@ -68,7 +68,7 @@ class EngineCore:
     """
 
     # sequences of a step launched ahead that failed
-    _half_advanced: tuple[Sequence, ...] = ()
+    _sequences_of_failed_step: tuple[Sequence, ...] = ()
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class EngineCore:
         overlap: bool | None = None,
         tuning: TunedLaunchConfigs | None = None,
         tp_group: TPGroup = SINGLE_RANK,
-        tp_workers: TPWorkers | None = None,
+        tp_workers: TPWorkerPool | None = None,
     ) -> None:
         """Allocate the KV cache and set up the step loop for a loaded model.
 
@@ -106,12 +106,12 @@ class EngineCore:
         if self.device == "cpu":
             unpack_weights_without_kernels(model, self.ops, self.dtype, tp_group)
         self.vocab = int(model.config.vocab)  # type: ignore[union-attr, arg-type]
-        self.max_model_len = capacity.max_sequence_len(model, config, max_model_len)
+        self.max_model_len = capacity.resolve_max_model_len(model, config, max_model_len)
         self.page_size = config.page_size
-        self.rope_length_source = RopeRule.from_model(model)
+        self.rope_length_source = RopeFrequencyRule.from_model(model)
         decode, ranks = self.ops.decode, tp_group.size
         self.kv_shape = model_kv_shape(model, self.max_model_len, decode, self.kv_dtype, ranks)
-        self.state_capacity, self.num_pages = self._cache_sizes(tp_group)
+        self.state_capacity, self.num_pages = self._plan_cache_sizes(tp_group)
         config = self.config
         self.request_limits = self._make_request_limits()
         cuda = self.device.startswith("cuda")
@@ -140,7 +140,7 @@ class EngineCore:
             memory=memory,
         )
         self.output_processor = OutputProcessor(self.scheduler, self.sampler)
-        self._finalizer = _finalizer(self, tp_workers)
+        self._finalizer = _make_rank_finalizer(self, tp_workers)
         self.input_processor = InputProcessor(
             self.output_processor,
             self.vision_runner,
@@ -153,10 +153,10 @@ class EngineCore:
         self._pending: PendingStep | None = None
         self._steps_since_oom = self._num_steps = 0
         self._last_output_time = 0.0
-        # times steps for AdaptiveChunk; tests replace it
+        # times steps for AdaptiveChunkSize; tests replace it
         self.clock: Callable[[], float] = time.perf_counter
 
-    def _cache_sizes(self, tp_group: TPGroup) -> tuple[StateCapacity | None, int]:
+    def _plan_cache_sizes(self, tp_group: TPGroup) -> tuple[StateCapacity | None, int]:
         """The slots of recurrent state, if the model keeps any, and the KV pages.
 
         As many sequences run as there are slots for.
@@ -187,10 +187,10 @@ class EngineCore:
             kv_tokens = max(kv_tokens, self.max_model_len)
         return RequestLimits(self.vocab, self.max_model_len, kv_tokens, max_seqs)
 
-    def _make_packer(self, state_padding: int | None) -> Packer:
+    def _make_packer(self, state_padding: int | None) -> BatchPacker:
         scheduler = self.scheduler
-        expansion = HistoryExpansion.of_model(self.model, lambda: scheduler.step_token_budget)
-        return Packer(scheduler.tables, self.page_size, self.device, state_padding, expansion)
+        expansion = LatentExpansionPolicy.for_model(self.model, lambda: scheduler.step_token_budget)
+        return BatchPacker(scheduler.tables, self.page_size, self.device, state_padding, expansion)
 
     def _make_scheduler(self, width: int) -> Scheduler:
         """The scheduler of the KV pages; ``width``: pages of the longest sequence."""
@@ -205,7 +205,7 @@ class EngineCore:
         states = None
         if self.state_capacity is not None:
             sizes = self.state_capacity
-            states = StateSlots(sizes.sequences, sizes.snapshots, self.page_size)
+            states = StateSnapshotCache(sizes.sequences, sizes.snapshots, self.page_size)
         pool = PagePool(self.num_pages, max_idle_pages, len(limits.windows))
         return Scheduler(limits, pool, width, states)
 
@@ -214,7 +214,7 @@ class EngineCore:
     ) -> tuple[SleepableMemory | None, KVCache, RecurrentStateCache | None, int | None]:
         """The memory that sleeps, if any, the KV pages, the states and their padding slot."""
         memory = SleepableMemory(self.device) if self.config.enable_sleep_mode else None
-        zeros = zeros_without_writing if memory is None else memory.zeros
+        zeros = lazily_backed_zeros if memory is None else memory.allocate_zeros
         return memory, self._allocate_pages(zeros), *self._allocate_states(zeros)
 
     def _allocate_pages(self, zeros: Zeros) -> KVCache:
@@ -253,7 +253,7 @@ class EngineCore:
         config = config or RunConfig()
         artifact = engine if isinstance(engine, Artifact) else open_artifact(Path(engine))
         check_engine_type(artifact.path, artifact.manifest.engine_type, "language")
-        check = verify if not isinstance(engine, Artifact) else lambda _: None
+        check = verify_file_hashes if not isinstance(engine, Artifact) else lambda _: None
         config = replace(config, kernels={**artifact.manifest.build["kernels"], **config.kernels})
         if config.kv_cache_dtype == "auto":
             config = replace(
@@ -262,30 +262,30 @@ class EngineCore:
         device = pick_device(config.device)
         if config.tp == 1:
             check(artifact)
-            return cls.for_rank(artifact, config, device)
+            return cls.load_for_rank(artifact, config, device)
         # fails before processes are started if the model cannot be split over this many ranks
         build_rank_model(artifact, TPGroup(size=config.tp), config.enable_expert_parallel)
-        workers = TPWorkers(artifact.path, config, rank_devices(device, config.tp))
+        workers = TPWorkerPool(artifact.path, config, rank_devices(device, config.tp))
         try:
             with workers.translate_errors():
                 check(artifact)
-                return cls.for_rank(artifact, config, device, workers.connect(), workers)
+                return cls.load_for_rank(artifact, config, device, workers.connect(), workers)
         except BaseException:
             workers.close()
             raise
 
     @classmethod
-    def for_rank(
+    def load_for_rank(
         cls,
         artifact: Artifact,
         config: RunConfig,
         device: str,
         tp_group: TPGroup = SINGLE_RANK,
-        tp_workers: TPWorkers | None = None,
+        tp_workers: TPWorkerPool | None = None,
     ) -> EngineCore:
         """Load the engine core of one rank."""
         if device == "cpu":
-            use_threads(config.threads, tp_group.size)
+            set_cpu_threads(config.threads, tp_group.size)
         model = load_model(artifact, device, tp_group, config.enable_expert_parallel)
         manifest = artifact.manifest
         length = manifest.max_model_len
@@ -321,11 +321,11 @@ class EngineCore:
         return 0 if self.state_capacity is None else self.state_capacity.nbytes
 
     @property
-    def experts_by_rank(self) -> tuple[int, ...]:
+    def num_experts_by_rank(self) -> tuple[int, ...]:
         """Experts of a mixture that each rank has as a whole; empty where experts are divided."""
         if not self.config.enable_expert_parallel:
             return ()
-        return experts_by_rank(self.model, self.config.tp)
+        return num_experts_by_rank(self.model, self.config.tp)
 
     @property
     def has_work(self) -> bool:
@@ -405,13 +405,13 @@ class EngineCore:
         Raises RankError if another rank has ended.
         """
         with self.model_runner.translate_rank_errors():
-            self._preempt_for_recompute(self._half_advanced)
+            self._preempt_for_recompute(self._sequences_of_failed_step)
             events, self._events = self._events, []
             started = self._step_start()
-            step = self._pending or self._run_and_sample(self.scheduler.schedule())
+            step = self._pending or self._launch_step(self.scheduler.schedule())
             # step i + 1 first: processing step i waits for the GPU
             self._pending = self._launch_ahead(step)
-            return events + self._process(step, started)
+            return events + self._process_step_results(step, started)
 
     def ping(self) -> None:
         """Wait until every other rank has replied. Raises RankError if one has ended."""
@@ -428,11 +428,11 @@ class EngineCore:
         for user in (self.model_runner, self.sampler, self.vision_runner):
             user.set_ops(self.ops)
 
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         """Counters since the start, and current gauges."""
         pool, scheduler = self.scheduler.pool, self.scheduler
         states, ranks = scheduler.states, self.model_runner.tp_group.size
-        return Stats(
+        return EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             pages=self.num_pages,
@@ -483,7 +483,7 @@ class EngineCore:
         """
         return self.clock() if self._pending is None else self._last_output_time
 
-    def _run_and_sample(self, schedule: Schedule | None) -> PendingStep | None:
+    def _launch_step(self, schedule: Schedule | None) -> PendingStep | None:
         """Launch a scheduled step without waiting for its tokens; None if there is no work.
 
         A step that does not fit into memory becomes a step without work; the next one is smaller.
@@ -491,7 +491,7 @@ class EngineCore:
         if schedule is None or not (schedule.work or schedule.out_of_pages):
             return None
         try:
-            step = self.model_runner.sample(self.model_runner.run(schedule))
+            step = self.model_runner.launch_sampling(self.model_runner.launch_forward(schedule))
         except OUT_OF_MEMORY_ERRORS:
             if self.model_runner.tp_workers is not None:
                 raise  # the other ranks already run this step: it cannot be made smaller
@@ -504,22 +504,22 @@ class EngineCore:
 
         Returns None if the next step depends on these tokens.
         """
-        if step is None or self._needs_tokens_of(step):
+        if step is None or self._next_step_needs_tokens_of(step):
             return None
         schedule = self.scheduler.schedule(overlapped=True)
         if schedule is None or not schedule.work:
             return None
         try:
-            launched = self.model_runner.sample(self.model_runner.run(schedule))
+            launched = self.model_runner.launch_sampling(self.model_runner.launch_forward(schedule))
         except OUT_OF_MEMORY_ERRORS:
             if self.model_runner.tp_workers is not None:
                 raise
-            self._half_advanced = tuple(seq for seq, _ in schedule.work)
+            self._sequences_of_failed_step = tuple(seq for seq, _ in schedule.work)
             return None
         self._update_after_launch(schedule)
         return launched
 
-    def _needs_tokens_of(self, step: PendingStep) -> bool:
+    def _next_step_needs_tokens_of(self, step: PendingStep) -> bool:
         """Whether the step after ``step`` cannot be scheduled before its tokens are read."""
         # beams, guides and some processors need the tokens; forks and ends change the batch
         return bool(
@@ -530,7 +530,7 @@ class EngineCore:
             or step.schedule.out_of_pages
         )
 
-    def _process(self, step: PendingStep | None, started: float) -> list[TokenOutput]:
+    def _process_step_results(self, step: PendingStep | None, started: float) -> list[TokenOutput]:
         """Wait for a step, report its duration to the scheduler and return its outputs."""
         if step is None:
             return []
@@ -541,14 +541,14 @@ class EngineCore:
 
     def _preempt_for_recompute(self, seqs: Iterable[Sequence]) -> None:
         """Preempt sequences whose step failed: some layers have advanced their recurrent state."""
-        self._half_advanced = ()
+        self._sequences_of_failed_step = ()
         if self.scheduler.states is not None:
             for seq in seqs:
                 if seq.table_row >= 0:
                     self.scheduler.preempt(seq)
 
     def _update_after_launch(self, schedule: Schedule) -> None:
-        self.scheduler.advance(schedule)
+        self.scheduler.advance_sequences(schedule)
         self._num_steps += 1
         full = self.config.max_num_batched_tokens
         if self.scheduler.step_token_budget < full:
@@ -582,8 +582,8 @@ def scheduler_limits(model: nn.Module, config: RunConfig, *, on_gpu: bool) -> Sc
     """Limits of a step; on a GPU the size of the weights decides ``max_mixed_tokens``."""
     mixed = config.max_mixed_tokens
     if mixed is None and on_gpu:
-        mixed = max_mixed_tokens(
-            capacity.weight_bytes(model), inputs_8bit=capacity.mostly_8bit_inputs(model)
+        mixed = default_max_mixed_tokens(
+            capacity.weight_bytes(model), inputs_8bit=capacity.has_mostly_8bit_inputs(model)
         )
     return SchedulerLimits(
         config.max_num_batched_tokens,
@@ -595,15 +595,15 @@ def scheduler_limits(model: nn.Module, config: RunConfig, *, on_gpu: bool) -> Sc
     )
 
 
-def _finalizer(
-    core: EngineCore, tp_workers: TPWorkers | None
+def _make_rank_finalizer(
+    core: EngineCore, tp_workers: TPWorkerPool | None
 ) -> weakref.finalize[..., EngineCore] | None:
     """Ends the other ranks when the engine core is collected; None: there are none."""
     if tp_workers is None:
         return None
-    return weakref.finalize(core, _close, tp_workers, core.model_runner)
+    return weakref.finalize(core, _close_other_ranks, tp_workers, core.model_runner)
 
 
-def _close(tp_workers: TPWorkers, runner: ModelRunner) -> None:
+def _close_other_ranks(tp_workers: TPWorkerPool, runner: ModelRunner) -> None:
     runner.free_graphs()
     tp_workers.close()

@@ -98,11 +98,14 @@ class PrefillLimits:
             context: Most tokens of one, with the new ones.
         """
         if seqs == 1:
-            size = _at_least(tokens, self.single_tokens)
+            size = _smallest_size_at_least(tokens, self.single_tokens)
             if tokens < 2 or size is None or _is_padded_too_much(tokens, size):
                 return None
             return PaddedSize(size, 1, self._context_bound(context))
-        size, padded_seqs = _at_least(tokens, self.mixed_tokens), _at_least(seqs, self.mixed_seqs)
+        size, padded_seqs = (
+            _smallest_size_at_least(tokens, self.mixed_tokens),
+            _smallest_size_at_least(seqs, self.mixed_seqs),
+        )
         if not self.max_mixed_graphs or size is None or padded_seqs is None:
             return None
         return PaddedSize(size, padded_seqs, self._context_bound(context))
@@ -136,7 +139,7 @@ def max_mixed_graphs(device_bytes: int) -> int:
     return min(MAX_MIXED_GRAPHS, int(device_bytes * MIXED_GRAPH_MEMORY) // PREFILL_GRAPH_BYTES)
 
 
-def _at_least(count: int, sizes: tuple[int, ...]) -> int | None:
+def _smallest_size_at_least(count: int, sizes: tuple[int, ...]) -> int | None:
     """The first of ascending sizes that is not below ``count``."""
     return next((size for size in sizes if size >= count), None)
 

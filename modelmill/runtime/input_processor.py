@@ -7,11 +7,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import EmbeddingSpan, Guide, Request, SamplingParams
+from modelmill.core.types import Guide, ImageEmbeddingSpan, Request, SamplingParams
 from modelmill.runtime.beam_search import BeamSearch
 from modelmill.runtime.output_processor import OutputProcessor
 from modelmill.runtime.sampler import derive_seed
-from modelmill.runtime.sequence import RequestLimits, RopeRule, Sequence, check_request
+from modelmill.runtime.sequence import RequestLimits, RopeFrequencyRule, Sequence, check_request
 from modelmill.vision.encoder_runner import VisionEncoderRunner
 
 MakeGuide = Callable[[Request], Guide]
@@ -25,7 +25,7 @@ class InputProcessor:
         self,
         output_processor: OutputProcessor,
         vision_runner: VisionEncoderRunner,
-        rope_length_source: RopeRule,
+        rope_length_source: RopeFrequencyRule,
         limits: RequestLimits,
         *,
         seed: int,
@@ -64,12 +64,12 @@ class InputProcessor:
         for rank, i in enumerate(by_length):
             self._enqueue(batch[i], first + rank, first + i, make_guide)
 
-    def page_keys(
+    def prompt_page_keys(
         self,
         tokens: Seq[int],
         cache_salt: str,
         page_size: int,
-        spans: Seq[EmbeddingSpan] = (),
+        spans: Seq[ImageEmbeddingSpan] = (),
     ) -> list[bytes]:
         """Keys in the prefix cache of the full pages of a prompt, which is not queued."""
         request = Request(
@@ -87,7 +87,7 @@ class InputProcessor:
     def _embed_images(self, requests: list[Request]) -> list[Request]:
         """Replace the pixels of embedding spans by embeddings."""
         return (
-            self._vision_runner.embed_images(requests)
+            self._vision_runner.replace_images_with_embeddings(requests)
             if any(request.embedding_spans for request in requests)
             else requests
         )

@@ -25,31 +25,31 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from modelmill.core.window_pages import first_page_in_use
+from modelmill.core.kv_page_counts import first_page_in_use
 
 NO_PAGE = -1
 """In a sequence's pages, in the place of one that was freed behind the window."""
 
 
-def root_key(model: str, cache_salt: str) -> bytes:
+def root_page_key(model: str, cache_salt: str) -> bytes:
     """The parent key of first pages: identifies the model and the request's cache salt."""
     return hashlib.sha256(f"{len(model)}:{model}:{cache_salt}".encode()).digest()
 
 
 def page_key(
-    parent: bytes, tokens: Iterable[int], rope_keys: Iterable[int], embedding_key: str = ""
+    parent: bytes, tokens: Iterable[int], rope_frequency_ids: Iterable[int], embedding_key: str = ""
 ) -> bytes:
-    """The key of a full page: hash of the parent's key, token ids, rope keys and embeddings."""
+    """A full page's key: hash of its parent's, token ids, rope frequency ids and embeddings."""
     state = hashlib.sha256(parent)
     state.update(array("q", tokens).tobytes())
-    rope = array("q", rope_keys)
+    rope = array("q", rope_frequency_ids)
     state.update(b"%d;" % len(rope))
     state.update(rope.tobytes())
     state.update(embedding_key.encode())
     return state.digest()
 
 
-def group_key(key: bytes, group: int) -> bytes:
+def page_group_key(key: bytes, group: int) -> bytes:
     """The key of a page group's page, from the page's key; that of the first group is the same."""
     return key + bytes((group,)) if group else key
 
@@ -149,7 +149,7 @@ class PagePool:
             self._page_by_key[key] = page
             self._key_by_page[page] = key
 
-    def clear(self) -> None:
+    def clear_prefix_cache(self) -> None:
         """Empty the prefix cache; referenced pages stay referenced."""
         for page in list(self._page_by_key.values()):
             self._evict(page)
@@ -163,7 +163,7 @@ class PagePool:
             self._key_by_page[page] = None
 
 
-def resumable_pages(
+def num_resumable_pages(
     pool: PagePool, keys: Seq[bytes], page_size: int, windows: Seq[int | None]
 ) -> int:
     """Pages of the longest prefix that a sequence can continue from.
@@ -182,7 +182,7 @@ def resumable_pages(
     for count, key in enumerate(keys, 1):
         complete = True
         for group, window in enumerate(windows):
-            if pool.cached_page_for_key(group_key(key, group)) is None:
+            if pool.cached_page_for_key(page_group_key(key, group)) is None:
                 if window is None:
                     return best
                 first_cached[group] = count

@@ -58,7 +58,7 @@ def apply_presence_penalties(
 _NEG_INF = float("-inf")
 
 
-def history_ids(seq: Sequence) -> list[int]:
+def visible_token_ids(seq: Sequence) -> list[int]:
     """The tokens that the original model sees as ids: no image tokens, of some prompts none."""
     if not seq.request.penalize_prompt:
         return seq.tokens[seq.prompt_len :]
@@ -73,7 +73,9 @@ def history_ids(seq: Sequence) -> list[int]:
 def apply_before_penalties(row: torch.Tensor, seq: Sequence, processors: LogitsProcessors) -> None:
     """Processors that transformers runs before the repetition penalty."""
     _add_sequence_bias(
-        row, history_ids(seq) if processors.depends_on_tokens else [], processors.sequence_bias
+        row,
+        visible_token_ids(seq) if processors.depends_on_past_tokens else [],
+        processors.sequence_bias,
     )
     if processors.encoder_repetition_penalty != 1.0:
         ids = _unique_prompt_ids(seq, row)
@@ -86,8 +88,8 @@ def apply_before_penalties(row: torch.Tensor, seq: Sequence, processors: LogitsP
 def apply_after_penalties(row: torch.Tensor, seq: Sequence, processors: LogitsProcessors) -> None:
     """Processors that transformers runs after the repetition penalty."""
     ends = seq.request.eos_ids
-    if processors.depends_on_tokens:
-        tokens = np.array(history_ids(seq), dtype=np.int64)
+    if processors.depends_on_past_tokens:
+        tokens = np.array(visible_token_ids(seq), dtype=np.int64)
         _ban_ids(row, banned_ngram_ids(tokens, tokens, processors.no_repeat_ngram_size))
         prompt = tokens[: len(tokens) - (len(seq.tokens) - seq.prompt_len)]
         _ban_ids(row, banned_ngram_ids(prompt, tokens, processors.encoder_no_repeat_ngram_size))
@@ -148,7 +150,7 @@ def _num_hidden_prompt_tokens(seq: Sequence) -> int:
 def _unique_prompt_ids(seq: Sequence, row: torch.Tensor) -> torch.Tensor:
     """The distinct ids of the prompt."""
     num_outputs = len(seq.tokens) - seq.prompt_len
-    tokens = history_ids(seq)
+    tokens = visible_token_ids(seq)
     return torch.tensor(
         sorted(set(tokens[: len(tokens) - num_outputs])), dtype=torch.int64, device=row.device
     )

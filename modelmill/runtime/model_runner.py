@@ -21,14 +21,14 @@ from modelmill.core import log
 from modelmill.core.errors import UsageError
 from modelmill.loader.sleepable_memory import SleepableMemory
 from modelmill.nn.forward_hooks import PostHook, PreHook, attach_forward_hooks
-from modelmill.nn.fusion import fuse
+from modelmill.nn.fusion import fuse_model
 from modelmill.nn.kv import KVCache
 from modelmill.nn.recurrent_state import RecurrentStateCache
 from modelmill.nn.step import Step
 from modelmill.ops.cuda_graph import NotCapturable
 from modelmill.ops.registry import Ops
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
-from modelmill.runtime.batch import LogitRows, PackedBatch, Packer
+from modelmill.runtime.batch import BatchPacker, LogitRows, PackedBatch
 from modelmill.runtime.cuda_graphs import (
     CAPTURE_AFTER_USES,
     GREEDY,
@@ -36,7 +36,7 @@ from modelmill.runtime.cuda_graphs import (
     SAMPLED,
     DecodeGraphs,
     GraphLimits,
-    GraphUse,
+    PaddedStepAction,
     PrefillGraphCapturer,
     PrefillGraphs,
 )
@@ -47,17 +47,17 @@ from modelmill.runtime.sequence import Sequence
 from modelmill.runtime.step_results import (
     PendingStep,
     StepForward,
-    StepRows,
-    assign_rows,
-    pool_states,
+    StepLogitRows,
+    assign_logit_rows,
+    sum_pooled_hidden_states,
 )
-from modelmill.runtime.tp_workers import (
+from modelmill.runtime.tp_worker_pool import (
     COPY,
     COPY_STATE,
     FORWARD,
     PADDED_COMMANDS,
     StepCommand,
-    TPWorkers,
+    TPWorkerPool,
 )
 
 _log = log.get_logger(__name__)
@@ -68,7 +68,7 @@ class ModelRunner:
 
     ``decode_graphs`` and ``prefill_graphs`` are None on a CPU and if CUDA graphs are switched off.
     With several ranks, rank 0 launches and sends every step through ``tp_workers`` to the other
-    ranks, where ``tp_worker`` runs it.
+    ranks, where ``tp_worker_process`` runs it.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class ModelRunner:
         model: nn.Module,
         ops: Ops,
         kv: KVCache,
-        packer: Packer,
+        packer: BatchPacker,
         sampler: Sampler,
         max_seqs: int,
         tp_group: TPGroup = SINGLE_RANK,
         *,
-        tp_workers: TPWorkers | None = None,
+        tp_workers: TPWorkerPool | None = None,
         graph_limits: GraphLimits | None = None,
         keep_last_ids: bool = False,
         states: RecurrentStateCache | None = None,
@@ -114,7 +114,7 @@ class ModelRunner:
         # one more than there are rows: index −1, the last one, takes the ids of padding rows
         self.last_ids = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self.device)
         self.hooked = False
-        self.fused_model = fuse(model)
+        self.fused_model = fuse_model(model)
         self.memory = memory
         if memory is not None:
             memory.move_tensors_in([model, self.fused_model])
@@ -165,7 +165,7 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits of a packed batch; ids that are still pending are read from ``last_ids``."""
-        return self.active_model(self._step(batch))
+        return self.active_model(self._make_step(batch))
 
     @torch.inference_mode()
     def hidden_states(
@@ -176,13 +176,13 @@ class ModelRunner:
         Returns:
             Logits of the other rows, and hidden states [num_pooled_rows, H].
         """
-        step = self._step(batch)
+        step = self._make_step(batch)
         x = self.active_model.hidden_states(step)  # type: ignore[operator]
         rest = len(x) - num_pooled_rows
         logits = self.model.head(x[:rest], step) if rest else x[:0]  # type: ignore[operator]
         return logits, x[rest:]
 
-    def _step(self, batch: PackedBatch) -> Step:
+    def _make_step(self, batch: PackedBatch) -> Step:
         if self.memory is not None and self.memory.is_asleep:
             raise UsageError("the engine sleeps; wake it up first")
         views = batch.views
@@ -205,7 +205,7 @@ class ModelRunner:
         return self.forward(batch)
 
     @torch.inference_mode()
-    def run_command(self, command: StepCommand, batch: PackedBatch) -> None:
+    def run_step_command(self, command: StepCommand, batch: PackedBatch) -> None:
         """On ranks above 0: run the step that rank 0 runs after it has sent ``command``."""
         if command.embed_width:
             batch = self._broadcast_embeds(batch, command.embed_width)
@@ -214,13 +214,13 @@ class ModelRunner:
         elif command.command == FORWARD:
             self.forward(batch)
         elif command.command in PADDED_COMMANDS:
-            self._run_padded(batch, command.padded_size, GraphUse(command.command))
+            self._run_padded_batch(batch, command.padded_size, PaddedStepAction(command.command))
         elif self.decode_graphs is not None:
             try:
                 self.decode_graphs.replay(batch, command.command)
             except NotCapturable as error:
                 # rank 0 gets the same error and sends the step again, without graphs
-                self._disable_graphs(error)
+                self._disable_decode_graphs(error)
                 return
         if command.num_kept_ids:
             # the ids come from rank 0: only that rank samples
@@ -257,19 +257,19 @@ class ModelRunner:
         return ids
 
     @torch.inference_mode()
-    def run(self, schedule: Schedule) -> StepForward:
+    def launch_forward(self, schedule: Schedule) -> StepForward:
         """Launch the forward pass of a scheduled step without waiting for it.
 
         A plain decode runs by graph, which samples too unless its logits have to be changed.
         """
         self.copy_pages(schedule.page_copies)
         self.copy_states(schedule.state_copies)
-        rows = assign_rows(schedule)
+        rows = assign_logit_rows(schedule)
         if not schedule.work:
             return StepForward(schedule, rows)
-        sampling = self.sampler.prepare(rows.seqs)
-        if self._can_replay(schedule, rows):
-            replayed = self._replay_graph(schedule, rows, sampling)
+        sampling = self.sampler.prepare_batch(rows.seqs)
+        if self._can_replay_decode_graph(schedule, rows):
+            replayed = self._replay_decode_graph(schedule, rows, sampling)
             if replayed is not None:
                 return replayed
         prefill_pad = self._padded_prefill_size(schedule, rows)
@@ -289,7 +289,7 @@ class ModelRunner:
         return StepForward(schedule, rows, sampling, batch, logits, states=states)
 
     @torch.inference_mode()
-    def sample(self, forward: StepForward) -> PendingStep:
+    def launch_sampling(self, forward: StepForward) -> PendingStep:
         """Launch the sampling of a step and the copies of its results to the host."""
         schedule = forward.schedule
         rows = forward.rows
@@ -300,7 +300,7 @@ class ModelRunner:
         ids = forward.ids
         logits = forward.logits
         n = len(rows.seqs)
-        pooled = [] if forward.states is None else pool_states(rows, forward.states)
+        pooled = [] if forward.states is None else sum_pooled_hidden_states(rows, forward.states)
         logprob_table = None
         if n and ids is None and logits is not None:
             ids = self.sampler.sample(logits[:n], sampling, batch.views.sampling_inputs(n))
@@ -332,7 +332,7 @@ class ModelRunner:
                     self._broadcast_step(batch, graph_output)
                     self.decode_graphs.replay(batch, graph_output)
             except NotCapturable as error:
-                self._disable_graphs(error)
+                self._disable_decode_graphs(error)
                 return
 
     @torch.inference_mode()
@@ -345,7 +345,7 @@ class ModelRunner:
                 batch = self.packer.pack([], LogitRows([0], [-1]), prefill_pad=size)
                 self._forward_padded(batch, size)
 
-    def _disable_graphs(self, error: NotCapturable) -> None:
+    def _disable_decode_graphs(self, error: NotCapturable) -> None:
         _log.warning("decoding without CUDA graphs: %s", error)
         self.decode_graphs = None
 
@@ -353,7 +353,7 @@ class ModelRunner:
         """Copy pages (from, to) in all layers, with their scales, on all ranks."""
         if not page_pairs:
             return
-        pairs = self._broadcast_pairs(COPY, page_pairs).to(self.device)
+        pairs = self._broadcast_copy_pairs(COPY, page_pairs).to(self.device)
         source, target = pairs[:, 0], pairs[:, 1]
         for cache in self.kv.tensors:
             cache[target] = cache[source]
@@ -361,10 +361,10 @@ class ModelRunner:
     def copy_states(self, slot_pairs: list[tuple[int, int]]) -> None:
         """Copy slots of recurrent state (from, to), one after another, on all ranks."""
         if slot_pairs and self.states is not None:
-            self._broadcast_pairs(COPY_STATE, slot_pairs)
+            self._broadcast_copy_pairs(COPY_STATE, slot_pairs)
             self.states.copy_slots(slot_pairs)
 
-    def _broadcast_pairs(self, command: str, pairs: list[tuple[int, int]]) -> torch.Tensor:
+    def _broadcast_copy_pairs(self, command: str, pairs: list[tuple[int, int]]) -> torch.Tensor:
         """Send pairs to the other ranks, if there are any; returns them, [n, 2] int64."""
         out = torch.tensor(pairs, dtype=torch.int64)
         if self.tp_workers is not None:
@@ -393,7 +393,7 @@ class ModelRunner:
         finally:
             self.hooked = was_hooked
 
-    def _can_replay(self, schedule: Schedule, rows: StepRows) -> bool:
+    def _can_replay_decode_graph(self, schedule: Schedule, rows: StepLogitRows) -> bool:
         """Whether the step is a plain decode: one sampled token per sequence and nothing else."""
         work = schedule.work
         if (
@@ -408,8 +408,8 @@ class ModelRunner:
             return False
         return len(work) <= self.decode_graphs.max_seqs
 
-    def _replay_graph(
-        self, schedule: Schedule, rows: StepRows, sampling: SamplingBatch
+    def _replay_decode_graph(
+        self, schedule: Schedule, rows: StepLogitRows, sampling: SamplingBatch
     ) -> StepForward | None:
         """Run a decode step by graph; None, and graphs off, if an op cannot be captured."""
         assert self.decode_graphs is not None
@@ -426,13 +426,13 @@ class ModelRunner:
         try:
             output = self.decode_graphs.replay(batch, graph_output)[:n]
         except NotCapturable as error:
-            self._disable_graphs(error)
+            self._disable_decode_graphs(error)
             return None
         if samples_in_graph:
             return StepForward(schedule, rows, sampling, batch, ids=output)
         return StepForward(schedule, rows, sampling, batch, logits=output)
 
-    def _padded_prefill_size(self, schedule: Schedule, rows: StepRows) -> PaddedSize | None:
+    def _padded_prefill_size(self, schedule: Schedule, rows: StepLogitRows) -> PaddedSize | None:
         """What a step with prompts is padded to, for a prefill graph; None: it is not padded."""
         work = schedule.work
         if (
@@ -455,11 +455,13 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Logits of a padded batch, on all ranks by graph or not."""
         assert self.prefill_graphs is not None
-        use = self.prefill_graphs.next_use(size)
+        use = self.prefill_graphs.choose_step_action(size)
         self._broadcast_step(batch, use.value, num_kept_ids)
-        return self._run_padded(batch, size, use)
+        return self._run_padded_batch(batch, size, use)
 
-    def _run_padded(self, batch: PackedBatch, size: PaddedSize, use: GraphUse) -> torch.Tensor:
+    def _run_padded_batch(
+        self, batch: PackedBatch, size: PaddedSize, use: PaddedStepAction
+    ) -> torch.Tensor:
         assert self.prefill_graphs is not None
         return self.prefill_graphs.run(batch, size, use)
 

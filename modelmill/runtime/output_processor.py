@@ -75,7 +75,7 @@ class OutputProcessor:
         self, seq: Sequence, token: int, top_logprobs: Mapping[int, Logprob] | None
     ) -> TokenOutput:
         """Append a sampled token and end the sequence if this token ends it."""
-        cached = self._count_prompt(seq)
+        cached = self._count_prompt_tokens_once(seq)
         self.output_tokens += 1
         prompt_logprobs = None
         if seq.prompt_logprobs is not None and len(seq.tokens) == seq.prompt_len:
@@ -108,7 +108,7 @@ class OutputProcessor:
             cached,
         )
 
-    def _count_prompt(self, seq: Sequence) -> int:
+    def _count_prompt_tokens_once(self, seq: Sequence) -> int:
         """Count a request's prompt once and return its tokens from the prefix cache.
 
         Later sequences of the request, and preempted ones, find the request's own pages in the
@@ -133,9 +133,9 @@ class OutputProcessor:
 
     def _finish_prompt_only(self, seq: Sequence) -> list[TokenOutput]:
         """Finish a request for zero tokens whose prompt is computed."""
-        cached = self._count_prompt(seq)
+        cached = self._count_prompt_tokens_once(seq)
         events = []
-        embedding = _pooled_state_bytes(seq)
+        embedding = _pooled_hidden_state_bytes(seq)
         for member in [*self.live_sequences.get(seq.request.id, ())]:
             prompt: Any = member.prompt_logprobs
             self.finish_sequence(member, FinishReason.LENGTH)
@@ -158,7 +158,7 @@ class OutputProcessor:
         if isinstance(seq.beam_search, BeamSearch):
             seq.beam_search.finish_early()
             return self._finish_beam_search(seq.beam_search)
-        cached = self._count_prompt(seq)
+        cached = self._count_prompt_tokens_once(seq)
         self.finish_sequence(seq, FinishReason.LENGTH)
         return [
             TokenOutput(
@@ -179,7 +179,7 @@ class OutputProcessor:
         if search.seqs[0].finish_reason is not None:
             return []
         parents = search.seqs
-        self._count_prompt(parents[0])
+        self._count_prompt_tokens_once(parents[0])
         children = search.advance(logits)
         if not children:
             return self._finish_beam_search(search)
@@ -207,7 +207,7 @@ class OutputProcessor:
     def _finish_beam_search(self, search: BeamSearch) -> list[TokenOutput]:
         """End a beam search; returns the n best results, best first."""
         request = search.seqs[0].request
-        cached = self._count_prompt(search.seqs[0])
+        cached = self._count_prompt_tokens_once(search.seqs[0])
         for seq in list(search.seqs):
             self.finish_sequence(seq, FinishReason.STOP)
         events = []
@@ -242,7 +242,7 @@ class OutputProcessor:
             for other in seq.pop_siblings():
                 if other.finish_reason is None:
                     self.scheduler.add(other)
-        self.sampler.forget(seq)
+        self.sampler.drop_sequence_state(seq)
         live = self.live_sequences.get(seq.request.id)
         if live is not None and all(s.finish_reason is not None for s in live):
             del self.live_sequences[seq.request.id]
@@ -254,10 +254,10 @@ class OutputProcessor:
 def _needs_sampled_token(seq: Sequence) -> bool:
     """Whether the host must read a token before the next one can be sampled."""
     processors = seq.logits_processors
-    return seq.guide is not None or (processors is not None and processors.depends_on_tokens)
+    return seq.guide is not None or (processors is not None and processors.depends_on_past_tokens)
 
 
-def _pooled_state_bytes(seq: Sequence) -> bytes | None:
+def _pooled_hidden_state_bytes(seq: Sequence) -> bytes | None:
     """The pooled state of a prompt, if requested: [H] float32, little endian."""
     if not isinstance(seq.pooled_sum, torch.Tensor):
         return None

@@ -16,7 +16,7 @@ import torch
 
 from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.types import Logprob, SamplingParams
-from modelmill.ops.binding import OpBinding
+from modelmill.ops.bound_op import CachedOpBinding
 from modelmill.ops.registry import Ops
 from modelmill.ops.sample import SampleInputs
 from modelmill.runtime import logits_processors
@@ -106,7 +106,7 @@ class SamplingBatch:
         if self.seeds is None:
             return None
         # noise depends on (seed, length) only: the same in any batch and after a preemption
-        noise = uniform(self.seeds, np.array([s.length for s in self.seqs]))
+        noise = uniform_random_numbers(self.seeds, np.array([s.length for s in self.seqs]))
         return {**self.sampling_arrays, "noise": noise}
 
 
@@ -125,7 +125,7 @@ class TokenCounts:
         self._slot: dict[Sequence, int] = {}
         self._free: list[int] = []
 
-    def slot_for(self, seq: Sequence) -> int:
+    def get_or_fill_slot(self, seq: Sequence) -> int:
         """The sequence's slot, filled from its tokens when it is new."""
         slot = self._slot.get(seq)
         if slot is not None:
@@ -136,7 +136,7 @@ class TokenCounts:
         self.counts[slot] = 0
         self.token_mask[slot] = False
         history = torch.tensor(
-            logits_processors.history_ids(seq), dtype=torch.int64, device=self.counts.device
+            logits_processors.visible_token_ids(seq), dtype=torch.int64, device=self.counts.device
         )
         self.token_mask[slot, history] = True
         outputs = torch.tensor(
@@ -148,13 +148,13 @@ class TokenCounts:
             )
         return slot
 
-    def free(self, seq: Sequence) -> None:
+    def free_slot(self, seq: Sequence) -> None:
         """Free the slot of an ended sequence."""
         slot = self._slot.pop(seq, None)
         if slot is not None:
             self._free.append(slot)
 
-    def add(self, slots: torch.Tensor, ids: torch.Tensor) -> None:
+    def count_tokens(self, slots: torch.Tensor, ids: torch.Tensor) -> None:
         """Count one more token in each slot."""
         self.token_mask[slots, ids] = True
         self.counts[slots, ids] += 1
@@ -174,13 +174,13 @@ class Sampler:
 
     def __init__(self, vocab: int, device: str, ops: Ops) -> None:
         self.ops = ops
-        self._argmax = OpBinding()
+        self._argmax = CachedOpBinding()
         self.vocab = vocab
         self.device = torch.device(device)
         self.token_counts = TokenCounts(vocab, self.device)
         self._batch: SamplingBatch | None = None
 
-    def prepare(self, seqs: list[Sequence]) -> SamplingBatch:
+    def prepare_batch(self, seqs: list[Sequence]) -> SamplingBatch:
         """The SamplingBatch of these sequences, one per row; the last one if nothing changed."""
         below_min_tokens = tuple(s.num_outputs < (s.request.params.min_tokens or 0) for s in seqs)
         last = self._batch
@@ -193,9 +193,9 @@ class Sampler:
         """Use other ops from now on."""
         self.ops = ops
 
-    def forget(self, seq: Sequence) -> None:
+    def drop_sequence_state(self, seq: Sequence) -> None:
         """Drop the state of an ended sequence."""
-        self.token_counts.free(seq)
+        self.token_counts.free_slot(seq)
         if self._batch is not None and seq in self._batch.seqs:
             self._batch = None
 
@@ -215,7 +215,7 @@ class Sampler:
         ids = self.select_ids(self._process_logits(logits, batch), None if batch.greedy else inputs)
         penalties = batch.changes.penalties
         if penalties is not None:
-            self.token_counts.add(penalties.slots, ids[penalties.rows])
+            self.token_counts.count_tokens(penalties.slots, ids[penalties.rows])
         return ids
 
     def select_ids(
@@ -317,13 +317,13 @@ class Sampler:
         return LogitChanges(bias, penalties, banned, guided, guided_rows, processors)
 
     def _penalty_rows(self, seqs: list[Sequence]) -> PenaltyRows | None:
-        counted = [i for i, s in enumerate(seqs) if _needs_counts(s.request.params)]
+        counted = [i for i, s in enumerate(seqs) if _needs_token_counts(s.request.params)]
         if not counted:
             return None
         params = [seqs[i].request.params for i in counted]
         repetition = presence = frequency = None
         rows = self._int_tensor(counted)
-        slots = self._int_tensor([self.token_counts.slot_for(seqs[i]) for i in counted])
+        slots = self._int_tensor([self.token_counts.get_or_fill_slot(seqs[i]) for i in counted])
         if any(_repetition_penalty(p) != 1.0 for p in params):
             repetition = self._float_tensor([_repetition_penalty(p) for p in params])[:, None]
         if any(p.presence_penalty or p.frequency_penalty for p in params):
@@ -369,7 +369,7 @@ def _repetition_penalty(params: SamplingParams) -> float:
     return 1.0 if params.repetition_penalty is None else params.repetition_penalty
 
 
-def _needs_counts(params: SamplingParams) -> bool:
+def _needs_token_counts(params: SamplingParams) -> bool:
     return bool(
         _repetition_penalty(params) != 1.0 or params.presence_penalty or params.frequency_penalty
     )
@@ -422,7 +422,7 @@ def splitmix64(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def uniform_random_numbers(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Uniform numbers in [0, 1): [B] float64 with 53 random bits.
 
     Args:

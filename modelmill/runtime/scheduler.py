@@ -19,20 +19,26 @@ from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-from modelmill.core.page_groups import sum_by_window
-from modelmill.core.types import POOL_MEAN
-from modelmill.core.window_pages import (
+from modelmill.core.kv_page_counts import (
     first_page_in_use,
     max_pages_between_steps,
-    max_pages_in_groups,
-    max_pages_in_use,
-    max_pages_of_step,
+    max_sequence_pages,
+    max_sequence_pages_in_groups,
+    max_step_pages,
 )
-from modelmill.runtime.admission import peak_pages, similar_lengths
-from modelmill.runtime.chunked_prefill import AdaptiveChunk
-from modelmill.runtime.kv_pages import NO_PAGE, PagePool, PageTables, group_key, resumable_pages
+from modelmill.core.page_groups import sum_counts_by_window
+from modelmill.core.types import POOL_MEAN
+from modelmill.runtime.admission import have_similar_output_limits, peak_pages
+from modelmill.runtime.chunked_prefill import AdaptiveChunkSize
+from modelmill.runtime.kv_pages import (
+    NO_PAGE,
+    PagePool,
+    PageTables,
+    num_resumable_pages,
+    page_group_key,
+)
 from modelmill.runtime.sequence import Sequence
-from modelmill.runtime.state_slots import StateSlots
+from modelmill.runtime.state_snapshots import StateSnapshotCache
 
 # prompt tokens that may always join a step: a multiple of the GEMM tile height
 MIN_CHUNK_TOKENS = 128
@@ -81,18 +87,18 @@ class SchedulerLimits:
 
     def max_pages_in_use(self, tokens: int) -> int:
         """Most pages that a sequence of ``tokens`` tokens uses at once, in all page groups."""
-        return max_pages_in_groups(tokens, self.page_size, self.windows, self.max_tokens)
+        return max_sequence_pages_in_groups(tokens, self.page_size, self.windows, self.max_tokens)
 
     def max_group_pages_in_use(self, tokens: int, window: int | None) -> int:
         """As ``max_pages_in_use``, in a page group with this window."""
-        return max_pages_in_use(tokens, self.page_size, window, self.max_tokens)
+        return max_sequence_pages(tokens, self.page_size, window, self.max_tokens)
 
     def max_batch_pages(self, count: int, tokens: int) -> int:
         """Most pages that ``count`` sequences of ``tokens`` tokens use together."""
         size = self.page_size
         return sum(
             count * max_pages_between_steps(tokens, size, window)
-            + min(max_pages_of_step(self.max_tokens, size, window), count * -(-tokens // size))
+            + min(max_step_pages(self.max_tokens, size, window), count * -(-tokens // size))
             for window in self.windows
         )
 
@@ -130,7 +136,7 @@ class Schedule:
         """Tokens in the step."""
         return sum(count for _, count in self.work)
 
-    def drop_copies_into(self, pages: Collection[int]) -> None:
+    def drop_page_copies_into(self, pages: Collection[int]) -> None:
         """Do not copy into these pages, which have been released."""
         self.page_copies = [(a, b) for a, b in self.page_copies if b not in pages]
 
@@ -143,7 +149,7 @@ class Scheduler:
         limits: SchedulerLimits,
         pool: PagePool,
         width: int,
-        states: StateSlots | None = None,
+        states: StateSnapshotCache | None = None,
     ) -> None:
         """Start without sequences.
 
@@ -167,7 +173,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.preemptions = 0
         self.step_token_budget = limits.max_tokens
-        self.adaptive_chunk: AdaptiveChunk | None = None
+        self.adaptive_chunk: AdaptiveChunkSize | None = None
         self._num_releases = 0
         # the last sequence that was not admitted, and the number of releases then: until the next
         # one, peak_pages would refuse it again
@@ -206,7 +212,7 @@ class Scheduler:
         if not self._schedule_chunks(chunks, budget, schedule, picked, overlapped):
             self._undo_copy_on_write(schedule)
             return None
-        self._admit(schedule, picked, budget - sum(picked.values()))
+        self._admit_waiting(schedule, picked, budget - sum(picked.values()))
         self._unschedule_incomplete_searches(picked)
         schedule.work = list(picked.items())
         self._schedule_forks(schedule)
@@ -217,7 +223,7 @@ class Scheduler:
                     self.states.plan_snapshot(seq, count)
         # pages that stuck beams use would never be released: nothing else would ever run
         if not schedule.work and not schedule.out_of_pages and self.running and not overlapped:
-            self._end_stuck_beams(schedule)
+            self._end_stuck_beam_search(schedule)
         return schedule
 
     def _schedule_decodes(
@@ -272,7 +278,7 @@ class Scheduler:
                 break
             if seq.table_row < 0 or (seq.pending and seq.length >= seq.max_length):
                 continue
-            count = min(self._runnable_tokens(seq, left), left)
+            count = min(self._num_runnable_tokens(seq, left), left)
             count = self._clip_to_page_boundary(seq, count, picked)
             if count <= 0:
                 continue
@@ -286,7 +292,7 @@ class Scheduler:
 
     def pages_by_window(self) -> dict[str, int]:
         """Pages in use of layers by what they attend to: "all" tokens, or those of a window."""
-        pages = sum_by_window(self.limits.windows, self.pool.num_in_use())
+        pages = sum_counts_by_window(self.limits.windows, self.pool.num_in_use())
         return {"all" if window is None else str(window): n for window, n in pages.items()}
 
     def set_step_token_budget(self, tokens: int) -> None:
@@ -303,7 +309,7 @@ class Scheduler:
 
         Args:
             max_mixed_tokens: Most tokens of a step that also decodes; None: the chunk size follows
-                measured step times (AdaptiveChunk).
+                measured step times (AdaptiveChunkSize).
             on_gpu: Whether the model runs on a GPU.
             step_sizes: Tokens of a mixed step for which there are CUDA graphs.
         """
@@ -319,16 +325,18 @@ class Scheduler:
         if max_mixed_tokens is None:
             max_tokens = self.limits.max_tokens
             self.adaptive_chunk = (
-                AdaptiveChunk(chunk, max_tokens, initial=GPU_CHUNK_TOKENS, step_sizes=step_sizes)
+                AdaptiveChunkSize(
+                    chunk, max_tokens, initial=GPU_CHUNK_TOKENS, step_sizes=step_sizes
+                )
                 if on_gpu
-                else AdaptiveChunk(chunk, max_tokens)
+                else AdaptiveChunkSize(chunk, max_tokens)
             )
 
     def clear_prefix_cache(self) -> None:
         """Forget all cached prefixes, while no sequence runs."""
-        self.pool.clear()
+        self.pool.clear_prefix_cache()
         if self.states is not None:
-            self.states.clear()
+            self.states.drop_all_snapshots()
 
     def observe_step(self, schedule: Schedule, seconds: float) -> None:
         """Report the duration of a step, which the size of the next chunks follows."""
@@ -337,7 +345,7 @@ class Scheduler:
         if schedule.prefill_unlimited:
             self.adaptive_chunk.observe_prefill(schedule.num_tokens - schedule.num_decodes, seconds)
         else:
-            self.adaptive_chunk.observe(
+            self.adaptive_chunk.observe_decoding_step(
                 schedule.num_decodes, schedule.num_tokens - schedule.num_decodes, seconds
             )
 
@@ -350,8 +358,8 @@ class Scheduler:
 
         There is no limit while a beam search runs, whose beams must run in one step. It is nearly
         lifted while all decodes have just started: requests that arrived together are prefilled
-        together, or the last of them would wait for many small steps. AdaptiveChunk still bounds
-        the duration of such a step.
+        together, or the last of them would wait for many small steps. AdaptiveChunkSize still
+        bounds the duration of such a step.
         """
         limits, count = self.limits, len(decodes)
         if (limits.max_mixed_tokens is None and self.adaptive_chunk is None) or any(
@@ -377,14 +385,14 @@ class Scheduler:
             least = num_decodes + self.limits.min_chunk_tokens
             return (
                 self.step_token_budget
-                if self._prefill_all_first()
+                if self._should_prefill_all_first()
                 else max(self.limits.max_mixed_tokens or 0, least)
             )
         if not chunks and not self.waiting:
             return self.step_token_budget
-        return num_decodes + self.adaptive_chunk.size_for(num_decodes)
+        return num_decodes + self.adaptive_chunk.next_chunk_tokens(num_decodes)
 
-    def _prefill_all_first(self) -> bool:
+    def _should_prefill_all_first(self) -> bool:
         """Whether to prefill all waiting prompts first, in full steps.
 
         True if all of them can run now and their outputs end at about the same time. Chunks let
@@ -397,9 +405,11 @@ class Scheduler:
         ):
             return False
         need = sum(self.limits.max_pages_in_use(seq.length + 1) for seq in self.waiting)
-        return need <= self.pool.num_available and similar_lengths((*self.running, *self.waiting))
+        return need <= self.pool.num_available and have_similar_output_limits(
+            (*self.running, *self.waiting)
+        )
 
-    def advance(self, schedule: Schedule) -> None:
+    def advance_sequences(self, schedule: Schedule) -> None:
         """Update the sequences after a launch: computed and pending tokens, forks.
 
         The results are not read yet; the next schedule only needs these counts.
@@ -435,10 +445,10 @@ class Scheduler:
         for page in range(seq.num_cached_pages, full):
             key = seq.page_key(page, size)
             for group, pages in enumerate(seq.group_pages):
-                self.pool.add_to_prefix_cache(pages[page], group_key(key, group))
-        seq.note_registered_pages(full)
+                self.pool.add_to_prefix_cache(pages[page], page_group_key(key, group))
+        seq.note_cached_pages(full)
         if self.states is not None:
-            self.states.publish(seq, full * size)
+            self.states.cache_snapshots(seq, full * size)
 
     def free_outside_window(self, seq: Sequence, *, cached_only: bool = False) -> None:
         """Free the pages that no query of the sequence will read again.
@@ -467,14 +477,14 @@ class Scheduler:
         """Take an ended sequence off the queues and release its pages."""
         if seq.table_row >= 0:
             self.running.remove(seq)
-            self._release(seq)
+            self._release_pages_and_row(seq)
         elif seq in self.waiting:
             self.waiting.remove(seq)
 
     def preempt(self, seq: Sequence) -> None:
         """Release the pages of a running sequence and queue it for recomputation."""
         self.running.remove(seq)
-        self._release(seq)
+        self._release_pages_and_row(seq)
         seq.reset_for_recompute()
         self.preemptions += 1
         self.add(seq)
@@ -487,19 +497,19 @@ class Scheduler:
         row = self.tables.alloc_row(*group_pages)
         other.attach_pages(group_pages, row, leader.computed, leader.num_cached_pages)
         if self.states is not None:
-            self.states.fork(leader.table_row, row)
+            self.states.queue_state_copy(leader.table_row, row)
 
-    def _release(self, seq: Sequence) -> None:
+    def _release_pages_and_row(self, seq: Sequence) -> None:
         self._num_releases += 1
         # last pages first, so that the beginnings of prefixes are evicted last
         for page in reversed(seq.pages_in_use):
             self.pool.decref(page)
         if self.states is not None:
-            self.states.release(seq)
+            self.states.free_planned_slots(seq)
         self.tables.free_row(seq.table_row)
         seq.detach_pages()
 
-    def _runnable_tokens(self, seq: Sequence, left: int) -> int:
+    def _num_runnable_tokens(self, seq: Sequence, left: int) -> int:
         """Tokens of a running sequence that the next step may compute.
 
         The last tokens of all beams of a search must run in one step, which compares their logits.
@@ -550,7 +560,7 @@ class Scheduler:
                     continue
                 page = self.pool.alloc(group)
                 while page is None:
-                    if overlapped or not self._preempt_for(seq, schedule, picked):
+                    if overlapped or not self._preempt_latest_for(seq, schedule, picked):
                         return False
                     page = self.pool.alloc(group)
                 if index < len(pages):
@@ -585,7 +595,9 @@ class Scheduler:
             seq.group_pages[group][index] = old
             self.tables.set_page(seq.table_row, index, old, group)
 
-    def _preempt_for(self, seq: Sequence, schedule: Schedule, picked: dict[Sequence, int]) -> bool:
+    def _preempt_latest_for(
+        self, seq: Sequence, schedule: Schedule, picked: dict[Sequence, int]
+    ) -> bool:
         """Preempt the latest arrival to get pages for ``seq``.
 
         Returns False if ``seq`` is that arrival; if it also runs alone, it ends out of pages.
@@ -597,20 +609,20 @@ class Scheduler:
             if len(group) == len(self.running):  # recomputing it alone would run out again
                 schedule.out_of_pages.extend(group)
             else:
-                self._preempt_group(group, schedule, picked)
+                self._preempt_sequences(group, schedule, picked)
             for member in group:
                 picked.pop(member, None)
             return False
-        self._preempt_group(group, schedule, picked)
+        self._preempt_sequences(group, schedule, picked)
         return True
 
-    def _preempt_group(
+    def _preempt_sequences(
         self, group: list[Sequence], schedule: Schedule, picked: dict[Sequence, int]
     ) -> None:
         for member in group:
             picked.pop(member, None)
             # a copy into a released page would overwrite the data of its next owner
-            schedule.drop_copies_into(set(member.pages_in_use))
+            schedule.drop_page_copies_into(set(member.pages_in_use))
             self.preempt(member)
 
     def _beam_group(self, seq: Sequence) -> list[Sequence]:
@@ -619,7 +631,7 @@ class Scheduler:
             return [seq]
         return [s for s in self.running if s.beam_search is seq.beam_search]
 
-    def _admit(self, schedule: Schedule, picked: dict[Sequence, int], left: int) -> None:
+    def _admit_waiting(self, schedule: Schedule, picked: dict[Sequence, int], left: int) -> None:
         """Admit waiting sequences, earliest first, while rows, tokens and pages last."""
         if schedule.out_of_pages:
             return
@@ -627,22 +639,22 @@ class Scheduler:
         while self.waiting and left > 0:
             seq = self.waiting[0]
             # strictly in order: a smaller request behind it would let a large one wait forever
-            if self._num_free_rows() < self._rows_needed(seq):
+            if self._num_free_table_rows() < self._num_table_rows_needed(seq):
                 return
-            cached = self._match_prefix(seq)
+            cached = self._acquire_cached_prefix(seq)
             need = self._pages_needed(seq, cached)
-            if self.running and not self._fits_until_finish(seq, need):
+            if self.running and not self._pages_last_until_finish(seq, need):
                 self._release_prefix(cached)
                 return
             self.waiting.pop(0)
             row, num_cached = self.tables.alloc_row(*cached), len(cached[0])
             seq.attach_pages(cached, row, num_cached * size, num_cached)
             if self.states is not None and num_cached:
-                self.states.restore(seq.page_key(num_cached - 1, size), row)
+                self.states.queue_snapshot_restore(seq.page_key(num_cached - 1, size), row)
             if seq.started_at is None:
                 seq.note_admission(time.perf_counter())
             self.add_running(seq)
-            count = min(self._runnable_tokens(seq, left), left)
+            count = min(self._num_runnable_tokens(seq, left), left)
             count = self._clip_to_page_boundary(seq, count, picked)
             # overlapped=True: a new sequence never preempts one that runs
             if count > 0 and self._reserve_pages(seq, count, schedule, picked, True):
@@ -650,7 +662,7 @@ class Scheduler:
                 left -= count
 
     def _release_prefix(self, cached: list[list[int]]) -> None:
-        """Give back the references of a prefix, last page first, as ``_release`` does."""
+        """Give a prefix's references back, last page first, as ``_release_pages_and_row`` does."""
         for index in range(len(cached[0]) - 1, -1, -1):
             for pages in cached:
                 if pages[index] != NO_PAGE:
@@ -665,7 +677,7 @@ class Scheduler:
             need += min(full, self.limits.max_group_pages_in_use(1 << 62, window) - in_use)
         return need
 
-    def _fits_until_finish(self, seq: Sequence, new_pages: int) -> bool:
+    def _pages_last_until_finish(self, seq: Sequence, new_pages: int) -> bool:
         """Whether the pages last if ``seq`` is admitted, which takes ``new_pages`` at first.
 
         Keeps one page per running sequence free, so that the new one is not preempted at the next
@@ -705,7 +717,7 @@ class Scheduler:
         else:
             insort(self.running, seq, key=lambda s: s.sort_key)
 
-    def _num_free_rows(self) -> int:
+    def _num_free_table_rows(self) -> int:
         """Rows that are neither used nor reserved for the beams of a running search."""
         reserved = 0
         counted: set[int] = set()
@@ -717,7 +729,7 @@ class Scheduler:
                 )
         return self.tables.num_free_rows - reserved
 
-    def _rows_needed(self, seq: Sequence) -> int:
+    def _num_table_rows_needed(self, seq: Sequence) -> int:
         """Rows that admitting ``seq`` takes."""
         if seq.beam_search is None:
             return 1
@@ -728,7 +740,7 @@ class Scheduler:
             else seq.request.params.num_beams
         )
 
-    def _match_prefix(self, seq: Sequence) -> list[list[int]]:
+    def _acquire_cached_prefix(self, seq: Sequence) -> list[list[int]]:
         """Look up the cached pages of the sequence's prefix and take a reference to each.
 
         At least one token is left to compute, for its logits. Returns the pages of each page group.
@@ -741,7 +753,7 @@ class Scheduler:
         ):
             return [[] for _ in self.limits.windows]
         if self._windowed_groups:
-            return self._match_windowed_prefix(seq)
+            return self._acquire_windowed_prefix(seq)
         size = self.limits.page_size
         pages: list[int] = []
         for index in range((len(seq.tokens) - 1) // size):
@@ -754,19 +766,19 @@ class Scheduler:
             pages if self.states is None else self._truncate_to_snapshot(self.states, seq, pages)
         ]
 
-    def _match_windowed_prefix(self, seq: Sequence) -> list[list[int]]:
-        """As ``_match_prefix``, where queries of some layers read no further back than a window.
+    def _acquire_windowed_prefix(self, seq: Sequence) -> list[list[int]]:
+        """As ``_acquire_cached_prefix``, where queries of some layers read only a window.
 
         The longest prefix whose pages inside each group's window are cached; NO_PAGE stands for the
         others.
         """
         size = self.limits.page_size
         keys = [seq.page_key(index, size) for index in range((len(seq.tokens) - 1) // size)]
-        count = resumable_pages(self.pool, keys, size, self.limits.windows)
+        count = num_resumable_pages(self.pool, keys, size, self.limits.windows)
         cached = []
         for group, window in enumerate(self.limits.windows):
             first = self.limits.first_page_in_use(count * size, window)
-            group_keys = (group_key(key, group) for key in keys[first:count])
+            group_keys = (page_group_key(key, group) for key in keys[first:count])
             inside = [self.pool.cached_page_for_key(key) for key in group_keys]
             pages = [page for page in inside if page is not None]
             for page in pages:
@@ -775,11 +787,11 @@ class Scheduler:
         return cached
 
     def _truncate_to_snapshot(
-        self, states: StateSlots, seq: Sequence, pages: list[int]
+        self, states: StateSnapshotCache, seq: Sequence, pages: list[int]
     ) -> list[int]:
         """The cached pages in front of the latest snapshot of the state; releases the others."""
         size = self.limits.page_size
-        count = states.longest_prefix([seq.page_key(i, size) for i in range(len(pages))])
+        count = states.num_pages_before_snapshot([seq.page_key(i, size) for i in range(len(pages))])
         for page in reversed(pages[count:]):
             self.pool.decref(page)
         seq.set_restored_prefix(count * size, len(pages) * size if len(pages) > count else 0)
@@ -807,10 +819,12 @@ class Scheduler:
                 continue
             if not self.needs_sampling(seq):
                 continue
-            rows = max(self._num_free_rows() - sum(len(s) for s in schedule.forks.values()), 0)
+            rows = max(
+                self._num_free_table_rows() - sum(len(s) for s in schedule.forks.values()), 0
+            )
             schedule.forks[seq] = [s for s in seq.siblings if s.finish_reason is None][:rows]
 
-    def _end_stuck_beams(self, schedule: Schedule) -> None:
+    def _end_stuck_beam_search(self, schedule: Schedule) -> None:
         """End a search whose beams use pages but can never all run again, with what it has."""
         if any(s.pending for s in self.running):
             return

@@ -1,4 +1,4 @@
-"""What a request becomes: sequences, each with its tokens, pages, progress and rope keys.
+"""What a request becomes: sequences, each with its tokens, pages, progress and rope frequency ids.
 
 ``check_request`` decides first whether a request can be served. Nothing here needs torch, since the
 server checks requests in its API process.
@@ -17,7 +17,7 @@ from modelmill.core.errors import RequestError
 from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.quoting import quote
 from modelmill.core.types import POOL_LAST, POOL_MEAN, FinishReason, Guide, Request
-from modelmill.runtime.kv_pages import NO_PAGE, page_key, root_key
+from modelmill.runtime.kv_pages import NO_PAGE, page_key, root_page_key
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def check_request(request: Request, limits: RequestLimits) -> np.ndarray:
     params, prompt = request.params, request.prompt
     if not prompt:
         raise RequestError("the prompt is empty; give at least one token")
-    ids = _prompt_ids(prompt)
+    ids = _checked_prompt_ids(prompt)
     if ids is None or ids.min() < 0 or ids.max() >= limits.vocab_size:
         raise RequestError(f"the prompt's token ids must be between 0 and {limits.vocab_size - 1}")
     max_prompt = limits.max_len - (params.max_tokens != 0)
@@ -88,7 +88,7 @@ def check_request(request: Request, limits: RequestLimits) -> np.ndarray:
     return ids
 
 
-def _prompt_ids(prompt: Collection[int]) -> np.ndarray | None:
+def _checked_prompt_ids(prompt: Collection[int]) -> np.ndarray | None:
     """Ids as [T] int64; None if one does not fit into int64."""
     try:
         return np.fromiter(prompt, np.int64, len(prompt))
@@ -104,22 +104,22 @@ class Snapshot(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RopeRule:
-    """How a token gets its rope key (length-dependent RoPE).
+class RopeFrequencyRule:
+    """How a token gets its rope frequency id (length-dependent RoPE).
 
     Attributes:
         rule: "fixed": 0 for all; "prompt": by the prompt's length; "running": an output token's by
             the length up to it.
-        key: The model's ``rope_key``: length → key.
+        key: The model's ``rope_frequency_id``: length → key.
     """
 
     rule: str
     key: Callable[[int], int]
 
     @staticmethod
-    def from_model(model: object) -> RopeRule:
-        """The rule of a model (its ``rope_length_source`` and ``rope_key``)."""
-        return RopeRule(model.rope_length_source, model.rope_key)  # type: ignore[attr-defined]
+    def from_model(model: object) -> RopeFrequencyRule:
+        """The rule of a model (its ``rope_length_source`` and ``rope_frequency_id``)."""
+        return RopeFrequencyRule(model.rope_length_source, model.rope_frequency_id)  # type: ignore[attr-defined]
 
 
 class Sequence:
@@ -172,7 +172,7 @@ class Sequence:
         "prompt_len",
         "prompt_logprobs",
         "request",
-        "root_key",
+        "root_page_key",
         "rope_length_source",
         "seed",
         "siblings",
@@ -189,7 +189,7 @@ class Sequence:
         request: Request,
         index: int,
         arrival: int,
-        rope_length_source: RopeRule,
+        rope_length_source: RopeFrequencyRule,
         ids: np.ndarray | None = None,
         *,
         max_length: int,
@@ -225,7 +225,7 @@ class Sequence:
         self.snapshots: list[Snapshot] = []
         self.snapshot_end = self.branch_end = 0
         self.latest_snapshot: bytes | None = None
-        self.root_key = root_key(model_digest, request.cache_salt)
+        self.root_page_key = root_page_key(model_digest, request.cache_salt)
         self.page_keys: list[bytes] = []
         self.siblings: list[Sequence] = []
         eos = () if request.params.ignore_eos else request.eos_ids
@@ -332,11 +332,11 @@ class Sequence:
             self.snapshots = [each for each in self.snapshots if each not in behind]
         return behind
 
-    def set_latest_snapshot(self, key: bytes | None) -> None:
+    def set_latest_snapshot_key(self, key: bytes | None) -> None:
         """Store the key of the cached snapshot that the next one replaces."""
         self.latest_snapshot = key
 
-    def note_registered_pages(self, count: int) -> None:
+    def note_cached_pages(self, count: int) -> None:
         """Record that the prefix cache knows the first ``count`` pages."""
         self.num_cached_pages = count
 
@@ -403,8 +403,8 @@ class Sequence:
         if num_prompt < len(out):
             out[num_prompt:] = self.tokens[start + num_prompt : start + len(out)]
 
-    def rope_keys(self, start: int, stop: int) -> list[int] | int:
-        """Rope keys of positions start … stop − 1; one integer if all are equal."""
+    def rope_frequency_ids(self, start: int, stop: int) -> list[int] | int:
+        """Rope frequency ids of positions start … stop − 1; one integer if all are equal."""
         rule = self.rope_length_source.rule
         if rule != "running":
             return self.prompt_key
@@ -414,15 +414,17 @@ class Sequence:
         return [self.prompt_key if p < prompt else key(p + 1) for p in range(start, stop)]
 
     def page_key(self, page: int, page_size: int) -> bytes:
-        """The prefix key of a full page: of all tokens, rope keys and embeddings up to its end."""
+        """The prefix key of a full page: of all tokens, rope frequency ids, embeddings up to it."""
         while len(self.page_keys) <= page:
             index = len(self.page_keys)
             start, stop = index * page_size, (index + 1) * page_size
-            keys = self.rope_keys(start, stop)
-            parent = self.page_keys[-1] if self.page_keys else self.root_key
+            keys = self.rope_frequency_ids(start, stop)
+            parent = self.page_keys[-1] if self.page_keys else self.root_page_key
             extra = self._embedding_key(start, stop)
-            rope_keys: Iterable[int] = [keys] if isinstance(keys, int) else keys
-            self.page_keys.append(page_key(parent, self.tokens[start:stop], rope_keys, extra))
+            rope_frequency_ids: Iterable[int] = [keys] if isinstance(keys, int) else keys
+            self.page_keys.append(
+                page_key(parent, self.tokens[start:stop], rope_frequency_ids, extra)
+            )
         return self.page_keys[page]
 
     def _embedding_key(self, start: int, stop: int) -> str:
@@ -448,6 +450,6 @@ class Sequence:
             seed=seed,
         )
         other.tokens = list(self.tokens)
-        other.root_key, other.page_keys = self.root_key, list(self.page_keys)
+        other.root_page_key, other.page_keys = self.root_page_key, list(self.page_keys)
         other.beam_search = self.beam_search
         return other

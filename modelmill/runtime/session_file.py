@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from modelmill.core.errors import UsageError
-from modelmill.core.types import EmbeddingSpan
-from modelmill.runtime.session_pages import SessionPages, saved_pages
+from modelmill.core.types import ImageEmbeddingSpan
+from modelmill.runtime.session_pages import SessionPages, pages_to_save
 
 MAGIC = b"modelmill session 1\n"
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -40,7 +40,7 @@ def write_session(path: Path, layout: Mapping[str, Any], session: SessionPages) 
     Raises:
         OSError: it cannot be written.
     """
-    pages = len(_session_pages(session.tokens, layout))
+    pages = len(_saved_session_pages(session.tokens, layout))
     spans = [(each.position, each.length, each.digest) for each in session.spans]
     images = {"images": spans} if spans else {}
     header = json.dumps({**layout, "tokens": session.tokens, "pages": pages, **images})
@@ -88,7 +88,7 @@ def read_session(path: Path, layout: Mapping[str, Any]) -> SessionPages:
         raise _inconsistent_error()
     (length,) = _LENGTH.unpack(content[len(MAGIC) : start].tobytes())
     header = _parse_header(content[start : start + min(length, MAX_HEADER_BYTES)].tobytes())
-    _check_ranks(_num_ranks(header), _num_ranks(layout))
+    _check_rank_count(_num_ranks(header), _num_ranks(layout))
     for key, what in (
         ("engine", "engine"),
         ("page_size", "page size"),
@@ -111,7 +111,7 @@ def _num_ranks(layout: Mapping[str, Any]) -> int:
     return len(sizes)
 
 
-def _check_ranks(saved: int, current: int) -> None:
+def _check_rank_count(saved: int, current: int) -> None:
     """Raise UsageError if a session of so many ranks is not for this engine core."""
     if saved != current:
         raise UsageError(
@@ -144,7 +144,7 @@ def _split_into_pages(
         sizes = [_page_bytes(shape, dtype) for shape, dtype in layout["tensors"]]
     state_bytes = layout.get("state_bytes", 0)
     whole = len(tokens) % layout["page_size"] == 0
-    places = _session_pages(tokens, layout)
+    places = _saved_session_pages(tokens, layout)
     if not whole or count != len(places) or len(body) != count * sum(sizes) + state_bytes:
         raise _inconsistent_error()
     data, start = [], 0
@@ -155,7 +155,7 @@ def _split_into_pages(
     return SessionPages(tuple(tokens), tuple(data), state, _parse_spans(header, len(tokens)))
 
 
-def _parse_spans(header: Mapping[str, Any], num_tokens: int) -> tuple[EmbeddingSpan, ...]:
+def _parse_spans(header: Mapping[str, Any], num_tokens: int) -> tuple[ImageEmbeddingSpan, ...]:
     """The ranges of images; the last one may reach beyond the tokens."""
     spans = header.get("images", [])
     if not isinstance(spans, list):
@@ -165,12 +165,12 @@ def _parse_spans(header: Mapping[str, Any], num_tokens: int) -> tuple[EmbeddingS
             raise _inconsistent_error()
         if not (0 <= each[0] < num_tokens and each[1] > 0 and each[2].isascii()):
             raise _inconsistent_error()
-    return tuple(EmbeddingSpan(*each) for each in spans)
+    return tuple(ImageEmbeddingSpan(*each) for each in spans)
 
 
-def _session_pages(tokens: Sequence[int], layout: Mapping[str, Any]) -> list[tuple[int, int]]:
+def _saved_session_pages(tokens: Sequence[int], layout: Mapping[str, Any]) -> list[tuple[int, int]]:
     page_size, windows = layout["page_size"], tuple(layout.get("windows", (None,)))
-    return saved_pages(len(tokens) // page_size, page_size, windows)
+    return pages_to_save(len(tokens) // page_size, page_size, windows)
 
 
 def _page_bytes(shape: list[int], dtype: str) -> int:

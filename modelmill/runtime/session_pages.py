@@ -14,11 +14,11 @@ import torch
 
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.errors import CapacityError, UsageError
-from modelmill.core.types import EmbeddingSpan
-from modelmill.core.window_pages import first_page_in_use
+from modelmill.core.kv_page_counts import first_page_in_use
+from modelmill.core.types import ImageEmbeddingSpan
 from modelmill.runtime.engine_core import EngineCore
-from modelmill.runtime.kv_pages import group_key, resumable_pages
-from modelmill.runtime.session_ranks import (
+from modelmill.runtime.kv_pages import num_resumable_pages, page_group_key
+from modelmill.runtime.session_rank_transfer import (
     RankSizes,
     gather_pages,
     gather_sizes,
@@ -37,7 +37,7 @@ class SessionPages:
     Attributes:
         tokens: of the prefix; they fill the pages.
         data: of each tensor of the KV cache [pages, bytes of a page] uint8; the pages of one page
-            group after another, as of ``saved_pages``. Of several ranks: of each rank, with its
+            group after another, as of ``pages_to_save``. Of several ranks: of each rank, with its
             tensors side by side.
         state: recurrent state behind the last token [bytes of a slot] uint8, of one rank after
             another; None: the model has none.
@@ -47,7 +47,7 @@ class SessionPages:
     tokens: tuple[int, ...]
     data: tuple[np.ndarray, ...]
     state: np.ndarray | None = None
-    spans: tuple[EmbeddingSpan, ...] = ()
+    spans: tuple[ImageEmbeddingSpan, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -98,7 +98,7 @@ def _group_windows(core: EngineCore) -> Windows:
     return windows if len(windows) > 1 else (None,)
 
 
-def saved_pages(count: int, page_size: int, windows: Windows) -> list[tuple[int, int]]:
+def pages_to_save(count: int, page_size: int, windows: Windows) -> list[tuple[int, int]]:
     """The pages that a session of ``count`` pages of tokens keeps: (page group, page), in order.
 
     Of a group with a window those that the next token reads.
@@ -115,7 +115,7 @@ def export_session(
     tokens: Seq[int],
     cache_salt: str,
     max_bytes: int,
-    spans: Seq[EmbeddingSpan] = (),
+    spans: Seq[ImageEmbeddingSpan] = (),
 ) -> SessionPages:
     """Copy the cached pages of a prefix.
 
@@ -131,12 +131,12 @@ def export_session(
         RankError: another rank has ended.
         CapacityError: the copy would be larger than ``max_bytes``.
     """
-    _check_supported(core)
-    keys = core.input_processor.page_keys(tokens, cache_salt, core.page_size, spans)
+    _check_session_support(core)
+    keys = core.input_processor.prompt_page_keys(tokens, cache_salt, core.page_size, spans)
     pool, windows = core.scheduler.pool, _group_windows(core)
     count = _restorable_pages(core, keys)
-    places = saved_pages(count, core.page_size, windows)
-    cached = [pool.cached_page_for_key(group_key(keys[page], group)) for group, page in places]
+    places = pages_to_save(count, core.page_size, windows)
+    cached = [pool.cached_page_for_key(page_group_key(keys[page], group)) for group, page in places]
     pages = [page for page in cached if page is not None]
     if not count:
         raise UsageError(
@@ -149,8 +149,8 @@ def export_session(
             f"the session takes {format_bytes(nbytes)}, and --session-bytes leaves "
             f"{format_bytes(max(max_bytes, 0))}; delete saved sessions"
         )
-    state = _copy_state(core, keys[count - 1], sizes)
-    data = _copy_pages(core, pages, sizes)
+    state = _copy_state_to_host(core, keys[count - 1], sizes)
+    data = _copy_pages_to_host(core, pages, sizes)
     end = count * core.page_size
     inside = tuple(replace(each, handle=None) for each in spans if each.position < end)
     return SessionPages(tuple(tokens[:end]), data, state, inside)
@@ -164,13 +164,13 @@ def _session_bytes(core: EngineCore, pages: int, sizes: RankSizes | None) -> int
     return pages * core.page_bytes + (0 if states is None else states.buffer.shape[1])
 
 
-def _copy_pages(
+def _copy_pages_to_host(
     core: EngineCore, pages: list[int], sizes: RankSizes | None
 ) -> tuple[np.ndarray, ...]:
     """Pages in RAM, as in ``SessionPages.data``."""
     if sizes is None:
         index = torch.tensor(pages, device=core.device)
-        return tuple(_to_bytes(each[index]) for each in core.model_runner.kv.tensors)
+        return tuple(_pages_as_host_bytes(each[index]) for each in core.model_runner.kv.tensors)
     with core.model_runner.translate_rank_errors():
         return gather_pages(core.model_runner, sizes, pages)
 
@@ -178,19 +178,19 @@ def _copy_pages(
 def _restorable_pages(core: EngineCore, keys: Seq[bytes]) -> int:
     """Pages of the longest prefix whose pages are cached, and the state behind it."""
     pool, states = core.scheduler.pool, core.scheduler.states
-    count = resumable_pages(pool, keys, core.page_size, _group_windows(core))
+    count = num_resumable_pages(pool, keys, core.page_size, _group_windows(core))
     while states is not None and count:
-        with_state = states.longest_prefix(keys[:count])
+        with_state = states.num_pages_before_snapshot(keys[:count])
         if with_state == count:
             break
-        count = resumable_pages(pool, keys[:with_state], core.page_size, _group_windows(core))
+        count = num_resumable_pages(pool, keys[:with_state], core.page_size, _group_windows(core))
     return count
 
 
-def _copy_state(core: EngineCore, key: bytes, sizes: RankSizes | None) -> np.ndarray | None:
+def _copy_state_to_host(core: EngineCore, key: bytes, sizes: RankSizes | None) -> np.ndarray | None:
     """The state behind the page with this key, in RAM; None if the model has none."""
     states, cache = core.scheduler.states, core.model_runner.states
-    slot = None if states is None else states.slot_for_key(key)
+    slot = None if states is None else states.snapshot_slot(key)
     if slot is None or cache is None:
         return None
     if sizes is None:
@@ -215,11 +215,13 @@ def import_session(core: EngineCore, session: SessionPages, cache_salt: str) -> 
         RankError: another rank has ended.
         CapacityError: the free pages, or the slots of recurrent state, are too few.
     """
-    _check_supported(core)
+    _check_session_support(core)
     pool, windows = core.scheduler.pool, _group_windows(core)
-    keys = core.input_processor.page_keys(session.tokens, cache_salt, core.page_size, session.spans)
-    places = saved_pages(len(keys), core.page_size, windows)
-    group_keys = [group_key(keys[page], group) for group, page in places]
+    keys = core.input_processor.prompt_page_keys(
+        session.tokens, cache_salt, core.page_size, session.spans
+    )
+    places = pages_to_save(len(keys), core.page_size, windows)
+    group_keys = [page_group_key(keys[page], group) for group, page in places]
     if sum(pool.cached_page_for_key(key) is None for key in group_keys) > pool.num_available:
         raise CapacityError(
             f"the session needs {len(places)} pages of the KV cache, and {pool.num_available} are "
@@ -256,7 +258,7 @@ def _write_state(core: EngineCore, key: bytes, state: np.ndarray, sizes: RankSiz
     states, cache = core.scheduler.states, core.model_runner.states
     assert states is not None, "the layout of the session says so"
     assert cache is not None, "slots belong to a cache"
-    if states.slot_for_key(key) is not None:
+    if states.snapshot_slot(key) is not None:
         return
     slot = states.add_snapshot(key)
     if slot is None:
@@ -271,7 +273,7 @@ def _write_state(core: EngineCore, key: bytes, state: np.ndarray, sizes: RankSiz
         scatter_state(core.model_runner, sizes, slot, state)
 
 
-def _check_supported(core: EngineCore) -> None:
+def _check_session_support(core: EngineCore) -> None:
     memory = core.model_runner.memory
     if memory is not None and memory.is_asleep:
         raise UsageError("the engine sleeps; wake it up first")
@@ -280,7 +282,7 @@ def _check_supported(core: EngineCore) -> None:
         raise UsageError("this engine has no prefix cache to save sessions from")
 
 
-def _to_bytes(pages: torch.Tensor) -> np.ndarray:
+def _pages_as_host_bytes(pages: torch.Tensor) -> np.ndarray:
     """Pages [pages, …] as [pages, bytes] uint8 in RAM."""
     flat = pages.reshape(len(pages), -1).contiguous()
     return flat.view(torch.uint8).cpu().numpy()

@@ -16,7 +16,7 @@ from modelmill.core.types import SleepReport
 from modelmill.loader.sleepable_memory import SleepableMemory
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.model_runner import ModelRunner
-from modelmill.runtime.tp_workers import SLEEP, WAKE_UP, StepCommand
+from modelmill.runtime.tp_worker_pool import SLEEP, WAKE_UP, StepCommand
 
 
 def sleep(core: EngineCore) -> SleepReport:
@@ -37,9 +37,9 @@ def sleep(core: EngineCore) -> SleepReport:
         raise UsageError("the engine has requests; it can sleep once they have ended")
     started = time.perf_counter()
     if not memory.is_asleep:
-        _on_all_ranks(core, SLEEP)
+        _run_on_all_ranks(core, SLEEP)
         core.scheduler.clear_prefix_cache()
-    return _report(core, started)
+    return _make_sleep_report(core, started)
 
 
 def wake_up(core: EngineCore) -> SleepReport:
@@ -53,8 +53,8 @@ def wake_up(core: EngineCore) -> SleepReport:
     memory = _require_sleepable_memory(core)
     started = time.perf_counter()
     if memory.is_asleep:
-        _on_all_ranks(core, WAKE_UP)
-    return _report(core, started)
+        _run_on_all_ranks(core, WAKE_UP)
+    return _make_sleep_report(core, started)
 
 
 def run_sleep_command(runner: ModelRunner, command: str) -> None:
@@ -72,7 +72,7 @@ def _require_sleepable_memory(core: EngineCore) -> SleepableMemory:
     return core.model_runner.memory
 
 
-def _on_all_ranks(core: EngineCore, command: str) -> None:
+def _run_on_all_ranks(core: EngineCore, command: str) -> None:
     runner, workers = core.model_runner, core.model_runner.tp_workers
     if command == SLEEP:
         run_sleep_command(runner, command)  # first: if the host is full, no rank sleeps
@@ -84,12 +84,14 @@ def _on_all_ranks(core: EngineCore, command: str) -> None:
             run_sleep_command(runner, command)
         except CapacityError as error:
             if workers is not None:  # the others are awake
-                workers.fail(f"rank 0 cannot wake up: {error}; open the engine again")
+                workers.fail_and_kill_workers(
+                    f"rank 0 cannot wake up: {error}; open the engine again"
+                )
             raise
     core.ping()  # the others are done, too
 
 
-def _report(core: EngineCore, started: float) -> SleepReport:
+def _make_sleep_report(core: EngineCore, started: float) -> SleepReport:
     runner = core.model_runner
     assert runner.memory is not None, "it was checked"
     seconds, ranks = time.perf_counter() - started, runner.tp_group.size

@@ -25,7 +25,7 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True)
-class PooledStates:
+class PooledHiddenStates:
     """Sum of the hidden states of consecutive prompt tokens, [H] float64.
 
     ``is_first``: the prompt had no earlier ones.
@@ -37,7 +37,7 @@ class PooledStates:
 
 
 @dataclass
-class StepRows:
+class StepLogitRows:
     """The use of each logit row of a step, in order: samples, beams, prompts, hidden states.
 
     Attributes:
@@ -112,7 +112,7 @@ class StepForward:
     """
 
     schedule: Schedule
-    rows: StepRows
+    rows: StepLogitRows
     sampling: SamplingBatch | None = None
     batch: PackedBatch | None = None
     logits: torch.Tensor | None = None
@@ -144,7 +144,7 @@ class PendingStep:
     logprob_table: torch.Tensor | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     beam_logits: list[tuple[object, torch.Tensor]] = field(default_factory=list)
-    pooled_states: list[PooledStates] = field(default_factory=list)
+    pooled_states: list[PooledHiddenStates] = field(default_factory=list)
     computed_after: list[int] = field(default_factory=list)
     ready_event: torch.cuda.Event | None = None
 
@@ -175,9 +175,9 @@ def _copy_to_host(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.to("cpu", non_blocking=True)
 
 
-def assign_rows(schedule: Schedule) -> StepRows:
+def assign_logit_rows(schedule: Schedule) -> StepLogitRows:
     """Assign the logit rows of a scheduled step."""
-    rows = StepRows()
+    rows = StepLogitRows()
     start = 0
     for seq, count in schedule.work:
         computed = seq.computed + count
@@ -202,13 +202,15 @@ def assign_rows(schedule: Schedule) -> StepRows:
     return rows
 
 
-def pool_states(rows: StepRows, states: torch.Tensor) -> list[PooledStates]:
+def sum_pooled_hidden_states(rows: StepLogitRows, states: torch.Tensor) -> list[PooledHiddenStates]:
     """Sum the hidden states of each prompt; ``states``: [n, H], those of all prompts in order."""
     out, start = [], 0
     for seq, _, count in rows.pooled_rows:
         total = torch.sum(states[start : start + count], 0, dtype=torch.float64)
         out.append(
-            PooledStates(seq, total, is_first=seq.computed == 0 or seq.request.pooling != POOL_MEAN)
+            PooledHiddenStates(
+                seq, total, is_first=seq.computed == 0 or seq.request.pooling != POOL_MEAN
+            )
         )
         start += count
     return out

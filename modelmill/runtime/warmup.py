@@ -126,7 +126,7 @@ def warm_up_attention(
         starts = torch.arange(max_seqs + 1, dtype=torch.int32, device=q.device)
         empty = torch.zeros((max_seqs, table_columns), dtype=torch.int32, device=q.device)
         queries = q.new_zeros((max_seqs, *q.shape[1:]))
-        for list_cases in registry.specializations(
+        for list_cases in registry.warmup_size_functions(
             "paged_attention", ops.backends["paged_attention"]
         ):
             for batch, context in list_cases(q, k, max_seqs, max_len, inputs.window):
@@ -152,14 +152,14 @@ class GemmRecorder:
 
     def __call__(self, *args: Any) -> torch.Tensor | None:
         """Call the op; the first operands are x and the weight."""
-        x, weight, *rest = _operands(args)
+        x, weight, *rest = _flatten_operands(args)
         kinds = (each if isinstance(each, int) else each is None for each in rest)  # a group size
         key = (x.dtype, weight.shape, weight.dtype, *kinds)
         self.calls.setdefault(key, args)
         return self._run(*args)
 
 
-def _operands(args: tuple[Any, ...]) -> list[Any]:
+def _flatten_operands(args: tuple[Any, ...]) -> list[Any]:
     """The arguments of a call, those put together as inputs one by one."""
     parts = (arg if hasattr(arg, "_fields") else (arg,) for arg in args)
     return list(itertools.chain(*parts))
@@ -185,8 +185,8 @@ def warm_up_gemms(ops: Ops, recorders: Mapping[str, GemmRecorder], max_tokens: i
     jobs: list[Callable[[], object]] = []
     for name, recorder in recorders.items():
         for args in recorder.calls.values():
-            x, weight = _operands(args)[:2]
-            for list_rows in registry.specializations(name, ops.backends[name]):
+            x, weight = _flatten_operands(args)[:2]
+            for list_rows in registry.warmup_size_functions(name, ops.backends[name]):
                 jobs += [
                     partial(_run_gemm, getattr(ops, name), args, rows)
                     for rows in list_rows(x, weight, max_tokens)
@@ -205,7 +205,7 @@ def warm_up_gemms(ops: Ops, recorders: Mapping[str, GemmRecorder], max_tokens: i
 @torch.inference_mode()
 def _run_gemm(run: Callable[..., object], args: tuple[Any, ...], rows: int) -> None:
     """Run a GEMM op on ``rows`` zero rows; row operands become ones, and slots −1 (no store)."""
-    x = _operands(args)[0]
+    x = _flatten_operands(args)[0]
     zeros = x.new_zeros((rows, x.shape[1]))
 
     def resized(arg: Any) -> Any:

@@ -23,8 +23,8 @@ from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.dialects.anthropic_models import ANTHROPIC_VERSION
 from modelmill.serve.dialects.anthropic_schema import CountTokensRequest, MessagesRequest
-from modelmill.serve.dialects.error_form import error_body
-from modelmill.serve.dialects.llama_cpp_schema import InfillRequest, NativeCompletionRequest
+from modelmill.serve.dialects.error_format import error_body
+from modelmill.serve.dialects.llama_cpp_schema import InfillRequest, LlamaCppCompletionRequest
 from modelmill.serve.dialects.ollama_schema import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
@@ -34,8 +34,9 @@ from modelmill.serve.dialects.ollama_schema import (
 )
 from modelmill.serve.embeddings_schema import EmbeddingRequest
 from modelmill.serve.errors import ApiError, invalid_request
+from modelmill.serve.kv_session_schema import RestoreSessionRequest, SaveSessionRequest
 from modelmill.serve.middleware import RequestMiddleware
-from modelmill.serve.model_schema import LoadRequest, ModelRequest, PinRequest
+from modelmill.serve.model_admin_schema import LoadRequest, ModelRequest, PinRequest
 from modelmill.serve.openai_format import Utf8JsonResponse
 from modelmill.serve.openai_models import ErrorResponse
 from modelmill.serve.openapi_models import add_response_schemas
@@ -45,23 +46,22 @@ from modelmill.serve.routes import (
     completions,
     embeddings,
     health,
+    kv_sessions,
     llama_cpp,
     messages,
     models,
     ollama,
     page,
     responses,
-    saved_sessions,
+    saved_kv_sessions,
     scores,
     segment,
-    sessions,
     stored_responses,
     tokenize,
 )
 from modelmill.serve.scoring_schema import RerankRequest, ScoreRequest
-from modelmill.serve.segment_schema import SegmentRequest
+from modelmill.serve.segmentation_schema import SegmentRequest
 from modelmill.serve.service import Service
-from modelmill.serve.session_schema import RestoreSessionRequest, SaveSessionRequest
 from modelmill.serve.strict_models import StrictModel
 from modelmill.serve.tokenize_schema import DetokenizeRequest, TemplateRequest, TokenizeRequest
 from modelmill.serve.validation_errors import summarize_errors
@@ -78,7 +78,7 @@ REQUEST_MODELS: dict[str, type[StrictModel]] = {
     "/v1/segment": SegmentRequest,
     "/v1/rerank": RerankRequest,
     "/v1/score": ScoreRequest,
-    "/completion": NativeCompletionRequest,
+    "/completion": LlamaCppCompletionRequest,
     "/infill": InfillRequest,
     "/api/chat": OllamaChatRequest,
     "/api/generate": OllamaGenerateRequest,
@@ -128,13 +128,14 @@ def make_app(service: Service) -> ASGIApp:
         llama_cpp,
         scores,
         models,
-        sessions,
+        kv_sessions,
         health, completions, chat, responses, messages, ollama, embeddings, tokenize, segment, page,
     )  # fmt: skip
     for module in modules:
         app.include_router(module.router)
     for more in (
-        stored_responses.router, stored_responses.by_id, saved_sessions.router, ollama.listing,
+        stored_responses.router, stored_responses.bodyless_router,
+        saved_kv_sessions.router, ollama.bodyless_router,
     ):  # fmt: skip
         app.include_router(more)
     app.add_route("/openapi.json", _serve_openapi, include_in_schema=False)
@@ -145,7 +146,7 @@ def make_app(service: Service) -> ASGIApp:
     app.add_exception_handler(ClientDisconnect, _handle_disconnect)
     app.add_exception_handler(Exception, _handle_error)
     app.openapi = lambda: _openapi_document(app)  # type: ignore[method-assign]
-    guarded: ASGIApp = RequestMiddleware(_BugLogger(app), service)
+    guarded: ASGIApp = RequestMiddleware(_UnexpectedErrorLogger(app), service)
     if service.limits.allowed_origins:
         guarded = CORSMiddleware(
             guarded,
@@ -175,7 +176,7 @@ def _openapi_document(app: FastAPI) -> dict[str, Any]:
     return app.openapi_schema
 
 
-class _BugLogger:
+class _UnexpectedErrorLogger:
     """Logs unexpected exceptions.
 
     Starlette answers them with our 500 and raises them again; here they are logged and end.
@@ -200,7 +201,7 @@ async def _handle_error(request: Request, error: Exception) -> Response:
     )
     if api_error.status == 500 and isinstance(error, ModelmillError):
         # the message is about this machine or engine, not the request; other exceptions are
-        # logged by _BugLogger
+        # logged by _UnexpectedErrorLogger
         data = {
             "request_id": request.scope.get("modelmill.request_id"),
             "error": type(error).__name__,

@@ -1,7 +1,7 @@
 """Routes that take a JSON body: read, parsed and validated without holding up the event loop.
 
 FastAPI parses and validates on the loop. Here a body of more than a few KB goes to a thread, where
-it is parsed in pieces (``incremental_json``), so that streams and /health go on meanwhile. The
+it is parsed in pieces (``chunked_json_parser``), so that streams and /health go on meanwhile. The
 signature still says what a body is, for the OpenAPI document.
 """
 
@@ -16,11 +16,11 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from modelmill.serve.dialects.error_form import OLLAMA_PREFIX
+from modelmill.serve.chunked_json_parser import BodyError, parse_json
+from modelmill.serve.dialects.error_format import OLLAMA_PREFIX
 from modelmill.serve.errors import invalid_request
-from modelmill.serve.incremental_json import BodyError, parse
 from modelmill.serve.json_scan import JsonLimits
-from modelmill.serve.service import PRIORITY_KEY, TENANT_KEY, Service, tenant_cache_salt
+from modelmill.serve.service import PRIORITY_SCOPE_KEY, TENANT_SCOPE_KEY, Service, tenant_cache_salt
 from modelmill.serve.stream import run_while_connected
 from modelmill.serve.strict_models import StrictModel
 from modelmill.serve.validation_errors import summarize_errors
@@ -39,23 +39,23 @@ class BodyRoute(APIRoute):
         endpoint = self.endpoint
 
         async def handle(request: Request) -> Response:
-            body = await read_body(request, model)
+            body = await read_validated_body(request, model)
             if "cache_salt" in model.model_fields:
-                tenant = request.scope.get(TENANT_KEY, "")
+                tenant = request.scope.get(TENANT_SCOPE_KEY, "")
                 salt = tenant_cache_salt(tenant, cast(Any, body).cache_salt)
                 body = body.model_copy(update={"cache_salt": salt})
             if model.may_omit_model and not cast(Any, body).model:
-                name = request.app.state.service.only_model()
+                name = request.app.state.service.only_model_name()
                 body = body.model_copy(update={"model": name})
             if "priority" in model.model_fields:
-                request.scope[PRIORITY_KEY] = cast(Any, body).priority
+                request.scope[PRIORITY_SCOPE_KEY] = cast(Any, body).priority
             response: Response = await endpoint(body, request)
             return response
 
         return handle
 
 
-async def read_body(request: Request, model: type[S]) -> S:
+async def read_validated_body(request: Request, model: type[S]) -> S:
     """Read and validate the body of a request.
 
     Raises:
@@ -127,7 +127,7 @@ def _parse_large_body(data: bytearray, model: type[S], limits: JsonLimits) -> S:
         ApiError: 400, it is invalid.
     """
     try:
-        raw = parse(data, limits, model.unused)
+        raw = parse_json(data, limits, model.unused)
     except BodyError as error:
         field = error.field if error.field in model.model_fields else None
         subject = f"{field}:" if field else "the request's body"

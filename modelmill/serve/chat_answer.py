@@ -13,50 +13,50 @@ from fastapi import Request
 from starlette.responses import Response
 
 from modelmill.outputs import OutputDelta
-from modelmill.request_state import RequestState
-from modelmill.serve.call_progress import ToolCallProgress, stop_strings
+from modelmill.request_output_state import RequestOutputState
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.openai_format import Utf8JsonResponse
 from modelmill.serve.request_handle import RequestHandle, StreamItem
-from modelmill.serve.routes.chat import AnswerReader
+from modelmill.serve.routes.chat import RememberingAnswerParser
 from modelmill.serve.routes.common import get_service
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
+from modelmill.serve.tool_call_progress import ToolCallProgress, stop_strings
 from modelmill.text.answer_pieces import AnswerPiece, ToolCallDelta
 from modelmill.text_processor import TextProcessor
 
 T = TypeVar("T", covariant=True)
 
 
-class ChatAnswer:
+class ChatAnswerSplitter:
     """Splits the deltas of one choice into pieces; knows why the answer ended."""
 
     def __init__(
-        self, chat: ChatRequest, text_processor: TextProcessor, state: RequestState
+        self, chat: ChatRequest, text_processor: TextProcessor, state: RequestOutputState
     ) -> None:
         """Start one choice; state: the engine's request, which knows how the prompt ends."""
         self._calls = ToolCallProgress(chat, text_processor)
-        self._reader = AnswerReader(chat, text_processor, state)
+        self._reader = RememberingAnswerParser(chat, text_processor, state)
         self._stops = stop_strings(chat)
-        self._may_call = bool(chat.offered_tools)
+        self._may_call_tools = bool(chat.offered_tools)
         self.finish_reason: str | None = None
         """As OpenAI names it: stop, length or tool_calls; None until the end."""
         self.stop_string: str | None = None
         """The stop string of the request that ended the answer."""
 
     @property
-    def may_call(self) -> bool:
+    def may_call_tools(self) -> bool:
         """Whether the answer may have tool calls."""
-        return self._may_call
+        return self._may_call_tools
 
-    def push(self, delta: OutputDelta) -> list[AnswerPiece]:
+    def split_delta(self, delta: OutputDelta) -> list[AnswerPiece]:
         """Return the pieces of a delta, in order."""
         output = delta.output.outputs[delta.index]
         ended = delta.finish_reason is not None
-        pieces = self._reader.read(delta.text, output if ended else None)
+        pieces = self._reader.parse_text(delta.text, output if ended else None)
         pieces = [piece for piece in pieces if piece != ""]
         for piece in pieces:
             if isinstance(piece, ToolCallDelta):
-                self._calls.add(piece)
+                self._calls.add_delta(piece)
         if ended:
             self.finish_reason = self._calls.finish_reason(output, output.finish_reason)
             reason = output.stop_reason
@@ -75,7 +75,7 @@ class AnswerBuilder(Protocol[T]):
         """Return the whole answer."""
 
 
-class StreamedBuilder(EventFormatter, AnswerBuilder[T], Protocol[T]):
+class StreamableAnswerBuilder(EventFormatter, AnswerBuilder[T], Protocol[T]):
     """An answer that is either collected or sent as events."""
 
 
@@ -88,13 +88,13 @@ class AnswerCollector(Generic[T]):
     def __init__(self, handle: RequestHandle, builder: AnswerBuilder[T]) -> None:
         self._handle, self._builder = handle, builder
 
-    async def finish(self) -> T:
+    async def wait_until_finished(self) -> T:
         """Wait until the answer has finished.
 
         Raises:
             ModelmillError: the request failed.
         """
-        while items := await self._handle.fetch():
+        while items := await self._handle.fetch_items():
             self._builder.consume(items)
         return self._builder.response()
 
@@ -103,10 +103,10 @@ class AnswerCollector(Generic[T]):
         self._handle.close()
 
 
-async def stream_or_whole(
+async def streamed_or_whole_response(
     request: Request,
     handle: RequestHandle,
-    builder: StreamedBuilder[Any],
+    builder: StreamableAnswerBuilder[Any],
     *,
     streams: bool,
     large_events: bool = False,

@@ -8,9 +8,9 @@ from pydantic import Field
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32, Grammar, SamplingParams
+from modelmill.serve.compatibility_fields import ignored_field
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS, GenerationFields
-from modelmill.serve.message_keys import ChatMessages
-from modelmill.serve.peer_fields import ignored
+from modelmill.serve.message_cleaning import ChatMessages
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject
 from modelmill.serve.tool_schema import (
     AllowedToolChoice,
@@ -45,7 +45,7 @@ class ChatRequest(GenerationFields):
     parallel_tool_calls: bool | None = None
     modalities: Annotated[list[str], FAIL_FAST] | None = Field(None, max_length=16)
     reasoning_effort: str | None = None
-    verbosity: str | None = ignored("the model writes as it writes")
+    verbosity: str | None = ignored_field("the model writes as it writes")
     # extensions: the prompt ends inside the last message, or without the start of an answer
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
@@ -58,8 +58,8 @@ class ChatRequest(GenerationFields):
 
     def check(self) -> None:
         """Raise RequestError for combinations that are not supported."""
-        self.check_stream()
-        self._check_final_message()
+        self.check_stream_fields()
+        self._check_continue_final_message()
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true")
         names = [tool.name for tool in self.tools or ()]
@@ -76,7 +76,7 @@ class ChatRequest(GenerationFields):
         if self.modalities not in (None, ["text"]):
             raise RequestError('modalities must be ["text"]')
 
-    def _check_final_message(self) -> None:
+    def _check_continue_final_message(self) -> None:
         if not self.continue_final_message:
             return
         if self.add_generation_prompt:
@@ -133,7 +133,7 @@ class ChatRequest(GenerationFields):
         return []
 
     @property
-    def forces_call(self) -> bool:
+    def forces_tool_call(self) -> bool:
         """Whether the output must be a tool call."""
         if isinstance(self.tool_choice, AllowedToolChoice):
             return self.tool_choice.allowed_tools.mode == "required"
@@ -146,7 +146,7 @@ class ChatRequest(GenerationFields):
             RequestError: the fields contradict each other.
         """
         grammar = super().grammar()
-        if not self.forces_call:
+        if not self.forces_tool_call:
             return grammar
         if grammar is not None and self.response_format is None:
             raise RequestError(
@@ -162,7 +162,7 @@ class ChatRequest(GenerationFields):
 
     @property
     def _grammar_field(self) -> str:
-        return "tools" if self.forces_call else super()._grammar_field
+        return "tools" if self.forces_tool_call else super()._grammar_field
 
     def sampling_params(self) -> SamplingParams:
         """Convert to SamplingParams."""
@@ -170,7 +170,7 @@ class ChatRequest(GenerationFields):
             self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         )
         return self.make_sampling_params(
-            max_tokens=self._max_tokens(limit, None),
+            max_tokens=self._resolve_max_tokens(limit, None),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,
         )

@@ -1,6 +1,6 @@
 """Compaction of a conversation: the model's own summary in place of what it said and read.
 
-The user's messages stay as they are. Clients pass the summary on unread (``packed_text``).
+The user's messages stay as they are. Clients pass the summary on unread (``compressed_text``).
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from modelmill.serve.packed_text import pack_text
-from modelmill.serve.response_input_items import listed_item
+from modelmill.serve.compressed_text import compress_text
+from modelmill.serve.response_input_items import fill_item_defaults
 
-PROMPT = (
+SUMMARY_PROMPT = (
     "Summarize the conversation so far for yourself: you will go on with it and see nothing of it "
     "but my messages and this summary. Keep goals, decisions, names, numbers, file paths, results "
     "of tools and open tasks. Write only the summary."
 )
-INTRO = "Summary of the conversation so far:\n"
+SUMMARY_INTRO = "Summary of the conversation so far:\n"
 
 
 def compacted_items(items: Sequence[Any], id: str, summary: str) -> list[dict[str, Any]]:
@@ -29,7 +29,7 @@ def compacted_items(items: Sequence[Any], id: str, summary: str) -> list[dict[st
     """
     suffix = id.partition("_")[2]
     messages = [
-        listed_item(item, f"{suffix}_{index}")
+        fill_item_defaults(item, f"{suffix}_{index}")
         for index, item in enumerate(items)
         if isinstance(item, Mapping)
         and item.get("type", "message") == "message"
@@ -37,5 +37,5 @@ def compacted_items(items: Sequence[Any], id: str, summary: str) -> list[dict[st
     ]
     return [
         *messages,
-        {"type": "compaction", "id": id, "encrypted_content": pack_text(summary)},
+        {"type": "compaction", "id": id, "encrypted_content": compress_text(summary)},
     ]

@@ -42,7 +42,7 @@ class CompletionRequest(GenerationFields):
 
     def check(self) -> None:
         """Raise RequestError for combinations that are not supported."""
-        self.check_stream()
+        self.check_stream_fields()
         if self.suffix is not None and (
             self.echo or not all(isinstance(each, str) for each in self.prompts())
         ):
@@ -54,7 +54,7 @@ class CompletionRequest(GenerationFields):
         """Convert to SamplingParams."""
         prompt_logprobs = self.logprobs if self.echo else self.prompt_logprobs
         return self.make_sampling_params(
-            max_tokens=self._max_tokens(self.max_tokens, 16),
+            max_tokens=self._resolve_max_tokens(self.max_tokens, 16),
             logprobs=self.logprobs,
             prompt_logprobs=prompt_logprobs,
         )

@@ -7,7 +7,7 @@ import contextlib
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.metrics import MetricWrapperBase
 
-from modelmill.serve.segment_client import PREFIX
+from modelmill.serve.segmentation_client import METRIC_PREFIX
 
 
 def make_counter(registry: CollectorRegistry, name: str, text: str, *labels: str) -> Counter:
@@ -22,7 +22,7 @@ def make_counter(registry: CollectorRegistry, name: str, text: str, *labels: str
     Returns:
         The counter, registered.
     """
-    return Counter(PREFIX + name, text, labels, registry=registry)
+    return Counter(METRIC_PREFIX + name, text, labels, registry=registry)
 
 
 def remove_series(metric: MetricWrapperBase, *labels: str) -> None:

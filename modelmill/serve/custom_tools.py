@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from modelmill.text.answer_pieces import ParsedToolCall, ToolCallDelta, function_call_json
+from modelmill.text.answer_pieces import ParsedToolCall, ToolCallDelta, make_openai_tool_call
 
 INPUT_SCHEMA = {
     "type": "object",
@@ -23,7 +23,7 @@ INPUT_SCHEMA = {
 }
 
 
-def custom_input(arguments: str) -> str:
+def parse_custom_input(arguments: str) -> str:
     """The text of a call; of one that was cut off, what is there."""
     try:
         value = from_json(arguments, allow_partial="trailing-strings")
@@ -33,12 +33,12 @@ def custom_input(arguments: str) -> str:
     return text if isinstance(text, str) else ""
 
 
-def call_json(call: ParsedToolCall, custom_tool_names: Collection[str]) -> dict[str, Any]:
+def tool_call_json(call: ParsedToolCall, custom_tool_names: Collection[str]) -> dict[str, Any]:
     """A complete call of a message, as OpenAI writes it."""
     if call.name in custom_tool_names:
-        custom = {"name": call.name, "input": custom_input(call.arguments)}
+        custom = {"name": call.name, "input": parse_custom_input(call.arguments)}
         return {"id": call.id, "type": "custom", "custom": custom}
-    return function_call_json(call.id, call.name, call.arguments)
+    return make_openai_tool_call(call.id, call.name, call.arguments)
 
 
 def as_function_call(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def as_function_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def custom_function_call(id: Any, name: Any, text: Any) -> dict[str, Any]:
     """An earlier call of a custom tool with this text, as the call of its function."""
-    return function_call_json(id, name, json.dumps({"input": text}, ensure_ascii=False))
+    return make_openai_tool_call(id, name, json.dumps({"input": text}, ensure_ascii=False))
 
 
 class ToolCallDeltaFormatter:
@@ -67,7 +67,7 @@ class ToolCallDeltaFormatter:
         out: list[dict[str, Any]] = []
         for part in parts:
             if part.name is not None:
-                out += self._close()
+                out += self._flush_custom_call()
             if part.name in self._custom_names:
                 self._open = part
                 head = {"index": part.index, "id": part.id, "type": "custom"}
@@ -76,10 +76,10 @@ class ToolCallDeltaFormatter:
                 self._arguments.append(part.arguments)
             else:
                 out.append(_function_delta(part))
-        return out + (self._close() if ended else [])
+        return out + (self._flush_custom_call() if ended else [])
 
-    def _close(self) -> list[dict[str, Any]]:
-        call, text = self._open, custom_input("".join(self._arguments))
+    def _flush_custom_call(self) -> list[dict[str, Any]]:
+        call, text = self._open, parse_custom_input("".join(self._arguments))
         self._open, self._arguments = None, []
         if call is None or not text:
             return []
@@ -90,4 +90,4 @@ def _function_delta(part: ToolCallDelta) -> dict[str, Any]:
     """A delta of a function call: the first one has its id and name."""
     if part.name is None:
         return {"index": part.index, "function": {"arguments": part.arguments}}
-    return {"index": part.index, **function_call_json(part.id, part.name, part.arguments)}
+    return {"index": part.index, **make_openai_tool_call(part.id, part.name, part.arguments)}

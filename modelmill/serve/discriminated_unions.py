@@ -1,7 +1,7 @@
 """Discriminated unions in requests: objects whose ``type`` says which model they have.
 
 They are parsed one by one, so that an error names its place and one invalid object ends the work.
-``make_request`` makes the request that one of another API becomes.
+``make_converted_request`` makes the request that one of another API becomes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def parse_object(raw: Any, path: str, model: type[M]) -> M:
     raise RequestError(path + (line.removeprefix(body) if line.startswith(body) else f".{line}"))
 
 
-def make_request(model: type[M], fields: Mapping[str, Any]) -> M:
+def make_converted_request(model: type[M], fields: Mapping[str, Any]) -> M:
     """Make a request of this server's core from the fields of another API's.
 
     Both APIs have limits of their own, so that a valid request may become one that is not.

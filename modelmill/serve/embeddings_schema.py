@@ -9,7 +9,7 @@ from pydantic import Field
 
 from modelmill.core.types import MAX_INT32, POOL_MEAN
 from modelmill.outputs import truncate_and_normalize
-from modelmill.serve.engine_fields import EngineFields
+from modelmill.serve.engine_request_fields import EngineRequestFields
 from modelmill.serve.prompt_fields import TextList, TokenIdLists, TokenIds, list_prompts
 from modelmill.serve.strict_models import ModelName
 
@@ -19,7 +19,7 @@ MAX_OUTPUT_FLOATS = 1 << 21
 """Limit of numbers in one response as text, some 40 MB; base64 may have more."""
 
 
-class EmbeddingRequest(EngineFields):
+class EmbeddingRequest(EngineRequestFields):
     """Request body of POST /v1/embeddings."""
 
     may_omit_model: ClassVar[bool] = True

@@ -17,12 +17,12 @@ from modelmill.core.errors import (
     RequestError,
     UsageError,
 )
-from modelmill.core.types import Stats
-from modelmill.request_state import RequestState
+from modelmill.core.types import EngineStats
+from modelmill.request_output_state import RequestOutputState
 from modelmill.runtime.sequence import RequestLimits, check_request
-from modelmill.serve import budget
+from modelmill.serve import memory_budget
 from modelmill.serve import worker_messages as wire
-from modelmill.serve.access.fair_queue import FairQueue
+from modelmill.serve.access.fair_queue import FairQueueClock
 from modelmill.serve.engine_state import (
     EngineNotReady,
     EngineState,
@@ -31,18 +31,23 @@ from modelmill.serve.engine_state import (
     ServerShuttingDown,
 )
 from modelmill.serve.generation_client import GenerationClient
-from modelmill.serve.metrics import EngineMetrics, SegmentMetrics
+from modelmill.serve.kv_session_client import KvSessionClient
+from modelmill.serve.metrics import EngineMetrics, SegmentationMetrics
 from modelmill.serve.request_handle import RequestHandle, WorkerLost
-from modelmill.serve.segment_client import PendingSegmentation, SegmentClient
-from modelmill.serve.segment_messages import SEGMENTATION, SegmentFailure, SegmentJob, SegmentResult
-from modelmill.serve.session_client import SessionClient
+from modelmill.serve.segmentation_client import PendingSegmentation, SegmentationClient
+from modelmill.serve.segmentation_messages import (
+    SEGMENTATION,
+    SegmentationFailure,
+    SegmentationJob,
+    SegmentationResult,
+)
 from modelmill.serve.sleep_client import SleepClient
 from modelmill.serve.stats_client import StatsClient
 from modelmill.serve.watchdog import Watchdog
 from modelmill.serve.worker_process import WorkerLauncher, WorkerProcess, launch_worker
 from modelmill.text_processor import TextProcessor
 
-MIN_WORKER_SECONDS = 30.0
+MIN_HEALTHY_WORKER_SECONDS = 30.0
 """A worker that lived for fewer seconds counts as a failed start."""
 MAX_FAILED_STARTS = 5
 KILL_TIMEOUT = 30.0
@@ -110,18 +115,18 @@ class EngineClient:
         self._hang_reason = ""  # why the current worker was killed as hung
         self.metrics: EngineMetrics | None = None
         self._preload: asyncio.Task[None] | None = None
-        self.fair_queue = FairQueue()
+        self.fair_queue = FairQueueClock()
         self.generation_client = GenerationClient(
-            name, self._send, self._write, lambda: self.capacity, self.fair_queue
+            name, self._send, self._write, lambda: self.sequence_capacity, self.fair_queue
         )
-        self.session_client = SessionClient(self._send)
+        self.session_client = KvSessionClient(self._send)
         self._sleep_client = SleepClient(self._send)
         self.stats_client = StatsClient(self._send)
-        self.segment_client = SegmentClient(
+        self.segment_client = SegmentationClient(
             name, self._send, lambda id: self._send(wire.AbortRequest(id))
         )
 
-    def set_metrics(self, metrics: EngineMetrics, segment_metrics: SegmentMetrics) -> None:
+    def set_metrics(self, metrics: EngineMetrics, segment_metrics: SegmentationMetrics) -> None:
         """Count requests and tokens in these metrics from now on."""
         self.metrics = metrics
         self.generation_client.set_metrics(metrics)
@@ -196,7 +201,7 @@ class EngineClient:
         if self._text_processor is None and manifest and manifest.engine_type != SEGMENTATION:
             self._text_processor = self._read_text_processor(self.path, manifest.max_model_len)
 
-    def start_preload(self) -> None:
+    def start_text_processor_preload(self) -> None:
         """Read tokenizer and chat template on a thread while the worker loads the weights."""
         self._preload = asyncio.create_task(asyncio.to_thread(self.preload_text_processor))
         # a worker that fails first leaves the error unread, which asyncio would log
@@ -204,8 +209,8 @@ class EngineClient:
 
     def _read_text_processor(self, path: Path, max_model_len: int) -> TextProcessor:
         processor = self._load_text_processor(path, self._open_engine.chat_template)
-        processor.limit_inputs(self._open_engine.max_pixels, max_tokenize_tokens(max_model_len))
-        processor.limit_answer_history(self._open_engine.answer_history_bytes)
+        processor.set_input_limits(self._open_engine.max_pixels, max_tokenize_tokens(max_model_len))
+        processor.reset_answer_history(self._open_engine.answer_history_bytes)
         return processor
 
     @property
@@ -266,7 +271,9 @@ class EngineClient:
         info = self._require_ready()
         if info.engine_type == SEGMENTATION:
             return ()
-        cache = budget.kv_cache_summary(info.device, info.kv_tokens, *self._kv_cache_byte_limits)
+        cache = memory_budget.kv_cache_summary(
+            info.device, info.kv_tokens, *self._kv_cache_byte_limits
+        )
         if not info.experts_by_rank:
             return (cache,)
         return cache, f"experts by rank: {', '.join(map(str, info.experts_by_rank))}"
@@ -295,7 +302,7 @@ class EngineClient:
             )
             raise RequestError(f"model {self.name} {capability}")
 
-    def segment(self, job: SegmentJob) -> PendingSegmentation:
+    def submit_segmentation(self, job: SegmentationJob) -> PendingSegmentation:
         """Queue a segmentation job.
 
         Raises:
@@ -312,7 +319,7 @@ class EngineClient:
         return self.segment_client.submit(job)
 
     @property
-    def capacity(self) -> int:
+    def sequence_capacity(self) -> int:
         """Sequences that may run and wait together."""
         running = 0 if self.engine_info is None else self.engine_info.max_num_seqs
         return self._max_waiting + running
@@ -326,7 +333,7 @@ class EngineClient:
         """
         self.generation_client.check_capacity(num_sequences)
 
-    def encode_requests(self, request_states: Sequence[RequestState]) -> list[bytes]:
+    def encode_requests(self, request_states: Sequence[RequestOutputState]) -> list[bytes]:
         """Encode requests as frames for the worker.
 
         Long prompts take milliseconds: call it on a thread, not on the event loop.
@@ -338,10 +345,10 @@ class EngineClient:
         limits = self.request_limits
         for state in request_states:
             check_request(state.request, limits)
-        return [wire.encode(wire.AddRequest(state.request)) for state in request_states]
+        return [wire.encode_frame(wire.AddRequest(state.request)) for state in request_states]
 
     def submit(
-        self, request_states: Sequence[RequestState], frames: Sequence[bytes] | None = None
+        self, request_states: Sequence[RequestOutputState], frames: Sequence[bytes] | None = None
     ) -> RequestHandle:
         """Queue requests, all or none.
 
@@ -358,14 +365,14 @@ class EngineClient:
         frames = self.encode_requests(request_states) if frames is None else frames
         return self.generation_client.submit(request_states, frames)
 
-    async def stats(self, timeout: float = 1.0) -> Stats | None:
+    async def stats(self, timeout: float = 1.0) -> EngineStats | None:
         """Return counters since the server started and current gauges; None before any report.
 
         A worker that does not reply within ``timeout`` seconds yields its last report.
         """
         if self._writer is not None and self.state is EngineState.READY:
-            await self.stats_client.request(timeout)
-        return self.stats_client.total
+            await self.stats_client.request_report(timeout)
+        return self.stats_client.total_stats
 
     def abort_all(self, reason: str) -> None:
         """End every request with ServerShuttingDown."""
@@ -426,7 +433,7 @@ class EngineClient:
                     break
                 num_failed_starts = (
                     num_failed_starts + 1
-                    if time.monotonic() - started_at < MIN_WORKER_SECONDS
+                    if time.monotonic() - started_at < MIN_HEALTHY_WORKER_SECONDS
                     else 0
                 )
                 if not self._was_ready or num_failed_starts >= MAX_FAILED_STARTS:
@@ -446,7 +453,7 @@ class EngineClient:
         finally:
             self.load_finished.set()
 
-    def reset(self) -> None:
+    def prepare_rerun(self) -> None:
         """Forget how the last ``run`` ended, so that ``run`` can be called again.
 
         What is known about the engine stays; counters continue.
@@ -498,7 +505,7 @@ class EngineClient:
                         with watchdog.paused():
                             await self._on_ready(message)
                     else:
-                        self._handle(message)
+                        self._handle_message(message)
                 # let the tasks that wait for these messages run before the next read
                 await asyncio.sleep(0)
         except ConnectionError:
@@ -584,7 +591,7 @@ class EngineClient:
                 self._is_closing = True
                 self.state = EngineState.FAILED
                 raise ConnectionAbortedError from None
-            if (warning := text_processor.generation_defaults.warning()) is not None:
+            if (warning := text_processor.generation_defaults.unused_warning()) is not None:
                 _log.warning(
                     "generation_config", extra={"data": {"engine": self.name, "reason": warning}}
                 )
@@ -628,25 +635,25 @@ class EngineClient:
     # -- messages
 
     def _send(self, message: wire.Message) -> None:
-        self._write(wire.encode(message))
+        self._write(wire.encode_frame(message))
 
     def _write(self, frame: bytes) -> None:
         if self._writer is not None:
             self._writer.write(frame)
 
-    def _handle(self, message: wire.Message) -> None:
+    def _handle_message(self, message: wire.Message) -> None:
         if isinstance(message, (wire.StepTokens, wire.RequestStarted, wire.RequestRejected)):
-            self.generation_client.handle(message)
+            self.generation_client.handle_message(message)
         elif isinstance(message, wire.StatsReply):
-            self.stats_client.handle(message)
+            self.stats_client.handle_message(message)
         elif isinstance(message, wire.LoadingUpdate):
             self.progress = LoadProgress(message.stage, message.done, message.total)
-        elif isinstance(message, (SegmentResult, SegmentFailure)):
-            self.segment_client.handle(message)
-        elif isinstance(message, wire.SessionReply):
-            self.session_client.handle(message)
+        elif isinstance(message, (SegmentationResult, SegmentationFailure)):
+            self.segment_client.handle_message(message)
+        elif isinstance(message, wire.KvSessionReply):
+            self.session_client.handle_message(message)
         elif isinstance(message, wire.SleepReply):
-            self._sleep_client.handle(message)
+            self._sleep_client.handle_message(message)
         elif isinstance(message, wire.OpenFailed):
             self.error, self.is_usage_error = message.message, message.is_usage_error
 

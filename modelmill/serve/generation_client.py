@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from modelmill.core.errors import GRAMMAR_LOST, CapacityError, RequestError
 from modelmill.core.types import FinishReason, TokenOutput
-from modelmill.request_state import RequestState
-from modelmill.serve.access.fair_queue import FairQueue
+from modelmill.request_output_state import RequestOutputState
+from modelmill.serve.access.fair_queue import FairQueueClock
 from modelmill.serve.engine_state import QueueFull
 from modelmill.serve.metrics import EngineMetrics
 from modelmill.serve.request_handle import RequestHandle
@@ -35,7 +35,7 @@ class GenerationClient:
         send: Callable[[Message], None],
         write: Callable[[bytes], None],
         capacity: Callable[[], int],
-        fair_queue: FairQueue,
+        fair_queue: FairQueueClock,
     ) -> None:
         """Start without a request.
 
@@ -46,7 +46,7 @@ class GenerationClient:
             capacity: sequences that may run and wait together now.
             fair_queue: learns which requests have started.
         """
-        self.active_requests: dict[str, tuple[RequestState, RequestHandle]] = {}
+        self.active_requests: dict[str, tuple[RequestOutputState, RequestHandle]] = {}
         self.num_sequences = 0
         self._name, self._capacity, self._fair_queue = name, capacity, fair_queue
         self._send, self._write = send, write
@@ -76,7 +76,7 @@ class GenerationClient:
             )
 
     def submit(
-        self, request_states: Sequence[RequestState], frames: Sequence[bytes]
+        self, request_states: Sequence[RequestOutputState], frames: Sequence[bytes]
     ) -> RequestHandle:
         """Queue requests, all or none.
 
@@ -106,25 +106,25 @@ class GenerationClient:
         self.active_requests.clear()
         self.num_sequences = 0
 
-    def handle(self, message: StepTokens | RequestStarted | RequestRejected) -> None:
+    def handle_message(self, message: StepTokens | RequestStarted | RequestRejected) -> None:
         """Take a message of the worker."""
         if isinstance(message, StepTokens):
             for token in message.tokens:
                 self.on_token(token)
         elif isinstance(message, RequestStarted):
-            self._on_started(message)
+            self._on_request_started(message)
         else:
-            self._on_rejected(message)
+            self._on_request_rejected(message)
 
-    def _on_started(self, message: RequestStarted) -> None:
+    def _on_request_started(self, message: RequestStarted) -> None:
         if self._metrics is not None:
             self._metrics.observe_queue_time(message.queue_seconds)
         entry = self.active_requests.get(message.id)
         if entry is not None:
-            entry[1].note_start(message.queue_seconds)
-            self._fair_queue.note_start(entry[0].request.virtual_start)
+            entry[1].record_queue_time(message.queue_seconds)
+            self._fair_queue.advance_virtual_time(entry[0].request.virtual_start)
 
-    def _on_rejected(self, message: RequestRejected) -> None:
+    def _on_request_rejected(self, message: RequestRejected) -> None:
         entry = self._remove_request(message.id)
         if entry is not None:
             if self._metrics is not None:
@@ -145,13 +145,13 @@ class GenerationClient:
             handle.fail(error)
 
     def _deliver_token(
-        self, request_state: RequestState, handle: RequestHandle, token: TokenOutput
+        self, request_state: RequestOutputState, handle: RequestHandle, token: TokenOutput
     ) -> None:
         if request_state.output.outputs[token.index].finish_reason is not None:
             # a stop string has ended it; the worker had not received FinishSequence yet
             return
         before = request_state.token_counts(token.index)
-        delta, stopped = request_state.process(token)
+        delta, stopped = request_state.process_token_output(token)
         if self._metrics is not None:
             self._metrics.record_delta(request_state, delta, before)
         if stopped:
@@ -168,7 +168,7 @@ class GenerationClient:
             token.request_id, delta, 1 + len(token.logprobs or ()) + len(token.replayed_ids or ())
         )
 
-    def _remove_request(self, id: str) -> tuple[RequestState, RequestHandle] | None:
+    def _remove_request(self, id: str) -> tuple[RequestOutputState, RequestHandle] | None:
         entry = self.active_requests.pop(id, None)
         if entry is not None:
             self.num_sequences -= entry[0].request.params.n

@@ -10,14 +10,14 @@ from pydantic import Field, PrivateAttr
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32, TOKEN_IDS, Grammar, SamplingParams
-from modelmill.serve.peer_fields import CompatibilityFields
+from modelmill.serve.compatibility_fields import CompatibilityFields
 from modelmill.serve.prompt_fields import TextList, TokenIds
 from modelmill.serve.sampling_schema import SamplingFields, sampling_field
-from modelmill.serve.schema_coercion import usable_grammar
+from modelmill.serve.schema_relaxation import relax_grammar_if_needed
 from modelmill.serve.strict_models import JsonObject, StrictModel
 from modelmill.serve.structured_outputs_schema import ResponseFormat
-from modelmill.text.gbnf import gbnf_grammar
-from modelmill.text.messages import check_json_data
+from modelmill.text.gbnf import gbnf_to_lark_grammar
+from modelmill.text.message_validation import check_json_data
 
 MAX_TOP_LOGPROBS = 20
 MAX_BAD_WORDS = 1024
@@ -102,7 +102,7 @@ class GenerationFields(SamplingFields, CompatibilityFields):
             check_json_data(self.json_schema, "json_schema: the JSON schema")
             grammars["json_schema"] = Grammar("json", json.dumps(self.json_schema))
         if self.grammar_:  # "" is llama.cpp's default
-            grammars["grammar"] = gbnf_grammar(self.grammar_)
+            grammars["grammar"] = gbnf_to_lark_grammar(self.grammar_)
         if self.allowed_token_ids is not None:
             ids = sorted(set(self.allowed_token_ids))
             grammars["allowed_token_ids"] = Grammar(TOKEN_IDS, json.dumps(ids))
@@ -126,7 +126,7 @@ class GenerationFields(SamplingFields, CompatibilityFields):
             )
         if grammar.grammar_type == TOKEN_IDS:
             return grammar
-        usable, reasons = usable_grammar(grammar, self._grammar_field)
+        usable, reasons = relax_grammar_if_needed(grammar, self._grammar_field)
         self.add_warnings(reasons)
         return usable
 
@@ -134,7 +134,7 @@ class GenerationFields(SamplingFields, CompatibilityFields):
         """Record what of the request is not enforced."""
         self._warnings.extend(lines)
 
-    def rename_warnings(self, rename_fields: Callable[[str], str]) -> None:
+    def rename_warning_fields(self, rename_fields: Callable[[str], str]) -> None:
         """Name the fields of another API, whose request became this one."""
         self._warnings[:] = map(rename_fields, self._warnings)
 
@@ -155,7 +155,7 @@ class GenerationFields(SamplingFields, CompatibilityFields):
         present = (name for field, name in names if getattr(self, field) is not None)
         return next(present, "response_format")
 
-    def _max_tokens(self, limit: int | None, default: int | None) -> int | None:
+    def _resolve_max_tokens(self, limit: int | None, default: int | None) -> int | None:
         """The limit of the output: ``limit``, else n_predict, else the default."""
         limits = {"max_tokens", "max_completion_tokens"} & self.model_fields_set
         if self.n_predict is not None and not limits:
@@ -174,7 +174,7 @@ class GenerationFields(SamplingFields, CompatibilityFields):
             self.stream_options and self.stream_options.continuous_usage_stats
         )
 
-    def check_stream(self) -> None:
+    def check_stream_fields(self) -> None:
         """Raise RequestError for stream_options without stream."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only for stream: true")

@@ -15,8 +15,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from modelmill.serve.errors import ApiError
 
-HEADER_BYTES = 32 << 10
-HEADER_SECONDS = 20.0
+MAX_HEADER_BYTES = 32 << 10
+HEADER_TIMEOUT_SECONDS = 20.0
 
 
 class HttpProtocol(H11Protocol):
@@ -25,7 +25,7 @@ class HttpProtocol(H11Protocol):
     _header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timer: a header must arrive within HEADER_SECONDS."""
+        """Start the timer: a header must arrive within HEADER_TIMEOUT_SECONDS."""
         super().connection_made(transport)
         self._start_header_timer()
 
@@ -48,17 +48,19 @@ class HttpProtocol(H11Protocol):
         if is_too_large:
             self._send_error(
                 ApiError(
-                    431, f"the header is larger than {HEADER_BYTES} bytes", code="header_too_large"
+                    431,
+                    f"the header is larger than {MAX_HEADER_BYTES} bytes",
+                    code="header_too_large",
                 )
             )
         else:
             self._send_error(ApiError(400, "this is not an HTTP request"))
 
     def _is_header_too_large(self) -> bool:
-        return len(self.conn.trailing_data[0]) >= HEADER_BYTES
+        return len(self.conn.trailing_data[0]) >= MAX_HEADER_BYTES
 
     def _start_header_timer(self) -> None:
-        self._header_timer = self.loop.call_later(HEADER_SECONDS, self._on_header_timeout)
+        self._header_timer = self.loop.call_later(HEADER_TIMEOUT_SECONDS, self._on_header_timeout)
 
     def _stop_header_timer(self) -> None:
         if self._header_timer is not None:

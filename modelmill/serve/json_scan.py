@@ -13,7 +13,7 @@ import numpy as np
 SLICE_BYTES = 128 << 10
 """Bytes scanned at a time."""
 NONE, OPEN, CLOSE, COMMA, COLON, QUOTE, BACKSLASH = range(7)
-_CLASSES = np.zeros(256, np.uint8)
+_BYTE_CLASSES = np.zeros(256, np.uint8)
 for _chars, _class in (
     (b"{[", OPEN),
     (b"}]", CLOSE),
@@ -22,7 +22,7 @@ for _chars, _class in (
     (b'"', QUOTE),
     (b"\\", BACKSLASH),
 ):
-    _CLASSES[list(_chars)] = _class
+    _BYTE_CLASSES[list(_chars)] = _class
 OBJECT_BYTES = 240
 LIST_BYTES = 96
 STRING_BYTES = 64
@@ -70,7 +70,7 @@ class JsonLimits:
 
 
 @dataclass(frozen=True)
-class Structure:
+class JsonStructure:
     """Structural characters outside strings: brackets, commas and colons.
 
     Attributes:
@@ -84,20 +84,20 @@ class Structure:
     depths: np.ndarray
 
 
-def scan(data: bytes | bytearray, limits: JsonLimits) -> Structure:
+def scan_structure(data: bytes | bytearray, limits: JsonLimits) -> JsonStructure:
     """Find the structure of a JSON text.
 
     Raises:
         JsonLimitExceeded: it exceeds ``limits``.
         InvalidJson: it is not JSON; not every error is found.
     """
-    scanner = _Scanner(data, limits)
+    scanner = _StructureScanner(data, limits)
     for begin in range(0, len(data), SLICE_BYTES):
         scanner.scan_slice(begin)
-    return scanner.finish()
+    return scanner.finish_scan()
 
 
-class _Scanner:
+class _StructureScanner:
     """State between two slices."""
 
     def __init__(self, data: bytes | bytearray, limits: JsonLimits) -> None:
@@ -114,18 +114,22 @@ class _Scanner:
     def scan_slice(self, begin: int) -> None:
         """Scan one slice of the body."""
         raw = self._raw[begin : begin + SLICE_BYTES]
-        classes = _CLASSES[raw]
+        classes = _BYTE_CLASSES[raw]
         positions = np.flatnonzero(classes)
         classes_at = classes[positions]
-        quotes = self._find_quotes(positions, classes_at, len(raw))
+        quotes = self._find_unescaped_quotes(positions, classes_at, len(raw))
         outside = (classes_at >= OPEN) & (classes_at <= COLON)
         positions, classes_at = positions[outside], classes_at[outside]
         # after an odd number of quotes: inside a string
         is_structural = (np.searchsorted(quotes, positions) + self._in_string) % 2 == 0
         self._in_string ^= bool(len(quotes) % 2)
-        self._record(begin, raw, positions[is_structural], classes_at[is_structural], len(quotes))
+        self._record_slice(
+            begin, raw, positions[is_structural], classes_at[is_structural], len(quotes)
+        )
 
-    def _find_quotes(self, positions: np.ndarray, classes: np.ndarray, length: int) -> np.ndarray:
+    def _find_unescaped_quotes(
+        self, positions: np.ndarray, classes: np.ndarray, length: int
+    ) -> np.ndarray:
         """Positions of the quotes that are not escaped."""
         quotes, slashes = positions[classes == QUOTE], positions[classes == BACKSLASH]
         starts_escaped = self._escaped
@@ -144,7 +148,7 @@ class _Scanner:
         self._escaped = bool(len(escaped) and escaped[-1] == length)
         return quotes[~np.isin(quotes, escaped, assume_unique=True)]
 
-    def _record(
+    def _record_slice(
         self,
         begin: int,
         raw: np.ndarray,
@@ -167,13 +171,13 @@ class _Scanner:
         self._memory += STRING_BYTES * max((num_quotes + 1) // 2 - colons, 0)
         self._num_key_names += SHARED_KEYS * objects - colons
         if len(positions):
-            self._check(begin, positions, classes, depths)
+            self._check_limits(begin, positions, classes, depths)
             self._depth = int(depths[-1])
         self._slices.append(
             ((positions + begin).astype(np.uint32), classes, depths.astype(np.int16))
         )
 
-    def _check(
+    def _check_limits(
         self, begin: int, positions: np.ndarray, classes: np.ndarray, depths: np.ndarray
     ) -> None:
         limits, last = self._limits, len(positions)
@@ -198,11 +202,13 @@ class _Scanner:
             raise JsonLimitExceeded(message, keys[int(np.argmax(sizes))])
         self._key, self._last_position = keys[-1], begin + int(positions[-1])
 
-    def finish(self) -> Structure:
+    def finish_scan(self) -> JsonStructure:
         """Check the end and return the whole structure."""
         if self._depth or self._in_string:
             raise InvalidJson("the text ends too early")
         if not self._slices:
-            return Structure(np.empty(0, np.uint32), np.empty(0, np.uint8), np.empty(0, np.int16))
+            return JsonStructure(
+                np.empty(0, np.uint32), np.empty(0, np.uint8), np.empty(0, np.int16)
+            )
         positions, classes, depths = (np.concatenate(parts) for parts in zip(*self._slices))
-        return Structure(positions, classes, depths)
+        return JsonStructure(positions, classes, depths)

@@ -9,13 +9,17 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.metrics import MetricWrapperBase
 
-from modelmill.core.types import FinishReason, Stats
+from modelmill.core.types import EngineStats, FinishReason
 from modelmill.outputs import OutputDelta
-from modelmill.request_state import RequestState
+from modelmill.request_output_state import RequestOutputState
 from modelmill.serve.access.key_limits import KeyMetrics
 from modelmill.serve.catalogue.load_metrics import LoadMetrics
 from modelmill.serve.counters import remove_series
-from modelmill.serve.segment_client import PREFIX, SUBSECOND_BUCKETS, SegmentMetrics
+from modelmill.serve.segmentation_client import (
+    METRIC_PREFIX,
+    SUBSECOND_BUCKETS,
+    SegmentationMetrics,
+)
 
 LATENCY_BUCKETS = (0.001, *SUBSECOND_BUCKETS, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 E2E_LATENCY_BUCKETS = (
@@ -64,7 +68,7 @@ TOKEN_COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
 }
-EMBEDDING_REASON = "embedding"
+EMBEDDING_FINISH_REASON = "embedding"
 """finished_reason of an embedded input: nothing was generated or cut."""
 RESTART_REASONS = ("ended", "hung")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -75,34 +79,40 @@ class ServerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._time_to_first_token = self._histogram(
+        self._time_to_first_token = self._make_histogram(
             "time_to_first_token_seconds", "From the request to its first token.", LATENCY_BUCKETS
         )
-        self._inter_token_latency = self._histogram(
+        self._inter_token_latency = self._make_histogram(
             "inter_token_latency_seconds", "Between two tokens of a sequence.", INTER_TOKEN_BUCKETS
         )
-        self._e2e_latency = self._histogram(
+        self._e2e_latency = self._make_histogram(
             "e2e_request_latency_seconds",
             "From the request to its last token.",
             E2E_LATENCY_BUCKETS,
         )
-        self._queue_time = self._histogram(
+        self._queue_time = self._make_histogram(
             "request_queue_time_seconds", "From the request to its first step.", LATENCY_BUCKETS
         )
-        self.segment = SegmentMetrics(self.registry)
+        self.segment = SegmentationMetrics(self.registry)
         self.loads = LoadMetrics(self.registry)
         self.keys = KeyMetrics(self.registry)
-        self._tokens = {name: self._counter(name, help) for name, help in TOKEN_COUNTERS.items()}
-        self._success = self._counter("request_success", "Finished sequences.", "finished_reason")
-        self._restarts = self._counter("worker_restarts", "Workers that were replaced.", "reason")
-
-    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(
-            PREFIX + name, help, ("model_name",), buckets=buckets, registry=self.registry
+        self._tokens = {
+            name: self._make_counter(name, help) for name, help in TOKEN_COUNTERS.items()
+        }
+        self._success = self._make_counter(
+            "request_success", "Finished sequences.", "finished_reason"
+        )
+        self._restarts = self._make_counter(
+            "worker_restarts", "Workers that were replaced.", "reason"
         )
 
-    def _counter(self, name: str, help: str, *labels: str) -> Counter:
-        return Counter(PREFIX + name, help, ("model_name", *labels), registry=self.registry)
+    def _make_histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(
+            METRIC_PREFIX + name, help, ("model_name",), buckets=buckets, registry=self.registry
+        )
+
+    def _make_counter(self, name: str, help: str, *labels: str) -> Counter:
+        return Counter(METRIC_PREFIX + name, help, ("model_name", *labels), registry=self.registry)
 
     def for_engine(self, model: str) -> EngineMetrics:
         """The metrics of one engine."""
@@ -114,7 +124,7 @@ class ServerMetrics:
             {name: counter.labels(model) for name, counter in self._tokens.items()},
             {
                 reason: self._success.labels(model, reason)
-                for reason in (*FinishReason, EMBEDDING_REASON)
+                for reason in (*FinishReason, EMBEDDING_FINISH_REASON)
             },
             {reason: self._restarts.labels(model, reason) for reason in RESTART_REASONS},
         )
@@ -122,7 +132,7 @@ class ServerMetrics:
     def remove_model(self, model: str) -> None:
         """Show an engine no longer."""
         reasons = {
-            self._success: (*FinishReason, EMBEDDING_REASON),
+            self._success: (*FinishReason, EMBEDDING_FINISH_REASON),
             self._restarts: RESTART_REASONS,
         }
         segment = self.segment
@@ -139,7 +149,7 @@ class ServerMetrics:
         self.loads.remove_model(model)
 
     def render(
-        self, engine_stats: Iterable[tuple[str, Stats]], more: Iterable[Metric] = ()
+        self, engine_stats: Iterable[tuple[str, EngineStats]], more: Iterable[Metric] = ()
     ) -> bytes:
         """Render the page that Prometheus reads.
 
@@ -147,7 +157,7 @@ class ServerMetrics:
             engine_stats: (name, current statistics) of each engine.
             more: further gauges.
         """
-        families = [*_stats_families(engine_stats), *more]
+        families = [*_engine_stats_families(engine_stats), *more]
         return generate_latest(self.registry) + b"".join(
             _render_family(family) for family in families
         )
@@ -176,7 +186,7 @@ class EngineMetrics:
         self._last_token_time: dict[tuple[str, int], float] = {}
 
     def record_delta(
-        self, request_state: RequestState, delta: OutputDelta, before: tuple[int, int, int]
+        self, request_state: RequestOutputState, delta: OutputDelta, before: tuple[int, int, int]
     ) -> None:
         """Record new tokens of a sequence, or its end.
 
@@ -209,11 +219,11 @@ class EngineMetrics:
             self._last_token_time.pop(key, None)
             aborted = delta.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
             embedded = request_state.request.pooling is not None and not aborted
-            self._finished[EMBEDDING_REASON if embedded else delta.finish_reason].inc()
+            self._finished[EMBEDDING_FINISH_REASON if embedded else delta.finish_reason].inc()
             if delta.output.seconds is not None:
                 self._observe_e2e(delta.output.seconds)
 
-    def record_aborted(self, request_state: RequestState, reason: str) -> None:
+    def record_aborted(self, request_state: RequestOutputState, reason: str) -> None:
         """Record the unfinished sequences of a request as ``reason``: "abort" or "error"."""
         for output in request_state.output.outputs:
             if output.finish_reason is None:
@@ -225,7 +235,7 @@ class EngineMetrics:
         self._restarts[reason].inc()
 
 
-def _stats_families(engine_stats: Iterable[tuple[str, Stats]]) -> list[Metric]:
+def _engine_stats_families(engine_stats: Iterable[tuple[str, EngineStats]]) -> list[Metric]:
     engine_stats = list(engine_stats)
     gauges = {
         "num_requests_running": ("Running sequences.", lambda s: s.running),
@@ -236,17 +246,20 @@ def _stats_families(engine_stats: Iterable[tuple[str, Stats]]) -> list[Metric]:
         "kv_cache_usage_perc": ("Share of KV pages in use, 1 is all.", _kv_cache_usage),
         "kv_cache_limit_bytes": (
             "Bytes that the KV cache may take.",
-            _bytes_of("pages"),
+            _pages_to_bytes_reader("pages"),
         ),
         "kv_cache_resident_bytes": (
             "Bytes of the KV cache in memory; on a CPU it grows as it is written.",
-            _bytes_of("touched_pages"),
+            _pages_to_bytes_reader("touched_pages"),
         ),
         "prefix_cache_limit_bytes": (
             "Bytes of the KV cache that cached prefixes may take.",
-            _bytes_of("kept_pages"),
+            _pages_to_bytes_reader("kept_pages"),
         ),
-        "prefix_cache_resident_bytes": ("Bytes of cached prefixes.", _bytes_of("evictable_pages")),
+        "prefix_cache_resident_bytes": (
+            "Bytes of cached prefixes.",
+            _pages_to_bytes_reader("evictable_pages"),
+        ),
         "state_cache_bytes": (
             "Bytes of recurrent states, of running sequences and snapshots; 0 without any.",
             lambda s: s.state_bytes,
@@ -270,16 +283,16 @@ def _stats_families(engine_stats: Iterable[tuple[str, Stats]]) -> list[Metric]:
     families: list[Metric] = [_pages_in_use_family(engine_stats)]
     for family_class, table in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
         for name, (help, read) in table.items():
-            family = family_class(PREFIX + name, help, labels=["model_name"])
+            family = family_class(METRIC_PREFIX + name, help, labels=["model_name"])
             for model, stats in engine_stats:
                 family.add_metric([model], float(read(stats)))
             families.append(family)
     return families
 
 
-def _pages_in_use_family(engine_stats: Iterable[tuple[str, Stats]]) -> Metric:
+def _pages_in_use_family(engine_stats: Iterable[tuple[str, EngineStats]]) -> Metric:
     family = GaugeMetricFamily(
-        PREFIX + "kv_cache_in_use_bytes",
+        METRIC_PREFIX + "kv_cache_in_use_bytes",
         "Bytes of KV pages in use, of layers by the tokens that they attend to: all, or a window.",
         labels=["model_name", "window"],
     )
@@ -289,12 +302,12 @@ def _pages_in_use_family(engine_stats: Iterable[tuple[str, Stats]]) -> Metric:
     return family
 
 
-def _bytes_of(pages: str) -> Callable[[Stats], int]:
+def _pages_to_bytes_reader(pages: str) -> Callable[[EngineStats], int]:
     """A field of the statistics that counts pages, in bytes."""
     return lambda stats: getattr(stats, pages) * stats.page_bytes
 
 
-def _kv_cache_usage(stats: Stats) -> float:
+def _kv_cache_usage(stats: EngineStats) -> float:
     return 1 - stats.free_pages / stats.pages if stats.pages else 0.0
 
 

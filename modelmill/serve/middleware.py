@@ -23,20 +23,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from modelmill.core import log
 from modelmill.serve.access.key_policy import KeyPolicy
 from modelmill.serve.dialects.anthropic_models import ANTHROPIC_VERSION
-from modelmill.serve.dialects.error_form import error_body
+from modelmill.serve.dialects.error_format import error_body
 from modelmill.serve.errors import ApiError
-from modelmill.serve.http_protocol import HEADER_BYTES
+from modelmill.serve.http_protocol import MAX_HEADER_BYTES
 from modelmill.serve.path_aliases import canonical_path
 from modelmill.serve.request_handle import RequestHandle
 from modelmill.serve.routes.page import PAGE_PATHS
 from modelmill.serve.service import (
-    ADMIN_KEY,
-    INTERNAL_KEY,
-    LEASES_KEY,
-    OWNER_KEY,
-    POLICY_KEY,
-    TENANT_KEY,
-    USE_KEY,
+    ACCOUNTING_SCOPE_KEY,
+    ADMIN_SCOPE_KEY,
+    INTERNAL_SCOPE_KEY,
+    LEASES_SCOPE_KEY,
+    OWNER_SCOPE_KEY,
+    POLICY_SCOPE_KEY,
+    TENANT_SCOPE_KEY,
     Service,
     ServiceLimits,
 )
@@ -56,9 +56,11 @@ IMAGE_PATHS = (
     "/tokenize",
 )
 """Paths whose requests may contain images."""
-PATHS_WHILE_DRAINING = (b"/health", b"/ping", b"/metrics", b"/version")
-_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-_HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._~-]+)?\])(?::([0-9]{0,5}))?")
+PATHS_SERVED_WHILE_DRAINING = (b"/health", b"/ping", b"/metrics", b"/version")
+_REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_HOST_PATTERN = re.compile(
+    r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._~-]+)?\])(?::([0-9]{0,5}))?"
+)
 """RFC 9112, 3.2: a name or an address, and an optional port; no other part of a URL."""
 _log = log.get_logger("serve.access")
 
@@ -71,10 +73,10 @@ class RequestMiddleware:
         limits = service.limits
         policies = [
             *limits.key_policies,
-            *_plain_policies("api-key", limits.api_keys),
+            *_unlimited_policies("api-key", limits.api_keys),
         ]
-        self._keys = _by_digest(policies)
-        self._admin_keys = _by_digest(_plain_policies("admin-key", limits.admin_keys))
+        self._keys = _hash_policy_keys(policies)
+        self._admin_keys = _hash_policy_keys(_unlimited_policies("admin-key", limits.admin_keys))
         self._secret = secrets.token_bytes(32)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,7 +89,7 @@ class RequestMiddleware:
             return
         if (path := canonical_path(scope["path"])) != scope["path"]:
             scope = {**scope, "path": path, "raw_path": path.encode()}
-        if INTERNAL_KEY in scope:  # clients cannot set scope keys
+        if INTERNAL_SCOPE_KEY in scope:  # clients cannot set scope keys
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
@@ -95,36 +97,36 @@ class RequestMiddleware:
         context = _RequestContext(scope, headers, send, service.traces)
         service.begin_request()
         try:
-            self._check(scope, headers)
-            body = context.read_body(receive, service.limits)
+            self._admit_request(scope, headers)
+            body = context.make_body_reader(receive, service.limits)
             await self._app(scope, body, context.send)
             if body.error is not None:
                 raise body.error
         except ApiError as error:
             await context.send_error(error)
         finally:
-            for lease in scope.get(LEASES_KEY, ()):
+            for lease in scope.get(LEASES_SCOPE_KEY, ()):
                 lease.release()
-            if USE_KEY in scope:
-                scope[USE_KEY].end()
+            if ACCOUNTING_SCOPE_KEY in scope:
+                scope[ACCOUNTING_SCOPE_KEY].settle_usage()
             service.end_request()
             context.log_request()
 
-    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+    def _admit_request(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Raises ApiError for who may not enter."""
         path = scope.get("raw_path") or scope["path"].encode()
         service = self._service
-        _check_framing(headers)
-        name = _host_name(headers.get(b"host", b"").decode("latin-1"))
+        _check_body_framing(headers)
+        name = _parse_host_name(headers.get(b"host", b"").decode("latin-1"))
         digest = _key_digest(headers)
         admin = _find_policy(digest, self._admin_keys)
         policy = admin or _find_policy(digest, self._keys)
-        scope[ADMIN_KEY] = admin is not None or not (self._admin_keys or self._keys)
+        scope[ADMIN_SCOPE_KEY] = admin is not None or not (self._admin_keys or self._keys)
         if not self._keys:
             self._check_host(name)
         elif policy is not None:
             self._set_tenant(scope, digest)
-            scope[POLICY_KEY] = policy
+            scope[POLICY_SCOPE_KEY] = policy
         elif path not in PUBLIC_PATHS:
             raise ApiError(
                 401,
@@ -135,7 +137,7 @@ class RequestMiddleware:
                 "invalid_api_key",
                 {"WWW-Authenticate": "Bearer"},
             )
-        if service.draining and path not in PATHS_WHILE_DRAINING:
+        if service.draining and path not in PATHS_SERVED_WHILE_DRAINING:
             raise ApiError(
                 503,
                 "the server is shutting down",
@@ -144,9 +146,9 @@ class RequestMiddleware:
                 "draining",
                 {"Retry-After": "5"},
             )
-        if _header_bytes(scope, path) > HEADER_BYTES:
+        if _header_bytes(scope, path) > MAX_HEADER_BYTES:
             raise ApiError(
-                431, f"the header is larger than {HEADER_BYTES} bytes", code="header_too_large"
+                431, f"the header is larger than {MAX_HEADER_BYTES} bytes", code="header_too_large"
             )
         length = headers.get(b"content-length", b"0")
         # Python reads no number of more than 4,300 digits; zeros before it are digits like any
@@ -162,9 +164,9 @@ class RequestMiddleware:
         It is an HMAC of the key with a random secret, so it cannot be guessed.
         """
         owner = hmac.new(self._secret, digest, hashlib.sha256).hexdigest()
-        scope[OWNER_KEY] = owner
+        scope[OWNER_SCOPE_KEY] = owner
         if not self._service.limits.share_cache:
-            scope[TENANT_KEY] = owner
+            scope[TENANT_SCOPE_KEY] = owner
 
     def _check_host(self, name: str) -> None:
         """Reject unknown Host headers on a server without keys.
@@ -183,15 +185,15 @@ class RequestMiddleware:
             ) from None
 
 
-def _plain_policies(prefix: str, keys: Sequence[str]) -> list[KeyPolicy]:
+def _unlimited_policies(prefix: str, keys: Sequence[str]) -> list[KeyPolicy]:
     """Policies of keys without limits."""
     return [
-        KeyPolicy(f"{prefix}-{number}", key, raises_priority=True)
+        KeyPolicy(f"{prefix}-{number}", key, may_raise_priority=True)
         for number, key in enumerate(keys, 1)
     ]
 
 
-def _by_digest(policies: Sequence[KeyPolicy]) -> list[tuple[bytes, KeyPolicy]]:
+def _hash_policy_keys(policies: Sequence[KeyPolicy]) -> list[tuple[bytes, KeyPolicy]]:
     return [(hashlib.sha256(each.key.encode()).digest(), each) for each in policies]
 
 
@@ -218,7 +220,7 @@ def _header_bytes(scope: Scope, path: bytes) -> int:
     return fields + len(path) + len(scope.get("query_string", b""))
 
 
-def _check_framing(headers: dict[bytes, bytes]) -> None:
+def _check_body_framing(headers: dict[bytes, bytes]) -> None:
     """Raise ApiError for a body with two lengths.
 
     A proxy that reads the other length would take the rest of the body for a new request (request
@@ -229,7 +231,7 @@ def _check_framing(headers: dict[bytes, bytes]) -> None:
         raise ApiError(400, message, headers={"Connection": "close"})
 
 
-def _host_name(host: str) -> str:
+def _parse_host_name(host: str) -> str:
     """The name or address of a Host header, in lower case; "" without one.
 
     Raises:
@@ -237,7 +239,7 @@ def _host_name(host: str) -> str:
     """
     if not host:
         return ""
-    match = _HOST.fullmatch(host)
+    match = _HOST_PATTERN.fullmatch(host)
     if match is None or int(match[2] or 0) > 65535:
         raise ApiError(400, "the Host header must be a name or an address, with or without a port",
                        headers={"Connection": "close"})  # fmt: skip
@@ -267,7 +269,7 @@ def _body_limit(scope: Scope, limits: ServiceLimits) -> _BodyLimit:
     return _BodyLimit(limits.max_text_body_bytes, "--max-text-body-bytes")
 
 
-class _BodyReader:
+class _LimitedBodyReader:
     """``receive`` with a size limit and a timeout for the body."""
 
     def __init__(self, receive: Receive, limit: _BodyLimit, timeout: float) -> None:
@@ -305,18 +307,22 @@ class _RequestContext:
         self, scope: Scope, headers: dict[bytes, bytes], send: Send, traces: RequestTracer | None
     ) -> None:
         requested_id = headers.get(b"x-request-id", b"").decode("latin-1")
-        self.id = requested_id if _ID.fullmatch(requested_id) else secrets.token_hex(16)
+        self.id = (
+            requested_id if _REQUEST_ID_PATTERN.fullmatch(requested_id) else secrets.token_hex(16)
+        )
         scope["modelmill.request_id"] = self.id
         self._scope = scope
         self._send = send
         self._started_at = time.perf_counter()
         self._status: int | None = None
         self._headers, self._traces = headers, traces
-        self._body: _BodyReader | None = None
+        self._body: _LimitedBodyReader | None = None
 
-    def read_body(self, receive: Receive, limits: ServiceLimits) -> _BodyReader:
+    def make_body_reader(self, receive: Receive, limits: ServiceLimits) -> _LimitedBodyReader:
         """Begin to read the body, within the limits; its error becomes the response."""
-        self._body = _BodyReader(receive, _body_limit(self._scope, limits), limits.body_timeout)
+        self._body = _LimitedBodyReader(
+            receive, _body_limit(self._scope, limits), limits.body_timeout
+        )
         return self._body
 
     async def send(self, message: Message) -> None:

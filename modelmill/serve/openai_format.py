@@ -11,14 +11,14 @@ from starlette.types import Receive, Scope, Send
 
 from modelmill.core.types import Logprob
 from modelmill.outputs import CompletionOutput
-from modelmill.request_state import RequestState
-from modelmill.serve.json_text import EncodedJson, dump_json, dump_small_json
+from modelmill.request_output_state import RequestOutputState
+from modelmill.serve.chunked_json_serializer import EncodedJson, dump_json, dump_small_json
 from modelmill.text.detokenizer import Detokenizer
-from modelmill.text.tokenizer import Tokenizer
+from modelmill.text.tokenizer_loader import Tokenizer
 
 MIN_LOGPROB = -9999.0
 """Smallest value sent: JSON has no minus infinity."""
-DONE = b"data: [DONE]\n\n"
+DONE_EVENT = b"data: [DONE]\n\n"
 SEND_CHUNK_BYTES = 1 << 20
 """Bytes of a response sent at once."""
 
@@ -29,11 +29,13 @@ def sse_event(value: Mapping[str, Any], name: str = "") -> bytes:
     return head + b"data: " + dump_json(value) + b"\n\n"
 
 
-def end_of_stream(head: Mapping[str, Any], request_states: Iterable[RequestState] | None) -> bytes:
+def format_stream_end(
+    head: Mapping[str, Any], request_states: Iterable[RequestOutputState] | None
+) -> bytes:
     """Format the end of a stream, after an event with the usage of ``request_states`` if given."""
     if request_states is None:
-        return DONE
-    return sse_event({**head, "choices": [], "usage": token_usage(request_states)}) + DONE
+        return DONE_EVENT
+    return sse_event({**head, "choices": [], "usage": token_usage(request_states)}) + DONE_EVENT
 
 
 class ChunkTemplate:
@@ -83,7 +85,7 @@ class Utf8JsonResponse(JSONResponse):
             await asyncio.sleep(0)
 
 
-def token_usage(request_states: Iterable[RequestState]) -> dict[str, Any]:
+def token_usage(request_states: Iterable[RequestOutputState]) -> dict[str, Any]:
     """The usage of the requests of one response."""
     prompt = completion = cached = 0
     for state in request_states:
@@ -140,7 +142,7 @@ class ChatLogprobsFormatter:
     def _format_token(self, id: int, value: Logprob) -> dict[str, Any]:
         data = token_bytes(self._tokenizer, id)
         return {
-            "token": token_as_id(id) if self._as_ids else data.decode("utf-8", "replace"),
+            "token": format_token_id(id) if self._as_ids else data.decode("utf-8", "replace"),
             "logprob": clamp_logprob(value.logprob),
             "bytes": list(data),
         }
@@ -183,14 +185,14 @@ class TextLogprobsFormatter:
             )
         )
 
-    def format_prompt(self, request_state: RequestState) -> dict[str, Any]:
+    def format_prompt(self, request_state: RequestOutputState) -> dict[str, Any]:
         """Format the prompt's tokens; the first one has no logprob."""
         output = request_state.output
         entries = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
-        return self._format_table(
+        return self._format_logprob_table(
             output.prompt_token_ids,
             entries,
-            None if self._detokenizer is None else self._detokenizer.push_prompt,
+            None if self._detokenizer is None else self._detokenizer.push_prompt_token,
         )
 
     def format_next(self, output: CompletionOutput, count: int) -> dict[str, Any] | None:
@@ -202,11 +204,11 @@ class TextLogprobsFormatter:
             output.token_ids[begin : self._num_formatted],
             output.logprobs[begin : self._num_formatted],
         )
-        return self._format_table(
+        return self._format_logprob_table(
             ids, entries, None if self._detokenizer is None else self._detokenizer.push
         )
 
-    def _format_table(
+    def _format_logprob_table(
         self,
         ids: Sequence[int],
         entries: Sequence[Mapping[int, Logprob] | None],
@@ -220,7 +222,7 @@ class TextLogprobsFormatter:
             "text_offset": [],
         }
         for id, entry in zip(ids, entries):
-            out["tokens"].append(self._token(id))
+            out["tokens"].append(self._format_token_text(id))
             out["token_logprobs"].append(
                 None if entry is None else clamp_logprob(entry[id].logprob)
             )
@@ -237,11 +239,11 @@ class TextLogprobsFormatter:
         """
         best: dict[str, float] = {}
         for other, value in [*list(entry.items())[: self._num_top], (id, entry[id])]:
-            best.setdefault(self._token(other), clamp_logprob(value.logprob))
+            best.setdefault(self._format_token_text(other), clamp_logprob(value.logprob))
         return best
 
-    def _token(self, id: int) -> str:
-        return token_as_id(id) if self._as_ids else token_text(self._tokenizer, id)
+    def _format_token_text(self, id: int) -> str:
+        return format_token_id(id) if self._as_ids else token_text(self._tokenizer, id)
 
 
 def concat_logprobs(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -263,7 +265,7 @@ def token_text(tokenizer: Tokenizer | None, id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def token_as_id(id: int) -> str:
+def format_token_id(id: int) -> str:
     """A token as clients name it that need ids instead of text (return_tokens_as_token_ids)."""
     return f"token_id:{id}"
 

@@ -475,7 +475,7 @@ class ScoreResponse(ResponseModel):
     usage: EmbeddingUsage
 
 
-class NativeCompletionResponse(ResponseModel):
+class LlamaCppCompletionResponse(ResponseModel):
     """Response body of POST /completion and /infill."""
 
     index: int

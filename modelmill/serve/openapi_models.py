@@ -17,7 +17,8 @@ from modelmill.serve.dialects.ollama_models import (
     OllamaTagsResponse,
     OllamaVersionResponse,
 )
-from modelmill.serve.model_schema import ModelStateResponse
+from modelmill.serve.kv_session_schema import DeletedSession, SessionList, SessionResponse
+from modelmill.serve.model_admin_schema import ModelStateResponse
 from modelmill.serve.openai_models import (
     ChatCompletionResponse,
     CompactionResponse,
@@ -27,9 +28,9 @@ from modelmill.serve.openai_models import (
     HealthResponse,
     InputItemList,
     InputTokensResponse,
+    LlamaCppCompletionResponse,
     ModelCard,
     ModelList,
-    NativeCompletionResponse,
     PropsResponse,
     RerankResponse,
     ResponsesResponse,
@@ -39,9 +40,8 @@ from modelmill.serve.openai_models import (
     VersionResponse,
 )
 from modelmill.serve.response_model import ResponseModel
-from modelmill.serve.session_schema import DeletedSession, SessionList, SessionResponse
 
-REF = "#/components/schemas/{model}"
+REF_TEMPLATE = "#/components/schemas/{model}"
 RESPONSE_MODELS: dict[str, type[ResponseModel]] = {
     "/health": HealthResponse,
     "/version": VersionResponse,
@@ -68,8 +68,8 @@ RESPONSE_MODELS: dict[str, type[ResponseModel]] = {
     "/v1/responses/{response_id}/input_items": InputItemList,
     "/v1/rerank": RerankResponse,
     "/v1/score": ScoreResponse,
-    "/completion": NativeCompletionResponse,
-    "/infill": NativeCompletionResponse,
+    "/completion": LlamaCppCompletionResponse,
+    "/infill": LlamaCppCompletionResponse,
     "/v1/messages": MessageResponse,
     "/v1/messages/count_tokens": CountTokensResponse,
     "/api/chat": OllamaChatResponse,
@@ -105,7 +105,7 @@ def add_response_schemas(document: dict[str, Any]) -> None:
     """Add the response schemas to an OpenAPI document."""
     models = dict.fromkeys(RESPONSE_MODELS.values())
     schemas_by_model, shared = models_json_schema(
-        [(model, "validation") for model in models], ref_template=REF
+        [(model, "validation") for model in models], ref_template=REF_TEMPLATE
     )
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     new_names = {
@@ -146,5 +146,5 @@ def _rename_refs(schema: Any, new_names: dict[str, str]) -> Any:
     out = {key: _rename_refs(value, new_names) for key, value in schema.items()}
     if isinstance(out.get("$ref"), str):
         name = out["$ref"].rpartition("/")[2]
-        out["$ref"] = REF.format(model=new_names.get(name, name))
+        out["$ref"] = REF_TEMPLATE.format(model=new_names.get(name, name))
     return out

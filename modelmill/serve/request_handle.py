@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from modelmill.core.errors import CapacityError, ModelmillError
 from modelmill.outputs import OutputDelta
-from modelmill.request_state import RequestState
+from modelmill.request_output_state import RequestOutputState
 
 MAX_PENDING_ITEMS = 16384
 """Limit of buffered stream items per request; each logprob entry counts as one more."""
@@ -38,7 +38,7 @@ class RequestHandle:
     """The prompts of one HTTP request; ``close`` aborts those that have not finished."""
 
     def __init__(
-        self, request_states: Sequence[RequestState], abandon: Callable[[Sequence[str]], None]
+        self, request_states: Sequence[RequestOutputState], abandon: Callable[[Sequence[str]], None]
     ) -> None:
         """Track requests until they finish.
 
@@ -57,14 +57,14 @@ class RequestHandle:
         self._error: BaseException | None = None
         self._wake = asyncio.Event()
 
-    def note_start(self, queue_seconds: float) -> None:
+    def record_queue_time(self, queue_seconds: float) -> None:
         """Record how long the first prompt that started has waited."""
         if self.queue_seconds is None:
             self.queue_seconds = queue_seconds
 
     # -- for the route
 
-    async def fetch(self, timeout: float | None = None) -> list[StreamItem]:
+    async def fetch_items(self, timeout: float | None = None) -> list[StreamItem]:
         """Return the items since the last call; wait for at least one; [] once all have finished.
 
         Args:
@@ -85,9 +85,9 @@ class RequestHandle:
         items, self._pending_items, self._pending_weight = self._pending_items, [], 0
         return items
 
-    async def finish(self) -> None:
+    async def wait_until_finished(self) -> None:
         """Wait until all prompts have finished."""
-        while await self.fetch():
+        while await self.fetch_items():
             pass
 
     def token_counts(self) -> dict[str, int | float | None]:

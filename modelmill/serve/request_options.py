@@ -10,14 +10,16 @@ from typing import Any
 from modelmill.core.errors import RequestError
 from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.types import SamplingParams
-from modelmill.request_state import RequestState
+from modelmill.request_output_state import RequestOutputState
 from modelmill.serve.generation_schema import GenerationFields
 from modelmill.serve.openai_format import clamp_logprob, token_text
-from modelmill.text.tokenizer import Tokenizer
+from modelmill.text.tokenizer_loader import Tokenizer
 from modelmill.text_processor import TextProcessor
 
 
-def resolve_params(text_processor: TextProcessor, body: GenerationFields) -> SamplingParams:
+def resolve_sampling_params(
+    text_processor: TextProcessor, body: GenerationFields
+) -> SamplingParams:
     """The sampling parameters of a request, with its bad words.
 
     Raises:
@@ -68,7 +70,7 @@ def kept_prompt_tokens(body: GenerationFields, max_model_len: int) -> int | None
 
 
 def format_prompt_logprobs(
-    tokenizer: Tokenizer | None, state: RequestState
+    tokenizer: Tokenizer | None, state: RequestOutputState
 ) -> list[dict[str, Any] | None]:
     """Log-probabilities of the prompt's tokens, as vLLM returns them; the first has none."""
     entries = state.output.prompt_logprobs or [None] * len(state.output.prompt_token_ids)

@@ -27,7 +27,7 @@ def list_input_items(
     """
     suffix = str(stored.response["id"]).partition("_")[2]
     items = [
-        listed_item(item, f"{suffix}_{index}")
+        fill_item_defaults(item, f"{suffix}_{index}")
         for index, item in enumerate(stored.items[: stored.input_length])
     ]
     if order == "desc":
@@ -48,7 +48,7 @@ def list_input_items(
     }
 
 
-def listed_item(item: Mapping[str, Any], suffix: str) -> dict[str, Any]:
+def fill_item_defaults(item: Mapping[str, Any], suffix: str) -> dict[str, Any]:
     """Return an item with what a request may leave out: id, type, status, parts of its content."""
     kind = item.get("type") or "message"
     listed = {"status": "completed", **item, "type": kind}

@@ -6,9 +6,9 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from modelmill.serve.custom_tools import custom_input
-from modelmill.serve.packed_text import pack_text
-from modelmill.serve.response_tools import CalledTool
+from modelmill.serve.compressed_text import compress_text
+from modelmill.serve.custom_tools import parse_custom_input
+from modelmill.serve.response_tools import ClientToolName
 
 ResponseEvent = dict[str, Any]
 FUNCTION_CALL = ("function_call", "fc", "arguments")
@@ -16,23 +16,24 @@ CUSTOM_CALL = ("custom_tool_call", "ctc", "input")
 """Type of an item, beginning of its id, and the field of what the model wrote."""
 
 
-class ResponseItems:
+class ResponseItemsBuilder:
     """Collects text and calls in order; ``output`` has the complete items.
 
     Events have no number yet. With ``hold_spaces``, leading spaces are held until other text
-    follows, since they may precede a call. ``called_tools``: what the client calls the tools, by
-    the names that the model writes. ``packs_thinking``: thinking has ``encrypted_content``, too.
+    follows, since they may precede a call. ``tools_by_offered_name``: what the client
+    calls the tools, by the names that the model writes. ``adds_encrypted_reasoning``: thinking has
+    ``encrypted_content``, too.
     """
 
     def __init__(
         self,
         hold_spaces: bool,
-        called_tools: Mapping[str, CalledTool] | None = None,
-        packs_thinking: bool = False,
+        tools_by_offered_name: Mapping[str, ClientToolName] | None = None,
+        adds_encrypted_reasoning: bool = False,
     ) -> None:
         self.output: list[dict[str, Any]] = []
-        self._packs_thinking = packs_thinking
-        self._called_tools = called_tools or {}
+        self._adds_encrypted_reasoning = adds_encrypted_reasoning
+        self._tools_by_offered_name = tools_by_offered_name or {}
         self._hold_spaces = hold_spaces
         self._held_spaces = ""
         # id of the open message, or the open call
@@ -44,7 +45,7 @@ class ResponseItems:
         # generated text that has not been assigned to an item yet, with its logprobs
         self._pending_logprobs: list[tuple[str, list[Any]]] = []
 
-    def record_tokens(self, text: str, logprobs: Sequence[Any]) -> None:
+    def record_logprobs(self, text: str, logprobs: Sequence[Any]) -> None:
         """Add generated text, before it is split into items, and the logprobs of its tokens."""
         if self._pending_logprobs and not self._pending_logprobs[-1][0]:
             # tokens whose text is completed by a later one
@@ -60,8 +61,8 @@ class ResponseItems:
             return
         if not text:
             return
-        yield from self._close("completed", call_only=True)
-        yield from self._open()
+        yield from self._close_item("completed", call_only=True)
+        yield from self._open_message()
         logprobs = self._take_logprobs(text)
         self._texts.append(text)
         self._logprobs += logprobs
@@ -76,10 +77,10 @@ class ResponseItems:
         """Add to the reasoning, an item of its own."""
         self._pending_logprobs = self._pending_logprobs[-1:]
         if not self._reasoning_id:
-            yield from self._close("completed")
+            yield from self._close_item("completed")
             self._reasoning_id = f"rs_{secrets.token_hex(16)}"
-            item = self._reasoning("in_progress", [])
-            yield {**self._added(item), "type": "response.output_item.added"}
+            item = self._reasoning_item("in_progress", [])
+            yield {**self._item_position(item), "type": "response.output_item.added"}
             part = {"type": "reasoning_text", "text": ""}
             yield {
                 "type": "response.content_part.added",
@@ -98,15 +99,15 @@ class ResponseItems:
         self._pending_logprobs = self._pending_logprobs[
             -1:
         ]  # text after the end of the call may be in the same entry
-        yield from self._close("completed")
+        yield from self._close_item("completed")
         self._held_spaces = ""
-        tool = self._called_tools.get(name) or CalledTool(name)
+        tool = self._tools_by_offered_name.get(name) or ClientToolName(name)
         item_type, prefix, field = CUSTOM_CALL if tool.is_custom else FUNCTION_CALL
         self._call = {
             "type": item_type,
             "id": f"{prefix}_{secrets.token_hex(16)}",
             "call_id": id,
-            **tool.place(),
+            **tool.name_fields(),
             field: "",
             "status": "in_progress",
         }
@@ -126,17 +127,17 @@ class ResponseItems:
             position = {"item_id": self._call["id"], "output_index": len(self.output)}
             yield {"type": "response.function_call_arguments.delta", **position, "delta": text}
 
-    def finish(self, status: str) -> Iterator[ResponseEvent]:
+    def finish_items(self, status: str) -> Iterator[ResponseEvent]:
         """End the open item with ``status``; there is at least one item afterwards."""
         if not (self.output or self._id or self._call or self._reasoning_id):
-            yield from self._open()
+            yield from self._open_message()
             if self._held_spaces:
                 yield from self.add_text("")
         calls = (FUNCTION_CALL[0], CUSTOM_CALL[0])
         if self._id and not any(item["type"] in calls for item in self.output):
             # logprobs of tokens without text
             self._logprobs += [one for _, each in self._pending_logprobs for one in each]
-        yield from self._close(status)
+        yield from self._close_item(status)
 
     def _take_logprobs(self, text: str) -> list[Any]:
         """Remove and return the logprobs of ``text``; those before it belong to a call."""
@@ -154,14 +155,14 @@ class ResponseItems:
         self._pending_logprobs = remaining
         return taken_logprobs
 
-    def _open(self) -> Iterator[ResponseEvent]:
+    def _open_message(self) -> Iterator[ResponseEvent]:
         if self._id:
             return
         self._id = f"msg_{secrets.token_hex(16)}"
         yield {
             "type": "response.output_item.added",
             "output_index": len(self.output),
-            "item": self._message("in_progress", []),
+            "item": self._message_item("in_progress", []),
         }
         yield {
             "type": "response.content_part.added",
@@ -169,7 +170,7 @@ class ResponseItems:
             "part": _output_text_part("", []),
         }
 
-    def _close(self, status: str, *, call_only: bool = False) -> Iterator[ResponseEvent]:
+    def _close_item(self, status: str, *, call_only: bool = False) -> Iterator[ResponseEvent]:
         """End the open item; with ``call_only`` an open message continues."""
         if self._reasoning_id:
             yield from self._close_reasoning(status)
@@ -188,7 +189,7 @@ class ResponseItems:
             yield {"type": "response.function_call_arguments.done", **done}
         else:
             # its characters are escaped in the JSON that the model writes: it follows as a whole
-            text = custom_input(text)
+            text = parse_custom_input(text)
             item = {**self._call, "input": text, "status": status}
             yield {"type": "response.custom_tool_call_input.delta", **position, "delta": text}
             yield {"type": "response.custom_tool_call_input.done", **position, "input": text}
@@ -201,14 +202,14 @@ class ResponseItems:
         part, position = {"type": "reasoning_text", "text": text}, self._reasoning_position()
         yield {"type": "response.reasoning_text.done", **position, "text": text}
         yield {"type": "response.content_part.done", **position, "part": part}
-        item = self._reasoning(status, [part])
-        if self._packs_thinking:
-            item["encrypted_content"] = pack_text(text)
-        yield {**self._added(item), "type": "response.output_item.done"}
+        item = self._reasoning_item(status, [part])
+        if self._adds_encrypted_reasoning:
+            item["encrypted_content"] = compress_text(text)
+        yield {**self._item_position(item), "type": "response.output_item.done"}
         self.output.append(item)
         self._reasoning_id, self._texts = "", []
 
-    def _reasoning(self, status: str, content: list[Any]) -> dict[str, Any]:
+    def _reasoning_item(self, status: str, content: list[Any]) -> dict[str, Any]:
         return {
             "type": "reasoning",
             "id": self._reasoning_id,
@@ -224,7 +225,7 @@ class ResponseItems:
             "content_index": 0,
         }
 
-    def _added(self, item: dict[str, Any]) -> dict[str, Any]:
+    def _item_position(self, item: dict[str, Any]) -> dict[str, Any]:
         return {"output_index": len(self.output), "item": item}
 
     def _close_message(self, status: str) -> Iterator[ResponseEvent]:
@@ -232,7 +233,7 @@ class ResponseItems:
         part, position = _output_text_part(text, logprobs), self._content_position()
         yield {"type": "response.output_text.done", **position, "text": text, "logprobs": logprobs}
         yield {"type": "response.content_part.done", **position, "part": part}
-        item = self._message(status, [part])
+        item = self._message_item(status, [part])
         yield {"type": "response.output_item.done", "output_index": len(self.output), "item": item}
         self.output.append(item)
         self._id = ""
@@ -242,7 +243,7 @@ class ResponseItems:
     def _content_position(self) -> dict[str, Any]:
         return {"item_id": self._id, "output_index": len(self.output), "content_index": 0}
 
-    def _message(self, status: str, content: list[Any]) -> dict[str, Any]:
+    def _message_item(self, status: str, content: list[Any]) -> dict[str, Any]:
         return {
             "type": "message",
             "id": self._id,

@@ -9,23 +9,27 @@ from starlette.requests import Request
 
 from modelmill.core.errors import RequestError
 from modelmill.serve.discriminated_unions import parse_object
-from modelmill.serve.response_store import input_items, make_stored, stored_bytes
+from modelmill.serve.response_store import (
+    estimate_stored_bytes,
+    input_as_items,
+    make_stored_response,
+)
 from modelmill.serve.responses_schema import ItemReference, ResponsesRequest
 from modelmill.serve.routes.common import get_service
-from modelmill.serve.service import OWNER_KEY, Service
+from modelmill.serve.service import OWNER_SCOPE_KEY, Service
 
 
-def owner_of(request: Request) -> str:
+def request_owner(request: Request) -> str:
     """Who made a request: responses of others are not found."""
-    return str(request.scope.get(OWNER_KEY, ""))
+    return str(request.scope.get(OWNER_SCOPE_KEY, ""))
 
 
-def should_store(service: Service, body: ResponsesRequest) -> bool:
+def should_store_response(service: Service, body: ResponsesRequest) -> bool:
     """Whether the response is stored: unless the client says no, or the server has no room."""
     return body.store is not False and service.response_store.max_bytes > 0
 
 
-def earlier_items(request: Request, id: str | None) -> list[Any]:
+def previous_response_items(request: Request, id: str | None) -> list[Any]:
     """The items of a response and of those before it; none for None.
 
     Raises:
@@ -40,7 +44,7 @@ def earlier_items(request: Request, id: str | None) -> list[Any]:
             "previous_response_id is not supported: responses are not stored; send the earlier "
             "items in input"
         )
-    return store.get(owner_of(request), id, "previous_response_id").items
+    return store.get(request_owner(request), id, "previous_response_id").items
 
 
 def resolve_item_references(request: Request, items: Sequence[Any]) -> list[Any]:
@@ -52,17 +56,17 @@ def resolve_item_references(request: Request, items: Sequence[Any]) -> list[Any]
         ApiError: 400, an item is not stored.
         RequestError: a reference has no id, or other keys.
     """
-    store, owner = get_service(request).response_store, owner_of(request)
+    store, owner = get_service(request).response_store, request_owner(request)
     resolved = []
     for index, item in enumerate(items):
         field = f"input[{index}]"
-        if _is_reference(item):
+        if _is_item_reference(item):
             item = store.get_item(owner, parse_object(item, field, ItemReference).id, field)
         resolved.append(item)
     return resolved
 
 
-def _is_reference(item: Any) -> bool:
+def _is_item_reference(item: Any) -> bool:
     return isinstance(item, Mapping) and (
         item.get("type") == "item_reference"
         or (item.get("type") is None and item.keys() <= {"id", "type"} and "id" in item)
@@ -73,10 +77,10 @@ class ResponseRecorder:
     """Stores the response of one request."""
 
     def __init__(self, service: Service, request: Request, body_input: str | Sequence[Any]) -> None:
-        self._store, self._owner = service.response_store, owner_of(request)
-        self._items = input_items(body_input)
+        self._store, self._owner = service.response_store, request_owner(request)
+        self._items = input_as_items(body_input)
 
-    def add(self, response: Mapping[str, Any]) -> None:
+    def store_response(self, response: Mapping[str, Any]) -> None:
         """Store the response; may be called from any thread."""
-        stored = make_stored(self._items, response)
-        self._store.add(self._owner, stored, stored_bytes(stored))
+        stored = make_stored_response(self._items, response)
+        self._store.add(self._owner, stored, estimate_stored_bytes(stored))

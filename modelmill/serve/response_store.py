@@ -53,12 +53,12 @@ class ResponseStore:
         with self._lock:
             response_id = str(stored.response["id"])
             self._entries[owner, response_id] = stored, size
-            for item in _named_items(stored):
+            for item in _output_items_with_id(stored):
                 self._items[owner, str(item["id"])] = response_id, item
             self.used_bytes += size
             while self.used_bytes > self.max_bytes:
                 (dropped_owner, _), (dropped, dropped_size) = self._entries.popitem(last=False)
-                self._forget(dropped_owner, dropped, dropped_size)
+                self._uncount_response(dropped_owner, dropped, dropped_size)
 
     def get(self, owner: str, id: str, field: str | None = None) -> StoredResponse:
         """Return a response.
@@ -115,26 +115,26 @@ class ResponseStore:
         with self._lock:
             entry = self._entries.pop((owner, id), None)
             if entry is not None:
-                self._forget(owner, *entry)
+                self._uncount_response(owner, *entry)
 
-    def _forget(self, owner: str, stored: StoredResponse, size: int) -> None:
+    def _uncount_response(self, owner: str, stored: StoredResponse, size: int) -> None:
         """Count a response as gone; the caller holds the lock."""
         self.used_bytes -= size
-        for item in _named_items(stored):
+        for item in _output_items_with_id(stored):
             self._items.pop((owner, str(item["id"])), None)
 
 
-def _named_items(stored: StoredResponse) -> list[Mapping[str, Any]]:
+def _output_items_with_id(stored: StoredResponse) -> list[Mapping[str, Any]]:
     return [item for item in stored.response["output"] if item.get("id")]
 
 
-def make_stored(input_items: Sequence[Any], response: Mapping[str, Any]) -> StoredResponse:
+def make_stored_response(input_items: Sequence[Any], response: Mapping[str, Any]) -> StoredResponse:
     """The conversation after a response; log-probabilities are not kept."""
     output = [_without_logprobs(item) for item in response["output"]]
     return StoredResponse([*input_items, *output], len(input_items), {**response, "output": output})
 
 
-def stored_bytes(stored: StoredResponse) -> int:
+def estimate_stored_bytes(stored: StoredResponse) -> int:
     """About how much memory a stored response takes."""
     size = 0
     remaining: list[Any] = [stored.items, dict(stored.response)]
@@ -148,7 +148,7 @@ def stored_bytes(stored: StoredResponse) -> int:
     return size
 
 
-def input_items(body_input: str | Sequence[Any]) -> list[Any]:
+def input_as_items(body_input: str | Sequence[Any]) -> list[Any]:
     """The input of a request as items."""
     if isinstance(body_input, str):
         return [{"type": "message", "role": "user", "content": body_input}]

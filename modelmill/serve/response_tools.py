@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from modelmill.core.errors import RequestError
-from modelmill.serve.peer_fields import ignored
+from modelmill.serve.compatibility_fields import ignored_field
 from modelmill.serve.strict_models import FAIL_FAST, StrictModel
 from modelmill.serve.tool_schema import (
     MAX_TOOLS,
@@ -29,12 +29,12 @@ from modelmill.serve.tool_schema import (
     Tool,
     ToolDefinition,
     ToolGrammar,
-    check_functions,
-    function_choice,
-    function_tool,
+    check_parameter_schemas,
+    make_function_choice,
+    make_function_tool,
 )
 
-MAX_NAME = 128
+MAX_TOOL_NAME_CHARS = 128
 """Characters of the name that the model is offered."""
 ToolChoiceMode = Literal["none", "auto", "required"]
 
@@ -43,15 +43,15 @@ class FunctionTool(FunctionDefinition):
     """A function that may be called."""
 
     type: Literal["function"]
-    defer_loading: bool | None = ignored("the model reads every tool")
-    allowed_callers: Annotated[list[str], FAIL_FAST] | None = ignored(
+    defer_loading: bool | None = ignored_field("the model reads every tool")
+    allowed_callers: Annotated[list[str], FAIL_FAST] | None = ignored_field(
         "there is one caller", max_length=16
     )
-    output_schema: dict[str, Any] | None = ignored("chat templates have no place for it")
+    output_schema: dict[str, Any] | None = ignored_field("chat templates have no place for it")
 
     def to_chat_tool(self, name: str) -> Tool:
         """The tool of a chat request, under another name."""
-        return function_tool(
+        return make_function_tool(
             FunctionDefinition(
                 name=name,
                 description=self.description,
@@ -78,8 +78,8 @@ class FlatCustomTool(ToolDefinition):
 
     type: Literal["custom"]
     format: FlatCustomFormat | None = None
-    defer_loading: bool | None = ignored("the model reads every tool")
-    allowed_callers: Annotated[list[str], FAIL_FAST] | None = ignored(
+    defer_loading: bool | None = ignored_field("the model reads every tool")
+    allowed_callers: Annotated[list[str], FAIL_FAST] | None = ignored_field(
         "there is one caller", max_length=16
     )
 
@@ -166,7 +166,7 @@ class FlatToolChoice(StrictModel):
     def to_chat_choice(self) -> NamedToolChoice | CustomToolChoice:
         """The choice of a chat request."""
         if self.type == "function":
-            return function_choice(self.offered_name)
+            return make_function_choice(self.offered_name)
         return CustomToolChoice(type="custom", custom=NamedFunction(name=self.offered_name))
 
 
@@ -186,7 +186,7 @@ class AllowedToolsChoice(StrictModel):
 
 
 @dataclass(frozen=True)
-class CalledTool:
+class ClientToolName:
     """What the client calls a tool.
 
     Attributes:
@@ -199,7 +199,7 @@ class CalledTool:
     namespace: str | None = None
     is_custom: bool = False
 
-    def place(self) -> dict[str, Any]:
+    def name_fields(self) -> dict[str, Any]:
         """Name and name space as items have them."""
         return {"name": self.name} | ({"namespace": self.namespace} if self.namespace else {})
 
@@ -209,34 +209,36 @@ def offered_name(name: str, namespace: str | None) -> str:
     return f"{namespace.rstrip('_')}__{name}" if namespace else name
 
 
-def called_tools(tools: Sequence[ResponseTool]) -> dict[str, CalledTool]:
+def tools_by_offered_name(tools: Sequence[ResponseTool]) -> dict[str, ClientToolName]:
     """The tools that may be called, by the names that the model is offered."""
     return {
-        offered_name(tool.name, space): CalledTool(tool.name, space, tool.type == "custom")
-        for tool, space in _flat_tools(tools)
+        offered_name(tool.name, space): ClientToolName(tool.name, space, tool.type == "custom")
+        for tool, space in _iter_namespaced_tools(tools)
     }
 
 
-def chat_tools(tools: Sequence[ResponseTool]) -> list[Tool | CustomTool]:
+def to_chat_tools(tools: Sequence[ResponseTool]) -> list[Tool | CustomTool]:
     """The tools of the equivalent chat request.
 
     Raises:
         RequestError: there are too many, a name is too long with its name space, a schema is not
             JSON, or a grammar is incomplete.
     """
-    count = sum(1 for _ in _flat_tools(tools))
+    count = sum(1 for _ in _iter_namespaced_tools(tools))
     if count > MAX_TOOLS:
         raise RequestError(
             f"tools: {count} with those of namespaces, at most {MAX_TOOLS} are allowed"
         )
-    check_functions(tool for tool, _ in _flat_tools(tools) if isinstance(tool, FunctionTool))
+    check_parameter_schemas(
+        tool for tool, _ in _iter_namespaced_tools(tools) if isinstance(tool, FunctionTool)
+    )
     converted = []
-    for tool, space in _flat_tools(tools):
+    for tool, space in _iter_namespaced_tools(tools):
         name = offered_name(tool.name, space)
-        if len(name) > MAX_NAME:
+        if len(name) > MAX_TOOL_NAME_CHARS:
             raise RequestError(
                 f"tools: {name[:60]}… has {len(name)} characters with its namespace, at most "
-                f"{MAX_NAME} are allowed"
+                f"{MAX_TOOL_NAME_CHARS} are allowed"
             )
         converted.append(tool.to_chat_tool(name))
     return converted
@@ -251,7 +253,7 @@ def tool_warnings(tools: Sequence[ResponseTool]) -> list[str]:
     ]
 
 
-def _flat_tools(
+def _iter_namespaced_tools(
     tools: Sequence[ResponseTool],
 ) -> Iterator[tuple[FunctionTool | FlatCustomTool, str | None]]:
     """The tools with their name spaces."""

@@ -14,23 +14,23 @@ from pydantic import Field
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
 from modelmill.serve.chat_schema import ChatRequest
-from modelmill.serve.compaction import INTRO
+from modelmill.serve.compaction import SUMMARY_INTRO
+from modelmill.serve.compatibility_fields import ignored_field
+from modelmill.serve.compressed_text import PACKED_TEXT_PREFIX, TextDecompressor
 from modelmill.serve.custom_tools import custom_function_call
-from modelmill.serve.discriminated_unions import make_request, parse_typed
-from modelmill.serve.engine_fields import EngineFields
+from modelmill.serve.discriminated_unions import make_converted_request, parse_typed
+from modelmill.serve.engine_request_fields import EngineRequestFields
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
-from modelmill.serve.packed_text import PREFIX, TextUnpacker
-from modelmill.serve.peer_fields import ignored
 from modelmill.serve.response_tools import (
     AllowedToolsChoice,
-    CalledTool,
+    ClientToolName,
     FlatToolChoice,
     ResponseTools,
     ToolChoiceMode,
-    called_tools,
-    chat_tools,
     offered_name,
+    to_chat_tools,
     tool_warnings,
+    tools_by_offered_name,
 )
 from modelmill.serve.sampling_schema import SamplingFields
 from modelmill.serve.strict_models import (
@@ -51,14 +51,14 @@ from modelmill.serve.tool_schema import (
     NamedToolChoice,
     Tool,
 )
-from modelmill.text.answer_pieces import function_call_json
+from modelmill.text.answer_pieces import make_openai_tool_call
 
-LOGPROBS = "message.output_text.logprobs"
-PACKED_THINKING = "reasoning.encrypted_content"
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
+INCLUDE_ENCRYPTED_REASONING = "reasoning.encrypted_content"
 """What ``include`` may have."""
 LongText = Annotated[str, Field(max_length=10 << 20)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
-TOOL_NAME = r"^[a-zA-Z0-9_-]{1,128}$"
+TOOL_NAME_PATTERN = r"^[a-zA-Z0-9_-]{1,128}$"
 
 
 class ContentPart(StrictModel):
@@ -109,7 +109,7 @@ class CallItem(StrictModel):
     """What calls of functions and of custom tools have in common."""
 
     call_id: str = Field(min_length=1, max_length=256)
-    name: str = Field(pattern=TOOL_NAME)
+    name: str = Field(pattern=TOOL_NAME_PATTERN)
     namespace: str | None = Field(None, max_length=128)
     id: str | None = None
     status: ItemStatus | None = None
@@ -128,7 +128,7 @@ class FunctionCallItem(CallItem):
 
     def to_chat_call(self) -> dict[str, Any]:
         """The call in a chat message."""
-        return function_call_json(self.call_id, self.offered_name, self.arguments)
+        return make_openai_tool_call(self.call_id, self.offered_name, self.arguments)
 
 
 class CustomCallItem(CallItem):
@@ -148,7 +148,7 @@ class FunctionCallOutputItem(StrictModel):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str = Field(min_length=1, max_length=256)
     output: LongText | ContentParts
-    name: str | None = ignored("the call has it")
+    name: str | None = ignored_field("the call has it")
     id: str | None = None
     status: ItemStatus | None = None
 
@@ -182,7 +182,7 @@ class ReasoningItem(StrictModel):
     encrypted_content: LongText | None = None
     status: ItemStatus | None = None
 
-    def text(self, unpacker: TextUnpacker) -> str:
+    def text(self, unpacker: TextDecompressor) -> str:
         """The thinking.
 
         Raises:
@@ -190,7 +190,11 @@ class ReasoningItem(StrictModel):
         """
         text = "".join(part.text or "" for part in self.content or ())
         packed = self.encrypted_content or ""
-        return unpacker.unpack(packed) if not text and packed.startswith(PREFIX) else text
+        return (
+            unpacker.decompress(packed)
+            if not text and packed.startswith(PACKED_TEXT_PREFIX)
+            else text
+        )
 
 
 class ItemReference(StrictModel):
@@ -313,8 +317,10 @@ class ResponsesRequest(SamplingFields):
     reasoning: ReasoningConfig | None = None
     stream_options: ResponseStreamOptions | None = None
     prompt_cache_retention: str | None = None
-    client_metadata: JsonObject | None = ignored("nothing is stored")
-    context_management: JsonObjectList | None = ignored("the model reads the whole conversation")
+    client_metadata: JsonObject | None = ignored_field("nothing is stored")
+    context_management: JsonObjectList | None = ignored_field(
+        "the model reads the whole conversation"
+    )
     # extensions
     chat_template_kwargs: JsonObject | None = None
     thinking_token_budget: int | None = Field(None, ge=0, le=MAX_INT32)
@@ -340,22 +346,26 @@ class ResponsesRequest(SamplingFields):
             )
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only for stream: true")
-        unknown = [each for each in self.include or () if each not in (LOGPROBS, PACKED_THINKING)]
+        unknown = [
+            each
+            for each in self.include or ()
+            if each not in (INCLUDE_LOGPROBS, INCLUDE_ENCRYPTED_REASONING)
+        ]
         if unknown:
             raise RequestError(
-                f"include has {unknown[0][:60]!r}, which is not supported; there are {LOGPROBS} "
-                f"and {PACKED_THINKING}"
+                f"include has {unknown[0][:60]!r}, which is not supported; there are "
+                f"{INCLUDE_LOGPROBS} and {INCLUDE_ENCRYPTED_REASONING}"
             )
 
     @property
-    def wants_packed_thinking(self) -> bool:
+    def wants_encrypted_reasoning(self) -> bool:
         """Whether reasoning items have their text as ``encrypted_content``, too."""
-        return PACKED_THINKING in (self.include or ())
+        return INCLUDE_ENCRYPTED_REASONING in (self.include or ())
 
     @property
     def wants_logprobs(self) -> bool:
         """Whether log-probabilities are requested."""
-        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
+        return bool(self.top_logprobs) or INCLUDE_LOGPROBS in (self.include or ())
 
     def to_chat_request(self) -> ChatRequest:
         """Convert to the equivalent chat request.
@@ -365,13 +375,13 @@ class ResponsesRequest(SamplingFields):
         """
         self.check()
         shared = {name: getattr(self, name) for name in SamplingFields.model_fields}
-        tools, choice = self._chat_tools()
+        tools, choice = self._convert_tools()
         format = (
             None
             if self.text is None or self.text.format is None
             else self.text.format.to_response_format()
         )
-        return make_request(
+        return make_converted_request(
             ChatRequest,
             {
                 **shared,
@@ -390,22 +400,22 @@ class ResponsesRequest(SamplingFields):
         )
 
     @property
-    def called_tools(self) -> dict[str, CalledTool]:
+    def tools_by_offered_name(self) -> dict[str, ClientToolName]:
         """The tools by the names that the model is offered."""
-        return called_tools(self.tools or ())
+        return tools_by_offered_name(self.tools or ())
 
     @property
     def tool_warnings(self) -> list[str]:
         """A line for every tool that is left out."""
         return tool_warnings(self.tools or ())
 
-    def _chat_tools(
+    def _convert_tools(
         self,
     ) -> tuple[
         list[Tool | CustomTool] | None,
         ToolChoiceMode | NamedToolChoice | CustomToolChoice | None,
     ]:
-        tools, choice = chat_tools(self.tools or ()), self.tool_choice
+        tools, choice = to_chat_tools(self.tools or ()), self.tool_choice
         if isinstance(choice, AllowedToolsChoice):
             names = choice.offered_names
             if names - {tool.name for tool in tools}:
@@ -416,7 +426,7 @@ class ResponsesRequest(SamplingFields):
         return tools or None, choice
 
 
-class CompactRequest(EngineFields, NullTolerantModel):
+class CompactRequest(EngineRequestFields, NullTolerantModel):
     """Request body of POST /v1/responses/compact."""
 
     model: str = Field(max_length=1024)
@@ -425,13 +435,15 @@ class CompactRequest(EngineFields, NullTolerantModel):
     previous_response_id: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     prompt_cache_key: str | None = None
-    prompt_cache_options: JsonObject | None = ignored("cached prefixes stay until memory is needed")
-    service_tier: str | None = ignored("there is one tier")
+    prompt_cache_options: JsonObject | None = ignored_field(
+        "cached prefixes stay until memory is needed"
+    )
+    service_tier: str | None = ignored_field("there is one tier")
     # of the requests that the conversation is made of
-    tools: IgnoredList | None = ignored("a summary calls no tool")
-    parallel_tool_calls: bool | None = ignored("as tools")
-    text: JsonObject | None = ignored("a summary has no format")
-    reasoning: JsonObject | None = ignored("a summary is written without thinking")
+    tools: IgnoredList | None = ignored_field("a summary calls no tool")
+    parallel_tool_calls: bool | None = ignored_field("as tools")
+    text: JsonObject | None = ignored_field("a summary has no format")
+    reasoning: JsonObject | None = ignored_field("a summary is written without thinking")
 
 
 def items_to_messages(
@@ -447,11 +459,11 @@ def items_to_messages(
         messages.append({"role": "system", "content": instructions})
     if isinstance(items, str):
         return [*messages, {"role": "user", "content": items}]
-    unpacker = TextUnpacker()
+    unpacker = TextDecompressor()
     for index, raw in enumerate(items):
         item = parse_typed(raw, f"input[{index}]", _ITEM_TYPES, "items", default="message")
         try:
-            _append_item(messages, item, unpacker)
+            _append_item_as_message(messages, item, unpacker)
         except RequestError as error:
             raise RequestError(f"input[{index}]: {error}") from None
     if all(message["role"] == "system" for message in messages):
@@ -464,9 +476,11 @@ def items_to_messages(
     return messages
 
 
-def _append_item(messages: list[dict[str, Any]], item: InputItem, unpacker: TextUnpacker) -> None:
+def _append_item_as_message(
+    messages: list[dict[str, Any]], item: InputItem, unpacker: TextDecompressor
+) -> None:
     if isinstance(item, MessageItem):
-        message = {"role": item.role, "content": _chat_content(item.content)}
+        message = {"role": item.role, "content": _to_chat_content(item.content)}
         if item.role == "assistant" and messages and _is_only_thinking(messages[-1]):
             messages[-1].update(message)
         else:
@@ -483,11 +497,11 @@ def _append_item(messages: list[dict[str, Any]], item: InputItem, unpacker: Text
             messages[-1]["content"] = None
         messages[-1].setdefault("tool_calls", []).append(item.to_chat_call())
     elif isinstance(item, CompactionItem):
-        summary = unpacker.unpack(item.encrypted_content)
-        messages.append({"role": "user", "content": f"{INTRO}{summary}"})
+        summary = unpacker.decompress(item.encrypted_content)
+        messages.append({"role": "user", "content": f"{SUMMARY_INTRO}{summary}"})
     elif isinstance(item, FunctionCallOutputItem):
         messages.append(
-            {"role": "tool", "tool_call_id": item.call_id, "content": _chat_content(item.output)}
+            {"role": "tool", "tool_call_id": item.call_id, "content": _to_chat_content(item.output)}
         )
 
 
@@ -496,5 +510,5 @@ def _is_only_thinking(message: Mapping[str, Any]) -> bool:
     return message.keys() == {"role", "content", "reasoning_content"} and not message["content"]
 
 
-def _chat_content(content: str | list[ContentPart]) -> str | list[dict[str, Any]]:
+def _to_chat_content(content: str | list[ContentPart]) -> str | list[dict[str, Any]]:
     return content if isinstance(content, str) else [part.to_chat_part() for part in content]

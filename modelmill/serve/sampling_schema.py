@@ -11,9 +11,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from modelmill.core.types import MAX_LOGIT_BIAS, MAX_STOPS, sampling_range
-from modelmill.serve.engine_fields import EngineFields
-from modelmill.serve.peer_fields import AccountFields
+from modelmill.core.types import MAX_LOGIT_BIAS, MAX_STOPS, sampling_param_range
+from modelmill.serve.compatibility_fields import AccountFields
+from modelmill.serve.engine_request_fields import EngineRequestFields
 from modelmill.serve.strict_models import FAIL_FAST, ModelName, NullTolerantModel, limit_keys
 from modelmill.serve.structured_outputs_schema import StructuredOutputs
 
@@ -29,7 +29,7 @@ def sampling_field(name: str, most: float | None = None) -> Any:
         name: The field of SamplingParams.
         most: A lower upper bound, where OpenAI's API has one.
     """
-    limits = sampling_range(name)
+    limits = sampling_param_range(name)
     low, high = (
         int(value) if value == int(value) else value for value in (limits.low, limits.high)
     )
@@ -37,7 +37,7 @@ def sampling_field(name: str, most: float | None = None) -> Any:
     return Field(None, gt=low, le=le) if limits.above_low else Field(None, ge=low, le=le)
 
 
-class SamplingFields(AccountFields, EngineFields, NullTolerantModel):
+class SamplingFields(AccountFields, EngineRequestFields, NullTolerantModel):
     """Sampling fields of completions, chat completions and responses."""
 
     may_omit_model: ClassVar[bool] = True
@@ -66,7 +66,7 @@ class SamplingFields(AccountFields, EngineFields, NullTolerantModel):
 
     @field_validator("stop")
     @classmethod
-    def _check_stops(cls, value: str | list[str] | None) -> str | list[str] | None:
+    def _check_stop_strings(cls, value: str | list[str] | None) -> str | list[str] | None:
         stops = [value] if isinstance(value, str) else value or []
         if len(stops) > MAX_STOPS or not all(stops):
             raise ValueError(f"must have up to {MAX_STOPS} strings that are not empty")

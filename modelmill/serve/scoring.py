@@ -11,24 +11,24 @@ from typing import Any
 import numpy as np
 
 from modelmill.outputs import truncate_and_normalize
-from modelmill.request_state import RequestState
+from modelmill.request_output_state import RequestOutputState
 from modelmill.serve.scoring_schema import RerankRequest
 
-METHOD = "embedding_cosine"
+SCORE_METHOD = "embedding_cosine"
 
 
-def cosine(one: RequestState, other: RequestState) -> float:
+def embedding_cosine(one: RequestOutputState, other: RequestOutputState) -> float:
     """The cosine of two embeddings. Raises RequestError for one of length zero."""
     return float(_unit_embedding(one) @ _unit_embedding(other))
 
 
-def _unit_embedding(state: RequestState) -> np.ndarray:
+def _unit_embedding(state: RequestOutputState) -> np.ndarray:
     assert state.output.embedding is not None, "the request has an embedding"
     return truncate_and_normalize(state.output.embedding)
 
 
 def rerank_results(
-    body: RerankRequest, states: list[RequestState], texts: list[str]
+    body: RerankRequest, states: list[RequestOutputState], texts: list[str]
 ) -> list[dict[str, Any]]:
     """The documents by falling score.
 
@@ -38,7 +38,7 @@ def rerank_results(
         texts: of the documents.
     """
     query, *documents = states
-    scores = [cosine(query, document) for document in documents]
+    scores = [embedding_cosine(query, document) for document in documents]
     order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
     top = order if body.top_n is None else order[: body.top_n]
     results: list[dict[str, Any]] = []

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from modelmill.core.errors import RequestError
-from modelmill.serve.engine_fields import EngineFields
+from modelmill.serve.engine_request_fields import EngineRequestFields
 from modelmill.serve.prompt_fields import TextList
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject, ModelName
 
@@ -15,7 +15,7 @@ MAX_TEXTS = 2048
 Documents = Annotated[list[str | JsonObject], FAIL_FAST, Field(min_length=1, max_length=MAX_TEXTS)]
 
 
-class RerankRequest(EngineFields):
+class RerankRequest(EngineRequestFields):
     """Request body of POST /v1/rerank."""
 
     may_omit_model: ClassVar[bool] = True
@@ -41,7 +41,7 @@ class RerankRequest(EngineFields):
         return [str(text) for text in texts]
 
 
-class ScoreRequest(EngineFields):
+class ScoreRequest(EngineRequestFields):
     """Request body of POST /v1/score."""
 
     may_omit_model: ClassVar[bool] = True

@@ -22,10 +22,10 @@ from modelmill.core.errors import ModelmillError, UsageError
 from modelmill.serve import warmup
 from modelmill.serve.app import REQUEST_MODELS, make_app
 from modelmill.serve.catalogue.folder_watch import FolderWatch
-from modelmill.serve.catalogue.manager import ModelManager, stop_task
+from modelmill.serve.catalogue.manager import ModelManager, cancel_and_wait
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.engine_state import EngineState
-from modelmill.serve.http_protocol import HEADER_BYTES, HttpProtocol
+from modelmill.serve.http_protocol import MAX_HEADER_BYTES, HttpProtocol
 from modelmill.serve.service import Service, ServiceLimits
 from modelmill.serve.traces import RequestTracer
 
@@ -104,10 +104,10 @@ class Server:
             ModelmillError: an engine cannot be opened or kept running.
         """
         _raise_open_file_limit()
-        sock = open_socket(self.options.host, self.options.port)
+        sock = open_listening_socket(self.options.host, self.options.port)
         self._app = make_app(self.service)
         await warmup.warm_up_routes(self._app, tuple(REQUEST_MODELS))
-        server = http_server(self._app)
+        server = make_http_server(self._app)
         host, port = sock.getsockname()[:2]
         on_listening(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
         tasks = [
@@ -126,12 +126,12 @@ class Server:
         finally:
             server.should_exit = True
             if watching is not None:
-                await stop_task(watching)
-            for engine in self.service.always_loaded:
+                await cancel_and_wait(watching)
+            for engine in self.service.always_loaded_engines:
                 await engine.close()
             if catalogue is not None and loading is not None:
                 await catalogue.close()
-                await stop_task(loading)
+                await cancel_and_wait(loading)
             await asyncio.gather(*tasks)
             self.service.close()
         if self._failed_engine is not None:
@@ -143,7 +143,7 @@ class Server:
         """Load the engines one after another, then supervise them."""
         tasks = []
         document = asyncio.create_task(warmup.warm_up_openapi(self._app))
-        for engine in self.service.always_loaded:
+        for engine in self.service.always_loaded_engines:
             if self._stop_requested.is_set():
                 break
             tasks.append(asyncio.create_task(self._run_engine(engine)))
@@ -203,7 +203,7 @@ class Server:
             engine.abort_all(reason)
 
 
-def http_server(app: ASGIApp) -> uvicorn.Server:
+def make_http_server(app: ASGIApp) -> uvicorn.Server:
     """Make an HTTP server for given sockets; signals are left to the caller."""
     config = uvicorn.Config(
         app,
@@ -215,7 +215,7 @@ def http_server(app: ASGIApp) -> uvicorn.Server:
         server_header=False,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=2,
-        h11_max_incomplete_event_size=HEADER_BYTES,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
     )
     return _UvicornServer(config)
 
@@ -232,7 +232,7 @@ def _raise_open_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-def open_socket(host: str, port: int) -> socket.socket:
+def open_listening_socket(host: str, port: int) -> socket.socket:
     """Open a listening socket.
 
     Raises:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from modelmill.core.errors import UsageError
 from modelmill.serve.access.key_limits import KeyUsage
 from modelmill.serve.access.key_policy import KeyPolicy
-from modelmill.serve.access.request_use import RequestAccounting
+from modelmill.serve.access.request_accounting import RequestAccounting
 from modelmill.serve.catalogue.managed_model import ManagedModel
 from modelmill.serve.catalogue.manager import ModelManager
 from modelmill.serve.engine_client import EngineClient
@@ -23,25 +23,25 @@ from modelmill.serve.errors import ApiError, invalid_request
 from modelmill.serve.json_scan import JsonLimits
 from modelmill.serve.metrics import ServerMetrics
 from modelmill.serve.response_store import DEFAULT_STORE_BYTES, ResponseStore
-from modelmill.serve.segment_messages import SEGMENTATION
+from modelmill.serve.segmentation_messages import SEGMENTATION
 from modelmill.serve.traces import RequestTracer
 
 T = TypeVar("T")
-INTERNAL_KEY = "modelmill.internal"
+INTERNAL_SCOPE_KEY = "modelmill.internal"
 """Scope key that marks a request which the server sends to itself (``warmup``)."""
-TENANT_KEY = "modelmill.tenant"
+TENANT_SCOPE_KEY = "modelmill.tenant"
 """Scope key of the tenant: an opaque id derived from the API key, never the key."""
-OWNER_KEY = "modelmill.owner"
+OWNER_SCOPE_KEY = "modelmill.owner"
 """Scope key of the owner of stored responses; also where tenants share their caches."""
-ADMIN_KEY = "modelmill.admin"
+ADMIN_SCOPE_KEY = "modelmill.admin"
 """Scope key: whether the request may administer models."""
-POLICY_KEY = "modelmill.policy"
+POLICY_SCOPE_KEY = "modelmill.policy"
 """Scope key of the policy of the request's key."""
-PRIORITY_KEY = "modelmill.priority"
+PRIORITY_SCOPE_KEY = "modelmill.priority"
 """Scope key of the field ``priority`` of the request."""
-USE_KEY = "modelmill.use"
+ACCOUNTING_SCOPE_KEY = "modelmill.use"
 """Scope key of what the request uses of its key's limits, which ends with it."""
-LEASES_KEY = "modelmill.leases"
+LEASES_SCOPE_KEY = "modelmill.leases"
 """Scope key of the request's leases of engines, which are released when it has ended."""
 
 
@@ -114,7 +114,7 @@ class Service:
             self.metrics.keys.add_key(policy.name)
         # threads: tokenizers release the GIL, chat templates wait for another process
         for engine in self.unique_engines:
-            self._record_metrics(engine)
+            self._attach_metrics(engine)
         if self.catalogue is not None:
             self.catalogue.set_replace_callback(self._replace_engine)
             self.catalogue.set_removed_callback(self.metrics.remove_model)
@@ -136,7 +136,7 @@ class Service:
         double = next((name for name in names if name in self.engines), None)
         if double is not None:
             raise UsageError(f"another engine is served as {double}; rename the folder")
-        self._record_metrics(model.engine)
+        self._attach_metrics(model.engine)
         self.engines = {**self.engines, **dict.fromkeys(names, model.engine)}
 
     def remove_model(self, model: ManagedModel) -> None:
@@ -145,7 +145,7 @@ class Service:
             name: each for name, each in self.engines.items() if each is not model.engine
         }
 
-    def begin_use(self, policy: KeyPolicy, priority: int | None) -> RequestAccounting:
+    def begin_accounting(self, policy: KeyPolicy, priority: int | None) -> RequestAccounting:
         """Count a request of a key; raises as ``RequestAccounting``."""
         return RequestAccounting(policy, self._key_usages.get(policy), priority)
 
@@ -167,25 +167,29 @@ class Service:
         return list(dict.fromkeys(self.engines.values()))
 
     @property
-    def always_loaded(self) -> list[EngineClient]:
+    def always_loaded_engines(self) -> list[EngineClient]:
         """The engines that are loaded from the start to the end, in order."""
         if self.catalogue is None:
             return self.unique_engines
-        return [each for each in self.unique_engines if self.catalogue.find_by_client(each) is None]
+        return [
+            each
+            for each in self.unique_engines
+            if self.catalogue.find_model_by_client(each) is None
+        ]
 
-    def _record_metrics(self, engine: EngineClient) -> None:
+    def _attach_metrics(self, engine: EngineClient) -> None:
         engine.set_metrics(self.metrics.for_engine(engine.name), self.metrics.segment)
 
     def _replace_engine(self, old: EngineClient, new: EngineClient) -> None:
         """Serve ``new`` under the names of ``old`` from now on."""
-        self._record_metrics(new)
+        self._attach_metrics(new)
         self.engines = {name: new if each is old else each for name, each in self.engines.items()}
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether every engine accepts requests, or waits to be loaded for one."""
         return not self.draining and all(
-            engine.state is EngineState.READY for engine in self.always_loaded
+            engine.state is EngineState.READY for engine in self.always_loaded_engines
         )
 
     def get_engine(self, name: str | None) -> EngineClient:
@@ -210,7 +214,7 @@ class Service:
                            code="model_not_found")  # fmt: skip
         return engine
 
-    def only_model(self) -> str:
+    def only_model_name(self) -> str:
         """Return the name of the only model that generates text, for requests without one.
 
         Raises:
@@ -222,7 +226,7 @@ class Service:
             raise invalid_request(f"model: field required; there are {known}", "model")
         return (engines or self.unique_engines)[0].name if self.engines else ""
 
-    def get_segment_engine(self, name: str | None) -> EngineClient:
+    def get_segmentation_engine(self, name: str | None) -> EngineClient:
         """Return the engine of that name; for None the first that segments or is not open yet.
 
         Raises:
@@ -272,11 +276,13 @@ class Service:
         loop = asyncio.get_running_loop()
         # its bytes count until the thread has finished, even if the request was cancelled
         future.add_done_callback(
-            lambda _: _call_soon(loop, lambda: self._finish_parsing(pool, size))
+            lambda _: _call_soon_unless_closed(
+                loop, lambda: self._release_parsing_bytes(pool, size)
+            )
         )
         return await asyncio.wrap_future(future)
 
-    def _finish_parsing(self, pool: ThreadPoolExecutor, size: int) -> None:
+    def _release_parsing_bytes(self, pool: ThreadPoolExecutor, size: int) -> None:
         self._parsing_bytes[pool] -= size
 
     def json_limits(self, unused: bool = False) -> JsonLimits:
@@ -305,7 +311,7 @@ class Service:
             self.traces.close()
 
 
-def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+def _call_soon_unless_closed(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
     with contextlib.suppress(RuntimeError):  # the loop has ended
         loop.call_soon_threadsafe(call)
 

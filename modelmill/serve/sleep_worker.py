@@ -8,7 +8,7 @@ from modelmill.runtime.sleep_mode import sleep, wake_up
 from modelmill.serve.worker_messages import SleepEngine, SleepReply, WakeEngine
 
 
-def run_sleep_message(core: EngineCore, message: SleepEngine | WakeEngine) -> SleepReply:
+def handle_sleep_message(core: EngineCore, message: SleepEngine | WakeEngine) -> SleepReply:
     """Do what the message says, and report it.
 
     Raises:

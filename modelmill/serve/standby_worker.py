@@ -34,7 +34,7 @@ class StandbyLauncher:
 
     async def __call__(self) -> tuple[socket.socket, WorkerProcess]:
         """Return the waiting process, or a new one if there is none."""
-        standby = self._take()
+        standby = self._take_standby()
         self._schedule_refill()
         return standby or await self._launch()
 
@@ -64,7 +64,7 @@ class StandbyLauncher:
             if self._ended is not None:
                 await self._ended
 
-    def _take(self) -> tuple[socket.socket, WorkerProcess] | None:
+    def _take_standby(self) -> tuple[socket.socket, WorkerProcess] | None:
         standby, self._standby = self._standby, None
         if standby is None or self._ended is None:
             return None

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
-from modelmill.core.types import Stats
+from modelmill.core.types import EngineStats
 from modelmill.serve.worker_messages import GetStats, Message, StatsReply
 
 
@@ -18,16 +18,16 @@ class StatsClient:
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
         self._numbers = itertools.count()
-        self._futures: dict[int, asyncio.Future[Stats]] = {}
-        self._latest: Stats | None = None
+        self._futures: dict[int, asyncio.Future[EngineStats]] = {}
+        self._latest: EngineStats | None = None
         self._previous = _zero_stats(0)
 
     @property
-    def total(self) -> Stats | None:
+    def total_stats(self) -> EngineStats | None:
         """Counters since the server started and the latest gauges; None before any report."""
         return None if self._latest is None else _add_counters(self._latest, self._previous)
 
-    async def request(self, timeout: float) -> None:
+    async def request_report(self, timeout: float) -> None:
         """Ask the worker for a report and wait for it, at most ``timeout`` seconds."""
         number = next(self._numbers)
         future = self._futures[number] = asyncio.get_running_loop().create_future()
@@ -38,9 +38,9 @@ class StatsClient:
         finally:
             self._futures.pop(number, None)
 
-    def handle(self, reply: StatsReply) -> None:
+    def handle_message(self, reply: StatsReply) -> None:
         """Take a report of the worker."""
-        self._latest = Stats(**reply.stats)
+        self._latest = EngineStats(**reply.stats)
         future = self._futures.get(reply.number)
         if future is not None and not future.done():
             future.set_result(self._latest)
@@ -55,12 +55,12 @@ class StatsClient:
             self._latest = _stats_between_workers(self._latest)
 
 
-def _zero_stats(num_pages: int) -> Stats:
+def _zero_stats(num_pages: int) -> EngineStats:
     """Statistics of an engine that has done nothing yet."""
-    return Stats(0, 0, num_pages, num_pages, 0, 0, 0, 0, 0, 0)
+    return EngineStats(0, 0, num_pages, num_pages, 0, 0, 0, 0, 0, 0)
 
 
-def _stats_between_workers(last: Stats) -> Stats:
+def _stats_between_workers(last: EngineStats) -> EngineStats:
     """Statistics while no worker runs: the limits, and zero otherwise."""
     return replace(
         _zero_stats(last.pages),
@@ -72,7 +72,7 @@ def _stats_between_workers(last: Stats) -> Stats:
     )
 
 
-def _add_counters(now: Stats, before: Stats) -> Stats:
+def _add_counters(now: EngineStats, before: EngineStats) -> EngineStats:
     """Gauges of ``now``, and counters of both."""
     return replace(
         now,

@@ -89,35 +89,35 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         handle, formatter = self._handle, self._formatter
         try:
-            await _write(send, await self._run_maker(formatter.first_events))
+            await _send_in_chunks(send, await self._make_events(formatter.first_events))
             while True:
                 try:
-                    items = await handle.fetch(KEEPALIVE_SECONDS)
+                    items = await handle.fetch_items(KEEPALIVE_SECONDS)
                 except TimeoutError:
-                    await _write(send, formatter.keepalive())
+                    await _send_in_chunks(send, formatter.keepalive())
                     continue
                 if not items:
                     break
                 for begin in range(0, len(items), MAX_BATCHED_ITEMS):
-                    await _write(
+                    await _send_in_chunks(
                         send,
-                        await self._run_maker(
+                        await self._make_events(
                             formatter.delta_events, items[begin : begin + MAX_BATCHED_ITEMS]
                         ),
                     )
                     if begin:
                         await asyncio.sleep(0)  # a slow client gets many events at once
-            await _write(send, await self._run_maker(formatter.terminal_events))
+            await _send_in_chunks(send, await self._make_events(formatter.terminal_events))
         except ClientStalled:
             return
         except Exception as error:
             api_error = errors.to_api_error(error)
-            await _write(send, await self._run_maker(formatter.error_events, api_error))
+            await _send_in_chunks(send, await self._make_events(formatter.error_events, api_error))
             if api_error.status == 500:
                 raise
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _run_maker(self, make: Callable[..., bytes], *args: Any) -> bytes:
+    async def _make_events(self, make: Callable[..., bytes], *args: Any) -> bytes:
         return (
             make(*args) if self._run_in_thread is None else await self._run_in_thread(make, *args)
         )
@@ -126,7 +126,7 @@ class EventStream(Response):
 class PendingResponse(Protocol[T]):
     """What a response that is not streamed waits for."""
 
-    async def finish(self) -> T:
+    async def wait_until_finished(self) -> T:
         """Wait until all outputs have finished.
 
         Raises:
@@ -145,7 +145,7 @@ async def wait_or_disconnect(request: Request, pending: PendingResponse[T]) -> T
         ClientDisconnect: the client has disconnected.
     """
     try:
-        return await run_while_connected(request.receive, pending.finish())
+        return await run_while_connected(request.receive, pending.wait_until_finished())
     finally:
         pending.close()
 
@@ -191,7 +191,7 @@ async def _wait_disconnect(receive: Receive) -> None:
         pass
 
 
-async def _write(send: Send, data: bytes) -> None:
+async def _send_in_chunks(send: Send, data: bytes) -> None:
     for begin in range(0, len(data), openai_format.SEND_CHUNK_BYTES):
         chunk = data[begin : begin + openai_format.SEND_CHUNK_BYTES]
         await send_with_timeout(

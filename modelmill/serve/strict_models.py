@@ -30,7 +30,8 @@ FAIL_FAST = Field(fail_fast=True)
 class StrictModel(BaseModel):
     """A JSON object: strict types, no unknown keys, no NaN.
 
-    unused: as in ``incremental_json.parse``. may_omit_model: without a model, the only one answers.
+    unused: as in ``chunked_json_parser.parse_json``. may_omit_model: without a model, the only
+    one answers.
     """
 
     unused: ClassVar[Mapping[str, int]] = {}
@@ -47,7 +48,7 @@ class StrictModel(BaseModel):
         """
         if not isinstance(raw, dict) or len(raw) <= len(cls.model_fields):
             return raw
-        known = known_names(cls)
+        known = accepted_field_names(cls)
         unknown = next((key for key in raw if key not in known), None)
         return {key: raw[key] for key in raw if key in known or key == unknown}
 
@@ -60,11 +61,11 @@ class NullTolerantModel(StrictModel):
     def _drop_unknown_nulls(cls, raw: Any) -> Any:
         if not isinstance(raw, dict) or None not in raw.values():
             return raw
-        known = known_names(cls)
+        known = accepted_field_names(cls)
         return {key: each for key, each in raw.items() if each is not None or key in known}
 
 
-def known_names(model: type[BaseModel]) -> set[str]:
+def accepted_field_names(model: type[BaseModel]) -> set[str]:
     """The keys that a model takes."""
     return {field.alias or name for name, field in model.model_fields.items()}
 
@@ -84,13 +85,13 @@ def limit_keys(max_keys: int) -> BeforeValidator:
             raise PydanticKnownError("too_long", sizes)
         for key in value:
             if not key.isascii():
-                _check_key(key)
+                _check_key_encodable(key)
         return value
 
     return BeforeValidator(check)
 
 
-def _check_key(key: str) -> None:
+def _check_key_encodable(key: str) -> None:
     try:
         key.encode()
     except UnicodeEncodeError:

@@ -10,8 +10,8 @@ from pydantic import Field
 from modelmill.core.errors import RequestError
 from modelmill.core.types import Grammar
 from modelmill.serve.strict_models import FAIL_FAST, MAX_ITEMS, JsonObject, StrictModel
-from modelmill.text.gbnf import gbnf_grammar
-from modelmill.text.messages import check_json_data
+from modelmill.text.gbnf import gbnf_to_lark_grammar
+from modelmill.text.message_validation import check_json_data
 
 
 class StructuredOutputs(StrictModel):
@@ -41,7 +41,7 @@ class StructuredOutputs(StrictModel):
             if value is not None
         ]
         if self.grammar is not None:
-            grammars.append(gbnf_grammar(self.grammar, "structured_outputs: grammar"))
+            grammars.append(gbnf_to_lark_grammar(self.grammar, "structured_outputs: grammar"))
         if len(grammars) != 1:
             raise RequestError("structured_outputs takes one of json, regex, choice and grammar")
         return grammars[0]

@@ -6,11 +6,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from modelmill.request_state import RequestState
+from modelmill.request_output_state import RequestOutputState
 from modelmill.serve.generation_schema import GenerationFields
 
 
-def request_timings(states: Sequence[RequestState]) -> dict[str, Any]:
+def request_timings(states: Sequence[RequestOutputState]) -> dict[str, Any]:
     """Timings of the first prompt of a request so far; times in milliseconds.
 
     ``prompt_n`` are the tokens that were computed, ``cache_n`` those from the prefix cache.
@@ -24,12 +24,14 @@ def request_timings(states: Sequence[RequestState]) -> dict[str, Any]:
     predicted = sum(len(each.token_ids) for each in output.outputs)
     return {
         "cache_n": output.cached_tokens,
-        **_rates("prompt", computed, first),
-        **_rates("predicted", predicted, max(total - first, 0.0)),
+        **_phase_timings("prompt", computed, first),
+        **_phase_timings("predicted", predicted, max(total - first, 0.0)),
     }
 
 
-def final_timing_fields(body: GenerationFields, states: Sequence[RequestState]) -> dict[str, Any]:
+def final_timing_fields(
+    body: GenerationFields, states: Sequence[RequestOutputState]
+) -> dict[str, Any]:
     """Keys of an answer that are known at its end: timings and warnings, if there are any."""
     out: dict[str, Any] = {}
     if body.timings_per_token:
@@ -39,7 +41,7 @@ def final_timing_fields(body: GenerationFields, states: Sequence[RequestState]) 
     return out
 
 
-def _rates(name: str, count: int, seconds: float) -> dict[str, Any]:
+def _phase_timings(name: str, count: int, seconds: float) -> dict[str, Any]:
     return {
         f"{name}_n": count,
         f"{name}_ms": round(1000 * seconds, 3),

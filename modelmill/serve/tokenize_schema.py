@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from modelmill.serve.message_keys import ChatMessages
+from modelmill.serve.message_cleaning import ChatMessages
 from modelmill.serve.prompt_fields import TokenIds
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject, StrictModel
 from modelmill.serve.tool_schema import MAX_TOOLS, Tool

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from modelmill.core.errors import RequestError
 from modelmill.serve.custom_tools import INPUT_SCHEMA
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject, StrictModel
-from modelmill.text.messages import check_json_data
+from modelmill.text.message_validation import check_json_data
 
 MAX_TOOLS = 512
 """Tools of a request: OpenAI takes 128, Anthropic more; an agent with MCP servers has hundreds."""
@@ -30,7 +30,7 @@ class FunctionDefinition(ToolDefinition):
     strict: bool | None = None
 
 
-class NamedByType(StrictModel):
+class ToolNamedByType(StrictModel):
     """A tool or the choice of one: what has its name is the field of the name of its type."""
 
     type: str
@@ -41,7 +41,7 @@ class NamedByType(StrictModel):
         return str(getattr(self, self.type).name)
 
 
-class Tool(NamedByType):
+class Tool(ToolNamedByType):
     """A function that may be called."""
 
     type: Literal["function"]
@@ -78,7 +78,7 @@ class CustomDefinition(ToolDefinition):
     format: CustomFormat | None = None
 
 
-class CustomTool(NamedByType):
+class CustomTool(ToolNamedByType):
     """A tool that takes a text (``custom_tools``)."""
 
     type: Literal["custom"]
@@ -104,7 +104,7 @@ class CustomTool(NamedByType):
         return "\n\n".join(filter(None, (self.custom.description, rule)))
 
 
-def _check_types(tools: Any) -> Any:
+def _reject_hosted_tool_types(tools: Any) -> Any:
     """Name a tool that another server would run; pydantic would name the types' fields."""
     if isinstance(tools, list):
         types = [tool.get("type", "") if isinstance(tool, dict) else "" for tool in tools]
@@ -119,12 +119,15 @@ def _check_types(tools: Any) -> Any:
 
 
 ChatTools = Annotated[
-    list[Tool | CustomTool], FAIL_FAST, Field(max_length=MAX_TOOLS), BeforeValidator(_check_types)
+    list[Tool | CustomTool],
+    FAIL_FAST,
+    Field(max_length=MAX_TOOLS),
+    BeforeValidator(_reject_hosted_tool_types),
 ]
 """The tools of a chat request."""
 
 
-def check_functions(functions: Iterable[FunctionDefinition]) -> None:
+def check_parameter_schemas(functions: Iterable[FunctionDefinition]) -> None:
     """Check the parameter schemas.
 
     Raises:
@@ -140,26 +143,26 @@ class NamedFunction(StrictModel):
     name: str
 
 
-class NamedToolChoice(NamedByType):
+class NamedToolChoice(ToolNamedByType):
     """tool_choice: call this function."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class CustomToolChoice(NamedByType):
+class CustomToolChoice(ToolNamedByType):
     """tool_choice: call this custom tool."""
 
     type: Literal["custom"]
     custom: NamedFunction
 
 
-def function_tool(function: FunctionDefinition) -> Tool:
+def make_function_tool(function: FunctionDefinition) -> Tool:
     """The tool that calls a function."""
     return Tool(type="function", function=function)
 
 
-def function_choice(name: str) -> NamedToolChoice:
+def make_function_choice(name: str) -> NamedToolChoice:
     """The choice of the function of this name."""
     return NamedToolChoice(type="function", function=NamedFunction(name=name))
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from modelmill.core.registry import closest_name
-from modelmill.serve.peer_fields import IGNORED, OFF_ONLY
+from modelmill.core.module_lookup import most_similar_name
+from modelmill.serve.compatibility_fields import IGNORED_PREFIX, OFF_ONLY_PREFIX
 
 PydanticError = Mapping[str, Any]
 TYPE_NAMES = {
@@ -44,7 +44,7 @@ ERROR_TEXTS = {
 }
 
 
-FIELD_ALIASES = {
+FIELD_SUGGESTIONS = {
     "guided_json": "structured_outputs.json",
     "guided_regex": "structured_outputs.regex",
     "guided_choice": "structured_outputs.choice",
@@ -82,7 +82,7 @@ def summarize_errors(
     deepest = max(len(place) for place, _ in group)
     branches: dict[tuple[Any, ...], list[tuple[tuple[Any, ...], PydanticError]]] = {}
     for place, error in group:
-        branches.setdefault(_branch_tags(place), []).append((place, error))
+        branches.setdefault(_union_tags(place), []).append((place, error))
     candidates = [
         branch for branch in branches.values() if max(len(place) for place, _ in branch) == deepest
     ]
@@ -92,14 +92,14 @@ def summarize_errors(
     ] or candidates
     if len(branches) == 1 or len(candidates) == 1:
         place, error = next(filter(_is_type_mismatch, candidates[0]), candidates[0][0])
-        hint = _suggestion(place, error, model)
+        hint = _suggest_field(place, error, model)
         return param, f"{_field_path(place, error)}: {_error_text(error)}{hint}"[:400]
     description = (
         None
         if model is None or name not in model.model_fields
         else model.model_fields[name].description
     )
-    if description is not None and description.startswith((IGNORED, OFF_ONLY)):
+    if description is not None and description.startswith((IGNORED_PREFIX, OFF_ONLY_PREFIX)):
         description = None  # it says what becomes of the value, not what it must be
     expected = dict.fromkeys(_expected_type(error) or "of another type" for _, error in group)
     shared = _common_prefix([place for place, _ in group])
@@ -110,27 +110,27 @@ def summarize_errors(
     )
 
 
-def _suggestion(
+def _suggest_field(
     location: Sequence[Any], error: PydanticError, model: type[BaseModel] | None
 ) -> str:
     """A hint for an unknown field of the body."""
     if error["type"] != "extra_forbidden" or len(location) != 1 or model is None:
         return ""
     name = str(location[0])[:64]
-    known = FIELD_ALIASES.get(name, "")
+    known = FIELD_SUGGESTIONS.get(name, "")
     suggestion = (
         known
         if known.partition(".")[0] in model.model_fields
-        else closest_name(name, list(model.model_fields))
+        else most_similar_name(name, list(model.model_fields))
     )
     return f"; did you mean {suggestion}?" if suggestion else ""
 
 
-def _branch_tags(location: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(part for part in location if _is_tag(part))
+def _union_tags(location: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(part for part in location if _is_union_tag(part))
 
 
-def _is_tag(part: Any) -> bool:
+def _is_union_tag(part: Any) -> bool:
     """Whether pydantic inserted the part for one of several types: str, list[int], Choice."""
     named = isinstance(part, str) and part != ""
     return named and (
@@ -157,7 +157,7 @@ def _field_path(location: Sequence[Any], error: PydanticError) -> str:
         last = index == len(location) - 1 and error.get("type") == "extra_forbidden"
         if isinstance(part, int):
             text += f"[{part}]"
-        elif index == 0 or last or not _is_tag(part):
+        elif index == 0 or last or not _is_union_tag(part):
             text += f".{part}" if text else str(part)
     return text[:100]
 

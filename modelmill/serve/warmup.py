@@ -13,18 +13,18 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from modelmill.serve.service import INTERNAL_KEY
+from modelmill.serve.service import INTERNAL_SCOPE_KEY
 
 _MESSAGES = [{"role": "user", "content": "x"}]
 
 
 async def warm_up_routes(app: ASGIApp, paths: Sequence[str]) -> None:
     """Load imports, validators and middleware, and format an error."""
-    await _call(app, "GET", "/health")
-    await _call(app, "GET", "/metrics")
+    await _send_internal_request(app, "GET", "/health")
+    await _send_internal_request(app, "GET", "/metrics")
     for path in paths:
-        await _call(app, "POST", path, {})
-        await _call(app, "POST", path, {"model": 1})
+        await _send_internal_request(app, "POST", path, {})
+        await _send_internal_request(app, "POST", path, {"model": 1})
 
 
 async def warm_up_text_processing(app: ASGIApp, name: str) -> None:
@@ -32,13 +32,13 @@ async def warm_up_text_processing(app: ASGIApp, name: str) -> None:
 
     An engine without them returns an error, which is ignored.
     """
-    await _call(app, "POST", "/tokenize", {"model": name, "prompt": "x"})
-    await _call(app, "POST", "/tokenize", {"model": name, "messages": _MESSAGES})
+    await _send_internal_request(app, "POST", "/tokenize", {"model": name, "prompt": "x"})
+    await _send_internal_request(app, "POST", "/tokenize", {"model": name, "messages": _MESSAGES})
 
 
 async def warm_up_openapi(app: ASGIApp) -> None:
     """Make the OpenAPI document, on a thread."""
-    await _call(app, "GET", "/openapi.json")
+    await _send_internal_request(app, "GET", "/openapi.json")
 
 
 def freeze_gc() -> None:
@@ -50,7 +50,7 @@ def freeze_gc() -> None:
     gc.freeze()
 
 
-async def _call(app: ASGIApp, method: str, path: str, body: Any = None) -> None:
+async def _send_internal_request(app: ASGIApp, method: str, path: str, body: Any = None) -> None:
     data = b"" if body is None else json.dumps(body).encode()
 
     async def receive() -> Message:
@@ -65,7 +65,7 @@ async def _call(app: ASGIApp, method: str, path: str, body: Any = None) -> None:
             "scheme": "http",
             "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"",
             "state": {},
-            INTERNAL_KEY: True, "headers": [(b"host", b"localhost"),
+            INTERNAL_SCOPE_KEY: True, "headers": [(b"host", b"localhost"),
             (b"content-type", b"application/json")],
             "server": ("localhost", 80), "client": ("127.0.0.1", 1),
         },

@@ -23,15 +23,20 @@ from modelmill.loader.device import compile_cpu_kernels
 from modelmill.runtime.engine_core import OUT_OF_MEMORY_ERRORS, EngineCore
 from modelmill.runtime.sequence import Sequence
 from modelmill.serve import worker_messages as wire
-from modelmill.serve.segment_messages import SEGMENTATION
-from modelmill.serve.session_worker import LoadedSession, SessionWorker
-from modelmill.serve.sleep_worker import run_sleep_message
+from modelmill.serve.kv_session_worker import KvSessionWorker, LoadedKvSession
+from modelmill.serve.segmentation_messages import SEGMENTATION
+from modelmill.serve.sleep_worker import handle_sleep_message
 from modelmill.serve.watchdog import poll_interval
-from modelmill.serve.worker_inbox import Arrival, HeartbeatSender, Inbox, MessageChannel
+from modelmill.serve.worker_inbox import (
+    HeartbeatSender,
+    MessageChannel,
+    ReceivedRequest,
+    WorkerInbox,
+)
 from modelmill.serve.worker_loading import (
-    announce,
+    announce_progress,
     load_engine_core,
-    loading_reporter,
+    make_loading_reporter,
     open_or_build_artifact,
 )
 from modelmill.text_processor import TextProcessor
@@ -47,13 +52,15 @@ OUT_OF_MEMORY_MESSAGE = (
 class EngineWorker:
     """Steps an engine core until its server is gone."""
 
-    def __init__(self, engine_core: EngineCore, channel: MessageChannel, inbox: Inbox) -> None:
+    def __init__(
+        self, engine_core: EngineCore, channel: MessageChannel, inbox: WorkerInbox
+    ) -> None:
         self.engine_core = engine_core
         self._channel = channel
         self._inbox = inbox
         self._unstarted: deque[tuple[float, Sequence]] = deque()
         self._in_order = True
-        self._sessions = SessionWorker(engine_core, channel.send, inbox.messages.put)
+        self._sessions = KvSessionWorker(engine_core, channel.send, inbox.messages.put)
 
     def run(self) -> None:
         """Process messages and run steps until the server is gone."""
@@ -64,7 +71,7 @@ class EngineWorker:
                     message = inbox.get()
                     if message is None:
                         return
-                    self._handle(message)
+                    self._handle_message(message)
                 tokens = core.step()
                 if self._unstarted:
                     self._report_started_requests()
@@ -73,7 +80,7 @@ class EngineWorker:
         except (BrokenPipeError, ConnectionResetError):
             return
 
-    def _add_request(self, arrival: Arrival) -> None:
+    def _add_request(self, arrival: ReceivedRequest) -> None:
         request, guide = arrival.request, arrival.guide
         make_guide = None if guide is None else lambda _: guide.copy()
         try:
@@ -117,8 +124,8 @@ class EngineWorker:
                 )
         self._unstarted, self._in_order = waiting, not waiting
 
-    def _handle(self, message: wire.Message | Arrival | LoadedSession) -> None:
-        if isinstance(message, Arrival):
+    def _handle_message(self, message: wire.Message | ReceivedRequest | LoadedKvSession) -> None:
+        if isinstance(message, ReceivedRequest):
             self._add_request(message)
         elif isinstance(message, wire.AbortRequest):
             self.engine_core.abort(message.id)
@@ -129,19 +136,19 @@ class EngineWorker:
         elif isinstance(message, wire.Ping):
             self.engine_core.ping()
             self._channel.send(wire.Heartbeat())
-        elif isinstance(message, wire.SaveSession):
+        elif isinstance(message, wire.SaveKvSession):
             self._sessions.save(message)
-        elif isinstance(message, wire.RestoreSession):
+        elif isinstance(message, wire.RestoreKvSession):
             self._sessions.restore(message)
-        elif isinstance(message, LoadedSession):
+        elif isinstance(message, LoadedKvSession):
             self._sessions.finish_restore(message)
         elif isinstance(message, (wire.SleepEngine, wire.WakeEngine)):
-            self._drain_steps()
+            self._run_leftover_steps()
             with self._inbox.answer_pings():
-                reply = run_sleep_message(self.engine_core, message)
+                reply = handle_sleep_message(self.engine_core, message)
             self._channel.send(reply)
 
-    def _drain_steps(self) -> None:
+    def _run_leftover_steps(self) -> None:
         """Report what requests that have ended leave behind; the server sends no others now."""
         core = self.engine_core
         while core.has_work and not core.output_processor.live_sequences:
@@ -149,7 +156,7 @@ class EngineWorker:
                 self._channel.send(wire.StepTokens(tokens))
 
 
-def ready_message(engine_core: EngineCore, path: str) -> wire.EngineReady:
+def make_ready_message(engine_core: EngineCore, path: str) -> wire.EngineReady:
     """Describe an open engine core to the server."""
     limits = engine_core.request_limits
     return wire.EngineReady(
@@ -164,11 +171,11 @@ def ready_message(engine_core: EngineCore, path: str) -> wire.EngineReady:
         max_prefix_pages=engine_core.scheduler.pool.max_idle,
         state_cache_bytes=engine_core.state_cache_bytes,
         kv_tokens=limits.kv_tokens,
-        experts_by_rank=list(engine_core.experts_by_rank),
+        experts_by_rank=list(engine_core.num_experts_by_rank),
     )
 
 
-def sends_op_heartbeats(open_engine: wire.OpenEngine, device: str) -> bool:
+def needs_op_heartbeats(open_engine: wire.OpenEngine, device: str) -> bool:
     """Whether each op of a step sends a heartbeat.
 
     Steps on a GPU are short and only launch kernels. Without warm-up, however, the first steps
@@ -177,24 +184,24 @@ def sends_op_heartbeats(open_engine: wire.OpenEngine, device: str) -> bool:
     return open_engine.watchdog_seconds > 0 and (device == "cpu" or not open_engine.warm_up)
 
 
-def run_segment_worker(
-    open_engine: wire.OpenEngine, artifact: Artifact, channel: MessageChannel, inbox: Inbox
+def run_segmentation_worker(
+    open_engine: wire.OpenEngine, artifact: Artifact, channel: MessageChannel, inbox: WorkerInbox
 ) -> None:
     """Run a segmentation engine until the server is gone.
 
     Raises:
         ModelmillError: the engine cannot be loaded.
     """
-    from modelmill.serve import segment_worker
+    from modelmill.serve import segmentation_worker
 
-    model = segment_worker.load_sam(open_engine, artifact)
+    model = segmentation_worker.load_sam(open_engine, artifact)
     if open_engine.watchdog_seconds and model.device.type == "cpu":
         model.set_heartbeat(
             HeartbeatSender(channel.send, poll_interval(open_engine.watchdog_seconds))
         )
     inbox.finish_opening()
-    channel.send(segment_worker.ready_message(model, str(artifact.path)))
-    segment_worker.SegmentWorker(model, channel, inbox, open_engine.max_pixels).run()
+    channel.send(segmentation_worker.make_ready_message(model, str(artifact.path)))
+    segmentation_worker.SegmentationWorker(model, channel, inbox, open_engine.max_pixels).run()
 
 
 class _AnswerGuideFactory:
@@ -226,15 +233,15 @@ def main(argv: list[str]) -> int:
     open_engine = channel.receive()
     if not isinstance(open_engine, wire.OpenEngine):
         return EXIT_SERVER_GONE
-    inbox = Inbox(channel, on_server_gone=lambda: os._exit(EXIT_SERVER_GONE), is_opening=True)
+    inbox = WorkerInbox(channel, on_server_gone=lambda: os._exit(EXIT_SERVER_GONE), is_opening=True)
     try:
-        on_progress = loading_reporter(channel)
+        on_progress = make_loading_reporter(channel)
         compile_cpu_kernels(
-            str(open_engine.run.get("device", "auto")), partial(announce, on_progress)
+            str(open_engine.run.get("device", "auto")), partial(announce_progress, on_progress)
         )
         artifact = open_or_build_artifact(open_engine, on_progress)
         if artifact.manifest.engine_type == SEGMENTATION:
-            run_segment_worker(open_engine, artifact, channel, inbox)
+            run_segmentation_worker(open_engine, artifact, channel, inbox)
             return EXIT_SERVER_GONE
         core, path = load_engine_core(open_engine, artifact, on_progress), str(artifact.path)
     except ModelmillError as error:
@@ -243,12 +250,12 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:
         return EXIT_SERVER_GONE
     inbox.set_guide_factory(_AnswerGuideFactory(Path(path), open_engine.chat_template, core.vocab))
-    if sends_op_heartbeats(open_engine, core.device):
+    if needs_op_heartbeats(open_engine, core.device):
         core.set_heartbeat(
             HeartbeatSender(channel.send, poll_interval(open_engine.watchdog_seconds))
         )
     inbox.finish_opening()
-    channel.send(ready_message(core, path))
+    channel.send(make_ready_message(core, path))
     EngineWorker(core, channel, inbox).run()
     return EXIT_SERVER_GONE
 

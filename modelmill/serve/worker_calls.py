@@ -62,7 +62,7 @@ class WorkerCalls(Generic[Reply]):
             raise self._refusal(reply.error)
         return reply
 
-    def handle(self, reply: Reply) -> None:
+    def handle_message(self, reply: Reply) -> None:
         """Take a reply of the worker."""
         future = self._futures.get(reply.number)
         if future is not None and not future.done():

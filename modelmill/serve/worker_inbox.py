@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from modelmill.core.errors import ModelmillError, RequestError
 from modelmill.core.types import Guide, Request
-from modelmill.serve.session_worker import LoadedSession
+from modelmill.serve.kv_session_worker import LoadedKvSession
 from modelmill.serve.worker_messages import (
     LENGTH_PREFIX,
     AbortRequest,
@@ -21,8 +21,8 @@ from modelmill.serve.worker_messages import (
     Heartbeat,
     Message,
     Ping,
-    decode,
-    encode,
+    decode_frame_body,
+    encode_frame,
 )
 
 SEND_BUFFER_BYTES = 4 << 20
@@ -46,7 +46,7 @@ class MessageChannel:
 
         Blocks while the server does not read, so the engine cannot run far ahead of it.
         """
-        data = encode(message)
+        data = encode_frame(message)
         with self._lock:
             self._sock.sendall(data)
 
@@ -61,7 +61,7 @@ class MessageChannel:
             )
         except (OSError, ValueError):
             return None
-        return decode(body) if body else None
+        return decode_frame_body(body) if body else None
 
 
 class HeartbeatSender:
@@ -88,7 +88,7 @@ class HeartbeatSender:
 
 
 @dataclass(frozen=True)
-class Arrival:
+class ReceivedRequest:
     """A received request, its guide and its time of arrival (time.perf_counter).
 
     Attributes:
@@ -104,7 +104,7 @@ class Arrival:
     error: str = ""
 
 
-class Inbox:
+class WorkerInbox:
     """Reads the channel on its own thread, which notices a lost server while the engine is busy.
 
     Grammars are compiled on another thread, so that they delay no step. While the engine is being
@@ -122,7 +122,7 @@ class Inbox:
             on_server_gone: called once the server is gone; ``messages`` then ends with None.
             is_opening: the engine is still being opened.
         """
-        self.messages: queue.SimpleQueue[Message | Arrival | LoadedSession | None] = (
+        self.messages: queue.SimpleQueue[Message | ReceivedRequest | LoadedKvSession | None] = (
             queue.SimpleQueue()
         )
         self._make_guide: Callable[[Request], Guide] | None = None
@@ -131,7 +131,9 @@ class Inbox:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="modelmill-grammar")
         self._pending: set[str] = set()
         self._lock = threading.Lock()
-        threading.Thread(target=self._listen, name="modelmill-worker-in", daemon=True).start()
+        threading.Thread(
+            target=self._read_messages, name="modelmill-worker-in", daemon=True
+        ).start()
 
     def set_guide_factory(self, make_guide: Callable[[Request], Guide]) -> None:
         """Make guides with ``make_guide`` from now on; without it, grammars are refused."""
@@ -152,15 +154,15 @@ class Inbox:
         finally:
             self._answers_pings = False
 
-    def _listen(self) -> None:
+    def _read_messages(self) -> None:
         while (message := self._channel.receive()) is not None:
             if isinstance(message, AddRequest):
-                arrival = Arrival(message.request, time.perf_counter())
+                arrival = ReceivedRequest(message.request, time.perf_counter())
                 if message.request.grammar is None:
                     self.messages.put(arrival)
                 else:
                     self._pending.add(message.request.id)
-                    self._pool.submit(self._prepare_guide, arrival)
+                    self._pool.submit(self._compile_guide, arrival)
                 continue
             if isinstance(message, Ping) and self._answers_pings:
                 with contextlib.suppress(OSError):
@@ -174,7 +176,7 @@ class Inbox:
         self._on_server_gone()
         self.messages.put(None)
 
-    def _prepare_guide(self, arrival: Arrival) -> None:
+    def _compile_guide(self, arrival: ReceivedRequest) -> None:
         request = arrival.request
         if request.id not in self._pending:
             return

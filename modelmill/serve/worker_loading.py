@@ -7,23 +7,23 @@ import time
 from pathlib import Path
 from typing import Any
 
-from modelmill.artifact.store import Artifact, is_engine, open_artifact
-from modelmill.artifact.verify import verify
-from modelmill.core.config import BuildConfig, RunConfig, from_dict
+from modelmill.artifact.store import Artifact, is_engine_folder, open_artifact
+from modelmill.artifact.verify import verify_file_hashes
+from modelmill.core.config import BuildConfig, RunConfig, config_from_dict
 from modelmill.core.errors import UsageError
-from modelmill.core.progress import Progress
+from modelmill.core.progress_callback import Progress
 from modelmill.loader.cache_split import split_cache_bytes
 from modelmill.loader.capacity import cpu_kv_cache_budget
 from modelmill.loader.device import pick_device
 from modelmill.runtime.engine_core import EngineCore
-from modelmill.serve import budget
+from modelmill.serve import memory_budget
 from modelmill.serve.worker_inbox import MessageChannel
 from modelmill.serve.worker_messages import (
     LoadingUpdate,
     OpenEngine,
 )
 
-UPDATE_SECONDS = 0.1
+PROGRESS_INTERVAL_SECONDS = 0.1
 
 
 def open_or_build_artifact(open_engine: OpenEngine, on_progress: Progress) -> Artifact:
@@ -34,20 +34,20 @@ def open_or_build_artifact(open_engine: OpenEngine, on_progress: Progress) -> Ar
     """
     path = Path(open_engine.model)
     # a folder named *.engine gets the error message of an engine, not of a checkpoint
-    if not is_engine(path) and not (path.is_dir() and path.suffix == ".engine"):
+    if not is_engine_folder(path) and not (path.is_dir() and path.suffix == ".engine"):
         if not path.exists():
             raise UsageError(f"{path} does not exist; give an engine folder or a checkpoint")
-        from modelmill.llm import ensure_engine
+        from modelmill.llm import ensure_cached_engine
 
-        path = ensure_engine(
-            path, from_dict(BuildConfig, open_engine.build, "build"), on_progress, None
+        path = ensure_cached_engine(
+            path, config_from_dict(BuildConfig, open_engine.build, "build"), on_progress, None
         )
     elif open_engine.build:
         raise UsageError(
             f"{', '.join(open_engine.build)}: options of a build, and {path} is already built"
         )
     artifact = open_artifact(path)
-    verify(artifact, on_progress=on_progress)
+    verify_file_hashes(artifact, on_progress=on_progress)
     return _ProgressArtifact(artifact, on_progress)
 
 
@@ -60,7 +60,7 @@ def load_engine_core(
         ModelmillError: the engine cannot be loaded.
     """
     config = _with_memory_budget(
-        from_dict(RunConfig, open_engine.run, "run"), artifact, open_engine
+        config_from_dict(RunConfig, open_engine.run, "run"), artifact, open_engine
     )
     core = EngineCore.open(artifact, config)
     core.scheduler.set_interactive(
@@ -89,7 +89,7 @@ def _with_memory_budget(
     device = pick_device(config.device)
     if device == "cpu":
         num_other_engines = open_engine.num_loaded_before + len(open_engine.later_weight_bytes)
-        shared = budget.with_cpu_budget(
+        shared = memory_budget.with_cpu_cache_budget(
             config,
             cpu_kv_cache_budget(config.tp, open_engine.segment_bytes),
             num_other_engines,
@@ -101,7 +101,7 @@ def _with_memory_budget(
     import torch
 
     free, total = torch.cuda.mem_get_info(torch.device(device))
-    return budget.with_gpu_memory_share(
+    return memory_budget.with_gpu_memory_share(
         config,
         free,
         total,
@@ -127,20 +127,20 @@ class _ProgressArtifact(Artifact):
         return tensor
 
 
-def loading_reporter(channel: MessageChannel) -> Progress:
+def make_loading_reporter(channel: MessageChannel) -> Progress:
     """Make a callback that sends LoadingUpdate, at most ten times a second for each stage."""
     last: dict[str, float] = {}
 
     def on_progress(stage: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if now - last.get(stage, 0.0) >= UPDATE_SECONDS or done >= total:
+        if now - last.get(stage, 0.0) >= PROGRESS_INTERVAL_SECONDS or done >= total:
             last[stage] = now
             channel.send(LoadingUpdate(stage, done, total))
 
     return on_progress
 
 
-def announce(on_progress: Progress, stage: str, done: int, total: int) -> None:
+def announce_progress(on_progress: Progress, stage: str, done: int, total: int) -> None:
     """Report progress to the server and to the terminal.
 
     Used for a stage that takes long and comes before everything else.

@@ -2,7 +2,7 @@
 
 A frame is four bytes (the length, big endian) and a JSON array: the name of the message and its
 fields. Only ids and numbers are sent, no text of prompts and no tensors; images, masks and prompt
-log-probabilities are in frames with blobs (``segment_messages``, ``logprob_blobs``). Both ends
+log-probabilities are in frames with blobs (``segmentation_messages``, ``logprob_blobs``). Both ends
 belong to one program, so an invalid frame is a bug.
 """
 
@@ -19,9 +19,9 @@ import numpy as np
 
 from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.types import (
-    EmbeddingSpan,
     FinishReason,
     Grammar,
+    ImageEmbeddingSpan,
     Request,
     SamplingParams,
     TokenOutput,
@@ -33,11 +33,11 @@ from modelmill.serve.logprob_blobs import (
     encode_logprobs,
     encode_prompt_logprobs,
 )
-from modelmill.serve.segment_messages import (
+from modelmill.serve.segmentation_messages import (
     BINARY_FRAME_MARK,
-    SegmentFailure,
-    SegmentJob,
-    SegmentResult,
+    SegmentationFailure,
+    SegmentationJob,
+    SegmentationResult,
     decode_blob_frame,
     encode_blob_frame,
     join_blob_frame,
@@ -211,7 +211,7 @@ class StatsReply(NumberedMessage):
     """The statistics.
 
     Attributes:
-        stats: the fields of core.types.Stats.
+        stats: the fields of core.types.EngineStats.
     """
 
     stats: Mapping[str, Any]
@@ -231,7 +231,7 @@ class OpenFailed:
 
 
 @dataclass(frozen=True)
-class SaveSession(NumberedMessage):
+class SaveKvSession(NumberedMessage):
     """Write the cached KV pages of a prefix to a file.
 
     Attributes:
@@ -250,7 +250,7 @@ class SaveSession(NumberedMessage):
 
 
 @dataclass(frozen=True)
-class RestoreSession(NumberedMessage):
+class RestoreKvSession(NumberedMessage):
     """Read a file of KV pages into the prefix cache, for requests with this ``cache_salt``."""
 
     path: str
@@ -258,7 +258,7 @@ class RestoreSession(NumberedMessage):
 
 
 @dataclass(frozen=True)
-class SessionReply(NumberedMessage):
+class KvSessionReply(NumberedMessage):
     """A session was saved or restored.
 
     Attributes:
@@ -312,23 +312,23 @@ Message = (
     | RequestRejected
     | StatsReply
     | OpenFailed
-    | SaveSession
-    | RestoreSession
-    | SessionReply
+    | SaveKvSession
+    | RestoreKvSession
+    | KvSessionReply
     | SleepEngine
     | WakeEngine
     | SleepReply
-    | SegmentJob
-    | SegmentResult
-    | SegmentFailure
+    | SegmentationJob
+    | SegmentationResult
+    | SegmentationFailure
 )
 MESSAGE_TYPES: dict[str, type] = {cls.__name__: cls for cls in Message.__args__}
 
 
-def encode(message: Message) -> bytes:
+def encode_frame(message: Message) -> bytes:
     """Encode a message as a frame."""
     name = type(message).__name__
-    if isinstance(message, (SegmentJob, SegmentResult)):
+    if isinstance(message, (SegmentationJob, SegmentationResult)):
         body = encode_blob_frame(message)
         return LENGTH_PREFIX.pack(len(body)) + body
     if isinstance(message, StepTokens):
@@ -338,11 +338,11 @@ def encode(message: Message) -> bytes:
         blobs = [blob for each in tables for blob in encode_prompt_logprobs(each)]
         content: list[Any] = [_encode_token(token) for token in message.tokens]
         if blobs:
-            return _with_blobs(name, content, blobs)
+            return _encode_with_blobs(name, content, blobs)
     elif isinstance(message, AddRequest):
         content = [_encode_request(message.request)]
         if message.request.embedding_spans:
-            return _with_blobs(
+            return _encode_with_blobs(
                 name, content, [span.handle.tobytes() for span in message.request.embedding_spans]
             )
     else:
@@ -351,12 +351,12 @@ def encode(message: Message) -> bytes:
     return LENGTH_PREFIX.pack(len(body)) + body
 
 
-def _with_blobs(name: str, content: list[Any], blobs: Sequence[bytes]) -> bytes:
+def _encode_with_blobs(name: str, content: list[Any], blobs: Sequence[bytes]) -> bytes:
     body = join_blob_frame(name, content, blobs)
     return LENGTH_PREFIX.pack(len(body)) + body
 
 
-def decode(body: bytes) -> Message:
+def decode_frame_body(body: bytes) -> Message:
     """Decode the body of a frame."""
     if body.startswith(BINARY_FRAME_MARK):
         name, content, blobs = split_blob_frame(body)
@@ -384,7 +384,7 @@ def decode_frames(buffer: bytearray) -> list[Message]:
             break
         with memoryview(buffer) as view:
             body = bytes(view[start + LENGTH_PREFIX.size : end])
-        messages.append(decode(body))
+        messages.append(decode_frame_body(body))
         start = end
     del buffer[:start]
     return messages
@@ -424,7 +424,9 @@ def _decode_request(raw: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> Requ
     if "logit_bias" in params:
         params["logit_bias"] = dict(params["logit_bias"])
     if params.get("logits_processors") is not None:
-        params["logits_processors"] = LogitsProcessors.from_config(params["logits_processors"])
+        params["logits_processors"] = LogitsProcessors.from_generation_config(
+            params["logits_processors"]
+        )
     return Request(
         id=raw["id"],
         prompt=tuple(raw["prompt"]),
@@ -437,7 +439,9 @@ def _decode_request(raw: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> Requ
         priority=raw["priority"],
         virtual_start=raw["virtual_start"],
         embedding_spans=tuple(
-            EmbeddingSpan(position, length, digest, np.frombuffer(blob, np.uint8).reshape(shape))
+            ImageEmbeddingSpan(
+                position, length, digest, np.frombuffer(blob, np.uint8).reshape(shape)
+            )
             for (position, length, digest, shape), blob in zip(
                 raw["embedding_spans"], blobs, strict=True
             )

@@ -34,8 +34,8 @@ def update_token_flags(spec: dict[str, Any], settings: TokenizerSettings) -> boo
 
 def add_tokens(core: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
     """Adds what only the files beside list; the ids must come out as they say."""
-    _add_listed(core, settings.added_tokens, "tokenizer_config.json")
-    _add_listed(core, settings.older_added_tokens, "added_tokens.json")
+    _add_tokens_with_ids(core, settings.added_tokens, "tokenizer_config.json")
+    _add_tokens_with_ids(core, settings.older_added_tokens, "added_tokens.json")
     known = {token.content for token in core.get_added_tokens_decoder().values()}
     texts = [*settings.special_tokens.values(), *settings.extra_special_tokens]
     missing = [
@@ -46,7 +46,7 @@ def add_tokens(core: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
     core.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in missing])
 
 
-def _add_listed(
+def _add_tokens_with_ids(
     core: tokenizers.Tokenizer, tokens: Mapping[int, Mapping[str, Any]], file: str
 ) -> None:
     listed = {token.content for token in core.get_added_tokens_decoder().values()}

@@ -14,18 +14,18 @@ from modelmill.core.errors import RequestError
 from modelmill.core.types import TOKEN_IDS, Grammar
 from modelmill.text import harmony
 from modelmill.text.argument_grammar import ArgumentGrammar
-from modelmill.text.call_reader import split_mark
-from modelmill.text.chat_format_files import load_format
+from modelmill.text.chat_format_registry import load_chat_syntax
 from modelmill.text.chat_syntax import NO_MARKS, CallSyntax, ChatSyntax, ThinkingSyntax
 from modelmill.text.lark_builder import ANY_TEXT, LarkBuilder
-from modelmill.text.tag_grammar import TagGrammar
+from modelmill.text.nested_tag_grammar import NestedTagGrammar
+from modelmill.text.tool_call_reader import split_mark_parts
 
 PromptThinking = Literal["open", "closed", "free"]
 """What the prompt says of the thinking: begun, ended or excluded, or left to the model."""
-MAX_ID_DIGITS = 3
+MAX_CALL_INDEX_DIGITS = 3
 
 
-def answer_grammar(
+def whole_answer_grammar(
     grammar: Grammar | None,
     format_name: str,
     thinking: ThinkingSyntax | None,
@@ -55,7 +55,7 @@ def answer_grammar(
     thinks = thinking is not None and prompt_thinking != "closed"
     if not thinks:
         budget = None
-    syntax = load_format(format_name)
+    syntax = load_chat_syntax(format_name)
     in_format = syntax.calls.style == "harmony" or bool(syntax.begun)
     calls = grammar is not None and grammar.grammar_type == "calls"
     if grammar is None and budget is None:
@@ -74,7 +74,7 @@ def answer_grammar(
     return Grammar("answer", json.dumps(value))
 
 
-def build_answer_grammar(
+def build_answer_lark(
     value: Mapping[str, Any], builder: LarkBuilder, documents: Mapping[str, Any] | None
 ) -> str:
     """Return the grammar in llguidance's format.
@@ -87,33 +87,35 @@ def build_answer_grammar(
     Raises:
         RequestError: if the format cannot express the arguments of a function.
     """
-    syntax = load_format(value["format"])
+    syntax = load_chat_syntax(value["format"])
     answer = value["answer"]
     if answer["type"] == "calls":
-        body = _calls(builder, syntax, json.loads(answer["text"]))
+        body = _tool_calls_expr(builder, syntax, json.loads(answer["text"]))
     else:
         assert documents is not None, "the answer has a grammar"
-        body = builder.add_document(dict(documents))
+        body = builder.add_subgrammar(dict(documents))
         if syntax.calls.style == "harmony":
             body = f"{builder.literal(f'{harmony.CHANNEL}final{harmony.MESSAGE}')} {body}"
         body = f"{body} {builder.literal(syntax.content[1])}"
-    mark = "" if syntax.begun and answer["type"] == "calls" else _content_mark(builder, syntax)
-    return builder.build(f"{_thinking(builder, value)} {mark} {body}")
+    mark = (
+        "" if syntax.begun and answer["type"] == "calls" else _content_start_expr(builder, syntax)
+    )
+    return builder.build(f"{_thinking_expr(builder, value)} {mark} {body}")
 
 
-def _content_mark(builder: LarkBuilder, syntax: ChatSyntax) -> str:
+def _content_start_expr(builder: LarkBuilder, syntax: ChatSyntax) -> str:
     """The mark before the content, which the prompt may have written already."""
     opening = builder.literal(syntax.content[0].removeprefix(syntax.begun))
     return f"({opening})?" if opening else ""
 
 
-def _thinking(builder: LarkBuilder, value: Mapping[str, Any]) -> str:
+def _thinking_expr(builder: LarkBuilder, value: Mapping[str, Any]) -> str:
     """The thinking with its marks, as far as the prompt has not written them."""
     if value["marks"] is None:
         return ""
     opening, closing = (mark.strip() for mark in value["marks"])
-    blank = _blank_before_answer(builder, value)
-    if load_format(value["format"]).calls.style == "harmony":
+    blank = _blank_before_answer_expr(builder, value)
+    if load_chat_syntax(value["format"]).calls.style == "harmony":
         closing += f"{harmony.START}assistant"
         blank = ""
     body = f"{builder.text_until(closing)} {blank}"
@@ -122,7 +124,7 @@ def _thinking(builder: LarkBuilder, value: Mapping[str, Any]) -> str:
     return f"({builder.literal(opening)} {body})?"
 
 
-def _blank_before_answer(builder: LarkBuilder, value: Mapping[str, Any]) -> str:
+def _blank_before_answer_expr(builder: LarkBuilder, value: Mapping[str, Any]) -> str:
     """What may stand between the thinking and the answer.
 
     Before JSON and calls any blanks; elsewhere they would be a part of the answer, except for the
@@ -135,12 +137,12 @@ def _blank_before_answer(builder: LarkBuilder, value: Mapping[str, Any]) -> str:
     return f"{json.dumps(own)}?" if own else ""
 
 
-def _calls(builder: LarkBuilder, syntax: ChatSyntax, value: Mapping[str, Any]) -> str:
+def _tool_calls_expr(builder: LarkBuilder, syntax: ChatSyntax, value: Mapping[str, Any]) -> str:
     """One call, or up to ``most`` calls, perhaps after text (``optional``)."""
     calls = syntax.calls
     most, functions = value["most"], value["functions"]
     several = most is not None and calls.max_calls is None and calls.style != "harmony"
-    bodies = [_call(builder, calls, function) for function in functions]
+    bodies = [_single_call_expr(builder, calls, function) for function in functions]
     body = f"({' | '.join(bodies)})"
     section = several or not calls.section_if_several
     opening, closing = calls.section if section else NO_MARKS
@@ -153,11 +155,11 @@ def _calls(builder: LarkBuilder, syntax: ChatSyntax, value: Mapping[str, Any]) -
         more = f"({mark} {body}){{0,{most - 1}}}"
     end = builder.literal(closing) if closing else ""
     if calls.style == "react":
-        thought = f"{_react_thought(builder)} {body}"
+        thought = f"{_react_thought_rule(builder)} {body}"
         text = builder.text_without(("Action:",)) if value.get("optional") else ""
         return f"({text} | {thought})" if text else thought
     if syntax.begun:
-        return _calls_begun_in_prompt(
+        return _calls_begun_in_prompt_expr(
             builder, syntax, f"{body} {more} {end}", bool(value.get("optional"))
         )
     content_end = syntax.content[1]
@@ -168,10 +170,10 @@ def _calls(builder: LarkBuilder, syntax: ChatSyntax, value: Mapping[str, Any]) -
         call = f"{builder.literal(prefix)} {body} {more} {end}"
         return f"{text}? {builder.literal(content_end)} ({call})?"
     names = [function["name"] for function in functions]
-    return _optional_calls(builder, calls, prefix, f"{body} {more} {end}", names)
+    return _optional_calls_expr(builder, calls, prefix, f"{body} {more} {end}", names)
 
 
-def _calls_begun_in_prompt(
+def _calls_begun_in_prompt_expr(
     builder: LarkBuilder, syntax: ChatSyntax, body: str, optional: bool
 ) -> str:
     """Calls whose first mark the prompt has begun; perhaps text, or text and then calls."""
@@ -184,7 +186,7 @@ def _calls_begun_in_prompt(
     return f"({first} | {mark} ({builder.text_until(opening)} {body} | {text})?)"
 
 
-def _react_thought(builder: LarkBuilder) -> str:
+def _react_thought_rule(builder: LarkBuilder) -> str:
     """ReAct's thought up to the action."""
     lead = builder.add_terminal(
         r"/((?s:.*)\n)?Action: / & ~/(?s:.*)Final Answer:(?s:.*)/ & ~/(?s:.*)Action(?s:.*)Action: /"
@@ -192,14 +194,14 @@ def _react_thought(builder: LarkBuilder) -> str:
     return builder.add_rule(lead, "[lazy]")
 
 
-def _optional_calls(
+def _optional_calls_expr(
     builder: LarkBuilder, calls: CallSyntax, prefix: str, body: str, names: Sequence[str]
 ) -> str:
     """Text, or text and calls; the text has nothing that the parser reads as a call."""
     if calls.style == "harmony":
         final = builder.literal(f"{harmony.CHANNEL}final{harmony.MESSAGE}")
         return f"({final} {builder.text_without(())} | {body})"
-    parts = split_mark(prefix)
+    parts = split_mark_parts(prefix)
     if calls.whole_marks:
         parts = tuple(filter(None, (calls.section[0].strip(), calls.call[0].strip())))
     opener = parts[0] if parts and len(parts[0]) > 1 else ""
@@ -226,7 +228,7 @@ def _optional_calls(
     return f"({builder.text_until(opener, terms=terms)} {call} | {text})"
 
 
-def _call(builder: LarkBuilder, calls: CallSyntax, function: Mapping[str, Any]) -> str:
+def _single_call_expr(builder: LarkBuilder, calls: CallSyntax, function: Mapping[str, Any]) -> str:
     """One call without the mark before it."""
     name, schema = function["name"], function["arguments"]
     close = builder.literal(calls.call[1])
@@ -234,40 +236,44 @@ def _call(builder: LarkBuilder, calls: CallSyntax, function: Mapping[str, Any]) 
         key, text, arguments = (
             json.dumps(json.dumps(each)) for each in (calls.name_key, name, calls.arguments_key)
         )
-        value = builder.add_schema(schema)
+        value = builder.add_json_schema(schema)
         number = ""
         if calls.number_key:
-            digits = builder.add_terminal(f'/"[0-9]{{1,{MAX_ID_DIGITS}}}"/')
+            digits = builder.add_terminal(f'/"[0-9]{{1,{MAX_CALL_INDEX_DIGITS}}}"/')
             number = f'{json.dumps(json.dumps(calls.number_key))} s ":" s {digits} s "," s '
         body = f'"{{" s {number}{key} s ":" s {text} s "," s {arguments} s ":" s {value} s "}}"'
         return f"{body} {close}"
     if calls.style == "react":
-        return f"{json.dumps(name + calls.name_end)} {builder.add_schema(schema)}"
+        return f"{json.dumps(name + calls.name_end)} {builder.add_json_schema(schema)}"
     if calls.style == "harmony":
         header = (
             f"{harmony.CHANNEL}commentary to=functions.{name} {harmony.CONSTRAIN}json"
             f"{harmony.MESSAGE}"
         )
-        return f"{builder.literal(header)} {builder.add_schema(schema)}"
+        return f"{builder.literal(header)} {builder.add_json_schema(schema)}"
     if calls.style == "tags":
-        head = f"{_call_head(builder, calls, name)} {builder.literal(calls.name_end)}"
-        return f"{head} {TagGrammar(builder, calls, name, schema).tags()} {close}"
+        head = f"{_call_head_expr(builder, calls, name)} {builder.literal(calls.name_end)}"
+        return f"{head} {NestedTagGrammar(builder, calls, name, schema).nested_tags_expr()} {close}"
     parts = ArgumentGrammar(builder, calls, name, schema) if not calls.writes_json else None
     if calls.style == "pythonic":
         assert parts is not None, "this style has a syntax of its own"
-        return f'{json.dumps(name + "(")} {parts.python_keyword_arguments()} ")"'
-    head = f"{_call_head(builder, calls, name)} {builder.literal(calls.name_end)}"
+        return f'{json.dumps(name + "(")} {parts.keyword_arguments_expr()} ")"'
+    head = f"{_call_head_expr(builder, calls, name)} {builder.literal(calls.name_end)}"
     if parts is None:
-        return f"{head} {builder.add_schema(schema)} {close}"
-    body = parts.delimited_arguments() if calls.style == "parameters" else parts.bare_key_object()
+        return f"{head} {builder.add_json_schema(schema)} {close}"
+    body = (
+        parts.delimited_arguments_expr()
+        if calls.style == "parameters"
+        else parts.bare_key_object_expr()
+    )
     return f"{head} {body} {close}"
 
 
-def _call_head(builder: LarkBuilder, calls: CallSyntax, name: str) -> str:
+def _call_head_expr(builder: LarkBuilder, calls: CallSyntax, name: str) -> str:
     parts, rest = [], calls.head.replace("{name}", name)
     for field, pattern in (
-        ("{index}", f"/[0-9]{{1,{MAX_ID_DIGITS}}}/"),
-        ("{number}", f"/[0-9]{{1,{MAX_ID_DIGITS}}}/"),
+        ("{index}", f"/[0-9]{{1,{MAX_CALL_INDEX_DIGITS}}}/"),
+        ("{number}", f"/[0-9]{{1,{MAX_CALL_INDEX_DIGITS}}}/"),
         ("{id}", "/[a-zA-Z0-9]{9}/"),
     ):
         before, found, after = rest.partition(field)

@@ -71,12 +71,12 @@ class PastAnswer:
         self.usable = usable
 
     @property
-    def size(self) -> int:
+    def size_bytes(self) -> int:
         """Its bytes, about."""
         return self.ids.itemsize * len(self.ids) + RECORD_BYTES
 
 
-def record_past_answer(
+def make_past_answer(
     answer: ParsedAnswer, ids: Sequence[int], tail: PromptTail, thinks: bool
 ) -> PastAnswer:
     """Return the record of an answer; ids: its tokens without the one that ended it."""
@@ -103,21 +103,23 @@ class AnswerHistory:
 
     def add(self, answer: PastAnswer, salt: str) -> None:
         """Remember an answer; requests with another salt do not find it."""
-        if answer.size > self._max_bytes:
+        if answer.size_bytes > self._max_bytes:
             return
         key = salt, answer.message
         with self._lock:
             answers = self._answers.setdefault(key, [])
             self._answers.move_to_end(key)
             answers.insert(0, answer)
-            self._bytes += answer.size
+            self._bytes += answer.size_bytes
             while len(answers) > MAX_ANSWERS_PER_MESSAGE:
-                self._bytes -= answers.pop().size
+                self._bytes -= answers.pop().size_bytes
             while self._bytes > self._max_bytes:
                 _, oldest = self._answers.popitem(last=False)
-                self._bytes -= sum(each.size for each in oldest)
+                self._bytes -= sum(each.size_bytes for each in oldest)
 
-    def find(self, messages: Sequence[Mapping[str, Any]], salt: str) -> list[list[PastAnswer]]:
+    def find_answers(
+        self, messages: Sequence[Mapping[str, Any]], salt: str
+    ) -> list[list[PastAnswer]]:
         """Return the answers that the messages of a conversation may be.
 
         Args:
@@ -132,13 +134,13 @@ class AnswerHistory:
             if not self._answers:
                 return out
             for message in messages:
-                answer = _as_answer(message)
+                answer = _parse_assistant_message(message)
                 if answer is None:
                     continue
                 key = salt, message_digest(answer)
                 if key in self._answers:
                     self._answers.move_to_end(key)
-                    out.append(_sort_by_similarity(self._answers[key], answer))
+                    out.append(_rank_answers_by_similarity(self._answers[key], answer))
         return out
 
 
@@ -166,17 +168,17 @@ def canonical_arguments(arguments: str) -> str:
     JavaScript knows no difference between 1 and 1.0. Other text is returned as it is.
     """
     try:
-        return json.dumps(json.loads(arguments, parse_float=_parse_number), sort_keys=True)
+        return json.dumps(json.loads(arguments, parse_float=_integral_float_to_int), sort_keys=True)
     except (ValueError, RecursionError):
         return arguments
 
 
-def _parse_number(text: str) -> float | int:
+def _integral_float_to_int(text: str) -> float | int:
     value = float(text)
     return int(value) if value.is_integer() and abs(value) < MAX_EXACT_INTEGER else value
 
 
-def _as_answer(message: Mapping[str, Any]) -> ParsedAnswer | None:
+def _parse_assistant_message(message: Mapping[str, Any]) -> ParsedAnswer | None:
     """Convert a message of the assistant; None for other messages and forms."""
     if message.get("role") != "assistant":
         return None
@@ -203,7 +205,9 @@ def _as_answer(message: Mapping[str, Any]) -> ParsedAnswer | None:
     )
 
 
-def _sort_by_similarity(answers: Sequence[PastAnswer], message: ParsedAnswer) -> list[PastAnswer]:
+def _rank_answers_by_similarity(
+    answers: Sequence[PastAnswer], message: ParsedAnswer
+) -> list[PastAnswer]:
     call_ids = tuple(call.id for call in message.calls)
     reasoning = text_digest(message.reasoning)
 

@@ -13,32 +13,32 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from modelmill.text.answer_pieces import AnswerPiece, PieceCollector
-from modelmill.text.call_reader import (
-    CallReader,
+from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ThinkingSyntax
+from modelmill.text.json_call_reader import JsonCallReader
+from modelmill.text.named_call_reader import NamedCallReader
+from modelmill.text.nested_tag_call_reader import NestedTagCallReader
+from modelmill.text.parameter_call_reader import ParameterCallReader
+from modelmill.text.pythonic_call_reader import PythonicCallReader
+from modelmill.text.tool_call_reader import (
+    ToolCallReader,
     ToolSchemas,
-    find_first,
-    is_blank,
+    find_first_mark,
+    is_whitespace,
     longest_suffix_overlap,
 )
-from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ThinkingSyntax
-from modelmill.text.checked_calls import CheckedCallReader
-from modelmill.text.json_calls import JsonCallReader
-from modelmill.text.named_calls import NamedCallReader
-from modelmill.text.parameter_calls import ParameterCallReader
-from modelmill.text.pythonic_calls import PythonicCallReader
-from modelmill.text.tag_calls import TagCallReader
+from modelmill.text.validated_call_reader import ValidatedCallReader
 
 MIN_CUT_MARK_CHARS = 3
 """Where a limit cut an answer off, that many characters of a mark at its end are not content.
 
 Directly behind a call one character is enough.
 """
-READERS: dict[str, type[CallReader]] = {
+READERS: dict[str, type[ToolCallReader]] = {
     "json": JsonCallReader,
     "named": NamedCallReader,
     "parameters": ParameterCallReader,
     "pythonic": PythonicCallReader,
-    "tags": TagCallReader,
+    "tags": NestedTagCallReader,
 }
 
 
@@ -64,28 +64,28 @@ class AnswerParser(ABC):
 
     def push(self, text: str) -> list[AnswerPiece]:
         """Add text; return the pieces that are now certain, in order."""
-        if self._follows_blank and is_blank(text):
+        if self._follows_blank and is_whitespace(text):
             self._blanks.append(text)
             return []
-        self._read(text)
+        self._consume_text(text)
         return self._output.drain()
 
-    def _read(self, text: str) -> None:
+    def _consume_text(self, text: str) -> None:
         """Read text, and the blanks before it."""
         text = "".join((*self._blanks, text))
         self._blanks = []
-        self._follows_blank = is_blank(text[-1:])
+        self._follows_blank = is_whitespace(text[-1:])
         self._buffer += text
         while self._buffer and self._mode():
             pass
 
     def flush(self, cut: bool = False) -> list[AnswerPiece]:
         """Return what is still buffered; cut: the answer was cut off by a limit."""
-        self._read("")
-        return self._end(cut)
+        self._consume_text("")
+        return self._flush_buffer(cut)
 
     @abstractmethod
-    def _end(self, cut: bool) -> list[AnswerPiece]:
+    def _flush_buffer(self, cut: bool) -> list[AnswerPiece]:
         """Return what is still in the buffer."""
 
 
@@ -112,17 +112,17 @@ def make_answer_parser(
         forced: whether a grammar forces calls; the text of a call that was cut off is then not
             content.
     """
-    from modelmill.text.harmony import HarmonyParser
-    from modelmill.text.react import ReactToolParser
+    from modelmill.text.harmony import HarmonyAnswerParser
+    from modelmill.text.react_tools import ReactAnswerParser
 
     schemas: Mapping[str, Mapping[str, Any] | None] = (
         tools if isinstance(tools, Mapping) else dict.fromkeys(tools)
     )
     output = PieceCollector(max_calls, short_ids=syntax.calls.short_ids, silent=forced)
     if syntax.calls.style == "react":
-        return ReactToolParser(schemas, output, continues)
+        return ReactAnswerParser(schemas, output, continues)
     if syntax.calls.style == "harmony":
-        return HarmonyParser(schemas, output)
+        return HarmonyAnswerParser(schemas, output)
     return MarkedAnswerParser(syntax, schemas, output, thinking, thinks)
 
 
@@ -138,14 +138,14 @@ class MarkedAnswerParser(AnswerParser):
         thinks: bool,
     ) -> None:
         super().__init__(tools, output)
-        self._reader = _make_reader(syntax.calls, tools, output) if tools else None
+        self._reader = _make_call_reader(syntax.calls, tools, output) if tools else None
         self._bare = syntax.calls.bare
         self._begun = syntax.begun
-        self._first_marks = _first_marks(syntax, tools)
+        self._prompt_begun_marks = _prompt_begun_marks(syntax, tools)
         self._content_marks = tuple(filter(None, (*syntax.content, *syntax.dropped)))
         if self._reader is not None and syntax.begun:
             # text may end with a part of the mark, so that only mark and name together are certain
-            self._reader.restrict_opening_marks(self._first_marks[1:])
+            self._reader.restrict_opening_marks(self._prompt_begun_marks[1:])
         self._openers = self._reader.openers if self._reader is not None else ()
         self._thinking_open, self._thinking_close = ("", "") if thinking is None else thinking.marks
         ends_at_calls = thinking is not None and thinking.ends_at_calls and self._reader is not None
@@ -154,45 +154,47 @@ class MarkedAnswerParser(AnswerParser):
             *(self._openers if ends_at_calls else ()),
         )
         self.in_reasoning = thinks
-        self._mode = self._scan_start if thinking is not None else self._begin_content()
+        self._mode = (
+            self._detect_thinking_start if thinking is not None else self._enter_content_mode()
+        )
 
-    def _end(self, cut: bool) -> list[AnswerPiece]:
+    def _flush_buffer(self, cut: bool) -> list[AnswerPiece]:
         """See ``AnswerParser``."""
         reader = self._reader
-        if reader is not None and self._mode == self._scan_block:
-            reader.end(cut)
-        while self._mode == self._scan_block:
-            self._read_block(final=True)
-            while self._buffer and self._mode != self._scan_block and self._mode():
+        if reader is not None and self._mode == self._scan_call_block:
+            reader.mark_answer_end(cut)
+        while self._mode == self._scan_call_block:
+            self._read_call_block(final=True)
+            while self._buffer and self._mode != self._scan_call_block and self._mode():
                 pass
         rest, self._buffer = self._buffer, ""
         if cut:
             # the begin of a mark is no text
-            marks = self._thinking_ends if self.in_reasoning else self._content_ends()
-            if self._mode == self._scan_prompt_mark:
+            marks = self._thinking_ends if self.in_reasoning else self._content_end_marks()
+            if self._mode == self._scan_mark_begun_in_prompt:
                 rest = ""
-            if self._mode == self._scan_start and not self.in_reasoning:
+            if self._mode == self._detect_thinking_start and not self.in_reasoning:
                 marks = (*marks, self._thinking_open)
             size = longest_suffix_overlap(rest, marks)
             is_mark = size >= MIN_CUT_MARK_CHARS or self._output.follows_call
             rest = rest[: len(rest) - size] if is_mark else rest
         if self.in_reasoning:
             self._output.add_reasoning(rest)
-        elif self._mode != self._scan_block:
+        elif self._mode != self._scan_call_block:
             self._output.add_text(rest)
         return self._output.finish(cut)
 
-    def _begin_content(self) -> Callable[[], bool]:
+    def _enter_content_mode(self) -> Callable[[], bool]:
         """The mode at the begin of the content."""
         self._marked = False
         if self._begun:
-            return self._scan_prompt_mark
+            return self._scan_mark_begun_in_prompt
         if self._reader is None or not self._bare:
             return self._scan_content
-        self._reader.begin()
-        return self._scan_block
+        self._reader.begin_block()
+        return self._scan_call_block
 
-    def _scan_start(self) -> bool:
+    def _detect_thinking_start(self) -> bool:
         """Detect whether the answer begins with thinking."""
         text = self._buffer.lstrip()
         mark = self._thinking_open
@@ -201,12 +203,12 @@ class MarkedAnswerParser(AnswerParser):
         if text.startswith(mark):
             self._buffer = text[len(mark) :]
             self.in_reasoning = True
-        self._mode = self._scan_thinking if self.in_reasoning else self._begin_content()
+        self._mode = self._scan_thinking if self.in_reasoning else self._enter_content_mode()
         return True
 
     def _scan_thinking(self) -> bool:
         """Emit the thinking up to its end."""
-        place, mark = find_first(self._buffer, self._thinking_ends)
+        place, mark = find_first_mark(self._buffer, self._thinking_ends)
         if place < 0:
             stop = len(self._buffer) - longest_suffix_overlap(self._buffer, self._thinking_ends)
             self._output.add_reasoning(self._buffer[:stop])
@@ -218,12 +220,12 @@ class MarkedAnswerParser(AnswerParser):
             place += len(mark)
         self._buffer = self._buffer[place:]
         self.in_reasoning = False
-        self._mode = self._begin_content()
+        self._mode = self._enter_content_mode()
         return True
 
-    def _scan_prompt_mark(self) -> bool:
+    def _scan_mark_begun_in_prompt(self) -> bool:
         """Detect what continues the mark that the prompt begins."""
-        marks = tuple(mark.removeprefix(self._begun) for mark in self._first_marks)
+        marks = tuple(mark.removeprefix(self._begun) for mark in self._prompt_begun_marks)
         if self._buffer.startswith(marks):
             self._buffer = self._begun + self._buffer
         elif any(mark.startswith(self._buffer) for mark in marks):
@@ -233,8 +235,8 @@ class MarkedAnswerParser(AnswerParser):
 
     def _scan_content(self) -> bool:
         """Scan content up to an opening mark."""
-        ends = self._content_ends()
-        place, mark = find_first(self._buffer, ends)
+        ends = self._content_end_marks()
+        place, mark = find_first_mark(self._buffer, ends)
         if not mark:
             place = len(self._buffer) - longest_suffix_overlap(self._buffer, ends)
         self._output.add_text(self._buffer[:place])
@@ -244,24 +246,24 @@ class MarkedAnswerParser(AnswerParser):
         elif not mark or any(each.startswith(self._buffer) for each in self._content_marks):
             return False  # it may become a mark
         else:
-            self._begin_block()
+            self._begin_call_block()
         return True
 
-    def _content_ends(self) -> tuple[str, ...]:
+    def _content_end_marks(self) -> tuple[str, ...]:
         """What ends a piece of content: marks around it, or the begin of calls."""
         return (*self._content_marks, *self._openers)
 
-    def _begin_block(self) -> None:
+    def _begin_call_block(self) -> None:
         assert self._reader is not None, "a mark begins calls"
-        self._reader.begin()
+        self._reader.begin_block()
         self._marked = True
-        self._mode = self._scan_block
+        self._mode = self._scan_call_block
 
-    def _scan_block(self) -> bool:
+    def _scan_call_block(self) -> bool:
         """Read calls."""
-        return self._read_block(final=False)
+        return self._read_call_block(final=False)
 
-    def _read_block(self, final: bool) -> bool:
+    def _read_call_block(self, final: bool) -> bool:
         reader = self._reader
         assert reader is not None, "a block is read by the reader"
         at = reader.feed(self._buffer, 0, final)
@@ -287,14 +289,16 @@ class MarkedAnswerParser(AnswerParser):
         return True
 
 
-def _make_reader(calls: CallSyntax, tools: ToolSchemas, output: PieceCollector) -> CallReader:
+def _make_call_reader(
+    calls: CallSyntax, tools: ToolSchemas, output: PieceCollector
+) -> ToolCallReader:
     reader = READERS[calls.style]
     if calls.checked:
-        return CheckedCallReader(reader, calls, tools, output)
+        return ValidatedCallReader(reader, calls, tools, output)
     return reader(calls, tools, output)
 
 
-def _first_marks(syntax: ChatSyntax, tools: ToolSchemas) -> tuple[str, ...]:
+def _prompt_begun_marks(syntax: ChatSyntax, tools: ToolSchemas) -> tuple[str, ...]:
     """The marks of content and calls whose begin the prompt writes."""
     if not syntax.begun:
         return ()

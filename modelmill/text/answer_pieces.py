@@ -62,7 +62,7 @@ class ParsedAnswer:
     reasoning: str = ""
 
 
-def function_call_json(id: str | None, name: str | None, arguments: str) -> dict[str, Any]:
+def make_openai_tool_call(id: str | None, name: str | None, arguments: str) -> dict[str, Any]:
     """A call of a function in a chat message, as OpenAI writes it; arguments: JSON text."""
     function = {"name": name, "arguments": arguments}
     return {"id": id, "type": "function", "function": function}
@@ -89,7 +89,7 @@ def collect_answer(pieces: Iterable[AnswerPiece]) -> ParsedAnswer:
     return ParsedAnswer("".join(content), tuple(parsed), "".join(reasoning))
 
 
-def collect_tool_calls(pieces: Iterable[AnswerPiece]) -> tuple[str, list[ParsedToolCall]]:
+def collect_content_and_calls(pieces: Iterable[AnswerPiece]) -> tuple[str, list[ParsedToolCall]]:
     """Join pieces to the whole content and the complete calls."""
     answer = collect_answer(pieces)
     return answer.content, list(answer.calls)
@@ -161,16 +161,16 @@ class PieceCollector:
         """Begin a call of the function ``name``."""
         if id is None:
             id = secrets.token_hex(5)[:9] if self._short_ids else f"call_{secrets.token_hex(12)}"
-        self._put(ToolCallDelta(self.num_calls, "", id, name))
+        self._append_call_delta(ToolCallDelta(self.num_calls, "", id, name))
         self.num_calls += 1
         self.follows_call = True
 
     def add_arguments(self, text: str) -> None:
         """Append to the arguments of the last call."""
         if text:
-            self._put(ToolCallDelta(self.num_calls - 1, text))
+            self._append_call_delta(ToolCallDelta(self.num_calls - 1, text))
 
-    def _put(self, delta: ToolCallDelta) -> None:
+    def _append_call_delta(self, delta: ToolCallDelta) -> None:
         if self._max_calls is not None and delta.index >= self._max_calls:
             return
         last = self._pieces[-1] if self._pieces else None

@@ -22,10 +22,10 @@ from modelmill.text.answer_history import (
 )
 from modelmill.text.answer_parser import make_answer_parser
 from modelmill.text.answer_pieces import ParsedAnswer, collect_answer
-from modelmill.text.call_reader import ToolSchemas
-from modelmill.text.chat_format_files import THINK_TAGS
+from modelmill.text.chat_format_registry import THINK_TAGS
 from modelmill.text.chat_syntax import NO_MARKS, ChatSyntax, ThinkingSyntax
 from modelmill.text.tokenizer_base import Tokenizer
+from modelmill.text.tool_call_reader import ToolSchemas
 
 TAIL_TOKENS = 2
 """Control tokens in the end of a prompt that marks the place of an answer."""
@@ -34,7 +34,7 @@ MAX_MESSAGE_ENDS = 3
 """Ends of messages inside one answer: harmony ends each of its messages."""
 
 
-def prompt_tail(
+def extract_prompt_tail(
     pieces: Sequence[Piece], tokenizer: Tokenizer, thinking: ThinkingSyntax | None
 ) -> PromptTail | None:
     """Return the end of a prompt; None if no control token is there.
@@ -47,15 +47,15 @@ def prompt_tail(
     """
     base, begun = list(pieces), tuple[Piece, ...]()
     if thinking is not None:
-        base, begun = _split_thinking(base, tokenizer, thinking.marks[0])
+        base, begun = _split_trailing_thinking(base, tokenizer, thinking.marks[0])
     places = [place for place, piece in enumerate(base) if isinstance(piece, int)]
     if not places or (isinstance(base[-1], str) and len(base[-1]) > MAX_TAIL_TEXT):
         return None
     first = places[-TAIL_TOKENS:][0]
-    return PromptTail(tuple(_piece_digest(piece) for piece in base[first:]), begun)
+    return PromptTail(tuple(_digest_long_text(piece) for piece in base[first:]), begun)
 
 
-def _split_thinking(
+def _split_trailing_thinking(
     pieces: list[Piece], tokenizer: Tokenizer, mark: str
 ) -> tuple[list[Piece], tuple[Piece, ...]]:
     """Split a prompt at the mark that begins the thinking at its end."""
@@ -71,7 +71,7 @@ def _split_thinking(
     return pieces, ()
 
 
-def _piece_digest(piece: Piece) -> Piece | bytes:
+def _digest_long_text(piece: Piece) -> Piece | bytes:
     if isinstance(piece, int) or len(piece) <= MAX_TAIL_TEXT:
         return piece
     return hashlib.sha256(piece.encode("utf-8", "surrogatepass")).digest()
@@ -114,7 +114,7 @@ class AnswerSplicer:
                 (
                     match
                     for answer in candidates
-                    if (match := self._find(rest, places, begin, answer)) is not None
+                    if (match := self._find_answer_match(rest, places, begin, answer)) is not None
                 ),
                 None,
             )
@@ -125,54 +125,54 @@ class AnswerSplicer:
             begin, offset = match.end, 0
         return [*out, *_pieces_between(rest, (begin, offset), (len(rest), 0))]
 
-    def _find(
+    def _find_answer_match(
         self,
         pieces: Sequence[Piece],
         places: dict[int, list[int]],
         begin: int,
         answer: PastAnswer,
-    ) -> _Match | None:
+    ) -> _AnswerMatch | None:
         """Find an answer behind a position of the prompt."""
         if answer.usable is None:
-            answer.set_usable(self._has_nothing_dropped(answer))
+            answer.set_usable(self._reparses_to_sent_answer(answer))
         if not answer.usable:
             return None
         last = next(each for each in reversed(answer.tail.base) if isinstance(each, int))
         for place in places.get(last, ()):
             if place < begin:
                 continue
-            base = _match_tail(pieces, place, answer.tail.base)
-            match = None if base is None else self._match_at(pieces, base, answer)
+            base = _match_prompt_tail(pieces, place, answer.tail.base)
+            match = None if base is None else self._match_after_prompt_tail(pieces, base, answer)
             if match is not None:
                 return match
         return None
 
-    def _match_at(
-        self, pieces: Sequence[Piece], base: _Position, answer: PastAnswer
-    ) -> _Match | None:
+    def _match_after_prompt_tail(
+        self, pieces: Sequence[Piece], base: _PiecePosition, answer: PastAnswer
+    ) -> _AnswerMatch | None:
         """Compare what a template wrote behind the end of an answer's prompt with the answer.
 
         Templates leave out thinking with its marks, or all but its closing mark.
         """
-        full = _match_thinking(pieces, base, answer.tail.thinking)
+        full = _match_thinking_pieces(pieces, base, answer.tail.thinking)
         starts = [(base, False), (base, True)]
         if full is not None:
             starts.insert(0, (full, answer.thinks))
         for start, thinks in starts:
             fits = start == full or not answer.thinks
-            match = self._replace(pieces, start, answer, thinks, fits)
+            match = self._match_rendered_answer(pieces, start, answer, thinks, fits)
             if match is not None:
                 return match
         return None
 
-    def _replace(
+    def _match_rendered_answer(
         self,
         pieces: Sequence[Piece],
-        start: _Position,
+        start: _PiecePosition,
         answer: PastAnswer,
         thinks: bool,
         fits: bool,
-    ) -> _Match | None:
+    ) -> _AnswerMatch | None:
         """Replace what follows a position if it says the same as an answer.
 
         Args:
@@ -189,17 +189,17 @@ class AnswerSplicer:
         )
         for end in itertools.islice(ends, MAX_MESSAGE_ENDS):
             segment = list(_pieces_between(pieces, start, (end, 0)))
-            written = self._parse(segment, thinks)
-            if not self._is_same(written, answer):
+            written = self._parse_pieces(segment, thinks)
+            if not self._is_same_answer(written, answer):
                 continue
             if fits and text_digest(written.reasoning) == answer.reasoning:
-                return _Match(start, end, list(answer.ids))
-            rest = None if written.reasoning.strip() else self._without_thinking(answer)
+                return _AnswerMatch(start, end, list(answer.ids))
+            rest = None if written.reasoning.strip() else self._tokens_after_thinking(answer)
             if rest is not None:
-                return _Match(start, end, [*self._text_before_content(segment), *rest])
+                return _AnswerMatch(start, end, [*self._pieces_before_content(segment), *rest])
         return None
 
-    def _is_same(self, written: ParsedAnswer, answer: PastAnswer) -> bool:
+    def _is_same_answer(self, written: ParsedAnswer, answer: PastAnswer) -> bool:
         """Whether a template wrote an answer, with its thinking or without."""
         in_head = self.syntax.calls.id_from_head or "{id}" in self.syntax.calls.head
         if in_head and tuple(call.id for call in written.calls) != answer.call_ids:
@@ -208,37 +208,37 @@ class AnswerSplicer:
             return False
         return text_digest(written.reasoning) in (answer.reasoning, b"")
 
-    def _has_nothing_dropped(self, answer: PastAnswer) -> bool:
+    def _reparses_to_sent_answer(self, answer: PastAnswer) -> bool:
         """Whether nothing was dropped from an answer, such as calls above a limit."""
-        parsed = self._parse(answer.ids, answer.thinks)
+        parsed = self._parse_pieces(answer.ids, answer.thinks)
         return (
             message_digest(parsed) == answer.message
             and text_digest(parsed.reasoning) == answer.reasoning
         )
 
-    def _parse(self, pieces: Sequence[Piece], thinks: bool) -> ParsedAnswer:
-        text = self._text(pieces)
+    def _parse_pieces(self, pieces: Sequence[Piece], thinks: bool) -> ParsedAnswer:
+        text = self._decode_pieces(pieces)
         if not (self.tools or self.thinking or self.syntax.content != NO_MARKS):
             return ParsedAnswer(text)
         parser = make_answer_parser(self.syntax, self.tools, thinking=self.thinking, thinks=thinks)
         return collect_answer([*parser.push(text), *parser.flush()])
 
-    def _text(self, pieces: Sequence[Piece]) -> str:
+    def _decode_pieces(self, pieces: Sequence[Piece]) -> str:
         """The text of an answer as its parser gets it."""
         parts: list[bytes] = []
         for piece in pieces:
             if isinstance(piece, str):
                 parts.append(piece.encode("utf-8", "replace"))
-            elif piece in self.shown or not self.tokenizer.is_skipped(piece):
+            elif piece in self.shown or not self.tokenizer.is_skipped_in_decode(piece):
                 token = self.tokenizer.token_bytes(piece)
                 parts.append(token if parts else self.tokenizer.first_token_bytes(piece))
         return b"".join(parts).decode("utf-8", "replace")
 
-    def _without_thinking(self, answer: PastAnswer) -> list[Piece] | None:
+    def _tokens_after_thinking(self, answer: PastAnswer) -> list[Piece] | None:
         """The tokens after the thinking; None if its end is not marked."""
         tokens = [self.tokenizer.token_bytes(id) for id in answer.ids]
         data = b"".join(tokens)
-        mark = self._thinking_end().encode()
+        mark = self._thinking_end_mark().encode()
         place = data.find(mark)
         if place < 0:
             return None
@@ -256,9 +256,9 @@ class AnswerSplicer:
                     return None
         return None
 
-    def _text_before_content(self, segment: Sequence[Piece]) -> list[Piece]:
+    def _pieces_before_content(self, segment: Sequence[Piece]) -> list[Piece]:
         """What a template writes before the content in place of the thinking: blanks, marks."""
-        close = self._thinking_end()
+        close = self._thinking_end_mark()
         id = self.tokenizer.special.get(close)
         at = 0
         for place, piece in enumerate(segment):
@@ -266,25 +266,25 @@ class AnswerSplicer:
                 at = place + 1
             elif isinstance(piece, str) and close in piece:
                 end = piece.find(close) + len(close)
-                end += _blank_size(piece[end:])
+                end += _leading_blank_size(piece[end:])
                 return [*segment[:place], piece[:end]]
         first = segment[at] if at < len(segment) else ""
-        blank = first[: _blank_size(first)] if isinstance(first, str) else ""
+        blank = first[: _leading_blank_size(first)] if isinstance(first, str) else ""
         return [*segment[:at], *([blank] if blank else [])]
 
-    def _thinking_end(self) -> str:
+    def _thinking_end_mark(self) -> str:
         if self.syntax.calls.style == "harmony":
             return f"{harmony.END}{harmony.START}assistant"
         return THINK_TAGS.marks[1] if self.thinking is None else self.thinking.marks[1]
 
 
-_Position = tuple[int, int]
+_PiecePosition = tuple[int, int]
 """Index of a piece, and of a character in it."""
 
 
 @dataclass(frozen=True)
-class _Match:
-    begin: _Position
+class _AnswerMatch:
+    begin: _PiecePosition
     end: int
     replacement: list[Piece]
 
@@ -297,21 +297,21 @@ def _control_token_positions(pieces: Sequence[Piece]) -> dict[int, list[int]]:
     return places
 
 
-def _match_tail(
+def _match_prompt_tail(
     pieces: Sequence[Piece], place: int, base: Sequence[Piece | bytes]
-) -> _Position | None:
+) -> _PiecePosition | None:
     """Match the end of a prompt whose last control token is at a place; returns what follows."""
     text = base[-1] if isinstance(base[-1], str) else ""
     head = base[:-1] if text else base
     first = place - len(head) + 1
-    if first < 0 or tuple(map(_piece_digest, pieces[first : place + 1])) != tuple(head):
+    if first < 0 or tuple(map(_digest_long_text, pieces[first : place + 1])) != tuple(head):
         return None
     return _match_text(pieces, (place + 1, 0), text)
 
 
-def _match_thinking(
-    pieces: Sequence[Piece], start: _Position, thinking: Sequence[Piece]
-) -> _Position | None:
+def _match_thinking_pieces(
+    pieces: Sequence[Piece], start: _PiecePosition, thinking: Sequence[Piece]
+) -> _PiecePosition | None:
     for piece in thinking:
         if isinstance(piece, int):
             if start[1] or start[0] >= len(pieces) or pieces[start[0]] != piece:
@@ -325,7 +325,7 @@ def _match_thinking(
     return start
 
 
-def _match_text(pieces: Sequence[Piece], start: _Position, text: str) -> _Position | None:
+def _match_text(pieces: Sequence[Piece], start: _PiecePosition, text: str) -> _PiecePosition | None:
     """Match text at a position; the position after it."""
     if not text:
         return start
@@ -337,7 +337,9 @@ def _match_text(pieces: Sequence[Piece], start: _Position, text: str) -> _Positi
     return (index + 1, 0) if offset == len(piece) else (index, offset)
 
 
-def _pieces_between(pieces: Sequence[Piece], begin: _Position, end: _Position) -> Iterator[Piece]:
+def _pieces_between(
+    pieces: Sequence[Piece], begin: _PiecePosition, end: _PiecePosition
+) -> Iterator[Piece]:
     """The pieces from one position to another."""
     for index in range(begin[0], min(end[0] + 1, len(pieces))):
         piece = pieces[index]
@@ -351,6 +353,6 @@ def _pieces_between(pieces: Sequence[Piece], begin: _Position, end: _Position) -
             yield text
 
 
-def _blank_size(text: str) -> int:
+def _leading_blank_size(text: str) -> int:
     """The size of the blanks at the begin of a text."""
     return len(text) - len(text.lstrip())

@@ -6,9 +6,9 @@ import copy
 from collections.abc import Mapping
 from typing import Protocol, Unpack
 
-from modelmill.text.chat_format_files import select_variant
+from modelmill.text.chat_format_registry import select_format_variant
 from modelmill.text.chat_syntax import ThinkingSyntax
-from modelmill.text.messages import ChatTemplateKwargs, Messages
+from modelmill.text.message_validation import ChatTemplateKwargs, Messages
 
 
 class ChatFormat(Protocol):
@@ -20,7 +20,7 @@ class ChatFormat(Protocol):
         format_name: how answers are written, see ``chat_formats``.
         thinking: marks of the thinking, if the template has them.
         writes_calls: whether it writes earlier calls.
-        takes_effort: whether it reads the variable reasoning_effort.
+        reads_reasoning_effort: whether it reads the variable reasoning_effort.
     """
 
     stop_ids: tuple[int, ...]
@@ -28,7 +28,7 @@ class ChatFormat(Protocol):
     format_name: str
     thinking: ThinkingSyntax | None = None
     writes_calls: bool = False
-    takes_effort: bool = False
+    reads_reasoning_effort: bool = False
 
     def encode(
         self,
@@ -56,9 +56,9 @@ class ChatFormat(Protocol):
     ) -> str:
         """Return the same prompt as text."""
 
-    def with_options(self, options: Mapping[str, object]) -> ChatFormat:
+    def with_template_options(self, options: Mapping[str, object]) -> ChatFormat:
         """Return the format of answers to a prompt with these variables of the template."""
-        name, thinking = select_variant(self.format_name, self.thinking, options)
+        name, thinking = select_format_variant(self.format_name, self.thinking, options)
         if (name, thinking) == (self.format_name, self.thinking):
             return self
         variant = copy.copy(self)

@@ -2,7 +2,7 @@
 
 A format is one file of ``chat_formats`` with a ``FORMAT``. From it follow the parser of answers
 (``answer_parser``), the constraint on answers (``answer_grammar``), the writer of earlier answers
-(``answer_writer``) and random answers for tests (``tools.chat_formats``).
+(``answer_renderer``) and random answers for tests (``tools.chat_formats``).
 
 Marks are written as the model writes them, with their whitespace. The parser also accepts them with
 other whitespace.
@@ -169,7 +169,7 @@ class CallSyntax:
         return self.style not in ("parameters", "tags", "pythonic") and not self.string_mark
 
 
-def json_list_syntax(open: str, close: str = "]", content_end: str = "\n") -> CallSyntax:
+def json_list_call_syntax(open: str, close: str = "]", content_end: str = "\n") -> CallSyntax:
     """Return the syntax of calls that are the objects of one JSON list.
 
     Args:
@@ -180,7 +180,7 @@ def json_list_syntax(open: str, close: str = "]", content_end: str = "\n") -> Ca
     return CallSyntax("json", section=(open, close), separator=", ", content_end=content_end)
 
 
-def python_list_syntax(marks: Marks) -> CallSyntax:
+def python_list_call_syntax(marks: Marks) -> CallSyntax:
     """Return the syntax of calls that are one list in Python's syntax, alone in the answer.
 
     Args:
@@ -190,7 +190,7 @@ def python_list_syntax(marks: Marks) -> CallSyntax:
 
 
 @dataclass(frozen=True)
-class FormatVariant:
+class ChatFormatVariant:
     """Another way in which a model writes answers where a variable of its template says so.
 
     Attributes:
@@ -236,9 +236,9 @@ class ChatSyntax:
     begun: str = ""
     content: Marks = NO_MARKS
     dropped: tuple[str, ...] = ()
-    variants: tuple[FormatVariant, ...] = ()
+    variants: tuple[ChatFormatVariant, ...] = ()
 
     @property
-    def template_groups(self) -> tuple[tuple[str, ...], ...]:
+    def template_detection_groups(self) -> tuple[tuple[str, ...], ...]:
         """The groups of texts by which a chat template shows this format."""
         return self.detect or ((self.tokens,) if self.tokens else ())

@@ -7,17 +7,17 @@ from importlib import resources
 from pathlib import Path
 
 from modelmill.core.errors import UsageError
-from modelmill.text.chat import MORE_TEMPLATES, read_templates
+from modelmill.text.chat_format_loader import MORE_TEMPLATES, read_chat_templates
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
-from modelmill.text.image_chat import with_prompt_style
+from modelmill.text.image_chat import replace_prompt_style
 
 
 def read_default_template(files: Mapping[str, bytes]) -> str:
     """The chat template for conversations without tools as text; "" if there is none."""
-    return read_templates(files).get("default", "") if files else ""
+    return read_chat_templates(files).get("default", "") if files else ""
 
 
-def with_chat_template(files: dict[str, bytes], source: str | Path) -> dict[str, bytes]:
+def replace_chat_template(files: dict[str, bytes], source: str | Path) -> dict[str, bytes]:
     """The tokenizer's files with another chat template, or another MiniGPT-4 prompt style.
 
     Raises:
@@ -25,7 +25,7 @@ def with_chat_template(files: dict[str, bytes], source: str | Path) -> dict[str,
     """
     style = {"minigpt4": "first", "minigpt4-current": "current"}.get(str(source))
     if style is not None and IMAGE_CHAT in files:
-        return {**files, IMAGE_CHAT: with_prompt_style(files, style)}
+        return {**files, IMAGE_CHAT: replace_prompt_style(files, style)}
     # a jinja template has no images: the conversation becomes text-only
     others = {
         name: data

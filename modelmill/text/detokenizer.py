@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 REPLACEMENT = "\ufffd"
 
 
-class Utf8Stream:
+class IncrementalUtf8Decoder:
     """Decodes UTF-8 piece by piece into text that never changes later.
 
     At most three bytes are buffered.
@@ -80,21 +80,29 @@ class Detokenizer:
         """
         self._tokenizer, self._shown_special = tokenizer, shown_special
         self._skip_special = skip_special
-        self._utf8 = Utf8Stream(each_byte=tokenizer.each_byte)
+        self._utf8 = IncrementalUtf8Decoder(each_byte=tokenizer.each_byte)
         self._continues_prompt, self._has_text = continues_prompt, False
 
-    def push_prompt(self, id: int) -> str:
+    def push_prompt_token(self, id: int) -> str:
         """Add a prompt id before the sequence; control tokens are not written.
 
         A character that such ids leave incomplete belongs to the sequence.
         """
-        return "" if self._tokenizer.is_skipped(id) else self._text(id, self._has_text)
+        return (
+            ""
+            if self._tokenizer.is_skipped_in_decode(id)
+            else self._decode_token(id, self._has_text)
+        )
 
     def push(self, id: int) -> str:
         """Return the text that this id completes; "" while a character is unfinished."""
-        if self._skip_special and self._tokenizer.is_skipped(id) and id not in self._shown_special:
+        if (
+            self._skip_special
+            and self._tokenizer.is_skipped_in_decode(id)
+            and id not in self._shown_special
+        ):
             return ""
-        return self._text(id, self._has_text or self._continues_prompt)
+        return self._decode_token(id, self._has_text or self._continues_prompt)
 
     def fork(self) -> Detokenizer:
         """Return a copy in the same state."""
@@ -102,7 +110,7 @@ class Detokenizer:
         other._utf8 = copy.copy(self._utf8)
         return other
 
-    def _text(self, id: int, has_text: bool) -> str:
+    def _decode_token(self, id: int, has_text: bool) -> str:
         data = self._tokenizer.token_bytes(id)
         text = self._utf8.push(data if has_text else self._tokenizer.first_token_bytes(id))
         self._has_text = self._has_text or bool(data)

@@ -12,7 +12,7 @@ MAX_GRAMMAR_CHARS = 1 << 16
 """Its converter is in Python: a longer text would hold up other requests."""
 
 
-def gbnf_grammar(text: str, field: str = "grammar") -> Grammar:
+def gbnf_to_lark_grammar(text: str, field: str = "grammar") -> Grammar:
     """Convert a grammar; text that is Lark already stays as it is.
 
     Args:

@@ -9,10 +9,13 @@ import tokenizers
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
 from modelmill.core.errors import TokenizerError
-from modelmill.text.hf import byte_level_core, character_level_core, from_core
+from modelmill.text.hf_tokenizer import (
+    make_byte_level_bpe,
+    make_character_level_bpe,
+    wrap_tokenizers_core,
+)
 from modelmill.text.pre_tokenizers import PRE_TOKENIZERS
-from modelmill.text.spm import SPACE, build_spm
-from modelmill.text.spm_proto import (
+from modelmill.text.sentencepiece_proto import (
     BYTE,
     CONTROL,
     NORMAL,
@@ -21,8 +24,14 @@ from modelmill.text.spm_proto import (
     SpmModel,
     SpmPiece,
 )
+from modelmill.text.sentencepiece_tokenizer import SPACE, make_spm_tokenizer
 from modelmill.text.tokenizer_base import Tokenizer
-from modelmill.text.tokenizer_files import TokenizerSettings, is_token_id, read_json, read_settings
+from modelmill.text.tokenizer_files import (
+    TokenizerSettings,
+    is_token_id,
+    parse_json_file,
+    read_tokenizer_settings,
+)
 
 GGUF_VOCAB_FILE = "gguf_vocab.json"
 SPECIAL_TOKEN_ROLES = {
@@ -39,7 +48,7 @@ def load_gguf_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     Raises:
         TokenizerError: if the vocabulary is broken or unknown.
     """
-    data = read_vocabulary(files)
+    data = read_gguf_metadata(files)
     tokens = data.get("tokens")
     if (
         not isinstance(tokens, list)
@@ -54,20 +63,20 @@ def load_gguf_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
         )
     model = data.get("model")
     if model == "gpt2":
-        return _byte_level(data, tokens, types, files)
+        return _make_byte_level_tokenizer(data, tokens, types, files)
     if model == "llama":
-        return _sentencepiece(data, tokens, types, files)
+        return _make_sentencepiece_tokenizer(data, tokens, types, files)
     if model == "gemma4":
-        return _character_level(data, tokens, types, files)
+        return _make_character_level_tokenizer(data, tokens, types, files)
     raise TokenizerError(
         f"the GGUF file's tokenizer model {str(model)[:40]!r} is not supported; convert one with "
         "gpt2, llama or gemma4"
     )
 
 
-def read_vocabulary(files: Mapping[str, bytes]) -> dict[str, Any]:
+def read_gguf_metadata(files: Mapping[str, bytes]) -> dict[str, Any]:
     """Return the metadata with short keys: "tokens" for tokenizer.ggml.tokens and so on."""
-    data = read_json(files, GGUF_VOCAB_FILE)
+    data = parse_json_file(files, GGUF_VOCAB_FILE)
     short = {
         key.removeprefix("tokenizer.").removeprefix("ggml."): value for key, value in data.items()
     }
@@ -75,7 +84,7 @@ def read_vocabulary(files: Mapping[str, bytes]) -> dict[str, Any]:
     return short | (nested if isinstance(nested, dict) else {})
 
 
-def _byte_level(
+def _make_byte_level_tokenizer(
     data: Mapping[str, Any], tokens: list[str], types: list[int], files: Mapping[str, bytes]
 ) -> Tokenizer:
     name = str(data.get("pre", ""))
@@ -88,18 +97,18 @@ def _byte_level(
     vocab = {text: id for id, text in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise TokenizerError("the GGUF file's vocabulary holds a token twice")
-    core = byte_level_core(
-        vocab, _merges(data), "the GGUF file's vocabulary", ignore_merges=pre.ignores_merges
+    core = make_byte_level_bpe(
+        vocab, _read_merges(data), "the GGUF file's vocabulary", ignore_merges=pre.ignores_merges
     )
     core.pre_tokenizer = pre.build()
     if pre.normalizes:
         core.normalizer = normalizers.NFC()
-    return _add_special_tokens(
-        core, data, tokens, types, _settings(data, files, pre.adds_bos, tokens)
+    return _finish_tokenizer(
+        core, data, tokens, types, _make_settings(data, files, pre.adds_bos, tokens)
     )
 
 
-def _character_level(
+def _make_character_level_tokenizer(
     data: Mapping[str, Any], tokens: list[str], types: list[int], files: Mapping[str, bytes]
 ) -> Tokenizer:
     """Gemma 4's: merges of characters with spaces as ▁; what has no token is written in bytes.
@@ -107,14 +116,16 @@ def _character_level(
     Lines are cut from the newlines between them. Of texts that are twice in the vocabulary the
     later id is used, as in llama.cpp.
     """
-    core = character_level_core(
-        {text: id for id, text in enumerate(tokens)}, _merges(data), "the GGUF file's vocabulary"
+    core = make_character_level_bpe(
+        {text: id for id, text in enumerate(tokens)},
+        _read_merges(data),
+        "the GGUF file's vocabulary",
     )
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), behavior="isolated")
-    return _add_special_tokens(core, data, tokens, types, _settings(data, files, True, tokens))
+    return _finish_tokenizer(core, data, tokens, types, _make_settings(data, files, True, tokens))
 
 
-def _merges(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _read_merges(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the pairs in the order of their ranks.
 
     Raises:
@@ -131,7 +142,7 @@ def _merges(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(pair[:cut], pair[cut + 1 :]) for pair, cut in zip(merges, cuts, strict=True)]
 
 
-def _add_special_tokens(
+def _finish_tokenizer(
     core: tokenizers.Tokenizer,
     data: Mapping[str, Any],
     tokens: list[str],
@@ -139,7 +150,7 @@ def _add_special_tokens(
     settings: TokenizerSettings,
 ) -> Tokenizer:
     """Add the control tokens and those that the user defined."""
-    ids = _role_ids(data, len(tokens))
+    ids = _read_special_token_ids(data, len(tokens))
     control = {id for id, type_ in enumerate(types) if type_ in (CONTROL, UNKNOWN)} | set(
         ids.values()
     )
@@ -154,19 +165,21 @@ def _add_special_tokens(
         tokens[id] for id, type_ in enumerate(types) if type_ == USER_DEFINED and id not in control
     ]
     core.add_tokens([AddedToken(text, normalized=False) for text in user if text])
-    return from_core(
+    return wrap_tokenizers_core(
         core, settings, tokenizer_type="gguf-bpe", file="the GGUF file", special_ids=ids
     )
 
 
-def _sentencepiece(
+def _make_sentencepiece_tokenizer(
     data: Mapping[str, Any], tokens: list[str], types: list[int], files: Mapping[str, bytes]
 ) -> Tokenizer:
     scores = data.get("scores")
     numbers = isinstance(scores, list) and all(isinstance(score, int | float) for score in scores)
     if not isinstance(scores, list) or not numbers or len(scores) != len(tokens):
         raise TokenizerError("the GGUF file's tokenizer.ggml.scores must hold one number a token")
-    ids = _role_ids(data, len(tokens), {"bos_token": 1, "eos_token": 2, "unk_token": 0})
+    ids = _read_special_token_ids(
+        data, len(tokens), {"bos_token": 1, "eos_token": 2, "unk_token": 0}
+    )
     if not all(NORMAL <= type_ <= BYTE for type_ in types):
         raise TokenizerError(
             "the GGUF file's tokenizer.ggml.token_type holds numbers outside 1 to 6"
@@ -197,11 +210,13 @@ def _sentencepiece(
         eos_id=ids["eos_token"],
         pad_id=ids.get("pad_token", -1),
     )
-    settings = _settings(data, files, True, tokens)
-    return build_spm(model, settings, tokenizer_type="gguf-spm", file="the GGUF file's vocabulary")
+    settings = _make_settings(data, files, True, tokens)
+    return make_spm_tokenizer(
+        model, settings, tokenizer_type="gguf-spm", file="the GGUF file's vocabulary"
+    )
 
 
-def _role_ids(
+def _read_special_token_ids(
     data: Mapping[str, Any], size: int, defaults: Mapping[str, int] | None = None
 ) -> dict[str, int]:
     """Return the ids of the special tokens that the file names, by name (bos_token, …).
@@ -222,11 +237,11 @@ def _role_ids(
     return ids
 
 
-def _settings(
+def _make_settings(
     data: Mapping[str, Any], files: Mapping[str, bytes], add_bos: bool, tokens: list[str]
 ) -> TokenizerSettings:
     """Return tokenizer_config.json's equivalent: add BOS and EOS, further end-of-turn ids."""
-    beside = read_settings(files)
+    beside = read_tokenizer_settings(files)
     add = data.get("add_bos_token", data.get("add_bos"))
     ends = [
         int(data[key]) for key in ("eot_token_id", "eom_token_id") if is_token_id(data.get(key))

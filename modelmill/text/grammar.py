@@ -17,11 +17,11 @@ from modelmill.core.errors import MissingDependency, RequestError
 from modelmill.core.packages import install_command
 from modelmill.core.quoting import one_line
 from modelmill.core.types import Grammar
-from modelmill.text.answer_grammar import build_answer_grammar
-from modelmill.text.chat_format_files import FALLBACK
+from modelmill.text.answer_grammar import build_answer_lark
+from modelmill.text.chat_format_registry import FALLBACK
 from modelmill.text.lark_builder import LarkBuilder
-from modelmill.text.messages import check_json_data
-from modelmill.text.thinking_budget import BudgetGuide, ThinkingBudget
+from modelmill.text.message_validation import check_json_data
+from modelmill.text.thinking_budget import ThinkingBudget, ThinkingBudgetGuide
 from modelmill.text.tokenizer_base import Tokenizer, is_rust_panic, replace_surrogates
 
 MAX_GRAMMAR_CHARS = 1 << 18
@@ -48,22 +48,22 @@ def check_grammar(grammar: Grammar) -> None:
         RequestError: with a message of one line if it is not.
     """
     lib = _import_llguidance()
-    if inner_type(grammar) == "answer":
+    if inner_grammar_type(grammar) == "answer":
         return  # any text: only the thinking has a budget
-    with _grammar_errors(grammar):
+    with _grammar_errors_as_request_errors(grammar):
         problem = lib.LLMatcher.validate_grammar(
             _to_llguidance(grammar, lib), limits=_parser_limits(lib)
         )
     # warnings are about annotations without effect (format: …)
     if problem and not problem.startswith("WARNING"):
-        if inner_type(grammar) == "calls":
-            _check_functions(grammar)
+        if inner_grammar_type(grammar) == "calls":
+            _raise_for_invalid_function(grammar)
         raise RequestError(
             f"the {_type_name(grammar)} cannot be used: {one_line(problem, MAX_MESSAGE_CHARS)}"
         )
 
 
-def _check_functions(grammar: Grammar) -> None:
+def _raise_for_invalid_function(grammar: Grammar) -> None:
     """Raise RequestError with the name of the first function whose parameters are invalid."""
     text = grammar.text
     if grammar.grammar_type == "answer":
@@ -103,27 +103,27 @@ class GuideFactory:
         words = _LlguidanceVocab(tokenizer, vocab, self._ends[0])
         self._tokens = lib.LLTokenizer(words, n_vocab=vocab, eos_token=self._ends)
 
-    def make(self, grammar: Grammar, ends: Iterable[int]) -> AnswerGuide:
+    def make_guide(self, grammar: Grammar, ends: Iterable[int]) -> AnswerGuide:
         """Make the guide of one answer.
 
         Raises:
             RequestError: if the grammar cannot be used, or no id of ``ends`` ends an answer.
         """
         if grammar.grammar_type == "answer":
-            return self._make_answer(grammar, ends)
-        return self._make(grammar, ends)
+            return self._make_answer_guide(grammar, ends)
+        return self._make_grammar_guide(grammar, ends)
 
-    def _make_answer(self, grammar: Grammar, ends: Iterable[int]) -> AnswerGuide:
+    def _make_answer_guide(self, grammar: Grammar, ends: Iterable[int]) -> AnswerGuide:
         """Make the guide of an answer with thinking."""
         value = json.loads(grammar.text)
-        guide = None if value["answer"] is None else self._make(grammar, ends)
+        guide = None if value["answer"] is None else self._make_grammar_guide(grammar, ends)
         if value["budget"] is None:
             assert guide is not None, "an answer has a grammar or a budget"
             return guide
-        return BudgetGuide(guide, ThinkingBudget(self._tokenizer, self._vocab, value))
+        return ThinkingBudgetGuide(guide, ThinkingBudget(self._tokenizer, self._vocab, value))
 
-    def _make(self, grammar: Grammar, ends: Iterable[int]) -> GrammarGuide:
-        with _grammar_errors(grammar):
+    def _make_grammar_guide(self, grammar: Grammar, ends: Iterable[int]) -> GrammarGuide:
+        with _grammar_errors_as_request_errors(grammar):
             text = _to_llguidance(grammar, self._lib, self._special)
             matcher = self._lib.LLMatcher(
                 self._tokens, text, limits=_parser_limits(self._lib), log_level=0
@@ -185,7 +185,7 @@ class GrammarGuide:
         return GrammarGuide(self._matcher.deep_copy(), self._vocab, self._foreign, self._ends)
 
 
-AnswerGuide = GrammarGuide | BudgetGuide
+AnswerGuide = GrammarGuide | ThinkingBudgetGuide
 """The guide of an answer, whatever is constrained."""
 
 
@@ -215,9 +215,9 @@ class _LlguidanceVocab:
         ids = self._tokenizer.encode_pieces(["", data.decode("utf-8", "replace")])
         if b"".join(self.tokens[id] for id in ids) == data:
             return ids
-        return self._greedy(data)
+        return self._tokenize_greedily(data)
 
-    def _greedy(self, data: bytes) -> list[int]:
+    def _tokenize_greedily(self, data: bytes) -> list[int]:
         """Tokenize with the longest token at each position; bytes without a token are skipped."""
         ids, at = [], 0
         while at < len(data):
@@ -230,7 +230,7 @@ class _LlguidanceVocab:
 
 
 @contextlib.contextmanager
-def _grammar_errors(grammar: Grammar) -> Iterator[None]:
+def _grammar_errors_as_request_errors(grammar: Grammar) -> Iterator[None]:
     """Convert llguidance's exceptions and Rust panics to RequestError."""
     what = _type_name(grammar)
     try:
@@ -248,10 +248,10 @@ def _grammar_errors(grammar: Grammar) -> Iterator[None]:
 
 
 def _type_name(grammar: Grammar) -> str:
-    return GRAMMAR_TYPE_NAMES[inner_type(grammar)]
+    return GRAMMAR_TYPE_NAMES[inner_grammar_type(grammar)]
 
 
-def inner_type(grammar: Grammar) -> str:
+def inner_grammar_type(grammar: Grammar) -> str:
     """Return the type of a grammar, or of the answer in it."""
     if grammar.grammar_type != "answer":
         return grammar.grammar_type
@@ -269,15 +269,15 @@ def _to_llguidance(grammar: Grammar, lib: Any, special: Mapping[str, int] | None
     if grammar.grammar_type == "regex":
         return str(lib.LLMatcher.grammar_from_regex(grammar.text))
     if grammar.grammar_type == "lark":
-        return _lark_document(grammar.text)
-    value = _parse_json(grammar)
+        return _wrap_lark_grammar(grammar.text)
+    value = _parse_grammar_json(grammar)
     if grammar.grammar_type == "answer":
         inner = Grammar(value["answer"]["type"], value["answer"]["text"])
         documents = None
         if inner.grammar_type != "calls":
             (documents,) = json.loads(_to_llguidance(inner, lib))["grammars"]
-        return build_answer_grammar(
-            value, LarkBuilder(special or {}, _schema_converter(lib)), documents
+        return build_answer_lark(
+            value, LarkBuilder(special or {}, _make_schema_converter(lib)), documents
         )
     if grammar.grammar_type == "choice":
         if (
@@ -290,22 +290,22 @@ def _to_llguidance(grammar: Grammar, lib: Any, special: Mapping[str, int] | None
             raise RequestError(f"a choice must have at most {MAX_CHOICES} strings")
         if any(replace_surrogates(each) != each for each in value):
             raise RequestError("the choice has an unpaired surrogate")
-        return _lark_document("start: " + " | ".join(json.dumps(each) for each in value))
+        return _wrap_lark_grammar("start: " + " | ".join(json.dumps(each) for each in value))
     if grammar.grammar_type == "calls":
         answer = {"type": "calls", "text": grammar.text}
         value = {"format": FALLBACK, "marks": None, "thinking": "free", "answer": answer}
-        return build_answer_grammar(value, LarkBuilder({}, _schema_converter(lib)), None)
+        return build_answer_lark(value, LarkBuilder({}, _make_schema_converter(lib)), None)
     if not isinstance(value, dict):
         raise RequestError("a JSON schema must be an object")
-    return _schema(value, lib)
+    return _schema_to_llguidance(value, lib)
 
 
-def _lark_document(text: str) -> str:
+def _wrap_lark_grammar(text: str) -> str:
     """A Lark grammar in the form that can be part of another one."""
     return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
-def _schema(value: dict[str, Any], lib: Any) -> str:
+def _schema_to_llguidance(value: dict[str, Any], lib: Any) -> str:
     # clients must not set llguidance's options
     value = {key: each for key, each in value.items() if key != "x-guidance"}
     return str(
@@ -313,18 +313,18 @@ def _schema(value: dict[str, Any], lib: Any) -> str:
     )
 
 
-def _schema_converter(lib: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def _make_schema_converter(lib: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return the conversion of a schema to a document of llguidance."""
 
     def convert(schema: dict[str, Any]) -> dict[str, Any]:
-        (document,) = json.loads(_schema(schema, lib))["grammars"]
+        (document,) = json.loads(_schema_to_llguidance(schema, lib))["grammars"]
         assert isinstance(document, dict)
         return document
 
     return convert
 
 
-def _parse_json(grammar: Grammar) -> Any:
+def _parse_grammar_json(grammar: Grammar) -> Any:
     try:
         value = json.loads(grammar.text)
     except (ValueError, RecursionError):

@@ -11,8 +11,8 @@ import re
 
 from modelmill.text.answer_parser import AnswerParser
 from modelmill.text.answer_pieces import AnswerPiece, PieceCollector
-from modelmill.text.call_reader import ToolSchemas, find_first, longest_suffix_overlap
-from modelmill.text.value_stream import JsonValueConverter
+from modelmill.text.json_normalizer import StreamingJsonNormalizer
+from modelmill.text.tool_call_reader import ToolSchemas, find_first_mark, longest_suffix_overlap
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 CONSTRAIN, END, CALL, RETURN = "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"
@@ -24,33 +24,33 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _HEADER_STARTS = (START, CHANNEL, "to=", "assistant" + CHANNEL, "assistant to=", MESSAGE)
 
 
-class HarmonyParser(AnswerParser):
+class HarmonyAnswerParser(AnswerParser):
     """Analysis is thinking, a call is a message to functions.NAME, everything else content."""
 
     def __init__(self, tools: ToolSchemas, output: PieceCollector) -> None:
         super().__init__(tools, output)
         self._mode = self._scan_header
         self._header = ""
-        self._arguments = JsonValueConverter()
+        self._arguments = StreamingJsonNormalizer()
         self._has_arguments = False
 
-    def _end(self, cut: bool) -> list[AnswerPiece]:
+    def _flush_buffer(self, cut: bool) -> list[AnswerPiece]:
         """See ``AnswerParser``."""
         rest, self._buffer = self._buffer, ""
-        if self._mode in (self._scan_call, self._scan_call_end):
-            if self._mode == self._scan_call:
-                self._feed(rest, final=True)
+        if self._mode in (self._scan_call_arguments, self._discard_call_rest):
+            if self._mode == self._scan_call_arguments:
+                self._feed_arguments(rest, final=True)
             if not self._has_arguments and not cut:
                 self._output.add_arguments("{}")
         elif self._mode == self._scan_reasoning:
             self._output.add_reasoning(rest)
-        elif self._mode == self._scan_content or not _is_header(rest):
+        elif self._mode == self._scan_content or not _may_be_header(rest):
             self._output.add_text(rest)
         return self._output.finish(cut)
 
     def _scan_header(self) -> bool:
         text = self._buffer.lstrip()
-        if not _is_header(text):
+        if not _may_be_header(text):
             self._mode = self._scan_content
             return True
         place = self._buffer.find(MESSAGE, 0, MAX_HEADER_CHARS)
@@ -69,8 +69,8 @@ class HarmonyParser(AnswerParser):
         self._mode = self._scan_content
         if name in self._tools:
             self._output.begin_call(name)
-            self._arguments, self._has_arguments = JsonValueConverter(), False
-            self._mode = self._scan_call
+            self._arguments, self._has_arguments = StreamingJsonNormalizer(), False
+            self._mode = self._scan_call_arguments
         elif channel and channel[1] == "analysis":
             self.in_reasoning = True
             self._mode = self._scan_reasoning
@@ -79,7 +79,7 @@ class HarmonyParser(AnswerParser):
         return True
 
     def _scan_reasoning(self) -> bool:
-        text, ended = self._take_body()
+        text, ended = self._take_message_text()
         self._output.add_reasoning(text)
         if ended:
             self._output.end_reasoning()
@@ -87,43 +87,43 @@ class HarmonyParser(AnswerParser):
         return ended
 
     def _scan_content(self) -> bool:
-        text, ended = self._take_body()
+        text, ended = self._take_message_text()
         self._output.add_text(text)
         return ended
 
-    def _scan_call(self) -> bool:
+    def _scan_call_arguments(self) -> bool:
         """Arguments; a mark inside a string of them is text."""
         if not self._has_arguments:
             self._buffer = self._buffer.lstrip()
             if not self._buffer:
                 return False
             if self._buffer[0] != "{":
-                self._mode = self._scan_call_end
+                self._mode = self._discard_call_rest
                 return True
-        self._buffer = self._buffer[self._feed(self._buffer, final=False) :]
+        self._buffer = self._buffer[self._feed_arguments(self._buffer, final=False) :]
         if not (self._arguments.done or self._arguments.failed):
             return False
-        self._mode = self._scan_call_end
+        self._mode = self._discard_call_rest
         return True
 
-    def _scan_call_end(self) -> bool:
+    def _discard_call_rest(self) -> bool:
         """What follows the arguments is discarded up to the end of the message."""
-        _, ended = self._take_body()
+        _, ended = self._take_message_text()
         if ended and not self._has_arguments:
             self._output.add_arguments("{}")
         return ended
 
-    def _feed(self, text: str, final: bool) -> int:
+    def _feed_arguments(self, text: str, final: bool) -> int:
         if not self._has_arguments and not text.lstrip().startswith("{"):
             return 0
         self._has_arguments = True
         at = self._arguments.feed(text, 0, final)
-        self._output.add_arguments(self._arguments.take())
+        self._output.add_arguments(self._arguments.take_json())
         return at
 
-    def _take_body(self) -> tuple[str, bool]:
+    def _take_message_text(self) -> tuple[str, bool]:
         """Take the text of a message up to its end, and whether it ended."""
-        place, mark = find_first(self._buffer, _ENDS)
+        place, mark = find_first_mark(self._buffer, _ENDS)
         if place < 0:
             stop = len(self._buffer) - longest_suffix_overlap(self._buffer, _ENDS)
             text, self._buffer = self._buffer[:stop], self._buffer[stop:]
@@ -135,7 +135,7 @@ class HarmonyParser(AnswerParser):
         return text, True
 
 
-def _is_header(text: str) -> bool:
+def _may_be_header(text: str) -> bool:
     """Whether a text is the begin of a header, or may become one."""
     text = text.lstrip()
     return any(text.startswith(start) or start.startswith(text) for start in _HEADER_STARTS)

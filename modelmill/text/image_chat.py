@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, Unpack
 
 from modelmill.core.errors import RequestError, TemplateError
 from modelmill.text.chat_format import ChatFormat
-from modelmill.text.chat_format_files import WITHOUT_TOOLS
-from modelmill.text.messages import ChatTemplateKwargs, Messages, validate_messages
+from modelmill.text.chat_format_registry import WITHOUT_TOOLS
+from modelmill.text.message_validation import ChatTemplateKwargs, Messages, validate_messages
 from modelmill.text.tokenizer_base import Tokenizer
-from modelmill.text.tokenizer_files import read_json
+from modelmill.text.tokenizer_files import parse_json_file
 
 IMAGE_CHAT_FILE = "image_chat.json"
 SYSTEM = (
@@ -58,7 +58,7 @@ class ImageChatMessage(NamedTuple):
     parts: Sequence[str | ImagePart]
 
 
-class ImageChat(ChatFormat):
+class ImageChatFormat(ChatFormat):
     """MiniGPT-4's chat format: Vicuna's turns with pictures between marks."""
 
     format_name = WITHOUT_TOOLS
@@ -97,7 +97,7 @@ class ImageChat(ChatFormat):
         ids: list[int] = []
         pictures: list[tuple[int, ImagePart]] = []
         has_text = False
-        for piece in self._segments(messages, add_generation_prompt, **template):
+        for piece in self._render_segments(messages, add_generation_prompt, **template):
             if isinstance(piece, ImagePart):
                 pictures.append((len(ids), piece))
                 ids += [0] * self.image_tokens
@@ -127,7 +127,7 @@ class ImageChat(ChatFormat):
         **template: Unpack[ChatTemplateKwargs],
     ) -> str:
         """See ``ChatFormat.render``; a picture is ``<ImageHere>``."""
-        pieces = self._segments(messages, add_generation_prompt, **template)
+        pieces = self._render_segments(messages, add_generation_prompt, **template)
         return "".join(
             IMAGE_PLACEHOLDER if isinstance(piece, ImagePart) else piece for piece in pieces
         )
@@ -135,7 +135,7 @@ class ImageChat(ChatFormat):
     def close(self) -> None:
         """Do nothing: there is no template process."""
 
-    def _segments(
+    def _render_segments(
         self,
         messages: Messages,
         add_generation_prompt: bool,
@@ -149,9 +149,11 @@ class ImageChat(ChatFormat):
             raise RequestError(
                 f"this model's conversations have no option {sorted(options)[0][:40]!r}"
             )
-        return _merge_texts(self._format(_parse_messages(messages), add_generation_prompt))
+        return _merge_adjacent_texts(
+            self._format_conversation(_parse_image_messages(messages), add_generation_prompt)
+        )
 
-    def _format(
+    def _format_conversation(
         self, messages: Sequence[ImageChatMessage], add_generation_prompt: bool
     ) -> list[str | ImagePart]:
         """Format a conversation as pieces of text and pictures."""
@@ -172,7 +174,7 @@ class ImageChat(ChatFormat):
         ]
 
 
-class Blip2Chat(ImageChat):
+class Blip2ChatFormat(ImageChatFormat):
     """BLIP-2's format: a picture, then "Question: … Answer:" (Li et al. 2023, §4).
 
     All pictures come first, then BOS and the turns; for a picture without text the model writes a
@@ -182,7 +184,7 @@ class Blip2Chat(ImageChat):
     penalize_prompt = True
     stop_strings = ("\n",)
 
-    def _format(
+    def _format_conversation(
         self, messages: Sequence[ImageChatMessage], add_generation_prompt: bool
     ) -> list[str | ImagePart]:
         pictures: list[str | ImagePart] = [
@@ -202,13 +204,13 @@ class Blip2Chat(ImageChat):
         return [*pictures, " ".join(turns)]
 
 
-def load_image_chat(files: Mapping[str, bytes], tokenizer: Tokenizer) -> ImageChat:
+def load_image_chat_format(files: Mapping[str, bytes], tokenizer: Tokenizer) -> ImageChatFormat:
     """Load the chat format from image_chat.json beside the tokenizer's files.
 
     Raises:
         TemplateError: if the format is unknown.
     """
-    settings = read_json(files, IMAGE_CHAT_FILE)
+    settings = parse_json_file(files, IMAGE_CHAT_FILE)
     tokens, prompt = settings.get("tokens"), settings.get("prompt")
     known = settings.get("format") == BLIP2 or (
         settings.get("format") == MINIGPT4 and prompt in PROMPT_STYLES
@@ -219,19 +221,19 @@ def load_image_chat(files: Mapping[str, bytes], tokenizer: Tokenizer) -> ImageCh
             "the engine"
         )
     return (
-        Blip2Chat(tokenizer, tokens)
+        Blip2ChatFormat(tokenizer, tokens)
         if settings["format"] == BLIP2
-        else ImageChat(tokenizer, tokens, prompt)
+        else ImageChatFormat(tokenizer, tokens, prompt)
     )
 
 
-def with_prompt_style(files: Mapping[str, bytes], prompt_style: str) -> bytes:
+def replace_prompt_style(files: Mapping[str, bytes], prompt_style: str) -> bytes:
     """Return image_chat.json with another prompt style.
 
     Raises:
         TemplateError: if the model has only one prompt style.
     """
-    settings = read_json(files, IMAGE_CHAT_FILE)
+    settings = parse_json_file(files, IMAGE_CHAT_FILE)
     if settings.get("format") != MINIGPT4:
         raise TemplateError(
             f"this model has one prompt style only; leave out the template {prompt_style!r}"
@@ -239,13 +241,13 @@ def with_prompt_style(files: Mapping[str, bytes], prompt_style: str) -> bytes:
     return json.dumps({**settings, "prompt": prompt_style}).encode()
 
 
-def _parse_messages(messages: object) -> list[ImageChatMessage]:
+def _parse_image_messages(messages: object) -> list[ImageChatMessage]:
     """Parse messages whose roles and parts these formats support.
 
     Raises:
         RequestError: for other roles or parts.
     """
-    contents, plain = _split_parts(messages)
+    contents, plain = _split_content_parts(messages)
     settings = []
     for index, (message, parts) in enumerate(zip(validate_messages(plain), contents, strict=True)):
         role = message["role"]
@@ -261,7 +263,7 @@ def _parse_messages(messages: object) -> list[ImageChatMessage]:
     return settings
 
 
-def _split_parts(messages: object) -> tuple[list[list[str | ImagePart]], Any]:
+def _split_content_parts(messages: object) -> tuple[list[list[str | ImagePart]], Any]:
     """Return (each message's parts, the messages with only their text, for the usual checks)."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         return [], messages  # refused by ``validate_messages``
@@ -274,13 +276,13 @@ def _split_parts(messages: object) -> tuple[list[list[str | ImagePart]], Any]:
             plain.append(message)
             continue
         parts = [
-            _image_part(part, f"messages[{index}].content[{place}]")
+            _parse_image_part(part, f"messages[{index}].content[{place}]")
             for place, part in enumerate(content)
         ]
         texts = [part for part, picture in zip(content, parts, strict=True) if picture is None]
         contents.append(
             [
-                _part_text(part) if picture is None else picture
+                _text_of_text_part(part) if picture is None else picture
                 for part, picture in zip(content, parts, strict=True)
             ]
         )
@@ -288,7 +290,7 @@ def _split_parts(messages: object) -> tuple[list[list[str | ImagePart]], Any]:
     return contents, plain
 
 
-def _image_part(part: Any, location: str) -> ImagePart | None:
+def _parse_image_part(part: Any, location: str) -> ImagePart | None:
     """Return the picture of an image part; None for other parts."""
     part_type = part.get("type") if isinstance(part, Mapping) else None
     if part_type == "image" and part.get("image") is not None and set(part) == {"type", "image"}:
@@ -304,7 +306,7 @@ def _image_part(part: Any, location: str) -> ImagePart | None:
     return None
 
 
-def _part_text(part: Any) -> str:
+def _text_of_text_part(part: Any) -> str:
     """Return a text part's text; ``validate_messages`` refuses other parts later."""
     text = part.get("text") if isinstance(part, Mapping) else None
     return text if isinstance(text, str) else ""
@@ -327,7 +329,7 @@ def _format_turn(content: Sequence[str | ImagePart], answer: bool) -> list[str |
     return out
 
 
-def _merge_texts(pieces: Sequence[str | ImagePart]) -> list[str | ImagePart]:
+def _merge_adjacent_texts(pieces: Sequence[str | ImagePart]) -> list[str | ImagePart]:
     out: list[str | ImagePart] = []
     for piece in pieces:
         if isinstance(piece, str) and out and isinstance(out[-1], str):

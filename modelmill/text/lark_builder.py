@@ -38,14 +38,14 @@ class LarkBuilder:
         self._documents: list[dict[str, Any]] = []
         self._names = 0
 
-    def new_name(self, prefix: str) -> str:
+    def new_symbol_name(self, prefix: str) -> str:
         """Return a new name."""
         self._names += 1
         return f"{prefix}{self._names}"
 
     def add_rule(self, expression: str, options: str = "") -> str:
         """Add a rule; returns its name."""
-        name = self.new_name("r")
+        name = self.new_symbol_name("r")
         self._lines.append(f"{name}{options}: {expression}")
         return name
 
@@ -55,24 +55,24 @@ class LarkBuilder:
 
     def add_terminal(self, expression: str) -> str:
         """Add a terminal; returns its name."""
-        name = self.new_name("T")
+        name = self.new_symbol_name("T")
         self._lines.append(f"{name}: {expression}")
         return name
 
-    def add_schema(self, schema: dict[str, Any]) -> str:
+    def add_json_schema(self, schema: dict[str, Any]) -> str:
         """Add a JSON schema as a document of its own, so that its references stay its own."""
-        return self.add_document(self._to_grammar(schema))
+        return self.add_subgrammar(self._to_grammar(schema))
 
-    def add_document(self, document: dict[str, Any]) -> str:
+    def add_subgrammar(self, document: dict[str, Any]) -> str:
         """Add another grammar; returns a reference to it."""
-        name = self.new_name("g")
+        name = self.new_symbol_name("g")
         self._documents.append({**document, "name": name})
         return f"@{name}"
 
     def literal(self, text: str) -> str:
         """Return the expression of a mark; "" for an empty one."""
         parts = []
-        for piece in self._split(text):
+        for piece in self._split_at_control_tokens(text):
             token = self._special.get(piece)
             parts.append(json.dumps(piece, ensure_ascii=False) if token is None else f"<[{token}]>")
         return " ".join(parts)
@@ -87,7 +87,7 @@ class LarkBuilder:
         """
         core = mark.strip()
         contains = f"~/(?s:.*){regex_literal(core)}(?s:.*)/"
-        pieces = self._split(mark)
+        pieces = self._split_at_control_tokens(mark)
         if pieces and pieces[0] in self._special:
             body = self.add_terminal(" & ".join((ANY_TEXT, *terms, contains)))
             return f"{body}{'?' if empty else ''} {self.literal(mark)}"
@@ -120,7 +120,7 @@ class LarkBuilder:
             {"grammars": [{"lark_grammar": "\n".join(lines) + "\n"}, *self._documents]}
         )
 
-    def _split(self, text: str) -> list[str]:
+    def _split_at_control_tokens(self, text: str) -> list[str]:
         """Split a text into control tokens and what is between them."""
         tokens = [token for token in self._special if token and token in text]
         if not tokens:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from modelmill.text.value_stream import clean_json, split_object
+from modelmill.text.json_normalizer import normalize_json, split_json_object
 
 JSON_TYPES = frozenset(("null", "boolean", "integer", "number", "array", "object"))
 MAX_REFERENCES = 32
@@ -29,7 +29,7 @@ class ParameterType:
     json_types: frozenset[str]
 
 
-def parameter_type(
+def resolve_parameter_type(
     parameters: Mapping[str, Any] | None, key: str, undeclared: str, attribute: bool | None = None
 ) -> ParameterType:
     """Return the type of an argument.
@@ -51,7 +51,7 @@ def parameter_type(
     return ParameterType(types == {"string"}, frozenset(types) & JSON_TYPES)
 
 
-def declares_string(
+def is_declared_string(
     parameters: Mapping[str, Any] | None, key: str, path: Sequence[str] = ()
 ) -> bool:
     """Whether a tool declares a value as a string, and as nothing else.
@@ -64,18 +64,18 @@ def declares_string(
     root = parameters or {}
     schema: Any = root
     for step in (key, *path):
-        schema = _inner_schema(schema, step, root)
+        schema = _child_schema(schema, step, root)
         if schema is None:
             return False
     return schema_types(schema, root) == {"string"}
 
 
-def _inner_schema(schema: Any, step: str, root: Mapping[str, Any], depth: int = 0) -> Any:
+def _child_schema(schema: Any, step: str, root: Mapping[str, Any], depth: int = 0) -> Any:
     """The schema of a member, or with "" of an element of a list; None if it is not declared."""
     if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
         return None
     if "$ref" in schema:
-        return _inner_schema(resolve_pointer(schema["$ref"], root), step, root, depth + 1)
+        return _child_schema(resolve_pointer(schema["$ref"], root), step, root, depth + 1)
     members = schema.get("properties")
     if step and isinstance(members, Mapping) and step in members:
         return members[step]
@@ -92,9 +92,9 @@ def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[st
         target = resolve_pointer(schema["$ref"], root)
         return every if target is None else schema_types(target, root, depth + 1)
     if "const" in schema:
-        return {_type_of(schema["const"])}
+        return {_json_type_of_value(schema["const"])}
     if isinstance(schema.get("enum"), list):
-        return {_type_of(value) for value in schema["enum"]}
+        return {_json_type_of_value(value) for value in schema["enum"]}
     declared = schema.get("type")
     if declared is not None:
         types = set(declared if isinstance(declared, list) else [declared])
@@ -122,7 +122,7 @@ def resolve_pointer(reference: Any, root: Mapping[str, Any]) -> Any:
     return target
 
 
-def takes_arguments(parameters: Mapping[str, Any] | None, keys: Set[str]) -> bool:
+def accepts_argument_names(parameters: Mapping[str, Any] | None, keys: Set[str]) -> bool:
     """Whether a tool declares all these arguments, and requires no other ones.
 
     Args:
@@ -141,13 +141,13 @@ def required_arguments(parameters: Mapping[str, Any] | None) -> frozenset[str]:
     return frozenset(name for name in listed if isinstance(name, str))
 
 
-def typed_value(text: str, types: ParameterType) -> str:
+def argument_text_to_json(text: str, types: ParameterType) -> str:
     """Return the JSON of an argument that is not always a string."""
-    value = clean_json(text.strip())
+    value = normalize_json(text.strip())
     if value is None and types.json_types & {"array", "object"}:
-        value = _unescaped(text.strip())
+        value = _unescape_json_text(text.strip())
     if value is not None:
-        value_type = json_type(value)
+        value_type = json_type_of_text(value)
         if value_type in types.json_types or (
             value_type == "number" and "integer" in types.json_types
         ):
@@ -155,7 +155,7 @@ def typed_value(text: str, types: ParameterType) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def declared_values(arguments: str, parameters: Mapping[str, Any] | None) -> str:
+def coerce_arguments_to_schema(arguments: str, parameters: Mapping[str, Any] | None) -> str:
     """Return a call's arguments with the types that its tool declares.
 
     A string becomes the value of which it is the text where the tool declares a type and takes no
@@ -165,27 +165,27 @@ def declared_values(arguments: str, parameters: Mapping[str, Any] | None) -> str
         arguments: a JSON object; it stays as it is written where no type differs.
         parameters: JSON schema of the tool's parameters.
     """
-    pairs = split_object(arguments) or []
-    declared = [(key, _declared_value(key, value, parameters)) for key, value in pairs]
+    pairs = split_json_object(arguments) or []
+    declared = [(key, _coerce_argument(key, value, parameters)) for key, value in pairs]
     if declared == pairs:
         return arguments
     members = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in declared)
     return f"{{{', '.join(members)}}}"
 
 
-def _declared_value(key: str, value: str, parameters: Mapping[str, Any] | None) -> str:
+def _coerce_argument(key: str, value: str, parameters: Mapping[str, Any] | None) -> str:
     root = parameters or {}
-    types = schema_types(_inner_schema(root, key, root), root)
-    written = json_type(value)
+    types = schema_types(_child_schema(root, key, root), root)
+    written = json_type_of_text(value)
     if types == {"string"} and written in ("boolean", "integer", "number"):
         return json.dumps(value)
     if written != "string" or "string" in types:
         return value  # what the model wrote as a string may be one
-    typed = typed_value(json.loads(value), ParameterType(False, frozenset(types)))
-    return value if json_type(typed) == "string" else typed
+    typed = argument_text_to_json(json.loads(value), ParameterType(False, frozenset(types)))
+    return value if json_type_of_text(typed) == "string" else typed
 
 
-def _unescaped(text: str) -> str | None:
+def _unescape_json_text(text: str) -> str | None:
     """Convert a list or an object that is written as the inside of a JSON string."""
     if text[:1] not in ("[", "{") or '\\"' not in text:
         return None
@@ -194,10 +194,10 @@ def _unescaped(text: str) -> str | None:
     except ValueError:
         return None
     # half a pair cannot be sent; in the JSON it stays an escape
-    return clean_json(_SURROGATE.sub(lambda match: f"\\u{ord(match[0]):04x}", inner))
+    return normalize_json(_SURROGATE.sub(lambda match: f"\\u{ord(match[0]):04x}", inner))
 
 
-def json_type(value: str) -> str:
+def json_type_of_text(value: str) -> str:
     """Return the type of a JSON text that is not a string; "string" for a string."""
     first = value[:1]
     named = {
@@ -213,5 +213,5 @@ def json_type(value: str) -> str:
     return "number" if any(char in value for char in ".eE") else "integer"
 
 
-def _type_of(value: Any) -> str:
-    return json_type(json.dumps(value))
+def _json_type_of_value(value: Any) -> str:
+    return json_type_of_text(json.dumps(value))

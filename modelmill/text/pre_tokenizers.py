@@ -34,7 +34,7 @@ CASED_LETTERS = (
 BLOOM_WORDS = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 
-def words(
+def words_pattern(
     digits: str = r"\p{N}{1,3}",
     *,
     letters: str = r"\p{L}",
@@ -54,7 +54,9 @@ def words(
     return "|".join((CONTRACTIONS, *parts) if contractions else parts)
 
 
-def cased_words(digits: str, *, contractions: bool, but: str = "", slash: bool = True) -> str:
+def cased_words_pattern(
+    digits: str, *, contractions: bool, but: str = "", slash: bool = True
+) -> str:
     """Words that begin anew at a capital letter.
 
     Args:
@@ -100,11 +102,11 @@ class PreTokenizer:
 
 _GPT2 = PreTokenizer((GPT2_WORDS,))
 _DIGITS_FIRST = PreTokenizer((DIGIT, GPT2_WORDS))
-_LLAMA3 = PreTokenizer((words(),), ignores_merges=True, adds_bos=True)
-_GLM4 = PreTokenizer((words(),), ignores_merges=True)
-_QWEN2 = PreTokenizer((words(DIGIT),), normalizes=True)
+_LLAMA3 = PreTokenizer((words_pattern(),), ignores_merges=True, adds_bos=True)
+_GLM4 = PreTokenizer((words_pattern(),), ignores_merges=True)
+_QWEN2 = PreTokenizer((words_pattern(DIGIT),), normalizes=True)
 _DEEPSEEK_V3 = PreTokenizer((r"\p{N}{1,3}", CJK, DEEPSEEK_V3_WORDS))
-_GPT4O = PreTokenizer((cased_words(r"\p{N}{1,3}", contractions=True),))
+_GPT4O = PreTokenizer((cased_words_pattern(r"\p{N}{1,3}", contractions=True),))
 _BLOOM = PreTokenizer((BLOOM_WORDS,))
 _BAILING = PreTokenizer(
     (
@@ -113,7 +115,7 @@ _BAILING = PreTokenizer(
     )
 )
 _TINY_AYA = PreTokenizer(
-    (r"\d{1,3}(?=(?:\d{3})*\b)", cased_words(r"\p{N}{1,3}", contractions=True))
+    (r"\d{1,3}(?=(?:\d{3})*\b)", cased_words_pattern(r"\p{N}{1,3}", contractions=True))
 )
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
@@ -133,12 +135,12 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
         ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
         _LLAMA3,
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), PreTokenizer((words(),))),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), PreTokenizer((words_pattern(),))),
     **dict.fromkeys(("glm4", "glm5"), _GLM4),
-    "minicpm5": PreTokenizer((r"\p{N}{1,3}", words(r"\p{N}+")), ignores_merges=True),
+    "minicpm5": PreTokenizer((r"\p{N}{1,3}", words_pattern(r"\p{N}+")), ignores_merges=True),
     "jais-2": PreTokenizer(
         (
-            words(
+            words_pattern(
                 whitespace=r"\s*[\r\n]+|"
                 + "|".join(rf"\s{{{2**power}}}(?!\S)" for power in range(9, 1, -1))
                 + r"|\s{1,2}(?!\S)|\s{1}"
@@ -150,9 +152,9 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
          "solar-open", "grok-2"),
         _QWEN2,
     ),
-    "ufakzeka": PreTokenizer((words(DIGIT, contractions=False),), normalizes=True),
-    "laguna": PreTokenizer((r"[^\n]+|[\n]+", words(DIGIT))),
-    "qwen35": PreTokenizer((words(DIGIT, letters=r"\p{L}\p{M}"),), normalizes=True),
+    "ufakzeka": PreTokenizer((words_pattern(DIGIT, contractions=False),), normalizes=True),
+    "laguna": PreTokenizer((r"[^\n]+|[\n]+", words_pattern(DIGIT))),
+    "qwen35": PreTokenizer((words_pattern(DIGIT, letters=r"\p{L}\p{M}"),), normalizes=True),
     "seed-coder": PreTokenizer(
         (
             rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}"
@@ -170,19 +172,19 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _GPT4O),
     **dict.fromkeys(("tiny_aya", "cohere2moe"), _TINY_AYA),
     "tekken": PreTokenizer(
-        (cased_words(DIGIT, contractions=False),), ignores_merges=True, adds_bos=True
+        (cased_words_pattern(DIGIT, contractions=False),), ignores_merges=True, adds_bos=True
     ),
     "youtu": PreTokenizer(
         (
             r"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
-            cased_words(DIGIT, contractions=True),
+            cased_words_pattern(DIGIT, contractions=True),
         ),
         ignores_merges=True,
     ),
     "kimi-k2": PreTokenizer(
         (
             r"[\p{Han}]+|"
-            + cased_words(r"\p{N}{1,3}", contractions=True, but=NO_HAN, slash=False),
+            + cased_words_pattern(r"\p{N}{1,3}", contractions=True, but=NO_HAN, slash=False),
         )
     ),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK_V3),

@@ -12,9 +12,9 @@ from modelmill.text.parameter_types import (
     JSON_TYPES,
     MAX_REFERENCES,
     ParameterType,
+    argument_text_to_json,
     resolve_pointer,
     schema_types,
-    typed_value,
 )
 
 Schema = Mapping[str, Any]
@@ -56,8 +56,8 @@ class TagNode:
             root: schema of all arguments, for references.
         """
         if not self.children:
-            return _leaf_json("".join(self.texts), self.schema, root)
-        if self._is_list(root):
+            return _leaf_text_to_json("".join(self.texts), self.schema, root)
+        if self._is_json_list(root):
             return f"[{', '.join(value for _, value in self.children)}]"
         members: dict[str, list[str]] = {}
         for tag, value in self.children:
@@ -69,7 +69,7 @@ class TagNode:
         )
         return f"{{{', '.join(pairs)}}}"
 
-    def _is_list(self, root: Schema) -> bool:
+    def _is_json_list(self, root: Schema) -> bool:
         types = JSON_TYPES if self.schema is None else schema_types(self.schema, root)
         if ("array" in types) != ("object" in types):
             return "array" in types
@@ -108,7 +108,7 @@ def child_schema(schema: Any, tag: str, index: int, root: Schema, depth: int = 0
     return dict(rest) if isinstance(rest, Mapping) else None
 
 
-def _leaf_json(text: str, schema: Schema | None, root: Schema) -> str:
+def _leaf_text_to_json(text: str, schema: Schema | None, root: Schema) -> str:
     """The JSON of a value without tags inside."""
     types = {"string"} if schema is None else schema_types(schema, root)
     if types == {"string"}:
@@ -120,4 +120,4 @@ def _leaf_json(text: str, schema: Schema | None, root: Schema) -> str:
     padded = _PADDED_INTEGER.fullmatch(text.strip())
     if padded and "integer" in types and "string" not in types:
         text = padded[1] + padded[2]
-    return typed_value(text, ParameterType(False, frozenset(types) & JSON_TYPES))
+    return argument_text_to_json(text, ParameterType(False, frozenset(types) & JSON_TYPES))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from modelmill.core.errors import TemplateError
-from modelmill.text.messages import join_text_parts, parse_arguments
+from modelmill.text.message_validation import join_text_parts, parse_tool_arguments
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 # words that occur in no template; lowercase letters and digits, since some templates change case
@@ -32,7 +32,7 @@ _USER, _RESULT = (
 
 
 @dataclass(frozen=True)
-class CallContentForms:
+class AcceptedCallForms:
     """Forms of a message with tool calls that a template renders completely.
 
     Attributes:
@@ -48,7 +48,7 @@ class CallContentForms:
     object: bool
 
 
-def accepts_parts(render: Render, role: str) -> bool:
+def template_accepts_text_parts(render: Render, role: str) -> bool:
     """Return whether a template renders a list of text parts like a string, for a role."""
     one, two = ({"type": "text", "text": text} for text in (_ONE, _TWO))
     for _ in range(2):  # some templates render the current time
@@ -61,7 +61,7 @@ def accepts_parts(render: Render, role: str) -> bool:
     return _TWO in both.partition(_ONE)[2]
 
 
-def probe_call_forms(render: Render) -> CallContentForms:
+def probe_call_forms(render: Render) -> AcceptedCallForms:
     """Return the forms of a message with calls that a template renders completely."""
     forms = {
         (content, argument_form)
@@ -73,7 +73,7 @@ def probe_call_forms(render: Render) -> CallContentForms:
         {content for content, _ in forms},
         {argument_form for _, argument_form in forms},
     )
-    return CallContentForms(
+    return AcceptedCallForms(
         None in contents, "" in contents, "text" in argument_forms, "object" in argument_forms
     )
 
@@ -81,7 +81,7 @@ def probe_call_forms(render: Render) -> CallContentForms:
 def adapt_messages(
     messages: Sequence[Mapping[str, Any]],
     parts: Callable[[str], bool],
-    calls: Callable[[], CallContentForms],
+    calls: Callable[[], AcceptedCallForms],
 ) -> list[dict[str, Any]]:
     """Convert validated messages to the forms that a template accepts.
 
@@ -95,7 +95,7 @@ def adapt_messages(
 
 
 def _adapt_message(
-    message: Mapping[str, Any], parts: Callable[[str], bool], calls: Callable[[], CallContentForms]
+    message: Mapping[str, Any], parts: Callable[[str], bool], calls: Callable[[], AcceptedCallForms]
 ) -> dict[str, Any]:
     out = dict(message)
     content = out["content"]
@@ -112,12 +112,12 @@ def _adapt_message(
     return out
 
 
-def _adapt_call(call: Mapping[str, Any], forms: CallContentForms) -> dict[str, Any]:
+def _adapt_call(call: Mapping[str, Any], forms: AcceptedCallForms) -> dict[str, Any]:
     function = call["function"]
     arguments = function["arguments"]
     if isinstance(arguments, str):
         if forms.object and not forms.text:
-            arguments = parse_arguments(arguments)
+            arguments = parse_tool_arguments(arguments)
     elif forms.text and not forms.object:
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}
@@ -132,10 +132,10 @@ def _conversation_around(role: str, content: Any) -> list[Mapping[str, Any]]:
         return [message, _USER]
     if role == "assistant":
         return [_USER, message, _USER]
-    return [_USER, _call_message("", _OBJECT), {**message, "tool_call_id": _ID}]
+    return [_USER, _make_call_message("", _OBJECT), {**message, "tool_call_id": _ID}]
 
 
-def _call_message(content: str | None, arguments: Any) -> dict[str, Any]:
+def _make_call_message(content: str | None, arguments: Any) -> dict[str, Any]:
     function = {"name": _NAME, "arguments": arguments}
     return {
         "role": "assistant",
@@ -146,7 +146,7 @@ def _call_message(content: str | None, arguments: Any) -> dict[str, Any]:
 
 def _renders_call(render: Render, content: str | None, arguments: Any) -> bool:
     """Whether the rendered text has the call's name and arguments as JSON, not as a Python repr."""
-    text = _try_render(render, [_USER, _call_message(content, arguments), _RESULT])
+    text = _try_render(render, [_USER, _make_call_message(content, arguments), _RESULT])
     if text is None or _NAME not in text or _KEY not in text:
         return False
     escaped_twice = f'\\"{_KEY}' in text

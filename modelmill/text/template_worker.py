@@ -1,4 +1,4 @@
-"""The process that renders chat templates, started by template.py; imports nothing of modelmill.
+"""Renders chat templates in a process of template_process.py's; imports nothing of modelmill.
 
 A template is an untrusted program. It runs in Jinja's sandbox with limits of memory and CPU time,
 so that a template can only end this process, never the engine. Requests and replies are one line
@@ -19,7 +19,7 @@ class OutputTooLong(Exception):
     """The template wrote more characters than allowed."""
 
 
-def make_environment() -> Any:
+def make_jinja_sandbox() -> Any:
     """Make a sandbox with transformers' filters, globals and whitespace rules for templates."""
     import jinja2
     from jinja2 import nodes
@@ -66,7 +66,7 @@ def make_environment() -> Any:
     return environment
 
 
-def render(environment: Any, compiled: dict[str, Any], request: dict[str, Any]) -> str:
+def render_template(environment: Any, compiled: dict[str, Any], request: dict[str, Any]) -> str:
     """Render a request; raises the exceptions of the template, or OutputTooLong."""
     source = request["template"]
     if source not in compiled:
@@ -82,13 +82,15 @@ def render(environment: Any, compiled: dict[str, Any], request: dict[str, Any]) 
     return "".join(chunks)
 
 
-def handle_request(environment: Any, compiled: dict[str, Any], line: bytes) -> dict[str, Any]:
-    """Return {"text"} or {"failed": reason, "detail"}; template.py handles the reasons."""
+def handle_render_request(
+    environment: Any, compiled: dict[str, Any], line: bytes
+) -> dict[str, Any]:
+    """Return {"text"} or {"failed": reason, "detail"}; template_process.py handles the reasons."""
     try:
         request = json.loads(line)
         # counts CPU seconds of this process, also in C code; SIGPROF kills it by default
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
-        return {"text": render(environment, compiled, request)}
+        return {"text": render_template(environment, compiled, request)}
     except OutputTooLong:
         return {"failed": "output"}
     except MemoryError:
@@ -104,9 +106,9 @@ def handle_request(environment: Any, compiled: dict[str, Any], line: bytes) -> d
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def serve(stdin: BinaryIO, stdout: BinaryIO, max_memory: int) -> None:
+def serve_stdin_requests(stdin: BinaryIO, stdout: BinaryIO, max_memory: int) -> None:
     """Handle requests until stdin ends, which it also does if the engine's process dies."""
-    environment = make_environment()
+    environment = make_jinja_sandbox()
     compiled: dict[str, Any] = {}
     resource.setrlimit(resource.RLIMIT_AS, (max_memory, max_memory))
     # if a template breaks out of the sandbox, it cannot write files or start processes
@@ -120,10 +122,10 @@ def serve(stdin: BinaryIO, stdout: BinaryIO, max_memory: int) -> None:
         line = stdin.readline()
         if not line:
             return
-        reply = handle_request(environment, compiled, line)
+        reply = handle_render_request(environment, compiled, line)
         del line
 
 
 if __name__ == "__main__":
     sys.path.append(sys.argv[2])  # where the parent found jinja2; -I does not read PYTHONPATH
-    serve(sys.stdin.buffer, sys.stdout.buffer, int(sys.argv[1]))
+    serve_stdin_requests(sys.stdin.buffer, sys.stdout.buffer, int(sys.argv[1]))

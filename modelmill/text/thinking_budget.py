@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from modelmill.core.types import Guide
-from modelmill.text.detokenizer import Utf8Stream
+from modelmill.text.detokenizer import IncrementalUtf8Decoder
+from modelmill.text.json_normalizer import suffix_overlap
 from modelmill.text.tokenizer_base import Tokenizer
-from modelmill.text.value_stream import suffix_overlap
 
 
 class ThinkingBudget:
@@ -30,10 +30,14 @@ class ThinkingBudget:
         self._open, self._close = opening.strip(), closing.strip()
         self._begun = value["thinking"] == "open"
         self._ended = False
-        self._text, self._utf8 = "", Utf8Stream()
+        self._text, self._utf8 = "", IncrementalUtf8Decoder()
         self._count = 0
-        self._closing_ids = tuple(tokenizer.encode_pieces(["", *tokenizer.split_special(closing)]))
-        self._bare_ids = tuple(tokenizer.encode_pieces(["", *tokenizer.split_special(self._close)]))
+        self._closing_ids = tuple(
+            tokenizer.encode_pieces(["", *tokenizer.split_control_tokens(closing)])
+        )
+        self._bare_ids = tuple(
+            tokenizer.encode_pieces(["", *tokenizer.split_control_tokens(self._close)])
+        )
         self._forced: tuple[int, ...] = ()
         self.size = -(-vocab // 8)
 
@@ -42,7 +46,7 @@ class ThinkingBudget:
         """Whether the thinking is over, or the answer has none."""
         return self._ended
 
-    def forced_token(self) -> int | None:
+    def next_forced_token(self) -> int | None:
         """Return the token that must come next; None if any may."""
         if self._forced:
             return self._forced[0]
@@ -71,7 +75,7 @@ class ThinkingBudget:
             self._ended = True
 
 
-class BudgetGuide:
+class ThinkingBudgetGuide:
     """A guide with a budget of the thinking.
 
     Attributes:
@@ -86,7 +90,7 @@ class BudgetGuide:
 
     def mask(self) -> np.ndarray:
         """Return the mask of the allowed tokens, see ``GrammarGuide.mask``."""
-        token = self._budget.forced_token()
+        token = self._budget.next_forced_token()
         full = np.full(self._budget.size, 255, dtype=np.uint8)
         bits: np.ndarray = full if self._guide is None else self._guide.mask()
         self.failed = self._guide is not None and self._guide.failed
@@ -101,7 +105,7 @@ class BudgetGuide:
         if self._guide is not None:
             self._guide.accept(token)
 
-    def copy(self) -> BudgetGuide:
+    def copy(self) -> ThinkingBudgetGuide:
         """Return a copy in the same state."""
         guide: Any = self._guide
-        return BudgetGuide(None if guide is None else guide.copy(), copy.copy(self._budget))
+        return ThinkingBudgetGuide(None if guide is None else guide.copy(), copy.copy(self._budget))

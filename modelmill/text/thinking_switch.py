@@ -17,7 +17,7 @@ _STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
 _OTHER_VARIABLE = re.compile(rf"(?<![\w.]){OTHER_NAME}\b(?!\s*=(?!=))")
 
 
-def thinking_variable(template: str) -> str:
+def find_thinking_variable(template: str) -> str:
     """Return the name of the variable that a template reads."""
     if COMMON_NAME in template:
         return COMMON_NAME
@@ -25,9 +25,9 @@ def thinking_variable(template: str) -> str:
     return OTHER_NAME if any(map(_OTHER_VARIABLE.search, code)) else COMMON_NAME
 
 
-def with_thinking_variable(options: Mapping[str, Any], template: str) -> dict[str, Any]:
+def rename_thinking_variable(options: Mapping[str, Any], template: str) -> dict[str, Any]:
     """Return template options under the name that the template reads; its own name wins."""
-    name = thinking_variable(template)
+    name = find_thinking_variable(template)
     if COMMON_NAME not in options or name == COMMON_NAME:
         return dict(options)
     return {name: options[COMMON_NAME], **options}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from modelmill.core.errors import TokenizerError
-from modelmill.text.detokenizer import Utf8Stream
+from modelmill.text.detokenizer import IncrementalUtf8Decoder
 from modelmill.text.regex_union import regex_union
 
 # Unicode's White_Space property; str.isspace has four control characters more
@@ -67,7 +67,9 @@ class Tokenizer(ABC):
         self._prefix = list(traits.prefix)
         self._suffix = list(traits.suffix)
         # a control token of one character looks like ordinary text, so text never becomes one
-        self._special_pattern = _special_pattern([text for text in traits.special if len(text) > 1])
+        self._special_pattern = _compile_special_pattern(
+            [text for text in traits.special if len(text) > 1]
+        )
         self._edges = {text: edges for text, edges in traits.edges.items() if any(edges)}
 
     def set_max_tokens(self, max_tokens: int) -> None:
@@ -90,7 +92,7 @@ class Tokenizer(ABC):
                 long.
         """
         text = replace_surrogates(text)
-        pieces = self.split_special(text) if special else [text]
+        pieces = self.split_control_tokens(text) if special else [text]
         ids = self.encode_pieces(pieces)
         if bos is None:
             return [*self._prefix, *ids, *self._suffix]
@@ -109,12 +111,12 @@ class Tokenizer(ABC):
                 ids.append(piece)
             elif piece:
                 text = replace_surrogates(piece)
-                self._check_length(text)
+                self._check_token_count(text)
                 ids.extend(self._encode_ordinary(text, at_start))
             at_start = False
         return ids
 
-    def _check_length(self, text: str) -> None:
+    def _check_token_count(self, text: str) -> None:
         """Check the number of tokens; in parts, since tokenizing takes 500 bytes per token.
 
         Raises:
@@ -134,7 +136,7 @@ class Tokenizer(ABC):
                     f"the prompt has more than {self.max_tokens} tokens; shorten it"
                 )
 
-    def split_special(self, text: str) -> list[str | int]:
+    def split_control_tokens(self, text: str) -> list[str | int]:
         """Split `text` at its control tokens: ordinary text as str, control tokens as their ids."""
         if self._special_pattern is None:
             return [text]
@@ -173,7 +175,7 @@ class Tokenizer(ABC):
         """Return the bytes of a text's first token; SentencePiece drops its leading space."""
         return self.token_bytes(id)
 
-    def is_skipped(self, id: int) -> bool:
+    def is_skipped_in_decode(self, id: int) -> bool:
         """Return whether decode(skip_special=True) leaves this id out."""
         return id in self._skipped
 
@@ -189,10 +191,10 @@ class Tokenizer(ABC):
             has_text = has_text or bool(data)
         if not self.each_byte:
             return b"".join(chunks).decode("utf-8", errors="replace")
-        stream = Utf8Stream(each_byte=True)
+        stream = IncrementalUtf8Decoder(each_byte=True)
         return "".join(map(stream.push, chunks)) + stream.flush()
 
-    def check_ids_fit(self, vocab_rows: int) -> None:
+    def check_ids_fit_embedding(self, vocab_rows: int) -> None:
         """Check that all ids fit into an embedding of `vocab_rows` rows.
 
         Raises:
@@ -205,7 +207,7 @@ class Tokenizer(ABC):
             )
 
 
-def call_library(file: str, build: Callable[[], Any]) -> Any:
+def build_or_tokenizer_error(file: str, build: Callable[[], Any]) -> Any:
     """Return ``build()``; the library's exceptions become TokenizerErrors that name the file."""
     try:
         return build()
@@ -250,7 +252,7 @@ def _is_circled_letter(code: int) -> bool:
     )
 
 
-def _special_pattern(texts: Sequence[str]) -> re.Pattern[str] | None:
+def _compile_special_pattern(texts: Sequence[str]) -> re.Pattern[str] | None:
     """Return one pattern of all control tokens, longest first; None if there are none."""
     if not texts:
         return None

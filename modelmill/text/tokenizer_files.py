@@ -20,7 +20,7 @@ SPECIAL_TOKEN_KEYS = (
 )
 
 
-def read_json(
+def parse_json_file(
     files: Mapping[str, bytes], name: str, expected: type[dict] | type[list] = dict
 ) -> Any:
     """Parse a JSON file.
@@ -60,34 +60,36 @@ class TokenizerSettings:
     older_added_tokens: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
 
-def read_settings(files: Mapping[str, bytes]) -> TokenizerSettings:
+def read_tokenizer_settings(files: Mapping[str, bytes]) -> TokenizerSettings:
     """Read the settings.
 
     Raises:
         TokenizerError: if a value has the wrong type; the message names the file.
     """
-    config = read_json(files, "tokenizer_config.json")
-    extra = read_json(files, "special_tokens_map.json")
+    config = parse_json_file(files, "tokenizer_config.json")
+    extra = parse_json_file(files, "special_tokens_map.json")
     names: dict[str, str] = {}
     for key in SPECIAL_TOKEN_KEYS:
         text = token_text(config.get(key, extra.get(key)), "tokenizer_config.json", key)
         if text:
             names[key] = text
-    texts = _extra_special_tokens(config, extra)
-    older = {} if "added_tokens_decoder" in config else _older_added_tokens(files, names, texts)
+    texts = _read_extra_special_tokens(config, extra)
+    older = (
+        {} if "added_tokens_decoder" in config else _read_older_added_tokens(files, names, texts)
+    )
     return TokenizerSettings(
         special_tokens=names,
         extra_special_tokens=texts,
-        added_tokens=_added_tokens(config),
-        add_bos=_bool_setting(config, "add_bos_token"),
-        add_eos=_bool_setting(config, "add_eos_token"),
+        added_tokens=_read_added_tokens_decoder(config),
+        add_bos=_read_bool_setting(config, "add_bos_token"),
+        add_eos=_read_bool_setting(config, "add_eos_token"),
         legacy=config.get("legacy") is not False,
-        eos_ids=_generation_eos(files),
+        eos_ids=_read_generation_eos_ids(files),
         older_added_tokens=older,
     )
 
 
-def _extra_special_tokens(
+def _read_extra_special_tokens(
     config: Mapping[str, Any], special_map: Mapping[str, Any]
 ) -> tuple[str, ...]:
     """Special tokens without a role: a list, under its name before transformers 5 or its newer one.
@@ -107,13 +109,13 @@ def _extra_special_tokens(
     return ()
 
 
-def _older_added_tokens(
+def _read_older_added_tokens(
     files: Mapping[str, bytes], names: Mapping[str, str], extra: Iterable[str]
 ) -> dict[int, Mapping[str, Any]]:
     """Return added_tokens.json by id; a token is special if a role or a list names it."""
     special = {*names.values(), *extra}
     entries: dict[int, Mapping[str, Any]] = {}
-    for text, id in read_json(files, "added_tokens.json").items():
+    for text, id in parse_json_file(files, "added_tokens.json").items():
         if not is_token_id(id) or not text:
             raise TokenizerError("added_tokens.json must map token strings to ids")
         other = entries.setdefault(id, {"content": text, "special": text in special})["content"]
@@ -131,7 +133,7 @@ def token_text(value: object, file: str, key: str) -> str | None:
     raise TokenizerError(f"{file}: {key} must be a string, not {type(value).__name__}")
 
 
-def check_named_tokens(names: Mapping[str, str], known: Container[str], file: str) -> None:
+def check_bos_eos_in_vocab(names: Mapping[str, str], known: Container[str], file: str) -> None:
     """Check that the tokens that begin and end a text are in the vocabulary.
 
     Args:
@@ -159,14 +161,14 @@ def is_token_id(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
 
 
-def _bool_setting(config: Mapping[str, Any], key: str) -> bool | None:
+def _read_bool_setting(config: Mapping[str, Any], key: str) -> bool | None:
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
         raise TokenizerError(f"tokenizer_config.json: {key} must be true or false")
     return value
 
 
-def _added_tokens(config: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+def _read_added_tokens_decoder(config: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
     listed = config.get("added_tokens_decoder") or {}
     if not isinstance(listed, dict):
         raise TokenizerError("tokenizer_config.json: added_tokens_decoder must be an object")
@@ -181,7 +183,7 @@ def _added_tokens(config: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
     return entries
 
 
-def _generation_eos(files: Mapping[str, bytes]) -> tuple[int, ...]:
-    value = read_json(files, "generation_config.json").get("eos_token_id")
+def _read_generation_eos_ids(files: Mapping[str, bytes]) -> tuple[int, ...]:
+    value = parse_json_file(files, "generation_config.json").get("eos_token_id")
     values = value if isinstance(value, list) else [value]
     return tuple(id for id in values if is_token_id(id))

@@ -37,7 +37,7 @@ def forced_call_grammar(
     """
     functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
     declared = [
-        {"name": function["name"], "arguments": arguments_schema(function)}
+        {"name": function["name"], "arguments": closed_arguments_schema(function)}
         for function in functions
     ]
     return Grammar(
@@ -63,7 +63,7 @@ def strict_call_grammar(tools: Sequence[Schema], several: bool, *, as_json: bool
     declared = [
         {
             "name": function["name"],
-            "arguments": arguments_schema(function)
+            "arguments": closed_arguments_schema(function)
             if function.get("strict") or not as_json
             else {"type": "object"},
         }
@@ -73,7 +73,7 @@ def strict_call_grammar(tools: Sequence[Schema], several: bool, *, as_json: bool
     return Grammar("calls", json.dumps({"functions": declared, "most": most, "optional": True}))
 
 
-def arguments_schema(function: Schema) -> dict[str, Any]:
+def closed_arguments_schema(function: Schema) -> dict[str, Any]:
     """Return the schema of a function's arguments; a value that fits it fits the parameters.
 
     Only properties that the parameters name are allowed, unless they set additionalProperties or
@@ -100,7 +100,7 @@ def forbid_additional_properties(schema: Schema) -> dict[str, Any]:
     closing one part of a conjunction would exclude the properties of the other parts, and closing
     an alternative of oneOf could admit values that fit two alternatives.
     """
-    parts = _subschemas(schema)
+    parts = _collect_subschemas(schema)
     if any(map(_is_conjunction, parts)):
         return dict(schema)
     pairs = (
@@ -111,12 +111,12 @@ def forbid_additional_properties(schema: Schema) -> dict[str, Any]:
         _are_disjoint(a, b, schema) for a, b in first_pairs
     ):
         return dict(schema)
-    return _close(schema)
+    return _close_schema(schema)
 
 
-def _close(schema: Schema) -> dict[str, Any]:
-    out = _map_subschemas(schema, _close)
-    if _can_close(schema):
+def _close_schema(schema: Schema) -> dict[str, Any]:
+    out = _map_subschemas(schema, _close_schema)
+    if _can_close_schema(schema):
         # required properties without a schema are allowed, too
         missing: dict[str, Any] = {
             name: {} for name in sorted(_required_names(schema)) if name not in out["properties"]
@@ -125,7 +125,7 @@ def _close(schema: Schema) -> dict[str, Any]:
     return out
 
 
-def _can_close(schema: Schema) -> bool:
+def _can_close_schema(schema: Schema) -> bool:
     named = isinstance(schema.get("properties"), Mapping)
     return named and not any(key in schema for key in ("additionalProperties", "patternProperties"))
 
@@ -144,9 +144,9 @@ def _are_disjoint(a: Any, b: Any, root: Schema) -> bool:
     a, b = _resolve_ref(a, root), _resolve_ref(b, root)
     if a is None or b is None:
         return False
-    if _is_plain(a) and _is_plain(b):
+    if _has_no_subschemas(a) and _has_no_subschemas(b):
         return True  # closing changes neither; llguidance compares them
-    one, other = _schema_types(a), _schema_types(b)
+    one, other = _declared_types(a), _declared_types(b)
     if one and other and not one & other:
         return True
     if any(key in each for key in ("items", "prefixItems") for each in (a, b)) and {
@@ -157,7 +157,7 @@ def _are_disjoint(a: Any, b: Any, root: Schema) -> bool:
         each["properties"] if isinstance(each.get("properties"), Mapping) else {} for each in (a, b)
     )
     needed = _required_names(a)
-    if _can_close(a) and not _required_names(b) <= needed | properties_a.keys():
+    if _can_close_schema(a) and not _required_names(b) <= needed | properties_a.keys():
         return True
     shared = [
         (_allowed_strings(properties_a[name]), _allowed_strings(properties_b[name]))
@@ -167,7 +167,7 @@ def _are_disjoint(a: Any, b: Any, root: Schema) -> bool:
     return any(here and there and not here & there for here, there in shared)
 
 
-def _is_plain(schema: Schema) -> bool:
+def _has_no_subschemas(schema: Schema) -> bool:
     return not any(
         key in schema for key in ("$ref", "items", "prefixItems", "anyOf", "oneOf", *_OBJECT_KEYS)
     )
@@ -177,7 +177,7 @@ def _required_names(schema: Schema) -> set[str]:
     return {name for name in _as_list(schema.get("required")) if isinstance(name, str)}
 
 
-def _schema_types(schema: Schema) -> set[str]:
+def _declared_types(schema: Schema) -> set[str]:
     """Return the declared types of a schema's values; empty if it declares none."""
     declared = schema.get("type")
     type_names = {
@@ -212,12 +212,12 @@ def _resolve_ref(schema: Any, root: Schema) -> Schema | None:
     return target if isinstance(target, Mapping) and "$ref" not in target else None
 
 
-def _subschemas(schema: Schema) -> list[Schema]:
+def _collect_subschemas(schema: Schema) -> list[Schema]:
     """Return a schema and all schemas in it."""
     schemas = [schema]
 
     def add(part: Schema) -> Schema:
-        schemas.extend(_subschemas(part))
+        schemas.extend(_collect_subschemas(part))
         return part
 
     _map_subschemas(schema, add)

@@ -10,9 +10,9 @@ from typing import Any
 
 from modelmill.core.types import SamplingParams
 from modelmill.text.answer_pieces import ParsedAnswer, ParsedToolCall
-from modelmill.text.answer_writer import write_answer
-from modelmill.text.chat_format_files import WITHOUT_TOOLS, load_format
-from modelmill.text.messages import validate_messages
+from modelmill.text.answer_renderer import render_answer
+from modelmill.text.chat_format_registry import WITHOUT_TOOLS, load_chat_syntax
+from modelmill.text.message_validation import validate_messages
 
 OBSERVATION = "Observation:"
 INTRO = """You may call functions to help with the user's query. Their signatures, in JSON:
@@ -25,7 +25,7 @@ For each call write a JSON object with its name and arguments inside these tags:
 </tool_call>"""
 
 
-def prepare_tools(
+def prepare_tool_conversation(
     format_name: str,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
@@ -53,13 +53,13 @@ def prepare_tools(
     ):
         return list(messages), {}
     if format_name == WITHOUT_TOOLS and (tools or not writes_calls):
-        return list(tools_as_text(messages, tools)), {}
-    calls = load_format(format_name).calls
+        return list(describe_tools_in_text(messages, tools)), {}
+    calls = load_chat_syntax(format_name).calls
     out = validate_messages(messages, as_sent=True)
     if calls.one_per_message:
         out = split_parallel_calls(out)
     if calls.short_ids:
-        out = [_shorten_ids(message) for message in out]
+        out = [_shorten_call_ids(message) for message in out]
     return list(out), {"tools": list(tools)} if tools else {}
 
 
@@ -70,13 +70,13 @@ def tool_schemas(tools: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {function["name"]: function.get("parameters") or {} for function in functions}
 
 
-def with_call_stops(params: SamplingParams, format_name: str) -> SamplingParams:
+def add_call_stop_strings(params: SamplingParams, format_name: str) -> SamplingParams:
     """The parameters of an answer that may have calls: the format's ends of calls stop it."""
-    stops = load_format(format_name).calls.stops
+    stops = load_chat_syntax(format_name).calls.stops
     return replace(params, stop=tuple(dict.fromkeys((*params.stop, *stops))))
 
 
-def tools_as_text(
+def describe_tools_in_text(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Convert a conversation for a chat format without tools.
@@ -91,7 +91,7 @@ def tools_as_text(
         if tools
         else ""
     )
-    out = [_message_as_text(message) for message in validate_messages(messages)]
+    out = [_message_to_plain_text(message) for message in validate_messages(messages)]
     if not intro:
         return out
     if out[0]["role"] == "system":
@@ -100,7 +100,7 @@ def tools_as_text(
     return [{"role": "system", "content": intro}, *out]
 
 
-def _message_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+def _message_to_plain_text(message: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a validated message to plain text."""
     if message["role"] == "tool":
         return {
@@ -110,14 +110,17 @@ def _message_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     if not message.get("tool_calls"):
         return dict(message)
     calls = (
-        ParsedToolCall("", call["function"]["name"], arguments_json(call))
+        ParsedToolCall("", call["function"]["name"], call_arguments_json(call))
         for call in message["tool_calls"]
     )
     answer = ParsedAnswer(message["content"], tuple(calls))
-    return {"role": message["role"], "content": write_answer(load_format(WITHOUT_TOOLS), answer)}
+    return {
+        "role": message["role"],
+        "content": render_answer(load_chat_syntax(WITHOUT_TOOLS), answer),
+    }
 
 
-def arguments_json(call: Mapping[str, Any]) -> str:
+def call_arguments_json(call: Mapping[str, Any]) -> str:
     """Return the arguments of a validated call as JSON text; a string is returned unchanged."""
     arguments = call["function"]["arguments"]
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
@@ -158,18 +161,19 @@ def split_parallel_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, A
     return out
 
 
-def _shorten_ids(message: Mapping[str, Any]) -> dict[str, Any]:
+def _shorten_call_ids(message: Mapping[str, Any]) -> dict[str, Any]:
     """Shorten call ids to the nine letters and digits that Mistral's templates require."""
     out = dict(message)
     if "tool_call_id" in out:
-        out["tool_call_id"] = _short_id(out["tool_call_id"])
+        out["tool_call_id"] = _nine_char_call_id(out["tool_call_id"])
     if out.get("tool_calls"):
         out["tool_calls"] = [
-            {**call, "id": _short_id(str(call.get("id", "")))} for call in out["tool_calls"]
+            {**call, "id": _nine_char_call_id(str(call.get("id", "")))}
+            for call in out["tool_calls"]
         ]
     return out
 
 
-def _short_id(id: str) -> str:
+def _nine_char_call_id(id: str) -> str:
     fits = len(id) == 9 and id.isascii() and id.isalnum()
     return id if fits else hashlib.sha256(id.encode("utf-8", "replace")).hexdigest()[:9]

@@ -20,7 +20,7 @@ MASK_OPACITY = 0.5
 MASK_PROMPT_LOGIT = 20.0  # logit of a hand-drawn mask; the model's own logits reach about 30
 
 
-def overlay(picture: Image, masks: Sequence[Mask], prompts: Sequence[Prompt] = ()) -> Image:
+def overlay_masks(picture: Image, masks: Sequence[Mask], prompts: Sequence[Prompt] = ()) -> Image:
     """Draw coloured, outlined masks over the picture, smaller ones on top, and the prompts.
 
     Args:
@@ -40,7 +40,7 @@ def overlay(picture: Image, masks: Sequence[Mask], prompts: Sequence[Prompt] = (
             np.array(_color_for_index(i), dtype=np.float32),
         )
         window[inside] = window[inside] * (1 - MASK_OPACITY) + colour * MASK_OPACITY
-        window[_outline(inside, max(1, max(picture.size) // 700))] = colour * 0.6
+        window[_mask_outline(inside, max(1, max(picture.size) // 700))] = colour * 0.6
     drawn = PIL.Image.fromarray(canvas.round().astype(np.uint8))
     for prompt in prompts:
         _draw_prompt(drawn, prompt)
@@ -88,7 +88,7 @@ def _color_for_index(index: int) -> tuple[int, int, int]:
     return int(255 * red), int(255 * green), int(255 * blue)
 
 
-def _outline(inside: np.ndarray, width: int) -> np.ndarray:
+def _mask_outline(inside: np.ndarray, width: int) -> np.ndarray:
     """Return [H, W] bool: pixels of the mask within ``width`` pixels of its border."""
     core = inside
     for _ in range(width):

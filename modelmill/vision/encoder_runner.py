@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from modelmill.core import log
-from modelmill.core.embedding_cache import EmbeddingCache
 from modelmill.core.errors import RequestError
-from modelmill.core.types import EmbeddingSpan, Request
+from modelmill.core.image_embedding_cache import ImageEmbeddingCache
+from modelmill.core.types import ImageEmbeddingSpan, Request
 from modelmill.ops import cuda_graph
 from modelmill.ops.registry import Ops
 
@@ -63,7 +63,9 @@ class VisionEncoderRunner:
         self._graphs: dict[int, _VisionGraph] | None = {} if graphs else None
         # the output of a replay is copied before the next one, so all graphs share one pool
         self._capturer = cuda_graph.GraphCapturer() if graphs else None
-        self._cache: EmbeddingCache[EmbeddingKey, torch.Tensor] = EmbeddingCache(cache_bytes)
+        self._cache: ImageEmbeddingCache[EmbeddingKey, torch.Tensor] = ImageEmbeddingCache(
+            cache_bytes
+        )
         self._device_embeddings: list[weakref.ref[torch.Tensor]] = []
 
     def set_ops(self, ops: Ops) -> None:
@@ -75,7 +77,7 @@ class VisionEncoderRunner:
         """Bytes of the cached embeddings."""
         return self._cache.nbytes
 
-    def embed_images(self, requests: Sequence[Request]) -> list[Request]:
+    def replace_images_with_embeddings(self, requests: Sequence[Request]) -> list[Request]:
         """Replace images [S, S, 3] uint8 in the requests by embeddings [length, H].
 
         Raises RequestError if an image has a wrong shape or the engine has no vision encoder.
@@ -94,7 +96,7 @@ class VisionEncoderRunner:
             for key, embedding in zip(keys, encoded, strict=True):
                 embeddings[key] = embedding
                 self._cache.put(key, embedding)
-        return [_with_embeddings(request, embeddings) for request in requests]
+        return [_with_image_embeddings(request, embeddings) for request in requests]
 
     def warm_up(self, max_batch: int = MAX_BATCH) -> None:
         """Capture the graphs of up to ``max_batch`` images now instead of at first use."""
@@ -132,7 +134,7 @@ class VisionEncoderRunner:
             size = next(size for size in GRAPH_BATCH_SIZES if size >= len(batch))
             try:
                 if size not in self._graphs:
-                    self._graphs[size] = self._capture(size, batch)
+                    self._graphs[size] = self._capture_graph(size, batch)
                 return self._graphs[size].replay(batch)
             except cuda_graph.NotCapturable as error:
                 _log.warning("vision encoder without CUDA graphs: %s", error)
@@ -143,16 +145,16 @@ class VisionEncoderRunner:
         output: torch.Tensor = self._model.encode_images(batch.permute(0, 3, 1, 2), self._ops)
         return output
 
-    def _capture(self, size: int, batch: torch.Tensor) -> _VisionGraph:
+    def _capture_graph(self, size: int, batch: torch.Tensor) -> _VisionGraph:
         """Capture a graph; raises cuda_graph.NotCapturable if an op synchronizes with the host."""
         images = torch.zeros(size, *batch.shape[1:], dtype=torch.uint8, device=self._device)
         assert self._capturer is not None
-        with cuda_graph.on_side_stream(torch.cuda.Stream()):
+        with cuda_graph.run_on_side_stream(torch.cuda.Stream()):
             self._run_model(images)  # compiles kernels and allocates workspaces
             cuda_graph.check_capturable(lambda: self._run_model(images))
         return _VisionGraph(self._capturer.capture(lambda: self._run_model(images)), images)
 
-    def _check_image(self, span: EmbeddingSpan) -> None:
+    def _check_image(self, span: ImageEmbeddingSpan) -> None:
         size = getattr(self._model, "image_size", None)
         if size is None:
             raise RequestError("this engine reads no images; it has no vision encoder")
@@ -163,8 +165,10 @@ class VisionEncoderRunner:
             )
 
 
-def _with_embeddings(request: Request, embeddings: dict[EmbeddingKey, torch.Tensor]) -> Request:
-    def with_embedding(span: EmbeddingSpan) -> EmbeddingSpan:
+def _with_image_embeddings(
+    request: Request, embeddings: dict[EmbeddingKey, torch.Tensor]
+) -> Request:
+    def with_embedding(span: ImageEmbeddingSpan) -> ImageEmbeddingSpan:
         return replace(span, handle=embeddings.get((request.cache_salt, span.digest), span.handle))
 
     spans = tuple(map(with_embedding, request.embedding_spans))

@@ -65,12 +65,12 @@ def open_image(
         raise RequestError(
             f"{name}: {len(data)} bytes are more than the {MAX_BYTES} allowed; send a smaller file"
         )
-    return _decode(
+    return _decode_to_rgb(
         lambda: PIL.Image.open(io.BytesIO(data), formats=FORMATS), name, max_pixels, background
     )
 
 
-def _decode(
+def _decode_to_rgb(
     open_picture: Callable[[], Image], name: str, max_pixels: int | None, background: int = WHITE
 ) -> Image:
     """Apply ``to_upright_rgb`` to the picture that ``open_picture`` returns.
@@ -117,7 +117,7 @@ def to_upright_rgb(picture: Image, background: int = WHITE) -> Image:
         Exception: whatever PIL raises for broken pictures.
     """
     picture.load()
-    transform = _ORIENTATION_TRANSFORMS.get(_orientation(picture))
+    transform = _ORIENTATION_TRANSFORMS.get(_exif_orientation(picture))
     if transform is not None:
         picture = picture.transpose(transform)
     if picture.mode.startswith(("I", "F")):
@@ -134,7 +134,7 @@ def to_upright_rgb(picture: Image, background: int = WHITE) -> Image:
     return rgb
 
 
-def _orientation(picture: Image) -> Any:
+def _exif_orientation(picture: Image) -> Any:
     """Return the EXIF orientation; None if there is none or the EXIF data is broken."""
     try:
         return picture.getexif().get(_EXIF_ORIENTATION)
@@ -142,7 +142,7 @@ def _orientation(picture: Image) -> Any:
         return None
 
 
-def as_image(source: Any, name: str = "the image", max_pixels: int | None = None) -> Image:
+def to_rgb_image(source: Any, name: str = "the image", max_pixels: int | None = None) -> Image:
     """Convert an image source to an upright RGB picture.
 
     Args:
@@ -156,7 +156,7 @@ def as_image(source: Any, name: str = "the image", max_pixels: int | None = None
     if isinstance(source, (str, Path, bytes)):
         return open_image(source, name, max_pixels)
     if isinstance(source, Image):
-        return _decode(lambda: source, name, max_pixels)
+        return _decode_to_rgb(lambda: source, name, max_pixels)
     # a torch tensor; torch need not be installed
     tensor = hasattr(source, "detach") and hasattr(source, "dtype")
     if tensor and str(source.dtype) == "torch.uint8":
@@ -168,7 +168,7 @@ def as_image(source: Any, name: str = "the image", max_pixels: int | None = None
                 f"an image array must be uint8 [H, W], [H, W, 3] or [H, W, 4], not {source.dtype} "
                 f"{list(source.shape)}"
             )
-        return _decode(lambda: PIL.Image.fromarray(source), name, max_pixels)
+        return _decode_to_rgb(lambda: PIL.Image.fromarray(source), name, max_pixels)
     raise RequestError(
         f"an image must be a path, bytes, a PIL image or an array, not "
         f"{quote(type(source).__name__)}"
@@ -184,7 +184,7 @@ def fit_longest_side(size: tuple[int, int], longest_side: int) -> tuple[int, int
     return max(1, int(size[0] * scale + 0.5)), max(1, int(size[1] * scale + 0.5))
 
 
-def resize_pixels(picture: Image, size: tuple[int, int]) -> torch.Tensor:
+def resize_to_tensor(picture: Image, size: tuple[int, int]) -> torch.Tensor:
     """Resize to (width, height), bilinear and antialiased as PIL: [3, height, width] uint8."""
     import torch  # the API process reads pictures without torch
 

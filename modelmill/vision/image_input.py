@@ -13,7 +13,7 @@ import PIL.Image
 
 from modelmill.core.base64_decode import decode_base64
 from modelmill.core.errors import RequestError
-from modelmill.vision.image import MAX_BYTES, as_image, image_digest, open_image, read_bytes
+from modelmill.vision.image import MAX_BYTES, image_digest, open_image, read_bytes, to_rgb_image
 
 _DATA_URL = re.compile(
     r"\s*data:image/[a-z0-9.+-]{1,32}(;[a-z0-9=._+-]{1,64}){0,4}?;base64,", re.IGNORECASE
@@ -41,13 +41,13 @@ def load_square_image(
     Raises:
         RequestError: if it is no image, or too large.
     """
-    picture = as_image(source, location, max_pixels)
+    picture = to_rgb_image(source, location, max_pixels)
     if picture.size != (size, size):
         picture = picture.resize((size, size), PIL.Image.Resampling.BICUBIC)
     return np.array(picture), image_digest(picture)
 
 
-def to_data_url(path: Path) -> str:
+def image_file_to_data_url(path: Path) -> str:
     """Encode an image file as a data URL.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from modelmill.artifact.manifest import check_engine_type
 from modelmill.artifact.store import Artifact
-from modelmill.core.registry import find_module
+from modelmill.core.module_lookup import import_module_if_exists
 from modelmill.loader.model_loader import load_model
 from modelmill.loader.unpack_weights import unpack_weights_without_kernels
 from modelmill.nn.vision_context import VisionContext
@@ -39,7 +39,7 @@ def open_sam_model(
     check_engine_type(artifact.path, manifest.engine_type, ENGINE_TYPE)
     ops = select_backends(device, {**manifest.build["kernels"], **(kernels or {})})
     model = load_model(artifact, device)
-    family = find_module("modelmill.models", manifest.model_type)
+    family = import_module_if_exists("modelmill.models", manifest.model_type)
     assert family is not None, "load_model needs the same module"
     sam_model = SamModel(
         model, VisionContext(ops), family.IMAGE_MEAN, family.IMAGE_STD, cache_bytes

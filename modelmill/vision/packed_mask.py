@@ -28,14 +28,14 @@ class PackedMask:
     @classmethod
     def pack(cls, pixels: torch.Tensor) -> PackedMask:
         """Pack pixels [h, w] bool on the CPU."""
-        return cls(pack_rows(pixels), 0, int(pixels.shape[1]))
+        return cls(pack_mask_bits(pixels), 0, int(pixels.shape[1]))
 
     @classmethod
     def crop(cls, rows: torch.Tensor, box: Sequence[int]) -> PackedMask:
         """Copy the part of a packed mask that a box contains.
 
         Args:
-            rows: [H, ceil(W / 8)] uint8 on the CPU, from ``pack_rows``.
+            rows: [H, ceil(W / 8)] uint8 on the CPU, from ``pack_mask_bits``.
             box: x0, y0, x1, y1 in pixels, inclusive.
         """
         x0, y0, x1, y1 = box
@@ -48,15 +48,15 @@ class PackedMask:
         return torch.from_numpy(np.ascontiguousarray(pixels)).view(torch.bool)
 
 
-def pack_rows(masks: torch.Tensor) -> torch.Tensor:
+def pack_mask_bits(masks: torch.Tensor) -> torch.Tensor:
     """Pack masks […, H, W] bool to bits […, H, ceil(W / 8)] uint8, on the masks' device."""
     if masks.device.type == "cpu":
         return torch.from_numpy(np.packbits(masks.numpy(), axis=-1))
-    return _pack_rows_by_torch(masks)
+    return _pack_mask_bits_torch(masks)
 
 
-def _pack_rows_by_torch(masks: torch.Tensor) -> torch.Tensor:
-    """As ``pack_rows``, where numpy cannot read the masks: on a GPU."""
+def _pack_mask_bits_torch(masks: torch.Tensor) -> torch.Tensor:
+    """As ``pack_mask_bits``, where numpy cannot read the masks: on a GPU."""
     groups = F.pad(masks.view(torch.uint8), (0, -masks.shape[-1] % 8)).unflatten(-1, (-1, 8))
     values = (128 >> torch.arange(8, device=masks.device)).to(torch.uint8)
     return (groups * values).sum(-1, dtype=torch.uint8)

@@ -92,7 +92,7 @@ def make_prompt(
     return Prompt(positions, label_values, corners, mask)
 
 
-def check_mask(prompt: Prompt, side: int) -> None:
+def check_prompt_mask(prompt: Prompt, side: int) -> None:
     """Raise RequestError if the prompt's mask is no logits [side, side]."""
     mask = prompt.mask
     if mask is not None and not (
@@ -104,7 +104,7 @@ def check_mask(prompt: Prompt, side: int) -> None:
         )
 
 
-def check_inside(prompt: Prompt, size: tuple[int, int]) -> None:
+def check_prompt_inside_image(prompt: Prompt, size: tuple[int, int]) -> None:
     """Raise RequestError if a point or a corner of the box is outside the picture."""
     corners = [] if prompt.box is None else [prompt.box[:2], prompt.box[2:]]
     for name, positions in (("point", prompt.points), ("box corner", corners)):
@@ -115,10 +115,10 @@ def check_inside(prompt: Prompt, size: tuple[int, int]) -> None:
                 )
 
 
-def prompt_tensors(
+def make_prompt_tensors(
     prompts: Sequence[Prompt], size: tuple[int, int], encoder_size: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make the tensors of prompts of one shape (``group_by_shape``).
+    """Make the tensors of prompts of one shape (``group_prompts_by_shape``).
 
     The corners of a box come last, as two points; a prompt without a box ends with a padding point,
     as in the original.
@@ -152,7 +152,7 @@ def prompt_tensors(
     ).view(shape)
 
 
-def group_by_shape(prompts: Sequence[Prompt]) -> list[list[int]]:
+def group_prompts_by_shape(prompts: Sequence[Prompt]) -> list[list[int]]:
     """Group prompts of one shape, which can be decoded together.
 
     Padding the shorter ones with more padding points would change their masks slightly.

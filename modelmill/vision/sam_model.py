@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from modelmill.core.embedding_cache import EmbeddingCache
 from modelmill.core.errors import RequestError
-from modelmill.core.progress import Progress
+from modelmill.core.image_embedding_cache import ImageEmbeddingCache
+from modelmill.core.progress_callback import Progress
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.cpu.common.thread_pool import single_thread_torch
 from modelmill.ops.registry import with_heartbeat
@@ -25,11 +25,16 @@ from modelmill.vision.automatic_mask_generator import (
     point_grid,
     touches_crop_edge,
 )
-from modelmill.vision.captured_calls import CapturedCalls
-from modelmill.vision.image import as_image, fit_longest_side, image_digest, resize_pixels
+from modelmill.vision.cuda_graph_cache import CudaGraphCache
+from modelmill.vision.image import fit_longest_side, image_digest, resize_to_tensor, to_rgb_image
 from modelmill.vision.image_embedding import DEFAULT_CACHE_BYTES, ImageEmbedding
-from modelmill.vision.packed_mask import PackedMask, pack_rows
-from modelmill.vision.prompts import Prompt, check_mask, group_by_shape, prompt_tensors
+from modelmill.vision.packed_mask import PackedMask, pack_mask_bits
+from modelmill.vision.prompts import (
+    Prompt,
+    check_prompt_mask,
+    group_prompts_by_shape,
+    make_prompt_tensors,
+)
 from modelmill.vision.regions import remove_small_regions
 
 _MAX_MASK_PIXELS = 1 << 26  # mask pixels upsampled per call
@@ -129,8 +134,10 @@ class SamModel:
         self.dtype = next(b for b in model.image_encoder.buffers() if b.is_floating_point()).dtype  # type: ignore[union-attr]
         self._mean = torch.tensor(mean, device=self.device).view(3, 1, 1)
         self._std = torch.tensor(std, device=self.device).view(3, 1, 1)
-        self.embedding_cache: EmbeddingCache[str, ImageEmbedding] = EmbeddingCache(cache_bytes)
-        self.captured_calls = CapturedCalls(enabled=self.device.type == "cuda")
+        self.embedding_cache: ImageEmbeddingCache[str, ImageEmbedding] = ImageEmbeddingCache(
+            cache_bytes
+        )
+        self.cuda_graph_cache = CudaGraphCache(enabled=self.device.type == "cuda")
         self.num_embedded = 0  # pictures embedded so far
 
     def set_heartbeat(self, heartbeat: Callable[[], None]) -> None:
@@ -148,13 +155,13 @@ class SamModel:
         """Embed several pictures in one batch.
 
         Args:
-            images: as for ``as_image``.
+            images: as for ``to_rgb_image``.
             salts: one per picture; pictures of different salts share no cache entries.
 
         Raises:
             RequestError: if an image is invalid or overflows the engine's float16.
         """
-        pictures = [as_image(image) for image in images]
+        pictures = [to_rgb_image(image) for image in images]
         salts = salts or [""] * len(pictures)
         keys = [image_digest(p, salt) for p, salt in zip(pictures, salts, strict=True)]
         embeddings = {
@@ -169,7 +176,7 @@ class SamModel:
                 len(new), 3, self.image_size, self.image_size, device=self.device, dtype=self.dtype
             )
             for row, (i, size) in enumerate(zip(new, sizes, strict=True)):
-                part = resize_pixels(pictures[i], size).to(self.device).float()
+                part = resize_to_tensor(pictures[i], size).to(self.device).float()
                 batch[row, :, : size[1], : size[0]] = ((part - self._mean) / self._std).to(
                     self.dtype
                 )
@@ -196,8 +203,8 @@ class SamModel:
         embeddings: list[torch.Tensor] = []
         while (start := len(embeddings)) < len(batch):
             size = next(n for n in _ENCODER_BATCHES if n <= len(batch) - start)
-            with self._thread_scope():
-                (out,) = self.captured_calls("embed", embed, batch[start : start + size])
+            with self._cpu_thread_scope():
+                (out,) = self.cuda_graph_cache("embed", embed, batch[start : start + size])
             embeddings += [row.clone() for row in out.split(1)]
         return embeddings
 
@@ -215,7 +222,7 @@ class SamModel:
         order: list[int] = []
         for group, few in self._split_into_batches(prompts):
             part = [prompts[i] for i in group]
-            points, labels = prompt_tensors(part, embedding.size, embedding.encoder_size)
+            points, labels = make_prompt_tensors(part, embedding.size, embedding.encoder_size)
             inputs = [embedding.embedding, points.to(self.device), labels.to(self.device)]
             if part[0].mask is not None:
                 inputs.append(
@@ -223,9 +230,9 @@ class SamModel:
                         self.device
                     )
                 )
-            with self._thread_scope(few):
+            with self._cpu_thread_scope(few):
                 decoded = (
-                    self.captured_calls("decode", self._run_decoder, *inputs)
+                    self.cuda_graph_cache("decode", self._run_decoder, *inputs)
                     if few
                     else self._run_decoder(*inputs)
                 )
@@ -248,7 +255,8 @@ class SamModel:
             For each batch the indices of its prompts, and whether the group has few prompts.
         """
         groups = [
-            (list(group), len(group) <= _MAX_GRAPHED_PROMPTS) for group in group_by_shape(prompts)
+            (list(group), len(group) <= _MAX_GRAPHED_PROMPTS)
+            for group in group_prompts_by_shape(prompts)
         ]
         if self.device.type != "cpu":
             return groups
@@ -258,7 +266,7 @@ class SamModel:
             for i in range(0, len(group), _CPU_DECODE_CHUNK)
         ]
 
-    def _thread_scope(self, few: bool = False) -> contextlib.AbstractContextManager[None]:
+    def _cpu_thread_scope(self, few: bool = False) -> contextlib.AbstractContextManager[None]:
         """Run torch on one thread of a CPU with few prompts (small loops) or few threads.
 
         On two shared cores MobileSAM takes 1.4 s for an uncached picture this way, and 3.0 s with
@@ -294,7 +302,7 @@ class SamModel:
             RequestError: if a prompt's mask has another shape than the model's.
         """
         for prompt in prompts:
-            check_mask(prompt, self.mask_size)
+            check_prompt_mask(prompt, self.mask_size)
         if not prompts:
             return []
         logits, scores = self.decode(embedding, prompts)
@@ -305,7 +313,7 @@ class SamModel:
             big, boxes, areas, _ = self.vision.ops.upsample_masks(
                 UpsampleMasksInputs(low, self.image_size, embedding.encoder_size, embedding.size)
             )
-            masks.append(to_pinned_host(pack_rows(big)))
+            masks.append(to_pinned_host(pack_mask_bits(big)))
             numbers.append(
                 torch.cat((score[:, None].double(), boxes.double(), areas[:, None].double()), 1)
             )
@@ -337,7 +345,7 @@ class SamModel:
             RequestError: if the image is invalid, or crops are requested of an embedding.
         """
         options = options or AutomaticMaskOptions()
-        picture = image if isinstance(image, ImageEmbedding) else as_image(image)
+        picture = image if isinstance(image, ImageEmbedding) else to_rgb_image(image)
         if isinstance(image, ImageEmbedding) and options.crop_n_layers:
             raise RequestError(
                 "crops need the picture: with crop_n_layers pass the image, not its embedding"
@@ -352,7 +360,7 @@ class SamModel:
                 if on_progress is not None:
                     on_progress("points", before + done, sum(points))
 
-            masks += self._masks_of_crop(picture, crop, options, report)
+            masks += self._generate_crop_masks(picture, crop, options, report)
         if on_progress is not None:
             on_progress("points", sum(points), sum(points))
         if len(crops) > 1 and masks:
@@ -368,7 +376,7 @@ class SamModel:
             masks = _remove_small_regions(masks, options)
         return sorted(masks, key=lambda m: -m.score)
 
-    def _masks_of_crop(
+    def _generate_crop_masks(
         self,
         picture: Any,
         crop: Crop,
@@ -415,7 +423,7 @@ class SamModel:
                 kept_points.append(batch[(selected // 3).cpu()])
         if not kept_logits or not sum(map(len, kept_logits)):
             return []
-        return self._suppress_duplicates(
+        return self._build_unduplicated_masks(
             embedding, crop, picture.size, options,
             [logits for chunk in kept_logits for logits in chunk],
             (torch.cat(kept_ious), torch.cat(kept_stability), torch.cat(kept_boxes)),
@@ -427,7 +435,7 @@ class SamModel:
         fused = self.vision.ops.backends["upsample_masks"] != "torch"
         return 1 << 20 if fused else max(1, _MAX_MASK_PIXELS // (size[0] * size[1]))
 
-    def _suppress_duplicates(
+    def _build_unduplicated_masks(
         self, embedding: ImageEmbedding, crop: Crop, size: tuple[int, int],
         options: AutomaticMaskOptions,
         logits: Sequence[torch.Tensor],
@@ -460,7 +468,7 @@ class SamModel:
             big, _, area, _ = self.vision.ops.upsample_masks(
                 UpsampleMasksInputs(piece, self.image_size, embedding.encoder_size, embedding.size)
             )
-            host, areas = to_pinned_host(pack_rows(big)), area.tolist()
+            host, areas = to_pinned_host(pack_mask_bits(big)), area.tolist()
             for rows, count in zip(host, areas, strict=True):
                 (score, stable, *ends), at = numbers[len(masks)], points[len(masks)].tolist()
                 x0, y0, x1, y1 = box = _int_box(ends)
@@ -486,7 +494,7 @@ def _remove_small_regions(masks: list[Mask], options: AutomaticMaskOptions) -> l
         if changed:
             pixels = torch.from_numpy(new_pixels)
             box = _int_box(masks_to_boxes(pixels).tolist())
-            packed = PackedMask.crop(pack_rows(pixels), box)
+            packed = PackedMask.crop(pack_mask_bits(pixels), box)
             mask = replace(mask, packed=packed, box=box, area=int(pixels.sum()))
         cleaned.append(mask)
         unchanged.append(float(not changed))

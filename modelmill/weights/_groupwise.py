@@ -21,7 +21,7 @@ class GroupwiseWeight(WeightFormat):
     A subclass defines the width of a stored row, the product and the dequantization of its codes.
 
     Attributes:
-        weight: stored codes, [N, row_width(K)].
+        weight: stored codes, [N, packed_row_width(K)].
         scale: [N, ⌈K/group⌉] float16 (float32 where imported).
         offset: shaped as scale; None means the format's default offset.
         columns: K.
@@ -54,15 +54,15 @@ class GroupwiseWeight(WeightFormat):
 
     @staticmethod
     @abstractmethod
-    def row_width(columns: int) -> int:
+    def packed_row_width(columns: int) -> int:
         """Return the number of stored elements in a row of this many columns."""
 
     @abstractmethod
-    def _dequantize(self) -> torch.Tensor:
+    def _dequantize_stored_columns(self) -> torch.Tensor:
         """Return the weights [N, K] float32, columns in stored order."""
 
     @classmethod
-    def stored_info(
+    def stored_tensor_specs(
         cls,
         shape: tuple[int, int],
         group_size: int,
@@ -83,7 +83,7 @@ class GroupwiseWeight(WeightFormat):
         rows, columns = shape
         grids = (rows, -(-columns // group_size))
         info: PackedInfo = {
-            "weight": ((rows, cls.row_width(columns)), cls.CODE_DTYPE),
+            "weight": ((rows, cls.packed_row_width(columns)), cls.CODE_DTYPE),
             "scale": (grids, scale_dtype),
         }
         if has_offset:
@@ -112,7 +112,7 @@ class GroupwiseWeight(WeightFormat):
             columns > 0
             and group > 0
             and group % PACK_COLUMNS == 0
-            and out.weight.shape[1:] == (cls.row_width(columns),)
+            and out.weight.shape[1:] == (cls.packed_row_width(columns),)
         )
         fits = fits and (out.perm is None or _is_permutation(out.perm, columns))
         fits = fits and len({t.dtype for t in grids}) == 1
@@ -129,7 +129,7 @@ class GroupwiseWeight(WeightFormat):
         return self.weight.shape[0], self.columns
 
     @property
-    def alignment(self) -> int:
+    def column_slice_alignment(self) -> int:
         """Return the multiple at which columns may be cut."""
         return self.group_size if self.perm is None else self.columns
 
@@ -144,19 +144,19 @@ class GroupwiseWeight(WeightFormat):
             "sizes": torch.tensor([self.columns, self.group_size], dtype=torch.int32)
         }
 
-    def _inputs(self, x: torch.Tensor, bias: torch.Tensor | None) -> GroupwiseLinearInputs:
+    def _linear_inputs(self, x: torch.Tensor, bias: torch.Tensor | None) -> GroupwiseLinearInputs:
         """Return the operands of a product with x [T, K]."""
-        x = apply_perm(x, self.perm)
+        x = permute_input_columns(x, self.perm)
         return GroupwiseLinearInputs(x, self.weight, self.scale, self.offset, self.group_size, bias)
 
-    def dense(self) -> torch.Tensor:
+    def dequantize(self) -> torch.Tensor:
         """Return the dequantized matrix [N, K] float32."""
-        wide = self._dequantize()
+        wide = self._dequantize_stored_columns()
         return wide if self.perm is None else wide[:, self.perm.argsort()]
 
     def unpack(self, dtype: torch.dtype) -> Self:  # noqa: ARG002
         """Return the weight with its values expanded for activations of dtype."""
-        return replace(self, weight=self._dequantize())
+        return replace(self, weight=self._dequantize_stored_columns())
 
     def to(self, device: str) -> Self:
         """Return a copy on the device."""
@@ -182,9 +182,11 @@ class GroupwiseWeight(WeightFormat):
         )
         grids, start = (
             (first // self.group_size, -(-last // self.group_size)),
-            self.row_width(first),
+            self.packed_row_width(first),
         )
-        codes = slice_tensor(self.weight, rows, (start, start + self.row_width(last - first)))
+        codes = slice_tensor(
+            self.weight, rows, (start, start + self.packed_row_width(last - first))
+        )
         offset = None if self.offset is None else slice_tensor(self.offset, rows, grids)
         return replace(
             self,
@@ -202,6 +204,6 @@ def _is_permutation(perm: torch.Tensor, columns: int) -> bool:
     )
 
 
-def apply_perm(x: torch.Tensor, perm: torch.Tensor | None) -> torch.Tensor:
+def permute_input_columns(x: torch.Tensor, perm: torch.Tensor | None) -> torch.Tensor:
     """Return x [T, K] with its columns in the stored order of a permuted weight."""
     return x if perm is None else x.index_select(-1, perm)

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 
 from modelmill.core.errors import CorruptArtifact, IncompatibleArtifact
+from modelmill.core.module_lookup import import_module_if_exists, list_module_names
 from modelmill.core.quoting import quote
-from modelmill.core.registry import find_module, module_names
-from modelmill.ops.binding import OpBinding, SelectedOp
+from modelmill.ops.bound_op import CachedOpBinding, SelectedOp
 from modelmill.ops.linear import AMX_K_ALIGNMENT
 from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.registry import Ops
@@ -65,7 +65,7 @@ class WeightFormat(ABC):
         LAYOUT: dimensions and dtypes of the stored tensors; None: ``from_tensors`` checks them.
         UNPACKS: the op whose torch reference expands the stored numbers in every call, if there
             is one; the format then has ``unpack``.
-        QUANTIZES_INPUT: whether the format may quantize its input (``fake_quantize``).
+        QUANTIZES_INPUT: whether the format may quantize its input (``fake_quantize_input``).
     """
 
     LAYOUT: ClassVar[TensorLayout | None] = None
@@ -83,12 +83,12 @@ class WeightFormat(ABC):
         """Return the shape of the tensor; [N, K] for a weight."""
 
     @property
-    def alignment(self) -> int:
+    def column_slice_alignment(self) -> int:
         """Return the multiple at which columns may be cut."""
         return 1
 
     @property
-    def act_quant(self) -> ActQuantSpec | None:
+    def input_quant_spec(self) -> ActQuantSpec | None:
         """Return the quant spec that a fused norm may produce, or None for a float input.
 
         ``matmul`` of a weight with a spec also takes a ``QuantizedInput``.
@@ -107,7 +107,7 @@ class WeightFormat(ABC):
         raise NotImplementedError(f"{cls.__name__} stores a checkpoint's numbers only")
 
     @classmethod
-    def packed_info(cls, *args: Any, **layout: Any) -> PackedInfo:
+    def packed_tensor_specs(cls, *args: Any, **layout: Any) -> PackedInfo:
         """Return shapes and dtypes of what ``pack`` stores for a shape and a dtype."""
         raise NotImplementedError(f"{cls.__name__} stores a checkpoint's numbers only")
 
@@ -125,7 +125,7 @@ class WeightFormat(ABC):
         """Return the stored tensors by suffix."""
 
     @abstractmethod
-    def dense(self) -> torch.Tensor:
+    def dequantize(self) -> torch.Tensor:
         """Return the dequantized matrix [N, K] float32."""
 
     @abstractmethod
@@ -136,11 +136,11 @@ class WeightFormat(ABC):
     def slice(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int]) -> WeightFormat:
         """Return the given row ranges and one column range, for one rank."""
 
-    def fake_quantize(self, x: torch.Tensor) -> torch.Tensor:
+    def fake_quantize_input(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [T, K] as the product uses it: rounded to 8 bits and back, or unchanged."""
         return x
 
-    def rows_outside_range(self, x: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002  no range
+    def input_rows_outside_range(self, x: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002  no range
         """Return [T] bool: which rows of x [T, K] go far beyond the static range of the input.
 
         None without such a range, which is widened by ``RANGE_MARGIN`` around its centre. What
@@ -158,7 +158,7 @@ class WeightFormat(ABC):
         raise NotImplementedError(f"{type(self).__name__} has nothing to expand for {dtype}")
 
     @cached_property
-    def _bound_ops(self) -> dict[str, OpBinding]:
+    def _bound_ops(self) -> dict[str, CachedOpBinding]:
         """The ops bound to this weight, by name; those of other backends replace them."""
         return {}
 
@@ -166,7 +166,7 @@ class WeightFormat(ABC):
         """Return the fields: a copy binds its own ops."""
         return {name: value for name, value in vars(self).items() if name != "_bound_ops"}
 
-    def run_bound(self, op: Callable[..., Any], *args: Any) -> Any:
+    def run_bound_op(self, op: Callable[..., Any], *args: Any) -> Any:
         """Run an op on this weight; which kernel serves it is chosen in the first call.
 
         Args:
@@ -180,10 +180,10 @@ class WeightFormat(ABC):
             return op(*args)
         binding = self._bound_ops.get(op.name)
         if binding is None:
-            binding = self._bound_ops[op.name] = OpBinding()
+            binding = self._bound_ops[op.name] = CachedOpBinding()
         return binding(op, *args)
 
-    def row_blocks(self) -> tuple[WeightFormat, ...]:
+    def row_block_weights(self) -> tuple[WeightFormat, ...]:
         """Return the matrices that it consists of, from the first rows on; itself by default."""
         return (self,)
 
@@ -255,14 +255,14 @@ class UnpackedWeight(WeightFormat):
         return self.packed.shape
 
     @property
-    def alignment(self) -> int:
+    def column_slice_alignment(self) -> int:
         """Return the multiple at which columns may be cut."""
-        return self.packed.alignment
+        return self.packed.column_slice_alignment
 
     @property
-    def act_quant(self) -> ActQuantSpec | None:
+    def input_quant_spec(self) -> ActQuantSpec | None:
         """Return how the input is quantized, or None for a float input."""
-        return self.packed.act_quant
+        return self.packed.input_quant_spec
 
     @property
     def upcast_spec(self) -> UpcastSpec | None:
@@ -284,13 +284,13 @@ class UnpackedWeight(WeightFormat):
         """Compute SwiGLU's gate, quantize and multiply, or return None without a fused op."""
         return self.unpacked.try_swiglu_quant(gate_up, bias, ops)
 
-    def fake_quantize(self, x: torch.Tensor) -> torch.Tensor:
+    def fake_quantize_input(self, x: torch.Tensor) -> torch.Tensor:
         """Return x rounded as the product uses it, in x's dtype."""
-        return self.packed.fake_quantize(x)
+        return self.packed.fake_quantize_input(x)
 
-    def rows_outside_range(self, x: torch.Tensor) -> torch.Tensor | None:
+    def input_rows_outside_range(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the rows far beyond the static range of the stored weight."""
-        return self.packed.rows_outside_range(x)
+        return self.packed.input_rows_outside_range(x)
 
     def unpacked_tensors(self) -> list[torch.Tensor]:
         """Return the expanded numbers."""
@@ -304,9 +304,9 @@ class UnpackedWeight(WeightFormat):
         """Return the stored tensors by suffix."""
         return self.packed.tensors()
 
-    def dense(self) -> torch.Tensor:
+    def dequantize(self) -> torch.Tensor:
         """Return the dequantized matrix [N, K] float32."""
-        return self.packed.dense()
+        return self.packed.dequantize()
 
     def to(self, device: str) -> WeightFormat:
         """Return a copy on the device."""
@@ -317,18 +317,18 @@ class UnpackedWeight(WeightFormat):
         return self.packed.slice(rows, columns)
 
 
-def unpacked_size(
+def unpack_op_and_nbytes(
     weight_format: str, shape: Sequence[int], dtype: torch.dtype
 ) -> tuple[str, int] | None:
     """Return (op, bytes) of the expanded form of a weight of this format, or None if there is none.
 
     It is the counterpart of ``WeightFormat.upcast_spec`` for a weight that does not exist yet.
     """
-    spec = _format_class(weight_format).UNPACKS
+    spec = _find_format_class(weight_format).UNPACKS
     return None if spec is None else (spec.op, shape[0] * shape[1] * (spec.dtype or dtype).itemsize)
 
 
-def pad_columns(weight: torch.Tensor) -> torch.Tensor:
+def pad_columns_for_amx(weight: torch.Tensor) -> torch.Tensor:
     """Pad 16-bit rows with zeros, once instead of in each call of ``ops.linear``."""
     return (
         F.pad(weight, (0, -weight.shape[1] % AMX_K_ALIGNMENT))
@@ -337,7 +337,7 @@ def pad_columns(weight: torch.Tensor) -> torch.Tensor:
     )
 
 
-def pack(
+def pack_as_format(
     weight_format: str, weight: torch.Tensor, dtype: torch.dtype, **layout: Any
 ) -> WeightFormat:
     """Store a dense weight [N, K] as ``weight_format``.
@@ -348,7 +348,7 @@ def pack(
         dtype: dtype of the activations.
         **layout: options of the format.
     """
-    return _format_class(weight_format).pack(weight, dtype, **layout)
+    return _find_format_class(weight_format).pack(weight, dtype, **layout)
 
 
 def from_tensors(weight_format: str, tensors: Mapping[str, torch.Tensor]) -> WeightFormat:
@@ -359,7 +359,7 @@ def from_tensors(weight_format: str, tensors: Mapping[str, torch.Tensor]) -> Wei
             dtypes).
         KeyError: with the suffix of a missing tensor.
     """
-    format_class = _format_class(weight_format)
+    format_class = _find_format_class(weight_format)
     layout = format_class.LAYOUT
     for suffix, tensor in tensors.items():
         if layout is None:
@@ -379,11 +379,11 @@ def from_tensors(weight_format: str, tensors: Mapping[str, torch.Tensor]) -> Wei
     return format_class.from_tensors(tensors)
 
 
-def packed_info(
+def packed_tensor_specs(
     weight_format: str, shape: tuple[int, int], dtype: torch.dtype, **layout: Any
 ) -> PackedInfo:
     """Return shapes and dtypes, by suffix, of the tensors that ``pack`` stores for this shape."""
-    return _format_class(weight_format).packed_info(shape, dtype, **layout)
+    return _find_format_class(weight_format).packed_tensor_specs(shape, dtype, **layout)
 
 
 def slice_tensor(
@@ -396,10 +396,10 @@ def slice_tensor(
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
 
 
-def _format_class(weight_format: str) -> type[WeightFormat]:
+def _find_format_class(weight_format: str) -> type[WeightFormat]:
     """Return the class of ``weights/<weight_format>.py``, or of the recipe's file of that name."""
     for package in ("modelmill.weights", "modelmill.quant"):
-        module = find_module(package, weight_format)
+        module = import_module_if_exists(package, weight_format)
         for cls in vars(module).values() if module is not None else ():
             if (
                 isinstance(cls, type)
@@ -407,7 +407,7 @@ def _format_class(weight_format: str) -> type[WeightFormat]:
                 and vars(cls).get("format") == weight_format
             ):
                 return cls
-    known = ", ".join(n for n in module_names("modelmill.weights") if n != "base")
+    known = ", ".join(n for n in list_module_names("modelmill.weights") if n != "base")
     raise IncompatibleArtifact(
         f"the weight format {weight_format!r} is not supported (supported: {known}); "
         "rebuild the engine"

@@ -32,7 +32,7 @@ class DenseWeight(WeightFormat):
         return DenseWeight(weight.to(dtype).contiguous())
 
     @classmethod
-    def packed_info(
+    def packed_tensor_specs(
         cls, shape: tuple[int, int], dtype: torch.dtype
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of each stored tensor, by suffix."""
@@ -54,7 +54,7 @@ class DenseWeight(WeightFormat):
 
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
         """Multiply [T, K] by the weight and add the bias: [T, N]."""
-        return self.run_bound(ops.linear, x, self.weight, bias)
+        return self.run_bound_op(ops.linear, x, self.weight, bias)
 
     def try_linear_swiglu(
         self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops
@@ -62,7 +62,7 @@ class DenseWeight(WeightFormat):
         """Compute the product and SwiGLU's gate in one op, or return None without such an op."""
         if ops.linear_swiglu is None:
             return None
-        return self.run_bound(ops.linear_swiglu, x, self.weight, bias)
+        return self.run_bound_op(ops.linear_swiglu, x, self.weight, bias)
 
     def try_linear_add(
         self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, ops: Ops
@@ -70,7 +70,7 @@ class DenseWeight(WeightFormat):
         """Add the product and bias to ``residual`` in place, or return None without such an op."""
         if ops.linear_add is None:
             return None
-        return self.run_bound(ops.linear_add, x, self.weight, residual, bias)
+        return self.run_bound_op(ops.linear_add, x, self.weight, residual, bias)
 
     def try_qkv_rope(
         self, x: torch.Tensor, bias: torch.Tensor | None, inputs: RopeCacheInputs, ops: Ops
@@ -88,9 +88,9 @@ class DenseWeight(WeightFormat):
         """
         if ops.qkv_rope_cache is None:
             return None
-        return self.run_bound(ops.qkv_rope_cache, x, self.weight, bias, inputs)
+        return self.run_bound_op(ops.qkv_rope_cache, x, self.weight, bias, inputs)
 
-    def dense(self) -> torch.Tensor:
+    def dequantize(self) -> torch.Tensor:
         """Return the dequantized matrix [N, K] float32."""
         return self.weight.float()
 

@@ -29,4 +29,4 @@ class Fp8Weight(w8a8.W8A8Weight):
     ) -> torch.Tensor:
         """Multiply a float input by the weight."""
         inputs = Linear8BitInputs(x, self.weight, self.scale, None, x.dtype, bias)
-        return self.run_bound(ops.fp8_linear, inputs)
+        return self.run_bound_op(ops.fp8_linear, inputs)

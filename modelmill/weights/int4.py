@@ -18,7 +18,7 @@ from modelmill.ops.int4_linear import (
     ZERO_POINT,
     dequantize_weight,
     pack_codes,
-    packed_bytes,
+    packed_row_bytes,
     unpack_codes,
 )
 from modelmill.ops.registry import Ops
@@ -86,7 +86,7 @@ class Int4Weight(GroupwiseWeight):
         return Int4Weight(pack_codes(codes), scale.half(), halves, codes.shape[1], group_size)
 
     @classmethod
-    def packed_info(
+    def packed_tensor_specs(
         cls,
         shape: tuple[int, int],
         dtype: torch.dtype,  # noqa: ARG003
@@ -96,18 +96,18 @@ class Int4Weight(GroupwiseWeight):
     ) -> PackedInfo:
         """Return shape and dtype of each stored tensor, by suffix."""
         wide = max(resolve_group_size(group_size, shape[1]), 1)
-        return Int4Weight.stored_info(
+        return Int4Weight.stored_tensor_specs(
             shape, wide, torch.float16, has_offset=not symmetric, has_perm=False
         )
 
     @staticmethod
-    def row_width(columns: int) -> int:
+    def packed_row_width(columns: int) -> int:
         """Return the number of stored elements in a row of this many columns."""
-        return packed_bytes(columns)
+        return packed_row_bytes(columns)
 
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
         """Multiply [T, K] by the weight and add the bias: [T, N]."""
-        return self.run_bound(ops.int4_linear, self._inputs(x, bias))
+        return self.run_bound_op(ops.int4_linear, self._linear_inputs(x, bias))
 
     def try_linear_swiglu(
         self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops
@@ -115,13 +115,13 @@ class Int4Weight(GroupwiseWeight):
         """Compute the product and SwiGLU's gate in one op, or return None without such an op."""
         if ops.int4_linear_swiglu is None:
             return None
-        return self.run_bound(ops.int4_linear_swiglu, self._inputs(x, bias))
+        return self.run_bound_op(ops.int4_linear_swiglu, self._linear_inputs(x, bias))
 
     def codes(self) -> torch.Tensor:
         """Return the codes [N, K] uint8, columns in stored order."""
         return unpack_codes(self.weight, self.columns)
 
-    def _dequantize(self) -> torch.Tensor:
+    def _dequantize_stored_columns(self) -> torch.Tensor:
         return dequantize_weight(
             self.weight, self.scale, self.offset, self.group_size, self.columns
         )

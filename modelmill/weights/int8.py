@@ -14,7 +14,13 @@ import torch
 from modelmill.core.errors import CorruptArtifact
 from modelmill.ops.int8_linear import quantize, supports_int8pack_mm, uses_int8pack_mm
 from modelmill.ops.registry import Ops
-from modelmill.weights.base import TensorLayout, UpcastSpec, WeightFormat, pad_columns, slice_tensor
+from modelmill.weights.base import (
+    TensorLayout,
+    UpcastSpec,
+    WeightFormat,
+    pad_columns_for_amx,
+    slice_tensor,
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,7 @@ class Int8Weight(WeightFormat):
         return Int8Weight(*quantize(weight))
 
     @classmethod
-    def packed_info(
+    def packed_tensor_specs(
         cls,
         shape: tuple[int, int],
         dtype: torch.dtype,  # noqa: ARG003
@@ -71,7 +77,7 @@ class Int8Weight(WeightFormat):
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
         """Multiply [T, K] by the weight and add the bias: [T, N]."""
         weight = self.packed if self.packed is not None and uses_int8pack_mm(x) else self.weight
-        return self.run_bound(ops.int8_linear, x, weight, self.scale, bias)
+        return self.run_bound_op(ops.int8_linear, x, weight, self.scale, bias)
 
     def try_linear_swiglu(
         self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops
@@ -79,9 +85,9 @@ class Int8Weight(WeightFormat):
         """Compute the product and SwiGLU's gate in one op, or return None without such an op."""
         if ops.int8_linear_swiglu is None:
             return None
-        return self.run_bound(ops.int8_linear_swiglu, x, self.weight, self.scale, bias)
+        return self.run_bound_op(ops.int8_linear_swiglu, x, self.weight, self.scale, bias)
 
-    def dense(self) -> torch.Tensor:
+    def dequantize(self) -> torch.Tensor:
         """Return the dequantized matrix [N, K] float32."""
         return self.weight.float() * self.scale[:, None]
 
@@ -90,7 +96,7 @@ class Int8Weight(WeightFormat):
         packed = (
             self.weight if dtype is torch.bfloat16 and supports_int8pack_mm(self.shape[1]) else None
         )
-        return replace(self, weight=pad_columns(self.weight.to(dtype)), packed=packed)
+        return replace(self, weight=pad_columns_for_amx(self.weight.to(dtype)), packed=packed)
 
     def to(self, device: str) -> Int8Weight:
         """Return a copy on the device."""

@@ -45,19 +45,19 @@ class Int8GroupWeight(GroupwiseWeight):
         return Int8GroupWeight(pad_codes(codes), scale, offset, codes.shape[1], group_size, perm)
 
     @staticmethod
-    def row_width(columns: int) -> int:
+    def packed_row_width(columns: int) -> int:
         """Return the number of stored elements in a row of this many columns."""
         return -(-columns // PACK_COLUMNS) * PACK_COLUMNS
 
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
         """Multiply [T, K] by the weight and add the bias: [T, N]."""
-        return self.run_bound(ops.int8_group_linear, self._inputs(x, bias))
+        return self.run_bound_op(ops.int8_group_linear, self._linear_inputs(x, bias))
 
     def codes(self) -> torch.Tensor:
         """Return the codes [N, K] int8, columns in stored order."""
         return self.weight[:, : self.columns]
 
-    def _dequantize(self) -> torch.Tensor:
+    def _dequantize_stored_columns(self) -> torch.Tensor:
         return dequantize_weight(
             self.weight, self.scale, self.offset, self.group_size, self.columns
         )

@@ -57,9 +57,9 @@ class MixedRowsWeight(WeightFormat):
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
     @property
-    def alignment(self) -> int:
+    def column_slice_alignment(self) -> int:
         """Return the multiple at which columns may be cut."""
-        return lcm(*(part.alignment for part in self.parts))
+        return lcm(*(part.column_slice_alignment for part in self.parts))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the stored tensors by suffix."""
@@ -91,7 +91,7 @@ class MixedRowsWeight(WeightFormat):
         """The last bias and its parts, by its identity: bound ops compare operands by it."""
         return {}
 
-    def row_blocks(self) -> tuple[WeightFormat, ...]:
+    def row_block_weights(self) -> tuple[WeightFormat, ...]:
         """Return the row blocks, from the first rows on."""
         return self.parts
 
@@ -99,9 +99,9 @@ class MixedRowsWeight(WeightFormat):
         """Return the tensors that expanded parts hold in addition to the stored ones."""
         return [tensor for part in self.parts for tensor in part.unpacked_tensors()]
 
-    def dense(self) -> torch.Tensor:
+    def dequantize(self) -> torch.Tensor:
         """Return the dequantized matrix [N, K] float32."""
-        return torch.cat([part.dense() for part in self.parts])
+        return torch.cat([part.dequantize() for part in self.parts])
 
     def to(self, device: str) -> MixedRowsWeight:
         """Return a copy on the device."""

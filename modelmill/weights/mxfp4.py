@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from modelmill.ops.int4_linear import pack_codes, packed_bytes, unpack_codes
+from modelmill.ops.int4_linear import pack_codes, packed_row_bytes, unpack_codes
 from modelmill.ops.mxfp4_linear import BLOCK_COLUMNS, dequantize_weight
 from modelmill.ops.registry import Ops
 from modelmill.weights._groupwise import GroupwiseWeight
@@ -40,17 +40,17 @@ class Mxfp4Weight(GroupwiseWeight):
         return Mxfp4Weight(pack_codes(codes), scale, None, codes.shape[1], BLOCK_COLUMNS)
 
     @staticmethod
-    def row_width(columns: int) -> int:
+    def packed_row_width(columns: int) -> int:
         """Return the number of stored elements in a row of this many columns."""
-        return packed_bytes(columns)
+        return packed_row_bytes(columns)
 
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
         """Multiply [T, K] by the weight and add the bias: [T, N]."""
-        return self.run_bound(ops.mxfp4_linear, self._inputs(x, bias))
+        return self.run_bound_op(ops.mxfp4_linear, self._linear_inputs(x, bias))
 
     def codes(self) -> torch.Tensor:
         """Return the codes [N, K] uint8."""
         return unpack_codes(self.weight, self.columns)
 
-    def _dequantize(self) -> torch.Tensor:
+    def _dequantize_stored_columns(self) -> torch.Tensor:
         return dequantize_weight(self.weight, self.scale, None, self.group_size, self.columns)

@@ -153,7 +153,7 @@ class RptqWeight(WeightFormat):
             bits,
         )
 
-    def with_static_scales(
+    def with_static_input_scales(
         self,
         inv_input_scales: torch.Tensor,
         input_zero_points: torch.Tensor,
@@ -203,7 +203,7 @@ class RptqWeight(WeightFormat):
         return codes * wide[0] if wide[1] is None else codes * wide[0] + wide[1]
 
     @classmethod
-    def packed_info(
+    def packed_tensor_specs(
         cls,
         shape: tuple[int, int],
         dtype: torch.dtype,  # noqa: ARG003
@@ -249,7 +249,7 @@ class RptqWeight(WeightFormat):
         fallback = sizes[3:] == [1]
         out = RptqWeight(weight, scale, offset, perm, *static, columns, group, bits, fallback)
         rows, width = out.weight.shape[0], out.perm.numel()
-        expected = RptqWeight.packed_info(
+        expected = RptqWeight.packed_tensor_specs(
             (rows, columns), torch.float32, weight_bits=4 if out.offset is not None else 8
         )
         fits = (
@@ -316,7 +316,7 @@ class RptqWeight(WeightFormat):
         }
 
     @property
-    def act_quant(self) -> ActQuantSpec | None:
+    def input_quant_spec(self) -> ActQuantSpec | None:
         """Return the quant spec that a fused norm may produce: integers in clustered order.
 
         It is None if steps depend on the token: dynamic scales, and static ones with fallback.
@@ -335,14 +335,14 @@ class RptqWeight(WeightFormat):
         """Multiply [T, K] by the weight and add the bias: [T, N]."""
         if isinstance(x, QuantizedInput):
             return self.matmul_quantized(x.values, None, bias, x.dtype, ops)
-        q, step = self.run_bound(ops.rptq_quant, self._quant_inputs(x))
+        q, step = self.run_bound_op(ops.rptq_quant, self._quant_inputs(x))
         return self.matmul_quantized(q, step, bias, x.dtype, ops)
 
     def try_swiglu_quant(
         self, gate_up: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor:
         """Multiply silu(first half) · second half of [T, 2·K], quantized in the same pass."""
-        q, step = self.run_bound(ops.rptq_quant, self._quant_inputs(gate_up, gated=True))
+        q, step = self.run_bound_op(ops.rptq_quant, self._quant_inputs(gate_up, gated=True))
         return self.matmul_quantized(q, step, bias, gate_up.dtype, ops)
 
     def _quant_inputs(self, x: torch.Tensor, *, gated: bool = False) -> RptqQuantInputs:
@@ -367,13 +367,13 @@ class RptqWeight(WeightFormat):
         assert steps is not None, "static or dynamic scales"
         grids = (self.weight, self.scale, self.offset, self.group_size)
         inputs = RptqLinearInputs(q, *grids, steps, self.zero_point_bias, bias, dtype)
-        return self.run_bound(ops.rptq_linear, inputs)
+        return self.run_bound_op(ops.rptq_linear, inputs)
 
     def codes(self) -> torch.Tensor:
         """Return the codes [N, P] int8 or uint8."""
         return self.weight if self.offset is None else unpack_codes(self.weight, self.perm.numel())
 
-    def dense(self) -> torch.Tensor:
+    def dequantize(self) -> torch.Tensor:
         """Return the dequantized matrix [N, K] float32."""
         wide = self._dequantize_clustered()
         if self.input_scales is not None and self.inv_input_scales is not None:
@@ -384,13 +384,13 @@ class RptqWeight(WeightFormat):
             )
         return unpermute_columns(wide, self.perm, self.columns).float()
 
-    def fake_quantize(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the input [T, K] that ``dense()`` is multiplied by, in x's dtype.
+    def fake_quantize_input(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the input [T, K] that ``dequantize()`` is multiplied by, in x's dtype.
 
         It is x rounded to integers and back.
         """
         if self.inv_input_scales is None:
-            return self._fake_quantize_dynamic(x)
+            return self._fake_quantize_input_dynamic(x)
         assert self.input_zero_points is not None and self.input_scales is not None, "static"  # noqa: PT018
         q, step = rptq_quant(self._quant_inputs(x))
         wide = q.double()
@@ -405,7 +405,7 @@ class RptqWeight(WeightFormat):
         factor[at] = self.inv_input_scales[real].double()
         return (counts / factor).to(x.dtype)
 
-    def rows_outside_range(self, x: torch.Tensor) -> torch.Tensor | None:
+    def input_rows_outside_range(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return [T] bool: rows far beyond a channel's static range; None if dynamic.
 
         Of a channel's several columns the first ends the range below and the last one above.
@@ -423,7 +423,7 @@ class RptqWeight(WeightFormat):
         outside = ((scaled < -end - 0.5) & first) | ((scaled > end - 0.5) & last)
         return outside.any(-1)
 
-    def _fake_quantize_dynamic(self, x: torch.Tensor) -> torch.Tensor:
+    def _fake_quantize_input_dynamic(self, x: torch.Tensor) -> torch.Tensor:
         q, step = rptq_quant(RptqQuantInputs(x, self.perm, None, None, self.bits, self.group_size))
         assert step is not None, "dynamic scales"
         wide = q.double() * step.double().repeat_interleave(self.group_size, 1)

@@ -24,7 +24,7 @@ from modelmill.weights.base import (
     TensorLayout,
     UpcastSpec,
     WeightFormat,
-    pad_columns,
+    pad_columns_for_amx,
     slice_tensor,
 )
 
@@ -80,10 +80,12 @@ class W8A8Weight(WeightFormat):
         scale = peak / torch.full_like(peak, QUANT_MAX[cls.VALUE_DTYPE])
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
         values = round_to_dtype(wide / scale[:, None], cls.VALUE_DTYPE)
-        return cls.from_stored(values, scale, torch.full((1,), input_scale, device=wide.device))
+        return cls.from_values_and_scales(
+            values, scale, torch.full((1,), input_scale, device=wide.device)
+        )
 
     @classmethod
-    def from_stored(
+    def from_values_and_scales(
         cls, values: torch.Tensor, scale: torch.Tensor, input_scale: torch.Tensor
     ) -> Self:
         """Build a weight from its stored tensors."""
@@ -92,7 +94,7 @@ class W8A8Weight(WeightFormat):
         return cls(values, scale.contiguous(), input_scale, factor, static_scale < 0)
 
     @classmethod
-    def packed_info(
+    def packed_tensor_specs(
         cls,
         shape: tuple[int, int],
         dtype: torch.dtype,  # noqa: ARG003
@@ -120,7 +122,7 @@ class W8A8Weight(WeightFormat):
             raise CorruptArtifact(
                 f"an 8-bit weight of shape {list(weight.shape)} is damaged; rebuild it"
             )
-        return cls.from_stored(weight, scale, input_scale)
+        return cls.from_values_and_scales(weight, scale, input_scale)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -128,12 +130,12 @@ class W8A8Weight(WeightFormat):
         return self.weight.shape[0], self.weight.shape[1]
 
     @property
-    def act_quant(self) -> ActQuantSpec | None:
+    def input_quant_spec(self) -> ActQuantSpec | None:
         """Return the quant spec that a fused norm may produce."""
-        return None if self.float_input else self._input_spec
+        return None if self.float_input else self._cached_input_quant_spec
 
     @cached_property
-    def _input_spec(self) -> ActQuantSpec:
+    def _cached_input_quant_spec(self) -> ActQuantSpec:
         return ActQuantSpec(self.VALUE_DTYPE, self.inv_input_scale)
 
     @property
@@ -152,7 +154,7 @@ class W8A8Weight(WeightFormat):
         if isinstance(x, torch.Tensor):
             if self.float_input:
                 return self.matmul_float_input(x, bias, ops)
-            values, scale = self.run_bound(ops.quantize, x, self._input_spec)
+            values, scale = self.run_bound_op(ops.quantize, x, self._cached_input_quant_spec)
             x = QuantizedInput(values, scale, x.dtype)
         return self.matmul_quantized(x, self.input_scale if x.scale is None else x.scale, bias, ops)
 
@@ -166,7 +168,7 @@ class W8A8Weight(WeightFormat):
         """
         if self.float_input or not ops.fuses_silu_mul_quant:
             return None
-        values, scale = self.run_bound(
+        values, scale = self.run_bound_op(
             ops.silu_mul_quant, gate_up, self.VALUE_DTYPE, self.inv_input_scale
         )
         x = QuantizedInput(values, scale, gate_up.dtype)
@@ -177,13 +179,13 @@ class W8A8Weight(WeightFormat):
     ) -> torch.Tensor:
         """Multiply activations in 8 bits."""
         inputs = Linear8BitInputs(x.values, self.weight, self.scale, x_scale, x.dtype, bias)
-        return self.run_bound(getattr(ops, self.PRODUCT), inputs)
+        return self.run_bound_op(getattr(ops, self.PRODUCT), inputs)
 
     def matmul_float_input(
         self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor:
         """Multiply activations that are not quantized, by the dequantized weight."""
-        return self.run_bound(ops.int8_linear, x, self.weight, self.scale, bias)
+        return self.run_bound_op(ops.int8_linear, x, self.weight, self.scale, bias)
 
     def try_linear_swiglu(
         self, x: torch.Tensor | QuantizedInput, bias: torch.Tensor | None, ops: Ops
@@ -193,9 +195,9 @@ class W8A8Weight(WeightFormat):
             return None
         x_scale = self.input_scale if x.scale is None else x.scale
         inputs = Linear8BitInputs(x.values, self.weight, self.scale, x_scale, x.dtype, bias)
-        return self.run_bound(ops.w8a8_linear_swiglu, inputs)
+        return self.run_bound_op(ops.w8a8_linear_swiglu, inputs)
 
-    def fake_quantize(self, x: torch.Tensor) -> torch.Tensor:
+    def fake_quantize_input(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [T, K] as the product uses it: rounded to 8 bits and back, in x's dtype."""
         if self.float_input:
             return x
@@ -204,14 +206,14 @@ class W8A8Weight(WeightFormat):
         by = self.input_scale.to(x.device) if scale is None else scale[..., None]
         return (values.to(torch.float32) * by).to(x.dtype)
 
-    def rows_outside_range(self, x: torch.Tensor) -> torch.Tensor | None:
+    def input_rows_outside_range(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return [T] bool: rows that go far beyond the static scale; None without one."""
         if self.inv_input_scale is None:
             return None
         peak = x.float().abs().amax(-1) * self.inv_input_scale.to(x.device)
         return peak > RANGE_MARGIN * QUANT_MAX[self.VALUE_DTYPE] + 0.5
 
-    def dense(self) -> torch.Tensor:
+    def dequantize(self) -> torch.Tensor:
         """Return the dequantized matrix [N, K] float32."""
         return self.weight.float() * self.scale[:, None]
 
@@ -219,7 +221,7 @@ class W8A8Weight(WeightFormat):
         """Return the weight with its values expanded for activations of dtype."""
         spec = self.upcast_spec
         wide = self.weight.to(spec.dtype or dtype)
-        return replace(self, weight=pad_columns(wide) if spec.dtype is None else wide)
+        return replace(self, weight=pad_columns_for_amx(wide) if spec.dtype is None else wide)
 
     def to(self, device: str) -> Self:
         """Return a copy on the device."""

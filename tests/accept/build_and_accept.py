@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from modelmill.accept.run import accept
+from modelmill.accept.run import accept_staged_engine
 from modelmill.builder.build_engine import build
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import AcceptanceError
@@ -56,12 +56,12 @@ def build_and_accept(
     report: dict[str, Any] = {}
 
     def judge(staged: Path, plan: Any) -> dict[str, Any]:
-        report.update(accept(staged, plan.checkpoint))
+        report.update(accept_staged_engine(staged, plan.checkpoint))
         return report
 
     config = BuildConfig(dtype=dtype, quantization=recipe, target="cpu", **options)
     try:
-        build(make_plan(open_checkpoint(checkpoint), config), out, judge)
+        build(make_build_plan(open_checkpoint(checkpoint), config), out, judge)
     except AcceptanceError as refusal:
         report["refusal"] = str(refusal)
     return report, out.exists()

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from modelmill.accept.metrics import ErrorMetrics, compare_tensors
-from modelmill.accept.reference import Affine, LayerTrace, LayerWeights, ReferenceModel
+from modelmill.accept.error_metrics import ErrorMetrics, compare_tensors
+from modelmill.accept.reference import LayerTrace, LayerWeights, ModuleWeights, ReferenceModel
 from modelmill.accept.reference.decoder import DecoderReference
 
 PROJECTIONS = ("q", "k", "v", "o_proj", "gate", "up", "fc", "down")
@@ -35,7 +35,7 @@ class FaultlessModules:
     def __init__(self, reference: ReferenceModel, dtype: torch.dtype, recipe: str) -> None:
         self.reference, self.dtype, self.recipe = reference, dtype, recipe
 
-    def linear(self, x: Tensor, weights: Affine) -> Tensor:
+    def linear(self, x: Tensor, weights: ModuleWeights) -> Tensor:
         weight = fake_quantize_int8(weights.weight) if self.recipe == "int8" else weights.weight
         bias = None if weights.bias is None else weights.bias.to(self.dtype)
         if self.dtype == torch.float32:
@@ -43,10 +43,10 @@ class FaultlessModules:
             return y if bias is None else y + bias
         return F.linear(x, weight.to(self.dtype), bias)
 
-    def norm(self, x: Tensor, weights: Affine, eps: float) -> Tensor:
+    def norm(self, x: Tensor, weights: ModuleWeights, eps: float) -> Tensor:
         # Channels reversed and back: another order of summation.
         plain = self.reference.apply_norm(
-            x.float().flip(-1), Affine(torch.ones_like(weights.weight)), eps
+            x.float().flip(-1), ModuleWeights(torch.ones_like(weights.weight)), eps
         ).flip(-1)
         y = plain.to(self.dtype) * weights.weight.to(self.dtype)
         return y if weights.bias is None else y + weights.bias.to(self.dtype)
@@ -141,7 +141,7 @@ class FaultlessModules:
             x.to(self.dtype), reference.norm_weights(None, "final_norm"), reference.eps
         )
         weight = reference.source.get(reference.head_weight_name())
-        return self.linear(normed, Affine(weight))
+        return self.linear(normed, ModuleWeights(weight))
 
 
 def arithmetic_of(name: str) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from modelmill.accept.metrics import center_logits, compare_logits  # noqa: E402
+from modelmill.accept.error_metrics import center_logits, compare_logits  # noqa: E402
 from modelmill.accept.reference import ReferenceModel, open_reference  # noqa: E402
 from modelmill.accept.tolerances import DTYPES  # noqa: E402
 from tests.accept.faultless_modules import FaultlessModules, arithmetic_of  # noqa: E402

@@ -18,11 +18,11 @@ from unittest import mock
 
 from torch import Tensor
 
-from modelmill.accept.token_scorer import TokenScorer
+from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.builder import tensor_plan
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.model_family import checkpoint_tensors
-from modelmill.core.registry import find_module
+from modelmill.core.model_family import checkpoint_tensor_rules
+from modelmill.core.module_lookup import import_module_if_exists
 from tests.accept.build_and_accept import build_and_accept
 
 
@@ -42,7 +42,7 @@ class Fault:
 @contextlib.contextmanager
 def page_lost_before_decoding() -> Iterator[None]:
     """Each sequence's first page of the prompt is forgotten before its tokens are decoded."""
-    real_decode = TokenScorer._decode
+    real_decode = TeacherForcedScorer._decode
 
     def late(self: Any, seqs: Any, *more: Any) -> None:
         for seq in seqs:
@@ -50,7 +50,7 @@ def page_lost_before_decoding() -> Iterator[None]:
                 cache[seq.pages[0]] = 0
         real_decode(self, seqs, *more)
 
-    with mock.patch.object(TokenScorer, "_decode", late):
+    with mock.patch.object(TeacherForcedScorer, "_decode", late):
         yield
 
 
@@ -61,7 +61,7 @@ LAYER = 1
 @contextlib.contextmanager
 def plant_fault(fault: Fault, model_type: str) -> Iterator[None]:
     """The fault is in our code for the length of the block."""
-    family = find_module("modelmill.models", model_type)
+    family = import_module_if_exists("modelmill.models", model_type)
     assert family is not None
     with fault.plant(family):
         yield
@@ -150,9 +150,9 @@ def _rules(change: Callable[[list[Rule]], list[Rule]]) -> Callable[[ModuleType],
     """A patch of the family's rename rules."""
 
     def plant(family: ModuleType) -> Any:
-        real_rules = checkpoint_tensors(family).rules
+        real_rules = checkpoint_tensor_rules(family).rules
         return mock.patch.object(
-            family, "rules", lambda config: change(real_rules(config)), create=True
+            family, "rename_rules", lambda config: change(real_rules(config)), create=True
         )
 
     return plant

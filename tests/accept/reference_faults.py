@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from modelmill.accept.metrics import ErrorMetrics, compare_tensors
-from modelmill.accept.reference import Affine, LayerWeights, ReferenceModel
+from modelmill.accept.error_metrics import ErrorMetrics, compare_tensors
+from modelmill.accept.reference import LayerWeights, ModuleWeights, ReferenceModel
 from modelmill.accept.reference.decoder import DecoderReference
 from tests.accept.faultless_modules import FaultlessModules
 
@@ -31,10 +31,10 @@ def wrong_weights(fault: str, weights: LayerWeights, following: LayerWeights) ->
     """The layer's weights as the fault leaves them."""
     wrong = dict(weights)
     if fault == "o_proj x 1.05":
-        wrong["o_proj"] = Affine(weights["o_proj"].weight * 1.05, weights["o_proj"].bias)
+        wrong["o_proj"] = ModuleWeights(weights["o_proj"].weight * 1.05, weights["o_proj"].bias)
     elif fault.endswith("transposed"):
         name = fault.split()[0]
-        wrong[name] = Affine(weights[name].weight.T.contiguous(), weights[name].bias)
+        wrong[name] = ModuleWeights(weights[name].weight.T.contiguous(), weights[name].bias)
     elif fault == "next layer's down":
         wrong["down"] = following["down"]
     elif fault in ("gate and up swapped", "k named v", "norms swapped"):

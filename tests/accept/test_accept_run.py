@@ -43,7 +43,7 @@ def test_the_report_has_what_scripts_rely_on(
     assert all(set(row) >= ROW for row in report["layers"])
     assert report["logits"]["decoded"] > 0
     # stored in the engine, and JSON through and through
-    assert open_artifact(engine).acceptance() == json.loads(json.dumps(report))
+    assert open_artifact(engine).acceptance_report() == json.loads(json.dumps(report))
 
 
 def test_every_module_of_every_layer_is_judged(

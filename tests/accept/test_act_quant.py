@@ -75,10 +75,10 @@ def test_a_smoother_folded_on_one_side_is_refused(tiny: Mapping[str, Path], tmp_
     real_fold = activation_smoothing.fold_scales
 
     def half(block: Any, site: str, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        weight = block.linear("attn.o_proj").weight
+        weight = block.linear_by_path("attn.o_proj").weight
         result = real_fold(block, site, scales, dtype)
         if site == "o":
-            block.linear("attn.o_proj").weight = weight
+            block.linear_by_path("attn.o_proj").weight = weight
         return result
 
     with mock.patch.object(activation_smoothing, "fold_scales", half):

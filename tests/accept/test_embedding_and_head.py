@@ -151,10 +151,10 @@ class Rows:
     def __init__(self, matrix: Tensor) -> None:
         self.matrix, self.source, self.device = matrix, self, matrix.device
 
-    def extra_embedding_tables(self) -> dict[str, str]:
+    def extra_embedding_table_names(self) -> dict[str, str]:
         return {}
 
-    def embedding_tables(self) -> dict[str, str]:
+    def embedding_table_names(self) -> dict[str, str]:
         return {"weight": ""}
 
     def head_weight_name(self) -> str:
@@ -171,7 +171,7 @@ WEIGHT_FORMATS = ("int8", "int4", "fp8", "w8a8", "rptq")
 
 
 def holding(matrix: Tensor, weight_format: str) -> Any:
-    head = SimpleNamespace(weight=base.pack(weight_format, matrix, torch.float32))
+    head = SimpleNamespace(weight=base.pack_as_format(weight_format, matrix, torch.float32))
     return SimpleNamespace(head=head, embed=SimpleNamespace(weight=matrix))
 
 
@@ -189,13 +189,15 @@ def test_a_vocabulary_is_walked_in_blocks(weight_format: str, vocabulary: Tensor
     model = holding(vocabulary, weight_format)
     blocks = list(dequantize_row_blocks(model.head.weight, true.device))
     assert [len(block) for block in blocks] == [64, 64, 22]
-    torch.testing.assert_close(torch.cat(blocks), model.head.weight.dense(), rtol=0, atol=0)
+    torch.testing.assert_close(torch.cat(blocks), model.head.weight.dequantize(), rtol=0, atol=0)
     assert [
-        finding.ok
+        finding.is_within_bound
         for finding in check_quantized_head(true, model, {"head": weight_format}, "float32")
     ] == [True, True]
     assert not list(check_quantized_head(true, model, {"head": "dense"}, "float32"))
-    assert [finding.ok for finding in check_embedding_tables(true, model, "float32")] == [
+    assert [
+        finding.is_within_bound for finding in check_embedding_tables(true, model, "float32")
+    ] == [
         True,
         True,
     ]
@@ -209,7 +211,9 @@ def test_a_wrong_vocabulary_is_found(
     true: Any = Rows(vocabulary)
     model = holding(change(vocabulary), weight_format)
     assert not all(
-        finding.ok
+        finding.is_within_bound
         for finding in check_quantized_head(true, model, {"head": weight_format}, "bfloat16")
     )
-    assert not all(finding.ok for finding in check_embedding_tables(true, model, "bfloat16"))
+    assert not all(
+        finding.is_within_bound for finding in check_embedding_tables(true, model, "bfloat16")
+    )

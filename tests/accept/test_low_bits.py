@@ -71,7 +71,7 @@ def test_a_fold_that_forgets_one_side_is_refused(tiny: Mapping[str, Path], tmp_p
     def half(block: Any, site: str, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if site != "up":
             return real_fold(block, site, scales, dtype)
-        block.norm(site).weight = block.norm(site).weight / scales
+        block.producer_norm(site).weight = block.producer_norm(site).weight / scales
         return scales
 
     with mock.patch.object(awq, "fold_scales", half):

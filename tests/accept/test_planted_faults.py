@@ -11,7 +11,7 @@ import pytest
 
 from modelmill.accept.run import acceptance_token_ids, compare_engine
 from modelmill.builder.build_engine import build
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import TensorMismatch
@@ -66,7 +66,7 @@ def test_compare_names_the_fault_of_an_unjudged_engine(
     checkpoint = open_checkpoint(tiny[family])
     with plant_fault(fault, family):
         build(
-            make_plan(checkpoint, BuildConfig(dtype="bfloat16", quantization="int8")),
+            make_build_plan(checkpoint, BuildConfig(dtype="bfloat16", quantization="int8")),
             tmp_path / "e",
             None,
         )
@@ -84,10 +84,10 @@ def test_gpt2_c_attn_left_as_stored_does_not_even_fit(
 
     from modelmill.models import gpt2
 
-    real_rules = gpt2.LAYOUT.rules
+    real_rules = gpt2.LAYOUT.rename_rules
     monkeypatch.setattr(
         gpt2,
-        "rules",
+        "rename_rules",
         lambda config: [
             replace(r, how="copy") if "c_attn.weight" in r.sources[0] else r
             for r in real_rules(config)
@@ -95,4 +95,4 @@ def test_gpt2_c_attn_left_as_stored_does_not_even_fit(
         raising=False,
     )
     with pytest.raises(TensorMismatch, match="c_attn"):
-        make_plan(open_checkpoint(tiny["gpt2"]), BuildConfig())
+        make_build_plan(open_checkpoint(tiny["gpt2"]), BuildConfig())

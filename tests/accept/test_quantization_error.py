@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from modelmill.accept.quantization_error import layer_quantization_error
-from modelmill.accept.quantized_reference import read_engine_weights
+from modelmill.accept.quantized_reference import dequantize_engine_layer_weights
 from modelmill.accept.reference import open_reference
 from modelmill.artifact.store import open_artifact
 from modelmill.checkpoint.open import open_checkpoint
@@ -61,7 +61,7 @@ def test_the_error_is_that_of_the_outputs(llama: Path, tmp_path: Path) -> None:
     plain, stream = reference.layer_weights(0), reference.embed(torch.tensor(ids))
     trace, stored_by_name = (
         reference.run_layer(0, plain, stream, len(ids)),
-        dict(read_engine_weights(model, 0, plain)),
+        dict(dequantize_engine_layer_weights(model, 0, plain)),
     )
     row: dict[str, Any] = next(
         layer_quantization_error(
@@ -71,7 +71,7 @@ def test_the_error_is_that_of_the_outputs(llama: Path, tmp_path: Path) -> None:
     x = reference.run_norm(0, "input_norm", reference.embed(torch.tensor(ids))).double()
     weights = reference.layer_weights(0)
     expected = torch.cat([weights[name].weight for name in ("q", "k", "v")]).double()
-    stored = model.layers[0].attn.qkv_proj.weight.dense().double()  # type: ignore[union-attr, index]
+    stored = model.layers[0].attn.qkv_proj.weight.dequantize().double()  # type: ignore[union-attr, index]
     assert row["after"] == pytest.approx(
         float((x @ (stored - expected).T).norm() / (x @ expected.T).norm()), rel=5e-3
     )

@@ -12,8 +12,8 @@ import torch
 
 from modelmill.accept import reference_device
 from modelmill.accept.reference import ReferenceModel, open_reference
-from modelmill.accept.reference_device import max_disagreement, place_reference
-from modelmill.accept.run import accept
+from modelmill.accept.reference_device import max_device_disagreement, place_reference
+from modelmill.accept.run import accept_staged_engine
 from modelmill.artifact.store import open_artifact
 from modelmill.checkpoint.open import Checkpoint, open_checkpoint
 from modelmill.core.config import RunConfig
@@ -57,13 +57,13 @@ def test_float32_agrees_and_fewer_bits_do_not(
     family: str, checkpoints: dict[str, Checkpoint]
 ) -> None:
     reference = open_reference(checkpoints[family])
-    assert max_disagreement(reference, open_reference(checkpoints[family]), IDS) == 0
+    assert max_device_disagreement(reference, open_reference(checkpoints[family]), IDS) == 0
     assert (
-        max_disagreement(reference, open_reference(checkpoints[family], torch.float64), IDS)
+        max_device_disagreement(reference, open_reference(checkpoints[family], torch.float64), IDS)
         < reference_device.MAX_REL_L2
     )
     assert (
-        max_disagreement(reference, coarse(open_reference(checkpoints[family])), IDS)
+        max_device_disagreement(reference, coarse(open_reference(checkpoints[family])), IDS)
         > reference_device.MAX_REL_L2
     )
 
@@ -101,18 +101,18 @@ def test_a_gpu_reports_what_the_cpu_reports(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from modelmill.builder.build_engine import build
-    from modelmill.builder.plan import make_plan
+    from modelmill.builder.plan import make_build_plan
     from modelmill.core.config import BuildConfig
 
     method = {"method": "nearest"} if recipe in ("int4", "fp8") else {}
-    plan = make_plan(
+    plan = make_build_plan(
         checkpoints[family],
         BuildConfig(dtype="float32", quantization=recipe, target="cuda", **method),
     )
     build(plan, tmp_path / "e", None)
-    there = accept(tmp_path / "e", plan.checkpoint)
+    there = accept_staged_engine(tmp_path / "e", plan.checkpoint)
     monkeypatch.setattr(reference_device, "SPARE_BYTES", 1 << 60)
-    here = accept(tmp_path / "e", plan.checkpoint)
+    here = accept_staged_engine(tmp_path / "e", plan.checkpoint)
     assert "TF32 off" in there["reference"]
     assert "on the CPU: on the GPU" in here["reference"]
     assert there["accepted"], there["reason"]

@@ -71,7 +71,7 @@ def test_wrong_clusters_are_refused(
     def wrong(block: Any, *rest: Any, layer_name: str, **more: Any) -> Any:
         out = real(block, *rest, layer_name=layer_name, **more)
         if layer_name == "layers.1":
-            linear = block.linear("mlp.gate_up_proj")
+            linear = block.linear_by_path("mlp.gate_up_proj")
             linear.weight = fault(linear.weight)
         return out
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from modelmill.accept.reference.sam import SamReference
 from modelmill.accept.reference.sam_decoder import SamDecoderReference
-from modelmill.accept.segmentation import compare_segmentation, sample_image
+from modelmill.accept.segmentation import compare_segmentation_engine, draw_sample_image
 from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.checkpoint.open import Checkpoint, open_checkpoint
 from modelmill.core.config import BuildConfig
@@ -38,14 +38,14 @@ class MadeEngines(dict[str, tuple[Artifact, Checkpoint]]):
         self._source = small_file(folder)
 
     def __missing__(self, case: str) -> tuple[Artifact, Checkpoint]:
-        from modelmill.builder.plan import make_plan
+        from modelmill.builder.plan import make_build_plan
 
         dtype, _, recipe = case.partition("-")
         config = BuildConfig(dtype=dtype, quantization=recipe or "none")
         engine = self._folder / f"{case}.engine"
         report = build_engine(self._source, engine, config)
         assert report["accepted"], report["reason"]
-        plan = make_plan(open_checkpoint(self._source), config)
+        plan = make_build_plan(open_checkpoint(self._source), config)
         self[case] = (open_artifact(engine), plan.checkpoint)
         return self[case]
 
@@ -59,7 +59,7 @@ def built_engines(tmp_path_factory: pytest.TempPathFactory) -> MadeEngines:
 def test_the_report_tells_of_embedding_masks_and_scores(built_engines: dict, case: str) -> None:
     artifact, _ = built_engines[case]
     dtype, _, recipe = case.partition("-")
-    report = artifact.acceptance()
+    report = artifact.acceptance_report()
     masks = report["masks"]
     assert report["verdict"] == "numerical noise"
     assert 0 < masks["embedding_rel_l2"] < masks["embedding_bound"]
@@ -135,7 +135,7 @@ def test_planted_faults_are_named(
     artifact, checkpoint = built_engines[case]
     sam_model = open_sam_model(artifact, "cpu")
     fault(sam_model.model)
-    report = compare_segmentation(artifact, sam_model, checkpoint)
+    report = compare_segmentation_engine(artifact, sam_model, checkpoint)
     assert not report["accepted"]
     if fault is _scaled and "-" in case:  # what is held is compared with the checkpoint's
         where = (1, "mlp.lin2.weight")
@@ -150,7 +150,7 @@ def test_matrices_in_each_others_place_are_named(built_engines: dict) -> None:
         blocks[1].attn.proj.weight,
         blocks[0].attn.proj.weight,
     )
-    report = compare_segmentation(artifact, sam_model, checkpoint)
+    report = compare_segmentation_engine(artifact, sam_model, checkpoint)
     assert (report["layer"], report["module"]) == (0, "attn.proj.weight"), report["reason"]
 
 
@@ -176,7 +176,7 @@ def test_rows_that_a_matrix_hides_are_named(
     linear = sam_model.model.image_encoder.blocks[1].mlp.lin1
     tensors = linear.weight.tensors()
     linear.weight = from_tensors(linear.weight.format, tensors | change(tensors))
-    report = compare_segmentation(artifact, sam_model, checkpoint)
+    report = compare_segmentation_engine(artifact, sam_model, checkpoint)
     assert not report["accepted"]
     assert (report["layer"], report["module"]) == (1, "mlp.lin1.weight"), report["reason"]
     wrong = {row["name"] for row in report["layers"] if not row["ok"]}
@@ -190,7 +190,7 @@ def test_what_connects_the_modules_is_judged(built_engines: dict, case: str) -> 
     sam_model.model.image_encoder.pos_embed = sam_model.model.image_encoder.pos_embed.transpose(
         1, 2
     )
-    report = compare_segmentation(artifact, sam_model, checkpoint)
+    report = compare_segmentation_engine(artifact, sam_model, checkpoint)
     assert not report["accepted"]
     assert "between the modules" in report["verdict"]
 
@@ -250,7 +250,7 @@ def test_an_overflow_between_the_modules_is_called_one(
     sam_model = open_sam_model(artifact, "cpu")
     embed = sam_model.model.encode_image
     monkeypatch.setattr(sam_model.model, "encode_image", lambda x, vision: embed(x, vision) * 1e5)
-    report = compare_segmentation(artifact, sam_model, checkpoint)
+    report = compare_segmentation_engine(artifact, sam_model, checkpoint)
     assert not report["accepted"]
     assert "overflow between the modules" in report["reason"]
     assert "--dtype bfloat16" in report["reason"]
@@ -279,7 +279,7 @@ def test_the_reference_is_transformers(tmp_path: Path) -> None:
     model.prompt_encoder.shared_embedding.positional_embedding.data.copy_(places)
     model.save_pretrained(tmp_path)
     reference = SamReference(open_checkpoint(tmp_path))
-    pixels = reference.normalize_image(sample_image(160))
+    pixels = reference.normalize_image(draw_sample_image(160))
     stages = list(reference.encoder_stages(pixels))
     expected = model.vision_encoder(pixels)[0]
     assert (stages[-1].expected[0] - expected).abs().max() < 1e-5 * expected.abs().max()

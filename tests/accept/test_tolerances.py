@@ -10,7 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from modelmill.accept.metrics import ErrorMetrics, compare_logits, compare_tensors, top1_agreement
+from modelmill.accept.error_metrics import (
+    ErrorMetrics,
+    compare_logits,
+    compare_tensors,
+    confident_top1_agreement,
+)
 from modelmill.accept.reference import ReferenceModel, open_reference
 from modelmill.accept.tolerances import DTYPES, logits_bound, module_bound
 from modelmill.core.errors import UsageError
@@ -56,7 +61,7 @@ def walk(
         str(faultless.dtype)[6:], faultless.recipe, num_layers=reference.num_layers
     )
     assert compare_logits("logits", final, expected).rel_l2 <= bound.rel_l2
-    agreement = top1_agreement(final, expected, bound.margin)
+    agreement = confident_top1_agreement(final, expected, bound.margin)
     assert agreement.all_agree
     assert agreement.num_sure > len(IDS) // 4
 
@@ -67,9 +72,9 @@ def test_faultless_rounding_is_within(reference: ReferenceModel, dtype: str, rec
         for name, row in walk(
             reference, FaultlessModules(reference, getattr(torch, dtype), recipe)
         ):
-            assert not module_bound(arithmetic_of(name), dtype, recipe, length=len(IDS)).violations(
-                row
-            ), name
+            assert not module_bound(
+                arithmetic_of(name), dtype, recipe, length=len(IDS)
+            ).describe_violations(row), name
 
 
 @pytest.mark.parametrize(("dtype", "recipe"), SETTINGS)
@@ -82,26 +87,26 @@ def test_every_fault_is_out_of_bounds(
             bound = module_bound(
                 arithmetic_of(row.name.split()[-1]), dtype, recipe, length=len(IDS)
             )
-            assert bound.violations(row), row
+            assert bound.describe_violations(row), row
             assert bound.error_to_bound_ratio(row) > 2, row
 
 
 def test_nan_is_out_of_bounds() -> None:
     row = compare_tensors("q", torch.tensor([float("nan")]), torch.ones(1))
-    assert len(module_bound("linear", "bfloat16", "int8").violations(row)) == 3
+    assert len(module_bound("linear", "bfloat16", "int8").describe_violations(row)) == 3
 
 
 def test_each_number_that_is_nan_is_out_of_bounds() -> None:
     nan = float("nan")
     metrics = replace(compare_tensors("q", torch.ones(1), torch.ones(1)), rel_l2=nan, gain=nan)
-    assert len(module_bound("linear", "bfloat16", "int8").violations(metrics)) == 2
+    assert len(module_bound("linear", "bfloat16", "int8").describe_violations(metrics)) == 2
 
 
 @pytest.mark.parametrize("arithmetic", ["norm", "linear", "attention"])
 def test_float32_is_exact_to_more_than_four_digits(arithmetic: str) -> None:
     expected = torch.randn(64, 64)
     row = compare_tensors("q", expected + 1e-4 * torch.randn(64, 64), expected)
-    assert module_bound(arithmetic, "float32").violations(row)
+    assert module_bound(arithmetic, "float32").describe_violations(row)
 
 
 def test_what_is_not_published_says_so() -> None:

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from modelmill.accept import unused_tensors
 from modelmill.accept.reference import open_reference
 from modelmill.accept.reference.minigpt4_vision import MiniGpt4VisionReference
-from modelmill.accept.run import accept
+from modelmill.accept.run import accept_staged_engine
 from modelmill.builder.build_engine import build
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import AcceptanceError
@@ -45,8 +45,8 @@ INV_FREQ = "model.layers.0.self_attn.rotary_emb.inv_freq"
 def build_and_accept(path: Path, out: Path) -> dict[str, Any]:
     """The report of a build with acceptance."""
     # ids alone: a tokenizer is another matter
-    made = make_plan(replace(open_checkpoint(path), side_files={}), FLOAT)
-    return build(made, out, lambda staged, plan: accept(staged, plan.checkpoint))
+    made = make_build_plan(replace(open_checkpoint(path), side_files={}), FLOAT)
+    return build(made, out, lambda staged, plan: accept_staged_engine(staged, plan.checkpoint))
 
 
 def llama_with(folder: Path, **more: torch.Tensor) -> Path:
@@ -150,7 +150,7 @@ def test_nothing_of_a_plain_checkpoint_is_dropped(tmp_path: Path) -> None:
 
 def test_a_reference_that_reads_nothing_finds_everything(tmp_path: Path) -> None:
     reference = open_reference(open_checkpoint(llama_with(tmp_path / "hf")))
-    [row] = unused_tensors.unused_language_tensors(reference)
+    [row] = unused_tensors.explain_unused_language_tensors(reference)
     assert (row["count"], row["ok"]) == (len(llama_state()), False)
 
 
@@ -158,11 +158,11 @@ CHECKS: list[tuple[Callable[[torch.Tensor], bool], torch.Tensor, bool]] = [
     (unused_tensors._is_arange, torch.arange(5)[None], True),
     (unused_tensors._is_arange, torch.tensor([0, 2, 1]), False),
     (
-        unused_tensors._is_window_distances,
+        unused_tensors._is_window_distance_table,
         torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2], [2, 3, 0, 1], [3, 2, 1, 0]]),
         True,
     ),
-    (unused_tensors._is_window_distances, torch.zeros(4, 4), False),
+    (unused_tensors._is_window_distance_table, torch.zeros(4, 4), False),
 ]
 
 
@@ -199,11 +199,11 @@ def test_what_the_vision_encoder_leaves_unused_is_named(tmp_path: Path, shared: 
     folder = write_checkpoint(tmp_path / "files", shared)
     reference = MiniGpt4VisionReference(open_checkpoint(folder))
     picture = torch.zeros(reference.image_size, reference.image_size, 3, dtype=torch.uint8)
-    for _ in reference.stages(reference.normalize_image(picture)):
+    for _ in reference.encoder_stages(reference.normalize_image(picture)):
         pass
-    rows = unused_tensors.unused_vision_tensors(reference)
+    rows = unused_tensors.explain_unused_vision_tensors(reference)
     assert rows
     assert all(row["ok"] for row in rows)
     reference.source._names |= {"visual_encoder.blocks.0.attn.unheard_of"}
-    bad = [row for row in unused_tensors.unused_vision_tensors(reference) if not row["ok"]]
+    bad = [row for row in unused_tensors.explain_unused_vision_tensors(reference) if not row["ok"]]
     assert [row["names"] for row in bad] == [["visual_encoder.blocks.0.attn.unheard_of"]]

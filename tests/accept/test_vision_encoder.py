@@ -13,7 +13,7 @@ import torch
 
 from modelmill.accept.run import acceptance_token_ids, compare_engine
 from modelmill.accept.vision_encoder import check_vision_encoder
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import Checkpoint, open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import AcceptanceError, UsageError
@@ -240,6 +240,6 @@ def test_faults_of_a_tower_in_8_bits_are_named(
 def test_only_image_models_have_a_tower(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path / "hf")
     with pytest.raises(UsageError, match=r"--tower int8: .* does not read images; remove it"):
-        make_plan(open_checkpoint(folder), BuildConfig(tower="int8"))
+        make_build_plan(open_checkpoint(folder), BuildConfig(tower="int8"))
     with pytest.raises(UsageError, match="tower"):
         BuildConfig(tower="int4")

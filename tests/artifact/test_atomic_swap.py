@@ -11,7 +11,7 @@ import pytest
 from modelmill.artifact import store
 from modelmill.artifact.atomic_swap import atomic_swap
 from modelmill.artifact.manifest import MANIFEST_FILE
-from modelmill.artifact.store import Staging
+from modelmill.artifact.store import EngineStaging
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="names are exchanged by a call of Linux")
 
@@ -22,8 +22,8 @@ def folder(path: Path, text: str) -> Path:
     return path
 
 
-def make_staging(target: Path, text: str) -> Staging:
-    staging = Staging(target, "key")
+def make_staging(target: Path, text: str) -> EngineStaging:
+    staging = EngineStaging(target, "key")
     staging.path = folder(target.parent / f".{target.name}.staging", text)
     return staging
 

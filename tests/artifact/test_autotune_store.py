@@ -10,9 +10,9 @@ import pytest
 from modelmill.artifact.autotune_store import (
     AutotuneRecord,
     device_slug,
-    read_record,
+    encode_autotune_record,
+    read_autotune_record,
     record_path,
-    record_to_bytes,
     tuned_devices,
 )
 
@@ -30,14 +30,14 @@ def write(engine: Path, content: bytes, device: str = H200) -> Path:
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
-    assert read_record(write(tmp_path, record_to_bytes(STORED)), H200) == STORED
+    assert read_autotune_record(write(tmp_path, encode_autotune_record(STORED)), H200) == STORED
     assert tuned_devices(tmp_path) == [H200]
 
 
 def test_another_device_finds_nothing(tmp_path: Path) -> None:
-    write(tmp_path, record_to_bytes(STORED))
-    assert read_record(tmp_path, "NVIDIA A100-SXM4-80GB") is None
-    assert read_record(tmp_path / "no engine", H200) is None
+    write(tmp_path, encode_autotune_record(STORED))
+    assert read_autotune_record(tmp_path, "NVIDIA A100-SXM4-80GB") is None
+    assert read_autotune_record(tmp_path / "no engine", H200) is None
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,13 @@ CASES = {
     "not text": b"\xff\xfe\x00",
     "a list": b"[]",
     "another schema": json.dumps({"schema": 99}).encode(),
-    "another device": record_to_bytes(AutotuneRecord("NVIDIA A100", {}, {})),
+    "another device": encode_autotune_record(AutotuneRecord("NVIDIA A100", {}, {})),
     "no choices": json.dumps({"schema": 1, "device": H200, "facts": {}}).encode(),
-    "sizes of text": record_to_bytes(AutotuneRecord(H200, {"linear": {"k": ("4",)}}, {})),  # type: ignore[dict-item]
-    "sizes below one": record_to_bytes(AutotuneRecord(H200, {"linear": {"k": (0,)}}, {})),
-    "sizes beyond all": record_to_bytes(AutotuneRecord(H200, {"linear": {"k": (1 << 40,)}}, {})),
+    "sizes of text": encode_autotune_record(AutotuneRecord(H200, {"linear": {"k": ("4",)}}, {})),  # type: ignore[dict-item]
+    "sizes below one": encode_autotune_record(AutotuneRecord(H200, {"linear": {"k": (0,)}}, {})),
+    "sizes beyond all": encode_autotune_record(
+        AutotuneRecord(H200, {"linear": {"k": (1 << 40,)}}, {})
+    ),
     "too large": b" " * (1 << 21),
 }
 
@@ -67,6 +69,6 @@ CASES = {
 @pytest.mark.parametrize("content", CASES.values(), ids=CASES.keys())
 def test_a_damaged_file_is_reported(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(ValueError) as error:
-        read_record(write(tmp_path, content), H200)
+        read_autotune_record(write(tmp_path, content), H200)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 60

@@ -28,7 +28,7 @@ def tensors(shapes: list[tuple[int, ...]]) -> dict[str, torch.Tensor]:
 def write(path: Path, content: dict[str, torch.Tensor]) -> dict[str, int | str]:
     with ShardWriter(path, {n: (tuple(t.shape), t.dtype) for n, t in content.items()}) as writer:
         for name, tensor in content.items():
-            writer.add(name, tensor)
+            writer.add_tensor(name, tensor)
         return writer.close()
 
 
@@ -46,7 +46,7 @@ def test_round_trip(
     assert reader.names() == list(content)
     library = safetensors.torch.load_file(path)
     for name, tensor in content.items():
-        assert torch.equal(reader.get(name), tensor)
+        assert torch.equal(reader.get_tensor(name), tensor)
         assert torch.equal(library[name], tensor)
 
 
@@ -55,15 +55,15 @@ def test_every_tensor_is_aligned(tmp_path: Path) -> None:
     write(path, tensors([(3,), (5, 7), (1,), (9,), (2, 2, 2)]))
     reader = ShardReader(path)
     for name in reader.names():
-        tensor = reader.get(name)
+        tensor = reader.get_tensor(name)
         assert tensor.storage_offset() * tensor.element_size() % ALIGNMENT == 0
 
 
 def test_writing_to_a_view_never_reaches_the_file(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     write(path, {"a": torch.ones(16)})
-    ShardReader(path).get("a").zero_()
-    assert torch.equal(ShardReader(path).get("a"), torch.ones(16))
+    ShardReader(path).get_tensor("a").zero_()
+    assert torch.equal(ShardReader(path).get_tensor("a"), torch.ones(16))
 
 
 def test_the_announced_order_and_shape_are_kept(tmp_path: Path) -> None:
@@ -72,12 +72,12 @@ def test_the_announced_order_and_shape_are_kept(tmp_path: Path) -> None:
         ShardWriter(tmp_path / "w", infos) as writer,
         pytest.raises(AssertionError, match="b written where a"),
     ):
-        writer.add("b", torch.zeros(3))
+        writer.add_tensor("b", torch.zeros(3))
     with (
         ShardWriter(tmp_path / "w", infos) as writer,
         pytest.raises(AssertionError, match="announced"),
     ):
-        writer.add("a", torch.zeros(3))
+        writer.add_tensor("a", torch.zeros(3))
 
 
 @settings(deadline=None, max_examples=60)
@@ -97,6 +97,6 @@ def test_damage_is_refused_not_crashed(
     try:
         reader = ShardReader(path)
         for name in reader.names():
-            reader.get(name)
+            reader.get_tensor(name)
     except CorruptArtifact:
         pass

@@ -11,7 +11,7 @@ import pytest
 
 from modelmill.artifact import store
 from modelmill.artifact.manifest import MANIFEST_FILE
-from modelmill.artifact.store import Staging, open_artifact
+from modelmill.artifact.store import EngineStaging, open_artifact
 from modelmill.core.errors import ArtifactError, UsageError
 
 OURS = '{"schema": 1, "packing": "any", "files": {}}'
@@ -19,7 +19,7 @@ OURS = '{"schema": 1, "packing": "any", "files": {}}'
 
 def make_artifact(target: Path, text: str = OURS) -> Path:
     """A build that was finished."""
-    staging = Staging(target, "key")
+    staging = EngineStaging(target, "key")
     staging.open()
     (staging.path / MANIFEST_FILE).write_text(text)
     staging.publish()
@@ -37,7 +37,7 @@ def test_the_folder_of_another_program_is_left_alone(tmp_path: Path, manifest: s
     (folder / MANIFEST_FILE).write_text(manifest)
     (folder / "main.js").write_text("work of years")
     with pytest.raises(UsageError, match="is not an engine"):
-        Staging(folder, "key").open()
+        EngineStaging(folder, "key").open()
     assert (folder / "main.js").read_text() == "work of years"
     assert [path.name for path in tmp_path.iterdir()] == ["app"]
 
@@ -72,14 +72,14 @@ def test_a_link_stays_and_what_it_points_to_is_replaced(tmp_path: Path, there: s
 def test_the_folder_one_is_in(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="another -o"):
-        Staging(Path(), "key").open()
+        EngineStaging(Path(), "key").open()
 
 
 def test_a_disk_that_is_full_at_the_start(tmp_path: Path, monkeypatch: Any) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    staging = Staging(tmp_path / "e", "key")
+    staging = EngineStaging(tmp_path / "e", "key")
     with monkeypatch.context() as patch:
         patch.setattr(
             store.Path, "mkdir", lambda self, **options: full() if self == staging.path else None
@@ -96,15 +96,15 @@ def test_a_place_that_cannot_be_taken_is_reported_and_only_the_move_is_left(
     def busy(*_: Any) -> None:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
-    staging = Staging(tmp_path / "e", "key")
+    staging = EngineStaging(tmp_path / "e", "key")
     staging.open()
-    staging.write("weights/a.bin", b"1234")
+    staging.write_hashed_file("weights/a.bin", b"1234")
     with monkeypatch.context() as patch:
         patch.setattr(store.os, "rename", busy)
         with pytest.raises(ArtifactError, match="cannot be moved"):
             staging.publish()
     staging.close()
-    again = Staging(tmp_path / "e", "key")
+    again = EngineStaging(tmp_path / "e", "key")
     again.open()
     assert set(again.finished_files) == {"weights/a.bin"}
     again.close()

@@ -46,7 +46,7 @@ class FakeLoop:
     def logits(self, ids: list[int]) -> torch.Tensor:
         return torch.stack([self.table[id, at] for at, id in enumerate(ids)])
 
-    def run(self, windows: list[list[int]], decode_from: Any, take: Any) -> None:
+    def run_sequences(self, windows: list[list[int]], decode_from: Any, take: Any) -> None:
         self.runs += 1
         for which, ids in enumerate(windows):
             half = len(ids) // 2
@@ -56,7 +56,7 @@ class FakeLoop:
 
 @pytest.fixture(autouse=True)
 def _score_from_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fidelity_module, "TokenScorer", lambda loop: loop)
+    monkeypatch.setattr(fidelity_module, "TeacherForcedScorer", lambda loop: loop)
 
 
 def test_windows_do_not_overlap_and_leave_out_a_lone_token() -> None:

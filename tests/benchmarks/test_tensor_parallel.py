@@ -35,9 +35,9 @@ def test_a_first_step_is_a_graph_where_the_engine_has_one(
 def test_a_padded_step_may_be_captured_and_computes_the_same() -> None:
     model = tiny.decoder()
     step = synthetic_step(model, select_backends("cpu"), (1, 16, 16), max_context=64)
-    assert not step.may_be_captured
+    assert not step.is_graph_capturable
     before = model(step)
-    assert tensor_parallel._with(step, is_padded=True).may_be_captured
+    assert tensor_parallel._with(step, is_padded=True).is_graph_capturable
     assert torch.equal(model(step), before)
 
 

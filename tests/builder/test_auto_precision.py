@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from modelmill.artifact.store import open_artifact
 from modelmill.builder.build_engine import build
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
@@ -21,9 +21,9 @@ from modelmill.eval.datasets import refuse_calibration_file
 from modelmill.quant.bit_allocation import (
     BIT_CHOICES,
     UNQUANTIZED,
-    LayerOption,
+    LayerBitOption,
     allocate_bits,
-    quantize_quickly,
+    quantize_weight_quickly,
 )
 from tests.accept.build_and_accept import build_and_accept, save_tiny
 
@@ -36,14 +36,14 @@ SMALL = {
 
 
 def plan(folder: Path, **options: Any) -> Any:
-    return make_plan(open_checkpoint(folder), BuildConfig(**{**SMALL, **options}))
+    return make_build_plan(open_checkpoint(folder), BuildConfig(**{**SMALL, **options}))
 
 
-def menu(costs: list[float]) -> list[LayerOption]:
+def menu(costs: list[float]) -> list[LayerBitOption]:
     """One layer: forms of growing size, the last whole."""
     sizes = (425, 450, 500, 800, 3200)
     return [
-        LayerOption(bit_choice, size, kl)
+        LayerBitOption(bit_choice, size, kl)
         for bit_choice, size, kl in zip(
             (*BIT_CHOICES, UNQUANTIZED), sizes, (*costs, 0.0), strict=True
         )
@@ -91,7 +91,7 @@ def test_finer_forms_err_less() -> None:
     energy = torch.rand(256, generator=generator) + 0.1
     errors = []
     for bit_choice in (*BIT_CHOICES, UNQUANTIZED):
-        off = quantize_quickly(weight, bit_choice, energy).dense() - weight
+        off = quantize_weight_quickly(weight, bit_choice, energy).dequantize() - weight
         errors.append(float((off.square() * energy).sum()))
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] == 0.0
@@ -188,7 +188,7 @@ def test_what_the_choice_was_made_on_is_no_text_to_be_judged_by(
         refuse_calibration_file(text, open_artifact(tmp_path / "e").manifest.source)
     # forms that were given by hand follow from no text
     by_hand = plan(stories, layer_recipes={"0": "int8"}, calibration=str(text))
-    assert by_hand.text_source is None
+    assert by_hand.quantization_text_source is None
 
 
 def test_a_rounded_head_is_within_the_limit(llama: Path) -> None:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from modelmill.artifact.store import is_engine, open_artifact
-from modelmill.artifact.verify import verify
+from modelmill.artifact.store import is_engine_folder, open_artifact
+from modelmill.artifact.verify import verify_file_hashes
 from modelmill.builder import build_engine
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import (
@@ -32,7 +32,7 @@ from tests.models.tiny_models import edit, save_hf, save_raw
 
 
 def plan(folder: Path, **options: Any) -> Any:
-    return make_plan(open_checkpoint(folder), BuildConfig(target="cpu", **options))
+    return make_build_plan(open_checkpoint(folder), BuildConfig(target="cpu", **options))
 
 
 def make(folder: Path, out: Path, **options: Any) -> Path:
@@ -67,14 +67,14 @@ def test_an_interrupted_build_is_not_loadable_and_resumes(
     llama: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     written: list[str] = []
-    real = build_engine._write_tensor
+    real = build_engine._pack_and_write_tensor
 
     def interrupted(plan: Any, piece: Any, *rest: Any) -> None:
         if piece.module == "layers.1.attn.o_proj":
             raise KeyboardInterrupt
         real(plan, piece, *rest)
 
-    monkeypatch.setattr(build_engine, "_write_tensor", interrupted)
+    monkeypatch.setattr(build_engine, "_pack_and_write_tensor", interrupted)
     with pytest.raises(KeyboardInterrupt):
         make(llama, tmp_path / "e")
     assert not (tmp_path / "e").exists()
@@ -85,7 +85,7 @@ def test_an_interrupted_build_is_not_loadable_and_resumes(
         written.append(piece.module)
         real(plan, piece, *rest)
 
-    monkeypatch.setattr(build_engine, "_write_tensor", count_calls)
+    monkeypatch.setattr(build_engine, "_pack_and_write_tensor", count_calls)
     make(llama, tmp_path / "e")
     assert not any(m.startswith("layers.0.") or m == "embed" for m in written), (
         "finished files are not written again"
@@ -100,7 +100,7 @@ def test_another_config_does_not_resume_the_old_one(
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(build_engine, "_manifest", stop)
+    monkeypatch.setattr(build_engine, "_make_manifest", stop)
     with pytest.raises(KeyboardInterrupt):
         make(llama, tmp_path / "e", dtype="float32")
     monkeypatch.undo()
@@ -110,7 +110,7 @@ def test_another_config_does_not_resume_the_old_one(
 
 def test_a_refused_engine_is_not_written(llama: Path, tmp_path: Path) -> None:
     def refuse(staged: Path, plan: Any) -> dict[str, Any]:
-        assert is_engine(staged)
+        assert is_engine_folder(staged)
         return {"accepted": False, "reason": "bug at layer 1, module attn.o_proj"}
 
     with pytest.raises(AcceptanceError, match=r"layer 1, module attn\.o_proj"):
@@ -125,7 +125,7 @@ def test_two_builders_on_one_folder(llama: Path, tmp_path: Path) -> None:
         return {"accepted": True, "reason": ""}
 
     build_engine.build(plan(llama), tmp_path / "e", inner)
-    assert is_engine(tmp_path / "e")
+    assert is_engine_folder(tmp_path / "e")
 
 
 def test_an_engine_is_replaced_and_anything_else_is_not(llama: Path, tmp_path: Path) -> None:
@@ -269,13 +269,13 @@ def test_the_plan_tells_sizes_that_come_true(llama: Path, tmp_path: Path) -> Non
 
 def test_a_flipped_bit_is_found(llama: Path, tmp_path: Path) -> None:
     out = make(llama, tmp_path / "e")
-    verify(open_artifact(out))
+    verify_file_hashes(open_artifact(out))
     path = next((out / "weights").iterdir())
     raw = bytearray(path.read_bytes())
     raw[-70] ^= 1
     path.write_bytes(raw)
     with pytest.raises(CorruptArtifact, match=path.name):
-        verify(open_artifact(out))
+        verify_file_hashes(open_artifact(out))
 
 
 def test_quantized_head_beside_a_tied_embedding(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ from modelmill.accept.reference import open_reference
 from modelmill.artifact.store import open_artifact
 from modelmill.builder import build_engine
 from modelmill.builder.model_config import check_unread_keys
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
-from modelmill.core.config_view import ConfigView, overlay_config
 from modelmill.core.errors import CheckpointError, TensorMismatch, UnknownArchitecture
-from modelmill.core.registry import find_module
+from modelmill.core.module_lookup import import_module_if_exists
+from modelmill.core.read_tracking_config import ReadTrackingConfig, overlay_config
 from tests.checkpoint.checkpoint_factory import (
     LLAMA_CONFIG,
     llama_state,
@@ -34,7 +34,10 @@ FLOAT = BuildConfig(dtype="float32", target="cpu")
 
 def config_warnings(raw: dict[str, Any]) -> list[str]:
     """What a build says of a config.json."""
-    family, view = find_module("modelmill.models", raw["model_type"]), ConfigView(raw)
+    family, view = (
+        import_module_if_exists("modelmill.models", raw["model_type"]),
+        ReadTrackingConfig(raw),
+    )
     assert family is not None
     family.config_from_hf(view)
     return check_unread_keys(view, family, "config.json")
@@ -311,17 +314,17 @@ def test_unknown_keys_are_named(name: str, change: dict[str, Any], lines: list[s
 
 
 def test_the_build_and_inspect_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from modelmill.cli.main import execute
+    from modelmill.cli.main import run_command_line
 
     folder = write_folder(tmp_path / "hf", llama_state(), {**LLAMA_CONFIG, "brand_new": 1})
     words = ["build", str(folder), "-o", str(tmp_path / "e"), "--dtype", "float32", "--json"]
-    assert execute(words) == 0
+    assert run_command_line(words) == 0
     out = capsys.readouterr()
     [warning] = json.loads(out.out)["plan"]["warnings"]
     assert "brand_new" in warning
     assert f"modelmill: warning: {warning}" in out.err
     assert open_artifact(tmp_path / "e").manifest.source["warnings"] == [warning]
-    assert execute(["inspect", str(tmp_path / "e")]) == 0
+    assert run_command_line(["inspect", str(tmp_path / "e")]) == 0
     assert "brand_new" in capsys.readouterr().out
 
 
@@ -333,12 +336,12 @@ def test_ids_that_end_an_answer_are_ids(tmp_path: Path, file: str, value: Any) -
     present = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(present | {"eos_token_id": value}))
     with pytest.raises(CheckpointError, match=rf"{file}: eos_token_id must be a token id") as error:
-        make_plan(open_checkpoint(folder), FLOAT)
+        make_build_plan(open_checkpoint(folder), FLOAT)
     check_one_line(error.value)
 
 
 def test_a_plain_build_has_no_warnings_in_its_manifest(tmp_path: Path) -> None:
-    made = make_plan(open_checkpoint(write_folder(tmp_path / "hf", llama_state())), FLOAT)
+    made = make_build_plan(open_checkpoint(write_folder(tmp_path / "hf", llama_state())), FLOAT)
     build_engine.build(made, tmp_path / "e", None)
     assert "warnings" not in open_artifact(tmp_path / "e").manifest.source
 
@@ -356,16 +359,16 @@ def test_a_ggufs_keys(tmp_path: Path) -> None:
             tmp_path / "a.gguf", attention__causal=("add_bool", True), vocab_size=("add_uint32", 20)
         )
     )
-    assert make_plan(fine, FLOAT).warnings == ()
+    assert make_build_plan(fine, FLOAT).warnings == ()
     odd = open_checkpoint(gguf(tmp_path / "b.gguf", pooling_type=("add_uint32", 3)))
-    [warning] = make_plan(odd, FLOAT).warnings
+    [warning] = make_build_plan(odd, FLOAT).warnings
     assert warning == "b.gguf: llama.pooling_type is a key that is not read and has no effect"
     causal = open_checkpoint(gguf(tmp_path / "c.gguf", attention__causal=("add_bool", False)))
     with pytest.raises(
         CheckpointError,
         match=r"c\.gguf: llama\.attention\.causal=False enables attention to later",
     ):
-        make_plan(causal, FLOAT)
+        make_build_plan(causal, FLOAT)
     with pytest.raises(UnknownArchitecture, match="later tokens"):
         open_reference(causal)
     for key, value in (
@@ -375,7 +378,7 @@ def test_a_ggufs_keys(tmp_path: Path) -> None:
     ):
         scaled = open_checkpoint(gguf(tmp_path / "d.gguf", **{key: ("add_float32", value)}))
         with pytest.raises(CheckpointError, match=key.replace("__", r"\.")):
-            make_plan(scaled, FLOAT)
+            make_build_plan(scaled, FLOAT)
 
 
 def test_a_ggufs_window_is_named(tmp_path: Path) -> None:
@@ -383,7 +386,7 @@ def test_a_ggufs_window_is_named(tmp_path: Path) -> None:
     windowed = open_checkpoint(
         gguf(tmp_path / "w.gguf", attention__sliding_window=("add_uint32", 8))
     )
-    [warning] = make_plan(windowed, FLOAT).warnings
+    [warning] = make_build_plan(windowed, FLOAT).warnings
     assert (
         warning
         == "w.gguf: llama.attention.sliding_window is a key that is not read and has no effect"
@@ -392,7 +395,7 @@ def test_a_ggufs_window_is_named(tmp_path: Path) -> None:
         checkpoint = open_checkpoint(
             gguf(tmp_path / "w.gguf", attention__sliding_window=("add_uint32", no_limit))
         )
-        assert make_plan(checkpoint, FLOAT).warnings == ()
+        assert make_build_plan(checkpoint, FLOAT).warnings == ()
 
 
 def test_rotary_factors_of_a_gpt2_are_left_over(tmp_path: Path) -> None:
@@ -413,7 +416,7 @@ def test_rotary_factors_of_a_gpt2_are_left_over(tmp_path: Path) -> None:
         writer.add_tensor(name, np.ones(shape, dtype=np.float32))
     write_tensors(writer)
     with pytest.raises(TensorMismatch, match=r"rope_freqs\.weight"):
-        make_plan(open_checkpoint(tmp_path / "m.gguf"), FLOAT)
+        make_build_plan(open_checkpoint(tmp_path / "m.gguf"), FLOAT)
 
 
 def test_the_reference_refuses_it_by_itself(tmp_path: Path) -> None:
@@ -447,7 +450,7 @@ def test_qwens_keys_of_its_first_release_say_nothing() -> None:
 
 
 def test_a_view_knows_what_was_read() -> None:
-    view = ConfigView({"a": 1, "b": 2, "c": None, "d": 4, "e": {"x": 1}})
+    view = ReadTrackingConfig({"a": 1, "b": 2, "c": None, "d": 4, "e": {"x": 1}})
     assert view.get("a") == 1
     assert view.get("z", 5) == 5
     over = overlay_config(view, {"a": 0, "f": 6}, {"b": 3})
@@ -462,14 +465,17 @@ def test_a_view_knows_what_was_read() -> None:
 def blip2(change: dict[str, Any]) -> list[str]:
     """What a build says of a BLIP-2's config; change: by part."""
     transformers = pytest.importorskip("transformers")
-    from modelmill.checkpoint.blip2 import convert_configs
+    from modelmill.checkpoint.blip2 import convert_blip2_config
 
     parts = {name: change.get(name, {}) for name in ("vision_config", "qformer_config")}
     text = {"model_type": "llama", "num_hidden_layers": 2, **change.get("text_config", {})}
     raw = transformers.Blip2Config(text_config=text, **parts).to_dict()
     raw["vision_config"] |= change.get("vision_config", {})
-    config, _, unread = convert_configs(raw, Path("m"))
-    family, view = find_module("modelmill.models", "minigpt4"), ConfigView(config)
+    config, _, unread = convert_blip2_config(raw, Path("m"))
+    family, view = (
+        import_module_if_exists("modelmill.models", "minigpt4"),
+        ReadTrackingConfig(config),
+    )
     assert family is not None
     family.config_from_hf(view)
     view.mark_unread(unread)

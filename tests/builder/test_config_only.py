@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.model_shapes import MOE_SHAPES
-from modelmill.builder.config_only import checkpoint_of_config, is_config_only
-from modelmill.builder.plan import make_plan
+from modelmill.builder.config_only import checkpoint_from_config, is_config_only
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.cli.main import main
 from modelmill.core.config import BuildConfig
@@ -187,8 +187,8 @@ def test_the_plan_is_that_of_the_weights(name: str, tmp_path: Path) -> None:
     assert not is_config_only(tmp_path / "weights")
     config = BuildConfig(dtype="float32", target="cpu", quantization="int8")
     planned, expected = (
-        make_plan(checkpoint, config)
-        for checkpoint in (checkpoint_of_config(folder), open_checkpoint(tmp_path / "weights"))
+        make_build_plan(checkpoint, config)
+        for checkpoint in (checkpoint_from_config(folder), open_checkpoint(tmp_path / "weights"))
     )
     shapes, right = (
         {(each.module, each.rule.target): (each.shape, each.nbytes) for each in plan.tensors}
@@ -211,8 +211,8 @@ def test_a_gpus_engine_has_the_dtype_that_the_config_names(
     named: dict[str, Any], dtype: str, tmp_path: Path
 ) -> None:
     raw = {key: each for key, each in CASES["granite"].raw().items() if "dtype" not in key}
-    checkpoint = checkpoint_of_config(save_config(tmp_path / "config", raw | named))
-    assert make_plan(checkpoint, BuildConfig(target="cuda")).config.dtype == dtype
+    checkpoint = checkpoint_from_config(save_config(tmp_path / "config", raw | named))
+    assert make_build_plan(checkpoint, BuildConfig(target="cuda")).config.dtype == dtype
 
 
 def test_without_weights_nothing_is_built(
@@ -223,10 +223,10 @@ def test_without_weights_nothing_is_built(
         main(["build", str(folder), "-o", str(tmp_path / "e")])
     assert "holds no weights" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="holds no weights"):
-        checkpoint_of_config(folder).get("model.embed_tokens.weight")
+        checkpoint_from_config(folder).get("model.embed_tokens.weight")
 
 
 def test_a_model_of_images_is_refused(tmp_path: Path) -> None:
     folder = save_config(tmp_path / "config", {"model_type": "sam"})
     with pytest.raises(CheckpointError):
-        checkpoint_of_config(folder)
+        checkpoint_from_config(folder)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from modelmill.builder.config_only import checkpoint_of_config
-from modelmill.builder.plan import BuildPlan, make_plan
+from modelmill.builder.config_only import checkpoint_from_config
+from modelmill.builder.plan import BuildPlan, make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError
@@ -84,16 +84,16 @@ def test_integers_are_planned_as_they_are_kept(method: str, tmp_path: Path) -> N
     raw = json.loads((weights / "config.json").read_text())
     only = save_config(tmp_path / "config", raw)
     config = BuildConfig(dtype="float32", target="cpu")
-    planned = make_plan(checkpoint_of_config(only), config)
+    planned = make_build_plan(checkpoint_from_config(only), config)
     assert planned.config.quantization == "keep"
-    assert sizes(planned) == sizes(make_plan(open_checkpoint(weights), config))
+    assert sizes(planned) == sizes(make_build_plan(open_checkpoint(weights), config))
 
 
 def test_modules_that_compressed_tensors_leaves_out_are_dense(tmp_path: Path) -> None:
     settings = ct(4, strategy="group", group=32, symmetric=True, ct_format="pack-quantized")
     left_out = ["lm_head", "model.layers.1.mlp.down_proj", r"re:.*o_proj$"]
     raw = {**SIZES, "quantization_config": {**settings, "ignore": left_out}}
-    view = checkpoint_of_config(save_config(tmp_path / "config", raw))
+    view = checkpoint_from_config(save_config(tmp_path / "config", raw))
     dense = {
         name
         for name in view.names()
@@ -119,24 +119,24 @@ def test_names_that_cannot_be_read_are_one_line(ignore: Any, words: str, tmp_pat
     settings = ct(4, strategy="group", group=32, symmetric=True, ct_format="pack-quantized")
     raw = {**SIZES, "quantization_config": {**settings, "ignore": ignore}}
     with pytest.raises(CheckpointError, match=words):
-        checkpoint_of_config(save_config(tmp_path / "config", raw))
+        checkpoint_from_config(save_config(tmp_path / "config", raw))
 
 
 def test_8_bit_floats_are_planned_as_they_are_expanded(tmp_path: Path) -> None:
     config = BuildConfig(dtype="bfloat16", target="cpu")
-    plain = make_plan(checkpoint_of_config(save_config(tmp_path / "plain", SIZES)), config)
+    plain = make_build_plan(checkpoint_from_config(save_config(tmp_path / "plain", SIZES)), config)
     left = {**BLOCKS, "modules_to_not_convert": ["o_proj"]}
     raw = {**SIZES, "quantization_config": left}
-    checkpoint = checkpoint_of_config(save_config(tmp_path / "fp8", raw))
+    checkpoint = checkpoint_from_config(save_config(tmp_path / "fp8", raw))
     names = checkpoint.names()
     shown = {name: checkpoint.tensor_info(name).dtype for name in names}
     assert shown["model.layers.1.mlp.up_proj.weight"] == "scaled e4m3"
     assert shown["model.layers.1.self_attn.o_proj.weight"] == "bfloat16"
     assert not any("scale" in name for name in names)
-    planned = make_plan(checkpoint, config)
+    planned = make_build_plan(checkpoint, config)
     assert sizes(planned) == sizes(plain)
     assert any("8-bit floats are expanded" in line for line in planned.warnings)
-    smaller = make_plan(
+    smaller = make_build_plan(
         checkpoint, BuildConfig(dtype="bfloat16", target="cpu", quantization="int8")
     )
     assert smaller.weight_bytes < planned.weight_bytes
@@ -160,5 +160,5 @@ def test_8_bit_floats_are_planned_as_they_are_expanded(tmp_path: Path) -> None:
 def test_other_methods_are_one_line(settings: Any, words: str, tmp_path: Path) -> None:
     folder = save_config(tmp_path / "config", {**SIZES, "quantization_config": settings})
     with pytest.raises(CheckpointError, match=words) as error:
-        checkpoint_of_config(folder)
+        checkpoint_from_config(folder)
     assert "\n" not in str(error.value)

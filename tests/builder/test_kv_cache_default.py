@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from modelmill.artifact.store import open_artifact
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import UsageError
@@ -65,7 +65,8 @@ def test_without_one_the_cache_is_as_the_activations(tmp_path: Path) -> None:
 def test_the_plan_counts_its_bytes(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save_tiny("llama", tmp_path / "hf"))
     plain, eight = (
-        make_plan(checkpoint, BuildConfig(target="cpu", kv_cache_dtype=k)) for k in ("auto", "int8")
+        make_build_plan(checkpoint, BuildConfig(target="cpu", kv_cache_dtype=k))
+        for k in ("auto", "int8")
     )
     assert (
         eight.memory_report["kv_per_token"]

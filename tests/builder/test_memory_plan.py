@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from modelmill.accept.run import accept
-from modelmill.artifact.store import is_engine
+from modelmill.accept.run import accept_staged_engine
+from modelmill.artifact.store import is_engine_folder
 from modelmill.builder import build_engine, memory_plan
 from modelmill.builder.memory_plan import BuildMemory
-from modelmill.builder.plan import BuildPlan, make_plan
+from modelmill.builder.plan import BuildPlan, make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core import memory_limits
 from modelmill.core.config import BuildConfig
@@ -36,7 +36,7 @@ def llama(tmp_path: Path) -> Path:
 
 
 def plan(folder: Path, **options: Any) -> BuildPlan:
-    return make_plan(open_checkpoint(folder), BuildConfig(target="cpu", **options))
+    return make_build_plan(open_checkpoint(folder), BuildConfig(target="cpu", **options))
 
 
 def leave_free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
@@ -85,11 +85,13 @@ def test_a_build_that_does_not_fit_is_refused_before_anything_is_written(
     with pytest.raises(
         UsageError, match=r"needs .* of memory and .* are free.*--no-check needs"
     ) as refused:
-        build_engine.build(made, out, lambda staged, it: accept(staged, it.checkpoint))
+        build_engine.build(
+            made, out, lambda staged, it: accept_staged_engine(staged, it.checkpoint)
+        )
     assert "\n" not in str(refused.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
     build_engine.build(made, out, None)
-    assert is_engine(out), "unjudged it takes less"
+    assert is_engine_folder(out), "unjudged it takes less"
 
 
 def test_no_way_out_is_named_where_there_is_none(
@@ -97,7 +99,7 @@ def test_no_way_out_is_named_where_there_is_none(
 ) -> None:
     leave_free(monkeypatch, 1 << 20)
     with pytest.raises(UsageError) as refused:
-        plan(llama).build_memory.check("it", with_acceptance=True)
+        plan(llama).build_memory.check_free_memory("it", with_acceptance=True)
     assert "--no-check" not in str(refused.value)
 
 
@@ -133,10 +135,10 @@ def test_planning_loads_no_compiler_of_torch(llama: Path) -> None:
     # torch computes shapes of the meta device by sympy: 120 MB and a second, for an arange
     code = (
         "import sys\nfrom pathlib import Path\n"
-        "from modelmill.builder.plan import make_plan\nfrom modelmill.checkpoint.open import "
+        "from modelmill.builder.plan import make_build_plan\nfrom modelmill.checkpoint.open import "
         "open_checkpoint\n"
         "from modelmill.core.config import BuildConfig\n"
-        f"make_plan(open_checkpoint(Path({str(llama)!r})), BuildConfig(target='cpu'))\n"
+        f"make_build_plan(open_checkpoint(Path({str(llama)!r})), BuildConfig(target='cpu'))\n"
         "assert 'sympy' not in sys.modules, 'loaded'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

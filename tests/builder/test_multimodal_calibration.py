@@ -17,15 +17,15 @@ import torch
 
 from modelmill.artifact.store import open_artifact
 from modelmill.builder import build_engine
-from modelmill.builder.calibration_data import CalibrationSource, read_texts
+from modelmill.builder.calibration_data import CalibrationSource, read_calibration_texts
 from modelmill.builder.layer_quantizer import LayerQuantizer
 from modelmill.builder.multimodal_calibration import (
     CalibrationSample,
-    draw_image,
-    hash_images,
-    load_samples,
+    add_image_digest,
+    draw_synthetic_image,
+    load_multimodal_samples,
 )
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
@@ -104,7 +104,7 @@ def test_lines_of_every_kind(tmp_path: Path, files: dict[str, bytes]) -> None:
             ]
         },
     )
-    samples = load_samples(source_of(path, 400), files, SIDE)
+    samples = load_multimodal_samples(source_of(path, 400), files, SIDE)
     assert [len(sample.images) for sample in samples] == [1, 1, 2, 1, 1, 0]
     photo_pixels, _ = load_square_image(photo, SIDE)
     other, _ = load_square_image(tmp_path / "more" / "other.png", SIDE)
@@ -130,7 +130,7 @@ def test_no_sequence_ends_inside_a_picture(tmp_path: Path, files: dict[str, byte
         tmp_path / "l.jsonl",
         {"images": ["a.png"] * 4, "text": "word " * 30, "answer": "word " * 30},
     )
-    [sample] = load_samples(source_of(path, 1000), files, SIDE)
+    [sample] = load_multimodal_samples(source_of(path, 1000), files, SIDE)
     places = sorted(sample.images)
     ends = range(places[0] + PLACES, len(sample.ids) + 2)
     for length in (
@@ -138,7 +138,7 @@ def test_no_sequence_ends_inside_a_picture(tmp_path: Path, files: dict[str, byte
         for n in ends
         if n % 16 == 0 or n >= ends[-2] or any(0 <= n - at <= PLACES + 1 for at in places)
     ):
-        [cut] = load_samples(source_of(path, length), files, SIDE)
+        [cut] = load_multimodal_samples(source_of(path, length), files, SIDE)
         assert len(cut.ids) <= length
         assert cut.ids == sample.ids[: len(cut.ids)]
         assert sorted(cut.images) == [at for at in places if at + PLACES <= len(cut.ids)]
@@ -146,12 +146,12 @@ def test_no_sequence_ends_inside_a_picture(tmp_path: Path, files: dict[str, byte
     with pytest.raises(
         UsageError, match=r"line 1: an image takes 8 tokens .* raise --calibration-length"
     ):
-        load_samples(source_of(path, places[0] + PLACES - 1), files, SIDE)
+        load_multimodal_samples(source_of(path, places[0] + PLACES - 1), files, SIDE)
 
 
 def test_our_own_pictures_are_the_same_every_time(files: dict[str, bytes]) -> None:
-    samples = load_samples(source_of(None, 200, 12), files, SIDE)
-    again = load_samples(source_of(None, 200, 12), files, SIDE)
+    samples = load_multimodal_samples(source_of(None, 200, 12), files, SIDE)
+    again = load_multimodal_samples(source_of(None, 200, 12), files, SIDE)
     assert len(samples) == 12
     assert [s.ids for s in samples] == [s.ids for s in again]
     shown = [p for s in samples for p in s.images.values()]
@@ -161,8 +161,10 @@ def test_our_own_pictures_are_the_same_every_time(files: dict[str, bytes]) -> No
         for a, b in zip(shown, (p for s in again for p in s.images.values()), strict=True)
     )
     assert not np.array_equal(shown[0], shown[1])
-    assert draw_image(3, 40).shape == (40, 40, 3)
-    assert all(draw_image(seed, 24).std() > 5 for seed in range(40)), "none is of one colour"
+    assert draw_synthetic_image(3, 40).shape == (40, 40, 3)
+    assert all(draw_synthetic_image(seed, 24).std() > 5 for seed in range(40)), (
+        "none is of one colour"
+    )
 
 
 BAD: list[tuple[Any, str]] = [
@@ -223,7 +225,7 @@ def test_lines_that_are_no_good_are_named(
     path = write_jsonl(tmp_path / "bad.jsonl", {"text": "A good line."}, line)
     config = BuildConfig(**SMALL | {"calibration": str(path)})
     with pytest.raises(UsageError, match=message) as caught:
-        LayerQuantizer(make_plan(open_checkpoint(folder), config), None)  # type: ignore[arg-type]
+        LayerQuantizer(make_build_plan(open_checkpoint(folder), config), None)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
 
@@ -231,12 +233,14 @@ def test_lines_that_are_no_good_are_named(
 def test_another_picture_under_the_same_name_is_another_source(tmp_path: Path) -> None:
     save(tmp_path / "a.png")
     path = write_jsonl(tmp_path / "l.jsonl", {"image": "a.png", "text": "What?"})
-    first = hash_images(source_of(path))
-    assert first == hash_images(source_of(path))
+    first = add_image_digest(source_of(path))
+    assert first == add_image_digest(source_of(path))
     save(tmp_path / "a.png", 1)
-    assert hash_images(source_of(path)).image_digest != first.image_digest
+    assert add_image_digest(source_of(path)).image_digest != first.image_digest
     assert (
-        hash_images(source_of(write_jsonl(tmp_path / "t.jsonl", {"text": "Words."}))).image_digest
+        add_image_digest(
+            source_of(write_jsonl(tmp_path / "t.jsonl", {"text": "Words."}))
+        ).image_digest
         == ""
     )
 
@@ -244,7 +248,7 @@ def test_another_picture_under_the_same_name_is_another_source(tmp_path: Path) -
 def test_a_model_without_a_vision_encoder_says_so(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "l.jsonl", {"text": "Fine."}, {"image": "a.png", "text": "What?"})
     with pytest.raises(UsageError, match="line 2: has an image, which this model does not support"):
-        list(read_texts(path))
+        list(read_calibration_texts(path))
 
 
 @torch.inference_mode()
@@ -256,14 +260,18 @@ def test_embeddings_enter_the_first_layer(folder: Path, tmp_path: Path) -> None:
         {"text": "word " * 150},
         {"images": ["a.png", "b.png"], "text": "Compare.", "answer": "word " * 40},
     )
-    plan = make_plan(open_checkpoint(folder), BuildConfig(**SMALL | {"calibration": str(path)}))
+    plan = make_build_plan(
+        open_checkpoint(folder), BuildConfig(**SMALL | {"calibration": str(path)})
+    )
     layers = LayerQuantizer(plan, None)  # type: ignore[arg-type]
     has_images = [bool(sample.images) for sample in layers.samples]
     assert has_images.count(True) == 1
-    flow = layers.calibration
+    flow = layers.calibration_state
     engine = tmp_path / "plain.engine"
     build_engine.build(
-        make_plan(open_checkpoint(folder), BuildConfig(dtype="float32", target="cpu")), engine, None
+        make_build_plan(open_checkpoint(folder), BuildConfig(dtype="float32", target="cpu")),
+        engine,
+        None,
     )
     from modelmill.loader.model_loader import load_model
 
@@ -287,7 +295,7 @@ def test_a_build_with_pictures_is_the_same_twice_and_reported(
 ) -> None:
     digests = set()
     for name in ("a", "b"):
-        plan = make_plan(open_checkpoint(folder), BuildConfig(**SMALL | options))
+        plan = make_build_plan(open_checkpoint(folder), BuildConfig(**SMALL | options))
         build_engine.build(plan, tmp_path / name, None)
         artifact = open_artifact(tmp_path / name)
         digests.add(artifact.manifest.digest())
@@ -316,11 +324,11 @@ def test_auto_looks_at_pictures_too(folder: Path, tmp_path: Path) -> None:
         "dtype": "float32",
         "target": "cpu",
     }
-    plan = make_plan(open_checkpoint(folder), BuildConfig(**options))
+    plan = make_build_plan(open_checkpoint(folder), BuildConfig(**options))
     assert plan.auto_result is not None
     assert plan.auto_result.measured.kl <= 0.05
     assert set(plan.config.layer_recipes) == {"0", "1", "2"}
     save(tmp_path / "a.png", 5)
-    other = make_plan(open_checkpoint(folder), BuildConfig(**options)).auto_result
+    other = make_build_plan(open_checkpoint(folder), BuildConfig(**options)).auto_result
     assert other is not None
     assert other.measured.kl != plan.auto_result.measured.kl, "another picture makes other inputs"

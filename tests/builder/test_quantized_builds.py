@@ -18,14 +18,14 @@ from modelmill.artifact.store import open_artifact, quantization_facts_path
 from modelmill.builder import build_engine
 from modelmill.builder.calibration_data import (
     MIN_TOKENS,
-    builtin_text,
-    calibration_samples,
     check_calibration_ids,
     find_calibration,
+    generate_builtin_text,
     load_calibration_ids,
-    read_texts,
+    load_calibration_samples,
+    read_calibration_texts,
 )
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CorruptArtifact, UsageError
@@ -37,7 +37,7 @@ SMALL = {"calibration_samples": 4, "calibration_length": 60, "group_size": 32}
 
 
 def plan(folder: Path, **options: Any) -> Any:
-    return make_plan(
+    return make_build_plan(
         open_checkpoint(folder),
         BuildConfig(**{"target": "cpu", "quantization": "int4"} | SMALL | options),
     )
@@ -144,7 +144,7 @@ def test_auto_is_the_best_measured_and_needs_no_file(llama: Path) -> None:
     assert made.config.method != "auto"
     assert "best measured" in made.reasons["method"]
     assert "own text" in made.reasons["calibration"]
-    plain = make_plan(open_checkpoint(llama), BuildConfig(target="cpu"))
+    plain = make_build_plan(open_checkpoint(llama), BuildConfig(target="cpu"))
     assert made.build_memory.calibration_bytes > 0 == plain.build_memory.calibration_bytes
 
 
@@ -168,7 +168,7 @@ def test_texts_are_read_by_any_of_their_keys(tmp_path: Path) -> None:
         {"prompt": "c"},
         message,
     )
-    assert list(read_texts(path)) == ["a", "b", "c", "d\ne"]
+    assert list(read_calibration_texts(path)) == ["a", "b", "c", "d\ne"]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_line_that_is_no_text_is_named(tmp_path: Path, line: str, message: str
     path = tmp_path / "t.jsonl"
     path.write_text('{"text": "a"}\n' + line)
     with pytest.raises(UsageError, match=message):
-        list(read_texts(path))
+        list(read_calibration_texts(path))
 
 
 def test_the_file_decides_the_engine_and_its_name_does_not(llama: Path, tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_file_that_says_too_little_is_named(tmp_path: Path) -> None:
         path = lines(tmp_path / "none.jsonl", {"text": ""})
         source = find_calibration(BuildConfig(calibration=str(path)), 40)
         with pytest.raises(UsageError, match=r"--calibration .*none\.jsonl is empty: .*; pass"):
-            calibration_samples(source, files, model, 0)
+            load_calibration_samples(source, files, model, 0)
 
 
 @pytest.mark.parametrize(
@@ -248,8 +248,8 @@ def test_bad_calibration_ids_are_named(ids: list[list[int]], message: str) -> No
 
 
 def test_our_own_text_is_the_same_every_time_and_enough() -> None:
-    text = builtin_text()
-    assert text == builtin_text.__wrapped__(), "drawn once more"
+    text = generate_builtin_text()
+    assert text == generate_builtin_text.__wrapped__(), "drawn once more"
     assert len(text) > 300_000, "96 × 512 tokens of about four letters"
     assert "{person}" not in text
     assert "{thing}" not in text

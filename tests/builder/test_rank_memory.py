@@ -12,11 +12,11 @@ from torch import nn
 
 from modelmill.artifact.store import open_artifact
 from modelmill.builder.build_engine import build
-from modelmill.builder.memory_plan import rank_memory_report
-from modelmill.builder.plan import BuildPlan, make_plan
+from modelmill.builder.memory_plan import largest_rank_memory_report
+from modelmill.builder.plan import BuildPlan, make_build_plan
 from modelmill.builder.rank_memory import largest_rank_memory
 from modelmill.checkpoint.open import open_checkpoint
-from modelmill.cli.main import execute
+from modelmill.cli.main import run_command_line
 from modelmill.core.config import BuildConfig
 from modelmill.loader.model_loader import load_model
 from modelmill.nn.kv import KVShape
@@ -44,7 +44,7 @@ CASES_OF_RANKS = {
 def plan_of(name: str, recipe: str, folder: Path, changes: dict[str, int]) -> BuildPlan:
     CASES[name].save(folder, **changes)
     config = BuildConfig(dtype="float32", target="cpu", quantization=recipe, group_size=32)
-    return make_plan(open_checkpoint(folder), config)
+    return make_build_plan(open_checkpoint(folder), config)
 
 
 def loaded_bytes(model: nn.Module, stored: set[str]) -> int:
@@ -79,18 +79,22 @@ def test_the_plan_of_a_rank_is_what_it_loads(case: str, tmp_path: Path) -> None:
 def test_packed_up_projections_are_counted(ranks: int, tmp_path: Path) -> None:
     """A CPU copies those of latent attention that have 16 bits, each rank its heads'."""
     CASES["deepseek_v3"].save(tmp_path / "hf")
-    plan = make_plan(open_checkpoint(tmp_path / "hf"), BuildConfig(dtype="bfloat16", target="cpu"))
+    plan = make_build_plan(
+        open_checkpoint(tmp_path / "hf"), BuildConfig(dtype="bfloat16", target="cpu")
+    )
     build(plan, tmp_path / "e", None)
     model = load_model(open_artifact(tmp_path / "e"), "cpu", TPGroup(0, ranks))
     cores = [each for each in model.modules() if isinstance(each, LatentAttentionCore)]
     copies = [copy for core in cores for copy in core.packed_up_projections()]
     whole = {each.data_ptr() for core in cores for each in core.up_projections()}
     assert whole.isdisjoint(copy.data_ptr() for copy in copies)
-    assert rank_memory_report(plan, ranks)["expanded"] == sum(copy.nbytes for copy in copies)
+    assert largest_rank_memory_report(plan, ranks)["expanded"] == sum(
+        copy.nbytes for copy in copies
+    )
 
 
 def facts(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
-    assert execute(["build", *map(str, words), "--dry-run", "--json"]) == 0
+    assert run_command_line(["build", *map(str, words), "--dry-run", "--json"]) == 0
     memory: dict[str, Any] = json.loads(capsys.readouterr().out)["memory"]
     return memory
 
@@ -104,7 +108,7 @@ def test_the_command_line_tells_a_ranks_memory(
     assert (whole["ranks"], half["ranks"]) == (1, 2)
     assert half["kv_per_token"] * 2 == whole["kv_per_token"]
     assert half["weights"] < whole["weights"]
-    assert execute(["build", str(tmp_path / "hf"), "--dry-run", "--tp", "2"]) == 0
+    assert run_command_line(["build", str(tmp_path / "hf"), "--dry-run", "--tp", "2"]) == 0
     assert "the largest of 2 ranks (--tp 2)" in capsys.readouterr().out
 
 
@@ -122,5 +126,5 @@ def test_ranks_that_make_no_sense_are_one_line(
     words: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     CASES["granite"].save(tmp_path / "hf")
-    assert execute(["build", str(tmp_path / "hf"), *words]) != 0
+    assert run_command_line(["build", str(tmp_path / "hf"), *words]) != 0
     assert message in capsys.readouterr().err

@@ -12,7 +12,7 @@ from modelmill.builder.recipe_options import (
     VISION_ENCODER_OPTIONS,
     check_recipe_options,
 )
-from modelmill.cli.main import execute
+from modelmill.cli.main import run_command_line
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
 from modelmill.llm import LLM
@@ -58,7 +58,9 @@ def test_asked_by_the_command_line_and_the_classes(
     text, pictures = save_tiny("llama", tmp_path / "hf"), small_file(tmp_path)
     for checkpoint in (text, pictures):
         assert (
-            execute(["build", str(checkpoint), "--dry-run", "-q", "int8", "--group-size", "64"])
+            run_command_line(
+                ["build", str(checkpoint), "--dry-run", "-q", "int8", "--group-size", "64"]
+            )
             == 2
         )
         assert (

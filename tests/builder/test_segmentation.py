@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from modelmill.artifact.store import open_artifact
 from modelmill.builder.build_engine import build
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError, TensorMismatch, UsageError
@@ -18,7 +18,7 @@ from tests.models.sam_seeded import small_file, small_state
 
 
 def build_sam(checkpoint: Path, out: Path, dtype: str) -> Path:
-    build(make_plan(open_checkpoint(checkpoint), BuildConfig(dtype=dtype)), out, None)
+    build(make_build_plan(open_checkpoint(checkpoint), BuildConfig(dtype=dtype)), out, None)
     return out
 
 
@@ -54,7 +54,7 @@ def test_a_pth_and_a_folder_give_the_same_weights(tmp_path: Path) -> None:
 
 
 def test_the_plan_tells_of_memory_without_a_cache(tmp_path: Path) -> None:
-    plan_facts = make_plan(open_checkpoint(small_file(tmp_path)), BuildConfig()).describe()
+    plan_facts = make_build_plan(open_checkpoint(small_file(tmp_path)), BuildConfig()).describe()
     assert plan_facts["engine_type"] == "segmentation"
     assert plan_facts["memory"]["workspace"] > 0
     assert not any("kv" in name for name in plan_facts["memory"])
@@ -73,7 +73,7 @@ def test_the_plan_tells_of_memory_without_a_cache(tmp_path: Path) -> None:
 )
 def test_options_of_language_models_are_refused(tmp_path: Path, options: dict) -> None:
     with pytest.raises(UsageError, match="segments images"):
-        make_plan(open_checkpoint(small_file(tmp_path)), BuildConfig(**options))
+        make_build_plan(open_checkpoint(small_file(tmp_path)), BuildConfig(**options))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_the_encoders_linear_layers_are_quantized_and_nothing_else(
 ) -> None:
     checkpoint = small_file(tmp_path / "from")
     build(
-        make_plan(open_checkpoint(checkpoint), BuildConfig(dtype="float32", **options)),
+        make_build_plan(open_checkpoint(checkpoint), BuildConfig(dtype="float32", **options)),
         tmp_path / "e",
         None,
     )
@@ -112,7 +112,7 @@ _LINEARS = ("attn.qkv", "attn.proj", "mlp.lin1", "mlp.lin2")
 def test_a_file_of_no_known_family_without_config(tmp_path: Path) -> None:
     save_file({"what": torch.zeros(2)}, tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError, match=r"config\.json: is missing.*x\.safetensors"):
-        make_plan(open_checkpoint(tmp_path / "x.safetensors"), BuildConfig())
+        make_build_plan(open_checkpoint(tmp_path / "x.safetensors"), BuildConfig())
 
 
 def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
@@ -120,4 +120,4 @@ def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
     del state["image_encoder.blocks.1.mlp.lin2.weight"]
     save_file(state, tmp_path / "x.safetensors")
     with pytest.raises(TensorMismatch, match=r"blocks\.1\.mlp\.lin2\.weight"):
-        make_plan(open_checkpoint(tmp_path / "x.safetensors"), BuildConfig())
+        make_build_plan(open_checkpoint(tmp_path / "x.safetensors"), BuildConfig())

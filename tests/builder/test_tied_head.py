@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from modelmill.accept.reference import open_reference
-from modelmill.accept.run import accept
-from modelmill.accept.token_scorer import TokenScorer
+from modelmill.accept.run import accept_staged_engine
+from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.artifact.store import open_artifact
 from modelmill.builder import build_engine, plan
 from modelmill.builder.model_config import equal_in_any_dtype
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import AcceptanceError, TensorMismatch
@@ -40,9 +40,9 @@ FLOAT = BuildConfig(dtype="float32", target="cpu")
 def build_and_accept(folder: Path, out: Path) -> dict[str, Any]:
     """The report of a build with acceptance."""
     return build_engine.build(
-        make_plan(open_checkpoint(folder), FLOAT),
+        make_build_plan(open_checkpoint(folder), FLOAT),
         out,
-        lambda staged, made: accept(staged, made.checkpoint),
+        lambda staged, made: accept_staged_engine(staged, made.checkpoint),
     )
 
 
@@ -89,13 +89,13 @@ def test_a_head_of_its_own_is_used_and_said(name: str, tmp_path: Path) -> None:
     loop = EngineCore.open(tmp_path / "e", RunConfig(device="cpu", kv_cache_bytes=1 << 20))
     with torch.no_grad():
         expected = model(torch.tensor(IDS)).logits[0]
-    assert (TokenScorer(loop).logits(IDS)[0] - expected).abs().max() < 1e-4
+    assert (TeacherForcedScorer(loop).compute_logits(IDS)[0] - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("head", ["equal", "half"])
 def test_the_embedding_once_more_is_dropped_without_a_word(head: str, tmp_path: Path) -> None:
     merged("llama-tied", tmp_path / "hf", head)
-    made = make_plan(open_checkpoint(tmp_path / "hf"), FLOAT)
+    made = make_build_plan(open_checkpoint(tmp_path / "hf"), FLOAT)
     assert made.aliases == {"head.weight": "embed.weight"}
     assert made.warnings == ()
     assert build_and_accept(tmp_path / "hf", tmp_path / "e")["accepted"]
@@ -107,7 +107,7 @@ def test_one_storage_under_two_names_is_one(tmp_path: Path) -> None:
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
     torch.save(state, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA_CONFIG, "tie_word_embeddings": True}))
-    assert make_plan(open_checkpoint(tmp_path), FLOAT).aliases
+    assert make_build_plan(open_checkpoint(tmp_path), FLOAT).aliases
 
 
 def test_an_engine_that_ties_anyway_is_refused(
@@ -125,7 +125,7 @@ def test_a_head_of_more_rows_than_the_embedding_is_named(tmp_path: Path) -> None
     state["lm_head.weight"] = torch.randn(24, 32)
     write_folder(tmp_path, state, {**LLAMA_CONFIG, "tie_word_embeddings": True})
     with pytest.raises(TensorMismatch, match=r"lm_head\.weight"):
-        make_plan(open_checkpoint(tmp_path), FLOAT)
+        make_build_plan(open_checkpoint(tmp_path), FLOAT)
 
 
 def test_qwen_v1(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_qwen_v1(tmp_path: Path) -> None:
     assert build_and_accept(tmp_path / "hf", tmp_path / "e")["accepted"]
     loop = EngineCore.open(tmp_path / "e", RunConfig(device="cpu", kv_cache_bytes=1 << 20))
     assert (
-        TokenScorer(loop).logits(IDS)[0]
+        TeacherForcedScorer(loop).compute_logits(IDS)[0]
         - plain_qwen_logits(tensors, QWEN, IDS[0], prompt=len(IDS[0]))
     ).abs().max() < 1e-4
 
@@ -146,11 +146,11 @@ def test_a_ggufs_output_is_used_whatever_it_holds(tmp_path: Path) -> None:
     """llama.cpp multiplies with output.weight where there is one."""
     state = llama_state()
     view = open_checkpoint(write_llama_gguf(tmp_path / "own.gguf", state))
-    assert make_plan(view, FLOAT).aliases == {}
+    assert make_build_plan(view, FLOAT).aliases == {}
     assert open_reference(view).head_weight_name() == "lm_head.weight"
     del state["lm_head.weight"]
     view = open_checkpoint(write_llama_gguf(tmp_path / "tied.gguf", state))
-    assert make_plan(view, FLOAT).aliases
+    assert make_build_plan(view, FLOAT).aliases
     assert open_reference(view).head_weight_name() == "model.embed_tokens.weight"
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from modelmill.builder.config_only import checkpoint_of_config
+from modelmill.builder.config_only import checkpoint_from_config
 from modelmill.builder.memory_plan import memory_report
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.core.config import BuildConfig
 from tests.models.tiny_models import COMMON
 
@@ -26,7 +26,9 @@ def test_the_longest_sequence_takes_the_pages_of_its_window(
         "max_position_embeddings": LONG,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    plan = make_plan(checkpoint_of_config(tmp_path), BuildConfig(dtype="float32", target="cpu"))
+    plan = make_build_plan(
+        checkpoint_from_config(tmp_path), BuildConfig(dtype="float32", target="cpu")
+    )
     report = memory_report(plan)
     in_pages = report["kv_tokens"] // max(report["max_batch_at_max_len"], 1)
     assert (f"the last {window} are kept" in report["fits"]) == (window is not None)
@@ -49,7 +51,7 @@ def test_layers_with_a_window_keep_its_tokens_beside_layers_that_keep_all(
     raw = {key: value for key, value in raw.items() if key != "tie_word_embeddings"}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     build = BuildConfig(dtype="float32", target="cpu", max_model_len=length)
-    plan = make_plan(checkpoint_of_config(tmp_path), build)
+    plan = make_build_plan(checkpoint_from_config(tmp_path), build)
     report = memory_report(plan)
     groups, per_token = report["kv_page_groups"], report["kv_per_token"]
     if length <= 1024:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from modelmill.accept.reference.dequantize import DequantizedContainer
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import Checkpoint, open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, UsageError
@@ -138,6 +138,6 @@ def test_ternary_weights_are_not_kept(tmp_path: Path) -> None:
     convert(tmp_path, SETTINGS["multiplied"])
     checkpoint = open_checkpoint(tmp_path)
     with pytest.raises(UsageError, match="ternary weights"):
-        make_plan(checkpoint, BuildConfig(quantization="keep", target="cpu"))
-    plan = make_plan(checkpoint, BuildConfig(dtype="float32", target="cpu"))
+        make_build_plan(checkpoint, BuildConfig(quantization="keep", target="cpu"))
+    plan = make_build_plan(checkpoint, BuildConfig(dtype="float32", target="cpu"))
     assert any("ternary" in line for line in plan.warnings)

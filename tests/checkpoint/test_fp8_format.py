@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from modelmill.accept.reference.dequantize import DequantizedContainer, _e4m3_values
-from modelmill.builder.plan import make_plan
+from modelmill.accept.reference.dequantize import DequantizedContainer, _e4m3_value_table
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import Checkpoint, open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, UsageError
@@ -86,7 +86,7 @@ def test_all_256_values_of_the_reference() -> None:
     bits = torch.arange(256, dtype=torch.uint8)
     expected = bits.view(FP8).double()
     torch.testing.assert_close(
-        torch.from_numpy(_e4m3_values()), expected, rtol=0, atol=0, equal_nan=True
+        torch.from_numpy(_e4m3_value_table()), expected, rtol=0, atol=0, equal_nan=True
     )
 
 
@@ -156,7 +156,7 @@ def test_logits_are_those_of_transformers(quantized: Path, tmp_path: Path) -> No
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 
-    from modelmill.accept.token_scorer import TokenScorer
+    from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
     from modelmill.runtime.engine_core import EngineCore
 
     stored = load_file(quantized / "model.safetensors")
@@ -173,7 +173,9 @@ def test_logits_are_those_of_transformers(quantized: Path, tmp_path: Path) -> No
     with torch.no_grad():
         expected = model(ids).logits[0]
     build_engine(quantized, tmp_path / "engine", BuildConfig(dtype="float32", target="cpu"))
-    logits = TokenScorer(EngineCore.open(tmp_path / "engine")).logits([ids[0].tolist()])[0]
+    logits = TeacherForcedScorer(EngineCore.open(tmp_path / "engine")).compute_logits(
+        [ids[0].tolist()]
+    )[0]
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
@@ -191,6 +193,6 @@ def test_keeping_is_refused_with_advice(quantized: Path, tmp_path: Path) -> None
 
 
 def test_without_a_recipe_it_is_expanded_and_told(quantized: Path) -> None:
-    plan = make_plan(open_checkpoint(quantized), BuildConfig(dtype="bfloat16", target="cpu"))
+    plan = make_build_plan(open_checkpoint(quantized), BuildConfig(dtype="bfloat16", target="cpu"))
     assert plan.config.quantization == "none"
     assert any("8-bit floats are expanded" in warning for warning in plan.warnings)

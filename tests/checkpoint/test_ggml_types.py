@@ -82,5 +82,5 @@ def test_labels_tell_plain_types_by_torch_name():
         "bfloat16",
         "Q4_1",
     )
-    assert GGML_TYPES[14].readable
-    assert not GGML_TYPES[20].readable
+    assert GGML_TYPES[14].is_supported
+    assert not GGML_TYPES[20].is_supported

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from modelmill.accept.token_scorer import TokenScorer
+from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.checkpoint.gguf import GgufFile
 from modelmill.checkpoint.gguf_hf import GgufAsHf
 from modelmill.checkpoint.open import open_checkpoint
@@ -133,7 +133,7 @@ def test_an_engine_of_it_gives_the_logits(made: tuple[str, Path, Logits]) -> Non
     assert written, report.get("reason", report)
     engine = EngineCore.open(file.parent / "e", RunConfig(device="cpu", kv_cache_bytes=1 << 22))
     ids = torch.randint(2, 100, (40,), generator=torch.Generator().manual_seed(0)).tolist()
-    (actual,) = TokenScorer(engine).logits([ids], decode_from=9)
+    (actual,) = TeacherForcedScorer(engine).compute_logits([ids], decode_from=9)
     assert (actual - logits(ids)).abs().max() < 1e-4
 
 

@@ -8,7 +8,7 @@ import gguf
 import pytest
 import torch
 
-from modelmill.accept.token_scorer import TokenScorer
+from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import RunConfig
 from modelmill.runtime.engine_core import EngineCore
@@ -82,4 +82,4 @@ def test_experts_stay_in_mxfp4(tmp_path: Path) -> None:
     ids = torch.randint(2, 120, (40,), generator=torch.Generator().manual_seed(3)).tolist()
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0].float()
-    assert (TokenScorer(engine).logits([ids])[0] - expected).abs().max() < 1e-4
+    assert (TeacherForcedScorer(engine).compute_logits([ids])[0] - expected).abs().max() < 1e-4

@@ -23,8 +23,8 @@ from modelmill.core.errors import (
     TensorMismatch,
     UnknownArchitecture,
 )
-from modelmill.core.generation_defaults import read_generation
-from modelmill.core.registry import find_module
+from modelmill.core.generation_defaults import read_generation_config
+from modelmill.core.module_lookup import import_module_if_exists
 from tests.checkpoint.checkpoint_factory import (
     LLAMA_CONFIG,
     TOKENS,
@@ -67,11 +67,11 @@ def test_what_its_publisher_recommends_is_read_as_llama_cpp_reads_it(tmp_path):
         "mirostat": 1,
     }
     raw.metadata |= {f"general.sampling.{key}": value for key, value in metadata.items()}
-    defaults = read_generation(GgufAsHf(raw).generation_config, "gguf")
+    defaults = read_generation_config(GgufAsHf(raw).generation_config, "gguf")
     assert defaults.source == "checkpoint"
     assert defaults.values == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
     assert (
-        read_generation(present(tmp_path / "m.gguf").generation_config, "gguf").source
+        read_generation_config(present(tmp_path / "m.gguf").generation_config, "gguf").source
         == "modelmill"
     )
 
@@ -186,7 +186,9 @@ def test_a_window_that_no_runtime_computes_is_in_neither_config(tmp_path, arch):
         "attention.key_length": ("add_uint32", 8),
     }
     view = present(write_llama_gguf(tmp_path / "m.gguf", llama_state(), arch, extra))
-    assert not any(find_module("modelmill.models", arch).config_from_hf(view.config).windows)
+    assert not any(
+        import_module_if_exists("modelmill.models", arch).config_from_hf(view.config).windows
+    )
     assert open_reference(open_checkpoint(tmp_path / "m.gguf")).windows == [None, None]
 
 
@@ -306,7 +308,7 @@ def test_unknown_tensors_keep_their_name_for_the_rename_rules_to_report(tmp_path
 
 def test_vocabulary_holds_every_tokenizer_key(tmp_path):
     view = present(write_llama_gguf(tmp_path / "m.gguf", llama_state()))
-    vocabulary = json.loads(view.tokenizer_json())
+    vocabulary = json.loads(view.tokenizer_metadata_json())
     assert vocabulary["tokenizer.ggml.tokens"] == TOKENS
     assert vocabulary["tokenizer.ggml.token_type"] == [1] * 20
     assert vocabulary["tokenizer.ggml.merges"] == ["a b", "c d"]

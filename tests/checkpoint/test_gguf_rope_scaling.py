@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.checkpoint.gguf_rope_scaling import (
-    from_factors,
     from_metadata,
-    from_tensor,
+    from_rope_freqs,
     llama3_factors,
+    llama3_from_factors,
 )
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 
@@ -49,7 +49,7 @@ def test_published_scalings_are_recognised_from_their_divisors(theta, head_dim, 
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    assert from_factors(hf_factors(theta, head_dim, scaling), theta, None) == scaling
+    assert llama3_from_factors(hf_factors(theta, head_dim, scaling), theta, None) == scaling
 
 
 @settings(deadline=None, max_examples=60)
@@ -61,7 +61,7 @@ def test_published_scalings_are_recognised_from_their_divisors(theta, head_dim, 
 )
 def test_any_bands_give_a_scaling_with_the_same_frequencies(factor, low, high, context):
     expected = llama3_factors(64, 500000.0, factor, (low, high, context))
-    scaling = from_factors(expected, 500000.0, None)
+    scaling = llama3_from_factors(expected, 500000.0, None)
     assert scaling is not None
     bands = (
         scaling["low_freq_factor"],
@@ -74,13 +74,13 @@ def test_any_bands_give_a_scaling_with_the_same_frequencies(factor, low, high, c
 
 
 def test_divisors_of_one_scale_nothing_and_wild_ones_are_refused():
-    assert from_factors([1.0] * 32, 10000.0, None) is None
+    assert llama3_from_factors([1.0] * 32, 10000.0, None) is None
     with pytest.raises(CheckpointError, match="rope_freqs"):
-        from_factors([1.0, 5.0, 2.0, 8.0], 10000.0, None)
+        llama3_from_factors([1.0, 5.0, 2.0, 8.0], 10000.0, None)
     with pytest.raises(CheckpointError, match="rope_freqs"):
-        from_factors([float("nan")] * 4, 10000.0, None)
+        llama3_from_factors([float("nan")] * 4, 10000.0, None)
     with pytest.raises(CheckpointError, match="no sense"):
-        from_factors([1.0, 2.0, 4.0, 8.0], 1e-320, None)
+        llama3_from_factors([1.0, 2.0, 4.0, 8.0], 1e-320, None)
     with pytest.raises(CorruptCheckpoint, match=r"scaling\.factor is 'x'"):
         from_metadata({"llama.rope.scaling.factor": "x"}, "llama")
     with pytest.raises(CorruptCheckpoint, match="is no text"):
@@ -148,7 +148,7 @@ def test_keys_that_change_the_rotation_and_are_not_computed_are_refused(base, na
     ):
         from_metadata(scaled(**base, **{name: wrong}), "llama")
     with pytest.raises(CheckpointError, match=name):
-        from_tensor(scaled(**base, **{name: wrong}), "llama", [1.0] * 4, 10000.0)
+        from_rope_freqs(scaled(**base, **{name: wrong}), "llama", [1.0] * 4, 10000.0)
     for nonsense in ("x", True, [1.0], float("nan"), float("inf")):
         with pytest.raises(CorruptCheckpoint, match="makes no sense"):
             from_metadata(scaled(**base, **{name: nonsense}), "llama")

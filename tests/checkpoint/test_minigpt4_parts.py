@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.minigpt4_parts import MiniGpt4Container
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
@@ -65,7 +65,8 @@ def test_by_flags_as_well(folder: Path) -> None:
     assert one.config == other.config
     assert sorted(one.names()) == sorted(other.names())
     assert (
-        make_plan(other, BuildConfig()).weight_bytes == make_plan(one, BuildConfig()).weight_bytes
+        make_build_plan(other, BuildConfig()).weight_bytes
+        == make_build_plan(one, BuildConfig()).weight_bytes
     )
 
 
@@ -80,7 +81,9 @@ def test_one_file_with_everything(folder: Path) -> None:
     )
     for name in FILES:
         (folder / name).unlink()
-    assert make_plan(open_checkpoint(folder), BuildConfig()).checkpoint.model_type == "minigpt4"
+    assert (
+        make_build_plan(open_checkpoint(folder), BuildConfig()).checkpoint.model_type == "minigpt4"
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +105,7 @@ def test_fewer_blocks_than_published(folder: Path) -> None:
     """Without minigpt4.json the published depth and heads hold, and what is missing is named."""
     (folder / "minigpt4.json").unlink()
     with pytest.raises((TensorMismatch, CheckpointError), match=r"blocks\.|heads"):
-        make_plan(open_checkpoint(folder), BuildConfig())
+        make_build_plan(open_checkpoint(folder), BuildConfig())
 
 
 @pytest.mark.parametrize(
@@ -122,7 +125,7 @@ def test_fewer_blocks_than_published(folder: Path) -> None:
 def test_settings_that_make_no_sense(folder: Path, settings: dict[str, object], says: str) -> None:
     (folder / "minigpt4.json").write_text(json.dumps(settings))
     with pytest.raises(CheckpointError, match=says):
-        make_plan(open_checkpoint(folder), BuildConfig())
+        make_build_plan(open_checkpoint(folder), BuildConfig())
 
 
 def test_another_language_model(folder: Path) -> None:
@@ -161,7 +164,7 @@ def test_a_projection_of_another_width(folder: Path) -> None:
     }
     torch.save(wrong, folder / FILES[2])
     with pytest.raises(TensorMismatch, match="llama_proj"):
-        make_plan(open_checkpoint(folder), BuildConfig())
+        make_build_plan(open_checkpoint(folder), BuildConfig())
 
 
 def test_a_name_that_is_not_there(minigpt4_folder: Path) -> None:

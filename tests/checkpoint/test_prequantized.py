@@ -40,7 +40,7 @@ def check_matrix(checkpoint: Checkpoint, drawn: writers.SeededMatrix, bits: int)
         "model.norm.weight",
     }
     assert checkpoint.tensor_info(NAME).shape == drawn.codes.shape
-    packed = checkpoint.read_packed(NAME)
+    packed = checkpoint.read_quantized_matrix(NAME)
     order = np.arange(len(drawn.group_index)) if packed.perm is None else packed.perm.numpy()
     shift = 0 if bits == 4 else 128
     assert np.array_equal(packed.codes.numpy().astype(np.int64) + shift, drawn.codes[:, order])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from modelmill.checkpoint import pull as module
-from modelmill.checkpoint.pull import SMOLLM2, PackagedModel, choose_files, pull
+from modelmill.checkpoint.pull import SMOLLM2, PackagedModel, choose_hub_files, pull
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, MissingDependency, UsageError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 20
@@ -142,27 +142,27 @@ def test_safetensors_are_preferred_and_code_is_never_chosen():
     ]
     weights = ["model-1.safetensors", "model.safetensors.index.json"]
     pickles = ["pytorch_model.bin", "m.gguf"]
-    assert choose_files("o/n", [*noise, *SIDE, *weights, *pickles]) == sorted([*SIDE, *weights])
+    assert choose_hub_files("o/n", [*noise, *SIDE, *weights, *pickles]) == sorted([*SIDE, *weights])
     more = "additional_chat_templates/tool_use.jinja"
-    assert more in choose_files("o/n", [*noise, *SIDE, *weights, more])
-    assert choose_files("o/n", [*noise, *SIDE, "pytorch_model.bin"]) == sorted(
+    assert more in choose_hub_files("o/n", [*noise, *SIDE, *weights, more])
+    assert choose_hub_files("o/n", [*noise, *SIDE, "pytorch_model.bin"]) == sorted(
         [*SIDE, "pytorch_model.bin"]
     )
-    assert choose_files("o/n", [*noise, *SIDE, "m.gguf"]) == ["m.gguf"]
+    assert choose_hub_files("o/n", [*noise, *SIDE, "m.gguf"]) == ["m.gguf"]
 
 
 def test_several_ggufs_ask_for_a_name():
     files = ["a.gguf", "b.gguf", "config.json"]
     with pytest.raises(CheckpointError, match=r"name one: o/n:a\.gguf"):
-        choose_files("o/n", files)
-    assert choose_files("o/n", files, "b.gguf") == ["b.gguf"]
+        choose_hub_files("o/n", files)
+    assert choose_hub_files("o/n", files, "b.gguf") == ["b.gguf"]
     with pytest.raises(CheckpointError, match=r"no GGUF file 'c\.gguf'"):
-        choose_files("o/n", files, "c.gguf")
+        choose_hub_files("o/n", files, "c.gguf")
 
 
 def test_repositories_without_weights_are_named():
     with pytest.raises(CheckpointError, match="o/n offers no safetensors"):
-        choose_files("o/n", ["config.json", "modeling.py"])
+        choose_hub_files("o/n", ["config.json", "modeling.py"])
 
 
 def hub(monkeypatch, files: list[str] | Exception, calls: list) -> None:
@@ -249,9 +249,9 @@ def test_a_complete_repository_is_opened_without_the_hub(tmp_path, monkeypatch):
         return folder
 
     monkeypatch.setattr(module, "_pull_hub", fetch)
-    path = module.pull_once("org/name", tmp_path)
+    path = module.pull_if_missing("org/name", tmp_path)
     monkeypatch.setattr(module, "_pull_hub", lambda *_: pytest.fail("the hub was asked again"))
-    assert module.pull_once("org/name", tmp_path) == path == tmp_path / "org--name"
+    assert module.pull_if_missing("org/name", tmp_path) == path == tmp_path / "org--name"
 
 
 def test_an_interrupted_download_is_no_complete_one(tmp_path, monkeypatch):
@@ -265,5 +265,5 @@ def test_an_interrupted_download_is_no_complete_one(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_pull_hub", fail)
     for _ in range(2):
         with pytest.raises(CheckpointError):
-            module.pull_once("org/name", tmp_path)
+            module.pull_if_missing("org/name", tmp_path)
     assert len(calls) == 2

@@ -6,7 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.checkpoint.container import TensorInfo
-from modelmill.checkpoint.rename import ResolvedRule, Rule, apply_rule, plan_renames, result_info
+from modelmill.checkpoint.rename import (
+    ResolvedRule,
+    Rule,
+    apply_rule,
+    plan_renames,
+    result_tensor_info,
+)
 from modelmill.core.errors import TensorMismatch
 
 TENSORS = {
@@ -108,7 +114,7 @@ def test_every_step_computes_what_it_says_and_predicts_its_shape(
     entry = ResolvedRule("t", sources, options)
     actual = apply_rule(entry, TENSORS.__getitem__, tensor_info if streamed else None)
     assert torch.equal(actual, expected())
-    predicted = result_info(entry, tensor_info)
+    predicted = result_tensor_info(entry, tensor_info)
     assert (predicted.name, predicted.shape, predicted.decoded_dtype) == (
         "t",
         tuple(actual.shape),
@@ -130,7 +136,7 @@ def test_every_step_computes_what_it_says_and_predicts_its_shape(
 def test_shapes_that_do_not_fit_are_named_before_and_while_loading(options, sources):
     entry = ResolvedRule("layer.weight", sources, options)
     with pytest.raises(TensorMismatch, match=r"layer\.weight"):
-        result_info(entry, tensor_info)
+        result_tensor_info(entry, tensor_info)
     with pytest.raises(TensorMismatch, match=r"layer\.weight"):
         apply_rule(entry, TENSORS.__getitem__)
 
@@ -150,7 +156,7 @@ def test_streaming_holds_one_source_at_a_time():
 
 
 def test_quantized_sources_are_promised_as_float32():
-    predicted = result_info(
+    predicted = result_tensor_info(
         ResolvedRule("t", ("x",), "copy"), lambda n: TensorInfo(n, (2, 32), "Q4_1", 40)
     )
     assert (predicted.dtype, predicted.nbytes) == ("float32", 256)
@@ -158,7 +164,7 @@ def test_quantized_sources_are_promised_as_float32():
 
 def test_mistakes_in_a_rule_are_ours_and_not_the_users():
     with pytest.raises(AssertionError):
-        result_info(ResolvedRule("t", ("q",), "rotate"), tensor_info)
+        result_tensor_info(ResolvedRule("t", ("q",), "rotate"), tensor_info)
     with pytest.raises(AssertionError):
         plan_renames([Rule("t", ("q",)), Rule("t", ("k",))], [], ["q", "k"])
 
@@ -206,4 +212,4 @@ def test_ranges_of_rows_are_scaled_and_rounded_once():
     bias = apply_rule(ResolvedRule("t", ("bias",), "scale_rows:4*3.0"), TENSORS.__getitem__)
     assert torch.equal(bias, TENSORS["bias"] * 3)
     with pytest.raises(TensorMismatch, match=r"has not 5 rows"):
-        result_info(ResolvedRule("t", ("q",), "scale_rows:5*2.0"), tensor_info)
+        result_tensor_info(ResolvedRule("t", ("q",), "scale_rows:5*2.0"), tensor_info)

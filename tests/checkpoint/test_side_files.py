@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import Mamba2Config
 
-from modelmill.checkpoint.side_files import read_json, tokenizer_files
+from modelmill.checkpoint.side_files import read_json, read_tokenizer_files
 from modelmill.core.errors import CorruptCheckpoint
 
 
@@ -38,4 +38,4 @@ def test_further_chat_templates_are_read_by_name(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     more = "additional_chat_templates/tool_use.jinja"
-    assert tokenizer_files(tmp_path) == {"tokenizer.json": b"{}", more: more.encode()}
+    assert read_tokenizer_files(tmp_path) == {"tokenizer.json": b"{}", more: more.encode()}

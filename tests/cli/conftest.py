@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.cli.main import execute
+from modelmill.cli.main import run_command_line
 from tests.optional_extras import skip_if_extra_missing
 
 
@@ -25,7 +25,7 @@ def checkpoint(shared: Path) -> Path:
 def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its engine in float32, accepted, built through the command line."""
     out = tmp_path_factory.mktemp("engines") / "stories.engine"
-    assert execute(["build", str(checkpoint), "-o", str(out), "--dtype", "float32"]) == 0
+    assert run_command_line(["build", str(checkpoint), "-o", str(out), "--dtype", "float32"]) == 0
     return out
 
 
@@ -52,7 +52,7 @@ def cli(
 
     def call(*words: object) -> tuple[int, Any, str]:
         capsys.readouterr()
-        code = execute([str(word) for word in words])
+        code = run_command_line([str(word) for word in words])
         torch.set_num_threads(threads)
         out = capsys.readouterr()
         skip_if_extra_missing(out.err)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from modelmill.cli.acceptance_tables import expert_tokens_line, worst_by_module, worst_experts
+from modelmill.cli.acceptance_tables import (
+    format_expert_tokens,
+    merge_experts_into_worst,
+    worst_layer_by_module,
+)
 
 
 def fact(layer: int, module: str, after: float, **more: object) -> dict[str, object]:
@@ -16,7 +20,7 @@ def test_experts_share_a_column_with_the_worst_of_them() -> None:
         fact(0, "mlp.experts.11.down_proj", 0.3),
         fact(1, "mlp.experts.3.down_proj", 0.1),
     ]
-    merged = worst_experts(facts)
+    merged = merge_experts_into_worst(facts)
     assert [(each["layer"], each["module"], each["after"]) for each in merged] == [
         (0, "attn.o_proj", 0.1),
         (0, "mlp.experts.*.down_proj", 0.3),
@@ -30,7 +34,7 @@ def test_the_worst_expert_of_all_layers_is_named() -> None:
          "max_abs": error, "tolerance": 1.0}
         for i, error in enumerate((0.1, 0.9, 0.4))
     ]  # fmt: skip
-    (worst,) = worst_by_module(rows)
+    (worst,) = worst_layer_by_module(rows)
     assert (worst["name"], worst["module"]) == (
         "layers.0.mlp.experts.1.up_proj",
         "mlp.experts.*.up_proj",
@@ -43,13 +47,13 @@ def test_experts_with_few_tokens_are_counted() -> None:
         for layer, expert, tokens in ((0, 0, 500), (0, 1, 64), (2, 7, 3))
         for name in ("gate_up_proj", "down_proj")
     ]
-    line = expert_tokens_line(facts)
+    line = format_expert_tokens(facts)
     assert line is not None
     assert line.startswith(
         "calibration tokens of an expert: least 3 (layer 2, experts.7), median 64"
     )
     assert "1 of 3 experts had fewer than 64" in line
-    few = expert_tokens_line(facts[:4])
+    few = format_expert_tokens(facts[:4])
     assert few is not None
     assert "fewer" not in few
-    assert expert_tokens_line([fact(0, "mlp.down_proj", 0.1)]) is None
+    assert format_expert_tokens([fact(0, "mlp.down_proj", 0.1)]) is None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.artifact.autotune_store import AutotuneRecord, record_path, record_to_bytes
+from modelmill.artifact.autotune_store import AutotuneRecord, encode_autotune_record, record_path
 from modelmill.artifact.manifest import Manifest
 from modelmill.builder import autotune_measure
 
@@ -28,7 +28,7 @@ def tuned(engine: Path, tmp_path: Path) -> Path:
     shutil.copytree(engine, copy)
     path = copy / record_path(H200)
     path.parent.mkdir()
-    path.write_bytes(record_to_bytes(TUNED))
+    path.write_bytes(encode_autotune_record(TUNED))
     return copy
 
 
@@ -102,17 +102,17 @@ def test_what_a_build_tunes_is_in_the_engine_before_it_is_judged(
 
     monkeypatch.setattr(autotune_measure, "autotune", lambda plan, progress: TUNED)
     judged = []
-    real = accepting.accept
+    real = accepting.accept_staged_engine
 
     def spy(staged: Path, *rest: Any, **more: Any) -> Any:
         judged.append((staged / record_path(H200)).exists())
         return real(staged, *rest, **more)
 
-    monkeypatch.setattr(accepting, "accept", spy)
+    monkeypatch.setattr(accepting, "accept_staged_engine", spy)
     out = tmp_path / "e.engine"
     assert cli("build", checkpoint, "-o", out, "--dtype", "float32", "--json")[0] == 0
     assert judged == [True]
-    assert (out / record_path(H200)).read_bytes() == record_to_bytes(TUNED)
+    assert (out / record_path(H200)).read_bytes() == encode_autotune_record(TUNED)
     assert (
         cli("build", checkpoint, "-o", out, "--dtype", "float32", "--no-tune", "--force", "--json")[
             0

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from modelmill.cli.bench_report import show_table
+from modelmill.cli.bench_report import show_bench_table
 from modelmill.eval import throughput
+from modelmill.eval.bench_targets import TargetRun
 from modelmill.eval.datasets import BenchRequest
-from modelmill.eval.targets import TargetRun
 
 
 class Timed:
@@ -40,7 +40,7 @@ def test_first_tokens_of_throughput_are_the_last_runs_requests(
         "quantization": "none",
         "device": "cpu",
     }
-    show_table({**about, "results": [each.to_dict() for each in results]})
+    show_bench_table({**about, "results": [each.to_dict() for each in results]})
     out = capsys.readouterr().out
     assert "of 2 runs" in out.replace("\n", " ")
     assert "first token: of the 20 requests of the last run" in out

@@ -30,11 +30,11 @@ def fake_server(monkeypatch: pytest.MonkeyPatch) -> None:
         good = [RequestTiming(0.0, [0.1, 0.2 + 0.1 * place], 5, 2) for place in range(4)]
         return [*good, RequestTiming(0.0, error="gone")], 2.0
 
-    async def first_model(self: Any) -> str:
+    async def first_text_model_id(self: Any) -> str:
         return "m"
 
-    monkeypatch.setattr(serving_load, "run_load", run)
-    monkeypatch.setattr(openai_client.OpenAIClient, "first_model", first_model)
+    monkeypatch.setattr(serving_load, "run_serving_load", run)
+    monkeypatch.setattr(openai_client.OpenAIClient, "first_text_model_id", first_text_model_id)
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -109,7 +109,7 @@ def test_lines_of_earlier_chats_come_back(
     chat_input.start_line_editing()
     readline.add_history("What is a watermill?")
     registered[0]()
-    file = chat_input.history_file()
+    file = chat_input.chat_history_file()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     readline.clear_history()
     chat_input.start_line_editing()

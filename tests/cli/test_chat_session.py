@@ -13,7 +13,7 @@ import pytest
 
 from modelmill.cli.chat import ChatSession
 from modelmill.cli.chat_model import ChatDelta, ChatSettings
-from modelmill.cli.remote_chat import read_pieces, settings_fields
+from modelmill.cli.remote_chat import generation_settings_fields, parse_delta_pieces
 from modelmill.core.errors import RequestError, UsageError
 from modelmill.core.types import SamplingParams
 from modelmill.outputs import CompletionOutput, RequestOutput
@@ -126,19 +126,19 @@ def test_a_wrong_setting_changes_nothing(line: str, capsys: pytest.CaptureFixtur
 
 def test_what_a_server_is_sent_and_answers() -> None:
     settings = ChatSettings(tuple(TOOLS), False, 9)
-    assert settings_fields(ChatSettings()) == {}
-    assert settings_fields(settings) == {
+    assert generation_settings_fields(ChatSettings()) == {}
+    assert generation_settings_fields(settings) == {
         "tools": TOOLS,
         "chat_template_kwargs": {"enable_thinking": False},
         "thinking_token_budget": 9,
     }
     call = {"index": 0, "id": "c1", "function": {"name": "weather", "arguments": "{"}}
-    assert read_pieces({"reasoning": "Hm", "content": "So", "tool_calls": [call]}) == [
+    assert parse_delta_pieces({"reasoning": "Hm", "content": "So", "tool_calls": [call]}) == [
         ReasoningDelta("Hm"),
         "So",
         ToolCallDelta(0, "{", "c1", "weather"),
     ]
-    assert read_pieces({"role": "assistant", "content": ""}) == []
+    assert parse_delta_pieces({"role": "assistant", "content": ""}) == []
 
 
 def test_an_engine_is_changed_for_another(

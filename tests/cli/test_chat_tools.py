@@ -10,10 +10,10 @@ import pytest
 
 from modelmill.cli.chat_tools import (
     ask_tool_results,
-    call_message,
     format_call,
     format_tools,
-    read_tools,
+    make_call_message,
+    read_tool_definitions,
 )
 from modelmill.core.errors import UsageError
 from modelmill.text.answer_pieces import ParsedToolCall
@@ -34,7 +34,7 @@ CALLS = [ParsedToolCall("a", "weather", '{"city": "Rome"}'), ParsedToolCall("b",
 def test_a_file_of_tools(tmp_path: Path, wrapped: bool) -> None:
     file = tmp_path / "tools.json"
     file.write_text(json.dumps({"tools": [WEATHER, TIME]} if wrapped else [WEATHER, TIME]))
-    tools = read_tools(file)
+    tools = read_tool_definitions(file)
     assert tools == (WEATHER, TIME)
     assert format_tools(tools).splitlines() == ["weather(city, day): Weather of a city", "time()"]
 
@@ -56,12 +56,12 @@ def test_a_file_that_is_no_list_of_tools(tmp_path: Path, text: str, message: str
     file = tmp_path / "tools.json"
     file.write_text(text)
     with pytest.raises(UsageError, match=message):
-        read_tools(file)
+        read_tool_definitions(file)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read"):
-        read_tools(tmp_path / "none.json")
+        read_tool_definitions(tmp_path / "none.json")
 
 
 def test_results_are_typed_or_read_from_a_file(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_an_empty_result_leaves_the_calls_open(line: str | None) -> None:
 
 def test_how_calls_are_shown_and_stored() -> None:
     assert format_call(CALLS[0]) == '[call] weather({"city": "Rome"})'
-    message = call_message("So:", CALLS[:1])
+    message = make_call_message("So:", CALLS[:1])
     assert message["content"] == "So:"
     assert message["tool_calls"] == [
         {

@@ -11,7 +11,7 @@ import torch
 
 from modelmill.artifact.store import Artifact
 from modelmill.cli import doctor
-from modelmill.cli.main import execute
+from modelmill.cli.main import run_command_line
 from modelmill.loader import model_loader
 from modelmill.models import gemma2
 from tests.models.all_families import CASES
@@ -20,7 +20,7 @@ from tests.models.all_families import CASES
 def test_the_report_for_an_issue_has_the_versions_and_no_path(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert execute(["doctor", "--report"]) == 0
+    assert run_command_line(["doctor", "--report"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert all(line.startswith("* ") for line in lines)
     assert lines[0].startswith("* modelmill ")
@@ -37,7 +37,7 @@ def test_on_an_amd_gpu_each_kernel_that_is_not_offered_has_its_reason() -> None:
     from tools.gpu_generations import GENERATIONS, fake_gpu
 
     with fake_gpu(GENERATIONS[0], hip="6.4"):
-        rows = {row["op"]: row for row in doctor._kernels(torch) if row["device"] == "cuda"}
+        rows = {row["op"]: row for row in doctor._kernel_facts(torch) if row["device"] == "cuda"}
     attention = rows["paged_attention"]
     assert attention["chosen"] == "torch"
     assert attention["available"] == ["torch"]
@@ -54,6 +54,6 @@ def test_an_engine_says_which_layers_keep_which_pages(monkeypatch: pytest.Monkey
     manifest = SimpleNamespace(build={"target": "cpu"}, max_model_len=512, weight_formats={})
     engine = cast(Artifact, SimpleNamespace(manifest=manifest))
     expected = [{"window": None, "layers": 3}, {"window": 20, "layers": 3}]
-    assert doctor._kv_windows(engine) == expected
+    assert doctor._count_layers_by_kv_window(engine) == expected
     manifest.max_model_len = 20
-    assert doctor._kv_windows(engine) == [{"window": None, "layers": 6}]
+    assert doctor._count_layers_by_kv_window(engine) == [{"window": None, "layers": 6}]

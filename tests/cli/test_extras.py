@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from modelmill.cli.main import execute
+from modelmill.cli.main import run_command_line
 
 ABSENT = Path("no-such.engine")
 PLOT = ("--plot", "x.png")
@@ -45,7 +45,7 @@ def test_an_absent_extra_is_said_first(
     words: tuple[object, ...],
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # as where it is not installed
-    assert execute([str(word) for word in words]) == 1
+    assert run_command_line([str(word) for word in words]) == 1
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from modelmill.cli import main as command
-from modelmill.cli.help_page import usage
-from modelmill.cli.options import collect_flags
-from modelmill.core.registry import find_module
+from modelmill.cli.help_page import usage_line
+from modelmill.cli.options import collect_cli_parameters
+from modelmill.core.module_lookup import import_module_if_exists
 
 WIDTHS = (40, 60, 80, 100, 120)
-VERBS = command.verbs()
+VERBS = command.list_subcommands()
 MISSING = {
     "build": "CHECKPOINT",
     "compare": "ENGINE",
@@ -36,7 +36,7 @@ def page(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int, *words: str
 ) -> str:
     monkeypatch.setenv("COLUMNS", str(width))
-    assert command.execute([*words, "--help"]) == 0
+    assert command.run_command_line([*words, "--help"]) == 0
     return capsys.readouterr().out
 
 
@@ -47,9 +47,9 @@ def test_every_name_is_whole(
 ) -> None:
     help_text = page(monkeypatch, capsys, width, verb)
     words = {word.rstrip(",") for word in help_text.split()}
-    module = find_module("modelmill.cli", verb)
+    module = import_module_if_exists("modelmill.cli", verb)
     assert module is not None
-    for flag in collect_flags(module.Args):
+    for flag in collect_cli_parameters(module.Args):
         if flag.hidden:
             continue
         names = [flag.label] if flag.positional else [f"--{name}" for name in flag.names]
@@ -66,7 +66,7 @@ def test_lines_keep_to_the_width_but_for_what_is_copied(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
     help_text = page(monkeypatch, capsys, 80, verb)
-    module = find_module("modelmill.cli", verb)
+    module = import_module_if_exists("modelmill.cli", verb)
     epilog_lines = {line.strip() for line in getattr(module, "EPILOG", "").splitlines()}
     for line in help_text.splitlines():
         assert len(line) <= 80 or line.strip() in epilog_lines or line.startswith("Usage: "), line
@@ -76,7 +76,7 @@ def test_lines_keep_to_the_width_but_for_what_is_copied(
 def test_examples_are_there_as_they_can_be_copied(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
-    module = find_module("modelmill.cli", verb)
+    module = import_module_if_exists("modelmill.cli", verb)
     assert module is not None
     examples = [
         line.strip()
@@ -86,7 +86,7 @@ def test_examples_are_there_as_they_can_be_copied(
     assert verb in ("inspect", "doctor") or examples
     help_lines = page(monkeypatch, capsys, 60, verb).splitlines()
     assert all(f"  {example}" in help_lines for example in examples if example)
-    assert help_lines[0] == f"Usage: {usage(verb, module)}"
+    assert help_lines[0] == f"Usage: {usage_line(verb, module)}"
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -107,10 +107,10 @@ def test_a_missing_argument_shows_the_usage(
 ) -> None:
     code, out, err = cli(verb)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    module = find_module("modelmill.cli", verb)
+    module = import_module_if_exists("modelmill.cli", verb)
     assert module is not None
     assert MISSING[verb] in err.partition(";")[0]
-    assert f"the form is: {usage(verb, module)}" in err
+    assert f"the form is: {usage_line(verb, module)}" in err
     if "Examples:" in getattr(module, "EPILOG", ""):
         assert f"for example: modelmill {verb} " in err
 
@@ -136,8 +136,8 @@ def test_pages_are_coloured_on_a_terminal_only(
 
     assert "\x1b" not in page(monkeypatch, capsys, 80, "run")
     monkeypatch.setattr(help_page, "_use_color", lambda: True)
-    module = find_module("modelmill.cli", "run")
+    module = import_module_if_exists("modelmill.cli", "run")
     assert module is not None
-    help_text = help_page.verb_page("run", module, 80)
+    help_text = help_page.subcommand_help_page("run", module, 80)
     assert "\x1b[36m--raw\x1b[0m" in help_text
     assert re.sub(r"\x1b\[\d+m", "", help_text) == page(monkeypatch, capsys, 80, "run")

@@ -12,7 +12,7 @@ import pytest
 from modelmill import llm
 from modelmill.checkpoint import pull
 from modelmill.cli import compare
-from modelmill.cli.main import execute
+from modelmill.cli.main import run_command_line
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError
 
@@ -41,14 +41,14 @@ def hub(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[s
 def test_a_name_is_inspected_built_compared_and_run(
     hub: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert execute(["inspect", NAME, "--json"]) == 0
+    assert run_command_line(["inspect", NAME, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["model_type"] == "llama"
-    assert execute(["build", NAME, "-o", "a.engine", "--dtype", "float32", "--quiet"]) == 0
-    assert execute(["compare", "a.engine", NAME]) == 0
-    assert execute(["compare", NAME, NAME, "--dtype", "float32"]) == 0
+    assert run_command_line(["build", NAME, "-o", "a.engine", "--dtype", "float32", "--quiet"]) == 0
+    assert run_command_line(["compare", "a.engine", NAME]) == 0
+    assert run_command_line(["compare", NAME, NAME, "--dtype", "float32"]) == 0
     command = ["run", NAME, "--dtype", "float32", "--prompt", "Once upon a time"]
     capsys.readouterr()
-    assert execute([*command, "--temperature", "0", "--max-tokens", "4"]) == 0
+    assert run_command_line([*command, "--temperature", "0", "--max-tokens", "4"]) == 0
     assert capsys.readouterr().out.startswith(", there was")
     assert hub == [NAME], "complete files are used again"
 
@@ -64,9 +64,9 @@ def test_compiling_is_announced_before_an_engine_is_planned(
 
     announced: list[str] = []
     monkeypatch.setattr(llm, "compile_cpu_kernels", lambda name, _: announced.append(name))
-    monkeypatch.setattr("modelmill.builder.plan.make_plan", plan)
+    monkeypatch.setattr("modelmill.builder.plan.make_build_plan", plan)
     with pytest.raises(Planned):
-        llm.ensure_engine(shared / "data/models/stories260K", BuildConfig(target="cpu"))
+        llm.ensure_cached_engine(shared / "data/models/stories260K", BuildConfig(target="cpu"))
     assert announced == ["cpu"]
 
 
@@ -74,8 +74,8 @@ def test_a_mistyped_path_does_not_ask_the_hub(
     hub: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "models").mkdir()
-    assert execute(["run", "models/absent", "--prompt", "x"]) != 0
-    assert execute(["serve", "models/absent"]) == 2
+    assert run_command_line(["run", "models/absent", "--prompt", "x"]) != 0
+    assert run_command_line(["serve", "models/absent"]) == 2
     assert "models/absent" in capsys.readouterr().err
     assert hub == []
 
@@ -91,11 +91,11 @@ def test_pulling_is_shown_before_opening_not_inside_it(monkeypatch: pytest.Monke
         yield lambda *_: None
         shown.remove(label)
 
-    def pull_once(*_: object) -> Path:
+    def pull_if_missing(*_: object) -> Path:
         pulled_beside.append(list(shown))
         raise CheckpointError("no network")
 
     monkeypatch.setattr(compare, "show_progress", show)
-    monkeypatch.setattr(compare, "resolve_model_path", pull_once)
-    assert execute(["compare", NAME, NAME]) == 1
+    monkeypatch.setattr(compare, "resolve_model_path", pull_if_missing)
+    assert run_command_line(["compare", NAME, NAME]) == 1
     assert pulled_beside == [[]]

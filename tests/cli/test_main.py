@@ -25,8 +25,8 @@ class Args(CommonArgs):
 def install(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
     module = types.ModuleType("modelmill.cli.probe")
     module.HELP, module.Args, module.run = "a probe", Args, run  # type: ignore[attr-defined]
-    monkeypatch.setattr(command, "verbs", lambda: ["probe", "other"])
-    monkeypatch.setattr(command, "find_module", lambda package, name: module)
+    monkeypatch.setattr(command, "list_subcommands", lambda: ["probe", "other"])
+    monkeypatch.setattr(command, "import_module_if_exists", lambda package, name: module)
 
 
 def raising(error: BaseException) -> Any:
@@ -56,7 +56,7 @@ def test_mistakes_are_one_line(
     message: str,
 ) -> None:
     install(monkeypatch, raising(error))
-    assert command.execute(["probe"]) == code
+    assert command.run_command_line(["probe"]) == code
     out = capsys.readouterr()
     assert (out.out, out.err) == ("", message)
 
@@ -64,13 +64,13 @@ def test_mistakes_are_one_line(
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, raising(ZeroDivisionError("a bug")))
     with pytest.raises(ZeroDivisionError):
-        command.execute(["probe"])
+        command.run_command_line(["probe"])
 
 
 def test_the_exit_code_is_the_verbs(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, lambda args: 7)
-    assert command.execute(["probe"]) == 7
-    assert command.execute(["probe", "--json"]) == 7
+    assert command.run_command_line(["probe"]) == 7
+    assert command.run_command_line(["probe", "--json"]) == 7
     with pytest.raises(SystemExit) as caught:
         command.main(["probe"])
     assert caught.value.code == 7
@@ -93,18 +93,18 @@ def test_unknown_words(
     message: str,
 ) -> None:
     install(monkeypatch, lambda args: 0)
-    assert command.execute(words) == 2
+    assert command.run_command_line(words) == 2
     out = capsys.readouterr()
     assert message in out.err
     assert out.err.count("\n") == 1
 
 
 def test_help_of_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.execute(["--help"]) == 0
+    assert command.run_command_line(["--help"]) == 0
     out = capsys.readouterr().out
-    for name in command.verbs():
+    for name in command.list_subcommands():
         assert name in out
-        assert command.execute([name, "--help"]) == 0
+        assert command.run_command_line([name, "--help"]) == 0
         page = capsys.readouterr().out
         assert "--json" in page
         assert "--config" in page
@@ -119,13 +119,13 @@ def test_help_of_everything(capsys: pytest.CaptureFixture[str]) -> None:
         "summarize",
         "bench",
         "doctor",
-    } <= set(command.verbs())
+    } <= set(command.list_subcommands())
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     from modelmill import __version__
 
-    assert command.execute(["--version"]) == 0
+    assert command.run_command_line(["--version"]) == 0
     assert capsys.readouterr().out == f"modelmill {__version__}\n"
 
 
@@ -143,7 +143,7 @@ def modelmill(*words: str, **more: Any) -> subprocess.CompletedProcess[str]:
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys\nfrom modelmill.cli.main import "
-        "execute\nexecute(['--help'])\nexecute(['bench', '--help'])\n"
+        "run_command_line\nrun_command_line(['--help'])\nrun_command_line(['bench', '--help'])\n"
         "heavy = {'torch', 'numpy', 'transformers', 'tokenizers', 'matplotlib', 'pydantic'} & "
         "set(sys.modules)\n"
         "assert heavy <= {'pydantic'}, heavy\n"
@@ -185,7 +185,7 @@ def test_completion() -> None:
 
 
 def test_alone_it_shows_the_help_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.execute([]) == 2
+    assert command.run_command_line([]) == 2
     out, err = capsys.readouterr()
     assert "Commands" in out + err
     assert "(flags:" not in err
@@ -206,9 +206,9 @@ def test_a_refused_value_of_the_environment_names_its_variable(
 ) -> None:
     flag = "--" + variable.removeprefix("MODELMILL_").lower().replace("_", "-")
     monkeypatch.setenv(variable, value)
-    assert command.execute(["run", "an.engine", "--prompt", "hi"]) == 2
+    assert command.run_command_line(["run", "an.engine", "--prompt", "hi"]) == 2
     assert f"invalid value in {variable} for '{flag}'" in capsys.readouterr().err
-    assert command.execute(["run", "an.engine", "--prompt", "hi", flag, value]) == 2
+    assert command.run_command_line(["run", "an.engine", "--prompt", "hi", flag, value]) == 2
     err = capsys.readouterr().err
     assert f"invalid value for '{flag}'" in err
     assert variable not in err

@@ -21,13 +21,13 @@ from modelmill.cli.engine_options import (
 from modelmill.cli.options import (
     CommonArgs,
     _parse_value,
-    collect_flags,
+    collect_cli_parameters,
     config_field,
-    flag_variable,
+    flag_env_variable,
 )
-from modelmill.core.config import BuildConfig, RunConfig, non_default_fields, option
+from modelmill.core.config import BuildConfig, RunConfig, non_default_fields, option_field
 from modelmill.core.errors import UsageError
-from modelmill.core.registry import find_module
+from modelmill.core.module_lookup import import_module_if_exists
 from modelmill.core.types import SamplingParams
 
 
@@ -35,13 +35,13 @@ from modelmill.core.types import SamplingParams
 class Args(CommonArgs):
     """Every kind of field."""
 
-    engine: Path = option(help="the engine", positional=True, metavar="ENGINE")
-    data: Path | None = option(None, "data", required=True)
-    ratio: float | None = option(None, "a ratio")
-    bare: bool = option(False, "no negative", flags=("--bare",))
-    sizes: tuple[int, ...] = option((1, 2), "sizes")
-    two: tuple[str, str] | None = option(None, "two values")
-    what: str = option("a", "a choice", choices=("a", "b"), flags=("-w",))
+    engine: Path = option_field(help="the engine", positional=True, metavar="ENGINE")
+    data: Path | None = option_field(None, "data", required=True)
+    ratio: float | None = option_field(None, "a ratio")
+    bare: bool = option_field(False, "no negative", flags=("--bare",))
+    sizes: tuple[int, ...] = option_field((1, 2), "sizes")
+    two: tuple[str, str] | None = option_field(None, "two values")
+    what: str = option_field("a", "a choice", choices=("a", "b"), flags=("-w",))
     build: BuildConfig = config_field(BuildConfig, "Build", exclude=("calibration",))
     run: RunConfig = config_field(RunConfig, "Run")
     sampling: SamplingParams = config_field(SamplingParams, "Sampling")
@@ -64,18 +64,18 @@ def probe(monkeypatch: pytest.MonkeyPatch) -> Probe:
     module = types.ModuleType("modelmill.cli.probe")
     module.HELP, module.Args, module.run = "a probe", Args, result.run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "modelmill.cli.probe", module)
-    monkeypatch.setattr(command, "verbs", lambda: ["probe"])
-    monkeypatch.setattr(command, "find_module", lambda package, name: module)
+    monkeypatch.setattr(command, "list_subcommands", lambda: ["probe"])
+    monkeypatch.setattr(command, "import_module_if_exists", lambda package, name: module)
     return result
 
 
 def parse(probe: Probe, *words: str) -> Args:
-    assert command.execute(["probe", "e", "--data", "d", *words]) == 0
+    assert command.run_command_line(["probe", "e", "--data", "d", *words]) == 0
     return probe.args  # type: ignore[no-any-return]
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert command.execute(["probe", *words]) == 2
+    assert command.run_command_line(["probe", *words]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("modelmill: ")
@@ -220,7 +220,7 @@ def test_mistakes_in_a_variable(
 def test_required_flags_may_stand_in_the_file(probe: Probe, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("data: from-file\nratio: 1\nbare: true\n")
-    assert command.execute(["probe", "e", "--config", str(path)]) == 0
+    assert command.run_command_line(["probe", "e", "--config", str(path)]) == 0
     assert (probe.args.data, probe.args.ratio, probe.args.bare) == (Path("from-file"), 1.0, True)
 
 
@@ -275,18 +275,18 @@ def test_mistakes_on_the_command_line(
 
 
 def test_flags_stand_once_with_help_and_a_variable() -> None:
-    for name in command.verbs():
-        module = find_module("modelmill.cli", name)
+    for name in command.list_subcommands():
+        module = import_module_if_exists("modelmill.cli", name)
         assert module is not None
-        flags = collect_flags(module.Args)
+        flags = collect_cli_parameters(module.Args)
         longs = [each for flag in flags for each in flag.names]
         assert len(longs) == len(set(longs))
         assert {"json", "config"} <= set(longs)
         for flag in flags:
             assert flag.help, f"{name} --{flag.long} has no help"
             for each in flag.names:
-                assert flag_variable(each).startswith("MODELMILL_")
-                assert not flag_variable(each).startswith("MODELMILL_CACHE"), (
+                assert flag_env_variable(each).startswith("MODELMILL_")
+                assert not flag_env_variable(each).startswith("MODELMILL_CACHE"), (
                     "that variable names the cache folder"
                 )
 
@@ -314,7 +314,7 @@ def test_an_engine_makes_room_for_the_reference_unless_a_size_is_set() -> None:
 
 
 def test_every_byte_option_takes_a_unit() -> None:
-    flags = {flag.name: flag for flag in collect_flags(serve.Args)}
+    flags = {flag.name: flag for flag in collect_cli_parameters(serve.Args)}
     sizes = {name for name, flag in flags.items() if flag.is_bytes}
     assert sizes == {
         "answer_history_bytes",

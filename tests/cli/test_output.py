@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from modelmill.cli import output
-from modelmill.cli.main import execute
-from modelmill.progress import LogProgress, format_progress
+from modelmill.cli.main import run_command_line
+from modelmill.progress_display import LogProgress, format_progress
 from tests.wait import wait_until
 
 FULL = Path("/dev/full")
@@ -80,7 +80,7 @@ def test_an_answer_ends_where_no_client_reads_it(
     with os.fdopen(broken_pipe(), "w") as out, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", out)
         with output.tolerate_closed_output():
-            code = execute([*words, "--temperature", "0", "--threads", "1", *flags])
+            code = run_command_line([*words, "--temperature", "0", "--threads", "1", *flags])
     torch.set_num_threads(threads)
     err = capsys.readouterr().err
     assert code == 0, err

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from modelmill.checkpoint.pull import download_wheel
 from modelmill.cli import main as command
 from modelmill.core import disk_errors
-from modelmill.core.registry import find_module
+from modelmill.core.module_lookup import import_module_if_exists
 from tests.cli.checkpoint_copy import change_config, copy_checkpoint
 
 Cli = Callable[..., tuple[int, Any, str]]
@@ -216,11 +216,11 @@ def test_every_refusal_of_the_system_is_one_line_in_every_verb(
     def raise_os_error(_: Any) -> int:
         raise OSError(number, os.strerror(number), "/some/file")
 
-    module = find_module("modelmill.cli", "doctor")
+    module = import_module_if_exists("modelmill.cli", "doctor")
     assert module is not None
     monkeypatch.setattr(module, "run", raise_os_error)
     monkeypatch.setattr(raise_os_error, "__module__", "modelmill.cli.doctor", raising=False)
-    assert command.execute(["doctor"]) == 1
+    assert command.run_command_line(["doctor"]) == 1
     err = capsys.readouterr().err
     assert err.startswith(f"modelmill: /some/file: {os.strerror(number)}; ")
     assert err.count("\n") == 1

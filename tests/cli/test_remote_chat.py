@@ -15,7 +15,7 @@ import pytest
 
 from modelmill.cli.chat import ChatSession
 from modelmill.cli.chat_model import ChatSettings
-from modelmill.cli.remote_chat import RemoteChat
+from modelmill.cli.remote_chat import RemoteChatModel
 from modelmill.core.types import SamplingParams
 from modelmill.eval.openai_client import OpenAIClient
 
@@ -85,17 +85,17 @@ class Suggesting(Page):
 
 
 @pytest.fixture
-def suggesting() -> Iterator[RemoteChat]:
+def suggesting() -> Iterator[RemoteChatModel]:
     Suggesting.bodies.clear()
     with HTTPServer(("127.0.0.1", 0), Suggesting) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        remote = RemoteChat(OpenAIClient.from_url(f"http://127.0.0.1:{server.server_port}"))
+        remote = RemoteChatModel(OpenAIClient.from_url(f"http://127.0.0.1:{server.server_port}"))
         yield remote
         remote.close()
         server.shutdown()
 
 
-def test_people_get_the_suggested_sampling_as_a_group(suggesting: RemoteChat) -> None:
+def test_people_get_the_suggested_sampling_as_a_group(suggesting: RemoteChatModel) -> None:
     """As on the page: not beside one that is set, and not where the checkpoint has its own."""
     fields = ("temperature", "top_k", "top_p")
     for params in (SamplingParams(), SamplingParams(top_k=5), SamplingParams(max_tokens=3)):
@@ -108,7 +108,7 @@ def test_people_get_the_suggested_sampling_as_a_group(suggesting: RemoteChat) ->
 
 
 def test_tokens_that_were_not_counted_are_not_told_as_none(
-    suggesting: RemoteChat, capsys: pytest.CaptureFixture[str]
+    suggesting: RemoteChatModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An answer that was stopped: the server's count would have come at its end."""
     assert ChatSession(suggesting, SamplingParams(), None).handle_line("Hello")
@@ -117,7 +117,7 @@ def test_tokens_that_were_not_counted_are_not_told_as_none(
     assert re.fullmatch(r"modelmill: first token after [\d.]+ s, [\d.]+ s in all\n", err)
 
 
-def test_an_answer_that_is_stopped_leaves_no_task(suggesting: RemoteChat) -> None:
+def test_an_answer_that_is_stopped_leaves_no_task(suggesting: RemoteChatModel) -> None:
     """At exit asyncio would report one that is pending."""
     answer: Any = suggesting.stream(
         [{"role": "user", "content": "Hello"}], SamplingParams(), ChatSettings()
@@ -134,7 +134,7 @@ def test_models_of_the_server_are_listed_and_chosen(
     with HTTPServer(("127.0.0.1", 0), Models) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         client = OpenAIClient.from_url(f"http://127.0.0.1:{server.server_port}")
-        remote = RemoteChat(client)
+        remote = RemoteChatModel(client)
         session = ChatSession(remote, SamplingParams(), None)
         assert remote.model == "small"
         for line in ("/model", "/model large", "/model", "/model sam"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from modelmill.cli.run import note_speed, output_to_json
+from modelmill.cli.run import output_to_json, print_speed
 from modelmill.outputs import CompletionOutput, RequestOutput
 
 
@@ -36,7 +36,7 @@ def test_each_answer_of_a_prompt_has_a_first_token(
 ) -> None:
     request_output = answer(counts) if counts else answer([0])
     assert output_to_json(request_output, 9.0)["timing"]["tokens_per_s"] == pytest.approx(rate)
-    note_speed([request_output], 3.0)
+    print_speed([request_output], 3.0)
     assert f" {rate:.1f} tokens/s" in capsys.readouterr().err
 
 
@@ -44,6 +44,6 @@ def test_beams_and_several_prompts_are_counted_whole(capsys: pytest.CaptureFixtu
     assert output_to_json(answer([4, 4], score=-1.0), 9.0)["timing"][
         "tokens_per_s"
     ] == pytest.approx(8 / 3)
-    note_speed([answer([3]), answer([3])], 3.0)
+    print_speed([answer([3]), answer([3])], 3.0)
     assert "first token" not in (err := capsys.readouterr().err)
     assert "2.0 tokens/s" in err

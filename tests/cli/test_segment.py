@@ -11,12 +11,12 @@ import PIL.Image
 import pytest
 import torch
 
-from modelmill.cli.main import execute
+from modelmill.cli.main import run_command_line
 from modelmill.core.config import BuildConfig
 from modelmill.llm import build_engine
 from modelmill.models import sam
 from modelmill.nn.vision_context import VisionContext
-from modelmill.progress import LogProgress
+from modelmill.progress_display import LogProgress
 from tests.models.sam_seeded import small_file
 from tests.vision.coco_rle import decode_rle, from_coco_rle
 
@@ -40,7 +40,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 def run_segment(*words: object) -> int:
-    return execute(["segment", *map(str, words)])
+    return run_command_line(["segment", *map(str, words)])
 
 
 def test_json_overlay_masks_and_run_lengths(
@@ -314,7 +314,9 @@ def test_bad_pictures_are_one_line(
 @pytest.mark.parametrize("verb", [["run", "--prompt", "x"], ["chat"], ["bench"]])
 def test_other_verbs_refuse_in_one_line(engine: Path, verb: list[str], capsys) -> None:
     assert (
-        execute([*verb[:1], *(["latency"] if verb[0] == "bench" else []), str(engine), *verb[1:]])
+        run_command_line(
+            [*verb[:1], *(["latency"] if verb[0] == "bench" else []), str(engine), *verb[1:]]
+        )
         == 2
     )
     err = capsys.readouterr().err
@@ -323,25 +325,25 @@ def test_other_verbs_refuse_in_one_line(engine: Path, verb: list[str], capsys) -
 
 
 def test_inspect_and_build_show_it(engine: Path, tmp_path: Path, capsys) -> None:
-    assert execute(["inspect", str(engine)]) == 0
+    assert run_command_line(["inspect", str(engine)]) == 0
     assert "ViT, 2 × 48" in capsys.readouterr().out
     source = small_file(tmp_path)
-    assert execute(["inspect", str(source)]) == 0
-    assert execute(["build", str(source), "-o", str(tmp_path / "new.engine")]) == 0
+    assert run_command_line(["inspect", str(source)]) == 0
+    assert run_command_line(["build", str(source), "-o", str(tmp_path / "new.engine")]) == 0
     out = capsys.readouterr().out
     assert "IoU with the reference" in out
     assert "modelmill segment" in out
-    assert execute(["inspect", str(tmp_path / "new.engine")]) == 0
+    assert run_command_line(["inspect", str(tmp_path / "new.engine")]) == 0
     assert "numerical noise" in capsys.readouterr().out
 
 
 def test_compare_judges_it_again(engine: Path, tmp_path: Path, capsys) -> None:
-    assert execute(["compare", str(engine), str(small_file(tmp_path)), "--json"]) == 0
+    assert run_command_line(["compare", str(engine), str(small_file(tmp_path)), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"] == "numerical noise"
-    assert execute(["compare", str(engine), str(small_file(tmp_path, seed=1))]) == 1
+    assert run_command_line(["compare", str(engine), str(small_file(tmp_path, seed=1))]) == 1
     assert "bug at" in capsys.readouterr().out.partition("why")[2]
     for flag in (["--plot", str(tmp_path / "x.png")], ["--all"]):
-        assert execute(["compare", str(engine), str(small_file(tmp_path)), *flag]) == 2
+        assert run_command_line(["compare", str(engine), str(small_file(tmp_path)), *flag]) == 2
         assert "--plot and --all" in capsys.readouterr().err
 
 
@@ -394,7 +396,7 @@ def test_a_checkpoint_in_8_bits(
 
 
 def test_the_plan_of_8_bits_says_what_is_rounded(tmp_path: Path, capsys) -> None:
-    assert execute(["build", str(small_file(tmp_path)), "--dry-run", "-q", "fp8"]) == 0
+    assert run_command_line(["build", str(small_file(tmp_path)), "--dry-run", "-q", "fp8"]) == 0
     plan_text = " ".join(capsys.readouterr().out.split())
     assert (
         "weights of the encoder's linear layers in 8 bits, activations too, scaled by token"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from modelmill.artifact.store import open_artifact
-from modelmill.cli.serve_catalogue import sequence_kv_bytes
+from modelmill.cli.serve_catalogue import estimate_sequence_kv_bytes
 from modelmill.core.config import RunConfig
 from modelmill.loader.capacity import activation_dtype
 from modelmill.loader.model_loader import build_rank_model
@@ -28,11 +28,11 @@ def test_the_estimate_is_what_a_worker_needs(stories: Path, options: dict[str, A
     tokens = run.max_model_len or artifact.manifest.max_model_len
     pages = -(-tokens // run.page_size) + 1
     actual = pages * model.kv.page_bytes(run.page_size, dtype)
-    assert sequence_kv_bytes(artifact.manifest, run) == actual
+    assert estimate_sequence_kv_bytes(artifact.manifest, run) == actual
 
 
 def test_a_config_of_other_names_has_no_estimate() -> None:
     manifest: Any = SimpleNamespace(
         config={"d_model": 64}, build={"dtype": "bfloat16"}, max_model_len=128
     )
-    assert sequence_kv_bytes(manifest, RunConfig()) == 0
+    assert estimate_sequence_kv_bytes(manifest, RunConfig()) == 0

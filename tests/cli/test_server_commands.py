@@ -18,13 +18,13 @@ import psutil
 import pytest
 
 from modelmill.cli import launch, ps, stop
-from modelmill.cli.launch import context_length, fetch_models
+from modelmill.cli.launch import fetch_models, served_context_length
 from modelmill.core.errors import UsageError
 from modelmill.core.server_records import ServerRecord, running_servers
 
 SERVER = """
 import http.server, json, os, signal, sys
-from modelmill.core.server_records import record_server
+from modelmill.core.server_records import keep_server_record
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(503)
@@ -34,7 +34,7 @@ class Health(http.server.BaseHTTPRequestHandler):
         pass
 server = http.server.HTTPServer(("127.0.0.1", 0), Health)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-with record_server(f"http://127.0.0.1:{server.server_port}", sys.argv[1:]):
+with keep_server_record(f"http://127.0.0.1:{server.server_port}", sys.argv[1:]):
     print("ready", flush=True)
     server.serve_forever()
 """
@@ -148,12 +148,12 @@ def test_models_that_come_and_go_are_listed_with_their_state(
     server = start("first")
     states = {"a": "ready", "b": "unloaded", "c": "sleeping"}
     engines = [{"name": name, "state": state} for name, state in states.items()]
-    monkeypatch.setattr(ps, "server_health", lambda _: {"status": "ok", "engines": engines})
+    monkeypatch.setattr(ps, "fetch_server_health", lambda _: {"status": "ok", "engines": engines})
     facts = ps.server_facts(server)
     assert facts["models"] == ["a", "b", "c"]
     assert facts["model_states"] == states
     assert ps.format_model_list(facts) == "a, b (unloaded), c (sleeping)"
-    monkeypatch.setattr(ps, "server_health", lambda _: {"status": "ok", "engines": []})
+    monkeypatch.setattr(ps, "fetch_server_health", lambda _: {"status": "ok", "engines": []})
     assert ps.format_model_list(ps.server_facts(server)) == "none now"
 
 
@@ -204,13 +204,13 @@ def test_a_key_that_the_server_refuses_is_told_at_once(capsys: pytest.CaptureFix
     with http.server.HTTPServer(("127.0.0.1", 0), Keyed) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        assert context_length(fetch_models(url, "right"), "m") == 7
+        assert served_context_length(fetch_models(url, "right"), "m") == 7
         for key, name in ((launch.NO_KEY, "an API key"), ("wrong", "another API key")):
             with pytest.raises(UsageError, match=f"wants {name}; give --api-key KEY"):
                 fetch_models(url, key)
         server.shutdown()
     assert capsys.readouterr().err == ""
-    assert context_length(fetch_models(url, "right"), "m") is None
+    assert served_context_length(fetch_models(url, "right"), "m") is None
     assert f"{url} does not answer now" in capsys.readouterr().err
 
 
@@ -220,7 +220,7 @@ def test_names_for_a_shells_completion() -> None:
         ServerRecord("http://127.0.0.1:8000", ("a", "b"), 1, 0.0),
         ServerRecord("http://127.0.0.1:8001", ("b", "c"), 2, 0.0),
     ]
-    assert stop.server_names(servers) == ["a", "c", "8000", "8001"]
+    assert stop.unique_server_names(servers) == ["a", "c", "8000", "8001"]
 
 
 @pytest.mark.parametrize(

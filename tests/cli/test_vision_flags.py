@@ -10,7 +10,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from modelmill.cli.main import execute
+from modelmill.cli.main import run_command_line
 from modelmill.cli.vision_flags import MiniGPT4Files
 from modelmill.core.errors import UsageError
 from tests.models.minigpt4_seeded import write_checkpoint
@@ -28,7 +28,7 @@ def unchecked_engine(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     """Built through the command line, without acceptance."""
     out = tmp_path_factory.mktemp("unchecked") / "mini.engine"
     words = ["build", str(parts), "-o", str(out), "--dtype", "float32", "--no-check", "--quiet"]
-    assert execute(words) == 0
+    assert run_command_line(words) == 0
     return out
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from modelmill.core.config import BuildConfig, RunConfig, from_dict
+from modelmill.core.config import BuildConfig, RunConfig, config_from_dict
 from modelmill.core.errors import UsageError
 
 
@@ -48,4 +48,4 @@ def test_unset_counts_stay_unset() -> None:
 
 def test_unknown_keys_are_named() -> None:
     with pytest.raises(UsageError, match="dtpye"):
-        from_dict(BuildConfig, {"dtpye": "float32"}, "manifest.json")
+        config_from_dict(BuildConfig, {"dtpye": "float32"}, "manifest.json")

@@ -33,7 +33,9 @@ def spins(code: str, **more: str) -> tuple[str | None, str]:
     Skips where the runtime is not GNU's.
     """
     clean = {
-        name: value for name, value in env.child_env().items() if name not in env.OPENMP_WAIT_VARS
+        name: value
+        for name, value in env.child_process_env().items()
+        if name not in env.OPENMP_WAIT_VARS
     }
     command = [sys.executable, "-c", code]
     done = subprocess.run(
@@ -65,9 +67,9 @@ def test_a_users_own_word_is_kept(monkeypatch: pytest.MonkeyPatch, name: str) ->
     monkeypatch.setenv(name, "7")
     monkeypatch.setattr(env, "_values_read", {})
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    env.set_passive_waiting()
+    env.set_openmp_passive_waiting()
     assert env.openmp_wait_vars_in_env() == {name: "7"}
-    with env.passive_wait_imports():
+    with env.openmp_passive_during_imports():
         assert env.openmp_wait_vars_in_env() == {name: "7"}
 
 
@@ -102,7 +104,7 @@ def test_a_worker_gets_the_wait_policy(monkeypatch: pytest.MonkeyPatch) -> None:
 LATE = """
 import time, torch
 from modelmill.ops.cpu.common import openmp
-from modelmill.loader.device import use_threads
+from modelmill.loader.device import set_cpu_threads
 x = torch.randn(1 << 22)
 
 def spun():
@@ -116,7 +118,7 @@ def spun():
     return sorted(found)
 
 before = spun()
-use_threads(2)
+set_cpu_threads(2)
 print(before[-1], spun()[4], openmp.describe_wait_policy())
 """
 

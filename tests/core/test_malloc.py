@@ -35,7 +35,9 @@ print(json.dumps([kept, found, before - resident()]))
 
 
 def run_with_malloc(mode: str, **more: str) -> tuple[bool | None, list[int], int]:
-    clean = {n: v for n, v in env.child_env().items() if not n.startswith(("MALLOC_", "GLIBC_"))}
+    clean = {
+        n: v for n, v in env.child_process_env().items() if not n.startswith(("MALLOC_", "GLIBC_"))
+    }
     command = [sys.executable, "-c", CODE, mode]
     keeps_blocks, faults, returned = json.loads(
         subprocess.check_output(command, env={**clean, **more})
@@ -43,7 +45,7 @@ def run_with_malloc(mode: str, **more: str) -> tuple[bool | None, list[int], int
     return keeps_blocks, faults, returned
 
 
-@pytest.mark.skipif(malloc._glibc() is None, reason="another C library than glibc")
+@pytest.mark.skipif(malloc._load_glibc() is None, reason="another C library than glibc")
 def test_a_large_block_is_the_one_before() -> None:
     _, usual, _ = run_with_malloc("usual")
     keeps_blocks, faults, returned = run_with_malloc("kept")

@@ -8,7 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from modelmill.core.memory_limits import MemoryInfo, available_memory, cgroup_limits, cpu_quota
+from modelmill.core.memory_limits import (
+    MemoryInfo,
+    available_memory,
+    cgroup_cpu_quota,
+    iter_cgroup_memory_limits,
+)
 
 GIB = 1 << 30
 
@@ -76,16 +81,16 @@ def test_where_the_way_is_not_seen_the_end_is(tmp_path: Path) -> None:
 def test_a_limit_of_none_is_none(tmp_path: Path) -> None:
     put(tmp_path / "mount", memory_max="max", memory_current=GIB)
     (tmp_path / "cgroup").write_text("0::/\n")
-    assert list(cgroup_limits(tmp_path / "cgroup", tmp_path / "mount")) == []
+    assert list(iter_cgroup_memory_limits(tmp_path / "cgroup", tmp_path / "mount")) == []
 
 
 def test_a_quota_of_processors_counts(tmp_path: Path) -> None:
     put(tmp_path / "mount/a.slice", cpu_max="150000 100000")
     put(tmp_path / "mount/a.slice/b.service", cpu_max="max 100000")
     (tmp_path / "cgroup").write_text("0::/a.slice/b.service\n")
-    assert cpu_quota(tmp_path / "cgroup", tmp_path / "mount") == 1.5
+    assert cgroup_cpu_quota(tmp_path / "cgroup", tmp_path / "mount") == 1.5
     put(tmp_path / "mount/cpu/docker/x", cpu_cfs_quota_us=50000, cpu_cfs_period_us=100000)
     put(tmp_path / "mount/cpu", cpu_cfs_quota_us=-1, cpu_cfs_period_us=100000)
     (tmp_path / "cgroup").write_text("5:cpu,cpuacct:/docker/x\n0::/\n")
-    assert cpu_quota(tmp_path / "cgroup", tmp_path / "mount") == 0.5
-    assert cpu_quota(tmp_path / "none", tmp_path / "mount") == math.inf
+    assert cgroup_cpu_quota(tmp_path / "cgroup", tmp_path / "mount") == 0.5
+    assert cgroup_cpu_quota(tmp_path / "none", tmp_path / "mount") == math.inf

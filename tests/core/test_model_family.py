@@ -8,29 +8,36 @@ import pytest
 
 from modelmill.core.model_family import (
     FAMILY_OPTIONS,
-    FamilyOptions,
-    checkpoint_tensors,
-    family_options,
+    ModelFamilyOptions,
+    checkpoint_tensor_rules,
+    read_family_options,
 )
-from modelmill.core.registry import closest_name, find_module, module_names
+from modelmill.core.module_lookup import (
+    import_module_if_exists,
+    list_module_names,
+    most_similar_name,
+)
 
 
-@pytest.mark.parametrize("name", module_names("modelmill.models"))
+@pytest.mark.parametrize("name", list_module_names("modelmill.models"))
 def test_no_constant_of_a_model_file_resembles_an_option_without_being_one(name: str) -> None:
-    family = find_module("modelmill.models", name)
+    family = import_module_if_exists("modelmill.models", name)
     constants = [each for each in vars(family) if each.isupper() and not each.startswith("_")]
     others = [each for each in constants if each not in FAMILY_OPTIONS]
-    near = {each: closest_name(each, list(FAMILY_OPTIONS)) for each in others}
+    near = {each: most_similar_name(each, list(FAMILY_OPTIONS)) for each in others}
     assert not {each: option for each, option in near.items() if option is not None}
 
 
 def test_a_file_without_them_has_the_defaults() -> None:
-    assert family_options(None) == family_options(ModuleType("toy")) == FamilyOptions()
+    assert (
+        read_family_options(None) == read_family_options(ModuleType("toy")) == ModelFamilyOptions()
+    )
 
 
 def test_what_a_file_defines_is_read() -> None:
     sam, llama = (
-        family_options(find_module("modelmill.models", name)) for name in ("sam", "llama")
+        read_family_options(import_module_if_exists("modelmill.models", name))
+        for name in ("sam", "llama")
     )
     assert (sam.ENGINE_TYPE, llama.ENGINE_TYPE) == ("segmentation", "language")
     assert sam.config_from_shapes is not None
@@ -40,15 +47,17 @@ def test_what_a_file_defines_is_read() -> None:
 def test_a_function_of_the_file_has_precedence_over_its_layout() -> None:
     family = ModuleType("toy")
     family.LAYOUT = SimpleNamespace(  # type: ignore[attr-defined]
-        prefixes=("model.",), rules=lambda _: ["layout"], ignored_tensors=lambda _: ("buffer",)
+        prefixes=("model.",),
+        rename_rules=lambda _: ["layout"],
+        ignored_tensors=lambda _: ("buffer",),
     )
-    tensors = checkpoint_tensors(family)
+    tensors = checkpoint_tensor_rules(family)
     assert (tensors.prefixes, tensors.rules(None)) == (("model.",), ["layout"])
-    family.rules = lambda _: ["own"]  # type: ignore[attr-defined]
-    tensors = checkpoint_tensors(family)
+    family.rename_rules = lambda _: ["own"]  # type: ignore[attr-defined]
+    tensors = checkpoint_tensor_rules(family)
     assert (tensors.rules(None), tensors.ignored_tensors(None)) == (["own"], ("buffer",))
 
 
 def test_a_file_without_a_layout_has_all_three_by_itself() -> None:
-    tensors = checkpoint_tensors(find_module("modelmill.models", "sam"))
+    tensors = checkpoint_tensor_rules(import_module_if_exists("modelmill.models", "sam"))
     assert "module." in tensors.prefixes

@@ -13,7 +13,7 @@ import pytest
 
 from modelmill.core import packages
 from modelmill.core.errors import MissingDependency
-from modelmill.core.packages import UntestedVersion, require, untested_versions
+from modelmill.core.packages import UntestedVersion, require_package, untested_versions
 from tests.conftest import ROOT
 
 
@@ -78,11 +78,11 @@ def test_a_source_tree_alone_has_no_ranges(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_is_needed_is_said_with_the_way_out() -> None:
-    require("--plot", "json", "report")
+    require_package("--plot", "json", "report")
     with pytest.raises(
         MissingDependency, match=r"--plot needs no-such-package; .* -e '.*\[report\]'"
     ):
-        require("--plot", "no_such_package", "report")
+        require_package("--plot", "no_such_package", "report")
 
 
 def _requirements() -> list[str]:

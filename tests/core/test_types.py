@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import SamplingParams, sampling_range
+from modelmill.core.types import SamplingParams, sampling_param_range
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,6 @@ def test_every_parameter_has_its_help_and_every_number_its_range() -> None:
         is_number = str(each.type).startswith(("int", "float"))
         assert (each.metadata["range"] is not None) == is_number, each.name
         if is_number:
-            limits = sampling_range(each.name)
+            limits = sampling_param_range(each.name)
             assert limits.low < limits.high
             assert isinstance(limits.low, int) == str(each.type).startswith("int")

@@ -11,7 +11,7 @@ from modelmill.core.errors import UsageError
 from modelmill.eval.datasets import (
     random_requests,
     read_articles,
-    read_dataset,
+    read_bench_requests,
     read_jsonl,
     read_request_lengths,
 )
@@ -51,9 +51,9 @@ def test_sharegpt(tmp_path: Path) -> None:
     ]
     path = tmp_path / "s.json"
     path.write_text(json.dumps(talks))
-    requests = read_dataset(path, None, encode, 20, 7)
+    requests = read_bench_requests(path, None, encode, 20, 7)
     assert [(bytes(w.prompt), w.output) for w in requests] == [(b"hello", 2), (b"last", 7)]
-    assert len(read_dataset(path, 1, encode, 20, 7)) == 1
+    assert len(read_bench_requests(path, 1, encode, 20, 7)) == 1
 
 
 def test_jsonl_forms(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_jsonl_forms(tmp_path: Path) -> None:
     ]
     path = tmp_path / "d.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    requests = read_dataset(path, None, encode, 100, 9)
+    requests = read_bench_requests(path, None, encode, 100, 9)
     assert [(bytes(w.prompt).decode(), w.output) for w in requests] == [
         ("p", 3), ("t", 3), ("m", 2), ("a", 4), ("first", 9),
     ]  # fmt: skip

@@ -12,7 +12,7 @@ from modelmill.eval.kernel_trace import (
     KernelRecord,
     kernels_from_events,
     label_graph_kernels,
-    split_runs,
+    split_kernels_by_run,
     with_gap_and_added_times,
 )
 from modelmill.eval.op_trace import make_label
@@ -126,10 +126,10 @@ def test_what_is_added_and_the_gaps_make_the_step(times: list[tuple[float, float
 
 def test_equal_runs_are_distinguished() -> None:
     kernels = [KernelRecord(str(i), i, 1) for i in range(6)]
-    assert [[k.name for k in run] for run in split_runs(kernels, 3)] == [
+    assert [[k.name for k in run] for run in split_kernels_by_run(kernels, 3)] == [
         ["0", "1"],
         ["2", "3"],
         ["4", "5"],
     ]
-    assert len(split_runs(kernels, 4)) == 1
-    assert split_runs([], 3) == [[]]
+    assert len(split_kernels_by_run(kernels, 4)) == 1
+    assert split_kernels_by_run([], 3) == [[]]

@@ -13,8 +13,8 @@ from modelmill.eval import op_bench
 from modelmill.eval.op_bench import (
     OpBenchSelection,
     OpTiming,
-    argument_sets,
     bench_ops,
+    make_argument_sets,
     runnable_implementations,
     with_roofline,
 )
@@ -153,7 +153,7 @@ def test_a_floor_is_the_larger_of_two_times(
 
 def test_copies_leave_the_cache_and_share_nothing() -> None:
     case = next(iter(bench_cases("linear", "cpu", torch.float32)))
-    sets = argument_sets(case, "cpu")
+    sets = make_argument_sets(case, "cpu")
     assert (
         sum(each["weight"].nbytes + each["x"].nbytes for each in sets)
         >= op_bench.CACHE_FLUSH_BYTES["cpu"]
@@ -206,7 +206,7 @@ def test_what_is_picked_is_the_first_that_serves(
         lambda op, *rest: dict.fromkeys(serve, registry.reference(op)),
     )
     case = next(iter(bench_cases("rms_norm", "cpu", torch.float32)))
-    results = op_bench.measure_case(
+    results = op_bench.time_case(
         "rms_norm", case, torch.float32, CEILINGS, OpBenchSelection(rounds=1), "cuda"
     )
     assert [each.variant for each in results if each.chosen] == [expected]

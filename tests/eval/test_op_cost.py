@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelmill.eval.op_cases import bench_cases
-from modelmill.eval.op_cost import OpCost, attended_keys, op_cost
+from modelmill.eval.op_cost import OpCost, count_attended_keys, op_cost
 from modelmill.ops import registry
 from modelmill.ops.int8_linear import quantize
 from modelmill.ops.paged_attention import PagedAttentionInputs
@@ -86,7 +86,10 @@ def test_attended_is_what_a_mask_shows(new: int, before: int, window: int | None
     context = new + before
     row, column = torch.arange(before, context)[:, None], torch.arange(context)[None]
     mask = (column <= row) & (column > row - (window or context + 1))
-    assert attended_keys([new], [context], window) == (int(mask.any(0).sum()), int(mask.sum()))
+    assert count_attended_keys([new], [context], window) == (
+        int(mask.any(0).sum()),
+        int(mask.sum()),
+    )
 
 
 def test_a_cache_of_8_bits_counts_its_scales() -> None:
@@ -153,7 +156,7 @@ def test_the_whole_layers_count_as_their_parts() -> None:
     is saved.
     """
     from modelmill.eval.op_trace import trace_ops
-    from modelmill.nn.fusion import fuse
+    from modelmill.nn.fusion import fuse_model
     from modelmill.nn.synthetic_step import synthetic_step
 
     model, ops = (
@@ -164,7 +167,7 @@ def test_the_whole_layers_count_as_their_parts() -> None:
     with trace_ops(model, ops) as apart:
         model(_with(step, apart.ops))
     reference = registry.reference("decode")
-    fused = fuse(model)
+    fused = fuse_model(model)
     with trace_ops(fused, ops.replace({"decode": reference})) as trace:
         fused(_with(step, trace.ops))
     parts = sum((each.cost for each in apart.calls), OpCost())

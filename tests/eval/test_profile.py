@@ -12,8 +12,8 @@ from modelmill.eval import profile as profiling
 from modelmill.eval.chrome_trace import make_trace
 from modelmill.eval.kernel_trace import KernelRecord, with_gap_and_added_times
 from modelmill.eval.op_cost import OpCost
-from modelmill.eval.profile import ProfileCase, make_step, profile_case
-from modelmill.eval.profile_lines import gpu_events, kernel_lines, roofline_step_us
+from modelmill.eval.profile import ProfileCase, make_profile_step, profile_case
+from modelmill.eval.profile_lines import gpu_trace_tracks, kernel_lines, roofline_step_us
 from modelmill.eval.roofline import Roofline
 from tests.eval.test_chrome_trace import check_trace
 from tests.runtime.tiny import make_engine
@@ -99,7 +99,7 @@ def test_an_engine_answers_as_before_after_a_profile() -> None:
 )
 def test_a_step_that_does_not_fit_is_one_line(work: ProfileCase, error: type[Exception]) -> None:
     with pytest.raises(error) as raised:
-        make_step(make_engine(pages=16), work)
+        make_profile_step(make_engine(pages=16), work)
     assert "\n" not in str(raised.value)
 
 
@@ -142,7 +142,7 @@ def test_kernels_become_lines_with_the_floor_of_their_op() -> None:
 
 
 def test_the_trace_of_kernels_has_layers_beside_them() -> None:
-    tracks = gpu_events(kernels(), {})
+    tracks = gpu_trace_tracks(kernels(), {})
     check_trace(make_trace({"decode": tracks}, {}))
     assert [event.name for event in tracks["layers"]] == ["layers.0", "layers.1", "(other)"]
     assert len(tracks["kernels"]) == 7

@@ -24,7 +24,7 @@ def test_spread() -> None:
         5,
     )
     assert spread.scaled(10).max == 50
-    rate = spread.inverse(60)
+    rate = spread.to_rate(60)
     assert (rate.median, rate.min, rate.max) == (20, 12, 60)
     assert rate.p25 == pytest.approx(15)
     with pytest.raises(ValueError):

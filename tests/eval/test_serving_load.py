@@ -17,7 +17,7 @@ from modelmill.eval.serving_load import (
     ServingLoad,
     goodput,
     percentiles_ms,
-    run_load,
+    run_serving_load,
     summarize_load,
 )
 from modelmill.eval.serving_plots import GRID_SHAPE, draw_plots
@@ -136,7 +136,7 @@ def test_one_malformed_event_costs_one_visit() -> None:
     bad = OK + chunked(sse(b"{"), 20) + b"0\r\n\r\n"
     good = OK + chunked(WHOLE, 20) + b"0\r\n\r\n"
     load = ServingLoad([(3, 3)] * 4, concurrency=1)
-    work = lambda remote: run_load(remote, "m", load, lambda *_: None)  # noqa: E731
+    work = lambda remote: run_serving_load(remote, "m", load, lambda *_: None)  # noqa: E731
     visits, _ = against(lambda: bad if len(sent_requests) == 2 else good, work, sent_requests)
     assert [each.error is None for each in visits] == [True, False, True, True]
 
@@ -146,12 +146,12 @@ def test_one_malformed_event_costs_one_visit() -> None:
 )
 def test_a_page_that_lists_no_model(page: bytes) -> None:
     with pytest.raises(ModelmillError, match=r"not return JSON|lists no text generation model"):
-        against(b"HTTP/1.1 200 OK\r\n\r\n" + page, lambda remote: remote.first_model())
+        against(b"HTTP/1.1 200 OK\r\n\r\n" + page, lambda remote: remote.first_text_model_id())
 
 
 def test_the_first_model() -> None:
     page = b'HTTP/1.1 200 OK\r\n\r\n{"data": [{"id": "m"}, {"id": "n"}]}'
-    assert against(page, lambda remote: remote.first_model()) == "m"
+    assert against(page, lambda remote: remote.first_text_model_id()) == "m"
 
 
 def test_a_refused_request_is_the_askers_fault() -> None:
@@ -187,7 +187,8 @@ def test_all_requests_are_made_and_counted() -> None:
     load = ServingLoad([(3, 4)] * 9, rate=500.0, concurrency=2, first_ms=60000, token_ms=1e-9)
     answer = OK + chunked(WHOLE, 7) + b"0\r\n\r\n"
     visits, seconds = against(
-        answer, lambda remote: run_load(remote, "m", load, lambda *ended: updates.append(ended))
+        answer,
+        lambda remote: run_serving_load(remote, "m", load, lambda *ended: updates.append(ended)),
     )
     assert updates == [("requests", place, 9) for place in range(1, 10)]
     summary = summarize_load(visits, seconds, load)
@@ -255,7 +256,7 @@ def test_pieces_without_text_are_no_tokens() -> None:
     load = ServingLoad([(3, 2)], chat=True, ignore_eos=False)
     answer = OK + chunked(sse(*events, b"[DONE]"), 31) + b"0\r\n\r\n"
     (visit,), _ = against(
-        answer, lambda remote: run_load(remote, "m", load, lambda *_: None), sent_requests
+        answer, lambda remote: run_serving_load(remote, "m", load, lambda *_: None), sent_requests
     )
     assert (visit.error, len(visit.chunk_times), visit.output_tokens) == (None, 2, 2)
     assert sent_requests[0].startswith(b"POST /v1/chat/completions ")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from modelmill.core.types import SamplingParams
-from modelmill.export.triton_repository import StartOptions, export_triton_repository
+from modelmill.export.triton_repository import EngineStartOptions, export_triton_repository
 from modelmill.llm import LLM
 from tests.export.triton_server import Server, find_triton_package
 from tests.stories import STORY_STARTS
@@ -31,7 +31,7 @@ def server(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     export_triton_repository(
         stories,
         folder / "repository",
-        start_options=StartOptions(run=RUN, chat_template="chatml"),
+        start_options=EngineStartOptions(run=RUN, chat_template="chatml"),
         copy=True,
     )
     with Server(folder / "repository", folder) as running:
@@ -48,7 +48,7 @@ def inputs(**fields: Any) -> list[Any]:
     import numpy
     from tritonclient.grpc import InferInput
 
-    from modelmill.export.triton_fields import INPUTS
+    from modelmill.export.triton_tensors import INPUTS
 
     dtypes = {
         "STRING": numpy.object_,
@@ -228,7 +228,7 @@ def test_over_plain_http(server: Server, llm: LLM) -> None:
 def test_two_instances_of_one_device_are_refused(stories: Path, tmp_path: Path) -> None:
     find_triton_package()
     made = export_triton_repository(
-        stories, tmp_path / "repository", start_options=StartOptions(run=RUN)
+        stories, tmp_path / "repository", start_options=EngineStartOptions(run=RUN)
     )
     config = made / "config.pbtxt"
     config.write_text(config.read_text().replace("count: 1", "count: 2"))

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from modelmill.cli.main import execute
+from modelmill.cli.main import run_command_line
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import UsageError
 from modelmill.core.types import SamplingParams
-from modelmill.export.triton_fields import INPUTS, OUTPUTS
 from modelmill.export.triton_repository import (
-    StartOptions,
+    EngineStartOptions,
     _instance_kind,
     export_triton_repository,
 )
+from modelmill.export.triton_tensors import INPUTS, OUTPUTS
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def test_a_repository(stories: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         "--device",
         "cpu",
     ]
-    assert execute([*words, "--json"]) == 0
+    assert run_command_line([*words, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     made = tmp_path / "repo" / "stories"
     assert report == {"model": "stories", "path": str(made), "engine": "link"}
@@ -48,14 +48,16 @@ def test_a_repository(stories: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (made / "1/engine").readlink() == stories.resolve()
     start = {"run": {"device": "cpu", "max_num_seqs": 8}, "chat_template": None, "waiting": 1024}
     assert json.loads((made / "1/start.json").read_text()) == start
-    assert execute(words) == 2
+    assert run_command_line(words) == 2
     assert "exists already" in capsys.readouterr().err
     assert sorted(p.name for p in (tmp_path / "repo").iterdir()) == ["stories"]
 
 
 def test_the_configuration_names_every_field(stories: Path, tmp_path: Path) -> None:
     text = (
-        export_triton_repository(stories, tmp_path, name="a.b-c", start_options=StartOptions())
+        export_triton_repository(
+            stories, tmp_path, name="a.b-c", start_options=EngineStartOptions()
+        )
         / "config.pbtxt"
     ).read_text()
     assert 'name: "a.b-c"' in text
@@ -76,7 +78,8 @@ def test_the_configuration_names_every_field(stories: Path, tmp_path: Path) -> N
 
 def test_its_model_imports_modelmill_and_holds_little(stories: Path, tmp_path: Path) -> None:
     text = (
-        export_triton_repository(stories, tmp_path, start_options=StartOptions()) / "1/model.py"
+        export_triton_repository(stories, tmp_path, start_options=EngineStartOptions())
+        / "1/model.py"
     ).read_text()
     tree = ast.parse(text)
     assert len(text.splitlines()) < 25
@@ -90,7 +93,9 @@ def test_its_model_imports_modelmill_and_holds_little(stories: Path, tmp_path: P
 
 
 def test_a_copy_stands_alone(stories: Path, tmp_path: Path) -> None:
-    made = export_triton_repository(stories, tmp_path, copy=True, start_options=StartOptions())
+    made = export_triton_repository(
+        stories, tmp_path, copy=True, start_options=EngineStartOptions()
+    )
     copied = made / "1/engine"
     assert not copied.is_symlink()
     assert (copied / "manifest.json").read_bytes() == (stories / "manifest.json").read_bytes()
@@ -131,7 +136,7 @@ def test_mistakes(
     message: str,
 ) -> None:
     line = [word.format(engine=stories) for word in words]
-    assert execute(["export", *line, "-o", str(tmp_path / "repo")]) == 2
+    assert run_command_line(["export", *line, "-o", str(tmp_path / "repo")]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -141,7 +146,7 @@ def test_mistakes(
 def test_a_folder_that_cannot_be_written(stories: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be written"):
-        export_triton_repository(stories, tmp_path / "file", start_options=StartOptions())
+        export_triton_repository(stories, tmp_path / "file", start_options=EngineStartOptions())
 
 
 @pytest.mark.parametrize(
@@ -150,4 +155,4 @@ def test_a_folder_that_cannot_be_written(stories: Path, tmp_path: Path) -> None:
 def test_a_start_that_was_changed(tmp_path: Path, text: str) -> None:
     (tmp_path / "start.json").write_text(text)
     with pytest.raises(UsageError, match=r"start\.json"):
-        StartOptions.read(tmp_path / "start.json")
+        EngineStartOptions.read(tmp_path / "start.json")

@@ -59,7 +59,7 @@ def server_environment(package: Path) -> dict[str, str]:
     on PATH.
     """
     libraries = (sysconfig.get_config_var("LIBDIR"), str(package.parent / "nvidia_pytriton.libs"))
-    environment = env.child_env()
+    environment = env.child_process_env()
     path = f"{Path(sys.prefix) / 'bin'}:{environment['PATH']}"
     return {
         **environment,

@@ -10,8 +10,8 @@ from modelmill.core import memory_limits
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError, MissingDependency, UsageError
 from modelmill.loader import capacity
-from modelmill.loader.capacity import kv_pages_for_bytes, max_sequence_len
-from modelmill.loader.device import available_cores, pick_device, use_threads
+from modelmill.loader.capacity import kv_pages_for_bytes, resolve_max_model_len
+from modelmill.loader.device import available_cores, pick_device, set_cpu_threads
 from modelmill.nn.kv import KVShape
 from modelmill.nn.step import Step
 from modelmill.ops.registry import select_backends
@@ -84,10 +84,10 @@ def test_options_that_make_no_sense() -> None:
 
 def test_threads() -> None:
     before = torch.get_num_threads()
-    assert use_threads(2) == torch.get_num_threads() == 2
-    assert (use_threads(5, 2), use_threads(1, 3)) == (2, 1)
+    assert set_cpu_threads(2) == torch.get_num_threads() == 2
+    assert (set_cpu_threads(5, 2), set_cpu_threads(1, 3)) == (2, 1)
     assert 1 <= available_cores() <= 4096
-    use_threads(before)
+    set_cpu_threads(before)
 
 
 def test_threads_stay_within_the_containers_quota(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,20 +97,20 @@ def test_threads_stay_within_the_containers_quota(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("modelmill.loader.device.psutil.cpu_count", lambda logical: 64)
     for quota, cores in ((0.5, 1), (1.5, 2), (float("inf"), 64)):
         monkeypatch.setattr(
-            "modelmill.loader.device.memory_limits.cpu_quota", lambda quota=quota: quota
+            "modelmill.loader.device.memory_limits.cgroup_cpu_quota", lambda quota=quota: quota
         )
         assert available_cores() == cores
 
 
 def test_how_long_a_sequence_may_be() -> None:
     model = tiny.decoder(max_len=128)
-    assert max_sequence_len(model, RunConfig(), None) == 128
-    assert max_sequence_len(model, RunConfig(), 100) == 100
-    assert max_sequence_len(model, RunConfig(max_model_len=50), 100) == 50
+    assert resolve_max_model_len(model, RunConfig(), None) == 128
+    assert resolve_max_model_len(model, RunConfig(), 100) == 100
+    assert resolve_max_model_len(model, RunConfig(max_model_len=50), 100) == 50
     with pytest.raises(UsageError, match="exceeds the engine's 100"):
-        max_sequence_len(model, RunConfig(max_model_len=101), 100)
+        resolve_max_model_len(model, RunConfig(max_model_len=101), 100)
     with pytest.raises(UsageError, match="at least 1, not 0"):
-        max_sequence_len(model, RunConfig(max_model_len=0), None)
+        resolve_max_model_len(model, RunConfig(max_model_len=0), None)
 
 
 class RecordsSteps(nn.Module):

@@ -13,7 +13,7 @@ from modelmill.ops.cpu.common import build as kernels
 
 def test_waiting_for_a_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     stages, made = [], []
-    monkeypatch.setattr(kernels, "load", lambda: made.append(1))
+    monkeypatch.setattr(kernels, "load_library", lambda: made.append(1))
     for missing in (True, False):
         monkeypatch.setattr(kernels, "needs_compile", lambda: missing)  # noqa: B023
         compile_cpu_kernels("cpu", lambda *stage: stages.append(stage))
@@ -26,9 +26,9 @@ def test_kernels_are_missing_in_an_empty_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels.env, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(kernels, "_compiler", lambda: ("c++", "a version"))
+    monkeypatch.setattr(kernels, "_find_compiler", lambda: ("c++", "a version"))
     assert kernels.needs_compile()
-    target = kernels._library_path(kernels.machine_flags(), "c++", "a version")
+    target = kernels._library_path(kernels.native_compiler_flags(), "c++", "a version")
     target.parent.mkdir()
     target.touch()
     assert not kernels.needs_compile()

@@ -49,7 +49,7 @@ def test_zero_copy_and_shared() -> None:
 def test_held_kinds_and_one_tensor_at_a_time() -> None:
     model, tensors = parts()
     name = "layers.0.mlp.down_proj"
-    packed = base.pack("int8", tensors.pop(f"{name}.weight"), torch.float32)
+    packed = base.pack_as_format("int8", tensors.pop(f"{name}.weight"), torch.float32)
     tensors |= {f"{name}.{s}": t for s, t in packed.tensors().items()}
     requested: list[str] = []
 

@@ -189,7 +189,7 @@ def cuda_region(library: FakeLibrary, nbytes: int) -> CudaRegion:
 def check_region(region: MemoryRegion, nbytes: int) -> None:
     """Offload and restore, drop and reallocate, at one address."""
     assert region.bytes.shape == (nbytes,)
-    region.extend(nbytes)
+    region.extend_backing(nbytes)
     address = region.bytes.data_ptr()
     values = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
     region.bytes.copy_(values)
@@ -199,7 +199,7 @@ def check_region(region: MemoryRegion, nbytes: int) -> None:
         region.restore()
         assert region.bytes.data_ptr() == address
         assert torch.equal(region.bytes, values)
-        region.forget_copy()
+        region.free_host_copy()
         assert torch.equal(region.bytes, values)
     region.drop()
     region.reallocate()
@@ -226,7 +226,7 @@ def test_memory_is_taken_part_by_part(library: FakeLibrary) -> None:
     """So that weights move without twice their memory."""
     region = cuda_region(library, 3 * CHUNK)
     assert sum(library.mapped.values()) == CHUNK
-    region.extend(CHUNK + 1)
+    region.extend_backing(CHUNK + 1)
     assert sum(library.mapped.values()) == 2 * CHUNK
 
 
@@ -245,7 +245,7 @@ def test_addresses_are_free_when_region_and_tensors_are_gone(library: FakeLibrar
 def test_a_region_that_ends_asleep_frees_its_copy(library: FakeLibrary) -> None:
     """An engine that is closed while it sleeps leaves no pinned memory behind."""
     region = cuda_region(library, 2 * CHUNK)
-    region.extend(2 * CHUNK)
+    region.extend_backing(2 * CHUNK)
     region.offload()
     assert library.pinned
     del region
@@ -256,7 +256,7 @@ def test_a_region_that_ends_asleep_frees_its_copy(library: FakeLibrary) -> None:
 
 def test_a_full_gpu_can_be_tried_again(library: FakeLibrary) -> None:
     region = cuda_region(library, 2 * CHUNK)
-    region.extend(2 * CHUNK)
+    region.extend_backing(2 * CHUNK)
     values = torch.arange(2 * CHUNK).to(torch.uint8)
     region.bytes.copy_(values)
     region.offload()
@@ -281,7 +281,7 @@ def test_a_host_that_cannot_pin_changes_nothing(
     library: FakeLibrary, blocks: int, error: int, message: str
 ) -> None:
     region = cuda_region(library, 3 * BLOCK)
-    region.extend(3 * BLOCK)
+    region.extend_backing(3 * BLOCK)
     region.bytes.fill_(7)
     library.max_pinned, library.pin_error = blocks, error
     with pytest.raises(CapacityError, match=message):
@@ -297,7 +297,7 @@ def test_a_host_that_cannot_pin_changes_nothing(
 def test_a_region_may_be_collected_while_one_of_its_blocks_is_freed(library: FakeLibrary) -> None:
     """On the thread that frees the block; a plain lock would wait for itself."""
     region = cuda_region(library, 3 * BLOCK)
-    region.extend(3 * BLOCK)
+    region.extend_backing(3 * BLOCK)
     region.offload()
     blocks: Any = region._addresses
     library.after_unpinning.append(blocks._host.release)
@@ -311,7 +311,7 @@ def test_a_host_without_memory_is_left_alone(
     """Pages are touched: without a look at what is free the system would end the process."""
     monkeypatch.setattr(pinned_blocks, "available_memory", lambda: MemoryInfo(1 << 30, BLOCK))
     region = cuda_region(library, 2 * BLOCK)
-    region.extend(2 * BLOCK)
+    region.extend_backing(2 * BLOCK)
     with pytest.raises(CapacityError, match=r"pin: 24.00 KiB are needed, 12.00 KiB are free$"):
         region.offload()
     assert "cuMemHostRegister_v2" not in library.calls
@@ -322,12 +322,12 @@ def test_an_engine_that_sleeps_again_uses_what_is_pinned(
 ) -> None:
     monkeypatch.setattr(pinned_blocks, "FIRST_PAUSE", 60)
     region = cuda_region(library, 4 * BLOCK)
-    region.extend(4 * BLOCK)
+    region.extend_backing(4 * BLOCK)
     for value in (1, 2):
         region.bytes.fill_(value)
         region.offload()
         region.restore()
-        region.forget_copy()
+        region.free_host_copy()
         assert bool((region.bytes == value).all())
     assert library.calls.count("cuMemHostRegister_v2") == 4
     assert "cuMemHostUnregister" not in library.calls
@@ -400,9 +400,9 @@ def test_nothing_is_unpinned_before_an_engine_is_awake(library: FakeLibrary) -> 
     memory = SleepableMemory("cpu")
     memory._device, memory._driver = "cuda:3", CudaDriver(3, library)
     weights = cuda_region(library, 2 * CHUNK)
-    weights.extend(2 * CHUNK)
+    weights.extend_backing(2 * CHUNK)
     memory._weights.append(weights)
-    memory.zeros((9, CHUNK), torch.uint8, "cuda:3")
+    memory.allocate_zeros((9, CHUNK), torch.uint8, "cuda:3")
     memory.sleep()
     library.calls.clear()
     memory.wake_up()
@@ -421,11 +421,11 @@ def test_a_wake_up_that_fails_takes_nothing(library: FakeLibrary, free_chunks: i
     memory = SleepableMemory("cpu")
     memory._device, memory._driver = "cuda:3", CudaDriver(3, library)
     weights = cuda_region(library, 2 * CHUNK)
-    weights.extend(2 * CHUNK)
+    weights.extend_backing(2 * CHUNK)
     values = torch.arange(2 * CHUNK).to(torch.uint8)
     weights.bytes.copy_(values)
     memory._weights.append(weights)
-    cache = memory.zeros((2, CHUNK), torch.uint8, "cuda:3")
+    cache = memory.allocate_zeros((2, CHUNK), torch.uint8, "cuda:3")
     free = library.free_bytes
     memory.sleep()
     library.free_bytes = free_chunks * CHUNK

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.artifact.autotune_store import AutotuneRecord, record_path, record_to_bytes
+from modelmill.artifact.autotune_store import AutotuneRecord, encode_autotune_record, record_path
 from modelmill.loader.tuning import load_tuning, look_up_tuning
 
 pytest.importorskip("triton")
@@ -28,7 +28,7 @@ def engine(tmp_path: Path) -> Path:
 def store(engine: Path, choices: Any, device: str = H200) -> None:
     path = engine / record_path(device)
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(record_to_bytes(AutotuneRecord(device, choices, {})))
+    path.write_bytes(encode_autotune_record(AutotuneRecord(device, choices, {})))
 
 
 def test_this_device_gets_its_choice(engine: Path) -> None:
@@ -58,7 +58,8 @@ def test_an_engine_never_tuned_is_nothing_odd(engine: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"{", b"[]", record_to_bytes(AutotuneRecord(H200, {"linear": {"what": (1,)}}, {}))]
+    "content",
+    [b"{", b"[]", encode_autotune_record(AutotuneRecord(H200, {"linear": {"what": (1,)}}, {}))],
 )
 def test_a_damaged_file_means_defaults(engine: Path, content: bytes) -> None:
     store(engine, CHOICES)

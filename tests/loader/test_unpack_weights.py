@@ -55,16 +55,18 @@ def _weight(name: str, rows: int, columns: int, dtype: torch.dtype) -> WeightFor
         return int8_group.Int8GroupWeight.from_codes(codes, scale, scale * 3, 32)
     if name == "int4 reordered":
         perm = torch.randperm(columns, generator=generator).int()
-        return replace(base.pack("int4", wide[:, perm.long()], dtype, group_size=32), perm=perm)  # type: ignore[type-var]
+        return replace(
+            base.pack_as_format("int4", wide[:, perm.long()], dtype, group_size=32), perm=perm
+        )  # type: ignore[type-var]
     if name == "mixed_rows":
         return MixedRowsWeight(
             (
-                base.pack("int8", wide[: rows // 2], dtype),
-                base.pack("int4", wide[rows // 2 :], dtype),
+                base.pack_as_format("int8", wide[: rows // 2], dtype),
+                base.pack_as_format("int4", wide[rows // 2 :], dtype),
             )
         )
     weight_format, layout = LAYOUTS[name]
-    return base.pack(weight_format, wide, dtype, **layout)
+    return base.pack_as_format(weight_format, wide, dtype, **layout)
 
 
 def _unpacked(weight: WeightFormat, dtype: torch.dtype, room: int = 1 << 40) -> WeightFormat:
@@ -82,10 +84,10 @@ def test_expanded_once_gives_the_same_bits(name: str, columns: int, dtype: torch
     weight = _weight(name, 40, columns, dtype)
     wide = _unpacked(weight, dtype)
     assert wide.unpacked_tensors(), "something is expanded"
-    assert (wide.format, wide.shape, wide.alignment) == (
+    assert (wide.format, wide.shape, wide.column_slice_alignment) == (
         weight.format,
         weight.shape,
-        weight.alignment,
+        weight.column_slice_alignment,
     )
     same = [
         a.data_ptr() == b.data_ptr()
@@ -104,8 +106,8 @@ def test_expanded_once_gives_the_same_bits(name: str, columns: int, dtype: torch
                 atol=0,
                 equal_nan=True,
             )
-        assert torch.equal(wide.fake_quantize(x), weight.fake_quantize(x))
-    torch.testing.assert_close(wide.dense(), weight.dense(), rtol=0, atol=0)
+        assert torch.equal(wide.fake_quantize_input(x), weight.fake_quantize_input(x))
+    torch.testing.assert_close(wide.dequantize(), weight.dequantize(), rtol=0, atol=0)
 
 
 class _Copies(TorchDispatchMode):
@@ -162,7 +164,7 @@ def test_few_rows_read_int8_weights_as_they_are(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("columns", [33, 40, 48])
 def test_rows_that_vectors_would_read_beyond_are_widened(columns: int) -> None:
     assert not uses_int8pack_mm(torch.ones(1, columns, dtype=torch.bfloat16))
-    weight = base.pack("int8", torch.randn(7, columns), torch.bfloat16)
+    weight = base.pack_as_format("int8", torch.randn(7, columns), torch.bfloat16)
     assert _unpacked(weight, torch.bfloat16).unpacked.packed is None  # type: ignore[attr-defined]
 
 
@@ -189,7 +191,7 @@ def _int8_model() -> Decoder:
     model = tiny.decoder()
     for module in model.modules():
         if isinstance(module, Linear):
-            module.weight = base.pack("int8", module.weight.dense(), torch.float32)
+            module.weight = base.pack_as_format("int8", module.weight.dequantize(), torch.float32)
     return model
 
 
@@ -211,7 +213,7 @@ def test_where_memory_ends_weights_stay_packed_and_a_line_says_so() -> None:
 
 
 def test_a_tied_weight_is_expanded_once() -> None:
-    weight = base.pack("int8", torch.randn(8, 32), torch.float32)
+    weight = base.pack_as_format("int8", torch.randn(8, 32), torch.float32)
     model = torch.nn.ModuleList([Linear(32, 8), Linear(32, 8)])
     for linear in model:
         linear.weight = base.from_tensors("int8", weight.tensors())  # type: ignore[union-attr]
@@ -222,7 +224,7 @@ def test_a_tied_weight_is_expanded_once() -> None:
 def test_a_loop_without_kernels_says_so_once_and_expands(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(build, "load", lambda: "no C++ compiler is here; install g++")
+    monkeypatch.setattr(build, "load_library", lambda: "no C++ compiler is here; install g++")
     with monkeypatch.context() as packed:
         packed.setattr(unpack_weights, "UNPACKED_MEMORY_FRACTION", 0.0)
         expected = tiny.run(tiny.make_engine(_int8_model()), tiny.requests(tiny.prompts(3)))
@@ -241,7 +243,7 @@ def test_a_loop_without_kernels_says_so_once_and_expands(
 def test_a_small_machine_reports_what_stays_packed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(build, "load", lambda: "no C++ compiler is here; install g++")
+    monkeypatch.setattr(build, "load_library", lambda: "no C++ compiler is here; install g++")
     monkeypatch.setattr(unpack_weights, "UNPACKED_MEMORY_FRACTION", 0.0)
     with caplog.at_level(logging.WARNING, "modelmill"):
         unpack_weights.unpack_weights_without_kernels(_int8_model(), TORCH, torch.float32)

@@ -14,7 +14,7 @@ import gguf
 import torch
 from safetensors.torch import load_file
 
-from modelmill.accept.token_scorer import TokenScorer
+from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.artifact.store import open_artifact
 from modelmill.core.config import RunConfig
 from modelmill.runtime.engine_core import EngineCore
@@ -127,7 +127,7 @@ def check_gguf(case: FamilyCase, tmp_path: Path) -> None:
     engine = EngineCore.open(tmp_path / "e", RunConfig(device="cpu", kv_cache_bytes=1 << 28))
     draw = torch.Generator().manual_seed(3)
     ids = torch.randint(2, case.base["vocab_size"], (40,), generator=draw).tolist()
-    assert (TokenScorer(engine).logits([ids])[0] - logits(ids)).abs().max() < 1e-4
+    assert (TeacherForcedScorer(engine).compute_logits([ids])[0] - logits(ids)).abs().max() < 1e-4
 
 
 def check_gguf_with(case: FamilyCase, changed: dict[str, Any], tmp_path: Path) -> None:

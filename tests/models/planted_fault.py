@@ -15,7 +15,7 @@ import torch
 
 from modelmill.builder import tensor_plan
 from modelmill.checkpoint import rename
-from modelmill.core.model_family import checkpoint_tensors
+from modelmill.core.model_family import checkpoint_tensor_rules
 from modelmill.ops import registry
 from tests.accept.build_and_accept import build_and_accept
 
@@ -133,12 +133,12 @@ def changed_config(family: ModuleType, change: Callable[[Any], Any]) -> Iterator
 @contextmanager
 def changed_rules(family: ModuleType, change: Callable[[Any], Any]) -> Iterator[None]:
     """A family that makes some of its tensors by another rule."""
-    real = checkpoint_tensors(family).rules
+    real = checkpoint_tensor_rules(family).rules
 
     def rules(config: Any) -> list[Any]:
         return [change(rule) for rule in real(config)]
 
-    with mock.patch.object(family, "rules", rules, create=True):
+    with mock.patch.object(family, "rename_rules", rules, create=True):
         yield
 
 

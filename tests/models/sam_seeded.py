@@ -57,7 +57,7 @@ def tiny_state(seed: int = 0) -> dict[str, torch.Tensor]:
     def random_tensor(shape: tuple[int, ...], spread: float, around: float = 0.0) -> torch.Tensor:
         return torch.randn(shape, generator=generator) * spread + around
 
-    for rule in sam.rules(config):
+    for rule in sam.rename_rules(config):
         shape = shapes[rule.target]
         fan = torch.Size(shape[1:]).numel() if len(shape) > 1 else 1
         spread = 1.2 * fan**-0.5 if len(shape) > 1 else 0.1

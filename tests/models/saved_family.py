@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from modelmill.accept.token_scorer import TokenScorer
+from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.builder.build_engine import build
 from modelmill.builder.model_config import check_unread_keys
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
-from modelmill.core.config_view import ConfigView
-from modelmill.core.registry import find_module
+from modelmill.core.module_lookup import import_module_if_exists
+from modelmill.core.read_tracking_config import ReadTrackingConfig
 from modelmill.runtime.engine_core import EngineCore
 from tests.models.family_cases import FamilyCase
 from tests.models.plain_forward import Logits
@@ -45,7 +45,7 @@ class Saved:
 
 def build_engine(checkpoint: Path, out: Path) -> None:
     config = BuildConfig(dtype="float32", target="cpu")
-    build(make_plan(open_checkpoint(checkpoint), config), out, None)
+    build(make_build_plan(open_checkpoint(checkpoint), config), out, None)
 
 
 def drawn_ids(vocab: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
@@ -61,7 +61,7 @@ def compare(
 ) -> None:
     """Chunked prompts in one batch (None), and with the tokens from a place on decoded singly."""
     for decode_from in decoded_from:
-        results = TokenScorer(engine).logits(ids, decode_from=decode_from)
+        results = TeacherForcedScorer(engine).compute_logits(ids, decode_from=decode_from)
         for actual, row in zip(results, ids, strict=True):
             expected = logits(row, decode_from)
             assert (actual - expected).abs().max() < 1e-4, f"decode_from={decode_from}"
@@ -69,7 +69,10 @@ def compare(
 
 def warnings_of(raw: dict[str, Any]) -> list[str]:
     """What a build says of a config, or CheckpointError; no weights are needed."""
-    family, view = find_module("modelmill.models", raw["model_type"]), ConfigView(raw)
+    family, view = (
+        import_module_if_exists("modelmill.models", raw["model_type"]),
+        ReadTrackingConfig(raw),
+    )
     assert family is not None
     family.config_from_hf(view)
     return check_unread_keys(view, family, "config.json")

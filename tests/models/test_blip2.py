@@ -15,7 +15,7 @@ import PIL.Image
 import pytest
 import torch
 
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError, RequestError, UnknownArchitecture, UsageError
@@ -242,7 +242,7 @@ def test_what_is_not_known_is_reported_in_a_line(
         pytest.skip("once is enough")
     wrong = changed(folder, tmp_path / "wrong", change)
     with pytest.raises(error, match=message) as caught:
-        make_plan(open_checkpoint(wrong), BuildConfig(dtype="float32"))
+        make_build_plan(open_checkpoint(wrong), BuildConfig(dtype="float32"))
     assert "\n" not in str(caught.value)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.checkpoint.blip2 import Blip2Container, convert_configs
+from modelmill.checkpoint.blip2 import Blip2Container, convert_blip2_config
 from modelmill.checkpoint.container import TensorInfo
 from modelmill.checkpoint.rename import apply_rule, plan_renames
 from modelmill.loader.model_loader import fill_weights
@@ -108,7 +108,7 @@ def spec_of(raw: dict[str, Any]) -> Blip2VisionSpec:
         "num_attention_heads": 4,
     }
     text |= {"intermediate_size": 8, "max_position_embeddings": 32, "rms_norm_eps": 1e-6}
-    raw_config, *_ = convert_configs({**raw, "text_config": text}, Path("here"))
+    raw_config, *_ = convert_blip2_config({**raw, "text_config": text}, Path("here"))
     return minigpt4.config_from_hf(raw_config).image_embedder
 
 
@@ -132,7 +132,7 @@ def test_sizes_that_a_config_leaves_out_are_the_published_ones() -> None:
 
 def make_embedder(spec: Blip2VisionSpec, tensors: dict[str, torch.Tensor]) -> Blip2ImageEmbedder:
     resolved = plan_renames(
-        _blip2_vision.rules(spec),
+        _blip2_vision.rename_rules(spec),
         _blip2_vision.ignored_tensors(spec),
         tensors,
         _blip2_vision.CHECKPOINT_PREFIXES,

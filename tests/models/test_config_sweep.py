@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.accept.token_scorer import TokenScorer
+from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.builder.model_config import check_unread_keys
-from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import CheckpointError
-from modelmill.core.registry import find_module
+from modelmill.core.module_lookup import import_module_if_exists
+from modelmill.core.read_tracking_config import ReadTrackingConfig
 from tests.models.idle_fields import IDLE
 from tests.models.test_families import engine
 from tests.models.tiny_models import save_raw
@@ -147,7 +147,10 @@ def _cloned(model: Any) -> dict[str, torch.Tensor]:
 
 def configured(raw: dict[str, Any]) -> list[str]:
     """What a build says of a config, or CheckpointError; no weights are needed."""
-    family, view = find_module("modelmill.models", raw["model_type"]), ConfigView(raw)
+    family, view = (
+        import_module_if_exists("modelmill.models", raw["model_type"]),
+        ReadTrackingConfig(raw),
+    )
     assert family is not None
     family.config_from_hf(view)
     return check_unread_keys(view, family, "config.json")
@@ -169,7 +172,7 @@ def equal_or_named(raw: dict[str, Any], key: str, folder: Path) -> str:
     ids = torch.randint(0, 60, (LENGTH,), generator=torch.Generator().manual_seed(4)).tolist()
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0]
-    off = float((TokenScorer(loop).logits([ids])[0] - expected).abs().max())
+    off = float((TeacherForcedScorer(loop).compute_logits([ids])[0] - expected).abs().max())
     return "equal" if off < 1e-4 else f"off by {off:.2g}"
 
 

@@ -39,7 +39,7 @@ def norms_as_stored() -> AbstractContextManager[None]:
 
 def changed_tokens(**changes: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Another preparation of the tokens for the delta rule."""
-    real = gated_delta_rule._prepare
+    real = gated_delta_rule._prepare_tokens
 
     def prepare(inputs: Any) -> Any:
         tokens = real(inputs)
@@ -47,7 +47,7 @@ def changed_tokens(**changes: Callable[[torch.Tensor], torch.Tensor]) -> Any:
             **{name: change(getattr(tokens, name)) for name, change in changes.items()}
         )
 
-    return reference_fault(gated_delta_rule, "_prepare", prepare)
+    return reference_fault(gated_delta_rule, "_prepare_tokens", prepare)
 
 
 def changed_state(module: type[torch.nn.Module], change: Callable[[torch.Tensor], Any]) -> Any:
@@ -122,7 +122,7 @@ FAULTS: dict[str, PlantedFault] = {
     "convolution shifted": tensor_fault(f"{LAYER}.conv.weight", lambda t: t.roll(1, 1), CONV),
     "convolution reversed": tensor_fault(f"{LAYER}.conv.weight", lambda t: t.flip(1), CONV),
     "SiLU behind the convolution forgotten": (
-        lambda: reference_fault(causal_conv, "_activate", lambda x, dtype: x.to(dtype)),
+        lambda: reference_fault(causal_conv, "_silu_to_dtype", lambda x, dtype: x.to(dtype)),
         (CONV,), 0,
     ),
     "gate forgotten": module_fault(GatedHeadNorm, without_gate, "attn.gated_norm"),

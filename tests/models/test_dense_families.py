@@ -15,11 +15,11 @@ from unittest import mock
 import pytest
 import torch
 
-from modelmill.accept.token_scorer import TokenScorer
+from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import CheckpointError
-from modelmill.core.registry import find_module
-from modelmill.core.window_pages import max_pages_in_groups
+from modelmill.core.kv_page_counts import max_sequence_pages_in_groups
+from modelmill.core.module_lookup import import_module_if_exists
 from modelmill.parallel.tp_group import SINGLE_RANK
 from modelmill.runtime.engine_core import EngineCore
 from tests.accept.build_and_accept import build_and_accept
@@ -166,7 +166,7 @@ def test_a_warm_prefix_and_preempted_answers(name: str, saved: Mapping[str, Save
 def small_engine(each: Saved) -> EngineCore:
     """An engine with too few pages for all answers at once, of a model that has pages."""
     shape = each.open(max_model_len=64).kv_shape
-    longest = max_pages_in_groups(64, 8, shape.group_windows, 32)
+    longest = max_sequence_pages_in_groups(64, 8, shape.group_windows, 32)
     more = 2 if shape.groups else 3  # pages of one group hold fewer layers
     return each.open(
         page_size=8,
@@ -182,7 +182,9 @@ def test_pages_of_8_bits(name: str, kv_dtype: str, saved: Mapping[str, Saved]) -
     each = saved[name]
     ids = drawn_ids(each.case.base["vocab_size"])
     engine = each.open(kv_cache_dtype=kv_dtype)
-    for actual, row in zip(TokenScorer(engine).logits(ids, decode_from=5), ids, strict=True):
+    for actual, row in zip(
+        TeacherForcedScorer(engine).compute_logits(ids, decode_from=5), ids, strict=True
+    ):
         expected = each.logits(row)
         error = float((actual - expected).square().mean() / expected.square().mean()) ** 0.5
         assert error < (2 if kv_dtype == "fp8" else 1) * each.case.kv_tolerance
@@ -222,7 +224,7 @@ def test_a_planted_fault_is_refused_by_name(
     if planted.case:
         checkpoint = tmp_path / "hf"
         CASES[name].save(checkpoint, **planted.case)
-    family = find_module("modelmill.models", name)
+    family = import_module_if_exists("modelmill.models", name)
     assert family is not None
     real = family.config_from_hf
     with mock.patch.object(family, "config_from_hf", lambda raw: planted.change(real(raw))):

@@ -10,7 +10,7 @@ import torch
 
 from modelmill.models import diffllama
 from modelmill.nn.attention import AttentionCore
-from modelmill.nn.differential_attention import PairDifference, RepeatPairs
+from modelmill.nn.differential_attention import HeadPairDifference, RepeatHeadPairs
 from tests.models.family_cases import changed
 from tests.models.planted_fault import (
     PlantedFault,
@@ -25,7 +25,11 @@ FAMILY = "diffllama"
 PAIRS = tuple(f"attn.pairs.{name}_pairs" for name in "qkv")
 DIFFERENCE, CORE = "attn.difference", "attn.core"
 PROJECTIONS = ("attn.q_proj", "attn.k_proj", "attn.v_proj")
-repeat, subtract, attend = RepeatPairs.forward, PairDifference.forward, AttentionCore.forward
+repeat, subtract, attend = (
+    RepeatHeadPairs.forward,
+    HeadPairDifference.forward,
+    AttentionCore.forward,
+)
 
 
 def difference(
@@ -42,7 +46,7 @@ def difference(
             out = out * size * (1 - self.spec.lambda_init)
         return out.flatten(1).to(x.dtype)
 
-    return module_fault(PairDifference, forward, DIFFERENCE)
+    return module_fault(HeadPairDifference, forward, DIFFERENCE)
 
 
 def copies(change: Callable[[Any, torch.Tensor], torch.Tensor]) -> PlantedFault:
@@ -51,7 +55,7 @@ def copies(change: Callable[[Any, torch.Tensor], torch.Tensor]) -> PlantedFault:
     def forward(self: Any, qkv: torch.Tensor, step: Any) -> torch.Tensor:
         return change(self, repeat(self, qkv, step))
 
-    return module_fault(RepeatPairs, forward, PAIRS)
+    return module_fault(RepeatHeadPairs, forward, PAIRS)
 
 
 def values_exchanged(self: Any, out: torch.Tensor) -> torch.Tensor:
@@ -77,7 +81,7 @@ def start_of(change: Callable[[Any], float]) -> PlantedFault:
         finally:
             self.spec = spec
 
-    return module_fault(PairDifference, forward, DIFFERENCE)
+    return module_fault(HeadPairDifference, forward, DIFFERENCE)
 
 
 def tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> PlantedFault:
@@ -95,19 +99,19 @@ def fixed(self: Any, out: torch.Tensor) -> torch.Tensor:
 
 
 FAULTS: dict[str, PlantedFault] = {
-    "a sum": difference(lambda self, one, two: one + self.factor() * two),
+    "a sum": difference(lambda self, one, two: one + self.compute_lambda() * two),
     "first maps alone": difference(lambda self, one, two: one),
-    "maps exchanged": difference(lambda self, one, two: two - self.factor() * one),
+    "maps exchanged": difference(lambda self, one, two: two - self.compute_lambda() * one),
     "lambda of 1": difference(lambda self, one, two: one - two),
     "lambda without its start": difference(
-        lambda self, one, two: one - (self.factor() - self.spec.lambda_init) * two
+        lambda self, one, two: one - (self.compute_lambda() - self.spec.lambda_init) * two
     ),
     "no norm": difference(
-        lambda self, one, two: (one - self.factor() * two) * (1 - self.spec.lambda_init),
+        lambda self, one, two: (one - self.compute_lambda() * two) * (1 - self.spec.lambda_init),
         scaled=False,
     ),
     "norm without 1 - lambda": difference(
-        lambda self, one, two: fixed(self, one - self.factor() * two), scaled=False
+        lambda self, one, two: fixed(self, one - self.compute_lambda() * two), scaled=False
     ),
     "start of the next layer": start_of(lambda spec: 0.8 - 0.75 * (0.8 - spec.lambda_init)),
     "start of 0.8": start_of(lambda spec: 0.8),

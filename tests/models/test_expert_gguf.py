@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from modelmill.accept.reference import open_reference
-from modelmill.accept.reference.gguf_config import gguf_config
-from modelmill.builder.plan import make_plan
+from modelmill.accept.reference.gguf_config import config_from_gguf
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, UnknownArchitecture
@@ -196,7 +196,7 @@ def test_keys_of_what_is_not_computed_are_refused(
 ) -> None:
     path = write_broken(name, {key: value}, tmp_path)
     with pytest.raises(CheckpointError, match=key):
-        make_plan(open_checkpoint(path), BuildConfig(dtype="float32"))
+        make_build_plan(open_checkpoint(path), BuildConfig(dtype="float32"))
 
 
 @pytest.mark.parametrize(
@@ -223,4 +223,4 @@ def test_the_sigmoids_of_glm_4_7_flash_need_no_key(
     writer.close()
     checkpoint = open_checkpoint(tmp_path / "model.gguf")
     assert checkpoint.config["model_type"] == family
-    assert gguf_config(checkpoint.raw)["model_type"] == family
+    assert config_from_gguf(checkpoint.raw)["model_type"] == family

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelmill.accept.token_scorer import TokenScorer
+from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.builder.build_engine import build
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.runtime.engine_core import EngineCore
@@ -27,7 +27,7 @@ QWEN = {**SMALL_QWEN, "seq_length": 32, "max_position_embeddings": 32}
 def engine(folder: Path, out: Path, **build_options: object) -> EngineCore:
     """Build without acceptance (these tests are the judge) and open."""
     build(
-        make_plan(
+        make_build_plan(
             open_checkpoint(folder), BuildConfig(dtype="float32", target="cpu", **build_options)
         ),
         out,
@@ -49,7 +49,9 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
         # beyond max_position_embeddings=40 the rotation depends on the length of the whole prompt
         _compare_whole(model, loop, ids)
         return
-    for actual, row in zip(TokenScorer(loop).logits(ids, decode_from=5), ids, strict=True):
+    for actual, row in zip(
+        TeacherForcedScorer(loop).compute_logits(ids, decode_from=5), ids, strict=True
+    ):
         with torch.no_grad():
             expected = model(torch.tensor([row])).logits[0]
         assert (actual - expected).abs().max() < 1e-4
@@ -57,7 +59,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
 
 
 def _compare_whole(model: torch.nn.Module, loop: EngineCore, ids: list[list[int]]) -> None:
-    for actual, row in zip(TokenScorer(loop).logits(ids), ids, strict=True):
+    for actual, row in zip(TeacherForcedScorer(loop).compute_logits(ids), ids, strict=True):
         with torch.no_grad():
             expected = model(torch.tensor([row])).logits[0]
         assert (actual - expected).abs().max() < 1e-4
@@ -70,7 +72,7 @@ def test_dynamic_ntk_decodes_as_transformers(tmp_path: Path) -> None:
     model = save_hf("llama-dynamic", tmp_path / "hf")
     loop = engine(tmp_path / "hf", tmp_path / "e")
     ids = torch.randint(0, 160, (60,), generator=torch.Generator().manual_seed(1)).tolist()
-    actual = TokenScorer(loop).logits([ids], decode_from=35)[0]
+    actual = TeacherForcedScorer(loop).compute_logits([ids], decode_from=35)[0]
     with torch.no_grad():
         out = model(torch.tensor([ids[:35]]), use_cache=True)
         rows = [out.logits[0]]
@@ -105,10 +107,10 @@ def test_qwen_v1_at_every_length(switches: dict[str, bool], tmp_path: Path) -> N
         for row, n in zip(ids, prompts, strict=True)
     ]
     alone = [
-        TokenScorer(loop).logits([row], decode_from=n)[0]
+        TeacherForcedScorer(loop).compute_logits([row], decode_from=n)[0]
         for row, n in zip(ids, prompts, strict=True)
     ]
-    mixed = TokenScorer(loop).logits(ids, decode_from=prompts)
+    mixed = TeacherForcedScorer(loop).compute_logits(ids, decode_from=prompts)
     for one, many, logits in zip(alone, mixed, expected, strict=True):
         assert (one - logits).abs().max() < 1e-4
         assert (many - logits).abs().max() < 1e-4
@@ -128,4 +130,4 @@ def test_old_qwen_keys_are_accepted(tmp_path: Path) -> None:
     loop = engine(save_raw(tmp_path / "hf", bare, old), tmp_path / "e")
     ids = list(range(20))
     expected = plain_qwen_logits(tensors, QWEN, ids, prompt=20)
-    assert (TokenScorer(loop).logits([ids])[0] - expected).abs().max() < 1e-4
+    assert (TeacherForcedScorer(loop).compute_logits([ids])[0] - expected).abs().max() < 1e-4

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, UnknownArchitecture
@@ -230,7 +230,7 @@ def test_layers_behind_the_counted_ones_are_not_ignored(name: str, tmp_path: Pat
     own = replace(case.gguf, tensors=lambda raw, read: {**make(raw, read), **more})
     write_gguf(tmp_path / "model.gguf", tmp_path / "hf", raw, own)
     with pytest.raises(CheckpointError, match=rf"no place for: .*layers\.{counted}\."):
-        make_plan(open_checkpoint(tmp_path / "model.gguf"), BuildConfig(dtype="float32"))
+        make_build_plan(open_checkpoint(tmp_path / "model.gguf"), BuildConfig(dtype="float32"))
 
 
 def test_a_nemotron_h_without_experts(tmp_path: Path) -> None:
@@ -342,13 +342,13 @@ def test_a_mistral3_whose_queries_do_not_grow_is_a_mistral(tmp_path: Path) -> No
 def test_experts_of_projected_tokens_are_refused(tmp_path: Path) -> None:
     path = write_broken("nemotron_h", {"moe_latent_size": 24}, tmp_path)
     with pytest.raises(CheckpointError, match="moe_latent_size"):
-        make_plan(open_checkpoint(path), BuildConfig(dtype="float32"))
+        make_build_plan(open_checkpoint(path), BuildConfig(dtype="float32"))
 
 
 def test_the_context_length_of_a_hunyuan_without_scaling_is_no_unknown_key(tmp_path: Path) -> None:
     """The converter writes it into every file; the rotation's base has the scaling in it."""
     path = write_broken("hunyuan_v1_dense", {"rope.scaling.what": 1}, tmp_path)
-    (warning,) = make_plan(open_checkpoint(path), BuildConfig(dtype="float32")).warnings
+    (warning,) = make_build_plan(open_checkpoint(path), BuildConfig(dtype="float32")).warnings
     assert "hunyuan-dense.rope.scaling.what is a key that is not read" in warning
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from modelmill.builder.config_only import checkpoint_of_config
-from modelmill.builder.plan import make_plan
+from modelmill.builder.config_only import checkpoint_from_config
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from tests.models.all_families import CASES
@@ -55,7 +55,7 @@ def test_its_logits_are_those_of_the_whole_model(saved: tuple[Path, Any], tmp_pa
     checkpoint = open_checkpoint(folder)
     assert checkpoint.model_type == "gemma3_text"
     assert not [n for n in checkpoint.names() if "vision" in n or "projector" in n]
-    plan = make_plan(checkpoint, BuildConfig(dtype="float32", target="cpu"))
+    plan = make_build_plan(checkpoint, BuildConfig(dtype="float32", target="cpu"))
     assert "vision_config" in " ".join(plan.warnings)
     check_logits(folder, model, tmp_path / "e")
 
@@ -80,7 +80,9 @@ def test_names_of_either_release(saved: tuple[Path, Any], tmp_path: Path) -> Non
 def test_published_sizes(tmp_path: Path) -> None:
     """What text_config leaves to the class is as there; the parameters are the text half's."""
     (tmp_path / "config.json").write_text(json.dumps(GEMMA3_27B))
-    plan = make_plan(checkpoint_of_config(tmp_path), BuildConfig(dtype="bfloat16", target="cpu"))
+    plan = make_build_plan(
+        checkpoint_from_config(tmp_path), BuildConfig(dtype="bfloat16", target="cpu")
+    )
     assert plan.model_config.vocab == 262208
     assert plan.model_config.heads == 32
     assert plan.model_config.max_len == 131072, "the scaling's factor is in it"

@@ -12,13 +12,13 @@ from modelmill.nn.expert_branch import ExpertBranch, ReplicatedBranchSum
 from modelmill.nn.moe import TopKRouting
 from modelmill.nn.per_layer_input import (
     SUM_SCALE,
+    FixedScaleSum,
     GatedPerLayerInput,
     PerLayerInputs,
     ScaledEmbedding,
     ScaledProjection,
-    WeightedSum,
 )
-from modelmill.nn.scaled_sandwich import ScaledSum
+from modelmill.nn.scaled_sandwich import LearnedScaleSum
 from modelmill.nn.shared_kv_attention import QNormAndRope
 from modelmill.nn.value_norm import ValueNorm
 from tests.models.planted_fault import (
@@ -73,12 +73,12 @@ def without_activation(self: GatedPerLayerInput, gate: Tensor, step: Any) -> Ten
     return gate * step.layer_inputs[:, self.layer]
 
 
-def without_table(self: WeightedSum, one: Tensor, other: Tensor, step: Any) -> Tensor:
+def without_table(self: FixedScaleSum, one: Tensor, other: Tensor, step: Any) -> Tensor:
     del self, other, step
     return one * SUM_SCALE
 
 
-def larger_sum(self: WeightedSum, one: Tensor, other: Tensor, step: Any) -> Tensor:
+def larger_sum(self: FixedScaleSum, one: Tensor, other: Tensor, step: Any) -> Tensor:
     return 1.05 * real_sum(self, one, other, step)
 
 
@@ -94,12 +94,12 @@ def layers_in_the_other_order(self: PerLayerInputs, x: Tensor, step: Any) -> Ten
     return real_inputs(self, x, step).flip(1)
 
 
-def without_scale(self: ScaledSum, branch: Tensor, residual: Tensor, step: Any) -> Tensor:
+def without_scale(self: LearnedScaleSum, branch: Tensor, residual: Tensor, step: Any) -> Tensor:
     del self, step
     return branch + residual
 
 
-def scaled_branch(self: ScaledSum, branch: Tensor, residual: Tensor, step: Any) -> Tensor:
+def scaled_branch(self: LearnedScaleSum, branch: Tensor, residual: Tensor, step: Any) -> Tensor:
     del step
     return branch * self.scale + residual
 
@@ -154,7 +154,7 @@ def swapped_norms(rule: Any) -> Any:
 one = torch.tensor([7])
 real_value_norm, real_inputs = ValueNorm.forward, PerLayerInputs.forward
 real_table, real_projection = ScaledEmbedding.forward, ScaledProjection.forward
-real_sum = WeightedSum.forward
+real_sum = FixedScaleSum.forward
 real_query_rope, real_routing = QNormAndRope.forward, TopKRouting.forward
 FAULTS: dict[str, PlantedFault] = {
     "values not normed": module_fault(
@@ -172,9 +172,9 @@ FAULTS: dict[str, PlantedFault] = {
         GatedPerLayerInput, without_activation, "layer_input.act"
     ),
     "layer inputs without the table": module_fault(
-        WeightedSum, without_table, "layer_inputs.sum", None
+        FixedScaleSum, without_table, "layer_inputs.sum", None
     ),
-    "layer inputs x 1.05": module_fault(WeightedSum, larger_sum, "layer_inputs.sum", None),
+    "layer inputs x 1.05": module_fault(FixedScaleSum, larger_sum, "layer_inputs.sum", None),
     "their table without its factor": module_fault(
         ScaledEmbedding, unscaled_table, "layer_inputs.table", None
     ),
@@ -190,8 +190,8 @@ FAULTS: dict[str, PlantedFault] = {
     "rows of their projection in another order": tensor_fault(
         "layer_inputs.projection.weight", lambda t: t.roll(1, 0), "layer_inputs.projection", None
     ),
-    "no number behind a layer": module_fault(ScaledSum, without_scale, "output"),
-    "the number times the branch alone": module_fault(ScaledSum, scaled_branch, "output"),
+    "no number behind a layer": module_fault(LearnedScaleSum, without_scale, "output"),
+    "the number times the branch alone": module_fault(LearnedScaleSum, scaled_branch, "output"),
     "the number of one layer x 1.05": tensor_fault(
         "layers.2.output.scale", lambda t: t * 1.05, "output", 2
     ),

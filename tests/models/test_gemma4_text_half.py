@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from modelmill.builder.config_only import checkpoint_of_config
-from modelmill.builder.plan import make_plan
+from modelmill.builder.config_only import checkpoint_from_config
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError
@@ -72,7 +72,7 @@ def test_its_logits_are_those_of_the_whole_model(saved: tuple[Path, Any], tmp_pa
         other in name for name in load_file(folder / "model.safetensors") for other in others
     )
     assert not [n for n in checkpoint.names() if any(other in n for other in others)]
-    plan = make_plan(checkpoint, BuildConfig(dtype="float32", target="cpu"))
+    plan = make_build_plan(checkpoint, BuildConfig(dtype="float32", target="cpu"))
     warnings = " ".join(plan.warnings)
     assert "vision_config" in warnings
     assert "audio_config" in warnings
@@ -113,7 +113,9 @@ def test_a_last_layer_with_a_window_is_named(tmp_path: Path) -> None:
     raw = CASES["gemma4_text"].raw(layer_types=["sliding_attention", "full_attention"] * 3)
     raw["layer_types"][-1] = "sliding_attention"
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    plan = make_plan(checkpoint_of_config(tmp_path), BuildConfig(dtype="float32", target="cpu"))
+    plan = make_build_plan(
+        checkpoint_from_config(tmp_path), BuildConfig(dtype="float32", target="cpu")
+    )
     assert plan.model_config.windows[-1] is None
     assert "the last layer has full attention" in " ".join(plan.warnings)
 
@@ -140,7 +142,9 @@ def test_what_has_no_effect_is_named(name: str, tmp_path: Path) -> None:
     """As in transformers, whose logits the model still has (``test_dense_families``)."""
     changes, keys = WITHOUT_EFFECT[name]
     (tmp_path / "config.json").write_text(json.dumps(CASES["gemma4_text"].raw(**changes)))
-    plan = make_plan(checkpoint_of_config(tmp_path), BuildConfig(dtype="float32", target="cpu"))
+    plan = make_build_plan(
+        checkpoint_from_config(tmp_path), BuildConfig(dtype="float32", target="cpu")
+    )
     [warning] = [each for each in plan.warnings if "no effect" in each]
     assert keys in warning
 
@@ -149,11 +153,15 @@ def test_experts_that_are_off_are_refused_by_name(tmp_path: Path) -> None:
     raw = CASES["gemma4_text"].raw(enable_moe_block=False)
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(CheckpointError, match="num_experts=4"):
-        make_plan(checkpoint_of_config(tmp_path), BuildConfig(dtype="float32", target="cpu"))
+        make_build_plan(
+            checkpoint_from_config(tmp_path), BuildConfig(dtype="float32", target="cpu")
+        )
 
 
 def test_full_attention_with_narrower_heads_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CASES["gemma4_text"].raw(global_head_dim=8)))
     with pytest.raises(CheckpointError, match="global_head_dim=8 below head_dim=16") as error:
-        make_plan(checkpoint_of_config(tmp_path), BuildConfig(dtype="float32", target="cpu"))
+        make_build_plan(
+            checkpoint_from_config(tmp_path), BuildConfig(dtype="float32", target="cpu")
+        )
     check_one_line(error.value)

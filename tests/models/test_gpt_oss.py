@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from modelmill.accept.token_scorer import TokenScorer
+from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.artifact.store import open_artifact
-from modelmill.builder.config_only import checkpoint_of_config
-from modelmill.builder.plan import make_plan
-from modelmill.checkpoint.gpt_oss_experts import GptOssExperts
+from modelmill.builder.config_only import checkpoint_from_config
+from modelmill.builder.plan import make_build_plan
+from modelmill.checkpoint.gpt_oss_experts import GptOssExpertContainer
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, UsageError
@@ -79,7 +79,7 @@ def test_mxfp4_is_kept(packed: Any, tmp_path: Path) -> None:
     assert engine.artifact is not None
     assert "mxfp4" in engine.artifact.manifest.weight_formats.values()
     ids = torch.randint(2, 120, (50,), generator=torch.Generator().manual_seed(3)).tolist()
-    actual = TokenScorer(engine).logits([ids], decode_from=30)[0]
+    actual = TeacherForcedScorer(engine).compute_logits([ids], decode_from=30)[0]
     assert (actual - logits(ids)).abs().max() < 1e-4
 
 
@@ -188,7 +188,7 @@ def test_another_quantization_is_refused(packed: Any, tmp_path: Path) -> None:
 
 def test_scales_that_do_not_fit_are_refused(packed: Any) -> None:
     view = open_checkpoint(packed[0]).view
-    assert isinstance(view, GptOssExperts)
+    assert isinstance(view, GptOssExpertContainer)
     stem = "model.layers.0.mlp.experts"
     raw = dict(load_file(packed[0] / "model.safetensors"))
     raw[f"{stem}.down_proj_scales"] = raw[f"{stem}.down_proj_scales"][:, :, :1]
@@ -211,14 +211,16 @@ def test_scales_that_do_not_fit_are_refused(packed: Any) -> None:
             return []
 
     with pytest.raises(CorruptCheckpoint, match="down_proj_blocks"):
-        GptOssExperts(Loaded()).quant_layout(f"{stem}.0.down_proj.weight")
+        GptOssExpertContainer(Loaded()).quant_layout(f"{stem}.0.down_proj.weight")
 
 
 def test_a_config_alone_says_what_is_kept(tmp_path: Path) -> None:
     """Experts in MXFP4, 4.25 bits a weight; all else in the engine's dtype."""
     raw = CASES["gpt_oss"].raw(**SIZES) | {"quantization_config": SETTINGS}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    plan = make_plan(checkpoint_of_config(tmp_path), BuildConfig(dtype="bfloat16", target="cpu"))
+    plan = make_build_plan(
+        checkpoint_from_config(tmp_path), BuildConfig(dtype="bfloat16", target="cpu")
+    )
     packed = [each for each in plan.tensors if each.weight_format == "mxfp4"]
     assert len(packed) == 3 * 5 * 2
     stored = [info for each in packed for info in each.stored_info.items()]

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.accept.token_scorer import TokenScorer
+from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.core.errors import CheckpointError
-from modelmill.core.registry import find_module
+from modelmill.core.module_lookup import import_module_if_exists
 from modelmill.nn.rotary import Rotary
 from tests.models.test_families import engine
 from tests.models.tiny_models import save_raw
@@ -77,7 +77,7 @@ def hf_config(raw: dict[str, Any]) -> Any:
 
 
 def engine_config(raw: dict[str, Any]) -> Any:
-    return find_module("modelmill.models", raw["model_type"]).config_from_hf(raw)
+    return import_module_if_exists("modelmill.models", raw["model_type"]).config_from_hf(raw)
 
 
 def same_rotation(raw: dict[str, Any]) -> None:
@@ -187,7 +187,7 @@ def test_logits_of_such_files_equal_transformers(case: str, tmp_path: Path) -> N
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0]
     assert expected.std() > 0.1
-    assert (TokenScorer(loop).logits([ids])[0] - expected).abs().max() < 1e-4
+    assert (TeacherForcedScorer(loop).compute_logits([ids])[0] - expected).abs().max() < 1e-4
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -255,7 +255,7 @@ def test_an_older_name_of_the_channels_of_a_nemotron_h_is_read(
     changes: dict[str, Any], channels: int
 ) -> None:
     """The first models' files have it, and no head_dim."""
-    family = find_module("modelmill.models", "nemotron_h")
+    family = import_module_if_exists("modelmill.models", "nemotron_h")
     assert family is not None
     raw = {"hidden_size": 64, "vocab_size": 97, "layers_block_type": ["mamba", "attention"]}
     assert family.config_from_hf(raw | changes).head_dim == channels

@@ -26,13 +26,13 @@ CONV, SSM, NORM = "attn.conv", "attn.ssm", "attn.gated_norm"
 
 def changed_tokens(**changes: Callable[[Any], torch.Tensor]) -> Any:
     """Another preparation of the tokens for the scan."""
-    real = ssd_scan._prepare
+    real = ssd_scan._prepare_tokens
 
     def prepare(inputs: Any) -> Any:
         tokens = real(inputs)
         return tokens._replace(**{name: change(tokens) for name, change in changes.items()})
 
-    return reference_fault(ssd_scan, "_prepare", prepare)
+    return reference_fault(ssd_scan, "_prepare_tokens", prepare)
 
 
 def norm_before_gate(self: Any, x: torch.Tensor, xbcz: torch.Tensor, step: Any) -> torch.Tensor:
@@ -66,7 +66,7 @@ FAULTS: dict[str, PlantedFault] = {
     "convolution shifted": tensor("conv.weight", lambda t: t.roll(1, 1), CONV),
     "convolution's bias forgotten": tensor("conv.bias", torch.zeros_like, CONV),
     "SiLU behind the convolution forgotten": (
-        lambda: reference_fault(causal_conv, "_activate", lambda x, dtype: x.to(dtype)),
+        lambda: reference_fault(causal_conv, "_silu_to_dtype", lambda x, dtype: x.to(dtype)),
         (CONV,), 0,
     ),
     "decay's sign": (lambda: changed_tokens(log_decay=lambda t: -0.1 * t.log_decay), (SSM,), 0),

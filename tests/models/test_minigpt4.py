@@ -166,9 +166,9 @@ def test_a_batch_of_eight_with_texts_between(llm: LLM, plain: Any) -> None:
 
 
 def test_upstreams_later_prompt_has_a_space_more(folder: Path, llm: LLM) -> None:
-    from modelmill.text.image_chat import ImageChat
+    from modelmill.text.image_chat import ImageChatFormat
 
     assert llm.tokenizer is not None
-    first = ImageChat(llm.tokenizer, 8).encode([user("Hi")])
-    later = ImageChat(llm.tokenizer, 8, "current").encode([user("Hi")])
+    first = ImageChatFormat(llm.tokenizer, 8).encode([user("Hi")])
+    later = ImageChatFormat(llm.tokenizer, 8, "current").encode([user("Hi")])
     assert later == [*first, 29871]

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError
 from modelmill.models import ministral3
-from modelmill.nn.query_growth import AttentionTemperature
+from modelmill.nn.attention_temperature import AttentionTemperature
 from tests.models.all_families import CASES
 from tests.models.family_cases import SMALL
 from tests.models.text_half import check_logits, seeded_model
@@ -50,7 +50,7 @@ def test_its_logits_are_those_of_the_whole_model(name: str, tied: bool, tmp_path
     checkpoint = open_checkpoint(tmp_path / "hf")
     assert checkpoint.model_type == name
     assert not [n for n in checkpoint.names() if "vision" in n or "projector" in n]
-    plan = make_plan(checkpoint, BuildConfig(dtype="float32", target="cpu"))
+    plan = make_build_plan(checkpoint, BuildConfig(dtype="float32", target="cpu"))
     assert "vision_config" in " ".join(plan.warnings)
     check_logits(tmp_path / "hf", model, tmp_path / "e")
 
@@ -67,7 +67,9 @@ def test_a_rotation_that_the_config_leaves_out() -> None:
     config = ministral3.config_from_hf(raw)
     stated = transformers.Ministral3Config().rope_parameters
     length = stated["original_max_position_embeddings"]
-    assert config.query_growth == AttentionTemperature(stated["llama_4_scaling_beta"], length)
+    assert config.attention_temperature == AttentionTemperature(
+        stated["llama_4_scaling_beta"], length
+    )
     assert config.rope is not None
     assert config.rope.base == stated["rope_theta"]
     assert {k: v for k, v in config.rope.scaling.items() if k != "rope_theta"}.items() <= (

@@ -14,9 +14,9 @@ import torch
 
 from modelmill.accept.reference.exaone_moe import ExaoneMoeReference
 from modelmill.builder.model_config import check_unread_keys
-from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import CheckpointError
-from modelmill.core.registry import find_module
+from modelmill.core.module_lookup import import_module_if_exists
+from modelmill.core.read_tracking_config import ReadTrackingConfig
 from tests.models.all_families import CASES
 
 pytest.importorskip("transformers")
@@ -78,7 +78,10 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 def read(name: str, change: dict[str, Any]) -> tuple[Any, list[str]]:
     """The sizes of a family's small config with a change, and what is said of its other keys."""
-    family, view = find_module("modelmill.models", name), ConfigView(CASES[name].raw(**change))
+    family, view = (
+        import_module_if_exists("modelmill.models", name),
+        ReadTrackingConfig(CASES[name].raw(**change)),
+    )
     assert family is not None
     return family.config_from_hf(view), check_unread_keys(view, family, "config.json")
 
@@ -99,7 +102,7 @@ def test_marks_of_experts_choose_the_layers() -> None:
     config, _ = read("exaone_moe", change)
     assert config.dense_layers == {1}
     reference = ExaoneMoeReference(SOURCE, CASES["exaone_moe"].raw(**change))
-    assert [i for i in range(config.layers) if reference.is_dense(i)] == [1]
+    assert [i for i in range(config.layers) if reference.is_dense_layer(i)] == [1]
 
 
 def test_a_window_beside_a_switch_that_denies_it_is_named() -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from modelmill.accept.token_scorer import TokenScorer
+from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.builder.build_engine import build
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.runtime.engine_core import EngineCore
@@ -46,12 +46,14 @@ def test_its_logits_are_those_of_the_whole_model(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tmp_path / "hf")
     assert checkpoint.model_type == "qwen3_5_moe_text"
     assert not [name for name in checkpoint.names() if "visual" in name]
-    plan = make_plan(checkpoint, BuildConfig(dtype="float32", target="cpu"))
+    plan = make_build_plan(checkpoint, BuildConfig(dtype="float32", target="cpu"))
     assert "vision_config" in " ".join(plan.warnings)
     build(plan, tmp_path / "e", None)
     engine = EngineCore.open(tmp_path / "e", RunConfig(device="cpu", kv_cache_bytes=1 << 22))
     ids = [torch.arange(2, 2 + count).tolist() for count in (1, 20)]
-    for actual, row in zip(TokenScorer(engine).logits(ids, decode_from=5), ids, strict=True):
+    for actual, row in zip(
+        TeacherForcedScorer(engine).compute_logits(ids, decode_from=5), ids, strict=True
+    ):
         expected = model(torch.tensor([row])).logits[0]
         assert (actual - expected).abs().max() < 1e-4
 

@@ -36,7 +36,7 @@ def make_model(
     config = sam.config_from_hf(raw)
     model = sam.Model(config)
     resolved = plan_renames(
-        sam.rules(config), sam.ignored_tensors(config), state, sam.CHECKPOINT_PREFIXES
+        sam.rename_rules(config), sam.ignored_tensors(config), state, sam.CHECKPOINT_PREFIXES
     )
     tensors = {r.target: apply_rule(r, state.__getitem__) for r in resolved}
     fill_weights(model, tensors.__getitem__, tensors, {}, {}, device)
@@ -110,7 +110,7 @@ def test_masks_equal_transformers(hf_model, prompt: str) -> None:
 def test_the_original_layout_is_recognised_and_gives_the_same(hf_model) -> None:
     config = sam.config_from_hf({"model_type": "sam", "vision_config": SMALL})
     state = hf_model.state_dict()
-    original = {f"{r.target}": state[r.sources[0]] for r in sam.rules(config)}
+    original = {f"{r.target}": state[r.sources[0]] for r in sam.rename_rules(config)}
     raw = sam.config_from_shapes({name: tuple(t.shape) for name, t in original.items()})
     assert raw is not None
     parsed = sam.config_from_hf(raw)

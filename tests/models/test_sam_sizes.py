@@ -29,7 +29,7 @@ SIZES = {
 def original(model: Any, vision: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Its tensors under the names of the original files."""
     state = model.state_dict()
-    rules = sam.rules(sam.config_from_hf({"model_type": "sam", "vision_config": vision}))
+    rules = sam.rename_rules(sam.config_from_hf({"model_type": "sam", "vision_config": vision}))
     return {rule.target: state[rule.sources[0]] for rule in rules}
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from modelmill.builder.build_engine import build
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.nn.moe import TopKRouting
@@ -35,7 +35,7 @@ def test_its_values_are_those_of_the_file(name: str, recipe: str, tmp_path: Path
     CASES[name].save(tmp_path / "hf")
     checkpoint = open_checkpoint(tmp_path / "hf")
     options = BuildConfig(dtype="bfloat16", target="cpu", quantization=recipe)
-    build(make_plan(checkpoint, options), tmp_path / "e", None)
+    build(make_build_plan(checkpoint, options), tmp_path / "e", None)
     config = RunConfig(device="cpu", kv_cache_bytes=1 << 22)
     model = EngineCore.open(tmp_path / "e", config).model
     biases = [each.selection_bias for each in model.modules() if isinstance(each, TopKRouting)]

@@ -16,7 +16,7 @@ from tests.models.moe_faults import ROUTING, with_router
 from tests.models.planted_fault import PlantedFault, config_fault, refusal_test, tensor_fault
 
 FAMILY = "phimoe"
-real = fused_topk.sparse_mixer
+real = fused_topk.sparse_mixer_topk
 Choice = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -24,7 +24,7 @@ def choice(change: Callable[[torch.Tensor, int, float], Choice]) -> PlantedFault
     """Another choice of experts."""
 
     def plant() -> AbstractContextManager[Any]:
-        return mock.patch.object(fused_topk, "sparse_mixer", change)
+        return mock.patch.object(fused_topk, "sparse_mixer_topk", change)
 
     return plant, (ROUTING,), 0
 

@@ -21,19 +21,19 @@ import modelmill.models as models_package
 from modelmill.accept import run
 from modelmill.artifact.store import open_artifact
 from modelmill.builder import memory_plan
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
-from modelmill.cli.main import execute
+from modelmill.cli.main import run_command_line
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.eval import profile as profiling
 from modelmill.loader.model_loader import build_model, load_model
-from modelmill.nn.fusion import fuse
+from modelmill.nn.fusion import fuse_model
 from modelmill.nn.layer_spec import LayerSpec, layer_spec
 from modelmill.nn.shard_model import shard_model
 from modelmill.ops.registry import select_backends
 from modelmill.parallel.tp_group import TPGroup
 from modelmill.quant.activation_smoothing import apply_smoothing
-from modelmill.quant.calibrate import collect_statistics
+from modelmill.quant.calibrate import collect_input_statistics
 from modelmill.quant.calibration_state import CalibrationState, QuantizableLayer
 from modelmill.runtime.engine_core import EngineCore
 from tests.accept.build_and_accept import build_and_accept
@@ -148,8 +148,8 @@ def test_smoothing_keeps_what_its_layers_compute(engine: Path) -> None:
         block, probe = QuantizableLayer(layer), flow.fork()
         statistics = {}
         for site in block.sites:
-            probe.forward_to(block, site)
-            statistics[site] = collect_statistics(probe.site_inputs(), site)
+            probe.forward_to_site(block, site)
+            statistics[site] = collect_input_statistics(probe.site_inputs(), site)
         before = flow.fork()
         before.forward_layer(block)
         folded = apply_smoothing(block, statistics, dict.fromkeys(block.sites, 0.5), torch.float32)
@@ -180,7 +180,7 @@ def test_tensor_parallelism_divides_it_by_its_spec() -> None:
         part = x[:, columns] @ weight[:, columns].T
         sums["down"] = sums.get("down", torch.zeros(5, 48)) + part
     torch.testing.assert_close(sums["down"], x @ weight.T)
-    assert fuse(whole) is whole, "no fused op computes such a layer"
+    assert fuse_model(whole) is whole, "no fused op computes such a layer"
 
 
 def test_its_modules_are_profiled_and_it_runs(
@@ -191,14 +191,14 @@ def test_its_modules_are_profiled_and_it_runs(
     monkeypatch.setattr("modelmill.ops.timing.COPY_BYTES", {"cpu": 1 << 16})
     monkeypatch.setattr("modelmill.ops.timing.MATMUL_SIDE", {"cpu": 32})
     words = ["profile", str(engine), "--device", "cpu", "--batch", "2", "--prompt", "24"]
-    assert execute(words) == 0
+    assert run_command_line(words) == 0
     shown = capsys.readouterr().out
     for module in ("mix.in_proj", "mix.out_proj", "attn.core", "post_norm", "mlp.gate_proj"):
         assert f"layers.*.{module}" in shown
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt_token_ids": [3, 1, 4]}\n')
     more = ["--max-tokens", "4", "--device", "cpu", "--json"]
-    assert execute(["run", str(engine), "--file", str(prompts), *more]) == 0
+    assert run_command_line(["run", str(engine), "--file", str(prompts), *more]) == 0
     assert json.loads(capsys.readouterr().out)
 
 
@@ -208,20 +208,20 @@ def test_only_layers_with_attention_have_a_cache(engine: Path, checkpoint: Path)
     kv = loop.model_runner.kv
     assert (len(kv.k), kv.k[0].shape[1], kv.k[0].shape[3]) == (1, 2, 12), "of three layers"
     per_token = 2 * 2 * 12 * 4
-    made = make_plan(open_checkpoint(checkpoint), BuildConfig(dtype="float32"))
+    made = make_build_plan(open_checkpoint(checkpoint), BuildConfig(dtype="float32"))
     assert made.memory_report["kv_per_token"] == loop.page_bytes // loop.page_size == per_token
     tokens = (run.NUM_SEQUENCES + 2) * (run.SEQUENCE_LENGTH + 64)
-    assert run._kv_bytes(artifact) == per_token * tokens
+    assert run._kv_cache_bytes(artifact) == per_token * tokens
 
 
 def test_memory_is_planned_for_the_largest_of_its_layers(checkpoint: Path) -> None:
-    tensors = make_plan(open_checkpoint(checkpoint), BuildConfig(dtype="float32")).tensors
-    sizes = [memory_plan.float32_bytes(tensors, f"layers.{layer}.") for layer in range(3)]
+    tensors = make_build_plan(open_checkpoint(checkpoint), BuildConfig(dtype="float32")).tensors
+    sizes = [memory_plan.module_float32_bytes(tensors, f"layers.{layer}.") for layer in range(3)]
     assert sizes[0] == sizes[2] > sizes[1] > 0
     without_mixer = [planned for planned in tensors if not planned.module.startswith("layers.0.")]
     without_mixer = [p for p in without_mixer if not p.module.startswith("layers.2.")]
-    assert memory_plan.largest_layer_bytes(tensors) == sizes[0]
-    assert memory_plan.largest_layer_bytes(without_mixer) == sizes[1]
+    assert memory_plan.largest_layer_float32_bytes(tensors) == sizes[0]
+    assert memory_plan.largest_layer_float32_bytes(without_mixer) == sizes[1]
 
 
 def test_a_tensor_that_the_spec_lacks_is_named(family: Any, monkeypatch: Any) -> None:
@@ -231,4 +231,4 @@ def test_a_tensor_that_the_spec_lacks_is_named(family: Any, monkeypatch: Any) ->
     spec = layer_spec(layer)
     assert isinstance(spec, LayerSpec)
     with pytest.raises(ValueError, match=r"differ in mlp\.gate_proj\.weight"):
-        spec.check(layer)
+        spec.check_module_tree(layer)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from modelmill.accept.token_scorer import TokenScorer
+from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.core.config import RunConfig
 from modelmill.runtime.engine_core import EngineCore
 from tests.accept.build_and_accept import build_and_accept
@@ -31,5 +31,5 @@ def check_logits(folder: Path, model: Any, out: Path) -> None:
     assert written, report.get("reason", report)
     engine = EngineCore.open(out, RunConfig(device="cpu", kv_cache_bytes=1 << 22))
     ids = torch.randint(2, 120, (50,), generator=torch.Generator().manual_seed(3)).tolist()
-    actual = TokenScorer(engine).logits([ids], decode_from=30)[0]
+    actual = TeacherForcedScorer(engine).compute_logits([ids], decode_from=30)[0]
     assert (actual - model(torch.tensor([ids])).logits[0]).abs().max() < 1e-4

@@ -25,7 +25,7 @@ from torch import nn
 
 from modelmill.checkpoint.rename import Rule
 from modelmill.models._hf_config import positive_int
-from modelmill.models._layer_rules import layer_rules
+from modelmill.models._rename_rules import layer_rename_rules
 from modelmill.nn.attention import Attention, AttentionSpec
 from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.embedding_and_head import LMHead, TokenEmbedding
@@ -36,8 +36,8 @@ from modelmill.nn.layer_spec import (
     ModuleSpec,
     NormSpec,
     RowPart,
-    RowProducer,
-    SiteSpec,
+    ScaleFoldRows,
+    QuantSiteSpec,
 )
 from modelmill.nn.layer_stack import kv_shape
 from modelmill.nn.partition import ChannelPartition
@@ -82,7 +82,10 @@ class ToyConfig:
         else:
             branch = mixer_modules(self.hidden, self.width)
             partition = ChannelPartition("width", self.width)
-            sites = SiteSpec("mix_in"), SiteSpec("mix_out", RowProducer("mix.in_proj", "b"))
+            sites = (
+                QuantSiteSpec("mix_in"),
+                QuantSiteSpec("mix_out", ScaleFoldRows("mix.in_proj", "b")),
+            )
         return LayerSpec(
             modules=(
                 NormSpec(path="attn_norm", reads=INPUTS, writes=("attn_input", "stream"),
@@ -95,8 +98,9 @@ class ToyConfig:
                          stream_reference="middle"),
                 *mlp_modules(self.hidden, self.inner),
             ),
-            sites=(*sites, SiteSpec("ffn"),
-                   SiteSpec("ffn_down", RowProducer("mlp.up_proj", "up"), heavy_tailed=True)),
+            sites=(*sites, QuantSiteSpec("ffn"),
+                   QuantSiteSpec("ffn_down", ScaleFoldRows("mlp.up_proj", "up"),
+                                 heavy_tailed=True)),
             outputs=("mlp_out", "mix.residual"),
             partitions=(partition, ChannelPartition("inner", self.inner)),
         )
@@ -136,13 +140,13 @@ def config_from_hf(raw):
     return ToyConfig(**{name: positive_int(raw, key) for name, key in KEYS.items()})
 
 
-def rules(config):
+def rename_rules(config):
     out = [Rule("embed.weight", ("model.embed.weight",)),
            Rule("norm.weight", ("model.norm.weight",)),
            Rule("head.weight", ("lm_head.weight",))]
     for i in range(config.layers):
         names = (f"layers.{i}", f"model.layers.{i}")
-        out += layer_rules(config.layer_spec(i), CHECKPOINT_NAMES, *names)
+        out += layer_rename_rules(config.layer_spec(i), CHECKPOINT_NAMES, *names)
     return out
 
 
@@ -229,7 +233,7 @@ class Model(CausalLM):
         self.norm = RMSNorm(config.hidden, config.eps)
         self.head = LMHead(config.hidden, config.vocab)
 
-    def rope_key(self, length):
+    def rope_frequency_id(self, length):
         return 0
 '''
 REFERENCE = '''
@@ -241,7 +245,7 @@ import torch
 from torch.nn import functional as F
 
 from modelmill.accept.reference.base import (
-    Affine,
+    ModuleWeights,
     ModuleIO,
     ReferenceModel,
     causal_attention,
@@ -267,7 +271,7 @@ class ToyReference(ReferenceModel):
     def embed(self, ids):
         return self.source.rows("model.embed.weight", ids)
 
-    def embedding_tables(self):
+    def embedding_table_names(self):
         return {"weight": "model.embed.weight"}
 
     def apply_norm(self, x, weights, eps):
@@ -275,13 +279,13 @@ class ToyReference(ReferenceModel):
 
     def norm_weights(self, index, name):
         stem = "model.norm" if index is None else f"model.layers.{index}.{name}"
-        return Affine(self.source.get(f"{stem}.weight"))
+        return ModuleWeights(self.source.get(f"{stem}.weight"))
 
     def layer_weights(self, index):
         names = SHARED | (ATTENTION if index % 2 else MIXER)
         weights = {name: self.norm_weights(index, name) for name in ("norm1", "norm2", "norm3")}
         for name, stem in names.items():
-            weights[name] = Affine(self.source.get(f"model.layers.{index}.{stem}.weight"))
+            weights[name] = ModuleWeights(self.source.get(f"model.layers.{index}.{stem}.weight"))
         return weights
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ from modelmill.nn.expert_stack import (
     OPS,
     STACKED,
     common_view_base,
-    first_product,
+    expert_input_linear,
     max_dequantized_expert_bytes,
     stack_experts,
     stack_weights,
@@ -27,7 +27,7 @@ from modelmill.nn.moe_spec import MoESpec
 from modelmill.ops import registry
 from modelmill.ops.cpu.common import build
 from modelmill.ops.fused_moe import SwigluClamp
-from modelmill.weights.base import pack
+from modelmill.weights.base import pack_as_format
 from tests.nn.test_moe import EXPERTS, HIDDEN, INNER, STEP, filled
 
 
@@ -44,7 +44,9 @@ def with_input_scale(weight_format: str, input_scale: float) -> MoE:
     for expert in moe.experts:
         for linear in (expert.gate_up_proj, expert.down_proj):
             matrix = torch.zeros(linear.shape)  # type: ignore[arg-type]
-            linear.weight = pack(weight_format, matrix, torch.float32, input_scale=input_scale)  # type: ignore[union-attr]
+            linear.weight = pack_as_format(
+                weight_format, matrix, torch.float32, input_scale=input_scale
+            )  # type: ignore[union-attr]
     return moe
 
 
@@ -56,11 +58,11 @@ def experts_linears(moe: MoE) -> list[Linear]:
 @pytest.mark.parametrize("weight_format", OPS)
 def test_an_expert_keeps_its_values_as_views_of_the_stack(weight_format: str) -> None:
     moe = mixture(weight_format)
-    before = [linear.weight.dense() for linear in experts_linears(moe)]
+    before = [linear.weight.dequantize() for linear in experts_linears(moe)]
     assert stack_experts(moe) is not None
     linears = experts_linears(moe)
     for linear, expected in zip(linears, before, strict=True):
-        assert torch.equal(linear.weight.dense(), expected)
+        assert torch.equal(linear.weight.dequantize(), expected)
     for suffix in linears[0].weight.tensors().keys() & STACKED:
         storages = {
             linear.weight.tensors()[suffix].untyped_storage().data_ptr() for linear in linears
@@ -94,7 +96,10 @@ def test_views_in_another_order_are_no_stack() -> None:
 def lying_in_one_storage(moe: MoE) -> MoE:
     """The same, whose experts' tensors are views of one storage, an expert behind the other."""
     experts = moe.local_expert_modules
-    for linears in ([first_product(each) for each in experts], [e.down_proj for e in experts]):
+    for linears in (
+        [expert_input_linear(each) for each in experts],
+        [e.down_proj for e in experts],
+    ):
         tensors = [linear.weight.tensors() for linear in linears]
         for suffix in tensors[0].keys() & STACKED:
             # as much again behind each, as other tensors of an expert are in a file
@@ -142,8 +147,8 @@ def counted(calls: list[tuple[str, int]], op: str, **bound: Any) -> Any:
 @pytest.mark.parametrize("whole", [True, False])
 def test_few_tokens_on_a_cpu_are_one_call(weight_format: str, whole: bool) -> None:
     """For all experts, or with the router as well."""
-    if build.available("cpu") is not None:
-        pytest.skip(str(build.available("cpu")))
+    if build.unavailable_reason("cpu") is not None:
+        pytest.skip(str(build.unavailable_reason("cpu")))
     router, shared = RouterConfig(EXPERTS, 3, bias=True, logit_scale=0.5), MLPSpec(HIDDEN, INNER)
     spec = MoESpec(router, MLPSpec(HIDDEN, 2 * HIDDEN), shared, shared_gate=True)
     moe = lying_in_one_storage(filled(spec, weight_format))
@@ -163,8 +168,8 @@ def test_few_tokens_on_a_cpu_are_one_call(weight_format: str, whole: bool) -> No
 
 @pytest.mark.parametrize("weight_format", ["int8", "int4"])
 def test_experts_without_a_gate_are_one_call_too(weight_format: str) -> None:
-    if build.available("cpu") is not None:
-        pytest.skip(str(build.available("cpu")))
+    if build.unavailable_reason("cpu") is not None:
+        pytest.skip(str(build.unavailable_reason("cpu")))
     expert = MLPSpec(HIDDEN, 2 * HIDDEN, gated=False, activation="relu2", bias=True)
     moe = lying_in_one_storage(filled(MoESpec(RouterConfig(EXPERTS, 3), expert), weight_format))
     calls: list[tuple[str, int]] = []
@@ -176,8 +181,8 @@ def test_experts_without_a_gate_are_one_call_too(weight_format: str) -> None:
 
 
 def test_a_router_that_got_other_operands_is_computed_with_them() -> None:
-    if build.available("cpu") is not None:
-        pytest.skip(str(build.available("cpu")))
+    if build.unavailable_reason("cpu") is not None:
+        pytest.skip(str(build.unavailable_reason("cpu")))
     router = RouterConfig(EXPERTS, 3, selection_bias=True, expert_scale=True, bias=True)
     moe = lying_in_one_storage(filled(MoESpec(router, MLPSpec(HIDDEN, 2 * HIDDEN)), "int8"))
     calls: list[tuple[str, int]] = []
@@ -222,7 +227,7 @@ def test_what_no_grouped_op_computes_is_not_stacked() -> None:
     assert stack_experts(one_gate) is None, "experts with two gates"
     mixed = mixture("dense")
     matrix = torch.zeros(2 * INNER, HIDDEN)
-    experts_linears(mixed)[1].weight = pack("int8", matrix, torch.float32)
+    experts_linears(mixed)[1].weight = pack_as_format("int8", matrix, torch.float32)
     assert stack_experts(mixed) is None
 
 
@@ -240,7 +245,7 @@ def test_a_replaced_weight_is_computed_and_not_the_stack() -> None:
     torch.testing.assert_close(fused(x, step), moe(x, STEP), rtol=1e-5, atol=1e-6)
     assert len(calls) == 1
     for linear in experts_linears(moe):
-        linear.weight = pack("dense", torch.zeros(2 * INNER, HIDDEN), torch.float32)
+        linear.weight = pack_as_format("dense", torch.zeros(2 * INNER, HIDDEN), torch.float32)
     assert not fused(x, step).any()
     assert len(calls) == 1
     assert FusedMoE(moe)._stacked is None, "nothing is copied on a CPU"

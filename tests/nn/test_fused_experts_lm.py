@@ -13,7 +13,7 @@ from modelmill.loader.model_loader import build_model
 from modelmill.nn import fused_moe
 from modelmill.nn.fused_experts_lm import FusedExpertsLM
 from modelmill.nn.fused_moe import FusedMoE
-from modelmill.nn.fusion import fuse
+from modelmill.nn.fusion import fuse_model
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import MoE, RouterConfig
 from modelmill.nn.moe_spec import MoESpec
@@ -33,9 +33,9 @@ def gemma4_model(**changes: Any) -> torch.nn.Module:
 
 def test_fused_layers_compute_what_plain_ones_do() -> None:
     model = gemma4_model()
-    assert isinstance(fuse(model), FusedExpertsLM)
+    assert isinstance(fuse_model(model), FusedExpertsLM)
     fused = test_shard_model.logits(model, SINGLE_RANK)
-    with mock.patch.object(test_shard_model, "fuse", lambda model: model):
+    with mock.patch.object(test_shard_model, "fuse_model", lambda model: model):
         plain = test_shard_model.logits(model, SINGLE_RANK)
     # scores are not scaled: a sharp softmax multiplies a rounding
     torch.testing.assert_close(fused, plain, rtol=1e-4, atol=2e-3)
@@ -60,7 +60,7 @@ def test_only_chosen_experts_are_computed() -> None:
 
 def test_a_model_without_experts_stays_plain() -> None:
     model = gemma4_model(enable_moe_block=False)
-    assert fuse(model) is model
+    assert fuse_model(model) is model
 
 
 def test_every_mixture_of_every_family_is_fused() -> None:
@@ -74,7 +74,7 @@ def test_every_mixture_of_every_family_is_fused() -> None:
             continue
         with_experts.append(name)
         fill_random_weights(model, {}, torch.float32, "cpu")
-        fused = dict(fuse(model).named_modules())
+        fused = dict(fuse_model(model).named_modules())
         for path in mixtures:
             assert isinstance(fused[path], FusedMoE), (name, path)
             assert fused[path].plain is plain[path], (name, path)

@@ -11,7 +11,7 @@ import torch
 from modelmill.nn.decoder import Decoder
 from modelmill.nn.fused_branches import FusedBranchesLM
 from modelmill.nn.fused_experts_lm import FusedExpertsLM
-from modelmill.nn.fusion import FusedCausalLM, fuse
+from modelmill.nn.fusion import FusedCausalLM, fuse_model
 from modelmill.nn.synthetic_step import synthetic_step
 from modelmill.ops import registry
 from modelmill.ops.branches_add_rms_norm import BranchesAddRMSNormInputs, branches_add_rms_norm
@@ -32,7 +32,7 @@ STEPS = {"decode": [(3, 1, 20)], "prompt": [(1, 19, 19)], "mixed": [(2, 17, 17),
 @torch.inference_mode()
 def test_logits_and_states_are_those_of_the_plain_modules(family: str) -> None:
     plain = hybrid_model(family, torch.float32)
-    fused = fuse(plain)
+    fused = fuse_model(plain)
     assert type(fused) is FUSED_FORMS.get(family, FusedCausalLM)
     assert {name for name, _ in fused.named_modules()} == {
         name for name, _ in plain.named_modules()
@@ -41,7 +41,7 @@ def test_logits_and_states_are_those_of_the_plain_modules(family: str) -> None:
         step = synthetic_step(plain, ops, sequences)
         assert step.state is not None
         cache = step.state.cache
-        with cache.restore_on_exit(torch.arange(cache.num_slots)):
+        with cache.restore_slots_on_exit(torch.arange(cache.num_slots)):
             expected = plain(step)
             states = [each.clone() for each in cache.states]
         torch.testing.assert_close(fused(step), expected, rtol=1e-4, atol=1e-5)
@@ -61,5 +61,5 @@ def test_every_norm_behind_branches_adds_them(family: str, norms_of_a_layer: int
         return branches_add_rms_norm(inputs)
 
     ops = OPS.replace({"branches_add_rms_norm": counting})
-    fuse(model)(synthetic_step(model, ops, STEPS["decode"]))
+    fuse_model(model)(synthetic_step(model, ops, STEPS["decode"]))
     assert calls == [norms_of_a_layer == 1] * (norms_of_a_layer * len(model.layers))

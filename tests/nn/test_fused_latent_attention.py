@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from modelmill.models import deepseek_v3
-from modelmill.nn.fusion import FusedCausalLM, FusedLatentAttention, fuse
+from modelmill.nn.fusion import FusedCausalLM, FusedLatentAttention, fuse_model
 from modelmill.nn.step import Step
 from modelmill.nn.synthetic_step import fill_random_weights, synthetic_step
 from modelmill.ops import registry
@@ -54,7 +54,7 @@ def test_the_logits_and_the_cache_are_those_of_the_plain_modules(
     changes: dict[str, Any], sequences: list[tuple[int, int, int]]
 ) -> None:
     plain = model(**changes)
-    fused = fuse(plain)
+    fused = fuse_model(plain)
     assert isinstance(fused, FusedCausalLM)
     step = own_cache(synthetic_step(plain, registry.select_backends("cpu"), sequences))
     expected = plain(step)
@@ -71,7 +71,7 @@ def test_the_logits_and_the_cache_are_those_of_the_plain_modules(
 @torch.inference_mode()
 def test_where_the_op_is_missing_or_declines_the_plain_modules_run() -> None:
     plain = model()
-    fused = fuse(plain)
+    fused = fuse_model(plain)
     step = own_cache(synthetic_step(plain, registry.select_backends("cpu"), STEPS["decode"]))
     assert step.ops.latent_rope_cache is None
     expected = plain(step)
@@ -83,7 +83,7 @@ def test_where_the_op_is_missing_or_declines_the_plain_modules_run() -> None:
 
 def test_names_and_leaves_are_those_of_the_plain_modules() -> None:
     plain = model()
-    fused = fuse(plain)
+    fused = fuse_model(plain)
     names = {name for name, _ in plain.named_modules()}
     assert {name for name, _ in fused.named_modules()} == names
     assert isinstance(fused.get_submodule("layers.0.attn"), FusedLatentAttention)
@@ -94,17 +94,22 @@ def test_names_and_leaves_are_those_of_the_plain_modules() -> None:
 @torch.inference_mode()
 def test_what_is_the_same_for_all_layers_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a step of prompts beside single queries: places, tables and the step of the latter."""
-    from modelmill.nn import latent_step
-    from modelmill.ops.latent_rope_cache import SlotPlaces
+    from modelmill.nn import latent_prompt_expansion
+    from modelmill.ops.latent_rope_cache import SlotPageIndices
 
     plain, calls = model(), []
-    single, places = latent_step.single_queries, SlotPlaces.of_slots
+    single, places = (
+        latent_prompt_expansion.select_single_token_sequences,
+        SlotPageIndices.from_slots,
+    )
 
     def counted(name: str, call: Any) -> Any:
         return lambda *args: calls.append(name) or call(*args)
 
-    monkeypatch.setattr(latent_step, "single_queries", counted("queries", single))
-    monkeypatch.setattr(SlotPlaces, "of_slots", counted("places", places))
+    monkeypatch.setattr(
+        latent_prompt_expansion, "select_single_token_sequences", counted("queries", single)
+    )
+    monkeypatch.setattr(SlotPageIndices, "from_slots", counted("places", places))
     plain(synthetic_step(plain, registry.select_backends("cpu"), STEPS["mixed"]))
     assert len(plain.layers) > 1
     assert sorted(calls) == ["places", "queries"]
@@ -114,7 +119,7 @@ def test_what_is_the_same_for_all_layers_is_made_once(monkeypatch: pytest.Monkey
 def test_a_decode_step_of_a_layer_computes_little_beside_its_ops() -> None:
     """Queries absorb the keys' projections, are joined, and outputs absorb those of the values."""
     plain = model()
-    layer = fuse(plain).get_submodule("layers.0.attn")
+    layer = fuse_model(plain).get_submodule("layers.0.attn")
     step = own_cache(synthetic_step(plain, registry.select_backends("cpu"), STEPS["decode"]))
     rope, x = plain.compute_rope_cos_sin(step), plain.embed(step.ids, step)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from modelmill.nn.decoder import Decoder
-from modelmill.nn.fusion import fuse
+from modelmill.nn.fusion import fuse_model
 from modelmill.nn.step import Step
 from modelmill.nn.synthetic_step import fill_random_weights, synthetic_step
 from modelmill.ops import registry
@@ -60,7 +60,7 @@ def test_the_logits_and_the_cache_are_those_of_single_ops(
     model = decoder(**options)
     step, calls = step_and_calls(model, ops_used)
     fused, plain = own_cache(step), own_cache(step)
-    actual, expected = fuse(model)(fused), model(plain)
+    actual, expected = fuse_model(model)(fused), model(plain)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     for cache, reference in zip(
         (*fused.kv.k, *fused.kv.v), (*plain.kv.k, *plain.kv.v), strict=True
@@ -75,5 +75,5 @@ def test_what_an_op_does_not_serve_is_done_by_the_single_ones() -> None:
     step, calls = step_and_calls(model, FUSED_OPS, serves=False)
     expected = model(own_cache(step))
     assert not calls, "the plain modules call no fused op"
-    torch.testing.assert_close(fuse(model)(step), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(fuse_model(model)(step), expected, rtol=1e-4, atol=1e-5)
     assert set(calls) == set(FUSED_OPS)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from modelmill.loader.model_loader import build_model
-from modelmill.nn.fusion import FusedCausalLM, fuse
+from modelmill.nn.fusion import FusedCausalLM, fuse_model
 from modelmill.nn.linear import Linear
 from modelmill.nn.pre_norm import PreNormLayer
 from modelmill.nn.synthetic_step import fill_random_weights, synthetic_step
@@ -26,7 +26,7 @@ def _model(model_type: str) -> nn.Module:
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_names_and_leaves_are_those_of_the_plain_modules(model_type: str) -> None:
     model = _model(model_type)
-    fused = fuse(model)
+    fused = fuse_model(model)
     assert isinstance(fused, FusedCausalLM)
     assert {name for name, _ in fused.named_modules()} == {
         name for name, _ in model.named_modules()
@@ -38,7 +38,7 @@ def test_names_and_leaves_are_those_of_the_plain_modules(model_type: str) -> Non
 
 def test_a_weight_that_is_replaced_later_is_read_by_both() -> None:
     model = _model("llama")
-    fused = fuse(model)
+    fused = fuse_model(model)
     step = synthetic_step(model, registry.select_backends("cpu", {"decode": "torch"}), (1, 5, 5))
     before = fused(step)
     model.layers[0].mlp.down_proj.weight = model.layers[1].mlp.down_proj.weight  # type: ignore[union-attr, index]
@@ -48,7 +48,7 @@ def test_a_weight_that_is_replaced_later_is_read_by_both() -> None:
 
 def test_a_model_without_a_decoder_stays_as_it_is() -> None:
     other = nn.Linear(2, 2)
-    assert fuse(other) is other
+    assert fuse_model(other) is other
 
 
 def test_forward_hooks_take_the_fused_modules_out() -> None:

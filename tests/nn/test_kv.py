@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from modelmill.accept.token_scorer import TokenScorer
+from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import UsageError
 from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype
@@ -160,9 +160,11 @@ def test_copied_pages_bring_their_scales(name: str) -> None:
 
 def test_logits_stay_near_those_of_full_pages() -> None:
     ids = [list(p) for p in tiny.prompts(3, low=20)]
-    full = TokenScorer(tiny.make_engine()).logits(ids, decode_from=10)
+    full = TeacherForcedScorer(tiny.make_engine()).compute_logits(ids, decode_from=10)
     for name, most in (("int8", 0.05), ("fp8", 0.3)):
-        near = TokenScorer(tiny.make_engine(kv_cache_dtype=name)).logits(ids, decode_from=10)
+        near = TeacherForcedScorer(tiny.make_engine(kv_cache_dtype=name)).compute_logits(
+            ids, decode_from=10
+        )
         error = max(float((a - b).abs().max()) for a, b in zip(near, full))
         assert 0 < error < most * max(float(a.abs().max()) for a in full)
 

@@ -10,9 +10,9 @@ import torch
 from modelmill.nn.attention import RopeCosSin
 from modelmill.nn.kv import KVCache, KVShape
 from modelmill.nn.latent_attention import (
-    HistoryExpansion,
     LatentAttentionCore,
     LatentAttentionSpec,
+    LatentExpansionPolicy,
     RopeAndLatentCache,
 )
 from modelmill.nn.step import Step
@@ -44,7 +44,7 @@ def make_step(lengths: list[tuple[int, int]], dtype: torch.dtype = torch.float32
         ids=slots,
         positions=torch.tensor([at for _, at in places]),
         slots=slots,
-        rope_keys=torch.zeros_like(slots),
+        rope_frequency_ids=torch.zeros_like(slots),
         block_tables=tables,
         query_start=torch.cat((new.new_zeros(1), new.cumsum(0).int())),
         context_lens=keys,
@@ -175,7 +175,7 @@ def test_the_history_is_expanded_where_that_takes_fewer_products(
     saved = sum(new * keys - new * (new - 1) / 2 for new, keys in prompts) * (576 + 512 - 320)
     history = sum(keys - new for new, keys in prompts)
     assert (saved > history * 512 * 256) is cheaper
-    assert V3.is_cheaper_expanded(prompts) is cheaper
+    assert V3.is_expansion_cheaper(prompts) is cheaper
 
 
 def test_a_step_expands_no_more_keys_than_it_may_have_tokens() -> None:
@@ -184,12 +184,12 @@ def test_a_step_expands_no_more_keys_than_it_may_have_tokens() -> None:
     def max_keys() -> int:
         return limit
 
-    expansion = HistoryExpansion.of_model(torch.nn.ModuleList([V3.build_module(0)]), max_keys)
-    assert expansion == HistoryExpansion(V3, max_keys)
+    expansion = LatentExpansionPolicy.for_model(torch.nn.ModuleList([V3.build_module(0)]), max_keys)
+    assert expansion == LatentExpansionPolicy(V3, max_keys)
     assert expansion([(512, 4096)])
     limit = 4095
     assert not expansion([(512, 4096)])
-    assert HistoryExpansion.of_model(make_core(), max_keys) is None
+    assert LatentExpansionPolicy.for_model(make_core(), max_keys) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float8_e4m3fn], ids=str)

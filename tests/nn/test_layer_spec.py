@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelmill.accept.quantized_reference import read_engine_weights
-from modelmill.accept.reference import Affine
+from modelmill.accept.quantized_reference import dequantize_engine_layer_weights
+from modelmill.accept.reference import ModuleWeights
 from modelmill.loader.model_loader import build_model
 from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, NormSpec, layer_spec
-from modelmill.nn.layer_stack import module_site
+from modelmill.nn.layer_stack import linear_quant_site
 from tests.parallel.test_shard_model import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent.parent / "modelmill"
@@ -69,28 +69,28 @@ def test_every_tensor_of_every_family_is_declared(family: str) -> None:
     model = build_model(*FAMILIES[family])
     for layer in model.get_submodule("layers").children():
         spec = layer_spec(layer)
-        spec.check(layer)
+        spec.check_module_tree(layer)
         for linear in spec.modules_of_type(LinearSpec):
             rows, _ = layer.get_submodule(linear.path).shape
             assert sum(part.rows for part in linear.parts) == rows
-    site = module_site(model, "layers.1.mlp.down_proj")
+    site = linear_quant_site(model, "layers.1.mlp.down_proj")
     assert site is not None
     assert (site.name, site.heavy_tailed) == ("down", True)
-    assert module_site(model, "head") is None
+    assert linear_quant_site(model, "head") is None
 
 
 def test_a_norm_whose_output_something_else_reads_takes_no_scales() -> None:
     model = build_model(*FAMILIES["llama"])
     spec = layer_spec(model.get_submodule("layers.0"))
-    assert isinstance(spec.site_producer("up"), NormSpec)
+    assert isinstance(spec.scale_fold_target("up"), NormSpec)
     router = ModuleSpec(path="mlp.router", reads=("mlp_input",), writes=("routes",))
     routed = replace(spec, modules=(*spec.modules, router))
-    assert routed.site_producer("up") is None
+    assert routed.scale_fold_target("up") is None
     assert routed.scale_fold_order == ("o", "down", "qkv")
 
 
 def test_a_weight_of_the_reference_that_no_module_names_is_refused() -> None:
     model = build_model(*FAMILIES["llama"])
-    weight = Affine(torch.zeros(1))
+    weight = ModuleWeights(torch.zeros(1))
     with pytest.raises(ValueError, match="has weights router, which no module"):
-        list(read_engine_weights(model, 0, {"q": weight, "router": weight}))
+        list(dequantize_engine_layer_weights(model, 0, {"q": weight, "router": weight}))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from modelmill.accept.stage_check import StageCheck
+from modelmill.accept.vision_stage_check import VisionStageCheck
 from modelmill.artifact.manifest import Manifest
 from modelmill.loader.model_loader import build_model
 from modelmill.models import minigpt4, sam
@@ -20,8 +20,8 @@ from modelmill.nn.layer_spec import LinearSpec, NormSpec
 from modelmill.nn.layer_stack import (
     kv_shape,
     layer_stacks,
-    module_site,
-    stack_specs,
+    linear_quant_site,
+    stack_layer_specs,
     vision_encoder_linears,
     vision_encoder_stacks,
     weight_file,
@@ -65,8 +65,8 @@ def test_every_tensor_of_a_vision_encoders_layers_is_declared(name: str) -> None
     declared = set()
     for stack in vision_encoder_stacks(model):
         layers = model.get_submodule(stack.path)
-        for layer, spec in zip(layers.children(), stack_specs(model, stack), strict=True):
-            spec.check(layer)
+        for layer, spec in zip(layers.children(), stack_layer_specs(model, stack), strict=True):
+            spec.check_module_tree(layer)
             assert {site.name for site in spec.sites} == {each.site for each in spec.linears}
             for norm in spec.modules_of_type(NormSpec):
                 assert norm.tensors == ("weight", "bias")
@@ -74,7 +74,7 @@ def test_every_tensor_of_a_vision_encoders_layers_is_declared(name: str) -> None
         assert isinstance(linear, LinearSpec)
         rows, _ = model.get_submodule(path).shape  # type: ignore[misc]
         assert sum(part.rows for part in linear.parts) == rows
-        site = module_site(model, path)
+        site = linear_quant_site(model, path)
         assert site is not None
         assert site.name == linear.site
         declared.add(path)
@@ -128,9 +128,9 @@ def test_what_the_reference_compares_is_what_the_layers_declare() -> None:
         config={}, build={"dtype": "float32"}, weight_formats={}, aliases={}, generation={},
         source={}, versions={}, files={},
     )  # fmt: skip
-    check = StageCheck(model, VisionContext(select_backends("cpu")), "cpu", manifest)
+    check = VisionStageCheck(model, VisionContext(select_backends("cpu")), "cpu", manifest)
     with pytest.raises(ValueError, match=r"differ in image_encoder\.blocks\.0\.attn as attn, "):
-        check.check_layer_specs()
+        check.check_layer_spec_coverage()
 
 
 def test_no_part_of_a_vision_encoder_is_named_outside_its_model_file() -> None:

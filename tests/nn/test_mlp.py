@@ -20,7 +20,7 @@ def block(weight_format: str) -> GatedMLP:
     generator = torch.Generator().manual_seed(0)
     for linear in (mlp.gate_up_proj, mlp.down_proj):
         weight = torch.randn(linear.shape, generator=generator) * linear.shape[1] ** -0.5
-        linear.weight = base.pack(weight_format, weight, torch.float32)
+        linear.weight = base.pack_as_format(weight_format, weight, torch.float32)
     return mlp
 
 

@@ -18,7 +18,7 @@ from modelmill.nn.moe import SIGMOID, SOFTMAX, MoE, RouterConfig, TopKRouting
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.ops.cpu.common import build
 from modelmill.ops.registry import select_backends
-from modelmill.weights.base import pack
+from modelmill.weights.base import pack_as_format
 
 EXPERTS, HIDDEN, INNER = 8, 32, 48
 STEP: Any = SimpleNamespace(ops=select_backends("cpu"))  # nothing else of a step is read
@@ -72,7 +72,7 @@ def filled(spec: MoESpec, weight_format: str) -> MoE:
             module.weight = (
                 mxfp4_weight(matrix)
                 if weight_format == "mxfp4"
-                else pack(weight_format, matrix, torch.float32)
+                else pack_as_format(weight_format, matrix, torch.float32)
             )
     for name, buffer in list(moe.named_buffers()):
         if buffer.is_meta:
@@ -112,7 +112,7 @@ def test_torch_computes_a_small_step_on_one_thread(monkeypatch: pytest.MonkeyPat
             assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-    small = 1 if build.available("cpu") is None else 2
+    small = 1 if build.unavailable_reason("cpu") is None else 2
     assert counts == [small, 2, small, 2, 2, 2]
     assert all(torch.equal(a, b) for a, b in outputs)
 

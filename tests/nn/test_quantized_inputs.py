@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from modelmill.loader.model_loader import build_model
-from modelmill.nn.fusion import fuse
+from modelmill.nn.fusion import fuse_model
 from modelmill.nn.linear import Linear
 from modelmill.nn.synthetic_step import fill_random_weights, synthetic_step
 from modelmill.ops import registry
@@ -68,10 +68,10 @@ def test_fused_and_unfused_give_the_same_bits(
     with torch.inference_mode():
         step = synthetic_step(model, plain, (2, 5, 20))
         shape = [c.clone() for c in (*step.kv.k, *step.kv.v)]
-        expected = fuse(model)(step)
+        expected = fuse_model(model)(step)
         for cache, original in zip((*step.kv.k, *step.kv.v), shape, strict=True):
             cache.copy_(original)
-        fused_logits = fuse(model)(replace(step, ops=fused))
+        fused_logits = fuse_model(model)(replace(step, ops=fused))
         assert torch.equal(fused_logits, expected)
         assert len(norm_args) == 3, "all norms but the first (which has no residual) and the last"
         assert len(gates) == 2

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.core.types import Request
-from modelmill.nn.fusion import fuse
+from modelmill.nn.fusion import fuse_model
 from modelmill.nn.kv import KVCache
 from modelmill.nn.step import MIN_ROW_RATIO, Step
 from modelmill.ops.registry import select_backends
@@ -49,7 +49,7 @@ def step_of(
         ids=torch.tensor([draw.randrange(5, 60) for _ in range(tokens)]),
         positions=torch.tensor(positions),
         slots=torch.tensor(slots),
-        rope_keys=torch.zeros(tokens, dtype=torch.int64),
+        rope_frequency_ids=torch.zeros(tokens, dtype=torch.int64),
         block_tables=tables,
         query_start=torch.tensor([0, *starts], dtype=torch.int32),
         context_lens=torch.tensor([c for _, c in lengths], dtype=torch.int32),
@@ -76,9 +76,9 @@ def test_the_logits_are_those_of_all_rows(
     tokens = sum(new for new, _ in lengths)
     rows = data.draw(st.lists(st.integers(0, tokens - 1), min_size=1, max_size=max(1, tokens // 2)))
     step = step_of(model, lengths, rows, tokens, kernels)
-    narrow = step.only_logit_rows()
+    narrow = step.step_of_logit_rows()
     assert (narrow is None) == (tokens < MIN_ROW_RATIO * len(rows))
-    actual = fuse(model)(step)
+    actual = fuse_model(model)(step)
     all_rows = model(step)
     assert actual.shape == all_rows.shape
     torch.testing.assert_close(actual, all_rows, rtol=1e-4, atol=1e-5)
@@ -92,8 +92,8 @@ def test_the_plain_modules_compute_all_rows() -> None:
     model(step)
     assert rows == [9]
     handle.remove()
-    assert replace(step, logit_rows=None).only_logit_rows() is None
-    narrow = step.only_logit_rows()
+    assert replace(step, logit_rows=None).step_of_logit_rows() is None
+    narrow = step.step_of_logit_rows()
     assert narrow is not None
     assert narrow.context_lens.tolist() == [20]
     assert narrow.max_query == 1

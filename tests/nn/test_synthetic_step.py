@@ -46,7 +46,7 @@ def test_integers_lie_side_by_side_also_of_one_sequence() -> None:
     """
     for sequences in ((1, 9, 9), (1, 1, 40), (3, 1, 40)):
         step = synthetic_step(tiny.decoder(), registry.select_backends("cpu"), sequences)
-        for name in ("positions", "slots", "query_start", "context_lens", "rope_keys"):
+        for name in ("positions", "slots", "query_start", "context_lens", "rope_frequency_ids"):
             assert getattr(step, name).stride() == (1,), name
 
 
@@ -58,7 +58,14 @@ def test_a_group_of_one_kind_is_as_given_alone() -> None:
     )
     assert one.logit_rows is None
     assert one.max_context == listed.max_context == 64
-    for name in ("positions", "slots", "block_tables", "query_start", "context_lens", "rope_keys"):
+    for name in (
+        "positions",
+        "slots",
+        "block_tables",
+        "query_start",
+        "context_lens",
+        "rope_frequency_ids",
+    ):
         assert torch.equal(getattr(one, name), getattr(listed, name)), name
 
 
@@ -73,7 +80,7 @@ def test_answers_beside_a_prompt_are_computed_as_without_it() -> None:
             ids=step.ids[rows],
             positions=step.positions[rows],
             slots=step.slots[rows],
-            rope_keys=step.rope_keys[rows],
+            rope_frequency_ids=step.rope_frequency_ids[rows],
             block_tables=step.block_tables[1:],
             query_start=torch.tensor([0, 1, 2], dtype=torch.int32),
             context_lens=step.context_lens[1:],

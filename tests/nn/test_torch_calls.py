@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.nn.fusion import fuse
+from modelmill.nn.fusion import fuse_model
 from modelmill.nn.synthetic_step import synthetic_step
 from modelmill.ops import registry
 from tests.nn.hybrid_models import HYBRIDS, hybrid_model
@@ -28,14 +28,14 @@ ONCE = {
 LOGIT_ROWS = {"index": 2}  # of a prompt, in the last layer: branch and residual
 CUT_STEP = Counter({"index": 7, "_to_copy": 2, "sub": 3, "searchsorted": 1, "clamp_": 1,
                     "arange": 1})  # fmt: skip
-"""Calls that make the step of the logit rows (``Step.only_logit_rows``)."""
+"""Calls that make the step of the logit rows (``Step.step_of_logit_rows``)."""
 NOT_ON_A_GPU = ("decode", "routed_moe")
 
 
 def _calls(model: Any, sequences: tuple[int, int, int]) -> Counter[str]:
     names = [name for name in registry.op_names() if name not in NOT_ON_A_GPU]
     ops = uncounted(registry.select_backends("cpu", dict.fromkeys(NOT_ON_A_GPU, "torch")), names)
-    return Counter(calls_of_a_step(fuse(model), synthetic_step(model, ops, sequences)))
+    return Counter(calls_of_a_step(fuse_model(model), synthetic_step(model, ops, sequences)))
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -43,5 +43,5 @@ def test_torch_computes_no_more_than_this(family: str) -> None:
     model = hybrid_model(family, torch.bfloat16)
     expected = Counter(EMBED) + Counter(LOGITS) + Counter(ONCE.get(family, {}))
     assert _calls(model, (3, 1, 20)) == expected
-    cut = CUT_STEP if hasattr(fuse(model), "_run_layers") else Counter()
+    cut = CUT_STEP if hasattr(fuse_model(model), "_run_layers") else Counter()
     assert _calls(model, (1, 9, 9)) == expected + Counter(LOGIT_ROWS) + cut

@@ -28,7 +28,7 @@ class ScalingBranch(VitBranch):
         return self.only
 
     def forward(self, x: torch.Tensor | QuantizedInput, vision: VisionContext) -> torch.Tensor:
-        return vision.linear(self.only, x)
+        return vision.apply_linear(self.only, x)
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.integers(1, 5))

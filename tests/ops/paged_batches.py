@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from modelmill.ops import registry
-from modelmill.ops.attention_range import split_prefill_and_decode
-from modelmill.ops.binding import Implementation
+from modelmill.ops.attention_support import split_mixed_problem
+from modelmill.ops.bound_op import OpImplementation
 from modelmill.ops.paged_attention import DECLARATION, PagedAttentionInputs
 
 
@@ -74,7 +74,7 @@ def attention_arguments(
     }
 
 
-def single_queries(args: dict[str, Any]) -> torch.Tensor:
+def select_single_token_sequences(args: dict[str, Any]) -> torch.Tensor:
     """The rows of q that are a sequence's only one."""
     singles = args["query_start"].diff() == 1
     return args["query_start"][:-1][singles].long()
@@ -108,7 +108,7 @@ def check_step(
         served: whether the CUDA C++ kernels serve the step or a part of it.
     """
     module = registry.implementation("paged_attention", "cuda")
-    reason = "no such implementation" if module is None else module.available("cuda")
+    reason = "no such implementation" if module is None else module.unavailable_reason("cuda")
     if reason is not None:
         pytest.skip(reason)
     assert serves_part(args) == served
@@ -145,7 +145,10 @@ def serves_part(args: dict[str, Any], backend: str = "cuda") -> bool:
     """Whether a backend serves a step, or of a mixed one its prompts or its single queries."""
     module = registry.implementation("paged_attention", backend)
     assert module is not None
-    inputs, own = PagedAttentionInputs(**args), Implementation.of_module(module, module.run)
-    problem = DECLARATION.problem_of(inputs)
-    parts = (problem, *split_prefill_and_decode(problem))
-    return any(own.select(part, inputs) is not None for part in parts)
+    inputs, own = (
+        PagedAttentionInputs(**args),
+        OpImplementation.from_backend_module(module, module.run),
+    )
+    problem = DECLARATION.make_problem(inputs)
+    parts = (problem, *split_mixed_problem(problem))
+    return any(own.select_function(part, inputs) is not None for part in parts)

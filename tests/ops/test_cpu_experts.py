@@ -25,7 +25,7 @@ KERNELS: dict[str, Any] = {
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-1}
 
 pytestmark = pytest.mark.skipif(
-    build.available("cpu") is not None, reason=str(build.available("cpu"))
+    build.unavailable_reason("cpu") is not None, reason=str(build.unavailable_reason("cpu"))
 )
 
 
@@ -39,17 +39,17 @@ def int8_weight(n: int, k: int) -> dict[str, torch.Tensor | None]:
 def operands(op: str, shape: Shape, dtype: torch.dtype, group: int = 64) -> FusedMoEInputs:
     """Seeded operands of an op; a group of 96 columns is symmetric."""
     if op == "int8_fused_moe":
-        weights, group = fused_moe.stacked_weights(shape, int8_weight), 0
+        weights, group = fused_moe.make_expert_weight_args(shape, int8_weight), 0
         scales = {name: weights[name].view(shape[3], -1) for name in weights if "scale" in name}
         weights |= scales
     elif op == "mxfp4_fused_moe":
         group = mxfp4_linear.BLOCK_COLUMNS
         draw = partial(mxfp4_linear.random_weight, group=group, device="cpu", symmetric=True)
-        weights = fused_moe.stacked_weights(shape, draw)
+        weights = fused_moe.make_expert_weight_args(shape, draw)
     else:
         draw = partial(random_weight, group=group, device="cpu", symmetric=group == 96)
-        weights = fused_moe.stacked_weights(shape, draw)
-    return FusedMoEInputs(**fused_moe.experts_case(shape, "cpu", dtype, weights, group).args)
+        weights = fused_moe.make_expert_weight_args(shape, draw)
+    return FusedMoEInputs(**fused_moe.make_moe_case(shape, "cpu", dtype, weights, group).args)
 
 
 def assert_is_reference(op: str, inputs: FusedMoEInputs) -> None:

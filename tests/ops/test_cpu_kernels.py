@@ -27,7 +27,7 @@ from modelmill.core.errors import MissingDependency
 from modelmill.ops import int8_group_linear, registry, rptq_quant
 from modelmill.ops.case import Case, randn
 from modelmill.ops.cpu.common import build, prebuilt
-from modelmill.ops.cpu.common.gemm import gemm_function
+from modelmill.ops.cpu.common.gemm import load_gemm_function
 from modelmill.ops.int4_linear import random_weight
 from modelmill.ops.int8_linear import quantize
 from modelmill.ops.paged_attention import PagedAttentionInputs
@@ -75,7 +75,7 @@ NEEDS_PACKED = (
 )
 
 pytestmark = pytest.mark.skipif(
-    build.available("cpu") is not None, reason=str(build.available("cpu"))
+    build.unavailable_reason("cpu") is not None, reason=str(build.unavailable_reason("cpu"))
 )
 
 
@@ -92,19 +92,21 @@ def _forget() -> None:
 
 
 @functools.cache
-def _library(name: str) -> build.Library:
+def _library(name: str) -> build.KernelLibrary:
     flags, width = INSTRUCTION_SETS[name]
-    native = build.load()
+    native = build.load_library()
     if name == "avx2" and not isinstance(native, str) and native.vector_width == width:
         return native  # the same instructions: half a minute of compilation less
-    library = build.open_library(build.compile_library((*build.machine_flags(), *flags)))
+    library = build.open_library(
+        build.compile_library_if_missing((*build.native_compiler_flags(), *flags))
+    )
     assert width is None or library.vector_width <= width
     return library
 
 
-def _use(library: build.Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _use(library: build.KernelLibrary, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """With freshly allocated tensors full of NaN."""
-    monkeypatch.setattr(build, "load", lambda: library)
+    monkeypatch.setattr(build, "load_library", lambda: library)
     _forget()
     torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
     yield
@@ -113,10 +115,10 @@ def _use(library: build.Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 
 def test_every_product_forgets_the_library_before() -> None:
-    gemm_function("int4_linear", "ppppppqqqqii")
-    assert gemm_function.cache_info().currsize > 0
+    load_gemm_function("int4_linear", "ppppppqqqqii")
+    assert load_gemm_function.cache_info().currsize > 0
     _forget()
-    assert gemm_function.cache_info().currsize == 0
+    assert load_gemm_function.cache_info().currsize == 0
 
 
 @pytest.fixture(params=list(INSTRUCTION_SETS))
@@ -137,11 +139,11 @@ def other_way(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pytest.skip("a processor without AVX512_BF16 multiplies floats only")
     flags = (
         build.FLAGS
-        if "-DMILL_BF16_AS_FP32" in build.machine_flags()
+        if "-DMILL_BF16_AS_FP32" in build.native_compiler_flags()
         else (*build.FLAGS, "-DMILL_BF16_AS_FP32")
     )
     yield from _use(
-        build.open_library(build.compile_library((*flags, LESS_OPTIMISED))), monkeypatch
+        build.open_library(build.compile_library_if_missing((*flags, LESS_OPTIMISED))), monkeypatch
     )
 
 
@@ -174,7 +176,7 @@ def _check(
 
     served: whether the kernel must serve these arguments, or must leave them to the reference.
     """
-    assert registry.serves(op, "cpu", **args) is served
+    assert registry.backend_serves_args(op, "cpu", **args) is served
     wide = {
         n: (v.double() if v.is_floating_point() else v.clone())
         if isinstance(v, torch.Tensor)
@@ -318,7 +320,7 @@ def test_flags_of_a_cpu(
 ) -> None:
     """Who multiplies bfloat16 as floats, and who fetches weights far ahead."""
     monkeypatch.setattr(build, "_processor_identity", lambda: cpu)
-    assert (f"-DMILL_{flag}" in build.machine_flags()) is expected
+    assert (f"-DMILL_{flag}" in build.native_compiler_flags()) is expected
 
 
 def _attention(
@@ -628,9 +630,9 @@ SCRIPT = f"""
 import torch
 from modelmill.ops.cpu.common import build
 started = []
-execute = build._execute
-build._execute = lambda command: (started.append(command), execute(command))
-library = build.open_library(build.compile_library({QUICK!r}))
+execute = build._run_compiler
+build._run_compiler = lambda command: (started.append(command), execute(command))
+library = build.open_library(build.compile_library_if_missing({QUICK!r}))
 torch.set_num_threads(2)
 torch.randn(2000, 2000) @ torch.randn(2000, 200)
 library.with_gil.modelmill_self_check()
@@ -641,7 +643,7 @@ print(len(started))
 
 
 def test_two_processes_may_build_at_once_and_share_torchs_threads(tmp_path: Path) -> None:
-    variables = env.child_env() | {
+    variables = env.child_process_env() | {
         "MODELMILL_CACHE": str(tmp_path),
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
@@ -666,9 +668,9 @@ def test_a_stopped_process_holds_up_no_other_for_ever(
     stopped = os.open(tmp_path, os.O_RDONLY)
     try:
         fcntl.flock(stopped, fcntl.LOCK_EX)
-        with build._one_process(tmp_path):
+        with build._compile_lock(tmp_path):
             fcntl.flock(stopped, fcntl.LOCK_UN)
-        with build._one_process(tmp_path), pytest.raises(BlockingIOError):
+        with build._compile_lock(tmp_path), pytest.raises(BlockingIOError):
             fcntl.flock(stopped, fcntl.LOCK_EX | fcntl.LOCK_NB)
     finally:
         os.close(stopped)
@@ -690,24 +692,24 @@ def test_another_processor_flag_or_compiler_is_another_file(
 def _reason() -> str:
     with pytest.MonkeyPatch.context() as compiling:  # whatever kernels these tests run with
         compiling.setenv("MODELMILL_CPU_KERNELS", "native")
-        reason = build.load.__wrapped__()
+        reason = build.load_library.__wrapped__()
     assert isinstance(reason, str)
     assert "\n" not in reason
     return reason
 
 
 def test_without_a_compiler_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env, "cxx_compiler", lambda: None)
+    monkeypatch.setattr(env, "cxx_from_env", lambda: None)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     reason = _reason()
     assert "install g++" in reason
-    monkeypatch.setattr(build, "load", lambda: reason)
-    assert build.available("cpu") == reason
+    monkeypatch.setattr(build, "load_library", lambda: reason)
+    assert build.unavailable_reason("cpu") == reason
     chosen = dict(registry.select_backends("cpu").backends)
     assert chosen.pop("argmax") == "cpu"  # numpy serves it
     assert set(chosen.values()) == {"torch"}
     with pytest.raises(MissingDependency, match="install g"):
-        build.function("linear", "p")
+        build.load_function("linear", "p")
 
 
 @pytest.mark.parametrize(
@@ -717,7 +719,7 @@ def test_without_a_compiler_torch_serves(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_way_out_names_the_wheel_where_one_helps(
     machine: str, brought: bool, helps: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(env, "cxx_compiler", lambda: None)
+    monkeypatch.setattr(env, "cxx_from_env", lambda: None)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(prebuilt, "FOLDER", tmp_path if brought else tmp_path / "absent")
@@ -725,7 +727,7 @@ def test_the_way_out_names_the_wheel_where_one_helps(
 
 
 def test_a_named_compiler_that_is_absent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env, "cxx_compiler", lambda: "no-such-compiler")
+    monkeypatch.setattr(env, "cxx_from_env", lambda: "no-such-compiler")
     assert "'no-such-compiler'" in _reason()
 
 
@@ -746,9 +748,9 @@ def test_a_cache_that_cannot_be_written_is_a_reason(
 
 def test_a_broken_library_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "kernels.so").write_bytes(b"not a library")
-    monkeypatch.setattr(build, "compile_library", lambda flags: tmp_path / "kernels.so")
+    monkeypatch.setattr(build, "compile_library_if_missing", lambda flags: tmp_path / "kernels.so")
     assert "cannot be loaded" in _reason()
 
 
 def test_other_devices_are_refused() -> None:
-    assert "CPU" in str(build.available("cuda"))
+    assert "CPU" in str(build.unavailable_reason("cuda"))

@@ -23,7 +23,7 @@ from modelmill.ops.cpu.weight_only_gemm import int8_linear
 from modelmill.ops.int8_linear import quantize
 
 pytestmark = pytest.mark.skipif(
-    build.available("cpu") is not None, reason=str(build.available("cpu"))
+    build.unavailable_reason("cpu") is not None, reason=str(build.unavailable_reason("cpu"))
 )
 requires_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 
@@ -151,7 +151,7 @@ def test_who_multiplies_many_rows(
 
 def test_own_threads_carry_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "torch_gemm_is_faster", lambda: False)
-    if build.load().vector_width < 8:
+    if build.load_library().vector_width < 8:
         pytest.skip("vectors are too narrow here")
     linear.max_native_rows.cache_clear()
     try:

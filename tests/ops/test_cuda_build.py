@@ -98,12 +98,12 @@ def test_a_failing_compiler_is_one_line_and_leaves_nothing(
 def test_a_variant_says_why_its_kernel_does_not_compile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "GPU" in str(build.why_unavailable("cpu", "kernel", ()))
-    monkeypatch.setattr(build, "available", lambda _: None)
+    assert "GPU" in str(build.kernel_unavailable_reason("cpu", "kernel", ()))
+    monkeypatch.setattr(build, "unavailable_reason", lambda _: None)
     _compiler(tmp_path, monkeypatch, "echo 'kernel.cu(3): error: no such thing' >&2; exit 2")
-    assert "no such thing" in str(build.why_unavailable("cuda", "kernel", ()))
+    assert "no such thing" in str(build.kernel_unavailable_reason("cuda", "kernel", ()))
     _compiler(tmp_path, monkeypatch, 'echo cubin > "$out"')
-    assert build.why_unavailable("cuda", "kernel", ()) is None
+    assert build.kernel_unavailable_reason("cuda", "kernel", ()) is None
 
 
 def test_kernels_are_given_as_many_bytes_as_they_read() -> None:
@@ -151,8 +151,8 @@ def test_nvcc_serves_where_nvrtc_is_absent(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_cpu_gets_the_reason() -> None:
-    assert "GPU" in str(build.available("cpu"))
-    assert "GPU" in str(paged_attention.available("cpu"))
+    assert "GPU" in str(build.unavailable_reason("cpu"))
+    assert "GPU" in str(paged_attention.unavailable_reason("cpu"))
 
 
 @requires_nvcc
@@ -251,5 +251,5 @@ def test_structures_of_the_driver_have_their_sizes() -> None:
 @requires_nvcc
 def test_a_size_that_cannot_be_is_refused_by_the_source() -> None:
     assert NVCC is not None
-    with pytest.raises(build._CompilerUnavailable, match="error"):
+    with pytest.raises(build._KernelBuildFailed, match="error"):
         build._compile(NVCC, "paged_attention", ("DIM=128", "PAGE=4"))

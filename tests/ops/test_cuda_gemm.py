@@ -48,7 +48,9 @@ def test_each_multiprocessor_has_one_block_at_most_where_that_can_be(
 def test_tiles_fill_at_most_all_of_the_time(rows: int, outputs: int, multiprocessors: int) -> None:
     share = gemm.tile_efficiency(rows, outputs, multiprocessors)
     assert 0 < share <= 1
-    pairs = gemm.tile_pairs(rows, outputs, gemm.tile_width(rows, outputs, multiprocessors))
+    pairs = gemm.count_tile_pairs(
+        rows, outputs, gemm.select_tile_width(rows, outputs, multiprocessors)
+    )
     assert (share == 1) == (rows % 256 == 0 and pairs % max(1, multiprocessors // 2) == 0)
 
 
@@ -68,7 +70,7 @@ def test_each_width_is_met_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm.launch, "sm_count", lambda _: 132)
     x, weight = torch.empty(1, 64), torch.empty(22016, 64)
     met = gemm.large_m_warmup_rows(x, weight, 8192)
-    assert {gemm.tile_width(rows, 22016, 132) for rows in met} == set(gemm.TILE_WIDTHS)
+    assert {gemm.select_tile_width(rows, 22016, 132) for rows in met} == set(gemm.TILE_WIDTHS)
     assert gemm.large_m_warmup_rows(x, weight, 511) == []
 
 
@@ -77,17 +79,19 @@ def test_the_width_of_tiles_is_the_one_with_the_least_to_compute(
     rows: int, outputs: int, multiprocessors: int
 ) -> None:
     clusters = max(1, multiprocessors // 2)
-    cost = {w: w * -(-gemm.tile_pairs(rows, outputs, w) // clusters) for w in gemm.TILE_WIDTHS}
-    chosen = gemm.tile_width(rows, outputs, multiprocessors)
+    cost = {
+        w: w * -(-gemm.count_tile_pairs(rows, outputs, w) // clusters) for w in gemm.TILE_WIDTHS
+    }
+    chosen = gemm.select_tile_width(rows, outputs, multiprocessors)
     assert cost[chosen] == min(cost.values())
-    assert gemm.tile_pairs(rows, outputs, chosen) * 256 * chosen >= rows * outputs
+    assert gemm.count_tile_pairs(rows, outputs, chosen) * 256 * chosen >= rows * outputs
 
 
 def test_the_width_of_tiles_of_a_7b_model() -> None:
     """Six turns for 5.2 pairs a cluster, or six of which each is an eighth shorter."""
-    assert gemm.tile_width(1024, 22016, 132) == 224
-    assert gemm.tile_width(4096, 22016, 132) == 256
-    assert gemm.tile_width(768, 22016, 132) == 256
+    assert gemm.select_tile_width(1024, 22016, 132) == 224
+    assert gemm.select_tile_width(4096, 22016, 132) == 256
+    assert gemm.select_tile_width(768, 22016, 132) == 256
 
 
 def test_what_was_measured_decides_where_a_projection_is_rotated_at_once() -> None:
@@ -107,12 +111,12 @@ def test_a_projection_is_met_beforehand_where_one_is_served(
     monkeypatch.setattr(qkv_rope_cache, "supports_operands", lambda *_: True)
     monkeypatch.setattr(qkv_rope_cache.launch, "sm_count", lambda _: 132)
     x, weight = torch.empty(1, 64), torch.empty(12288, 64)
-    assert qkv_rope_cache.specializations(x, weight, 8192) == [1024]
-    assert qkv_rope_cache.specializations(x, weight, 1000) == [1000], (
+    assert qkv_rope_cache.warmup_sizes(x, weight, 8192) == [1024]
+    assert qkv_rope_cache.warmup_sizes(x, weight, 1000) == [1000], (
         "as many as a step may have, served before a tile is full"
     )
-    assert qkv_rope_cache.specializations(x, weight, 900) == []
-    assert qkv_rope_cache.specializations(x, weight, 1) == []
+    assert qkv_rope_cache.warmup_sizes(x, weight, 900) == []
+    assert qkv_rope_cache.warmup_sizes(x, weight, 1) == []
 
 
 def shifted(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -173,7 +177,7 @@ def test_what_the_rotating_kernel_takes(
     }
     args |= both(PAGES) | {"cos": torch.zeros(1024, 32), "sin": torch.zeros(1024, 32)}
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
-    assert registry.serves("qkv_rope_cache", "cuda", **args | change) == (not change)
+    assert registry.backend_serves_args("qkv_rope_cache", "cuda", **args | change) == (not change)
 
 
 def test_what_tma_cannot_read_is_left_to_others() -> None:

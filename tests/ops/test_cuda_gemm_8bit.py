@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from modelmill.ops import fp8_linear, w8a8_linear
 from modelmill.ops.cuda.w8a8_gemm import gemm_8bit
-from modelmill.ops.w8a8_linear import Linear8BitInputs, linear_8bit_problem
+from modelmill.ops.w8a8_linear import Linear8BitInputs, make_linear_8bit_problem
 from tests.ops.nvcc import compiles_without_spills, requires_nvcc
 from tests.ops.test_integer_linear import fake_quantized, float64_noise
 
@@ -26,7 +26,7 @@ CONFIGS = [
 
 
 def _need() -> None:
-    reason = gemm_8bit.available("cuda")
+    reason = gemm_8bit.unavailable_reason("cuda")
     if reason is not None:
         pytest.skip(reason)
 
@@ -137,8 +137,8 @@ def test_what_tma_cannot_read_is_left_to_others() -> None:
         x: Any, weight: torch.Tensor = weight, bias: Any = bias, dtype: torch.dtype = torch.bfloat16
     ) -> bool:
         inputs = Linear8BitInputs(x, weight, scale, scale[:1], dtype, bias)
-        sizes = gemm_8bit.kernel_range((1, 80))
-        return sizes.covers(linear_8bit_problem(*inputs)) and gemm_8bit.supports(inputs)
+        sizes = gemm_8bit.gemm_support_range((1, 80))
+        return sizes.covers(make_linear_8bit_problem(*inputs)) and gemm_8bit.supports(inputs)
 
     def quantized(x: torch.Tensor, **more: Any) -> Any:
         """A tensor that says it were on a GPU."""
@@ -162,7 +162,7 @@ def test_every_size_has_a_form_and_few_tiles_are_small() -> None:
     assert gemm_8bit.best_config(65, 64, 132, True)[1] >= 64
     for config in gemm_8bit.KERNEL_CONFIGS:
         assert gemm_8bit._shared_bytes(config) <= gemm_8bit.MAX_SHARED_BYTES
-        assert gemm_8bit._stages(config) >= 4
+        assert gemm_8bit._count_stages(config) >= 4
 
 
 @requires_nvcc
@@ -183,7 +183,7 @@ def test_forms_are_all_that_a_step_can_meet(
     sixteens: int, processors: int, gated: bool, most: int, data: st.DataObject
 ) -> None:
     few = 64 if gated else 16
-    listed = gemm_8bit.row_count_per_config(16 * sixteens, processors, few, most, gated)
+    listed = gemm_8bit.warmup_row_counts(16 * sixteens, processors, few, most, gated)
     assert all(few < rows <= most for rows in listed)
     known = {gemm_8bit.best_config(rows, 16 * sixteens, processors, gated) for rows in listed}
     if few < most:

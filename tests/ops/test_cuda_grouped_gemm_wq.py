@@ -13,7 +13,7 @@ from modelmill.ops import fused_moe, registry
 from modelmill.ops.cuda.common import build
 from modelmill.ops.cuda.moe import grouped_gemm_wq
 from modelmill.ops.fused_moe import FusedMoEInputs
-from modelmill.ops.moe_range import MoEProblem, moe_problem
+from modelmill.ops.moe_support import MoEProblem, make_moe_problem
 from tests.ops.nvcc import compiles_without_spills, requires_nvcc
 
 BF = torch.bfloat16
@@ -78,7 +78,7 @@ def test_many_pairs_for_each_expert_are_left_to_triton() -> None:
 def test_pairs_that_would_be_many_blocks_are_left_to_triton() -> None:
     """Rows of 6,400 columns leave registers for 8 pairs in a block."""
     few = problem(INT4, 192, **{**PHI_MOE, "group": 128})
-    configs = grouped_gemm_wq.configs_for(few)
+    configs = grouped_gemm_wq.select_config_pair(few)
     assert configs is not None
     assert configs[0].token_tiles == 1
     assert any(each.covers(few) for each in ranges("int4_fused_moe"))
@@ -110,8 +110,8 @@ def test_what_a_gpu_computes_below_is_served(op: str, tokens: int) -> None:
 )
 def test_other_sizes_are_left_to_triton(change: dict[str, Any]) -> None:
     made = problem(INT4, 8, **{**QWEN3, "group": 128})
-    assert grouped_gemm_wq.fits(made)
-    assert not grouped_gemm_wq.fits(made._replace(**change))
+    assert grouped_gemm_wq.fits_kernel_limits(made)
+    assert not grouped_gemm_wq.fits_kernel_limits(made._replace(**change))
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -119,7 +119,10 @@ def test_configs_fit_and_keep_enough_bytes_in_flight(name: str) -> None:
     dtypes, sizes = PROBLEMS[name]
     for tokens in (2, 8, 32, 64, 128, 256, 512):
         made = problem(dtypes, tokens, **sizes)
-        products, configs = grouped_gemm_wq.products_of(made), grouped_gemm_wq.configs_for(made)
+        products, configs = (
+            grouped_gemm_wq.make_gemm_specs(made),
+            grouped_gemm_wq.select_config_pair(made),
+        )
         assert products is not None
         assert configs is not None
         assert configs[0].token_tiles == configs[1].token_tiles
@@ -142,7 +145,10 @@ def test_configs_compile_without_spills(name: str, tmp_path: Path) -> None:
     # K tiles of 32 columns spill 20 bytes with 512 tokens
     for tokens in (2, 64, *(() if "32" in name else (512,))):
         made = problem(dtypes, tokens, **sizes)
-        products, configs = grouped_gemm_wq.products_of(made), grouped_gemm_wq.configs_for(made)
+        products, configs = (
+            grouped_gemm_wq.make_gemm_specs(made),
+            grouped_gemm_wq.select_config_pair(made),
+        )
         assert products is not None
         assert configs is not None
         for product, config in zip(products, configs, strict=True):
@@ -158,7 +164,9 @@ def test_the_other_kernels_compile(source: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(build.available("cuda") is not None, reason=str(build.available("cuda")))
+@pytest.mark.skipif(
+    build.unavailable_reason("cuda") is not None, reason=str(build.unavailable_reason("cuda"))
+)
 @pytest.mark.parametrize(("op", "tokens"), ON_A_GPU)
 def test_experts_on_a_gpu(op: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of Qwen3-30B-A3B's sizes, twice with the same bits, and in a CUDA graph."""
@@ -167,7 +175,7 @@ def test_experts_on_a_gpu(op: str, tokens: int, monkeypatch: pytest.MonkeyPatch)
     case = [each for each in module.cases("cuda", BF) if "->2x768" in each.name][-1]
     inputs = FusedMoEInputs(**case.args)
     run = import_module(f"modelmill.ops.cuda.moe.{op}").run
-    assert registry.serves(op, "cuda", inputs), moe_problem(*inputs)
+    assert registry.backend_serves_args(op, "cuda", inputs), make_moe_problem(*inputs)
     expected = registry.reference(op)(inputs).double()
     actual = run(inputs)
     assert float((actual.double() - expected).norm() / expected.norm()) < 6e-3

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelmill.ops import registry
-from modelmill.ops.attention_range import Phase
+from modelmill.ops.attention_support import AttentionPhase
 from modelmill.ops.cuda.attention import paged_attention as variant
 from modelmill.ops.paged_attention import DECLARATION, PagedAttentionInputs, paged_attention
 from tests.ops.paged_batches import (
@@ -148,8 +148,8 @@ def test_what_it_does_not_serve_is_refused() -> None:
 def test_steps_that_are_too_small_for_its_tiles() -> None:
     """Prompts are left to the variant behind, single queries beside them are decoded."""
     args = _arguments([(20, 20), (140, 150)])
-    problem = DECLARATION.problem_of(PagedAttentionInputs(**args))
-    prompts = problem._replace(phase=Phase.PROMPTS)
+    problem = DECLARATION.make_problem(PagedAttentionInputs(**args))
+    prompts = problem._replace(phase=AttentionPhase.PROMPTS)
     assert variant.PREFILL.range.covers(prompts)
     assert not variant.PREFILL.range.covers(prompts._replace(queries=64))
     assert not variant.PREFILL.range.covers(

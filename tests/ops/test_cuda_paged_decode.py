@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelmill.ops.attention_range import AttentionProblem, Phase
+from modelmill.ops.attention_support import AttentionPhase, AttentionProblem
 from modelmill.ops.cuda.attention import paged_decode, paged_decode8, paged_decode16
-from modelmill.ops.kernel_range import Kernel
+from modelmill.ops.kernel_support import Kernel
 
 
 @given(
@@ -34,7 +34,7 @@ def test_forms_are_all_that_a_step_can_meet(
     def splits_for(batch: int, keys: int) -> int:
         return paged_decode.num_splits(batch * heads, keys, 396, 64)
 
-    listed = paged_decode.specializations(splits_for, most, longest)
+    listed = paged_decode.warmup_sizes(splits_for, most, longest)
     assert all(1 <= batch <= most and 1 <= keys <= longest for batch, keys in listed)
     known = {splits_for(batch, keys) for batch, keys in listed}
     assert len(known) == len(listed)
@@ -66,7 +66,7 @@ def test_pages_have_8_to_128_tokens(kernel: Kernel) -> None:
     dtype = torch.int8 if scaled else torch.bfloat16
     problem = AttentionProblem(
         1, 1, 1, 2, 2, 2, 64, 8, torch.bfloat16, (dtype, dtype), scaled, torch.device("cuda"),
-        True, Phase.DECODE,
+        True, AttentionPhase.DECODE,
     )  # fmt: skip
     served = [
         each

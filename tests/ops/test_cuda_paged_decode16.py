@@ -22,9 +22,9 @@ from tests.ops.paged_batches import (
     check_step,
     in_float64,
     of_every_page_size,
+    select_single_token_sequences,
     serves_part,
     shuffled_pages,
-    single_queries,
 )
 
 # of the whole, in the norm: the output's own rounding
@@ -91,7 +91,7 @@ def _truth(args: dict[str, Any]) -> torch.Tensor:
 
 def _check(args: dict[str, Any], *, served: bool = True) -> None:
     limit = LIMIT[args["q"].dtype]
-    check_step(args, _truth(args), limit, single_queries(args), served=served)
+    check_step(args, _truth(args), limit, select_single_token_sequences(args), served=served)
 
 
 @given(
@@ -120,7 +120,7 @@ def test_forms_are_all_that_a_step_can_meet(
     def plan_for(batch: int, keys: int) -> object:
         return paged_decode16.plan_launch(batch * heads[1], heads[0] // heads[1], 128, keys, 132)
 
-    listed = paged_decode16.specializations(heads, 128, most, longest, 132)
+    listed = paged_decode16.warmup_sizes(heads, 128, most, longest, 132)
     assert all(1 <= batch <= most and 1 <= keys <= longest for batch, keys in listed)
     assert plan_for(data.draw(st.integers(1, most)), data.draw(st.integers(1, longest))) in {
         plan_for(*each) for each in listed
@@ -233,4 +233,4 @@ def test_what_it_does_not_serve_is_refused() -> None:
 def test_a_cpu_is_not_served() -> None:
     args = _arguments([(1, 20), (1, 150)], device="cpu")
     assert not serves_part(args)
-    assert "GPU" in str(paged_decode16.available("cpu"))
+    assert "GPU" in str(paged_decode16.unavailable_reason("cpu"))

@@ -19,8 +19,8 @@ from tests.ops.paged_batches import (
     attention_arguments,
     check_step,
     of_every_page_size,
+    select_single_token_sequences,
     shuffled_pages,
-    single_queries,
 )
 
 # of the whole, in the norm: the output's own rounding
@@ -66,7 +66,7 @@ def _check(args: dict[str, Any]) -> None:
     floats = ("q", "k_scale", "v_scale")
     wide = {k: v.double() if k in floats else v for k, v in args.items()}
     truth = reference(PagedAttentionInputs(**wide))
-    check_step(args, truth, LIMIT[args["q"].dtype], single_queries(args))
+    check_step(args, truth, LIMIT[args["q"].dtype], select_single_token_sequences(args))
 
 
 EDGES = [(1, n) for n in (1, 2, 31, 32, 33, 127, 128, 129, 500, 1025)]

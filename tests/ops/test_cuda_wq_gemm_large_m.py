@@ -99,8 +99,8 @@ def test_compiles_without_spills(block_m: int, split_k: int, tmp_path: Path) -> 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_form(shape: tuple[int, int], dtype: torch.dtype, bits: int) -> None:
-    if build.available("cuda") is not None:
-        pytest.skip(str(build.available("cuda")))
+    if build.unavailable_reason("cuda") is not None:
+        pytest.skip(str(build.unavailable_reason("cuda")))
     cases = [
         (70, 136, 2048, 128),
         (513, 4096, 4096, 256),

@@ -24,7 +24,7 @@ from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import (
     WqSpec,
     supports_weight,
 )
-from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
+from modelmill.ops.groupwise import GroupwiseLinearInputs, make_groupwise_problem
 from modelmill.ops.int4_linear import int4_linear
 from tests.ops.nvcc import compiles_without_spills, requires_nvcc
 from tests.ops.random_codes import random_codes
@@ -151,8 +151,8 @@ def _check(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_form(split_k: int, dtype: torch.dtype, bits: int, large: bool) -> None:
-    if build.available("cuda") is not None:
-        pytest.skip(str(build.available("cuda")))
+    if build.unavailable_reason("cuda") is not None:
+        pytest.skip(str(build.unavailable_reason("cuda")))
     shapes = [
         (9, 136, 2048, 128),
         (64, 400, 2080, 128),
@@ -189,11 +189,11 @@ def test_wide_rows_of_many_groups_are_served() -> None:
     args = _random_args(WqSpec(8, 11008, 32, offset=False), 256, seed=1)
     for tokens in (8, 64):
         x = torch.randn(tokens, 11008, device="cuda", dtype=torch.bfloat16)
-        assert registry.serves("int8_group_linear", "cuda", x=x, **args)
-        problem = groupwise_problem(*GroupwiseLinearInputs(x, **args))
+        assert registry.backend_serves_args("int8_group_linear", "cuda", x=x, **args)
+        problem = make_groupwise_problem(*GroupwiseLinearInputs(x, **args))
         pipelined = [
             each.range.covers(problem)
-            for each in int8_gemm_small_m.kernels(gated=False)
+            for each in int8_gemm_small_m.list_kernels_by_preference(gated=False)
             if getattr(each.run, "func", None) is wq_gemm_pipelined.groupwise_gemm
         ]
         assert any(pipelined)

@@ -16,7 +16,9 @@ from modelmill.ops.cpu.decoder.decode import MAX_ROWS
 from modelmill.ops.decode import DecodeInputs, DecodeLinearWeights, DecoderStackWeights
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-KERNELS = pytest.mark.skipif(build.available("cpu") is not None, reason=str(build.available("cpu")))
+KERNELS = pytest.mark.skipif(
+    build.unavailable_reason("cpu") is not None, reason=str(build.unavailable_reason("cpu"))
+)
 
 
 def _copied(value: Any, change: Any) -> Any:

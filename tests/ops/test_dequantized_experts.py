@@ -21,19 +21,19 @@ FEW, MANY = (40, 64, 32, 2, 2), (130, 64, 32, 2, 2)  # as many pairs an expert a
 @pytest.mark.parametrize("op", DTYPES)
 def test_many_tokens_take_dequantized_weights(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = KERNELS[op]
-    if kernel is None or kernel.available("cpu") is not None:
+    if kernel is None or kernel.unavailable_reason("cpu") is not None:
         pytest.skip("Triton's interpreter is not available")
     from modelmill.ops.triton.moe import dequantized_experts, grouped_gemm
 
     dtypes: list[torch.dtype] = []
-    launch = grouped_gemm._launch
+    launch = grouped_gemm._launch_grouped_gemm
 
     def noted(inputs: fused_moe.FusedMoEInputs, name: str, *rest: object) -> None:
         dtypes.append(getattr(inputs, name).dtype)
         launch(inputs, name, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(grouped_gemm, "_launch", noted)
-    monkeypatch.setattr(fused_moe, "shapes", lambda _: [FEW, MANY])
+    monkeypatch.setattr(grouped_gemm, "_launch_grouped_gemm", noted)
+    monkeypatch.setattr(fused_moe, "case_shapes", lambda _: [FEW, MANY])
     dtype, declaration = DTYPES[op], importlib.import_module(f"modelmill.ops.{op}")
     reference = registry.with_named_args(op, registry.reference(op))
     call = registry.with_named_args(op, kernel.run)

@@ -78,7 +78,7 @@ def test_the_bound_of_the_blocks_is_reached_and_never_passed(block: int, experts
 def test_logits_that_are_not_numbers_still_choose_experts() -> None:
     """An id outside of the experts would be an address outside of the weights."""
     module = KERNELS["fused_topk"]
-    if module is None or module.available("cpu") is not None:
+    if module is None or module.unavailable_reason("cpu") is not None:
         pytest.skip("Triton's interpreter is not available")
     logits = torch.full((3, 20), float("nan"))
     logits[1, 4] = 2.0
@@ -92,7 +92,7 @@ def test_logits_that_are_not_numbers_still_choose_experts() -> None:
 @pytest.fixture(scope="module")
 def grouped_step() -> Any:
     """A step on the CPU with the grouped ops of Triton's interpreter."""
-    if any(each is None or each.available("cpu") is not None for each in KERNELS.values()):
+    if any(each is None or each.unavailable_reason("cpu") is not None for each in KERNELS.values()):
         pytest.skip("Triton's interpreter is not available")
     return SimpleNamespace(ops=registry.select_backends("cpu", dict.fromkeys(GROUPED, "triton")))
 

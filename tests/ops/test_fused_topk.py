@@ -17,7 +17,7 @@ KERNELS = registry.implementations("fused_topk", ("triton", "cpu"))
 def kernel(request: pytest.FixtureRequest) -> Any:
     """A backend's implementation, on a CPU."""
     module = KERNELS[request.param]
-    if (reason := module.available("cpu")) is not None:
+    if (reason := module.unavailable_reason("cpu")) is not None:
         pytest.skip(reason)
     return module
 

@@ -137,7 +137,7 @@ def test_prefill_of_wide_heads_reads_fewer_keys_where_shared_memory_is_small(
 ) -> None:
     q = torch.empty(1, 1, 256, dtype=torch.bfloat16)
     with fake_gpu(generation):
-        tile = paged_attention._prefill_tile((4096, 4096), 8, 256, q, q)
+        tile = paged_attention._select_prefill_tile((4096, 4096), 8, 256, q, q)
     assert tile[:2] == (64, keys)
 
 
@@ -181,7 +181,7 @@ def test_windows_whose_offsets_do_not_fit_go_to_the_reference() -> None:
         inputs = ImageAttentionInputs(qkv, 1, None, None, rel, rel)
         for generation in (SMALL, LARGE):
             with fake_gpu(generation):
-                serves = registry.serves("image_attention", "triton", inputs)
+                serves = registry.backend_serves_args("image_attention", "triton", inputs)
             served[side, generation.arch] = serves
     assert {side for side, arch in served if served[side, arch]} == {14, 64, 96, 160}
     assert not served[160, "sm_86"]
@@ -192,7 +192,7 @@ def test_wide_permuted_rows_are_loaded_in_fewer_stages_and_never_beyond_shared_m
     with fake_gpu(SMALL):
         assert norm_quant._num_stages(16384, row_bytes, True, gpu) == 1
         assert norm_quant._num_stages(4096, row_bytes, True, gpu) == 3
-        assert norm_quant._gather_bytes(32768) > SMALL.shared_bytes
+        assert norm_quant._permutation_shared_bytes(32768) > SMALL.shared_bytes
     with fake_gpu(LARGE):
         assert norm_quant._num_stages(16384, row_bytes, True, gpu) == 2
 
@@ -201,7 +201,7 @@ def test_wide_permuted_rows_are_loaded_in_fewer_stages_and_never_beyond_shared_m
 def test_kernels_with_ptx_or_pdl_are_not_offered_on_amd(backend: str) -> None:
     with fake_gpu(LARGE, hip="6.4"):
         reasons = {
-            op: module.available("cuda")
+            op: module.unavailable_reason("cuda")
             for op in registry.op_names()
             for module in registry.implementations(op, [backend]).values()
         }
@@ -214,7 +214,7 @@ def test_without_amd_all_of_them_are_offered() -> None:
     with fake_gpu(LARGE):
         for op in registry.op_names():
             for module in registry.implementations(op, ["cuda", "triton"]).values():
-                assert module.available("cuda") is None, op
+                assert module.unavailable_reason("cuda") is None, op
 
 
 def without_ptx_or_pdl() -> set[str]:

@@ -12,10 +12,16 @@ import torch
 
 from modelmill.ops import int4_linear, mxfp4_linear, registry
 from modelmill.ops.cuda.moe import grouped_gemm_wq, moe_align_block_size
-from modelmill.ops.fused_moe import GELU_TANH, FusedMoEInputs, Shape, SwigluClamp, stacked_weights
+from modelmill.ops.fused_moe import (
+    GELU_TANH,
+    FusedMoEInputs,
+    Shape,
+    SwigluClamp,
+    make_expert_weight_args,
+)
 from modelmill.ops.moe_align_block_size import NO_EXPERT
 from modelmill.ops.moe_align_block_size import moe_align_block_size as aligned
-from modelmill.ops.moe_range import moe_problem
+from modelmill.ops.moe_support import make_moe_problem
 from modelmill.ops.quant_types import quantize_per_row
 from tests.ops.emulation.emulator import Emulator, mistakes, requires_emulation, slow_cases
 
@@ -27,7 +33,7 @@ LIMIT = {BF: 6e-3, HF: 1e-3}  # of the whole, in the norm: what is between the p
 @pytest.fixture(autouse=True)
 def many_stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small stages and few blocks: each block goes on to other experts, and around its ring."""
-    caches = (grouped_gemm_wq.config_for, grouped_gemm_wq.configs_for)
+    caches = (grouped_gemm_wq.select_config, grouped_gemm_wq.select_config_pair)
     changes = {
         "MAX_STAGE_BYTES": 2 << 10,
         "MAX_STAGES": 3,
@@ -53,14 +59,14 @@ def random_int8(rows: int, columns: int) -> dict[str, torch.Tensor | None]:
 def weights(op: str, shape: Shape, group: int, *, symmetric: bool) -> dict[str, Any]:
     """Stacked as the op takes them."""
     if op == "int8_fused_moe":
-        made = stacked_weights(shape, random_int8)
+        made = make_expert_weight_args(shape, random_int8)
         return {
             name: value.squeeze(-1) if name.endswith("scale") else value
             for name, value in made.items()
         }
     module = int4_linear if op == "int4_fused_moe" else mxfp4_linear
     draw = partial(module.random_weight, group=group, device="cpu", symmetric=symmetric)
-    return {**stacked_weights(shape, draw), "group": group}
+    return {**make_expert_weight_args(shape, draw), "group": group}
 
 
 def inputs_of(op: str, shape: Shape, dtype: torch.dtype, group: int, kind: str) -> FusedMoEInputs:
@@ -91,7 +97,7 @@ def written_in_front(
     emulator: Emulator, inputs: FusedMoEInputs, name: str, arguments: tuple[bytes, ...]
 ) -> list[tuple[int, int]]:
     """What the kernel in front of a launch writes: (address, bytes)."""
-    configs = grouped_gemm_wq.configs_for(moe_problem(*inputs))
+    configs = grouped_gemm_wq.select_config_pair(make_moe_problem(*inputs))
     assert configs is not None
     pairs, columns = inputs.topk_ids.numel(), inputs.x.shape[1]
     first = struct.unpack_from("=Q", arguments[0])[0]

@@ -15,7 +15,7 @@ from modelmill.eval.large_op_cases import LARGE_CASES
 from modelmill.ops import latent_rope_cache, qkv_rope_cache, registry
 from modelmill.ops.case import Case, randn
 from modelmill.ops.quant_types import quantize_per_row
-from modelmill.ops.state_rows import StateRows
+from modelmill.ops.recurrent_metadata import RecurrentStepMetadata
 from tests.ops.paged_batches import ragged_inputs
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -86,7 +86,7 @@ def test_implementation_matches_the_reference(
     op: str, backend: str, device: str, dtype: torch.dtype, pytestconfig: pytest.Config
 ) -> None:
     module = registry.implementations(op)[backend]
-    reason = module.available(device)
+    reason = module.unavailable_reason(device)
     if reason is not None:
         pytest.skip(reason)
     tolerance = import_module(f"modelmill.ops.{op}").TOLERANCE[dtype]
@@ -100,7 +100,7 @@ def test_implementation_matches_the_reference(
             and in_full_only(op, case)
         ):
             continue
-        if not registry.serves(op, backend, **case.args):
+        if not registry.backend_serves_args(op, backend, **case.args):
             continue
         once = interpreted(backend, device) or (
             pytestconfig.getoption("--quick") and _size(case.args) > LARGE
@@ -197,8 +197,10 @@ def _oracle(op: str, args: dict[str, Any]) -> Any:
             value = value.cpu() if size < 1 << 20 else value
             # scale is float32 by contract; the reference accepts float64
             value = value.double() if value.is_floating_point() else value.clone()
-        elif isinstance(value, StateRows) and size < 1 << 20:
-            value = StateRows(*(v.cpu() if isinstance(v, torch.Tensor) else v for v in value))
+        elif isinstance(value, RecurrentStepMetadata) and size < 1 << 20:
+            value = RecurrentStepMetadata(
+                *(v.cpu() if isinstance(v, torch.Tensor) else v for v in value)
+            )
         args64[name] = value
     result = registry.with_named_args(op, registry.reference(op))(**args64)
     return result, _written_caches(args64)

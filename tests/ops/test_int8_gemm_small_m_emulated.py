@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from modelmill.ops.cuda.weight_only_gemm import int8_gemm_small_m, wq_gemv
-from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
+from modelmill.ops.groupwise import GroupwiseLinearInputs, make_groupwise_problem
 from modelmill.ops.int8_group_linear import dequantize_weight, random_weight
 from tests.ops.emulation.emulator import Emulator, requires_emulation
 from tests.ops.matmul_error import matmul_error
@@ -21,7 +21,7 @@ ALL = 1 << 20  # one group
 def _serves_gemv(inputs: GroupwiseLinearInputs) -> bool:
     kernel = wq_gemv.gemv_kernel(gated=False)
     assert kernel.supports is not None
-    return kernel.range.covers(groupwise_problem(*inputs)) and kernel.supports(inputs)
+    return kernel.range.covers(make_groupwise_problem(*inputs)) and kernel.supports(inputs)
 
 
 def error(
@@ -51,7 +51,7 @@ def error(
     ]
     stored = (weight, scale.to(grids), None if offset is None else offset.to(grids), group)
     inputs = GroupwiseLinearInputs(x, *stored, bias)
-    kernel = wq_gemv.groupwise_gemv if _serves_gemv(inputs) else int8_gemm_small_m.int8_mma
+    kernel = wq_gemv.groupwise_gemv if _serves_gemv(inputs) else int8_gemm_small_m.int8_mma_gemm
     actual = kernel(inputs, gated=gated)
     dense = dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64)
     return matmul_error(actual, x, dense, bias, gated=gated)

@@ -35,7 +35,7 @@ def kernel(variant: str) -> Callable[..., torch.Tensor]:
         assert ops.backends["w8a8_linear"] != "torch"
         return on_gpu(registry.with_named_args("w8a8_linear", ops.w8a8_linear))
     module = registry.implementations("w8a8_linear")[variant]
-    reason = module.available("cpu")
+    reason = module.unavailable_reason("cpu")
     if reason is not None:
         pytest.skip(reason)
     return registry.with_named_args("w8a8_linear", module.run)
@@ -166,7 +166,7 @@ def test_rows_are_rounded_alike_everywhere(dtype: torch.dtype, static: bool) -> 
     values, scale = registry.reference("quantize")(*args)
     for name in ("cpu",):
         module = registry.implementations("quantize")[name]
-        if module.available("cpu") is None:
+        if module.unavailable_reason("cpu") is None:
             actual = module.run(*args)
             assert torch.equal(actual[0], values)
             assert (actual[1] is None and scale is None) or torch.equal(actual[1], scale)

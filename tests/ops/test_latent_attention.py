@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from modelmill.ops import registry
-from modelmill.ops.binding import OpBinding
+from modelmill.ops.bound_op import CachedOpBinding
 from modelmill.ops.case import Case
 from modelmill.ops.paged_attention import PagedAttentionInputs, latent_case, paged_attention
 from modelmill.ops.quant_types import quantize_per_row
@@ -57,7 +57,7 @@ def by_definition(inputs: PagedAttentionInputs) -> torch.Tensor:
 
 def interpreted() -> Any:
     module = registry.implementations("paged_attention")["triton"]
-    if module.available("cpu") is not None:
+    if module.unavailable_reason("cpu") is not None:
         pytest.skip("Triton's interpreter is off")
     return module
 
@@ -167,14 +167,14 @@ def test_splits_of_single_queries_take_no_memory_for_the_prompt_beside_them(
 def test_what_the_kernels_have_no_tiles_for_goes_to_the_reference() -> None:
     interpreted()
     served = small([(1, 5)])
-    assert registry.serves("paged_attention", "triton", served)
+    assert registry.backend_serves_args("paged_attention", "triton", served)
     wide = small([(1, 5)], dims=(656, 576))
-    assert not registry.serves("paged_attention", "triton", wide)
-    assert not registry.serves("paged_attention", "triton", served._replace(window=3))
+    assert not registry.backend_serves_args("paged_attention", "triton", wide)
+    assert not registry.backend_serves_args("paged_attention", "triton", served._replace(window=3))
 
 
 def test_a_binding_distinguishes_latent_attention_to_the_same_pages() -> None:
-    op, binding = registry.select_backends("cpu").paged_attention, OpBinding()
+    op, binding = registry.select_backends("cpu").paged_attention, CachedOpBinding()
     latent = small(MIXED)
     plain = latent._replace(value_dim=None)
     for inputs in (latent, plain, latent):
@@ -200,7 +200,7 @@ def test_real_sizes_on_a_gpu(heads: int, dtype: torch.dtype, pages: torch.dtype 
     for lengths in ([(1, 5000)], [(1, 700), (1, 1), (1, 2049)] * 8, [(300, 1000)],
                     [(40, 40), (1, 900), (2, 70)]):  # fmt: skip
         inputs = small(lengths, heads, (576, 512), dtype, pages, "cuda")
-        if not registry.serves("paged_attention", "triton", inputs):
+        if not registry.backend_serves_args("paged_attention", "triton", inputs):
             pytest.skip("this GPU has no conversion of fp8")
         assert_close(op(inputs), inputs)
         graph = torch.cuda.CUDAGraph()

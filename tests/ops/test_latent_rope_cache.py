@@ -44,7 +44,7 @@ def run(call: Any, args: dict[str, Any]) -> torch.Tensor:
 
 def triton(device: str) -> Any:
     module = registry.implementation(OP, "triton")
-    if module is None or (reason := module.available(device)) is not None:
+    if module is None or (reason := module.unavailable_reason(device)) is not None:
         pytest.skip("Triton is not installed" if module is None else reason)
     return module
 
@@ -59,7 +59,7 @@ def test_8_bit_pages_are_rounded_as_in_the_reference(
     """Where padding would be stored, nothing is."""
     module = triton(device)
     args, expected = (arguments(device, dtype, pages, interleaved=interleaved) for _ in range(2))
-    assert registry.serves(OP, "triton", **args)
+    assert registry.backend_serves_args(OP, "triton", **args)
     rotated, reference = run(module.run, args), run(latent_rope_cache, expected)
     torch.testing.assert_close(rotated, reference, rtol=SCALE_RTOL[dtype], atol=1e-5)
     written = ~expected["k_scale"].isnan()
@@ -143,7 +143,7 @@ def test_a_step_of_padding_alone_stores_nothing() -> None:
 def test_what_the_kernel_does_not_serve_is_declined() -> None:
     triton("cpu")
     args = arguments("cpu", torch.float32)
-    assert registry.serves(OP, "triton", **args)
+    assert registry.backend_serves_args(OP, "triton", **args)
     wide = torch.ones(4096)
     scaled = torch.zeros(args["k_cache"].shape[:3])
     for change in (
@@ -154,4 +154,4 @@ def test_what_the_kernel_does_not_serve_is_declined() -> None:
         {"slots": args["slots"].int()},
         {"q": args["q"].mT.contiguous().mT},
     ):
-        assert not registry.serves(OP, "triton", **args | change), list(change)
+        assert not registry.backend_serves_args(OP, "triton", **args | change), list(change)

@@ -124,7 +124,7 @@ def test_the_choice_reaches_the_kernel_and_no_other_product(
         module, "run", lambda *args, configs=None, **more: requested_configs.append(configs)
     )
     monkeypatch.setattr(module, "supports", lambda *args, **more: True)
-    monkeypatch.setattr(module, "available", lambda device_type: None)
+    monkeypatch.setattr(module, "unavailable_reason", lambda device_type: None)
     key = (1, 4096, 4096, torch.bfloat16)
     tuning = TunedLaunchConfigs(
         "a GPU", {"linear": {key: (4, 1024, 4)}, "int8_linear": {key: (9, 9, 9)}}

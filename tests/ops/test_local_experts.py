@@ -47,7 +47,7 @@ def part_of(moe: MoE, spec: MoESpec, experts: Range) -> MoE:
 
 def triton_step() -> Any:
     """A step on the CPU with the grouped ops of Triton's interpreter."""
-    if any(each is None or each.available("cpu") is not None for each in KERNELS.values()):
+    if any(each is None or each.unavailable_reason("cpu") is not None for each in KERNELS.values()):
         pytest.skip("Triton's interpreter is not available")
     return SimpleNamespace(ops=registry.select_backends("cpu", dict.fromkeys(GROUPED, "triton")))
 
@@ -126,8 +126,8 @@ def test_ids_count_from_the_ranks_first_expert(name: str, tokens: int) -> None:
 
 def test_the_cpus_kernels_take_part() -> None:
     """int8 and int4 experts of a rank are one call there, too."""
-    if build.available("cpu") is not None:
-        pytest.skip(str(build.available("cpu")))
+    if build.unavailable_reason("cpu") is not None:
+        pytest.skip(str(build.unavailable_reason("cpu")))
     spec = MoESpec(RouterConfig(EXPERTS, 2), MLPSpec(HIDDEN, INNER))
     for weight_format in ("int8", "int4"):
         fused = FusedMoE(part_of(filled(spec, weight_format), spec, RANKS[1]), stacks=True)

@@ -36,7 +36,7 @@ IMPLEMENTATION = """
 calls = []
 
 
-def available(device_type):
+def unavailable_reason(device_type):
     return None if device_type == "cpu" else "needs a CPU"
 
 

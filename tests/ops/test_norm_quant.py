@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from modelmill.ops import registry
 from modelmill.ops.add_rms_norm_quant import add_rms_norm_quant
-from modelmill.ops.binding import Implementation, SelectedOp
+from modelmill.ops.bound_op import OpImplementation, SelectedOp
 from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.quantize import quantize
 from modelmill.ops.rms_norm_quant import quant_modes, quant_range, rms_norm_quant
@@ -21,10 +21,13 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def _variants(op: str, device: str) -> list[Any]:
-    offered = [m for m in registry.implementations(op).values() if m.available(device) is None]
+    offered = [
+        m for m in registry.implementations(op).values() if m.unavailable_reason(device) is None
+    ]
     declared, fallback = registry.declarations()[op], registry.reference(op)
     runs = [
-        SelectedOp(op, declared, [Implementation.of_module(m, m.run)], fallback) for m in offered
+        SelectedOp(op, declared, [OpImplementation.from_backend_module(m, m.run)], fallback)
+        for m in offered
     ]
     if not runs:
         pytest.skip("no variant runs here")
@@ -187,7 +190,7 @@ def test_a_few_rows_in_another_order_as_many_of_them(sizes: tuple[int, int, int]
     ]:
         for residual_or_none in (None, residual):
             spec = ActQuantSpec(quant_dtype, *per_column)
-            assert registry.serves("rms_norm_quant", "cuda", x, weight, 1e-5, spec)
+            assert registry.backend_serves_args("rms_norm_quant", "cuda", x, weight, 1e-5, spec)
             together = (4 if per_column[1] is None else 2) * (1 if residual_or_none is None else 2)
             config = rmsnorm_quant_permute.config_for(width, columns, together, threads_per_sm=512)
             sums = [

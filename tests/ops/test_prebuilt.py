@@ -86,29 +86,34 @@ def _copy(folder: Path) -> Path:
 
 def test_other_sources_are_another_file(tmp_path: Path) -> None:
     level, folder = prebuilt.LEVELS[0], _copy(tmp_path / "sources")
-    assert prebuilt.file_name(level, folder) == prebuilt.file_name(level)
-    assert len({prebuilt.file_name(each) for each in prebuilt.LEVELS}) == len(prebuilt.LEVELS)
+    assert prebuilt.library_file_name(level, folder) == prebuilt.library_file_name(level)
+    assert len({prebuilt.library_file_name(each) for each in prebuilt.LEVELS}) == len(
+        prebuilt.LEVELS
+    )
     header = folder / "common" / "simd.h"
     header.write_text(header.read_text() + "// another word\n")
-    assert prebuilt.file_name(level, folder) != prebuilt.file_name(level)
+    assert prebuilt.library_file_name(level, folder) != prebuilt.library_file_name(level)
 
 
 def test_a_file_of_other_sources_is_never_found(tmp_path: Path) -> None:
     level = prebuilt.cpu_levels("x86_64")[-1]
-    expected, stale = prebuilt.file_name(level), f"{level.name}-{'0' * 24}.so"
+    expected, stale = prebuilt.library_file_name(level), f"{level.name}-{'0' * 24}.so"
     (tmp_path / stale).touch()
-    assert list(prebuilt.available_levels(cpuinfo(BF16), "x86_64", tmp_path)) == []
+    assert list(prebuilt.installed_supported_levels(cpuinfo(BF16), "x86_64", tmp_path)) == []
     (tmp_path / expected).touch()
     assert [
-        path.name for _, path in prebuilt.available_levels(cpuinfo(BF16), "x86_64", tmp_path)
+        path.name
+        for _, path in prebuilt.installed_supported_levels(cpuinfo(BF16), "x86_64", tmp_path)
     ] == [expected]
-    assert list(prebuilt.available_levels(cpuinfo("sse"), "x86_64", tmp_path)) == []
-    assert list(prebuilt.available_levels(cpuinfo(BF16), "x86_64", tmp_path / "none")) == []
+    assert list(prebuilt.installed_supported_levels(cpuinfo("sse"), "x86_64", tmp_path)) == []
+    assert (
+        list(prebuilt.installed_supported_levels(cpuinfo(BF16), "x86_64", tmp_path / "none")) == []
+    )
 
 
 def test_glibc_is_read_from_the_symbols() -> None:
-    assert prebuilt.glibc_needed(b"\0GLIBC_2.2.5\0GLIBC_2.27\0GLIBC_2.4\0") == (2, 27)
-    assert prebuilt.glibc_needed(b"\x7fELF") is None
+    assert prebuilt.required_glibc_version(b"\0GLIBC_2.2.5\0GLIBC_2.27\0GLIBC_2.4\0") == (2, 27)
+    assert prebuilt.required_glibc_version(b"\x7fELF") is None
 
 
 # -- which kernels are used
@@ -119,7 +124,9 @@ def brought(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A file that stands for the kernels of this installation."""
     path = tmp_path / "brought.so"
     path.write_bytes(b"no shared object")
-    monkeypatch.setattr(prebuilt, "available_levels", lambda: iter([(prebuilt.LEVELS[-1], path)]))
+    monkeypatch.setattr(
+        prebuilt, "installed_supported_levels", lambda: iter([(prebuilt.LEVELS[-1], path)])
+    )
     return path
 
 
@@ -127,8 +134,8 @@ def _choose(monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
     monkeypatch.setattr(env, "requested_cpu_kernels", lambda: choice)
 
 
-def _library(path: Path) -> build.Library:
-    return build.Library(path, None, None, 4)  # type: ignore[arg-type]
+def _library(path: Path) -> build.KernelLibrary:
+    return build.KernelLibrary(path, None, None, 4)  # type: ignore[arg-type]
 
 
 def test_what_was_brought_along_needs_no_compiler(
@@ -136,9 +143,11 @@ def test_what_was_brought_along_needs_no_compiler(
 ) -> None:
     _choose(monkeypatch, "auto")
     monkeypatch.setattr(build, "open_library", _library)
-    monkeypatch.setattr(build, "compile_library", lambda flags: pytest.fail("nothing is compiled"))
-    library = build.load.__wrapped__()
-    assert isinstance(library, build.Library)
+    monkeypatch.setattr(
+        build, "compile_library_if_missing", lambda flags: pytest.fail("nothing is compiled")
+    )
+    library = build.load_library.__wrapped__()
+    assert isinstance(library, build.KernelLibrary)
     assert (library.path, library.origin) == (brought, "prebuilt for armv8-a")
     assert not build.needs_compile()
 
@@ -147,19 +156,19 @@ def test_a_damaged_file_gives_way_to_a_compiler_and_is_named(
     brought: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     _choose(monkeypatch, "auto")
-    monkeypatch.setattr(env, "cxx_compiler", lambda: "no-such-compiler")
-    reason = build.load.__wrapped__()
+    monkeypatch.setattr(env, "cxx_from_env", lambda: "no-such-compiler")
+    reason = build.load_library.__wrapped__()
     assert isinstance(reason, str)
     assert str(brought) in reason
     assert "'no-such-compiler'" in reason
     assert "\n" not in reason
     made, real = tmp_path / "made.so", build.open_library
-    monkeypatch.setattr(build, "compile_library", lambda flags: made)
+    monkeypatch.setattr(build, "compile_library_if_missing", lambda flags: made)
     monkeypatch.setattr(
         build, "open_library", lambda path: _library(path) if path == made else real(path)
     )
-    library = build.load.__wrapped__()
-    assert isinstance(library, build.Library)
+    library = build.load_library.__wrapped__()
+    assert isinstance(library, build.KernelLibrary)
     assert (library.path, library.origin) == (made, build.COMPILED_HERE)
 
 
@@ -167,22 +176,22 @@ def test_the_choice_is_the_users(
     brought: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(build, "open_library", _library)
-    monkeypatch.setattr(build, "compile_library", lambda flags: tmp_path / "made.so")
+    monkeypatch.setattr(build, "compile_library_if_missing", lambda flags: tmp_path / "made.so")
     for choice, path in (
         ("auto", brought),
         ("prebuilt", brought),
         ("native", tmp_path / "made.so"),
     ):
         _choose(monkeypatch, choice)
-        library = build.load.__wrapped__()
-        assert isinstance(library, build.Library)
+        library = build.load_library.__wrapped__()
+        assert isinstance(library, build.KernelLibrary)
         assert library.path == path
     _choose(monkeypatch, "none")
-    assert "MODELMILL_CPU_KERNELS=none" in build.load.__wrapped__()
+    assert "MODELMILL_CPU_KERNELS=none" in build.load_library.__wrapped__()
     assert not build.needs_compile()
-    monkeypatch.setattr(prebuilt, "available_levels", lambda: iter(()))
+    monkeypatch.setattr(prebuilt, "installed_supported_levels", lambda: iter(()))
     _choose(monkeypatch, "prebuilt")
-    assert "this installation has none" in build.load.__wrapped__()
+    assert "this installation has none" in build.load_library.__wrapped__()
     _choose(monkeypatch, "fastest")
     with pytest.raises(UsageError, match="must be one of auto, prebuilt, native, none"):
-        build.load.__wrapped__()
+        build.load_library.__wrapped__()

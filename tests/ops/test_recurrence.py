@@ -12,18 +12,22 @@ import torch
 from modelmill.ops import registry
 from modelmill.ops.causal_conv import CausalConvInputs
 from modelmill.ops.gated_delta_rule import GatedDeltaInputs
+from modelmill.ops.recurrent_metadata import (
+    RecurrentSequence,
+    RecurrentStepMetadata,
+    chunk_size_for_page,
+)
 from modelmill.ops.ssd_scan import SSDScanInputs
-from modelmill.ops.state_rows import SequenceRows, StateRows, chunk_size_for_page
 
 HEADS, KEY_HEADS, DK, DV, COUNT = 4, 2, 12, 8, 70
 
 
-def rows(first: int, count: int, *, chunk: int, keep: int = -1) -> StateRows:
+def rows(first: int, count: int, *, chunk: int, keep: int = -1) -> RecurrentStepMetadata:
     """One sequence in slot 0 of 3; ``keep``: a snapshot behind so many tokens, in slot 1."""
     snapshot = torch.tensor([2 if keep < 0 else 1])
     positions = torch.arange(first, first + count)
     starts = torch.tensor([0, count], dtype=torch.int32)
-    return StateRows(
+    return RecurrentStepMetadata(
         starts, positions, torch.tensor([0]), snapshot, torch.tensor([keep]), count, chunk
     )
 
@@ -42,9 +46,9 @@ def run_op(op: str, backend: str, inputs: Any) -> torch.Tensor:
     module = registry.implementation(op, backend)
     if module is None:
         pytest.skip(f"{backend} does not implement {op}")
-    if (reason := module.available("cpu")) is not None:
+    if (reason := module.unavailable_reason("cpu")) is not None:
         pytest.skip(reason)
-    if not registry.serves(op, backend, inputs):
+    if not registry.backend_serves_args(op, backend, inputs):
         return registry.reference(op)(inputs)
     return module.run(inputs)
 
@@ -148,7 +152,7 @@ def test_decodes_of_a_batch_are_those_of_single_sequences(op: str, backend: str)
     name = "state" if op == "delta" else "conv_state"
     states = draw(6, *getattr(seq, name).shape[1:], seed=9)
     padding, batch = 5, states.clone()
-    several = StateRows(
+    several = RecurrentStepMetadata(
         torch.arange(4, dtype=torch.int32), torch.tensor([0, 15, 24]), torch.tensor([2, 0, 1]),
         torch.tensor([padding, 3, 4]), torch.tensor([-1, 16, 24]), 1, 8,
     )  # fmt: skip
@@ -167,7 +171,7 @@ def test_decodes_of_a_batch_are_those_of_single_sequences(op: str, backend: str)
 
 
 def run_decode(
-    op: str, seq: Sequence, state: torch.Tensor, part: StateRows, tokens: list[int]
+    op: str, seq: Sequence, state: torch.Tensor, part: RecurrentStepMetadata, tokens: list[int]
 ) -> Any:
     if op == "conv":
         inputs = CausalConvInputs(seq.x[tokens], state, seq.weight, None, part)
@@ -179,7 +183,7 @@ def run_decode(
 
 
 def test_parts_of_a_sequence() -> None:
-    seq = SequenceRows(start=10, stop=40, first=5, slot=0, snapshot_slot=1, snapshot_end=24)
+    seq = RecurrentSequence(start=10, stop=40, first=5, slot=0, snapshot_slot=1, snapshot_end=24)
     parts = list(seq.chunk_ranges(8))  # positions 5 … 34: whole chunks are 8 … 31
     assert parts == [(10, 13), (13, 29), (29, 37), (37, 40)]
     assert [seq.is_chunk_aligned(part, 8) for part in parts] == [False, True, True, False]
@@ -253,7 +257,7 @@ def test_the_division_of_a_scan_into_steps_changes_no_bit(
 def test_a_kernel_leaves_the_states_of_the_reference(op: str, backend: str) -> None:
     """Of its cases: the states of all slots and the snapshots, which outputs do not show."""
     kernel, reference = registry.implementations(op)[backend], registry.reference(op)
-    if (reason := kernel.available("cpu")) is not None:
+    if (reason := kernel.unavailable_reason("cpu")) is not None:
         pytest.skip(reason)
     for case in import_module(f"modelmill.ops.{op}").cases("cpu", torch.float32):
         states = []
@@ -293,7 +297,7 @@ def test_chunks_of_bfloat16_round_outputs_to_it_and_states_less(
 ) -> None:
     """Against float64; no output is left unwritten, and those of padding are zeros."""
     kernel = registry.implementations(op)["triton"]
-    if (reason := kernel.available("cpu")) is not None:
+    if (reason := kernel.unavailable_reason("cpu")) is not None:
         pytest.skip(reason)
     args, empty = mixed_step(op), torch.empty
     exact = args | {"state": args["state"].double()}
@@ -320,7 +324,7 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def test_the_place_of_a_chunk_in_a_step_changes_no_bit(op: str) -> None:
     """In bfloat16: its sequence alone, behind other sequences, or divided into two steps."""
     kernel = registry.implementations(op)["triton"]
-    if (reason := kernel.available("cpu")) is not None:
+    if (reason := kernel.unavailable_reason("cpu")) is not None:
         pytest.skip(reason)
     args = mixed_step(op)
     out, states = run_mixed(op, kernel.run, args)

@@ -57,7 +57,9 @@ def test_what_cannot_be_is_one_line(wrong: dict[str, str]) -> None:
 def _implementation(name: str, least: int) -> SimpleNamespace:
     """An implementation that serves arguments ≥ ``least`` and says who ran."""
     return SimpleNamespace(
-        available=lambda device_type: None, supports=lambda x: x >= least, run=lambda x: name
+        unavailable_reason=lambda device_type: None,
+        supports=lambda x: x >= least,
+        run=lambda x: name,
     )
 
 
@@ -141,7 +143,7 @@ def test_an_absent_package_is_no_fault_but_a_broken_file_is(
     def broken(package: str, name: str) -> None:
         raise error
 
-    monkeypatch.setattr(registry, "find_module_below", broken)
+    monkeypatch.setattr(registry, "import_module_from_subfolders", broken)
     if says is None:
         assert registry.implementations("linear") == {}
     else:
@@ -153,7 +155,7 @@ def test_a_missing_file_of_ours_is_not_passed_over(monkeypatch: pytest.MonkeyPat
     def broken(package: str, name: str) -> None:
         raise ModuleNotFoundError("gone", name="modelmill.ops.triton.gone")
 
-    monkeypatch.setattr(registry, "find_module_below", broken)
+    monkeypatch.setattr(registry, "import_module_from_subfolders", broken)
     with pytest.raises(ModuleNotFoundError, match="gone"):
         registry.implementations("linear")
 

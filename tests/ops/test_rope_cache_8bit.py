@@ -51,7 +51,7 @@ def test_the_cache_write_rounds_as_the_reference(
 ) -> None:
     ran = 0
     for name, module in registry.implementations("rope_cache").items():
-        if module.available(device) is not None:
+        if module.unavailable_reason(device) is not None:
             continue
         for number, case in enumerate(_cases(device, dtype)):
             if not quick(case, name, device):
@@ -61,7 +61,9 @@ def test_the_cache_write_rounds_as_the_reference(
                 _poison_cache(case, cache_dtype, number),
             )
             served = name not in WITHOUT_8_BITS
-            assert registry.serves("rope_cache", name, **actual) is served, f"{name} {case.name}"
+            assert registry.backend_serves_args("rope_cache", name, **actual) is served, (
+                f"{name} {case.name}"
+            )
             if not served:
                 continue
             registry.with_named_args("rope_cache", module.run)(**actual)

@@ -18,7 +18,7 @@ from tests.ops.test_cpu_experts import DTYPES, operands
 from tests.ops.test_cpu_kernels import isa as isa
 
 pytestmark = pytest.mark.skipif(
-    build.available("cpu") is not None, reason=str(build.available("cpu"))
+    build.unavailable_reason("cpu") is not None, reason=str(build.unavailable_reason("cpu"))
 )
 
 

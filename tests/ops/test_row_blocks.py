@@ -27,10 +27,10 @@ from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     row_block_kernel,
 )
 from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import WqSpec
-from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
+from modelmill.ops.groupwise import GroupwiseLinearInputs, make_groupwise_problem
 from modelmill.ops.int4_linear import int4_linear as reference
 from modelmill.ops.int4_linear import random_weight
-from modelmill.ops.kernel_range import GemmProblem, GemmRange, Kernel, first_kernel
+from modelmill.ops.kernel_support import GemmProblem, GemmSupportRange, Kernel, select_first_kernel
 
 N, K, GROUP = 48, 128, 32
 
@@ -54,11 +54,11 @@ def test_blocks_are_the_product(rows: int) -> None:
             calls.append((name, len(inputs.x)))
             return reference(inputs)
 
-        return Kernel(GemmRange(m=(least, most)), run)
+        return Kernel(GemmSupportRange(m=(least, most)), run)
 
     blocks = row_block_kernel([kernel("one", 1, 1), kernel("few", 1, MAX_ROWS)])
     inputs = operands(rows)
-    assert blocks.range.covers(groupwise_problem(*inputs))
+    assert blocks.range.covers(make_groupwise_problem(*inputs))
     torch.testing.assert_close(blocks.run(inputs), reference(inputs), rtol=1e-6, atol=1e-5)
     assert sum(size for _, size in calls) == rows
     assert max(size for _, size in calls) <= MAX_ROWS
@@ -70,18 +70,18 @@ def test_blocks_are_the_product(rows: int) -> None:
 def test_ranges_and_kernels_end_at_the_same_rows(module: object, rows: int) -> None:
     """Without a GPU, whose kernels of more rows serve such a weight."""
     inputs = operands(rows, torch.bfloat16)
-    problem = groupwise_problem(*inputs)
+    problem = make_groupwise_problem(*inputs)
     if module is int8_gemm_small_m:
         problem = problem._replace(weight_dtype=torch.int8)
     ranges = module.SUPPORTED_PROBLEMS  # type: ignore[attr-defined]
-    kernels = module.kernels(gated=False)  # type: ignore[attr-defined]
+    kernels = module.list_kernels_by_preference(gated=False)  # type: ignore[attr-defined]
     served = any(each.covers(problem) for each in ranges)
     assert served == (rows <= MAX_BLOCKED_ROWS)
-    assert (first_kernel(kernels, problem, inputs) is not None) == served
+    assert (select_first_kernel(kernels, problem, inputs) is not None) == served
 
 
 def test_a_weight_that_few_rows_cannot_take_is_not_taken_in_blocks() -> None:
-    problem = groupwise_problem(*operands(100, torch.bfloat16))._replace(k=K + 8)
+    problem = make_groupwise_problem(*operands(100, torch.bfloat16))._replace(k=K + 8)
     assert not any(each.covers(problem) for each in int4_linear.SUPPORTED_PROBLEMS)
     assert not any(each.covers(problem) for each in int8_linear.SUPPORTED_PROBLEMS)
 

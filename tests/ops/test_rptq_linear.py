@@ -101,7 +101,7 @@ def _check(module: ModuleType, name: str, weight: RptqWeight, rows: int, device:
     grids = (on_device.weight, on_device.scale, on_device.offset, on_device.group_size)
     addends = (on_device.zero_point_bias, bias.to(device))
     inputs = rptq_linear.RptqLinearInputs(q.to(device), *grids, used, *addends, torch.float32)
-    if name != "torch" and not registry.serves("rptq_linear", name, inputs):
+    if name != "torch" and not registry.backend_serves_args("rptq_linear", name, inputs):
         return False
     actual = (module.run if name != "torch" else module.rptq_linear)(inputs).cpu().double()
     error = (actual - bias.double() - expected).abs()
@@ -116,7 +116,7 @@ def _check(module: ModuleType, name: str, weight: RptqWeight, rows: int, device:
 def _available(name: str, device: str) -> ModuleType:
     """The module of that name, if its kernel runs on the device; else the test is skipped."""
     module = dict(_kernels())[name]
-    reason = None if name == "torch" else module.available(device)
+    reason = None if name == "torch" else module.unavailable_reason(device)
     if reason is not None:
         pytest.skip(reason)
     return module
@@ -151,7 +151,7 @@ def test_the_product_on_the_gpu_is_the_fake_quantized_one(
 def test_fake_quantize_and_dense_multiply_to_the_output(bits: str, mode: str) -> None:
     weight, x = _weight(bits, mode, 100, 24), _inputs(33, 100, 8)
     actual = weight.matmul(x, None, registry.select_backends("cpu"))
-    expected = weight.fake_quantize(x).double() @ weight.dense().double().T
+    expected = weight.fake_quantize_input(x).double() @ weight.dequantize().double().T
     assert torch.allclose(
         actual.double(), expected, rtol=0, atol=1e-5 * float(expected.abs().max())
     )
@@ -169,7 +169,7 @@ def test_the_formula_with_zero_points_on_both_sides() -> None:
     groups = weight.input_zero_points.view(-1, weight.group_size)
     zero = groups[:, :1].expand_as(groups).reshape(-1)
     factor = (1.0 / weight.input_scales).repeat_interleave(weight.group_size)
-    weight = weight.with_static_scales(factor, zero, weight.input_scales)
+    weight = weight.with_static_input_scales(factor, zero, weight.input_scales)
     steps = (weight.inv_input_scales, weight.input_zero_points, 8, weight.group_size)
     q, _ = rptq_quant.rptq_quant(rptq_quant.RptqQuantInputs(x, weight.perm, *steps))
     out = torch.zeros(5, 24, dtype=torch.float64)

@@ -16,7 +16,7 @@ from modelmill.ops.sample import FIXED_POINT_BITS, SampleInputs, filtered_intege
 from tests.hypothesis_examples import examples
 
 VARIANTS = sorted(
-    n for n, m in registry.implementations("sample").items() if m.available("cpu") is None
+    n for n, m in registry.implementations("sample").items() if m.unavailable_reason("cpu") is None
 )
 
 

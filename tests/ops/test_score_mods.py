@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from modelmill.ops import registry
-from modelmill.ops.attention_range import AttentionRange
-from modelmill.ops.binding import OpBinding, SelectedOp
+from modelmill.ops.attention_support import AttentionSupportRange
+from modelmill.ops.bound_op import CachedOpBinding, SelectedOp
 from modelmill.ops.cuda.attention import paged_attention as cuda
 from modelmill.ops.paged_attention import DECLARATION, PagedAttentionInputs, paged_attention
 from modelmill.ops.score_mods import ScoreMods
@@ -81,7 +81,7 @@ def test_the_cpu_kernel_computes_the_same(
 ) -> None:
     """Also where a context is split, and with pages of 8 bits."""
     module = registry.implementations("paged_attention")["cpu"]
-    if module.available("cpu") is not None:
+    if module.unavailable_reason("cpu") is not None:
         pytest.skip("the CPU kernels are not compiled here")
     inputs = step(MODS[name], window)
     if pages is torch.int8:
@@ -92,22 +92,24 @@ def test_the_cpu_kernel_computes_the_same(
             parts[f"{part}_cache"] = (wide / scale[..., None]).round().to(torch.int8)
             parts[f"{part}_scale"] = scale
         inputs = inputs._replace(**parts)
-    problem = DECLARATION.problem_of(inputs)
+    problem = DECLARATION.make_problem(inputs)
     assert any(each.covers(problem) for each in module.SUPPORTED_PROBLEMS)
     torch.testing.assert_close(module.run(inputs), paged_attention(inputs), rtol=1e-4, atol=1e-5)
 
 
 def test_kernels_without_them_do_not_serve_them() -> None:
-    problem = DECLARATION.problem_of(step(MODS["cap"]))
+    problem = DECLARATION.make_problem(step(MODS["cap"]))
     assert problem.has_score_mods
-    assert not AttentionRange().covers(problem)
-    assert AttentionRange(serves_score_mods=True).covers(problem)
-    assert AttentionRange(serves_score_mods=True).covers(DECLARATION.problem_of(step(None)))
+    assert not AttentionSupportRange().covers(problem)
+    assert AttentionSupportRange(serves_score_mods=True).covers(problem)
+    assert AttentionSupportRange(serves_score_mods=True).covers(
+        DECLARATION.make_problem(step(None))
+    )
     assert not any(each.serves_score_mods for each in cuda.SUPPORTED_PROBLEMS)
 
 
 def test_a_binding_tells_calls_with_them_from_calls_without() -> None:
-    binding, op = OpBinding(), registry.select_backends("cpu").paged_attention
+    binding, op = CachedOpBinding(), registry.select_backends("cpu").paged_attention
     assert isinstance(op, SelectedOp)
     plain = step(None)
     capped = plain._replace(score_mods=MODS["cap"])
@@ -127,7 +129,7 @@ def test_triton_decodes_the_same(
 ) -> None:
     """Each decode kernel, whole and in splits that are merged, and prefill over 8-bit pages."""
     module = registry.implementations("paged_attention")["triton"]
-    if module.available("cpu") is not None:
+    if module.unavailable_reason("cpu") is not None:
         pytest.skip("Triton's interpreter is off")
     monkeypatch.setattr(triton_attention, "_num_splits", lambda *_: splits)
     lengths = [(1, 150), (3, 20), (1, 5)]

@@ -90,12 +90,12 @@ def test_forms_are_all_that_a_step_can_meet(
         scales = (first if scale is q else scale,) * 2
         paged_attention._decode(
             (first, k, k, *scales, tables, starts, starts, first),
-            KernelScoreMods.of(None, first), context, 1.0, window,
+            KernelScoreMods.from_score_mods(None, first), context, 1.0, window,
         )  # fmt: skip
         return set(launched_variants)
 
     with launch_recorder() as launched_variants:
-        listed = paged_attention.specializations(q, k, most, longest, window)
+        listed = paged_attention.warmup_sizes(q, k, most, longest, window)
         assert all(1 <= batch <= most and 1 <= context <= longest for batch, context in listed)
         known = set().union(*(variants_for(*sizes) for sizes in listed))
         for a, b in steps:

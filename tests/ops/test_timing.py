@@ -25,8 +25,8 @@ def test_calls_take_turns() -> None:
 
 
 def test_short_calls_are_timed_in_rows() -> None:
-    assert timing.calls_for_duration(lambda: None, 1.0, max_calls=50) == 50
-    assert timing.calls_for_duration(lambda: sum(range(20000)), 1e-9) == 1
+    assert timing.count_calls_for_duration(lambda: None, 1.0, max_calls=50) == 50
+    assert timing.count_calls_for_duration(lambda: sum(range(20000)), 1e-9) == 1
 
 
 def test_ceilings_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def test_compiled_masks_are_torchs(
     offset: float | None,
     shift: float,
 ) -> None:
-    if fast.available("cpu") is not None:
+    if fast.unavailable_reason("cpu") is not None:
         pytest.skip("needs a C++ compiler: apt-get install g++")
     logits = (
         torch.randn(count, side, side, generator=torch.Generator().manual_seed(seed)) * 4 + shift

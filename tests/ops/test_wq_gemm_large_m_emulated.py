@@ -17,7 +17,7 @@ from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import (
     supports_weight,
     weight_tiles,
 )
-from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
+from modelmill.ops.groupwise import GroupwiseLinearInputs, make_groupwise_problem
 from tests.ops.emulation.emulator import Emulator, mistakes, requires_emulation, slow_cases
 from tests.ops.matmul_error import matmul_error
 
@@ -72,7 +72,7 @@ def error(
     bias = torch.randn(rows, generator=generator).to(dtype) if biased else None
     emulator.preceding_writes = in_front
     inputs = GroupwiseLinearInputs(x, weight, scale, offset, group, bias)
-    spec = problem_spec(groupwise_problem(*inputs), wq_gemm_large_m.K_TILE)
+    spec = problem_spec(make_groupwise_problem(*inputs), wq_gemm_large_m.K_TILE)
     assert supports_weight(rows, spec, gated=gated)
     assert wq_gemm_large_m.fits_shared_memory(spec, BlockShape(*shape))
     plan = plan or one_launch(rows, shape)

@@ -12,7 +12,7 @@ import torch
 
 from modelmill.ops import int4_linear, int8_group_linear
 from modelmill.ops.cuda.weight_only_gemm import wq_gemm_pipelined
-from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
+from modelmill.ops.groupwise import GroupwiseLinearInputs, make_groupwise_problem
 from tests.ops.emulation.emulator import Emulator, mistakes, requires_emulation, slow_cases
 from tests.ops.matmul_error import matmul_error
 
@@ -62,7 +62,7 @@ def error(
     bias = torch.randn(rows, generator=generator).to(dtype) if biased else None
     emulator.preceding_writes = in_front
     inputs = GroupwiseLinearInputs(x, weight, scale, offset, group, bias)
-    spec = wq_gemm_pipelined.problem_spec(groupwise_problem(*inputs))
+    spec = wq_gemm_pipelined.problem_spec(make_groupwise_problem(*inputs))
     assert wq_gemm_pipelined.supports_weight(rows, spec, gated=gated)
     assert wq_gemm_pipelined.fits_shared_memory(split_k, spec, wq_gemm_pipelined.block_rows(tokens))
     actual = wq_gemm_pipelined.wq_gemm(inputs, split_k, gated=gated)

@@ -13,7 +13,7 @@ from benchmarks.weight_formats import calibrated_rptq_weight
 from modelmill.ops import int8_group_linear
 from modelmill.ops.cuda.weight_only_gemm import wq_gemv
 from modelmill.ops.int4_linear import dequantize_weight, random_weight
-from modelmill.ops.kernel_range import gemm_problem
+from modelmill.ops.kernel_support import make_gemm_problem
 from modelmill.ops.rptq_linear import RptqLinearInputs, rptq_linear
 from modelmill.weights import rptq
 from tests.ops.emulation.emulator import Emulator, memory_ranges, requires_emulation
@@ -33,7 +33,7 @@ def run(
     gated: bool = False,
 ) -> torch.Tensor:
     weight, scale, offset, group = grids
-    assert wq_gemv.supports_problem(gemm_problem(x, weight, scale, group=group, offset=offset))
+    assert wq_gemv.supports_problem(make_gemm_problem(x, weight, scale, group=group, offset=offset))
     assert wq_gemv.supports_operands(x, weight, scale, offset)
     emulator.preceding_writes = lambda name, arguments: memory_ranges(x)
     return wq_gemv.wq_gemv(x, weight, (scale, offset, group), more, dtype, gated=gated)

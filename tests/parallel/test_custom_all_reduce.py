@@ -23,7 +23,7 @@ def ranks(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
 
     size, region = request.param, 4096
     stores = [
-        torch.zeros(AllReduceBuffers.words(size, region), dtype=torch.int64, device=DEVICE)
+        torch.zeros(AllReduceBuffers.count_words(size, region), dtype=torch.int64, device=DEVICE)
         for _ in range(size)
     ]
     addresses = tuple(s.data_ptr() for s in stores)
@@ -113,7 +113,7 @@ def test_sums_are_right_and_the_same(ranks, dtype: torch.dtype) -> None:  # type
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gathers_put_columns_side_by_side(ranks, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
     from modelmill.ops.triton.communication import custom_all_reduce
-    from modelmill.parallel.shard import range_starts
+    from modelmill.parallel.shard import cumulative_offsets
 
     size = len(ranks[0])
     shapes = [(1, (4096, 4000, 4000, 3980)), (3, (16, 16, 16, 2)), (2, (2064, 2048, 2048, 2048))]
@@ -124,7 +124,7 @@ def test_gathers_put_columns_side_by_side(ranks, dtype: torch.dtype) -> None:  #
             tokens, sum(rank_widths), generator=torch.Generator().manual_seed(tokens)
         ).to(DEVICE, dtype)
         parts = [p.contiguous() for p in full.split(rank_widths, 1)]
-        starts = torch.tensor(range_starts(rank_widths), dtype=torch.int32, device=DEVICE)
+        starts = torch.tensor(cumulative_offsets(rank_widths), dtype=torch.int32, device=DEVICE)
         ranks[0][0].abort.fill_(1)
         run(
             ranks,

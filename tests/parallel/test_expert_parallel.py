@@ -40,7 +40,7 @@ def packed(weight_format: str, matrix: torch.Tensor, dtype: torch.dtype) -> base
     """A matrix in a format; MXFP4 is read from checkpoints only."""
     if weight_format == "mxfp4":
         return mxfp4_weight(matrix)
-    return base.pack(weight_format, matrix, dtype)
+    return base.pack_as_format(weight_format, matrix, dtype)
 
 
 class Rank:

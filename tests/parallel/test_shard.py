@@ -67,10 +67,13 @@ def test_rows_of_a_fused_projection() -> None:
     two = partition_heads(9, 3, 64, 2)
     assert [p.q for p in two] == [(0, 6), (6, 9)]
     spec = AttentionSpec(576, 9, 3, 64)
-    assert spec.partition.ranges(1, 2, 1) == {"q_heads": (384, 576), "kv_heads": (128, 192)}
+    assert spec.partition.rank_channel_ranges(1, 2, 1) == {
+        "q_heads": (384, 576),
+        "kv_heads": (128, 192),
+    }
     qkv = spec.module_specs()[0]
     assert isinstance(qkv, LinearSpec)
-    assert [qkv.part_range(name) for name in "qkv"] == [(0, 576), (576, 768), (768, 960)]
+    assert [qkv.part_row_range(name) for name in "qkv"] == [(0, 576), (576, 768), (768, 960)]
     four = partition_heads(9, 3, 64, 4)
     assert [(p.q, p.kv) for p in four] == [
         ((0, 2), (0, 1)),

@@ -13,12 +13,12 @@ from torch import nn
 from modelmill.core.errors import UsageError
 from modelmill.loader.capacity import weight_bytes
 from modelmill.loader.model_loader import build_model, fill_weights
-from modelmill.nn.fusion import fuse
+from modelmill.nn.fusion import fuse_model
 from modelmill.nn.kv import KVCache, KVShape
-from modelmill.nn.layer_stack import model_state_shape, stack_specs, vision_encoder_stacks
+from modelmill.nn.layer_stack import model_state_shape, stack_layer_specs, vision_encoder_stacks
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import REPLICATED
-from modelmill.nn.recurrent_state import RecurrentStateCache, state_step
+from modelmill.nn.recurrent_state import RecurrentStateCache, make_standalone_step_states
 from modelmill.nn.shard_model import shard_model
 from modelmill.nn.step import Step
 from modelmill.ops.registry import select_backends
@@ -73,7 +73,7 @@ def make_shard(
     for linear in [
         n for n, m in full_model.named_modules() if isinstance(m, Linear) and n != "head"
     ]:
-        packed = base.pack(weight_format, tensors.pop(f"{linear}.weight"), torch.float32)
+        packed = base.pack_as_format(weight_format, tensors.pop(f"{linear}.weight"), torch.float32)
         tensors |= {f"{linear}.{s}": t for s, t in packed.tensors().items()}
         weight_formats[linear] = weight_format
     model = build_model(model_type, config)
@@ -91,26 +91,26 @@ def logits(model: nn.Module, tp_group: TPGroup, dtype: torch.dtype = torch.float
     shape = model_state_shape(model)
     states = RecurrentStateCache.allocate(shape, 3, torch.float32, "cpu")
     ids = torch.arange(2, 16)
-    keys = [model.rope_key(11)] * 12 + [model.rope_key(3)] * 3  # type: ignore[operator]
+    keys = [model.rope_frequency_id(11)] * 12 + [model.rope_frequency_id(3)] * 3  # type: ignore[operator]
     for rows, starts, lens in ((range(11), [0, 11], [11]), ([11, 12, 13, 14], [0, 1, 4], [12, 3])):
         at = torch.tensor([0 if r < 12 else 12 for r in rows])
         positions = torch.tensor(list(rows)) - at
         base = torch.tensor([0 if r < 12 else 16 for r in rows])
         step = Step(
             ids=ids[positions], positions=positions, slots=base + positions,
-            rope_keys=torch.tensor([keys[r] for r in rows]),
+            rope_frequency_ids=torch.tensor([keys[r] for r in rows]),
             block_tables=torch.tensor([[0, 1], [2, 3]][: len(lens)], dtype=torch.int32),
             query_start=torch.tensor(starts, dtype=torch.int32),
             context_lens=torch.tensor(lens, dtype=torch.int32),
             logit_rows=torch.tensor(starts[1:]) - 1,
             max_query=max(b - a for a, b in pairwise(starts)),
             max_context=max(lens), kv=kv, ops=ops, tp_group=tp_group,
-            state=state_step(
+            state=make_standalone_step_states(
                 shape, torch.tensor(starts, dtype=torch.int32), positions, torch.float32,
                 max_query=max(b - a for a, b in pairwise(starts)), chunk=8, cache=states,
             ),
         )  # fmt: skip
-        out.append(fuse(model)(step))
+        out.append(fuse_model(model)(step))
     return torch.cat(out)
 
 
@@ -139,7 +139,9 @@ MINIGPT4 = {
 def test_vision_layers_are_whole_on_every_rank() -> None:
     """Rank 0 encodes images: the other ranks' vision layers are whole and divided by no rank."""
     model = build_model("minigpt4", MINIGPT4)
-    specs = [spec for stack in vision_encoder_stacks(model) for spec in stack_specs(model, stack)]
+    specs = [
+        spec for stack in vision_encoder_stacks(model) for spec in stack_layer_specs(model, stack)
+    ]
     assert len(specs) == VISION_ENCODER["depth"] + QFORMER["depth"]
     assert {spec.partitions for spec in specs} == {REPLICATED}
     shard_model(model, TPGroup(1, 2), lambda _: 1)

@@ -19,11 +19,15 @@ from modelmill.nn.partition import HeadGroups
 from modelmill.nn.pre_norm import PreNormLayer
 from modelmill.nn.rotary import RopeSpec
 from modelmill.quant import activation_smoothing
-from modelmill.quant.awq import is_foldable
-from modelmill.quant.calibrate import collect_statistics, output_error, quantize_layer
+from modelmill.quant.awq import can_fold_scales
+from modelmill.quant.calibrate import (
+    collect_input_statistics,
+    quantize_layer,
+    quantized_output_error,
+)
 from modelmill.quant.calibration_state import QuantizableLayer
 from modelmill.quant.recipe import make_recipe
-from modelmill.quant.smoothquant import search_static_scale
+from modelmill.quant.smoothquant import search_static_input_scale
 from modelmill.weights import fp8, w8a8
 from modelmill.weights.dense import DenseWeight
 from tests.quant.test_calibrate import flow_of, open_model, streams
@@ -41,8 +45,8 @@ def collect_layer(model: Any) -> tuple[QuantizableLayer, Any, dict[str, Any]]:
     block, flow = QuantizableLayer(model.layers[0]), flow_of(model, 60, 40)
     probe, statistics = flow.fork(), {}
     for site in block.sites:
-        probe.forward_to(block, site)
-        statistics[site] = collect_statistics(probe.site_inputs(), site)
+        probe.forward_to_site(block, site)
+        statistics[site] = collect_input_statistics(probe.site_inputs(), site)
     return block, flow, statistics
 
 
@@ -58,12 +62,12 @@ def test_a_smoothed_layer_computes_what_it_did(family: str, tmp_path: Path) -> N
     ):
         folded = activation_smoothing.apply_smoothing(block, statistics, alphas, torch.float32)
         assert set(folded) == {
-            s for s in block.sites if alphas[s] is not None and is_foldable(block, s)
+            s for s in block.sites if alphas[s] is not None and can_fold_scales(block, s)
         }
         after = flow.fork()
         after.forward_layer(block)
         torch.testing.assert_close(streams(after), streams(before), rtol=1e-4, atol=2e-5)
-    assert is_foldable(block, "down") == (family != "gpt2"), (
+    assert can_fold_scales(block, "down") == (family != "gpt2"), (
         "GPT-2's activation is linear in nothing"
     )
 
@@ -111,7 +115,7 @@ def test_maxima_are_taken_over_the_heads_of_a_group() -> None:
 def test_the_search_errs_less_and_leaves_the_layer_as_it_was(family: str, tmp_path: Path) -> None:
     model = open_model(family, tmp_path)
     block, _, _ = collect_layer(model)
-    norm = block.norm("qkv")
+    norm = block.producer_norm("qkv")
     assert norm is not None
     scales = torch.ones(norm.weight.shape)
     scales[3] = 40.0  # a channel that the norm makes large and the weight small
@@ -123,12 +127,12 @@ def test_the_search_errs_less_and_leaves_the_layer_as_it_was(family: str, tmp_pa
     trial = activation_smoothing.SmoothingTrial(
         block, statistics, flow, torch.float32, recipe_of()._quantize_layer
     )
-    alphas, error, plain = activation_smoothing.search_alphas(trial)
+    alphas, error, plain = activation_smoothing.search_smoothing_alphas(trial)
     assert all(linear.weight is weights[path] for path, linear in block.all_linears().items())
     assert error < 0.8 * plain
     assert alphas["qkv"] is not None
-    assert trial.output_error(alphas) == pytest.approx(error)
-    assert trial.output_error(dict.fromkeys(block.sites)) == pytest.approx(plain)
+    assert trial.measure_output_error(alphas) == pytest.approx(error)
+    assert trial.measure_output_error(dict.fromkeys(block.sites)) == pytest.approx(plain)
 
 
 def test_a_layer_beyond_the_limit_keeps_some_activations(tmp_path: Path) -> None:
@@ -143,7 +147,7 @@ def test_a_layer_beyond_the_limit_keeps_some_activations(tmp_path: Path) -> None
             )
             floats = {name for name, fact in facts.items() if fact["activations"] == 16}
             assert len(floats) == (0 if limit is None else 4)
-            weight = block.linear("mlp.down_proj").weight
+            weight = block.linear_by_path("mlp.down_proj").weight
             assert isinstance(weight, w8a8.W8A8Weight)
             assert weight.float_input == (limit is not None)
             errors[limit] = facts["mlp.down_proj"]["layer_error"]
@@ -156,17 +160,17 @@ def test_a_static_scale_is_the_best_of_those_tried(format_class: Any) -> None:
     x = torch.randn(300, 48, generator=draw)
     x[7, 5] = 400.0  # one value that would cost all others their bits
     weight = torch.randn(20, 48, generator=draw)
-    statistics = collect_statistics([x], "x", needs_hessian=False)
+    statistics = collect_input_statistics([x], "x", needs_hessian=False)
     assert statistics.hessian.numel() == 0
     packed = format_class.pack(weight, torch.float32)
-    searched = search_static_scale(weight, packed, statistics)
+    searched = search_static_input_scale(weight, packed, statistics)
     assert float(searched.input_scale) > 0
-    max_scaled = format_class.from_stored(
+    max_scaled = format_class.from_values_and_scales(
         packed.weight,
         packed.scale,
         statistics.max_abs.max().view(1) / (127 if format_class is w8a8.W8A8Weight else 448),
     )
-    assert output_error(weight, searched, statistics) <= output_error(
+    assert quantized_output_error(weight, searched, statistics) <= quantized_output_error(
         weight, max_scaled, statistics
     )
 
@@ -191,4 +195,4 @@ def test_inputs_that_are_no_numbers_are_named_without_moments_too(bad: float) ->
     x = torch.ones(8, 4)
     x[3, 1] = bad
     with pytest.raises(UsageError, match="NaN"):
-        collect_statistics([x], "layers.0.attn.qkv_proj", needs_hessian=False)
+        collect_input_statistics([x], "layers.0.attn.qkv_proj", needs_hessian=False)

@@ -10,7 +10,7 @@ import torch
 
 from modelmill.artifact.store import open_artifact
 from modelmill.builder.build_engine import build
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
@@ -21,15 +21,15 @@ from modelmill.nn.pre_norm import PreNormLayer
 from modelmill.nn.rotary import RopeSpec
 from modelmill.ops import registry
 from modelmill.quant.awq import (
-    average_kv_group,
+    average_over_kv_group,
     awq_scales_for_alpha,
+    can_fold_scales,
     fold_scales,
-    is_foldable,
-    scale_layer,
-    search_scales,
+    search_and_fold_scales,
+    search_awq_scales,
 )
 from modelmill.quant.calibrate import (
-    collect_statistics,
+    collect_input_statistics,
     quantize_layer,
 )
 from modelmill.quant.calibration_state import (
@@ -45,7 +45,9 @@ FAMILIES = ("llama", "llama-bias", "gpt2", "qwen3", "qwen")
 
 def open_model(family: str, folder: Path) -> Any:
     """The model of a tiny engine in float32."""
-    plan = make_plan(open_checkpoint(save_tiny(family, folder / "hf")), BuildConfig(target="cpu"))
+    plan = make_build_plan(
+        open_checkpoint(save_tiny(family, folder / "hf")), BuildConfig(target="cpu")
+    )
     build(plan, folder / "engine", None)
     return load_model(open_artifact(folder / "engine"), "cpu")
 
@@ -131,24 +133,24 @@ def test_folding_keeps_what_the_layer_computes(family: str, tmp_path: Path) -> N
     flow.forward_layer(QuantizableLayer(model.layers[0]))
     before, at_sites, factors = flow.fork(), {}, {}
     for site in block.sites:
-        before.forward_to(block, site)
+        before.forward_to_site(block, site)
         at_sites[site] = torch.cat(list(before.site_inputs()))
-    before.finish_layer(block)
+    before.forward_to_layer_end(block)
     draw = torch.Generator().manual_seed(0)
     assert block.sites == ("qkv", "o", "up", "down")
     order = ("o", "qkv", "up") if family == "gpt2" else ("o", "down", "qkv", "up")
     assert block.spec.scale_fold_order == order
-    assert not is_foldable(block, "down") or family != "gpt2"
+    assert not can_fold_scales(block, "down") or family != "gpt2"
     for site in order:
         scales = torch.rand(block.stacked_site_weight(site).shape[1], generator=draw) * 3 + 0.3
         factors[site] = fold_scales(
-            block, site, average_kv_group(block, site, scales), torch.float32
+            block, site, average_over_kv_group(block, site, scales), torch.float32
         )
     for site in block.sites:
-        flow.forward_to(block, site)
+        flow.forward_to_site(block, site)
         site_input = torch.cat(list(flow.site_inputs())) * factors.get(site, 1.0)
         torch.testing.assert_close(site_input, at_sites[site], rtol=1e-3, atol=1e-4)
-    flow.finish_layer(block)
+    flow.forward_to_layer_end(block)
     torch.testing.assert_close(streams(flow), streams(before), rtol=1e-3, atol=1e-3)
 
 
@@ -164,11 +166,11 @@ def test_what_rounds_a_norm_is_given_to_the_columns(tmp_path: Path) -> None:
 
 def test_heads_that_share_keys_share_scales() -> None:
     block = QuantizableLayer(decoder_layer())
-    tied = average_kv_group(block, "o", torch.arange(24.0)).view(2, 3, 4)
+    tied = average_over_kv_group(block, "o", torch.arange(24.0)).view(2, 3, 4)
     assert torch.equal(tied[:, 0], tied[:, 1])
     assert torch.equal(tied[0, 0], torch.arange(24.0).view(2, 3, 4)[0].mean(0))
     vector = torch.arange(24.0)
-    assert average_kv_group(QuantizableLayer(decoder_layer()), "qkv", vector) is vector
+    assert average_over_kv_group(QuantizableLayer(decoder_layer()), "qkv", vector) is vector
 
 
 def test_scales_follow_the_formula() -> None:
@@ -188,7 +190,9 @@ def test_awq_scales_the_channel_that_matters() -> None:
         step = wide.abs().amax(1, keepdim=True) / 7
         return (wide / step).round() * step
 
-    scales, alpha, share = search_scales(weight, collect_statistics([x], "here"), round_to_step)
+    scales, alpha, share = search_awq_scales(
+        weight, collect_input_statistics([x], "here"), round_to_step
+    )
     assert alpha > 0
     assert share < 0.5
     assert int(scales.argmax()) == 3
@@ -196,7 +200,10 @@ def test_awq_scales_the_channel_that_matters() -> None:
 
 def test_statistics_are_the_same_however_the_tokens_are_batched() -> None:
     x = torch.randn(300, 20, generator=torch.Generator().manual_seed(0))
-    one, many = collect_statistics([x], "here"), collect_statistics(list(x.split(70)), "here")
+    one, many = (
+        collect_input_statistics([x], "here"),
+        collect_input_statistics(list(x.split(70)), "here"),
+    )
     assert many.num_tokens == 300
     for name in ("hessian", "mean_abs", "max_abs", "min_values", "max_values"):
         torch.testing.assert_close(getattr(many, name), getattr(one, name))
@@ -255,14 +262,14 @@ def test_inputs_that_are_no_numbers_are_named_with_their_place(bad: float) -> No
     x = torch.ones(8, 4)
     x[3, 1] = bad
     with pytest.raises(UsageError, match=r"layers\.3\.mlp"):
-        collect_statistics([torch.ones(8, 4), x], "layers.3.mlp.down_proj")
+        collect_input_statistics([torch.ones(8, 4), x], "layers.3.mlp.down_proj")
 
 
 def test_the_folder_is_the_registry() -> None:
     assert {"none", "int8", "int4"} <= set(recipe_names())
     assert not {"recipe", "calibrate", "grid", "gptq", "awq", "block"} & set(recipe_names())
     assert make_recipe(BuildConfig()) is None
-    assert scale_layer.__module__ == "modelmill.quant.awq"
+    assert search_and_fold_scales.__module__ == "modelmill.quant.awq"
 
 
 def test_an_expert_with_few_tokens_is_calibrated_on_all_of_them() -> None:

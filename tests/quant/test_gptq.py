@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from modelmill.ops.quant_types import quantize_per_row
 from modelmill.quant.fp8 import gptq_to_e4m3
 from modelmill.quant.gptq import (
-    damped,
-    gptq,
-    inverse_cholesky,
-    refine,
+    damp_hessian,
+    gptq_codes,
+    inverse_hessian_cholesky,
     refine_codes,
+    refine_codes_and_grid,
     refit_scales,
     squared_output_error,
 )
-from modelmill.quant.group_grid import MIN_MAX_RANGE, QUICK_SEARCH, find_grid, to_codes
+from modelmill.quant.group_grid import MIN_MAX_RANGE, QUICK_SEARCH, find_group_grid, round_to_codes
 
 
 def layer(rows: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,7 +31,7 @@ def layer(rows: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, torch.T
         columns, columns, generator=draw
     )
     x[:, :: max(1, columns // 5)] *= 10
-    return weight, damped(x.T @ x / len(x))
+    return weight, damp_hessian(x.T @ x / len(x))
 
 
 @settings(max_examples=40, deadline=None)
@@ -46,7 +46,7 @@ def test_a_grid_has_16_levels_that_float16_holds(
 ) -> None:
     weight, hessian = layer(rows, columns, seed=columns)
     weight[0] = 0.25
-    grid = find_grid(
+    grid = find_group_grid(
         weight, group, symmetric=symmetric, importance=hessian.diagonal(), search=QUICK_SEARCH
     )
     assert grid.scale.shape == (rows, -(-columns // group))
@@ -67,7 +67,7 @@ def test_a_search_never_errs_more_than_the_exact_range(symmetric: bool) -> None:
     mass = hessian.diagonal()
     errors = []
     for search in (MIN_MAX_RANGE, QUICK_SEARCH):
-        grid = find_grid(weight, 64, symmetric=symmetric, importance=mass, search=search)
+        grid = find_group_grid(weight, 64, symmetric=symmetric, importance=mass, search=search)
         errors.append(((grid.dequantize(grid.quantize(weight)) - weight).square() * mass).sum(-1))
     assert bool((errors[1] <= errors[0] * (1 + 1e-5)).all())
     assert float(errors[1].sum()) < 0.9 * float(errors[0].sum())
@@ -76,24 +76,26 @@ def test_a_search_never_errs_more_than_the_exact_range(symmetric: bool) -> None:
 def test_channels_that_are_never_seen_do_no_harm() -> None:
     weight, hessian = layer(8, 96)
     hessian[5], hessian[:, 5] = 0, 0
-    damped_hessian = damped(hessian)
+    damped_hessian = damp_hessian(hessian)
     assert float(damped_hessian[5, 5]) > 0
-    codes = gptq(weight, damped_hessian, find_grid(weight, 32, importance=hessian.diagonal()))
+    codes = gptq_codes(
+        weight, damped_hessian, find_group_grid(weight, 32, importance=hessian.diagonal())
+    )
     assert bool(torch.isfinite(codes).all())
-    blind = find_grid(weight, 32, importance=torch.zeros(96))
+    blind = find_group_grid(weight, 32, importance=torch.zeros(96))
     assert bool(torch.isfinite(blind.scale).all())
 
 
 def test_the_factor_is_the_inverses() -> None:
     _, hessian = layer(1, 150)
-    factor = inverse_cholesky(hessian)
+    factor = inverse_hessian_cholesky(hessian)
     assert float(factor.tril(-1).abs().max()) == 0
     torch.testing.assert_close(factor.T @ factor @ hessian, torch.eye(150), rtol=1e-2, atol=1e-2)
 
 
 def test_a_singular_hessian_is_damped_until_it_has_a_factor() -> None:
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
-    assert bool(torch.isfinite(inverse_cholesky(x.T @ x)).all())
+    assert bool(torch.isfinite(inverse_hessian_cholesky(x.T @ x)).all())
 
 
 def test_gptq_is_the_textbooks_column_by_column() -> None:
@@ -101,18 +103,18 @@ def test_gptq_is_the_textbooks_column_by_column() -> None:
     error.
     """
     weight, hessian = layer(5, 48, seed=3)
-    grid = find_grid(weight, 32, importance=hessian.diagonal())
-    scale, offset = grid.expand(48)
+    grid = find_group_grid(weight, 32, importance=hessian.diagonal())
+    scale, offset = grid.expand_to_columns(48)
     work, h = weight.double().clone(), hessian.double()
     expected = torch.empty(5, 48)
     for j in range(48):
-        expected[:, j] = to_codes(work[:, j].float(), scale[:, j], offset[:, j])
+        expected[:, j] = round_to_codes(work[:, j].float(), scale[:, j], offset[:, j])
         error = work[:, j] - (expected[:, j] * scale[:, j] + offset[:, j])
         rest = torch.arange(j + 1, 48)
         if len(rest):
             move = torch.linalg.solve(h[rest][:, rest], h[rest, j])
             work[:, rest] += error[:, None] * move
-    actual = gptq(weight, hessian, grid, act_order=False)
+    actual = gptq_codes(weight, hessian, grid, act_order=False)
     assert float((actual != expected).float().mean()) < 0.02, "but for ties in float32"
 
 
@@ -122,12 +124,14 @@ def test_gptq_errs_less_than_nearest_and_refining_less_than_gptq(
     columns: int, act_order: bool
 ) -> None:
     weight, hessian = layer(24, columns, seed=columns)
-    grid = find_grid(weight, 64, importance=hessian.diagonal())
+    grid = find_group_grid(weight, 64, importance=hessian.diagonal())
     nearest = squared_output_error(weight, hessian, grid.dequantize(grid.quantize(weight))).sum()
-    codes = gptq(weight, hessian, grid, act_order=act_order)
+    codes = gptq_codes(weight, hessian, grid, act_order=act_order)
     rounded = squared_output_error(weight, hessian, grid.dequantize(codes)).sum()
     assert float(rounded) < 0.8 * float(nearest)
-    better, fitted = refine(weight, hessian, codes, grid, symmetric=False, num_sweeps=2)
+    better, fitted = refine_codes_and_grid(
+        weight, hessian, codes, grid, symmetric=False, num_sweeps=2
+    )
     assert float(
         squared_output_error(weight, hessian, fitted.dequantize(better)).sum()
     ) < 0.98 * float(rounded)
@@ -136,7 +140,7 @@ def test_gptq_errs_less_than_nearest_and_refining_less_than_gptq(
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_each_step_of_refining_lowers_every_rows_error(symmetric: bool) -> None:
     weight, hessian = layer(24, 200, seed=1)
-    grid = find_grid(weight, 64, symmetric=symmetric)
+    grid = find_group_grid(weight, 64, symmetric=symmetric)
     codes = grid.quantize(weight)
     before = squared_output_error(weight, hessian, grid.dequantize(codes))
     grid = refit_scales(weight, hessian, codes, grid, symmetric=symmetric)

@@ -11,10 +11,10 @@ import torch
 from modelmill.quant.gptq import (
     RoundingGrid,
     coordinate_descent_sweep,
-    round_with_compensation,
+    round_with_error_compensation,
     squared_output_error,
 )
-from modelmill.quant.group_grid import find_grid
+from modelmill.quant.group_grid import find_group_grid
 from tests.quant.test_gptq import layer
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -25,7 +25,7 @@ def kernel(device: str) -> Any:
         pytest.skip("needs triton: pip install -e '.[gpu]'")
     from modelmill.ops.triton.norm_quantize import gptq_columns
 
-    reason = gptq_columns.available(device)
+    reason = gptq_columns.unavailable_reason(device)
     if reason is not None:
         pytest.skip(reason)
     return gptq_columns
@@ -36,8 +36,10 @@ def steps_of(weight: torch.Tensor, hessian: torch.Tensor, grid_type: str) -> Rou
         return RoundingGrid(
             (weight.abs().amax(1, keepdim=True) / 448).expand_as(weight).contiguous()
         )
-    grid = find_grid(weight, 32, importance=hessian.diagonal(), symmetric=grid_type == "symmetric")
-    return RoundingGrid(*grid.expand(weight.shape[1]))
+    grid = find_group_grid(
+        weight, 32, importance=hessian.diagonal(), symmetric=grid_type == "symmetric"
+    )
+    return RoundingGrid(*grid.expand_to_columns(weight.shape[1]))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -55,8 +57,10 @@ def test_the_kernel_walks_as_torch_does(
     steps = steps_of(weight, hessian, grid_type)
     results = []
     for used in (None, walks):
-        monkeypatch.setattr("modelmill.quant.gptq._load_gptq_columns", lambda _, used=used: used)
-        first = round_with_compensation(weight, hessian, steps)
+        monkeypatch.setattr(
+            "modelmill.quant.gptq._load_gptq_columns_kernel", lambda _, used=used: used
+        )
+        first = round_with_error_compensation(weight, hessian, steps)
         results.append((first, coordinate_descent_sweep(weight, hessian, first, steps)))
     for expected, actual in zip(*results, strict=True):
         same = (expected - actual).abs() <= 1e-5 * expected.abs()
@@ -71,7 +75,7 @@ def test_the_kernel_walks_as_torch_does(
 def test_a_matrix_of_a_large_model_is_rounded_on_the_gpu_as_on_the_cpu() -> None:
     weight, hessian = layer(300, 1000)
     expected, on_gpu = (
-        round_with_compensation(
+        round_with_error_compensation(
             weight.to(device), hessian.to(device), steps_of(weight, hessian, "grid").to(device)
         ).cpu()
         for device in ("cpu", "cuda")

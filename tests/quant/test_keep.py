@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from modelmill.artifact.store import open_artifact
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError, CorruptArtifact, TensorMismatch, UsageError
@@ -85,7 +85,7 @@ def matrices(artifact: Any) -> dict[str, np.ndarray]:
             weight = base.from_tensors(
                 weight_format, {n.removeprefix(prefix): artifact.tensor(n) for n in names}
             )
-            matrix_by_name[module] = weight.dense().double().numpy()
+            matrix_by_name[module] = weight.dequantize().double().numpy()
     return matrix_by_name
 
 
@@ -108,7 +108,7 @@ def check(
                 [expected_weights[f"model.layers.{layer}.{name}"] for name in sources]
             )
             assert np.array_equal(actual[f"layers.{layer}.{module}"], expected), module
-    plan = make_plan(
+    plan = make_build_plan(
         open_checkpoint(folder), BuildConfig(dtype=dtype, quantization=recipe, target="cpu")
     )
     assert sum(artifact.tensor(name).nbytes for name in artifact.names()) == plan.weight_bytes
@@ -177,7 +177,7 @@ def test_a_bias_that_the_family_has_not_is_named_where_it_is_not_zero(
     with pytest.raises(
         TensorMismatch, match=r"layers\.0\.self_attn\.o_proj\.bias beside a packed matrix"
     ) as error:
-        make_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
+        make_build_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
     assert "\n" not in str(error.value)
 
 
@@ -186,7 +186,7 @@ def test_biases_that_the_family_has_are_kept_and_zeros_elsewhere_are_named(tmp_p
     folder, _ = foreign(tmp_path / "hf", settings, with_biases(gptq(4, symmetric=True), 0.5))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"attention_bias": True}))
-    plan = make_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
+    plan = make_build_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
     biases = {piece.rule.target for piece in plan.tensors if piece.rule.target.endswith("bias")}
     assert biases == {
         f"layers.{i}.attn.{name}.bias" for i in range(LAYERS) for name in ("qkv_proj", "o_proj")
@@ -194,7 +194,7 @@ def test_biases_that_the_family_has_are_kept_and_zeros_elsewhere_are_named(tmp_p
     tensors = load_file(folder / "model.safetensors") | {"model.norm.bias": torch.zeros(HIDDEN)}
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(TensorMismatch, match=r"no place for: model\.norm\.bias"):
-        make_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
+        make_build_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
 
 
 def test_orders_that_differ_are_held_apart_and_equal_ones_together(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_int8_of_compressed_tensors_runs_as_int8(tmp_path: Path) -> None:
     folder, expected = foreign(tmp_path / "hf", settings, make)
     artifact = check(folder, tmp_path / "e", expected)
     assert artifact.manifest.weight_formats["layers.0.mlp.down_proj"] == "int8"
-    plan = make_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
+    plan = make_build_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
     assert (
         "activations of 8 bits, per token are ignored, activations stay floating point"
         in plan.reasons["quantization"]
@@ -399,7 +399,7 @@ def test_a_mixed_gguf_keeps_what_it_can(tmp_path: Path) -> None:
 
 def test_the_tied_head_is_kept_where_it_is_asked_for(tmp_path: Path) -> None:
     path, _ = write_gguf(tmp_path / "m.gguf", GGUF_TYPES, tied=True)
-    plan = make_plan(
+    plan = make_build_plan(
         open_checkpoint(path), BuildConfig(quantization="keep", quantize_head=True, target="cpu")
     )
     assert plan.weight_formats["head"] == "int8_group"
@@ -410,17 +410,17 @@ def test_the_tied_head_is_kept_where_it_is_asked_for(tmp_path: Path) -> None:
 def test_nothing_to_keep_is_named(tmp_path: Path) -> None:
     path, _ = write_gguf(tmp_path / "m.gguf", dict.fromkeys(GGUF_TYPES, "F16"))
     checkpoint = open_checkpoint(path)
-    plan = make_plan(checkpoint, BuildConfig(quantization="keep", target="cpu"))
+    plan = make_build_plan(checkpoint, BuildConfig(quantization="keep", target="cpu"))
     assert set(plan.weight_formats.values()) == {"dense"}, "the embedding alone is in blocks"
     with pytest.raises(UsageError, match=r"has no matrix that can be kept.*-q int4"):
-        make_plan(
+        make_build_plan(
             open_checkpoint(save_tiny("llama", tmp_path / "hf")), BuildConfig(quantization="keep")
         )
     writers.write_checkpoint(
         tmp_path / "liar", CONFIG | {"quantization_config": {"quant_method": "gptq"}}, plain()
     )
     with pytest.raises(CheckpointError, match="none are; remove its quantization_config"):
-        make_plan(open_checkpoint(tmp_path / "liar"), BuildConfig())
+        make_build_plan(open_checkpoint(tmp_path / "liar"), BuildConfig())
 
 
 # -- stacked weights
@@ -444,17 +444,17 @@ def pile() -> mixed_rows.MixedRowsWeight:
 def test_a_stack_is_its_rows() -> None:
     stack = pile()
     assert stack.shape == (15, 96)
-    assert stack.alignment == 32
+    assert stack.column_slice_alignment == 32
     again = base.from_tensors("mixed_rows", stack.tensors())
-    assert torch.equal(again.dense(), stack.dense())
+    assert torch.equal(again.dequantize(), stack.dequantize())
     x, bias = torch.randn(3, 96), torch.randn(15)
-    expected = x @ stack.dense().T + bias
+    expected = x @ stack.dequantize().T + bias
     torch.testing.assert_close(
         stack.matmul(x, bias, registry.select_backends("cpu")), expected, rtol=1e-4, atol=1e-3
     )
     part = stack.slice([(2, 8), (12, 15)], (32, 96))
-    rows = torch.cat([stack.dense()[2:8], stack.dense()[12:15]])
-    assert torch.equal(part.dense(), rows[:, 32:])
+    rows = torch.cat([stack.dequantize()[2:8], stack.dequantize()[12:15]])
+    assert torch.equal(part.dequantize(), rows[:, 32:])
 
 
 def test_a_damaged_stack_is_named() -> None:
@@ -479,11 +479,11 @@ def test_a_reordered_weight_reads_its_inputs_in_order(format_class: Any) -> None
     wide = (codes.float() - (8 if four else 0)) * scale.repeat_interleave(32, 1)[:, :70]
     expected = torch.empty(8, 70)
     expected[:, order.long()] = wide
-    assert torch.equal(weight.dense(), expected)
+    assert torch.equal(weight.dequantize(), expected)
     again = base.from_tensors(weight.format, weight.tensors())
-    assert torch.equal(again.dense(), expected)
-    assert again.alignment == 70, "columns of another order are not cut"
-    assert torch.equal(weight.slice([(2, 5)], (0, 70)).dense(), expected[2:5])
+    assert torch.equal(again.dequantize(), expected)
+    assert again.column_slice_alignment == 70, "columns of another order are not cut"
+    assert torch.equal(weight.slice([(2, 5)], (0, 70)).dequantize(), expected[2:5])
     x = torch.randn(3, 70)
     torch.testing.assert_close(
         weight.matmul(x, None, registry.select_backends("cpu")),

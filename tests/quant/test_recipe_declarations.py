@@ -14,13 +14,13 @@ import pytest
 from modelmill.builder.recipe_options import RECIPE_OPTIONS
 from modelmill.core.config import RECIPES, BuildConfig
 from modelmill.core.errors import UsageError
+from modelmill.core.module_lookup import import_module_if_exists, list_module_names
 from modelmill.core.recipe_declaration import (
     RecipeDeclaration,
-    declared_options,
-    declared_recipes,
-    format_tolerances,
+    read_recipe_declarations,
+    read_recipe_options,
+    tolerances_by_weight_format,
 )
-from modelmill.core.registry import find_module, module_names
 from modelmill.quant.recipe import Recipe, recipe_names
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -30,7 +30,8 @@ READ = re.compile(r"\bconfig\.(\w+)")
 
 def _declared_in_modules() -> dict[str, RecipeDeclaration]:
     modules = {
-        name: find_module("modelmill.quant", name) for name in module_names("modelmill.quant")
+        name: import_module_if_exists("modelmill.quant", name)
+        for name in list_module_names("modelmill.quant")
     }
     declarations = {
         n: vars(m)["DECLARATION"] for n, m in modules.items() if "DECLARATION" in vars(m)
@@ -39,35 +40,35 @@ def _declared_in_modules() -> dict[str, RecipeDeclaration]:
 
 
 def test_what_is_read_from_the_source_is_what_the_module_has() -> None:
-    assert dict(declared_recipes()) == _declared_in_modules()
+    assert dict(read_recipe_declarations()) == _declared_in_modules()
 
 
 def test_every_recipe_is_declared_and_listed() -> None:
     assert set(recipe_names()) == set(RECIPES)
-    assert set(RECIPES) == {"none", *declared_recipes()}
-    assert {"keep", "auto", "int4"} <= set(declared_recipes())
+    assert set(RECIPES) == {"none", *read_recipe_declarations()}
+    assert {"keep", "auto", "int4"} <= set(read_recipe_declarations())
 
 
 def test_a_recipe_writes_the_format_that_it_declares() -> None:
-    for name, declaration in declared_recipes().items():
-        recipe = getattr(find_module("modelmill.quant", name), "RECIPE", None)
+    for name, declaration in read_recipe_declarations().items():
+        recipe = getattr(import_module_if_exists("modelmill.quant", name), "RECIPE", None)
         if recipe is not None:
             assert issubclass(recipe, Recipe)
             assert recipe.weight_format == declaration.weight_format
-            assert declaration.weight_format in format_tolerances()
+            assert declaration.weight_format in tolerances_by_weight_format()
 
 
 def test_a_recipe_reads_no_option_that_it_does_not_declare() -> None:
     for name, read in RECIPE_OPTIONS.items():
-        module = find_module("modelmill.quant", name)
+        module = import_module_if_exists("modelmill.quant", name)
         if module is not None:
-            used = set(READ.findall(inspect.getsource(module))) & set(declared_options())
+            used = set(READ.findall(inspect.getsource(module))) & set(read_recipe_options())
             assert used <= set(read), name
 
 
 def test_every_declared_option_is_a_field_with_its_help() -> None:
     by_name = {each.name: each for each in fields(BuildConfig)}
-    for name, declared in declared_options().items():
+    for name, declared in read_recipe_options().items():
         each = by_name[name]
         assert (each.default, each.metadata["help"]) == (declared.default, declared.help)
         assert each.type == declared.type_hint
@@ -92,7 +93,7 @@ def test_a_declared_limit_is_checked(name: str, value: object, message: str) -> 
 @pytest.mark.parametrize("page", ["docs/quantization.md", "tools/quantization.template.md"])
 def test_the_docs_have_a_row_for_each_recipe(page: str) -> None:
     text = (ROOT / page).read_text()
-    for name, declaration in declared_recipes().items():
+    for name, declaration in read_recipe_declarations().items():
         assert f"\n| `{name}` | {' | '.join(declaration.docs)} |\n" in text
 
 

@@ -60,7 +60,7 @@ class ToyWeight(WeightFormat):
         return cls(codes, low, step)
 
     @classmethod
-    def packed_info(cls, shape, dtype, *, levels=128):
+    def packed_tensor_specs(cls, shape, dtype, *, levels=128):
         vector = (shape[:1], torch.float32)
         return {"weight": (shape, torch.uint8), "low": vector, "step": vector}
 
@@ -75,11 +75,11 @@ class ToyWeight(WeightFormat):
     def tensors(self):
         return {"weight": self.weight, "low": self.low, "step": self.step}
 
-    def dense(self):
+    def dequantize(self):
         return self.weight.float() * self.step[:, None] + self.low[:, None]
 
     def matmul(self, x, bias, ops):
-        return ops.linear(x, self.dense().to(x.dtype), bias)
+        return ops.linear(x, self.dequantize().to(x.dtype), bias)
 
     def to(self, device):
         return ToyWeight(self.weight.to(device), self.low.to(device), self.step.to(device))
@@ -122,7 +122,7 @@ DRIVER = """
 import contextlib, io, json, sys
 import modelmill.quant
 modelmill.quant.__path__.append(sys.argv[1])
-from modelmill.cli.main import execute
+from modelmill.cli.main import run_command_line
 
 def plant(fault):
     import modelmill.quant.toy as toy
@@ -137,7 +137,7 @@ for words, fault in json.loads(sys.argv[2]):
         contextlib.redirect_stdout(io.StringIO()) as out,
         contextlib.redirect_stderr(io.StringIO()) as err,
     ):
-        code = execute(words)
+        code = run_command_line(words)
     for name, member in unplanted.items():
         setattr(planted, name, member)
     results.append((code, out.getvalue(), err.getvalue()))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelmill.core.registry import find_module, module_names
+from modelmill.core.module_lookup import import_module_if_exists, list_module_names
 from modelmill.quant.recipe import Recipe
 from modelmill.weights.base import WeightFormat
 
@@ -50,8 +50,8 @@ def test_no_member_of_a_recipe_or_weight_is_looked_up_by_name() -> None:
 
 
 def _classes(package: str, base: type) -> Iterator[type]:
-    for name in module_names(package):
-        module = find_module(package, name)
+    for name in list_module_names(package):
+        module = import_module_if_exists(package, name)
         for cls in vars(module).values():
             if isinstance(cls, type) and issubclass(cls, base) and cls.__module__.endswith(name):
                 yield cls
@@ -67,19 +67,19 @@ def test_every_format_is_a_weight_format() -> None:
     formats = {
         cls.__module__.rpartition(".")[2] for cls in _classes("modelmill.weights", WeightFormat)
     }
-    assert formats == set(module_names("modelmill.weights"))
+    assert formats == set(list_module_names("modelmill.weights"))
 
 
 def test_a_format_without_optional_members_has_the_defaults() -> None:
-    module = find_module("modelmill.weights", "mixed_rows")
-    dense = find_module("modelmill.weights", "dense")
+    module = import_module_if_exists("modelmill.weights", "mixed_rows")
+    dense = import_module_if_exists("modelmill.weights", "dense")
     assert module is not None
     assert dense is not None
     part = dense.DenseWeight(torch.ones(2, 3))
     weight = module.MixedRowsWeight((part, part))
     x = torch.ones(1, 3)
-    assert weight.act_quant is None
+    assert weight.input_quant_spec is None
     assert weight.upcast_spec is None
-    assert weight.fake_quantize(x) is x
+    assert weight.fake_quantize_input(x) is x
     assert weight.unpacked_tensors() == []
     assert weight.try_linear_add(x, None, x, None) is None

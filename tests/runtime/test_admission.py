@@ -11,13 +11,17 @@ from hypothesis import strategies as st
 
 from benchmarks.scheduler_simulation import iter_steps
 from modelmill.core.types import Request
-from modelmill.runtime.admission import ends_at_limit, peak_pages, similar_lengths
+from modelmill.runtime.admission import (
+    ends_only_at_length_limit,
+    have_similar_output_limits,
+    peak_pages,
+)
 from modelmill.runtime.kv_pages import PagePool
 from modelmill.runtime.scheduler import Scheduler, SchedulerLimits
-from modelmill.runtime.sequence import RopeRule, Sequence
+from modelmill.runtime.sequence import RopeFrequencyRule, Sequence
 from tests.runtime import tiny
 
-RULE = RopeRule("fixed", lambda _: 0)
+RULE = RopeFrequencyRule("fixed", lambda _: 0)
 
 
 def sequence(prompt: int, answer: int, arrival: int = 0, **params: Any) -> Sequence:
@@ -46,10 +50,10 @@ def test_the_worst_moment_is_found(works: list[tuple[int, int]], size: int) -> N
 
 def test_answers_that_may_end_are_taken_as_they_are() -> None:
     known, unknown = sequence(33, 400), sequence(33, 400, ignore_eos=False)
-    assert ends_at_limit(known)
-    assert not ends_at_limit(unknown)
-    assert not ends_at_limit(sequence(33, 400, stop=("x",)))
-    assert not ends_at_limit(sequence(33, 400, stop_token_ids=(9,)))
+    assert ends_only_at_length_limit(known)
+    assert not ends_only_at_length_limit(unknown)
+    assert not ends_only_at_length_limit(sequence(33, 400, stop=("x",)))
+    assert not ends_only_at_length_limit(sequence(33, 400, stop_token_ids=(9,)))
     assert peak_pages([unknown], 16) == 0, "nothing is known"
     assert peak_pages([unknown, known], 16) == peak_pages([known], 16) + 3
     assert peak_pages([known], 16) > 25
@@ -65,7 +69,7 @@ def serve(scheduler: Scheduler, works: list[tuple[int, int]], **params: Any) -> 
         plan = scheduler.schedule()
         assert plan is not None
         assert plan.work, "a step of nothing"
-        scheduler.advance(plan)
+        scheduler.advance_sequences(plan)
         steps, most = steps + 1, max(most, len(scheduler.running))
         for seq, _ in plan.work:
             if seq.pending:
@@ -102,7 +106,7 @@ def test_a_request_does_not_wait_for_the_long_answers_of_others(reads: bool) -> 
     scheduler.add(sequence(16, 440, 0))
     plan = scheduler.schedule()
     assert plan is not None
-    scheduler.advance(plan)
+    scheduler.advance_sequences(plan)
     plan.work[0][0].tokens.append(7)
     plan.work[0][0].pending = 0
     late = sequence(100, 300, 1)
@@ -113,10 +117,12 @@ def test_a_request_does_not_wait_for_the_long_answers_of_others(reads: bool) -> 
 
 
 def test_answers_are_alike_by_their_limits_whatever_their_prompts() -> None:
-    assert similar_lengths([])
-    assert similar_lengths([sequence(10, 90), sequence(4000, 120), sequence(1, 100)])
-    assert not similar_lengths([sequence(10, 90), sequence(10, 121)])
-    assert similar_lengths([sequence(10, 0), sequence(10, 1)]), "no answer at all, and one token"
+    assert have_similar_output_limits([])
+    assert have_similar_output_limits([sequence(10, 90), sequence(4000, 120), sequence(1, 100)])
+    assert not have_similar_output_limits([sequence(10, 90), sequence(10, 121)])
+    assert have_similar_output_limits([sequence(10, 0), sequence(10, 1)]), (
+        "no answer at all, and one token"
+    )
 
 
 def steps_of(

@@ -21,12 +21,12 @@ from modelmill.loader import capacity
 from modelmill.ops.cuda_graph import CapturedGraph, NotCapturable
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 from modelmill.runtime import cuda_graphs, graph_sizes, model_runner
-from modelmill.runtime.batch import LogitRows, PackedBatch, Packer, reserve_step_buffers
+from modelmill.runtime.batch import BatchPacker, LogitRows, PackedBatch, reserve_step_buffers
 from modelmill.runtime.batch_buffer_layout import BatchBufferLayout
 from modelmill.runtime.cuda_graphs import (
     CAPTURE_AFTER_USES,
     GraphLimits,
-    GraphUse,
+    PaddedStepAction,
     PrefillGraphs,
     graph_limits,
 )
@@ -42,9 +42,9 @@ from modelmill.runtime.graph_sizes import (
     graph_batch_sizes,
     max_mixed_graphs,
 )
-from modelmill.runtime.tp_workers import (
+from modelmill.runtime.tp_worker_pool import (
     StepCommand,
-    TPWorkers,
+    TPWorkerPool,
 )
 from tests.hypothesis_examples import examples
 from tests.runtime import tiny
@@ -250,13 +250,13 @@ class LoopbackWorkers:
     translate_errors = nullcontext
 
     def broadcast(self, command: StepCommand, data: memoryview) -> None:
-        """As ``TPWorkers.broadcast``, and what ``tp_worker`` does."""
+        """As ``TPWorkerPool.broadcast``, and what ``tp_worker_process`` does."""
         self.commands.append(command.command)
         command = StepCommand.unpack(command.pack())
-        views, buffer = self.runner.packer.receive_buffer(command.layout)
+        views, buffer = self.runner.packer.next_receive_buffer(command.layout)
         buffer[:] = data
         self.runner.packer.upload(views)
-        self.runner.run_command(command, command.batch(views))
+        self.runner.run_step_command(command, command.batch(views))
 
 
 @pytest.mark.parametrize("warm", [False, True])
@@ -266,7 +266,7 @@ def test_other_ranks_run_the_graphs_that_rank_0_runs(*, warm: bool) -> None:
         filling(each, model, mixed=9, **MIXED_OPTIONS) for each in capturers
     )  # fmt: skip
     workers = LoopbackWorkers(second.model_runner)
-    first.model_runner.tp_workers = cast(TPWorkers, workers)
+    first.model_runner.tp_workers = cast(TPWorkerPool, workers)
     if warm:
         first.model_runner.capture_prefill_graphs()
     todo = tiny.requests(tiny.prompts(24, 1, 60, seed=4), tiny.params(max_tokens=9))
@@ -289,9 +289,9 @@ def test_a_rank_that_cannot_capture_sums_as_often_as_rank_0() -> None:
 
     limits = PrefillLimits(512, 4096)
     graphs = PrefillGraphs(forward, FakeCapturer(broken=True), limits, is_parallel=True)
-    for use in (GraphUse.LAUNCH, GraphUse.CAPTURE, GraphUse.REPLAY):
+    for use in (PaddedStepAction.LAUNCH, PaddedStepAction.CAPTURE, PaddedStepAction.REPLAY):
         graphs.run(cast(Any, use), PaddedSize(16, 1, 4096), use)
-    assert launched == [GraphUse.LAUNCH, GraphUse.CAPTURE, GraphUse.REPLAY]
+    assert launched == [PaddedStepAction.LAUNCH, PaddedStepAction.CAPTURE, PaddedStepAction.REPLAY]
 
 
 def test_with_other_ranks_an_out_of_memory_error_of_a_capture_is_raised() -> None:
@@ -300,7 +300,7 @@ def test_with_other_ranks_an_out_of_memory_error_of_a_capture_is_raised() -> Non
     capturer.full = True
     graphs = PrefillGraphs(lambda _: torch.empty(0), capturer, limits, is_parallel=True)
     with pytest.raises(torch.OutOfMemoryError):
-        graphs.run(cast(Any, None), PaddedSize(16, 1, 4096), GraphUse.CAPTURE)
+        graphs.run(cast(Any, None), PaddedSize(16, 1, 4096), PaddedStepAction.CAPTURE)
 
 
 @settings(max_examples=examples(30, 12), deadline=None)
@@ -349,7 +349,7 @@ def test_many_ways_to_ask_beside_it() -> None:
             assert tiny.run(engine, [request]) == tiny.run(
                 tiny.make_engine(model, seed=0), [request]
             ), request
-            engine.scheduler.pool.clear()
+            engine.scheduler.pool.clear_prefix_cache()
 
 
 def test_the_first_meeting_is_not_recorded_and_each_kind_is_once() -> None:
@@ -476,7 +476,7 @@ def test_graphs_and_the_buffer_whose_address_they_know(
     config = RunConfig(
         cuda_graphs=enabled, max_num_seqs=rows, max_num_batched_tokens=5000, page_size=16
     )
-    reserve_step_buffers(cast(Packer, packer), config, 7)
+    reserve_step_buffers(cast(BatchPacker, packer), config, 7)
     assert reserved == [BatchBufferLayout(5000, rows, 5000 + rows, 14)]
     limits = graph_limits(config, 7, 80 << 30)
     if max_seqs is None:
@@ -513,7 +513,7 @@ def test_memory_is_set_aside_for_prefill_graphs_where_there_are_any(
     monkeypatch.setattr(
         capacity, "num_kv_pages", lambda *args: set_aside.append(args[6]) or num_kv_pages(*args)
     )
-    engine._cache_sizes(SINGLE_RANK)
+    engine._plan_cache_sizes(SINGLE_RANK)
     assert set_aside == [(singles + mixed) * PREFILL_GRAPH_BYTES]
     limits = engine._graph_limits(7)
     assert limits is not None
@@ -561,7 +561,7 @@ def test_a_capture_does_not_advance_recurrent_states(monkeypatch: pytest.MonkeyP
     before = states.buffer.clone()
     assert before[0].any()
     monkeypatch.setattr(cuda_graphs, "check_capturable", lambda call: call())
-    monkeypatch.setattr(cuda_graphs, "on_side_stream", lambda _: nullcontext())
+    monkeypatch.setattr(cuda_graphs, "run_on_side_stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(cuda_graphs, "GraphCapturer", lambda: SimpleNamespace(capture=lambda _: 0))
     graphs = cuda_graphs.DecodeGraphs(

@@ -9,7 +9,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from modelmill.accept.token_scorer import TokenScorer
+from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError, RequestError
 from modelmill.core.types import FinishReason, Request, SamplingParams
@@ -18,7 +18,7 @@ from modelmill.nn.kv import KVCache
 from modelmill.nn.linear import Linear
 from modelmill.nn.step import Step
 from modelmill.ops.registry import select_backends
-from modelmill.runtime.chunked_prefill import max_mixed_tokens
+from modelmill.runtime.chunked_prefill import default_max_mixed_tokens
 from modelmill.runtime.engine_core import scheduler_limits
 from modelmill.runtime.scheduler import SchedulerLimits
 from modelmill.weights import base
@@ -40,7 +40,7 @@ def unbatched_logits(model, ids: list[int], prompt: int) -> torch.Tensor:
         ids=torch.tensor(ids),
         positions=torch.arange(n),
         slots=torch.arange(n),
-        rope_keys=torch.tensor([model.rope_key(x) for x in deciding]),
+        rope_frequency_ids=torch.tensor([model.rope_frequency_id(x) for x in deciding]),
         block_tables=torch.arange(-(-n // 8), dtype=torch.int32)[None],
         query_start=torch.tensor([0, n], dtype=torch.int32),
         context_lens=torch.tensor([n], dtype=torch.int32),
@@ -94,9 +94,11 @@ def test_running_rule_rotates_a_late_token_by_its_own_position() -> None:
     model = tiny.decoder("running")
     engine = tiny.make_engine(model)
     ids = list(tiny.prompts(1, 30, 30)[0])
-    logits = TokenScorer(engine).logits([ids], decode_from=10)[0]
+    logits = TeacherForcedScorer(engine).compute_logits([ids], decode_from=10)[0]
     assert torch.allclose(logits, unbatched_logits(model, ids, 10), atol=1e-4)
-    assert not torch.allclose(TokenScorer(engine).logits([ids])[0], logits, atol=1e-2)
+    assert not torch.allclose(
+        TeacherForcedScorer(engine).compute_logits([ids])[0], logits, atol=1e-2
+    )
     tiny.assert_idle(engine)
 
 
@@ -106,23 +108,25 @@ def test_score_equals_one_whole_pass(rope_length_source: str) -> None:
     lists = [list(p) for p in tiny.prompts(5, 20, 60, seed=5)]
     engine = tiny.make_engine(model, max_num_batched_tokens=16)
     for start in (None, 18):
-        for ids, logits in zip(lists, TokenScorer(engine).logits(lists, start)):
+        for ids, logits in zip(lists, TeacherForcedScorer(engine).compute_logits(lists, start)):
             assert torch.allclose(
                 logits, unbatched_logits(model, ids, start or len(ids)), atol=1e-4
             )
     few = tiny.make_engine(model, pages=9)
-    for ids, logits in zip(lists, TokenScorer(few).logits([i[:60] for i in lists], 18)):
+    for ids, logits in zip(
+        lists, TeacherForcedScorer(few).compute_logits([i[:60] for i in lists], 18)
+    ):
         assert torch.allclose(logits, unbatched_logits(model, ids, 18), atol=1e-4)
     tiny.assert_idle(few)
     runs: list[tuple[int, int, int]] = []
-    TokenScorer(engine).run(
+    TeacherForcedScorer(engine).run_sequences(
         lists, None, lambda w, f, x: runs.append((w, f, len(x))), lambda w, p: p % 10 == 9
     )
     assert {(w, f) for w, f, _ in runs} == {
         (w, p) for w, ids in enumerate(lists) for p in range(9, len(ids), 10)
     }
     with pytest.raises(CapacityError, match="between 1 and 128 tokens here, not 200"):
-        TokenScorer(engine).logits([[5] * 200])
+        TeacherForcedScorer(engine).compute_logits([[5] * 200])
     tiny.assert_idle(engine)
 
 
@@ -397,7 +401,7 @@ def test_out_of_memory_fails_only_what_must_fail() -> None:
 def test_trace_sees_modules_and_may_replace_their_inputs() -> None:
     engine = tiny.make_engine()
     ids = [list(range(2, 12))]
-    plain = TokenScorer(engine).trace(ids, "layers.*.mlp*")
+    plain = TeacherForcedScorer(engine).record_module_outputs(ids, "layers.*.mlp*")
     assert set(plain) == {
         f"layers.{i}.mlp{s}"
         for i in (0, 1)
@@ -408,9 +412,11 @@ def test_trace_sees_modules_and_may_replace_their_inputs() -> None:
     def before(name, args):
         return (torch.zeros_like(args[0]), *args[1:]) if name == "layers.1.mlp" else None
 
-    silent = TokenScorer(engine).trace(ids, "layers.1.mlp", before=before)
+    silent = TeacherForcedScorer(engine).record_module_outputs(ids, "layers.1.mlp", before=before)
     assert not silent["layers.1.mlp"][0].any()
-    assert TokenScorer(engine).trace(ids, "head", decode_from=7)["head"][1].shape == (1, tiny.VOCAB)
+    assert TeacherForcedScorer(engine).record_module_outputs(ids, "head", decode_from=7)["head"][
+        1
+    ].shape == (1, tiny.VOCAB)
 
 
 mixes = st.lists(
@@ -519,9 +525,9 @@ def test_what_a_step_may_hold() -> None:
     assert scheduler_limits(model, config, on_gpu=False) == SchedulerLimits(
         60, 5, 8, False, None, prefill_all_first=True
     )
-    assert scheduler_limits(model, config, on_gpu=True).max_mixed_tokens == max_mixed_tokens(
-        weight_bytes(model)
-    )
+    assert scheduler_limits(
+        model, config, on_gpu=True
+    ).max_mixed_tokens == default_max_mixed_tokens(weight_bytes(model))
     explicit = RunConfig(max_mixed_tokens=9)
     assert [
         scheduler_limits(model, explicit, on_gpu=gpu).max_mixed_tokens for gpu in (False, True)
@@ -538,6 +544,8 @@ def test_steps_are_larger_where_inputs_have_8_bits(weight_format: str, eight: bo
     model = tiny.decoder()
     for module in model.modules():
         if isinstance(module, Linear) and module is not model.head:
-            module.weight = base.pack(weight_format, torch.randn(module.shape), torch.float32)
-    expected = max_mixed_tokens(weight_bytes(model), inputs_8bit=eight)
+            module.weight = base.pack_as_format(
+                weight_format, torch.randn(module.shape), torch.float32
+            )
+    expected = default_max_mixed_tokens(weight_bytes(model), inputs_8bit=eight)
     assert scheduler_limits(model, RunConfig(), on_gpu=True).max_mixed_tokens == expected

@@ -9,7 +9,7 @@ from modelmill.core.types import Request
 from modelmill.loader.model_loader import fill_weights
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.rotary import RopeSpec
-from modelmill.runtime.cuda_graphs import GraphUse
+from modelmill.runtime.cuda_graphs import PaddedStepAction
 from tests.runtime import tiny
 
 MODEL_KINDS = [("fixed", None), ("prompt", None), ("running", None), ("fixed", 12)]
@@ -82,7 +82,11 @@ def by_graph_as_launched(
     """The same tokens where filled steps of prompts are recorded and where they never are."""
     engine, launched = tiny.make_engine(model, **options), tiny.make_engine(model, **options)
     assert engine.model_runner.prefill_graphs is not None
-    monkeypatch.setattr(launched.model_runner.prefill_graphs, "next_use", lambda _: GraphUse.LAUNCH)
+    monkeypatch.setattr(
+        launched.model_runner.prefill_graphs,
+        "choose_step_action",
+        lambda _: PaddedStepAction.LAUNCH,
+    )
     expected = tiny.run_one_by_one(launched, todo)
     for _ in range(3):
         assert tiny.run_one_by_one(engine, todo) == expected
@@ -94,7 +98,11 @@ def mixed_by_graph_as_launched(
 ) -> None:
     """The same tokens where padded mixed steps are captured and where they never are."""
     engine, launched = tiny.make_engine(model, **options), tiny.make_engine(model, **options)
-    monkeypatch.setattr(launched.model_runner.prefill_graphs, "next_use", lambda _: GraphUse.LAUNCH)
+    monkeypatch.setattr(
+        launched.model_runner.prefill_graphs,
+        "choose_step_action",
+        lambda _: PaddedStepAction.LAUNCH,
+    )
     expected = tiny.run(launched, todo)
     for _ in range(3):
         assert tiny.run(engine, todo) == expected

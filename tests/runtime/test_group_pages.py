@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from modelmill.core.kv_page_counts import max_pages_between_steps, max_step_pages
 from modelmill.core.page_groups import (
     MAX_PAGE_GROUPS,
-    places_per_page,
+    layer_slots_per_page,
     plan_page_groups,
-    sum_by_window,
+    sum_counts_by_window,
 )
 from modelmill.core.types import Request
-from modelmill.core.window_pages import max_pages_between_steps, max_pages_of_step
 from modelmill.runtime.kv_pages import NO_PAGE, PagePool
 from modelmill.runtime.scheduler import Schedule, Scheduler, SchedulerLimits
-from modelmill.runtime.sequence import RopeRule, Sequence
+from modelmill.runtime.sequence import RopeFrequencyRule, Sequence
 from tests.hypothesis_examples import examples
 from tests.runtime import tiny
 
-RULE = RopeRule("fixed", lambda _: 0)
+RULE = RopeFrequencyRule("fixed", lambda _: 0)
 BASE = tuple(range(100, 190))  # prompts begin with a part of it, so that they share prefixes
 WINDOWS = ((None, 5), (None, 12, 12), (None, None, 7), (None, 20, 9, 9, 3), (None,), (6,))
 
@@ -92,7 +92,7 @@ def planned_pages(scheduler: Scheduler) -> int:
     """Most pages that the running sequences use, as admission and the plan count them."""
     limits = scheduler.limits
     return sum(
-        max_pages_of_step(limits.max_tokens, limits.page_size, window)
+        max_step_pages(limits.max_tokens, limits.page_size, window)
         + sum(
             max_pages_between_steps(seq.length + 1, limits.page_size, window)
             for seq in scheduler.running
@@ -127,7 +127,7 @@ def run_all(scheduler: Scheduler, works: list[tuple[int, int, int, int]]) -> Non
         memory.run(schedule)
         in_use = scheduler.pool.count - scheduler.pool.num_available
         assert in_use <= planned_pages(scheduler)
-        scheduler.advance(schedule)
+        scheduler.advance_sequences(schedule)
         check_owners(scheduler)
         for seq in list(scheduler.running):
             if seq.pending:
@@ -197,9 +197,9 @@ def test_groups_have_every_layer_once_and_save_memory(
     tokens = [1 << 20 if group.window is None else group.window for group in groups]
     assert tokens == sorted(tokens, reverse=True)
     sizes = sizes or [1] * len(windows)
-    place = {sizes[layer] * group.per_place for group in groups for layer in group.layers}
+    place = {sizes[layer] * group.layers_per_slot for group in groups for layer in group.layers}
     assert len(place) == 1, "a page of every group takes the same memory"
-    per_token = place.pop() * places_per_page(groups)
+    per_token = place.pop() * layer_slots_per_page(groups)
     for group in groups:
         assert sum(sizes[layer] for layer in group.layers) <= per_token
     per_sequence = per_token * sum(min(each, max_tokens) for each in tokens)
@@ -218,14 +218,18 @@ def test_groups_of_published_models() -> None:
     # Gemma 4 E2B's layers with a cache, and 31B's, in which full attention has the smaller keys
     e2b = [None if (layer + 1) % 5 == 0 else 512 for layer in range(15)]
     groups = plan_page_groups(e2b, 32768, [256 if window else 512 for window in e2b])
-    assert [(len(group.layers), group.per_place) for group in groups] == [(3, 1), (6, 2), (6, 2)]
+    assert [(len(group.layers), group.layers_per_slot) for group in groups] == [
+        (3, 1),
+        (6, 2),
+        (6, 2),
+    ]
     big = [None if (layer + 1) % 6 == 0 else 1024 for layer in range(60)]
     groups = plan_page_groups(big, 32768, [4096 if window else 2048 for window in big])
-    assert [(len(group.layers), group.per_place) for group in groups] == [
+    assert [(len(group.layers), group.layers_per_slot) for group in groups] == [
         (10, 2), *[(8, 1)] * 6, (2, 1),
     ]  # fmt: skip
     assert plan_page_groups([4096] * 32, 32768) == plan_page_groups([None] * 32, 32768) == ()
 
 
 def test_groups_of_one_window_are_summed() -> None:
-    assert sum_by_window((None, 12, 12, 5), (3, 4, 5, 6)) == {None: 3, 12: 9, 5: 6}
+    assert sum_counts_by_window((None, 12, 12, 5), (3, 4, 5, 6)) == {None: 3, 12: 9, 5: 6}

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import Request
-from modelmill.runtime.sequence import RopeRule, Sequence
+from modelmill.runtime.sequence import RopeFrequencyRule, Sequence
 from tests.runtime import tiny
 
-RULE = RopeRule("fixed", lambda _: 0)
+RULE = RopeFrequencyRule("fixed", lambda _: 0)
 
 
 def test_handed_in_together_the_longest_answers_are_served_first() -> None:

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from modelmill.runtime.kv_pages import PagePool, PageTables, page_key, root_key
+from modelmill.runtime.kv_pages import PagePool, PageTables, page_key, root_page_key
 
 COUNT = 6
 
@@ -93,8 +93,8 @@ class PoolMachine(RuleBasedStateMachine):
         return page
 
     @rule()
-    def clear(self) -> None:
-        self.pool.clear()
+    def clear_prefix_cache(self) -> None:
+        self.pool.clear_prefix_cache()
         self.content.clear()
         assert self.pool.num_cached == 0
 
@@ -151,7 +151,7 @@ def test_a_page_without_references_cannot_be_dropped() -> None:
 
 
 def test_keys_differ_in_everything_that_matters() -> None:
-    start = root_key("model", "salt")
+    start = root_page_key("model", "salt")
     keys = {
         page_key(start, [1, 2], [0]),
         page_key(start, [2, 1], [0]),
@@ -159,13 +159,13 @@ def test_keys_differ_in_everything_that_matters() -> None:
         page_key(start, [1, 2], [0, 0]),
         page_key(start, [1, 2, 0], [0]),
         page_key(start, [1, 2], [0], "0:4:image"),
-        page_key(root_key("model", "other"), [1, 2], [0]),
-        page_key(root_key("other", "salt"), [1, 2], [0]),
-        page_key(root_key("models", "alt"), [1, 2], [0]),
+        page_key(root_page_key("model", "other"), [1, 2], [0]),
+        page_key(root_page_key("other", "salt"), [1, 2], [0]),
+        page_key(root_page_key("models", "alt"), [1, 2], [0]),
         page_key(page_key(start, [1, 2], [0]), [1, 2], [0]),
     }
     assert len(keys) == 10
-    assert page_key(start, [1, 2], [0]) == page_key(root_key("model", "salt"), (1, 2), (0,))
+    assert page_key(start, [1, 2], [0]) == page_key(root_page_key("model", "salt"), (1, 2), (0,))
 
 
 def test_tables_keep_rows_apart() -> None:

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.core.generation_defaults import read_generation
+from modelmill.core.generation_defaults import read_generation_config
 from modelmill.core.logits_processors import LogitsProcessors
-from modelmill.core.types import EmbeddingSpan, Request, SamplingParams
+from modelmill.core.types import ImageEmbeddingSpan, Request, SamplingParams
 from modelmill.ops import registry
 from modelmill.runtime.logits_processors import banned_ngram_ids
 from modelmill.runtime.sampler import Sampler
-from modelmill.runtime.sequence import RopeRule, Sequence
+from modelmill.runtime.sequence import RopeFrequencyRule, Sequence
 from tests.hypothesis_examples import examples
 from tests.runtime import tiny
 from tests.runtime.test_beam_search import pair  # noqa: F401 -- a fixture
@@ -81,7 +81,7 @@ def reference_ids(
 
 def our_ids(engine: Any, prompt: tuple[int, ...], raw: dict[str, Any], **more: Any) -> list[int]:
     limits = {} if {"max_length", "max_new_tokens"} & set(raw) else {"max_tokens": 14}
-    options = read_generation(raw, "safetensors").resolve(
+    options = read_generation_config(raw, "safetensors").resolve(
         SamplingParams(**limits, **more), len(prompt)
     )
     engine.add(Request(id="x", prompt=prompt, params=options, eos_ids=EOS))
@@ -99,7 +99,7 @@ def prompts() -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("raw", CASES, ids=lambda raw: str(raw)[:50])
 def test_greedy_answers_are_those_of_transformers(pair: Any, raw: dict[str, Any]) -> None:  # noqa: F811
     model, reference = pair
-    assert read_generation(raw).warning() is None
+    assert read_generation_config(raw).unused_warning() is None
     engines = [tiny.make_engine(model), tiny.make_engine(model, overlap=True)]
     for prompt in prompts():
         want = reference_ids(reference, prompt, raw)
@@ -134,7 +134,7 @@ def test_in_one_batch_as_alone_and_switched_off_by_a_request(pair: Any) -> None:
     model, _ = pair
     prompt_ids = prompts()
     params_list = [
-        read_generation(raw).resolve(SamplingParams(max_tokens=12), 3) for raw in CASES[:6]
+        read_generation_config(raw).resolve(SamplingParams(max_tokens=12), 3) for raw in CASES[:6]
     ]
     todo = [
         Request(id=str(i), prompt=p, params=h, eos_ids=EOS)
@@ -166,11 +166,13 @@ def test_a_row_is_changed_as_transformers_changes_it(data: st.DataObject, seed: 
     draw = torch.Generator().manual_seed(seed)
     prompt = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=8))
     answer = data.draw(st.lists(st.integers(0, 8), max_size=5))
-    options = read_generation({"do_sample": True, **raw}).resolve(
+    options = read_generation_config({"do_sample": True, **raw}).resolve(
         SamplingParams(max_tokens=6), len(prompt)
     )
     request = Request(id="x", prompt=tuple(prompt), params=options, eos_ids=EOS)
-    seq = Sequence(request, 0, 0, RopeRule("fixed", lambda n: 0), max_length=len(prompt) + 6)
+    seq = Sequence(
+        request, 0, 0, RopeFrequencyRule("fixed", lambda n: 0), max_length=len(prompt) + 6
+    )
     seq.tokens += answer
     logits = torch.randn(1, 61, generator=draw) * 3
     config = transformers.GenerationConfig(
@@ -189,7 +191,7 @@ def test_a_row_is_changed_as_transformers_changes_it(data: st.DataObject, seed: 
     )
     want = steps(torch.tensor([seq.tokens]), logits.clone())
     sampler = Sampler(61, "cpu", registry.select_backends("cpu"))
-    actual = sampler._process_logits(logits, sampler.prepare([seq]))
+    actual = sampler._process_logits(logits, sampler.prepare_batch([seq]))
     torch.testing.assert_close(actual, want, rtol=1e-5, atol=1e-5)
 
 
@@ -214,7 +216,7 @@ def test_what_of_a_prompt_with_a_picture_counts(counts: bool, want: set[int]) ->
     answer counts.
     """
     options = SamplingParams(temperature=0.0, repetition_penalty=2.0).with_defaults({})
-    insert = EmbeddingSpan(1, 3, "digest")
+    insert = ImageEmbeddingSpan(1, 3, "digest")
     request = Request(
         id="x",
         prompt=(5, 0, 0, 0, 6),
@@ -222,8 +224,8 @@ def test_what_of_a_prompt_with_a_picture_counts(counts: bool, want: set[int]) ->
         embedding_spans=(insert,),
         penalize_prompt=counts,
     )
-    seq = Sequence(request, 0, 0, RopeRule("fixed", lambda n: 0), max_length=99)
+    seq = Sequence(request, 0, 0, RopeFrequencyRule("fixed", lambda n: 0), max_length=99)
     seq.tokens += [8, 9]
     sampler = Sampler(61, "cpu", registry.select_backends("cpu"))
-    changed = sampler._process_logits(torch.ones(1, 61), sampler.prepare([seq]))[0]
+    changed = sampler._process_logits(torch.ones(1, 61), sampler.prepare_batch([seq]))[0]
     assert set((changed != 1).nonzero().flatten().tolist()) == want

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.accept.token_scorer import TokenScorer
+from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.core.errors import UsageError
 from modelmill.core.types import Request
 from modelmill.loader.model_loader import fill_weights
@@ -22,7 +22,7 @@ from modelmill.nn.fused_decode import model_kv_shape
 from modelmill.runtime import cuda_graphs
 from modelmill.runtime.batch import reserve_step_buffers
 from modelmill.runtime.engine_core import EngineCore
-from modelmill.runtime.kv_pages import NO_PAGE, group_key
+from modelmill.runtime.kv_pages import NO_PAGE, page_group_key
 from modelmill.runtime.session_file import read_session, write_session
 from modelmill.runtime.session_pages import export_session, import_session, session_layout
 from tests.models.all_families import CASES
@@ -139,8 +139,8 @@ def test_logits_are_the_same_bit_for_bit(family: str, decode_from: int | None) -
     """Whole prompts and decodes."""
     ids = [list(prompt) for prompt in tiny.prompts(3, low=90, high=140, seed=2)]
     grouped, plain = engine(family), engine(family, groups=False)
-    logits = TokenScorer(grouped).logits(ids, decode_from=decode_from)
-    expected = TokenScorer(plain).logits(ids, decode_from=decode_from)
+    logits = TeacherForcedScorer(grouped).compute_logits(ids, decode_from=decode_from)
+    expected = TeacherForcedScorer(plain).compute_logits(ids, decode_from=decode_from)
     assert all(torch.equal(a, b) for a, b in zip(logits, expected, strict=True))
     tiny.assert_idle(grouped)
 
@@ -216,7 +216,7 @@ def test_decode_graphs_read_every_groups_table_at_its_address(
     """A captured step is padded to a batch size, and replayed on what stands at its addresses."""
     capturer = FakeCapturer()
     monkeypatch.setattr(cuda_graphs, "check_capturable", lambda call: call())
-    monkeypatch.setattr(cuda_graphs, "on_side_stream", lambda _: nullcontext())
+    monkeypatch.setattr(cuda_graphs, "run_on_side_stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(cuda_graphs, "GraphCapturer", lambda: SimpleNamespace(capture=capturer))
     core = engine(family)
@@ -243,7 +243,7 @@ def evict(core: EngineCore, keys: Sequence[bytes], group: int) -> None:
     """Take pages of a group out of the prefix cache."""
     pool = core.scheduler.pool
     for key in keys:
-        page = pool.cached_page_for_key(group_key(key, group))
+        page = pool.cached_page_for_key(page_group_key(key, group))
         assert page is not None
         pool._evict(page)
 
@@ -255,7 +255,7 @@ def test_a_cached_prefix_needs_all_pages_of_full_attention_and_those_of_the_wind
     request = tiny.requests([prompt], tiny.params(max_tokens=20))[0]
     assert cached_tokens(core, request)[0] == 0
     expected = cached_tokens(engine(groups=False), request)[1]
-    keys = core.input_processor.page_keys(prompt, "", PAGE)
+    keys = core.input_processor.prompt_page_keys(prompt, "", PAGE)
     assert len(keys) == 15
     evict(core, keys[:12], 1)  # three pages are left: 24 tokens
     assert cached_tokens(core, request) == (120, expected)
@@ -325,6 +325,6 @@ def test_a_saved_session_has_the_pages_of_the_window_only(tmp_path: Path, family
     tiny.assert_idle(fresh)
     with pytest.raises(UsageError, match="saved with another version or --max-model-len"):
         read_session(tmp_path / "s", {**layout, "windows": [None, WINDOW + 1]})
-    evict(fresh, core.input_processor.page_keys(prompt, "", PAGE)[14:], len(windows) - 1)
+    evict(fresh, core.input_processor.prompt_page_keys(prompt, "", PAGE)[14:], len(windows) - 1)
     with pytest.raises(UsageError, match="no full page of 8 tokens in the prefix cache"):
         export_session(fresh, prompt, "", 1 << 30)

@@ -37,7 +37,7 @@ def truth(model: Decoder, ids: tuple[int, ...]) -> torch.Tensor:
         ids=torch.tensor(ids),
         positions=torch.arange(n),
         slots=torch.arange(n),
-        rope_keys=torch.full((n,), model.rope_key(n)),
+        rope_frequency_ids=torch.full((n,), model.rope_frequency_id(n)),
         block_tables=torch.arange(pages, dtype=torch.int32)[None],
         query_start=torch.tensor([0, n], dtype=torch.int32),
         context_lens=torch.tensor([n], dtype=torch.int32),

@@ -20,9 +20,9 @@ from modelmill.runtime.sampler import (
     logprob_table,
     read_logprobs,
     splitmix64,
-    uniform,
+    uniform_random_numbers,
 )
-from modelmill.runtime.sequence import RopeRule, Sequence
+from modelmill.runtime.sequence import RopeFrequencyRule, Sequence
 from tests.hypothesis_examples import examples
 
 VOCAB = 200
@@ -37,7 +37,7 @@ def sequence(
         request,
         0,
         0,
-        RopeRule("fixed", lambda n: 0),
+        RopeFrequencyRule("fixed", lambda n: 0),
         max_length=999,
         seed=(options.seed or 0) % (1 << 64),
     )
@@ -94,7 +94,7 @@ def test_against_transformers(params_list: list[SamplingParams], seed: int) -> N
         for i, (row, sampling_inputs) in enumerate(zip(ids, params_list))
     ]
     sampler = Sampler(VOCAB, "cpu", OPS)
-    plan = sampler.prepare(seqs)
+    plan = sampler.prepare_batch(seqs)
     before = logits.clone()
     changed = sampler._process_logits(logits, plan)
     sampling_inputs = brought(plan)
@@ -123,7 +123,7 @@ def test_against_transformers(params_list: list[SamplingParams], seed: int) -> N
     assert torch.equal(logits, before)
     for i, seq in enumerate(seqs):
         single = Sampler(VOCAB, "cpu", OPS)
-        alone = single.prepare([seq])
+        alone = single.prepare_batch([seq])
         assert single.sample(logits[i : i + 1], alone, brought(alone)).item() == first[i].item()
 
 
@@ -143,11 +143,11 @@ def test_presence_frequency_bias_follow_the_answer_only() -> None:
     for extra in range(3):
         want = torch.zeros(VOCAB)
         want[7], want[8], want[11] = -1.0, -0.75, 2.0 - (0.5 + 0.25 * extra) * (extra > 0)
-        plan = sampler.prepare([seq])
+        plan = sampler.prepare_batch([seq])
         assert torch.allclose(sampler._process_logits(torch.zeros(1, VOCAB), plan)[0], want)
         assert sampler.sample(torch.zeros(1, VOCAB), plan, {}).item() == 11
         seq.tokens.append(11)
-    sampler.forget(seq)
+    sampler.drop_sequence_state(seq)
     assert not sampler.token_counts._slot
 
 
@@ -159,12 +159,12 @@ def test_ties_take_the_lowest_id() -> None:
 
 def test_chance_is_uniform_and_reproducible() -> None:
     seeds = np.array([0, 1, 2, 2**64 - 1] * 5000, dtype=np.uint64)
-    numbers = uniform(seeds, np.arange(20_000))
+    numbers = uniform_random_numbers(seeds, np.arange(20_000))
     assert numbers.min() >= 0
     assert numbers.max() < 1
     assert abs(numbers.mean() - 0.5) < 0.01
     assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.03
-    assert np.array_equal(uniform(seeds[10:20], np.arange(10, 20)), numbers[10:20])
+    assert np.array_equal(uniform_random_numbers(seeds[10:20], np.arange(10, 20)), numbers[10:20])
     assert (
         len({derive_seed(0, i) for i in range(1000)} | {derive_seed(1, i) for i in range(1000)})
         == 2000

@@ -18,13 +18,13 @@ from tests.runtime import tiny
 def plans(engine: EngineCore) -> list[list[int]]:
     """The tokens of each sequence in every step that is launched from now on."""
     counts: list[list[int]] = []
-    run = engine.model_runner.run
+    run = engine.model_runner.launch_forward
 
     def run_and_record(plan: Schedule):
         counts.append([count for _, count in plan.work])
         return run(plan)
 
-    engine.model_runner.run = run_and_record  # type: ignore[method-assign]
+    engine.model_runner.launch_forward = run_and_record  # type: ignore[method-assign]
     return counts
 
 
@@ -176,11 +176,11 @@ def test_pieces_shrink_where_steps_with_them_take_long() -> None:
     )  # type: ignore[method-assign]
     for _ in range(30):
         engine.step()
-    assert pace.size_for(20) == 20
+    assert pace.next_chunk_tokens(20) == 20
     engine.add(of_length("late", tuple(range(5, 95)) * 5, 3))
     for _ in range(30):
         engine.step()
-    assert pace.size == CPU_CHUNK_TOKENS
+    assert pace.chunk_tokens == CPU_CHUNK_TOKENS
 
 
 @settings(max_examples=examples(20, 8), deadline=None)
@@ -235,13 +235,13 @@ def test_when_a_request_left_the_queue_is_known_once(monkeypatch: pytest.MonkeyP
         engine.add(request)
     leaders = [engine.output_processor.live_sequences[str(i)][0] for i in range(3)]
     start_times: list[list[float | None]] = []
-    run = engine.model_runner.run
+    run = engine.model_runner.launch_forward
 
     def run_and_record(plan: Schedule):
         start_times.append([seq.started_at for seq in leaders])
         return run(plan)
 
-    engine.model_runner.run = run_and_record  # type: ignore[method-assign]
+    engine.model_runner.launch_forward = run_and_record  # type: ignore[method-assign]
     engine.clock = lambda: 0.0
     tiny.drain(engine)
     assert start_times[0] == [0, 1, None]

@@ -131,10 +131,10 @@ def test_a_state_without_a_slot_is_refused(tmp_path: Path) -> None:
     for number in range(states.count):
         slot = states.add_snapshot(b"%d" % number)
         assert slot is not None
-        states.fork(slot, 0)  # to be copied before the next step
+        states.queue_state_copy(slot, 0)  # to be copied before the next step
     with pytest.raises(CapacityError, match="a slot for its recurrent state, and none is free"):
         import_session(fresh, session, "")
-    states.drop_copies_into(0)
+    states.drop_state_copies_into(0)
     assert import_session(fresh, session, "") == len(session.tokens)
 
 

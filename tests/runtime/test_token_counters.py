@@ -138,9 +138,9 @@ def test_conversations_find_as_much_as_without_a_bound() -> None:
 
 def test_how_much_prefixes_may_take() -> None:
     page = 1 << 20
-    assert memory_limits.prefix_cache_bytes(9 * GIB) == 3 * GIB
-    assert memory_limits.prefix_cache_bytes(2 * GIB) == GIB
-    assert memory_limits.prefix_cache_bytes(GIB // 2) == GIB // 2
+    assert memory_limits.max_cached_prefix_bytes(9 * GIB) == 3 * GIB
+    assert memory_limits.max_cached_prefix_bytes(2 * GIB) == GIB
+    assert memory_limits.max_cached_prefix_bytes(GIB // 2) == GIB // 2
     assert max_idle_pages(RunConfig(), 9 * 1024, page, "cpu") == 3 * 1024
     # who gives the cache a size has said what it may take; a GPU's is taken at once
     assert max_idle_pages(RunConfig(kv_cache_bytes=9 * GIB), 9 * 1024, page, "cpu") == 9 * 1024

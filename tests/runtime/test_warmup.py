@@ -29,7 +29,7 @@ def test_every_form_is_called_with_empty_sequences(monkeypatch: pytest.MonkeyPat
         requested.append((tuple(q.shape[1:]), tuple(k.shape[1:]), most, longest, window))
         return SPECIALIZATIONS
 
-    monkeypatch.setattr(registry, "specializations", lambda op, chosen: [specialize])
+    monkeypatch.setattr(registry, "warmup_size_functions", lambda op, chosen: [specialize])
     met: list[tuple[int, int, int]] = []
 
     def attend(inputs: PagedAttentionInputs) -> torch.Tensor:
@@ -98,7 +98,9 @@ def test_products_are_called_once_a_form_and_kind_of_weight(
         return [len(weight), 300]
 
     monkeypatch.setattr(
-        registry, "specializations", lambda op, chosen: [specialize] if op == "w8a8_linear" else []
+        registry,
+        "warmup_size_functions",
+        lambda op, chosen: [specialize] if op == "w8a8_linear" else [],
     )
     plain = tiny.make_engine().model_runner.ops.replace(
         {
@@ -131,7 +133,9 @@ def test_a_projection_met_beforehand_stores_nothing(monkeypatch: pytest.MonkeyPa
     """Row arguments are extended with slot −1, so that the KV pages do not change."""
     functions = [lambda x, weight, max_tokens: [max_tokens]]
     monkeypatch.setattr(
-        registry, "specializations", lambda op, chosen: functions if op == "qkv_rope_cache" else []
+        registry,
+        "warmup_size_functions",
+        lambda op, chosen: functions if op == "qkv_rope_cache" else [],
     )
     plain = tiny.make_engine().model_runner.ops.replace(
         {"qkv_rope_cache": registry.reference("qkv_rope_cache")}
@@ -157,7 +161,7 @@ def test_a_product_that_cannot_be_compiled_is_reported(
         return inputs.x
 
     monkeypatch.setattr(
-        registry, "specializations", lambda op, chosen: [lambda x, weight, most: [most, 3]]
+        registry, "warmup_size_functions", lambda op, chosen: [lambda x, weight, most: [most, 3]]
     )
     plain = tiny.make_engine().model_runner.ops.replace({"fp8_linear": fails})
     watched, recorders = warmup.wrap_with_gemm_recorders(plain)

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.accept.token_scorer import TokenScorer
-from modelmill.core.types import Request
-from modelmill.core.window_pages import (
+from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
+from modelmill.core.kv_page_counts import (
     first_page_in_use,
-    longest_sequence,
-    max_pages_in_groups,
-    max_pages_in_use,
+    max_fitting_length,
+    max_sequence_pages,
+    max_sequence_pages_in_groups,
 )
+from modelmill.core.types import Request
 from modelmill.nn.decoder import Decoder
 from modelmill.runtime.engine_core import EngineCore
 from tests.runtime import tiny
@@ -63,13 +63,13 @@ def test_memory_is_bounded_by_the_window(window: int, overlap: bool, prefix_cach
     outputs, most = run_counting_pages(engine(**options), requests)
     expected, unbounded = run_counting_pages(engine(frees=False, **options), requests)
     assert outputs == expected
-    assert most <= max_pages_in_use(240, PAGE, window, 24) < unbounded
+    assert most <= max_sequence_pages(240, PAGE, window, 24) < unbounded
     assert unbounded >= 210 // PAGE
 
 
 def test_a_sequence_is_longer_than_the_pool() -> None:
     """The pool has the pages of one window and one step; the sequence fills 26 pages."""
-    pages = max_pages_in_use(512, PAGE, 20, 24)
+    pages = max_sequence_pages(512, PAGE, 20, 24)
     small = engine(pages=pages)
     requests = long_requests(1)
     outputs, _ = run_counting_pages(small, requests)
@@ -81,8 +81,10 @@ def test_a_sequence_is_longer_than_the_pool() -> None:
 def test_logits_are_the_same_bit_for_bit() -> None:
     ids = [list(prompt) for prompt in tiny.prompts(3, low=90, high=140, seed=2)]
     for decode_from in (None, 40):
-        freed = TokenScorer(engine()).logits(ids, decode_from=decode_from)
-        whole = TokenScorer(engine(frees=False)).logits(ids, decode_from=decode_from)
+        freed = TeacherForcedScorer(engine()).compute_logits(ids, decode_from=decode_from)
+        whole = TeacherForcedScorer(engine(frees=False)).compute_logits(
+            ids, decode_from=decode_from
+        )
         assert all(torch.equal(a, b) for a, b in zip(freed, whole, strict=True))
 
 
@@ -101,7 +103,7 @@ def test_preempted_sequences_answer_the_same(overlap: bool) -> None:
     """Pages for the windows of two sequences, of which six start with one page each."""
     prompts = tiny.prompts(6, low=5, high=8, seed=4)
     requests = tiny.requests(prompts, tiny.params(max_tokens=90, ignore_eos=True))
-    small = engine(pages=max_pages_in_use(512, PAGE, 20, 24) + 1, overlap=overlap)
+    small = engine(pages=max_sequence_pages(512, PAGE, 20, 24) + 1, overlap=overlap)
     small.scheduler.limits = replace(small.scheduler.limits, reserve_until_finish=False)
     outputs, _ = run_counting_pages(small, requests)
     assert outputs == run_counting_pages(engine(frees=False), requests)[0]
@@ -128,7 +130,7 @@ def test_a_cached_prefix_needs_the_pages_of_the_window_only() -> None:
     first = tiny.requests([prompt], tiny.params(max_tokens=20))[0]
     assert cached_tokens(core, first)[0] == 0
     pool = core.scheduler.pool
-    keys = core.input_processor.page_keys(prompt, "", PAGE)
+    keys = core.input_processor.prompt_page_keys(prompt, "", PAGE)
     for key in keys[:11]:  # of 14 pages in front of the last token 3 are left: 24 tokens
         page = pool.cached_page_for_key(key)
         assert page is not None
@@ -145,7 +147,7 @@ def test_a_prefix_with_a_gap_in_its_window_is_not_a_hit() -> None:
     request = tiny.requests([prompt], tiny.params(max_tokens=20))[0]
     cached_tokens(core, request)
     pool = core.scheduler.pool
-    keys = core.input_processor.page_keys(prompt, "", PAGE)
+    keys = core.input_processor.prompt_page_keys(prompt, "", PAGE)
     missing = pool.cached_page_for_key(keys[13])
     assert missing is not None
     pool._evict(missing)
@@ -162,12 +164,12 @@ def test_layers_without_a_window_keep_all_pages() -> None:
 
 
 def test_pages_in_use() -> None:
-    assert max_pages_in_use(1000, 10, None, 64) == 100
-    assert max_pages_in_use(1000, 10, 30, 64) == 11
-    assert max_pages_in_use(25, 10, 30, 64) == 3
+    assert max_sequence_pages(1000, 10, None, 64) == 100
+    assert max_sequence_pages(1000, 10, 30, 64) == 11
+    assert max_sequence_pages(25, 10, 30, 64) == 3
     groups = 10, (None, 30), 64
-    assert max_pages_in_groups(1000, *groups) == 111
-    assert [longest_sequence(1000, *groups, pages) for pages in (111, 110, 13, 2, 1, -1)] == [
+    assert max_sequence_pages_in_groups(1000, *groups) == 111
+    assert [max_fitting_length(1000, *groups, pages) for pages in (111, 110, 13, 2, 1, -1)] == [
         1000, 990, 60, 10, 0, 0,
     ]  # fmt: skip
     assert [first_page_in_use(n, 10, 15) for n in (0, 14, 24, 25, 60)] == [0, 0, 1, 1, 4]

@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from modelmill.serve.replicas.asgi_call import AppCall
+from modelmill.serve.replicas.asgi_call import AsgiCall
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Client:
             "client": ("127.0.0.1", 1),
             "state": {},
         }
-        call = AppCall(self.app, scope, data)
+        call = AsgiCall(self.app, scope, data)
         try:
             while (message := await call.messages.get()) is not None:
                 if message["type"] == "http.response.start":

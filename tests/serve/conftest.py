@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from modelmill.cli.main import execute
+from modelmill.cli.main import run_command_line
 from modelmill.llm import LLM
 from tests.optional_extras import skip_if_extra_missing
 from tests.serve.server_process import ServerProcess
@@ -41,7 +41,7 @@ def cli(
 
     def call(*words: object) -> tuple[int, str, str]:
         capsys.readouterr()
-        code = execute([str(word) for word in words])
+        code = run_command_line([str(word) for word in words])
         out = capsys.readouterr()
         skip_if_extra_missing(out.err)
         return code, out.out, out.err

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from modelmill.request_state import RequestState
+from modelmill.request_output_state import RequestOutputState
 
 
 def replace_answers(monkeypatch: pytest.MonkeyPatch, answer: str, chars: int) -> None:
     """Give ``answer`` in place of what a model generates, so many characters a token."""
-    push = RequestState.process
+    push = RequestOutputState.process_token_output
 
-    def instead(self: RequestState, token: Any) -> Any:
+    def instead(self: RequestOutputState, token: Any) -> Any:
         delta, _ = push(self, token)
         output = self.output.outputs[0]
         end = len(output.token_ids) * chars
@@ -21,4 +21,4 @@ def replace_answers(monkeypatch: pytest.MonkeyPatch, answer: str, chars: int) ->
         output.finish_reason = "stop" if end >= len(answer) else None
         return type(delta)(0, text, delta.token_ids, output.finish_reason, self.output), False
 
-    monkeypatch.setattr(RequestState, "process", instead)
+    monkeypatch.setattr(RequestOutputState, "process_token_output", instead)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from modelmill.request_state import RequestState
+from modelmill.request_output_state import RequestOutputState
 from modelmill.text_processor import TextProcessor
 from tests.serve.dialect_calls import post
 from tests.serve.service_thread import ServiceThread
@@ -39,16 +39,16 @@ def service(running: ServiceThread) -> Iterator[ServiceThread]:
 
 
 @pytest.fixture
-def states(monkeypatch: pytest.MonkeyPatch) -> list[RequestState]:
+def states(monkeypatch: pytest.MonkeyPatch) -> list[RequestOutputState]:
     """The engine's requests of conversations, as they come."""
-    made: list[RequestState] = []
-    make = TextProcessor.chat_request
+    made: list[RequestOutputState] = []
+    make = TextProcessor.make_chat_request
 
-    def record(self: TextProcessor, *args: Any, **options: Any) -> RequestState:
+    def record(self: TextProcessor, *args: Any, **options: Any) -> RequestOutputState:
         made.append(make(self, *args, **options))
         return made[-1]
 
-    monkeypatch.setattr(TextProcessor, "chat_request", record)
+    monkeypatch.setattr(TextProcessor, "make_chat_request", record)
     return made
 
 
@@ -142,7 +142,7 @@ DIALECTS = {"chat": chat, "responses": responses, "messages": messages, "ollama"
 @pytest.mark.parametrize("forces", [False, True], ids=["free", "forced"])
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_the_next_prompt_has_the_tokens_of_the_answer(
-    service: ServiceThread, states: list[RequestState], dialect: str, forces: bool
+    service: ServiceThread, states: list[RequestOutputState], dialect: str, forces: bool
 ) -> None:
     for seed in range(3):
         states.clear()
@@ -159,11 +159,11 @@ def test_the_next_prompt_has_the_tokens_of_the_answer(
 
 
 def test_without_the_memory_the_prompt_differs(
-    service: ServiceThread, states: list[RequestState], monkeypatch: pytest.MonkeyPatch
+    service: ServiceThread, states: list[RequestOutputState], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processor = service.engine.text_processor
     monkeypatch.setattr(processor, "_answer_history", processor._answer_history)  # restores it
-    processor.limit_answer_history(0)
+    processor.reset_answer_history(0)
     chat(service, True, 0)
     first, second = states
     computed = [*first.request.prompt, *first.output.outputs[0].token_ids[:-1]]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from modelmill.serve.custom_tools import ToolCallDeltaFormatter, custom_input
-from modelmill.serve.message_keys import clean_messages
+from modelmill.serve.custom_tools import ToolCallDeltaFormatter, parse_custom_input
+from modelmill.serve.message_cleaning import clean_messages
 from modelmill.serve.tool_schema import CustomTool
 from modelmill.text.answer_pieces import ToolCallDelta
 from tests.serve.dialect_calls import events, post
@@ -76,7 +76,7 @@ def test_deltas_of_functions_and_custom_tools() -> None:
         "index": 3,
         "custom": {"input": "cut"},
     }
-    assert custom_input("[") == ""
+    assert parse_custom_input("[") == ""
 
 
 def test_earlier_calls_become_calls_of_the_function() -> None:

@@ -14,7 +14,7 @@ from prometheus_client import generate_latest
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import Request, SamplingParams, TokenOutput
-from modelmill.request_state import RequestState
+from modelmill.request_output_state import RequestOutputState
 from modelmill.serve import engine_client as engine_module
 from modelmill.serve import json_logs
 from modelmill.serve import request_handle as handle_module
@@ -22,8 +22,8 @@ from modelmill.serve.engine_client import READ_CHUNK_BYTES, EngineClient, read_m
 from modelmill.serve.engine_state import EngineNotReady, EngineState, QueueFull
 from modelmill.serve.metrics import ServerMetrics
 from modelmill.serve.request_handle import ClientTooSlow, WorkerLost
-from modelmill.serve.worker_messages import Message, OpenEngine, StepTokens, encode
-from modelmill.text.tokenizer import load_tokenizer
+from modelmill.serve.worker_messages import Message, OpenEngine, StepTokens, encode_frame
+from modelmill.text.tokenizer_loader import load_tokenizer
 from tests.runtime import tiny
 from tests.serve.thread_worker import (
     ThreadLauncher,
@@ -39,7 +39,7 @@ async def run_request(
     engine: EngineClient, prompts: list[tuple[int, ...]], **params: Any
 ) -> list[tuple[int, ...]]:
     ticket = engine.submit([make_request(engine, prompt, **params) for prompt in prompts])
-    await ticket.finish()
+    await ticket.wait_until_finished()
     return [tuple(each.output.outputs[0].token_ids) for each in ticket.request_states]
 
 
@@ -80,7 +80,7 @@ def test_clients_that_leave_give_everything_back() -> None:
             ]
             for place, ticket in enumerate(tickets):
                 if place % 3 == 0:
-                    await ticket.fetch()
+                    await ticket.fetch_items()
                 ticket.close()
                 ticket.close()
             await idle(engine)
@@ -92,7 +92,7 @@ def test_too_many_wait() -> None:
     async def main() -> None:
         async with served_engine(max_waiting=4) as (engine, launcher):
             launcher.children[0].allow_steps.clear()
-            room = engine.capacity
+            room = engine.sequence_capacity
             ticket = engine.submit([make_request(engine, (5, 6), n=room)])
             with pytest.raises(QueueFull):
                 engine.submit([make_request(engine, (5,))])
@@ -136,9 +136,9 @@ def test_a_reader_that_never_reads_is_given_up_and_no_other(
                 len((await run_request(engine, [(7, 8)], max_tokens=60, ignore_eos=True))[0]) == 60
             )
             await idle(engine)
-            assert len(await slow.fetch()) == 201
+            assert len(await slow.fetch_items()) == 201
             with pytest.raises(ClientTooSlow):
-                await slow.fetch()
+                await slow.fetch_items()
 
     asyncio.run(main())
 
@@ -152,7 +152,7 @@ def test_a_worker_that_dies_is_reported_and_replaced() -> None:
             ticket = engine.submit([make_request(engine, (5, 6))])
             launcher.children[0].kill()
             with pytest.raises(WorkerLost):
-                await ticket.finish()
+                await ticket.wait_until_finished()
             assert engine.state is EngineState.RESTARTING
             with pytest.raises(EngineNotReady):
                 engine.submit([make_request(engine, (5, 6))])
@@ -199,13 +199,13 @@ def test_steps_that_came_together_are_heard_together() -> None:
 
     async def main() -> list[list[Message]]:
         reader = asyncio.StreamReader()
-        reader.feed_data(b"".join(map(encode, steps)))
+        reader.feed_data(b"".join(map(encode_frame, steps)))
         reader.feed_eof()
         return [messages async for messages in read_messages(reader)]
 
     batches = asyncio.run(main())
     assert [message for messages in batches for message in messages] == steps
-    most = READ_CHUNK_BYTES // len(encode(steps[-1])) + 1
+    most = READ_CHUNK_BYTES // len(encode_frame(steps[-1])) + 1
     assert 1 < max(map(len, batches)) <= most < 20
 
 
@@ -222,7 +222,7 @@ def test_what_comes_behind_a_stop_string_is_no_news() -> None:
             launcher.children[0].allow_steps.clear()
             metrics = ServerMetrics()
             engine.set_metrics(metrics.for_engine("tiny"), metrics.segment)
-            dialogue = RequestState(
+            dialogue = RequestOutputState(
                 Request(id="r", prompt=(5,), params=params), None, load_tokenizer(gguf_spm())
             )
             ticket = engine.submit([dialogue])
@@ -233,8 +233,10 @@ def test_what_comes_behind_a_stop_string_is_no_news() -> None:
                 [(0, H), (1, O)],
                 [(1, E)],
             ):
-                engine._handle(StepTokens([TokenOutput("r", index, id) for index, id in step]))
-            deltas = [news.delta for news in await ticket.fetch()]
+                engine._handle_message(
+                    StepTokens([TokenOutput("r", index, id) for index, id in step])
+                )
+            deltas = [news.delta for news in await ticket.fetch_items()]
             events = [(delta.index, delta.text, delta.finish_reason) for delta in deltas]
             assert events == [
                 (0, "h", None), (1, "h", None), (0, "", "stop"), (1, "o", None), (1, "o", None),
@@ -264,11 +266,11 @@ def test_a_bug_that_one_answer_meets_ends_that_answer(monkeypatch: pytest.Monkey
             def broken(_: TokenOutput) -> Any:
                 raise KeyError("of the answer")
 
-            monkeypatch.setattr(ill.request_states[0], "process", broken)
+            monkeypatch.setattr(ill.request_states[0], "process_token_output", broken)
             launcher.children[0].allow_steps.set()
             with pytest.raises(KeyError):
-                await ill.finish()
-            await well.finish()
+                await ill.wait_until_finished()
+            await well.wait_until_finished()
             assert len(well.request_states[0].output.outputs[0].token_ids) == 12
             assert engine.restarts == 0
             await idle(engine)
@@ -351,10 +353,10 @@ def test_an_unreadable_message_costs_a_worker(monkeypatch: pytest.MonkeyPatch) -
             launcher.children[0].allow_steps.clear()
             ticket = engine.submit([make_request(engine, (5, 6))])
             with monkeypatch.context() as patch:
-                patch.setattr(engine, "_handle", lambda _: {}["a bug"])
+                patch.setattr(engine, "_handle_message", lambda _: {}["a bug"])
                 launcher.children[0].allow_steps.set()
                 with pytest.raises(WorkerLost):
-                    await ticket.finish()
+                    await ticket.wait_until_finished()
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 while engine.state is not EngineState.READY:
                     await asyncio.sleep(0.001)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from modelmill.core.types import Stats
+from modelmill.core.types import EngineStats
 from modelmill.serve.metrics import ServerMetrics
 from tests.serve.service_thread import ServiceThread
 
@@ -46,7 +46,7 @@ def test_every_request_is_counted_once(
 
 
 def test_recurrent_states_are_on_the_page() -> None:
-    stats = Stats(
+    stats = EngineStats(
         1, 0, 8, 8, 0, 1, 1, 1, 0, 0,
         state_bytes=640, snapshot_slots=4, snapshots=3, restored_states=2,
     )  # fmt: skip
@@ -57,7 +57,9 @@ def test_recurrent_states_are_on_the_page() -> None:
 
 
 def test_pages_in_use_are_counted_by_window() -> None:
-    stats = Stats(1, 0, 8, 3, 0, 1, 1, 1, 0, 0, page_bytes=64, pages_by_window={"all": 3, "128": 2})
+    stats = EngineStats(
+        1, 0, 8, 3, 0, 1, 1, 1, 0, 0, page_bytes=64, pages_by_window={"all": 3, "128": 2}
+    )
     samples = sampled(ServerMetrics().render([("mixed", stats)]))
     name = 'modelmill:kv_cache_in_use_bytes{model_name="mixed",window="%s"}'
     assert float(samples[name % "all"]) == 3 * 64

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from modelmill.serve.app import make_app
-from modelmill.serve.routes.page import FILES, PAGE_DIR, PAGE_PATHS
+from modelmill.serve.routes.page import PAGE_DIR, PAGE_FILES, PAGE_PATHS
 from modelmill.serve.service import Service, ServiceLimits
 from tests.serve.asgi_client import Client, Response
 from tests.serve.service_thread import ServiceThread
@@ -50,13 +50,13 @@ def call(client: Client, path: str, method: str = "GET", **headers: str) -> Resp
     return asyncio.run(client.call(method, path, headers=headers))
 
 
-@pytest.mark.parametrize("path", FILES)
+@pytest.mark.parametrize("path", PAGE_FILES)
 def test_each_file_is_sent_with_the_policy_and_without_a_key(
     client: Client, client_without_key: Client, path: str
 ) -> None:
     response = call(client_without_key, path)
     assert response.status == 200
-    assert response.body == FILES[path].read_bytes()
+    assert response.body == PAGE_FILES[path].read_bytes()
     policy = response.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
@@ -72,7 +72,7 @@ def test_each_file_is_sent_with_the_policy_and_without_a_key(
         ".txt": "text/plain",
         ".woff2": "font/woff2",
     }
-    assert response.headers["content-type"].startswith(content_type[FILES[path].suffix])
+    assert response.headers["content-type"].startswith(content_type[PAGE_FILES[path].suffix])
     again = call(client, path, **{"if-none-match": response.headers["etag"]})
     assert (again.status, again.body) == (304, b"")
 
@@ -107,10 +107,10 @@ def test_files_need_nothing_from_elsewhere(file: Path) -> None:
     )
     if file.suffix == ".html":
         assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", text)
-        assert set(re.findall(r'(?:src|href)="(/[^"]*)"', text)) <= set(FILES)
+        assert set(re.findall(r'(?:src|href)="(/[^"]*)"', text)) <= set(PAGE_FILES)
     if file.suffix == ".js":
         imports = re.findall(r'(?:from|import|import\()\s*"\./([\w./-]+)"', text)
-        assert {f"/page/{name}" for name in imports} <= set(FILES)
+        assert {f"/page/{name}" for name in imports} <= set(PAGE_FILES)
         assert text.startswith("// ")
     assert file.stat().st_size < 32 << 10
 
@@ -118,7 +118,7 @@ def test_files_need_nothing_from_elsewhere(file: Path) -> None:
 def test_all_of_it_is_light_and_packed() -> None:
     assert sum(file.stat().st_size for file in OWN_FILES) < 192 << 10
     assert sum(file.stat().st_size for file in VENDOR_FILES) < 1_200_000
-    assert {*OWN_FILES, *VENDOR_FILES} == set(FILES.values())
+    assert {*OWN_FILES, *VENDOR_FILES} == set(PAGE_FILES.values())
     assert b"/" in PAGE_PATHS
     project = tomllib.loads((PAGE_DIR.parent.parent.parent / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["modelmill.serve"]

@@ -12,9 +12,9 @@ import pytest
 from modelmill.core.errors import RequestError
 from modelmill.outputs import CompletionOutput, OutputDelta, RequestOutput
 from modelmill.serve.chat_schema import ChatRequest
+from modelmill.serve.compressed_text import compress_text
 from modelmill.serve.openai_models import OutputReasoning
-from modelmill.serve.packed_text import pack_text
-from modelmill.serve.response_items import ResponseItems
+from modelmill.serve.response_items import ResponseItemsBuilder
 from modelmill.serve.responses_schema import CompactRequest, ResponsesRequest, items_to_messages
 from modelmill.serve.routes.chat import (
     ChatResponseBuilder,
@@ -23,7 +23,7 @@ from modelmill.serve.routes.chat import (
     make_chat_tool_parser,
 )
 from modelmill.serve.routes.responses import ResponsesBuilder
-from modelmill.serve.routes.stored_responses import _summary_request, _without_thinking
+from modelmill.serve.routes.stored_responses import _make_summary_request, _strip_thinking
 from modelmill.serve.routes.tokenize import template_input
 from modelmill.serve.tokenize_schema import TemplateRequest
 from modelmill.text.answer_pieces import collect_answer
@@ -43,7 +43,7 @@ F = {"type": "function", "function": {"name": "f"}}
 
 
 @pytest.mark.parametrize(
-    ("effort", "kwargs", "takes_effort", "options"),
+    ("effort", "kwargs", "reads_reasoning_effort", "options"),
     [
         (None, None, False, {}),
         ("none", None, False, {"enable_thinking": False}),
@@ -55,13 +55,17 @@ F = {"type": "function", "function": {"name": "f"}}
     ],
 )
 def test_what_an_effort_means_to_a_template(
-    effort: str | None, kwargs: Any, takes_effort: bool, options: Any
+    effort: str | None, kwargs: Any, reads_reasoning_effort: bool, options: Any
 ) -> None:
-    chat_format = SimpleNamespace(thinking=ThinkingSyntax(), takes_effort=takes_effort)
+    chat_format = SimpleNamespace(
+        thinking=ThinkingSyntax(), reads_reasoning_effort=reads_reasoning_effort
+    )
     body = ChatRequest(**ASK, reasoning_effort=effort, chat_template_kwargs=kwargs)
     processor: Any = SimpleNamespace(chat_format=chat_format)
     assert _template_options(processor, body) == options
-    plain: Any = SimpleNamespace(chat_format=SimpleNamespace(thinking=None, takes_effort=False))
+    plain: Any = SimpleNamespace(
+        chat_format=SimpleNamespace(thinking=None, reads_reasoning_effort=False)
+    )
     assert _template_options(plain, body) == (kwargs or {})
 
 
@@ -97,7 +101,7 @@ def test_thinking_is_no_content(
     body = ChatRequest(**ASK, tools=tools)
     output = CompletionOutput(0, text, [1], "stop")
     builder = ChatResponseBuilder(body, handle_of(output, state), THINKS)  # type: ignore[arg-type]
-    message = builder._choice(output)["message"]
+    message = builder._format_choice(output)["message"]
     assert message["content"] == content
     assert message.get("reasoning_content") == message.get("reasoning") == reasoning
     builder = ChatResponseBuilder(body, handle_of(output, state), THINKS)  # type: ignore[arg-type]
@@ -118,7 +122,7 @@ def test_thinking_is_no_content(
 def test_thinking_comes_before_a_call() -> None:
     body = ChatRequest(**ASK, tools=[F])
     output = CompletionOutput(0, f"<think>\nI call.\n</think>\n\n{CALL}", [1], "stop")
-    choice = ChatResponseBuilder(body, handle_of(output), THINKS)._choice(output)  # type: ignore[arg-type]
+    choice = ChatResponseBuilder(body, handle_of(output), THINKS)._format_choice(output)  # type: ignore[arg-type]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["reasoning"] == "I call."
     assert choice["message"]["content"] is None
@@ -166,9 +170,9 @@ def test_tokens_of_the_thinking_are_counted() -> None:
 
 
 def test_thinking_that_is_cut_is_an_incomplete_item() -> None:
-    items = ResponseItems(hold_spaces=False)
+    items = ResponseItemsBuilder(hold_spaces=False)
     list(items.add_reasoning("Well"))
-    list(items.finish("incomplete"))
+    list(items.finish_items("incomplete"))
     (item,) = items.output
     assert (item["type"], item["status"]) == ("reasoning", "incomplete")
 
@@ -176,10 +180,10 @@ def test_thinking_that_is_cut_is_an_incomplete_item() -> None:
 def test_thinking_comes_back_as_its_content_or_packed() -> None:
     """Clients that pass on encrypted_content drop the content."""
     for packs in (True, False):
-        items = ResponseItems(hold_spaces=False, packs_thinking=packs)
+        items = ResponseItemsBuilder(hold_spaces=False, adds_encrypted_reasoning=packs)
         list(items.add_reasoning("Well."))
         list(items.add_text("Hi."))
-        list(items.finish("completed"))
+        list(items.finish_items("completed"))
         reasoning, message = items.output
         sent = {**reasoning, "content": None} if packs else reasoning
         assert ("encrypted_content" in reasoning) is packs
@@ -191,13 +195,13 @@ def test_thinking_comes_back_as_its_content_or_packed() -> None:
     for content, packed, thinking in (
         (None, "gAAAAA of another server", None),
         ([part], "gAAAAA of another server", "Well."),
-        ([part], pack_text("Not this."), "Well."),
+        ([part], compress_text("Not this."), "Well."),
     ):
         item = {**reasoning, "content": content, "encrypted_content": packed}
         messages = items_to_messages([user, item, message, user], None)
         assert messages[1].get("reasoning_content") == thinking
     body = ResponsesRequest(model="m", input="x", include=["reasoning.encrypted_content"])
-    assert body.wants_packed_thinking
+    assert body.wants_encrypted_reasoning
 
 
 TEMPLATE = (
@@ -230,11 +234,11 @@ def test_a_prompt_is_shown_with_the_variables_of_its_template(processor: TextPro
 
 def test_a_summary_is_written_without_thinking(processor: TextProcessor) -> None:
     body = CompactRequest(model="m")
-    chat, state = _summary_request(processor, body, [{"role": "user", "content": "x"}], 512)
+    chat, state = _make_summary_request(processor, body, [{"role": "user", "content": "x"}], 512)
     assert state.prompt_thinking == "closed"
     thought = "<think>\nHm.\n</think>\n\nTom has a ball."  # where a template cannot switch it off
-    assert _without_thinking(chat, processor, state, thought).strip() == "Tom has a ball."
-    assert _without_thinking(chat, processor, state, "Tom.") == "Tom."
+    assert _strip_thinking(chat, processor, state, thought).strip() == "Tom has a ball."
+    assert _strip_thinking(chat, processor, state, "Tom.") == "Tom."
 
 
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 7}}}

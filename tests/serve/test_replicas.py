@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 
-from modelmill.cli.main import execute
-from modelmill.cli.serve_ray import _make_portable
+from modelmill.cli.main import run_command_line
+from modelmill.cli.serve_ray import _make_message_portable
 from modelmill.core.packages import install_command
 from modelmill.serve import stream
-from modelmill.serve.replicas.affinity import PREFIX_LENGTHS, PrefixAffinity, prefix_digests
-from modelmill.serve.replicas.asgi_call import MAX_QUEUED_CHUNKS, call_app
+from modelmill.serve.replicas.asgi_call import MAX_QUEUED_CHUNKS, call_asgi_app
 from modelmill.serve.replicas.deployment import DeploymentSpec, ReplicaSpec
+from modelmill.serve.replicas.prefix_affinity import PREFIX_LENGTHS, PrefixAffinity, prefix_digests
 from modelmill.serve.replicas.proxy import ReplicaProxy, merge_metrics, with_middleware
 from modelmill.serve.service import Service, ServiceLimits
 from modelmill.serve.worker_messages import OpenEngine
@@ -90,7 +90,7 @@ def test_a_conversation_stays_where_it_began() -> None:
 def test_a_replica_that_is_gone_is_forgotten() -> None:
     affinity, prefix = PrefixAffinity(), prefix_digests(chat(LONG))
     affinity.record_route(prefix, "a")
-    affinity.retain(["b"])
+    affinity.retain_replicas(["b"])
     assert affinity.rank_replicas(prefix, {"b": 0, "a": 3})[0] == "b"
     assert affinity.rank_replicas(prefix, {}) == []
 
@@ -134,7 +134,7 @@ def test_plans() -> None:
     parts = [
         1 + order.num_loaded_before + len(order.later_weight_bytes)
         for order in ReplicaSpec(("m", "n"), orders, 8, 1024, "info")
-        .split_for_replicas(3)
+        .split_memory_for_replicas(3)
         .open_messages
     ]
     assert parts == [6, 6], "three replicas of two engines"
@@ -381,7 +381,7 @@ def test_a_client_that_leaves_while_the_queue_is_full_ends_the_application() -> 
             ended.append(scope["path"])
 
     async def leave() -> bool:
-        response = call_app(app, head, b"")
+        response = call_asgi_app(app, head, b"")
         assert (await anext(response))[0] == 200
         await asyncio.sleep(0)  # the application's turn: it fills the place that is free
         closing = asyncio.ensure_future(response.aclose())
@@ -401,7 +401,7 @@ def test_the_application_called_without_a_socket(running: ServiceThread) -> None
     async def call_body(body: dict[str, Any], most: int | None = None) -> list[Any]:
         texts = []
         async with aclosing(
-            call_app(running.client.app, head, json.dumps(body).encode())
+            call_asgi_app(running.client.app, head, json.dumps(body).encode())
         ) as pieces:
             async for piece in pieces:
                 texts.append(piece)
@@ -456,7 +456,7 @@ def test_the_application_called_without_a_socket(running: ServiceThread) -> None
 def test_flags_that_do_not_go_together(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
 ) -> None:
-    assert execute(["serve", "/nowhere/x.engine", *words]) == 2
+    assert run_command_line(["serve", "/nowhere/x.engine", *words]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -464,7 +464,7 @@ def test_flags_that_do_not_go_together(
 
 def test_without_ray(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("modelmill.cli.serve_ray.find_spec", lambda _: None)
-    assert execute(["serve", "/nowhere/x.engine", "--ray"]) == 1
+    assert run_command_line(["serve", "/nowhere/x.engine", "--ray"]) == 1
     assert install_command("serve", "ray") in capsys.readouterr().err
 
 
@@ -472,7 +472,7 @@ def test_an_engine_that_is_not_there(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("modelmill.cli.serve_ray.find_spec", lambda _: object())
-    assert execute(["serve", "/nowhere/x.engine", "--ray"]) == 2
+    assert run_command_line(["serve", "/nowhere/x.engine", "--ray"]) == 2
     assert "does not exist" in capsys.readouterr().err
 
 
@@ -483,11 +483,11 @@ def test_a_checkpoint_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         built.append((path, config.quantization))
         return tmp_path / "cached.engine"
 
-    monkeypatch.setattr("modelmill.llm.ensure_engine", build)
+    monkeypatch.setattr("modelmill.llm.ensure_cached_engine", build)
     (tmp_path / "model.gguf").write_text("")
     (tmp_path / "own.jinja").write_text("{{ messages }}")
     monkeypatch.chdir(tmp_path)
-    order = _make_portable(
+    order = _make_message_portable(
         OpenEngine("model.gguf", {"quantization": "int8"}, {"tp": 2}, chat_template="own.jinja")
     )
     assert built == [(Path("model.gguf"), "int8")]

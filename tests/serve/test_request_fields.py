@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from modelmill.serve.chat_schema import ChatRequest
+from modelmill.serve.compatibility_fields import list_compatibility_fields
 from modelmill.serve.completion_schema import CompletionRequest
-from modelmill.serve.message_keys import clean_messages
-from modelmill.serve.peer_fields import field_rows
+from modelmill.serve.message_cleaning import clean_messages
 from modelmill.serve.request_options import bad_word_ids
 from tests.serve.dialect_calls import events, post
 from tests.serve.service_thread import ServiceThread
@@ -47,7 +47,7 @@ def test_ignored_fields_and_nulls_change_nothing(running: ServiceThread) -> None
 
 
 def test_every_ignored_field_has_its_reason() -> None:
-    rows = field_rows([CompletionRequest, ChatRequest])
+    rows = list_compatibility_fields([CompletionRequest, ChatRequest])
     assert {"user", "id_slot", "typical_p", "metadata"} <= {name for name, _, _ in rows}
     assert all(reason for _, _, reason in rows)
     assert {kind for _, kind, _ in rows} == {"ignored", "off only"}

@@ -11,13 +11,13 @@ import pytest
 from pydantic import TypeAdapter
 
 from modelmill.core.errors import RequestError
-from modelmill.serve.response_items import ResponseItems
+from modelmill.serve.response_items import ResponseItemsBuilder
 from modelmill.serve.response_tools import (
-    CalledTool,
+    ClientToolName,
     ResponseTool,
-    called_tools,
-    chat_tools,
+    to_chat_tools,
     tool_warnings,
+    tools_by_offered_name,
 )
 from modelmill.serve.responses_schema import ResponsesRequest, items_to_messages
 from modelmill.serve.tool_schema import MAX_TOOLS
@@ -77,11 +77,11 @@ def test_a_call_of_a_tool_in_a_namespace(running: ServiceThread) -> None:
 
 def test_names_that_the_model_is_offered() -> None:
     tools = parsed(SEARCH, PATCH, NAMESPACE)
-    assert called_tools(tools) == {
-        "apply_patch": CalledTool("apply_patch", None, is_custom=True),
-        "mcp__files__read": CalledTool("read", "mcp__files__"),
+    assert tools_by_offered_name(tools) == {
+        "apply_patch": ClientToolName("apply_patch", None, is_custom=True),
+        "mcp__files__read": ClientToolName("read", "mcp__files__"),
     }
-    patch, read = chat_tools(tools)
+    patch, read = to_chat_tools(tools)
     assert "start: /.+/" in patch.as_template_tool()["function"]["description"]
     assert read.name == "mcp__files__read"
     assert tool_warnings(tools) == ["tools[0]: web_search is left out: this server runs no tools"]
@@ -94,7 +94,7 @@ def test_allowed_tools_may_name_tools_that_are_left_out() -> None:
     body = ResponsesRequest.model_validate({"model": "m", **ASK, "tool_choice": allowed})
     chat = body.to_chat_request()
     assert [tool.name for tool in chat.tools or ()] == ["apply_patch"]
-    assert chat.forces_call
+    assert chat.forces_tool_call
 
 
 @pytest.mark.parametrize(
@@ -179,9 +179,9 @@ def test_what_codex_sends(running: ServiceThread) -> None:
 
 
 def test_a_custom_call_that_was_cut() -> None:
-    items = ResponseItems(False, {"run": CalledTool("run", None, is_custom=True)})
+    items = ResponseItemsBuilder(False, {"run": ClientToolName("run", None, is_custom=True)})
     made = [*items.start_call("c", "run"), *items.add_arguments('{"input": "ls'),
-            *items.finish("incomplete")]  # fmt: skip
+            *items.finish_items("incomplete")]  # fmt: skip
     assert [event["type"].removeprefix("response.") for event in made] == [
         "output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done",
         "output_item.done",
@@ -191,4 +191,4 @@ def test_a_custom_call_that_was_cut() -> None:
 
 def test_a_namespaced_name_is_checked_at_parsing() -> None:
     with pytest.raises(RequestError, match="characters with its namespace"):
-        chat_tools(parsed({**NAMESPACE, "name": "n" * 127}))
+        to_chat_tools(parsed({**NAMESPACE, "name": "n" * 127}))

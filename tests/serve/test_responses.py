@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.serve.response_items import ResponseItems
+from modelmill.serve.response_items import ResponseItemsBuilder
 from modelmill.serve.responses_schema import items_to_messages
 from modelmill.text.answer_parser import make_answer_parser
 from modelmill.text.answer_pieces import ReasoningDelta, ToolCallDelta
-from modelmill.text.chat_format_files import load_format
+from modelmill.text.chat_format_registry import load_chat_syntax
 from tests.hypothesis_examples import examples
 from tests.serve.service_thread import ServiceThread
 
@@ -366,16 +366,19 @@ TOKENS = [
 def test_whatever_is_written_the_tokens_of_a_message_hold_its_text(
     style: str, tokens: list[str]
 ) -> None:
-    items, parser = ResponseItems(hold_spaces=True), make_answer_parser(load_format(style), ["f"])
+    items, parser = (
+        ResponseItemsBuilder(hold_spaces=True),
+        make_answer_parser(load_chat_syntax(style), ["f"]),
+    )
     for place, token in enumerate(tokens):
-        items.record_tokens(token, [place])
+        items.record_logprobs(token, [place])
         for piece in parser.push(token):
             deque(
                 items.add_text(piece) if isinstance(piece, str) else called(items, piece), maxlen=0
             )
     for piece in parser.flush():
         deque(items.add_text(piece) if isinstance(piece, str) else called(items, piece), maxlen=0)
-    deque(items.finish("completed"), maxlen=0)
+    deque(items.finish_items("completed"), maxlen=0)
     parts = [item["content"][0] for item in items.output if item["type"] == "message"]
     logprobs = [one for part in parts for one in part["logprobs"]]
     assert logprobs == sorted(set(logprobs))
@@ -386,7 +389,7 @@ def test_whatever_is_written_the_tokens_of_a_message_hold_its_text(
         assert logprobs == [*range(len(tokens))] or style == "qwen_react"
 
 
-def called(items: ResponseItems, piece: ToolCallDelta | ReasoningDelta) -> Iterator[Any]:
+def called(items: ResponseItemsBuilder, piece: ToolCallDelta | ReasoningDelta) -> Iterator[Any]:
     assert isinstance(piece, ToolCallDelta), "no thinking here"
     if piece.name is not None:
         yield from items.start_call(piece.id or "", piece.name)
@@ -486,18 +489,20 @@ def test_other_models_and_missing_ones(running: ServiceThread) -> None:
 
 
 def test_spaces_before_a_call_are_no_message() -> None:
-    items = ResponseItems(hold_spaces=True)
+    items = ResponseItemsBuilder(hold_spaces=True)
     event_types = [event["type"] for event in items.add_text("\n ")]
     event_types += [
         event["type"] for event in (*items.start_call("call_1", "f"), *items.add_arguments("{}"))
     ]
-    event_types += [event["type"] for event in (*items.add_text("\n"), *items.finish("completed"))]
+    event_types += [
+        event["type"] for event in (*items.add_text("\n"), *items.finish_items("completed"))
+    ]
     assert [item["type"] for item in items.output] == ["function_call"]
     assert not any("text" in event_type for event_type in event_types)
 
 
 def test_text_around_a_call_keeps_its_spaces_and_order() -> None:
-    items = ResponseItems(hold_spaces=True)
+    items = ResponseItemsBuilder(hold_spaces=True)
     events = [
         *items.add_text(" "),
         *items.add_text(" Let me see."),
@@ -506,7 +511,7 @@ def test_text_around_a_call_keeps_its_spaces_and_order() -> None:
         *items.add_arguments("}"),
     ]
     events += [*items.add_text(" "), *items.add_text("So")]
-    events += items.finish("incomplete")
+    events += items.finish_items("incomplete")
     first, call, last = items.output
     assert first["content"][0]["text"] == "  Let me see."
     assert (first["status"], call["status"], last["status"]) == (
@@ -524,8 +529,8 @@ def test_text_around_a_call_keeps_its_spaces_and_order() -> None:
 @pytest.mark.parametrize("holds", [False, True])
 @pytest.mark.parametrize("text", ["", "  "])
 def test_an_answer_of_nothing_is_one_message(holds: bool, text: str) -> None:
-    items = ResponseItems(holds)
-    events = [*items.add_text(text), *items.finish("completed")]
+    items = ResponseItemsBuilder(holds)
+    events = [*items.add_text(text), *items.finish_items("completed")]
     assert "".join(event.get("delta", "") for event in events) == text
     (item,) = items.output
     assert item["content"][0]["text"] == text
@@ -541,10 +546,10 @@ def test_a_call_without_a_turn_before_it_gets_one() -> None:
 def test_a_worker_that_dies_is_reported_in_the_stream(running: ServiceThread) -> None:
     from modelmill.serve.request_handle import RequestHandle
     from modelmill.serve.responses_schema import ResponsesRequest
-    from modelmill.serve.routes.responses import ResponsesBuilder, _make_chat_request
+    from modelmill.serve.routes.responses import ResponsesBuilder, _prepare_chat
 
     body = ResponsesRequest(model="stories", input="x", stream=True)
-    chat, dialogue = _make_chat_request(running.engine.text_processor, body, 512)
+    chat, dialogue = _prepare_chat(running.engine.text_processor, body, 512)
     reply = ResponsesBuilder(
         body, chat, RequestHandle([dialogue], lambda _: None), running.engine.text_processor
     )

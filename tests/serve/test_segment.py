@@ -21,8 +21,8 @@ import pytest
 
 from modelmill.segmenter import Segmenter
 from modelmill.serve.engine_state import EngineState
-from modelmill.serve.segment_messages import SegmentJob, SegmentResult
-from modelmill.serve.worker_messages import SegmentFailure, decode, encode
+from modelmill.serve.segmentation_messages import SegmentationJob, SegmentationResult
+from modelmill.serve.worker_messages import SegmentationFailure, decode_frame_body, encode_frame
 from modelmill.vision.prompts import make_prompt
 from tests.serve.asgi_client import Client, Response
 from tests.serve.segment_service import SegmentService, data_url, encode_image, random_photo
@@ -237,10 +237,10 @@ def test_a_click_does_not_wait_for_everything(
     body = {"model": "sam", "image": IMAGE, "everything": {**EVERYTHING, "points_per_side": 24}}
     click = {"image": IMAGE, "points": [[3, 3]]}
 
-    hear, results = seeing.segment_engine.segment_client.handle, []
+    hear, results = seeing.segment_engine.segment_client.handle_message, []
     monkeypatch.setattr(
         seeing.segment_engine.segment_client,
-        "handle",
+        "handle_message",
         lambda message: (results.append(message.id), hear(message)),
     )
 
@@ -355,7 +355,7 @@ def test_a_worker_that_dies_while_it_looks(seeing: SegmentService) -> None:
             await asyncio.sleep(0.001)
         seeing.segment_engine._worker_process.kill()  # type: ignore[union-attr]
         answer = await asking
-        assert seeing.service.ready is False
+        assert seeing.service.is_ready is False
         while seeing.segment_engine.state is not EngineState.READY:
             await asyncio.sleep(0.01)
         return answer
@@ -372,14 +372,14 @@ def test_a_worker_that_dies_while_it_looks(seeing: SegmentService) -> None:
 def test_frames_carry_bytes_as_they_are() -> None:
     body = bytes(range(256)) * 3
     for message in (
-        SegmentJob("a", "", "salt", [{"points": [[1.5, 2]], "labels": None, "box": None,
+        SegmentationJob("a", "", "salt", [{"points": [[1.5, 2]], "labels": None, "box": None,
         "mask": 0}], None, True, "png",
              False, body, (b"", body[1:])),
-        SegmentJob("b", image_digest="f" * 64, prompts=[]),
-        SegmentResult("c", {"masks": [], "image": {"id": "x"}}, (body, b"\0")),
-        SegmentResult("d", {}),
-        SegmentFailure("e", "invalid", "no", None),
+        SegmentationJob("b", image_digest="f" * 64, prompts=[]),
+        SegmentationResult("c", {"masks": [], "image": {"id": "x"}}, (body, b"\0")),
+        SegmentationResult("d", {}),
+        SegmentationFailure("e", "invalid", "no", None),
     ):  # fmt: skip
-        frame = encode(message)
-        assert decode(frame[4:]) == message
+        frame = encode_frame(message)
+        assert decode_frame_body(frame[4:]) == message
         assert len(frame) < 2000 + 2 * len(body)

@@ -14,7 +14,7 @@ import openai
 import psutil
 import pytest
 
-from modelmill.cli.serve import Args, _server_options, announce_address, served_name
+from modelmill.cli.serve import Args, _make_server_options, announce_address, served_name
 from modelmill.core.server_records import running_servers
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM
@@ -283,7 +283,7 @@ def test_where_it_listens_as_json(
 
 def test_spaces_around_a_key_are_none_of_it() -> None:
     """A client's are taken off, so that a key with them would never fit."""
-    place = _server_options(Args(engines=(Path("a"),), api_key=(" abc ", "d e")))
+    place = _make_server_options(Args(engines=(Path("a"),), api_key=(" abc ", "d e")))
     assert place.limits.api_keys == ("abc", "d e")
 
 

@@ -8,10 +8,15 @@ import pytest
 
 from modelmill.core.errors import RequestError
 from modelmill.serve.compaction import compacted_items
+from modelmill.serve.compressed_text import MAX_UNPACKED_BYTES, TextDecompressor, compress_text
 from modelmill.serve.errors import ApiError
-from modelmill.serve.packed_text import MAX_UNPACKED_BYTES, TextUnpacker, pack_text
 from modelmill.serve.response_input_items import list_input_items
-from modelmill.serve.response_store import ResponseStore, StoredResponse, make_stored, stored_bytes
+from modelmill.serve.response_store import (
+    ResponseStore,
+    StoredResponse,
+    estimate_stored_bytes,
+    make_stored_response,
+)
 from modelmill.serve.routes import stored_responses
 from tests.serve.service_thread import ServiceThread
 
@@ -136,11 +141,11 @@ def test_a_server_without_room_says_so(running: ServiceThread) -> None:
 
 
 def stored(id: str, text: str = "x" * 100) -> StoredResponse:
-    return make_stored([{"role": "user", "content": text}], {"id": id, "output": []})
+    return make_stored_response([{"role": "user", "content": text}], {"id": id, "output": []})
 
 
 def test_the_store_drops_the_least_recently_used() -> None:
-    size = stored_bytes(stored("r0"))
+    size = estimate_stored_bytes(stored("r0"))
     store = ResponseStore(3 * size)
     for number in range(3):
         store.add("me", stored(f"r{number}"), size)
@@ -160,7 +165,7 @@ def test_the_store_drops_the_least_recently_used() -> None:
 def test_log_probabilities_are_not_kept() -> None:
     part = {"type": "output_text", "text": "x", "annotations": [], "logprobs": [{"token": "x"}]}
     item = {"type": "message", "role": "assistant", "content": [part]}
-    first_item = make_stored([], {"id": "r", "output": [item]}).items[0]
+    first_item = make_stored_response([], {"id": "r", "output": [item]}).items[0]
     assert first_item["content"] == [{**part, "logprobs": []}]
 
 
@@ -174,7 +179,7 @@ def test_compaction_keeps_the_users_messages(running: ServiceThread) -> None:
     assert [item["type"] for item in output] == ["message", "compaction"]
     assert output[0]["content"] == [{"type": "input_text", "text": "Tom has a red ball."}]
     assert output[0]["id"].startswith("msg_")
-    assert TextUnpacker().unpack(output[1]["encrypted_content"])
+    assert TextDecompressor().decompress(output[1]["encrypted_content"])
     respond(running, input=[*output, {"role": "user", "content": "And then?"}])
     assert running.post("/v1/responses/compact", {"model": "stories"}).status == 400
 
@@ -182,7 +187,7 @@ def test_compaction_keeps_the_users_messages(running: ServiceThread) -> None:
 def test_an_empty_summary_does_not_replace_a_conversation(
     running: ServiceThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_responses, "_without_thinking", lambda *_: " \n")
+    monkeypatch.setattr(stored_responses, "_strip_thinking", lambda *_: " \n")
     body = {"model": "stories", "input": "Tom has a red ball.", "max_output_tokens": 2}
     answer = running.post("/v1/responses/compact", body)
     assert answer.status == 400
@@ -190,23 +195,23 @@ def test_an_empty_summary_does_not_replace_a_conversation(
 
 
 def test_packed_texts_of_other_servers_are_refused() -> None:
-    assert TextUnpacker().unpack(pack_text("Ünder \ud800 way")) == "Ünder ? way"
+    assert TextDecompressor().decompress(compress_text("Ünder \ud800 way")) == "Ünder ? way"
     # a client that cuts long fields: base64 of four characters is three bytes
-    cut = pack_text("".join(map(str, range(200))))[:-8]
+    cut = compress_text("".join(map(str, range(200))))[:-8]
     for content in ("", "gAAAA", "mm1:", "mm1:!", "mm1:QUJD", cut):
         with pytest.raises(RequestError, match="not of this server"):
-            TextUnpacker().unpack(content)
+            TextDecompressor().decompress(content)
 
 
 def test_packed_texts_of_a_request_are_limited_together() -> None:
-    half = pack_text("x" * (MAX_UNPACKED_BYTES // 2))
-    unpacker = TextUnpacker()
+    half = compress_text("x" * (MAX_UNPACKED_BYTES // 2))
+    unpacker = TextDecompressor()
     assert len(half) < MAX_UNPACKED_BYTES // 500
-    assert [len(unpacker.unpack(half)) for _ in range(2)] == [MAX_UNPACKED_BYTES // 2] * 2
-    assert unpacker.unpack(pack_text("")) == ""
+    assert [len(unpacker.decompress(half)) for _ in range(2)] == [MAX_UNPACKED_BYTES // 2] * 2
+    assert unpacker.decompress(compress_text("")) == ""
     for text in ("x", "€"):
         with pytest.raises(RequestError, match="more than 4 MiB"):
-            unpacker.unpack(pack_text(text))
+            unpacker.decompress(compress_text(text))
 
 
 def test_an_item_is_named_by_its_id(running: ServiceThread) -> None:
@@ -233,9 +238,9 @@ def test_an_item_is_named_by_its_id(running: ServiceThread) -> None:
 
 def test_items_go_with_their_response() -> None:
     def made(number: int) -> StoredResponse:
-        return make_stored([], {"id": f"r{number}", "output": [{"id": f"m{number}"}]})
+        return make_stored_response([], {"id": f"r{number}", "output": [{"id": f"m{number}"}]})
 
-    size = stored_bytes(made(0))
+    size = estimate_stored_bytes(made(0))
     store = ResponseStore(2 * size)
     for number in range(3):
         store.add("me", made(number), size)

@@ -12,7 +12,7 @@ from modelmill.outputs import CompletionOutput, OutputDelta, RequestOutput
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.routes.chat import ChatResponseBuilder
 from modelmill.text.answer_parser import make_answer_parser
-from modelmill.text.chat_format_files import load_format
+from modelmill.text.chat_format_registry import load_chat_syntax
 from tests.serve.replaced_answers import replace_answers
 from tests.serve.service_thread import ServiceThread
 
@@ -382,7 +382,7 @@ def test_only_a_stop_string_of_the_request_cuts_a_call(
         SimpleNamespace(request_states=[SimpleNamespace(output=answer, prompt_thinking="free")]),
         REACT,
     )  # type: ignore[arg-type]
-    choice = builder._choice(output)
+    choice = builder._format_choice(output)
     assert (choice["finish_reason"], choice["stop_reason"]) == (reason, ended)
     assert choice["message"]["tool_calls"][0]["function"] == {
         "name": "weather",
@@ -414,7 +414,7 @@ def test_a_forced_call_whose_grammar_has_no_way_on_is_none(text: str, reason: st
         chat_format=SimpleNamespace(format_name="json", thinking=None),
         remember_answer=lambda *_: None,
     )
-    choice = ChatResponseBuilder(body, answer, plain)._choice(output)  # type: ignore[arg-type]
+    choice = ChatResponseBuilder(body, answer, plain)._format_choice(output)  # type: ignore[arg-type]
     assert choice["finish_reason"] == reason
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == text
 
@@ -426,7 +426,7 @@ def test_a_forced_answer_that_is_no_call_is_reported_unless_it_was_cut(cut: bool
     """
     for text in ('{"name": "f", "arguments": 10}', '{"name": "f", "ar', "10"):
         for size in (1, 100):
-            parser = make_answer_parser(load_format("llama3_json"), ["f"], forced=True)
+            parser = make_answer_parser(load_chat_syntax("llama3_json"), ["f"], forced=True)
             pieces = [
                 piece
                 for at in range(0, len(text), size)

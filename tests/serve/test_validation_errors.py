@@ -9,10 +9,10 @@ from pydantic import ValidationError
 
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.completion_schema import CompletionRequest
-from modelmill.serve.dialects.llama_cpp_schema import NativeCompletionRequest
+from modelmill.serve.dialects.llama_cpp_schema import LlamaCppCompletionRequest
 from modelmill.serve.embeddings_schema import EmbeddingRequest
 from modelmill.serve.responses_schema import ResponsesRequest
-from modelmill.serve.segment_schema import SegmentRequest
+from modelmill.serve.segmentation_schema import SegmentRequest
 from modelmill.serve.strict_models import StrictModel
 from modelmill.serve.validation_errors import summarize_errors
 from tests.serve.service_thread import ServiceThread
@@ -45,9 +45,9 @@ CASES: list[tuple[type[StrictModel], dict[str, Any], str]] = [
     (ResponsesRequest, {"model": "m", "input": "x", "max_tokens": 3},
      "max_tokens: unknown field; did you mean max_output_tokens?"),
     (CompletionRequest, {**TEXT, "logit_bias": {"5": "x"}}, "logit_bias.5: must be a number"),
-    (NativeCompletionRequest, {"prompt": "x", "logit_bias": [["a", 1]]},
+    (LlamaCppCompletionRequest, {"prompt": "x", "logit_bias": [["a", 1]]},
      "logit_bias: must be biases by token id, or a list of pairs of a token id and its bias"),
-    (NativeCompletionRequest, {"prompt": "x", "samplers": 5},
+    (LlamaCppCompletionRequest, {"prompt": "x", "samplers": 5},
      "samplers: must be a list or a string"),
     (CompletionRequest, {**TEXT, "structured_outputs": {"json": 5}},
      "structured_outputs.json: must be an object or a string"),

@@ -27,9 +27,9 @@ from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.engine_state import EngineNotReady, EngineState
 from modelmill.serve.metrics import ServerMetrics
 from modelmill.serve.request_handle import WorkerLost
-from modelmill.serve.segment_messages import SegmentJob
+from modelmill.serve.segmentation_messages import SegmentationJob
 from modelmill.serve.watchdog import STARTUP_TIMEOUT, Watchdog, poll_interval
-from modelmill.serve.worker import sends_op_heartbeats
+from modelmill.serve.worker import needs_op_heartbeats
 from modelmill.serve.worker_inbox import HeartbeatSender, MessageChannel
 from modelmill.serve.worker_messages import (
     EngineReady,
@@ -39,7 +39,7 @@ from modelmill.serve.worker_messages import (
     Ping,
     SleepEngine,
     SleepReply,
-    encode,
+    encode_frame,
 )
 from tests.runtime import tiny
 from tests.serve.segment_service import encode_image, random_photo
@@ -161,7 +161,7 @@ def test_what_compiles_in_its_first_steps_gives_signs_of_life(
     device: str, warm: bool, limit: float, expected: bool
 ) -> None:
     assert (
-        sends_op_heartbeats(OpenEngine("a", {}, {}, warm_up=warm, watchdog_seconds=limit), device)
+        needs_op_heartbeats(OpenEngine("a", {}, {}, warm_up=warm, watchdog_seconds=limit), device)
         is expected
     )
 
@@ -179,10 +179,10 @@ def test_a_process_that_opens_an_engine_answers_for_itself() -> None:
     api_socket, box = inbox()
     with api_socket:
         box._answers_pings = True
-        api_socket.sendall(encode(Ping()))
-        assert api_socket.recv(100) == encode(Heartbeat())
+        api_socket.sendall(encode_frame(Ping()))
+        assert api_socket.recv(100) == encode_frame(Heartbeat())
         box.finish_opening()
-        api_socket.sendall(encode(Ping()))
+        api_socket.sendall(encode_frame(Ping()))
         assert box.messages.get(timeout=TIMEOUT_SECONDS) == Ping()
     assert box.messages.get(timeout=TIMEOUT_SECONDS) is None
 
@@ -208,8 +208,8 @@ class Watched:
         await self._task
 
     async def answer(self, prompt: str) -> str:
-        ticket = self.engine.submit([self.engine.text_processor.request(prompt, STORY)])
-        await ticket.finish()
+        ticket = self.engine.submit([self.engine.text_processor.make_request(prompt, STORY)])
+        await ticket.wait_until_finished()
         return ticket.request_states[0].output.outputs[0].text
 
     def counted(self, reason: str) -> float:
@@ -228,7 +228,7 @@ def test_a_step_that_does_not_end_is_reported_and_the_worker_replaced(
         async with watched_tiny(launcher) as watched:
             engine = watched.engine
             first = engine.submit([make_request(engine, (5, 6))])
-            await first.finish()
+            await first.wait_until_finished()
             launcher.children[0].allow_steps.clear()
             ticket = engine.submit([make_request(engine, (5, 6))])
             await watched.turns.spend(WITHIN)
@@ -238,7 +238,7 @@ def test_a_step_that_does_not_end_is_reported_and_the_worker_replaced(
                 WorkerLost,
                 match=r"^the engine tiny gave no sign of life for 4 s while it answered; ",
             ):
-                await ticket.finish()
+                await ticket.wait_until_finished()
             assert engine.state is EngineState.RESTARTING
             with pytest.raises(EngineNotReady):
                 engine.submit([make_request(engine, (5, 6))])
@@ -246,7 +246,7 @@ def test_a_step_that_does_not_end_is_reported_and_the_worker_replaced(
             assert engine.restarts == 1
             assert (watched.counted("hung"), watched.counted("ended")) == (1, 0)
             second = engine.submit([make_request(engine, (5, 6))])
-            await second.finish()
+            await second.wait_until_finished()
             ids = [each.request_states[0].output.outputs[0].token_ids for each in (first, second)]
             assert ids[0] == ids[1]
 
@@ -274,7 +274,7 @@ def test_a_long_step_just_under_the_limit_is_left_alone() -> None:
                 ticket = engine.submit([make_request(engine, (5, 6))])
                 await watched.turns.spend(WITHIN)
                 stepping.set()
-                await ticket.finish()
+                await ticket.wait_until_finished()
             assert (engine.restarts, len(launcher.children)) == (0, 1)
             assert watched.counted("hung") == 0
 
@@ -287,14 +287,14 @@ def test_an_engine_with_nothing_to_do_is_asked_and_answers() -> None:
     async def main() -> None:
         async with watched_tiny(ThreadLauncher()) as watched:
             received: list[None] = []
-            hear = watched.engine._handle
+            hear = watched.engine._handle_message
 
             def record_message(message: Message) -> None:
                 if isinstance(message, Heartbeat):
                     received.append(None)
                 hear(message)
 
-            watched.engine._handle = record_message  # type: ignore[method-assign]
+            watched.engine._handle_message = record_message  # type: ignore[method-assign]
             for _ in range(3 * WITHIN):
                 before = len(received)
                 await watched.turns.spend(1)
@@ -328,11 +328,11 @@ def stop(pid: int) -> None:
 
 async def begun(watched: Watched, **request: Any) -> Any:
     """A long answer of which some is there."""
-    dialogue = watched.engine.text_processor.request(
+    dialogue = watched.engine.text_processor.make_request(
         {"prompt": "Once upon a time", **request}, LONG
     )
     ticket = watched.engine.submit([dialogue])
-    await ticket.fetch()
+    await ticket.fetch_items()
     return ticket
 
 
@@ -364,7 +364,7 @@ def test_a_real_worker_that_hangs(stories: Path) -> None:
                 ticket = await fault(watched)
                 watched.turns.grant(WITHIN + 2)
                 with pytest.raises(WorkerLost, match="no sign of life"):
-                    await ticket.finish()
+                    await ticket.wait_until_finished()
                 await wait_until(lambda: engine.restarts == count)  # noqa: B023
                 assert not alive(pid)
                 await wait_until(lambda: engine.state is EngineState.READY)
@@ -418,21 +418,25 @@ def test_a_worker_for_pictures_that_is_stopped(sam: Path) -> None:
     async def main() -> None:
         async with Watched(OpenEngine(str(sam), {}, RUN, watchdog_seconds=LIMIT)) as watched:
             engine = watched.engine
-            look = SegmentJob(
+            look = SegmentationJob(
                 "a",
                 prompts=[{"points": [[9, 9]], "labels": [1], "box": None, "mask": None}],
                 image=encode_image(random_photo()),
             )
-            expected = (await engine.segment(look).finish()).payload["masks"]
+            expected = (await engine.submit_segmentation(look).wait_until_finished()).payload[
+                "masks"
+            ]
             pid = engine.pid or 0
             stop(pid)
-            glance = engine.segment(look)
+            glance = engine.submit_segmentation(look)
             watched.turns.grant(WITHIN + 2)
             with pytest.raises(WorkerLost, match="no sign of life"):
-                await glance.finish()
+                await glance.wait_until_finished()
             await wait_until(lambda: engine.state is EngineState.READY and engine.restarts == 1)
             assert not alive(pid)
-            assert (await engine.segment(look).finish()).payload["masks"] == expected
+            assert (await engine.submit_segmentation(look).wait_until_finished()).payload[
+                "masks"
+            ] == expected
 
     asyncio.run(bounded(main()))
 

@@ -34,7 +34,7 @@ from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.engine_state import EngineState
 from modelmill.serve.request_handle import WorkerLost
 from modelmill.serve.worker import EngineWorker
-from modelmill.serve.worker_inbox import Arrival, Inbox, MessageChannel
+from modelmill.serve.worker_inbox import MessageChannel, ReceivedRequest, WorkerInbox
 from modelmill.serve.worker_messages import (
     AbortRequest,
     AddRequest,
@@ -43,7 +43,7 @@ from modelmill.serve.worker_messages import (
     RequestRejected,
     RequestStarted,
     StepTokens,
-    encode,
+    encode_frame,
 )
 from tests.runtime import tiny
 from tests.serve.thread_worker import ThreadLauncher, make_request, served_engine
@@ -69,7 +69,7 @@ class Kept:
         self.send = self.sent.append
 
 
-def worked(loop: EngineCore, *incoming: Message | Arrival) -> list[Message]:
+def worked(loop: EngineCore, *incoming: Message | ReceivedRequest) -> list[Message]:
     """Run a worker with these messages until nothing is left to do; return what it sends."""
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     for each in incoming:
@@ -84,20 +84,20 @@ def worked(loop: EngineCore, *incoming: Message | Arrival) -> list[Message]:
 
     loop.step = last  # type: ignore[method-assign]
     EngineWorker(
-        loop, cast(MessageChannel, wire), cast(Inbox, SimpleNamespace(messages=messages))
+        loop, cast(MessageChannel, wire), cast(WorkerInbox, SimpleNamespace(messages=messages))
     ).run()
     return wire.sent
 
 
 def slow(loop: EngineCore, clock: Clock, seconds: float) -> EngineCore:
     """Every step computes for so long, by the clock."""
-    run = loop.model_runner.run
+    run = loop.model_runner.launch_forward
 
     def late(plan: Any) -> Any:
         clock.now += seconds
         return run(plan)
 
-    loop.model_runner.run = late  # type: ignore[method-assign]
+    loop.model_runner.launch_forward = late  # type: ignore[method-assign]
     return loop
 
 
@@ -116,7 +116,7 @@ def test_a_request_waits_until_its_first_step_begins(
     clock = Clock(monkeypatch)
     loop = slow(tiny.make_engine(overlap=overlap), clock, 5.0)
     pooling = POOL_MEAN if tokens == 0 else None
-    replies = worked(loop, Arrival(request("a", tokens, pooling=pooling), clock.now - 2.0))
+    replies = worked(loop, ReceivedRequest(request("a", tokens, pooling=pooling), clock.now - 2.0))
     assert replies[0] == RequestStarted("a", 2.0), "before anything that was computed"
     assert [each for each in replies if isinstance(each, RequestStarted)] == replies[:1]
     last = replies[-1]
@@ -128,7 +128,7 @@ def test_who_has_to_wait_for_others_waits_longer(monkeypatch: pytest.MonkeyPatch
     """An aborted request never starts, and later ones are still reported."""
     clock = Clock(monkeypatch)
     loop = slow(tiny.make_engine(max_num_seqs=1, overlap=False), clock, 5.0)
-    came = [Arrival(request(id, 2), clock.now) for id in "abcd"]
+    came = [ReceivedRequest(request(id, 2), clock.now) for id in "abcd"]
     replies = worked(loop, *came, AbortRequest("c"))
     assert [each for each in replies if isinstance(each, RequestStarted)] == [
         RequestStarted("a", 0.0),
@@ -137,12 +137,12 @@ def test_who_has_to_wait_for_others_waits_longer(monkeypatch: pytest.MonkeyPatch
     ]
 
 
-def inbox(*messages: Message) -> tuple[socket.socket, Inbox]:
+def inbox(*messages: Message) -> tuple[socket.socket, WorkerInbox]:
     """A server's end of the socket, on which this was said, and the worker's inbox."""
     api_sock, worker_sock = socket.socketpair()
-    box = Inbox(MessageChannel(worker_sock), on_server_gone=lambda: None)
+    box = WorkerInbox(MessageChannel(worker_sock), on_server_gone=lambda: None)
     for each in messages:
-        api_sock.sendall(encode(each))
+        api_sock.sendall(encode_frame(each))
     return api_sock, box
 
 
@@ -158,12 +158,12 @@ def test_waiting_begins_where_a_request_has_come(monkeypatch: pytest.MonkeyPatch
 
     box.set_guide_factory(make)
     with api_socket:
-        api_socket.sendall(encode(AddRequest(guided)))
-        assert box.messages.get(timeout=TIMEOUT_SECONDS) == Arrival(
+        api_socket.sendall(encode_frame(AddRequest(guided)))
+        assert box.messages.get(timeout=TIMEOUT_SECONDS) == ReceivedRequest(
             guided, 100.0, cast(Any, "guide")
         )
-        api_socket.sendall(encode(AddRequest(request("a", 3))))
-        assert box.messages.get(timeout=TIMEOUT_SECONDS) == Arrival(request("a", 3), 107.0)
+        api_socket.sendall(encode_frame(AddRequest(request("a", 3))))
+        assert box.messages.get(timeout=TIMEOUT_SECONDS) == ReceivedRequest(request("a", 3), 107.0)
     assert box.messages.get(timeout=TIMEOUT_SECONDS) is None
 
 
@@ -183,10 +183,10 @@ def test_a_grammar_that_cannot_be_made_is_refused(error: Exception, line: str) -
 
     box.set_guide_factory(make)
     with api_socket:
-        api_socket.sendall(encode(AddRequest(request("g", 3, grammar=Grammar("regex", "a")))))
+        api_socket.sendall(encode_frame(AddRequest(request("g", 3, grammar=Grammar("regex", "a")))))
         come = box.messages.get(timeout=TIMEOUT_SECONDS)
-        assert isinstance(come, Arrival)
-        assert worked(tiny.make_engine(), come, Arrival(request("a", 1), 0.0))[
+        assert isinstance(come, ReceivedRequest)
+        assert worked(tiny.make_engine(), come, ReceivedRequest(request("a", 1), 0.0))[
             0
         ] == RequestRejected("g", line)
     assert box.messages.get(timeout=TIMEOUT_SECONDS) is None
@@ -225,8 +225,8 @@ def test_memory_that_runs_out_before_a_step_ends_one_request(error: Exception) -
             with pytest.raises(
                 CapacityError, match=r"^the engine has no memory left for this request; send"
             ):
-                await engine.submit([make_request(engine, (5,) * 9)]).finish()
-            await other.finish()
+                await engine.submit([make_request(engine, (5,) * 9)]).wait_until_finished()
+            await other.wait_until_finished()
             assert len(other.request_states[0].output.outputs[0].token_ids) == 60
             assert len(launcher.children) == 1
             assert engine.state is EngineState.READY
@@ -263,18 +263,18 @@ def test_text_is_the_classes_and_a_killed_worker_is_replaced(
             "on_token",
             lambda token: push(token) if next(num_tokens) < 3 else None,
         )
-        ticket = engine.submit([engine.text_processor.request("Once upon a time", LONG)])
-        await ticket.fetch()
+        ticket = engine.submit([engine.text_processor.make_request("Once upon a time", LONG)])
+        await ticket.fetch_items()
         os.kill(first or 0, signal.SIGKILL)
         with pytest.raises(WorkerLost):
-            await ticket.finish()
+            await ticket.wait_until_finished()
         monkeypatch.undo()
         while engine.state is not EngineState.READY:
             await asyncio.sleep(0.01)
         assert engine.pid != first
         assert engine.engine_info.num_pages == pages  # type: ignore[union-attr]
-        ticket = engine.submit([engine.text_processor.request("Once upon a time", params)])
-        await ticket.finish()
+        ticket = engine.submit([engine.text_processor.make_request("Once upon a time", params)])
+        await ticket.wait_until_finished()
         assert ticket.request_states[0].output.outputs[0].text == expected
         last = engine.pid
         await engine.close()

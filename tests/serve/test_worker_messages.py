@@ -62,19 +62,19 @@ MESSAGES: list[wire.Message] = [
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_a_message_comes_out_as_it_went_in(message: wire.Message) -> None:
-    frame = wire.encode(message)
+    frame = wire.encode_frame(message)
     assert (
         wire.LENGTH_PREFIX.unpack(frame[: wire.LENGTH_PREFIX.size])[0]
         == len(frame) - wire.LENGTH_PREFIX.size
     )
-    assert wire.decode(frame[wire.LENGTH_PREFIX.size :]) == message
+    assert wire.decode_frame_body(frame[wire.LENGTH_PREFIX.size :]) == message
 
 
 @given(st.lists(st.sampled_from(MESSAGES), max_size=8), st.lists(st.integers(0, 4000), max_size=12))
 def test_frames_come_out_whole_however_they_were_cut(
     messages: list[wire.Message], cuts: list[int]
 ) -> None:
-    stream = b"".join(wire.encode(message) for message in messages)
+    stream = b"".join(wire.encode_frame(message) for message in messages)
     edges = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
     buffer, received = bytearray(), []
     for begin, end in pairwise(edges):
@@ -86,6 +86,6 @@ def test_frames_come_out_whole_however_they_were_cut(
 
 def test_stop_strings_stay_with_the_text_side() -> None:
     request = Request(id="r", prompt=(1,), params=SamplingParams(stop=("secret",)))
-    frame = wire.encode(wire.AddRequest(request))
+    frame = wire.encode_frame(wire.AddRequest(request))
     assert b"secret" not in frame
-    assert wire.decode(frame[wire.LENGTH_PREFIX.size :]).request.params.stop == ()  # type: ignore[union-attr]
+    assert wire.decode_frame_body(frame[wire.LENGTH_PREFIX.size :]).request.params.stop == ()  # type: ignore[union-attr]

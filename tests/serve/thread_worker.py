@@ -15,11 +15,11 @@ from typing import Any
 
 from modelmill.artifact.manifest import Manifest
 from modelmill.core.types import SamplingParams
-from modelmill.request_state import RequestState
+from modelmill.request_output_state import RequestOutputState
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.serve.engine_client import EngineClient
-from modelmill.serve.worker import EngineWorker, ready_message
-from modelmill.serve.worker_inbox import Inbox, MessageChannel
+from modelmill.serve.worker import EngineWorker, make_ready_message
+from modelmill.serve.worker_inbox import MessageChannel, WorkerInbox
 from modelmill.serve.worker_messages import OpenEngine
 from modelmill.text_processor import TextProcessor
 from tests.runtime import tiny
@@ -42,7 +42,7 @@ class ThreadWorker:
     def _run(self) -> None:
         wire = MessageChannel(self._worker_socket)
         assert isinstance(wire.receive(), OpenEngine)
-        wire.send(ready_message(self.engine_core, "tiny"))
+        wire.send(make_ready_message(self.engine_core, "tiny"))
         step = self.engine_core.step
 
         def blocked_step() -> Any:
@@ -50,7 +50,9 @@ class ThreadWorker:
             return step()
 
         self.engine_core.step = blocked_step  # type: ignore[method-assign]
-        EngineWorker(self.engine_core, wire, Inbox(wire, on_server_gone=self.allow_steps.set)).run()
+        EngineWorker(
+            self.engine_core, wire, WorkerInbox(wire, on_server_gone=self.allow_steps.set)
+        ).run()
         self._worker_socket.close()
 
     def kill(self) -> None:
@@ -109,7 +111,9 @@ async def served_engine(launcher: ThreadLauncher | None = None, max_waiting: int
         await task
 
 
-def make_request(engine: EngineClient, prompt: tuple[int, ...], **params: Any) -> RequestState:
+def make_request(
+    engine: EngineClient, prompt: tuple[int, ...], **params: Any
+) -> RequestOutputState:
     """A request, greedy by default."""
     options = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, **params})
-    return engine.text_processor.request(prompt, options)
+    return engine.text_processor.make_request(prompt, options)

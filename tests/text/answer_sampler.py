@@ -29,7 +29,7 @@ class MarkTokenizer:
             return bytes([id]) if id < END else b""
         return self.marks[id - END - 1].encode()
 
-    def split_special(self, text: str) -> list[str | int]:
+    def split_control_tokens(self, text: str) -> list[str | int]:
         control = [mark for mark in self.special if mark in text]
         pattern = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))
         parts = re.split(f"({pattern})", text) if control else [text]
@@ -50,7 +50,7 @@ class AnswerSampler:
 
     def sample(self, grammar: Grammar, rng: random.Random, max_tokens: int = 1200) -> str | None:
         """An answer, ends and marks preferred; None where it takes too long."""
-        guide, out = self._guides.make(grammar, (END,)), bytearray()
+        guide, out = self._guides.make_guide(grammar, (END,)), bytearray()
         vocab = self._tokenizer.vocab_size
         for _ in range(max_tokens):
             bits = guide.mask()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from modelmill.text.tokenizer import Tokenizer, load_tokenizer
+from modelmill.text.tokenizer_loader import Tokenizer, load_tokenizer
 
 REAL = ("gpt2", "qwen2.5", "qwen3", "llama", "qwen.tiktoken", "stories")
 

@@ -52,7 +52,7 @@ def random_answer(grammar: Grammar, rng: random.Random, max_tokens: int = 3000) 
     """An answer of random bytes among those that are allowed, ends preferred; None where it takes
     too long.
     """
-    guide, out = GUIDES.make(grammar, (END,)), bytearray()
+    guide, out = GUIDES.make_guide(grammar, (END,)), bytearray()
     for _ in range(max_tokens):
         bits = guide.mask()
         allowed = [id for id in range(257) if bits[id >> 3] >> (id & 7) & 1]

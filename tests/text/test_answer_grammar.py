@@ -11,10 +11,14 @@ import pytest
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import Grammar
-from modelmill.text.answer_grammar import PromptThinking, answer_grammar
+from modelmill.text.answer_grammar import PromptThinking, whole_answer_grammar
 from modelmill.text.answer_parser import make_answer_parser
 from modelmill.text.answer_pieces import ParsedAnswer, collect_answer
-from modelmill.text.chat_format_files import control_marks, format_names, load_format
+from modelmill.text.chat_format_registry import (
+    list_chat_formats,
+    load_chat_syntax,
+    parser_marks_with_calls,
+)
 from modelmill.text.grammar import check_grammar
 from modelmill.text.tool_grammar import forced_call_grammar, strict_call_grammar
 from tests.hypothesis_examples import examples
@@ -39,10 +43,12 @@ WEATHER = {
 
 @cache
 def sampler(name: str, control: bool) -> AnswerSampler:
-    syntax = load_format(name)
+    syntax = load_chat_syntax(name)
     opening = syntax.calls.call[0]
     openers = [opening, "\n" + opening]
-    return AnswerSampler([*sorted(control_marks(syntax, syntax.thinking)), *openers], control)
+    return AnswerSampler(
+        [*sorted(parser_marks_with_calls(syntax, syntax.thinking)), *openers], control
+    )
 
 
 def tool(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -60,10 +66,10 @@ def sampled(
     forced: bool = True,
 ) -> ParsedAnswer | None:
     """Sample an answer and parse it; None where it takes too long."""
-    syntax = load_format(name)
+    syntax = load_chat_syntax(name)
     # a control token is never text; as text these marks could stand in a value
     control = control or name == "gpt_oss"
-    grammar = answer_grammar(inner, name, syntax.thinking, state)
+    grammar = whole_answer_grammar(inner, name, syntax.thinking, state)
     assert grammar is not None
     check_grammar(grammar)
     text = sampler(name, control).sample(grammar, rng)
@@ -108,7 +114,7 @@ def check_forced_calls(name: str, seeds: range) -> int:
     return ended
 
 
-@pytest.mark.parametrize("name", format_names())
+@pytest.mark.parametrize("name", list_chat_formats())
 def test_a_forced_call_is_valid_in_every_syntax(name: str) -> None:
     assert check_forced_calls(name, range(examples(full=10, quick=6))) >= 1
 
@@ -121,7 +127,7 @@ def check_strict_calls(name: str, seeds: range) -> tuple[int, int]:
         tools = {"f": WEATHER}
         offered = tool("f", WEATHER)
         offered["function"]["strict"] = True
-        as_json = load_format(name).calls.writes_json
+        as_json = load_chat_syntax(name).calls.writes_json
         inner = strict_call_grammar([offered], rng.random() < 0.5, as_json=as_json)
         assert inner is not None
         state = rng.choice(STATES) if name != "gpt_oss" else "free"
@@ -135,7 +141,7 @@ def check_strict_calls(name: str, seeds: range) -> tuple[int, int]:
     return ended, called
 
 
-@pytest.mark.parametrize("name", format_names())
+@pytest.mark.parametrize("name", list_chat_formats())
 def test_a_strict_function_is_called_as_declared_or_not_at_all(name: str) -> None:
     ended, _ = check_strict_calls(name, range(examples(full=8, quick=5)))
     assert ended > 1

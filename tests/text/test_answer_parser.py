@@ -15,9 +15,9 @@ from modelmill.text.answer_pieces import (
     AnswerPiece,
     ToolCallDelta,
     collect_answer,
-    collect_tool_calls,
+    collect_content_and_calls,
 )
-from modelmill.text.chat_format_files import load_format
+from modelmill.text.chat_format_registry import load_chat_syntax
 from tests.hypothesis_examples import examples
 
 HERMES, LLAMA, DESCRIBED = "hermes", "llama3_json", "described"
@@ -126,7 +126,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 
 
 def make_parser(name: str, tools: list[str], **options: Any) -> AnswerParser:
-    return make_answer_parser(load_format(name), tools, **options)
+    return make_answer_parser(load_chat_syntax(name), tools, **options)
 
 
 def parse_pieces(
@@ -143,7 +143,7 @@ def parse_pieces(
         pieces += parser.push(text[at : at + sizes[turn % len(sizes)]])
         at, turn = at + sizes[turn % len(sizes)], turn + 1
     pieces += parser.flush()
-    content, calls = collect_tool_calls(pieces)
+    content, calls = collect_content_and_calls(pieces)
     assert len({call.id for call in calls}) == len(calls)
     return content, [(call.name, call.arguments) for call in calls], pieces
 
@@ -352,7 +352,7 @@ def test_other_forms_of_calls(
     name: str, text: str, content: str | None, calls: list[tuple[str, str]], size: int
 ) -> None:
     schema = {"properties": {"a": {}, "b": {"type": "array"}, "c": {"type": "array"}}}
-    parser = make_answer_parser(load_format(name), {"f": schema})
+    parser = make_answer_parser(load_chat_syntax(name), {"f": schema})
     pieces = [p for at in range(0, len(text), size) for p in parser.push(text[at : at + size])]
     answer = collect_answer([*pieces, *parser.flush()])
     assert answer.content.strip() == (text if content is None else content).strip()

@@ -15,15 +15,19 @@ from modelmill.text.answer_history import (
     AnswerHistory,
     PastAnswer,
     Piece,
-    record_past_answer,
+    make_past_answer,
 )
 from modelmill.text.answer_parser import make_answer_parser
-from modelmill.text.answer_pieces import ParsedAnswer, collect_answer, function_call_json
-from modelmill.text.answer_splice import AnswerSplicer, prompt_tail
-from modelmill.text.answer_writer import write_answer
-from modelmill.text.chat import TemplateChat, load_chat
-from modelmill.text.chat_format_files import control_marks, format_names, load_format
-from modelmill.text.tokenizer import Tokenizer, load_tokenizer
+from modelmill.text.answer_pieces import ParsedAnswer, collect_answer, make_openai_tool_call
+from modelmill.text.answer_renderer import render_answer
+from modelmill.text.answer_splice import AnswerSplicer, extract_prompt_tail
+from modelmill.text.chat_format_loader import TemplateChatFormat, load_chat_format
+from modelmill.text.chat_format_registry import (
+    list_chat_formats,
+    load_chat_syntax,
+    parser_marks_with_calls,
+)
+from modelmill.text.tokenizer_loader import Tokenizer, load_tokenizer
 from tests.text.conftest import files_of, hf_files, small_hf
 from tools.chat_formats.random_answers import RandomCase, random_case
 
@@ -41,7 +45,11 @@ class Conversation:
     """A conversation of a client with one model, answer by answer."""
 
     def __init__(
-        self, chat: TemplateChat, tokenizer: Tokenizer, schemas: dict[str, Any], **options: Any
+        self,
+        chat: TemplateChatFormat,
+        tokenizer: Tokenizer,
+        schemas: dict[str, Any],
+        **options: Any,
     ) -> None:
         self.chat, self.tokenizer, self.schemas = chat, tokenizer, schemas
         self.options = options
@@ -49,12 +57,14 @@ class Conversation:
         self.history = AnswerHistory()
         self.splicer = AnswerSplicer(
             tokenizer,
-            load_format(chat.format_name),
+            load_chat_syntax(chat.format_name),
             chat.thinking,
             chat.end_ids,
             frozenset(
                 tokenizer.special[mark]
-                for mark in control_marks(load_format(chat.format_name), chat.thinking)
+                for mark in parser_marks_with_calls(
+                    load_chat_syntax(chat.format_name), chat.thinking
+                )
                 if mark in tokenizer.special
             ),
             schemas,
@@ -62,7 +72,7 @@ class Conversation:
 
     def prompt(self) -> list[int]:
         pieces = self.pieces()
-        past = self.history.find(self.messages, "")
+        past = self.history.find_answers(self.messages, "")
         return self.tokenizer.encode_pieces(self.splicer.splice(pieces, past))
 
     def pieces(self) -> list[Piece]:
@@ -75,13 +85,13 @@ class Conversation:
         text = "".join(piece for piece in tail_pieces[-2:] if isinstance(piece, str)).rstrip()
         begun = thinking is not None and text.endswith(thinking.marks)
         thinks = begun and thinking is not None and text.endswith(thinking.marks[0])
-        tail = prompt_tail(tail_pieces, self.tokenizer, thinking if begun else None)
+        tail = extract_prompt_tail(tail_pieces, self.tokenizer, thinking if begun else None)
         assert tail is not None
         parser = make_answer_parser(
-            load_format(self.chat.format_name), self.schemas, thinking=thinking, thinks=thinks
+            load_chat_syntax(self.chat.format_name), self.schemas, thinking=thinking, thinks=thinks
         )
-        answer = collect_answer([*parser.push(self.splicer._text(ids)), *parser.flush()])
-        self.history.add(record_past_answer(answer, ids, tail, thinks), "")
+        answer = collect_answer([*parser.push(self.splicer._decode_pieces(ids)), *parser.flush()])
+        self.history.add(make_past_answer(answer, ids, tail, thinks), "")
         return answer
 
     def send_back(self, answer: ParsedAnswer, **changes: Any) -> None:
@@ -90,7 +100,7 @@ class Conversation:
             message["reasoning_content"] = answer.reasoning
         if answer.calls:
             message["tool_calls"] = [
-                function_call_json(call.id, call.name, call.arguments) for call in answer.calls
+                make_openai_tool_call(call.id, call.name, call.arguments) for call in answer.calls
             ]
         self.messages.append({**message, **changes})
         for call in answer.calls:
@@ -103,12 +113,12 @@ def contains(ids: Sequence[int], part: Sequence[int]) -> bool:
 
 
 @cache
-def real_chat(shared: Path, name: str) -> tuple[TemplateChat, Tokenizer]:
+def real_chat(shared: Path, name: str) -> tuple[TemplateChatFormat, Tokenizer]:
     """Both are the same after every conversation."""
     files = files_of(shared, name)
     tokenizer = load_tokenizer(files)
-    chat = load_chat(files, tokenizer)
-    assert isinstance(chat, TemplateChat)
+    chat = load_chat_format(files, tokenizer)
+    assert isinstance(chat, TemplateChatFormat)
     return chat, tokenizer
 
 
@@ -218,33 +228,33 @@ def test_an_answer_with_a_dropped_call_is_not_repeated(shared: Path) -> None:
     ids = talk_to.tokenizer.encode(f"{call}\n{call}", bos=False)
     answer = talk_to.answer(ids)
     first = ParsedAnswer("", answer.calls[:1])
-    tail = prompt_tail(talk_to.pieces(), talk_to.tokenizer, None)
+    tail = extract_prompt_tail(talk_to.pieces(), talk_to.tokenizer, None)
     assert tail is not None
     talk_to.history = AnswerHistory()
-    talk_to.history.add(record_past_answer(first, ids, tail, thinks=False), "")
+    talk_to.history.add(make_past_answer(first, ids, tail, thinks=False), "")
     talk_to.send_back(first)
     assert talk_to.prompt() == talk_to.tokenizer.encode_pieces(talk_to.pieces())
 
 
 def test_the_oldest_answers_are_forgotten_and_salts_are_separate() -> None:
-    tail = prompt_tail([1], load_tokenizer(hf_files()), None)
+    tail = extract_prompt_tail([1], load_tokenizer(hf_files()), None)
     assert tail is not None
 
     def record(text: str, size: int = 1) -> PastAnswer:
-        return record_past_answer(ParsedAnswer(text), [7] * size, tail, thinks=False)
+        return make_past_answer(ParsedAnswer(text), [7] * size, tail, thinks=False)
 
     def answered(text: str) -> list[dict[str, str]]:
         return [{"role": "assistant", "content": text}]
 
-    history = AnswerHistory(max_bytes=3 * record("a").size)
+    history = AnswerHistory(max_bytes=3 * record("a").size_bytes)
     for text in "abc":
         history.add(record(text), "salt")
-    assert len(history.find(answered("a"), "salt")) == 1
-    assert not history.find(answered("a"), "")
+    assert len(history.find_answers(answered("a"), "salt")) == 1
+    assert not history.find_answers(answered("a"), "")
     history.add(record("d"), "salt")  # b is the one that was used least recently
-    assert [len(history.find(answered(text), "salt")) for text in "abcd"] == [1, 0, 1, 1]
+    assert [len(history.find_answers(answered(text), "salt")) for text in "abcd"] == [1, 0, 1, 1]
     history.add(record("e", size=10_000), "salt")
-    assert not history.find(answered("e"), "salt")
+    assert not history.find_answers(answered("e"), "salt")
 
 
 MARKED = "<|im_start|>{role}\n{text}<|im_end|>\n"
@@ -252,8 +262,12 @@ MARKED = "<|im_start|>{role}\n{text}<|im_end|>\n"
 
 def format_conversation(name: str, case: RandomCase) -> Conversation:
     """A conversation whose template writes answers in a format, but not as the model did."""
-    syntax = load_format(name)
-    control = ["<|im_start|>", "<|im_end|>", *sorted(control_marks(syntax, case.thinking))]
+    syntax = load_chat_syntax(name)
+    control = [
+        "<|im_start|>",
+        "<|im_end|>",
+        *sorted(parser_marks_with_calls(syntax, case.thinking)),
+    ]
     spec = small_hf()
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     spec["added_tokens"] += [
@@ -263,8 +277,8 @@ def format_conversation(name: str, case: RandomCase) -> Conversation:
     ]
     files = hf_files(spec, chat_template="{{ messages }}", eos_token="<|im_end|>")
     tokenizer = load_tokenizer(files)
-    chat = load_chat(files, tokenizer)
-    assert isinstance(chat, TemplateChat)
+    chat = load_chat_format(files, tokenizer)
+    assert isinstance(chat, TemplateChatFormat)
     chat.format_name, chat.thinking = name, case.thinking
     return Conversation(chat, tokenizer, case.tools)
 
@@ -286,37 +300,37 @@ def rewritten(answer: ParsedAnswer, rng: random.Random) -> ParsedAnswer:
     return ParsedAnswer(answer.content, calls, answer.reasoning)
 
 
-@pytest.mark.parametrize("name", [name for name in format_names() if name != "qwen_react"])
+@pytest.mark.parametrize("name", [name for name in list_chat_formats() if name != "qwen_react"])
 def test_random_answers_come_back_in_every_format(name: str) -> None:
     """qwen_react has no template."""
     for seed in range(12):
         rng = random.Random(f"{name} {seed}")
-        case = random_case(load_format(name), rng)
+        case = random_case(load_chat_syntax(name), rng)
         check_random_answer(name, case, rng)
 
 
 def check_random_answer(name: str, case: RandomCase, rng: random.Random) -> None:
-    syntax, talk_to = load_format(name), format_conversation(name, case)
+    syntax, talk_to = load_chat_syntax(name), format_conversation(name, case)
     tokenizer = talk_to.tokenizer
     begun = case.thinking.open if case.thinks and case.thinking is not None else ""
     head = MARKED.format(role="user", text="Hi") + "<|im_start|>assistant\n"
-    text = write_answer(syntax, case.answer, thinking=case.thinking, thinks=case.thinks)
+    text = render_answer(syntax, case.answer, thinking=case.thinking, thinks=case.thinks)
     ids = tokenizer.encode(text, bos=False, special=True)
-    head_pieces = tokenizer.split_special(head + begun)
-    tail = prompt_tail(head_pieces, tokenizer, case.thinking if begun else None)
+    head_pieces = tokenizer.split_control_tokens(head + begun)
+    tail = extract_prompt_tail(head_pieces, tokenizer, case.thinking if begun else None)
     assert tail is not None
     parser = make_answer_parser(syntax, case.tools, thinking=case.thinking, thinks=case.thinks)
-    answer = collect_answer([*parser.push(talk_to.splicer._text(ids)), *parser.flush()])
-    past = record_past_answer(answer, ids, tail, case.thinks)
+    answer = collect_answer([*parser.push(talk_to.splicer._decode_pieces(ids)), *parser.flush()])
+    past = make_past_answer(answer, ids, tail, case.thinks)
     drops = rng.random() < 0.5 or not answer.reasoning
     shown = rewritten(answer, rng)
-    rendered = write_answer(
+    rendered = render_answer(
         syntax,
         ParsedAnswer(shown.content, shown.calls, "" if drops else shown.reasoning),
         thinking=None if drops else case.thinking,
     )
     later = f"{head}{rendered}<|im_end|>\n" + MARKED.format(role="user", text="And?")
-    pieces = talk_to.splicer.splice(tokenizer.split_special(later), [[past]])
+    pieces = talk_to.splicer.splice(tokenizer.split_control_tokens(later), [[past]])
     prompt = tokenizer.decode(tokenizer.encode_pieces(pieces), skip_special=False)
     written = text if not drops else after_thinking(name, case, text)
     assert prompt == f"{head}{'' if drops else begun}{written}<|im_end|>\n" + MARKED.format(
@@ -328,7 +342,7 @@ def after_thinking(name: str, case: RandomCase, text: str) -> str:
     """What a model wrote after its thinking."""
     if not case.answer.reasoning and not case.thinks:
         return text
-    if load_format(name).calls.style == "harmony":
+    if load_chat_syntax(name).calls.style == "harmony":
         return text.partition("<|end|><|start|>assistant")[2] or text
     assert case.thinking is not None
     return text.partition(case.thinking.marks[1])[2].lstrip()

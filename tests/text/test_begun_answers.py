@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from modelmill.core.types import Grammar
-from modelmill.text.answer_grammar import answer_grammar
+from modelmill.text.answer_grammar import whole_answer_grammar
 from modelmill.text.answer_parser import make_answer_parser
 from modelmill.text.answer_pieces import ParsedAnswer, ParsedToolCall, collect_answer
-from modelmill.text.answer_writer import write_answer
-from modelmill.text.chat_format_files import load_format
+from modelmill.text.answer_renderer import render_answer
+from modelmill.text.chat_format_registry import load_chat_syntax
 from modelmill.text.tool_grammar import forced_call_grammar, strict_call_grammar
 from tests.text.random_schemas import END, GUIDES
 
@@ -24,7 +24,7 @@ TOOL = {
 
 
 def parse(text: str, size: int, cut: bool = False) -> ParsedAnswer:
-    parser = make_answer_parser(load_format(NAME), {"f": None, "forecast": None})
+    parser = make_answer_parser(load_chat_syntax(NAME), {"f": None, "forecast": None})
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     return collect_answer([*(p for each in pieces for p in parser.push(each)), *parser.flush(cut)])
 
@@ -68,7 +68,7 @@ def test_a_mark_that_a_limit_cuts_off_is_no_content(text: str) -> None:
 
 
 def test_one_character_of_a_mark_behind_a_call_is_no_content() -> None:
-    parser = make_answer_parser(load_format("functionary_v32"), ["f"])
+    parser = make_answer_parser(load_chat_syntax("functionary_v32"), ["f"])
     pieces = parser.push("all\nso >>>>>f\n{}>>") + parser.flush(cut=True)
     answer = collect_answer(pieces)
     assert answer.content == "so >>"
@@ -77,16 +77,16 @@ def test_one_character_of_a_mark_behind_a_call_is_no_content() -> None:
 
 def test_an_answer_is_written_without_what_the_prompt_writes() -> None:
     call = ParsedToolCall("1", "f", '{"n": 1}')
-    syntax = load_format(NAME)
-    assert write_answer(syntax, ParsedAnswer("", (call,))) == 'f\n{"n": 1}'
-    assert write_answer(syntax, ParsedAnswer("Hi", (call,))) == 'all\nHi>>>f\n{"n": 1}'
+    syntax = load_chat_syntax(NAME)
+    assert render_answer(syntax, ParsedAnswer("", (call,))) == 'f\n{"n": 1}'
+    assert render_answer(syntax, ParsedAnswer("Hi", (call,))) == 'all\nHi>>>f\n{"n": 1}'
 
 
 def takes(inner: Grammar | None, text: str) -> bool:
     """Whether a constraint allows a whole answer."""
-    grammar = answer_grammar(inner, NAME, None, "closed")
+    grammar = whole_answer_grammar(inner, NAME, None, "closed")
     assert grammar is not None
-    guide = GUIDES.make(grammar, (END,))
+    guide = GUIDES.make_guide(grammar, (END,))
     for id in (*text.encode(), END):
         if not guide.mask()[id >> 3] >> (id & 7) & 1:
             return False

@@ -9,42 +9,42 @@ from typing import cast
 import pytest
 
 from modelmill.text.answer_pieces import collect_answer
-from modelmill.text.chat import ChatFormat, load_chat, make_chat_answer_parser
-from modelmill.text.chat_format_files import (
-    control_marks,
-    detect_format,
-    detect_thinking,
-    format_names,
-    load_format,
-    text_marks,
+from modelmill.text.chat_format_loader import ChatFormat, load_chat_format, make_chat_answer_parser
+from modelmill.text.chat_format_registry import (
+    detect_chat_format,
+    detect_thinking_marks,
+    list_chat_formats,
+    load_chat_syntax,
+    parser_marks_with_calls,
+    parser_marks_without_calls,
 )
 from modelmill.text.chat_syntax import ChatSyntax
-from modelmill.text.tokenizer import load_tokenizer
+from modelmill.text.tokenizer_loader import load_tokenizer
 from tests.text.conftest import hf_files, small_hf
 from tools.chat_formats.check_answers import check_answer
 
 
-@pytest.mark.parametrize("name", format_names())
+@pytest.mark.parametrize("name", list_chat_formats())
 def test_streamed_is_whole_is_written_back(name: str) -> None:
     """More of them: ``python -m tools.chat_formats --count N``."""
     for seed in range(60):
-        check_answer(load_format(name), random.Random(f"{name} {seed}"))
+        check_answer(load_chat_syntax(name), random.Random(f"{name} {seed}"))
 
 
-@pytest.mark.parametrize("name", format_names())
+@pytest.mark.parametrize("name", list_chat_formats())
 def test_a_file_describes_one_format(name: str) -> None:
-    syntax = load_format(name)
+    syntax = load_chat_syntax(name)
     assert isinstance(syntax, ChatSyntax)
     assert syntax.title
     assert (syntax.calls.style == "parameters") == (syntax.calls.parameter is not None)
-    marks = set(control_marks(syntax, syntax.thinking))
+    marks = set(parser_marks_with_calls(syntax, syntax.thinking))
     assert marks
     assert marks.issuperset(syntax.control_tokens)
 
 
 def test_a_name_without_a_file_is_refused() -> None:
     with pytest.raises(ValueError, match="no chat format 'herms'; there are apertus, command_a, "):
-        load_format("herms")
+        load_chat_syntax("herms")
 
 
 # what published templates write of a call, and the format that it is; {% if tools %} stands in all
@@ -102,7 +102,7 @@ CALL_TEXTS = [
 
 @pytest.mark.parametrize(("text", "name"), CALL_TEXTS)
 def test_a_template_shows_its_format(text: str, name: str) -> None:
-    assert detect_format("{% if tools %}" + text + "{% endif %}") == name
+    assert detect_chat_format("{% if tools %}" + text + "{% endif %}") == name
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,15 @@ def test_a_template_shows_its_format(text: str, name: str) -> None:
     [("{{ messages[0].content }}<|end|>", (259,)), ("<|start|><|channel|><|message|><|end|>", ())],
 )
 def test_the_end_of_a_harmony_message_ends_no_turn(template: str, stops: tuple[int, ...]) -> None:
-    chat = load_chat(hf_files(small_hf(), chat_template=template), load_tokenizer(hf_files()))
+    chat = load_chat_format(
+        hf_files(small_hf(), chat_template=template), load_tokenizer(hf_files())
+    )
     assert chat is not None
     assert chat.stop_ids == stops
 
 
 def test_a_template_without_tools_has_them_described() -> None:
-    assert detect_format("{{ messages }}", ["[TOOL_CALLS]"]) == "described"
+    assert detect_chat_format("{{ messages }}", ["[TOOL_CALLS]"]) == "described"
 
 
 @pytest.mark.parametrize(
@@ -129,17 +131,18 @@ def test_a_template_without_tools_has_them_described() -> None:
     ],
 )
 def test_control_tokens_show_what_the_template_does_not(tokens: list[str], name: str) -> None:
-    assert detect_format("{% if tools %}{{ tools }}{% endif %}", tokens) == name
+    assert detect_chat_format("{% if tools %}{{ tools }}{% endif %}", tokens) == name
 
 
 def test_marks_around_content_are_read_without_tools_and_thinking() -> None:
     """Kimi K3 writes its marks by macros, and encloses every answer."""
-    syntax = load_format("kimi_k3")
-    assert detect_thinking(syntax, "{{ open_tag('think') }}") == syntax.thinking
-    assert detect_thinking(syntax, "{{ open_tag('response') }}") is None
-    assert {"<|open|>", "<|close|>", "<|sep|>"} <= set(text_marks(syntax, None))
-    assert not text_marks(load_format("kimi_k2"), None)
-    assert set(text_marks(load_format("hermes"), load_format("hermes").thinking)) == {
+    syntax = load_chat_syntax("kimi_k3")
+    assert detect_thinking_marks(syntax, "{{ open_tag('think') }}") == syntax.thinking
+    assert detect_thinking_marks(syntax, "{{ open_tag('response') }}") is None
+    assert {"<|open|>", "<|close|>", "<|sep|>"} <= set(parser_marks_without_calls(syntax, None))
+    assert not parser_marks_without_calls(load_chat_syntax("kimi_k2"), None)
+    syntax = load_chat_syntax("hermes")
+    assert set(parser_marks_without_calls(syntax, syntax.thinking)) == {
         "<think>", "</think>"
     }  # fmt: skip
     texts = {"kimi_k3": "<|open|>response<|sep|>hi<|close|>response<|sep|>", "hermes": "hi"}
@@ -152,14 +155,14 @@ def test_marks_around_content_are_read_without_tools_and_thinking() -> None:
 
 
 def test_thinking_is_what_the_template_writes() -> None:
-    hermes, mistral = load_format("hermes"), load_format("mistral_v13")
-    assert detect_thinking(hermes, "no thinking") is None
-    assert detect_thinking(hermes, "<think>\n</think>") == hermes.thinking
-    magistral = detect_thinking(mistral, "[THINK][/THINK]")
+    hermes, mistral = load_chat_syntax("hermes"), load_chat_syntax("mistral_v13")
+    assert detect_thinking_marks(hermes, "no thinking") is None
+    assert detect_thinking_marks(hermes, "<think>\n</think>") == hermes.thinking
+    magistral = detect_thinking_marks(mistral, "[THINK][/THINK]")
     assert magistral is not None
     assert magistral.marks == ("[THINK]", "[/THINK]")
     # Mistral's calls with other marks of the thinking
-    other = detect_thinking(mistral, "<think></think>")
+    other = detect_thinking_marks(mistral, "<think></think>")
     assert other is not None
     assert other.marks == ("<think>", "</think>")
 
@@ -167,4 +170,4 @@ def test_thinking_is_what_the_template_writes() -> None:
 def test_more_marks_of_a_format_are_a_better_sign() -> None:
     """Qwen3-Coder's template has all of Functionary's marks, and one more."""
     example = "<tool_call>\n<function=example_function_name>\n<parameter=a>\n</function>"
-    assert detect_format("{% if tools %}" + example + "{% endif %}") == "qwen3_coder"
+    assert detect_chat_format("{% if tools %}" + example + "{% endif %}") == "qwen3_coder"

@@ -9,14 +9,14 @@ import pytest
 
 from modelmill.text.answer_parser import make_answer_parser
 from modelmill.text.answer_pieces import ParsedAnswer, ParsedToolCall, collect_answer
-from modelmill.text.answer_writer import write_answer
-from modelmill.text.chat_format_files import format_names, load_format
+from modelmill.text.answer_renderer import render_answer
+from modelmill.text.chat_format_registry import list_chat_formats, load_chat_syntax
 
 ATOMS = ("01234", "1.50", "1e5", "-0", "true", "007-x", "ulm")
 """Texts that a literal without quotes can be."""
 TEXTS = (*ATOMS, "null", "[1, 2]", '{"a": 1}', '"quoted"', "1 2")
 LITERAL_STYLES = ("pythonic", "named")
-UNTYPED = [name for name in format_names() if not load_format(name).calls.writes_json]
+UNTYPED = [name for name in list_chat_formats() if not load_chat_syntax(name).calls.writes_json]
 PARAMETERS = {
     "type": "object",
     "properties": {
@@ -30,12 +30,12 @@ CASES = [
     (name, key, text)
     for name in UNTYPED
     for key in ("zip", "unit")
-    for text in (ATOMS if load_format(name).calls.style in LITERAL_STYLES else TEXTS)
+    for text in (ATOMS if load_chat_syntax(name).calls.style in LITERAL_STYLES else TEXTS)
 ]
 
 
 def _parse(name: str, pieces: list[str], parameters: Mapping[str, object] = PARAMETERS) -> str:
-    parser = make_answer_parser(load_format(name), {"f": parameters})
+    parser = make_answer_parser(load_chat_syntax(name), {"f": parameters})
     parsed = [each for piece in pieces for each in parser.push(piece)]
     return collect_answer([*parsed, *parser.flush()]).calls[0].arguments
 
@@ -46,10 +46,10 @@ def test_formats_with_untyped_arguments_are_audited() -> None:
 
 @pytest.mark.parametrize(("name", "key", "text"), CASES)
 def test_text_without_quotes_is_a_declared_string(name: str, key: str, text: str) -> None:
-    syntax = load_format(name)
+    syntax = load_chat_syntax(name)
     arguments = json.dumps({key: text, "days": 2})
     call = ParsedToolCall("functions.f:0", "f", arguments)
-    written = write_answer(syntax, ParsedAnswer("", (call,)))
+    written = render_answer(syntax, ParsedAnswer("", (call,)))
     mark = syntax.calls.string_mark or '"'
     if syntax.calls.style in LITERAL_STYLES:
         assert f"{mark}{text}{mark}" in written
@@ -57,7 +57,7 @@ def test_text_without_quotes_is_a_declared_string(name: str, key: str, text: str
     whole = _parse(name, [written])
     assert json.loads(whole) == {key: text, "days": 2}
     assert _parse(name, list(written)) == whole
-    back = write_answer(syntax, ParsedAnswer("", (ParsedToolCall(call.id, "f", whole),)))
+    back = render_answer(syntax, ParsedAnswer("", (ParsedToolCall(call.id, "f", whole),)))
     assert _parse(name, [back]) == whole
 
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.text.detokenizer import REPLACEMENT, Detokenizer, Utf8Stream
-from modelmill.text.tokenizer import load_tokenizer
+from modelmill.text.detokenizer import REPLACEMENT, Detokenizer, IncrementalUtf8Decoder
+from modelmill.text.tokenizer_loader import load_tokenizer
 from tests.hypothesis_examples import examples
 from tests.text.conftest import REAL, gguf_bpe, gguf_spm, hf_files
 
@@ -67,10 +67,10 @@ def test_ids_before_and_behind_are_decoded_together(model_name, data, skip_speci
     ids = st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=8)
     prompt, answer = data.draw(ids), data.draw(ids)
     # written out, control tokens of the answer are its words
-    plain = [id for id in prompt if not tokenizer.is_skipped(id)]
+    plain = [id for id in prompt if not tokenizer.is_skipped_in_decode(id)]
     follows = follows or any(map(tokenizer.token_bytes, plain))
     before = Detokenizer(tokenizer, skip_special=skip_special, continues_prompt=follows)
-    text = "".join(map(before.push_prompt, prompt))
+    text = "".join(map(before.push_prompt_token, prompt))
     for detokenizer in (before.fork(), before):
         streamed = text + "".join(map(detokenizer.push, answer)) + detokenizer.flush()
         first = (
@@ -124,7 +124,7 @@ NASTY = st.lists(
 @settings(deadline=None)
 @given(NASTY.map(bytes) | st.binary(), st.data())
 def test_any_cut_gives_what_python_gives(data, draw):
-    stream = Utf8Stream()
+    stream = IncrementalUtf8Decoder()
     text, at = "", 0
     while at < len(data):
         size = draw.draw(st.integers(1, len(data) - at))
@@ -136,7 +136,7 @@ def test_any_cut_gives_what_python_gives(data, draw):
 @settings(deadline=None)
 @given(NASTY.map(bytes) | st.binary())
 def test_each_byte_counts_every_broken_byte(data):
-    stream = Utf8Stream(each_byte=True)
+    stream = IncrementalUtf8Decoder(each_byte=True)
     text = "".join(stream.push(bytes([byte])) for byte in data) + stream.flush()
     valid_text = text.replace(REPLACEMENT, "")
     genuine = data.decode("utf-8", errors="ignore").count(REPLACEMENT)
@@ -147,7 +147,7 @@ def test_each_byte_counts_every_broken_byte(data):
 
 
 def test_never_holds_back_a_finished_character():
-    stream = Utf8Stream()
+    stream = IncrementalUtf8Decoder()
     assert [stream.push(bytes([byte])) for byte in "é🦙a".encode()] == [
         "",
         "é",

@@ -6,17 +6,17 @@ import pytest
 
 from modelmill.text.answer_parser import make_answer_parser
 from modelmill.text.answer_pieces import collect_answer
-from modelmill.text.chat_format_files import (
-    control_marks,
-    detect_format,
-    detect_thinking,
-    format_names,
-    load_format,
-    select_variant,
+from modelmill.text.chat_format_registry import (
+    detect_chat_format,
+    detect_thinking_marks,
+    list_chat_formats,
+    load_chat_syntax,
+    parser_marks_with_calls,
+    select_format_variant,
 )
 from tests.text.tool_schemas import object_schema
 
-BASE = load_format("k2_horizon")
+BASE = load_chat_syntax("k2_horizon")
 TOOLS = {
     "f": {
         "type": "object",
@@ -47,10 +47,10 @@ def _section(call: str) -> str:
 
 
 def _calls(name: str, text: str) -> list[tuple[str, str]]:
-    parser = make_answer_parser(load_format(name), TOOLS)
+    parser = make_answer_parser(load_chat_syntax(name), TOOLS)
     pieces = [each for char in text for each in parser.push(char)]
     answer = collect_answer([*pieces, *parser.flush()])
-    whole = make_answer_parser(load_format(name), TOOLS)
+    whole = make_answer_parser(load_chat_syntax(name), TOOLS)
     again = collect_answer([*whole.push(text), *whole.flush()])
     assert [call.arguments for call in again.calls] == [call.arguments for call in answer.calls]
     return [(call.name, call.arguments) for call in answer.calls]
@@ -73,25 +73,27 @@ def _calls(name: str, text: str) -> list[tuple[str, str]]:
     ],
 )
 def test_variables_select_a_variant(options: dict[str, object], name: str, closing: str) -> None:
-    selected, thinking = select_variant("k2_horizon", BASE.thinking, options)
+    selected, thinking = select_format_variant("k2_horizon", BASE.thinking, options)
     assert selected == name
     assert thinking is not None
     assert thinking.marks[1] == closing
-    assert select_variant("k2_horizon", None, options) == (name, None)
+    assert select_format_variant("k2_horizon", None, options) == (name, None)
 
 
 def test_every_variant_is_a_format() -> None:
-    names = [each.format_name for name in format_names() for each in load_format(name).variants]
+    names = [
+        each.format_name for name in list_chat_formats() for each in load_chat_syntax(name).variants
+    ]
     assert {f"k2_horizon_{each}" for each in ("json", "typed", "xml")} == set(filter(None, names))
     for name in filter(None, names):
-        assert set(load_format(name).calls.section) == set(BASE.calls.section)
+        assert set(load_chat_syntax(name).calls.section) == set(BASE.calls.section)
 
 
 def test_marks_of_a_variant_are_visible() -> None:
-    name, thinking = select_variant(
+    name, thinking = select_format_variant(
         "k2_horizon", BASE.thinking, {"tool_call_format": "xml_typed", "reasoning_effort": "low"}
     )
-    marks = set(control_marks(load_format(name), thinking))
+    marks = set(parser_marks_with_calls(load_chat_syntax(name), thinking))
     assert {"<ifm|arg_type>", "</ifm|arg_type>", "</ifm|arg_key>", "</ifm|arg_value>"} <= marks
     assert thinking is not None
     assert set(thinking.marks) <= marks
@@ -99,8 +101,8 @@ def test_marks_of_a_variant_are_visible() -> None:
 
 def test_the_template_shows_the_format() -> None:
     template = "{% if tools %}<ifm|tool_calls>{% endif %}<ifm|think></ifm|think>"
-    assert detect_format(template) == "k2_horizon"
-    assert detect_thinking(BASE, template) == BASE.thinking
+    assert detect_chat_format(template) == "k2_horizon"
+    assert detect_thinking_marks(BASE, template) == BASE.thinking
 
 
 @pytest.mark.parametrize(

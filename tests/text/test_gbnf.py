@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from modelmill.core.errors import RequestError
-from modelmill.text.gbnf import MAX_GRAMMAR_CHARS, gbnf_grammar
+from modelmill.text.gbnf import MAX_GRAMMAR_CHARS, gbnf_to_lark_grammar
 from modelmill.text.grammar import check_grammar
 
 
@@ -19,7 +19,7 @@ from modelmill.text.grammar import check_grammar
     ],
 )
 def test_a_grammar_can_be_used(text: str) -> None:
-    grammar = gbnf_grammar(text)
+    grammar = gbnf_to_lark_grammar(text)
     assert grammar.grammar_type == "lark"
     check_grammar(grammar)
 
@@ -36,6 +36,6 @@ def test_a_grammar_can_be_used(text: str) -> None:
 )
 def test_what_is_no_grammar(text: str, message: str) -> None:
     with pytest.raises(RequestError, match=f"^grammar: .*{message}"):
-        gbnf_grammar(text)
+        gbnf_to_lark_grammar(text)
     with pytest.raises(RequestError, match=f"^x: .*{message}"):
-        gbnf_grammar(text, "x")
+        gbnf_to_lark_grammar(text, "x")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.core.errors import TokenizerError
-from modelmill.text.tokenizer import load_tokenizer
+from modelmill.text.tokenizer_loader import load_tokenizer
 from tests.text.conftest import gguf_bpe, gguf_spm, spm_rows
 
 
@@ -82,10 +82,10 @@ def test_runs_of_spaces_are_tokens_of_their_own():
 
 
 def test_the_llama_vocabulary_by_way_of_gguf(real, shared):
-    from modelmill.text.spm_proto import read_model
+    from modelmill.text.sentencepiece_proto import parse_spm_model
 
     data = (shared / "data/tokenizers/llama/tokenizer.model").read_bytes()
-    pieces = read_model(data, "tokenizer.model").pieces
+    pieces = parse_spm_model(data, "tokenizer.model").pieces
     files = gguf_spm(
         tokens=[piece.text for piece in pieces],
         scores=[piece.score for piece in pieces],
@@ -160,11 +160,11 @@ def test_smollm2_as_transformers(smollm2, text):
 
 @pytest.mark.slow
 def test_smollm2_chat_as_transformers(smollm2):
-    from modelmill.text.chat import load_chat
-    from tests.text.test_chat import CONVERSATIONS
+    from modelmill.text.chat_format_loader import load_chat_format
+    from tests.text.test_chat_format_loader import CONVERSATIONS
 
     files, tokenizer, hf_tokenizer = smollm2()
-    chat = load_chat(files, tokenizer)
+    chat = load_chat_format(files, tokenizer)
     assert chat is not None
     for messages in CONVERSATIONS:
         for generate in (True, False):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from modelmill.core.errors import RequestError
 from modelmill.core.types import Grammar
 from modelmill.text import grammar as grammars
-from modelmill.text.tokenizer import Tokenizer, load_tokenizer
+from modelmill.text.tokenizer_loader import Tokenizer, load_tokenizer
 from tests.hypothesis_examples import examples
 
 
@@ -40,7 +40,7 @@ def walk(
     most: int = 200,
 ) -> str | None:
     """Random allowed tokens until the end; None where it takes too long."""
-    rng, guide, ids = random.Random(seed), guides.make(grammar, tokenizer.eos_ids), []
+    rng, guide, ids = random.Random(seed), guides.make_guide(grammar, tokenizer.eos_ids), []
     for _ in range(most):
         bits = guide.mask()
         allowed = [id for id in range(tokenizer.vocab_size + 5) if bits[id >> 3] >> (id & 7) & 1]
@@ -68,11 +68,11 @@ def test_what_has_no_text_is_refused(
     guides: grammars.GuideFactory, tokenizer: Tokenizer, grammar_type: str, text: str
 ) -> None:
     with pytest.raises(RequestError, match="cannot be used"):
-        guides.make(Grammar(grammar_type, text), tokenizer.eos_ids)
+        guides.make_guide(Grammar(grammar_type, text), tokenizer.eos_ids)
 
 
 def test_an_empty_text_is_one(guides: grammars.GuideFactory, tokenizer: Tokenizer) -> None:
-    guide = guides.make(Grammar("regex", "a?"), tokenizer.eos_ids)
+    guide = guides.make_guide(Grammar("regex", "a?"), tokenizer.eos_ids)
     bits = guide.mask()
     assert bits[tokenizer.eos_ids[0] >> 3] >> (tokenizer.eos_ids[0] & 7) & 1
     assert not guide.failed
@@ -91,7 +91,7 @@ def test_a_grammar_that_takes_too_much_work_is_lost_and_not_ended(
     }
     rng, guide, ids = (
         random.Random(0),
-        guides.make(Grammar("json", json.dumps(schema)), tokenizer.eos_ids),
+        guides.make_guide(Grammar("json", json.dumps(schema)), tokenizer.eos_ids),
         [],
     )
     while not guide.failed:
@@ -125,7 +125,7 @@ def test_random_walks_end_inside_the_grammar(
 
 
 def test_a_copy_goes_its_own_way(guides: grammars.GuideFactory, tokenizer: Tokenizer) -> None:
-    guide = guides.make(Grammar("regex", "ab"), tokenizer.eos_ids)
+    guide = guides.make_guide(Grammar("regex", "ab"), tokenizer.eos_ids)
     other = guide.copy()
     before = other.mask().copy()
     guide.accept(
@@ -137,7 +137,7 @@ def test_a_copy_goes_its_own_way(guides: grammars.GuideFactory, tokenizer: Token
 
 def test_an_answer_without_an_end_is_refused(guides: grammars.GuideFactory) -> None:
     with pytest.raises(RequestError, match="end"):
-        guides.make(Grammar("regex", "ab"), ())
+        guides.make_guide(Grammar("regex", "ab"), ())
 
 
 @pytest.mark.parametrize(

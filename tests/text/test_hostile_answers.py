@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 
 from modelmill.text.answer_parser import make_answer_parser
 from modelmill.text.answer_pieces import ParsedAnswer, collect_answer
-from modelmill.text.call_reader import split_mark
-from modelmill.text.chat_format_files import control_marks, format_names, load_format
+from modelmill.text.chat_format_registry import (
+    list_chat_formats,
+    load_chat_syntax,
+    parser_marks_with_calls,
+)
+from modelmill.text.tool_call_reader import split_mark_parts
 from tests.hypothesis_examples import examples
 from tests.text.tool_schemas import object_schema
 from tools.chat_formats.check_answers import is_json_prefix
@@ -31,9 +35,9 @@ PIECES = (
 
 def hostile_texts(name: str) -> st.SearchStrategy[list[str]]:
     """Lists of pieces: marks of the format, whole and cut, its syntax, and any text."""
-    syntax = load_format(name)
-    marks = sorted({*control_marks(syntax, syntax.thinking), "<tool_call>"} - {""})
-    parts = sorted({part for mark in marks for part in split_mark(mark)})
+    syntax = load_chat_syntax(name)
+    marks = sorted({*parser_marks_with_calls(syntax, syntax.thinking), "<tool_call>"} - {""})
+    parts = sorted({part for mark in marks for part in split_mark_parts(mark)})
     cut = [mark[: len(mark) // 2] for mark in marks]
     return st.lists(
         st.one_of(st.sampled_from([*marks, *parts, *cut]), st.sampled_from(PIECES), st.text()),
@@ -42,7 +46,7 @@ def hostile_texts(name: str) -> st.SearchStrategy[list[str]]:
 
 
 def parse(name: str, pieces: list[str], thinks: bool, cut: bool) -> ParsedAnswer:
-    syntax = load_format(name)
+    syntax = load_chat_syntax(name)
     thinking = syntax.thinking
     parser = make_answer_parser(
         syntax, TOOLS, thinking=thinking, thinks=thinks and thinking is not None
@@ -57,7 +61,7 @@ def meaning(answer: ParsedAnswer) -> tuple[Any, ...]:
     return answer.content, answer.reasoning, calls
 
 
-@pytest.mark.parametrize("name", format_names())
+@pytest.mark.parametrize("name", list_chat_formats())
 @settings(max_examples=examples(60, 6), deadline=None)
 @given(data=st.data())
 def test_any_text_is_parsed_the_same_however_it_comes(name: str, data: st.DataObject) -> None:
@@ -72,7 +76,7 @@ def test_any_text_is_parsed_the_same_however_it_comes(name: str, data: st.DataOb
         assert is_json_prefix(call.arguments), call
 
 
-@pytest.mark.parametrize("name", [name for name in format_names() if name != "gpt_oss"])
+@pytest.mark.parametrize("name", [name for name in list_chat_formats() if name != "gpt_oss"])
 @settings(max_examples=examples(60, 6), deadline=None)
 @given(data=st.data())
 def test_no_text_is_lost_where_nothing_is_a_call(name: str, data: st.DataObject) -> None:
@@ -81,7 +85,7 @@ def test_no_text_is_lost_where_nothing_is_a_call(name: str, data: st.DataObject)
     gpt-oss's channels are no text: what they have is dropped or sorted by its channel.
     """
     text = "".join(data.draw(hostile_texts(name)))
-    parser = make_answer_parser(load_format(name), TOOLS)
+    parser = make_answer_parser(load_chat_syntax(name), TOOLS)
     answer = collect_answer([*parser.push(text), *parser.flush()])
     if answer.calls:
         return
@@ -90,10 +94,10 @@ def test_no_text_is_lost_where_nothing_is_a_call(name: str, data: st.DataObject)
 
 def without_marks(name: str, text: str) -> str:
     """Remove blanks, and the marks that are no text without a call."""
-    syntax = load_format(name)
+    syntax = load_chat_syntax(name)
     text = "".join(text.split())
     section = syntax.calls.section[0]
-    first = () if syntax.calls.whole_marks else split_mark(section)[:1]
+    first = () if syntax.calls.whole_marks else split_mark_parts(section)[:1]
     # a list without a call ends at its bracket
     empty = [section + "]"] if syntax.calls.section[1].startswith("]") else []
     for mark in (*empty, section, *first, *syntax.content, *syntax.dropped):

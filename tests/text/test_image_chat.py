@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from modelmill.core.errors import RequestError, TemplateError
 from modelmill.core.types import Request, SamplingParams, TokenOutput
-from modelmill.request_state import RequestState
-from modelmill.text.image_chat import Blip2Chat, ImageChat, load_image_chat
-from modelmill.text.tokenizer import Tokenizer, load_tokenizer
+from modelmill.request_output_state import RequestOutputState
+from modelmill.text.image_chat import Blip2ChatFormat, ImageChatFormat, load_image_chat_format
+from modelmill.text.tokenizer_loader import Tokenizer, load_tokenizer
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
@@ -27,8 +27,8 @@ def tokenizer(shared: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def chat(tokenizer: Tokenizer) -> ImageChat:
-    return ImageChat(tokenizer, 32)
+def chat(tokenizer: Tokenizer) -> ImageChatFormat:
+    return ImageChatFormat(tokenizer, 32)
 
 
 def user(*content: Any) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def user(*content: Any) -> dict[str, Any]:
     }
 
 
-def test_the_published_prompt(chat: ImageChat, tokenizer: Tokenizer, shared: Path) -> None:
+def test_the_published_prompt(chat: ImageChatFormat, tokenizer: Tokenizer, shared: Path) -> None:
     """Against sentencepiece itself: BOS on the first piece alone, a dummy prefix on each."""
     import sentencepiece
 
@@ -58,7 +58,7 @@ def test_the_published_prompt(chat: ImageChat, tokenizer: Tokenizer, shared: Pat
     assert chat.render([user(PICTURE, "What is this?")]) == before + "<ImageHere>" + after
 
 
-def test_what_a_user_types_is_text(chat: ImageChat) -> None:
+def test_what_a_user_types_is_text(chat: ImageChatFormat) -> None:
     """Marks and control tokens in a message place no picture and end nothing."""
     ids, pictures = chat.encode_with_images([{"role": "user", "content": "<ImageHere> <s> </s>"}])
     assert not pictures
@@ -66,14 +66,14 @@ def test_what_a_user_types_is_text(chat: ImageChat) -> None:
     assert 2 not in ids
 
 
-def test_a_system_message_stands_first(chat: ImageChat) -> None:
+def test_a_system_message_stands_first(chat: ImageChatFormat) -> None:
     prompt = chat.render(
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     )
     assert prompt == "Be brief.###Human: Hi###Assistant:"
 
 
-def test_without_the_question_to_go_on(chat: ImageChat) -> None:
+def test_without_the_question_to_go_on(chat: ImageChatFormat) -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " Yes. "}]
     assert chat.render(messages, add_generation_prompt=False).endswith(
         "###Human: Hi###Assistant: Yes.###"
@@ -107,7 +107,7 @@ def test_without_the_question_to_go_on(chat: ImageChat) -> None:
     ],
 )
 def test_wrong_messages(tokenizer: Tokenizer, messages: Any, says: str) -> None:
-    for chat in (ImageChat(tokenizer, 32), Blip2Chat(tokenizer, 32)):
+    for chat in (ImageChatFormat(tokenizer, 32), Blip2ChatFormat(tokenizer, 32)):
         with pytest.raises(RequestError, match=says):
             chat.encode_with_images(messages)
 
@@ -116,7 +116,7 @@ def test_questions_have_the_pictures_in_front(tokenizer: Tokenizer) -> None:
     """As the paper asks: pictures, BOS, "Question: … Answer:"; nothing is asked about a picture
     without words.
     """
-    chat = Blip2Chat(tokenizer, 3)
+    chat = Blip2ChatFormat(tokenizer, 3)
     messages = [
         {"role": "system", "content": "Be brief."},
         user("What is", PICTURE, "this? "),
@@ -132,7 +132,7 @@ def test_questions_have_the_pictures_in_front(tokenizer: Tokenizer) -> None:
     assert chat.encode_with_images([user(PICTURE)])[0] == [0] * 3 + tokenizer.encode("", bos=True)
 
 
-def test_no_tools_and_no_options(chat: ImageChat) -> None:
+def test_no_tools_and_no_options(chat: ImageChatFormat) -> None:
     with pytest.raises(RequestError, match="no tools"):
         chat.encode([user("Hi")], tools=[{"type": "function"}])
     with pytest.raises(RequestError, match="no option"):
@@ -149,18 +149,18 @@ OTHER = [
 @pytest.mark.parametrize("file", OTHER)
 def test_a_file_that_says_something_else(tokenizer: Tokenizer, file: bytes) -> None:
     with pytest.raises(TemplateError, match="rebuild"):
-        load_image_chat({"image_chat.json": file}, tokenizer)
+        load_image_chat_format({"image_chat.json": file}, tokenizer)
 
 
 def run_answer(
-    tokenizer: Tokenizer, chat: ImageChat, ids: list[int]
+    tokenizer: Tokenizer, chat: ImageChatFormat, ids: list[int]
 ) -> tuple[str, list[int], bool]:
     """(text, ids that were taken, whether a stop ended it) of an answer that would be ``ids``."""
     params = SamplingParams(stop=chat.stop_strings).with_defaults({})
-    dialogue = RequestState(Request(id="a", prompt=(1,), params=params), None, tokenizer)
+    dialogue = RequestOutputState(Request(id="a", prompt=(1,), params=params), None, tokenizer)
     text = ""
     for id in ids:
-        delta, stopped = dialogue.process(TokenOutput("a", 0, id))
+        delta, stopped = dialogue.process_token_output(TokenOutput("a", 0, id))
         text += delta.text
         if stopped:
             return text, dialogue.output.outputs[0].token_ids, True
@@ -178,7 +178,7 @@ def test_the_ids_of_the_mark(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("mark", [[TRIPLE], [DOUBLE, HASH], [HASH, DOUBLE], [HASH, HASH, HASH]])
 def test_ended_by_either_tokenization(
-    tokenizer: Tokenizer, chat: ImageChat, mark: list[int]
+    tokenizer: Tokenizer, chat: ImageChatFormat, mark: list[int]
 ) -> None:
     words = tokenizer.encode("It is a dog.", bos=False)
     text, ids, stopped = run_answer(tokenizer, chat, [*words, *mark, *words])
@@ -187,7 +187,7 @@ def test_ended_by_either_tokenization(
     assert ids == [*words, *mark]
 
 
-def test_a_lone_double_mark_ends_nothing(tokenizer: Tokenizer, chat: ImageChat) -> None:
+def test_a_lone_double_mark_ends_nothing(tokenizer: Tokenizer, chat: ImageChatFormat) -> None:
     words = tokenizer.encode("Use ## and # here", bos=False)
     assert DOUBLE in words or 444 in words
     text, ids, stopped = run_answer(
@@ -200,7 +200,7 @@ def test_a_lone_double_mark_ends_nothing(tokenizer: Tokenizer, chat: ImageChat) 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.sampled_from([HASH, DOUBLE, TRIPLE, 263, 11203, 29889, 13]), max_size=12))
-def test_the_text_decides(tokenizer: Tokenizer, chat: ImageChat, ids: list[int]) -> None:
+def test_the_text_decides(tokenizer: Tokenizer, chat: ImageChatFormat, ids: list[int]) -> None:
     """Whatever the tokens are, the answer ends where its text first holds ###."""
     text, consumed_ids, stopped = run_answer(tokenizer, chat, ids)
     full_text = tokenizer.decode(ids)

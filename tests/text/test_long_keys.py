@@ -8,29 +8,29 @@ import pytest
 
 from modelmill.text.answer_parser import make_answer_parser
 from modelmill.text.answer_pieces import ParsedAnswer, ParsedToolCall, collect_answer
-from modelmill.text.answer_writer import write_answer
-from modelmill.text.call_reader import MAX_KEY_CHARS
-from modelmill.text.chat_format_files import format_names, load_format
+from modelmill.text.answer_renderer import render_answer
+from modelmill.text.chat_format_registry import list_chat_formats, load_chat_syntax
 from modelmill.text.harmony import MAX_HEADER_CHARS, MESSAGE
+from modelmill.text.tool_call_reader import MAX_KEY_CHARS
 
 
 def _parse(name: str, text: str, size: int, key: str) -> ParsedAnswer:
     tools = {"f": {"type": "object", "properties": {key: {"type": "string"}}}}
-    parser = make_answer_parser(load_format(name), tools)
+    parser = make_answer_parser(load_chat_syntax(name), tools)
     pieces = [
         each for at in range(0, len(text), size) for each in parser.push(text[at : at + size])
     ]
     return collect_answer([*pieces, *parser.flush()])
 
 
-@pytest.mark.parametrize("name", format_names())
+@pytest.mark.parametrize("name", list_chat_formats())
 def test_a_long_key_is_read_in_pieces_as_at_once(name: str) -> None:
-    syntax = load_format(name)
+    syntax = load_chat_syntax(name)
     id = "functions.f:0" if syntax.calls.id_from_head else "abc123XYZ"
     for chars in (300, MAX_KEY_CHARS, MAX_KEY_CHARS + 1, 2 * MAX_KEY_CHARS):
         key = "k" * chars
         call = ParsedToolCall(id, "f", json.dumps({key: "v w"}))
-        text = write_answer(syntax, ParsedAnswer("", (call,)), thinking=syntax.thinking)
+        text = render_answer(syntax, ParsedAnswer("", (call,)), thinking=syntax.thinking)
         whole = _parse(name, text, len(text), key)
         for size in (5, 257):
             answer = _parse(name, text, size, key)

@@ -9,7 +9,7 @@ import pytest
 
 from modelmill.text.answer_parser import make_answer_parser
 from modelmill.text.answer_pieces import ParsedAnswer, collect_answer
-from modelmill.text.chat_format_files import load_format
+from modelmill.text.chat_format_registry import load_chat_syntax
 from modelmill.text.chat_syntax import ThinkingSyntax
 from tests.text.tool_schemas import object_schema
 
@@ -87,7 +87,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
 
 
 def parse(name: str, text: str, size: int, **options: Any) -> ParsedAnswer:
-    parser = make_answer_parser(load_format(name), TOOLS, **options)
+    parser = make_answer_parser(load_chat_syntax(name), TOOLS, **options)
     pieces = []
     for at in range(0, len(text), size):
         pieces += parser.push(text[at : at + size])
@@ -110,7 +110,7 @@ def test_what_models_write(place: int, size: int) -> None:
 def test_a_control_token_of_a_call_ends_the_thinking(size: int) -> None:
     """Kimi K2 leaves </think> out; a mark of ordinary text may be quoted in a thought."""
     text = f"I call it.{KIMI}functions.g:0<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
-    thinking = load_format("kimi_k2").thinking
+    thinking = load_chat_syntax("kimi_k2").thinking
     answer = parse("kimi_k2", text, size, thinking=thinking, thinks=True)
     assert (answer.reasoning, answer.content) == ("I call it.", "")
     assert [(call.name, call.id) for call in answer.calls] == [("g", "functions.g:0")]

@@ -10,8 +10,8 @@ import pytest
 
 from modelmill.text.answer_parser import AnswerParser, make_answer_parser
 from modelmill.text.answer_pieces import ParsedAnswer, ParsedToolCall, collect_answer
-from modelmill.text.answer_writer import write_answer
-from modelmill.text.chat_format_files import format_names, load_format
+from modelmill.text.answer_renderer import render_answer
+from modelmill.text.chat_format_registry import list_chat_formats, load_chat_syntax
 from modelmill.text.chat_syntax import ChatSyntax
 
 FILLED = 2000
@@ -50,7 +50,7 @@ def _counted(parser: AnswerParser, count: _Count) -> AnswerParser:
 def _call_text(syntax: ChatSyntax) -> str:
     id = "functions.f:0" if syntax.calls.id_from_head else "abc123XYZ"
     call = ParsedToolCall(id, "f", '{"town": "Ulm", "days": 2}')
-    return write_answer(syntax, ParsedAnswer("", (call,)), thinking=syntax.thinking)
+    return render_answer(syntax, ParsedAnswer("", (call,)), thinking=syntax.thinking)
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -58,9 +58,9 @@ def _pieces(text: str) -> Iterator[str]:
         yield text[at : at + 4]
 
 
-@pytest.mark.parametrize("name", format_names())
+@pytest.mark.parametrize("name", list_chat_formats())
 def test_blanks_anywhere_in_a_call_are_read_once(name: str) -> None:
-    syntax, rng = load_format(name), random.Random(name)
+    syntax, rng = load_chat_syntax(name), random.Random(name)
     written = _call_text(syntax)
     for place in rng.sample(range(len(written)), 5):
         text = written[:place] + " " * FILLED + written[place:]
@@ -74,7 +74,7 @@ def test_blanks_anywhere_in_a_call_are_read_once(name: str) -> None:
 
 @pytest.mark.parametrize("blank", [" ", "\n", "\u0120"])
 def test_blanks_are_read_with_what_follows(blank: str) -> None:
-    syntax = load_format("hermes")
+    syntax = load_chat_syntax("hermes")
     parser = make_answer_parser(syntax, TOOLS, thinking=None)
     pieces = [each for text in ("a", blank, blank, blank, "b") for each in parser.push(text)]
     answer = collect_answer([*pieces, *parser.flush()])
@@ -82,18 +82,18 @@ def test_blanks_are_read_with_what_follows(blank: str) -> None:
 
 
 def test_an_open_value_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from modelmill.text import parameter_calls
+    from modelmill.text import parameter_call_reader
 
     searched = list[int]()
-    find_first = parameter_calls.find_first
+    find_first_mark = parameter_call_reader.find_first_mark
 
     def counting(text: str, marks: tuple[str, ...], at: int = 0) -> tuple[int, str]:
         searched.append(len(text) - at)
-        return find_first(text, marks, at)
+        return find_first_mark(text, marks, at)
 
-    monkeypatch.setattr(parameter_calls, "find_first", counting)
+    monkeypatch.setattr(parameter_call_reader, "find_first_mark", counting)
     text = "<tool_call>\n<function=f>\n<parameter=days>\n" + "two " * (FILLED // 4)
-    parser = make_answer_parser(load_format("qwen3_coder"), TOOLS)
+    parser = make_answer_parser(load_chat_syntax("qwen3_coder"), TOOLS)
     pieces = [each for piece in _pieces(text) for each in parser.push(piece)]
     parser.push("\n</parameter>\n</function>\n</tool_call>")
     assert sum(searched) < READS_PER_CHAR * len(text)
@@ -101,7 +101,7 @@ def test_an_open_value_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_bare_key_without_end_ends_its_call() -> None:
-    parser = make_answer_parser(load_format("gemma4"), TOOLS)
+    parser = make_answer_parser(load_chat_syntax("gemma4"), TOOLS)
     text = "<|tool_call>call:f{days:2," + "x" * 1100
     whole = collect_answer([*parser.push(text), *parser.flush()])
     assert [(call.name, call.arguments) for call in whole.calls] == [("f", '{"days": 2')]
@@ -110,7 +110,7 @@ def test_a_bare_key_without_end_ends_its_call() -> None:
 @pytest.mark.parametrize("begin", ["<|channel|>", "<|start|>assistant<|channel|>", "to="])
 def test_a_header_without_end_is_content(begin: str) -> None:
     """gpt-oss: it was read again and again, for ever."""
-    parser = make_answer_parser(load_format("gpt_oss"), TOOLS)
+    parser = make_answer_parser(load_chat_syntax("gpt_oss"), TOOLS)
     text = "word " * 200
     pieces = [each for piece in _pieces(begin + text) for each in parser.push(piece)]
     answer = collect_answer([*pieces, *parser.flush()])

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.text.chat import TemplateChat
-from modelmill.text.tokenizer import load_tokenizer
-from modelmill.text.tool_prompts import prepare_tools
+from modelmill.text.chat_format_loader import TemplateChatFormat
+from modelmill.text.tokenizer_loader import load_tokenizer
+from modelmill.text.tool_prompts import prepare_tool_conversation
 from tests.text.conftest import files_of, hf_files
 
 # as DeepSeek-R1-Distill's first template: a call is written beside null alone, its arguments as
@@ -63,7 +63,7 @@ TEXT = '{"city":  "Köln"}'
 
 
 def rendered(template: str, messages: list[dict[str, Any]]) -> str:
-    chat = TemplateChat({"default": template}, load_tokenizer(hf_files()))
+    chat = TemplateChatFormat({"default": template}, load_tokenizer(hf_files()))
     try:
         return chat.render(messages)
     finally:
@@ -134,7 +134,7 @@ def test_lists_go_to_templates_that_read_lists(template: str, joins: dict[str, s
     ("template", "join"), [(ANYBODYS_PARTS, ""), (PRINTS, "\n")], ids=["reads", "does not"]
 )
 def test_any_parts_are_those_texts_in_that_order(template: str, join: str) -> None:
-    chat = TemplateChat({"default": template}, load_tokenizer(hf_files()))
+    chat = TemplateChatFormat({"default": template}, load_tokenizer(hf_files()))
 
     @settings(deadline=None, max_examples=25)
     @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), max_size=4))
@@ -157,7 +157,7 @@ def test_published_templates_write_what_transformers_writes(
     """
     files = files_of(shared, name)
     template = json.loads(files["tokenizer_config.json"])["chat_template"]
-    chat = TemplateChat({"default": template}, real(name))
+    chat = TemplateChatFormat({"default": template}, real(name))
     parsed_arguments = (
         json.loads(TEXT) if name == "qwen2.5" or not isinstance(arguments, str) else arguments
     )
@@ -170,21 +170,23 @@ def test_published_templates_write_what_transformers_writes(
 
 
 def test_calls_of_a_template_that_knows_no_tools_are_its_own_where_none_are_offered() -> None:
-    chat = TemplateChat({"default": NULL_AND_TEXT}, load_tokenizer(hf_files()))
+    chat = TemplateChatFormat({"default": NULL_AND_TEXT}, load_tokenizer(hf_files()))
     assert (chat.format_name, chat.writes_calls) == ("described", True)
-    messages, variables = prepare_tools(
+    messages, variables = prepare_tool_conversation(
         chat.format_name, call_messages(None, TEXT), [], writes_calls=chat.writes_calls
     )
     assert variables == {}
     assert chat.render(messages) == f"[U]hi[C]function|weather|{TEXT}[R]5"
-    prepared, _ = prepare_tools(chat.format_name, call_messages(None, TEXT), [], writes_calls=False)
+    prepared, _ = prepare_tool_conversation(
+        chat.format_name, call_messages(None, TEXT), [], writes_calls=False
+    )
     assert "tool_calls" not in prepared[1]
     chat.close()
 
 
 def test_parts_that_a_template_pastes_together_make_no_control_token() -> None:
     tokenizer = load_tokenizer(hf_files())
-    chat = TemplateChat({"default": ANYBODYS_PARTS}, tokenizer)
+    chat = TemplateChatFormat({"default": ANYBODYS_PARTS}, tokenizer)
     ids = chat.encode([{"role": "user", "content": parts("<|e", "nd|>", "<|end|>")}])
     assert tokenizer.special["<|end|>"] not in ids
     assert tokenizer.decode(ids) == "[user]<|end|><|end|>"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from modelmill.core.types import Grammar
-from modelmill.text.answer_grammar import answer_grammar
+from modelmill.text.answer_grammar import whole_answer_grammar
 from modelmill.text.chat_syntax import ThinkingSyntax
 from modelmill.text.grammar import GuideFactory, check_grammar
 from tests.text.answer_sampler import END, MarkTokenizer
@@ -22,7 +22,7 @@ def guide_of(grammar: Grammar | None, *, control: bool) -> tuple[Any, MarkTokeni
     assert grammar is not None
     check_grammar(grammar)
     guides = GuideFactory(tokenizer, tokenizer.vocab_size, (END,))  # type: ignore[arg-type]
-    return guides.make(grammar, (END,)), tokenizer
+    return guides.make_guide(grammar, (END,)), tokenizer
 
 
 def write(guide: Any, tokenizer: MarkTokenizer, preferred: bytes, steps: int) -> bytes:
@@ -43,7 +43,7 @@ def write(guide: Any, tokenizer: MarkTokenizer, preferred: bytes, steps: int) ->
 @pytest.mark.parametrize("control", [False, True])
 @pytest.mark.parametrize("budget", [0, 5])
 def test_the_thinking_ends_at_its_budget_and_the_schema_follows(budget: int, control: bool) -> None:
-    grammar = answer_grammar(INNER, "hermes", THINK, "open", budget)
+    grammar = whole_answer_grammar(INNER, "hermes", THINK, "open", budget)
     guide, tokenizer = guide_of(grammar, control=control)
     copied = guide.copy()
     text = write(guide, tokenizer, b"x", 60)
@@ -55,20 +55,20 @@ def test_the_thinking_ends_at_its_budget_and_the_schema_follows(budget: int, con
 
 
 def test_without_a_schema_only_the_thinking_is_limited() -> None:
-    grammar = answer_grammar(None, "hermes", THINK, "open", 3)
+    grammar = whole_answer_grammar(None, "hermes", THINK, "open", 3)
     guide, tokenizer = guide_of(grammar, control=False)
     text = write(guide, tokenizer, b"x", 40)
     assert text.startswith(b"xxx\n</think>\n\nxxxx")
 
 
 def test_a_model_that_does_not_think_is_not_made_to() -> None:
-    grammar = answer_grammar(None, "hermes", THINK, "free", 3)
+    grammar = whole_answer_grammar(None, "hermes", THINK, "free", 3)
     guide, tokenizer = guide_of(grammar, control=False)
     assert write(guide, tokenizer, b"x", 40) == b"x" * 40
 
 
 def test_thinking_that_the_model_begins_counts_from_its_mark() -> None:
-    grammar = answer_grammar(INNER, "hermes", THINK, "free", 2)
+    grammar = whole_answer_grammar(INNER, "hermes", THINK, "free", 2)
     guide, tokenizer = guide_of(grammar, control=True)
     opening = tokenizer.special["<think>"]
     assert guide.mask()[opening >> 3] >> (opening & 7) & 1
@@ -77,7 +77,7 @@ def test_thinking_that_the_model_begins_counts_from_its_mark() -> None:
 
 
 def test_what_the_format_adds_nothing_to_stays_as_it_is() -> None:
-    assert answer_grammar(INNER, "hermes", THINK, "closed", 5) == INNER
-    assert answer_grammar(INNER, "hermes", None, "free") == INNER
-    assert answer_grammar(None, "hermes", THINK, "closed", 5) is None
-    assert answer_grammar(None, "hermes", THINK, "open") is None
+    assert whole_answer_grammar(INNER, "hermes", THINK, "closed", 5) == INNER
+    assert whole_answer_grammar(INNER, "hermes", None, "free") == INNER
+    assert whole_answer_grammar(None, "hermes", THINK, "closed", 5) is None
+    assert whole_answer_grammar(None, "hermes", THINK, "open") is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from modelmill.text.thinking_switch import thinking_variable, with_thinking_variable
+from modelmill.text.thinking_switch import find_thinking_variable, rename_thinking_variable
 
 
 @pytest.mark.parametrize(
@@ -25,14 +25,14 @@ from modelmill.text.thinking_switch import thinking_variable, with_thinking_vari
     ],
 )  # fmt: skip
 def test_the_variable_of_a_template(template: str, name: str) -> None:
-    assert thinking_variable(template) == name
+    assert find_thinking_variable(template) == name
 
 
 def test_options_get_the_name_that_is_read() -> None:
     template = "{% if thinking %}x{% endif %}"
     options = {"enable_thinking": False}
-    assert with_thinking_variable(options, template) == {"thinking": False, **options}
+    assert rename_thinking_variable(options, template) == {"thinking": False, **options}
     both = {"enable_thinking": False, "thinking": True}
-    assert with_thinking_variable(both, template)["thinking"] is True
-    assert with_thinking_variable(options, "{{ enable_thinking }}") == options
-    assert with_thinking_variable({}, template) == {}
+    assert rename_thinking_variable(both, template)["thinking"] is True
+    assert rename_thinking_variable(options, "{{ enable_thinking }}") == options
+    assert rename_thinking_variable({}, template) == {}

@@ -13,11 +13,11 @@ import pytest
 from modelmill.core.errors import RequestError
 from modelmill.core.types import Grammar
 from modelmill.text.answer_parser import make_answer_parser
-from modelmill.text.answer_pieces import collect_tool_calls
-from modelmill.text.chat_format_files import load_format
+from modelmill.text.answer_pieces import collect_content_and_calls
+from modelmill.text.chat_format_registry import load_chat_syntax
 from modelmill.text.grammar import check_grammar
 from modelmill.text.tool_grammar import (
-    arguments_schema,
+    closed_arguments_schema,
     forbid_additional_properties,
     forced_call_grammar,
 )
@@ -30,7 +30,7 @@ def tool(name: str, schema: Any) -> dict[str, Any]:
 
 def takes(grammar: Grammar, text: str) -> bool:
     """Whether a grammar takes a whole text."""
-    guide = GUIDES.make(grammar, (256,))
+    guide = GUIDES.make_guide(grammar, (256,))
     for id in (*text.encode(), 256):
         if not guide.mask()[id >> 3] >> (id & 7) & 1:
             return False
@@ -62,9 +62,9 @@ def test_what_a_forced_call_writes_is_a_call_that_the_function_takes(
         if text is None:
             continue
         ended += 1
-        parser = make_answer_parser(load_format("json"), ["f", "g"], forced=True)
+        parser = make_answer_parser(load_chat_syntax("json"), ["f", "g"], forced=True)
         pieces = [piece for char in text for piece in parser.push(char)]
-        content, calls = collect_tool_calls([*pieces, *parser.flush()])
+        content, calls = collect_content_and_calls([*pieces, *parser.flush()])
         assert content == ""
         assert 1 <= len(calls) <= (16 if several else 1)
         for each in calls:
@@ -229,7 +229,7 @@ def test_arguments_are_closed() -> None:
     """A function takes what its parameters name; what says itself what else it takes is left as it
     is.
     """
-    assert arguments_schema({"name": "f"}) == {
+    assert closed_arguments_schema({"name": "f"}) == {
         "type": "object",
         "properties": {},
         "additionalProperties": False,

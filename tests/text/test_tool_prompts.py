@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from modelmill.text import tool_prompts
-from modelmill.text.chat_format_files import detect_format
+from modelmill.text.chat_format_registry import detect_chat_format
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -26,7 +26,7 @@ def test_a_format_without_tools_describes_them_in_words() -> None:
         },
         {"role": "tool", "content": "42", "tool_call_id": "c"},
     ]
-    messages = tool_prompts.tools_as_text(conversation, [TOOL])
+    messages = tool_prompts.describe_tools_in_text(conversation, [TOOL])
     assert messages[0]["content"].startswith("Be brief.\n\n")
     assert '"name": "f"' in messages[0]["content"]
     assert messages[2] == {
@@ -35,8 +35,8 @@ def test_a_format_without_tools_describes_them_in_words() -> None:
     }
     assert messages[3]["role"] == "user"
     assert "42" in messages[3]["content"]
-    assert tool_prompts.tools_as_text(conversation[1:2], [TOOL])[0]["role"] == "system"
-    assert tool_prompts.tools_as_text(conversation[:2], []) == conversation[:2]
+    assert tool_prompts.describe_tools_in_text(conversation[1:2], [TOOL])[0]["role"] == "system"
+    assert tool_prompts.describe_tools_in_text(conversation[:2], []) == conversation[:2]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_format_without_tools_describes_them_in_words() -> None:
     ],
 )
 def test_the_template_says_how_calls_are_written(template: str, style: str) -> None:
-    assert detect_format(template) == style
+    assert detect_chat_format(template) == style
 
 
 def calls(*ids: str) -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ PARALLEL: list[dict[str, Any]] = [
 
 
 def test_calls_made_at_once_are_written_one_by_one() -> None:
-    conversation, _ = tool_prompts.prepare_tools("json", PARALLEL, [])
+    conversation, _ = tool_prompts.prepare_tool_conversation("json", PARALLEL, [])
     actual = [
         (m["role"], m["content"], [c["id"] for c in m.get("tool_calls", ())]) for m in conversation
     ]
@@ -77,7 +77,7 @@ def test_calls_made_at_once_are_written_one_by_one() -> None:
         ("assistant", "", ["b"]),
         ("tool", "B", []), ("assistant", "Done", []),
     ]  # fmt: skip
-    messages, _ = tool_prompts.prepare_tools("hermes", PARALLEL, [])
+    messages, _ = tool_prompts.prepare_tool_conversation("hermes", PARALLEL, [])
     assert len(messages) == len(PARALLEL)
 
 
@@ -88,19 +88,22 @@ def test_results_that_belong_to_no_call_are_kept() -> None:
 
 
 def test_mistral_gets_ids_of_nine_letters() -> None:
-    messages, more = tool_prompts.prepare_tools("mistral_v1", PARALLEL, [TOOL])
+    messages, more = tool_prompts.prepare_tool_conversation("mistral_v1", PARALLEL, [TOOL])
     made = [call["id"] for call in messages[1]["tool_calls"]]
     assert [message["tool_call_id"] for message in messages[2:4]] == made[::-1]
     assert all(len(id) == 9 and id.isalnum() for id in made)
     assert more == {"tools": [TOOL]}
     fits = [{"role": "tool", "content": "", "tool_call_id": "abcDEF123"}]
-    assert tool_prompts.prepare_tools("mistral_v1", fits, [])[0][0]["tool_call_id"] == "abcDEF123"
+    assert (
+        tool_prompts.prepare_tool_conversation("mistral_v1", fits, [])[0][0]["tool_call_id"]
+        == "abcDEF123"
+    )
 
 
 def test_what_has_nothing_to_do_with_tools_is_left_alone() -> None:
     odd = [{"role": "user", "content": [{"type": "picture"}]}]
     assert all(
-        tool_prompts.prepare_tools(style, odd, []) == (odd, {})
+        tool_prompts.prepare_tool_conversation(style, odd, []) == (odd, {})
         for style in (
             "described",
             "json",

@@ -10,8 +10,14 @@ import pytest
 import tokenizers
 
 from modelmill.core.errors import TokenizerError
-from modelmill.text.spm_proto import UNKNOWN, SpmModel, SpmPiece, read_model, write_model
-from modelmill.text.tokenizer import load_tokenizer
+from modelmill.text.sentencepiece_proto import (
+    UNKNOWN,
+    SpmModel,
+    SpmPiece,
+    parse_spm_model,
+    serialize_spm_model,
+)
+from modelmill.text.tokenizer_loader import load_tokenizer
 
 META = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
 PIECES = ["<unk>", "</s>", "▁", "▁the", "▁mill", "m", "i", "l", "t", "h", "e", "▁water", "s"]
@@ -143,10 +149,10 @@ def bytes_field(number: int, data: bytes) -> bytes:
 def test_so_is_a_sentencepiece_model() -> None:
     charsmap = base64.b64decode(CHARSMAP["precompiled_charsmap"])
     normalizer = bytes_field(3, bytes_field(2, charsmap))
-    model = write_model(SpmModel([SpmPiece("<unk>", 0.0, UNKNOWN), SpmPiece("a", 0.0)]))
-    assert read_model(model, "tokenizer.model").pieces[1].text == "a"
+    model = serialize_spm_model(SpmModel([SpmPiece("<unk>", 0.0, UNKNOWN), SpmPiece("a", 0.0)]))
+    assert parse_spm_model(model, "tokenizer.model").pieces[1].text == "a"
     with pytest.raises(TokenizerError, match="1000 times longer"):
-        read_model(model + normalizer, "tokenizer.model")
+        parse_spm_model(model + normalizer, "tokenizer.model")
 
 
 def test_affixes_are_seen_where_a_letter_is_dropped() -> None:

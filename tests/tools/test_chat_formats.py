@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from modelmill.text.chat_format_files import format_names, load_format
+from modelmill.text.chat_format_registry import list_chat_formats, load_chat_syntax
 from tools.chat_formats import __main__ as command
 from tools.chat_formats import check_answers, page
 from tools.chat_formats.random_answers import random_case, random_cuts
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_table_of_the_repository_is_fresh() -> None:
     assert page.main(["--check"]) == 0, "run `make chat-formats` and commit what it writes"
     text = (ROOT / page.PAGE).read_text(encoding="utf-8")
-    assert all(f"| `{name}` |" in text for name in format_names())
+    assert all(f"| `{name}` |" in text for name in list_chat_formats())
 
 
 def test_a_changed_table_is_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,7 +37,7 @@ def test_cuts_lose_nothing() -> None:
 
 
 def test_cases_vary() -> None:
-    cases = [random_case(load_format("hermes"), random.Random(seed)) for seed in range(60)]
+    cases = [random_case(load_chat_syntax("hermes"), random.Random(seed)) for seed in range(60)]
     assert {len(case.answer.calls) for case in cases} >= {0, 1, 2}
     assert {bool(case.answer.content) for case in cases} == {True, False}
     assert {case.thinks for case in cases} == {True, False}

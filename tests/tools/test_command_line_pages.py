@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from modelmill.cli.main import verbs
+from modelmill.cli.main import list_subcommands
 from tools import command_line_pages
 from tools.generated_page import stale_pages
 
@@ -21,7 +21,7 @@ def test_the_pages_of_the_repository_are_fresh() -> None:
 
 def test_every_command_has_a_page_that_the_index_links_to() -> None:
     index = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
-    for verb in verbs():
+    for verb in list_subcommands():
         page = f"cli/{verb.replace('_', '-')}.md"
         assert (ROOT / "docs" / page).exists()
         assert f"({page})" in index

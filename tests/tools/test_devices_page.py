@@ -22,7 +22,7 @@ def test_the_page_is_what_the_code_gives() -> None:
 def test_the_page_follows_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_pages(tmp_path, devices_page.render())
     assert stale_pages(tmp_path, devices_page.render()) == []
-    monkeypatch.setattr(build, "available", lambda _device_type: "not today")
+    monkeypatch.setattr(build, "unavailable_reason", lambda _device_type: "not today")
     assert stale_pages(tmp_path, devices_page.render()) == [devices_page.PAGE]
 
 

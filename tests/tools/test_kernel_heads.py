@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from modelmill.ops import registry
-from modelmill.ops.kernel_range import UNBOUNDED
+from modelmill.ops.kernel_support import UNBOUNDED
 from tools.kernel_heads import (
     BACKENDS,
     FIELDS,

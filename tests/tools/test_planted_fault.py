@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from modelmill.cli.main import execute
+from modelmill.cli.main import run_command_line
 from tools import planted_fault
 
 
@@ -24,5 +24,5 @@ def test_compare_names_it_in_an_engine_that_was_not_checked(
 ) -> None:
     checkpoint, engine = str(shared / "data/models/stories260K"), str(tmp_path / "faulty.engine")
     assert planted_fault.main([checkpoint, "-o", engine, "--quiet", "--no-check"]) == 0
-    assert execute(["compare", engine, checkpoint]) == 1
+    assert run_command_line(["compare", engine, checkpoint]) == 1
     assert "bug at layer 1, module attn.o_proj" in capsys.readouterr().out

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from modelmill.cli import serve
-from modelmill.cli.options import collect_flags
+from modelmill.cli.options import collect_cli_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -26,7 +26,7 @@ MANIFESTS = sorted((ROOT / "deploy/kubernetes").glob("*.yaml"))
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 OTHERS = [*(ROOT / "docker").rglob("*.y*ml"), ROOT / ".pre-commit-config.yaml"]
 MAKE_TARGETS = set(re.findall(r"^([a-z-]+)(?: [a-z-]+)*:", (ROOT / "Makefile").read_text(), re.M))
-SERVE_FLAGS = {f"--{name}" for flag in collect_flags(serve.Args) for name in flag.names}
+SERVE_FLAGS = {f"--{name}" for flag in collect_cli_parameters(serve.Args) for name in flag.names}
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from modelmill.artifact import store
-from modelmill.artifact.store import is_engine, open_artifact
-from modelmill.artifact.verify import verify
+from modelmill.artifact.store import is_engine_folder, open_artifact
+from modelmill.artifact.verify import verify_file_hashes
 from modelmill.builder import build_engine
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import ArtifactError, UsageError
@@ -36,7 +36,7 @@ from pathlib import Path
 import torch
 from modelmill.artifact import store
 from modelmill.builder import build_engine
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 
@@ -59,7 +59,7 @@ def build(last, out):
     build_engine.build(plan, out, lambda staged, plan: {"accepted": True, "reason": ""})
 
 torch.set_num_threads(1)
-plan = make_plan(open_checkpoint(Path(sys.argv[1])), BuildConfig(target="cpu"))
+plan = make_build_plan(open_checkpoint(Path(sys.argv[1])), BuildConfig(target="cpu"))
 plan.checkpoint.fingerprint()
 for at, out in zip(sys.argv[2::2], sys.argv[3::2]):
     child = os.fork()
@@ -82,7 +82,7 @@ def killed(checkpoint: Path, *places: tuple[int, Path]) -> list[str]:
 
 def make(checkpoint: Path, out: Path, accept: Any = None) -> None:
     build_engine.build(
-        make_plan(open_checkpoint(checkpoint), BuildConfig(target="cpu")), out, accept
+        make_build_plan(open_checkpoint(checkpoint), BuildConfig(target="cpu")), out, accept
     )
 
 
@@ -114,9 +114,9 @@ def test_killed_at_any_moment(
     ends = killed(checkpoint, *places)
     assert set(ends) == {"killed", "finished"}, "the numbers must reach past the last call"
     for (_, out), end in zip(places, ends):
-        assert is_engine(out) or end == "killed"
-        if is_engine(out):
-            verify(open_artifact(out), force=True)
+        assert is_engine_folder(out) or end == "killed"
+        if is_engine_folder(out):
+            verify_file_hashes(open_artifact(out), force=True)
         staged = out.with_name(".e.staging")
         if staged.exists():
             with pytest.raises(ArtifactError):
@@ -168,7 +168,7 @@ def test_a_journal_with_the_right_key_and_wrong_entries(
     import json
 
     out = tmp_path / "e"
-    plan = make_plan(open_checkpoint(checkpoint), BuildConfig(target="cpu"))
+    plan = make_build_plan(open_checkpoint(checkpoint), BuildConfig(target="cpu"))
     staging = tmp_path / ".e.staging"
     (staging / "weights").mkdir(parents=True)
     (staging / "weights" / "embedding_and_head.safetensors").write_bytes(b"x")

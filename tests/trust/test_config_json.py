@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError
-from modelmill.core.registry import find_module
+from modelmill.core.module_lookup import import_module_if_exists
 from tests.checkpoint.checkpoint_factory import LLAMA_CONFIG, llama_state, write_folder
 from tests.trust.error_lines import check_one_line
 from tests.wait import time_limit
@@ -73,7 +73,9 @@ def one_line_or_a_plan(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     with time_limit():
         try:
-            json.dumps(make_plan(open_checkpoint(folder), BuildConfig(target="cpu")).describe())
+            json.dumps(
+                make_build_plan(open_checkpoint(folder), BuildConfig(target="cpu")).describe()
+            )
         except CheckpointError as error:
             check_one_line(error)
 
@@ -100,7 +102,7 @@ def test_any_value_in_a_rope_scaling(folder: Path, rope_type: str) -> None:
 
 @pytest.mark.parametrize(("family", "good"), [("gpt2", GPT2), ("qwen", QWEN)])
 def test_any_value_of_the_older_families_keys(family: str, good: dict[str, Any]) -> None:
-    config_from_hf = find_module("modelmill.models", family).config_from_hf  # type: ignore[union-attr]
+    config_from_hf = import_module_if_exists("modelmill.models", family).config_from_hf  # type: ignore[union-attr]
     config_from_hf(good)
     for key in good:
         for value in HOSTILE:
@@ -120,7 +122,7 @@ def test_senseless_numbers_are_named_with_their_key(folder: Path) -> None:
     ]:
         (folder / "config.json").write_text(json.dumps({**LLAMA_CONFIG, key: value}))
         with pytest.raises(CheckpointError, match=key):
-            make_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
+            make_build_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
 
 
 @pytest.mark.parametrize(
@@ -145,4 +147,4 @@ def test_a_family_is_a_name_and_never_a_path(folder: Path) -> None:
     ):
         (folder / "config.json").write_text(json.dumps({**LLAMA_CONFIG, "model_type": name}))
         with pytest.raises(CheckpointError, match="not known"):
-            make_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
+            make_build_plan(open_checkpoint(folder), BuildConfig(target="cpu"))

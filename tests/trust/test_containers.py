@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelmill.checkpoint.container import list_names
+from modelmill.checkpoint.container import format_names
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.checkpoint.pth import PthFiles
 from modelmill.checkpoint.safetensors import SafetensorsFiles, read_header
@@ -188,8 +188,8 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
 
 def test_names_in_an_error_stay_short_and_printable() -> None:
     names = ["a\x1b[31m", "b" * 10**6, *(f"c{i}" for i in range(10**4))]
-    assert len(list_names(names)) < 1000
-    assert list_names(names).isprintable()
+    assert len(format_names(names)) < 1000
+    assert format_names(names).isprintable()
 
 
 def test_a_file_swapped_after_opening_is_noticed(tmp_path: Path) -> None:

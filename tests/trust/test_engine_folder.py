@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.accept.token_scorer import TokenScorer
+from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.artifact.manifest import MANIFEST_FILE, Manifest
 from modelmill.artifact.shard import ShardReader
 from modelmill.artifact.store import open_artifact
 from modelmill.builder import build_engine
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import ArtifactError, CorruptArtifact, ModelmillError
@@ -53,7 +53,7 @@ SMALL = RunConfig(device="cpu", kv_cache_bytes=1 << 20, max_num_seqs=4)
 @pytest.fixture(scope="module")
 def built_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("engine")
-    plan = make_plan(
+    plan = make_build_plan(
         open_checkpoint(write_folder(folder / "hf", llama_state())), BuildConfig(target="cpu")
     )
     build_engine.build(plan, folder / "good.engine", None)
@@ -233,7 +233,7 @@ def test_a_manifest_that_is_none(engine: Path, text: bytes) -> None:
 def test_a_damaged_report_is_one_line(engine: Path, text: bytes) -> None:
     (engine / "acceptance.json").write_bytes(text)
     with pytest.raises(CorruptArtifact, match=r"acceptance\.json") as raised:
-        open_artifact(engine).acceptance()
+        open_artifact(engine).acceptance_report()
     check_one_line(raised.value)
 
 
@@ -241,7 +241,7 @@ def test_writing_to_a_loaded_weight_never_reaches_the_file(engine: Path) -> None
     path = next((engine / "weights").glob("*.safetensors"))
     before = path.read_bytes()
     reader = ShardReader(path)
-    reader.get(reader.names()[0]).fill_(7.0)
+    reader.get_tensor(reader.names()[0]).fill_(7.0)
     assert path.read_bytes() == before
 
 
@@ -252,5 +252,5 @@ def test_loading_runs_nothing_the_folder_brings(engine: Path) -> None:
     (engine / "evil.py").write_text("raise SystemExit('ran')")
     (engine / "sitecustomize.py").write_text("raise SystemExit('ran')")
     loop = EngineCore.open(engine, SMALL)
-    assert torch.isfinite(TokenScorer(loop).logits([[1, 2, 3]])[0]).all()
+    assert torch.isfinite(TeacherForcedScorer(loop).compute_logits([[1, 2, 3]])[0]).all()
     assert asdict(good)["config"]["model_type"] == "llama"

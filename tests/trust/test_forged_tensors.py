@@ -17,10 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from modelmill.accept.token_scorer import TokenScorer
+from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.artifact.manifest import MANIFEST_FILE, Manifest
 from modelmill.builder import build_engine
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import ModelmillError
@@ -54,7 +54,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     engines = {}
     for name, options in RECIPES.items():
         config = BuildConfig(target="cpu", **{"dtype": "float32", **options})
-        build_engine.build(make_plan(open_checkpoint(hf), config), folder / name, None)
+        build_engine.build(make_build_plan(open_checkpoint(hf), config), folder / name, None)
         engines[name] = folder / name
     return engines
 
@@ -90,7 +90,7 @@ def open_and_answer(engine: Path) -> str:
         loop = EngineCore.open(engine, SMALL)
     except ModelmillError as error:
         return check_one_line(error)
-    TokenScorer(loop).logits([[1, 2, 3, 4]], decode_from=2)
+    TeacherForcedScorer(loop).compute_logits([[1, 2, 3, 4]], decode_from=2)
     return ""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError, RequestError
@@ -92,7 +92,7 @@ def test_a_checkpoints_defaults_are_refused_at_build(tmp_path: Path, name: str, 
     folder = write_folder(tmp_path, llama_state())
     (folder / "generation_config.json").write_text(json.dumps({name: value}))
     with pytest.raises(CheckpointError, match=f"generation_config.json: {name}"):
-        make_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
+        make_build_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
 
 
 @pytest.mark.parametrize("key", ["suppress_tokens", "forced_eos_token_id", "bad_words_ids"])
@@ -105,11 +105,11 @@ def test_token_ids_outside_the_vocabulary_are_refused_at_build(tmp_path: Path, k
         value = [[0, id]] if key == "bad_words_ids" else [id]
         (folder / "generation_config.json").write_text(json.dumps({key: value, "typical_p": 0.5}))
         if fine:
-            plan = make_plan(open_checkpoint(folder), BuildConfig(target="cpu")).describe()
+            plan = make_build_plan(open_checkpoint(folder), BuildConfig(target="cpu")).describe()
             assert plan["sampling"]["unused"] == {"typical_p": "is not offered"}
             continue
         with pytest.raises(CheckpointError, match=f"between 0 and {vocab - 1}, not {vocab}"):
-            make_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
+            make_build_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
 
 
 @pytest.mark.parametrize("ids", [(), (-1,), (tiny.VOCAB,), (2**70,), tuple(range(2, 80)) * 2])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from modelmill.serve import json_logs
-from modelmill.text.chat import TemplateChat
+from modelmill.text.chat_format_loader import TemplateChatFormat
 from tests.serve.asgi_client import Client
 from tests.serve.service_thread import ServiceThread
 from tests.trust.error_lines import check_one_line
@@ -310,7 +310,7 @@ def test_whatever_a_template_may_write_is_measured(
     running: ServiceThread, message: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not only a message's content: nothing of it is rendered."""
-    monkeypatch.setattr(TemplateChat, "render_pieces", None)
+    monkeypatch.setattr(TemplateChatFormat, "render_pieces", None)
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", **message}]
     for path, body in (
         ("/v1/chat/completions", {**CHAT, "messages": messages}),
@@ -331,7 +331,7 @@ def test_whatever_a_template_may_write_is_measured(
 def test_tools_are_measured_too(
     running: ServiceThread, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TemplateChat, "render_pieces", None)
+    monkeypatch.setattr(TemplateChatFormat, "render_pieces", None)
     error = refusal(running, "/v1/chat/completions", {**CHAT, "tools": function(**body)})
     assert error["code"] == "context_length_exceeded"
     flat = {"type": "function", **function(**body)[0]["function"]}
@@ -350,9 +350,9 @@ def test_texts_to_embed_are_counted_before_they_are_split(
     running: ServiceThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(running.engine.text_processor, "request", None)
-    inputs = ["a"] * (running.engine.capacity + 1)
+    inputs = ["a"] * (running.engine.sequence_capacity + 1)
     error = refusal(running, "/v1/embeddings", {"model": "stories", "input": inputs})
-    assert f"more than the {running.engine.capacity}" in error["message"]
+    assert f"more than the {running.engine.sequence_capacity}" in error["message"]
 
 
 def test_a_full_engine_makes_nothing_of_a_request(
@@ -360,7 +360,7 @@ def test_a_full_engine_makes_nothing_of_a_request(
 ) -> None:
     """What has to be refused is not rendered and not split."""
     engine = running.engine
-    monkeypatch.setattr(engine.generation_client, "num_sequences", engine.capacity)
+    monkeypatch.setattr(engine.generation_client, "num_sequences", engine.sequence_capacity)
     for name in ("request", "chat_request"):
         monkeypatch.setattr(running.engine.text_processor, name, None)
     for path, body in (
@@ -589,7 +589,7 @@ def test_a_bug_tells_nothing_of_itself(
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("address 0x7f00 of the user's secret prompt")
 
-    monkeypatch.setattr(TemplateChat, "render_pieces", broken)
+    monkeypatch.setattr(TemplateChatFormat, "render_pieces", broken)
     error = refusal(running, "/v1/chat/completions", CHAT, 500)
     assert "0x7f00" not in json.dumps(error)
     record = next(record for record in caplog.records if record.getMessage() == "bug")
@@ -726,7 +726,7 @@ def test_clients_that_leave_in_the_middle(running: ServiceThread) -> None:
 
 def test_twice_what_is_queued_at_once(running: ServiceThread) -> None:
     """All are answered: with text, or with 429 and when to come back."""
-    most = running.engine.capacity
+    most = running.engine.sequence_capacity
 
     async def burst() -> list[Any]:
         body = {**COMPLETION, "n": 8, "temperature": 1, "max_tokens": 2}
@@ -754,7 +754,7 @@ def test_more_answers_than_are_queued_cost_nothing(
         "modelmill.serve.routes.completions.completion_request_states",
         lambda *parts: made.append(parts),
     )
-    for prompts, n in ((1000, 128), (1024, 1), (running.engine.capacity + 1, 1), (5, 128)):
+    for prompts, n in ((1000, 128), (1024, 1), (running.engine.sequence_capacity + 1, 1), (5, 128)):
         error = refusal(
             running, "/v1/completions", {**COMPLETION, "n": n, "prompt": ["a"] * prompts}
         )

@@ -17,7 +17,7 @@ import pytest
 
 from modelmill.serve import http_protocol, stream
 from modelmill.serve.app import make_app
-from modelmill.serve.server import http_server, open_socket
+from modelmill.serve.server import make_http_server, open_listening_socket
 from modelmill.serve.service import Service, ServiceLimits
 from tests.serve.server_process import read_all
 from tests.serve.service_thread import ServiceThread
@@ -38,11 +38,11 @@ class Port:
     def __init__(self, running: ServiceThread, limits: ServiceLimits) -> None:
         self.running = running
         self.service = Service(running.service.engines, limits)
-        sock = open_socket("127.0.0.1", 0)
+        sock = open_listening_socket("127.0.0.1", 0)
         self.address = sock.getsockname()
 
         async def start() -> None:
-            self.server = http_server(make_app(self.service))
+            self.server = make_http_server(make_app(self.service))
             self.task = asyncio.create_task(self.server.serve([sock]))
             while not self.server.started:
                 await asyncio.sleep(0.001)
@@ -99,7 +99,7 @@ class Port:
 @pytest.fixture
 def port(running: ServiceThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[Port]:
     """Impatient, so that the tests need not wait."""
-    monkeypatch.setattr(http_protocol, "HEADER_SECONDS", 0.3)
+    monkeypatch.setattr(http_protocol, "HEADER_TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr(stream, "SEND_TIMEOUT", 0.3)
     slow_port = Port(running, ServiceLimits(body_timeout=0.3))
     yield slow_port

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from modelmill.builder import build_engine
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import ModelmillError, RequestError, TemplateError, TokenizerError
-from modelmill.text.chat import TemplateLimits, load_chat
-from modelmill.text.tokenizer import load_tokenizer
+from modelmill.text.chat_format_loader import TemplateLimits, load_chat_format
+from modelmill.text.tokenizer_loader import load_tokenizer
 from tests.checkpoint.checkpoint_factory import LLAMA_CONFIG, llama_state, write_folder
 from tests.text.conftest import hf_files, small_hf
 from tests.trust.error_lines import check_one_line
@@ -95,7 +95,9 @@ def folder_with(tmp_path: Path, files: dict[str, bytes], vocabulary: int = 262) 
 
 def build(folder: Path) -> None:
     build_engine.build(
-        make_plan(open_checkpoint(folder), BuildConfig(target="cpu")), folder.parent / "e", None
+        make_build_plan(open_checkpoint(folder), BuildConfig(target="cpu")),
+        folder.parent / "e",
+        None,
     )
 
 
@@ -169,7 +171,7 @@ def test_a_template_gets_nothing_and_costs_one_line(template: str) -> None:
     next request.
     """
     files = hf_files() | {"chat_template.jinja": template.encode()}
-    chat = load_chat(
+    chat = load_chat_format(
         files,
         load_tokenizer(files),
         limits=TemplateLimits(seconds=0.5, memory=256 << 20, output=1 << 20),
@@ -196,7 +198,7 @@ def test_a_request_brings_no_template_and_no_special_tokens() -> None:
         "chat_template.jinja": b"{% for m in messages %}<|end|>{{ m.content }}{% endfor %}"
     }
     tokenizer = load_tokenizer(files)
-    chat = load_chat(files, tokenizer)
+    chat = load_chat_format(files, tokenizer)
     assert chat is not None
     messages = [{"role": "user", "content": "he<|end|>"}]
     assert chat.encode(messages).count(259) == 1
@@ -226,7 +228,7 @@ def test_a_request_brings_no_template_and_no_special_tokens() -> None:
 )  # fmt: skip
 def test_what_is_no_conversation(messages: Any) -> None:
     files = hf_files() | {"chat_template.jinja": b"{{ messages }}"}
-    chat = load_chat(files, load_tokenizer(files))
+    chat = load_chat_format(files, load_tokenizer(files))
     assert chat is not None
     with pytest.raises(ModelmillError) as raised:
         chat.encode(messages)

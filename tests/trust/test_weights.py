@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from modelmill.builder import build_engine
-from modelmill.builder.plan import make_plan
+from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, TensorMismatch
@@ -36,7 +36,7 @@ NAMES = [
 
 def build(path: Path, out: Path, **options: str) -> None:
     config = BuildConfig(target="cpu", **options)  # type: ignore[arg-type]
-    build_engine.build(make_plan(open_checkpoint(path), config), out, None)
+    build_engine.build(make_build_plan(open_checkpoint(path), config), out, None)
 
 
 def without_vocabulary(path: Path) -> Path:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelmill.core.embedding_cache import EmbeddingCache
+from modelmill.core.image_embedding_cache import ImageEmbeddingCache
 from modelmill.vision.image import image_digest
 from modelmill.vision.image_embedding import ImageEmbedding
 
@@ -20,7 +20,7 @@ def make_embedding(digest: str, numbers: int) -> ImageEmbedding:
 def test_never_more_bytes_than_allowed_and_the_last_ones_stay(
     steps: list[tuple[str, int]], most: int
 ) -> None:
-    known: EmbeddingCache[str, ImageEmbedding] = EmbeddingCache(most)
+    known: ImageEmbeddingCache[str, ImageEmbedding] = ImageEmbeddingCache(most)
     order: list[ImageEmbedding] = []
     for digest, numbers in steps:
         if numbers > 35:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from modelmill.core.config import RunConfig
-from modelmill.core.types import EmbeddingSpan, Request, SamplingParams
-from modelmill.eval.targets import greedy_request
+from modelmill.core.types import ImageEmbeddingSpan, Request, SamplingParams
+from modelmill.eval.bench_targets import greedy_request
 from modelmill.loader.model_loader import build_model
 from modelmill.nn.linear import Linear
 from modelmill.nn.synthetic_step import fill_random_weights
@@ -67,7 +67,7 @@ class FakeVisionModel(nn.Module):
 
 def image_request(*pictures: Any, salt: str = "") -> Request:
     inserts = tuple(
-        EmbeddingSpan(i * QUERIES, QUERIES, f"digest{p.flat[0]}-{p.flat[1]}", p)
+        ImageEmbeddingSpan(i * QUERIES, QUERIES, f"digest{p.flat[0]}-{p.flat[1]}", p)
         for i, p in enumerate(pictures)
     )
     params = SamplingParams(max_tokens=1).with_defaults({})
@@ -84,7 +84,7 @@ def test_every_picture_is_read_once_in_batches() -> None:
     model = FakeVisionModel()
     runner = VisionEncoderRunner(model, select_backends("cpu"), "cpu")
     shown = [picture(i) for i in range(2 * MAX_BATCH + 3)]
-    results = runner.embed_images(
+    results = runner.replace_images_with_embeddings(
         [image_request(*shown[:5]), image_request(), image_request(*shown)]
     )
     assert model.batches == [MAX_BATCH, MAX_BATCH, 3]
@@ -92,10 +92,10 @@ def test_every_picture_is_read_once_in_batches() -> None:
         assert [float(insert.handle[0, 0]) for insert in request.embedding_spans] == [
             float(p.mean()) for p in images
         ]
-    again = runner.embed_images([image_request(shown[7])])
+    again = runner.replace_images_with_embeddings([image_request(shown[7])])
     assert len(model.batches) == 3, "the picture was seen lately"
     assert torch.equal(again[0].embedding_spans[0].handle, results[2].embedding_spans[7].handle)
-    runner.embed_images([image_request(shown[7], salt="another tenant")])
+    runner.replace_images_with_embeddings([image_request(shown[7], salt="another tenant")])
     assert model.batches[3:] == [1], "what one tenant has shown is not known to another"
 
 
@@ -105,7 +105,7 @@ def test_only_the_latest_stay() -> None:
         model, select_backends("cpu"), "cpu", cache_bytes=2 * QUERIES * WIDTH * 4
     )
     for value in (1, 2, 3, 2, 3, 1):
-        runner.embed_images([image_request(picture(value))])
+        runner.replace_images_with_embeddings([image_request(picture(value))])
     assert model.batches == [1, 1, 1, 1], "two have room; 1 was forgotten"
     assert runner.cached_bytes == 2 * QUERIES * WIDTH * 4
 
@@ -149,7 +149,7 @@ def to_gpu(plain: Any, config: dict[str, Any], dtype: torch.dtype) -> Any:
     model: Any = build_model("minigpt4", config)
     for name, module in model.named_modules():
         if isinstance(module, Linear):
-            module.weight = base.pack(
+            module.weight = base.pack_as_format(
                 "dense", plain.get_submodule(name).weight.weight.to("cuda"), dtype
             )
     for name, buffer in list(plain.named_buffers()):
@@ -255,7 +255,9 @@ def run_requests(graphs: bool) -> list[int | None]:
     for number, each in enumerate(random_pictures(2, 56)):
         request = greedy_request(str(number), [*range(1, 20), *[0] * 8, *range(20, 40)], 12)
         engine_core.add(
-            replace(request, embedding_spans=(EmbeddingSpan(19, 8, str(number), each.numpy()),))
+            replace(
+                request, embedding_spans=(ImageEmbeddingSpan(19, 8, str(number), each.numpy()),)
+            )
         )
         while engine_core.has_work:
             tokens += [token.token_id for token in engine_core.step()]

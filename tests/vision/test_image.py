@@ -67,7 +67,7 @@ def test_orientation_notes_are_followed() -> None:
     assert actual.size == (4, 6)
     assert actual.getpixel((3, 0)) == (255, 255, 255)
     # once: what has been turned is turned no more
-    assert np.array_equal(image.as_image(actual), actual)
+    assert np.array_equal(image.to_rgb_image(actual), actual)
 
 
 def test_every_orientation_is_undone() -> None:
@@ -138,16 +138,16 @@ def test_what_a_caller_holds_is_read_as_carefully_as_a_file(
     }
     for says, source in [*wrong.items(), ("broken", closed)]:
         with pytest.raises(RequestError, match=says) as caught:
-            image.as_image(source)
+            image.to_rgb_image(source)
         assert "\n" not in str(caught.value)
     monkeypatch.setattr(image, "MAX_PIXELS", 20)
     for large in (solid("RGB", RED), np.zeros((4, 6), np.uint8)):
         with pytest.raises(RequestError, match="pixels are more than 20"):
-            image.as_image(large)
+            image.to_rgb_image(large)
     for premultiplied in ("La", "RGBa"):
         half = solid("LA", (0, 128)) if premultiplied == "La" else solid("RGBA", (0, 0, 0, 128))
         monkeypatch.setattr(image, "MAX_PIXELS", 24)
-        assert image.as_image(half.convert(premultiplied)).getpixel((1, 1)) == (127, 127, 127)
+        assert image.to_rgb_image(half.convert(premultiplied)).getpixel((1, 1)) == (127, 127, 127)
 
 
 def test_a_callers_frame_is_the_picture_and_stays_where_it_is() -> None:
@@ -156,7 +156,7 @@ def test_a_callers_frame_is_the_picture_and_stays_where_it_is() -> None:
     )
     moving = PIL.Image.open(io.BytesIO(frames))
     moving.seek(1)
-    assert image.as_image(moving).getpixel((2, 2)) == (0, 9, 200)
+    assert image.to_rgb_image(moving).getpixel((2, 2)) == (0, 9, 200)
     assert moving.tell() == 1
     assert image.open_image(frames).getpixel((2, 2)) == RED
 
@@ -190,14 +190,14 @@ def test_every_depth_is_rounded_to_the_nearest() -> None:
     deep = np.arange(65536, dtype=np.uint16).reshape(256, 256)
     expected = np.rint(deep.astype(np.float64) / 257)
     for actual in (
-        image.as_image(PIL.Image.fromarray(deep)),
-        image.as_image(PIL.Image.fromarray(deep.astype(np.int32))),
+        image.to_rgb_image(PIL.Image.fromarray(deep)),
+        image.to_rgb_image(PIL.Image.fromarray(deep.astype(np.int32))),
     ):
         assert np.array_equal(np.asarray(actual)[..., 0], expected)
     beyond = PIL.Image.fromarray(np.array([[-5, 70000]], np.int32))
-    assert [image.as_image(beyond).getpixel((x, 0))[0] for x in (0, 1)] == [0, 255]
+    assert [image.to_rgb_image(beyond).getpixel((x, 0))[0] for x in (0, 1)] == [0, 255]
     shares = PIL.Image.fromarray(np.array([[0.0, 0.5, 1.0, np.nan, -1.0]], np.float32))
-    assert [image.as_image(shares).getpixel((x, 0))[0] for x in range(5)] == [0, 128, 255, 0, 0]
+    assert [image.to_rgb_image(shares).getpixel((x, 0))[0] for x in range(5)] == [0, 128, 255, 0, 0]
 
 
 def test_a_file_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,16 +213,16 @@ def test_a_path_that_is_not_there(tmp_path: Path) -> None:
         image.open_image(tmp_path)
     for name in ("a\0b", "\ud800.png"):
         with pytest.raises(RequestError, match="is no path"):
-            image.as_image(name)
+            image.to_rgb_image(name)
 
 
 def test_arrays_and_tensors() -> None:
     grey = np.arange(24, dtype=np.uint8).reshape(4, 6)
-    assert image.as_image(grey).getpixel((5, 3)) == (23, 23, 23)
-    assert image.as_image(torch.zeros(4, 6, 3, dtype=torch.uint8)).size == (6, 4)
+    assert image.to_rgb_image(grey).getpixel((5, 3)) == (23, 23, 23)
+    assert image.to_rgb_image(torch.zeros(4, 6, 3, dtype=torch.uint8)).size == (6, 4)
     for wrong in (grey.astype(np.float32), grey[None, None], np.zeros((0, 3), np.uint8), 7):
         with pytest.raises(RequestError):
-            image.as_image(wrong)
+            image.to_rgb_image(wrong)
 
 
 @settings(deadline=None, max_examples=100)
@@ -239,7 +239,7 @@ def test_the_longer_side_fits(width: int, height: int) -> None:
 def test_resizing_is_pils_own(shared: Path) -> None:
     photo = image.open_image(shared / "data/images/truck.jpg")
     size = image.fit_longest_side(photo.size, 1024)
-    actual = image.resize_pixels(photo, size)
+    actual = image.resize_to_tensor(photo, size)
     expected = np.array(
         PIL.Image.open(shared / "data/images/truck.jpg")
         .convert("RGB")

@@ -11,7 +11,7 @@ from modelmill.models import sam
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.registry import select_backends
 from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions
-from modelmill.vision.packed_mask import PackedMask, _pack_rows_by_torch, pack_rows
+from modelmill.vision.packed_mask import PackedMask, _pack_mask_bits_torch, pack_mask_bits
 from modelmill.vision.sam_model import SamModel
 from tests.models.sam_seeded import small_state
 from tests.models.test_sam import make_model
@@ -25,9 +25,9 @@ def test_a_box_of_bits_is_the_box_of_pixels(width: int, height: int, data: st.Da
     y = [0, height - 1] if data is None else [data.draw(st.integers(0, height - 1)) for _ in "ab"]
     (x0, x1), (y0, y1) = sorted(x), sorted(y)
     masks = torch.from_numpy(np.random.default_rng(width * height).random((2, height, width)) < 0.5)
-    rows = pack_rows(masks)
+    rows = pack_mask_bits(masks)
     assert rows.shape == (2, height, -(-width // 8))
-    assert torch.equal(_pack_rows_by_torch(masks), rows)
+    assert torch.equal(_pack_mask_bits_torch(masks), rows)
     for mask, packed in zip(masks, rows, strict=True):
         part = mask[y0 : y1 + 1, x0 : x1 + 1]
         unpacked = PackedMask.crop(packed, (x0, y0, x1, y1)).unpack()

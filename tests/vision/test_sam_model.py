@@ -22,7 +22,12 @@ from modelmill.vision.automatic_mask_generator import (
 )
 from modelmill.vision.masks import encode_rle
 from modelmill.vision.packed_mask import PackedMask
-from modelmill.vision.prompts import Prompt, group_by_shape, make_prompt, prompt_tensors
+from modelmill.vision.prompts import (
+    Prompt,
+    group_prompts_by_shape,
+    make_prompt,
+    make_prompt_tensors,
+)
 from modelmill.vision.sam_model import Mask, SamModel
 from tests.models.test_sam import make_model
 from tests.vision.coco_rle import from_coco_rle
@@ -121,14 +126,14 @@ def test_wrong_prompts_are_one_line(wrong: dict) -> None:
 
 def test_arrangement_of_points_and_boxes() -> None:
     prompts = [make_prompt([(10, 20)]), make_prompt(box=(1, 2, 3, 4)), make_prompt([(7, 8)])]
-    assert group_by_shape(prompts) == [[0, 2], [1]]
-    points, labels = prompt_tensors([prompts[0]], (100, 50), (1024, 512))
+    assert group_prompts_by_shape(prompts) == [[0, 2], [1]]
+    points, labels = make_prompt_tensors([prompts[0]], (100, 50), (1024, 512))
     assert points[0].tolist() == [[pytest.approx(102.4), pytest.approx(204.8)], [0, 0]]
     assert labels.tolist() == [[1, -1]]
-    points, labels = prompt_tensors([prompts[1]], (100, 50), (200, 100))
+    points, labels = make_prompt_tensors([prompts[1]], (100, 50), (200, 100))
     assert points[0].tolist() == [[2, 4], [6, 8]]
     assert labels.tolist() == [[2, 3]]
-    nothing, none = prompt_tensors([Prompt(mask=torch.zeros(4, 4))], (10, 10), (10, 10))
+    nothing, none = make_prompt_tensors([Prompt(mask=torch.zeros(4, 4))], (10, 10), (10, 10))
     assert nothing.shape == (1, 0, 2)
     assert none.shape == (1, 0)
 

@@ -55,19 +55,21 @@ def test_nearest_errs_by_half_a_step_and_stores_what_it_says(
     # the grid itself
     steps = 1.0 if symmetric else 0.5
     assert bool(
-        ((packed.dense() - weight).abs() <= (steps + 0.02) * scale + 1e-3 * weight.abs()).all()
+        ((packed.dequantize() - weight).abs() <= (steps + 0.02) * scale + 1e-3 * weight.abs()).all()
     )
     assert packed.shape == size
     stored = packed.tensors()
-    info = base.packed_info("int4", size, torch.float32, group_size=group, symmetric=symmetric)
+    info = base.packed_tensor_specs(
+        "int4", size, torch.float32, group_size=group, symmetric=symmetric
+    )
     assert {name: (tuple(t.shape), t.dtype) for name, t in stored.items()} == info
     assert list(stored) == list(info), "written in the order announced"
     again = base.from_tensors("int4", stored)
-    assert torch.equal(again.dense(), packed.dense())
+    assert torch.equal(again.dequantize(), packed.dequantize())
     x = random_matrix(3, size[1], seed=1)
     torch.testing.assert_close(
         packed.matmul(x, None, registry.select_backends("cpu")),
-        x @ packed.dense().T,
+        x @ packed.dequantize().T,
         rtol=1e-4,
         atol=1e-4,
     )
@@ -80,7 +82,7 @@ def test_16_levels_are_held_exactly() -> None:
     scale = torch.rand(6, 3).half().float() + 0.1
     weight = codes * scale.half().float().repeat_interleave(32, 1) - 0.75
     packed = Int4Weight.pack(weight, torch.float32, group_size=32)
-    assert torch.equal(packed.dense(), weight)
+    assert torch.equal(packed.dequantize(), weight)
     assert torch.equal(packed.codes().long(), codes)
 
 
@@ -94,10 +96,10 @@ def test_a_slice_is_the_slice_of_what_is_multiplied_with(
     )
     rows = [(2, 5), (11, 20)]
     part = packed.slice(rows, columns)
-    expected = torch.cat([packed.dense()[a:b, slice(*columns)] for a, b in rows])
-    assert torch.equal(part.dense(), expected)
-    assert torch.equal(base.from_tensors("int4", part.tensors()).dense(), expected)
-    assert part.alignment == 64
+    expected = torch.cat([packed.dequantize()[a:b, slice(*columns)] for a, b in rows])
+    assert torch.equal(part.dequantize(), expected)
+    assert torch.equal(base.from_tensors("int4", part.tensors()).dequantize(), expected)
+    assert part.column_slice_alignment == 64
 
 
 def test_a_slice_inside_a_group_is_our_mistake() -> None:

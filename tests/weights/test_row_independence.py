@@ -35,7 +35,7 @@ def test_what_is_no_number_in_one_row_stays_there(
     weight_format, layout = FORMATS[name]
     if layout.get("group_size") == 16 and columns % 16:
         pytest.skip("groups of 16 do not divide such rows")
-    weight = base.pack(weight_format, torch.randn(48, columns), dtype, **layout)
+    weight = base.pack_as_format(weight_format, torch.randn(48, columns), dtype, **layout)
     for ops in (
         select_backends("cpu"),
         select_backends("cpu", dict.fromkeys(("linear", "int8_linear", "int4_linear"), "torch")),

@@ -9,14 +9,14 @@ import torch
 
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CorruptArtifact, UsageError
-from modelmill.nn.layer_spec import SiteSpec
+from modelmill.nn.layer_spec import QuantSiteSpec
 from modelmill.ops import registry
 from modelmill.ops.quant_types import QuantizedInput
 from modelmill.ops.rms_norm_quant import rms_norm_quant
 from modelmill.quant.recipe import InputStatistics
 from modelmill.quant.rptq import RptqRecipe
 from modelmill.weights._rptq_columns import rptq_group_layout
-from modelmill.weights.base import UnpackedWeight, from_tensors, packed_info
+from modelmill.weights.base import UnpackedWeight, from_tensors, packed_tensor_specs
 from modelmill.weights.rptq import RptqWeight
 
 BITS_AND_MODES = [
@@ -42,7 +42,7 @@ def _make_weight(
     )
     made = RptqRecipe(
         BuildConfig(quantization="rptq", bits=bits, mode=mode, splits_per_channel=splits)
-    ).recipe_for("layers.0.mlp.down_proj", SiteSpec("down", heavy_tailed=True))
+    ).module_recipe("layers.0.mlp.down_proj", QuantSiteSpec("down", heavy_tailed=True))
     made.fallback = made.fallback if fallback is None else fallback
     rptq_weight = made.quantize(weight, statistics)
     assert isinstance(rptq_weight, RptqWeight)
@@ -53,7 +53,7 @@ def _make_weight(
 def test_what_is_announced_is_stored_and_read_back(bits: str, mode: str) -> None:
     rptq_weight, _, x = _make_weight(bits, mode)
     layout = RptqRecipe(BuildConfig(quantization="rptq", bits=bits, mode=mode)).pack_options
-    announced = packed_info("rptq", rptq_weight.shape, torch.float32, **layout)
+    announced = packed_tensor_specs("rptq", rptq_weight.shape, torch.float32, **layout)
     stored = rptq_weight.tensors()
     assert list(announced) == list(stored)
     assert {n: (tuple(t.shape), t.dtype) for n, t in stored.items()} == announced
@@ -104,11 +104,11 @@ def test_a_row_beyond_the_static_range_is_rescaled_not_clipped(bits: str, mode: 
     assert rptq_weight.fallback
     ops, far = registry.select_backends("cpu"), _beyond_the_range(x)
     expected = far @ weight.T
-    outside = rptq_weight.rows_outside_range(far)
+    outside = rptq_weight.input_rows_outside_range(far)
     assert outside is not None
     assert outside[[3, 50, 120]].all()
     unpacked = UnpackedWeight(rptq_weight, rptq_weight.unpack(torch.float32))
-    assert torch.equal(unpacked.rows_outside_range(far), outside)
+    assert torch.equal(unpacked.input_rows_outside_range(far), outside)
     error, clipped = (
         (each.matmul(far, None, ops) - expected)[outside].norm(dim=1)
         / expected[outside].norm(dim=1)
@@ -140,28 +140,28 @@ def test_rows_outside_the_range_of_split_channels() -> None:
     """Only the ends of a channel's columns are ends of its range."""
     rptq_weight, _, x = _make_weight("w8a8", "exact", columns=300, splits=3)
     assert not rptq_weight.fallback
-    outside = rptq_weight.rows_outside_range(torch.cat([x, 100 * x[:20]]))
+    outside = rptq_weight.input_rows_outside_range(torch.cat([x, 100 * x[:20]]))
     assert outside is not None
     assert outside[-20:].all()
     assert not outside[:-20].any()
-    assert _make_weight("w8a8", "dynamic")[0].rows_outside_range(x) is None
+    assert _make_weight("w8a8", "dynamic")[0].input_rows_outside_range(x) is None
 
 
 def test_a_norm_puts_out_what_the_product_wants() -> None:
     rptq_weight, _, x = _make_weight("w8a8", "exact")
-    assert rptq_weight.act_quant is None, "a fused norm has no steps of a token and group"
+    assert rptq_weight.input_quant_spec is None, "a fused norm has no steps of a token and group"
     rptq_weight = replace(rptq_weight, fallback=False)
-    assert rptq_weight.act_quant is not None
+    assert rptq_weight.input_quant_spec is not None
     norm = torch.rand(100) + 0.5
     ops = registry.select_backends("cpu")
-    values, scale = rms_norm_quant(x, norm, 1e-5, rptq_weight.act_quant)
+    values, scale = rms_norm_quant(x, norm, 1e-5, rptq_weight.input_quant_spec)
     fused = rptq_weight.matmul(QuantizedInput(values, scale, x.dtype), None, ops)
     assert torch.equal(
         fused, rptq_weight.matmul(ops.rms_norm(x, norm, 1e-5), None, ops)
     ) or torch.allclose(
         fused, rptq_weight.matmul(ops.rms_norm(x, norm, 1e-5), None, ops), atol=0.05
     )
-    assert _make_weight("w8a8", "dynamic")[0].act_quant is None
+    assert _make_weight("w8a8", "dynamic")[0].input_quant_spec is None
 
 
 def test_a_gate_is_taken_in_the_same_pass() -> None:
@@ -203,21 +203,27 @@ def test_several_columns_of_a_channel_add_up_to_one_number_of_more_levels(
     bits: str, splits: int
 ) -> None:
     rptq_weight, _, x = _make_weight(bits, "exact", columns=300, splits=splits)
-    assert rptq_weight.tensors().keys() == packed_info(
+    assert rptq_weight.tensors().keys() == packed_tensor_specs(
         "rptq", rptq_weight.shape, torch.float32, mode="exact"
     ).keys() | ({"offset"} if bits != "w8a8" else set())
     ops = registry.select_backends("cpu")
     x = torch.cat([x, 100 * x[:20], torch.zeros(1, 300)])  # values far outside and none at all
-    expected = rptq_weight.fake_quantize(x).double() @ rptq_weight.dense().double().T
+    expected = rptq_weight.fake_quantize_input(x).double() @ rptq_weight.dequantize().double().T
     out = rptq_weight.matmul(x, None, ops)
     assert float((out - expected).abs().max()) < 2e-5 * float(expected.abs().max())
-    assert not rptq_weight.fake_quantize(torch.zeros(1, 300)).any()
+    assert not rptq_weight.fake_quantize_input(torch.zeros(1, 300)).any()
     cut = rptq_weight.slice([(3, 9)], (120, 300))
-    assert torch.allclose(cut.fake_quantize(x[:, 120:]), rptq_weight.fake_quantize(x)[:, 120:])
+    assert torch.allclose(
+        cut.fake_quantize_input(x[:, 120:]), rptq_weight.fake_quantize_input(x)[:, 120:]
+    )
     plain, _, _ = _make_weight(bits, "exact", columns=300, fallback=False)
     inside = x[:200]
-    errors = [float((each.fake_quantize(inside) - inside).norm()) for each in (rptq_weight, plain)]
-    reach = [float(each.fake_quantize(100 * inside).abs().sum()) for each in (rptq_weight, plain)]
+    errors = [
+        float((each.fake_quantize_input(inside) - inside).norm()) for each in (rptq_weight, plain)
+    ]
+    reach = [
+        float(each.fake_quantize_input(100 * inside).abs().sum()) for each in (rptq_weight, plain)
+    ]
     if bits == "w4a4":
         assert errors[0] < 0.75 * errors[1], "finer steps"
     else:

@@ -41,7 +41,7 @@ def test_what_is_stored_is_what_is_multiplied(
         weight, torch.float32, per_channel=per_channel, input_scale=input_scale
     )
     stored = packed.tensors()
-    info = base.packed_info(weight_format, size, torch.float32, per_channel=per_channel)
+    info = base.packed_tensor_specs(weight_format, size, torch.float32, per_channel=per_channel)
     assert {name: (tuple(t.shape), t.dtype) for name, t in stored.items()} == info
     assert list(stored) == list(info), "written in the order announced"
     step = (
@@ -49,7 +49,7 @@ def test_what_is_stored_is_what_is_multiplied(
         if weight_format == "w8a8"
         else weight.abs() * 2.0**-4 + packed.scale[:, None] * 2.0**-9
     )
-    assert bool(((packed.dense() - weight).abs() <= step * 1.0001).all())
+    assert bool(((packed.dequantize() - weight).abs() <= step * 1.0001).all())
     assert per_channel or len(set(packed.scale.tolist())) == 1
     again = base.from_tensors(weight_format, stored)
     x = random_matrix(3, size[1], seed=1)
@@ -62,12 +62,12 @@ def test_what_is_stored_is_what_is_multiplied(
         output = again.matmul(x, None, ops)
         torch.testing.assert_close(
             output,
-            again.fake_quantize(x) @ again.dense().T,
+            again.fake_quantize_input(x) @ again.dequantize().T,
             rtol=EXACT[weight_format],
             atol=EXACT[weight_format] * 10,
         )
-    assert input_scale >= 0 or again.fake_quantize(x) is x
-    assert (again.act_quant is None) == (input_scale < 0)
+    assert input_scale >= 0 or again.fake_quantize_input(x) is x
+    assert (again.input_quant_spec is None) == (input_scale < 0)
 
 
 @pytest.mark.parametrize("weight_format", sorted(FORMATS))
@@ -81,7 +81,7 @@ def test_what_a_norm_has_rounded_is_taken_as_it_is(weight_format: str, static: b
         random_matrix(4, 70, 1),
         random_matrix(1, 9, 2)[0],
     )
-    act_quant = packed.act_quant
+    act_quant = packed.input_quant_spec
     rounded = QuantizedInput(*ops.quantize(x, act_quant), x.dtype)
     assert (rounded.scale is None) == static
     assert torch.equal(packed.matmul(rounded, bias, ops), packed.matmul(x, bias, ops))
@@ -92,10 +92,13 @@ def test_a_slice_is_the_slice_of_what_is_multiplied_with(weight_format: str) -> 
     packed = FORMATS[weight_format].pack(random_matrix(20, 60), torch.float32, input_scale=0.05)
     part = packed.slice([(2, 5), (11, 20)], (7, 50))
     assert torch.equal(
-        part.dense(), torch.cat([packed.dense()[2:5, 7:50], packed.dense()[11:20, 7:50]])
+        part.dequantize(),
+        torch.cat([packed.dequantize()[2:5, 7:50], packed.dequantize()[11:20, 7:50]]),
     )
     assert part.input_scale is packed.input_scale
-    assert torch.equal(base.from_tensors(weight_format, part.tensors()).dense(), part.dense())
+    assert torch.equal(
+        base.from_tensors(weight_format, part.tensors()).dequantize(), part.dequantize()
+    )
 
 
 @pytest.mark.parametrize("weight_format", sorted(FORMATS))
@@ -112,5 +115,5 @@ def test_damage_is_named(weight_format: str) -> None:
 def test_weights_of_nothing_stay_nothing() -> None:
     for weight_format in FORMATS.values():
         packed = weight_format.pack(torch.zeros(3, 8), torch.float32, per_channel=False)
-        assert not packed.dense().any()
+        assert not packed.dequantize().any()
         assert replace(packed).scale.tolist() == [1.0] * 3

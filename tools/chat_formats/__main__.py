@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from modelmill.text.chat_format_files import format_names
+from modelmill.text.chat_format_registry import list_chat_formats
 from tools.chat_formats.parallel_runs import run_formats
 from tools.chat_formats.progress_file import ProgressFile
 from tools.chat_formats.run_checks import FormatRun, is_complete, run_format
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.chat_formats", description=__doc__)
     parser.add_argument("--count", type=int, default=10_000, help="answers per format")
     parser.add_argument("--seed", type=int, default=0, help="of the first answer")
-    parser.add_argument("--format", nargs="*", default=format_names(), help="names of formats")
+    parser.add_argument("--format", nargs="*", default=list_chat_formats(), help="names of formats")
     parser.add_argument("--progress", type=Path, help="file of what has been checked")
     parser.add_argument("--jobs", type=int, default=1, help="formats that are checked at once")
     options = parser.parse_args(argv)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from modelmill.text.answer_parser import make_answer_parser
 from modelmill.text.answer_pieces import AnswerPiece, ParsedAnswer, collect_answer
-from modelmill.text.answer_writer import write_answer
+from modelmill.text.answer_renderer import render_answer
 from modelmill.text.chat_syntax import ChatSyntax
 from tools.chat_formats.random_answers import RandomCase, forbidden_texts, random_case, random_cuts
 
@@ -37,12 +37,12 @@ def check_answer(syntax: ChatSyntax, rng: random.Random) -> None:
         AssertionError: it fails; the message has the text.
     """
     case = random_case(syntax, rng)
-    text = write_answer(syntax, case.answer, thinking=case.thinking, thinks=case.thinks)
+    text = render_answer(syntax, case.answer, thinking=case.thinking, thinks=case.thinks)
     whole = parse_pieces(syntax, case, [text])
     assert _meaning(syntax, whole) == _meaning(syntax, case.answer), (text, whole, case)
     streamed = parse_pieces(syntax, case, random_cuts(text, rng))
     assert _meaning(syntax, streamed) == _meaning(syntax, whole), (text, streamed, whole)
-    back = write_answer(
+    back = render_answer(
         syntax, _with_ids(syntax, streamed, case), thinking=case.thinking, thinks=case.thinks
     )
     assert back == text, (back, text)

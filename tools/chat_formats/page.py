@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from modelmill.text.answer_pieces import ParsedAnswer, ParsedToolCall
-from modelmill.text.answer_writer import write_answer
-from modelmill.text.chat_format_files import format_names, load_format
+from modelmill.text.answer_renderer import render_answer
+from modelmill.text.chat_format_registry import list_chat_formats, load_chat_syntax
 from modelmill.text.chat_syntax import ChatSyntax
 from tools import generated_page
 
@@ -26,12 +26,12 @@ def table() -> str:
         "| format | models | a call of `f` with town “Ulm” and 2 days | thinking |",
         "|---|---|---|---|",
     ]
-    rows += [_row(name, load_format(name)) for name in format_names()]
+    rows += [_row(name, load_chat_syntax(name)) for name in list_chat_formats()]
     return "\n".join(rows) + "\n"
 
 
 def _row(name: str, syntax: ChatSyntax) -> str:
-    call = write_answer(syntax, ParsedAnswer("", (EXAMPLE,))).replace("\n", "⏎")
+    call = render_answer(syntax, ParsedAnswer("", (EXAMPLE,))).replace("\n", "⏎")
     thinking = "" if syntax.thinking is None else f"`{syntax.thinking.marks[0]}`"
     cells = (f"`{name}`", syntax.title, f"`` {call} ``", thinking)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

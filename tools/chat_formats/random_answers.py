@@ -10,8 +10,8 @@ from functools import cache
 from typing import Any
 
 from modelmill.text.answer_pieces import ParsedAnswer, ParsedToolCall
-from modelmill.text.call_reader import split_mark
 from modelmill.text.chat_syntax import ChatSyntax, ThinkingSyntax
+from modelmill.text.tool_call_reader import split_mark_parts
 
 WORDS = (
     "the", "weather", "in", "Ulm", "is", "fine", "é", "日本", "🎉", "a<b", "x>y", "{", "}", "[1]",
@@ -86,7 +86,7 @@ def forbidden_texts(syntax: ChatSyntax) -> list[str]:
         marks += [calls.parameter.type_open, *calls.parameter.type_marks]
     if calls.style == "react":
         marks += ["Action", "Final Answer", "Observation", "Thought"]
-    parts = {part for mark in marks for part in split_mark(mark)}
+    parts = {part for mark in marks for part in split_mark_parts(mark)}
     return sorted(part for part in parts if len(part) > 1)
 
 

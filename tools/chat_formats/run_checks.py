@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from modelmill.text.chat_format_files import load_format
+from modelmill.text.chat_format_registry import load_chat_syntax
 from tools.chat_formats.check_answers import check_answer
 
 CHUNK = 1000
@@ -37,7 +37,7 @@ class FormatRun:
 
 def run_format(run: FormatRun, count: int) -> Iterator[None]:
     """Check answers until there are ``count``; yields after every CHUNK of them."""
-    syntax = load_format(run.name)
+    syntax = load_chat_syntax(run.name)
     while not is_complete(run, count):
         start = time.process_time()
         for seed in range(run.first_seed + run.checked, _end_of_chunk(run, count)):

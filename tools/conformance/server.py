@@ -19,13 +19,13 @@ FLAGS = ("--device", "cpu", "--max-model-len", "2048", "--kv-cache-bytes", str(1
 
 def engine(out: Path) -> Path:
     """SmolLM2-135M-Instruct in float32, pulled and built once under ``out``."""
-    from modelmill.artifact.store import is_engine
+    from modelmill.artifact.store import is_engine_folder
     from modelmill.checkpoint.pull import pull
     from modelmill.core.config import BuildConfig
     from modelmill.llm import build_engine
 
     path = out / "smollm2-float32.engine"
-    if not is_engine(path):
+    if not is_engine_folder(path):
         checkpoint = pull(MODEL, ROOT / "out" / "models")
         build_engine(
             checkpoint, path, BuildConfig(dtype="float32", quantization="none", target="cpu")

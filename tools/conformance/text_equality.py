@@ -69,14 +69,14 @@ def run(base_url: str, model: str, out: Path) -> SuiteResult:
 
 def bfloat16(out: Path) -> Path:
     """SmolLM2 in bfloat16, built once."""
-    from modelmill.artifact.store import is_engine
+    from modelmill.artifact.store import is_engine_folder
     from modelmill.checkpoint.pull import pull
     from modelmill.core.config import BuildConfig
     from modelmill.llm import build_engine
     from tools.conformance import server
 
     path = out / "smollm2-bfloat16.engine"
-    if not is_engine(path):
+    if not is_engine_folder(path):
         config = BuildConfig(dtype="bfloat16", quantization="none", target="cpu")
         build_engine(pull(server.MODEL, ROOT / "out" / "models"), path, config)
     return path

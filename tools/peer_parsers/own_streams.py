@@ -39,7 +39,7 @@ def find_streamed(package: Path, tests: Mapping[str, Sequence[AskedAnswer]]) -> 
         package: folder of SGLang's package.
         tests: test → its answers.
     """
-    answers = [each for asked in tests.values() for each in asked]
+    answers = [each for test_answers in tests.values() for each in test_answers]
     if not answers:
         return []
     done = subprocess.run(
@@ -52,7 +52,10 @@ def find_streamed(package: Path, tests: Mapping[str, Sequence[AskedAnswer]]) -> 
         check=True,
     )
     same = iter(json.loads(done.stdout))
-    by_test = {test: list(itertools.islice(same, len(asked))) for test, asked in tests.items()}
+    by_test = {
+        test: list(itertools.islice(same, len(test_answers)))
+        for test, test_answers in tests.items()
+    }
     return [test for test, each in by_test.items() if all(each)]
 
 

@@ -14,7 +14,7 @@ from modelmill.text.answer_pieces import (
     ToolCallDelta,
     collect_answer,
 )
-from modelmill.text.chat_format_files import format_names, load_format
+from modelmill.text.chat_format_registry import list_chat_formats, load_chat_syntax
 from modelmill.text.chat_syntax import NO_MARKS, ThinkingSyntax
 from tools.peer_parsers.asked_answers import ASKED, AskedAnswer
 from tools.peer_parsers.call_deltas import CallDeltas
@@ -61,9 +61,9 @@ class PeerParser:
         any_name: bool,
         peer_class: str = "",
     ) -> None:
-        if format_name not in format_names():
+        if format_name not in list_chat_formats():
             raise PeerInternalError("no chat format stands for this parser")
-        self._syntax = load_format(str(format_name))
+        self._syntax = load_chat_syntax(str(format_name))
         self._tools = AnyTools(tools) if any_name else tools
         self._stream = self._make()
         self._deltas = CallDeltas(DELIVERY.cut)

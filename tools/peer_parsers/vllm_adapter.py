@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.text.answer_pieces import ToolCallDelta
-from modelmill.text.chat_format_files import load_format, select_variant
+from modelmill.text.chat_format_registry import load_chat_syntax, select_format_variant
 from tools.peer_parsers import peer_names
 from tools.peer_parsers.loose_text import LooseJson, LooseText
 from tools.peer_parsers.peer_parser import PeerInternalError, PeerParser, schemas
@@ -61,7 +61,7 @@ class ToolParser:
     @property
     def bot_token(self) -> str:
         """Return the mark that begins calls, which Mistral's tests look for in the tokens."""
-        calls = load_format(str(self.format_name)).calls
+        calls = load_chat_syntax(str(self.format_name)).calls
         return calls.call[0] or calls.section[0].partition(" ")[0]
 
     @property
@@ -80,7 +80,7 @@ class ToolParser:
             known = {name: known.get(name)}
         any_name = not known or self.format_name not in COMPARES_NAMES
         options = getattr(request, "chat_template_kwargs", None) or {}
-        format_name, _ = select_variant(str(self.format_name), None, options)
+        format_name, _ = select_format_variant(str(self.format_name), None, options)
         return PeerParser(format_name, known, any_name=any_name)
 
     def extract_tool_calls(

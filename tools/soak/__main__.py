@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from modelmill.core.progress import Progress
+from modelmill.core.progress_callback import Progress
 from tools.soak import client_disconnects, fuzz, mixed_load, model_swaps, shutdown
 from tools.soak.server import SoakFailure, SoakServer
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import Any
 
-from modelmill.core.progress import Progress
+from modelmill.core.progress_callback import Progress
 from tools.soak.client import disconnect_mid_stream, send_request
 from tools.soak.server import SoakFailure, SoakServer
 

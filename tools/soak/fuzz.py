@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from modelmill.core.progress import Progress
+from modelmill.core.progress_callback import Progress
 from tools.soak import large_requests
 from tools.soak.client import connect, send_request
 from tools.soak.hostile_requests import random_request, response_problem

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.responses_schema import ResponsesRequest
-from modelmill.serve.segment_schema import SegmentRequest
+from modelmill.serve.segmentation_schema import SegmentRequest
 from modelmill.serve.tokenize_schema import DetokenizeRequest, TokenizeRequest
 from tools.soak import segment_requests
 

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from modelmill.core.progress import Progress
+from modelmill.core.progress_callback import Progress
 from tools.soak import segment_requests
 from tools.soak.client import disconnect_mid_stream, send_request
 from tools.soak.hostile_requests import random_request, response_problem

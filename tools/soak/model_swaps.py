@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from modelmill.core.progress import Progress
+from modelmill.core.progress_callback import Progress
 from modelmill.serve.catalogue.entries import read_manifest
 from tools.soak.client import send_request
 from tools.soak.memory_trend import fit_trend

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from benchmarks.serve_command import read_address, serve_command
-from modelmill.serve.segment_messages import SEGMENTATION
+from modelmill.serve.segmentation_messages import SEGMENTATION
 
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from modelmill.core.progress import Progress
+from modelmill.core.progress_callback import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,14 +51,14 @@ class VerifyContext:
 
     def engine(self, dtype: str, recipe: str = "none", checkpoint: Path | None = None) -> Path:
         """The accepted engine of a checkpoint (default: SmolLM2), built once for these sources."""
-        from modelmill.artifact.store import is_engine
+        from modelmill.artifact.store import is_engine_folder
         from modelmill.core.config import BuildConfig
         from modelmill.llm import build_engine
 
         source = checkpoint or self.gguf
         name = f"{source.stem}-{dtype}-{recipe}.engine"
         engine = self.out / "engines" / self.digest[:12] / name
-        if not is_engine(engine):
+        if not is_engine_folder(engine):
             self.log(f"  building {name}")
             config = BuildConfig(dtype=dtype, quantization=recipe, target="cpu")
             build_engine(source, engine, config, on_progress=self.progress(name))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.accept.token_scorer import TokenScorer
+from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from tools.verify.context import VerifyContext
 from tools.verify.result import Fact, VerifyResult, make_result
 
@@ -79,7 +79,9 @@ def _errors(
 ) -> dict[str, float]:
     """The largest error of the prompts, and of the tokens that are decoded behind them."""
     worst = {"prefill": 0.0, "decode": 0.0}
-    for row, actual in zip(ids, TokenScorer(engine).logits(ids, decode_from=PROMPT), strict=True):
+    for row, actual in zip(
+        ids, TeacherForcedScorer(engine).compute_logits(ids, decode_from=PROMPT), strict=True
+    ):
         error = (actual - expected(row)).abs().amax(-1)
         worst["prefill"] = max(worst["prefill"], float(error[:PROMPT].max()))
         worst["decode"] = max(worst["decode"], float(error[PROMPT:].max()))
@@ -116,11 +118,11 @@ def _qwen(folder: Path) -> list[Fact]:
     draw = torch.Generator().manual_seed(4)
     prompts = [int(share * QWEN["seq_length"]) for share in LENGTH_FACTORS]
     ids = [torch.randint(0, 120, (n + 9,), generator=draw).tolist() for n in prompts]
-    mixed = TokenScorer(loop).logits(ids, decode_from=prompts)
+    mixed = TeacherForcedScorer(loop).compute_logits(ids, decode_from=prompts)
     facts = []
     for share, n, row, many in zip(LENGTH_FACTORS, prompts, ids, mixed, strict=True):
         expected = plain_qwen_logits(tensors, QWEN, row, prompt=n)
-        alone = TokenScorer(loop).logits([row], decode_from=n)[0]
+        alone = TeacherForcedScorer(loop).compute_logits([row], decode_from=n)[0]
         errors = {
             "alone": float((alone - expected).abs().max()),
             "mixed in one batch": float((many - expected).abs().max()),
@@ -132,13 +134,13 @@ def _qwen(folder: Path) -> list[Fact]:
 def open_engine_core(checkpoint: Path, engine: Path, **options: Any) -> Any:
     """A float32 engine of a checkpoint, opened with small steps."""
     from modelmill.builder.build_engine import build
-    from modelmill.builder.plan import make_plan
+    from modelmill.builder.plan import make_build_plan
     from modelmill.checkpoint.open import open_checkpoint
     from modelmill.core.config import BuildConfig, RunConfig
     from modelmill.runtime.engine_core import EngineCore
 
     config = BuildConfig(dtype="float32", target="cpu", **options)
-    build(make_plan(open_checkpoint(checkpoint), config), engine, None)
+    build(make_build_plan(open_checkpoint(checkpoint), config), engine, None)
     return EngineCore.open(
         engine, RunConfig(device="cpu", max_num_batched_tokens=32, kv_cache_bytes=1 << 22)
     )

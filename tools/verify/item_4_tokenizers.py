@@ -19,7 +19,7 @@ TOKENIZERS = (
 
 def run(context: VerifyContext) -> VerifyResult:
     """Vectors of llama.cpp, for each tokenizer."""
-    from modelmill.text.tokenizer import load_tokenizer
+    from modelmill.text.tokenizer_loader import load_tokenizer
 
     data = context.shared / "data/tokenizers"
     rows = []

@@ -35,9 +35,9 @@ def run(context: VerifyContext) -> VerifyResult:
 
 
 def _perplexity(context: VerifyContext) -> Fact:
+    from modelmill.eval.bench_targets import EngineScorer
     from modelmill.eval.datasets import read_text
     from modelmill.eval.perplexity import measure_perplexity
-    from modelmill.eval.targets import EngineScorer
 
     llm = context.llm("float32")
     ids = llm.tokenizer.encode(
@@ -72,13 +72,13 @@ def _perplexity(context: VerifyContext) -> Fact:
 def _rouge(context: VerifyContext, dtype: str, bound: float) -> list[Fact]:
     import transformers
 
-    from modelmill.eval import summarize as eval_summaries
+    from modelmill.eval import article_summarization as eval_summaries
     from modelmill.eval.datasets import read_articles
     from modelmill.eval.rouge import ROUGE_TYPES, RougeScorer
 
     items = read_articles(context.shared / "data/text/cnndm_eval.jsonl", None)
     llm = context.llm(dtype)
-    task = eval_summaries.make_task(llm, items, ANSWER, max_input=PROMPT)
+    task = eval_summaries.make_summary_task(llm, items, ANSWER, max_input=PROMPT)
     names = {
         "modelmill": f"modelmill-{context.digest[:12]}-{dtype}",
         "transformers": f"transformers-{transformers.__version__}-{dtype}",

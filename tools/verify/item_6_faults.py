@@ -185,14 +185,14 @@ def _compare(checkpoint: Path, out: Path, dtype: str, recipe: str) -> dict[str, 
     """Return what ``compare`` says of an engine built without acceptance."""
     from modelmill.accept.run import acceptance_token_ids, compare_engine
     from modelmill.builder.build_engine import build
-    from modelmill.builder.plan import make_plan
+    from modelmill.builder.plan import make_build_plan
     from modelmill.checkpoint.open import open_checkpoint
     from modelmill.core.config import BuildConfig, RunConfig
     from modelmill.runtime.engine_core import EngineCore
 
     opened = open_checkpoint(checkpoint)
     config = BuildConfig(dtype=dtype, quantization=recipe, target="cpu", **_options(recipe))
-    build(make_plan(opened, config), out, None)
+    build(make_build_plan(opened, config), out, None)
     loop = EngineCore.open(
         out, RunConfig(device="cpu", max_model_len=_length(out), kv_cache_bytes=1 << 28)
     )
@@ -219,13 +219,13 @@ def _check_unfit_shape(root: Path) -> Fact:
     from dataclasses import replace
     from unittest import mock
 
-    from modelmill.builder.plan import make_plan
+    from modelmill.builder.plan import make_build_plan
     from modelmill.checkpoint.open import open_checkpoint
     from modelmill.core.config import BuildConfig
     from modelmill.core.errors import TensorMismatch
     from modelmill.models import gpt2
 
-    real_rules = gpt2.LAYOUT.rules
+    real_rules = gpt2.LAYOUT.rename_rules
 
     def wrong(config: Any) -> Any:
         return [
@@ -233,9 +233,9 @@ def _check_unfit_shape(root: Path) -> Fact:
             for r in real_rules(config)
         ]
 
-    with mock.patch.object(gpt2, "rules", wrong, create=True):
+    with mock.patch.object(gpt2, "rename_rules", wrong, create=True):
         try:
-            make_plan(open_checkpoint(root / "gpt2"), BuildConfig())
+            make_build_plan(open_checkpoint(root / "gpt2"), BuildConfig())
         except TensorMismatch as error:
             return Fact(
                 "tiny gpt2: c_attn not transposed",

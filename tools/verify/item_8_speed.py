@@ -17,8 +17,8 @@ def run(context: VerifyContext) -> VerifyResult:
     """Both in one process, round by round, each after a short prompt; medians."""
     import torch
 
+    from modelmill.eval.bench_targets import BenchTarget, EngineTarget, HfTarget
     from modelmill.eval.datasets import BenchRequest
-    from modelmill.eval.targets import BenchTarget, EngineTarget, HfTarget
 
     engines = {
         f"modelmill, {dtype} with int8 weights": context.llm(dtype, recipe)
@@ -58,7 +58,9 @@ def run(context: VerifyContext) -> VerifyResult:
         Fact(name, _format_speeds(values), None) for name, values in speeds.items() if name != best
     ]
     rows.append(Fact("speed-up over transformers", f"{middle[best] / middle[other]:.2f}×", None))
-    accepted = [llm.engine_core.artifact.acceptance()["accepted"] for llm in engines.values()]
+    accepted = [
+        llm.engine_core.artifact.acceptance_report()["accepted"] for llm in engines.values()
+    ]
     rows.append(
         Fact(
             "the recipes measured passed acceptance",

@@ -74,7 +74,7 @@ def _reference_facts(context: VerifyContext, one: Any) -> list[Fact]:
     from modelmill.core.config import BuildConfig
     from modelmill.llm import build_engine
     from modelmill.segmenter import Segmenter
-    from modelmill.vision.image import fit_longest_side, open_image, resize_pixels
+    from modelmill.vision.image import fit_longest_side, open_image, resize_to_tensor
 
     again = context.out / "engines" / "mobile_sam-again.engine"
     build_engine(
@@ -93,7 +93,9 @@ def _reference_facts(context: VerifyContext, one: Any) -> list[Fact]:
         expected = np.asarray(
             PIL.Image.open(photo).convert("RGB").resize(size, PIL.Image.Resampling.BILINEAR)
         )
-        same.append(np.array_equal(resize_pixels(picture, size).permute(1, 2, 0).numpy(), expected))
+        same.append(
+            np.array_equal(resize_to_tensor(picture, size).permute(1, 2, 0).numpy(), expected)
+        )
     one.set_image(photos[0])
     best, single = one.predict([(500, 375)])[0], one.predict([(500, 375)], multimask=False)[0]
     return [

@@ -30,31 +30,31 @@ from modelmill.accept.reference import (
     gguf_nemotron_h,
 )
 from modelmill.accept.reference.base import (
-    Affine,
     HeadTrace,
     LayerTrace,
     LayerWeights,
     ModuleIO,
-    OutsideTrace,
+    ModuleWeights,
+    NonLayerTrace,
     ReferenceModel,
 )
 from modelmill.accept.reference.dequantize import DequantizedContainer
-from modelmill.accept.reference.gguf_config import gguf_config, gguf_rope
+from modelmill.accept.reference.gguf_config import config_from_gguf, rope_from_gguf
 from modelmill.accept.reference.gguf_source import GgufSource
 from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import OpenedCheckpoint, RawContainer, TensorSource
 from modelmill.core.errors import CorruptCheckpoint, ModelmillError, UnknownArchitecture
-from modelmill.core.registry import find_module, module_names
+from modelmill.core.module_lookup import import_module_if_exists, list_module_names
 
 __all__ = [
-    "Affine",
+    "ModuleWeights",
     "RawContainer",
     "HeadTrace",
     "LayerTrace",
     "LayerWeights",
     "ModuleIO",
     "OpenedCheckpoint",
-    "OutsideTrace",
+    "NonLayerTrace",
     "ReferenceModel",
     "open_reference",
 ]
@@ -92,8 +92,8 @@ def open_reference(
     """
     container: RawContainer = checkpoint.raw
     if "general.architecture" in container.metadata and "token_embd.weight" in container.names():
-        return _open_gguf(container, dtype, device)
-    config = _without_null_factors(checkpoint.config)
+        return _open_gguf_reference(container, dtype, device)
+    config = _drop_null_config_factors(checkpoint.config)
     if config.get("quantization_config"):
         container = DequantizedContainer(container, config)
     family = _find_family_module(config)
@@ -103,7 +103,7 @@ def open_reference(
     return reference
 
 
-def _without_null_factors(config: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_null_config_factors(config: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out factors and the like that are null, which have their families' defaults."""
     return {
         key: value
@@ -112,11 +112,11 @@ def _without_null_factors(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _open_gguf(
+def _open_gguf_reference(
     container: RawContainer, dtype: torch.dtype, device: str | torch.device
 ) -> ReferenceModel:
     if container.metadata["general.architecture"] == gguf_gemma4.ARCHITECTURE:
-        return _open_gemma4_gguf(container, dtype, device)
+        return _open_gemma4_gguf_reference(container, dtype, device)
     architecture = container.metadata["general.architecture"]
     if architecture in GGUF_READERS:
         read_config, source_class = GGUF_READERS[architecture]
@@ -124,23 +124,23 @@ def _open_gguf(
         tensors = source_class(container, dtype, config, device=device)
         model: Any = _find_family_module(config).REFERENCE(tensors, config)
         if ROPE_DIVISORS in container.names():
-            divisors = tensors.stored_tensor(ROPE_DIVISORS)
-            model.set_rope(_rope_with_divisors(model.rope, divisors))
+            divisors = tensors.read_original_tensor(ROPE_DIVISORS)
+            model.set_rope(_divide_rope_frequencies(model.rope, divisors))
         return cast(ReferenceModel, model)
-    config = _read_gguf_config(gguf_config, container)
+    config = _read_gguf_config(config_from_gguf, container)
     family = _find_family_module(config)
     source = GgufSource(container, dtype, config, device=device)
     if family is not decoder:
         reference: Any = family.REFERENCE(source, config)
         if "architecture" in config:  # with experts; the rotation's scaling has keys of GGUF
             own_keys = config | {"model_type": config["architecture"]}
-            reference.set_rope(gguf_rope(container, own_keys))
+            reference.set_rope(rope_from_gguf(container, own_keys))
         return reference
     if ROPE_DIVISORS in container.names():
-        source.stored_tensor(ROPE_DIVISORS)  # rotary frequencies are computed from it
+        source.read_original_tensor(ROPE_DIVISORS)  # rotary frequencies are computed from it
     if container.metadata["general.architecture"] != config["model_type"]:
         return decoder.DecoderReference(source, config)
-    return decoder.DecoderReference(source, config, gguf_rope(container, config))
+    return decoder.DecoderReference(source, config, rope_from_gguf(container, config))
 
 
 def _read_gguf_config(
@@ -162,17 +162,17 @@ def _read_gguf_config(
         ) from None
 
 
-def _rope_with_divisors(rope: ReferenceRope, divisors: torch.Tensor) -> ReferenceRope:
+def _divide_rope_frequencies(rope: ReferenceRope, divisors: torch.Tensor) -> ReferenceRope:
     """Return the rotation with each of its frequencies divided by a number of the file."""
     return replace(rope, rope_type="factors", factors=divisors.float())
 
 
-def _open_gemma4_gguf(
+def _open_gemma4_gguf_reference(
     container: RawContainer, dtype: torch.dtype, device: str | torch.device
 ) -> ReferenceModel:
     config = gguf_gemma4.gemma4_config(container)
     source = gguf_gemma4.Gemma4GgufSource(container, dtype, config, device=device)
-    source.stored_tensor(gguf_gemma4.FREQUENCIES)  # the config was made from it
+    source.read_original_tensor(gguf_gemma4.FREQUENCIES)  # the config was made from it
     reference: ReferenceModel = _find_family_module(config).REFERENCE(source, config)
     return reference
 
@@ -180,8 +180,8 @@ def _open_gemma4_gguf(
 def _find_family_module(config: Mapping[str, Any]) -> Any:
     """Return the file of this folder whose MODEL_TYPES has the config's model_type."""
     model_type, known = config.get("model_type"), []
-    for name in module_names(__name__):
-        family = find_module(__name__, name)
+    for name in list_module_names(__name__):
+        family = import_module_if_exists(__name__, name)
         if not hasattr(family, "REFERENCE"):
             continue
         model_types = vars(family).get("MODEL_TYPES", (name,))

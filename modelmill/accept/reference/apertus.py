@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights
+from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
-from modelmill.accept.reference.plain_decoder import Defaults
+from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 THETA = 12e6
@@ -27,7 +27,7 @@ SLOPES = ("alpha_p", "alpha_n", "beta", "eps")
 class ApertusReference(PerHeadQKNormMixin):
     """ApertusForCausalLM."""
 
-    DEFAULTS = Defaults(eps=1e-5, positions=65536)
+    DEFAULTS = ReferenceConfigDefaults(eps=1e-5, positions=65536)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         self.is_xielu = config.get("hidden_act", "xielu") == "xielu"
@@ -47,7 +47,7 @@ class ApertusReference(PerHeadQKNormMixin):
         weights = super().mlp_weights(index)
         stem = f"{self.LAYERS}.{index}.mlp.act_fn"
         for name in SLOPES if self.is_xielu else ():
-            weights[name] = Affine(self.source.get(f"{stem}.{name}"))
+            weights[name] = ModuleWeights(self.source.get(f"{stem}.{name}"))
         return weights
 
     def mlp(self, r: LayerRecorder, normed: Tensor) -> Tensor:

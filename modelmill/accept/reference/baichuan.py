@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from modelmill.accept.reference.alibi import alibi_slopes
-from modelmill.accept.reference.base import Affine, LayerWeights
+from modelmill.accept.reference.base import LayerWeights, ModuleWeights
 from modelmill.accept.reference.plain_decoder import PlainDecoderReference
 from modelmill.accept.reference.rope import rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
@@ -32,13 +32,13 @@ class BaichuanReference(PlainDecoderReference):
         length = int(length)
         self.rope = rope_from_config(config, self.head_dim, length)
 
-    def projections(self, index: int) -> LayerWeights:
+    def mixer_and_mlp_weights(self, index: int) -> LayerWeights:
         """Split the fused matrix."""
         stem = f"{self.LAYERS}.{index}"
         parts = self.source.get(f"{stem}.self_attn.W_pack.weight").chunk(3)
-        fused = {name: Affine(rows) for name, rows in zip("qkv", parts, strict=True)}
+        fused = {name: ModuleWeights(rows) for name, rows in zip("qkv", parts, strict=True)}
         return fused | {
-            name: self.read_affine(f"{stem}.{path}", False)
+            name: self.read_linear(f"{stem}.{path}", False)
             for name, path in self.projection_paths.items()
             if name not in fused
         }

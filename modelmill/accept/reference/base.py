@@ -37,7 +37,7 @@ class ModuleIO(NamedTuple):
     output: Tensor
 
 
-class Affine(NamedTuple):
+class ModuleWeights(NamedTuple):
     """The weights of one module: a projection's weight is [out, in], a norm's is [width].
 
     fake_quantize: rounds a projection's input (engines whose activations are quantized).
@@ -56,11 +56,11 @@ class NonLayerModuleIO(NamedTuple):
     arithmetic: str
 
 
-OutsideTrace: TypeAlias = dict[str, NonLayerModuleIO]
+NonLayerTrace: TypeAlias = dict[str, NonLayerModuleIO]
 """By the engine's path of the module."""
 LayerTrace: TypeAlias = dict[str, ModuleIO]
 HeadTrace: TypeAlias = dict[str, ModuleIO]
-LayerWeights: TypeAlias = dict[str, Affine]
+LayerWeights: TypeAlias = dict[str, ModuleWeights]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -112,15 +112,15 @@ class ReferenceModel(ABC):
     def embed(self, ids: Tensor) -> Tensor:
         """Embed ids [T]: the residual stream [T, hidden] that enters layer 0."""
 
-    def for_sequence(self, ids: Sequence[int]) -> ReferenceModel:  # noqa: ARG002
+    def bind_to_sequence(self, ids: Sequence[int]) -> ReferenceModel:  # noqa: ARG002
         """Return the reference of one sequence, where layers read more of it than the stream."""
         return self
 
-    def non_layer_trace(self) -> OutsideTrace:
+    def non_layer_trace(self) -> NonLayerTrace:
         """Return the sequence's modules outside the layers, beside embedding, norm and head."""
         return {}
 
-    def unused_tensors(self) -> dict[str, str]:
+    def unused_tensor_patterns(self) -> dict[str, str]:
         """Return tensors that the family's definition does not use: pattern of names → what."""
         return {}
 
@@ -135,7 +135,7 @@ class ReferenceModel(ABC):
         """Run one layer on x [T, hidden] with weights read before."""
 
     @abstractmethod
-    def norm_weights(self, index: int | None, name: str) -> Affine:
+    def norm_weights(self, index: int | None, name: str) -> ModuleWeights:
         """Return the weights of one norm of layer ``index``, or of (None, "final_norm")."""
 
     def norm_eps(self, index: int | None, name: str) -> float:
@@ -145,7 +145,7 @@ class ReferenceModel(ABC):
         return self.eps
 
     @abstractmethod
-    def apply_norm(self, x: Tensor, weights: Affine, eps: float) -> Tensor:
+    def apply_norm(self, x: Tensor, weights: ModuleWeights, eps: float) -> Tensor:
         """Apply the family's norm over the last axis."""
 
     @property
@@ -159,7 +159,7 @@ class ReferenceModel(ABC):
         A head in the checkpoint is used whatever the config says, unless it equals the embedding.
         """
         if self._head_name is None:
-            embedding = self.embedding_tables()["weight"]
+            embedding = self.embedding_table_names()["weight"]
             own = self.source.has(self.HEAD) and not (
                 self.is_tied and self.source.equal_values(self.HEAD, embedding)
             )
@@ -167,10 +167,10 @@ class ReferenceModel(ABC):
         return self._head_name
 
     @abstractmethod
-    def embedding_tables(self) -> dict[str, str]:
+    def embedding_table_names(self) -> dict[str, str]:
         """Return the tables that an embedding adds up: engine suffix → source name."""
 
-    def extra_embedding_tables(self) -> dict[str, str]:
+    def extra_embedding_table_names(self) -> dict[str, str]:
         """Return the tables that are looked up elsewhere: the engine's path → source name."""
         return {}
 
@@ -217,19 +217,19 @@ def no_tf32() -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def rms_norm(x: Tensor, weights: Affine, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weights: ModuleWeights, eps: float) -> Tensor:
     """Compute x / √(mean x² + eps) · weight over the last axis."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weights.weight
 
 
-def layer_norm(x: Tensor, weights: Affine, eps: float) -> Tensor:
+def layer_norm(x: Tensor, weights: ModuleWeights, eps: float) -> Tensor:
     """(x − mean) / √(variance + eps) · weight + bias over the last axis."""
     centred = x - x.mean(-1, keepdim=True)
     scaled = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weights.weight
     return scaled if weights.bias is None else scaled + weights.bias
 
 
-def project(x: Tensor, weights: Affine) -> Tensor:
+def project(x: Tensor, weights: ModuleWeights) -> Tensor:
     """Compute x · weightᵀ + bias, with x rounded first where activations are quantized."""
     x = x if weights.fake_quantize is None else weights.fake_quantize(x)
     with no_tf32():

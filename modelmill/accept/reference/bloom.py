@@ -9,7 +9,7 @@ from torch import Tensor
 from modelmill.accept.reference.alibi import alibi_slopes
 from modelmill.accept.reference.base import ACTIVATIONS, LayerWeights
 from modelmill.accept.reference.gpt2_names import Gpt2NamesReference
-from modelmill.accept.reference.plain_decoder import Defaults
+from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import UnknownArchitecture
 
@@ -25,7 +25,7 @@ MEGATRON_PROJECTIONS = {
 class BloomReference(Gpt2NamesReference):
     """BloomForCausalLM."""
 
-    DEFAULTS = Defaults(tied=True)
+    DEFAULTS = ReferenceConfigDefaults(tied=True)
     EMBEDDING = "transformer.word_embeddings.weight"
     OLDER_KEYS = (
         ("hidden_size", "n_embed"),
@@ -44,15 +44,15 @@ class BloomReference(Gpt2NamesReference):
 
     def embed(self, ids: Tensor) -> Tensor:
         """Norm the embeddings."""
-        weights = self.read_affine(EMBEDDING_NORM, True)
+        weights = self.read_linear(EMBEDDING_NORM, True)
         return self.apply_norm(super().embed(ids).to(weights.weight), weights, self.eps)
 
-    def mixer_weights(self, index: int) -> LayerWeights:
+    def token_mixer_weights(self, index: int) -> LayerWeights:
         """Take q, k and v out of the rows of each head."""
         stem = f"{self.LAYERS}.{index}.self_attention.query_key_value"
-        return self.split_qkv_by_kv_head(self.read_affine(stem, True)) | super().mixer_weights(
-            index
-        )
+        return self.split_qkv_by_kv_head(
+            self.read_linear(stem, True)
+        ) | super().token_mixer_weights(index)
 
 
 REFERENCE = BloomReference

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.base import Affine, LayerWeights
+from modelmill.accept.reference.base import LayerWeights, ModuleWeights
 from modelmill.accept.reference.plain_decoder import PlainDecoderReference
 from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import TensorSource
@@ -15,7 +15,7 @@ NAME_PREFIX = "transformer."
 class ChatGlmReference(PlainDecoderReference):
     """ChatGLMForConditionalGeneration of ChatGLM2, ChatGLM3 and GLM-4."""
 
-    turns_neighbours = True
+    has_interleaved_rope = True
     EMBEDDING = "transformer.embedding.word_embeddings.weight"
     FINAL_NORM = "transformer.encoder.final_layernorm"
     LAYERS = "transformer.encoder.layers"
@@ -33,30 +33,30 @@ class ChatGlmReference(PlainDecoderReference):
         base = 10000.0 * float(config.get("rope_ratio", 1.0))
         self.rope = ReferenceRope(self.head_dim // 2, base, int(config.get("seq_length", 2048)))
 
-    def projections(self, index: int) -> LayerWeights:
+    def mixer_and_mlp_weights(self, index: int) -> LayerWeights:
         """Split the fused matrices: q, k, v by heads; gate above up."""
         config, stem = self.config, f"{self.LAYERS}.{index}"
         everywhere = bool(config.get("add_bias_linear"))
         biased = everywhere or bool(config.get("add_qkv_bias"))
-        qkv = self.read_affine(f"{stem}.self_attention.query_key_value", biased)
-        up = self.read_affine(f"{stem}.mlp.dense_h_to_4h", everywhere)
+        qkv = self.read_linear(f"{stem}.self_attention.query_key_value", biased)
+        up = self.read_linear(f"{stem}.mlp.dense_h_to_4h", everywhere)
         kv = self.num_kv_heads * self.head_dim
         sizes = {"q": self.num_heads * self.head_dim, "k": kv, "v": kv}
         inner = int(config["ffn_hidden_size"])
         return {
-            **_split(qkv, sizes),
-            **_split(up, {"gate": inner, "up": inner}),
-            "o_proj": self.read_affine(f"{stem}.self_attention.dense", everywhere),
-            "down": self.read_affine(f"{stem}.mlp.dense_4h_to_h", everywhere),
+            **_split_fused_rows(qkv, sizes),
+            **_split_fused_rows(up, {"gate": inner, "up": inner}),
+            "o_proj": self.read_linear(f"{stem}.self_attention.dense", everywhere),
+            "down": self.read_linear(f"{stem}.mlp.dense_4h_to_h", everywhere),
         }
 
 
-def _split(fused: Affine, sizes: dict[str, int]) -> LayerWeights:
+def _split_fused_rows(fused: ModuleWeights, sizes: dict[str, int]) -> LayerWeights:
     out, first = {}, 0
     for name, rows in sizes.items():
         part = slice(first, first + rows)
         bias = None if fused.bias is None else fused.bias[part]
-        out[name] = Affine(fused.weight[part], bias)
+        out[name] = ModuleWeights(fused.weight[part], bias)
         first += rows
     return out
 

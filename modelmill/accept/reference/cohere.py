@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from modelmill.accept.reference.base import Affine
-from modelmill.accept.reference.plain_decoder import Defaults
+from modelmill.accept.reference.base import ModuleWeights
+from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
 from modelmill.accept.reference.stablelm import StableLmReference
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -15,9 +15,9 @@ from modelmill.accept.reference.tensor_source import TensorSource
 class CohereReference(StableLmReference):
     """CohereForCausalLM."""
 
-    DEFAULTS = Defaults(positions=8192, tied=True)
+    DEFAULTS = ReferenceConfigDefaults(positions=8192, tied=True)
     norm_bias = False
-    turns_neighbours = True
+    has_interleaved_rope = True
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
@@ -29,13 +29,13 @@ class CohereReference(StableLmReference):
         self.logit_scale = float(config.get("logit_scale", 0.0625))
         self.layer = self.parallel_branch_layer
 
-    def norm_weights(self, index: int | None, name: str) -> Affine:
+    def norm_weights(self, index: int | None, name: str) -> ModuleWeights:
         """Return the weight of a norm; of "qk_norm" the heads' weights one after another."""
         if name != "qk_norm":
             return super().norm_weights(index, name)
         stem = f"{self.LAYERS}.{index}.self_attn"
         weights = [self.source.get(f"{stem}.{part}_norm.weight").reshape(-1) for part in "qk"]
-        return self.to_engine_channel_order(Affine(torch.cat(weights)))
+        return self.to_engine_channel_order(ModuleWeights(torch.cat(weights)))
 
 
 REFERENCE = CohereReference

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.plain_decoder import Defaults, PlainDecoderReference
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class Cohere2Reference(PlainDecoderReference):
     """Cohere2ForCausalLM."""
 
-    DEFAULTS = Defaults(positions=8192, tied=True, theta=10000.0)
+    DEFAULTS = ReferenceConfigDefaults(positions=8192, tied=True, theta=10000.0)
     uses_layer_norm = True
     norm_bias = False
-    turns_neighbours = True
+    has_interleaved_rope = True
     EPS_KEY = "layer_norm_eps"
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
@@ -23,7 +23,7 @@ class Cohere2Reference(PlainDecoderReference):
         self.biased = self.projections_with_bias()
         self.logit_scale = float(config.get("logit_scale", 0.0625))
         every = int(config.get("sliding_window_pattern") or 4)
-        self.windows = self.interleaved_windows(int(config.get("sliding_window", 4096)), every)
+        self.windows = self.sliding_windows_by_layer(int(config.get("sliding_window", 4096)), every)
         self.unrotated = frozenset(i for i, size in enumerate(self.windows) if size is None)
         self.layer = self.parallel_branch_layer
 

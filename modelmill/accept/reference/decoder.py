@@ -6,7 +6,7 @@ from typing import Any
 
 from modelmill.accept.reference.base import LayerWeights
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
-from modelmill.accept.reference.plain_decoder import Defaults
+from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
 from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import UnknownArchitecture
@@ -14,11 +14,11 @@ from modelmill.core.errors import UnknownArchitecture
 MODEL_TYPES = ("llama", "mistral", "ministral", "qwen2", "qwen3")
 MISTRALS = ("mistral", "ministral")
 MODEL_DEFAULTS = {
-    "llama": Defaults(),
-    "mistral": Defaults(kv_heads=8, positions=131072),
-    "ministral": Defaults(kv_heads=8, positions=131072),
-    "qwen2": Defaults(kv_heads=32, positions=32768),
-    "qwen3": Defaults(kv_heads=32, head_dim=128, positions=32768),
+    "llama": ReferenceConfigDefaults(),
+    "mistral": ReferenceConfigDefaults(kv_heads=8, positions=131072),
+    "ministral": ReferenceConfigDefaults(kv_heads=8, positions=131072),
+    "qwen2": ReferenceConfigDefaults(kv_heads=32, positions=32768),
+    "qwen3": ReferenceConfigDefaults(kv_heads=32, head_dim=128, positions=32768),
 }
 
 
@@ -32,17 +32,17 @@ class DecoderReference(PerHeadQKNormMixin):
         self, source: TensorSource, config: dict[str, Any], rope: ReferenceRope | None = None
     ) -> None:
         self.model_type = str(config["model_type"])
-        self.DEFAULTS = MODEL_DEFAULTS.get(self.model_type, Defaults())
+        self.DEFAULTS = MODEL_DEFAULTS.get(self.model_type, ReferenceConfigDefaults())
         super().__init__(source, config)
         if not config.get("is_causal", True) or config.get("use_bidirectional_attention"):
             raise UnknownArchitecture("attention to later tokens is not known here")
         self.rope = self.build_rope() if rope is None else rope
         if self.model_type == "qwen3":
             self.norm_paths |= HEAD_NORMS
-        self.has_bias = self._bias_rules()
+        self.has_bias = self._projection_bias_rules()
         self.windows = [self._sliding_window(index) for index in range(self.num_layers)]
 
-    def _bias_rules(self) -> dict[str, bool | None]:
+    def _projection_bias_rules(self) -> dict[str, bool | None]:
         """Return module → has a bias.
 
         qwen2 has it on q, k, v always; the others as the config says.
@@ -75,13 +75,13 @@ class DecoderReference(PerHeadQKNormMixin):
             return window if layer_types[index] == "sliding_attention" else None
         return window if everywhere or index >= self.config.get("max_window_layers", 28) else None
 
-    def projections(self, index: int) -> LayerWeights:
+    def mixer_and_mlp_weights(self, index: int) -> LayerWeights:
         """Read a layer's projections."""
         weights: LayerWeights = {}
         for name, path in self.projection_paths.items():
             stem, rule = f"{self.LAYERS}.{index}.{path}", self.has_bias[name]
             biased = self.source.has(f"{stem}.bias") if rule is None else rule
-            weights[name] = self.read_affine(stem, biased)
+            weights[name] = self.read_linear(stem, biased)
         return weights
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from modelmill.accept.reference.base import (
     QUERY_ROWS,
-    Affine,
     LayerRecorder,
     LayerWeights,
+    ModuleWeights,
     no_tf32,
     project,
     rms_norm,
@@ -36,10 +36,10 @@ class DeepseekReference(GroupedExpertsMixin):
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
         self.second = config["model_type"] == "deepseek_v2"
-        self.rope_dim = self.read_count("qk_rope_head_dim", 64)
-        self.nope_dim = self.read_count("qk_nope_head_dim", 128)
-        self.value_dim = self.read_count("v_head_dim", 128)
-        self.rank = self.read_count("kv_lora_rank", 512)
+        self.rope_dim = self.config_int_or_default("qk_rope_head_dim", 64)
+        self.nope_dim = self.config_int_or_default("qk_nope_head_dim", 128)
+        self.value_dim = self.config_int_or_default("v_head_dim", 128)
+        self.rank = self.config_int_or_default("kv_lora_rank", 512)
         self.query_rank = config.get("q_lora_rank", 1536)
         length = int(config.get("max_position_embeddings") or (2048 if self.second else 4096))
         self.rope = rope_from_config(config, self.rope_dim, length)
@@ -51,68 +51,68 @@ class DeepseekReference(GroupedExpertsMixin):
         self.has_bias = bool(config.get("attention_bias"))
         interleaved = self.second or config.get("rope_interleave", True)
         self.turn = rotate_interleaved if interleaved else rotate_halves
-        self._read_router()
+        self._set_router_options()
 
-    def _read_router(self) -> None:
+    def _set_router_options(self) -> None:
         """Read the defaults of both, and DeepSeek-V2's choice of experts."""
         config = self.config
         if self.second:
-            self.num_experts = self.read_count("n_routed_experts", 64)
+            self.num_experts = self.config_int_or_default("n_routed_experts", 64)
             self.first_experts = int(config.get("first_k_dense_replace") or 0)
             self.renormalizes = False
             if config.get("topk_method") != "group_limited_greedy":
                 self.groups = self.top_groups = 1
             return
         self.groups, self.top_groups = (
-            self.read_count("n_group", 8),
-            self.read_count("topk_group", 4),
+            self.config_int_or_default("n_group", 8),
+            self.config_int_or_default("topk_group", 4),
         )
         self.routed_scale = float(config.get("routed_scaling_factor") or 2.5)
         if config.get("first_k_dense_replace") is None:
             self.first_experts = 3
 
-    def score(self, logits: Tensor) -> Tensor:
+    def expert_scores(self, logits: Tensor) -> Tensor:
         """Softmax in DeepSeek-V2."""
-        return logits.softmax(-1) if self.second else super().score(logits)
+        return logits.softmax(-1) if self.second else super().expert_scores(logits)
 
-    def group_score(self, scores: list[float]) -> float:
+    def expert_group_score(self, scores: list[float]) -> float:
         """The best expert's score in DeepSeek-V2."""
-        return max(scores) if self.second else super().group_score(scores)
+        return max(scores) if self.second else super().expert_group_score(scores)
 
-    def selection_bias(self, index: int) -> Tensor:
+    def expert_selection_bias(self, index: int) -> Tensor:
         """None in DeepSeek-V2."""
-        return torch.zeros(()) if self.second else super().selection_bias(index)
+        return torch.zeros(()) if self.second else super().expert_selection_bias(index)
 
     def attention_projections(self, index: int) -> LayerWeights:
         """Read the projections of attention and the norms of latent vectors."""
         stem = f"{self.LAYERS}.{index}.self_attn"
-        both = self.read_affine(f"{stem}.kv_a_proj_with_mqa", self.has_bias)
+        both = self.read_linear(f"{stem}.kv_a_proj_with_mqa", self.has_bias)
         biases = (None, None) if both.bias is None else both.bias.tensor_split([self.rank])
         weights = {
-            "kv_a": Affine(both.weight[: self.rank], biases[0]),
-            "k_pe": Affine(both.weight[self.rank :], biases[1]),
-            "kv_b": self.read_affine(f"{stem}.kv_b_proj", False),
-            "o_proj": self.read_affine(f"{stem}.o_proj", self.has_bias),
+            "kv_a": ModuleWeights(both.weight[: self.rank], biases[0]),
+            "k_pe": ModuleWeights(both.weight[self.rank :], biases[1]),
+            "kv_b": self.read_linear(f"{stem}.kv_b_proj", False),
+            "o_proj": self.read_linear(f"{stem}.o_proj", self.has_bias),
             "kv_a_norm": self.norm_weights(index, "kv_a_norm"),
         }
         if self.query_rank is None:
-            return weights | {"q": self.read_affine(f"{stem}.q_proj", False)}
+            return weights | {"q": self.read_linear(f"{stem}.q_proj", False)}
         return weights | {
-            "q_a": self.read_affine(f"{stem}.q_a_proj", self.has_bias),
+            "q_a": self.read_linear(f"{stem}.q_a_proj", self.has_bias),
             "q_a_norm": self.norm_weights(index, "q_a_norm"),
-            "q": self.read_affine(f"{stem}.q_b_proj", False),
+            "q": self.read_linear(f"{stem}.q_b_proj", False),
         }
 
-    def to_engine_channel_order(self, affine: Affine) -> Affine:
+    def to_engine_channel_order(self, affine: ModuleWeights) -> ModuleWeights:
         """Return the rows of q as they are stored."""
         return affine
 
-    def norm_weights(self, index: int | None, name: str) -> Affine:
+    def norm_weights(self, index: int | None, name: str) -> ModuleWeights:
         """Return the weight of a norm; those of latent vectors have their own names."""
         if name not in LATENT_NORMS:
             return super().norm_weights(index, name)
         stem = f"{self.LAYERS}.{index}.self_attn"
-        return Affine(self.source.get(f"{stem}.{LATENT_NORMS[name]}.weight"))
+        return ModuleWeights(self.source.get(f"{stem}.{LATENT_NORMS[name]}.weight"))
 
     def run_norm(self, index: int | None, name: str, x: Tensor) -> Tensor:
         """Run the reference norm; behind the latent vector of keys the rotated ones pass by."""
@@ -122,7 +122,9 @@ class DeepseekReference(GroupedExpertsMixin):
         width = len(weights.weight)
         return torch.cat((rms_norm(x[:, :width], weights, LATENT_EPS), x[:, width:]), dim=-1)
 
-    def attention(self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int) -> Tensor:
+    def run_token_mixer(
+        self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int
+    ) -> Tensor:
         """Run a layer's attention, keys and values expanded head by head."""
         del index
         count, x = len(normed), normed
@@ -141,7 +143,7 @@ class DeepseekReference(GroupedExpertsMixin):
         expanded = project(latent, r.weights["kv_b"]).reshape(count, self.num_heads, -1)
         keys, values = expanded[..., : self.nope_dim], expanded[..., self.nope_dim :]
         keys = torch.cat((keys, rotated_key.expand(-1, self.num_heads, -1)), dim=-1)
-        mixed = self._attend(queries, keys, values)
+        mixed = self._causal_attention(queries, keys, values)
         return r.linear("o_proj", r.record("attn", mixed, queries, latent))
 
     def _apply_rotary(self, x: Tensor, prompt_length: int) -> Tensor:
@@ -150,7 +152,7 @@ class DeepseekReference(GroupedExpertsMixin):
         cos, sin = (table.to(x.device) for table in tables)
         return self.turn(x, cos, sin)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention of heads whose values have a size of their own."""
         count, column = len(q), torch.arange(len(q), device=q.device)
         out = q.new_empty(count, self.num_heads, self.value_dim)

@@ -61,7 +61,7 @@ class DequantizedContainer:
         """Read one tensor by its name, in the reference's dtype."""
         stem, _, suffix = name.rpartition(".")
         if self._settings.get("quant_method") == "bitnet":
-            return self._get_ternary(name)
+            return self._dequantize_bitnet_tensor(name)
         if stem not in self._stems or suffix != "weight":
             return self._raw.get(name)
         read = {"gptq": self._dequantize_gptq, "awq": self._dequantize_awq}.get(
@@ -74,7 +74,7 @@ class DequantizedContainer:
         dense = torch.from_numpy(np.ascontiguousarray(read(stem)))
         return dense.t() if self._transposed else dense
 
-    def _get_ternary(self, name: str) -> torch.Tensor:
+    def _dequantize_bitnet_tensor(self, name: str) -> torch.Tensor:
         """Read a tensor of a BitNet."""
         stored = self._raw.get(name)
         kept = ("embed_tokens", "lm_head", *(self._settings.get("modules_to_not_convert") or ()))
@@ -96,13 +96,13 @@ class DequantizedContainer:
     def _dequantize_e4m3(self, stem: str, stored: torch.Tensor) -> Matrix:
         suffix = "weight_scale_inv" if f"{stem}.weight_scale_inv" in self._names else "weight_scale"
         scale = self._raw.get(f"{stem}.{suffix}").double().numpy()
-        values = _e4m3_values()[stored.view(torch.uint8).numpy()]
+        values = _e4m3_value_table()[stored.view(torch.uint8).numpy()]
         if scale.ndim < 2 or scale.shape[1] == 1:
             return values * scale.reshape(-1, 1)
-        (height, width), (rows, columns) = self._block_size(), values.shape
+        (height, width), (rows, columns) = self._fp8_block_shape(), values.shape
         return values * scale[np.arange(rows)[:, None] // height, np.arange(columns) // width]
 
-    def _block_size(self) -> tuple[int, int]:
+    def _fp8_block_shape(self) -> tuple[int, int]:
         size = self._settings.get("weight_block_size")
         if size is None:
             group = next(iter(self._settings["config_groups"].values()))
@@ -118,8 +118,8 @@ class DequantizedContainer:
             self._get_as_uint32(f"{stem}.qweight"),
             self._raw.get(f"{stem}.scales").double().numpy(),
         )
-        codes = _unpack_fields(words.T, bits)  # [N, K]
-        zeros = _unpack_fields(self._get_as_uint32(f"{stem}.qzeros"), bits).astype(
+        codes = _unpack_bit_fields(words.T, bits)  # [N, K]
+        zeros = _unpack_bit_fields(self._get_as_uint32(f"{stem}.qzeros"), bits).astype(
             np.float64
         )  # [G, N]
         zeros += 0 if self._settings.get("checkpoint_format") == "gptq_v2" else 1
@@ -146,7 +146,9 @@ class DequantizedContainer:
             rows, columns = self._raw.get(f"{stem}.weight_shape").flatten().tolist()
             words = self._get_as_uint32(f"{stem}.weight_packed")
             bits = 4 if words.shape[1] == -(-columns // 8) else 8
-            values = _unpack_fields(words, bits)[:, :columns].astype(np.float64) - 2 ** (bits - 1)
+            values = _unpack_bit_fields(words, bits)[:, :columns].astype(np.float64) - 2 ** (
+                bits - 1
+            )
         else:
             values, bits = self._raw.get(f"{stem}.weight").double().numpy(), 8
             rows, columns = values.shape
@@ -162,7 +164,7 @@ class DequantizedContainer:
         if f"{stem}.weight_zero_point" in self._names:
             kept = self._raw.get(f"{stem}.weight_zero_point")
             if kept.dtype is torch.int32 and len(kept) != rows:
-                zero = _unpack_fields(kept.numpy().view(np.uint32).T, bits).T[:rows].astype(
+                zero = _unpack_bit_fields(kept.numpy().view(np.uint32).T, bits).T[:rows].astype(
                     np.float64
                 ) - 2 ** (bits - 1)
             else:
@@ -171,7 +173,7 @@ class DequantizedContainer:
         return (values - spread[:, of]) * scale[:, of]
 
 
-def _e4m3_values() -> Matrix:
+def _e4m3_value_table() -> Matrix:
     """The 256 values of e4m3 by their bits; ±0x7f is no number."""
     bits = np.arange(256)
     exponent, mantissa = bits >> 3 & 15, bits & 7
@@ -182,7 +184,7 @@ def _e4m3_values() -> Matrix:
     return np.where(bits >> 7 == 1, -size, size)
 
 
-def _unpack_fields(words: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
+def _unpack_bit_fields(words: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
     """Unpack [R, C] to [R, C · 32/bits], the lowest bits of a word first."""
     parts = [(words >> np.uint32(shift)) & np.uint32(2**bits - 1) for shift in range(0, 32, bits)]
     return np.stack(parts, -1).reshape(len(words), -1)

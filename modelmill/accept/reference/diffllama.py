@@ -13,8 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights, causal_attention
-from modelmill.accept.reference.plain_decoder import Defaults, PlainDecoderReference
+from modelmill.accept.reference.base import (
+    LayerRecorder,
+    LayerWeights,
+    ModuleWeights,
+    causal_attention,
+)
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
@@ -23,30 +28,35 @@ LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 class DiffLlamaReference(PlainDecoderReference):
     """DiffLlamaForCausalLM."""
 
-    DEFAULTS = Defaults(eps=1e-5, theta=10000.0)
+    DEFAULTS = ReferenceConfigDefaults(eps=1e-5, theta=10000.0)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
         self.biased = self.projections_with_bias()
 
-    def mixer_weights(self, index: int) -> LayerWeights:
+    def token_mixer_weights(self, index: int) -> LayerWeights:
         """Read a layer's projections, heads pair by pair, and what λ is made of."""
-        weights = super().mixer_weights(index)
+        weights = super().token_mixer_weights(index)
         for name in "qkv":
             weight, bias, _ = weights[name]
-            weights[name] = Affine(
-                self._by_pair(weight), None if bias is None else self._by_pair(bias)
+            weights[name] = ModuleWeights(
+                self._reorder_heads_by_pair(weight),
+                None if bias is None else self._reorder_heads_by_pair(bias),
             )
         for name in LAMBDAS:
-            weights[name] = Affine(self.source.get(f"{self.LAYERS}.{index}.self_attn.{name}"))
+            weights[name] = ModuleWeights(
+                self.source.get(f"{self.LAYERS}.{index}.self_attn.{name}")
+            )
         return weights
 
-    def _by_pair(self, rows: Tensor) -> Tensor:
+    def _reorder_heads_by_pair(self, rows: Tensor) -> Tensor:
         """Return the rows of heads 0, H/2, 1, H/2 + 1, …."""
         halves = rows.reshape(2, -1, self.head_dim, *rows.shape[1:])
         return halves.transpose(0, 1).reshape(rows.shape)
 
-    def attention(self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int) -> Tensor:
+    def run_token_mixer(
+        self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int
+    ) -> Tensor:
         """Run a layer's attention up to its output projection."""
         q, k, v = (r.linear(name, normed) for name in ("q", "k", "v"))
         count, group = len(q), self.num_heads // self.num_kv_heads
@@ -66,14 +76,16 @@ class DiffLlamaReference(PlainDecoderReference):
             for name, parts in paged.items()
         }
         for name in "qk":
-            turned = self.rotate(index, flat[name], prompt_length)
+            turned = self.apply_rope_to_heads(index, flat[name], prompt_length)
             flat[name] = r.record(f"{name}_rot", turned, flat[name])
         heads = [flat[name].reshape(count, -1, self.head_dim) for name in "qkv"]
         mixed = causal_attention(heads[0], heads[1], heads[2], self.score_scale)
         r.record("attn", mixed, *flat.values())
-        return r.linear("o_proj", self._difference(index, r, mixed, group))
+        return r.linear("o_proj", self._differential_attention_output(index, r, mixed, group))
 
-    def _difference(self, index: int, r: LayerRecorder, mixed: Tensor, group: int) -> Tensor:
+    def _differential_attention_output(
+        self, index: int, r: LayerRecorder, mixed: Tensor, group: int
+    ) -> Tensor:
         """Subtract the second maps' outputs, norm both values together, and scale."""
         q1, k1, q2, k2 = (r.weights[name].weight for name in LAMBDAS)
         start = 0.8 - 0.6 * math.exp(-0.3 * index)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.plain_decoder import Defaults, PlainDecoderReference
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class Ernie45Reference(PlainDecoderReference):
     """Ernie4_5ForCausalLM."""
 
-    DEFAULTS = Defaults(
+    DEFAULTS = ReferenceConfigDefaults(
         kv_heads=2, head_dim=128, eps=1e-5, positions=131072, tied=True, theta=500000.0
     )
-    turns_neighbours = True
+    has_interleaved_rope = True
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights
+from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
 from modelmill.accept.reference.moe import QWEN_EXPERT, ExpertsMixin
-from modelmill.accept.reference.plain_decoder import Defaults
+from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 ROUTER_BIAS = "selection_bias"
@@ -18,8 +18,8 @@ ROUTER_BIAS = "selection_bias"
 class Ernie45MoeReference(ExpertsMixin):
     """Ernie4_5_MoeForCausalLM."""
 
-    DEFAULTS = Defaults(kv_heads=4, eps=1e-5, positions=131072, tied=True)
-    turns_neighbours = True
+    DEFAULTS = ReferenceConfigDefaults(kv_heads=4, eps=1e-5, positions=131072, tied=True)
+    has_interleaved_rope = True
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         counts = {
@@ -46,10 +46,10 @@ class Ernie45MoeReference(ExpertsMixin):
             return weights
         stem = f"{self.LAYERS}.{index}.mlp"
         bias = self.source.get(f"{stem}.moe_statics.e_score_correction_bias").reshape(-1)
-        weights[ROUTER_BIAS] = Affine(bias)
+        weights[ROUTER_BIAS] = ModuleWeights(bias)
         for name in QWEN_EXPERT if self.shared_count else ():
             path = f"{stem}.shared_experts.{name}_proj"
-            weights[f"shared_expert.{name}"] = self.read_affine(path, "gate" in self.biased)
+            weights[f"shared_expert.{name}"] = self.read_linear(path, "gate" in self.biased)
         return weights
 
     def mlp(self, r: LayerRecorder, normed: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class Ernie45MoeReference(ExpertsMixin):
         for token, ranked in enumerate(probabilities + r.weights[ROUTER_BIAS].weight):
             best = ranked.argsort(descending=True)[: self.top_k]
             routing[token, best] = probabilities[token, best] / probabilities[token, best].sum()
-        total = self.combine_experts(r, normed, routing, probabilities, self.run_expert)
+        total = self.run_and_combine_experts(r, normed, routing, probabilities, self.run_expert)
         if self.shared_count:
             total = total + self.run_expert(r, "shared_expert", normed)
         return r.record("mlp_out", total, normed)
@@ -70,7 +70,7 @@ class Ernie45MoeReference(ExpertsMixin):
         """Add the head's bias."""
         return logits + self.source.get("lm_head.bias") if "gate" in self.biased else logits
 
-    def unused_tensors(self) -> dict[str, str]:
+    def unused_tensor_patterns(self) -> dict[str, str]:
         """Return those of multi-token prediction."""
         return {r"model\.mtp_.*": "the layers of multi-token prediction"}
 

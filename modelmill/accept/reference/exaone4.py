@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
-from modelmill.accept.reference.plain_decoder import Defaults
+from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class Exaone4Reference(PerHeadQKNormMixin):
     """Exaone4ForCausalLM."""
 
-    DEFAULTS = Defaults(kv_heads=32, eps=1e-5, theta=10000.0)
+    DEFAULTS = ReferenceConfigDefaults(kv_heads=32, eps=1e-5, theta=10000.0)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
@@ -23,7 +23,7 @@ class Exaone4Reference(PerHeadQKNormMixin):
         }
         size = config.get("sliding_window", 4096)
         every = config.get("sliding_window_pattern", 4)
-        self.windows = self.interleaved_windows(size, every)
+        self.windows = self.sliding_windows_by_layer(size, every)
         if size is not None:
             self.unrotated = frozenset(i for i, each in enumerate(self.windows) if each is None)
         self.layer = self.post_norm_layer

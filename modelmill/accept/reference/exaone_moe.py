@@ -8,14 +8,14 @@ from torch import Tensor
 
 from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
-from modelmill.accept.reference.plain_decoder import Defaults
+from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class ExaoneMoeReference(PerHeadQKNormMixin, GroupedExpertsMixin):
     """ExaoneMoeForCausalLM."""
 
-    DEFAULTS = Defaults(kv_heads=32, eps=1e-5, theta=10000.0)
+    DEFAULTS = ReferenceConfigDefaults(kv_heads=32, eps=1e-5, theta=10000.0)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         experts = {"n_routed_experts": config.get("num_experts") or 64}
@@ -25,18 +25,18 @@ class ExaoneMoeReference(PerHeadQKNormMixin, GroupedExpertsMixin):
         if size is not None:
             pattern = config.get("sliding_window_pattern") or 4
             every = 4 if isinstance(pattern, str) else int(pattern)
-            self.windows = self.interleaved_windows(int(size), every)
+            self.windows = self.sliding_windows_by_layer(int(size), every)
             self.unrotated = frozenset(i for i, each in enumerate(self.windows) if each is None)
         self.mlp_types = config.get("mlp_layer_types")
         marks = config.get("is_moe_layer")
         if self.mlp_types is None and marks is not None:
             self.mlp_types = ["sparse" if each else "dense" for each in marks]
 
-    def selection_bias(self, index: int) -> Tensor:
+    def expert_selection_bias(self, index: int) -> Tensor:
         """Return what is added to a layer's scores for the choice, [E]."""
         return self.source.get(f"{self.LAYERS}.{index}.mlp.e_score_correction_bias")
 
-    def unused_tensors(self) -> dict[str, str]:
+    def unused_tensor_patterns(self) -> dict[str, str]:
         """Return those of multi-token prediction."""
         return {r"mtp\..*": "the layers of multi-token prediction"}
 

@@ -8,7 +8,7 @@ from modelmill.accept.reference.alibi import alibi_slopes
 from modelmill.accept.reference.base import LayerWeights
 from modelmill.accept.reference.bloom import MEGATRON_PROJECTIONS, BloomReference
 from modelmill.accept.reference.gpt2_names import Gpt2NamesReference
-from modelmill.accept.reference.plain_decoder import Defaults
+from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 NAME_PREFIX = "transformer."
@@ -17,7 +17,7 @@ NAME_PREFIX = "transformer."
 class FalconReference(Gpt2NamesReference):
     """FalconForCausalLM."""
 
-    DEFAULTS = Defaults(tied=True)
+    DEFAULTS = ReferenceConfigDefaults(tied=True)
     EMBEDDING = BloomReference.EMBEDDING
     OLDER_KEYS = (*BloomReference.OLDER_KEYS, ("num_kv_heads", "n_head_kv"))
 
@@ -32,11 +32,11 @@ class FalconReference(Gpt2NamesReference):
             self.num_kv_heads = int(config.get("num_kv_heads") or self.num_heads)
         elif config.get("multi_query", True):
             self.num_kv_heads = 1
-        self.activation = self.read_activation("activation", "gelu")
+        self.activation = self.activation_from_config("activation", "gelu")
         if config.get("alibi"):  # added before the scores are scaled
             self.alibi_slopes = [s * self.score_scale for s in alibi_slopes(self.num_heads)]
         else:
-            self.rope = self.partial_rope()
+            self.rope = self.build_partial_rope()
         self.projection_paths = MEGATRON_PROJECTIONS
         self.biased = self.projections_with_bias("bias", ("qkv", *self.projection_paths))
         self.mlp_norm = int(config.get("num_ln_in_parallel_attn") or (2 if new else 1)) == 2
@@ -48,11 +48,11 @@ class FalconReference(Gpt2NamesReference):
         elif not parallel:
             self.norm_paths["mlp_norm"] = "post_attention_layernorm"
 
-    def mixer_weights(self, index: int) -> LayerWeights:
+    def token_mixer_weights(self, index: int) -> LayerWeights:
         """Take q, k and v out of the rows of each KV head."""
         stem = f"{self.LAYERS}.{index}.self_attention.query_key_value"
-        qkv = self.split_qkv_by_kv_head(self.read_affine(stem, "qkv" in self.biased))
-        return qkv | super().mixer_weights(index)
+        qkv = self.split_qkv_by_kv_head(self.read_linear(stem, "qkv" in self.biased))
+        return qkv | super().token_mixer_weights(index)
 
 
 REFERENCE = FalconReference

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights, rms_norm
+from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights, rms_norm
 from modelmill.accept.reference.causal_convolution import causal_convolution
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
-from modelmill.accept.reference.rope import ReferenceRope, partial_rope
+from modelmill.accept.reference.rope import ReferenceRope, partial_rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
 
 LINEAR_ATTENTION = "linear_attention"
@@ -31,10 +31,10 @@ class GatedDeltaNetMixin(PerHeadQKNormMixin):
     """A decoder, some layers of which have a recurrence in the place of attention.
 
     Attributes:
-        by_key_head: whether the projection's rows are stored by head of keys.
+        rows_grouped_by_key_head: whether the projection's rows are stored by head of keys.
     """
 
-    by_key_head = True
+    rows_grouped_by_key_head = True
     has_qk_norm = True  # in layers with attention
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
@@ -55,58 +55,58 @@ class GatedDeltaNetMixin(PerHeadQKNormMixin):
             for i in range(self.num_layers)
         ]
 
-    def unused_tensors(self) -> dict[str, str]:
+    def unused_tensor_patterns(self) -> dict[str, str]:
         """Return those of multi-token prediction."""
         return {r"mtp\..*": "the layers of multi-token prediction"}
 
     def make_rope(self, config: dict[str, Any], length: int) -> ReferenceRope:
         """Return the rotation of a part of each head."""
-        return partial_rope(config, self.head_dim, length, factor=DEFAULT_ROTATED)
+        return partial_rope_from_config(config, self.head_dim, length, factor=DEFAULT_ROTATED)
 
-    def norm_weights(self, index: int | None, name: str) -> Affine:
+    def norm_weights(self, index: int | None, name: str) -> ModuleWeights:
         """Return the weight of a norm, which is stored less 1."""
         if name in HEAD_NORMS:
             weight = self.source.get(f"{self.LAYERS}.{index}.self_attn.{name}.weight")
-            return Affine(weight[self.engine_channel_order()] + 1)
-        return Affine(super().norm_weights(index, name).weight + 1)
+            return ModuleWeights(weight[self.engine_channel_order()] + 1)
+        return ModuleWeights(super().norm_weights(index, name).weight + 1)
 
     def layer_weights(self, index: int) -> LayerWeights:
         """Read the weights of one layer in float32."""
         weights = {name: self.norm_weights(index, name) for name in self.norm_names()}
-        for name, affine in self.projections(index).items():
+        for name, affine in self.mixer_and_mlp_weights(index).items():
             turned = name in ("q", "k") and not self.recurrent[index]
             weights[name] = self.to_engine_channel_order(affine) if turned else affine
         return weights
 
-    def mixer_weights(self, index: int) -> LayerWeights:
+    def token_mixer_weights(self, index: int) -> LayerWeights:
         """Read a layer's attention with its gate, or its recurrence."""
         stem = f"{self.LAYERS}.{index}"
         if self.recurrent[index]:
-            return self.recurrence_weights(f"{stem}.linear_attn")
-        weights = super().mixer_weights(index)
+            return self.delta_net_weights(f"{stem}.linear_attn")
+        weights = super().token_mixer_weights(index)
         q, gate = (self._select_q_or_gate(weights["q"], part) for part in (0, 1))
         norms = {name: self.norm_weights(index, name) for name in HEAD_NORMS}
         return weights | {"q": q, "attn_gate": gate} | norms
 
-    def _select_q_or_gate(self, both: Affine, part: int) -> Affine:
+    def _select_q_or_gate(self, both: ModuleWeights, part: int) -> ModuleWeights:
         """Of each head, its rows of q (0) or of its gate (1)."""
 
         def select(rows: Tensor) -> Tensor:
             heads = rows.reshape(self.num_heads, 2, self.head_dim, *rows.shape[1:])
             return heads[:, part].reshape(-1, *rows.shape[1:])
 
-        return Affine(select(both.weight), None if both.bias is None else select(both.bias))
+        return ModuleWeights(select(both.weight), None if both.bias is None else select(both.bias))
 
-    def recurrence_weights(self, stem: str) -> LayerWeights:
+    def delta_net_weights(self, stem: str) -> LayerWeights:
         """Read a recurrence, its rows as all of q, k, v, z, b and a."""
         get = self.source.get
         names = {
             "conv": "conv1d.weight", "A_log": "A_log", "dt_bias": "dt_bias",
             "gated_norm": "norm.weight", "o_proj": "out_proj.weight",
         }  # fmt: skip
-        weights = {name: Affine(get(f"{stem}.{path}")) for name, path in names.items()}
+        weights = {name: ModuleWeights(get(f"{stem}.{path}")) for name, path in names.items()}
         values = self.group * self.value_dim
-        if self.by_key_head:
+        if self.rows_grouped_by_key_head:
             qkvz = get(f"{stem}.in_proj_qkvz.weight").unflatten(0, (self.key_heads, -1))
             ba = get(f"{stem}.in_proj_ba.weight").unflatten(0, (self.key_heads, -1))
             parts = qkvz.split([self.key_dim, self.key_dim, values, values], 1)
@@ -115,32 +115,38 @@ class GatedDeltaNetMixin(PerHeadQKNormMixin):
             keys, width = self.key_heads * self.key_dim, self.value_heads * self.value_dim
             qkv = get(f"{stem}.in_proj_qkv.weight").split([keys, keys, width])
             rows = [*qkv, *(get(f"{stem}.in_proj_{name}.weight") for name in "zba")]
-        return weights | {n: Affine(r) for n, r in zip("qkvzba", rows, strict=True)}
+        return weights | {n: ModuleWeights(r) for n, r in zip("qkvzba", rows, strict=True)}
 
-    def attention(self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int) -> Tensor:
+    def run_token_mixer(
+        self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int
+    ) -> Tensor:
         """Run a layer's gated attention, or its recurrence."""
         if self.recurrent[index]:
-            return self.recurrence(r, normed)
+            return self.run_gated_delta_net(r, normed)
         q, k, v, gate = (r.linear(name, normed) for name in ("q", "k", "v", "attn_gate"))
-        q_turned = self.rotate(index, self.norm_per_head(q, r.weights["q_norm"]), prompt_length)
-        k_turned = self.rotate(index, self.norm_per_head(k, r.weights["k_norm"]), prompt_length)
+        q_turned = self.apply_rope_to_heads(
+            index, self.norm_per_head(q, r.weights["q_norm"]), prompt_length
+        )
+        k_turned = self.apply_rope_to_heads(
+            index, self.norm_per_head(k, r.weights["k_norm"]), prompt_length
+        )
         r.record("q_rot", q_turned, q)
         r.record("k_rot", k_turned, k)
         heads = [t.reshape(len(t), -1, self.head_dim) for t in (q_turned, k_turned, v)]
-        mixed = self.attend(index, heads[0], heads[1], heads[2])
+        mixed = self.run_attention_core(index, heads[0], heads[1], heads[2])
         r.record("attn", mixed, q_turned, k_turned, v)
         return r.linear("o_proj", r.record("gated_attn", mixed * gate.sigmoid(), mixed, gate))
 
-    def recurrence(self, r: LayerRecorder, normed: Tensor) -> Tensor:
+    def run_gated_delta_net(self, r: LayerRecorder, normed: Tensor) -> Tensor:
         """Run a layer's recurrence up to its output projection."""
         q, k, v, z, b, a = (r.linear(name, normed) for name in "qkvzba")
-        mixed = self.convolve(r, torch.cat((q, k, v), -1))
+        mixed = self.causal_conv_and_silu(r, torch.cat((q, k, v), -1))
         out = self.delta_rule(r, mixed, b, a)
         heads = out.reshape(len(out), -1, self.value_dim)
         gated = rms_norm(heads, r.weights["gated_norm"], self.eps).reshape(out.shape) * F.silu(z)
         return r.linear("o_proj", r.record("gated_norm", gated, out, z))
 
-    def convolve(self, r: LayerRecorder, x: Tensor) -> Tensor:
+    def causal_conv_and_silu(self, r: LayerRecorder, x: Tensor) -> Tensor:
         """Convolve each channel with its weights over the tokens before, then SiLU."""
         weight = r.weights["conv"].weight[:, 0]
         return r.record("conv", F.silu(causal_convolution(r, x, weight, None)), x)

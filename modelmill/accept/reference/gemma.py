@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from modelmill.accept.reference.base import ACTIVATIONS, Affine
+from modelmill.accept.reference.base import ACTIVATIONS, ModuleWeights
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
-from modelmill.accept.reference.plain_decoder import Defaults
+from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
 from modelmill.accept.reference.rope import ReferenceRope, rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -21,7 +21,7 @@ MODEL_TYPES = ("gemma", "gemma2", "gemma3_text", "vaultgemma")
 class GemmaReference(PerHeadQKNormMixin):
     """GemmaForCausalLM, Gemma2ForCausalLM, VaultGemmaForCausalLM and Gemma3ForCausalLM."""
 
-    DEFAULTS = Defaults(head_dim=256, tied=True)
+    DEFAULTS = ReferenceConfigDefaults(head_dim=256, tied=True)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
@@ -35,28 +35,28 @@ class GemmaReference(PerHeadQKNormMixin):
         if is_second:
             self.score_softcap = config.get("attn_logit_softcapping", 50.0)
         if not is_first:
-            self._read_gemma2_options()
+            self._set_gemma2_options()
             if is_vault:  # norms in front of the branches alone
                 del self.norm_paths["attn_post"], self.norm_paths["mlp_post"]
                 self.layer = self.pre_norm_layer
             if self.third:
-                self._read_gemma3_options()
+                self._set_gemma3_options()
                 return
-        self.rope = self._rope(dict(config), 10000.0, 8192)
+        self.rope = self._build_rope(dict(config), 10000.0, 8192)
         if is_second:
             return
         name = str(config.get("hidden_act") or "gelu_pytorch_tanh")
         # the first files said gelu and meant its approximation
         self.activation = ACTIVATIONS["gelu_pytorch_tanh" if name == "gelu" else name]
 
-    def _rope(self, config: dict[str, Any], base: float, positions: int) -> ReferenceRope:
+    def _build_rope(self, config: dict[str, Any], base: float, positions: int) -> ReferenceRope:
         length = int(self.config.get("max_position_embeddings") or positions)
         return rope_from_config({"rope_theta": base} | config, self.head_dim, length)
 
-    def _read_gemma2_options(self) -> None:
+    def _set_gemma2_options(self) -> None:
         """Read what Gemma 2 and 3 share: windows and norms on both sides of a branch."""
         config = self.config
-        self.activation = self.read_activation("hidden_activation", "gelu_pytorch_tanh")
+        self.activation = self.activation_from_config("hidden_activation", "gelu_pytorch_tanh")
         self.score_scale = float(config.get("query_pre_attn_scalar", 256)) ** -0.5
         self.norm_paths |= {
             "attn_post": "post_attention_layernorm",
@@ -64,10 +64,10 @@ class GemmaReference(PerHeadQKNormMixin):
             "mlp_post": "post_feedforward_layernorm",
         }
         every = int(config.get("sliding_window_pattern") or 6) if self.third else 2
-        self.windows = self.interleaved_windows(int(config.get("sliding_window", 4096)), every)
+        self.windows = self.sliding_windows_by_layer(int(config.get("sliding_window", 4096)), every)
         self.layer = self.sandwich_layer
 
-    def _read_gemma3_options(self) -> None:
+    def _set_gemma3_options(self) -> None:
         """Read Gemma 3's two rotations and norms of q and k."""
         config = self.config
         parameters = config.get("rope_parameters") or {}
@@ -76,13 +76,13 @@ class GemmaReference(PerHeadQKNormMixin):
         full |= config.get("rope_scaling") or {}
         slow = {"rope_theta": config.get("rope_local_base_freq") or 10000.0}
         slow |= parameters.get("sliding_attention") or {}
-        self.rope = self._rope({"rope_parameters": full}, 0, 131072)
-        self.local_rope = self._rope({"rope_parameters": slow}, 0, 131072)
+        self.rope = self._build_rope({"rope_parameters": full}, 0, 131072)
+        self.local_rope = self._build_rope({"rope_parameters": slow}, 0, 131072)
         self.norm_paths |= HEAD_NORMS
 
-    def norm_weights(self, index: int | None, name: str) -> Affine:
+    def norm_weights(self, index: int | None, name: str) -> ModuleWeights:
         """Return the weight of a norm, which is stored less 1."""
-        return Affine(super().norm_weights(index, name).weight + 1)
+        return ModuleWeights(super().norm_weights(index, name).weight + 1)
 
     def finish_logits(self, logits: Tensor) -> Tensor:
         """Bound the logits."""

@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import (
-    Affine,
     LayerRecorder,
     LayerTrace,
     LayerWeights,
+    ModuleWeights,
     NonLayerModuleIO,
-    OutsideTrace,
+    NonLayerTrace,
     causal_attention,
     rms_norm,
 )
-from modelmill.accept.reference.plain_decoder import Defaults, PlainDecoderReference
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
 from modelmill.accept.reference.rope import ReferenceRope, rope_from_config, rotate_halves
 from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import UnknownArchitecture
@@ -60,7 +60,7 @@ INPUT_TABLE = "model.embed_tokens_per_layer.weight"
 
 
 class Gemma4Reference(PlainDecoderReference):
-    """Gemma4ForCausalLM of one sequence at a time (``for_sequence``).
+    """Gemma4ForCausalLM of one sequence at a time (``bind_to_sequence``).
 
     Attributes:
         full: of each layer, whether it has full attention.
@@ -69,25 +69,25 @@ class Gemma4Reference(PlainDecoderReference):
         experts: how many there are; 0: none.
     """
 
-    DEFAULTS = Defaults(kv_heads=4, head_dim=256, positions=131072, tied=True)
+    DEFAULTS = ReferenceConfigDefaults(kv_heads=4, head_dim=256, positions=131072, tied=True)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
         if config.get("use_bidirectional_attention") not in (None, False, "vision"):
             raise UnknownArchitecture("attention to later tokens is not known here")
         self.embedding_scale = self.hidden_size**0.5
-        self.activation = self.read_activation("hidden_activation", "gelu_pytorch_tanh")
+        self.activation = self.activation_from_config("hidden_activation", "gelu_pytorch_tanh")
         self.softcap = config.get("final_logit_softcapping")
         self.biased = self.projections_with_bias()
-        windows = self.interleaved_windows(int(config.get("sliding_window", 512)), 6)
+        windows = self.sliding_windows_by_layer(int(config.get("sliding_window", 512)), 6)
         self.windows = [*windows[:-1], None]
         self.full = [window is None for window in self.windows]
         self.first_shared = self.num_layers - int(config.get("num_kv_shared_layers") or 0)
         width = config.get("hidden_size_per_layer_input", 256)
         self.input_width = int(width or 0)
         moe = bool(config.get("enable_moe_block"))
-        self.experts = self.read_int("num_experts") if moe else 0
-        self.top_k = self.read_int("top_k_experts") if moe else 0
+        self.experts = self.read_config_int("num_experts") if moe else 0
+        self.top_k = self.read_config_int("top_k_experts") if moe else 0
         self.keys_are_values = bool(config.get("attention_k_eq_v"))
         self.norm_paths = NORMS | (EXPERT_NORMS if moe else {})
         if self.input_width:
@@ -98,7 +98,7 @@ class Gemma4Reference(PlainDecoderReference):
     # sizes by layer
 
     @cached_property
-    def full_attention_sizes(self) -> tuple[int, int]:
+    def full_attention_kv_shape(self) -> tuple[int, int]:
         """KV heads and channels of a head of layers with full attention."""
         config = self.config
         own = config.get("per_layer_config")
@@ -111,9 +111,11 @@ class Gemma4Reference(PlainDecoderReference):
 
     def kv_heads_and_head_dim(self, index: int) -> tuple[int, int]:
         """KV heads and channels of a head of a layer."""
-        return self.full_attention_sizes if self.full[index] else (self.num_kv_heads, self.head_dim)
+        return (
+            self.full_attention_kv_shape if self.full[index] else (self.num_kv_heads, self.head_dim)
+        )
 
-    def rope_of_layer(self, index: int) -> ReferenceRope:
+    def build_layer_rope(self, index: int) -> ReferenceRope:
         """The rotation of a layer."""
         ropes: Mapping[str, Any] = self.config.get("rope_parameters") or ROPES
         own = ropes[FULL if self.full[index] else SLIDING]
@@ -127,7 +129,7 @@ class Gemma4Reference(PlainDecoderReference):
 
     # one sequence
 
-    def for_sequence(self, ids: Sequence[int]) -> Gemma4Reference:
+    def bind_to_sequence(self, ids: Sequence[int]) -> Gemma4Reference:
         """Return the reference of one sequence, with its ids and its keys and values."""
         made = copy.copy(self)
         made.ids, made.keys_and_values = torch.tensor(list(ids)), {}
@@ -138,7 +140,7 @@ class Gemma4Reference(PlainDecoderReference):
         self.ids, self.keys_and_values = ids, {}
         return super().embed(ids)
 
-    def non_layer_trace(self) -> OutsideTrace:
+    def non_layer_trace(self) -> NonLayerTrace:
         """Return the modules that make the layers' inputs, of the sequence."""
         if not self.input_width or self.ids is None:
             return {}
@@ -163,13 +165,13 @@ class Gemma4Reference(PlainDecoderReference):
         whole = self.non_layer_trace()["layer_inputs.sum"].output
         return whole.reshape(len(whole), self.num_layers, -1)[:, index]
 
-    def extra_embedding_tables(self) -> dict[str, str]:
+    def extra_embedding_table_names(self) -> dict[str, str]:
         """Return the checkpoint's name of the table of the layers' inputs."""
         return {"layer_inputs.table.weight": INPUT_TABLE} if self.input_width else {}
 
     # weights
 
-    def unused_tensors(self) -> dict[str, str]:
+    def unused_tensor_patterns(self) -> dict[str, str]:
         """Return the projections of layers that attend to another layer's keys and values."""
         layers = "|".join(map(str, range(self.first_shared, self.num_layers)))
         parts = r"self_attn\.(k_proj|v_proj|k_norm)|attn_(k|v|k_norm)"
@@ -180,15 +182,15 @@ class Gemma4Reference(PlainDecoderReference):
         """Return the epsilon, one for all norms."""
         return self.eps if name == INPUT_NORM else super().norm_eps(index, name)
 
-    def norm_weights(self, index: int | None, name: str) -> Affine:
+    def norm_weights(self, index: int | None, name: str) -> ModuleWeights:
         """Return the weight of a norm; that of the values has none."""
         if name == INPUT_NORM:
-            return Affine(self.source.get("model.per_layer_projection_norm.weight"))
+            return ModuleWeights(self.source.get("model.per_layer_projection_norm.weight"))
         stem = f"{self.LAYERS}.{index}"
         if name == "router_norm":
-            return Affine(self.source.get(f"{stem}.router.scale"))
+            return ModuleWeights(self.source.get(f"{stem}.router.scale"))
         if name == "k_norm":
-            return Affine(self.source.get(f"{stem}.self_attn.k_norm.weight"))
+            return ModuleWeights(self.source.get(f"{stem}.self_attn.k_norm.weight"))
         return super().norm_weights(index, name)
 
     def layer_weights(self, index: int) -> LayerWeights:
@@ -201,24 +203,24 @@ class Gemma4Reference(PlainDecoderReference):
             own += ["k"] if self.full[index] and self.keys_are_values else ["k", "v"]
         for name in own:
             path = f"{stem}.{self.projection_paths[name]}"
-            weights[name] = self.read_affine(path, name in self.biased)
+            weights[name] = self.read_linear(path, name in self.biased)
         if self.input_width:
-            weights["input_gate"] = self.read_affine(f"{stem}.per_layer_input_gate", False)
-            weights["input_up"] = self.read_affine(f"{stem}.per_layer_projection", False)
+            weights["input_gate"] = self.read_linear(f"{stem}.per_layer_input_gate", False)
+            weights["input_up"] = self.read_linear(f"{stem}.per_layer_projection", False)
         if self.experts:
             weights["router_norm"] = self.norm_weights(index, "router_norm")
             weights |= self._expert_weights(stem)
-        return weights | {"scale": Affine(self.source.get(f"{stem}.layer_scalar"))}
+        return weights | {"scale": ModuleWeights(self.source.get(f"{stem}.layer_scalar"))}
 
     def _expert_weights(self, stem: str) -> LayerWeights:
         weights = {
-            "router": self.read_affine(f"{stem}.router.proj", False),
-            "expert_scale": Affine(self.source.get(f"{stem}.router.per_expert_scale")),
+            "router": self.read_linear(f"{stem}.router.proj", False),
+            "expert_scale": ModuleWeights(self.source.get(f"{stem}.router.per_expert_scale")),
         }
         for expert in range(self.experts):
             for name in ("gate", "up", "down"):
                 path = f"{stem}.experts.{expert}.{name}_proj"
-                weights[f"experts.{expert}.{name}"] = self.read_affine(path, False)
+                weights[f"experts.{expert}.{name}"] = self.read_linear(path, False)
         return weights
 
     # a layer
@@ -238,14 +240,14 @@ class Gemma4Reference(PlainDecoderReference):
     def norm_values(self, flat: Tensor, dim: int) -> Tensor:
         """Norm each head of v [T, heads·dim], without a weight."""
         heads = flat.reshape(len(flat), -1, dim)
-        return rms_norm(heads, Affine(heads.new_ones(dim)), self.eps).reshape(flat.shape)
+        return rms_norm(heads, ModuleWeights(heads.new_ones(dim)), self.eps).reshape(flat.shape)
 
-    def norm_and_rope(self, index: int, flat: Tensor, weights: Affine) -> Tensor:
+    def norm_and_rope(self, index: int, flat: Tensor, weights: ModuleWeights) -> Tensor:
         """Norm and rotate each head of q or k [T, heads·dim]."""
         heads = flat.reshape(len(flat), -1, self.kv_heads_and_head_dim(index)[1])
         normed = rms_norm(heads, weights, self.eps)
         # on the CPU: the last bit of a frequency changes an angle
-        tables = self.rope_of_layer(index).cos_sin(len(flat), len(flat), flat.dtype)
+        tables = self.build_layer_rope(index).cos_sin(len(flat), len(flat), flat.dtype)
         cos, sin = (table.to(flat.device) for table in tables)
         return rotate_halves(normed, cos, sin).reshape(flat.shape)
 
@@ -255,7 +257,9 @@ class Gemma4Reference(PlainDecoderReference):
         x = flat.to(self.device, self.dtype)
         return self.norm_and_rope(index, x, self.norm_weights(index, "q_norm"))
 
-    def keys_values(self, index: int, r: LayerRecorder, x: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_keys_and_values(
+        self, index: int, r: LayerRecorder, x: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a layer with its own, [T, kv_heads·dim] each."""
         k = r.linear("k", x)
         v = r.linear("v", x) if "v" in r.weights else k
@@ -265,12 +269,14 @@ class Gemma4Reference(PlainDecoderReference):
         r.record(VALUE_NORM, torch.cat((*rest, normed), -1), *parts)
         return r.record("k_rot", self.norm_and_rope(index, k, r.weights["k_norm"]), k), normed
 
-    def attention(self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int) -> Tensor:
+    def run_token_mixer(
+        self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int
+    ) -> Tensor:
         """Run a layer's attention up to its output projection."""
         del prompt_length
         q = r.linear("q", normed)
         if index < self.first_shared:
-            self.keys_and_values[self.full[index]] = self.keys_values(index, r, normed)
+            self.keys_and_values[self.full[index]] = self.compute_keys_and_values(index, r, normed)
         k, v = self.keys_and_values[self.full[index]]
         q_rot = r.record("q_rot", self.norm_and_rope(index, q, r.weights["q_norm"]), q)
         dim = self.kv_heads_and_head_dim(index)[1]
@@ -280,19 +286,21 @@ class Gemma4Reference(PlainDecoderReference):
 
     def add_experts_to_mlp(self, r: LayerRecorder, mlp_out: Tensor, stream: Tensor) -> Tensor:
         """Return the normed MLP's output and the normed experts' together."""
-        mlp = self.norm(r, "mlp_post_1", mlp_out)
-        read = self.norm(r, "router_norm", stream)
+        mlp = self.apply_and_record_norm(r, "mlp_post_1", mlp_out)
+        read = self.apply_and_record_norm(r, "router_norm", stream)
         logits = r.record("router", read @ r.weights["router"].weight.T / self.hidden_size**0.5)
         routing = torch.stack(
-            [self._select_experts(row, r.weights["expert_scale"].weight) for row in logits]
+            [self._token_routing_weights(row, r.weights["expert_scale"].weight) for row in logits]
         )
-        x = self.norm(r, "moe_norm", stream)
+        x = self.apply_and_record_norm(r, "moe_norm", stream)
         total = r.record(
-            "moe_out", self.combine_experts(r, x, routing, logits, self._run_expert), x
+            "moe_out", self.run_and_combine_experts(r, x, routing, logits, self._run_expert), x
         )
-        return r.record("both_out", mlp + self.norm(r, "mlp_post_2", total), mlp, total)
+        return r.record(
+            "both_out", mlp + self.apply_and_record_norm(r, "mlp_post_2", total), mlp, total
+        )
 
-    def _select_experts(self, logits: Tensor, scale: Tensor) -> Tensor:
+    def _token_routing_weights(self, logits: Tensor, scale: Tensor) -> Tensor:
         """[E]: the weights of one token's experts, 0 for the others."""
         chosen = sorted(range(len(logits)), key=lambda e: -float(logits[e]))[: self.top_k]
         weights = torch.zeros_like(logits)
@@ -310,19 +318,21 @@ class Gemma4Reference(PlainDecoderReference):
     ) -> LayerTrace:
         """Run a layer."""
         r = LayerRecorder(weights)
-        branch = self.attention(index, r, self.norm(r, "input_norm", x), prompt_length)
-        branch = self.norm(r, "attn_post", branch)
+        branch = self.run_token_mixer(
+            index, r, self.apply_and_record_norm(r, "input_norm", x), prompt_length
+        )
+        branch = self.apply_and_record_norm(r, "attn_post", branch)
         x = r.record("post_attn_residual", x + branch, x, branch)
-        branch = self.mlp(r, self.norm(r, "mlp_norm", x))
+        branch = self.mlp(r, self.apply_and_record_norm(r, "mlp_norm", x))
         if self.experts:
             branch = self.add_experts_to_mlp(r, branch, x)
-        branch = self.norm(r, "mlp_post", branch)
+        branch = self.apply_and_record_norm(r, "mlp_post", branch)
         x = r.record("post_mlp_residual", x + branch, x, branch)
         if self.input_width:
             gate = r.linear("input_gate", x)
             mixed = self.activation(gate) * self.slice_per_layer_input(index)
             out = r.linear("input_up", r.record("input_gated", mixed, gate))
-            x = x + self.norm(r, "input_post", out)
+            x = x + self.apply_and_record_norm(r, "input_post", out)
         r.record("output", x * r.weights["scale"].weight, x)
         return r.trace
 

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.gguf_sizes import (
+from modelmill.accept.reference.gguf_metadata import (
     decoder_config,
-    metadata_reader,
+    make_metadata_reader,
     rope_scaling_options,
 )
 from modelmill.accept.reference.gguf_source import GgufSource
@@ -26,7 +26,7 @@ ARCHITECTURE = "apertus"
 def apertus_config(container: RawContainer) -> dict[str, Any]:
     """Return a config in Hugging Face keys, as far as the reference reads it."""
     config = decoder_config(container, "apertus")
-    theta, scaling = config["rope_theta"], rope_scaling_options(metadata_reader(container))
+    theta, scaling = config["rope_theta"], rope_scaling_options(make_metadata_reader(container))
     return config | {"rope_parameters": {"rope_theta": theta, **scaling}}
 
 
@@ -38,11 +38,11 @@ class ApertusGgufSource(GgufSource):
         "feedforward_layernorm": "ffn_norm",
     }
 
-    def stored_tensor(self, name: str) -> Tensor:
+    def read_original_tensor(self, name: str) -> Tensor:
         """Return the tensor, or a number of the activation."""
         stem, is_slope, slope = name.partition(".mlp.act_fn.")
         if not is_slope:
-            return super().stored_tensor(name)
+            return super().read_original_tensor(name)
         stored = self.container.metadata[f"xielu.{slope}"]
         value = stored if isinstance(stored, float) else stored[int(stem.rpartition(".")[2])]
         return torch.tensor(float(value))

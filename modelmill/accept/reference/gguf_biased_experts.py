@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from modelmill.accept.reference.gguf_sizes import (
+from modelmill.accept.reference.gguf_metadata import (
+    add_rope_scaling,
     decoder_config,
-    grouped_router,
-    metadata_reader,
-    window_layer_types,
-    with_scaling,
+    grouped_router_config,
+    layer_types_from_window_pattern,
+    make_metadata_reader,
 )
 from modelmill.accept.reference.gguf_source import GROUPED_EXPERTS, GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
@@ -24,26 +24,26 @@ DOTS1, ERNIE, EXAONE, MINIMAX = "dots1", "ernie4_5-moe", "exaone-moe", "minimax-
 
 def dots1_config(container: RawContainer) -> dict[str, Any]:
     """Return the config of dots.llm1, as far as the reference reads it."""
-    config = with_scaling(container, decoder_config(container, "dots1"))
-    router = grouped_router(metadata_reader(container), normalized=False)
+    config = add_rope_scaling(container, decoder_config(container, "dots1"))
+    router = grouped_router_config(make_metadata_reader(container), normalized=False)
     return config | router | {"sliding_window": None}
 
 
 def exaone_moe_config(container: RawContainer) -> dict[str, Any]:
     """Return the config of K-EXAONE, as far as the reference reads it."""
-    fact = metadata_reader(container)
-    config = with_scaling(container, decoder_config(container, "exaone_moe"))
-    return config | grouped_router(fact, normalized=False) | {
+    fact = make_metadata_reader(container)
+    config = add_rope_scaling(container, decoder_config(container, "exaone_moe"))
+    return config | grouped_router_config(fact, normalized=False) | {
         "num_experts": int(fact("expert_count")),
         "sliding_window": int(fact("attention.sliding_window")),
-        "layer_types": window_layer_types(fact, config["num_hidden_layers"]),
+        "layer_types": layer_types_from_window_pattern(fact, config["num_hidden_layers"]),
     }  # fmt: skip
 
 
-def ernie_config(container: RawContainer) -> dict[str, Any]:
+def ernie4_5_moe_config(container: RawContainer) -> dict[str, Any]:
     """Return the config of ERNIE 4.5, as far as the reference reads it."""
-    fact = metadata_reader(container)
-    config = with_scaling(container, decoder_config(container, "ernie4_5_moe"))
+    fact = make_metadata_reader(container)
+    config = add_rope_scaling(container, decoder_config(container, "ernie4_5_moe"))
     return config | {
         "use_bias": config["attention_bias"],
         "moe_num_experts": int(fact("expert_count")),
@@ -54,10 +54,10 @@ def ernie_config(container: RawContainer) -> dict[str, Any]:
     }
 
 
-def minimax_config(container: RawContainer) -> dict[str, Any]:
+def minimax_m2_config(container: RawContainer) -> dict[str, Any]:
     """Return the config of MiniMax-M2, as far as the reference reads it."""
-    fact = metadata_reader(container)
-    config = with_scaling(container, decoder_config(container, "minimax_m2"))
+    fact = make_metadata_reader(container)
+    config = add_rope_scaling(container, decoder_config(container, "minimax_m2"))
     return config | {
         "rotary_dim": int(fact("rope.dimension_count", config["head_dim"])),
         "num_local_experts": int(fact("expert_count")),
@@ -73,7 +73,7 @@ class BiasedExpertsGgufSource(GgufSource):
 
 READERS: dict[str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]] = {
     DOTS1: (dots1_config, BiasedExpertsGgufSource),
-    ERNIE: (ernie_config, BiasedExpertsGgufSource),
+    ERNIE: (ernie4_5_moe_config, BiasedExpertsGgufSource),
     EXAONE: (exaone_moe_config, BiasedExpertsGgufSource),
-    MINIMAX: (minimax_config, BiasedExpertsGgufSource),
+    MINIMAX: (minimax_m2_config, BiasedExpertsGgufSource),
 }

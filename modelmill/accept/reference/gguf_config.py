@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from modelmill.accept.reference.gguf_sizes import (
-    grouped_router,
-    metadata_reader,
+from modelmill.accept.reference.gguf_metadata import (
+    grouped_router_config,
+    layer_types_from_window_pattern,
+    make_metadata_reader,
     rope_scaling_options,
-    window_layer_types,
 )
 from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import RawContainer
@@ -54,7 +54,9 @@ GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 BAICHUAN_13B = 40  # layers of the models with ALiBi
 
 
-def _metadata_reader(facts: Mapping[str, Any], architecture: str) -> Callable[..., Any]:
+def _make_required_metadata_reader(
+    facts: Mapping[str, Any], architecture: str
+) -> Callable[..., Any]:
     """Return what reads an architecture's own metadata, by key and default."""
 
     def fact(key: str, default: Any = None) -> Any:
@@ -68,7 +70,7 @@ def _metadata_reader(facts: Mapping[str, Any], architecture: str) -> Callable[..
     return fact
 
 
-def gguf_config(container: RawContainer) -> dict[str, Any]:
+def config_from_gguf(container: RawContainer) -> dict[str, Any]:
     """Return a config in Hugging Face keys from GGUF metadata, as far as the reference reads it."""
     facts = container.metadata
     architecture = str(facts.get("general.architecture"))
@@ -80,7 +82,7 @@ def gguf_config(container: RawContainer) -> dict[str, Any]:
             f"known are {', '.join(ARCHITECTURES)}"
         )
 
-    fact = _metadata_reader(facts, architecture)
+    fact = _make_required_metadata_reader(facts, architecture)
     heads = int(fact("attention.head_count"))
     width = int(fact("embedding_length"))
     config: dict[str, Any] = {
@@ -113,10 +115,10 @@ def gguf_config(container: RawContainer) -> dict[str, Any]:
     experts = int(facts.get(f"{architecture}.expert_count", 0))
     if not experts:
         return config
-    return config | moe_config(architecture, experts, int(fact("expert_used_count")))
+    return config | moe_config_entries(architecture, experts, int(fact("expert_used_count")))
 
 
-def moe_config(architecture: str, experts: int, top_k: int) -> dict[str, Any]:
+def moe_config_entries(architecture: str, experts: int, top_k: int) -> dict[str, Any]:
     """Return what a model with experts has in its config besides."""
     model_type = EXPERT_MODELS.get(architecture, "mixtral")
     return {
@@ -138,8 +140,8 @@ def other_architecture_config(container: RawContainer, architecture: str) -> dic
     """
     facts, names = container.metadata, container.names()
 
-    fact = _metadata_reader(facts, architecture)
-    scaling = rope_scaling_options(metadata_reader(container))
+    fact = _make_required_metadata_reader(facts, architecture)
+    scaling = rope_scaling_options(make_metadata_reader(container))
     known = (OWN_SCALING[architecture],) if architecture in OWN_SCALING else ("linear", "yarn")
     if "rope_freqs.weight" in names or (scaling and scaling["rope_type"] not in known):
         raise UnknownArchitecture(f"scaled positions of {architecture} are not known here")
@@ -166,27 +168,29 @@ def other_architecture_config(container: RawContainer, architecture: str) -> dic
     return {
         "model_type": FURTHER_ARCHITECTURES[architecture],
         **sizes,
-        **_sizes_under_other_names(sizes),
-        **_scaling_multipliers(fact, sizes),
+        **_alias_size_keys(sizes),
+        **_multiplier_config(fact, sizes),
         **_flags_from_tensor_names(names),
         "is_causal": bool(fact("attention.causal", True)),
         "use_parallel_residual": bool(fact("use_parallel_residual", True)),
         **({} if window is None else {"sliding_window": int(window)}),
         **({"rope_scaling": scaling} if scaling and architecture not in OWN_SCALING else {}),
-        "layer_types": window_layer_types(fact, layers) if architecture == "exaone4" else None,
-        **(_gemma(facts, architecture, sizes) if "gemma" in architecture else {}),
-        **(_granitemoe(facts, fact) if architecture == "granitemoe" else {}),
-        **(_baichuan(layers) if architecture == "baichuan" else {}),
-        **(_gpt_oss(fact) if architecture == "gpt-oss" else {}),
-        **({"model_type": "glm"} if _is_glm(architecture, names) else {}),
-        **(_mpt(fact) if architecture == "mpt" else {}),
+        "layer_types": layer_types_from_window_pattern(fact, layers)
+        if architecture == "exaone4"
+        else None,
+        **(_gemma_config(facts, architecture, sizes) if "gemma" in architecture else {}),
+        **(_granitemoe_config(facts, fact) if architecture == "granitemoe" else {}),
+        **(_baichuan_config(layers) if architecture == "baichuan" else {}),
+        **(_gpt_oss_config(fact) if architecture == "gpt-oss" else {}),
+        **({"model_type": "glm"} if _is_transformers_glm(architecture, names) else {}),
+        **(_mpt_config(fact) if architecture == "mpt" else {}),
         **({"hidden_act": fact("hidden_activation", "silu")} if architecture == "bitnet" else {}),
-        **(_grouped_experts(fact, names) if architecture in GROUPED and experts else {}),
-        **(_deepseek(facts, fact) if architecture == "deepseek2" else {}),
+        **(_grouped_experts_config(fact, names) if architecture in GROUPED and experts else {}),
+        **(_deepseek_config(facts, fact) if architecture == "deepseek2" else {}),
     }
 
 
-def _expert_counts(fact: Callable[..., Any]) -> dict[str, Any]:
+def _expert_count_config(fact: Callable[..., Any]) -> dict[str, Any]:
     """Return the numbers of experts."""
     return {
         "num_local_experts": int(fact("expert_count")),
@@ -194,34 +198,34 @@ def _expert_counts(fact: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
-def _is_glm(architecture: str, names: list[str]) -> bool:
+def _is_transformers_glm(architecture: str, names: list[str]) -> bool:
     """Return whether q, k and v are apart, as in the class of transformers."""
     return architecture == "chatglm" and "blk.0.attn_q.weight" in names
 
 
-def _baichuan(layers: int) -> dict[str, Any]:
+def _baichuan_config(layers: int) -> dict[str, Any]:
     """Return what the models with ALiBi have otherwise: no bound of positions."""
     if layers != BAICHUAN_13B:
         return {}
     return {"model_type": "baichuan", "max_position_embeddings": None}
 
 
-def _granitemoe(facts: Mapping[str, Any], fact: Callable[..., Any]) -> dict[str, Any]:
+def _granitemoe_config(facts: Mapping[str, Any], fact: Callable[..., Any]) -> dict[str, Any]:
     """Return Granite's experts, and the channels of the MLP that some have beside them."""
     beside = facts.get("granitemoe.expert_shared_feed_forward_length")
     shared = {"model_type": "granitemoeshared", "shared_intermediate_size": beside}
-    return _expert_counts(fact) | (shared if beside else {})
+    return _expert_count_config(fact) | (shared if beside else {})
 
 
-def _gpt_oss(fact: Callable[..., Any]) -> dict[str, Any]:
+def _gpt_oss_config(fact: Callable[..., Any]) -> dict[str, Any]:
     """Return gpt-oss's experts and its YaRN, whose ramp is not truncated."""
-    experts = _expert_counts(fact)
+    experts = _expert_count_config(fact)
     if fact("rope.scaling.type", "none") != "yarn":
         return experts | {"rope_parameters": {"rope_type": "default"}}
-    return experts | {"rope_scaling": {"truncate": False, **_yarn(fact)}}
+    return experts | {"rope_scaling": {"truncate": False, **_yarn_scaling_options(fact)}}
 
 
-def _yarn(fact: Callable[..., Any]) -> dict[str, Any]:
+def _yarn_scaling_options(fact: Callable[..., Any]) -> dict[str, Any]:
     """Return a YaRN rotation."""
     scaling = {
         "rope_type": "yarn",
@@ -235,14 +239,14 @@ def _yarn(fact: Callable[..., Any]) -> dict[str, Any]:
     return scaling
 
 
-def _mpt(fact: Callable[..., Any]) -> dict[str, Any]:
+def _mpt_config(fact: Callable[..., Any]) -> dict[str, Any]:
     """Return MPT's bound of q, k and v, and the largest exponent of its slopes."""
     bound = float(fact("attention.clamp_kqv", 0)) or None
     largest = float(fact("attention.max_alibi_bias"))
     return {"attn_config": {"clip_qkv": bound, "alibi_bias_max": largest}}
 
 
-def _deepseek(facts: Mapping[str, Any], fact: Callable[..., Any]) -> dict[str, Any]:
+def _deepseek_config(facts: Mapping[str, Any], fact: Callable[..., Any]) -> dict[str, Any]:
     """Return latent attention; the experts of V2 have softmax, those of V3 sigmoids, Youtu none."""
     mla = "_mla" if "deepseek2.attention.key_length_mla" in facts else ""
     turned = int(fact("rope.dimension_count"))
@@ -262,7 +266,7 @@ def _deepseek(facts: Mapping[str, Any], fact: Callable[..., Any]) -> dict[str, A
         return config
     tempered = 10 * float(fact("rope.scaling.yarn_log_multiplier", 0))
     factors = {"mscale": tempered, "mscale_all_dim": tempered} if tempered else {}
-    return config | {"rope_scaling": _yarn(fact) | factors}
+    return config | {"rope_scaling": _yarn_scaling_options(fact) | factors}
 
 
 def _deepseek_model_type(facts: Mapping[str, Any]) -> str:
@@ -278,17 +282,19 @@ def _deepseek_model_type(facts: Mapping[str, Any]) -> str:
     return "deepseek_v3" if gating == 2 else "deepseek_v2"
 
 
-def _grouped_experts(fact: Callable[..., Any], names: list[str]) -> dict[str, Any]:
+def _grouped_experts_config(fact: Callable[..., Any], names: list[str]) -> dict[str, Any]:
     """Return the experts of GLM-4.5 and DeepSeek; the last blocks may only predict tokens."""
     predicted = int(fact("nextn_predict_layers", 0))
     return {
         "num_hidden_layers": int(fact("block_count")) - predicted,
-        **grouped_router(fact, normalized=True),
+        **grouped_router_config(fact, normalized=True),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in names,
     }
 
 
-def _gemma(facts: Mapping[str, Any], architecture: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma_config(
+    facts: Mapping[str, Any], architecture: str, sizes: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return Gemma's caps, windows and bases, and what llama.cpp has fixed."""
     caps: dict[str, Any] = {
         key: float(facts[f"{architecture}.{key}"])
@@ -309,7 +315,7 @@ def _gemma(facts: Mapping[str, Any], architecture: str, sizes: Mapping[str, Any]
     }
 
 
-def _sizes_under_other_names(sizes: Mapping[str, Any]) -> dict[str, Any]:
+def _alias_size_keys(sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sizes under the names of GPT-NeoX, Falcon, ChatGLM and others."""
     eps, kv_heads = sizes["rms_norm_eps"], sizes["num_key_value_heads"]
     epsilons = ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon", "layernorm_epsilon")
@@ -328,7 +334,7 @@ def _sizes_under_other_names(sizes: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _scaling_multipliers(fact: Callable[..., Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+def _multiplier_config(fact: Callable[..., Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the factors of Granite, MiniCPM and Cohere, and what llama.cpp has fixed."""
     depth = sizes["num_hidden_layers"] ** 0.5
     logits = float(fact("logit_scale", 1.0))
@@ -362,7 +368,7 @@ def _flags_from_tensor_names(names: list[str]) -> dict[str, Any]:
     }
 
 
-def gguf_rope(container: RawContainer, config: Mapping[str, Any]) -> ReferenceRope:
+def rope_from_gguf(container: RawContainer, config: Mapping[str, Any]) -> ReferenceRope:
     """Return the rotary embedding: scaling by metadata (linear, yarn), or rope_freqs.weight.
 
     Raises:

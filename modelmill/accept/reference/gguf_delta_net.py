@@ -93,24 +93,24 @@ def _rope_scaling_options(fact: Callable[..., Any]) -> dict[str, Any]:
 class DeltaNetGgufSource(GgufSource):
     """Such a container under Hugging Face names."""
 
-    def raw_name(self, name: str) -> str:
+    def stored_tensor_name(self, name: str) -> str:
         """Return the name that the tensor has in the file."""
         index, _, part = name.removeprefix("model.layers.").partition(".")
         if part in MIXER:
             return f"blk.{index}.{MIXER[part]}"
         fused = f"blk.{index}.ffn_gate_up_exps.weight"
         is_half = ".experts." in part and part.split(".")[-2] in HALVES
-        return fused if is_half and fused in self._names else super().raw_name(name)
+        return fused if is_half and fused in self._names else super().stored_tensor_name(name)
 
-    def stored_tensor(self, name: str) -> Tensor:
+    def read_original_tensor(self, name: str) -> Tensor:
         """Return the tensor as it was before the conversion."""
         part = name.removeprefix("model.layers.").partition(".")[2]
         if part.startswith("linear_attn."):
             return self._read_recurrence_tensor(name, part.removeprefix("linear_attn."))
         if name.endswith("norm.weight"):
-            return super().stored_tensor(name) - 1
-        tensor = super().stored_tensor(name)
-        if ".experts." in part and "ffn_gate_up_exps" in self.raw_name(name):
+            return super().read_original_tensor(name) - 1
+        tensor = super().read_original_tensor(name)
+        if ".experts." in part and "ffn_gate_up_exps" in self.stored_tensor_name(name):
             return tensor.chunk(2)[HALVES[part.split(".")[-2]]]
         return tensor
 
@@ -118,7 +118,7 @@ class DeltaNetGgufSource(GgufSource):
         """Return a recurrence's tensor."""
         if not self.has(name):  # Qwen3-Next's, from a matrix by head of keys
             return self._ungroup_projection(name, part)
-        tensor = super().stored_tensor(name)
+        tensor = super().read_original_tensor(name)
         if part == "A_log":
             tensor = (-tensor.float()).log()
         if part == "norm.weight":
@@ -143,7 +143,7 @@ class DeltaNetGgufSource(GgufSource):
         """Return q, k and v, or z, b or a of all heads, each group's parts apart."""
         whole = "in_proj_ba" if part[len("in_proj_")] in "ab" else "in_proj_qkvz"
         own = part.removesuffix(".weight")
-        matrix = super().stored_tensor(name.replace(own, whole))
+        matrix = super().read_original_tensor(name.replace(own, whole))
         keys, heads = (self._config[f"linear_num_{each}_heads"] for each in ("key", "value"))
         dim, width = (self._config[f"linear_{each}_head_dim"] for each in ("key", "value"))
         values = heads // keys * width

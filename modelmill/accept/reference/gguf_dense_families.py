@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from modelmill.accept.reference.gguf_sizes import (
+from modelmill.accept.reference.gguf_metadata import (
+    add_rope_scaling,
     decoder_config,
-    metadata_reader,
+    layer_types_from_window_pattern,
+    make_metadata_reader,
     rope_scaling_options,
-    window_layer_types,
-    with_scaling,
 )
 from modelmill.accept.reference.gguf_source import (
     POST_NORMS,
@@ -26,7 +26,7 @@ EPS = "attention.layer_norm_epsilon"
 LONGROPE = ("rope_factors_long", "rope_factors_short")
 
 
-def _biases(names: list[str]) -> dict[str, bool]:
+def _bias_config(names: list[str]) -> dict[str, bool]:
     """Return which projections of the first layer have a bias."""
     return {
         "attention_bias": "blk.0.attn_q.bias" in names,
@@ -35,14 +35,16 @@ def _biases(names: list[str]) -> dict[str, bool]:
     }
 
 
-def _reader(model_type: str, eps_key: str = "rms_norm_eps") -> Callable[[Any], dict[str, Any]]:
+def _make_config_reader(
+    model_type: str, eps_key: str = "rms_norm_eps"
+) -> Callable[[Any], dict[str, Any]]:
     """Return what reads the config of a family whose norms have this key of the epsilon."""
 
     def read(container: RawContainer) -> dict[str, Any]:
-        fact, config = metadata_reader(container), decoder_config(container, model_type)
+        fact, config = make_metadata_reader(container), decoder_config(container, model_type)
         turned = fact("rope.dimension_count", config["head_dim"])
-        return with_scaling(container, config) | {
-            **_biases(container.names()),
+        return add_rope_scaling(container, config) | {
+            **_bias_config(container.names()),
             eps_key: float(fact(EPS, config["rms_norm_eps"])),
             "partial_rotary_factor": int(turned) / config["head_dim"],
         }
@@ -52,24 +54,24 @@ def _reader(model_type: str, eps_key: str = "rms_norm_eps") -> Callable[[Any], d
 
 def command_r_config(container: RawContainer) -> dict[str, Any]:
     """Return Command R's config; those of the larger models norm heads of q and k."""
-    return _reader("cohere", "layer_norm_eps")(container) | {
-        "logit_scale": float(metadata_reader(container)("logit_scale")),
+    return _make_config_reader("cohere", "layer_norm_eps")(container) | {
+        "logit_scale": float(make_metadata_reader(container)("logit_scale")),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in container.names(),
     }
 
 
 def olmo_config(container: RawContainer) -> dict[str, Any]:
     """Return OLMo 1's config."""
-    bound = float(metadata_reader(container)("attention.clamp_kqv", 0))
-    return _reader("olmo")(container) | {"clip_qkv": bound or None}
+    bound = float(make_metadata_reader(container)("attention.clamp_kqv", 0))
+    return _make_config_reader("olmo")(container) | {"clip_qkv": bound or None}
 
 
 def olmo2_config(container: RawContainer) -> dict[str, Any]:
     """Return the config of OLMo 2, or with windows of OLMo 3, whose full layers are scaled."""
-    fact = metadata_reader(container)
+    fact = make_metadata_reader(container)
     window = fact("attention.sliding_window")
     if window is None:
-        return _reader("olmo2")(container)
+        return _make_config_reader("olmo2")(container)
     config = decoder_config(container, "olmo3")
     theta = config.pop("rope_theta")
     return config | {
@@ -78,14 +80,14 @@ def olmo2_config(container: RawContainer) -> dict[str, Any]:
             "sliding_attention": {"rope_theta": theta},
         },
         "sliding_window": int(window),
-        "layer_types": window_layer_types(fact, config["num_hidden_layers"]),
+        "layer_types": layer_types_from_window_pattern(fact, config["num_hidden_layers"]),
     }
 
 
 def phi3_config(container: RawContainer) -> dict[str, Any]:
     """Return Phi-3's config; the lists of LongRoPE are tensors."""
-    fact = metadata_reader(container)
-    config = _reader("phi3")(container) | {
+    fact = make_metadata_reader(container)
+    config = _make_config_reader("phi3")(container) | {
         "sliding_window": int(fact("attention.sliding_window", 0)) or None,
         "original_max_position_embeddings": fact("rope.scaling.original_context_length"),
     }
@@ -105,7 +107,7 @@ def mistral3_config(container: RawContainer) -> dict[str, Any]:
     Raises:
         UnknownArchitecture: the queries grow, but positions are not scaled.
     """
-    fact, config = metadata_reader(container), decoder_config(container, "mistral")
+    fact, config = make_metadata_reader(container), decoder_config(container, "mistral")
     scaling = rope_scaling_options(fact)
     multiplier, slope = (
         fact("rope.scaling.yarn_log_multiplier"),
@@ -123,7 +125,7 @@ def mistral3_config(container: RawContainer) -> dict[str, Any]:
 
 def starcoder_config(container: RawContainer) -> dict[str, Any]:
     """Return StarCoder's config."""
-    fact = metadata_reader(container)
+    fact = make_metadata_reader(container)
     return {
         "model_type": "gpt_bigcode",
         "vocab_size": container.tensor_info("token_embd.weight").shape[0],
@@ -141,9 +143,9 @@ def starcoder_config(container: RawContainer) -> dict[str, Any]:
 class PermutedGgufSource(GgufSource):
     """A container whose rows of q and k are in interleaved order."""
 
-    def stored_tensor(self, name: str) -> Tensor:
+    def read_original_tensor(self, name: str) -> Tensor:
         """Return the tensor dequantized, each head's rows as first half and second half."""
-        tensor = super().stored_tensor(name)
+        tensor = super().read_original_tensor(name)
         if ".self_attn.q_proj." in name:
             return undo_llama_qk_permutation(tensor, self._config["num_attention_heads"])
         if ".self_attn.k_proj." in name:
@@ -154,9 +156,9 @@ class PermutedGgufSource(GgufSource):
 class NemotronGgufSource(GgufSource):
     """A container whose norms' weights are stored plus 1."""
 
-    def stored_tensor(self, name: str) -> Tensor:
+    def read_original_tensor(self, name: str) -> Tensor:
         """Return the tensor dequantized, a norm's weight less 1."""
-        tensor = super().stored_tensor(name)
+        tensor = super().read_original_tensor(name)
         return tensor - 1 if name.endswith("norm.weight") else tensor
 
 
@@ -168,7 +170,7 @@ class SeedOssGgufSource(GgufSource):
     }
 
 
-class OlmoThreeGgufSource(GgufSource):
+class PostNormGgufSource(GgufSource):
     """A container with norms behind the branches."""
 
     HF_TO_GGUF_NAMES: ClassVar[Mapping[str, str]] = POST_NORMS
@@ -186,17 +188,17 @@ class Phi3GgufSource(GgufSource):
         super().__init__(container, *args, **kwargs)
         for name in LONGROPE:
             if self.has(f"{name}.weight"):
-                self.stored_tensor(f"{name}.weight")  # the config was made from it
+                self.read_original_tensor(f"{name}.weight")  # the config was made from it
 
 
 READERS: dict[str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]] = {
-    "arcee": (_reader("arcee"), PermutedGgufSource),
-    "nemotron": (_reader("nemotron", "norm_eps"), NemotronGgufSource),
-    "jais2": (_reader("jais2", "layer_norm_eps"), GgufSource),
-    "seed_oss": (_reader("seed_oss"), SeedOssGgufSource),
+    "arcee": (_make_config_reader("arcee"), PermutedGgufSource),
+    "nemotron": (_make_config_reader("nemotron", "norm_eps"), NemotronGgufSource),
+    "jais2": (_make_config_reader("jais2", "layer_norm_eps"), GgufSource),
+    "seed_oss": (_make_config_reader("seed_oss"), SeedOssGgufSource),
     "command-r": (command_r_config, GgufSource),
     "olmo": (olmo_config, PermutedGgufSource),
-    "olmo2": (olmo2_config, OlmoThreeGgufSource),
+    "olmo2": (olmo2_config, PostNormGgufSource),
     "phi3": (phi3_config, Phi3GgufSource),
     "mistral3": (mistral3_config, PermutedGgufSource),
     "starcoder": (starcoder_config, GgufSource),

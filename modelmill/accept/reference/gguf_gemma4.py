@@ -72,7 +72,7 @@ def gemma4_config(container: RawContainer) -> dict[str, Any]:
 class Gemma4GgufSource(GgufSource):
     """Such a container under Hugging Face names."""
 
-    def raw_name(self, name: str) -> str:
+    def stored_tensor_name(self, name: str) -> str:
         """Return the name that the tensor has in the file."""
         index, _, part = name.removeprefix("model.layers.").partition(".")
         if part in HF_TO_GGUF_TENSORS:
@@ -82,12 +82,12 @@ class Gemma4GgufSource(GgufSource):
             both = f"blk.{index}.ffn_gate_up_exps.weight"
             fused = matrix != "down" and both in self._names
             return both if fused else f"blk.{index}.ffn_{matrix}_exps.weight"
-        return super().raw_name(name)
+        return super().stored_tensor_name(name)
 
-    def stored_tensor(self, name: str) -> Tensor:
+    def read_original_tensor(self, name: str) -> Tensor:
         """Return the tensor dequantized; gate and up of an expert are the halves of one matrix."""
-        tensor = super().stored_tensor(name)
-        if "gate_up_exps" not in self.raw_name(name):
+        tensor = super().read_original_tensor(name)
+        if "gate_up_exps" not in self.stored_tensor_name(name):
             return tensor
         gate, up = tensor.chunk(2)
         return gate if ".gate_proj." in name else up

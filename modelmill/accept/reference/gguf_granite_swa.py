@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.gguf_mamba2 import FACTORS
-from modelmill.accept.reference.gguf_sizes import (
+from modelmill.accept.reference.gguf_metadata import (
+    add_rope_scaling,
     decoder_config,
-    metadata_reader,
-    window_layer_types,
-    with_scaling,
+    layer_types_from_window_pattern,
+    make_metadata_reader,
 )
 from modelmill.accept.reference.gguf_source import GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
@@ -19,8 +19,8 @@ ARCHITECTURE = "granite_swa"
 
 def granite_swa_config(container: RawContainer) -> dict[str, Any]:
     """Return a config in Hugging Face keys, as far as the reference reads it."""
-    fact = metadata_reader(container)
-    config = with_scaling(container, decoder_config(container, ARCHITECTURE))
+    fact = make_metadata_reader(container)
+    config = add_rope_scaling(container, decoder_config(container, ARCHITECTURE))
     layers, theta = config["num_hidden_layers"], config["rope_theta"]
     rotated = fact("attention.rope_pattern", [True] * layers)
     return config | {
@@ -28,7 +28,7 @@ def granite_swa_config(container: RawContainer) -> dict[str, Any]:
         "attention_multiplier": float(fact("attention.scale", config["head_dim"] ** -0.5)),
         **{name: float(fact(key, 1.0)) for name, key in FACTORS.items()},
         "sliding_window": int(fact("attention.sliding_window")),
-        "layer_types": window_layer_types(fact, layers),
+        "layer_types": layer_types_from_window_pattern(fact, layers),
         "layer_rope_theta": [theta if each else 0 for each in rotated],
     }
 

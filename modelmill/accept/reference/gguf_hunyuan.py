@@ -8,7 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from modelmill.accept.reference.gguf_sizes import decoder_config, metadata_reader, with_scaling
+from modelmill.accept.reference.gguf_metadata import (
+    add_rope_scaling,
+    decoder_config,
+    make_metadata_reader,
+)
 from modelmill.accept.reference.gguf_source import GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
@@ -17,10 +21,10 @@ HUNYUAN_DENSE, HUNYUAN_MOE, HY_V3 = "hunyuan-dense", "hunyuan-moe", "hy_v3"
 
 def hunyuan_config(container: RawContainer) -> dict[str, Any]:
     """Return the config of the dense one or of that with experts."""
-    fact = metadata_reader(container)
+    fact = make_metadata_reader(container)
     experts = int(fact("expert_count", 0))
     model_type = "hunyuan_v1_moe" if experts else "hunyuan_v1_dense"
-    return with_scaling(container, decoder_config(container, model_type)) | {
+    return add_rope_scaling(container, decoder_config(container, model_type)) | {
         "num_experts": experts,
         "num_experts_per_tok": int(fact("expert_used_count", 0)),
     }
@@ -28,8 +32,8 @@ def hunyuan_config(container: RawContainer) -> dict[str, Any]:
 
 def hy_v3_config(container: RawContainer) -> dict[str, Any]:
     """Return the config of Hunyuan 3; which layers have experts follows from the tensors."""
-    fact, names = metadata_reader(container), set(container.names())
-    config = with_scaling(container, decoder_config(container, "hy_v3"))
+    fact, names = make_metadata_reader(container), set(container.names())
+    config = add_rope_scaling(container, decoder_config(container, "hy_v3"))
     layers = range(config["num_hidden_layers"])
     return config | {
         "num_experts": int(fact("expert_count")),
@@ -52,12 +56,12 @@ class HunyuanGgufSource(GgufSource):
         **{f"mlp.shared_mlp.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     }
 
-    def raw_name(self, name: str) -> str:
+    def stored_tensor_name(self, name: str) -> str:
         """Return the name that the tensor has in the file."""
         if name.endswith(".mlp.expert_bias"):
             own = f"blk.{name.split('.')[2]}.exp_probs_b"
             return own if own in self._names else f"{own}.bias"
-        return super().raw_name(name)
+        return super().stored_tensor_name(name)
 
 
 READERS: dict[str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]] = {

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from modelmill.accept.reference.gguf_sizes import metadata_reader
+from modelmill.accept.reference.gguf_metadata import make_metadata_reader
 from modelmill.accept.reference.gguf_source import FAMILY_NAMES, GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
@@ -19,7 +19,7 @@ LFM2, LFM2_MOE = "lfm2", "lfm2moe"
 
 def lfm2_config(container: RawContainer) -> dict[str, Any]:
     """Return a config in Hugging Face keys, as far as the reference reads it."""
-    fact, names = metadata_reader(container), container.names()
+    fact, names = make_metadata_reader(container), container.names()
     kv_heads = [int(each) for each in fact("attention.head_count_kv")]
     return {
         "model_type": "lfm2",
@@ -40,7 +40,7 @@ def lfm2_config(container: RawContainer) -> dict[str, Any]:
 
 def lfm2_moe_config(container: RawContainer) -> dict[str, Any]:
     """Return the config of one with experts, whose weights sum to 1."""
-    fact = metadata_reader(container)
+    fact = make_metadata_reader(container)
     return lfm2_config(container) | {
         "model_type": "lfm2_moe",
         "num_experts": int(fact("expert_count")),
@@ -57,15 +57,15 @@ class Lfm2GgufSource(GgufSource):
         "feed_forward.gate": "ffn_gate_inp",
     }
 
-    def raw_name(self, name: str) -> str:
+    def stored_tensor_name(self, name: str) -> str:
         """Return the name that the tensor has in the file."""
         if name.endswith(".feed_forward.expert_bias"):
             return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
-        return super().raw_name(name)
+        return super().stored_tensor_name(name)
 
-    def stored_tensor(self, name: str) -> Tensor:
+    def read_original_tensor(self, name: str) -> Tensor:
         """Return the tensor as it was before the conversion."""
-        tensor = super().stored_tensor(name)
+        tensor = super().read_original_tensor(name)
         return tensor[:, None] if name.endswith(".conv.conv.weight") else tensor
 
 

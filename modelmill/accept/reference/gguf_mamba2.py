@@ -30,13 +30,13 @@ FACTORS = {
 }
 
 
-def gguf_mixer_name(mixer_tensor: str) -> str:
+def gguf_ssm_tensor_name(mixer_tensor: str) -> str:
     """Return GGUF's name of a recurrence's tensor, as "conv1d.weight"."""
     module, _, leaf = mixer_tensor.rpartition(".")
     return f"{HF_TO_GGUF_MODULES[module]}.{leaf}" if module else HF_TO_GGUF_TENSORS[mixer_tensor]
 
 
-def undo_gguf_conversion(name: str, tensor: Tensor) -> Tensor:
+def undo_gguf_ssm_conversion(name: str, tensor: Tensor) -> Tensor:
     """Return a recurrence's tensor as it was before the conversion."""
     if name.endswith(".A_log"):
         return (-tensor.float()).log().flatten()
@@ -69,18 +69,22 @@ def mamba2_config(container: RawContainer) -> dict[str, Any]:
 class Mamba2GgufSource(GgufSource):
     """Such a container under Hugging Face names."""
 
-    def raw_name(self, name: str) -> str:
+    def stored_tensor_name(self, name: str) -> str:
         """Return the name that the tensor has in the file."""
         layer, mixes, part = name.removeprefix("backbone.layers.").partition(".mixer.")
-        return f"blk.{layer}.{gguf_mixer_name(part)}" if mixes else super().raw_name(name)
+        return (
+            f"blk.{layer}.{gguf_ssm_tensor_name(part)}"
+            if mixes
+            else super().stored_tensor_name(name)
+        )
 
-    def stored_tensor(self, name: str) -> Tensor:
+    def read_original_tensor(self, name: str) -> Tensor:
         """Return the tensor as it was before the conversion."""
-        tensor = super().stored_tensor(name)
-        return undo_gguf_conversion(name, tensor) if ".mixer." in name else tensor
+        tensor = super().read_original_tensor(name)
+        return undo_gguf_ssm_conversion(name, tensor) if ".mixer." in name else tensor
 
 
-def hybrid_config(container: RawContainer) -> dict[str, Any]:
+def granite_hybrid_config(container: RawContainer) -> dict[str, Any]:
     """Return Granite 4's config in Hugging Face keys, as far as the reference reads it."""
     facts, names = container.metadata, container.names()
 
@@ -154,27 +158,27 @@ def falcon_h1_config(container: RawContainer) -> dict[str, Any]:
 class HybridGgufSource(GgufSource):
     """The container of Granite 4 or Falcon-H1 under Hugging Face names."""
 
-    def raw_name(self, name: str) -> str:
+    def stored_tensor_name(self, name: str) -> str:
         """Return the name that the tensor has in the file."""
         index, _, part = name.removeprefix("model.layers.").partition(".")
         if part == "pre_ff_layernorm.weight":
             return f"blk.{index}.ffn_norm"  # without a suffix
         if part.startswith("mamba."):
-            return f"blk.{index}.{gguf_mixer_name(part.removeprefix('mamba.'))}"
+            return f"blk.{index}.{gguf_ssm_tensor_name(part.removeprefix('mamba.'))}"
         for linear, matrix in (("input_linear", "gate"), ("up_linear", "up"), ("", "down")):
             if part.startswith(f"shared_mlp.{linear}"):
                 beside = f"blk.{index}.ffn_{matrix}_shexp.weight"
                 return beside if beside in self._names else f"blk.{index}.ffn_{matrix}.weight"
-        return super().raw_name(name)
+        return super().stored_tensor_name(name)
 
-    def stored_tensor(self, name: str) -> Tensor:
+    def read_original_tensor(self, name: str) -> Tensor:
         """Return the tensor as it was before the conversion."""
-        tensor = super().stored_tensor(name)
-        return undo_gguf_conversion(name, tensor) if ".mamba." in name else tensor
+        tensor = super().read_original_tensor(name)
+        return undo_gguf_ssm_conversion(name, tensor) if ".mamba." in name else tensor
 
 
 READERS: dict[str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]] = {
     MAMBA2: (mamba2_config, Mamba2GgufSource),
-    GRANITE_HYBRID: (hybrid_config, HybridGgufSource),
+    GRANITE_HYBRID: (granite_hybrid_config, HybridGgufSource),
     FALCON_H1: (falcon_h1_config, HybridGgufSource),
 }

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.gguf_sizes import (
+from modelmill.accept.reference.gguf_metadata import (
     decoder_config,
-    metadata_reader,
+    layer_types_from_window_pattern,
+    make_metadata_reader,
     rope_scaling_options,
-    window_layer_types,
 )
 from modelmill.accept.reference.gguf_source import GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
@@ -21,7 +21,7 @@ ARCHITECTURE = "mellum"
 
 def mellum_config(container: RawContainer) -> dict[str, Any]:
     """Return a config in Hugging Face keys, as far as the reference reads it."""
-    fact = metadata_reader(container)
+    fact = make_metadata_reader(container)
     config = decoder_config(container, "mellum")
     theta, layers = config.pop("rope_theta"), config["num_hidden_layers"]
     window = fact("attention.sliding_window")
@@ -31,7 +31,9 @@ def mellum_config(container: RawContainer) -> dict[str, Any]:
             "sliding_attention": {"rope_theta": float(fact("rope.freq_base_swa", theta))},
         },
         "sliding_window": window,
-        "layer_types": window_layer_types(fact, layers) if window else ["full_attention"] * layers,
+        "layer_types": layer_types_from_window_pattern(fact, layers)
+        if window
+        else ["full_attention"] * layers,
         "num_experts": int(fact("expert_count")),
         "num_experts_per_tok": int(fact("expert_used_count")),
         "norm_topk_prob": True,

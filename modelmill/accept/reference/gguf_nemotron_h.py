@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from modelmill.accept.reference.gguf_mamba2 import gguf_mixer_name, undo_gguf_conversion
-from modelmill.accept.reference.gguf_sizes import metadata_reader
+from modelmill.accept.reference.gguf_mamba2 import gguf_ssm_tensor_name, undo_gguf_ssm_conversion
+from modelmill.accept.reference.gguf_metadata import make_metadata_reader
 from modelmill.accept.reference.gguf_source import GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
@@ -35,7 +35,7 @@ SELECTION_BIAS = "gate.e_score_correction_bias"
 
 def nemotron_h_config(container: RawContainer) -> dict[str, Any]:
     """Return a config in Hugging Face keys, as far as the reference reads it."""
-    fact, names = metadata_reader(container), set(container.names())
+    fact, names = make_metadata_reader(container), set(container.names())
     layers = int(fact("block_count")) - int(fact("nextn_predict_layers", 0))
 
     def by_layer(key: str) -> list[int]:
@@ -81,7 +81,7 @@ def nemotron_h_config(container: RawContainer) -> dict[str, Any]:
 class NemotronHGgufSource(GgufSource):
     """Such a container under Hugging Face names."""
 
-    def raw_name(self, name: str) -> str:
+    def stored_tensor_name(self, name: str) -> str:
         """Return the name that the tensor has in the file."""
         if name in TOP:
             return TOP[name]
@@ -96,13 +96,13 @@ class NemotronHGgufSource(GgufSource):
             return f"blk.{layer}.{BRANCH[stem.rpartition('.')[2]]}_exps.{suffix}"
         if stem in BRANCH:
             return f"blk.{layer}.{BRANCH[stem]}.{suffix}"
-        return f"blk.{layer}.{gguf_mixer_name(own)}"
+        return f"blk.{layer}.{gguf_ssm_tensor_name(own)}"
 
-    def stored_tensor(self, name: str) -> Tensor:
+    def read_original_tensor(self, name: str) -> Tensor:
         """Return the tensor as it was before the conversion."""
-        tensor = super().stored_tensor(name)
-        is_mixed = ".ssm_" in self.raw_name(name)
-        return undo_gguf_conversion(name, tensor) if is_mixed else tensor
+        tensor = super().read_original_tensor(name)
+        is_mixed = ".ssm_" in self.stored_tensor_name(name)
+        return undo_gguf_ssm_conversion(name, tensor) if is_mixed else tensor
 
 
 READERS = dict.fromkeys((NEMOTRON_H, NEMOTRON_H_MOE), (nemotron_h_config, NemotronHGgufSource))

@@ -234,7 +234,7 @@ PERMUTED = (
 )
 
 
-def gguf_name(name: str) -> str:
+def gguf_tensor_name(name: str) -> str:
     """Return the GGUF name of a Hugging Face name.
 
     Example: model.layers.3.mlp.up_proj.weight → blk.3.ffn_up.weight.
@@ -272,7 +272,7 @@ class GgufSource(TensorSource):
         self._config = config
         self._stack: tuple[str, Tensor] | None = None
 
-    def raw_name(self, name: str) -> str:
+    def stored_tensor_name(self, name: str) -> str:
         """Return the name that the tensor has in the file."""
         stem, _, suffix = name.rpartition(".")
         if suffix == "sinks":
@@ -284,25 +284,25 @@ class GgufSource(TensorSource):
             return f"{own[stem]}.{suffix}"
         layers = LAYERS.get(self._config["model_type"], "model.layers.")
         index, _, part = stem.removeprefix(layers).partition(".")
-        return f"blk.{index}.{own[part]}.{suffix}" if part in own else gguf_name(name)
+        return f"blk.{index}.{own[part]}.{suffix}" if part in own else gguf_tensor_name(name)
 
-    def stored_tensor(self, name: str) -> Tensor:
+    def read_original_tensor(self, name: str) -> Tensor:
         """Return the tensor dequantized, in the file's layout."""
         if ".experts." in name:
             return self._read_expert(name)
         if ".kv_b_proj." in name and not self.has(name):  # of newer files
-            keys = super().stored_tensor(name.replace("kv_b_proj", "k_b_proj"))
-            values = super().stored_tensor(name.replace("kv_b_proj", "v_b_proj"))
+            keys = super().read_original_tensor(name.replace("kv_b_proj", "k_b_proj"))
+            values = super().read_original_tensor(name.replace("kv_b_proj", "v_b_proj"))
             return torch.cat((keys.mT, values), dim=1).reshape(-1, keys.shape[1])
         if ".W_pack." in name:
             parts = (name.replace("W_pack", f"{part}_proj") for part in "qkv")
-            return torch.cat([self.stored_tensor(part) for part in parts])
+            return torch.cat([self.read_original_tensor(part) for part in parts])
         if ".block_sparse_moe." in name and name.endswith("put_linear.weight"):
-            return self._granite_experts(name)
+            return self._read_granite_experts(name)
         if ".shared_mlp.input_linear." in name:
-            up = super().stored_tensor(name.replace("input_linear", "up_linear"))
-            return torch.cat((super().stored_tensor(name), up))
-        tensor = super().stored_tensor(name)
+            up = super().read_original_tensor(name.replace("input_linear", "up_linear"))
+            return torch.cat((super().read_original_tensor(name), up))
+        tensor = super().read_original_tensor(name)
         if ".shared_expert_gate." in name and tensor.ndim == 1:
             return tensor[None]
         model_type = self._config["model_type"]
@@ -318,21 +318,21 @@ class GgufSource(TensorSource):
             return tensor.T
         return tensor
 
-    def _granite_experts(self, name: str) -> Tensor:
+    def _read_granite_experts(self, name: str) -> Tensor:
         """Return all experts' matrices, gate above up; the last that were read are kept."""
         if self._stack is None or self._stack[0] != name:
-            stack = super().stored_tensor(name)
+            stack = super().read_original_tensor(name)
             if "input_linear" in name:
-                up = super().stored_tensor(name.replace("input_linear", "up_linear"))
+                up = super().read_original_tensor(name.replace("input_linear", "up_linear"))
                 stack = torch.cat((stack, up), dim=1)
             self._stack = name, stack
         return self._stack[1]
 
     def _read_expert(self, name: str) -> Tensor:
         """Return one expert's matrix; the last stack that was read is kept."""
-        raw = self.raw_name(name)
+        raw = self.stored_tensor_name(name)
         if self._stack is None or self._stack[0] != raw:
-            self._stack = raw, super().stored_tensor(name)
+            self._stack = raw, super().read_original_tensor(name)
         return self._stack[1][int(name.partition(".experts.")[2].partition(".")[0])]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.base import Affine, LayerWeights
-from modelmill.accept.reference.plain_decoder import Defaults, PlainDecoderReference
+from modelmill.accept.reference.base import LayerWeights, ModuleWeights
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 MODEL_TYPES = ("glm", "glm4")
@@ -14,12 +14,12 @@ MODEL_TYPES = ("glm", "glm4")
 class GlmReference(PlainDecoderReference):
     """GlmForCausalLM; Glm4ForCausalLM has a norm behind each branch, too."""
 
-    DEFAULTS = Defaults(kv_heads=2, head_dim=128, eps=1.5625e-7, positions=131072)
-    turns_neighbours = True
+    DEFAULTS = ReferenceConfigDefaults(kv_heads=2, head_dim=128, eps=1.5625e-7, positions=131072)
+    has_interleaved_rope = True
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.partial_rope(factor=0.5)
+        self.rope = self.build_partial_rope(factor=0.5)
         self.biased = self.projections_with_bias(names="qkv", default=True)
         if config["model_type"] == "glm4":
             self.layer = self.sandwich_layer
@@ -28,13 +28,13 @@ class GlmReference(PlainDecoderReference):
                 "mlp_post": "post_mlp_layernorm",
             }
 
-    def projections(self, index: int) -> LayerWeights:
+    def mixer_and_mlp_weights(self, index: int) -> LayerWeights:
         """Split the MLP's fused matrix: gate above up."""
         stem = f"{self.LAYERS}.{index}"
         gate, up = self.source.get(f"{stem}.mlp.gate_up_proj.weight").chunk(2)
-        fused = {"gate": Affine(gate), "up": Affine(up)}
+        fused = {"gate": ModuleWeights(gate), "up": ModuleWeights(up)}
         return fused | {
-            name: self.read_affine(f"{stem}.{path}", name in self.biased)
+            name: self.read_linear(f"{stem}.{path}", name in self.biased)
             for name, path in self.projection_paths.items()
             if name not in fused
         }

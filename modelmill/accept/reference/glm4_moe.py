@@ -4,30 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.base import Affine
+from modelmill.accept.reference.base import ModuleWeights
 from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
-from modelmill.accept.reference.plain_decoder import Defaults
+from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class Glm4MoeReference(PerHeadQKNormMixin, GroupedExpertsMixin):
     """Glm4MoeForCausalLM."""
 
-    DEFAULTS = Defaults(kv_heads=8, eps=1e-5, positions=131072)
+    DEFAULTS = ReferenceConfigDefaults(kv_heads=8, eps=1e-5, positions=131072)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.num_experts = self.read_count("n_routed_experts", 128)
-        self.rope = self.partial_rope(factor=0.5)
+        self.num_experts = self.config_int_or_default("n_routed_experts", 128)
+        self.rope = self.build_partial_rope(factor=0.5)
         self.biased = self.projections_with_bias(names="qkv")
         if config.get("use_qk_norm"):
             self.norm_paths |= HEAD_NORMS
 
-    def norm_weights(self, index: int | None, name: str) -> Affine:
+    def norm_weights(self, index: int | None, name: str) -> ModuleWeights:
         """Return the weight of a norm; of heads, its channels as the engine stores them."""
         affine = super().norm_weights(index, name)
-        return Affine(affine.weight[self.engine_channel_order()]) if name in HEAD_NORMS else affine
+        return (
+            ModuleWeights(affine.weight[self.engine_channel_order()])
+            if name in HEAD_NORMS
+            else affine
+        )
 
 
 REFERENCE = Glm4MoeReference

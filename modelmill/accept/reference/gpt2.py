@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.base import Affine, LayerWeights
+from modelmill.accept.reference.base import LayerWeights, ModuleWeights
 from modelmill.accept.reference.gpt2_names import Gpt2NamesReference
-from modelmill.accept.reference.plain_decoder import Defaults
+from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 NAME_PREFIX = "transformer."
@@ -18,12 +18,12 @@ NAME_PREFIX = "transformer."
 class Gpt2Reference(Gpt2NamesReference):
     """GPT2LMHeadModel; ``fc`` stands for gate and up."""
 
-    DEFAULTS = Defaults(tied=True)
+    DEFAULTS = ReferenceConfigDefaults(tied=True)
     POSITIONS = "transformer.wpe.weight"
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config | {"num_key_value_heads": None, "head_dim": None})
-        self.activation = self.read_activation("activation_function", "gelu_new")
+        self.activation = self.activation_from_config("activation_function", "gelu_new")
         self.norm_paths = {"input_norm": "ln_1", "mlp_norm": "ln_2"}
         self.projection_paths = {
             "o_proj": "attn.c_proj",
@@ -37,27 +37,27 @@ class Gpt2Reference(Gpt2NamesReference):
         """Add each position's row."""
         return super().embed(ids) + self.source.rows(self.POSITIONS, torch.arange(len(ids)))
 
-    def embedding_tables(self) -> dict[str, str]:
+    def embedding_table_names(self) -> dict[str, str]:
         """Return the checkpoint's name of each embedding table."""
         return {"weight": self.EMBEDDING, "positions": self.POSITIONS}
 
-    def read_affine(self, stem: str, biased: bool) -> Affine:
+    def read_linear(self, stem: str, biased: bool) -> ModuleWeights:
         """Read a projection, which is stored [in, out] and has a bias."""
         del biased
-        return Affine(self.source.get(f"{stem}.weight").T, self.source.get(f"{stem}.bias"))
+        return ModuleWeights(self.source.get(f"{stem}.weight").T, self.source.get(f"{stem}.bias"))
 
-    def mixer_weights(self, index: int) -> LayerWeights:
+    def token_mixer_weights(self, index: int) -> LayerWeights:
         """Split the fused matrix."""
-        fused = self.read_affine(f"{self.LAYERS}.{index}.attn.c_attn", True)
+        fused = self.read_linear(f"{self.LAYERS}.{index}.attn.c_attn", True)
         assert fused.bias is not None
         parts = zip("qkv", fused.weight.chunk(3), fused.bias.chunk(3), strict=True)
-        qkv = {name: Affine(rows, bias) for name, rows, bias in parts}
-        return qkv | super().mixer_weights(index)
+        qkv = {name: ModuleWeights(rows, bias) for name, rows, bias in parts}
+        return qkv | super().token_mixer_weights(index)
 
-    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def run_attention_core(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Run causal attention, in some models with scores divided by the layer's number."""
         by_layer = self.config.get("scale_attn_by_inverse_layer_idx")
-        return super().attend(index, q / (index + 1) if by_layer else q, k, v)
+        return super().run_attention_core(index, q / (index + 1) if by_layer else q, k, v)
 
 
 REFERENCE = Gpt2Reference

@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.gpt2_names import Gpt2NamesReference
-from modelmill.accept.reference.plain_decoder import Defaults
+from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class GPTNeoReference(Gpt2NamesReference):
     """GPTNeoForCausalLM."""
 
-    DEFAULTS = Defaults(tied=True)
+    DEFAULTS = ReferenceConfigDefaults(tied=True)
     POSITIONS = "transformer.wpe.weight"
     OLDER_KEYS = (("num_hidden_layers", "num_layers"), ("num_attention_heads", "num_heads"))
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.activation = self.read_activation("activation_function", "gelu_new")
+        self.activation = self.activation_from_config("activation_function", "gelu_new")
         self.score_scale = 1.0
         self.norm_paths = {"input_norm": "ln_1", "mlp_norm": "ln_2"}
         attention = {name: f"attn.attention.{name}_proj" for name in ("q", "k", "v")}
@@ -39,7 +39,7 @@ class GPTNeoReference(Gpt2NamesReference):
         """Add each position's row."""
         return super().embed(ids) + self.source.rows(self.POSITIONS, torch.arange(len(ids)))
 
-    def embedding_tables(self) -> dict[str, str]:
+    def embedding_table_names(self) -> dict[str, str]:
         """Return the checkpoint's name of each embedding table."""
         return {"weight": self.EMBEDDING, "positions": self.POSITIONS}
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from modelmill.accept.reference.base import LayerWeights
 from modelmill.accept.reference.bloom import MEGATRON_PROJECTIONS
-from modelmill.accept.reference.plain_decoder import Defaults, PlainDecoderReference
-from modelmill.accept.reference.rope import partial_rope
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
+from modelmill.accept.reference.rope import partial_rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
 
 NAME_PREFIX = "gpt_neox."
@@ -17,7 +17,7 @@ OTHER_NAMES = ("rope_theta", "partial_rotary_factor")
 class GptNeoXReference(PlainDecoderReference):
     """GPTNeoXForCausalLM."""
 
-    DEFAULTS = Defaults(activation="gelu")
+    DEFAULTS = ReferenceConfigDefaults(activation="gelu")
     EPS_KEY = "layer_norm_eps"
     uses_layer_norm = True
     EMBEDDING = "gpt_neox.embed_in.weight"
@@ -28,7 +28,7 @@ class GptNeoXReference(PlainDecoderReference):
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
         # the other families' names count within rope_parameters alone
-        self.rope = partial_rope(
+        self.rope = partial_rope_from_config(
             {key: value for key, value in config.items() if key not in OTHER_NAMES},
             self.head_dim,
             self.max_position,
@@ -44,11 +44,11 @@ class GptNeoXReference(PlainDecoderReference):
         if config.get("use_parallel_residual", True):
             self.layer = self.parallel_branch_layer
 
-    def mixer_weights(self, index: int) -> LayerWeights:
+    def token_mixer_weights(self, index: int) -> LayerWeights:
         """Take q, k and v out of the rows of each head."""
         stem = f"{self.LAYERS}.{index}.attention.query_key_value"
-        qkv = self.split_qkv_by_kv_head(self.read_affine(stem, "qkv" in self.biased))
-        return qkv | super().mixer_weights(index)
+        qkv = self.split_qkv_by_kv_head(self.read_linear(stem, "qkv" in self.biased))
+        return qkv | super().token_mixer_weights(index)
 
 
 REFERENCE = GptNeoXReference

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights
-from modelmill.accept.reference.plain_decoder import Defaults, PlainDecoderReference
+from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
@@ -22,7 +22,7 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0
 class GptOssReference(PlainDecoderReference):
     """GptOssForCausalLM."""
 
-    DEFAULTS = Defaults(kv_heads=8, head_dim=64, eps=1e-5, positions=131072)
+    DEFAULTS = ReferenceConfigDefaults(kv_heads=8, head_dim=64, eps=1e-5, positions=131072)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
@@ -30,29 +30,29 @@ class GptOssReference(PlainDecoderReference):
         scaled = config.get("rope_scaling") or config.get("rope_parameters")
         scaling: dict[str, Any] = {} if scaled else {"rope_parameters": YARN}
         self.rope = self.build_rope(rope_theta=config.get("rope_theta") or 150000.0, **scaling)
-        self.windows = self.interleaved_windows(int(config.get("sliding_window", 128)), 2)
+        self.windows = self.sliding_windows_by_layer(int(config.get("sliding_window", 128)), 2)
         self.num_experts = int(config.get("num_local_experts") or config.get("num_experts") or 128)
         self.top_k = int(config.get("num_experts_per_tok") or 4)
         self.alpha = float(config.get("swiglu_alpha") or 1.702)
         self.limit = float(config.get("swiglu_limit") or 7.0)
 
-    def sinks(self, index: int) -> Tensor | None:
+    def attention_sinks(self, index: int) -> Tensor | None:
         """Return the sinks [heads] of a layer."""
         return self.source.get(f"{self.LAYERS}.{index}.self_attn.sinks")
 
-    def projections(self, index: int) -> LayerWeights:
+    def mixer_and_mlp_weights(self, index: int) -> LayerWeights:
         """Read a layer's attention, router and experts."""
         stem = f"{self.LAYERS}.{index}"
         weights = {
-            name: self.read_affine(f"{stem}.{self.projection_paths[name]}", name in self.biased)
+            name: self.read_linear(f"{stem}.{self.projection_paths[name]}", name in self.biased)
             for name in ("q", "k", "v", "o_proj")
         }
-        weights["router"] = self.read_affine(f"{stem}.mlp.router", True)
+        weights["router"] = self.read_linear(f"{stem}.mlp.router", True)
         if self.source.has(f"{stem}.mlp.experts.0.gate_proj.weight"):  # GGUF
             for part in ("gate", "up", "down"):
                 for expert in range(self.num_experts):
                     own = f"{stem}.mlp.experts.{expert}.{part}_proj.weight"
-                    weights[f"experts.{expert}.{part}"] = Affine(self.source.get(own))
+                    weights[f"experts.{expert}.{part}"] = ModuleWeights(self.source.get(own))
             for name, affine in weights.items():
                 if name.startswith("experts."):
                     bias = self.source.get(f"{stem}.mlp.{name}_proj.bias")
@@ -64,7 +64,7 @@ class GptOssReference(PlainDecoderReference):
             for expert in range(self.num_experts):
                 rows = self._read_expert_matrix(name, expert)
                 for first, part in enumerate(parts):
-                    weights[f"experts.{expert}.{part}"] = Affine(
+                    weights[f"experts.{expert}.{part}"] = ModuleWeights(
                         rows[first :: len(parts)], biases[expert, first :: len(parts)]
                     )
         return weights
@@ -72,9 +72,9 @@ class GptOssReference(PlainDecoderReference):
     def _read_expert_matrix(self, name: str, expert: int) -> Tensor:
         """Return an expert's matrix [out, in]; gate and up take turns."""
         if not self.source.has(f"{name}_blocks"):
-            return self.source.stored_tensor(name)[expert].to(self.device, self.dtype).T
-        blocks = self.source.stored_tensor(f"{name}_blocks")[expert].to(self.device)
-        exponents = self.source.stored_tensor(f"{name}_scales")[expert].to(self.device)
+            return self.source.read_original_tensor(name)[expert].to(self.device, self.dtype).T
+        blocks = self.source.read_original_tensor(f"{name}_blocks")[expert].to(self.device)
+        exponents = self.source.read_original_tensor(f"{name}_scales")[expert].to(self.device)
         codes = torch.stack((blocks % 16, blocks // 16), dim=-1).flatten(2).long()
         return (decode_e2m1(codes).to(self.dtype) * self._decode_e8m0(exponents)).flatten(1)
 
@@ -88,7 +88,7 @@ class GptOssReference(PlainDecoderReference):
         for token, row in enumerate(logits):
             best = sorted(range(len(row)), key=lambda e: -float(row[e]))[: self.top_k]
             routing[token, best] = row[best].softmax(-1)
-        total = self.combine_experts(r, normed, routing, logits, self._run_expert)
+        total = self.run_and_combine_experts(r, normed, routing, logits, self._run_expert)
         return r.record("mlp_out", total, normed)
 
     def _run_expert(self, r: LayerRecorder, name: str, x: Tensor) -> Tensor:

@@ -16,11 +16,11 @@ NAME_PREFIX = "transformer."
 class GptJReference(Gpt2NamesReference):
     """GPTJForCausalLM; its head has a bias."""
 
-    turns_neighbours = True
+    has_interleaved_rope = True
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.activation = self.read_activation("activation_function", "gelu_new")
+        self.activation = self.activation_from_config("activation_function", "gelu_new")
         self.rope = ReferenceRope(int(config.get("rotary_dim") or 64), 10000.0, self.max_position)
         self.norm_paths = {"input_norm": "ln_1"}
         attention = {name: f"attn.{name}_proj" for name in "qkv"}

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights
+from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
 from modelmill.accept.reference.mamba2 import Mamba2Mixin
 from modelmill.accept.reference.moe import GraniteMoeReference
 from modelmill.accept.reference.tensor_source import TensorSource
@@ -32,24 +32,24 @@ class GraniteMoeHybridReference(Mamba2Mixin, GraniteMoeReference):
         self.conv_bias = bool(config.get("mamba_conv_bias", True))
         types = config.get("layer_types") or config.get("layers_block_type")
         self.recurrent = [
-            types is None or each in RECURRENT_TYPES for each in self._types_per_layer(types)
+            types is None or each in RECURRENT_TYPES for each in self._layer_types_or_blanks(types)
         ]
 
-    def _types_per_layer(self, types: list[str] | None) -> list[str]:
+    def _layer_types_or_blanks(self, types: list[str] | None) -> list[str]:
         return types or [""] * self.num_layers
 
-    def mixer_weights(self, index: int) -> LayerWeights:
+    def token_mixer_weights(self, index: int) -> LayerWeights:
         """Read a layer's attention or recurrence."""
         if self.recurrent[index]:
             return self.ssm_weights(f"{self.LAYERS}.{index}.mamba")
-        return super().mixer_weights(index)
+        return super().token_mixer_weights(index)
 
     def mlp_weights(self, index: int) -> LayerWeights:
         """Read a layer's MLP, and the experts beside it."""
         stem = f"{self.LAYERS}.{index}.shared_mlp"
         gate, up = self.source.get(f"{stem}.input_linear.weight").chunk(2)
         down = self.source.get(f"{stem}.output_linear.weight")
-        mlp = {"gate": Affine(gate), "up": Affine(up), "down": Affine(down)}
+        mlp = {"gate": ModuleWeights(gate), "up": ModuleWeights(up), "down": ModuleWeights(down)}
         if index in self.dense_layers:
             return mlp
         shared = {f"shared_expert.{name}": affine for name, affine in mlp.items()}
@@ -59,11 +59,13 @@ class GraniteMoeHybridReference(Mamba2Mixin, GraniteMoeReference):
         """Run the MLP beside the experts."""
         return self.run_expert(r, "shared_expert", x)
 
-    def attention(self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int) -> Tensor:
+    def run_token_mixer(
+        self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int
+    ) -> Tensor:
         """Run a layer's attention or recurrence."""
         if self.recurrent[index]:
-            return self.ssm(r, normed)
-        return super().attention(index, r, normed, prompt_length)
+            return self.run_ssm_mixer(r, normed)
+        return super().run_token_mixer(index, r, normed, prompt_length)
 
 
 REFERENCE = GraniteMoeHybridReference

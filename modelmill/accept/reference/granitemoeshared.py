@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights
+from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
 from modelmill.accept.reference.moe import GraniteMoeReference
 
 
@@ -20,7 +20,9 @@ class GraniteMoeSharedReference(GraniteMoeReference):
         gate, up = self.source.get(f"{stem}.input_linear.weight").chunk(2)
         down = self.source.get(f"{stem}.output_linear.weight")
         parts = {"gate": gate, "up": up, "down": down}
-        return weights | {f"shared_expert.{name}": Affine(part) for name, part in parts.items()}
+        return weights | {
+            f"shared_expert.{name}": ModuleWeights(part) for name, part in parts.items()
+        }
 
     def run_shared_expert(self, r: LayerRecorder, x: Tensor) -> Tensor:
         """Run the MLP beside the experts."""

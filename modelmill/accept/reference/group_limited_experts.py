@@ -22,80 +22,80 @@ class GroupedExpertsMixin(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.num_experts = self.read_count("n_routed_experts", 256)
-        self.top_k = self.read_count("num_experts_per_tok", 8)
-        self.groups = self.read_count("n_group", 1)
-        self.top_groups = self.read_count("topk_group", 1)
+        self.num_experts = self.config_int_or_default("n_routed_experts", 256)
+        self.top_k = self.config_int_or_default("num_experts_per_tok", 8)
+        self.groups = self.config_int_or_default("n_group", 1)
+        self.top_groups = self.config_int_or_default("topk_group", 1)
         self.routed_scale = float(config.get("routed_scaling_factor") or 1.0)
         self.renormalizes = bool(config.get("norm_topk_prob", True))
         dense = config.get("first_k_dense_replace")
         self.first_experts = 1 if dense is None else int(dense)
         self.mlp_types: list[str] | None = None
 
-    def read_count(self, key: str, default: int) -> int:
+    def config_int_or_default(self, key: str, default: int) -> int:
         """Return a number of the config."""
         return int(self.config.get(key) or default)
 
     def attention_projections(self, index: int) -> LayerWeights:
         """Read the projections of attention."""
         return {
-            name: self.read_affine(
+            name: self.read_linear(
                 f"{self.LAYERS}.{index}.{self.projection_paths[name]}", name in self.biased
             )
             for name in ("q", "k", "v", "o_proj")
         }
 
-    def is_dense(self, index: int) -> bool:
+    def is_dense_layer(self, index: int) -> bool:
         """Return whether a layer has an MLP: ``mlp_types`` says it, else the first few have."""
         if self.mlp_types is None:
             return index < self.first_experts
         return self.mlp_types[index] == "dense"
 
-    def projections(self, index: int) -> LayerWeights:
+    def mixer_and_mlp_weights(self, index: int) -> LayerWeights:
         """Read a layer's attention, and its MLP or router and experts."""
         weights = self.attention_projections(index)
         stem = f"{self.LAYERS}.{index}.mlp"
-        if self.is_dense(index):
+        if self.is_dense_layer(index):
             return weights | self._read_mlp_weights(stem, "")
-        weights["router"] = self.read_affine(f"{stem}.gate", False)
+        weights["router"] = self.read_linear(f"{stem}.gate", False)
         for expert in range(self.num_experts):
             weights |= self._read_mlp_weights(f"{stem}.experts.{expert}", f"experts.{expert}.")
         return weights | self._read_mlp_weights(f"{stem}.shared_experts", "shared_expert.")
 
     def _read_mlp_weights(self, stem: str, prefix: str) -> LayerWeights:
         return {
-            f"{prefix}{name}": self.read_affine(f"{stem}.{name}_proj", False)
+            f"{prefix}{name}": self.read_linear(f"{stem}.{name}_proj", False)
             for name in ("gate", "up", "down")
         }
 
     def run_mlp_or_experts(self, index: int, r: LayerRecorder, normed: Tensor) -> Tensor:
         """Run a layer's MLP, or its experts."""
-        if self.is_dense(index):
+        if self.is_dense_layer(index):
             return self.mlp(r, normed)
-        scores = self.score(r.linear("router", normed))
-        bias = self.selection_bias(index)
-        routing = torch.stack([self._select_experts(row, bias) for row in scores])
-        total = self.combine_experts(r, normed, routing, scores, self._run_gated_mlp)
+        scores = self.expert_scores(r.linear("router", normed))
+        bias = self.expert_selection_bias(index)
+        routing = torch.stack([self._token_routing_weights(row, bias) for row in scores])
+        total = self.run_and_combine_experts(r, normed, routing, scores, self._run_gated_mlp)
         return r.record("mlp_out", total + self._run_gated_mlp(r, "shared_expert", normed), normed)
 
-    def score(self, logits: Tensor) -> Tensor:
+    def expert_scores(self, logits: Tensor) -> Tensor:
         """Return the experts' scores."""
         return logits.sigmoid()
 
-    def group_score(self, scores: list[float]) -> float:
+    def expert_group_score(self, scores: list[float]) -> float:
         """Return what a group is chosen by: the sum of its two best scores."""
         return sum(sorted(scores, reverse=True)[:2])
 
-    def selection_bias(self, index: int) -> Tensor:
+    def expert_selection_bias(self, index: int) -> Tensor:
         """Return what is added to a layer's scores for the choice, [E]."""
         return self.source.get(f"{self.LAYERS}.{index}.mlp.gate.e_score_correction_bias")
 
-    def _select_experts(self, scores: Tensor, bias: Tensor) -> Tensor:
+    def _token_routing_weights(self, scores: Tensor, bias: Tensor) -> Tensor:
         """[E]: the weights of one token's experts, 0 for the others."""
         ranked = (scores + bias).tolist()
         size = self.num_experts // self.groups
         parts = [range(g * size, (g + 1) * size) for g in range(self.groups)]
-        strength = [self.group_score([ranked[e] for e in part]) for part in parts]
+        strength = [self.expert_group_score([ranked[e] for e in part]) for part in parts]
         best = sorted(range(self.groups), key=lambda g: -strength[g])[: self.top_groups]
         allowed = [e for g in best for e in parts[g]]
         chosen = sorted(allowed, key=lambda e: -ranked[e])[: self.top_k]
@@ -111,7 +111,11 @@ class GroupedExpertsMixin(PlainDecoderReference):
 
     def pre_norm_layer(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
         """X + A(norm(x)), then the same with the MLP or the experts."""
-        branch = self.attention(index, r, self.norm(r, "input_norm", x), prompt_length)
+        branch = self.run_token_mixer(
+            index, r, self.apply_and_record_norm(r, "input_norm", x), prompt_length
+        )
         middle = r.record("post_attn_residual", x + branch, x, branch)
-        branch = self.run_mlp_or_experts(index, r, self.norm(r, "mlp_norm", middle))
+        branch = self.run_mlp_or_experts(
+            index, r, self.apply_and_record_norm(r, "mlp_norm", middle)
+        )
         r.record("output", middle + branch, middle, branch)

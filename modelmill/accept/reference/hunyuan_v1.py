@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights
+from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
 from modelmill.accept.reference.moe import QWEN_EXPERT, ExpertsMixin
 from modelmill.accept.reference.per_head_qk_norm import PerHeadQKNormMixin
-from modelmill.accept.reference.plain_decoder import Defaults, reference_by_model_type
+from modelmill.accept.reference.plain_decoder import (
+    ReferenceConfigDefaults,
+    reference_factory_by_model_type,
+)
 from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -26,16 +29,16 @@ HEAD_NORMS = {"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_la
 class HunyuanReference(PerHeadQKNormMixin):
     """HunYuanDenseV1ForCausalLM."""
 
-    DEFAULTS = Defaults(eps=1e-5)
+    DEFAULTS = ReferenceConfigDefaults(eps=1e-5)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         head_dim = config.get("head_dim") or config.get("attention_head_dim")
         super().__init__(source, config | {"head_dim": head_dim})
-        self.rope = self._rotation()
+        self.rope = self._build_ntk_rope()
         self.biased = self.projections_with_bias()
         self.norm_paths |= HEAD_NORMS
 
-    def _rotation(self) -> ReferenceRope:
+    def _build_ntk_rope(self) -> ReferenceRope:
         scaling = self.config.get("rope_scaling") or self.config.get("rope_parameters") or {}
         alpha, dim = float(scaling.get("alpha") or 0), self.head_dim
         if not alpha:
@@ -43,15 +46,20 @@ class HunyuanReference(PerHeadQKNormMixin):
         theta = float(scaling.get("rope_theta") or self.config.get("rope_theta") or 1e4)
         return ReferenceRope(dim, theta * alpha ** (dim / (dim - 2)), self.max_position)
 
-    def norm_qk(self, r: LayerRecorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def norm_qk_before_rope(self, r: LayerRecorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return q and k as they are: the norms stand behind the rotation."""
         del r
         return q, k
 
-    def attention(self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int) -> Tensor:
+    def run_token_mixer(
+        self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int
+    ) -> Tensor:
         """Run a layer's attention up to its output projection."""
         q, k, v = (r.linear(name, normed) for name in ("q", "k", "v"))
-        turned = {name: self.rotate(index, x, prompt_length) for name, x in (("q", q), ("k", k))}
+        turned = {
+            name: self.apply_rope_to_heads(index, x, prompt_length)
+            for name, x in (("q", q), ("k", k))
+        }
         for name, x in (("q", q), ("k", k)):
             r.record(f"{name}_turned", turned[name], x)
         q, k = (
@@ -63,7 +71,7 @@ class HunyuanReference(PerHeadQKNormMixin):
             for name in "qk"
         )
         heads = [x.reshape(len(x), -1, self.head_dim) for x in (q, k, v)]
-        mixed = self.attend(index, heads[0], heads[1], heads[2])
+        mixed = self.run_attention_core(index, heads[0], heads[1], heads[2])
         return r.linear("o_proj", r.record("attn", mixed, q, k, v))
 
     @torch.no_grad()
@@ -82,18 +90,18 @@ class HunyuanMoeReference(HunyuanReference, ExpertsMixin):
         top_k = config.get("moe_topk") or config.get("num_experts_per_tok")
         top_k = top_k[0] if isinstance(top_k, list) else top_k
         super().__init__(source, config | {"num_experts_per_tok": top_k})
-        self.rope = self._rotation()
+        self.rope = self._build_ntk_rope()
 
     def make_rope(self, config: dict[str, Any], length: int) -> ReferenceRope:
         """Return the rotation."""
         del config, length
-        return self._rotation()
+        return self._build_ntk_rope()
 
     def mlp_weights(self, index: int) -> LayerWeights:
         """Read a layer's router, experts and the expert of every token."""
         stem = f"{self.LAYERS}.{index}.mlp.shared_mlp"
-        shared: dict[str, Affine] = {
-            f"shared_expert.{name}": self.read_affine(f"{stem}.{path}", False)
+        shared: dict[str, ModuleWeights] = {
+            f"shared_expert.{name}": self.read_linear(f"{stem}.{path}", False)
             for name, path in QWEN_EXPERT.items()
         }
         return super().mlp_weights(index) | shared
@@ -103,6 +111,6 @@ class HunyuanMoeReference(HunyuanReference, ExpertsMixin):
         return self.run_expert(r, "shared_expert", x)
 
 
-REFERENCE = reference_by_model_type(
+REFERENCE = reference_factory_by_model_type(
     {"hunyuan_v1_dense": HunyuanReference, "hunyuan_v1_moe": HunyuanMoeReference}
 )

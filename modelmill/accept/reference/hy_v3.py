@@ -13,14 +13,14 @@ from torch import Tensor
 from modelmill.accept.reference.base import LayerWeights
 from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
-from modelmill.accept.reference.plain_decoder import MLP, Defaults
+from modelmill.accept.reference.plain_decoder import MLP, ReferenceConfigDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class HYV3Reference(PerHeadQKNormMixin, GroupedExpertsMixin):
     """HYV3ForCausalLM."""
 
-    DEFAULTS = Defaults(kv_heads=8, head_dim=128, eps=1e-5, positions=131072)
+    DEFAULTS = ReferenceConfigDefaults(kv_heads=8, head_dim=128, eps=1e-5, positions=131072)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         count = config.get("num_experts") or config.get("num_local_experts") or 192
@@ -36,26 +36,28 @@ class HYV3Reference(PerHeadQKNormMixin, GroupedExpertsMixin):
         self.norm_paths |= HEAD_NORMS
         self.first_experts, self.mlp_types = 1, config.get("mlp_layer_types")
 
-    def projections(self, index: int) -> LayerWeights:
+    def mixer_and_mlp_weights(self, index: int) -> LayerWeights:
         """Read a layer's attention, and its MLP or router and experts."""
         weights, stem = self.attention_projections(index), f"{self.LAYERS}.{index}.mlp"
-        if self.is_dense(index):
-            return weights | self._matrices(stem, "", bool(self.mlp_biased))
-        weights["router"] = self.read_affine(f"{stem}.router.gate", False)
+        if self.is_dense_layer(index):
+            return weights | self._read_gated_mlp_weights(stem, "", bool(self.mlp_biased))
+        weights["router"] = self.read_linear(f"{stem}.router.gate", False)
         for number in range(self.num_experts):
             name = f"experts.{number}"
-            weights |= self._matrices(f"{stem}.{name}", f"{name}.", False)
+            weights |= self._read_gated_mlp_weights(f"{stem}.{name}", f"{name}.", False)
         shared = f"{stem}.shared_mlp"
-        return weights | self._matrices(shared, "shared_expert.", bool(self.mlp_biased))
+        return weights | self._read_gated_mlp_weights(
+            shared, "shared_expert.", bool(self.mlp_biased)
+        )
 
-    def _matrices(self, stem: str, prefix: str, biased: bool) -> LayerWeights:
-        return {f"{prefix}{name}": self.read_affine(f"{stem}.{name}_proj", biased) for name in MLP}
+    def _read_gated_mlp_weights(self, stem: str, prefix: str, biased: bool) -> LayerWeights:
+        return {f"{prefix}{name}": self.read_linear(f"{stem}.{name}_proj", biased) for name in MLP}
 
-    def selection_bias(self, index: int) -> Tensor:
+    def expert_selection_bias(self, index: int) -> Tensor:
         """Return what is added to a layer's scores for the choice, [E]."""
         return self.source.get(f"{self.LAYERS}.{index}.mlp.expert_bias")
 
-    def unused_tensors(self) -> dict[str, str]:
+    def unused_tensor_patterns(self) -> dict[str, str]:
         """Return those of multi-token prediction."""
         layer = rf"model\.layers\.{self.num_layers}\..*"
         return {layer: "the layer of multi-token prediction"}

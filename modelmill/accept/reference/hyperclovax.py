@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.base import Affine
-from modelmill.accept.reference.plain_decoder import MLP, Defaults, PlainDecoderReference
+from modelmill.accept.reference.base import ModuleWeights
+from modelmill.accept.reference.plain_decoder import (
+    MLP,
+    PlainDecoderReference,
+    ReferenceConfigDefaults,
+)
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class HyperCLOVAXReference(PlainDecoderReference):
     """HyperCLOVAXForCausalLM; the logits are multiplied by ``logits_scaling``."""
 
-    DEFAULTS = Defaults(theta=10000.0)
+    DEFAULTS = ReferenceConfigDefaults(theta=10000.0)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
@@ -24,18 +28,20 @@ class HyperCLOVAXReference(PlainDecoderReference):
             self.layer = self.sandwich_layer
             self.norm_paths |= {"attn_post": "post_norm1", "mlp_post": "post_norm2"}
         else:
-            self.branch_scale = self.multiplier
+            self.branch_scale = self.branch_multiplier
 
     @property
-    def multiplier(self) -> float:
+    def branch_multiplier(self) -> float:
         """Return the factor of each branch."""
         return float(self.config.get("residual_multiplier", 1.0))
 
-    def norm_weights(self, index: int | None, name: str) -> Affine:
+    def norm_weights(self, index: int | None, name: str) -> ModuleWeights:
         """Return the weight of a norm; behind a branch it has the branch's factor."""
         affine = super().norm_weights(index, name)
         is_behind = name in ("attn_post", "mlp_post")
-        return affine._replace(weight=affine.weight * self.multiplier) if is_behind else affine
+        return (
+            affine._replace(weight=affine.weight * self.branch_multiplier) if is_behind else affine
+        )
 
 
 REFERENCE = HyperCLOVAXReference

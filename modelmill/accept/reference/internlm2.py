@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.base import LayerWeights
-from modelmill.accept.reference.plain_decoder import Defaults, PlainDecoderReference
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class InternLM2Reference(PlainDecoderReference):
     """InternLM2ForCausalLM."""
 
-    DEFAULTS = Defaults(theta=10000.0)
+    DEFAULTS = ReferenceConfigDefaults(theta=10000.0)
     EMBEDDING = "model.tok_embeddings.weight"
     HEAD = "output.weight"
 
@@ -25,11 +25,11 @@ class InternLM2Reference(PlainDecoderReference):
         }
         self.biased = self.projections_with_bias("bias", ("qkv", "o_proj"), default=True)
 
-    def mixer_weights(self, index: int) -> LayerWeights:
+    def token_mixer_weights(self, index: int) -> LayerWeights:
         """Take q, k and v out of the rows of each KV head."""
         stem = f"{self.LAYERS}.{index}.attention.wqkv"
-        qkv = self.split_qkv_by_kv_head(self.read_affine(stem, "qkv" in self.biased))
-        return qkv | super().mixer_weights(index)
+        qkv = self.split_qkv_by_kv_head(self.read_linear(stem, "qkv" in self.biased))
+        return qkv | super().token_mixer_weights(index)
 
 
 REFERENCE = InternLM2Reference

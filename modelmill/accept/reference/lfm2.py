@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights
+from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
 from modelmill.accept.reference.causal_convolution import causal_convolution
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
-from modelmill.accept.reference.plain_decoder import NORMS, Defaults
+from modelmill.accept.reference.plain_decoder import NORMS, ReferenceConfigDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 MLP_MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -23,7 +23,9 @@ class Lfm2Reference(PerHeadQKNormMixin):
     """Lfm2ForCausalLM."""
 
     FINAL_NORM = "model.embedding_norm"
-    DEFAULTS = Defaults(kv_heads=8, eps=1e-5, positions=128_000, tied=True, theta=1e6)
+    DEFAULTS = ReferenceConfigDefaults(
+        kv_heads=8, eps=1e-5, positions=128_000, tied=True, theta=1e6
+    )
     EPS_KEY = "norm_eps"
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
@@ -57,20 +59,22 @@ class Lfm2Reference(PerHeadQKNormMixin):
 
     def conv_weights(self, stem: str) -> LayerWeights:
         """Read a convolution; the rows of its projection are B, C and x."""
-        weight, bias, _ = self.read_affine(f"{stem}.in_proj", self.conv_bias)
+        weight, bias, _ = self.read_linear(f"{stem}.in_proj", self.conv_bias)
         biases: Any = (None,) * 3 if bias is None else bias.chunk(3)
         parts = zip(("B", "C", "x"), weight.chunk(3), biases, strict=True)
-        conv = self.read_affine(f"{stem}.conv", self.conv_bias)
+        conv = self.read_linear(f"{stem}.conv", self.conv_bias)
         return {
-            **{name: Affine(rows, own) for name, rows, own in parts},
+            **{name: ModuleWeights(rows, own) for name, rows, own in parts},
             "conv": conv._replace(weight=conv.weight[:, 0]),
-            "o_proj": self.read_affine(f"{stem}.out_proj", self.conv_bias),
+            "o_proj": self.read_linear(f"{stem}.out_proj", self.conv_bias),
         }
 
-    def attention(self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int) -> Tensor:
+    def run_token_mixer(
+        self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int
+    ) -> Tensor:
         """Run a layer's attention or convolution."""
         if not self.convolves[index]:
-            return super().attention(index, r, normed, prompt_length)
+            return super().run_token_mixer(index, r, normed, prompt_length)
         b, c, x = (r.linear(name, normed) for name in ("B", "C", "x"))
         mixed = self.convolve(r, r.record("conv_input", b * x, b, c, x))
         return r.linear("o_proj", r.record("conv_output", c * mixed, mixed, b, c, x))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights
+from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
 from modelmill.accept.reference.lfm2 import MLP_MATRICES, Lfm2Reference
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -37,13 +37,13 @@ class Lfm2MoeReference(Lfm2Reference):
         if index < self.num_dense:
             return super().mlp_weights(index)
         stem = f"{self.LAYERS}.{index}.feed_forward"
-        weights = {"router": self.read_affine(f"{stem}.gate", False)}
+        weights = {"router": self.read_linear(f"{stem}.gate", False)}
         if self.is_biased:
-            weights[SELECTION_BIAS] = Affine(self.source.get(f"{stem}.expert_bias"))
+            weights[SELECTION_BIAS] = ModuleWeights(self.source.get(f"{stem}.expert_bias"))
         for number in range(self.num_experts):
             for name, matrix in MLP_MATRICES.items():
                 path = f"{stem}.experts.{number}.{matrix}"
-                weights[f"experts.{number}.{name}"] = self.read_affine(path, False)
+                weights[f"experts.{number}.{name}"] = self.read_linear(path, False)
         return weights
 
     def mlp(self, r: LayerRecorder, normed: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class Lfm2MoeReference(Lfm2Reference):
             best = ranked[token].argsort(descending=True)[: self.top_k]
             share = scores[token, best].sum() + SUM_OFFSET if self.renormalizes else 1.0
             routing[token, best] = scores[token, best] * self.routed_scale / share
-        total = self.combine_experts(r, normed, routing, scores, self.run_expert)
+        total = self.run_and_combine_experts(r, normed, routing, scores, self.run_expert)
         return r.record("mlp_out", total, normed)
 
     def run_expert(self, r: LayerRecorder, name: str, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights
+from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
 from modelmill.accept.reference.causal_convolution import causal_convolution
 from modelmill.accept.reference.plain_decoder import PlainDecoderReference
 from modelmill.accept.reference.tensor_source import TensorSource
@@ -54,38 +54,38 @@ class Mamba2Mixin(PlainDecoderReference):
         if self.ssm_bias:
             biases = get(f"{stem}.in_proj.bias").split(sizes)
         names = ("z", "x", "B", "C", "dt")
-        weights = {n: Affine(w, b) for n, w, b in zip(names, rows, biases, strict=True)}
+        weights = {n: ModuleWeights(w, b) for n, w, b in zip(names, rows, biases, strict=True)}
         for name in ("A_log", "D", "dt_bias"):
-            weights[name] = Affine(get(f"{stem}.{name}"))
+            weights[name] = ModuleWeights(get(f"{stem}.{name}"))
         bias = get(f"{stem}.conv1d.bias") if self.conv_bias else None
-        weights["conv"] = Affine(get(f"{stem}.conv1d.weight")[:, 0], bias)
+        weights["conv"] = ModuleWeights(get(f"{stem}.conv1d.weight")[:, 0], bias)
         return weights | self.ssm_output_weights(stem)
 
     def ssm_output_weights(self, stem: str) -> LayerWeights:
         """Read the norm behind the gate, and the output projection."""
-        norm = Affine(self.source.get(f"{stem}.norm.weight"))
+        norm = ModuleWeights(self.source.get(f"{stem}.norm.weight"))
         return {
-            "gated_norm": norm, "o_proj": self.read_affine(f"{stem}.out_proj", self.ssm_bias)
+            "gated_norm": norm, "o_proj": self.read_linear(f"{stem}.out_proj", self.ssm_bias)
         }  # fmt: skip
 
-    def ssm(self, r: LayerRecorder, normed: Tensor) -> Tensor:
+    def run_ssm_mixer(self, r: LayerRecorder, normed: Tensor) -> Tensor:
         """Run a layer's recurrence with its output projection."""
-        return r.linear("o_proj", self.gated_scan(r, normed))
+        return r.linear("o_proj", self.run_gated_ssm(r, normed))
 
-    def gated_scan(self, r: LayerRecorder, normed: Tensor) -> Tensor:
+    def run_gated_ssm(self, r: LayerRecorder, normed: Tensor) -> Tensor:
         """Run a layer's recurrence up to its output projection."""
         z, x, b, c, dt = (r.linear(name, normed) for name in ("z", "x", "B", "C", "dt"))
-        mixed = self.convolve_with_bias(r, torch.cat((x, b, c), -1))
-        return self.gate(r, self.ssm_scan(r, mixed, dt), z)
+        mixed = self.causal_conv_and_silu(r, torch.cat((x, b, c), -1))
+        return self.gate_ssm_output(r, self.ssm_scan(r, mixed, dt), z)
 
-    def gate(self, r: LayerRecorder, y: Tensor, z: Tensor) -> Tensor:
+    def gate_ssm_output(self, r: LayerRecorder, y: Tensor, z: Tensor) -> Tensor:
         """Gate a recurrence's output by z, then norm it in groups."""
         gated = (y * F.silu(z)).reshape(len(y), self.ssm_groups, -1)
         normal = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + self.eps)
         out = normal.reshape(y.shape) * r.weights["gated_norm"].weight
         return r.record("gated_norm", out, y, z)
 
-    def convolve_with_bias(self, r: LayerRecorder, x: Tensor) -> Tensor:
+    def causal_conv_and_silu(self, r: LayerRecorder, x: Tensor) -> Tensor:
         """Convolve each channel with its weights over the tokens before, then SiLU."""
         weight, bias, _ = r.weights["conv"]
         return r.record("conv", F.silu(causal_convolution(r, x, weight, bias)), x)
@@ -130,14 +130,14 @@ class Mamba2Reference(Mamba2Mixin):
         self.norm_paths = {"input_norm": "norm"}
         self.layer = self.mixer_only_layer
 
-    def projections(self, index: int) -> LayerWeights:
+    def mixer_and_mlp_weights(self, index: int) -> LayerWeights:
         """Read a layer's recurrence."""
         return self.ssm_weights(f"{self.LAYERS}.{index}.mixer")
 
     def mixer_only_layer(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
         """X + M(norm(x))."""
         del index, prompt_length
-        branch = self.ssm(r, self.norm(r, "input_norm", x))
+        branch = self.run_ssm_mixer(r, self.apply_and_record_norm(r, "input_norm", x))
         r.record("output", x + branch, x, branch)
 
 

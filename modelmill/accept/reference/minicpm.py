@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.plain_decoder import Defaults, PlainDecoderReference
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class MiniCpmReference(PlainDecoderReference):
     """MiniCPMForCausalLM."""
 
-    DEFAULTS = Defaults(tied=True)
+    DEFAULTS = ReferenceConfigDefaults(tied=True)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.partial_rope()
+        self.rope = self.build_partial_rope()
         self.biased = self.projections_with_bias()
         self.embedding_scale = float(config.get("scale_emb", 1.0))
         self.branch_scale = float(config.get("scale_depth", 1.0)) / self.num_layers**0.5

@@ -14,9 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modelmill.accept.reference.base import Affine, project
-from modelmill.accept.reference.stage import ReferenceNorm, ReferenceStage, VisionReference
+from modelmill.accept.reference.base import ModuleWeights, project
 from modelmill.accept.reference.tensor_source import OpenedCheckpoint
+from modelmill.accept.reference.vision_reference import (
+    ReferenceNorm,
+    ReferenceStage,
+    VisionReference,
+)
 
 VISION_ENCODER_PREFIX = "visual_encoder"
 QFORMER_PREFIX = "Qformer.bert"
@@ -29,7 +33,9 @@ class MiniGpt4VisionReference(VisionReference):
     """The image part of a checkpoint."""
 
     def __init__(
-        self, checkpoint: OpenedCheckpoint, engine_matrices: Mapping[str, Affine] | None = None
+        self,
+        checkpoint: OpenedCheckpoint,
+        engine_matrices: Mapping[str, ModuleWeights] | None = None,
     ) -> None:
         super().__init__(checkpoint, engine_matrices)
         embedder_config: Mapping[str, Any] = checkpoint.config["image_embedder"]
@@ -57,7 +63,7 @@ class MiniGpt4VisionReference(VisionReference):
         std = torch.tensor([0.26862954, 0.26130258, 0.27577711])
         return ((image.float() / 255 - mean) / std).permute(2, 0, 1)[None]
 
-    def stages(self, x: Tensor) -> Iterator[ReferenceStage]:
+    def encoder_stages(self, x: Tensor) -> Iterator[ReferenceStage]:
         """Yield the stages from the normalized image to its embeddings [1, 32, hidden]."""
         for stage in self._vit_stages(x):
             yield stage
@@ -136,17 +142,17 @@ class MiniGpt4VisionReference(VisionReference):
             stream = stream + out
             yield ReferenceStage(engine_name, i, "vision_encoder.block", (before,), (stream,))
 
-    def matrix(self, name: str) -> Affine:
+    def read_linear(self, name: str) -> ModuleWeights:
         """Return a linear layer of the checkpoint by its name there; keys have no bias."""
         weight = self.source.get(f"{name}.weight")
         if not name.endswith(".attn.qkv"):
-            return Affine(weight, self.source.get(f"{name}.bias"))
+            return ModuleWeights(weight, self.source.get(f"{name}.bias"))
         q, v = (self.source.get(f"{name.removesuffix('qkv')}{part}_bias") for part in "qv")
-        return Affine(weight, torch.cat((q, torch.zeros_like(q), v)))
+        return ModuleWeights(weight, torch.cat((q, torch.zeros_like(q), v)))
 
-    def matrix_for_engine_path(self, path: str) -> Tensor:
+    def checkpoint_matrix_by_engine_path(self, path: str) -> Tensor:
         """Return the checkpoint's matrix of the engine's module ``path``."""
-        return self.matrix(path.removeprefix("image_embedder.")).weight
+        return self.read_linear(path.removeprefix("image_embedder.")).weight
 
     def _qformer_stages(self, x: Tensor, image_features: Tensor) -> Iterator[ReferenceStage]:
         start = self._norm(
@@ -248,10 +254,12 @@ class MiniGpt4VisionReference(VisionReference):
         engine_name, file_name = names
         weight = self.source.get(f"{file_name}.weight")
         bias = self.source.get(f"{file_name}.bias")
-        return self.apply_norm(ReferenceNorm(engine_name, layer, module, weight, bias, eps), x)
+        return self.apply_and_record_norm(
+            ReferenceNorm(engine_name, layer, module, weight, bias, eps), x
+        )
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
-        return project(x, self.engine_or_checkpoint_matrix(name, f"image_embedder.{name}"))
+        return project(x, self.engine_or_checkpoint_weights(name, f"image_embedder.{name}"))
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:

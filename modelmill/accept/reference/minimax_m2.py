@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights
+from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
 from modelmill.accept.reference.moe import MIXTRAL_EXPERT, ExpertsMixin
 from modelmill.accept.reference.olmo2 import Olmo2Reference
 from modelmill.accept.reference.plain_decoder import NORMS
-from modelmill.accept.reference.rope import ReferenceRope, partial_rope
+from modelmill.accept.reference.rope import ReferenceRope, partial_rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
 
 ROUTER_BIAS = "selection_bias"
@@ -39,13 +39,15 @@ class MiniMaxM2Reference(Olmo2Reference, ExpertsMixin):
 
     def build_rope(self, *, theta: float = 5000000.0, **changes: Any) -> ReferenceRope:
         """Return the rotation of a part of each head, as a config changed so says."""
-        return partial_rope(self.config | changes, self.head_dim, self.max_position, theta=theta)
+        return partial_rope_from_config(
+            self.config | changes, self.head_dim, self.max_position, theta=theta
+        )
 
     def make_rope(self, config: dict[str, Any], length: int) -> ReferenceRope:
         """Return the rotation of a part of each head."""
-        return partial_rope(config, self.head_dim, length, theta=5000000.0)
+        return partial_rope_from_config(config, self.head_dim, length, theta=5000000.0)
 
-    def norm_weights(self, index: int | None, name: str) -> Affine:
+    def norm_weights(self, index: int | None, name: str) -> ModuleWeights:
         """Return the weight of a norm; that of q and k as the engine stores their channels."""
         affine = super().norm_weights(index, name)
         return self.to_engine_channel_order(affine) if name == "qk_norm" else affine
@@ -53,7 +55,7 @@ class MiniMaxM2Reference(Olmo2Reference, ExpertsMixin):
     def mlp_weights(self, index: int) -> LayerWeights:
         """Read a layer's router with its bias, and the experts."""
         name = f"{self.LAYERS}.{index}.block_sparse_moe.e_score_correction_bias"
-        return super().mlp_weights(index) | {ROUTER_BIAS: Affine(self.source.get(name))}
+        return super().mlp_weights(index) | {ROUTER_BIAS: ModuleWeights(self.source.get(name))}
 
     def mlp(self, r: LayerRecorder, normed: Tensor) -> Tensor:
         """Run the experts that the router chooses."""
@@ -63,7 +65,7 @@ class MiniMaxM2Reference(Olmo2Reference, ExpertsMixin):
         for token, row in enumerate(ranked):
             best = sorted(range(len(row)), key=row.__getitem__, reverse=True)[: self.top_k]
             routing[token, best] = scores[token, best] / scores[token, best].sum()
-        total = self.combine_experts(r, normed, routing, scores, self.run_expert)
+        total = self.run_and_combine_experts(r, normed, routing, scores, self.run_expert)
         return r.record("mlp_out", total, normed)
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights, project
+from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights, project
 from modelmill.accept.reference.granite import GraniteReference
 from modelmill.accept.reference.olmo2 import Olmo2Reference
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import (
     NORMS,
     PlainDecoderReference,
-    reference_by_model_type,
+    reference_factory_by_model_type,
 )
 from modelmill.accept.reference.rope import ReferenceRope, rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
@@ -83,22 +83,22 @@ class ExpertsMixin(PlainDecoderReference):
         if index in self.dense_layers:
             return super().mlp_weights(index)
         stem = f"{self.LAYERS}.{index}"
-        weights = {"router": self.read_affine(f"{stem}.{self.router_path}", False)}
+        weights = {"router": self.read_linear(f"{stem}.{self.router_path}", False)}
         for expert in range(self.num_experts):
             for name in self.expert_names:
                 weights[f"experts.{expert}.{name}"] = self.read_expert(stem, expert, name)
         if self.shared_path:
             for name in QWEN_EXPERT:
-                weights[f"shared_expert.{name}"] = self.read_affine(
+                weights[f"shared_expert.{name}"] = self.read_linear(
                     f"{stem}.{self.shared_path}.{name}_proj", False
                 )
             gate = f"{stem}.{self.shared_path}_gate"
-            weights["shared_expert_gate"] = self.read_affine(gate, False)
+            weights["shared_expert_gate"] = self.read_linear(gate, False)
         return weights
 
-    def read_expert(self, stem: str, expert: int, name: str) -> Affine:
+    def read_expert(self, stem: str, expert: int, name: str) -> ModuleWeights:
         """Read one matrix of one expert."""
-        return self.read_affine(
+        return self.read_linear(
             f"{stem}.{self.experts_path}.{expert}.{self.expert_names[name]}", False
         )
 
@@ -107,13 +107,13 @@ class ExpertsMixin(PlainDecoderReference):
         if "router" not in r.weights:
             return super().mlp(r, normed)
         probabilities = r.linear("router", normed).softmax(-1)
-        routing = self.select_experts(probabilities)
-        total = self.combine_experts(r, normed, routing, probabilities, self.run_expert)
+        routing = self.routing_weights(probabilities)
+        total = self.run_and_combine_experts(r, normed, routing, probabilities, self.run_expert)
         if "shared_expert.gate" in r.weights:
             total = total + self.run_shared_expert(r, normed)
         return r.record("mlp_out", total, normed)
 
-    def select_experts(self, probabilities: Tensor) -> Tensor:
+    def routing_weights(self, probabilities: Tensor) -> Tensor:
         """[T, E]: the weights of each token's experts, 0 for the others."""
         kept = torch.zeros_like(probabilities)
         for token, row in enumerate(probabilities):
@@ -195,17 +195,17 @@ class GraniteMoeReference(GraniteReference, ExpertsMixin):
     router_path = "block_sparse_moe.router.layer"
     experts_path = "block_sparse_moe"
 
-    def read_expert(self, stem: str, expert: int, name: str) -> Affine:
+    def read_expert(self, stem: str, expert: int, name: str) -> ModuleWeights:
         """Read one matrix of one expert."""
         stacked = "output_linear" if name == "down" else "input_linear"
         rows = self.source.get(f"{stem}.{self.experts_path}.{stacked}.weight")[expert]
         if name != "down":
             gate, up = rows.chunk(2)
             rows = gate if name == "gate" else up
-        return Affine(rows)
+        return ModuleWeights(rows)
 
 
-REFERENCE = reference_by_model_type(
+REFERENCE = reference_factory_by_model_type(
     {
         "mixtral": MixtralReference,
         "qwen2_moe": QwenMoEReference,

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from modelmill.accept.reference.alibi import alibi_slopes
-from modelmill.accept.reference.base import ACTIVATIONS, Affine, LayerRecorder, LayerWeights
+from modelmill.accept.reference.base import ACTIVATIONS, LayerRecorder, LayerWeights, ModuleWeights
 from modelmill.accept.reference.gpt2_names import Gpt2NamesReference
-from modelmill.accept.reference.plain_decoder import Defaults
+from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import UnknownArchitecture
 
@@ -19,7 +19,7 @@ NAME_PREFIX = "transformer."
 class MptReference(Gpt2NamesReference):
     """MptForCausalLM."""
 
-    DEFAULTS = Defaults(tied=True)
+    DEFAULTS = ReferenceConfigDefaults(tied=True)
     FINAL_NORM = "transformer.norm_f"
     LAYERS = "transformer.blocks"
     OLDER_KEYS = (
@@ -48,13 +48,15 @@ class MptReference(Gpt2NamesReference):
             self.num_heads, float(attention.get("alibi_bias_max") or 8)
         )
 
-    def mixer_weights(self, index: int) -> LayerWeights:
+    def token_mixer_weights(self, index: int) -> LayerWeights:
         """Split the fused matrix."""
         parts = self.source.get(f"{self.LAYERS}.{index}.attn.Wqkv.weight").chunk(3)
-        qkv = {name: Affine(rows) for name, rows in zip("qkv", parts, strict=True)}
-        return qkv | super().mixer_weights(index)
+        qkv = {name: ModuleWeights(rows) for name, rows in zip("qkv", parts, strict=True)}
+        return qkv | super().token_mixer_weights(index)
 
-    def attention(self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int) -> Tensor:
+    def run_token_mixer(
+        self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int
+    ) -> Tensor:
         """Run a layer's attention; q, k and v may be bounded."""
         del prompt_length
         parts = [r.linear(name, normed) for name in "qkv"]
@@ -65,7 +67,7 @@ class MptReference(Gpt2NamesReference):
                 for name, part in zip("qkv", parts, strict=True)
             ]
         q, k, v = (part.reshape(len(part), -1, self.head_dim) for part in parts)
-        return r.linear("o_proj", r.record("attn", self.attend(index, q, k, v), *parts))
+        return r.linear("o_proj", r.record("attn", self.run_attention_core(index, q, k, v), *parts))
 
 
 REFERENCE = MptReference

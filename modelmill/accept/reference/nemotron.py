@@ -5,26 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.arcee import ArceeReference
-from modelmill.accept.reference.base import Affine
-from modelmill.accept.reference.plain_decoder import Defaults
+from modelmill.accept.reference.base import ModuleWeights
+from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class NemotronReference(ArceeReference):
     """NemotronForCausalLM."""
 
-    DEFAULTS = Defaults(positions=4096, activation="relu2")
+    DEFAULTS = ReferenceConfigDefaults(positions=4096, activation="relu2")
     uses_layer_norm = True
     EPS_KEY = "norm_eps"
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.partial_rope(factor=0.5)
+        self.rope = self.build_partial_rope(factor=0.5)
 
-    def norm_weights(self, index: int | None, name: str) -> Affine:
+    def norm_weights(self, index: int | None, name: str) -> ModuleWeights:
         """Return weight and bias of a norm; the weight is stored less 1."""
         stored = super().norm_weights(index, name)
-        return Affine(stored.weight + 1, stored.bias)
+        return ModuleWeights(stored.weight + 1, stored.bias)
 
 
 REFERENCE = NemotronReference

@@ -15,7 +15,7 @@ from torch import Tensor
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights
 from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
 from modelmill.accept.reference.mamba2 import Mamba2Mixin
-from modelmill.accept.reference.plain_decoder import MIXER, Defaults
+from modelmill.accept.reference.plain_decoder import MIXER, ReferenceConfigDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 NAME_PREFIX = "backbone."
@@ -31,7 +31,7 @@ class NemotronHReference(Mamba2Mixin, GroupedExpertsMixin):
     FINAL_NORM = "backbone.norm_f"
     LAYERS = "backbone.layers"
     EPS_KEY = "layer_norm_epsilon"
-    DEFAULTS = Defaults(kv_heads=8, head_dim=128, positions=4096)
+    DEFAULTS = ReferenceConfigDefaults(kv_heads=8, head_dim=128, positions=4096)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         types = config.get("layers_block_type") or config.get("layer_types")
@@ -45,7 +45,7 @@ class NemotronHReference(Mamba2Mixin, GroupedExpertsMixin):
             "num_experts_per_tok": config.get("num_experts_per_tok") or 2,
         }
         super().__init__(source, config | experts)
-        self.activation = self.read_activation("mlp_hidden_act", "relu2")
+        self.activation = self.activation_from_config("mlp_hidden_act", "relu2")
         self.norm_paths = {"input_norm": "norm"}
         self.projection_paths = {name: f"mixer.{name}_proj" for name in "qkv"}
         self.projection_paths["o_proj"] = "mixer.o_proj"
@@ -63,7 +63,7 @@ class NemotronHReference(Mamba2Mixin, GroupedExpertsMixin):
         """Return the least and the largest Δ: any."""
         return 0.0, float("inf")
 
-    def projections(self, index: int) -> LayerWeights:
+    def mixer_and_mlp_weights(self, index: int) -> LayerWeights:
         """Read a layer's branch."""
         stem, kind = f"{self.LAYERS}.{index}.mixer", self.kinds[index]
         if kind == "mamba":
@@ -71,21 +71,23 @@ class NemotronHReference(Mamba2Mixin, GroupedExpertsMixin):
         if kind == "attention":
             return self._read_projections(index, list(MIXER))
         if kind == "mlp":
-            return self._two_matrices(stem, "", self.mlp_bias)
-        weights = {"router": self.read_affine(f"{stem}.gate", False)}
+            return self._read_ungated_mlp_weights(stem, "", self.mlp_bias)
+        weights = {"router": self.read_linear(f"{stem}.gate", False)}
         for number in range(self.num_experts):
             name = f"experts.{number}"
-            weights |= self._two_matrices(f"{stem}.{name}", f"{name}.", False)
-        shared = self._two_matrices(f"{stem}.shared_experts", "shared_expert.", self.mlp_bias)
+            weights |= self._read_ungated_mlp_weights(f"{stem}.{name}", f"{name}.", False)
+        shared = self._read_ungated_mlp_weights(
+            f"{stem}.shared_experts", "shared_expert.", self.mlp_bias
+        )
         return weights | shared
 
-    def _two_matrices(self, stem: str, prefix: str, biased: bool) -> LayerWeights:
+    def _read_ungated_mlp_weights(self, stem: str, prefix: str, biased: bool) -> LayerWeights:
         return {
-            f"{prefix}{name}": self.read_affine(f"{stem}.{matrix}", biased)
+            f"{prefix}{name}": self.read_linear(f"{stem}.{matrix}", biased)
             for name, matrix in TWO_MATRICES.items()
         }
 
-    def selection_bias(self, index: int) -> Tensor:
+    def expert_selection_bias(self, index: int) -> Tensor:
         """Return what is added to a layer's scores for the choice, [E]."""
         return self.source.get(f"{self.LAYERS}.{index}.mixer.gate.e_score_correction_bias")
 
@@ -96,28 +98,28 @@ class NemotronHReference(Mamba2Mixin, GroupedExpertsMixin):
         inner = r.linear(f"{name}.fc", x)
         return r.linear(f"{name}.down", r.record(f"{name}.act", self.activation(inner), inner))
 
-    def experts(self, index: int, r: LayerRecorder, normed: Tensor) -> Tensor:
+    def run_experts(self, index: int, r: LayerRecorder, normed: Tensor) -> Tensor:
         """Run the experts that the router chooses, and the one of every token."""
-        scores = self.score(r.linear("router", normed))
-        bias = self.selection_bias(index)
-        routing = torch.stack([self._select_experts(row, bias) for row in scores])
-        total = self.combine_experts(r, normed, routing, scores, self.run_expert)
+        scores = self.expert_scores(r.linear("router", normed))
+        bias = self.expert_selection_bias(index)
+        routing = torch.stack([self._token_routing_weights(row, bias) for row in scores])
+        total = self.run_and_combine_experts(r, normed, routing, scores, self.run_expert)
         return r.record("mlp_out", total + self.run_expert(r, "shared_expert", normed), normed)
 
     def one_branch_layer(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
         """X + B(norm(x))."""
-        normed, kind = self.norm(r, "input_norm", x), self.kinds[index]
+        normed, kind = self.apply_and_record_norm(r, "input_norm", x), self.kinds[index]
         if kind == "mamba":
-            branch = self.ssm(r, normed)
+            branch = self.run_ssm_mixer(r, normed)
         elif kind == "attention":
-            branch = self.attention(index, r, normed, prompt_length)
+            branch = self.run_token_mixer(index, r, normed, prompt_length)
         elif kind == "mlp":
             branch = self.mlp(r, normed)
         else:
-            branch = self.experts(index, r, normed)
+            branch = self.run_experts(index, r, normed)
         r.record("output", x + branch, x, branch)
 
-    def unused_tensors(self) -> dict[str, str]:
+    def unused_tensor_patterns(self) -> dict[str, str]:
         """Return those of multi-token prediction."""
         return {r"mtp\..*": "the layers of multi-token prediction"}
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from modelmill.accept.reference.base import Affine
-from modelmill.accept.reference.plain_decoder import Defaults, PlainDecoderReference
+from modelmill.accept.reference.base import ModuleWeights
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class OlmoReference(PlainDecoderReference):
     """OlmoForCausalLM."""
 
-    DEFAULTS = Defaults(theta=10000.0)
+    DEFAULTS = ReferenceConfigDefaults(theta=10000.0)
     uses_layer_norm = True
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
@@ -23,10 +23,10 @@ class OlmoReference(PlainDecoderReference):
         self.biased = self.projections_with_bias()
         self.qkv_bound = config.get("clip_qkv")
 
-    def norm_weights(self, index: int | None, name: str) -> Affine:
+    def norm_weights(self, index: int | None, name: str) -> ModuleWeights:
         """A norm has no weights."""
         del index, name
-        return Affine(torch.ones(self.hidden_size))
+        return ModuleWeights(torch.ones(self.hidden_size))
 
 
 REFERENCE = OlmoReference

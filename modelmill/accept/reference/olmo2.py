@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.base import Affine, rms_norm
-from modelmill.accept.reference.plain_decoder import Defaults
+from modelmill.accept.reference.base import ModuleWeights, rms_norm
+from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
 from modelmill.accept.reference.qk_norm import QKNormReference
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -16,7 +16,7 @@ from modelmill.accept.reference.tensor_source import TensorSource
 class Olmo2Reference(QKNormReference):
     """Olmo2ForCausalLM."""
 
-    DEFAULTS = Defaults(eps=1e-5)
+    DEFAULTS = ReferenceConfigDefaults(eps=1e-5)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
@@ -28,17 +28,21 @@ class Olmo2Reference(QKNormReference):
         }
         self.layer = self.post_norm_layer
 
-    def norm_weights(self, index: int | None, name: str) -> Affine:
+    def norm_weights(self, index: int | None, name: str) -> ModuleWeights:
         """Return the weight of a norm; of "qk_norm" q's, then k's."""
         if name != "qk_norm":
             return super().norm_weights(index, name)
         stem = f"{self.LAYERS}.{index}.self_attn"
-        return Affine(torch.cat([self.source.get(f"{stem}.{n}_norm.weight") for n in "qk"]))
+        return ModuleWeights(torch.cat([self.source.get(f"{stem}.{n}_norm.weight") for n in "qk"]))
 
-    def norm_q_and_k(self, q: Tensor, k: Tensor, weights: Affine) -> tuple[Tensor, Tensor]:
+    def apply_qk_norm_weights(
+        self, q: Tensor, k: Tensor, weights: ModuleWeights
+    ) -> tuple[Tensor, Tensor]:
         """Norm all heads of q together, and all heads of k together."""
         q_weight, k_weight = weights.weight.split([q.shape[-1], k.shape[-1]])
-        return rms_norm(q, Affine(q_weight), self.eps), rms_norm(k, Affine(k_weight), self.eps)
+        return rms_norm(q, ModuleWeights(q_weight), self.eps), rms_norm(
+            k, ModuleWeights(k_weight), self.eps
+        )
 
 
 REFERENCE = Olmo2Reference

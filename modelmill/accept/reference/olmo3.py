@@ -25,7 +25,7 @@ class Olmo3Reference(Olmo2Reference):
         self.local_rope = rope_from_config(
             {"rope_parameters": slow}, self.head_dim, self.max_position
         )
-        self.windows = self.interleaved_windows(int(config.get("sliding_window", 4096)), 4)
+        self.windows = self.sliding_windows_by_layer(int(config.get("sliding_window", 4096)), 4)
 
 
 REFERENCE = Olmo3Reference

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.base import Affine
-from modelmill.accept.reference.plain_decoder import Defaults, PlainDecoderReference
+from modelmill.accept.reference.base import ModuleWeights
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import UnknownArchitecture
 
@@ -16,7 +16,7 @@ from modelmill.core.errors import UnknownArchitecture
 class OptReference(PlainDecoderReference):
     """OPTForCausalLM with norms in front of the branches."""
 
-    DEFAULTS = Defaults(tied=True)
+    DEFAULTS = ReferenceConfigDefaults(tied=True)
     EMBEDDING = "model.decoder.embed_tokens.weight"
     POSITIONS = "model.decoder.embed_positions.weight"
     FINAL_NORM = "model.decoder.final_layer_norm"
@@ -28,7 +28,7 @@ class OptReference(PlainDecoderReference):
         if not config.get("do_layer_norm_before", True):
             raise UnknownArchitecture("norms behind the sums (OPT-350M) are not known here")
         self.eps = 1e-5
-        self.activation = self.read_activation("activation_function", "relu")
+        self.activation = self.activation_from_config("activation_function", "relu")
         self.norm_paths = {"input_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm"}
         attention = {name: f"self_attn.{name}_proj" for name in ("q", "k", "v")}
         self.projection_paths = attention | {
@@ -44,13 +44,13 @@ class OptReference(PlainDecoderReference):
         places = torch.arange(len(ids)) + 2
         return super().embed(ids) + self.source.rows(self.POSITIONS, places)
 
-    def norm_weights(self, index: int | None, name: str) -> Affine:
+    def norm_weights(self, index: int | None, name: str) -> ModuleWeights:
         """Return weight and bias of a norm, which has none in some models."""
         if self.norms_have_weights:
             return super().norm_weights(index, name)
-        return Affine(torch.ones(self.hidden_size))
+        return ModuleWeights(torch.ones(self.hidden_size))
 
-    def embedding_tables(self) -> dict[str, str]:
+    def embedding_table_names(self) -> dict[str, str]:
         """Return the checkpoint's name of each embedding table."""
         return {"weight": self.EMBEDDING, "positions": self.POSITIONS}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.base import Affine, LayerRecorder
+from modelmill.accept.reference.base import LayerRecorder, ModuleWeights
 from modelmill.accept.reference.plain_decoder import PlainDecoderReference
 
 HEAD_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
@@ -22,12 +22,12 @@ class PerHeadQKNormMixin(PlainDecoderReference):
         """Return whether the checkpoint has them."""
         return "q_norm" in self.norm_paths
 
-    def norm_per_head(self, flat: Tensor, weights: Affine) -> Tensor:
+    def norm_per_head(self, flat: Tensor, weights: ModuleWeights) -> Tensor:
         """Norm each head of [T, heads·dim]."""
         heads = flat.reshape(len(flat), -1, self.head_dim)
         return self.apply_norm(heads, weights, self.eps).reshape(flat.shape)
 
-    def norm_qk(self, r: LayerRecorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def norm_qk_before_rope(self, r: LayerRecorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Norm each head of q and k."""
         if not self.has_qk_norm:
             return q, k
@@ -42,4 +42,4 @@ class PerHeadQKNormMixin(PlainDecoderReference):
             return None
         x = flat.to(self.device, self.dtype)
         q = self.norm_per_head(x, self.norm_weights(index, "q_norm"))
-        return q if index in self.unrotated else self.rotate(index, q, len(q))
+        return q if index in self.unrotated else self.apply_rope_to_heads(index, q, len(q))

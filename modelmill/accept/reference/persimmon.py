@@ -8,18 +8,18 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.base import LayerWeights
-from modelmill.accept.reference.phi import SharedLayerNormReference
+from modelmill.accept.reference.phi import SharedQKLayerNormReference
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
-class PersimmonReference(SharedLayerNormReference):
+class PersimmonReference(SharedQKLayerNormReference):
     """PersimmonForCausalLM."""
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config | {"num_key_value_heads": None})
         self.max_position = int(config.get("max_position_embeddings") or 16384)
-        self.activation = self.read_activation("hidden_act", "relu2")
-        self.rope = self.partial_rope(factor=0.5)
+        self.activation = self.activation_from_config("hidden_act", "relu2")
+        self.rope = self.build_partial_rope(factor=0.5)
         self.projection_paths = {
             "o_proj": "self_attn.dense",
             "fc": "mlp.dense_h_to_4h",
@@ -28,12 +28,12 @@ class PersimmonReference(SharedLayerNormReference):
         self.biased = frozenset(self.projection_paths)
         self.norms_qk = bool(config.get("qk_layernorm", True))
 
-    def mixer_weights(self, index: int) -> LayerWeights:
+    def token_mixer_weights(self, index: int) -> LayerWeights:
         """Take q, k and v out of the rows of each head."""
         stem = f"{self.LAYERS}.{index}.self_attn.query_key_value"
-        return self.split_qkv_by_kv_head(self.read_affine(stem, True)) | super().mixer_weights(
-            index
-        )
+        return self.split_qkv_by_kv_head(
+            self.read_linear(stem, True)
+        ) | super().token_mixer_weights(index)
 
 
 REFERENCE = PersimmonReference

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from modelmill.accept.reference.base import LayerRecorder
 from modelmill.accept.reference.moe import MIXTRAL_EXPERT, ExpertsMixin
-from modelmill.accept.reference.plain_decoder import Defaults
+from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
 from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -23,7 +23,7 @@ from modelmill.accept.reference.tensor_source import TensorSource
 class PhimoeReference(ExpertsMixin):
     """PhimoeForCausalLM."""
 
-    DEFAULTS = Defaults(kv_heads=8, eps=1e-5, positions=131072)
+    DEFAULTS = ReferenceConfigDefaults(kv_heads=8, eps=1e-5, positions=131072)
     uses_layer_norm = True
     router_path = "block_sparse_moe.gate"
     experts_path = "block_sparse_moe.experts"
@@ -31,7 +31,7 @@ class PhimoeReference(ExpertsMixin):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self._rotation()
+        self.rope = self._build_longrope()
         self.biased = self.projections_with_bias()
         self.windows = [config.get("sliding_window")] * self.num_layers
         noise = config.get("router_jitter_noise")
@@ -40,9 +40,9 @@ class PhimoeReference(ExpertsMixin):
     def make_rope(self, config: dict[str, Any], length: int) -> ReferenceRope:
         """Return the rotation."""
         del config, length
-        return self._rotation()
+        return self._build_longrope()
 
-    def _rotation(self) -> ReferenceRope:
+    def _build_longrope(self) -> ReferenceRope:
         scaling = self.config.get("rope_scaling") or self.config.get("rope_parameters") or {}
         theta = float(scaling.get("rope_theta") or self.config.get("rope_theta") or 1e6)
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -57,11 +57,11 @@ class PhimoeReference(ExpertsMixin):
     def mlp(self, r: LayerRecorder, normed: Tensor) -> Tensor:
         """Run both experts of each token."""
         logits = r.linear("router", normed)
-        routing = torch.stack([self._two_experts(row) for row in logits])
-        total = self.combine_experts(r, normed, routing, logits, self.run_expert)
+        routing = torch.stack([self._sparsemixer_routing_weights(row) for row in logits])
+        total = self.run_and_combine_experts(r, normed, routing, logits, self.run_expert)
         return r.record("mlp_out", total, normed)
 
-    def _two_experts(self, logits: Tensor) -> Tensor:
+    def _sparsemixer_routing_weights(self, logits: Tensor) -> Tensor:
         """Return the weights [E] of one token's experts."""
         weights, left = torch.zeros_like(logits), list(range(len(logits)))
         for _ in range(2):

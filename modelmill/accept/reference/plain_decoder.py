@@ -24,10 +24,10 @@ from torch import Tensor
 
 from modelmill.accept.reference.base import (
     ACTIVATIONS,
-    Affine,
     LayerRecorder,
     LayerTrace,
     LayerWeights,
+    ModuleWeights,
     ReferenceModel,
     causal_attention,
     layer_norm,
@@ -35,7 +35,7 @@ from modelmill.accept.reference.base import (
 )
 from modelmill.accept.reference.rope import (
     ReferenceRope,
-    partial_rope,
+    partial_rope_from_config,
     rope_from_config,
     rotate_halves,
     rotate_interleaved,
@@ -61,7 +61,7 @@ RMS_NORM_EPS = "rms_norm_eps"
 
 
 @dataclass(frozen=True)
-class Defaults:
+class ReferenceConfigDefaults:
     """Values of a family's original configuration class, where config.json has none.
 
     Attributes:
@@ -83,7 +83,7 @@ class Defaults:
     activation: str = "silu"
 
 
-def reference_by_model_type(
+def reference_factory_by_model_type(
     references: Mapping[str, type[PlainDecoderReference]],
 ) -> Callable[[TensorSource, dict[str, Any]], PlainDecoderReference]:
     """Return the REFERENCE of a file whose families have a class each."""
@@ -101,7 +101,7 @@ class PlainDecoderReference(ReferenceModel):
         biased: projections with a bias.
         score_scale: factor of the attention scores.
         rope, local_rope: the rotation, and that of layers with a window where it is another one.
-        turns_neighbours: whether channels 2i and 2i+1 form a rotated pair, not i and i + dim/2.
+        has_interleaved_rope: whether channels 2i and 2i+1 form a rotated pair, not i and i + dim/2.
         unrotated: layers without rotation.
         embedding_scale, branch_scale, logit_scale: factors; None: branches are not scaled.
         mlp_norm: in a parallel layer, whether the MLP has a norm of its own.
@@ -113,17 +113,17 @@ class PlainDecoderReference(ReferenceModel):
     EMBEDDING = "model.embed_tokens.weight"
     FINAL_NORM = "model.norm"
     LAYERS = "model.layers"
-    DEFAULTS = Defaults()
+    DEFAULTS = ReferenceConfigDefaults()
     EPS_KEY = RMS_NORM_EPS
     uses_layer_norm = False
     norm_bias = True
-    turns_neighbours = False
+    has_interleaved_rope = False
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.hidden_size = self.read_int("hidden_size")
-        self.num_layers = self.read_int("num_hidden_layers")
-        self.num_heads = self.read_int("num_attention_heads")
+        self.hidden_size = self.read_config_int("hidden_size")
+        self.num_layers = self.read_config_int("num_hidden_layers")
+        self.num_heads = self.read_config_int("num_attention_heads")
         kv_heads = config.get("num_key_value_heads", self.DEFAULTS.kv_heads)
         self.num_kv_heads = int(kv_heads or self.num_heads)
         head_dim = config.get("head_dim", self.DEFAULTS.head_dim)
@@ -131,7 +131,7 @@ class PlainDecoderReference(ReferenceModel):
         self.max_position = int(config.get("max_position_embeddings") or self.DEFAULTS.positions)
         eps = self.DEFAULTS.eps or (1e-6 if self.EPS_KEY == RMS_NORM_EPS else 1e-5)
         self.eps = float(config.get(self.EPS_KEY, eps))
-        self.activation = self.read_activation("hidden_act", self.DEFAULTS.activation)
+        self.activation = self.activation_from_config("hidden_act", self.DEFAULTS.activation)
         self.score_scale = self.head_dim**-0.5
         theta = self.DEFAULTS.theta
         self.rope = None if theta is None else self.build_rope(theta=theta)
@@ -148,7 +148,7 @@ class PlainDecoderReference(ReferenceModel):
         self.qkv_bound: float | None = None
         self.layer: Callable[[int, LayerRecorder, Tensor, int], None] = self.pre_norm_layer
 
-    def read_int(self, *keys: str) -> int:
+    def read_config_int(self, *keys: str) -> int:
         """Return the first of these keys that the config has."""
         value = next((self.config[k] for k in keys if self.config.get(k) is not None), None)
         if value is None:
@@ -170,13 +170,13 @@ class PlainDecoderReference(ReferenceModel):
         """Rotate by another table than config.json's."""
         self.rope = rope
 
-    def partial_rope(self, *, factor: float = 1.0, theta: float = 10000.0) -> ReferenceRope:
-        """Return the rotation of a part of each head (``rope.partial_rope``)."""
-        return partial_rope(
+    def build_partial_rope(self, *, factor: float = 1.0, theta: float = 10000.0) -> ReferenceRope:
+        """Return the rotation of a part of each head (``rope.partial_rope_from_config``)."""
+        return partial_rope_from_config(
             self.config, self.head_dim, self.max_position, factor=factor, theta=theta
         )
 
-    def interleaved_windows(self, size: int | None, every: int) -> list[int | None]:
+    def sliding_windows_by_layer(self, size: int | None, every: int) -> list[int | None]:
         """Return each layer's window; without ``layer_types`` every n-th layer has none."""
         types = self.config.get("layer_types")
         slides = [
@@ -185,7 +185,7 @@ class PlainDecoderReference(ReferenceModel):
         ]
         return [size if each else None for each in slides]
 
-    def read_activation(self, key: str, default: str) -> Callable[[Tensor], Tensor]:
+    def activation_from_config(self, key: str, default: str) -> Callable[[Tensor], Tensor]:
         """Return the activation that the config names."""
         name = str(self.config.get(key) or default)
         if name not in ACTIVATIONS:
@@ -204,23 +204,23 @@ class PlainDecoderReference(ReferenceModel):
         tied = self.config.get("tie_word_embeddings")
         return self.DEFAULTS.tied if tied is None else bool(tied)
 
-    def embedding_tables(self) -> dict[str, str]:
+    def embedding_table_names(self) -> dict[str, str]:
         """Return the checkpoint's name of each embedding table."""
         return {"weight": self.EMBEDDING}
 
-    def apply_norm(self, x: Tensor, weights: Affine, eps: float) -> Tensor:
+    def apply_norm(self, x: Tensor, weights: ModuleWeights, eps: float) -> Tensor:
         """Apply the model's norm with these weights."""
         norm = layer_norm if self.uses_layer_norm else rms_norm
         return norm(x, weights, eps)
 
-    def norm_weights(self, index: int | None, name: str) -> Affine:
+    def norm_weights(self, index: int | None, name: str) -> ModuleWeights:
         """Return weight and bias of a norm; index None: the final norm."""
         stem = (
             self.FINAL_NORM if index is None else f"{self.LAYERS}.{index}.{self.norm_paths[name]}"
         )
         has_bias = self.uses_layer_norm and self.norm_bias
         bias = self.source.get(f"{stem}.bias") if has_bias else None
-        return Affine(self.source.get(f"{stem}.weight"), bias)
+        return ModuleWeights(self.source.get(f"{stem}.weight"), bias)
 
     def norm_names(self) -> list[str]:
         """Return the names of a layer's norms."""
@@ -229,15 +229,15 @@ class PlainDecoderReference(ReferenceModel):
     def layer_weights(self, index: int) -> LayerWeights:
         """Read the weights of one layer in float32."""
         weights = {name: self.norm_weights(index, name) for name in self.norm_names()}
-        for name, affine in self.projections(index).items():
+        for name, affine in self.mixer_and_mlp_weights(index).items():
             weights[name] = self.to_engine_channel_order(affine) if name in ("q", "k") else affine
         return weights
 
-    def projections(self, index: int) -> LayerWeights:
+    def mixer_and_mlp_weights(self, index: int) -> LayerWeights:
         """Read a layer's projections, in the checkpoint's order of rows."""
-        return self.mixer_weights(index) | self.mlp_weights(index)
+        return self.token_mixer_weights(index) | self.mlp_weights(index)
 
-    def mixer_weights(self, index: int) -> LayerWeights:
+    def token_mixer_weights(self, index: int) -> LayerWeights:
         """Read the projections of a layer's attention."""
         return self._read_projections(index, [n for n in self.projection_paths if n in MIXER])
 
@@ -247,18 +247,18 @@ class PlainDecoderReference(ReferenceModel):
 
     def _read_projections(self, index: int, names: list[str]) -> LayerWeights:
         return {
-            name: self.read_affine(
+            name: self.read_linear(
                 f"{self.LAYERS}.{index}.{self.projection_paths[name]}", name in self.biased
             )
             for name in names
         }
 
-    def read_affine(self, stem: str, biased: bool) -> Affine:
+    def read_linear(self, stem: str, biased: bool) -> ModuleWeights:
         """Read a projection."""
         bias = self.source.get(f"{stem}.bias") if biased else None
-        return Affine(self.source.get(f"{stem}.weight"), bias)
+        return ModuleWeights(self.source.get(f"{stem}.weight"), bias)
 
-    def split_qkv_by_kv_head(self, fused: Affine) -> LayerWeights:
+    def split_qkv_by_kv_head(self, fused: ModuleWeights) -> LayerWeights:
         """Take q, k and v out of the rows of each KV head: its queries, its key, its value."""
         group = self.num_heads // self.num_kv_heads
         parts = {"q": slice(0, group), "k": slice(group, group + 1), "v": slice(group + 1, None)}
@@ -269,7 +269,7 @@ class PlainDecoderReference(ReferenceModel):
 
         weight, bias, _ = fused
         return {
-            name: Affine(rows(weight, part), None if bias is None else rows(bias, part))
+            name: ModuleWeights(rows(weight, part), None if bias is None else rows(bias, part))
             for name, part in parts.items()
         }
 
@@ -283,10 +283,10 @@ class PlainDecoderReference(ReferenceModel):
         turned = self.rope.rotary_dim
         rest = channels[turned:].reshape(2, -1)
         pairs = channels[:turned]
-        pairs = pairs.reshape(-1, 2).T if self.turns_neighbours else pairs.reshape(2, -1)
+        pairs = pairs.reshape(-1, 2).T if self.has_interleaved_rope else pairs.reshape(2, -1)
         return torch.cat((pairs, rest), dim=1).reshape(-1)
 
-    def to_engine_channel_order(self, affine: Affine) -> Affine:
+    def to_engine_channel_order(self, affine: ModuleWeights) -> ModuleWeights:
         """Order the rows of q or k as the engine stores them."""
         order = self.engine_channel_order()
 
@@ -299,7 +299,7 @@ class PlainDecoderReference(ReferenceModel):
 
     # a layer
 
-    def rotate(self, index: int, flat: Tensor, prompt_length: int) -> Tensor:
+    def apply_rope_to_heads(self, index: int, flat: Tensor, prompt_length: int) -> Tensor:
         """Rotate [T, heads·dim], both sides in the engine's order of channels."""
         slides = self.windows[index] is not None and self.local_rope is not None
         rope = self.local_rope if slides else self.rope_for_prompt_length(prompt_length)
@@ -311,7 +311,7 @@ class PlainDecoderReference(ReferenceModel):
         # always computed on the CPU: the last bit of a frequency changes an angle
         tables = rope.cos_sin(len(x), prompt_length, x.dtype)
         cos, sin = (table.to(x.device) for table in tables)
-        turn = rotate_interleaved if self.turns_neighbours else rotate_halves
+        turn = rotate_interleaved if self.has_interleaved_rope else rotate_halves
         return turn(natural, cos, sin)[..., order].reshape(flat.shape)
 
     def rope_for_prompt_length(self, prompt_length: int) -> ReferenceRope | None:
@@ -324,31 +324,33 @@ class PlainDecoderReference(ReferenceModel):
         del count
         return None
 
-    def norm_qk(self, r: LayerRecorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def norm_qk_before_rope(self, r: LayerRecorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return q and k before the rotation; families with norms there override it."""
         del r
         return q, k
 
-    def attention(self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int) -> Tensor:
+    def run_token_mixer(
+        self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int
+    ) -> Tensor:
         """Run a layer's attention up to its output projection."""
         q, k, v = (r.linear(name, normed) for name in ("q", "k", "v"))
-        q_turned, k_turned = self.norm_qk(r, q, k)
+        q_turned, k_turned = self.norm_qk_before_rope(r, q, k)
         if self.qkv_bound is not None:
-            q, k, v = self._bounded(r, q_turned, k_turned, v)
+            q, k, v = self._clip_qkv(r, q_turned, k_turned, v)
             q_turned, k_turned = q, k
         if self.rope is not None and index not in self.unrotated:
-            q_turned = self.rotate(index, q_turned, prompt_length)
-            k_turned = self.rotate(index, k_turned, prompt_length)
+            q_turned = self.apply_rope_to_heads(index, q_turned, prompt_length)
+            k_turned = self.apply_rope_to_heads(index, k_turned, prompt_length)
         scale = self.logn_scaling(len(q))
         if scale is not None:
             q_turned = q_turned * scale[:, None]
         r.record("q_rot", q_turned, q)
         r.record("k_rot", k_turned, k)
         heads = [t.reshape(len(t), -1, self.head_dim) for t in (q_turned, k_turned, v)]
-        mixed = self.attend(index, heads[0], heads[1], heads[2])
+        mixed = self.run_attention_core(index, heads[0], heads[1], heads[2])
         return r.linear("o_proj", r.record("attn", mixed, q_turned, k_turned, v))
 
-    def _bounded(self, r: LayerRecorder, *parts: Tensor) -> list[Tensor]:
+    def _clip_qkv(self, r: LayerRecorder, *parts: Tensor) -> list[Tensor]:
         assert self.qkv_bound is not None, "only called where there is a bound"
         low, high = -self.qkv_bound, self.qkv_bound
         return [
@@ -356,7 +358,7 @@ class PlainDecoderReference(ReferenceModel):
             for name, part in zip("qkv", parts, strict=True)
         ]
 
-    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def run_attention_core(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Run causal attention [T, heads, dim] → [T, heads·dim]."""
         return causal_attention(
             q,
@@ -366,10 +368,10 @@ class PlainDecoderReference(ReferenceModel):
             self.windows[index],
             softcap=self.score_softcap,
             slopes=self.alibi_slopes,
-            sinks=self.sinks(index),
+            sinks=self.attention_sinks(index),
         )
 
-    def sinks(self, index: int) -> Tensor | None:
+    def attention_sinks(self, index: int) -> Tensor | None:
         """Return the sinks [heads] of a layer; families that have them override it."""
         del index
         return None
@@ -382,7 +384,7 @@ class PlainDecoderReference(ReferenceModel):
         gate, up = r.linear("gate", normed), r.linear("up", normed)
         return r.linear("down", r.record("act", self.activation(gate) * up, gate, up))
 
-    def combine_experts(
+    def run_and_combine_experts(
         self,
         r: LayerRecorder,
         x: Tensor,
@@ -407,7 +409,7 @@ class PlainDecoderReference(ReferenceModel):
             total[tokens] += expert(r, f"experts.{number}", x[tokens]) * column[tokens, None]
         return total
 
-    def norm(self, r: LayerRecorder, name: str, x: Tensor) -> Tensor:
+    def apply_and_record_norm(self, r: LayerRecorder, name: str, x: Tensor) -> Tensor:
         """Apply and record a norm."""
         return r.record(name, self.apply_norm(x, r.weights[name], self.eps), x)
 
@@ -426,7 +428,7 @@ class PlainDecoderReference(ReferenceModel):
 
     def sandwich_layer(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
         """X + norm(A(norm(x))), then the same with the MLP."""
-        self._attention_then_mlp(index, r, x, prompt_length, self.norm)
+        self._attention_then_mlp(index, r, x, prompt_length, self.apply_and_record_norm)
 
     def _attention_then_mlp(
         self,
@@ -437,10 +439,12 @@ class PlainDecoderReference(ReferenceModel):
         behind: Callable[[LayerRecorder, str, Tensor], Tensor],
     ) -> None:
         """Add two branches, each with a norm in front, and ``behind`` it a norm or a factor."""
-        branch = self.attention(index, r, self.norm(r, "input_norm", x), prompt_length)
+        branch = self.run_token_mixer(
+            index, r, self.apply_and_record_norm(r, "input_norm", x), prompt_length
+        )
         branch = behind(r, "attn_post", branch)
         middle = r.record("post_attn_residual", x + branch, x, branch)
-        branch = self.mlp(r, self.norm(r, "mlp_norm", middle))
+        branch = self.mlp(r, self.apply_and_record_norm(r, "mlp_norm", middle))
         branch = behind(r, "mlp_post", branch)
         r.record("output", middle + branch, middle, branch)
 
@@ -454,9 +458,9 @@ class PlainDecoderReference(ReferenceModel):
         self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int
     ) -> None:
         """X + A(norm(x)) + M(norm(x)), the norm shared or not."""
-        normed = self.norm(r, "input_norm", x)
-        own = self.norm(r, "mlp_norm", x) if self.mlp_norm else normed
-        attention = self.attention(index, r, normed, prompt_length)
+        normed = self.apply_and_record_norm(r, "input_norm", x)
+        own = self.apply_and_record_norm(r, "mlp_norm", x) if self.mlp_norm else normed
+        attention = self.run_token_mixer(index, r, normed, prompt_length)
         mlp = self.mlp(r, own)
         both = r.record("branches", attention + mlp, attention, mlp)
         r.record("output", x + both, x, both)
@@ -464,9 +468,11 @@ class PlainDecoderReference(ReferenceModel):
     def post_norm_layer(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
         """X + norm(A(x)), then the same with the MLP."""
         r.record("input", x)
-        branch = self.norm(r, "attn_post", self.attention(index, r, x, prompt_length))
+        branch = self.apply_and_record_norm(
+            r, "attn_post", self.run_token_mixer(index, r, x, prompt_length)
+        )
         middle = r.record("post_attn_residual", x + branch, x, branch)
-        branch = self.norm(r, "mlp_post", self.mlp(r, middle))
+        branch = self.apply_and_record_norm(r, "mlp_post", self.mlp(r, middle))
         r.record("output", middle + branch, middle, branch)
 
     def finish_logits(self, logits: Tensor) -> Tensor:

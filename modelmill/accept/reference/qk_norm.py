@@ -11,7 +11,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights
+from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
 from modelmill.accept.reference.plain_decoder import PlainDecoderReference
 
 QK_NORM = "qk_norm"
@@ -27,7 +27,9 @@ class QKNormReference(PlainDecoderReference):
     norms_qk = True
 
     @abstractmethod
-    def norm_q_and_k(self, q: Tensor, k: Tensor, weights: Affine) -> tuple[Tensor, Tensor]:
+    def apply_qk_norm_weights(
+        self, q: Tensor, k: Tensor, weights: ModuleWeights
+    ) -> tuple[Tensor, Tensor]:
         """Norm q [T, heads·dim] and k [T, kv_heads·dim]."""
 
     def layer_weights(self, index: int) -> LayerWeights:
@@ -37,11 +39,11 @@ class QKNormReference(PlainDecoderReference):
             weights[QK_NORM] = self.norm_weights(index, QK_NORM)
         return weights
 
-    def norm_qk(self, r: LayerRecorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def norm_qk_before_rope(self, r: LayerRecorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Norm q and k, and record both side by side."""
         if not self.norms_qk:
             return q, k
-        q_normed, k_normed = self.norm_q_and_k(q, k, r.weights[QK_NORM])
+        q_normed, k_normed = self.apply_qk_norm_weights(q, k, r.weights[QK_NORM])
         r.record(QK_NORM, torch.cat((q_normed, k_normed), -1), q, k)
         return q_normed, k_normed
 
@@ -52,4 +54,4 @@ class QKNormReference(PlainDecoderReference):
         kv = self.num_kv_heads * self.head_dim
         widths = [self.num_heads * self.head_dim, kv, kv]
         q, k, v = x.to(self.device, self.dtype).split(widths, -1)
-        return torch.cat((*self.norm_q_and_k(q, k, self.norm_weights(index, name)), v), -1)
+        return torch.cat((*self.apply_qk_norm_weights(q, k, self.norm_weights(index, name)), v), -1)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.base import Affine, LayerWeights
+from modelmill.accept.reference.base import LayerWeights, ModuleWeights
 from modelmill.accept.reference.decoder import DecoderReference
 from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import TensorSource
@@ -90,10 +90,10 @@ class QwenReference(DecoderReference):
         stretch = place.log() / math.log(self.seq_length)
         return torch.where(place > self.seq_length, stretch, 1.0).to(self.device, self.dtype)
 
-    def projections(self, index: int) -> LayerWeights:
+    def mixer_and_mlp_weights(self, index: int) -> LayerWeights:
         """Read a layer's projections; q, k and v are one matrix."""
         stem = f"{self.LAYERS}.{index}"
-        fused = self.read_affine(f"{stem}.attn.c_attn", True)
+        fused = self.read_linear(f"{stem}.attn.c_attn", True)
         width = self.num_heads * self.head_dim
         if len(fused.weight) != 3 * width:
             raise TensorMismatch(
@@ -103,8 +103,8 @@ class QwenReference(DecoderReference):
         assert fused.bias is not None
         parts = zip("qkv", fused.weight.chunk(3), fused.bias.chunk(3), strict=True)
         biased = not self.config.get("no_bias", True)
-        return {name: Affine(rows, bias) for name, rows, bias in parts} | {
-            name: self.read_affine(f"{stem}.{path}", biased) for name, path in PROJECTIONS.items()
+        return {name: ModuleWeights(rows, bias) for name, rows, bias in parts} | {
+            name: self.read_linear(f"{stem}.{path}", biased) for name, path in PROJECTIONS.items()
         }
 
 

@@ -219,7 +219,7 @@ def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned
 
 
-def partial_rope(
+def partial_rope_from_config(
     config: Mapping[str, Any],
     head_dim: int,
     max_position: int,

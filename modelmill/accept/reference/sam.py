@@ -14,9 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modelmill.accept.reference.base import Affine
-from modelmill.accept.reference.stage import ReferenceNorm, ReferenceStage, VisionReference
+from modelmill.accept.reference.base import ModuleWeights
 from modelmill.accept.reference.tensor_source import OpenedCheckpoint
+from modelmill.accept.reference.vision_reference import (
+    ReferenceNorm,
+    ReferenceStage,
+    VisionReference,
+)
 from modelmill.core.errors import TensorMismatch
 
 BATCH_NORM_EPS = 1e-5
@@ -26,7 +30,9 @@ class SamReference(VisionReference):
     """A checkpoint's three stages."""
 
     def __init__(
-        self, checkpoint: OpenedCheckpoint, engine_matrices: Mapping[str, Affine] | None = None
+        self,
+        checkpoint: OpenedCheckpoint,
+        engine_matrices: Mapping[str, ModuleWeights] | None = None,
     ) -> None:
         super().__init__(checkpoint, engine_matrices)
         names = checkpoint.raw.names()
@@ -52,7 +58,7 @@ class SamReference(VisionReference):
             self.grid = 64
             self.image_size = 1024
             self.eps = 1e-5
-        self.depth = 0 if self.is_mobile_sam else self._depth()
+        self.depth = 0 if self.is_mobile_sam else self._count_encoder_blocks()
         # the longer tables belong to layers with global attention, for this image size or another
         rows = [
             int(self.get(f"image_encoder.blocks.{i}.attn.rel_pos_h").shape[0])
@@ -64,40 +70,40 @@ class SamReference(VisionReference):
 
     def get(self, name: str) -> Tensor:
         """Return a tensor in float32 by its name in the original files."""
-        return self.source.get(self._checkpoint_name(name))
+        return self.source.get(self._checkpoint_tensor_name(name))
 
-    def _depth(self) -> int:
+    def _count_encoder_blocks(self) -> int:
         depth = 0
         stem = "image_encoder.blocks.{}.mlp.lin1.weight"
-        while self.source.has(self._checkpoint_name(stem.format(depth))):
+        while self.source.has(self._checkpoint_tensor_name(stem.format(depth))):
             depth += 1
         return depth
 
-    def _checkpoint_name(self, name: str) -> str:
+    def _checkpoint_tensor_name(self, name: str) -> str:
         return _transformers_name(name) if self.is_transformers_layout else self._prefix + name
 
     def norm(self, path: str, x: Tensor, eps: float, channels: bool = False) -> Tensor:
         """Apply a norm by its path."""
         weight, bias = self.get(f"{path}.weight"), self.get(f"{path}.bias")
         norm = ReferenceNorm(path, *split_encoder_path(path), weight, bias, eps, channels)
-        return self.apply_norm(norm, x)
+        return self.apply_and_record_norm(norm, x)
 
-    def matrix(self, path: str) -> Affine:
+    def read_linear(self, path: str) -> ModuleWeights:
         """Return [out, in] and [out] of a linear layer, or of a 1×1 convolution with batch norm."""
-        if not self.source.has(self._checkpoint_name(f"{path}.c.weight")):
-            return Affine(self.get(f"{path}.weight"), self.get(f"{path}.bias"))
+        if not self.source.has(self._checkpoint_tensor_name(f"{path}.c.weight")):
+            return ModuleWeights(self.get(f"{path}.weight"), self.get(f"{path}.bias"))
         factor = (
             self.get(f"{path}.bn.weight")
             / (self.get(f"{path}.bn.running_var") + BATCH_NORM_EPS).sqrt()
         )
         weight = self.get(f"{path}.c.weight")[:, :, 0, 0] * factor[:, None]
-        return Affine(
+        return ModuleWeights(
             weight, self.get(f"{path}.bn.bias") - self.get(f"{path}.bn.running_mean") * factor
         )
 
     def linear(self, path: str, x: Tensor) -> Tensor:
         """Apply a linear layer: […, in] → […, out]."""
-        weight, bias, fake_quantize = self.engine_or_checkpoint_matrix(path, path)
+        weight, bias, fake_quantize = self.engine_or_checkpoint_weights(path, path)
         y = (x if fake_quantize is None else fake_quantize(x)) @ weight.t()
         return y if bias is None else y + bias
 
@@ -123,7 +129,7 @@ class SamReference(VisionReference):
             path = f"image_encoder.blocks.{i}"
             normed = self.norm(f"{path}.norm1", x, self.eps)
             yield ReferenceStage(f"{path}.norm1", i, "norm1", (x,), (normed,))
-            mixed = self._relative_attention(f"{path}.attn", normed)
+            mixed = self._relative_position_attention(f"{path}.attn", normed)
             yield ReferenceStage(f"{path}.attn", i, "attn", (normed,), (mixed,))
             x = x + mixed
             normed = self.norm(f"{path}.norm2", x, self.eps)
@@ -133,7 +139,7 @@ class SamReference(VisionReference):
             x = x + inner
         yield from self._neck_stages(x.permute(0, 3, 1, 2))
 
-    def _relative_attention(self, path: str, x: Tensor) -> Tensor:
+    def _relative_position_attention(self, path: str, x: Tensor) -> Tensor:
         """Attention of [1, H, W, C] by windows, or global if the tables are long enough."""
         _, height, width, channels = x.shape
         high, wide = self.get(f"{path}.rel_pos_h"), self.get(f"{path}.rel_pos_w")
@@ -142,7 +148,7 @@ class SamReference(VisionReference):
         padded = F.pad(x, (0, 0, 0, -width % side, 0, -height % side))
         offsets = torch.arange(side)[:, None] - torch.arange(side)[None] + side - 1
         # the tables have this size in every published file; otherwise they are interpolated
-        rows, columns = (_resize_table(t, 2 * side - 1)[offsets] for t in (high, wide))
+        rows, columns = (_resize_position_table(t, 2 * side - 1)[offsets] for t in (high, wide))
         for top in range(0, padded.shape[1], side):
             for left in range(0, padded.shape[2], side):
                 window = padded[0, top : top + side, left : left + side].reshape(
@@ -279,7 +285,7 @@ def channels_last(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1)
 
 
-def _resize_table(table: Tensor, length: int) -> Tensor:
+def _resize_position_table(table: Tensor, length: int) -> Tensor:
     if len(table) == length:
         return table
     return F.interpolate(table.t()[None], size=length, mode="linear")[0].t()

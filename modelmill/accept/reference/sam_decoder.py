@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from modelmill.accept.reference.sam import SamReference
-from modelmill.accept.reference.stage import ReferenceStage
+from modelmill.accept.reference.vision_reference import ReferenceStage
 
 NUM_HEADS = 8
 EPS = 1e-5
@@ -57,7 +57,7 @@ class SamDecoderReference:
             None,
             "dense",
             (mask, len(points)),
-            (self._dense_embedding(mask, len(points)),),
+            (self._dense_mask_embedding(mask, len(points)),),
         )
         at = (torch.arange(reference.grid) + 0.5) / reference.grid
         grid = torch.stack((at[None, :].expand(len(at), -1), at[:, None].expand(-1, len(at))), -1)
@@ -100,7 +100,7 @@ class SamDecoderReference:
         tokens = self.norm(f"{path}.norm_final_attn", tokens + last, EPS)
         yield ReferenceStage(path, None, "transformer", (first, at, start), (tokens, pixels))
         side = image_embedding.shape[-1]
-        maps = self._upscale(pixels.transpose(1, 2).reshape(count, -1, side, side))
+        maps = self._upscale_mask_features(pixels.transpose(1, 2).reshape(count, -1, side, side))
         makers = [
             self._mlp(f"{root}.output_hypernetworks_mlps.{i}.layers",
             tokens[:, 1 + i]) for i in range(4)
@@ -115,7 +115,7 @@ class SamDecoderReference:
         angles = (2 * coords - 1) @ matrix * (2 * math.pi)
         return torch.cat((torch.sin(angles), torch.cos(angles)), -1)
 
-    def _dense_embedding(self, mask: Tensor | None, num_prompts: int) -> Tensor:
+    def _dense_mask_embedding(self, mask: Tensor | None, num_prompts: int) -> Tensor:
         grid = self.reference.grid
         if mask is None:
             return (
@@ -131,7 +131,7 @@ class SamDecoderReference:
             mask = F.gelu(self.norm(f"{path}.{norm}", mask, 1e-6, channels=True))
         return F.conv2d(mask, self.get(f"{path}.6.weight"), self.get(f"{path}.6.bias"))
 
-    def _upscale(self, x: Tensor) -> Tensor:
+    def _upscale_mask_features(self, x: Tensor) -> Tensor:
         path = "mask_decoder.output_upscaling"
         x = F.conv_transpose2d(
             x, self.get(f"{path}.0.weight"), self.get(f"{path}.0.bias"), stride=2

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.base import Affine, layer_norm
-from modelmill.accept.reference.plain_decoder import Defaults
+from modelmill.accept.reference.base import ModuleWeights, layer_norm
+from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
 from modelmill.accept.reference.qk_norm import QKNormReference
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -16,13 +16,13 @@ from modelmill.accept.reference.tensor_source import TensorSource
 class StableLmReference(QKNormReference):
     """StableLmForCausalLM."""
 
-    DEFAULTS = Defaults(kv_heads=32, positions=4096)
+    DEFAULTS = ReferenceConfigDefaults(kv_heads=32, positions=4096)
     uses_layer_norm = True
     EPS_KEY = "layer_norm_eps"
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config | {"head_dim": None})
-        self.rope = self.partial_rope(factor=0.25)
+        self.rope = self.build_partial_rope(factor=0.25)
         self.biased = self.projections_with_bias("use_qkv_bias", "qkv")
         self.norms_qk = bool(config.get("qk_layernorm"))
         if config.get("use_parallel_residual"):
@@ -33,7 +33,7 @@ class StableLmReference(QKNormReference):
         serial = self.layer == self.pre_norm_layer
         return ["input_norm", *(["mlp_norm"] if serial else [])]
 
-    def norm_weights(self, index: int | None, name: str) -> Affine:
+    def norm_weights(self, index: int | None, name: str) -> ModuleWeights:
         """Return weight and bias of a norm; of "qk_norm" the heads' weights one after another."""
         if name != "qk_norm":
             return super().norm_weights(index, name)
@@ -43,16 +43,18 @@ class StableLmReference(QKNormReference):
             for part, count in (("q", self.num_heads), ("k", self.num_kv_heads))
             for head in range(count)
         ]
-        return self.to_engine_channel_order(Affine(torch.cat(weights)))
+        return self.to_engine_channel_order(ModuleWeights(torch.cat(weights)))
 
-    def norm_q_and_k(self, q: Tensor, k: Tensor, weights: Affine) -> tuple[Tensor, Tensor]:
+    def apply_qk_norm_weights(
+        self, q: Tensor, k: Tensor, weights: ModuleWeights
+    ) -> tuple[Tensor, Tensor]:
         """Norm each head of q and k by itself."""
         normed = self._norm_per_head(torch.cat((q, k), -1), weights)
         return normed[:, : q.shape[1]], normed[:, q.shape[1] :]
 
-    def _norm_per_head(self, x: Tensor, weights: Affine) -> Tensor:
+    def _norm_per_head(self, x: Tensor, weights: ModuleWeights) -> Tensor:
         heads = x.reshape(len(x), -1, self.head_dim)
-        by_head = Affine(weights.weight.reshape(-1, self.head_dim))
+        by_head = ModuleWeights(weights.weight.reshape(-1, self.head_dim))
         return layer_norm(heads, by_head, self.eps).reshape(x.shape)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from modelmill.accept.reference.plain_decoder import (
     MIXER,
     PROJECTIONS,
-    Defaults,
     PlainDecoderReference,
+    ReferenceConfigDefaults,
 )
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -16,7 +16,7 @@ from modelmill.accept.reference.tensor_source import TensorSource
 class Starcoder2Reference(PlainDecoderReference):
     """Starcoder2ForCausalLM."""
 
-    DEFAULTS = Defaults(
+    DEFAULTS = ReferenceConfigDefaults(
         kv_heads=2, positions=4096, tied=True, theta=10000.0, activation="gelu_pytorch_tanh"
     )
     uses_layer_norm = True

@@ -73,18 +73,18 @@ class TensorSource:
         self._name_prefix = name_prefix
         self._read_names: set[str] = set()
 
-    def raw_name(self, name: str) -> str:
+    def stored_tensor_name(self, name: str) -> str:
         """Return the container's name, with or without the outer prefix that some files lack."""
         if name not in self._names and self._name_prefix and name.startswith(self._name_prefix):
             return name[len(self._name_prefix) :]
         return name
 
-    def stored_tensor(self, name: str) -> Tensor:
+    def read_original_tensor(self, name: str) -> Tensor:
         """Return the tensor in its stored dtype, in the original model's orientation.
 
         Quantized tensors are expanded.
         """
-        raw = self.raw_name(name)
+        raw = self.stored_tensor_name(name)
         if raw not in self._names:
             raise TensorMismatch(
                 f"the checkpoint has no tensor {raw}; it is incomplete or of another family"
@@ -92,17 +92,17 @@ class TensorSource:
         self._read_names.add(raw)
         return self.container.get(raw)
 
-    def unread(self) -> list[str]:
+    def unread_tensor_names(self) -> list[str]:
         """Return the container's tensors that have not been read."""
         return sorted(self._names - self._read_names)
 
     def has(self, name: str) -> bool:
         """Return whether the container has this tensor."""
-        return self.raw_name(name) in self._names
+        return self.stored_tensor_name(name) in self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return its shape, without reading it if possible."""
-        raw = self.raw_name(name)
+        raw = self.stored_tensor_name(name)
         if raw not in self._names:
             raise TensorMismatch(
                 f"the checkpoint has no tensor {raw}; it is incomplete or of another family"
@@ -120,15 +120,15 @@ class TensorSource:
 
     def get(self, name: str) -> Tensor:
         """Return the tensor in the reference's dtype."""
-        return self._to_reference_dtype(self.stored_tensor(name))
+        return self._to_reference_dtype(self.read_original_tensor(name))
 
     def rows(self, name: str, index: Tensor) -> Tensor:
         """Return some rows of a matrix, converted after selection."""
-        return self._to_reference_dtype(self.stored_tensor(name)[index])
+        return self._to_reference_dtype(self.read_original_tensor(name)[index])
 
     def row_blocks(self, name: str) -> Iterator[Tensor]:
         """Yield a matrix in blocks of rows, so that a vocabulary is never converted as a whole."""
-        matrix = self.stored_tensor(name)
+        matrix = self.read_original_tensor(name)
         for start in range(0, matrix.shape[0], BLOCK_ROWS):
             yield self._to_reference_dtype(matrix[start : start + BLOCK_ROWS])
 

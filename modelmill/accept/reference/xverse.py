@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from modelmill.accept.reference.plain_decoder import Defaults, PlainDecoderReference
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
 
 
 class XverseReference(PlainDecoderReference):
     """XverseForCausalLM."""
 
-    DEFAULTS = Defaults(positions=8192, theta=10000.0)
+    DEFAULTS = ReferenceConfigDefaults(positions=8192, theta=10000.0)
 
 
 REFERENCE = XverseReference

@@ -18,7 +18,7 @@ it has ended.
 
 
 @dataclass(frozen=True)
-class Charge:
+class TokenCharge:
     """What a request counts for its key until it has ended.
 
     Attributes:
@@ -34,7 +34,7 @@ class Charge:
     start: float
 
 
-class FairQueue:
+class FairQueueClock:
     """The virtual time of one engine; safe to use from several threads."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class FairQueue:
         self._finish: dict[str, float] = {}
         self._last_start: dict[str, float] = {}
 
-    def add(self, flow: str, weight: float, tokens: int) -> Charge:
+    def assign_virtual_start(self, flow: str, weight: float, tokens: int) -> TokenCharge:
         """Give a request of a key its virtual start time.
 
         Args:
@@ -55,14 +55,14 @@ class FairQueue:
             start = max(self._now, self._finish.get(flow, 0.0), self._last_start.get(flow, 0.0))
             self._last_start[flow] = start
             self._finish[flow] = start + tokens / weight
-            return Charge(flow, weight, tokens, start)
+            return TokenCharge(flow, weight, tokens, start)
 
-    def note_start(self, start: float) -> None:
+    def advance_virtual_time(self, start: float) -> None:
         """Advance the virtual time: a request with this start time has started."""
         with self._lock:
             self._now = max(self._now, start)
 
-    def settle(self, charge: Charge, tokens: int) -> None:
+    def settle_charge(self, charge: TokenCharge, tokens: int) -> None:
         """Count what a request took instead of what was expected.
 
         Args:

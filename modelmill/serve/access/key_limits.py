@@ -14,7 +14,7 @@ from modelmill.serve.access.key_policy import KeyPolicy
 from modelmill.serve.counters import make_counter
 
 WINDOW_SECONDS = 60.0
-REFUSALS = ("requests_per_minute", "tokens_per_minute", "max_parallel_requests")
+REFUSING_LIMITS = ("requests_per_minute", "tokens_per_minute", "max_parallel_requests")
 
 
 class KeyLimitReached(CapacityError):
@@ -47,7 +47,7 @@ class KeyMetrics:
     def add_key(self, name: str) -> None:
         """Show a key before its first request."""
         self._tokens.labels(name)
-        for limit in REFUSALS:
+        for limit in REFUSING_LIMITS:
             self._refusals.labels(name, limit)
 
     def count_tokens(self, name: str, tokens: int) -> None:
@@ -82,7 +82,7 @@ class KeyUsage:
         self._tokens: deque[tuple[float, int]] = deque()
         self._num_tokens = 0
 
-    def begin(self) -> None:
+    def admit_request(self) -> None:
         """Count a request that begins.
 
         Raises:
@@ -98,13 +98,13 @@ class KeyUsage:
             raise self._limit_error("requests_per_minute", "requests a minute", wait)
         if policy.tokens_per_minute is not None and self._num_tokens >= policy.tokens_per_minute:
             raise self._limit_error(
-                "tokens_per_minute", "tokens a minute", self._seconds_until_tokens(now)
+                "tokens_per_minute", "tokens a minute", self._seconds_until_tokens_allowed(now)
             )
         if requests is not None:
             self._requests.append(now)
         self._parallel += 1
 
-    def end(self, tokens: int) -> None:
+    def end_request(self, tokens: int) -> None:
         """Count the end of a request that has begun.
 
         Args:
@@ -124,7 +124,7 @@ class KeyUsage:
         while self._tokens and self._tokens[0][0] <= now - WINDOW_SECONDS:
             self._num_tokens -= self._tokens.popleft()[1]
 
-    def _seconds_until_tokens(self, now: float) -> float:
+    def _seconds_until_tokens_allowed(self, now: float) -> float:
         """Seconds until the tokens of the last minute are fewer than the limit."""
         left = self._num_tokens
         for at, tokens in self._tokens:

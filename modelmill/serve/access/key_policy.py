@@ -9,10 +9,10 @@ from typing import Any
 from modelmill.core.errors import UsageError
 from modelmill.core.quoting import quote
 from modelmill.core.types import MAX_INT32
-from modelmill.serve.table_file import check_table, read_tables
+from modelmill.serve.config_table_file import check_table, read_config_tables
 
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_parallel_requests")
-_KEYS = {"name", "key", "priority", "weight", *_LIMITS}
+_ENTRY_FIELDS = {"name", "key", "priority", "weight", *_LIMITS}
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class KeyPolicy:
         requests_per_minute: limit of requests in any minute; None: none.
         tokens_per_minute: limit of prompt and output tokens in any minute.
         max_parallel_requests: limit of requests that run or wait at once.
-        raises_priority: whether a request may send a negative priority.
+        may_raise_priority: whether a request may send a negative priority.
     """
 
     name: str
@@ -37,7 +37,7 @@ class KeyPolicy:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     max_parallel_requests: int | None = None
-    raises_priority: bool = False
+    may_raise_priority: bool = False
 
 
 def read_key_file(file: Path) -> tuple[KeyPolicy, ...]:
@@ -46,8 +46,8 @@ def read_key_file(file: Path) -> tuple[KeyPolicy, ...]:
     Raises:
         UsageError: it cannot be read, or an entry is invalid; no message contains a key.
     """
-    entries = read_tables("--keys", file, "keys")
-    policies = [_policy(f"--keys {file}: keys[{i}]", each) for i, each in enumerate(entries)]
+    entries = read_config_tables("--keys", file, "keys")
+    policies = [_parse_policy(f"--keys {file}: keys[{i}]", each) for i, each in enumerate(entries)]
     for what in ("name", "key"):
         values = [getattr(each, what) for each in policies]
         if len(set(values)) < len(values):
@@ -55,8 +55,8 @@ def read_key_file(file: Path) -> tuple[KeyPolicy, ...]:
     return tuple(policies)
 
 
-def _policy(where: str, raw: Any) -> KeyPolicy:
-    raw = check_table(where, raw, _KEYS)
+def _parse_policy(where: str, raw: Any) -> KeyPolicy:
+    raw = check_table(where, raw, _ENTRY_FIELDS)
     name, key = raw.get("name"), raw.get("key")
     if not isinstance(name, str) or not name.strip() or len(name) > 128:
         raise UsageError(f"{where}: name must be a string of 1 to 128 characters")

@@ -12,11 +12,11 @@ from modelmill.core.byte_size import parse_bytes
 from modelmill.core.errors import ArtifactError, UsageError
 from modelmill.core.quoting import quote
 from modelmill.serve.catalogue.keep_alive import parse_keep_alive
-from modelmill.serve.table_file import check_table, read_tables
+from modelmill.serve.config_table_file import check_table, read_config_tables
 
-MODEL_FILES = (MANIFEST_FILE, "config.json")
+MODEL_MARKER_FILES = (MANIFEST_FILE, "config.json")
 """Of an engine and of a checkpoint."""
-_KEYS = {"name", "engine", "pinned", "idle_timeout", "aliases", "kv_cache_bytes"}
+_ENTRY_FIELDS = {"name", "engine", "pinned", "idle_timeout", "aliases", "kv_cache_bytes"}
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ def manifest_fingerprint(path: Path) -> tuple[int, int, int] | None:
 
 def holds_engines(folder: Path) -> bool:
     """Whether a folder is no model itself but has engines as sub-folders."""
-    if not folder.is_dir() or any((folder / name).exists() for name in MODEL_FILES):
+    if not folder.is_dir() or any((folder / name).exists() for name in MODEL_MARKER_FILES):
         return False
     return any((path / MANIFEST_FILE).is_file() for path in folder.iterdir())
 
 
-def read_folder(folder: Path) -> list[CatalogueEntry]:
+def read_models_folder(folder: Path) -> list[CatalogueEntry]:
     """List the engines in a folder: each sub-folder with a manifest, by name.
 
     Raises:
@@ -77,7 +77,7 @@ def read_folder(folder: Path) -> list[CatalogueEntry]:
     """
     if not folder.is_dir():
         raise UsageError(f"--models-dir {folder} is not a folder")
-    entries = list_folder(folder)
+    entries = find_engine_entries(folder)
     if not entries:
         raise UsageError(
             f"--models-dir {folder} holds no engine: no sub-folder has a {MANIFEST_FILE}"
@@ -85,7 +85,7 @@ def read_folder(folder: Path) -> list[CatalogueEntry]:
     return entries
 
 
-def list_folder(folder: Path) -> list[CatalogueEntry]:
+def find_engine_entries(folder: Path) -> list[CatalogueEntry]:
     """List the engines in a folder, which may be none. Raises OSError."""
     return [
         CatalogueEntry(path.name.removesuffix(".engine"), path)
@@ -94,7 +94,7 @@ def list_folder(folder: Path) -> list[CatalogueEntry]:
     ]
 
 
-def read_file(file: Path) -> list[CatalogueEntry]:
+def read_catalogue_file(file: Path) -> list[CatalogueEntry]:
     """Read a catalogue in JSON or TOML: a list ``models`` of tables.
 
     Engine paths are relative to the file's folder.
@@ -102,22 +102,22 @@ def read_file(file: Path) -> list[CatalogueEntry]:
     Raises:
         UsageError: it cannot be read, or an entry is invalid; the message names it.
     """
-    tables = read_tables("--catalogue", file, "models")
-    return [_entry(file, number, each) for number, each in enumerate(tables)]
+    tables = read_config_tables("--catalogue", file, "models")
+    return [_parse_entry(file, number, each) for number, each in enumerate(tables)]
 
 
-def _entry(file: Path, number: int, raw: Any) -> CatalogueEntry:
+def _parse_entry(file: Path, number: int, raw: Any) -> CatalogueEntry:
     where = f"--catalogue {file}: models[{number}]"
-    raw = check_table(where, raw, _KEYS)
-    engine = _checked(where, raw, "engine", str, None)
+    raw = check_table(where, raw, _ENTRY_FIELDS)
+    engine = _get_typed_value(where, raw, "engine", str, None)
     if not engine:
         raise UsageError(f"{where}: engine is missing")
     path = file.parent / engine
-    name = _checked(where, raw, "name", str, path.name.removesuffix(".engine"))
-    aliases = _checked(where, raw, "aliases", list, [])
+    name = _get_typed_value(where, raw, "name", str, path.name.removesuffix(".engine"))
+    aliases = _get_typed_value(where, raw, "aliases", list, [])
     if not name.strip() or not all(isinstance(each, str) and each.strip() for each in aliases):
         raise UsageError(f"{where}: name and aliases must be strings that are not empty")
-    kv_cache_bytes = _size(where, raw, "kv_cache_bytes")
+    kv_cache_bytes = _parse_byte_size(where, raw, "kv_cache_bytes")
     idle = raw.get("idle_timeout")
     if not isinstance(idle, str | int | float | None):
         raise UsageError(f'{where}: idle_timeout must be seconds or a duration as "5m"')
@@ -125,14 +125,18 @@ def _entry(file: Path, number: int, raw: Any) -> CatalogueEntry:
         idle_timeout = None if idle is None else parse_keep_alive(idle)
     except UsageError as error:
         raise UsageError(f"{where}: {str(error).replace('keep_alive', 'idle_timeout')}") from None
-    pinned = _checked(where, raw, "pinned", bool, False)
+    pinned = _get_typed_value(where, raw, "pinned", bool, False)
     return CatalogueEntry(name, path, pinned, idle_timeout, tuple(aliases), kv_cache_bytes)
 
 
-def _size(where: str, raw: Mapping[str, Any], key: str) -> int | None:
+def _parse_byte_size(where: str, raw: Mapping[str, Any], key: str) -> int | None:
     """A number of bytes, or a size as "2GiB"; None: not set."""
     value = raw.get(key)
-    size = parse_bytes(value) if isinstance(value, str) else _checked(where, raw, key, int, None)
+    size = (
+        parse_bytes(value)
+        if isinstance(value, str)
+        else _get_typed_value(where, raw, key, int, None)
+    )
     if size is None and value is not None:
         raise UsageError(
             f'{where}: {key} must be bytes or a size as "2GiB", not {quote(value, 60)}'
@@ -142,7 +146,9 @@ def _size(where: str, raw: Mapping[str, Any], key: str) -> int | None:
     return size
 
 
-def _checked(where: str, raw: Mapping[str, Any], key: str, expected: type, default: Any) -> Any:
+def _get_typed_value(
+    where: str, raw: Mapping[str, Any], key: str, expected: type, default: Any
+) -> Any:
     value = raw.get(key, default)
     matches = isinstance(value, expected) and not (expected is int and isinstance(value, bool))
     if key in raw and not matches:

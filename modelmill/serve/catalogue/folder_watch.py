@@ -15,14 +15,14 @@ from pathlib import Path
 from modelmill.artifact.manifest import MANIFEST_FILE
 from modelmill.core import log
 from modelmill.core.errors import ModelmillError, UsageError
-from modelmill.serve.catalogue.entries import CatalogueEntry, list_folder
+from modelmill.serve.catalogue.entries import CatalogueEntry, find_engine_entries
 from modelmill.serve.catalogue.managed_model import ManagedModel
 from modelmill.serve.catalogue.manager import ModelManager
 
-INTERVAL = 3.0
+SCAN_INTERVAL_SECONDS = 3.0
 """Seconds between two looks."""
 _log = log.get_logger("serve")
-FileTimes = tuple[tuple[str, int, int], ...]
+EngineFileStats = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class CatalogueSnapshot:
         entries: of the engines in the catalogue's folder.
     """
 
-    engines: Mapping[Path, FileTimes]
+    engines: Mapping[Path, EngineFileStats]
     entries: Sequence[CatalogueEntry]
 
 
@@ -56,9 +56,9 @@ class FolderWatch:
     make_model: Callable[[CatalogueEntry], ManagedModel]
     on_add: Callable[[ManagedModel], None] = lambda _: None
     on_remove: Callable[[ManagedModel], None] = lambda _: None
-    interval: float = INTERVAL
-    _before: CatalogueSnapshot | None = field(default=None, init=False)
-    _refused: dict[Path, FileTimes] = field(default_factory=dict, init=False)
+    interval: float = SCAN_INTERVAL_SECONDS
+    _previous_snapshot: CatalogueSnapshot | None = field(default=None, init=False)
+    _rejected_engines: dict[Path, EngineFileStats] = field(default_factory=dict, init=False)
 
     def set_callbacks(
         self,
@@ -73,60 +73,62 @@ class FolderWatch:
         while True:
             await asyncio.sleep(self.interval)
             paths = [model.path for model in self.manager.models]
-            self.apply(await asyncio.to_thread(scan_engine_files, self.folder, paths))
+            self.apply_stable_changes(
+                await asyncio.to_thread(scan_engine_files, self.folder, paths)
+            )
 
-    def apply(self, files: CatalogueSnapshot) -> None:
+    def apply_stable_changes(self, files: CatalogueSnapshot) -> None:
         """Use what has stayed the same since the last look."""
-        before, self._before = self._before, files
+        before, self._previous_snapshot = self._previous_snapshot, files
         if before is None:
             return
         for model in list(self.manager.models):
             if model.path in files.engines:
                 if files.engines[model.path] == before.engines.get(model.path):
-                    self._refresh(model)
+                    self._reload_if_changed(model)
             elif self._is_in_folder(model) and model.path not in before.engines:
-                self._remove(model)
+                self._remove_model(model)
         served = {model.path for model in self.manager.models}
         for entry in files.entries:
             times = files.engines[entry.path]
             if entry.path not in served and times == before.engines.get(entry.path):
-                self._add(entry, times)
+                self._add_model(entry, times)
 
     def _is_in_folder(self, model: ManagedModel) -> bool:
         return self.folder is not None and model.path.parent == self.folder
 
-    def _refresh(self, model: ManagedModel) -> None:
+    def _reload_if_changed(self, model: ManagedModel) -> None:
         """Load the files of a rebuilt engine, or let its next load do so."""
-        if not model.files_changed:
+        if not model.has_changed_files:
             return
         if model.instance is None:
             try:
-                model.engine.replace_manifest(model.read_files())
+                model.engine.replace_manifest(model.reread_manifest())
             except ModelmillError as error:
-                model.note_failure(str(error))
+                model.record_load_error(str(error))
         elif model.instance.is_available:
             _log.info("model changed", extra={"data": {"model": model.name}})
             task = self.manager.start_reload(model)
             # its log says why it failed; the former worker goes on
             task.add_done_callback(lambda each: each.cancelled() or each.exception())
 
-    def _add(self, entry: CatalogueEntry, times: FileTimes) -> None:
-        if self._refused.get(entry.path) == times:
+    def _add_model(self, entry: CatalogueEntry, times: EngineFileStats) -> None:
+        if self._rejected_engines.get(entry.path) == times:
             return
         try:
             model = self.make_model(entry)
             self.on_add(model)
         except ModelmillError as error:
-            self._refused[entry.path] = times
+            self._rejected_engines[entry.path] = times
             data = {"model": entry.name, "reason": str(error)}
             _log.warning("model not added", extra={"data": data})
             return
-        self.manager.add(model)
+        self.manager.add_model(model)
         _log.info("model added", extra={"data": {"model": entry.name}})
 
-    def _remove(self, model: ManagedModel) -> None:
+    def _remove_model(self, model: ManagedModel) -> None:
         self.on_remove(model)
-        self.manager.remove(model)
+        self.manager.remove_model(model)
         _log.info("model removed", extra={"data": {"model": model.name}})
 
 
@@ -138,18 +140,18 @@ def scan_engine_files(folder: Path | None, paths: Sequence[Path]) -> CatalogueSn
         paths: engines that are served already.
     """
     try:
-        entries = [] if folder is None else list_folder(folder)
+        entries = [] if folder is None else find_engine_entries(folder)
     except (OSError, UsageError):  # it is being moved, or on a disk that has gone
         entries = []
     engines = {}
     for path in dict.fromkeys([*paths, *(entry.path for entry in entries)]):
-        times = file_times(path)
+        times = stat_engine_files(path)
         if times is not None:
             engines[path] = times
     return CatalogueSnapshot(engines, [entry for entry in entries if entry.path in engines])
 
 
-def file_times(path: Path) -> FileTimes | None:
+def stat_engine_files(path: Path) -> EngineFileStats | None:
     """Names, times and sizes of an engine's files; None: there is no engine."""
     times = []
     try:

@@ -11,8 +11,8 @@ from pydantic import Field
 from modelmill.core.errors import RequestError
 from modelmill.core.quoting import quote
 
-_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
+_UNIT_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION_PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)")
 KeepAlive = str | int | float
 KeepAliveField = Annotated[
@@ -32,17 +32,17 @@ def parse_keep_alive(value: KeepAlive) -> float:
         RequestError: it is neither.
     """
     if isinstance(value, bool):
-        raise _invalid(value)
+        raise _invalid_keep_alive(value)
     if isinstance(value, str):
-        seconds = _parse_text(value.strip())
+        seconds = _parse_duration(value.strip())
     else:
         seconds = float(value) if abs(value) < 1e300 else math.inf
     if seconds is None or math.isnan(seconds):
-        raise _invalid(value)
+        raise _invalid_keep_alive(value)
     return math.inf if seconds < 0 else seconds
 
 
-def _parse_text(text: str) -> float | None:
+def _parse_duration(text: str) -> float | None:
     """The seconds of a duration; None if it is none."""
     if len(text) > 64:
         return None
@@ -50,13 +50,13 @@ def _parse_text(text: str) -> float | None:
         return float(text)
     sign = -1.0 if text.startswith("-") else 1.0
     body = text.removeprefix("-") if sign < 0 else text.removeprefix("+")
-    parts = _PART.findall(body)
+    parts = _DURATION_PART.findall(body)
     if not parts or "".join(number + unit for number, unit in parts) != body:
         return None
-    return sign * sum(float(number) * _UNITS[unit] for number, unit in parts)
+    return sign * sum(float(number) * _UNIT_SECONDS[unit] for number, unit in parts)
 
 
-def _invalid(value: object) -> RequestError:
+def _invalid_keep_alive(value: object) -> RequestError:
     return RequestError(
         f'keep_alive must be seconds or a duration as "5m" (0: unload at once, negative: keep), '
         f"not {quote(value, 60)}"

@@ -8,12 +8,12 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from modelmill.serve.counters import make_counter, remove_series
-from modelmill.serve.segment_client import PREFIX
+from modelmill.serve.segmentation_client import METRIC_PREFIX
 
 WAKE_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0)
 LOAD_BUCKETS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 UNLOAD_REASONS = ("idle", "memory", "request", "reload", "removed")
-STATES = ("unloaded", "loading", "loaded", "sleeping", "unloading")
+MODEL_STATES = ("unloaded", "loading", "loaded", "sleeping", "unloading")
 
 
 class LoadMetrics:
@@ -81,10 +81,12 @@ def _make_histogram(
 ) -> Histogram:
     """Seconds of a phase of a model, until requests can run."""
     text = f"From the start of {phase} to its first possible request."
-    return Histogram(PREFIX + name, text, ("model_name",), buckets=buckets, registry=registry)
+    return Histogram(
+        METRIC_PREFIX + name, text, ("model_name",), buckets=buckets, registry=registry
+    )
 
 
-def state_families(
+def catalogue_gauges(
     states: Iterable[tuple[str, str, int]],
     used_bytes: int,
     budget_bytes: int | None,
@@ -99,28 +101,30 @@ def state_families(
         sleeping_bytes: of the host that the weights of sleeping engines take.
     """
     state = GaugeMetricFamily(
-        PREFIX + "model_state", "1 for the model's state.", labels=["model_name", "state"]
+        METRIC_PREFIX + "model_state", "1 for the model's state.", labels=["model_name", "state"]
     )
     waiting = GaugeMetricFamily(
-        PREFIX + "num_requests_waiting_for_load",
+        METRIC_PREFIX + "num_requests_waiting_for_load",
         "Requests that wait until the model is loaded.",
         labels=["model_name"],
     )
     for name, current, count in states:
         waiting.add_metric([name], count)
-        for each in STATES:
+        for each in MODEL_STATES:
             state.add_metric([name, each], float(each == current))
     memory = GaugeMetricFamily(
-        PREFIX + "engine_memory_bytes", "Weights, KV caches and states of the loaded engines."
+        METRIC_PREFIX + "engine_memory_bytes",
+        "Weights, KV caches and states of the loaded engines.",
     )
     memory.add_metric([], used_bytes)
     sleeping = GaugeMetricFamily(
-        PREFIX + "sleeping_engine_memory_bytes", "Host memory of the weights of sleeping engines."
+        METRIC_PREFIX + "sleeping_engine_memory_bytes",
+        "Host memory of the weights of sleeping engines.",
     )
     sleeping.add_metric([], sleeping_bytes)
     families: list[Metric] = [state, waiting, memory, sleeping]
     if budget_bytes is not None:
-        budget = GaugeMetricFamily(PREFIX + "memory_budget_bytes", "As --memory-budget.")
+        budget = GaugeMetricFamily(METRIC_PREFIX + "memory_budget_bytes", "As --memory-budget.")
         budget.add_metric([], budget_bytes)
         families.append(budget)
     return families

@@ -16,7 +16,7 @@ from modelmill.serve.catalogue.entries import (
 )
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.engine_state import EngineState
-from modelmill.serve.segment_messages import SEGMENTATION
+from modelmill.serve.segmentation_messages import SEGMENTATION
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class EngineInstance:
         """Record the task that runs the client."""
         self.task = task
 
-    def set_bytes(self, nbytes: int, host_bytes: int = 0) -> None:
+    def set_memory_bytes(self, nbytes: int, host_bytes: int = 0) -> None:
         """Record the memory that the worker reported, and that of the host if it sleeps."""
         self.nbytes, self.host_bytes = nbytes, host_bytes
 
@@ -146,11 +146,11 @@ class ManagedModel:
         return self.default_keep_alive if self.keep_alive is None else self.keep_alive
 
     @property
-    def files_changed(self) -> bool:
+    def has_changed_files(self) -> bool:
         """Whether the engine folder was rebuilt since its files were read."""
         return manifest_fingerprint(self.path) != self.fingerprint
 
-    def read_files(self) -> Manifest:
+    def reread_manifest(self) -> Manifest:
         """Read the manifest again, which is then the one that is loaded.
 
         Raises:
@@ -167,30 +167,30 @@ class ManagedModel:
         assert engine.manifest is not None
         return engine.manifest.weight_bytes + engine.cache_bytes
 
-    def attach(self, instance: EngineInstance) -> None:
+    def attach_instance(self, instance: EngineInstance) -> None:
         """Use a worker, whose client takes the place of the one before."""
         self.instance, self.engine = instance, instance.engine
 
-    def detach(self) -> None:
+    def detach_instance(self) -> None:
         """Have no worker; remember why the last one could not be kept running."""
         if self.engine.state is EngineState.FAILED:
             self.error = self.engine.error
         self.instance = None
-        self.cancel_timer()
+        self.cancel_expiry_timer()
 
-    def note_loaded(self, nbytes: int) -> None:
+    def record_loaded_bytes(self, nbytes: int) -> None:
         """Record a load and the memory that it takes."""
         self.planned_bytes, self.error = nbytes, None
 
-    def note_failure(self, reason: str) -> None:
+    def record_load_error(self, reason: str) -> None:
         """Record why it cannot be loaded."""
         self.error = reason
 
-    def note_use(self, now: float) -> None:
+    def record_last_use(self, now: float) -> None:
         """Record that a request begins or ends."""
         self.last_used = now
 
-    def set_unloading(self, task: asyncio.Task[None] | None) -> None:
+    def set_unload_task(self, task: asyncio.Task[None] | None) -> None:
         """Record the task that unloads it; None: it has ended, and with it the keep-alive."""
         self.unloading = task
         if task is None:
@@ -204,11 +204,11 @@ class ManagedModel:
         """Pin or unpin it."""
         self.pinned = pinned
 
-    def set_timer(self, expires_at: float, timer: asyncio.TimerHandle) -> None:
+    def set_expiry_timer(self, expires_at: float, timer: asyncio.TimerHandle) -> None:
         """Record when it expires."""
         self.expires_at, self.timer = expires_at, timer
 
-    def cancel_timer(self) -> None:
+    def cancel_expiry_timer(self) -> None:
         """Forget the expiry."""
         if self.timer is not None:
             self.timer.cancel()

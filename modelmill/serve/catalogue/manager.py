@@ -19,20 +19,20 @@ from prometheus_client.core import Metric
 from modelmill.artifact.manifest import Manifest
 from modelmill.core import log
 from modelmill.core.errors import ModelmillError, UsageError
-from modelmill.serve.catalogue.load_metrics import LoadMetrics, state_families
+from modelmill.serve.catalogue.load_metrics import LoadMetrics, catalogue_gauges
 from modelmill.serve.catalogue.managed_model import EngineInstance, Lease, ManagedModel
 from modelmill.serve.catalogue.model_loader import ModelLoader, ModelLoadFailed
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.engine_state import QueueFull, ServerShuttingDown
 
 _log = log.get_logger("serve")
-MAX_PRELOADED = 8
+MAX_PRELOADED_TOKENIZERS = 8
 """Models whose tokenizers are read at the start; all of a large catalogue would take memory."""
 CallLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
 
 
 @dataclass(eq=False)
-class _Waiter:
+class _LoadWaiter:
     """A request that waits for its model; without ``wants_lease`` it only waits for the load."""
 
     model: ManagedModel
@@ -62,15 +62,15 @@ class ModelManager:
     on_removed: Callable[[str], None] = lambda _: None
     clock: Callable[[], float] = time.monotonic
     call_later: CallLater | None = None
-    _waiters: list[_Waiter] = field(default_factory=list, init=False)
-    _wake: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _waiters: list[_LoadWaiter] = field(default_factory=list, init=False)
+    _waiter_added: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _closing: bool = field(default=False, init=False)
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         for model in self.models:
-            self.loader.add(model)
-        self.loader.set_sleep_callback(self._start_timer)
+            self.loader.add_model(model)
+        self.loader.set_sleep_callback(self._start_expiry_timer)
 
     def set_metrics(self, metrics: LoadMetrics) -> None:
         """Count in these metrics from now on."""
@@ -93,18 +93,18 @@ class ModelManager:
         for model in self.models:
             if model.pinned:
                 self._add_waiter(model, wants_lease=False)
-        self._start_task(self._preload_tokenizers())
+        self._start_background_task(self._preload_tokenizers())
         while True:
             self._waiters = [each for each in self._waiters if not each.future.done()]
             if not self._waiters:
-                self._wake.clear()
-                await self._wake.wait()
+                self._waiter_added.clear()
+                await self._waiter_added.wait()
                 continue
             await self._make_ready_and_grant(self._waiters[0].model)
 
     async def _preload_tokenizers(self) -> None:
         """Read tokenizers before the first requests, one after another while nothing loads."""
-        for model in self.models[:MAX_PRELOADED]:
+        for model in self.models[:MAX_PRELOADED_TOKENIZERS]:
             if self._closing or self._waiters:
                 return  # a load reads its own
             with contextlib.suppress(ModelmillError):  # the load says what is wrong
@@ -128,15 +128,15 @@ class ModelManager:
         try:
             await self._make_ready(model)
         except ModelmillError as error:
-            self._refuse(model, error)
+            self._reject_waiters(model, error)
         except Exception as error:
             _log.exception("bug", extra={"data": {"model": model.name}})
-            self._refuse(model, error)
+            self._reject_waiters(model, error)
         else:
-            for waiter in self._waiting_for(model):
-                waiter.future.set_result(self._grant(model) if waiter.wants_lease else None)
+            for waiter in self._waiters_for_model(model):
+                waiter.future.set_result(self._grant_lease(model) if waiter.wants_lease else None)
             if model.instance is not None and not model.instance.leases:
-                self._start_timer(model)
+                self._start_expiry_timer(model)
 
     async def _make_ready(self, model: ManagedModel) -> None:
         """Load or wake a model unless it is ready; wait for one that is unloaded or restarts.
@@ -151,16 +151,16 @@ class ModelManager:
             if model.unloading is not None:
                 await asyncio.shield(model.unloading)
             elif instance is not None and not instance.is_sleeping:
-                await self._wait_until_settled(instance)
-            elif not self._waiting_for(model):
+                await self._wait_for_restart(instance)
+            elif not self._waiters_for_model(model):
                 return
             elif instance is not None:
-                await self.loader.wake_up(model, lambda: bool(self._waiting_for(model)))
+                await self.loader.wake_up(model, lambda: bool(self._waiters_for_model(model)))
             else:
-                await self.loader.load(model, lambda: bool(self._waiting_for(model)))
+                await self.loader.load(model, lambda: bool(self._waiters_for_model(model)))
         raise ServerShuttingDown("the server is shutting down")
 
-    async def _wait_until_settled(self, instance: EngineInstance) -> None:
+    async def _wait_for_restart(self, instance: EngineInstance) -> None:
         """Wait until a worker that restarts is ready or given up."""
         assert instance.task is not None
         instance.engine.state_changed.clear()
@@ -170,11 +170,11 @@ class ModelManager:
         finally:
             ready.cancel()
 
-    def _refuse(self, model: ManagedModel, error: BaseException) -> None:
-        for waiter in self._waiting_for(model):
+    def _reject_waiters(self, model: ManagedModel, error: BaseException) -> None:
+        for waiter in self._waiters_for_model(model):
             waiter.future.set_exception(error)
 
-    def _waiting_for(self, model: ManagedModel) -> list[_Waiter]:
+    def _waiters_for_model(self, model: ManagedModel) -> list[_LoadWaiter]:
         return [each for each in self._waiters if each.model is model and not each.future.done()]
 
     # -- requests
@@ -185,11 +185,11 @@ class ModelManager:
             name: each.engine for each in self.models for name in (each.name, *each.entry.aliases)
         }
 
-    def find_by_client(self, engine: EngineClient) -> ManagedModel | None:
+    def find_model_by_client(self, engine: EngineClient) -> ManagedModel | None:
         """The model with this client; None for an engine that is always loaded."""
         return next((each for each in self.models if each.engine is engine), None)
 
-    async def acquire(self, model: ManagedModel, keep_alive: float | None = None) -> Lease:
+    async def acquire_lease(self, model: ManagedModel, keep_alive: float | None = None) -> Lease:
         """Wait until a model is loaded, and keep it loaded until the lease is released.
 
         Args:
@@ -204,31 +204,31 @@ class ModelManager:
         """
         lease = None
         if model.instance is not None and model.instance.is_available and not self._closing:
-            lease = self._grant(model)
+            lease = self._grant_lease(model)
         else:
-            lease = await self._wait(self._enqueue(model))
+            lease = await self._await_waiter(self._enqueue_waiter(model))
             assert lease is not None
         if keep_alive is not None:
             model.set_keep_alive(keep_alive)
         return lease
 
-    def _enqueue(self, model: ManagedModel, *, wants_lease: bool = True) -> _Waiter:
+    def _enqueue_waiter(self, model: ManagedModel, *, wants_lease: bool = True) -> _LoadWaiter:
         if self._closing:
             raise ServerShuttingDown("the server is shutting down")
         if sum(not each.future.done() for each in self._waiters) >= self.max_waiting:
             raise QueueFull(f"{self.max_waiting} requests wait for models to load; try again soon")
         return self._add_waiter(model, wants_lease)
 
-    def _add_waiter(self, model: ManagedModel, wants_lease: bool) -> _Waiter:
+    def _add_waiter(self, model: ManagedModel, wants_lease: bool) -> _LoadWaiter:
         future = asyncio.get_running_loop().create_future()
         # a request that has left never looks at its error
         future.add_done_callback(lambda each: each.cancelled() or each.exception())
-        waiter = _Waiter(model, future, wants_lease)
+        waiter = _LoadWaiter(model, future, wants_lease)
         self._waiters.append(waiter)
-        self._wake.set()
+        self._waiter_added.set()
         return waiter
 
-    async def _wait(self, waiter: _Waiter) -> Lease | None:
+    async def _await_waiter(self, waiter: _LoadWaiter) -> Lease | None:
         try:
             return await waiter.future
         except asyncio.CancelledError:
@@ -241,42 +241,42 @@ class ModelManager:
             self.loader.recheck_room()
             raise
 
-    def _grant(self, model: ManagedModel) -> Lease:
+    def _grant_lease(self, model: ManagedModel) -> Lease:
         instance = model.instance
         assert instance is not None
         instance.adjust_lease_count(1)
-        model.note_use(self.clock())
-        model.cancel_timer()
-        return Lease(instance, lambda: self._release(model, instance))
+        model.record_last_use(self.clock())
+        model.cancel_expiry_timer()
+        return Lease(instance, lambda: self._release_lease(model, instance))
 
-    def _release(self, model: ManagedModel, instance: EngineInstance) -> None:
+    def _release_lease(self, model: ManagedModel, instance: EngineInstance) -> None:
         instance.adjust_lease_count(-1)
-        model.note_use(self.clock())
+        model.record_last_use(self.clock())
         self.loader.recheck_room()
         if not instance.leases and model.instance is instance and not instance.draining:
-            self._start_timer(model)
+            self._start_expiry_timer(model)
 
     # -- expiry
 
-    def _start_timer(self, model: ManagedModel) -> None:
+    def _start_expiry_timer(self, model: ManagedModel) -> None:
         """Unload a model that nothing uses after its idle time."""
-        model.cancel_timer()
+        model.cancel_expiry_timer()
         seconds = model.idle_timeout
         if self._closing or math.isinf(seconds):
             return
         if seconds <= 0:
-            self._expire(model)
+            self._unload_if_idle(model)
             return
         call_later = self.call_later or asyncio.get_running_loop().call_later
-        timer = call_later(seconds, lambda: self._expire(model))
-        model.set_timer(self.clock() + seconds, timer)
+        timer = call_later(seconds, lambda: self._unload_if_idle(model))
+        model.set_expiry_timer(self.clock() + seconds, timer)
 
-    def _expire(self, model: ManagedModel) -> None:
-        model.cancel_timer()
+    def _unload_if_idle(self, model: ManagedModel) -> None:
+        model.cancel_expiry_timer()
         if model.instance is not None and not model.instance.leases and not self._closing:
-            self._start_task(self.loader.unload(model, "idle"))
+            self._start_background_task(self.loader.unload(model, "idle"))
 
-    def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start_background_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -284,22 +284,22 @@ class ModelManager:
 
     # -- models that come and go
 
-    def add(self, model: ManagedModel) -> None:
+    def add_model(self, model: ManagedModel) -> None:
         """Serve one more model, which is not loaded."""
         self.models.append(model)
-        self.loader.add(model)
+        self.loader.add_model(model)
         if model.pinned:
             self._add_waiter(model, wants_lease=False)
 
-    def remove(self, model: ManagedModel) -> None:
+    def remove_model(self, model: ManagedModel) -> None:
         """Serve a model no longer: requests that wait are refused, running ones end first."""
         self.models.remove(model)
-        self.loader.forget(model)
-        model.cancel_timer()
-        self._refuse(model, ModelLoadFailed(f"the model {model.name} was removed"))
-        self._start_task(self._end_removed(model))
+        self.loader.forget_model(model)
+        model.cancel_expiry_timer()
+        self._reject_waiters(model, ModelLoadFailed(f"the model {model.name} was removed"))
+        self._start_background_task(self._unload_removed_model(model))
 
-    async def _end_removed(self, model: ManagedModel) -> None:
+    async def _unload_removed_model(self, model: ManagedModel) -> None:
         await self.loader.unload(model, "removed")
         if all(each.name != model.name for each in self.models):  # not there again
             self.on_removed(model.name)
@@ -314,7 +314,7 @@ class ModelManager:
             QueueFull: too many requests wait.
         """
         if model.instance is None or not model.instance.is_available:
-            await self._wait(self._enqueue(model, wants_lease=False))
+            await self._await_waiter(self._enqueue_waiter(model, wants_lease=False))
 
     def start_load(self, model: ManagedModel) -> None:
         """Load a model in the background; ``ManagedModel.error`` says why it failed.
@@ -323,7 +323,7 @@ class ModelManager:
             QueueFull: too many requests wait.
         """
         if model.state not in ("loading", "loaded"):
-            self._enqueue(model, wants_lease=False)
+            self._enqueue_waiter(model, wants_lease=False)
 
     async def unload(self, model: ManagedModel) -> None:
         """Unload a model once the requests that use it have ended."""
@@ -334,11 +334,11 @@ class ModelManager:
         """Keep a model loaded, or let it expire and be unloaded again."""
         model.set_pinned(pinned)
         if model.instance is not None and not model.instance.leases:
-            self._start_timer(model)
+            self._start_expiry_timer(model)
 
     def start_reload(self, model: ManagedModel) -> asyncio.Task[None]:
         """Start ``reload`` as a task that goes on if nothing waits for it."""
-        return self._start_task(self.reload(model))
+        return self._start_background_task(self.reload(model))
 
     async def reload(self, model: ManagedModel) -> None:
         """Load the changed files of a model; no request is lost.
@@ -356,46 +356,50 @@ class ModelManager:
                 f"the model {model.name} is {model.state}; its files are read when it is loaded"
             )
         try:
-            manifest = model.read_files()
+            manifest = model.reread_manifest()
         except ModelmillError as error:
             raise ModelLoadFailed(f"the model {model.name} cannot be loaded: {error}") from None
-        if not self.loader.fits_beside(model.planned_bytes):
+        if not self.loader.fits_memory_budget(model.planned_bytes):
             await self.loader.unload(model, "reload")
             model.engine.replace_manifest(manifest)
             await self.load(model)
             return
-        model.cancel_timer()
+        model.cancel_expiry_timer()
         try:
-            new = await self.loader.replace(model, self.make_engine(model, manifest))
+            new = await self.loader.load_replacement(model, self.make_engine(model, manifest))
         except ModelLoadFailed:
             if model.instance is old and not old.leases:
-                self._start_timer(model)
+                self._start_expiry_timer(model)
             raise
         if model.instance is not old or self._closing:  # it was unloaded meanwhile
-            await self.loader.end_worker(new)
+            await self.loader.drain_and_end_worker(new)
             return
-        self._swap(model, old, new)
-        await self.loader.end_worker(old)
+        self._swap_instances(model, old, new)
+        await self.loader.drain_and_end_worker(old)
 
-    def _swap(self, model: ManagedModel, old: EngineInstance, new: EngineInstance) -> None:
-        model.cancel_timer()
-        model.attach(new)
+    def _swap_instances(
+        self, model: ManagedModel, old: EngineInstance, new: EngineInstance
+    ) -> None:
+        model.cancel_expiry_timer()
+        model.attach_instance(new)
         old.set_draining(True)
         self.loader.metrics.record_unload(model.name, "reload")
         self.on_replace(old.engine, new.engine)
-        self._start_timer(model)
+        self._start_expiry_timer(model)
 
     # -- what is shown
 
     def num_waiting(self, model: ManagedModel) -> int:
         """Requests that wait until the model is loaded."""
-        return len(self._waiting_for(model))
+        return len(self._waiters_for_model(model))
 
     def metric_families(self) -> Iterable[Metric]:
         """Gauges for /metrics."""
         states = [(each.name, each.state, self.num_waiting(each)) for each in self.models]
         loader = self.loader
-        return state_families(states, loader.used_bytes, loader.budget_bytes, loader.sleeping_bytes)
+        return catalogue_gauges(
+            states, loader.used_bytes, loader.budget_bytes, loader.sleeping_bytes
+        )
 
     def seconds_to_expiry(self, model: ManagedModel) -> float:
         """Seconds until an unused model is unloaded; infinite: it is not."""
@@ -404,7 +408,7 @@ class ModelManager:
         return max(model.expires_at - self.clock(), 0.0)
 
 
-async def stop_task(task: asyncio.Task[Any]) -> None:
+async def cancel_and_wait(task: asyncio.Task[Any]) -> None:
     """Cancel a task and wait for its end."""
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):

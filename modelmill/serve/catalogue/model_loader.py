@@ -13,7 +13,7 @@ from modelmill.serve.catalogue.load_metrics import LoadMetrics
 from modelmill.serve.catalogue.managed_model import EngineInstance, ManagedModel
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.engine_state import EngineState
-from modelmill.serve.segment_messages import SEGMENTATION
+from modelmill.serve.segmentation_messages import SEGMENTATION
 
 _log = log.get_logger("serve")
 
@@ -48,12 +48,12 @@ class ModelLoader:
         self._instances: list[EngineInstance] = []
         self._changed = asyncio.Event()
 
-    def add(self, model: ManagedModel) -> None:
+    def add_model(self, model: ManagedModel) -> None:
         """Manage one more model."""
         self._models.append(model)
         self.metrics.add_model(model.name)
 
-    def forget(self, model: ManagedModel) -> None:
+    def forget_model(self, model: ManagedModel) -> None:
         """Manage a model no longer; its worker is unloaded by the caller."""
         self._models.remove(model)
 
@@ -94,27 +94,27 @@ class ModelLoader:
             ModelLoadFailed: it does not fit, cannot be opened, or is not needed any more.
         """
         try:
-            if model.files_changed:
-                model.engine.replace_manifest(model.read_files())
+            if model.has_changed_files:
+                model.engine.replace_manifest(model.reread_manifest())
         except ArtifactError as error:
-            raise self._load_error(model, str(error)) from None
-        await self._make_room(model, model.planned_bytes, is_needed)
-        model.engine.reset()
-        await self._run(model, model.engine)
+            raise self._record_load_failure(model, str(error)) from None
+        await self._make_memory_room(model, model.planned_bytes, is_needed)
+        model.engine.prepare_rerun()
+        await self._start_worker(model, model.engine)
 
-    async def replace(self, model: ManagedModel, engine: EngineClient) -> EngineInstance:
+    async def load_replacement(self, model: ManagedModel, engine: EngineClient) -> EngineInstance:
         """Load another worker of a loaded model beside it; the caller swaps and drains.
 
         Raises:
             ModelLoadFailed: it cannot be opened.
         """
-        return await self._run(model, engine)
+        return await self._start_worker(model, engine)
 
-    def fits_beside(self, nbytes: int) -> bool:
+    def fits_memory_budget(self, nbytes: int) -> bool:
         """Whether so much more memory is within the budget."""
         return self.budget_bytes is None or self.used_bytes + nbytes <= self.budget_bytes
 
-    async def _run(self, model: ManagedModel, engine: EngineClient) -> EngineInstance:
+    async def _start_worker(self, model: ManagedModel, engine: EngineClient) -> EngineInstance:
         """Start a worker and wait until it is ready.
 
         Raises:
@@ -123,25 +123,25 @@ class ModelLoader:
         started = time.perf_counter()
         instance = EngineInstance(engine, model.planned_bytes)
         if model.instance is None:
-            model.attach(instance)
+            model.attach_instance(instance)
         self._instances.append(instance)
-        engine.start_preload()
-        task = asyncio.create_task(self._supervise(model, instance))
+        engine.start_text_processor_preload()
+        task = asyncio.create_task(self._supervise_worker(model, instance))
         instance.set_task(task)
         _log.info("model loading", extra={"data": {"model": model.name}})
         await engine.load_finished.wait()
         seconds = time.perf_counter() - started
         if engine.state is not EngineState.READY:
             await task
-            raise self._load_error(model, engine.error or "its worker ended")
-        instance.set_bytes(model.loaded_bytes(engine))
-        model.note_loaded(instance.nbytes)
+            raise self._record_load_failure(model, engine.error or "its worker ended")
+        instance.set_memory_bytes(model.loaded_bytes(engine))
+        model.record_loaded_bytes(instance.nbytes)
         self.metrics.record_load(model.name, seconds)
         data = {"model": model.name, "seconds": round(seconds, 3), "bytes": instance.nbytes}
         _log.info("model loaded", extra={"data": data})
         return instance
 
-    async def _supervise(self, model: ManagedModel, instance: EngineInstance) -> None:
+    async def _supervise_worker(self, model: ManagedModel, instance: EngineInstance) -> None:
         """Run a worker to its end, restarts included."""
         engine = instance.engine
         try:
@@ -149,20 +149,20 @@ class ModelLoader:
         finally:
             self._instances.remove(instance)
             if model.instance is instance:
-                model.detach()
+                model.detach_instance()
             if model.engine is engine:
                 engine.mark_unloaded()
             self.recheck_room()
 
-    def _load_error(self, model: ManagedModel, reason: str) -> ModelLoadFailed:
-        model.note_failure(reason)
+    def _record_load_failure(self, model: ManagedModel, reason: str) -> ModelLoadFailed:
+        model.record_load_error(reason)
         self.metrics.record_failure(model.name)
         _log.error("model failed to load", extra={"data": {"model": model.name, "reason": reason}})
         return ModelLoadFailed(f"the model {model.name} cannot be loaded: {reason}")
 
     # -- room
 
-    async def _make_room(
+    async def _make_memory_room(
         self, model: ManagedModel, nbytes: int, is_needed: Callable[[], bool]
     ) -> None:
         """Unload others, least recently used first, until ``nbytes`` fit the budget.
@@ -177,15 +177,15 @@ class ModelLoader:
         )
         if kept + nbytes > self.budget_bytes:
             beside = f" beside {format_bytes(kept)} of pinned engines" if kept else ""
-            raise self._load_error(
+            raise self._record_load_failure(
                 model,
                 f"it needs {format_bytes(nbytes)}{beside}, and --memory-budget is "
                 f"{format_bytes(self.budget_bytes)}",
             )
-        while not self.fits_beside(nbytes):
-            victim = self._least_recently_used(model)
+        while not self.fits_memory_budget(nbytes):
+            victim = self._choose_eviction_victim(model)
             if victim is not None:
-                await self._evict(victim, model, is_needed)
+                await self._evict_model(victim, model, is_needed)
             elif self._instances:  # one that is being loaded, reloaded or unloaded
                 self._changed.clear()
                 await self._changed.wait()
@@ -194,7 +194,7 @@ class ModelLoader:
             if not is_needed():
                 raise ModelLoadFailed(f"the model {model.name} is not needed any more")
 
-    def _least_recently_used(self, model: ManagedModel) -> ManagedModel | None:
+    def _choose_eviction_victim(self, model: ManagedModel) -> ManagedModel | None:
         """The model to unload next: an idle one if there is any, else one that answers.
 
         One that sleeps is the last: it has given nearly all of its memory back.
@@ -207,7 +207,7 @@ class ModelLoader:
         ]
         return min(loaded)[-1] if loaded else None
 
-    async def _evict(
+    async def _evict_model(
         self, victim: ManagedModel, model: ManagedModel, is_needed: Callable[[], bool]
     ) -> None:
         """Put a model to sleep or unload it once its requests have ended, in favour of ``model``.
@@ -240,15 +240,15 @@ class ModelLoader:
         """
         instance = model.instance
         assert instance is not None, "a sleeping model has a worker"
-        if model.files_changed:
+        if model.has_changed_files:
             await self.unload(model, "reload")
             return
         left, host_bytes = instance.nbytes, instance.host_bytes
-        await self._make_room(model, model.planned_bytes - left, is_needed)
+        await self._make_memory_room(model, model.planned_bytes - left, is_needed)
         if model.instance is not instance or not instance.is_sleeping:
             return  # it expired or ended meanwhile
         started = time.perf_counter()
-        instance.set_bytes(model.planned_bytes, host_bytes)
+        instance.set_memory_bytes(model.planned_bytes, host_bytes)
         try:
             await instance.engine.wake_up()
         except ModelmillError as error:
@@ -257,7 +257,7 @@ class ModelLoader:
             await self.unload(model, "memory")
             return
         seconds = time.perf_counter() - started
-        instance.set_bytes(model.planned_bytes)
+        instance.set_memory_bytes(model.planned_bytes)
         self.metrics.record_wake(model.name, seconds)
         data = {"model": model.name, "seconds": round(seconds, 3), "bytes": instance.nbytes}
         _log.info("model awake", extra={"data": data})
@@ -272,9 +272,9 @@ class ModelLoader:
         engine = instance.engine
         nbytes = 0 if engine.manifest is None else engine.manifest.weight_bytes
         can_sleep = engine.engine_type != SEGMENTATION and engine.state is EngineState.READY
-        if not can_sleep or model.files_changed:
+        if not can_sleep or model.has_changed_files:
             return False
-        if not await self._make_host_room(nbytes, successor):
+        if not await self._make_host_memory_room(nbytes, successor):
             return False
         started = time.perf_counter()
         try:
@@ -283,7 +283,7 @@ class ModelLoader:
             reason = {"model": model.name, "reason": str(error)}
             _log.warning("model does not sleep", extra={"data": reason})
             return False
-        instance.set_bytes(reply.device_bytes, reply.host_bytes)
+        instance.set_memory_bytes(reply.device_bytes, reply.host_bytes)
         instance.set_draining(model.unloading is not None)
         self.metrics.record_sleep(model.name)
         seconds = round(time.perf_counter() - started, 3)
@@ -292,7 +292,7 @@ class ModelLoader:
         self._on_sleep(model)
         return True
 
-    async def _make_host_room(self, nbytes: int, successor: ManagedModel) -> bool:
+    async def _make_host_memory_room(self, nbytes: int, successor: ManagedModel) -> bool:
         """Unload sleeping models, least recently used first, for the weights of another.
 
         Pinned ones stay, and ``successor``, which is about to wake up.
@@ -330,20 +330,22 @@ class ModelLoader:
         instance.set_draining(True)
         unloading = model.unloading
         if unloading is None:
-            unloading = asyncio.create_task(self._unload(model, instance, reason))
-            model.set_unloading(unloading)
+            unloading = asyncio.create_task(self._drain_and_unload(model, instance, reason))
+            model.set_unload_task(unloading)
         await asyncio.shield(unloading)
 
-    async def _unload(self, model: ManagedModel, instance: EngineInstance, reason: str) -> None:
+    async def _drain_and_unload(
+        self, model: ManagedModel, instance: EngineInstance, reason: str
+    ) -> None:
         try:
-            seconds = await self.end_worker(instance)
+            seconds = await self.drain_and_end_worker(instance)
         finally:
-            model.set_unloading(None)
+            model.set_unload_task(None)
         self.metrics.record_unload(model.name, reason)
         data = {"model": model.name, "reason": reason, "seconds": round(seconds, 3)}
         _log.info("model unloaded", extra={"data": data})
 
-    async def end_worker(self, instance: EngineInstance) -> float:
+    async def drain_and_end_worker(self, instance: EngineInstance) -> float:
         """End a draining worker after its last request; return the seconds that ending took."""
         while instance.leases:
             self._changed.clear()
@@ -357,7 +359,7 @@ class ModelLoader:
     async def close(self, models: Sequence[ManagedModel]) -> None:
         """End all workers now, with their requests."""
         for model in models:
-            model.cancel_timer()
+            model.cancel_expiry_timer()
         running = list(self._instances)
         for instance in running:
             await instance.engine.close()

@@ -10,7 +10,7 @@ from modelmill.serve.catalogue.manager import ModelManager
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.engine_state import EngineState
 
-_STATES = {
+_STATE_NAMES = {
     EngineState.UNLOADED: "unloaded",
     EngineState.LOADING: "loading",
     EngineState.READY: "loaded",
@@ -46,15 +46,15 @@ class ModelStatus:
 
 def model_status(engine: EngineClient, catalogue: ModelManager | None) -> ModelStatus:
     """The state of an engine."""
-    model = None if catalogue is None else catalogue.find_by_client(engine)
+    model = None if catalogue is None else catalogue.find_model_by_client(engine)
     if catalogue is None or model is None:
-        state = _STATES[engine.state]
-        return ModelStatus(state, _progress(state, engine))
+        state = _STATE_NAMES[engine.state]
+        return ModelStatus(state, _load_fraction(state, engine))
     seconds = catalogue.seconds_to_expiry(model)
     expires = model.instance is not None and not math.isinf(seconds)
     return ModelStatus(
         model.state,
-        _progress(model.state, engine),
+        _load_fraction(model.state, engine),
         on_demand=True,
         pinned=model.pinned,
         expires_at=time.time() + seconds if expires else None,
@@ -63,7 +63,7 @@ def model_status(engine: EngineClient, catalogue: ModelManager | None) -> ModelS
     )
 
 
-def _progress(state: str, engine: EngineClient) -> float:
+def _load_fraction(state: str, engine: EngineClient) -> float:
     if state == "loading":
         return engine.progress.fraction
     return 1.0 if state in ("loaded", "sleeping", "unloading") else 0.0

@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from modelmill.request_state import RequestState
-from modelmill.serve.chat_answer import ChatAnswer, exhaust
-from modelmill.serve.dialects.error_form import anthropic_error
+from modelmill.request_output_state import RequestOutputState
+from modelmill.serve.chat_answer import ChatAnswerSplitter, exhaust
+from modelmill.serve.dialects.error_format import anthropic_error
 from modelmill.serve.errors import ApiError
 from modelmill.serve.openai_format import sse_event
 from modelmill.serve.request_handle import RequestHandle, StreamItem
@@ -25,7 +25,7 @@ if it has a signature (Vercel's AI SDK, and OpenCode with it)."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessageBlocks:
+class AnthropicBlocksBuilder:
     """Collects text, thinking and calls as blocks; ``content`` has the complete ones.
 
     With ``hold_spaces``, leading spaces are held until other text follows, since they may precede
@@ -47,72 +47,76 @@ class MessageBlocks:
             self._held_spaces = text
             return
         if text:
-            yield from self._add("text", text, {"type": "text_delta", "text": text}, {"text": ""})
+            yield from self._append_to_block(
+                "text", text, {"type": "text_delta", "text": text}, {"text": ""}
+            )
 
     def add_thinking(self, text: str) -> Iterator[Event]:
         """Add text that precedes the answer."""
         if text:
             delta = {"type": "thinking_delta", "thinking": text}
-            yield from self._add("thinking", text, delta, {"thinking": "", "signature": ""})
+            yield from self._append_to_block(
+                "thinking", text, delta, {"thinking": "", "signature": ""}
+            )
 
     def start_call(self, id: str, name: str) -> Iterator[Event]:
         """Begin a call."""
         self._held_spaces = ""
-        yield from self.close()
-        yield self._start({"type": "tool_use", "id": id, "name": name, "input": {}})
+        yield from self.close_block()
+        yield self._start_block({"type": "tool_use", "id": id, "name": name, "input": {}})
 
     def add_arguments(self, text: str) -> Iterator[Event]:
         """Add JSON text to the input of the call."""
         assert self._is_open("tool_use"), "arguments belong to a call"
         if text:
             self._text.append(text)
-            yield self._delta({"type": "input_json_delta", "partial_json": text})
+            yield self._make_delta_event({"type": "input_json_delta", "partial_json": text})
 
-    def finish(self) -> Iterator[Event]:
+    def finish_blocks(self) -> Iterator[Event]:
         """End the last block."""
         if self._held_spaces and not (self.content or self._open):
             spaces, self._held_spaces, self._hold_spaces = self._held_spaces, "", False
             yield from self.add_text(spaces)
-        yield from self.close()
+        yield from self.close_block()
 
-    def close(self) -> Iterator[Event]:
+    def close_block(self) -> Iterator[Event]:
         """End the open block, if there is one."""
         block, text = self._open, "".join(self._text)
         if block is None:
             return
         index = len(self.content)
         if block["type"] == "tool_use":
-            block = {**block, "input": parse_input(text)}
+            block = {**block, "input": parse_tool_input(text)}
         else:
             block = {**block, block["type"]: text}
         if block["type"] == "thinking":
             block["signature"] = SIGNATURE
-            yield self._delta({"type": "signature_delta", "signature": SIGNATURE})
+            yield self._make_delta_event({"type": "signature_delta", "signature": SIGNATURE})
         self.content.append(block)
         self._open, self._text = None, []
         yield {"type": "content_block_stop", "index": index}
 
-    def _add(
+    def _append_to_block(
         self, block_type: str, text: str, delta: Event, empty: dict[str, str]
     ) -> Iterator[Event]:
         if not self._is_open(block_type):
-            yield from self.close()
-            yield self._start({"type": block_type, **empty})
+            yield from self.close_block()
+            yield self._start_block({"type": block_type, **empty})
         self._text.append(text)
-        yield self._delta(delta)
+        yield self._make_delta_event(delta)
 
     def _is_open(self, block_type: str) -> bool:
         return self._open is not None and self._open["type"] == block_type
 
-    def _start(self, block: dict[str, Any]) -> Event:
+    def _start_block(self, block: dict[str, Any]) -> Event:
         self._open = block
         return {"type": "content_block_start", "index": len(self.content), "content_block": block}
 
-    def _delta(self, delta: Event) -> Event:
+    def _make_delta_event(self, delta: Event) -> Event:
         return {"type": "content_block_delta", "index": len(self.content), "delta": delta}
 
 
-def parse_input(text: str) -> dict[str, Any]:
+def parse_tool_input(text: str) -> dict[str, Any]:
     """The input of a call; of a call that was cut off, what is complete.
 
     The client's library does the same with the deltas of a stream.
@@ -124,7 +128,7 @@ def parse_input(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-class MessageBuilder(EventFormatter):
+class AnthropicMessageBuilder(EventFormatter):
     """Builds the message, whole or as events.
 
     ``message_start`` comes with the first token: only then it is known how much of the prompt was
@@ -132,7 +136,7 @@ class MessageBuilder(EventFormatter):
     """
 
     def __init__(
-        self, model: str, max_tokens: int, answer: ChatAnswer, handle: RequestHandle,
+        self, model: str, max_tokens: int, answer: ChatAnswerSplitter, handle: RequestHandle,
         warnings: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self._answer, self._handle, self._max_tokens = answer, handle, max_tokens
@@ -143,13 +147,13 @@ class MessageBuilder(EventFormatter):
             "role": "assistant",
             "model": model,
         }
-        self._blocks = MessageBlocks(hold_spaces=answer.may_call)
+        self._blocks = AnthropicBlocksBuilder(hold_spaces=answer.may_call_tools)
         self._started = self._pinged = False
 
     def consume(self, items: Sequence[StreamItem]) -> None:
         """Add deltas without making events."""
         for item in items:
-            exhaust(self._delta_events(item))
+            exhaust(self._item_events(item))
 
     def response(self) -> dict[str, Any]:
         """The whole message."""
@@ -167,8 +171,8 @@ class MessageBuilder(EventFormatter):
 
     def delta_events(self, items: Sequence[StreamItem]) -> bytes:
         """Events of new deltas, after ``message_start``."""
-        events = [event for item in items for event in self._delta_events(item)]
-        return b"".join(map(_encode, [*self._start_events(), *self._with_ping(events)]))
+        events = [event for item in items for event in self._item_events(item)]
+        return b"".join(map(_encode_event, [*self._start_events(), *self._with_ping(events)]))
 
     def terminal_events(self) -> bytes:
         """Why the answer ended, and the end of the stream."""
@@ -177,15 +181,15 @@ class MessageBuilder(EventFormatter):
             {"type": "message_delta", "delta": self._stop_fields(), "usage": usage},
             {"type": "message_stop"},
         ]
-        return b"".join(map(_encode, [*self._start_events(), *ends]))
+        return b"".join(map(_encode_event, [*self._start_events(), *ends]))
 
     def error_events(self, error: ApiError) -> bytes:
         """The error, in place of the rest."""
-        return _encode(anthropic_error(error))
+        return _encode_event(anthropic_error(error))
 
     def keepalive(self) -> bytes:
         """A ping, as the maker's own server sends it."""
-        return _encode(PING)
+        return _encode_event(PING)
 
     def _start_events(self) -> Iterator[Event]:
         if self._started:
@@ -206,8 +210,8 @@ class MessageBuilder(EventFormatter):
                 self._pinged = True
                 yield PING
 
-    def _delta_events(self, item: StreamItem) -> Iterator[Event]:
-        for piece in self._answer.push(item.delta):
+    def _item_events(self, item: StreamItem) -> Iterator[Event]:
+        for piece in self._answer.split_delta(item.delta):
             if isinstance(piece, str):
                 yield from self._blocks.add_text(piece)
             elif isinstance(piece, ReasoningDelta):
@@ -217,7 +221,7 @@ class MessageBuilder(EventFormatter):
                     yield from self._blocks.start_call(piece.id or "", piece.name)
                 yield from self._blocks.add_arguments(piece.arguments)
         if item.delta.finish_reason is not None:
-            yield from self._blocks.finish()
+            yield from self._blocks.finish_blocks()
 
     def _num_output_tokens(self) -> int:
         return message_usage(self._handle.request_states[0])["output_tokens"]
@@ -232,7 +236,7 @@ class MessageBuilder(EventFormatter):
         return {"stop_reason": reason, "stop_sequence": None}
 
 
-def message_usage(state: RequestState) -> dict[str, int]:
+def message_usage(state: RequestOutputState) -> dict[str, int]:
     """Token counts; tokens from the prefix cache are not input tokens, as the maker counts.
 
     Nothing is charged for writing to the cache, and how much of a prompt stays in it is not known
@@ -247,5 +251,5 @@ def message_usage(state: RequestState) -> dict[str, int]:
     }
 
 
-def _encode(event: Mapping[str, Any]) -> bytes:
+def _encode_event(event: Mapping[str, Any]) -> bytes:
     return sse_event(event, event["type"])

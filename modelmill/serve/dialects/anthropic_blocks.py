@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from modelmill.core.errors import RequestError
+from modelmill.serve.compatibility_fields import ignored_field
 from modelmill.serve.discriminated_unions import parse_object, parse_typed
-from modelmill.serve.peer_fields import ignored
 from modelmill.serve.strict_models import (
     FAIL_FAST,
     IgnoredList,
@@ -20,7 +20,7 @@ from modelmill.serve.strict_models import (
     NullTolerantModel,
     StrictModel,
 )
-from modelmill.text.answer_pieces import function_call_json
+from modelmill.text.answer_pieces import make_openai_tool_call
 
 BILLING_HEADER = "x-anthropic-billing-header:"
 _BILLING_LINES = re.compile(rf"\A(?:{BILLING_HEADER}[^\n]*(?:\n+|\Z))+")
@@ -101,8 +101,8 @@ class ToolUseBlock(ContentBlock):
     id: str = Field(min_length=1, max_length=256)
     name: str = Field(min_length=1, max_length=128)
     input: JsonObject
-    caller: JsonObject | None = ignored("there is one caller")
-    toolset_name: str | None = ignored("tools have names alone")
+    caller: JsonObject | None = ignored_field("there is one caller")
+    toolset_name: str | None = ignored_field("tools have names alone")
 
 
 class ToolResultBlock(ContentBlock):
@@ -112,7 +112,7 @@ class ToolResultBlock(ContentBlock):
     tool_use_id: str = Field(min_length=1, max_length=256)
     content: BlockText | None = None
     is_error: bool | None = None
-    toolset_name: str | None = ignored("tools have names alone")
+    toolset_name: str | None = ignored_field("tools have names alone")
 
 
 class ThinkingBlock(NullTolerantModel):
@@ -175,15 +175,17 @@ def to_chat_messages(
     if system is not None:
         texts = [text for text in _system_texts(system) if text]
         if texts:
-            chat.append({"role": "system", "content": _join([_text_part(text) for text in texts])})
+            chat.append(
+                {"role": "system", "content": _simplify_parts([_text_part(text) for text in texts])}
+            )
     for index, raw in enumerate(messages):
         path = f"messages[{index}]"
         message = parse_object(raw, path, MessageParam)
         blocks = _parse_blocks(message.content, f"{path}.content", _BLOCK_TYPES[message.role])
         if message.role == "assistant":
-            _append_assistant(chat, blocks)
+            _append_assistant_message(chat, blocks)
         else:
-            _append_input(chat, message.role, blocks, f"{path}.content")
+            _append_input_message(chat, message.role, blocks, f"{path}.content")
     if not any(message["role"] != "system" for message in chat):
         raise RequestError("messages has no text, image, call or result; give at least one")
     return chat
@@ -211,11 +213,11 @@ def _parse_blocks(
     ]
 
 
-def _append_assistant(chat: list[dict[str, Any]], blocks: Sequence[StrictModel]) -> None:
+def _append_assistant_message(chat: list[dict[str, Any]], blocks: Sequence[StrictModel]) -> None:
     if not chat or chat[-1]["role"] != "assistant":
         chat.append({"role": "assistant", "content": None})
     message = chat[-1]
-    parts = _as_parts(message["content"])
+    parts = _content_to_parts(message["content"])
     for block in blocks:
         if isinstance(block, TextBlock):
             parts.append(_text_part(block.text))
@@ -227,41 +229,47 @@ def _append_assistant(chat: list[dict[str, Any]], blocks: Sequence[StrictModel])
         elif isinstance(block, ToolUseBlock):
             arguments = json.dumps(block.input, ensure_ascii=False)
             message.setdefault("tool_calls", []).append(
-                function_call_json(block.id, block.name, arguments)
+                make_openai_tool_call(block.id, block.name, arguments)
             )
     if parts or not message.get("tool_calls"):
-        message["content"] = _join(parts) if parts else ""
+        message["content"] = _simplify_parts(parts) if parts else ""
 
 
-def _append_input(
+def _append_input_message(
     chat: list[dict[str, Any]], role: str, blocks: Sequence[StrictModel], path: str
 ) -> None:
     parts: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
         if isinstance(block, ToolResultBlock):
-            _append_parts(chat, role, parts)
+            _append_or_merge_parts(chat, role, parts)
             parts = []
             where = f"{path}[{index}].content"
             content = _parse_blocks(block.content or "", where, _RESULT_TYPES)
-            result = [part for each in content for part in _input_parts(each)]
+            result = [part for each in content for part in _block_to_parts(each)]
             chat.append(
-                {"role": "tool", "tool_call_id": block.tool_use_id, "content": _join(result)}
+                {
+                    "role": "tool",
+                    "tool_call_id": block.tool_use_id,
+                    "content": _simplify_parts(result),
+                }
             )
         else:
-            parts += _input_parts(block)
-    _append_parts(chat, role, parts)
+            parts += _block_to_parts(block)
+    _append_or_merge_parts(chat, role, parts)
 
 
-def _append_parts(chat: list[dict[str, Any]], role: str, parts: list[dict[str, Any]]) -> None:
+def _append_or_merge_parts(
+    chat: list[dict[str, Any]], role: str, parts: list[dict[str, Any]]
+) -> None:
     if not parts:
         return
     if chat and chat[-1]["role"] == role == "user":
-        chat[-1]["content"] = _join([*_as_parts(chat[-1]["content"]), *parts])
+        chat[-1]["content"] = _simplify_parts([*_content_to_parts(chat[-1]["content"]), *parts])
     else:
-        chat.append({"role": role, "content": _join(parts)})
+        chat.append({"role": role, "content": _simplify_parts(parts)})
 
 
-def _input_parts(block: StrictModel) -> list[dict[str, Any]]:
+def _block_to_parts(block: StrictModel) -> list[dict[str, Any]]:
     if isinstance(block, TextBlock):
         return [_text_part(block.text)]
     if isinstance(block, DocumentBlock):
@@ -291,7 +299,7 @@ def _document_parts(block: DocumentBlock) -> list[dict[str, Any]]:
         content = [_text_part(source.data)]
     else:
         blocks = _parse_blocks(source.content or "", "document.source.content", _INPUT_TYPES)
-        content = [part for each in blocks for part in _input_parts(each)]
+        content = [part for each in blocks for part in _block_to_parts(each)]
     return [*(_text_part(text) for text in (block.title, block.context) if text), *content]
 
 
@@ -299,13 +307,13 @@ def _text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def _as_parts(content: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+def _content_to_parts(content: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [_text_part(content)] if content else []
     return list(content or ())
 
 
-def _join(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+def _simplify_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     """A single text stays a string, as clients of the chat API send it."""
     if not parts:
         return ""

@@ -9,10 +9,10 @@ from pydantic import Field, field_validator
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
 from modelmill.serve.chat_schema import ChatRequest
+from modelmill.serve.compatibility_fields import AnyItems, ignored_field
 from modelmill.serve.dialects.anthropic_blocks import BlockText, LongText, to_chat_messages
-from modelmill.serve.discriminated_unions import make_request
-from modelmill.serve.engine_fields import EngineFields
-from modelmill.serve.peer_fields import AnyItems, ignored
+from modelmill.serve.discriminated_unions import make_converted_request
+from modelmill.serve.engine_request_fields import EngineRequestFields
 from modelmill.serve.sampling_schema import sampling_field
 from modelmill.serve.strict_models import (
     FAIL_FAST,
@@ -28,8 +28,8 @@ from modelmill.serve.tool_schema import (
     CustomTool,
     FunctionDefinition,
     Tool,
-    function_choice,
-    function_tool,
+    make_function_choice,
+    make_function_tool,
 )
 
 
@@ -40,16 +40,16 @@ class AnthropicTool(NullTolerantModel):
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")
     input_schema: JsonObject
     description: str | None = Field(None, max_length=65536)
-    cache_control: JsonObject | None = ignored("every prefix is cached without marks")
+    cache_control: JsonObject | None = ignored_field("every prefix is cached without marks")
     strict: bool | None = Field(None, description="true: every call fits its schema")
-    eager_input_streaming: bool | None = ignored("inputs are streamed as they are written")
-    defer_loading: bool | None = ignored("the model reads every tool")
-    input_examples: IgnoredList | None = ignored("chat templates have no place for them")
-    allowed_callers: IgnoredList | None = ignored("there is one caller")
+    eager_input_streaming: bool | None = ignored_field("inputs are streamed as they are written")
+    defer_loading: bool | None = ignored_field("the model reads every tool")
+    input_examples: IgnoredList | None = ignored_field("chat templates have no place for them")
+    allowed_callers: IgnoredList | None = ignored_field("there is one caller")
 
     @field_validator("type", mode="before")
     @classmethod
-    def _refuse_tools_of_anthropic(cls, value: Any) -> Any:
+    def _reject_anthropic_tools(cls, value: Any) -> Any:
         if isinstance(value, str) and value != "custom":
             raise ValueError(
                 f"{value[:60]!r} is a tool of Anthropic's API, which this server does not have; "
@@ -106,10 +106,10 @@ class CountTokensRequest(NullTolerantModel):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    cache_control: JsonObject | None = ignored("every prefix is cached without marks")
-    context_management: JsonObject | None = ignored("the model reads the whole conversation")
-    billing_policy: JsonObject | None = ignored("there are no accounts")
-    speed: str | None = ignored("there is one speed")
+    cache_control: JsonObject | None = ignored_field("every prefix is cached without marks")
+    context_management: JsonObject | None = ignored_field("the model reads the whole conversation")
+    billing_policy: JsonObject | None = ignored_field("there are no accounts")
+    speed: str | None = ignored_field("there is one speed")
     # refused unless empty
     mcp_servers: AnyItems | None = None
 
@@ -119,15 +119,15 @@ class CountTokensRequest(NullTolerantModel):
         Raises:
             RequestError: a field is not supported or invalid.
         """
-        return self._chat_request()
+        return self._make_chat_request()
 
-    def _chat_request(self, **fields: Any) -> ChatRequest:
+    def _make_chat_request(self, **fields: Any) -> ChatRequest:
         if self.mcp_servers:
             raise RequestError("mcp_servers is not supported: this server calls no other server")
         messages = to_chat_messages(self.system, self.messages)
-        tools, choice = self._chat_tools()
+        tools, choice = self._convert_tools()
         one_call = self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use
-        return make_request(
+        return make_converted_request(
             ChatRequest,
             {
                 "model": self.model,
@@ -136,7 +136,7 @@ class CountTokensRequest(NullTolerantModel):
                 "tool_choice": choice,
                 "parallel_tool_calls": False if one_call else None,
                 "response_format": self._response_format(),
-                "continue_final_message": _ends_with_answer(messages) or None,
+                "continue_final_message": _ends_with_assistant_prefill(messages) or None,
                 **fields,
             },
         )
@@ -157,9 +157,9 @@ class CountTokensRequest(NullTolerantModel):
         schema = JsonSchema.model_validate({"name": "output", "schema": chosen[0].schema_})
         return ResponseFormat.model_validate({"type": "json_schema", "json_schema": schema})
 
-    def _chat_tools(self) -> tuple[list[Tool | CustomTool] | None, Any]:
+    def _convert_tools(self) -> tuple[list[Tool | CustomTool] | None, Any]:
         tools: list[Tool | CustomTool] = [
-            function_tool(
+            make_function_tool(
                 FunctionDefinition(
                     name=tool.name,
                     description=tool.description,
@@ -178,10 +178,10 @@ class CountTokensRequest(NullTolerantModel):
             return tools, "required"
         if choice.name is None:
             raise RequestError("tool_choice of type tool needs a name")
-        return tools, function_choice(choice.name)
+        return tools, make_function_choice(choice.name)
 
 
-class MessagesRequest(CountTokensRequest, EngineFields):
+class MessagesRequest(CountTokensRequest, EngineRequestFields):
     """Request body of POST /v1/messages."""
 
     max_tokens: int = Field(ge=1, le=MAX_INT32)
@@ -190,19 +190,19 @@ class MessagesRequest(CountTokensRequest, EngineFields):
     top_k: int | None = sampling_field("top_k")
     stop_sequences: Annotated[list[str], FAIL_FAST] | None = Field(None, max_length=64)
     stream: bool | None = None
-    metadata: JsonObject | None = ignored("there are no accounts")
-    service_tier: str | None = ignored("there is one tier")
-    inference_geo: str | None = ignored("the model runs where the server is")
-    container: str | None = ignored("there are no containers")
-    diagnostics: JsonObject | None = ignored("usage says how much of the prompt was cached")
-    fallbacks: JsonObjectList | str | None = ignored("no request is declined for its content")
-    fallback_credit_token: str | None = ignored("there are no accounts")
+    metadata: JsonObject | None = ignored_field("there are no accounts")
+    service_tier: str | None = ignored_field("there is one tier")
+    inference_geo: str | None = ignored_field("the model runs where the server is")
+    container: str | None = ignored_field("there are no containers")
+    diagnostics: JsonObject | None = ignored_field("usage says how much of the prompt was cached")
+    fallbacks: JsonObjectList | str | None = ignored_field("no request is declined for its content")
+    fallback_credit_token: str | None = ignored_field("there are no accounts")
 
     def to_chat_request(self) -> ChatRequest:
         """Convert to the equivalent chat request; raises as ``CountTokensRequest`` does."""
         if not all(self.stop_sequences or ()):
             raise RequestError("stop_sequences must have strings that are not empty")
-        return self._chat_request(
+        return self._make_chat_request(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
@@ -213,7 +213,7 @@ class MessagesRequest(CountTokensRequest, EngineFields):
         )
 
 
-def _ends_with_answer(messages: list[dict[str, Any]]) -> bool:
+def _ends_with_assistant_prefill(messages: list[dict[str, Any]]) -> bool:
     """Whether the last turn is the beginning of the answer, which continues it."""
     last = messages[-1]
     if last["role"] != "assistant":

@@ -16,7 +16,7 @@ from modelmill.serve.timings import request_timings
 _STOP_TYPES = {"length": "limit", "stop": "eos"}
 
 
-class NativeAnswerBuilder(EventFormatter):
+class LlamaCppAnswerBuilder(EventFormatter):
     """Builds the answer, whole or as events."""
 
     def __init__(self, model: str, body: CompletionRequest, handle: RequestHandle) -> None:
@@ -25,7 +25,7 @@ class NativeAnswerBuilder(EventFormatter):
 
     def consume(self, items: Sequence[StreamItem]) -> None:
         """Add deltas without making events."""
-        exhaust(map(self._read, items))
+        exhaust(map(self._record_finish_reason, items))
 
     def response(self) -> dict[str, Any]:
         """The whole answer."""
@@ -33,7 +33,7 @@ class NativeAnswerBuilder(EventFormatter):
         return {
             **self._final_fields(),
             "content": output.text,
-            "tokens": self._tokens(output.token_ids),
+            "tokens": self._returned_token_ids(output.token_ids),
         }
 
     def first_events(self) -> bytes:
@@ -44,9 +44,9 @@ class NativeAnswerBuilder(EventFormatter):
         """An event for each delta with text."""
         events = []
         for item in items:
-            self._read(item)
+            self._record_finish_reason(item)
             if item.delta.text:
-                tokens = self._tokens(item.delta.token_ids)
+                tokens = self._returned_token_ids(item.delta.token_ids)
                 fields = {"index": 0, "content": item.delta.text, "tokens": tokens, "stop": False}
                 events.append(sse_event(fields))
         return b"".join(events)
@@ -55,10 +55,10 @@ class NativeAnswerBuilder(EventFormatter):
         """The last event, with counts and times."""
         return sse_event({**self._final_fields(), "content": "", "tokens": []})
 
-    def _read(self, item: StreamItem) -> None:
+    def _record_finish_reason(self, item: StreamItem) -> None:
         self._finish_reason = openai_finish_reason(item.delta.finish_reason)
 
-    def _tokens(self, ids: Sequence[int]) -> list[int]:
+    def _returned_token_ids(self, ids: Sequence[int]) -> list[int]:
         return list(ids) if self._body.return_token_ids else []
 
     def _final_fields(self) -> dict[str, Any]:

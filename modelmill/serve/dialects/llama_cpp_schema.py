@@ -8,10 +8,15 @@ from pydantic import Field
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32, MAX_LOGIT_BIAS
+from modelmill.serve.compatibility_fields import (
+    AnyItems,
+    ignored_field,
+    off_only_field,
+    only_off_values,
+)
 from modelmill.serve.completion_schema import CompletionRequest
-from modelmill.serve.discriminated_unions import make_request, parse_object
+from modelmill.serve.discriminated_unions import make_converted_request, parse_object
 from modelmill.serve.generation_schema import GenerationFields
-from modelmill.serve.peer_fields import AnyItems, ignored, off, off_only
 from modelmill.serve.prompt_fields import TokenIds
 from modelmill.serve.sampling_schema import LogitBias, sampling_field
 from modelmill.serve.strict_models import FAIL_FAST, JsonObjectList, StrictModel
@@ -25,39 +30,41 @@ LogitBiasPairs = Annotated[
 NEVER_BIAS = -100.0
 
 
-class NativeFields(GenerationFields):
+class LlamaCppFields(GenerationFields):
     """Fields of /completion and /infill; without a model, the first one answers."""
 
     may_omit_model: ClassVar[bool] = False
 
     model: str | None = Field(None, max_length=1024)  # type: ignore[assignment]
-    samplers: AnyItems | str | None = ignored("the order is fixed: penalties, temperature, filters")
-    response_fields: AnyItems | None = ignored("the whole object is returned")
-    t_max_prompt_ms: int | None = ignored("a prompt is always read whole")
-    t_max_predict_ms: int | None = ignored("n_predict limits the text")
-    n_indent: int | None = ignored("indentation is the model's")
+    samplers: AnyItems | str | None = ignored_field(
+        "the order is fixed: penalties, temperature, filters"
+    )
+    response_fields: AnyItems | None = ignored_field("the whole object is returned")
+    t_max_prompt_ms: int | None = ignored_field("a prompt is always read whole")
+    t_max_predict_ms: int | None = ignored_field("n_predict limits the text")
+    n_indent: int | None = ignored_field("indentation is the model's")
     repeat_penalty: float | None = sampling_field("repetition_penalty")
     repeat_last_n: int | None = Field(None, ge=-1, le=MAX_INT32)
     logit_bias: LogitBias | LogitBiasPairs | None = Field(  # type: ignore[assignment]
         None, description="biases by token id, or a list of pairs of a token id and its bias"
     )
-    lora: Annotated[AnyItems | None, off([])] = off_only("an empty list")
-    image_data: Annotated[AnyItems | None, off([])] = off_only("an empty list")
+    lora: Annotated[AnyItems | None, only_off_values([])] = off_only_field("an empty list")
+    image_data: Annotated[AnyItems | None, only_off_values([])] = off_only_field("an empty list")
 
-    def make_completion(self, prompt: Any, **fields: Any) -> CompletionRequest:
+    def make_completion_request(self, prompt: Any, **fields: Any) -> CompletionRequest:
         """Make the completion request with this prompt."""
         shared = {
             name: getattr(self, name)
             for name in GenerationFields.model_fields
             # its own fields, as t_max_predict_ms, have a meaning of their own
-            if name in self.model_fields_set and name not in NativeFields.__annotations__
+            if name in self.model_fields_set and name not in LlamaCppFields.__annotations__
         }
         shared["grammar"] = shared.pop("grammar_", None)
         shared["logit_bias"] = self._logit_bias()
         if self.repeat_penalty is not None:
             shared["repetition_penalty"] = self.repeat_penalty
         set_fields = {name: value for name, value in shared.items() if value is not None}
-        return make_request(
+        return make_converted_request(
             CompletionRequest,
             {"model": self.model or "", "prompt": prompt, "n_predict": -1, **set_fields, **fields},
         )
@@ -76,7 +83,7 @@ class NativeFields(GenerationFields):
             )
         if self.repeat_penalty is not None and self.repetition_penalty is not None:
             raise RequestError("repeat_penalty is repetition_penalty; give one of them")
-        self.check_stream()
+        self.check_stream_fields()
 
     def _logit_bias(self) -> dict[str, float] | None:
         """The biases by token id."""
@@ -90,7 +97,7 @@ class NativeFields(GenerationFields):
         return biases
 
 
-class NativeCompletionRequest(NativeFields):
+class LlamaCppCompletionRequest(LlamaCppFields):
     """Request body of POST /completion."""
 
     prompt: str | TokenIds
@@ -99,7 +106,7 @@ class NativeCompletionRequest(NativeFields):
     def to_completion_request(self) -> CompletionRequest:
         """Convert to the equivalent completion request; control tokens are parsed by default."""
         special = self.parse_special is not False and isinstance(self.prompt, str)
-        return self.make_completion(self.prompt, parse_special=special or None)
+        return self.make_completion_request(self.prompt, parse_special=special or None)
 
 
 class InfillContext(StrictModel):
@@ -107,10 +114,10 @@ class InfillContext(StrictModel):
 
     text: str
     filename: str | None = None
-    time: float | None = ignored("files are read in their order")
+    time: float | None = ignored_field("files are read in their order")
 
 
-class InfillRequest(NativeFields):
+class InfillRequest(LlamaCppFields):
     """Request body of POST /infill: the text between a prefix and a suffix."""
 
     input_prefix: str
@@ -130,4 +137,4 @@ class InfillRequest(NativeFields):
             for each in extra
         )
         prefix = head + self.input_prefix + (self.prompt or "")
-        return self.make_completion(prefix, suffix=self.input_suffix)
+        return self.make_completion_request(prefix, suffix=self.input_suffix)

@@ -8,34 +8,34 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from modelmill.outputs import OutputDelta
-from modelmill.serve.call_progress import is_json
+from modelmill.serve.chunked_json_serializer import dump_json
 from modelmill.serve.errors import ApiError
-from modelmill.serve.json_text import dump_json
 from modelmill.serve.openai_format import ChatLogprobsFormatter
 from modelmill.serve.request_handle import RequestHandle, StreamItem
 from modelmill.serve.routes.common import openai_finish_reason
 from modelmill.serve.stream import EventFormatter
+from modelmill.serve.tool_call_progress import is_json
 from modelmill.text.answer_pieces import AnswerPiece, ReasoningDelta, ToolCallDelta
 
-NANOSECONDS = 1_000_000_000
+NANOSECONDS_PER_SECOND = 1_000_000_000
 
 
 class AnswerSplitter(Protocol):
-    """Splits deltas into pieces; as ``ChatAnswer``."""
+    """Splits deltas into pieces; as ``ChatAnswerSplitter``."""
 
     finish_reason: str | None
 
-    def push(self, delta: OutputDelta) -> list[AnswerPiece]:
+    def split_delta(self, delta: OutputDelta) -> list[AnswerPiece]:
         """Return the pieces of a delta."""
 
 
-class PlainAnswer:
+class PlainTextSplitter:
     """The text of a completion, in which nothing is parsed."""
 
     def __init__(self) -> None:
         self.finish_reason: str | None = None
 
-    def push(self, delta: OutputDelta) -> list[AnswerPiece]:
+    def split_delta(self, delta: OutputDelta) -> list[AnswerPiece]:
         """Return the text of a delta."""
         self.finish_reason = openai_finish_reason(delta.finish_reason)
         return [delta.text] if delta.text else []
@@ -79,7 +79,7 @@ class OllamaAnswerBuilder(EventFormatter):
     def consume(self, items: Sequence[StreamItem]) -> None:
         """Add deltas without making lines."""
         for item in items:
-            text, thinking, calls, entries = self._collect(item)
+            text, thinking, calls, entries = self._split_item(item)
             self._text += text
             self._thinking += thinking
             self._calls += calls
@@ -87,7 +87,7 @@ class OllamaAnswerBuilder(EventFormatter):
 
     def response(self) -> dict[str, Any]:
         """The whole answer."""
-        content = self._content(self._text, self._thinking, self._calls, self._entries)
+        content = self._content_fields(self._text, self._thinking, self._calls, self._entries)
         return {**self._common_fields(), **content, **self._final_fields()}
 
     def first_events(self) -> bytes:
@@ -96,49 +96,53 @@ class OllamaAnswerBuilder(EventFormatter):
 
     def delta_events(self, items: Sequence[StreamItem]) -> bytes:
         """A line for each delta with content."""
-        return b"".join(map(_line, self._lines(items)))
+        return b"".join(map(_encode_line, self._delta_lines(items)))
 
     def terminal_events(self) -> bytes:
         """The last line, with counts and times."""
-        return _line(
-            {**self._common_fields(), **self._content("", "", [], []), **self._final_fields()}
+        return _encode_line(
+            {
+                **self._common_fields(),
+                **self._content_fields("", "", [], []),
+                **self._final_fields(),
+            }
         )
 
     def error_events(self, error: ApiError) -> bytes:
         """The error, in place of the rest."""
-        return _line({"error": error.message})
+        return _encode_line({"error": error.message})
 
     def keepalive(self) -> bytes:
         """Nothing: clients parse every line."""
         return b""
 
-    def _lines(self, items: Sequence[StreamItem]) -> Iterator[dict[str, Any]]:
+    def _delta_lines(self, items: Sequence[StreamItem]) -> Iterator[dict[str, Any]]:
         for item in items:
-            parts = self._collect(item)
+            parts = self._split_item(item)
             if any(parts):
-                yield {**self._common_fields(), **self._content(*parts), "done": False}
+                yield {**self._common_fields(), **self._content_fields(*parts), "done": False}
 
-    def _collect(self, item: StreamItem) -> tuple[str, str, list[dict[str, Any]], list[Any]]:
+    def _split_item(self, item: StreamItem) -> tuple[str, str, list[dict[str, Any]], list[Any]]:
         """Return the text, thinking, complete calls and log-probabilities of a delta."""
         text, thinking, calls = "", "", list[dict[str, Any]]()
         delta = item.delta
-        for piece in self._splitter.push(delta):
+        for piece in self._splitter.split_delta(delta):
             if isinstance(piece, str):
                 text += piece
             elif isinstance(piece, ReasoningDelta):
                 thinking += piece.text
             else:
                 if piece.name is not None:
-                    calls += self._close_call()
+                    calls += self._take_complete_call()
                     self._open_call, self._arguments = piece, ""
                 self._arguments += piece.arguments
         if delta.finish_reason is not None:
-            calls += self._close_call()
+            calls += self._take_complete_call()
         output = delta.output.outputs[delta.index]
         logprobs = self._logprobs.format_next(output, len(delta.token_ids))
         return text, thinking, calls, [] if logprobs is None else logprobs["content"]
 
-    def _close_call(self) -> list[dict[str, Any]]:
+    def _take_complete_call(self) -> list[dict[str, Any]]:
         """The open call, if it is complete: arguments are an object here, so a part is none."""
         call, self._open_call = self._open_call, None
         if call is None or not is_json(self._arguments):
@@ -150,7 +154,7 @@ class OllamaAnswerBuilder(EventFormatter):
         }
         return [{"id": call.id, "function": function}]
 
-    def _content(
+    def _content_fields(
         self, text: str, thinking: str, calls: list[dict[str, Any]], logprobs: list[Any]
     ) -> dict[str, Any]:
         thought = {"thinking": thinking} if thinking else {}
@@ -161,33 +165,35 @@ class OllamaAnswerBuilder(EventFormatter):
         return {"message": {"role": "assistant", "content": text, **thought, **made}, **entries}
 
     def _common_fields(self) -> dict[str, Any]:
-        return {"model": self._model, "created_at": timestamp()}
+        return {"model": self._model, "created_at": format_timestamp()}
 
     def _final_fields(self) -> dict[str, Any]:
         reason = self._splitter.finish_reason
         return {
             "done": True,
             "done_reason": "length" if reason == "length" else "stop",
-            **durations(self._handle),
+            **counts_and_durations(self._handle),
             **self._warnings,
         }
 
 
-def durations(handle: RequestHandle) -> dict[str, int]:
+def counts_and_durations(handle: RequestHandle) -> dict[str, int]:
     """Token counts, and times in nanoseconds."""
     output = handle.request_states[0].output
     total, first = output.seconds or 0.0, output.first_token_seconds or output.seconds or 0.0
     return {
-        "total_duration": int(total * NANOSECONDS),
+        "total_duration": int(total * NANOSECONDS_PER_SECOND),
         "load_duration": 0,
         "prompt_eval_count": len(output.prompt_token_ids),
-        "prompt_eval_duration": int(max(first - (handle.queue_seconds or 0), 0) * NANOSECONDS),
+        "prompt_eval_duration": int(
+            max(first - (handle.queue_seconds or 0), 0) * NANOSECONDS_PER_SECOND
+        ),
         "eval_count": sum(len(each.token_ids) for each in output.outputs),
-        "eval_duration": int(max(total - first, 0) * NANOSECONDS),
+        "eval_duration": int(max(total - first, 0) * NANOSECONDS_PER_SECOND),
     }
 
 
-def timestamp(seconds: float | None = None) -> str:
+def format_timestamp(seconds: float | None = None) -> str:
     """A time in Ollama's format; None: now."""
     utc = datetime.UTC
     moment = (
@@ -203,9 +209,9 @@ def load_only_response(model: str, is_chat: bool, reason: str) -> dict[str, Any]
     content: dict[str, Any] = (
         {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
     )
-    head = {"model": model, "created_at": timestamp()}
+    head = {"model": model, "created_at": format_timestamp()}
     return {**head, **content, "done": True, "done_reason": reason}
 
 
-def _line(value: dict[str, Any]) -> bytes:
+def _encode_line(value: dict[str, Any]) -> bytes:
     return dump_json(value) + b"\n"

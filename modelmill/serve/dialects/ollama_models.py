@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from modelmill.artifact.manifest import MANIFEST_FILE, Manifest
 from modelmill.core.errors import ModelmillError
-from modelmill.serve.dialects.ollama_answer import timestamp
+from modelmill.serve.dialects.ollama_answer import format_timestamp
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.response_model import ResponseModel
 
@@ -146,11 +146,11 @@ OLLAMA_ERRORS: dict[int | str, dict[str, Any]] = {
     for status in (400, 401, 403, 404, 405, 408, 413, 429, 500, 503)
 }
 """Errors in the OpenAPI document, in place of those of the other paths."""
-NEVER_SECONDS = 253_370_764_800
+NEVER_EXPIRES_SECONDS = 253_370_764_800
 """The year 9999, as Ollama writes the expiry of a model that stays loaded."""
 
 
-def manifest_of(engine: EngineClient) -> Manifest | None:
+def language_manifest(engine: EngineClient) -> Manifest | None:
     """The manifest of an engine that generates text; None until it is known."""
     try:
         return engine.text_processor.manifest
@@ -163,7 +163,7 @@ def model_entry(name: str, engine: EngineClient) -> dict[str, Any]:
     return {
         "name": name,
         "model": name,
-        "modified_at": timestamp(_modified_at(engine)),
+        "modified_at": format_timestamp(_modified_at(engine)),
         **_size_and_digest(engine),
     }
 
@@ -177,7 +177,7 @@ def running_entry(name: str, engine: EngineClient, expires_at: float) -> dict[st
         "name": name,
         "model": name,
         **identity,
-        "expires_at": timestamp(expires_at),
+        "expires_at": format_timestamp(expires_at),
         "size_vram": identity["size"] if on_gpu else 0,
         "context_length": 0 if info is None else info.max_model_len,
     }
@@ -215,7 +215,7 @@ def show_model(engine: EngineClient) -> dict[str, Any]:
         "details": model_details(manifest),
         "model_info": info,
         "capabilities": capabilities(engine),
-        "modified_at": timestamp(_modified_at(engine)),
+        "modified_at": format_timestamp(_modified_at(engine)),
     }
 
 
@@ -229,7 +229,9 @@ def capabilities(engine: EngineClient) -> list[str]:
     processor = engine.text_processor
     chat_format = processor.chat_format
     chat = [] if chat_format is None else ["tools"]
-    if chat_format is not None and (chat_format.thinking is not None or chat_format.takes_effort):
+    if chat_format is not None and (
+        chat_format.thinking is not None or chat_format.reads_reasoning_effort
+    ):
         chat.append("thinking")
     return ["completion", *chat, *(["vision"] if processor.supports_images else []), "embedding"]
 
@@ -251,7 +253,7 @@ def model_details(manifest: Manifest | None) -> dict[str, Any]:
 
 
 def _size_and_digest(engine: EngineClient) -> dict[str, Any]:
-    manifest = manifest_of(engine)
+    manifest = language_manifest(engine)
     files: Sequence[dict[str, Any]] = () if manifest is None else [*manifest.files.values()]
     return {
         "size": sum(int(each.get("bytes", 0)) for each in files),

@@ -14,14 +14,14 @@ from modelmill.core.types import MAX_INT32
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.dialects.ollama_options import OllamaOptions
-from modelmill.serve.discriminated_unions import make_request, parse_object
-from modelmill.serve.engine_fields import EngineFields
+from modelmill.serve.discriminated_unions import make_converted_request, parse_object
+from modelmill.serve.engine_request_fields import EngineRequestFields
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
 from modelmill.serve.prompt_fields import TextList
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject, JsonObjectList, StrictModel
 from modelmill.serve.structured_outputs_schema import JsonSchema, ResponseFormat
 from modelmill.serve.tool_schema import MAX_TOOLS, Tool
-from modelmill.text.answer_pieces import function_call_json
+from modelmill.text.answer_pieces import make_openai_tool_call
 
 LongText = Annotated[str, Field(max_length=10 << 20)]
 Images = Annotated[list[str], FAIL_FAST, Field(max_length=64)]
@@ -60,7 +60,7 @@ class OllamaMessage(StrictModel):
     name: str | None = None
 
 
-class OllamaModelFields(EngineFields):
+class OllamaModelFields(EngineRequestFields):
     """Fields of every request that runs a model."""
 
     model: str = Field(max_length=1024)
@@ -116,7 +116,7 @@ class OllamaGenerationFields(OllamaModelFields):
     def make_chat_request(self, messages: list[dict[str, Any]], **fields: Any) -> ChatRequest:
         """Make the chat request of a conversation."""
         logprobs = True if self.logprobs or self.top_logprobs else None
-        return make_request(
+        return make_converted_request(
             ChatRequest,
             {
                 "messages": messages,
@@ -169,7 +169,7 @@ class OllamaGenerateRequest(OllamaGenerationFields):
             raise RequestError("system and images have no meaning with raw: true; leave them out")
 
     @property
-    def completes_text(self) -> bool:
+    def skips_chat_template(self) -> bool:
         """Whether the prompt goes to the model without a chat template."""
         return bool(self.raw) or bool(self.suffix)
 
@@ -180,12 +180,12 @@ class OllamaGenerateRequest(OllamaGenerationFields):
         user = OllamaMessage.model_validate(
             {"role": "user", "content": self.prompt, "images": self.images}
         )
-        return self.make_chat_request([*messages, _chat_message(user)])
+        return self.make_chat_request([*messages, _to_chat_message(user)])
 
     def to_completion_request(self) -> CompletionRequest:
         """Convert to the equivalent completion request; raises RequestError."""
         self.check()
-        return make_request(
+        return make_converted_request(
             CompletionRequest,
             {
                 "prompt": self.prompt or "",
@@ -237,19 +237,19 @@ def to_chat_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     open_calls: deque[tuple[str, str]] = deque()
     for index, raw in enumerate(messages):
         message = parse_object(raw, f"messages[{index}]", OllamaMessage)
-        converted = _chat_message(message)
+        converted = _to_chat_message(message)
         for number, call in enumerate(converted.get("tool_calls", ())):
             call["id"] = call["id"] or f"call_{index}_{number}"
             open_calls.append((call["id"], call["function"]["name"]))
         if message.role == "tool":
-            converted["tool_call_id"] = message.tool_call_id or _take_call(
+            converted["tool_call_id"] = message.tool_call_id or _match_tool_call_id(
                 open_calls, message.tool_name or message.name
             )
         chat.append(converted)
     return chat
 
 
-def _take_call(open_calls: deque[tuple[str, str]], name: str | None) -> str:
+def _match_tool_call_id(open_calls: deque[tuple[str, str]], name: str | None) -> str:
     call = next((each for each in open_calls if name in (None, each[1])), None)
     if call is None:
         return "call_0"
@@ -257,11 +257,12 @@ def _take_call(open_calls: deque[tuple[str, str]], name: str | None) -> str:
     return call[0]
 
 
-def _chat_message(message: OllamaMessage) -> dict[str, Any]:
+def _to_chat_message(message: OllamaMessage) -> dict[str, Any]:
     content: Any = message.content or ""
     if message.images:
         images = [
-            {"type": "image_url", "image_url": {"url": _image_url(data)}} for data in message.images
+            {"type": "image_url", "image_url": {"url": _image_data_url(data)}}
+            for data in message.images
         ]
         text = [{"type": "text", "text": content}] if content else []
         content = [*images, *text]
@@ -270,7 +271,7 @@ def _chat_message(message: OllamaMessage) -> dict[str, Any]:
         out["reasoning_content"] = message.thinking
     if message.tool_calls:
         out["tool_calls"] = [
-            function_call_json(
+            make_openai_tool_call(
                 call.id,
                 call.function.name,
                 json.dumps(call.function.arguments, ensure_ascii=False),
@@ -281,7 +282,7 @@ def _chat_message(message: OllamaMessage) -> dict[str, Any]:
     return out
 
 
-def _image_url(data: str) -> str:
+def _image_data_url(data: str) -> str:
     """A data URL of base64; Ollama's images have no type."""
     if data.startswith("data:"):
         return data

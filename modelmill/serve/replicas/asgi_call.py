@@ -9,13 +9,13 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from modelmill.serve.service import TENANT_KEY
+from modelmill.serve.service import TENANT_SCOPE_KEY
 
 MAX_QUEUED_CHUNKS = 256
 """Chunks of a response that may wait to be fetched."""
 
 
-class AppCall:
+class AsgiCall:
     """A running call of an application; needs an event loop.
 
     Attributes:
@@ -55,12 +55,12 @@ class AppCall:
             await self.task
 
 
-async def call_app(app: ASGIApp, head: dict[str, Any], body: bytes) -> AsyncGenerator[Any]:
+async def call_asgi_app(app: ASGIApp, head: dict[str, Any], body: bytes) -> AsyncGenerator[Any]:
     """Call an application; yield (status, headers), then bytes.
 
     Closing the generator has the effect of a client that disconnects.
     """
-    call = AppCall(app, _scope(head), body, MAX_QUEUED_CHUNKS)
+    call = AsgiCall(app, _make_scope(head), body, MAX_QUEUED_CHUNKS)
     out = call.messages
     try:
         while (message := await out.get()) is not None:
@@ -80,7 +80,7 @@ async def call_app(app: ASGIApp, head: dict[str, Any], body: bytes) -> AsyncGene
         await call.cancel()
 
 
-def _scope(head: dict[str, Any]) -> dict[str, Any]:
+def _make_scope(head: dict[str, Any]) -> dict[str, Any]:
     return {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -95,5 +95,5 @@ def _scope(head: dict[str, Any]) -> dict[str, Any]:
         "server": ("localhost", 80),
         "client": None,
         "state": {},
-        TENANT_KEY: head.get("tenant", ""),
+        TENANT_SCOPE_KEY: head.get("tenant", ""),
     }

@@ -17,11 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from modelmill import __version__
 from modelmill.core import log
 from modelmill.serve import errors, openai_format
-from modelmill.serve.dialects.error_form import OLLAMA_PREFIX, error_body, responses_error_event
+from modelmill.serve.dialects.error_format import OLLAMA_PREFIX, error_body, responses_error_event
 from modelmill.serve.errors import ApiError
 from modelmill.serve.metrics import CONTENT_TYPE
-from modelmill.serve.replicas.affinity import prefix_digests
-from modelmill.serve.service import TENANT_KEY, Service
+from modelmill.serve.replicas.prefix_affinity import prefix_digests
+from modelmill.serve.service import TENANT_SCOPE_KEY, Service
 from modelmill.serve.stream import ClientStalled, run_while_connected, send_with_timeout
 
 MAX_ATTEMPTS = 3
@@ -76,23 +76,23 @@ class ReplicaProxy:
         """
         path = scope["path"]
         if path == "/health":
-            await self._health(send)
+            await self._send_health(send)
         elif path == "/version":
             await _send_json(send, 200, {"version": __version__})
         elif path == "/metrics":
             page = merge_metrics(await self._replicas.metrics_pages())
             await _send_body(send, 200, page, CONTENT_TYPE.encode())
         else:
-            await self._relay(scope, receive, send)
+            await self._forward_request(scope, receive, send)
 
-    async def _health(self, send: Send) -> None:
+    async def _send_health(self, send: Send) -> None:
         state = self._replicas.state()
         if self._service.draining:
             state["status"] = "draining"
         ok = state["status"] == "ok"
         await _send_json(send, 200 if ok else 503, state, () if ok else ((b"retry-after", b"2"),))
 
-    async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _forward_request(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self._replicas.state()
         if state["status"] != "ok":
             message = f"no replica is ready ({state['status']}); try again soon"
@@ -120,9 +120,9 @@ class _ProxiedRequest:
     async def run(self) -> None:
         """Forward the request until it is answered or the client stalls."""
         with contextlib.suppress(ClientStalled):
-            await self._retry_replicas()
+            await self._forward_with_retries()
 
-    async def _retry_replicas(self) -> None:
+    async def _forward_with_retries(self) -> None:
         """Try another replica if one is lost before its response began."""
         prefix, avoid = (
             await asyncio.to_thread(prefix_digests, self._body, self._head["tenant"]),
@@ -250,7 +250,7 @@ def _request_head(scope: Scope) -> dict[str, Any]:
         "path": scope["path"],
         "raw_path": scope.get("raw_path") or scope["path"].encode(),
         "query": scope.get("query_string", b""),
-        "tenant": scope.get(TENANT_KEY, ""),
+        "tenant": scope.get(TENANT_SCOPE_KEY, ""),
         "headers": [*headers, (b"x-request-id", scope["modelmill.request_id"].encode())],
     }
 

@@ -68,11 +68,11 @@ class RayCluster:
             raise ModelmillError(
                 f"Ray cannot be joined at {options['address']}: {reason}"
             ) from None
-        self._assign_gpus(ray.cluster_resources().get("GPU", 0))
-        serve.start(proxy_location="Disabled", logging_config=_quiet_logging())
+        self._choose_gpus_per_replica(ray.cluster_resources().get("GPU", 0))
+        serve.start(proxy_location="Disabled", logging_config=_quiet_logging_config())
         self._deploy()
 
-    def _assign_gpus(self, num_gpus: float) -> None:
+    def _choose_gpus_per_replica(self, num_gpus: float) -> None:
         """Choose the GPUs per replica.
 
         Args:
@@ -89,7 +89,9 @@ class RayCluster:
                 f"{requested} do not fit: the cluster has {num_gpus:g}; lower --replicas or --tp"
             )
         if not self._gpus_per_replica and deployment.address is None:
-            self._replica_spec = self._replica_spec.split_for_replicas(deployment.num_replicas)
+            self._replica_spec = self._replica_spec.split_memory_for_replicas(
+                deployment.num_replicas
+            )
 
     def restart_replicas(self) -> None:
         """Replace the replicas one by one; each drains within ``drain_timeout``."""
@@ -113,7 +115,7 @@ class RayCluster:
             graceful_shutdown_wait_loop_s=0.5,
             health_check_period_s=2,
             health_check_timeout_s=30,
-            logging_config=_quiet_logging(),
+            logging_config=_quiet_logging_config(),
             request_router_config=_router_config(),
         )
         target = serve.RunTarget(
@@ -202,7 +204,7 @@ def _router_config() -> Any:
     )
 
 
-def _quiet_logging() -> dict[str, Any]:
+def _quiet_logging_config() -> dict[str, Any]:
     """Silence Serve's own logs: the server has its own."""
     return {"log_level": "ERROR", "enable_access_log": False}
 

@@ -15,7 +15,7 @@ from modelmill.serve.app import REQUEST_MODELS, make_app
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.engine_state import EngineState
 from modelmill.serve.json_logs import log_to_stderr
-from modelmill.serve.replicas.asgi_call import call_app
+from modelmill.serve.replicas.asgi_call import call_asgi_app
 from modelmill.serve.replicas.deployment import ReplicaSpec
 from modelmill.serve.service import Service, ServiceLimits
 from modelmill.serve.traces import RequestTracer
@@ -84,7 +84,7 @@ class Replica:
             avoid: for the router.
         """
         yield self._id
-        async with contextlib.aclosing(call_app(self._app, head, body)) as response:
+        async with contextlib.aclosing(call_asgi_app(self._app, head, body)) as response:
             async for part in response:
                 yield part
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from modelmill.serve.replicas.affinity import PrefixAffinity
+from modelmill.serve.replicas.prefix_affinity import PrefixAffinity
 
 
 class PrefixAwareRouter(RequestRouter):
@@ -40,17 +40,17 @@ class PrefixAwareRouter(RequestRouter):
             return [list(replicas.values())]
         arguments, id = pending_request.kwargs, pending_request.metadata.internal_request_id
         with self._lock:
-            self._release(id)
-            self._affinity.retain(list(replicas))
+            self._release_request(id)
+            self._affinity.retain_replicas(list(replicas))
             candidates = [
                 name for name in replicas if name not in arguments.get("avoid", ())
             ] or list(replicas)
             order = self._affinity.rank_replicas(
                 arguments.get("prefix", ()), {name: self._loads[name] for name in candidates}
             )
-            self._assign(id, order[0], arguments.get("prefix", ()))
+            self._assign_request(id, order[0], arguments.get("prefix", ()))
         pending_request.future.add_done_callback(
-            lambda future: self._on_finished(id) if future.cancelled() else None
+            lambda future: self._on_request_finished(id) if future.cancelled() else None
         )
         return [[replicas[name]] for name in order]
 
@@ -64,23 +64,25 @@ class PrefixAwareRouter(RequestRouter):
         id = pending_request.metadata.internal_request_id
         with self._lock:
             if self._assignments.get(id) != replica_id.unique_id:
-                self._release(id)
-                self._assign(id, replica_id.unique_id, pending_request.kwargs.get("prefix", ()))
+                self._release_request(id)
+                self._assign_request(
+                    id, replica_id.unique_id, pending_request.kwargs.get("prefix", ())
+                )
 
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:  # noqa: ARG002
         """Record that the request has ended, successfully or not."""
-        self._on_finished(internal_request_id)
+        self._on_request_finished(internal_request_id)
 
-    def _on_finished(self, id: str) -> None:
+    def _on_request_finished(self, id: str) -> None:
         with self._lock:
-            self._release(id)
+            self._release_request(id)
 
-    def _assign(self, id: str, name: str, prefix: Any) -> None:
+    def _assign_request(self, id: str, name: str, prefix: Any) -> None:
         self._assignments[id] = name
         self._loads[name] += 1
         self._affinity.record_route(prefix, name)
 
-    def _release(self, id: str) -> None:
+    def _release_request(self, id: str) -> None:
         name = self._assignments.pop(id, None)
         if name is not None:
             self._loads[name] -= 1

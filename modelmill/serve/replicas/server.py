@@ -15,7 +15,7 @@ from modelmill.core import log
 from modelmill.core.errors import ModelmillError
 from modelmill.serve.replicas.proxy import ReplicaProxy, with_middleware
 from modelmill.serve.replicas.ray_cluster import RayCluster
-from modelmill.serve.server import ServerOptions, http_server, open_socket
+from modelmill.serve.server import ServerOptions, make_http_server, open_listening_socket
 from modelmill.serve.service import Service
 
 POLL_SECONDS = 0.5
@@ -45,8 +45,8 @@ class RayFrontendServer:
             UsageError: the port cannot be opened.
             ModelmillError: no replica can be started.
         """
-        sock = open_socket(self._options.host, self._options.port)
-        server = http_server(
+        sock = open_listening_socket(self._options.host, self._options.port)
+        server = make_http_server(
             with_middleware(ReplicaProxy(self._cluster, self._service), self._service)
         )
         host, port = sock.getsockname()[:2]

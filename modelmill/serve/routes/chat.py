@@ -11,32 +11,32 @@ from fastapi import APIRouter, Request
 from modelmill.core.errors import RequestError
 from modelmill.core.types import Grammar
 from modelmill.outputs import CompletionOutput, OutputDelta
-from modelmill.request_state import RequestState
+from modelmill.request_output_state import RequestOutputState
 from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
-from modelmill.serve.call_progress import ToolCallProgress
 from modelmill.serve.chat_schema import ChatRequest
-from modelmill.serve.custom_tools import ToolCallDeltaFormatter, call_json
+from modelmill.serve.continue_final_message import split_answer_start
+from modelmill.serve.custom_tools import ToolCallDeltaFormatter, tool_call_json
 from modelmill.serve.engine_client import max_tokenize_tokens
-from modelmill.serve.final_message import split_answer_start
 from modelmill.serve.openai_format import ChatLogprobsFormatter, sse_event
 from modelmill.serve.request_handle import RequestHandle, StreamItem
 from modelmill.serve.request_options import (
     format_prompt_logprobs,
     kept_prompt_tokens,
     request_cache_salt,
-    resolve_params,
+    resolve_sampling_params,
 )
 from modelmill.serve.routes.common import (
     acquire_engine,
     check_message_sizes,
+    prepare_and_submit_requests,
     random_id,
-    submit_requests,
 )
-from modelmill.serve.schema_coercion import usable_grammar
+from modelmill.serve.schema_relaxation import relax_grammar_if_needed
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
 from modelmill.serve.timings import final_timing_fields, request_timings
-from modelmill.serve.tool_schema import Tool, check_functions
+from modelmill.serve.tool_call_progress import ToolCallProgress
+from modelmill.serve.tool_schema import Tool, check_parameter_schemas
 from modelmill.text import tool_grammar, tool_prompts
 from modelmill.text.answer_parser import AnswerParser
 from modelmill.text.answer_pieces import (
@@ -44,10 +44,10 @@ from modelmill.text.answer_pieces import (
     ReasoningDelta,
     ToolCallDelta,
     collect_answer,
-    collect_tool_calls,
+    collect_content_and_calls,
 )
-from modelmill.text.chat import make_chat_answer_parser
-from modelmill.text.chat_format_files import load_format
+from modelmill.text.chat_format_loader import make_chat_answer_parser
+from modelmill.text.chat_format_registry import load_chat_syntax
 from modelmill.text.thinking_switch import COMMON_NAME, OTHER_NAME
 from modelmill.text_processor import TextProcessor
 
@@ -60,7 +60,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Any:
     service, engine = await acquire_engine(request, body.model, body.keep_alive)
     body.check()
     engine.check_capacity(body.n or 1)
-    _, handle = await submit_requests(
+    _, handle = await prepare_and_submit_requests(
         request,
         engine,
         chat_request_state,
@@ -82,7 +82,7 @@ def checked_request_state(
     chat: ChatRequest,
     max_model_len: int,
     rename_fields: Callable[[str], str],
-) -> RequestState:
+) -> RequestOutputState:
     """Check a conversation of another API, and convert it to a request of an engine.
 
     Args:
@@ -100,13 +100,13 @@ def checked_request_state(
         state = chat_request_state(text_processor, chat, max_model_len)
     except RequestError as error:
         raise RequestError(rename_fields(str(error))) from None
-    chat.rename_warnings(rename_fields)
+    chat.rename_warning_fields(rename_fields)
     return state
 
 
 def chat_request_state(
     text_processor: TextProcessor, body: ChatRequest, max_model_len: int
-) -> RequestState:
+) -> RequestOutputState:
     """Convert the conversation to a request of an engine.
 
     Args:
@@ -119,25 +119,25 @@ def chat_request_state(
     """
     if text_processor.chat_format is None:
         raise RequestError("this engine has no chat template for messages; use /v1/completions")
-    check_functions(tool.function for tool in body.tools or () if isinstance(tool, Tool))
+    check_parameter_schemas(tool.function for tool in body.tools or () if isinstance(tool, Tool))
     kept = kept_prompt_tokens(body, max_model_len)
     longest = max_model_len if kept is None else max_tokenize_tokens(max_model_len)
     check_message_sizes(text_processor, body.messages, longest, body.offered_tools)
     grammar = body.validated_grammar()
     options = _template_options(text_processor, body)
-    text_processor = text_processor.with_options(options)
+    text_processor = text_processor.with_template_options(options)
     assert text_processor.chat_format is not None, "a variable changes the format, and removes none"
     format_name = text_processor.chat_format.format_name
     offered = body.offered_tools
-    params = resolve_params(text_processor, body)
+    params = resolve_sampling_params(text_processor, body)
     history, answer_start = split_answer_start(body)
-    messages, template = tool_prompts.prepare_tools(
+    messages, template = tool_prompts.prepare_tool_conversation(
         format_name, history, offered, writes_calls=text_processor.chat_format.writes_calls
     )
     if offered:
-        params = tool_prompts.with_call_stops(params, format_name)
+        params = tool_prompts.add_call_stop_strings(params, format_name)
     if grammar is None and answer_start is None:
-        grammar = _strict_grammar(body, offered, format_name)
+        grammar = _strict_tool_grammar(body, offered, format_name)
     if options:
         template["options"] = options
     return text_processor.chat_request(
@@ -163,15 +163,15 @@ def _template_options(text_processor: TextProcessor, body: ChatRequest) -> dict[
     chat_format = text_processor.chat_format
     if effort is None or chat_format is None:
         return options
-    if chat_format.takes_effort:
+    if chat_format.reads_reasoning_effort:
         options.setdefault("reasoning_effort", effort)
-    switches = effort == "none" or not chat_format.takes_effort
+    switches = effort == "none" or not chat_format.reads_reasoning_effort
     if switches and chat_format.thinking is not None and OTHER_NAME not in options:
         options.setdefault(COMMON_NAME, effort != "none")
     return options
 
 
-def _strict_grammar(
+def _strict_tool_grammar(
     body: ChatRequest, offered: Sequence[dict[str, Any]], format_name: str
 ) -> Grammar | None:
     """The constraint on calls of strict functions that the model may leave out.
@@ -182,19 +182,19 @@ def _strict_grammar(
     grammar = tool_grammar.strict_call_grammar(
         offered,
         body.parallel_tool_calls is not False,
-        as_json=load_format(format_name).calls.writes_json,
+        as_json=load_chat_syntax(format_name).calls.writes_json,
     )
     if grammar is None:
         return None
     if body.ignore_eos:
         raise RequestError("ignore_eos has no meaning with a strict function; leave it out")
-    usable, reasons = usable_grammar(grammar, "tools")
+    usable, reasons = relax_grammar_if_needed(grammar, "tools")
     body.add_warnings(reasons)
     return usable
 
 
 def make_chat_tool_parser(
-    body: ChatRequest, text_processor: TextProcessor, state: RequestState | None = None
+    body: ChatRequest, text_processor: TextProcessor, state: RequestOutputState | None = None
 ) -> AnswerParser | None:
     """Make the parser of an output; None if it has neither tools nor thinking.
 
@@ -209,7 +209,7 @@ def make_chat_tool_parser(
         thinks=state is not None and state.prompt_thinking == "open",
         continues=body.messages[-1].get("role") == "tool",
         max_calls=1 if body.parallel_tool_calls is False else None,
-        forced=body.forces_call,
+        forced=body.forces_tool_call,
         options=_template_options(text_processor, body),
     )
 
@@ -223,7 +223,7 @@ def is_truncated(output: CompletionOutput, call_stops: Collection[str]) -> bool:
     return output.finish_reason != "stop" or stopped
 
 
-class AnswerReader:
+class RememberingAnswerParser:
     """Splits the text of one choice into pieces, and has the whole answer remembered.
 
     Attributes:
@@ -231,14 +231,14 @@ class AnswerReader:
     """
 
     def __init__(
-        self, body: ChatRequest, text_processor: TextProcessor, state: RequestState
+        self, body: ChatRequest, text_processor: TextProcessor, state: RequestOutputState
     ) -> None:
         """Start one choice; state: the engine's request, which knows how the prompt ends."""
         self.parser = make_chat_tool_parser(body, text_processor, state)
         self._text_processor, self._state = text_processor, state
         chat_format = text_processor.chat_format
         self._call_stops = (
-            () if chat_format is None else load_format(chat_format.format_name).calls.stops
+            () if chat_format is None else load_chat_syntax(chat_format.format_name).calls.stops
         )
         self._pieces: list[AnswerPiece] = []
 
@@ -247,7 +247,7 @@ class AnswerReader:
         """Whether the text so far ends inside the thinking."""
         return self.parser is not None and self.parser.in_reasoning
 
-    def read(self, text: str, ended: CompletionOutput | None) -> list[AnswerPiece]:
+    def parse_text(self, text: str, ended: CompletionOutput | None) -> list[AnswerPiece]:
         """Return the pieces of new text, in order.
 
         Args:
@@ -291,22 +291,24 @@ class ChatResponseBuilder(EventFormatter):
             for _ in range(self._n)
         ]
         state = handle.request_states[0]
-        self._readers = [AnswerReader(body, text_processor, state) for _ in range(self._n)]
+        self._readers = [
+            RememberingAnswerParser(body, text_processor, state) for _ in range(self._n)
+        ]
         self._calls = [ToolCallProgress(body, text_processor) for _ in range(self._n)]
         self._num_sent_ids = [0] * self._n
         self._call_deltas = [ToolCallDeltaFormatter(body.custom_tool_names) for _ in range(self._n)]
         self._tail: dict[str, Any] = {"usage": None} if body.wants_usage else {}
         self._chunk_template = openai_format.ChunkTemplate(self._head, self._tail)
 
-    def _parse_calls(
+    def _parse_delta(
         self, output: CompletionOutput, text: str, ended: bool
     ) -> tuple[str, str, list[ToolCallDelta]]:
         """Split new text of a choice into (content, thinking, deltas of tool calls)."""
         index = output.index
-        pieces = self._readers[index].read(text, output if ended else None)
+        pieces = self._readers[index].parse_text(text, output if ended else None)
         calls = [piece for piece in pieces if isinstance(piece, ToolCallDelta)]
         for call in calls:
-            self._calls[index].add(call)
+            self._calls[index].add_delta(call)
         content = "".join(piece for piece in pieces if isinstance(piece, str))
         reasoning = "".join(piece.text for piece in pieces if isinstance(piece, ReasoningDelta))
         return content, reasoning, calls
@@ -316,7 +318,7 @@ class ChatResponseBuilder(EventFormatter):
         result = self._handle.request_states[0].output
         response: dict[str, Any] = {
             **self._head,
-            "choices": [self._choice(output) for output in result.outputs],
+            "choices": [self._format_choice(output) for output in result.outputs],
             "usage": openai_format.token_usage(self._handle.request_states),
         }
         if self._body.return_token_ids:
@@ -335,17 +337,18 @@ class ChatResponseBuilder(EventFormatter):
             out["timings"] = request_timings(states)
         return out
 
-    def _choice(self, output: CompletionOutput) -> dict[str, Any]:
+    def _format_choice(self, output: CompletionOutput) -> dict[str, Any]:
         # the stop token is not part of the text
         count = len(output.token_ids) - isinstance(output.stop_reason, int)
-        content, reasoning, calls = self._parse_calls(output, output.text, ended=True)
+        content, reasoning, calls = self._parse_delta(output, output.text, ended=True)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         message |= _reasoning_fields(reasoning)
         if calls:
             message["content"] = content or None
             custom_tool_names = self._body.custom_tool_names
             message["tool_calls"] = [
-                call_json(call, custom_tool_names) for call in collect_tool_calls(calls)[1]
+                tool_call_json(call, custom_tool_names)
+                for call in collect_content_and_calls(calls)[1]
             ]
         choice = {
             "index": output.index,
@@ -364,7 +367,8 @@ class ChatResponseBuilder(EventFormatter):
         if self._body.warnings:
             fields["warnings"] = self._body.warnings
         return b"".join(
-            self._chunk(index, role, None, None, event_fields=fields) for index in range(self._n)
+            self._format_event(index, role, None, None, event_fields=fields)
+            for index in range(self._n)
         )
 
     def delta_events(self, items: Sequence[StreamItem]) -> bytes:
@@ -375,7 +379,7 @@ class ChatResponseBuilder(EventFormatter):
         output = delta.output.outputs[delta.index]
         logprobs = self._logprobs[delta.index].format_next(output, len(delta.token_ids))
         ids = self._new_token_ids(output, delta) if self._body.return_token_ids else None
-        text, reasoning, calls = self._parse_calls(
+        text, reasoning, calls = self._parse_delta(
             output, delta.text, ended=delta.finish_reason is not None
         )
         has_text = text or reasoning or calls
@@ -393,7 +397,7 @@ class ChatResponseBuilder(EventFormatter):
         choice_fields: dict[str, Any] = {} if ids is None else {"token_ids": ids}
         if delta.finish_reason:
             choice_fields["stop_reason"] = output.stop_reason
-        return self._chunk(
+        return self._format_event(
             delta.index,
             content,
             logprobs,
@@ -408,7 +412,7 @@ class ChatResponseBuilder(EventFormatter):
         self._num_sent_ids[output.index] = end
         return output.token_ids[begin:end]
 
-    def _chunk(
+    def _format_event(
         self,
         index: int,
         delta: dict[str, Any],
@@ -443,7 +447,7 @@ class ChatResponseBuilder(EventFormatter):
     def terminal_events(self) -> bytes:
         """The usage if requested, and the end of the stream."""
         states = self._handle.request_states if self._body.wants_usage else None
-        return openai_format.end_of_stream(self._head, states)
+        return openai_format.format_stream_end(self._head, states)
 
 
 def _reasoning_fields(reasoning: str) -> dict[str, str]:

@@ -9,18 +9,18 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from modelmill.core.errors import RequestError
-from modelmill.request_state import RequestState
+from modelmill.request_output_state import RequestOutputState
 from modelmill.serve import errors
-from modelmill.serve.access.request_use import NO_POLICY, RequestAccounting
+from modelmill.serve.access.request_accounting import NO_POLICY, RequestAccounting
 from modelmill.serve.catalogue.keep_alive import KeepAlive, parse_keep_alive
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.request_handle import RequestHandle
 from modelmill.serve.service import (
-    INTERNAL_KEY,
-    LEASES_KEY,
-    POLICY_KEY,
-    PRIORITY_KEY,
-    USE_KEY,
+    ACCOUNTING_SCOPE_KEY,
+    INTERNAL_SCOPE_KEY,
+    LEASES_SCOPE_KEY,
+    POLICY_SCOPE_KEY,
+    PRIORITY_SCOPE_KEY,
     Service,
 )
 from modelmill.serve.stream import run_while_connected
@@ -64,18 +64,18 @@ async def lease_engine(
         ClientDisconnect: the client has disconnected.
     """
     seconds = None if keep_alive is None else parse_keep_alive(keep_alive)
-    if USE_KEY not in request.scope:
-        request.scope[USE_KEY] = get_service(request).begin_use(
-            request.scope.get(POLICY_KEY, NO_POLICY), request.scope.get(PRIORITY_KEY)
+    if ACCOUNTING_SCOPE_KEY not in request.scope:
+        request.scope[ACCOUNTING_SCOPE_KEY] = get_service(request).begin_accounting(
+            request.scope.get(POLICY_SCOPE_KEY, NO_POLICY), request.scope.get(PRIORITY_SCOPE_KEY)
         )
     catalogue = get_service(request).catalogue
-    model = None if catalogue is None else catalogue.find_by_client(engine)
-    if catalogue is None or model is None or INTERNAL_KEY in request.scope:
+    model = None if catalogue is None else catalogue.find_model_by_client(engine)
+    if catalogue is None or model is None or INTERNAL_SCOPE_KEY in request.scope:
         return engine
 
     async def take() -> EngineClient:
-        lease = await catalogue.acquire(model, seconds)
-        request.scope.setdefault(LEASES_KEY, []).append(lease)
+        lease = await catalogue.acquire_lease(model, seconds)
+        request.scope.setdefault(LEASES_SCOPE_KEY, []).append(lease)
         return lease.engine
 
     return await run_while_connected(request.receive, take())
@@ -86,12 +86,12 @@ def random_id(prefix: str, separator: str = "-") -> str:
     return f"{prefix}{separator}{secrets.token_hex(16)}"
 
 
-async def submit_requests(
+async def prepare_and_submit_requests(
     request: Request,
     engine: EngineClient,
     make: Callable[..., T],
     *args: Any,
-    get_states: Callable[[T], Sequence[RequestState]],
+    get_states: Callable[[T], Sequence[RequestOutputState]],
 ) -> tuple[T, RequestHandle]:
     """Prepare requests on a thread and queue them; their token counts are logged with the response.
 
@@ -110,7 +110,7 @@ async def submit_requests(
     def prepare() -> tuple[T, list[bytes]]:
         result = make(engine.text_processor, *args)
         states = get_states(result)
-        use: RequestAccounting = request.scope[USE_KEY]
+        use: RequestAccounting = request.scope[ACCOUNTING_SCOPE_KEY]
         use.set_queue_order(engine.fair_queue, states)
         return result, engine.encode_requests(states)
 
@@ -138,7 +138,7 @@ def check_message_sizes(
         RequestError: the messages are too long.
     """
     max_chars = max_model_len * text_processor.max_token_bytes
-    parts = [part for message in messages for part in _template_values(message)]
+    parts = [part for message in messages for part in _iter_template_values(message)]
     if _exceeds_chars([*parts, *tools], max_chars):
         subject = "the messages and tools" if tools else "the messages"
         raise RequestError(
@@ -147,7 +147,7 @@ def check_message_sizes(
         )
 
 
-def _template_values(message: Mapping[str, Any]) -> Iterator[Any]:
+def _iter_template_values(message: Mapping[str, Any]) -> Iterator[Any]:
     """What a template may write of a message."""
     for key, value in message.items():
         if key == "content" and isinstance(value, list):

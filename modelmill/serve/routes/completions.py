@@ -11,29 +11,29 @@ from fastapi import APIRouter, Request
 
 from modelmill.core.errors import RequestError
 from modelmill.outputs import CompletionOutput
-from modelmill.request_state import RequestState
+from modelmill.request_output_state import RequestOutputState
 from modelmill.runtime.sequence import RequestLimits, check_request
 from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
+from modelmill.serve.chunked_json_serializer import dump_json
 from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
-from modelmill.serve.json_text import dump_json
 from modelmill.serve.openai_format import TextLogprobsFormatter
 from modelmill.serve.request_handle import RequestHandle, StreamItem
 from modelmill.serve.request_options import (
     format_prompt_logprobs,
     kept_prompt_tokens,
     request_cache_salt,
-    resolve_params,
+    resolve_sampling_params,
 )
 from modelmill.serve.routes.common import (
     acquire_engine,
     openai_finish_reason,
+    prepare_and_submit_requests,
     random_id,
-    submit_requests,
 )
-from modelmill.serve.special_tokens import encode_infill, encode_text
+from modelmill.serve.special_token_prompts import encode_infill, encode_text
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
 from modelmill.serve.timings import final_timing_fields, request_timings
 from modelmill.text_processor import TextProcessor
@@ -52,7 +52,7 @@ async def completions(body: CompletionRequest, request: Request) -> Any:
     service, engine = await acquire_engine(request, body.model, body.keep_alive)
     body.check()
     engine.check_capacity(len(body.prompts()) * (body.n or 1))
-    _, handle = await submit_requests(
+    _, handle = await prepare_and_submit_requests(
         request, engine, completion_request_states, body, engine.request_limits, get_states=list
     )
     builder = CompletionResponseBuilder(body, handle, engine.text_processor)
@@ -68,7 +68,7 @@ async def completions(body: CompletionRequest, request: Request) -> Any:
 
 def completion_request_states(
     text_processor: TextProcessor, body: CompletionRequest, limits: RequestLimits
-) -> list[RequestState]:
+) -> list[RequestOutputState]:
     """Convert each prompt to a request.
 
     Each is checked before the next is tokenized, so an invalid one ends the work on all of them.
@@ -80,8 +80,8 @@ def completion_request_states(
         raise RequestError(
             "this engine has no tokenizer: give token ids as the prompt, and stop_token_ids"
         )
-    params, grammar = resolve_params(text_processor, body), body.validated_grammar()
-    states: list[RequestState] = []
+    params, grammar = resolve_sampling_params(text_processor, body), body.validated_grammar()
+    states: list[RequestOutputState] = []
     for prompt in prompts:
         encoded, stop_ids = _encode_prompt(text_processor, body, prompt, limits.max_len)
         key = "prompt" if isinstance(encoded, str) else "prompt_token_ids"
@@ -113,11 +113,11 @@ def _encode_prompt(
     """
     kept = kept_prompt_tokens(body, max_model_len)
     longest = max_model_len if kept is None else max_tokenize_tokens(max_model_len)
-    text_processor.check_length(prompt, longest)
+    text_processor.check_prompt_length(prompt, longest)
     tokenizer, ends = text_processor.tokenizer, tuple[int, ...]()
     encoded: str | list[int] = prompt
     if isinstance(prompt, str) and body.suffix is not None and tokenizer is not None:
-        text_processor.check_length(body.suffix, max_model_len)
+        text_processor.check_prompt_length(body.suffix, max_model_len)
         encoded, marks = encode_infill(tokenizer, prompt, body.suffix)
         ends = marks.ends
     elif isinstance(prompt, str) and (
@@ -137,7 +137,7 @@ def _encode_prompt(
 
 
 def _check_num_logprobs(
-    request_states: Sequence[RequestState], body: CompletionRequest, max_model_len: int
+    request_states: Sequence[RequestOutputState], body: CompletionRequest, max_model_len: int
 ) -> None:
     """Raise RequestError for prompts with too many log-probabilities for one response."""
     count = body.logprobs if body.echo else body.prompt_logprobs
@@ -195,7 +195,7 @@ class CompletionResponseBuilder(EventFormatter):
         Each choice is serialized before the next is made, because choices may be large.
         """
         choices = b",".join(
-            dump_json(self._choice(prompt_index, output))
+            dump_json(self._format_choice(prompt_index, output))
             for prompt_index, each in enumerate(self._handle.request_states)
             for output in each.output.outputs
         )
@@ -214,7 +214,7 @@ class CompletionResponseBuilder(EventFormatter):
             )
         )
 
-    def _event(self, choice: dict[str, Any]) -> bytes:
+    def _format_event(self, choice: dict[str, Any]) -> bytes:
         """An event, with the progress if the client wants to follow it."""
         body, states = self._body, self._handle.request_states
         fields: dict[str, Any] = {}
@@ -230,7 +230,7 @@ class CompletionResponseBuilder(EventFormatter):
         tail = {"usage": None} if body.wants_usage else {}
         return openai_format.sse_event({**self._head, "choices": [choice], **tail, **fields})
 
-    def _choice(self, prompt_index: int, output: CompletionOutput) -> dict[str, Any]:
+    def _format_choice(self, prompt_index: int, output: CompletionOutput) -> dict[str, Any]:
         state, body = self._handle.request_states[prompt_index], self._body
         index = prompt_index * self._n + output.index
         text, tables = output.text, []
@@ -241,7 +241,7 @@ class CompletionResponseBuilder(EventFormatter):
         count = (
             len(output.token_ids)
             - isinstance(output.stop_reason, int)
-            + self._num_end_tokens(output)
+            + self._num_stop_token_logprobs(output)
         )
         logprobs = self._logprobs[index].format_next(output, count)
         if logprobs is not None:
@@ -284,7 +284,8 @@ class CompletionResponseBuilder(EventFormatter):
                     tables.append(self._logprobs[index].format_prompt(state))
         logprobs = self._logprobs[index].format_next(
             output,
-            len(delta.token_ids) + (self._num_end_tokens(output) if delta.finish_reason else 0),
+            len(delta.token_ids)
+            + (self._num_stop_token_logprobs(output) if delta.finish_reason else 0),
         )
         if logprobs is not None and logprobs["tokens"]:
             tables.append(logprobs)
@@ -312,9 +313,9 @@ class CompletionResponseBuilder(EventFormatter):
             )
             if is_first:
                 choice["prompt_token_ids"] = state.output.prompt_token_ids
-        return self._event(choice)
+        return self._format_event(choice)
 
-    def _num_end_tokens(self, output: CompletionOutput) -> int:
+    def _num_stop_token_logprobs(self, output: CompletionOutput) -> int:
         """Number of stop tokens that get log-probabilities although they are not part of the text.
 
         With ``echo``, used for scoring, clients expect an entry for each sampled token.
@@ -324,4 +325,4 @@ class CompletionResponseBuilder(EventFormatter):
     def terminal_events(self) -> bytes:
         """The usage if requested, and the end of the stream."""
         states = self._handle.request_states if self._body.wants_usage else None
-        return openai_format.end_of_stream(self._head, states)
+        return openai_format.format_stream_end(self._head, states)

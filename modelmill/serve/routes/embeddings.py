@@ -11,11 +11,11 @@ from starlette.responses import Response
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import SamplingParams
-from modelmill.request_state import RequestState
+from modelmill.request_output_state import RequestOutputState
 from modelmill.runtime.sequence import RequestLimits, check_request
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.embeddings_schema import MAX_OUTPUT_FLOATS, EmbeddingRequest, format_embedding
-from modelmill.serve.routes.common import acquire_engine, submit_requests
+from modelmill.serve.routes.common import acquire_engine, prepare_and_submit_requests
 from modelmill.serve.stream import wait_or_disconnect
 from modelmill.text_processor import TextProcessor
 
@@ -27,7 +27,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Any:
     """The normed final hidden states of each input, pooled and scaled to length 1."""
     service, engine = await acquire_engine(request, body.model, body.keep_alive)
     engine.check_capacity(len(body.inputs()))
-    states, handle = await submit_requests(
+    states, handle = await prepare_and_submit_requests(
         request, engine, embedding_request_states, body, engine.request_limits, get_states=list
     )
     await wait_or_disconnect(request, handle)
@@ -38,7 +38,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Any:
 
 def embedding_request_states(
     text_processor: TextProcessor, body: EmbeddingRequest, limits: RequestLimits
-) -> list[RequestState]:
+) -> list[RequestOutputState]:
     """Convert each input to a request.
 
     Each is checked before the next is tokenized, so an invalid one ends the work on all of them.
@@ -49,15 +49,15 @@ def embedding_request_states(
     params = SamplingParams(max_tokens=0)
     states = []
     for each in inputs:
-        text_processor.check_length(each, limits.max_len)
+        text_processor.check_prompt_length(each, limits.max_len)
         key = "prompt" if isinstance(each, str) else "prompt_token_ids"
         request = text_processor.request({key: each, "cache_salt": body.cache_salt}, params).request
-        states.append(RequestState(replace(request, pooling=body.pooling_type), None, None))
+        states.append(RequestOutputState(replace(request, pooling=body.pooling_type), None, None))
         check_request(states[-1].request, limits)
     return states
 
 
-def _response_body(body: EmbeddingRequest, request_states: list[RequestState]) -> bytes:
+def _response_body(body: EmbeddingRequest, request_states: list[RequestOutputState]) -> bytes:
     """The response as JSON, serialized vector by vector.
 
     One large json.dumps call would hold the GIL and delay other requests.

@@ -15,7 +15,7 @@ from modelmill.serve.engine_state import EngineState
 from modelmill.serve.metrics import CONTENT_TYPE
 from modelmill.serve.routes.common import get_service
 from modelmill.serve.service import Service
-from modelmill.text.tokenizer import Tokenizer
+from modelmill.text.tokenizer_loader import Tokenizer
 
 router = APIRouter()
 
@@ -27,9 +27,9 @@ router = APIRouter()
 async def health(request: Request) -> JSONResponse:
     """State of every engine, with the progress of those that are loading."""
     service = get_service(request)
-    status = "ok" if service.ready else "draining" if service.draining else "unavailable"
+    status = "ok" if service.is_ready else "draining" if service.draining else "unavailable"
     if status == "unavailable" and any(
-        engine.state is EngineState.LOADING for engine in service.always_loaded
+        engine.state is EngineState.LOADING for engine in service.always_loaded_engines
     ):
         status = "loading"
     body = {
@@ -37,7 +37,7 @@ async def health(request: Request) -> JSONResponse:
         "engines": [_engine_status(service, engine) for engine in service.unique_engines],
     }
     return JSONResponse(
-        body, 200 if service.ready else 503, None if service.ready else {"Retry-After": "2"}
+        body, 200 if service.is_ready else 503, None if service.is_ready else {"Retry-After": "2"}
     )
 
 
@@ -45,7 +45,7 @@ async def health(request: Request) -> JSONResponse:
 @router.get("/ping", include_in_schema=False)
 async def ping(request: Request) -> Response:
     """200 when every engine accepts requests, 503 otherwise."""
-    return Response(status_code=200 if get_service(request).ready else 503)
+    return Response(status_code=200 if get_service(request).is_ready else 503)
 
 
 @router.get("/version")
@@ -110,13 +110,13 @@ async def props(request: Request, model: str | None = None) -> dict[str, Any]:
         "model_path": str(processor.path.name),
         "modalities": {"vision": processor.supports_images, "audio": False},
         "chat_template": processor.chat_template_text,
-        "bos_token": _token_text(processor.tokenizer, "bos_token"),
-        "eos_token": _token_text(processor.tokenizer, "eos_token"),
+        "bos_token": _special_token_text(processor.tokenizer, "bos_token"),
+        "eos_token": _special_token_text(processor.tokenizer, "eos_token"),
         "build_info": f"modelmill {__version__}",
     }
 
 
-def _token_text(tokenizer: Tokenizer | None, name: str) -> str:
+def _special_token_text(tokenizer: Tokenizer | None, name: str) -> str:
     return "" if tokenizer is None else tokenizer.template_names.get(name, "")
 
 

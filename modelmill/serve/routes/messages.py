@@ -6,18 +6,18 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from modelmill.request_state import RequestState
+from modelmill.request_output_state import RequestOutputState
 from modelmill.serve.body_route import BodyRoute
-from modelmill.serve.chat_answer import ChatAnswer, stream_or_whole
+from modelmill.serve.chat_answer import ChatAnswerSplitter, streamed_or_whole_response
 from modelmill.serve.chat_schema import ChatRequest
-from modelmill.serve.dialects.anthropic_answer import MessageBuilder
+from modelmill.serve.dialects.anthropic_answer import AnthropicMessageBuilder
 from modelmill.serve.dialects.anthropic_models import ANTHROPIC_ERRORS
 from modelmill.serve.dialects.anthropic_schema import CountTokensRequest, MessagesRequest
 from modelmill.serve.dialects.thinking import with_thinking
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.openai_format import Utf8JsonResponse
 from modelmill.serve.routes.chat import checked_request_state
-from modelmill.serve.routes.common import acquire_engine, submit_requests
+from modelmill.serve.routes.common import acquire_engine, prepare_and_submit_requests
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute, responses=ANTHROPIC_ERRORS)
@@ -28,7 +28,7 @@ async def messages(body: MessagesRequest, request: Request) -> Any:
     """Answer a conversation: the same text as /v1/chat/completions returns for it."""
     _, engine = await acquire_engine(request, body.model, body.keep_alive)
     engine.check_capacity(1)
-    (chat, _), handle = await submit_requests(
+    (chat, _), handle = await prepare_and_submit_requests(
         request,
         engine,
         prepare_chat,
@@ -36,9 +36,9 @@ async def messages(body: MessagesRequest, request: Request) -> Any:
         engine.request_limits.max_len,
         get_states=lambda prepared: [prepared[1]],
     )
-    answer = ChatAnswer(chat, engine.text_processor, handle.request_states[0])
-    builder = MessageBuilder(body.model, body.max_tokens, answer, handle, chat.warnings)
-    return await stream_or_whole(request, handle, builder, streams=bool(body.stream))
+    answer = ChatAnswerSplitter(chat, engine.text_processor, handle.request_states[0])
+    builder = AnthropicMessageBuilder(body.model, body.max_tokens, answer, handle, chat.warnings)
+    return await streamed_or_whole_response(request, handle, builder, streams=bool(body.stream))
 
 
 @router.post("/v1/messages/count_tokens")
@@ -52,7 +52,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Any:
 
 def prepare_chat(
     text_processor: TextProcessor, body: CountTokensRequest, max_model_len: int
-) -> tuple[ChatRequest, RequestState]:
+) -> tuple[ChatRequest, RequestOutputState]:
     """Convert a request to a chat request and a request of the engine.
 
     Raises:
@@ -60,10 +60,10 @@ def prepare_chat(
     """
     budget = None if body.thinking is None else body.thinking.budget_tokens
     chat = with_thinking(body.to_chat_request(), text_processor, body.thinks, budget)
-    return chat, checked_request_state(text_processor, chat, max_model_len, _map_field_name)
+    return chat, checked_request_state(text_processor, chat, max_model_len, _rename_error_fields)
 
 
-def _map_field_name(text: str) -> str:
+def _rename_error_fields(text: str) -> str:
     """Rewrite an error about the chat request to name the fields of this API."""
     if text.startswith("messages["):
         return f"messages, as {text}"

@@ -12,10 +12,10 @@ from modelmill.serve.catalogue.managed_model import ManagedModel
 from modelmill.serve.catalogue.manager import ModelManager
 from modelmill.serve.catalogue.status import model_status
 from modelmill.serve.errors import ApiError
-from modelmill.serve.model_schema import LoadRequest, ModelRequest, PinRequest
+from modelmill.serve.model_admin_schema import LoadRequest, ModelRequest, PinRequest
 from modelmill.serve.openai_format import Utf8JsonResponse
 from modelmill.serve.routes.common import get_service
-from modelmill.serve.service import ADMIN_KEY
+from modelmill.serve.service import ADMIN_SCOPE_KEY
 from modelmill.serve.stream import run_while_connected
 
 router = APIRouter(route_class=BodyRoute)
@@ -26,43 +26,43 @@ async def load(body: LoadRequest, request: Request) -> Any:
     """Load a model of the catalogue, in turn with the requests that wait for others."""
     service = get_service(request)
     engine = service.get_engine(body.model)
-    model = None if service.catalogue is None else service.catalogue.find_by_client(engine)
+    model = None if service.catalogue is None else service.catalogue.find_model_by_client(engine)
     if service.catalogue is not None and model is not None:
         if body.wait is False:
             service.catalogue.start_load(model)
         else:
             await run_while_connected(request.receive, service.catalogue.load(model))
-    return _response(request, body.model)
+    return _model_state_response(request, body.model)
 
 
 @router.post("/v1/models/unload")
 async def unload(body: ModelRequest, request: Request) -> Any:
     """Unload a model of the catalogue once the requests that use it have ended."""
-    catalogue, model = _managed(request, body.model)
+    catalogue, model = _require_managed_model(request, body.model)
     if model.pinned:
         raise ApiError(409, f"the model {model.name} is pinned", param="model", code="pinned")
     await run_while_connected(request.receive, catalogue.unload(model))
-    return _response(request, body.model)
+    return _model_state_response(request, body.model)
 
 
 @router.post("/v1/models/pin")
 async def pin(body: PinRequest, request: Request) -> Any:
     """Keep a model loaded whatever time and memory say, or not any more."""
-    catalogue, model = _managed(request, body.model)
+    catalogue, model = _require_managed_model(request, body.model)
     catalogue.pin(model, body.pinned is not False)
-    return _response(request, body.model)
+    return _model_state_response(request, body.model)
 
 
 @router.post("/v1/models/reload")
 async def reload(body: ModelRequest, request: Request) -> Any:
     """Load the changed files of a loaded model; the requests that it answers go on."""
-    catalogue, model = _managed(request, body.model)
+    catalogue, model = _require_managed_model(request, body.model)
     # not with the request: a client that leaves must not end the old worker's last requests
     await asyncio.shield(catalogue.start_reload(model))
-    return _response(request, body.model)
+    return _model_state_response(request, body.model)
 
 
-def _managed(request: Request, name: str) -> tuple[ModelManager, ManagedModel]:
+def _require_managed_model(request: Request, name: str) -> tuple[ModelManager, ManagedModel]:
     """A model of the catalogue, for an administrator.
 
     Raises:
@@ -70,14 +70,14 @@ def _managed(request: Request, name: str) -> tuple[ModelManager, ManagedModel]:
             loaded.
     """
     service = get_service(request)
-    if not request.scope.get(ADMIN_KEY):
+    if not request.scope.get(ADMIN_SCOPE_KEY):
         if service.limits.admin_keys:
             reason = "this path needs an admin key"
         else:
             reason = "this server has no admin key; start it with --admin-key"
         raise ApiError(403, reason, "permission_error", code="admin_key_required")
     engine = service.get_engine(name)
-    model = None if service.catalogue is None else service.catalogue.find_by_client(engine)
+    model = None if service.catalogue is None else service.catalogue.find_model_by_client(engine)
     if service.catalogue is None or model is None:
         raise ApiError(
             409,
@@ -89,7 +89,7 @@ def _managed(request: Request, name: str) -> tuple[ModelManager, ManagedModel]:
     return service.catalogue, model
 
 
-def _response(request: Request, name: str) -> Utf8JsonResponse:
+def _model_state_response(request: Request, name: str) -> Utf8JsonResponse:
     service = get_service(request)
     shown = model_status(service.get_engine(name), service.catalogue)
     return Utf8JsonResponse({"success": True, "model": name, "state": shown.state})

@@ -10,21 +10,21 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from modelmill import __version__
-from modelmill.request_state import RequestState
+from modelmill.request_output_state import RequestOutputState
 from modelmill.runtime.sequence import RequestLimits
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.catalogue.keep_alive import parse_keep_alive
-from modelmill.serve.chat_answer import ChatAnswer, stream_or_whole
+from modelmill.serve.chat_answer import ChatAnswerSplitter, streamed_or_whole_response
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.dialects.ollama_answer import (
-    NANOSECONDS,
+    NANOSECONDS_PER_SECOND,
     OllamaAnswerBuilder,
-    PlainAnswer,
+    PlainTextSplitter,
     load_only_response,
 )
 from modelmill.serve.dialects.ollama_models import (
-    NEVER_SECONDS,
+    NEVER_EXPIRES_SECONDS,
     OLLAMA_ERRORS,
     model_entry,
     running_entry,
@@ -47,16 +47,16 @@ from modelmill.serve.engine_state import EngineState
 from modelmill.serve.errors import invalid_request
 from modelmill.serve.openai_format import ChatLogprobsFormatter, Utf8JsonResponse
 from modelmill.serve.routes.chat import checked_request_state
-from modelmill.serve.routes.common import get_service, lease_engine, submit_requests
+from modelmill.serve.routes.common import get_service, lease_engine, prepare_and_submit_requests
 from modelmill.serve.routes.completions import completion_request_states
 from modelmill.serve.routes.embeddings import embedding_request_states
-from modelmill.serve.segment_messages import SEGMENTATION
+from modelmill.serve.segmentation_messages import SEGMENTATION
 from modelmill.serve.service import Service
 from modelmill.serve.stream import wait_or_disconnect
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute, responses=OLLAMA_ERRORS)
-listing = APIRouter(responses=OLLAMA_ERRORS)
+bodyless_router = APIRouter(responses=OLLAMA_ERRORS)
 """Routes without a body."""
 OLLAMA_VERSION = "0.12.11"
 """Of the newest part of its API that is here: log-probabilities."""
@@ -66,8 +66,8 @@ OLLAMA_VERSION = "0.12.11"
 async def chat(body: OllamaChatRequest, request: Request) -> Any:
     """Answer a conversation: the same text as /v1/chat/completions returns for it."""
     if not body.messages:
-        return await _load_response(request, body, is_chat=True)
-    _, engine = await acquire_model(request, body)
+        return await _load_or_unload_model(request, body, is_chat=True)
+    _, engine = await acquire_named_engine(request, body)
     return await _answer_chat(body, request, engine, is_chat=True)
 
 
@@ -75,12 +75,12 @@ async def chat(body: OllamaChatRequest, request: Request) -> Any:
 async def generate(body: OllamaGenerateRequest, request: Request) -> Any:
     """Answer a prompt through the chat template, or continue it with ``raw``."""
     if not (body.prompt or body.images or body.suffix):
-        return await _load_response(request, body, is_chat=False)
-    service, engine = await acquire_model(request, body)
-    if not body.completes_text and await service.run_in_thread(_has_chat_format, engine):
+        return await _load_or_unload_model(request, body, is_chat=False)
+    service, engine = await acquire_named_engine(request, body)
+    if not body.skips_chat_template and await service.run_in_thread(_has_chat_format, engine):
         return await _answer_chat(body, request, engine, is_chat=False)
     engine.check_capacity(1)
-    (completion, _), handle = await submit_requests(
+    (completion, _), handle = await prepare_and_submit_requests(
         request,
         engine,
         _prepare_completion,
@@ -90,24 +90,29 @@ async def generate(body: OllamaGenerateRequest, request: Request) -> Any:
     )
     formatter = ChatLogprobsFormatter(engine.text_processor.tokenizer, body.top_logprobs or 0)
     answer = OllamaAnswerBuilder(
-        body.model, PlainAnswer(), handle, formatter, is_chat=False, warnings=completion.warnings
+        body.model,
+        PlainTextSplitter(),
+        handle,
+        formatter,
+        is_chat=False,
+        warnings=completion.warnings,
     )
-    return await stream_or_whole(request, handle, answer, streams=body.streams)
+    return await streamed_or_whole_response(request, handle, answer, streams=body.streams)
 
 
 @router.post("/api/embed")
 async def embed(body: OllamaEmbedRequest, request: Request) -> Any:
     """Texts as vectors, as /v1/embeddings."""
-    _, engine = await acquire_model(request, body)
+    _, engine = await acquire_named_engine(request, body)
     states = await _run_embeddings(request, engine, body, truncate=body.truncate)
-    vectors = [_vector(state, body.dimensions) for state in states]
+    vectors = [_embedding_vector(state, body.dimensions) for state in states]
     seconds = max((state.output.seconds or 0.0 for state in states), default=0.0)
     return Response(
         json.dumps(
             {
                 "model": body.model,
                 "embeddings": vectors,
-                "total_duration": int(seconds * NANOSECONDS),
+                "total_duration": int(seconds * NANOSECONDS_PER_SECOND),
                 "load_duration": 0,
                 "prompt_eval_count": sum(len(each.output.prompt_token_ids) for each in states),
             }
@@ -119,12 +124,12 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Any:
 @router.post("/api/embeddings")
 async def embeddings(body: OllamaEmbeddingsRequest, request: Request) -> Any:
     """One text as a vector: the older form of /api/embed."""
-    _, engine = await acquire_model(request, body)
+    _, engine = await acquire_named_engine(request, body)
     many = OllamaEmbedRequest.model_validate(
         {"model": body.model, "input": body.prompt, "cache_salt": body.cache_salt}
     )
     states = await _run_embeddings(request, engine, many, truncate=None)
-    return Utf8JsonResponse({"embedding": _vector(states[0], None)})
+    return Utf8JsonResponse({"embedding": _embedding_vector(states[0], None)})
 
 
 @router.post("/api/show")
@@ -133,13 +138,13 @@ async def show(body: OllamaShowRequest, request: Request) -> Any:
     name = body.model or body.name
     if name is None:
         raise invalid_request("model: field required", "model")
-    service, engine = find_model(request, name)
+    service, engine = find_engine(request, name)
     await service.run_in_thread(engine.preload_text_processor)
     return Utf8JsonResponse(await service.run_in_thread(show_model, engine))
 
 
-@listing.head("/api/tags", include_in_schema=False)
-@listing.get("/api/tags")
+@bodyless_router.head("/api/tags", include_in_schema=False)
+@bodyless_router.get("/api/tags")
 async def tags(request: Request) -> dict[str, Any]:
     """List the engines that generate text."""
     service = get_service(request)
@@ -149,13 +154,13 @@ async def tags(request: Request) -> dict[str, Any]:
     return {"models": entries}
 
 
-@listing.get("/api/ps")
+@bodyless_router.get("/api/ps")
 async def running_models(request: Request) -> dict[str, Any]:
     """List the engines that are loaded."""
     service = get_service(request)
     entries = await service.run_in_thread(
         lambda: [
-            running_entry(name, engine, _expiry(service, engine))
+            running_entry(name, engine, _expires_at(service, engine))
             for name, engine in _text_engines(service)
             if engine.state is EngineState.READY
         ]
@@ -163,8 +168,8 @@ async def running_models(request: Request) -> dict[str, Any]:
     return {"models": entries}
 
 
-@listing.head("/api/version", include_in_schema=False)
-@listing.get("/api/version")
+@bodyless_router.head("/api/version", include_in_schema=False)
+@bodyless_router.get("/api/version")
 async def version() -> dict[str, str]:
     """The version of Ollama whose API this is, and that of modelmill.
 
@@ -173,7 +178,7 @@ async def version() -> dict[str, str]:
     return {"version": OLLAMA_VERSION, "modelmill": __version__}
 
 
-def find_model(request: Request, name: str) -> tuple[Service, EngineClient]:
+def find_engine(request: Request, name: str) -> tuple[Service, EngineClient]:
     """An engine by name; the tag that Ollama's clients add to names without one is dropped.
 
     Raises:
@@ -185,18 +190,20 @@ def find_model(request: Request, name: str) -> tuple[Service, EngineClient]:
     return service, service.get_engine(name)
 
 
-async def acquire_model(request: Request, body: OllamaModelFields) -> tuple[Service, EngineClient]:
+async def acquire_named_engine(
+    request: Request, body: OllamaModelFields
+) -> tuple[Service, EngineClient]:
     """As ``acquire_engine``, with Ollama's names."""
-    service, engine = find_model(request, body.model)
+    service, engine = find_engine(request, body.model)
     return service, await lease_engine(request, engine, body.keep_alive)
 
 
-def _expiry(service: Service, engine: EngineClient) -> float:
+def _expires_at(service: Service, engine: EngineClient) -> float:
     """When a loaded engine is unloaded if nothing uses it, in seconds since 1970."""
-    model = None if service.catalogue is None else service.catalogue.find_by_client(engine)
+    model = None if service.catalogue is None else service.catalogue.find_model_by_client(engine)
     if service.catalogue is None or model is None:
-        return NEVER_SECONDS
-    return min(time.time() + service.catalogue.seconds_to_expiry(model), NEVER_SECONDS)
+        return NEVER_EXPIRES_SECONDS
+    return min(time.time() + service.catalogue.seconds_to_expiry(model), NEVER_EXPIRES_SECONDS)
 
 
 def _text_engines(service: Service) -> list[tuple[str, EngineClient]]:
@@ -207,13 +214,13 @@ def _text_engines(service: Service) -> list[tuple[str, EngineClient]]:
     ]
 
 
-async def _load_response(
+async def _load_or_unload_model(
     request: Request, body: OllamaGenerationFields, *, is_chat: bool
 ) -> Response:
     """Load the model, or unload it with ``keep_alive`` 0."""
-    service, engine = find_model(request, body.model)
+    service, engine = find_engine(request, body.model)
     unloads = body.keep_alive is not None and parse_keep_alive(body.keep_alive) == 0
-    model = None if service.catalogue is None else service.catalogue.find_by_client(engine)
+    model = None if service.catalogue is None else service.catalogue.find_model_by_client(engine)
     if not unloads:
         await lease_engine(request, engine, body.keep_alive)
     elif service.catalogue is not None and model is not None and not model.pinned:
@@ -236,7 +243,7 @@ async def _answer_chat(
     is_chat: bool,
 ) -> Any:
     engine.check_capacity(1)
-    (chat_body, _), handle = await submit_requests(
+    (chat_body, _), handle = await prepare_and_submit_requests(
         request,
         engine,
         _prepare_chat,
@@ -246,18 +253,18 @@ async def _answer_chat(
     )
     processor = engine.text_processor
     formatter = ChatLogprobsFormatter(processor.tokenizer, chat_body.top_logprobs or 0)
-    source = ChatAnswer(chat_body, processor, handle.request_states[0])
+    source = ChatAnswerSplitter(chat_body, processor, handle.request_states[0])
     answer = OllamaAnswerBuilder(
         body.model, source, handle, formatter, is_chat=is_chat, warnings=chat_body.warnings
     )
-    return await stream_or_whole(request, handle, answer, streams=body.streams)
+    return await streamed_or_whole_response(request, handle, answer, streams=body.streams)
 
 
 def _prepare_chat(
     text_processor: TextProcessor,
     body: OllamaChatRequest | OllamaGenerateRequest,
     max_model_len: int,
-) -> tuple[ChatRequest, RequestState]:
+) -> tuple[ChatRequest, RequestOutputState]:
     chat_body = with_thinking(body.to_chat_request(), text_processor, body.thinks)
     return chat_body, checked_request_state(
         text_processor,
@@ -269,7 +276,7 @@ def _prepare_chat(
 
 def _prepare_completion(
     text_processor: TextProcessor, body: OllamaGenerateRequest, limits: RequestLimits
-) -> tuple[CompletionRequest, list[RequestState]]:
+) -> tuple[CompletionRequest, list[RequestOutputState]]:
     completion = body.to_completion_request()
     completion.check()
     return completion, completion_request_states(text_processor, completion, limits)
@@ -277,16 +284,16 @@ def _prepare_completion(
 
 async def _run_embeddings(
     request: Request, engine: EngineClient, body: OllamaEmbedRequest, *, truncate: bool | None
-) -> list[RequestState]:
+) -> list[RequestOutputState]:
     """Run the inputs; by default those that are too long are cut at their end, as in Ollama."""
     inputs = body.inputs()
     if not inputs:
         raise invalid_request("input is empty; give at least one text", "input")
     engine.check_capacity(len(inputs))
-    states, handle = await submit_requests(
+    states, handle = await prepare_and_submit_requests(
         request,
         engine,
-        _embedding_states,
+        _embedding_request_states,
         body,
         truncate is not False,
         engine.request_limits,
@@ -296,9 +303,9 @@ async def _run_embeddings(
     return states
 
 
-def _embedding_states(
+def _embedding_request_states(
     text_processor: TextProcessor, body: OllamaEmbedRequest, truncate: bool, limits: RequestLimits
-) -> list[RequestState]:
+) -> list[RequestOutputState]:
     inputs: list[Any] = list(body.inputs())
     tokenizer, most = text_processor.tokenizer, min(limits.max_len, limits.kv_tokens)
     # a text of fewer bytes has fewer tokens
@@ -311,7 +318,7 @@ def _embedding_states(
     return embedding_request_states(text_processor, made, limits)
 
 
-def _vector(state: RequestState, dimensions: int | None) -> list[float]:
+def _embedding_vector(state: RequestOutputState, dimensions: int | None) -> list[float]:
     assert state.output.embedding is not None, "the request has an embedding"
     vector = format_embedding(state.output.embedding, dimensions, as_base64=False)
     assert isinstance(vector, list)

@@ -26,7 +26,7 @@ SECURITY_POLICY = (
     "require-trusted-types-for 'script'; trusted-types 'none'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-HEADERS = {
+SECURITY_HEADERS = {
     "Content-Security-Policy": SECURITY_POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -37,7 +37,7 @@ HEADERS = {
 }
 
 
-def _find_files() -> dict[str, Path]:
+def _find_page_files() -> dict[str, Path]:
     """Map request paths to files. Read once: only these files are ever sent."""
     files = sorted(file for file in PAGE_DIR.rglob("*") if file.suffix in CONTENT_TYPES)
     paths = [file.relative_to(PAGE_DIR).as_posix() for file in files]
@@ -46,19 +46,19 @@ def _find_files() -> dict[str, Path]:
     }
 
 
-FILES = _find_files()
-PAGE_PATHS = tuple(path.encode() for path in FILES)
+PAGE_FILES = _find_page_files()
+PAGE_PATHS = tuple(path.encode() for path in PAGE_FILES)
 """Paths that need no key."""
 
 
-async def _serve_file(request: Request) -> Response:
-    file = FILES[request.url.path]
+async def _serve_page_file(request: Request) -> Response:
+    file = PAGE_FILES[request.url.path]
     content = file.read_bytes()
-    headers = {**HEADERS, "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
+    headers = {**SECURITY_HEADERS, "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
     if request.headers.get("if-none-match") == headers["ETag"]:
         return Response(status_code=304, headers=headers)
     return Response(content, headers=headers, media_type=CONTENT_TYPES[file.suffix])
 
 
-for _path in FILES:
-    router.add_api_route(_path, _serve_file, methods=["GET", "HEAD"])
+for _path in PAGE_FILES:
+    router.add_api_route(_path, _serve_page_file, methods=["GET", "HEAD"])

@@ -9,31 +9,31 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from modelmill.outputs import CompletionOutput
-from modelmill.request_state import RequestState
+from modelmill.request_output_state import RequestOutputState
 from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
-from modelmill.serve.chat_answer import exhaust, stream_or_whole
+from modelmill.serve.chat_answer import exhaust, streamed_or_whole_response
 from modelmill.serve.chat_schema import ChatRequest
-from modelmill.serve.dialects.error_form import responses_error_event
+from modelmill.serve.dialects.error_format import responses_error_event
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.errors import ApiError
 from modelmill.serve.openai_format import ChatLogprobsFormatter, Utf8JsonResponse
 from modelmill.serve.request_handle import RequestHandle, StreamItem
-from modelmill.serve.response_items import ResponseEvent, ResponseItems
+from modelmill.serve.response_items import ResponseEvent, ResponseItemsBuilder
 from modelmill.serve.response_recorder import (
     ResponseRecorder,
-    earlier_items,
+    previous_response_items,
     resolve_item_references,
-    should_store,
+    should_store_response,
 )
-from modelmill.serve.response_store import input_items
+from modelmill.serve.response_store import input_as_items
 from modelmill.serve.responses_schema import ResponsesRequest
-from modelmill.serve.routes.chat import AnswerReader, checked_request_state
+from modelmill.serve.routes.chat import RememberingAnswerParser, checked_request_state
 from modelmill.serve.routes.common import (
     acquire_engine,
     openai_finish_reason,
+    prepare_and_submit_requests,
     random_id,
-    submit_requests,
 )
 from modelmill.serve.stream import EventFormatter
 from modelmill.text.answer_pieces import ReasoningDelta
@@ -48,10 +48,10 @@ async def responses(body: ResponsesRequest, request: Request) -> Any:
     service, engine = await acquire_engine(request, body.model, body.keep_alive)
     engine.check_capacity(1)
     body = _with_stored_items(request, body)
-    submitted = await submit_requests(
+    submitted = await prepare_and_submit_requests(
         request,
         engine,
-        _make_chat_request,
+        _prepare_chat,
         body,
         engine.request_limits.max_len,
         get_states=lambda prepared: [prepared[1]],
@@ -63,11 +63,13 @@ async def responses(body: ResponsesRequest, request: Request) -> Any:
         handle,
         engine.text_processor,
         store=ResponseRecorder(service, request, body.input)
-        if should_store(service, body)
+        if should_store_response(service, body)
         else None,
     )
     streams, large = bool(body.stream), bool(body.wants_logprobs)
-    return await stream_or_whole(request, handle, builder, streams=streams, large_events=large)
+    return await streamed_or_whole_response(
+        request, handle, builder, streams=streams, large_events=large
+    )
 
 
 @router.post("/v1/responses/input_tokens")
@@ -76,7 +78,7 @@ async def count_input_tokens(body: ResponsesRequest, request: Request) -> Any:
     service, engine = await acquire_engine(request, body.model, body.keep_alive)
     body = _with_stored_items(request, body)
     limit = max_tokenize_tokens(engine.request_limits.max_len)
-    _, state = await service.run_in_thread(_make_chat_request, engine.text_processor, body, limit)
+    _, state = await service.run_in_thread(_prepare_chat, engine.text_processor, body, limit)
     count = len(state.request.prompt)
     return Utf8JsonResponse({"object": "response.input_tokens", "input_tokens": count})
 
@@ -89,19 +91,19 @@ def _with_stored_items(request: Request, body: ResponsesRequest) -> ResponsesReq
     """
     if isinstance(body.input, str) and body.previous_response_id is None:
         return body
-    earlier = earlier_items(request, body.previous_response_id)
-    items = resolve_item_references(request, input_items(body.input))
+    earlier = previous_response_items(request, body.previous_response_id)
+    items = resolve_item_references(request, input_as_items(body.input))
     return body.model_copy(update={"input": [*earlier, *items]})
 
 
-def _make_chat_request(
+def _prepare_chat(
     text_processor: TextProcessor, body: ResponsesRequest, max_model_len: int
-) -> tuple[ChatRequest, RequestState]:
+) -> tuple[ChatRequest, RequestOutputState]:
     chat = body.to_chat_request()
-    return chat, checked_request_state(text_processor, chat, max_model_len, _map_field_name)
+    return chat, checked_request_state(text_processor, chat, max_model_len, _rename_error_fields)
 
 
-def _map_field_name(text: str) -> str:
+def _rename_error_fields(text: str) -> str:
     """Rewrite an error message about the chat request to name the fields of this API."""
     for chat_field, field in (
         ("messages[", "input, as messages["),
@@ -133,11 +135,11 @@ class ResponsesBuilder(EventFormatter):
             "created_at": int(time.time()),
         }
         self._logprobs = ChatLogprobsFormatter(text_processor.tokenizer, body.top_logprobs or 0)
-        self._reader = AnswerReader(chat, text_processor, handle.request_states[0])
-        self._items = ResponseItems(
+        self._reader = RememberingAnswerParser(chat, text_processor, handle.request_states[0])
+        self._items = ResponseItemsBuilder(
             hold_spaces=self._reader.parser is not None,
-            called_tools=body.called_tools,
-            packs_thinking=body.wants_packed_thinking,
+            tools_by_offered_name=body.tools_by_offered_name,
+            adds_encrypted_reasoning=body.wants_encrypted_reasoning,
         )
         self._num_events = 0
         self._reasoning_tokens = 0
@@ -146,7 +148,7 @@ class ResponsesBuilder(EventFormatter):
     def consume(self, items: Sequence[StreamItem]) -> None:
         """Add deltas without making events."""
         for each in items:
-            exhaust(self._delta_events(each))
+            exhaust(self._item_events(each))
 
     def first_events(self) -> bytes:
         """The events that the response has begun."""
@@ -158,13 +160,13 @@ class ResponsesBuilder(EventFormatter):
 
     def delta_events(self, items: Sequence[StreamItem]) -> bytes:
         """Events of new deltas."""
-        return b"".join(self._encode_events(self._delta_events(each)) for each in items)
+        return b"".join(self._encode_events(self._item_events(each)) for each in items)
 
     def terminal_events(self) -> bytes:
         """The whole response, and the end of the stream."""
         return (
             self._encode_events([{"type": f"response.{self._status}", "response": self.response()}])
-            + openai_format.DONE
+            + openai_format.DONE_EVENT
         )
 
     def error_events(self, error: ApiError) -> bytes:
@@ -178,12 +180,12 @@ class ResponsesBuilder(EventFormatter):
             ]
         )
 
-    def _delta_events(self, item: StreamItem) -> Iterable[ResponseEvent]:
+    def _item_events(self, item: StreamItem) -> Iterable[ResponseEvent]:
         delta = item.delta
         output = delta.output.outputs[0]
         logprobs = self._logprobs.format_next(output, len(delta.token_ids))
         if logprobs is not None:
-            self._items.record_tokens(delta.text, logprobs["content"])
+            self._items.record_logprobs(delta.text, logprobs["content"])
         thought = self._reader.in_reasoning
         events = list(
             self._text_events(delta.text, output if delta.finish_reason is not None else None)
@@ -199,7 +201,7 @@ class ResponsesBuilder(EventFormatter):
             text: to add.
             ended: the output, if this is its last text.
         """
-        pieces = self._reader.read(text, ended)
+        pieces = self._reader.parse_text(text, ended)
         for piece in pieces:
             if isinstance(piece, str):
                 yield from self._items.add_text(piece)
@@ -216,9 +218,9 @@ class ResponsesBuilder(EventFormatter):
                 if openai_finish_reason(ended.finish_reason) == "length"
                 else "completed"
             )
-            yield from self._items.finish(self._status)
+            yield from self._items.finish_items(self._status)
             if self._store is not None:
-                self._store.add(self.response())
+                self._store.store_response(self.response())
 
     def _encode_events(self, events: Iterable[ResponseEvent]) -> bytes:
         parts = []
@@ -249,7 +251,7 @@ class ResponsesBuilder(EventFormatter):
             "output": list(self._items.output),
             "error": None,
             "tools": [tool.to_json() for tool in body.tools or ()],
-            "tool_choice": _to_plain(body.tool_choice) or "auto",
+            "tool_choice": _model_to_dict(body.tool_choice) or "auto",
             "truncation": "disabled",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "text": _text_config(body),
@@ -302,5 +304,5 @@ def _text_config(body: ResponsesRequest) -> dict[str, Any]:
     return {"format": format, **more}
 
 
-def _to_plain(value: Any) -> Any:
+def _model_to_dict(value: Any) -> Any:
     return value.model_dump(exclude_none=True) if hasattr(value, "model_dump") else value

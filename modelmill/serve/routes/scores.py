@@ -8,13 +8,13 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from modelmill.request_state import RequestState
+from modelmill.request_output_state import RequestOutputState
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.embeddings_schema import EmbeddingRequest
 from modelmill.serve.openai_format import Utf8JsonResponse
-from modelmill.serve.routes.common import acquire_engine, random_id, submit_requests
+from modelmill.serve.routes.common import acquire_engine, prepare_and_submit_requests, random_id
 from modelmill.serve.routes.embeddings import embedding_request_states
-from modelmill.serve.scoring import METHOD, cosine, rerank_results
+from modelmill.serve.scoring import SCORE_METHOD, embedding_cosine, rerank_results
 from modelmill.serve.scoring_schema import RerankRequest, ScoreRequest
 from modelmill.serve.stream import wait_or_disconnect
 
@@ -25,12 +25,12 @@ router = APIRouter(route_class=BodyRoute)
 async def rerank(body: RerankRequest, request: Request) -> Any:
     """Sort documents by the cosine of their embedding with the query's."""
     texts = body.texts()
-    states = await _embed(request, body, [body.query, *texts])
+    states = await _embed_texts(request, body, [body.query, *texts])
     return Utf8JsonResponse(
         {
             "id": random_id("rerank"),
             "model": body.model,
-            "method": METHOD,
+            "method": SCORE_METHOD,
             "results": rerank_results(body, states, texts),
             "usage": _usage(states),
         }
@@ -44,15 +44,15 @@ async def score(body: ScoreRequest, request: Request) -> Any:
     places: dict[str, int] = {}
     for text in (each for pair in pairs for each in pair):
         places.setdefault(text, len(places))
-    states = await _embed(request, body, list(places))
-    scores = [cosine(states[places[one]], states[places[other]]) for one, other in pairs]
+    states = await _embed_texts(request, body, list(places))
+    scores = [embedding_cosine(states[places[one]], states[places[other]]) for one, other in pairs]
     return Utf8JsonResponse(
         {
             "id": random_id("score"),
             "object": "list",
             "created": int(time.time()),
             "model": body.model,
-            "method": METHOD,
+            "method": SCORE_METHOD,
             "data": [
                 {"index": index, "object": "score", "score": each}
                 for index, each in enumerate(scores)
@@ -62,21 +62,21 @@ async def score(body: ScoreRequest, request: Request) -> Any:
     )
 
 
-async def _embed(
+async def _embed_texts(
     request: Request, body: RerankRequest | ScoreRequest, texts: list[str]
-) -> list[RequestState]:
+) -> list[RequestOutputState]:
     _, engine = await acquire_engine(request, body.model, body.keep_alive)
     engine.check_capacity(len(texts))
     made = EmbeddingRequest.model_validate(
         {"model": body.model, "input": texts, "cache_salt": body.cache_salt}
     )
-    states, handle = await submit_requests(
+    states, handle = await prepare_and_submit_requests(
         request, engine, embedding_request_states, made, engine.request_limits, get_states=list
     )
     await wait_or_disconnect(request, handle)
     return states
 
 
-def _usage(states: Sequence[RequestState]) -> dict[str, int]:
+def _usage(states: Sequence[RequestOutputState]) -> dict[str, int]:
     count = sum(len(state.output.prompt_token_ids) for state in states)
     return {"prompt_tokens": count, "total_tokens": count}

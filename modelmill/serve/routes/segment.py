@@ -9,13 +9,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from modelmill.serve.body_route import BodyRoute
+from modelmill.serve.chunked_json_serializer import dump_json
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.errors import ApiError, invalid_request
-from modelmill.serve.json_text import dump_json
 from modelmill.serve.routes.common import get_service, lease_engine, random_id
-from modelmill.serve.segment_client import FieldError, UnknownImage
-from modelmill.serve.segment_messages import SegmentResult
-from modelmill.serve.segment_schema import SegmentRequest, SegmentResponse, inline_blobs
+from modelmill.serve.segmentation_client import FieldError, ImageNotCached
+from modelmill.serve.segmentation_messages import SegmentationResult
+from modelmill.serve.segmentation_schema import SegmentRequest, SegmentResponse, inline_blobs
 from modelmill.serve.stream import wait_or_disconnect
 
 router = APIRouter(route_class=BodyRoute)
@@ -25,12 +25,12 @@ router = APIRouter(route_class=BodyRoute)
 async def segment(body: SegmentRequest, request: Request) -> Any:
     """Masks for points, boxes, masks or several prompts, or of all objects in an image."""
     service = get_service(request)
-    engine = await lease_engine(request, service.get_segment_engine(body.model))
+    engine = await lease_engine(request, service.get_segmentation_engine(body.model))
     try:
         engine.check_accepts_segmentation()
         job = await service.run_in_thread(body.to_job, random_id("seg"))
-        result = await wait_or_disconnect(request, engine.segment(job))
-    except UnknownImage as error:
+        result = await wait_or_disconnect(request, engine.submit_segmentation(job))
+    except ImageNotCached as error:
         raise ApiError(404, str(error), param="image_id", code="image_not_found") from None
     except FieldError as error:
         raise invalid_request(str(error), error.param) from None
@@ -38,7 +38,7 @@ async def segment(body: SegmentRequest, request: Request) -> Any:
     return Response(content, media_type="application/json")
 
 
-def _response_body(body: SegmentRequest, engine: EngineClient, result: SegmentResult) -> bytes:
+def _response_body(body: SegmentRequest, engine: EngineClient, result: SegmentationResult) -> bytes:
     response = {
         "id": result.id,
         "object": "segmentation",

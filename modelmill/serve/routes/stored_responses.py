@@ -8,36 +8,45 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 
 from modelmill.core.errors import RequestError
-from modelmill.request_state import RequestState
+from modelmill.request_output_state import RequestOutputState
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.chat_schema import ChatRequest
-from modelmill.serve.compaction import PROMPT, compacted_items
+from modelmill.serve.compaction import SUMMARY_PROMPT, compacted_items
 from modelmill.serve.dialects.thinking import with_thinking
-from modelmill.serve.discriminated_unions import make_request
+from modelmill.serve.discriminated_unions import make_converted_request
 from modelmill.serve.openai_format import Utf8JsonResponse, token_usage
 from modelmill.serve.response_input_items import Order, list_input_items
-from modelmill.serve.response_recorder import earlier_items, owner_of, resolve_item_references
-from modelmill.serve.response_store import input_items
+from modelmill.serve.response_recorder import (
+    previous_response_items,
+    request_owner,
+    resolve_item_references,
+)
+from modelmill.serve.response_store import input_as_items
 from modelmill.serve.responses_schema import CompactRequest, items_to_messages
 from modelmill.serve.routes.chat import chat_request_state, make_chat_tool_parser
-from modelmill.serve.routes.common import acquire_engine, get_service, random_id, submit_requests
+from modelmill.serve.routes.common import (
+    acquire_engine,
+    get_service,
+    prepare_and_submit_requests,
+    random_id,
+)
 from modelmill.serve.stream import wait_or_disconnect
 from modelmill.text.answer_pieces import collect_answer
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute)
-by_id = APIRouter()
+bodyless_router = APIRouter()
 """Routes without a body."""
 
 
-@by_id.get("/v1/responses/{response_id}")
+@bodyless_router.get("/v1/responses/{response_id}")
 async def retrieve(request: Request, response_id: str) -> dict[str, Any]:
     """A stored response."""
     store = get_service(request).response_store
-    return dict(store.get(owner_of(request), response_id).response)
+    return dict(store.get(request_owner(request), response_id).response)
 
 
-@by_id.get("/v1/responses/{response_id}/input_items")
+@bodyless_router.get("/v1/responses/{response_id}/input_items")
 async def retrieve_input(
     request: Request,
     response_id: str,
@@ -46,14 +55,14 @@ async def retrieve_input(
     after: str | None = None,
 ) -> dict[str, Any]:
     """The input of a stored response, the newest item first."""
-    stored = get_service(request).response_store.get(owner_of(request), response_id)
+    stored = get_service(request).response_store.get(request_owner(request), response_id)
     return list_input_items(stored, order, limit, after)
 
 
-@by_id.delete("/v1/responses/{response_id}")
+@bodyless_router.delete("/v1/responses/{response_id}")
 async def delete(request: Request, response_id: str) -> dict[str, Any]:
     """Forget a stored response."""
-    get_service(request).response_store.delete(owner_of(request), response_id)
+    get_service(request).response_store.delete(request_owner(request), response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
@@ -63,15 +72,15 @@ async def compact(body: CompactRequest, request: Request) -> Any:
     _, engine = await acquire_engine(request, body.model, body.keep_alive)
     engine.check_capacity(1)
     items = [
-        *earlier_items(request, body.previous_response_id),
-        *resolve_item_references(request, input_items(body.input or [])),
+        *previous_response_items(request, body.previous_response_id),
+        *resolve_item_references(request, input_as_items(body.input or [])),
     ]
     if not items:
         raise RequestError("input is empty; give items, or previous_response_id")
-    (chat, state), handle = await submit_requests(
+    (chat, state), handle = await prepare_and_submit_requests(
         request,
         engine,
-        _summary_request,
+        _make_summary_request,
         body,
         items,
         engine.request_limits.max_len,
@@ -79,7 +88,7 @@ async def compact(body: CompactRequest, request: Request) -> Any:
     )
     await wait_or_disconnect(request, handle)
     text = state.output.outputs[0].text
-    summary = _without_thinking(chat, engine.text_processor, state, text).strip()
+    summary = _strip_thinking(chat, engine.text_processor, state, text).strip()
     if not summary:
         raise RequestError(
             "the model wrote no summary, so that the conversation would be lost; keep it as it is, "
@@ -105,15 +114,15 @@ async def compact(body: CompactRequest, request: Request) -> Any:
     )  # fmt: skip
 
 
-def _summary_request(
+def _make_summary_request(
     text_processor: TextProcessor, body: CompactRequest, items: list[Any], max_model_len: int
-) -> tuple[ChatRequest, RequestState]:
+) -> tuple[ChatRequest, RequestOutputState]:
     messages = items_to_messages(items, body.instructions)
-    chat = make_request(
+    chat = make_converted_request(
         ChatRequest,
         {
             "model": body.model,
-            "messages": [*messages, {"role": "user", "content": PROMPT}],
+            "messages": [*messages, {"role": "user", "content": SUMMARY_PROMPT}],
             "max_completion_tokens": body.max_output_tokens,
             "cache_salt": body.cache_salt,
         },
@@ -123,8 +132,8 @@ def _summary_request(
     return chat, chat_request_state(text_processor, chat, max_model_len)
 
 
-def _without_thinking(
-    chat: ChatRequest, text_processor: TextProcessor, state: RequestState, text: str
+def _strip_thinking(
+    chat: ChatRequest, text_processor: TextProcessor, state: RequestOutputState, text: str
 ) -> str:
     """The text without the thinking of a model whose template has no switch for it."""
     parser = make_chat_tool_parser(chat, text_processor, state)

@@ -13,12 +13,12 @@ from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.openai_format import Utf8JsonResponse, token_bytes, token_text
 from modelmill.serve.routes.common import acquire_engine, check_message_sizes
-from modelmill.serve.special_tokens import encode_text
+from modelmill.serve.special_token_prompts import encode_text
 from modelmill.serve.tokenize_schema import DetokenizeRequest, TemplateRequest, TokenizeRequest
-from modelmill.serve.tool_schema import check_functions
+from modelmill.serve.tool_schema import check_parameter_schemas
 from modelmill.text import tool_prompts
-from modelmill.text.chat import ChatFormat
-from modelmill.text.tokenizer import Tokenizer
+from modelmill.text.chat_format_loader import ChatFormat
+from modelmill.text.tokenizer_loader import Tokenizer
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute)
@@ -29,7 +29,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Any:
     """Token ids of a text, or of a conversation through the chat template."""
     service, engine = await acquire_engine(request, body.model)
     return await service.run_in_thread(
-        _tokenize, engine.text_processor, body, engine.request_limits.max_len
+        _tokenize_response, engine.text_processor, body, engine.request_limits.max_len
     )
 
 
@@ -38,7 +38,7 @@ async def apply_template(body: TemplateRequest, request: Request) -> Any:
     """The prompt of a conversation as text, without running it."""
     service, engine = await acquire_engine(request, body.model)
     return await service.run_in_thread(
-        _render, engine.text_processor, body, engine.request_limits.max_len
+        _render_template, engine.text_processor, body, engine.request_limits.max_len
     )
 
 
@@ -47,11 +47,11 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Any:
     """The text of token ids."""
     service, engine = await acquire_engine(request, body.model)
     return await service.run_in_thread(
-        _detokenize, engine.text_processor, body, engine.request_limits
+        _detokenize_response, engine.text_processor, body, engine.request_limits
     )
 
 
-def _tokenize(
+def _tokenize_response(
     text_processor: TextProcessor, body: TokenizeRequest, max_model_len: int
 ) -> Utf8JsonResponse:
     ids = encode_prompt(text_processor, body, max_model_len)
@@ -63,14 +63,14 @@ def _tokenize(
     response: dict[str, Any] = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids}
     if body.with_pieces:
         response["tokens"] = [
-            {"id": id, "piece": _piece(text_processor.tokenizer, id)} for id in ids
+            {"id": id, "piece": _token_piece(text_processor.tokenizer, id)} for id in ids
         ]
     if body.return_token_strs:
         response["token_strs"] = [token_text(text_processor.tokenizer, id) for id in ids]
     return Utf8JsonResponse(response)
 
 
-def _detokenize(
+def _detokenize_response(
     text_processor: TextProcessor, body: DetokenizeRequest, limits: RequestLimits
 ) -> Utf8JsonResponse:
     tokenizer, max_tokens = text_processor.tokenizer, max_tokenize_tokens(limits.max_len)
@@ -102,7 +102,7 @@ def encode_prompt(
     if len(sources) != 1:
         raise RequestError("prompt or messages: give one of them")
     if body.text is not None:
-        text_processor.check_length(body.text, max_model_len)
+        text_processor.check_prompt_length(body.text, max_model_len)
         return encode_text(
             text_processor.tokenizer,
             body.text,
@@ -124,18 +124,18 @@ def template_input(
     if text_processor.chat_format is None:
         raise RequestError("this engine has no chat template for messages")
     options = dict(body.chat_template_kwargs or {})
-    chat_format = text_processor.with_options(options).chat_format
+    chat_format = text_processor.with_template_options(options).chat_format
     assert chat_format is not None, "a variable changes the format, and removes none"
     messages, tools = body.messages or [], body.tools or ()
-    check_functions(tool.function for tool in tools)
+    check_parameter_schemas(tool.function for tool in tools)
     check_message_sizes(text_processor, messages, max_model_len, body.offered_tools)
-    prepared, template = tool_prompts.prepare_tools(
+    prepared, template = tool_prompts.prepare_tool_conversation(
         chat_format.format_name, messages, body.offered_tools, writes_calls=chat_format.writes_calls
     )
     return chat_format, prepared, {**template, "options": options} if options else template
 
 
-def _render(
+def _render_template(
     text_processor: TextProcessor, body: TemplateRequest, max_model_len: int
 ) -> Utf8JsonResponse:
     if body.messages is None:
@@ -145,7 +145,7 @@ def _render(
     return Utf8JsonResponse({"prompt": text})
 
 
-def _piece(tokenizer: Tokenizer | None, id: int) -> str | list[int]:
+def _token_piece(tokenizer: Tokenizer | None, id: int) -> str | list[int]:
     data = token_bytes(tokenizer, id)
     try:
         return data.decode()

@@ -5,7 +5,7 @@ from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ParameterSyntax, 
 MARK = "｜DSML｜"
 
 
-def dsml_calls(section: str) -> CallSyntax:
+def dsml_call_syntax(section: str) -> CallSyntax:
     """Return the syntax of calls in a tag of this name."""
     return CallSyntax(
         "parameters",
@@ -25,5 +25,5 @@ FORMAT = ChatSyntax(
     detect=(("DSML", "function_calls"),),
     control_tokens=(MARK,),
     thinking=ThinkingSyntax("<think>", "</think>", ends_at_calls=True),
-    calls=dsml_calls("function_calls"),
+    calls=dsml_call_syntax("function_calls"),
 )

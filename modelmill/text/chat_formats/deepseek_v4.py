@@ -8,5 +8,5 @@ FORMAT = replace(
     deepseek_v32.FORMAT,
     title="DeepSeek V4",
     detect=(("DSML", "tool_calls>", "_calls"),),
-    calls=deepseek_v32.dsml_calls("tool_calls"),
+    calls=deepseek_v32.dsml_call_syntax("tool_calls"),
 )

@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from modelmill.text.chat_syntax import ChatSyntax, json_list_syntax
+from modelmill.text.chat_syntax import ChatSyntax, json_list_call_syntax
 
 FORMAT = ChatSyntax(
     title="models whose template has tools, but no marks that are known",
     calls=replace(
-        json_list_syntax("["),
+        json_list_call_syntax("["),
         section_if_several=True,
         bare=True,
         one_per_message=True,

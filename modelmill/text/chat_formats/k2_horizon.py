@@ -2,8 +2,8 @@
 
 from modelmill.text.chat_syntax import (
     CallSyntax,
+    ChatFormatVariant,
     ChatSyntax,
-    FormatVariant,
     ParameterSyntax,
     ThinkingSyntax,
 )
@@ -32,15 +32,15 @@ FORMAT = ChatSyntax(
         content_end="\n",
     ),
     variants=(
-        FormatVariant("tool_call_format", "xml", "k2_horizon_xml"),
-        FormatVariant("tool_call_format", "json", "k2_horizon_json"),
-        FormatVariant("tool_call_format", "xml_typed", "k2_horizon_typed"),
-        FormatVariant(
+        ChatFormatVariant("tool_call_format", "xml", "k2_horizon_xml"),
+        ChatFormatVariant("tool_call_format", "json", "k2_horizon_json"),
+        ChatFormatVariant("tool_call_format", "xml_typed", "k2_horizon_typed"),
+        ChatFormatVariant(
             "reasoning_effort",
             "medium",
             thinking=ThinkingSyntax("<ifm|think_fast>\n", "\n</ifm|think_fast>\n"),
         ),
-        FormatVariant(
+        ChatFormatVariant(
             "reasoning_effort",
             "low",
             thinking=ThinkingSyntax("<ifm|think_faster>\n", "\n</ifm|think_faster>\n"),

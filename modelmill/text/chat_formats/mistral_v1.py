@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from modelmill.text.chat_syntax import ChatSyntax, ThinkingSyntax, json_list_syntax
+from modelmill.text.chat_syntax import ChatSyntax, ThinkingSyntax, json_list_call_syntax
 
 FORMAT = ChatSyntax(
     title="Mistral tokenizers v1 to v3: Mistral 7B v0.3, Mixtral, Nemo, Large 2407",
@@ -10,6 +10,8 @@ FORMAT = ChatSyntax(
     thinking=ThinkingSyntax("[THINK]", "[/THINK]"),
     # a list whose mark the model leaves out, or with other text between
     calls=replace(
-        json_list_syntax("[TOOL_CALLS] [", content_end=""), inline=('[{"name"',), short_ids=True
+        json_list_call_syntax("[TOOL_CALLS] [", content_end=""),
+        inline=('[{"name"',),
+        short_ids=True,
     ),
 )

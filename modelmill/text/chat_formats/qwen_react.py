@@ -1,4 +1,4 @@
-"""Qwen v1: Thought, Action, Action Input and Observation, a line each (text/react.py)."""
+"""Qwen v1: Thought, Action, Action Input and Observation, a line each (text/react_tools.py)."""
 
 from modelmill.text.chat_syntax import CallSyntax, ChatSyntax
 

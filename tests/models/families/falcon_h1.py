@@ -94,7 +94,7 @@ CASE: FamilyCase = decoder_family(
     },
     {
         "steps limited": fault(
-            "mamba.ssm", beside_attention=changed(dt_limit=(0.0, 0.5))
+            "mamba.ssm", parallel_recurrence=changed(dt_limit=(0.0, 0.5))
         ),
         "key multiplier": fault("attn.k_proj", multipliers=multiplied(key=0.66)),
         "multiplier of x": fault("mamba.x_proj", multipliers=multiplied(ssm=OTHER_X)),
@@ -103,7 +103,7 @@ CASE: FamilyCase = decoder_family(
         "multiplier of its output": fault("mamba.out_proj", multipliers=multiplied(ssm_out=0.95)),
         "norm behind the gate": fault(
             "mamba.gated_norm", case={"mamba_rms_norm": True},
-            beside_attention=changed(norm_first=False),
+            parallel_recurrence=changed(norm_first=False),
         ),
     },
     gguf=GgufCase(

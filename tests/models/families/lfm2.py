@@ -26,9 +26,9 @@ class ConvWithSilu(ShortConvSpec):
     """A convolution with an activation."""
 
     @property
-    def conv(self) -> CausalConvConfig:
+    def conv_config(self) -> CausalConvConfig:
         """The convolution."""
-        return replace(super().conv, silu=True)
+        return replace(super().conv_config, silu=True)
 
 
 def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.nn.query_growth import AttentionTemperature
+from modelmill.nn.attention_temperature import AttentionTemperature
 from tests.models.family_cases import LLAMA3, GgufCase, decoder_family, fault, rms_facts
 
 YARN: dict[str, Any] = {
@@ -33,10 +33,10 @@ CASE = decoder_family(
      "rope_parameters": {"factor": 4.0}, "layer_types": ["sliding_attention", "full_attention"]},
     {
         "queries that do not grow": fault(
-            ("attn.core", "attn.rope_cache.q"), query_growth=AttentionTemperature(0.0, 16)
+            ("attn.core", "attn.rope_cache.q"), attention_temperature=AttentionTemperature(0.0, 16)
         ),
         "another slope": fault(
-            ("attn.core", "attn.rope_cache.q"), query_growth=AttentionTemperature(0.35, 16)
+            ("attn.core", "attn.rope_cache.q"), attention_temperature=AttentionTemperature(0.35, 16)
         ),
     },
     ropes=(),

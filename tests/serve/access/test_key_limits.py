@@ -26,22 +26,22 @@ def usage(clock: Clock, **limits: Any) -> KeyUsage:
 def refusal(used: KeyUsage) -> tuple[str, int]:
     """The message and seconds of a refused request."""
     with pytest.raises(KeyLimitReached) as raised:
-        used.begin()
+        used.admit_request()
     return str(raised.value), raised.value.retry_after
 
 
 def test_requests_in_any_minute() -> None:
     clock = Clock()
     used = usage(clock, requests_per_minute=2)
-    used.begin()
+    used.admit_request()
     clock.now += 20
-    used.begin()
+    used.admit_request()
     assert refusal(used) == (
         "the key team may use 2 requests a minute; try again in 40 s",
         40,
     )
     clock.now += 40
-    used.begin()
+    used.admit_request()
     assert refusal(used)[1] == 20
 
 
@@ -49,8 +49,8 @@ def test_tokens_in_any_minute() -> None:
     clock = Clock()
     used = usage(clock, tokens_per_minute=100, requests_per_minute=5)
     for tokens in (60, 60):
-        used.begin()
-        used.end(tokens)
+        used.admit_request()
+        used.end_request(tokens)
         clock.now += 10
     for _ in range(9):  # a refused request does not count
         assert refusal(used) == (
@@ -58,12 +58,12 @@ def test_tokens_in_any_minute() -> None:
             40,
         )
     clock.now += 40
-    used.begin()
+    used.admit_request()
 
 
 def test_requests_at_once() -> None:
     used = usage(Clock(), max_parallel_requests=1)
-    used.begin()
+    used.admit_request()
     assert refusal(used) == ("the key team may use 1 requests at once; try again in 1 s", 1)
-    used.end(5)
-    used.begin()
+    used.end_request(5)
+    used.admit_request()

@@ -14,7 +14,7 @@ from modelmill.artifact.manifest import Manifest
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.serve.catalogue.entries import CatalogueEntry, read_manifest
 from modelmill.serve.catalogue.managed_model import ManagedModel
-from modelmill.serve.catalogue.manager import ModelManager, stop_task
+from modelmill.serve.catalogue.manager import ModelManager, cancel_and_wait
 from modelmill.serve.catalogue.model_loader import ModelLoader
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.worker_messages import OpenEngine
@@ -108,12 +108,12 @@ class Models:
 
     def acquire(self, name: str, keep_alive: float | None = None) -> asyncio.Task[Any]:
         """A request for a model; it has joined the queue when this returns."""
-        return asyncio.ensure_future(self.manager.acquire(self[name], keep_alive))
+        return asyncio.ensure_future(self.manager.acquire_lease(self[name], keep_alive))
 
     async def limit_to_one(self) -> None:
         """Let the memory budget hold one model and a half."""
         first = self.manager.models[0]
-        lease = await self.manager.acquire(first)
+        lease = await self.manager.acquire_lease(first)
         nbytes = first.planned_bytes
         lease.release()
         await self.manager.unload(first)
@@ -139,4 +139,4 @@ async def managed_models(path: Path, *names: str, **options: Any) -> AsyncIterat
         for launcher in models.launchers.values():
             launcher.gate.set()
         await models.manager.close()
-        await stop_task(task)
+        await cancel_and_wait(task)

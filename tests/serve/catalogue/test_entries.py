@@ -14,8 +14,8 @@ from modelmill.serve.catalogue.entries import (
     CatalogueEntry,
     check_entries,
     holds_engines,
-    read_file,
-    read_folder,
+    read_catalogue_file,
+    read_models_folder,
 )
 
 
@@ -30,14 +30,14 @@ def test_a_folder_lists_its_engines(tmp_path: Path) -> None:
     second, first = make_engine(tmp_path, "b.engine"), make_engine(tmp_path, "a")
     (tmp_path / "notes").mkdir()
     make_engine(tmp_path, ".staging")
-    assert read_folder(tmp_path) == [CatalogueEntry("a", first), CatalogueEntry("b", second)]
+    assert read_models_folder(tmp_path) == [CatalogueEntry("a", first), CatalogueEntry("b", second)]
 
 
 def test_a_folder_without_engines_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no engine"):
-        read_folder(tmp_path)
+        read_models_folder(tmp_path)
     with pytest.raises(UsageError, match="is not a folder"):
-        read_folder(tmp_path / "none")
+        read_models_folder(tmp_path / "none")
 
 
 def test_a_file_in_json_or_toml(tmp_path: Path) -> None:
@@ -53,13 +53,17 @@ def test_a_file_in_json_or_toml(tmp_path: Path) -> None:
         CatalogueEntry("large", path, True, 600.0, ("gpt-4o",), 1000),
         CatalogueEntry("m", path),
     ]
-    assert read_file(tmp_path / "c.json") == read_file(tmp_path / "c.toml") == expected
+    assert (
+        read_catalogue_file(tmp_path / "c.json")
+        == read_catalogue_file(tmp_path / "c.toml")
+        == expected
+    )
     check_entries(expected, ["other"])
 
 
 def test_sizes_may_have_a_unit(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text('{"models": [{"engine": "m", "kv_cache_bytes": "2MiB"}]}')
-    assert read_file(tmp_path / "c.json")[0].kv_cache_bytes == 2 << 20
+    assert read_catalogue_file(tmp_path / "c.json")[0].kv_cache_bytes == 2 << 20
 
 
 def test_a_folder_of_engines_is_no_model_itself(tmp_path: Path) -> None:
@@ -73,7 +77,7 @@ def test_a_folder_of_engines_is_no_model_itself(tmp_path: Path) -> None:
 
 def test_a_negative_idle_timeout_is_forever(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text('{"models": [{"engine": "m", "idle_timeout": -1}]}')
-    assert read_file(tmp_path / "c.json")[0].idle_timeout == math.inf
+    assert read_catalogue_file(tmp_path / "c.json")[0].idle_timeout == math.inf
 
 
 @pytest.mark.parametrize(
@@ -99,15 +103,15 @@ def test_what_a_file_must_not_hold(tmp_path: Path, raw: Any, message: str) -> No
     file = tmp_path / "c.json"
     file.write_text(json.dumps(raw))
     with pytest.raises(UsageError, match=message):
-        read_file(file)
+        read_catalogue_file(file)
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("models = [")
     with pytest.raises(UsageError, match="is not valid TOML"):
-        read_file(tmp_path / "c.toml")
+        read_catalogue_file(tmp_path / "c.toml")
     with pytest.raises(UsageError, match="cannot be read"):
-        read_file(tmp_path / "none.json")
+        read_catalogue_file(tmp_path / "none.json")
 
 
 def test_names_are_unique_and_engines_are_there(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from modelmill.artifact.manifest import MANIFEST_FILE
 from modelmill.serve.app import make_app
 from modelmill.serve.catalogue.entries import CatalogueEntry, read_manifest
-from modelmill.serve.catalogue.folder_watch import FolderWatch, file_times, scan_engine_files
+from modelmill.serve.catalogue.folder_watch import FolderWatch, scan_engine_files, stat_engine_files
 from modelmill.serve.catalogue.managed_model import ManagedModel
 from modelmill.serve.service import Service
 from tests.serve.asgi_client import Client
@@ -42,7 +42,7 @@ class WatchedFolder:
     def look(self, times: int = 2) -> None:
         for _ in range(times):
             paths = [model.path for model in self.models.manager.models]
-            self.watch.apply(scan_engine_files(self.folder, paths))
+            self.watch.apply_stable_changes(scan_engine_files(self.folder, paths))
 
     async def complete(self, name: str) -> int:
         response = await self.client.post("/v1/completions", {"model": name, **COMPLETION})
@@ -63,7 +63,7 @@ def run(stories: Path, folder: Path, check: Check) -> None:
         async with managed_models(stories, "a", "b") as models:
             for model in models.manager.models:
                 model.entry = CatalogueEntry(model.name, folder / model.name)
-                model.read_files()
+                model.reread_manifest()
             watched = WatchedFolder(models, folder)
             try:
                 watched.look()
@@ -181,7 +181,7 @@ def test_a_rebuilt_engine_is_reloaded_beside_its_requests(stories: Path, tmp_pat
         assert await watched.complete("a") == 200
         lease.release()
         assert watched.models.launchers["a"].launches == 2
-        assert not watched.models["b"].files_changed
+        assert not watched.models["b"].has_changed_files
         assert watched.models.launchers["b"].launches == 0
 
     run(stories, tmp_path, check)
@@ -225,4 +225,4 @@ def test_tokenizers_are_read_before_the_first_request(stories: Path, tmp_path: P
 def test_a_look_at_what_is_not_there(tmp_path: Path) -> None:
     assert scan_engine_files(tmp_path / "none", [tmp_path / "x"]).engines == {}
     assert scan_engine_files(None, []).entries == []
-    assert file_times(tmp_path) is None
+    assert stat_engine_files(tmp_path) is None

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from modelmill.core.errors import UsageError
-from modelmill.serve.catalogue.manager import stop_task
+from modelmill.serve.catalogue.manager import cancel_and_wait
 from modelmill.serve.catalogue.model_loader import ModelLoadFailed
 from modelmill.serve.engine_state import EngineState, QueueFull, ServerShuttingDown
 from modelmill.serve.request_handle import WorkerLost
@@ -36,7 +36,7 @@ def run(path: Path, check: Check, *names: str, **options: Any) -> None:
 async def two_want_room_for_one(models: Models) -> tuple[Any, Any]:
     """The lease of model a, which is being unloaded, and the request for b that waits for it."""
     await models.limit_to_one()
-    lease = await models.manager.acquire(models["a"])
+    lease = await models.manager.acquire_lease(models["a"])
     second = models.acquire("b")
     await models.until(lambda: models["a"].state == "unloading")
     return lease, second
@@ -63,9 +63,9 @@ def test_a_model_is_loaded_once_for_all_requests_that_wait(stories: Path) -> Non
 
 def test_an_answer_is_the_same_after_the_model_was_loaded_again(stories: Path) -> None:
     async def answer(models: Models) -> list[int]:
-        lease = await models.manager.acquire(models["a"])
+        lease = await models.manager.acquire_lease(models["a"])
         handle = lease.engine.submit([make_request(lease.engine, (1, 2, 3))])
-        await handle.finish()
+        await handle.wait_until_finished()
         lease.release()
         return list(handle.request_states[0].output.outputs[0].token_ids)
 
@@ -105,7 +105,7 @@ def test_a_request_that_leaves_while_it_waits_loads_nothing(stories: Path) -> No
         models.launchers["a"].gate.set()
         (await first).release()
         assert models.manager.num_waiting(models["b"]) == 0
-        (await models.manager.acquire(models["a"])).release()
+        (await models.manager.acquire_lease(models["a"])).release()
         assert models.launchers["b"].launches == 0
 
     run(stories, check)
@@ -118,7 +118,7 @@ def test_the_budget_unloads_the_least_recently_used(stories: Path) -> None:
         assert budget is not None
         models.manager.loader.budget_bytes = budget * 5 // 3  # of two models
         for name in ("a", "b", "a", "c"):
-            (await models.manager.acquire(models[name])).release()
+            (await models.manager.acquire_lease(models[name])).release()
         assert [models[name].state for name in "abc"] == ["loaded", "unloaded", "loaded"]
         assert models.manager.loader.used_bytes <= budget * 5 // 3
 
@@ -130,7 +130,7 @@ def test_a_model_in_use_is_unloaded_only_after_its_last_request(stories: Path) -
         lease, second = await two_want_room_for_one(models)
         late = models.acquire("a")  # it would keep the model loaded forever
         handle = lease.engine.submit([make_request(lease.engine, (1, 2, 3))])
-        await handle.finish()
+        await handle.wait_until_finished()
         assert models.launchers["b"].launches == 0
         lease.release()
         (await second).release()
@@ -145,7 +145,7 @@ def test_waiting_for_room_ends_with_the_request(stories: Path) -> None:
         lease, second = await two_want_room_for_one(models)
         second.cancel()
         await models.until(lambda: models["a"].state == "loaded")
-        (await models.manager.acquire(models["a"])).release()
+        (await models.manager.acquire_lease(models["a"])).release()
         lease.release()
         assert models.launchers["b"].launches == 0
 
@@ -155,33 +155,33 @@ def test_waiting_for_room_ends_with_the_request(stories: Path) -> None:
 def test_a_pinned_model_stays_and_one_that_never_fits_is_refused(stories: Path) -> None:
     async def check(models: Models) -> None:
         await models.limit_to_one()
-        (await models.manager.acquire(models["a"])).release()
+        (await models.manager.acquire_lease(models["a"])).release()
         models.manager.pin(models["a"], True)
         with pytest.raises(ModelLoadFailed, match=r"^the model b cannot be loaded: it needs .* "
                            r"beside .* of pinned engines, and --memory-budget is "):  # fmt: skip
-            await models.manager.acquire(models["b"])
+            await models.manager.acquire_lease(models["b"])
         assert models["a"].state == "loaded"
         models.manager.pin(models["a"], False)
-        (await models.manager.acquire(models["b"])).release()
+        (await models.manager.acquire_lease(models["b"])).release()
 
     run(stories, check)
 
 
 def test_an_unused_model_expires(stories: Path) -> None:
     async def check(models: Models) -> None:
-        lease = await models.manager.acquire(models["a"])
+        lease = await models.manager.acquire_lease(models["a"])
         assert models.timers.seconds == []
         lease.release()
         lease.release()  # does nothing
         assert models.timers.seconds == [300.0]
         assert models["a"].expires_at is not None
-        (await models.manager.acquire(models["a"], keep_alive=7.0)).release()
+        (await models.manager.acquire_lease(models["a"], keep_alive=7.0)).release()
         assert models.timers.seconds == [7.0]
         models.timers.fire()
         await models.until(lambda: models["a"].state == "unloaded")
-        (await models.manager.acquire(models["a"])).release()
+        (await models.manager.acquire_lease(models["a"])).release()
         assert models.timers.seconds == [300.0], "the last unload forgets the keep-alive"
-        (await models.manager.acquire(models["a"], keep_alive=0.0)).release()
+        (await models.manager.acquire_lease(models["a"], keep_alive=0.0)).release()
         await models.until(lambda: models["a"].state == "unloaded")
 
     run(stories, check, keep_alive=300.0)
@@ -189,8 +189,8 @@ def test_an_unused_model_expires(stories: Path) -> None:
 
 def test_a_timer_does_not_end_a_model_that_is_used_again(stories: Path) -> None:
     async def check(models: Models) -> None:
-        (await models.manager.acquire(models["a"])).release()
-        lease = await models.manager.acquire(models["a"])
+        (await models.manager.acquire_lease(models["a"])).release()
+        lease = await models.manager.acquire_lease(models["a"])
         models.timers.fire()
         assert models["a"].state == "loaded"
         lease.release()
@@ -212,7 +212,7 @@ def test_all_that_wait_hear_why_a_model_cannot_be_loaded(stories: Path) -> None:
         assert models["a"].state == "unloaded"
         assert models["a"].error == "the worker of a failed: Too many open files"
         launcher.error = None
-        (await models.manager.acquire(models["a"])).release()
+        (await models.manager.acquire_lease(models["a"])).release()
         assert models["a"].error is None
 
     run(stories, check)
@@ -220,14 +220,14 @@ def test_all_that_wait_hear_why_a_model_cannot_be_loaded(stories: Path) -> None:
 
 def test_a_worker_that_dies_fails_its_requests_and_later_ones_wait(stories: Path) -> None:
     async def check(models: Models) -> None:
-        lease = await models.manager.acquire(models["a"])
+        lease = await models.manager.acquire_lease(models["a"])
         launcher = models.launchers["a"]
         launcher.children[-1].allow_steps.clear()
         handle = lease.engine.submit([make_request(lease.engine, (1, 2, 3))])
         launcher.gate.clear()
         launcher.children[-1].kill()
         with pytest.raises(WorkerLost):
-            await handle.finish()
+            await handle.wait_until_finished()
         lease.release()
         launcher.children[-1].allow_steps.set()
         later = models.acquire("a")
@@ -245,23 +245,23 @@ def test_a_reload_answers_old_requests_with_the_old_worker(stories: Path, tmp_pa
     shutil.copytree(stories, engine)
 
     async def check(models: Models) -> None:
-        lease = await models.manager.acquire(models["a"])
+        lease = await models.manager.acquire_lease(models["a"])
         manifest = engine / "manifest.json"
         manifest.write_bytes(manifest.read_bytes())
-        assert models["a"].files_changed
+        assert models["a"].has_changed_files
         reload = asyncio.ensure_future(models.manager.reload(models["a"]))
         await models.until(lambda: models["a"].engine is not lease.engine)
-        new = await models.manager.acquire(models["a"])
+        new = await models.manager.acquire_lease(models["a"])
         assert new.engine is not lease.engine
         for each in (lease, new):
             handle = each.engine.submit([make_request(each.engine, (1, 2, 3))])
-            await handle.finish()
+            await handle.wait_until_finished()
         assert not reload.done()
         lease.release()
         await reload
         assert lease.engine.state is EngineState.STOPPED
         assert models["a"].state == "loaded"
-        assert not models["a"].files_changed
+        assert not models["a"].has_changed_files
         new.release()
 
     run(engine, check)
@@ -274,21 +274,21 @@ def test_changed_files_are_read_when_a_model_is_loaded_again(stories: Path, tmp_
     content = manifest.read_bytes()
 
     async def check(models: Models) -> None:
-        lease = await models.manager.acquire(models["a"])
+        lease = await models.manager.acquire_lease(models["a"])
         processor, first = lease.engine.text_processor, lease.engine.manifest
         lease.release()
         for write in (None, content):
             await models.manager.unload(models["a"])
             if write is not None:
                 manifest.write_bytes(write)
-            lease = await models.manager.acquire(models["a"])
+            lease = await models.manager.acquire_lease(models["a"])
             assert (lease.engine.manifest is first) == (write is None)
             assert (lease.engine.text_processor is processor) == (write is None)
             lease.release()
         await models.manager.unload(models["a"])
         manifest.write_bytes(content[:-10])
         with pytest.raises(ModelLoadFailed, match=r"^the model a cannot be loaded: .* is not JSON"):
-            await models.manager.acquire(models["a"])
+            await models.manager.acquire_lease(models["a"])
         assert models["a"].state == "unloaded"
 
     run(folder, check)
@@ -296,11 +296,11 @@ def test_changed_files_are_read_when_a_model_is_loaded_again(stories: Path, tmp_
 
 def test_two_reloads_at_once_leave_one_worker(stories: Path) -> None:
     async def check(models: Models) -> None:
-        (await models.manager.acquire(models["a"])).release()
+        (await models.manager.acquire_lease(models["a"])).release()
         await asyncio.gather(*(models.manager.reload(models["a"]) for _ in range(2)))
         assert models["a"].state == "loaded"
         assert models.manager.loader.used_bytes == models["a"].planned_bytes
-        (await models.manager.acquire(models["a"])).release()
+        (await models.manager.acquire_lease(models["a"])).release()
 
     run(stories, check)
 
@@ -308,7 +308,7 @@ def test_two_reloads_at_once_leave_one_worker(stories: Path) -> None:
 def test_a_reload_without_room_waits_for_the_old_worker(stories: Path) -> None:
     async def check(models: Models) -> None:
         await models.limit_to_one()
-        lease = await models.manager.acquire(models["a"])
+        lease = await models.manager.acquire_lease(models["a"])
         reload = asyncio.ensure_future(models.manager.reload(models["a"]))
         await models.until(lambda: models["a"].state == "unloading")
         request = models.acquire("a")
@@ -323,11 +323,11 @@ def test_a_reload_that_fails_keeps_the_old_worker(stories: Path) -> None:
     async def check(models: Models) -> None:
         with pytest.raises(UsageError, match="is unloaded; its files are read when it is loaded"):
             await models.manager.reload(models["a"])
-        (await models.manager.acquire(models["a"])).release()
+        (await models.manager.acquire_lease(models["a"])).release()
         models.launchers["a"].error = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         with pytest.raises(ModelLoadFailed, match="Cannot allocate memory"):
             await models.manager.reload(models["a"])
-        (await models.manager.acquire(models["a"])).release()
+        (await models.manager.acquire_lease(models["a"])).release()
 
     run(stories, check)
 
@@ -356,7 +356,7 @@ def test_pinned_models_are_loaded_at_the_start(stories: Path) -> None:
         await models.until(lambda: models["c"].state == "loaded")
         assert [models[name].state for name in "abc"] == ["loaded", "unloaded", "loaded"]
         await models.manager.close()
-        await stop_task(task)
+        await cancel_and_wait(task)
 
     asyncio.run(main())
 
@@ -370,6 +370,6 @@ def test_the_end_of_the_server_refuses_those_that_wait(stories: Path) -> None:
         with pytest.raises(ServerShuttingDown):
             await request
         with pytest.raises(ServerShuttingDown):
-            await models.manager.acquire(models["b"])
+            await models.manager.acquire_lease(models["b"])
 
     run(stories, check)

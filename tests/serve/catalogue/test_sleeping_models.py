@@ -52,9 +52,9 @@ def run(path: Path, check: Check, *names: str, **options: Any) -> None:
 
 async def answer(models: Models, name: str) -> list[int]:
     """The ids of an answer."""
-    lease = await models.manager.acquire(models[name])
+    lease = await models.manager.acquire_lease(models[name])
     handle = lease.engine.submit([make_request(lease.engine, (1, 2, 3))])
-    await handle.finish()
+    await handle.wait_until_finished()
     lease.release()
     return list(handle.request_states[0].output.outputs[0].token_ids)
 
@@ -106,7 +106,7 @@ def test_two_models_take_turns_without_a_load(stories: Path) -> None:
 
 def test_a_model_in_use_sleeps_after_its_last_request(stories: Path) -> None:
     async def check(models: Models) -> None:
-        lease = await models.manager.acquire(models["a"])
+        lease = await models.manager.acquire_lease(models["a"])
         second = models.acquire("b")
         await models.until(lambda: models["a"].state == "unloading")
         lease.release()
@@ -264,7 +264,7 @@ def test_a_wake_up_that_never_fits_is_refused(stories: Path) -> None:
         await answer_in_turn(models, "a", "b")
         models.manager.pin(models["b"], pinned=True)
         with pytest.raises(ModelLoadFailed, match="of pinned engines, and --memory-budget is"):
-            await models.manager.acquire(models["a"])
+            await models.manager.acquire_lease(models["a"])
         assert states(models) == "sleeping loaded"
 
     run(stories, check)

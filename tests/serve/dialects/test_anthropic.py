@@ -10,7 +10,7 @@ import pytest
 
 from modelmill.core.errors import RequestError
 from modelmill.serve.app import make_app
-from modelmill.serve.dialects.anthropic_answer import MessageBlocks, parse_input
+from modelmill.serve.dialects.anthropic_answer import AnthropicBlocksBuilder, parse_tool_input
 from modelmill.serve.dialects.anthropic_blocks import strip_billing_headers, to_chat_messages
 from modelmill.serve.dialects.anthropic_schema import MessagesRequest
 from modelmill.serve.service import Service, ServiceLimits
@@ -136,7 +136,7 @@ def test_errors_name_the_block(messages: Any, start: str) -> None:
 
 def test_blocks_of_an_answer() -> None:
     """Spaces before a call are no block; thinking, text and calls follow each other."""
-    blocks = MessageBlocks(hold_spaces=True)
+    blocks = AnthropicBlocksBuilder(hold_spaces=True)
     made = [
         event
         for step in (
@@ -150,7 +150,7 @@ def test_blocks_of_an_answer() -> None:
             blocks.add_text(" "),
             blocks.start_call("t2", "g"),
             blocks.add_arguments('{"b": [1, "cut'),
-            blocks.finish(),
+            blocks.finish_blocks(),
         )
         for event in step
     ]
@@ -165,8 +165,8 @@ def test_blocks_of_an_answer() -> None:
     assert [block["input"] for block in blocks.content[2:]] == [{"a": 1}, {"b": [1]}]
     indexes = [event["index"] for event in made if event["type"] == "content_block_start"]
     assert indexes == [0, 1, 2, 3]
-    assert parse_input("") == {}
-    assert parse_input("[1]") == {}
+    assert parse_tool_input("") == {}
+    assert parse_tool_input("[1]") == {}
 
 
 def test_the_events_of_a_stream(running: ServiceThread) -> None:

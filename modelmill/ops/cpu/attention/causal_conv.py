@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.causal_conv import CausalConvInputs
-from modelmill.ops.cpu.attention import state_rows
+from modelmill.ops.cpu.attention import recurrent_metadata
 from modelmill.ops.cpu.common import build
 
-available = build.available
-_kernel = build.deferred_functions(
-    "causal_conv", "p" * 5 + state_rows.ROW_POINTERS_SIGNATURE + "q" * 6 + "ii"
+unavailable_reason = build.unavailable_reason
+_kernel = build.make_lazy_function_by_gil_mode(
+    "causal_conv", "p" * 5 + recurrent_metadata.METADATA_POINTERS_SIGNATURE + "q" * 6 + "ii"
 )
 
 
@@ -24,7 +24,7 @@ def supports(inputs: CausalConvInputs) -> bool:
         and weight.is_contiguous()
         and (bias is None or (bias.dtype is x.dtype and bias.is_contiguous()))
         and state.stride()[1:] == (len(weight), 1)
-        and state_rows.are_packed(rows)
+        and recurrent_metadata.has_packed_metadata(rows)
     )
 
 
@@ -36,7 +36,8 @@ def run(inputs: CausalConvInputs) -> torch.Tensor:
     out = make(len(x), channels, dtype=x.dtype)
     _kernel(len(x) > build.SMALL_M_LIMIT)(
         out.data_ptr(), x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
-        state.data_ptr(), *state_rows.row_pointers(rows), len(rows.slots), len(x), channels, width,
+        state.data_ptr(),
+        *recurrent_metadata.metadata_pointers(rows), len(rows.slots), len(x), channels, width,
         x.stride(0), state.stride(0), build.DTYPES[x.dtype], int(silu),
     )  # fmt: skip
     return out

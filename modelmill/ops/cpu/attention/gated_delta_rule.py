@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from modelmill.ops.cpu.attention import state_rows
+from modelmill.ops.cpu.attention import recurrent_metadata
 from modelmill.ops.cpu.common import build
 from modelmill.ops.gated_delta_rule import L2_EPS, GatedDeltaInputs
 
-available, supports = build.available, state_rows.supports_recurrence
-_kernel = build.deferred_functions(
-    "gated_delta_rule", "p" * 6 + state_rows.ROW_POINTERS_SIGNATURE + "q" * 8 + "di"
+unavailable_reason, supports = build.unavailable_reason, recurrent_metadata.supports_recurrence
+_kernel = build.make_lazy_function_by_gil_mode(
+    "gated_delta_rule", "p" * 6 + recurrent_metadata.METADATA_POINTERS_SIGNATURE + "q" * 8 + "di"
 )
 
 
@@ -18,12 +18,16 @@ def run(inputs: GatedDeltaInputs) -> torch.Tensor:
     """As the reference, all tokens one by one."""
     qkv, gates, a_log, dt_bias, state, rows = inputs
     _, heads, dk, dv = state.shape
-    a_log, dt_bias = state_rows.as_floats(a_log), state_rows.as_floats(dt_bias)
+    a_log, dt_bias = (
+        recurrent_metadata.to_packed_float32(a_log),
+        recurrent_metadata.to_packed_float32(dt_bias),
+    )
     make = torch.empty if rows.is_decode else torch.zeros  # a prompt may be padded
     out = make(len(qkv), heads * dv)
     _kernel(len(qkv) > build.SMALL_M_LIMIT)(
         out.data_ptr(), qkv.data_ptr(), gates.data_ptr(), a_log.data_ptr(), dt_bias.data_ptr(),
-        state.data_ptr(), *state_rows.row_pointers(rows), len(rows.slots), len(qkv), heads,
+        state.data_ptr(),
+        *recurrent_metadata.metadata_pointers(rows), len(rows.slots), len(qkv), heads,
         (qkv.shape[1] - heads * dv) // (2 * dk), dk, dv, qkv.stride(0), state.stride(0), L2_EPS,
         build.DTYPES[qkv.dtype],
     )  # fmt: skip

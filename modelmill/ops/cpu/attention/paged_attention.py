@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import torch
 
-from modelmill.ops.attention_range import AttentionRange
+from modelmill.ops.attention_support import AttentionSupportRange
 from modelmill.ops.cpu.common import build
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.score_mods import NO_SCORE_MODS
 
-available = build.available
-_kernel = build.deferred_functions("paged_attention", "p" * 11 + "q" * 8 + "ddii")
+unavailable_reason = build.unavailable_reason
+_kernel = build.make_lazy_function_by_gil_mode("paged_attention", "p" * 11 + "q" * 8 + "ddii")
 _DTYPES = build.DTYPES
 SUPPORTED_PROBLEMS = tuple(
-    AttentionRange(
+    AttentionSupportRange(
         dtypes=tuple(_DTYPES),
         page_dtypes=(torch.int8,) if scaled else tuple(_DTYPES),
         scaled=scaled,

@@ -6,13 +6,13 @@ import torch
 
 from modelmill.ops.cpu.common import build
 from modelmill.ops.rope_cache import RopeCacheInputs
-from modelmill.ops.rope_range import RopeRange
+from modelmill.ops.rope_cache_support import RopeCacheSupportRange
 
-available = build.available
-_kernel = build.deferred_function("rope_cache", "p" * 10 + "q" * 5 + "dii")
+unavailable_reason = build.unavailable_reason
+_kernel = build.make_lazy_function("rope_cache", "p" * 10 + "q" * 5 + "dii")
 _DTYPES = build.DTYPES
 SUPPORTED_PROBLEMS = (
-    RopeRange(
+    RopeCacheSupportRange(
         dtypes=tuple(_DTYPES),
         page_dtypes=tuple(_DTYPES),
         same_page_dtypes=True,

@@ -6,8 +6,8 @@ import torch
 
 from modelmill.ops.cpu.common import build
 
-available = build.available
-_kernel = build.deferred_function("sigmoid_mul", "pppqqi")
+unavailable_reason = build.unavailable_reason
+_kernel = build.make_lazy_function("sigmoid_mul", "pppqqi")
 
 
 def supports(x: torch.Tensor, gate: torch.Tensor) -> bool:

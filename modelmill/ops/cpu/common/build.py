@@ -48,7 +48,7 @@ _TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int, "d": cty
 
 
 @dataclass(frozen=True)
-class Library:
+class KernelLibrary:
     """The loaded kernels.
 
     Calls through ``with_gil`` keep the GIL (they take microseconds); ``without_gil`` releases
@@ -64,22 +64,22 @@ class Library:
     origin: str = COMPILED_HERE
 
 
-def available(device_type: str) -> str | None:
+def unavailable_reason(device_type: str) -> str | None:
     """None where the kernels serve ``device_type``; else the reason, in one line."""
     if device_type != "cpu":
         return "it runs on the CPU only"
-    library = load()
+    library = load_library()
     return library if isinstance(library, str) else None
 
 
-def function(name: str, signature: str, *, release_gil: bool = False) -> Callable[..., Any]:
+def load_function(name: str, signature: str, *, release_gil: bool = False) -> Callable[..., Any]:
     """Return the C function ``name``.
 
     signature: its argument types: p pointer, q int64, i int, d double.
 
     Raises MissingDependency where the kernels cannot be built.
     """
-    library = load()
+    library = load_library()
     if isinstance(library, str):
         raise MissingDependency(f"the CPU kernels cannot be used: {library}")
     kernel = getattr(library.without_gil if release_gil else library.with_gil, name)
@@ -88,31 +88,35 @@ def function(name: str, signature: str, *, release_gil: bool = False) -> Callabl
     return kernel
 
 
-def deferred_function(
+def make_lazy_function(
     name: str, signature: str, *, release_gil: bool = False
 ) -> Callable[[], Callable[..., Any]]:
-    """Return what loads a C function (``function``) at the first call and keeps it."""
-    return functools.cache(lambda: function(name, signature, release_gil=release_gil))
+    """Return what loads a C function ``load_function`` at the first call and keeps it."""
+    return functools.cache(lambda: load_function(name, signature, release_gil=release_gil))
 
 
-def deferred_functions(name: str, signature: str) -> Callable[[bool], Callable[..., Any]]:
-    """Return ``deferred_function`` in both forms; its argument: whether to release the GIL."""
-    return functools.cache(lambda release_gil: function(name, signature, release_gil=release_gil))
+def make_lazy_function_by_gil_mode(
+    name: str, signature: str
+) -> Callable[[bool], Callable[..., Any]]:
+    """Return ``make_lazy_function`` in both forms; its argument: whether to release the GIL."""
+    return functools.cache(
+        lambda release_gil: load_function(name, signature, release_gil=release_gil)
+    )
 
 
 @functools.cache
-def load() -> Library | str:
+def load_library() -> KernelLibrary | str:
     """Load the prebuilt library for this CPU, else compile one unless it is cached.
 
     A string says why there is none. Raises UsageError where MODELMILL_CPU_KERNELS says something
     unknown.
     """
-    choice = _requested_kernels()
+    choice = _requested_kernel_source()
     if choice == "none":
         return "MODELMILL_CPU_KERNELS=none switches them off"
     reasons = []
     if choice in ("auto", "prebuilt"):
-        for level, path in prebuilt.available_levels():
+        for level, path in prebuilt.installed_supported_levels():
             try:
                 return replace(open_library(path), origin=f"prebuilt for {level.name}")
             except _KernelsUnavailable as problem:
@@ -123,12 +127,12 @@ def load() -> Library | str:
                 or f"this installation has none for this processor in {prebuilt.FOLDER}"
             )
     try:
-        return open_library(compile_library(machine_flags()))
+        return open_library(compile_library_if_missing(native_compiler_flags()))
     except _KernelsUnavailable as problem:
         return "; ".join([*reasons, str(problem)])
 
 
-def _requested_kernels() -> str:
+def _requested_kernel_source() -> str:
     choice = env.requested_cpu_kernels()
     if choice not in CHOICES:
         raise UsageError(
@@ -137,7 +141,7 @@ def _requested_kernels() -> str:
     return choice
 
 
-def machine_flags() -> tuple[str, ...]:
+def native_compiler_flags() -> tuple[str, ...]:
     """Compiler flags for this machine.
 
     MILL_PREFETCH_L2: weights are prefetched far ahead and only to L2, on Zen 4 (AMD family 25):
@@ -165,25 +169,27 @@ def torch_gemm_is_faster() -> bool:
     return "amx_bf16" in cpu or ("avx512_bf16" in cpu and "GenuineIntel" not in cpu)
 
 
-def compile_library(flags: tuple[str, ...]) -> Path:
+def compile_library_if_missing(flags: tuple[str, ...]) -> Path:
     """Path of the shared object for ``flags``, compiled now if it is not in the cache.
 
     Raises _KernelsUnavailable.
     """
-    compiler, version = _compiler()
+    compiler, version = _find_compiler()
     target = _library_path(flags, compiler, version)
     if not target.exists():
-        _compile(compiler, version, flags, target)
+        _build_library(compiler, version, flags, target)
     return target
 
 
 def needs_compile() -> bool:
-    """Whether ``load`` would have to compile, which takes half a minute."""
-    choice = _requested_kernels()
-    if choice in ("none", "prebuilt") or (choice == "auto" and any(prebuilt.available_levels())):
+    """Whether ``load_library`` would have to compile, which takes half a minute."""
+    choice = _requested_kernel_source()
+    if choice in ("none", "prebuilt") or (
+        choice == "auto" and any(prebuilt.installed_supported_levels())
+    ):
         return False
     try:
-        return not _library_path(machine_flags(), *_compiler()).exists()
+        return not _library_path(native_compiler_flags(), *_find_compiler()).exists()
     except _KernelsUnavailable:
         return False
 
@@ -192,13 +198,13 @@ def _library_path(flags: tuple[str, ...], compiler: str, version: str) -> Path:
     return env.cache_dir() / "cpu" / f"{_library_key(flags, compiler, version)}.so"
 
 
-def open_library(path: Path) -> Library:
+def open_library(path: Path) -> KernelLibrary:
     """Load a shared object, set its thread count and run its self-check.
 
     Raises _KernelsUnavailable.
     """
     try:
-        library = Library(path, ctypes.PyDLL(str(path)), ctypes.CDLL(str(path)), 0)
+        library = KernelLibrary(path, ctypes.PyDLL(str(path)), ctypes.CDLL(str(path)), 0)
     except OSError as problem:
         raise _KernelsUnavailable(
             f"{path} cannot be loaded: {problem}; delete it to build it again"
@@ -206,7 +212,7 @@ def open_library(path: Path) -> Library:
     hand_over = library.with_gil.modelmill_threads
     hand_over.argtypes = [ctypes.c_void_p] * 3
     hand_over.restype = None
-    hand_over(*_openmp_symbols())
+    hand_over(*_openmp_function_addresses())
     library.with_gil.modelmill_torch_multiplies(int(torch_gemm_is_faster()))
     failed = library.with_gil.modelmill_self_check()
     if failed:
@@ -214,7 +220,7 @@ def open_library(path: Path) -> Library:
             f"{path} computes wrongly (check {failed}): the compiler or the machine is not what "
             "it says"
         )
-    return Library(
+    return KernelLibrary(
         path, library.with_gil, library.without_gil, library.with_gil.modelmill_vector_width()
     )
 
@@ -223,8 +229,8 @@ class _KernelsUnavailable(Exception):
     """Why there are no kernels; its text is one line."""
 
 
-def _compiler() -> tuple[str, str]:
-    named = env.cxx_compiler()
+def _find_compiler() -> tuple[str, str]:
+    named = env.cxx_from_env()
     for name in (named,) if named else COMPILERS:
         path = shutil.which(name)
         if path is None:
@@ -269,12 +275,12 @@ def _processor_identity() -> str:
     return "\n".join(line for line in first.splitlines() if line.split(":")[0].strip() in fields)
 
 
-def _compile(compiler: str, version: str, flags: tuple[str, ...], target: Path) -> None:
+def _build_library(compiler: str, version: str, flags: tuple[str, ...], target: Path) -> None:
     """Build in a temporary folder and move the result in place; of several processes, one does."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with (
-            _one_process(target.parent),
+            _compile_lock(target.parent),
             tempfile.TemporaryDirectory(prefix="building-", dir=target.parent) as folder,
         ):
             if target.exists():  # another process compiled it while this one waited
@@ -286,9 +292,9 @@ def _compile(compiler: str, version: str, flags: tuple[str, ...], target: Path) 
                 prefix += _precompile_headers(prefix, Path(folder))
             commands = [[*prefix, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects)]
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                list(pool.map(_execute, commands))
+                list(pool.map(_run_compiler, commands))
             made = Path(folder) / "kernels.so"
-            _execute([compiler, "-shared", *map(str, objects), "-pthread", "-o", str(made)])
+            _run_compiler([compiler, "-shared", *map(str, objects), "-pthread", "-o", str(made)])
             made.replace(target)
     except OSError as problem:
         raise _KernelsUnavailable(
@@ -297,7 +303,7 @@ def _compile(compiler: str, version: str, flags: tuple[str, ...], target: Path) 
 
 
 @contextlib.contextmanager
-def _one_process(folder: Path) -> Iterator[None]:
+def _compile_lock(folder: Path) -> Iterator[None]:
     """Wait until no other process compiles into ``folder``; the kernel frees a dead one's lock.
 
     One that was stopped (Ctrl-Z) keeps it: after ``LOCK_SECONDS``, and on a file system without
@@ -331,11 +337,11 @@ def _precompile_headers(prefix: list[str], folder: Path) -> list[str]:
     """
     header = folder / "shared_headers.h"
     header.write_text('#include "common/simd.h"\n#include "common/parallel_for.h"\n')
-    _execute([*prefix, "-x", "c++-header", str(header), "-o", f"{header}.gch"])
+    _run_compiler([*prefix, "-x", "c++-header", str(header), "-o", f"{header}.gch"])
     return ["-include", str(header)]
 
 
-def _execute(command: list[str]) -> None:
+def _run_compiler(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     except subprocess.TimeoutExpired:
@@ -349,7 +355,7 @@ def _execute(command: list[str]) -> None:
         raise _KernelsUnavailable(f"{command[0]} fails: {lines[0].strip()}")
 
 
-def _openmp_symbols() -> tuple[int | None, ...]:
+def _openmp_function_addresses() -> tuple[int | None, ...]:
     """Addresses of the functions of torch's OpenMP runtime that thread_pool.cpp calls; or None."""
     library = next(Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"), None)
     try:

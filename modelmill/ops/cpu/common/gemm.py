@@ -19,8 +19,8 @@ class GemmFunction:
 
         Args:
             name: of the C function.
-            signature: as of ``build.function``: the output, the operands, the sizes, the code of
-                the output's dtype, flags.
+            signature: as of ``build.load_function``: the output, the operands, the sizes, the
+                code of the output's dtype, flags.
         """
         self.name, self.signature = name, signature
 
@@ -43,12 +43,14 @@ class GemmFunction:
         out = torch.empty(rows, n, dtype=dtype)
         pointers = [None if t is None else t.data_ptr() for t in (out, *operands)]
         long = rows > build.SMALL_M_LIMIT
-        function = gemm_function(self.name, self.signature, release_gil=long)
+        function = load_gemm_function(self.name, self.signature, release_gil=long)
         function(*pointers, *sizes, build.DTYPES[dtype], *flags)
         return out
 
 
 @functools.cache
-def gemm_function(name: str, signature: str, *, release_gil: bool = False) -> Callable[..., Any]:
-    """``build.function``, once."""
-    return build.function(name, signature, release_gil=release_gil)
+def load_gemm_function(
+    name: str, signature: str, *, release_gil: bool = False
+) -> Callable[..., Any]:
+    """``build.load_function``, once."""
+    return build.load_function(name, signature, release_gil=release_gil)

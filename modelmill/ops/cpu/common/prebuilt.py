@@ -72,7 +72,7 @@ class CpuLevel(NamedTuple):
     family: int | None = None
 
 
-# Best first. MILL_PREFETCH_L2, MILL_BF16_AS_FP32: build.machine_flags.
+# Best first. MILL_PREFETCH_L2, MILL_BF16_AS_FP32: build.native_compiler_flags.
 LEVELS = (
     CpuLevel(
         "x86-64-v4-zen4",
@@ -113,7 +113,7 @@ def include_flag(folder: Path = SOURCES) -> str:
     return f"-I{folder}"
 
 
-def file_name(level: CpuLevel, folder: Path = SOURCES) -> str:
+def library_file_name(level: CpuLevel, folder: Path = SOURCES) -> str:
     """What a level's shared object of these sources is called."""
     digest = hashlib.sha256("\0".join((*compile_flags(level), *LINK_FLAGS)).encode())
     for path in native_sources(folder):
@@ -134,7 +134,7 @@ def compile_commands(
     return compiling, [compiler, *LINK_FLAGS, *made.values(), "-pthread", "-o", str(target)]
 
 
-def glibc_needed(library: bytes) -> tuple[int, int] | None:
+def required_glibc_version(library: bytes) -> tuple[int, int] | None:
     """The newest glibc version that a shared object requires; None if none (another libc)."""
     versions = [
         (int(major), int(minor)) for major, minor in re.findall(rb"GLIBC_(\d+)\.(\d+)", library)
@@ -142,16 +142,16 @@ def glibc_needed(library: bytes) -> tuple[int, int] | None:
     return max(versions, default=None)
 
 
-def available_levels(
+def installed_supported_levels(
     cpuinfo: str | None = None, machine: str | None = None, folder: Path = FOLDER
 ) -> Iterator[tuple[CpuLevel, Path]]:
     """Levels that this processor supports and that are installed for these sources, best first."""
     if not folder.is_dir():
         return
     for level in supported_levels(
-        _read(CPUINFO) if cpuinfo is None else cpuinfo, machine or platform.machine()
+        _read_text_or_empty(CPUINFO) if cpuinfo is None else cpuinfo, machine or platform.machine()
     ):
-        path = folder / file_name(level)
+        path = folder / library_file_name(level)
         if path.is_file():
             yield level, path
 
@@ -188,7 +188,7 @@ def _cpuinfo_fields(block: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def _read(path: Path) -> str:
+def _read_text_or_empty(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

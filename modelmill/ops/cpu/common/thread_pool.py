@@ -13,7 +13,7 @@ import torch
 
 from modelmill.ops.cpu.common import build
 
-_set_num_threads = build.deferred_function("modelmill_set_num_threads", "q")
+_set_num_threads = build.make_lazy_function("modelmill_set_num_threads", "q")
 
 
 @contextlib.contextmanager
@@ -28,7 +28,7 @@ def single_thread_torch() -> Iterator[None]:
     ``torch.set_num_threads`` sets is what it would begin with, for good.
     """
     count = torch.get_num_threads()
-    if count == 1 or build.available("cpu") is not None:
+    if count == 1 or build.unavailable_reason("cpu") is not None:
         yield
         return
     limit, limit_torch, limit_mkl = _set_num_threads(), *_thread_count_setters()

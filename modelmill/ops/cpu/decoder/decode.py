@@ -17,8 +17,8 @@ from modelmill.ops.decode import (
     decode,
 )
 
-available = build.available
-_kernel = build.deferred_function("decode", "pppppdi")
+unavailable_reason = build.unavailable_reason
+_kernel = build.make_lazy_function("decode", "pppppdi")
 _DTYPES = build.DTYPES
 
 
@@ -37,7 +37,7 @@ def run(x: torch.Tensor, stack: DecoderStackWeights, tokens: DecodeInputs) -> to
         not packed.supported
         or x.dtype is not packed.dtype
         or count > MAX_ROWS
-        or not _are_plain_tokens(t)
+        or not _supports_token_tensors(t)
     ):
         return decode(x, stack, tokens)
     rows = count if t.logit_rows is None else t.logit_rows.shape[0]
@@ -95,13 +95,13 @@ def _run_all_layers(
             t.block_tables.shape[1],
             logits.shape[0],
             t.slots.data_ptr(),
-            _address(t.logit_rows),
+            _tensor_address(t.logit_rows),
             t.block_tables.data_ptr(),
             t.query_start.data_ptr(),
             t.context_lens.data_ptr(),
-            _address(t.cos),
-            _address(t.sin),
-            _address(t.q_scale),
+            _tensor_address(t.cos),
+            _tensor_address(t.sin),
+            _tensor_address(t.q_scale),
         ),
         dtype=np.int64,
     )
@@ -182,7 +182,9 @@ def _supports_linear(m: DecodeLinearWeights, dtype: torch.dtype) -> bool:
 
 
 def _pack_layer(layer: DecodeLayerWeights, k: torch.Tensor, v: torch.Tensor) -> list[int]:
-    norms = [_address(t) for t in (layer.attn_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)]
+    norms = [
+        _tensor_address(t) for t in (layer.attn_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)
+    ]
     words = [*norms, k.data_ptr(), v.data_ptr(), layer.window or 0]
     for m in (layer.qkv, layer.o, layer.gate_up, layer.down):
         words += _pack_linear(m)
@@ -192,15 +194,15 @@ def _pack_layer(layer: DecodeLayerWeights, k: torch.Tensor, v: torch.Tensor) -> 
 def _pack_linear(m: DecodeLinearWeights) -> list[int]:
     form = 0 if not m.group_size else 4 if m.weight.dtype is torch.uint8 else 8
     half = m.scale is not None and m.scale.dtype is torch.float16
-    words = [m.weight.data_ptr(), _address(m.scale), _address(m.bias), *m.shape]
-    return [*words, _address(m.offset), m.group_size, int(half), form]
+    words = [m.weight.data_ptr(), _tensor_address(m.scale), _tensor_address(m.bias), *m.shape]
+    return [*words, _tensor_address(m.offset), m.group_size, int(half), form]
 
 
-def _address(tensor: torch.Tensor | None) -> int:
+def _tensor_address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _are_plain_tokens(t: DecodeInputs) -> bool:
+def _supports_token_tensors(t: DecodeInputs) -> bool:
     """Whether the index and rotation tensors are as decode.cpp reads them."""
     narrow = (t.block_tables, t.query_start, t.context_lens)
     wide, real = (t.slots, t.logit_rows), (t.cos, t.sin, t.q_scale)

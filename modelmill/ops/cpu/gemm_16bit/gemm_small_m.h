@@ -58,7 +58,7 @@ struct Bf16SplitDot : FloatFma {
 };
 #endif
 
-// Not if float FMAs are faster (MILL_BF16_AS_FP32: build.machine_flags).
+// Not if float FMAs are faster (MILL_BF16_AS_FP32: build.native_compiler_flags).
 #if defined(MILL_BF16) && !defined(MILL_BF16_AS_FP32)
 // Pairs of bfloat16, multiplied exactly and summed in float by one instruction.
 struct Bf16PairDot {

@@ -15,7 +15,7 @@ from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.common.gemm import GemmFunction
 from modelmill.ops.linear import AMX_K_ALIGNMENT, linear
 
-available = build.available
+unavailable_reason = build.unavailable_reason
 _gemm = GemmFunction("linear", "ppppqqqi")
 
 
@@ -48,7 +48,7 @@ def prefers_native(dtype: torch.dtype, rows: int, k: int) -> bool:
 @functools.cache
 def max_native_rows(dtype: torch.dtype) -> int:
     """Rows up to which these kernels beat torch's product."""
-    library = build.load()
+    library = build.load_library()
     narrow = isinstance(library, str) or library.vector_width < 8
     return (
         build.SMALL_M_LIMIT

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.cpu.common.gemm import gemm_function
+from modelmill.ops.cpu.common.gemm import load_gemm_function
 from modelmill.ops.cpu.weight_only_gemm.groupwise import SCALE_TYPES
 from modelmill.ops.fused_moe import ACTIVATIONS, RELU2, FusedMoEInputs, SwigluClamp
 from modelmill.ops.groupwise import PACK_COLUMNS
@@ -70,7 +70,7 @@ def run_experts(name: str, inputs: FusedMoEInputs) -> torch.Tensor:
     x = inputs.x
     out = torch.empty_like(x)
     words = np.array(pack_experts_call(inputs, out), dtype=np.int64)
-    function = gemm_function(name, "pddii", release_gil=len(x) > build.SMALL_M_LIMIT)
+    function = load_gemm_function(name, "pddii", release_gil=len(x) > build.SMALL_M_LIMIT)
     clamp = inputs.clamp or NO_CLAMP
     function(words.ctypes.data, *clamp, build.DTYPES[x.dtype], scale_dtype_code(inputs))
     return out
@@ -88,7 +88,7 @@ def pack_experts_call(inputs: FusedMoEInputs, out: torch.Tensor) -> list[int]:
     gate = GATE_CODES[inputs.activation] if inputs.clamp is None else CLAMPED_SWIGLU
     return [
         out.data_ptr(), x.data_ptr(), inputs.topk_weights.data_ptr(), inputs.topk_ids.data_ptr(),
-        address(inputs.shared), *inputs.topk_ids.shape, len(gate_up), inputs.group, gate,
+        tensor_address(inputs.shared), *inputs.topk_ids.shape, len(gate_up), inputs.group, gate,
         *_pack_expert_matrices(inputs, "gate_up", x.shape[1]),
         *_pack_expert_matrices(inputs, "down", inputs.inner_size),
     ]  # fmt: skip
@@ -97,11 +97,11 @@ def pack_experts_call(inputs: FusedMoEInputs, out: torch.Tensor) -> list[int]:
 def _pack_expert_matrices(inputs: FusedMoEInputs, name: str, columns: int) -> list[int]:
     """ExpertMatrices: addresses, the experts' distances in bytes, rows, columns."""
     stacks = [getattr(inputs, name + suffix) for suffix in ("", "_scale", "_offset")]
-    addresses = [address(each) for each in (*stacks, getattr(inputs, f"{name}_bias"))]
+    addresses = [tensor_address(each) for each in (*stacks, getattr(inputs, f"{name}_bias"))]
     distances = [0 if each is None else each.stride(0) * each.itemsize for each in stacks]
     return [*addresses, *distances, stacks[0].shape[1], columns]
 
 
-def address(tensor: torch.Tensor | None) -> int:
+def tensor_address(tensor: torch.Tensor | None) -> int:
     """Where a tensor lies; 0 for none."""
     return 0 if tensor is None else tensor.data_ptr()

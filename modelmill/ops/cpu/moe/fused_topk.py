@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.cpu.common.gemm import gemm_function
+from modelmill.ops.cpu.common.gemm import load_gemm_function
 from modelmill.ops.fused_topk import (
     SCORES,
     SPARSE_MIXER,
@@ -14,7 +14,7 @@ from modelmill.ops.fused_topk import (
     map_to_local_experts,
 )
 
-available = build.available
+unavailable_reason = build.unavailable_reason
 
 
 def supports(inputs: FusedTopkInputs) -> bool:
@@ -24,11 +24,11 @@ def supports(inputs: FusedTopkInputs) -> bool:
         logits.dtype is torch.float32
         and logits.dim() == 2
         and logits.is_contiguous()
-        and supports_rules(inputs, logits.shape[1])
+        and supports_topk_rules(inputs, logits.shape[1])
     )
 
 
-def supports_rules(inputs: FusedTopkInputs, experts: int) -> bool:
+def supports_topk_rules(inputs: FusedTopkInputs, experts: int) -> bool:
     """Whether the kernel chooses so among ``experts``; the logits are not looked at."""
     size, rest = divmod(experts, inputs.groups)
     bias = inputs.bias
@@ -49,7 +49,7 @@ def run(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
     weights = torch.empty(rows, inputs.top_k)
     ids = torch.empty(rows, inputs.top_k, dtype=torch.int32)
     rules = np.array(pack_topk_rules(inputs, experts), dtype=np.int64)
-    gemm_function("fused_topk", "ppppq", release_gil=rows > build.SMALL_M_LIMIT)(
+    load_gemm_function("fused_topk", "ppppq", release_gil=rows > build.SMALL_M_LIMIT)(
         weights.data_ptr(), ids.data_ptr(), inputs.logits.data_ptr(), rules.ctypes.data, rows
     )
     return map_to_local_experts(weights, ids, inputs.local_experts)

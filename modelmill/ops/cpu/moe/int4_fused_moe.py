@@ -8,10 +8,10 @@ from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.moe.experts import run_experts, supports_layout, supports_scales_and_offsets
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.groupwise import PACK_COLUMNS
-from modelmill.ops.moe_range import MoERange
+from modelmill.ops.moe_support import MoESupportRange
 
-available = build.available
-SUPPORTED_PROBLEMS = (MoERange(weight_dtype=torch.uint8),)
+unavailable_reason = build.unavailable_reason
+SUPPORTED_PROBLEMS = (MoESupportRange(weight_dtype=torch.uint8),)
 
 
 def supports(inputs: FusedMoEInputs) -> bool:

@@ -7,10 +7,10 @@ import torch
 from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.moe.experts import run_experts, supports_layout, supports_scales_and_offsets
 from modelmill.ops.fused_moe import FusedMoEInputs
-from modelmill.ops.moe_range import MoERange
+from modelmill.ops.moe_support import MoESupportRange
 
-available = build.available
-SUPPORTED_PROBLEMS = (MoERange(weight_dtype=torch.int8),)
+unavailable_reason = build.unavailable_reason
+SUPPORTED_PROBLEMS = (MoESupportRange(weight_dtype=torch.int8),)
 
 
 def supports(inputs: FusedMoEInputs) -> bool:

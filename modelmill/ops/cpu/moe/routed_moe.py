@@ -8,13 +8,18 @@ import numpy as np
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.cpu.common.gemm import gemm_function
+from modelmill.ops.cpu.common.gemm import load_gemm_function
 from modelmill.ops.cpu.moe import int4_fused_moe, int8_fused_moe, mxfp4_fused_moe
-from modelmill.ops.cpu.moe.experts import NO_CLAMP, address, pack_experts_call, scale_dtype_code
-from modelmill.ops.cpu.moe.fused_topk import double_to_bits, pack_topk_rules, supports_rules
+from modelmill.ops.cpu.moe.experts import (
+    NO_CLAMP,
+    pack_experts_call,
+    scale_dtype_code,
+    tensor_address,
+)
+from modelmill.ops.cpu.moe.fused_topk import double_to_bits, pack_topk_rules, supports_topk_rules
 from modelmill.ops.routed_moe import RoutedMoEWeights
 
-available = build.available
+unavailable_reason = build.unavailable_reason
 _EXPERTS = {
     "int8_fused_moe": int8_fused_moe,
     "int4_fused_moe": int4_fused_moe,
@@ -45,7 +50,7 @@ def supports(
     """A few packed rows of the router's dtype, where the kernels of the replaced ops serve them."""
     packed = moe.packed.get("cpu")
     if packed is None:
-        packed = moe.packed["cpu"] = _pack(moe)
+        packed = moe.packed["cpu"] = _pack_moe_addresses(moe)
     return (
         packed.at != 0
         and x.shape[0] <= build.SMALL_M_LIMIT
@@ -67,7 +72,7 @@ def run(
 ) -> torch.Tensor:
     """Run the op; ``supports`` has packed the weights."""
     out = torch.empty_like(x)
-    gemm_function("routed_moe", "pppppqi")(
+    load_gemm_function("routed_moe", "pppppqi")(
         out.data_ptr(), x.data_ptr(), (x if router_input is None else router_input).data_ptr(),
         None if shared is None else shared.data_ptr(), moe.packed["cpu"].at, x.shape[0],
         build.DTYPES[x.dtype],
@@ -75,14 +80,14 @@ def run(
     return out
 
 
-def _pack(moe: RoutedMoEWeights) -> _PackedMoE:
+def _pack_moe_addresses(moe: RoutedMoEWeights) -> _PackedMoE:
     """Of what the kernel does not serve, no words."""
     router, experts = moe.router, moe.experts
     vectors = [each for each in (moe.router_bias, moe.expert_scale) if each is not None]
     if (
         moe.op not in _EXPERTS
         or not _EXPERTS[moe.op].supports(experts)
-        or not supports_rules(moe.rules, len(router))
+        or not supports_topk_rules(moe.rules, len(router))
         or moe.rules.local_experts is not None
         or router.dtype is not experts.x.dtype
         or not router.is_contiguous()
@@ -91,7 +96,7 @@ def _pack(moe: RoutedMoEWeights) -> _PackedMoE:
         return _PackedMoE(np.zeros(0, np.int64), 0)
     words = np.array(
         (
-            router.data_ptr(), address(moe.router_bias), address(moe.expert_scale),
+            router.data_ptr(), tensor_address(moe.router_bias), tensor_address(moe.expert_scale),
             _dtype_code(moe.router_bias), _dtype_code(moe.expert_scale),
             *map(double_to_bits, (moe.logit_scale, *(experts.clamp or NO_CLAMP))),
             _OPS.index(moe.op), scale_dtype_code(experts),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.cpu.common.gemm import gemm_function
-from modelmill.ops.router_gemm import scale_and_add_bias
+from modelmill.ops.cpu.common.gemm import load_gemm_function
+from modelmill.ops.router_gemm import scale_logits_and_add_bias
 
-available = build.available
+unavailable_reason = build.unavailable_reason
 
 
 def supports(
@@ -34,8 +34,8 @@ def run(
     """As the reference, with float32 sums."""
     rows, experts = x.shape[0], weight.shape[0]
     out = torch.empty(rows, experts)
-    gemm_function("router_gemm", "pppqqqi")(
+    load_gemm_function("router_gemm", "pppqqqi")(
         out.data_ptr(), x.data_ptr(), weight.data_ptr(), rows, x.shape[1], experts,
         build.DTYPES[x.dtype],
     )  # fmt: skip
-    return scale_and_add_bias(out, bias, scale)
+    return scale_logits_and_add_bias(out, bias, scale)

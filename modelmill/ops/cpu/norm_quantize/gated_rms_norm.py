@@ -7,8 +7,8 @@ import torch
 from modelmill.ops.cpu.common import build
 from modelmill.ops.gated_rms_norm import GatedRMSNormInputs
 
-available = build.available
-_kernel = build.deferred_function("gated_rms_norm", "ppppqqqqdiii")
+unavailable_reason = build.unavailable_reason
+_kernel = build.make_lazy_function("gated_rms_norm", "ppppqqqqdiii")
 
 
 def supports(inputs: GatedRMSNormInputs) -> bool:

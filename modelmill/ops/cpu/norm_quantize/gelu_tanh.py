@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.row_range import RowRange
+from modelmill.ops.row_op_support import RowOpSupportRange
 
-available = build.available
-_kernel = build.deferred_function("gelu_tanh", "ppqi")
+unavailable_reason = build.unavailable_reason
+_kernel = build.make_lazy_function("gelu_tanh", "ppqi")
 _DTYPES = build.DTYPES
-SUPPORTED_PROBLEMS = (RowRange(dtypes=tuple(_DTYPES)),)
+SUPPORTED_PROBLEMS = (RowOpSupportRange(dtypes=tuple(_DTYPES)),)
 
 
 def run(x: torch.Tensor) -> torch.Tensor:

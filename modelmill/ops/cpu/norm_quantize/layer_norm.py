@@ -8,8 +8,8 @@ from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.norm_quantize.rms_norm import SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS
 from modelmill.ops.cpu.norm_quantize.rms_norm import run_row_kernel
 
-available = build.available
-_kernel = build.deferred_function("layer_norm", "ppppqqdi")
+unavailable_reason = build.unavailable_reason
+_kernel = build.make_lazy_function("layer_norm", "ppppqqdi")
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:

@@ -6,12 +6,12 @@ import torch
 
 from modelmill.ops.cpu.common import build
 from modelmill.ops.quant_types import ActQuantSpec
-from modelmill.ops.row_range import RowRange
+from modelmill.ops.row_op_support import RowOpSupportRange
 
-available = build.available
-_kernel = build.deferred_function("quantize_int8", "ppppqqi")
+unavailable_reason = build.unavailable_reason
+_kernel = build.make_lazy_function("quantize_int8", "ppppqqi")
 SUPPORTED_PROBLEMS = (
-    RowRange(
+    RowOpSupportRange(
         dtypes=tuple(build.DTYPES),
         out_dtypes=(torch.int8,),
         max_factors=1,

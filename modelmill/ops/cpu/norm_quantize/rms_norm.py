@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.row_range import RowRange
+from modelmill.ops.row_op_support import RowOpSupportRange
 
-available = build.available
-_kernel = build.deferred_function("rms_norm", "pppqqdi")
+unavailable_reason = build.unavailable_reason
+_kernel = build.make_lazy_function("rms_norm", "pppqqdi")
 _DTYPES = build.DTYPES
-SUPPORTED_PROBLEMS = (RowRange(dtypes=tuple(_DTYPES), same_dtype=True),)
+SUPPORTED_PROBLEMS = (RowOpSupportRange(dtypes=tuple(_DTYPES), same_dtype=True),)
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

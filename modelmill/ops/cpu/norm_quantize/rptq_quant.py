@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.row_range import RowRange
+from modelmill.ops.row_op_support import RowOpSupportRange
 from modelmill.ops.rptq_quant import RptqQuantInputs
 
-available = build.available
-_kernel = build.deferred_function("rptq_quant", "pppppppqqqqiii")
+unavailable_reason = build.unavailable_reason
+_kernel = build.make_lazy_function("rptq_quant", "pppppppqqqqiii")
 _DTYPES = build.DTYPES
-SUPPORTED_PROBLEMS = (RowRange(dtypes=tuple(_DTYPES), dims=(2, 2), packed_dtypes=True),)
+SUPPORTED_PROBLEMS = (RowOpSupportRange(dtypes=tuple(_DTYPES), dims=(2, 2), packed_dtypes=True),)
 
 
 def supports(inputs: RptqQuantInputs) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.row_range import RowRange
+from modelmill.ops.row_op_support import RowOpSupportRange
 
-available = build.available
-_kernel = build.deferred_function("silu_mul", "ppqqi")
+unavailable_reason = build.unavailable_reason
+_kernel = build.make_lazy_function("silu_mul", "ppqqi")
 _DTYPES = build.DTYPES
-SUPPORTED_PROBLEMS = (RowRange(dtypes=tuple(_DTYPES), dims=(2, 2)),)
+SUPPORTED_PROBLEMS = (RowOpSupportRange(dtypes=tuple(_DTYPES), dims=(2, 2)),)
 
 
 def run(gate_up: torch.Tensor) -> torch.Tensor:

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from modelmill.ops.argmax import argmax
-from modelmill.ops.row_range import RowRange
+from modelmill.ops.row_op_support import RowOpSupportRange
 
-SUPPORTED_PROBLEMS = (RowRange(),)
+SUPPORTED_PROBLEMS = (RowOpSupportRange(),)
 
 
-def available(device_type: str) -> str | None:
+def unavailable_reason(device_type: str) -> str | None:
     """None on a CPU."""
     return None if device_type == "cpu" else "it runs on the CPU only"
 

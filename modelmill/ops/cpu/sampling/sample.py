@@ -7,8 +7,8 @@ import torch
 from modelmill.ops.cpu.common import build
 from modelmill.ops.sample import REFERENCE_DTYPES, SampleInputs
 
-available = build.available
-_kernel = build.deferred_function("sample", "pppppppqq")
+unavailable_reason = build.unavailable_reason
+_kernel = build.make_lazy_function("sample", "pppppppqq")
 SUPPORTED_PROBLEMS = (REFERENCE_DTYPES,)
 
 

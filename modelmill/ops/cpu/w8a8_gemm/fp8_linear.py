@@ -9,7 +9,7 @@ from modelmill.ops.cpu.common.gemm import GemmFunction
 from modelmill.ops.fp8_linear import FP8, fp8_linear
 from modelmill.ops.w8a8_linear import Linear8BitInputs
 
-available = build.available
+unavailable_reason = build.unavailable_reason
 _gemm = GemmFunction("fp8_linear", "ppppppqqqqi")
 
 

@@ -8,7 +8,7 @@ from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.common.gemm import GemmFunction
 from modelmill.ops.rptq_linear import RptqLinearInputs, rptq_linear
 
-available = build.available
+unavailable_reason = build.unavailable_reason
 _gemm = GemmFunction("rptq_linear", "ppppppppqqqqiiii")
 _MAX_GROUP = 1 << 16  # columns whose sum of 255 · 128 stays below 2³¹
 

@@ -8,7 +8,7 @@ from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.common.gemm import GemmFunction
 from modelmill.ops.w8a8_linear import Linear8BitInputs, w8a8_linear
 
-available = build.available
+unavailable_reason = build.unavailable_reason
 _gemm = GemmFunction("w8a8_linear", "ppppppqqqqi")
 
 

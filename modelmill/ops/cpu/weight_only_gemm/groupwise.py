@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.cpu.common.gemm import GemmFunction, gemm_function
+from modelmill.ops.cpu.common.gemm import GemmFunction, load_gemm_function
 from modelmill.ops.cpu.gemm_16bit.linear import prefers_native
 from modelmill.ops.groupwise import PACK_COLUMNS, GroupwiseLinearInputs
 
@@ -22,7 +22,7 @@ SCALE_TYPES = {torch.float32: 0, torch.float16: 1, torch.uint8: 2}
 DEQUANT_SLICE_BYTES = 2 << 20
 
 
-class GroupwiseLinear:
+class GroupwiseLinearKernels:
     """The C functions of one width of codes, and the reference that serves what they do not."""
 
     def __init__(
@@ -60,7 +60,7 @@ class GroupwiseLinear:
         x, weight, scale, offset, group, bias = inputs
         n, k = weight.shape[0], x.shape[1]
         step = min(n, max(256, DEQUANT_SLICE_BYTES // max(k, 1)))
-        widen = gemm_function(self._dequant_name, "ppppqqqii")
+        widen = load_gemm_function(self._dequant_name, "ppppqqqii")
         wide = torch.empty(step, k, dtype=x.dtype)
         out = torch.empty(x.shape[0], n, dtype=x.dtype)
         for first in range(0, n, step):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.cpu.weight_only_gemm.groupwise import GroupwiseLinear
+from modelmill.ops.cpu.weight_only_gemm.groupwise import GroupwiseLinearKernels
 from modelmill.ops.int4_linear import int4_linear
 
-available = build.available
-run = GroupwiseLinear("int4_linear", "int4_dequant", int4_linear).run
+unavailable_reason = build.unavailable_reason
+run = GroupwiseLinearKernels("int4_linear", "int4_dequant", int4_linear).run

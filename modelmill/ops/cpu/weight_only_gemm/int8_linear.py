@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.cpu.common.gemm import GemmFunction, gemm_function
+from modelmill.ops.cpu.common.gemm import GemmFunction, load_gemm_function
 from modelmill.ops.cpu.gemm_16bit.linear import prefers_native
 from modelmill.ops.int8_linear import int8_linear
 
-available = build.available
+unavailable_reason = build.unavailable_reason
 _DTYPES = build.DTYPES
 _gemm = GemmFunction("int8_linear", "pppppqqqi")
 # Weights widened at a time: the copies stay in the cache until the product has read them.
@@ -52,7 +52,7 @@ def _dequantized_matmul(
     n, k = weight.shape
     code = _DTYPES[x.dtype]
     step = min(n, max(256, DEQUANT_SLICE_BYTES // max(k, 1)))
-    widen = gemm_function("int8_dequant", "ppqi")
+    widen = load_gemm_function("int8_dequant", "ppqi")
     wide = torch.empty(step, k, dtype=x.dtype)
     out = torch.empty(x.shape[0], n, dtype=x.dtype)
     for first in range(0, n, step):
@@ -60,7 +60,7 @@ def _dequantized_matmul(
         widen(wide.data_ptr(), weight.data_ptr() + first * k, count * k, code)
         torch.mm(x, wide[:count].t(), out=out[:, first : first + count])
     added = None if bias is None else bias.data_ptr()
-    gemm_function("int8_epilogue", "pppqqi")(
+    load_gemm_function("int8_epilogue", "pppqqi")(
         out.data_ptr(), scale.data_ptr(), added, x.shape[0], n, code
     )
     return out

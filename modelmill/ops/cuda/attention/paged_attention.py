@@ -1,7 +1,7 @@
 """Attention over a paged KV cache on Hopper: prefill (paged_attention.cu) and decode.
 
 A step that mixes prompts and single queries is shared: its prompts and its single queries each go
-to the first kernel that serves them (``attention_range``), here or in the backends behind. The
+to the first kernel that serves them (``attention_support``), here or in the backends behind. The
 prefill kernel takes whole tiles of 128 queries; prompts that are too short for the tiles, or have
 pages of int8, are left to others. Single queries are decoded by paged_decode16 and paged_decode8.
 """
@@ -13,12 +13,12 @@ import struct
 
 import torch
 
-from modelmill.ops.attention_range import AttentionRange, Phase
-from modelmill.ops.binding import run_first_supported
+from modelmill.ops.attention_support import AttentionPhase, AttentionSupportRange
+from modelmill.ops.bound_op import make_kernel_dispatcher
 from modelmill.ops.cuda.attention import paged_decode, paged_decode8, paged_decode16
 from modelmill.ops.cuda.attention.paged_decode import LOG2E, TYPES, supports_indices
 from modelmill.ops.cuda.common import build, launch
-from modelmill.ops.kernel_range import UNBOUNDED, Kernel
+from modelmill.ops.kernel_support import UNBOUNDED, Kernel
 from modelmill.ops.paged_attention import DECLARATION, PagedAttentionInputs
 
 PREFILL_MIN_QUERIES = 64  # up to here half of a tile of 128 would be empty, or more
@@ -34,17 +34,21 @@ MAX_SEQUENCES, PLAN_BYTES = 1024, 13 * 1024
 L2_RESIDENT_BYTES = 32 << 20
 
 
-def available(device_type: str) -> str | None:
+def unavailable_reason(device_type: str) -> str | None:
     """None if the kernel supports this device type; else the reason.
 
     Compiles the most common config (cached on disk).
     """
     common = _prefill_macros(torch.bfloat16, 128, 16)
-    reason = build.why_unavailable(device_type, "paged_attention", common)
-    return reason or paged_decode8.available(device_type) or paged_decode16.available(device_type)
+    reason = build.kernel_unavailable_reason(device_type, "paged_attention", common)
+    return (
+        reason
+        or paged_decode8.unavailable_reason(device_type)
+        or paged_decode16.unavailable_reason(device_type)
+    )
 
 
-def specializations(
+def warmup_sizes(
     q: torch.Tensor, k_cache: torch.Tensor, max_sequences: int, max_context: int, window: int | None
 ) -> list[tuple[int, int]]:
     """Return (sequences, context bound) of decode steps that cover every kernel config.
@@ -56,9 +60,9 @@ def specializations(
     _, kv_heads, _, dim = k_cache.shape
     keys = max_context if window is None else min(max_context, window)
     if k_cache.dtype == torch.int8:
-        return paged_decode8.specializations(kv_heads, max_sequences, keys, q.get_device())
+        return paged_decode8.warmup_sizes(kv_heads, max_sequences, keys, q.get_device())
     if k_cache.dtype in TYPES and dim in paged_decode16.SPLIT_CONFIGS:
-        return paged_decode16.specializations(
+        return paged_decode16.warmup_sizes(
             (q.shape[1], kv_heads), dim, max_sequences, keys, launch.sm_count(q.get_device())
         )
     return []
@@ -72,7 +76,7 @@ def prefill(
     Rows of padding sequences (context_len 0) are zero; rows of no sequence are undefined.
     """
     q, k_cache, v_cache, tables, starts, lengths = inputs[:6]
-    out = paged_decode.new_output(q) if out is None else out
+    out = paged_decode.allocate_output(q) if out is None else out
     _prefill(q, (k_cache, v_cache), (tables, starts, lengths), inputs[6:10], out, mixed=mixed)
     return out
 
@@ -89,9 +93,9 @@ def supports_prefill(inputs: PagedAttentionInputs) -> bool:
 
 
 PREFILL = Kernel(
-    AttentionRange(
+    AttentionSupportRange(
         # Of a mixed step with single queries that no kernel decodes, all rows.
-        phases=(Phase.PREFILL, Phase.PROMPTS, Phase.MIXED),
+        phases=(AttentionPhase.PREFILL, AttentionPhase.PROMPTS, AttentionPhase.MIXED),
         m=(PREFILL_MIN_TOKENS + 1, UNBOUNDED),
         queries=(PREFILL_MIN_QUERIES + 1, UNBOUNDED),
         sequences=(1, MAX_SEQUENCES),
@@ -105,7 +109,7 @@ PREFILL = Kernel(
 )
 KERNELS = (PREFILL, *paged_decode16.KERNELS, *paged_decode8.KERNELS)
 SUPPORTED_PROBLEMS = tuple(kernel.range for kernel in KERNELS)
-run = run_first_supported(KERNELS, DECLARATION)
+run = make_kernel_dispatcher(KERNELS, DECLARATION)
 
 
 def _prefill(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from modelmill.ops.attention_range import Phase
+from modelmill.ops.attention_support import AttentionPhase
 from modelmill.ops.carveout import DECODE_CARVEOUT_PERCENT
 from modelmill.ops.cuda.common import launch
 
@@ -16,10 +16,10 @@ MAX_SPLITS = 8  # blocks of a cluster
 PAGE_SIZES = (8, 128)
 
 
-DECODE_PHASES = (Phase.DECODE, Phase.SINGLE_QUERIES)
+DECODE_PHASES = (AttentionPhase.DECODE, AttentionPhase.SINGLE_QUERIES)
 
 
-def new_output(q: torch.Tensor) -> torch.Tensor:
+def allocate_output(q: torch.Tensor) -> torch.Tensor:
     """Rows [T, heads · D] to fill."""
     return torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
 
@@ -47,7 +47,7 @@ def num_splits(pairs: int, keys: int, max_blocks: int, min_keys: int) -> int:
     return 1 << max(0, splits.bit_length() - 1)
 
 
-def specializations(
+def warmup_sizes(
     plan: Callable[[int, int], Hashable], max_sequences: int, max_context: int
 ) -> list[tuple[int, int]]:
     """Return (sequences, context bound) of decode steps that cover every launch plan.

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from modelmill.ops.attention_range import AttentionRange
+from modelmill.ops.attention_support import AttentionSupportRange
 from modelmill.ops.cuda.attention import paged_decode
 from modelmill.ops.cuda.attention.paged_decode import LOG2E, TYPES
 from modelmill.ops.cuda.common import build, launch
-from modelmill.ops.kernel_range import Kernel
+from modelmill.ops.kernel_support import Kernel
 from modelmill.ops.paged_attention import PagedAttentionInputs
 
 MAX_GROUP_HEADS = 8  # query heads of a KV head: columns of a product
@@ -71,12 +71,12 @@ def plan_launch(
     return form, splits
 
 
-def available(device_type: str) -> str | None:
+def unavailable_reason(device_type: str) -> str | None:
     """None if the kernel supports this device type; else the reason.
 
     Compiles the most common config (cached on disk).
     """
-    return build.why_unavailable(
+    return build.kernel_unavailable_reason(
         device_type,
         "paged_decode16",
         kernel_macros(torch.bfloat16, 128, 16, 1, 1, SPLIT_CONFIGS[128]),
@@ -98,11 +98,11 @@ def supports_decode(inputs: PagedAttentionInputs) -> bool:
 def decode(inputs: PagedAttentionInputs, out: torch.Tensor | None = None) -> torch.Tensor:
     """Fill the rows of single queries, and leave the others alone."""
     q, k_cache, v_cache, tables, starts, lengths = inputs[:6]
-    out = paged_decode.new_output(q) if out is None else out
+    out = paged_decode.allocate_output(q) if out is None else out
     return run(q, (k_cache, v_cache), (tables, starts, lengths), *inputs[7:10], out)
 
 
-_ONE_HEAD = AttentionRange(
+_ONE_HEAD = AttentionSupportRange(
     phases=paged_decode.DECODE_PHASES,
     max_group_heads=1,
     dims=tuple(SPLIT_CONFIGS),
@@ -120,7 +120,7 @@ KERNELS = (
 )
 
 
-def specializations(
+def warmup_sizes(
     heads: tuple[int, int], dim: int, max_sequences: int, max_context: int, num_sms: int
 ) -> list[tuple[int, int]]:
     """Return (sequences, context bound) of decode steps that cover every kernel config.
@@ -130,7 +130,7 @@ def specializations(
     """
     query_heads, kv_heads = heads
     group = query_heads // kv_heads
-    return paged_decode.specializations(
+    return paged_decode.warmup_sizes(
         lambda batch, keys: plan_launch(batch * kv_heads, group, dim, keys, num_sms),
         max_sequences,
         max_context,

@@ -6,23 +6,23 @@ import struct
 
 import torch
 
-from modelmill.ops.attention_range import AttentionRange
+from modelmill.ops.attention_support import AttentionSupportRange
 from modelmill.ops.cuda.attention import paged_decode
 from modelmill.ops.cuda.attention.paged_decode import LOG2E, TYPES
 from modelmill.ops.cuda.common import build, launch
-from modelmill.ops.kernel_range import Kernel
+from modelmill.ops.kernel_support import Kernel
 from modelmill.ops.paged_attention import PagedAttentionInputs
 
 # Sizes of paged_decode8.cu; blocks whose registers fit an SM together.
 KEYS, WARPS, BLOCKS_PER_SM = 32, 4, 4
 
 
-def available(device_type: str) -> str | None:
+def unavailable_reason(device_type: str) -> str | None:
     """None if the kernel supports this device type; else the reason.
 
     Compiles the most common config (cached on disk).
     """
-    return build.why_unavailable(
+    return build.kernel_unavailable_reason(
         device_type, "paged_decode8", _kernel_macros(torch.bfloat16, 128, 16, 1)
     )
 
@@ -43,14 +43,14 @@ def decode(inputs: PagedAttentionInputs, out: torch.Tensor | None = None) -> tor
     k_scale, v_scale = inputs[10:12]
     assert k_scale is not None, "see KERNELS"
     assert v_scale is not None, "see KERNELS"
-    out = paged_decode.new_output(q) if out is None else out
+    out = paged_decode.allocate_output(q) if out is None else out
     caches = (k_cache, v_cache, k_scale, v_scale)
     return run(q, caches, (tables, starts, lengths), *inputs[7:10], out)
 
 
 KERNELS = (
     Kernel(
-        AttentionRange(
+        AttentionSupportRange(
             phases=paged_decode.DECODE_PHASES,
             max_group_heads=1,
             dims=(64, 128),
@@ -66,7 +66,7 @@ KERNELS = (
 )
 
 
-def specializations(
+def warmup_sizes(
     heads: int, max_sequences: int, max_context: int, device: int
 ) -> list[tuple[int, int]]:
     """Return (sequences, context bound) of decode steps that cover every kernel config.
@@ -74,7 +74,7 @@ def specializations(
     max_sequences, max_context: sequences of a step, keys that a query of one sees.
     """
     room = BLOCKS_PER_SM * launch.sm_count(device)
-    return paged_decode.specializations(
+    return paged_decode.warmup_sizes(
         lambda batch, keys: paged_decode.num_splits(batch * heads, keys, room, KEYS * WARPS),
         max_sequences,
         max_context,

@@ -38,11 +38,11 @@ class Compiler:
     path: str | None = None
 
 
-class _CompilerUnavailable(Exception):
+class _KernelBuildFailed(Exception):
     """Why there is no kernel; its text is one line."""
 
 
-def available(device_type: str) -> str | None:
+def unavailable_reason(device_type: str) -> str | None:
     """None if kernels can be compiled and run on this device type, else the reason."""
     if device_type != "cuda":
         return "CUDA kernels need a GPU"
@@ -66,9 +66,9 @@ def include_flag() -> str:
     return f"-I{FOLDER}"
 
 
-def why_unavailable(device_type: str, name: str, macros: tuple[str, ...]) -> str | None:
+def kernel_unavailable_reason(device_type: str, name: str, macros: tuple[str, ...]) -> str | None:
     """None if ``<name>.cu`` compiles for this device type (cached), else the reason in one line."""
-    reason = available(device_type)
+    reason = unavailable_reason(device_type)
     if reason is None:
         try:
             compile_cubin(name, macros)
@@ -91,7 +91,7 @@ def compile_cubin(name: str, macros: tuple[str, ...] = ()) -> Path:
     if not target.exists():
         try:
             _store_cubin(_compile(compiler, name, macros), target)
-        except _CompilerUnavailable as problem:
+        except _KernelBuildFailed as problem:
             raise MissingDependency(
                 f"the CUDA kernel {name} cannot be compiled: {problem}"
             ) from None
@@ -172,9 +172,7 @@ def _compile_with_nvrtc(library: ctypes.CDLL, name: str, flags: tuple[str, ...])
     def call(function: str, *args: object) -> None:
         failed = getattr(library, function)(*args)
         if failed:
-            raise _CompilerUnavailable(
-                f"{function}: {library.nvrtcGetErrorString(failed).decode()}"
-            )
+            raise _KernelBuildFailed(f"{function}: {library.nvrtcGetErrorString(failed).decode()}")
 
     call("nvrtcCreateProgram", ctypes.byref(program), source, f"{name}.cu".encode(), 0, None, None)
     try:
@@ -183,8 +181,8 @@ def _compile_with_nvrtc(library: ctypes.CDLL, name: str, flags: tuple[str, ...])
             call("nvrtcGetProgramLogSize", program, ctypes.byref(size))
             log = ctypes.create_string_buffer(size.value)
             call("nvrtcGetProgramLog", program, log)
-            raise _CompilerUnavailable(
-                f"NVRTC fails: {_first_error(log.value.decode(errors='replace'))}"
+            raise _KernelBuildFailed(
+                f"NVRTC fails: {_first_compiler_error(log.value.decode(errors='replace'))}"
             )
         call("nvrtcGetCUBINSize", program, ctypes.byref(size))
         cubin = ctypes.create_string_buffer(size.value)
@@ -201,13 +199,13 @@ def _compile_with_nvcc(path: str, name: str, flags: tuple[str, ...]) -> bytes:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         except subprocess.TimeoutExpired:
-            raise _CompilerUnavailable("nvcc did not finish within 300 s") from None
+            raise _KernelBuildFailed("nvcc did not finish within 300 s") from None
         if done.returncode:
-            raise _CompilerUnavailable(f"nvcc fails: {_first_error(done.stderr)}")
+            raise _KernelBuildFailed(f"nvcc fails: {_first_compiler_error(done.stderr)}")
         return made.read_bytes()
 
 
-def _first_error(log: str) -> str:
+def _first_compiler_error(log: str) -> str:
     lines = [line for line in log.splitlines() if line.strip()] or ["it does not say why"]
     return next((line for line in lines if "error" in line), lines[0]).strip()
 
@@ -222,6 +220,4 @@ def _store_cubin(cubin: bytes, target: Path) -> None:
             file.write(cubin)
         Path(file.name).replace(target)
     except OSError as problem:
-        raise _CompilerUnavailable(
-            f"{target.parent} cannot be written: {problem.strerror}"
-        ) from None
+        raise _KernelBuildFailed(f"{target.parent} cannot be written: {problem.strerror}") from None

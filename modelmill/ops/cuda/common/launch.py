@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from modelmill.ops.carveout import cuda_driver, set_smem_carveout
+from modelmill.ops.carveout import load_cuda_driver, set_smem_carveout
 from modelmill.ops.cuda.common import build
 
 # Of the driver: CUtensorMapDataType, CU_TENSOR_MAP_SWIZZLE_128B,
@@ -62,12 +62,12 @@ class CudaKernel:
         how = struct.pack(
             _CONFIG, blocks, 1, 1, self.threads, 1, 1, self.shared, stream, *attributes
         )
-        code = cuda_driver().cuLaunchKernelEx(how, self._handle, pointers, None)
+        code = load_cuda_driver().cuLaunchKernelEx(how, self._function_handle, pointers, None)
         if code:
             _raise_on_error_code(code)
 
     @functools.cached_property
-    def _handle(self) -> ctypes.c_void_p:
+    def _function_handle(self) -> ctypes.c_void_p:
         return ctypes.c_void_p(self.function)
 
 
@@ -98,11 +98,15 @@ def load_kernel(
 def load_cubin(path: Path, name: str, threads: int, shared: int) -> CudaKernel:
     """A kernel of a cubin, which stays loaded for as long as the process lives."""
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    _raise_on_error_code(cuda_driver().cuModuleLoadData(ctypes.byref(module), path.read_bytes()))
     _raise_on_error_code(
-        cuda_driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode())
+        load_cuda_driver().cuModuleLoadData(ctypes.byref(module), path.read_bytes())
     )
-    _raise_on_error_code(cuda_driver().cuFuncSetAttribute(function, _MAX_SHARED_ATTRIBUTE, shared))
+    _raise_on_error_code(
+        load_cuda_driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode())
+    )
+    _raise_on_error_code(
+        load_cuda_driver().cuFuncSetAttribute(function, _MAX_SHARED_ATTRIBUTE, shared)
+    )
     assert function.value is not None
     return CudaKernel(function.value, threads, shared)
 
@@ -126,7 +130,7 @@ def tensor_map(
     space = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
     place = -(-ctypes.addressof(space) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
     _raise_on_error_code(
-        cuda_driver().cuTensorMapEncodeTiled(
+        load_cuda_driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(place),
             _ELEMENTS[dtype],
             rank,
@@ -158,5 +162,5 @@ def sm_count(device: int) -> int:
 def _raise_on_error_code(code: int) -> None:
     if code:
         text = ctypes.c_char_p()
-        cuda_driver().cuGetErrorString(code, ctypes.byref(text))
+        load_cuda_driver().cuGetErrorString(code, ctypes.byref(text))
         raise RuntimeError(f"the CUDA driver refuses: {(text.value or b'?').decode()} ({code})")

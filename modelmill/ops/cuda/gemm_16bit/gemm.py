@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from modelmill.ops.cuda.common import launch
-from modelmill.ops.kernel_range import HALF, UNBOUNDED, GemmProblem, GemmRange
+from modelmill.ops.kernel_support import HALF, UNBOUNDED, GemmProblem, GemmSupportRange
 
 TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 # Sizes of gemm_large_m.cuh.
@@ -122,14 +122,14 @@ def supports_tma(x: torch.Tensor) -> bool:
     )
 
 
-def small_m_ranges(n_multiple: int) -> tuple[GemmRange, ...]:
+def small_m_support_ranges(n_multiple: int) -> tuple[GemmSupportRange, ...]:
     """Products that gemm_small_m serves and is the fastest for.
 
     The matrix must exceed the cache and need one wave of blocks: cuBLAS reads matrices that need a
     second turn of the blocks as fast.
     """
     return tuple(
-        GemmRange(
+        GemmSupportRange(
             m=rows,
             n_multiple=n_multiple,
             dtypes=HALF,
@@ -151,7 +151,7 @@ def _fills_sms(problem: GemmProblem) -> bool:
 
 
 # Products that gemm_swiglu_large_m serves and is faster for: its tiles fill the SMs.
-LARGE_M_RANGE = GemmRange(
+LARGE_M_RANGE = GemmSupportRange(
     m=(LARGE_M_MIN_ROWS, UNBOUNDED), n_multiple=16, dtypes=HALF, faster=_fills_sms
 )
 
@@ -162,13 +162,13 @@ def large_m_warmup_rows(x: torch.Tensor, weight: torch.Tensor, max_rows: int) ->
         return []
     sizes = (weight.shape[0], launch.sm_count(x.get_device()))
     least: dict[int, int] = {}
-    for rows in large_m_row_counts(max_rows):
+    for rows in large_m_warmup_candidates(max_rows):
         if large_m_is_faster(rows, *sizes):
-            least.setdefault(tile_width(rows, *sizes), rows)
+            least.setdefault(select_tile_width(rows, *sizes), rows)
     return list(least.values())
 
 
-def large_m_row_counts(max_rows: int) -> list[int]:
+def large_m_warmup_candidates(max_rows: int) -> list[int]:
     """Candidate numbers of rows up to ``max_rows`` for warming up the large-M kernels.
 
     Occupancy is highest at multiples of a tile pair, so these cover every config.
@@ -176,7 +176,7 @@ def large_m_row_counts(max_rows: int) -> list[int]:
     return sorted({*range(LARGE_M_MIN_ROWS, max_rows + 1, 2 * TILE_ROWS), max_rows})
 
 
-def tile_pairs(rows: int, outputs: int, width: int) -> int:
+def count_tile_pairs(rows: int, outputs: int, width: int) -> int:
     """Pairs of tiles of ``rows`` of x, ``width`` of ``outputs`` each."""
     return -(-rows // (2 * TILE_ROWS)) * -(-outputs // width)
 
@@ -204,7 +204,7 @@ def pipeline_bytes(width: int) -> int:
     return STAGES * ((TILE_ROWS + width) * DEPTH * 2 + 16)
 
 
-def tile_launch(
+def plan_tile_launch(
     x: torch.Tensor, columns: int, tile_columns: int, up_offset: int
 ) -> tuple[int, tuple[int, ...]]:
     """Blocks and sizes (gemm_large_m.cuh) for ``columns`` of output in tiles of ``tile_columns``.
@@ -212,7 +212,9 @@ def tile_launch(
     up_offset: how far the second half of a tile's rows of the weight lies behind the first.
     """
     tokens, k = x.shape
-    pairs = min(launch.sm_count(x.get_device()) // 2, tile_pairs(tokens, columns, tile_columns))
+    pairs = min(
+        launch.sm_count(x.get_device()) // 2, count_tile_pairs(tokens, columns, tile_columns)
+    )
     return 2 * pairs, (
         tokens,
         columns,
@@ -223,23 +225,28 @@ def tile_launch(
     )
 
 
-def waves(pairs: int, num_sms: int) -> int:
+def count_tile_waves(pairs: int, num_sms: int) -> int:
     """Pairs of tiles that a pair of SMs computes one after the other."""
     return -(-pairs // max(1, num_sms // 2))
 
 
-def tile_width(rows: int, outputs: int, num_sms: int, widths: tuple[int, ...] = TILE_WIDTHS) -> int:
+def select_tile_width(
+    rows: int, outputs: int, num_sms: int, widths: tuple[int, ...] = TILE_WIDTHS
+) -> int:
     """The width of tiles that are computed first: as many turns, each as long as a tile is wide."""
-    return min(widths, key=lambda wide: wide * waves(tile_pairs(rows, outputs, wide), num_sms))
+    return min(
+        widths,
+        key=lambda wide: wide * count_tile_waves(count_tile_pairs(rows, outputs, wide), num_sms),
+    )
 
 
 def tile_efficiency(
     rows: int, outputs: int, num_sms: int, widths: tuple[int, ...] = TILE_WIDTHS
 ) -> float:
     """Share of the SM time in which tiles compute valid elements: [rows, outputs]."""
-    pairs = tile_pairs(rows, outputs, tile_width(rows, outputs, num_sms, widths))
+    pairs = count_tile_pairs(rows, outputs, select_tile_width(rows, outputs, num_sms, widths))
     there = rows / (-(-rows // (2 * TILE_ROWS)) * 2 * TILE_ROWS)
-    return there * pairs / (waves(pairs, num_sms) * max(1, num_sms // 2))
+    return there * pairs / (count_tile_waves(pairs, num_sms) * max(1, num_sms // 2))
 
 
 def supports_operands(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -304,7 +311,7 @@ def gemm_swiglu_large_m(
     tokens, columns = out.shape
     device = x.get_device()
     with torch.cuda.device(x.device):
-        width = width or tile_width(tokens, 2 * columns, launch.sm_count(device))
+        width = width or select_tile_width(tokens, 2 * columns, launch.sm_count(device))
         macros = (
             f"BLOCK_N={width}",
             f"BIAS={int(bias is not None)}",
@@ -315,7 +322,7 @@ def gemm_swiglu_large_m(
         kernel = launch.load_kernel(
             "gemm_swiglu_large_m", "gemm_swiglu_large_m", macros, LARGE_M_THREADS, shared, device
         )
-        blocks, sizes = tile_launch(x, columns, width // 2, columns)
+        blocks, sizes = plan_tile_launch(x, columns, width // 2, columns)
         work = struct.pack("=Q6i", 0 if bias is None else bias.data_ptr(), *sizes)
         # 112 columns are no whole number of swizzled boxes
         leaving = (

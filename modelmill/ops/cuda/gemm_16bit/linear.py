@@ -7,16 +7,16 @@ import torch
 from modelmill.ops.cuda.common import build
 from modelmill.ops.cuda.gemm_16bit import gemm
 
-SUPPORTED_PROBLEMS = gemm.small_m_ranges(n_multiple=2)
+SUPPORTED_PROBLEMS = gemm.small_m_support_ranges(n_multiple=2)
 
 
-def available(device_type: str) -> str | None:
+def unavailable_reason(device_type: str) -> str | None:
     """None if the kernel supports this device type; else the reason.
 
     Compiles one config (cached on disk).
     """
     sizes = gemm.small_m_config(8, 4096, 132, gated=False)
-    return build.why_unavailable(
+    return build.kernel_unavailable_reason(
         device_type, "gemm_small_m", sizes.macros(torch.bfloat16, gated=False)
     )
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import torch
 
-from modelmill.ops.cuda.gemm_16bit.linear import available as available
-from modelmill.ops.kernel_range import HALF, UNBOUNDED, GemmRange
+from modelmill.ops.cuda.gemm_16bit.linear import unavailable_reason as unavailable_reason
+from modelmill.ops.kernel_support import HALF, UNBOUNDED, GemmSupportRange
 
 # fewer rows are other kernels' work, and the norm behind adds for nothing
-SUPPORTED_PROBLEMS = (GemmRange(m=(512, UNBOUNDED), dtypes=HALF, bias=False),)
+SUPPORTED_PROBLEMS = (GemmSupportRange(m=(512, UNBOUNDED), dtypes=HALF, bias=False),)
 
 
 def supports(

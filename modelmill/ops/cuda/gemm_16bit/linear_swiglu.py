@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import torch
 
-from modelmill.ops.binding import run_first_supported
+from modelmill.ops.bound_op import make_kernel_dispatcher
 from modelmill.ops.cuda.gemm_16bit import gemm
-from modelmill.ops.cuda.gemm_16bit.linear import available as available
-from modelmill.ops.kernel_range import GemmRange, Kernel
+from modelmill.ops.cuda.gemm_16bit.linear import unavailable_reason as unavailable_reason
+from modelmill.ops.kernel_support import GemmSupportRange, Kernel
 from modelmill.ops.linear_swiglu import DECLARATION
 
-specializations = gemm.large_m_warmup_rows
+warmup_sizes = gemm.large_m_warmup_rows
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
@@ -33,9 +33,12 @@ def _swiglu(
 
 
 # Sums in float32, the products rounded before the gate.
-SUPPORTED_PROBLEMS = (*gemm.small_m_ranges(n_multiple=4), gemm.LARGE_M_RANGE)
+SUPPORTED_PROBLEMS = (*gemm.small_m_support_ranges(n_multiple=4), gemm.LARGE_M_RANGE)
 KERNELS = (
-    Kernel(GemmRange(m=(1, gemm.SMALL_M_MAX_ROWS)), functools.partial(_swiglu, gemm.gemm_small_m)),
-    Kernel(GemmRange(), functools.partial(_swiglu, gemm.gemm_swiglu_large_m)),
+    Kernel(
+        GemmSupportRange(m=(1, gemm.SMALL_M_MAX_ROWS)),
+        functools.partial(_swiglu, gemm.gemm_small_m),
+    ),
+    Kernel(GemmSupportRange(), functools.partial(_swiglu, gemm.gemm_swiglu_large_m)),
 )
-run = run_first_supported(KERNELS, DECLARATION)
+run = make_kernel_dispatcher(KERNELS, DECLARATION)

@@ -9,7 +9,7 @@ import torch
 from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.cuda.gemm_16bit import gemm
 from modelmill.ops.cuda.gemm_16bit.gemm import LARGE_M_THREADS, TILE_ROWS, TYPES, supports_operands
-from modelmill.ops.kernel_range import HALF, UNBOUNDED, GemmProblem, GemmRange
+from modelmill.ops.kernel_support import HALF, UNBOUNDED, GemmProblem, GemmSupportRange
 from modelmill.ops.rope_cache import RopeCacheInputs
 
 TILE_WIDTH = 256  # rows of the weight of a tile
@@ -19,12 +19,12 @@ MIN_TILE_EFFICIENCY = 0.93
 _MAX_ELEMENTS = 1 << 31  # slots, and values of the projection: they are counted in 32 bits
 
 
-def available(device_type: str) -> str | None:
+def unavailable_reason(device_type: str) -> str | None:
     """None if the kernel supports this device type; else the reason.
 
     Compiles one config (cached on disk).
     """
-    return build.why_unavailable(
+    return build.kernel_unavailable_reason(
         device_type, "qkv_rope_cache", kernel_macros(128, biased=True, dtype=torch.bfloat16)
     )
 
@@ -51,13 +51,13 @@ def supports(
     ):
         return False
     dim, rows = k_cache.shape[3], (x.shape[0],)
-    angles = _is_vector(cos, torch.float32, (*rows, dim // 2)) and _is_vector(
+    angles = _is_none_or_packed(cos, torch.float32, (*rows, dim // 2)) and _is_none_or_packed(
         sin, torch.float32, (*rows, dim // 2)
     )
     if (
         not angles
-        or not _is_vector(slots, torch.int64, rows)
-        or not _is_vector(q_scale, torch.float32, rows)
+        or not _is_none_or_packed(slots, torch.int64, rows)
+        or not _is_none_or_packed(q_scale, torch.float32, rows)
     ):
         return False
     if any(each is not None and each.data_ptr() % 16 for each in (bias, cos, sin)):
@@ -67,7 +67,9 @@ def supports(
     return weight.shape == ((heads + 2 * k_cache.shape[1]) * dim, x.shape[1])
 
 
-def _is_vector(each: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+def _is_none_or_packed(
+    each: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]
+) -> bool:
     return each is None or (each.dtype is dtype and each.shape == shape and each.is_contiguous())
 
 
@@ -87,7 +89,7 @@ def fused_is_faster(rows: int, outputs: int, num_sms: int) -> bool:
     return gemm.large_m_is_faster(rows, outputs, num_sms, (TILE_WIDTH,), MIN_TILE_EFFICIENCY)
 
 
-def _is_faster(problem: GemmProblem) -> bool:
+def _is_fused_problem_faster(problem: GemmProblem) -> bool:
     """The same of a problem whose values can be counted in 32 bits."""
     counted = problem.device >= 0 and problem.m * problem.n < _MAX_ELEMENTS
     return counted and fused_is_faster(problem.m, problem.n, launch.sm_count(problem.device))
@@ -95,16 +97,20 @@ def _is_faster(problem: GemmProblem) -> bool:
 
 # prompts whose tiles fill the SMs
 SUPPORTED_PROBLEMS = (
-    GemmRange(m=(gemm.LARGE_M_MIN_ROWS, UNBOUNDED), dtypes=HALF, faster=_is_faster),
+    GemmSupportRange(
+        m=(gemm.LARGE_M_MIN_ROWS, UNBOUNDED), dtypes=HALF, faster=_is_fused_problem_faster
+    ),
 )
 
 
-def specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:
+def warmup_sizes(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:
     """One number of rows up to ``max_rows`` that is served, if any: all use the same config."""
     if not supports_operands(x.new_empty((1, x.shape[1])), weight, None):
         return []
     sizes = (weight.shape[0], launch.sm_count(x.get_device()))
-    return [rows for rows in gemm.large_m_row_counts(max_rows) if fused_is_faster(rows, *sizes)][:1]
+    return [
+        rows for rows in gemm.large_m_warmup_candidates(max_rows) if fused_is_faster(rows, *sizes)
+    ][:1]
 
 
 def run(
@@ -125,7 +131,7 @@ def run(
         kernel = launch.load_kernel(
             "qkv_rope_cache", "qkv_rope_cache", named, LARGE_M_THREADS, shared, x.get_device()
         )
-        blocks, sizes = gemm.tile_launch(x, weight.shape[0], TILE_WIDTH, TILE_WIDTH // 2)
+        blocks, sizes = gemm.plan_tile_launch(x, weight.shape[0], TILE_WIDTH, TILE_WIDTH // 2)
         where = launch.data_pointers(bias, q, k_cache, v_cache, slots, cos, sin, q_scale)
         heads_of = (heads, kv_heads, page.bit_length() - 1, 0)
         work = struct.pack("=8Q3q10i", *where, *k_cache.stride()[:3], *sizes, *heads_of)

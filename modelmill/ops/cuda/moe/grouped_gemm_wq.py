@@ -17,7 +17,7 @@ from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.cuda.moe import moe_align_block_size
 from modelmill.ops.cuda.weight_only_gemm.weight_only import TYPES
 from modelmill.ops.fused_moe import ACTIVATIONS, FusedMoEInputs
-from modelmill.ops.moe_range import MoEProblem, MoERange, moe_problem
+from modelmill.ops.moe_support import MoEProblem, MoESupportRange, make_moe_problem
 
 INT4, E2M1, INT8 = 0, 1, 2
 FORMAT_OF_DTYPES: dict[tuple[torch.dtype | None, torch.dtype | None], int] = {
@@ -50,19 +50,19 @@ _CLAMPED = len(ACTIVATIONS)  # GATE of a SwigluClamp
 _COMBINE_THREADS, _COMBINE_COLUMNS = 128, 8
 
 
-def available(device_type: str) -> str | None:
+def unavailable_reason(device_type: str) -> str | None:
     """None if the kernel supports this device type; else the reason.
 
     Compiles a common config (cached on disk), once for all formats.
     """
-    product = GroupedProduct(INT4, 2048, 768, 128, True, True, False)
-    config = config_for(product, 1)
+    product = GroupedGemmSpec(INT4, 2048, 768, 128, True, True, False)
+    config = select_config(product, 1)
     assert config is not None, "a common size"
     macros = kernel_macros(torch.bfloat16, product, config, 0)
-    return build.why_unavailable(device_type, "grouped_gemm_wq", macros)
+    return build.kernel_unavailable_reason(device_type, "grouped_gemm_wq", macros)
 
 
-class GroupedProduct(NamedTuple):
+class GroupedGemmSpec(NamedTuple):
     """One of the two products as its kernel is compiled for it.
 
     Attributes:
@@ -84,24 +84,24 @@ class GroupedProduct(NamedTuple):
     bias: bool
 
     @property
-    def row_bytes(self) -> int:
+    def weight_row_bytes(self) -> int:
         """Of a row of the weight."""
         return self.k if self.weight_format == INT8 else self.k // 2
 
     @property
-    def scale_bytes(self) -> int:
+    def row_scale_bytes(self) -> int:
         """Of a row's scales."""
         if self.weight_format == INT8:
             return 4
         return self.k // 32 if self.weight_format == E2M1 else self.k // self.group * 2
 
     @property
-    def metadata_bytes(self) -> int:
+    def row_metadata_bytes(self) -> int:
         """Of a row's scales, offsets and bias."""
-        return self.scale_bytes * (2 if self.offset else 1) + (2 if self.bias else 0)
+        return self.row_scale_bytes * (2 if self.offset else 1) + (2 if self.bias else 0)
 
 
-class GroupedConfig(NamedTuple):
+class GroupedGemmConfig(NamedTuple):
     """How the kernel is compiled; see grouped_gemm_wq.cu."""
 
     k_tile: int
@@ -112,13 +112,13 @@ class GroupedConfig(NamedTuple):
     blocks: int
     chunk: int
 
-    def stage_bytes(self, product: GroupedProduct) -> int:
+    def stage_bytes(self, product: GroupedGemmSpec) -> int:
         """Shared memory of a stage."""
         words = self.k_tile // (16 if product.weight_format == INT8 else 32)
-        skew = 0 if product.row_bytes % 128 else 16 * words
-        return 16 * self.row_tiles * (product.row_bytes + product.metadata_bytes) + skew
+        skew = 0 if product.weight_row_bytes % 128 else 16 * words
+        return 16 * self.row_tiles * (product.weight_row_bytes + product.row_metadata_bytes) + skew
 
-    def exchange_bytes(self, product: GroupedProduct) -> int:
+    def exchange_bytes(self, product: GroupedGemmSpec) -> int:
         """Shared memory behind the stages."""
         tiles = product.k // self.k_tile
         partial = 2 * self.row_tiles * self.token_tiles * self.warps * 512
@@ -126,11 +126,11 @@ class GroupedConfig(NamedTuple):
             partial + tiles * self.token_tiles * 32 + 64 * self.token_tiles + 8 * (MAX_STAGES + 4)
         )
 
-    def shared_bytes(self, product: GroupedProduct) -> int:
+    def shared_bytes(self, product: GroupedGemmSpec) -> int:
         """Shared memory of a block."""
         return self.stages * self.stage_bytes(product) + self.exchange_bytes(product)
 
-    def fits_registers(self, product: GroupedProduct) -> bool:
+    def fits_registers(self, product: GroupedGemmSpec) -> bool:
         """Whether a thread's columns of x and sums fit beside what else it needs."""
         per_quarter = -(-self.warps * self.blocks // 4)
         limit = min(255, _SM_QUARTER_REGISTERS // (32 * per_quarter) // 8 * 8)
@@ -141,7 +141,7 @@ class GroupedConfig(NamedTuple):
         needed = x + 4 * self.token_tiles * (2 if both else 1) + (16 if both and tiles > 3 else 0)
         return needed <= limit - _OTHER_REGISTERS
 
-    def with_stages(self, product: GroupedProduct) -> GroupedConfig | None:
+    def with_most_stages(self, product: GroupedGemmSpec) -> GroupedGemmConfig | None:
         """The same with as many stages as there is room for; None if they are too few."""
         room = min(_MAX_SHARED_BYTES, _SM_SHARED_BYTES // self.blocks - _BLOCK_RESERVED_BYTES)
         left = room - self.exchange_bytes(product)
@@ -149,7 +149,7 @@ class GroupedConfig(NamedTuple):
         return self._replace(stages=stages) if stages >= 3 else None
 
 
-def products_of(problem: MoEProblem) -> tuple[GroupedProduct, GroupedProduct] | None:
+def make_gemm_specs(problem: MoEProblem) -> tuple[GroupedGemmSpec, GroupedGemmSpec] | None:
     """Both products of a problem; None where the kernel has not their format."""
     weight_format = FORMAT_OF_DTYPES.get((problem.weight_dtype, problem.scale_dtype))
     hidden, inner = problem.hidden, problem.inner
@@ -160,15 +160,17 @@ def products_of(problem: MoEProblem) -> tuple[GroupedProduct, GroupedProduct] | 
         group = k if weight_format == INT8 else min(problem.group, k)
         if group == 0 or k % group or group % 32 or (weight_format == E2M1 and group != 32):
             return None
-        made.append(GroupedProduct(weight_format, k, n, group, gated, problem.offset, problem.bias))
+        made.append(
+            GroupedGemmSpec(weight_format, k, n, group, gated, problem.offset, problem.bias)
+        )
     return made[0], made[1]
 
 
 @functools.lru_cache(1024)
-def config_for(product: GroupedProduct, token_tiles: int) -> GroupedConfig | None:
+def select_config(product: GroupedGemmSpec, token_tiles: int) -> GroupedGemmConfig | None:
     """The config that fills an SM best, or None where none fits."""
 
-    def preference(config: GroupedConfig) -> tuple[float, ...]:
+    def preference(config: GroupedGemmConfig) -> tuple[float, ...]:
         in_flight = config.blocks * config.stages * config.stage_bytes(product)
         warps = config.warps * config.blocks
         return (
@@ -182,15 +184,15 @@ def config_for(product: GroupedProduct, token_tiles: int) -> GroupedConfig | Non
 
     fitting = [
         made
-        for config in _candidates(product, token_tiles)
-        if config.fits_registers(product) and (made := config.with_stages(product)) is not None
+        for config in _candidate_configs(product, token_tiles)
+        if config.fits_registers(product) and (made := config.with_most_stages(product)) is not None
     ]
     return max(fitting, key=preference, default=None)
 
 
-def _candidates(product: GroupedProduct, token_tiles: int) -> Iterator[GroupedConfig]:
+def _candidate_configs(product: GroupedGemmSpec, token_tiles: int) -> Iterator[GroupedGemmConfig]:
     """All configs but for their stages."""
-    for row_tiles in _row_tiles(product):
+    for row_tiles in _allowed_row_tiles(product):
         per_block = product.n // (row_tiles * (8 if product.gated else 16))
         chunk = per_block
         if token_tiles == MAX_PAIRS_BY_TOKEN_TILES[-1][0]:
@@ -202,52 +204,54 @@ def _candidates(product: GroupedProduct, token_tiles: int) -> Iterator[GroupedCo
             for warps in range(min(tiles, _MAX_WARPS), 0, -1):
                 if tiles % warps == 0:
                     for blocks in BLOCKS_PER_SM:
-                        yield GroupedConfig(k_tile, warps, token_tiles, row_tiles, 0, blocks, chunk)
+                        yield GroupedGemmConfig(
+                            k_tile, warps, token_tiles, row_tiles, 0, blocks, chunk
+                        )
 
 
-def _row_tiles(product: GroupedProduct) -> Iterator[int]:
+def _allowed_row_tiles(product: GroupedGemmSpec) -> Iterator[int]:
     """Tiles of 16 weight rows that a stage may have: all it copies is in pieces of 16 bytes."""
     for tiles in (4, 2, 1):
-        small = tiles == 1 or 16 * tiles * product.row_bytes <= MAX_STAGE_BYTES
+        small = tiles == 1 or 16 * tiles * product.weight_row_bytes <= MAX_STAGE_BYTES
         whole = product.n % (tiles * (8 if product.gated else 16)) == 0
-        if small and whole and 8 * tiles * product.scale_bytes % 16 == 0:
+        if small and whole and 8 * tiles * product.row_scale_bytes % 16 == 0:
             yield tiles
 
 
 @functools.lru_cache(1024)
-def configs_for(problem: MoEProblem) -> tuple[GroupedConfig, GroupedConfig] | None:
+def select_config_pair(problem: MoEProblem) -> tuple[GroupedGemmConfig, GroupedGemmConfig] | None:
     """The configs of both products, of the same blocks of pairs; None where none fit."""
-    products = products_of(problem)
+    products = make_gemm_specs(problem)
     if products is None:
         return None
     average = problem.pairs_per_expert
     preferred = next(tiles for tiles, most in MAX_PAIRS_BY_TOKEN_TILES if average <= most)
     for tiles in range(preferred, 0, -1):
-        first, second = (config_for(product, tiles) for product in products)
+        first, second = (select_config(product, tiles) for product in products)
         if first is not None and second is not None:
             return first, second
     return None
 
 
-def fits(problem: MoEProblem) -> bool:
+def fits_kernel_limits(problem: MoEProblem) -> bool:
     """Whether the kernel can be compiled for these sizes, whatever the number of tokens."""
     return (
         problem.device >= 0
         and problem.experts <= moe_align_block_size.MAX_EXPERTS
         and problem.top_k * MAX_TOKENS <= moe_align_block_size.MAX_PAIRS
-        and configs_for(problem) is not None
+        and select_config_pair(problem) is not None
     )
 
 
-def has_few_blocks(problem: MoEProblem) -> bool:
+def has_few_blocks_per_expert(problem: MoEProblem) -> bool:
     """Whether the pairs of an expert are few blocks; see ``MAX_BLOCKS_PER_EXPERT``."""
-    configs = configs_for(problem)
+    configs = select_config_pair(problem)
     if configs is None:
         return False
     return problem.pairs_per_expert <= MAX_BLOCKS_PER_EXPERT * 8 * configs[0].token_tiles
 
 
-def problem_range(
+def moe_support_range(
     min_tokens: int,
     dtypes: tuple[torch.dtype, ...],
     weight_dtype: torch.dtype,
@@ -255,9 +259,9 @@ def problem_range(
     *,
     offset: bool = False,
     max_pairs: float = MAX_PAIRS_PER_EXPERT,
-) -> MoERange:
-    """Mixtures of one weight format that the kernel serves; arguments as of ``MoERange``."""
-    return MoERange(
+) -> MoESupportRange:
+    """Mixtures of one weight format that the kernel serves; arguments as of ``MoESupportRange``."""
+    return MoESupportRange(
         m=(min_tokens, MAX_TOKENS),
         dtypes=dtypes,
         weight_dtype=weight_dtype,
@@ -265,8 +269,8 @@ def problem_range(
         max_pairs_per_expert=max_pairs,
         offset=offset,
         ungated=False,
-        fits=fits,
-        faster=has_few_blocks,
+        fits=fits_kernel_limits,
+        faster=has_few_blocks_per_expert,
     )
 
 
@@ -305,10 +309,10 @@ def supports(inputs: FusedMoEInputs) -> bool:
 
 def run(inputs: FusedMoEInputs) -> torch.Tensor:
     """The weighted sum [T, H] over the experts of each token, plus the shared expert's output."""
-    problem = moe_problem(*inputs)
-    products, configs = products_of(problem), configs_for(problem)
-    assert products is not None, "see fits"
-    assert configs is not None, "see fits"
+    problem = make_moe_problem(*inputs)
+    products, configs = make_gemm_specs(problem), select_config_pair(problem)
+    assert products is not None, "see fits_kernel_limits"
+    assert configs is not None, "see fits_kernel_limits"
     x, ids = inputs.x, inputs.topk_ids
     with torch.cuda.device(x.device):
         block_size = 8 * configs[0].token_tiles
@@ -318,14 +322,14 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
         for product, config, source, out in zip(
             products, configs, (x, inner), (inner, by_pair), strict=True
         ):
-            _launch(inputs, product, config, source, out, order)
-        return _combine(inputs, by_pair)
+            _launch_grouped_gemm(inputs, product, config, source, out, order)
+        return _combine_expert_outputs(inputs, by_pair)
 
 
-def _launch(
+def _launch_grouped_gemm(
     inputs: FusedMoEInputs,
-    product: GroupedProduct,
-    config: GroupedConfig,
+    product: GroupedGemmSpec,
+    config: GroupedGemmConfig,
     x: torch.Tensor,
     out: torch.Tensor,
     order: tuple[torch.Tensor, torch.Tensor],
@@ -344,7 +348,7 @@ def _launch(
     kernel.launch(launch.sm_count(device) * config.blocks, work, pdl=True)
 
 
-def _combine(inputs: FusedMoEInputs, by_pair: torch.Tensor) -> torch.Tensor:
+def _combine_expert_outputs(inputs: FusedMoEInputs, by_pair: torch.Tensor) -> torch.Tensor:
     """The sum over a token's experts."""
     x, ids = inputs.x, inputs.topk_ids
     tokens, hidden = x.shape
@@ -361,7 +365,7 @@ def _combine(inputs: FusedMoEInputs, by_pair: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(1024)
 def kernel_macros(
-    dtype: torch.dtype, product: GroupedProduct, config: GroupedConfig, gate: int
+    dtype: torch.dtype, product: GroupedGemmSpec, config: GroupedGemmConfig, gate: int
 ) -> tuple[str, ...]:
     """Macros of the kernel."""
     sizes = {

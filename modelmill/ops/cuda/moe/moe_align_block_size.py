@@ -13,9 +13,9 @@ MAX_PAIRS, MAX_EXPERTS = 8192, 1024
 _THREADS, _WARPS = 1024, 32
 
 
-def available(device_type: str) -> str | None:
+def unavailable_reason(device_type: str) -> str | None:
     """None if the kernel supports this device type; else the reason."""
-    return build.why_unavailable(device_type, "moe_align", ())
+    return build.kernel_unavailable_reason(device_type, "moe_align", ())
 
 
 def supports(topk_ids: torch.Tensor, block_size: int, experts: int) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from modelmill.ops.cuda.common.build import available as available
+from modelmill.ops.cuda.common.build import unavailable_reason as unavailable_reason
 from modelmill.ops.cuda.norm_quantize import rmsnorm_quant_permute
 from modelmill.ops.cuda.norm_quantize.rmsnorm_quant_permute import (
     SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS,

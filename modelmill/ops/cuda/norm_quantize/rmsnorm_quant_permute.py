@@ -12,7 +12,7 @@ import torch
 
 from modelmill.ops.cuda.common import launch
 from modelmill.ops.quant_types import ActQuantSpec
-from modelmill.ops.row_range import RowRange, has_contiguous_tensors
+from modelmill.ops.row_op_support import RowOpSupportRange, has_contiguous_tensors
 
 TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 MAX_WIDTH = 8192
@@ -22,7 +22,7 @@ SM_SHARED_BYTES = 226 * 1024  # bytes of an SM
 
 
 SUPPORTED_PROBLEMS = (
-    RowRange(
+    RowOpSupportRange(
         on_gpu=True,
         dtypes=tuple(TYPES),
         same_dtype=True,

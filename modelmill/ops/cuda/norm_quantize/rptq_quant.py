@@ -8,8 +8,8 @@ import torch
 
 from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.cuda.weight_only_gemm.weight_only import TYPES
-from modelmill.ops.kernel_range import HALF, UNBOUNDED
-from modelmill.ops.row_range import RowProblem, RowRange
+from modelmill.ops.kernel_support import HALF, UNBOUNDED
+from modelmill.ops.row_op_support import RowOpProblem, RowOpSupportRange
 from modelmill.ops.rptq_quant import RptqQuantInputs
 
 # rows: with 64 x 4,096 Triton's kernel is faster on an H200, with thousands a tenth as fast
@@ -17,19 +17,19 @@ MIN_ROWS = 128
 _TOKENS, _THREADS, _MAX_SHARED_BYTES = 4, 512, 224 << 10
 
 
-def available(device_type: str) -> str | None:
+def unavailable_reason(device_type: str) -> str | None:
     """None if the kernel supports this device type; else the reason.
 
     Compiles the most common config (cached on disk).
     """
-    return build.why_unavailable(
+    return build.kernel_unavailable_reason(
         device_type,
         "rptq_quant",
         kernel_macros(torch.bfloat16, 128, gated=False, dynamic=True, has_zero_point=False),
     )
 
 
-def _fits(problem: RowProblem) -> bool:
+def _supports_problem(problem: RowOpProblem) -> bool:
     """Whether widths are in fours and rows fit shared memory; dynamic steps need groups of 2^n."""
     width, columns = problem.width // (2 if problem.gated else 1), problem.columns
     group = problem.group
@@ -39,7 +39,9 @@ def _fits(problem: RowProblem) -> bool:
 
 
 SUPPORTED_PROBLEMS = (
-    RowRange(m=(MIN_ROWS, UNBOUNDED), on_gpu=True, dtypes=HALF, dims=(2, 2), fits=_fits),
+    RowOpSupportRange(
+        m=(MIN_ROWS, UNBOUNDED), on_gpu=True, dtypes=HALF, dims=(2, 2), fits=_supports_problem
+    ),
 )
 
 

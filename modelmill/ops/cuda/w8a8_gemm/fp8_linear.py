@@ -11,30 +11,30 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.cuda.w8a8_gemm import gemm_8bit
-from modelmill.ops.cuda.w8a8_gemm.gemm_8bit import available as available
 from modelmill.ops.cuda.w8a8_gemm.gemm_8bit import run as run
 from modelmill.ops.cuda.w8a8_gemm.gemm_8bit import supports as supports
-from modelmill.ops.kernel_range import UNBOUNDED, GemmProblem
+from modelmill.ops.cuda.w8a8_gemm.gemm_8bit import unavailable_reason as unavailable_reason
+from modelmill.ops.kernel_support import UNBOUNDED, GemmProblem
 
 SMALL_M_LIMIT = 16  # rows up to which it is not worth it
 TORCH_MIN_ROWS = 2048  # rows from which torch's is taken
 
 
-def _torch_is_slower(problem: GemmProblem) -> bool:
+def _unfit_for_torch_scaled_mm(problem: GemmProblem) -> bool:
     """Whether torch has no product of thousands of rows for this weight."""
     return problem.out_dtype != torch.bfloat16 or (problem.n | problem.k) % 16 != 0
 
 
 # As the reference, but that tensor cores keep fewer bits of the sums than float32 has.
 SUPPORTED_PROBLEMS = (
-    gemm_8bit.kernel_range((SMALL_M_LIMIT + 1, TORCH_MIN_ROWS - 1)),
-    gemm_8bit.kernel_range((TORCH_MIN_ROWS, UNBOUNDED), fits=_torch_is_slower),
+    gemm_8bit.gemm_support_range((SMALL_M_LIMIT + 1, TORCH_MIN_ROWS - 1)),
+    gemm_8bit.gemm_support_range((TORCH_MIN_ROWS, UNBOUNDED), fits=_unfit_for_torch_scaled_mm),
 )
 
 
-def specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:
+def warmup_sizes(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:
     """Numbers of rows up to ``max_rows`` that cover every kernel config of this op."""
     max_rows = (
         max_rows if (weight.shape[0] | weight.shape[1]) % 16 else min(max_rows, TORCH_MIN_ROWS - 1)
     )
-    return gemm_8bit.specializations(x, weight, SMALL_M_LIMIT, max_rows)
+    return gemm_8bit.warmup_sizes(x, weight, SMALL_M_LIMIT, max_rows)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from modelmill.ops.cuda.common import build, launch
-from modelmill.ops.kernel_range import GemmRange
+from modelmill.ops.kernel_support import GemmSupportRange
 from modelmill.ops.w8a8_linear import Linear8BitInputs
 
 INPUT_MACROS = {torch.int8: (), torch.float8_e4m3fn: ("FP8",)}
@@ -39,19 +39,19 @@ _EPILOGUE_MACROS = {
 }
 
 
-def available(device_type: str) -> str | None:
+def unavailable_reason(device_type: str) -> str | None:
     """None if the kernel supports this device type; else the reason.
 
     Compiles the most common config (cached on disk).
     """
-    return build.why_unavailable(
+    return build.kernel_unavailable_reason(
         device_type, "gemm_8bit", kernel_macros((1, 256, 0), torch.int8, torch.bfloat16)
     )
 
 
-def kernel_range(m: tuple[int, int], **more: Any) -> GemmRange:
+def gemm_support_range(m: tuple[int, int], **more: Any) -> GemmSupportRange:
     """Products of so many rows that the kernel serves; ``more``: other fields of the range."""
-    return GemmRange(
+    return GemmSupportRange(
         m=m,
         **{"n_multiple": 8} | more,
         k_multiple=16,
@@ -105,21 +105,21 @@ def run(
         _byte_tensor_map(x.data_ptr(), tokens, k, down),
         _byte_tensor_map(weight.data_ptr(), n, k, across >> gated),
     )
-    blocks = _blocks(config, tokens, n, device)
+    blocks = _count_blocks(config, tokens, n, device)
     if device == torch.cuda.current_device():
-        _kernel(config, x.dtype, dtype, bias is not None, gated, device).launch(
+        _load_kernel(config, x.dtype, dtype, bias is not None, gated, device).launch(
             blocks, *maps, work, pdl=True
         )
     else:
         with torch.cuda.device(device):
-            _kernel(config, x.dtype, dtype, bias is not None, gated, device).launch(
+            _load_kernel(config, x.dtype, dtype, bias is not None, gated, device).launch(
                 blocks, *maps, work, pdl=True
             )
     return out
 
 
 @functools.cache
-def _kernel(
+def _load_kernel(
     config: Gemm8BitKernelConfig,
     in_dtype: torch.dtype,
     dtype: torch.dtype,
@@ -139,8 +139,8 @@ def _kernel(
 
 
 @functools.lru_cache(4096)
-def _blocks(config: Gemm8BitKernelConfig, tokens: int, n: int, device: int) -> int:
-    return min(_tiles(config, tokens, n), launch.sm_count(device))
+def _count_blocks(config: Gemm8BitKernelConfig, tokens: int, n: int, device: int) -> int:
+    return min(_count_tiles(config, tokens, n), launch.sm_count(device))
 
 
 @functools.lru_cache(4096)
@@ -149,12 +149,12 @@ def best_config(tokens: int, n: int, num_sms: int, gated: bool = False) -> Gemm8
 
     def cost(form: Gemm8BitKernelConfig) -> float:
         down, across, rate = KERNEL_CONFIGS[form]
-        return -(-_tiles(form, tokens, n) // num_sms) * down * across / rate
+        return -(-_count_tiles(form, tokens, n) // num_sms) * down * across / rate
 
     return min((form for form in KERNEL_CONFIGS if not gated or form[1] >= 64), key=cost)
 
 
-def row_count_per_config(
+def warmup_row_counts(
     n: int, num_sms: int, small_m_limit: int, max_rows: int, gated: bool = False
 ) -> list[int]:
     """Numbers of rows in (``small_m_limit``, ``max_rows``], one per config chosen for N = n."""
@@ -165,18 +165,18 @@ def row_count_per_config(
     return list(rows_by_config.values())
 
 
-def specializations(
+def warmup_sizes(
     x: torch.Tensor, weight: torch.Tensor, small_m_limit: int, max_rows: int, gated: bool = False
 ) -> list[int]:
-    """``row_count_per_config`` for x's kind and place; none where the kernel does not read x."""
+    """``warmup_row_counts`` for x's kind and place; none where the kernel does not read x."""
     if x.dtype not in INPUT_MACROS:
         return []
-    return row_count_per_config(
+    return warmup_row_counts(
         weight.shape[0], launch.sm_count(x.get_device()), small_m_limit, max_rows, gated
     )
 
 
-def _tiles(config: Gemm8BitKernelConfig, tokens: int, n: int) -> int:
+def _count_tiles(config: Gemm8BitKernelConfig, tokens: int, n: int) -> int:
     down, across, _ = KERNEL_CONFIGS[config]
     return -(-tokens // down) * -(-n // across)
 
@@ -195,21 +195,21 @@ def kernel_macros(
     sizes = (f"MT={mt}", f"BN={bn}", f"PINGPONG={turns}")
     return (
         *sizes,
-        f"STAGES={_stages(config)}",
+        f"STAGES={_count_stages(config)}",
         *INPUT_MACROS[in_dtype],
         *OUTPUT_MACROS[dtype],
         *extra_macros,
     )
 
 
-def _stages(config: Gemm8BitKernelConfig) -> int:
+def _count_stages(config: Gemm8BitKernelConfig) -> int:
     down, across, _ = KERNEL_CONFIGS[config]
     return min(16, MAX_SHARED_BYTES // (K_SLAB * (down + across) + BARRIER_BYTES))
 
 
 def _shared_bytes(config: Gemm8BitKernelConfig) -> int:
     down, across, _ = KERNEL_CONFIGS[config]
-    return _stages(config) * (K_SLAB * (down + across) + BARRIER_BYTES)
+    return _count_stages(config) * (K_SLAB * (down + across) + BARRIER_BYTES)
 
 
 @functools.lru_cache(4096)

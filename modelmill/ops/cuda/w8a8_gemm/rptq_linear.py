@@ -7,7 +7,7 @@ import struct
 
 import torch
 
-from modelmill.ops.binding import run_first_supported
+from modelmill.ops.bound_op import make_kernel_dispatcher
 from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.cuda.weight_only_gemm import wq_gemv
 from modelmill.ops.cuda.weight_only_gemm.weight_only import (
@@ -15,11 +15,11 @@ from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     THREADS,
     TYPES,
     WqMmaKernelConfig,
+    config_row_ranges,
     fits_shared_memory,
     group_shift,
-    row_ranges_of_configs,
 )
-from modelmill.ops.kernel_range import GemmProblem, GemmRange, Kernel
+from modelmill.ops.kernel_support import GemmProblem, GemmSupportRange, Kernel
 from modelmill.ops.rptq_linear import DECLARATION, RptqLinearInputs
 
 # rows of q up to … → how the kernel is compiled, for 8-bit and for 4-bit weights
@@ -40,7 +40,7 @@ KERNEL_CONFIGS = {
 MAX_ROWS = 64
 
 
-def available(device_type: str) -> str | None:
+def unavailable_reason(device_type: str) -> str | None:
     """None if the kernel supports this device type; else the reason.
 
     Compiles the most common config (cached on disk).
@@ -49,7 +49,7 @@ def available(device_type: str) -> str | None:
     common = _kernel_macros(
         torch.bfloat16, form, packed=False, offset=False, float32_scales=False, dynamic=False
     )
-    return build.why_unavailable(device_type, "rptq_linear", common)
+    return build.kernel_unavailable_reason(device_type, "rptq_linear", common)
 
 
 def config_for(tokens: int, dtype: torch.dtype) -> WqMmaKernelConfig:
@@ -57,7 +57,7 @@ def config_for(tokens: int, dtype: torch.dtype) -> WqMmaKernelConfig:
     return next(form for most, form in KERNEL_CONFIGS[dtype] if tokens <= most)
 
 
-def _fits(config: WqMmaKernelConfig, problem: GemmProblem) -> bool:
+def _fits_mma_kernel(config: WqMmaKernelConfig, problem: GemmProblem) -> bool:
     """Whether groups are whole pieces, and a block's scales find room."""
     pieces = group_shift(problem.group, problem.k)
     return pieces is not None and fits_shared_memory(config, problem.groups)
@@ -65,16 +65,16 @@ def _fits(config: WqMmaKernelConfig, problem: GemmProblem) -> bool:
 
 # Groups of 128, 256, 512 … columns or of all.
 SUPPORTED_PROBLEMS = tuple(
-    GemmRange(
+    GemmSupportRange(
         m=rows,
         k_multiple=K_TILE,
         weight_dtypes=(dtype,),
         out_dtypes=tuple(TYPES),
         scale_dtypes=(torch.float16, torch.float32),
-        fits=functools.partial(_fits, config),
+        fits=functools.partial(_fits_mma_kernel, config),
     )
     for dtype, configs in KERNEL_CONFIGS.items()
-    for rows, config in row_ranges_of_configs(configs)
+    for rows, config in config_row_ranges(configs)
 )
 
 
@@ -136,7 +136,7 @@ def _kernel_macros(
 
 
 KERNELS = (
-    Kernel(GemmRange(m=(1, 1), fits=wq_gemv.supports_problem), _run_gemv, _supports_gemv),
-    Kernel(GemmRange(m=(1, MAX_ROWS)), _run_mma),
+    Kernel(GemmSupportRange(m=(1, 1), fits=wq_gemv.supports_problem), _run_gemv, _supports_gemv),
+    Kernel(GemmSupportRange(m=(1, MAX_ROWS)), _run_mma),
 )
-run = run_first_supported(KERNELS, DECLARATION)
+run = make_kernel_dispatcher(KERNELS, DECLARATION)

@@ -8,17 +8,17 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.cuda.w8a8_gemm import gemm_8bit
-from modelmill.ops.cuda.w8a8_gemm.gemm_8bit import available as available
 from modelmill.ops.cuda.w8a8_gemm.gemm_8bit import run as run
 from modelmill.ops.cuda.w8a8_gemm.gemm_8bit import supports as supports
-from modelmill.ops.kernel_range import UNBOUNDED
+from modelmill.ops.cuda.w8a8_gemm.gemm_8bit import unavailable_reason as unavailable_reason
+from modelmill.ops.kernel_support import UNBOUNDED
 
 SMALL_M_LIMIT = 16  # rows up to which it is not worth it
 
 
-SUPPORTED_PROBLEMS = (gemm_8bit.kernel_range((SMALL_M_LIMIT + 1, UNBOUNDED)),)
+SUPPORTED_PROBLEMS = (gemm_8bit.gemm_support_range((SMALL_M_LIMIT + 1, UNBOUNDED)),)
 
 
-def specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:
+def warmup_sizes(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:
     """Numbers of rows up to ``max_rows`` that cover every kernel config of this op."""
-    return gemm_8bit.specializations(x, weight, SMALL_M_LIMIT, max_rows)
+    return gemm_8bit.warmup_sizes(x, weight, SMALL_M_LIMIT, max_rows)

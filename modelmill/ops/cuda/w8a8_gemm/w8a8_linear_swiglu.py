@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.cuda.w8a8_gemm import gemm_8bit
-from modelmill.ops.cuda.w8a8_gemm.gemm_8bit import available as available
 from modelmill.ops.cuda.w8a8_gemm.gemm_8bit import supports as supports
-from modelmill.ops.kernel_range import UNBOUNDED
+from modelmill.ops.cuda.w8a8_gemm.gemm_8bit import unavailable_reason as unavailable_reason
+from modelmill.ops.kernel_support import UNBOUNDED
 from modelmill.ops.w8a8_linear import Linear8BitInputs
 
 SMALL_M_LIMIT = 64  # rows up to which a kernel of its own for the gate is no slower
 
 
 # halves in eights
-SUPPORTED_PROBLEMS = (gemm_8bit.kernel_range((SMALL_M_LIMIT + 1, UNBOUNDED), n_multiple=16),)
+SUPPORTED_PROBLEMS = (gemm_8bit.gemm_support_range((SMALL_M_LIMIT + 1, UNBOUNDED), n_multiple=16),)
 
 
 def run(inputs: Linear8BitInputs) -> torch.Tensor:
@@ -22,6 +22,6 @@ def run(inputs: Linear8BitInputs) -> torch.Tensor:
     return gemm_8bit.run(inputs, gated=True)
 
 
-def specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:
+def warmup_sizes(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:
     """Numbers of rows up to ``max_rows`` that cover every kernel config of this op."""
-    return gemm_8bit.specializations(x, weight, SMALL_M_LIMIT, max_rows, gated=True)
+    return gemm_8bit.warmup_sizes(x, weight, SMALL_M_LIMIT, max_rows, gated=True)

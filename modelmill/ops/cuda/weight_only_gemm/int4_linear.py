@@ -11,7 +11,7 @@ import struct
 
 import torch
 
-from modelmill.ops.binding import run_first_supported
+from modelmill.ops.bound_op import make_kernel_dispatcher
 from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.cuda.weight_only_gemm import wq_gemm_pipelined, wq_gemv
 from modelmill.ops.cuda.weight_only_gemm.weight_only import (
@@ -31,19 +31,19 @@ from modelmill.ops.cuda.weight_only_gemm.weight_only import (
 )
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.int4_linear import DECLARATION
-from modelmill.ops.kernel_range import GemmProblem, GemmRange, Kernel
+from modelmill.ops.kernel_support import GemmProblem, GemmSupportRange, Kernel
 
 
-def available(device_type: str) -> str | None:
+def unavailable_reason(device_type: str) -> str | None:
     """None if the kernel supports this device type; else the reason.
 
     Compiles the most common config (cached on disk).
     """
     common = _kernel_macros(torch.bfloat16, config_for(1), K_TILE, offset=True, gated=False)
-    return build.why_unavailable(device_type, "int4_linear", common)
+    return build.kernel_unavailable_reason(device_type, "int4_linear", common)
 
 
-def _fits(config: WqMmaKernelConfig, gated: bool, problem: GemmProblem) -> bool:
+def _fits_some_kernel(config: WqMmaKernelConfig, gated: bool, problem: GemmProblem) -> bool:
     """Whether groups divide a warp's pieces, and a block's scales find room in some kernel."""
     if group_shift(problem.group, problem.k, k_tile_for(problem.group, problem.k)) is None:
         return False
@@ -55,12 +55,12 @@ def _fits(config: WqMmaKernelConfig, gated: bool, problem: GemmProblem) -> bool:
     )
 
 
-def supported_problems(*, gated: bool) -> tuple[GemmRange, ...]:
+def supported_problems(*, gated: bool) -> tuple[GemmSupportRange, ...]:
     """What the kernels serve: groups of 32, 64, 128, 256 … columns or of all, float16 scales.
 
     gated: with SwiGLU.
     """
-    return wq_gemm_pipelined.supported_problems(_fits, (torch.float16,), gated=gated)
+    return wq_gemm_pipelined.supported_problems(_fits_some_kernel, (torch.float16,), gated=gated)
 
 
 SUPPORTED_PROBLEMS = supported_problems(gated=False)
@@ -77,7 +77,7 @@ def supports(inputs: GroupwiseLinearInputs) -> bool:
     return packed and x.is_cuda and has_aligned_rows(x, weight) and supports_bias(bias, x.dtype)
 
 
-def int4_mma(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:
+def int4_mma_gemm(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:
     """The output [T, N]; gated: silu(first half) · second half of it, [T, N / 2]."""
     x, weight, scale, offset, group, bias = inputs
     tokens, columns = x.shape
@@ -105,12 +105,12 @@ def int4_mma(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:
     return out
 
 
-def kernels(*, gated: bool) -> tuple[Kernel, ...]:
+def list_kernels_by_preference(*, gated: bool) -> tuple[Kernel, ...]:
     """The kernels of 4-bit GEMMs in order of preference; sums in float32."""
     few = (
         wq_gemv.gemv_kernel(gated=gated),
         *wq_gemm_pipelined.few_row_kernels(2, gated=gated),
-        *mma_kernels(functools.partial(int4_mma, gated=gated)),
+        *mma_kernels(functools.partial(int4_mma_gemm, gated=gated)),
     )
     return (*few, *wq_gemm_pipelined.large_m_kernels(gated=gated), row_block_kernel(few))
 
@@ -124,6 +124,6 @@ def _kernel_macros(
     return (*config.macros, *switches, *TYPES[dtype])
 
 
-specializations = wq_gemm_pipelined.specializations
-KERNELS = kernels(gated=False)
-run = run_first_supported(KERNELS, DECLARATION)
+warmup_sizes = wq_gemm_pipelined.specializations
+KERNELS = list_kernels_by_preference(gated=False)
+run = make_kernel_dispatcher(KERNELS, DECLARATION)

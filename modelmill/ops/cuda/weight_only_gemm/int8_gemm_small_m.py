@@ -16,7 +16,7 @@ from modelmill.ops.cuda.common import launch
 from modelmill.ops.cuda.weight_only_gemm import weight_only, wq_gemm_pipelined, wq_gemv
 from modelmill.ops.cuda.weight_only_gemm.weight_only import K_TILE, WqMmaKernelConfig
 from modelmill.ops.groupwise import GroupwiseLinearInputs
-from modelmill.ops.kernel_range import GemmProblem, GemmRange, Kernel
+from modelmill.ops.kernel_support import GemmProblem, GemmSupportRange, Kernel
 
 _MAX_K_TILE = {8: 64}  # of a piece, by tiles of x: for more there are too few registers
 
@@ -29,7 +29,7 @@ def k_tile_for_rows(tokens: int, group: int, columns: int) -> int:
     )
 
 
-def _fits(config: WqMmaKernelConfig, gated: bool, problem: GemmProblem) -> bool:
+def _fits_some_kernel(config: WqMmaKernelConfig, gated: bool, problem: GemmProblem) -> bool:
     """Whether groups divide a warp's pieces, and a block's scales find room in some kernel."""
     group, columns = problem.group or problem.k, problem.k
     whole = group % weight_only.RUN == 0 or group >= columns
@@ -47,13 +47,13 @@ def _fits(config: WqMmaKernelConfig, gated: bool, problem: GemmProblem) -> bool:
     return large and wq_gemm_pipelined.problem_split(problem, gated=gated) is not None
 
 
-def supported_problems(*, gated: bool) -> tuple[GemmRange, ...]:
+def supported_problems(*, gated: bool) -> tuple[GemmSupportRange, ...]:
     """What the kernels serve: groups of 32, 64, 128, 256 … columns or of all.
 
     gated: with SwiGLU.
     """
     scales = (torch.float16, torch.float32)
-    return wq_gemm_pipelined.supported_problems(_fits, scales, gated=gated)
+    return wq_gemm_pipelined.supported_problems(_fits_some_kernel, scales, gated=gated)
 
 
 SUPPORTED_PROBLEMS = supported_problems(gated=False)
@@ -73,18 +73,18 @@ def supports(inputs: GroupwiseLinearInputs) -> bool:
     )
 
 
-def kernels(*, gated: bool) -> tuple[Kernel, ...]:
+def list_kernels_by_preference(*, gated: bool) -> tuple[Kernel, ...]:
     """The kernels of 8-bit weight-only GEMMs in order of preference; sums in float32."""
     few = (
         wq_gemv.gemv_kernel(gated=gated),
         *wq_gemm_pipelined.few_row_kernels(1, gated=gated),
-        *weight_only.mma_kernels(functools.partial(int8_mma, gated=gated)),
+        *weight_only.mma_kernels(functools.partial(int8_mma_gemm, gated=gated)),
     )
     large = wq_gemm_pipelined.large_m_kernels(gated=gated)
     return (*few, *large, weight_only.row_block_kernel(few))
 
 
-def int8_mma(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:
+def int8_mma_gemm(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:
     """X [T, K] · weightᵀ → [T, N]; gated: silu(first half) · second half of it, [T, N / 2]."""
     x, weight, scale, offset, group, bias = inputs
     tokens, columns = x.shape

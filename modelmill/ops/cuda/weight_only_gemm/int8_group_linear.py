@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from modelmill.ops.binding import run_first_supported
+from modelmill.ops.bound_op import make_kernel_dispatcher
 from modelmill.ops.cuda.common import build
 from modelmill.ops.cuda.weight_only_gemm import int8_gemm_small_m, weight_only, wq_gemm_pipelined
 from modelmill.ops.cuda.weight_only_gemm.int8_gemm_small_m import (
@@ -14,7 +14,7 @@ from modelmill.ops.cuda.weight_only_gemm.int8_gemm_small_m import supports as su
 from modelmill.ops.int8_group_linear import DECLARATION
 
 
-def available(device_type: str) -> str | None:
+def unavailable_reason(device_type: str) -> str | None:
     """None if the kernel supports this device type; else the reason.
 
     Compiles the most common config (cached on disk).
@@ -23,9 +23,9 @@ def available(device_type: str) -> str | None:
     common = int8_gemm_small_m.kernel_macros(
         torch.bfloat16, form, weight_only.K_TILE, offset=False, float32_scales=False, gated=False
     )
-    return build.why_unavailable(device_type, "int8_gemm_small_m", common)
+    return build.kernel_unavailable_reason(device_type, "int8_gemm_small_m", common)
 
 
-specializations = wq_gemm_pipelined.specializations
-KERNELS = int8_gemm_small_m.kernels(gated=False)
-run = run_first_supported(KERNELS, DECLARATION)
+warmup_sizes = wq_gemm_pipelined.specializations
+KERNELS = int8_gemm_small_m.list_kernels_by_preference(gated=False)
+run = make_kernel_dispatcher(KERNELS, DECLARATION)

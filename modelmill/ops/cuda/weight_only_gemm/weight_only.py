@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
-from modelmill.ops.kernel_range import GemmProblem, GemmRange, Kernel, first_kernel
+from modelmill.ops.groupwise import GroupwiseLinearInputs, make_groupwise_problem
+from modelmill.ops.kernel_support import GemmProblem, GemmSupportRange, Kernel, select_first_kernel
 
 THREADS, K_TILE, RUN = 256, 128, 32
 WARPS = THREADS // 32
@@ -89,7 +89,7 @@ def group_shift(group: int, columns: int, k_tile: int = K_TILE) -> int | None:
     return pieces.bit_length() - 1 if group % k_tile == 0 and pieces & (pieces - 1) == 0 else None
 
 
-def row_ranges_of_configs(
+def config_row_ranges(
     configs: Sequence[tuple[int, WqMmaKernelConfig]],
 ) -> Iterator[tuple[tuple[int, int], WqMmaKernelConfig]]:
     """Least and largest number of rows of x of each config; ``configs``: by the largest."""
@@ -106,8 +106,8 @@ def mma_kernels(run: Callable[[GroupwiseLinearInputs], torch.Tensor]) -> tuple[K
         return fits_shared_memory(config, problem.groups)
 
     return tuple(
-        Kernel(GemmRange(m=rows, fits=functools.partial(fits, config)), run)
-        for rows, config in row_ranges_of_configs(KERNEL_CONFIGS)
+        Kernel(GemmSupportRange(m=rows, fits=functools.partial(fits, config)), run)
+        for rows, config in config_row_ranges(KERNEL_CONFIGS)
     )
 
 
@@ -126,9 +126,9 @@ def supports_bias(bias: torch.Tensor | None, dtype: torch.dtype) -> bool:
     return bias is None or (bias.dtype == dtype and bias.is_contiguous())
 
 
-def row_block_range(
-    ranges: Sequence[GemmRange], larger: Callable[[GemmProblem], bool]
-) -> GemmRange:
+def row_block_support_range(
+    ranges: Sequence[GemmSupportRange], larger: Callable[[GemmProblem], bool]
+) -> GemmSupportRange:
     """The range of ``row_block_kernel``: weights that every range of fewer rows serves.
 
     larger: whether other kernels serve any number of rows of x with the weight.
@@ -139,7 +139,7 @@ def row_block_range(
             each.covers_ignoring_m(problem._replace(m=each.m[1])) for each in ranges
         )
 
-    return GemmRange(m=(MAX_ROWS + 1, MAX_BLOCKED_ROWS), fits=fits)
+    return GemmSupportRange(m=(MAX_ROWS + 1, MAX_BLOCKED_ROWS), fits=fits)
 
 
 def row_block_kernel(kernels: Sequence[Kernel]) -> Kernel:
@@ -153,15 +153,15 @@ def row_block_kernel(kernels: Sequence[Kernel]) -> Kernel:
         return tuple(each for each in kernels if each.range.covers(problem))
 
     def multiply(block: GroupwiseLinearInputs, problem: GemmProblem) -> torch.Tensor:
-        kernel = first_kernel(covering(problem), problem, block)
-        assert kernel is not None, "see row_block_range"
+        kernel = select_first_kernel(covering(problem), problem, block)
+        assert kernel is not None, "see row_block_support_range"
         out: torch.Tensor = kernel(block)
         return out
 
     def run(inputs: GroupwiseLinearInputs) -> torch.Tensor:
-        problem, blocks = groupwise_problem(*inputs), inputs.x.split(MAX_ROWS)
+        problem, blocks = make_groupwise_problem(*inputs), inputs.x.split(MAX_ROWS)
         return torch.cat(
             [multiply(inputs._replace(x=rows), problem._replace(m=len(rows))) for rows in blocks]
         )
 
-    return Kernel(GemmRange(m=(MAX_ROWS + 1, MAX_BLOCKED_ROWS)), run)
+    return Kernel(GemmSupportRange(m=(MAX_ROWS + 1, MAX_BLOCKED_ROWS)), run)

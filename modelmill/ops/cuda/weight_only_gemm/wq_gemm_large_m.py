@@ -21,8 +21,8 @@ from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import (
     supports_weight,
     weight_tiles,
 )
-from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
-from modelmill.ops.kernel_range import HALF, GemmProblem, GemmRange, Kernel
+from modelmill.ops.groupwise import GroupwiseLinearInputs, make_groupwise_problem
+from modelmill.ops.kernel_support import HALF, GemmProblem, GemmSupportRange, Kernel
 
 K_TILE = 64
 MIN_ROWS = 129  # fewer are wq_gemm_pipelined's
@@ -67,7 +67,7 @@ def fits(problem: GemmProblem, *, gated: bool) -> bool:
 
 def problem_ranges(
     scale_dtypes: tuple[torch.dtype, ...] = (), *, gated: bool
-) -> tuple[GemmRange, ...]:
+) -> tuple[GemmSupportRange, ...]:
     """What the kernel serves, and is the fastest for, by the weight's format."""
 
     def fits_format(bits: int, groups: int, problem: GemmProblem) -> bool:
@@ -75,7 +75,7 @@ def problem_ranges(
         return (spec.bits, spec.groups_per_tile) == (bits, groups) and fits(problem, gated=gated)
 
     return tuple(
-        GemmRange(
+        GemmSupportRange(
             m=(MIN_ROWS, max_rows),
             k_multiple=RUN,
             dtypes=HALF,
@@ -86,7 +86,7 @@ def problem_ranges(
     )
 
 
-def kernels(*, gated: bool) -> tuple[Kernel, ...]:
+def list_kernels_by_preference(*, gated: bool) -> tuple[Kernel, ...]:
     """The kernel, with the fastest launches of a product."""
     run = functools.partial(groupwise_gemm, gated=gated)
     return tuple(Kernel(served, run) for served in problem_ranges(gated=gated))
@@ -94,7 +94,7 @@ def kernels(*, gated: bool) -> tuple[Kernel, ...]:
 
 def groupwise_gemm(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:
     """``wq_gemm`` with the plan for these operands."""
-    return wq_gemm(inputs, launch_plan(groupwise_problem(*inputs), gated=gated), gated=gated)
+    return wq_gemm(inputs, launch_plan(make_groupwise_problem(*inputs), gated=gated), gated=gated)
 
 
 def specializations(max_rows: int) -> list[int]:
@@ -155,7 +155,7 @@ def wq_gemm(
     inputs: GroupwiseLinearInputs, plan: tuple[PlannedLaunch, ...], *, gated: bool
 ) -> torch.Tensor:
     """X [T, K] · weightᵀ → [T, N]; gated: silu(first half) · second half of it, [T, N / 2]."""
-    spec = problem_spec(groupwise_problem(*inputs), K_TILE)
+    spec = problem_spec(make_groupwise_problem(*inputs), K_TILE)
     out, num_sms = new_output(*inputs[:2], gated=gated), launch.sm_count(inputs.x.get_device())
     with torch.cuda.device(inputs.x.device):
         for shape, tiles in plan:

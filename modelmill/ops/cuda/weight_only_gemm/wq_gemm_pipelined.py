@@ -17,8 +17,8 @@ from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     RUN,
     TYPES,
     WqMmaKernelConfig,
-    row_block_range,
-    row_ranges_of_configs,
+    config_row_ranges,
+    row_block_support_range,
 )
 from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import (
     BLOCK_N,
@@ -32,8 +32,8 @@ from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import (
     supports_weight,
     weight_tiles,
 )
-from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
-from modelmill.ops.kernel_range import HALF, GemmProblem, GemmRange, Kernel
+from modelmill.ops.groupwise import GroupwiseLinearInputs, make_groupwise_problem
+from modelmill.ops.kernel_support import HALF, GemmProblem, GemmSupportRange, Kernel
 
 # fewer rows only of weights of so many codes, or with small groups
 MMA_MAX_ROWS, MIN_CODES = 8, 1 << 25
@@ -93,7 +93,7 @@ def split_for(rows: int, spec: WqSpec, padded: int, num_blocks: int, num_sms: in
 
 def groupwise_gemm(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:
     """``wq_gemm`` with the split for these operands."""
-    split_k = problem_split(groupwise_problem(*inputs), gated=gated)
+    split_k = problem_split(make_groupwise_problem(*inputs), gated=gated)
     assert split_k is not None, "see fits"
     return wq_gemm(inputs, split_k, gated=gated)
 
@@ -111,24 +111,24 @@ def supported_problems(
     scale_dtypes: tuple[torch.dtype, ...],
     *,
     gated: bool,
-) -> tuple[GemmRange, ...]:
+) -> tuple[GemmSupportRange, ...]:
     """What an implementation serves that has this kernel beside one with mma.sync.
 
     few_rows_fit: whether some kernel serves a weight with up to ``MAX_ROWS`` rows of x; its
         arguments are the mma.sync kernel's config, ``gated`` and the product.
     """
     few = [
-        GemmRange(
+        GemmSupportRange(
             m=rows,
             k_multiple=RUN,
             dtypes=HALF,
             scale_dtypes=scale_dtypes,
             fits=functools.partial(few_rows_fit, config, gated),
         )
-        for rows, config in row_ranges_of_configs(KERNEL_CONFIGS)
+        for rows, config in config_row_ranges(KERNEL_CONFIGS)
     ]
-    blocks = row_block_range(few, functools.partial(_needs_no_blocks, gated=gated))
-    own = GemmRange(
+    blocks = row_block_support_range(few, functools.partial(_needs_no_blocks, gated=gated))
+    own = GemmSupportRange(
         m=(MAX_ROWS + 1, MAX_BLOCK_ROWS),
         k_multiple=RUN,
         dtypes=HALF,
@@ -159,13 +159,16 @@ def few_row_kernels(min_rows: int, *, gated: bool) -> tuple[Kernel, ...]:
     """
     fits = functools.partial(_fits, gated=gated)
     ranges = (
-        GemmRange(m=(min_rows, MMA_MAX_ROWS), min_weight_bytes=MIN_CODES, fits=fits),
-        GemmRange(
+        GemmSupportRange(m=(min_rows, MMA_MAX_ROWS), min_weight_bytes=MIN_CODES, fits=fits),
+        GemmSupportRange(
             m=(2, MMA_MAX_ROWS),
             fits=functools.partial(_fits_small_groups, gated=gated),
         ),
         # one block size each
-        *(GemmRange(m=m, fits=fits) for m in ((MMA_MAX_ROWS + 1, 16), (17, 32), (33, MAX_ROWS))),
+        *(
+            GemmSupportRange(m=m, fits=fits)
+            for m in ((MMA_MAX_ROWS + 1, 16), (17, 32), (33, MAX_ROWS))
+        ),
     )
     run = functools.partial(groupwise_gemm, gated=gated)
     return tuple(Kernel(served, run) for served in ranges)
@@ -173,16 +176,18 @@ def few_row_kernels(min_rows: int, *, gated: bool) -> tuple[Kernel, ...]:
 
 def large_m_kernels(*, gated: bool) -> tuple[Kernel, ...]:
     """The kernels for more rows: of 128, and of any number."""
-    own = GemmRange(m=(MAX_ROWS + 1, MAX_BLOCK_ROWS), fits=functools.partial(_fits, gated=gated))
+    own = GemmSupportRange(
+        m=(MAX_ROWS + 1, MAX_BLOCK_ROWS), fits=functools.partial(_fits, gated=gated)
+    )
     run = functools.partial(groupwise_gemm, gated=gated)
-    return Kernel(own, run), *wq_gemm_large_m.kernels(gated=gated)
+    return Kernel(own, run), *wq_gemm_large_m.list_kernels_by_preference(gated=gated)
 
 
 def wq_gemm(inputs: GroupwiseLinearInputs, split_k: int, *, gated: bool) -> torch.Tensor:
     """X [T, K] · weightᵀ → [T, N]; gated: silu(first half) · second half of it, [T, N / 2]."""
     x, weight, scale, *_ = inputs
     tokens, columns = x.shape
-    spec = problem_spec(groupwise_problem(*inputs))
+    spec = problem_spec(make_groupwise_problem(*inputs))
     groups, k_tiles, padded = scale.numel() // len(weight), spec.k_tiles, block_rows(tokens)
     assert spec.group_shift is not None
     shift = spec.group_shift if spec.groups_per_tile == 1 else 0

@@ -10,7 +10,7 @@ import torch
 from modelmill.ops.cuda.common import launch
 from modelmill.ops.cuda.weight_only_gemm.weight_only import K_TILE, group_shift, k_tile_for
 from modelmill.ops.groupwise import GroupwiseLinearInputs
-from modelmill.ops.kernel_range import GemmProblem
+from modelmill.ops.kernel_support import GemmProblem
 
 SPLITS = (1, 2, 3, 4)  # blocks of a cluster that share K
 BLOCK_N = 128  # weight rows of a block

@@ -11,7 +11,7 @@ import torch
 from modelmill.ops.cuda.common import launch
 from modelmill.ops.cuda.weight_only_gemm.weight_only import K_TILE, TYPES, group_shift
 from modelmill.ops.groupwise import GroupwiseLinearInputs
-from modelmill.ops.kernel_range import GemmProblem, GemmRange, Kernel, gemm_problem
+from modelmill.ops.kernel_support import GemmProblem, GemmSupportRange, Kernel, make_gemm_problem
 
 # Sizes of wq_gemv.cu.
 ROWS_PER_TILE, LINE_TILE_BYTES = 16, 2048
@@ -130,7 +130,7 @@ def groupwise_gemv(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tenso
 def gemv_kernel(*, gated: bool) -> Kernel:
     """The kernel of one row of the weight-only GEMMs."""
     run = functools.partial(groupwise_gemv, gated=gated)
-    return Kernel(GemmRange(m=(1, 1), fits=supports_problem), run, _supports_groupwise)
+    return Kernel(GemmSupportRange(m=(1, 1), fits=supports_problem), run, _supports_groupwise)
 
 
 class WqGemvLaunch(NamedTuple):
@@ -236,7 +236,7 @@ def weight_spec(
     group: int,
 ) -> WqGemvSpec:
     """What the kernel is compiled for."""
-    return problem_spec(gemm_problem(x, weight, scale, group=group, offset=offset))
+    return problem_spec(make_gemm_problem(x, weight, scale, group=group, offset=offset))
 
 
 def problem_spec(problem: GemmProblem) -> WqGemvSpec:

@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.causal_conv import CausalConvInputs
-from modelmill.ops.triton.common.device import available_on_any_gpu, power_of_two
+from modelmill.ops.triton.common.device import next_power_of_two, unavailable_reason_without_ptx
 
-available = available_on_any_gpu
+unavailable_reason = unavailable_reason_without_ptx
 
 MAX_WIDTH = 16
 BLOCK_T, BLOCKS_PER_PROGRAM = 32, 8  # tokens of a block
@@ -47,14 +47,14 @@ def run(inputs: CausalConvInputs) -> torch.Tensor:
     decode = rows.is_decode
     make = torch.empty if decode else torch.zeros  # a prompt may be padded
     out = make((len(x), channels), dtype=x.dtype, device=x.device)
-    block_c = min(128 if decode else 64, power_of_two(channels))
+    block_c = min(128 if decode else 64, next_power_of_two(channels))
     block_t, blocks = (1, 1) if decode else (BLOCK_T, BLOCKS_PER_PROGRAM)
     grid = len(rows.slots), -(-channels // block_c), -(-rows.max_query // (block_t * blocks))
     _causal_conv_kernel[grid](
         x, weight, weight if bias is None else bias, state, out, rows.query_start, rows.positions,
         rows.slots, rows.snapshot_slots, rows.snapshot_ends, channels, x.stride(0), state.stride(0),
         WIDTH=width, HAS_BIAS=bias is not None, SILU=silu, BLOCK_T=block_t, BLOCK_C=block_c,
-        BLOCK_W=power_of_two(width - 1), BLOCKS=blocks, num_warps=1 if decode else 4,
+        BLOCK_W=next_power_of_two(width - 1), BLOCKS=blocks, num_warps=1 if decode else 4,
     )  # fmt: skip
     return out
 
@@ -80,7 +80,8 @@ def _causal_conv_kernel(
             t = block * BLOCK_T + tl.arange(0, BLOCK_T)
             total = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
             for j in tl.static_range(WIDTH):
-                term = _window(x, state, t + j, t < count, c, inside, first, channels, row_stride,
+                term = _load_window(
+                    x, state, t + j, t < count, c, inside, first, channels, row_stride,
                                WIDTH)  # fmt: skip
                 factor = tl.load(weight_ptr + c * WIDTH + j, mask=inside, other=0.0)
                 total += term.to(tl.float32) * factor.to(tl.float32)[None, :]
@@ -98,18 +99,20 @@ def _causal_conv_kernel(
             mask = (w < WIDTH - 1)[:, None] & inside[None, :]
             kept = tl.load(snapshot_end_ptr + sequence) - first
             if (kept >= 0) & (kept <= count):
-                rows = _window(x, state, kept + w, w < WIDTH - 1, c, inside, first, channels,
+                rows = _load_window(
+                    x, state, kept + w, w < WIDTH - 1, c, inside, first, channels,
                                row_stride, WIDTH)  # fmt: skip
                 snapshot = state_ptr + tl.load(snapshot_slot_ptr + sequence) * slot_stride
                 tl.store(snapshot + place, rows, mask=mask)
-            rows = _window(x, state, count + w, w < WIDTH - 1, c, inside, first, channels,
+            rows = _load_window(
+                    x, state, count + w, w < WIDTH - 1, c, inside, first, channels,
                            row_stride, WIDTH)  # fmt: skip
             tl.debug_barrier()  # other threads have read the rows that are written now
             tl.store(state + place, rows, mask=mask)
 
 
 @triton.jit
-def _window(
+def _load_window(
     x, state, index, valid, c, inside, first, channels, row_stride, WIDTH: tl.constexpr
 ):  # fmt: skip
     """Rows of the state, then of x, by their index among both; x's dtype is kept."""

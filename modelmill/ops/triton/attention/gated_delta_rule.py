@@ -27,26 +27,26 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.gated_delta_rule import L2_EPS, GatedDeltaInputs
-from modelmill.ops.state_rows import has_packed_operands
+from modelmill.ops.recurrent_metadata import has_packed_operands
 from modelmill.ops.triton.attention.recurrence_common import (
     CHUNKS,
     MIN_DOT,
     PRECISION,
-    add_to_state,
-    chunk_config,
-    chunk_in_window,
-    decays,
-    dot_split,
-    load_state,
-    part_of_sequence,
-    run_parts,
+    decay_and_add_to_state,
+    decays_within_chunk,
+    dot_split_mantissa,
+    find_chunk_start_in_window,
+    load_part_bounds,
+    load_state_and_store_snapshot,
+    run_step_parts,
+    select_chunk_launch_config,
     softplus,
-    split,
-    zero_padding,
+    split_mantissa,
+    zero_padding_outputs,
 )
-from modelmill.ops.triton.common.device import available_on_any_gpu, power_of_two
+from modelmill.ops.triton.common.device import next_power_of_two, unavailable_reason_without_ptx
 
-available = available_on_any_gpu
+unavailable_reason = unavailable_reason_without_ptx
 
 MAX_KEY_DIM = 256
 TOKEN_COLUMNS = 32  # of a state in a program that computes single tokens
@@ -61,7 +61,7 @@ def supports(inputs: GatedDeltaInputs) -> bool:
 def run(inputs: GatedDeltaInputs) -> torch.Tensor:
     """Compute the op with the Triton kernels; same contract as the reference."""
     _, heads, _, dv = inputs.state.shape
-    return run_parts(
+    return run_step_parts(
         inputs.qkv,
         heads * dv,
         inputs.rows,
@@ -76,8 +76,8 @@ def _run_tokens(inputs: GatedDeltaInputs, out: torch.Tensor, part: Any, chunk: i
     _, heads, dk, dv = state.shape
     key_heads = (qkv.shape[1] - heads * dv) // (2 * dk)
     block_k, block_v = (
-        max(MIN_DOT, power_of_two(dk)),
-        max(MIN_DOT, min(TOKEN_COLUMNS, power_of_two(dv))),
+        max(MIN_DOT, next_power_of_two(dk)),
+        max(MIN_DOT, min(TOKEN_COLUMNS, next_power_of_two(dv))),
     )
     _tokens_kernel[(len(rows.slots), heads, -(-dv // block_v))](
         qkv, gates, a_log, dt_bias, state, out, rows.query_start, rows.positions, rows.slots,
@@ -92,8 +92,8 @@ def _run_chunks(inputs: GatedDeltaInputs, out: torch.Tensor, chunk: int) -> None
     qkv, gates, a_log, dt_bias, state, rows = inputs
     _, heads, dk, dv = state.shape
     tokens, key_heads = len(qkv), (qkv.shape[1] - heads * dv) // (2 * dk)
-    block_k = max(MIN_DOT, power_of_two(dk))
-    launch = chunk_config(qkv, dv, block_k)
+    block_k = max(MIN_DOT, next_power_of_two(dk))
+    launch = select_chunk_launch_config(qkv, dv, block_k)
     dtype, device = launch.dtype, qkv.device
     squares = 3 if dtype is torch.bfloat16 else 2  # scores, and inverses in one or two terms
     keys = torch.empty((2, tokens, key_heads, dk), dtype=dtype, device=device)
@@ -106,7 +106,7 @@ def _run_chunks(inputs: GatedDeltaInputs, out: torch.Tensor, chunk: int) -> None
     _chunk_inverse_kernel[(-(-tokens // chunk), heads)](
         qkv, gates, a_log, dt_bias, keys, square, decay, out, rows.query_start, rows.positions,
         len(rows.slots), tokens, heads, key_heads, qkv.stride(0), dk**-0.5, L2_EPS,
-        BLOCK_V=power_of_two(dv), **sizes, num_warps=launch.prepare_warps, num_stages=1,
+        BLOCK_V=next_power_of_two(dv), **sizes, num_warps=launch.prepare_warps, num_stages=1,
     )  # fmt: skip
     _chunks_kernel[(len(rows.slots), heads, -(-dv // launch.rows))](
         qkv, keys, square, decay, state, out, rows.query_start, rows.positions, rows.slots,
@@ -125,7 +125,7 @@ def _tokens_kernel(
 ):  # fmt: skip
     """A part of a sequence's tokens one by one: BLOCK_V columns of the state of a head."""
     sequence, head = tl.program_id(0), tl.program_id(1)
-    begin, stop, first, kept = part_of_sequence(
+    begin, stop, first, kept = load_part_bounds(
         start_ptr, position_ptr, snapshot_end_ptr, sequence, PART, CHUNK
     )
     if stop > begin:
@@ -133,7 +133,8 @@ def _tokens_kernel(
         v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
         inside = (k < DK)[:, None] & (v < DV)[None, :]
         place = head * DK * DV + k[:, None] * DV + v[None, :]
-        s, own, snapshot = load_state(state_ptr, slot_ptr, snapshot_slot_ptr, sequence, slot_stride,
+        s, own, snapshot = load_state_and_store_snapshot(
+            state_ptr, slot_ptr, snapshot_slot_ptr, sequence, slot_stride,
                                       place, inside, first, kept == begin)  # fmt: skip
         rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
         bias = tl.load(dt_bias_ptr + head).to(tl.float32)
@@ -173,9 +174,10 @@ def _chunk_inverse_kernel(
     """
     head = tl.program_id(1)
     window = tl.program_id(0).to(tl.int64) * CHUNK
-    zero_padding(out_ptr, start_ptr, window, sequences, tokens, heads, head, head + 1, DV, BLOCK_V,
+    zero_padding_outputs(
+        out_ptr, start_ptr, window, sequences, tokens, heads, head, head + 1, DV, BLOCK_V,
                  CHUNK, BLOCK_T)  # fmt: skip
-    base = chunk_in_window(start_ptr, position_ptr, window, sequences, CHUNK)
+    base = find_chunk_start_in_window(start_ptr, position_ptr, window, sequences, CHUNK)
     if base >= 0:
         i = tl.arange(0, BLOCK_T)
         row, valid = base + i, i < CHUNK
@@ -185,14 +187,14 @@ def _chunk_inverse_kernel(
         beta = 1.0 / (1.0 + tl.exp(-tl.load(gate, mask=valid, other=0.0)))
         log_decay = rate * softplus(tl.load(gate + heads, mask=valid, other=0.0) + bias)
         log_decay = tl.where(valid, log_decay, 0.0)
-        between, since_start, to_end, _ = decays(log_decay, CHUNK, BLOCK_T)
+        between, since_start, to_end, _ = decays_within_chunk(log_decay, CHUNK, BLOCK_T)
         dtype = keys_ptr.dtype.element_ty
         shared = heads // key_heads  # heads of a key head
         key_head, c = head // shared, tl.arange(0, BLOCK_K)
         mask = valid[:, None] & (c < DK)[None, :]
         q_ptr = qkv_ptr + row[:, None] * row_stride + key_head * DK + c[None, :]
-        q = (_unit_rows(q_ptr, mask, eps) * scale).to(dtype)
-        k = _unit_rows(q_ptr + key_heads * DK, mask, eps).to(dtype)
+        q = (_l2_normalize_rows(q_ptr, mask, eps) * scale).to(dtype)
+        k = _l2_normalize_rows(q_ptr + key_heads * DK, mask, eps).to(dtype)
         if head % shared == 0:
             at = keys_ptr + (row[:, None] * key_heads + key_head) * DK + c[None, :]
             tl.store(at, q, mask=mask)
@@ -214,7 +216,7 @@ def _chunk_inverse_kernel(
         square = valid[:, None] & valid[None, :]
         tl.store(at, scores.to(dtype), mask=square)
         if dtype == tl.bfloat16:
-            inverse, low = split(inverse)
+            inverse, low = split_mantissa(inverse)
             tl.store(at + 2 * plane, low, mask=square)
         tl.store(at + plane, inverse, mask=square)
         tl.store(decay_ptr + place, since_start, mask=valid)
@@ -222,7 +224,7 @@ def _chunk_inverse_kernel(
 
 
 @triton.jit
-def _unit_rows(x_ptr, mask, eps):
+def _l2_normalize_rows(x_ptr, mask, eps):
     """Vectors of length 1, of some rows; float32."""
     x = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
     return x * tl.rsqrt(tl.sum(x * x, 1) + eps)[:, None]
@@ -241,7 +243,7 @@ def _chunks_kernel(
     corrected values are left operands as they lie in the registers of accumulators.
     """
     sequence, head = tl.program_id(0), tl.program_id(1)
-    begin, stop, first, kept = part_of_sequence(
+    begin, stop, first, kept = load_part_bounds(
         start_ptr, position_ptr, snapshot_end_ptr, sequence, CHUNKS, CHUNK
     )
     if stop > begin:
@@ -249,7 +251,8 @@ def _chunks_kernel(
         k, i = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_T)
         inside = (v < DV)[:, None] & (k < DK)[None, :]
         place = head * DK * DV + k[None, :] * DV + v[:, None]
-        s, own, snapshot = load_state(state_ptr, slot_ptr, snapshot_slot_ptr, sequence, slot_stride,
+        s, own, snapshot = load_state_and_store_snapshot(
+            state_ptr, slot_ptr, snapshot_slot_ptr, sequence, slot_stride,
                                       place, inside, first, kept == begin)  # fmt: skip
         valid = i < CHUNK
         mask_k, mask_v = valid[:, None] & (k < DK)[None, :], valid[:, None] & (v < DV)[None, :]
@@ -279,23 +282,27 @@ def _chunks_kernel(
             if OWN_ROWS:  # as an accumulator: what follows stays in a thread's registers
                 value = tl.dot(value, eye)
             o = tl.dot(s.to(dtype), tl.trans(query), input_precision=PRECISION)
-            answer = dot_split(s, tl.trans(key), PRECISION, ONE_SUM=False)
+            answer = dot_split_mantissa(s, tl.trans(key), PRECISION, ONE_SUM=False)
             missing = value - answer * since_start[None, :]
-            corrected = dot_split(missing, tl.trans(inverse), PRECISION, ONE_SUM=False)
+            corrected = dot_split_mantissa(missing, tl.trans(inverse), PRECISION, ONE_SUM=False)
             if dtype == tl.bfloat16:
                 low = tl.load(at + 2 * plane, mask=square, other=0.0)
                 corrected = tl.fma(tl.dot(missing.to(dtype), tl.trans(low)), 1.0, corrected)
             # The last product of a chunk in the program's text decides whether the warps divide
             # rows or columns of all.
             if OWN_ROWS:
-                added = dot_split(corrected * to_end[None, :], key, PRECISION, ONE_SUM=True)
+                added = dot_split_mantissa(
+                    corrected * to_end[None, :], key, PRECISION, ONE_SUM=True
+                )
             o *= since_start[None, :]
             o = tl.dot(corrected.to(dtype), tl.trans(scores), o, input_precision=PRECISION)
             out = out_ptr + (row[None, :] * heads + head) * DV + v[:, None]
             tl.store(out, o, mask=valid[None, :] & (v < DV)[:, None])
             if not OWN_ROWS:
-                added = dot_split(corrected * to_end[None, :], key, PRECISION, ONE_SUM=True)
-            s = add_to_state(s, whole, added)
+                added = dot_split_mantissa(
+                    corrected * to_end[None, :], key, PRECISION, ONE_SUM=True
+                )
+            s = decay_and_add_to_state(s, whole, added)
             if base + CHUNK == kept:
                 tl.store(snapshot, s, mask=inside)
             whole = next_whole

@@ -10,6 +10,6 @@ Ops: head_projection
 
 from __future__ import annotations
 
-from modelmill.ops.triton.moe.router_gemm import available as available
 from modelmill.ops.triton.moe.router_gemm import run as run
 from modelmill.ops.triton.moe.router_gemm import supports as supports
+from modelmill.ops.triton.moe.router_gemm import unavailable_reason as unavailable_reason

@@ -23,8 +23,8 @@ import triton.language as tl
 from modelmill.ops.image_attention import ImageAttentionInputs
 from modelmill.ops.triton.attention import relative_attention
 from modelmill.ops.triton.attention.relative_attention import window_of_program
-from modelmill.ops.triton.common.device import available as available
-from modelmill.ops.triton.common.device import power_of_two
+from modelmill.ops.triton.common.device import next_power_of_two
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -68,7 +68,7 @@ def run(inputs: ImageAttentionInputs) -> torch.Tensor:
         height, width, rows, columns, *qkv.stride()[:5],
         HEADS=heads, DIM=dim, TALL=win_h, WIDE=win_w,
         TABLE=bias is not None, PADDED=fill is not None,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=max(16, power_of_two(dim)), num_warps=warps,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=max(16, next_power_of_two(dim)), num_warps=warps,
         num_stages=stages,
     )  # fmt: skip
     return out

@@ -19,8 +19,8 @@ import triton.language as tl
 
 from modelmill.ops.latent_rope_cache import LatentRopeCacheInputs
 from modelmill.ops.quant_types import QUANT_MAX
-from modelmill.ops.triton.common.device import available as available
-from modelmill.ops.triton.common.device import power_of_two, supports_fp8
+from modelmill.ops.triton.common.device import next_power_of_two, supports_fp8
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.dtype_convert import amax_to_scale, round_to_dtype
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
@@ -59,8 +59,8 @@ def run(q: torch.Tensor, latent: torch.Tensor, inputs: LatentRopeCacheInputs) ->
     """Run the op; negative slots are skipped on every device."""
     weight, k_cache, slots, cos, sin, interleaved, eps, k_scale = inputs
     tokens, heads, query_dim = q.shape
-    half, block = power_of_two(cos.shape[1]), power_of_two(len(weight))
-    share = max(1, min(PROGRAM_PAIRS // half, power_of_two(heads)))
+    half, block = next_power_of_two(cos.shape[1]), next_power_of_two(len(weight))
+    share = max(1, min(PROGRAM_PAIRS // half, next_power_of_two(heads)))
     pdl = pdl_launch_options(q.device, tokens)
     strides = (q.stride(0), q.stride(1), latent.stride(0), k_cache.stride(0), k_cache.stride(2))
     _launcher(
@@ -128,7 +128,7 @@ def _kernel(
         head = ((part - 1) * SHARE + tl.arange(0, SHARE))[:, None]
         ends = q_ptr + token * q_stride + head * head_stride + (QUERY_DIM - ROPE_DIM)
         valid = (head < HEADS) & pair_valid[None, :]
-        a, b = _rotated(
+        a, b = _rotate_pairs(
             ends, pair[None, :], valid, cos[None, :], sin[None, :], ROPE_DIM, INTERLEAVED
         )
         _store_pairs(ends, a, b, pair[None, :], valid, ROPE_DIM, INTERLEAVED)
@@ -140,7 +140,7 @@ def _norm_and_rotate(
     ROPE_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The normed latent vector [BLOCK], and the channels of each pair of the rotated key."""
-    first, second = _rotated(row_ptr + RANK, pair, pair_valid, cos, sin, ROPE_DIM, INTERLEAVED)
+    first, second = _rotate_pairs(row_ptr + RANK, pair, pair_valid, cos, sin, ROPE_DIM, INTERLEAVED)
     d = tl.arange(0, BLOCK)
     x = tl.load(row_ptr + d, mask=d < RANK, other=0.0)
     weight = tl.load(weight_ptr + d, mask=d < RANK, other=0.0).to(tl.float32)
@@ -160,7 +160,7 @@ def _pair_offsets(pair, ROPE_DIM: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def _rotated(
+def _rotate_pairs(
     x_ptr, pair, valid, cos, sin, ROPE_DIM: tl.constexpr, INTERLEAVED: tl.constexpr
 ):  # fmt: skip
     """The channels of each pair, rotated and rounded."""

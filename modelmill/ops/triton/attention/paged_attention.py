@@ -15,19 +15,19 @@ from typing import NamedTuple
 
 import torch
 
-from modelmill.ops.attention_range import AttentionProblem, AttentionRange, Phase
-from modelmill.ops.binding import run_first_supported
-from modelmill.ops.kernel_range import UNBOUNDED, Kernel
+from modelmill.ops.attention_support import AttentionPhase, AttentionProblem, AttentionSupportRange
+from modelmill.ops.bound_op import make_kernel_dispatcher
+from modelmill.ops.kernel_support import UNBOUNDED, Kernel
 from modelmill.ops.paged_attention import DECLARATION, PagedAttentionInputs
 from modelmill.ops.triton.attention import paged_decode, paged_latent, paged_prefill
 from modelmill.ops.triton.attention.score_mods import LOG2E, KernelScoreMods
-from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.device import (
     max_shared_bytes,
-    power_of_two,
+    next_power_of_two,
     sm_count,
     supports_fp8,
 )
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options
 
@@ -59,19 +59,19 @@ def prefill(
     Rows of padding sequences (context_len 0) are zero; rows that belong to no sequence are
     undefined.
     """
-    tensors, mods, scale = _operands(inputs, out)
+    tensors, mods, scale = _prepare_kernel_operands(inputs, out)
     _prefill(tensors, mods, (inputs.max_query, inputs.max_context), scale, inputs.window, mixed)
     return tensors[-1]
 
 
 def decode(inputs: PagedAttentionInputs, out: torch.Tensor | None = None) -> torch.Tensor:
     """Fill the rows of single queries, and leave the others alone."""
-    tensors, mods, scale = _operands(inputs, out)
+    tensors, mods, scale = _prepare_kernel_operands(inputs, out)
     _decode(tensors, mods, inputs.max_context, scale, inputs.window)
     return tensors[-1]
 
 
-def _operands(
+def _prepare_kernel_operands(
     inputs: PagedAttentionInputs, out: torch.Tensor | None
 ) -> tuple[tuple[torch.Tensor, ...], KernelScoreMods, float]:
     """The kernels' tensors, the output last; their changes of scores, and scale to base two."""
@@ -81,11 +81,11 @@ def _operands(
         tokens, heads, dim = q.shape
         out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
     scales = (q, q) if k_scale is None or v_scale is None else (k_scale, v_scale)
-    mods = KernelScoreMods.of(inputs.score_mods, q)
+    mods = KernelScoreMods.from_score_mods(inputs.score_mods, q)
     return (q, k_cache, v_cache, *scales, *indices, out), mods, inputs.scale * LOG2E
 
 
-_PAGES_OF_Q = AttentionRange(
+_PAGES_OF_Q = AttentionSupportRange(
     page_sizes=(1, UNBOUNDED),
     fits=lambda step: MIN_DIM <= step.dim <= MAX_DIM,
     serves_score_mods=True,
@@ -94,7 +94,9 @@ _PAGES_OF_8_BITS = replace(
     _PAGES_OF_Q,
     scaled=True,
     page_dtypes=(torch.int8, torch.float8_e4m3fn),
-    fits=lambda step: MIN_DIM <= step.dim <= MAX_DIM and _reads(step.page_dtypes[0], step.device),
+    fits=lambda step: (
+        MIN_DIM <= step.dim <= MAX_DIM and _supports_page_dtype(step.page_dtypes[0], step.device)
+    ),
 )
 _LATENT_PAGES_OF_Q = replace(
     _PAGES_OF_Q, latent=True, serves_score_mods=False, fits=lambda step: _has_latent_sizes(step)
@@ -103,12 +105,17 @@ _LATENT_PAGES_OF_8_BITS = replace(
     _LATENT_PAGES_OF_Q,
     scaled=True,
     page_dtypes=_PAGES_OF_8_BITS.page_dtypes,
-    fits=lambda step: _has_latent_sizes(step) and _reads(step.page_dtypes[0], step.device),
+    fits=lambda step: (
+        _has_latent_sizes(step) and _supports_page_dtype(step.page_dtypes[0], step.device)
+    ),
 )
-_PHASES = (Phase.PREFILL, Phase.PROMPTS), (Phase.DECODE, Phase.SINGLE_QUERIES)
+_PHASES = (
+    (AttentionPhase.PREFILL, AttentionPhase.PROMPTS),
+    (AttentionPhase.DECODE, AttentionPhase.SINGLE_QUERIES),
+)
 
 
-def _reads(page_dtype: torch.dtype, device: torch.device) -> bool:
+def _supports_page_dtype(page_dtype: torch.dtype, device: torch.device) -> bool:
     return page_dtype is torch.int8 or supports_fp8(device)
 
 
@@ -139,7 +146,7 @@ KERNELS = (
     ),
 )
 SUPPORTED_PROBLEMS = tuple(kernel.range for kernel in KERNELS)
-run = run_first_supported(KERNELS, DECLARATION)
+run = make_kernel_dispatcher(KERNELS, DECLARATION)
 _prefill_launcher = CachedLauncher(paged_prefill.paged_prefill_kernel)
 
 
@@ -159,7 +166,7 @@ class _DecodeLaunchConfig(NamedTuple):
     min_keys: int
 
 
-def specializations(
+def warmup_sizes(
     q: torch.Tensor, k_cache: torch.Tensor, max_sequences: int, max_context: int, window: int | None
 ) -> list[tuple[int, int]]:
     """Decode steps that together use every compiled variant of the decode kernels.
@@ -247,19 +254,19 @@ def _decode(
     layout = {
         "GROUP": heads // kv_heads,
         "PAGE": page_size,
-        "WIDE": _needs_int64(k),
+        "WIDE": _needs_int64_offsets(k),
         "SCALED": k_scale is not q,
     }
-    block_d = power_of_two(dim)
+    block_d = next_power_of_two(dim)
     strides = (tables.shape[1], tables.stride(0), q.stride(0), q.stride(1), *k.stride()[:3])
     tensors = (q, k, v, k_scale, v_scale, tables, starts, lengths, out, parts, sums)
     pointers = (*tensors, mods.slopes, mods.sinks, scale)
     if group_heads:
-        group = max(16, power_of_two(heads // kv_heads))
+        group = max(16, next_power_of_two(heads // kv_heads))
         paged_decode.grouped_paged_decode_kernel[(kv_heads, batch, splits)](
             *pointers, *strides, BLOCK_G=group, BLOCK_N=block_keys, BLOCK_D=max(16, block_d),
             PAIRED=k_scale is not q and dim % 2 == 0 and block_d >= 32,
-            num_warps=warps, num_stages=stages, **common, **layout, **mods.switches, **first,
+            num_warps=warps, num_stages=stages, **common, **layout, **mods.constexpr_args, **first,
         )  # fmt: skip
     else:
         block_n = max(1, 16 * 128 // max(128, block_d * q.element_size() // 2))
@@ -272,13 +279,13 @@ def _decode(
             num_warps=warps,
             **common,
             **layout,
-            **mods.switches,
+            **mods.constexpr_args,
             **first,
         )
     if splits > 1:
         paged_decode.merge_splits_kernel[(heads, batch)](
             parts, sums, starts, lengths, out, mods.sinks, SINKS=mods.has_sinks,
-            BLOCK_S=power_of_two(splits), BLOCK_D=block_d, num_warps=4,
+            BLOCK_S=next_power_of_two(splits), BLOCK_D=block_d, num_warps=4,
             **common, **last,
         )  # fmt: skip
 
@@ -302,14 +309,14 @@ def _group_decode_tile(
 
 def _large_group_tile(dim: int, group: int, shared_limit: int) -> tuple[int, int, int, int] | None:
     """The tile with the most keys whose queries, keys, values and weights fit, of 16 bits each."""
-    block_g, block_d = max(16, power_of_two(group)), power_of_two(dim)
+    block_g, block_d = max(16, next_power_of_two(group)), next_power_of_two(dim)
     for keys in (MIN_SPLIT_KEYS, 32, 16) if block_g <= MAX_GROUP else ():
         if 2 * (block_g * block_d + 2 * keys * block_d + block_g * keys) <= shared_limit:
             return keys, 4, 2, 4
     return None
 
 
-def _needs_int64(cache: torch.Tensor) -> bool:
+def _needs_int64_offsets(cache: torch.Tensor) -> bool:
     """Whether offsets in a cache need 64 bits; 32-bit arithmetic is faster."""
     return cache.stride(0) * cache.shape[0] >= 1 << 31
 
@@ -325,20 +332,22 @@ def _prefill(
     q, k, _, k_scale, _, tables, *_ = tensors
     _, kv_heads, page_size, dim = k.shape
     heads, batch = q.shape[1], tables.shape[0]
-    block_d = max(16, power_of_two(dim))
-    block_m, block_n, warps, stages, registers = _prefill_tile(bounds, heads * batch, block_d, q, k)
+    block_d = max(16, next_power_of_two(dim))
+    block_m, block_n, warps, stages, registers = _select_prefill_tile(
+        bounds, heads * batch, block_d, q, k
+    )
     # Each sequence has at most one partial tile. In a mixed batch most sequences have a single
     # query and no tile, so a program per sequence would be idle; if there are more tiles, programs
     # process several.
     programs = q.shape[0] // block_m + (min(batch, SPARE_PREFILL_TILES) if mixed else batch)
     fixed = (q.stride(0), q.stride(1), *k.stride()[:3])
-    scaled, sequences = k_scale is not q, 16 if batch <= 16 else max(256, power_of_two(batch))
+    scaled, sequences = k_scale is not q, 16 if batch <= 16 else max(256, next_power_of_two(batch))
     sizes = (
         heads,
         heads // kv_heads,
         dim,
         page_size,
-        _needs_int64(k),
+        _needs_int64_offsets(k),
         window or 0,
         scaled,
         *mods[2:],
@@ -355,7 +364,7 @@ def _prefill(
     )
 
 
-def _prefill_tile(
+def _select_prefill_tile(
     bounds: tuple[int, int], pairs: int, block_d: int, q: torch.Tensor, k: torch.Tensor
 ) -> tuple[int, int, int, int, int | None]:
     """(queries, keys, warps, stages, maximum registers) of a prefill tile, measured on an H200."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton.attention.score_mods import load_per_head, soft_cap
+from modelmill.ops.triton.attention.score_mods import apply_softcap, load_head_values
 from modelmill.ops.triton.common.dtype_convert import (
     log2,
     normalize_float16,
@@ -43,7 +43,7 @@ def split_range(length, split, WINDOW: tl.constexpr, SPLITS: tl.constexpr, MIN_K
 
 
 @triton.jit
-def load_sequence(starts_ptr, lengths_ptr, sequence):
+def load_sequence_bounds(starts_ptr, lengths_ptr, sequence):
     """(first row of q, the row after its last, keys) of a sequence."""
     row = tl.load(starts_ptr + sequence).to(tl.int64)
     return row, tl.load(starts_ptr + sequence + 1), tl.load(lengths_ptr + sequence)
@@ -100,7 +100,7 @@ def paged_decode_kernel(
 ):  # fmt: skip
     """One query head per program, with vector instructions."""
     head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, row_end, length = load_sequence(starts_ptr, lengths_ptr, sequence)
+    row, row_end, length = load_sequence_bounds(starts_ptr, lengths_ptr, sequence)
     begin, end = split_range(length, split, WINDOW, SPLITS, MIN_KEYS)
     tables_ptr += sequence * table_stride
     kv = (head // GROUP).to(tl.int64) * head_stride
@@ -142,9 +142,9 @@ def paged_decode_kernel(
             score *= tl.load(k_scale_ptr + scale_index, mask=valid, other=0.0)
             v_scale = tl.load(v_scale_ptr + scale_index, mask=valid, other=0.0)
         if SOFTCAP > 0:
-            score = soft_cap(score, SOFTCAP)
+            score = apply_softcap(score, SOFTCAP)
         if ALIBI:
-            score += load_per_head(slopes_ptr, head) * (key - (length - 1)).to(tl.float32)
+            score += load_head_values(slopes_ptr, head) * (key - (length - 1)).to(tl.float32)
         score = tl.where(valid, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, axis=1))
         rescale, weight = tl.exp2(row_max - new_max), tl.exp2(score - new_max[:, None])
@@ -157,7 +157,7 @@ def paged_decode_kernel(
     out, max_all, total = combine_partials(acc, row_max, exp_sum)
     if SPLITS == 1:
         if SINKS:
-            total += tl.exp2(load_per_head(sinks_ptr, head) - max_all)
+            total += tl.exp2(load_head_values(sinks_ptr, head) - max_all)
         out = out / tl.where(total > 0.0, total, 1.0)
         tl.store(
             out_ptr + (row * HEADS + head) * DIM + d,
@@ -187,7 +187,7 @@ def grouped_paged_decode_kernel(
     PAIRED: 8-bit values are read in pairs, and even and odd channels are accumulated separately.
     """
     kv_head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, row_end, length = load_sequence(starts_ptr, lengths_ptr, sequence)
+    row, row_end, length = load_sequence_bounds(starts_ptr, lengths_ptr, sequence)
     begin, end = split_range(length, split, WINDOW, SPLITS, MIN_KEYS)
     tables_ptr += sequence * table_stride
     kv = kv_head.to(tl.int64) * head_stride
@@ -217,7 +217,7 @@ def grouped_paged_decode_kernel(
         v_at = v_ptr + kv + d[None, :]
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     if ALIBI:
-        slope = load_per_head(slopes_ptr, tl.minimum(head, HEADS - 1))
+        slope = load_head_values(slopes_ptr, tl.minimum(head, HEADS - 1))
     row_max = tl.full([BLOCK_G], -1.0e30, tl.float32)
     exp_sum = tl.zeros([BLOCK_G], tl.float32)
     for start in range(begin, end, BLOCK_N):
@@ -249,7 +249,7 @@ def grouped_paged_decode_kernel(
         else:
             score *= scale
         if SOFTCAP > 0:
-            score = soft_cap(score, SOFTCAP)
+            score = apply_softcap(score, SOFTCAP)
         if ALIBI:
             score += slope[:, None] * (key - (length - 1)).to(tl.float32)[None, :]
         if SCALED:
@@ -275,7 +275,7 @@ def grouped_paged_decode_kernel(
         acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_G, BLOCK_D])
     if SPLITS == 1:
         if SINKS:
-            exp_sum += tl.exp2(load_per_head(sinks_ptr, tl.minimum(head, HEADS - 1)) - row_max)
+            exp_sum += tl.exp2(load_head_values(sinks_ptr, tl.minimum(head, HEADS - 1)) - row_max)
         out = acc / tl.where(exp_sum > 0.0, exp_sum, 1.0)[:, None]
         target = out_ptr + (row * HEADS + head[:, None]) * DIM + d[None, :]
         tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -313,7 +313,7 @@ def merge_splits_kernel(
     acc = tl.where(used[:, None], acc, 0.0)
     out, max_all, total = combine_partials(acc, split_max, exp_sum)
     if SINKS:
-        total += tl.exp2(load_per_head(sinks_ptr, head) - max_all)
+        total += tl.exp2(load_head_values(sinks_ptr, head) - max_all)
     out = out / tl.where(total > 0.0, total, 1.0)
     if row_end - row == 1:
         tl.store(

@@ -27,14 +27,14 @@ import triton.language as tl
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.triton.attention.paged_decode import (
     combine_partials,
-    load_sequence,
+    load_sequence_bounds,
     offsets_as_unsigned,
 )
 from modelmill.ops.triton.attention.score_mods import LOG2E
 from modelmill.ops.triton.common.device import (
     has_wgmma,
     max_shared_bytes,
-    power_of_two,
+    next_power_of_two,
     sm_count,
 )
 from modelmill.ops.triton.common.dtype_convert import log2, to_float16, to_float32
@@ -75,15 +75,15 @@ def prefill(
     Rows of padding sequences (context_len 0) are zero; rows that belong to no sequence are
     undefined.
     """
-    return _attend(inputs, out, inputs.max_query, 2 if mixed else 1)
+    return _attend_sequences(inputs, out, inputs.max_query, 2 if mixed else 1)
 
 
 def decode(inputs: PagedAttentionInputs, out: torch.Tensor | None = None) -> torch.Tensor:
     """Fill the rows of single queries, and leave the others alone."""
-    return _attend(inputs, out, 1, 1)
+    return _attend_sequences(inputs, out, 1, 1)
 
 
-def _attend(
+def _attend_sequences(
     inputs: PagedAttentionInputs, out: torch.Tensor | None, max_query: int, min_query: int
 ) -> torch.Tensor:
     """Fill the rows of sequences of ``min_query`` to ``max_query`` queries."""
@@ -111,8 +111,8 @@ def _attend(
         q.stride(0), q.stride(1), k.stride(0), k.stride(2),
         DIM=dim, PAGE=k.shape[2], WIDE=k.stride(0) * k.shape[0] >= 1 << 31,
         SCALED=scale is not q, SPLIT_KEYS=tile.split_keys, DIRECT=tile.rows == WGMMA_ROWS,
-        BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_V=_block(value_dim),
-        BLOCK_R=_block(dim - value_dim), num_warps=tile.warps, num_stages=tile.stages,
+        BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_V=_pad_tile_channels(value_dim),
+        BLOCK_R=_pad_tile_channels(dim - value_dim), num_warps=tile.warps, num_stages=tile.stages,
         **counts, **pdl,
     )  # fmt: skip
     if splits > 1:
@@ -124,9 +124,9 @@ def _attend(
     return out
 
 
-def _block(channels: int) -> int:
+def _pad_tile_channels(channels: int) -> int:
     """Channels of a tile: a power of two that tensor cores take."""
-    return max(16, power_of_two(channels))
+    return max(16, next_power_of_two(channels))
 
 
 def _num_splits(tile: LatentTile, programs: int, keys: int, device: torch.device) -> int:
@@ -187,7 +187,7 @@ def paged_latent_kernel(
     is exact. Else keys become float16, which costs less, and queries of bfloat16 have to fit.
     """
     block, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, row_end, length = load_sequence(starts_ptr, lengths_ptr, sequence)
+    row, row_end, length = load_sequence_bounds(starts_ptr, lengths_ptr, sequence)
     count = (row_end - row).to(tl.int32)
     tables_ptr += sequence * table_stride
     m, n = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)

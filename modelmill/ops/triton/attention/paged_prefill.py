@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.triton.attention.paged_decode import key_offsets, offsets_as_unsigned
-from modelmill.ops.triton.attention.score_mods import load_per_head, soft_cap
+from modelmill.ops.triton.attention.score_mods import apply_softcap, load_head_values
 from modelmill.ops.triton.common.dtype_convert import normalize_float16, to_float16, to_float32
 
 
@@ -44,7 +44,7 @@ def paged_prefill_kernel(
         tile = total - 1 - turn
         sequence = tl.sum(((tile_ends <= tile) & (b < batch)).to(tl.int32), axis=0)
         block = tile - tl.sum(tl.where(b < sequence, tile_counts, 0), axis=0)
-        _prefill_tile(
+        _compute_prefill_tile(
             q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, slopes_ptr, sinks_ptr, tables_ptr,
             starts_ptr, lengths_ptr, out_ptr, scale,
             columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
@@ -55,7 +55,7 @@ def paged_prefill_kernel(
 
 
 @triton.jit
-def _prefill_tile(
+def _compute_prefill_tile(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, slopes_ptr, sinks_ptr, tables_ptr, starts_ptr,
     lengths_ptr, out_ptr, scale,
     columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride, head, sequence,
@@ -90,7 +90,7 @@ def _prefill_tile(
     if WINDOW > 0:
         begin = tl.maximum(history + block * BLOCK_M + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
         unmasked_end = begin
-    slope = load_per_head(slopes_ptr, head) if ALIBI else 0.0
+    slope = load_head_values(slopes_ptr, head) if ALIBI else 0.0
     row_max = tl.full([BLOCK_M], -1.0e30, tl.float32)
     exp_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -116,7 +116,7 @@ def _prefill_tile(
         )  # fmt: skip
         offsets = next_offsets
     if SINKS:
-        exp_sum += tl.exp2(load_per_head(sinks_ptr, head) - row_max)
+        exp_sum += tl.exp2(load_head_values(sinks_ptr, head) - row_max)
     out = acc / tl.where(exp_sum > 0.0, exp_sum, 1.0)[:, None]
     target = out_ptr + (at[:, None] * HEADS + head) * DIM + d[None, :]
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -157,7 +157,7 @@ def attend_key_block(
             k, v = to_float16(k) * k_scale.to(tl.float16), to_float16(v) * v_scale.to(tl.float16)
     score = tl.dot(q, tl.trans(k), input_precision="ieee")
     if SOFTCAP > 0:
-        score = soft_cap(score * scale, SOFTCAP)
+        score = apply_softcap(score * scale, SOFTCAP)
         scale = 1.0
     if ALIBI:
         score = score * scale + slope * (key[None, :] - position[:, None]).to(tl.float32)

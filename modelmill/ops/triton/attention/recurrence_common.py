@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.state_rows import StateRows
-from modelmill.ops.triton.common.device import is_amd, power_of_two
+from modelmill.ops.recurrent_metadata import RecurrentStepMetadata
+from modelmill.ops.triton.common.device import is_amd, next_power_of_two
 
 MAX_KERNEL_CHUNK = 16  # operands of larger ones would leave room for few programs in an SM
 MIN_DOT = 16  # least size of an operand of tl.dot
@@ -38,10 +38,10 @@ def compiled_chunk_size(chunk: int, *, decode: bool) -> int:
     return 0 if decode or chunk == 1 else min(chunk, MAX_KERNEL_CHUNK)
 
 
-def run_parts(
+def run_step_parts(
     x: torch.Tensor,
     width: int,
-    rows: StateRows,
+    rows: RecurrentStepMetadata,
     run_tokens: Callable[[torch.Tensor, Any, int], None],
     run_chunks: Callable[[torch.Tensor, int], None],
 ) -> torch.Tensor:
@@ -88,12 +88,12 @@ class ChunkLaunch(NamedTuple):
     prepare_warps: int
 
 
-def chunk_config(tokens: torch.Tensor, count: int, width: int) -> ChunkLaunch:
+def select_chunk_launch_config(tokens: torch.Tensor, count: int, width: int) -> ChunkLaunch:
     """The launch for states of so many rows, each so wide.
 
     No choice for bfloat16 and widths of the models spills more than a few registers.
     """
-    rows = max(WARP_ROWS, min(CHUNK_ROWS, power_of_two(count)))
+    rows = max(WARP_ROWS, min(CHUNK_ROWS, next_power_of_two(count)))
     if tokens.dtype is not torch.bfloat16:
         if width > MAX_WARP_WIDTH:
             return ChunkLaunch(torch.float32, WARP_ROWS, False, 8, 1, 4)
@@ -104,7 +104,7 @@ def chunk_config(tokens: torch.Tensor, count: int, width: int) -> ChunkLaunch:
 
 
 @triton.jit
-def part_of_sequence(
+def load_part_bounds(
     start_ptr, position_ptr, snapshot_end_ptr, sequence, PART: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     """The tokens [begin, stop) of a sequence that a launch computes.
@@ -119,7 +119,7 @@ def part_of_sequence(
     end = tl.load(snapshot_end_ptr + sequence)
     begin, kept = start, end - first + start
     if PART != ALL:
-        a, last = whole_chunks(start, stop, first, end, CHUNK)
+        a, last = whole_chunk_bounds(start, stop, first, end, CHUNK)
         if PART == BEFORE:
             stop = tl.where(last > a, a, stop)
         elif PART == CHUNKS:
@@ -130,7 +130,8 @@ def part_of_sequence(
 
 
 @triton.jit
-def load_state(state_ptr, slot_ptr, snapshot_slot_ptr, sequence, slot_stride, place, inside,
+def load_state_and_store_snapshot(
+    state_ptr, slot_ptr, snapshot_slot_ptr, sequence, slot_stride, place, inside,
                first, is_snapshot):  # fmt: skip
     """The state of a sequence in front of a part of its tokens.
 
@@ -158,7 +159,7 @@ def load_state(state_ptr, slot_ptr, snapshot_slot_ptr, sequence, slot_stride, pl
 
 
 @triton.jit
-def dot_split(a, b, PRECISION: tl.constexpr, ONE_SUM: tl.constexpr):
+def dot_split_mantissa(a, b, PRECISION: tl.constexpr, ONE_SUM: tl.constexpr):
     """Product of a float32 a and b; with a bfloat16 b in two terms, 16 bits of a's mantissa.
 
     ONE_SUM: both terms in one accumulator. Else the terms of few columns do not wait for each
@@ -167,16 +168,16 @@ def dot_split(a, b, PRECISION: tl.constexpr, ONE_SUM: tl.constexpr):
     if b.dtype != tl.bfloat16:
         product = tl.dot(a, b, input_precision=PRECISION)
     elif ONE_SUM:
-        high, low = split(a)
+        high, low = split_mantissa(a)
         product = tl.dot(high, b, tl.dot(low, b))
     else:
-        high, low = split(a)
+        high, low = split_mantissa(a)
         product = tl.fma(tl.dot(low, b), 1.0, tl.dot(high, b))
     return product
 
 
 @triton.jit
-def split(a):
+def split_mantissa(a):
     """The upper 8 bits of a's mantissa and the rest of it, rounded; bfloat16.
 
     Cut off and not rounded: a conversion whose result is read as float32 again is slow.
@@ -186,7 +187,7 @@ def split(a):
 
 
 @triton.jit
-def add_to_state(state, decay, added):
+def decay_and_add_to_state(state, decay, added):
     """State · decay + added, rounded to nearest.
 
     As the accumulator of a product the state would be rounded towards zero by the tensor cores in
@@ -196,7 +197,7 @@ def add_to_state(state, decay, added):
 
 
 @triton.jit
-def whole_chunks(start, stop, first, end, CHUNK: tl.constexpr):
+def whole_chunk_bounds(start, stop, first, end, CHUNK: tl.constexpr):
     """The tokens [a, b) of a sequence that are whole chunks at multiples of CHUNK.
 
     Args:
@@ -214,7 +215,7 @@ def whole_chunks(start, stop, first, end, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def chunk_in_window(start_ptr, position_ptr, window, sequences, CHUNK: tl.constexpr):
+def find_chunk_start_in_window(start_ptr, position_ptr, window, sequences, CHUNK: tl.constexpr):
     """The token in [window, window + CHUNK) at which a whole chunk starts; −1 if there is none.
 
     There is at most one: chunks of one sequence do not overlap, and a whole one is CHUNK long.
@@ -233,7 +234,7 @@ def chunk_in_window(start_ptr, position_ptr, window, sequences, CHUNK: tl.conste
 
 
 @triton.jit
-def zero_padding(
+def zero_padding_outputs(
     out_ptr, start_ptr, window, sequences, tokens, heads, head, last_head, SIZE: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -260,7 +261,7 @@ def softplus(x):
 
 
 @triton.jit
-def decays(log_decay, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def decays_within_chunk(log_decay, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """Decays within a chunk, from the log decays [BLOCK], which are 0 from CHUNK on.
 
     Returns:

@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton.common.device import max_shared_bytes, power_of_two
+from modelmill.ops.triton.common.device import max_shared_bytes, next_power_of_two
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -41,13 +41,13 @@ OTHER_TILES_BYTES = 32 << 10
 
 def split_head_dim(dim: int) -> tuple[int, int]:
     """Split the channels of a head into two powers of two ≥ 16: 80 → (64, 16), 64 → (64, 0)."""
-    padded = power_of_two(max(dim, 16))
+    padded = next_power_of_two(max(dim, 16))
     if dim >= padded:
         return padded, 0
     half = padded // 2
     if half < 16:
         return 16, 0
-    rest = max(16, power_of_two(dim - half))
+    rest = max(16, next_power_of_two(dim - half))
     return (half, rest) if rest < half else (padded, 0)
 
 
@@ -79,7 +79,7 @@ def table_fits_shared_memory(qkv: torch.Tensor, window: tuple[int, int]) -> bool
     """
     if _is_global(qkv, window):
         return True
-    offsets = power_of_two(2 * max(window) - 1)
+    offsets = next_power_of_two(2 * max(window) - 1)
     row_bytes = max(qkv.element_size() * sum(split_head_dim(qkv.shape[-1])), 4 * MAX_QUERIES)
     return offsets * row_bytes + OTHER_TILES_BYTES <= max_shared_bytes(qkv.device)
 
@@ -107,7 +107,7 @@ def windowed_attention(
         *qkv.stride()[:5],
         HEADS=heads, DIM=dim, TALL=win_h, WIDE=win_w, PADDED=fill is not None, MAIN=main, REST=rest,
         BLOCK_M=block_m, BLOCK_N=block_n,
-        TAIL=0 if tail_keys == 0 else max(16, power_of_two(tail_keys)),
+        TAIL=0 if tail_keys == 0 else max(16, next_power_of_two(tail_keys)),
         num_warps=warps, num_stages=stages, maxnreg=registers or None,
         **pdl_launch_options(qkv.device, batch * height * width),
     )  # fmt: skip
@@ -375,7 +375,7 @@ def relative_score_tables(
         (rel_w, by_column, width, height, x_stride, y_stride),
     ):
         vertical = target is by_row
-        block, places = max(16, power_of_two(long)), max(16, power_of_two(lines))
+        block, places = max(16, next_power_of_two(long)), max(16, next_power_of_two(lines))
         if qkv.dtype == torch.float32:
             block = min(block, 32)
         _score_table_kernel[(lines * -(-long // block), heads, batch)](

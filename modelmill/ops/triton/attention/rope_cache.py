@@ -18,9 +18,9 @@ import triton.language as tl
 
 from modelmill.ops.carveout import DECODE_CARVEOUT_PERCENT
 from modelmill.ops.rope_cache import RopeCacheInputs
-from modelmill.ops.rope_range import RopeRange
-from modelmill.ops.triton.common.device import as_rows, power_of_two, supports_fp8
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.rope_cache_support import RopeCacheSupportRange
+from modelmill.ops.triton.common.device import as_rows, next_power_of_two, supports_fp8
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.dtype_convert import amax_to_scale, round_to_dtype
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
@@ -30,8 +30,8 @@ QUANT_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 MAX_DIM = 256
 SUPPORTED_PROBLEMS = (
-    RopeRange(scaled=False, max_dim=MAX_DIM),
-    RopeRange(
+    RopeCacheSupportRange(scaled=False, max_dim=MAX_DIM),
+    RopeCacheSupportRange(
         scaled=True,
         page_dtypes=tuple(QUANT_MAX),
         max_dim=MAX_DIM,
@@ -58,9 +58,9 @@ def run(qkv: torch.Tensor, inputs: RopeCacheInputs) -> torch.Tensor:
     tokens, total = flat.shape[0], heads + 2 * kv_heads
     q = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
     rotate, norm = cos is not None and sin is not None, q_norm is not None and k_norm is not None
-    half = power_of_two(dim // 2)
+    half = next_power_of_two(dim // 2)
     # Two or four values per thread, so that even one token uses many SMs.
-    heads_per_program = max(1, min(512 // half, power_of_two(total)))
+    heads_per_program = max(1, min(512 // half, next_power_of_two(total)))
     pdl, strides = pdl_launch_options(qkv.device, tokens), (flat.stride(0), *k_cache.stride()[:3])
     _launcher(
         (tokens, -(-total // heads_per_program), 1),

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.rope_cos_sin import RopeCosSinInputs
-from modelmill.ops.triton.common.device import available as available
-from modelmill.ops.triton.common.device import power_of_two
+from modelmill.ops.triton.common.device import next_power_of_two
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
@@ -49,8 +49,8 @@ def run(
     logn_factors = (
         None if logn is None else torch.empty(tokens, dtype=torch.float32, device=positions.device)
     )
-    padded_half = power_of_two(half)
-    rows = min(max(1, VALUES_PER_PROGRAM // padded_half), power_of_two(tokens))
+    padded_half = next_power_of_two(half)
+    rows = min(max(1, VALUES_PER_PROGRAM // padded_half), next_power_of_two(tokens))
     pdl = pdl_launch_options(positions.device, tokens)
     _launcher(
         (-(-tokens // rows), 1, 1),

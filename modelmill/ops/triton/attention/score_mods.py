@@ -37,7 +37,7 @@ class KernelScoreMods(NamedTuple):
     has_sinks: bool
 
     @classmethod
-    def of(cls, mods: ScoreMods | None, unused: torch.Tensor) -> KernelScoreMods:
+    def from_score_mods(cls, mods: ScoreMods | None, unused: torch.Tensor) -> KernelScoreMods:
         """``unused``: stands in the place of absent tensors."""
         softcap, slopes, sinks = mods or NO_SCORE_MODS
         return cls(
@@ -49,18 +49,18 @@ class KernelScoreMods(NamedTuple):
         )
 
     @property
-    def switches(self) -> dict[str, float | bool]:
+    def constexpr_args(self) -> dict[str, float | bool]:
         """The kernels' constexprs."""
         return {"SOFTCAP": self.softcap, "ALIBI": self.has_slopes, "SINKS": self.has_sinks}
 
 
 @triton.jit
-def soft_cap(score, SOFTCAP: tl.constexpr):
+def apply_softcap(score, SOFTCAP: tl.constexpr):
     """SOFTCAP · tanh(score / SOFTCAP), with tanh(x) = 1 − 2 / (1 + e^2x)."""
     return SOFTCAP - 2.0 * SOFTCAP / (1.0 + tl.exp2(score * (2.8853900817779268 / SOFTCAP)))
 
 
 @triton.jit
-def load_per_head(values_ptr, head):
+def load_head_values(values_ptr, head):
     """Slopes or sinks of heads, times log2(e)."""
     return tl.load(values_ptr + head).to(tl.float32) * 1.4426950408889634

@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.kernel_range import FLOATS
-from modelmill.ops.triton.common.device import available as available
-from modelmill.ops.triton.common.device import elementwise_launch
+from modelmill.ops.kernel_support import FLOATS
+from modelmill.ops.triton.common.device import plan_elementwise_launch
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
@@ -35,7 +35,7 @@ def supports(x: torch.Tensor, gate: torch.Tensor) -> bool:
 def run(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """Run the op, rounding once."""
     out = torch.empty_like(x)
-    programs, block, warps = elementwise_launch(x)
+    programs, block, warps = plan_elementwise_launch(x)
     pdl = pdl_launch_options(x.device, len(x))
     _launcher(
         (programs, 1, 1),

@@ -25,27 +25,27 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.recurrent_metadata import has_packed_operands
 from modelmill.ops.ssd_scan import SSDScanInputs
-from modelmill.ops.state_rows import has_packed_operands
 from modelmill.ops.triton.attention.recurrence_common import (
     CHUNKS,
     MIN_DOT,
     PRECISION,
-    add_to_state,
-    chunk_config,
-    chunk_in_window,
-    decays,
-    dot_split,
-    load_state,
-    part_of_sequence,
-    run_parts,
+    decay_and_add_to_state,
+    decays_within_chunk,
+    dot_split_mantissa,
+    find_chunk_start_in_window,
+    load_part_bounds,
+    load_state_and_store_snapshot,
+    run_step_parts,
+    select_chunk_launch_config,
     softplus,
-    split,
-    zero_padding,
+    split_mantissa,
+    zero_padding_outputs,
 )
-from modelmill.ops.triton.common.device import available_on_any_gpu, power_of_two
+from modelmill.ops.triton.common.device import next_power_of_two, unavailable_reason_without_ptx
 
-available = available_on_any_gpu
+unavailable_reason = unavailable_reason_without_ptx
 
 MAX_STATE_SIZE = 256
 TOKEN_ROWS = 16  # of a state in a program that computes single tokens
@@ -61,7 +61,7 @@ def supports(inputs: SSDScanInputs) -> bool:
 def run(inputs: SSDScanInputs) -> torch.Tensor:
     """Compute the op with the Triton kernels; same contract as the reference."""
     _, heads, dim, _ = inputs.state.shape
-    return run_parts(
+    return run_step_parts(
         inputs.xbc,
         heads * dim,
         inputs.rows,
@@ -75,8 +75,8 @@ def _run_tokens(inputs: SSDScanInputs, out: torch.Tensor, part: Any, chunk: int)
     xbc, dt, a_log, dt_bias, skip, limit, state, rows = inputs
     _, heads, dim, size = state.shape
     groups = (xbc.shape[1] - heads * dim) // (2 * size)
-    block_p = max(MIN_DOT, min(TOKEN_ROWS, power_of_two(dim)))
-    block_n = max(MIN_DOT, power_of_two(size))
+    block_p = max(MIN_DOT, min(TOKEN_ROWS, next_power_of_two(dim)))
+    block_n = max(MIN_DOT, next_power_of_two(size))
     _tokens_kernel[(len(rows.slots), heads, -(-dim // block_p))](
         xbc, dt, a_log, dt_bias, skip, state, out, rows.query_start, rows.positions, rows.slots,
         rows.snapshot_slots, rows.snapshot_ends, heads, groups, xbc.stride(0), state.stride(0),
@@ -90,8 +90,8 @@ def _run_chunks(inputs: SSDScanInputs, out: torch.Tensor, chunk: int) -> None:
     xbc, dt, a_log, dt_bias, skip, limit, state, rows = inputs
     _, heads, dim, size = state.shape
     tokens, groups = len(xbc), (xbc.shape[1] - heads * dim) // (2 * size)
-    block_n = max(MIN_DOT, power_of_two(size))
-    launch = chunk_config(xbc, dim, block_n)
+    block_n = max(MIN_DOT, next_power_of_two(size))
+    launch = select_chunk_launch_config(xbc, dim, block_n)
     terms = 2 if launch.dtype is torch.bfloat16 else 1
     scores = torch.empty((terms, tokens, heads, chunk), dtype=launch.dtype, device=xbc.device)
     decay = torch.empty((2, tokens, heads), dtype=torch.float32, device=xbc.device)
@@ -103,7 +103,7 @@ def _run_chunks(inputs: SSDScanInputs, out: torch.Tensor, chunk: int) -> None:
     _chunk_scores_kernel[(-(-tokens // chunk), groups * blocks)](
         xbc, dt, a_log, dt_bias, skip, scores, decay, out, rows.query_start, rows.positions,
         len(rows.slots), tokens, heads, groups, xbc.stride(0), *limit, HEADS=SCORED_HEADS,
-        BLOCK_P=power_of_two(dim), **sizes, num_warps=launch.prepare_warps, num_stages=1,
+        BLOCK_P=next_power_of_two(dim), **sizes, num_warps=launch.prepare_warps, num_stages=1,
     )  # fmt: skip
     _chunks_kernel[(len(rows.slots), heads, -(-dim // launch.rows))](
         xbc, scores, decay, state, out, rows.query_start, rows.positions, rows.slots,
@@ -122,7 +122,7 @@ def _tokens_kernel(
 ):  # fmt: skip
     """A part of a sequence's tokens one by one: BLOCK_P rows of the state of a head."""
     sequence, head = tl.program_id(0), tl.program_id(1)
-    begin, stop, first, kept = part_of_sequence(
+    begin, stop, first, kept = load_part_bounds(
         start_ptr, position_ptr, snapshot_end_ptr, sequence, PART, CHUNK
     )
     if stop > begin:
@@ -130,7 +130,8 @@ def _tokens_kernel(
         n = tl.arange(0, BLOCK_N)
         place = head * P * N + p[:, None] * N + n[None, :]
         inside = (p < P)[:, None] & (n < N)[None, :]
-        s, own, snapshot = load_state(state_ptr, slot_ptr, snapshot_slot_ptr, sequence, slot_stride,
+        s, own, snapshot = load_state_and_store_snapshot(
+            state_ptr, slot_ptr, snapshot_slot_ptr, sequence, slot_stride,
                                       place, inside, first, kept == begin)  # fmt: skip
         rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
         bias = tl.load(dt_bias_ptr + head).to(tl.float32)
@@ -171,9 +172,10 @@ def _chunk_scores_kernel(
     group = tl.program_id(1) // blocks
     head = group * shared + tl.program_id(1) % blocks * HEADS
     last_head = tl.minimum(head + HEADS, (group + 1) * shared)
-    zero_padding(out_ptr, start_ptr, window, sequences, tokens, heads, head, last_head, P, BLOCK_P,
+    zero_padding_outputs(
+        out_ptr, start_ptr, window, sequences, tokens, heads, head, last_head, P, BLOCK_P,
                  CHUNK, BLOCK_T)  # fmt: skip
-    base = chunk_in_window(start_ptr, position_ptr, window, sequences, CHUNK)
+    base = find_chunk_start_in_window(start_ptr, position_ptr, window, sequences, CHUNK)
     if base >= 0:
         i, n = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_N)
         row, valid = base + i, i < CHUNK
@@ -192,13 +194,13 @@ def _chunk_scores_kernel(
             step = tl.load(dt_ptr + row * heads + each, mask=valid, other=0.0) + bias
             delta = tl.minimum(tl.maximum(softplus(step), least), most)
             delta = tl.where(valid, delta, 0.0)
-            between, since_start, to_end, _ = decays(rate * delta, CHUNK, BLOCK_T)
+            between, since_start, to_end, _ = decays_within_chunk(rate * delta, CHUNK, BLOCK_T)
             scores = products * between * delta[None, :]
             scores += tl.where(i[:, None] == i[None, :], skip, 0.0)
             place = row * heads + each
             target = scores_ptr + place[:, None] * CHUNK + i[None, :]
             if dtype == tl.bfloat16:
-                high, low = split(scores)
+                high, low = split_mantissa(scores)
                 tl.store(target, high, mask=square)
                 tl.store(target + tokens.to(tl.int64) * heads * CHUNK, low, mask=square)
             else:
@@ -220,7 +222,7 @@ def _chunks_kernel(
     the registers of the accumulator.
     """
     sequence, head = tl.program_id(0), tl.program_id(1)
-    begin, stop, first, kept = part_of_sequence(
+    begin, stop, first, kept = load_part_bounds(
         start_ptr, position_ptr, snapshot_end_ptr, sequence, CHUNKS, CHUNK
     )
     if stop > begin:
@@ -228,7 +230,8 @@ def _chunks_kernel(
         n, i = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
         place = head * P * N + p[:, None] * N + n[None, :]
         inside = (p < P)[:, None] & (n < N)[None, :]
-        s, own, snapshot = load_state(state_ptr, slot_ptr, snapshot_slot_ptr, sequence, slot_stride,
+        s, own, snapshot = load_state_and_store_snapshot(
+            state_ptr, slot_ptr, snapshot_slot_ptr, sequence, slot_stride,
                                       place, inside, first, kept == begin)  # fmt: skip
         valid = i < CHUNK
         mask_p = valid[:, None] & (p < P)[None, :]
@@ -260,7 +263,7 @@ def _chunks_kernel(
             # rows or columns of all.
             if OWN_ROWS:  # x as an accumulator, which becomes a left operand
                 added = tl.dot(x, eye) * weight[None, :]
-                added = dot_split(added, b, PRECISION, ONE_SUM=True)
+                added = dot_split_mantissa(added, b, PRECISION, ONE_SUM=True)
             y *= since_start[None, :]
             if dtype == tl.bfloat16:
                 low = tl.load(low_ptr + at, mask=square, other=0.0)
@@ -270,8 +273,8 @@ def _chunks_kernel(
             tl.store(out, y, mask=valid[None, :] & (p < P)[:, None])
             if not OWN_ROWS:
                 added = x.to(tl.float32) * weight[None, :]
-                added = dot_split(added, b, PRECISION, ONE_SUM=True)
-            s = add_to_state(s, whole, added)
+                added = dot_split_mantissa(added, b, PRECISION, ONE_SUM=True)
+            s = decay_and_add_to_state(s, whole, added)
             if base + CHUNK == kept:
                 tl.store(snapshot, s, mask=inside)
             whole = next_whole

@@ -8,23 +8,26 @@ import torch
 from triton.runtime import driver
 
 from modelmill.core import env
-from modelmill.ops.kernel_range import HALF, GemmRange
+from modelmill.ops.kernel_support import HALF, GemmSupportRange
 
 # Read once: triton.jit decides at decoration whether a kernel is compiled or interpreted.
 INTERPRETED = env.triton_interpret()
 # Products that dequantize the weight inside the GEMM kernel: with more rows of float32 cuBLAS uses
 # the float32 units better. No kernel accumulates in float64.
-DEQUANT_RANGES = (GemmRange(dtypes=HALF), GemmRange(m=(1, 16), dtypes=(torch.float32,)))
+DEQUANT_RANGES = (
+    GemmSupportRange(dtypes=HALF),
+    GemmSupportRange(m=(1, 16), dtypes=(torch.float32,)),
+)
 
 
-def available(device_type: str) -> str | None:
+def unavailable_reason(device_type: str) -> str | None:
     """None if kernels with PTX or PDL run on this device type ("cuda", "cpu"), else why not."""
     if device_type == "cuda" and is_amd():
         return "the kernels use NVIDIA's PTX or PDL: not offered on AMD GPUs (ROCm)"
-    return available_on_any_gpu(device_type)
+    return unavailable_reason_without_ptx(device_type)
 
 
-def available_on_any_gpu(device_type: str) -> str | None:
+def unavailable_reason_without_ptx(device_type: str) -> str | None:
     """The same for kernels with neither PTX nor PDL, which AMD GPUs run, too."""
     if device_type == "cpu":
         return None if INTERPRETED else "Triton needs a GPU (its interpreter is for tests)"
@@ -93,7 +96,7 @@ def supports_fp8(device: torch.device) -> bool:
     return not is_amd() and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def power_of_two(n: int) -> int:
+def next_power_of_two(n: int) -> int:
     """The smallest power of two ≥ n, n ≥ 1."""
     return 1 << (n - 1).bit_length()
 
@@ -104,7 +107,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
-def elementwise_launch(x: torch.Tensor) -> tuple[int, int, int]:
+def plan_elementwise_launch(x: torch.Tensor) -> tuple[int, int, int]:
     """(programs, values per program, warps) of an elementwise kernel on x.
 
     Small tensors get small blocks, so that all SMs have work.
@@ -114,13 +117,13 @@ def elementwise_launch(x: torch.Tensor) -> tuple[int, int, int]:
     return -(-count // block), block, max(1, block // 256)
 
 
-def row_launch(x: torch.Tensor) -> tuple[int, int, int]:
+def plan_row_launch(x: torch.Tensor) -> tuple[int, int, int]:
     """(rows per program, padded width, warps) for kernels that hold whole rows in registers.
 
     x: [rows, width]. Narrow rows share a program, so that it loads enough data. 16 values per
     thread keep two 16-byte loads of a 16-bit type in flight.
     """
     rows, width = x.shape
-    block = power_of_two(width)
-    share = max(1, min(1024 // block, power_of_two(max(rows // (4 * sm_count(x.device)), 1))))
+    block = next_power_of_two(width)
+    share = max(1, min(1024 // block, next_power_of_two(max(rows // (4 * sm_count(x.device)), 1))))
     return share, block, max(1, min(16, share * block // 512))

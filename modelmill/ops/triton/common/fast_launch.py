@@ -21,8 +21,8 @@ from modelmill.ops.carveout import set_smem_carveout
 from modelmill.ops.triton.common.device import INTERPRETED
 
 POINTER_ALIGNMENT = 16  # bytes; Triton specializes a kernel on pointers that are multiples of it
-# Versions of Triton whose launcher has the signature that ``_direct_launch`` uses; with others the
-# kernel is launched by ``compiled[grid]``.
+# Versions of Triton whose launcher has the signature that ``_make_direct_launch`` uses; with others
+# the kernel is launched by ``compiled[grid]``.
 SUPPORTED_TRITON = ("3.6.",)
 LaunchFunction = Callable[
     [tuple[int, int, int], int, list[int], tuple[float, ...], tuple[Any, ...]], Any
@@ -79,16 +79,20 @@ class CachedLauncher:
         if launch is not None:
             launch(grid, device, addresses, numbers, constants)
             return
-        self._check(len(pointers), numbers, fixed)
+        self._check_fixed_args(len(pointers), numbers, fixed)
         compiled = self.kernel[grid](*pointers, *numbers, *constants, **options)
         if (
             compiled is not None
         ):  # None while it is compiled in the background; the next call tries again
             if carveout is not None:
                 set_smem_carveout(compiled.function, carveout)
-            self.compiled_launches[key] = _direct_launch(compiled) or _triton_launch(compiled)
+            self.compiled_launches[key] = _make_direct_launch(compiled) or _make_triton_launch(
+                compiled
+            )
 
-    def _check(self, pointers: int, numbers: tuple[float, ...], fixed: tuple[int, ...]) -> None:
+    def _check_fixed_args(
+        self, pointers: int, numbers: tuple[float, ...], fixed: tuple[int, ...]
+    ) -> None:
         """Check that ``fixed`` contains every number that Triton specializes on.
 
         Otherwise a launch could use a kernel that was compiled for another number.
@@ -101,7 +105,7 @@ class CachedLauncher:
                 )
 
 
-def _direct_launch(compiled: Any) -> LaunchFunction | None:
+def _make_direct_launch(compiled: Any) -> LaunchFunction | None:
     """The launcher that Triton compiled for this kernel's arguments.
 
     Returns:
@@ -133,7 +137,7 @@ def _direct_launch(compiled: Any) -> LaunchFunction | None:
     return direct
 
 
-def _triton_launch(compiled: Any) -> LaunchFunction:
+def _make_triton_launch(compiled: Any) -> LaunchFunction:
     """Launch through Triton's own ``compiled[grid]``, without the cached arguments."""
     return lambda grid, _device, addresses, numbers, rest: compiled[grid](
         *addresses, *numbers, *rest

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from modelmill.ops.triton.common.device import max_shared_bytes, power_of_two, sm_count
+from modelmill.ops.triton.common.device import max_shared_bytes, next_power_of_two, sm_count
 
 GemmKey = tuple[int, int, int, torch.dtype]  # row bucket (see row_bucket), N, K, dtype of x
 LaunchConfig = tuple[int, ...]
@@ -64,7 +64,7 @@ FLOAT32_GEMM_CONFIG = (16, 32, 32, 2, 4)
 
 def row_bucket(rows: int) -> int:
     """Number of rows rounded up to a bucket: 1, 8, 16, 32, 64, 128, or 256 for all beyond."""
-    return 1 if rows == 1 else min(256, max(8, power_of_two(rows)))
+    return 1 if rows == 1 else min(256, max(8, next_power_of_two(rows)))
 
 
 def gemm_key(x: torch.Tensor, weight: torch.Tensor) -> GemmKey:
@@ -83,7 +83,7 @@ def candidates(key: GemmKey, weight_bytes: int, *, gated: bool = False) -> tuple
     rows, _, k, dtype = key
     if rows > 1:
         return (FLOAT32_GEMM_CONFIG,) if dtype == torch.float32 else GEMM_CONFIGS[rows]
-    padded_k = max(8, power_of_two(k))
+    padded_k = max(8, next_power_of_two(k))
     configs = (
         (max(n, 2) if gated else n, min(block_k, padded_k), warps)
         for n, block_k, warps in GEMV_CONFIGS[weight_bytes]
@@ -112,7 +112,7 @@ def gemv_config(
 
 def _default_gemv_config(weight: torch.Tensor) -> tuple[int, int, int]:
     n, k = weight.shape
-    padded_k = max(8, power_of_two(k))
+    padded_k = max(8, next_power_of_two(k))
     if n < 4 * sm_count(weight.device):  # too few rows for several per program
         return 1, min(1024, padded_k), max(1, min(4, padded_k // 256))
     if weight.element_size() == 1:

@@ -31,8 +31,8 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton.common.device import available as available
-from modelmill.ops.triton.common.device import power_of_two
+from modelmill.ops.triton.common.device import next_power_of_two
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
 # per kernel; each exchanges one row of a sum or one block of a gather at a time
@@ -62,7 +62,7 @@ class AllReduceBuffers:
     region_words: int
 
     @staticmethod
-    def words(ranks: int, region: int) -> int:
+    def count_words(ranks: int, region: int) -> int:
         """Number of 64-bit words in a rank's buffer."""
         return 2 * ranks * MAX_PROGRAMS * region
 
@@ -86,7 +86,7 @@ def all_reduce_rows(
     rows, width = x.shape
     out = torch.empty_like(x)
     words = width * x.element_size() // 4
-    block = max(power_of_two(words), 32 * _WORDS_PER_WAIT)
+    block = max(next_power_of_two(words), 32 * _WORDS_PER_WAIT)
     warps = min(16, block // (32 * _WORDS_PER_WAIT))
     residual, weight, eps = (out, out, 0.0) if norm is None else norm
     asm, constraints = _wait_and_add_asm(

@@ -27,10 +27,10 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.kernel_range import NOT_FLOAT32, GemmRange
+from modelmill.ops.kernel_support import NOT_FLOAT32, GemmSupportRange
 from modelmill.ops.triton.common import launch_configs
 from modelmill.ops.triton.common.device import INTERPRETED
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.dtype_convert import int8_to_float32
 from modelmill.ops.triton.common.launch_configs import GemmKey, LaunchConfig, TunedConfigs
 from modelmill.ops.triton.common.launch_configs import gemm_key as gemm_key
@@ -39,7 +39,10 @@ from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 MAX_ROWS = 16
 
 
-SUPPORTED_PROBLEMS = (GemmRange(m=(1, 1)), GemmRange(m=(2, MAX_ROWS), dtypes=NOT_FLOAT32))
+SUPPORTED_PROBLEMS = (
+    GemmSupportRange(m=(1, 1)),
+    GemmSupportRange(m=(2, MAX_ROWS), dtypes=NOT_FLOAT32),
+)
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from modelmill.ops.kernel_range import NOT_FLOAT32, GemmRange
+from modelmill.ops.kernel_support import NOT_FLOAT32, GemmSupportRange
 from modelmill.ops.triton.common import launch_configs
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.launch_configs import GemmKey, LaunchConfig, TunedConfigs
 from modelmill.ops.triton.common.launch_configs import gemm_key as gemm_key
 from modelmill.ops.triton.gemm_16bit.linear import MAX_ROWS, gemm
 from modelmill.ops.triton.gemm_16bit.linear import supports as supports
 from modelmill.ops.triton.norm_quantize import silu_mul
 
-SUPPORTED_PROBLEMS = (GemmRange(m=(1, 1)), GemmRange(dtypes=NOT_FLOAT32))
+SUPPORTED_PROBLEMS = (GemmSupportRange(m=(1, 1)), GemmSupportRange(dtypes=NOT_FLOAT32))
 
 
 def candidates(key: GemmKey) -> tuple[LaunchConfig, ...]:

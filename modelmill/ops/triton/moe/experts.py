@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from modelmill.ops.fused_moe import ACTIVATIONS, RELU2, FusedMoEInputs
-from modelmill.ops.kernel_range import HALF
+from modelmill.ops.kernel_support import HALF
 from modelmill.ops.triton.moe import grouped_gemm, moe_decode
 
 MAX_EXPERTS = 1024

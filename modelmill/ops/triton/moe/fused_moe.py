@@ -12,7 +12,7 @@ Ops: fused_moe
 from __future__ import annotations
 
 from modelmill.ops.fused_moe import FusedMoEInputs
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.moe.experts import run as run
 from modelmill.ops.triton.moe.experts import supports_layout
 

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.fused_topk import NO_EXPERT, SIGMOID, SPARSE_MIXER, FusedTopkInputs
-from modelmill.ops.triton.common.device import available as available
-from modelmill.ops.triton.common.device import power_of_two
+from modelmill.ops.triton.common.device import next_power_of_two
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
@@ -55,14 +55,14 @@ def run(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, experts = logits.shape
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     ids = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
-    block = max(16, power_of_two(experts))
+    block = max(16, next_power_of_two(experts))
     pdl = pdl_launch_options(logits.device, tokens)
     group_size = experts // inputs.groups
     first, end = inputs.local_experts or (0, 0)
     constants = (
         top_k, inputs.scores, 2.0 * inputs.jitter, inputs.renormalize, bias is not None, first, end,
         NO_EXPERT, inputs.groups, inputs.top_groups, inputs.group_scores, group_size,
-        power_of_two(inputs.groups), power_of_two(group_size), block, pdl["PDL"],
+        next_power_of_two(inputs.groups), next_power_of_two(group_size), block, pdl["PDL"],
     )  # fmt: skip
     _launcher(
         (tokens, 1, 1), (logits, logits if bias is None else bias, weights, ids),
@@ -90,20 +90,20 @@ def _kernel(
     logit = tl.load(logits_ptr + expert, mask=inside, other=float("-inf"))
     largest = tl.max(logit, axis=0)
     total = tl.sum(tl.exp(logit - largest), axis=0)
-    score = _score(logit, largest, total, SCORES)
+    score = _expert_score(logit, largest, total, SCORES)
     ranked = _selection_score(score, bias_ptr, expert, inside, BIAS)
     if GROUPS > 1:
         group, in_group = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S)
         member = group[:, None] * GROUP_SIZE + in_group[None, :]
         present = (group[:, None] < GROUPS) & (in_group[None, :] < GROUP_SIZE)
         member_logit = tl.load(logits_ptr + member, mask=present, other=float("-inf"))
-        member_score = _score(member_logit, largest, total, SCORES)
+        member_score = _expert_score(member_logit, largest, total, SCORES)
         member_ranked = _selection_score(member_score, bias_ptr, member, present, BIAS)
         member_ranked = tl.where(present, member_ranked, float("-inf"))
-        allowed = _top_groups(member_ranked, group, in_group, GROUPS, TOP_GROUPS, GROUP_SCORES)
+        allowed = _top_group_mask(member_ranked, group, in_group, GROUPS, TOP_GROUPS, GROUP_SCORES)
         ranked = _mask_other_groups(allowed, group, expert // GROUP_SIZE, ranked)
     # of two keys with one score that of the lower id is larger
-    key = (_sortable(ranked).to(tl.int64) << 32) + (BLOCK_E - 1 - expert)
+    key = (_float_to_sortable_int(ranked).to(tl.int64) << 32) + (BLOCK_E - 1 - expert)
     key = tl.where(inside, key, NO_KEY)
     rank = tl.full([BLOCK_E], TOP_K, tl.int32)
     for slot in range(TOP_K):
@@ -113,7 +113,7 @@ def _kernel(
     chosen = inside & (rank < TOP_K)
     weight = score
     if SCORES == _SPARSE_MIXER:
-        weight = _rival_weights(logit, rank, inside, TOP_K, MASK_THRESHOLD)
+        weight = _sparse_mixer_weights(logit, rank, inside, TOP_K, MASK_THRESHOLD)
     if RENORMALIZE:
         weight = weight / tl.sum(tl.where(chosen, weight, 0.0), axis=0)
     place = token * TOP_K + rank
@@ -126,7 +126,7 @@ def _kernel(
 
 
 @triton.jit
-def _rival_weights(logit, rank, inside, TOP_K: tl.constexpr, MASK_THRESHOLD: tl.constexpr):
+def _sparse_mixer_weights(logit, rank, inside, TOP_K: tl.constexpr, MASK_THRESHOLD: tl.constexpr):
     """SparseMixer's weight of each of the first experts, by their ranks."""
     weight = tl.zeros_like(logit)
     logit = tl.where(inside, logit, 0.0)
@@ -141,7 +141,7 @@ def _rival_weights(logit, rank, inside, TOP_K: tl.constexpr, MASK_THRESHOLD: tl.
 
 
 @triton.jit
-def _score(logit, largest, total, SCORES: tl.constexpr):
+def _expert_score(logit, largest, total, SCORES: tl.constexpr):
     """The score of each expert."""
     if SCORES == _SIGMOID:
         return 1.0 / (1.0 + tl.exp(-logit))
@@ -160,14 +160,14 @@ def _selection_score(score, bias_ptr, expert, inside, BIAS: tl.constexpr):
 
 
 @triton.jit
-def _sortable(value):
+def _float_to_sortable_int(value):
     """Float32 but NaN as integers in the same order; −0 and 0 are equal."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _top_groups(
+def _top_group_mask(
     ranked, group, in_group,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SCORES: tl.constexpr,
 ):  # fmt: skip

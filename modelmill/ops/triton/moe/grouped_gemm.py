@@ -24,11 +24,15 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.fused_moe import RELU2, FusedMoEInputs
-from modelmill.ops.triton.common.device import max_shared_bytes, power_of_two
+from modelmill.ops.triton.common.device import max_shared_bytes, next_power_of_two
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.moe import moe_align_block_size
-from modelmill.ops.triton.moe.moe_decode import gate_constants, gated_activation, quantize_rows
+from modelmill.ops.triton.moe.moe_decode import (
+    gate_constants,
+    gated_activation,
+    quantize_rows_if_needed,
+)
 
 
 class GroupedTile(NamedTuple):
@@ -73,7 +77,7 @@ def _fit_tile_config(tile: GroupedTile, width: int, stage_bytes: int, shared: in
 
     stage_bytes: of one column in all operands.
     """
-    columns = min(tile.columns, max(32, power_of_two(width)))
+    columns = min(tile.columns, max(32, next_power_of_two(width)))
     stages = max(1, min(tile.stages, (shared - (4 << 10)) // (columns * stage_bytes)))
     return tile._replace(columns=columns, stages=stages)
 
@@ -91,7 +95,7 @@ def run(
     """
     ids, dtype = inputs.topk_ids, inputs.x.dtype
     (tokens, hidden), top_k, experts = inputs.x.shape, ids.shape[1], len(inputs.gate_up)
-    x, x_scale = quantize_rows(inputs.x, act_dtype)
+    x, x_scale = quantize_rows_if_needed(inputs.x, act_dtype)
     inner_size = inputs.inner_size
     block = _tokens_per_tile(inputs)
     sorted_ids, expert_ids = moe_align_block_size.run(ids, block, experts)
@@ -107,13 +111,13 @@ def run(
     second = _fit_tile_config(second, inner_size, block * x_size + second.rows * size, shared_bytes)
     order = (sorted_ids, expert_ids)
     convert = dequantize or (lambda inputs, _: inputs)
-    _launch(convert(inputs, "gate_up"), "gate_up", first, (x, x_scale), inner, order)
-    scaled_inner = quantize_rows(inner, act_dtype)
-    _launch(convert(inputs, "down"), "down", second, scaled_inner, by_pair, order)
-    return sum_pairs(by_pair, inputs)
+    _launch_grouped_gemm(convert(inputs, "gate_up"), "gate_up", first, (x, x_scale), inner, order)
+    scaled_inner = quantize_rows_if_needed(inner, act_dtype)
+    _launch_grouped_gemm(convert(inputs, "down"), "down", second, scaled_inner, by_pair, order)
+    return sum_expert_outputs(by_pair, inputs)
 
 
-def _launch(
+def _launch_grouped_gemm(
     inputs: FusedMoEInputs,
     name: str,
     tile: GroupedTile,
@@ -146,12 +150,12 @@ def _launch(
     )  # fmt: skip
 
 
-def sum_pairs(by_pair: torch.Tensor, inputs: FusedMoEInputs) -> torch.Tensor:
+def sum_expert_outputs(by_pair: torch.Tensor, inputs: FusedMoEInputs) -> torch.Tensor:
     """The weighted sum [T, H] over the pairs of a token, plus the shared expert's output."""
     weights, shared, (tokens, hidden) = inputs.topk_weights, inputs.shared, inputs.x.shape
     out = torch.empty((tokens, hidden), dtype=by_pair.dtype, device=by_pair.device)
     pdl = pdl_launch_options(by_pair.device, tokens)
-    block = min(1024, power_of_two(hidden))
+    block = min(1024, next_power_of_two(hidden))
     _sum_launcher(
         (-(-hidden // block), tokens, 1),
         (by_pair, inputs.topk_ids, weights, by_pair if shared is None else shared, out),
@@ -179,7 +183,7 @@ def _grouped_kernel(
     pdl_wait(PDL)
     block, tile, expert = tile_of_program(experts_ptr, blocks, tiles, GROUP)
     if expert >= 0:
-        position, pair, source = load_pairs(sorted_ptr, block, pairs, TOP_K, GATED, BLOCK_M)
+        position, pair, source = load_block_pairs(sorted_ptr, block, pairs, TOP_K, GATED, BLOCK_M)
         row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         weight_row = tl.minimum(row, n - 1)
         column = tl.arange(0, BLOCK_K)
@@ -217,7 +221,7 @@ def _grouped_kernel(
             ups *= x_scale
         if BIAS:
             total, ups = add_bias(bias_ptr, total, ups, expert, weight_row, n, HAS_UP)
-        store_pairs(
+        store_product_tile(
             out_ptr, total, ups, position, pair, row, n, pairs, GATED, GATE, ALPHA, LIMIT
         )  # fmt: skip
     elif GATED and X_SCALE:  # numbers for what quantizes all rows
@@ -253,7 +257,7 @@ def tile_of_program(experts_ptr, blocks, tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(
+def load_block_pairs(
     sorted_ptr, block, pairs, TOP_K: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr
 ):
     """The positions of a block in the order by experts, their pairs, and the rows of their x."""
@@ -275,7 +279,7 @@ def add_bias(bias_ptr, total, ups, expert, weight_row, n, GATED: tl.constexpr):
 
 
 @triton.jit
-def store_pairs(
+def store_product_tile(
     out_ptr, total, ups, position, pair, row, n, pairs,
     GATED: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
@@ -292,7 +296,7 @@ def store_pairs(
 
 
 @triton.jit
-def _sum_kernel(
+def _sum_expert_outputs_kernel(
     pairs_ptr, ids_ptr, routing_ptr, shared_ptr, out_ptr, hidden,
     TOP_K: tl.constexpr, SHARED: tl.constexpr, SKIPS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -316,4 +320,7 @@ def _sum_kernel(
     tl.store(out_ptr + token * hidden + column, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-_grouped_launcher, _sum_launcher = CachedLauncher(_grouped_kernel), CachedLauncher(_sum_kernel)
+_grouped_launcher, _sum_launcher = (
+    CachedLauncher(_grouped_kernel),
+    CachedLauncher(_sum_expert_outputs_kernel),
+)

@@ -32,9 +32,9 @@ from modelmill.ops.triton.moe import dequantized_experts, grouped_gemm, moe_alig
 from modelmill.ops.triton.moe.grouped_gemm import (
     GROUP,
     add_bias,
-    load_pairs,
-    store_pairs,
-    sum_pairs,
+    load_block_pairs,
+    store_product_tile,
+    sum_expert_outputs,
     tile_of_program,
 )
 from modelmill.ops.triton.moe.moe_decode import gate_constants
@@ -42,7 +42,7 @@ from modelmill.ops.triton.moe.moe_decode_int4 import (
     E2M1_LOOKUP,
     E2M1_REGISTERS,
     ZERO_POINT,
-    holds_e2m1,
+    has_mxfp4_weights,
 )
 from modelmill.ops.triton.weight_only_gemm import int4_linear, mxfp4_linear
 from modelmill.ops.triton.weight_only_gemm.mxfp4_linear import e2m1_values, e8m0_values
@@ -78,18 +78,18 @@ TILES_E2M1: dict[int, tuple[Tile, Tile]] = {
 def _tokens_per_tile(inputs: FusedMoEInputs) -> int:
     """Tokens of a tile: about as many as an expert has on average."""
     average = inputs.topk_ids.numel() / inputs.num_experts
-    tiles = _tiles(inputs)
+    tiles = _tile_configs(inputs)
     return next((size for size in tiles if average <= size), max(tiles))
 
 
-def _tiles(inputs: FusedMoEInputs) -> dict[int, tuple[Tile, Tile]]:
-    return TILES_E2M1 if holds_e2m1(inputs) else TILES
+def _tile_configs(inputs: FusedMoEInputs) -> dict[int, tuple[Tile, Tile]]:
+    return TILES_E2M1 if has_mxfp4_weights(inputs) else TILES
 
 
 def run(inputs: FusedMoEInputs) -> torch.Tensor:
     """Run the op: alignment, two grouped products and the sum over a token's experts."""
-    min_pairs = DEQUANT_MIN_PAIRS_E2M1 if holds_e2m1(inputs) else DEQUANT_MIN_PAIRS
-    if dequantized_experts.is_worthwhile(inputs, min_pairs):
+    min_pairs = DEQUANT_MIN_PAIRS_E2M1 if has_mxfp4_weights(inputs) else DEQUANT_MIN_PAIRS
+    if dequantized_experts.is_dequantizing_faster(inputs, min_pairs):
         return grouped_gemm.run(inputs, dequantize=_with_dequantized_weight)
     x, ids = inputs.x, inputs.topk_ids
     (tokens, hidden), top_k, experts = x.shape, ids.shape[1], len(inputs.gate_up)
@@ -98,19 +98,19 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
     order = moe_align_block_size.run(ids, block, experts)
     inner = torch.empty((len(order[0]), inner_size), dtype=x.dtype, device=x.device)
     by_pair = torch.empty((tokens * top_k, hidden), dtype=x.dtype, device=x.device)
-    first, second = _tiles(inputs)[block]
+    first, second = _tile_configs(inputs)[block]
     for tile, source, out, name in ((first, x, inner, "gate_up"), (second, inner, by_pair, "down")):
-        _launch(inputs, tile, source, out, order, name)
-    return sum_pairs(by_pair, inputs)
+        _launch_grouped_gemm(inputs, tile, source, out, order, name)
+    return sum_expert_outputs(by_pair, inputs)
 
 
 def _with_dequantized_weight(inputs: FusedMoEInputs, name: str) -> FusedMoEInputs:
     """The inputs with one matrix of each expert in x's dtype."""
-    module = mxfp4_linear if holds_e2m1(inputs) else int4_linear
+    module = mxfp4_linear if has_mxfp4_weights(inputs) else int4_linear
     return dequantized_experts.with_dequantized_weight(inputs, name, module.dequantize_weight)
 
 
-def _launch(
+def _launch_grouped_gemm(
     inputs: FusedMoEInputs,
     tile: Tile,
     x: torch.Tensor,
@@ -123,7 +123,7 @@ def _launch(
     weight, scale, offset, bias = (getattr(inputs, name + part) for part in parts)
     (tokens, top_k), group = inputs.topk_ids.shape, inputs.group
     (rows, columns, stages, warps), (n, k) = tile, (out.shape[1], x.shape[1])
-    e2m1 = holds_e2m1(inputs)
+    e2m1 = has_mxfp4_weights(inputs)
     # the codes of integers share a scale in a chunk: two products of half of its columns each
     chunk = columns if e2m1 else math.gcd(group, columns)
     blocks, tiles = len(order[1]), -(-n // rows)
@@ -160,7 +160,7 @@ def _grouped_kernel(
     pdl_wait(PDL)
     block, tile, expert = tile_of_program(experts_ptr, blocks, tiles, TILE_GROUP)
     if expert >= 0:
-        position, pair, source = load_pairs(sorted_ptr, block, pairs, TOP_K, GATED, BLOCK_M)
+        position, pair, source = load_block_pairs(sorted_ptr, block, pairs, TOP_K, GATED, BLOCK_M)
         row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         weight_row = expert * (2 * n if GATED else n) + tl.minimum(row, n - 1)
         byte = tl.arange(0, CHUNK // 2)
@@ -195,7 +195,7 @@ def _grouped_kernel(
             total, ups = add_bias(
                 bias_ptr, total, ups, expert, tl.minimum(row, n - 1), n, GATED
             )  # fmt: skip
-        store_pairs(
+        store_product_tile(
             out_ptr, total, ups, position, pair, row, n, pairs, GATED, GATE, ALPHA, LIMIT
         )  # fmt: skip
 
@@ -222,8 +222,15 @@ def _chunk_product(
         w_low, w_high = _e2m1_weights(codes, scale_codes, x_low.dtype)
         low_part = tl.dot(w_low, x_low, input_precision="ieee")
         return tl.dot(w_high, x_high, low_part, input_precision="ieee")
-    part = tl.dot(_biased(codes & 15, x_low, CODE_BIAS), x_low, input_precision="ieee")
-    part = tl.dot(_biased(codes >> 4, x_low, CODE_BIAS), x_high, part, input_precision="ieee")
+    part = tl.dot(
+        _nibbles_as_biased_floats(codes & 15, x_low, CODE_BIAS), x_low, input_precision="ieee"
+    )
+    part = tl.dot(
+        _nibbles_as_biased_floats(codes >> 4, x_low, CODE_BIAS),
+        x_high,
+        part,
+        input_precision="ieee",
+    )
     grid = weight_row * groups + start // GROUP
     scale = tl.load(scale_ptr + grid).to(tl.float32)
     if OFFSET:
@@ -249,7 +256,7 @@ def _e2m1_weights(codes, scale_codes, element: tl.constexpr):
 
 
 @triton.jit
-def _biased(codes, like, CODE_BIAS: tl.constexpr):
+def _nibbles_as_biased_floats(codes, like, CODE_BIAS: tl.constexpr):
     """Codes 0…15 as 16-bit numbers of the dtype of ``like``, with CODE_BIAS added."""
     if CODE_BIAS == 128:
         return (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)

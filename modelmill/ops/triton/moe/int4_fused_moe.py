@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.fused_moe import FusedMoEInputs
-from modelmill.ops.moe_range import MoERange
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.moe_support import MoESupportRange
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.moe import grouped_gemm_int4, moe_decode_int4
 from modelmill.ops.triton.moe.experts import (
     FEW_PAIRS_4BIT,
@@ -26,7 +26,7 @@ from modelmill.ops.triton.moe.experts import (
 
 _PACK_COLUMNS = 32  # columns that are packed together
 
-SUPPORTED_PROBLEMS = (MoERange(weight_dtype=torch.uint8, ungated=False),)
+SUPPORTED_PROBLEMS = (MoESupportRange(weight_dtype=torch.uint8, ungated=False),)
 
 
 def supports(inputs: FusedMoEInputs) -> bool:

@@ -14,12 +14,12 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.fused_moe import FusedMoEInputs
-from modelmill.ops.moe_range import MoERange
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.moe_support import MoESupportRange
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.moe.experts import run as run
 from modelmill.ops.triton.moe.experts import supports_layout, supports_scales
 
-SUPPORTED_PROBLEMS = (MoERange(weight_dtype=torch.int8),)
+SUPPORTED_PROBLEMS = (MoESupportRange(weight_dtype=torch.int8),)
 
 
 def supports(inputs: FusedMoEInputs) -> bool:

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.moe_align_block_size import NO_EXPERT, max_blocks
-from modelmill.ops.triton.common.device import available as available
-from modelmill.ops.triton.common.device import power_of_two
+from modelmill.ops.triton.common.device import next_power_of_two
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
@@ -40,7 +40,7 @@ def run(topk_ids: torch.Tensor, block_size: int, experts: int) -> tuple[torch.Te
     """Run the op."""
     pairs, device = topk_ids.numel(), topk_ids.device
     blocks, chunks = max_blocks(pairs, block_size, experts), -(-pairs // _CHUNK)
-    block_e = max(16, power_of_two(experts))
+    block_e = max(16, next_power_of_two(experts))
     counts = torch.empty((chunks, block_e), dtype=torch.int32, device=device)
     sorted_ids = torch.empty(blocks * block_size, dtype=torch.int32, device=device)
     expert_ids = torch.empty(blocks, dtype=torch.int32, device=device)

@@ -28,7 +28,7 @@ import triton.language as tl
 
 from modelmill.ops.fused_moe import GELU_TANH, RELU2, FusedMoEInputs
 from modelmill.ops.quant_types import ActQuantSpec
-from modelmill.ops.triton.common.device import power_of_two
+from modelmill.ops.triton.common.device import next_power_of_two
 from modelmill.ops.triton.common.dtype_convert import to_float32
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
@@ -54,10 +54,10 @@ MAX_EARLY_STEPS, MAX_EARLY_REGISTERS = 3, 48
 def _tile_config(tile: Tile, tokens: int, width: int) -> Tile:
     """The tile with fewer columns for a narrow matrix."""
     rows, columns, warps = tile if tokens <= FEW_TOKENS else MANY_TOKENS_TILE
-    return rows, min(columns, max(16, power_of_two(width))), warps
+    return rows, min(columns, max(16, next_power_of_two(width))), warps
 
 
-def preload_steps(tile: Tile, slots: int, element_size: int, width: int) -> int:
+def count_preload_steps(tile: Tile, slots: int, element_size: int, width: int) -> int:
     """Steps of down's loop over columns whose weights a program loads before it waits.
 
     Args:
@@ -71,7 +71,7 @@ def preload_steps(tile: Tile, slots: int, element_size: int, width: int) -> int:
     return max(1, min(MAX_EARLY_STEPS, -(-width // columns), MAX_EARLY_REGISTERS // registers))
 
 
-def quantize_rows(
+def quantize_rows_if_needed(
     x: torch.Tensor, dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """X [M, K] in 8 bits with a scale for each row; as it is where ``dtype`` is None."""
@@ -86,7 +86,7 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
     ids, dtype = inputs.topk_ids, inputs.x.dtype
     (tokens, hidden), top_k = inputs.x.shape, ids.shape[1]
     inner_size = inputs.inner_size
-    x, x_scale = quantize_rows(inputs.x, act_dtype)
+    x, x_scale = quantize_rows_if_needed(inputs.x, act_dtype)
     inner = torch.empty((tokens * top_k, inner_size), dtype=dtype, device=x.device)
     out = torch.empty((tokens, hidden), dtype=dtype, device=x.device)
     pdl = pdl_launch_options(x.device, tokens, after_wait=True)
@@ -113,12 +113,15 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
         {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
     )  # fmt: skip
 
-    inner, inner_scale = quantize_rows(inner, act_dtype)
+    inner, inner_scale = quantize_rows_if_needed(inner, act_dtype)
     pdl = pdl_launch_options(x.device, tokens)
     tile = DOWN_TILE_8BIT if is_8bit else DOWN_TILE
     rows, columns, warps = _tile_config(tile, tokens, inner_size)
     scale, bias, shared = inputs.down_scale, inputs.down_bias, inputs.shared
-    down_sizes, slots = (hidden, inner_size, down.stride(0), down.stride(1)), power_of_two(top_k)
+    down_sizes, slots = (
+        (hidden, inner_size, down.stride(0), down.stride(1)),
+        next_power_of_two(top_k),
+    )
     _down_launcher(
         (-(-hidden // rows), tokens, 1),
         (
@@ -130,7 +133,7 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
         (
             top_k, slots, inner_scale is not None, scale is not None,
             bias is not None, shared is not None, skips, inner_size % columns == 0, rows, columns,
-            preload_steps((rows, columns, warps), slots, down.element_size(), inner_size),
+            count_preload_steps((rows, columns, warps), slots, down.element_size(), inner_size),
             pdl["PDL"],
         ),
         {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
@@ -158,7 +161,7 @@ def _gate_up_kernel(
     weight_row = tl.minimum(row, inner - 1)
     column = tl.arange(0, BLOCK_K)
     pdl_wait(PDL)
-    expert, columns = load_expert(ids_ptr, pair, k, SKIPS)
+    expert, columns = load_pair_expert(ids_ptr, pair, k, SKIPS)
     gate_at = weight_ptr + expert * expert_stride + weight_row[:, None] * stride + column[None, :]
     up_at = gate_at + inner.to(tl.int64) * stride
     x_ptr += pair // TOP_K * x_stride
@@ -177,9 +180,9 @@ def _gate_up_kernel(
                 u = tl.load(up_at + start, mask=inside[None, :], other=0.0)
             x = tl.load(x_ptr + start + column, mask=inside, other=0.0)
         x32 = x.to(tl.float32)[None, :]
-        gates += _sum_of_8(to_float32(g) * x32)
+        gates += _sum_runs_of_8(to_float32(g) * x32)
         if HAS_UP:
-            ups += _sum_of_8(to_float32(u) * x32)
+            ups += _sum_runs_of_8(to_float32(u) * x32)
     gate = tl.sum(gates, axis=1)
     up = tl.sum(ups, axis=1)
     if SCALE:
@@ -191,13 +194,13 @@ def _gate_up_kernel(
         x_scale = tl.load(x_scale_ptr + pair // TOP_K)
         gate *= x_scale
         up *= x_scale
-    store_activated(
+    activate_and_store(
         out_ptr, bias_ptr, gate, up, expert, pair, row, weight_row, inner, BIAS, GATE, ALPHA, LIMIT
     )
 
 
 @triton.jit
-def load_expert(ids_ptr, pair, k, SKIPS: tl.constexpr):
+def load_pair_expert(ids_ptr, pair, k, SKIPS: tl.constexpr):
     """A pair's expert, and how many columns of its weights to read.
 
     Of an expert of another rank none are read, and the values that follow are not used.
@@ -210,7 +213,7 @@ def load_expert(ids_ptr, pair, k, SKIPS: tl.constexpr):
 
 
 @triton.jit
-def store_activated(
+def activate_and_store(
     out_ptr, bias_ptr, gate, up, expert, pair, row, weight_row, inner,
     BIAS: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
@@ -238,7 +241,9 @@ def _down_kernel(
     weight_row = tl.minimum(row, n - 1)
     column = tl.arange(0, BLOCK_K)
     token = tl.program_id(1).to(tl.int64)
-    pair, live, expert, routing = load_experts(ids_ptr, routing_ptr, token, TOP_K, SLOTS, SKIPS)
+    pair, live, expert, routing = load_token_experts(
+        ids_ptr, routing_ptr, token, TOP_K, SLOTS, SKIPS
+    )
     weight_at = weight_ptr + weight_row[:, None, None] * stride + column[None, None, :]
     weight_at += (expert * expert_stride)[None, :, None]
     inner_at = inner_ptr + pair[:, None] * k + column[None, :]
@@ -263,7 +268,7 @@ def _down_kernel(
         out *= tl.load(inner_scale_ptr + pair, mask=live, other=0.0)[None, :]
     if BIAS:
         out += tl.load(bias_ptr + (expert * n)[None, :] + weight_row[:, None]).to(tl.float32)
-    store_weighted(out_ptr, shared_ptr, out, routing, token, row, n, SHARED)
+    store_weighted_sum(out_ptr, shared_ptr, out, routing, token, row, n, SHARED)
 
 
 @triton.jit
@@ -289,7 +294,7 @@ def _down_products(weights, inner_at, live, column, start, k, ALL: tl.constexpr)
 
 
 @triton.jit
-def load_experts(
+def load_token_experts(
     ids_ptr, routing_ptr, token, TOP_K: tl.constexpr, SLOTS: tl.constexpr, SKIPS: tl.constexpr
 ):
     """A token's pairs [SLOTS], which of them exist here, their experts and their weights.
@@ -308,7 +313,7 @@ def load_experts(
 
 
 @triton.jit
-def store_weighted(out_ptr, shared_ptr, out, routing, token, row, n, SHARED: tl.constexpr):
+def store_weighted_sum(out_ptr, shared_ptr, out, routing, token, row, n, SHARED: tl.constexpr):
     """Store rows of a token's weighted sum of out [N, SLOTS], rounded before it, plus shared."""
     element = out_ptr.dtype.element_ty
     total = tl.sum(out.to(element).to(tl.float32) * routing[None, :], axis=1)
@@ -318,7 +323,7 @@ def store_weighted(out_ptr, shared_ptr, out, routing, token, row, n, SHARED: tl.
 
 
 @triton.jit
-def _sum_of_8(product):
+def _sum_runs_of_8(product):
     """[N, K] → [N, K / 8]: the columns that one thread holds."""
     return tl.sum(tl.reshape(product, [product.shape[0], product.shape[1] // 8, 8]), axis=2)
 

@@ -23,17 +23,17 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.fused_moe import FusedMoEInputs
-from modelmill.ops.triton.common.device import INTERPRETED, power_of_two
+from modelmill.ops.triton.common.device import INTERPRETED, next_power_of_two
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.moe.moe_decode import (
     Tile,
+    activate_and_store,
+    count_preload_steps,
     gate_constants,
-    load_expert,
-    load_experts,
-    preload_steps,
-    store_activated,
-    store_weighted,
+    load_pair_expert,
+    load_token_experts,
+    store_weighted_sum,
 )
 from modelmill.ops.triton.weight_only_gemm.mxfp4_linear import e2m1_values, e8m0_values
 
@@ -64,7 +64,7 @@ E2M1_LOOKUP = """
     lop3.b32 upper, upper, sign, 0x80808080, 0xF8;"""
 
 
-def _values_of_two_bytes(byte: int) -> str:
+def _two_byte_lookup_asm(byte: int) -> str:
     """PTX: the values of the nibbles of ``byte`` and the next, of those in ``lower``, ``upper``."""
     return f"""
     prmt.b32 pair, lower, upper, 0x5140;
@@ -78,8 +78,8 @@ def _values_of_two_bytes(byte: int) -> str:
 # $0 … $3: values of the low nibbles of bytes 0 … 3; $4 … $7: of the high ones; $8: the word
 _E2M1_TO_FLOAT32 = tl.constexpr(f"""{{
     {E2M1_REGISTERS}
-    mov.b32 word, $8;{E2M1_LOOKUP}{_values_of_two_bytes(0)}
-    shr.u32 word, word, 16;{E2M1_LOOKUP}{_values_of_two_bytes(2)}
+    mov.b32 word, $8;{E2M1_LOOKUP}{_two_byte_lookup_asm(0)}
+    shr.u32 word, word, 16;{E2M1_LOOKUP}{_two_byte_lookup_asm(2)}
     }}""")
 # (rows, words, warps) of a program: of gate and of up each, and of down; of more than four tokens
 GATE_UP_TILE: Tile = (16, 256, 4)
@@ -94,7 +94,7 @@ MANY_TOKENS_TILE: Tile = (16, 16, 4)  # float32, or very many experts
 def _tile_config(tile: Tile, tokens: int, width: int) -> Tile:
     """The tile with fewer words for a narrow matrix."""
     rows, words, warps = tile if tokens <= SEVERAL_TOKENS else MANY_TOKENS_TILE
-    return rows, min(words, max(4, power_of_two(width // WORD_COLUMNS))), warps
+    return rows, min(words, max(4, next_power_of_two(width // WORD_COLUMNS))), warps
 
 
 def run(inputs: FusedMoEInputs) -> torch.Tensor:
@@ -106,7 +106,7 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     pdl = pdl_launch_options(x.device, tokens, after_wait=True)
 
-    bias, e2m1 = inputs.gate_up_bias, holds_e2m1(inputs)
+    bias, e2m1 = inputs.gate_up_bias, has_mxfp4_weights(inputs)
     skips = inputs.global_num_experts is not None
     tile = GATE_UP_TILE_E2M1 if e2m1 else GATE_UP_TILE
     rows, words, warps = _tile_config(tile, tokens, hidden)
@@ -134,7 +134,7 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
     assert scale is not None, "see supports"
     bias, shared = inputs.down_bias, inputs.shared
     down_sizes = (hidden, inner_size, scale.shape[2], weight.shape[2] // RUN_BYTES)
-    slots = power_of_two(top_k)
+    slots = next_power_of_two(top_k)
     _down_launcher(
         (-(-hidden // rows), tokens, 1),
         (
@@ -146,7 +146,7 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
         (
             top_k, slots, e2m1, offset is not None, bias is not None, ZERO_POINT,
             group, shared is not None, skips, inner_size % (words * WORD_COLUMNS) == 0, rows,
-            words, preload_steps((rows, words, warps), slots, 4, inner_size // WORD_COLUMNS),
+            words, count_preload_steps((rows, words, warps), slots, 4, inner_size // WORD_COLUMNS),
             pdl["PDL"],
         ),
         {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
@@ -160,7 +160,7 @@ def _down_tile(tokens: int, e2m1: bool) -> Tile:
     return DOWN_TILE_E2M1_8_TOKENS if e2m1 else DOWN_TILE_8_TOKENS
 
 
-def holds_e2m1(inputs: FusedMoEInputs) -> bool:
+def has_mxfp4_weights(inputs: FusedMoEInputs) -> bool:
     """Whether the weights are MXFP4, whose scales are codes."""
     return inputs.gate_up_scale is not None and inputs.gate_up_scale.dtype == torch.uint8
 
@@ -179,7 +179,7 @@ def _gate_up_kernel(
     # rows past the end repeat the last one
     weight_row = tl.minimum(row, inner - 1)
     pdl_wait(PDL)
-    expert, columns = load_expert(ids_ptr, pair, k, SKIPS)
+    expert, columns = load_pair_expert(ids_ptr, pair, k, SKIPS)
     experts = expert + tl.arange(0, 1)
     x_at = x_ptr + (pair // TOP_K + tl.arange(0, 1)) * x_stride
     inside = tl.arange(0, 1) == 0
@@ -194,15 +194,15 @@ def _gate_up_kernel(
             weight_at, scale_at, offset_at, weight_row, inside, start, k, groups, runs,
             OFFSET, GROUP, EVEN, WORDS,
         )  # fmt: skip
-        gates += _products(x, weights, E2M1, OFFSET, ZERO)
+        gates += _dequantized_products(x, weights, E2M1, OFFSET, ZERO)
         weights = _load_weights(
             weight_at, scale_at, offset_at, weight_row + inner, inside, start, k, groups, runs,
             OFFSET, GROUP, EVEN, WORDS,
         )  # fmt: skip
-        ups += _products(x, weights, E2M1, OFFSET, ZERO)
+        ups += _dequantized_products(x, weights, E2M1, OFFSET, ZERO)
     gate = tl.sum(tl.reshape(gates, [BLOCK_N, WORDS // 4]), axis=1)
     up = tl.sum(tl.reshape(ups, [BLOCK_N, WORDS // 4]), axis=1)
-    store_activated(
+    activate_and_store(
         out_ptr, bias_ptr, gate, up, expert, pair, row, weight_row, inner, BIAS, GATE, ALPHA, LIMIT
     )
 
@@ -220,7 +220,9 @@ def _down_kernel(
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_row = tl.minimum(row, n - 1)
     token = tl.program_id(1).to(tl.int64)
-    pair, live, expert, routing = load_experts(ids_ptr, routing_ptr, token, TOP_K, SLOTS, SKIPS)
+    pair, live, expert, routing = load_token_experts(
+        ids_ptr, routing_ptr, token, TOP_K, SLOTS, SKIPS
+    )
     weight_at = weight_ptr + expert * (n * runs * 4)
     scale_at = scale_ptr + expert * (n * groups)
     offset_at = offset_ptr + expert * (n * groups)
@@ -240,24 +242,26 @@ def _down_kernel(
             OFFSET, GROUP, ALL, WORDS,
         )  # fmt: skip
     pdl_wait(PDL)
-    total = _products(_load_x(inner_at, live, 0, k, E2M1, ALL, WORDS), first, E2M1, OFFSET, ZERO)
+    total = _dequantized_products(
+        _load_x(inner_at, live, 0, k, E2M1, ALL, WORDS), first, E2M1, OFFSET, ZERO
+    )
     if EARLY > 1:
         x = _load_x(inner_at, live, WORDS, k, E2M1, ALL, WORDS)
-        total += _products(x, second, E2M1, OFFSET, ZERO)
+        total += _dequantized_products(x, second, E2M1, OFFSET, ZERO)
     if EARLY > 2:
         x = _load_x(inner_at, live, 2 * WORDS, k, E2M1, ALL, WORDS)
-        total += _products(x, third, E2M1, OFFSET, ZERO)
+        total += _dequantized_products(x, third, E2M1, OFFSET, ZERO)
     for start in range(EARLY * WORDS, k // 8, WORDS):
         x = _load_x(inner_at, live, start, k, E2M1, ALL, WORDS)
         weights = _load_weights(
             weight_at, scale_at, offset_at, weight_row, live, start, k, groups, runs,
             OFFSET, GROUP, ALL, WORDS,
         )  # fmt: skip
-        total += _products(x, weights, E2M1, OFFSET, ZERO)
+        total += _dequantized_products(x, weights, E2M1, OFFSET, ZERO)
     out = tl.sum(total, axis=2)
     if BIAS:
         out += tl.load(bias_ptr + (expert * n)[None, :] + weight_row[:, None]).to(tl.float32)
-    store_weighted(out_ptr, shared_ptr, out, routing, token, row, n, SHARED)
+    store_weighted_sum(out_ptr, shared_ptr, out, routing, token, row, n, SHARED)
 
 
 @triton.jit
@@ -322,7 +326,7 @@ def _load_weights(
 
 
 @triton.jit
-def _products(x, weights, E2M1: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr):
+def _dequantized_products(x, weights, E2M1: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr):
     """Dequantized products of runs of 32 columns: [N, S, WORDS / 4].
 
     x: of _load_x; weights: of _load_weights.
@@ -331,10 +335,10 @@ def _products(x, weights, E2M1: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.con
     columns, sums = x
     RUNS: tl.constexpr = scale.shape[2]
     if E2M1:
-        low0, low1, low2, low3, high0, high1, high2, high3 = _e2m1_codes(words)
+        low0, low1, low2, low3, high0, high1, high2, high3 = _e2m1_to_float32(words)
     else:
-        low0, low1, low2, low3 = _codes(words)
-        high0, high1, high2, high3 = _codes(words >> 4)
+        low0, low1, low2, low3 = _low_nibbles_to_float32(words)
+        high0, high1, high2, high3 = _low_nibbles_to_float32(words >> 4)
     codes = tl.join(_join4(low0, low1, low2, low3), _join4(high0, high1, high2, high3))
     shape: tl.constexpr = [words.shape[0], words.shape[1], RUNS, 32]
     products = tl.reshape(codes, [words.shape[0], words.shape[1], words.shape[2], 8]) * columns[
@@ -352,7 +356,7 @@ def _products(x, weights, E2M1: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.con
 
 
 @triton.jit
-def _e2m1_codes(words):
+def _e2m1_to_float32(words):
     """The values of the low nibbles of each byte, then of the high ones: eight float32."""
     if _ASSEMBLY:
         return tl.inline_asm_elementwise(
@@ -373,7 +377,7 @@ def _e2m1_codes(words):
 
 
 @triton.jit
-def _codes(words):
+def _low_nibbles_to_float32(words):
     """128 + the code in the low nibble of each byte: four float32."""
     if _ASSEMBLY:
         return tl.inline_asm_elementwise(
@@ -381,11 +385,16 @@ def _codes(words):
             dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
         )  # fmt: skip
     else:  # noqa: RET505  Triton needs both branches
-        return _code(words << 16), _code(words << 8), _code(words), _code(words >> 8)
+        return (
+            _nibble_to_float32(words << 16),
+            _nibble_to_float32(words << 8),
+            _nibble_to_float32(words),
+            _nibble_to_float32(words >> 8),
+        )
 
 
 @triton.jit
-def _code(shifted):
+def _nibble_to_float32(shifted):
     """128 + the code in bits 16 to 19, as float32."""
     return ((shifted & 0x000F0000) | 0x43000000).to(tl.float32, bitcast=True)
 

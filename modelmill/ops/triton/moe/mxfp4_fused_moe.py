@@ -18,13 +18,13 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.fused_moe import FusedMoEInputs
-from modelmill.ops.moe_range import MoERange
+from modelmill.ops.moe_support import MoESupportRange
 from modelmill.ops.mxfp4_fused_moe import BLOCK_COLUMNS
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.moe import int4_fused_moe
 from modelmill.ops.triton.moe.int4_fused_moe import run as run
 
-SUPPORTED_PROBLEMS = (MoERange(weight_dtype=torch.uint8, ungated=False),)
+SUPPORTED_PROBLEMS = (MoESupportRange(weight_dtype=torch.uint8, ungated=False),)
 
 
 def supports(inputs: FusedMoEInputs) -> bool:

@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.kernel_range import HALF
-from modelmill.ops.triton.common.device import available as available
-from modelmill.ops.triton.common.device import power_of_two
+from modelmill.ops.kernel_support import HALF
+from modelmill.ops.triton.common.device import next_power_of_two
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
@@ -52,7 +52,7 @@ def run(
     tensors = (x, weight, weight if bias is None else bias, out)
     pdl = pdl_launch_options(x.device, tokens)
     if tokens <= MAX_GEMV_ROWS:
-        block = min(2048, max(8, power_of_two(k)))
+        block = min(2048, max(8, next_power_of_two(k)))
         _gemv_launcher(
             (experts, tokens, 1), tensors, (*sizes, float(scale)), sizes,
             (bias is not None, k % block == 0, block, pdl["PDL"]),
@@ -60,7 +60,7 @@ def run(
         )  # fmt: skip
         return out
     rows, columns, depth = _FEW_ROWS_TILE if tokens < _MANY_ROWS else _MANY_ROWS_TILE
-    block = min(depth, max(16, power_of_two(k)))
+    block = min(depth, max(16, next_power_of_two(k)))
     _gemm_launcher(
         (-(-experts // columns), -(-tokens // rows), 1), tensors,
         (tokens, *sizes, float(scale)), sizes,

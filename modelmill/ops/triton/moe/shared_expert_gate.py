@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.kernel_range import FLOATS
-from modelmill.ops.triton.common.device import available as available
-from modelmill.ops.triton.common.device import power_of_two
+from modelmill.ops.kernel_support import FLOATS
+from modelmill.ops.triton.common.device import next_power_of_two
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
@@ -38,7 +38,7 @@ def run(x: torch.Tensor, weight: torch.Tensor, expert_out: torch.Tensor) -> torc
     """Run the op, rounding the sigmoid and the result."""
     tokens, width = x.shape
     out = torch.empty((tokens, width), dtype=expert_out.dtype, device=x.device)
-    block = power_of_two(width)
+    block = next_power_of_two(width)
     pdl, fixed = pdl_launch_options(x.device, tokens), (width, x.stride(0), expert_out.stride(0))
     _launcher(
         (tokens, 1, 1),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.fused_moe import FusedMoEInputs
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.moe import experts
 from modelmill.ops.triton.moe.experts import supports_layout, supports_scales
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.add_layer_norm_quant import AddLayerNormQuantInputs
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.norm_quantize.layer_norm_quant import (
     SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS,
 )

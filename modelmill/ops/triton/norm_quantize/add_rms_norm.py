@@ -14,19 +14,19 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.row_range import RowRange
+from modelmill.ops.row_op_support import RowOpSupportRange
 from modelmill.ops.triton.common.device import as_rows
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_wait
 from modelmill.ops.triton.norm_quantize.rms_norm import (
     MAX_WIDTH,
-    launch_rows,
-    load_weight,
-    normalized,
+    launch_row_kernel,
+    load_row_indices_and_weight,
+    rms_normalize,
 )
 
-SUPPORTED_PROBLEMS = (RowRange(max_width=MAX_WIDTH, same_dtype=True),)
+SUPPORTED_PROBLEMS = (RowOpSupportRange(max_width=MAX_WIDTH, same_dtype=True),)
 
 
 def run(
@@ -37,7 +37,7 @@ def run(
     out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
     total = residual if residual.is_contiguous() else torch.empty_like(out).view(x.shape)
     tensors = (flat, flat_residual, weight, out, total)
-    launch_rows(_launcher, tensors, (flat.stride(0), flat_residual.stride(0)), eps)
+    launch_row_kernel(_launcher, tensors, (flat.stride(0), flat_residual.stride(0)), eps)
     return out.view(x.shape), total
 
 
@@ -47,7 +47,7 @@ def _kernel(
     eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row, column, inside, weight = load_weight(weight_ptr, rows, width, ROWS, BLOCK)
+    row, column, inside, weight = load_row_indices_and_weight(weight_ptr, rows, width, ROWS, BLOCK)
     pdl_wait(PDL)
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
     residual = tl.load(
@@ -56,7 +56,7 @@ def _kernel(
     # Rounded to x's dtype before the statistics, as two separate ops would do.
     total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
     tl.store(total_ptr + row[:, None] * width + column[None, :], total, mask=inside)
-    out = normalized(total, weight, width, eps)
+    out = rms_normalize(total, weight, width, eps)
     tl.store(out_ptr + row[:, None] * width + column[None, :], out, mask=inside)
 
 

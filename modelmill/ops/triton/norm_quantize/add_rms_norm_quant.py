@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.norm_quantize.norm_quant import SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS
 from modelmill.ops.triton.norm_quantize.norm_quant import rms_norm_quant
 from modelmill.ops.triton.norm_quantize.norm_quant import supports as supports

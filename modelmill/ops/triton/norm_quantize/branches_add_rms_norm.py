@@ -16,12 +16,16 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.branches_add_rms_norm import BranchesAddRMSNormInputs
-from modelmill.ops.kernel_range import FLOATS
-from modelmill.ops.triton.common.device import available as available
-from modelmill.ops.triton.common.device import row_launch
+from modelmill.ops.kernel_support import FLOATS
+from modelmill.ops.triton.common.device import plan_row_launch
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
-from modelmill.ops.triton.norm_quantize.rms_norm import MAX_WIDTH, load_weight, normalized
+from modelmill.ops.triton.norm_quantize.rms_norm import (
+    MAX_WIDTH,
+    load_row_indices_and_weight,
+    rms_normalize,
+)
 
 
 def supports(inputs: BranchesAddRMSNormInputs) -> bool:
@@ -42,7 +46,7 @@ def run(inputs: BranchesAddRMSNormInputs) -> tuple[torch.Tensor, torch.Tensor]:
     x, other, factor, residual, weight, eps = inputs
     rows, width = x.shape
     out = torch.empty_like(x)
-    rows_per_program, block, warps = row_launch(x)
+    rows_per_program, block, warps = plan_row_launch(x)
     pdl = pdl_launch_options(x.device, rows)
     _launcher(
         (-(-rows // rows_per_program), 1, 1),
@@ -61,7 +65,7 @@ def _kernel(
     TWO: tl.constexpr, SCALES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    row, column, inside, weight = load_weight(weight_ptr, rows, width, ROWS, BLOCK)
+    row, column, inside, weight = load_row_indices_and_weight(weight_ptr, rows, width, ROWS, BLOCK)
     at = row[:, None] * width + column[None, :]
     pdl_wait(PDL)
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
@@ -74,7 +78,7 @@ def _kernel(
     residual = tl.load(residual_ptr + at, mask=inside, other=0.0)
     total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
     tl.store(residual_ptr + at, total, mask=inside)
-    tl.store(out_ptr + at, normalized(total, weight, width, eps), mask=inside)
+    tl.store(out_ptr + at, rms_normalize(total, weight, width, eps), mask=inside)
 
 
 _launcher = CachedLauncher(_kernel)

@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.gated_rms_norm import GatedRMSNormInputs
-from modelmill.ops.kernel_range import FLOATS
-from modelmill.ops.triton.common.device import available as available
-from modelmill.ops.triton.common.device import row_launch
+from modelmill.ops.kernel_support import FLOATS
+from modelmill.ops.triton.common.device import plan_row_launch
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
@@ -46,7 +46,7 @@ def run(inputs: GatedRMSNormInputs) -> torch.Tensor:
     tokens, width = x.shape
     out = torch.empty((tokens, width), dtype=gate.dtype, device=x.device)
     groups = width // group
-    rows_per_program, block, warps = row_launch(x.view(-1, group))
+    rows_per_program, block, warps = plan_row_launch(x.view(-1, group))
     pdl, fixed = pdl_launch_options(x.device, tokens), (groups, group, gate.stride(0))
     _launcher(
         (-(-tokens * groups // rows_per_program), 1, 1),

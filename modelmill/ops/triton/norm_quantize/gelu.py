@@ -16,12 +16,12 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.row_range import RowRange
-from modelmill.ops.triton.common.device import INTERPRETED, elementwise_launch
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.row_op_support import RowOpSupportRange
+from modelmill.ops.triton.common.device import INTERPRETED, plan_elementwise_launch
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
-SUPPORTED_PROBLEMS = (RowRange(),)
+SUPPORTED_PROBLEMS = (RowOpSupportRange(),)
 
 
 def supports(x: torch.Tensor) -> bool:
@@ -32,7 +32,7 @@ def supports(x: torch.Tensor) -> bool:
 def run(x: torch.Tensor) -> torch.Tensor:
     """Run the op, rounding once."""
     out = torch.empty_like(x)
-    programs, block, warps = elementwise_launch(x)
+    programs, block, warps = plan_elementwise_launch(x)
     _kernel[(programs,)](
         x, out, x.numel(), APPROXIMATE=x.dtype.itemsize == 2, ASSEMBLY=not INTERPRETED, BLOCK=block,
         num_warps=warps,

@@ -15,14 +15,17 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.triton.common.device import INTERPRETED, as_rows
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.norm_quantize.gelu import gelu_value
 from modelmill.ops.triton.norm_quantize.layer_norm_quant import (
     SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS,
 )
-from modelmill.ops.triton.norm_quantize.layer_norm_quant import split_width
-from modelmill.ops.triton.norm_quantize.quantize_rows import round_8bit, row_inv_scale
+from modelmill.ops.triton.norm_quantize.layer_norm_quant import split_width_to_powers_of_two
+from modelmill.ops.triton.norm_quantize.quantize_rows import (
+    scale_and_round_8bit,
+    store_scales_and_invert,
+)
 
 
 def run(
@@ -44,7 +47,7 @@ def run(
         if inv_scale is None
         else None
     )
-    main, rest = split_width(width)
+    main, rest = split_width_to_powers_of_two(width)
     share, warps = launch_config or (1, max(1, min(16, main // 1024)))
     _kernel[(-(-rows // share),)](
         flat, values, values if scale is None else scale,
@@ -76,15 +79,15 @@ def _kernel(
         amax = tl.max(tl.abs(y), axis=1)
         if REST:
             amax = tl.maximum(amax, tl.max(tl.abs(rest), axis=1))
-        factor = row_inv_scale(amax, scales_ptr + row, row_valid, IS_INT8)[:, None]
+        factor = store_scales_and_invert(amax, scales_ptr + row, row_valid, IS_INT8)[:, None]
     else:
         factor = tl.load(factor_ptr)
     target = values_ptr + row * width
     out_dtype: tl.constexpr = values_ptr.dtype.element_ty
-    y = round_8bit(y, factor, IS_INT8, TOKEN).to(out_dtype)
+    y = scale_and_round_8bit(y, factor, IS_INT8, TOKEN).to(out_dtype)
     tl.store(target[:, None] + column, y, mask=row_valid[:, None] & (column < width))
     if REST:
-        rest = round_8bit(rest, factor, IS_INT8, TOKEN).to(out_dtype)
+        rest = scale_and_round_8bit(rest, factor, IS_INT8, TOKEN).to(out_dtype)
         tl.store(
             target[:, None] + rest_column, rest, mask=row_valid[:, None] & (rest_column < width)
         )

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton.common.device import available as available
-from modelmill.ops.triton.common.device import elementwise_launch
+from modelmill.ops.triton.common.device import plan_elementwise_launch
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.norm_quantize.gelu import SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS
 from modelmill.ops.triton.norm_quantize.gelu import supports as supports
@@ -24,7 +24,7 @@ from modelmill.ops.triton.norm_quantize.gelu import supports as supports
 def run(x: torch.Tensor) -> torch.Tensor:
     """Run the op, rounding once."""
     out = torch.empty_like(x)
-    programs, block, warps = elementwise_launch(x)
+    programs, block, warps = plan_elementwise_launch(x)
     _kernel[(programs,)](
         x,
         out,

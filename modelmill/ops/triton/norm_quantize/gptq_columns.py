@@ -18,10 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton.common.device import available_on_any_gpu
 from modelmill.ops.triton.common.device import supports_fp8 as supports_fp8
+from modelmill.ops.triton.common.device import unavailable_reason_without_ptx
 
-available = available_on_any_gpu
+unavailable_reason = unavailable_reason_without_ptx
 
 ROWS_PER_PROGRAM = 8
 ROUND_TO_INT = tl.constexpr(1.5 * 2**23)  # float32 of this size have no fraction

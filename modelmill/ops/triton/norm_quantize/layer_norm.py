@@ -14,13 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.row_range import RowRange
-from modelmill.ops.triton.common.device import as_rows, row_launch
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.row_op_support import RowOpSupportRange
+from modelmill.ops.triton.common.device import as_rows, plan_row_launch
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.norm_quantize.rms_norm import MAX_WIDTH
 
-SUPPORTED_PROBLEMS = (RowRange(max_width=MAX_WIDTH),)
+SUPPORTED_PROBLEMS = (RowOpSupportRange(max_width=MAX_WIDTH),)
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
@@ -28,7 +28,7 @@ def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -
     flat = as_rows(x)
     rows, width = flat.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    rows_per_program, block, warps = row_launch(flat)
+    rows_per_program, block, warps = plan_row_launch(flat)
     _kernel[(-(-rows // rows_per_program),)](
         flat, weight, bias, out, rows, width, flat.stride(0), eps,
         ROWS=rows_per_program, BLOCK=block, num_warps=warps, **pdl_launch_options(x.device, rows),

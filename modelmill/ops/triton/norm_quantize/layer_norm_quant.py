@@ -18,29 +18,34 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.row_range import RowRange
-from modelmill.ops.triton.common.device import as_rows, power_of_two
+from modelmill.ops.row_op_support import RowOpSupportRange
+from modelmill.ops.triton.common.device import as_rows, next_power_of_two
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
-from modelmill.ops.triton.norm_quantize.output_dtype import supports_output_dtype
-from modelmill.ops.triton.norm_quantize.quantize_rows import round_8bit, row_inv_scale
+from modelmill.ops.triton.norm_quantize.output_dtype_support import supports_output_dtype
+from modelmill.ops.triton.norm_quantize.quantize_rows import (
+    scale_and_round_8bit,
+    store_scales_and_invert,
+)
 
 MAX_WIDTH = 16384
 
 
 SUPPORTED_PROBLEMS = (
-    RowRange(max_width=MAX_WIDTH, max_factors=1, packed_dtypes=True, fits=supports_output_dtype),
+    RowOpSupportRange(
+        max_width=MAX_WIDTH, max_factors=1, packed_dtypes=True, fits=supports_output_dtype
+    ),
 )
 
 
-def split_width(width: int) -> tuple[int, int]:
+def split_width_to_powers_of_two(width: int) -> tuple[int, int]:
     """Split a row into two powers of two that hold it.
 
     Examples: 1,280 → (1,024, 256), 768 → (512, 256), 1,024 → (1,024, 0).
     """
-    padded = power_of_two(width)
+    padded = next_power_of_two(width)
     if width == padded or padded <= 16:
         return padded, 0
-    rest = power_of_two(width - padded // 2)
+    rest = next_power_of_two(width - padded // 2)
     return (padded // 2, rest) if rest < padded // 2 else (padded, 0)
 
 
@@ -63,7 +68,7 @@ def layer_norm_quant(
     total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     token = dtype is not None and inv_scale is None
     scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if token else None
-    main, rest = split_width(width)
+    main, rest = split_width_to_powers_of_two(width)
     rows_per_program, warps = launch_config or (1, max(1, min(16, main // 1024)))
     _layer_norm_kernel[(-(-rows // rows_per_program),)](
         flat, flat_residual, weight, bias, out, out if scale is None else scale, total,
@@ -116,12 +121,12 @@ def _layer_norm_kernel(
             amax = tl.max(tl.abs(x), axis=1)
             if REST:
                 amax = tl.maximum(amax, tl.max(tl.abs(rest), axis=1))
-            factor = row_inv_scale(amax, scales_ptr + row, row_valid, KIND == 1)[:, None]
+            factor = store_scales_and_invert(amax, scales_ptr + row, row_valid, KIND == 1)[:, None]
         else:
             factor = tl.load(factor_ptr)
-        x = round_8bit(x, factor, KIND == 1, TOKEN)
+        x = scale_and_round_8bit(x, factor, KIND == 1, TOKEN)
         if REST:
-            rest = round_8bit(rest, factor, KIND == 1, TOKEN)
+            rest = scale_and_round_8bit(rest, factor, KIND == 1, TOKEN)
     out_at = out_ptr + row * width
     out_dtype: tl.constexpr = out_ptr.dtype.element_ty
     tl.store(out_at[:, None] + column, x.to(out_dtype), mask=row_valid[:, None] & (column < width))

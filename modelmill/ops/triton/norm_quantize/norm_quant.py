@@ -23,16 +23,16 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.quant_types import ActQuantSpec
-from modelmill.ops.row_range import RowProblem, RowRange, has_contiguous_tensors
+from modelmill.ops.row_op_support import RowOpProblem, RowOpSupportRange, has_contiguous_tensors
 from modelmill.ops.triton.common.device import (
     as_rows,
     max_shared_bytes,
-    power_of_two,
+    next_power_of_two,
     sm_count,
 )
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
-from modelmill.ops.triton.norm_quantize.output_dtype import (
+from modelmill.ops.triton.norm_quantize.output_dtype_support import (
     supports_output_dtype,
     supports_unquantized_input,
 )
@@ -42,20 +42,20 @@ _MIN_AMAX = tl.constexpr(1e-6)
 _ROUND_TO_INT = tl.constexpr(12582912.0)  # 1.5 · 2²³
 
 
-def _supports_permute_and_dtype(problem: RowProblem) -> bool:
+def _supports_permute_and_dtype(problem: RowOpProblem) -> bool:
     """Whether shared memory also holds the rows that are permuted; the norm's are narrower."""
     permuted = problem.spec is not None and problem.spec.perm is not None
-    if permuted and _gather_bytes(problem.width) > max_shared_bytes(problem.device):
+    if permuted and _permutation_shared_bytes(problem.width) > max_shared_bytes(problem.device):
         return False
     return supports_unquantized_input(problem)
 
 
-def _gather_bytes(width: int) -> int:
+def _permutation_shared_bytes(width: int) -> int:
     """Shared memory in which a row is permuted, in float32."""
-    return 4 * power_of_two(width)
+    return 4 * next_power_of_two(width)
 
 
-_RANGE = RowRange(
+_RANGE = RowOpSupportRange(
     same_dtype=True, max_width=MAX_WIDTH, packed_dtypes=True, fits=supports_output_dtype
 )
 SUPPORTED_PROBLEMS = (_RANGE,)
@@ -97,7 +97,7 @@ def _plan_launch(
     zero-points or a permutation per column; permuted: a permutation.
     """
     quant_max = 448.0 if dtype is not torch.int8 else float(2 ** (bits - 1) - 1)
-    blocks = power_of_two(width), power_of_two(columns)
+    blocks = next_power_of_two(width), next_power_of_two(columns)
     # Per-column values are read once for several rows; the next row is loaded while one is rounded.
     rows_per_slot = rows // (4 * sm_count(device))
     rows_per_program = max(1, rows_per_slot) if per_column else 1
@@ -118,7 +118,7 @@ def _plan_launch(
 
 def _num_stages(block: int, row_bytes: int, permuted: bool, device: torch.device) -> int:
     """Stages of the loop over rows: up to 3, so many that shared memory holds the loaded rows."""
-    free = max_shared_bytes(device) - (_gather_bytes(block) if permuted else 0)
+    free = max_shared_bytes(device) - (_permutation_shared_bytes(block) if permuted else 0)
     return max(1, min(3, 1 + free // (block * row_bytes)))
 
 

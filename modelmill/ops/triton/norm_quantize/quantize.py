@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.quant_types import ActQuantSpec
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.norm_quantize.norm_quant import QUANTIZE_PROBLEMS, rms_norm_quant
 from modelmill.ops.triton.norm_quantize.norm_quant import supports as supports
 

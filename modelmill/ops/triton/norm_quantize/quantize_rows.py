@@ -18,7 +18,7 @@ _ROUND_TO_INT = tl.constexpr(12582912.0)  # 1.5 · 2²³
 
 
 @triton.jit
-def row_inv_scale(amax, scale_at, row_valid, IS_INT8: tl.constexpr):
+def store_scales_and_invert(amax, scale_at, row_valid, IS_INT8: tl.constexpr):
     """Factors of rows with maxima amax [R]; stores their scales for valid rows."""
     amax = tl.maximum(amax, _MIN_AMAX)
     quant_max = amax * 0.0 + (127.0 if IS_INT8 else 448.0)
@@ -27,7 +27,7 @@ def row_inv_scale(amax, scale_at, row_valid, IS_INT8: tl.constexpr):
 
 
 @triton.jit
-def round_8bit(y, factor, IS_INT8: tl.constexpr, DYNAMIC: tl.constexpr):
+def scale_and_round_8bit(y, factor, IS_INT8: tl.constexpr, DYNAMIC: tl.constexpr):
     """Compute y · factor (y float32) as 8-bit values, to be cast at the store.
 
     DYNAMIC: factor is the row's own, so that no clamping is needed.

@@ -14,25 +14,25 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.row_range import RowRange
-from modelmill.ops.triton.common.device import as_rows, row_launch
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.row_op_support import RowOpSupportRange
+from modelmill.ops.triton.common.device import as_rows, plan_row_launch
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
 MAX_WIDTH = 32768
-SUPPORTED_PROBLEMS = (RowRange(max_width=MAX_WIDTH, same_dtype=True),)
+SUPPORTED_PROBLEMS = (RowOpSupportRange(max_width=MAX_WIDTH, same_dtype=True),)
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Run the op: statistics in float32, cast, then the weight."""
     flat = as_rows(x)
     out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
-    launch_rows(_launcher, (flat, weight, out), (flat.stride(0),), eps)
+    launch_row_kernel(_launcher, (flat, weight, out), (flat.stride(0),), eps)
     return out.view(x.shape)
 
 
-def launch_rows(
+def launch_row_kernel(
     launcher: CachedLauncher,
     tensors: tuple[torch.Tensor, ...],
     strides: tuple[int, ...],
@@ -41,7 +41,7 @@ def launch_rows(
     """Launch a kernel of tensors, rows, width, ``strides`` and eps on the rows of the first."""
     flat = tensors[0]
     rows, width = flat.shape
-    rows_per_program, block, warps = row_launch(flat)
+    rows_per_program, block, warps = plan_row_launch(flat)
     pdl, fixed = pdl_launch_options(flat.device, rows), (width, *strides)
     launcher(
         (-(-rows // rows_per_program), 1, 1),
@@ -58,15 +58,15 @@ def _kernel(
     x_ptr, weight_ptr, out_ptr, rows, width, stride, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row, column, inside, weight = load_weight(weight_ptr, rows, width, ROWS, BLOCK)
+    row, column, inside, weight = load_row_indices_and_weight(weight_ptr, rows, width, ROWS, BLOCK)
     pdl_wait(PDL)
     x = tl.load(x_ptr + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
-    out = normalized(x, weight, width, eps)
+    out = rms_normalize(x, weight, width, eps)
     tl.store(out_ptr + row[:, None] * width + column[None, :], out, mask=inside)
 
 
 @triton.jit
-def load_weight(weight_ptr, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def load_row_indices_and_weight(weight_ptr, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """(rows [ROWS] and columns [BLOCK] of a program, which of them exist, the weight)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -75,7 +75,7 @@ def load_weight(weight_ptr, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def normalized(x, weight, width, eps):
+def rms_normalize(x, weight, width, eps):
     """Whole rows x [ROWS, BLOCK] over their root mean square, rounded, then times the weight."""
     x32 = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x32 * x32, axis=1) / width + eps)

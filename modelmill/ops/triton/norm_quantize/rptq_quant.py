@@ -17,10 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.row_range import RowRange
+from modelmill.ops.row_op_support import RowOpSupportRange
 from modelmill.ops.rptq_quant import RptqQuantInputs
-from modelmill.ops.triton.common.device import as_rows, power_of_two
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.device import as_rows, next_power_of_two
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
 MAX_GROUP = 8192
@@ -28,7 +28,7 @@ _MIN_AMAX = tl.constexpr(1e-6)
 _ROUND_TO_INT = tl.constexpr(12582912.0)  # 1.5 · 2²³: float32 of this size are integers
 
 
-SUPPORTED_PROBLEMS = (RowRange(dims=(2, 2), fits=lambda rows: rows.group <= MAX_GROUP),)
+SUPPORTED_PROBLEMS = (RowOpSupportRange(dims=(2, 2), fits=lambda rows: rows.group <= MAX_GROUP),)
 
 
 def supports(inputs: RptqQuantInputs) -> bool:
@@ -59,7 +59,7 @@ def run(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
     )
     # Columns per program: a group if its step is computed here, else 512.
     columns_per_program = group if dynamic else 512
-    block = power_of_two(columns_per_program)
+    block = next_power_of_two(columns_per_program)
     _kernel[(rows, -(-columns // columns_per_program))](
         flat, perm, perm if inv_scale is None else inv_scale,
         perm if zero_point is None else zero_point, q,

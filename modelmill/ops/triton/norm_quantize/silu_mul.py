@@ -14,13 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.row_range import RowRange
-from modelmill.ops.triton.common.device import as_rows, power_of_two, sm_count
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.row_op_support import RowOpSupportRange
+from modelmill.ops.triton.common.device import as_rows, next_power_of_two, sm_count
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
-SUPPORTED_PROBLEMS = (RowRange(),)
+SUPPORTED_PROBLEMS = (RowOpSupportRange(),)
 
 
 def run(gate_up: torch.Tensor) -> torch.Tensor:
@@ -30,7 +30,7 @@ def run(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty((rows, inner), dtype=flat.dtype, device=flat.device)
     # A few rows need small blocks to use all SMs; many rows are faster with large ones.
     is_small = rows * inner < 4096 * sm_count(flat.device)
-    block = min(256 if is_small else 2048, power_of_two(inner))
+    block = min(256 if is_small else 2048, next_power_of_two(inner))
     blocks_per_row = -(-inner // block)
     pdl, fixed = pdl_launch_options(flat.device, rows), (inner, flat.stride(0), blocks_per_row)
     _launcher(

@@ -17,19 +17,19 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.row_range import RowRange
-from modelmill.ops.triton.common.device import as_rows, power_of_two
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.row_op_support import RowOpSupportRange
+from modelmill.ops.triton.common.device import as_rows, next_power_of_two
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
-from modelmill.ops.triton.norm_quantize.output_dtype import supports_unquantized_input
+from modelmill.ops.triton.norm_quantize.output_dtype_support import supports_unquantized_input
 
 MAX_WIDTH = 32768
 _MIN_AMAX = tl.constexpr(1e-6)
 _ROUND_TO_INT = tl.constexpr(12582912.0)  # 1.5 · 2²³: float32 of this size are integers
 
 
-SUPPORTED_PROBLEMS = (RowRange(max_width=2 * MAX_WIDTH, fits=supports_unquantized_input),)
+SUPPORTED_PROBLEMS = (RowOpSupportRange(max_width=2 * MAX_WIDTH, fits=supports_unquantized_input),)
 
 
 def run(
@@ -44,7 +44,7 @@ def run(
         if inv_scale is not None
         else torch.empty(gate_up.shape[:-1], dtype=torch.float32, device=flat.device)
     )
-    block = power_of_two(inner)
+    block = next_power_of_two(inner)
     pdl, fixed = pdl_launch_options(flat.device, rows), (inner, flat.stride(0))
     _launcher(
         (rows, 1, 1),

@@ -14,15 +14,15 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.row_range import RowRange
-from modelmill.ops.triton.common.device import available as available
-from modelmill.ops.triton.common.device import power_of_two
+from modelmill.ops.row_op_support import RowOpSupportRange
+from modelmill.ops.triton.common.device import next_power_of_two
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
 _SMALL_BATCH_ROWS = 6  # up to this many rows, smaller chunks are needed to use all SMs
 
 
-SUPPORTED_PROBLEMS = (RowRange(dtypes=(torch.float32,)),)
+SUPPORTED_PROBLEMS = (RowOpSupportRange(dtypes=(torch.float32,)),)
 
 
 def supports(logits: torch.Tensor) -> bool:
@@ -38,7 +38,7 @@ def run(logits: torch.Tensor) -> torch.Tensor:
     best = torch.empty((rows, count), dtype=torch.int64, device=logits.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     options = pdl_launch_options(logits.device, rows)
-    _chunk_best[(count, rows)](
+    _chunk_argmax_kernel[(count, rows)](
         logits,
         logits.stride(0),
         vocab,
@@ -48,12 +48,16 @@ def run(logits: torch.Tensor) -> torch.Tensor:
         num_warps=4 if chunk == 1024 else 8,
         **options,
     )
-    _merge_best[(rows,)](best, out, count, CHUNKS=power_of_two(count), num_warps=1, **options)
+    _merge_chunk_argmax_kernel[(rows,)](
+        best, out, count, CHUNKS=next_power_of_two(count), num_warps=1, **options
+    )
     return out
 
 
 @triton.jit(do_not_specialize=["vocab", "count"])
-def _chunk_best(logits_ptr, stride, vocab, best_ptr, count, CHUNK: tl.constexpr, PDL: tl.constexpr):
+def _chunk_argmax_kernel(
+    logits_ptr, stride, vocab, best_ptr, count, CHUNK: tl.constexpr, PDL: tl.constexpr
+):
     """Store one integer key per chunk: the value in float order in the high word, the id below.
 
     Lower ids give larger keys.
@@ -71,7 +75,7 @@ def _chunk_best(logits_ptr, stride, vocab, best_ptr, count, CHUNK: tl.constexpr,
 
 
 @triton.jit(do_not_specialize=["count"])
-def _merge_best(best_ptr, out_ptr, count, CHUNKS: tl.constexpr, PDL: tl.constexpr):
+def _merge_chunk_argmax_kernel(best_ptr, out_ptr, count, CHUNKS: tl.constexpr, PDL: tl.constexpr):
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, CHUNKS)

@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.sample import REFERENCE_DTYPES, SampleInputs
-from modelmill.ops.triton.common.device import available as available
-from modelmill.ops.triton.common.device import power_of_two
+from modelmill.ops.triton.common.device import next_power_of_two
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.sampling.integer_probs import (
     NEG_INF,
@@ -42,11 +42,11 @@ from modelmill.ops.triton.sampling.topk_topp import (
     ABOVE,
     GOT,
     TOTAL,
-    bracket,
-    filter_params,
+    find_threshold_bracket,
+    load_filter_params,
+    load_row_max_and_floor,
     narrow_bracket,
     pivot_step,
-    row_words,
     sums_row_ptr,
     target_bounds,
     threshold_from_gathered,
@@ -73,7 +73,7 @@ def run(inputs: SampleInputs) -> torch.Tensor:
     rows, vocab = logits.shape
     chunk = 1024 if rows <= _SMALL_BATCH_ROWS else 4096
     count = -(-vocab // chunk)
-    padded = power_of_two(count)
+    padded = next_power_of_two(count)
     sums = torch.empty((rows, 2 * PIVOTS + 4 + padded), dtype=torch.int64, device=logits.device)
     words = torch.empty(
         (rows, 2 + 3 * padded + 2 * MAX_GATHERED), dtype=torch.int32, device=logits.device
@@ -132,8 +132,8 @@ def _count_above_pivots(
     """F of evenly spaced pivots: number, or approximate weight, of tokens ≥ each pivot."""
     pdl_wait(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    k, p, counting, filters = filter_params(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab)
-    words, row_max, lo = row_words(words_ptr, row, vocab, CHUNK, CHUNKS, GATHERED)
+    k, p, counting, filters = load_filter_params(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab)
+    words, row_max, lo = load_row_max_and_floor(words_ptr, row, vocab, CHUNK, CHUNKS, GATHERED)
     if filters & (row_max > NEG_INF) & (row_max < POS_INF):
         levels = sums_row_ptr(sums_ptr, row, CHUNKS, PIVOTS)
         hi = tl.full([], POS_INF, tl.float32)
@@ -171,11 +171,13 @@ def _gather_candidates(
     """
     pdl_wait(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    k, p, counting, filters = filter_params(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab)
-    words, row_max, row_min = row_words(words_ptr, row, vocab, CHUNK, CHUNKS, GATHERED)
+    k, p, counting, filters = load_filter_params(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab)
+    words, row_max, row_min = load_row_max_and_floor(words_ptr, row, vocab, CHUNK, CHUNKS, GATHERED)
     levels = sums_row_ptr(sums_ptr, row, CHUNKS, PIVOTS)
     if filters & (row_max > NEG_INF) & (row_max < POS_INF):
-        lo, hi, at_lo, _at_hi = bracket(levels, row_max, row_min, k, p, counting, PIVOTS)
+        lo, hi, at_lo, _at_hi = find_threshold_bracket(
+            levels, row_max, row_min, k, p, counting, PIVOTS
+        )
         at = chunk * CHUNK + tl.arange(0, CHUNK)
         x = scaled_logits(logits_ptr + row * stride, at, vocab, tl.load(temperature_ptr + row))
         if counting == 0:
@@ -202,8 +204,8 @@ def _find_threshold(
     """The threshold of top-k and top-p, and the last id among tokens equal to it."""
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
-    k, p, counting, filters = filter_params(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab)
-    words, row_max, row_min = row_words(words_ptr, row, vocab, CHUNK, CHUNKS, GATHERED)
+    k, p, counting, filters = load_filter_params(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab)
+    words, row_max, row_min = load_row_max_and_floor(words_ptr, row, vocab, CHUNK, CHUNKS, GATHERED)
     levels = sums_row_ptr(sums_ptr, row, CHUNKS, PIVOTS)
     temperature = tl.load(temperature_ptr + row)
     row_ptr = logits_ptr + row * stride
@@ -262,7 +264,7 @@ def _sum_chunk_weights(
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0:
-        words, row_max, _ = row_words(words_ptr, row, vocab, CHUNK, CHUNKS, GATHERED)
+        words, row_max, _ = load_row_max_and_floor(words_ptr, row, vocab, CHUNK, CHUNKS, GATHERED)
         weight = _filtered_weights(
             logits_ptr, stride, vocab, temperature, row_max, words + 3 * CHUNKS, min_p_ptr, row,
             chunk, CHUNK,
@@ -281,7 +283,7 @@ def _draw_token(
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
-    words, row_max, _ = row_words(words_ptr, row, vocab, CHUNK, CHUNKS, GATHERED)
+    words, row_max, _ = load_row_max_and_floor(words_ptr, row, vocab, CHUNK, CHUNKS, GATHERED)
     index = tl.arange(0, CHUNKS)
     inside = index * CHUNK < vocab
     if temperature > 0:

@@ -53,7 +53,7 @@ def words_row_ptr(words_ptr, row, CHUNKS: tl.constexpr, GATHERED: tl.constexpr):
 
 
 @triton.jit
-def filter_params(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab):
+def load_filter_params(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab):
     """(k, p, whether tokens are counted, whether a threshold is needed at all)."""
     k, p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
     counting = (k > 0) & (k < vocab)
@@ -61,7 +61,7 @@ def filter_params(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab):
 
 
 @triton.jit
-def row_words(
+def load_row_max_and_floor(
     words_ptr, row, vocab, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GATHERED: tl.constexpr
 ):
     """(address of a row's words, maximum, smallest value that needs a pivot)."""
@@ -113,7 +113,7 @@ def target_bounds(total, k, p, counting):
 
 
 @triton.jit
-def bracket(levels, row_max, row_min, k, p, counting, PIVOTS: tl.constexpr):
+def find_threshold_bracket(levels, row_max, row_min, k, p, counting, PIVOTS: tl.constexpr):
     """The pivots around the threshold after both levels: (lo, hi, F(lo), F(hi))."""
     # loads first, so that their latencies overlap
     index = tl.arange(0, PIVOTS)
@@ -230,7 +230,7 @@ def threshold_from_gathered(
     num_gathered = tl.load(levels + 2 * PIVOTS + GOT)
     above = tl.load(levels + 2 * PIVOTS + ABOVE)
     total = tl.load(levels + 2 * PIVOTS + TOTAL)
-    lo, hi, at_lo, at_hi = bracket(levels, row_max, row_min, k, p, counting, PIVOTS)
+    lo, hi, at_lo, at_hi = find_threshold_bracket(levels, row_max, row_min, k, p, counting, PIVOTS)
     x = tl.where(index < num_gathered, x, NEG_INF)
     keys, weight = float_to_key(x), token_weight(x, row_max)
     top = tl.where(hi < POS_INF, float_to_key(hi), float_to_key(row_max) + 1)

@@ -20,10 +20,10 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton.common.device import available_on_any_gpu
+from modelmill.ops.triton.common.device import unavailable_reason_without_ptx
 from modelmill.ops.upsample_masks import Masks, UpsampleMasksInputs
 
-available = available_on_any_gpu
+unavailable_reason = unavailable_reason_without_ptx
 
 ROWS, BLOCK = 32, 512  # pixels per program
 _OUT_OF_RANGE = 1 << 30

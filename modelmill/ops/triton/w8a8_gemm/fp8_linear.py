@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import torch
 
-from modelmill.ops.kernel_range import GemmRange
+from modelmill.ops.kernel_support import GemmSupportRange
 from modelmill.ops.triton.common import launch_configs
 from modelmill.ops.triton.common.device import DEQUANT_RANGES, supports_fp8
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.launch_configs import GemmKey, LaunchConfig, TunedConfigs
 from modelmill.ops.triton.common.launch_configs import gemm_key as gemm_key
 from modelmill.ops.triton.gemm_16bit.linear import gemm
@@ -26,7 +26,7 @@ SCALED_MM_MIN_ROWS = 256  # tokens from which torch's product is used
 # fp8 activations, or floating-point ones that are multiplied by converted weights
 SUPPORTED_PROBLEMS = tuple(
     replace(each, weight_dtypes=(FP8,), scale_dtypes=(torch.float32,))
-    for each in (GemmRange(dtypes=(FP8,)), *DEQUANT_RANGES)
+    for each in (GemmSupportRange(dtypes=(FP8,)), *DEQUANT_RANGES)
 )
 
 
@@ -51,7 +51,7 @@ def candidates(key: GemmKey) -> tuple[LaunchConfig, ...]:
 def run(inputs: Linear8BitInputs, *, configs: TunedConfigs | None = None) -> torch.Tensor:
     """Run the op; sums in float32, fp8 sums as precise as the tensor cores accumulate them."""
     x, weight, scale, x_scale, dtype, bias = inputs
-    if x_scale is not None and _scaled_mm_supports(x, weight, dtype):
+    if x_scale is not None and _supports_scaled_mm(x, weight, dtype):
         row_scale = x_scale.expand(x.shape[0]).reshape(-1, 1).contiguous()
         return torch._scaled_mm(
             x,
@@ -69,7 +69,7 @@ def run(inputs: Linear8BitInputs, *, configs: TunedConfigs | None = None) -> tor
     return out
 
 
-def _scaled_mm_supports(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> bool:
+def _supports_scaled_mm(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether torch's row-scaled product can be used: Hopper, bfloat16 output, multiples of 16."""
     if not x.is_cuda or x.shape[0] < SCALED_MM_MIN_ROWS or dtype != torch.bfloat16:
         return False

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.triton.common import launch_configs
-from modelmill.ops.triton.common.device import INTERPRETED, max_shared_bytes, power_of_two
+from modelmill.ops.triton.common.device import INTERPRETED, max_shared_bytes, next_power_of_two
 from modelmill.ops.triton.common.launch_configs import LaunchConfig, TunedConfigs
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.w8a8_linear import Linear8BitInputs
@@ -149,7 +149,7 @@ def _launch_gemv(inputs: Linear8BitInputs, out: torch.Tensor, configs: TunedConf
     is_int8 = x.dtype is torch.int8
     picked = None if configs is None else configs.get(launch_configs.gemm_key(x, weight))
     rows, block, warps = picked or gemv_8bit_config(n, weight.shape[1], is_int8)
-    block = min(block, power_of_two(max(k, 8)))
+    block = min(block, next_power_of_two(max(k, 8)))
     _gemv_8bit_kernel[(-(-n // rows),)](
         x.view(torch.int32), weight.view(torch.int32), scale, x_scale, x if bias is None else bias,
         out, n, k,

@@ -20,16 +20,16 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.kernel_range import GemmRange
+from modelmill.ops.kernel_support import GemmSupportRange
 from modelmill.ops.rptq_linear import RptqLinearInputs
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
 # (maximum tokens, tokens per tile, weight rows per tile, maximum block of K, stages, warps)
 LAUNCH_CONFIGS = ((16, 16, 32, 256, 4, 4), (64, 64, 64, 128, 4, 4), (1 << 31, 128, 128, 128, 3, 8))
 
 
-SUPPORTED_PROBLEMS = (GemmRange(group_multiple=32),)
+SUPPORTED_PROBLEMS = (GemmSupportRange(group_multiple=32),)
 
 
 def supports(inputs: RptqLinearInputs) -> bool:
@@ -110,13 +110,13 @@ def _kernel(
             q = tl.load(inputs + start + column[:, None])
             dot_sum = tl.dot(w, q, dot_sum, out_dtype=tl.int32)
         if not ONE:
-            out += _flush_group(
+            out += _scaled_group_sum(
                 dot_sum, input_sum, scale_ptr, offset_ptr, step_ptr, weight_rows, token_rows,
                 start // GROUP, groups,
                 OFFSET, DYNAMIC
             )  # fmt: skip
     if ONE:
-        out = _flush_group(
+        out = _scaled_group_sum(
             dot_sum,
             input_sum,
             scale_ptr,
@@ -139,7 +139,7 @@ def _kernel(
 
 
 @triton.jit
-def _flush_group(
+def _scaled_group_sum(
     dot_sum, input_sum, scale_ptr, offset_ptr, step_ptr, weight_rows, token_rows, g, groups,
     OFFSET: tl.constexpr,
     DYNAMIC: tl.constexpr

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from modelmill.ops.kernel_range import GemmRange
+from modelmill.ops.kernel_support import GemmSupportRange
 from modelmill.ops.triton.common import launch_configs
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.launch_configs import GemmKey, LaunchConfig, TunedConfigs
 from modelmill.ops.triton.common.launch_configs import gemm_key as gemm_key
 from modelmill.ops.triton.w8a8_gemm.gemm_8bit import gemm_8bit
 from modelmill.ops.w8a8_linear import Linear8BitInputs
 
 SUPPORTED_PROBLEMS = (
-    GemmRange(dtypes=(torch.int8,), weight_dtypes=(torch.int8,), scale_dtypes=(torch.float32,)),
+    GemmSupportRange(
+        dtypes=(torch.int8,), weight_dtypes=(torch.int8,), scale_dtypes=(torch.float32,)
+    ),
 )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from modelmill.ops.groupwise import PACK_COLUMNS, GroupwiseLinearInputs
-from modelmill.ops.kernel_range import GemmRange, Kernel
+from modelmill.ops.kernel_support import GemmSupportRange, Kernel
 from modelmill.ops.triton.common.device import DEQUANT_RANGES
 from modelmill.ops.triton.weight_only_gemm.dequant import multiply_dequantized
 
@@ -32,7 +32,7 @@ def launch_config(tokens: int) -> tuple[int, int, int, int]:
     return next(config[1:] for config in LAUNCH_CONFIGS if tokens <= config[0])
 
 
-def kernels(
+def make_kernels(
     gemm: Callable[[GroupwiseLinearInputs, torch.Tensor], None],
     dequantize: Callable[[GroupwiseLinearInputs], torch.Tensor],
 ) -> tuple[Kernel, ...]:
@@ -47,4 +47,7 @@ def kernels(
     def multiply(inputs: GroupwiseLinearInputs) -> torch.Tensor:
         return multiply_dequantized(inputs, dequantize(inputs))
 
-    return (Kernel(GemmRange(m=(1, MAX_ROWS)), multiply_few), Kernel(GemmRange(), multiply))
+    return (
+        Kernel(GemmSupportRange(m=(1, MAX_ROWS)), multiply_few),
+        Kernel(GemmSupportRange(), multiply),
+    )

@@ -26,10 +26,10 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.binding import run_first_supported
+from modelmill.ops.bound_op import make_kernel_dispatcher
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.int4_linear import DECLARATION
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.weight_only_gemm.dequant import (
@@ -39,7 +39,7 @@ from modelmill.ops.triton.weight_only_gemm.dequant import (
     store_product,
 )
 from modelmill.ops.triton.weight_only_gemm.groupwise import SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS
-from modelmill.ops.triton.weight_only_gemm.groupwise import kernels
+from modelmill.ops.triton.weight_only_gemm.groupwise import make_kernels
 from modelmill.ops.triton.weight_only_gemm.groupwise import supports as supports
 
 ZERO_POINT = 8  # the code of 0 in a symmetric weight
@@ -128,9 +128,14 @@ def _int4_gemm_kernel(
         x_high = tl.load(
             x_at + (column + 16)[:, None], mask=live & (column + 16 < k)[:, None], other=0.0
         )
-        part = tl.dot(_biased_codes(codes & 15, x_low, CODE_BIAS), x_low, input_precision="ieee")
         part = tl.dot(
-            _biased_codes(codes >> 4, x_low, CODE_BIAS), x_high, part, input_precision="ieee"
+            _nibbles_as_biased_floats(codes & 15, x_low, CODE_BIAS), x_low, input_precision="ieee"
+        )
+        part = tl.dot(
+            _nibbles_as_biased_floats(codes >> 4, x_low, CODE_BIAS),
+            x_high,
+            part,
+            input_precision="ieee",
         )
         sums = tl.sum(x_low.to(tl.float32), axis=0) + tl.sum(x_high.to(tl.float32), axis=0)
         group = start // GROUP
@@ -147,7 +152,7 @@ def _int4_gemm_kernel(
 
 
 @triton.jit
-def _biased_codes(codes, like, CODE_BIAS: tl.constexpr):
+def _nibbles_as_biased_floats(codes, like, CODE_BIAS: tl.constexpr):
     """Codes 0…15 as numbers of the dtype of ``like``, with CODE_BIAS added."""
     if CODE_BIAS == 0:
         return codes.to(like.dtype)
@@ -157,5 +162,5 @@ def _biased_codes(codes, like, CODE_BIAS: tl.constexpr):
         return (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
 
 
-KERNELS = kernels(_gemm, dequantize_weight)
-run = run_first_supported(KERNELS, DECLARATION)
+KERNELS = make_kernels(_gemm, dequantize_weight)
+run = make_kernel_dispatcher(KERNELS, DECLARATION)

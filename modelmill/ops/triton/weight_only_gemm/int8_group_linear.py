@@ -18,14 +18,14 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.binding import run_first_supported
+from modelmill.ops.bound_op import make_kernel_dispatcher
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.int8_group_linear import DECLARATION
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.weight_only_gemm.dequant import dequantize, store_product
 from modelmill.ops.triton.weight_only_gemm.groupwise import SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS
-from modelmill.ops.triton.weight_only_gemm.groupwise import kernels, launch_config
+from modelmill.ops.triton.weight_only_gemm.groupwise import launch_config, make_kernels
 from modelmill.ops.triton.weight_only_gemm.groupwise import supports as supports
 
 CHUNK = 128  # maximum columns of a product
@@ -76,5 +76,5 @@ def _int8_group_gemm_kernel(
     store_product(out_ptr, total, bias_ptr, row, token, n, n, live, BIAS)
 
 
-KERNELS = kernels(_gemm, dequantize)
-run = run_first_supported(KERNELS, DECLARATION)
+KERNELS = make_kernels(_gemm, dequantize)
+run = make_kernel_dispatcher(KERNELS, DECLARATION)

@@ -10,7 +10,7 @@ import torch
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.triton.common import launch_configs
 from modelmill.ops.triton.common.device import DEQUANT_RANGES
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.launch_configs import GemmKey, LaunchConfig, TunedConfigs
 from modelmill.ops.triton.common.launch_configs import gemm_key as gemm_key
 from modelmill.ops.triton.gemm_16bit.linear import gemm

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from modelmill.ops.kernel_range import NOT_FLOAT32, GemmRange
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.kernel_support import NOT_FLOAT32, GemmSupportRange
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.gemm_16bit.linear import MAX_ROWS, gemm
 from modelmill.ops.triton.weight_only_gemm.int8_linear import supports as supports
 
-SUPPORTED_PROBLEMS = (GemmRange(m=(1, 1)), GemmRange(m=(2, MAX_ROWS), dtypes=NOT_FLOAT32))
+SUPPORTED_PROBLEMS = (
+    GemmSupportRange(m=(1, 1)),
+    GemmSupportRange(m=(2, MAX_ROWS), dtypes=NOT_FLOAT32),
+)
 
 
 def run(

@@ -20,10 +20,10 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.binding import run_first_supported
+from modelmill.ops.bound_op import make_kernel_dispatcher
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.mxfp4_linear import BLOCK_COLUMNS, DECLARATION
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.weight_only_gemm import groupwise
@@ -137,5 +137,5 @@ def _mxfp4_gemm_kernel(
     store_product(out_ptr, total, bias_ptr, row, token, n, n, live, BIAS)
 
 
-KERNELS = groupwise.kernels(_gemm, dequantize_weight)
-run = run_first_supported(KERNELS, DECLARATION)
+KERNELS = groupwise.make_kernels(_gemm, dequantize_weight)
+run = make_kernel_dispatcher(KERNELS, DECLARATION)

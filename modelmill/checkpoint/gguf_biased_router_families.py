@@ -1,0 +1,133 @@
+"""GGUFs of families that choose experts with a learned bias and share no architecture with others.
+
+dots.llm1, ERNIE 4.5 with experts, K-EXAONE and MiniMax-M2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modelmill.checkpoint.gguf_config import (
+    WINDOW,
+    ArchitectureKeys,
+    head_dim,
+    read_window_layer_types,
+)
+from modelmill.checkpoint.gguf_families import (
+    LLAMA_NAMES,
+    MIXTRAL_EXPERTS,
+    GgufArchitecture,
+    read_rms_config,
+)
+from modelmill.checkpoint.gguf_group_limited_experts import (
+    GROUPED_EXPERT_NAMES,
+    read_grouped_experts,
+    require_sigmoid_gating,
+    require_softmax_gating,
+)
+from modelmill.core.errors import CorruptCheckpoint
+
+DOTS1_NAMES = {**LLAMA_NAMES, **GROUPED_EXPERT_NAMES}
+ERNIE_NAMES = {**DOTS1_NAMES, "blk.exp_probs_b": "mlp.moe_statics.e_score_correction_bias"}
+EXAONE_NAMES = {**DOTS1_NAMES, "blk.exp_probs_b": "mlp.e_score_correction_bias"}
+MINIMAX_NAMES = {
+    **LLAMA_NAMES,
+    **MIXTRAL_EXPERTS,
+    "blk.ffn_gate_inp": "block_sparse_moe.gate",
+    "blk.exp_probs_b": "block_sparse_moe.e_score_correction_bias",
+}
+
+
+def _read_dots1_config(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read dots.llm1; its file has no windows, which the published model does not use."""
+    require_sigmoid_gating(keys)
+    return {
+        **read_rms_config(keys),
+        **read_grouped_experts(keys),
+        "head_dim": head_dim(keys),
+        "sliding_window": None,
+        "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
+    }
+
+
+def _read_ernie4_5_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read ERNIE 4.5: softmax, and weights that sum to 1, as llama.cpp has it fixed."""
+    require_softmax_gating(keys)
+    inner = keys.get_count("expert_feed_forward_length")
+    return {
+        **read_rms_config(keys),
+        "head_dim": head_dim(keys),
+        "use_bias": keys.has_tensor("blk.0.attn_q.bias"),
+        "moe_num_experts": keys.get_count("expert_count"),
+        "moe_k": keys.get_count("expert_used_count"),
+        "moe_intermediate_size": inner,
+        "moe_num_shared_experts": _count_shared_experts(keys, inner),
+        "moe_layer_start_index": keys.get_count("leading_dense_block_count", 0),
+        "moe_layer_interval": keys.get_count("interleave_moe_layer_step"),
+    }
+
+
+def _read_exaone_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read K-EXAONE; the layers of multi-token prediction are counted among the blocks."""
+    require_sigmoid_gating(keys)
+    experts = read_grouped_experts(keys)
+    count, inner = experts.pop("n_routed_experts"), experts["moe_intermediate_size"]
+    del experts["n_shared_experts"]
+    return {
+        **read_rms_config(keys),
+        **experts,
+        "num_experts": count,
+        "num_shared_experts": _count_shared_experts(keys, inner),
+        "head_dim": head_dim(keys),
+        "sliding_window": keys.get_count(WINDOW),
+        "layer_types": read_window_layer_types(keys, experts["num_hidden_layers"]),
+    }
+
+
+def _read_minimax_m2_config(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read MiniMax-M2: weights that sum to 1, as llama.cpp has it fixed."""
+    require_sigmoid_gating(keys)
+    config = read_rms_config(keys, partial=True)
+    del config["partial_rotary_factor"]
+    channels = head_dim(keys, partial=True)
+    keys.view.get(f"{keys.arch}.expert_feed_forward_length")  # feed_forward_length again
+    return {
+        **config,
+        "head_dim": channels,
+        "rotary_dim": keys.get_count("rope.dimension_count", channels),
+        "num_local_experts": keys.get_count("expert_count"),
+        "num_experts_per_tok": keys.get_count("expert_used_count"),
+    }
+
+
+def _count_shared_experts(keys: ArchitectureKeys, inner: int) -> int:
+    """Read how many experts every token has; the file has the width of all of them besides.
+
+    Raises:
+        CorruptCheckpoint: if that is not so many times one expert's.
+    """
+    count = keys.get_count("expert_shared_count", 0)
+    width = keys.get_count("expert_shared_feed_forward_length", count * inner)
+    if width != count * inner:
+        raise CorruptCheckpoint(
+            f"{keys.raw.path}: has expert_shared_feed_forward_length {width}, but "
+            f"expert_shared_count {count} and experts of {inner} channels"
+        )
+    return count
+
+
+BIASED_ROUTER_ARCHITECTURES = {
+    "dots1": GgufArchitecture(DOTS1_NAMES, read_config=_read_dots1_config),
+    "ernie4_5-moe": GgufArchitecture(
+        ERNIE_NAMES, model_type="ernie4_5_moe", read_config=_read_ernie4_5_moe_config
+    ),
+    "exaone-moe": GgufArchitecture(
+        EXAONE_NAMES,
+        model_type="exaone_moe",
+        read_config=_read_exaone_moe_config,
+        draft_prefix="mtp.",
+    ),
+    "minimax-m2": GgufArchitecture(
+        MINIMAX_NAMES, model_type="minimax_m2", read_config=_read_minimax_m2_config
+    ),
+}

@@ -1,0 +1,70 @@
+"""Keys that messages bring back from answers of this and other servers.
+
+Clients send the messages of an answer again as they came, with keys that say nothing to a model.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
+
+from modelmill.serve.custom_tools import as_function_call
+from modelmill.serve.strict_models import JsonObjectList
+
+DROPPED_KEYS = frozenset(
+    (
+        "annotations", "audio", "cache_control", "citations", "function_call", "id", "parsed",
+        "provider_specific_fields", "reasoning_details", "reasoning_items", "refusal",
+        "thinking_blocks", "metadata",
+    )
+)  # fmt: skip
+"""Keys of messages that are accepted and ignored."""
+
+
+def clean_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Drop the keys of round trips; ``reasoning`` becomes ``reasoning_content``.
+
+    A refusal is the text of its message, and an answer without any text is empty.
+
+    Raises:
+        ValueError: a message has a call in OpenAI's older form, which would be lost.
+    """
+    return [_clean_message(message) for message in messages]
+
+
+def _clean_message(message: dict[str, Any]) -> dict[str, Any]:
+    is_answer = message.get("role") == "assistant"
+    if message.get("function_call"):
+        raise ValueError("function_call is not supported; send tool_calls")
+    if is_answer and isinstance(message.get("content"), list):
+        message = {
+            **message,
+            "content": [_refusal_to_text_part(part) for part in message["content"]],
+        }
+    calls = message.get("tool_calls")
+    is_empty = is_answer and message.get("content") is None and not calls
+    if isinstance(calls, list) and any(isinstance(c, dict) and c.get("custom") for c in calls):
+        converted = [as_function_call(c) if isinstance(c, dict) else c for c in calls]
+        message = {**message, "tool_calls": converted}
+    if not is_empty and "reasoning" not in message and DROPPED_KEYS.isdisjoint(message):
+        return message
+    out = {key: value for key, value in message.items() if key not in DROPPED_KEYS}
+    reasoning = out.pop("reasoning", None)
+    if isinstance(reasoning, str) and not out.get("reasoning_content"):
+        out["reasoning_content"] = reasoning
+    if is_empty:
+        refusal = message.get("refusal")
+        out["content"] = refusal if isinstance(refusal, str) else ""
+    return out
+
+
+def _refusal_to_text_part(part: Any) -> Any:
+    """A refusal in a list of parts as a text; another part as it is."""
+    if isinstance(part, dict) and part.get("type") == "refusal":
+        return {"type": "text", "text": part.get("refusal")}
+    return part
+
+
+ChatMessages = Annotated[JsonObjectList, AfterValidator(clean_messages)]
+"""The messages of a request, without the keys of round trips."""

@@ -1,0 +1,411 @@
+"""Calls that write each argument between marks of its own, strings without quotes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+from modelmill.text.json_normalizer import StreamingJsonNormalizer, escape_json_text
+from modelmill.text.named_call_reader import NamedCallReader
+from modelmill.text.parameter_types import (
+    ParameterType,
+    argument_text_to_json,
+    resolve_parameter_type,
+)
+from modelmill.text.tool_call_reader import (
+    MAX_KEY_CHARS,
+    find_first_mark,
+    longest_suffix_overlap,
+    skip_whitespace,
+    split_mark_parts,
+)
+
+ESCAPED_BREAK = "\\n"
+"""A backslash and an n, which GLM sometimes writes for the line break between two marks."""
+STRING_TYPES = ("string", "any")
+"""Names of types whose text is the value, where the tool declares none."""
+WRAPPERS = ("arguments", "input", "parameters", "properties")
+"""Names under which models write all arguments as one object, though the tool has no such one."""
+
+
+class ParameterCallReader(NamedCallReader):
+    """Reads calls that write each argument between marks of its own."""
+
+    def _reset_to_first_state(self) -> Callable[[str, int], int]:
+        parameter = self._syntax.parameter
+        assert parameter is not None, "this style has marks of an argument"
+        self._parameter = parameter
+        self._param_open = split_mark_parts(parameter.open)
+        self._key_end = split_mark_parts(parameter.key_end)
+        # line breaks around a value belong to the marks
+        self._value_start = parameter.key_end[len(parameter.key_end.rstrip()) :]
+        self._value_end = parameter.close[: len(parameter.close) - len(parameter.close.lstrip())]
+        whole = self._syntax.whole_marks
+        self._value_close = (
+            parameter.close.strip() if whole else split_mark_parts(parameter.close)[0]
+        )
+        self._whole_open = split_mark_parts(parameter.whole[0])
+        self._object_close: tuple[str, ...] = ()
+        self._num_arguments = 0
+        self._type: ParameterType = ParameterType(False, frozenset())
+        self._prefix = ""
+        self._json, self._json_size = StreamingJsonNormalizer(), 0
+        self._searched = 0  # characters of a value that have no closing mark
+        self._has_brace = False
+        return super()._reset_to_first_state()
+
+    def _unescape_attribute(self, text: str) -> str:
+        if not self._parameter.escaped:
+            return text
+        return text.replace("&quot;", '"').replace("&amp;", "&")
+
+    def _clean_function_name(self, name: str) -> str:
+        """The name without an escaped line break, unless a tool is called so."""
+        return name if name in self._tools else name.removesuffix(ESCAPED_BREAK)
+
+    def _match_parts(self, text: str, at: int, parts: tuple[str, ...]) -> tuple[int, int | None]:
+        """As ``ToolCallReader``'s; an escaped line break may be before a part, too."""
+        count, place = super()._match_parts(text, at, parts)
+        if place is None or count == len(parts):
+            return count, place
+        start = skip_whitespace(text, place)
+        rest = text[start : start + len(ESCAPED_BREAK)]
+        if rest == ESCAPED_BREAK:
+            more, end = super()._match_parts(text, start + len(ESCAPED_BREAK), parts[count:])
+            if end is None or more:
+                return count + more, end
+        elif rest and not self._final and ESCAPED_BREAK.startswith(rest):
+            return count, None
+        return count, place
+
+    def _argument_start_marks(self) -> tuple[str, ...]:
+        return () if self._name_end else ("<",)
+
+    def _scan_mark_after_name(self, text: str, at: int) -> int:
+        _, place = self._match_parts(text, at, self._name_end)
+        if place is None:
+            return at
+        self._num_arguments, self._object_close = 0, ()
+        self._state = self._scan_parameter
+        return place
+
+    def _emit_call_begin_once(self) -> None:
+        """Report the call, unless it is: it has an argument, or its end."""
+        if not self._is_begun:
+            self._is_begun = True
+            self._emit_call_begin(self._name, self._id)
+            self._output.add_arguments("{")
+            self._drop_pending_as_call()
+
+    def _drop_consumed_text(self) -> None:
+        """What a call has is no text, once it is reported."""
+        if self._is_begun:
+            super()._drop_consumed_text()
+
+    def _abandon_call(self, at: int) -> int:
+        """A call is broken between two arguments; it is none if it is not reported."""
+        if not self._is_begun:
+            return self._reject_block(at)
+        if not (self._final and self.cut):
+            self._output.add_arguments("}")
+        self._state = self._skip_broken_call
+        return at
+
+    def _scan_parameter(self, text: str, at: int) -> int:
+        """An argument, or the end of the call."""
+        self._drop_consumed_text()
+        count, place = self._match_parts(text, at, self._param_open)
+        if place is None:
+            return at
+        if count == len(self._param_open):
+            self._state = self._scan_key
+            return place
+        start = skip_whitespace(text, at)
+        if not self._num_arguments and text[start : start + 1] == "{":
+            return self._begin_arguments_object(start)
+        if not self._num_arguments and self._whole_open:
+            count, place = self._match_parts(text, at, self._whole_open)
+            if place is None:
+                return at
+            if count > 1:
+                self._object_close = split_mark_parts(self._parameter.whole[1])
+                self._state = self._scan_whole_object_start
+                return place
+        ends = self._close or self._section_close
+        count, place = self._match_parts(text, at, ends)
+        if place is None:
+            return at
+        if not count and not (self._final and not text[at:].strip()):
+            rest = skip_whitespace(text, at)
+            return at if rest == len(text) else self._abandon_call(at)
+        if not count and not self._is_begun:
+            return self._reject_block(at)  # the answer ends behind the name
+        if count or not self.cut:
+            self._emit_call_begin_once()
+            self._output.add_arguments("}")
+        self._state = self._scan_after_call
+        return place
+
+    def _scan_whole_object_start(self, text: str, at: int) -> int:
+        """Behind the mark before all arguments as one object."""
+        self._drop_consumed_text()
+        start = skip_whitespace(text, at)
+        if start == len(text):
+            return at
+        if text[start] == "{":
+            return self._begin_arguments_object(start)
+        self._emit_call_begin_once()  # its marks say that it is a call
+        self._state = self._skip_broken_call
+        return at
+
+    def _begin_arguments_object(self, at: int) -> int:
+        self._json, self._begun, self._has_brace = StreamingJsonNormalizer(), "", True
+        self._state = self._scan_arguments_object
+        return at
+
+    def _scan_arguments_object(self, text: str, at: int) -> int:
+        """All arguments as one object, which some models write instead."""
+        self._drop_consumed_text()
+        at = self._json.feed(text, at, self._final)
+        self._close_open_value(self._json)
+        self._begun += self._json.take_json()
+        if self._has_brace and self._begun[1:].strip():
+            self._emit_call_begin_once()  # with a brace
+            self._begun, self._has_brace = self._begun[1:], False
+        if not self._has_brace:
+            self._output.add_arguments(self._begun)
+            self._begun = ""
+        if self._json.failed:
+            if not self._is_begun:
+                return self._reject_block(at)
+            self._state = self._skip_broken_call
+        elif self._json.done:
+            self._state = self._scan_arguments_object_close
+        return at
+
+    def _scan_arguments_object_close(self, text: str, at: int) -> int:
+        self._drop_consumed_text()
+        ends = self._close or self._section_close
+        _, place = self._match_parts(text, at, (*self._object_close, *ends))
+        if place is None:
+            return at
+        self._state = self._scan_after_call
+        return place
+
+    def _scan_key(self, text: str, at: int) -> int:
+        self._drop_consumed_text()
+        mark = self._key_end[0]
+        place = text.find(mark, at, at + MAX_KEY_CHARS)
+        if place < 0:
+            return self._abandon_call(at) if self._final or len(text) - at >= MAX_KEY_CHARS else at
+        written_type, behind_type = self._parse_type_after_key(text, place + len(mark))
+        if behind_type is None:
+            return at
+        if behind_type < 0:
+            return self._abandon_call(at)
+        if written_type:
+            count, end = self._match_parts(text, behind_type, self._key_end[1:])
+            count += 1
+        else:
+            count, end = self._match_parts(text, place, self._key_end)
+        if end is None:
+            return at
+        if count < len(self._key_end) and self._parameter.whole_key_end:
+            return self._abandon_call(at)
+        if count < len(self._key_end) and (empty := self._is_value_missing(text, end)) is not False:
+            if empty:
+                self._state = self._scan_parameter
+            return end if empty else at
+        key, attribute = text[at:place].strip(), None
+        if self._parameter.type_open:
+            before, behind = split_mark_parts(self._parameter.type_open)
+            key, _, written_type = key.partition(before)
+            if not written_type:
+                return self._abandon_call(at)
+            key, written_type = key.strip(), written_type.strip().removeprefix(behind).strip()
+        elif self._parameter.type_attribute:
+            key, attribute = _split_type_attribute(key)
+        if self._parameter.type_open or written_type:
+            attribute = written_type in STRING_TYPES
+        key = self._unescape_attribute(key)
+        self._type = resolve_parameter_type(
+            self._tools.get(self._name), key, self._parameter.undeclared, attribute
+        )
+        self._emit_call_begin_once()
+        self._prefix = f'{", " if self._num_arguments else ""}"{escape_json_text(key)}": '
+        self._num_arguments += 1
+        wraps = self._num_arguments == 1 and self._is_arguments_wrapper_key(key)
+        self._state = self._scan_wrapped_arguments if wraps else self._scan_value_start
+        return end
+
+    def _parse_type_after_key(self, text: str, at: int) -> tuple[str, int | None]:
+        """The name of a type between its marks, and the position behind it.
+
+        Returns:
+            "" and the same position if there is none; the position is None if more text is
+            needed, and negative if the mark behind the name is missing.
+        """
+        opening, closing = self._parameter.type_marks
+        start = skip_whitespace(text, at)
+        head = text[start : start + len(opening)]
+        if not opening or not opening.startswith(head) or (self._final and head != opening):
+            return "", at
+        stop = text.find(closing, start, start + MAX_KEY_CHARS)
+        if stop < 0:
+            return "", -1 if self._final or len(text) - start >= MAX_KEY_CHARS else None
+        return text[start + len(opening) : stop].strip() or "any", stop + len(closing)
+
+    def _is_value_missing(self, text: str, at: int) -> bool | None:
+        """Whether another argument, or the call's or the answer's end follows a key.
+
+        None if more is needed.
+        """
+        rest = text[skip_whitespace(text, at) :]
+        marks = (self._param_open[0], *self._close[:1])
+        if rest.startswith(marks) or (self._final and not rest):
+            return True
+        begun = not self._final and any(mark.startswith(rest) for mark in marks)
+        return None if begun else False
+
+    def _is_arguments_wrapper_key(self, key: str) -> bool:
+        """Whether a key is none of the tool, but one under which models write all arguments."""
+        properties = (self._tools.get(self._name) or {}).get("properties")
+        return key in WRAPPERS and isinstance(properties, Mapping) and key not in properties
+
+    def _scan_wrapped_arguments(self, text: str, at: int) -> int:
+        """All arguments as one object under a name of its own."""
+        self._drop_consumed_text()
+        start = skip_whitespace(text, at)
+        if start == len(text) and not self._final:
+            return at
+        if text[start : start + 1] != "{":
+            self._state = self._scan_value_start
+            return at
+        self._object_close = split_mark_parts(self._parameter.close)
+        return self._begin_arguments_object(start)
+
+    def _scan_value_start(self, text: str, at: int) -> int:
+        """Skip the line break before a value."""
+        self._drop_consumed_text()
+        blank = self._value_start
+        rest = text[at : at + len(blank)]
+        if len(rest) < len(blank) and blank.startswith(rest) and not self._final:
+            return at
+        if self._type.is_string:
+            self._output.add_arguments(self._prefix + '"')
+        self._json, self._json_size, self._searched = StreamingJsonNormalizer(), 0, 0
+        self._state = (
+            self._detect_verbatim_mark if self._parameter.verbatim[0] else self._scan_value_text
+        )
+        return at + len(blank) if rest == blank else at
+
+    def _detect_verbatim_mark(self, text: str, at: int) -> int:
+        """Detect the mark around the text of a value."""
+        mark = self._parameter.verbatim[0]
+        start = skip_whitespace(text, at)
+        if mark.startswith(text[start : start + len(mark)]):
+            if text.startswith(mark, start):
+                self._drop_consumed_text()
+                self._state = self._scan_verbatim_text
+                return start + len(mark)
+            if not self._final:
+                return at
+        self._state = self._scan_value_text
+        return at
+
+    def _scan_verbatim_text(self, text: str, at: int) -> int:
+        self._drop_consumed_text()
+        mark = self._parameter.verbatim[1]
+        place = text.find(mark, at + self._searched)
+        if place < 0:
+            if not self._type.is_string and not self._final:
+                return self._wait_for_closing_mark(text, at, (mark,))
+            self._searched = 0
+            stop = len(text) - longest_suffix_overlap(text[at:], (mark,))
+            return self._emit_unfinished_value(text, at, stop)
+        self._emit_complete_value(text[at:place])
+        return place + len(mark)
+
+    def _emit_unfinished_value(self, text: str, at: int, stop: int) -> int:
+        """Pass a value on that does not end in the text, up to a position."""
+        if self._final and not self.cut:
+            self._emit_complete_value(text[at:stop])
+        elif self._type.is_string:
+            self._output.add_arguments(escape_json_text(text[at:stop]))
+        elif self._final:
+            self._state = self._skip_broken_call
+        return len(text) if self._final else stop
+
+    def _emit_complete_value(self, value: str) -> None:
+        if self._type.is_string:
+            self._output.add_arguments(escape_json_text(value) + '"')
+        else:
+            self._output.add_arguments(self._prefix + argument_text_to_json(value, self._type))
+        self._state = self._scan_value_close
+
+    def _scan_value_text(self, text: str, at: int) -> int:
+        """A value up to its closing mark; a string is passed on as it comes."""
+        self._drop_consumed_text()
+        place = self._find_json_end(text, at) if not self._type.is_string else -1
+        if place is None:
+            return at
+        marks = self._value_end_marks()
+        if place < 0:
+            place, _ = find_first_mark(text, marks, at + self._searched)
+        if place < 0:
+            if not self._type.is_string and not self._final:
+                return self._wait_for_closing_mark(text, at, marks)
+            self._searched = 0
+            stop = len(text) - longest_suffix_overlap(
+                text[at:], (self._value_end + self._value_close, *marks)
+            )
+            return self._emit_unfinished_value(text, at, stop)
+        value = text[at:place]
+        if self._value_end and value.endswith(self._value_end):
+            value = value[: -len(self._value_end)]
+        self._emit_complete_value(value)
+        return place
+
+    def _wait_for_closing_mark(self, text: str, at: int, marks: tuple[str, ...]) -> int:
+        """Keep a value that has none of its closing marks yet; nothing is searched twice."""
+        self._searched = max(0, len(text) - at - max(map(len, marks)))
+        return at
+
+    def _value_end_marks(self) -> tuple[str, ...]:
+        """Marks that end a value; a model that leaves the closing mark out writes what follows."""
+        if not self._value_end:
+            return (self._value_close,)
+        end = self._syntax.call[1] if self._type.is_string else self._close[0]
+        following = (self._param_open[0], end)
+        return (self._value_close, *(self._value_end + mark for mark in following))
+
+    def _find_json_end(self, text: str, at: int) -> int | None:
+        """Where a JSON value ends, which may have the closing mark in its strings.
+
+        Returns:
+            The position; -1 if the text is no JSON value; None if more text is needed.
+        """
+        stream = self._json
+        self._json_size = stream.feed(text, at + self._json_size, self._final) - at
+        stream.take_json()
+        if not (stream.done or stream.failed or self._final):
+            return None
+        end = skip_whitespace(text, at + self._json_size)
+        if not stream.done:
+            return -1
+        if text.startswith(self._value_close, end):
+            return end
+        begun = self._value_close.startswith(text[end:]) and not self._final
+        return None if begun else -1
+
+    def _scan_value_close(self, text: str, at: int) -> int:
+        self._drop_consumed_text()
+        return self._match_marks_then(
+            text, at, split_mark_parts(self._parameter.close), self._scan_parameter
+        )
+
+
+def _split_type_attribute(key: str) -> tuple[str, bool | None]:
+    """Split name" string="true, or name" type="string": the name, and whether it is a string."""
+    match = re.fullmatch(r'([^"]*)"\s*(?:string="(true|false)|type="([a-z]+)"?)', key)
+    return (match[1], match[2] == "true" or match[3] == "string") if match else (key, None)

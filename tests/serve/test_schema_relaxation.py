@@ -1,0 +1,170 @@
+"""Schemas made weaker: what is changed, what is said, and that the result can be used."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from modelmill.core.errors import RequestError
+from modelmill.core.types import Grammar
+from modelmill.serve.schema_relaxation import relax_grammar, relax_schema
+from modelmill.text.grammar import check_grammar
+
+INTEGER, NUMBER = {"type": "integer"}, {"type": "number"}
+CASES: list[tuple[Any, Any, list[str]]] = [
+    (
+        {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True},
+        {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+        ["uniqueItems is not enforced"],
+    ),
+    (
+        {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 1},
+        {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 1},
+        ["uniqueItems is not enforced"],
+    ),
+    (
+        {"type": "array", "items": INTEGER, "uniqueItems": False},
+        {"type": "array", "items": INTEGER},
+        [],
+    ),
+    (
+        {"type": "array", "items": INTEGER, "contains": {"const": 1}, "minContains": 1},
+        {"type": "array", "items": INTEGER},
+        ["contains is not enforced", "minContains is not enforced"],
+    ),
+    (
+        {"oneOf": [INTEGER, NUMBER]},
+        {"anyOf": [INTEGER, NUMBER]},
+        ["oneOf is enforced as anyOf: an answer may fit several alternatives"],
+    ),
+    (
+        {"anyOf": [NUMBER], "oneOf": [INTEGER, NUMBER]},
+        {"anyOf": [NUMBER], "allOf": [{"anyOf": [INTEGER, NUMBER]}]},
+        ["oneOf is enforced as anyOf: an answer may fit several alternatives"],
+    ),
+    # as pydantic writes Path and Decimal, and dict with keys of Literal, an enum, a pattern, UUID
+    (
+        {"type": "string", "format": "path"},
+        {"type": "string"},
+        ["format 'path' is not enforced"],
+    ),
+    (
+        {"anyOf": [NUMBER, {"type": "string", "pattern": r"^(?!^[-+.]*$)\d*$"}, {"pattern": "a+"}]},
+        {"anyOf": [NUMBER, {"type": "string"}, {"pattern": "a+"}]},
+        [r"pattern '^(?!^[-+.]*$)\\d*$' is not enforced: it looks around or back"],
+    ),
+    (
+        {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": INTEGER},
+        {
+            "type": "object",
+            "properties": {"a": INTEGER, "b": INTEGER},
+            "additionalProperties": False,
+        },
+        [],
+    ),
+    (
+        {"$defs": {"C": {"enum": ["a"]}}, "type": "object", "propertyNames": {"$ref": "#/$defs/C"}},
+        {
+            "$defs": {"C": {"enum": ["a"]}},
+            "type": "object",
+            "properties": {"a": {}},
+            "additionalProperties": False,
+        },
+        [],
+    ),
+    (
+        {"type": "object", "propertyNames": {"pattern": "^x"}, "additionalProperties": INTEGER},
+        {"type": "object", "patternProperties": {"^x": INTEGER}, "additionalProperties": False},
+        [],
+    ),
+    (
+        {"type": "object", "propertyNames": {"pattern": "^x", "maxLength": 3}},
+        {"type": "object", "patternProperties": {"^x": {}}, "additionalProperties": False},
+        ["maxLength of propertyNames is not enforced"],
+    ),
+    (
+        {"type": "object", "propertyNames": False},
+        {"type": "object"},
+        ["propertyNames is not enforced"],
+    ),
+    (
+        {"type": "object", "propertyNames": {"format": "uuid"}, "additionalProperties": INTEGER},
+        {"type": "object", "additionalProperties": INTEGER},
+        ["propertyNames is not enforced"],
+    ),
+    (
+        {"type": "object", "propertyNames": {"enum": ["a"]}, "properties": {"b": INTEGER}},
+        {"type": "object", "properties": {"b": INTEGER}},
+        ["propertyNames is not enforced"],
+    ),
+    (
+        {"type": "object", "propertyNames": {"$ref": "#/x"}, "uniqueItems": True},
+        {"type": "object"},
+        ["uniqueItems is not enforced", "propertyNames is not enforced"],
+    ),
+    (
+        {
+            "type": "object",
+            "properties": {"n": {"type": "integer", "format": "int64"}},
+            "propertyNames": {},
+        },
+        {"type": "object", "properties": {"n": {"type": "integer", "format": "int64"}}},
+        [],
+    ),
+    (
+        {"type": "object", "properties": {"uniqueItems": INTEGER, "oneOf": {"enum": ["oneOf"]}}},
+        {"type": "object", "properties": {"uniqueItems": INTEGER, "oneOf": {"enum": ["oneOf"]}}},
+        [],
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "weaker", "reasons"), CASES, ids=range(len(CASES)))
+def test_a_schema_becomes_one_that_can_be_used(
+    schema: Any, weaker: Any, reasons: list[str]
+) -> None:
+    assert relax_schema(schema) == (weaker, reasons)
+    grammar, _ = relax_grammar(Grammar("json", json.dumps(schema)))
+    check_grammar(grammar)
+
+
+def test_alternatives_that_a_discriminator_tells_apart_need_no_change() -> None:
+    """As pydantic writes a discriminated union."""
+    definitions = {
+        name: {
+            "type": "object",
+            "properties": {"kind": {"const": name, "type": "string"}, "size": INTEGER},
+            "required": ["kind", "size"],
+        }
+        for name in ("circle", "square")
+    }
+    mapping = {name: f"#/$defs/{name}" for name in definitions}
+    schema = {
+        "$defs": definitions,
+        "oneOf": [{"$ref": reference} for reference in mapping.values()],
+        "discriminator": {"propertyName": "kind", "mapping": mapping},
+    }
+    check_grammar(Grammar("json", json.dumps(schema)))
+
+
+def test_functions_are_named() -> None:
+    schema = {"type": "object", "properties": {"a": CASES[0][0]}}
+    calls = {"functions": [{"name": "f", "arguments": schema}], "most": None}
+    grammar, reasons = relax_grammar(Grammar("calls", json.dumps(calls)))
+    assert reasons == ["f: uniqueItems is not enforced"]
+    assert "uniqueItems" not in grammar.text
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 5000, '{"type": "object"}'])
+def test_what_needs_no_change_or_is_no_schema_stays(text: str) -> None:
+    grammar = Grammar("json", text)
+    assert relax_grammar(grammar) == (grammar, [])
+
+
+def test_other_keywords_are_still_refused() -> None:
+    schema = {"type": "object", "not": {"required": ["a"]}, "uniqueItems": True}
+    grammar, _ = relax_grammar(Grammar("json", json.dumps(schema)))
+    with pytest.raises(RequestError):
+        check_grammar(grammar)
