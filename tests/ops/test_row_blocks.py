@@ -132,7 +132,7 @@ def test_warm_up_meets_every_form(n: int, k: int, group: int, bits: int, num_sms
         return padded, wq_gemm_pipelined.split_for(n, spec, padded, tiles, num_sms)
 
     for most in (1, 40, 64, 100, 200, 700, 1024, 5000):
-        met = {specialization(rows) for rows in wq_gemm_pipelined.specializations(x, weight, most)}
+        met = {specialization(rows) for rows in wq_gemm_pipelined.warmup_sizes(x, weight, most)}
         assert met >= {
             specialization(rows)
             for rows in range(1, min(most, wq_gemm_pipelined.MAX_BLOCK_ROWS) + 1)

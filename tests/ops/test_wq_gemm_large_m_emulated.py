@@ -67,7 +67,8 @@ def error(
     weight, scale, offset = tensors["weight"], tensors["scale"].to(grids), tensors["offset"]
     offset = None if offset is None else offset.to(grids)
     x = torch.full((tokens, columns + 24), float("nan")).to(dtype)[:, :columns]
-    x[:] = torch.randn(tokens, columns, generator=generator)
+    # not 0 in the mean: an error that all weights of a row share does not cancel
+    x[:] = torch.randn(tokens, columns, generator=generator) + 0.5
     x[:, ::37] *= 30
     bias = torch.randn(rows, generator=generator).to(dtype) if biased else None
     emulator.preceding_writes = in_front
@@ -132,6 +133,22 @@ def test_products_of_eight_bits(
     assert measured < (GATED_LIMIT if switches.get("gated") else LIMIT)[dtype]
 
 
+def largest_output_of_zeros(emulator: Emulator, of: ModuleType, scales: torch.dtype) -> float:
+    """The largest output of a weight whose codes all mean 0, in one group."""
+    tensors = of.random_weight(72, 128, 128, device="cpu", symmetric=True)
+    weight = torch.full_like(tensors["weight"], 0x88 if of is int4_linear else 0)
+    x = torch.randn(70, 128, generator=torch.Generator().manual_seed(1)).to(HF) + 1
+    emulator.preceding_writes = in_front
+    scale = tensors["scale"].to(scales) * 1.2345678
+    inputs = GroupwiseLinearInputs(x, weight, scale, None, 128, None)
+    return float(wq_gemm_large_m.wq_gemm(inputs, one_launch(72, (128, 1)), gated=False).abs().max())
+
+
+@pytest.mark.parametrize(("of", "scales"), [(int8_group_linear, F32), (int4_linear, HF)])
+def test_codes_of_zero_add_nothing(emulator: Emulator, of: ModuleType, scales: torch.dtype) -> None:
+    assert largest_output_of_zeros(emulator, of, scales) == 0
+
+
 @pytest.mark.parametrize("gated", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_weight_in_two_launches(emulator: Emulator, gated: bool) -> None:
     plan = (
@@ -170,6 +187,10 @@ MISTAKES = {
         "for (int i = 0; i < ahead",
     ),
     "the reading's magic kept": ("fmaf(-magic, own, offset)", "offset"),
+    "scales of more bits than the reading has room for": (
+        "(__float_as_uint(scale) + 256) & ~511u",
+        "__float_as_uint(scale)",
+    ),
     "high nibbles' step": ("of_reading(128, 0.125f)", "of_reading(128, 0.25f)"),
 }
 
@@ -177,6 +198,8 @@ MISTAKES = {
 @pytest.mark.parametrize("change", mistakes(MISTAKES))
 def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
     def is_right() -> bool:
+        if "__float_as_uint" in change[0]:
+            return largest_output_of_zeros(emulator, int8_group_linear, F32) == 0
         return error(emulator, (140, 264, 1056), 256, BF, (128, 1)) < LIMIT[BF]
 
     assert emulator.detects(change, is_right)

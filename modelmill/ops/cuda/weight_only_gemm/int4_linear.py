@@ -1,7 +1,7 @@
 """Products of a few rows with 4-bit weights through the tensor cores (int4_linear.cu).
 
-Large weights, small groups and more rows are wq_gemm_pipelined.cu's. Up to 192 rows of a weight
-that it does not serve are multiplied 64 at a time.
+Large weights, small groups and more rows are wq_gemm_pipelined.cu's, from 129 rows on
+wq_gemm_large_m.cu's. Up to 192 rows of a weight that they do not serve are multiplied 64 at a time.
 """
 
 from __future__ import annotations
@@ -124,6 +124,6 @@ def _kernel_macros(
     return (*config.macros, *switches, *TYPES[dtype])
 
 
-warmup_sizes = wq_gemm_pipelined.specializations
+warmup_sizes = wq_gemm_pipelined.warmup_sizes
 KERNELS = list_kernels_by_preference(gated=False)
 run = make_kernel_dispatcher(KERNELS, DECLARATION)

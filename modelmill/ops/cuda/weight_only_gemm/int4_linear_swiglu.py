@@ -9,6 +9,6 @@ from modelmill.ops.cuda.weight_only_gemm.int4_linear import unavailable_reason a
 from modelmill.ops.int4_linear_swiglu import DECLARATION
 
 SUPPORTED_PROBLEMS = int4_linear.supported_problems(gated=True)
-warmup_sizes = wq_gemm_pipelined.specializations
+warmup_sizes = wq_gemm_pipelined.warmup_sizes
 KERNELS = int4_linear.list_kernels_by_preference(gated=True)
 run = make_kernel_dispatcher(KERNELS, DECLARATION)

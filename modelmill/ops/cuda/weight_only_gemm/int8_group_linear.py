@@ -26,6 +26,6 @@ def unavailable_reason(device_type: str) -> str | None:
     return build.kernel_unavailable_reason(device_type, "int8_gemm_small_m", common)
 
 
-warmup_sizes = wq_gemm_pipelined.specializations
+warmup_sizes = wq_gemm_pipelined.warmup_sizes
 KERNELS = int8_gemm_small_m.list_kernels_by_preference(gated=False)
 run = make_kernel_dispatcher(KERNELS, DECLARATION)

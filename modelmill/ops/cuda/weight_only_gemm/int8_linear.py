@@ -59,6 +59,6 @@ def list_kernels_by_preference(*, gated: bool) -> tuple[Kernel, ...]:
     )
 
 
-warmup_sizes = wq_gemm_pipelined.specializations
+warmup_sizes = wq_gemm_pipelined.warmup_sizes
 KERNELS = list_kernels_by_preference(gated=False)
 run = make_kernel_dispatcher(KERNELS, DECLARATION)

@@ -14,8 +14,8 @@
 //
 // The weight is the A operand: a consumer warpgroup dequantizes 64 weight rows of 32 columns in
 // registers while the wgmmas of the columns before run. Sums stay in one set of accumulators, which
-// leaves registers for BLOCK_M = 256 rows of x. A block computes tile after tile: K tiles and scales
-// of the next are loaded while the sums of one are stored.
+// leaves registers for BLOCK_M = 256 rows of x. A block computes tile after tile: K tiles and
+// scales of the next are loaded while the sums of one are stored.
 //
 // Dequantization: the bits of a code are put into the mantissa of a float, which then is a linear
 // function of the code; scale and offset take that function into account. Each weight is rounded
@@ -31,6 +31,7 @@ constexpr int COLUMNS = 64, MMAS = COLUMNS / 16, PART_BYTES = 16, ROW_BYTES = CO
               PARTS = ROW_BYTES / PART_BYTES;
 constexpr u32 PART_TILE_BYTES = ROWS * PART_BYTES, W_BYTES = PARTS * PART_TILE_BYTES,
               X_BYTES = BLOCK_M * COLUMNS * 2, STAGE_BYTES = X_BYTES + W_BYTES;
+static_assert(STAGES >= 3, "a K tile is read before the stage of the one before is given back");
 static_assert(SPLIT == 1 || STAGES * STAGE_BYTES >= RESULT_BYTES,
               "the results must fit in the pipeline's memory");
 
@@ -147,8 +148,14 @@ struct Affine {
     }
 };
 
+// A float32 scale to 15 bits, so that its product with the magic of a reading is exact: what is
+// rounded there would be added to all weights of a row.
+__device__ inline float exact_scale(float scale) {
+    return SCALE_FP32 ? __uint_as_float((__float_as_uint(scale) + 256) & ~511u) : scale;
+}
+
 __device__ inline Affine affine_of(ScaleOffset both) {
-    const float scale = scale_of(both);
+    const float scale = exact_scale(scale_of(both));
 #if OFFSET
     return {scale, half_to_float(both >> 16)};
 #else
@@ -391,10 +398,9 @@ __device__ inline void consume(const Work& w, BlockBarriers& barriers, ScaleOffs
                          groups,
                          shared + X_BYTES + lane % 4 * 2,
                          k_major_descriptor(shared_address(shared), SWIZZLE_ATOM_BYTES)};
-    bool is_first = true;
     each_tile(w, [&](const Tile& tile) {
-        if (!is_first) consumer.wait_for_scales();
-        is_first = false;
+        // split-K: one tile, whose scales this warpgroup has staged
+        if (SPLIT == 1) consumer.wait_for_scales();
         consumer.run(range);
         if (SPLIT == 1) store_tile(w, consumer, tile);
     });

@@ -28,14 +28,22 @@ K_TILE = 64
 MIN_ROWS = 129  # fewer are wq_gemm_pipelined's
 BLOCK_M = (128, 192, 256)  # rows of x of a block
 _PART_BYTES = 16  # contiguous bytes in shared memory of a row of a K tile
+_LARGEST_GROUP_CLASS = 128  # columns; larger groups are as fast
 _MIN_K_TILES_PER_SPLIT, _MIN_STAGES = 8, 3  # K tiles that a block of a cluster is worth
 # measured on an H200: clocks of a K tile for each row of x of a block, and beside; of a tile beside
 # its K tiles; of a launch
 _CLOCKS_PER_ROW, _CLOCKS_PER_K_TILE, _CLOCKS_PER_TILE, _CLOCKS_PER_LAUNCH = 2.6, 470, 4500, 3000
 _SECOND_LAUNCH_GAIN = 0.97  # a second launch is worth so much less than a single one's clocks
-_MAX_ROWS = {(4, 1): 2048, (8, 1): 1024, (4, 2): 512, (8, 2): 512}
-"""Most rows of x that were measured to be faster by the codes than with a dequantized weight, by
-bits and groups of a K tile (docs/notes/prompts-by-the-codes.md)."""
+_MAX_ROWS = {
+    (4, 128): 2048,
+    (4, 64): 1024,
+    (4, 32): 256,
+    (8, 128): 1024,
+    (8, 64): 1024,
+    (8, 32): 256,
+}
+"""Most rows of x that are faster by the codes than with a dequantized weight, by bits and least
+columns of a group (docs/notes/prompts-by-256-rows-of-x.md; 8 bits in groups of 32: as 4 bits)."""
 
 
 class BlockShape(NamedTuple):
@@ -57,7 +65,9 @@ def launch_plan(problem: GemmProblem, *, gated: bool) -> tuple[PlannedLaunch, ..
     spec = problem_spec(problem, K_TILE)
     if problem.device < 0 or not supports_weight(problem.n, spec, gated=gated):
         return ()
-    return fastest_plan(problem.m, problem.n, spec, launch.sm_count(problem.device))
+    # plans depend on blocks of 64 rows
+    tokens = -(-problem.m // 64) * 64
+    return fastest_plan(tokens, problem.n, spec, launch.sm_count(problem.device))
 
 
 def fits(problem: GemmProblem, *, gated: bool) -> bool:
@@ -70,9 +80,12 @@ def problem_ranges(
 ) -> tuple[GemmSupportRange, ...]:
     """What the kernel serves, and is the fastest for, by the weight's format."""
 
-    def fits_format(bits: int, groups: int, problem: GemmProblem) -> bool:
-        spec = problem_spec(problem, K_TILE)
-        return (spec.bits, spec.groups_per_tile) == (bits, groups) and fits(problem, gated=gated)
+    def fits_format(bits: int, columns: int, problem: GemmProblem) -> bool:
+        spec = problem_spec(problem)
+        return (spec.bits, _LARGEST_GROUP_CLASS // spec.groups_per_tile) == (
+            bits,
+            columns,
+        ) and fits(problem, gated=gated)
 
     return tuple(
         GemmSupportRange(
@@ -97,12 +110,13 @@ def groupwise_gemm(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tenso
     return wq_gemm(inputs, launch_plan(make_groupwise_problem(*inputs), gated=gated), gated=gated)
 
 
-def specializations(max_rows: int) -> list[int]:
+def warmup_sizes(bits: int, max_rows: int) -> list[int]:
     """Rows of x with every number of blocks up to ``max_rows``: each may be another plan."""
-    most = min(max_rows, max(_MAX_ROWS.values()))
+    most = min(max_rows, max(rows for (own, _), rows in _MAX_ROWS.items() if own == bits))
     return [min(rows, most) for rows in range(MIN_ROWS + 63, most + 64, 64)]
 
 
+@functools.lru_cache(1024)  # called at each launch
 def block_memory(spec: WqSpec, shape: BlockShape) -> BlockMemory:
     """Shared memory of a block: the scales of two tiles, where there is room."""
     memory = BlockMemory(spec, *shape)
@@ -112,7 +126,9 @@ def block_memory(spec: WqSpec, shape: BlockShape) -> BlockMemory:
 
 def fits_shared_memory(spec: WqSpec, shape: BlockShape) -> bool:
     """Whether a block's scales leave room for K tiles enough."""
-    return block_memory(spec, shape).fits(_MIN_K_TILES_PER_SPLIT, _MIN_STAGES)
+    return spec.groups_per_tile <= 2 and block_memory(spec, shape).fits(
+        _MIN_K_TILES_PER_SPLIT, _MIN_STAGES, holds_results=shape.split_k > 1
+    )
 
 
 @functools.lru_cache(1024)  # called at each launch

@@ -1,4 +1,4 @@
-"""Weight-only int4/int8 GEMM of 2 rows and more through shared memory (wq_gemm_pipelined.cu)."""
+"""Weight-only int4/int8 GEMM of 2 to 128 rows through shared memory (wq_gemm_pipelined.cu)."""
 
 from __future__ import annotations
 
@@ -143,13 +143,14 @@ def _needs_no_blocks(problem: GemmProblem, *, gated: bool) -> bool:
     return _fits(problem, gated=gated) and wq_gemm_large_m.fits(problem, gated=gated)
 
 
-def specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:
+def warmup_sizes(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:
     """Rows of x with each number of blocks up to ``max_rows``: each may be another kernel."""
     if x.dtype not in HALF:
         return []
     least = (1, *(rows + 1 for rows in _BLOCK_M[:-1]))
     few = [min(rows, max_rows) for first, rows in zip(least, _BLOCK_M) if first <= max_rows]
-    return few + wq_gemm_large_m.specializations(max_rows)
+    bits = 4 if weight.dtype is torch.uint8 else 8
+    return few + wq_gemm_large_m.warmup_sizes(bits, max_rows)
 
 
 def few_row_kernels(min_rows: int, *, gated: bool) -> tuple[Kernel, ...]:

@@ -18,6 +18,7 @@ _MAX_SHARED_BYTES = 222 << 10  # bytes of a block at most
 _MAX_STAGES = 8
 _BARRIER_BYTES = 16  # of a stage, of a buffer of scales
 _RESULT_PITCH = BLOCK_N + 4  # floats from one row of results to the next
+_MAX_GROUPS_PER_TILE = 4  # groups of 32 columns
 _THREADS = 3 * 128  # two warpgroups that multiply, one that loads
 
 
@@ -88,6 +89,7 @@ def supports_weight(rows: int, spec: WqSpec, *, gated: bool) -> bool:
     """
     return (
         spec.group_shift is not None
+        and spec.groups_per_tile <= _MAX_GROUPS_PER_TILE
         and rows % (16 if gated else 8) == 0
         and not (spec.float32_scales and spec.needs_input_sums)
     )
@@ -131,10 +133,10 @@ class BlockMemory(NamedTuple):
         """Bytes of all."""
         return self.num_stages * (self.stage_bytes + _BARRIER_BYTES) + self.scale_bytes
 
-    def fits(self, min_k_tiles: int, min_stages: int) -> bool:
+    def fits(self, min_k_tiles: int, min_stages: int, *, holds_results: bool = True) -> bool:
         """Whether the scales leave room for K tiles enough, and for the results where they were.
 
-        min_k_tiles: that a block of a cluster is worth.
+        min_k_tiles: that a block of a cluster is worth. holds_results: they pass shared memory.
         """
         if self.spec.group_shift is None or (
             self.split_k > 1 and self.spec.k_tiles < min_k_tiles * self.split_k
@@ -142,7 +144,7 @@ class BlockMemory(NamedTuple):
             return False
         stages = self.num_stages
         results = self.block_m * _RESULT_PITCH * 4
-        return stages >= min_stages and stages * self.stage_bytes >= results
+        return stages >= min_stages and (not holds_results or stages * self.stage_bytes >= results)
 
     def macros(self, *, gated: bool) -> tuple[str, ...]:
         """Macros of wq_gemm_tile.cuh and the kernels beside the dtype's."""
