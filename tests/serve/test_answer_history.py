@@ -42,13 +42,13 @@ def service(running: ServiceThread) -> Iterator[ServiceThread]:
 def states(monkeypatch: pytest.MonkeyPatch) -> list[RequestOutputState]:
     """The engine's requests of conversations, as they come."""
     made: list[RequestOutputState] = []
-    make = TextProcessor.make_chat_request
+    make = TextProcessor.chat_request
 
     def record(self: TextProcessor, *args: Any, **options: Any) -> RequestOutputState:
         made.append(make(self, *args, **options))
         return made[-1]
 
-    monkeypatch.setattr(TextProcessor, "make_chat_request", record)
+    monkeypatch.setattr(TextProcessor, "chat_request", record)
     return made
 
 

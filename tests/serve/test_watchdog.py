@@ -208,7 +208,7 @@ class Watched:
         await self._task
 
     async def answer(self, prompt: str) -> str:
-        ticket = self.engine.submit([self.engine.text_processor.make_request(prompt, STORY)])
+        ticket = self.engine.submit([self.engine.text_processor.request(prompt, STORY)])
         await ticket.wait_until_finished()
         return ticket.request_states[0].output.outputs[0].text
 
@@ -328,7 +328,7 @@ def stop(pid: int) -> None:
 
 async def begun(watched: Watched, **request: Any) -> Any:
     """A long answer of which some is there."""
-    dialogue = watched.engine.text_processor.make_request(
+    dialogue = watched.engine.text_processor.request(
         {"prompt": "Once upon a time", **request}, LONG
     )
     ticket = watched.engine.submit([dialogue])

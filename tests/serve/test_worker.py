@@ -263,7 +263,7 @@ def test_text_is_the_classes_and_a_killed_worker_is_replaced(
             "on_token",
             lambda token: push(token) if next(num_tokens) < 3 else None,
         )
-        ticket = engine.submit([engine.text_processor.make_request("Once upon a time", LONG)])
+        ticket = engine.submit([engine.text_processor.request("Once upon a time", LONG)])
         await ticket.fetch_items()
         os.kill(first or 0, signal.SIGKILL)
         with pytest.raises(WorkerLost):
@@ -273,7 +273,7 @@ def test_text_is_the_classes_and_a_killed_worker_is_replaced(
             await asyncio.sleep(0.01)
         assert engine.pid != first
         assert engine.engine_info.num_pages == pages  # type: ignore[union-attr]
-        ticket = engine.submit([engine.text_processor.make_request("Once upon a time", params)])
+        ticket = engine.submit([engine.text_processor.request("Once upon a time", params)])
         await ticket.wait_until_finished()
         assert ticket.request_states[0].output.outputs[0].text == expected
         last = engine.pid

@@ -116,4 +116,4 @@ def make_request(
 ) -> RequestOutputState:
     """A request, greedy by default."""
     options = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, **params})
-    return engine.text_processor.make_request(prompt, options)
+    return engine.text_processor.request(prompt, options)

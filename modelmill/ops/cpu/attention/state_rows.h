@@ -1,4 +1,5 @@
-// The sequences of a step and their slots of recurrent state, as ops/recurrent_metadata.py has them.
+// The sequences of a step and their slots of recurrent state, as ops/recurrent_metadata.py has
+// them.
 //
 // Computes: declarations, and the loop over parts of sequences
 // Dtypes: int32 first tokens; int64 positions and slots

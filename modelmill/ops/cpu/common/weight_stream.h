@@ -7,10 +7,10 @@
 // Used by: block_floating_point.h, gemm_small_m.h, w8a8_linear.cpp
 //
 // The hardware prefetchers stop at page ends, rows are short, and a block reads several rows at
-// once, so every cache line is prefetched explicitly. MILL_PREFETCH_L2 (build.native_compiler_flags)
-// selects the target: Zen 4 has few L1 fill buffers, so that more lines are in flight if they are
-// prefetched to L2 only. With several rows of activations per line the kernel is not bound by
-// memory, and L1 is better.
+// once, so every cache line is prefetched explicitly. MILL_PREFETCH_L2
+// (build.native_compiler_flags) selects the target: Zen 4 has few L1 fill buffers, so that more
+// lines are in flight if they are prefetched to L2 only. With several rows of activations per line
+// the kernel is not bound by memory, and L1 is better.
 //
 // Short rows that follow each other lie in one or two pages; rows a few KiB apart are as many
 // streams as rows. Measured on two Zen 3 cores with rows of 576 bytes, one core, from memory: 11 to
