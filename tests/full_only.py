@@ -826,7 +826,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_a_users_own_word_stands_for_the_library",
         "test_where_torch_was_first_its_threads_spin_no_longer",
     ),
-    "tests/runtime/test_state_slots.py": (
+    "tests/runtime/test_state_snapshots.py": (
         "test_a_conversation_in_whole_steps_gives_the_same_tokens",
         "test_batches_and_mixed_steps_compute_what_single_ones_do",
         "test_preempted_sequences_go_on_as_before[False]",
@@ -863,7 +863,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_the_longest_sequence_runs_in_the_pages_that_capacity_asks_for[False-True]",
         "test_decode_graphs_read_every_groups_table_at_its_address[gemma4_text:narrow]",
     ),
-    "tests/runtime/test_session_ranks.py": (
+    "tests/runtime/test_session_rank_transfer.py": (
         "test_as_many_ranks_go_on_bit_for_bit[gemma2-*",
         "test_as_many_ranks_go_on_bit_for_bit[llama-*",
         "test_as_many_ranks_go_on_bit_for_bit[gpt2-*",
