@@ -62,9 +62,7 @@ def test_a_form_fits_wherever_one_is_chosen(
     assert supports_weight(rows, made, gated=False)
     box, split_k = (
         wq_gemm_pipelined.block_rows(tokens),
-        wq_gemm_pipelined.split_for(
-            rows, made, wq_gemm_pipelined.block_rows(tokens), wq_gemm_pipelined.m_tiles(tokens), 132
-        ),
+        wq_gemm_pipelined.split_for(rows, made, wq_gemm_pipelined.block_rows(tokens), 132),
     )
     if made.groups_per_tile == 1 or made.groups_per_split(4) <= 128:
         assert split_k is not None

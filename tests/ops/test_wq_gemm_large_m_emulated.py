@@ -19,6 +19,7 @@ from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import (
 )
 from modelmill.ops.groupwise import GroupwiseLinearInputs, make_groupwise_problem
 from tests.ops.emulation.emulator import Emulator, mistakes, requires_emulation, slow_cases
+from tests.ops.groupwise_operands import random_operands
 from tests.ops.matmul_error import matmul_error
 
 pytestmark = requires_emulation
@@ -56,30 +57,16 @@ def error(
     of: the weight's op. grids: dtype of its scales. plan: other launches than one of this shape.
     switches: gated, symmetric, biased.
     """
-    tokens, rows, columns = size
-    gated, symmetric, biased = (
-        switches.get(name, False) for name in ("gated", "symmetric", "biased")
-    )
-    generator = torch.Generator().manual_seed(rows)
-    tensors = of.random_weight(
-        rows, columns, min(group, columns), device="cpu", symmetric=symmetric
-    )
-    weight, scale, offset = tensors["weight"], tensors["scale"].to(grids), tensors["offset"]
-    offset = None if offset is None else offset.to(grids)
-    x = torch.full((tokens, columns + 24), float("nan")).to(dtype)[:, :columns]
+    rows, gated = size[1], switches.get("gated", False)
     # not 0 in the mean: an error that all weights of a row share does not cancel
-    x[:] = torch.randn(tokens, columns, generator=generator) + 0.5
-    x[:, ::37] *= 30
-    bias = torch.randn(rows, generator=generator).to(dtype) if biased else None
+    inputs, dense = random_operands(size, group, dtype, of, grids, switches, 0.5)
     emulator.preceding_writes = in_front
-    inputs = GroupwiseLinearInputs(x, weight, scale, offset, group, bias)
     spec = problem_spec(make_groupwise_problem(*inputs), wq_gemm_large_m.K_TILE)
     assert supports_weight(rows, spec, gated=gated)
     assert wq_gemm_large_m.fits_shared_memory(spec, BlockShape(*shape))
     plan = plan or one_launch(rows, shape)
     actual = wq_gemm_large_m.wq_gemm(inputs, plan, gated=gated)
-    dense = of.dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64)
-    return matmul_error(actual, x, dense, bias, gated=gated)
+    return matmul_error(actual, inputs.x, dense, inputs.bias, gated=gated)
 
 
 @pytest.mark.parametrize(

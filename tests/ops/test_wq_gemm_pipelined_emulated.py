@@ -12,8 +12,9 @@ import torch
 
 from modelmill.ops import int4_linear, int8_group_linear
 from modelmill.ops.cuda.weight_only_gemm import wq_gemm_pipelined
-from modelmill.ops.groupwise import GroupwiseLinearInputs, make_groupwise_problem
+from modelmill.ops.groupwise import make_groupwise_problem
 from tests.ops.emulation.emulator import Emulator, mistakes, requires_emulation, slow_cases
+from tests.ops.groupwise_operands import random_operands
 from tests.ops.matmul_error import matmul_error
 
 pytestmark = requires_emulation
@@ -46,28 +47,16 @@ def error(
 ) -> float:
     """size: tokens, rows and columns of the weight. of: its op. grids: type of its scales.
     switches: gated, symmetric, biased."""
-    tokens, rows, columns = size
-    gated, symmetric, biased = (
-        switches.get(name, False) for name in ("gated", "symmetric", "biased")
-    )
-    generator = torch.Generator().manual_seed(rows)
-    tensors = of.random_weight(
-        rows, columns, min(group, columns), device="cpu", symmetric=symmetric
-    )
-    weight, scale, offset = tensors["weight"], tensors["scale"].to(grids), tensors["offset"]
-    offset = None if offset is None else offset.to(grids)
-    x = torch.full((tokens, columns + 24), float("nan")).to(dtype)[:, :columns]
-    x[:] = torch.randn(tokens, columns, generator=generator)
-    x[:, ::37] *= 30
-    bias = torch.randn(rows, generator=generator).to(dtype) if biased else None
+    rows, gated = size[1], switches.get("gated", False)
+    inputs, dense = random_operands(size, group, dtype, of, grids, switches)
     emulator.preceding_writes = in_front
-    inputs = GroupwiseLinearInputs(x, weight, scale, offset, group, bias)
     spec = wq_gemm_pipelined.problem_spec(make_groupwise_problem(*inputs))
     assert wq_gemm_pipelined.supports_weight(rows, spec, gated=gated)
-    assert wq_gemm_pipelined.fits_shared_memory(split_k, spec, wq_gemm_pipelined.block_rows(tokens))
+    assert wq_gemm_pipelined.fits_shared_memory(
+        split_k, spec, wq_gemm_pipelined.block_rows(size[0])
+    )
     actual = wq_gemm_pipelined.wq_gemm(inputs, split_k, gated=gated)
-    dense = of.dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64)
-    return matmul_error(actual, x, dense, bias, gated=gated)
+    return matmul_error(actual, inputs.x, dense, inputs.bias, gated=gated)
 
 
 @pytest.mark.parametrize(

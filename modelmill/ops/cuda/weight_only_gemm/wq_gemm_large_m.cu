@@ -5,8 +5,8 @@
 // Dtypes: x and out bfloat16 or float16; weights int8 or packed int4; float16 group scales and
 //     offsets (float32 scales of int8 weights without offsets); float32 accumulators
 // Layout: row-major; packed codes as in ops/int4_linear.py; scales and offsets [N, groups]
-// Range: 129 ≤ M ≤ 2048 (int8: ≤ 1024, groups of 32: ≤ 512); N a multiple of 8 (GATED: of 16), K
-//     of 32; rows of x 16-byte aligned
+// Range: 129 ≤ M ≤ 2048 (int8 and groups of 64: ≤ 1024, groups of 32: ≤ 256); N a multiple of 8
+//     (GATED: of 16), K of 32; rows of x 16-byte aligned
 // Technique: TMA, mbarrier pipeline, wgmma with A in registers, split-K over a thread-block cluster
 //     (DSMEM), setmaxnreg, PDL
 // Ops: int4_linear, int4_linear_swiglu, int8_linear, int8_linear_swiglu, int8_group_linear

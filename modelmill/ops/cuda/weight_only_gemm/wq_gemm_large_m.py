@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from modelmill.ops.cuda.common import launch
-from modelmill.ops.cuda.weight_only_gemm.weight_only import RUN, TYPES
+from modelmill.ops.cuda.weight_only_gemm.weight_only import RUN, TYPES, k_tile_for
 from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import (
     SPLITS,
     BlockMemory,
@@ -28,7 +28,6 @@ K_TILE = 64
 MIN_ROWS = 129  # fewer are wq_gemm_pipelined's
 BLOCK_M = (128, 192, 256)  # rows of x of a block
 _PART_BYTES = 16  # contiguous bytes in shared memory of a row of a K tile
-_LARGEST_GROUP_CLASS = 128  # columns; larger groups are as fast
 _MIN_K_TILES_PER_SPLIT, _MIN_STAGES = 8, 3  # K tiles that a block of a cluster is worth
 # measured on an H200: clocks of a K tile for each row of x of a block, and beside; of a tile beside
 # its K tiles; of a launch
@@ -42,8 +41,9 @@ _MAX_ROWS = {
     (8, 64): 1024,
     (8, 32): 256,
 }
-"""Most rows of x that are faster by the codes than with a dequantized weight, by bits and least
-columns of a group (docs/notes/prompts-by-256-rows-of-x.md; 8 bits in groups of 32: as 4 bits)."""
+"""Most rows of x that are faster by the codes than with a dequantized weight, by bits and columns
+of a group, 128 for larger ones (docs/notes/prompts-by-256-rows-of-x.md; 8 bits in groups of 32: as
+4 bits)."""
 
 
 class BlockShape(NamedTuple):
@@ -82,10 +82,8 @@ def problem_ranges(
 
     def fits_format(bits: int, columns: int, problem: GemmProblem) -> bool:
         spec = problem_spec(problem)
-        return (spec.bits, _LARGEST_GROUP_CLASS // spec.groups_per_tile) == (
-            bits,
-            columns,
-        ) and fits(problem, gated=gated)
+        own_format = (spec.bits, k_tile_for(spec.group, spec.columns))
+        return own_format == (bits, columns) and fits(problem, gated=gated)
 
     return tuple(
         GemmSupportRange(
@@ -126,7 +124,7 @@ def block_memory(spec: WqSpec, shape: BlockShape) -> BlockMemory:
 
 def fits_shared_memory(spec: WqSpec, shape: BlockShape) -> bool:
     """Whether a block's scales leave room for K tiles enough."""
-    return spec.groups_per_tile <= 2 and block_memory(spec, shape).fits(
+    return block_memory(spec, shape).fits(
         _MIN_K_TILES_PER_SPLIT, _MIN_STAGES, holds_results=shape.split_k > 1
     )
 
@@ -183,7 +181,7 @@ def wq_gemm(
                 out,
                 _PART_BYTES,
                 tiles,
-                num_sms if shape.split_k == 1 else 1 << 30,
+                num_sms if shape.split_k == 1 else None,
                 gated=gated,
             )
     return out

@@ -21,7 +21,6 @@ from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     row_block_support_range,
 )
 from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import (
-    BLOCK_N,
     SPLITS,
     BlockMemory,
     WeightTiles,
@@ -48,18 +47,12 @@ def block_rows(tokens: int) -> int:
     return next((rows for rows in _BLOCK_M if tokens <= rows), _BLOCK_M[-1])
 
 
-def m_tiles(tokens: int) -> int:
-    """Blocks along the rows of x."""
-    return -(-tokens // block_rows(tokens))
-
-
 def problem_split(problem: GemmProblem, *, gated: bool) -> int | None:
     """Blocks that share K of a product; None where the kernel does not serve it."""
     spec = problem_spec(problem)
     if problem.device < 0 or not supports_weight(problem.n, spec, gated=gated):
         return None
-    padded, tiles = block_rows(problem.m), m_tiles(problem.m)
-    return split_for(problem.n, spec, padded, tiles, launch.sm_count(problem.device))
+    return split_for(problem.n, spec, block_rows(problem.m), launch.sm_count(problem.device))
 
 
 def part_bytes(spec: WqSpec) -> int:
@@ -74,12 +67,12 @@ def fits_shared_memory(split_k: int, spec: WqSpec, padded: int) -> bool:
 
 
 @functools.lru_cache(1024)  # called at each launch
-def split_for(rows: int, spec: WqSpec, padded: int, num_blocks: int, num_sms: int) -> int | None:
+def split_for(rows: int, spec: WqSpec, padded: int, num_sms: int) -> int | None:
     """The split of K with the best occupancy of ``num_sms`` SMs, or None.
 
-    rows: of the weight. padded, num_blocks: rows of x of a block, blocks along them.
+    rows: of the weight. padded: rows of x of a block.
     """
-    tiles = -(-rows // BLOCK_N) * num_blocks
+    tiles = weight_tiles(rows)
 
     def cost(split_k: int) -> tuple[float, int]:
         # larger clusters do not fill every group of SMs
@@ -210,7 +203,7 @@ def wq_gemm(inputs: GroupwiseLinearInputs, split_k: int, *, gated: bool) -> torc
         counts = (tokens, columns, x.stride(0), pitch, k_tiles, groups, shift, units)
         work = struct.pack("=2Q8i", x.data_ptr(), permuted.data_ptr(), *counts)
         permute.launch(-(-tokens * units // 8), work, pdl=True)
-        out, tiles = new_output(x, weight, gated=gated), weight_tiles(len(weight))
+        out = new_output(x, weight, gated=gated)
         launch_gemm(
             "wq_gemm_pipelined",
             memory,
@@ -218,8 +211,7 @@ def wq_gemm(inputs: GroupwiseLinearInputs, split_k: int, *, gated: bool) -> torc
             inputs._replace(x=permuted),
             out,
             part_bytes(spec),
-            WeightTiles(0, tiles),
-            tiles * m_tiles(tokens) * split_k,
+            WeightTiles(0, weight_tiles(len(weight))),
             gated=gated,
         )
     return out

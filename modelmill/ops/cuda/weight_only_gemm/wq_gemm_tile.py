@@ -18,7 +18,7 @@ _MAX_SHARED_BYTES = 222 << 10  # bytes of a block at most
 _MAX_STAGES = 8
 _BARRIER_BYTES = 16  # of a stage, of a buffer of scales
 _RESULT_PITCH = BLOCK_N + 4  # floats from one row of results to the next
-_MAX_GROUPS_PER_TILE = 4  # groups of 32 columns
+_MIN_GROUP = 32  # columns of a group at least
 _THREADS = 3 * 128  # two warpgroups that multiply, one that loads
 
 
@@ -89,7 +89,7 @@ def supports_weight(rows: int, spec: WqSpec, *, gated: bool) -> bool:
     """
     return (
         spec.group_shift is not None
-        and spec.groups_per_tile <= _MAX_GROUPS_PER_TILE
+        and spec.k_tile // spec.groups_per_tile >= _MIN_GROUP
         and rows % (16 if gated else 8) == 0
         and not (spec.float32_scales and spec.needs_input_sums)
     )
@@ -187,7 +187,7 @@ def launch_gemm(
     out: torch.Tensor,
     part_bytes: int,
     tiles: WeightTiles,
-    max_blocks: int,
+    max_blocks: int | None = None,
     *,
     gated: bool,
 ) -> None:
@@ -201,7 +201,8 @@ def launch_gemm(
         out: [M, N], gated [M, N / 2].
         part_bytes: contiguous bytes in shared memory of a row of a K tile of the weight.
         tiles: what is multiplied.
-        max_blocks: the launch has no more; a block may compute several tiles.
+        max_blocks: the launch has no more, so that a block may compute several tiles; None: one
+            each.
         gated: with SwiGLU.
     """
     x, weight, scale, offset, _, bias = inputs
@@ -223,4 +224,6 @@ def launch_gemm(
     pointers = launch.data_pointers(scale, offset, bias, out)
     sizes = (tokens, rows, spec.k_tiles, groups, shift, memory.scale_pitch)
     work = struct.pack("=4Q9i4x", *pointers, *sizes, m_tiles, tiles.first, count)
-    kernel.launch(min(count * memory.split_k, max_blocks), x_map, w_map, work, pdl=True)
+    blocks = count * memory.split_k
+    blocks = blocks if max_blocks is None else min(blocks, max_blocks)
+    kernel.launch(blocks, x_map, w_map, work, pdl=True)
