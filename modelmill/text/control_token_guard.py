@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from modelmill.core.errors import RequestError
-from modelmill.text.regex_union import regex_union
+from modelmill.text.trie_regex import trie_regex
 
 PRIVATE_USE_CODES = range(0xE000, 0xF900)
 
@@ -25,7 +25,7 @@ class ControlTokenGuard:
         texts = [text for text in special if len(text) > 1]
         # Any case: a template may change it (`| lower`).
         self._first = (
-            re.compile(f"(?={regex_union(texts)})(.)", re.IGNORECASE | re.DOTALL) if texts else None
+            re.compile(f"(?={trie_regex(texts)})(.)", re.IGNORECASE | re.DOTALL) if texts else None
         )
         self._heads = {text[:size].lower() for text in texts for size in range(1, len(text))}
         self._tails = {text[-size:].lower() for text in texts for size in range(1, len(text))}

@@ -15,7 +15,7 @@ from typing import Any
 
 from modelmill.core.errors import TokenizerError
 from modelmill.text.detokenizer import IncrementalUtf8Decoder
-from modelmill.text.regex_union import regex_union
+from modelmill.text.trie_regex import trie_regex
 
 # Unicode's White_Space property; str.isspace has four control characters more
 WHITESPACE = frozenset("\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000") | frozenset(
@@ -257,7 +257,7 @@ def _compile_special_pattern(texts: Sequence[str]) -> re.Pattern[str] | None:
     if not texts:
         return None
     try:
-        return re.compile(regex_union(texts))
+        return re.compile(trie_regex(texts))
     except (RecursionError, OverflowError, re.error):
         raise TokenizerError(
             "the tokenizer's control tokens are nested too deeply to be searched for"

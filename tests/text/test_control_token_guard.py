@@ -14,7 +14,7 @@ from modelmill.text.control_token_guard import (
     iter_strings,
     remove_marks,
 )
-from modelmill.text.regex_union import regex_union
+from modelmill.text.trie_regex import trie_regex
 from tests.hypothesis_examples import examples
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "[X]", "X]Y")
@@ -83,7 +83,7 @@ def test_the_mark_is_free():
     st.text(alphabet="ab<|", max_size=20),
 )
 def test_alternation_finds_the_longest_at_the_first_place(texts, text):
-    match = re.search(regex_union(texts), text)
+    match = re.search(trie_regex(texts), text)
     places = [
         (at, -len(each)) for each in texts for at in range(len(text)) if text.startswith(each, at)
     ]

@@ -1,4 +1,4 @@
-"""Many texts as one regular expression that never tries them one by one."""
+"""Many texts as one regular expression, made of their trie: it never tries them one by one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 
-def regex_union(texts: Iterable[str]) -> str:
+def trie_regex(texts: Iterable[str]) -> str:
     """Make a pattern for any of `texts` (not empty): prefers the longest, shares common prefixes.
 
     Python tries alternatives in turn; Llama 3 has 256 control tokens, and a megabyte of "<|" would
