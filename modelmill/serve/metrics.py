@@ -14,7 +14,7 @@ from modelmill.outputs import OutputDelta
 from modelmill.request_output_state import RequestOutputState
 from modelmill.serve.access.key_limits import KeyMetrics
 from modelmill.serve.catalogue.load_metrics import LoadMetrics
-from modelmill.serve.counters import remove_series
+from modelmill.serve.prometheus_helpers import remove_series
 from modelmill.serve.segmentation_client import (
     METRIC_PREFIX,
     SUBSECOND_BUCKETS,

@@ -368,7 +368,7 @@ class _RequestContext:
         }
         handle = self._scope.get("modelmill.request_handle")
         if isinstance(handle, RequestHandle):
-            data |= handle.token_counts()
+            data |= handle.usage_and_ttft()
         if self._traces is not None:
             finished = FinishedRequest(
                 self._scope, self._headers, self.id, self._status, self._started_at

@@ -90,8 +90,8 @@ class RequestHandle:
         while await self.fetch_items():
             pass
 
-    def token_counts(self) -> dict[str, int | float | None]:
-        """Token counts and times for the access log."""
+    def usage_and_ttft(self) -> dict[str, int | float | None]:
+        """Token counts and the time to the first token, as the access log has them."""
         outputs = [each.output for each in self.request_states]
         first = [
             each.first_token_seconds for each in outputs if each.first_token_seconds is not None

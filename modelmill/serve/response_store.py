@@ -53,7 +53,7 @@ class ResponseStore:
         with self._lock:
             response_id = str(stored.response["id"])
             self._entries[owner, response_id] = stored, size
-            for item in _output_items_with_id(stored):
+            for item in _items_having_id(stored):
                 self._items[owner, str(item["id"])] = response_id, item
             self.used_bytes += size
             while self.used_bytes > self.max_bytes:
@@ -120,11 +120,11 @@ class ResponseStore:
     def _uncount_response(self, owner: str, stored: StoredResponse, size: int) -> None:
         """Count a response as gone; the caller holds the lock."""
         self.used_bytes -= size
-        for item in _output_items_with_id(stored):
+        for item in _items_having_id(stored):
             self._items.pop((owner, str(item["id"])), None)
 
 
-def _output_items_with_id(stored: StoredResponse) -> list[Mapping[str, Any]]:
+def _items_having_id(stored: StoredResponse) -> list[Mapping[str, Any]]:
     return [item for item in stored.response["output"] if item.get("id")]
 
 

@@ -149,7 +149,7 @@ def collector_url(endpoint: str) -> str:
 
 def _span_attributes(handle: RequestHandle, engine: str | None) -> dict[str, Any]:
     """Span attributes, named by OpenTelemetry's conventions for generative AI where they exist."""
-    counts = handle.token_counts()
+    counts = handle.usage_and_ttft()
     request = handle.request_states[0].request
     params, embeds = request.params, request.pooling is not None
     outputs = [output for each in handle.request_states for output in each.output.outputs]

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from modelmill.core.errors import CapacityError
 from modelmill.serve.access.key_policy import KeyPolicy
-from modelmill.serve.counters import make_counter
+from modelmill.serve.prometheus_helpers import make_counter
 
 WINDOW_SECONDS = 60.0
 REFUSING_LIMITS = ("requests_per_minute", "tokens_per_minute", "max_parallel_requests")

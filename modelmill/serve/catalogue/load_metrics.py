@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from modelmill.serve.counters import make_counter, remove_series
+from modelmill.serve.prometheus_helpers import make_counter, remove_series
 from modelmill.serve.segmentation_client import METRIC_PREFIX
 
 WAKE_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0)

@@ -153,7 +153,7 @@ class AnthropicMessageBuilder(EventFormatter):
     def consume(self, items: Sequence[StreamItem]) -> None:
         """Add deltas without making events."""
         for item in items:
-            exhaust(self._item_events(item))
+            exhaust(self._stream_item_events(item))
 
     def response(self) -> dict[str, Any]:
         """The whole message."""
@@ -171,7 +171,7 @@ class AnthropicMessageBuilder(EventFormatter):
 
     def delta_events(self, items: Sequence[StreamItem]) -> bytes:
         """Events of new deltas, after ``message_start``."""
-        events = [event for item in items for event in self._item_events(item)]
+        events = [event for item in items for event in self._stream_item_events(item)]
         return b"".join(map(_encode_event, [*self._start_events(), *self._with_ping(events)]))
 
     def terminal_events(self) -> bytes:
@@ -210,7 +210,7 @@ class AnthropicMessageBuilder(EventFormatter):
                 self._pinged = True
                 yield PING
 
-    def _item_events(self, item: StreamItem) -> Iterator[Event]:
+    def _stream_item_events(self, item: StreamItem) -> Iterator[Event]:
         for piece in self._answer.split_delta(item.delta):
             if isinstance(piece, str):
                 yield from self._blocks.add_text(piece)

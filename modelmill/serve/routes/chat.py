@@ -77,7 +77,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Any:
     )
 
 
-def checked_request_state(
+def converted_chat_request_state(
     text_processor: TextProcessor,
     chat: ChatRequest,
     max_model_len: int,

@@ -16,7 +16,7 @@ from modelmill.serve.dialects.anthropic_schema import CountTokensRequest, Messag
 from modelmill.serve.dialects.thinking import with_thinking
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.openai_format import Utf8JsonResponse
-from modelmill.serve.routes.chat import checked_request_state
+from modelmill.serve.routes.chat import converted_chat_request_state
 from modelmill.serve.routes.common import acquire_engine, prepare_and_submit_requests
 from modelmill.text_processor import TextProcessor
 
@@ -60,7 +60,9 @@ def prepare_chat(
     """
     budget = None if body.thinking is None else body.thinking.budget_tokens
     chat = with_thinking(body.to_chat_request(), text_processor, body.thinks, budget)
-    return chat, checked_request_state(text_processor, chat, max_model_len, _rename_error_fields)
+    return chat, converted_chat_request_state(
+        text_processor, chat, max_model_len, _rename_error_fields
+    )
 
 
 def _rename_error_fields(text: str) -> str:

@@ -46,7 +46,7 @@ from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.engine_state import EngineState
 from modelmill.serve.errors import invalid_request
 from modelmill.serve.openai_format import ChatLogprobsFormatter, Utf8JsonResponse
-from modelmill.serve.routes.chat import checked_request_state
+from modelmill.serve.routes.chat import converted_chat_request_state
 from modelmill.serve.routes.common import get_service, lease_engine, prepare_and_submit_requests
 from modelmill.serve.routes.completions import completion_request_states
 from modelmill.serve.routes.embeddings import embedding_request_states
@@ -266,7 +266,7 @@ def _prepare_chat(
     max_model_len: int,
 ) -> tuple[ChatRequest, RequestOutputState]:
     chat_body = with_thinking(body.to_chat_request(), text_processor, body.thinks)
-    return chat_body, checked_request_state(
+    return chat_body, converted_chat_request_state(
         text_processor,
         chat_body,
         max_model_len,

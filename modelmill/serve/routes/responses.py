@@ -28,7 +28,7 @@ from modelmill.serve.response_recorder import (
 )
 from modelmill.serve.response_store import input_as_items
 from modelmill.serve.responses_schema import ResponsesRequest
-from modelmill.serve.routes.chat import RememberingAnswerParser, checked_request_state
+from modelmill.serve.routes.chat import RememberingAnswerParser, converted_chat_request_state
 from modelmill.serve.routes.common import (
     acquire_engine,
     openai_finish_reason,
@@ -100,7 +100,9 @@ def _prepare_chat(
     text_processor: TextProcessor, body: ResponsesRequest, max_model_len: int
 ) -> tuple[ChatRequest, RequestOutputState]:
     chat = body.to_chat_request()
-    return chat, checked_request_state(text_processor, chat, max_model_len, _rename_error_fields)
+    return chat, converted_chat_request_state(
+        text_processor, chat, max_model_len, _rename_error_fields
+    )
 
 
 def _rename_error_fields(text: str) -> str:
@@ -148,7 +150,7 @@ class ResponsesBuilder(EventFormatter):
     def consume(self, items: Sequence[StreamItem]) -> None:
         """Add deltas without making events."""
         for each in items:
-            exhaust(self._item_events(each))
+            exhaust(self._stream_item_events(each))
 
     def first_events(self) -> bytes:
         """The events that the response has begun."""
@@ -160,7 +162,7 @@ class ResponsesBuilder(EventFormatter):
 
     def delta_events(self, items: Sequence[StreamItem]) -> bytes:
         """Events of new deltas."""
-        return b"".join(self._encode_events(self._item_events(each)) for each in items)
+        return b"".join(self._encode_events(self._stream_item_events(each)) for each in items)
 
     def terminal_events(self) -> bytes:
         """The whole response, and the end of the stream."""
@@ -180,7 +182,7 @@ class ResponsesBuilder(EventFormatter):
             ]
         )
 
-    def _item_events(self, item: StreamItem) -> Iterable[ResponseEvent]:
+    def _stream_item_events(self, item: StreamItem) -> Iterable[ResponseEvent]:
         delta = item.delta
         output = delta.output.outputs[0]
         logprobs = self._logprobs.format_next(output, len(delta.token_ids))

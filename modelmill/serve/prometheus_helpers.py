@@ -1,4 +1,4 @@
-"""Counters of /metrics that belong to a part of the server."""
+"""What parts of the server that show metrics share: make a counter, remove a series."""
 
 from __future__ import annotations
 
