@@ -93,7 +93,7 @@ def checkpoint_from_config(folder: Path) -> Checkpoint:
     config, left_out = language_model_config(with_current_model_type(read_json(file)), file)
     empty = ConfigOnlyContainer({}, file)
     checkpoint = Checkpoint(
-        folder, "config.json", config, {}, raw=empty, view=empty, unread_config=left_out
+        folder, "config.json", config, {}, raw_container=empty, view=empty, unread_config=left_out
     )
     family = find_family(checkpoint)
     if read_family_options(family).ENGINE_TYPE != LANGUAGE:
@@ -111,7 +111,9 @@ def checkpoint_from_config(folder: Path) -> Checkpoint:
     matrices = [
         source for rule in rules if _makes_quantizable_matrix(rule) for source in rule.sources
     ]
-    checkpoint.raw = checkpoint.view = container_from_quant_config(config, infos, matrices, file)
+    checkpoint.raw_container = checkpoint.view = container_from_quant_config(
+        config, infos, matrices, file
+    )
     return checkpoint
 
 

@@ -48,7 +48,7 @@ class Checkpoint:
     """A model's weights, config and tokenizer files, always under Hugging Face names.
 
     Attributes:
-        raw: the container under its own names (GGUF: blk.0.attn_q.weight).
+        raw_container: the container under its own names (GGUF: blk.0.attn_q.weight).
         view: the same values under Hugging Face names; the same object if the names agree.
         language: the language model of a multimodal model.
         unread_config: keys by full name that the config was not made from, if it was made from
@@ -59,7 +59,7 @@ class Checkpoint:
     container: str
     config: dict[str, Any]
     generation_config: dict[str, Any]
-    raw: Container
+    raw_container: Container
     view: Container
     side_files: dict[str, bytes] = field(default_factory=dict, repr=False)
     language: Checkpoint | None = None
@@ -103,7 +103,7 @@ class Checkpoint:
 
     def fingerprint(self, on_progress: Progress | None = None) -> str:
         """Return the sha256 over config, tokenizer files and the content of the weight files."""
-        files = self.raw.files()
+        files = self.raw_container.files()
         total = sum(file.stat().st_size for file in files)
         digest = hashlib.sha256(self._canonical_metadata_json())
         done = 0
@@ -124,7 +124,7 @@ class Checkpoint:
         It detects changes without reading the weights.
         """
         digest = hashlib.sha256(self._canonical_metadata_json())
-        for file in self.raw.files():
+        for file in self.raw_container.files():
             fact = file.stat()
             digest.update(f"\0{file.name}\0{fact.st_size}\0{fact.st_mtime_ns}".encode())
         return digest.hexdigest()
@@ -193,7 +193,7 @@ def _combine_with_vision(
         container=f"minigpt4/{language.container}",
         config=config,
         generation_config={**language.generation_config, **GENERATION_DEFAULTS},
-        raw=view,
+        raw_container=view,
         view=view,
         side_files=side,
         language=language,
@@ -215,12 +215,12 @@ def _blip2_as_minigpt4(checkpoint: Checkpoint) -> Checkpoint:
         )
     words = blip2.PrefixStrippedView(view, LANGUAGE_PREFIX)
     side = dict(checkpoint.side_files)
-    language = replace(checkpoint, config=text, raw=words, view=words)
+    language = replace(checkpoint, config=text, raw_container=words, view=words)
     if side:
         side[CHAT_FILE] = blip2.make_chat_format_file(
             config["image_embedder"]["qformer"]["queries"]
         )
-    pictures = replace(checkpoint, config=config, raw=view, view=view)
+    pictures = replace(checkpoint, config=config, raw_container=view, view=view)
     return replace(pictures, side_files=side, language=language, unread_config=unread)
 
 
@@ -240,7 +240,7 @@ def _open_with_delta(path: Path, delta: Path | None) -> Checkpoint:
         container=base.container,
         config={**base.config, **added.config},
         generation_config={**base.generation_config, **added.generation_config},
-        raw=view,
+        raw_container=view,
         view=view,
         side_files=added.side_files or base.side_files,
         unread_config={**base.unread_config, **added.unread_config},
@@ -336,7 +336,7 @@ def _checkpoint_with_config(
         container=container,
         config=config,
         generation_config=read_json(generation_file) if generation_file.is_file() else {},
-        raw=weights,
+        raw_container=weights,
         view=view,
         side_files=read_tokenizer_files(folder),
         unread_config=left_out,
@@ -356,7 +356,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         container="gguf",
         config=view.config,
         generation_config=view.generation_config,
-        raw=raw,
+        raw_container=raw,
         view=view,
         side_files={"gguf_vocab.json": view.tokenizer_metadata_json()} if has_vocabulary else {},
         unread_config=view.unread,

@@ -149,8 +149,9 @@ def load_reference(
 def _can_load_folder(checkpoint: Checkpoint) -> bool:
     """Whether transformers can open the checkpoint's path itself (not for a delta)."""
     path = Path(checkpoint.path)
-    plain = checkpoint.raw is checkpoint.view and hasattr(checkpoint.raw, "files")
-    whole = plain and not type(checkpoint.raw).__name__.startswith("Delta")
+    raw = checkpoint.raw_container
+    plain = raw is checkpoint.view and hasattr(raw, "files")
+    whole = plain and not type(raw).__name__.startswith("Delta")
     return whole and path.is_dir() and any((path / name).is_file() for name in WEIGHT_FILES)
 
 

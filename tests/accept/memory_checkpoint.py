@@ -29,7 +29,7 @@ class MemoryContainer:
 
 @dataclass
 class MemoryCheckpoint:
-    raw: MemoryContainer
+    raw_container: MemoryContainer
     config: dict[str, Any] = field(default_factory=dict)
 
 

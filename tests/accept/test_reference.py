@@ -221,9 +221,9 @@ def test_gguf_rope_scaling(scaling: dict[str, Any]) -> None:
     if scaling is LLAMA3:
         inverse = model.model.rotary_emb.inv_freq
         plain = 1.0 / 10000.0 ** (torch.arange(0, 8, 2) / 8)
-        checkpoint.raw.tensors["rope_freqs.weight"] = plain / inverse
+        checkpoint.raw_container.tensors["rope_freqs.weight"] = plain / inverse
     else:
-        checkpoint.raw.metadata |= {
+        checkpoint.raw_container.metadata |= {
             "llama.rope.scaling.type": scaling["rope_type"],
             "llama.rope.scaling.factor": scaling["factor"],
             "llama.rope.scaling.original_context_length": 24,
@@ -248,10 +248,10 @@ def test_gguf_yarn_keys_are_read_or_refused() -> None:
         "yarn_ext_factor": 1.0,
         "yarn_log_multiplier": 0.0,
     }
-    plain = dict(checkpoint.raw.metadata)
+    plain = dict(checkpoint.raw_container.metadata)
 
     def open_with(**keys: Any) -> ReferenceModel:
-        checkpoint.raw.metadata = plain | {
+        checkpoint.raw_container.metadata = plain | {
             f"llama.rope.scaling.{key}": value for key, value in keys.items()
         }
         return open_reference(checkpoint)
@@ -341,9 +341,11 @@ def test_one_layer_of_weights_at_a_time() -> None:
     reference = open_reference(checkpoint)
     edges: list[int] = []
     reference_logits(
-        reference, [4, 5, 6], on_layer=lambda index, trace: edges.append(len(checkpoint.raw.reads))
+        reference,
+        [4, 5, 6],
+        on_layer=lambda index, trace: edges.append(len(checkpoint.raw_container.reads)),
     )
-    reads = checkpoint.raw.reads
+    reads = checkpoint.raw_container.reads
     for index, (start, stop) in enumerate(zip([1, *edges], edges, strict=False)):
         assert all(f"layers.{index}." in name for name in reads[start:stop])
     assert len(reads) == len(set(reads))

@@ -62,7 +62,7 @@ def convert(folder: Path, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def read_by_both(checkpoint: Checkpoint, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    reference = DequantizedContainer(checkpoint.raw, checkpoint.config)
+    reference = DequantizedContainer(checkpoint.raw_container, checkpoint.config)
     return checkpoint.get(name), reference.get(name)
 
 

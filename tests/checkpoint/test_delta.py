@@ -43,7 +43,7 @@ def test_base_and_delta_add_up_and_new_token_rows_are_taken_as_they_are(tmp_path
         assert torch.equal(actual[:rows], base[name] + added[name][:rows])
         assert torch.equal(actual[rows:], tensor[rows:])
         torch.testing.assert_close(actual, tensor, atol=4e-3, rtol=0)
-    assert len(opened.raw.files()) == 2
+    assert len(opened.raw_container.files()) == 2
     assert opened.fingerprint() != open_checkpoint(one).fingerprint()
 
 

@@ -77,7 +77,7 @@ def test_values_by_our_reader_and_by_the_reference(
     assert set(checkpoint.names()) == {NAME, "model.norm.weight"}
     assert checkpoint.get(NAME).dtype is torch.float32
     torch.testing.assert_close(checkpoint.get(NAME).double(), expected, rtol=1e-7, atol=0)
-    reference = DequantizedContainer(checkpoint.raw, checkpoint.config)
+    reference = DequantizedContainer(checkpoint.raw_container, checkpoint.config)
     assert set(reference.names()) == set(checkpoint.names())
     assert torch.equal(reference.get(NAME), expected)
 

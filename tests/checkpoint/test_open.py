@@ -72,7 +72,7 @@ def test_the_same_model_opens_from_every_container(tmp_path):
         assert_whole(opened)
         assert opened.config["num_key_value_heads"] == 2
     gguf = open_checkpoint(tmp_path / "gguf/m.gguf")
-    assert "blk.0.attn_q.weight" in gguf.raw.names()
+    assert "blk.0.attn_q.weight" in gguf.raw_container.names()
     assert list(gguf.tokenizer_files()) == ["gguf_vocab.json"]
 
 

@@ -46,7 +46,7 @@ def check_matrix(checkpoint: Checkpoint, drawn: writers.SeededMatrix, bits: int)
     assert np.array_equal(packed.codes.numpy().astype(np.int64) + shift, drawn.codes[:, order])
     # float32 holds scale · (code − zero) exactly for scales of 11 bits
     assert np.array_equal(checkpoint.get(NAME).double().numpy(), drawn.weight)
-    reference = DequantizedContainer(checkpoint.raw, checkpoint.config)
+    reference = DequantizedContainer(checkpoint.raw_container, checkpoint.config)
     assert set(reference.names()) == set(checkpoint.names())
     assert np.array_equal(reference.get(NAME).numpy(), drawn.weight)
 
@@ -251,7 +251,8 @@ def test_gpt2_names_mean_the_transposes(tmp_path: Path) -> None:
     assert checkpoint.tensor_info(NAME).shape == (64, 16)
     assert np.array_equal(checkpoint.get(NAME).double().numpy(), drawn.weight.T)
     assert np.array_equal(
-        DequantizedContainer(checkpoint.raw, checkpoint.config).get(NAME).numpy(), drawn.weight.T
+        DequantizedContainer(checkpoint.raw_container, checkpoint.config).get(NAME).numpy(),
+        drawn.weight.T,
     )
 
 

@@ -216,9 +216,9 @@ def test_the_real_demo_is_fetched_and_opens(tmp_path):
     assert config["rope_theta"] == 100000.0
     assert config["tie_word_embeddings"]
     gguf_tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(opened.path).tensors}
-    for name in opened.raw.names():
+    for name in opened.raw_container.names():
         expected = dequantize(gguf_tensors[name].data, gguf_tensors[name].tensor_type)
-        np.testing.assert_array_equal(opened.raw.get(name).numpy(), expected)
+        np.testing.assert_array_equal(opened.raw_container.get(name).numpy(), expected)
 
 
 @pytest.mark.parametrize(

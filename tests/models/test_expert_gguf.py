@@ -223,4 +223,4 @@ def test_the_sigmoids_of_glm_4_7_flash_need_no_key(
     writer.close()
     checkpoint = open_checkpoint(tmp_path / "model.gguf")
     assert checkpoint.config["model_type"] == family
-    assert config_from_gguf(checkpoint.raw)["model_type"] == family
+    assert config_from_gguf(checkpoint.raw_container)["model_type"] == family

@@ -90,7 +90,7 @@ def open_reference(
         TensorMismatch: if a tensor is missing.
         CorruptCheckpoint: if a GGUF's metadata has values of another type.
     """
-    container: RawContainer = checkpoint.raw
+    container: RawContainer = checkpoint.raw_container
     if "general.architecture" in container.metadata and "token_embd.weight" in container.names():
         return _open_gguf_reference(container, dtype, device)
     config = _drop_null_config_factors(checkpoint.config)

@@ -35,7 +35,7 @@ class SamReference(VisionReference):
         engine_matrices: Mapping[str, ModuleWeights] | None = None,
     ) -> None:
         super().__init__(checkpoint, engine_matrices)
-        names = checkpoint.raw.names()
+        names = checkpoint.raw_container.names()
         self.is_transformers_layout = "vision_encoder.pos_embed" in names
         self._prefix = next(
             (p for p in ("", "module.", "model.") if f"{p}mask_decoder.iou_token.weight" in names),

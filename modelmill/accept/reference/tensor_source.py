@@ -47,7 +47,7 @@ class OpenedCheckpoint(Protocol):
         """Return the checkpoint's config."""
 
     @property
-    def raw(self) -> Any:
+    def raw_container(self) -> Any:
         """Return the container below, with tensors as stored."""
 
 

@@ -73,7 +73,7 @@ class VisionReference(ABC):
         engine_matrices: Mapping[str, ModuleWeights] | None = None,
     ) -> None:
         self._engine_matrices = engine_matrices or {}
-        self.source = TensorSource(checkpoint.raw, torch.float32)
+        self.source = TensorSource(checkpoint.raw_container, torch.float32)
         self.norms: list[ReferenceNorm] = []
 
     def apply_and_record_norm(self, norm: ReferenceNorm, x: Tensor) -> Tensor:
