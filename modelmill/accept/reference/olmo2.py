@@ -35,9 +35,7 @@ class Olmo2Reference(QKNormReference):
         stem = f"{self.LAYERS}.{index}.self_attn"
         return ModuleWeights(torch.cat([self.source.get(f"{stem}.{n}_norm.weight") for n in "qk"]))
 
-    def apply_qk_norm_weights(
-        self, q: Tensor, k: Tensor, weights: ModuleWeights
-    ) -> tuple[Tensor, Tensor]:
+    def apply_qk_norm(self, q: Tensor, k: Tensor, weights: ModuleWeights) -> tuple[Tensor, Tensor]:
         """Norm all heads of q together, and all heads of k together."""
         q_weight, k_weight = weights.weight.split([q.shape[-1], k.shape[-1]])
         return rms_norm(q, ModuleWeights(q_weight), self.eps), rms_norm(

@@ -32,9 +32,7 @@ class SharedQKLayerNormReference(QKNormReference):
         )
         return self.to_engine_channel_order(ModuleWeights(weight, bias))
 
-    def apply_qk_norm_weights(
-        self, q: Tensor, k: Tensor, weights: ModuleWeights
-    ) -> tuple[Tensor, Tensor]:
+    def apply_qk_norm(self, q: Tensor, k: Tensor, weights: ModuleWeights) -> tuple[Tensor, Tensor]:
         """Norm each head of q with one weight, each of k with another."""
         assert weights.bias is not None, "these norms have a bias"
         values = zip(weights.weight.chunk(2), weights.bias.chunk(2), strict=True)

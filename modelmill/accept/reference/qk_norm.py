@@ -27,9 +27,7 @@ class QKNormReference(PlainDecoderReference):
     norms_qk = True
 
     @abstractmethod
-    def apply_qk_norm_weights(
-        self, q: Tensor, k: Tensor, weights: ModuleWeights
-    ) -> tuple[Tensor, Tensor]:
+    def apply_qk_norm(self, q: Tensor, k: Tensor, weights: ModuleWeights) -> tuple[Tensor, Tensor]:
         """Norm q [T, heads·dim] and k [T, kv_heads·dim]."""
 
     def layer_weights(self, index: int) -> LayerWeights:
@@ -43,7 +41,7 @@ class QKNormReference(PlainDecoderReference):
         """Norm q and k, and record both side by side."""
         if not self.norms_qk:
             return q, k
-        q_normed, k_normed = self.apply_qk_norm_weights(q, k, r.weights[QK_NORM])
+        q_normed, k_normed = self.apply_qk_norm(q, k, r.weights[QK_NORM])
         r.record(QK_NORM, torch.cat((q_normed, k_normed), -1), q, k)
         return q_normed, k_normed
 
@@ -54,4 +52,4 @@ class QKNormReference(PlainDecoderReference):
         kv = self.num_kv_heads * self.head_dim
         widths = [self.num_heads * self.head_dim, kv, kv]
         q, k, v = x.to(self.device, self.dtype).split(widths, -1)
-        return torch.cat((*self.apply_qk_norm_weights(q, k, self.norm_weights(index, name)), v), -1)
+        return torch.cat((*self.apply_qk_norm(q, k, self.norm_weights(index, name)), v), -1)

@@ -45,9 +45,7 @@ class StableLmReference(QKNormReference):
         ]
         return self.to_engine_channel_order(ModuleWeights(torch.cat(weights)))
 
-    def apply_qk_norm_weights(
-        self, q: Tensor, k: Tensor, weights: ModuleWeights
-    ) -> tuple[Tensor, Tensor]:
+    def apply_qk_norm(self, q: Tensor, k: Tensor, weights: ModuleWeights) -> tuple[Tensor, Tensor]:
         """Norm each head of q and k by itself."""
         normed = self._norm_per_head(torch.cat((q, k), -1), weights)
         return normed[:, : q.shape[1]], normed[:, q.shape[1] :]
