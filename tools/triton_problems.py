@@ -544,4 +544,4 @@ def cases() -> Iterator[Problem]:
         assert module is not None, f"Triton implements {op}"
         for case in import_module(f"modelmill.ops.{op}").cases("cpu", dtype):
             if registry.backend_serves_args(op, "triton", **case.args):
-                yield op, partial(registry.with_named_args(op, module.run), **case.args)
+                yield op, partial(registry.packing_named_args(op, module.run), **case.args)

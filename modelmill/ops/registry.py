@@ -113,10 +113,10 @@ def reference(op: str) -> Callable[..., Any]:
     return getattr(import_module(f"modelmill.ops.{op}"), op)
 
 
-def with_named_args(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call`` (an op's reference, ``run`` or ``supports``) with each argument by its own name.
+def packing_named_args(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call`` (an op's reference, ``run`` or ``supports``) taking each argument by its own name.
 
-    So a ``Case`` has them, whether or not the op takes some of them as its ``inputs``.
+    So a ``Case`` has them; those that the op takes as its ``inputs`` are packed.
     """
     declaration = declarations()[op]
     if declaration.inputs is None:

@@ -223,5 +223,5 @@ def test_extra_cases_are_right_for_their_ops() -> None:
         for op, make in EXTRA_CASES["cpu"].items():
             for case in make("cpu", torch.float32):
                 if "49152" not in case.name and "4096" not in case.name:
-                    registry.with_named_args(op, registry.reference(op))(**case.args)
+                    registry.packing_named_args(op, registry.reference(op))(**case.args)
                 assert case.bytes_moved > 0

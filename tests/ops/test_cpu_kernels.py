@@ -184,8 +184,8 @@ def _check(
         for n, v in args.items()
     }
     wide.update({n: wide[n] for n in writes})
-    expected = registry.with_named_args(op, registry.reference(op))(**wide)
-    outputs = registry.with_named_args(op, getattr(_selected_ops(), op))(**args)
+    expected = registry.packing_named_args(op, registry.reference(op))(**wide)
+    outputs = registry.packing_named_args(op, getattr(_selected_ops(), op))(**args)
     pairs = list(zip(outputs, expected)) if isinstance(outputs, tuple) else [(outputs, expected)]
     pairs += [(args[n], wide[n]) for n in writes]
     for actual, truth in pairs:
@@ -286,7 +286,7 @@ def _alone_and_in(batches: tuple[int, ...], dtype: torch.dtype) -> None:
     for op, args in products.items():
         for bias in (None, randn(45, device="cpu", dtype=dtype, seed=3)):
             run = functools.partial(
-                registry.with_named_args(op, KERNELS[op].run), **args, bias=bias
+                registry.packing_named_args(op, KERNELS[op].run), **args, bias=bias
             )
             alone = torch.cat([run(x=row[None]) for row in x[: max(batches)]])
             for rows in batches:

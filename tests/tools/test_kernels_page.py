@@ -193,5 +193,5 @@ def test_the_case_shown_launches_the_kernel(
         n, k // 2 if int4 else k, dtype=torch.uint8 if int4 else torch.int8
     )
     kernels = registry.implementations(op)["cuda"]
-    registry.with_named_args(op, kernels.run)(**args)
+    registry.packing_named_args(op, kernels.run)(**args)
     assert set(launched) == {shown.path.stem}, launched
