@@ -143,7 +143,7 @@ class Sequence:
         started_at: When it was first admitted, by time.perf_counter.
         snapshots: Copies of its recurrent state that are being written, not in the cache yet.
         snapshot_end: Tokens in front of the last of them; 0: none.
-        latest_snapshot: Page key of the cached one that the next replaces, or None.
+        replaceable_snapshot_key: Page key of the cached one that the next replaces, or None.
         branch_end: Tokens of its prefix whose pages were cached, where that was more than the
             tokens in front of a snapshot; 0: no more.
     """
@@ -157,7 +157,6 @@ class Sequence:
         "group_pages",
         "guide",
         "index",
-        "latest_snapshot",
         "max_chunk",
         "max_length",
         "num_cached",
@@ -171,6 +170,7 @@ class Sequence:
         "prompt_key",
         "prompt_len",
         "prompt_logprobs",
+        "replaceable_snapshot_key",
         "request",
         "root_page_key",
         "rope_length_source",
@@ -224,7 +224,7 @@ class Sequence:
         self.num_freed_pages = [0]
         self.snapshots: list[Snapshot] = []
         self.snapshot_end = self.branch_end = 0
-        self.latest_snapshot: bytes | None = None
+        self.replaceable_snapshot_key: bytes | None = None
         self.root_page_key = root_page_key(model_digest, request.cache_salt)
         self.page_keys: list[bytes] = []
         self.siblings: list[Sequence] = []
@@ -332,9 +332,9 @@ class Sequence:
             self.snapshots = [each for each in self.snapshots if each not in behind]
         return behind
 
-    def set_latest_snapshot_key(self, key: bytes | None) -> None:
+    def set_replaceable_snapshot_key(self, key: bytes | None) -> None:
         """Store the key of the cached snapshot that the next one replaces."""
-        self.latest_snapshot = key
+        self.replaceable_snapshot_key = key
 
     def note_cached_pages(self, count: int) -> None:
         """Record that the prefix cache knows the first ``count`` pages."""

@@ -155,14 +155,15 @@ class StateSnapshotCache:
                 self._free.append(snapshot.slot)
             else:
                 self._slot_by_key[key] = snapshot.slot
-            self._replace_latest(seq, snapshot.end, key)
+            self._drop_replaced_snapshot(seq, snapshot.end, key)
 
-    def _replace_latest(self, seq: Sequence, end: int, key: bytes) -> None:
+    def _drop_replaced_snapshot(self, seq: Sequence, end: int, key: bytes) -> None:
         """Drop the snapshot that a later one of the same sequence replaces."""
-        if seq.latest_snapshot is not None and seq.latest_snapshot in self._slot_by_key:
-            self._free.append(self._slot_by_key.pop(seq.latest_snapshot))
+        replaced = seq.replaceable_snapshot_key
+        if replaced is not None and replaced in self._slot_by_key:
+            self._free.append(self._slot_by_key.pop(replaced))
         prompt_end = (seq.prompt_len - 1) // self._page_size * self._page_size
-        seq.set_latest_snapshot_key(None if end in (prompt_end, seq.branch_end) else key)
+        seq.set_replaceable_snapshot_key(None if end in (prompt_end, seq.branch_end) else key)
 
     def free_planned_slots(self, seq: Sequence) -> None:
         """Free the slots that a sequence, which stops, was to write."""
