@@ -49,8 +49,8 @@ def recipe_option_field(name: str) -> Any:
     return option_field(declared.default, declared.help, **{k: v for k, v in extra.items() if v})
 
 
-def add_recipe_fields(config: type[T]) -> type[T]:
-    """Add the options of recipes that the class does not list, as its last fields.
+def add_recipe_option_fields(config: type[T]) -> type[T]:
+    """Add a field for each option of a recipe that the class does not list, as its last ones.
 
     The class lists those of the package's recipes, with types for mypy; another recipe's file
     brings its own.
@@ -63,7 +63,7 @@ def add_recipe_fields(config: type[T]) -> type[T]:
 
 
 @dataclass(frozen=True, kw_only=True)
-@add_recipe_fields
+@add_recipe_option_fields
 class BuildConfig:
     """All options that decide what an engine contains.
 

@@ -143,7 +143,7 @@ class GenerationDefaults:
             filled = {
                 name: value for name, value in filled.items() if name not in MODELMILL_DEFAULTS
             }
-        if self.greedy and requests_sampling(params):
+        if self.greedy and implies_sampling(params):
             filled["temperature"] = self.sampling.get("temperature", 1.0)
         bounded = (
             self.max_length is not None and self.max_tokens is None and params.max_tokens is None
@@ -204,7 +204,7 @@ def _format_if_number(value: Any) -> str:
     return str(value) if isinstance(value, int | float) else ""
 
 
-def requests_sampling(params: SamplingParams) -> bool:
+def implies_sampling(params: SamplingParams) -> bool:
     """Whether a request without a temperature still needs sampling (top_p, top_k, min_p, n)."""
     if params.num_beams > 1 or params.temperature is not None:
         return False
