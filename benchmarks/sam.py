@@ -45,7 +45,7 @@ from modelmill.nn.linear import Linear  # noqa: E402
 from modelmill.nn.synthetic_step import fill_random_weights  # noqa: E402
 from modelmill.nn.vision_context import VisionContext  # noqa: E402
 from modelmill.ops.registry import select_backends  # noqa: E402
-from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions  # noqa: E402
+from modelmill.vision.automatic_mask_options import AutomaticMaskOptions  # noqa: E402
 from modelmill.vision.prompts import Prompt  # noqa: E402
 from modelmill.vision.sam_model import SamModel  # noqa: E402
 

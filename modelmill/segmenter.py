@@ -26,7 +26,7 @@ from modelmill.opened_engine import (
     OpenedEngine,
     show_opening_progress,
 )
-from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions
+from modelmill.vision.automatic_mask_options import AutomaticMaskOptions
 from modelmill.vision.draw import mask_prompt_logits
 from modelmill.vision.image import BLACK, open_image, to_rgb_image
 from modelmill.vision.open_model import ENGINE_TYPE, open_sam_model

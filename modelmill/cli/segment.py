@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from modelmill.segmenter import Segmenter
-    from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions
+    from modelmill.vision.automatic_mask_options import AutomaticMaskOptions
     from modelmill.vision.prompts import Prompt
     from modelmill.vision.sam_model import ImageEmbedding, Mask
 
@@ -206,7 +206,7 @@ def _make_segment_query(args: Args) -> SegmentQuery:
                 "--everything takes no point, label, box, mask or --single; leave one or the "
                 "other out"
             )
-        from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions
+        from modelmill.vision.automatic_mask_options import AutomaticMaskOptions
 
         return SegmentQuery(
             everything=AutomaticMaskOptions(

@@ -35,7 +35,7 @@ from modelmill.serve.worker_messages import (
     Ping,
     StatsReply,
 )
-from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions
+from modelmill.vision.automatic_mask_options import AutomaticMaskOptions
 from modelmill.vision.draw import mask_prompt_logits, mask_to_png
 from modelmill.vision.image import BLACK, open_image
 from modelmill.vision.image_embedding import ImageEmbedding

@@ -18,7 +18,7 @@ from modelmill.ops.cpu.common.thread_pool import single_thread_torch
 from modelmill.ops.registry import with_heartbeat
 from modelmill.ops.upsample_masks import UpsampleMasksInputs, masks_to_boxes
 from modelmill.vision import masks as shapes
-from modelmill.vision.automatic_mask_generator import (
+from modelmill.vision.automatic_mask_options import (
     AutomaticMaskOptions,
     Crop,
     make_crops,

@@ -15,7 +15,7 @@ import torch
 from modelmill.models import sam
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.registry import select_backends
-from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions
+from modelmill.vision.automatic_mask_options import AutomaticMaskOptions
 from modelmill.vision.masks import to_coco_rle
 from modelmill.vision.sam_model import SamModel
 from tests.models.sam_seeded import small_state

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from modelmill.models import sam
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.registry import select_backends
-from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions
+from modelmill.vision.automatic_mask_options import AutomaticMaskOptions
 from modelmill.vision.packed_mask import PackedMask, _pack_mask_bits_torch, pack_mask_bits
 from modelmill.vision.sam_model import SamModel
 from tests.models.sam_seeded import small_state

@@ -13,7 +13,7 @@ from modelmill.core.errors import RequestError
 from modelmill.models import sam
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.registry import select_backends
-from modelmill.vision.automatic_mask_generator import (
+from modelmill.vision.automatic_mask_options import (
     AutomaticMaskOptions,
     Crop,
     make_crops,
