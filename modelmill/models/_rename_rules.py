@@ -16,7 +16,7 @@ from modelmill.checkpoint.rename import Rule
 from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.layer_spec import CompositeSpec, LayerSpec, LinearSpec, ModuleSpec, NormSpec
 from modelmill.nn.linear import Linear
-from modelmill.nn.parallel_hybrid_layer import mamba_module_path
+from modelmill.nn.parallel_hybrid_layer import attn_to_mamba_path
 from modelmill.nn.qkv_norm import SHARED_LAYER_NORM
 
 IGNORED_BUFFERS = (r"(.*\.)?rotary_emb\.inv_freq", r".*\.masked_bias")
@@ -258,7 +258,7 @@ class CheckpointLayout:
             out |= config.recurrence.row_rename_steps(by_key_head=self.grouped_state)
         if config.parallel_recurrence is not None:
             row_rename_steps = config.parallel_recurrence.row_rename_steps()
-            out |= {mamba_module_path(path): step for path, step in row_rename_steps.items()}
+            out |= {attn_to_mamba_path(path): step for path, step in row_rename_steps.items()}
         if self.experts_stacked and config.moe is not None:
             step = f"expert:*/{config.moe.router.experts}"
             out |= dict.fromkeys(

@@ -28,14 +28,14 @@ from modelmill.models._mamba_config import (
 from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mamba2 import Mamba2Spec
-from modelmill.nn.parallel_hybrid_layer import ParallelHybridLayer, mamba_module_path
+from modelmill.nn.parallel_hybrid_layer import ParallelHybridLayer, attn_to_mamba_path
 
 Model = Decoder
 LAYOUT = CheckpointLayout(
     {
         **CHECKPOINT_NAMES,
         **{
-            mamba_module_path(path): names
+            attn_to_mamba_path(path): names
             for path, names in mamba_checkpoint_names("mamba").items()
         },
         "mlp_norm": ("pre_ff_layernorm",),

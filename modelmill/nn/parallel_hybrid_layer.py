@@ -85,14 +85,14 @@ def _parallel_recurrence_spec(parts: LayerParts) -> Mamba2Spec:
     return parts.parallel_recurrence
 
 
-def mamba_module_path(path: str) -> str:
+def attn_to_mamba_path(path: str) -> str:
     """The path of a recurrence's module beside an attention, from that in its place."""
     return path.replace("attn.", "mamba.", 1)
 
 
 def _as_mamba_module_spec(module: ModuleSpec) -> ModuleSpec:
     """A module of the recurrence as the layer's ``mamba``."""
-    path = mamba_module_path(module.path)
+    path = attn_to_mamba_path(module.path)
     if not isinstance(module, LinearSpec) or module.site != "o":
         return replace(module, path=path)
     parts = (replace(module.parts[0], name="mamba_o_proj"),)

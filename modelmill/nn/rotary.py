@@ -85,7 +85,7 @@ class Rotary(nn.Module):
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         # one row a key, made once: in a graph, a row is one small kernel and its powers would be
         # ten
-        makers = {"qwen_ntk": _ntk_table, "longrope": _longrope_table}
+        makers = {"qwen_ntk": _ntk_frequency_table, "longrope": _longrope_frequency_table}
         table = makers.get(spec.scaling_type)
         frequencies = None if table is None else table(spec, inv_freq)
         self.register_buffer("frequency_table", frequencies, persistent=False)
@@ -138,7 +138,7 @@ def ntk_doublings(length: int, trained_len: int) -> int:
     return doublings
 
 
-def _ntk_table(spec: RopeSpec, inv_freq: torch.Tensor) -> torch.Tensor:
+def _ntk_frequency_table(spec: RopeSpec, inv_freq: torch.Tensor) -> torch.Tensor:
     """Frequencies by number of doublings, [32, D/2]; the first row is the unscaled one exactly."""
     alpha = 2.0 ** (torch.arange(32, dtype=torch.float64, device="cpu") + 1) - 1
     table = _ntk_frequencies(spec, alpha)
@@ -146,7 +146,7 @@ def _ntk_table(spec: RopeSpec, inv_freq: torch.Tensor) -> torch.Tensor:
     return table
 
 
-def _longrope_table(spec: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
+def _longrope_frequency_table(spec: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
     """LongRoPE's frequencies of short and of long sequences, [2, D/2] (arXiv:2402.13753)."""
     del plain
     exponent = torch.arange(0, spec.dim, 2, dtype=torch.float32, device="cpu") / spec.dim

@@ -126,7 +126,7 @@ def parse_spm_model(proto: bytes, file: str) -> SpmModel:
                 for inner, flag in _iter_proto_fields(value):
                     dummy_prefix = bool(flag) if inner == DUMMY_PREFIX else dummy_prefix
                     if inner == CHARSMAP and isinstance(flag, bytes):
-                        growth = max(growth, longest_charsmap_replacement(flag))
+                        growth = max(growth, max_charsmap_replacement_len(flag))
     except (ValueError, IndexError, struct.error):
         raise TokenizerError(
             f"{file} is not a SentencePiece model, or is truncated; copy the file again"
@@ -139,7 +139,7 @@ def parse_spm_model(proto: bytes, file: str) -> SpmModel:
     return SpmModel(pieces, dummy_prefix, ids[UNK_ID], ids[BOS_ID], ids[EOS_ID], ids[PAD_ID])
 
 
-def longest_charsmap_replacement(charsmap: bytes) -> int:
+def max_charsmap_replacement_len(charsmap: bytes) -> int:
     """The most characters that a precompiled map of characters writes for one.
 
     The map is the size of a trie as an uint32, the trie, and replacements that end with a zero.

@@ -8,7 +8,7 @@ from typing import Any
 
 from modelmill.core.errors import TokenizerError
 from modelmill.core.quoting import quote
-from modelmill.text.sentencepiece_proto import MAX_GROWTH, longest_charsmap_replacement
+from modelmill.text.sentencepiece_proto import MAX_GROWTH, max_charsmap_replacement_len
 from modelmill.text.tokenizer_files import is_token_id
 
 
@@ -122,7 +122,7 @@ def _own_text_growth(step: Mapping[str, Any]) -> int:
         case "ByteLevel":
             return 2  # bytes of a character, which another one takes for as many characters
         case "Precompiled" if isinstance(charsmap, str):
-            return longest_charsmap_replacement(_decode_base64_or_empty(charsmap))
+            return max_charsmap_replacement_len(_decode_base64_or_empty(charsmap))
     return 1
 
 
