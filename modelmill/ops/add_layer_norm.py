@@ -9,7 +9,7 @@ import torch
 from modelmill.ops.case import Case, RowShapes, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.layer_norm import layer_norm
-from modelmill.ops.operand_match import make_row_op_matcher
+from modelmill.ops.operand_guards import make_row_op_guard
 from modelmill.ops.row_op_support import RowOpProblem, make_row_op_problem
 
 
@@ -23,7 +23,7 @@ DECLARATION = OpDeclaration(
     problem=_make_problem,
     operands=("x", "residual", "weight", "bias", "eps"),
     per_call="residual",
-    match=make_row_op_matcher,
+    guard=make_row_op_guard,
 )
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}

@@ -12,7 +12,7 @@ from modelmill.ops import rms_norm_quant
 from modelmill.ops.case import Case, RowShapes, nbytes
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.gelu_quant import quant_modes
-from modelmill.ops.operand_match import make_row_op_matcher
+from modelmill.ops.operand_guards import make_row_op_guard
 from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.row_op_support import RowOpProblem, make_row_op_problem
 
@@ -54,7 +54,7 @@ DECLARATION = OpDeclaration(
     inputs=AddLayerNormQuantInputs,
     problem=_make_problem,
     per_call="residual",
-    match=make_row_op_matcher,
+    guard=make_row_op_guard,
 )
 
 

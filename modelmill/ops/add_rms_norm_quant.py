@@ -10,7 +10,7 @@ from modelmill.ops import rms_norm_quant
 from modelmill.ops.add_rms_norm import add_rms_norm
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.operand_match import make_row_op_matcher
+from modelmill.ops.operand_guards import make_row_op_guard
 from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.row_op_support import RowOpProblem, make_row_op_problem
 
@@ -27,7 +27,7 @@ DECLARATION = OpDeclaration(
     problem=_make_problem,
     operands=("x", "residual", "weight", "eps", "spec"),
     per_call="residual",
-    match=make_row_op_matcher,
+    guard=make_row_op_guard,
 )
 
 TOLERANCE = rms_norm_quant.TOLERANCE

@@ -8,11 +8,11 @@ import torch
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.operand_match import make_row_op_matcher
+from modelmill.ops.operand_guards import make_row_op_guard
 from modelmill.ops.row_op_support import make_row_op_problem
 
 DECLARATION = OpDeclaration(
-    problem=make_row_op_problem, operands=("logits",), match=make_row_op_matcher
+    problem=make_row_op_problem, operands=("logits",), guard=make_row_op_guard
 )
 
 # Ids are exact.

@@ -19,7 +19,7 @@ from typing import Any
 
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.kernel_support import UNBOUNDED, Kernel, KernelSupportRange, select_first_kernel
-from modelmill.ops.operand_match import Match
+from modelmill.ops.operand_guards import Guard
 
 Run = Callable[..., Any]
 MAX_MEASURED_ROWS = 512  # row counts whose measured condition is remembered for each weight
@@ -123,14 +123,14 @@ class SelectedOp:
     def bind(self, *args: Any) -> BoundOp | None:
         """The op for operands like these, or None if a binding does not serve them."""
         declared = self.declaration
-        if declared.match is None:
+        if declared.guard is None:
             return None
-        match = declared.match(declared, declared.flatten_operands(*args))
-        if match is None:
+        guard = declared.guard(declared, declared.flatten_operands(*args))
+        if guard is None:
             return None
         bound = (each.drop_passed_memory_checks(*args) for each in self.implementations)
         problem = declared.make_problem(*args)
-        return BoundOp(self, match, problem, [each for each in bound if each is not None])
+        return BoundOp(self, guard, problem, [each for each in bound if each is not None])
 
     def with_hook(self, hook: Callable[[Run], Run]) -> SelectedOp:
         """The same op with ``hook`` around each function that may compute it."""
@@ -232,7 +232,7 @@ class BoundOp:
 
     Attributes:
         op: the op that was bound.
-        match: the row count of a call's arguments; None if they are not like the bound ones. It
+        guard: the row count of a call's arguments; None if they are not like the bound ones. It
             holds the weight and the bias, and nothing that refers to it: a weight that is dropped
             is freed at once.
         choice: the functions by rows.
@@ -241,17 +241,17 @@ class BoundOp:
     def __init__(
         self,
         op: SelectedOp,
-        match: Match,
+        guard: Guard,
         problem: Any,
         implementations: Sequence[OpImplementation],
     ) -> None:
-        self.op, self.match = op, match
+        self.op, self.guard = op, guard
         kind = RowCountDispatch if len(op.declaration.counts) == 1 else MultiCountDispatch
         self.choice: RowCountDispatch | MultiCountDispatch = kind(op, problem, implementations)
 
     def call(self, *args: Any) -> Any:
         """Run the op; where the arguments are not like the bound ones it decides for this call."""
-        rows = self.match(*args)
+        rows = self.guard(*args)
         return self.op(*args) if rows is None else self.choice.select_function(rows)(*args)
 
 
@@ -268,7 +268,7 @@ class CachedOpBinding:
         """Run one of the device's ``Ops``."""
         bound = self._bound
         if bound is not None and bound.op is op:
-            rows = bound.match(*args)
+            rows = bound.guard(*args)
             if rows is not None:
                 return bound.choice.select_function(rows)(*args)
         if isinstance(op, SelectedOp):

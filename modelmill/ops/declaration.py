@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from modelmill.ops.operand_match import Match, make_gemm_matcher
+from modelmill.ops.operand_guards import Guard, make_gemm_guard
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class OpDeclaration:
             (``ops.bound_op``): a ``GemmProblem``, ``RowOpProblem`` or the like.
         operands: the names of the op's arguments; () where they are its ``inputs`` alone.
         per_call: name of the operand that is another one in each call, beside x.
-        match: makes the function that says the rows of a call like the bound one
-            (``ops.operand_match``); None: the op is not bound.
+        guard: makes the function that says the rows of a call like the bound one
+            (``ops.operand_guards``); None: the op is not bound.
         alike: makes the check of the operand ``per_call``; None: it must lie in memory alike.
         counts: fields of the problem that differ from call to call and classes are made of.
         split: parts of a problem that different implementations may compute; () for one as a whole.
@@ -44,7 +44,7 @@ class OpDeclaration:
     problem: Callable[..., Any] | None = None
     operands: tuple[str, ...] = ()
     per_call: str | None = None
-    match: Callable[[OpDeclaration, Sequence[Any]], Match | None] | None = make_gemm_matcher
+    guard: Callable[[OpDeclaration, Sequence[Any]], Guard | None] | None = make_gemm_guard
     alike: Callable[[Any], Callable[[Any], bool] | None] | None = None
     counts: tuple[str, ...] = ("m",)
     split: Callable[[Any], tuple[Any, ...]] | None = None

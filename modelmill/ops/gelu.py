@@ -9,10 +9,10 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, RowShapes, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.operand_match import make_row_op_matcher
+from modelmill.ops.operand_guards import make_row_op_guard
 from modelmill.ops.row_op_support import make_row_op_problem
 
-DECLARATION = OpDeclaration(problem=make_row_op_problem, operands=("x",), match=make_row_op_matcher)
+DECLARATION = OpDeclaration(problem=make_row_op_problem, operands=("x",), guard=make_row_op_guard)
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 

@@ -10,14 +10,14 @@ from modelmill.ops import rms_norm_quant
 from modelmill.ops.case import Case, RowShapes, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.gelu import gelu
-from modelmill.ops.operand_match import make_row_op_matcher
+from modelmill.ops.operand_guards import make_row_op_guard
 from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.row_op_support import make_quantized_row_op_problem
 
 DECLARATION = OpDeclaration(
     problem=make_quantized_row_op_problem,
     operands=("x", "dtype", "inv_scale"),
-    match=make_row_op_matcher,
+    guard=make_row_op_guard,
 )
 
 TOLERANCE = rms_norm_quant.TOLERANCE

@@ -14,7 +14,7 @@ from modelmill.ops.fused_moe import SMALL_SHAPES, FusedMoEInputs, moe_reference_
 from modelmill.ops.int4_linear import dequantize_weight, random_weight
 from modelmill.ops.moe_support import make_moe_problem
 
-DECLARATION = OpDeclaration(inputs=FusedMoEInputs, problem=make_moe_problem, match=None)
+DECLARATION = OpDeclaration(inputs=FusedMoEInputs, problem=make_moe_problem, guard=None)
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-1}
 

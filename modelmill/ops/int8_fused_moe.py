@@ -14,7 +14,7 @@ from modelmill.ops.fused_moe import FusedMoEInputs, moe_reference_with_dequantiz
 from modelmill.ops.moe_support import make_moe_problem
 from modelmill.ops.quant_types import quantize_per_row
 
-DECLARATION = OpDeclaration(inputs=FusedMoEInputs, problem=make_moe_problem, match=None)
+DECLARATION = OpDeclaration(inputs=FusedMoEInputs, problem=make_moe_problem, guard=None)
 
 
 def int8_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, RowShapes, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.operand_match import make_row_op_matcher
+from modelmill.ops.operand_guards import make_row_op_guard
 from modelmill.ops.row_op_support import RowOpProblem, make_row_op_problem
 
 
@@ -20,7 +20,7 @@ def _make_problem(
 
 
 DECLARATION = OpDeclaration(
-    problem=_make_problem, operands=("x", "weight", "bias", "eps"), match=make_row_op_matcher
+    problem=_make_problem, operands=("x", "weight", "bias", "eps"), guard=make_row_op_guard
 )
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}

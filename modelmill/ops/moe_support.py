@@ -90,7 +90,7 @@ class MoESupportRange(KernelSupportRange):
         scale_dtypes: () means any.
         max_pairs_per_expert: pairs of a token and an expert up to which it is the fastest, for each
             expert on average. It depends on the exact number of rows within ``m``, which a binding
-            does not look at: these ops have none (``match=None``).
+            does not look at: these ops have none (``guard=None``).
         offset: whether groups may have offsets.
         ungated: whether experts may have no gate.
     """

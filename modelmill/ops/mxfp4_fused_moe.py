@@ -16,7 +16,7 @@ from modelmill.ops.moe_support import make_moe_problem
 from modelmill.ops.mxfp4_linear import BLOCK_COLUMNS as BLOCK_COLUMNS
 from modelmill.ops.mxfp4_linear import dequantize_weight, random_weight
 
-DECLARATION = OpDeclaration(inputs=FusedMoEInputs, problem=make_moe_problem, match=None)
+DECLARATION = OpDeclaration(inputs=FusedMoEInputs, problem=make_moe_problem, guard=None)
 
 
 def mxfp4_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:

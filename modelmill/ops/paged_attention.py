@@ -20,7 +20,7 @@ from modelmill.ops.attention_support import (
 )
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.operand_match import ALIGNMENT, Match, StepOperandValidator, make_weak_reference
+from modelmill.ops.operand_guards import ALIGNMENT, Guard, StepOperandValidator, make_weak_reference
 from modelmill.ops.score_mods import ScoreMods, softmax_with_score_mods
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -94,7 +94,7 @@ def _make_problem(*operands: Any) -> AttentionProblem:
     )
 
 
-def _make_attention_matcher(_: OpDeclaration, operands: Sequence[Any]) -> Match | None:
+def _make_attention_guard(_: OpDeclaration, operands: Sequence[Any]) -> Guard | None:
     """The counts of a call with these pages, and queries that lie in memory alike."""
     q, k_cache, v_cache, *indices = operands[:6]
     k_scale, v_scale, score_mods, value_dim = operands[10:]
@@ -135,7 +135,7 @@ _INDICES = StepOperandValidator((torch.int32, 1), (torch.int32, 1), (torch.int32
 DECLARATION = OpDeclaration(
     inputs=PagedAttentionInputs,
     problem=_make_problem,
-    match=_make_attention_matcher,
+    guard=_make_attention_guard,
     counts=("m", "queries", "sequences", "pairs"),
     split=split_mixed_problem,
     join=compose_mixed_step_kernel,

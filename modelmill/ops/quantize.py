@@ -9,7 +9,7 @@ import torch
 from modelmill.ops import rms_norm_quant
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.operand_match import make_row_op_matcher
+from modelmill.ops.operand_guards import make_row_op_guard
 from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.row_op_support import RowOpProblem, make_row_op_problem
 
@@ -23,7 +23,7 @@ DECLARATION = OpDeclaration(
     inputs_name="spec",
     problem=_make_problem,
     operands=("x", "spec"),
-    match=make_row_op_matcher,
+    guard=make_row_op_guard,
 )
 
 TOLERANCE = rms_norm_quant.TOLERANCE

@@ -8,7 +8,7 @@ import torch
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.operand_match import make_row_op_matcher
+from modelmill.ops.operand_guards import make_row_op_guard
 from modelmill.ops.row_op_support import RowOpProblem, make_row_op_problem
 
 
@@ -17,7 +17,7 @@ def _make_problem(x: torch.Tensor, weight: torch.Tensor, *_: float) -> RowOpProb
 
 
 DECLARATION = OpDeclaration(
-    problem=_make_problem, operands=("x", "weight", "eps"), match=make_row_op_matcher
+    problem=_make_problem, operands=("x", "weight", "eps"), guard=make_row_op_guard
 )
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-2, torch.bfloat16: 8e-2}

@@ -9,7 +9,7 @@ import torch
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.operand_match import make_row_op_matcher
+from modelmill.ops.operand_guards import make_row_op_guard
 from modelmill.ops.quant_types import MIN_AMAX, QUANT_MAX, ActQuantSpec
 from modelmill.ops.rms_norm import rms_norm
 from modelmill.ops.row_op_support import RowOpProblem, make_row_op_problem
@@ -26,7 +26,7 @@ DECLARATION = OpDeclaration(
     inputs_name="spec",
     problem=_make_problem,
     operands=("x", "weight", "eps", "spec"),
-    match=make_row_op_matcher,
+    guard=make_row_op_guard,
 )
 
 # In steps of the 8-bit type: a value halfway between two steps may be rounded to either.

@@ -14,7 +14,7 @@ from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.quant_types import quantize_per_row
 from modelmill.ops.rms_norm import rms_norm
-from modelmill.ops.rope_cache_support import make_rope_cache_problem, make_rope_matcher
+from modelmill.ops.rope_cache_support import make_rope_cache_problem, make_rope_guard
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
@@ -56,7 +56,7 @@ DECLARATION = OpDeclaration(
     inputs=RopeCacheInputs,
     problem=make_rope_cache_problem,
     operands=("qkv", "inputs"),
-    match=make_rope_matcher,
+    guard=make_rope_guard,
 )
 
 

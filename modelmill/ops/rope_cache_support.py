@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from modelmill.ops.kernel_support import KernelSupportRange
-from modelmill.ops.operand_match import ALIGNMENT, Match, StepOperandValidator, make_weak_reference
+from modelmill.ops.operand_guards import ALIGNMENT, Guard, StepOperandValidator, make_weak_reference
 
 if TYPE_CHECKING:
     from modelmill.ops.declaration import OpDeclaration
@@ -140,7 +140,7 @@ def make_rope_inputs_check(bound: RopeCacheInputs) -> Callable[[RopeCacheInputs]
     return is_alike
 
 
-def make_rope_matcher(_: OpDeclaration, operands: Sequence[Any]) -> Match | None:
+def make_rope_guard(_: OpDeclaration, operands: Sequence[Any]) -> Guard | None:
     """The tokens of a call with these pages, and rows that lie in memory alike."""
     qkv, inputs = operands
     is_alike = make_rope_inputs_check(inputs)

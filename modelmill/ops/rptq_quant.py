@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.operand_match import make_row_op_matcher
+from modelmill.ops.operand_guards import make_row_op_guard
 from modelmill.ops.quant_types import MIN_AMAX, ActQuantSpec
 from modelmill.ops.rms_norm_quant import quant_range, quantize_rows
 from modelmill.ops.row_op_support import RowOpProblem, make_row_op_problem
@@ -73,9 +73,7 @@ def _make_problem(
     return make_row_op_problem(x, spec=spec, group=group, gated=gated)
 
 
-DECLARATION = OpDeclaration(
-    inputs=RptqQuantInputs, problem=_make_problem, match=make_row_op_matcher
-)
+DECLARATION = OpDeclaration(inputs=RptqQuantInputs, problem=_make_problem, guard=make_row_op_guard)
 
 
 def rptq_quant(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | None]:

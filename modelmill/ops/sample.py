@@ -56,7 +56,7 @@ class SampleInputs(NamedTuple):
     noise: torch.Tensor
 
 
-DECLARATION = OpDeclaration(inputs=SampleInputs, problem=make_row_op_problem, match=None)
+DECLARATION = OpDeclaration(inputs=SampleInputs, problem=make_row_op_problem, guard=None)
 REFERENCE_DTYPES = RowOpSupportRange(
     dtypes=(torch.float32,),
     operand_dtypes=(torch.float32, torch.int32, torch.float32, torch.float32, torch.float64),

@@ -10,7 +10,7 @@ from modelmill.ops import rms_norm_quant
 from modelmill.ops.case import Case, RowShapes, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.gelu_quant import quant_modes
-from modelmill.ops.operand_match import make_row_op_matcher
+from modelmill.ops.operand_guards import make_row_op_guard
 from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.row_op_support import make_quantized_row_op_problem
 from modelmill.ops.silu_mul import silu_mul
@@ -21,7 +21,7 @@ TOLERANCE = rms_norm_quant.TOLERANCE
 DECLARATION = OpDeclaration(
     problem=make_quantized_row_op_problem,
     operands=("gate_up", "dtype", "inv_scale"),
-    match=make_row_op_matcher,
+    guard=make_row_op_guard,
 )
 
 

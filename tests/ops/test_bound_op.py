@@ -23,7 +23,7 @@ from modelmill.ops.kernel_support import (
     GemmSupportRange,
     make_dense_gemm_problem,
 )
-from modelmill.ops.operand_match import make_gemm_matcher
+from modelmill.ops.operand_guards import make_gemm_guard
 from modelmill.weights.dense import DenseWeight
 from modelmill.weights.int4 import Int4Weight
 
@@ -31,7 +31,7 @@ BF = torch.bfloat16
 GEMMS = [
     op
     for op, each in registry.declarations().items()
-    if each.problem is not None and each.match is make_gemm_matcher and each.alike is None
+    if each.problem is not None and each.guard is make_gemm_guard and each.alike is None
 ]
 ROWS = (1, 2, 8, 9, 16, 17, 33, 48, 64, 65, 257, 511, 512, 640, 768, 1024, 2048)
 

@@ -1,7 +1,7 @@
-"""Whether the operands of a call are like those that an op was bound for (``ops.bound_op``).
+"""Guards: are the operands of a call like those that an op was bound for (``ops.bound_op``)?
 
 What a choice depends on is compared by identity (weights) or as memory (dtype, strides, alignment):
-the arguments of each call in every layer of every step. A match returns the call's number of rows,
+the arguments of each call in every layer of every step. A guard returns the call's number of rows,
 None if it is not alike.
 """
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from modelmill.ops.declaration import OpDeclaration
 
 ALIGNMENT = 16  # bytes; of operands that a binding serves
-Match = Callable[..., Any]
+Guard = Callable[..., Any]
 
 
-def make_gemm_matcher(declaration: OpDeclaration, operands: Sequence[Any]) -> Match | None:
+def make_gemm_guard(declaration: OpDeclaration, operands: Sequence[Any]) -> Guard | None:
     """The rows of a product with the weight of these operands; None if x is not served.
 
     The weight, the bias and the output's dtype must be the bound ones, x and the other operand of a
@@ -61,7 +61,7 @@ def make_gemm_matcher(declaration: OpDeclaration, operands: Sequence[Any]) -> Ma
     return rows_of
 
 
-def make_row_op_matcher(declaration: OpDeclaration, operands: Sequence[Any]) -> Match | None:
+def make_row_op_guard(declaration: OpDeclaration, operands: Sequence[Any]) -> Guard | None:
     """The rows of a call of a row-wise op: x first, then what it shares with other calls.
 
     x and the operand that each call has besides must lie in memory alike, all else but numbers must
