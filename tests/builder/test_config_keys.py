@@ -26,21 +26,11 @@ from tests.checkpoint.checkpoint_factory import (
     write_folder,
     write_llama_gguf,
 )
+from tests.models.config_keys import config_warnings
 from tests.models.test_families import QWEN
 from tests.trust.error_lines import check_one_line
 
 FLOAT = BuildConfig(dtype="float32", target="cpu")
-
-
-def config_warnings(raw: dict[str, Any]) -> list[str]:
-    """What a build says of a config.json."""
-    family, view = (
-        import_module_if_exists("modelmill.models", raw["model_type"]),
-        ReadTrackingConfig(raw),
-    )
-    assert family is not None
-    family.config_from_hf(view)
-    return check_unread_keys(view, family, "config.json")
 
 
 # as they lie on the hub (facts of the published files)

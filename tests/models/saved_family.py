@@ -9,12 +9,9 @@ import torch
 
 from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.builder.build_engine import build
-from modelmill.builder.model_config import check_unread_keys
 from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
-from modelmill.core.module_lookup import import_module_if_exists
-from modelmill.core.read_tracking_config import ReadTrackingConfig
 from modelmill.runtime.engine_core import EngineCore
 from tests.models.family_cases import FamilyCase
 from tests.models.plain_forward import Logits
@@ -65,14 +62,3 @@ def compare(
         for actual, row in zip(results, ids, strict=True):
             expected = logits(row, decode_from)
             assert (actual - expected).abs().max() < 1e-4, f"decode_from={decode_from}"
-
-
-def warnings_of(raw: dict[str, Any]) -> list[str]:
-    """What a build says of a config, or CheckpointError; no weights are needed."""
-    family, view = (
-        import_module_if_exists("modelmill.models", raw["model_type"]),
-        ReadTrackingConfig(raw),
-    )
-    assert family is not None
-    family.config_from_hf(view)
-    return check_unread_keys(view, family, "config.json")

@@ -19,13 +19,13 @@ from modelmill.core.module_lookup import import_module_if_exists
 from modelmill.runtime.engine_core import EngineCore
 from tests.accept.build_and_accept import build_and_accept
 from tests.models.all_families import CASES
+from tests.models.config_keys import config_warnings
 from tests.models.family_cases import NULL
 from tests.models.saved_family import (
     Saved,
     compare,
     drawn_ids,
     label,
-    warnings_of,
 )
 from tests.trust.error_lines import check_one_line
 
@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_values_that_do_not_go_together_are_one_line(name: str) -> None:
     model_type, changes, words = REFUSED[name]
     with pytest.raises(CheckpointError) as error:
-        warnings_of(CASES[model_type].raw(**changes))
+        config_warnings(CASES[model_type].raw(**changes))
     line = check_one_line(error.value)
     assert line.startswith("config.json: ")
     assert words in line
@@ -164,7 +164,7 @@ def test_a_pattern_of_windows_that_the_class_does_not_have_has_no_effect(model_t
     plain = CASES[model_type].raw(num_hidden_layers=4, sliding_window=20)
     windows = list(family.config_from_hf(raw).windows)
     assert windows == list(family.config_from_hf(plain).windows) != WINDOWS
-    assert any("sliding_window_pattern" in line for line in warnings_of(raw))
+    assert any("sliding_window_pattern" in line for line in config_warnings(raw))
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "cwm", "apertus"])
@@ -182,7 +182,7 @@ def test_published_keys_of_qwen3_5_that_change_nothing_say_nothing(model_type: s
         "attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1,
         "mtp_use_dedicated_embeddings": False,
     }  # fmt: skip
-    assert warnings_of(CASES[model_type].raw(**published)) == []
+    assert config_warnings(CASES[model_type].raw(**published)) == []
 
 
 def test_published_keys_of_lfm2_that_change_nothing_say_nothing() -> None:
@@ -192,13 +192,13 @@ def test_published_keys_of_lfm2_that_change_nothing_say_nothing() -> None:
         "conv_dim": 48, "conv_dim_out": 48, "conv_use_xavier_init": True, "num_heads": 4,
         "use_pos_enc": True,
     }  # fmt: skip
-    assert warnings_of(CASES["lfm2"].raw(**published)) == []
+    assert config_warnings(CASES["lfm2"].raw(**published)) == []
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neox", "stablelm", "falcon"])
 def test_a_head_size_that_the_width_says_too_is_read(model_type: str) -> None:
     width = CASES[model_type].base["hidden_size"] // CASES[model_type].base["num_attention_heads"]
-    assert warnings_of(CASES[model_type].raw(head_dim=width)) == []
+    assert config_warnings(CASES[model_type].raw(head_dim=width)) == []
 
 
 ACCEPTED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -282,7 +282,7 @@ def outcome_of(name: str, changes: dict[str, Any], folder: Path) -> str:
     """ "equal", "refused", or "unjudged" where the independent implementation fails."""
     raw = CASES[name].raw(**changes)
     try:
-        warnings_of(raw)
+        config_warnings(raw)
     except CheckpointError as error:
         line = check_one_line(error)
         assert any(key in line for key in re.findall(r"\w+", str(raw))), line

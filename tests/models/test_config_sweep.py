@@ -15,10 +15,8 @@ import pytest
 import torch
 
 from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
-from modelmill.builder.model_config import check_unread_keys
 from modelmill.core.errors import CheckpointError
-from modelmill.core.module_lookup import import_module_if_exists
-from modelmill.core.read_tracking_config import ReadTrackingConfig
+from tests.models.config_keys import config_warnings
 from tests.models.idle_fields import IDLE
 from tests.models.test_families import engine
 from tests.models.tiny_models import save_raw
@@ -145,21 +143,10 @@ def _cloned(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def configured(raw: dict[str, Any]) -> list[str]:
-    """What a build says of a config, or CheckpointError; no weights are needed."""
-    family, view = (
-        import_module_if_exists("modelmill.models", raw["model_type"]),
-        ReadTrackingConfig(raw),
-    )
-    assert family is not None
-    family.config_from_hf(view)
-    return check_unread_keys(view, family, "config.json")
-
-
 def equal_or_named(raw: dict[str, Any], key: str, folder: Path) -> str:
     """ "equal", "refused", or what is wrong."""
     try:
-        warnings = configured(raw)
+        warnings = config_warnings(raw)
     except CheckpointError as error:
         text = check_one_line(error)
         return "refused" if key in text else f"refused without its name: {text}"
@@ -188,7 +175,7 @@ def test_fields_that_change_nothing_say_nothing(model_type: str, tmp_path: Path)
         model_type, **{key: value for key, value in IDLE.items() if key in names_of(model_type)}
     )
     assert equal_or_named(raw, "", tmp_path) == "equal"
-    assert configured(raw) == []
+    assert config_warnings(raw) == []
 
 
 # transformers fails where these are null; a size for null is what its other classes take

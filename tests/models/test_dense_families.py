@@ -25,6 +25,7 @@ from modelmill.runtime.engine_core import EngineCore
 from tests.accept.build_and_accept import build_and_accept
 from tests.hypothesis_examples import is_quick
 from tests.models.all_families import CASES
+from tests.models.config_keys import config_warnings
 from tests.models.idle_fields import IDLE
 from tests.models.saved_family import (
     REPRESENTATIVES,
@@ -32,7 +33,6 @@ from tests.models.saved_family import (
     compare,
     drawn_ids,
     label,
-    warnings_of,
 )
 from tests.parallel import test_shard_model
 from tests.parallel.thread_tp_group import run_on_ranks
@@ -125,14 +125,14 @@ def test_every_field_is_named(name: str) -> None:
 def test_no_key_of_the_class_is_unread(name: str) -> None:
     case = CASES[name]
     for changes in ({}, *case.switches):
-        assert warnings_of(case.raw(**changes)) == [], changes
+        assert config_warnings(case.raw(**changes)) == [], changes
 
 
 @pytest.mark.parametrize(("name", "key"), pairs("refused"))
 def test_other_values_are_refused_by_name(name: str, key: str) -> None:
     raw = CASES[name].raw() | {key: CASES[name].refused[key]}
     with pytest.raises(CheckpointError) as error:
-        warnings_of(raw)
+        config_warnings(raw)
     line = check_one_line(error.value)
     assert key.partition(".")[0] in line
     assert "config.json" in line

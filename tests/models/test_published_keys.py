@@ -13,11 +13,9 @@ import pytest
 import torch
 
 from modelmill.accept.reference.exaone_moe import ExaoneMoeReference
-from modelmill.builder.model_config import check_unread_keys
 from modelmill.core.errors import CheckpointError
-from modelmill.core.module_lookup import import_module_if_exists
-from modelmill.core.read_tracking_config import ReadTrackingConfig
 from tests.models.all_families import CASES
+from tests.models.config_keys import read_config
 
 pytest.importorskip("transformers")
 
@@ -78,12 +76,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 def read(name: str, change: dict[str, Any]) -> tuple[Any, list[str]]:
     """The sizes of a family's small config with a change, and what is said of its other keys."""
-    family, view = (
-        import_module_if_exists("modelmill.models", name),
-        ReadTrackingConfig(CASES[name].raw(**change)),
-    )
-    assert family is not None
-    return family.config_from_hf(view), check_unread_keys(view, family, "config.json")
+    return read_config(CASES[name].raw(**change))
 
 
 @pytest.mark.parametrize(("name", "change"), IDLE)
