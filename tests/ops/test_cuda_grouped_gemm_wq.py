@@ -114,19 +114,24 @@ def test_other_sizes_are_left_to_triton(change: dict[str, Any]) -> None:
     assert not grouped_gemm_wq.fits_kernel_limits(made._replace(**change))
 
 
+def gemms_with_config(
+    made: MoEProblem,
+) -> list[tuple[grouped_gemm_wq.GroupedGemmSpec, grouped_gemm_wq.GroupedGemmConfig]]:
+    """Both products of a problem with their configs."""
+    products = grouped_gemm_wq.make_gemm_specs(made)
+    configs = grouped_gemm_wq.select_config_pair(made)
+    assert products is not None
+    assert configs is not None
+    return list(zip(products, configs, strict=True))
+
+
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_configs_fit_and_keep_enough_bytes_in_flight(name: str) -> None:
     dtypes, sizes = PROBLEMS[name]
     for tokens in (2, 8, 32, 64, 128, 256, 512):
-        made = problem(dtypes, tokens, **sizes)
-        products, configs = (
-            grouped_gemm_wq.make_gemm_specs(made),
-            grouped_gemm_wq.select_config_pair(made),
-        )
-        assert products is not None
-        assert configs is not None
-        assert configs[0].token_tiles == configs[1].token_tiles
-        for product, config in zip(products, configs, strict=True):
+        gemms = gemms_with_config(problem(dtypes, tokens, **sizes))
+        assert len({config.token_tiles for _, config in gemms}) == 1
+        for product, config in gemms:
             size = config.shared_bytes(product)
             assert size <= 226 << 10
             assert config.blocks * (size + (1 << 10)) <= 228 << 10
@@ -144,14 +149,7 @@ def test_configs_compile_without_spills(name: str, tmp_path: Path) -> None:
     dtypes, sizes = PROBLEMS[name]
     # K tiles of 32 columns spill 20 bytes with 512 tokens
     for tokens in (2, 64, *(() if "32" in name else (512,))):
-        made = problem(dtypes, tokens, **sizes)
-        products, configs = (
-            grouped_gemm_wq.make_gemm_specs(made),
-            grouped_gemm_wq.select_config_pair(made),
-        )
-        assert products is not None
-        assert configs is not None
-        for product, config in zip(products, configs, strict=True):
+        for product, config in gemms_with_config(problem(dtypes, tokens, **sizes)):
             macros = grouped_gemm_wq.kernel_macros(BF, product, config, 0)
             compiles_without_spills("grouped_gemm_wq.cu", macros, tmp_path / "kernel.cubin")
 

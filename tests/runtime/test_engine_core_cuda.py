@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -9,7 +11,8 @@ from modelmill.core.types import Request
 from modelmill.loader.model_loader import fill_weights
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.rotary import RopeSpec
-from modelmill.runtime.cuda_graphs import PaddedStepAction
+from modelmill.runtime.cuda_graphs import PaddedStepAction, PrefillGraphs
+from modelmill.runtime.engine_core import EngineCore
 from tests.runtime import tiny
 
 MODEL_KINDS = [("fixed", None), ("prompt", None), ("running", None), ("fixed", 12)]
@@ -76,38 +79,40 @@ def test_prompts_by_graph_give_the_tokens_of_the_cpu(
     assert len(engine.model_runner.prefill_graphs) > 2
 
 
-def by_graph_as_launched(
-    model: Decoder, todo: list[Request], options: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same tokens where filled steps of prompts are recorded and where they never are."""
+def compare_with_launched(
+    model: Decoder,
+    todo: list[Request],
+    options: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+    run: Callable[[EngineCore, list[Request]], object],
+) -> PrefillGraphs:
+    """The same tokens three times from graphs as from an engine that never records one."""
     engine, launched = tiny.make_engine(model, **options), tiny.make_engine(model, **options)
-    assert engine.model_runner.prefill_graphs is not None
     monkeypatch.setattr(
         launched.model_runner.prefill_graphs,
         "choose_step_action",
         lambda _: PaddedStepAction.LAUNCH,
     )
-    expected = tiny.run_one_by_one(launched, todo)
+    expected = run(launched, todo)
     for _ in range(3):
-        assert tiny.run_one_by_one(engine, todo) == expected
-    assert len(engine.model_runner.prefill_graphs) >= 3
+        assert run(engine, todo) == expected
+    assert engine.model_runner.prefill_graphs is not None
+    return engine.model_runner.prefill_graphs
+
+
+def by_graph_as_launched(
+    model: Decoder, todo: list[Request], options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens where filled steps of prompts are recorded and where they never are."""
+    graphs = compare_with_launched(model, todo, options, monkeypatch, tiny.run_one_by_one)
+    assert len(graphs) >= 3
 
 
 def mixed_by_graph_as_launched(
     model: Decoder, todo: list[Request], options: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same tokens where padded mixed steps are captured and where they never are."""
-    engine, launched = tiny.make_engine(model, **options), tiny.make_engine(model, **options)
-    monkeypatch.setattr(
-        launched.model_runner.prefill_graphs,
-        "choose_step_action",
-        lambda _: PaddedStepAction.LAUNCH,
-    )
-    expected = tiny.run(launched, todo)
-    for _ in range(3):
-        assert tiny.run(engine, todo) == expected
-    graphs = engine.model_runner.prefill_graphs
-    assert graphs is not None
+    graphs = compare_with_launched(model, todo, options, monkeypatch, tiny.run)
     assert any(size.is_mixed for size in graphs._captured)
 
 
