@@ -13,7 +13,7 @@ from torch import Tensor
 
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
-from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 THETA = 12e6
@@ -27,7 +27,7 @@ SLOPES = ("alpha_p", "alpha_n", "beta", "eps")
 class ApertusReference(PerHeadQKNormMixin):
     """ApertusForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(eps=1e-5, positions=65536)
+    DEFAULTS = ReferenceDefaults(eps=1e-5, positions=65536)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         self.is_xielu = config.get("hidden_act", "xielu") == "xielu"

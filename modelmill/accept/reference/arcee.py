@@ -8,7 +8,7 @@ from modelmill.accept.reference.plain_decoder import (
     MIXER,
     PROJECTIONS,
     PlainDecoderReference,
-    ReferenceConfigDefaults,
+    ReferenceDefaults,
 )
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -18,7 +18,7 @@ PLAIN_MLP = {"fc": "mlp.up_proj", "down": "mlp.down_proj"}
 class ArceeReference(PlainDecoderReference):
     """ArceeForCausalLM; HAS_BIAS: whether projections have one where config.json is silent."""
 
-    DEFAULTS = ReferenceConfigDefaults(eps=1e-5, positions=4096, theta=10000.0, activation="relu2")
+    DEFAULTS = ReferenceDefaults(eps=1e-5, positions=4096, theta=10000.0, activation="relu2")
     HAS_BIAS = False
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:

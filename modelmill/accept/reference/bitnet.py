@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from modelmill.accept.reference.base import LayerRecorder
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class BitNetReference(PlainDecoderReference):
     """BitNetForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(kv_heads=5, eps=1e-5)
+    DEFAULTS = ReferenceDefaults(kv_heads=5, eps=1e-5)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)

@@ -7,15 +7,16 @@ from typing import Any
 from torch import Tensor
 
 from modelmill.accept.reference.alibi import alibi_slopes
-from modelmill.accept.reference.base import ACTIVATIONS, LayerWeights
+from modelmill.accept.reference.base import ACTIVATIONS
 from modelmill.accept.reference.gpt2_names import Gpt2NamesReference
-from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import UnknownArchitecture
 
 NAME_PREFIX = "transformer."
 EMBEDDING_NORM = "transformer.word_embeddings_layernorm"
 MEGATRON_PROJECTIONS = {
+    "qkv": "self_attention.query_key_value",
     "o_proj": "self_attention.dense",
     "fc": "mlp.dense_h_to_4h",
     "down": "mlp.dense_4h_to_h",
@@ -25,7 +26,7 @@ MEGATRON_PROJECTIONS = {
 class BloomReference(Gpt2NamesReference):
     """BloomForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(tied=True)
+    DEFAULTS = ReferenceDefaults(tied=True)
     EMBEDDING = "transformer.word_embeddings.weight"
     OLDER_KEYS = (
         ("hidden_size", "n_embed"),
@@ -46,13 +47,6 @@ class BloomReference(Gpt2NamesReference):
         """Norm the embeddings."""
         weights = self.read_linear(EMBEDDING_NORM, True)
         return self.apply_norm(super().embed(ids).to(weights.weight), weights, self.eps)
-
-    def token_mixer_weights(self, index: int) -> LayerWeights:
-        """Take q, k and v out of the rows of each head."""
-        stem = f"{self.LAYERS}.{index}.self_attention.query_key_value"
-        return self.split_qkv_by_kv_head(
-            self.read_linear(stem, True)
-        ) | super().token_mixer_weights(index)
 
 
 REFERENCE = BloomReference

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from modelmill.accept.reference.base import ModuleWeights
-from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.stablelm import StableLmReference
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -15,7 +15,7 @@ from modelmill.accept.reference.tensor_source import TensorSource
 class CohereReference(StableLmReference):
     """CohereForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(positions=8192, tied=True)
+    DEFAULTS = ReferenceDefaults(positions=8192, tied=True)
     norm_bias = False
     has_interleaved_rope = True
 

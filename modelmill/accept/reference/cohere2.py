@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class Cohere2Reference(PlainDecoderReference):
     """Cohere2ForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(positions=8192, tied=True, theta=10000.0)
+    DEFAULTS = ReferenceDefaults(positions=8192, tied=True, theta=10000.0)
     uses_layer_norm = True
     norm_bias = False
     has_interleaved_rope = True

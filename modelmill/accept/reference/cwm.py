@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.plain_decoder import (
-    MLP,
-    PlainDecoderReference,
-    ReferenceConfigDefaults,
-)
+from modelmill.accept.reference.plain_decoder import MLP, PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 ROPE: dict[str, Any] = {
@@ -20,7 +16,7 @@ ROPE: dict[str, Any] = {
 class CwmReference(PlainDecoderReference):
     """CwmForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(kv_heads=8, head_dim=128, eps=1e-5, positions=131072)
+    DEFAULTS = ReferenceDefaults(kv_heads=8, head_dim=128, eps=1e-5, positions=131072)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)

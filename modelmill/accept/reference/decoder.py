@@ -6,7 +6,7 @@ from typing import Any
 
 from modelmill.accept.reference.base import LayerWeights
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
-from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import UnknownArchitecture
@@ -14,11 +14,11 @@ from modelmill.core.errors import UnknownArchitecture
 MODEL_TYPES = ("llama", "mistral", "ministral", "qwen2", "qwen3")
 MISTRALS = ("mistral", "ministral")
 MODEL_DEFAULTS = {
-    "llama": ReferenceConfigDefaults(),
-    "mistral": ReferenceConfigDefaults(kv_heads=8, positions=131072),
-    "ministral": ReferenceConfigDefaults(kv_heads=8, positions=131072),
-    "qwen2": ReferenceConfigDefaults(kv_heads=32, positions=32768),
-    "qwen3": ReferenceConfigDefaults(kv_heads=32, head_dim=128, positions=32768),
+    "llama": ReferenceDefaults(),
+    "mistral": ReferenceDefaults(kv_heads=8, positions=131072),
+    "ministral": ReferenceDefaults(kv_heads=8, positions=131072),
+    "qwen2": ReferenceDefaults(kv_heads=32, positions=32768),
+    "qwen3": ReferenceDefaults(kv_heads=32, head_dim=128, positions=32768),
 }
 
 
@@ -32,7 +32,7 @@ class DecoderReference(PerHeadQKNormMixin):
         self, source: TensorSource, config: dict[str, Any], rope: ReferenceRope | None = None
     ) -> None:
         self.model_type = str(config["model_type"])
-        self.DEFAULTS = MODEL_DEFAULTS.get(self.model_type, ReferenceConfigDefaults())
+        self.DEFAULTS = MODEL_DEFAULTS.get(self.model_type, ReferenceDefaults())
         super().__init__(source, config)
         if not config.get("is_causal", True) or config.get("use_bidirectional_attention"):
             raise UnknownArchitecture("attention to later tokens is not known here")

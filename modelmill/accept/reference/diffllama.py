@@ -19,7 +19,7 @@ from modelmill.accept.reference.base import (
     ModuleWeights,
     causal_attention,
 )
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
@@ -28,7 +28,7 @@ LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 class DiffLlamaReference(PlainDecoderReference):
     """DiffLlamaForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(eps=1e-5, theta=10000.0)
+    DEFAULTS = ReferenceDefaults(eps=1e-5, theta=10000.0)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)

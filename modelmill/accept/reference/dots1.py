@@ -6,14 +6,14 @@ from typing import Any
 
 from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
-from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class Dots1Reference(PerHeadQKNormMixin, GroupedExpertsMixin):
     """Dots1ForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(kv_heads=32, theta=10000.0)
+    DEFAULTS = ReferenceDefaults(kv_heads=32, theta=10000.0)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, {"first_k_dense_replace": 0, "norm_topk_prob": False} | config)

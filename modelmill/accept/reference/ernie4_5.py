@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class Ernie45Reference(PlainDecoderReference):
     """Ernie4_5ForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(
+    DEFAULTS = ReferenceDefaults(
         kv_heads=2, head_dim=128, eps=1e-5, positions=131072, tied=True, theta=500000.0
     )
     has_interleaved_rope = True

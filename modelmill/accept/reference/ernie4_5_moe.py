@@ -9,7 +9,7 @@ from torch import Tensor
 
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
 from modelmill.accept.reference.moe import QWEN_EXPERT, ExpertsMixin
-from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 ROUTER_BIAS = "selection_bias"
@@ -18,7 +18,7 @@ ROUTER_BIAS = "selection_bias"
 class Ernie45MoeReference(ExpertsMixin):
     """Ernie4_5_MoeForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(kv_heads=4, eps=1e-5, positions=131072, tied=True)
+    DEFAULTS = ReferenceDefaults(kv_heads=4, eps=1e-5, positions=131072, tied=True)
     has_interleaved_rope = True
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:

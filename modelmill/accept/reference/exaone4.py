@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
-from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class Exaone4Reference(PerHeadQKNormMixin):
     """Exaone4ForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(kv_heads=32, eps=1e-5, theta=10000.0)
+    DEFAULTS = ReferenceDefaults(kv_heads=32, eps=1e-5, theta=10000.0)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)

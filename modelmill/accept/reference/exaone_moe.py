@@ -8,14 +8,14 @@ from torch import Tensor
 
 from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
-from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class ExaoneMoeReference(PerHeadQKNormMixin, GroupedExpertsMixin):
     """ExaoneMoeForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(kv_heads=32, eps=1e-5, theta=10000.0)
+    DEFAULTS = ReferenceDefaults(kv_heads=32, eps=1e-5, theta=10000.0)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         experts = {"n_routed_experts": config.get("num_experts") or 64}

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.alibi import alibi_slopes
-from modelmill.accept.reference.base import LayerWeights
 from modelmill.accept.reference.bloom import MEGATRON_PROJECTIONS, BloomReference
 from modelmill.accept.reference.gpt2_names import Gpt2NamesReference
-from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 NAME_PREFIX = "transformer."
@@ -17,7 +16,7 @@ NAME_PREFIX = "transformer."
 class FalconReference(Gpt2NamesReference):
     """FalconForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(tied=True)
+    DEFAULTS = ReferenceDefaults(tied=True)
     EMBEDDING = BloomReference.EMBEDDING
     OLDER_KEYS = (*BloomReference.OLDER_KEYS, ("num_kv_heads", "n_head_kv"))
 
@@ -38,7 +37,7 @@ class FalconReference(Gpt2NamesReference):
         else:
             self.rope = self.build_partial_rope()
         self.projection_paths = MEGATRON_PROJECTIONS
-        self.biased = self.projections_with_bias("bias", ("qkv", *self.projection_paths))
+        self.biased = self.projections_with_bias("bias", self.projection_paths)
         self.mlp_norm = int(config.get("num_ln_in_parallel_attn") or (2 if new else 1)) == 2
         if parallel:
             self.layer = self.parallel_branch_layer
@@ -47,12 +46,6 @@ class FalconReference(Gpt2NamesReference):
             self.norm_paths = {"input_norm": "ln_attn", "mlp_norm": "ln_mlp"}
         elif not parallel:
             self.norm_paths["mlp_norm"] = "post_attention_layernorm"
-
-    def token_mixer_weights(self, index: int) -> LayerWeights:
-        """Take q, k and v out of the rows of each KV head."""
-        stem = f"{self.LAYERS}.{index}.self_attention.query_key_value"
-        qkv = self.split_qkv_by_kv_head(self.read_linear(stem, "qkv" in self.biased))
-        return qkv | super().token_mixer_weights(index)
 
 
 REFERENCE = FalconReference

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
 from modelmill.accept.reference.mamba2 import Mamba2Mixin
-from modelmill.accept.reference.plain_decoder import MLP, ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import MLP, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
@@ -23,7 +23,7 @@ class FalconH1Reference(Mamba2Mixin):
     """FalconH1ForCausalLM."""
 
     FINAL_NORM = "model.final_layernorm"
-    DEFAULTS = ReferenceConfigDefaults(kv_heads=8, eps=1e-5, positions=8192, theta=10000.0)
+    DEFAULTS = ReferenceDefaults(kv_heads=8, eps=1e-5, positions=8192, theta=10000.0)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from modelmill.accept.reference.base import ACTIVATIONS, ModuleWeights
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
-from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.rope import ReferenceRope, rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -21,7 +21,7 @@ MODEL_TYPES = ("gemma", "gemma2", "gemma3_text", "vaultgemma")
 class GemmaReference(PerHeadQKNormMixin):
     """GemmaForCausalLM, Gemma2ForCausalLM, VaultGemmaForCausalLM and Gemma3ForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(head_dim=256, tied=True)
+    DEFAULTS = ReferenceDefaults(head_dim=256, tied=True)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)

@@ -30,7 +30,7 @@ from modelmill.accept.reference.base import (
     causal_attention,
     rms_norm,
 )
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.rope import ReferenceRope, rope_from_config, rotate_halves
 from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import UnknownArchitecture
@@ -69,7 +69,7 @@ class Gemma4Reference(PlainDecoderReference):
         experts: how many there are; 0: none.
     """
 
-    DEFAULTS = ReferenceConfigDefaults(kv_heads=4, head_dim=256, positions=131072, tied=True)
+    DEFAULTS = ReferenceDefaults(kv_heads=4, head_dim=256, positions=131072, tied=True)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.base import LayerWeights, ModuleWeights
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 MODEL_TYPES = ("glm", "glm4")
@@ -14,7 +14,7 @@ MODEL_TYPES = ("glm", "glm4")
 class GlmReference(PlainDecoderReference):
     """GlmForCausalLM; Glm4ForCausalLM has a norm behind each branch, too."""
 
-    DEFAULTS = ReferenceConfigDefaults(kv_heads=2, head_dim=128, eps=1.5625e-7, positions=131072)
+    DEFAULTS = ReferenceDefaults(kv_heads=2, head_dim=128, eps=1.5625e-7, positions=131072)
     has_interleaved_rope = True
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:

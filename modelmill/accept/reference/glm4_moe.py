@@ -7,14 +7,14 @@ from typing import Any
 from modelmill.accept.reference.base import ModuleWeights
 from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
-from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class Glm4MoeReference(PerHeadQKNormMixin, GroupedExpertsMixin):
     """Glm4MoeForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(kv_heads=8, eps=1e-5, positions=131072)
+    DEFAULTS = ReferenceDefaults(kv_heads=8, eps=1e-5, positions=131072)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from modelmill.accept.reference.base import LayerWeights, ModuleWeights
 from modelmill.accept.reference.gpt2_names import Gpt2NamesReference
-from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 NAME_PREFIX = "transformer."
@@ -18,7 +18,7 @@ NAME_PREFIX = "transformer."
 class Gpt2Reference(Gpt2NamesReference):
     """GPT2LMHeadModel; ``fc`` stands for gate and up."""
 
-    DEFAULTS = ReferenceConfigDefaults(tied=True)
+    DEFAULTS = ReferenceDefaults(tied=True)
     POSITIONS = "transformer.wpe.weight"
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.gpt2_names import Gpt2NamesReference
-from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class GPTNeoReference(Gpt2NamesReference):
     """GPTNeoForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(tied=True)
+    DEFAULTS = ReferenceDefaults(tied=True)
     POSITIONS = "transformer.wpe.weight"
     OLDER_KEYS = (("num_hidden_layers", "num_layers"), ("num_attention_heads", "num_heads"))
 

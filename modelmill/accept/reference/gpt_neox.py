@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.base import LayerWeights
 from modelmill.accept.reference.bloom import MEGATRON_PROJECTIONS
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.rope import partial_rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -17,7 +16,7 @@ OTHER_NAMES = ("rope_theta", "partial_rotary_factor")
 class GptNeoXReference(PlainDecoderReference):
     """GPTNeoXForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(activation="gelu")
+    DEFAULTS = ReferenceDefaults(activation="gelu")
     EPS_KEY = "layer_norm_eps"
     uses_layer_norm = True
     EMBEDDING = "gpt_neox.embed_in.weight"
@@ -35,7 +34,10 @@ class GptNeoXReference(PlainDecoderReference):
             factor=float(config.get("rotary_pct", 0.25)),
             theta=float(config.get("rotary_emb_base", 10000.0)),
         )
-        self.projection_paths = MEGATRON_PROJECTIONS | {"o_proj": "attention.dense"}
+        self.projection_paths = MEGATRON_PROJECTIONS | {
+            "qkv": "attention.query_key_value",
+            "o_proj": "attention.dense",
+        }
         self.biased = self.projections_with_bias(names=("qkv", "o_proj"), default=True) | {
             "fc",
             "down",
@@ -43,12 +45,6 @@ class GptNeoXReference(PlainDecoderReference):
         self.mlp_norm = True
         if config.get("use_parallel_residual", True):
             self.layer = self.parallel_branch_layer
-
-    def token_mixer_weights(self, index: int) -> LayerWeights:
-        """Take q, k and v out of the rows of each head."""
-        stem = f"{self.LAYERS}.{index}.attention.query_key_value"
-        qkv = self.split_qkv_by_kv_head(self.read_linear(stem, "qkv" in self.biased))
-        return qkv | super().token_mixer_weights(index)
 
 
 REFERENCE = GptNeoXReference

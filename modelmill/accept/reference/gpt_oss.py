@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
@@ -22,7 +22,7 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0
 class GptOssReference(PlainDecoderReference):
     """GptOssForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(kv_heads=8, head_dim=64, eps=1e-5, positions=131072)
+    DEFAULTS = ReferenceDefaults(kv_heads=8, head_dim=64, eps=1e-5, positions=131072)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)

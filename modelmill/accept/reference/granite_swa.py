@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from modelmill.accept.reference.granite import GraniteReference
-from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class GraniteSWAReference(GraniteReference):
     """GraniteSWAForCausalLM: every fourth layer, from 0 on, has full attention."""
 
-    DEFAULTS = ReferenceConfigDefaults(kv_heads=4, eps=1e-5, positions=8192, tied=True)
+    DEFAULTS = ReferenceDefaults(kv_heads=4, eps=1e-5, positions=8192, tied=True)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.plain_decoder import (
-    MLP,
-    PlainDecoderReference,
-    ReferenceConfigDefaults,
-)
+from modelmill.accept.reference.plain_decoder import MLP, PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class HeliumReference(PlainDecoderReference):
     """HeliumForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(
-        kv_heads=20, head_dim=128, eps=1e-8, positions=4096, theta=100000.0
-    )
+    DEFAULTS = ReferenceDefaults(kv_heads=20, head_dim=128, eps=1e-8, positions=4096, theta=1e5)
     has_interleaved_rope = True
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:

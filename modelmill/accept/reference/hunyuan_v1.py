@@ -16,7 +16,7 @@ from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleW
 from modelmill.accept.reference.moe import QWEN_EXPERT, ExpertsMixin
 from modelmill.accept.reference.per_head_qk_norm import PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import (
-    ReferenceConfigDefaults,
+    ReferenceDefaults,
     reference_factory_by_model_type,
 )
 from modelmill.accept.reference.rope import ReferenceRope
@@ -29,7 +29,7 @@ HEAD_NORMS = {"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_la
 class HunyuanReference(PerHeadQKNormMixin):
     """HunYuanDenseV1ForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(eps=1e-5)
+    DEFAULTS = ReferenceDefaults(eps=1e-5)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         head_dim = config.get("head_dim") or config.get("attention_head_dim")
@@ -45,11 +45,6 @@ class HunyuanReference(PerHeadQKNormMixin):
             return self.build_rope()
         theta = float(scaling.get("rope_theta") or self.config.get("rope_theta") or 1e4)
         return ReferenceRope(dim, theta * alpha ** (dim / (dim - 2)), self.max_position)
-
-    def norm_qk_before_rope(self, r: LayerRecorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return q and k as they are: the norms stand behind the rotation."""
-        del r
-        return q, k
 
     def run_token_mixer(
         self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int

@@ -13,14 +13,14 @@ from torch import Tensor
 from modelmill.accept.reference.base import LayerWeights
 from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
-from modelmill.accept.reference.plain_decoder import MLP, ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import MLP, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class HYV3Reference(PerHeadQKNormMixin, GroupedExpertsMixin):
     """HYV3ForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(kv_heads=8, head_dim=128, eps=1e-5, positions=131072)
+    DEFAULTS = ReferenceDefaults(kv_heads=8, head_dim=128, eps=1e-5, positions=131072)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         count = config.get("num_experts") or config.get("num_local_experts") or 192

@@ -5,18 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.base import ModuleWeights
-from modelmill.accept.reference.plain_decoder import (
-    MLP,
-    PlainDecoderReference,
-    ReferenceConfigDefaults,
-)
+from modelmill.accept.reference.plain_decoder import MLP, PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class HyperCLOVAXReference(PlainDecoderReference):
     """HyperCLOVAXForCausalLM; the logits are multiplied by ``logits_scaling``."""
 
-    DEFAULTS = ReferenceConfigDefaults(theta=10000.0)
+    DEFAULTS = ReferenceDefaults(theta=10000.0)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)

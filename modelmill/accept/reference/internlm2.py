@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.base import LayerWeights
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class InternLM2Reference(PlainDecoderReference):
     """InternLM2ForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(theta=10000.0)
+    DEFAULTS = ReferenceDefaults(theta=10000.0)
     EMBEDDING = "model.tok_embeddings.weight"
     HEAD = "output.weight"
 
@@ -20,16 +19,10 @@ class InternLM2Reference(PlainDecoderReference):
         super().__init__(source, config)
         self.norm_paths = {"input_norm": "attention_norm", "mlp_norm": "ffn_norm"}
         mlp = {"gate": "w1", "up": "w3", "down": "w2"}
-        self.projection_paths = {"o_proj": "attention.wo"} | {
+        self.projection_paths = {"qkv": "attention.wqkv", "o_proj": "attention.wo"} | {
             name: f"feed_forward.{path}" for name, path in mlp.items()
         }
         self.biased = self.projections_with_bias("bias", ("qkv", "o_proj"), default=True)
-
-    def token_mixer_weights(self, index: int) -> LayerWeights:
-        """Take q, k and v out of the rows of each KV head."""
-        stem = f"{self.LAYERS}.{index}.attention.wqkv"
-        qkv = self.split_qkv_by_kv_head(self.read_linear(stem, "qkv" in self.biased))
-        return qkv | super().token_mixer_weights(index)
 
 
 REFERENCE = InternLM2Reference

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.plain_decoder import (
-    MLP,
-    PlainDecoderReference,
-    ReferenceConfigDefaults,
-)
+from modelmill.accept.reference.plain_decoder import MLP, PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class InternLM3Reference(PlainDecoderReference):
     """InternLM3ForCausalLM: ``qkv_bias`` for q, k, v, ``bias`` for the other projections."""
 
-    DEFAULTS = ReferenceConfigDefaults(
-        kv_heads=2, head_dim=128, eps=1e-5, positions=32768, theta=10000.0
-    )
+    DEFAULTS = ReferenceDefaults(kv_heads=2, head_dim=128, eps=1e-5, positions=32768, theta=10000.0)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)

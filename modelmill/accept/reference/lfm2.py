@@ -13,7 +13,7 @@ from torch import Tensor
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
 from modelmill.accept.reference.causal_convolution import causal_convolution
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
-from modelmill.accept.reference.plain_decoder import NORMS, ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import NORMS, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 MLP_MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -23,9 +23,7 @@ class Lfm2Reference(PerHeadQKNormMixin):
     """Lfm2ForCausalLM."""
 
     FINAL_NORM = "model.embedding_norm"
-    DEFAULTS = ReferenceConfigDefaults(
-        kv_heads=8, eps=1e-5, positions=128_000, tied=True, theta=1e6
-    )
+    DEFAULTS = ReferenceDefaults(kv_heads=8, eps=1e-5, positions=128_000, tied=True, theta=1e6)
     EPS_KEY = "norm_eps"
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from modelmill.accept.reference.moe import ExpertsMixin
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
-from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.rope import rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -16,7 +16,7 @@ BASES = {"full_attention": 500000.0, "sliding_attention": 10000.0}
 class MellumReference(PerHeadQKNormMixin, ExpertsMixin):
     """MellumForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(kv_heads=4, head_dim=128, positions=131072)
+    DEFAULTS = ReferenceDefaults(kv_heads=4, head_dim=128, positions=131072)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         by_type = config.get("rope_parameters") or {}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class MiniCpmReference(PlainDecoderReference):
     """MiniCPMForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(tied=True)
+    DEFAULTS = ReferenceDefaults(tied=True)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)

@@ -17,6 +17,7 @@ from torch import Tensor
 from modelmill.accept.reference.base import ModuleWeights, project
 from modelmill.accept.reference.tensor_source import OpenedCheckpoint
 from modelmill.accept.reference.vision_reference import (
+    EngineMatrices,
     ReferenceNorm,
     ReferenceStage,
     VisionReference,
@@ -33,9 +34,7 @@ class MiniGpt4VisionReference(VisionReference):
     """The image part of a checkpoint."""
 
     def __init__(
-        self,
-        checkpoint: OpenedCheckpoint,
-        engine_matrices: Mapping[str, ModuleWeights] | None = None,
+        self, checkpoint: OpenedCheckpoint, engine_matrices: EngineMatrices | None = None
     ) -> None:
         super().__init__(checkpoint, engine_matrices)
         embedder_config: Mapping[str, Any] = checkpoint.config["image_embedder"]

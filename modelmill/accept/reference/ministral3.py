@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 ROPE: dict[str, Any] = {
@@ -20,7 +20,7 @@ ROPE: dict[str, Any] = {
 class Ministral3Reference(PlainDecoderReference):
     """Ministral3ForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(kv_heads=8, head_dim=128, eps=1e-5, positions=262144)
+    DEFAULTS = ReferenceDefaults(kv_heads=8, head_dim=128, eps=1e-5, positions=262144)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)

@@ -9,7 +9,7 @@ from torch import Tensor
 from modelmill.accept.reference.alibi import alibi_slopes
 from modelmill.accept.reference.base import ACTIVATIONS, LayerRecorder, LayerWeights, ModuleWeights
 from modelmill.accept.reference.gpt2_names import Gpt2NamesReference
-from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import UnknownArchitecture
 
@@ -19,7 +19,7 @@ NAME_PREFIX = "transformer."
 class MptReference(Gpt2NamesReference):
     """MptForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(tied=True)
+    DEFAULTS = ReferenceDefaults(tied=True)
     FINAL_NORM = "transformer.norm_f"
     LAYERS = "transformer.blocks"
     OLDER_KEYS = (

@@ -6,14 +6,14 @@ from typing import Any
 
 from modelmill.accept.reference.arcee import ArceeReference
 from modelmill.accept.reference.base import ModuleWeights
-from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class NemotronReference(ArceeReference):
     """NemotronForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(positions=4096, activation="relu2")
+    DEFAULTS = ReferenceDefaults(positions=4096, activation="relu2")
     uses_layer_norm = True
     EPS_KEY = "norm_eps"
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights
 from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
 from modelmill.accept.reference.mamba2 import Mamba2Mixin
-from modelmill.accept.reference.plain_decoder import MIXER, ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import MIXER, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 NAME_PREFIX = "backbone."
@@ -31,7 +31,7 @@ class NemotronHReference(Mamba2Mixin, GroupedExpertsMixin):
     FINAL_NORM = "backbone.norm_f"
     LAYERS = "backbone.layers"
     EPS_KEY = "layer_norm_epsilon"
-    DEFAULTS = ReferenceConfigDefaults(kv_heads=8, head_dim=128, positions=4096)
+    DEFAULTS = ReferenceDefaults(kv_heads=8, head_dim=128, positions=4096)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         types = config.get("layers_block_type") or config.get("layer_types")

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from modelmill.accept.reference.base import ModuleWeights
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class OlmoReference(PlainDecoderReference):
     """OlmoForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(theta=10000.0)
+    DEFAULTS = ReferenceDefaults(theta=10000.0)
     uses_layer_norm = True
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:

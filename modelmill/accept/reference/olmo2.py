@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import ModuleWeights, rms_norm
-from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.qk_norm import QKNormReference
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -16,7 +16,7 @@ from modelmill.accept.reference.tensor_source import TensorSource
 class Olmo2Reference(QKNormReference):
     """Olmo2ForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(eps=1e-5)
+    DEFAULTS = ReferenceDefaults(eps=1e-5)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import ModuleWeights
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import UnknownArchitecture
 
@@ -16,7 +16,7 @@ from modelmill.core.errors import UnknownArchitecture
 class OptReference(PlainDecoderReference):
     """OPTForCausalLM with norms in front of the branches."""
 
-    DEFAULTS = ReferenceConfigDefaults(tied=True)
+    DEFAULTS = ReferenceDefaults(tied=True)
     EMBEDDING = "model.decoder.embed_tokens.weight"
     POSITIONS = "model.decoder.embed_positions.weight"
     FINAL_NORM = "model.decoder.final_layer_norm"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.base import LayerWeights
 from modelmill.accept.reference.phi import SharedQKLayerNormReference
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -21,19 +20,13 @@ class PersimmonReference(SharedQKLayerNormReference):
         self.activation = self.activation_from_config("hidden_act", "relu2")
         self.rope = self.build_partial_rope(factor=0.5)
         self.projection_paths = {
+            "qkv": "self_attn.query_key_value",
             "o_proj": "self_attn.dense",
             "fc": "mlp.dense_h_to_4h",
             "down": "mlp.dense_4h_to_h",
         }
         self.biased = frozenset(self.projection_paths)
         self.norms_qk = bool(config.get("qk_layernorm", True))
-
-    def token_mixer_weights(self, index: int) -> LayerWeights:
-        """Take q, k and v out of the rows of each head."""
-        stem = f"{self.LAYERS}.{index}.self_attn.query_key_value"
-        return self.split_qkv_by_kv_head(
-            self.read_linear(stem, True)
-        ) | super().token_mixer_weights(index)
 
 
 REFERENCE = PersimmonReference

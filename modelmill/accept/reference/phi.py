@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import ModuleWeights, layer_norm
-from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.qk_norm import QKNormReference
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -16,7 +16,7 @@ from modelmill.accept.reference.tensor_source import TensorSource
 class SharedQKLayerNormReference(QKNormReference):
     """A decoder with one LayerNorm of all heads of q, and one of all heads of k."""
 
-    DEFAULTS = ReferenceConfigDefaults(activation="gelu_new")
+    DEFAULTS = ReferenceDefaults(activation="gelu_new")
     FINAL_NORM = "model.final_layernorm"
     uses_layer_norm = True
     EPS_KEY = "layer_norm_eps"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.base import LayerWeights, ModuleWeights
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.rope import partial_rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -13,7 +13,7 @@ from modelmill.accept.reference.tensor_source import TensorSource
 class Phi3Reference(PlainDecoderReference):
     """Phi3ForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(eps=1e-5, positions=4096)
+    DEFAULTS = ReferenceDefaults(eps=1e-5, positions=4096)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from modelmill.accept.reference.base import LayerRecorder
 from modelmill.accept.reference.moe import MIXTRAL_EXPERT, ExpertsMixin
-from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -23,7 +23,7 @@ from modelmill.accept.reference.tensor_source import TensorSource
 class PhimoeReference(ExpertsMixin):
     """PhimoeForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(kv_heads=8, eps=1e-5, positions=131072)
+    DEFAULTS = ReferenceDefaults(kv_heads=8, eps=1e-5, positions=131072)
     uses_layer_norm = True
     router_path = "block_sparse_moe.gate"
     experts_path = "block_sparse_moe.experts"

@@ -61,7 +61,7 @@ RMS_NORM_EPS = "rms_norm_eps"
 
 
 @dataclass(frozen=True)
-class ReferenceConfigDefaults:
+class ReferenceDefaults:
     """Values of a family's original configuration class, where config.json has none.
 
     Attributes:
@@ -97,7 +97,8 @@ class PlainDecoderReference(ReferenceModel):
         DEFAULTS: what sizes are where config.json has none.
         EPS_KEY: the key of the norms' epsilon.
         max_position: ``max_position_embeddings``.
-        norm_paths, projection_paths: names of a layer's norms and projections in the checkpoint.
+        norm_paths, projection_paths: names of a layer's norms and projections in the checkpoint;
+            "qkv": one matrix with the rows of q, k and v KV head by KV head.
         biased: projections with a bias.
         score_scale: factor of the attention scores.
         rope, local_rope: the rotation, and that of layers with a window where it is another one.
@@ -113,7 +114,7 @@ class PlainDecoderReference(ReferenceModel):
     EMBEDDING = "model.embed_tokens.weight"
     FINAL_NORM = "model.norm"
     LAYERS = "model.layers"
-    DEFAULTS = ReferenceConfigDefaults()
+    DEFAULTS = ReferenceDefaults()
     EPS_KEY = RMS_NORM_EPS
     uses_layer_norm = False
     norm_bias = True
@@ -239,11 +240,15 @@ class PlainDecoderReference(ReferenceModel):
 
     def token_mixer_weights(self, index: int) -> LayerWeights:
         """Read the projections of a layer's attention."""
-        return self._read_projections(index, [n for n in self.projection_paths if n in MIXER])
+        names = ("qkv", *MIXER)
+        weights = self._read_projections(index, [n for n in names if n in self.projection_paths])
+        fused = weights.pop("qkv", None)
+        return weights if fused is None else self.split_qkv_by_kv_head(fused) | weights
 
     def mlp_weights(self, index: int) -> LayerWeights:
         """Read the projections of a layer's MLP."""
-        return self._read_projections(index, [n for n in self.projection_paths if n not in MIXER])
+        names = [n for n in self.projection_paths if n not in ("qkv", *MIXER)]
+        return self._read_projections(index, names)
 
     def _read_projections(self, index: int, names: list[str]) -> LayerWeights:
         return {

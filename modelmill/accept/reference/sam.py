@@ -17,6 +17,7 @@ from torch import Tensor
 from modelmill.accept.reference.base import ModuleWeights
 from modelmill.accept.reference.tensor_source import OpenedCheckpoint
 from modelmill.accept.reference.vision_reference import (
+    EngineMatrices,
     ReferenceNorm,
     ReferenceStage,
     VisionReference,
@@ -30,9 +31,7 @@ class SamReference(VisionReference):
     """A checkpoint's three stages."""
 
     def __init__(
-        self,
-        checkpoint: OpenedCheckpoint,
-        engine_matrices: Mapping[str, ModuleWeights] | None = None,
+        self, checkpoint: OpenedCheckpoint, engine_matrices: EngineMatrices | None = None
     ) -> None:
         super().__init__(checkpoint, engine_matrices)
         names = checkpoint.raw_container.names()

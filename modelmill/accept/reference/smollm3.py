@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.plain_decoder import (
-    MLP,
-    PlainDecoderReference,
-    ReferenceConfigDefaults,
-)
+from modelmill.accept.reference.plain_decoder import MLP, PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class SmolLM3Reference(PlainDecoderReference):
     """SmolLM3ForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(kv_heads=4, positions=32768, tied=True, theta=2000000.0)
+    DEFAULTS = ReferenceDefaults(kv_heads=4, positions=32768, tied=True, theta=2000000.0)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
-from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class SolarOpenReference(GroupedExpertsMixin):
     """SolarOpenForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(kv_heads=8, head_dim=128, eps=1e-5, positions=131072)
+    DEFAULTS = ReferenceDefaults(kv_heads=8, head_dim=128, eps=1e-5, positions=131072)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, {"n_routed_experts": 128} | config | {"first_k_dense_replace": 0})

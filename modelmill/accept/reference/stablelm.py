@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import ModuleWeights, layer_norm
-from modelmill.accept.reference.plain_decoder import ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.qk_norm import QKNormReference
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -16,7 +16,7 @@ from modelmill.accept.reference.tensor_source import TensorSource
 class StableLmReference(QKNormReference):
     """StableLmForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(kv_heads=32, positions=4096)
+    DEFAULTS = ReferenceDefaults(kv_heads=32, positions=4096)
     uses_layer_norm = True
     EPS_KEY = "layer_norm_eps"
 

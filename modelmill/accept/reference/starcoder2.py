@@ -8,7 +8,7 @@ from modelmill.accept.reference.plain_decoder import (
     MIXER,
     PROJECTIONS,
     PlainDecoderReference,
-    ReferenceConfigDefaults,
+    ReferenceDefaults,
 )
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -16,7 +16,7 @@ from modelmill.accept.reference.tensor_source import TensorSource
 class Starcoder2Reference(PlainDecoderReference):
     """Starcoder2ForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(
+    DEFAULTS = ReferenceDefaults(
         kv_heads=2, positions=4096, tied=True, theta=10000.0, activation="gelu_pytorch_tanh"
     )
     uses_layer_norm = True

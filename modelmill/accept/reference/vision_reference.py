@@ -13,6 +13,9 @@ from torch import Tensor
 from modelmill.accept.reference.base import ModuleWeights
 from modelmill.accept.reference.tensor_source import OpenedCheckpoint, TensorSource
 
+EngineMatrices = Mapping[str, ModuleWeights]
+"""Matrices by the engine's paths."""
+
 
 @dataclass(frozen=True)
 class EngineModuleLocation:
@@ -63,14 +66,12 @@ class ReferenceNorm(EngineModuleLocation):
 class VisionReference(ABC):
     """A checkpoint's vision model, stage by stage; raises TensorMismatch for missing tensors.
 
-    engine_matrices: matrices by the engine's paths that replace the checkpoint's
+    engine_matrices: those that replace the checkpoint's
     (accept.quantized_vision_reference).
     """
 
     def __init__(
-        self,
-        checkpoint: OpenedCheckpoint,
-        engine_matrices: Mapping[str, ModuleWeights] | None = None,
+        self, checkpoint: OpenedCheckpoint, engine_matrices: EngineMatrices | None = None
     ) -> None:
         self._engine_matrices = engine_matrices or {}
         self.source = TensorSource(checkpoint.raw_container, torch.float32)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceConfigDefaults
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
 
 
 class XverseReference(PlainDecoderReference):
     """XverseForCausalLM."""
 
-    DEFAULTS = ReferenceConfigDefaults(positions=8192, theta=10000.0)
+    DEFAULTS = ReferenceDefaults(positions=8192, theta=10000.0)
 
 
 REFERENCE = XverseReference
