@@ -80,12 +80,8 @@ class KvSessionWorker:
     def _write_session_file(self, message: SaveKvSession, session: SessionPages) -> None:
         try:
             nbytes = write_session(Path(message.path), self._layout, session)
-        except OSError as error:
-            self._send_failure(message.number, f"the session cannot be written: {error.strerror}")
         except Exception as error:
-            self._send_failure(
-                message.number, f"the session cannot be written: {type(error).__name__}"
-            )
+            self._send_file_error(message.number, "written", error)
         else:
             self._send(KvSessionReply(message.number, len(session.tokens), nbytes))
 
@@ -94,14 +90,14 @@ class KvSessionWorker:
             session = read_session(Path(message.path), self._layout)
         except ModelmillError as error:
             self._send_failure(message.number, str(error))
-        except OSError as error:
-            self._send_failure(message.number, f"the session cannot be read: {error.strerror}")
         except Exception as error:
-            self._send_failure(
-                message.number, f"the session cannot be read: {type(error).__name__}"
-            )
+            self._send_file_error(message.number, "read", error)
         else:
             self._enqueue(LoadedKvSession(message, session))
+
+    def _send_file_error(self, number: int, action: str, error: Exception) -> None:
+        reason = error.strerror if isinstance(error, OSError) else type(error).__name__
+        self._send_failure(number, f"the session cannot be {action}: {reason}")
 
     def _send_failure(self, number: int, reason: str) -> None:
         self._send(KvSessionReply(number, 0, 0, reason))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 
@@ -17,7 +17,7 @@ from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.continue_final_message import split_answer_start
 from modelmill.serve.custom_tools import ToolCallDeltaFormatter, tool_call_json
-from modelmill.serve.engine_client import max_tokenize_tokens
+from modelmill.serve.engine_client import EngineClient, max_tokenize_tokens
 from modelmill.serve.openai_format import ChatLogprobsFormatter, sse_event
 from modelmill.serve.request_handle import RequestHandle, StreamItem
 from modelmill.serve.request_options import (
@@ -51,6 +51,8 @@ from modelmill.text.chat_format_registry import load_chat_syntax
 from modelmill.text.thinking_switch import COMMON_NAME, OTHER_NAME
 from modelmill.text_processor import TextProcessor
 
+Body = TypeVar("Body")
+
 router = APIRouter(route_class=BodyRoute)
 
 
@@ -75,6 +77,32 @@ async def chat_completions(body: ChatRequest, request: Request) -> Any:
     return await service.run_in_thread(
         lambda: openai_format.Utf8JsonResponse(builder.full_response())
     )
+
+
+async def submit_converted_chat(
+    request: Request,
+    engine: EngineClient,
+    prepare: Callable[[TextProcessor, Body, int], tuple[ChatRequest, RequestOutputState]],
+    body: Body,
+) -> tuple[ChatRequest, RequestHandle]:
+    """Queue the conversation that a request of another API stands for.
+
+    Args:
+        request: the HTTP request.
+        engine: to queue at.
+        prepare: makes a chat request and a request of the engine from the body and the tokens that
+            the engine takes.
+        body: of that API.
+    """
+    (chat, _), handle = await prepare_and_submit_requests(
+        request,
+        engine,
+        prepare,
+        body,
+        engine.request_limits.max_len,
+        get_states=lambda prepared: [prepared[1]],
+    )
+    return chat, handle
 
 
 def converted_chat_request_state(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import APIRouter, Request
 
@@ -17,7 +17,7 @@ from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.chunked_json_serializer import dump_json
 from modelmill.serve.completion_schema import CompletionRequest
-from modelmill.serve.engine_client import max_tokenize_tokens
+from modelmill.serve.engine_client import EngineClient, max_tokenize_tokens
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
 from modelmill.serve.openai_format import TextLogprobsFormatter
 from modelmill.serve.request_handle import RequestHandle, StreamItem
@@ -46,6 +46,13 @@ A single prompt of up to ``max_model_len`` tokens may exceed it.
 """
 
 
+class ConvertsToCompletion(Protocol):
+    """A request of another API that continues a text."""
+
+    def to_completion_request(self) -> CompletionRequest:
+        """Convert to the equivalent completion request."""
+
+
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Any:
     """Continue a text, several texts, or token ids."""
@@ -64,6 +71,24 @@ async def completions(body: CompletionRequest, request: Request) -> Any:
         )
     await wait_or_disconnect(request, handle)
     return openai_format.Utf8JsonResponse(await service.run_in_thread(builder.full_response))
+
+
+async def submit_converted_completion(
+    request: Request, engine: EngineClient, body: ConvertsToCompletion
+) -> tuple[CompletionRequest, RequestHandle]:
+    """Queue the completion that a request of another API asks for."""
+
+    def prepare(
+        text_processor: TextProcessor, limits: RequestLimits
+    ) -> tuple[CompletionRequest, list[RequestOutputState]]:
+        completion = body.to_completion_request()
+        completion.check()
+        return completion, completion_request_states(text_processor, completion, limits)
+
+    (completion, _), handle = await prepare_and_submit_requests(
+        request, engine, prepare, engine.request_limits, get_states=lambda prepared: prepared[1]
+    )
+    return completion, handle
 
 
 def completion_request_states(

@@ -6,16 +6,12 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from modelmill.request_output_state import RequestOutputState
-from modelmill.runtime.sequence import RequestLimits
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.chat_answer import streamed_or_whole_response
-from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.dialects.llama_cpp_answer import LlamaCppAnswerBuilder
 from modelmill.serve.dialects.llama_cpp_schema import InfillRequest, LlamaCppCompletionRequest
-from modelmill.serve.routes.common import acquire_engine, prepare_and_submit_requests
-from modelmill.serve.routes.completions import completion_request_states
-from modelmill.text_processor import TextProcessor
+from modelmill.serve.routes.common import acquire_engine
+from modelmill.serve.routes.completions import submit_converted_completion
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -36,23 +32,6 @@ async def _run_completion(body: LlamaCppCompletionRequest | InfillRequest, reque
     _, engine = await acquire_engine(request, body.model, body.keep_alive)
     body.check()
     engine.check_capacity(1)
-    (made, _), handle = await prepare_and_submit_requests(
-        request,
-        engine,
-        _prepare_completion,
-        body,
-        engine.request_limits,
-        get_states=lambda prepared: prepared[1],
-    )
-    answer = LlamaCppAnswerBuilder(body.model or engine.name, made, handle)
+    completion, handle = await submit_converted_completion(request, engine, body)
+    answer = LlamaCppAnswerBuilder(body.model or engine.name, completion, handle)
     return await streamed_or_whole_response(request, handle, answer, streams=bool(body.stream))
-
-
-def _prepare_completion(
-    text_processor: TextProcessor,
-    body: LlamaCppCompletionRequest | InfillRequest,
-    limits: RequestLimits,
-) -> tuple[CompletionRequest, list[RequestOutputState]]:
-    made = body.to_completion_request()
-    made.check()
-    return made, completion_request_states(text_processor, made, limits)

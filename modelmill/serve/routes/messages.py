@@ -16,8 +16,8 @@ from modelmill.serve.dialects.anthropic_schema import CountTokensRequest, Messag
 from modelmill.serve.dialects.thinking import with_thinking
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.openai_format import Utf8JsonResponse
-from modelmill.serve.routes.chat import converted_chat_request_state
-from modelmill.serve.routes.common import acquire_engine, prepare_and_submit_requests
+from modelmill.serve.routes.chat import converted_chat_request_state, submit_converted_chat
+from modelmill.serve.routes.common import acquire_engine
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute, responses=ANTHROPIC_ERRORS)
@@ -28,14 +28,7 @@ async def messages(body: MessagesRequest, request: Request) -> Any:
     """Answer a conversation: the same text as /v1/chat/completions returns for it."""
     _, engine = await acquire_engine(request, body.model, body.keep_alive)
     engine.check_capacity(1)
-    (chat, _), handle = await prepare_and_submit_requests(
-        request,
-        engine,
-        prepare_chat,
-        body,
-        engine.request_limits.max_len,
-        get_states=lambda prepared: [prepared[1]],
-    )
+    chat, handle = await submit_converted_chat(request, engine, prepare_chat, body)
     answer = ChatAnswerSplitter(chat, engine.text_processor, handle.request_states[0])
     builder = AnthropicMessageBuilder(body.model, body.max_tokens, answer, handle, chat.warnings)
     return await streamed_or_whole_response(request, handle, builder, streams=bool(body.stream))

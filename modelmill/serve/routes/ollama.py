@@ -16,7 +16,6 @@ from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.catalogue.keep_alive import parse_keep_alive
 from modelmill.serve.chat_answer import ChatAnswerSplitter, streamed_or_whole_response
 from modelmill.serve.chat_schema import ChatRequest
-from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.dialects.ollama_answer import (
     NANOSECONDS_PER_SECOND,
     OllamaAnswerBuilder,
@@ -46,9 +45,9 @@ from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.engine_state import EngineState
 from modelmill.serve.errors import invalid_request
 from modelmill.serve.openai_format import ChatLogprobsFormatter, Utf8JsonResponse
-from modelmill.serve.routes.chat import converted_chat_request_state
+from modelmill.serve.routes.chat import converted_chat_request_state, submit_converted_chat
 from modelmill.serve.routes.common import get_service, lease_engine, prepare_and_submit_requests
-from modelmill.serve.routes.completions import completion_request_states
+from modelmill.serve.routes.completions import submit_converted_completion
 from modelmill.serve.routes.embeddings import embedding_request_states
 from modelmill.serve.segmentation_messages import SEGMENTATION
 from modelmill.serve.service import Service
@@ -80,14 +79,7 @@ async def generate(body: OllamaGenerateRequest, request: Request) -> Any:
     if not body.skips_chat_template and await service.run_in_thread(_has_chat_format, engine):
         return await _answer_chat(body, request, engine, is_chat=False)
     engine.check_capacity(1)
-    (completion, _), handle = await prepare_and_submit_requests(
-        request,
-        engine,
-        _prepare_completion,
-        body,
-        engine.request_limits,
-        get_states=lambda prepared: prepared[1],
-    )
+    completion, handle = await submit_converted_completion(request, engine, body)
     formatter = ChatLogprobsFormatter(engine.text_processor.tokenizer, body.top_logprobs or 0)
     answer = OllamaAnswerBuilder(
         body.model,
@@ -243,14 +235,7 @@ async def _answer_chat(
     is_chat: bool,
 ) -> Any:
     engine.check_capacity(1)
-    (chat_body, _), handle = await prepare_and_submit_requests(
-        request,
-        engine,
-        _prepare_chat,
-        body,
-        engine.request_limits.max_len,
-        get_states=lambda prepared: [prepared[1]],
-    )
+    chat_body, handle = await submit_converted_chat(request, engine, _prepare_chat, body)
     processor = engine.text_processor
     formatter = ChatLogprobsFormatter(processor.tokenizer, chat_body.top_logprobs or 0)
     source = ChatAnswerSplitter(chat_body, processor, handle.request_states[0])
@@ -272,14 +257,6 @@ def _prepare_chat(
         max_model_len,
         lambda text: text.replace("response_format", "format"),
     )
-
-
-def _prepare_completion(
-    text_processor: TextProcessor, body: OllamaGenerateRequest, limits: RequestLimits
-) -> tuple[CompletionRequest, list[RequestOutputState]]:
-    completion = body.to_completion_request()
-    completion.check()
-    return completion, completion_request_states(text_processor, completion, limits)
 
 
 async def _run_embeddings(

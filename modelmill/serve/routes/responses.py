@@ -28,13 +28,12 @@ from modelmill.serve.response_recorder import (
 )
 from modelmill.serve.response_store import input_as_items
 from modelmill.serve.responses_schema import ResponsesRequest
-from modelmill.serve.routes.chat import RememberingAnswerParser, converted_chat_request_state
-from modelmill.serve.routes.common import (
-    acquire_engine,
-    openai_finish_reason,
-    prepare_and_submit_requests,
-    random_id,
+from modelmill.serve.routes.chat import (
+    RememberingAnswerParser,
+    converted_chat_request_state,
+    submit_converted_chat,
 )
+from modelmill.serve.routes.common import acquire_engine, openai_finish_reason, random_id
 from modelmill.serve.stream import EventFormatter
 from modelmill.text.answer_pieces import ReasoningDelta
 from modelmill.text_processor import TextProcessor
@@ -48,15 +47,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Any:
     service, engine = await acquire_engine(request, body.model, body.keep_alive)
     engine.check_capacity(1)
     body = _with_stored_items(request, body)
-    submitted = await prepare_and_submit_requests(
-        request,
-        engine,
-        _prepare_chat,
-        body,
-        engine.request_limits.max_len,
-        get_states=lambda prepared: [prepared[1]],
-    )
-    (chat, _), handle = submitted
+    chat, handle = await submit_converted_chat(request, engine, _prepare_chat, body)
     builder = ResponsesBuilder(
         body,
         chat,
