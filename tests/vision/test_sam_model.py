@@ -13,13 +13,6 @@ from modelmill.core.errors import RequestError
 from modelmill.models import sam
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.registry import select_backends
-from modelmill.vision.automatic_mask_options import (
-    AutomaticMaskOptions,
-    Crop,
-    make_crops,
-    point_grid,
-    touches_crop_edge,
-)
 from modelmill.vision.masks import encode_rle
 from modelmill.vision.packed_mask import PackedMask
 from modelmill.vision.prompts import (
@@ -136,47 +129,6 @@ def test_arrangement_of_points_and_boxes() -> None:
     nothing, none = make_prompt_tensors([Prompt(mask=torch.zeros(4, 4))], (10, 10), (10, 10))
     assert nothing.shape == (1, 0, 2)
     assert none.shape == (1, 0)
-
-
-def test_crops_and_grids_of_the_original() -> None:
-    # computed by hand from the published rule for 1800 × 1200 pixels and one layer
-    crops = make_crops((1800, 1200), AutomaticMaskOptions(crop_n_layers=1))
-    assert [c.box for c in crops] == [
-        (0, 0, 1800, 1200),
-        (0, 0, 1105, 805),
-        (0, 396, 1105, 1200),
-        (696, 0, 1800, 805),
-        (696, 396, 1800, 1200),
-    ]
-    grid = point_grid(crops[0], AutomaticMaskOptions(points_per_side=2))
-    assert grid.tolist() == [[450, 300], [1350, 300], [450, 900], [1350, 900]]
-    assert (
-        len(
-            point_grid(
-                crops[1], AutomaticMaskOptions(points_per_side=8, crop_n_points_downscale_factor=2)
-            )
-        )
-        == 16
-    )
-
-
-def test_boxes_cut_by_a_crop() -> None:
-    crop = Crop((100, 0, 500, 400), 1)
-    boxes = torch.tensor(
-        [[0, 50, 40, 90], [60, 60, 90, 90], [200, 0, 300, 390], [300, 100, 399, 200]]
-    )
-    # left edge; inside; near the crop's lower edge; its right edge
-    assert touches_crop_edge(boxes, crop, (800, 600)).tolist() == [True, False, True, True]
-    # the picture's own edges cut nothing
-    assert touches_crop_edge(boxes, Crop((0, 0, 400, 400), 0), (400, 400)).tolist() == [False] * 4
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"points_per_side": 0}, {"crop_n_layers": 9}, {"box_nms_thresh": 1.5}]
-)
-def test_wrong_options(wrong: dict) -> None:
-    with pytest.raises(RequestError, match=next(iter(wrong))):
-        AutomaticMaskOptions(**wrong)
 
 
 def test_masks_of_a_large_picture_are_kept_as_small_as_they_are() -> None:
