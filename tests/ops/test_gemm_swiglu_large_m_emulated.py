@@ -65,28 +65,21 @@ def test_products(emulator: Emulator, case: Case) -> None:
 
 
 MISTAKES = {
-    "slabs not waited for": (
-        "mbarrier_wait(shared_address(&barriers.full[at.stage]), at.parity);\n",
-        "",
-    ),
+    "slabs not waited for": "mbarrier_wait(shared_address(&barriers.full[at.stage]), at.parity);\n",
     "stages filled too early": (
-        "mbarrier_wait(shared_address(&barriers.empty[at.stage]), at.parity ^ 1);\n",
-        "",
+        "mbarrier_wait(shared_address(&barriers.empty[at.stage]), at.parity ^ 1);\n"
     ),
     "the other block is not told": (
         "lane < CLUSTER) mbarrier_arrive_cluster(shared_address(&barriers.empty[last]), lane)",
         "lane < CLUSTER) mbarrier_arrive_cluster(shared_address(&barriers.empty[last]), cluster_rank())",  # noqa: E501
     ),
-    "stages given back too early": (
-        "        wgmma_wait<1>(); // those of the previous K tile\n",
-        "",
-    ),
+    "stages given back too early": "        wgmma_wait<1>(); // those of the previous K tile\n",
     "products not waited for": (
         "            wgmma_wait<0>();\n            wgmma_fence_operand(d);",
         "            wgmma_fence_operand(d);",
     ),
-    "a store's place used too early": ("if (SLICE == 0) staging.acquire();", ""),
-    "stores not waited for": ("        if (staging.thread == 0) tma_store_wait();\n", ""),
+    "a store's place used too early": "if (SLICE == 0) staging.acquire();",
+    "stores not waited for": "        if (staging.thread == 0) tma_store_wait();\n",
     "both halves in one place": (" + rank * W_HALF, w_map", ", w_map"),
     "a half brought to one block": ("w_row, 3);", "w_row, 1 << rank);"),
     "the last columns forgotten": (

@@ -167,13 +167,13 @@ def test_experts(
 WAIT_FOR_STAGE = "mbarrier_wait(shared_address(&exchange.full[state.stage])"
 WAIT_FOR_LAG = "wait_for(REFILL_LAG ? exchange.added : exchange.ready"
 CHANGES = {
-    "gate and up do not wait": ("if (GATED) pdl_wait();", ""),
-    "down does not wait": ("if (!GATED) pdl_wait();", ""),
+    "gate and up do not wait": "if (GATED) pdl_wait();",
+    "down does not wait": "if (!GATED) pdl_wait();",
     "a stage is not waited for": (f"{WAIT_FOR_STAGE}, state.parity);", ""),
     "sums of x": ("low_base * sum.y", "low_base * sum.x"),
     "a stage too early": (f"{WAIT_FOR_LAG}, done - REFILL_LAG);", ""),
-    "sums before they are there": ("wait_for(exchange.ready, done);\n", ""),
-    "a buffer in use": ("if (done > 1) wait_for(exchange.added, done - 2);", ""),
+    "sums before they are there": "wait_for(exchange.ready, done);\n",
+    "a buffer in use": "if (done > 1) wait_for(exchange.added, done - 2);",
     "rows of two experts": ("if (at.block != block) {", "if (block < 0) {"),
     "halves of a quad's rows": ("swapped = quad % 2", "swapped = false"),
 }

@@ -107,20 +107,16 @@ def test_queries_keys_and_values(emulator: Emulator, case: Case) -> None:
 MISTAKES = {
     "rows not waited for": (
         "                    if (!ready) "
-        "mbarrier_wait(shared_address(&epilogue_barriers.full[consumer]), parity);\n",
-        "",
+        "mbarrier_wait(shared_address(&epilogue_barriers.full[consumer]), parity);\n"
     ),
     "rows written over": (
-        "mbarrier_wait(shared_address(&epilogue_barriers.empty[consumer]), parity ^ 1);\n",
-        "",
+        "mbarrier_wait(shared_address(&epilogue_barriers.empty[consumer]), parity ^ 1);\n"
     ),
     "workers not told": (
-        "if (lane == 0) mbarrier_arrive(shared_address(&epilogue_barriers.empty[consumer]));",
-        "",
+        "if (lane == 0) mbarrier_arrive(shared_address(&epilogue_barriers.empty[consumer]));"
     ),
     "a bias not waited for": (
-        "mbarrier_wait(shared_address(&epilogue_barriers.bias_full[consumer]), bias_parity);\n",
-        "",
+        "mbarrier_wait(shared_address(&epilogue_barriers.bias_full[consumer]), bias_parity);\n"
     ),
     "rows left out": ("at += EPILOGUE_WARPS", "at += 2 * EPILOGUE_WARPS"),
     "what has no place is stored": (
@@ -138,10 +134,9 @@ MISTAKES = {
         "Words a = load_words(from + (chunk << 4))",
     ),
     "angles and places that are not there yet": (
-        "    pdl_wait(); // the previous kernel may read the pages and write the angles\n",
-        "",
+        "    pdl_wait(); // the previous kernel may read the pages and write the angles\n"
     ),
-    "a bias written over": ("        named_barrier_sync(1 + consumer, 128);\n", ""),
+    "a bias written over": "        named_barrier_sync(1 + consumer, 128);\n",
     "a key beside a query without its place": (
         "if (head + 1 < work.heads) return;",
         "inputs.offset = -1;\n    if (head < work.heads) return;",

@@ -107,10 +107,10 @@ def test_values_and_scales(emulator: Emulator, case: Case) -> None:
 
 MISTAKES = {
     "columns that are none": ("valid ? places[i] : WIDTH;", "valid ? places[i] : 0;"),
-    "sums of no warp": ("if (t < 32) sums[t] = 0.0f, amaxes[t] = 0;", ""),
+    "sums of no warp": "if (t < 32) sums[t] = 0.0f, amaxes[t] = 0;",
     "sums not met for": ("    __syncthreads();\n    sum = 0.0f;", "    sum = 0.0f;"),
     "the row not met for": ("    __syncthreads();\n    float by", "    float by"),
-    "the kernel in front not waited for": ("    pdl_wait();\n", ""),
+    "the kernel in front not waited for": "    pdl_wait();\n",
     "upper halves left out": ("max(amax & 0xFFFF, amax >> 16)", "amax & 0xFFFF"),
     "half of the residual left out": ("low(v[i]) + low(o[i])", "low(v[i])"),
 }

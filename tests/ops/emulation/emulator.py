@@ -173,10 +173,17 @@ def slow_cases(*cases: tuple[Any, ...]) -> list[Any]:
     return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
-def mistakes(changes: Mapping[str, tuple[str, str]]) -> list[Any]:
-    """Parameters of a test of planted mistakes, by name; all but the first are slow tests."""
+def mistakes(changes: Mapping[str, str | tuple[str, str]]) -> list[Any]:
+    """Parameters of a test of planted mistakes, by name; all but the first are slow tests.
+
+    A mistake is a text of the sources and what stands in its place, or a text that is left out.
+    """
     return [
-        pytest.param(change, id=name, marks=[pytest.mark.slow] if number else [])
+        pytest.param(
+            (change, "") if isinstance(change, str) else change,
+            id=name,
+            marks=[pytest.mark.slow] if number else [],
+        )
         for number, (name, change) in enumerate(changes.items())
     ]
 
