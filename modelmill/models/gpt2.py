@@ -10,14 +10,7 @@ from dataclasses import dataclass, replace
 
 from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _gpt2_common
-from modelmill.models._hf_config import (
-    EVERY_BIAS,
-    exact_quotient,
-    positive_int,
-    read_activation,
-    read_boolean,
-    require_value,
-)
+from modelmill.models._hf_config import EVERY_BIAS, positive_int, read_activation, read_boolean
 from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.attention import AttentionSpec
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -48,12 +41,6 @@ class InverseLayerIndexScaleConfig(DecoderConfig):
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Convert a Hugging Face config.json."""
-    require_value(raw, "add_cross_attention", (False,), False)
-    hidden, heads = (
-        positive_int(raw, "n_embd", "hidden_size"),
-        positive_int(raw, "n_head", "num_attention_heads"),
-    )
-    exact_quotient("n_embd", hidden, "n_head", heads)
     length = positive_int(raw, "n_ctx", default=1024)  # where the others are silent
     config = _gpt2_common.config_from_hf(
         raw,
