@@ -94,50 +94,61 @@ class FusedBranchNorm(FusedModule):
         return norm.forward(self.combine(*branches, step), residual, step)
 
 
-class FusedScaledBranchLayer(FusedModule):
-    """A layer whose branches are scaled by the norm behind them, the second by the next layer's."""
+class FusedBranchLayer(FusedModule):
+    """A layer whose norms combine the branches in front of them.
 
-    plain: ScaledBranchLayer
+    The norm in front of the MLP adds what the layer's mixers of tokens return. The MLP's own branch
+    is returned as it is, for the next layer's first norm.
+    """
+
+    attn_norm: nn.Module
     attn: nn.Module
 
-    def __init__(self, plain: nn.Module) -> None:
+    def __init__(self, plain: ScaledBranchLayer | ParallelHybridLayer, mixed: nn.Module) -> None:
+        """mixed: the plain module behind the mixers."""
         super().__init__(plain)
-        layer = cast(ScaledBranchLayer, plain)
-        self.attn_norm = FusedBranchNorm(layer.attn_norm, layer.mlp_post)
-        self.mlp_norm = FusedBranchNorm(layer.mlp_norm, layer.attn_post)
-        self.mlp = _make_fused_mlp(layer.mlp)
+        self.mlp_norm = FusedBranchNorm(plain.mlp_norm, mixed)
+        self.mlp = _make_fused_mlp(plain.mlp)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: RopeCosSin, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(branch not yet scaled, residual), both [T, H]."""
+        """(branch, residual), both [T, H]."""
         x, residual = self.attn_norm(x, residual, step)
-        x, residual = self.mlp_norm(self.attn(x, rope, step), residual, step)
+        branch, beside = self.mix_tokens(x, rope, step)
+        x, residual = self.mlp_norm(branch, residual, step, beside)
         return self.mlp(x, step), residual
 
+    def mix_tokens(
+        self, x: torch.Tensor, rope: RopeCosSin, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The branch of the attention, and one beside it."""
+        return self.attn(x, rope, step), None
 
-class FusedTwoBranchLayer(FusedModule):
+
+class FusedScaledBranchLayer(FusedBranchLayer):
+    """A layer whose branches are scaled by the norm behind them, the second by the next layer's."""
+
+    def __init__(self, plain: nn.Module) -> None:
+        layer = cast(ScaledBranchLayer, plain)
+        super().__init__(layer, layer.attn_post)
+        self.attn_norm = FusedBranchNorm(layer.attn_norm, layer.mlp_post)
+
+
+class FusedTwoBranchLayer(FusedBranchLayer):
     """A layer whose attention and Mamba2 are added by the norm behind them."""
 
-    plain: ParallelHybridLayer
-    attn_norm: nn.Module
-    attn: nn.Module
     mamba: nn.Module
 
     def __init__(self, plain: nn.Module) -> None:
-        super().__init__(plain)
         layer = cast(ParallelHybridLayer, plain)
-        self.mlp_norm = FusedBranchNorm(layer.mlp_norm, layer.sum)
-        self.mlp = _make_fused_mlp(layer.mlp)
+        super().__init__(layer, layer.sum)
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rope: RopeCosSin, step: Step
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(branch, residual), both [T, H]; their sum is the layer's output."""
-        x, residual = self.attn_norm(x, residual, step)
-        branch, beside = self.attn(x, rope, step), self.mamba(x, rope, step)
-        x, residual = self.mlp_norm(branch, residual, step, beside)
-        return self.mlp(x, step), residual
+    def mix_tokens(
+        self, x: torch.Tensor, rope: RopeCosSin, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The branches of the attention and of the Mamba2."""
+        return self.attn(x, rope, step), self.mamba(x, rope, step)
 
 
 def _make_fused_mlp(mlp: nn.Module) -> nn.Module:

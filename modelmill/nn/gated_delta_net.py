@@ -8,6 +8,7 @@ quantized.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -18,7 +19,6 @@ from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, RecurrenceSpec, RowP
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import StateHeadPartition
 from modelmill.nn.recurrent_mixer import RecurrentMixer
-from modelmill.nn.recurrent_state import StateSpec
 from modelmill.nn.step import Step
 from modelmill.ops.gated_delta_rule import GatedDeltaInputs
 from modelmill.ops.gated_rms_norm import GatedRMSNormInputs
@@ -42,11 +42,8 @@ class GatedDeltaNetSpec(HeadRecurrenceSpec):
     value_dim: int
     conv_width: int
     eps: float
-
-    @property
-    def state_spec(self) -> StateSpec:
-        """The state of all heads, in float32 whatever the activations are."""
-        return StateSpec("delta_rule", (self.heads, self.key_dim, self.value_dim), torch.float32)
+    state_name: ClassVar[str] = "delta_rule"
+    keys_first: ClassVar[bool] = True
 
     @property
     def partition(self) -> StateHeadPartition:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -42,12 +43,16 @@ class HeadRecurrenceSpec(ABC):
         heads: Heads, each with a state.
         conv_width: Tokens that the convolution reads.
         conv_bias: Whether it has a bias.
+        state_name: Of the heads' state.
+        keys_first: Whether a head's state is [key_dim, head_dim], not [head_dim, key_dim].
     """
 
     hidden: int
     heads: int
     conv_width: int
     conv_bias: bool = False
+    state_name: ClassVar[str]
+    keys_first: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -70,9 +75,12 @@ class HeadRecurrenceSpec(ABC):
         return CausalConvConfig(self.width + 2 * self.shared_width, self.conv_width, self.conv_bias)
 
     @property
-    @abstractmethod
     def state_spec(self) -> StateSpec:
         """The state of all heads, [heads, …], in float32 whatever the activations are."""
+        divided = self.partition
+        keys, values = divided.key_dim, divided.head_dim
+        shape = (keys, values) if self.keys_first else (values, keys)
+        return StateSpec(self.state_name, (divided.heads, *shape), torch.float32)
 
     @property
     def quant_sites(self) -> tuple[QuantSiteSpec, ...]:

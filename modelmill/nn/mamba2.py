@@ -7,6 +7,7 @@ in_proj → short convolution of x, B and C → recurrence → gate z, then a no
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -28,7 +29,6 @@ from modelmill.nn.layer_spec import (
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import StateHeadPartition
 from modelmill.nn.recurrent_mixer import RecurrentMixer
-from modelmill.nn.recurrent_state import StateSpec
 from modelmill.nn.step import Step
 from modelmill.ops.causal_conv import position_independent_silu
 from modelmill.ops.gated_rms_norm import GatedRMSNormInputs
@@ -63,6 +63,7 @@ class Mamba2Spec(HeadRecurrenceSpec):
     out_bias: bool | None = None
     norm: bool = True
     norm_first: bool = False
+    state_name: ClassVar[str] = "ssm"
 
     @property
     def has_out_bias(self) -> bool:
@@ -72,11 +73,6 @@ class Mamba2Spec(HeadRecurrenceSpec):
     def build_module(self, state_index: int) -> Mamba2:
         """The module; ``state_index``: the place of its first state among those of the model."""
         return Mamba2(self, state_index)
-
-    @property
-    def state_spec(self) -> StateSpec:
-        """The state of all heads, in float32 whatever the activations are."""
-        return StateSpec("ssm", (self.heads, self.head_dim, self.state_size), torch.float32)
 
     @property
     def partition(self) -> StateHeadPartition:
