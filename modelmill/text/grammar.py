@@ -21,8 +21,9 @@ from modelmill.text.answer_grammar import build_answer_lark
 from modelmill.text.chat_format_registry import FALLBACK
 from modelmill.text.lark_builder import LarkBuilder
 from modelmill.text.message_validation import check_json_data
+from modelmill.text.rust_errors import is_rust_panic
 from modelmill.text.thinking_budget import ThinkingBudget, ThinkingBudgetGuide
-from modelmill.text.tokenizer_base import Tokenizer, is_rust_panic, replace_surrogates
+from modelmill.text.tokenizer_base import Tokenizer, replace_surrogates
 
 MAX_GRAMMAR_CHARS = 1 << 18
 """Maximum characters of a schema, pattern or grammar."""

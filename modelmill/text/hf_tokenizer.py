@@ -15,12 +15,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from modelmill.core.errors import TokenizerError
 from modelmill.text.added_tokens import add_tokens, update_token_flags
 from modelmill.text.byte_level import byte_level_alphabet
-from modelmill.text.tokenizer_base import (
-    Tokenizer,
-    VocabInfo,
-    build_or_tokenizer_error,
-    is_rust_panic,
-)
+from modelmill.text.rust_errors import build_or_tokenizer_error, is_rust_panic
+from modelmill.text.tokenizer_base import Tokenizer, VocabInfo
 from modelmill.text.tokenizer_files import (
     TokenizerSettings,
     check_bos_eos_in_vocab,

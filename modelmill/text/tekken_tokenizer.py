@@ -12,13 +12,9 @@ import tiktoken
 
 from modelmill.core.errors import TokenizerError
 from modelmill.text.hf_tokenizer import load_tokenizer_json
+from modelmill.text.rust_errors import build_or_tokenizer_error
 from modelmill.text.tiktoken_tokenizer import TiktokenTokenizer, check_all_bytes_present
-from modelmill.text.tokenizer_base import (
-    Tokenizer,
-    VocabInfo,
-    build_or_tokenizer_error,
-    replace_surrogates,
-)
+from modelmill.text.tokenizer_base import Tokenizer, VocabInfo, replace_surrogates
 from modelmill.text.tokenizer_files import (
     check_bos_eos_in_vocab,
     is_token_id,

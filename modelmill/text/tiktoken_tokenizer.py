@@ -18,12 +18,8 @@ import tiktoken
 
 from modelmill.core.errors import TokenizerError
 from modelmill.text.pre_tokenizers import PRE_TOKENIZERS
-from modelmill.text.tokenizer_base import (
-    Tokenizer,
-    VocabInfo,
-    build_or_tokenizer_error,
-    is_rust_panic,
-)
+from modelmill.text.rust_errors import build_or_tokenizer_error, is_rust_panic
+from modelmill.text.tokenizer_base import Tokenizer, VocabInfo
 from modelmill.text.tokenizer_files import (
     TokenizerSettings,
     check_bos_eos_in_vocab,

@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from modelmill.core.errors import TokenizerError
 from modelmill.text.detokenizer import IncrementalUtf8Decoder
@@ -205,22 +204,6 @@ class Tokenizer(ABC):
                 f"the tokenizer has ids up to {self.vocab_size - 1} but the model embeds only "
                 f"{vocab_rows} tokens; give the tokenizer that came with this model"
             )
-
-
-def build_or_tokenizer_error(file: str, build: Callable[[], Any]) -> Any:
-    """Return ``build()``; the library's exceptions become TokenizerErrors that name the file."""
-    try:
-        return build()
-    except BaseException as error:
-        if not isinstance(error, Exception) and not is_rust_panic(error):
-            raise
-        reason = " ".join(str(error).split())[:160]
-        raise TokenizerError(f"{file} cannot be read as a tokenizer: {reason}") from None
-
-
-def is_rust_panic(error: BaseException) -> bool:
-    """Whether a library panicked, which Python code would otherwise treat as an interrupt."""
-    return type(error).__name__ == "PanicException"
 
 
 def replace_surrogates(text: str) -> str:
