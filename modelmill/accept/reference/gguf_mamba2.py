@@ -15,12 +15,6 @@ from modelmill.accept.reference.gguf_source import GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
 MAMBA2, GRANITE_HYBRID, FALCON_H1 = "mamba2", "granitehybrid", "falcon-h1"
-HF_TO_GGUF_MODULES = {
-    "in_proj": "ssm_in",
-    "conv1d": "ssm_conv1d",
-    "norm": "ssm_norm",
-    "out_proj": "ssm_out",
-}
 HF_TO_GGUF_TENSORS = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
 # 1 without the key
 FACTORS = {
@@ -33,7 +27,9 @@ FACTORS = {
 def gguf_ssm_tensor_name(mixer_tensor: str) -> str:
     """Return GGUF's name of a recurrence's tensor, as "conv1d.weight"."""
     module, _, leaf = mixer_tensor.rpartition(".")
-    return f"{HF_TO_GGUF_MODULES[module]}.{leaf}" if module else HF_TO_GGUF_TENSORS[mixer_tensor]
+    if not module:
+        return HF_TO_GGUF_TENSORS[mixer_tensor]
+    return f"ssm_{module.removesuffix('_proj')}.{leaf}"
 
 
 def undo_gguf_ssm_conversion(name: str, tensor: Tensor) -> Tensor:
