@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
@@ -91,6 +92,13 @@ def router_config(
             "correct one of them"
         )
     return RouterConfig(count, chosen, renormalize=renormalize)
+
+
+def norm_topk_router(raw: RawConfig, *, renormalize: bool, **options: Any) -> RouterConfig:
+    """As ``router_config``, with ``norm_topk_prob``, or ``renormalize`` where it is not there."""
+    return router_config(
+        raw, renormalize=read_boolean(raw, "norm_topk_prob", renormalize), **options
+    )
 
 
 def group_limited_router(raw: RawConfig, defaults: RouterConfig) -> RouterConfig:

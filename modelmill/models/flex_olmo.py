@@ -6,14 +6,9 @@ from dataclasses import replace
 
 from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import (
-    attention_bias_fields,
-    non_negative_float,
-    read_activation,
-    read_boolean,
-)
+from modelmill.models._hf_config import attention_bias_fields, non_negative_float, read_activation
 from modelmill.models._llama_common import ConfigDefaults
-from modelmill.models._moe_config import EXPERT_NAMES, router_config
+from modelmill.models._moe_config import EXPERT_NAMES, norm_topk_router
 from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.models.olmo2 import POST_NORM_NAMES
 from modelmill.models.olmoe import QK_NORMS
@@ -39,9 +34,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         **attention_bias_fields(raw),
         qkv_norm=QKNormConfig(WIDE_RMS, non_negative_float(raw, "rms_norm_eps")),
     )
-    router = router_config(
-        raw, experts=7, top_k=5, renormalize=read_boolean(raw, "norm_topk_prob", False)
-    )
+    router = norm_topk_router(raw, experts=7, top_k=5, renormalize=False)
     return replace(
         config, moe=MoESpec(router, MLPSpec(config.hidden, config.inner, activation=act))
     )

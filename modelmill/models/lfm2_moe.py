@@ -9,7 +9,7 @@ from modelmill.core.quoting import quote
 from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import lfm2
 from modelmill.models._hf_config import positive_float, positive_int, read_boolean
-from modelmill.models._moe_config import SELECTION_BIASES, router_config
+from modelmill.models._moe_config import SELECTION_BIASES, norm_topk_router
 from modelmill.models._rename_rules import CheckpointLayout, SourceTensors
 from modelmill.models.lfm2 import NAMES, hybrid_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -40,8 +40,8 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """
     config = hybrid_config(raw, raw.get("layer_types"))
     router = replace(
-        router_config(
-            raw, experts=32, top_k=4, renormalize=read_boolean(raw, "norm_topk_prob", True),
+        norm_topk_router(
+            raw, experts=32, top_k=4, renormalize=True,
             keys=("num_experts",),
         ),
         scores=SIGMOID,

@@ -6,15 +6,9 @@ from dataclasses import replace
 
 from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import (
-    attention_bias_fields,
-    positive_int,
-    read_activation,
-    read_boolean,
-    require_value,
-)
+from modelmill.models._hf_config import attention_bias_fields, positive_int, require_value
 from modelmill.models._llama_common import CHECKPOINT_NAMES, SLIDING_ATTENTION, ConfigDefaults
-from modelmill.models._moe_config import EXPERT_NAMES, dense_layers_by_mlp_type, router_config
+from modelmill.models._moe_config import EXPERT_NAMES, dense_layers_by_mlp_type, norm_topk_router
 from modelmill.models._rename_rules import IGNORED_BUFFERS, CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
@@ -37,20 +31,17 @@ DEFAULTS = {"num_key_value_heads": 4, "head_dim": 128, "sliding_window": 1024}
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in MellumConfig."""
     require_value(raw, "rope_scaling", (None,), None)  # rope_parameters has one for each layer type
-    act = read_activation(raw, "hidden_act", "silu")
     raw = overlay_config(raw, DEFAULTS, {"rope_theta": None, "rope_scaling": None})
     full, local = (
         _llama_common.config_from_hf(
             each,
-            ConfigDefaults(positions=131072),
-            activation=act,
+            ConfigDefaults(positions=131072, activation="silu"),
             **attention_bias_fields(raw),
             qk_norm=True,
         )
         for each in _llama_common.configs_by_layer_type_rope(raw, THETA, WINDOW_THETA)
     )
-    renormalize = read_boolean(raw, "norm_topk_prob", True)
-    router = router_config(raw, experts=64, top_k=8, renormalize=renormalize)
+    router = norm_topk_router(raw, experts=64, top_k=8, renormalize=True)
     inner = positive_int(raw, "moe_intermediate_size", default=896)
     types = _llama_common.layer_types(raw, full.layers) or []
     size = None if raw["sliding_window"] is None else positive_int(raw, "sliding_window")
@@ -60,6 +51,6 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         full,
         windows=tuple(size if each == SLIDING_ATTENTION else None for each in types),
         local_rope=local.rope,
-        moe=MoESpec(router, MLPSpec(full.hidden, inner, activation=act)),
+        moe=MoESpec(router, MLPSpec(full.hidden, inner, activation=full.activation)),
         dense_layers=dense_layers_by_mlp_type(raw, full.layers, dense=0),
     )

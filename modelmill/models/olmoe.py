@@ -11,10 +11,9 @@ from modelmill.models._hf_config import (
     non_negative_float,
     optional_positive_float,
     read_activation,
-    read_boolean,
 )
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
-from modelmill.models._moe_config import EXPERT_NAMES, router_config
+from modelmill.models._moe_config import EXPERT_NAMES, norm_topk_router
 from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
@@ -38,8 +37,6 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         qkv_norm=QKNormConfig(WIDE_RMS, eps),
         qkv_clip=optional_positive_float(raw, "clip_qkv"),
     )
-    router = router_config(
-        raw, experts=64, top_k=8, renormalize=read_boolean(raw, "norm_topk_prob", False)
-    )
+    router = norm_topk_router(raw, experts=64, top_k=8, renormalize=False)
     expert = MLPSpec(config.hidden, config.inner, activation=act)
     return replace(config, moe=MoESpec(router, expert))

@@ -14,7 +14,7 @@ from modelmill.models._hf_config import (
     read_boolean,
 )
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
-from modelmill.models._moe_config import EXPERT_NAMES, SHARED_EXPERT, dense_layers, router_config
+from modelmill.models._moe_config import EXPERT_NAMES, SHARED_EXPERT, dense_layers, norm_topk_router
 from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
@@ -35,9 +35,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         activation=act,
         windows=_windows(raw, layers),
     )
-    router = router_config(
-        raw, experts=60, top_k=4, renormalize=read_boolean(raw, "norm_topk_prob", False)
-    )
+    router = norm_topk_router(raw, experts=60, top_k=4, renormalize=False)
     expert, shared = (
         MLPSpec(config.hidden, positive_int(raw, key, default=size), activation=act)
         for key, size in DEFAULT_INNER.items()

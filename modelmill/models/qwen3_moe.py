@@ -6,14 +6,9 @@ from dataclasses import replace
 
 from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import (
-    attention_bias_fields,
-    positive_int,
-    read_activation,
-    read_boolean,
-)
+from modelmill.models._hf_config import attention_bias_fields, positive_int, read_boolean
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
-from modelmill.models._moe_config import EXPERT_NAMES, dense_layers, router_config
+from modelmill.models._moe_config import EXPERT_NAMES, dense_layers, norm_topk_router
 from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
@@ -29,23 +24,19 @@ UNUSED_CONFIG_KEYS = ("max_window_layers",)  # a window holds in every layer
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Qwen3MoeConfig."""
-    act = read_activation(raw, "hidden_act", "silu")
     windowed = read_boolean(raw, "use_sliding_window", False)
     raw = overlay_config(raw, {"num_key_value_heads": 4, "sliding_window": 4096})
     config = _llama_common.config_from_hf(
         raw,
-        ConfigDefaults(positions=32768),
+        ConfigDefaults(positions=32768, activation="silu"),
         **attention_bias_fields(raw),
         qk_norm=True,
-        activation=act,
     )
-    router = router_config(
-        raw, experts=128, top_k=8, renormalize=read_boolean(raw, "norm_topk_prob", False)
-    )
+    router = norm_topk_router(raw, experts=128, top_k=8, renormalize=False)
     inner = positive_int(raw, "moe_intermediate_size", default=768)
     config = replace(
         config,
-        moe=MoESpec(router, MLPSpec(config.hidden, inner, activation=act)),
+        moe=MoESpec(router, MLPSpec(config.hidden, inner, activation=config.activation)),
         dense_layers=dense_layers(raw, config.layers),
     )
     size = raw["sliding_window"]

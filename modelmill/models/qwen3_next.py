@@ -7,8 +7,8 @@ from dataclasses import replace
 from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _delta_net_config
 from modelmill.models._delta_net_config import NAMES
-from modelmill.models._hf_config import positive_int, read_boolean
-from modelmill.models._moe_config import EXPERT_NAMES, SHARED_EXPERT, dense_layers, router_config
+from modelmill.models._hf_config import positive_int
+from modelmill.models._moe_config import EXPERT_NAMES, SHARED_EXPERT, dense_layers, norm_topk_router
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
@@ -25,9 +25,7 @@ SUPPORTED_VALUES = {"use_sliding_window": (False,)}
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Qwen3NextConfig."""
     config = _delta_net_config.config_from_hf(raw, kv_heads=2)
-    router = router_config(
-        raw, experts=512, top_k=10, renormalize=read_boolean(raw, "norm_topk_prob", True)
-    )
+    router = norm_topk_router(raw, experts=512, top_k=10, renormalize=True)
     expert, shared = (
         MLPSpec(config.hidden, positive_int(raw, key, default=512))
         for key in ("moe_intermediate_size", "shared_expert_intermediate_size")
