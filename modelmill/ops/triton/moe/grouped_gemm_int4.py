@@ -45,6 +45,7 @@ from modelmill.ops.triton.moe.moe_decode_int4 import (
     has_mxfp4_weights,
 )
 from modelmill.ops.triton.weight_only_gemm import int4_linear, mxfp4_linear
+from modelmill.ops.triton.weight_only_gemm.int4_linear import biased_nibble_product
 from modelmill.ops.triton.weight_only_gemm.mxfp4_linear import e2m1_values, e8m0_values
 
 _ASSEMBLY = tl.constexpr(not INTERPRETED)
@@ -222,15 +223,7 @@ def _chunk_product(
         w_low, w_high = _e2m1_weights(codes, scale_codes, x_low.dtype)
         low_part = tl.dot(w_low, x_low, input_precision="ieee")
         return tl.dot(w_high, x_high, low_part, input_precision="ieee")
-    part = tl.dot(
-        _nibbles_as_biased_floats(codes & 15, x_low, CODE_BIAS), x_low, input_precision="ieee"
-    )
-    part = tl.dot(
-        _nibbles_as_biased_floats(codes >> 4, x_low, CODE_BIAS),
-        x_high,
-        part,
-        input_precision="ieee",
-    )
+    part = biased_nibble_product(codes, x_low, x_high, CODE_BIAS)
     grid = weight_row * groups + start // GROUP
     scale = tl.load(scale_ptr + grid).to(tl.float32)
     if OFFSET:
@@ -253,15 +246,6 @@ def _e2m1_weights(codes, scale_codes, element: tl.constexpr):
     else:  # noqa: RET505  the interpreter multiplies the bits of bfloat16
         low, high = e2m1_values(codes & 15) * scale, e2m1_values(codes >> 4) * scale
         return low.to(element), high.to(element)
-
-
-@triton.jit
-def _nibbles_as_biased_floats(codes, like, CODE_BIAS: tl.constexpr):
-    """Codes 0…15 as 16-bit numbers of the dtype of ``like``, with CODE_BIAS added."""
-    if CODE_BIAS == 128:
-        return (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
-    else:  # noqa: RET505  Triton needs both branches
-        return (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
 
 
 _launcher = CachedLauncher(_grouped_kernel)

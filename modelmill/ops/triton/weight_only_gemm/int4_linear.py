@@ -128,15 +128,7 @@ def _int4_gemm_kernel(
         x_high = tl.load(
             x_at + (column + 16)[:, None], mask=live & (column + 16 < k)[:, None], other=0.0
         )
-        part = tl.dot(
-            _nibbles_as_biased_floats(codes & 15, x_low, CODE_BIAS), x_low, input_precision="ieee"
-        )
-        part = tl.dot(
-            _nibbles_as_biased_floats(codes >> 4, x_low, CODE_BIAS),
-            x_high,
-            part,
-            input_precision="ieee",
-        )
+        part = biased_nibble_product(codes, x_low, x_high, CODE_BIAS)
         sums = tl.sum(x_low.to(tl.float32), axis=0) + tl.sum(x_high.to(tl.float32), axis=0)
         group = start // GROUP
         scale = tl.load(scale_ptr + weight_row * grid_stride + group).to(tl.float32)
@@ -149,6 +141,23 @@ def _int4_gemm_kernel(
             offset = -(ZERO + CODE_BIAS) * scale
         total += part * scale[:, None] + offset[:, None] * sums[None, :]
     store_product(out_ptr, total, bias_ptr, row, token, n, out_stride, live, BIAS)
+
+
+@triton.jit
+def biased_nibble_product(codes, x_low, x_high, CODE_BIAS: tl.constexpr):
+    """The product [N, T] of codes [N, R] plus CODE_BIAS with x [R, T].
+
+    x_low: of the columns of the low nibbles; x_high: of the high ones.
+    """
+    part = tl.dot(
+        _nibbles_as_biased_floats(codes & 15, x_low, CODE_BIAS), x_low, input_precision="ieee"
+    )
+    return tl.dot(
+        _nibbles_as_biased_floats(codes >> 4, x_low, CODE_BIAS),
+        x_high,
+        part,
+        input_precision="ieee",
+    )
 
 
 @triton.jit
