@@ -8,9 +8,13 @@ from modelmill.accept.reference.plain_decoder import MLP, PlainDecoderReference,
 from modelmill.accept.reference.tensor_source import TensorSource
 
 ROPE: dict[str, Any] = {
-    "rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 class CwmReference(PlainDecoderReference):

@@ -16,8 +16,6 @@ from modelmill.accept.reference.gguf_metadata import (
 from modelmill.accept.reference.gguf_source import GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
-ARCHITECTURE = "mellum"
-
 
 def mellum_config(container: RawContainer) -> dict[str, Any]:
     """Return a config in Hugging Face keys, as far as the reference reads it."""
@@ -40,4 +38,4 @@ def mellum_config(container: RawContainer) -> dict[str, Any]:
     }
 
 
-READERS = {ARCHITECTURE: (mellum_config, GgufSource)}
+READERS = {"mellum": (mellum_config, GgufSource)}
