@@ -26,6 +26,7 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -99,8 +100,7 @@ left of an earlier run):
 """  # noqa: E501
 
 
-@dataclass(frozen=True)
-class MatrixCell:
+class MatrixCell(NamedTuple):
     """One environment."""
 
     python: str

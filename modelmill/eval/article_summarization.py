@@ -29,6 +29,7 @@ TLDR = "\nTL;DR:"
 
 RunFingerprint = dict[str, Any]
 Ids = Sequence[int]
+Answers = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,7 @@ class Summarizer(ABC):
     name: str
 
     @abstractmethod
-    def answer_prompts(
-        self, prompts: Sequence[Ids], max_new_tokens: int, eos_ids: Ids
-    ) -> list[list[int]]:
+    def answer_prompts(self, prompts: Sequence[Ids], max_new_tokens: int, eos_ids: Ids) -> Answers:
         """Return the greedy answer to each prompt, in order."""
 
 
@@ -73,9 +72,7 @@ class EngineSummarizer(Summarizer):
 
     name: str = "modelmill"
 
-    def answer_prompts(
-        self, prompts: Sequence[Ids], max_new_tokens: int, eos_ids: Ids
-    ) -> list[list[int]]:
+    def answer_prompts(self, prompts: Sequence[Ids], max_new_tokens: int, eos_ids: Ids) -> Answers:
         """Return greedy answers; override all generation defaults of the checkpoint."""
         params = SamplingParams(
             temperature=0.0,
@@ -99,9 +96,7 @@ class HfSummarizer(Summarizer):
 
     name: str = "transformers"
 
-    def answer_prompts(
-        self, prompts: Sequence[Ids], max_new_tokens: int, eos_ids: Ids
-    ) -> list[list[int]]:
+    def answer_prompts(self, prompts: Sequence[Ids], max_new_tokens: int, eos_ids: Ids) -> Answers:
         """Return the greedy answer to each prompt, in order."""
         answers, _ = self.model.generate(prompts, max_new_tokens, eos_ids)
         return answers

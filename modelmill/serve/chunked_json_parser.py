@@ -121,12 +121,12 @@ class _JsonSpan:
     last: int
     count: int = 1
 
-    @property
-    def is_small(self) -> bool:
-        return (
-            self.last - self.first <= MAX_CHUNK_STRUCTURALS
-            and self.end - self.begin <= MAX_CHUNK_BYTES
-        )
+
+def _is_small(span: _JsonSpan) -> bool:
+    """Whether the span is decoded at once."""
+    return (
+        span.last - span.first <= MAX_CHUNK_STRUCTURALS and span.end - span.begin <= MAX_CHUNK_BYTES
+    )
 
 
 class _JsonDecoder:
@@ -158,9 +158,9 @@ class _JsonDecoder:
         return self._data[begin:end].decode("utf-8", "surrogatepass")
 
     def _decode_value(self, span: _JsonSpan) -> Any:
-        if not span.is_small:
+        if not _is_small(span):
             span = self._strip_whitespace(span)
-        if span.is_small:
+        if _is_small(span):
             return self._decode_yielding_gil(self._decode_utf8(span.begin, span.end))
         if span.first == span.last:
             return self._decode_string(span.begin, span.end)
@@ -250,7 +250,7 @@ class _JsonDecoder:
         if span.first == span.last and self._is_blank(span):
             return out
         for group in self._split_chunks(span):
-            if group.is_small and not self._is_blank(group):
+            if _is_small(group) and not self._is_blank(group):
                 out.update(
                     self._decode_yielding_gil(f"{{{self._decode_utf8(group.begin, group.end)}}}")
                 )
@@ -269,7 +269,7 @@ class _JsonDecoder:
 
     def _decode_member(self, key: str, span: _JsonSpan) -> Any:
         """Decode the value of a key."""
-        if self._unused.get(key) == self._depths[span.first - 1] and not span.is_small:
+        if self._unused.get(key) == self._depths[span.first - 1] and not _is_small(span):
             span = self._strip_whitespace(span)
             if self._data[span.begin] == ord("["):
                 self._check_brackets(span)

@@ -155,16 +155,8 @@ def test_every_extra_of_the_project_has_a_command(
 
 FROM_AN_INDEX = re.compile(r"pip install[^\n`&]*?[\s'\"]modelmill(?![\w./-])")
 HINTS = (
-    "modelmill",
-    "docs",
-    "examples",
-    "tools",
-    "tests",
-    "docker",
-    "deploy",
-    "README.md",
-    "Makefile",
-)
+    "modelmill", "docs", "examples", "tools", "tests", "docker", "deploy", "README.md", "Makefile",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("place", HINTS)

@@ -461,7 +461,7 @@ def test_a_thousand_mixes_end_with_nothing_left(mix, pages, budget, seqs, prefix
 def ends_with_nothing_left(mix, pages, budget, seqs, prefix, overlap) -> None:
     engine = tiny.make_engine(
         MODEL,
-        pages=pages,
+        pages,
         max_num_batched_tokens=budget,
         max_num_seqs=seqs,
         enable_prefix_caching=prefix,

@@ -12,12 +12,9 @@ _kernel = build.make_lazy_function("sigmoid_mul", "pppqqi")
 
 def supports(x: torch.Tensor, gate: torch.Tensor) -> bool:
     """Contiguous values of one dtype."""
-    return (
-        x.dtype in build.DTYPES
-        and x.dtype is gate.dtype
-        and x.is_contiguous()
-        and gate.is_contiguous()
-    )
+    if gate.dtype is not x.dtype or x.dtype not in build.DTYPES:
+        return False
+    return x.is_contiguous() and gate.is_contiguous()
 
 
 def run(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
