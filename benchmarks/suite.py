@@ -48,6 +48,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import suite_plan  # noqa: E402
 from benchmarks.append_rows import portable_command  # noqa: E402
 from benchmarks.figure_statistics import LONG, SHORT, MeasuredFigure, speedup  # noqa: E402
 from benchmarks.llamacpp_side import FILE_TYPES  # noqa: E402
@@ -55,13 +56,7 @@ from benchmarks.model_shapes import SHAPES, ShapeCost, shape_cost  # noqa: E402
 from benchmarks.peer_process import PeerError, PeerProcess  # noqa: E402
 from benchmarks.peer_setup import MODELMILL, SHARED_GPU_FRACTION, PeerSetup  # noqa: E402
 from benchmarks.suite_budget import TimeBudget, rounds_that_fit, slow_peers  # noqa: E402
-from benchmarks.suite_plan import (  # noqa: E402
-    CPU_SHAPE,
-    Skipped,
-    plan_gpu,
-    works_for_cpu,
-    works_for_gpu,
-)
+from benchmarks.suite_plan import CPU_SHAPE, Skipped  # noqa: E402
 from benchmarks.suite_resume import MeasuredLine, find_unfinished_run  # noqa: E402
 from benchmarks.synthetic_shapes import VLLM_FORMATS  # noqa: E402
 from benchmarks.workloads import Workload, measure_in_turn  # noqa: E402
@@ -369,7 +364,7 @@ def run_gpu(options: argparse.Namespace) -> int:
     import torch
 
     memory = torch.cuda.get_device_properties(0).total_memory
-    plans, skipped = plan_gpu(memory, SHARED_GPU_FRACTION, options.shape, options.only)
+    plans, skipped = suite_plan.plan_gpu(memory, SHARED_GPU_FRACTION, options.shape, options.only)
     comparable = ("vllm",) if options.weight_format else tuple(GPU_PEERS)
     requested = {
         peer: side for peer, side in GPU_PEERS.items() if peer in (options.peer or comparable)
@@ -434,7 +429,9 @@ def run_cpu(options: argparse.Namespace) -> int:
     python = options.llamacpp_python or (
         sys.executable if importlib.util.find_spec("llama_cpp") else None
     )
-    works = [work for work in works_for_cpu() if not options.only or work.name in options.only]
+    works = [
+        work for work in suite_plan.works_for_cpu() if not options.only or work.name in options.only
+    ]
     absent = "llama-cpp-python is not installed; docs/reproduce.md says how, and --llamacpp-python"
     skipped = [] if python else [Skipped("llama.cpp", absent)]
     if not has_peer(options, "transformers"):
@@ -571,7 +568,10 @@ def main() -> int:
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.weight_format and device == "cpu":
         raise SystemExit("--weight-format is for a GPU, and there is none; leave it out")
-    known = [work.name for work in (works_for_cpu() if device == "cpu" else works_for_gpu())]
+    known = [
+        work.name
+        for work in (suite_plan.works_for_cpu() if device == "cpu" else suite_plan.works_for_gpu())
+    ]
     if unknown := sorted({*(options.only or ())} - {*known}):
         raise SystemExit(f"--only {unknown[0]}: no such work on this device; {', '.join(known)}")
     default = CPU_MINUTES if device == "cpu" else None

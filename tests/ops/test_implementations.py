@@ -38,17 +38,8 @@ INTERPRETED_IN_FULL_ONLY: Mapping[str, Sequence[str]] = {
     "latent_rope_cache": ("1x3x*", "3x20x*"),
     "moe_align_block_size": ("150x*",),
     "paged_attention": (
-        "decode",
-        "prefill",
-        "decode-group",
-        "decode-window-mha-floa",
-        "decode-256-*",
-        "prefill-padded",
-        "prefill-long-int8",
-        "softcap",
-        "alibi",
-        "sinks",
-        "latent*",
+        "decode", "prefill", "decode-group", "decode-window-mha-floa", "decode-256-*",
+        "prefill-padded", "prefill-long-int8", "softcap", "alibi", "sinks", "latent*",
     ),
     "mxfp4_fused_moe": ("21x*", "22x*", "5x*", "1x96*"),
     "mxfp4_linear": ("33x*", "70x*"),
@@ -56,15 +47,12 @@ INTERPRETED_IN_FULL_ONLY: Mapping[str, Sequence[str]] = {
     "rope_cos_sin": ("1024x64-32",),
     "ssd_scan": ("decode-*", "(9,)*"),
     "rptq_quant": (
-        "21x260 a8 gated dynamic",
-        "21x260 a4 *",
-        "18x612 a8 dynamic",
-        "18x612 a8 fallback",
+        "21x260 a8 gated dynamic", "21x260 a4 *", "18x612 a8 dynamic", "18x612 a8 fallback",
         "18x612 a4 static",
     ),
     "w8a8_fused_moe": ("21x*", "22x*", "33x*", "1x96*"),
     "upsample_masks": ("3x16->90x60", "2x16->33x107"),
-}
+}  # fmt: skip
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -119,20 +119,11 @@ MISTAKES = {
         "mbarrier_wait(shared_address(&epilogue_barriers.bias_full[consumer]), bias_parity);\n"
     ),
     "rows left out": ("at += EPILOGUE_WARPS", "at += 2 * EPILOGUE_WARPS"),
-    "what has no place is stored": (
-        "inputs.offset = slot < 0 ? -1 : page",
-        "inputs.offset = slot < 0 ? 0 : page",
-    ),
-    "the last row forgotten": (
-        "const bool valid = row < work",
-        "const bool valid = row + 1 < work",
-    ),
+    "what has no place is stored": ("slot < 0 ? -1 : page", "slot < 0 ? 0 : page"),
+    "the last row forgotten": ("bool valid = row < work", "bool valid = row + 1 < work"),
     "both parts to one place": ("at / 2 * 16 + part * 8", "at / 2 * 16"),
     "values turned": ("if (value < 0 && work.cos", "if (value <= 0 && work.cos"),
-    "columns taken for others": (
-        "Words a = load_words(from + (chunk << 4 ^ swizzle))",
-        "Words a = load_words(from + (chunk << 4))",
-    ),
+    "columns taken for others": ("from + (chunk << 4 ^ swizzle)", "from + (chunk << 4)"),
     "angles and places that are not there yet": (
         "    pdl_wait(); // the previous kernel may read the pages and write the angles\n"
     ),
