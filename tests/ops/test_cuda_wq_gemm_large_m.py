@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 
@@ -10,17 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelmill.ops import int8_group_linear
 from modelmill.ops.cuda.common import build
 from modelmill.ops.cuda.weight_only_gemm import wq_gemm_large_m
 from modelmill.ops.cuda.weight_only_gemm.wq_gemm_large_m import BlockShape, PlannedLaunch
 from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import WeightTiles, WqSpec, weight_tiles
 from modelmill.ops.groupwise import GroupwiseLinearInputs
-from modelmill.ops.int4_linear import int4_linear
 from tests.ops.nvcc import compiles_without_spills, requires_nvcc
 from tests.ops.random_codes import random_codes
-
-LIMIT = {torch.bfloat16: 4e-3, torch.float16: 6e-4}  # of the whole, in the norm
+from tests.ops.wq_gemm_check import check_wq_gemm
 
 
 def _spec(bits: int, columns: int, group: int, *, offset: bool, wide: bool = False) -> WqSpec:
@@ -127,28 +125,5 @@ def test_every_form(shape: tuple[int, int], dtype: torch.dtype, bits: int) -> No
         first = max(tiles // 2, 1)
         halves = (WeightTiles(0, first), WeightTiles(first, tiles - first))
         plan = tuple(PlannedLaunch(BlockShape(*shape), half) for half in halves if half.number)
-        _check(inputs, plan, bits, gated=gated)
-
-
-def _check(
-    inputs: GroupwiseLinearInputs, plan: tuple[PlannedLaunch, ...], bits: int, *, gated: bool
-) -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
-    try:
-        actual = wq_gemm_large_m.wq_gemm(inputs, plan, gated=gated)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    wide = (
-        each.double() if isinstance(each, torch.Tensor) and each.is_floating_point() else each
-        for each in inputs
-    )
-    op = int4_linear if bits == 4 else int8_group_linear.int8_group_linear
-    truth = op(GroupwiseLinearInputs(*wide))
-    if gated:
-        gate, up = truth.to(inputs.x.dtype).double().chunk(2, 1)
-        truth = gate / (1 + torch.exp(-gate)) * up
-    assert not actual.isnan().any()
-    error = float((actual.double() - truth).norm() / truth.norm())
-    assert error < LIMIT[inputs.x.dtype] * (1.5 if gated else 1), (inputs.x.shape, plan)
-    again = wq_gemm_large_m.wq_gemm(inputs, plan, gated=gated)
-    assert torch.equal(again, actual), "the bits change from call to call"
+        multiply = functools.partial(wq_gemm_large_m.wq_gemm, plan=plan)
+        check_wq_gemm(multiply, inputs, bits, gated=gated)

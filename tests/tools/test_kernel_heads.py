@@ -39,10 +39,10 @@ TECHNIQUES = {
         "mma.sync": r"\bmma(_\w+)?\(",
         "named barriers": r"named_barrier_sync",
         "setmaxnreg": r"setmaxnreg_(inc|dec)",
-        "DSMEM": r"\bdsmem_load(_float4)?\(",
+        "DSMEM": r"\bdsmem_(load(_float4)?|store_async)\(",
         "split-K": r"\bSPLIT\b",
         "split-KV": r"\bSPLITS\b",
-        "cluster": r"\b(cluster_rank|cluster_sync\w*|dsmem_load\w*)\b",
+        "cluster": r"\b(cluster_rank|cluster_sync\w*|dsmem_\w+)\b",
         "PDL": r"\bpdl_wait\(",
     },
     "triton": {

@@ -173,6 +173,17 @@ void load_bytes(unsigned target, Address from, unsigned bytes, unsigned address)
     });
 }
 
+void store_words(unsigned target, const unsigned* words, std::size_t count, unsigned address) {
+    const std::vector<unsigned> kept(words, words + count);
+    unsigned char* const to = at(target);
+    std::memset(to, 0xFF, 4 * count);
+    Barrier& barrier = known(address);
+    under_way.push_back([=, &barrier] {
+        std::memcpy(to, kept.data(), 4 * count);
+        land(barrier, static_cast<unsigned>(4 * count));
+    });
+}
+
 bool some_copies_land() {
     if (generator() % 48) return false;
     bool any = false;

@@ -57,6 +57,8 @@ bool ended(unsigned barrier, unsigned parity);
 void load_box(unsigned target, const void* map, const int* corner, unsigned dimensions,
               unsigned barrier);
 void load_bytes(unsigned target, Address from, unsigned bytes, unsigned barrier);
+// of a thread's registers
+void store_words(unsigned target, const unsigned* words, std::size_t count, unsigned barrier);
 
 // Stores of boxes read what they write as late as they may: until their thread waits for their
 // group.

@@ -82,6 +82,11 @@ inline void st(How, u32 address, u32 word) {
     if (address % 4) emu::fail("a store that is not aligned");
     std::memcpy(emu::at(address), &word, 4);
 }
+template <std::size_t COUNT>
+inline void st(How, u32 address, std::array<u32, COUNT> words, u32 barrier) {  // async
+    if (address % sizeof words) emu::fail("a store that is not aligned");
+    emu::store_words(address, words.data(), COUNT, barrier);
+}
 inline void atom(How, u32& before, u32 address, u32 most) {  // inc
     std::memcpy(&before, emu::at(address), 4);
     const u32 next = before >= most ? 0 : before + 1;

@@ -1,10 +1,10 @@
 // Thread-block clusters in PTX.
 //
-// Computes: rank, cluster barriers, arrivals at a remote mbarrier, DSMEM loads and TMA multicast
-//     loads
+// Computes: rank, cluster barriers, arrivals at a remote mbarrier, DSMEM loads and stores and TMA
+//     multicast loads
 // Range: clusters of 2 to 8 blocks, sm_90a
 // Technique: thread-block cluster, distributed shared memory (DSMEM), TMA multicast
-// Used by: gemm_large_m.cuh, gemm_small_m.cu, paged_decode.cuh,
+// Used by: gemm_large_m.cuh, gemm_small_m.cu, paged_decode.cuh, wq_gemm_small_m.cu,
 //     wq_gemm_tile.cuh
 #pragma once
 #include "common/hopper.cuh"
@@ -26,6 +26,29 @@ __device__ inline void cluster_sync_relaxed() {
 __device__ inline void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                      : "memory");
+}
+
+// The two halves of cluster_sync_relaxed.
+__device__ inline void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ inline void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Stores four floats to block `rank`, at the shared-memory offset `local`; its mbarrier at the
+// offset `barrier` counts the bytes.
+__device__ inline void dsmem_store_async(const float (&from)[4], u32 local, u32 barrier, u32 rank) {
+    asm volatile("{ .reg .b32 there, done;\n"
+                 "mapa.shared::cluster.u32 there, %0, %2;\n"
+                 "mapa.shared::cluster.u32 done, %1, %2;\n"
+                 "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 "
+                 "[there], {%3, %4, %5, %6}, [done]; }" ::"r"(local),
+                 "r"(barrier), "r"(rank), "r"(__float_as_uint(from[0])),
+                 "r"(__float_as_uint(from[1])), "r"(__float_as_uint(from[2])),
+                 "r"(__float_as_uint(from[3]))
+                 : "memory");
 }
 
 // Arrives at the same mbarrier of block `rank` of the cluster. Has no release semantics, which

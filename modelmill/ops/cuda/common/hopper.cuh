@@ -6,7 +6,7 @@
 // Technique: TMA, mbarrier, named barriers, setmaxnreg, PDL
 // Used by: cluster.cuh, digit_planes.cuh, half_types.cuh, mma.cuh, moe_align.cu,
 //     rmsnorm_quant_permute.cu, rmsnorm_quant_permute_small_m.cu, smem_pipeline.cuh, tile_rows.cuh,
-//     wgmma.cuh
+//     tile_scales.cuh, wgmma.cuh
 //
 // Includes no header outside this backend, so that NVRTC needs no toolkit. A warpgroup is 4
 // consecutive warps (128 threads) that issue a wgmma together.

@@ -4,7 +4,8 @@
 //     linear op), B is x
 // Range: K = 16 (16-bit operands, float32 accumulators) or K = 32 (int8, int32 accumulators)
 // Technique: mma.sync m16n8k16 and m16n8k32
-// Used by: moe_fragments.cuh, paged_decode16.cu, paged_decode8.cu, weight_only.cuh
+// Used by: moe_fragments.cuh, paged_decode16.cu, paged_decode8.cu, weight_only.cuh,
+//     wq_gemm_small_m.cu
 //
 // Fragments: lane l holds rows l / 4 and l / 4 + 8 of A, column l / 4 of Bᵀ, and columns 2 (l % 4),
 // + 1 of its two rows of D. The four lanes with the same l / 4 are a quad. Any permutation of K is

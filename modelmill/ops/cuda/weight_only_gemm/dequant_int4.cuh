@@ -6,7 +6,7 @@
 // Layout: registers, a pair of codes in a 32-bit word
 // Range: codes 0 … 15
 // Technique: lop3 magic numbers
-// Used by: int4_linear.cu, moe_fragments.cuh, rptq_linear.cu
+// Used by: int4_linear.cu, moe_fragments.cuh, rptq_linear.cu, wq_gemm_small_m.cu
 //
 // A pair of codes c is placed in the low mantissa bits of a pair of MAGIC: at that exponent the
 // last bit is worth 1, so the result is MAGIC + c. The product then has MAGIC · sum(x) too much,
@@ -23,12 +23,12 @@ constexpr float INT4_ZERO_POINT = 8.0f;  // a symmetric weight is scale · (code
 // of packed bytes; the high nibbles are 4 bits to the left
 constexpr u32 LOW_NIBBLES = 0x0F0F0F0Fu;
 
-// The codes at bits `shift` and `shift` + 16: (word >> shift) & 0x000F000F | MAGIC_PAIR by one lop3
+// The codes at bits `shift` and `shift` + 16: (word >> shift) & 0x000F000F | BASE_PAIR by one lop3
 // after the shift (0xEA is the truth table of a & b | c); the compiler would emit two instructions.
-__device__ inline u32 biased_int4_pair(u32 word, int shift) {
+template <u32 BASE_PAIR = MAGIC_PAIR> __device__ inline u32 biased_int4_pair(u32 word, int shift) {
     u32 packed;
     asm("lop3.b32 %0, %1, 0x000F000F, %2, 0xEA;"
         : "=r"(packed)
-        : "r"(word >> shift), "r"(MAGIC_PAIR));
+        : "r"(word >> shift), "r"(BASE_PAIR));
     return packed;
 }

@@ -6,8 +6,8 @@
 //     sums
 // Layout: x and out row-major; codes [N, K / 2] (32 columns in 16 bytes: byte j has column j in its
 //     low nibble and column j + 16 in its high nibble); scales and offsets [N, groups]
-// Range: 2 ≤ M ≤ 8, N · K < 2^25 and groups of 128 or more (other sizes up to M = 64 where
-//     wq_gemv.cu and wq_gemm_pipelined.cu do not apply); K a multiple of 32
+// Range: 1 ≤ M ≤ 64 where wq_gemv.cu, wq_gemm_small_m.cu and wq_gemm_pipelined.cu do not apply; K
+//     a multiple of 32
 // Technique: mma.sync m16n8k16, register prefetch of PREFETCH K tiles, PDL
 // Ops: int4_linear, int4_linear_swiglu (launched by int4_linear.py)
 //

@@ -1,7 +1,8 @@
 """Products of a few rows with 4-bit weights through the tensor cores (int4_linear.cu).
 
-Large weights, small groups and more rows are wq_gemm_pipelined.cu's, from 129 rows on
-wq_gemm_large_m.cu's. Up to 192 rows of a weight that they do not serve are multiplied 64 at a time.
+Of one row they are wq_gemv.cu's, of up to 16 wq_gemm_small_m.cu's, of up to 128
+wq_gemm_pipelined.cu's, of more wq_gemm_large_m.cu's; int4_linear.cu serves the rest. Up to 192 rows
+of a weight that these do not serve are multiplied 64 at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from modelmill.ops.bound_op import make_kernel_dispatcher
 from modelmill.ops.cuda.common import build, launch
-from modelmill.ops.cuda.weight_only_gemm import wq_gemm_pipelined, wq_gemv
+from modelmill.ops.cuda.weight_only_gemm import wq_gemm_pipelined, wq_gemm_small_m, wq_gemv
 from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     K_TILE,
     RUN,
@@ -109,6 +110,7 @@ def list_kernels_by_preference(*, gated: bool) -> tuple[Kernel, ...]:
     """The kernels of 4-bit GEMMs in order of preference; sums in float32."""
     few = (
         wq_gemv.gemv_kernel(gated=gated),
+        *wq_gemm_small_m.list_kernels(gated=gated),
         *wq_gemm_pipelined.few_row_kernels(2, gated=gated),
         *mma_kernels(functools.partial(int4_mma_gemm, gated=gated)),
     )

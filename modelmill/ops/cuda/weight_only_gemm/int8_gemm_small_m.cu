@@ -5,8 +5,8 @@
 // Dtypes: x and out bfloat16 or float16; weights int8; float16 or float32 scales and offsets;
 //     float32 sums
 // Layout: row-major x[M, K], weight [N, K] and out; scales and offsets [N, groups]
-// Range: 2 ≤ M ≤ 8, N · K < 2^25 and groups of 128 or more (other sizes up to M = 64 where
-//     wq_gemv.cu and wq_gemm_pipelined.cu do not apply); K a multiple of 32
+// Range: 1 ≤ M ≤ 64 where wq_gemv.cu, wq_gemm_small_m.cu and wq_gemm_pipelined.cu do not apply; K
+//     a multiple of 32
 // Technique: mma.sync m16n8k16, register prefetch of PREFETCH K tiles, PDL
 // Ops: int8_linear, int8_linear_swiglu, int8_group_linear (launched by int8_gemm_small_m.py)
 //

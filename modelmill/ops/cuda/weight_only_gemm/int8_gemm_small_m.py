@@ -1,8 +1,8 @@
 """Products of up to 64 rows with 8-bit weights, a scale for each group or row, on tensor cores.
 
-Of one row they are wq_gemv.cu's, of more or with large weights wq_gemm_pipelined.cu's; the rest
-int8_gemm_small_m.cu serves. Up to 192 rows that wq_gemm_pipelined.cu does not serve are multiplied
-64 at a time.
+Of one row they are wq_gemv.cu's, of up to 16 wq_gemm_small_m.cu's, of more wq_gemm_pipelined.cu's;
+the rest int8_gemm_small_m.cu serves. Up to 192 rows that wq_gemm_pipelined.cu does not serve are
+multiplied 64 at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ import struct
 import torch
 
 from modelmill.ops.cuda.common import launch
-from modelmill.ops.cuda.weight_only_gemm import weight_only, wq_gemm_pipelined, wq_gemv
+from modelmill.ops.cuda.weight_only_gemm import (
+    weight_only,
+    wq_gemm_pipelined,
+    wq_gemm_small_m,
+    wq_gemv,
+)
 from modelmill.ops.cuda.weight_only_gemm.weight_only import K_TILE, WqMmaKernelConfig
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.kernel_support import GemmProblem, GemmSupportRange, Kernel
@@ -77,6 +82,7 @@ def list_kernels_by_preference(*, gated: bool) -> tuple[Kernel, ...]:
     """The kernels of 8-bit weight-only GEMMs in order of preference; sums in float32."""
     few = (
         wq_gemv.gemv_kernel(gated=gated),
+        *wq_gemm_small_m.list_kernels(gated=gated),
         *wq_gemm_pipelined.few_row_kernels(1, gated=gated),
         *weight_only.mma_kernels(functools.partial(int8_mma_gemm, gated=gated)),
     )

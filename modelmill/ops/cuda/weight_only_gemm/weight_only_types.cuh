@@ -6,7 +6,7 @@
 // Layout: none of its own
 // Range: any
 // Technique: compile-time types
-// Used by: weight_only.cuh, wq_gemm_tile.cuh, wq_gemv.cu
+// Used by: tile_scales.cuh, weight_only.cuh, wq_gemm_tile.cuh
 #pragma once
 #include "common/half_types.cuh"
 

@@ -5,8 +5,8 @@
 // Dtypes: x and out bfloat16 or float16; weights int8 or packed int4; float16 group scales and
 //     offsets (float32 scales of int8 weights without offsets); float32 accumulators
 // Layout: row-major; packed codes as in ops/int4_linear.py; scales and offsets [N, groups]
-// Range: 9 ≤ M ≤ 128 (M ≥ 2 where N · K ≥ 2^25 or groups are smaller than 128); N a multiple of 8
-//     (GATED: of 16), K of 32
+// Range: 17 ≤ M ≤ 128 (fewer where wq_gemm_small_m.cu does not apply: from 9, from 2 where N · K ≥
+//     2^25 or groups are smaller than 128); N a multiple of 8 (GATED: of 16), K of 32
 // Technique: TMA, mbarrier pipeline, wgmma with A in registers, pingpong warpgroups, split-K over a
 //     thread-block cluster (DSMEM), setmaxnreg, PDL
 // Ops: int4_linear, int4_linear_swiglu, int8_linear, int8_linear_swiglu, int8_group_linear

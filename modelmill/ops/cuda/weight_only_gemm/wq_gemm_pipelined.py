@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from modelmill.ops.cuda.common import launch
-from modelmill.ops.cuda.weight_only_gemm import wq_gemm_large_m
+from modelmill.ops.cuda.weight_only_gemm import wq_gemm_large_m, wq_gemm_small_m
 from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     K_TILE,
     KERNEL_CONFIGS,
@@ -140,8 +140,9 @@ def warmup_sizes(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[i
     """Rows of x with each number of blocks up to ``max_rows``: each may be another kernel."""
     if x.dtype not in HALF:
         return []
-    least = (1, *(rows + 1 for rows in _BLOCK_M[:-1]))
-    few = [min(rows, max_rows) for first, rows in zip(least, _BLOCK_M) if first <= max_rows]
+    most = (wq_gemm_small_m.ROWS_PER_M_TILE, *_BLOCK_M)
+    least = (1, *(rows + 1 for rows in most[:-1]))
+    few = [min(rows, max_rows) for first, rows in zip(least, most) if first <= max_rows]
     bits = 4 if weight.dtype is torch.uint8 else 8
     return few + wq_gemm_large_m.warmup_sizes(bits, max_rows)
 

@@ -40,8 +40,8 @@
 // STAGES (per warp), SCALE_STAGES (tiles whose scales and sums are in shared memory), SINGLE_LINE
 // (a warp has at most one line per row: x stays in registers), VECTOR_SCALES (a line's two or four
 // 16-bit scales are read by one load), OUT_FP32 or HALF (the output type).
-#include "weight_only_gemm/weight_only_types.cuh"
 #include "weight_only_gemm/digit_planes.cuh"
+#include "weight_only_gemm/tile_scales.cuh"
 
 constexpr int ROWS = 16;
 constexpr int K_TILES = 8 / BITS;                      // K tiles per line
@@ -112,21 +112,10 @@ __device__ inline SharedLayout shared_layout(const Work& w) {
             (sums + (USES_SUMS ? 4 * k_tiles * GROUPS : 0) + 15) / 16 * 16};
 }
 
-// First weight row of half a tile: rows 0 … 7 or 8 … 15.
-__device__ inline int first_row(const Work& w, int tile, int half) {
-    return GATED ? tile * 8 + half * (w.rows / 2) : tile * 16 + half * 8;
-}
-
 // Called by one thread.
 __device__ inline void load_scales(const Work& w, const SharedLayout& to, int tile, int slot) {
-    const u32 each = 8 * w.groups * sizeof(ScaleT), full = scales_full(slot);
-    const u32 target = shared_address(shared) + to.grids + slot * (OFFSET ? 4 : 2) * each;
-    mbarrier_arrive_expect_tx(full, each * (OFFSET ? 4 : 2));
-    for (int half = 0; half < 2; ++half) {
-        const long long at = static_cast<long long>(first_row(w, tile, half)) * w.groups;
-        bulk_load(target + half * each, w.scale + at, each, full);
-        if (OFFSET) bulk_load(target + (2 + half) * each, w.offset + at, each, full);
-    }
+    const u32 place = to.grids + slot * tile_scale_bytes(w);
+    load_tile_scales(w, shared_address(shared) + place, scales_full(slot), tile);
 }
 
 // The next line that a warp loads, issued by one thread. TMA fills columns past the end with zeros.
@@ -518,8 +507,7 @@ __device__ inline void multiply_all(const TensorMap& map, const Work& w, const S
         for (int i = 0; i < K_TILES; ++i) planes_of(b[i], to, warp * K_TILES + i, lane);
     }
     const ThreadOffsets addresses = thread_offsets(w, to, lane);
-    const u32 ring = warp * STAGES * LINE_TILE_BYTES,
-              each = (OFFSET ? 2 : 1) * ROWS * w.groups * sizeof(ScaleT);
+    const u32 ring = warp * STAGES * LINE_TILE_BYTES, each = tile_scale_bytes(w);
     int stage = 0, slot = 0;
     u32 parity = 0, scale_parity = 0;
     for (int tile = blockIdx.x; tile < w.tiles; tile += gridDim.x) {

@@ -14,7 +14,8 @@ from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.kernel_support import GemmProblem, GemmSupportRange, Kernel, make_gemm_problem
 
 # Sizes of wq_gemv.cu.
-ROWS_PER_TILE, LINE_TILE_BYTES = 16, 2048
+ROWS_PER_TILE, LINE_BYTES = 16, 128
+LINE_TILE_BYTES = ROWS_PER_TILE * LINE_BYTES
 _TILES_IN_FLIGHT = (4, 2, 1)  # tiles whose scales and sums a block holds
 # Bytes of a block: at least more than half of what there is, since two blocks of a kernel on one
 # SM would leave another without work. Little more where that suffices: what is left
@@ -133,6 +134,18 @@ def gemv_kernel(*, gated: bool) -> Kernel:
     return Kernel(GemmSupportRange(m=(1, 1), fits=supports_problem), run, _supports_groupwise)
 
 
+def weight_rows(
+    rows: int, width: int, *, gated: bool
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Sizes, strides in bytes and box of a weight's rows, ``width`` bytes each; gated: two halves.
+
+    The halves' rows of one tile are loaded together.
+    """
+    if gated:
+        return (rows // 2, 2), (width, rows // 2 * width), (ROWS_PER_TILE // 2, 2)
+    return (rows,), (width,), (ROWS_PER_TILE,)
+
+
 class WqGemvLaunch(NamedTuple):
     """A launch: macros, threads, shared memory, tiles and the packed sizes."""
 
@@ -145,10 +158,8 @@ class WqGemvLaunch(NamedTuple):
 
     def weight_box(self, width: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Sizes, strides and box, in words, of the weight's tensor map; GATED loads both halves."""
-        rows = self.sizes[0]
-        if self.gated:
-            return (width // 4, rows // 2, 2), (width, rows // 2 * width), (32, 8, 2)
-        return (width // 4, rows), (width,), (32, 16)
+        sizes, strides, box = weight_rows(self.sizes[0], width, gated=self.gated)
+        return (width // 4, *sizes), strides, (LINE_BYTES // 4, *box)
 
 
 def plan_launch(
