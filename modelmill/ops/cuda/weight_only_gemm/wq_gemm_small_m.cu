@@ -6,7 +6,8 @@
 //     offsets (float32 scales of int8 weights without offsets); float32 sums
 // Layout: row-major; packed codes as in ops/int4_linear.py; scales and offsets [N, groups]; weight
 //     lines in shared memory (128-byte swizzle)
-// Range: 2 ≤ M ≤ 16; N a multiple of 16, weight rows of a multiple of 128 bytes
+// Range: 2 ≤ M ≤ 16 (9 ≤ M where N · K < 2^22); N a multiple of 16, weight rows of a multiple of
+//     128 bytes
 // Technique: TMA, mbarrier pipeline, warp specialization, mma.sync m16n8k16 with x in registers,
 //     persistent blocks, split-K over a thread-block cluster (DSMEM), PDL
 // Ops: int4_linear, int4_linear_swiglu, int8_linear, int8_linear_swiglu, int8_group_linear

@@ -23,6 +23,7 @@ _MAX_WARPS, _EXTRA_WARPS = 16, 3  # that multiply; one loads, two add
 _MAX_X_REGISTERS = 64  # of a thread
 _SPLITS, _MAX_X_BYTES = (1, 2, 4), 64 << 10  # blocks of a cluster; of x that a block should read
 _MAX_STAGES, _RING_BYTES = 8, 64 << 10  # of weights in flight
+_MIN_CODES = 1 << 22  # of a weight, for up to eight rows of x
 _SLOTS = 4  # tiles whose scales and sums a block holds
 # Two blocks of a kernel on one SM would leave another without work.
 _MIN_SHARED_BYTES, _MAX_SHARED_BYTES = 116 << 10, 222 << 10
@@ -164,7 +165,7 @@ def list_kernels(*, gated: bool) -> tuple[Kernel, ...]:
     """The kernel as one of the weight-only GEMMs', for each number of tiles of x."""
     run = functools.partial(groupwise_gemm, gated=gated)
     ranges = (
-        GemmSupportRange(m=(2, ROWS_PER_M_TILE), fits=_fits),
+        GemmSupportRange(m=(2, ROWS_PER_M_TILE), fits=_fits, min_weight_bytes=_MIN_CODES),
         GemmSupportRange(m=(ROWS_PER_M_TILE + 1, MAX_ROWS), fits=_fits_one_pass),
     )
     return tuple(Kernel(served, run, _supports_operands) for served in ranges)
