@@ -39,7 +39,7 @@ def test_a_claim_is_a_median_over_cards_beside_its_least_favourable_run() -> Non
         "| 73.7 | 84 | **80.0** | ✓, missed on 1 | 100 | **1.25** | 1.10 | 3 |"
     )
     assert lines[-1] == (
-        "NVIDIA H200; modelmill 0.1.0; 2026-01-02; commit abc1234 (age unknown); "
+        "NVIDIA H200; modelmill 0.1.0; 2026-01-02; commit `abc1234 (age unknown)`; "
         "`python benchmarks/table.py marks`"
     )
     assert plots.speed(rows) == [
@@ -124,7 +124,7 @@ def test_without_a_peer_the_newest_row_stands_with_its_commit() -> None:
         peer_row("sam", "bfloat16", 1.0, "2026-01-03", work="click", commit=None),
     ]
     lines = gpu_tables.alone_table(rows)
-    assert lines[-1].endswith("| 3 | **3.50** | missed | 2026-01-02 | abc1234 (age unknown) |")
+    assert lines[-1].endswith("| 3 | **3.50** | missed | 2026-01-02 | `abc1234 (age unknown)` |")
 
 
 def test_figures_on_several_gpus_stand_beside_those_of_one() -> None:
@@ -232,7 +232,7 @@ def test_provenance_names_the_newest_command_of_each_script_and_every_commit() -
         mark("modelmill", 1.0, "a", command="modelmill bench x.engine --commit f", commit=None),
     ]
     assert provenance.provenance_line(rows) == (
-        "NVIDIA H200; modelmill 0.1.0; 2026-01-02 to 2026-01-05; abc1234 (age unknown), "
+        "NVIDIA H200; modelmill 0.1.0; 2026-01-02 to 2026-01-05; `abc1234 (age unknown)`, "
         "**no commit**; "
         "`python t.py marks --blocks 3`, `modelmill bench x.engine`"
     )

@@ -55,7 +55,7 @@ def provenance_line(rows: Sequence[Row], commands: bool = True) -> str:
 def commit_and_age(row: Row) -> str:
     """The commit, and how many later ones changed what the row times."""
     commit = row.get("commit")
-    return NO_COMMIT if not commit else f"{commit} (age {age(str(commit), timed_paths(row))})"
+    return NO_COMMIT if not commit else f"`{commit} (age {age(str(commit), timed_paths(row))})`"
 
 
 def timed_paths(row: Row) -> tuple[str, ...]:
