@@ -390,7 +390,7 @@ def resolve_tied_head(
     if (
         head is None
         or embed is None
-        or equal_in_any_dtype(checkpoint.get(head), checkpoint.get(embed))
+        or tensor_values_equal(checkpoint.get(head), checkpoint.get(embed))
     ):
         return model_config, []
     return untied, [
@@ -400,7 +400,7 @@ def resolve_tied_head(
     ]
 
 
-def equal_in_any_dtype(one: torch.Tensor, other: torch.Tensor) -> bool:
+def tensor_values_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors have the same values in any dtype; a NaN equals nothing."""
     if one.shape != other.shape:
         return False

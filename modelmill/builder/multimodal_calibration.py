@@ -131,7 +131,7 @@ def encode_images_by_block(
     for name in child_tensor_prefixes(embedder, encoder_name):
         load_submodules(f"{path}.{name}")
     embeddings = torch.cat(
-        [embedder.embed_vision_tokens(some, vision).float().cpu() for some in image_tokens]
+        [embedder.project_vision_tokens(some, vision).float().cpu() for some in image_tokens]
     )
     model.image_embedder = nn.Identity()
     return embeddings

@@ -48,11 +48,11 @@ from modelmill.core.errors import UsageError
 from modelmill.core.generation_defaults import GenerationDefaults, read_generation_config
 from modelmill.core.model_family import LANGUAGE, read_family_options
 from modelmill.core.progress_callback import Progress
-from modelmill.nn.fused_decode import model_kv_shape
 from modelmill.nn.kv import KVShape, kv_cache_dtype
 from modelmill.nn.layer_stack import layer_stacks, state_shape
 from modelmill.nn.per_layer_input import per_layer_input_size
 from modelmill.nn.recurrent_state import NO_STATE, StateShape
+from modelmill.nn.whole_model_decode import model_kv_shape
 from modelmill.ops import registry
 from modelmill.quant.keep import KEEP, expansion_remark, resolve_keep_config
 from modelmill.quant.mixed_precision import MixedPrecisionRecipe

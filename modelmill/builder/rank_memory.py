@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from modelmill.builder.tensor_plan import PlannedTensor
-from modelmill.nn.fused_decode import model_kv_shape
 from modelmill.nn.kv import KVShape, kv_cache_dtype
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
 from modelmill.nn.recurrent_state import StateShape
 from modelmill.nn.shard_model import shard_for_rank
+from modelmill.nn.whole_model_decode import model_kv_shape
 
 if TYPE_CHECKING:
     from modelmill.builder.plan import BuildPlan

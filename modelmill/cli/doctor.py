@@ -134,8 +134,8 @@ def _count_layers_by_kv_window(artifact: Artifact) -> list[dict[str, int | None]
     import torch
 
     from modelmill.loader.model_loader import build_rank_model
-    from modelmill.nn.fused_decode import model_kv_shape
     from modelmill.nn.kv import kv_cache_dtype
+    from modelmill.nn.whole_model_decode import model_kv_shape
     from modelmill.ops import registry
     from modelmill.parallel.tp_group import SINGLE_RANK
 

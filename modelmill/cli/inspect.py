@@ -259,7 +259,10 @@ def _show_facts(report: dict[str, Any]) -> None:
                 f"{report['max_model_len']} tokens" if engine and not segmentation else None,
             ),
             ("tokenizer", None if segmentation else _format_tokenizer(report)),
-            ("chat template", None if segmentation else _format_chat(report["chat_template"])),
+            (
+                "chat template",
+                None if segmentation else _format_chat_template(report["chat_template"]),
+            ),
             ("generation", _join_pairs(report["generation"])),
             ("sampling", sampling["text"]),
             (
@@ -299,7 +302,7 @@ def _format_tokenizer(report: dict[str, Any]) -> str:
     )
 
 
-def _format_chat(chat: dict[str, Any] | None) -> str:
+def _format_chat_template(chat: dict[str, Any] | None) -> str:
     if chat is None:
         return "none"
     return f"broken: {chat['error']}" if "error" in chat else repr(chat["example"])

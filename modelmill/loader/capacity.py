@@ -15,12 +15,12 @@ from modelmill.core.errors import CapacityError, UsageError
 from modelmill.core.kv_page_counts import max_fitting_length, max_sequence_pages_in_groups
 from modelmill.loader.state_capacity import StateCapacity, state_capacity
 from modelmill.nn.expert_stack import max_dequantized_expert_bytes
-from modelmill.nn.fused_decode import model_kv_shape
 from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
 from modelmill.nn.recurrent_state import RecurrentStateCache, make_standalone_step_states
 from modelmill.nn.step import Step
+from modelmill.nn.whole_model_decode import model_kv_shape
 from modelmill.ops.recurrent_metadata import chunk_size_for_page
 from modelmill.ops.registry import Ops
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup

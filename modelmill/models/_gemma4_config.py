@@ -24,10 +24,10 @@ from modelmill.models._llama_common import FULL_ATTENTION, SLIDING_ATTENTION
 from modelmill.models._moe_config import MAX_EXPERTS
 from modelmill.nn.attention import AttentionSpec
 from modelmill.nn.decoder import DecoderConfig
-from modelmill.nn.expert_branch import ExpertBranchSpec
 from modelmill.nn.layer_parts import LayerParts
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import RouterConfig
+from modelmill.nn.moe_branch import MoEBranchSpec
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.per_layer_input import PerLayerInputConfig, PerLayerInputSpec
 from modelmill.nn.rotary import RopeSpec
@@ -116,7 +116,7 @@ class Gemma4Config(DecoderConfig):
             self.attention_spec(layer),
             self.mlp_spec(layer),
             norm,
-            experts=None if self.moe is None else ExpertBranchSpec(self.moe, norm),
+            experts=None if self.moe is None else MoEBranchSpec(self.moe, norm),
             layer_input=None
             if inputs is None
             else PerLayerInputSpec(layer, inputs.width, self.activation, norm),

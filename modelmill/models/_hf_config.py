@@ -299,7 +299,7 @@ def rope_spec(
             )
     if scaling_type == "longrope":
         for key in LONGROPE_FACTORS:
-            _check_divisors(scaling.get(key), f"{name}.{key}", dim // 2)
+            _check_longrope_factors(scaling.get(key), f"{name}.{key}", dim // 2)
     if isinstance(raw, ReadTrackingConfig):
         more = {"yarn": ("truncate",), "longrope": LONGROPE_FACTORS}.get(scaling_type, ())
         read = {*COMMON_ROPE_SCALING_KEYS, *needed, *optional, *more}
@@ -347,7 +347,7 @@ def _check_numbers(
             non_negative_float(numbers, f"{name}.{key}")
 
 
-def _check_divisors(values: Any, key: str, count: int) -> None:
+def _check_longrope_factors(values: Any, key: str, count: int) -> None:
     """Check a list of LongRoPE's divisors of frequencies."""
     if (
         not isinstance(values, list)

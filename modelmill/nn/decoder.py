@@ -17,9 +17,9 @@ from modelmill.nn.attention_temperature import AttentionTemperature
 from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.differential_attention import DifferentialAttentionSpec, lambda_init
 from modelmill.nn.embedding_and_head import (
-    LearnedPositionEmbedding,
     LMHead,
     NormedEmbedding,
+    TokenAndPositionEmbedding,
     TokenEmbedding,
 )
 from modelmill.nn.latent_attention import LatentAttentionSpec
@@ -267,4 +267,4 @@ def _make_embedding(config: DecoderConfig) -> TokenEmbedding:
         return NormedEmbedding(*sizes, config.norm_config)
     if config.first_position_row is None:
         return TokenEmbedding(*sizes, config.embedding_scale)
-    return LearnedPositionEmbedding(*sizes, config.max_len, config.first_position_row)
+    return TokenAndPositionEmbedding(*sizes, config.max_len, config.first_position_row)

@@ -49,7 +49,7 @@ class NormedEmbedding(TokenEmbedding):
         return self.norm(super().forward(ids, step), step)
 
 
-class LearnedPositionEmbedding(TokenEmbedding):
+class TokenAndPositionEmbedding(TokenEmbedding):
     """Token rows plus learned position rows; position p has row p + ``first_row``."""
 
     positions: torch.Tensor

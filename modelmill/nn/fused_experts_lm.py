@@ -13,10 +13,10 @@ from torch import nn
 
 from modelmill.nn.attention import RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
-from modelmill.nn.expert_branch import ExpertBranch
 from modelmill.nn.fused_module import FusedModule
 from modelmill.nn.fused_moe import FusedMoE
 from modelmill.nn.moe import MoE
+from modelmill.nn.moe_branch import MoEBranch
 from modelmill.nn.scaled_sandwich import ScaledSandwichLayer
 from modelmill.nn.step import Step
 
@@ -51,7 +51,7 @@ class FusedExpertsLM(FusedModule):
 def _fuse_experts(layer: nn.Module) -> nn.Module:
     """A layer with fused experts; one without experts as it is."""
     if _has_expert_branch(layer):
-        return FusedExpertBranchLayer(cast(ScaledSandwichLayer, layer))
+        return FusedMoEBranchLayer(cast(ScaledSandwichLayer, layer))
     if not has_experts(layer):
         return layer
     # a copy that shares all modules but this one
@@ -60,14 +60,14 @@ def _fuse_experts(layer: nn.Module) -> nn.Module:
     return fused
 
 
-class FusedExpertBranchLayer(FusedModule):
+class FusedMoEBranchLayer(FusedModule):
     """A layer of which the branch with the experts is fused."""
 
     plain: ScaledSandwichLayer
 
     def __init__(self, plain: ScaledSandwichLayer) -> None:
         super().__init__(plain)
-        self.experts = FusedExpertBranch(cast(ExpertBranch, plain.experts))
+        self.experts = FusedMoEBranch(cast(MoEBranch, plain.experts))
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: RopeCosSin, step: Step
@@ -76,15 +76,15 @@ class FusedExpertBranchLayer(FusedModule):
         return self.plain.forward_with_experts(x, residual, rope, step, self.experts)
 
 
-class FusedExpertBranch(FusedModule):
+class FusedMoEBranch(FusedModule):
     """norm(MLP's output) + norm(experts of the stream), the experts' tokens grouped."""
 
-    plain: ExpertBranch
+    plain: MoEBranch
 
-    def __init__(self, plain: ExpertBranch) -> None:
+    def __init__(self, plain: MoEBranch) -> None:
         super().__init__(plain)
         self.moe = FusedMoE(plain.moe)
 
     def forward(self, mlp_out: torch.Tensor, stream: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, H], the stream behind the attention [T, H] → [T, H]."""
-        return self.plain.forward_with_moe(mlp_out, stream, step, self.moe)
+        return self.plain.forward_replacing_moe(mlp_out, stream, step, self.moe)

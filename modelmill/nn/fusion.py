@@ -17,7 +17,7 @@ What is fused, each where the chosen backends have the op and its shapes are sup
 * the factor of a branch, or the sum of two, into the norm behind them (``nn.fused_branches``);
 * the last layer's second half for the rows whose logits are needed only
   (``Step.step_of_logit_rows``);
-* all layers of a small decode step in one op (``nn.fused_decode``).
+* all layers of a small decode step in one op (``nn.whole_model_decode``).
 """
 
 from __future__ import annotations
@@ -32,12 +32,6 @@ from torch import nn
 from modelmill.nn.attention import Attention, RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.fused_branches import FusedBranchesLM, can_fuse_branches
-from modelmill.nn.fused_decode import (
-    MAX_FUSED_TOKENS,
-    StackedWeights,
-    can_fuse_decode,
-    run_fused_decode,
-)
 from modelmill.nn.fused_experts_lm import FusedExpertsLM, has_experts
 from modelmill.nn.fused_module import FusedModule
 from modelmill.nn.fused_moe import FusedMoE
@@ -49,6 +43,12 @@ from modelmill.nn.moe import MoE
 from modelmill.nn.norm import RMSNorm
 from modelmill.nn.pre_norm import PRE_NORM_DATAFLOW, PRE_NORM_OUTPUTS, PreNormLayer
 from modelmill.nn.step import Step
+from modelmill.nn.whole_model_decode import (
+    MAX_FUSED_TOKENS,
+    StackedWeights,
+    can_fuse_decode,
+    run_fused_decode,
+)
 from modelmill.ops.bound_op import CachedOpBinding
 from modelmill.ops.quant_types import ActQuantSpec, QuantizedInput
 from modelmill.ops.rope_cache import RopeCacheInputs
@@ -391,7 +391,7 @@ def _try_qkv_rope(
     linear: Linear, x: Activation, inputs: RopeCacheInputs, step: Step
 ) -> torch.Tensor | None:
     """The rotated queries; keys and values are in the cache. None: nothing was done."""
-    return linear.weight.try_qkv_rope(x, linear.bias, inputs, step.ops)
+    return linear.weight.try_qkv_rope_cache(x, linear.bias, inputs, step.ops)
 
 
 def _try_swiglu_quant(linear: Linear, gate_up: torch.Tensor, step: Step) -> torch.Tensor | None:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from modelmill.nn.attention import AttentionSpec
 from modelmill.nn.differential_attention import DifferentialAttentionSpec
-from modelmill.nn.expert_branch import ExpertBranchSpec
 from modelmill.nn.gated_delta_net import GatedDeltaNetSpec
 from modelmill.nn.latent_attention import LatentAttentionSpec
 from modelmill.nn.layer_spec import LayerSpec, ModuleSpec
 from modelmill.nn.mamba2 import Mamba2Spec
 from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.moe_branch import MoEBranchSpec
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.norm import NormConfig
 from modelmill.nn.per_layer_input import PerLayerInputSpec
@@ -52,7 +52,7 @@ class LayerParts:
     norm: NormConfig
     branch_scale: float | None = None
     mlp_norm: bool = False
-    experts: ExpertBranchSpec | None = None
+    experts: MoEBranchSpec | None = None
     layer_input: PerLayerInputSpec | None = None
     parallel_recurrence: Mamba2Spec | None = None
     mixes_tokens: bool = True

@@ -33,12 +33,12 @@ from modelmill.loader.sleepable_memory import SleepableMemory
 from modelmill.loader.state_capacity import StateCapacity
 from modelmill.loader.tuning import load_tuning
 from modelmill.loader.unpack_weights import unpack_weights_without_kernels
-from modelmill.nn.fused_decode import model_kv_shape
 from modelmill.nn.kv import KVCache, Zeros, kv_cache_dtype, lazily_backed_zeros
 from modelmill.nn.latent_attention import LatentExpansionPolicy
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.recurrent_state import RecurrentStateCache
 from modelmill.nn.shard_model import num_experts_by_rank
+from modelmill.nn.whole_model_decode import model_kv_shape
 from modelmill.ops.launch_configs import TunedLaunchConfigs
 from modelmill.ops.registry import select_backends, with_heartbeat
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup

@@ -113,7 +113,7 @@ class PagePool:
             page = self._free.pop()
         elif self._idle:
             page, _ = self._idle.popitem(last=False)
-            self._evict(page)
+            self._drop_cache_key(page)
         else:
             return None
         self.refs[page] = 1
@@ -152,11 +152,11 @@ class PagePool:
     def clear_prefix_cache(self) -> None:
         """Empty the prefix cache; referenced pages stay referenced."""
         for page in list(self._page_by_key.values()):
-            self._evict(page)
+            self._drop_cache_key(page)
         self._free.extend(self._idle)
         self._idle.clear()
 
-    def _evict(self, page: int) -> None:
+    def _drop_cache_key(self, page: int) -> None:
         digest = self._key_by_page[page]
         if digest is not None:
             del self._page_by_key[digest]

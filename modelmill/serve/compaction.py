@@ -1,6 +1,7 @@
 """Compaction of a conversation: the model's own summary in place of what it said and read.
 
-The user's messages stay as they are. Clients pass the summary on unread (``compressed_text``).
+The user's messages stay as they are. Clients pass the summary on unread
+(``encrypted_content_codec``).
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from modelmill.serve.compressed_text import compress_text
+from modelmill.serve.encrypted_content_codec import compress_text
 from modelmill.serve.response_input_items import fill_item_defaults
 
 SUMMARY_PROMPT = (

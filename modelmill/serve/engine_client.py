@@ -79,7 +79,7 @@ class EngineClient:
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         manifest: Manifest | None = None,
     ) -> None:
-        """Describe the engine; ``run`` starts its worker.
+        """Describe the engine; ``supervise_worker`` starts it.
 
         Args:
             name: served name.
@@ -408,7 +408,7 @@ class EngineClient:
 
     # -- worker lifetime
 
-    async def run(self) -> None:
+    async def supervise_worker(self) -> None:
         """Keep a worker running until ``close``.
 
         Also returns if no worker can be started: ``state`` is FAILED and ``error`` says why.
@@ -454,7 +454,7 @@ class EngineClient:
             self.load_finished.set()
 
     def prepare_rerun(self) -> None:
-        """Forget how the last ``run`` ended, so that ``run`` can be called again.
+        """Forget how the last ``supervise_worker`` ended, so that it can be called again.
 
         What is known about the engine stays; counters continue.
         """
@@ -464,7 +464,7 @@ class EngineClient:
         self.state = EngineState.LOADING
 
     def mark_unloaded(self) -> None:
-        """Show that no worker runs after ``run`` has returned, and that one may be loaded."""
+        """Show that no worker runs after ``supervise_worker`` has returned; one may be loaded."""
         self.state = EngineState.UNLOADED
 
     def replace_manifest(self, manifest: Manifest) -> None:
@@ -542,7 +542,7 @@ class EngineClient:
     async def _watch_for_hang(
         self, watchdog: Watchdog, writer: asyncio.StreamWriter, process: WorkerProcess
     ) -> None:
-        """Kill a worker that hangs; ``run`` then continues as if it had died."""
+        """Kill a worker that hangs; ``supervise_worker`` then continues as if it had died."""
         seconds = await watchdog.wait_until_hung()
         self._hang_reason = f"gave no sign of life for {seconds:g} s"
         data = {

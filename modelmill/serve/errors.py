@@ -92,7 +92,7 @@ def to_api_error(error: BaseException, field_names: frozenset[str] = frozenset()
         return invalid_request(
             one_line(text, MAX_MESSAGE_CHARS),
             _field_in_message(text, field_names),
-            _error_code(text),
+            _context_length_code(text),
         )
     if isinstance(error, ModelmillError):
         return ApiError(500, "the engine failed; see the server's log", SERVER_ERROR)
@@ -110,7 +110,7 @@ def _field_in_message(text: str, field_names: frozenset[str]) -> str | None:
     return prompt_field if text.startswith(("the prompt", "the messages")) else None
 
 
-def _error_code(text: str) -> str | None:
+def _context_length_code(text: str) -> str | None:
     is_too_long = text.startswith(("the prompt has ", "the messages ")) and text.endswith(
         ("; shorten it", "; shorten them")
     )

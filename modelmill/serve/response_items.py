@@ -6,8 +6,8 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from modelmill.serve.compressed_text import compress_text
 from modelmill.serve.custom_tools import parse_custom_input
+from modelmill.serve.encrypted_content_codec import compress_text
 from modelmill.serve.response_tools import ClientToolName
 
 ResponseEvent = dict[str, Any]

@@ -16,9 +16,9 @@ from modelmill.core.types import MAX_INT32
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.compaction import SUMMARY_INTRO
 from modelmill.serve.compatibility_fields import ignored_field
-from modelmill.serve.compressed_text import PACKED_TEXT_PREFIX, TextDecompressor
 from modelmill.serve.custom_tools import custom_function_call
 from modelmill.serve.discriminated_unions import make_converted_request, parse_typed
+from modelmill.serve.encrypted_content_codec import PACKED_TEXT_PREFIX, TextDecompressor
 from modelmill.serve.engine_request_fields import EngineRequestFields
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
 from modelmill.serve.response_tools import (

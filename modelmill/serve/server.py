@@ -161,7 +161,7 @@ class Server:
         await asyncio.gather(*tasks)
 
     async def _run_engine(self, engine: EngineClient) -> None:
-        await engine.run()
+        await engine.supervise_worker()
         if engine.state is EngineState.FAILED:
             self._failed_engine = self._failed_engine or engine
             self._stop_requested.set()

@@ -89,7 +89,7 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         handle, formatter = self._handle, self._formatter
         try:
-            await _send_in_chunks(send, await self._make_events(formatter.first_events))
+            await _send_in_chunks(send, await self._call_formatter(formatter.first_events))
             while True:
                 try:
                     items = await handle.fetch_items(KEEPALIVE_SECONDS)
@@ -101,23 +101,25 @@ class EventStream(Response):
                 for begin in range(0, len(items), MAX_BATCHED_ITEMS):
                     await _send_in_chunks(
                         send,
-                        await self._make_events(
+                        await self._call_formatter(
                             formatter.delta_events, items[begin : begin + MAX_BATCHED_ITEMS]
                         ),
                     )
                     if begin:
                         await asyncio.sleep(0)  # a slow client gets many events at once
-            await _send_in_chunks(send, await self._make_events(formatter.terminal_events))
+            await _send_in_chunks(send, await self._call_formatter(formatter.terminal_events))
         except ClientStalled:
             return
         except Exception as error:
             api_error = errors.to_api_error(error)
-            await _send_in_chunks(send, await self._make_events(formatter.error_events, api_error))
+            await _send_in_chunks(
+                send, await self._call_formatter(formatter.error_events, api_error)
+            )
             if api_error.status == 500:
                 raise
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _make_events(self, make: Callable[..., bytes], *args: Any) -> bytes:
+    async def _call_formatter(self, make: Callable[..., bytes], *args: Any) -> bytes:
         return (
             make(*args) if self._run_in_thread is None else await self._run_in_thread(make, *args)
         )

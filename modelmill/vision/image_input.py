@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
-from modelmill.core.base64_decode import decode_base64
+from modelmill.core.chunked_base64 import decode_base64
 from modelmill.core.errors import RequestError
 from modelmill.vision.image import MAX_BYTES, image_digest, open_image, read_bytes, to_rgb_image
 

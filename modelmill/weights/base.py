@@ -219,7 +219,7 @@ class WeightFormat(ABC):
         """Compute SwiGLU's gate, quantize and multiply, or return None without a fused op."""
         return None
 
-    def try_qkv_rope(
+    def try_qkv_rope_cache(
         self,
         x: Any,  # noqa: ARG002
         bias: torch.Tensor | None,  # noqa: ARG002

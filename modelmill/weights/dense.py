@@ -72,7 +72,7 @@ class DenseWeight(WeightFormat):
             return None
         return self.run_bound_op(ops.linear_add, x, self.weight, residual, bias)
 
-    def try_qkv_rope(
+    def try_qkv_rope_cache(
         self, x: torch.Tensor, bias: torch.Tensor | None, inputs: RopeCacheInputs, ops: Ops
     ) -> torch.Tensor | None:
         """Return queries [T, heads, D] after RoPE, with keys and values stored in the cache.

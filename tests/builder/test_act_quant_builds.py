@@ -15,7 +15,7 @@ from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.builder.plan import BuildPlan
 from modelmill.core.config import RunConfig
 from modelmill.loader.model_loader import load_model
-from modelmill.nn.fused_decode import StackedWeights
+from modelmill.nn.whole_model_decode import StackedWeights
 from modelmill.runtime.engine_core import EngineCore
 from tests.accept.build_and_accept import save_tiny
 from tests.builder.test_build_engine import digest

@@ -17,7 +17,7 @@ from modelmill.accept.run import accept_staged_engine
 from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.artifact.store import open_artifact
 from modelmill.builder import build_engine, plan
-from modelmill.builder.model_config import equal_in_any_dtype
+from modelmill.builder.model_config import tensor_values_equal
 from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
@@ -165,11 +165,11 @@ def test_a_ggufs_output_is_used_whatever_it_holds(tmp_path: Path) -> None:
     ],
 )
 def test_equal_in_any_dtype(one: torch.Tensor, other: torch.Tensor, same: bool) -> None:
-    assert equal_in_any_dtype(one, other) is same
+    assert tensor_values_equal(one, other) is same
 
 
 def test_a_difference_in_the_last_row_is_seen() -> None:
     one = torch.zeros(5000, 2)
     other = one.clone()
     other[-1, -1] = 1e-30
-    assert not equal_in_any_dtype(one, other)
+    assert not tensor_values_equal(one, other)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from modelmill.models import gemma4_text
-from modelmill.nn.expert_branch import ExpertBranch, ReplicatedBranchSum
 from modelmill.nn.moe import TopKRouting
+from modelmill.nn.moe_branch import MoEBranch, ReplicatedBranchSum
 from modelmill.nn.per_layer_input import (
     SUM_SCALE,
     FixedScaleSum,
@@ -134,7 +134,7 @@ def without_experts(self: ReplicatedBranchSum, mlp: Tensor, experts: Tensor, ste
 
 
 def router_reads_the_experts_input(
-    self: ExpertBranch, mlp_out: Tensor, stream: Tensor, step: Any
+    self: MoEBranch, mlp_out: Tensor, stream: Tensor, step: Any
 ) -> Tensor:
     mlp, normed = self.mlp_post(mlp_out, step), self.norm(stream, step)
     return self.sum(mlp, self.post(self.moe(normed, step), step), step)
@@ -206,7 +206,7 @@ FAULTS: dict[str, PlantedFault] = {
         TopKRouting, without_expert_scale, "experts.moe.routing"
     ),
     "a router that reads the experts' input": module_fault(
-        ExpertBranch, router_reads_the_experts_input, "experts.moe.router"
+        MoEBranch, router_reads_the_experts_input, "experts.moe.router"
     ),
     "experts forgotten": module_fault(ReplicatedBranchSum, without_experts, "experts.sum"),
     "norms of the two branches exchanged": rule_fault(

@@ -86,7 +86,7 @@ def test_four_bits(
         ((16, 96, 2048), ALL, BF, F32, {"gated": True, "symmetric": True}),
         *slow_cases(
             ((9, 64, 1536), 64, BF, HF, {"symmetric": True}),
-            ((6, 160, 8704), 128, HF, HF, {"gated": True, "biased": True}),
+            ((6, 64, 8704), 128, HF, HF, {"gated": True, "biased": True}),
             ((2, 48, 4352), ALL, HF, F32, {"symmetric": True, "biased": True}),
             ((13, 48, 9216), 256, BF, HF, {}),
         ),
@@ -146,9 +146,9 @@ MISTAKES = {
 
 @pytest.mark.parametrize("change", mistakes(MISTAKES))
 def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
-    size = (8, 160, 8448)
+    size = (8, 96, 8448)
     if "earlier" in change[0]:
-        size = (8, 48, 33280)
+        size = (8, 16, 33280)
     elif "lines.end" in change[0]:
-        size = (3, 32, 17408)
-    assert emulator.detects(change, lambda: error(emulator, size, 256, BF) < LIMIT[BF])
+        size = (3, 16, 17408)
+    assert emulator.detects(change, lambda: error(emulator, size, 128, BF) < LIMIT[BF])

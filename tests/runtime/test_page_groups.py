@@ -18,7 +18,7 @@ from modelmill.core.errors import UsageError
 from modelmill.core.types import Request
 from modelmill.loader.model_loader import fill_weights
 from modelmill.nn.decoder import Decoder
-from modelmill.nn.fused_decode import model_kv_shape
+from modelmill.nn.whole_model_decode import model_kv_shape
 from modelmill.runtime import cuda_graphs
 from modelmill.runtime.batch import reserve_step_buffers
 from modelmill.runtime.engine_core import EngineCore
@@ -245,7 +245,7 @@ def evict(core: EngineCore, keys: Sequence[bytes], group: int) -> None:
     for key in keys:
         page = pool.cached_page_for_key(page_group_key(key, group))
         assert page is not None
-        pool._evict(page)
+        pool._drop_cache_key(page)
 
 
 def test_a_cached_prefix_needs_all_pages_of_full_attention_and_those_of_the_window() -> None:

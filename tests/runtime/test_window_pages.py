@@ -134,7 +134,7 @@ def test_a_cached_prefix_needs_the_pages_of_the_window_only() -> None:
     for key in keys[:11]:  # of 14 pages in front of the last token 3 are left: 24 tokens
         page = pool.cached_page_for_key(key)
         assert page is not None
-        pool._evict(page)
+        pool._drop_cache_key(page)
     longer = tiny.requests([(*prompt, 5, 6, 7)], tiny.params(max_tokens=20))[0]
     cached, answer = cached_tokens(core, longer)
     assert cached == 120 // PAGE * PAGE
@@ -150,7 +150,7 @@ def test_a_prefix_with_a_gap_in_its_window_is_not_a_hit() -> None:
     keys = core.input_processor.prompt_page_keys(prompt, "", PAGE)
     missing = pool.cached_page_for_key(keys[13])
     assert missing is not None
-    pool._evict(missing)
+    pool._drop_cache_key(missing)
     cached, answer = cached_tokens(core, request)
     assert cached == 13 * PAGE  # the page behind the gap is not used
     assert answer == cached_tokens(engine(frees=False), request)[1]

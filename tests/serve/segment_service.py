@@ -34,7 +34,7 @@ class SegmentService(ServiceThread):
         service = await super()._make_service(path, limits, template, run)
         order = OpenEngine(str(self._sam), {}, RUN, max_pixels=1 << 21, image_cache_bytes=1 << 20)
         client = with_long_stats_timeout(EngineClient("sam", order, max_waiting=16))
-        self._second = asyncio.create_task(client.run())
+        self._second = asyncio.create_task(client.supervise_worker())
         await client.load_finished.wait()
         assert client.error is None, client.error
         return Service({**service.engines, "sam": client}, limits)

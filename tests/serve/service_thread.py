@@ -61,7 +61,7 @@ class ServiceThread:
                 "stories", OpenEngine(str(path), {}, run, chat_template=template), max_waiting=512
             )
         )
-        self._task = asyncio.create_task(engine.run())
+        self._task = asyncio.create_task(engine.supervise_worker())
         await engine.load_finished.wait()
         assert engine.error is None, engine.error
         return Service({"stories": engine, "alias": engine}, limits)

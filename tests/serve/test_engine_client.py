@@ -334,7 +334,7 @@ def test_a_worker_that_can_never_be_started_is_an_end_with_an_error(fail: range)
     async def main() -> None:
         launcher = Scarce(fail)
         engine = tiny_client(launcher, restart_delay=0.001)
-        task = asyncio.create_task(engine.run())
+        task = asyncio.create_task(engine.supervise_worker())
         await engine.load_finished.wait()
         for child in launcher.children:
             child.kill()
@@ -379,7 +379,7 @@ def test_a_worker_that_is_being_started_while_the_engine_is_closed_is_ended() ->
     async def main() -> None:
         launcher = Slow()
         engine = tiny_client(launcher)
-        task = asyncio.create_task(engine.run())
+        task = asyncio.create_task(engine.supervise_worker())
         await launcher.begun.wait()
         await engine.close()
         launcher.go.set()
@@ -404,7 +404,7 @@ def test_a_worker_that_the_system_cannot_end_holds_nothing_up(
         monkeypatch.setattr(engine_module, "KILL_TIMEOUT", 0.01)
         launcher = Stuck()
         engine = tiny_client(launcher)
-        task = asyncio.create_task(engine.run())
+        task = asyncio.create_task(engine.supervise_worker())
         await engine.load_finished.wait()
         launcher.children[0].kill()
         async with asyncio.timeout(TIMEOUT_SECONDS):

@@ -12,7 +12,7 @@ import pytest
 from modelmill.core.errors import RequestError
 from modelmill.outputs import CompletionOutput, OutputDelta, RequestOutput
 from modelmill.serve.chat_schema import ChatRequest
-from modelmill.serve.compressed_text import compress_text
+from modelmill.serve.encrypted_content_codec import compress_text
 from modelmill.serve.openai_models import OutputReasoning
 from modelmill.serve.response_items import ResponseItemsBuilder
 from modelmill.serve.responses_schema import CompactRequest, ResponsesRequest, items_to_messages

@@ -8,7 +8,11 @@ import pytest
 
 from modelmill.core.errors import RequestError
 from modelmill.serve.compaction import compacted_items
-from modelmill.serve.compressed_text import MAX_UNPACKED_BYTES, TextDecompressor, compress_text
+from modelmill.serve.encrypted_content_codec import (
+    MAX_UNPACKED_BYTES,
+    TextDecompressor,
+    compress_text,
+)
 from modelmill.serve.errors import ApiError
 from modelmill.serve.response_input_items import list_input_items
 from modelmill.serve.response_store import (

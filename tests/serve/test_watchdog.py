@@ -198,7 +198,7 @@ class Watched:
         self.engine.set_metrics(self.metrics.for_engine("tiny"), self.metrics.segment)
 
     async def __aenter__(self) -> Watched:
-        self._task = asyncio.create_task(self.engine.run())
+        self._task = asyncio.create_task(self.engine.supervise_worker())
         await self.engine.load_finished.wait()
         assert self.engine.state is EngineState.READY, self.engine.error
         return self
@@ -450,7 +450,7 @@ def test_a_worker_that_is_stopped_while_it_loads_for_the_first_time(stories: Pat
             max_waiting=8,
             sleep=turns,
         )
-        task = asyncio.create_task(engine.run())
+        task = asyncio.create_task(engine.supervise_worker())
         await wait_until(lambda: engine.pid is not None)
         pid = engine.pid or 0
         stop(pid)

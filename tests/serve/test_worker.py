@@ -236,7 +236,7 @@ def test_memory_that_runs_out_before_a_step_ends_one_request(error: Exception) -
 
 async def open_client(path: Path, **run: Any) -> tuple[EngineClient, asyncio.Task[None]]:
     engine = EngineClient("stories", OpenEngine(str(path), {}, {**RUN, **run}), max_waiting=8)
-    task = asyncio.create_task(engine.run())
+    task = asyncio.create_task(engine.supervise_worker())
     await engine.load_finished.wait()
     return engine, task
 
@@ -314,7 +314,7 @@ from modelmill.serve.worker_messages import OpenEngine
 async def main():
     open_engine = OpenEngine(sys.argv[1], {}, {"device": "cpu", "threads": 1})
     engine = EngineClient("stories", open_engine, max_waiting=8)
-    task = asyncio.create_task(engine.run())
+    task = asyncio.create_task(engine.supervise_worker())
     if sys.argv[2] == "ready":
         await engine.load_finished.wait()
     while engine.pid is None:

@@ -102,7 +102,7 @@ async def served_engine(launcher: ThreadLauncher | None = None, max_waiting: int
             restart_delay=0.001,
         )
     )
-    task = asyncio.create_task(engine.run())
+    task = asyncio.create_task(engine.supervise_worker())
     await engine.load_finished.wait()
     try:
         yield engine, launcher

@@ -145,7 +145,7 @@ class ModelLoader:
         """Run a worker to its end, restarts included."""
         engine = instance.engine
         try:
-            await engine.run()
+            await engine.supervise_worker()
         finally:
             self._instances.remove(instance)
             if model.instance is instance:

@@ -59,7 +59,7 @@ class Replica:
         await warmup.warm_up_routes(self._app, tuple(REQUEST_MODELS))
         self._engine_tasks = []
         for engine in engines:
-            self._engine_tasks.append(asyncio.create_task(engine.run()))
+            self._engine_tasks.append(asyncio.create_task(engine.supervise_worker()))
             await engine.load_finished.wait()
             if engine.state is EngineState.FAILED:
                 raise ModelmillError(engine.error or f"the engine {engine.name} ended")

@@ -21,7 +21,7 @@ PARTITION = "expert_inner"
 
 
 @dataclass(frozen=True)
-class ExpertBranchSpec:
+class MoEBranchSpec:
     """The experts, and the layer's norms.
 
     Attributes:
@@ -32,9 +32,9 @@ class ExpertBranchSpec:
     moe: MoESpec
     norm: NormConfig
 
-    def build_module(self) -> ExpertBranch:
+    def build_module(self) -> MoEBranch:
         """The module."""
-        return ExpertBranch(self)
+        return MoEBranch(self)
 
     @property
     def partitions(self) -> tuple[ExpertPartition, ...]:
@@ -78,12 +78,12 @@ class ExpertBranchSpec:
 
 
 def _expert_branch_module_path(path: str) -> str:
-    """A path of a mixture that is a layer's ``mlp``, in ``ExpertBranch``."""
+    """A path of a mixture that is a layer's ``mlp``, in ``MoEBranch``."""
     return path.replace("mlp.", "experts.moe.", 1)
 
 
 def _nest_spec_in_expert_branch(module: ModuleSpec) -> ModuleSpec:
-    """A module of the mixture inside ``ExpertBranch``."""
+    """A module of the mixture inside ``MoEBranch``."""
     writes = tuple("moe_out" if value == "mlp_out" else value for value in module.writes)
     module = replace(module, path=_expert_branch_module_path(module.path), writes=writes)
     if isinstance(module, LinearSpec):
@@ -102,10 +102,10 @@ class ReplicatedBranchSum(nn.Module):
         return mlp + experts
 
 
-class ExpertBranch(nn.Module):
+class MoEBranch(nn.Module):
     """norm(MLP's output) + norm(experts of the stream)."""
 
-    def __init__(self, spec: ExpertBranchSpec) -> None:
+    def __init__(self, spec: MoEBranchSpec) -> None:
         super().__init__()
         self.mlp_post = spec.norm.build_norm_without_residual(reduces=True)
         self.router_norm = spec.norm.build_norm_without_residual()
@@ -116,9 +116,9 @@ class ExpertBranch(nn.Module):
 
     def forward(self, mlp_out: torch.Tensor, stream: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, H], the stream behind the attention [T, H] → [T, H]."""
-        return self.forward_with_moe(mlp_out, stream, step, self.moe)
+        return self.forward_replacing_moe(mlp_out, stream, step, self.moe)
 
-    def forward_with_moe(
+    def forward_replacing_moe(
         self, mlp_out: torch.Tensor, stream: torch.Tensor, step: Step, moe: nn.Module
     ) -> torch.Tensor:
         """The same with this mixture in the place of its own."""
