@@ -23,10 +23,10 @@ from modelmill.nn.step import Step
 
 def has_experts(layer: nn.Module) -> bool:
     """Whether a layer has experts, in the place of its MLP or beside it."""
-    return _has_expert_branch(layer) or isinstance(getattr(layer, "mlp", None), MoE)
+    return _has_moe_branch(layer) or isinstance(getattr(layer, "mlp", None), MoE)
 
 
-def _has_expert_branch(layer: nn.Module) -> bool:
+def _has_moe_branch(layer: nn.Module) -> bool:
     return isinstance(layer, ScaledSandwichLayer) and layer.experts is not None
 
 
@@ -50,7 +50,7 @@ class FusedExpertsLM(FusedModule):
 
 def _fuse_experts(layer: nn.Module) -> nn.Module:
     """A layer with fused experts; one without experts as it is."""
-    if _has_expert_branch(layer):
+    if _has_moe_branch(layer):
         return FusedMoEBranchLayer(cast(ScaledSandwichLayer, layer))
     if not has_experts(layer):
         return layer

@@ -47,7 +47,7 @@ from modelmill.nn.whole_model_decode import (
     MAX_FUSED_TOKENS,
     StackedWeights,
     can_fuse_decode,
-    run_fused_decode,
+    run_whole_model_decode,
 )
 from modelmill.ops.bound_op import CachedOpBinding
 from modelmill.ops.quant_types import ActQuantSpec, QuantizedInput
@@ -133,7 +133,7 @@ class FusedCausalLM(FusedModule):
         ):
             stack = self._stacked_weights.stack()
             if stack is not None:
-                logits = run_fused_decode(step.ops.decode, stack, x, rope, step)
+                logits = run_whole_model_decode(step.ops.decode, stack, x, rope, step)
                 return self.plain.head.scale_and_softcap_logits(logits)
         return self.plain.head(self._run_layers(x, rope, step), step)
 

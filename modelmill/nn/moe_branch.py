@@ -59,7 +59,7 @@ class MoEBranchSpec:
     def module_specs(self) -> tuple[ModuleSpec, ...]:
         """The modules of a layer's ``experts``: "mlp_out" and the stream → "both_out"."""
         norm, stream = self.norm, "attn.residual"
-        experts = tuple(map(_nest_spec_in_expert_branch, self.moe.module_specs("moe_input")))
+        experts = tuple(map(_nest_spec_in_moe_branch, self.moe.module_specs("moe_input")))
         router, *rest = experts
         return (
             norm.make_module_spec("experts.mlp_post", ("mlp_out",), ("mlp_normed",), "mlp_post_1"),
@@ -82,7 +82,7 @@ def _expert_branch_module_path(path: str) -> str:
     return path.replace("mlp.", "experts.moe.", 1)
 
 
-def _nest_spec_in_expert_branch(module: ModuleSpec) -> ModuleSpec:
+def _nest_spec_in_moe_branch(module: ModuleSpec) -> ModuleSpec:
     """A module of the mixture inside ``MoEBranch``."""
     writes = tuple("moe_out" if value == "mlp_out" else value for value in module.writes)
     module = replace(module, path=_expert_branch_module_path(module.path), writes=writes)

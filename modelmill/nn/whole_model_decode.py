@@ -90,7 +90,7 @@ def _supports_layer(layer: nn.Module) -> bool:
     )
 
 
-def run_fused_decode(
+def run_whole_model_decode(
     op: Callable[..., torch.Tensor],
     stack: DecoderStackWeights,
     x: torch.Tensor,
