@@ -137,7 +137,7 @@ def check_same_model_sizes(manifest: Manifest, checkpoint: Checkpoint) -> None:
 
     Raises UsageError with both.
     """
-    from modelmill.builder.model_config import find_family
+    from modelmill.builder.model_config import find_family, read_model_config
     from modelmill.core.module_lookup import import_module_if_exists
 
     ours, reference = (
@@ -146,10 +146,8 @@ def check_same_model_sizes(manifest: Manifest, checkpoint: Checkpoint) -> None:
     )
     if ours is None:
         return
-    built, expected = (
-        ours.config_from_hf(manifest.config),
-        reference.config_from_hf(checkpoint.config),
-    )
+    built = ours.config_from_hf(manifest.config)
+    expected, _ = read_model_config(checkpoint, reference)
     for name, words in SIZE_NAMES.items():
         have, want = getattr(built, name, None), getattr(expected, name, None)
         if have is not None and want is not None and have != want:

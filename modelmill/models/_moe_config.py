@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
@@ -94,11 +93,12 @@ def router_config(
     return RouterConfig(count, chosen, renormalize=renormalize)
 
 
-def norm_topk_router(raw: RawConfig, *, renormalize: bool, **options: Any) -> RouterConfig:
+def norm_topk_router(
+    raw: RawConfig, *, experts: int, top_k: int, renormalize: bool
+) -> RouterConfig:
     """As ``router_config``, with ``norm_topk_prob``, or ``renormalize`` where it is not there."""
-    return router_config(
-        raw, renormalize=read_boolean(raw, "norm_topk_prob", renormalize), **options
-    )
+    normalized = read_boolean(raw, "norm_topk_prob", renormalize)
+    return router_config(raw, experts=experts, top_k=top_k, renormalize=normalized)
 
 
 def group_limited_router(raw: RawConfig, defaults: RouterConfig) -> RouterConfig:

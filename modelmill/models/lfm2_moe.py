@@ -9,7 +9,7 @@ from modelmill.core.quoting import quote
 from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import lfm2
 from modelmill.models._hf_config import positive_float, positive_int, read_boolean
-from modelmill.models._moe_config import SELECTION_BIASES, norm_topk_router
+from modelmill.models._moe_config import SELECTION_BIASES, router_config
 from modelmill.models._rename_rules import CheckpointLayout, SourceTensors
 from modelmill.models.lfm2 import NAMES, hybrid_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -40,14 +40,17 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """
     config = hybrid_config(raw, raw.get("layer_types"))
     router = replace(
-        norm_topk_router(
-            raw, experts=32, top_k=4, renormalize=True,
+        router_config(
+            raw,
+            experts=32,
+            top_k=4,
+            renormalize=read_boolean(raw, "norm_topk_prob", True),
             keys=("num_experts",),
         ),
         scores=SIGMOID,
         scale=positive_float(raw, "routed_scaling_factor", default=1.0),
         selection_bias=read_boolean(raw, "use_expert_bias", True),
-    )  # fmt: skip
+    )
     inner = positive_int(raw, "moe_intermediate_size", default=1792)
     dense = raw.get("num_dense_layers", 2)
     if type(dense) is not int or dense < 0:

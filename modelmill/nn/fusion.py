@@ -46,7 +46,7 @@ from modelmill.nn.step import Step
 from modelmill.nn.whole_model_decode import (
     MAX_FUSED_TOKENS,
     StackedWeights,
-    can_fuse_decode,
+    can_decode_whole_model,
     run_whole_model_decode,
 )
 from modelmill.ops.bound_op import CachedOpBinding
@@ -116,7 +116,7 @@ class FusedCausalLM(FusedModule):
         self.norm = FusedNormQuant(plain.norm, None)
         self._stacked_weights = (
             StackedWeights(plain.layers, cast(RMSNorm, plain.norm), plain.head)
-            if can_fuse_decode(plain)
+            if can_decode_whole_model(plain)
             else None
         )
 

@@ -50,7 +50,7 @@ class MoEBranchSpec:
             else replace(
                 site,
                 producer=replace(
-                    site.producer, linear=_expert_branch_module_path(site.producer.linear)
+                    site.producer, linear=_moe_branch_module_path(site.producer.linear)
                 ),
             )
             for site in self.moe.quant_sites()
@@ -77,7 +77,7 @@ class MoEBranchSpec:
         )  # fmt: skip
 
 
-def _expert_branch_module_path(path: str) -> str:
+def _moe_branch_module_path(path: str) -> str:
     """A path of a mixture that is a layer's ``mlp``, in ``MoEBranch``."""
     return path.replace("mlp.", "experts.moe.", 1)
 
@@ -85,7 +85,7 @@ def _expert_branch_module_path(path: str) -> str:
 def _nest_spec_in_moe_branch(module: ModuleSpec) -> ModuleSpec:
     """A module of the mixture inside ``MoEBranch``."""
     writes = tuple("moe_out" if value == "mlp_out" else value for value in module.writes)
-    module = replace(module, path=_expert_branch_module_path(module.path), writes=writes)
+    module = replace(module, path=_moe_branch_module_path(module.path), writes=writes)
     if isinstance(module, LinearSpec):
         parts = tuple(replace(p, split=PARTITION if p.split else "") for p in module.parts)
         columns = PARTITION if module.split_columns else ""

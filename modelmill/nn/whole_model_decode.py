@@ -52,7 +52,7 @@ class StackedWeights:
         return self._stack
 
 
-def can_fuse_decode(model: CausalLM) -> bool:
+def can_decode_whole_model(model: CausalLM) -> bool:
     """Whether the op computes what this model's layers compute."""
     return isinstance(model.norm, RMSNorm) and all(map(_supports_layer, model.layers))
 
@@ -169,7 +169,12 @@ def model_kv_shape(
     shape = model.kv
     assert isinstance(shape, KVShape)
     runs = decode_op is not None and ranks == 1 and kv_dtype not in QUANTIZED_KV_DTYPES.values()
-    if runs and shape.layer_windows and isinstance(model, CausalLM) and can_fuse_decode(model):
+    if (
+        runs
+        and shape.layer_windows
+        and isinstance(model, CausalLM)
+        and can_decode_whole_model(model)
+    ):
         loaded = formats is None
         if (
             supports_weight_formats(model)

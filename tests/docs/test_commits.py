@@ -9,7 +9,7 @@ import pytest
 
 from tests.docs.test_pages import DOCS, PAGES, ROOT
 
-NAMED = re.compile(r"\bcommits? ((?:[0-9a-f]{7,12}(?: \(age \w+\))?(?:, )?)+)")
+NAMED = re.compile(r"\bcommits? ((?:`?[0-9a-f]{7,12}(?: \(age \w+\))?`?(?:, )?)+)")
 
 
 def named_commits(text: str) -> set[str]:
@@ -26,7 +26,7 @@ def _git(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_commits_are_read_behind_the_word() -> None:
-    text = "commits 249fa6f (age 329), d24415f (age unknown), `python`; commit 0123456789ab, torch"
+    text = "commits `249fa6f (age 329)`, `d24415f (age unknown)`, `python`; commit 0123456789ab"
     assert named_commits(text) == {"249fa6f", "d24415f", "0123456789ab"}
     assert not named_commits("the commit of 2026-11-23; commit message; decommit 249fa6f")
 

@@ -74,7 +74,10 @@ MISTAKES = {
         "lane < CLUSTER) mbarrier_arrive_cluster(shared_address(&barriers.empty[last]), cluster_rank())",  # noqa: E501
     ),
     "stages given back too early": "        wgmma_wait<1>(); // those of the previous K tile\n",
-    "products not waited for": ("wgmma_wait<0>(); wgmma_fence_operand", "wgmma_fence_operand"),
+    "products not waited for": (
+        "wgmma_wait<0>(); wgmma_fence_operand(d); release",
+        "wgmma_fence_operand(d); release",
+    ),
     "a store's place used too early": "if (SLICE == 0) staging.acquire();",
     "stores not waited for": "        if (staging.thread == 0) tma_store_wait();\n",
     "both halves in one place": (" + rank * W_HALF, w_map", ", w_map"),

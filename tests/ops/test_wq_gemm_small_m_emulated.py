@@ -64,6 +64,7 @@ def error(
             ((7, 160, 3584), 64, HF, {"gated": True, "symmetric": True}),
             ((16, 32, 17408), 512, BF, {}),
             ((8, 32, 33280), 128, HF, {}),
+            ((2, 48, 33280), 256, BF, {}),  # three tiles, two passes: slots change finishers
         ),
     ],
 )

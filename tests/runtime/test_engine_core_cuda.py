@@ -88,6 +88,7 @@ def compare_with_launched(
 ) -> PrefillGraphs:
     """The same tokens three times from graphs as from an engine that never records one."""
     engine, launched = tiny.make_engine(model, **options), tiny.make_engine(model, **options)
+    assert launched.model_runner.prefill_graphs is not None
     monkeypatch.setattr(
         launched.model_runner.prefill_graphs,
         "choose_step_action",

@@ -25,7 +25,7 @@ def test_a_line_for_each_server_and_the_ratio_of_output_tokens() -> None:
         "| qwen2.5-7b, rate-4 | vLLM | 20.0 | 80.0 | 4.00 | 9.00 | 500 |  |",
         "|  | modelmill | 20.0 | 80.0 | 4.00 | 9.00 | 400 | **0.80** |",
     ]
-    assert "commit abc1234 (age" in lines[-1]
+    assert "commit `abc1234 (age" in lines[-1]
 
 
 def test_the_newest_run_counts() -> None:

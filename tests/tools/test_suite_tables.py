@@ -30,7 +30,7 @@ def test_ratios_are_of_one_run_and_values_medians_over_cards() -> None:
     assert lines[4] == (
         "| llama-3-8b | decode-1x128 | 3.00 | **4.50** | 5.25 | 40.0 | 1.18 | 1.10 | 2 |"
     )
-    assert "commit abc1234 (age" in lines[6]
+    assert "commit `abc1234 (age" in lines[6]
 
 
 def test_runs_without_a_card_all_count_and_the_fastest_of_ours_is_compared() -> None:

@@ -1,7 +1,7 @@
 // 4-bit codes to 16-bit floats without a conversion instruction (the magic-number method of
 //     FasterTransformer and Marlin).
 //
-// Computes: pairs of MAGIC + code from packed nibbles
+// Computes: pairs of MAGIC + code from packed nibbles, with BASE_PAIR 0 of the code's bits alone
 // Dtypes: 4-bit codes to bfloat16 or float16
 // Layout: registers, a pair of codes in a 32-bit word
 // Range: codes 0 … 15

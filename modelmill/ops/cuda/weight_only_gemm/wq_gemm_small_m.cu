@@ -7,7 +7,7 @@
 // Layout: row-major; packed codes as in ops/int4_linear.py; scales and offsets [N, groups]; weight
 //     lines in shared memory (128-byte swizzle)
 // Range: 2 ≤ M ≤ 16 (9 ≤ M where N · K < 2^22); N a multiple of 16, weight rows of a multiple of
-//     128 bytes
+//     128 bytes; of 9 rows and more K ≤ 8192
 // Technique: TMA, mbarrier pipeline, warp specialization, mma.sync m16n8k16 with x in registers,
 //     persistent blocks, split-K over a thread-block cluster (DSMEM), PDL
 // Ops: int4_linear, int4_linear_swiglu, int8_linear, int8_linear_swiglu, int8_group_linear
@@ -123,7 +123,7 @@ __device__ inline LineRange lines_of(const Work& w, int rank) {
     return {rank * each, min((rank + 1) * each, w.lines)};
 }
 
-// Step number of all: its stage and the parity of its phase.
+// Of step, or tile, `number`: its stage, or slot, and the parity of its phase.
 struct Stage {
     int index;
     u32 parity;

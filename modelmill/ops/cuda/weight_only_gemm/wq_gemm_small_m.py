@@ -45,7 +45,7 @@ class SmallMSpec(NamedTuple):
 
 
 class SmallMConfig(NamedTuple):
-    """Kernel config: lines and groups of a row, and the macros of the source."""
+    """Kernel config: lines and groups of a row, passes over the tiles, and macros of the source."""
 
     lines: int
     groups: int
@@ -186,7 +186,7 @@ def wq_gemm(
     x, weight, scale, offset, group, bias = inputs
     problem = make_groupwise_problem(*inputs)
     spec, tiles = problem_spec(problem), problem.n // ROWS_PER_TILE
-    shift = group_shift(group, problem.k, spec.part_columns)
+    shift = group_shift(group or problem.k, problem.k, spec.part_columns)
     assert shift is not None, "see problem_config"
     size = (problem.m, problem.n // 2 if gated else problem.n)
     out = torch.empty(size, dtype=x.dtype, device=x.device)
