@@ -126,6 +126,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
     ),
     "tests/ops/test_cuda_wq_gemm_pipelined.py": ("test_compiles_without_spills*",),
     "tests/ops/test_cuda_wq_gemm_large_m.py": ("test_compiles_without_spills*",),
+    "tests/ops/test_cuda_wq_gemm_small_m.py": ("test_compiles_without_spills*",),
     "tests/ops/test_cuda_build.py": (
         "test_int4_compiles_without_spills[*-8]",
         "test_int4_compiles_without_spills[*-16]",
