@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
+from modelmill.eval.article_summarization import Answers, Ids, Summarizer
 from tools.verify.context import VerifyContext
 from tools.verify.result import Fact, VerifyResult, make_result
 
@@ -83,7 +85,7 @@ def _rouge(context: VerifyContext, dtype: str, bound: float) -> list[Fact]:
         "modelmill": f"modelmill-{context.digest[:12]}-{dtype}",
         "transformers": f"transformers-{transformers.__version__}-{dtype}",
     }
-    sides: dict[str, Any] = {
+    sides: dict[str, Summarizer] = {
         "modelmill": eval_summaries.EngineSummarizer(llm, BATCH, names["modelmill"])
     }
     store = eval_summaries.SummaryResumeFile(context.out / "kept" / "summaries.jsonl")
@@ -115,15 +117,16 @@ def _rouge(context: VerifyContext, dtype: str, bound: float) -> list[Fact]:
     ]
 
 
-class _LazyReference:
+class _LazyReference(Summarizer):
     """transformers, loaded only where an answer is not kept yet."""
 
     def __init__(self, context: VerifyContext, dtype: str, name: str) -> None:
-        self.context, self.dtype, self.name, self.batch = context, dtype, name, BATCH
-        self._reference: Any = None
+        super().__init__(None, BATCH, name)
+        self._context, self._dtype = context, dtype
 
-    def answer(self, prompts: Any, max_new_tokens: int, eos_ids: Any) -> list[list[int]]:
+    def answer_prompts(self, prompts: Sequence[Ids], max_new_tokens: int, eos_ids: Ids) -> Answers:
         """Greedy answers in one batch."""
-        if self._reference is None:
-            self._reference = self.context.reference(self.dtype)
-        return self._reference.generate(prompts, max_new_tokens, eos_ids)[0]
+        if self.model is None:
+            self.model = self._context.reference(self._dtype)
+        answers, _ = self.model.generate(prompts, max_new_tokens, eos_ids)
+        return answers
