@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from modelmill.ops.cuda.common import build
 from modelmill.ops.cuda.weight_only_gemm import wq_gemm_small_m
-from modelmill.ops.cuda.weight_only_gemm.wq_gemm_small_m import SmallMConfig, SmallMSpec
+from modelmill.ops.cuda.weight_only_gemm.wq_gemm_small_m import SmallMSpec
 from modelmill.ops.groupwise import GroupwiseLinearInputs, make_groupwise_problem
 from tests.ops.nvcc import compiles_without_spills, requires_nvcc
 from tests.ops.random_codes import random_codes
@@ -46,23 +46,17 @@ def test_a_config_covers_the_weight(
     assert config.passes * config.lines_per_warp * config.warps >= block_lines
     assert config.lines_per_warp <= spec.max_lines_per_warp
     assert 2 <= config.stages <= 8
-    assert wq_gemm_small_m.shared_bytes(spec, config, tiles, num_sms) <= 227 << 10
-    clusters = wq_gemm_small_m.num_clusters(config, tiles, num_sms)
-    assert clusters * wq_gemm_small_m.max_tiles(config, tiles, num_sms) >= tiles
-    assert clusters == 1 or clusters * config.split_k <= num_sms
-
-
-def _large_model_config(spec: SmallMSpec, columns: int, group: int) -> SmallMConfig:
-    config = wq_gemm_small_m.config_for(spec, columns, max(columns // group, 1), 256, SM_COUNT)
-    assert config is not None
-    return config
+    assert wq_gemm_small_m.shared_bytes(spec, config) <= 227 << 10
+    assert config.clusters * config.max_tiles >= tiles
+    assert config.clusters == 1 or config.clusters * config.split_k <= num_sms
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_groups_of_128_of_large_models_are_served(bits: int) -> None:
     for columns, m_tiles in itertools.product((3584, 4096, 14336, 28672), (1, 2)):
         spec = SmallMSpec(bits, 512 // bits, m_tiles, offset=True, float32_scales=False)
-        _large_model_config(spec, columns, 128)
+        config = wq_gemm_small_m.config_for(spec, columns, columns // 128, 256, SM_COUNT)
+        assert config is not None
 
 
 @requires_nvcc

@@ -154,7 +154,7 @@ MISTAKES = {
         "for (int i = 0; i < ahead",
     ),
     "a block ends early": (LAST_SYNC, "read its shared memory"),
-    "the raise kept": (" - MAGIC * scale;", ";"),
+    "the raise kept": (" - CODE_BASE * scale;", ";"),
     "the last columns forgotten": ("column < w.columns) four", "column < w.columns - 4) four"),
 }
 

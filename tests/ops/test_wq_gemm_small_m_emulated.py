@@ -45,7 +45,7 @@ def error(
     spec, tiles = wq_gemm_small_m.problem_spec(problem), problem.n // 16
     config = wq_gemm_small_m.config_for(spec, problem.k, problem.groups, tiles, NUM_SMS)
     assert config is not None
-    actual = wq_gemm_small_m.wq_gemm(inputs, config, NUM_SMS, gated=gated)
+    actual = wq_gemm_small_m.wq_gemm(inputs, config, gated=gated)
     return matmul_error(actual, inputs.x, dense, inputs.bias, gated=gated)
 
 

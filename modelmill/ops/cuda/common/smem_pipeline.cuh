@@ -1,5 +1,5 @@
-// Shared-memory pipeline between the producer, one thread that issues TMA loads, and the consumers,
-//     the warpgroups that compute.
+// Shared-memory pipeline between a producer thread, which issues TMA loads, and the warpgroups that
+//     compute.
 //
 // Computes: the ring of stages: which stage is next, and the waits for its full and its empty
 //     mbarrier

@@ -6,7 +6,7 @@
 // Layout: registers, a pair of codes in a 32-bit word
 // Range: codes 0 … 15
 // Technique: lop3 magic numbers
-// Used by: int4_linear.cu, moe_fragments.cuh, rptq_linear.cu, wq_gemm_small_m.cu
+// Used by: code_base.cuh, int4_linear.cu, moe_fragments.cuh, rptq_linear.cu
 //
 // A pair of codes c is placed in the low mantissa bits of a pair of MAGIC: at that exponent the
 // last bit is worth 1, so the result is MAGIC + c. The product then has MAGIC · sum(x) too much,

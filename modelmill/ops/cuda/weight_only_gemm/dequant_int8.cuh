@@ -6,7 +6,7 @@
 // Layout: registers, four weights in a 32-bit word
 // Range: -128 … 127
 // Technique: lop3 magic numbers
-// Used by: dequant_int4.cuh, int8_gemm_small_m.cu, wq_gemm_pipelined.cu
+// Used by: dequant_int4.cuh, int8_gemm_small_m.cu
 #pragma once
 #include "common/half_types.cuh"
 

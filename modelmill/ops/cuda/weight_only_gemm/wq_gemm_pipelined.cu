@@ -36,17 +36,8 @@
 // 32, 64, 128), SPLIT, STAGES, GATED (as weight_only.cuh), OFFSET (0: symmetric), SCALE_FP32
 // (scales are float32), HALF.
 #include "weight_only_gemm/wq_gemm_tile.cuh"
-#include "weight_only_gemm/dequant_int8.cuh"
+#include "weight_only_gemm/code_base.cuh"
 
-#if BITS == 8
-constexpr float CODE_SCALE = 1.0f, MAGIC = 0.0f;
-#elif defined(HALF)
-constexpr u32 MAGIC_PAIR_4 = 0;
-constexpr float CODE_SCALE = 16777216.0f, MAGIC = 0.0f;
-#else
-constexpr u32 MAGIC_PAIR_4 = MAGIC_PAIR;
-constexpr float CODE_SCALE = 1.0f, MAGIC = 128.0f;
-#endif
 constexpr int COLUMNS = 128, CHUNK = 16;
 // Groups whose wgmmas a consumer has in flight.
 constexpr int IN_FLIGHT = BLOCK_M <= 64 ? 2 : 1;
@@ -86,16 +77,6 @@ WGMMA_BF16(16, 32, "%16, %17, %18, %19", 20)
 WGMMA_BF16(32, 64, "%32, %33, %34, %35", 36)
 WGMMA_BF16(64, 128, "%64, %65, %66, %67", 68)
 #undef WGMMA_BF16
-
-#if BITS == 4
-// (word >> by) & 0x000F000F | MAGIC_PAIR_4 by one lop3 after the shift; the compiler would emit
-// two.
-__device__ inline u32 biased_int4_codes(u32 word, int by) {
-    u32 both;
-    asm("lop3.b32 %0, %1, 0x000F000F, %2, 0xEA;" : "=r"(both) : "r"(word >> by), "r"(MAGIC_PAIR_4));
-    return both;
-}
-#endif
 
 // A block's range of K tiles, the groups that begin in it (whose sums it multiplies), and these
 // groups in chunks of 16.
@@ -187,8 +168,8 @@ struct AOperand {
             const u32 l = low[i * WORDS / 8], h = high[i * WORDS / 8];
 #if BITS == 4
             const int by = i % 2 * 4;
-            a[i][0] = biased_int4_codes(l, by), a[i][1] = biased_int4_codes(h, by),
-            a[i][2] = biased_int4_codes(l, by + 8), a[i][3] = biased_int4_codes(h, by + 8);
+            a[i][0] = code_pair(l, by), a[i][1] = code_pair(h, by), a[i][2] = code_pair(l, by + 8),
+            a[i][3] = code_pair(h, by + 8);
 #else
             a[i][0] = dequant_int8_pair(l), a[i][1] = dequant_int8_pair(h);
             a[i][2] = dequant_int8_pair(l >> 8), a[i][3] = dequant_int8_pair(h >> 8);
@@ -230,9 +211,9 @@ __device__ inline void flush(float (&total)[BLOCK_M / 2], const float (&part)[BL
 __device__ inline float base_of(ScaleOffset both) {
     const float scale = scale_of(both);
 #if OFFSET
-    return half_to_float(both >> 16) - MAGIC * scale;
+    return half_to_float(both >> 16) - CODE_BASE * scale;
 #else
-    return -8.0f * scale - MAGIC * scale;  // of 4 bits
+    return -8.0f * scale - CODE_BASE * scale;  // of 4 bits
 #endif
 }
 

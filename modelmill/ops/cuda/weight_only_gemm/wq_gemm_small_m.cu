@@ -25,7 +25,7 @@
 // The columns of a line are multiplied in parts that have one scale. In a part, each thread of a
 // quad has WORDS adjacent words of two weight rows, which are the A fragments of mma.m16n8k16 as
 // they lie: x is permuted along K in the same way, in registers. A 4-bit code is read as CODE_BASE
-// + code (dequant_int4.cuh); sum(x) of each part, needed for CODE_BASE and the offsets, is one more
+// + code (code_base.cuh); sum(x) of each part, needed for CODE_BASE and the offsets, is one more
 // product with ones as A, once for all tiles.
 //
 // Macros: BITS (of a weight), PART_COLUMNS (4 bits: 128, 64 or 32; 8 bits: 64 or 32), M_TILES
@@ -35,7 +35,7 @@
 // adjacent and aligned), HALF.
 #include "common/cluster.cuh"
 #include "common/mma.cuh"
-#include "weight_only_gemm/dequant_int4.cuh"
+#include "weight_only_gemm/code_base.cuh"
 #include "weight_only_gemm/tile_scales.cuh"
 
 constexpr int SLOTS = 4;      // tiles whose scales and sums are in shared memory
@@ -49,14 +49,6 @@ constexpr u32 LINE_TILE_BYTES = ROWS * 128;
 // floats from one row of x to the next in sums [rows of x][ROWS]: no bank conflicts
 constexpr int PITCH = ROWS + 4;
 constexpr u32 SUM_BYTES = 8 * M_TILES * PITCH * 4;
-#if BITS == 4 && defined(HALF)
-// a code alone is the subnormal code / 2^24, which is exact and needs no sum(x) for MAGIC
-constexpr u32 CODE_BASE_PAIR = 0;
-constexpr float CODE_SCALE = 16777216.0f, CODE_BASE = 0.0f;
-#else
-constexpr u32 CODE_BASE_PAIR = MAGIC_PAIR;
-constexpr float CODE_SCALE = 1.0f, CODE_BASE = BITS == 4 ? MAGIC : 0.0f;
-#endif
 // symmetric int4 codes have zero-point 8; int8 has none
 constexpr bool USES_SUMS = BITS == 4 || OFFSET;
 
@@ -244,7 +236,7 @@ struct Words {
 
     // Two of the thread's four columns of product `i`.
     __device__ u32 pair(int i, bool second) const {
-        if (BITS == 4) return biased_int4_pair<CODE_BASE_PAIR>(word[i / 2], i % 2 * 8 + second * 4);
+        if (BITS == 4) return code_pair(word[i / 2], i % 2 * 8 + second * 4);
         return dequant_int8_pair(second ? word[i] >> 8 : word[i]);
     }
 };

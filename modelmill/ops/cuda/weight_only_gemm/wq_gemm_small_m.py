@@ -45,10 +45,12 @@ class SmallMSpec(NamedTuple):
 
 
 class SmallMConfig(NamedTuple):
-    """Kernel config: lines and groups of a row, passes over the tiles, and macros of the source."""
+    """Kernel config: the weight's lines, groups and tiles, clusters, passes, and macros."""
 
     lines: int
     groups: int
+    tiles: int
+    clusters: int
     split_k: int
     passes: int
     lines_per_warp: int
@@ -59,6 +61,11 @@ class SmallMConfig(NamedTuple):
     def threads(self) -> int:
         """Threads of a block."""
         return 32 * (self.warps + _EXTRA_WARPS)
+
+    @property
+    def max_tiles(self) -> int:
+        """Tiles of a cluster at most."""
+        return -(-self.tiles // self.clusters)
 
 
 def problem_spec(problem: GemmProblem) -> SmallMSpec:
@@ -91,20 +98,17 @@ def config_for(
     pass_lines = -(-block_lines // passes)
     each = -(-pass_lines // most)
     warps = -(-pass_lines // each)
-    for stages in range(_MAX_STAGES, 1, -1):
-        config = SmallMConfig(lines, groups, split_k, passes, each, warps, stages)
-        if (
-            warps * stages * LINE_TILE_BYTES <= max(_RING_BYTES, 2 * warps * LINE_TILE_BYTES)
-            and shared_bytes(spec, config, tiles, num_sms) <= _MAX_SHARED_BYTES
-        ):
-            return config
-    return None
+    clusters = num_clusters(split_k, tiles, num_sms)
+    most_stages = max(min(_RING_BYTES // (warps * LINE_TILE_BYTES), _MAX_STAGES), 2)
+    sizes = (lines, groups, tiles, clusters, split_k, passes, each, warps)
+    configs = (SmallMConfig(*sizes, stages) for stages in range(most_stages, 1, -1))
+    fitting = (config for config in configs if shared_bytes(spec, config) <= _MAX_SHARED_BYTES)
+    return next(fitting, None)
 
 
-def shared_bytes(spec: SmallMSpec, config: SmallMConfig, tiles: int, num_sms: int) -> int:
+def shared_bytes(spec: SmallMSpec, config: SmallMConfig) -> int:
     """Bytes of a block's shared memory."""
-    sum_bytes, split_k = spec.m_tiles * _SUM_BYTES, config.split_k
-    most = max_tiles(config, tiles, num_sms)
+    sum_bytes, split_k, most = spec.m_tiles * _SUM_BYTES, config.split_k, config.max_tiles
     own = -(-most // split_k)
     used = config.warps * (config.stages * LINE_TILE_BYTES + _SLOTS * sum_bytes)
     used += 16 * (config.stages + _SLOTS)
@@ -115,16 +119,11 @@ def shared_bytes(spec: SmallMSpec, config: SmallMConfig, tiles: int, num_sms: in
     return max(used, _MIN_SHARED_BYTES)
 
 
-def num_clusters(config: SmallMConfig, tiles: int, num_sms: int) -> int:
+def num_clusters(split_k: int, tiles: int, num_sms: int) -> int:
     """Clusters of a launch: as many as find room at once, or one per tile."""
     # larger clusters do not fill every group of SMs
-    places = num_sms if config.split_k <= 2 else num_sms * 9 // 10
-    return min(tiles, max(places // config.split_k, 1))
-
-
-def max_tiles(config: SmallMConfig, tiles: int, num_sms: int) -> int:
-    """Tiles of a cluster at most."""
-    return -(-tiles // num_clusters(config, tiles, num_sms))
+    places = num_sms if split_k <= 2 else num_sms * 9 // 10
+    return min(tiles, max(places // split_k, 1))
 
 
 def problem_config(problem: GemmProblem) -> SmallMConfig | None:
@@ -157,10 +156,6 @@ def _fits_one_pass(problem: GemmProblem) -> bool:
     return config is not None and config.passes == 1
 
 
-def _supports_operands(inputs: GroupwiseLinearInputs) -> bool:
-    return wq_gemv.supports_operands(*inputs[:4])
-
-
 def list_kernels(*, gated: bool) -> tuple[Kernel, ...]:
     """The kernel as one of the weight-only GEMMs', for each number of tiles of x."""
     run = functools.partial(groupwise_gemm, gated=gated)
@@ -168,7 +163,7 @@ def list_kernels(*, gated: bool) -> tuple[Kernel, ...]:
         GemmSupportRange(m=(2, ROWS_PER_M_TILE), fits=_fits, min_weight_bytes=_MIN_CODES),
         GemmSupportRange(m=(ROWS_PER_M_TILE + 1, MAX_ROWS), fits=_fits_one_pass),
     )
-    return tuple(Kernel(served, run, _supports_operands) for served in ranges)
+    return tuple(Kernel(served, run, wq_gemv.supports_groupwise) for served in ranges)
 
 
 def groupwise_gemm(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:
@@ -176,16 +171,14 @@ def groupwise_gemm(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tenso
     problem = make_groupwise_problem(*inputs)
     config = problem_config(problem)
     assert config is not None, "see problem_config"
-    return wq_gemm(inputs, config, launch.sm_count(problem.device), gated=gated)
+    return wq_gemm(inputs, config, gated=gated)
 
 
-def wq_gemm(
-    inputs: GroupwiseLinearInputs, config: SmallMConfig, num_sms: int, *, gated: bool
-) -> torch.Tensor:
+def wq_gemm(inputs: GroupwiseLinearInputs, config: SmallMConfig, *, gated: bool) -> torch.Tensor:
     """X [M, K] · weightᵀ → [M, N]; gated: silu(first half) · second half of it, [M, N / 2]."""
     x, weight, scale, offset, group, bias = inputs
     problem = make_groupwise_problem(*inputs)
-    spec, tiles = problem_spec(problem), problem.n // ROWS_PER_TILE
+    spec = problem_spec(problem)
     shift = group_shift(group or problem.k, problem.k, spec.part_columns)
     assert shift is not None, "see problem_config"
     size = (problem.m, problem.n // 2 if gated else problem.n)
@@ -196,31 +189,24 @@ def wq_gemm(
             "wq_gemm_small_m",
             kernel_macros(x.dtype, spec, config, shift, gated=gated),
             config.threads,
-            shared_bytes(spec, config, tiles, num_sms),
+            shared_bytes(spec, config),
             x.get_device(),
         )
-        width, lines = weight.stride(0), config.lines
-        row_sizes, row_strides, row_box = wq_gemv.weight_rows(problem.n, width, gated=gated)
+        row_sizes, row_strides, row_box = wq_gemv.weight_rows(
+            problem.n, weight.stride(0), gated=gated
+        )
         there = launch.tensor_map(
             weight.data_ptr(),
             torch.int32,
-            (LINE_BYTES // 4, *row_sizes, lines),
+            (LINE_BYTES // 4, *row_sizes, config.lines),
             (*row_strides, LINE_BYTES),
             (LINE_BYTES // 4, *row_box, config.warps),
         )
         pointers = launch.data_pointers(x, scale, offset, bias, out)
         counts = (problem.m, x.stride(0), problem.n, problem.k, problem.groups, shift)
-        work = struct.pack(
-            "=5Q10i",
-            *pointers,
-            *counts,
-            tiles,
-            config.lines,
-            config.passes,
-            max_tiles(config, tiles, num_sms),
-        )
-        blocks = num_clusters(config, tiles, num_sms) * config.split_k
-        kernel.launch(blocks, there, work, pdl=True)
+        sizes = (config.tiles, config.lines, config.passes, config.max_tiles)
+        work = struct.pack("=5Q10i", *pointers, *counts, *sizes)
+        kernel.launch(config.clusters * config.split_k, there, work, pdl=True)
     return out
 
 

@@ -117,7 +117,8 @@ def supports_operands(
     return not any(t is not None and t.data_ptr() % 16 for t in (x, weight, scale, offset))
 
 
-def _supports_groupwise(inputs: GroupwiseLinearInputs) -> bool:
+def supports_groupwise(inputs: GroupwiseLinearInputs) -> bool:
+    """``supports_operands`` of these."""
     return supports_operands(*inputs[:4])
 
 
@@ -131,7 +132,7 @@ def groupwise_gemv(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tenso
 def gemv_kernel(*, gated: bool) -> Kernel:
     """The kernel of one row of the weight-only GEMMs."""
     run = functools.partial(groupwise_gemv, gated=gated)
-    return Kernel(GemmSupportRange(m=(1, 1), fits=supports_problem), run, _supports_groupwise)
+    return Kernel(GemmSupportRange(m=(1, 1), fits=supports_problem), run, supports_groupwise)
 
 
 def weight_rows(
