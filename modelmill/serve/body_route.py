@@ -1,8 +1,8 @@
 """Routes that take a JSON body: read, parsed and validated without holding up the event loop.
 
 FastAPI parses and validates on the loop. Here a body of more than a few KB goes to a thread, where
-it is parsed in pieces (``chunked_json_parser``), so that streams and /health go on meanwhile. The
-signature still says what a body is, for the OpenAPI document.
+it is parsed in pieces (``gil_yielding_json_parser``), so that streams and /health go on meanwhile.
+The signature still says what a body is, for the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from modelmill.serve.chunked_json_parser import BodyError, parse_json
 from modelmill.serve.dialects.error_format import OLLAMA_PREFIX
 from modelmill.serve.errors import invalid_request
+from modelmill.serve.gil_yielding_json_parser import BodyError, parse_json
 from modelmill.serve.json_scan import JsonLimits
 from modelmill.serve.service import PRIORITY_SCOPE_KEY, TENANT_SCOPE_KEY, Service, tenant_cache_salt
 from modelmill.serve.stream import run_while_connected

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from modelmill.core.types import Logprob
 from modelmill.outputs import CompletionOutput
 from modelmill.request_output_state import RequestOutputState
-from modelmill.serve.chunked_json_serializer import EncodedJson, dump_json, dump_small_json
+from modelmill.serve.gil_yielding_json_serializer import EncodedJson, dump_json, dump_small_json
 from modelmill.text.detokenizer import Detokenizer
 from modelmill.text.tokenizer_loader import Tokenizer
 

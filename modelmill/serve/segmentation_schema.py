@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from modelmill.core.chunked_base64 import decode_base64
+from modelmill.core.gil_yielding_base64 import decode_base64
 from modelmill.serve.segmentation_client import FieldError
 from modelmill.serve.segmentation_messages import SegmentationJob
 from modelmill.serve.strict_models import FAIL_FAST, StrictModel

@@ -30,7 +30,7 @@ FAIL_FAST = Field(fail_fast=True)
 class StrictModel(BaseModel):
     """A JSON object: strict types, no unknown keys, no NaN.
 
-    unused: as in ``chunked_json_parser.parse_json``. may_omit_model: without a model, the only
+    unused: as in ``gil_yielding_json_parser.parse_json``. may_omit_model: without a model, the only
     one answers.
     """
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
-from modelmill.core.chunked_base64 import decode_base64
 from modelmill.core.errors import RequestError
+from modelmill.core.gil_yielding_base64 import decode_base64
 from modelmill.vision.image import MAX_BYTES, image_digest, open_image, read_bytes, to_rgb_image
 
 _DATA_URL = re.compile(

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from modelmill.serve import chunked_json_serializer
-from modelmill.serve.chunked_json_serializer import EncodedJson
+from modelmill.serve import gil_yielding_json_serializer
+from modelmill.serve.gil_yielding_json_serializer import EncodedJson
 from modelmill.serve.openai_format import ChunkTemplate, dump_json, sse_event
 
 TEXTS = st.text(st.characters(), max_size=12)  # halves of surrogate pairs among them
@@ -56,7 +56,7 @@ NESTED = st.recursive(
 def test_what_is_written_in_pieces_is_the_same(value: Any, piece: int) -> None:
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunked_json_serializer, "MAX_CHUNK_VALUES", piece)
+        patch.setattr(gil_yielding_json_serializer, "MAX_CHUNK_VALUES", piece)
         assert dump_json(value) == text.encode("utf-8", "replace")
 
 
@@ -78,11 +78,11 @@ def test_no_piece_is_large() -> None:
         sizes.append(count_values(part))
         return at_once(part)
 
-    at_once = chunked_json_serializer.dump_small_json
+    at_once = gil_yielding_json_serializer.dump_small_json
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunked_json_serializer, "dump_small_json", write)
+        patch.setattr(gil_yielding_json_serializer, "dump_small_json", write)
         assert json.loads(dump_json(value)) == value
-    assert max(sizes) <= chunked_json_serializer.MAX_CHUNK_VALUES
+    assert max(sizes) <= gil_yielding_json_serializer.MAX_CHUNK_VALUES
     assert len(sizes) < 60
 
 

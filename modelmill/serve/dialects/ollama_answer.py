@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from modelmill.outputs import OutputDelta
-from modelmill.serve.chunked_json_serializer import dump_json
 from modelmill.serve.errors import ApiError
+from modelmill.serve.gil_yielding_json_serializer import dump_json
 from modelmill.serve.openai_format import ChatLogprobsFormatter
 from modelmill.serve.request_handle import RequestHandle, StreamItem
 from modelmill.serve.routes.common import openai_finish_reason

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from modelmill.serve.chunked_json_parser import parse_json
+from modelmill.serve.gil_yielding_json_parser import parse_json
 
 MAX_LOAD_IMBALANCE = 8
 """A preferred replica may have so many more active requests than the least loaded one."""

@@ -15,10 +15,10 @@ from modelmill.request_output_state import RequestOutputState
 from modelmill.runtime.sequence import RequestLimits, check_request
 from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
-from modelmill.serve.chunked_json_serializer import dump_json
 from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.engine_client import EngineClient, max_tokenize_tokens
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
+from modelmill.serve.gil_yielding_json_serializer import dump_json
 from modelmill.serve.openai_format import TextLogprobsFormatter
 from modelmill.serve.request_handle import RequestHandle, StreamItem
 from modelmill.serve.request_options import (

@@ -9,9 +9,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from modelmill.serve.body_route import BodyRoute
-from modelmill.serve.chunked_json_serializer import dump_json
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.errors import ApiError, invalid_request
+from modelmill.serve.gil_yielding_json_serializer import dump_json
 from modelmill.serve.routes.common import get_service, lease_engine, random_id
 from modelmill.serve.segmentation_client import FieldError, ImageNotCached
 from modelmill.serve.segmentation_messages import SegmentationResult

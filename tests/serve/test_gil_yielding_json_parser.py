@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from modelmill.serve import chunked_json_parser, json_scan
-from modelmill.serve.chunked_json_parser import BodyError, parse_json
+from modelmill.serve import gil_yielding_json_parser, json_scan
+from modelmill.serve.gil_yielding_json_parser import BodyError, parse_json
 from modelmill.serve.json_scan import JsonLimits
 
 FREE = JsonLimits(max_values=1 << 30, max_growth=1 << 20, min_memory_bytes=1 << 30)
@@ -57,8 +57,8 @@ def test_pieces_make_the_same_values(monkeypatch: pytest.MonkeyPatch, seed: int)
     """With pieces of a few bytes every cut there is happens: in characters, escapes, pairs of them,
     between values.
     """
-    monkeypatch.setattr(chunked_json_parser, "MAX_CHUNK_STRUCTURALS", 3)
-    monkeypatch.setattr(chunked_json_parser, "MAX_CHUNK_BYTES", 24)
+    monkeypatch.setattr(gil_yielding_json_parser, "MAX_CHUNK_STRUCTURALS", 3)
+    monkeypatch.setattr(gil_yielding_json_parser, "MAX_CHUNK_BYTES", 24)
     monkeypatch.setattr(json_scan, "SLICE_BYTES", 15)
     rng, refused = random.Random(seed), 0
     for _ in range(120):
