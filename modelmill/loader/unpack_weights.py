@@ -33,7 +33,7 @@ class UnpackReport:
     packed_bytes: int = 0
 
     @property
-    def warning(self) -> str | None:
+    def still_packed_warning(self) -> str | None:
         """One line about the weights that stay packed; None if there are none."""
         if not self.num_packed:
             return None
@@ -67,7 +67,7 @@ def unpack_weights_without_kernels(
             module.packed_up_projections()  # now, since the KV cache takes a share of what is left
     if tp_group.rank:
         return
-    for line in (missing_kernels_reason(ops), report.warning):
+    for line in (missing_kernels_reason(ops), report.still_packed_warning):
         if line is not None:
             _log.warning("%s", line)
 
