@@ -40,7 +40,7 @@ class RowOpProblem(NamedTuple):
     gated: bool = False
 
     @property
-    def columns(self) -> int:
+    def out_columns(self) -> int:
         """Columns of the quantized output."""
         order = None if self.spec is None else self.spec.perm
         return self.width if order is None else order.numel()
@@ -112,7 +112,7 @@ class RowOpSupportRange(KernelSupportRange):
 
     def covers_ignoring_m(self, problem: RowOpProblem) -> bool:
         """Whether it serves these operands with some number of rows in ``m``."""
-        widest = max(problem.width, problem.columns)
+        widest = max(problem.width, problem.out_columns)
         return (
             self.on_gpu <= problem.on_gpu
             and self.dims[0] <= problem.dims <= self.dims[1]
@@ -120,7 +120,8 @@ class RowOpSupportRange(KernelSupportRange):
             and (not self.same_dtype or {problem.dtype}.issuperset(problem.operand_dtypes))
             and self.operand_dtypes in ((), problem.operand_dtypes)
             and widest <= self.max_width
-            and problem.width % self.width_multiple == problem.columns % self.width_multiple == 0
+            and problem.width % self.width_multiple == 0
+            and problem.out_columns % self.width_multiple == 0
             and (problem.spec is None or self._covers_spec(problem.spec))
             and super().covers_ignoring_m(problem)
         )

@@ -31,7 +31,7 @@ def unavailable_reason(device_type: str) -> str | None:
 
 def _supports_problem(problem: RowOpProblem) -> bool:
     """Whether widths are in fours and rows fit shared memory; dynamic steps need groups of 2^n."""
-    width, columns = problem.width // (2 if problem.gated else 1), problem.columns
+    width, columns = problem.width // (2 if problem.gated else 1), problem.out_columns
     group = problem.group
     grouped = not group or (columns % group == 0 and (group in (32, 64) or group % 128 == 0))
     fours = width % 4 == 0 and columns % 4 == 0
