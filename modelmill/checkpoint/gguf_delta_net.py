@@ -131,7 +131,7 @@ def _read_delta_net_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _deinterleaved_row_indices(groups: int, *sizes: int) -> list[list[int]]:
+def _ungrouped_row_indices(groups: int, *sizes: int) -> list[list[int]]:
     """Return of rows by group, each with some of every part, the places of each part's rows."""
     places = torch.arange(groups * sum(sizes)).view(groups, -1).split(sizes, 1)
     return [part.flatten().tolist() for part in places]
@@ -142,8 +142,8 @@ def _key_head_reordering(config: Mapping[str, Any]) -> dict[str, tuple[Reordered
     keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     group = heads // keys
     dim, values = config["linear_key_head_dim"], group * config["linear_value_head_dim"]
-    b, a = _deinterleaved_row_indices(keys, group, group)
-    q, k, v, z = _deinterleaved_row_indices(keys, dim, dim, values, values)
+    b, a = _ungrouped_row_indices(keys, group, group)
+    q, k, v, z = _ungrouped_row_indices(keys, dim, dim, values, values)
     return {
         "blk.ssm_ba": (
             ReorderedTensorSlice(f"{STEM}.in_proj_b", 2 * heads, tuple(b)),

@@ -44,11 +44,11 @@ class Rule:
         "ones:axis"   as many ones as a source is long there, for a norm without weights; reads no value
         "unit_rows"   each row divided by its Euclidean norm
         "scale_rows:count*factor/…"  consecutive rows, each range times its factor
-        "ungroup:kv/group/dim"  rows stored by KV head (its group's q, then k, then v) as all q, all k, all v
+        "ungroup_qkv:kv/group/dim"  rows stored by KV head (its group's q, then k, then v) as all q, all k, all v
         "rope_rows:heads/dim/turned/layout"  the channels of the first heads so that both of a rotated
         pair are half a head apart; of their dim channels the first ``turned`` rotate, stored as
         "neighbours" (2i, 2i + 1) or "halves" (i, i + turned/2)
-        "deinterleave:groups/size/…"  rows stored by group, each with some of every part, as one part after another
+        "ungroup_rows:groups/size/…"  rows stored by group, each with some of every part, as one part after another
         "drop_gates:heads/dim"  of each of the first heads its rows of q, without those of its gate behind them
         "gates:heads/dim"   of each head the rows of its gate
         "rows:a-b/c-d/…/n"  the rows a … b − 1, then c … d − 1, … of n
@@ -444,11 +444,9 @@ RENAME_STEPS: dict[str, RenameStep] = {
     "ones": RenameStep(_ones_shape, lambda _, shape, dtype, __: torch.ones(shape, dtype=dtype)),
     "unit_rows": RenameStep(lambda shapes, _: _single_source_shape(shapes), _l2_normalize_rows),
     "scale_rows": RenameStep(row_transforms.scale_rows_shape, row_transforms.scale_rows),
-    "ungroup": RenameStep(_ungroup_qkv_shape, _ungroup_qkv),
+    "ungroup_qkv": RenameStep(_ungroup_qkv_shape, _ungroup_qkv),
     "rope_rows": RenameStep(_reorder_rope_rows_shape, _reorder_rope_rows),
-    "deinterleave": RenameStep(
-        row_transforms.deinterleave_rows_shape, row_transforms.deinterleave_rows
-    ),
+    "ungroup_rows": RenameStep(row_transforms.ungroup_rows_shape, row_transforms.ungroup_rows),
     "drop_gates": RenameStep(
         row_transforms.drop_output_gates_shape, row_transforms.drop_output_gates
     ),

@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 Sources = Iterator[torch.Tensor]
 
 
-def deinterleave_rows_shape(shapes: Sequence[Shape], argument: str) -> Shape:
+def ungroup_rows_shape(shapes: Sequence[Shape], argument: str) -> Shape:
     """As the source, whose rows are ``groups`` times the parts."""
     (shape,), (groups, *sizes) = shapes, map(int, argument.split("/"))
     if not shape or shape[0] != groups * sum(sizes):
@@ -26,9 +26,7 @@ def deinterleave_rows_shape(shapes: Sequence[Shape], argument: str) -> Shape:
     return shape
 
 
-def deinterleave_rows(
-    sources: Sources, shape: Shape, _: torch.dtype, argument: str
-) -> torch.Tensor:
+def ungroup_rows(sources: Sources, shape: Shape, _: torch.dtype, argument: str) -> torch.Tensor:
     """Rows stored by group, each with some of every part, as one part after another."""
     groups, *sizes = map(int, argument.split("/"))
     rows = next(sources).reshape(groups, -1, *shape[1:])

@@ -64,7 +64,7 @@ def layer_rename_rules(
         source: The layer in the checkpoint, "model.layers.3".
         transposed: Whether matrices of linear layers are stored as [in, out].
         tensors: Tensors with sources of their own.
-        steps: Of modules, the steps behind the first ("ungroup:…").
+        steps: Of modules, the steps behind the first ("ungroup_qkv:…").
     """
     rules = []
     modules: tuple[ModuleSpec | CompositeSpec, ...] = (*spec.modules, *spec.composites)
@@ -245,7 +245,7 @@ class CheckpointLayout:
         if config.output_gate:
             steps.append(f"drop_gates:{config.heads}/{dim}")
         if self.grouped_qkv:
-            steps.append(f"ungroup:{config.kv_heads}/{config.heads // config.kv_heads}/{dim}")
+            steps.append(f"ungroup_qkv:{config.kv_heads}/{config.heads // config.kv_heads}/{dim}")
         rope = ""
         if config.rope is not None and (self.neighbours or config.rope.dim < dim):
             layout = "neighbours" if self.neighbours else "halves"

@@ -64,8 +64,8 @@ class GatedDeltaNetSpec(HeadRecurrenceSpec):
             group = self.heads // self.key_heads
             values = group * self.value_dim
             parts = self.key_dim, self.key_dim, values, values
-            steps["attn.in_proj"] = f"deinterleave:{self.key_heads}/" + "/".join(map(str, parts))
-            steps["attn.rates"] = f"deinterleave:{self.key_heads}/{group}/{group}"
+            steps["attn.in_proj"] = f"ungroup_rows:{self.key_heads}/" + "/".join(map(str, parts))
+            steps["attn.rates"] = f"ungroup_rows:{self.key_heads}/{group}/{group}"
         return steps
 
     def module_specs(self) -> tuple[ModuleSpec, ...]:

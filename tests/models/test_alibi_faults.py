@@ -64,7 +64,7 @@ def pass_through(self: Any, x: torch.Tensor, step: Any) -> torch.Tensor:
 
 
 def not_ungrouped(rule: Any) -> Any:
-    steps = [step for step in rule.how.split("+") if not step.startswith("ungroup")]
+    steps = [step for step in rule.how.split("+") if not step.startswith("ungroup_qkv")]
     return replace(rule, how="+".join(steps))
 
 
