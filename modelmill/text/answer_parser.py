@@ -155,7 +155,7 @@ class MarkedAnswerParser(AnswerParser):
         )
         self.in_reasoning = thinks
         self._mode = (
-            self._detect_thinking_start if thinking is not None else self._enter_content_mode()
+            self._detect_thinking_start if thinking is not None else self._choose_content_mode()
         )
 
     def _flush_buffer(self, cut: bool) -> list[AnswerPiece]:
@@ -184,7 +184,7 @@ class MarkedAnswerParser(AnswerParser):
             self._output.add_text(rest)
         return self._output.finish(cut)
 
-    def _enter_content_mode(self) -> Callable[[], bool]:
+    def _choose_content_mode(self) -> Callable[[], bool]:
         """The mode at the begin of the content."""
         self._marked = False
         if self._begun:
@@ -203,7 +203,7 @@ class MarkedAnswerParser(AnswerParser):
         if text.startswith(mark):
             self._buffer = text[len(mark) :]
             self.in_reasoning = True
-        self._mode = self._scan_thinking if self.in_reasoning else self._enter_content_mode()
+        self._mode = self._scan_thinking if self.in_reasoning else self._choose_content_mode()
         return True
 
     def _scan_thinking(self) -> bool:
@@ -220,7 +220,7 @@ class MarkedAnswerParser(AnswerParser):
             place += len(mark)
         self._buffer = self._buffer[place:]
         self.in_reasoning = False
-        self._mode = self._enter_content_mode()
+        self._mode = self._choose_content_mode()
         return True
 
     def _scan_mark_begun_in_prompt(self) -> bool:
@@ -246,14 +246,14 @@ class MarkedAnswerParser(AnswerParser):
         elif not mark or any(each.startswith(self._buffer) for each in self._content_marks):
             return False  # it may become a mark
         else:
-            self._begin_call_block()
+            self._enter_call_block()
         return True
 
     def _content_end_marks(self) -> tuple[str, ...]:
         """What ends a piece of content: marks around it, or the begin of calls."""
         return (*self._content_marks, *self._openers)
 
-    def _begin_call_block(self) -> None:
+    def _enter_call_block(self) -> None:
         assert self._reader is not None, "a mark begins calls"
         self._reader.begin_block()
         self._marked = True

@@ -72,13 +72,13 @@ class NamedCallReader(ToolCallReader):
             if self._has_section:
                 start = skip_whitespace(text, at)
                 if self._syntax.json_too and text[start : start + 1] in ("[", "{"):
-                    return self._begin_json_objects(start)
+                    return self._enter_json_objects(start)
                 self._drop_pending_as_call()  # the mark of a section without a call is no text
                 self.dropped_section = True
             return self._reject_block(at)
-        return self._begin_call_head(place)
+        return self._enter_call_head(place)
 
-    def _begin_call_head(self, at: int) -> int:
+    def _enter_call_head(self, at: int) -> int:
         self._state = (
             self._scan_call_head if not self._syntax.json_too else self._detect_json_objects
         )
@@ -90,9 +90,9 @@ class NamedCallReader(ToolCallReader):
         if start == len(text):
             return self._reject_block(at) if self._final else at
         self._state = self._scan_call_head
-        return self._begin_json_objects(start) if text[start] in "[{" else start
+        return self._enter_json_objects(start) if text[start] in "[{" else start
 
-    def _begin_json_objects(self, at: int) -> int:
+    def _enter_json_objects(self, at: int) -> int:
         self._json_calls.begin_block()
         self._state = self._scan_json_objects
         return at

@@ -109,7 +109,7 @@ class NestedTagCallReader(ToolCallReader):
             self._state = self._scan_section_or_call
             return end if tag == f"/{self._call_tag}" else place
         if not tag.startswith("/"):
-            self._begin_argument(tag)
+            self._enter_argument(tag)
         return end
 
     def _wait_for_tag(self, text: str, at: int) -> int:
@@ -119,7 +119,7 @@ class NestedTagCallReader(ToolCallReader):
             self._output.add_arguments("}")
         return self._mark_block_closed(len(text))
 
-    def _begin_argument(self, key: str) -> None:
+    def _enter_argument(self, key: str) -> None:
         separator = ", " if self._num_arguments else ""
         self._num_arguments += 1
         self._key, prefix = key, f'{separator}"{escape_json_text(key)}": '

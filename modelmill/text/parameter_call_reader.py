@@ -122,7 +122,7 @@ class ParameterCallReader(NamedCallReader):
             return place
         start = skip_whitespace(text, at)
         if not self._num_arguments and text[start : start + 1] == "{":
-            return self._begin_arguments_object(start)
+            return self._enter_arguments_object(start)
         if not self._num_arguments and self._whole_open:
             count, place = self._match_parts(text, at, self._whole_open)
             if place is None:
@@ -153,12 +153,12 @@ class ParameterCallReader(NamedCallReader):
         if start == len(text):
             return at
         if text[start] == "{":
-            return self._begin_arguments_object(start)
+            return self._enter_arguments_object(start)
         self._emit_call_begin_once()  # its marks say that it is a call
         self._state = self._skip_broken_call
         return at
 
-    def _begin_arguments_object(self, at: int) -> int:
+    def _enter_arguments_object(self, at: int) -> int:
         self._json, self._begun, self._has_brace = StreamingJsonNormalizer(), "", True
         self._state = self._scan_arguments_object
         return at
@@ -282,7 +282,7 @@ class ParameterCallReader(NamedCallReader):
             self._state = self._scan_value_start
             return at
         self._object_close = split_mark_parts(self._parameter.close)
-        return self._begin_arguments_object(start)
+        return self._enter_arguments_object(start)
 
     def _scan_value_start(self, text: str, at: int) -> int:
         """Skip the line break before a value."""

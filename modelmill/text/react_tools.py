@@ -207,13 +207,13 @@ class ReactAnswerParser(AnswerParser):
         """Buffer all of it until it is known whether a call follows."""
         action, final = self._buffer.find("\n" + ACTION), self._buffer.find("\n" + FINAL)
         if final >= 0 and not 0 <= action < final:
-            return self._begin_final_answer(final)
+            return self._enter_final_answer(final)
         if action < 0:
             return False
         input_start = self._buffer.find("\n" + INPUT, action)
         final = self._buffer.find("\n" + FINAL, action)
         if final >= 0 and not 0 <= input_start < final:
-            return self._begin_final_answer(final)
+            return self._enter_final_answer(final)
         if input_start < 0:
             return False
         name = self._buffer[action + 1 + len(ACTION) : input_start].strip()
@@ -225,17 +225,17 @@ class ReactAnswerParser(AnswerParser):
             self._added_chars = 0
             return True
         self._output.add_text(self._buffer[:action].strip())
-        self._begin_call(name, input_start)
+        self._enter_arguments(name, input_start)
         return True
 
-    def _begin_final_answer(self, position: int) -> bool:
+    def _enter_final_answer(self, position: int) -> bool:
         self._lead = ""
         self._mode = self._scan_final_answer
         self._added_chars = 0
         self._buffer = self._buffer[position + 1 + len(FINAL) :]
         return True
 
-    def _begin_call(self, name: str, input_start: int) -> None:
+    def _enter_arguments(self, name: str, input_start: int) -> None:
         self._output.begin_call(name)
         self._lead = ""
         self._mode = self._scan_arguments
@@ -259,7 +259,7 @@ class ReactAnswerParser(AnswerParser):
             return False
         name = self._buffer[1 + len(ACTION) : line].strip()
         if name in self._tools and self._buffer.startswith(INPUT, line + 1):
-            self._begin_call(name, line)
+            self._enter_arguments(name, line)
         else:
             self._output.add_text(self._buffer[:line])
             self._buffer = self._buffer[line:]
