@@ -108,10 +108,12 @@ class TextProcessor:
         self._guides: grammars.GuideFactory | None = None
         self._answer_history = AnswerHistory()
 
-    def with_template_options(self, options: Mapping[str, object]) -> TextProcessor:
+    def variant_for_template_kwargs(self, template_kwargs: Mapping[str, object]) -> TextProcessor:
         """Return the processor of a request with these variables of the chat template."""
         chat_format = (
-            None if self.chat_format is None else self.chat_format.with_template_options(options)
+            None
+            if self.chat_format is None
+            else self.chat_format.variant_for_template_kwargs(template_kwargs)
         )
         if chat_format is self.chat_format:
             return self

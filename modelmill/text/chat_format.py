@@ -8,7 +8,7 @@ from typing import Protocol, Unpack
 
 from modelmill.text.chat_format_registry import select_format_variant
 from modelmill.text.chat_syntax import ThinkingSyntax
-from modelmill.text.message_validation import ChatTemplateKwargs, Messages
+from modelmill.text.message_validation import ChatRenderArgs, Messages
 
 
 class ChatFormat(Protocol):
@@ -34,7 +34,7 @@ class ChatFormat(Protocol):
         self,
         messages: Messages,
         add_generation_prompt: bool = True,
-        **template: Unpack[ChatTemplateKwargs],
+        **template: Unpack[ChatRenderArgs],
     ) -> list[int]:
         """Return the prompt ids, with BOS if the format has one.
 
@@ -52,13 +52,13 @@ class ChatFormat(Protocol):
         self,
         messages: Messages,
         add_generation_prompt: bool = True,
-        **template: Unpack[ChatTemplateKwargs],
+        **template: Unpack[ChatRenderArgs],
     ) -> str:
         """Return the same prompt as text."""
 
-    def with_template_options(self, options: Mapping[str, object]) -> ChatFormat:
+    def variant_for_template_kwargs(self, template_kwargs: Mapping[str, object]) -> ChatFormat:
         """Return the format of answers to a prompt with these variables of the template."""
-        name, thinking = select_format_variant(self.format_name, self.thinking, options)
+        name, thinking = select_format_variant(self.format_name, self.thinking, template_kwargs)
         if (name, thinking) == (self.format_name, self.thinking):
             return self
         variant = copy.copy(self)

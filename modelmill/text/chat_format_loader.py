@@ -24,7 +24,7 @@ from modelmill.text.control_token_guard import (
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import load_image_chat_format
 from modelmill.text.message_validation import (
-    ChatTemplateKwargs,
+    ChatRenderArgs,
     Messages,
     check_json_data,
     validate_messages,
@@ -200,7 +200,7 @@ class TemplateChatFormat(ChatFormat):
         self,
         messages: Messages,
         add_generation_prompt: bool = True,
-        **template: Unpack[ChatTemplateKwargs],
+        **template: Unpack[ChatRenderArgs],
     ) -> list[int]:
         """See ``ChatFormat.encode``."""
         pieces = self.render_pieces(messages, add_generation_prompt, **template)
@@ -210,7 +210,7 @@ class TemplateChatFormat(ChatFormat):
         self,
         messages: Messages,
         add_generation_prompt: bool = True,
-        **template: Unpack[ChatTemplateKwargs],
+        **template: Unpack[ChatRenderArgs],
     ) -> list[str | int]:
         """Return the prompt as text and, where the template wrote control tokens, their ids."""
         text, mark = self._render_with_marks(messages, add_generation_prompt, **template)
@@ -221,7 +221,7 @@ class TemplateChatFormat(ChatFormat):
         self,
         messages: Messages,
         add_generation_prompt: bool = True,
-        **template: Unpack[ChatTemplateKwargs],
+        **template: Unpack[ChatRenderArgs],
     ) -> str:
         """See ``ChatFormat.render``."""
         return remove_marks(*self._render_with_marks(messages, add_generation_prompt, **template))
@@ -244,7 +244,7 @@ class TemplateChatFormat(ChatFormat):
         adapted = self._adapt_messages(
             validate_messages(messages, as_sent=True), template, bool(tools)
         )
-        template_options: dict[str, Any] = {
+        request_variables: dict[str, Any] = {
             "messages": adapted,
             "tools": _check_template_tools(tools),
             "documents": None,
@@ -253,15 +253,15 @@ class TemplateChatFormat(ChatFormat):
             if key in RESERVED_VARIABLES or key in self._tokenizer.template_names:
                 raise RequestError(f"the template option {key!r} is set by the engine")
             check_json_data(value, f"the template option {key[:40]!r}")
-            template_options[key] = value
+            request_variables[key] = value
         mark = find_unused_mark_char(
-            [template, *self._tokenizer.special, *iter_strings(template_options)]
+            [template, *self._tokenizer.special, *iter_strings(request_variables)]
         )
         variables = {
             **self._tokenizer.template_names,
             **{
                 key: self._guard.insert_marks(value, mark)
-                for key, value in template_options.items()
+                for key, value in request_variables.items()
             },
             "add_generation_prompt": add_generation_prompt,
         }

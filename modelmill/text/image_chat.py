@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Unpack
 from modelmill.core.errors import RequestError, TemplateError
 from modelmill.text.chat_format import ChatFormat
 from modelmill.text.chat_format_registry import WITHOUT_TOOLS
-from modelmill.text.message_validation import ChatTemplateKwargs, Messages, validate_messages
+from modelmill.text.message_validation import ChatRenderArgs, Messages, validate_messages
 from modelmill.text.tokenizer_base import Tokenizer
 from modelmill.text.tokenizer_files import parse_json_file
 
@@ -84,7 +84,7 @@ class ImageChatFormat(ChatFormat):
         self,
         messages: Messages,
         add_generation_prompt: bool = True,
-        **template: Unpack[ChatTemplateKwargs],
+        **template: Unpack[ChatRenderArgs],
     ) -> tuple[list[int], list[tuple[int, ImagePart]]]:
         """Return the prompt ids, and the pictures with the position of each one's first id.
 
@@ -115,7 +115,7 @@ class ImageChatFormat(ChatFormat):
         self,
         messages: Messages,
         add_generation_prompt: bool = True,
-        **template: Unpack[ChatTemplateKwargs],
+        **template: Unpack[ChatRenderArgs],
     ) -> list[int]:
         """See ``ChatFormat.encode``; the ids of a picture are 0."""
         return self.encode_with_images(messages, add_generation_prompt, **template)[0]
@@ -124,7 +124,7 @@ class ImageChatFormat(ChatFormat):
         self,
         messages: Messages,
         add_generation_prompt: bool = True,
-        **template: Unpack[ChatTemplateKwargs],
+        **template: Unpack[ChatRenderArgs],
     ) -> str:
         """See ``ChatFormat.render``; a picture is ``<ImageHere>``."""
         pieces = self._render_segments(messages, add_generation_prompt, **template)
@@ -139,7 +139,7 @@ class ImageChatFormat(ChatFormat):
         self,
         messages: Messages,
         add_generation_prompt: bool,
-        **template: Unpack[ChatTemplateKwargs],
+        **template: Unpack[ChatRenderArgs],
     ) -> list[str | ImagePart]:
         """Return texts and pictures in order; raises RequestError as ``encode_with_images``."""
         if template.get("tools"):

@@ -21,12 +21,12 @@ MAX_DEPTH = 64
 MAX_BITS = 1024  # Python refuses to print much longer ones
 
 
-class ChatTemplateKwargs(TypedDict, total=False):
+class ChatRenderArgs(TypedDict, total=False):
     """What a chat format renders beside the messages.
 
     Attributes:
         tools: function descriptions.
-        options: further template variables (enable_thinking, …).
+        options: the template's kwargs: its further variables (enable_thinking, …).
     """
 
     tools: Sequence[Mapping[str, Any]] | None

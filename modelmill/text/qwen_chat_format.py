@@ -8,7 +8,7 @@ from typing import Any, Unpack
 from modelmill.core.errors import RequestError
 from modelmill.text import react_tools as react
 from modelmill.text.chat_format import ChatFormat
-from modelmill.text.message_validation import ChatTemplateKwargs, Messages, validate_messages
+from modelmill.text.message_validation import ChatRenderArgs, Messages, validate_messages
 from modelmill.text.tokenizer_base import Tokenizer
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -39,7 +39,7 @@ class QwenChatFormat(ChatFormat):
 
     def encode(
         self, messages: Messages, add_generation_prompt: bool = True,
-        **template: Unpack[ChatTemplateKwargs],
+        **template: Unpack[ChatRenderArgs],
     ) -> list[int]:  # fmt: skip
         """Return the prompt ids.
 
@@ -68,7 +68,7 @@ class QwenChatFormat(ChatFormat):
         self,
         messages: Messages,
         add_generation_prompt: bool = True,
-        **template: Unpack[ChatTemplateKwargs],
+        **template: Unpack[ChatRenderArgs],
     ) -> str:
         """Return the same prompt as text; raises RequestError as ``encode``."""
         blocks, continues = self._conversation_blocks(messages, **template)

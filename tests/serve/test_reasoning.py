@@ -18,7 +18,7 @@ from modelmill.serve.response_items import ResponseItemsBuilder
 from modelmill.serve.responses_schema import CompactRequest, ResponsesRequest, items_to_messages
 from modelmill.serve.routes.chat import (
     ChatResponseBuilder,
-    _template_options,
+    _template_kwargs,
     chat_request_state,
     make_chat_tool_parser,
 )
@@ -62,11 +62,11 @@ def test_what_an_effort_means_to_a_template(
     )
     body = ChatRequest(**ASK, reasoning_effort=effort, chat_template_kwargs=kwargs)
     processor: Any = SimpleNamespace(chat_format=chat_format)
-    assert _template_options(processor, body) == options
+    assert _template_kwargs(processor, body) == options
     plain: Any = SimpleNamespace(
         chat_format=SimpleNamespace(thinking=None, reads_reasoning_effort=False)
     )
-    assert _template_options(plain, body) == (kwargs or {})
+    assert _template_kwargs(plain, body) == (kwargs or {})
 
 
 def handle_of(output: CompletionOutput, prompt_thinking: str = "free") -> Any:

@@ -152,8 +152,8 @@ def chat_request_state(
     longest = max_model_len if kept is None else max_tokenize_tokens(max_model_len)
     check_message_sizes(text_processor, body.messages, longest, body.offered_tools)
     grammar = body.validated_grammar()
-    options = _template_options(text_processor, body)
-    text_processor = text_processor.with_template_options(options)
+    template_kwargs = _template_kwargs(text_processor, body)
+    text_processor = text_processor.variant_for_template_kwargs(template_kwargs)
     assert text_processor.chat_format is not None, "a variable changes the format, and removes none"
     format_name = text_processor.chat_format.format_name
     offered = body.offered_tools
@@ -166,8 +166,8 @@ def chat_request_state(
         params = tool_prompts.add_call_stop_strings(params, format_name)
     if grammar is None and answer_start is None:
         grammar = _strict_tool_grammar(body, offered, format_name)
-    if options:
-        template["options"] = options
+    if template_kwargs:
+        template["options"] = template_kwargs
     return text_processor.chat_request(
         messages,
         params,
@@ -185,18 +185,19 @@ def chat_request_state(
     )
 
 
-def _template_options(text_processor: TextProcessor, body: ChatRequest) -> dict[str, Any]:
+def _template_kwargs(text_processor: TextProcessor, body: ChatRequest) -> dict[str, Any]:
     """The template's variables: those of the request, and what its effort of reasoning means."""
-    options, effort = dict(body.chat_template_kwargs or {}), body.reasoning_effort
+    template_kwargs = dict(body.chat_template_kwargs or {})
+    effort = body.reasoning_effort
     chat_format = text_processor.chat_format
     if effort is None or chat_format is None:
-        return options
+        return template_kwargs
     if chat_format.reads_reasoning_effort:
-        options.setdefault("reasoning_effort", effort)
+        template_kwargs.setdefault("reasoning_effort", effort)
     switches = effort == "none" or not chat_format.reads_reasoning_effort
-    if switches and chat_format.thinking is not None and OTHER_NAME not in options:
-        options.setdefault(COMMON_NAME, effort != "none")
-    return options
+    if switches and chat_format.thinking is not None and OTHER_NAME not in template_kwargs:
+        template_kwargs.setdefault(COMMON_NAME, effort != "none")
+    return template_kwargs
 
 
 def _strict_tool_grammar(
@@ -238,7 +239,7 @@ def make_chat_tool_parser(
         continues=body.messages[-1].get("role") == "tool",
         max_calls=1 if body.parallel_tool_calls is False else None,
         forced=body.forces_tool_call,
-        options=_template_options(text_processor, body),
+        options=_template_kwargs(text_processor, body),
     )
 
 

@@ -123,8 +123,8 @@ def template_input(
     """
     if text_processor.chat_format is None:
         raise RequestError("this engine has no chat template for messages")
-    options = dict(body.chat_template_kwargs or {})
-    chat_format = text_processor.with_template_options(options).chat_format
+    template_kwargs = dict(body.chat_template_kwargs or {})
+    chat_format = text_processor.variant_for_template_kwargs(template_kwargs).chat_format
     assert chat_format is not None, "a variable changes the format, and removes none"
     messages, tools = body.messages or [], body.tools or ()
     check_parameter_schemas(tool.function for tool in tools)
@@ -132,7 +132,9 @@ def template_input(
     prepared, template = tool_prompts.prepare_tool_conversation(
         chat_format.format_name, messages, body.offered_tools, writes_calls=chat_format.writes_calls
     )
-    return chat_format, prepared, {**template, "options": options} if options else template
+    if template_kwargs:
+        template = {**template, "options": template_kwargs}
+    return chat_format, prepared, template
 
 
 def _render_template(
