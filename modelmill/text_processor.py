@@ -34,13 +34,18 @@ from modelmill.text.answer_grammar import PromptThinking, whole_answer_grammar
 from modelmill.text.answer_history import AnswerHistory, PromptTail, make_past_answer
 from modelmill.text.answer_pieces import ParsedAnswer
 from modelmill.text.answer_splice import AnswerSplicer, extract_prompt_tail
-from modelmill.text.chat_format_loader import ChatFormat, TemplateChatFormat, load_chat_format
+from modelmill.text.chat_format_loader import (
+    ChatFormat,
+    TemplateChatFormat,
+    load_chat_format,
+    read_default_template,
+)
 from modelmill.text.chat_format_registry import (
     load_chat_syntax,
     parser_marks_with_calls,
     parser_marks_without_calls,
 )
-from modelmill.text.chat_template_files import read_default_template, replace_chat_template
+from modelmill.text.chat_template_override import replace_chat_template
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import ImageChatFormat, ImagePart
 from modelmill.text.message_validation import Messages

@@ -114,6 +114,11 @@ def read_chat_templates(files: Mapping[str, bytes]) -> dict[str, str]:
     return templates
 
 
+def read_default_template(files: Mapping[str, bytes]) -> str:
+    """Return the chat template for conversations without tools as text; "" if there is none."""
+    return read_chat_templates(files).get("default", "") if files else ""
+
+
 def _templates_in_configs(files: Mapping[str, bytes]) -> dict[str, str]:
     """Return the templates of the tokenizer's config, or else of the other files, by name."""
     template_entry: object = parse_json_file(files, "tokenizer_config.json").get("chat_template")

@@ -1,20 +1,14 @@
-"""The chat template among a tokenizer's files, and another one in its place."""
+"""Another chat template in the place of the one among a tokenizer's files (--chat-template)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
 from modelmill.core.errors import UsageError
-from modelmill.text.chat_format_loader import MORE_TEMPLATES, read_chat_templates
+from modelmill.text.chat_format_loader import MORE_TEMPLATES
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import replace_prompt_style
-
-
-def read_default_template(files: Mapping[str, bytes]) -> str:
-    """The chat template for conversations without tools as text; "" if there is none."""
-    return read_chat_templates(files).get("default", "") if files else ""
 
 
 def replace_chat_template(files: dict[str, bytes], source: str | Path) -> dict[str, bytes]:
