@@ -32,9 +32,9 @@ from torch import nn
 from modelmill.nn.attention import Attention, RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.fused_branches import FusedBranchesLM, can_fuse_branches
-from modelmill.nn.fused_experts_lm import FusedExpertsLM, has_experts
 from modelmill.nn.fused_module import FusedModule
 from modelmill.nn.fused_moe import FusedMoE
+from modelmill.nn.fused_moe_lm import FusedMoELM, has_experts
 from modelmill.nn.latent_attention import LatentAttention
 from modelmill.nn.layer_spec import RecurrenceSpec, layer_spec
 from modelmill.nn.linear import Linear
@@ -72,7 +72,7 @@ def fuse_model(model: nn.Module) -> nn.Module:
     if isinstance(model, CausalLM) and can_fuse_branches(model):
         return FusedBranchesLM(model)
     if isinstance(model, CausalLM) and any(map(has_experts, model.layers)):
-        return FusedExpertsLM(model)
+        return FusedMoELM(model)
     return model
 
 

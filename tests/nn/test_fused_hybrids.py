@@ -10,7 +10,7 @@ import torch
 
 from modelmill.nn.decoder import Decoder
 from modelmill.nn.fused_branches import FusedBranchesLM
-from modelmill.nn.fused_experts_lm import FusedExpertsLM
+from modelmill.nn.fused_moe_lm import FusedMoELM
 from modelmill.nn.fusion import FusedCausalLM, fuse_model
 from modelmill.nn.synthetic_step import synthetic_step
 from modelmill.ops import registry
@@ -22,7 +22,7 @@ FUSED = {"branches_add_rms_norm": registry.reference("branches_add_rms_norm")}
 """Ops that no backend of a CPU has."""
 FUSED_FORMS = {
     "mamba2": Decoder, "falcon_h1": FusedBranchesLM, "granitemoehybrid": FusedBranchesLM,
-    "nemotron_h": FusedExpertsLM,
+    "nemotron_h": FusedMoELM,
 }  # fmt: skip
 """Of the others FusedCausalLM; Mamba2 has nothing to be fused."""
 STEPS = {"decode": [(3, 1, 20)], "prompt": [(1, 19, 19)], "mixed": [(2, 17, 17), (2, 1, 30)]}

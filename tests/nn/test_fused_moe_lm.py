@@ -11,8 +11,8 @@ import torch
 
 from modelmill.loader.model_loader import build_model
 from modelmill.nn import fused_moe
-from modelmill.nn.fused_experts_lm import FusedExpertsLM
 from modelmill.nn.fused_moe import FusedMoE
+from modelmill.nn.fused_moe_lm import FusedMoELM
 from modelmill.nn.fusion import fuse_model
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import MoE, RouterConfig
@@ -33,7 +33,7 @@ def gemma4_model(**changes: Any) -> torch.nn.Module:
 
 def test_fused_layers_compute_what_plain_ones_do() -> None:
     model = gemma4_model()
-    assert isinstance(fuse_model(model), FusedExpertsLM)
+    assert isinstance(fuse_model(model), FusedMoELM)
     fused = test_shard_model.logits(model, SINGLE_RANK)
     with mock.patch.object(test_shard_model, "fuse_model", lambda model: model):
         plain = test_shard_model.logits(model, SINGLE_RANK)

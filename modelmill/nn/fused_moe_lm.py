@@ -30,7 +30,7 @@ def _has_moe_branch(layer: nn.Module) -> bool:
     return isinstance(layer, ScaledSandwichLayer) and layer.experts is not None
 
 
-class FusedExpertsLM(FusedModule):
+class FusedMoELM(FusedModule):
     """Token ids → logits, by layers whose experts are fused."""
 
     plain: CausalLM
