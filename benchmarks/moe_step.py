@@ -12,7 +12,7 @@ bytes alone are the floor there, since on a busy machine torch's products wait a
 no measure. Columns: the step, its routing alone (router and top-k, as separate ops even where the
 step is one call), the first part of the floor (bytes), the floor, their ratio, distinct experts of
 a layer, and the largest difference from the torch reference of the ops in units of the output's
-root mean square. --kernel names the backend of the grouped ops, one run for each that is named;
+root mean square. --kernel names the backend of the fused MoE ops, one run for each that is named;
 what it does not serve is not timed.
 """
 
@@ -41,7 +41,7 @@ from benchmarks.weight_formats import weight_quantizer  # noqa: E402
 from modelmill.eval.provenance import git_commit, host_facts  # noqa: E402
 from modelmill.eval.report import append_rows, device_name, make_row  # noqa: E402
 from modelmill.eval.roofline import Roofline, measure_roofline  # noqa: E402
-from modelmill.nn.expert_stack import OPS  # noqa: E402
+from modelmill.nn.expert_stack import FUSED_MOE_OPS  # noqa: E402
 from modelmill.nn.fused_moe import MAX_SINGLE_THREAD_TOKENS, FusedMoE, route  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
 from modelmill.nn.mlp import MLPSpec  # noqa: E402
@@ -199,13 +199,15 @@ def measure(
 def make_step(device: str, *, reference: bool = False, kernel: str = DEFAULT_KERNEL) -> Step:
     """A step with nothing but the ops, which is all that the blocks read; or their references.
 
-    kernel: backend of the grouped ops that it implements; the others, and what it does not serve,
+    kernel: backend of the fused MoE ops that it implements; the others, and what it does not serve,
     go to those behind it.
     """
     overrides = dict.fromkeys(registry.op_names(), "torch") if reference else {}
     if kernel != DEFAULT_KERNEL and not reference:
         overrides = {
-            op: kernel for op in OPS.values() if registry.implementation(op, kernel) is not None
+            op: kernel
+            for op in FUSED_MOE_OPS.values()
+            if registry.implementation(op, kernel) is not None
         }
     return cast(Step, SimpleNamespace(ops=registry.select_backends(device, overrides)))
 

@@ -1,4 +1,4 @@
-"""The weights of a layer's experts, one after another in memory, for the grouped ops.
+"""The weights of a layer's experts, one after another in memory, for the fused MoE ops.
 
 On a CPU they stay where they are, mostly in a mapped file, and are a stack where each expert's are
 equally far from the last one's. Each expert stays a module with its own weight, whose tensors are
@@ -32,7 +32,7 @@ from modelmill.weights._groupwise import GroupwiseWeight
 from modelmill.weights.base import WeightFormat
 from modelmill.weights.w8a8 import W8A8Weight
 
-OPS = {
+FUSED_MOE_OPS = {
     "dense": "fused_moe",
     "int8": "int8_fused_moe",
     "int4": "int4_fused_moe",
@@ -40,25 +40,25 @@ OPS = {
     "fp8": "fp8_fused_moe",
     "mxfp4": "mxfp4_fused_moe",
 }
-"""The grouped op of each weight format that has one."""
+"""The fused MoE op of each weight format that has one."""
 DEQUANTIZING_OPS = ("int4_fused_moe", "mxfp4_fused_moe")
 """Write the experts out in 16 bits where they have many tokens."""
 STACKED = ("weight", "scale", "offset")
-"""Suffixes of the tensors that a grouped op reads."""
+"""Suffixes of the tensors that a fused MoE op reads."""
 MAX_CPU_TOKENS = 16
-"""Tokens of a step up to which the CPU's grouped op is used: it multiplies them one by one."""
+"""Tokens of a step up to which the CPU's fused MoE op is used: it multiplies them one by one."""
 
 
-def grouped_op_name(weight: WeightFormat) -> str | None:
+def fused_moe_op_name(weight: WeightFormat) -> str | None:
     """The op that multiplies with such weights.
 
     None where no op does, as for the static ranges of single experts' inputs.
     """
     if isinstance(weight, W8A8Weight):
         if weight.float_input:
-            return OPS["int8"] if weight.format == "w8a8" else None
-        return OPS[weight.format] if weight.inv_input_scale is None else None
-    return None if "perm" in weight.tensors() else OPS.get(weight.format)
+            return FUSED_MOE_OPS["int8"] if weight.format == "w8a8" else None
+        return FUSED_MOE_OPS[weight.format] if weight.inv_input_scale is None else None
+    return None if "perm" in weight.tensors() else FUSED_MOE_OPS.get(weight.format)
 
 
 def columns_per_scale(weight: WeightFormat) -> int:
@@ -74,7 +74,7 @@ class ExpertActivation(NamedTuple):
 
 
 class StackedExperts:
-    """The stacked weights of all experts, as operands of a grouped op.
+    """The stacked weights of all experts, as operands of a fused MoE op.
 
     Attributes:
         op: its name.
@@ -91,7 +91,7 @@ class StackedExperts:
         """Take what ``stack_experts`` made.
 
         Args:
-            op: The grouped op.
+            op: The fused MoE op.
             linears: Of both products, the experts' layers.
             parts: Their stacked tensors.
             gate: Between the products.
@@ -116,19 +116,19 @@ class StackedExperts:
         self._group = columns_per_scale(gate_up[0].weight)
         self._weights = [linear.weight for linear in self._linears]
 
-    def has_grouped_op(self, x: torch.Tensor, ops: Ops) -> bool:
+    def has_fused_moe_op(self, x: torch.Tensor, ops: Ops) -> bool:
         """Whether a backend has the op for x [T, H], and no expert got another weight since."""
         if x.device.type == "cpu" and not self._has_cpu_kernel(x, ops):
             return False
         # float16 may not hold the values of MXFP4, which many tokens need in x's dtype
         if ops.backends[self.op] == "torch" or (
-            self.op == OPS["mxfp4"] and x.dtype == torch.float16 and len(x) > 1
+            self.op == FUSED_MOE_OPS["mxfp4"] and x.dtype == torch.float16 and len(x) > 1
         ):
             return False
         return self._checked_at == weight_changes.count or self._are_weights_unchanged()
 
     def _are_weights_unchanged(self) -> bool:
-        """Whether no expert got another weight; ``has_grouped_op`` asks again where a layer did."""
+        """Whether no expert got another weight; ``has_fused_moe_op`` asks again if one did."""
         count = weight_changes.count
         same = all(map(is_, self._weights, [linear.weight for linear in self._linears]))
         if same:
@@ -180,14 +180,14 @@ class StackedExperts:
 
 
 def stack_experts(moe: MoE, *, in_place: bool = False) -> StackedExperts | None:
-    """Move the weights of this rank's experts into stacks; None where no grouped op has them.
+    """Move the weights of this rank's experts into stacks; None where no fused MoE op has them.
 
     in_place: not where tensors would have to be copied; their distances may be larger than they.
     """
     experts, total = moe.local_expert_modules, len(moe.experts)
     gate_up = [expert_input_linear(expert) for expert in experts]
     down = [expert.down_proj for expert in experts]
-    op = grouped_op_name(gate_up[0].weight)
+    op = fused_moe_op_name(gate_up[0].weight)
     gates = {_expert_activation(expert.act) for expert in experts}
     # of ranks that share a product, one alone adds the second bias
     biased = [{linear.bias is not None for linear in linears} for linears in (gate_up, down)]
@@ -212,7 +212,7 @@ def expert_input_linear(expert: ExpertMLP) -> Linear:
 
 
 def _expert_activation(act: nn.Module) -> ExpertActivation | None:
-    """The activation of the grouped ops that an expert's is, or None."""
+    """The activation of the fused MoE ops that an expert's is, or None."""
     if isinstance(act, ClampedSwiglu):
         return ExpertActivation(SILU, act.clamp)
     if isinstance(act, SiluMul):
@@ -227,7 +227,7 @@ def _stack_compatibility_key(weight: WeightFormat) -> tuple[object, ...]:
     """What the weights of a stack have in common: op, groups, tensors and their dtypes."""
     tensors = weight.tensors()
     dtypes = tuple((suffix, tensor.dtype) for suffix, tensor in sorted(tensors.items()))
-    return (grouped_op_name(weight), columns_per_scale(weight), *dtypes)
+    return (fused_moe_op_name(weight), columns_per_scale(weight), *dtypes)
 
 
 def stack_weights(
@@ -246,7 +246,7 @@ def stack_weights(
         if stack is None:
             stack = torch.stack(parts)
             for linear, view in zip(linears, stack, strict=True):
-                # every format that has a grouped op is a dataclass with a field for each tensor
+                # every format that has a fused MoE op is a dataclass with a field for each tensor
                 linear.weight = replace(linear.weight, **{suffix: view})  # type: ignore[type-var]
         stacks[suffix] = stack
         del parts  # the former tensors are freed before the next ones are copied
@@ -285,7 +285,7 @@ def max_dequantized_expert_bytes(model: nn.Module, total_bytes: int) -> int:
         first = experts[0] if experts else None
         if (
             isinstance(first, Expert)
-            and grouped_op_name(first.gate_up_proj.weight) in DEQUANTIZING_OPS
+            and fused_moe_op_name(first.gate_up_proj.weight) in DEQUANTIZING_OPS
         ):
             rows, columns = first.gate_up_proj.shape
             largest = max(largest, 2 * len(experts) * rows * columns)

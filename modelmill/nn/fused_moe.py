@@ -1,8 +1,8 @@
 """A mixture of experts with its tokens grouped by expert; an expert without tokens is not read.
 
-On a GPU the weights of all experts are stacked (``nn.expert_stack``) and grouped ops compute them;
+On a GPU the weights of all experts are stacked (``nn.expert_stack``) and computed by fused MoE ops;
 the host does not learn which experts have tokens, so that a CUDA graph can contain it all. On a CPU
-a grouped op computes steps of few tokens where the weights lie in a stack already.
+a fused MoE op computes steps of few tokens where the weights lie in a stack already.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_SINGLE_THREAD_TOKENS = 16
 class FusedMoE(nn.Module):
     """The computation of ``MoE`` for all tokens of an expert at once.
 
-    Where no grouped op serves the experts' weights, the host waits for the router once to know
+    Where no fused MoE op serves the experts' weights, the host waits for the router once to know
     which experts have tokens. While a CUDA graph is captured nothing can be waited for; there every
     expert computes every token, and most results are multiplied by 0.
     """
@@ -58,7 +58,7 @@ class FusedMoE(nn.Module):
         if (
             op is not None
             and self._operands is not None
-            and self._operands.can_use_grouped_op(x, step.ops)
+            and self._operands.can_use_fused_moe_op(x, step.ops)
         ):
             if moe.shared_expert is not None:
                 with single_thread_torch():
@@ -80,7 +80,7 @@ class FusedMoE(nn.Module):
     ) -> torch.Tensor:
         """shared: the shared expert's output if it is computed already."""
         moe = cast(MoE, self.plain)
-        if self._stacked is not None and self._stacked.has_grouped_op(x, step.ops):
+        if self._stacked is not None and self._stacked.has_fused_moe_op(x, step.ops):
             weights, ids = route(moe, x if router_input is None else router_input, step)
             shared = self._shared_output(x, step) if shared is None else shared
             return self._stacked.run(x, weights, ids, next(iter(shared), None), step.ops)

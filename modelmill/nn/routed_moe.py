@@ -22,9 +22,9 @@ class RoutedMoEOperands:
         self._read: tuple[object, ...] = ()
         self._weights: RoutedMoEWeights | None = None
 
-    def can_use_grouped_op(self, x: torch.Tensor, ops: Ops) -> bool:
-        """Whether the experts may be computed by a grouped op."""
-        return self._experts.has_grouped_op(x, ops)
+    def can_use_fused_moe_op(self, x: torch.Tensor, ops: Ops) -> bool:
+        """Whether the experts may be computed by a fused MoE op."""
+        return self._experts.has_fused_moe_op(x, ops)
 
     def weights(self) -> RoutedMoEWeights:
         """The op's operand."""

@@ -17,7 +17,7 @@ from modelmill.ops.moe_align_block_size import NO_EXPERT
 
 SILU, GELU_TANH = "silu", "gelu_tanh"
 ACTIVATIONS = (SILU, GELU_TANH)
-"""Of the gate, in the grouped ops."""
+"""Of the gate, in the fused MoE ops."""
 RELU2 = "relu2"
 """The square of ReLU, of experts without a gate (Nemotron 3)."""
 

@@ -1,4 +1,4 @@
-"""Stacked experts: their own weights are views, and what no grouped op computes is not stacked."""
+"""Stacked experts: their weights are views, and what no fused MoE op computes is not stacked."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from modelmill.nn.expert_stack import (
+    FUSED_MOE_OPS,
     MAX_CPU_TOKENS,
-    OPS,
     STACKED,
     common_view_base,
     expert_input_linear,
@@ -55,7 +55,7 @@ def experts_linears(moe: MoE) -> list[Linear]:
     return [expert.gate_up_proj for expert in moe.experts]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("weight_format", OPS)
+@pytest.mark.parametrize("weight_format", FUSED_MOE_OPS)
 def test_an_expert_keeps_its_values_as_views_of_the_stack(weight_format: str) -> None:
     moe = mixture(weight_format)
     before = [linear.weight.dequantize() for linear in experts_linears(moe)]
@@ -153,7 +153,7 @@ def test_few_tokens_on_a_cpu_are_one_call(weight_format: str, whole: bool) -> No
     spec = MoESpec(router, MLPSpec(HIDDEN, 2 * HIDDEN), shared, shared_gate=True)
     moe = lying_in_one_storage(filled(spec, weight_format))
     calls: list[tuple[str, int]] = []
-    op = "routed_moe" if whole else OPS[weight_format]
+    op = "routed_moe" if whole else FUSED_MOE_OPS[weight_format]
     step = counted(calls, op, **({} if whole else {"routed_moe": None}))
     fused = FusedMoE(moe)
     for tokens in (1, 2, MAX_CPU_TOKENS, MAX_CPU_TOKENS + 1):
@@ -208,13 +208,13 @@ def test_a_router_that_got_other_operands_is_computed_with_them() -> None:
     assert len(calls) == 6
 
 
-def test_what_no_grouped_op_computes_is_not_stacked() -> None:
+def test_what_no_fused_moe_op_computes_is_not_stacked() -> None:
     assert stack_experts(mixture("rptq")) is None
     assert stack_experts(with_input_scale("w8a8", 0.5)) is None, "a static range of each expert"
     assert stack_experts(with_input_scale("fp8", -1.0)) is None
     floats = stack_experts(with_input_scale("w8a8", -1.0))
     assert floats is not None
-    assert floats.op == OPS["int8"]
+    assert floats.op == FUSED_MOE_OPS["int8"]
     assert stack_experts(mixture("dense", activation="gelu")) is None
     for switches in (
         {"bias": True},

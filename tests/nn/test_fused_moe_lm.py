@@ -85,7 +85,7 @@ def test_every_mixture_of_every_family_is_fused() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_grouped_experts_are_scaled(bias: bool) -> None:
-    """The router's factor and the experts' own, negative ones too, before the grouped op."""
+    """The router's factor and the experts' own, negative ones too, before the fused MoE op."""
     router = RouterConfig(EXPERTS, 2, bias=bias, logit_scale=0.1, expert_scale=True)
     moe = filled(MoESpec(router, MLPSpec(HIDDEN, INNER)), "dense")
     if moe.router.bias is not None:

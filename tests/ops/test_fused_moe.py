@@ -90,15 +90,17 @@ def test_logits_that_are_not_numbers_still_choose_experts() -> None:
 
 
 @pytest.fixture(scope="module")
-def grouped_step() -> Any:
-    """A step on the CPU with the grouped ops of Triton's interpreter."""
+def fused_moe_step() -> Any:
+    """A step on the CPU with the fused MoE ops of Triton's interpreter."""
     if any(each is None or each.unavailable_reason("cpu") is not None for each in KERNELS.values()):
         pytest.skip("Triton's interpreter is not available")
     return SimpleNamespace(ops=registry.select_backends("cpu", dict.fromkeys(GROUPED, "triton")))
 
 
 @pytest.mark.parametrize("weight_format", ["dense", "int8", "int4", "w8a8", "fp8", "mxfp4"])
-def test_a_mixture_with_grouped_ops_is_the_plain_one(weight_format: str, grouped_step: Any) -> None:
+def test_a_mixture_with_fused_moe_ops_is_the_plain_one(
+    weight_format: str, fused_moe_step: Any
+) -> None:
     router = RouterConfig(EXPERTS, 3, renormalize=False, scale=1.5)
     shared = MLPSpec(HIDDEN, 2 * INNER)
     spec = MoESpec(router, MLPSpec(HIDDEN, INNER - 16), shared, shared_gate=True)
@@ -108,7 +110,7 @@ def test_a_mixture_with_grouped_ops_is_the_plain_one(weight_format: str, grouped
     fused = FusedMoE(moe, stacks=True)
     # a quantized value at the border of two codes may take either one
     atol = 2e-2 if weight_format in ("w8a8", "fp8") else 1e-5
-    torch.testing.assert_close(fused(x, grouped_step), expected, rtol=1e-4, atol=atol)
+    torch.testing.assert_close(fused(x, fused_moe_step), expected, rtol=1e-4, atol=atol)
     torch.testing.assert_close(moe(x, STEP), expected, rtol=0, atol=0)
 
 
@@ -117,7 +119,7 @@ def test_a_mixture_with_grouped_ops_is_the_plain_one(weight_format: str, grouped
     "switches", [{"clamp": SwigluClamp(1.702, 0.5)}, {"activation": "gelu_tanh"}]
 )
 def test_biases_and_gates_are_those_of_the_plain_mixture(
-    weight_format: str, switches: dict[str, Any], grouped_step: Any
+    weight_format: str, switches: dict[str, Any], fused_moe_step: Any
 ) -> None:
     router = RouterConfig(EXPERTS, 3, bias=True)
     spec = MoESpec(router, MLPSpec(HIDDEN, 2 * HIDDEN, bias=True, **switches))
@@ -125,11 +127,11 @@ def test_biases_and_gates_are_those_of_the_plain_mixture(
     x = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(2))
     expected = moe(x, STEP)
     fused = FusedMoE(moe, stacks=True)
-    torch.testing.assert_close(fused(x, grouped_step), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(fused(x, fused_moe_step), expected, rtol=1e-4, atol=1e-5)
     moe.router.bias[:] *= -50.0  # type: ignore[index, operator]
     other = moe(x, STEP)
     assert (other - expected).abs().max() > 1e-2, "the router's bias chooses other experts"
-    torch.testing.assert_close(fused(x, grouped_step), other, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(fused(x, fused_moe_step), other, rtol=1e-4, atol=1e-5)
     for expert in moe.experts:
         expert.down_proj.bias = None  # type: ignore[union-attr]
     assert (moe(x, STEP) - other).abs().max() > 1e-2, "the biases take part"
@@ -138,7 +140,7 @@ def test_biases_and_gates_are_those_of_the_plain_mixture(
 @pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize("weight_format", ["dense", "int8", "w8a8"])
 def test_experts_without_a_gate_are_those_of_the_plain_mixture(
-    weight_format: str, tokens: int, grouped_step: Any
+    weight_format: str, tokens: int, fused_moe_step: Any
 ) -> None:
     expert = MLPSpec(HIDDEN, INNER - 16, gated=False, activation="relu2")
     spec = MoESpec(RouterConfig(EXPERTS, 3), expert, replace(expert, inner=2 * INNER))
@@ -147,19 +149,19 @@ def test_experts_without_a_gate_are_those_of_the_plain_mixture(
     expected = moe(x, STEP)
     fused = FusedMoE(moe, stacks=True)
     assert fused._stacked is not None
-    assert fused._stacked.has_grouped_op(x, grouped_step.ops)
+    assert fused._stacked.has_fused_moe_op(x, fused_moe_step.ops)
     atol = 2e-2 if weight_format == "w8a8" else 1e-5
-    torch.testing.assert_close(fused(x, grouped_step), expected, rtol=1e-4, atol=atol)
+    torch.testing.assert_close(fused(x, fused_moe_step), expected, rtol=1e-4, atol=atol)
 
 
-def test_other_activations_without_a_gate_have_no_grouped_op() -> None:
+def test_other_activations_without_a_gate_have_no_fused_moe_op() -> None:
     expert = MLPSpec(HIDDEN, INNER, gated=False, activation="gelu")
     moe = filled(MoESpec(RouterConfig(EXPERTS, 3), expert), "dense")
     assert FusedMoE(moe, stacks=True)._stacked is None
 
 
 @pytest.mark.parametrize("group_scores", [1, 2])
-def test_groups_are_ranked_by_their_best_scores(group_scores: int, grouped_step: Any) -> None:
+def test_groups_are_ranked_by_their_best_scores(group_scores: int, fused_moe_step: Any) -> None:
     """DeepSeek-V2 ranks a group by its best score, DeepSeek-V3 by the sum of the two best."""
     router = RouterConfig(12, 3, scale=4.0, groups=4, top_groups=2, group_scores=group_scores)
     moe = filled(MoESpec(router, MLPSpec(HIDDEN, INNER)), "dense")
@@ -168,7 +170,7 @@ def test_groups_are_ranked_by_their_best_scores(group_scores: int, grouped_step:
     expected = moe(x, STEP)
     fused = FusedMoE(moe, stacks=True)
     assert fused._stacked is not None
-    for step in (STEP, grouped_step):
+    for step in (STEP, fused_moe_step):
         torch.testing.assert_close(fused(x, step), expected, rtol=1e-4, atol=1e-5)
     moe.routing.config = replace(router, group_scores=3 - group_scores)
     differ = ((moe(x, STEP) - expected).abs() > 1e-2).any(1)

@@ -46,7 +46,7 @@ def part_of(moe: MoE, spec: MoESpec, experts: Range) -> MoE:
 
 
 def triton_step() -> Any:
-    """A step on the CPU with the grouped ops of Triton's interpreter."""
+    """A step on the CPU with the fused MoE ops of Triton's interpreter."""
     if any(each is None or each.unavailable_reason("cpu") is not None for each in KERNELS.values()):
         pytest.skip("Triton's interpreter is not available")
     return SimpleNamespace(ops=registry.select_backends("cpu", dict.fromkeys(GROUPED, "triton")))
@@ -63,17 +63,17 @@ def run_on_host(moe: MoE, x: torch.Tensor) -> torch.Tensor:
 
 
 def run_stacked(moe: MoE, x: torch.Tensor) -> torch.Tensor:
-    """The CPU's grouped op where a weight format has one."""
+    """The CPU's fused MoE op where a weight format has one."""
     return FusedMoE(moe, stacks=True)(x, STEP)
 
 
 def run_in_triton(moe: MoE, x: torch.Tensor) -> torch.Tensor:
-    """The grouped ops of the GPU."""
+    """The fused MoE ops of the GPU."""
     return FusedMoE(moe, stacks=True)(x, triton_step())
 
 
 def run_all_experts(moe: MoE, x: torch.Tensor) -> torch.Tensor:
-    """Every expert for every token, as a CUDA graph without a grouped op has it."""
+    """Every expert for every token, as a CUDA graph without a fused MoE op has it."""
     return compute_all_experts(moe, x, moe.routing(moe.router(x, STEP), STEP), STEP)
 
 
@@ -133,7 +133,7 @@ def test_the_cpus_kernels_take_part() -> None:
         fused = FusedMoE(part_of(filled(spec, weight_format), spec, RANKS[1]), stacks=True)
         stacked = fused._stacked
         assert stacked is not None
-        assert stacked.has_grouped_op(torch.zeros(1, HIDDEN), STEP.ops)
+        assert stacked.has_fused_moe_op(torch.zeros(1, HIDDEN), STEP.ops)
 
 
 def test_ids_that_count_from_another_expert_change_the_result() -> None:
