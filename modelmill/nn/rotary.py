@@ -74,7 +74,7 @@ class Rotary(nn.Module):
     """
 
     inv_freq: torch.Tensor
-    frequency_table: torch.Tensor | None
+    inv_freq_table: torch.Tensor | None
 
     def __init__(self, spec: RopeSpec) -> None:
         super().__init__()
@@ -85,10 +85,10 @@ class Rotary(nn.Module):
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         # one row a key, made once: in a graph, a row is one small kernel and its powers would be
         # ten
-        makers = {"qwen_ntk": _ntk_frequency_table, "longrope": _longrope_frequency_table}
-        table = makers.get(spec.scaling_type)
-        frequencies = None if table is None else table(spec, inv_freq)
-        self.register_buffer("frequency_table", frequencies, persistent=False)
+        makers = {"qwen_ntk": _qwen_ntk_inv_freq_table, "longrope": _longrope_inv_freq_table}
+        make_table = makers.get(spec.scaling_type)
+        table = None if make_table is None else make_table(spec, inv_freq)
+        self.register_buffer("inv_freq_table", table, persistent=False)
 
     def frequency_id_for_length(self, length: int) -> int:
         """The key of a token whose deciding length is ``length``."""
@@ -112,7 +112,7 @@ class Rotary(nn.Module):
                 torch.arange(len(keys), device=keys.device),
             )
         else:
-            stored = self.frequency_table
+            stored = self.inv_freq_table
             table = self.inv_freq[None] if stored is None else stored
         return step.ops.rope_cos_sin(
             RopeCosSinInputs(step.positions, keys, table, self.factor, logn, dtype)
@@ -138,7 +138,7 @@ def ntk_doublings(length: int, trained_len: int) -> int:
     return doublings
 
 
-def _ntk_frequency_table(spec: RopeSpec, inv_freq: torch.Tensor) -> torch.Tensor:
+def _qwen_ntk_inv_freq_table(spec: RopeSpec, inv_freq: torch.Tensor) -> torch.Tensor:
     """Frequencies by number of doublings, [32, D/2]; the first row is the unscaled one exactly."""
     alpha = 2.0 ** (torch.arange(32, dtype=torch.float64, device="cpu") + 1) - 1
     table = _ntk_frequencies(spec, alpha)
@@ -146,7 +146,7 @@ def _ntk_frequency_table(spec: RopeSpec, inv_freq: torch.Tensor) -> torch.Tensor
     return table
 
 
-def _longrope_frequency_table(spec: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
+def _longrope_inv_freq_table(spec: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
     """LongRoPE's frequencies of short and of long sequences, [2, D/2] (arXiv:2402.13753)."""
     del plain
     exponent = torch.arange(0, spec.dim, 2, dtype=torch.float32, device="cpu") / spec.dim
