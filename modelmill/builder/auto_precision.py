@@ -272,7 +272,9 @@ def search_bit_choices(
     few = CalibrationState.from_ids(
         streamer.model, sequences[:count], ops, streamer.device, shown[:count]
     )
-    options, energy = _measure_single_layer_options(streamer, start.fork(), few, report_progress)
+    options, mean_squares = _measure_single_layer_options(
+        streamer, start.fork(), few, report_progress
+    )
     budget, best = limits.kl_budget, None
     for number in range(MAX_ROUNDS):
         chosen = allocate_bits(options, budget)
@@ -281,7 +283,7 @@ def search_bit_choices(
             streamer,
             start.fork(),
             [option.bit_choice for option in chosen],
-            energy,
+            mean_squares,
             config.quantize_head,
         )
         ratio = limits.measured_to_limit_ratio(measured)
@@ -294,8 +296,7 @@ def search_bit_choices(
         budget *= min(max(0.97 / max(ratio, 1e-9), 0.25), 2.0)
         if best is not None and ratio > 1 and number >= 3:
             break
-    # no quantized choice keeps the limit; unquantized layers do, unless the quantized head exceeds
-    # it
+    # no quantized choice keeps the limit; unquantized layers do, unless the head in int8 does not
     if best is None:
         unquantized_layers, measured = (
             [next(o for o in each if o.bit_choice == UNQUANTIZED) for each in options],
@@ -306,7 +307,7 @@ def search_bit_choices(
                 streamer,
                 start.fork(),
                 [UNQUANTIZED] * len(unquantized_layers),
-                energy,
+                mean_squares,
                 quantize_head=True,
             )
         if limits.measured_to_limit_ratio(measured) > 1:
@@ -332,18 +333,18 @@ def _measure_single_layer_options(
         The options by layer, and the mean squares of the inputs by layer and site.
     """
     streams: list[tuple[int, str, int, CalibrationState]] = []
-    energy: list[Mapping[str, Any]] = []
+    mean_squares: list[Mapping[str, Any]] = []
     sizes: list[int] = []
     for index, block in enumerate(streamer.stream_layers()):
         on_progress("auto: layers alone", index, streamer.model_config.layers)
         for *_, stream in streams:
             stream.forward_layer(block)
         dense = {path: linear.weight for path, linear in block.all_linears().items()}
-        energy.append(_forward_measuring_input_energy(block, unquantized))
+        mean_squares.append(_forward_measuring_input_mean_square(block, unquantized))
         sizes.append(sum(4 * weight.shape[0] * weight.shape[1] for weight in dense.values()))
         for form in BIT_CHOICES:
             stream = probe.fork()
-            nbytes = quantize_layer_linears(block, form, energy[index], dense)
+            nbytes = quantize_layer_linears(block, form, mean_squares[index], dense)
             stream.forward_layer(block)
             streams.append((index, form, nbytes, stream))
         for path, weight in dense.items():
@@ -351,14 +352,14 @@ def _measure_single_layer_options(
         probe.forward_layer(block)
     streamer.load_head()
     right = [part.double().log_softmax(-1) for part in streamer.stream_logits(probe)]
-    options: list[list[LayerBitOption]] = [[] for _ in energy]
+    options: list[list[LayerBitOption]] = [[] for _ in mean_squares]
     for layer, form, nbytes, stream in streams:
         kl = _kl_divergence(right, streamer.stream_logits(stream))
         options[layer].append(LayerBitOption(form, nbytes, max(float(kl.mean()), 0.0)))
     for each, size in zip(options, sizes, strict=True):
         each.append(LayerBitOption(UNQUANTIZED, size, 0.0))
     on_progress("auto: layers alone", streamer.model_config.layers, streamer.model_config.layers)
-    return options, energy
+    return options, mean_squares
 
 
 def measure_divergence(
@@ -401,18 +402,18 @@ def measure_divergence(
     )
 
 
-def _forward_measuring_input_energy(
+def _forward_measuring_input_mean_square(
     block: QuantizableLayer, calibration: CalibrationState
 ) -> dict[str, torch.Tensor]:
     """Run tokens through a layer; return the mean square of each input channel by site."""
-    energy = {}
+    mean_squares = {}
     for site in block.sites:
         calibration.forward_to_site(block, site)
-        energy[site] = torch.cat(
+        mean_squares[site] = torch.cat(
             [x.square().mean(0, keepdim=True) for x in calibration.site_inputs()]
         ).mean(0)
     calibration.forward_to_layer_end(block)
-    return energy
+    return mean_squares
 
 
 def _kl_divergence(

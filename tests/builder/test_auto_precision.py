@@ -88,11 +88,11 @@ def test_bits_go_where_they_save_most() -> None:
 def test_finer_forms_err_less() -> None:
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(48, 256, generator=generator)
-    energy = torch.rand(256, generator=generator) + 0.1
+    mean_square = torch.rand(256, generator=generator) + 0.1
     errors = []
     for bit_choice in (*BIT_CHOICES, UNQUANTIZED):
-        off = quantize_weight_quickly(weight, bit_choice, energy).dequantize() - weight
-        errors.append(float((off.square() * energy).sum()))
+        off = quantize_weight_quickly(weight, bit_choice, mean_square).dequantize() - weight
+        errors.append(float((off.square() * mean_square).sum()))
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] == 0.0
 
