@@ -250,7 +250,7 @@ def check_unread_keys(view: ReadTrackingConfig, family: ModuleType, file_name: s
                 value, options, view, file_name
             ):
                 continue
-            if not any(_is_equal(value, each) for each in allowed):
+            if not any(_is_same_json_value(value, each) for each in allowed):
                 raise CheckpointError(f"{file_name}: {_unsupported_message(key, value, allowed)}")
         elif not any(
             name in harmless or name.startswith("_") or _is_inert_default(name, value)
@@ -302,10 +302,10 @@ def _unsupported_message(key: str, value: Any, allowed: tuple[Any, ...]) -> str:
 
 
 def _is_inert_default(name: str, value: Any) -> bool:
-    return name in INERT_DEFAULTS and _is_equal(value, INERT_DEFAULTS[name])
+    return name in INERT_DEFAULTS and _is_same_json_value(value, INERT_DEFAULTS[name])
 
 
-def _is_equal(value: Any, other: Any) -> bool:
+def _is_same_json_value(value: Any, other: Any) -> bool:
     """Return whether values are equal and both or neither are booleans."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
