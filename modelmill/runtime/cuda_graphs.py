@@ -319,11 +319,11 @@ class PrefillGraphs:
     def run(self, batch: PackedBatch, size: PaddedSize, use: PaddedStepAction) -> torch.Tensor:
         """The logits of a batch that is padded to ``size``; a later call may overwrite them."""
         if use is PaddedStepAction.CAPTURE:
-            self._capture_size(size, batch)
+            self._capture_graph(size, batch)
         captured = None if use is PaddedStepAction.LAUNCH else self._captured.get(size)
         return self._forward(batch) if captured is None else captured.replay()
 
-    def _capture_size(self, size: PaddedSize, batch: PackedBatch) -> None:
+    def _capture_graph(self, size: PaddedSize, batch: PackedBatch) -> None:
         try:
             with restore_states_on_exit(self._states, batch):
                 self._captured[size] = self._capture(lambda: self._forward(batch))

@@ -110,7 +110,7 @@ class PrefillLimits:
             return None
         return PaddedSize(size, padded_seqs, self._context_bound(context))
 
-    def warm_up_sizes(self) -> list[PaddedSize]:
+    def capture_sizes(self) -> list[PaddedSize]:
         """What is captured before a request needs it, largest first.
 
         Each has the context bound of a first chunk. The smaller graphs reuse the memory of the

@@ -340,7 +340,7 @@ class ModelRunner:
         """Capture the prefill graph of every size."""
         if self.prefill_graphs is None:
             return
-        for size in self.prefill_graphs.limits.warm_up_sizes():
+        for size in self.prefill_graphs.limits.capture_sizes():
             for _ in range(CAPTURE_AFTER_USES):
                 batch = self.packer.pack([], LogitRows([0], [-1]), prefill_pad=size)
                 self._forward_padded(batch, size)

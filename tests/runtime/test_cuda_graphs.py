@@ -199,11 +199,11 @@ def test_mixed_steps_of_few_sequences_are_captured_beforehand(
     max_seqs: int, max_mixed: int
 ) -> None:
     limits = PrefillLimits(8192, 4096, max_seqs, max_mixed)
-    mixed = [size for size in limits.warm_up_sizes() if size.is_mixed]
+    mixed = [size for size in limits.capture_sizes() if size.is_mixed]
     seqs = [n for n in limits.mixed_seqs if 1 < n <= MAX_WARM_UP_SEQS]
     assert len(set(mixed)) == len(mixed) == min(len(seqs) * len(MIXED_GRAPH_TOKENS), max_mixed)
     assert all(limits.padded_size(*size) == size for size in mixed)
-    assert limits.warm_up_sizes() == sorted(limits.warm_up_sizes(), reverse=True)
+    assert limits.capture_sizes() == sorted(limits.capture_sizes(), reverse=True)
     if max_mixed == 13:
         assert {size.seqs for size in mixed} == {16, 64}
         assert PaddedSize(64, 64, 4096) in mixed, "it holds every small step"
@@ -234,7 +234,7 @@ def test_warm_up_captures_what_requests_then_replay() -> None:
     assert graphs is not None
     engine.model_runner.capture_prefill_graphs()
     captured = len(graphs)
-    assert captured == len(graphs.limits.warm_up_sizes())
+    assert captured == len(graphs.limits.capture_sizes())
     todo = tiny.requests(tiny.prompts(24, 1, 60, seed=4), tiny.params(max_tokens=9))
     assert tiny.run(engine, todo) == tiny.run(tiny.make_engine(model), todo)
     assert len(graphs) == captured
@@ -411,7 +411,7 @@ def test_no_more_are_kept_than_memory_was_set_aside_for(monkeypatch: pytest.Monk
 def test_what_is_recorded_beforehand_is_what_requests_bring(longest: int, most: int) -> None:
     limits = PrefillLimits(most, longest)
     brought = {limits.padded_size(n, 1, n) for n in range(2, min(longest, most, 1024) + 1)} - {None}
-    assert set(limits.warm_up_sizes()) == brought
+    assert set(limits.capture_sizes()) == brought
     assert len(brought) <= MAX_PREFILL_GRAPHS
 
 

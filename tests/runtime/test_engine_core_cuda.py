@@ -206,7 +206,7 @@ def test_warm_up_records_prompts_of_all_sizes() -> None:
     engine.warm_up(1, all_specializations=True)
     graphs = engine.model_runner.prefill_graphs
     assert graphs is not None
-    captured = graphs.limits.warm_up_sizes()
+    captured = graphs.limits.capture_sizes()
     assert len(graphs) == len(captured)
     assert sum(not size.is_mixed for size in captured) == 3
     assert any(size.is_mixed for size in captured)
