@@ -99,7 +99,7 @@ class SelectedOp:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the op with the first implementation that serves the arguments."""
         if kwargs:
-            args = self.declaration.positional(args, kwargs)
+            args = self.declaration.to_positional_args(args, kwargs)
         return self.select_function(*args)(*args)
 
     def select_function(self, *args: Any) -> Run:

@@ -69,7 +69,9 @@ class OpDeclaration:
         assert self.problem is not None, "an op with ranges declares its problem"
         return self.problem(*self.flatten_operands(*args))
 
-    def positional(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    def to_positional_args(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
         """The arguments of a call in order; those left out at the end keep their defaults."""
         names = (self.inputs_name,) if self.takes_inputs_only else self.operands
         rest = [kwargs.get(name) for name in names[len(args) :]]

@@ -138,7 +138,7 @@ def backend_serves_args(op: str, backend: str, *args: Any, **named: Any) -> bool
     kwargs = declaration.pack_inputs(named) if named else {}
     if declaration.problem is None:
         return not hasattr(module, "supports") or bool(module.supports(*args, **kwargs))
-    args = declaration.positional(args, kwargs)
+    args = declaration.to_positional_args(args, kwargs)
     alone = [OpImplementation.from_backend_module(module, module.run)]
     return (
         SelectedOp(op, declaration, alone, _unsupported_op).select_function(*args)

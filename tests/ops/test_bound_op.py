@@ -95,10 +95,10 @@ def operands(op: str, rows: int, n: int, k: int, dtype: torch.dtype = BF) -> dic
     return dense | {"bias": empty(n, dtype=dtype) if op == "linear_gelu" else None}
 
 
-def positional(op: str, named: dict[str, Any]) -> tuple[Any, ...]:
+def positional_args(op: str, named: dict[str, Any]) -> tuple[Any, ...]:
     """The op's arguments."""
     declaration = registry.declarations()[op]
-    return declaration.positional((), declaration.pack_inputs(named))
+    return declaration.to_positional_args((), declaration.pack_inputs(named))
 
 
 def with_rows(op: str, named: dict[str, Any], rows: int) -> dict[str, Any]:
@@ -126,10 +126,10 @@ def test_a_binding_chooses_as_a_call_does(op: str, n: int, k: int, hopper: regis
     gemm = getattr(hopper, op)
     assert isinstance(gemm, SelectedOp)
     named = operands(op, 3, n, k)
-    bound = gemm.bind(*positional(op, named))
+    bound = gemm.bind(*positional_args(op, named))
     assert bound is not None
     for rows in ROWS:
-        args = positional(op, with_rows(op, named, rows))
+        args = positional_args(op, with_rows(op, named, rows))
         assert bound.choice.select_function(rows) is gemm.select_function(*args), rows
 
 
@@ -149,7 +149,7 @@ def test_the_choice_is_the_same_for_other_operands(
 ) -> None:
     """Also for rows of a wider matrix, which a binding leaves to the call."""
     gemm, named = getattr(hopper, op), operands(op, 5, n, k, dtype)
-    bound = gemm.bind(*positional(op, named))
+    bound = gemm.bind(*positional_args(op, named))
     assert bound is not None
     changed = with_rows(op, named, rows)
     first = next(iter(changed))
@@ -157,14 +157,14 @@ def test_the_choice_is_the_same_for_other_operands(
         wide = empty(rows, changed[first].shape[1] + columns, dtype=changed[first].dtype)
         changed[first] = wide[:, columns:]
     calls: list[object] = []
-    args = positional(op, changed)
+    args = positional_args(op, changed)
     expected = gemm.select_function(*args)
 
     def spy(run: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *_: calls.append(run)
 
     hooked = gemm.with_hook(spy)
-    hooked.bind(*positional(op, named)).call(*args)
+    hooked.bind(*positional_args(op, named)).call(*args)
     assert calls == [expected]
 
 
@@ -184,7 +184,7 @@ def test_nothing_is_checked_again_in_a_bound_call(
     gemm = registry.select_backends("cuda").w8a8_linear.with_hook(
         lambda run: lambda *args: ran.append(run)
     )
-    args = positional("w8a8_linear", operands("w8a8_linear", 100, 64, 64))
+    args = positional_args("w8a8_linear", operands("w8a8_linear", 100, 64, 64))
     bound = gemm.bind(*args)
     assert len(checked) == 1
     for _ in range(3):
@@ -198,7 +198,7 @@ def test_nothing_is_checked_again_in_a_bound_call(
 def test_a_class_whose_exact_row_count_decides_is_measured(hopper: registry.Ops) -> None:
     """Tiles of a fused gate fill the SMs with 512 and 768 rows, and not with 640."""
     bound = hopper.linear_swiglu.bind(
-        *positional("linear_swiglu", operands("linear_swiglu", 1, 22016, 4096))
+        *positional_args("linear_swiglu", operands("linear_swiglu", 1, 22016, 4096))
     )
     large = import_module("modelmill.ops.cuda.gemm_16bit.linear_swiglu").KERNELS[1].run
     assert [bound.choice.select_function(m) is large for m in (511, 512, 640, 768, 896, 1024)] == [
@@ -208,7 +208,7 @@ def test_a_class_whose_exact_row_count_decides_is_measured(hopper: registry.Ops)
 
 def test_row_classes_end_where_a_range_does(hopper: registry.Ops) -> None:
     bound = hopper.int4_linear.bind(
-        *positional("int4_linear", operands("int4_linear", 1, 4096, 4096))
+        *positional_args("int4_linear", operands("int4_linear", 1, 4096, 4096))
     )
     assert isinstance(bound, BoundOp)
     choice = bound.choice
@@ -239,7 +239,7 @@ def test_what_a_binding_did_not_check_is_checked_in_the_call(
     selected: list[object] = []
     op = "linear" if change == "no bias" else "w8a8_linear"
     gemm = getattr(hopper, op).with_hook(lambda run: lambda *args: None)
-    args = positional(op, operands(op, 100, 64, 64))
+    args = positional_args(op, operands(op, 100, 64, 64))
     bound = gemm.bind(*args)
     assert bound is not None
     monkeypatch.setattr(
