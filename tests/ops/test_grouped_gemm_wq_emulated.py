@@ -5,25 +5,17 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 
-from modelmill.ops import int4_linear, mxfp4_linear, registry
 from modelmill.ops.cuda.moe import grouped_gemm_wq, moe_align_block_size
-from modelmill.ops.fused_moe import (
-    GELU_TANH,
-    FusedMoEInputs,
-    Shape,
-    SwigluClamp,
-    make_expert_weight_args,
-)
+from modelmill.ops.fused_moe import FusedMoEInputs, Shape
 from modelmill.ops.moe_align_block_size import NO_EXPERT
 from modelmill.ops.moe_align_block_size import moe_align_block_size as aligned
 from modelmill.ops.moe_support import make_moe_problem
-from modelmill.ops.quant_types import quantize_per_row
 from tests.ops.emulation.emulator import Emulator, mistakes, requires_emulation, slow_cases
+from tests.ops.moe_draws import INT4, INT8, MXFP4, moe_error, random_moe_inputs
 
 pytestmark = requires_emulation
 BF, HF = torch.bfloat16, torch.float16
@@ -49,50 +41,6 @@ def many_stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         cache.cache_clear()
 
 
-def random_int8(rows: int, columns: int) -> dict[str, torch.Tensor | None]:
-    draw = torch.Generator().manual_seed(rows + columns)
-    matrix = torch.randn(rows, columns, generator=draw) * columns**-0.5
-    weight, scale = quantize_per_row(matrix, torch.int8)
-    return {"weight": weight, "scale": scale}
-
-
-def weights(op: str, shape: Shape, group: int, *, symmetric: bool) -> dict[str, Any]:
-    """Stacked as the op takes them."""
-    if op == "int8_fused_moe":
-        made = make_expert_weight_args(shape, random_int8)
-        return {
-            name: value.squeeze(-1) if name.endswith("scale") else value
-            for name, value in made.items()
-        }
-    module = int4_linear if op == "int4_fused_moe" else mxfp4_linear
-    draw = partial(module.random_weight, group=group, device="cpu", symmetric=symmetric)
-    return {**make_expert_weight_args(shape, draw), "group": group}
-
-
-def inputs_of(op: str, shape: Shape, dtype: torch.dtype, group: int, kind: str) -> FusedMoEInputs:
-    """kind: what is between and beside the products."""
-    tokens, hidden, inner, experts, top_k = shape
-    draw = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, hidden + 8, generator=draw).to(dtype)[:, :hidden]
-    scores = torch.rand(tokens, experts, generator=draw) + torch.linspace(0, 0.7, experts)
-    topk_weights, ids = scores.softmax(-1).topk(top_k, dim=-1)
-    more: dict[str, Any] = {}
-    if kind == "local":  # the others' experts are another rank's
-        ids[ids == 0], ids[-1] = NO_EXPERT, NO_EXPERT
-        more["global_num_experts"] = experts + 1
-    elif kind == "elsewhere":  # another rank has the experts of all tokens
-        ids[:], more["global_num_experts"] = NO_EXPERT, 2 * experts
-    elif kind in ("clamped", "gelu"):
-        more["gate_up_bias"] = torch.randn(experts, 2 * inner, generator=draw).to(dtype)
-        more["down_bias"] = torch.randn(experts, hidden, generator=draw).to(dtype)
-        choice = {"clamp": SwigluClamp(1.702, 1.5)}
-        more |= choice if kind == "clamped" else {"activation": GELU_TANH}
-    if kind in ("shared", "elsewhere"):
-        more["shared"] = torch.randn(tokens, hidden, generator=draw).to(dtype)
-    own = weights(op, shape, group, symmetric=kind in ("plain", "local", "clamped"))
-    return FusedMoEInputs(x, topk_weights, ids.int(), **own, **more)
-
-
 def written_in_front(
     emulator: Emulator, inputs: FusedMoEInputs, name: str, arguments: tuple[bytes, ...]
 ) -> list[tuple[int, int]]:
@@ -116,21 +64,10 @@ def error(
     emulator: Emulator, op: str, shape: Shape, dtype: torch.dtype, group: int, kind: str
 ) -> float:
     """Of the op, in the norm; what the kernel in front writes is rubbish until it is waited for."""
-    inputs = inputs_of(op, shape, dtype, group, kind)
-    exact = {
-        name: value.double()
-        for name, value in inputs._asdict().items()
-        if isinstance(value, torch.Tensor) and value.dtype == dtype
-    }
-    expected = registry.reference(op)(inputs._replace(**exact))
+    inputs = random_moe_inputs(op, shape, dtype, group, kind)
     emulator.launched.clear()
     emulator.preceding_writes = partial(written_in_front, emulator, inputs)
-    actual = grouped_gemm_wq.run(inputs)
-    assert actual.dtype == dtype
-    return float((actual.double() - expected).norm() / expected.norm())
-
-
-INT4, MXFP4, INT8 = "int4_fused_moe", "mxfp4_fused_moe", "int8_fused_moe"
+    return moe_error(grouped_gemm_wq.run, op, inputs)
 
 
 @pytest.mark.parametrize(

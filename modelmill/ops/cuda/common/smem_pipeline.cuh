@@ -6,7 +6,7 @@
 // Range: any number of stages
 // Technique: mbarrier pipeline, warp specialization
 // Used by: gemm_8bit.cu, gemm_large_m.cuh, gemm_small_m.cu, grouped_gemm_wq.cu,
-//     paged_attention.cu, wq_gemm_tile.cuh
+//     moe_decode_mxfp4.cu, paged_attention.cu, wq_gemm_tile.cuh
 #pragma once
 #include "common/hopper.cuh"
 

@@ -28,8 +28,9 @@
 // that an expert with two blocks finds the weights in L2 the second time.
 //
 // Macros: those of moe_fragments.cuh, N (columns of the output), STAGES, BLOCKS (per SM), CHUNK,
-// GATED, BIAS, GATE (0: SiLU, 1: GELU by tanh, 2: clamped SwiGLU).
+// GATED, BIAS, GATE (moe_activation.cuh).
 #include "common/smem_pipeline.cuh"
+#include "moe/moe_activation.cuh"
 #include "moe/moe_fragments.cuh"
 
 constexpr int THREADS = 32 * WARPS, ROWS = 16 * ROW_TILES, PAIRS = 8 * TOKEN_TILES;
@@ -133,19 +134,6 @@ struct Producer {
     }
 };
 
-// act(gate) · up of values that were rounded to x's type.
-__device__ inline float activated(const Work& w, float gate, float up) {
-    float exponent = gate;
-    if (GATE == 1) {  // (1 + tanh(y)) / 2 is the sigmoid of 2 y
-        exponent = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
-    } else if (GATE == 2) {  // comparisons that keep what is no number
-        gate = gate > w.limit ? w.limit : gate;
-        up = (up > w.limit ? w.limit : up < -w.limit ? -w.limit : up) + 1.0f;
-        exponent = w.alpha * gate;
-    }
-    return gate / (1.0f + __expf(-exponent)) * up;
-}
-
 struct Consumer {
     const Work& w;
     Exchange& exchange;
@@ -233,7 +221,8 @@ struct Consumer {
             u16* out = w.out + row * N + stage_index * OUT_COLUMNS;
             const u16 first = rounded(halves[0][c]), second = rounded(halves[1][c]);
             if (GATED)
-                out[rows[0]] = rounded(activated(w, to_float(first), to_float(second)));
+                out[rows[0]] =
+                    rounded(activated(to_float(first), to_float(second), w.alpha, w.limit));
             else
                 out[rows[0]] = first, out[rows[1]] = second;
         }

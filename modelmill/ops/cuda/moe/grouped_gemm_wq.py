@@ -26,6 +26,8 @@ FORMAT_OF_DTYPES: dict[tuple[torch.dtype | None, torch.dtype | None], int] = {
     (torch.int8, torch.float32): INT8,
 }
 """By the dtypes of weights and scales."""
+CLAMPED = len(ACTIVATIONS)
+"""GATE of a SwigluClamp."""
 MAX_TOKENS, MAX_PAIRS_PER_EXPERT = 512, 64
 """Tokens of a step, and pairs for each expert, for which the kernel is made."""
 MAX_PAIRS_BY_TOKEN_TILES = ((1, 3.0), (2, 8.0), (3, 12.0), (4, float("inf")))
@@ -46,7 +48,6 @@ _MAX_WARPS = 16
 _SM_QUARTER_REGISTERS, _OTHER_REGISTERS = 16384, 40
 # of an SM's memory: what the blocks that are to run side by side need (ops/carveout.py)
 _CARVEOUT_PERCENT = 100
-_CLAMPED = len(ACTIVATIONS)  # GATE of a SwigluClamp
 _COMBINE_THREADS, _COMBINE_COLUMNS = 128, 8
 
 
@@ -337,7 +338,7 @@ def _launch_grouped_gemm(
     """One grouped product of the sorted pairs."""
     name, device = "gate_up" if product.gated else "down", x.get_device()
     operands = [getattr(inputs, name + part) for part in ("", "_scale", "_offset", "_bias")]
-    gate = _CLAMPED if inputs.clamp is not None else ACTIVATIONS.index(inputs.activation)
+    gate = CLAMPED if inputs.clamp is not None else ACTIVATIONS.index(inputs.activation)
     kernel = launch.load_kernel(
         "grouped_gemm_wq", "grouped_gemm_wq", kernel_macros(x.dtype, product, config, gate),
         32 * config.warps, config.shared_bytes(product), device, _CARVEOUT_PERCENT,

@@ -6,7 +6,7 @@
 // Layout: weights in shared memory, rows in two halves SKEW bytes apart; x in registers
 // Range: K_TILE 128, 64 or 32 columns (int8: half of it)
 // Technique: lop3 magic numbers, mma.sync m16n8k16
-// Used by: grouped_gemm_wq.cu
+// Used by: grouped_gemm_wq.cu, moe_decode_mxfp4.cu
 //
 // A quad reads a K tile of two rows, a quarter per thread, 4 · WORDS bytes. x is permuted along K
 // in the same way, so that the registers are the A fragment of mma.sync (mma.cuh). int4: each K
@@ -138,11 +138,16 @@ __device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b) {
     return product;
 }
 
-// The e2m1 codes at bits 4 · HIGH and 4 · HIGH + 16 times a pair of scales. One product copies a
-// nibble to where its sign and to where its value belongs.
-template <int HIGH> __device__ __forceinline__ u32 e2m1_pair(u32 word, u32 scales) {
+// The e2m1 codes at bits 4 · HIGH and 4 · HIGH + 16, 2^126 too small. One product copies a nibble
+// to where its sign and to where its value belongs.
+template <int HIGH> __device__ __forceinline__ u32 small_e2m1_pair(u32 word) {
     const u32 nibbles = word & (HIGH ? 0x00F000F0u : 0x000F000Fu);
-    return multiply_pairs(nibbles * (HIGH ? 0x0104u : 0x1040u) & 0x81C081C0u, scales);
+    return nibbles * (HIGH ? 0x0104u : 0x1040u) & 0x81C081C0u;
+}
+
+// The same times a pair of scales.
+template <int HIGH> __device__ __forceinline__ u32 e2m1_pair(u32 word, u32 scales) {
+    return multiply_pairs(small_e2m1_pair<HIGH>(word), scales);
 }
 #endif
 

@@ -1,0 +1,242 @@
+"""The experts of one token in MXFP4, in two launches (moe_decode_mxfp4.cu).
+
+The first computes gate and up with the activation, the second down and the weighted sum.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from modelmill.ops.cuda.common import launch
+from modelmill.ops.cuda.moe.grouped_gemm_wq import CLAMPED, E2M1, GroupedGemmSpec, make_gemm_specs
+from modelmill.ops.cuda.weight_only_gemm.weight_only import TYPES
+from modelmill.ops.fused_moe import ACTIVATIONS, FusedMoEInputs
+from modelmill.ops.moe_support import MoEProblem, MoESupportRange, make_moe_problem
+
+K_TILE = 32
+ROWS = 8  # of an output unit
+MAX_TOP_K = 16
+MAX_WARPS = 16
+"""That multiply, in a block. Many are fastest, since what takes time is the latency of converting
+codes; 18 were slower than 15."""
+X_PAD = 32
+"""Columns between the inputs of two experts: so they begin in different banks."""
+GATE_UP_SHARED_BYTES = 132 << 10
+"""Of a block of the first product: one of the second fits beside it, and loads weights early."""
+MIN_GATE_UP_SHARED_BYTES = 114 << 10
+"""Requested at least: two blocks would share an SM and leave another one idle. A launch places
+blocks while those of the kernel before are on some of the SMs."""
+MAX_SHARED_BYTES, _BLOCK_RESERVED_BYTES = 226 << 10, 1 << 10
+_CARVEOUT_PERCENT = 100
+
+
+class MoEDecodeConfig(NamedTuple):
+    """How the kernel is compiled; see moe_decode_mxfp4.cu."""
+
+    warps: int
+    ways: int
+    units: int
+    ring: int = 0
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 32 * (self.warps * self.ways + 1)
+
+    def stage_bytes(self, product: GroupedGemmSpec) -> int:
+        """Shared memory of a stage."""
+        skew = 0 if product.weight_row_bytes % 128 else 16
+        return 2 * ROWS * (product.weight_row_bytes + product.row_scale_bytes) + skew
+
+    def exchange_bytes(self, product: GroupedGemmSpec, top_k: int) -> int:
+        """Shared memory behind the stages."""
+        x = 2 * product.k if product.gated else 2 * top_k * (product.k + X_PAD)
+        parts = self.warps * (2 if product.gated else self.ways)
+        barriers = stages_per_unit(product, top_k) + 2 * self.ring * self.ways
+        return x + 4 * ROWS * self.units * parts + 8 * barriers
+
+    def shared_bytes(self, product: GroupedGemmSpec, top_k: int) -> int:
+        """Shared memory of a block."""
+        used = self.ring * self.ways * self.stage_bytes(product) + self.exchange_bytes(
+            product, top_k
+        )
+        return max(used, MIN_GATE_UP_SHARED_BYTES) if product.gated else used
+
+    def stages_per_team(self, product: GroupedGemmSpec, top_k: int) -> int:
+        """That a team has to read."""
+        if product.gated:
+            return -(-self.units // self.ways)
+        return -(-stages_per_unit(product, top_k) // self.ways) * self.units
+
+    def with_ring(self, product: GroupedGemmSpec, top_k: int, room: int) -> MoEDecodeConfig | None:
+        """The same with as many stages as are of use and fit; None where it were one of several.
+
+        room: shared memory, exceeded where two stages do not fit.
+        """
+        needed = self.stages_per_team(product, top_k)
+        for size in (room, MAX_SHARED_BYTES):
+            left = size - self.exchange_bytes(product, top_k)
+            ring = min(needed, left // ((self.stage_bytes(product) + 16) * self.ways))
+            if ring >= 1 and ring * self.ways >= min(needed * self.ways, 2):
+                return self._replace(ring=ring)
+        return None
+
+
+def stages_per_unit(product: GroupedGemmSpec, top_k: int) -> int:
+    """Stages that give the 8 rows of an output unit; the second product has two experts in each."""
+    return 1 if product.gated else -(-top_k // 2)
+
+
+def output_units(product: GroupedGemmSpec, top_k: int) -> int:
+    """Of the whole product."""
+    return product.n // ROWS * (top_k if product.gated else 1)
+
+
+@functools.lru_cache(1024)
+def select_config(
+    product: GroupedGemmSpec, top_k: int, sms: int, room: int
+) -> MoEDecodeConfig | None:
+    """The config for a device of so many SMs, or None where none fits.
+
+    room: shared memory of a block, exceeded where two stages do not fit.
+    """
+    fitting = [
+        made
+        for config in _candidate_configs(product, top_k, sms)
+        if (made := config.with_ring(product, top_k, room)) is not None
+    ]
+
+    def preference(config: MoEDecodeConfig) -> tuple[int, ...]:
+        uneven = stages_per_unit(product, top_k) % config.ways  # else all teams have as many
+        return -uneven, config.warps * config.ways, config.warps
+
+    return max(fitting, key=preference, default=None)
+
+
+def _candidate_configs(product: GroupedGemmSpec, top_k: int, sms: int) -> Iterator[MoEDecodeConfig]:
+    """All configs but for their stages."""
+    units = -(-output_units(product, top_k) // sms)
+    tiles = product.k // K_TILE
+    teams = MAX_WARPS if product.gated else stages_per_unit(product, top_k)
+    for warps in (each for each in range(1, MAX_WARPS + 1) if tiles % each == 0):
+        for ways in range(1, min(MAX_WARPS // warps, teams) + 1):
+            config = MoEDecodeConfig(warps, ways, units)
+            if ROWS * units <= config.threads:
+                yield config
+
+
+def select_config_pair(
+    problem: MoEProblem, sms: int
+) -> tuple[MoEDecodeConfig, MoEDecodeConfig] | None:
+    """The configs of both products; None where one has none, or the weights are not MXFP4."""
+    products = make_gemm_specs(problem)
+    if products is None or products[0].weight_format != E2M1:
+        return None
+    if any(ROWS * each.row_scale_bytes % 16 for each in products):
+        return None
+    top_k = problem.top_k
+    first = select_config(products[0], top_k, sms, GATE_UP_SHARED_BYTES)
+    if first is None:
+        return None
+    room = MAX_SHARED_BYTES - first.shared_bytes(products[0], top_k) - _BLOCK_RESERVED_BYTES
+    second = select_config(products[1], top_k, sms, room)
+    return None if second is None else (first, second)
+
+
+def fits_kernel_limits(problem: MoEProblem) -> bool:
+    """Whether the kernel can be compiled for these sizes; experts are all on this rank."""
+    return (
+        problem.device >= 0
+        and problem.top_k <= MAX_TOP_K
+        and problem.experts == problem.global_num_experts
+        and select_config_pair(problem, launch.sm_count(problem.device)) is not None
+    )
+
+
+SUPPORTED_PROBLEMS = MoESupportRange(
+    m=(1, 1),
+    dtypes=(torch.bfloat16,),
+    weight_dtype=torch.uint8,
+    scale_dtypes=(torch.uint8,),
+    offset=False,
+    ungated=False,
+    fits=fits_kernel_limits,
+)
+
+
+def run(inputs: FusedMoEInputs) -> torch.Tensor:
+    """The weighted sum [1, H] over the token's experts, plus the shared expert's output."""
+    problem, device = make_moe_problem(*inputs), inputs.x.get_device()
+    products, configs = (
+        make_gemm_specs(problem),
+        select_config_pair(problem, launch.sm_count(device)),
+    )
+    assert products is not None, "see fits_kernel_limits"
+    assert configs is not None, "see fits_kernel_limits"
+    x, top_k = inputs.x, problem.top_k
+    with torch.cuda.device(x.device):
+        inner = torch.empty((top_k, problem.inner + X_PAD), dtype=x.dtype, device=x.device)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for product, config, source, target in zip(
+            products, configs, (x, inner), (inner, out), strict=True
+        ):
+            _launch_product(inputs, product, config, source, target)
+    return out
+
+
+def _launch_product(
+    inputs: FusedMoEInputs,
+    product: GroupedGemmSpec,
+    config: MoEDecodeConfig,
+    x: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """One of both products."""
+    name = "gate_up" if product.gated else "down"
+    device, top_k = x.get_device(), inputs.topk_ids.shape[1]
+    weight, scale, bias = (getattr(inputs, name + part) for part in ("", "_scale", "_bias"))
+    gate = CLAMPED if inputs.clamp is not None else ACTIVATIONS.index(inputs.activation)
+    shared = None if product.gated else inputs.shared
+    macros = kernel_macros(product, config, top_k, gate, shared=shared is not None)
+    kernel = launch.load_kernel(
+        "moe_decode_mxfp4", "moe_decode_mxfp4", macros, config.threads,
+        config.shared_bytes(product, top_k), device, _CARVEOUT_PERCENT,
+    )  # fmt: skip
+    pointers = launch.data_pointers(
+        weight, scale, bias, x, shared, inputs.topk_weights, inputs.topk_ids, out
+    )
+    work = struct.pack("=8Q2f", *pointers, *(inputs.clamp or (0.0, 0.0)))
+    blocks = min(launch.sm_count(device), output_units(product, top_k))
+    kernel.launch(blocks, work, pdl=True)
+
+
+@functools.lru_cache(1024)
+def kernel_macros(
+    product: GroupedGemmSpec, config: MoEDecodeConfig, top_k: int, gate: int, *, shared: bool
+) -> tuple[str, ...]:
+    """Macros of the kernel."""
+    sizes = {
+        "FORMAT": E2M1,
+        "K": product.k,
+        "N": product.n,
+        "TOP_K": top_k,
+        "GROUP": product.group,
+        "GATED": product.gated,
+        "OFFSET": False,
+        "BIAS": product.bias,
+        "SHARED": shared,
+        "GATE": gate if product.gated else 0,
+        "K_TILE": K_TILE,
+        "WARPS": config.warps,
+        "WAYS": config.ways,
+        "TOKEN_TILES": 1,
+        "ROW_TILES": 1,
+        "RING": config.ring,
+        "UNITS": config.units,
+    }
+    return (*(f"{name}={int(size)}" for name, size in sizes.items()), *TYPES[torch.bfloat16])
