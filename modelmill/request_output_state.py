@@ -10,6 +10,7 @@ from modelmill.core.types import FinishReason, Request, TokenOutput
 from modelmill.outputs import CompletionOutput, OutputDelta, RequestOutput
 from modelmill.text.answer_grammar import PromptThinking
 from modelmill.text.answer_history import PromptTail
+from modelmill.text.answer_pieces import BegunPart
 from modelmill.text.detokenizer import Detokenizer
 from modelmill.text.stop_matcher import StopMatcher
 from modelmill.text.tokenizer_loader import Tokenizer
@@ -30,6 +31,7 @@ class RequestOutputState:
         continues_prompt: bool = False,
         prompt_thinking: PromptThinking = "free",
         prompt_tail: PromptTail | None = None,
+        begun: BegunPart = "",
     ) -> None:
         """Start the state of a request that has produced no token yet.
 
@@ -42,9 +44,11 @@ class RequestOutputState:
                 of being a separate text (a chat message).
             prompt_thinking: What the prompt says of the thinking.
             prompt_tail: The end of a conversation's prompt, if its answers can be remembered.
+            begun: What the prompt has begun of the answer.
         """
         self.request = request
         self.prompt_tail = prompt_tail
+        self.begun: BegunPart = begun
         self.prompt_thinking: PromptThinking = prompt_thinking
         self.continues_prompt = continues_prompt
         self.echo_text = ""

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from modelmill import __version__
 from modelmill.artifact.manifest import MANIFEST_FILE, Manifest
@@ -34,6 +34,7 @@ from modelmill.text.answer_grammar import PromptThinking, whole_answer_grammar
 from modelmill.text.answer_history import AnswerHistory, PromptTail, make_past_answer
 from modelmill.text.answer_pieces import ParsedAnswer
 from modelmill.text.answer_splice import AnswerSplicer, extract_prompt_tail
+from modelmill.text.begun_answer import BegunAnswer, read_begun_answer
 from modelmill.text.chat_format_loader import (
     ChatFormat,
     TemplateChatFormat,
@@ -57,6 +58,14 @@ PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 _TOKENIZER_FOLDER = "tokenizer"
 PROMPT_END_TOKENS = 32
 """Tokens at the end of a prompt that may begin or end the thinking."""
+
+
+class _PastAnswers(NamedTuple):
+    """Where earlier answers in a prompt are looked for, see ``encode_reusing_answers``."""
+
+    sent_messages: Messages
+    tool_schemas: ToolSchemas
+    cache_salt: str
 
 
 class TextProcessor:
@@ -204,7 +213,7 @@ class TextProcessor:
         parses_thinking: bool = False,
         thinking_budget: int | None = None,
         add_generation_prompt: bool = True,
-        answer_start: str = "",
+        continues: bool = False,
         kept_prompt_tokens: int | None = None,
         tool_schemas: ToolSchemas | None = None,
         sent_messages: Messages = (),
@@ -221,7 +230,7 @@ class TextProcessor:
             parses_thinking: Keep those of the thinking; a grammar then allows thinking first.
             thinking_budget: Maximum tokens of the thinking.
             add_generation_prompt: Whether the template begins an answer.
-            answer_start: Text that the answer continues; its tokens follow the prompt's.
+            continues: Whether the answer continues the last message, of the assistant.
             kept_prompt_tokens: Keep only so many of the prompt's last tokens.
             tool_schemas: Names of the tools, with the schemas of their parameters.
             sent_messages: The conversation as its client sent it; answers in it that this engine
@@ -236,25 +245,18 @@ class TextProcessor:
                 f"{self.path} has no chat template; give one (chatml, vicuna, a file), or a plain "
                 "prompt"
             )
-        spans: tuple[ImageEmbeddingSpan, ...] = ()
-        tail: PromptTail | None = None
-        if isinstance(self.chat_format, TemplateChatFormat):
-            pieces = self.chat_format.render_pieces(messages, add_generation_prompt, **template)
-            if add_generation_prompt and not answer_start:
-                tail = self._extract_prompt_tail(pieces)
-            ids = self.encode_reusing_answers(pieces, sent_messages, tool_schemas or {}, cache_salt)
-        elif isinstance(self.chat_format, ImageChatFormat):
-            ids, images = self.chat_format.encode_with_images(
-                messages, add_generation_prompt=add_generation_prompt, **template
-            )
-            spans = tuple(self._make_image_span(position, image) for position, image in images)
-        else:
-            ids = self.chat_format.encode(
-                messages, add_generation_prompt=add_generation_prompt, **template
-            )
-        if answer_start and self.tokenizer is not None:
-            # the empty piece: the text does not start the prompt
-            ids = [*ids, *self.tokenizer.encode_pieces(["", answer_start])]
+        begun = BegunAnswer()
+        if continues:
+            begun = read_begun_answer(messages, self.chat_format.thinking)
+            if not begun.part:
+                messages, add_generation_prompt = messages[:-1], True
+        ids, spans, tail = self._encode_conversation(
+            messages,
+            begun,
+            add_generation_prompt,
+            _PastAnswers(sent_messages, tool_schemas or {}, cache_salt),
+            template,
+        )
         if kept_prompt_tokens is not None and len(ids) > kept_prompt_tokens:
             if spans:
                 raise RequestError("a prompt with images cannot be truncated; shorten it")
@@ -271,9 +273,14 @@ class TextProcessor:
                 "thinking_token_budget: the chat template of this model has no thinking; leave it "
                 "out"
             )
-        prompt_thinking = self._detect_prompt_thinking(ids)
+        prompt_thinking = self._detect_prompt_thinking(ids, begun)
         grammar = whole_answer_grammar(
-            grammar, self.chat_format.format_name, thinking, prompt_thinking, thinking_budget
+            grammar,
+            self.chat_format.format_name,
+            thinking,
+            prompt_thinking,
+            thinking_budget,
+            len(self._encode_inner_text(begun.text)) if begun.part == "reasoning" else 0,
         )
         if grammar is not None and grammar.grammar_type == "answer":
             grammars.check_grammar(grammar)
@@ -286,10 +293,48 @@ class TextProcessor:
             None,
             self.tokenizer,
             self._visible_control_tokens(calls, thinking is not None),
-            continues_prompt=grammar is not None or bool(answer_start),
+            continues_prompt=grammar is not None or bool(begun.part),
             prompt_thinking=prompt_thinking,
             prompt_tail=tail,
+            begun=begun.part,
         )
+
+    def _encode_inner_text(self, text: str) -> list[int]:
+        """Return the ids of a text that does not start the prompt."""
+        assert self.tokenizer is not None, "a chat format has a tokenizer"
+        return self.tokenizer.encode_pieces(["", text]) if text else []
+
+    def _encode_conversation(
+        self,
+        messages: Messages,
+        begun: BegunAnswer,
+        add_generation_prompt: bool,
+        past: _PastAnswers,
+        template: Mapping[str, Any],
+    ) -> tuple[list[int], tuple[ImageEmbeddingSpan, ...], PromptTail | None]:
+        """Return a conversation's ids, its images, and its end if answers to it are remembered."""
+        chat_format = self.chat_format
+        assert chat_format is not None, "a conversation has a chat format"
+        if isinstance(chat_format, TemplateChatFormat):
+            tail: PromptTail | None = None
+            if begun.part:
+                pieces = chat_format.render_begun_pieces(messages, **template)
+            else:
+                pieces = chat_format.render_pieces(messages, add_generation_prompt, **template)
+                if add_generation_prompt:
+                    tail = self._extract_prompt_tail(pieces)
+            return self.encode_reusing_answers(pieces, *past), (), tail
+        if begun.part:
+            messages, add_generation_prompt = messages[:-1], True
+        spans: tuple[ImageEmbeddingSpan, ...] = ()
+        if isinstance(chat_format, ImageChatFormat):
+            ids, images = chat_format.encode_with_images(
+                messages, add_generation_prompt, **template
+            )
+            spans = tuple(self._make_image_span(position, image) for position, image in images)
+        else:
+            ids = chat_format.encode(messages, add_generation_prompt, **template)
+        return [*ids, *self._encode_inner_text(begun.text)], spans, None
 
     def encode_reusing_answers(
         self,
@@ -364,9 +409,11 @@ class TextProcessor:
         )
         return frozenset(special[mark] for mark in marks if mark in special)
 
-    def _detect_prompt_thinking(self, ids: Sequence[int]) -> PromptThinking:
-        """What the end of the prompt says of the thinking."""
+    def _detect_prompt_thinking(self, ids: Sequence[int], begun: BegunAnswer) -> PromptThinking:
+        """What the prompt says of the thinking: by its end, if no answer has begun."""
         thinking = None if self.chat_format is None else self.chat_format.thinking
+        if begun.part:
+            return begun.prompt_thinking(thinking)
         if thinking is None or self.tokenizer is None:
             return "free"
         end = self.tokenizer.decode(list(ids[-PROMPT_END_TOKENS:]), skip_special=False).rstrip()

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import MAX_INT32, Grammar, SamplingParams
+from modelmill.core.types import MAX_INT32, TOKEN_IDS, Grammar, SamplingParams
 from modelmill.serve.compatibility_fields import ignored_field
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS, GenerationFields
 from modelmill.serve.message_cleaning import ChatMessages
@@ -19,6 +19,12 @@ from modelmill.serve.tool_schema import (
     CustomToolChoice,
     NamedToolChoice,
 )
+from modelmill.text.begun_answer import (
+    BegunAnswer,
+    check_continued_messages,
+    read_begun_answer,
+)
+from modelmill.text.chat_syntax import ThinkingSyntax
 from modelmill.text.tool_grammar import forced_call_grammar
 
 
@@ -59,7 +65,8 @@ class ChatRequest(GenerationFields):
     def check(self) -> None:
         """Raise RequestError for combinations that are not supported."""
         self.check_stream_fields()
-        self._check_continue_final_message()
+        if self.continue_final_message:
+            check_continued_messages(self.messages, self.add_generation_prompt)
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true")
         names = [tool.name for tool in self.tools or ()]
@@ -76,24 +83,27 @@ class ChatRequest(GenerationFields):
         if self.modalities not in (None, ["text"]):
             raise RequestError('modalities must be ["text"]')
 
-    def _check_continue_final_message(self) -> None:
+    def read_begun_answer(self, thinking: ThinkingSyntax | None) -> BegunAnswer:
+        """Return what the last message has begun; nothing unless ``continue_final_message``.
+
+        Args:
+            thinking: marks of the thinking of the chat format.
+
+        Raises:
+            RequestError: the message cannot be continued, or its content is begun and the whole
+                of it would have to match a grammar.
+        """
         if not self.continue_final_message:
-            return
-        if self.add_generation_prompt:
+            return BegunAnswer()
+        begun = read_begun_answer(self.messages, thinking)
+        grammar = self.grammar() if begun.part == "content" else None
+        if grammar is not None and grammar.grammar_type != TOKEN_IDS:
+            field = "tool_choice" if self.forces_tool_call else self._grammar_field
             raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other: the answer "
-                "has begun already"
+                f"{field} cannot be combined with continue_final_message: the content has begun, "
+                "and would match only from its middle on; leave one of them out"
             )
-        last = self.messages[-1]
-        if last.get("role") != "assistant" or last.get("tool_calls"):
-            raise RequestError(
-                "continue_final_message needs a last message of the assistant without tool_calls"
-            )
-        if self.grammar() is not None:
-            raise RequestError(
-                "continue_final_message has no meaning with response_format, structured_outputs "
-                "or a forced call: the answer would match only from its middle on"
-            )
+        return begun
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from modelmill.serve.message_cleaning import ChatMessages
 from modelmill.serve.prompt_fields import TokenIds
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject, StrictModel
 from modelmill.serve.tool_schema import MAX_TOOLS, Tool
+from modelmill.text.begun_answer import check_continued_messages
 
 
 class TemplateRequest(StrictModel):
@@ -18,8 +19,16 @@ class TemplateRequest(StrictModel):
     model: str | None = Field(None, max_length=1024)
     messages: ChatMessages | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = Field(
+        None, description="the prompt ends inside the last message"
+    )
     tools: Annotated[list[Tool], FAIL_FAST] | None = Field(None, max_length=MAX_TOOLS)
     chat_template_kwargs: JsonObject | None = None
+
+    def check_continue_final_message(self) -> None:
+        """Raise RequestError if the messages cannot be continued."""
+        if self.continue_final_message:
+            check_continued_messages(self.messages or (), self.add_generation_prompt)
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:

@@ -31,6 +31,7 @@ def whole_answer_grammar(
     thinking: ThinkingSyntax | None,
     prompt_thinking: PromptThinking,
     budget: int | None = None,
+    begun_tokens: int = 0,
 ) -> Grammar | None:
     """Return the grammar of a whole answer of a chat format.
 
@@ -40,6 +41,7 @@ def whole_answer_grammar(
         thinking: marks of the thinking; None if the model does not think.
         prompt_thinking: what the prompt says of it.
         budget: maximum tokens of the thinking.
+        begun_tokens: tokens of the thinking that are in the prompt.
 
     Returns:
         None if nothing is constrained, the same grammar if the format adds nothing, or if it
@@ -69,6 +71,7 @@ def whole_answer_grammar(
         "marks": marks,
         "thinking": prompt_thinking,
         "budget": budget,
+        "begun_tokens": begun_tokens,
         "answer": inner,
     }
     return Grammar("answer", json.dumps(value))

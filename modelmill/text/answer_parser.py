@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from modelmill.text.answer_pieces import AnswerPiece, PieceCollector
+from modelmill.text.answer_pieces import AnswerPiece, BegunPart, PieceCollector
 from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ThinkingSyntax
 from modelmill.text.json_call_reader import JsonCallReader
 from modelmill.text.named_call_reader import NamedCallReader
@@ -98,6 +98,7 @@ def make_answer_parser(
     continues: bool = False,
     max_calls: int | None = None,
     forced: bool = False,
+    begun: BegunPart = "",
 ) -> AnswerParser:
     """Make the parser of one answer.
 
@@ -111,6 +112,7 @@ def make_answer_parser(
         max_calls: further calls are dropped.
         forced: whether a grammar forces calls; the text of a call that was cut off is then not
             content.
+        begun: what the prompt has begun of the answer, which then has no marks before it.
     """
     from modelmill.text.harmony import HarmonyAnswerParser
     from modelmill.text.react_tools import ReactAnswerParser
@@ -119,11 +121,12 @@ def make_answer_parser(
         tools if isinstance(tools, Mapping) else dict.fromkeys(tools)
     )
     output = PieceCollector(max_calls, short_ids=syntax.calls.short_ids, silent=forced)
+    output.set_begun(begun)
     if syntax.calls.style == "react":
         return ReactAnswerParser(schemas, output, continues)
     if syntax.calls.style == "harmony":
-        return HarmonyAnswerParser(schemas, output)
-    return MarkedAnswerParser(syntax, schemas, output, thinking, thinks)
+        return HarmonyAnswerParser(schemas, output, begun)
+    return MarkedAnswerParser(syntax, schemas, output, thinking, thinks, begun)
 
 
 class MarkedAnswerParser(AnswerParser):
@@ -136,6 +139,7 @@ class MarkedAnswerParser(AnswerParser):
         output: PieceCollector,
         thinking: ThinkingSyntax | None,
         thinks: bool,
+        begun: BegunPart = "",
     ) -> None:
         super().__init__(tools, output)
         self._reader = _make_call_reader(syntax.calls, tools, output) if tools else None
@@ -154,9 +158,15 @@ class MarkedAnswerParser(AnswerParser):
             *(self._openers if ends_at_calls else ()),
         )
         self.in_reasoning = thinks
-        self._mode = (
-            self._detect_thinking_start if thinking is not None else self._choose_content_mode()
-        )
+        self._marked = False
+        if begun == "content":
+            self._mode = self._scan_content
+        elif begun == "reasoning":
+            self._mode = self._scan_thinking
+        elif thinking is not None:
+            self._mode = self._detect_thinking_start
+        else:
+            self._mode = self._choose_content_mode()
 
     def _flush_buffer(self, cut: bool) -> list[AnswerPiece]:
         """See ``AnswerParser``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,10 @@ class ReasoningDelta:
 
 AnswerPiece = str | ReasoningDelta | ToolCallDelta
 """A string is content."""
+
+
+BegunPart = Literal["", "reasoning", "content"]
+"""What a prompt has begun of the answer, which goes on with it; empty: nothing."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,10 @@ class PieceCollector:
         self._reasoning_blank = ""
         self.num_calls = 0
         self.follows_call = False
+
+    def set_begun(self, begun: BegunPart) -> None:
+        """Say what the prompt has begun; line breaks that come first then belong to that text."""
+        self._has_text, self._has_reasoning = begun == "content", begun == "reasoning"
 
     def add_text(self, text: str) -> None:
         """Append text to the answer's content."""

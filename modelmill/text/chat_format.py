@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Protocol, Unpack
 
+from modelmill.text.begun_answer import read_begun_answer
 from modelmill.text.chat_format_registry import select_format_variant
 from modelmill.text.chat_syntax import ThinkingSyntax
 from modelmill.text.message_validation import ChatRenderArgs, Messages
@@ -55,6 +56,18 @@ class ChatFormat(Protocol):
         **template: Unpack[ChatRenderArgs],
     ) -> str:
         """Return the same prompt as text."""
+
+    def encode_begun(self, messages: Messages, **template: Unpack[ChatRenderArgs]) -> list[int]:
+        """Return the prompt ids of a conversation whose last message the answer continues.
+
+        Raises:
+            RequestError: as ``encode``, and if the last message cannot be continued.
+        """
+
+    def render_begun(self, messages: Messages, **template: Unpack[ChatRenderArgs]) -> str:
+        """Return the same prompt as text."""
+        begun = read_begun_answer(messages, self.thinking)
+        return self.render(messages[:-1], True, **template) + begun.text
 
     def variant_for_template_kwargs(self, template_kwargs: Mapping[str, object]) -> ChatFormat:
         """Return the format of answers to a prompt with these variables of the template."""

@@ -7,6 +7,8 @@ from typing import Any, Unpack
 
 from modelmill.core.errors import RequestError, TemplateError
 from modelmill.text.answer_parser import AnswerParser, make_answer_parser
+from modelmill.text.answer_pieces import BegunPart
+from modelmill.text.begun_answer import read_begun_answer, render_begun_answer
 from modelmill.text.chat_format import ChatFormat
 from modelmill.text.chat_format_registry import (
     detect_chat_format,
@@ -231,6 +233,23 @@ class TemplateChatFormat(ChatFormat):
         """See ``ChatFormat.render``."""
         return remove_marks(*self._render_with_marks(messages, add_generation_prompt, **template))
 
+    def encode_begun(self, messages: Messages, **template: Unpack[ChatRenderArgs]) -> list[int]:
+        """See ``ChatFormat.encode_begun``."""
+        return self._tokenizer.encode_pieces(self.render_begun_pieces(messages, **template))
+
+    def render_begun_pieces(
+        self, messages: Messages, **template: Unpack[ChatRenderArgs]
+    ) -> list[str | int]:
+        """Return the prompt of ``encode_begun`` as ``render_pieces`` does."""
+        prompt, begun, mark = self._render_begun_with_marks(messages, **template)
+        pieces = [*self._tokenizer.split_control_tokens(prompt), *([begun] if begun else [])]
+        return [remove_marks(piece, mark) if isinstance(piece, str) else piece for piece in pieces]
+
+    def render_begun(self, messages: Messages, **template: Unpack[ChatRenderArgs]) -> str:
+        """See ``ChatFormat.render_begun``."""
+        prompt, begun, mark = self._render_begun_with_marks(messages, **template)
+        return remove_marks(prompt + begun, mark)
+
     def close(self) -> None:
         """End the template process; the next rendering starts another."""
         self._process.close()
@@ -243,6 +262,47 @@ class TemplateChatFormat(ChatFormat):
         options: Mapping[str, Any] | None = None,
     ) -> tuple[str, str]:
         """Render the template; returns the text with marks in it, and the mark."""
+        template, values = self._template_variables(messages, tools, options)
+        mark = find_unused_mark_char([template, *self._tokenizer.special, *iter_strings(values)])
+        marked = self._guard.insert_marks(values, mark)
+        return self._render_variables(template, marked, add_generation_prompt), mark
+
+    def _render_begun_with_marks(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> tuple[str, str, str]:
+        """Render a conversation that the answer continues; see ``render_begun_answer``.
+
+        Returns:
+            Prompt and begun text with marks in them, and the mark.
+        """
+        read_begun_answer(messages, self.thinking)
+        template, values = self._template_variables(messages, tools, options)
+        texts = [template, *self._tokenizer.special, *iter_strings(values)]
+        chars = list[str]()
+        while len(chars) < 3:
+            chars.append(find_unused_mark_char([*texts, *chars]))
+        mark, end, reasoning_end = chars
+        marked = self._guard.insert_marks(values, mark)
+
+        def render(conversation: Messages, add_generation_prompt: bool) -> str:
+            variables = {**marked, "messages": list(conversation)}
+            return self._render_variables(template, variables, add_generation_prompt)
+
+        prompt, begun = render_begun_answer(
+            render, marked["messages"], self.thinking, (end, reasoning_end)
+        )
+        return prompt, begun, mark
+
+    def _template_variables(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any] | None,
+    ) -> tuple[str, dict[str, Any]]:
+        """Return the template for a request, and what the request gives to it."""
         template = self._templates.get(
             "tool_use" if tools else "default", self._templates["default"]
         )
@@ -259,18 +319,17 @@ class TemplateChatFormat(ChatFormat):
                 raise RequestError(f"the template option {key!r} is set by the engine")
             check_json_data(value, f"the template option {key[:40]!r}")
             request_variables[key] = value
-        mark = find_unused_mark_char(
-            [template, *self._tokenizer.special, *iter_strings(request_variables)]
-        )
+        return template, request_variables
+
+    def _render_variables(
+        self, template: str, request_variables: Mapping[str, Any], add_generation_prompt: bool
+    ) -> str:
         variables = {
             **self._tokenizer.template_names,
-            **{
-                key: self._guard.insert_marks(value, mark)
-                for key, value in request_variables.items()
-            },
+            **request_variables,
             "add_generation_prompt": add_generation_prompt,
         }
-        return self._process.render(template, variables), mark
+        return self._process.render(template, variables)
 
     def _adapt_messages(
         self, messages: list[dict[str, Any]], template: str, tools: bool
@@ -329,6 +388,7 @@ def make_chat_answer_parser(
     continues: bool,
     max_calls: int | None = None,
     forced: bool = False,
+    begun: BegunPart = "",
     options: Mapping[str, object] | None = None,
 ) -> AnswerParser | None:
     """Make the parser of an answer in a chat; None if it is content without marks.
@@ -352,4 +412,5 @@ def make_chat_answer_parser(
         continues=continues,
         max_calls=max_calls,
         forced=forced,
+        begun=begun,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from modelmill.text.answer_parser import AnswerParser
-from modelmill.text.answer_pieces import AnswerPiece, PieceCollector
+from modelmill.text.answer_pieces import AnswerPiece, BegunPart, PieceCollector
 from modelmill.text.json_normalizer import StreamingJsonNormalizer
 from modelmill.text.tool_call_reader import ToolSchemas, find_first_mark, longest_suffix_overlap
 
@@ -27,9 +27,12 @@ _HEADER_STARTS = (START, CHANNEL, "to=", "assistant" + CHANNEL, "assistant to=",
 class HarmonyAnswerParser(AnswerParser):
     """Analysis is thinking, a call is a message to functions.NAME, everything else content."""
 
-    def __init__(self, tools: ToolSchemas, output: PieceCollector) -> None:
+    def __init__(self, tools: ToolSchemas, output: PieceCollector, begun: BegunPart = "") -> None:
         super().__init__(tools, output)
+        self.in_reasoning = begun == "reasoning"
         self._mode = self._scan_header
+        if begun:
+            self._mode = self._scan_reasoning if self.in_reasoning else self._scan_content
         self._header = ""
         self._arguments = StreamingJsonNormalizer()
         self._has_arguments = False

@@ -31,7 +31,7 @@ class ThinkingBudget:
         self._begun = value["thinking"] == "open"
         self._ended = False
         self._text, self._utf8 = "", IncrementalUtf8Decoder()
-        self._count = 0
+        self._count = int(value["begun_tokens"])
         self._closing_ids = tuple(
             tokenizer.encode_pieces(["", *tokenizer.split_control_tokens(closing)])
         )

@@ -231,6 +231,20 @@ def test_an_answer_that_was_cut_is_continued(opened: Any) -> None:
     assert "continue_final_message" not in bodies[0]
 
 
+def test_an_answer_that_was_cut_in_its_thinking_is_continued(opened: Any) -> None:
+    page = opened()
+    wait_ready(page)
+    answers = [
+        [event(reasoning="It rolls"), event(finish="length")],
+        [event(reasoning=" well."), event("The wheel turns."), event(finish="stop")],
+    ]
+    bodies = answer_in_turn(page, answers)
+    continue_answer(page, "reached the maximum of tokens")
+    assert bodies[1]["continue_final_message"] is True
+    last = {"role": "assistant", "content": "", "reasoning_content": "It rolls"}
+    assert bodies[1]["messages"][-1] == last
+
+
 def test_a_real_server_continues(opened: Any) -> None:
     """Greedy: the rest is what a longer answer had said."""
     page = opened('{"temperature": 0, "max_tokens": 24}')

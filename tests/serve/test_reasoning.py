@@ -74,6 +74,7 @@ def handle_of(output: CompletionOutput, prompt_thinking: str = "free") -> Any:
     state = SimpleNamespace(
         output=result,
         prompt_thinking=prompt_thinking,
+        begun="",
         request=SimpleNamespace(
             params=SimpleNamespace(
                 top_p=1.0, presence_penalty=0.0, frequency_penalty=0.0, temperature=1.0

@@ -379,7 +379,9 @@ def test_only_a_stop_string_of_the_request_cuts_a_call(
     answer = RequestOutput("r", None, [1], [output])
     builder = ChatResponseBuilder(
         body,
-        SimpleNamespace(request_states=[SimpleNamespace(output=answer, prompt_thinking="free")]),
+        SimpleNamespace(
+            request_states=[SimpleNamespace(output=answer, prompt_thinking="free", begun="")]
+        ),
         REACT,
     )  # type: ignore[arg-type]
     choice = builder._format_choice(output)
@@ -391,7 +393,9 @@ def test_only_a_stop_string_of_the_request_cuts_a_call(
     }
     piece = ChatResponseBuilder(
         body,
-        SimpleNamespace(request_states=[SimpleNamespace(output=answer, prompt_thinking="free")]),
+        SimpleNamespace(
+            request_states=[SimpleNamespace(output=answer, prompt_thinking="free", begun="")]
+        ),
         REACT,
     )._delta_event(  # type: ignore[arg-type]
         OutputDelta(0, text, (1,), "stop", answer)
@@ -406,7 +410,7 @@ def test_a_forced_call_whose_grammar_has_no_way_on_is_none(text: str, reason: st
     output = CompletionOutput(0, f'{{"name": "weather", "arguments": {text}', [1], "stop")
     result = RequestOutput("r", None, [1], [output])
     answer = SimpleNamespace(
-        request_states=[SimpleNamespace(output=result, prompt_thinking="free")]
+        request_states=[SimpleNamespace(output=result, prompt_thinking="free", begun="")]
     )
     plain = SimpleNamespace(
         fingerprint="",

@@ -41,7 +41,7 @@ function toolArticle(message, siblings, actions) {
     h("div", { class: "foot" }, act("Edit", "Edit this result", () => actions.edit(message), true), branches(message, siblings, actions)));
 }
 
-const canContinue = (message) => Boolean(message.content) && !message.calls?.length && !isWhole(message);
+const canContinue = (message) => Boolean(message.content || message.reasoning) && !message.calls?.length && !isWhole(message);
 /** What is said below an answer; it has no finish if its tab was closed. @param {Message} message */
 const noteOf = ({ note, finish }) => note ?? (finish ? "" : "This answer has not been finished.");
 

@@ -98,8 +98,8 @@ async function stream(body, article, keepIt) {
   $("keyhint").hidden = false;
 }
 
-function cutNote({ content }) {
-  return content ? "The answer was cut: it reached the maximum of tokens. Continue goes on where it ended."
+function cutNote({ content, reasoning }) {
+  return content || reasoning ? "The answer was cut: it reached the maximum of tokens. Continue goes on where it ended."
     : "The answer was cut before it began: raise Max tokens in the settings and regenerate it.";
 }
 

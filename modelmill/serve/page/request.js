@@ -45,10 +45,11 @@ const isTurn = (message) => message.role !== "assistant" || Boolean(message.cont
  * Messages as the API takes them.
  * @param {Message[]} path
  * @param {string} system prompt; empty: none
+ * @param {boolean} continues whether the last message is the beginning of the answer: perhaps of its thinking alone
  * @returns {object[]}
  */
-export function messagesOf(path, system) {
-  const told = path.filter(isTurn).map(toApi);
+export function messagesOf(path, system, continues = false) {
+  const told = path.filter((message, at) => isTurn(message) || (continues && at === path.length - 1)).map(toApi);
   return system.trim() ? [{ role: "system", content: system.trim() }, ...told] : told;
 }
 
@@ -63,7 +64,7 @@ export function messagesOf(path, system) {
  */
 export function bodyOf(model, path, system, fields, continues = false) {
   return {
-    model, messages: messagesOf(path, system), stream: true, stream_options: { include_usage: true }, return_token_ids: true,
+    model, messages: messagesOf(path, system, continues), stream: true, stream_options: { include_usage: true }, return_token_ids: true,
     ...fields, ...(continues ? { continue_final_message: true, add_generation_prompt: false } : {}),
   };
 }

@@ -15,7 +15,6 @@ from modelmill.request_output_state import RequestOutputState
 from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.chat_schema import ChatRequest
-from modelmill.serve.continue_final_message import split_answer_start
 from modelmill.serve.custom_tools import ToolCallDeltaFormatter, tool_call_json
 from modelmill.serve.engine_client import EngineClient, max_tokenize_tokens
 from modelmill.serve.openai_format import ChatLogprobsFormatter, sse_event
@@ -158,13 +157,13 @@ def chat_request_state(
     format_name = text_processor.chat_format.format_name
     offered = body.offered_tools
     params = resolve_sampling_params(text_processor, body)
-    history, answer_start = split_answer_start(body)
+    begun = body.read_begun_answer(text_processor.chat_format.thinking)
     messages, template = tool_prompts.prepare_tool_conversation(
-        format_name, history, offered, writes_calls=text_processor.chat_format.writes_calls
+        format_name, body.messages, offered, writes_calls=text_processor.chat_format.writes_calls
     )
     if offered:
         params = tool_prompts.add_call_stop_strings(params, format_name)
-    if grammar is None and answer_start is None:
+    if grammar is None and begun.part != "content":
         grammar = _strict_tool_grammar(body, offered, format_name)
     if template_kwargs:
         template["options"] = template_kwargs
@@ -176,11 +175,11 @@ def chat_request_state(
         calls=bool(offered),
         parses_thinking=True,
         thinking_budget=body.thinking_token_budget,
-        add_generation_prompt=body.add_generation_prompt is not False or answer_start is not None,
-        answer_start=answer_start or "",
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continues=bool(body.continue_final_message),
         kept_prompt_tokens=kept,
         tool_schemas=tool_prompts.tool_schemas(offered),
-        sent_messages=history,
+        sent_messages=body.messages[:-1] if body.continue_final_message else body.messages,
         **template,
     )
 
@@ -239,6 +238,7 @@ def make_chat_tool_parser(
         continues=body.messages[-1].get("role") == "tool",
         max_calls=1 if body.parallel_tool_calls is False else None,
         forced=body.forces_tool_call,
+        begun="" if state is None else state.begun,
         options=_template_kwargs(text_processor, body),
     )
 

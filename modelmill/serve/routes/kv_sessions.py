@@ -121,7 +121,12 @@ def _prefill_request_states(
         salt = body.cache_salt or ""
         return [
             text_processor.chat_request(
-                messages, params, cache_salt=salt, add_generation_prompt=begins, **template
+                messages,
+                params,
+                cache_salt=salt,
+                add_generation_prompt=begins,
+                continues=bool(body.continue_final_message),
+                **template,
             )
         ]
     ids = encode_prompt(text_processor, body, max_model_len) if body.tokens is None else body.tokens

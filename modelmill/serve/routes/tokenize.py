@@ -17,6 +17,7 @@ from modelmill.serve.special_token_prompts import encode_text
 from modelmill.serve.tokenize_schema import DetokenizeRequest, TemplateRequest, TokenizeRequest
 from modelmill.serve.tool_schema import check_parameter_schemas
 from modelmill.text import tool_prompts
+from modelmill.text.begun_answer import read_begun_answer
 from modelmill.text.chat_format_loader import ChatFormat
 from modelmill.text.tokenizer_loader import Tokenizer
 from modelmill.text_processor import TextProcessor
@@ -110,6 +111,8 @@ def encode_prompt(
             add_special=body.adds_special_tokens,
         )
     chat_format, messages, template = template_input(text_processor, body, max_model_len)
+    if body.continue_final_message:
+        return chat_format.encode_begun(messages, **template)
     return chat_format.encode(messages, body.add_generation_prompt is not False, **template)
 
 
@@ -127,6 +130,9 @@ def template_input(
     chat_format = text_processor.variant_for_template_kwargs(template_kwargs).chat_format
     assert chat_format is not None, "a variable changes the format, and removes none"
     messages, tools = body.messages or [], body.tools or ()
+    body.check_continue_final_message()
+    if body.continue_final_message:
+        read_begun_answer(messages, chat_format.thinking)
     check_parameter_schemas(tool.function for tool in tools)
     check_message_sizes(text_processor, messages, max_model_len, body.offered_tools)
     prepared, template = tool_prompts.prepare_tool_conversation(
@@ -143,7 +149,10 @@ def _render_template(
     if body.messages is None:
         raise RequestError("messages: field required")
     chat_format, messages, template = template_input(text_processor, body, max_model_len)
-    text = chat_format.render(messages, body.add_generation_prompt is not False, **template)
+    if body.continue_final_message:
+        text = chat_format.render_begun(messages, **template)
+    else:
+        text = chat_format.render(messages, body.add_generation_prompt is not False, **template)
     return Utf8JsonResponse({"prompt": text})
 
 
