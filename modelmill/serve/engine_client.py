@@ -187,6 +187,20 @@ class EngineClient:
         return None if self.manifest is None else self.manifest.engine_type
 
     @property
+    def max_model_len(self) -> int | None:
+        """Tokens of the context; None: it has none, or it is not known before the engine is open.
+
+        Before an engine is loaded this is what it will have: that of its files, or the lower one
+        that the server was started with.
+        """
+        if self.engine_info is not None:
+            return self.engine_info.max_model_len or None
+        if self.manifest is None or self.engine_type == SEGMENTATION:
+            return None
+        length = self.manifest.max_model_len
+        return min(length, self._open_engine.run.get("max_model_len") or length)
+
+    @property
     def path(self) -> Path:
         """The engine folder; of a checkpoint that is not built yet, the checkpoint."""
         return Path(self._open_engine.model if self.engine_info is None else self.engine_info.path)
@@ -197,9 +211,9 @@ class EngineClient:
         Raises:
             ModelmillError: they cannot be read.
         """
-        manifest = self.manifest
-        if self._text_processor is None and manifest and manifest.engine_type != SEGMENTATION:
-            self._text_processor = self._read_text_processor(self.path, manifest.max_model_len)
+        length = self.max_model_len
+        if self._text_processor is None and length is not None:
+            self._text_processor = self._read_text_processor(self.path, length)
 
     def start_text_processor_preload(self) -> None:
         """Read tokenizer and chat template on a thread while the worker loads the weights."""

@@ -197,7 +197,7 @@ def show_model(engine: EngineClient) -> dict[str, Any]:
     info: dict[str, Any] = {
         "general.architecture": family,
         "general.basename": engine.name,
-        f"{family}.context_length": _max_model_len(engine, manifest),
+        f"{family}.context_length": engine.max_model_len,
     }
     for key, name in (
         ("hidden_size", "embedding_length"),
@@ -217,11 +217,6 @@ def show_model(engine: EngineClient) -> dict[str, Any]:
         "capabilities": capabilities(engine),
         "modified_at": format_timestamp(_modified_at(engine)),
     }
-
-
-def _max_model_len(engine: EngineClient, manifest: Manifest) -> int:
-    info = engine.engine_info
-    return manifest.max_model_len if info is None else info.max_model_len
 
 
 def capabilities(engine: EngineClient) -> list[str]:

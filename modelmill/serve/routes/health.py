@@ -73,7 +73,7 @@ async def models(request: Request) -> dict[str, Any]:
     service = get_service(request)
     if ANTHROPIC_VERSION in request.headers:
         cards = [
-            anthropic_model(name, engine, _max_model_len(engine))
+            anthropic_model(name, engine, engine.max_model_len)
             for name, engine in service.engines.items()
         ]
         ids = [card["id"] for card in cards] or [None]
@@ -90,7 +90,7 @@ async def model(request: Request, name: str) -> dict[str, Any]:
     service = get_service(request)
     engine = service.get_engine(name)
     if ANTHROPIC_VERSION in request.headers:
-        return anthropic_model(name, engine, _max_model_len(engine))
+        return anthropic_model(name, engine, engine.max_model_len)
     return _model_card(service, name, engine)
 
 
@@ -141,13 +141,6 @@ def _engine_status(service: Service, engine: EngineClient) -> dict[str, Any]:
     return status
 
 
-def _max_model_len(engine: EngineClient) -> int | None:
-    """Tokens of an engine's context; None: not known before it is loaded."""
-    if engine.engine_info is not None:
-        return engine.engine_info.max_model_len or None
-    return None if engine.manifest is None else engine.manifest.max_model_len
-
-
 def _model_card(service: Service, name: str, engine: EngineClient) -> dict[str, Any]:
     defaults, suggested = engine.sampling_defaults or (None, None)
     shown = model_status(engine, service.catalogue)
@@ -157,7 +150,7 @@ def _model_card(service: Service, name: str, engine: EngineClient) -> dict[str, 
         "created": engine.created_at,
         "owned_by": "modelmill",
         "root": engine.name,
-        "max_model_len": _max_model_len(engine),
+        "max_model_len": engine.max_model_len,
         "state": shown.state,
         "progress": shown.progress,
         "pinned": shown.pinned,

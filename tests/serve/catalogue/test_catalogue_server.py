@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
+from modelmill.cli.launch import served_context_length
 from modelmill.serve.catalogue.entries import read_manifest
 from tests.serve.dialect_calls import MODEL
 from tests.serve.server_process import FLAGS, ServerProcess
 from tests.wait import wait_until
 
 KV_BYTES = 8_000_000
+MAX_MODEL_LEN = 256
+"""Lower than the engines' own 512."""
 HI = [{"role": "user", "content": "Hi"}]
 
 
@@ -32,7 +35,7 @@ def server(models_dir: Path, stories: Path) -> Iterator[ServerProcess]:
     """A server of both."""
     budget = read_manifest(stories).weight_bytes * 3 // 2 + KV_BYTES
     words = ("--models-dir", models_dir, "--memory-budget", budget, "--log-level", "info")
-    with ServerProcess(*words, flags=FLAGS) as serving:
+    with ServerProcess(*words, "--max-model-len", str(MAX_MODEL_LEN), flags=FLAGS) as serving:
         yield serving
 
 
@@ -60,6 +63,28 @@ def check_keep_alive(server: ServerProcess, model: str) -> None:
         assert status == 200, (path, answer)
 
 
+def context_lengths(server: ServerProcess, model: str) -> set[Any]:
+    """What every list and description says of a model's context."""
+    cards = server.request("/v1/models")[1]
+    (card,) = (each for each in cards["data"] if each["id"] == model)
+    shown = server.request("/api/show", {"model": model})[1]["model_info"]
+    return {
+        card["max_model_len"],
+        served_context_length(cards, model),
+        server.request(f"/v1/models/{model}")[1]["max_model_len"],
+        shown["llama.context_length"],
+    }
+
+
+def test_the_context_is_known_before_a_model_is_loaded(server: ServerProcess) -> None:
+    assert states(server)["other"] == "unloaded"
+    assert context_lengths(server, "other") == {MAX_MODEL_LEN}
+    server.request("/v1/completions", {"model": "other", "prompt": "Hi", "max_tokens": 1})
+    assert states(server)["other"] == "loaded"
+    assert context_lengths(server, "other") == {MAX_MODEL_LEN}
+    server.request("/api/generate", {"model": "other", "stream": False, "keep_alive": 0})
+
+
 def test_every_dialect_takes_keep_alive_and_loads_the_model(server: ServerProcess) -> None:
     assert set(states(server).values()) == {"unloaded"}
     check_keep_alive(server, MODEL)
@@ -72,7 +97,7 @@ def test_every_dialect_takes_keep_alive_and_loads_the_model(server: ServerProces
 def test_ollama_lists_shows_and_unloads_without_loading(server: ServerProcess) -> None:
     assert {each["name"] for each in server.request("/api/tags")[1]["models"]} == {MODEL, "other"}
     shown = server.request("/api/show", {"model": "other"})[1]
-    assert shown["model_info"]["llama.context_length"] == 512
+    assert shown["model_info"]["llama.context_length"] == MAX_MODEL_LEN
     assert states(server)["other"] == "unloaded"
     assert server.request("/api/generate", {"model": "other", "stream": False})[1]["done"]
     assert states(server) == {MODEL: "unloaded", "other": "loaded"}
