@@ -109,6 +109,8 @@ class TextProcessor:
         self._allow_local_files = allow_local_files
         # of an image in a conversation; None: the limit in vision.image_input
         self.max_image_pixels: int | None = None
+        # of a prompt's text, unless its request says otherwise: special tokens become their ids
+        self.parse_special = False
         self.tokenizer: Tokenizer | None = load_tokenizer(files) if files else None
         self.chat_format: ChatFormat | None = (
             load_chat_format(files, self.tokenizer) if self.tokenizer else None
@@ -140,6 +142,10 @@ class TextProcessor:
         self.max_image_pixels = max_image_pixels
         if self.tokenizer is not None:
             self.tokenizer.set_max_tokens(max_text_tokens)
+
+    def set_parse_special(self, parses: bool) -> None:
+        """Whether special tokens in a prompt's text are read where its request does not say so."""
+        self.parse_special = parses
 
     def reset_answer_history(self, max_bytes: int) -> None:
         """Remember the tokens of earlier answers in so many bytes from now on; 0: of none."""

@@ -113,6 +113,11 @@ class Args(CommonArgs):
     chat_template: str | None = option_field(
         None, "chat template, or a file with one, instead of the engines' own"
     )
+    parse_special: bool = option_field(
+        False,
+        "read special tokens (<|im_start|>, …) in the text of completions and /tokenize where a "
+        "request does not say parse_special; only for clients that write whole templates",
+    )
     max_waiting: int = option_field(
         1024, "answers that may wait beyond --max-num-seqs; more are rejected with 429"
     )
@@ -421,7 +426,7 @@ def _make_open_messages(args: Args) -> list[OpenEngine]:
             str(path), _build_overrides(args, path), run, args.warm_up, args.chat_template, later,
             segmenting[:index].count(False),
             other_bytes, args.image_cache_bytes, args.max_image_pixels, args.watchdog_timeout,
-            args.answer_history_bytes,
+            args.answer_history_bytes, args.parse_special,
         )  # fmt: skip
         messages.append(message)
     return messages

@@ -265,6 +265,6 @@ class _ModelFactory:
             str(entry.path), {}, non_default_fields(run), args.warm_up, args.chat_template,
             image_cache_bytes=args.image_cache_bytes, max_pixels=args.max_image_pixels,
             watchdog_seconds=args.watchdog_timeout,
-            answer_history_bytes=args.answer_history_bytes,
+            answer_history_bytes=args.answer_history_bytes, parse_special=args.parse_special,
             cache_bytes=self._estimate_cache_bytes(entry, manifest),
         )  # fmt: skip

@@ -6,7 +6,7 @@ tokens of their names, as clients that write the chat template themselves need i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from modelmill.core.errors import RequestError, TokenizerError
@@ -29,6 +29,8 @@ FIM_ENDS = (
     "<file_sep>", "<fim_pad>", "▁<EOT>", "<EOT>",
 )  # fmt: skip
 """Control tokens that end a middle, beside EOS and the marks themselves."""
+MAX_SHOWN_NAMES = 3
+"""Special tokens that a warning names."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,22 @@ def encode_infill(tokenizer: Tokenizer, prefix: str, suffix: str) -> tuple[list[
     if marks.middle is None:
         return [*start, marks.suffix, *after, marks.prefix, *before], marks
     return [*start, marks.prefix, *before, marks.suffix, *after, marks.middle], marks
+
+
+def find_special_tokens(tokenizer: Tokenizer, text: str) -> list[str]:
+    """The texts of special tokens in a text, each once."""
+    ids = {piece for piece in tokenizer.split_control_tokens(text) if isinstance(piece, int)}
+    return [name for name, id in tokenizer.special.items() if id in ids]
+
+
+def plain_special_tokens_warning(names: Sequence[str]) -> str:
+    """The warning about special tokens of a prompt that were read as plain text."""
+    shown = ", ".join(names[:MAX_SHOWN_NAMES])
+    more = ", …" if len(names) > MAX_SHOWN_NAMES else ""
+    return (
+        f"prompt: {shown}{more} is read as plain text; parse_special: true makes it the special "
+        "token, and false says that text is meant"
+    )
 
 
 def encode_text(

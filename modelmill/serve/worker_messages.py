@@ -80,6 +80,8 @@ class OpenEngine:
         max_pixels: limit of one image.
         watchdog_seconds: without a sign of life, after which the worker counts as hung; 0: never.
         answer_history_bytes: memory for the tokens of earlier answers, in the API process.
+        parse_special: special tokens in the text of a prompt are read as such, in the API process,
+            unless the request says otherwise.
         cache_bytes: for KV pages and recurrent states of all ranks, unless ``run`` says both;
             None: from the free memory.
     """
@@ -96,6 +98,7 @@ class OpenEngine:
     max_pixels: int = 50_000_000
     watchdog_seconds: float = DEFAULT_TIMEOUT
     answer_history_bytes: int = MAX_HISTORY_BYTES
+    parse_special: bool = False
     cache_bytes: int | None = None
 
 

@@ -105,8 +105,9 @@ class LlamaCppCompletionRequest(LlamaCppFields):
 
     def to_completion_request(self) -> CompletionRequest:
         """Convert to the equivalent completion request; control tokens are parsed by default."""
-        special = self.parse_special is not False and isinstance(self.prompt, str)
-        return self.make_completion_request(self.prompt, parse_special=special or None)
+        return self.make_completion_request(
+            self.prompt, parse_special=self.parse_special is not False
+        )
 
 
 class InfillContext(StrictModel):

@@ -33,7 +33,12 @@ from modelmill.serve.routes.common import (
     prepare_and_submit_requests,
     random_id,
 )
-from modelmill.serve.special_token_prompts import encode_infill, encode_text
+from modelmill.serve.special_token_prompts import (
+    encode_infill,
+    encode_text,
+    find_special_tokens,
+    plain_special_tokens_warning,
+)
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
 from modelmill.serve.timings import final_timing_fields, request_timings
 from modelmill.text_processor import TextProcessor
@@ -122,6 +127,7 @@ def completion_request_states(
             states[-1].set_echo_text()
         check_request(states[-1].request, limits)
         _check_num_logprobs(states, body, limits.max_len)
+    _warn_about_special_tokens(text_processor, body)
     return states
 
 
@@ -140,18 +146,19 @@ def _encode_prompt(
     longest = max_model_len if kept is None else max_tokenize_tokens(max_model_len)
     text_processor.check_prompt_length(prompt, longest)
     tokenizer, ends = text_processor.tokenizer, tuple[int, ...]()
+    parses = _parses_special_tokens(text_processor, body)
     encoded: str | list[int] = prompt
     if isinstance(prompt, str) and body.suffix is not None and tokenizer is not None:
         text_processor.check_prompt_length(body.suffix, max_model_len)
         encoded, marks = encode_infill(tokenizer, prompt, body.suffix)
         ends = marks.ends
     elif isinstance(prompt, str) and (
-        body.parse_special or body.add_special_tokens is False or kept is not None
+        parses or body.add_special_tokens is False or kept is not None
     ):
         encoded = encode_text(
             tokenizer,
             prompt,
-            parse_special=bool(body.parse_special),
+            parse_special=parses,
             add_special=body.add_special_tokens is not False,
         )
         if not encoded:
@@ -159,6 +166,23 @@ def _encode_prompt(
     if kept is not None and not isinstance(encoded, str):
         encoded = encoded[-kept:]
     return encoded, ends
+
+
+def _parses_special_tokens(text_processor: TextProcessor, body: CompletionRequest) -> bool:
+    """Whether special tokens in the text become their ids: as requested, or by default."""
+    return text_processor.parse_special if body.parse_special is None else body.parse_special
+
+
+def _warn_about_special_tokens(text_processor: TextProcessor, body: CompletionRequest) -> None:
+    """Warn about special tokens that are plain text though the request does not say so."""
+    tokenizer = text_processor.tokenizer
+    says = body.parse_special is not None or body.suffix is not None
+    if says or tokenizer is None or text_processor.parse_special:
+        return
+    texts = (prompt for prompt in body.prompts() if isinstance(prompt, str))
+    names = [name for text in texts for name in find_special_tokens(tokenizer, text)]
+    if names:
+        body.add_warnings([plain_special_tokens_warning(list(dict.fromkeys(names)))])
 
 
 def _check_num_logprobs(

@@ -107,7 +107,9 @@ def encode_prompt(
         return encode_text(
             text_processor.tokenizer,
             body.text,
-            parse_special=bool(body.parse_special),
+            parse_special=text_processor.parse_special
+            if body.parse_special is None
+            else body.parse_special,
             add_special=body.adds_special_tokens,
         )
     chat_format, messages, template = template_input(text_processor, body, max_model_len)

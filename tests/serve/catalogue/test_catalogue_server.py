@@ -35,7 +35,8 @@ def server(models_dir: Path, stories: Path) -> Iterator[ServerProcess]:
     """A server of both."""
     budget = read_manifest(stories).weight_bytes * 3 // 2 + KV_BYTES
     words = ("--models-dir", models_dir, "--memory-budget", budget, "--log-level", "info")
-    with ServerProcess(*words, "--max-model-len", str(MAX_MODEL_LEN), flags=FLAGS) as serving:
+    words = (*words, "--max-model-len", MAX_MODEL_LEN, "--parse-special")
+    with ServerProcess(*words, flags=FLAGS) as serving:
         yield serving
 
 
@@ -83,6 +84,15 @@ def test_the_context_is_known_before_a_model_is_loaded(server: ServerProcess) ->
     assert states(server)["other"] == "loaded"
     assert context_lengths(server, "other") == {MAX_MODEL_LEN}
     server.request("/api/generate", {"model": "other", "stream": False, "keep_alive": 0})
+
+
+def test_the_server_reads_special_tokens_by_default(server: ServerProcess) -> None:
+    counts = [
+        server.request("/tokenize", {"model": MODEL, "prompt": "a</s>", **more})[1]["count"]
+        for more in ({}, {"parse_special": True}, {"parse_special": False})
+    ]
+    assert counts[0] == counts[1] < counts[2]
+    server.request("/api/generate", {"model": MODEL, "stream": False, "keep_alive": 0})
 
 
 def test_every_dialect_takes_keep_alive_and_loads_the_model(server: ServerProcess) -> None:
