@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -10,7 +10,7 @@ from modelmill.serve.catalogue.keep_alive import KeepAliveField
 from modelmill.serve.engine_request_fields import EngineRequestFields
 from modelmill.serve.prompt_fields import TokenIds
 from modelmill.serve.response_model import ResponseModel
-from modelmill.serve.strict_models import StrictModel
+from modelmill.serve.strict_models import ModelName, StrictModel
 from modelmill.serve.tokenize_schema import TokenizeRequest
 
 SESSION_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}$"
@@ -19,7 +19,9 @@ SESSION_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}$"
 class RestoreSessionRequest(StrictModel):
     """Request body of POST /v1/sessions/restore."""
 
-    model: str = Field(max_length=1024)
+    may_omit_model: ClassVar[bool] = True
+
+    model: ModelName = ""
     name: str = Field(pattern=SESSION_NAME, description="of the saved session")
     cache_salt: str | None = Field(None, max_length=1024)
     keep_alive: KeepAliveField = None

@@ -40,6 +40,7 @@ from modelmill.serve.strict_models import (
     JsonObject,
     JsonObjectList,
     Metadata,
+    ModelName,
     NullTolerantModel,
     StrictModel,
 )
@@ -429,7 +430,9 @@ class ResponsesRequest(SamplingFields):
 class CompactRequest(EngineRequestFields, NullTolerantModel):
     """Request body of POST /v1/responses/compact."""
 
-    model: str = Field(max_length=1024)
+    may_omit_model: ClassVar[bool] = True
+
+    model: ModelName = ""
     input: LongText | JsonObjectList | None = None
     instructions: LongText | None = None
     previous_response_id: str | None = None

@@ -59,9 +59,18 @@ def test_a_request_without_a_model(running: ServiceThread) -> None:
         ("/v1/completions", {"prompt": "a", "max_tokens": 1, "model": None}),
         ("/v1/embeddings", {"input": "a"}),
         ("/v1/score", {"text_1": "a", "text_2": "b"}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 1}),
+        ("/v1/messages", {"messages": HI, "max_tokens": 1}),
     ):
         answer = running.post(path, body)
         assert (answer.status, answer.json["model"]) == (200, "stories"), answer.body
+    for path, body in (
+        ("/v1/messages/count_tokens", {"messages": HI}),
+        ("/v1/responses/input_tokens", {"input": "a"}),
+        ("/v1/responses/compact", {"input": "a", "max_output_tokens": 4}),
+    ):
+        answer = running.post(path, body)
+        assert answer.status == 200, (path, answer.body)
 
 
 def test_grammars_in_both_notations(running: ServiceThread) -> None:

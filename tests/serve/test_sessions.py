@@ -160,7 +160,7 @@ def test_a_conversation_is_saved_through_its_template(
     body = {"model": "stories", "name": "dog", "messages": messages, "cache_salt": "session"}
     saved = running.run(client.post("/v1/sessions/save", body))
     assert saved.status == 200, saved.body
-    restored = {"model": "stories", "name": "dog", "cache_salt": "again"}
+    restored = {"name": "dog", "cache_salt": "again"}
     assert running.run(client.post("/v1/sessions/restore", restored)).json["tokens"] > 16
     ask = {"model": "stories", "messages": messages, "max_tokens": 1, "cache_salt": "again"}
     usage = running.post("/v1/chat/completions", ask).json["usage"]

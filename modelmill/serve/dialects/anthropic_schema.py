@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -19,6 +19,7 @@ from modelmill.serve.strict_models import (
     IgnoredList,
     JsonObject,
     JsonObjectList,
+    ModelName,
     NullTolerantModel,
     StrictModel,
 )
@@ -96,7 +97,9 @@ class OutputConfig(StrictModel):
 class CountTokensRequest(NullTolerantModel):
     """Request body of POST /v1/messages/count_tokens: what makes up the prompt."""
 
-    model: str = Field(max_length=1024)
+    may_omit_model: ClassVar[bool] = True
+
+    model: ModelName = ""
     messages: JsonObjectList = Field(min_length=1)
     system: LongText | BlockText | None = Field(
         None, description="a string, or a list of text blocks"
