@@ -95,6 +95,11 @@ class RequestOutputState:
         self._sequences = self._make_detokenizers()
 
     @property
+    def is_prompt_computed(self) -> bool:
+        """Whether it is known how many of the prompt's tokens came from the prefix cache."""
+        return self._prompt_computed
+
+    @property
     def prompt_tokens(self) -> int:
         """Tokens of the prompt, 0 until it is computed, so that usage counts it once."""
         return len(self.output.prompt_token_ids) if self._prompt_computed else 0

@@ -101,6 +101,14 @@ def token_usage(request_states: Iterable[RequestOutputState]) -> dict[str, Any]:
     }
 
 
+def running_token_usage(request_states: Sequence[RequestOutputState]) -> dict[str, Any]:
+    """The usage so far; cached tokens are left out until they are known of every prompt."""
+    usage = token_usage(request_states)
+    if not all(state.is_prompt_computed for state in request_states):
+        del usage["prompt_tokens_details"]
+    return usage
+
+
 class ChatLogprobsFormatter:
     """Formats logprobs of one choice of a chat completion incrementally."""
 

@@ -153,7 +153,32 @@ def test_usage_in_every_event(running: ServiceThread, path: str) -> None:
     counts = [event["usage"]["completion_tokens"] for event in made]
     assert counts == sorted(counts)
     assert counts[-1] == 8
-    assert all(event["timings"]["predicted_n"] >= 0 for event in made if event["choices"])
+    assert made[-2]["timings"]["predicted_n"] == 8
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_every_event_of_a_stream_is_true_of_the_cache(running: ServiceThread, path: str) -> None:
+    """What was cached is not known before the first token: no event says otherwise."""
+    text = "The dog ran to the tree and the cat. " * 4
+    asks = {"prompt": text} if path == "/v1/completions" else {
+        "messages": [{"role": "user", "content": text}]
+    }  # fmt: skip
+    body = {**asks, "max_tokens": 4, "temperature": 0}
+    post(running, path, body)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = {**body, "stream": True, "stream_options": options, "timings_per_token": True}
+    made = [event for _, event in events(post(running, path, stream).body)]
+    total = made[-1]["usage"]
+    cached = total["prompt_tokens_details"]["cached_tokens"]
+    assert cached > 0
+    details = [event["usage"].get("prompt_tokens_details") for event in made]
+    timings = [event.get("timings") for event in made if event["choices"]]
+    if path == "/v1/chat/completions":  # its first event has the role
+        assert (details.pop(0), timings.pop(0)) == (None, None)
+    assert all(each == {"cached_tokens": cached} for each in details)
+    counts = [(each["cache_n"], each["prompt_n"]) for each in timings if each]
+    assert counts == [(cached, total["prompt_tokens"] - cached)] * len(timings)
+    assert {event["usage"]["prompt_tokens"] for event in made} == {total["prompt_tokens"]}
 
 
 def test_timings_and_the_fingerprint(running: ServiceThread) -> None:

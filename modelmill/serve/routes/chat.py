@@ -361,8 +361,8 @@ class ChatResponseBuilder(EventFormatter):
         """Keys of every event of a stream, where the client wants to follow its progress."""
         states, out = self._handle.request_states, dict[str, Any]()
         if self._body.wants_running_usage:
-            out["usage"] = openai_format.token_usage(states)
-        if self._body.timings_per_token:
+            out["usage"] = openai_format.running_token_usage(states)
+        if self._body.timings_per_token and states[0].is_prompt_computed:
             out["timings"] = request_timings(states)
         return out
 

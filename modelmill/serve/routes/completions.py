@@ -271,8 +271,8 @@ class CompletionResponseBuilder(EventFormatter):
             self._warned.add(choice["index"])
             fields["warnings"] = body.warnings
         if body.wants_running_usage:
-            fields["usage"] = openai_format.token_usage(states)
-        if body.timings_per_token:
+            fields["usage"] = openai_format.running_token_usage(states)
+        if body.timings_per_token and states[0].is_prompt_computed:
             fields["timings"] = request_timings(states)
         if not fields:
             return self._chunk_template.render_chunk(choice)
