@@ -43,6 +43,7 @@ from modelmill.serve.openapi_models import add_response_schemas
 from modelmill.serve.responses_schema import CompactRequest, ResponsesRequest
 from modelmill.serve.routes import (
     chat,
+    compaction,
     completions,
     embeddings,
     health,
@@ -129,12 +130,13 @@ def make_app(service: Service) -> ASGIApp:
         scores,
         models,
         kv_sessions,
-        health, completions, chat, responses, messages, ollama, embeddings, tokenize, segment, page,
+        health, completions, chat, responses, compaction, messages, ollama, embeddings, tokenize,
+        segment, page,
     )  # fmt: skip
     for module in modules:
         app.include_router(module.router)
     for more in (
-        stored_responses.router, stored_responses.bodyless_router,
+        stored_responses.bodyless_router,
         saved_kv_sessions.router, ollama.bodyless_router,
     ):  # fmt: skip
         app.include_router(more)

@@ -426,8 +426,14 @@ class CompactionResponse(ResponseModel):
     id: str = Field(pattern="^resp_")
     object: Literal["response.compaction"]
     created_at: int
+    status: Literal["completed", "incomplete"] = Field(
+        description="incomplete: the summary was cut at its limit"
+    )
+    incomplete_details: IncompleteDetails | None
+    compacted: bool = Field(description="false: the output is the input, which was not longer")
     output: list[dict[str, Any]]
     usage: ResponseUsage
+    warnings: list[str] = Field(default_factory=list)
 
 
 class InputTokensResponse(ResponseModel):

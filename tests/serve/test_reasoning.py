@@ -12,6 +12,7 @@ import pytest
 from modelmill.core.errors import RequestError
 from modelmill.outputs import CompletionOutput, OutputDelta, RequestOutput
 from modelmill.serve.chat_schema import ChatRequest
+from modelmill.serve.compaction_plan import Compactor
 from modelmill.serve.encrypted_content_codec import compress_text
 from modelmill.serve.openai_models import OutputReasoning
 from modelmill.serve.response_items import ResponseItemsBuilder
@@ -22,8 +23,8 @@ from modelmill.serve.routes.chat import (
     chat_request_state,
     make_chat_tool_parser,
 )
+from modelmill.serve.routes.compaction import strip_thinking
 from modelmill.serve.routes.responses import ResponsesBuilder
-from modelmill.serve.routes.stored_responses import _make_summary_request, _strip_thinking
 from modelmill.serve.routes.tokenize import template_input
 from modelmill.serve.tokenize_schema import TemplateRequest
 from modelmill.text.answer_pieces import collect_answer
@@ -234,12 +235,14 @@ def test_a_prompt_is_shown_with_the_variables_of_its_template(processor: TextPro
 
 
 def test_a_summary_is_written_without_thinking(processor: TextProcessor) -> None:
-    body = CompactRequest(model="m")
-    chat, state = _make_summary_request(processor, body, [{"role": "user", "content": "x"}], 512)
+    compactor = Compactor(processor, CompactRequest(model="m"), 4096)
+    plan = compactor.plan([{"role": "assistant", "content": "Tom has a ball. " * 50}])
+    chat, state = compactor.summary_request(plan)
     assert state.prompt_thinking == "closed"
-    thought = "<think>\nHm.\n</think>\n\nTom has a ball."  # where a template cannot switch it off
-    assert _strip_thinking(chat, processor, state, thought).strip() == "Tom has a ball."
-    assert _strip_thinking(chat, processor, state, "Tom.") == "Tom."
+    assert chat.thinking_token_budget == 0, "where a template cannot switch it off"
+    thought = "<think>\nHm.\n</think>\n\nTom has a ball."
+    assert strip_thinking(chat, processor, state, thought).strip() == "Tom has a ball."
+    assert strip_thinking(chat, processor, state, "Tom.") == "Tom."
 
 
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 7}}}

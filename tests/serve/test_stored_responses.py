@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from modelmill.core.errors import RequestError
-from modelmill.serve.compaction import compacted_items
 from modelmill.serve.encrypted_content_codec import (
     MAX_UNPACKED_BYTES,
     TextDecompressor,
@@ -21,7 +20,6 @@ from modelmill.serve.response_store import (
     estimate_stored_bytes,
     make_stored_response,
 )
-from modelmill.serve.routes import stored_responses
 from tests.serve.service_thread import ServiceThread
 
 ASK = {"model": "stories", "temperature": 0, "max_output_tokens": 8}
@@ -173,31 +171,6 @@ def test_log_probabilities_are_not_kept() -> None:
     assert first_item["content"] == [{**part, "logprobs": []}]
 
 
-def test_compaction_keeps_the_users_messages(running: ServiceThread) -> None:
-    first = respond(running, input="Tom has a red ball.")
-    body = {"model": "stories", "previous_response_id": first["id"], "max_output_tokens": 6}
-    compacted = running.post("/v1/responses/compact", body)
-    assert compacted.status == 200, compacted.body
-    output = compacted.json["output"]
-    assert compacted.json["object"] == "response.compaction"
-    assert [item["type"] for item in output] == ["message", "compaction"]
-    assert output[0]["content"] == [{"type": "input_text", "text": "Tom has a red ball."}]
-    assert output[0]["id"].startswith("msg_")
-    assert TextDecompressor().decompress(output[1]["encrypted_content"])
-    respond(running, input=[*output, {"role": "user", "content": "And then?"}])
-    assert running.post("/v1/responses/compact", {"model": "stories"}).status == 400
-
-
-def test_an_empty_summary_does_not_replace_a_conversation(
-    running: ServiceThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stored_responses, "_strip_thinking", lambda *_: " \n")
-    body = {"model": "stories", "input": "Tom has a red ball.", "max_output_tokens": 2}
-    answer = running.post("/v1/responses/compact", body)
-    assert answer.status == 400
-    assert "wrote no summary" in answer.json["error"]["message"]
-
-
 def test_packed_texts_of_other_servers_are_refused() -> None:
     assert TextDecompressor().decompress(compress_text("Ünder \ud800 way")) == "Ünder ? way"
     # a client that cuts long fields: base64 of four characters is three bytes
@@ -276,21 +249,3 @@ def test_the_prompt_of_a_response_is_counted(running: ServiceThread) -> None:
         running.post("/v1/responses/input_tokens", more).json["input_tokens"]
         > count.json["input_tokens"]
     )
-
-
-def test_compaction_takes_what_a_request_of_the_conversation_has(running: ServiceThread) -> None:
-    fields = {
-        "tools": [{"type": "function", "name": "f"}], "parallel_tool_calls": True,
-        "text": {"verbosity": "low"}, "reasoning": {"effort": "low"}, "service_tier": None,
-    }  # fmt: skip
-    body = {"model": "stories", "input": "Hi", "max_output_tokens": 2, **fields}
-    assert running.post("/v1/responses/compact", body).status == 200
-
-
-def test_items_of_a_compaction() -> None:
-    items = [
-        {"role": "user", "content": "a"},
-        {"type": "function_call", "name": "f"},
-        {"type": "message", "role": "assistant", "content": "b"},
-    ]
-    assert [item.get("role") for item in compacted_items(items, "cmp_1", "s")] == ["user", None]
