@@ -201,7 +201,7 @@ class SamplingParams:
             raise RequestError(f"logit_bias takes up to {MAX_LOGIT_BIAS} entries")
         for token, bias in self.logit_bias.items():
             _check_int("logit_bias key", token, 0, 2**31 - 1)
-            _check_number("logit_bias value", bias, -100.0, 100.0)
+            _check_number(f"logit_bias: the bias of token {token}", bias, -100.0, 100.0)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return a copy with every unset field set from ``defaults``, else to the neutral value.

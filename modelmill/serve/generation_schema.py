@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pydantic import Field, PrivateAttr
@@ -11,6 +11,7 @@ from pydantic import Field, PrivateAttr
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32, TOKEN_IDS, Grammar, SamplingParams
 from modelmill.serve.compatibility_fields import CompatibilityFields
+from modelmill.serve.logit_bias import parse_logit_bias
 from modelmill.serve.prompt_fields import TextList, TokenIds
 from modelmill.serve.sampling_schema import SamplingFields, sampling_field
 from modelmill.serve.schema_relaxation import relax_grammar_if_needed
@@ -80,7 +81,7 @@ class GenerationFields(SamplingFields, CompatibilityFields):
             stop=self.stop or (),  # type: ignore[arg-type]
             stop_token_ids=tuple(self.stop_token_ids or ()),
             min_tokens=self.min_tokens or 0,
-            logit_bias=_parse_logit_bias(self.logit_bias),
+            logit_bias=parse_logit_bias(self.logit_bias),
             ignore_eos=bool(self.ignore_eos),
             skip_special_tokens=self.skip_special_tokens is not False,
             include_stop=bool(self.include_stop_str_in_output),
@@ -180,12 +181,3 @@ class GenerationFields(SamplingFields, CompatibilityFields):
             raise RequestError("stream_options is only for stream: true")
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs is only for answers that are not streamed")
-
-
-def _parse_logit_bias(logit_bias: Mapping[str, float] | None) -> dict[int, float]:
-    out: dict[int, float] = {}
-    for key, value in (logit_bias or {}).items():
-        if not (key.isascii() and key.isdigit() and len(key) < 11):
-            raise RequestError(f"logit_bias takes token ids as keys, not {key[:40]!r}")
-        out[int(key)] = value
-    return out

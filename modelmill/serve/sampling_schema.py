@@ -11,15 +11,12 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from modelmill.core.types import MAX_LOGIT_BIAS, MAX_STOPS, sampling_param_range
+from modelmill.core.types import MAX_STOPS, sampling_param_range
 from modelmill.serve.compatibility_fields import AccountFields
 from modelmill.serve.engine_request_fields import EngineRequestFields
-from modelmill.serve.strict_models import FAIL_FAST, ModelName, NullTolerantModel, limit_keys
+from modelmill.serve.logit_bias import LogitBias
+from modelmill.serve.strict_models import FAIL_FAST, ModelName, NullTolerantModel
 from modelmill.serve.structured_outputs_schema import StructuredOutputs
-
-LogitBias = Annotated[
-    dict[str, float], limit_keys(MAX_LOGIT_BIAS), Field(max_length=MAX_LOGIT_BIAS)
-]
 
 
 def sampling_field(name: str, most: float | None = None) -> Any:
@@ -52,7 +49,9 @@ class SamplingFields(AccountFields, EngineRequestFields, NullTolerantModel):
     seed: int | None = sampling_field("seed", most=2**63 - 1)
     presence_penalty: float | None = sampling_field("presence_penalty")
     frequency_penalty: float | None = sampling_field("frequency_penalty")
-    logit_bias: LogitBias | None = None
+    logit_bias: LogitBias | None = Field(
+        None, description="biases by token id, or a list of pairs of a token id and its bias"
+    )
     # extensions, also of other engines
     top_k: int | None = sampling_field("top_k")
     min_p: float | None = sampling_field("min_p")

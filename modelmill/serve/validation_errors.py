@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from modelmill.core.module_lookup import most_similar_name
 from modelmill.serve.compatibility_fields import IGNORED_PREFIX, OFF_ONLY_PREFIX
+from modelmill.serve.strict_models import accepted_field_names
 
 PydanticError = Mapping[str, Any]
 TYPE_NAMES = {
@@ -94,11 +95,7 @@ def summarize_errors(
         place, error = next(filter(_is_type_mismatch, candidates[0]), candidates[0][0])
         hint = _suggest_field(place, error, model)
         return param, f"{_field_path(place, error)}: {_error_text(error)}{hint}"[:400]
-    description = (
-        None
-        if model is None or name not in model.model_fields
-        else model.model_fields[name].description
-    )
+    description = None if model is None else _field_description(model, str(name))
     if description is not None and description.startswith((IGNORED_PREFIX, OFF_ONLY_PREFIX)):
         description = None  # it says what becomes of the value, not what it must be
     expected = dict.fromkeys(_expected_type(error) or "of another type" for _, error in group)
@@ -108,6 +105,12 @@ def summarize_errors(
         f"{_field_path(shared, {})}: must be "
         f"{description if description and len(shared) == 1 else ' or '.join(expected)}"[:400],
     )
+
+
+def _field_description(model: type[BaseModel], name: str) -> str | None:
+    """The description of the field that requests call ``name``."""
+    fields = model.model_fields.items()
+    return next((field.description for own, field in fields if (field.alias or own) == name), None)
 
 
 def _suggest_field(
@@ -121,7 +124,7 @@ def _suggest_field(
     suggestion = (
         known
         if known.partition(".")[0] in model.model_fields
-        else most_similar_name(name, list(model.model_fields))
+        else most_similar_name(name, sorted(accepted_field_names(model)))
     )
     return f"; did you mean {suggestion}?" if suggestion else ""
 

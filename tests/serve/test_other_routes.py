@@ -146,7 +146,8 @@ def test_penalties_and_biases_as_llama_cpp(running: ServiceThread) -> None:
         ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repeat_penalty is"),
         ({"lora": [{"id": 0, "scale": 1}]}, "lora: is not supported"),
         ({"logit_bias": [["a", 1]]}, "logit_bias"),
-        ({"logit_bias": [[1.5, 1]]}, "logit_bias takes pairs"),
+        ({"logit_bias": [[1.5, 1]]}, "logit_bias: number 0 must begin with a token id"),
+        ({"logit_bias": {"5": 1, "77": 1000}}, "logit_bias: the bias of token 77 must be between"),
     ):
         refused = running.post("/completion", {**body, **more})
         assert refused.status == 400

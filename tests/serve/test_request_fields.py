@@ -95,6 +95,23 @@ def test_allowed_token_ids_are_the_only_ones(running: ServiceThread) -> None:
         assert set(choice["token_ids"]) <= set(allowed)
 
 
+def test_biases_as_llama_cpp_writes_them(running: ServiceThread) -> None:
+    first, second = complete(running, max_tokens=2, return_token_ids=True)["choices"][0][
+        "token_ids"
+    ]
+    banned: list[Any] = [[[first, False]], [first, False], [[first, -100]], {str(first): False}]
+    for bias in banned:
+        for path, body in (("/v1/completions", COMPLETE), ("/v1/chat/completions", CHAT)):
+            more = {"logit_bias": bias, "return_token_ids": True}
+            choice = post(running, path, {**body, **more}).json["choices"][0]
+            assert first not in choice["token_ids"]
+    forced = complete(running, max_tokens=1, return_token_ids=True, logit_bias=[[second, 100.0]])
+    assert forced["choices"][0]["token_ids"] == [second]
+    wrong = {"model": "stories", **COMPLETE, "logit_bias": {"5": 1, "77": 1000}}
+    message = running.post("/v1/completions", wrong).json["error"]["message"]
+    assert message == "logit_bias: the bias of token 77 must be between -100 and 100, not 1000.0"
+
+
 def test_bad_words_do_not_occur(running: ServiceThread) -> None:
     text = complete(running)["choices"][0]["text"]
     word = text.split()[1].strip(",.")

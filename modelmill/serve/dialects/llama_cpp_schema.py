@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import MAX_INT32, MAX_LOGIT_BIAS
+from modelmill.core.types import MAX_INT32
 from modelmill.serve.compatibility_fields import (
     AnyItems,
     ignored_field,
@@ -18,16 +18,8 @@ from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.discriminated_unions import make_converted_request, parse_object
 from modelmill.serve.generation_schema import GenerationFields
 from modelmill.serve.prompt_fields import TokenIds
-from modelmill.serve.sampling_schema import LogitBias, sampling_field
+from modelmill.serve.sampling_schema import sampling_field
 from modelmill.serve.strict_models import FAIL_FAST, JsonObjectList, StrictModel
-
-LogitBiasPairs = Annotated[
-    list[Annotated[list[int | float | bool], FAIL_FAST, Field(min_length=2, max_length=2)]],
-    FAIL_FAST,
-    Field(max_length=MAX_LOGIT_BIAS),
-]
-"""Pairs of a token id and its bias; false: never."""
-NEVER_BIAS = -100.0
 
 
 class LlamaCppFields(GenerationFields):
@@ -45,9 +37,6 @@ class LlamaCppFields(GenerationFields):
     n_indent: int | None = ignored_field("indentation is the model's")
     repeat_penalty: float | None = sampling_field("repetition_penalty")
     repeat_last_n: int | None = Field(None, ge=-1, le=MAX_INT32)
-    logit_bias: LogitBias | LogitBiasPairs | None = Field(  # type: ignore[assignment]
-        None, description="biases by token id, or a list of pairs of a token id and its bias"
-    )
     lora: Annotated[AnyItems | None, only_off_values([])] = off_only_field("an empty list")
     image_data: Annotated[AnyItems | None, only_off_values([])] = off_only_field("an empty list")
 
@@ -60,7 +49,6 @@ class LlamaCppFields(GenerationFields):
             if name in self.model_fields_set and name not in LlamaCppFields.__annotations__
         }
         shared["grammar"] = shared.pop("grammar_", None)
-        shared["logit_bias"] = self._logit_bias()
         if self.repeat_penalty is not None:
             shared["repetition_penalty"] = self.repeat_penalty
         set_fields = {name: value for name, value in shared.items() if value is not None}
@@ -84,17 +72,6 @@ class LlamaCppFields(GenerationFields):
         if self.repeat_penalty is not None and self.repetition_penalty is not None:
             raise RequestError("repeat_penalty is repetition_penalty; give one of them")
         self.check_stream_fields()
-
-    def _logit_bias(self) -> dict[str, float] | None:
-        """The biases by token id."""
-        if not isinstance(self.logit_bias, list):
-            return self.logit_bias
-        biases: dict[str, float] = {}
-        for id, bias in self.logit_bias:
-            if type(id) is not int or bias is True:
-                raise RequestError("logit_bias takes pairs of a token id and a number or false")
-            biases[str(id)] = NEVER_BIAS if bias is False else float(bias)
-        return biases
 
 
 class LlamaCppCompletionRequest(LlamaCppFields):
