@@ -50,6 +50,7 @@ MESSAGES = """
 
 Messages of answers come back with keys that say nothing to a model. Dropped are {keys}.
 `reasoning` is read as `reasoning_content`, and `function_call` is dropped if it is `null` alone.
+`prefix` is dropped unless it is `true`, which is an error that names `continue_final_message`.
 """
 
 
@@ -61,9 +62,12 @@ def render() -> dict[Path, str]:
     ]
     options = [
         *((name, "any", reason) for name, reason in IGNORED_OPTIONS.items()),
-        *((name, " or ".join(map(str, off)), "means off") for name, off in NEUTRAL_OPTIONS.items()),
+        *(
+            (name, " or ".join(map(str, off)), "changes nothing")
+            for name, off in NEUTRAL_OPTIONS.items()
+        ),
     ]
-    keys = ", ".join(f"`{key}`" for key in sorted(DROPPED_KEYS))
+    keys = ", ".join(f"`{key}`" for key in sorted(DROPPED_KEYS - {"prefix"}))
     text = "".join(
         (
             HEAD,
@@ -105,7 +109,7 @@ def render() -> dict[Path, str]:
 def _model_rows(models: Sequence[type[StrictModel]]) -> Iterable[tuple[str, str, str]]:
     for name, kind, reason in list_compatibility_fields(models):
         is_ignored = kind == "ignored"
-        yield name, "any" if is_ignored else reason, reason if is_ignored else "means off"
+        yield name, "any" if is_ignored else reason, reason if is_ignored else "changes nothing"
 
 
 def _table(rows: Iterable[tuple[str, str, str]]) -> str:

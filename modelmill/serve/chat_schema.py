@@ -8,7 +8,7 @@ from pydantic import Field
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32, TOKEN_IDS, Grammar, SamplingParams
-from modelmill.serve.compatibility_fields import ignored_field
+from modelmill.serve.compatibility_fields import ChatCompatibilityFields
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS, GenerationFields
 from modelmill.serve.message_cleaning import ChatMessages
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject
@@ -28,7 +28,7 @@ from modelmill.text.chat_syntax import ThinkingSyntax
 from modelmill.text.tool_grammar import forced_call_grammar
 
 
-class ChatRequest(GenerationFields):
+class ChatRequest(GenerationFields, ChatCompatibilityFields):
     """Request body of POST /v1/chat/completions."""
 
     messages: ChatMessages = Field(min_length=1)
@@ -51,7 +51,6 @@ class ChatRequest(GenerationFields):
     parallel_tool_calls: bool | None = None
     modalities: Annotated[list[str], FAIL_FAST] | None = Field(None, max_length=16)
     reasoning_effort: str | None = None
-    verbosity: str | None = ignored_field("the model writes as it writes")
     # extensions: the prompt ends inside the last message, or without the start of an answer
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
@@ -61,10 +60,14 @@ class ChatRequest(GenerationFields):
     thinking_token_budget: int | None = Field(
         None, ge=0, le=MAX_INT32, description="maximum tokens of the thinking"
     )
+    include_reasoning: bool | None = Field(
+        None, description="false: the answer has no reasoning_content"
+    )
 
     def check(self) -> None:
         """Raise RequestError for combinations that are not supported."""
         self.check_stream_fields()
+        self.check_penalties()
         if self.continue_final_message:
             check_continued_messages(self.messages, self.add_generation_prompt)
         if self.top_logprobs is not None and not self.logprobs:

@@ -29,7 +29,7 @@ def off_only_field(reason: str) -> Any:
 
 
 def only_off_values(*values: Any) -> AfterValidator:
-    """Validator: one of these values, which switch the feature off."""
+    """Validator: one of these values, which switch the feature off, or are what happens anyway."""
 
     def check(value: Any) -> Any:
         if value is not None and value not in values:
@@ -107,6 +107,28 @@ class CompatibilityFields(StrictModel):
         "false: of beam search alone"
     )
     t_max_predict_ms: Annotated[Number | None, only_off_values(0, -1)] = off_only_field("0 or -1")
+    detokenize: Annotated[bool | None, only_off_values(True)] = off_only_field(
+        "true: answers are text; return_token_ids adds ids"
+    )
+    lora: Annotated[AnyItems | None, only_off_values([])] = off_only_field("an empty list")
+    vllm_xargs: Annotated[JsonObject | None, only_off_values({})] = off_only_field(
+        "an empty object"
+    )
+
+
+class ChatCompatibilityFields(StrictModel):
+    """Such fields of chat completions alone."""
+
+    verbosity: str | None = ignored_field("the model writes as it writes")
+    echo: Annotated[bool | None, only_off_values(False)] = off_only_field("false; of chat alone")
+    best_of: Annotated[int | None, only_off_values(1)] = off_only_field("1; of chat alone")
+    documents: Annotated[AnyItems | None, only_off_values([])] = off_only_field("an empty list")
+    parse_tool_calls: Annotated[bool | None, only_off_values(True)] = off_only_field(
+        "true: calls are always parsed"
+    )
+    reasoning_format: Annotated[str | None, only_off_values("auto", "deepseek")] = off_only_field(
+        "auto or deepseek: thinking is reasoning_content"
+    )
 
 
 def list_compatibility_fields(models: Sequence[type[StrictModel]]) -> list[tuple[str, str, str]]:

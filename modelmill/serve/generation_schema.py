@@ -57,6 +57,8 @@ class GenerationFields(SamplingFields, CompatibilityFields):
     grammar_: str | None = Field(None, alias="grammar", description="in GBNF")
     timings_per_token: bool | None = None
     cache_prompt: bool | None = Field(None, description="false: use no cached prefix")
+    repeat_penalty: float | None = sampling_field("repetition_penalty")
+    repeat_last_n: int | None = Field(None, ge=-1, le=MAX_INT32)
     _warnings: list[str] = PrivateAttr(default_factory=list)
 
     def sampling_params(self) -> SamplingParams:
@@ -75,6 +77,8 @@ class GenerationFields(SamplingFields, CompatibilityFields):
             "repetition_penalty",
         )  # fmt: skip
         values = {name: getattr(self, name) for name in names}
+        if self.repeat_penalty is not None:
+            values["repetition_penalty"] = self.repeat_penalty
         return SamplingParams(
             **values,
             n=self.n or 1,
@@ -174,6 +178,19 @@ class GenerationFields(SamplingFields, CompatibilityFields):
         return self.wants_usage and bool(
             self.stream_options and self.stream_options.continuous_usage_stats
         )
+
+    def check_penalties(self) -> None:
+        """Raise RequestError for a penalty of the last tokens alone, or with two names."""
+        if self.repeat_penalty is not None and self.repetition_penalty is not None:
+            raise RequestError("repeat_penalty is repetition_penalty; give one of them")
+        penalized = (
+            self.repeat_penalty not in (None, 1.0) or self.presence_penalty or
+            self.frequency_penalty
+        )  # fmt: skip
+        if penalized and self.repeat_last_n not in (None, -1):
+            raise RequestError(
+                "repeat_last_n is not supported: penalties count the whole text (-1)"
+            )
 
     def check_stream_fields(self) -> None:
         """Raise RequestError for stream_options without stream."""

@@ -16,7 +16,7 @@ DROPPED_KEYS = frozenset(
     (
         "annotations", "audio", "cache_control", "citations", "function_call", "id", "parsed",
         "provider_specific_fields", "reasoning_details", "reasoning_items", "refusal",
-        "thinking_blocks", "metadata",
+        "thinking_blocks", "metadata", "prefix",
     )
 )  # fmt: skip
 """Keys of messages that are accepted and ignored."""
@@ -28,7 +28,8 @@ def clean_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     A refusal is the text of its message, and an answer without any text is empty.
 
     Raises:
-        ValueError: a message has a call in OpenAI's older form, which would be lost.
+        ValueError: a message has a call in OpenAI's older form, or begins the answer as in
+            Mistral's and DeepSeek's APIs, which would be lost.
     """
     return [_clean_message(message) for message in messages]
 
@@ -37,6 +38,11 @@ def _clean_message(message: dict[str, Any]) -> dict[str, Any]:
     is_answer = message.get("role") == "assistant"
     if message.get("function_call"):
         raise ValueError("function_call is not supported; send tool_calls")
+    if message.get("prefix"):
+        raise ValueError(
+            "prefix is not supported; send continue_final_message: true beside the messages, and "
+            "the last of them is the beginning of the answer"
+        )
     if is_answer and isinstance(message.get("content"), list):
         message = {
             **message,

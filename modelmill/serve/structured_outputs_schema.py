@@ -60,13 +60,14 @@ class JsonSchema(StrictModel):
 
 
 class ResponseFormat(StrictModel):
-    """Plain text, any JSON object, or JSON of a schema."""
+    """Plain text, any JSON object, JSON of a schema, or text of a grammar."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "grammar"]
     json_schema: JsonSchema | None = None
     schema_: JsonObject | None = Field(
         None, alias="schema", description="of the type json_object, as llama.cpp takes it"
     )
+    grammar: str | None = Field(None, description="of the type grammar, in GBNF or Lark")
 
     def to_grammar(self) -> Grammar | None:
         """Return the grammar; None for plain text.
@@ -79,8 +80,13 @@ class ResponseFormat(StrictModel):
             raise RequestError(f"response_format of type {self.type} {needs} json_schema")
         if self.schema_ is not None and self.type != "json_object":
             raise RequestError(f"response_format of type {self.type} takes no schema")
+        if (self.grammar is not None) != (self.type == "grammar"):
+            needs = "needs" if self.grammar is None else "takes no"
+            raise RequestError(f"response_format of type {self.type} {needs} grammar")
         if self.type == "text":
             return None
+        if self.grammar is not None:
+            return gbnf_to_lark_grammar(self.grammar, "response_format: grammar")
         schema = self.schema_
         if self.json_schema is not None:
             schema = self.json_schema.schema_

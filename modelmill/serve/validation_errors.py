@@ -54,7 +54,6 @@ FIELD_SUGGESTIONS = {
     "function_call": "tool_choice",
     "max_new_tokens": "max_tokens",
     "stop_sequences": "stop",
-    "repeat_penalty": "repetition_penalty",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
 }

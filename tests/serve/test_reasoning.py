@@ -121,6 +121,24 @@ def test_thinking_is_no_content(
     assert "".join(delta.get("content", "") for delta in deltas) == content
 
 
+@pytest.mark.parametrize("text", ["<think>\nWell.\n</think>\n\nHi.", "Hi."])
+def test_thinking_is_left_out_where_the_request_says_so(text: str) -> None:
+    body = ChatRequest(**ASK, include_reasoning=False)
+    output = CompletionOutput(0, text, [1], "stop")
+    builder = ChatResponseBuilder(body, handle_of(output), THINKS)  # type: ignore[arg-type]
+    message = builder._format_choice(output)["message"]
+    assert message == {"role": "assistant", "content": "Hi.", "refusal": None}
+    builder = ChatResponseBuilder(body, handle_of(output), THINKS)  # type: ignore[arg-type]
+    sent = b""
+    for place, char in enumerate(text):
+        ended = "stop" if place == len(text) - 1 else None
+        part = CompletionOutput(0, text, [1], ended)
+        result = RequestOutput("r", None, [], [part])
+        sent += builder._delta_event(OutputDelta(0, char, (1,), ended, result))
+    assert b"Well" not in sent
+    assert b"reasoning" not in sent
+
+
 def test_thinking_comes_before_a_call() -> None:
     body = ChatRequest(**ASK, tools=[F])
     output = CompletionOutput(0, f"<think>\nI call.\n</think>\n\n{CALL}", [1], "stop")

@@ -38,12 +38,22 @@ IGNORED: dict[str, Any] = {
     "id_slot": 3, "n_keep": 4, "dry_base": 1.75, "spaces_between_special_tokens": True,
     "typical_p": 1.0, "mirostat": 0, "xtc_probability": 0.0, "use_beam_search": False,
     "functions": None, "function_call": None, "service_tier": "auto", "prompt_cache_key": "k",
+    "echo": False, "best_of": 1, "detokenize": True, "repeat_penalty": 1.0, "lora": [],
+    "vllm_xargs": {}, "repeat_last_n": 64,
+}  # fmt: skip
+IGNORED_BY_CHAT: dict[str, Any] = {
+    **IGNORED, "documents": [], "include_reasoning": True, "reasoning_format": "auto",
+    "parse_tool_calls": True,
 }  # fmt: skip
 
 
 def test_ignored_fields_and_nulls_change_nothing(running: ServiceThread) -> None:
     plain = complete(running)["choices"]
     assert complete(running, **IGNORED)["choices"] == plain
+    chat = post(running, "/v1/chat/completions", CHAT).json["choices"]
+    assert (
+        post(running, "/v1/chat/completions", {**CHAT, **IGNORED_BY_CHAT}).json["choices"] == chat
+    )
 
 
 def test_every_ignored_field_has_its_reason() -> None:
@@ -51,6 +61,39 @@ def test_every_ignored_field_has_its_reason() -> None:
     assert {"user", "id_slot", "typical_p", "metadata"} <= {name for name, _, _ in rows}
     assert all(reason for _, _, reason in rows)
     assert {kind for _, kind, _ in rows} == {"ignored", "off only"}
+
+
+REFUSED_BY_CHAT: list[tuple[dict[str, Any], str]] = [
+    ({"echo": True}, "echo: is not supported; leave it out, or send false"),
+    ({"best_of": 2}, "best_of: is not supported; leave it out, or send 1"),
+    ({"documents": ["x"]}, "documents: is not supported; leave it out, or send []"),
+    ({"reasoning_format": "none"}, "reasoning_format: is not supported; leave it out, or send 'a"),
+    ({"vllm_xargs": {"a": 1}}, "vllm_xargs: is not supported; leave it out, or send {}"),
+    ({"repeat_penalty": 1.1, "repetition_penalty": 1.1}, "repeat_penalty is repetition_penalty"),
+    ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n is not supported"),
+    ({"response_format": {"type": "grammar"}}, "response_format of type grammar needs grammar"),
+    ({"response_format": {"type": "text", "grammar": "x"}},
+     "response_format of type text takes no grammar"),
+    ({"response_format": {"type": "grammar", "grammar": "root ::= ("}},
+     "response_format: grammar: it is no grammar in GBNF or Lark"),
+    ({"messages": [*HI, {"role": "assistant", "content": "x", "prefix": True}]},
+     "messages: prefix is not supported; send continue_final_message: true"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("more", "start"), REFUSED_BY_CHAT, ids=range(len(REFUSED_BY_CHAT)))
+def test_what_chat_refuses(running: ServiceThread, more: dict[str, Any], start: str) -> None:
+    response = running.post("/v1/chat/completions", {"model": "stories", **CHAT, **more})
+    assert response.status == 400, response.body
+    assert response.json["error"]["message"].startswith(start), response.body
+
+
+def test_repeat_penalty_is_the_repetition_penalty(running: ServiceThread) -> None:
+    texts = [
+        complete(running, **more)["choices"][0]["text"]
+        for more in ({}, {"repeat_penalty": 1.9}, {"repetition_penalty": 1.9})
+    ]
+    assert texts[0] != texts[1] == texts[2]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -231,6 +274,13 @@ def test_grammars_of_llama_cpp(running: ServiceThread) -> None:
     assert json.loads(content) == {"a": 1}
 
 
+@pytest.mark.parametrize("grammar", ['root ::= "yes" | "no"', 'start: "yes" | "no"'])
+def test_a_response_format_of_a_grammar(running: ServiceThread, grammar: str) -> None:
+    constraint = {"type": "grammar", "grammar": grammar}
+    answer = post(running, "/v1/chat/completions", {**CHAT, "response_format": constraint}).json
+    assert answer["choices"][0]["message"]["content"] in ("yes", "no")
+
+
 def test_a_schema_that_is_made_weaker_is_told(running: ServiceThread) -> None:
     schema = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 2}
     constraint = {"type": "json_schema", "json_schema": {"schema": schema}}
@@ -296,5 +346,8 @@ def test_keys_of_round_trips() -> None:
     expected = {"role": "assistant", "content": "x", "reasoning_content": "hm"}
     assert clean_messages([answer, *HI]) == [expected, *HI]
     assert clean_messages([{"role": "assistant", "content": None}])[0]["content"] == ""
+    assert clean_messages([{"role": "assistant", "content": "x", "prefix": False}]) == [
+        {"role": "assistant", "content": "x"}
+    ]
     refusal = {"role": "assistant", "content": None, "refusal": "No."}
     assert clean_messages([refusal])[0] == {"role": "assistant", "content": "No."}

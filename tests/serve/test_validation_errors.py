@@ -70,7 +70,7 @@ CASES: list[tuple[type[StrictModel], dict[str, Any], str]] = [
     (CompletionRequest, {}, "prompt: field required"),
     (ChatRequest, {**TALK, "messages": []}, "messages: must have at least 1 items"),
     (ChatRequest, {**TALK, "response_format": {"type": "xml"}},
-     "response_format.type: must be 'text', 'json_object' or 'json_schema'"),
+     "response_format.type: must be 'text', 'json_object', 'json_schema' or 'grammar'"),
     (ChatRequest, {**TALK, "tools": [{"type": "function", "function": {"name": "a b"}}]},
      "tools[0].function.name: must match ^[a-zA-Z0-9_-]{1,128}$"),
     (ChatRequest, {**TALK, "tool_choice": "yes"},

@@ -22,7 +22,7 @@ def test_every_field_without_effect_is_on_the_page() -> None:
     _, _, section = text.partition("## /completion and /infill")
     of_llama_cpp = section.partition("##")[0]
     for row in (
-        "| `lora` | an empty list | means off |",
+        "| `image_data` | an empty list | changes nothing |",
         "| `t_max_predict_ms` | any | n_predict limits the text |",
     ):
         assert row in of_llama_cpp, "it has another meaning there"

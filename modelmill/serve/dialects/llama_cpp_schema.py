@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import MAX_INT32
 from modelmill.serve.compatibility_fields import (
     AnyItems,
     ignored_field,
@@ -18,7 +17,6 @@ from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.discriminated_unions import make_converted_request, parse_object
 from modelmill.serve.generation_schema import GenerationFields
 from modelmill.serve.prompt_fields import TokenIds
-from modelmill.serve.sampling_schema import sampling_field
 from modelmill.serve.strict_models import FAIL_FAST, JsonObjectList, StrictModel
 
 
@@ -35,9 +33,6 @@ class LlamaCppFields(GenerationFields):
     t_max_prompt_ms: int | None = ignored_field("a prompt is always read whole")
     t_max_predict_ms: int | None = ignored_field("n_predict limits the text")
     n_indent: int | None = ignored_field("indentation is the model's")
-    repeat_penalty: float | None = sampling_field("repetition_penalty")
-    repeat_last_n: int | None = Field(None, ge=-1, le=MAX_INT32)
-    lora: Annotated[AnyItems | None, only_off_values([])] = off_only_field("an empty list")
     image_data: Annotated[AnyItems | None, only_off_values([])] = off_only_field("an empty list")
 
     def make_completion_request(self, prompt: Any, **fields: Any) -> CompletionRequest:
@@ -49,8 +44,6 @@ class LlamaCppFields(GenerationFields):
             if name in self.model_fields_set and name not in LlamaCppFields.__annotations__
         }
         shared["grammar"] = shared.pop("grammar_", None)
-        if self.repeat_penalty is not None:
-            shared["repetition_penalty"] = self.repeat_penalty
         set_fields = {name: value for name, value in shared.items() if value is not None}
         return make_converted_request(
             CompletionRequest,
@@ -61,16 +54,7 @@ class LlamaCppFields(GenerationFields):
         """Raise RequestError for what these routes do not return."""
         if (self.n or 1) > 1:
             raise RequestError("n is not supported here; use /v1/completions")
-        penalized = (
-            self.repeat_penalty not in (None, 1.0) or self.presence_penalty or
-            self.frequency_penalty
-        )  # fmt: skip
-        if penalized and self.repeat_last_n not in (None, -1):
-            raise RequestError(
-                "repeat_last_n is not supported: penalties count the whole text (-1)"
-            )
-        if self.repeat_penalty is not None and self.repetition_penalty is not None:
-            raise RequestError("repeat_penalty is repetition_penalty; give one of them")
+        self.check_penalties()
         self.check_stream_fields()
 
 

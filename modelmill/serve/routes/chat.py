@@ -339,6 +339,8 @@ class ChatResponseBuilder(EventFormatter):
         for call in calls:
             self._calls[index].add_delta(call)
         content = "".join(piece for piece in pieces if isinstance(piece, str))
+        if self._body.include_reasoning is False:
+            return content, "", calls
         reasoning = "".join(piece.text for piece in pieces if isinstance(piece, ReasoningDelta))
         return content, reasoning, calls
 
