@@ -4,19 +4,21 @@ pydantic and other libraries write ``oneOf``, ``uniqueItems``, ``contains``, nam
 ``propertyNames``, formats of strings beyond those that the library knows, and patterns that look
 around.
 A schema is coerced only if it cannot be used as it is; the answer then matches the weaker schema,
-and the response's ``warnings`` say what was not enforced.
+and the response's ``warnings`` say what was not enforced, and where. A usable ``oneOf`` is
+kept, whatever else in the schema cannot.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from modelmill.core.errors import RequestError
-from modelmill.core.quoting import quote
+from modelmill.core.quoting import one_line, quote
 from modelmill.core.types import Grammar
+from modelmill.serve.disjoint_schemas import are_alternatives_disjoint
 from modelmill.text.grammar import check_grammar
 
 ENFORCED_FORMATS = frozenset(
@@ -30,37 +32,55 @@ _UNSUPPORTED_PATTERN = re.compile(r"\(\?<?[=!]|\\[1-9]")
 UNENFORCED_KEYWORDS = ("uniqueItems", "contains", "minContains", "maxContains")
 _NAMED_SCHEMA_KEYS = ("properties", "patternProperties", "$defs", "definitions")
 _VALUE_KEYS = ("enum", "const", "default", "examples")
+MAX_ONE_OF_CHECKS = 16
+"""How many ``oneOf`` are tried one by one."""
+MAX_REASONS = 32
+"""Of one schema."""
+MAX_PLACE_CHARS = 120
 
 
-def relax_grammar(grammar: Grammar) -> tuple[Grammar, list[str]]:
+def relax_grammar(
+    grammar: Grammar, kept_places: Collection[str] = ()
+) -> tuple[Grammar, list[str], list[str]]:
     """Weaken the schemas of a grammar.
 
+    Args:
+        grammar: to weaken.
+        kept_places: where ``oneOf`` is kept.
+
     Returns:
-        The grammar, the same object if it needs no change, and what it does not enforce.
+        The grammar, the same object if it needs no change, what it does not enforce, and the
+        places of each ``oneOf`` that ``anyOf`` would weaken.
     """
     try:
-        return _relax_schemas(grammar)
+        return _relax_schemas(grammar, kept_places)
     except (ValueError, RecursionError):  # no JSON, or nested too deeply
-        return grammar, []
+        return grammar, [], []
 
 
-def _relax_schemas(grammar: Grammar) -> tuple[Grammar, list[str]]:
+def _relax_schemas(
+    grammar: Grammar, kept_places: Collection[str]
+) -> tuple[Grammar, list[str], list[str]]:
     if grammar.grammar_type == "json":
         original = json.loads(grammar.text)
-        schema, reasons = relax_schema(original)
+        relaxer = SchemaRelaxer(original, kept_places)
+        schema = relaxer.relax_root()
         same = schema == original
-        return grammar if same else Grammar("json", json.dumps(schema)), reasons
+        relaxed = grammar if same else Grammar("json", json.dumps(schema))
+        return relaxed, relaxer.list_reasons(), relaxer.one_of_places
     if grammar.grammar_type != "calls":
-        return grammar, []
+        return grammar, [], []
     value = json.loads(grammar.text)
-    functions, all_reasons = [], list[str]()
+    functions, all_reasons, all_places = [], list[str](), list[str]()
     for function in value["functions"]:
-        arguments, reasons = relax_schema(function["arguments"])
-        functions.append({**function, "arguments": arguments})
-        all_reasons += [f"{function['name']}: {reason}" for reason in reasons]
+        relaxer = SchemaRelaxer(function["arguments"], kept_places, f"{function['name']}: ")
+        functions.append({**function, "arguments": relaxer.relax_root()})
+        all_reasons += relaxer.list_reasons()
+        all_places += relaxer.one_of_places
     if functions == value["functions"]:
-        return grammar, []
-    return Grammar("calls", json.dumps({**value, "functions": functions})), all_reasons
+        return grammar, [], all_places
+    relaxed = Grammar("calls", json.dumps({**value, "functions": functions}))
+    return relaxed, all_reasons, all_places
 
 
 def relax_grammar_if_needed(grammar: Grammar, field: str) -> tuple[Grammar, list[str]]:
@@ -79,20 +99,45 @@ def relax_grammar_if_needed(grammar: Grammar, field: str) -> tuple[Grammar, list
         first_error = f"{field}: {str(error).removeprefix(f'{field}: ')}"
     else:
         return grammar, []
-    coerced, reasons = relax_grammar(grammar)
+    weakest, reasons, places = relax_grammar(grammar)
+    if weakest is grammar or not _compiles(weakest):
+        raise RequestError(first_error)
+    relaxed, reasons = _restore_one_ofs(grammar, weakest, reasons, places)
+    return relaxed, [f"{field}: {reason}" for reason in reasons]
+
+
+def _restore_one_ofs(
+    grammar: Grammar, weakest: Grammar, reasons: list[str], places: Sequence[str]
+) -> tuple[Grammar, list[str]]:
+    """Keep each ``oneOf`` that can be used, of a grammar that was weakened as far as possible.
+
+    Args:
+        grammar: as sent.
+        weakest: without any ``oneOf``.
+        reasons: what that does not enforce.
+        places: of all ``oneOf``.
+    """
+    best = weakest, reasons
+    kept: list[str] = []
+    # mostly all of them can, and something else is why the grammar could not be used
+    groups = [list(places)] if len(places) > 1 else []
+    groups += [[place] for place in places[:MAX_ONE_OF_CHECKS]]
+    for group in groups:
+        tried = [*kept, *group]
+        candidate, candidate_reasons, _ = relax_grammar(grammar, tried)
+        if _compiles(candidate):
+            kept, best = tried, (candidate, candidate_reasons)
+            if len(kept) == len(places):
+                break
+    return best
+
+
+def _compiles(grammar: Grammar) -> bool:
     try:
-        if coerced is grammar:
-            raise RequestError(first_error)
-        check_grammar(coerced)
+        check_grammar(grammar)
     except RequestError:
-        raise RequestError(first_error) from None
-    return coerced, [f"{field}: {reason}" for reason in reasons]
-
-
-def relax_schema(schema: Any) -> tuple[Any, list[str]]:
-    """Weaken a schema: the result, and a reason for each change."""
-    relaxer = _SchemaRelaxer(schema)
-    return relaxer.relax(schema), list(relaxer.reasons)
+        return False
+    return True
 
 
 def _limit_unique_items(schema: dict[str, Any]) -> None:
@@ -104,58 +149,84 @@ def _limit_unique_items(schema: dict[str, Any]) -> None:
         schema["maxItems"] = min(most, len(values)) if type(most) is int else len(values)
 
 
-class _SchemaRelaxer:
+class SchemaRelaxer:
     """Weakens one schema.
 
     Attributes:
-        reasons: what was not enforced, in order.
+        one_of_places: places of all ``oneOf``, kept or not, that ``anyOf`` would weaken.
     """
 
-    def __init__(self, root: Any) -> None:
-        self._root = root
-        self.reasons: dict[str, None] = {}
+    def __init__(self, root: Any, kept_places: Collection[str] = (), prefix: str = "") -> None:
+        """Start.
 
-    def relax(self, schema: Any) -> Any:
-        """Weaken a part of the schema."""
+        Args:
+            root: the schema.
+            kept_places: where ``oneOf`` is kept.
+            prefix: of all places.
+        """
+        self._root, self._kept, self._prefix = root, frozenset(kept_places), prefix
+        self._reasons: dict[str, None] = {}
+        self.one_of_places: list[str] = []
+
+    def relax_root(self) -> Any:
+        """Weaken the whole schema."""
+        return self._relax(self._root, "#")
+
+    def list_reasons(self) -> list[str]:
+        """What is not enforced, with its place, in order."""
+        reasons = [f"{self._prefix}{reason}" for reason in self._reasons]
+        more = len(reasons) - MAX_REASONS
+        if more > 0:
+            reasons[MAX_REASONS:] = [f"{self._prefix}{more} further keywords are not enforced"]
+        return reasons
+
+    def _relax(self, schema: Any, place: str) -> Any:
+        """Weaken a part of the schema; place: as a JSON pointer."""
         if isinstance(schema, list):
-            return [self.relax(each) for each in schema]
+            return [self._relax(each, f"{place}/{index}") for index, each in enumerate(schema)]
         if not isinstance(schema, Mapping):
             return schema
         out: dict[str, Any] = {}
         for key, value in schema.items():
-            if self._is_unenforceable(key, value, schema):
+            if self._is_unenforceable(key, value, schema, place):
                 continue
+            inner = f"{place}/{_escape_pointer(key)}"
             if key in _NAMED_SCHEMA_KEYS and isinstance(value, Mapping):
-                out[key] = {name: self.relax(each) for name, each in value.items()}
+                out[key] = {
+                    name: self._relax(each, f"{inner}/{_escape_pointer(name)}")
+                    for name, each in value.items()
+                }
             else:
-                out[key] = value if key in _VALUE_KEYS else self.relax(value)
+                out[key] = value if key in _VALUE_KEYS else self._relax(value, inner)
         if schema.get("uniqueItems") is True:
             _limit_unique_items(out)
         if "propertyNames" in out:
-            self._relax_property_names(out)
+            self._relax_property_names(out, place)
         if "oneOf" in out:
-            self._relax_one_of(out)
+            self._relax_one_of(out, place)
         return out
 
-    def _is_unenforceable(self, key: str, value: Any, schema: Mapping[str, Any]) -> bool:
+    def _is_unenforceable(
+        self, key: str, value: Any, schema: Mapping[str, Any], place: str
+    ) -> bool:
         """Whether a key is not enforced; records the reason."""
         if key in UNENFORCED_KEYWORDS:
             if value is not False:
-                self._record_reason(f"{key} is not enforced")
+                self._record_reason(place, f"{key} is not enforced")
             return True
         if key == "format" and isinstance(value, str) and value not in ENFORCED_FORMATS:
             if schema.get("type") in _NUMBER_TYPES:
                 return False
-            self._record_reason(f"format {quote(value, 40)} is not enforced")
+            self._record_reason(place, f"format {quote(value, 40)} is not enforced")
             return True
         if key == "pattern" and isinstance(value, str) and _UNSUPPORTED_PATTERN.search(value):
             self._record_reason(
-                f"pattern {quote(value, 60)} is not enforced: it looks around or back"
+                place, f"pattern {quote(value, 60)} is not enforced: it looks around or back"
             )
             return True
         return False
 
-    def _relax_property_names(self, out: dict[str, Any]) -> None:
+    def _relax_property_names(self, out: dict[str, Any], place: str) -> None:
         """propertyNames, of an object that lists no properties: the keys of pydantic's dict."""
         original = out.pop("propertyNames")
         names = self._resolve_ref(original)
@@ -168,7 +239,7 @@ class _SchemaRelaxer:
         elif open_object and isinstance(pattern, str) and not _UNSUPPORTED_PATTERN.search(pattern):
             out |= {"patternProperties": {pattern: value}, "additionalProperties": False}
         elif names or original is False:
-            self._record_reason("propertyNames is not enforced")
+            self._record_reason(place, "propertyNames is not enforced")
             return
         ignored = (
             names.keys()
@@ -176,10 +247,20 @@ class _SchemaRelaxer:
             - ({"pattern"} if listed is None else {"enum", "const"})
         )
         if ignored:
-            self._record_reason(f"{min(ignored)} of propertyNames is not enforced")
+            self._record_reason(place, f"{min(ignored)} of propertyNames is not enforced")
 
-    def _relax_one_of(self, out: dict[str, Any]) -> None:
-        self._record_reason("oneOf is enforced as anyOf: an answer may fit several alternatives")
+    def _relax_one_of(self, out: dict[str, Any], place: str) -> None:
+        is_same = isinstance(out["oneOf"], list) and are_alternatives_disjoint(
+            out["oneOf"], self._resolve_ref
+        )
+        if not is_same:
+            name = f"{self._prefix}{place}"
+            self.one_of_places.append(name)
+            if name in self._kept:
+                return
+            self._record_reason(
+                place, "oneOf is enforced as anyOf: an answer may fit several alternatives"
+            )
         alternatives = {"anyOf": out.pop("oneOf")}
         if "anyOf" in out:
             out["allOf"] = [*out.get("allOf", []), alternatives]
@@ -196,5 +277,11 @@ class _SchemaRelaxer:
         is_plain = isinstance(target, Mapping) and "$ref" not in target
         return target if is_plain else {"$ref": schema["$ref"]}
 
-    def _record_reason(self, reason: str) -> None:
-        self.reasons[reason] = None
+    def _record_reason(self, place: str, reason: str) -> None:
+        shown = "" if place == "#" else f"{one_line(place, MAX_PLACE_CHARS)}: "
+        self._reasons[f"{shown}{reason}"] = None
+
+
+def _escape_pointer(name: str) -> str:
+    """A key as a part of a JSON pointer."""
+    return name.replace("~", "~0").replace("/", "~1")

@@ -294,7 +294,7 @@ def test_a_schema_that_is_made_weaker_is_told(running: ServiceThread) -> None:
         "type": "object", "properties": {"a": schema}, "required": ["a"]}}}  # fmt: skip
     forced = {**CHAT, "tools": [tool], "tool_choice": "required", "max_tokens": 200}
     assert post(running, "/v1/chat/completions", forced).json["warnings"] == [
-        "tools: f: uniqueItems is not enforced"
+        "tools: f: #/properties/a: uniqueItems is not enforced"
     ]
 
 

@@ -9,7 +9,12 @@ import pytest
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import Grammar
-from modelmill.serve.schema_relaxation import relax_grammar, relax_schema
+from modelmill.serve.schema_relaxation import (
+    MAX_REASONS,
+    SchemaRelaxer,
+    relax_grammar,
+    relax_grammar_if_needed,
+)
 from modelmill.text.grammar import check_grammar
 
 INTEGER, NUMBER = {"type": "integer"}, {"type": "number"}
@@ -53,7 +58,7 @@ CASES: list[tuple[Any, Any, list[str]]] = [
     (
         {"anyOf": [NUMBER, {"type": "string", "pattern": r"^(?!^[-+.]*$)\d*$"}, {"pattern": "a+"}]},
         {"anyOf": [NUMBER, {"type": "string"}, {"pattern": "a+"}]},
-        [r"pattern '^(?!^[-+.]*$)\\d*$' is not enforced: it looks around or back"],
+        [r"#/anyOf/1: pattern '^(?!^[-+.]*$)\\d*$' is not enforced: it looks around or back"],
     ),
     (
         {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": INTEGER},
@@ -125,8 +130,9 @@ CASES: list[tuple[Any, Any, list[str]]] = [
 def test_a_schema_becomes_one_that_can_be_used(
     schema: Any, weaker: Any, reasons: list[str]
 ) -> None:
-    assert relax_schema(schema) == (weaker, reasons)
-    grammar, _ = relax_grammar(Grammar("json", json.dumps(schema)))
+    relaxer = SchemaRelaxer(schema)
+    assert (relaxer.relax_root(), relaxer.list_reasons()) == (weaker, reasons)
+    grammar, _, _ = relax_grammar(Grammar("json", json.dumps(schema)))
     check_grammar(grammar)
 
 
@@ -152,19 +158,130 @@ def test_alternatives_that_a_discriminator_tells_apart_need_no_change() -> None:
 def test_functions_are_named() -> None:
     schema = {"type": "object", "properties": {"a": CASES[0][0]}}
     calls = {"functions": [{"name": "f", "arguments": schema}], "most": None}
-    grammar, reasons = relax_grammar(Grammar("calls", json.dumps(calls)))
-    assert reasons == ["f: uniqueItems is not enforced"]
+    grammar, reasons, _ = relax_grammar(Grammar("calls", json.dumps(calls)))
+    assert reasons == ["f: #/properties/a: uniqueItems is not enforced"]
     assert "uniqueItems" not in grammar.text
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 5000, '{"type": "object"}'])
 def test_what_needs_no_change_or_is_no_schema_stays(text: str) -> None:
     grammar = Grammar("json", text)
-    assert relax_grammar(grammar) == (grammar, [])
+    assert relax_grammar(grammar) == (grammar, [], [])
 
 
 def test_other_keywords_are_still_refused() -> None:
     schema = {"type": "object", "not": {"required": ["a"]}, "uniqueItems": True}
-    grammar, _ = relax_grammar(Grammar("json", json.dumps(schema)))
+    grammar, _, _ = relax_grammar(Grammar("json", json.dumps(schema)))
     with pytest.raises(RequestError):
         check_grammar(grammar)
+
+
+DEFINITIONS = {
+    name: {
+        "type": "object",
+        "properties": {"kind": {"const": name, "type": "string"}, "size": INTEGER},
+        "required": ["kind", "size"],
+        "additionalProperties": False,
+    }
+    for name in ("circle", "square")
+}
+DISJOINT = {"oneOf": [{"$ref": f"#/$defs/{name}"} for name in DEFINITIONS]}
+OVERLAPPING = {"oneOf": [INTEGER, NUMBER]}
+CLOSED = [
+    {
+        "type": "object",
+        "properties": {name: INTEGER},
+        "required": [name],
+        "additionalProperties": False,
+    }
+    for name in ("width", "height")
+]
+SIDE = {"oneOf": CLOSED}
+UNIQUE = {"type": "array", "items": INTEGER, "uniqueItems": True}
+ANY_OF = "oneOf is enforced as anyOf: an answer may fit several alternatives"
+
+
+@pytest.mark.parametrize(
+    ("properties", "reasons"),
+    [
+        ({"shape": DISJOINT, "tags": UNIQUE}, ["#/properties/tags: uniqueItems is not enforced"]),
+        ({"shape": DISJOINT, "other": OVERLAPPING}, [f"#/properties/other: {ANY_OF}"]),
+        (
+            {"a": OVERLAPPING, "b": DISJOINT, "c": UNIQUE, "d": UNIQUE, "e": OVERLAPPING},
+            [
+                f"#/properties/a: {ANY_OF}",
+                "#/properties/c: uniqueItems is not enforced",
+                "#/properties/d: uniqueItems is not enforced",
+                f"#/properties/e: {ANY_OF}",
+            ],
+        ),
+        ({"shape": DISJOINT}, []),
+        (
+            {"side": SIDE, "tags": UNIQUE},
+            ["#/properties/tags: uniqueItems is not enforced"],
+        ),
+        (
+            {"side": SIDE, "a": OVERLAPPING, "shape": DISJOINT},
+            [f"#/properties/a: {ANY_OF}"],
+        ),
+        ({"a/b~": UNIQUE}, ["#/properties/a~1b~0: uniqueItems is not enforced"]),
+    ],
+)
+@pytest.mark.parametrize("grammar_type", ["json", "calls"])
+def test_only_what_cannot_be_used_is_made_weaker(
+    properties: dict[str, Any], reasons: list[str], grammar_type: str
+) -> None:
+    schema = {
+        "$defs": DEFINITIONS, "type": "object", "properties": properties,
+        "required": list(properties), "additionalProperties": False,
+    }  # fmt: skip
+    calls = {"functions": [{"name": "f", "arguments": schema}], "most": None}
+    value = schema if grammar_type == "json" else calls
+    grammar, warnings = relax_grammar_if_needed(Grammar(grammar_type, json.dumps(value)), "x")
+    prefix = "x: " if grammar_type == "json" else "x: f: "
+    assert warnings == [f"{prefix}{reason}" for reason in reasons]
+    check_grammar(grammar)
+    relaxed = json.loads(grammar.text)
+    if grammar_type == "calls":
+        relaxed = relaxed["functions"][0]["arguments"]
+    side = relaxed["properties"].get("side", {})
+    assert ("oneOf" in side) == ("side" in properties), "the library tells these apart"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "disjoint"),
+    [
+        (INTEGER, {"type": "string"}, True),
+        (INTEGER, NUMBER, False),
+        (INTEGER, {}, False),
+        ({"const": "a"}, {"enum": ["b", "c"]}, True),
+        ({"const": 1}, {"const": 1.0}, False),
+        ({"const": 1}, {"const": True}, True),
+        ({"$ref": "#/$defs/circle"}, {"$ref": "#/$defs/square"}, True),
+        ({"$ref": "#/$defs/circle"}, {"$ref": "#/$defs/circle"}, False),
+        ({"$ref": "#/$defs/circle"}, {"$ref": "#/$defs/none"}, False),
+        (
+            {"type": "object", "properties": {"kind": {"const": "a"}}, "required": ["kind"]},
+            {"type": "object", "properties": {"kind": {"const": "b"}}},
+            False,
+        ),
+        (
+            {"properties": {"kind": {"const": "a"}}, "required": ["kind"]},
+            {"properties": {"kind": {"const": "b"}}, "required": ["kind"]},
+            False,
+        ),
+    ],
+)
+def test_alternatives_that_no_value_fits_both_of(one: Any, other: Any, disjoint: bool) -> None:
+    relaxer = SchemaRelaxer({"$defs": DEFINITIONS, "oneOf": [one, other]})
+    assert "anyOf" in relaxer.relax_root()
+    assert (relaxer.list_reasons() == []) == disjoint
+
+
+def test_reasons_are_limited() -> None:
+    many = {f"p{index}": UNIQUE for index in range(MAX_REASONS + 5)}
+    relaxer = SchemaRelaxer({"type": "object", "properties": many})
+    relaxer.relax_root()
+    reasons = relaxer.list_reasons()
+    assert len(reasons) == MAX_REASONS + 1
+    assert reasons[-1] == "5 further keywords are not enforced"
