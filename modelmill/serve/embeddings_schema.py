@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import base64
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32, POOL_MEAN
 from modelmill.outputs import truncate_and_normalize
 from modelmill.serve.engine_request_fields import EngineRequestFields
 from modelmill.serve.prompt_fields import TextList, TokenIdLists, TokenIds, list_prompts
 from modelmill.serve.strict_models import ModelName
 
+TruncatedTokens = Annotated[int, Field(ge=-1, le=MAX_INT32)]
+"""How many tokens of a text are read; -1: as many as fit."""
 MAX_INPUTS = 2048
 """Inputs of one request."""
 MAX_OUTPUT_FLOATS = 1 << 21
@@ -35,6 +38,17 @@ class EmbeddingRequest(EngineRequestFields):
     pooling: Literal["mean", "last"] | None = Field(
         None, description="of the final hidden states; default: mean"
     )
+    truncate_prompt_tokens: TruncatedTokens | None = None
+
+    def kept_tokens(self, max_model_len: int) -> int | None:
+        """How many of an input's first tokens are read; None: all.
+
+        Raises:
+            RequestError: none would be.
+        """
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError("truncate_prompt_tokens must be at least 1, or -1")
+        return max_model_len if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
 
     def inputs(self) -> list[str | list[int]]:
         """The inputs as a list.

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from modelmill.core.errors import RequestError
+from modelmill.serve.embeddings_schema import TruncatedTokens
 from modelmill.serve.engine_request_fields import EngineRequestFields
 from modelmill.serve.prompt_fields import TextList
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject, ModelName
@@ -27,6 +28,7 @@ class RerankRequest(EngineRequestFields):
     return_documents: bool | None = None
     max_tokens_per_doc: int | None = Field(None, ge=1, description="accepted: texts are not cut")
     user: str | None = Field(None, max_length=4096)
+    truncate_prompt_tokens: TruncatedTokens | None = None
 
     def texts(self) -> list[str]:
         """The documents as texts.
@@ -52,6 +54,7 @@ class ScoreRequest(EngineRequestFields):
     queries: str | TextList | None = Field(None, max_length=1 << 22)
     documents: str | TextList | None = Field(None, max_length=1 << 22)
     user: str | None = Field(None, max_length=4096)
+    truncate_prompt_tokens: TruncatedTokens | None = None
 
     def pairs(self) -> list[tuple[str, str]]:
         """The pairs of texts: one with each, or as many with as many.

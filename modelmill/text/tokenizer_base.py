@@ -101,6 +101,22 @@ class Tokenizer(ABC):
             )
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
 
+    def encode_beginning(self, text: str, max_tokens: int) -> list[int]:
+        """Encode a text as ``encode`` does, but only its beginning if it has more tokens.
+
+        What the tokenizer puts before and after every text is kept, and counts.
+
+        Args:
+            text: any string.
+            max_tokens: at least 1.
+
+        Raises:
+            TokenizerError: as ``encode``.
+        """
+        ids = self.encode_pieces([replace_surrogates(text)])
+        room = max(max_tokens - len(self._prefix) - len(self._suffix), 0)
+        return [*self._prefix, *ids[:room], *self._suffix][:max_tokens]
+
     def encode_pieces(self, pieces: Iterable[str | int]) -> list[int]:
         """Encode pieces that are text (str) or ids (int); no BOS, no control tokens from text."""
         ids: list[int] = []

@@ -122,6 +122,52 @@ def test_many_and_long_ones(running: ServiceThread, llm: LLM) -> None:
     assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages)
 
 
+def test_the_beginning_of_an_input_is_read(running: ServiceThread, llm: LLM) -> None:
+    ids = [llm.language.encode_prompt(text) for text in TEXTS]
+    for count in (1, 5, 100):
+        cut = embed(running, TEXTS, truncate_prompt_tokens=count)
+        same = embed(running, [each[:count] for each in ids])
+        assert cut["usage"] == same["usage"]
+        for one, other in zip(cut["data"], same["data"], strict=True):
+            np.testing.assert_allclose(one["embedding"], other["embedding"], atol=1e-6)
+        from_ids = embed(running, ids, truncate_prompt_tokens=count)
+        assert from_ids["usage"] == same["usage"]
+    longest = llm.engine_core.max_model_len
+    long = embed(running, "a b " * 700, truncate_prompt_tokens=-1)
+    assert long["usage"]["prompt_tokens"] == longest
+
+
+def test_the_token_at_the_end_of_every_text_is_kept(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As embedding models that pool their last token need it."""
+    tokenizer = llm.language.tokenizer
+    assert tokenizer is not None
+    monkeypatch.setattr(tokenizer, "_suffix", [2])
+    whole = tokenizer.encode(TEXTS[0])
+    assert tokenizer.encode_beginning(TEXTS[0], len(whole)) == whole
+    assert tokenizer.encode_beginning(TEXTS[0], 6) == [*whole[:5], 2]
+    assert tokenizer.encode_beginning(TEXTS[0], 2) == [whole[0], 2]
+    assert tokenizer.encode_beginning(TEXTS[0], 1) == [whole[0]]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "count"),
+    [
+        ("/v1/rerank", {"query": TEXTS[0], "documents": TEXTS[1:]}, 3),
+        ("/v1/score", {"text_1": TEXTS[0], "text_2": TEXTS[1:]}, 3),
+    ],
+)
+def test_texts_to_compare_are_cut_too(
+    running: ServiceThread, path: str, body: dict[str, Any], count: int
+) -> None:
+    long = {**body, "model": "stories", "truncate_prompt_tokens": 2}
+    response = running.post(path, long)
+    assert response.status == 200, response.body
+    assert response.json["usage"]["prompt_tokens"] == 2 * count
+    assert running.post(path, {**long, "truncate_prompt_tokens": 0}).status == 400
+
+
 WRONG: list[tuple[Any, str]] = [
     ({"input": ""}, "input is empty"),
     ({"input": []}, "input is empty"),
@@ -140,6 +186,9 @@ WRONG: list[tuple[Any, str]] = [
     ({"input": "a", "dimensions": 1.5}, "dimensions"),
     ({"input": "a", "pooling": "max"}, "pooling"),
     ({"input": "a", "odd": 1}, "unknown field"),
+    ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be at least 1"),
+    ({"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"input": [3] * 600, "truncate_prompt_tokens": 513}, "tokens, this engine takes"),
     ({}, "field required"),
 ]
 

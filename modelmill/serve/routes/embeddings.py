@@ -15,6 +15,7 @@ from modelmill.request_output_state import RequestOutputState
 from modelmill.runtime.sequence import RequestLimits, check_request
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.embeddings_schema import MAX_OUTPUT_FLOATS, EmbeddingRequest, format_embedding
+from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.routes.common import acquire_engine, prepare_and_submit_requests
 from modelmill.serve.stream import wait_or_disconnect
 from modelmill.text_processor import TextProcessor
@@ -47,14 +48,30 @@ def embedding_request_states(
     if text_processor.tokenizer is None and any(isinstance(each, str) for each in inputs):
         raise RequestError("input must be token ids: this engine has no tokenizer")
     params = SamplingParams(max_tokens=0)
+    kept = body.kept_tokens(limits.max_len)
+    longest = limits.max_len if kept is None else max_tokenize_tokens(limits.max_len)
     states = []
     for each in inputs:
-        text_processor.check_prompt_length(each, limits.max_len)
-        key = "prompt" if isinstance(each, str) else "prompt_token_ids"
-        request = text_processor.request({key: each, "cache_salt": body.cache_salt}, params).request
+        text_processor.check_prompt_length(each, longest)
+        key, prompt = "prompt" if isinstance(each, str) else "prompt_token_ids", each
+        if kept is not None:
+            key, prompt = "prompt_token_ids", _encode_beginning(text_processor, each, kept)
+        request = text_processor.request(
+            {key: prompt, "cache_salt": body.cache_salt}, params
+        ).request
         states.append(RequestOutputState(replace(request, pooling=body.pooling_type), None, None))
         check_request(states[-1].request, limits)
     return states
+
+
+def _encode_beginning(
+    text_processor: TextProcessor, prompt: str | list[int], max_tokens: int
+) -> list[int]:
+    """The first tokens of an input."""
+    if not isinstance(prompt, str):
+        return prompt[:max_tokens]
+    assert text_processor.tokenizer is not None, "texts are refused without one"
+    return text_processor.tokenizer.encode_beginning(prompt, max_tokens)
 
 
 def _response_body(body: EmbeddingRequest, request_states: list[RequestOutputState]) -> bytes:

@@ -68,7 +68,12 @@ async def _embed_texts(
     _, engine = await acquire_engine(request, body.model, body.keep_alive)
     engine.check_capacity(len(texts))
     made = EmbeddingRequest.model_validate(
-        {"model": body.model, "input": texts, "cache_salt": body.cache_salt}
+        {
+            "model": body.model,
+            "input": texts,
+            "cache_salt": body.cache_salt,
+            "truncate_prompt_tokens": body.truncate_prompt_tokens,
+        }
     )
     states, handle = await prepare_and_submit_requests(
         request, engine, embedding_request_states, made, engine.request_limits, get_states=list
