@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pydantic import Field
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32, MAX_N, SamplingParams
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS, GenerationFields
+from modelmill.serve.mixed_prompts import MixedPrompt, MixedPrompts, split_mixed_prompts
 from modelmill.serve.prompt_fields import (
     MAX_PROMPTS,
     TextList,
@@ -32,7 +35,7 @@ class CompletionRequest(GenerationFields):
     )
     add_special_tokens: bool | None = Field(None, description="false: no BOS before the prompt")
 
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> Sequence[MixedPrompt]:
         """The prompts as a list.
 
         Raises:
@@ -59,3 +62,13 @@ class CompletionRequest(GenerationFields):
             logprobs=self.logprobs,
             prompt_logprobs=prompt_logprobs,
         )
+
+
+class MixedCompletionRequest(CompletionRequest):
+    """A completion of prompts as llama.cpp takes them."""
+
+    prompt: str | MixedPrompts  # type: ignore[assignment]
+
+    def prompts(self) -> Sequence[MixedPrompt]:
+        """See ``CompletionRequest.prompts``."""
+        return split_mixed_prompts(self.prompt)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, RootModel
 
 from modelmill.serve.response_model import ResponseModel
 
@@ -114,7 +114,8 @@ class PropsResponse(ResponseModel):
 class DetokenizeResponse(ResponseModel):
     """Response body of POST /detokenize."""
 
-    prompt: str
+    prompt: str = Field(description="as vLLM has it")
+    content: str = Field(description="the same text, as llama.cpp has it")
 
 
 class PromptTokensDetails(ResponseModel):
@@ -481,8 +482,23 @@ class ScoreResponse(ResponseModel):
     usage: EmbeddingUsage
 
 
+class LlamaCppTokenProbability(ResponseModel):
+    """Log-probability of a token."""
+
+    id: int
+    token: str
+    bytes: list[Annotated[int, Field(ge=0, le=255)]]
+    logprob: Annotated[float, Field(le=0)]
+
+
+class LlamaCppTokenProbabilities(LlamaCppTokenProbability):
+    """Log-probability of a sampled token, and those of the most likely ones."""
+
+    top_logprobs: list[LlamaCppTokenProbability]
+
+
 class LlamaCppCompletionResponse(ResponseModel):
-    """Response body of POST /completion and /infill."""
+    """Response body of POST /infill, and of POST /completion for one prompt."""
 
     index: int
     content: str
@@ -498,7 +514,16 @@ class LlamaCppCompletionResponse(ResponseModel):
     stop_type: Literal["eos", "limit", "word", "none"]
     stopping_word: str
     timings: dict[str, Any]
+    completion_probabilities: list[LlamaCppTokenProbabilities] = Field(
+        default_factory=list, description="with n_probs"
+    )
     warnings: list[str] = Field(default_factory=list)
+
+
+class LlamaCppCompletionAnswer(
+    RootModel[LlamaCppCompletionResponse | list[LlamaCppCompletionResponse]]
+):
+    """Response body of POST /completion: of several prompts a list."""
 
 
 class ErrorDetail(BaseModel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from modelmill.serve.dialects.anthropic_models import CountTokensResponse, MessageResponse
@@ -28,6 +29,7 @@ from modelmill.serve.openai_models import (
     HealthResponse,
     InputItemList,
     InputTokensResponse,
+    LlamaCppCompletionAnswer,
     LlamaCppCompletionResponse,
     ModelCard,
     ModelList,
@@ -39,10 +41,9 @@ from modelmill.serve.openai_models import (
     TokenizeResponse,
     VersionResponse,
 )
-from modelmill.serve.response_model import ResponseModel
 
 REF_TEMPLATE = "#/components/schemas/{model}"
-RESPONSE_MODELS: dict[str, type[ResponseModel]] = {
+RESPONSE_MODELS: dict[str, type[BaseModel]] = {
     "/health": HealthResponse,
     "/version": VersionResponse,
     "/v1/models": ModelList,
@@ -68,7 +69,7 @@ RESPONSE_MODELS: dict[str, type[ResponseModel]] = {
     "/v1/responses/{response_id}/input_items": InputItemList,
     "/v1/rerank": RerankResponse,
     "/v1/score": ScoreResponse,
-    "/completion": LlamaCppCompletionResponse,
+    "/completion": LlamaCppCompletionAnswer,
     "/infill": LlamaCppCompletionResponse,
     "/v1/messages": MessageResponse,
     "/v1/messages/count_tokens": CountTokensResponse,

@@ -20,6 +20,8 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"prompt": "Once upon"}),
     ("/tokenize", {"messages": TALK, "return_token_strs": True}),
     ("/detokenize", {"tokens": [5, 6]}),
+    ("/completion", {"prompt": "Once", "n_predict": 3, "n_probs": 2}),
+    ("/completion", {"prompt": ["Once", [5, "Then"]], "n_predict": 3}),
     ("/v1/chat/completions", {"messages": TALK, "max_tokens": 3}),
     (
         "/v1/chat/completions",

@@ -154,6 +154,85 @@ def test_penalties_and_biases_as_llama_cpp(running: ServiceThread) -> None:
         assert refused.json["error"]["message"].startswith(message)
 
 
+def test_prompts_of_completion_as_llama_cpp_takes_them(running: ServiceThread) -> None:
+    body: dict[str, Any] = {"n_predict": 5, "temperature": 0}
+    once, tom = (post(running, "/tokenize", {"prompt": text}).json["tokens"]
+                 for text in ("Once upon", "Tom"))  # fmt: skip
+    bare = post(running, "/tokenize", {"content": "Tom"}).json["tokens"]
+    single = [
+        post(running, "/completion", {**body, "prompt": prompt}).json
+        for prompt in (once, [*once, "Tom"], ["Once upon", *bare], [*once, *bare])
+    ]
+    assert (single[0]["index"], single[0]["tokens_evaluated"]) == (0, len(once))
+    assert len({each["content"] for each in single[1:]}) == 1, "BOS comes before a first text only"
+    assert {each["tokens_evaluated"] for each in single[1:]} == {len(once) + len(bare)}
+    prompts = ["Once upon", tom, [*once, "Tom"]]
+    several = post(running, "/completion", {**body, "prompt": prompts}).json
+    alone = [post(running, "/completion", {**body, "prompt": each}).json for each in prompts]
+    assert [each["content"] for each in several] == [each["content"] for each in alone]
+    assert [each["index"] for each in several] == [0, 1, 2]
+    assert post(running, "/completion", {**body, "prompt": ["Tom"]}).json["index"] == 0
+    streamed = [
+        event
+        for _, event in events(
+            post(running, "/completion", {**body, "prompt": prompts, "stream": True}).body
+        )
+    ]
+    for index, each in enumerate(several):
+        own = [event for event in streamed if event["index"] == index]
+        assert "".join(event["content"] for event in own) == each["content"]
+        assert [event["stop"] for event in own] == [False] * (len(own) - 1) + [True]
+        assert own[-1]["tokens_evaluated"] == each["tokens_evaluated"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt is empty"),
+        (["a", ""], "prompt is empty"),
+        ([1, [2]], "prompt has token ids beside lists"),
+        (["a"] * 1025, "prompt has 1025 prompts; the limit is 1024"),
+        ([True], "prompt: must be a string, token ids, both in one list, or a list of such"),
+        ([1, "x" * 30000], "the prompt has 30000 characters"),
+        ([1] * 600, "the prompt has 600 tokens"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_prompts_that_completion_refuses(running: ServiceThread, prompt: Any, message: str) -> None:
+    refused = running.post("/completion", {"prompt": prompt, "n_predict": 1})
+    assert refused.status == 400
+    assert refused.json["error"]["message"].startswith(message), refused.body
+
+
+def test_probabilities_as_llama_cpp_returns_them(running: ServiceThread) -> None:
+    body: dict[str, Any] = {"prompt": "Once", "n_predict": 4, "temperature": 0, "n_probs": 2}
+    whole = post(running, "/completion", {**body, "return_tokens": True}).json
+    listed = whole["completion_probabilities"]
+    assert [each["id"] for each in listed] == whole["tokens"]
+    completion = {"prompt": "Once", "max_tokens": 4, "temperature": 0, "logprobs": 2}
+    reference = post(running, "/v1/completions", completion).json["choices"][0]["logprobs"]
+    logprobs = [each["logprob"] for each in listed]
+    assert logprobs == pytest.approx(reference["token_logprobs"], abs=1e-5)
+    for each in listed:
+        best = each["top_logprobs"]
+        assert (len(best), best[0]["id"]) == (2, each["id"])
+        assert bytes(each["bytes"]).decode("utf-8", "replace") == each["token"]
+    made = events(post(running, "/completion", {**body, "stream": True}).body)
+    streamed = [each for _, event in made for each in event.get("completion_probabilities", ())]
+    assert [each["id"] for each in streamed] == whole["tokens"]
+    plain = post(running, "/completion", {**body, "n_probs": 0}).json
+    assert "completion_probabilities" not in plain
+    assert plain["tokens"] == []
+    assert running.post("/completion", {**body, "n_probs": 21}).status == 400
+
+
+def test_ids_as_text_under_both_names(running: ServiceThread) -> None:
+    ids = post(running, "/tokenize", {"content": "Once upon"}).json["tokens"]
+    text = post(running, "/detokenize", {"tokens": ids}).json
+    assert text["content"] == text["prompt"]
+    assert text["content"].strip() == "Once upon"
+
+
 def test_infill_needs_a_vocabulary_with_marks(running: ServiceThread) -> None:
     body: dict[str, Any] = {"input_prefix": "a", "input_suffix": "b"}
     for extra, message in (

@@ -2,38 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from modelmill.serve.chat_answer import exhaust
+from modelmill.core.types import Logprob
+from modelmill.outputs import CompletionOutput
 from modelmill.serve.completion_schema import CompletionRequest
-from modelmill.serve.openai_format import sse_event
+from modelmill.serve.openai_format import clamp_logprob, sse_event, token_bytes
 from modelmill.serve.request_handle import RequestHandle, StreamItem
 from modelmill.serve.routes.common import openai_finish_reason
 from modelmill.serve.stream import EventFormatter
 from modelmill.serve.timings import request_timings
+from modelmill.text.tokenizer_loader import Tokenizer
 
 _STOP_TYPES = {"length": "limit", "stop": "eos"}
 
 
 class LlamaCppAnswerBuilder(EventFormatter):
-    """Builds the answer, whole or as events."""
+    """Builds the answer, whole or as events; of several prompts a list, or events by index."""
 
-    def __init__(self, model: str, body: CompletionRequest, handle: RequestHandle) -> None:
+    def __init__(
+        self,
+        model: str,
+        body: CompletionRequest,
+        handle: RequestHandle,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
         self._model, self._body, self._handle = model, body, handle
-        self._finish_reason: str | None = None
+        self._tokenizer = tokenizer
+        self._num_formatted = [0] * len(handle.request_states)
 
     def consume(self, items: Sequence[StreamItem]) -> None:
-        """Add deltas without making events."""
-        exhaust(map(self._record_finish_reason, items))
+        """Take deltas without making events: the whole answer is in the request's state."""
 
-    def response(self) -> dict[str, Any]:
+    def response(self) -> Any:
         """The whole answer."""
-        output = self._handle.request_states[0].output.outputs[0]
+        answers = [self._whole_answer(index) for index in range(len(self._handle.request_states))]
+        return answers[0] if len(answers) == 1 else answers
+
+    def _whole_answer(self, index: int) -> dict[str, Any]:
+        output = self._output(index)
+        ids = output.token_ids if self._body.return_token_ids else []
+        # the stop token is not part of the text
+        count = len(output.token_ids) - isinstance(output.stop_reason, int)
         return {
-            **self._final_fields(),
+            **self._final_fields(index),
             "content": output.text,
-            "tokens": self._returned_token_ids(output.token_ids),
+            "tokens": list(ids),
+            **self._next_probabilities(index, count),
         }
 
     def first_events(self) -> bytes:
@@ -41,33 +57,60 @@ class LlamaCppAnswerBuilder(EventFormatter):
         return b""
 
     def delta_events(self, items: Sequence[StreamItem]) -> bytes:
-        """An event for each delta with text."""
-        events = []
-        for item in items:
-            self._record_finish_reason(item)
-            if item.delta.text:
-                tokens = self._returned_token_ids(item.delta.token_ids)
-                fields = {"index": 0, "content": item.delta.text, "tokens": tokens, "stop": False}
-                events.append(sse_event(fields))
-        return b"".join(events)
+        """An event for each delta with text, and the last one of each prompt."""
+        return b"".join(map(self._delta_event, items))
+
+    def _delta_event(self, item: StreamItem) -> bytes:
+        index, delta = item
+        events = b""
+        probabilities = self._next_probabilities(index, len(delta.token_ids))
+        if delta.text or probabilities.get("completion_probabilities"):
+            ids = delta.token_ids if self._body.return_token_ids else ()
+            fields = {"index": index, "content": delta.text, "tokens": list(ids), "stop": False}
+            events += sse_event({**fields, **probabilities})
+        if delta.finish_reason is not None:
+            # with the counts and times
+            events += sse_event({**self._final_fields(index), "content": "", "tokens": []})
+        return events
 
     def terminal_events(self) -> bytes:
-        """The last event, with counts and times."""
-        return sse_event({**self._final_fields(), "content": "", "tokens": []})
+        """Nothing: each prompt has had its last event."""
+        return b""
 
-    def _record_finish_reason(self, item: StreamItem) -> None:
-        self._finish_reason = openai_finish_reason(item.delta.finish_reason)
+    def _output(self, index: int) -> CompletionOutput:
+        return self._handle.request_states[index].output.outputs[0]
 
-    def _returned_token_ids(self, ids: Sequence[int]) -> list[int]:
-        return list(ids) if self._body.return_token_ids else []
+    def _next_probabilities(self, index: int, count: int) -> dict[str, Any]:
+        """The field of the next tokens' probabilities; none unless the request asks for it."""
+        output, begin = self._output(index), self._num_formatted[index]
+        if output.logprobs is None:
+            return {}
+        end = self._num_formatted[index] = begin + count
+        pairs = zip(output.token_ids[begin:end], output.logprobs[begin:end])
+        return {"completion_probabilities": [self._format_token(*pair) for pair in pairs]}
 
-    def _final_fields(self) -> dict[str, Any]:
-        state = self._handle.request_states[0]
-        output = state.output.outputs[0]
+    def _format_token(self, id: int, entries: Mapping[int, Logprob]) -> dict[str, Any]:
+        top = list(entries.items())[: self._body.logprobs or 0]
+        return {
+            **self._format_logprob(id, entries[id]),
+            "top_logprobs": [self._format_logprob(other, value) for other, value in top],
+        }
+
+    def _format_logprob(self, id: int, value: Logprob) -> dict[str, Any]:
+        data = token_bytes(self._tokenizer, id)
+        return {
+            "id": id,
+            "token": data.decode("utf-8", "replace"),
+            "bytes": list(data),
+            "logprob": clamp_logprob(value.logprob),
+        }
+
+    def _final_fields(self, index: int) -> dict[str, Any]:
+        state, output = self._handle.request_states[index], self._output(index)
         word = output.stop_reason if isinstance(output.stop_reason, str) else ""
-        stop_type = "word" if word else _STOP_TYPES.get(self._finish_reason or "", "none")
+        reason = openai_finish_reason(output.finish_reason)
         fields: dict[str, Any] = {
-            "index": 0,
+            "index": index,
             "id_slot": -1,
             "stop": True,
             "model": self._model,
@@ -76,7 +119,7 @@ class LlamaCppAnswerBuilder(EventFormatter):
             "tokens_cached": state.output.cached_tokens,
             "has_new_line": "\n" in output.text,
             "truncated": False,
-            "stop_type": stop_type,
+            "stop_type": "word" if word else _STOP_TYPES.get(reason or "", "none"),
             "stopping_word": word,
             "timings": request_timings([state]),
         }

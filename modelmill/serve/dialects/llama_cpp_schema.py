@@ -13,10 +13,15 @@ from modelmill.serve.compatibility_fields import (
     off_only_field,
     only_off_values,
 )
-from modelmill.serve.completion_schema import CompletionRequest
+from modelmill.serve.completion_schema import CompletionRequest, MixedCompletionRequest
 from modelmill.serve.discriminated_unions import make_converted_request, parse_object
-from modelmill.serve.generation_schema import GenerationFields
-from modelmill.serve.prompt_fields import TokenIds
+from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS, GenerationFields
+from modelmill.serve.mixed_prompts import (
+    MixedPrompt,
+    MixedPrompts,
+    has_text,
+    split_mixed_prompts,
+)
 from modelmill.serve.strict_models import FAIL_FAST, JsonObjectList, StrictModel
 
 
@@ -33,6 +38,10 @@ class LlamaCppFields(GenerationFields):
     t_max_prompt_ms: int | None = ignored_field("a prompt is always read whole")
     t_max_predict_ms: int | None = ignored_field("n_predict limits the text")
     n_indent: int | None = ignored_field("indentation is the model's")
+    n_probs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="probabilities of so many tokens per token"
+    )
+    return_tokens: bool | None = Field(None, description="as return_token_ids")
     image_data: Annotated[AnyItems | None, only_off_values([])] = off_only_field("an empty list")
 
     def make_completion_request(self, prompt: Any, **fields: Any) -> CompletionRequest:
@@ -44,11 +53,19 @@ class LlamaCppFields(GenerationFields):
             if name in self.model_fields_set and name not in LlamaCppFields.__annotations__
         }
         shared["grammar"] = shared.pop("grammar_", None)
+        if self.n_probs:
+            shared["logprobs"] = self.n_probs
+        if self.return_tokens:
+            shared["return_token_ids"] = True
         set_fields = {name: value for name, value in shared.items() if value is not None}
         return make_converted_request(
-            CompletionRequest,
+            MixedCompletionRequest,
             {"model": self.model or "", "prompt": prompt, "n_predict": -1, **set_fields, **fields},
         )
+
+    def prompts(self) -> list[MixedPrompt]:
+        """The prompts as a list; raises RequestError."""
+        raise NotImplementedError
 
     def check(self) -> None:
         """Raise RequestError for what these routes do not return."""
@@ -61,14 +78,20 @@ class LlamaCppFields(GenerationFields):
 class LlamaCppCompletionRequest(LlamaCppFields):
     """Request body of POST /completion."""
 
-    prompt: str | TokenIds
+    prompt: str | MixedPrompts = Field(
+        description="a string, token ids, both in one list, or a list of such prompts"
+    )
     parse_special: bool | None = Field(None, description="false: control tokens are plain text")
 
     def to_completion_request(self) -> CompletionRequest:
         """Convert to the equivalent completion request; control tokens are parsed by default."""
-        return self.make_completion_request(
-            self.prompt, parse_special=self.parse_special is not False
-        )
+        has_texts = any(map(has_text, self.prompts()))
+        special = self.parse_special is not False if has_texts else None
+        return self.make_completion_request(self.prompt, parse_special=special)
+
+    def prompts(self) -> list[MixedPrompt]:
+        """See ``LlamaCppFields.prompts``."""
+        return split_mixed_prompts(self.prompt)
 
 
 class InfillContext(StrictModel):
@@ -87,6 +110,10 @@ class InfillRequest(LlamaCppFields):
     input_extra: JsonObjectList | None = None
     prompt: str | None = Field(None, description="text that follows the prefix")
     stop: str | Annotated[list[str], FAIL_FAST] | None = Field(None, max_length=4096)
+
+    def prompts(self) -> list[MixedPrompt]:
+        """See ``LlamaCppFields.prompts``."""
+        return [self.input_prefix]
 
     def to_completion_request(self) -> CompletionRequest:
         """Convert to the equivalent completion request with a suffix."""

@@ -19,6 +19,7 @@ from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.engine_client import EngineClient, max_tokenize_tokens
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
 from modelmill.serve.gil_yielding_json_serializer import dump_json
+from modelmill.serve.mixed_prompts import MixedPrompt, encode_mixed_prompt, has_text
 from modelmill.serve.openai_format import TextLogprobsFormatter
 from modelmill.serve.request_handle import RequestHandle, StreamItem
 from modelmill.serve.request_options import (
@@ -104,9 +105,7 @@ def completion_request_states(
     Each is checked before the next is tokenized, so an invalid one ends the work on all of them.
     """
     prompts = body.prompts()
-    if text_processor.tokenizer is None and (
-        body.stop or any(isinstance(prompt, str) for prompt in prompts)
-    ):
+    if text_processor.tokenizer is None and (body.stop or any(map(has_text, prompts))):
         raise RequestError(
             "this engine has no tokenizer: give token ids as the prompt, and stop_token_ids"
         )
@@ -134,7 +133,7 @@ def completion_request_states(
 def _encode_prompt(
     text_processor: TextProcessor,
     body: CompletionRequest,
-    prompt: str | list[int],
+    prompt: MixedPrompt,
     max_model_len: int,
 ) -> tuple[str | list[int], tuple[int, ...]]:
     """The prompt as text or ids, and token ids that end the answer beside EOS.
@@ -144,17 +143,24 @@ def _encode_prompt(
     """
     kept = kept_prompt_tokens(body, max_model_len)
     longest = max_model_len if kept is None else max_tokenize_tokens(max_model_len)
-    text_processor.check_prompt_length(prompt, longest)
+    for part in (prompt,) if isinstance(prompt, str) else (prompt, *prompt):
+        if not isinstance(part, int):
+            text_processor.check_prompt_length(part, longest)  # type: ignore[arg-type]
     tokenizer, ends = text_processor.tokenizer, tuple[int, ...]()
     parses = _parses_special_tokens(text_processor, body)
-    encoded: str | list[int] = prompt
-    if isinstance(prompt, str) and body.suffix is not None and tokenizer is not None:
+    encoded: str | list[int] = prompt if isinstance(prompt, str) else []
+    if not isinstance(prompt, str):
+        encoded = encode_mixed_prompt(
+            tokenizer,
+            prompt,
+            parse_special=parses,
+            add_special=body.add_special_tokens is not False,
+        )
+    elif body.suffix is not None and tokenizer is not None:
         text_processor.check_prompt_length(body.suffix, max_model_len)
         encoded, marks = encode_infill(tokenizer, prompt, body.suffix)
         ends = marks.ends
-    elif isinstance(prompt, str) and (
-        parses or body.add_special_tokens is False or kept is not None
-    ):
+    elif parses or body.add_special_tokens is False or kept is not None:
         encoded = encode_text(
             tokenizer,
             prompt,
@@ -179,7 +185,12 @@ def _warn_about_special_tokens(text_processor: TextProcessor, body: CompletionRe
     says = body.parse_special is not None or body.suffix is not None
     if says or tokenizer is None or text_processor.parse_special:
         return
-    texts = (prompt for prompt in body.prompts() if isinstance(prompt, str))
+    texts = (
+        part
+        for prompt in body.prompts()
+        for part in ((prompt,) if isinstance(prompt, str) else prompt)
+        if isinstance(part, str)
+    )
     names = [name for text in texts for name in find_special_tokens(tokenizer, text)]
     if names:
         body.add_warnings([plain_special_tokens_warning(list(dict.fromkeys(names)))])

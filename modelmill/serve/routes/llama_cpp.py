@@ -31,7 +31,9 @@ async def infill(body: InfillRequest, request: Request) -> Any:
 async def _run_completion(body: LlamaCppCompletionRequest | InfillRequest, request: Request) -> Any:
     _, engine = await acquire_engine(request, body.model, body.keep_alive)
     body.check()
-    engine.check_capacity(1)
+    engine.check_capacity(len(body.prompts()))
     completion, handle = await submit_converted_completion(request, engine, body)
-    answer = LlamaCppAnswerBuilder(body.model or engine.name, completion, handle)
+    answer = LlamaCppAnswerBuilder(
+        body.model or engine.name, completion, handle, engine.text_processor.tokenizer
+    )
     return await streamed_or_whole_response(request, handle, answer, streams=bool(body.stream))

@@ -85,7 +85,8 @@ def _detokenize_response(
     vocab = max(tokenizer.vocab_size, limits.vocab_size)
     if max(body.tokens, default=0) >= vocab:
         raise RequestError(f"tokens must be ids below {vocab}")
-    return Utf8JsonResponse({"prompt": tokenizer.decode(body.tokens, skip_special=False)})
+    text = tokenizer.decode(body.tokens, skip_special=False)
+    return Utf8JsonResponse({"prompt": text, "content": text})
 
 
 def encode_prompt(
