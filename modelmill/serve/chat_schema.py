@@ -132,7 +132,8 @@ class ChatRequest(GenerationFields, ChatCompatibilityFields):
         unenforced = [
             f"tools: the grammar of {tool.name} is part of its description, and not enforced"
             for tool in self.tools or ()
-            if isinstance(tool, CustomTool) and tool.grammar is not None
+            if isinstance(tool, CustomTool)
+            and (tool.has_unenforced_grammar or (tool.grammar and self.continue_final_message))
         ]
         return [*unenforced, *super().warnings]
 

@@ -13,14 +13,39 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from modelmill.core.errors import RequestError
+from modelmill.core.types import Grammar
 from modelmill.text.answer_pieces import ParsedToolCall, ToolCallDelta, make_openai_tool_call
+from modelmill.text.grammar import check_grammar
 
-INPUT_SCHEMA = {
-    "type": "object",
-    "properties": {"input": {"type": "string"}},
-    "required": ["input"],
-    "additionalProperties": False,
-}
+
+def input_schema(pattern: str | None = None) -> dict[str, Any]:
+    """The parameters of the function; pattern: what the text matches."""
+    text = {"type": "string", **({} if pattern is None else {"pattern": pattern})}
+    return {
+        "type": "object",
+        "properties": {"input": text},
+        "required": ["input"],
+        "additionalProperties": False,
+    }
+
+
+def enforceable_pattern(regex: str) -> str | None:
+    """The pattern of a text that a regular expression matches as a whole.
+
+    Returns:
+        None if the grammar library cannot enforce it.
+    """
+    body = regex.removeprefix("^")
+    if body.endswith("$") and not body.endswith("\\$"):
+        body = body[:-1]
+    pattern = f"^(?:{body})$"
+    try:
+        check_grammar(Grammar("regex", body))  # a group must not end before its end
+        check_grammar(Grammar("json", json.dumps(input_schema(pattern))))
+    except RequestError:
+        return None
+    return pattern
 
 
 def parse_custom_input(arguments: str) -> str:

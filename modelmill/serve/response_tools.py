@@ -66,7 +66,7 @@ class FunctionTool(FunctionDefinition):
 
 
 class FlatCustomFormat(StrictModel):
-    """The input of a custom tool: any text, or what a grammar describes, which is a warning."""
+    """The input of a custom tool: any text, or what a grammar describes."""
 
     type: Literal["text", "grammar"]
     definition: str | None = Field(None, max_length=65536)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from modelmill.core.errors import RequestError
-from modelmill.serve.custom_tools import INPUT_SCHEMA
+from modelmill.serve.custom_tools import enforceable_pattern, input_schema
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject, StrictModel
 from modelmill.text.message_validation import check_json_data
 
@@ -53,7 +54,7 @@ class Tool(ToolNamedByType):
 
 
 class ToolGrammar(StrictModel):
-    """The grammar of a custom tool's input: the model reads it, nothing enforces it."""
+    """The grammar of a custom tool's input: the model reads it, and a regex is enforced."""
 
     definition: str = Field(max_length=65536)
     syntax: Literal["lark", "regex"]
@@ -88,7 +89,23 @@ class CustomTool(ToolNamedByType):
         """The tool as chat templates read it: a function with one string."""
         function = {"name": self.name, "description": self._description_with_grammar()}
         known = {key: value for key, value in function.items() if value is not None}
-        return {"type": "function", "function": {**known, "parameters": INPUT_SCHEMA}}
+        pattern = self._pattern
+        strict = {} if pattern is None else {"strict": True}
+        parameters = input_schema(pattern)
+        return {"type": "function", "function": {**known, "parameters": parameters, **strict}}
+
+    @property
+    def has_unenforced_grammar(self) -> bool:
+        """Whether the input may differ from its grammar: one in Lark's notation is not enforced."""
+        return self.grammar is not None and self._pattern is None
+
+    @functools.cached_property
+    def _pattern(self) -> str | None:
+        """What the input matches: its regular expression, if it can be enforced."""
+        grammar = self.grammar
+        if grammar is None or grammar.syntax != "regex":
+            return None
+        return enforceable_pattern(grammar.definition)
 
     @property
     def grammar(self) -> ToolGrammar | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,11 @@ import pytest
 from modelmill.serve.custom_tools import ToolCallDeltaFormatter, parse_custom_input
 from modelmill.serve.message_cleaning import clean_messages
 from modelmill.serve.tool_schema import CustomTool
+from modelmill.text.answer_grammar import whole_answer_grammar
 from modelmill.text.answer_pieces import ToolCallDelta
+from modelmill.text.chat_format_registry import load_chat_syntax
+from modelmill.text.grammar import check_grammar
+from modelmill.text.tool_grammar import forced_call_grammar, strict_call_grammar
 from tests.serve.dialect_calls import events, post
 from tests.serve.service_thread import ServiceThread
 
@@ -41,21 +46,67 @@ def test_a_forced_call(running: ServiceThread) -> None:
     post(running, "/v1/chat/completions", body)
 
 
+def tool_with_grammar(syntax: str, definition: str) -> dict[str, Any]:
+    grammar = {"syntax": syntax, "definition": definition}
+    format = {"type": "grammar", "grammar": grammar}
+    return {"type": "custom", "custom": {"name": "run", "format": format}}
+
+
 def test_a_grammar_is_part_of_the_description(running: ServiceThread) -> None:
-    grammar = {"syntax": "regex", "definition": "[ab]+"}
-    tool = {"type": "custom", "custom": {"name": "run", "format": {
-        "type": "grammar", "grammar": grammar}}}  # fmt: skip
+    tool = tool_with_grammar("lark", 'start: "a"')
     body = {**ASK, "tools": [tool], "max_tokens": 1}
     answer = post(running, "/v1/chat/completions", body).json
     assert answer["warnings"] == [
         "tools: the grammar of run is part of its description, and not enforced"
     ]
     made = CustomTool.model_validate(tool).as_template_tool()
-    assert made["function"]["description"].endswith("(regex):\n[ab]+")
-    del tool["custom"]["format"]["grammar"]  # type: ignore[index]
+    assert made["function"]["description"].endswith('(lark):\nstart: "a"')
+    del tool["custom"]["format"]["grammar"]
     refused = running.post("/v1/chat/completions", {"model": "stories", **ASK, "tools": [tool]})
     assert refused.status == 400
     assert "needs grammar" in refused.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "regex", ["[0-9]{3}", "^[0-9]{3}$", "[0-9]{2}|[a-c]{4}", r'"\d"\n', "(?i)ab/c"]
+)
+@pytest.mark.parametrize("choice", [ASK["tool_choice"], "required"], ids=["named", "required"])
+def test_a_regex_is_enforced(running: ServiceThread, regex: str, choice: Any) -> None:
+    short = {"temperature": 0.5, "max_tokens": 200}  # blanks between the parts of JSON count, too
+    body = {**ASK, **short, "tools": [tool_with_grammar("regex", regex)], "tool_choice": choice}
+    answer = post(running, "/v1/chat/completions", body).json
+    assert "warnings" not in answer
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert re.fullmatch(regex, call["custom"]["input"])
+    flat = {"type": "custom", "name": "run",
+            "format": {"type": "grammar", "syntax": "regex", "definition": regex}}  # fmt: skip
+    ask = {"input": "x", "temperature": 0.5, "max_output_tokens": 200, "tools": [flat],
+           "tool_choice": "required"}  # fmt: skip
+    response = post(running, "/v1/responses", ask).json
+    assert re.fullmatch(regex, response["output"][0]["input"])
+    assert "warnings" not in response
+
+
+@pytest.mark.parametrize("format_name", ["hermes", "qwen3_coder", "gemma4", "described", "gpt_oss"])
+def test_a_regex_is_enforced_in_every_call_syntax(format_name: str) -> None:
+    tool = CustomTool.model_validate(tool_with_grammar("regex", "[0-9]{3}")).as_template_tool()
+    for grammar in (
+        forced_call_grammar([tool], "run"),
+        strict_call_grammar([tool], True, as_json=load_chat_syntax(format_name).calls.writes_json),
+    ):
+        whole = whole_answer_grammar(grammar, format_name, None, "closed")
+        assert whole is not None
+        check_grammar(whole)
+        assert "[0-9]{3}" in whole.text
+
+
+@pytest.mark.parametrize("regex", ["a(?=b)", r"(a)\1", "(", "a)(b"])
+def test_a_regex_that_cannot_be_enforced_is_told(running: ServiceThread, regex: str) -> None:
+    body = {**ASK, "tools": [tool_with_grammar("regex", regex)], "max_tokens": 1}
+    answer = post(running, "/v1/chat/completions", body).json
+    assert answer["warnings"] == [
+        "tools: the grammar of run is part of its description, and not enforced"
+    ]
 
 
 def test_deltas_of_functions_and_custom_tools() -> None:
