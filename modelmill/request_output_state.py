@@ -82,6 +82,10 @@ class RequestOutputState:
             for _ in range(params.n)
         ]
 
+    def fork_detokenizer(self) -> Detokenizer | None:
+        """A detokenizer at the beginning of an answer; None for an ids-only engine."""
+        return None if self._detokenizer is None else self._detokenizer.fork()
+
     def set_echo_text(self) -> None:
         """Set ``echo_text`` to the prompt's text. Call it once, before any ``process``.
 

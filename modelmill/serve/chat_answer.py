@@ -52,7 +52,9 @@ class ChatAnswerSplitter:
         """Return the pieces of a delta, in order."""
         output = delta.output.outputs[delta.index]
         ended = delta.finish_reason is not None
-        pieces = self._reader.parse_text(delta.text, output if ended else None)
+        pieces = self._reader.parse_text(
+            delta.text, output if ended else None, len(delta.token_ids)
+        )
         pieces = [piece for piece in pieces if piece != ""]
         for piece in pieces:
             if isinstance(piece, ToolCallDelta):

@@ -29,13 +29,11 @@ def sse_event(value: Mapping[str, Any], name: str = "") -> bytes:
     return head + b"data: " + dump_json(value) + b"\n\n"
 
 
-def format_stream_end(
-    head: Mapping[str, Any], request_states: Iterable[RequestOutputState] | None
-) -> bytes:
-    """Format the end of a stream, after an event with the usage of ``request_states`` if given."""
-    if request_states is None:
+def format_stream_end(head: Mapping[str, Any], usage: Mapping[str, Any] | None) -> bytes:
+    """Format the end of a stream, after an event with the usage if given."""
+    if usage is None:
         return DONE_EVENT
-    return sse_event({**head, "choices": [], "usage": token_usage(request_states)}) + DONE_EVENT
+    return sse_event({**head, "choices": [], "usage": usage}) + DONE_EVENT
 
 
 class ChunkTemplate:

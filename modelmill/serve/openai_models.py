@@ -124,6 +124,12 @@ class PromptTokensDetails(ResponseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(ResponseModel):
+    """Details of the completion tokens."""
+
+    reasoning_tokens: int = Field(description="of the thinking and the mark that ends it")
+
+
 class Usage(ResponseModel):
     """Token counts of a request."""
 
@@ -131,6 +137,12 @@ class Usage(ResponseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+
+
+class ChatUsage(Usage):
+    """Token counts of a chat completion."""
+
+    completion_tokens_details: CompletionTokensDetails
 
 
 class TopLogprob(ResponseModel):
@@ -222,6 +234,7 @@ class ChatCompletionResponse(GeneratedResponse):
 
     id: str = Field(pattern="^chatcmpl-")
     object: Literal["chat.completion"]
+    usage: ChatUsage
     choices: list[ChatChoice]
     prompt_logprobs: list[dict[str, Any] | None] = Field(default_factory=list)
     prompt_token_ids: list[int] = Field(default_factory=list)

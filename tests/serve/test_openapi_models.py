@@ -130,7 +130,7 @@ def test_names_that_are_taken_are_kept_apart() -> None:
     }
     add_response_schemas(document)
     assert schemas["Usage"] == {"type": "string"}
-    usage = schemas["ChatCompletionResponse"]["properties"]["usage"]  # type: ignore[index]
+    usage = schemas["CompletionResponse"]["properties"]["usage"]  # type: ignore[index]
     assert usage == {"$ref": "#/components/schemas/AnswerUsage"}
     assert "AnswerUsage" in schemas
 

@@ -70,7 +70,10 @@ def test_what_an_effort_means_to_a_template(
     assert _template_kwargs(plain, body) == (kwargs or {})
 
 
-def handle_of(output: CompletionOutput, prompt_thinking: str = "free") -> Any:
+def handle_of(
+    output: CompletionOutput, prompt_thinking: str = "free", texts: list[str] | None = None
+) -> Any:
+    """A handle of one answer; texts: of its token ids."""
     result = RequestOutput("r", None, [1], [output])
     state = SimpleNamespace(
         output=result,
@@ -82,6 +85,7 @@ def handle_of(output: CompletionOutput, prompt_thinking: str = "free") -> Any:
             )
         ),
         token_counts=lambda index: (1, 1, 0),
+        fork_detokenizer=lambda: texts and SimpleNamespace(push=texts.__getitem__),
     )
     return SimpleNamespace(request_states=[state])
 
@@ -155,8 +159,8 @@ def test_thinking_is_an_item_of_a_response() -> None:
     builder = ResponsesBuilder(body, ChatRequest(**ASK), handle_of(output), THINKS)  # type: ignore[arg-type]
     events = []
     for text in ("<think>\nWe", "ll.\n</think>", "\n\nHi."):
-        events += list(builder._text_events(text, None))
-    events += list(builder._text_events("", output))
+        events += list(builder._text_events(text, None, 1))
+    events += list(builder._text_events("", output, 0))
     types = [event["type"] for event in events]
     assert types[:3] == [
         "response.output_item.added",
@@ -186,7 +190,48 @@ def test_tokens_of_the_thinking_are_counted() -> None:
             for text, count in texts
         ]
     )  # type: ignore[arg-type]
-    assert builder._reasoning_tokens == 5
+    assert builder._usage()["output_tokens_details"] == {"reasoning_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("texts", "state", "counted"),
+    [
+        (["<think>", "\nWe", "ll.", "\n", "</think>", "\n\n", "Hi", "."], "free", 5),
+        (["We", "ll", ".\n</think>", "\n\nHi."], "open", 3),
+        (["Well", ", no"], "open", 2),
+        (["<think>", "", "W", "</think>Hi"], "free", 4),
+        (["Hi", "."], "closed", 0),
+        (["Hi", "."], "free", 0),
+    ],
+)
+@pytest.mark.parametrize("ending", ["stop", "length", 9], ids=["stop", "length", "stop token"])
+def test_usage_counts_the_tokens_of_the_thinking(
+    texts: list[str], state: str, counted: int, ending: str | int
+) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = ChatRequest(**ASK, stream_options=options, stream=True)
+    ids = [*range(len(texts)), *([9] if isinstance(ending, int) else [])]
+    reason = "length" if ending == "length" else "stop"
+    stop = ending if isinstance(ending, int) else None
+    output = CompletionOutput(0, "".join(texts), ids, reason, stop)
+    details = {"reasoning_tokens": counted}
+    whole = ChatResponseBuilder(body, handle_of(output, state, texts), THINKS)  # type: ignore[arg-type]
+    whole._format_choice(output)
+    assert whole._usage()["completion_tokens_details"] == details
+    builder = ChatResponseBuilder(body, handle_of(output, state, texts), THINKS)  # type: ignore[arg-type]
+    running = []
+    for index, text in enumerate(texts):
+        ended = reason if index == len(texts) - 1 else None
+        part = CompletionOutput(0, "".join(texts), ids, ended, stop)
+        result = RequestOutput("r", None, [], [part])
+        event = builder._delta_event(OutputDelta(0, text, (index,), ended, result))
+        if event:
+            usage = json.loads(event.removeprefix(b"data: "))["usage"]
+            running.append(usage["completion_tokens_details"]["reasoning_tokens"])
+    assert running == sorted(running)
+    assert running[-1] == counted
+    last = json.loads(builder.terminal_events().split(b"\n\n")[0].removeprefix(b"data: "))
+    assert last["usage"]["completion_tokens_details"] == details
 
 
 def test_thinking_that_is_cut_is_an_incomplete_item() -> None:

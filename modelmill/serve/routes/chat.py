@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.custom_tools import ToolCallDeltaFormatter, tool_call_json
 from modelmill.serve.engine_client import EngineClient, max_tokenize_tokens
 from modelmill.serve.openai_format import ChatLogprobsFormatter, sse_event
+from modelmill.serve.reasoning_tokens import ReasoningTokenCounter, count_reasoning_tokens
 from modelmill.serve.request_handle import RequestHandle, StreamItem
 from modelmill.serve.request_options import (
     format_prompt_logprobs,
@@ -264,6 +266,9 @@ class RememberingAnswerParser:
     ) -> None:
         """Start one choice; state: the engine's request, which knows how the prompt ends."""
         self.parser = make_chat_tool_parser(body, text_processor, state)
+        self._counter = None if self.parser is None else ReasoningTokenCounter(self.parser)
+        self._make_parser = functools.partial(make_chat_tool_parser, body, text_processor, state)
+        self._num_whole_reasoning_tokens = 0
         self._text_processor, self._state = text_processor, state
         chat_format = text_processor.chat_format
         self._call_stops = (
@@ -272,20 +277,37 @@ class RememberingAnswerParser:
         self._pieces: list[AnswerPiece] = []
 
     @property
-    def in_reasoning(self) -> bool:
-        """Whether the text so far ends inside the thinking."""
-        return self.parser is not None and self.parser.in_reasoning
+    def reasoning_tokens(self) -> int:
+        """Tokens of thinking so far."""
+        counted = 0 if self._counter is None else self._counter.count
+        return counted + self._num_whole_reasoning_tokens
 
-    def parse_text(self, text: str, ended: CompletionOutput | None) -> list[AnswerPiece]:
+    def parse_whole_text(self, output: CompletionOutput) -> list[AnswerPiece]:
+        """Return the pieces of a whole answer, in order."""
+        pieces = self.parse_text(output.text, output, 0)
+        thinks = any(isinstance(piece, ReasoningDelta) for piece in pieces)
+        parser = self._make_parser() if thinks else None
+        if parser is not None:
+            # the token that ended the answer is not part of its text
+            ids = output.token_ids[: len(output.token_ids) - isinstance(output.stop_reason, int)]
+            self._num_whole_reasoning_tokens = count_reasoning_tokens(
+                pieces, ids, parser, self._state.fork_detokenizer()
+            )
+        return pieces
+
+    def parse_text(
+        self, text: str, ended: CompletionOutput | None, num_tokens: int
+    ) -> list[AnswerPiece]:
         """Return the pieces of new text, in order.
 
         Args:
             text: to add.
             ended: the output, if this is its last text.
+            num_tokens: of the text.
         """
         pieces: list[AnswerPiece] = [text] if text else []
-        if self.parser is not None:
-            pieces = self.parser.push(text)
+        if self.parser is not None and self._counter is not None:
+            pieces = self._counter.push(text, num_tokens)
             if ended is not None:
                 pieces += self.parser.flush(is_truncated(ended, self._call_stops))
         self._pieces += pieces
@@ -329,12 +351,10 @@ class ChatResponseBuilder(EventFormatter):
         self._tail: dict[str, Any] = {"usage": None} if body.wants_usage else {}
         self._chunk_template = openai_format.ChunkTemplate(self._head, self._tail)
 
-    def _parse_delta(
-        self, output: CompletionOutput, text: str, ended: bool
+    def _split_pieces(
+        self, index: int, pieces: Sequence[AnswerPiece]
     ) -> tuple[str, str, list[ToolCallDelta]]:
-        """Split new text of a choice into (content, thinking, deltas of tool calls)."""
-        index = output.index
-        pieces = self._readers[index].parse_text(text, output if ended else None)
+        """Split new pieces of a choice into (content, thinking, deltas of tool calls)."""
         calls = [piece for piece in pieces if isinstance(piece, ToolCallDelta)]
         for call in calls:
             self._calls[index].add_delta(call)
@@ -350,7 +370,7 @@ class ChatResponseBuilder(EventFormatter):
         response: dict[str, Any] = {
             **self._head,
             "choices": [self._format_choice(output) for output in result.outputs],
-            "usage": openai_format.token_usage(self._handle.request_states),
+            "usage": self._usage(),
         }
         if self._body.return_token_ids:
             response["prompt_token_ids"] = result.prompt_token_ids
@@ -363,7 +383,7 @@ class ChatResponseBuilder(EventFormatter):
         """Keys of every event of a stream, where the client wants to follow its progress."""
         states, out = self._handle.request_states, dict[str, Any]()
         if self._body.wants_running_usage:
-            out["usage"] = openai_format.running_token_usage(states)
+            out["usage"] = self._usage()
         if self._body.timings_per_token and states[0].is_prompt_computed:
             out["timings"] = request_timings(states)
         return out
@@ -371,7 +391,8 @@ class ChatResponseBuilder(EventFormatter):
     def _format_choice(self, output: CompletionOutput) -> dict[str, Any]:
         # the stop token is not part of the text
         count = len(output.token_ids) - isinstance(output.stop_reason, int)
-        content, reasoning, calls = self._parse_delta(output, output.text, ended=True)
+        pieces = self._readers[output.index].parse_whole_text(output)
+        content, reasoning, calls = self._split_pieces(output.index, pieces)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         message |= _reasoning_fields(reasoning)
         if calls:
@@ -410,9 +431,9 @@ class ChatResponseBuilder(EventFormatter):
         output = delta.output.outputs[delta.index]
         logprobs = self._logprobs[delta.index].format_next(output, len(delta.token_ids))
         ids = self._new_token_ids(output, delta) if self._body.return_token_ids else None
-        text, reasoning, calls = self._parse_delta(
-            output, delta.text, ended=delta.finish_reason is not None
-        )
+        ended = None if delta.finish_reason is None else output
+        pieces = self._readers[delta.index].parse_text(delta.text, ended, len(delta.token_ids))
+        text, reasoning, calls = self._split_pieces(delta.index, pieces)
         has_text = text or reasoning or calls
         if not (has_text or (logprobs and logprobs["content"]) or delta.finish_reason or ids):
             return b""
@@ -477,8 +498,14 @@ class ChatResponseBuilder(EventFormatter):
 
     def terminal_events(self) -> bytes:
         """The usage if requested, and the end of the stream."""
-        states = self._handle.request_states if self._body.wants_usage else None
-        return openai_format.format_stream_end(self._head, states)
+        usage = self._usage() if self._body.wants_usage else None
+        return openai_format.format_stream_end(self._head, usage)
+
+    def _usage(self) -> dict[str, Any]:
+        """The token counts so far."""
+        thinking = sum(reader.reasoning_tokens for reader in self._readers)
+        usage = openai_format.running_token_usage(self._handle.request_states)
+        return {**usage, "completion_tokens_details": {"reasoning_tokens": thinking}}
 
 
 def _reasoning_fields(reasoning: str) -> dict[str, str]:

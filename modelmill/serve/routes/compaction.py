@@ -15,13 +15,14 @@ from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.compaction import compacted_items, unchanged_items
 from modelmill.serve.compaction_plan import UNCHANGED_WARNING, CompactionPlan, Compactor
 from modelmill.serve.openai_format import Utf8JsonResponse, token_usage
+from modelmill.serve.reasoning_tokens import count_reasoning_tokens
 from modelmill.serve.response_recorder import previous_response_items, resolve_item_references
 from modelmill.serve.response_store import input_as_items
 from modelmill.serve.responses_schema import CompactRequest
 from modelmill.serve.routes.chat import make_chat_tool_parser
 from modelmill.serve.routes.common import acquire_engine, prepare_and_submit_requests, random_id
 from modelmill.serve.stream import wait_or_disconnect
-from modelmill.text.answer_pieces import collect_answer
+from modelmill.text.answer_pieces import AnswerPiece, collect_answer
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute)
@@ -72,15 +73,19 @@ def _summarized_response(
         )
     id = random_id("cmp", "_")
     compacted = compacted_items(plan.kept, id, summary)
+    thinking = _count_thinking(chat, text_processor, state)
     if not compactor.is_shorter(compacted, plan):
-        return _response(unchanged_items(items, id), [UNCHANGED_WARNING], state)
+        unchanged = unchanged_items(items, id)
+        return _response(unchanged, [UNCHANGED_WARNING], state, reasoning_tokens=thinking)
     warnings = list(plan.warnings)
     is_cut = output.finish_reason == "length"
     if is_cut:
         warnings.append(
             f"the summary was cut at {plan.max_summary_tokens} tokens and may lack its end"
         )
-    return _response(compacted, warnings, state, compacted=True, is_cut=is_cut)
+    return _response(
+        compacted, warnings, state, reasoning_tokens=thinking, compacted=True, is_cut=is_cut
+    )
 
 
 def _response(
@@ -88,6 +93,7 @@ def _response(
     warnings: Sequence[str],
     state: RequestOutputState | None = None,
     *,
+    reasoning_tokens: int = 0,
     compacted: bool = False,
     is_cut: bool = False,
 ) -> Utf8JsonResponse:
@@ -97,6 +103,7 @@ def _response(
         output: the items to go on with.
         warnings: what is lost, or why nothing was done.
         state: the engine's request, if there was one.
+        reasoning_tokens: of thinking before the summary.
         compacted: whether the items are others than those of the request.
         is_cut: whether the summary was cut at its limit.
     """
@@ -113,7 +120,7 @@ def _response(
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
             "total_tokens": counts["total_tokens"],
         },
     }
@@ -124,7 +131,21 @@ def strip_thinking(
     chat: ChatRequest, text_processor: TextProcessor, state: RequestOutputState, text: str
 ) -> str:
     """The text without the thinking of a model whose template has no switch for it."""
-    parser = make_chat_tool_parser(chat, text_processor, state)
+    return collect_answer(_parse(chat, text_processor, state, text)).content
+
+
+def _count_thinking(
+    chat: ChatRequest, text_processor: TextProcessor, state: RequestOutputState
+) -> int:
+    output, parser = state.output.outputs[0], make_chat_tool_parser(chat, text_processor, state)
     if parser is None:
-        return text
-    return collect_answer([*parser.push(text), *parser.flush()]).content
+        return 0
+    pieces = _parse(chat, text_processor, state, output.text)
+    return count_reasoning_tokens(pieces, output.token_ids, parser, state.fork_detokenizer())
+
+
+def _parse(
+    chat: ChatRequest, text_processor: TextProcessor, state: RequestOutputState, text: str
+) -> list[AnswerPiece]:
+    parser = make_chat_tool_parser(chat, text_processor, state)
+    return [text] if parser is None else [*parser.push(text), *parser.flush()]

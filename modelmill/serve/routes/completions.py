@@ -384,5 +384,6 @@ class CompletionResponseBuilder(EventFormatter):
 
     def terminal_events(self) -> bytes:
         """The usage if requested, and the end of the stream."""
-        states = self._handle.request_states if self._body.wants_usage else None
-        return openai_format.format_stream_end(self._head, states)
+        states = self._handle.request_states
+        usage = openai_format.token_usage(states) if self._body.wants_usage else None
+        return openai_format.format_stream_end(self._head, usage)

@@ -135,7 +135,6 @@ class ResponsesBuilder(EventFormatter):
             adds_encrypted_reasoning=body.wants_encrypted_reasoning,
         )
         self._num_events = 0
-        self._reasoning_tokens = 0
         self._status = "in_progress"
 
     def consume(self, items: Sequence[StreamItem]) -> None:
@@ -179,22 +178,20 @@ class ResponsesBuilder(EventFormatter):
         logprobs = self._logprobs.format_next(output, len(delta.token_ids))
         if logprobs is not None:
             self._items.record_logprobs(delta.text, logprobs["content"])
-        thought = self._reader.in_reasoning
-        events = list(
-            self._text_events(delta.text, output if delta.finish_reason is not None else None)
-        )
-        if thought or self._reader.in_reasoning:
-            self._reasoning_tokens += len(delta.token_ids)
-        return events
+        ended = output if delta.finish_reason is not None else None
+        return list(self._text_events(delta.text, ended, len(delta.token_ids)))
 
-    def _text_events(self, text: str, ended: CompletionOutput | None) -> Iterable[ResponseEvent]:
+    def _text_events(
+        self, text: str, ended: CompletionOutput | None, num_tokens: int
+    ) -> Iterable[ResponseEvent]:
         """Events of new text.
 
         Args:
             text: to add.
             ended: the output, if this is its last text.
+            num_tokens: of the text.
         """
-        pieces = self._reader.parse_text(text, ended)
+        pieces = self._reader.parse_text(text, ended, num_tokens)
         for piece in pieces:
             if isinstance(piece, str):
                 yield from self._items.add_text(piece)
@@ -276,7 +273,7 @@ class ResponsesBuilder(EventFormatter):
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._reader.reasoning_tokens},
             "total_tokens": counts["total_tokens"],
         }
 
