@@ -86,6 +86,22 @@ def _make_histogram(
     )
 
 
+def load_progress_gauge(fractions: Iterable[tuple[str, float]]) -> Metric:
+    """The gauge of the progress of loading.
+
+    Args:
+        fractions: (name, progress from 0 to 1) of each engine.
+    """
+    progress = GaugeMetricFamily(
+        METRIC_PREFIX + "model_load_progress",
+        "How far a model is loaded, from 0 to 1.",
+        labels=["model_name"],
+    )
+    for name, fraction in fractions:
+        progress.add_metric([name], fraction)
+    return progress
+
+
 def catalogue_gauges(
     states: Iterable[tuple[str, str, int]],
     used_bytes: int,

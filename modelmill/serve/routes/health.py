@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from modelmill import __version__
+from modelmill.serve.catalogue.load_metrics import load_progress_gauge
 from modelmill.serve.catalogue.status import model_status
 from modelmill.serve.dialects.anthropic_models import ANTHROPIC_VERSION, anthropic_model
 from modelmill.serve.engine_client import EngineClient
@@ -63,8 +64,14 @@ async def metrics(request: Request) -> Response:
         for engine in service.unique_engines
         if (stats := await engine.stats()) is not None
     ]
-    gauges = () if service.catalogue is None else service.catalogue.metric_families()
-    return Response(service.metrics.render(stats_by_name, gauges), media_type=CONTENT_TYPE)
+    catalogue = service.catalogue
+    progress = load_progress_gauge(
+        (engine.name, model_status(engine, catalogue).progress) for engine in service.unique_engines
+    )
+    gauges = () if catalogue is None else catalogue.metric_families()
+    return Response(
+        service.metrics.render(stats_by_name, [progress, *gauges]), media_type=CONTENT_TYPE
+    )
 
 
 @router.get("/v1/models")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from modelmill.serve.app import make_app
+from modelmill.serve.engine_state import LoadProgress
 from modelmill.serve.service import Service, ServiceLimits
 from tests.serve.asgi_client import Client, Response
 from tests.serve.catalogue.managed import Models, managed_models
@@ -42,6 +43,13 @@ class CatalogueService:
         card: dict[str, Any] = next(each for each in cards if each["id"] == name)
         return card
 
+    async def load_progress(self, name: str) -> float:
+        """What /metrics says of the progress of loading a model."""
+        page = (await self.client.get("/metrics")).body.decode()
+        head = f'modelmill:model_load_progress{{model_name="{name}"}} '
+        (line,) = (line for line in page.splitlines() if line.startswith(head))
+        return float(line.removeprefix(head))
+
 
 @contextlib.asynccontextmanager
 async def catalogue_service(path: Path, **options: Any) -> AsyncIterator[CatalogueService]:
@@ -68,6 +76,7 @@ def test_a_request_loads_its_model_and_the_state_is_shown(stories: Path) -> None
     async def check(served: CatalogueService) -> None:
         card = await served.card("a")
         assert (card["state"], card["progress"], card["pinned"]) == ("unloaded", 0.0, False)
+        assert await served.load_progress("a") == 0
         assert card["engine_type"] == "language"
         assert card["max_model_len"] == 512
         health = await served.client.get("/health")
@@ -79,6 +88,8 @@ def test_a_request_loads_its_model_and_the_state_is_shown(stories: Path) -> None
         card = await served.card("a")
         assert card["state"] == "loading"
         assert 0 <= card["progress"] < 1
+        served.models["a"].engine.progress = LoadProgress("loading", 3, 4)
+        assert await served.load_progress("a") == (await served.card("a"))["progress"] > 0
         status = (await served.client.get("/health")).json["engines"][0]
         assert (status["state"], status["waiting"]) == ("loading", 1)
         assert {"stage", "done", "total", "fraction"} == set(status["progress"])
@@ -87,6 +98,7 @@ def test_a_request_loads_its_model_and_the_state_is_shown(stories: Path) -> None
         assert response.status == 200, response.body
         card = await served.card("a")
         assert (card["state"], card["progress"]) == ("loaded", 1.0)
+        assert await served.load_progress("a") == 1
         assert card["expires_at"] > card["created"] + 200
         status = (await served.client.get("/health")).json["engines"][0]
         assert (status["state"], status["waiting"], status["pinned"]) == ("ready", 0, False)
