@@ -36,6 +36,29 @@ def is_user_message(item: Any) -> bool:
     )
 
 
+def join_user_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Make successive chat messages of the user one: many templates refuse two in a row.
+
+    Where a compaction has left out the answers between them, they are successive.
+    """
+    out: list[dict[str, Any]] = []
+    for message in messages:
+        if out and message["role"] == out[-1]["role"] == "user":
+            out[-1]["content"] = _join_contents(out[-1]["content"], message["content"])
+        else:
+            out.append(dict(message))
+    return out
+
+
+def _join_contents(one: Any, other: Any) -> Any:
+    if isinstance(one, str) and isinstance(other, str):
+        return f"{one}\n\n{other}"
+    parts = (
+        [{"type": "text", "text": each}] if isinstance(each, str) else each for each in (one, other)
+    )
+    return [part for content in parts for part in content]
+
+
 def compacted_items(messages: Sequence[Any], id: str, summary: str) -> list[dict[str, Any]]:
     """Messages of the user with id, status and parts, as OpenAI's, and the summary of the rest.
 

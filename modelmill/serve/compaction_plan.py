@@ -13,7 +13,12 @@ from typing import Any
 
 from modelmill.request_output_state import RequestOutputState
 from modelmill.serve.chat_schema import ChatRequest
-from modelmill.serve.compaction import compacted_items, is_user_message, summary_prompt
+from modelmill.serve.compaction import (
+    compacted_items,
+    is_user_message,
+    join_user_messages,
+    summary_prompt,
+)
 from modelmill.serve.dialects.thinking import with_thinking
 from modelmill.serve.discriminated_unions import make_converted_request
 from modelmill.serve.engine_client import max_tokenize_tokens
@@ -74,11 +79,10 @@ class Compactor:
         if saved < MIN_SAVED_TOKENS:
             return CompactionPlan((), 0, num_tokens, FittedMessages([]), (UNCHANGED_WARNING,))
         limit = self._summary_limit(saved)
-        ask = {"role": "user", "content": summary_prompt(limit)}
         source = fit_messages(
             items_to_messages(list(items), self._body.instructions),
             self._max_model_len - limit,
-            lambda messages: len(self._request_state([*messages, ask]).request.prompt),
+            lambda messages: len(self._summary_state(messages, limit).request.prompt),
             self._count_text_tokens,
         )
         if source.num_dropped or source.num_cut:
@@ -91,8 +95,8 @@ class Compactor:
 
     def summary_request(self, plan: CompactionPlan) -> tuple[ChatRequest, RequestOutputState]:
         """The request of the summary."""
-        ask = {"role": "user", "content": summary_prompt(plan.max_summary_tokens)}
-        chat = self._chat_request([*plan.source.messages, ask], plan.max_summary_tokens)
+        messages = _with_summary_prompt(plan.source.messages, plan.max_summary_tokens)
+        chat = self._chat_request(messages, plan.max_summary_tokens)
         if getattr(self._text_processor.chat_format, "thinking", None) is not None:
             # where a template cannot switch it off, it would use up the limit
             chat = chat.model_copy(update={"thinking_token_budget": 0})
@@ -149,6 +153,11 @@ class Compactor:
         tokenizer = self._text_processor.tokenizer
         return 0 if tokenizer is None else len(tokenizer.encode_pieces(["", text]))
 
+    def _summary_state(
+        self, messages: Sequence[Mapping[str, Any]], limit: int
+    ) -> RequestOutputState:
+        return self._request_state(_with_summary_prompt(messages, limit))
+
     def _request_state(self, messages: Sequence[Mapping[str, Any]]) -> RequestOutputState:
         """The request of a conversation, which may be longer than the context."""
         chat = self._chat_request(messages, None)
@@ -169,3 +178,7 @@ class Compactor:
         )
         chat.check()
         return with_thinking(chat, self._text_processor, False)
+
+
+def _with_summary_prompt(messages: Sequence[Mapping[str, Any]], limit: int) -> list[dict[str, Any]]:
+    return join_user_messages([*messages, {"role": "user", "content": summary_prompt(limit)}])

@@ -14,7 +14,7 @@ from pydantic import Field
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
 from modelmill.serve.chat_schema import ChatRequest
-from modelmill.serve.compaction import SUMMARY_INTRO
+from modelmill.serve.compaction import SUMMARY_INTRO, join_user_messages
 from modelmill.serve.compatibility_fields import ignored_field
 from modelmill.serve.custom_tools import custom_function_call
 from modelmill.serve.discriminated_unions import make_converted_request, parse_typed
@@ -463,12 +463,16 @@ def items_to_messages(
     if isinstance(items, str):
         return [*messages, {"role": "user", "content": items}]
     unpacker = TextDecompressor()
+    is_compacted = False
     for index, raw in enumerate(items):
         item = parse_typed(raw, f"input[{index}]", _ITEM_TYPES, "items", default="message")
         try:
             _append_item_as_message(messages, item, unpacker)
+            is_compacted = is_compacted or isinstance(item, CompactionItem)
         except RequestError as error:
             raise RequestError(f"input[{index}]: {error}") from None
+    if is_compacted:
+        messages = join_user_messages(messages)
     if all(message["role"] == "system" for message in messages):
         raise RequestError("input has no user or assistant message; give at least one")
     if len(messages) > MAX_ITEMS:

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from modelmill.core.errors import RequestError
-from modelmill.serve.compaction import compacted_items, summary_prompt, unchanged_items
+from modelmill.serve.compaction import (
+    compacted_items,
+    join_user_messages,
+    summary_prompt,
+    unchanged_items,
+)
 from modelmill.serve.compaction_plan import UNCHANGED_WARNING, Compactor
 from modelmill.serve.encrypted_content_codec import TextDecompressor
 from modelmill.serve.message_fitting import fit_messages
@@ -134,6 +139,35 @@ def test_a_conversation_that_is_longer_than_the_context(running: ServiceThread) 
                for line in answer["warnings"])  # fmt: skip
     long = {"input": TALK, "instructions": STORY * 30}
     assert "shorten the instructions" in compact(running, 400, **long)["error"]["message"]
+
+
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}] {{ m.content }}\n"
+    "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def test_templates_that_want_roles_to_alternate(running: ServiceThread) -> None:
+    items = [*TALK, {"role": "user", "content": "And then?"}, *TALK[1:], TALK[0]]
+    with running.other_template(ALTERNATING):
+        output = compact(running, input=items)["output"]
+        assert [item["type"] for item in output] == ["message"] * 3 + ["compaction"]
+        body = {**MODEL, "input": [*output, {"role": "user", "content": "Go on."}]}
+        assert running.post("/v1/responses", {**body, "max_output_tokens": 2}).status == 200
+
+
+def test_successive_messages_of_the_user_are_joined() -> None:
+    parts = [{"type": "text", "text": "b"}, {"type": "image_url", "image_url": {"url": "x"}}]
+    messages = [
+        {"role": "user", "content": "a"}, {"role": "user", "content": parts},
+        {"role": "assistant", "content": "c"}, {"role": "user", "content": "d"},
+        {"role": "user", "content": "e"},
+    ]  # fmt: skip
+    assert [message["content"] for message in join_user_messages(messages)] == [
+        [{"type": "text", "text": "a"}, *parts], "c", "d\n\ne",
+    ]  # fmt: skip
+    assert messages[0]["content"] == "a"
 
 
 def test_an_empty_summary_does_not_replace_a_conversation(
