@@ -76,6 +76,7 @@ def handle_of(
     """A handle of one answer; texts: of its token ids."""
     result = RequestOutput("r", None, [1], [output])
     state = SimpleNamespace(
+        is_prompt_computed=True,
         output=result,
         prompt_thinking=prompt_thinking,
         begun="",

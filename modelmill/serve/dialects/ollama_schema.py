@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -18,13 +18,7 @@ from modelmill.serve.discriminated_unions import make_converted_request, parse_o
 from modelmill.serve.engine_request_fields import EngineRequestFields
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
 from modelmill.serve.prompt_fields import TextList
-from modelmill.serve.strict_models import (
-    FAIL_FAST,
-    JsonObject,
-    JsonObjectList,
-    ModelName,
-    StrictModel,
-)
+from modelmill.serve.strict_models import FAIL_FAST, JsonObject, JsonObjectList, StrictModel
 from modelmill.serve.structured_outputs_schema import JsonSchema, ResponseFormat
 from modelmill.serve.tool_schema import MAX_TOOLS, Tool
 from modelmill.text.answer_pieces import make_openai_tool_call
@@ -69,9 +63,7 @@ class OllamaMessage(StrictModel):
 class OllamaModelFields(EngineRequestFields):
     """Fields of every request that runs a model."""
 
-    may_omit_model: ClassVar[bool] = True
-
-    model: ModelName = ""
+    model: str = Field(max_length=1024)
     options: OllamaOptions | None = None
 
 

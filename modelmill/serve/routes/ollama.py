@@ -127,7 +127,9 @@ async def embeddings(body: OllamaEmbeddingsRequest, request: Request) -> Any:
 @router.post("/api/show")
 async def show(body: OllamaShowRequest, request: Request) -> Any:
     """Describe an engine."""
-    name = body.model or body.name or get_service(request).only_model_name()
+    name = body.model or body.name
+    if name is None:
+        raise invalid_request("model: field required", "model")
     service, engine = find_engine(request, name)
     await service.run_in_thread(engine.preload_text_processor)
     return Utf8JsonResponse(await service.run_in_thread(show_model, engine))

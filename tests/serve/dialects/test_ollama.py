@@ -151,7 +151,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/api/generate", {"prompt": "x", "context": [1]}, "context"),
     ("/api/generate", {"prompt": "x", "raw": True, "system": "y"}, "system"),
     ("/api/generate", {"prompt": "x", "suffix": "y"}, "suffix"),
-    ("/api/show", {"verbose": 1}, "verbose"),
+    ("/api/show", {}, "model"),
     ("/api/embed", {"input": []}, "input"),
 ]  # fmt: skip
 
@@ -161,6 +161,8 @@ def test_errors_have_the_form_of_the_dialect(
     running: ServiceThread, path: str, more: dict[str, Any], start: str
 ) -> None:
     body = {**ASK, **more} if path == "/api/chat" else {"model": "stories", **more}
+    if path == "/api/show":
+        body = {}
     response = running.post(path, body)
     assert response.status == 400, response.body
     assert response.json.keys() == {"error"}
