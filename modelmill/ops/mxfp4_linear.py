@@ -56,9 +56,8 @@ def dequantize_weight(
 
 def scale_values(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The scales of E8M0 codes."""
-    values = torch.ldexp(
-        torch.ones((), dtype=dtype, device=codes.device), codes.int() - EXPONENT_BIAS
-    )
+    # of the codes' shape: torch warns that it enlarges a single one
+    values = torch.ldexp(torch.ones_like(codes, dtype=dtype), codes.int() - EXPONENT_BIAS)
     return values.masked_fill(codes == NAN_CODE, float("nan"))
 
 
