@@ -100,9 +100,13 @@ def config_from_hf(
     head_dim = positive_int(raw, "head_dim", default=max(hidden // heads, 1))
     exact_quotient("num_attention_heads", heads, "num_key_value_heads", kv_heads)
     if head_dim % 2:
-        raise CheckpointError(
-            f"config.json: head_dim={head_dim} is odd; rotary embeddings need pairs"
-        )
+        named = f"head_dim={head_dim} is odd"
+        if raw.get("head_dim") is None:
+            named = (
+                f"hidden_size={hidden} of num_attention_heads={heads} heads makes {head_dim} of "
+                "each, an odd number"
+            )
+        raise CheckpointError(f"config.json: {named}; rotary embeddings need pairs")
     positions = positive_int(raw, "max_position_embeddings", default=defaults.positions)
     spec = rope_spec(
         raw, head_dim, positions, theta=defaults.theta, partial=partial, **(rope_options or {})

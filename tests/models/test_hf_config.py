@@ -217,6 +217,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no dictionary": ({"rope_parameters": [1]}, "rope_parameters must be an object"),
     "odd heads": ({"head_dim": 63}, "head_dim=63 is odd"),
+    "odd heads without a key of their own": (
+        {"hidden_size": 1, "head_dim": None},
+        r"hidden_size=1 of num_attention_heads=\d+ heads makes 1 of each, an odd number",
+    ),
     "two channels, dynamic": (
         {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
         "2 channels",
