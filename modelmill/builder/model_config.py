@@ -2,8 +2,9 @@
 
 A family reads its config through a ``ReadTrackingConfig``, which records each key. Of the rest,
 DESCRIPTION, TRAINING and RUNTIME keys do not change logits, nor do those of INERT_DEFAULTS with the
-listed value. Those of SUPPORTED_VALUES change logits unless they have one of the listed values. Any
-other key is named in a warning, since its meaning is unknown. A family may add
+listed value. Those of SUPPORTED_VALUES change logits unless they have one of the listed values, and
+those that name a router's rule (``router_keys``) unless it is the family's. Any other key is named
+in a warning, since its meaning is unknown. A family may add
 ``UNUSED_CONFIG_KEYS`` (names) and ``SUPPORTED_VALUES`` (as here).
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from modelmill.builder.router_keys import router_rule_values
 from modelmill.checkpoint.container import MAX_LISTED_NAMES, format_names
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.rename import find_source_name
@@ -134,6 +136,7 @@ SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "rope_interleaved": (False,),
+    "swiglu_limit": (),
     # GGUF keys, without the architecture's prefix
     "attention.scale": (0,),
     "attention.clamp_kqv": (0,),
@@ -222,19 +225,29 @@ def read_model_config(checkpoint: Checkpoint, family: ModuleType) -> tuple[Any, 
     sizes = family.config_from_hf(view)
     view.mark_unread(checkpoint.unread_config)
     where = checkpoint.path.name if checkpoint.container.endswith("gguf") else "config.json"
-    return sizes, check_unread_keys(view, family, where)
+    return sizes, check_unread_keys(view, family, where, sizes)
 
 
-def check_unread_keys(view: ReadTrackingConfig, family: ModuleType, file_name: str) -> list[str]:
+def check_unread_keys(
+    view: ReadTrackingConfig, family: ModuleType, file_name: str, model_config: Any
+) -> list[str]:
     """Return warnings about a config that ``family`` has read.
 
-    file_name: the file, for messages.
+    Args:
+        view: the config.
+        family: what has read it.
+        file_name: the file, for messages.
+        model_config: what the family made of it.
 
     Raises:
         CheckpointError: for a key that requires an unsupported computation.
     """
     options = read_family_options(family)
-    neutral = {**SUPPORTED_VALUES, **options.SUPPORTED_VALUES}
+    neutral = {
+        **SUPPORTED_VALUES,
+        **router_rule_values(model_config),
+        **options.SUPPORTED_VALUES,
+    }
     harmless = (
         DESCRIPTION_KEYS | TRAINING_KEYS | RUNTIME_KEYS | frozenset(options.UNUSED_CONFIG_KEYS)
     )

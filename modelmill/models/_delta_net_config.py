@@ -103,10 +103,19 @@ def recurrent_layers(raw: RawConfig, layers: int) -> frozenset[int]:
     """The layers with a recurrence, from ``layer_types`` or every but the n-th.
 
     Raises:
-        CheckpointError: for other layer types, and for a list of another length.
+        CheckpointError: for other layer types, a list of another length, and a list and an
+            interval that contradict each other.
     """
     types = raw.get("layer_types")
     every = positive_int(raw, "full_attention_interval", default=4)
+    by_interval = frozenset(layer for layer in range(layers) if (layer + 1) % every)
     if types is None:
-        return frozenset(layer for layer in range(layers) if (layer + 1) % every)
-    return _hybrid_config.recurrent_layers(types, layers)
+        return by_interval
+    listed = _hybrid_config.recurrent_layers(types, layers)
+    if raw.get("full_attention_interval") is not None and listed != by_interval:
+        layer = min(listed ^ by_interval)
+        raise CheckpointError(
+            f"config.json: full_attention_interval={every} contradicts layer_types, which names "
+            f"layer {layer} {types[layer]}; remove one of them"
+        )
+    return listed

@@ -76,14 +76,7 @@ def router_config(
     """
     key = next((key for key in keys if raw.get(key) is not None), keys[0])
     count = positive_int(raw, key, default=experts, max_value=MAX_EXPERTS)
-    for other in EXPERT_KEYS:
-        value = raw.get(other)
-        if value is not None and value != count:
-            raise CheckpointError(
-                f"config.json: {other}={quote(value, 20)} contradicts {key}, which makes it "
-                f"{count} experts{'' if raw.get(key) else ' where it is absent'}; remove {other}, "
-                f"or correct {key}"
-            )
+    _refuse_other_counts(raw, key, count)
     chosen = positive_int(raw, "num_experts_per_tok", default=top_k, max_value=MAX_EXPERTS)
     if chosen > count:
         raise CheckpointError(
@@ -91,6 +84,24 @@ def router_config(
             "correct one of them"
         )
     return RouterConfig(count, chosen, renormalize=renormalize)
+
+
+def _refuse_other_counts(raw: RawConfig, key: str, count: int) -> None:
+    """Refuse another number of experts under a key that the family does not read.
+
+    Args:
+        raw: The config.
+        key: What the family reads.
+        count: Its value, or the number where it is absent.
+    """
+    for other in (*EXPERT_KEYS, "n_routed_experts"):
+        value = raw.get(other)
+        if value is not None and value != count:
+            raise CheckpointError(
+                f"config.json: {other}={quote(value, 20)} contradicts {key}, which makes it "
+                f"{count} experts{'' if raw.get(key) else ' where it is absent'}; remove {other}, "
+                f"or correct {key}"
+            )
 
 
 def norm_topk_router(
@@ -112,6 +123,7 @@ def group_limited_router(raw: RawConfig, defaults: RouterConfig) -> RouterConfig
         CheckpointError: for groups that do not divide the experts, or have too few of them.
     """
     count = positive_int(raw, "n_routed_experts", default=defaults.experts, max_value=MAX_EXPERTS)
+    _refuse_other_counts(raw, "n_routed_experts", count)
     chosen = positive_int(raw, "num_experts_per_tok", default=defaults.top_k, max_value=MAX_EXPERTS)
     parts = positive_int(raw, "n_group", default=defaults.groups, max_value=MAX_EXPERTS)
     chosen_parts = positive_int(

@@ -467,9 +467,9 @@ def blip2(change: dict[str, Any]) -> list[str]:
         ReadTrackingConfig(config),
     )
     assert family is not None
-    family.config_from_hf(view)
+    sizes = family.config_from_hf(view)
     view.mark_unread(unread)
-    return check_unread_keys(view, family, "config.json")
+    return check_unread_keys(view, family, "config.json", sizes)
 
 
 def test_blip2s_parts() -> None:

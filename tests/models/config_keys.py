@@ -14,7 +14,8 @@ def read_config(raw: dict[str, Any]) -> tuple[Any, list[str]]:
     family = import_module_if_exists("modelmill.models", raw["model_type"])
     assert family is not None
     view = ReadTrackingConfig(raw)
-    return family.config_from_hf(view), check_unread_keys(view, family, "config.json")
+    sizes = family.config_from_hf(view)
+    return sizes, check_unread_keys(view, family, "config.json", sizes)
 
 
 def config_warnings(raw: dict[str, Any]) -> list[str]:
