@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from modelmill.builder.model_config import find_family, read_model_config, stored_dtype
+from modelmill.builder.tensor_plan import model_tensor_shapes
 from modelmill.checkpoint import bitnet_format
 from modelmill.checkpoint.awq_format import AwqScheme
 from modelmill.checkpoint.compressed_tensors import CompressedTensorsScheme
@@ -32,7 +32,6 @@ from modelmill.checkpoint.vlm_language_model import language_model_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.model_family import LANGUAGE, checkpoint_tensor_rules, read_family_options
 from modelmill.core.quoting import quote
-from modelmill.nn.linear import Linear
 from modelmill.weights.int4 import resolve_group_size
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -262,16 +261,6 @@ def _gptq_or_awq_layout(scheme: GptqScheme | AwqScheme, rows: int, columns: int)
     bits = scheme.bits if isinstance(scheme, GptqScheme) else 4
     grid = torch.float16 if symmetric else torch.float32
     return QuantLayout(scheme.label, bits, rows, columns, group, not symmetric, grid)
-
-
-def model_tensor_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of a model without weights."""
-    shapes = {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
-    return shapes | {
-        f"{name}.weight": module.shape
-        for name, module in model.named_modules()
-        if isinstance(module, Linear)
-    }
 
 
 def infer_source_infos(

@@ -34,6 +34,7 @@ from modelmill.builder.model_config import (
 )
 from modelmill.builder.multimodal_calibration import add_image_digest
 from modelmill.builder.segmentation import check_segmentation_options
+from modelmill.builder.tensor_mismatch import explained_mismatches
 from modelmill.builder.tensor_plan import (
     PlannedTensor,
     plan_linear_weight,
@@ -318,12 +319,13 @@ def make_build_plan(
         config, reasons = resolve_keep_config(checkpoint, config)
     elif expanded and config.quantization == NONE:
         warnings.append(expanded)
-    renames = resolve_rename_rules(checkpoint, family, sizes)
     auto_result = None
-    if config.quantization == AUTO and not config.layer_recipes:
-        config, auto_result = resolve_auto_precision(
-            checkpoint, config, family, sizes, renames, on_progress
-        )
+    with explained_mismatches(checkpoint, family, sizes):
+        renames = resolve_rename_rules(checkpoint, family, sizes)
+        if config.quantization == AUTO and not config.layer_recipes:
+            config, auto_result = resolve_auto_precision(
+                checkpoint, config, family, sizes, renames, on_progress
+            )
     recipe = _make_recipe(config, sizes)
     limit = getattr(sizes, "max_extended_len", None) or sizes.max_len
     length = config.max_model_len or sizes.max_len
@@ -342,11 +344,9 @@ def make_build_plan(
     )
     with torch.device("meta"):
         model = family.Model(sizes)
-    if config.tower != "none" and all(stack.recipe != "tower" for stack in layer_stacks(model)):
-        raise UsageError(
-            f"--tower {config.tower}: {checkpoint.path} does not read images; remove it"
-        )
-    tensors = tuple(plan_tensors(checkpoint, config, recipe, model, renames, family))
+    _check_tower(config, model, checkpoint)
+    with explained_mismatches(checkpoint, family, sizes):
+        tensors = tuple(plan_tensors(checkpoint, config, recipe, model, renames, family))
     aliases = {"head.weight": "embed.weight"} if sizes.tied else {}
     if sizes.tied and "head" in quantized_modules(model, config):
         tensors, aliases = (*tensors, _plan_quantized_head(checkpoint, config, recipe, tensors)), {}
@@ -360,6 +360,14 @@ def make_build_plan(
         calibration, auto_result, chosen_on,
         (*warnings, *tied_warnings), kv, state_shape(model.layers), per_layer_input_size(model),
     )  # fmt: skip
+
+
+def _check_tower(config: BuildConfig, model: Any, checkpoint: Checkpoint) -> None:
+    """Refuse a recipe of the vision encoder for a model that has none."""
+    if config.tower != "none" and all(stack.recipe != "tower" for stack in layer_stacks(model)):
+        raise UsageError(
+            f"--tower {config.tower}: {checkpoint.path} does not read images; remove it"
+        )
 
 
 def _plan_kv_shape(

@@ -180,6 +180,17 @@ def quantized_modules(model: nn.Module, config: BuildConfig) -> set[str]:
     return quantized | (linears & heads)
 
 
+def model_tensor_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor that a model needs, by the name of its rule's target."""
+    shapes = {
+        name: tuple(buffer.shape)
+        for name, buffer in model.named_buffers(remove_duplicate=False)
+        if name.rpartition(".")[2] != "inv_freq"
+    }
+    linears = ((n, module) for n, module in model.named_modules() if isinstance(module, Linear))
+    return shapes | {f"{name}.weight": tuple(module.shape) for name, module in linears}
+
+
 def plan_tensors(
     checkpoint: Checkpoint, config: BuildConfig, recipe: Recipe | None, model: nn.Module,
     rules: Sequence[ResolvedRule],
@@ -192,11 +203,7 @@ def plan_tensors(
     """
     quantized = quantized_modules(model, config)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-    expected = {
-        name: tuple(buffer.shape) for name, buffer in model.named_buffers(remove_duplicate=False)
-    }
-    expected = {n: s for n, s in expected.items() if n.rpartition(".")[2] != "inv_freq"}
-    expected |= {f"{name}.weight": module.shape for name, module in linears.items()}
+    expected = model_tensor_shapes(model)
     options, build_dtype = read_family_options(family), getattr(torch, config.dtype)
     out = []
     for rule in rules:
@@ -219,12 +226,20 @@ def plan_tensors(
             planned = plan_linear_weight(checkpoint, rule, module, dtype, own, keep=keep)
         if planned.shape != expected[rule.target]:
             raise TensorMismatch(
-                f"{', '.join(rule.sources)}: shape {list(planned.shape)} where the config "
-                "asks for "
-                f"{list(expected[rule.target])}; config.json and weights do not belong together"
+                shape_mismatch_message(rule.sources, planned.shape, expected[rule.target])
             )
         out.append(replace(planned, place=place, weight_file=weight_file(model, module)))
     return out
+
+
+def shape_mismatch_message(
+    sources: Sequence[str], shape: Sequence[int], expected: Sequence[int]
+) -> str:
+    """Describe a tensor that has another shape than the config asks for."""
+    return (
+        f"{', '.join(sources)}: shape {list(shape)} where the config asks for {list(expected)}; "
+        "config.json and weights do not belong together"
+    )
 
 
 def plan_linear_weight(

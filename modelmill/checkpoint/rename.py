@@ -93,16 +93,32 @@ def plan_renames(
     available: Collection[str],
     prefixes: Sequence[str] = ("",),
 ) -> list[ResolvedRule]:
-    """Match every rule with the checkpoint's names.
+    """Match every rule with the checkpoint's names; the arguments are those of ``match_rules``.
+
+    Raises:
+        TensorMismatch: with up to a dozen missing and a dozen unused tensors.
+    """
+    resolved, missing, left = match_rules(rules, ignored, available, prefixes)
+    if missing or left:
+        raise TensorMismatch(_mismatch_message(missing, left))
+    targets = [entry.target for entry in resolved]
+    assert len(set(targets)) == len(targets), "two rules make the same target"
+    return resolved
+
+
+def match_rules(
+    rules: Sequence[Rule],
+    ignored: Sequence[str],
+    available: Collection[str],
+    prefixes: Sequence[str] = ("",),
+) -> tuple[list[ResolvedRule], list[str], list[str]]:
+    """Return the rules with the checkpoint's names, missing and unused tensors.
 
     Args:
         rules: the model's rules.
         ignored: regular expressions (matched in full, with and without a prefix) of unused tensors.
         available: the checkpoint's names.
         prefixes: what hub files add to names, or omit ("transformer.", "model.").
-
-    Raises:
-        TensorMismatch: with up to a dozen missing and a dozen unused tensors.
     """
     available = dict.fromkeys(available)
     resolved: list[ResolvedRule] = []
@@ -129,11 +145,7 @@ def plan_renames(
         for name in available
         if name not in used and not _may_stay_unused(name, dropped, prefixes)
     ]
-    if missing or left:
-        raise TensorMismatch(_mismatch_message(sorted(set(missing)), left))
-    targets = [entry.target for entry in resolved]
-    assert len(set(targets)) == len(targets), "two rules make the same target"
-    return resolved
+    return resolved, sorted(set(missing)), left
 
 
 def apply_rule(
