@@ -72,6 +72,10 @@ with a convolutional encoder is checked.
 """
 ENCODING_SCORES = 7
 """Buffers of the size of one image's widest layer (float32) in a convolutional encoder's check."""
+USED_SHARE = 0.9
+"""Share of a device's memory that an engine uses."""
+DOES_NOT_FIT = "does not fit"
+"""How the report begins of a model whose weights are too large (``fit_advice`` says what fits)."""
 HEAD_ROWS = 4096
 """Rows of the vocabulary that the reference converts to float32 at a time."""
 
@@ -231,7 +235,7 @@ def _runtime_memory_report(
         plan, ranks
     )
     workspace = STEP_TOKENS * _step_activation_channels(plan, ranks) * plan.dtype.itemsize
-    left = int(total * 0.9) - memory.weight_bytes - expanded - workspace
+    left = int(total * USED_SHARE) - memory.weight_bytes - expanded - workspace
     kv_dtype = kv_cache_dtype(plan.config.kv_cache_dtype, plan.dtype)
     # each sequence has a state, a copy of it in the prefix cache, and there is one for padding
     per_seq = 2 * memory.state.slot_bytes(plan.dtype)
@@ -246,8 +250,8 @@ def _runtime_memory_report(
     if left <= 0:
         needed = format_bytes(memory.weight_bytes + expanded + workspace)
         verdict = (
-            f"does not fit: weights and workspace need {needed}, the device has "
-            f"{format_bytes(total)}{_smaller_weights_advice(plan)}"
+            f"{DOES_NOT_FIT}: weights and workspace need {needed}, the device has "
+            f"{format_bytes(total)}"
         )
     else:
         verdict = _describe_capacity(plan, memory.kv, full, tokens)
@@ -304,12 +308,6 @@ def _packed_up_projection_bytes(plan: BuildPlan, ranks: int) -> int:
     ends = f".{UP_PROJECTIONS}"
     total = sum(each.nbytes for each in plan.tensors if each.rule.target.endswith(ends))
     return -(-total // ranks)
-
-
-def _smaller_weights_advice(plan: BuildPlan) -> str:
-    """Say what makes the weights of an engine that does not fit smaller."""
-    smaller = {"none": "int8", "int8": "int4"}.get(plan.config.quantization)
-    return f"; try -q {smaller}" if smaller else "; split it over more GPUs (--tp)"
 
 
 def _describe_capacity(plan: BuildPlan, kv: KVShape, full: int, tokens: int) -> str:

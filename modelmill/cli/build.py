@@ -100,6 +100,7 @@ def run(args: Args) -> int:
         # inside, since torch takes seconds to import
         from modelmill.artifact.store import check_build_target, is_engine_folder
         from modelmill.builder.config_only import checkpoint_from_config, is_config_only
+        from modelmill.builder.fit_advice import describe_plan
         from modelmill.builder.plan import make_build_plan
         from modelmill.checkpoint.open import open_checkpoint
         from modelmill.loader.device import compile_cpu_kernels
@@ -124,7 +125,7 @@ def run(args: Args) -> int:
         compile_cpu_kernels("cpu" if args.build.target == "cpu" else "auto", on_progress)
         build_plan = make_build_plan(checkpoint, args.build, on_progress)
     check_recipe_options(args.build, segmentation=build_plan.engine_type != "language")
-    plan = build_plan.describe(args.tp, args.enable_expert_parallel)
+    plan = describe_plan(build_plan, args.tp, args.enable_expert_parallel)
     for warning in build_plan.warnings:
         print_note(f"warning: {warning}")
     if args.output is None or args.dry_run:
@@ -194,10 +195,11 @@ def _check_existing_engine(args: Args, made: BuildPlan) -> int:
 
 
 def _build_and_report(args: Args, source: Path, vision: Any, made: BuildPlan) -> int:
+    from modelmill.builder.fit_advice import describe_plan
     from modelmill.llm import build_engine
 
     assert args.output is not None
-    plan = made.describe()
+    plan = describe_plan(made)
     if not args.json and not args.quiet:
         show_plan(plan)
     began = time.perf_counter()
@@ -206,13 +208,9 @@ def _build_and_report(args: Args, source: Path, vision: Any, made: BuildPlan) ->
             "building", lines=not args.json, every=args.progress_interval
         ) as on_progress:
             options: dict[str, Any] = {
-                "delta": args.delta,
-                "vision": vision,
-                "on_progress": on_progress,
-                "check": args.check,
-                "tune": args.tune,
-                "plan": made,
-            }
+                "delta": args.delta, "vision": vision, "on_progress": on_progress,
+                "check": args.check, "tune": args.tune, "plan": made,
+            }  # fmt: skip
             report = build_engine(source, args.output, args.build, **options)
     except KeyboardInterrupt:
         print_note("stopped; the same command goes on from here")

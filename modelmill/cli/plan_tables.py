@@ -58,7 +58,7 @@ def show_plan(plan: dict[str, Any]) -> None:
                 "tokenizer",
                 ("yes" if plan["tokenizer"] else "none: an ids-only engine") if language else None,
             ),
-            ("parameters", _format_parameter_count(plan)),
+            ("parameters", format_parameter_count(plan["parameters"], plan["active_parameters"])),
             ("weights", f"{format_bytes(memory['weights'])} ({formats})"),
             ("longest sequence", plan["max_model_len"] if language else None),
             ("sampling", (plan["sampling"] or {}).get("text")),
@@ -71,11 +71,14 @@ def show_plan(plan: dict[str, Any]) -> None:
     _show_memory(memory, cache)
 
 
-def _format_parameter_count(plan: dict[str, Any]) -> str:
-    """The number of parameters, and of those that a token is multiplied with."""
-    total, active = plan["parameters"], plan["active_parameters"]
-    text = f"{total / 1e9:.3g} billion" if total >= 1e8 else f"{total / 1e6:.3g} million"
-    return text if active == total else f"{text}, {active / 1e9:.3g} billion a token"
+def format_parameter_count(total: int, active: int) -> str:
+    """The number of parameters, and of those that a token is multiplied with, in one unit."""
+    unit, name = next(
+        (each for each in ((1e9, "billion"), (1e6, "million")) if total >= each[0] / 10),
+        (1e3, "thousand"),
+    )
+    text = f"{total / unit:.3g} {name}"
+    return text if active == total else f"{text}, {active / unit:.3g} {name} a token"
 
 
 def _format_layer_count(plan: dict[str, Any]) -> str:
