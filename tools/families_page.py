@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from modelmill.checkpoint.gguf_hf import ARCHITECTURES, WITH_EXPERTS
+from modelmill.checkpoint.gguf_hf import ARCHITECTURES, REFUSED_ARCHITECTURES, WITH_EXPERTS
 from modelmill.core.model_family import LANGUAGE, read_family_options
 from modelmill.core.module_lookup import list_module_names
 from modelmill.quant.recipe import recipe_names
@@ -20,6 +20,25 @@ from tools import generated_page
 PAGE = Path("docs/families.md")
 ENTRIES = generated_page.ROOT / "tests" / "models" / "families"
 WITHOUT_A_CLASS = "transformers has no class"
+NONE_IN_LLAMA_CPP = "llama.cpp has no architecture of it"
+AS_LLAMA = "its files name the architecture `llama`, and are read as that"
+WITHOUT_GGUF = {
+    **dict.fromkeys(
+        (
+            "cwm", "diffllama", "flex_olmo", "gpt_neo", "helium", "hyperclovax", "internlm", "opt",
+            "vaultgemma",
+        ),
+        NONE_IN_LLAMA_CPP,
+    ),
+    **dict.fromkeys(("internlm3", "iquestcoder"), AS_LLAMA),
+    "gptj": "llama.cpp names the architecture, and had no computation of it to compare with",
+    "internlm2": "files of the architecture `internlm2` have q, k and v apart, and are read as "
+    "`llama`",
+    "ministral": "its files name the architecture `llama` and no windows: read as that, with a "
+    "warning",
+    "persimmon": "llama.cpp has given up its architecture",
+}  # fmt: skip
+"""Why no GGUF is read as a family, where the code does not say it."""
 HEAD = """<!-- Made by `make families` from modelmill/models. -->
 
 # Families
@@ -32,6 +51,9 @@ reordered: q, k and v of families that rotate neighbouring channels or a part of
 store them by KV head, are dense instead. SmoothQuant and RPTQ fold no scale into an input that no
 norm produces alone: the inputs of OLMo's and EXAONE's layers are quantized as they are, and so is
 the output of Gemma 4's attention, whose values are normed.
+
+*GGUF*: the architectures (`general.architecture`) whose files are read as the family, or why there
+are none, as of llama.cpp of 2026-11.
 
 *Compared with*: an independent implementation whose logits are matched within 1e-4 in float32;
 "float64" is a plain decoder of our own (`tests/models/plain_forward.py`), written from the paper
@@ -79,7 +101,8 @@ def render() -> dict[Path, str]:
             images.append(f"`{name}`")
             continue
         title = (family.__doc__ or "").partition("\n")[0].rstrip(".")
-        gguf = ", ".join(f"`{arch}`" for arch in gguf_architectures(name)) or "–"
+        gguf = ", ".join(f"`{arch}`" for arch in gguf_architectures(name))
+        gguf = gguf or f"– ({reason_without_gguf(name)})"
         rows.append(f"| `{name}` | {title} | {gguf} | {compared_with(name)} |")
     recipes = ", ".join(f"`{each}`" for each in recipe_names())
     text = HEAD.format(recipes=recipes) + "\n".join(rows) + "\n"
@@ -94,6 +117,13 @@ def gguf_architectures(model_type: str) -> list[str]:
         for arch, each in every
         if model_type in (*(each.chosen_types or (each.model_type or arch,)), *each.alike_types)
     ]
+
+
+def reason_without_gguf(model_type: str) -> str:
+    """Why there is no GGUF of a family; a new family without one needs a reason here."""
+    if model_type in REFUSED_ARCHITECTURES:
+        return f"refused: a file {REFUSED_ARCHITECTURES[model_type]}"
+    return WITHOUT_GGUF[model_type]
 
 
 def compared_with(model_type: str) -> str:
