@@ -75,7 +75,7 @@ class LLM(OpenedEngine[EngineCore]):
         model: An engine folder; or a checkpoint, which is first built into the cache (a line on
             stderr reports it).
         tensor_parallel_size: Another name for ``tp``.
-        chat_template: Replaces the engine's template: the name of a shipped one (vicuna, chatml),
+        chat_template: Replaces the engine's template: the name of a built-in one (chatml, …),
             a file, or the template text.
         progress: Called with (stage, done, total) while the engine is built, compiled and opened.
             None: shown on a terminal and in a notebook; False: never shown.

@@ -32,6 +32,7 @@ class RequestOutputState:
         prompt_thinking: PromptThinking = "free",
         prompt_tail: PromptTail | None = None,
         begun: BegunPart = "",
+        strips_start: bool = False,
     ) -> None:
         """Start the state of a request that has produced no token yet.
 
@@ -45,7 +46,9 @@ class RequestOutputState:
             prompt_thinking: What the prompt says of the thinking.
             prompt_tail: The end of a conversation's prompt, if its answers can be remembered.
             begun: What the prompt has begun of the answer.
+            strips_start: Whether whitespace at the start of the output is left out of its text.
         """
+        self._strips_start = strips_start
         self.request = request
         self.prompt_tail = prompt_tail
         self.begun: BegunPart = begun
@@ -78,7 +81,9 @@ class RequestOutputState:
     def _make_detokenizers(self) -> list[SequenceDetokenizer]:
         params, tokens = self.request.params, self._detokenizer
         return [
-            SequenceDetokenizer(None if tokens is None else tokens.fork(), params.stop)
+            SequenceDetokenizer(
+                None if tokens is None else tokens.fork(), params.stop, self._strips_start
+            )
             for _ in range(params.n)
         ]
 
@@ -188,8 +193,11 @@ class RequestOutputState:
 class SequenceDetokenizer:
     """Incremental detokenization and stop strings of one sequence."""
 
-    def __init__(self, detokenizer: Detokenizer | None, stops: Sequence[str]) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer | None, stops: Sequence[str], strips_start: bool = False
+    ) -> None:
         self._detokenizer = detokenizer
+        self._strips_start = strips_start
         self._stops = StopMatcher(stops) if stops else None
         self.matched: str | None = None
 
@@ -205,15 +213,23 @@ class SequenceDetokenizer:
         """
         if self._detokenizer is None:
             return "", False
-        text = self._detokenizer.push(id)
+        text = self._strip_start(self._detokenizer.push(id))
         return self._match_stop_strings(text) if check_stops else (text, False)
 
     def flush(self) -> str:
         """Return the buffered text at the end of the sequence."""
         if self._detokenizer is None:
             return ""
-        text, stopped = self._match_stop_strings(self._detokenizer.flush())
+        text, stopped = self._match_stop_strings(self._strip_start(self._detokenizer.flush()))
         return text if stopped or self._stops is None else text + self._stops.flush()
+
+    def _strip_start(self, text: str) -> str:
+        """Leave out whitespace as long as there was nothing else, if the sequence is to be so."""
+        if not self._strips_start:
+            return text
+        text = text.lstrip()
+        self._strips_start = not text
+        return text
 
     def _match_stop_strings(self, text: str) -> tuple[str, bool]:
         if self._stops is None:

@@ -46,7 +46,7 @@ from modelmill.text.chat_format_registry import (
     parser_marks_with_calls,
     parser_marks_without_calls,
 )
-from modelmill.text.chat_template_override import replace_chat_template
+from modelmill.text.chat_template_override import list_chat_templates, replace_chat_template
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import ImageChatFormat, ImagePart
 from modelmill.text.message_validation import Messages
@@ -247,9 +247,9 @@ class TextProcessor:
             UsageError: The engine has no chat template.
         """
         if self.chat_format is None:
+            names = ", ".join(list_chat_templates())
             raise UsageError(
-                f"{self.path} has no chat template; give one (chatml, vicuna, a file), or a plain "
-                "prompt"
+                f"{self.path} has no chat template; give one ({names} or a file), or a plain prompt"
             )
         begun = BegunAnswer()
         if continues:
@@ -270,9 +270,7 @@ class TextProcessor:
         eos = tuple(dict.fromkeys((*self.eos_ids, *self.chat_format.stop_ids)))
         request = self._build_request(ids, params, eos, self.chat_format.stop_strings, cache_salt)
         # the original MiniGPT-4 passes only embeddings to its language model, BLIP-2 ids as well
-        penalize_prompt = (
-            not isinstance(self.chat_format, ImageChatFormat) or self.chat_format.penalize_prompt
-        )
+        penalize_prompt = self.chat_format.penalize_prompt
         thinking = self.chat_format.thinking if parses_thinking else None
         if thinking_budget is not None and thinking is None:
             raise RequestError(
@@ -303,6 +301,7 @@ class TextProcessor:
             prompt_thinking=prompt_thinking,
             prompt_tail=tail,
             begun=begun.part,
+            strips_start=self.chat_format.answers_begin_with_space and not begun.part,
         )
 
     def _encode_inner_text(self, text: str) -> list[int]:
@@ -330,16 +329,14 @@ class TextProcessor:
                 if add_generation_prompt:
                     tail = self._extract_prompt_tail(pieces)
             return self.encode_reusing_answers(pieces, *past), (), tail
+        if not isinstance(chat_format, ImageChatFormat):
+            if begun.part:
+                return chat_format.encode_begun(messages, **template), (), None
+            return chat_format.encode(messages, add_generation_prompt, **template), (), None
         if begun.part:
             messages, add_generation_prompt = messages[:-1], True
-        spans: tuple[ImageEmbeddingSpan, ...] = ()
-        if isinstance(chat_format, ImageChatFormat):
-            ids, images = chat_format.encode_with_images(
-                messages, add_generation_prompt, **template
-            )
-            spans = tuple(self._make_image_span(position, image) for position, image in images)
-        else:
-            ids = chat_format.encode(messages, add_generation_prompt, **template)
+        ids, images = chat_format.encode_with_images(messages, add_generation_prompt, **template)
+        spans = tuple(self._make_image_span(position, image) for position, image in images)
         return [*ids, *self._encode_inner_text(begun.text)], spans, None
 
     def encode_reusing_answers(

@@ -185,7 +185,7 @@ def test_shipped_templates_by_name(engine: Path) -> None:
     rendered = llm.chat_format.render(messages)
     assert rendered.startswith("<s>A chat between a curious user")
     assert rendered.endswith(" USER: hi ASSISTANT: ho</s> USER: x ASSISTANT:")
-    with pytest.raises(UsageError, match="vicuna and chatml"):
+    with pytest.raises(UsageError, match="built in are baichuan, chatglm2, "):
         LLM(engine, device="cpu", chat_template="vicunia")
 
 

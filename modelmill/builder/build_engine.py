@@ -21,6 +21,7 @@ from modelmill.artifact.store import ACCEPTANCE_FILE, TOKENIZER_FOLDER, EngineSt
 from modelmill.builder.layer_quantizer import LayerQuantizer
 from modelmill.builder.plan import BuildPlan, weight_file_layer
 from modelmill.builder.tensor_plan import PlannedTensor
+from modelmill.checkpoint.chat_format import chat_format_remark
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import config_to_dict
@@ -209,6 +210,8 @@ def _make_manifest(plan: BuildPlan, staging: EngineStaging, fingerprint: str) ->
     source: dict[str, Any] = {"container": plan.checkpoint.container, "fingerprint": fingerprint}
     if plan.quantization_text_source is not None:
         source["calibration"] = plan.quantization_text_source.to_json()
+    if remark := chat_format_remark(plan.checkpoint.side_files):
+        source["chat_template"] = remark
     if plan.warnings:
         source["warnings"] = list(plan.warnings)
     return Manifest(

@@ -42,6 +42,7 @@ from modelmill.builder.tensor_plan import (
     quantized_modules,
     resolve_rename_rules,
 )
+from modelmill.checkpoint.chat_format import chat_format_remark
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.rename import ResolvedRule
 from modelmill.core.config import BuildConfig, config_to_dict
@@ -218,6 +219,7 @@ class BuildPlan:
             "parameters": self.num_parameters(),
             "active_parameters": self.num_parameters(self._active_expert_share),
             "tokenizer": bool(self.checkpoint.tokenizer_files()),
+            "chat_template": chat_format_remark(self.checkpoint.side_files) or None,
             "bytes_by_format": by_format,
             "auto": None if self.auto_result is None else self.auto_result.describe(),
             "memory": memory,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from modelmill.checkpoint import blip2, gpt_oss_experts
+from modelmill.checkpoint.chat_format import add_builtin_chat_format
 from modelmill.checkpoint.container import Container, TensorInfo
 from modelmill.checkpoint.delta import DeltaContainer
 from modelmill.checkpoint.gguf import GgufFile
@@ -321,6 +322,7 @@ def _checkpoint_with_config(
     )
     weights = language_model_container(config, weights)
     generation_file = folder / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.is_file() else {}
     for name, method in SIDE_FILES.items():
         if not alone and "quantization_config" not in config and (folder / name).is_file():
             config["quantization_config"] = {"quant_method": method, **read_json(folder / name)}
@@ -335,10 +337,10 @@ def _checkpoint_with_config(
         path=path,
         container=container,
         config=config,
-        generation_config=read_json(generation_file) if generation_file.is_file() else {},
+        generation_config=generation,
         raw_container=weights,
         view=view,
-        side_files=read_tokenizer_files(folder),
+        side_files=add_builtin_chat_format(read_tokenizer_files(folder), config, generation),
         unread_config=left_out,
     )
 
@@ -351,6 +353,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         )
     view = GgufAsHf(raw)
     has_vocabulary = raw.metadata.get("tokenizer.ggml.model") not in (None, "none", "no_vocab")
+    files = {"gguf_vocab.json": view.tokenizer_metadata_json()} if has_vocabulary else {}
     return Checkpoint(
         path=path,
         container="gguf",
@@ -358,6 +361,6 @@ def _open_gguf(path: Path) -> Checkpoint:
         generation_config=view.generation_config,
         raw_container=raw,
         view=view,
-        side_files={"gguf_vocab.json": view.tokenizer_metadata_json()} if has_vocabulary else {},
+        side_files=add_builtin_chat_format(files, view.config, view.generation_config),
         unread_config=view.unread,
     )

@@ -158,9 +158,11 @@ def _open_local_chat(args: Args, engine: Path) -> tuple[LocalChatModel, Sampling
     """Open an engine in this process."""
     llm = open_llm(engine, args.build, args.run, chat_template=args.chat_template)
     if llm.chat_format is None:
+        from modelmill.text.chat_template_override import list_chat_templates
+
         raise UsageError(
-            f"{engine} has no chat template; give one with --chat-template, or use modelmill run "
-            "--prompt"
+            f"{engine} has no chat template; give one with --chat-template "
+            f"({', '.join(list_chat_templates())} or a file), or use modelmill run --prompt"
         )
     return LocalChatModel(llm), with_max_tokens(args.sampling, llm)
 

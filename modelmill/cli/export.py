@@ -106,13 +106,15 @@ def run(args: Args) -> int:
 
 
 def _inline_template_file(source: str | None) -> str | None:
-    """A file's text, since the server may run elsewhere; a shipped template's name stays a name."""
+    """A file's text, since the server may run elsewhere; a built-in format's name stays a name."""
     if source is None or source.isidentifier() or "{" in source:
         return source
     try:
         return Path(source).read_text("utf-8")
     except (OSError, UnicodeDecodeError):
+        from modelmill.text.chat_template_override import list_chat_templates
+
         raise UsageError(
-            f"--chat-template {source}: neither a file nor a template; shipped are vicuna and "
-            "chatml"
+            f"--chat-template {source}: neither a file nor a template; built in are "
+            f"{', '.join(list_chat_templates())}"
         ) from None

@@ -58,6 +58,7 @@ def show_plan(plan: dict[str, Any]) -> None:
                 "tokenizer",
                 ("yes" if plan["tokenizer"] else "none: an ids-only engine") if language else None,
             ),
+            ("chat template", plan["chat_template"]),
             ("parameters", format_parameter_count(plan["parameters"], plan["active_parameters"])),
             ("weights", f"{format_bytes(memory['weights'])} ({formats})"),
             ("longest sequence", plan["max_model_len"] if language else None),

@@ -44,9 +44,11 @@ _USED_KEYS = {
     "stop_strings",
     "eos_token_id",
 }
-# ids of other uses, Qwen v1's chat format, and options for the speed and outputs of transformers
+# ids of other uses, the chat formats of Qwen v1 and Baichuan, and options for the speed and outputs
+# of transformers
 _IGNORED_KEYS = frozenset((
     "bos_token_id", "pad_token_id", "decoder_start_token_id", "chat_format", "max_window_size",
+    "user_token_id", "assistant_token_id",
     "use_cache", "cache_implementation", "cache_config", "max_cache_len", "return_legacy_cache",
     "output_attentions", "output_hidden_states", "output_scores", "output_logits",
     "return_dict_in_generate", "remove_invalid_values", "transformers_version",

@@ -22,6 +22,9 @@ class ChatFormat(Protocol):
         thinking: marks of the thinking, if the template has them.
         writes_calls: whether it writes earlier calls.
         reads_reasoning_effort: whether it reads the variable reasoning_effort.
+        answers_begin_with_space: whether models write whitespace before an answer that is no part
+            of it.
+        penalize_prompt: whether penalties include the prompt's ids.
     """
 
     stop_ids: tuple[int, ...]
@@ -30,6 +33,8 @@ class ChatFormat(Protocol):
     thinking: ThinkingSyntax | None = None
     writes_calls: bool = False
     reads_reasoning_effort: bool = False
+    answers_begin_with_space: bool = False
+    penalize_prompt: bool = True
 
     def encode(
         self,

@@ -31,6 +31,7 @@ from modelmill.text.message_validation import (
     check_json_data,
     validate_messages,
 )
+from modelmill.text.prompt_format import CHAT_FORMAT_FILE, load_prompt_format
 from modelmill.text.qwen_chat_format import END, HISTORY_WINDOW_TOKENS, START, QwenChatFormat
 from modelmill.text.template_probe import (
     AcceptedCallForms,
@@ -79,14 +80,17 @@ def load_chat_format(
     Templates come from chat_template.jinja and additional_chat_templates, tokenizer_config.json,
     chat_template.json or GGUF metadata; a Qwen v1 vocabulary without a template has its built-in
     format, unless generation_config.json has the chat format "raw"; that file's max_window_size
-    limits its history. A vision-language model has its own format, whatever template its language
-    model has.
+    limits its history. chat_format.json names a built-in format (``prompt_format``) and has
+    precedence over templates. A vision-language model has its own format, whatever template its
+    language model has.
 
     Raises:
         TemplateError: if a template is not a string.
     """
     if IMAGE_CHAT in files:
         return load_image_chat_format(files, tokenizer)
+    if CHAT_FORMAT_FILE in files:
+        return load_prompt_format(files, tokenizer)
     templates = read_chat_templates(files)
     if templates:
         return TemplateChatFormat(templates, tokenizer, limits=limits)
@@ -118,7 +122,9 @@ def read_chat_templates(files: Mapping[str, bytes]) -> dict[str, str]:
 
 def read_default_template(files: Mapping[str, bytes]) -> str:
     """Return the chat template for conversations without tools as text; "" if there is none."""
-    return read_chat_templates(files).get("default", "") if files else ""
+    if not files or CHAT_FORMAT_FILE in files:
+        return ""
+    return read_chat_templates(files).get("default", "")
 
 
 def _templates_in_configs(files: Mapping[str, bytes]) -> dict[str, str]:

@@ -65,7 +65,7 @@ class ImageChatFormat(ChatFormat):
     format_name = WITHOUT_TOOLS
     # ### has two tokenizations, so it is matched as text
     stop_strings = (TURN_END,)
-    penalize_prompt = False  # whether penalties include the prompt's ids, as upstream
+    penalize_prompt = False  # as upstream
 
     def __init__(
         self, tokenizer: Tokenizer, image_tokens: int, prompt_style: str = "first"
