@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from modelmill.builder.tensor_plan import (
+    is_bias_of_packed_matrix,
     model_tensor_shapes,
     shape_mismatch_message,
 )
@@ -106,6 +107,8 @@ def find_mismatches(
         checkpoint.names(),
         tensors.prefixes,
     )
+    here = set(checkpoint.names())
+    unused = [name for name in unused if not is_bias_of_packed_matrix(checkpoint, name, here)]
     shapes: dict[str, ShapeMismatch] = {}
     if names_alone and (missing or unused):
         return Mismatches(tuple(missing), tuple(unused), shapes)
@@ -117,10 +120,10 @@ def find_mismatches(
         except TensorMismatch as error:
             shapes.setdefault(rule.sources[0], ShapeMismatch(str(error)))
             continue
-        asked = expected.get(rule.target, shape)
-        if shape != asked:
-            message = shape_mismatch_message(rule.sources, shape, asked)
-            shapes.setdefault(rule.sources[0], ShapeMismatch(message, shape, asked))
+        needed = expected.get(rule.target, shape)
+        if shape != needed:
+            message = shape_mismatch_message(rule.sources, shape, needed)
+            shapes.setdefault(rule.sources[0], ShapeMismatch(message, shape, needed))
     return Mismatches(tuple(missing), tuple(unused), shapes)
 
 
@@ -184,8 +187,9 @@ def _other_values(value: int, wrong: ShapeMismatch | None) -> list[int]:
     """Return values that a size may have been meant as: by the shape's ratio, then the nearest."""
     nearby = [value + 1, value - 1, 2 * value, value // 2, 4 * value, value // 4]
     nearby += [3 * value, value + 2, value - 2]
-    sides = () if wrong is None else zip(wrong.shape, wrong.expected, strict=True)
-    ratios = [value * side // asked for side, asked in sides if side != asked and asked]
+    # of another number of dimensions the first ones are compared
+    sides = () if wrong is None else zip(wrong.shape, wrong.expected, strict=False)
+    ratios = [value * side // needed for side, needed in sides if side != needed and needed]
     return [each for each in dict.fromkeys([*ratios, *nearby]) if each > 0 and each != value]
 
 

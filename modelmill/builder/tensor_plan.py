@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -136,6 +136,20 @@ def resolve_rename_rules(
     return plan_renames(rules, drops, checkpoint.names(), tensors.prefixes)
 
 
+def is_bias_of_packed_matrix(checkpoint: Checkpoint, name: str, names: Collection[str]) -> bool:
+    """Return whether a tensor is a bias beside a matrix of packed codes.
+
+    Args:
+        checkpoint: what has the tensor.
+        name: of the tensor.
+        names: of all tensors.
+    """
+    matrix = name.removesuffix("bias") + "weight"
+    return (
+        name.endswith(".bias") and matrix in names and checkpoint.quant_layout(matrix) is not None
+    )
+
+
 def _unused_zero_biases(
     checkpoint: Checkpoint, rules: Sequence[Rule], prefixes: Sequence[str]
 ) -> list[str]:
@@ -150,13 +164,7 @@ def _unused_zero_biases(
     here = set(checkpoint.names())
     biases = []
     for name in checkpoint.names():
-        matrix = name.removesuffix("bias") + "weight"
-        if (
-            not name.endswith(".bias")
-            or name in read
-            or matrix not in here
-            or checkpoint.quant_layout(matrix) is None
-        ):
+        if name in read or not is_bias_of_packed_matrix(checkpoint, name, here):
             continue
         if bool((checkpoint.get(name) != 0).any()):
             raise TensorMismatch(

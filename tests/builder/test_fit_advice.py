@@ -63,13 +63,13 @@ def test_only_what_fits_is_named(fits: Any, recipe: str, gib: float, advice: str
 
 def test_a_cpu_needs_more_memory(fits: Any) -> None:
     _, text = fits("none", "cpu", 1)
-    found = re.search(
+    advice = re.search(
         r"; no recipe fits; what does: a device of ([\d.]+) GiB or ([\d.]+) GiB with -q int8 or "
         r"([\d.]+) GiB with -q int4$",
         text,
     )
-    assert found is not None
-    for recipe, gib in zip(("none", "int8", "int4"), found.groups(), strict=True):
+    assert advice is not None
+    for recipe, gib in zip(("none", "int8", "int4"), advice.groups(), strict=True):
         assert "does not fit" not in fits(recipe, "cpu", float(gib) + 0.01)[1]
         assert "does not fit" in fits(recipe, "cpu", float(gib) - 0.02)[1]
 

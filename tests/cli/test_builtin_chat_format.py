@@ -43,10 +43,10 @@ def test_baichuan_chats_by_its_ids(
     source, engine = save("baichuan", tmp_path / "m", shared, CHAT), tmp_path / "e"
     code, out, err = cli("build", source, "-o", engine, "--target", "cpu")
     assert code == 0, err
-    told = "baichuan: built in for this family, since the checkpoint has no chat template"
-    assert f"chat template {told}" in " ".join(out.split())
+    remark = "baichuan: built in for this family, since the checkpoint has no chat template"
+    assert f"chat template {remark}" in " ".join(out.split())
     assert "without effect" not in err
-    assert open_artifact(engine).manifest.source["chat_template"].startswith(told)
+    assert open_artifact(engine).manifest.source["chat_template"].startswith(remark)
     assert "chat_template baichuan: built in" in " ".join(cli("inspect", engine)[1].split())
     with LLM(engine, device="cpu", threads=1) as llm:
         turns = [{"role": "user", "content": "Hi"}]
