@@ -59,11 +59,8 @@ def quantize_layer(
     for site in block.sites:
         statistics = None
         if calibration is not None:
-            calibration.forward_to_site(block, site)
-            statistics = collect_input_statistics(
-                calibration.site_inputs(),
-                f"{layer_name}.{block.site_linear_names(site)}",
-                needs_hessian=needs_hessian,
+            statistics = _collect_site_statistics(
+                block, calibration, site, layer_name, needs_hessian=needs_hessian
             )
         for path, linear in block.site_linears(site).items():
             weight = linear.weight.dequantize()
@@ -79,6 +76,10 @@ def quantize_layer(
             linear.weight = quantized
     if calibration is not None:
         calibration.forward_to_layer_end(block)
+        if not calibration.is_finite():
+            raise _with_source(
+                _non_finite_error(f"the end of {layer_name}"), calibration, layer_name
+            )
     return facts, prepared.scales
 
 
@@ -88,13 +89,48 @@ def _collect_all_site_statistics(
     """Collect the statistics of all sites of an unquantized layer."""
     statistics = {}
     for site in block.sites:
-        calibration.forward_to_site(block, site)
-        statistics[site] = collect_input_statistics(
+        statistics[site] = _collect_site_statistics(
+            block, calibration, site, layer_name, needs_hessian=needs_hessian
+        )
+    return statistics
+
+
+def _collect_site_statistics(
+    block: QuantizableLayer,
+    calibration: CalibrationState,
+    site: str,
+    layer_name: str,
+    *,
+    needs_hessian: bool,
+) -> InputStatistics:
+    """Collect the statistics of one site; the state is forwarded to it.
+
+    Raises:
+        UsageError: if an input is NaN or infinite; it names the module from which that comes.
+    """
+    calibration.forward_to_site(block, site)
+    try:
+        return collect_input_statistics(
             calibration.site_inputs(),
             f"{layer_name}.{block.site_linear_names(site)}",
             needs_hessian=needs_hessian,
         )
-    return statistics
+    except UsageError as error:
+        raise _with_source(error, calibration, layer_name) from None
+
+
+def _with_source(error: UsageError, calibration: CalibrationState, layer_name: str) -> UsageError:
+    """Return the error with the module of the layer from which a NaN or infinite value comes."""
+    source = calibration.first_non_finite_module()
+    layer = layer_name.removeprefix("layers.")
+    return error if source is None else UsageError(f"layer {layer}, module {source}: {error}")
+
+
+def _non_finite_error(place: str) -> UsageError:
+    return UsageError(
+        f"the calibration data makes NaN or infinite inputs at {place}: the checkpoint or the data "
+        "is damaged, or a module is wrong"
+    )
 
 
 def collect_input_statistics(
@@ -125,10 +161,7 @@ def collect_input_statistics(
     if not bool(
         torch.isfinite(statistics.mean_abs).all() & torch.isfinite(statistics.hessian).all()
     ):
-        raise UsageError(
-            f"the calibration data makes NaN or infinite inputs at {site_name}: the checkpoint or "
-            "the data is damaged"
-        )
+        raise _non_finite_error(site_name)
     return statistics
 
 

@@ -90,6 +90,7 @@ class CalibrationBatch:
         num_done: Modules of the layer that are computed.
         site_input: At a site, its input.
         expert_tokens: Inside a layer with experts, how many tokens chose each.
+        output_sums: Of the last layer, the sum of each computed module's outputs by its path.
     """
 
     step: Step
@@ -100,6 +101,7 @@ class CalibrationBatch:
     num_done: int = 0
     site_input: torch.Tensor | None = None
     expert_tokens: list[int] = field(default_factory=list)
+    output_sums: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class CalibrationState:
@@ -211,6 +213,20 @@ class CalibrationState:
                 _forward_next_module(block, batch)
             batch.site_input = batch.values[value]
 
+    def is_finite(self) -> bool:
+        """Return whether the values behind a layer are numbers."""
+        values = [value for batch in self.batches for value in (batch.x, batch.residual)]
+        return bool(torch.isfinite(sum_outputs([v for v in values if v is not None])))
+
+    def first_non_finite_module(self) -> str | None:
+        """Return the last layer's first computed module with a NaN or infinite output, if any."""
+        paths = dict.fromkeys(path for batch in self.batches for path in batch.output_sums)
+        for path in paths:
+            sums = [batch.output_sums[path] for batch in self.batches if path in batch.output_sums]
+            if not bool(torch.isfinite(torch.stack(sums)).all()):
+                return path
+        return None
+
     @torch.inference_mode()
     def forward_to_layer_end(self, block: QuantizableLayer) -> None:
         """Compute from the last site to the layer's output."""
@@ -240,11 +256,12 @@ def _forward_next_module(block: QuantizableLayer, batch: CalibrationBatch) -> No
         batch.values = dict(
             zip((*INPUTS, ROPE), (batch.x, batch.residual, batch.rope), strict=True)
         )
-        batch.residual = None  # freed when no later module reads it
+        batch.residual, batch.output_sums = None, {}  # freed when no later module reads it
     module = spec.modules[batch.num_done]
     args = [batch.values[name] for name in module.reads]
     output = block.layer.get_submodule(module.path)(*args, batch.step)
     results = output if len(module.writes) > 1 else (output,)
+    batch.output_sums[module.path] = sum_outputs(results)
     if isinstance(module, RoutingSpec):
         batch.expert_tokens = (results[0] != 0).sum(0).tolist()
         results = (ensure_tokens_per_expert(results[0]),)
@@ -252,6 +269,11 @@ def _forward_next_module(block: QuantizableLayer, batch: CalibrationBatch) -> No
     needed = {*spec.outputs, *(name for m in spec.modules[batch.num_done :] for name in m.reads)}
     batch.values |= zip(module.writes, results, strict=True)
     batch.values = {name: value for name, value in batch.values.items() if name in needed}
+
+
+def sum_outputs(results: Sequence[Any]) -> torch.Tensor:
+    """Return a module's outputs added up, in float32; nothing waits for the device."""
+    return torch.stack([each.sum(dtype=torch.float32) for each in results]).sum()
 
 
 def ensure_tokens_per_expert(routing: torch.Tensor) -> torch.Tensor:

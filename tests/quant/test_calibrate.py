@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,32 @@ def test_a_layer_sees_what_the_quantized_ones_before_computed(tmp_path: Path) ->
         "passing by a finished layer gives the same bits"
     )
     assert not torch.allclose(streams(flow), streams(exact), rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "place"),
+    [
+        ("attn.core", "attn.core", "layers.0.attn.o_proj"),
+        ("mlp.down_proj", "mlp.down_proj", "the end of layers.0"),
+    ],
+)
+def test_a_module_that_makes_no_numbers_is_named(
+    path: str, source: str, place: str, tmp_path: Path
+) -> None:
+    model = open_model("llama", tmp_path)
+    module = model.layers[0].get_submodule(path)
+    module.register_forward_hook(lambda *args: args[2] * float("nan"))
+    recipe = make_recipe(BuildConfig(quantization="int4", method="gptq", group_size=32))
+    assert recipe is not None
+    message = f"layer 0, module {source}: the calibration data makes NaN or infinite inputs at"
+    with pytest.raises(UsageError, match=re.escape(f"{message} {place}")):
+        quantize_layer(
+            QuantizableLayer(model.layers[0]),
+            recipe,
+            flow_of(model, 100, 90),
+            dtype=torch.float32,
+            layer_name="layers.0",
+        )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
