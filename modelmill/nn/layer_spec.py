@@ -259,11 +259,16 @@ class LayerSpec:
     @cached_property
     def critical_path_length(self) -> int:
         """The number of modules on the longest path through the layer."""
-        behind: dict[str, int] = {}
+        return max(self.path_lengths.values())
+
+    @cached_property
+    def path_lengths(self) -> dict[str, int]:
+        """The number of modules on the longest path from the layer's inputs to each value."""
+        lengths: dict[str, int] = {}
         for module in self.modules:
-            longest = 1 + max((behind.get(value, 0) for value in module.reads), default=0)
-            behind |= dict.fromkeys(module.writes, longest)
-        return max(behind.values())
+            longest = 1 + max((lengths.get(value, 0) for value in module.reads), default=0)
+            lengths |= dict.fromkeys(module.writes, longest)
+        return lengths
 
     @property
     def linears(self) -> Iterator[LinearSpec]:
