@@ -24,6 +24,8 @@ from modelmill.accept.quantized_reference import (
 )
 from modelmill.accept.reference import ReferenceModel
 from modelmill.accept.reference_device import PlacedReference, open_cpu_reference, place_reference
+from modelmill.accept.rotary_by_length import MODULE as ROTARY
+from modelmill.accept.rotary_by_length import check_rotary_by_length
 from modelmill.accept.sequence_logits_check import (
     check_sequence_logits,
     recheck_with_amplified_bound,
@@ -192,7 +194,10 @@ def _compare_with_reference(
     on_stage("sequences")
     streams = [last, *module_check.other_streams]
     whole = _check_whole_sequences(engine_core, reference, split, streams, module_check, rounding)
-    findings = list(check_embedding_tables(checkpoint_reference, model, dtype))
+    findings = [
+        *check_embedding_tables(checkpoint_reference, model, dtype),
+        *check_rotary_by_length(checkpoint_reference, model),
+    ]
     if rounding is not None:
         findings += [
             *rounding.findings,
@@ -268,7 +273,8 @@ def _make_engine_report(
     bad = [f for f in findings if not f.is_within_bound]
     first = _first_failure(bad)
     if first is not None:
-        where = "the embedding or head" if first.layer is None else f"layer {first.layer}"
+        outside = "the rotation" if first.module == ROTARY else "the embedding or head"
+        where = outside if first.layer is None else f"layer {first.layer}"
         verdict = f"bug at {where}, module {first.module}"
         why = "; ".join(first.bound.describe_violations(first.metrics))
         reason = (
@@ -318,7 +324,7 @@ def _first_failure(failures: list[ToleranceCheckResult]) -> ToleranceCheckResult
 def _layer_sort_key(finding: ToleranceCheckResult) -> float:
     if finding.layer is not None:
         return finding.layer
-    return math.inf if finding.module.startswith(("norm", "head")) else -1
+    return math.inf if finding.module.startswith(("norm", "head", ROTARY)) else -1
 
 
 def _suggest_kernel_override(first: ToleranceCheckResult, model: Any) -> str:

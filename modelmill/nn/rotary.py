@@ -100,6 +100,13 @@ class Rotary(nn.Module):
             return 0 if length <= self.spec.trained_len else length
         return 0
 
+    def frequencies_of_prompt(self, length: int) -> torch.Tensor:
+        """Frequencies of the tokens of a prompt, [D/2]."""
+        key = self.frequency_id_for_length(length)
+        if self.spec.scaling_type == "dynamic":
+            return self._frequencies_by_token(torch.tensor([key], device=self.inv_freq.device))[0]
+        return self.inv_freq if self.inv_freq_table is None else self.inv_freq_table[key]
+
     def forward(
         self, step: Step, logn: int | None, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

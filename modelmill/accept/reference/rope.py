@@ -79,6 +79,12 @@ class ReferenceRope:
             f"RoPE scaling {self.rope_type!r} is not known here; known are {', '.join(ROPE_TYPES)}"
         )
 
+    @property
+    def last_unscaled_length(self) -> int | None:
+        """Return the longest prompt with the frequencies of short ones; None: all have the same."""
+        lengths = {"dynamic": self.max_position, "longrope": self._original_max_position()}
+        return int(lengths[self.rope_type]) if self.rope_type in lengths else None
+
     def attention_factor(self) -> float:
         """Return the factor of cos and sin: 1, except for yarn and longrope."""
         if self.rope_type == "longrope":
