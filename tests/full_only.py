@@ -417,11 +417,9 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_wrong_sinks_are_refused_by_name[sinks_of_other_heads-*",
         "test_wrong_sinks_are_refused_by_name[a_larger_sink-*",
     ),
-    "tests/models/test_moe_faults.py": ("*-float32-int4]", "*-float32-smoothquant]", "*bfloat16-*"),
+    "tests/models/test_moe_faults.py": FURTHER_ENGINES_OF_FAULTS,
     "tests/models/test_gemma4_faults.py": (
-        "*-float32-int4]",
-        "*-float32-smoothquant]",
-        "*bfloat16-*",
+        *FURTHER_ENGINES_OF_FAULTS,
         # one fault of each mechanism stays
         *(
             f"test_a_planted_fault_is_refused_by_name[{fault}*"
@@ -445,9 +443,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         ),
     ),
     "tests/models/test_delta_net_faults.py": (
-        "*-float32-int4]",
-        "*-float32-smoothquant]",
-        "*bfloat16-*",
+        *FURTHER_ENGINES_OF_FAULTS,
         *(
             f"test_a_planted_fault_is_refused_by_name[{fault}*"
             for fault in (
@@ -470,8 +466,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         ),
     ),
     "tests/models/test_mamba2_faults.py": (
-        "*-float32-int4]",
-        "*bfloat16-*",
+        *FURTHER_ENGINES_OF_FAULTS,
         *(
             f"test_a_planted_fault_is_refused_by_name[{fault}*"
             for fault in (
@@ -552,8 +547,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         ),
     ),
     "tests/models/test_differential_attention_faults.py": (
-        "*bfloat16-*",
-        "*-float32-int4]",
+        *FURTHER_ENGINES_OF_FAULTS,
         *(
             f"test_a_planted_fault_is_refused_by_name[{fault}*"
             for fault in (
@@ -574,8 +568,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         ),
     ),
     "tests/models/test_rope_before_qk_norm_faults.py": (
-        "*bfloat16-*",
-        "*-float32-int4]",
+        *FURTHER_ENGINES_OF_FAULTS,
         *(
             f"test_a_planted_fault_is_refused_by_name[{fault}*"
             for fault in (
@@ -597,8 +590,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         ),
     ),
     "tests/models/test_sparse_mixer_faults.py": (
-        "*bfloat16-*",
-        "*-float32-int4]",
+        *FURTHER_ENGINES_OF_FAULTS,
         *(
             f"test_a_planted_fault_is_refused_by_name[{fault}*"
             for fault in (
@@ -616,8 +608,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         ),
     ),
     "tests/models/test_sub_norm_faults.py": (
-        "*bfloat16-*",
-        "*-float32-int4]",
+        *FURTHER_ENGINES_OF_FAULTS,
         *(
             f"test_a_planted_fault_is_refused_by_name[{fault}*"
             for fault in (
@@ -641,8 +632,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_logits_are_those_of_transformers_with_these_values[multiplied]",
     ),
     "tests/models/test_xielu_faults.py": (
-        "*bfloat16-*",
-        "*-float32-int4]",
+        *FURTHER_ENGINES_OF_FAULTS,
         *(
             f"test_a_planted_fault_is_refused_by_name[{fault}*"
             for fault in (
@@ -984,7 +974,6 @@ def pattern_expression(pattern: str) -> re.Pattern[str]:
     )
 
 
-_FURTHER_RECIPES = ("*-float32-fp8]", "*-float32-int4]", "*-float32-smoothquant]")
 EXHAUSTIVE_ONLY: Mapping[str, Sequence[str]] = {
     # of a family without a shape of its own, what another family's tests see as well
     "tests/models/test_dense_families.py": (
@@ -1001,15 +990,11 @@ EXHAUSTIVE_ONLY: Mapping[str, Sequence[str]] = {
         # the bounds of bfloat16 are every family's; the representatives keep it
         "test_a_planted_fault_is_refused_by_name[further-*-bfloat16-none]",
     ),
-    # a layer's fault is refused by the same comparison in every recipe: float32, bfloat16, and of
-    # the recipes int8 (weights alone) and RPTQ (inputs, too) are left
-    "tests/models/test_gpt_oss_faults.py": _FURTHER_RECIPES,
-    "tests/models/test_latent_attention_faults.py": _FURTHER_RECIPES,
-    "tests/models/test_alibi_faults.py": _FURTHER_RECIPES,
-    "tests/models/test_soft_cap_faults.py": _FURTHER_RECIPES,
-    "tests/models/test_delta_net_faults.py": ("*-float32-int4]", "*-float32-smoothquant]"),
-    "tests/models/test_gemma4_faults.py": ("*-float32-int4]",),
-    "tests/models/test_mamba2_faults.py": ("*-float32-int4]",),
+    # each fault in every recipe, half of them in float32 and half in bfloat16, are left
+    **dict.fromkeys(
+        (path for path in FULL_ONLY if path.endswith("_faults.py") and "/models/" in path),
+        ("*[further-*",),
+    ),
     "tests/builder/test_config_only.py": (
         "test_parameters_are_those_that_the_authors_count[Qwen3-Next-80B-A3B]",
     ),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.models.all_families import CASES
+from tests.models.planted_fault import FaultlessEngines
 
 
 @pytest.fixture(scope="module")
@@ -16,3 +17,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp(family)
     CASES[family].save(folder, **getattr(request.module, "CHANGES", {}))
     return folder
+
+
+@pytest.fixture(scope="module")
+def faultless(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> FaultlessEngines:
+    """The engines of ``checkpoint`` without a fault."""
+    return FaultlessEngines(checkpoint, tmp_path_factory.mktemp("faultless"))

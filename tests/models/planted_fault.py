@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -13,8 +14,10 @@ from unittest import mock
 import pytest
 import torch
 
+from modelmill.accept import run
 from modelmill.builder import tensor_plan
 from modelmill.checkpoint import rename
+from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.model_family import checkpoint_tensor_rules
 from modelmill.ops import registry
 from tests.accept.build_and_accept import build_and_accept
@@ -26,12 +29,14 @@ CALIBRATION = {"calibration_samples": 8, "calibration_length": 32}
 RECIPES: dict[str, dict[str, Any]] = {
     "none": {},
     "int4": {"group_size": 32, "method": "nearest"},
-    "smoothquant": CALIBRATION,
+    "smoothquant": {**CALIBRATION, "alpha": 0.5},
     "int8": {},
-    "fp8": {},
+    "fp8": CALIBRATION,
     "rptq": CALIBRATION,
 }
-FEW_RECIPES = ("none", "int4", "smoothquant")
+
+NO_SEQUENCES: dict[str, Any] = {"ok": True, "broken": []}
+"""What a check of whole sequences finds where none is wrong."""
 
 
 @contextmanager
@@ -55,47 +60,109 @@ def reference_fault(
 
 
 class FaultyBuild(NamedTuple):
-    """A fault, and the engine in which it is planted."""
+    """A fault, and the engine in which it is planted.
+
+    Attributes:
+        fault: The fault.
+        dtype: The engine's dtype.
+        recipe: Its recipe.
+        is_shortened: Whether whole sequences are not run, so that the checks of modules and layers
+            have to refuse it alone, and the engine is made without the fault where that leaves its
+            tensors and config as they are.
+    """
 
     fault: PlantedFault
     dtype: str
     recipe: str
+    is_shortened: bool
 
 
-def each_fault(
-    faults: Mapping[str, PlantedFault], recipes: tuple[str, ...] = FEW_RECIPES
-) -> pytest.MarkDecorator:
-    """Calls a test with each fault in bfloat16, and in float32 with each recipe."""
-    builds = [("bfloat16", "none"), *(("float32", recipe) for recipe in recipes)]
-    return pytest.mark.parametrize(
-        "faulty",
-        [
-            pytest.param(FaultyBuild(fault, dtype, recipe), id=f"{name}-{dtype}-{recipe}")
-            for dtype, recipe in builds
-            for name, fault in faults.items()
-        ],
+def each_fault(faults: Mapping[str, PlantedFault]) -> pytest.MarkDecorator:
+    """Calls a test with each fault in each dtype and recipe.
+
+    Of the two dtypes of a recipe one is marked as ``further`` in the test's name: the first fault's
+    in float32, bfloat16, ..., the next one's in bfloat16, float32, ...; so the rest has each fault
+    in every recipe and both dtypes, and each recipe in both dtypes. Unquantized, float32 always is
+    among the rest, and is not shortened; nor are further ones.
+    """
+    engines = []
+    for number, (name, fault) in enumerate(faults.items()):
+        for column, recipe in enumerate(RECIPES):
+            for row, dtype in enumerate(("float32", "bfloat16")):
+                plain = (dtype, recipe) == ("float32", "none")
+                further = not plain and (number + column + row) % 2 == 1
+                engines.append(
+                    pytest.param(
+                        FaultyBuild(fault, dtype, recipe, not plain and not further),
+                        id=f"{'further-' if further else ''}{name}-{dtype}-{recipe}",
+                    )
+                )
+    return pytest.mark.parametrize("faulty", engines)
+
+
+class FaultlessEngines(dict[tuple[str, str], Path]):
+    """The engines of a checkpoint by dtype and recipe, each made when a fault is first put in."""
+
+    def __init__(self, checkpoint: Path, folder: Path) -> None:
+        super().__init__()
+        self._checkpoint, self._folder = checkpoint, folder
+
+    def __missing__(self, bits: tuple[str, str]) -> Path:
+        dtype, recipe = bits
+        engine = self._folder / f"{dtype}-{recipe}"
+        report, written = build_and_accept(
+            self._checkpoint, engine, dtype, recipe, **RECIPES[recipe]
+        )
+        assert written, report.get("reason", report)
+        self[bits] = engine
+        return engine
+
+
+def _engine_makers(family: ModuleType) -> tuple[Any, ...]:
+    """What makes an engine's tensors and config; a fault of them replaces one."""
+    return (
+        tensor_plan.apply_rule,
+        family.config_from_hf,
+        getattr(family, "rename_rules", None),
     )
 
 
-def assert_refused_by_name(faulty: FaultyBuild, checkpoint: Path, out: Path) -> None:
+def assert_refused_by_name(
+    faulty: FaultyBuild, family: str, faultless: FaultlessEngines, checkpoint: Path, out: Path
+) -> None:
     """Build with the fault: nothing is written, and the report names layer and module."""
     plant, modules, layer = faulty.fault
-    with plant():
-        report, written = build_and_accept(
-            checkpoint, out, faulty.dtype, faulty.recipe, **RECIPES[faulty.recipe]
-        )
+    dtype, recipe = faulty.dtype, faulty.recipe
+    source = import_module(f"modelmill.models.{family}")
+    makers = _engine_makers(source)
+    engine = faultless[dtype, recipe] if faulty.is_shortened else None
+    shortened = mock.patch.object(run, "check_sequence_logits", return_value=NO_SEQUENCES)
+    with plant(), shortened if faulty.is_shortened else nullcontext():
+        if engine is not None and _engine_makers(source) == makers:
+            report = run.accept_staged_engine(engine, open_checkpoint(checkpoint))
+            written = report["accepted"]
+        else:
+            report, written = build_and_accept(checkpoint, out, dtype, recipe, **RECIPES[recipe])
     assert not written
     assert (report["layer"], report["module"] in modules) == (layer, True), report["reason"]
 
 
-def refusal_test(
-    faults: Mapping[str, PlantedFault], recipes: Iterable[str] = FEW_RECIPES
-) -> Callable[..., None]:
-    """The test that each of a module's faults is refused by name, with its ``checkpoint``."""
+def refusal_test(faults: Mapping[str, PlantedFault]) -> Callable[..., None]:
+    """The test that each of a module's faults is refused by name.
 
-    @each_fault(faults, tuple(recipes))
-    def test(faulty: FaultyBuild, checkpoint: Path, tmp_path: Path) -> None:
-        assert_refused_by_name(faulty, checkpoint, tmp_path / "e")
+    It reads the fixtures ``checkpoint`` and ``faultless``.
+    """
+
+    @each_fault(faults)
+    def test(
+        faulty: FaultyBuild,
+        request: pytest.FixtureRequest,
+        checkpoint: Path,
+        faultless: FaultlessEngines,
+        tmp_path: Path,
+    ) -> None:
+        family: str = request.module.FAMILY
+        assert_refused_by_name(faulty, family, faultless, checkpoint, tmp_path / "e")
 
     return test
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from modelmill.core.errors import UsageError
 from modelmill.models import qwen3_5_text
 from modelmill.nn.attention import OutputGate
 from modelmill.nn.causal_conv import CausalConv
@@ -170,3 +173,12 @@ def test_a_state_that_is_lost_between_steps_is_refused(checkpoint: Path, tmp_pat
         report, written = build_and_accept(checkpoint, tmp_path / "e", "float32", "none")
     assert not written
     assert "between the modules" in report["reason"]
+
+
+def test_a_fault_that_calibration_meets_first_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    """States grow without bound over a longer text; no engine is made that could be judged."""
+    plant, modules, layer = FAULTS["keys not of length 1"]
+    longer = {"calibration_samples": 4, "calibration_length": 512}
+    place = re.escape(f"layer {layer}, module {modules[0]}: the calibration data makes NaN")
+    with plant(), pytest.raises(UsageError, match=place):
+        build_and_accept(checkpoint, tmp_path / "e", "float32", "fp8", **longer)

@@ -21,6 +21,7 @@ from modelmill.nn.per_layer_input import (
 from modelmill.nn.scaled_sandwich import LearnedScaleSum
 from modelmill.nn.shared_kv_attention import QNormAndRope
 from modelmill.nn.value_norm import ValueNorm
+from tests.models.families.gemma4_text import TYPES
 from tests.models.planted_fault import (
     PlantedFault,
     module_fault,
@@ -30,6 +31,8 @@ from tests.models.planted_fault import (
 )
 
 FAMILY = "gemma4_text"
+LAYERS = 4
+CHANGES = {"num_hidden_layers": LAYERS, "layer_types": TYPES[:LAYERS], "num_experts": 3}
 Tensor = torch.Tensor
 
 
@@ -66,7 +69,7 @@ def queries_as_values(self: ValueNorm, qkv: Tensor, step: Any) -> Tensor:
 
 
 def next_layers_input(self: GatedPerLayerInput, gate: Tensor, step: Any) -> Tensor:
-    return self.compute(gate) * step.layer_inputs[:, (self.layer + 1) % 6]
+    return self.compute(gate) * step.layer_inputs[:, (self.layer + 1) % LAYERS]
 
 
 def without_activation(self: GatedPerLayerInput, gate: Tensor, step: Any) -> Tensor:
@@ -195,12 +198,12 @@ FAULTS: dict[str, PlantedFault] = {
     "the number of one layer x 1.05": tensor_fault(
         "layers.2.output.scale", lambda t: t * 1.05, "output", 2
     ),
-    "queries of shared layers not turned": module_fault(QNormAndRope, without_turn, "attn.rope", 4),
+    "queries of shared layers not turned": module_fault(QNormAndRope, without_turn, "attn.rope", 2),
     "the other rotation of shared layers": module_fault(
-        QNormAndRope, rotation_of_windows, "attn.rope", 5
+        QNormAndRope, rotation_of_windows, "attn.rope", 3
     ),
     "another weight of the queries' norm": tensor_fault(
-        "layers.4.attn.rope.q_norm.weight", lambda t: t * 1.05, ("attn.rope", "attn.rope.eps"), 4
+        "layers.2.attn.rope.q_norm.weight", lambda t: t * 1.05, ("attn.rope", "attn.rope.eps"), 2
     ),
     "weights of the experts not scaled": module_fault(
         TopKRouting, without_expert_scale, "experts.moe.routing"

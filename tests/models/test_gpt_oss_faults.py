@@ -19,6 +19,7 @@ from tests.models import planted_fault as planted
 from tests.models.family_cases import ROTARY, changed, with_scaling
 
 FAMILY = "gpt_oss"
+CHANGES = {"num_hidden_layers": 2, "num_local_experts": 4}
 LAYER = "layers.1"
 CORE, ACT = ("attn.core",), ("mlp.experts.0.act",)
 
@@ -94,10 +95,10 @@ FAULTS: dict[str, planted.PlantedFault] = {
     "sinks' sign": sinks(torch.neg),
     "a larger sink": sinks(lambda t: t + torch.tensor([0.0, 1.0, 0.0, 0.0])),
     "sinks of 0": tensor("attn.core.sinks", CORE, torch.zeros_like),
-    "window + 1": config(CORE, windows=(21, None, 21)),
-    "window - 1": config(CORE, windows=(19, None, 19)),
-    "windows one layer later": config(CORE, windows=(None, 20, None)),
-    "a window in every layer": config(CORE, 1, windows=(20, 20, 20)),
+    "window + 1": config(CORE, windows=(21, None)),
+    "window - 1": config(CORE, windows=(19, None)),
+    "windows one layer later": config(CORE, windows=(None, 20)),
+    "a window in every layer": config(CORE, 1, windows=(20, 20)),
     "YaRN's factor": config(ROTARY, rope=with_scaling(factor=5.0)),
     "YaRN's fast channels": config(ROTARY, rope=with_scaling(beta_fast=8.0)),
     "YaRN's trained length": config(ROTARY, rope=with_scaling(original_max_position_embeddings=32)),
@@ -135,4 +136,4 @@ FAULTS: dict[str, planted.PlantedFault] = {
 }
 
 
-test_a_planted_fault_is_refused_by_name = planted.refusal_test(FAULTS, planted.RECIPES)
+test_a_planted_fault_is_refused_by_name = planted.refusal_test(FAULTS)

@@ -176,4 +176,4 @@ FAULTS: dict[str, planted.PlantedFault] = {
 }  # fmt: skip
 
 
-test_a_planted_fault_is_refused_by_name = planted.refusal_test(FAULTS, planted.RECIPES)
+test_a_planted_fault_is_refused_by_name = planted.refusal_test(FAULTS)

@@ -17,6 +17,7 @@ from tests.models import planted_fault as planted
 from tests.models.family_cases import changed, times
 
 FAMILY = "gemma2"
+CHANGES = {"num_hidden_layers": 2}
 CORE, HEAD, EMBED = ("attn.core",), ("head",), ("embed",)
 
 
@@ -115,10 +116,10 @@ FAULTS: dict[str, planted.PlantedFault] = {
     "embeddings not scaled": config(EMBED, None, embedding_scale=None),
     "embeddings scaled twice": planted.module_fault(TokenEmbedding, scaled_twice, EMBED, None),
     "scores scaled by the channels of a head": config(CORE, attention_scale=None),
-    "window + 1": config(CORE, windows=(21, None, 21)),
-    "windows one layer later": config(CORE, windows=(None, 20, None)),
+    "window + 1": config(CORE, windows=(21, None)),
+    "windows one layer later": config(CORE, windows=(None, 20)),
     "another activation": config(("mlp.act",), activation="silu"),
 }  # fmt: skip
 
 
-test_a_planted_fault_is_refused_by_name = planted.refusal_test(FAULTS, planted.RECIPES)
+test_a_planted_fault_is_refused_by_name = planted.refusal_test(FAULTS)

@@ -16,6 +16,8 @@ from tests.models.moe_faults import ROUTING, with_router
 from tests.models.planted_fault import PlantedFault, config_fault, refusal_test, tensor_fault
 
 FAMILY = "phimoe"
+# noise that decides in every layer, also between values that rounding has moved
+CHANGES = {"router_jitter_noise": 0.4, "num_local_experts": 3}
 real = fused_topk.sparse_mixer_topk
 Choice = tuple[torch.Tensor, torch.Tensor]
 
@@ -78,8 +80,8 @@ def config(change: Change) -> PlantedFault:
 FAULTS: dict[str, PlantedFault] = {
     "softmax of all": config(with_router(scores="softmax")),
     "sigmoid": config(with_router(scores="sigmoid")),
-    "half the noise": config(with_router(jitter=0.1)),
-    "twice the noise": config(with_router(jitter=0.4)),
+    "half the noise": config(with_router(jitter=0.2)),
+    "twice the noise": config(with_router(jitter=0.8)),
     "no noise": config(with_router(jitter=0.0)),
     "weights exchanged": of_weights(lambda w: w.flip(1)),
     "weights that sum to 1": of_weights(lambda w: w / w.sum(1, keepdim=True)),
@@ -96,4 +98,4 @@ FAULTS: dict[str, PlantedFault] = {
 }
 
 
-test_a_planted_fault_is_refused_by_name = refusal_test(FAULTS, ("none", "int4"))
+test_a_planted_fault_is_refused_by_name = refusal_test(FAULTS)
