@@ -626,6 +626,106 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
             )
         ),
     ),
+    "tests/models/test_short_conv_faults.py": (
+        *FURTHER_ENGINES_OF_FAULTS,
+        *(
+            f"test_a_planted_fault_is_refused_by_name[{fault}*"
+            for fault in (
+                "B",
+                "C",
+                "SiLU",
+                "convolution of",
+                "convolution reversed",
+                "convolution's",
+                "input",
+                "output",
+                "reads",
+                "state",
+                "the",
+                "x",
+            )
+        ),
+    ),
+    "tests/models/test_group_limited_router_faults.py": (
+        *FURTHER_ENGINES_OF_FAULTS,
+        *(
+            f"test_a_planted_fault_is_refused_by_name[{fault}*"
+            for fault in (
+                "bias",
+                "experts",
+                "groups ranked by their best",
+                "groups ranked by their last",
+                "groups ranked without",
+                "no",
+                "one",
+                "router's",
+                "scale",
+                "softmax",
+                "weights",
+            )
+        ),
+    ),
+    "tests/models/test_parallel_hybrid_faults.py": (
+        *FURTHER_ENGINES_OF_FAULTS,
+        *(
+            f"test_a_planted_fault_is_refused_by_name[{fault}*"
+            for fault in (
+                "D",
+                "attention",
+                "convolution",
+                "input",
+                "key",
+                "mean",
+                "multiplier",
+                "norm",
+                "output",
+                "recurrence behind",
+            )
+        ),
+    ),
+    "tests/models/test_one_branch_faults.py": (
+        *FURTHER_ENGINES_OF_FAULTS,
+        *(
+            f"test_a_planted_fault_is_refused_by_name[{fault}*"
+            for fault in (
+                "KV",
+                "ReLU",
+                "an",
+                "attention",
+                "bias",
+                "eps",
+                "inputs",
+                "no",
+                "scale",
+                "scores",
+                "shared",
+                "steps",
+                "z",
+            )
+        ),
+    ),
+    "tests/models/test_long_rope_faults.py": (
+        *FURTHER_ENGINES_OF_FAULTS,
+        "test_lists_that_no_sequence_reads[short*",
+        "test_lists_that_no_sequence_reads[lists*",
+        "test_a_rotation_that_grows*",
+        *(
+            f"test_a_planted_fault_is_refused_by_name[{fault}*"
+            for fault in (
+                "always",
+                "base",
+                "bound",
+                "frequencies",
+                "lists",
+                "long factors",
+                "long one",
+                "no",
+                "one",
+                "short",
+                "temperature",
+            )
+        ),
+    ),
     "tests/checkpoint/test_bitnet_format.py": (
         "test_logits_are_those_of_transformers_with_these_values[divided]",
         "test_logits_are_those_of_transformers_with_these_values[online]",
