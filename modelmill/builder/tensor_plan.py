@@ -96,8 +96,10 @@ class PlannedTensor:
             tensors = self.prequantized_weight.read(checkpoint, dtype).tensors()
         else:
             tensors = {"": apply_rule(self.rule, checkpoint.get, checkpoint.tensor_info)}
-        for part in tensors.values():
-            check_finite(", ".join(self.rule.sources), part)
+        for suffix, part in tensors.items():
+            is_exponent = suffix == "scale" and part.dtype == torch.uint8  # MXFP4's E8M0
+            values = part.view(torch.float8_e8m0fnu) if is_exponent else part
+            check_finite(", ".join(self.rule.sources), values)
         return tensors
 
     def check_no_overflow(self, tensor: torch.Tensor) -> None:

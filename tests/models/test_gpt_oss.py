@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,19 @@ def test_scales_that_do_not_fit_are_refused(packed: Any) -> None:
 
     with pytest.raises(CorruptCheckpoint, match="down_proj_blocks"):
         GptOssExpertContainer(Loaded()).quant_layout(f"{stem}.0.down_proj.weight")
+
+
+@pytest.mark.parametrize("recipe", ["keep", "int8"])
+def test_a_scale_that_is_nan_is_refused(recipe: str, packed: Any, tmp_path: Path) -> None:
+    """Code 255 of E8M0 is NaN, in kept weights as well as in expanded ones."""
+    folder = tmp_path / "hf"
+    shutil.copytree(packed[0], folder)
+    raw = load_file(folder / "model.safetensors")
+    raw["model.layers.1.mlp.experts.down_proj_scales"][2, 3, 1] = 255
+    save_file(raw, folder / "model.safetensors")
+    with pytest.raises(CorruptCheckpoint, match=r"layers\.1\.mlp\.experts.* holds NaN") as error:
+        build_and_accept(folder, tmp_path / "e", "float32", recipe)
+    check_one_line(error.value)
 
 
 def test_a_config_alone_says_what_is_kept(tmp_path: Path) -> None:

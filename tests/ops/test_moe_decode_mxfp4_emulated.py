@@ -23,22 +23,27 @@ from tests.ops.moe_draws import MXFP4, moe_error, random_moe_inputs
 pytestmark = requires_emulation
 LIMIT = 6e-3  # of the whole, in the norm: what is between the products is rounded
 POINTERS = "=8Q"  # weight, scale, bias, x, shared, topk_weights, topk_ids, out
-SMALL_ROOM = 18 << 10
+SMALL_ROOM = 24 << 10
 """Of shared memory: few stages, so that a block goes around its rings."""
+
+
+def clear_caches() -> None:
+    moe_decode_mxfp4.select_config.cache_clear()
+    moe_decode_mxfp4.select_config_pair.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def no_cached_config() -> Iterator[None]:
-    moe_decode_mxfp4.select_config.cache_clear()
+    clear_caches()
     yield
-    moe_decode_mxfp4.select_config.cache_clear()
+    clear_caches()
 
 
 def use_room(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give a block of the first product so much shared memory, one of the second twice that."""
     monkeypatch.setattr(moe_decode_mxfp4, "GATE_UP_SHARED_BYTES", room)
     monkeypatch.setattr(moe_decode_mxfp4, "MAX_SHARED_BYTES", 2 * room)
-    moe_decode_mxfp4.select_config.cache_clear()
+    clear_caches()
 
 
 def written_in_front(

@@ -7,8 +7,10 @@
 // Dtypes: x and out bfloat16; e2m1 codes with e8m0 scales; float32 accumulators
 // Layout: row-major; weights [E, N, K], codes packed as in ops/mxfp4_linear.py; scales [E, N, K /
 // 32];
-//     inner as fragments (below), rows K + X_PAD apart
-// Range: M = 1 token; top_k ≤ 16; N and K multiples of 64; two stages fit in shared memory
+//     inner as fragments (below), times 2^64, X_PAD columns between experts
+// Range: M = 1 token; top_k ≤ 16; N and K multiples of 64; two stages of a team fit in shared
+//     memory; output rows of a block at most its threads; |x| and |inner| below 2^63; no scale is
+//     NaN
 // Technique: warp specialization, bulk async copy, mbarrier pipeline, mma.sync m16n8k16, weights
 //     before griddepcontrol.wait, PDL
 // Ops: mxfp4_fused_moe (launched by moe_decode_mxfp4.py)
@@ -24,15 +26,15 @@
 // own. The 8 rows of the first matrix and the 8 rows of the second are the A fragment of mma.sync;
 // its B fragment has the x of the first matrix in even columns and the x of the second in odd ones,
 // so that every thread gets the sums of the row of its quad. They wait in shared memory for the end
-// of the block, which adds those of all warps. So no warp waits for another one before.
+// of the block, which adds those of all warps. So no warp waits for another one before that.
 //
 // x lies in shared memory in the order of the B fragments; the first product stores its output in
 // this order. In registers it would leave room for half as many warps, and what takes time is the
 // latency of converting codes.
 //
 // A scale's 32 columns are a K tile, and their sum is multiplied by it. Codes are read 2^126 too
-// small (moe_fragments.cuh), x is multiplied by 2^64, the whole by the rest. Converting codes keeps
-// the integer units busy, half as many as there are for floats: so scales are applied in float32.
+// small (moe_fragments.cuh), x is multiplied by 2^64, the whole by 2^62. Converting codes keeps the
+// integer units busy, half as many as there are for floats: so scales are applied in float32.
 //
 // Macros: those of moe_fragments.cuh (FORMAT, ROW_TILES and TOKEN_TILES are 1, K_TILE 32), N,
 // TOP_K, WAYS, RING (stages of a team), UNITS (8 output rows: most of a block), GATED, BIAS,
@@ -139,16 +141,18 @@ struct Producer {
     // its place has been read.
     __device__ void load_all(bool first) const {
 #pragma unroll 1
-        for (int part = 0; part < PARTS; ++part)
+        for (int base = 0; base < PARTS; base += WAYS)
 #pragma unroll 1
-            for (int unit = 0; unit < range.units(); ++unit) {
-                const Stage at(unit, part, range.units());
-                if ((at.turn < RING) != first) continue;
-                if (!first)
-                    mbarrier_wait(shared_address(&exchange.stages.empty[at.slot()]),
-                                  at.parity() ^ 1);
-                load(at);
-            }
+            for (int unit = 0; unit < range.units(); ++unit)
+#pragma unroll 1
+                for (int part = base; part < min(base + WAYS, PARTS); ++part) {  // team by team
+                    const Stage at(unit, part, range.units());
+                    if ((at.turn < RING) != first) continue;
+                    if (!first)
+                        mbarrier_wait(shared_address(&exchange.stages.empty[at.slot()]),
+                                      at.parity() ^ 1);
+                    load(at);
+                }
     }
 };
 

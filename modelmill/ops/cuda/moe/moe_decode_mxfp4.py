@@ -74,15 +74,16 @@ class MoEDecodeConfig(NamedTuple):
         return -(-stages_per_unit(product, top_k) // self.ways) * self.units
 
     def with_ring(self, product: GroupedGemmSpec, top_k: int, room: int) -> MoEDecodeConfig | None:
-        """The same with as many stages as are of use and fit; None where it were one of several.
+        """The same with as many stages as are of use and fit.
 
-        room: shared memory, exceeded where two stages do not fit.
+        None where a team would have one place for several stages. room: shared memory, exceeded
+        where two stages of a team do not fit.
         """
         needed = self.stages_per_team(product, top_k)
         for size in (room, MAX_SHARED_BYTES):
             left = size - self.exchange_bytes(product, top_k)
             ring = min(needed, left // ((self.stage_bytes(product) + 16) * self.ways))
-            if ring >= 1 and ring * self.ways >= min(needed * self.ways, 2):
+            if ring >= min(needed, 2):
                 return self._replace(ring=ring)
         return None
 
@@ -112,7 +113,8 @@ def select_config(
     ]
 
     def preference(config: MoEDecodeConfig) -> tuple[int, ...]:
-        uneven = stages_per_unit(product, top_k) % config.ways  # else all teams have as many
+        shared = config.units if product.gated else stages_per_unit(product, top_k)
+        uneven = -shared % config.ways  # turns in which a team has no stage
         return -uneven, config.warps * config.ways, config.warps
 
     return max(fitting, key=preference, default=None)
@@ -130,6 +132,7 @@ def _candidate_configs(product: GroupedGemmSpec, top_k: int, sms: int) -> Iterat
                 yield config
 
 
+@functools.lru_cache(1024)
 def select_config_pair(
     problem: MoEProblem, sms: int
 ) -> tuple[MoEDecodeConfig, MoEDecodeConfig] | None:

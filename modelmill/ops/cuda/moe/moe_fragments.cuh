@@ -12,9 +12,9 @@
 // in the same way, so that the registers are the A fragment of mma.sync (mma.cuh). int4: each K
 // tile has one scale in a row; the product of the codes is multiplied by it, and MAGIC and the
 // offset by the sums of x. e2m1: sign and value of a code are the top bits of a bfloat16 that is
-// 2^126 too small; it is multiplied by the scale of its 32 columns, which takes that back up to
-// 2^32, the rest CODE_SCALE at the end. All these products are exact. Scales above 2^33 are
-// infinite.
+// 2^126 too small; multiply_tile multiplies it by the scale of its 32 columns, which takes that
+// back up to 2^32, the rest CODE_SCALE at the end. All these products are exact. Scales above 2^33
+// are infinite there.
 //
 // Macros: FORMAT (0: int4, 1: e2m1, 2: int8), K (columns), GROUP (columns of a scale), K_TILE,
 // WARPS, TOKEN_TILES (of 8 pairs), ROW_TILES (of 16 rows in a stage), OFFSET (0: symmetric), HALF.
