@@ -475,6 +475,18 @@ class RerankResponse(ResponseModel):
     usage: EmbeddingUsage
 
 
+class ScoredText(ResponseModel):
+    """A text of a request in TEI's form."""
+
+    index: int
+    score: float
+    text: str = Field("", description="with return_text")
+
+
+class RerankAnswer(RootModel[RerankResponse | list[ScoredText]]):
+    """Response body of POST /v1/rerank; of a request with ``texts`` in TEI's form."""
+
+
 class PairScore(ResponseModel):
     """The similarity of a pair of texts."""
 

@@ -30,7 +30,7 @@ def _unit_embedding(state: RequestOutputState) -> np.ndarray:
 def rerank_results(
     body: RerankRequest, states: list[RequestOutputState], texts: list[str]
 ) -> list[dict[str, Any]]:
-    """The documents by falling score.
+    """The documents by falling score; those of ``texts`` as TEI returns them.
 
     Args:
         body: the request.
@@ -43,8 +43,13 @@ def rerank_results(
     top = order if body.top_n is None else order[: body.top_n]
     results: list[dict[str, Any]] = []
     for index in top:
-        result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
-        if body.return_documents is not False:
-            result["document"] = {"text": texts[index]}
+        if body.texts is not None:
+            result: dict[str, Any] = {"index": index, "score": scores[index]}
+            if body.return_text:
+                result["text"] = texts[index]
+        else:
+            result = {"index": index, "relevance_score": scores[index]}
+            if body.return_documents is not False:
+                result["document"] = {"text": texts[index]}
         results.append(result)
     return results

@@ -23,23 +23,30 @@ class RerankRequest(EngineRequestFields):
 
     model: ModelName = ""
     query: str = Field(min_length=1)
-    documents: Documents
+    documents: Documents | None = None
+    texts: Documents | None = Field(None, description="the documents as TEI names them")
     top_n: int | None = Field(None, ge=0, le=MAX_TEXTS)
+    return_text: bool | None = Field(None, description="with texts")
     return_documents: bool | None = None
     max_tokens_per_doc: int | None = Field(None, ge=1, description="accepted: texts are not cut")
     user: str | None = Field(None, max_length=4096)
     truncate_prompt_tokens: TruncatedTokens | None = None
 
-    def texts(self) -> list[str]:
+    def document_texts(self) -> list[str]:
         """The documents as texts.
 
         Raises:
-            RequestError: a document has no text.
+            RequestError: a document has no text, or there is not exactly one list of them.
         """
-        texts = [each if isinstance(each, str) else each.get("text") for each in self.documents]
+        if (self.documents is None) == (self.texts is None):
+            raise RequestError("documents: field required, or texts in its place")
+        name, documents = "documents", self.documents or []
+        if self.texts is not None:
+            name, documents = "texts", self.texts
+        texts = [each if isinstance(each, str) else each.get("text") for each in documents]
         for index, text in enumerate(texts):
             if not isinstance(text, str) or not text:
-                raise RequestError(f"documents[{index}] must be a text, or an object with a text")
+                raise RequestError(f"{name}[{index}] must be a text, or an object with a text")
         return [str(text) for text in texts]
 
 

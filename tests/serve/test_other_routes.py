@@ -266,3 +266,18 @@ def test_rerank_and_score_are_cosines(running: ServiceThread) -> None:
         ("/v1/score", {"text_1": "a"}),
     ):
         assert running.post(path, {"model": "stories", **body}).status == 400
+def test_rerank_as_tei(running: ServiceThread) -> None:
+    texts = ["Once upon a time", "The dog ran", "Lily"]
+    body = {"query": texts[0], "texts": texts}
+    ranked = post(running, "/rerank", {**body, "return_text": True}).json
+    usual = post(running, "/rerank", {"query": texts[0], "documents": texts}).json["results"]
+    assert [(each["index"], each["score"], each["text"]) for each in ranked] == [
+        (each["index"], each["relevance_score"], each["document"]["text"]) for each in usual
+    ]
+    assert post(running, "/rerank", {**body, "top_n": 1}).json == [
+        {"index": ranked[0]["index"], "score": ranked[0]["score"]}
+    ]
+    for wrong in ({"query": "x"}, {**body, "documents": texts}, {"query": "x", "texts": [""]}):
+        assert running.post("/rerank", wrong).status == 400
+
+

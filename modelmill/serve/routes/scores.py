@@ -24,14 +24,17 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/rerank")
 async def rerank(body: RerankRequest, request: Request) -> Any:
     """Sort documents by the cosine of their embedding with the query's."""
-    texts = body.texts()
+    texts = body.document_texts()
     states = await _embed_texts(request, body, [body.query, *texts])
+    results = rerank_results(body, states, texts)
+    if body.texts is not None:
+        return Utf8JsonResponse(results)
     return Utf8JsonResponse(
         {
             "id": random_id("rerank"),
             "model": body.model,
             "method": SCORE_METHOD,
-            "results": rerank_results(body, states, texts),
+            "results": results,
             "usage": _usage(states),
         }
     )
