@@ -69,6 +69,7 @@ from modelmill.serve.validation_errors import summarize_errors
 
 REQUEST_MODELS: dict[str, type[StrictModel]] = {
     "/v1/chat/completions": ChatRequest,
+    "/v1/chat/completions/input_tokens": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/responses/compact": CompactRequest,

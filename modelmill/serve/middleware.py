@@ -45,6 +45,7 @@ from modelmill.serve.traces import FinishedRequest, RequestTracer
 PUBLIC_PATHS = (b"/health", b"/ping", *PAGE_PATHS)
 IMAGE_PATHS = (
     "/v1/chat/completions",
+    "/v1/chat/completions/input_tokens",
     "/v1/responses",
     "/v1/responses/compact",
     "/v1/responses/input_tokens",

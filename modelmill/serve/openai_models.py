@@ -535,9 +535,10 @@ class LlamaCppCompletionResponse(ResponseModel):
     tokens_evaluated: int
     tokens_cached: int
     has_new_line: bool
-    truncated: Literal[False]
+    truncated: bool = Field(description="the context ended the answer")
     stop_type: Literal["eos", "limit", "word", "none"]
     stopping_word: str
+    generation_settings: dict[str, Any]
     timings: dict[str, Any]
     completion_probabilities: list[LlamaCppTokenProbabilities] = Field(
         default_factory=list, description="with n_probs"
@@ -546,9 +547,20 @@ class LlamaCppCompletionResponse(ResponseModel):
 
 
 class LlamaCppCompletionAnswer(
-    RootModel[LlamaCppCompletionResponse | list[LlamaCppCompletionResponse]]
+    RootModel[
+        LlamaCppCompletionResponse
+        | list[LlamaCppCompletionResponse | dict[str, Any]]
+        | dict[str, Any]
+    ]
 ):
-    """Response body of POST /completion: of several prompts a list."""
+    """Response body of POST /completion: of several prompts a list.
+
+    With ``response_fields`` it is an object of the chosen fields by path.
+    """
+
+
+class LlamaCppInfillAnswer(RootModel[LlamaCppCompletionResponse | dict[str, Any]]):
+    """Response body of POST /infill; with ``response_fields`` the chosen fields by path."""
 
 
 class ErrorDetail(BaseModel):

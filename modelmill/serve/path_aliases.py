@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 PATH_ALIASES: Mapping[str, str] = {
     "/chat/completions": "/v1/chat/completions",
+    "/chat/completions/input_tokens": "/v1/chat/completions/input_tokens",
     "/completions": "/v1/completions",
     "/responses": "/v1/responses",
     "/responses/compact": "/v1/responses/compact",

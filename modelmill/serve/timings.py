@@ -13,7 +13,8 @@ from modelmill.serve.generation_schema import GenerationFields
 def request_timings(states: Sequence[RequestOutputState]) -> dict[str, Any]:
     """Timings of the first prompt of a request so far; times in milliseconds.
 
-    ``prompt_n`` are the tokens that were computed, ``cache_n`` those from the prefix cache.
+    ``prompt_n`` are the tokens that were computed, ``cache_n`` those from the prefix cache. The
+    first token comes with the prompt, so the rate of the others does not count it.
     """
     state = states[0]
     output = state.output
@@ -24,8 +25,8 @@ def request_timings(states: Sequence[RequestOutputState]) -> dict[str, Any]:
     predicted = sum(len(each.token_ids) for each in output.outputs)
     return {
         "cache_n": output.cached_tokens,
-        **_phase_timings("prompt", computed, first),
-        **_phase_timings("predicted", predicted, max(total - first, 0.0)),
+        **_phase_timings("prompt", computed, computed, first),
+        **_phase_timings("predicted", predicted, max(predicted - 1, 0), max(total - first, 0.0)),
     }
 
 
@@ -41,10 +42,11 @@ def final_timing_fields(
     return out
 
 
-def _phase_timings(name: str, count: int, seconds: float) -> dict[str, Any]:
+def _phase_timings(name: str, count: int, timed: int, seconds: float) -> dict[str, Any]:
+    """Timings of a phase with ``count`` tokens, of which ``timed`` took the time."""
     return {
         f"{name}_n": count,
-        f"{name}_ms": round(1000 * seconds, 3),
-        f"{name}_per_token_ms": round(1000 * seconds / count, 3) if count else None,
-        f"{name}_per_second": round(count / seconds, 3) if seconds else None,
+        f"{name}_ms": 1000 * seconds,
+        f"{name}_per_token_ms": 1000 * seconds / timed if timed else 0.0,
+        f"{name}_per_second": timed / seconds if timed and seconds else 0.0,
     }

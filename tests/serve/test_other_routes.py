@@ -124,6 +124,62 @@ def test_completion_as_llama_cpp(running: ServiceThread) -> None:
     assert (word["stop_type"], word["stopping_word"]) == ("word", answer["content"][3:6])
 
 
+def test_streams_of_llama_cpp_have_tokens_and_settings(running: ServiceThread) -> None:
+    body = {"prompt": "Once", "n_predict": 4, "temperature": 0, "seed": 7}
+    whole = post(running, "/completion", {**body, "return_tokens": True}).json
+    *made, last = [
+        event for _, event in events(post(running, "/completion", {**body, "stream": True}).body)
+    ]
+    assert [id for event in made for id in event["tokens"]] == whole["tokens"]
+    settings = last["generation_settings"]
+    assert settings == {**whole["generation_settings"], "stream": True}
+    assert (settings["n_predict"], settings["seed"], settings["temperature"]) == (4, 7, 0)
+    more = {"repeat_penalty": 1.5, "logit_bias": [[9, -1.0]], "n_probs": 2, "top_k": 3}
+    changed = post(running, "/completion", {**body, **more}).json["generation_settings"]
+    assert (changed["repeat_penalty"], changed["n_probs"], changed["top_k"]) == (1.5, 2, 3)
+    assert changed["logit_bias"] == [{"token": 9, "bias": -1.0}]
+
+
+def test_chosen_fields_of_llama_cpp(running: ServiceThread) -> None:
+    paths = ["content", "timings/prompt_n", "generation_settings/n_predict", "prompt", "a/b"]
+    body = {"prompt": "Once", "n_predict": 4, "temperature": 0, "response_fields": paths}
+    whole = post(running, "/completion", body).json
+    assert list(whole) == paths[:-1]
+    assert (whole["generation_settings/n_predict"], whole["prompt"]) == (4, "<s> Once")
+    several = post(running, "/completion", {**body, "prompt": ["Once", "Tom"]}).json
+    assert [each["prompt"] for each in several] == ["<s> Once", "<s> Tom"]
+    made = [
+        event for _, event in events(post(running, "/completion", {**body, "stream": True}).body)
+    ]
+    assert made[0]["stop"] is False
+    assert list(made[-1]) == paths[:-1]
+
+
+def test_rates_do_not_count_the_token_that_comes_with_the_prompt(running: ServiceThread) -> None:
+    body = {"prompt": "Once", "temperature": 0}
+    one, several = (
+        post(running, "/completion", {**body, "n_predict": count}).json["timings"]
+        for count in (1, 8)
+    )
+    assert (one["predicted_n"], one["predicted_per_second"]) == (1, 0)
+    assert several["predicted_per_second"] == pytest.approx(7000 / several["predicted_ms"])
+    assert several["predicted_per_token_ms"] == pytest.approx(several["predicted_ms"] / 7)
+
+
+def test_an_answer_that_the_context_ends_is_truncated(running: ServiceThread) -> None:
+    body = {"prompt": "Once", "n_predict": -1, "temperature": 0, "ignore_eos": True}
+    ended = post(running, "/completion", body).json
+    assert (ended["truncated"], ended["stop_type"]) == (True, "limit")
+    assert ended["tokens_evaluated"] + ended["tokens_predicted"] == 512
+    assert post(running, "/completion", {**body, "n_predict": 2}).json["truncated"] is False
+
+
+def test_counts_of_a_conversation_as_llama_cpp(running: ServiceThread) -> None:
+    body = {"messages": HI, "tools": [TOOL]}
+    count = post(running, "/chat/completions/input_tokens", body).json["input_tokens"]
+    assert count == post(running, "/tokenize", body).json["count"]
+
+
 def test_penalties_and_biases_as_llama_cpp(running: ServiceThread) -> None:
     body: dict[str, Any] = {"prompt": "Once", "n_predict": 8, "temperature": 0}
     plain, neutral, penalized, same = (
@@ -245,6 +301,21 @@ def test_infill_needs_a_vocabulary_with_marks(running: ServiceThread) -> None:
         assert refused.json["error"]["message"].startswith(message)
 
 
+def test_rerank_as_tei(running: ServiceThread) -> None:
+    texts = ["Once upon a time", "The dog ran", "Lily"]
+    body = {"query": texts[0], "texts": texts}
+    ranked = post(running, "/rerank", {**body, "return_text": True}).json
+    usual = post(running, "/rerank", {"query": texts[0], "documents": texts}).json["results"]
+    assert [(each["index"], each["score"], each["text"]) for each in ranked] == [
+        (each["index"], each["relevance_score"], each["document"]["text"]) for each in usual
+    ]
+    assert post(running, "/rerank", {**body, "top_n": 1}).json == [
+        {"index": ranked[0]["index"], "score": ranked[0]["score"]}
+    ]
+    for wrong in ({"query": "x"}, {**body, "documents": texts}, {"query": "x", "texts": [""]}):
+        assert running.post("/rerank", wrong).status == 400
+
+
 def test_rerank_and_score_are_cosines(running: ServiceThread) -> None:
     texts = ["The dog ran", "A red ball", "The dog ran home"]
     vectors = [
@@ -266,18 +337,3 @@ def test_rerank_and_score_are_cosines(running: ServiceThread) -> None:
         ("/v1/score", {"text_1": "a"}),
     ):
         assert running.post(path, {"model": "stories", **body}).status == 400
-def test_rerank_as_tei(running: ServiceThread) -> None:
-    texts = ["Once upon a time", "The dog ran", "Lily"]
-    body = {"query": texts[0], "texts": texts}
-    ranked = post(running, "/rerank", {**body, "return_text": True}).json
-    usual = post(running, "/rerank", {"query": texts[0], "documents": texts}).json["results"]
-    assert [(each["index"], each["score"], each["text"]) for each in ranked] == [
-        (each["index"], each["relevance_score"], each["document"]["text"]) for each in usual
-    ]
-    assert post(running, "/rerank", {**body, "top_n": 1}).json == [
-        {"index": ranked[0]["index"], "score": ranked[0]["score"]}
-    ]
-    for wrong in ({"query": "x"}, {**body, "documents": texts}, {"query": "x", "texts": [""]}):
-        assert running.post("/rerank", wrong).status == 400
-
-

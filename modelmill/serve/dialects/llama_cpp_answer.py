@@ -8,12 +8,13 @@ from typing import Any
 from modelmill.core.types import Logprob
 from modelmill.outputs import CompletionOutput
 from modelmill.serve.completion_schema import CompletionRequest
+from modelmill.serve.dialects.llama_cpp_settings import generation_settings, select_fields
+from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.openai_format import clamp_logprob, sse_event, token_bytes
 from modelmill.serve.request_handle import RequestHandle, StreamItem
 from modelmill.serve.routes.common import openai_finish_reason
 from modelmill.serve.stream import EventFormatter
 from modelmill.serve.timings import request_timings
-from modelmill.text.tokenizer_loader import Tokenizer
 
 _STOP_TYPES = {"length": "limit", "stop": "eos"}
 
@@ -26,10 +27,23 @@ class LlamaCppAnswerBuilder(EventFormatter):
         model: str,
         body: CompletionRequest,
         handle: RequestHandle,
-        tokenizer: Tokenizer | None = None,
+        engine: EngineClient,
+        response_fields: Sequence[str] | None = None,
     ) -> None:
+        """Make the builder of a request's answers.
+
+        Args:
+            model: as the request names it.
+            body: the completion request.
+            handle: of its requests.
+            engine: that answers.
+            response_fields: paths of the fields to return; all of them without.
+        """
         self._model, self._body, self._handle = model, body, handle
-        self._tokenizer = tokenizer
+        self._tokenizer = engine.text_processor.tokenizer
+        self._defaults = engine.text_processor.generation_defaults.to_dict()["values"]
+        self._max_len = engine.request_limits.max_len
+        self._response_fields = response_fields
         self._num_formatted = [0] * len(handle.request_states)
 
     def consume(self, items: Sequence[StreamItem]) -> None:
@@ -45,12 +59,13 @@ class LlamaCppAnswerBuilder(EventFormatter):
         ids = output.token_ids if self._body.return_token_ids else []
         # the stop token is not part of the text
         count = len(output.token_ids) - isinstance(output.stop_reason, int)
-        return {
+        answer = {
             **self._final_fields(index),
             "content": output.text,
             "tokens": list(ids),
             **self._next_probabilities(index, count),
         }
+        return self._selected(index, answer)
 
     def first_events(self) -> bytes:
         """Nothing: events begin with text."""
@@ -65,13 +80,23 @@ class LlamaCppAnswerBuilder(EventFormatter):
         events = b""
         probabilities = self._next_probabilities(index, len(delta.token_ids))
         if delta.text or probabilities.get("completion_probabilities"):
-            ids = delta.token_ids if self._body.return_token_ids else ()
-            fields = {"index": index, "content": delta.text, "tokens": list(ids), "stop": False}
+            ids = list(delta.token_ids)
+            fields = {"index": index, "content": delta.text, "tokens": ids, "stop": False}
             events += sse_event({**fields, **probabilities})
         if delta.finish_reason is not None:
             # with the counts and times
-            events += sse_event({**self._final_fields(index), "content": "", "tokens": []})
+            last = {**self._final_fields(index), "content": "", "tokens": []}
+            events += sse_event(self._selected(index, last))
         return events
+
+    def _selected(self, index: int, answer: dict[str, Any]) -> dict[str, Any]:
+        """The fields of an answer that the request chooses; the prompt only if it does."""
+        if not self._response_fields:
+            return answer
+        if "prompt" in self._response_fields and self._tokenizer is not None:
+            ids = self._handle.request_states[index].output.prompt_token_ids
+            answer["prompt"] = self._tokenizer.decode(ids, skip_special=False)
+        return select_fields(answer, self._response_fields)
 
     def terminal_events(self) -> bytes:
         """Nothing: each prompt has had its last event."""
@@ -109,6 +134,7 @@ class LlamaCppAnswerBuilder(EventFormatter):
         state, output = self._handle.request_states[index], self._output(index)
         word = output.stop_reason if isinstance(output.stop_reason, str) else ""
         reason = openai_finish_reason(output.finish_reason)
+        num_tokens = len(state.output.prompt_token_ids) + len(output.token_ids)
         fields: dict[str, Any] = {
             "index": index,
             "id_slot": -1,
@@ -118,9 +144,12 @@ class LlamaCppAnswerBuilder(EventFormatter):
             "tokens_evaluated": len(state.output.prompt_token_ids),
             "tokens_cached": state.output.cached_tokens,
             "has_new_line": "\n" in output.text,
-            "truncated": False,
+            "truncated": reason == "length" and num_tokens >= self._max_len,
             "stop_type": "word" if word else _STOP_TYPES.get(reason or "", "none"),
             "stopping_word": word,
+            "generation_settings": generation_settings(
+                state.request.params, self._defaults, stream=bool(self._body.stream)
+            ),
             "timings": request_timings([state]),
         }
         return {**fields, **({"warnings": self._body.warnings} if self._body.warnings else {})}

@@ -22,6 +22,7 @@ from modelmill.serve.mixed_prompts import (
     has_text,
     split_mixed_prompts,
 )
+from modelmill.serve.prompt_fields import TextList
 from modelmill.serve.strict_models import FAIL_FAST, JsonObjectList, StrictModel
 
 
@@ -34,7 +35,9 @@ class LlamaCppFields(GenerationFields):
     samplers: AnyItems | str | None = ignored_field(
         "the order is fixed: penalties, temperature, filters"
     )
-    response_fields: AnyItems | None = ignored_field("the whole object is returned")
+    response_fields: TextList | None = Field(
+        None, description="paths of the fields to return, as timings/prompt_n"
+    )
     t_max_prompt_ms: int | None = ignored_field("a prompt is always read whole")
     t_max_predict_ms: int | None = ignored_field("n_predict limits the text")
     n_indent: int | None = ignored_field("indentation is the model's")

@@ -1,4 +1,4 @@
-"""POST /tokenize, /detokenize and /apply-template."""
+"""POST /tokenize, /detokenize and /apply-template; the number of a conversation's tokens."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from fastapi import APIRouter, Request
 from modelmill.core.errors import RequestError, TokenizerError
 from modelmill.runtime.sequence import RequestLimits
 from modelmill.serve.body_route import BodyRoute
+from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.openai_format import Utf8JsonResponse, token_bytes, token_text
+from modelmill.serve.routes.chat import chat_request_state
 from modelmill.serve.routes.common import acquire_engine, check_message_sizes
 from modelmill.serve.special_token_prompts import encode_text
 from modelmill.serve.tokenize_schema import DetokenizeRequest, TemplateRequest, TokenizeRequest
@@ -41,6 +43,17 @@ async def apply_template(body: TemplateRequest, request: Request) -> Any:
     return await service.run_in_thread(
         _render_template, engine.text_processor, body, engine.request_limits.max_len
     )
+
+
+@router.post("/v1/chat/completions/input_tokens")
+async def count_chat_tokens(body: ChatRequest, request: Request) -> Any:
+    """The number of prompt tokens of a conversation, without answering it, as llama.cpp."""
+    service, engine = await acquire_engine(request, body.model, body.keep_alive)
+    body.check()
+    limit = max_tokenize_tokens(engine.request_limits.max_len)
+    state = await service.run_in_thread(chat_request_state, engine.text_processor, body, limit)
+    count = len(state.request.prompt)
+    return Utf8JsonResponse({"object": "response.input_tokens", "input_tokens": count})
 
 
 @router.post("/detokenize")
