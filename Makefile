@@ -6,7 +6,7 @@ OUT ?= out
 DEMO_ENGINE ?= $(OUT)/smollm2.engine
 PROMPT ?= What is a watermill? Answer in two sentences.
 
-.PHONY: bench demo demo-sam quantization-page test test-all test-computing test-building test-families test-waiting test-rest test-versions test-gpu test-triton test-ray test-browser clean-room verify conformance performance kernels devices command-line families chat-formats parser-differences request-fields site lint format clean
+.PHONY: bench demo demo-sam quantization-page test test-all test-computing test-building test-families test-waiting test-rest test-versions test-gpu test-triton test-ray test-browser clean-room verify conformance performance kernels devices command-line families chat-formats parser-differences llama-cpp-tests request-fields site lint format clean
 
 demo: $(VENV)/.core
 	@$(BIN)/modelmill pull smollm2 -o $(OUT)/models
@@ -152,6 +152,10 @@ chat-formats: $(VENV)/.test
 # docs/parser_differences.md, from tools/peer_parsers/results.json
 parser-differences: $(VENV)/.test
 	$(BIN)/python -m tools.peer_parsers.page
+
+# docs/llama_cpp_tests.md, from tools/peer_server_tests/results.json
+llama-cpp-tests: $(VENV)/.test
+	$(BIN)/python -m tools.peer_server_tests.page
 
 # docs/families.md, the table of supported families
 families: $(VENV)/.test

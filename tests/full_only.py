@@ -911,6 +911,8 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
     ),
     # tests/serve/test_answer_history.py and the dialects' tests count cached tokens
     "tests/tools/test_agent_replay.py": ("test_a_short_session_comes_from_the_cache",),
+    # starts servers; a fault in a route is one of tests/serve, the tool's parts have tests here
+    "tests/tools/test_peer_server_tests.py": ("test_a_run",),
     "tests/core/test_env.py": (
         "test_threads_sleep_at_once[library]",
         "test_a_users_own_word_stands",

@@ -12,7 +12,8 @@ HEAD = """# Conformance
 
 Other people's test suites against `modelmill serve`, with SmolLM2-135M-Instruct in float32 on a CPU behind it. Made by
 `make conformance`, which runs every suite whose result is older than the sources, and writes this page; nothing here is
-written by hand. A check that is left out is listed with its reason.
+written by hand. A check that is left out is listed with its reason. [llama.cpp's tests](llama_cpp_tests.md) of its own server run
+apart.
 """  # noqa: E501
 
 

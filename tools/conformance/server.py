@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,9 +35,13 @@ def engine(out: Path) -> Path:
 
 @contextlib.contextmanager
 def serve_engine(
-    path: Path, log: Path, flags: tuple[str, ...] = FLAGS, seconds: float = 300.0
+    path: Path,
+    log: Path,
+    flags: tuple[str, ...] = FLAGS,
+    seconds: float = 300.0,
+    names: Sequence[str] = (MODEL,),
 ) -> Iterator[str]:
-    """The base URL (…/v1) of a server of this engine, named ``MODEL``; ended with SIGTERM.
+    """The base URL (…/v1) of a server of this engine, with these names; ended with SIGTERM.
 
     Raises RuntimeError where it does not come up within ``seconds``; its stderr is in ``log``.
     """
@@ -48,8 +52,7 @@ def serve_engine(
         "modelmill",
         "serve",
         str(path),
-        "--served-model-name",
-        MODEL,
+        *(word for name in names for word in ("--served-model-name", name)),
         "--port",
         "0",
         *flags,

@@ -1,0 +1,1 @@
+"""Runs llama.cpp's tests of its server against ``modelmill serve``."""
