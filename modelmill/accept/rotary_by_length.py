@@ -5,7 +5,7 @@ The sequences of acceptance are short: of a LongRoPE they would use one list of 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -14,9 +14,18 @@ from modelmill.accept.reference import ReferenceModel
 from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.tolerance_check_result import ToleranceCheckResult
 from modelmill.accept.tolerances import module_bound
-from modelmill.nn.rotary import Rotary
 
 MODULE = "rotary"
+
+
+@runtime_checkable
+class RotaryModule(Protocol):
+    """What a model's rotation tells of a prompt."""
+
+    factor: float
+
+    def frequencies_of_prompt(self, length: int) -> torch.Tensor:
+        """The frequencies [D / 2] of a prompt of this length."""
 
 
 def check_rotary_by_length(reference: ReferenceModel, model: Any) -> list[ToleranceCheckResult]:
@@ -24,20 +33,22 @@ def check_rotary_by_length(reference: ReferenceModel, model: Any) -> list[Tolera
 
     The prompts: the longest that has the first frequencies, one token more, and a longer one.
     """
-    expected, ours = getattr(reference, "rope", None), getattr(model, "rotary", None)
-    if not isinstance(expected, ReferenceRope) or not isinstance(ours, Rotary):
+    expected, rotary = getattr(reference, "rope", None), getattr(model, "rotary", None)
+    if not isinstance(expected, ReferenceRope) or not isinstance(rotary, RotaryModule):
         return []
     last = expected.last_unscaled_length
     if last is None:
         return []
     longest = max(last + 2, expected.max_position, 2 * last)
-    return [_compare_at_length(expected, ours, length) for length in (last, last + 1, longest)]
+    return [_compare_at_length(expected, rotary, length) for length in (last, last + 1, longest)]
 
 
-def _compare_at_length(expected: ReferenceRope, ours: Rotary, length: int) -> ToleranceCheckResult:
+def _compare_at_length(
+    expected: ReferenceRope, rotary: RotaryModule, length: int
+) -> ToleranceCheckResult:
     right = expected.frequencies(1, length, torch.float32)[0]
     tables = (
-        _cos_sin(ours.frequencies_of_prompt(length).cpu().float(), length) * ours.factor,
+        _cos_sin(rotary.frequencies_of_prompt(length).cpu().float(), length) * rotary.factor,
         _cos_sin(right, length) * expected.attention_factor(),
     )
     name = f"{MODULE} of {length} tokens"

@@ -116,8 +116,8 @@ def test_greedy_answers_are_those_of_llama_cpp(
     ids = [BOS, *tokenizer.encode(prompt, bos=False)]
     [logits] = TeacherForcedScorer(core).compute_logits([[*ids, *answer[:-1]]], len(ids))
     rows = logits[len(ids) - 1 :]
-    ours = rows.max(-1).values - rows[torch.arange(len(answer)), torch.tensor(answer)]
-    differ = {n: (float(ours[n]), margins[n]) for n in range(len(answer)) if float(ours[n]) > 0}
+    gaps = rows.max(-1).values - rows[torch.arange(len(answer)), torch.tensor(answer)]
+    differ = {n: (float(gaps[n]), margins[n]) for n in range(len(answer)) if float(gaps[n]) > 0}
     assert all(sum(gaps) <= MAX_GAP for gaps in differ.values()), differ
     assert len(differ) <= 3, differ
 
@@ -135,7 +135,7 @@ def test_the_perplexity_is_that_of_transformers(
     read = transformers.modeling_gguf_pytorch_utils.load_gguf_checkpoint
     missing = model.load_state_dict(read(gguf, True, model)["tensors"], strict=False).missing_keys
     assert set(missing) <= {"lm_head.weight"}  # the embedding
-    ours = theirs = 0.0
+    engine_loss = peer_loss = 0.0
     for window in range(WINDOWS):
         row = [BOS, *ids[window * (WINDOW - 1) : (window + 1) * (WINDOW - 1)]]
         assert len(row) == WINDOW
@@ -146,14 +146,14 @@ def test_the_perplexity_is_that_of_transformers(
             return float(cross_entropy(logits, right, ignore_index=IGNORED, reduction="sum"))
 
         def add(_: int, first: int, logits: torch.Tensor) -> None:
-            nonlocal ours
-            ours += loss(first, logits)
+            nonlocal engine_loss
+            engine_loss += loss(first, logits)
 
         TeacherForcedScorer(core).run_sequences([row], None, add)
         with torch.no_grad():
             hidden = model.model(torch.tensor([row])).last_hidden_state[0]
             for first in range(0, WINDOW, ROWS):
-                theirs += loss(first, model.lm_head(hidden[first : first + ROWS]))
+                peer_loss += loss(first, model.lm_head(hidden[first : first + ROWS]))
     count = WINDOWS * (WINDOW - 1)
-    assert abs(math.exp((ours - theirs) / count) - 1) < 1e-3
-    assert math.exp(theirs / count) < 30  # read as text
+    assert abs(math.exp((engine_loss - peer_loss) / count) - 1) < 1e-3
+    assert math.exp(peer_loss / count) < 30  # read as text

@@ -5,12 +5,10 @@
 //     each chosen expert; else out[N] = Σ topk_weights · (inner · downᵀ + bias) (+ shared), down
 //     [N, K]
 // Dtypes: x and out bfloat16; e2m1 codes with e8m0 scales; float32 accumulators
-// Layout: row-major; weights [E, N, K], codes packed as in ops/mxfp4_linear.py; scales [E, N, K /
-// 32];
-//     inner as fragments (below), times 2^64, X_PAD columns between experts
+// Layout: row-major; weights [E, N, K], codes packed as in ops/mxfp4_linear.py; scales
+//     [E, N, K / 32]; inner as fragments (below), times 2^64, X_PAD columns between experts
 // Range: M = 1 token; top_k ≤ 16; N and K multiples of 64; two stages of a team fit in shared
-//     memory; output rows of a block at most its threads; |x| and |inner| below 2^63; no scale is
-//     NaN
+//     memory; output rows of a block at most its threads; x and inner below 2^63, no NaN scale
 // Technique: warp specialization, bulk async copy, mbarrier pipeline, mma.sync m16n8k16, weights
 //     before griddepcontrol.wait, PDL
 // Ops: mxfp4_fused_moe (launched by moe_decode_mxfp4.py)
