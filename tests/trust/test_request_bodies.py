@@ -143,6 +143,7 @@ def test_paths_without_pictures_take_less(running: SegmentService) -> None:
 
 TAKES_PICTURES = (
     "/v1/chat/completions",
+    "/v1/chat/completions/input_tokens",
     "/v1/responses",
     "/v1/messages",
     "/v1/messages/count_tokens",

@@ -98,6 +98,9 @@ FIELDS: dict[str, dict[str, bytes]] = {
         "messages": b'[{"role":"user","content":"x"}]', "tools": b"null", "metadata": b"{}",
         "modalities": b"null", "response_format": b"null", "tool_choice": b"null",
     },
+    "/v1/chat/completions/input_tokens": {
+        "messages": b'[{"role":"user","content":"x"}]', "tools": b"null",
+    },
     "/v1/responses": {
         "input": b'"x"', "instructions": b'"x"', "tools": b"null",
         "metadata": b"{}", "include": b"[]", "text": b"null", "prompt": b"null",
