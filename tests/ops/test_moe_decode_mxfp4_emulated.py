@@ -96,23 +96,15 @@ def test_experts(
 
 MANY_PARTS = (1, 128, 256, 20, 15)
 """Pairs of experts, of which a team has several, and the last is one alone."""
+WAIT = "mbarrier_wait(shared_address(&exchange."
 CHANGES = {
     "gate and up do not wait": "if (GATED) pdl_wait();",
     "down does not wait": "if (!GATED) pdl_wait();",
-    "a stage is not waited for": (
-        "mbarrier_wait(shared_address(&exchange.stages.full[at.slot()]), at.parity());",
-        "",
-    ),
+    "a stage is not waited for": WAIT + "stages.full[at.slot()]), at.parity());",
     "a stage too early": ("at.parity() ^ 1);", "at.parity());"),
-    "x of down is not waited for": (
-        "mbarrier_wait(shared_address(&exchange.x_full[part]), 0);",
-        "",
-    ),
+    "x of down is not waited for": WAIT + "x_full[part]), 0);",
     "x of another expert": ("(both ? quad % 2 : 0)", "0"),
-    "weights of two experts in the other order": (
-        "first_weight * sum.x",
-        "second_weight * sum.x",
-    ),
+    "weights of two experts in the other order": ("first_weight * sum.x", "second_weight * sum.x"),
     "an expert that is not there": ("(both ? second_weight * sum.y : 0.0f)", "sum.y"),
     "sums of the part before": ("part == team ? both_sums : total + both_sums", "both_sums"),
     "halves of a quad's rows": ("quad % 2 ? sum[2] : sum[0]", "sum[0]"),

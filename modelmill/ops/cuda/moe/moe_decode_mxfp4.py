@@ -43,11 +43,6 @@ class MoEDecodeConfig(NamedTuple):
     units: int
     ring: int = 0
 
-    @property
-    def threads(self) -> int:
-        """Of a block."""
-        return 32 * (self.warps * self.ways + 1)
-
     def stage_bytes(self, product: GroupedGemmSpec) -> int:
         """Shared memory of a stage."""
         skew = 0 if product.weight_row_bytes % 128 else 16
@@ -66,6 +61,11 @@ class MoEDecodeConfig(NamedTuple):
             product, top_k
         )
         return max(used, MIN_GATE_UP_SHARED_BYTES) if product.gated else used
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 32 * (self.warps * self.ways + 1)
 
     def stages_per_team(self, product: GroupedGemmSpec, top_k: int) -> int:
         """That a team has to read."""
