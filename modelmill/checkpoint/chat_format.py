@@ -10,7 +10,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-CHAT_FORMAT_FILE = "chat_format.json"
+from modelmill.core.chat_format_file import CHAT_FORMAT_FILE as CHAT_FORMAT_FILE
+from modelmill.core.chat_format_file import make_chat_format_file
+
 INTERNLM_20B_LAYERS = 60
 
 
@@ -28,7 +30,7 @@ def add_builtin_chat_format(
     if choose is None or not files or _has_chat_template(files):
         return dict(files)
     name = choose(_Configs(config, generation_config, _read_object(files, "tokenizer_config.json")))
-    chosen = {} if name is None else {CHAT_FORMAT_FILE: json.dumps({"name": name}).encode()}
+    chosen = {} if name is None else {CHAT_FORMAT_FILE: make_chat_format_file(name)}
     return {**files, **chosen}
 
 

@@ -14,13 +14,13 @@ from modelmill.serve.strict_models import limit_keys
 NEVER_BIAS = -100.0
 """What ``false`` means: the token does not occur."""
 MAX_ID_DIGITS = 10
+_VALUE_SCHEMA = {"anyOf": [{"type": "number"}, {"const": False}]}
 _PAIR_SCHEMA = {
     "type": "array",
-    "prefixItems": [{"type": "integer"}, {"anyOf": [{"type": "number"}, {"const": False}]}],
+    "prefixItems": [{"type": "integer"}, _VALUE_SCHEMA],
     "minItems": 2,
     "maxItems": 2,
 }
-_VALUE_SCHEMA = {"anyOf": [{"type": "number"}, {"const": False}]}
 
 
 def normalize_logit_bias(value: Any) -> Any:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
-from modelmill.serve.prompt_fields import MAX_PROMPTS
+from modelmill.serve.prompt_fields import MAX_PROMPTS, check_prompt_list
 from modelmill.serve.special_token_prompts import encode_text
 from modelmill.serve.strict_models import FAIL_FAST
 from modelmill.text.tokenizer_loader import Tokenizer
@@ -39,10 +39,7 @@ def split_mixed_prompts(
         prompts = [single]
     else:
         prompts = [each for each in value if not isinstance(each, int)]
-    if not prompts or any(len(each) == 0 for each in prompts):
-        raise RequestError("prompt is empty; give at least one token")
-    if len(prompts) > MAX_PROMPTS:
-        raise RequestError(f"prompt has {len(prompts)} prompts; the limit is {MAX_PROMPTS}")
+    check_prompt_list(prompts, "prompt", "prompts", MAX_PROMPTS)
     return prompts
 
 

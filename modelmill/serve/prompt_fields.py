@@ -35,8 +35,13 @@ def list_prompts(
     """
     single = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
     prompt_list: list[Any] = [prompts] if single else list(prompts)
-    if not prompt_list or any(len(each) == 0 for each in prompt_list):
-        raise RequestError(f"{name} is empty; give at least one token")
-    if len(prompt_list) > limit:
-        raise RequestError(f"{name} has {len(prompt_list)} {noun}; the limit is {limit}")
+    check_prompt_list(prompt_list, name, noun, limit)
     return prompt_list
+
+
+def check_prompt_list(prompts: Sequence[Sequence[Any]], name: str, noun: str, limit: int) -> None:
+    """Raise RequestError if a prompt is empty, or there are too many; see ``list_prompts``."""
+    if not prompts or any(len(each) == 0 for each in prompts):
+        raise RequestError(f"{name} is empty; give at least one token")
+    if len(prompts) > limit:
+        raise RequestError(f"{name} has {len(prompts)} {noun}; the limit is {limit}")

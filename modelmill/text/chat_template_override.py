@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
+from modelmill.core.chat_format_file import make_chat_format_file
 from modelmill.core.errors import UsageError
 from modelmill.text.chat_format_loader import MORE_TEMPLATES
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
@@ -12,7 +13,6 @@ from modelmill.text.image_chat import replace_prompt_style
 from modelmill.text.prompt_format import (
     CHAT_FORMAT_FILE,
     list_prompt_formats,
-    make_chat_format_file,
 )
 
 

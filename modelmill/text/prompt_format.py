@@ -7,11 +7,11 @@ or ``--chat-template``. Facts are from the publishers' code; the code is ours.
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
 
+from modelmill.core.chat_format_file import CHAT_FORMAT_FILE as CHAT_FORMAT_FILE
 from modelmill.core.errors import RequestError, TemplateError
 from modelmill.core.module_lookup import import_module_if_exists, list_module_names
 from modelmill.text.begun_answer import read_begun_answer
@@ -21,7 +21,6 @@ from modelmill.text.message_validation import ChatRenderArgs, Messages, validate
 from modelmill.text.tokenizer_base import Tokenizer
 from modelmill.text.tokenizer_files import parse_json_file
 
-CHAT_FORMAT_FILE = "chat_format.json"
 PACKAGE = "modelmill.text.prompt_formats"
 Segment = str | int
 """A text, which most formats tokenize apart from its neighbours, or the id of a control token."""
@@ -195,8 +194,3 @@ def load_prompt_format(files: Mapping[str, bytes], tokenizer: Tokenizer) -> Prom
         )
     format_class: type[PromptFormat] = module.FORMAT
     return format_class(tokenizer, parse_json_file(files, "generation_config.json"))
-
-
-def make_chat_format_file(name: str) -> bytes:
-    """Return the content of chat_format.json."""
-    return json.dumps({"name": name}).encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -66,9 +67,9 @@ class LlamaCppFields(GenerationFields):
             {"model": self.model or "", "prompt": prompt, "n_predict": -1, **set_fields, **fields},
         )
 
+    @abstractmethod
     def prompts(self) -> list[MixedPrompt]:
         """The prompts as a list; raises RequestError."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """Raise RequestError for what these routes do not return."""

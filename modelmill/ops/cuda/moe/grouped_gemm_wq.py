@@ -26,8 +26,7 @@ FORMAT_OF_DTYPES: dict[tuple[torch.dtype | None, torch.dtype | None], int] = {
     (torch.int8, torch.float32): INT8,
 }
 """By the dtypes of weights and scales."""
-CLAMPED = len(ACTIVATIONS)
-"""GATE of a SwigluClamp."""
+_CLAMPED = len(ACTIVATIONS)  # GATE of a SwigluClamp
 MAX_TOKENS, MAX_PAIRS_PER_EXPERT = 512, 64
 """Tokens of a step, and pairs for each expert, for which the kernel is made."""
 MAX_PAIRS_BY_TOKEN_TILES = ((1, 3.0), (2, 8.0), (3, 12.0), (4, float("inf")))
@@ -150,6 +149,7 @@ class GroupedGemmConfig(NamedTuple):
         return self._replace(stages=stages) if stages >= 3 else None
 
 
+@functools.lru_cache(1024)
 def make_gemm_specs(problem: MoEProblem) -> tuple[GroupedGemmSpec, GroupedGemmSpec] | None:
     """Both products of a problem; None where the kernel has not their format."""
     weight_format = FORMAT_OF_DTYPES.get((problem.weight_dtype, problem.scale_dtype))
@@ -338,7 +338,7 @@ def _launch_grouped_gemm(
     """One grouped product of the sorted pairs."""
     name, device = "gate_up" if product.gated else "down", x.get_device()
     operands = [getattr(inputs, name + part) for part in ("", "_scale", "_offset", "_bias")]
-    gate = CLAMPED if inputs.clamp is not None else ACTIVATIONS.index(inputs.activation)
+    gate = gate_macro(inputs)
     kernel = launch.load_kernel(
         "grouped_gemm_wq", "grouped_gemm_wq", kernel_macros(x.dtype, product, config, gate),
         32 * config.warps, config.shared_bytes(product), device, _CARVEOUT_PERCENT,
@@ -362,6 +362,11 @@ def _combine_expert_outputs(inputs: FusedMoEInputs, by_pair: torch.Tensor) -> to
     threads = tokens * hidden // _COMBINE_COLUMNS
     kernel.launch(-(-threads // _COMBINE_THREADS), work, pdl=True)
     return out
+
+
+def gate_macro(inputs: FusedMoEInputs) -> int:
+    """GATE of moe_activation.cuh."""
+    return _CLAMPED if inputs.clamp is not None else ACTIVATIONS.index(inputs.activation)
 
 
 @functools.lru_cache(1024)

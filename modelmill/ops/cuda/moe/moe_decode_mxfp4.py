@@ -13,9 +13,14 @@ from typing import NamedTuple
 import torch
 
 from modelmill.ops.cuda.common import launch
-from modelmill.ops.cuda.moe.grouped_gemm_wq import CLAMPED, E2M1, GroupedGemmSpec, make_gemm_specs
+from modelmill.ops.cuda.moe.grouped_gemm_wq import (
+    E2M1,
+    GroupedGemmSpec,
+    gate_macro,
+    make_gemm_specs,
+)
 from modelmill.ops.cuda.weight_only_gemm.weight_only import TYPES
-from modelmill.ops.fused_moe import ACTIVATIONS, FusedMoEInputs
+from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.moe_support import MoEProblem, MoESupportRange, make_moe_problem
 
 K_TILE = 32
@@ -175,10 +180,8 @@ SUPPORTED_PROBLEMS = MoESupportRange(
 def run(inputs: FusedMoEInputs) -> torch.Tensor:
     """The weighted sum [1, H] over the token's experts, plus the shared expert's output."""
     problem, device = make_moe_problem(*inputs), inputs.x.get_device()
-    products, configs = (
-        make_gemm_specs(problem),
-        select_config_pair(problem, launch.sm_count(device)),
-    )
+    products = make_gemm_specs(problem)
+    configs = select_config_pair(problem, launch.sm_count(device))
     assert products is not None, "see fits_kernel_limits"
     assert configs is not None, "see fits_kernel_limits"
     x, top_k = inputs.x, problem.top_k
@@ -203,9 +206,8 @@ def _launch_product(
     name = "gate_up" if product.gated else "down"
     device, top_k = x.get_device(), inputs.topk_ids.shape[1]
     weight, scale, bias = (getattr(inputs, name + part) for part in ("", "_scale", "_bias"))
-    gate = CLAMPED if inputs.clamp is not None else ACTIVATIONS.index(inputs.activation)
     shared = None if product.gated else inputs.shared
-    macros = kernel_macros(product, config, top_k, gate, shared=shared is not None)
+    macros = kernel_macros(product, config, top_k, gate_macro(inputs), shared=shared is not None)
     kernel = launch.load_kernel(
         "moe_decode_mxfp4", "moe_decode_mxfp4", macros, config.threads,
         config.shared_bytes(product, top_k), device, _CARVEOUT_PERCENT,
