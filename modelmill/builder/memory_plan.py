@@ -45,7 +45,7 @@ MIB = 1 << 20
 LATE_IMPORT_BYTES = 20 * MIB
 """Memory that the process loads after the plan: the runtime's modules and the kernels."""
 WRITING_BYTES = 40 * MIB
-CALIBRATION_BYTES = 50 * MIB
+CALIBRATION_BYTES = 25 * MIB
 ACCEPTANCE_BYTES = 60 * MIB
 ENCODING_BYTES = 110 * MIB
 """Allocations of a stage for a model of size zero: buffers of threads, KV pages of the acceptance

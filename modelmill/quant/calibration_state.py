@@ -90,7 +90,9 @@ class CalibrationBatch:
         num_done: Modules of the layer that are computed.
         site_input: At a site, its input.
         expert_tokens: Inside a layer with experts, how many tokens chose each.
-        output_sums: Of the last layer, the sum of each computed module's outputs by its path.
+        module_paths: Of the last layer, the paths of its modules.
+        output_sums: The sum of each computed module's outputs, zero for the others. One tensor for
+            all layers: small tensors that stay allocated between large ones fragment the heap.
     """
 
     step: Step
@@ -101,7 +103,15 @@ class CalibrationBatch:
     num_done: int = 0
     site_input: torch.Tensor | None = None
     expert_tokens: list[int] = field(default_factory=list)
-    output_sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    module_paths: tuple[str, ...] = ()
+    output_sums: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def begin_layer(self, module_paths: tuple[str, ...]) -> None:
+        """Forget what the modules of the layer before had as output."""
+        self.module_paths = module_paths
+        if len(self.output_sums) < len(module_paths):
+            self.output_sums = self.x.new_zeros(len(module_paths), dtype=torch.float32)
+        self.output_sums.zero_()
 
 
 class CalibrationState:
@@ -161,6 +171,7 @@ class CalibrationState:
                     batch,
                     x=batch.x.clone(),
                     residual=None if batch.residual is None else batch.residual.clone(),
+                    output_sums=batch.output_sums.clone(),
                 )
                 for batch in self.batches[:batches]
             ]
@@ -220,12 +231,10 @@ class CalibrationState:
 
     def first_non_finite_module(self) -> str | None:
         """Return the last layer's first computed module with a NaN or infinite output, if any."""
-        paths = dict.fromkeys(path for batch in self.batches for path in batch.output_sums)
-        for path in paths:
-            sums = [batch.output_sums[path] for batch in self.batches if path in batch.output_sums]
-            if not bool(torch.isfinite(torch.stack(sums)).all()):
-                return path
-        return None
+        paths = self.batches[0].module_paths
+        finite = torch.stack([batch.output_sums[: len(paths)] for batch in self.batches]).isfinite()
+        failed = (~finite.all(0)).nonzero().flatten().tolist()
+        return paths[failed[0]] if failed else None
 
     @torch.inference_mode()
     def forward_to_layer_end(self, block: QuantizableLayer) -> None:
@@ -256,12 +265,13 @@ def _forward_next_module(block: QuantizableLayer, batch: CalibrationBatch) -> No
         batch.values = dict(
             zip((*INPUTS, ROPE), (batch.x, batch.residual, batch.rope), strict=True)
         )
-        batch.residual, batch.output_sums = None, {}  # freed when no later module reads it
+        batch.residual = None  # freed when no later module reads it
+        batch.begin_layer(tuple(module.path for module in spec.modules))
     module = spec.modules[batch.num_done]
     args = [batch.values[name] for name in module.reads]
     output = block.layer.get_submodule(module.path)(*args, batch.step)
     results = output if len(module.writes) > 1 else (output,)
-    batch.output_sums[module.path] = sum_outputs(results)
+    batch.output_sums[batch.num_done] = sum_outputs(results)
     if isinstance(module, RoutingSpec):
         batch.expert_tokens = (results[0] != 0).sum(0).tolist()
         results = (ensure_tokens_per_expert(results[0]),)
