@@ -312,8 +312,9 @@ AMD = "vendor_id\t: AuthenticAMD\n"
         (AMD + "cpu family\t: 25\nmodel\t\t: 17", "PREFETCH_L2", True),
         (AMD + "cpu family\t: 26\nmodel\t\t: 17", "PREFETCH_L2", False),
         (AMD + "cpu family\t: 125\nmodel\t\t: 17", "PREFETCH_L2", False),
+        (AMD + "cpu family\t: 25\nmodel\t\t: 17", "ROW_BY_ROW", False),
+        (AMD + "cpu family\t: 26\nmodel\t\t: 2", "ROW_BY_ROW", True),
     ],
-    ids=["Intel", "AMD", "AMD family 25", "AMD family 26", "AMD family 125"],
 )
 def test_flags_of_a_cpu(
     cpu: str, flag: str, expected: bool, monkeypatch: pytest.MonkeyPatch

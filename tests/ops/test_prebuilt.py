@@ -40,7 +40,7 @@ def cpuinfo(
         (cpuinfo(f"{V4} avx512_vnni"), "x86-64-v4-vnni"),
         (cpuinfo(BF16), "x86-64-v4-vnni"),  # Intel's multiply floats faster
         (cpuinfo(BF16, "AuthenticAMD", 25), "x86-64-v4-zen4"),
-        (cpuinfo(BF16, "AuthenticAMD", 26), "x86-64-v4-bf16"),
+        (cpuinfo(BF16, "AuthenticAMD", 26), "x86-64-v4-zen5"),
         # cores of two kinds: what both have
         (cpuinfo(BF16, "AuthenticAMD", 25, others=V3), "x86-64-v3"),
         ("", None),

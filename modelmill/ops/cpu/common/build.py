@@ -146,6 +146,8 @@ def native_compiler_flags() -> tuple[str, ...]:
 
     MILL_PREFETCH_L2: weights are prefetched far ahead and only to L2, on Zen 4 (AMD family 25):
     decode of one row becomes 1.5 times as fast. Not measured on other processors.
+    MILL_ROW_BY_ROW: experts are read row by row, on Zen 5 (AMD family 26), where int8 experts of
+    one token take 0.85 of the time and int4 ones 0.96. Not measured on other processors.
     MILL_BF16_AS_FP32: bfloat16 is multiplied as floats. Intel's processors take two cycles for
     AVX512_BF16's product of 32 numbers, in which they multiply 64 floats, and two more to round 32
     weights of 8 bits to bfloat16; AMD's do not.
@@ -153,8 +155,11 @@ def native_compiler_flags() -> tuple[str, ...]:
     cpu = _processor_identity()
     if "GenuineIntel" in cpu:
         return (*FLAGS, "-DMILL_BF16_AS_FP32")
-    far = "AuthenticAMD" in cpu and re.search(r"^cpu family\s*: 25$", cpu, re.MULTILINE)
-    return (*FLAGS, "-DMILL_PREFETCH_L2") if far else FLAGS
+    family = re.search(r"^cpu family\s*: (\d+)$", cpu, re.MULTILINE)
+    if family is None or "AuthenticAMD" not in cpu:
+        return FLAGS
+    by_family = {"25": "-DMILL_PREFETCH_L2", "26": "-DMILL_ROW_BY_ROW"}
+    return FLAGS + tuple(flag for amd, flag in by_family.items() if amd == family.group(1))
 
 
 @functools.cache

@@ -72,7 +72,7 @@ class CpuLevel(NamedTuple):
     family: int | None = None
 
 
-# Best first. MILL_PREFETCH_L2, MILL_BF16_AS_FP32: build.native_compiler_flags.
+# Best first. MILL_PREFETCH_L2, MILL_ROW_BY_ROW, MILL_BF16_AS_FP32: build.native_compiler_flags.
 LEVELS = (
     CpuLevel(
         "x86-64-v4-zen4",
@@ -82,7 +82,13 @@ LEVELS = (
         "AuthenticAMD",
         25,
     ),
-    CpuLevel("x86-64-v4-bf16", "x86_64", _BF16, _BF16_COMPILE_FLAGS, "AuthenticAMD"),
+    CpuLevel(
+        "x86-64-v4-zen5",  # and later ones
+        "x86_64",
+        _BF16,
+        (*_BF16_COMPILE_FLAGS, "-DMILL_ROW_BY_ROW"),
+        "AuthenticAMD",
+    ),
     CpuLevel("x86-64-v4-vnni", "x86_64", _VNNI, _VNNI_COMPILE_FLAGS),
     CpuLevel("x86-64-v4", "x86_64", _V4, ("-march=x86-64-v4",)),
     CpuLevel("x86-64-v3", "x86_64", _V3, ("-march=x86-64-v3",)),

@@ -5,7 +5,7 @@
 // Dtypes: x bfloat16 or float16; int8, int4 or e2m1 codes; float32 accumulators
 // Layout: codes in rows, 32 columns a run
 // Range: K a multiple of 32; AVX-512 with VNNI
-// Technique: AVX-512 VNNI (vpdpbusd), 8 weight rows at a time, software prefetch
+// Technique: AVX-512 VNNI (vpdpbusd), 8 weight rows at a time or 1, software prefetch
 // Used by: expert_rows.h
 //
 // 128 columns of x share a power of two, by which they become 16-bit integers: exactly if their
@@ -110,7 +110,8 @@ inline float pack_digits(DigitBlock& out, const T* from, int64_t count) {
     return scale * DigitCodes<Code>::kUnit;
 }
 
-// A row of x: its blocks with their powers of two, and its sums over groups of columns.
+// A row of x: its blocks with their powers of two, and its sums over groups of columns; those of a
+// code without offsets are multiplied by what its zero-point is the negative of.
 struct DigitRow {
     const DigitBlock* blocks;
     const float* powers;
@@ -122,26 +123,26 @@ struct DigitRow {
 // with the row's only scale; a number of its own; or one for each run of 32 columns.
 enum class DigitScales { kRow, kBlock, kRun };
 
-// Weight rows of `bytes` bytes. ahead: how far the rows lie behind these that are multiplied next,
-// whose lines are prefetched; 0: a fixed distance. scales: one a row, or `pitch` a row for its
-// blocks or runs, times their powers of two; offsets [., groups] or null.
+// `count` weight rows of `bytes` bytes. next: the rows that are multiplied next, whose lines are
+// prefetched; null: unknown. scales: one a row, or `pitch` a row for its blocks or runs, times
+// their powers of two. starts: what a row's sum starts with, spread over W lanes; of rows with one
+// scale one number, which is added at the end. Null: 0.
 struct DigitWeights {
     const uint8_t* rows;
-    int64_t bytes, ahead;
+    int64_t bytes, count;
+    const uint8_t* next;
     const float* scales;
     int64_t pitch;
-    const float* offsets;
-    int64_t groups;
-};
+    const float* starts;
 
-// Sums of offset times sum of x, spread over the lanes.
-inline vf offset_parts(const DigitRow& x, const DigitWeights& w, int64_t row) {
-    vf total = zero();
-    for_each_vector(w.groups, [&](int64_t g, int c) {
-        total = fma(take(w.offsets + row * w.groups + g, c), take(x.group_sums + g, c), total);
-    });
-    return total;
-}
+    // The row that is prefetched while a row is multiplied row by row: one that follows, or one of
+    // the next rows.
+    const uint8_t* far_row(int64_t row, int64_t rows_ahead) const {
+        const int64_t far = row + rows_ahead;
+        if (far < count || !next) return rows + far * bytes;
+        return next + (far - count < count ? far - count : row) * bytes;
+    }
+};
 
 // sums[NB] of a row of x and NB weight rows from n0.
 template <class Code, int NB, DigitScales SCALES>
@@ -151,45 +152,62 @@ __attribute__((noinline)) void digit_dots(float* sums, const DigitRow& x, const 
     constexpr bool kOfRow = SCALES == DigitScales::kRow;
     vf total[NB];
     for (int n = 0; n < NB; n++)
-        total[n] = !kOfRow && w.offsets ? offset_parts(x, w, n0 + n) : zero();
-    const int64_t bytes = w.bytes, distance = w.ahead ? w.ahead : prefetch_distance<1>(NB * bytes),
-                  whole = bytes / Codes::kBytes;
+        total[n] = !kOfRow && w.starts ? load(w.starts + (n0 + n) * W) : zero();
+    const int64_t bytes = w.bytes, pitch = w.pitch, whole = bytes / Codes::kBytes;
+    const DigitBlock* blocks = x.blocks;
+    const float* powers = x.powers;
     const uint8_t* rows = w.rows + n0 * bytes;
     const float* scales = w.scales + n0 * w.pitch;
     const vi run_of_lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    const auto block = [&](int64_t b, int64_t count) {
-        const uint8_t* at = rows + b * Codes::kBytes;
-        const vf power = set1(x.powers[b]);
-        const DigitBlock& digits = x.blocks[b];
-        const vi high0 = digits.high[0], high1 = digits.high[1], low0 = digits.low[0],
-                 low1 = digits.low[1], start = digits.start;
-        for (int n = 0; n < NB; n++) {
-            // to L2 in the order of memory, whose rows and pages are then opened once
-            const uint8_t* far = kToL2<1> ? rows + (b * NB + n) * Codes::kBytes : at + n * bytes;
-            for (int64_t line = 0; line < Codes::kBytes; line += 64)
-                prefetch_line<1>(far + line + distance);
-            vi codes[2];
-            Codes::load(at + n * bytes, count, codes);
-            vi value = _mm512_dpbusd_epi32(start, Codes::without_sign(codes[0]), high0);
-            value = _mm512_dpbusd_epi32(value, Codes::without_sign(codes[1]), high1);
-            value = _mm512_dpbusd_epi32(_mm512_slli_epi32(value, 8), low0, codes[0]);
-            value = _mm512_dpbusd_epi32(value, low1, codes[1]);
-            vf scale = power;
-            if constexpr (SCALES == DigitScales::kBlock) scale = set1(scales[n * w.pitch + b]);
-            if constexpr (SCALES == DigitScales::kRun) {
-                const float* grid = scales + n * w.pitch + b * kBlockRuns;
-                scale =
-                    _mm512_permutexvar_ps(run_of_lane, _mm512_castps128_ps512(_mm_loadu_ps(grid)));
-            }
-            total[n] = fma(_mm512_cvtepi32_ps(value), scale, total[n]);
+    // sum and the products of `count` columns of row n from block b on; far: what is prefetched
+    const auto add_block = [&](vf sum, int64_t n, int64_t b, int64_t count, const uint8_t* far) {
+        for (int64_t line = 0; line < Codes::kBytes; line += 64) prefetch_line<1>(far + line);
+        const DigitBlock& digits = blocks[b];
+        vi codes[2];
+        Codes::load(rows + n * bytes + b * Codes::kBytes, count, codes);
+        const vi start = Codes::kExcess ? digits.start : _mm512_setzero_si512();
+        vi value = _mm512_dpbusd_epi32(start, Codes::without_sign(codes[0]), digits.high[0]);
+        value = _mm512_dpbusd_epi32(value, Codes::without_sign(codes[1]), digits.high[1]);
+        value = _mm512_dpbusd_epi32(_mm512_slli_epi32(value, 8), digits.low[0], codes[0]);
+        value = _mm512_dpbusd_epi32(value, digits.low[1], codes[1]);
+        vf scale;
+        if constexpr (kOfRow) scale = set1(powers[b]);
+        if constexpr (SCALES == DigitScales::kBlock) scale = set1(scales[n * pitch + b]);
+        if constexpr (SCALES == DigitScales::kRun) {
+            const float* grid = scales + n * pitch + b * kBlockRuns;
+            scale = _mm512_permutexvar_ps(run_of_lane, _mm512_castps128_ps512(_mm_loadu_ps(grid)));
         }
+        return fma(_mm512_cvtepi32_ps(value), scale, sum);
     };
-    for (int64_t b = 0; b < whole; b++) block(b, Codes::kBytes);
-    if (whole < x.count) block(whole, bytes - whole * Codes::kBytes);
+    const int64_t rest = bytes - whole * Codes::kBytes;
+    if constexpr (kRowByRow) {
+        const int64_t rows_ahead = (kRowByRowDistance + bytes - 1) / bytes;
+        for (int n = 0; n < NB; n++) {
+            const uint8_t* far = w.far_row(n0 + n, rows_ahead);
+            vf sum = total[n];
+            for (int64_t b = 0; b < whole; b++)
+                sum = add_block(sum, n, b, Codes::kBytes, far + b * Codes::kBytes);
+            if (whole < x.count) sum = add_block(sum, n, whole, rest, far + whole * Codes::kBytes);
+            total[n] = sum;
+        }
+    } else {
+        const int64_t distance =
+            kToL2<1> && w.next ? w.next - w.rows : prefetch_distance<1>(NB * bytes);
+        const auto add_blocks = [&](int64_t b, int64_t count) {
+            for (int n = 0; n < NB; n++)
+                // to L2 in the order of memory, whose rows and pages are then opened once
+                total[n] = add_block(
+                    total[n], n, b, count,
+                    rows + distance +
+                        (kToL2<1> ? (b * NB + n) * Codes::kBytes : b * Codes::kBytes + n * bytes));
+        };
+        for (int64_t b = 0; b < whole; b++) add_blocks(b, Codes::kBytes);
+        if (whole < x.count) add_blocks(whole, rest);
+    }
     sums_of(sums, total, NB);
     for (int n = 0; kOfRow && n < NB; n++) {
         sums[n] *= scales[n];
-        if (w.offsets) sums[n] += w.offsets[n0 + n] * x.group_sums[0];
+        if (w.starts) sums[n] += w.starts[n0 + n] * x.group_sums[0];
     }
 }
 

@@ -88,34 +88,37 @@ template <class Code, class T> class IntegerRows {
                 for_each_vector(rest < group ? rest : group, [&](int64_t i, int c) {
                     total = add(total, take(row + g * group + i, c));
                 });
-                group_sums[m * groups + g] = sum(total);
+                group_sums[m * groups + g] =
+                    (groups == 1 || w.offset ? 1.0f : -Code::kZeroPoint) * sum(total);
             }
         }
         rows_ = {blocks, powers, group_sums, count};
     }
     void multiply(float* sums, int64_t m, const Grouped<Code>& w, int64_t from, int64_t to,
                   const NextRows& next) const {
-        thread_local Scratch scratch, run_scratch;
+        thread_local Scratch scratch, scale_scratch;
         for (int64_t at = 0; at < next.grid_bytes; at += 64) {
             prefetch_line<1>(next.scale + at);
             if (next.offset) prefetch_line<1>(next.offset + at);
         }
         const int64_t rows = to - from;
-        const float* grids = w.grids(from, rows, scratch);
         const DigitRow row{rows_.blocks + m * rows_.count, rows_.powers + m * rows_.count,
                            rows_.group_sums + m * w.groups, rows_.count};
-        DigitWeights weights{w.codes + from * w.bytes,
-                             w.bytes,
-                             kToL2<1> && next.codes ? next.codes - (w.codes + from * w.bytes) : 0,
-                             grids,
-                             1,
-                             has_offsets(w) ? grids + rows * w.groups : nullptr,
-                             w.groups};
-        if (w.groups == 1) return multiply_by<DigitScales::kRow>(sums, row, weights, rows);
+        DigitWeights weights{
+            w.codes + from * w.bytes, w.bytes, rows, next.codes, nullptr, 1, nullptr};
+        if (w.groups == 1) {
+            weights.scales = w.grids(from, rows, scratch);
+            if (has_offsets(w)) weights.starts = weights.scales + rows;
+            return multiply_by<DigitScales::kRow>(sums, row, weights, rows);
+        }
         const bool of_blocks = w.runs % kBlockRuns == 0;
-        const int64_t parts = of_blocks ? 1 : kBlockRuns;
-        weights.pitch = rows_.count * parts;
-        weights.scales = scales_of_parts(run_scratch, grids, row, rows, w, parts);
+        weights.pitch = rows_.count * (of_blocks ? 1 : kBlockRuns);
+        float* starts = scratch.get<float>(rows * W);
+        float* scales = scale_scratch.get<float>(rows * weights.pitch);
+        for (int64_t n = 0; n < rows; n++)
+            store(starts + n * W, scale_row(scales + n * weights.pitch, row, w, from + n));
+        weights.scales = scales;
+        if (has_offsets(w)) weights.starts = starts;
         if (of_blocks)
             multiply_by<DigitScales::kBlock>(sums, row, weights, rows);
         else
@@ -129,41 +132,35 @@ template <class Code, class T> class IntegerRows {
         for (; n + 8 <= rows; n += 8) digit_dots<Code, 8, SCALES>(sums + n, x, w, n);
         for (; n < rows; n++) digit_dots<Code, 1, SCALES>(sums + n, x, w, n);
     }
-    // Scale times power of two for each of the `parts` parts of each block; 0 behind the last one.
-    static const float* scales_of_parts(Scratch& scratch, const float* grids, const DigitRow& x,
-                                        int64_t rows, const Grouped<Code>& w, int64_t parts) {
-        const int64_t pitch = x.count * parts, runs_of_part = kBlockRuns / parts;
-        float* out = scratch.get<float>(rows * pitch);
-        if (w.runs == kBlockRuns) {  // a group is a block
-            for (int64_t n = 0; n < rows; n++)
-                for_each_vector(pitch, [&](int64_t b, int c) {
-                    put(out + n * pitch + b,
-                        mul(take(grids + n * w.groups + b, c), take(x.powers + b, c)), c);
-                });
-            return out;
-        }
-        if (w.runs == 1) {  // a group is a run
-            const vi block_of_lane =
-                _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-            for_each_vector(w.groups, [&](int64_t part, int c) {
+    // Writes a row's scales times powers of two, for each of its blocks or, if groups are no whole
+    // blocks, of its runs (0 behind the last one). Returns the sum of offsets times sums of x,
+    // spread over the lanes.
+    static vf scale_row(float* out, const DigitRow& x, const Grouped<Code>& w, int64_t row) {
+        const vi block_of_lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+        const int64_t parts = w.runs % kBlockRuns ? kBlockRuns : 1,  // of a block
+            width = w.runs * parts / kBlockRuns,                     // parts of a group
+            end = x.count * parts;
+        vf start = zero();
+        for_each_vector(w.groups, [&](int64_t g, int c) {
+            const int64_t at = row * w.groups + g;
+            const vf scale = w.values(w.scale, at, c);
+            if (has_offsets(w))
+                start = fma(w.offset ? w.values(w.offset, at, c) : scale, take(x.group_sums + g, c),
+                            start);
+            if (w.runs == kBlockRuns)  // a group is a block
+                return put(out + g, mul(scale, take(x.powers + g, c)), c);
+            if (w.runs == 1) {  // a group is a run
                 const int blocks = (c + 3) / static_cast<int>(kBlockRuns);
-                const vf power = _mm512_permutexvar_ps(
-                    block_of_lane, load_n(x.powers + part / kBlockRuns, blocks));
-                for (int64_t n = 0; n < rows; n++)
-                    put(out + n * pitch + part, mul(take(grids + n * w.groups + part, c), power),
-                        c);
-            });
-            for (int64_t n = 0; n < rows; n++)
-                for (int64_t part = w.groups; part < pitch; part++) out[n * pitch + part] = 0.0f;
-            return out;
-        }
-        for (int64_t n = 0; n < rows; n++)
-            for (int64_t part = 0; part < pitch; part++) {
-                const int64_t g = part * runs_of_part / w.runs;
-                out[n * pitch + part] =
-                    g < w.groups ? grids[n * w.groups + g] * x.powers[part / parts] : 0.0f;
+                const vf powers = load_n(x.powers + g / kBlockRuns, blocks);
+                return put(out + g, mul(scale, _mm512_permutexvar_ps(block_of_lane, powers)), c);
             }
-        return out;
+            float lanes[W];
+            store(lanes, scale);
+            for (int64_t i = 0; i < c * width && g * width + i < end; i++)
+                out[g * width + i] = lanes[i / width] * x.powers[(g * width + i) / parts];
+        });
+        for (int64_t i = w.groups * width; i < end; i++) out[i] = 0.0f;
+        return start;
     }
 
     DigitRow rows_{};

@@ -162,6 +162,16 @@ template <class Code> struct Grouped {
             });
         return out;
     }
+#if defined(MILL_AVX512)
+    // Scales or offsets from number `from` on, up to W of them.
+    vf values(const void* source, int64_t from, int count) const {
+        if (scale_type == kHalfScale) return take(static_cast<const f16*>(source) + from, count);
+        if (scale_type == kFloatScale) return take(static_cast<const float*>(source) + from, count);
+        float values[W] = {};
+        copy(values, source, from, count);
+        return load(values);
+    }
+#endif
     void copy(float* out, const void* source, int64_t from, int64_t count) const {
         if (scale_type == kE8M0Scale)
             for (int64_t i = 0; i < count; i++)
