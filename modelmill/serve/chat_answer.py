@@ -44,6 +44,11 @@ class ChatAnswerSplitter:
         """The stop string of the request that ended the answer."""
 
     @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of thinking so far."""
+        return self._reader.reasoning_tokens
+
+    @property
     def may_call_tools(self) -> bool:
         """Whether the answer may have tool calls."""
         return self._may_call_tools

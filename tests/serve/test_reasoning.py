@@ -11,8 +11,11 @@ import pytest
 
 from modelmill.core.errors import RequestError
 from modelmill.outputs import CompletionOutput, OutputDelta, RequestOutput
+from modelmill.serve.chat_answer import ChatAnswerSplitter
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.compaction_plan import Compactor
+from modelmill.serve.dialects.anthropic_answer import AnthropicMessageBuilder
+from modelmill.serve.dialects.anthropic_models import MessageUsage
 from modelmill.serve.encrypted_content_codec import compress_text
 from modelmill.serve.openai_models import OutputReasoning
 from modelmill.serve.response_items import ResponseItemsBuilder
@@ -30,6 +33,7 @@ from modelmill.serve.tokenize_schema import TemplateRequest
 from modelmill.text.answer_pieces import collect_answer
 from modelmill.text.chat_syntax import ThinkingSyntax
 from modelmill.text_processor import TextProcessor
+from tests.serve.dialect_calls import events
 from tests.text.conftest import hf_files, small_hf
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
@@ -192,6 +196,27 @@ def test_tokens_of_the_thinking_are_counted() -> None:
         ]
     )  # type: ignore[arg-type]
     assert builder._usage()["output_tokens_details"] == {"reasoning_tokens": 5}
+
+
+@pytest.mark.parametrize(("state", "counted"), [("open", 5), ("closed", 0)])
+def test_tokens_of_the_thinking_are_in_the_usage_of_messages(state: str, counted: int) -> None:
+    """The whole message and the last event of a stream have them."""
+    texts = (("We", 2), ("ll.\n</think>", 3), ("Hi.", 4)) if counted else (("Hi.", 9),)
+    output = CompletionOutput(0, "", [1] * 9, "stop")
+    handle = handle_of(output, state)
+    handle.request_states[0].output.cached_tokens = 0
+    splitter = ChatAnswerSplitter(ChatRequest(**ASK), THINKS, handle.request_states[0])  # type: ignore[arg-type]
+    builder = AnthropicMessageBuilder("m", 9, splitter, handle)
+    for text, count in texts:
+        delta = OutputDelta(0, text, (1,) * count, None, handle.request_states[0].output)
+        builder.consume([SimpleNamespace(delta=delta)])  # type: ignore[list-item]
+    usage = builder.response()["usage"]
+    assert usage["output_tokens_details"] == {"thinking_tokens": counted}
+    MessageUsage.model_validate(usage)
+    (message_delta,) = [
+        event for name, event in events(builder.terminal_events()) if name == "message_delta"
+    ]
+    assert message_delta["usage"] == usage
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ class AnthropicMessageBuilder(EventFormatter):
             **self._head,
             "content": list(self._blocks.content),
             **self._stop_fields(),
-            "usage": message_usage(self._handle.request_states[0]),
+            "usage": self._usage(),
             **self._warnings,
         }
 
@@ -176,9 +176,8 @@ class AnthropicMessageBuilder(EventFormatter):
 
     def terminal_events(self) -> bytes:
         """Why the answer ended, and the end of the stream."""
-        usage = message_usage(self._handle.request_states[0])
         ends: list[Event] = [
-            {"type": "message_delta", "delta": self._stop_fields(), "usage": usage},
+            {"type": "message_delta", "delta": self._stop_fields(), "usage": self._usage()},
             {"type": "message_stop"},
         ]
         return b"".join(map(_encode_event, [*self._start_events(), *ends]))
@@ -195,7 +194,7 @@ class AnthropicMessageBuilder(EventFormatter):
         if self._started:
             return
         self._started = True
-        usage = {**message_usage(self._handle.request_states[0]), "output_tokens": 0}
+        usage = message_usage(self._handle.request_states[0]) | {"output_tokens": 0}
         message = {
             **self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage,
             **self._warnings,
@@ -222,6 +221,12 @@ class AnthropicMessageBuilder(EventFormatter):
                 yield from self._blocks.add_arguments(piece.arguments)
         if item.delta.finish_reason is not None:
             yield from self._blocks.finish_blocks()
+
+    def _usage(self) -> dict[str, Any]:
+        """The token counts so far."""
+        thinking = {"thinking_tokens": self._answer.reasoning_tokens}
+        usage = message_usage(self._handle.request_states[0])
+        return {**usage, "output_tokens_details": thinking}
 
     def _num_output_tokens(self) -> int:
         return message_usage(self._handle.request_states[0])["output_tokens"]

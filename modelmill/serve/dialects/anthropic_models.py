@@ -38,6 +38,12 @@ class MessageToolUse(ResponseModel):
     input: dict[str, Any]
 
 
+class MessageOutputTokens(ResponseModel):
+    """Parts of the output's tokens."""
+
+    thinking_tokens: int = Field(description="of the thinking and the mark that ends it")
+
+
 class MessageUsage(ResponseModel):
     """Token counts; tokens from the prefix cache are not input tokens."""
 
@@ -45,6 +51,7 @@ class MessageUsage(ResponseModel):
     cache_creation_input_tokens: Literal[0]
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: MessageOutputTokens
 
 
 class MessageResponse(ResponseModel):
