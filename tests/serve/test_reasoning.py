@@ -16,6 +16,8 @@ from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.compaction_plan import Compactor
 from modelmill.serve.dialects.anthropic_answer import AnthropicMessageBuilder
 from modelmill.serve.dialects.anthropic_models import MessageUsage
+from modelmill.serve.dialects.anthropic_schema import MessagesRequest
+from modelmill.serve.dialects.ollama_schema import OllamaChatRequest
 from modelmill.serve.encrypted_content_codec import compress_text
 from modelmill.serve.openai_models import OutputReasoning
 from modelmill.serve.response_items import ResponseItemsBuilder
@@ -27,6 +29,8 @@ from modelmill.serve.routes.chat import (
     make_chat_tool_parser,
 )
 from modelmill.serve.routes.compaction import strip_thinking
+from modelmill.serve.routes.messages import prepare_chat
+from modelmill.serve.routes.ollama import _prepare_chat
 from modelmill.serve.routes.responses import ResponsesBuilder
 from modelmill.serve.routes.tokenize import template_input
 from modelmill.serve.tokenize_schema import TemplateRequest
@@ -43,6 +47,7 @@ THINKS = SimpleNamespace(
     chat_format=SimpleNamespace(format_name="hermes", thinking=ThinkingSyntax()),
     remember_answer=lambda *_: None,
 )
+EFFORT = {"effort": "low"}
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 F = {"type": "function", "function": {"name": "f"}}
 
@@ -321,6 +326,22 @@ def test_a_prompt_is_shown_with_the_variables_of_its_template(processor: TextPro
             processor, TemplateRequest.model_validate(fields), 512
         )
         assert chat_format.render(rendered, True, **template).endswith(end)
+
+
+def test_the_effort_of_other_apis_is_in_the_prompt() -> None:
+    template = "{{ messages[0].content }}{{ reasoning_effort }}<|end|>"
+    files = hf_files(small_hf(), chat_template=template, eos_token="<|end|>")
+    processor = TextProcessor(Path("tiny"), MANIFEST, files)
+    assert processor.tokenizer is not None
+    for prepare, body in (
+        (
+            prepare_chat,
+            MessagesRequest.model_validate({**ASK, "max_tokens": 1, "output_config": EFFORT}),
+        ),
+        (_prepare_chat, OllamaChatRequest.model_validate({**ASK, "think": "low"})),
+    ):
+        _, state = prepare(processor, body, 512)  # type: ignore[arg-type]
+        assert processor.tokenizer.decode(state.request.prompt) == "xlow"
 
 
 def test_a_summary_is_written_without_thinking(processor: TextProcessor) -> None:

@@ -116,8 +116,10 @@ COUNT = 5
 def ollama_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ollama has no budget, and the test model ends no thinking by itself."""
 
-    def with_budget(chat: ChatRequest, processor: TextProcessor, thinks: Any) -> ChatRequest:
-        return with_thinking(chat, processor, thinks, THINKING_TOKENS)
+    def with_budget(
+        chat: ChatRequest, processor: TextProcessor, thinks: Any, effort: str | None
+    ) -> ChatRequest:
+        return with_thinking(chat, processor, thinks, THINKING_TOKENS, effort)
 
     monkeypatch.setattr(ollama_route, "with_thinking", with_budget)
 

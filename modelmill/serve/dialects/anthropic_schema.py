@@ -88,10 +88,12 @@ class OutputFormat(StrictModel):
 
 
 class OutputConfig(StrictModel):
-    """effort is accepted and ignored."""
+    """The format of the answer, and how much the model thinks before it."""
 
     format: OutputFormat | None = None
-    effort: str | None = None
+    effort: str | None = Field(
+        None, max_length=64, description="for chat templates that read reasoning_effort"
+    )
 
 
 class CountTokensRequest(NullTolerantModel):
@@ -148,6 +150,11 @@ class CountTokensRequest(NullTolerantModel):
     def thinks(self) -> bool | None:
         """Whether the model shall think; None: as its chat template does by itself."""
         return None if self.thinking is None else self.thinking.type in ("enabled", "adaptive")
+
+    @property
+    def effort(self) -> str | None:
+        """How much the model shall think; None: as its chat template has it by itself."""
+        return None if self.output_config is None else self.output_config.effort
 
     def _response_format(self) -> ResponseFormat | None:
         config = self.output_config

@@ -91,6 +91,11 @@ class OllamaGenerationFields(OllamaModelFields):
         """Whether the model shall think; None: as its chat template does by itself."""
         return None if self.think is None else self.think is not False
 
+    @property
+    def effort(self) -> str | None:
+        """How much the model shall think; None: as its chat template has it by itself."""
+        return self.think if isinstance(self.think, str) else None
+
     def response_format(self) -> ResponseFormat | None:
         """The constraint on the answer.
 

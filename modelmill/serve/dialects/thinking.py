@@ -14,6 +14,7 @@ def with_thinking(
     text_processor: TextProcessor,
     thinks: bool | None,
     budget_tokens: int | None = None,
+    effort: str | None = None,
 ) -> ChatRequest:
     """Switch the thinking of a chat request on or off; a model that cannot think is left alone.
 
@@ -22,11 +23,14 @@ def with_thinking(
         text_processor: of the engine.
         thinks: None: what the chat template does by itself.
         budget_tokens: at most so many tokens of thinking.
+        effort: how much to think, for templates that read it.
     """
+    chat_format, fields = text_processor.chat_format, dict[str, Any]()
+    if effort is not None and getattr(chat_format, "reads_reasoning_effort", False):
+        fields["reasoning_effort"] = effort
     # a chat format names the marks of its thinking, if it has any
-    if getattr(text_processor.chat_format, "thinking", None) is None or thinks is None:
-        return chat
-    fields: dict[str, Any] = {"chat_template_kwargs": {COMMON_NAME: thinks}}
-    if thinks and budget_tokens is not None:
-        fields["thinking_token_budget"] = budget_tokens
-    return chat.model_copy(update=fields)
+    if thinks is not None and getattr(chat_format, "thinking", None) is not None:
+        fields["chat_template_kwargs"] = {COMMON_NAME: thinks}
+        if thinks and budget_tokens is not None:
+            fields["thinking_token_budget"] = budget_tokens
+    return chat.model_copy(update=fields) if fields else chat

@@ -52,7 +52,7 @@ def prepare_chat(
         RequestError: it is invalid.
     """
     budget = None if body.thinking is None else body.thinking.budget_tokens
-    chat = with_thinking(body.to_chat_request(), text_processor, body.thinks, budget)
+    chat = with_thinking(body.to_chat_request(), text_processor, body.thinks, budget, body.effort)
     return chat, converted_chat_request_state(
         text_processor, chat, max_model_len, _rename_error_fields
     )

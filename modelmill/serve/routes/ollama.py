@@ -250,7 +250,9 @@ def _prepare_chat(
     body: OllamaChatRequest | OllamaGenerateRequest,
     max_model_len: int,
 ) -> tuple[ChatRequest, RequestOutputState]:
-    chat_body = with_thinking(body.to_chat_request(), text_processor, body.thinks)
+    chat_body = with_thinking(
+        body.to_chat_request(), text_processor, body.thinks, effort=body.effort
+    )
     return chat_body, converted_chat_request_state(
         text_processor,
         chat_body,

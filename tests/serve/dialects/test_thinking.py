@@ -12,6 +12,7 @@ from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.dialects.anthropic_schema import MessagesRequest
 from modelmill.serve.dialects.ollama_schema import OllamaChatRequest
 from modelmill.serve.dialects.thinking import with_thinking
+from modelmill.serve.routes.chat import _template_kwargs
 
 CHAT = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}]})
 ON = {"chat_template_kwargs": {"enable_thinking": True}}
@@ -32,6 +33,25 @@ def test_fields(marks: Any, thinks: bool | None, budget: int | None, fields: Any
     chat = with_thinking(CHAT, processor, thinks, budget)
     assert {name: getattr(chat, name) for name in fields} == fields
     assert (chat is CHAT) == (not fields)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("marks", [None, ("<|channel|>analysis<|message|>", "<|end|>")])
+def test_an_effort_reaches_templates_that_read_it(marks: Any, reads: bool) -> None:
+    chat_format = SimpleNamespace(thinking=marks, reads_reasoning_effort=reads)
+    processor: Any = SimpleNamespace(chat_format=chat_format)
+    ask = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    for body in (
+        OllamaChatRequest.model_validate({**ask, "think": "low"}),
+        MessagesRequest.model_validate(
+            {**ask, "max_tokens": 1, "output_config": {"effort": "low"}}
+        ),
+    ):
+        chat = with_thinking(CHAT, processor, body.thinks, effort=body.effort)
+        assert chat.reasoning_effort == ("low" if reads else None)
+        assert _template_kwargs(processor, chat).get("reasoning_effort") == chat.reasoning_effort
+    assert OllamaChatRequest.model_validate({**ask, "think": True}).effort is None
+    assert MessagesRequest.model_validate({**ask, "max_tokens": 1}).effort is None
 
 
 def test_what_requests_ask_for() -> None:
