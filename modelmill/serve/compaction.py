@@ -11,6 +11,7 @@ from typing import Any
 
 from modelmill.serve.encrypted_content_codec import compress_text
 from modelmill.serve.response_input_items import fill_item_defaults
+from modelmill.text.role_order import join_contents
 
 SUMMARY_PROMPT = (
     "Summarize the conversation so far for yourself: you will go on with it and see nothing of it "
@@ -44,19 +45,10 @@ def join_user_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     out: list[dict[str, Any]] = []
     for message in messages:
         if out and message["role"] == out[-1]["role"] == "user":
-            out[-1]["content"] = _join_contents(out[-1]["content"], message["content"])
+            out[-1]["content"] = join_contents(out[-1]["content"], message["content"])
         else:
             out.append(dict(message))
     return out
-
-
-def _join_contents(one: Any, other: Any) -> Any:
-    if isinstance(one, str) and isinstance(other, str):
-        return f"{one}\n\n{other}"
-    parts = (
-        [{"type": "text", "text": each}] if isinstance(each, str) else each for each in (one, other)
-    )
-    return [part for content in parts for part in content]
 
 
 def compacted_items(messages: Sequence[Any], id: str, summary: str) -> list[dict[str, Any]]:

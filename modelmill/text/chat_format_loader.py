@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
@@ -33,13 +34,18 @@ from modelmill.text.message_validation import (
 )
 from modelmill.text.prompt_format import CHAT_FORMAT_FILE, load_prompt_format
 from modelmill.text.qwen_chat_format import END, HISTORY_WINDOW_TOKENS, START, QwenChatFormat
+from modelmill.text.role_order import rearrange_roles
 from modelmill.text.template_probe import (
     AcceptedCallForms,
     adapt_messages,
     probe_call_forms,
     template_accepts_text_parts,
 )
-from modelmill.text.template_process import TemplateLimits, TemplateProcess
+from modelmill.text.template_process import (
+    TemplateLimits,
+    TemplateProcess,
+    TemplateRefusedMessages,
+)
 from modelmill.text.thinking_switch import rename_thinking_variable
 from modelmill.text.tokenizer_base import Tokenizer
 from modelmill.text.tokenizer_files import parse_json_file
@@ -335,7 +341,13 @@ class TemplateChatFormat(ChatFormat):
             **request_variables,
             "add_generation_prompt": add_generation_prompt,
         }
-        return self._process.render(template, variables)
+        try:
+            return self._process.render(template, variables)
+        except TemplateRefusedMessages as refusal:
+            for messages in rearrange_roles(request_variables["messages"]):
+                with contextlib.suppress(TemplateRefusedMessages):
+                    return self._process.render(template, {**variables, "messages": messages})
+            raise refusal
 
     def _adapt_messages(
         self, messages: list[dict[str, Any]], template: str, tools: bool

@@ -157,6 +157,18 @@ def test_templates_that_want_roles_to_alternate(running: ServiceThread) -> None:
         assert running.post("/v1/responses", {**body, "max_output_tokens": 2}).status == 200
 
 
+def test_what_codex_begins_with_reaches_templates_that_want_roles_to_alternate(
+    running: ServiceThread,
+) -> None:
+    items = [{"role": role, "content": role} for role in ("developer", "user", "user")]
+    whole = [{"role": "user", "content": "Be kind.\n\ndeveloper\n\nuser\n\nuser"}]
+    with running.other_template(ALTERNATING):
+        body = {**MODEL, "input": items, "instructions": "Be kind."}
+        answer = running.post("/v1/responses", {**body, "max_output_tokens": 2})
+        assert answer.status == 200, answer.body
+        assert answer.json["usage"]["input_tokens"] == count_tokens(running, whole)
+
+
 def test_successive_messages_of_the_user_are_joined() -> None:
     parts = [{"type": "text", "text": "b"}, {"type": "image_url", "image_url": {"url": "x"}}]
     messages = [

@@ -1,0 +1,86 @@
+"""Orders of roles that a template refuses: every text reaches it in an order that it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from modelmill.text.chat_format_loader import TemplateChatFormat
+from modelmill.text.role_order import rearrange_roles
+from modelmill.text.template_process import TemplateRefusedMessages
+from modelmill.text.tokenizer_loader import load_tokenizer
+from tests.text.conftest import hf_files
+
+WRITES = "[{{ m.role }}]{{ m.content }}"
+# as Qwen3.5's: a system message stands at the start
+SYSTEM_FIRST = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('system first') }}{% endif %}" + WRITES + "{% endfor %}"
+)
+# as Gemma 3's and Mistral's: one system message, then user and assistant in turn
+ALTERNATES = (
+    "{% set shift = 1 if messages[0].role == 'system' else 0 %}{% for m in messages %}"
+    "{% if loop.index0 >= shift and (m.role == 'user') != ((loop.index0 - shift) % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}" + WRITES + "{% endfor %}"
+)
+# as Gemma 2's: no system message
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+TAKES_ALL = "{% for m in messages %}" + WRITES + "{% endfor %}"
+
+
+def turns(*texts: str) -> list[dict[str, Any]]:
+    """Messages from their roles' letters and texts, such as "u:Hi"."""
+    roles = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
+    return [{"role": roles[turn[0]], "content": turn[2:]} for turn in texts]
+
+
+def rendered(template: str, messages: list[dict[str, Any]]) -> str:
+    chat = TemplateChatFormat({"default": template}, load_tokenizer(hf_files()))
+    try:
+        return chat.render(messages)
+    finally:
+        chat.close()
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "text"),
+    [
+        (TAKES_ALL, turns("u:a", "s:b", "u:c"), "[user]a[system]b[user]c"),
+        (SYSTEM_FIRST, turns("s:a", "u:b", "u:c"), "[system]a[user]b[user]c"),
+        (SYSTEM_FIRST, turns("s:a", "d:b", "u:c"), "[system]a\n\nb[user]c"),
+        (SYSTEM_FIRST, turns("u:a", "a:b", "s:c", "u:d"), "[user]a[assistant]b[user]c\n\nd"),
+        # what Codex begins with
+        (ALTERNATES, turns("s:a", "d:b", "u:c", "u:d"), "[system]a\n\nb[user]c\n\nd"),
+        (ALTERNATES, turns("u:a", "u:b", "a:c", "u:d"), "[user]a\n\nb[assistant]c[user]d"),
+        (NO_SYSTEM + ALTERNATES, turns("s:a", "u:b", "a:c"), "[user]a\n\nb[assistant]c"),
+        (NO_SYSTEM + ALTERNATES, turns("s:a", "d:b", "u:c", "u:d"), "[user]a\n\nb\n\nc\n\nd"),
+    ],
+)
+def test_texts_reach_a_template_in_an_order_that_it_takes(
+    template: str, messages: list[dict[str, Any]], text: str
+) -> None:
+    assert rendered(template, messages) == text
+
+
+def test_what_cannot_be_ordered_is_refused_as_the_template_says() -> None:
+    with pytest.raises(TemplateRefusedMessages, match="roles must alternate"):
+        rendered(ALTERNATES, turns("u:a", "u:b", "a:c", "a:d"))
+
+
+def test_the_beginning_of_an_answer_stays_behind_joined_messages() -> None:
+    chat = TemplateChatFormat({"default": ALTERNATES}, load_tokenizer(hf_files()))
+    try:
+        assert chat.render_begun(turns("u:a", "u:b", "a:c")) == "[user]a\n\nb[assistant]c"
+    finally:
+        chat.close()
+
+
+def test_parts_are_joined_as_parts_and_nothing_is_changed_in_place() -> None:
+    picture = {"type": "image_url", "image_url": {"url": "x"}}
+    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": [picture]}]
+    assert [*rearrange_roles(messages)] == [
+        [{"role": "user", "content": [{"type": "text", "text": "a"}, picture]}]
+    ]
+    assert messages[0]["content"] == "a"
+    assert [*rearrange_roles(turns("u:a", "a:b"))] == []
