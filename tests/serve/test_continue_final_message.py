@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.serve.dialect_calls import events, post
+from tests.serve.dialect_calls import MODEL, events, post
 from tests.serve.service_thread import ServiceThread
 from tests.serve.test_thinking_and_schemas import TEMPLATE
 
@@ -163,3 +164,39 @@ def test_a_prefill_of_anthropic_goes_on(service: ServiceThread) -> None:
     count = service.post("/v1/messages/count_tokens", body).json["input_tokens"]
     same_prompt = post(service, "/tokenize", {"messages": begun("", THOUGHT), **MORE})
     assert count == same_prompt.json["count"]
+
+
+def test_a_last_message_of_the_assistant_begins_the_answer_of_ollama(
+    service: ServiceThread,
+) -> None:
+    options = {"temperature": 0, "num_predict": 12}
+    body = {"messages": begun(SAID), "options": options}
+    whole = post(service, "/api/chat", {**body, "stream": False}).json
+    assert whole["message"]["content"] == chat(service, begun(SAID))["content"]
+    ids = post(service, "/tokenize", {"messages": begun(SAID), **MORE}).json["tokens"]
+    assert whole["prompt_eval_count"] == len(ids)
+    lines = post(service, "/api/chat", body).body.decode().splitlines()
+    texts = [json.loads(line)["message"]["content"] for line in lines]
+    assert "".join(texts) == whole["message"]["content"]
+
+
+def test_errors_of_other_apis_do_not_name_a_field_that_they_do_not_have(
+    service: ServiceThread,
+) -> None:
+    messages = begun(SAID)
+    schema = {"type": "json_schema", "schema": {"type": "object"}}
+    for path, more, field in (
+        ("/api/chat", {"format": "json"}, "format"),
+        (
+            "/v1/messages",
+            {"max_tokens": 1, "output_config": {"format": schema}},
+            "output_config.format",
+        ),
+    ):
+        response = service.post(path, {"model": MODEL, "messages": messages, **more})
+        error = response.json["error"]
+        message = error if isinstance(error, str) else error["message"]
+        assert response.status == 400
+        assert message.startswith(
+            f"{field} cannot be combined with a last message of the assistant:"
+        )

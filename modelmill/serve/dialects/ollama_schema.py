@@ -149,7 +149,12 @@ class OllamaChatRequest(OllamaGenerationFields):
             parse_object({"type": "function", **raw}, f"tools[{index}]", Tool)
             for index, raw in enumerate(self.tools or ())
         ]
-        return self.make_chat_request(to_chat_messages(self.messages), tools=tools or None)
+        messages = to_chat_messages(self.messages)
+        last = messages[-1] if messages else {}
+        begins_answer = last.get("role") == "assistant" and not last.get("tool_calls")
+        return self.make_chat_request(
+            messages, tools=tools or None, continue_final_message=begins_answer or None
+        )
 
 
 class OllamaGenerateRequest(OllamaGenerationFields):

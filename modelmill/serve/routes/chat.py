@@ -55,6 +55,8 @@ from modelmill.text_processor import TextProcessor
 Body = TypeVar("Body")
 
 router = APIRouter(route_class=BodyRoute)
+BEGUN_ANSWER = "a last message of the assistant"
+"""What other APIs send in the place of continue_final_message."""
 
 
 @router.post("/v1/chat/completions")
@@ -124,12 +126,16 @@ def converted_chat_request_state(
     Raises:
         RequestError: the request is invalid.
     """
-    chat.check()
+
+    def rename(text: str) -> str:
+        return rename_fields(text).replace("continue_final_message", BEGUN_ANSWER)
+
     try:
+        chat.check()
         state = chat_request_state(text_processor, chat, max_model_len)
     except RequestError as error:
-        raise RequestError(rename_fields(str(error))) from None
-    chat.rename_warning_fields(rename_fields)
+        raise RequestError(rename(str(error))) from None
+    chat.rename_warning_fields(rename)
     return state
 
 
