@@ -204,13 +204,16 @@ def format_timestamp(seconds: float | None = None) -> str:
     return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-def load_only_response(model: str, is_chat: bool, reason: str) -> dict[str, Any]:
+def load_only_response(
+    model: str, is_chat: bool, reason: str, warnings: Sequence[str] = ()
+) -> dict[str, Any]:
     """The answer to a request without a prompt, which only loads or unloads a model."""
     content: dict[str, Any] = (
         {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
     )
     head = {"model": model, "created_at": format_timestamp()}
-    return {**head, **content, "done": True, "done_reason": reason}
+    warned = {"warnings": list(warnings)} if warnings else {}
+    return {**head, **content, "done": True, "done_reason": reason, **warned}
 
 
 def _encode_line(value: dict[str, Any]) -> bytes:

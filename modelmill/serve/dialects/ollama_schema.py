@@ -96,6 +96,11 @@ class OllamaGenerationFields(OllamaModelFields):
         """How much the model shall think; None: as its chat template has it by itself."""
         return self.think if isinstance(self.think, str) else None
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer has log-probabilities."""
+        return bool(self.logprobs or self.top_logprobs)
+
     def response_format(self) -> ResponseFormat | None:
         """The constraint on the answer.
 
@@ -120,13 +125,12 @@ class OllamaGenerationFields(OllamaModelFields):
 
     def make_chat_request(self, messages: list[dict[str, Any]], **fields: Any) -> ChatRequest:
         """Make the chat request of a conversation."""
-        logprobs = True if self.logprobs or self.top_logprobs else None
         return make_converted_request(
             ChatRequest,
             {
                 "messages": messages,
-                "logprobs": logprobs,
-                "top_logprobs": self.top_logprobs if logprobs else None,
+                "logprobs": self.wants_logprobs or None,
+                "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
                 **self.shared_fields(),
                 **fields,
             },
@@ -193,19 +197,32 @@ class OllamaGenerateRequest(OllamaGenerationFields):
         return self.make_chat_request([*messages, _to_chat_message(user)])
 
     def to_completion_request(self) -> CompletionRequest:
-        """Convert to the equivalent completion request; raises RequestError."""
+        """Convert to the equivalent completion request; raises RequestError.
+
+        Its warnings say what has no effect without a chat template.
+        """
         self.check()
-        return make_converted_request(
+        if self.images:
+            raise RequestError("images have no place in a prompt without a chat template")
+        completion = make_converted_request(
             CompletionRequest,
             {
                 "prompt": self.prompt or "",
                 "suffix": self.suffix or None,
                 "parse_special": True if self.raw else None,
-                "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
+                "logprobs": (self.top_logprobs or 0) if self.wants_logprobs else None,
                 "n_predict": -1,
                 **self.shared_fields(),
             },
         )
+        completion.add_warnings(
+            [
+                f"{name}: it has no effect on a prompt without a chat template"
+                for name, value in (("system", self.system), ("think", self.think))
+                if value
+            ]
+        )
+        return completion
 
 
 class OllamaEmbedRequest(OllamaModelFields):

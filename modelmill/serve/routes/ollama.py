@@ -213,12 +213,16 @@ async def _load_or_unload_model(
     service, engine = find_engine(request, body.model)
     unloads = body.keep_alive is not None and parse_keep_alive(body.keep_alive) == 0
     model = None if service.catalogue is None else service.catalogue.find_model_by_client(engine)
+    warnings = []
     if not unloads:
         await lease_engine(request, engine, body.keep_alive)
     elif service.catalogue is not None and model is not None and not model.pinned:
         await service.catalogue.unload(model)
+    else:
+        cause = "it is pinned" if model is not None else "it is not of a catalogue"
+        warnings.append(f"keep_alive: {engine.name} stays loaded: {cause}")
     reason = "unload" if unloads else "load"
-    line = json.dumps(load_only_response(body.model, is_chat, reason)) + "\n"
+    line = json.dumps(load_only_response(body.model, is_chat, reason, warnings)) + "\n"
     kind = OllamaAnswerBuilder.media_type if body.streams else "application/json"
     return Response(line, media_type=kind)
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from modelmill import __version__
+from modelmill.core.errors import RequestError
+from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.dialects.ollama_options import IGNORED_OPTIONS, OllamaOptions
 from modelmill.serve.dialects.ollama_schema import OllamaGenerateRequest, to_chat_messages
 from tests.serve.service_thread import ServiceThread
@@ -83,7 +85,9 @@ def test_requests_without_a_prompt_load(running: ServiceThread) -> None:
     loaded = lines(running.post("/api/generate", {"model": "stories"}).body)
     assert [(each["done"], each["done_reason"]) for each in loaded] == [(True, "load")]
     body = {"model": "stories", "messages": [], "keep_alive": 0, "stream": False}
-    assert running.post("/api/chat", body).json["done_reason"] == "unload"
+    answer = running.post("/api/chat", body).json
+    assert answer["done_reason"] == "unload"
+    assert answer["warnings"] == ["keep_alive: stories stays loaded: it is not of a catalogue"]
 
 
 @pytest.mark.parametrize("shape", ["json", {"type": "object", "properties": {"a": {"enum": [1]}},
@@ -197,3 +201,29 @@ def test_a_raw_completion_has_no_default_length_and_control_tokens() -> None:
     completion = body.to_completion_request()
     assert completion.sampling_params().max_tokens is None
     assert completion.parse_special
+
+
+@pytest.mark.parametrize("more", [{"suffix": "y"}, {}], ids=["suffix", "no chat template"])
+def test_what_has_no_effect_without_a_chat_template_is_said(more: dict[str, Any]) -> None:
+    def completion(**fields: Any) -> CompletionRequest:
+        body = {"model": "m", "prompt": "x", **more, **fields}
+        return OllamaGenerateRequest.model_validate(body).to_completion_request()
+
+    warnings = completion(system="Be kind.", think=True).warnings
+    assert [line.partition(":")[0] for line in warnings] == ["system", "think"]
+    assert completion(system="", think=False).warnings == []
+    with pytest.raises(RequestError, match="images have no place"):
+        completion(images=["iVBOR"])
+
+
+def test_top_logprobs_alone_bring_log_probabilities(running: ServiceThread) -> None:
+    ask = {
+        "model": "stories",
+        "prompt": "x",
+        "stream": False,
+        "options": OPTIONS,
+        "top_logprobs": 2,
+    }
+    for raw in (True, False):
+        entries = running.post("/api/generate", {**ask, "raw": raw}).json["logprobs"]
+        assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
