@@ -194,7 +194,9 @@ class CountTokensRequest(NullTolerantModel):
 class MessagesRequest(CountTokensRequest, EngineRequestFields):
     """Request body of POST /v1/messages."""
 
-    max_tokens: int = Field(ge=1, le=MAX_INT32)
+    max_tokens: int = Field(
+        ge=0, le=MAX_INT32, description="0: the prompt is read into the cache, and not answered"
+    )
     temperature: float | None = sampling_field("temperature", most=1)
     top_p: float | None = sampling_field("top_p")
     top_k: int | None = sampling_field("top_k")
@@ -212,8 +214,10 @@ class MessagesRequest(CountTokensRequest, EngineRequestFields):
         """Convert to the equivalent chat request; raises as ``CountTokensRequest`` does."""
         if not all(self.stop_sequences or ()):
             raise RequestError("stop_sequences must have strings that are not empty")
+        # chat takes 0 as llama.cpp names it
+        limit = {"max_tokens" if self.max_tokens else "n_predict": self.max_tokens}
         return self._make_chat_request(
-            max_tokens=self.max_tokens,
+            **limit,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,

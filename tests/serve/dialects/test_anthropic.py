@@ -380,3 +380,16 @@ def test_the_end_of_the_context_is_not_the_limit_of_the_answer(running: ServiceT
         "/v1/messages", {**ASK, "messages": long, "max_tokens": 500, "stream": True}
     )
     assert join_message(stream.body)["stop_reason"] == answer["stop_reason"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_tokens_read_the_prompt_into_the_cache(running: ServiceThread, stream: bool) -> None:
+    """What Anthropic calls pre-warming."""
+    messages = [{"role": "user", "content": f"Tom has a red ball and {stream} friends. " * 3}]
+    ask = {**ASK, "messages": messages, "max_tokens": 0, "stream": stream}
+    answer = running.post("/v1/messages", ask)
+    message = join_message(answer.body) if stream else answer.json
+    assert (message["content"], message["stop_reason"]) == ([], "max_tokens")
+    assert message["usage"]["output_tokens"] == 0
+    usage = running.post("/v1/messages", {**ask, "max_tokens": 1, "stream": False}).json["usage"]
+    assert usage["cache_read_input_tokens"] > usage["input_tokens"]
