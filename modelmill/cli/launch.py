@@ -147,10 +147,12 @@ class Args(CommonArgs):
 
 def run(args: Args) -> int:
     """Print the command, or become the agent."""
-    url, model = resolve_served_model(args)
+    url, chosen = resolve_served_model(args)
     if args.run:
         find_agent_program(args.client)
-    context = served_context_length(fetch_models(url, args.api_key), model)
+    models = fetch_models(url, args.api_key)
+    model = first_listed_model(models) if chosen is None else chosen
+    context = served_context_length(models, model)
     command = CLIENTS[args.client](AgentModel(url, model, args.api_key, context))
     if args.json:
         print_json({"command": list(command.words), "env": dict(command.env)})
@@ -178,21 +180,35 @@ def exec_agent_command(command: LaunchCommand) -> NoReturn:
     )
 
 
-def resolve_served_model(args: Args) -> tuple[str, str]:
+def resolve_served_model(args: Args) -> tuple[str, str | None]:
     """Return the address without a slash at its end, and the model's name.
+
+    The name is None for the first model that a server at another address lists.
 
     Raises:
         UsageError: if no server, or no model, can be chosen.
     """
     if args.url is not None:
-        if args.model is None:
-            raise UsageError("--url needs --model: the name under which it is served there")
         if '"' in args.url or not args.url.startswith(("http://", "https://")):
             raise UsageError(f"--url {args.url} is no http:// or https:// address")
         return args.url.rstrip("/").removesuffix("/v1"), args.model
     servers = running_servers()
     server = _select_server(servers, args.model)
     return server.client_url, args.model or server.models[0]
+
+
+def first_listed_model(models: Any) -> str:
+    """Return the name of the first model in a server's list that generates text.
+
+    Raises:
+        UsageError: if the list has none.
+    """
+    cards = models.get("data") if isinstance(models, dict) else None
+    for card in cards if isinstance(cards, list) else ():
+        name = card.get("id") if isinstance(card, dict) else None
+        if isinstance(name, str) and card.get("engine_type") in (None, "language"):
+            return name
+    raise UsageError("the server lists no model; give --model: the name under which it is served")
 
 
 def served_context_length(models: Any, name: str) -> int | None:

@@ -214,6 +214,19 @@ def test_a_key_that_the_server_refuses_is_told_at_once(capsys: pytest.CaptureFix
     assert f"{url} does not answer now" in capsys.readouterr().err
 
 
+def test_an_address_without_a_model_means_the_first_that_generates_text(
+    cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards: list[Any] = [{"id": "sam", "engine_type": "segmentation"}, {"id": "m"}, {"id": "n"}]
+    monkeypatch.setattr(launch, "fetch_models", lambda *_: {"data": cards})
+    assert launched(cli, "codex", "--url", "http://a:1")["command"][-2:] == ["--model", "m"]
+    for models in ({"data": cards[:1]}, None):
+        monkeypatch.setattr(launch, "fetch_models", lambda *_, models=models: models)
+        code, _, err = cli("launch", "claude", "--url", "http://a:1")
+        assert code == 2
+        assert err.startswith("modelmill: the server lists no model; give --model")
+
+
 def test_names_for_a_shells_completion() -> None:
     """Each means one server."""
     servers = [
@@ -296,7 +309,6 @@ def test_the_printed_line_is_shell(cli: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--url", "http://a:1"), "--url needs --model"),
         (("--url", "a:1", "--model", "m"), "is no http:// or https:// address"),
         ((), "no server is running"),
     ],
