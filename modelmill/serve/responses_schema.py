@@ -57,6 +57,16 @@ from modelmill.text.answer_pieces import make_openai_tool_call
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED_REASONING = "reasoning.encrypted_content"
 """What ``include`` may have."""
+INCLUDE_HOSTED_RESULTS = frozenset(
+    (
+        "file_search_call.results",
+        "web_search_call.results",
+        "web_search_call.action.sources",
+        "computer_call_output.output.image_url",
+        "code_interpreter_call.outputs",
+    )
+)
+"""Results of tools that are left out: with a warning, as the tools are."""
 LongText = Annotated[str, Field(max_length=10 << 20)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 TOOL_NAME_PATTERN = r"^[a-zA-Z0-9_-]{1,128}$"
@@ -350,7 +360,7 @@ class ResponsesRequest(SamplingFields):
         unknown = [
             each
             for each in self.include or ()
-            if each not in (INCLUDE_LOGPROBS, INCLUDE_ENCRYPTED_REASONING)
+            if each not in (INCLUDE_LOGPROBS, INCLUDE_ENCRYPTED_REASONING, *INCLUDE_HOSTED_RESULTS)
         ]
         if unknown:
             raise RequestError(
@@ -407,8 +417,12 @@ class ResponsesRequest(SamplingFields):
 
     @property
     def tool_warnings(self) -> list[str]:
-        """A line for every tool that is left out."""
-        return tool_warnings(self.tools or ())
+        """A line for every tool that is left out, and for results of such tools."""
+        results = [each for each in self.include or () if each in INCLUDE_HOSTED_RESULTS]
+        return [
+            *tool_warnings(self.tools or ()),
+            *(f"include: there is no {each}: this server runs no tools" for each in results),
+        ]
 
     def _convert_tools(
         self,

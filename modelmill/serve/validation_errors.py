@@ -50,6 +50,8 @@ FIELD_SUGGESTIONS = {
     "guided_regex": "structured_outputs.regex",
     "guided_choice": "structured_outputs.choice",
     "guided_grammar": "structured_outputs.grammar",
+    "enable_thinking": "chat_template_kwargs.enable_thinking",
+    "thinking": "chat_template_kwargs.enable_thinking",
     "functions": "tools",
     "function_call": "tool_choice",
     "max_new_tokens": "max_tokens",

@@ -87,6 +87,19 @@ def test_names_that_the_model_is_offered() -> None:
     assert tool_warnings(tools) == ["tools[0]: web_search is left out: this server runs no tools"]
 
 
+def test_results_of_tools_that_are_left_out_are_left_out() -> None:
+    include = ["web_search_call.action.sources", "reasoning.encrypted_content"]
+    body = ResponsesRequest.model_validate(
+        {"model": "m", "input": "x", "tools": [SEARCH], "include": include}
+    )
+    body.to_chat_request()
+    assert body.wants_encrypted_reasoning
+    assert body.tool_warnings == [
+        "tools[0]: web_search is left out: this server runs no tools",
+        "include: there is no web_search_call.action.sources: this server runs no tools",
+    ]
+
+
 def test_allowed_tools_may_name_tools_that_are_left_out() -> None:
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [
         {"type": "web_search"}, {"type": "custom", "name": "apply_patch"},

@@ -422,7 +422,7 @@ WRONG: list[tuple[Any, str, str | None]] = [
     ({"input": "x", "prompt": {"id": "p"}}, "templates are not stored", "prompt"),
     ({"input": "x", "background": True}, "use stream", "background"),
     ({"input": "x", "truncation": "auto"}, "not supported", "truncation"),
-    ({"input": "x", "include": ["file_search_call.results"]}, "not supported", "include"),
+    ({"input": "x", "include": ["file_search_call.more"]}, "not supported", "include"),
     ({"input": "x", "stream_options": {}}, "only for stream", "stream_options"),
     ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
     ({"input": "x", "top_logprobs": 21}, "top_logprobs", "top_logprobs"),

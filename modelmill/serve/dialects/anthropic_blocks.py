@@ -51,11 +51,18 @@ class ImageSource(StrictModel):
     url: str | None = None
 
 
+class ImageTransformations(StrictModel):
+    """What becomes of an image that is too large: the model's preprocessing makes it smaller."""
+
+    oversized_image: Literal["downsize"] | None = None
+
+
 class ImageBlock(ContentBlock):
     """An image."""
 
     type: Literal["image"]
     source: ImageSource
+    transformations: ImageTransformations | None = None
 
 
 class DocumentSource(StrictModel):

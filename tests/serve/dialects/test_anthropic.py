@@ -74,7 +74,7 @@ def test_images_and_documents() -> None:
     source = {"type": "base64", "media_type": "image/png", "data": "QUJD"}
     document = {"type": "text", "media_type": "text/plain", "data": "body"}
     blocks = [
-        {"type": "image", "source": source},
+        {"type": "image", "source": source, "transformations": {"oversized_image": "downsize"}},
         {"type": "document", "source": document, "title": "T"},
     ]
     (message,) = to_chat_messages(None, [{"role": "user", "content": blocks}])
@@ -119,6 +119,21 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
     (
         [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}],
         "an image source of type url needs its url",
+    ),
+    (
+        [
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "image",
+                        "source": {"type": "url", "url": "x"},
+                        "transformations": {"oversized_image": "error"},
+                    }
+                ],
+            }
+        ],
+        "messages[0].content[0].transformations.oversized_image",
     ),
     (
         [{"role": "user", "content": [{"type": "document", "source": {"type": "base64"}}]}],
