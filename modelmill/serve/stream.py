@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -90,21 +91,26 @@ class EventStream(Response):
         handle, formatter = self._handle, self._formatter
         try:
             await _send_in_chunks(send, await self._call_formatter(formatter.first_events))
+            sent_at = time.monotonic()
             while True:
                 try:
                     items = await handle.fetch_items(KEEPALIVE_SECONDS)
                 except TimeoutError:
                     await _send_in_chunks(send, formatter.keepalive())
+                    sent_at = time.monotonic()
                     continue
                 if not items:
                     break
                 for begin in range(0, len(items), MAX_BATCHED_ITEMS):
-                    await _send_in_chunks(
-                        send,
-                        await self._call_formatter(
-                            formatter.delta_events, items[begin : begin + MAX_BATCHED_ITEMS]
-                        ),
+                    data = await self._call_formatter(
+                        formatter.delta_events, items[begin : begin + MAX_BATCHED_ITEMS]
                     )
+                    # text may make no events for long: thinking that is left out, a held call
+                    if not data and time.monotonic() - sent_at >= KEEPALIVE_SECONDS:
+                        data = formatter.keepalive()
+                    if data:
+                        await _send_in_chunks(send, data)
+                        sent_at = time.monotonic()
                     if begin:
                         await asyncio.sleep(0)  # a slow client gets many events at once
             await _send_in_chunks(send, await self._call_formatter(formatter.terminal_events))
