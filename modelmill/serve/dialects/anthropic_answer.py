@@ -10,6 +10,7 @@ from pydantic_core import from_json
 from modelmill.request_output_state import RequestOutputState
 from modelmill.serve.chat_answer import ChatAnswerSplitter, exhaust
 from modelmill.serve.dialects.error_format import anthropic_error
+from modelmill.serve.encrypted_content_codec import compress_text
 from modelmill.serve.errors import ApiError
 from modelmill.serve.openai_format import sse_event
 from modelmill.serve.request_handle import RequestHandle, StreamItem
@@ -29,10 +30,12 @@ class AnthropicBlocksBuilder:
     """Collects text, thinking and calls as blocks; ``content`` has the complete ones.
 
     With ``hold_spaces``, leading spaces are held until other text follows, since they may precede
-    a call, and a block of spaces alone is refused when it comes back.
+    a call, and a block of spaces alone is refused when it comes back. With ``omits_thinking``, the
+    signature of a block of thinking has its text, packed, and the block none.
     """
 
-    def __init__(self, hold_spaces: bool) -> None:
+    def __init__(self, hold_spaces: bool, omits_thinking: bool = False) -> None:
+        self._omits_thinking = omits_thinking
         self.content: list[dict[str, Any]] = []
         self._hold_spaces = hold_spaces
         self._held_spaces = ""
@@ -54,7 +57,7 @@ class AnthropicBlocksBuilder:
     def add_thinking(self, text: str) -> Iterator[Event]:
         """Add text that precedes the answer."""
         if text:
-            delta = {"type": "thinking_delta", "thinking": text}
+            delta = None if self._omits_thinking else {"type": "thinking_delta", "thinking": text}
             yield from self._append_to_block(
                 "thinking", text, delta, {"thinking": "", "signature": ""}
             )
@@ -87,23 +90,28 @@ class AnthropicBlocksBuilder:
         index = len(self.content)
         if block["type"] == "tool_use":
             block = {**block, "input": parse_tool_input(text)}
+        elif block["type"] == "thinking" and self._omits_thinking:
+            block = {**block, "signature": compress_text(text)}
+        elif block["type"] == "thinking":
+            block = {**block, "thinking": text, "signature": SIGNATURE}
         else:
             block = {**block, block["type"]: text}
         if block["type"] == "thinking":
-            block["signature"] = SIGNATURE
-            yield self._make_delta_event({"type": "signature_delta", "signature": SIGNATURE})
+            delta = {"type": "signature_delta", "signature": block["signature"]}
+            yield self._make_delta_event(delta)
         self.content.append(block)
         self._open, self._text = None, []
         yield {"type": "content_block_stop", "index": index}
 
     def _append_to_block(
-        self, block_type: str, text: str, delta: Event, empty: dict[str, str]
+        self, block_type: str, text: str, delta: Event | None, empty: dict[str, str]
     ) -> Iterator[Event]:
         if not self._is_open(block_type):
             yield from self.close_block()
             yield self._start_block({"type": block_type, **empty})
         self._text.append(text)
-        yield self._make_delta_event(delta)
+        if delta is not None:
+            yield self._make_delta_event(delta)
 
     def _is_open(self, block_type: str) -> bool:
         return self._open is not None and self._open["type"] == block_type
@@ -137,7 +145,7 @@ class AnthropicMessageBuilder(EventFormatter):
 
     def __init__(
         self, model: str, max_tokens: int, answer: ChatAnswerSplitter, handle: RequestHandle,
-        warnings: Sequence[str] = (),
+        warnings: Sequence[str] = (), *, omits_thinking: bool = False,
     ) -> None:  # fmt: skip
         self._answer, self._handle, self._max_tokens = answer, handle, max_tokens
         self._warnings = {"warnings": list(warnings)} if warnings else {}
@@ -147,7 +155,9 @@ class AnthropicMessageBuilder(EventFormatter):
             "role": "assistant",
             "model": model,
         }
-        self._blocks = AnthropicBlocksBuilder(hold_spaces=answer.may_call_tools)
+        self._blocks = AnthropicBlocksBuilder(
+            hold_spaces=answer.may_call_tools, omits_thinking=omits_thinking
+        )
         self._started = self._pinged = False
 
     def consume(self, items: Sequence[StreamItem]) -> None:

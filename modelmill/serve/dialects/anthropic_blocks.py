@@ -12,6 +12,7 @@ from pydantic import Field
 from modelmill.core.errors import RequestError
 from modelmill.serve.compatibility_fields import ignored_field
 from modelmill.serve.discriminated_unions import parse_object, parse_typed
+from modelmill.serve.encrypted_content_codec import PACKED_TEXT_PREFIX, TextDecompressor
 from modelmill.serve.strict_models import (
     FAIL_FAST,
     IgnoredList,
@@ -123,11 +124,29 @@ class ToolResultBlock(ContentBlock):
 
 
 class ThinkingBlock(NullTolerantModel):
-    """What the model thought; the signature is ours and is not checked."""
+    """What the model thought; its text is in the signature if the request had it omitted."""
 
     type: Literal["thinking"]
     thinking: LongText
-    signature: str | None = None
+    signature: LongText | None = None
+
+    def read_text(self, unpacker: TextDecompressor, path: str) -> str:
+        """The text; nothing of another server's signature is read.
+
+        Args:
+            unpacker: of the request.
+            path: of the block, for errors.
+
+        Raises:
+            RequestError: the signature is damaged, or the request's are too large.
+        """
+        if self.thinking or not (self.signature or "").startswith(PACKED_TEXT_PREFIX):
+            return self.thinking
+        try:
+            return unpacker.decompress(self.signature or "")
+        except RequestError as error:
+            message = str(error).replace("encrypted_content", f"{path}.signature")
+            raise RequestError(message) from None
 
 
 class RedactedThinkingBlock(StrictModel):
@@ -185,12 +204,13 @@ def to_chat_messages(
             chat.append(
                 {"role": "system", "content": _simplify_parts([_text_part(text) for text in texts])}
             )
+    unpacker = TextDecompressor()
     for index, raw in enumerate(messages):
         path = f"messages[{index}]"
         message = parse_object(raw, path, MessageParam)
         blocks = _parse_blocks(message.content, f"{path}.content", _BLOCK_TYPES[message.role])
         if message.role == "assistant":
-            _append_assistant_message(chat, blocks)
+            _append_assistant_message(chat, blocks, f"{path}.content", unpacker)
         else:
             _append_input_message(chat, message.role, blocks, f"{path}.content")
     if not any(message["role"] != "system" for message in chat):
@@ -220,19 +240,23 @@ def _parse_blocks(
     ]
 
 
-def _append_assistant_message(chat: list[dict[str, Any]], blocks: Sequence[StrictModel]) -> None:
+def _append_assistant_message(
+    chat: list[dict[str, Any]],
+    blocks: Sequence[StrictModel],
+    path: str,
+    unpacker: TextDecompressor,
+) -> None:
     if not chat or chat[-1]["role"] != "assistant":
         chat.append({"role": "assistant", "content": None})
     message = chat[-1]
     parts = _content_to_parts(message["content"])
-    for block in blocks:
+    for index, block in enumerate(blocks):
         if isinstance(block, TextBlock):
             parts.append(_text_part(block.text))
         elif isinstance(block, ThinkingBlock):
             thought = message.get("reasoning_content")
-            message["reasoning_content"] = (
-                block.thinking if thought is None else f"{thought}\n{block.thinking}"
-            )
+            text = block.read_text(unpacker, f"{path}[{index}]")
+            message["reasoning_content"] = text if thought is None else f"{thought}\n{text}"
         elif isinstance(block, ToolUseBlock):
             arguments = json.dumps(block.input, ensure_ascii=False)
             message.setdefault("tool_calls", []).append(

@@ -68,7 +68,7 @@ class AnthropicToolChoice(StrictModel):
 
 
 class ThinkingConfig(StrictModel):
-    """Whether the model thinks before it answers. display is accepted and ignored.
+    """Whether the model thinks before it answers, and whether the client reads what it thinks.
 
     between_tools: it does not think, and notes between its calls may come back as thinking; here
     they are text.
@@ -76,7 +76,9 @@ class ThinkingConfig(StrictModel):
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
-    display: str | None = None
+    display: Literal["summarized", "omitted"] | None = Field(
+        None, description="omitted: blocks of thinking have a signature, and no text"
+    )
 
 
 class OutputFormat(StrictModel):
@@ -150,6 +152,11 @@ class CountTokensRequest(NullTolerantModel):
     def thinks(self) -> bool | None:
         """Whether the model shall think; None: as its chat template does by itself."""
         return None if self.thinking is None else self.thinking.type in ("enabled", "adaptive")
+
+    @property
+    def omits_thinking(self) -> bool:
+        """Whether the answer's blocks of thinking have no text."""
+        return self.thinking is not None and self.thinking.display == "omitted"
 
     @property
     def effort(self) -> str | None:

@@ -30,7 +30,14 @@ async def messages(body: MessagesRequest, request: Request) -> Any:
     engine.check_capacity(1)
     chat, handle = await submit_converted_chat(request, engine, prepare_chat, body)
     answer = ChatAnswerSplitter(chat, engine.text_processor, handle.request_states[0])
-    builder = AnthropicMessageBuilder(body.model, body.max_tokens, answer, handle, chat.warnings)
+    builder = AnthropicMessageBuilder(
+        body.model,
+        body.max_tokens,
+        answer,
+        handle,
+        chat.warnings,
+        omits_thinking=body.omits_thinking,
+    )
     return await streamed_or_whole_response(request, handle, builder, streams=bool(body.stream))
 
 

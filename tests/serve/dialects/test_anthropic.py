@@ -184,6 +184,29 @@ def test_blocks_of_an_answer() -> None:
     assert parse_tool_input("[1]") == {}
 
 
+def test_thinking_that_is_omitted_comes_back_in_its_signature() -> None:
+    blocks = AnthropicBlocksBuilder(hold_spaces=False, omits_thinking=True)
+    steps = (blocks.add_thinking("Hm, "), blocks.add_thinking("é."), blocks.add_text("Yes"))
+    made = [event for step in (*steps, blocks.finish_blocks()) for event in step]
+    deltas = [event["delta"]["type"] for event in made if "delta" in event]
+    assert deltas == ["signature_delta", "text_delta"]
+    thinking, answer = blocks.content
+    assert (thinking["thinking"], answer["text"]) == ("", "Yes")
+    assert made[1]["delta"]["signature"] == thinking["signature"]
+    turn = {"role": "assistant", "content": blocks.content}
+    assert to_chat_messages(None, [*HI, turn, *HI])[1]["reasoning_content"] == "Hm, é."
+    for signature, text_of in (("modelmill", ""), ("EqQBCg of another server", "")):
+        block = {**thinking, "signature": signature}
+        turn = {"role": "assistant", "content": [block, answer]}
+        assert to_chat_messages(None, [*HI, turn, *HI])[1]["reasoning_content"] == text_of
+    turn = {"role": "assistant", "content": [{**thinking, "signature": "mm1:damaged"}]}
+    with pytest.raises(RequestError, match=r"^messages\[1\]\.content\[0\]\.signature is not of"):
+        to_chat_messages(None, [*HI, turn, *HI])
+    thinks = {"type": "enabled", "display": "omitted"}
+    assert MessagesRequest.model_validate({**ASK, "thinking": thinks}).omits_thinking
+    assert not MessagesRequest.model_validate(ASK).omits_thinking
+
+
 def test_the_events_of_a_stream(running: ServiceThread) -> None:
     response = running.post("/v1/messages", {**ASK, "stream": True})
     assert response.headers["content-type"].startswith("text/event-stream")
