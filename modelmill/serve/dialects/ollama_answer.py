@@ -113,8 +113,9 @@ class OllamaAnswerBuilder(EventFormatter):
         return _encode_line({"error": error.message})
 
     def keepalive(self) -> bytes:
-        """Nothing: clients parse every line."""
-        return b""
+        """A line without text, since clients parse every line."""
+        content = self._content_fields("", "", [], [])
+        return _encode_line({**self._common_fields(), **content, "done": False})
 
     def _delta_lines(self, items: Sequence[StreamItem]) -> Iterator[dict[str, Any]]:
         for item in items:

@@ -10,6 +10,7 @@ import pytest
 from modelmill import __version__
 from modelmill.core.errors import RequestError
 from modelmill.serve.completion_schema import CompletionRequest
+from modelmill.serve.dialects.ollama_answer import OllamaAnswerBuilder, PlainTextSplitter
 from modelmill.serve.dialects.ollama_options import IGNORED_OPTIONS, OllamaOptions
 from modelmill.serve.dialects.ollama_schema import OllamaGenerateRequest, to_chat_messages
 from tests.serve.service_thread import ServiceThread
@@ -66,6 +67,18 @@ def test_the_lines_of_a_stream(running: ServiceThread) -> None:
     assert last["created_at"].endswith("Z")
     whole = running.post("/api/chat", {**ASK, "stream": False}).json
     assert whole["message"]["content"] == "".join(part["message"]["content"] for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("is_chat", "content"),
+    [(True, {"message": {"role": "assistant", "content": ""}}), (False, {"response": ""})],
+)
+def test_a_sign_of_life_is_a_line_without_text(is_chat: bool, content: dict[str, Any]) -> None:
+    """As while the arguments of a call are written, which are sent as a whole."""
+    parts: Any = None
+    answer = OllamaAnswerBuilder("m", PlainTextSplitter(), parts, parts, is_chat=is_chat)
+    (line,) = lines(answer.keepalive())
+    assert {**line, "created_at": ""} == {"model": "m", "created_at": "", **content, "done": False}
 
 
 def test_generate_is_a_chat_of_one_message(running: ServiceThread) -> None:
