@@ -137,11 +137,17 @@ class TextProcessor:
         variant.chat_format = chat_format
         return variant
 
-    def set_input_limits(self, max_image_pixels: int, max_text_tokens: int) -> None:
-        """Refuse larger images and longer texts from now on, as a server does."""
+    def set_input_limits(self, max_image_pixels: int, max_text_tokens: int, context: int) -> None:
+        """Refuse larger images and longer texts from now on, as a server does.
+
+        Args:
+            max_image_pixels: of an image.
+            max_text_tokens: of a text, also of one that is only counted.
+            context: tokens that the engine takes.
+        """
         self.max_image_pixels = max_image_pixels
         if self.tokenizer is not None:
-            self.tokenizer.set_max_tokens(max_text_tokens)
+            self.tokenizer.set_max_tokens(max_text_tokens, context)
 
     def set_parse_special(self, parses: bool) -> None:
         """Whether special tokens in a prompt's text are read where its request does not say so."""

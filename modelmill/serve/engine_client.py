@@ -223,7 +223,8 @@ class EngineClient:
 
     def _read_text_processor(self, path: Path, max_model_len: int) -> TextProcessor:
         processor = self._load_text_processor(path, self._open_engine.chat_template)
-        processor.set_input_limits(self._open_engine.max_pixels, max_tokenize_tokens(max_model_len))
+        longest = max_tokenize_tokens(max_model_len)
+        processor.set_input_limits(self._open_engine.max_pixels, longest, max_model_len)
         processor.reset_answer_history(self._open_engine.answer_history_bytes)
         processor.set_parse_special(self._open_engine.parse_special)
         return processor

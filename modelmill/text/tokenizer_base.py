@@ -62,6 +62,7 @@ class Tokenizer(ABC):
         self.pad_id = traits.pad_id
         self.template_names = dict(traits.template_names)
         self.max_tokens: int | None = None  # tokens of one text; None: any number
+        self._context: int | None = None  # tokens that the engine takes; None: not known
         self._skipped = traits.skipped_ids
         self._prefix = list(traits.prefix)
         self._suffix = list(traits.suffix)
@@ -71,9 +72,14 @@ class Tokenizer(ABC):
         )
         self._edges = {text: edges for text, edges in traits.edges.items() if any(edges)}
 
-    def set_max_tokens(self, max_tokens: int) -> None:
-        """Refuse texts of more than ``max_tokens`` tokens from now on."""
-        self.max_tokens = max_tokens
+    def set_max_tokens(self, max_tokens: int, context: int | None = None) -> None:
+        """Refuse texts of more than ``max_tokens`` tokens from now on.
+
+        Args:
+            max_tokens: of one text.
+            context: tokens that the engine takes, which are fewer; the error says them.
+        """
+        self.max_tokens, self._context = max_tokens, context
 
     # -- text → ids
 
@@ -147,8 +153,9 @@ class Tokenizer(ABC):
                 0,
             )
             if count > self.max_tokens:
+                takes = "" if self._context is None else f", this engine takes {self._context}"
                 raise TokenizerError(
-                    f"the prompt has more than {self.max_tokens} tokens; shorten it"
+                    f"the prompt has more than {self.max_tokens} tokens{takes}; shorten it"
                 )
 
     def split_control_tokens(self, text: str) -> list[str | int]:

@@ -12,6 +12,7 @@ from modelmill.core.errors import MissingDependency
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM
 from modelmill.serve import json_logs
+from modelmill.serve.engine_client import max_tokenize_tokens
 from tests.serve.service_thread import ServiceThread
 
 PROMPTS = [
@@ -488,6 +489,26 @@ def test_too_long_is_one_code_however_long_and_wherever(running: ServiceThread, 
     counts = re.match(r"prompt is too long: (\d+) tokens > (\d+) maximum", error["message"])
     assert (counts is not None) == (size == 600)
     assert counts is None or (int(counts[1]) > 600 and counts[2] == "511")
+
+
+def test_a_text_that_is_not_counted_to_its_end_says_what_the_engine_takes(
+    running: ServiceThread,
+) -> None:
+    words = {"messages": [{"role": "user", "content": "q7" * 4000}], "max_tokens": 4}
+    processor = running.engine.text_processor
+    assert processor.tokenizer is not None
+    processor.set_input_limits(processor.max_image_pixels, 1000, 512)
+    try:
+        chat = running.post("/v1/chat/completions", {"model": "stories", **words})
+        error = chat.json["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert error["message"].endswith("than 1000 tokens, this engine takes 512; shorten it")
+        message = running.post("/v1/messages", {"model": "stories", **words}).json["error"]
+        assert message["message"].startswith(
+            "prompt is too long: more than 1000 tokens > 512 maximum"
+        )
+    finally:
+        processor.set_input_limits(processor.max_image_pixels, max_tokenize_tokens(512), 512)
 
 
 def test_what_this_machine_cannot_do_is_said_in_the_log(

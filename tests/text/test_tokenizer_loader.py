@@ -164,8 +164,11 @@ def test_a_text_that_is_too_long_is_counted_in_parts(real, monkeypatch, name):
     monkeypatch.setattr(tokenizer, "max_tokens", 3000)
     with pytest.raises(TokenizerError, match="the prompt has more than 3000 tokens; shorten it"):
         tokenizer.encode("7 " * 500_000)
+    tokenizer.set_max_tokens(3000, 1500)
+    with pytest.raises(TokenizerError, match="than 3000 tokens, this engine takes 1500; shorten"):
+        tokenizer.encode("7 " * 500_000)
     assert max(split) <= 16384
-    assert sum(split) < 40_000
+    assert sum(split) < 80_000
     fits = "The mill stands at the river. " * 300
     assert tokenizer.encode(fits) == real(name).encode(fits)
     assert split[-1] == len(fits)

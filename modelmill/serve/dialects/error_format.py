@@ -22,7 +22,9 @@ _ANTHROPIC_ERROR_TYPES = {
 }
 _ANTHROPIC_TOO_LONG = "prompt is too long"
 """Words of Anthropic's API, which has no code for it: Claude Code compacts where it reads them."""
-_COUNTS = re.compile(r"the prompt has (\d+) tokens, (?:this engine takes|the KV cache holds) (\d+)")
+_COUNTS = re.compile(
+    r"the prompt has ((?:more than )?\d+) tokens, (?:this engine takes|the KV cache holds) (\d+)"
+)
 """How many tokens a prompt has, and how many it may have."""
 
 
