@@ -49,7 +49,7 @@ def caption(summaries: Mapping[str, Summary]) -> str:
     cards = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     return (
         f"geometric mean {ratio:.2f}× as fast, least favourable run {least:.2f}×; "
-        f"medians over {cards} cards"
+        f"times and ratios are medians over {cards} cards"
     )
 
 

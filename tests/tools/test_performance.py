@@ -123,6 +123,19 @@ def test_a_page_is_written_once_and_stale_after_a_new_row(
     assert page.stale_files(root) == ["docs/performance.md", "docs/img/performance-speed.svg"]
 
 
+def test_an_age_is_no_reason_to_be_stale_and_is_written_anew(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page.write(root)
+    monkeypatch.setattr(page.vllm_tables, "provenance_line", lambda _rows: "`abc1234 (age 7)`")
+    text = (root / page.PAGE).read_text()
+    lines = [line for line in text.splitlines() if "abc1234" in line]
+    (root / page.PAGE).write_text(text.replace(lines[0], "`abc1234 (age 6)`"))
+    assert page.stale_files(root) == []
+    assert page.write(root) == [str(page.PAGE)]
+    assert "`abc1234 (age 7)`" in (root / page.PAGE).read_text()
+
+
 @pytest.mark.parametrize("device", ["h200", "cpu", page.SUITE])
 def test_every_row_says_how_where_with_what_and_when_it_was_measured(device: str) -> None:
     rows = page.read_device_rows(ROOT)[device]

@@ -239,6 +239,14 @@ def test_provenance_names_the_newest_command_of_each_script_and_every_commit() -
     assert provenance.provenance_line(rows[:1], commands=False).endswith("; commit abc1234")
 
 
+def test_a_commit_that_is_younger_than_its_row_says_so() -> None:
+    rows = [mark("modelmill", 1.0, "a", commit="d24415f"), mark("modelmill", 1.0, "b")]
+    line = provenance.without_ages(provenance.provenance_line(rows))
+    assert "; commits `d24415f` (made after the run), `abc1234`; " in line
+    line = provenance.provenance_line(rows, commands=False)
+    assert line.endswith("; commits d24415f (made after the run), abc1234")
+
+
 def test_an_age_counts_the_commits_that_changed_what_a_row_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -125,15 +125,18 @@ def stale_files(root: Path) -> list[str]:
 
 
 def write(root: Path) -> list[str]:
-    """Write what is stale; the names written."""
+    """Write what is stale, and pages whose ages are; the names written."""
     old = stale_files(root)
     rows = read_device_rows(root)
+    written = []
+    for path, text in _texts(root, rows).items():
+        if not (root / path).exists() or (root / path).read_text(encoding="utf-8") != text:
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_text(text, encoding="utf-8")
+            written.append(str(path))
     for name, plot in PLOTS.items():
         if str(plot_path(name)) in old:
             data = plot.data(rows[plot.device])
             plots.draw_svg(root / plot_path(name), data, plot.title, plot.axis, plot.target)
-    for path, text in _texts(root, rows).items():
-        if str(path) in old:
-            (root / path).parent.mkdir(parents=True, exist_ok=True)
-            (root / path).write_text(text, encoding="utf-8")
-    return old
+            written.append(str(plot_path(name)))
+    return written

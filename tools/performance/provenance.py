@@ -17,6 +17,11 @@ UNSHOWN_FLAGS = ("--no-check",)
 UNSHOWN_VERSIONS = ("numpy", "python")
 TABLE_OPTIONS = ("--order", "--shape", "--weight-format")
 NO_COMMIT = "**no commit**"
+MADE_AFTER_THE_RUN = frozenset(("5b9e9a7", "187bff6", "d24415f"))
+"""Commits younger than rows that name them: what was measured became part of them.
+
+Since 2026-11-24 a row names the commit that was checked out.
+"""
 ROOT = Path(__file__).resolve().parent.parent.parent
 LANGUAGE_PATHS = tuple(
     f"modelmill/{name}" for name in ("models", "nn", "ops", "runtime", "weights")
@@ -27,8 +32,9 @@ _AGE = re.compile(r" \(age \w+\)")
 def provenance_line(rows: Sequence[Row], commands: bool = True) -> str:
     """Device, versions, dates, commits and, with ``commands``, ages and commands of rows.
 
-    Where rows name no commit the line says so: they carry no new claim. Of each script and part the
-    newest row's command stands for all; every row has its own.
+    Where rows name no commit the line says so: they carry no new claim; and so it does where the
+    commit was made after they were measured. Of each script and part the newest row's command
+    stands for all; every row has its own.
     """
     devices = _unique(str(row["device"]).partition(", ")[0] for row in rows)
     versions = _unique(
@@ -39,7 +45,7 @@ def provenance_line(rows: Sequence[Row], commands: bool = True) -> str:
     )
     dates = sorted({str(row["date"])[:10] for row in rows})
     commits = _unique(
-        commit_and_age(row) if commands else str(row.get("commit") or NO_COMMIT) for row in rows
+        commit_and_age(row) if commands else _named_commit(row) + _made_after(row) for row in rows
     )
     by_script = {
         script_and_part(str(row["command"])): f"`{shown_command(str(row['command']))}`"
@@ -54,8 +60,19 @@ def provenance_line(rows: Sequence[Row], commands: bool = True) -> str:
 
 def commit_and_age(row: Row) -> str:
     """The commit, and how many later ones changed what the row times."""
-    commit = row.get("commit")
-    return NO_COMMIT if not commit else f"`{commit} (age {age(str(commit), timed_paths(row))})`"
+    commit = _named_commit(row)
+    if commit == NO_COMMIT:
+        return commit
+    return f"`{commit} (age {age(commit, timed_paths(row))})`{_made_after(row)}"
+
+
+def _named_commit(row: Row) -> str:
+    return str(row.get("commit") or NO_COMMIT)
+
+
+def _made_after(row: Row) -> str:
+    """What stands behind a commit that is younger than the row."""
+    return " (made after the run)" if row.get("commit") in MADE_AFTER_THE_RUN else ""
 
 
 def timed_paths(row: Row) -> tuple[str, ...]:
