@@ -32,11 +32,13 @@ def _running_commit() -> str | None:
     return git_commit()
 
 
-def git_commit(root: Path = ROOT) -> str | None:
+def git_commit(root: Path = ROOT, written: str = RESULTS_FOLDER) -> str | None:
     """Return the commit, with "-dirty" behind it if tracked files differ.
 
-    Rows that a benchmark appended to the results are no difference: the next one measures the same
-    code. MODELMILL_COMMIT names it where the code is no checkout; None without both.
+    Files that the measurement itself wrote are no difference: the next one measures the same code.
+    MODELMILL_COMMIT names it where the code is no checkout; None without both.
+
+    written: these files, as a pattern of git's; the rows that a benchmark appended.
     """
     if named := option_from_env("commit"):
         return named
@@ -46,7 +48,7 @@ def git_commit(root: Path = ROOT) -> str | None:
     commit = _command_output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
     if commit is None:
         return None
-    changed = ["status", "--porcelain", "-uno", "--", ".", f":(exclude){RESULTS_FOLDER}"]
+    changed = ["status", "--porcelain", "-uno", "--", ".", f":(exclude){written}"]
     return f"{commit}-dirty" if _command_output(["git", "-C", str(root), *changed]) else commit
 
 

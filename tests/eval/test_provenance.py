@@ -31,6 +31,9 @@ def test_a_checkout_with_changes_is_called_dirty(tmp_path: Path) -> None:
     assert git_commit(tmp_path) == commit, "a row that was appended is no other code"
     (tmp_path / "a").write_text("2")
     assert git_commit(tmp_path) == f"{commit}-dirty"
+    assert git_commit(tmp_path, written="a*") == f"{commit}-dirty", "the rows are another's"
+    git(tmp_path, "checkout", "benchmarks")
+    assert git_commit(tmp_path, written="a*") == commit
 
 
 def test_no_checkout_and_a_named_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,6 +158,27 @@ def test_what_failed_elsewhere_is_still_said_above(items: dict[str, Any]) -> Non
     assert "**Not kept: item 1.**" in page
 
 
+def test_a_long_item_has_a_page_and_leaves_its_date_and_commit() -> None:
+    long = make_result([Fact("x" * report.MAX_SECTION, "measured")])
+    long.command, long.date, long.commit = "verify", "2026-12-01 15:09 UTC", "abc123"
+    pages = report.render({"1": ("One", long)})
+    main = pages["verification.md"]
+    assert "xxx" in pages["verification-1.md"]
+    assert "xxx" not in main
+    assert "* `verify`: 0 s on , 2026-12-01 15:09 UTC; commit abc123" in main
+    again = report.render({"1": ("One", None)}, main)["verification.md"]
+    assert "| 1 | One | kept, of older code (2026-12-01) |" in again
+
+
+def test_a_page_that_was_written_does_not_make_the_next_item_dirty(
+    items: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "git_commit", lambda root, written: f"{written} of {root.name}")
+    run(items)
+    page = (items["root"] / "docs" / "verification.md").read_text()
+    assert "commit docs/verification*.md of repo, " in page
+
+
 def test_answers_of_transformers_are_kept_by_their_key(tmp_path: Path) -> None:
     context = VerifyContext(tmp_path, tmp_path, "d")
     made: list[int] = []

@@ -21,6 +21,7 @@ from tools.verify.result import Fact, VerifyResult
 
 PACKAGE = ROOT / "modelmill"
 DOCUMENT = ROOT / "docs" / "verification.md"
+PAGES = "docs/verification*.md"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -96,7 +97,7 @@ def _run_item(
     outcome.seconds, outcome.digest = time.perf_counter() - began, current
     outcome.date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     outcome.command = outcome.command or f"python -m tools.verify --only {number}"
-    outcome.commit = git_commit(ROOT) or ""
+    outcome.commit = git_commit(ROOT, written=PAGES) or ""
     outcome.versions, outcome.device = versions(), device()
     result.store(outcome, path)
     context.log(f"item {number}: {'ok' if outcome.ok else 'FAILED'} in {outcome.seconds:.0f} s")

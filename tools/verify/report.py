@@ -61,7 +61,7 @@ def _main_page(items: Items, page_before: str) -> str:
         )
     for number, text in sections.items():
         if len("\n".join(text)) > MAX_SECTION:
-            text = [text[0], "", f"On [a page of its own]({own_page(number)}).", ""]
+            text = [text[0], "", f"On [a page of its own]({own_page(number)}).", "", text[-2], ""]
         lines += text
     return "\n".join(lines).rstrip() + "\n"
 
