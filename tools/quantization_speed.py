@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from tools.performance.rows import read_rows
@@ -71,7 +72,11 @@ def step_rows(file: Path) -> list[Row]:
 
 
 def newest(rows: Sequence[Row], line: SpeedLine) -> Row | None:
-    """The newest row of a line, of kernels as they are; None where it was not measured."""
+    """The newest row of a line, of kernels as they are; None where it was not measured.
+
+    Where its commit has several rows of that day, value and floor are their medians, and the spread
+    is of all.
+    """
     spec = {"shape": line.shape, "weights": line.weights, "kv": line.kv, "batch": line.batch}
     spec["tokens" if line.prefill else "context"] = line.tokens
     spec["figure"] = "step.prefill_ms" if line.prefill else "step.decode_ms"
@@ -83,7 +88,24 @@ def newest(rows: Sequence[Row], line: SpeedLine) -> Row | None:
         and "--quantize-head" not in row["command"]
         and "state" not in row
     ]
-    return max(plain, key=lambda row: row["date"], default=None)
+    last = max(plain, key=lambda row: row["date"], default=None)
+    if last is None:
+        return None
+    code = (last.get("commit"), last["date"][:10])
+    runs = [row for row in plain if (row.get("commit"), row["date"][:10]) == code and code[0]]
+    return last if len(runs) < 2 else {**last, **_over_runs(runs)}
+
+
+def _over_runs(runs: Sequence[Row]) -> dict[str, Any]:
+    """Medians of value and floor, the least and the most of all readings, and how many runs."""
+    fields = [key for key in ("value", "floor_ms") if all(key in row for row in runs)]
+    spreads = [row["spread"] for row in runs if "spread" in row]
+    spread = {
+        side: pick((each[side] for each in spreads), default=0.0)
+        for side, pick in (("min", min), ("max", max))
+    }
+    medians = {key: median(row[key] for row in runs) for key in fields}
+    return {**medians, "spread": spread, "runs": [row["value"] for row in runs]}
 
 
 def table(rows: Sequence[Row]) -> list[str]:
@@ -105,17 +127,26 @@ def table(rows: Sequence[Row]) -> list[str]:
         cell = f"**{row['value']:.3g}**"
         if "spread" in row:
             cell += f" ({row['spread']['min']:.3g} … {row['spread']['max']:.3g})"
-        state = (
-            "" if line.target is None else "reached" if row["value"] <= line.target else "missed"
-        )
+        if "runs" in row:
+            cell += f", {len(row['runs'])} runs"
         cells = (
             what, f"`{line.weights}`", line.kv,
             f"{row['floor_ms']:.3g}" if "floor_ms" in row else "–",
-            "–" if line.target is None else f"{line.target:g}", cell, state,
+            "–" if line.target is None else f"{line.target:g}", cell, _state(row, line.target),
             str(row.get("commit") or "none"),
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _state(row: Row, target: float | None) -> str:
+    """Whether the target is reached, and in how many runs it was missed all the same."""
+    if target is None:
+        return ""
+    if row["value"] > target:
+        return "missed"
+    missed = sum(value > target for value in row.get("runs", ()))
+    return f"reached, missed in {missed}" if missed else "reached"
 
 
 def shown(rows: Sequence[Row]) -> list[Row]:

@@ -48,6 +48,18 @@ def test_a_line_of_the_table(value: float, state: str) -> None:
     )
 
 
+def test_several_runs_of_one_commit_are_a_median_that_names_what_missed() -> None:
+    spread = {"min": 1.3, "max": 3.0}
+    runs = [row(value=1.7, spread=spread), row(value=1.3, floor_ms=1.0)]
+    (line,) = speed.table(runs)[2:]
+    cells = "| 0.95 | 1.6 | **1.5** (1.3 … 3), 2 runs | reached, missed in 1 | abc1234 |"
+    assert line == f"| 1 × 128 | `int4` | auto {cells}"
+    other = row(value=1.2, date="2026-01-03", commit="def5678")
+    assert speed.newest([*runs, other], LINE) == other
+    unnamed = [row(value=value, commit=None) for value in (1.7, 1.3)]
+    assert speed.newest(unnamed, LINE) == unnamed[0], "of unknown code nothing is one state"
+
+
 def test_points_need_both_sides(tmp_path: Path) -> None:
     accuracy = [{"options": "-q int4", "excess": 0.3}, {"options": "-q int8", "excess": 0.001}]
     assert speed.points([row()], accuracy) == [("int4", 1.5, 30.0)]
