@@ -71,6 +71,8 @@ FLOOR_TOLERANCE = 1.02
 FORMATS_WITH_8_BIT_INPUTS = ("fp8", "smoothquant")
 MAX_NUM_SEQS = 256
 """Of both sides, whatever the batch: vLLM's default, from which it chooses its CUDA graphs."""
+BUSY_LOAD = 1.5
+"""Of a core, before a work begins: our own sides, which take turns, load each with 1."""
 CPU_MINUTES = 5.0
 """In which a laptop has a table."""
 FIRST_TOKEN_ROUNDS = 3
@@ -152,6 +154,7 @@ class Suite:
         self.lines: list[MeasuredLine] = []
         self.skipped: list[Skipped] = []
         self._too_slow: set[str] = set()  # peers that were left out of a decode work
+        self._most_load = 0.0
         self._planned = planned
         identity = {**self.made_by, "device": limits.name, "command": self.command}
         unfinished = find_unfinished_run(self.out, identity, planned, datetime.now(UTC))
@@ -180,6 +183,7 @@ class Suite:
                 self.skipped.append(Skipped(f"{shape} {work.name}", reason))
                 continue
             load = round(os.getloadavg()[0], 2)
+            self._most_load = max(self._most_load, load)
             rounds = self.options.rounds * (1 if len(work.outputs) > 1 else FIRST_TOKEN_ROUNDS)
             in_turn = self._sides_in_time(shape, work, sides)
             self.setup.note(f"{shape} {work.name}: {len(in_turn)} sides in turn")
@@ -304,6 +308,12 @@ class Suite:
         if any(floor_text(line.floor, line.figures) == "–" for line in self.lines):
             console.print(
                 "floor –: this machine was busy while its rates were measured", soft_wrap=True
+            )
+        if self._most_load > BUSY_LOAD * self.made_by["host_cores"]:
+            console.print(
+                f"this machine was busy: load {self._most_load:g} on "
+                f"{self.made_by['host_cores']} cores; measure again where it is not",
+                soft_wrap=True,
             )
         skipped = [*skipped, *self.skipped]
         print_skipped(functools.partial(console.print, soft_wrap=True), skipped)

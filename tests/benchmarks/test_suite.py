@@ -96,6 +96,20 @@ def test_one_work_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert [row["work"] for row in rows] == ["first-512"]
 
 
+@pytest.mark.parametrize(("load", "is_busy"), [(1.5, False), (1.6, True)])
+def test_a_busy_machine_is_said(
+    load: float, is_busy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(suite.os, "getloadavg", lambda: (2 * load, 0.0, 0.0))
+    monkeypatch.setattr(suite, "host_facts", lambda: {"host_cores": 2})
+    sides = [FakeSide("modelmill int8", 0.01)]
+    rows = run_cpu_with(sides, tmp_path, monkeypatch, "--only", "first-512")
+    assert rows[0]["load_1m"] == 2 * load
+    line = "this machine was busy: load 3.2 on 2 cores"
+    assert (line in capsys.readouterr().out) == is_busy
+
+
 def test_a_plan_measures_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
