@@ -99,7 +99,7 @@ def render(
         "table": "\n".join([*table(rows), *_provenance(rows)]),
         "texts": "\n".join([*texts.table(judged), *_provenance(judged)]),
         "text sources": "\n".join(texts.sources(judged)),
-        "marks": "\n".join(marks.targets_table(rows)),
+        "marks": "\n".join(marks.targets_table(rows, texts.mean_and_worst(judged))),
         "second table": "\n".join([*table(second), *_provenance(second)]),
         "plot": f"![Size on disk and what it costs]({PLOT.relative_to('docs')})",
         "speed": "\n".join([*speed.table(steps), *_provenance(speed.shown(steps))]),

@@ -34,31 +34,48 @@ W4A8_BUILDS = (
 )
 MAX_RATIO = 2.0  # points that W4A8 may cost over its own weights with inputs as they are
 BEST_INT4 = {128: 34.0, 64: 25.0}
+JUDGED_INT4 = {(128, "gptq"): ("-q int4",), (128, "awq"): ("-q int4 --method awq",)}
+NONE_JUDGED: Mapping[str, tuple[float, float]] = {}
 METHODS = ("gptq", "awq", "awq+gptq")
 TOLERANCE_STEP = 0.01  # per cent are shown in hundredths
 
 
-def targets_table(rows: Sequence[Row]) -> list[str]:
-    """Markdown lines: what, must, measured, and whether it was reached."""
-    lines = ["| what | must | measured | |", "|---|---|---|---|"]
+def targets_table(
+    rows: Sequence[Row], held_back: Mapping[str, tuple[float, float]] = NONE_JUDGED
+) -> list[str]:
+    """Markdown lines: what, must, measured, and whether it was reached; the same on other texts.
+
+    held_back: mean and worst, in per cent, on texts that took no part in choosing anything, by the
+    options of a build. The mean is held against what must be.
+    """
+    lines = ["| what | must | measured | | held back: mean, worst | |", "|---|---|---|---|---|---|"]
+
+    def others(options: Sequence[str], must: float) -> str:
+        judged = next((held_back[each] for each in options if each in held_back), None)
+        if judged is None:
+            return "  |  |"
+        mean, worst = judged
+        return f" {mean:+.2f}, {worst:+.2f} % | {_verdict(mean, must)} |"
+
     for what, options, kv_dtype, must in SINGLE_TARGETS:
         value = _excess(rows, options, kv_dtype)
-        lines.append(_line(f"{what}, over float32", f"≤ +{must:g} %", value, must, "%"))
+        line = _line(f"{what}, over float32", f"≤ +{must:g} %", value, must, "%")
+        lines.append(line + others(options if kv_dtype == "auto" else (), must))
     quantized_inputs, alone = (
         _excess(rows, W4A8_BUILDS, "auto", quantized_inputs) for quantized_inputs in (False, True)
     )
     over = None if quantized_inputs is None or alone is None else quantized_inputs - alone
-    lines.append(
-        _line("rptq W4A8, over its own W4A16", f"≤ {MAX_RATIO:g} points", over, MAX_RATIO, "points")
+    line = _line(
+        "rptq W4A8, over its own W4A16", f"≤ {MAX_RATIO:g} points", over, MAX_RATIO, "points"
     )
+    lines.append(line + others((), MAX_RATIO))
     for group, must in BEST_INT4.items():
         by_method = _int4(rows, group)
         better = {method: excess for method, excess in by_method.items() if method in METHODS}
         best = min(better, key=lambda method: better[method]) if better else None
         what = f"int4, groups of {group}, the best" + (f" ({best})" if best else "")
-        lines.append(
-            _line(what, f"≤ +{must:g} %", None if best is None else better[best], must, "%")
-        )
+        line = _line(what, f"≤ +{must:g} %", None if best is None else better[best], must, "%")
+        lines.append(line + others(JUDGED_INT4.get((group, best or ""), ()), must))
         for method in ("gptq", "awq"):
             if {method, "nearest"} <= set(by_method):
                 nearest = round(by_method["nearest"], 2)
@@ -71,22 +88,21 @@ def targets_table(rows: Sequence[Row]) -> list[str]:
                         nearest - TOLERANCE_STEP,
                         "%",
                     )
+                    + others((), 0.0)
                 )
     return lines
 
 
 def _line(what: str, target: str, measured: float | None, max_value: float, unit: str) -> str:
-    verdict = (
-        ""
-        if measured is None
-        else "reached"
-        if round(measured, 2) <= max_value + TOLERANCE_STEP / 10
-        else "missed"
-    )
+    verdict = "" if measured is None else _verdict(measured, max_value)
     return (
         f"| {what} | {target} | "
         f"{'no row' if measured is None else f'{measured + 0.0:+.2f} {unit}'} | {verdict} |"
     )
+
+
+def _verdict(measured: float, max_value: float) -> str:
+    return "reached" if round(measured, 2) <= max_value + TOLERANCE_STEP / 10 else "missed"
 
 
 def _excess(

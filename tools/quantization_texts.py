@@ -28,11 +28,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     Mean and worst are of the kinds that every build was judged on, so that they are comparable.
     """
     text_kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    builds: dict[str, dict[str, float]] = {}
-    for row in rows:
-        # + 0.0: no "-0.00 %"
-        builds.setdefault(_build(row), {})[row["kind"]] = round(100 * row["excess"], 2) + 0.0
-    shared = [each for each in text_kinds if all(each in costs for costs in builds.values())]
+    builds, shared = _costs(rows)
     lines = [
         f"| build | {' | '.join(text_kinds)} | mean | worst |",
         "|---|" + "---|" * (len(text_kinds) + 2),
@@ -48,6 +44,30 @@ def table(rows: Sequence[Row]) -> list[str]:
         cells += [f"{mean:+.2f} %", f"**{worst(build):+.2f} %**"] if shared else ["", ""]
         lines.append(f"| {build} | {' | '.join(cells)} |")
     return lines
+
+
+def mean_and_worst(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
+    """Per cent over float32 on the kinds that every build was judged on, by a build's options."""
+    builds, shared = _costs(rows)
+    options = {_build(row): str(row["options"] or "-q none") for row in rows if not row.get("note")}
+    return {
+        options[build]: (
+            sum(costs[each] for each in shared) / len(shared),
+            max(costs[each] for each in shared),
+        )
+        for build, costs in builds.items()
+        if build in options and shared
+    }
+
+
+def _costs(rows: Sequence[Row]) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """Per cent over float32 by build and kind, and the kinds that every build was judged on."""
+    builds: dict[str, dict[str, float]] = {}
+    for row in rows:
+        # + 0.0: no "-0.00 %"
+        builds.setdefault(_build(row), {})[row["kind"]] = round(100 * row["excess"], 2) + 0.0
+    text_kinds = dict.fromkeys(row["kind"] for row in rows)
+    return builds, [each for each in text_kinds if all(each in costs for costs in builds.values())]
 
 
 def sources(rows: Sequence[Row]) -> list[str]:

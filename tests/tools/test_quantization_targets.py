@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tools import quantization_targets as marks
@@ -11,19 +12,21 @@ def row(options: str, excess: float, **more: Any) -> dict[str, Any]:
     return {"options": options, "excess": excess, "kv_cache_dtype": "auto", **more}
 
 
-def line_of(what: str, *rows: dict[str, Any]) -> str:
-    (line_text,) = [line for line in marks.targets_table(rows) if line.startswith(f"| {what}")]
-    return (
-        line_text.rpartition(" | ")[0].partition(" | ")[2]
-        + " | "
-        + line_text.rpartition(" | ")[2].rstrip(" |")
-    )
+def line_of(
+    what: str, *rows: dict[str, Any], held_back: Mapping[str, tuple[float, float]] = {}
+) -> str:
+    """The cells behind what: must, measured and verdict; and those of other texts, if any."""
+    lines = marks.targets_table(rows, held_back)
+    (line_text,) = [line for line in lines if line.startswith(f"| {what}")]
+    cells = [cell.strip() for cell in line_text.split("|")[2:-1]]
+    assert len(cells) == 5
+    return " | ".join(cells if any(cells[3:]) else cells[:3])
 
 
 def test_what_has_no_row_says_so() -> None:
     lines = marks.targets_table([])
     assert len(lines) == 2 + len(marks.SINGLE_TARGETS) + 1 + len(marks.BEST_INT4)
-    assert all(line.endswith("| no row |  |") for line in lines[2:])
+    assert all(line.endswith("| no row |  |  |  |") for line in lines[2:])
 
 
 def test_reached_and_missed() -> None:
@@ -31,6 +34,19 @@ def test_reached_and_missed() -> None:
     assert line_of("int8,", row("-q int8", 0.0035)) == "≤ +0.3 % | +0.35 % | missed"
     assert line_of("int8,", row("-q int8", 0.0025, kv_cache_dtype="int8")).endswith("no row | ")
     assert line_of("GGUF", row("-q keep", -1e-9)) == "≤ +0 % | +0.00 % | reached"
+
+
+def test_the_mean_on_other_texts_is_held_against_the_same_mark() -> None:
+    held_back = {"-q int8": (0.36, 0.75), "-q fp8": (1.71, 2.97), "-q int4": (11.62, 20.09)}
+    measured = row("-q int8", 0.0025)
+    line = line_of("int8,", measured, held_back=held_back)
+    assert line == "≤ +0.3 % | +0.25 % | reached | +0.36, +0.75 % | missed"
+    line = line_of("fp8,", held_back=held_back)
+    assert line == "≤ +2.5 % | no row |  | +1.71, +2.97 % | reached"
+    gptq = row("", 0.1, recipe="int4", group=128, method="gptq")
+    line = line_of("int4, groups of 128, the best (gptq)", gptq, held_back=held_back)
+    assert line.endswith("reached | +11.62, +20.09 % | reached")
+    assert line_of("KV cache", held_back={"-q none": (0.0, 0.0)}).endswith("no row | ")
 
 
 def test_w4a8_is_compared_with_its_own_weights() -> None:
