@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from modelmill.accept.error_metrics import compare_tensors
+from modelmill.accept.error_metrics import compare_tensors, incomparable_metrics
 from modelmill.accept.quantized_reference import language_model_weight_formats
 from modelmill.accept.reference import LayerTrace, NonLayerTrace, ReferenceModel
 from modelmill.accept.reference_trace import (
@@ -52,6 +52,8 @@ from modelmill.runtime.engine_core import EngineCore
 
 # Rows of the probe for which the final norm and the head are checked: a vocabulary is wide.
 HEAD_ROWS = 12
+CLAMP = "clamp"
+"""The op of modules that bound values."""
 
 
 class ModuleCheck:
@@ -155,16 +157,18 @@ class ModuleCheck:
         self._run_with_hooks(before, None)
 
     def check_norm_eps(self) -> None:
-        """Check every norm, including QK norms, on inputs of the size of √eps."""
+        """Check every norm, including QK norms, on inputs of the size of √eps.
+
+        The bounds of q, k and v are checked on inputs beyond them, which the text's may never be.
+        """
         eps, dtype = self.reference.eps, getattr(torch, self.dtype)
 
-        def tiny(width: int) -> torch.Tensor:
+        def tiny(width: int, size: float = eps**0.5) -> torch.Tensor:
             generator = torch.Generator().manual_seed(17)
-            return (
-                (torch.randn(len(self.ids), width, generator=generator) * eps**0.5)
-                .to(dtype)
-                .float()
-            )
+            return (torch.randn(len(self.ids), width, generator=generator) * size).to(dtype).float()
+
+        bound = self.reference.qkv_bound
+        unbounded = set() if bound is None else self._layers_with_pages()
 
         def tiny_rows(like: torch.Tensor) -> torch.Tensor:
             """Of a norm with several rows a token."""
@@ -174,6 +178,8 @@ class ModuleCheck:
             module = self._module_spec(name)
             if name == "norm" or (isinstance(module, NormSpec) and len(module.reads) > 1):
                 return norm_args_summing_to(tiny(args[0].shape[1])[: len(args[0])], args)
+            if module is not None and module.op == CLAMP and bound is not None:
+                return cast_like(tiny(args[0].shape[1], bound), args[0]), *args[1:]
             if isinstance(module, NormSpec | QueryRopeSpec):
                 return cast_like(tiny(args[0].shape[1]), args[0]), *args[1:]
             if self._is_norm_outside_layers(name):
@@ -191,6 +197,12 @@ class ModuleCheck:
                 self._compare_and_record(
                     f"{name}.eps", layer, f"{part}.eps", "norm", normed, expected
                 )
+            elif module is not None and module.op == CLAMP and bound is not None:
+                unbounded.discard(layer)
+                expected = tiny(output.shape[1], bound).clamp(-bound, bound)
+                self._compare_and_record(
+                    f"{name}.bound", layer, f"{part}.bound", module.arithmetic, output, expected
+                )
             elif self._is_norm_outside_layers(name):
                 expected = self.reference.run_norm(None, name, tiny_rows(args[0]))
                 self._compare_and_record(
@@ -207,6 +219,16 @@ class ModuleCheck:
                     )
 
         self._run_with_hooks(before, after)
+        for layer in sorted(unbounded):
+            metrics = incomparable_metrics(f"layers.{layer}.attn.qkv_clip")
+            limits = module_bound("residual", self.dtype)
+            self.findings.append(
+                ToleranceCheckResult(metrics.name, layer, "attn.qkv_clip", metrics, limits)
+            )
+
+    def _layers_with_pages(self) -> set[int]:
+        """Return the layers that keep keys and values."""
+        return {i for i, spec in enumerate(self.specs) if any(spec.modules_of_type(RopeCacheSpec))}
 
     def _run_with_hooks(self, before: Callable[..., Any], after: Callable[..., Any] | None) -> None:
         head_rows = frozenset(self.head_rows)
@@ -246,11 +268,34 @@ class ModuleCheck:
             lookup_reference_value(self.specs[layer], value, trace, reference_trace.stream)
             for value in module.reads
         ]
+        self._compare_module_inputs(layer, module, args, values)
         replaced = [
             arg if value is None else cast_like(value, arg)
             for value, arg in zip(values, args, strict=False)
         ]
         return *replaced, *args[len(replaced) :]
+
+    def _compare_module_inputs(
+        self,
+        layer: int,
+        module: ModuleSpec,
+        args: tuple[Any, ...],
+        expected: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Compare what a module was given, with the bound of the module that has to write it.
+
+        Each module is right on the reference's inputs also where one between them is left out, or
+        reads another's output; the bound of a whole layer may hide it where activations are
+        rounded.
+        """
+        for value, arg, right in zip(module.reads, args, expected, strict=False):
+            if right is not None and right.numel() == arg.numel():
+                writer = self.specs[layer].writer_by_value[value]
+                self._compare_and_record(
+                    f"layers.{layer}.{module.path}.input.{value}", layer, f"{module.path}.input",
+                    writer.arithmetic, arg.reshape(right.shape), right,
+                    f"layers.{layer}.{writer.path}",
+                )  # fmt: skip
 
     def _substitute_reference_routing(
         self, name: str, args: tuple[Any, ...]

@@ -165,7 +165,9 @@ FAULTS: dict[str, planted.PlantedFault] = {
     "YaRN's trained length": rope(with_scaling(original_max_position_embeddings=32)),
     "norm of keys' vector forgotten": planted.module_fault(LatentNorm, pass_through, NORM),
     "norm over the rotated key, too": planted.module_fault(LatentNorm, norm_over_all, NORM),
-    "norm of keys' vector not used": planted.module_fault(LatentAttention, norm_bypassed, "layer"),
+    "norm of keys' vector not used": planted.module_fault(
+        LatentAttention, norm_bypassed, "attn.rope_cache.input"
+    ),
     "norm of queries' vector forgotten": planted.module_fault(
         NormWithoutResidual, pass_through, "attn.q_a_norm"
     ),

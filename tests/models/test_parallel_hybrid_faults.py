@@ -64,7 +64,7 @@ FAULTS: dict[str, PlantedFault] = {
     "recurrence forgotten": branches(lambda attention, mamba: attention),
     "mean of the branches": branches(lambda attention, mamba: (attention + mamba) / 2),
     "recurrence behind the attention": module_fault(
-        ParallelHybridLayer, one_behind_the_other, "layer"
+        ParallelHybridLayer, one_behind_the_other, "mamba.in_proj.input"
     ),
     "input multiplier of attention forgotten": multipliers(QKV, attention_in=1.0),
     "output multiplier of attention forgotten": multipliers("attn.o_proj", attention_out=1.0),

@@ -92,10 +92,16 @@ class LayerRecorder:
 
 
 class ReferenceModel(ABC):
-    """One checkpoint, computed plainly; families define the weights and the layer."""
+    """One checkpoint, computed plainly; families define the weights and the layer.
+
+    Attributes:
+        qkv_bound: of the absolute values of q, k and v behind their norms, or None.
+    """
 
     HEAD = HEAD_WEIGHT
     """The source name of a head of its own."""
+
+    qkv_bound: float | None = None
 
     num_layers: int
     hidden_size: int

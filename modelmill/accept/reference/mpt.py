@@ -43,7 +43,7 @@ class MptReference(Gpt2NamesReference):
         self.norm_paths = {"input_norm": "norm_1", "mlp_norm": "norm_2"}
         if attention.get("softmax_scale") is not None:
             self.score_scale = float(attention["softmax_scale"])
-        self.clip = attention.get("clip_qkv")
+        self.qkv_bound = attention.get("clip_qkv")
         self.alibi_slopes = alibi_slopes(
             self.num_heads, float(attention.get("alibi_bias_max") or 8)
         )
@@ -60,8 +60,8 @@ class MptReference(Gpt2NamesReference):
         """Run a layer's attention; q, k and v may be bounded."""
         del prompt_length
         parts = [r.linear(name, normed) for name in "qkv"]
-        if self.clip is not None:
-            bound = float(self.clip)
+        if self.qkv_bound is not None:
+            bound = float(self.qkv_bound)
             parts = [
                 r.record(f"{name}_clipped", part.clamp(-bound, bound), part)
                 for name, part in zip("qkv", parts, strict=True)

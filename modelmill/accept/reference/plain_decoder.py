@@ -108,7 +108,6 @@ class PlainDecoderReference(ReferenceModel):
         mlp_norm: in a parallel layer, whether the MLP has a norm of its own.
         score_softcap: bound of the attention scores, or None.
         alibi_slopes: of each head, or None.
-        qkv_bound: of the absolute values of q, k and v behind their norms, or None.
     """
 
     EMBEDDING = "model.embed_tokens.weight"
@@ -146,7 +145,6 @@ class PlainDecoderReference(ReferenceModel):
         self.mlp_norm = False
         self.score_softcap: float | None = None
         self.alibi_slopes: list[float] | None = None
-        self.qkv_bound: float | None = None
         self.layer: Callable[[int, LayerRecorder, Tensor, int], None] = self.pre_norm_layer
 
     def read_config_int(self, *keys: str) -> int:
