@@ -31,6 +31,7 @@ from modelmill.accept.sequence_logits_check import (
     recheck_with_amplified_bound,
 )
 from modelmill.accept.static_range_check import static_range_report
+from modelmill.accept.step_embeddings import StepEmbeddings
 from modelmill.accept.tolerance_check_result import ToleranceCheckResult
 from modelmill.accept.unused_tensors import (
     add_unused_tensors_to_report,
@@ -193,8 +194,12 @@ def _compare_with_reference(
     module_check.check_norm_eps()
     on_stage("sequences")
     streams = [last, *module_check.other_streams]
-    whole = _check_whole_sequences(engine_core, reference, split, streams, module_check, rounding)
+    embeddings = StepEmbeddings(checkpoint_reference, sequences, manifest.max_model_len)
+    whole = _check_whole_sequences(
+        engine_core, reference, split, streams, module_check, rounding, embeddings
+    )
     findings = [
+        *embeddings.findings(dtype),
         *check_embedding_tables(checkpoint_reference, model, dtype),
         *check_rotary_by_length(checkpoint_reference, model),
     ]
@@ -222,6 +227,7 @@ def _check_whole_sequences(
     streams: list[torch.Tensor],
     module_check: ModuleCheck,
     rounding: QuantizedLayersCheck | None,
+    embeddings: StepEmbeddings,
 ) -> dict[str, Any]:
     """Check free runs, and again where only rounding may be amplified.
 
@@ -232,6 +238,7 @@ def _check_whole_sequences(
         streams: the reference's final residual streams.
         module_check: the check of the modules, which has run.
         rounding: that of a quantized engine's layers.
+        embeddings: records the steps' embeddings.
     """
     exact = None
     if rounding is not None:
@@ -241,8 +248,9 @@ def _check_whole_sequences(
             exact = (checkpoint_reference, rounding.residual_streams)
     ids, starts = (list(each) for each in zip(*split, strict=True))
     whole = check_sequence_logits(
-        engine_core, reference, ids, starts, streams, exact, module_check.routings
-    )
+        engine_core, reference, ids, starts, streams, exact, module_check.routings,
+        embeddings=embeddings,
+    )  # fmt: skip
     if whole["ok"] or not all(each.is_within_bound for each in module_check.findings):
         return whole
     if rounding is not None and exact is None:

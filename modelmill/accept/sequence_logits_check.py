@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from modelmill.accept.rounding_amplification import (
     RoundingAmplification,
     measure_rounding_amplification,
 )
+from modelmill.accept.step_embeddings import StepEmbeddings
 from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.accept.tolerances import (
     LogitsBound,
@@ -58,6 +59,7 @@ def check_sequence_logits(
     checkpoint_reference: tuple[ReferenceModel, list[Tensor]] | None = None,
     routings: Mapping[int, list[Tensor]] | None = None,
     rounding: RoundingAmplification | None = None,
+    embeddings: StepEmbeddings | None = None,
 ) -> dict[str, Any]:
     """Compare free runs in one batch with the reference's logits.
 
@@ -72,6 +74,7 @@ def check_sequence_logits(
         routings: the experts that the reference chose for each sequence, by layer; the engine takes
             them, since near a tie rounding decides between two experts, and no bound holds.
         rounding: how much this model's logits amplify it (rounding_amplification.py).
+        embeddings: records the steps' embeddings.
 
     Returns:
         All numbers, what is "broken", and whether it is "ok".
@@ -82,7 +85,8 @@ def check_sequence_logits(
     ]
     right = _reference_logits(reference, streams, rows)
     scorer = TeacherForcedScorer(engine_core)
-    with use_reference_routing(scorer, routings or {}):
+    recorded = nullcontext() if embeddings is None else embeddings.recorded(scorer)
+    with use_reference_routing(scorer, routings or {}), recorded:
         actual = _engine_logits(scorer, ids, prompt_lengths, rows).to(right.device)
     row = compare_logits("logits", actual, right)
     amplification = 1.0 if rounding is None else rounding.amplification
