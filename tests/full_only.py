@@ -546,6 +546,99 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
             )
         ),
     ),
+    "tests/models/test_qkv_clip_faults.py": (
+        *FURTHER_ENGINES_OF_FAULTS,
+        "test_a_bound_that_no_text_reaches[*-bfloat16-*",
+        *(
+            f"test_a_bound_that_no_text_reaches[*-float32-{recipe}]"
+            for recipe in ("int8", "fp8", "int4", "smoothquant", "rptq")
+        ),
+        "test_a_right_engine_with_such_a_bound_is_accepted[*-olmoe]",
+        *(
+            f"test_a_planted_fault_is_refused_by_name[{fault}*"
+            for fault in (
+                "0",
+                "a ",
+                "behind",
+                "bound",
+                "heads",
+                "in front of the p",
+                "keys",
+                "no ",
+                "queries",
+                "rows",
+                "the",
+                "values l",
+            )
+        ),
+    ),
+    "tests/models/test_normed_head_faults.py": (
+        *FURTHER_ENGINES_OF_FAULTS,
+        *(
+            f"test_a_planted_fault_is_refused_by_name[{fault}*"
+            for fault in (
+                "all",
+                "an",
+                "as",
+                "cosines",
+                "embeddings",
+                "halves",
+                "largest",
+                "logits",
+                "multiplied",
+                "norm",
+                "ro",
+                "s",
+                "the",
+            )
+        ),
+    ),
+    "tests/models/test_learned_position_faults.py": (
+        *FURTHER_ENGINES_OF_FAULTS,
+        "test_a_fault_of_some_steps_is_refused_by_name[positions*",
+        "test_a_fault_of_some_steps_is_refused_by_name[counted from*",
+        "test_a_fault_of_some_steps_is_refused_by_name[decoded at*",
+        *(
+            f"test_a_planted_fault_is_refused_by_name[{fault}*"
+            for fault in (
+                "counted",
+                "every",
+                "from row 0",
+                "from row 3",
+                "half",
+                "multiplied",
+                "no",
+                "positions",
+                "rotated",
+                "rows",
+                "sines",
+                "the",
+                "tokens",
+            )
+        ),
+    ),
+    "tests/models/test_partial_rotary_faults.py": (
+        *FURTHER_ENGINES_OF_FAULTS,
+        *(
+            f"test_a_planted_fault_is_refused_by_name[{fault}*"
+            for fault in (
+                "a ",
+                "all",
+                "angles",
+                "b",
+                "c",
+                "exponents from",
+                "exponents of pairs",
+                "half",
+                "keys",
+                "n",
+                "queries",
+                "slowest",
+                "the",
+                "values",
+            )
+        ),
+    ),
     "tests/models/test_differential_attention_faults.py": (
         *FURTHER_ENGINES_OF_FAULTS,
         *(
