@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from modelmill.core.errors import CheckpointError
@@ -174,6 +174,31 @@ def require_value(raw: RawConfig, key: str, allowed: tuple[Any, ...], default: A
             f"config.json: {key}={quote(value, 60)} is not supported (supported: "
             f"{', '.join(map(repr, allowed))})"
         )
+
+
+def layer_list(
+    raw: RawConfig, key: str, layers: int, is_known: Callable[[Any], bool], meaning: str
+) -> list[Any] | None:
+    """A list with a value for each layer; None where the key is absent.
+
+    Args:
+        raw: The config.
+        key: The list's name.
+        layers: How many there are.
+        is_known: Whether a value is one that it may have.
+        meaning: What these values are, for the message.
+
+    Raises:
+        CheckpointError: for other values, and another number of layers.
+    """
+    values = raw.get(key)
+    known = isinstance(values, list) and all(map(is_known, values))
+    if values is not None and (not known or len(values) != layers):
+        raise CheckpointError(
+            f"config.json: {key} must be a list of {meaning} for each of {layers} layers, not "
+            f"{quote(values, 60)}"
+        )
+    return values
 
 
 ACTIVATION_NAMES = {

@@ -5,7 +5,9 @@ from __future__ import annotations
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.core.read_tracking_config import RawConfig
-from modelmill.models._hf_config import exact_quotient, positive_int
+from modelmill.models._hf_config import exact_quotient, positive_int, read_boolean
+from modelmill.nn.decoder import DecoderConfig
+from modelmill.nn.mamba2 import Mamba2Spec
 
 MAX_CONV_WIDTH, MAX_HEAD_DIM = 64, 1024
 
@@ -71,6 +73,35 @@ def read_mamba_head_sizes(
     count = positive_int(raw, keys[2], default=groups)
     exact_quotient(keys[0], heads, keys[2], count)
     return heads, dim, count
+
+
+def hybrid_mamba_spec(
+    raw: RawConfig,
+    config: DecoderConfig,
+    inner: int | None = None,
+    inner_name: str = "the expanded hidden_size",
+    **switches: bool,
+) -> Mamba2Spec:
+    """The recurrence of a hybrid, from the keys that begin with ``mamba_``.
+
+    Args:
+        raw: The config.
+        config: The decoder's sizes.
+        inner: Channels of all heads; None: ``mamba_expand`` times those of the stream.
+        inner_name: What they are in config.json.
+        switches: Further fields of Mamba2Spec.
+    """
+    expanded = config.hidden * positive_int(raw, "mamba_expand", default=2)
+    keys = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups")
+    heads, dim, groups = read_mamba_head_sizes(
+        raw, expanded if inner is None else inner, keys, groups=1, inner_name=inner_name
+    )
+    return Mamba2Spec(
+        config.hidden, heads, dim, positive_int(raw, "mamba_d_state", default=256, max_value=1024),
+        groups, conv_width(raw, "mamba_d_conv"), config.eps,
+        read_boolean(raw, "mamba_proj_bias", False), read_boolean(raw, "mamba_conv_bias", True),
+        time_step_limit(raw), **switches,
+    )  # fmt: skip
 
 
 def time_step_limit(raw: RawConfig) -> tuple[float, float]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.core.read_tracking_config import RawConfig
-from modelmill.models._hf_config import positive_float, positive_int, read_boolean
+from modelmill.models._hf_config import layer_list, positive_float, positive_int, read_boolean
 from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._rename_rules import CheckpointLayout, SourceTensors
 from modelmill.nn.decoder import DecoderConfig
@@ -154,11 +154,15 @@ def group_limited_router(raw: RawConfig, defaults: RouterConfig) -> RouterConfig
 
 
 def moe_spec_with_shared_experts(
-    config: DecoderConfig, router: RouterConfig, inner: int, num_shared: int
+    config: DecoderConfig, router: RouterConfig, inner: int, num_shared: int, *, bias: bool = False
 ) -> MoESpec:
-    """Experts of ``inner`` channels, and shared ones as one MLP of ``num_shared`` times as many."""
+    """Experts of ``inner`` channels, and shared ones as one MLP of ``num_shared`` times as many.
+
+    bias: whether the shared ones have biases.
+    """
     expert = MLPSpec(config.hidden, inner, activation=config.activation)
-    return MoESpec(router, expert, replace(expert, inner=num_shared * inner))
+    shared = replace(expert, inner=num_shared * inner, bias=bias) if num_shared else None
+    return MoESpec(router, expert, shared)
 
 
 def leading_dense_layers(raw: RawConfig, layers: int, default: int) -> frozenset[int]:
@@ -183,15 +187,10 @@ def dense_layers_by_mlp_type(raw: RawConfig, layers: int, *, dense: int) -> froz
     Raises:
         CheckpointError: for other types than "dense" and "sparse", or another number of layers.
     """
-    types = raw.get("mlp_layer_types")
+    is_known = ("dense", "sparse").__contains__
+    types = layer_list(raw, "mlp_layer_types", layers, is_known, "'dense' or 'sparse'")
     if types is None:
         return frozenset(range(min(dense, layers)))
-    known = isinstance(types, list) and all(each in ("dense", "sparse") for each in types)
-    if not known or len(types) != layers:
-        raise CheckpointError(
-            f"config.json: mlp_layer_types must say 'dense' or 'sparse' of each of {layers} "
-            f"layers, not {quote(types, 60)}"
-        )
     return frozenset(layer for layer, each in enumerate(types) if each == "dense")
 
 

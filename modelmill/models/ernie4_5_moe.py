@@ -7,24 +7,18 @@ from dataclasses import replace
 from modelmill.core.errors import CheckpointError
 from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common, ernie4_5
-from modelmill.models._hf_config import (
-    linear_bias_fields,
-    non_negative_float,
-    positive_int,
-    read_activation,
-)
+from modelmill.models._hf_config import linear_bias_fields, non_negative_float, positive_int
 from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._moe_config import (
     EXPERT_NAMES,
     MAX_EXPERTS,
     SELECTION_BIASES,
     SHARED_EXPERT_NAMES,
+    moe_spec_with_shared_experts,
 )
 from modelmill.models._rename_rules import IGNORED_BUFFERS, CheckpointLayout, SourceTensors
 from modelmill.nn.decoder import Decoder, DecoderConfig
-from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import RouterConfig
-from modelmill.nn.moe_spec import MoESpec
 
 Model = Decoder
 BIAS = SourceTensors(("mlp.moe_statics.e_score_correction_bias",), "flatten")  # [1, E]
@@ -43,12 +37,10 @@ FLOAT32_TENSORS = SELECTION_BIASES
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Ernie4_5_MoeConfig."""
     biases = linear_bias_fields(raw, "use_bias", False)
-    act, biased = read_activation(raw, "hidden_act", "silu"), biases["mlp_bias"]
     config = _llama_common.config_from_hf(
         raw,
-        replace(ernie4_5.DEFAULTS, kv_heads=4, head_dim=None, activation=None),
-        activation=act,
-        head_bias=biased,
+        replace(ernie4_5.DEFAULTS, kv_heads=4, head_dim=None),
+        head_bias=biases["mlp_bias"],
         **biases,
     )
     if non_negative_float(raw, "moe_norm_min", default=1e-12) > 1e-6:  # below every real sum
@@ -58,14 +50,12 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     top_k = positive_int(raw, "moe_k", "num_experts_per_tok", default=6, max_value=experts)
     router = RouterConfig(experts, top_k, selection_bias=True)
     inner = positive_int(raw, "moe_intermediate_size", default=1536)
-    shared = None
+    shared = 0
     if raw.get("moe_num_shared_experts") != 0:
-        count = positive_int(raw, "moe_num_shared_experts", default=2, max_value=64)
-        shared = MLPSpec(config.hidden, count * inner, activation=act, bias=biased)
-    expert = MLPSpec(config.hidden, inner, activation=act)
+        shared = positive_int(raw, "moe_num_shared_experts", default=2, max_value=64)
     return replace(
         config,
-        moe=MoESpec(router, expert, shared),
+        moe=moe_spec_with_shared_experts(config, router, inner, shared, bias=config.mlp_bias),
         dense_layers=_dense_layers(raw, config.layers),
     )
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from modelmill.core.errors import CheckpointError
-from modelmill.core.quoting import quote
 from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _moe_config, exaone4
-from modelmill.models._hf_config import positive_int
+from modelmill.models._hf_config import layer_list, positive_int
 from modelmill.models._moe_config import dense_layers_by_mlp_type
 from modelmill.models._rename_rules import IGNORED_BUFFERS, SourceTensors
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -51,18 +50,12 @@ def _dense_layers(raw: RawConfig, layers: int) -> frozenset[int]:
         CheckpointError: for a list of other values, or of another length.
     """
     first = _moe_config.leading_dense_layers(raw, layers, 1)
-    dense, marks = dense_layers_by_mlp_type(raw, layers, dense=len(first)), raw.get("is_moe_layer")
+    dense = dense_layers_by_mlp_type(raw, layers, dense=len(first))
+    marks = layer_list(
+        raw, "is_moe_layer", layers, lambda mark: type(mark) is bool, "true or false"
+    )
     if marks is None:
         return dense
-    if (
-        not isinstance(marks, list)
-        or len(marks) != layers
-        or not all(type(each) is bool for each in marks)
-    ):
-        raise CheckpointError(
-            f"config.json: is_moe_layer must be a list of true or false for each of {layers} "
-            f"layers, not {quote(marks, 60)}"
-        )
     marked = frozenset(layer for layer, each in enumerate(marks) if not each)
     if raw.get("mlp_layer_types") is not None and marked != dense:
         raise CheckpointError(

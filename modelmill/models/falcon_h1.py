@@ -19,15 +19,9 @@ from modelmill.models._hf_config import (
     read_factor,
 )
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
-from modelmill.models._mamba_config import (
-    conv_width,
-    mamba_checkpoint_names,
-    read_mamba_head_sizes,
-    time_step_limit,
-)
+from modelmill.models._mamba_config import hybrid_mamba_spec, mamba_checkpoint_names
 from modelmill.models._rename_rules import CheckpointLayout
-from modelmill.nn.decoder import Decoder, DecoderConfig
-from modelmill.nn.mamba2 import Mamba2Spec
+from modelmill.nn.decoder import Decoder
 from modelmill.nn.parallel_hybrid_layer import ParallelHybridLayer, attn_to_mamba_path
 
 Model = Decoder
@@ -63,27 +57,17 @@ def config_from_hf(raw: RawConfig) -> FalconH1Config:
         embedding_scale=read_factor(raw, "embedding_multiplier"),
         logit_scale=read_factor(raw, "lm_head_multiplier"),
     )
-    fields = vars(replace(config, parallel_recurrence=_mamba_spec(raw, config)))
-    return FalconH1Config(**fields, multipliers=read_multipliers(raw))
-
-
-def _mamba_spec(raw: RawConfig, config: DecoderConfig) -> Mamba2Spec:
-    """The recurrence, from the keys that begin with ``mamba_``."""
-    expanded = config.hidden * positive_int(raw, "mamba_expand", default=2)
     raw = overlay_config(raw, {"mamba_d_ssm": 1024})
-    inner, name = expanded, "the expanded hidden_size"
+    sizes: tuple[int, str] | tuple[()] = ()
     if raw["mamba_d_ssm"] is not None:
-        inner, name = positive_int(raw, "mamba_d_ssm"), "mamba_d_ssm"
-    keys = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups")
-    heads, dim, groups = read_mamba_head_sizes(raw, inner, keys, groups=1, inner_name=name)
-    return Mamba2Spec(
-        config.hidden, heads, dim, positive_int(raw, "mamba_d_state", default=256, max_value=1024),
-        groups, conv_width(raw, "mamba_d_conv"), config.eps,
-        read_boolean(raw, "mamba_proj_bias", False), read_boolean(raw, "mamba_conv_bias", True),
-        time_step_limit(raw), out_bias=read_boolean(raw, "projectors_bias", False),
+        sizes = positive_int(raw, "mamba_d_ssm"), "mamba_d_ssm"
+    mamba = hybrid_mamba_spec(
+        raw, config, *sizes, out_bias=read_boolean(raw, "projectors_bias", False),
         norm=read_boolean(raw, "mamba_rms_norm", False),
         norm_first=read_boolean(raw, "mamba_norm_before_gate", True),
     )  # fmt: skip
+    fields = vars(replace(config, parallel_recurrence=mamba))
+    return FalconH1Config(**fields, multipliers=read_multipliers(raw))
 
 
 def rename_rules(config: FalconH1Config) -> list[Rule]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import granite
-from modelmill.models._hf_config import config_object, num_layers
+from modelmill.models._hf_config import config_object, layer_list, num_layers
 from modelmill.models._llama_common import CHECKPOINT_NAMES, windows_except_every_nth
 from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -26,10 +27,9 @@ DEFAULTS = {
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GraniteSWAConfig."""
     raw, layers = overlay_config(raw, DEFAULTS), num_layers(raw, "num_hidden_layers")
-    windows, bases = (
-        windows_except_every_nth(FULL_EVERY, raw, layers),
-        _layer_rope_thetas(raw, layers),
-    )
+    windows = windows_except_every_nth(FULL_EVERY, raw, layers)
+    # without the list all layers rotate
+    bases = layer_list(raw, "layer_rope_theta", layers, _is_base, "bases, or 0,") or []
     slides = [window is not None for window in windows] or [False] * layers
     full = _common_rope_theta([base for base, each in zip(bases, slides) if not each])
     local = _common_rope_theta([base for base, each in zip(bases, slides) if each])
@@ -43,22 +43,9 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     )
 
 
-def _layer_rope_thetas(raw: RawConfig, layers: int) -> list[float]:
-    """``layer_rope_theta``: a base for each layer that rotates, 0 for others; []: all rotate.
-
-    Raises:
-        CheckpointError: for what is no base, or another number of layers.
-    """
-    bases = raw.get("layer_rope_theta")
-    if bases is None:
-        return []
-    numbers = isinstance(bases, list) and all(type(each) in (int, float) for each in bases)
-    if not numbers or len(bases) != layers or min(bases) < 0:
-        raise CheckpointError(
-            f"config.json: layer_rope_theta must have a base, or 0, for each of {layers} layers, "
-            f"not {quote(bases, 60)}"
-        )
-    return list(bases)
+def _is_base(value: Any) -> bool:
+    """Whether a layer rotates by this base, or by none where it is 0."""
+    return type(value) in (int, float) and value >= 0
 
 
 def _common_rope_theta(bases: list[float]) -> float | None:

@@ -7,19 +7,13 @@ from dataclasses import replace
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import granite
-from modelmill.models._hf_config import positive_int, read_boolean, require_value
+from modelmill.models._hf_config import positive_int, require_value
 from modelmill.models._hybrid_config import recurrent_layers
 from modelmill.models._llama_common import CHECKPOINT_NAMES
-from modelmill.models._mamba_config import (
-    conv_width,
-    mamba_checkpoint_names,
-    read_mamba_head_sizes,
-    time_step_limit,
-)
+from modelmill.models._mamba_config import hybrid_mamba_spec, mamba_checkpoint_names
 from modelmill.models._moe_config import SHARED, STACKED_EXPERT_NAMES, router_config
 from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
-from modelmill.nn.mamba2 import Mamba2Spec
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
@@ -57,21 +51,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         config = replace(config, moe=MoESpec(router, expert, common))
     types = raw.get("layer_types") or raw.get("layers_block_type") or ["mamba"] * config.layers
     recurrent = recurrent_layers(types, config.layers)
-    return replace(config, recurrence=_mamba_spec(raw, config), recurrent_layers=recurrent)
-
-
-def _mamba_spec(raw: RawConfig, config: DecoderConfig) -> Mamba2Spec:
-    """The recurrence, from the keys that begin with ``mamba_``."""
-    inner = config.hidden * positive_int(raw, "mamba_expand", default=2)
-    heads, dim, groups = read_mamba_head_sizes(
-        raw, inner, ("mamba_n_heads", "mamba_d_head", "mamba_n_groups"), groups=1
-    )
-    return Mamba2Spec(
-        config.hidden, heads, dim, positive_int(raw, "mamba_d_state", default=256, max_value=1024),
-        groups, conv_width(raw, "mamba_d_conv"), config.eps,
-        read_boolean(raw, "mamba_proj_bias", False), read_boolean(raw, "mamba_conv_bias", True),
-        time_step_limit(raw),
-    )  # fmt: skip
+    return replace(config, recurrence=hybrid_mamba_spec(raw, config), recurrent_layers=recurrent)
 
 
 def rename_rules(config: DecoderConfig) -> list[Rule]:

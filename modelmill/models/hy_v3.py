@@ -58,9 +58,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     )
     inner = positive_int(raw, "moe_intermediate_size", "expert_hidden_dim", default=1536)
     shared = positive_int(raw, "num_shared_experts", default=1, max_value=64)
-    moe = moe_spec_with_shared_experts(config, router, inner, shared)
-    assert moe.shared is not None, "one expert of every token"
-    moe = replace(moe, shared=replace(moe.shared, bias=config.mlp_bias))
+    moe = moe_spec_with_shared_experts(config, router, inner, shared, bias=config.mlp_bias)
     return replace(
         config, moe=moe, dense_layers=dense_layers_by_mlp_type(raw, config.layers, dense=1)
     )

@@ -7,11 +7,11 @@ from dataclasses import replace
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.core.read_tracking_config import RawConfig
-from modelmill.models import lfm2
+from modelmill.models import _lfm2_config
 from modelmill.models._hf_config import positive_float, positive_int, read_boolean
+from modelmill.models._lfm2_config import NAMES, hybrid_config
 from modelmill.models._moe_config import SELECTION_BIASES, router_config
 from modelmill.models._rename_rules import CheckpointLayout, SourceTensors
-from modelmill.models.lfm2 import NAMES, hybrid_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import SIGMOID
@@ -28,8 +28,8 @@ LAYOUT = CheckpointLayout(
     norm="model.embedding_norm",
     tensors={"mlp.routing.selection_bias": SourceTensors(("feed_forward.expert_bias",))},
 )
-SUPPORTED_VALUES = lfm2.SUPPORTED_VALUES
-UNUSED_CONFIG_KEYS = lfm2.UNUSED_CONFIG_KEYS
+SUPPORTED_VALUES = _lfm2_config.SUPPORTED_VALUES
+UNUSED_CONFIG_KEYS = _lfm2_config.UNUSED_CONFIG_KEYS
 FLOAT32_TENSORS = SELECTION_BIASES
 
 
