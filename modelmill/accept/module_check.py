@@ -9,7 +9,7 @@ wrong eps shows in any dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -167,8 +167,7 @@ class ModuleCheck:
             generator = torch.Generator().manual_seed(17)
             return (torch.randn(len(self.ids), width, generator=generator) * size).to(dtype).float()
 
-        bound = self.reference.qkv_bound
-        unbounded = set() if bound is None else self._layers_with_pages()
+        bound, bounded = self.reference.qkv_bound, set[int | None]()
 
         def tiny_rows(like: torch.Tensor) -> torch.Tensor:
             """Of a norm with several rows a token."""
@@ -198,7 +197,7 @@ class ModuleCheck:
                     f"{name}.eps", layer, f"{part}.eps", "norm", normed, expected
                 )
             elif module is not None and module.op == CLAMP and bound is not None:
-                unbounded.discard(layer)
+                bounded.add(layer)
                 expected = tiny(output.shape[1], bound).clamp(-bound, bound)
                 self._compare_and_record(
                     f"{name}.bound", layer, f"{part}.bound", module.arithmetic, output, expected
@@ -219,16 +218,18 @@ class ModuleCheck:
                     )
 
         self._run_with_hooks(before, after)
-        for layer in sorted(unbounded):
-            metrics = incomparable_metrics(f"layers.{layer}.attn.qkv_clip")
-            limits = module_bound("residual", self.dtype)
-            self.findings.append(
-                ToleranceCheckResult(metrics.name, layer, "attn.qkv_clip", metrics, limits)
-            )
+        if bound is not None:
+            self._record_missing_bounds(bounded)
 
-    def _layers_with_pages(self) -> set[int]:
-        """Return the layers that keep keys and values."""
-        return {i for i, spec in enumerate(self.specs) if any(spec.modules_of_type(RopeCacheSpec))}
+    def _record_missing_bounds(self, bounded: Collection[int | None]) -> None:
+        """Record the layers whose q, k and v have no bound, where the reference's have one."""
+        for layer, spec in enumerate(self.specs):
+            if layer not in bounded and any(spec.modules_of_type(RopeCacheSpec)):
+                metrics = incomparable_metrics(f"layers.{layer}.attn.qkv_clip")
+                limits = module_bound("residual", self.dtype)
+                self.findings.append(
+                    ToleranceCheckResult(metrics.name, layer, "attn.qkv_clip", metrics, limits)
+                )
 
     def _run_with_hooks(self, before: Callable[..., Any], after: Callable[..., Any] | None) -> None:
         head_rows = frozenset(self.head_rows)

@@ -194,12 +194,8 @@ def _compare_with_reference(
     module_check.check_norm_eps()
     on_stage("sequences")
     streams = [last, *module_check.other_streams]
-    embeddings = StepEmbeddings(checkpoint_reference, sequences, manifest.max_model_len)
-    whole = _check_whole_sequences(
-        engine_core, reference, split, streams, module_check, rounding, embeddings
-    )
+    whole = _check_whole_sequences(engine_core, reference, split, streams, module_check, rounding)
     findings = [
-        *embeddings.findings(dtype),
         *check_embedding_tables(checkpoint_reference, model, dtype),
         *check_rotary_by_length(checkpoint_reference, model),
     ]
@@ -227,9 +223,10 @@ def _check_whole_sequences(
     streams: list[torch.Tensor],
     module_check: ModuleCheck,
     rounding: QuantizedLayersCheck | None,
-    embeddings: StepEmbeddings,
 ) -> dict[str, Any]:
     """Check free runs, and again where only rounding may be amplified.
+
+    What is found of their embeddings comes to the findings of ``module_check``.
 
     Args:
         engine_core: the engine.
@@ -238,19 +235,24 @@ def _check_whole_sequences(
         streams: the reference's final residual streams.
         module_check: the check of the modules, which has run.
         rounding: that of a quantized engine's layers.
-        embeddings: records the steps' embeddings.
     """
-    exact = None
+    exact, checkpoint_reference = None, reference
     if rounding is not None:
         rounding.check_remaining_layers()
         checkpoint_reference = rounding.checkpoint_reference
         if rounding.uses_engine_weights:
             exact = (checkpoint_reference, rounding.residual_streams)
     ids, starts = (list(each) for each in zip(*split, strict=True))
+    assert engine_core.artifact is not None, (
+        "an engine core made by EngineCore.open knows its artifact"
+    )
+    manifest = engine_core.artifact.manifest
+    embeddings = StepEmbeddings(checkpoint_reference, ids, manifest.max_model_len)
     whole = check_sequence_logits(
         engine_core, reference, ids, starts, streams, exact, module_check.routings,
         embeddings=embeddings,
     )  # fmt: skip
+    module_check.findings += embeddings.findings(manifest.build["dtype"])
     if whole["ok"] or not all(each.is_within_bound for each in module_check.findings):
         return whole
     if rounding is not None and exact is None:

@@ -85,9 +85,8 @@ def check_sequence_logits(
     ]
     right = _reference_logits(reference, streams, rows)
     scorer = TeacherForcedScorer(engine_core)
-    recorded = nullcontext() if embeddings is None else embeddings.recorded(scorer)
-    with use_reference_routing(scorer, routings or {}), recorded:
-        actual = _engine_logits(scorer, ids, prompt_lengths, rows).to(right.device)
+    with use_reference_routing(scorer, routings or {}):
+        actual = _engine_logits(scorer, ids, prompt_lengths, rows, embeddings).to(right.device)
     row = compare_logits("logits", actual, right)
     amplification = 1.0 if rounding is None else rounding.amplification
     bound = published_logits_bound(
@@ -286,14 +285,16 @@ def _engine_logits(
     ids: list[list[int]],
     prompt_lengths: list[int],
     rows: list[list[int]],
+    embeddings: StepEmbeddings | None = None,
 ) -> Tensor:
     """Return the engine's logits [sum of rows, V] float32 on the CPU, sequence by sequence."""
     row_sets = [frozenset(r) for r in rows]
     kept: list[list[Tensor]] = [[] for _ in ids]
-    scorer.run_sequences(
-        ids,
-        prompt_lengths,
-        lambda which, _, logits: kept[which].append(logits.float().cpu()),
-        lambda i, at: at in row_sets[i],
-    )
+    with nullcontext() if embeddings is None else embeddings.recorded(scorer):
+        scorer.run_sequences(
+            ids,
+            prompt_lengths,
+            lambda which, _, logits: kept[which].append(logits.float().cpu()),
+            lambda i, at: at in row_sets[i],
+        )
     return torch.cat([part for parts in kept for part in parts])

@@ -20,7 +20,6 @@ from modelmill.accept.reference import ReferenceModel
 from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.accept.tolerance_check_result import ToleranceCheckResult
 from modelmill.accept.tolerances import module_bound
-from modelmill.nn.step import Step
 
 MODULE = "embed"
 
@@ -60,7 +59,7 @@ class StepEmbeddings:
         finally:
             handle.remove()
 
-    def _record_last_positions(self, module: nn.Module, ids: Tensor, step: Step) -> None:
+    def _record_last_positions(self, module: nn.Module, ids: Tensor, step: Any) -> None:
         """Embed the step's tokens as the last ones of the longest sequence."""
         count = min(len(ids), self._longest)
         last = torch.arange(self._longest - count, self._longest, device=ids.device)
