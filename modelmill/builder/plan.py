@@ -23,6 +23,7 @@ from modelmill.builder.calibration_data import (
     chat_supports_images,
     find_calibration,
 )
+from modelmill.builder.expert_loop import expert_loop_remark
 from modelmill.builder.memory_plan import BuildMemory
 from modelmill.builder.model_config import (
     check_generation_config,
@@ -77,6 +78,7 @@ class BuildPlan:
         kv: the KV cache of the layers that have one; None for a segmentation model.
         state: the recurrent state of a sequence, in the layers that keep one.
         per_layer_input_size: channels that a token has beside the stream, for all layers together.
+        expert_loop: which experts a GPU computes one after another, and why; None: none.
     """
 
     checkpoint: Checkpoint
@@ -95,6 +97,7 @@ class BuildPlan:
     kv: KVShape | None = None
     state: StateShape = NO_STATE
     per_layer_input_size: int = 0
+    expert_loop: str | None = None
 
     @property
     def quantization_text_source(self) -> CalibrationSource | None:
@@ -223,6 +226,7 @@ class BuildPlan:
             "bytes_by_format": by_format,
             "auto": None if self.auto_result is None else self.auto_result.describe(),
             "memory": memory,
+            "experts": self.expert_loop,
             "sampling": None if self.generation is None else self.generation.to_dict(),
         }
 
@@ -361,6 +365,7 @@ def make_build_plan(
         checkpoint, config, family, sizes, length, tensors, aliases, resolved | reasons, recipe,
         calibration, auto_result, chosen_on,
         (*warnings, *tied_warnings), kv, state_shape(model.layers), per_layer_input_size(model),
+        _expert_loop(model, config, tensors),
     )  # fmt: skip
 
 
@@ -385,6 +390,17 @@ def _plan_kv_shape(
         ops.decode if config.target == "cpu" else None,
         kv_cache_dtype(config.kv_cache_dtype, getattr(torch, config.dtype)),
         formats={each.weight_format for each in tensors if each.weight_format is not None},
+    )
+
+
+def _expert_loop(model: Any, config: BuildConfig, tensors: Sequence[PlannedTensor]) -> str | None:
+    """Which experts of this engine a GPU computes one after another, and why."""
+    if config.target != "cuda":
+        return None
+    stored = {name for each in tensors for name in each.stored_info}
+    formats = {each.module: each.weight_format for each in tensors if each.weight_format}
+    return expert_loop_remark(
+        model, formats, config.activation_scales, lambda linear: f"{linear}.perm" in stored
     )
 
 

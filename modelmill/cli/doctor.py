@@ -126,7 +126,26 @@ def engine_facts(path: Path) -> dict[str, Any]:
         "kv_windows": _count_layers_by_kv_window(artifact)
         if manifest.engine_type == LANGUAGE
         else [],
+        "experts": _expert_loop(artifact),
     }
+
+
+def _expert_loop(artifact: Artifact) -> str | None:
+    """Which experts a GPU computes one after another, and why; None: none, or no GPU's engine."""
+    from modelmill.builder.expert_loop import expert_loop_remark
+    from modelmill.loader.model_loader import build_rank_model
+    from modelmill.parallel.tp_group import SINGLE_RANK
+
+    manifest = artifact.manifest
+    if manifest.engine_type != LANGUAGE or manifest.build["target"] != "cuda":
+        return None
+    stored = set(artifact.names())
+    return expert_loop_remark(
+        build_rank_model(artifact, SINGLE_RANK),
+        manifest.weight_formats,
+        manifest.build.get("activation_scales"),
+        lambda linear: f"{linear}.perm" in stored,
+    )
 
 
 def _count_layers_by_kv_window(artifact: Artifact) -> list[dict[str, int | None]]:
@@ -344,7 +363,7 @@ def _show_engine(engine: dict[str, Any]) -> None:
         ("built", f"for {engine['target']} with {versions}"),
     ]
     pages = [kept_tokens_text(each["layers"], each["window"]) for each in engine["kv_windows"]]
-    lines.append(("KV pages", "; ".join(pages) or None))
+    lines += [("KV pages", "; ".join(pages) or None), ("experts", engine["experts"])]
     tuned = format_tuning(engine["tuning"]) or "none: default launch configs"
     print_facts([*lines, ("tuning", tuned)], title=engine["path"])
 

@@ -61,6 +61,7 @@ def show_plan(plan: dict[str, Any]) -> None:
             ("chat template", plan["chat_template"]),
             ("parameters", format_parameter_count(plan["parameters"], plan["active_parameters"])),
             ("weights", f"{format_bytes(memory['weights'])} ({formats})"),
+            ("experts", plan["experts"]),
             ("longest sequence", plan["max_model_len"] if language else None),
             ("sampling", (plan["sampling"] or {}).get("text")),
             ("layers", _format_layers_per_weight_format(build.get("layer_recipes") or {})),

@@ -50,15 +50,27 @@ MAX_CPU_TOKENS = 16
 
 
 def fused_moe_op_name(weight: WeightFormat) -> str | None:
-    """The op that multiplies with such weights.
+    """The op that multiplies with such weights, or None."""
+    if isinstance(weight, W8A8Weight) and weight.float_input:
+        return FUSED_MOE_OPS["int8"] if weight.format == "w8a8" else None
+    static = isinstance(weight, W8A8Weight) and weight.inv_input_scale is not None
+    has_perm = "perm" in weight.tensors()
+    return fused_moe_op_of_format(weight.format, has_static_scale=static, has_perm=has_perm)
+
+
+def fused_moe_op_of_format(
+    weight_format: str, *, has_static_scale: bool = False, has_perm: bool = False
+) -> str | None:
+    """The op that multiplies with weights of a format.
 
     None where no op does, as for the static ranges of single experts' inputs.
+
+    Args:
+        weight_format: Its name.
+        has_static_scale: Whether inputs are rounded with a scale that calibration chose.
+        has_perm: Whether columns are in another order.
     """
-    if isinstance(weight, W8A8Weight):
-        if weight.float_input:
-            return FUSED_MOE_OPS["int8"] if weight.format == "w8a8" else None
-        return FUSED_MOE_OPS[weight.format] if weight.inv_input_scale is None else None
-    return None if "perm" in weight.tensors() else FUSED_MOE_OPS.get(weight.format)
+    return None if has_static_scale or has_perm else FUSED_MOE_OPS.get(weight_format)
 
 
 def columns_per_scale(weight: WeightFormat) -> int:
@@ -188,15 +200,15 @@ def stack_experts(moe: MoE, *, in_place: bool = False) -> StackedExperts | None:
     gate_up = [expert_input_linear(expert) for expert in experts]
     down = [expert.down_proj for expert in experts]
     op = fused_moe_op_name(gate_up[0].weight)
-    gates = {_expert_activation(expert.act) for expert in experts}
+    gates = {expert_activation(expert.act) for expert in experts}
     # of ranks that share a product, one alone adds the second bias
     biased = [{linear.bias is not None for linear in linears} for linears in (gate_up, down)]
     kinds = {_stack_compatibility_key(linear.weight) for linear in (*gate_up, *down)}
     gate = gates.pop()
     if op is None or gate is None or gates or len(kinds) > 1 or max(map(len, biased)) > 1:
         return None
-    if gate.activation == RELU2 and op in DEQUANTIZING_OPS and moe.router.weight.is_cuda:
-        return None  # no kernel of a GPU: the reference would compute every expert
+    if moe.router.weight.is_cuda and not has_gpu_kernel(op, gate):
+        return None  # the reference would compute every expert
     gate_up_parts = stack_weights(gate_up, in_place=in_place)
     down_parts = stack_weights(down, in_place=in_place)
     if gate_up_parts is None or down_parts is None:
@@ -211,7 +223,12 @@ def expert_input_linear(expert: ExpertMLP) -> Linear:
     return expert.gate_up_proj if isinstance(expert, Expert) else expert.fc_proj
 
 
-def _expert_activation(act: nn.Module) -> ExpertActivation | None:
+def has_gpu_kernel(op: str, gate: ExpertActivation) -> bool:
+    """Whether a kernel of a GPU computes a fused MoE op for experts with this activation."""
+    return gate.activation != RELU2 or op not in DEQUANTIZING_OPS
+
+
+def expert_activation(act: nn.Module) -> ExpertActivation | None:
     """The activation of the fused MoE ops that an expert's is, or None."""
     if isinstance(act, ClampedSwiglu):
         return ExpertActivation(SILU, act.clamp)
