@@ -297,6 +297,8 @@ class ModuleCheck:
                     writer.arithmetic, arg.reshape(right.shape), right,
                     f"layers.{layer}.{writer.path}",
                 )  # fmt: skip
+                if self.findings[-1].is_within_bound:  # the writer's row says so
+                    self.findings.pop()
 
     def _substitute_reference_routing(
         self, name: str, args: tuple[Any, ...]
