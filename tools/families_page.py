@@ -31,7 +31,7 @@ WITHOUT_GGUF = {
         NONE_IN_LLAMA_CPP,
     ),
     **dict.fromkeys(("internlm3", "iquestcoder"), AS_LLAMA),
-    "gptj": "llama.cpp names the architecture, and had no computation of it to compare with",
+    "gptj": "llama.cpp has the name of its architecture alone, and no computation of it",
     "internlm2": "files of the architecture `internlm2` have q, k and v apart, and are read as "
     "`llama`",
     "ministral": "its files name the architecture `llama` and no windows: read as that, with a "
@@ -82,6 +82,8 @@ their own ([layers](layers.md#keys-and-values-of-layers-that-differ)). Its layer
 attention have heads of 512 channels, which no GPU kernel computes yet: torch does, without CUDA
 graphs. The inputs that its layers have beside the stream need a table as large as the rest of E2B;
 it stays in the activations' dtype.
+
+[Which experts](build.md#experts-on-a-gpu) a GPU computes one after another.
 
 Refused by name, within a family: OPT-350M (`do_layer_norm_before`), and any value of a key that
 changes the computation and is not listed in the family's file.
