@@ -546,6 +546,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
             )
         ),
     ),
+    "tests/models/test_adapter_names.py": ("*[further-*",),
     "tests/builder/test_expert_loop.py": (
         "test_nothing_is_said_of_experts_that_are_grouped[mixtral-options[1-4]]",
         "test_the_loader_and_doctor_agree[mixtral-options[1-2]]",
