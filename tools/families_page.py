@@ -25,12 +25,12 @@ AS_LLAMA = "its files name the architecture `llama`, and are read as that"
 WITHOUT_GGUF = {
     **dict.fromkeys(
         (
-            "cwm", "diffllama", "flex_olmo", "gpt_neo", "helium", "hyperclovax", "internlm", "opt",
+            "cwm", "diffllama", "flex_olmo", "gpt_neo", "helium", "hyperclovax", "opt",
             "vaultgemma",
         ),
         NONE_IN_LLAMA_CPP,
     ),
-    **dict.fromkeys(("internlm3", "iquestcoder"), AS_LLAMA),
+    **dict.fromkeys(("internlm", "internlm3", "iquestcoder"), AS_LLAMA),
     "gptj": "llama.cpp has the name of its architecture alone, and no computation of it",
     "internlm2": "files of the architecture `internlm2` have q, k and v apart, and are read as "
     "`llama`",

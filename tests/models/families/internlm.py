@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.models import plain_forward as plain
-from tests.models.family_cases import LLAMA_FAULTS, SMALL, FamilyCase
+from tests.models.family_cases import LLAMA_FAULTS, SMALL, FamilyCase, GgufCase, rms_facts
 
 BIASED = tuple(f"self_attn.{part}_proj" for part in "qkvo")
 
@@ -37,4 +37,6 @@ CASE = FamilyCase(
     {"hidden_act": "gelu", "bias": 1, "rotary": {"type": "linear"}},
     LLAMA_FAULTS,
     make=save,
+    # llama.cpp has no architecture of its own: its llama has biases where a file has them
+    gguf=GgufCase("llama", rms_facts, permuted=True, changes={"rms_norm_eps": 1e-5}),
 )  # fmt: skip

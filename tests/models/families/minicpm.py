@@ -71,7 +71,7 @@ CASE = FamilyCase(
     gguf=GgufCase(
         "minicpm",
         lambda raw: {
-            **rms_facts(raw), "embedding_scale": raw["scale_emb"],
+            **rms_facts(raw), "embedding_scale": float(raw["scale_emb"]),
             "residual_scale": raw["scale_depth"] / raw["num_hidden_layers"] ** 0.5,
             "logit_scale": raw["hidden_size"] / raw["dim_model_base"],
         },
