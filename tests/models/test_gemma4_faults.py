@@ -209,7 +209,7 @@ FAULTS: dict[str, PlantedFault] = {
         TopKRouting, without_expert_scale, "experts.moe.routing"
     ),
     "a router that reads the experts' input": module_fault(
-        MoEBranch, router_reads_the_experts_input, "experts.moe.router"
+        MoEBranch, router_reads_the_experts_input, "experts.moe.router.input"
     ),
     "experts forgotten": module_fault(ReplicatedBranchSum, without_experts, "experts.sum"),
     "norms of the two branches exchanged": rule_fault(
