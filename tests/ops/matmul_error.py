@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+ROUNDING_LIMIT = {torch.bfloat16: 3e-3, torch.float16: 5e-4}
+"""Of the error where the output's own rounding makes it, by the output's dtype."""
+
 
 def matmul_error(
     out: torch.Tensor,

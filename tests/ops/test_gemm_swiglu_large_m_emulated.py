@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from modelmill.ops.cuda.gemm_16bit import gemm
-from tests.ops.emulation.emulator import Emulator, memory_ranges, mistakes, requires_emulation
-from tests.ops.matmul_error import matmul_error
+from tests.ops.emulation.cases import mistakes
+from tests.ops.emulation.emulator import Emulator, memory_ranges, requires_emulation
+from tests.ops.matmul_error import ROUNDING_LIMIT, matmul_error
 
 slow = pytest.mark.slow
 pytestmark = requires_emulation
 BF, HF = torch.bfloat16, torch.float16
-LIMIT = {BF: 3e-3, HF: 5e-4}  # of the whole, in the norm: the output's own rounding
 
 
 class Case(NamedTuple):
@@ -60,7 +60,7 @@ def error(emulator: Emulator, case: Case) -> float:
     ids=str,
 )
 def test_products(emulator: Emulator, case: Case) -> None:
-    assert error(emulator, case) < LIMIT[case.dtype]
+    assert error(emulator, case) < ROUNDING_LIMIT[case.dtype]
     assert [name for name, _ in emulator.launched] == ["gemm_swiglu_large_m"]
 
 
@@ -96,4 +96,6 @@ MISTAKES = {
 
 @pytest.mark.parametrize("change", mistakes(MISTAKES))
 def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
-    assert emulator.detects(change, lambda: error(emulator, Case((300, 448, 200))) < LIMIT[BF])
+    assert emulator.detects(
+        change, lambda: error(emulator, Case((300, 448, 200))) < ROUNDING_LIMIT[BF]
+    )

@@ -14,7 +14,8 @@ from modelmill.ops.fused_moe import FusedMoEInputs, Shape
 from modelmill.ops.moe_align_block_size import NO_EXPERT
 from modelmill.ops.moe_align_block_size import moe_align_block_size as aligned
 from modelmill.ops.moe_support import make_moe_problem
-from tests.ops.emulation.emulator import Emulator, mistakes, requires_emulation, slow_cases
+from tests.ops.emulation.cases import mistakes, slow_cases
+from tests.ops.emulation.emulator import Emulator, requires_emulation
 from tests.ops.moe_draws import INT4, INT8, MXFP4, moe_error, random_moe_inputs
 
 pytestmark = requires_emulation

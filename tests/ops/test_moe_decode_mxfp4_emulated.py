@@ -11,13 +11,8 @@ import torch
 
 from modelmill.ops.cuda.moe import moe_decode_mxfp4
 from modelmill.ops.fused_moe import FusedMoEInputs, Shape
-from tests.ops.emulation.emulator import (
-    Emulator,
-    memory_ranges,
-    mistakes,
-    requires_emulation,
-    slow_cases,
-)
+from tests.ops.emulation.cases import mistakes, slow_cases
+from tests.ops.emulation.emulator import Emulator, memory_ranges, requires_emulation
 from tests.ops.moe_draws import MXFP4, moe_error, random_moe_inputs
 
 pytestmark = requires_emulation

@@ -12,7 +12,8 @@ import torch
 from modelmill.ops import registry
 from modelmill.ops.cuda.gemm_16bit import qkv_rope_cache
 from modelmill.ops.rope_cache import RopeCacheInputs, rope_cache
-from tests.ops.emulation.emulator import Emulator, memory_ranges, mistakes, requires_emulation
+from tests.ops.emulation.cases import mistakes
+from tests.ops.emulation.emulator import Emulator, memory_ranges, requires_emulation
 
 slow = pytest.mark.slow
 pytestmark = requires_emulation

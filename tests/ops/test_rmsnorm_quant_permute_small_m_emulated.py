@@ -12,7 +12,8 @@ from modelmill.ops.add_rms_norm_quant import add_rms_norm_quant
 from modelmill.ops.cuda.norm_quantize import rmsnorm_quant_permute
 from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.rms_norm_quant import TOLERANCE, rms_norm_quant
-from tests.ops.emulation.emulator import Emulator, memory_ranges, mistakes, requires_emulation
+from tests.ops.emulation.cases import mistakes
+from tests.ops.emulation.emulator import Emulator, memory_ranges, requires_emulation
 
 slow = pytest.mark.slow
 pytestmark = requires_emulation

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from types import ModuleType
 
 import pytest
@@ -18,23 +17,19 @@ from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import (
     weight_tiles,
 )
 from modelmill.ops.groupwise import GroupwiseLinearInputs, make_groupwise_problem
-from tests.ops.emulation.emulator import Emulator, mistakes, requires_emulation, slow_cases
-from tests.ops.groupwise_operands import random_operands
+from tests.ops.emulation.cases import mistakes, slow_cases
+from tests.ops.emulation.emulator import Emulator, mapped_range, requires_emulation
+from tests.ops.groupwise_operands import ONE_GROUP, GemmCase, random_operands
 from tests.ops.matmul_error import matmul_error
 
 pytestmark = requires_emulation
 BF, HF, F32 = torch.bfloat16, torch.float16, torch.float32
 # of the whole, in the norm: rounding of the weight and the output; a gate multiplies two of them
 LIMIT, GATED_LIMIT = {BF: 4e-3, HF: 6e-4}, {BF: 6e-3, HF: 9e-4}
-ALL = 1 << 20  # one group
-GATED_SYMMETRIC = {"gated": True, "symmetric": True}
-SYMMETRIC_BIASED = {"symmetric": True, "biased": True}
 
 
-def in_front(_: str, arguments: tuple[bytes, ...]) -> list[tuple[int, int]]:
-    """x, as its map says."""
-    address, _, _, _, rows, _, _, stride = struct.unpack_from("=8Q", arguments[0])
-    return [(address, rows * stride)]
+def x_in_front(_: str, arguments: tuple[bytes, ...]) -> list[tuple[int, int]]:
+    return mapped_range(arguments[0])
 
 
 def one_launch(rows: int, shape: tuple[int, int]) -> tuple[PlannedLaunch, ...]:
@@ -43,81 +38,57 @@ def one_launch(rows: int, shape: tuple[int, int]) -> tuple[PlannedLaunch, ...]:
 
 def error(
     emulator: Emulator,
-    size: tuple[int, int, int],
-    group: int,
-    dtype: torch.dtype,
+    case: GemmCase,
     shape: tuple[int, int],
-    of: ModuleType = int4_linear,
-    grids: torch.dtype = HF,
     plan: tuple[PlannedLaunch, ...] = (),
-    **switches: bool,
 ) -> float:
-    """size: tokens, rows and columns of the weight. shape: rows of x of a block, split of K.
-
-    of: the weight's op. grids: dtype of its scales. plan: other launches than one of this shape.
-    switches: gated, symmetric, biased.
-    """
-    rows, gated = size[1], switches.get("gated", False)
+    """shape: rows of x of a block, split of K. plan: other launches than one of this shape."""
+    _, rows, _ = case.size
     # not 0 in the mean: an error that all weights of a row share does not cancel
-    inputs, dense = random_operands(size, group, dtype, of, grids, switches, 0.5)
-    emulator.preceding_writes = in_front
+    inputs, dense = random_operands(case, mean=0.5)
+    emulator.preceding_writes = x_in_front
     spec = problem_spec(make_groupwise_problem(*inputs), wq_gemm_large_m.K_TILE)
-    assert supports_weight(rows, spec, gated=gated)
+    assert supports_weight(rows, spec, gated=case.gated)
     assert wq_gemm_large_m.fits_shared_memory(spec, BlockShape(*shape))
     plan = plan or one_launch(rows, shape)
-    actual = wq_gemm_large_m.wq_gemm(inputs, plan, gated=gated)
-    return matmul_error(actual, inputs.x, dense, inputs.bias, gated=gated)
+    actual = wq_gemm_large_m.wq_gemm(inputs, plan, gated=case.gated)
+    return matmul_error(actual, inputs.x, dense, inputs.bias, gated=case.gated)
 
 
 @pytest.mark.parametrize(
-    ("size", "group", "dtype", "shape", "switches"),
+    ("case", "shape"),
     [
-        ((70, 136, 352), 128, BF, (128, 1), {"biased": True}),
-        ((140, 144, 544), ALL, HF, (192, 1), GATED_SYMMETRIC),
-        ((257, 136, 224), 32, BF, (256, 1), {}),
+        (GemmCase((70, 136, 352), 128, BF, biased=True), (128, 1)),
+        (GemmCase((140, 144, 544), ONE_GROUP, HF, gated=True, symmetric=True), (192, 1)),
+        (GemmCase((257, 136, 224), 32, BF), (256, 1)),
+        (
+            GemmCase((70, 136, 352), ONE_GROUP, BF, bits=8, grids=F32, symmetric=True, biased=True),
+            (128, 1),
+        ),
+        (GemmCase((140, 144, 544), 32, HF, bits=8, gated=True), (192, 1)),
         *slow_cases(
-            ((65, 72, 1056), 256, BF, (128, 2), {}),
-            ((300, 264, 672), 64, HF, (256, 1), {"biased": True}),
-            ((130, 208, 2144), 64, BF, (192, 4), {"gated": True}),
-            ((260, 144, 1568), 128, BF, (256, 3), SYMMETRIC_BIASED),
-            ((200, 72, 1056), 32, HF, (128, 2), {"symmetric": True}),
-            ((129, 16, 96), 96, BF, (192, 1), {"gated": True}),
-            ((256, 400, 2080), 512, HF, (256, 2), {"gated": True, "biased": True}),
+            (GemmCase((65, 72, 1056), 256, BF), (128, 2)),
+            (GemmCase((300, 264, 672), 64, HF, biased=True), (256, 1)),
+            (GemmCase((130, 208, 2144), 64, BF, gated=True), (192, 4)),
+            (GemmCase((260, 144, 1568), 128, BF, symmetric=True, biased=True), (256, 3)),
+            (GemmCase((200, 72, 1056), 32, HF, symmetric=True), (128, 2)),
+            (GemmCase((129, 16, 96), 96, BF, gated=True), (192, 1)),
+            (GemmCase((256, 400, 2080), 512, HF, gated=True, biased=True), (256, 2)),
+            (GemmCase((257, 136, 224), 128, BF, bits=8, biased=True), (256, 1)),
+            (GemmCase((257, 264, 1568), 64, BF, bits=8), (256, 3)),
+            (
+                GemmCase(
+                    (200, 80, 1056), ONE_GROUP, HF, bits=8, grids=F32, gated=True, symmetric=True
+                ),
+                (128, 2),
+            ),
+            (GemmCase((130, 208, 2144), 256, BF, bits=8, symmetric=True), (192, 4)),
         ),
     ],
 )
-def test_products(
-    emulator: Emulator,
-    size: tuple[int, int, int],
-    group: int,
-    dtype: torch.dtype,
-    shape: tuple[int, int],
-    switches: dict[str, bool],
-) -> None:
-    limit = GATED_LIMIT if switches.get("gated") else LIMIT
-    assert error(emulator, size, group, dtype, shape, **switches) < limit[dtype]
+def test_products(emulator: Emulator, case: GemmCase, shape: tuple[int, int]) -> None:
+    assert error(emulator, case, shape) < (GATED_LIMIT if case.gated else LIMIT)[case.dtype]
     assert [name for name, _ in emulator.launched] == ["wq_gemm_large_m"]
-
-
-@pytest.mark.parametrize(
-    ("size", "group", "dtype", "shape", "grids", "switches"),
-    [
-        ((70, 136, 352), ALL, BF, (128, 1), F32, SYMMETRIC_BIASED),
-        ((140, 144, 544), 32, HF, (192, 1), HF, {"gated": True}),
-        *slow_cases(
-            ((257, 136, 224), 128, BF, (256, 1), HF, {"biased": True}),
-            ((257, 264, 1568), 64, BF, (256, 3), HF, {}),
-            ((200, 80, 1056), ALL, HF, (128, 2), F32, GATED_SYMMETRIC),
-            ((130, 208, 2144), 256, BF, (192, 4), HF, {"symmetric": True}),
-        ),
-    ],
-)
-def test_products_of_eight_bits(
-    emulator: Emulator, size: tuple[int, int, int], group: int, dtype: torch.dtype,
-    shape: tuple[int, int], grids: torch.dtype, switches: dict[str, bool],
-) -> None:  # fmt: skip
-    measured = error(emulator, size, group, dtype, shape, int8_group_linear, grids, **switches)
-    assert measured < (GATED_LIMIT if switches.get("gated") else LIMIT)[dtype]
 
 
 def largest_output_of_zeros(emulator: Emulator, of: ModuleType, scales: torch.dtype) -> float:
@@ -125,7 +96,7 @@ def largest_output_of_zeros(emulator: Emulator, of: ModuleType, scales: torch.dt
     tensors = of.random_weight(72, 128, 128, device="cpu", symmetric=True)
     weight = torch.full_like(tensors["weight"], 0x88 if of is int4_linear else 0)
     x = torch.randn(70, 128, generator=torch.Generator().manual_seed(1)).to(HF) + 1
-    emulator.preceding_writes = in_front
+    emulator.preceding_writes = x_in_front
     scale = tensors["scale"].to(scales) * 1.2345678
     inputs = GroupwiseLinearInputs(x, weight, scale, None, 128, None)
     return float(wq_gemm_large_m.wq_gemm(inputs, one_launch(72, (128, 1)), gated=False).abs().max())
@@ -142,11 +113,11 @@ def test_a_weight_in_two_launches(emulator: Emulator, gated: bool) -> None:
         PlannedLaunch(BlockShape(192, 1), WeightTiles(0, 2)),
         PlannedLaunch(BlockShape(128, 2), WeightTiles(2, 1)),
     )
-    size = (130, 656, 1056) if gated else (130, 328, 1056)
+    case = GemmCase((130, 656 if gated else 328, 1056), 128, BF, gated=gated)
     if gated:
         plan = (plan[0], plan[1]._replace(tiles=WeightTiles(2, 4)))
     limit = (GATED_LIMIT if gated else LIMIT)[BF]
-    assert error(emulator, size, 128, BF, (192, 1), plan=plan, gated=gated) < limit
+    assert error(emulator, case, (192, 1), plan) < limit
     assert [name for name, _ in emulator.launched] == ["wq_gemm_large_m"] * 2
 
 
@@ -156,7 +127,7 @@ WAIT_EMPTY = "mbarrier_wait(shared_address(&barriers.{0}.empty[{1}.stage]),{2}{1
 MISTAKES = {
     "tiles not waited for": (WAIT_FULL.format("tiles", "at"), "\n"),
     "stages filled too early": (f"{WAIT_FOR_EMPTY}                load_w(", "load_w("),
-    "wgmmas not waited for": ("        wgmma_wait<PENDING>();\n", ""),
+    "wgmmas not waited for": "        wgmma_wait<PENDING>();\n",
     "a stage given back while its products run": (
         "barriers.tiles.empty[previous]",
         "barriers.tiles.empty[state.stage]",
@@ -187,6 +158,6 @@ def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]
     def is_right() -> bool:
         if "__float_as_uint" in change[0]:
             return largest_output_of_zeros(emulator, int8_group_linear, F32) == 0
-        return error(emulator, (140, 264, 1056), 256, BF, (128, 1)) < LIMIT[BF]
+        return error(emulator, GemmCase((140, 264, 1056), 256, BF), (128, 1)) < LIMIT[BF]
 
     assert emulator.detects(change, is_right)

@@ -12,10 +12,9 @@ import re
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -168,26 +167,6 @@ class EmulatedKernel:
             raise EmulationError(wrong.decode())
 
 
-def slow_cases(*cases: tuple[Any, ...]) -> list[Any]:
-    """Cases of a parametrized test that are slow."""
-    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
-
-
-def mistakes(changes: Mapping[str, str | tuple[str, str]]) -> list[Any]:
-    """Parameters of a test of planted mistakes, by name; all but the first are slow tests.
-
-    A mistake is a text of the sources and what stands in its place, or a text that is left out.
-    """
-    return [
-        pytest.param(
-            (change, "") if isinstance(change, str) else change,
-            id=name,
-            marks=[pytest.mark.slow] if number else [],
-        )
-        for number, (name, change) in enumerate(changes.items())
-    ]
-
-
 def memory_ranges(*tensors: torch.Tensor | None) -> list[tuple[int, int]]:
     """Where contiguous tensors lie."""
     there = [t for t in tensors if t is not None]
@@ -209,6 +188,12 @@ def tensor_map(
     return struct.pack(
         "=16Q", address, BYTES[dtype], swizzled, *(each for part in filled for each in part), 0, 0
     )
+
+
+def mapped_range(argument: bytes) -> list[tuple[int, int]]:
+    """Where a matrix lies of which a launch has a tensor map."""
+    address, _, _, _, rows, _, _, stride = struct.unpack_from("=8Q", argument)
+    return [(address, rows * stride)]
 
 
 def replace_gpu(emulator: Emulator, patch: pytest.MonkeyPatch) -> None:
