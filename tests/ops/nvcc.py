@@ -16,6 +16,8 @@ NVCC = build.find_nvcc()
 requires_nvcc = pytest.mark.skipif(
     NVCC is None, reason="needs nvcc: install the CUDA toolkit, 12 or newer"
 )
+WHY_NOT_CUDA = build.unavailable_reason("cuda")
+requires_cuda_kernels = pytest.mark.skipif(WHY_NOT_CUDA is not None, reason=str(WHY_NOT_CUDA))
 
 
 def compiles_without_spills(

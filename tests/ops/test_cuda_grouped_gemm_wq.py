@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.ops.cuda.common import build, launch
+from modelmill.ops.cuda.common import launch
 from modelmill.ops.cuda.moe import grouped_gemm_wq
 from modelmill.ops.moe_support import MoEProblem
 from tests.ops.moe_draws import check_moe_on_gpu
-from tests.ops.nvcc import compiles_without_spills, requires_nvcc
+from tests.ops.nvcc import compiles_without_spills, requires_cuda_kernels, requires_nvcc
 
 BF = torch.bfloat16
 INT4 = (torch.uint8, torch.float16)
@@ -167,9 +167,7 @@ def test_the_other_kernels_compile(source: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    build.unavailable_reason("cuda") is not None, reason=str(build.unavailable_reason("cuda"))
-)
+@requires_cuda_kernels
 @pytest.mark.parametrize(("op", "tokens"), ON_A_GPU)
 def test_experts_on_a_gpu(op: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check_moe_on_gpu(op, (tokens, 2048, 768, 128, 8), monkeypatch)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.ops.cuda.common import build, launch
+from modelmill.ops.cuda.common import launch
 from modelmill.ops.cuda.moe import moe_decode_mxfp4
 from modelmill.ops.cuda.moe.grouped_gemm_wq import GroupedGemmSpec, make_gemm_specs
 from modelmill.ops.cuda.moe.moe_decode_mxfp4 import MoEDecodeConfig
 from modelmill.ops.moe_support import MoEProblem
 from tests.ops.moe_draws import MXFP4, check_moe_on_gpu
-from tests.ops.nvcc import compiles_without_spills, requires_nvcc
+from tests.ops.nvcc import compiles_without_spills, requires_cuda_kernels, requires_nvcc
 
 SMS = 132
 SIZES = {
@@ -114,9 +114,7 @@ def test_configs_compile_without_spills(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    build.unavailable_reason("cuda") is not None, reason=str(build.unavailable_reason("cuda"))
-)
+@requires_cuda_kernels
 @pytest.mark.parametrize("name", SIZES)
 def test_experts_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     top_k, experts, hidden, inner = SIZES[name]

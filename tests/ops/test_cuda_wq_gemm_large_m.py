@@ -11,12 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelmill.ops.cuda.common import build
 from modelmill.ops.cuda.weight_only_gemm import wq_gemm_large_m
 from modelmill.ops.cuda.weight_only_gemm.wq_gemm_large_m import BlockShape, PlannedLaunch
 from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import WeightTiles, WqSpec, weight_tiles
 from modelmill.ops.groupwise import GroupwiseLinearInputs
-from tests.ops.nvcc import compiles_without_spills, requires_nvcc
+from tests.ops.nvcc import compiles_without_spills, requires_cuda_kernels, requires_nvcc
 from tests.ops.random_codes import random_codes
 from tests.ops.wq_gemm_check import check_wq_gemm
 
@@ -93,12 +92,11 @@ def test_compiles_without_spills(block_m: int, split_k: int, tmp_path: Path) -> 
 
 
 @pytest.mark.gpu
+@requires_cuda_kernels
 @pytest.mark.parametrize("shape", itertools.product(wq_gemm_large_m.BLOCK_M, (1, 2, 3, 4)))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_form(shape: tuple[int, int], dtype: torch.dtype, bits: int) -> None:
-    if build.unavailable_reason("cuda") is not None:
-        pytest.skip(str(build.unavailable_reason("cuda")))
     cases = [
         (70, 136, 2048, 128),
         (513, 4096, 4096, 256),

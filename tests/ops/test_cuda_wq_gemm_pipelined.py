@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelmill.ops import int8_group_linear, registry
-from modelmill.ops.cuda.common import build
 from modelmill.ops.cuda.weight_only_gemm import (
     int8_gemm_small_m,
     wq_gemm_large_m,
@@ -26,7 +25,7 @@ from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import (
 )
 from modelmill.ops.groupwise import GroupwiseLinearInputs, make_groupwise_problem
 from modelmill.ops.int4_linear import int4_linear
-from tests.ops.nvcc import compiles_without_spills, requires_nvcc
+from tests.ops.nvcc import compiles_without_spills, requires_cuda_kernels, requires_nvcc
 from tests.ops.random_codes import random_codes
 
 LIMIT = {torch.bfloat16: 3e-3, torch.float16: 5e-4}  # of the whole, in the norm
@@ -144,13 +143,12 @@ def _check(
 
 
 @pytest.mark.gpu
+@requires_cuda_kernels
 @pytest.mark.parametrize("split_k", wq_gemm_pipelined.SPLITS, ids=str)
 @pytest.mark.parametrize("large", [False, True], ids=["up-to-64-rows", "more"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_form(split_k: int, dtype: torch.dtype, bits: int, large: bool) -> None:
-    if build.unavailable_reason("cuda") is not None:
-        pytest.skip(str(build.unavailable_reason("cuda")))
     shapes = [
         (9, 136, 2048, 128),
         (64, 400, 2080, 128),

@@ -10,11 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelmill.ops.cuda.common import build
 from modelmill.ops.cuda.weight_only_gemm import wq_gemm_small_m
 from modelmill.ops.cuda.weight_only_gemm.wq_gemm_small_m import SmallMSpec
 from modelmill.ops.groupwise import GroupwiseLinearInputs, make_groupwise_problem
-from tests.ops.nvcc import compiles_without_spills, requires_nvcc
+from tests.ops.nvcc import compiles_without_spills, requires_cuda_kernels, requires_nvcc
 from tests.ops.random_codes import random_codes
 from tests.ops.wq_gemm_check import check_wq_gemm
 
@@ -85,6 +84,7 @@ def test_compiles_without_spills(columns: int, m_tiles: int, tmp_path: Path) -> 
 
 
 @pytest.mark.gpu
+@requires_cuda_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(
@@ -100,8 +100,6 @@ def test_compiles_without_spills(columns: int, m_tiles: int, tmp_path: Path) -> 
     ],
 )
 def test_every_form(rows: int, columns: int, group: int, bits: int, dtype: torch.dtype) -> None:
-    if build.unavailable_reason("cuda") is not None:
-        pytest.skip(str(build.unavailable_reason("cuda")))
     for tokens, gated in itertools.product((2, 5, 8, 9, 16), (False, True)):
         offset = not gated or tokens == 5
         args = random_codes(bits, rows, columns, min(group, columns), offset=offset, seed=tokens)
