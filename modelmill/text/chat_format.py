@@ -10,6 +10,7 @@ from modelmill.text.begun_answer import read_begun_answer
 from modelmill.text.chat_format_registry import select_format_variant
 from modelmill.text.chat_syntax import ThinkingSyntax
 from modelmill.text.message_validation import ChatRenderArgs, Messages
+from modelmill.text.tokenizer_base import Tokenizer
 
 
 class ChatFormat(Protocol):
@@ -85,3 +86,19 @@ class ChatFormat(Protocol):
 
     def close(self) -> None:
         """End the template process, if one runs."""
+
+
+class CodedChatFormat(ChatFormat):
+    """A chat format whose prompts code writes, without a template."""
+
+    _tokenizer: Tokenizer
+
+    def encode_begun(self, messages: Messages, **template: Unpack[ChatRenderArgs]) -> list[int]:
+        """See ``ChatFormat.encode_begun``."""
+        begun = read_begun_answer(messages, self.thinking)
+        ids = self.encode(messages[:-1], True, **template)
+        # the empty piece: the text does not start the prompt
+        return [*ids, *self._tokenizer.encode_pieces(["", begun.text])]
+
+    def close(self) -> None:
+        """Do nothing: there is no template process."""

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Unpack
 
 from modelmill.core.errors import RequestError, TemplateError
-from modelmill.text.begun_answer import read_begun_answer
-from modelmill.text.chat_format import ChatFormat
+from modelmill.text.chat_format import CodedChatFormat
 from modelmill.text.chat_format_registry import WITHOUT_TOOLS
 from modelmill.text.message_validation import ChatRenderArgs, Messages, validate_messages
 from modelmill.text.tokenizer_base import Tokenizer
@@ -59,7 +58,7 @@ class ImageChatMessage(NamedTuple):
     parts: Sequence[str | ImagePart]
 
 
-class ImageChatFormat(ChatFormat):
+class ImageChatFormat(CodedChatFormat):
     """MiniGPT-4's chat format: Vicuna's turns with pictures between marks."""
 
     format_name = WITHOUT_TOOLS
@@ -132,16 +131,6 @@ class ImageChatFormat(ChatFormat):
         return "".join(
             IMAGE_PLACEHOLDER if isinstance(piece, ImagePart) else piece for piece in pieces
         )
-
-    def encode_begun(self, messages: Messages, **template: Unpack[ChatRenderArgs]) -> list[int]:
-        """See ``ChatFormat.encode_begun``."""
-        begun = read_begun_answer(messages, self.thinking)
-        ids = self.encode(messages[:-1], True, **template)
-        # the empty piece: the text does not start the prompt
-        return [*ids, *self._tokenizer.encode_pieces(["", begun.text])]
-
-    def close(self) -> None:
-        """Do nothing: there is no template process."""
 
     def _render_segments(
         self,

@@ -15,7 +15,7 @@ from modelmill.core.chat_format_file import CHAT_FORMAT_FILE as CHAT_FORMAT_FILE
 from modelmill.core.errors import RequestError, TemplateError
 from modelmill.core.module_lookup import import_module_if_exists, list_module_names
 from modelmill.text.begun_answer import read_begun_answer
-from modelmill.text.chat_format import ChatFormat
+from modelmill.text.chat_format import CodedChatFormat
 from modelmill.text.chat_format_registry import WITHOUT_TOOLS
 from modelmill.text.message_validation import ChatRenderArgs, Messages, validate_messages
 from modelmill.text.tokenizer_base import Tokenizer
@@ -33,7 +33,7 @@ class Turn(NamedTuple):
     content: str
 
 
-class PromptFormat(ChatFormat):
+class PromptFormat(CodedChatFormat):
     """A conversation as segments: one system text perhaps, then turns of user and assistant.
 
     User text never becomes control tokens.
@@ -118,20 +118,16 @@ class PromptFormat(ChatFormat):
 
     def encode_begun(self, messages: Messages, **template: Unpack[ChatRenderArgs]) -> list[int]:
         """See ``ChatFormat.encode_begun``."""
+        if not self.answer_header:
+            return super().encode_begun(messages, **template)
         text = read_begun_answer(messages, None).text
         ids, encode = self.encode(messages[:-1], True, **template), self._tokenizer.encode
-        if self.answer_header:
-            return [*ids, *encode(self.answer_header, bos=False), *encode(text, bos=False)]
-        # the empty piece: the text does not start the prompt
-        return [*ids, *self._tokenizer.encode_pieces(["", text])]
+        return [*ids, *encode(self.answer_header, bos=False), *encode(text, bos=False)]
 
     def render_begun(self, messages: Messages, **template: Unpack[ChatRenderArgs]) -> str:
         """See ``ChatFormat.render_begun``."""
         text = read_begun_answer(messages, None).text
         return self.render(messages[:-1], True, **template) + self.answer_header + text
-
-    def close(self) -> None:
-        """Do nothing: there is no template process."""
 
     def control_id(self, text: str) -> int:
         """Return the id of a control token; raises TemplateError if the vocabulary lacks it."""

@@ -7,8 +7,7 @@ from typing import Any, Unpack
 
 from modelmill.core.errors import RequestError
 from modelmill.text import react_tools as react
-from modelmill.text.begun_answer import read_begun_answer
-from modelmill.text.chat_format import ChatFormat
+from modelmill.text.chat_format import CodedChatFormat
 from modelmill.text.message_validation import ChatRenderArgs, Messages, validate_messages
 from modelmill.text.tokenizer_base import Tokenizer
 
@@ -17,7 +16,7 @@ DEFAULT_SYSTEM = "You are a helpful assistant."
 HISTORY_WINDOW_TOKENS = 6144
 
 
-class QwenChatFormat(ChatFormat):
+class QwenChatFormat(CodedChatFormat):
     """Qwen v1's chat format; role, newline and content are tokenized separately, as in training.
 
     User text never becomes control tokens.
@@ -77,16 +76,6 @@ class QwenChatFormat(ChatFormat):
         if not add_generation_prompt:
             return text
         return text.removesuffix(END) if continues else f"{text}\n{START}assistant\n"
-
-    def encode_begun(self, messages: Messages, **template: Unpack[ChatRenderArgs]) -> list[int]:
-        """See ``ChatFormat.encode_begun``."""
-        begun = read_begun_answer(messages, self.thinking)
-        ids = self.encode(messages[:-1], True, **template)
-        # the empty piece: the text does not start the prompt
-        return [*ids, *self._tokenizer.encode_pieces(["", begun.text])]
-
-    def close(self) -> None:
-        """Do nothing: there is no template process."""
 
     def _conversation_blocks(
         self,
