@@ -287,17 +287,13 @@ class EngineCore:
         if device == "cpu":
             set_cpu_threads(config.threads, tp_group.size)
         model = load_model(artifact, device, tp_group, config.enable_expert_parallel)
-        manifest = artifact.manifest
-        length = manifest.max_model_len
-        digest = manifest.digest()
-        tuning = load_tuning(artifact.path, device)
         return cls(
             model,
             config,
-            max_model_len=length,
-            digest=digest,
+            max_model_len=artifact.manifest.max_model_len,
+            digest=artifact.manifest.digest(),
             artifact=artifact,
-            tuning=tuning,
+            tuning=load_tuning(artifact.path, device),
             tp_group=tp_group,
             tp_workers=tp_workers,
         )
