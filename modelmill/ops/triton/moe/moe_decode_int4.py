@@ -190,16 +190,14 @@ def _gate_up_kernel(
     ups = tl.zeros([BLOCK_N, 1, WORDS // 4], tl.float32)
     for start in range(0, columns // 8, WORDS):
         x = _load_x(x_at, inside, start, k, E2M1, EVEN, WORDS)
-        weights = _load_weights(
-            weight_at, scale_at, offset_at, weight_row, inside, start, k, groups, runs,
-            OFFSET, GROUP, EVEN, WORDS,
+        gates += _load_and_multiply(
+            x, weight_at, scale_at, offset_at, weight_row, inside, start, k, groups, runs,
+            E2M1, OFFSET, ZERO, GROUP, EVEN, WORDS,
         )  # fmt: skip
-        gates += _dequantized_products(x, weights, E2M1, OFFSET, ZERO)
-        weights = _load_weights(
-            weight_at, scale_at, offset_at, weight_row + inner, inside, start, k, groups, runs,
-            OFFSET, GROUP, EVEN, WORDS,
+        ups += _load_and_multiply(
+            x, weight_at, scale_at, offset_at, weight_row + inner, inside, start, k, groups, runs,
+            E2M1, OFFSET, ZERO, GROUP, EVEN, WORDS,
         )  # fmt: skip
-        ups += _dequantized_products(x, weights, E2M1, OFFSET, ZERO)
     gate = tl.sum(tl.reshape(gates, [BLOCK_N, WORDS // 4]), axis=1)
     up = tl.sum(tl.reshape(ups, [BLOCK_N, WORDS // 4]), axis=1)
     activate_and_store(
@@ -253,15 +251,28 @@ def _down_kernel(
         total += _dequantized_products(x, third, E2M1, OFFSET, ZERO)
     for start in range(EARLY * WORDS, k // 8, WORDS):
         x = _load_x(inner_at, live, start, k, E2M1, ALL, WORDS)
-        weights = _load_weights(
-            weight_at, scale_at, offset_at, weight_row, live, start, k, groups, runs,
-            OFFSET, GROUP, ALL, WORDS,
+        total += _load_and_multiply(
+            x, weight_at, scale_at, offset_at, weight_row, live, start, k, groups, runs,
+            E2M1, OFFSET, ZERO, GROUP, ALL, WORDS,
         )  # fmt: skip
-        total += _dequantized_products(x, weights, E2M1, OFFSET, ZERO)
     out = tl.sum(total, axis=2)
     if BIAS:
         out += tl.load(bias_ptr + (expert * n)[None, :] + weight_row[:, None]).to(tl.float32)
     store_weighted_sum(out_ptr, shared_ptr, out, routing, token, row, n, SHARED)
+
+
+@triton.jit
+def _load_and_multiply(
+    x, weight_at, scale_at, offset_at, row, live, start, k, groups, runs,
+    E2M1: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Products of weights that are loaded here; arguments as of the two steps."""
+    weights = _load_weights(
+        weight_at, scale_at, offset_at, row, live, start, k, groups, runs,
+        OFFSET, GROUP, EVEN, WORDS,
+    )  # fmt: skip
+    return _dequantized_products(x, weights, E2M1, OFFSET, ZERO)
 
 
 @triton.jit
