@@ -22,6 +22,7 @@ import triton.language as tl
 
 from modelmill.ops.image_attention import ImageAttentionInputs
 from modelmill.ops.triton.attention import relative_attention
+from modelmill.ops.triton.attention.online_softmax import softmax_weights
 from modelmill.ops.triton.attention.relative_attention import window_of_program
 from modelmill.ops.triton.common.device import next_power_of_two
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
@@ -140,9 +141,7 @@ def _image_attention_kernel(
                 * LOG2E
             )
         score = tl.where(key_valid, score, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(score, 1))
-        weight = tl.exp2(score - new_max[:, None])
-        rescale = tl.exp2(row_max - new_max)
+        new_max, rescale, weight = softmax_weights(score, row_max)
         exp_sum = exp_sum * rescale + tl.sum(weight, 1)
         acc = tl.dot(weight.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
         row_max = new_max

@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from modelmill.ops.triton.attention.online_softmax import combine_partials, softmax_weights
 from modelmill.ops.triton.attention.score_mods import apply_softcap, load_head_values
 from modelmill.ops.triton.common.dtype_convert import (
     log2,
@@ -68,23 +69,6 @@ def key_offsets(
 def offsets_as_unsigned(offsets):
     """Cast non-negative offsets to unsigned: dividing by a power of two is then a shift."""
     return offsets.to(tl.uint64) if offsets.dtype == tl.int64 else offsets.to(tl.uint32)
-
-
-@triton.jit
-def combine_partials(acc, row_max, exp_sum):
-    """Partial results of one softmax, each relative to its own maximum, relative to the largest.
-
-    Args:
-        acc: [parts, D], weighted sums of values.
-        row_max: [parts], maxima of the scores, to the base of two.
-        exp_sum: [parts], sums of the weights.
-
-    Returns:
-        The weighted sum [D], the maximum, and the sum of the weights.
-    """
-    max_all = tl.max(row_max, axis=0)
-    share = tl.exp2(row_max - max_all)
-    return tl.sum(acc * share[:, None], axis=0), max_all, tl.sum(exp_sum * share, axis=0)
 
 
 @triton.jit(do_not_specialize=["columns", "table_stride"])
@@ -146,8 +130,7 @@ def paged_decode_kernel(
         if ALIBI:
             score += load_head_values(slopes_ptr, head) * (key - (length - 1)).to(tl.float32)
         score = tl.where(valid, score, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(score, axis=1))
-        rescale, weight = tl.exp2(row_max - new_max), tl.exp2(score - new_max[:, None])
+        new_max, rescale, weight = softmax_weights(score, row_max)
         exp_sum = exp_sum * rescale + tl.sum(weight, axis=1)
         if SCALED:
             weight *= v_scale
@@ -255,8 +238,7 @@ def grouped_paged_decode_kernel(
         if SCALED:
             score += log2(v_scale)[None, :]
         score = tl.where(valid[None, :], score, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(score, axis=1))
-        rescale, weight = tl.exp2(row_max - new_max), tl.exp2(score - new_max[:, None])
+        new_max, rescale, weight = softmax_weights(score, row_max)
         if SCALED:
             exp_sum = exp_sum * rescale + tl.sum(weight * (1.0 / v_scale)[None, :], axis=1)
         else:

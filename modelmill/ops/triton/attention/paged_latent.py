@@ -25,11 +25,8 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.paged_attention import PagedAttentionInputs
-from modelmill.ops.triton.attention.paged_decode import (
-    combine_partials,
-    load_sequence_bounds,
-    offsets_as_unsigned,
-)
+from modelmill.ops.triton.attention.online_softmax import combine_partials, softmax_weights
+from modelmill.ops.triton.attention.paged_decode import load_sequence_bounds, offsets_as_unsigned
 from modelmill.ops.triton.attention.score_mods import LOG2E
 from modelmill.ops.triton.common.device import (
     has_wgmma,
@@ -258,8 +255,7 @@ def paged_latent_kernel(
         if MAX_QUERY:
             allowed = allowed & (key[None, :] <= position[:, None])
         score = tl.where(allowed, score, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(score, axis=1))
-        rescale, weight = tl.exp2(row_max - new_max), tl.exp2(score - new_max[:, None])
+        new_max, rescale, weight = softmax_weights(score, row_max)
         if SCALED:
             exp_sum = exp_sum * rescale + tl.sum(weight * (1.0 / k_scale)[None, :], axis=1)
         else:

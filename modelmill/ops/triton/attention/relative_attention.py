@@ -29,6 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.triton.attention.online_softmax import softmax_weights
 from modelmill.ops.triton.common.device import max_shared_bytes, next_power_of_two
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
@@ -247,9 +248,7 @@ def _attend_key_block(
     score *= scale * LOG2E
     if LAST:
         score = tl.where(key_valid[None, :], score, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(score, 1))
-    weight = tl.exp2(score - new_max[:, None])
-    rescale = tl.exp2(row_max - new_max)
+    new_max, rescale, weight = softmax_weights(score, row_max)
     exp_sum = exp_sum * rescale + tl.sum(weight, 1)
     v, v_rest = _load_rows(v_at, key_valid, DIM, MAIN, REST)
     weight = weight.to(v.dtype)
