@@ -410,13 +410,9 @@ __device__ inline void consume(const Work& w, BlockBarriers& barriers, ScaleOffs
     store_results(consumer.total, result, result + (GATED ? 8 : 2));
 }
 
-extern "C" __global__ void
-#if SPLIT > 1
-__cluster_dims__(SPLIT, 1, 1)
-#endif
-    __launch_bounds__(THREADS, 1)
-        wq_gemm_large_m(const __grid_constant__ TensorMap x_map,
-                        const __grid_constant__ TensorMap w_map, const __grid_constant__ Work w) {
+extern "C" __global__ void SPLIT_CLUSTER __launch_bounds__(THREADS, 1)
+    wq_gemm_large_m(const __grid_constant__ TensorMap x_map,
+                    const __grid_constant__ TensorMap w_map, const __grid_constant__ Work w) {
     const Range range = range_of(w, SPLIT > 1 ? int(cluster_rank()) : 0);
     BlockBarriers& barriers = *reinterpret_cast<BlockBarriers*>(shared + STAGES * STAGE_BYTES);
     // [SCALE_BUFFERS][ROWS][pitch]

@@ -386,13 +386,9 @@ __device__ inline void consume_tiles(const Work& w, Barriers& barriers, ScaleOff
     store_results(consumer.total, mine, mine + 8);
 }
 
-extern "C" __global__ void
-#if SPLIT > 1
-__cluster_dims__(SPLIT, 1, 1)
-#endif
-    __launch_bounds__(THREADS, 1)
-        wq_gemm_pipelined(const __grid_constant__ TensorMap x_map,
-                          const __grid_constant__ TensorMap w_map, const __grid_constant__ Work w) {
+extern "C" __global__ void SPLIT_CLUSTER __launch_bounds__(THREADS, 1)
+    wq_gemm_pipelined(const __grid_constant__ TensorMap x_map,
+                      const __grid_constant__ TensorMap w_map, const __grid_constant__ Work w) {
     const Tile tile = tile_of(w, blockIdx.x / SPLIT);
     Barriers& barriers = *reinterpret_cast<Barriers*>(shared + STAGES * STAGE_BYTES);
     // [ROWS][pitch]

@@ -54,6 +54,13 @@ typedef PipelineBarriers<STAGES> Barriers;
 
 extern __shared__ __align__(1024) unsigned char shared[];
 
+// Attribute of the kernels: SPLIT blocks of a cluster.
+#if SPLIT > 1
+#    define SPLIT_CLUSTER __cluster_dims__(SPLIT, 1, 1)
+#else
+#    define SPLIT_CLUSTER
+#endif
+
 // DSMEM load of four floats of block `rank`.
 __device__ inline float4 dsmem_load_float4(const float* local, int rank) {
     float4 loaded;
