@@ -287,11 +287,18 @@ def artifact_facts(artifact: Any) -> dict[str, Any]:
 
 
 def row_provenance(device: str) -> dict[str, Any]:
-    """Device, versions, date."""
+    """Device and host, versions, date and commit."""
+    from modelmill.eval.provenance import git_commit, host_facts
     from modelmill.eval.report import device_name, versions
 
     now = datetime.now(UTC).isoformat("T", "seconds")
-    return {"device": device_name(device or "cpu"), "versions": versions(), "date": now}
+    return {
+        "device": device_name(device or "cpu"),
+        "versions": versions(),
+        "date": now,
+        "commit": git_commit(),
+        **host_facts(),
+    }
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:

@@ -212,3 +212,11 @@ def test_rows_are_json_lines(tmp_path: Path) -> None:
     assert bench.read_rows(file) == []
     file.write_text(json.dumps({"key": "a"}) + "\n")
     assert bench.read_rows(file) == [{"key": "a"}]
+
+
+def test_a_row_names_commit_and_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELMILL_COMMIT", "0123456789ab")
+    row = bench.row_provenance("cpu")
+    assert row["commit"] == "0123456789ab"
+    assert row["host_cpu"]
+    assert row["host_cores"] > 0
