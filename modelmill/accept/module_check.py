@@ -156,6 +156,10 @@ class ModuleCheck:
 
         self._run_with_hooks(before, None)
 
+    def add_findings(self, findings: Sequence[ToleranceCheckResult]) -> None:
+        """Add what another check found of a module."""
+        self.findings.extend(findings)
+
     def check_norm_eps(self) -> None:
         """Check every norm, including QK norms, on inputs of the size of √eps.
 

@@ -252,7 +252,7 @@ def _check_whole_sequences(
         engine_core, reference, ids, starts, streams, exact, module_check.routings,
         embeddings=embeddings,
     )  # fmt: skip
-    module_check.findings += embeddings.findings(manifest.build["dtype"])
+    module_check.add_findings(embeddings.findings(manifest.build["dtype"]))
     if whole["ok"] or not all(each.is_within_bound for each in module_check.findings):
         return whole
     if rounding is not None and exact is None:

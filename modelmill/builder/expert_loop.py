@@ -14,7 +14,7 @@ from torch import nn
 from modelmill.nn.expert_stack import (
     FUSED_MOE_OPS,
     expert_activation,
-    expert_input_linear,
+    expert_linears,
     fused_moe_op_of_format,
     has_gpu_kernel,
 )
@@ -83,5 +83,5 @@ def _expert_linears(name: str, moe: MoE) -> Iterator[str]:
     first = moe.local_experts[0]
     for index, expert in enumerate(moe.local_expert_modules, first):
         paths = {module: path for path, module in expert.named_modules()}
-        for linear in (expert_input_linear(expert), expert.down_proj):
+        for linear in expert_linears(expert):
             yield f"{name}.experts.{index}.{paths[linear]}"

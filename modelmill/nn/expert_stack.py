@@ -223,6 +223,11 @@ def expert_input_linear(expert: ExpertMLP) -> Linear:
     return expert.gate_up_proj if isinstance(expert, Expert) else expert.fc_proj
 
 
+def expert_linears(expert: ExpertMLP) -> tuple[Linear, Linear]:
+    """Return both products of an expert."""
+    return expert_input_linear(expert), expert.down_proj
+
+
 def has_gpu_kernel(op: str, gate: ExpertActivation) -> bool:
     """Whether a kernel of a GPU computes a fused MoE op for experts with this activation."""
     return gate.activation != RELU2 or op not in DEQUANTIZING_OPS
