@@ -14,6 +14,7 @@ from tools import quantization_texts as texts
 from tools import quantization_trace as trace
 from tools.performance.provenance import provenance_line
 from tools.performance.rows import read_rows
+from tools.performance.runs import can_carry_a_claim
 
 TEMPLATE, PAGE = Path("tools/quantization.template.md"), Path("docs/quantization.md")
 PLOT = Path("docs/img/quantization.svg")
@@ -25,6 +26,8 @@ ALL_TOKENS = 16_384  # tokens of a measurement that the page shows
 ROUGE = ("rouge1", "rouge2", "rougeL")
 # a checkpoint whose weights were never rounded; all other rows are of the first
 SECOND_CHECKPOINT = "stories260K"
+UNTRACED = "†"
+"""Behind the name of a build whose row cannot be traced to a commit."""
 LEAST_EXCESS = 0.01  # per cent; what is less is drawn there
 Row = Mapping[str, Any]
 
@@ -58,6 +61,7 @@ def row_name(row: Row) -> str:
         f"`{row['options'] or '-q none'}`"
         + ("" if kv_dtype == "auto" else f", KV {kv_dtype}")
         + input_note
+        + ("" if can_carry_a_claim(row) else f" {UNTRACED}")
     )
 
 
@@ -96,11 +100,11 @@ def render(
     judged: of held-back texts.
     """
     parts = {
-        "table": "\n".join([*table(rows), *_provenance(rows)]),
+        "table": "\n".join([*table(rows), *_traced_provenance(rows)]),
         "texts": "\n".join([*texts.table(judged), *_provenance(judged)]),
         "text sources": "\n".join(texts.sources(judged)),
         "marks": "\n".join(marks.targets_table(rows, texts.mean_and_worst(judged))),
-        "second table": "\n".join([*table(second), *_provenance(second)]),
+        "second table": "\n".join([*table(second), *_traced_provenance(second)]),
         "plot": f"![Size on disk and what it costs]({PLOT.relative_to('docs')})",
         "speed": "\n".join([*speed.table(steps), *_provenance(speed.shown(steps))]),
         "speed plot": f"![Speed and what it costs]({speed.PLOT.relative_to('docs')})",
@@ -115,6 +119,14 @@ def render(
 def _provenance(rows: Sequence[Row]) -> list[str]:
     """A line of device, versions, dates and commits; the page names the commands."""
     return ["", provenance_line(rows, commands=False)] if rows else []
+
+
+def _traced_provenance(rows: Sequence[Row]) -> list[str]:
+    """The same of the rows that name their commit, and a line of those that do not."""
+    traced = [row for row in rows if can_carry_a_claim(row)]
+    dates = sorted({row["date"][:10] for row in rows if not can_carry_a_claim(row)})
+    note = f"{UNTRACED} of {', '.join(dates)}: the row names no commit, to be measured again."
+    return _provenance(traced) + (["", note] if dates else [])
 
 
 def draw_plot(rows: Sequence[Row], file: Path) -> None:
@@ -132,7 +144,7 @@ def draw_plot(rows: Sequence[Row], file: Path) -> None:
         axes.plot(*at, "o", color="#1f77b4")
         size = f"{row['bytes'] / 2**20:.0f} MiB"
         axes.annotate(size, at, xytext=(7, -3), textcoords="offset points", fontsize=8)
-    labels = [row_name(row).replace("`", "") for row in built]
+    labels = [row_name(row).replace("`", "").removesuffix(f" {UNTRACED}") for row in built]
     axes.set_yticks(range(len(built)), labels, fontsize=8)
     axes.invert_yaxis()
     axes.set_xscale("log")

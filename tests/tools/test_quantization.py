@@ -16,6 +16,7 @@ GOOD = {
     "mean_kl": 0.25,
     "agreement": 0.75, "bytes": 3 << 20, "kv_cache_dtype": "int8",
     "device": "AMD EPYC", "date": "2026-01-02T03", "command": "python benchmarks/quantization.py",
+    "commit": "0123456789ab", "host_cpu": "AMD EPYC",
 }  # fmt: skip
 
 
@@ -97,3 +98,11 @@ def test_rouge_stands_beside_it_where_it_was_measured() -> None:
         "| 75.0 % | 31.3 / 10.0 / 21.5 | 3.0 |"
         in quantization.table([{**GOOD, "rouge": rouge}])[-1]
     )
+
+
+def test_a_row_without_a_commit_is_marked() -> None:
+    page = quantization.render("{{ table }}", [GOOD, {**GOOD, "options": "-q fp8", "commit": None}])
+    assert "| `-q int8`, KV int8 | 20.5" in page
+    assert "| `-q fp8`, KV int8 † | 20.5" in page
+    assert "† of 2026-01-02: the row names no commit" in page
+    assert "†" not in quantization.render("{{ table }}", [GOOD])
