@@ -19,9 +19,7 @@ from torch import Tensor, nn
 from modelmill.accept.embedding_and_head import dequantize_row_blocks
 from modelmill.accept.error_metrics import ErrorMetrics, compare_tensors
 from modelmill.accept.reference import (
-    HeadTrace,
     LayerWeights,
-    ModuleIO,
     ModuleWeights,
     ReferenceModel,
 )
@@ -62,19 +60,17 @@ def reference_with_engine_norms_and_head(
             return plain
         return _cast_like(_read_engine_norm_weights(layer, paths[name], made.device), plain)
 
-    def head(x: Tensor) -> HeadTrace:
-        normed = made.run_norm(None, "final_norm", x.to(made.dtype))
+    def head_logits(normed: Tensor) -> Tensor:
         fake_quantize = input_fake_quantizer(model.head.weight.to(str(made.device)))
         head_input = normed if fake_quantize is None else fake_quantize(normed)
         with no_tf32():
             blocks = dequantize_row_blocks(model.head.weight, made.device)
             logits = torch.cat([head_input @ block.to(made.dtype).T for block in blocks], -1)
-        logits = made.finish_logits(logits)
-        return {"final_norm": ModuleIO((x,), normed), "logits": ModuleIO((normed,), logits)}
+        return made.finish_logits(logits)
 
     made.norm_weights = norm_weights  # type: ignore[method-assign]
     if weight_formats.get("head", "dense") != "dense":
-        made.head = head  # type: ignore[method-assign]
+        made.head_logits = head_logits  # type: ignore[method-assign]
     return made
 
 

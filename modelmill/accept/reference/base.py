@@ -96,12 +96,16 @@ class ReferenceModel(ABC):
 
     Attributes:
         qkv_bound: of the absolute values of q, k and v behind their norms, or None.
+        gate_bound: of the gate and up of an MLP, or None.
+        softcap: a bound that the logits approach, or None.
     """
 
     HEAD = HEAD_WEIGHT
     """The source name of a head of its own."""
 
     qkv_bound: float | None = None
+    gate_bound: float | None = None
+    softcap: float | None = None
 
     num_layers: int
     hidden_size: int
@@ -195,20 +199,41 @@ class ReferenceModel(ABC):
         """Return queries [T, heads·dim] after QK norm and RoPE; None without QK norm."""
         return None
 
+    def clamped_gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return the activation of gate and up; families with a ``gate_bound`` have one."""
+        raise NotImplementedError
+
+    def states_beyond_limits(
+        self,
+        index: int,  # noqa: ARG002
+        mixed: Tensor,  # noqa: ARG002
+        dtype: torch.dtype,  # noqa: ARG002
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return steps [T, heads] of a recurrence beyond each limit, and the states [1, …] behind.
+
+        mixed: what it reads beside the steps. dtype: the steps are rounded to it.
+        """
+        return []
+
     def finish_logits(self, logits: Tensor) -> Tensor:
         """Apply what follows the head's product: a bias, a factor."""
         return logits
 
     @torch.no_grad()
-    def head(self, x: Tensor) -> HeadTrace:
-        """Compute final norm and logits [T, vocab], the vocabulary in blocks of rows."""
-        x = x.to(self.device, self.dtype)
-        normed = self.run_norm(None, "final_norm", x)
+    def head_logits(self, normed: Tensor) -> Tensor:
+        """Compute logits [T, vocab] of normed rows, the vocabulary in blocks of rows."""
         with no_tf32():
             blocks = [normed @ rows.T for rows in self.source.row_blocks(self.head_weight_name())]
+        return self.finish_logits(torch.cat(blocks, dim=-1))
+
+    @torch.no_grad()
+    def head(self, x: Tensor) -> HeadTrace:
+        """Compute final norm and logits [T, vocab]."""
+        x = x.to(self.device, self.dtype)
+        normed = self.run_norm(None, "final_norm", x)
         return {
             "final_norm": ModuleIO((x,), normed),
-            "logits": ModuleIO((normed,), self.finish_logits(torch.cat(blocks, dim=-1))),
+            "logits": ModuleIO((normed,), self.head_logits(normed)),
         }
 
 
@@ -257,7 +282,7 @@ def causal_attention(
     """Compute causal softmax attention, dense.
 
     Query head h reads key head h // (heads / kv_heads). With a window w, position i attends to the
-    positions i-w+1 .. i.
+    positions i-w+1 .. i. Fewer queries than keys are those of the last positions.
 
     Args:
         q: [T, heads, dim].
@@ -275,9 +300,9 @@ def causal_attention(
     count, heads, dim = q.shape
     group = heads // k.shape[1]
     out = torch.empty_like(q)
-    column = torch.arange(count, device=q.device)
+    column = torch.arange(len(k), device=q.device)
     for start in range(0, count, QUERY_ROWS):
-        row = column[start : start + QUERY_ROWS, None]
+        row = column[len(k) - count :][start : start + QUERY_ROWS, None]
         hidden = column[None, :] > row
         if window is not None:
             hidden |= column[None, :] <= row - window
@@ -292,6 +317,6 @@ def causal_attention(
                 if sinks is not None:
                     sink = sinks[head].to(scores).expand(len(scores), 1)
                     scores = torch.cat((scores, sink), dim=-1)
-                weights = scores.softmax(dim=-1)[:, :count]
+                weights = scores.softmax(dim=-1)[:, : len(k)]
                 out[start : start + QUERY_ROWS, head] = weights @ v[:, head // group]
     return out.reshape(count, heads * dim)

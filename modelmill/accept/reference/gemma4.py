@@ -27,7 +27,6 @@ from modelmill.accept.reference.base import (
     ModuleWeights,
     NonLayerModuleIO,
     NonLayerTrace,
-    causal_attention,
     rms_norm,
 )
 from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
@@ -78,6 +77,7 @@ class Gemma4Reference(PlainDecoderReference):
         self.embedding_scale = self.hidden_size**0.5
         self.activation = self.activation_from_config("hidden_activation", "gelu_pytorch_tanh")
         self.softcap = config.get("final_logit_softcapping")
+        self.score_scale = 1.0
         self.biased = self.projections_with_bias()
         windows = self.sliding_windows_by_layer(int(config.get("sliding_window", 512)), 6)
         self.windows = [*windows[:-1], None]
@@ -281,7 +281,7 @@ class Gemma4Reference(PlainDecoderReference):
         q_rot = r.record("q_rot", self.norm_and_rope(index, q, r.weights["q_norm"]), q)
         dim = self.kv_heads_and_head_dim(index)[1]
         heads = [each.reshape(len(each), -1, dim) for each in (q_rot, k, v)]
-        mixed = causal_attention(heads[0], heads[1], heads[2], 1.0, self.windows[index])
+        mixed = self.run_attention_core(index, heads[0], heads[1], heads[2])
         return r.linear("o_proj", r.record("attn", mixed, q_rot, k, v))
 
     def add_experts_to_mlp(self, r: LayerRecorder, mlp_out: Tensor, stream: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class GptOssReference(PlainDecoderReference):
         self.num_experts = int(config.get("num_local_experts") or config.get("num_experts") or 128)
         self.top_k = int(config.get("num_experts_per_tok") or 4)
         self.alpha = float(config.get("swiglu_alpha") or 1.702)
-        self.limit = float(config.get("swiglu_limit") or 7.0)
+        self.gate_bound = float(config.get("swiglu_limit") or 7.0)
 
     def attention_sinks(self, index: int) -> Tensor | None:
         """Return the sinks [heads] of a layer."""
@@ -94,10 +94,15 @@ class GptOssReference(PlainDecoderReference):
     def _run_expert(self, r: LayerRecorder, name: str, x: Tensor) -> Tensor:
         r.record(f"{name}.input", x)
         gate, up = r.linear(f"{name}.gate", x), r.linear(f"{name}.up", x)
-        low = torch.minimum(gate, torch.full_like(gate, self.limit))
-        bounded = up.clamp(-self.limit, self.limit)
-        act = (bounded + 1) * low / (1 + torch.exp(-self.alpha * low))
-        return r.linear(f"{name}.down", r.record(f"{name}.act", act, gate, up))
+        act = r.record(f"{name}.act", self.clamped_gate(gate, up), gate, up)
+        return r.linear(f"{name}.down", act)
+
+    def clamped_gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Bound gate from above, and up on both sides."""
+        assert self.gate_bound is not None, "set from the config"
+        low = torch.minimum(gate, torch.full_like(gate, self.gate_bound))
+        bounded = up.clamp(-self.gate_bound, self.gate_bound)
+        return (bounded + 1) * low / (1 + torch.exp(-self.alpha * low))
 
 
 def decode_e2m1(codes: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ behind a causal convolution of x, B and C with SiLU; y is gated by silu(z), then
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from modelmill.accept.reference.plain_decoder import PlainDecoderReference
 from modelmill.accept.reference.tensor_source import TensorSource
 
 NAME_PREFIX = "backbone."
+SMALL_STEPS, LARGE_STEPS = (1e-4, 2e-2), (20.0, 100.0)
+"""Δ beyond those of a text."""
 
 
 class Mamba2Mixin(PlainDecoderReference):
@@ -109,6 +112,30 @@ class Mamba2Mixin(PlainDecoderReference):
             y[t] = (c[t, :, None, :] @ h)[:, 0] + r.weights["D"].weight[:, None] * x[t]
         r.record("ssm_state", h.transpose(1, 2).reshape(1, -1), mixed, dt)
         return r.record("ssm", y.reshape(len(x), -1), mixed, dt)
+
+    @torch.no_grad()
+    def states_beyond_limits(
+        self, index: int, mixed: Tensor, dtype: torch.dtype
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return steps, and states behind them, of Δ mostly beyond the least, and the largest.
+
+        Without a limit they are smaller, or larger, than a text's.
+        """
+        low, high = self.time_step_limits
+        ranges = [
+            (low / 8, low * 1.5) if low > 0 else SMALL_STEPS,
+            (high / 1.5, high * 8) if math.isfinite(high) else LARGE_STEPS,
+        ]
+        r = LayerRecorder(self.layer_weights(index))
+        bias = r.weights["dt_bias"].weight
+        draw = torch.rand(len(mixed), len(bias), generator=torch.Generator().manual_seed(17))
+        pairs = []
+        for first, last in ranges:
+            delta = first * (last / first) ** draw.to(bias)
+            steps = (delta + torch.log(-torch.expm1(-delta)) - bias).to(dtype).to(bias)
+            self.ssm_scan(r, mixed, steps)
+            pairs.append((steps, r.trace["ssm_state"].output))
+        return pairs
 
 
 class Mamba2Reference(Mamba2Mixin):
