@@ -1,10 +1,10 @@
 """Checks an engine's modules: their inputs are replaced by the reference's, outputs compared.
 
-Three passes run over the same tokens through the real runtime (its pages, kernels and Step).
+Four passes run over the same tokens through the real runtime (its pages, kernels and Step).
 Modules: every module reads the reference's input, so that errors do not accumulate and the faulty
 module is named. Wiring: only the residual stream entering a layer is replaced, so that the
 connections of modules are checked too. Norms: every norm reads inputs of the size of √eps, where a
-wrong eps shows in any dtype.
+wrong eps shows in any dtype. Bounds: modules that have some run on values beyond these.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from modelmill.accept.beyond_text import BeyondTextRun
 from modelmill.accept.error_metrics import compare_tensors, incomparable_metrics
 from modelmill.accept.quantized_reference import language_model_weight_formats
 from modelmill.accept.reference import LayerTrace, NonLayerTrace, ReferenceModel
@@ -99,6 +100,7 @@ class ModuleCheck:
         self.findings: list[ToleranceCheckResult] = []
         self._streams: list[torch.Tensor] = []
         self._outside: NonLayerTrace = {}
+        self._beyond_text: BeyondTextRun | None = None
         self.routings: dict[int, list[torch.Tensor]] = {}
         self._router_logits: dict[int, torch.Tensor] = {}
         self.static_ranges = OutOfRangeRowCounter(engine_core.model_runner.model)
@@ -131,6 +133,9 @@ class ModuleCheck:
 
         self._run_with_hooks(before, after)
         self._streams, self.routings = state.streams, state.routings
+        self._beyond_text = BeyondTextRun(
+            self.engine_core, self.reference, state.head_trace()["final_norm"].output
+        )
         self.other_streams = [other.stream for other in others]
         return state.stream
 
@@ -225,6 +230,22 @@ class ModuleCheck:
         if bound is not None:
             self._record_missing_bounds(bounded)
 
+    def check_beyond_text(self) -> None:
+        """Check modules with bounds on values beyond these; call after ``check_modules``."""
+        beyond = self._beyond_text
+        assert beyond is not None, "the modules are checked first"
+
+        def after(name: str, args: tuple[Any, ...], output: Any) -> None:
+            del output
+            layer, _ = split_layer_path(name)
+            for found in beyond.run_module(name, layer, self._module_spec(name), args):
+                self._compare_and_record(
+                    f"{name}.bound", layer, found.label, found.arithmetic, found.ours,
+                    found.expected, name, noise=found.noise,
+                )  # fmt: skip
+
+        self._run_with_hooks(None, after)
+
     def _record_missing_bounds(self, bounded: Collection[int | None]) -> None:
         """Record the layers whose q, k and v have no bound, where the reference's have one."""
         for layer, spec in enumerate(self.specs):
@@ -235,7 +256,9 @@ class ModuleCheck:
                     ToleranceCheckResult(metrics.name, layer, "attn.qkv_clip", metrics, limits)
                 )
 
-    def _run_with_hooks(self, before: Callable[..., Any], after: Callable[..., Any] | None) -> None:
+    def _run_with_hooks(
+        self, before: Callable[..., Any] | None, after: Callable[..., Any] | None
+    ) -> None:
         head_rows = frozenset(self.head_rows)
         with self.engine_core.model_runner.forward_hooks(before, after):
             TeacherForcedScorer(self.engine_core).run_sequences(
@@ -514,6 +537,7 @@ class ModuleCheck:
         expected: torch.Tensor,
         linear_path: str | None = None,
         depth: int | None = None,
+        noise: float = 0.0,
     ) -> None:
         weight_format = self.weight_formats.get(linear_path or name, "dense")
         recipe = (
@@ -535,6 +559,7 @@ class ModuleCheck:
             )
         else:
             bound = module_bound(arithmetic, self.dtype, recipe, length=len(self.ids))
+            bound = ErrorBound(bound.rel_l2 + noise, bound.max_rel + noise, bound.gain + noise)
         self.findings.append(
             ToleranceCheckResult(name, layer, module, compare_tensors(name, ours, expected), bound)
         )

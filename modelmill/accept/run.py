@@ -192,6 +192,7 @@ def _compare_with_reference(
     module_check.check_layers()
     on_stage("norms")
     module_check.check_norm_eps()
+    module_check.check_beyond_text()
     on_stage("sequences")
     streams = [last, *module_check.other_streams]
     whole = _check_whole_sequences(engine_core, reference, split, streams, module_check, rounding)
@@ -283,7 +284,7 @@ def _make_engine_report(
     bad = [f for f in findings if not f.is_within_bound]
     first = _first_failure(bad)
     if first is not None:
-        outside = "the rotation" if first.module == ROTARY else "the embedding or head"
+        outside = "the rotation" if first.module.startswith(ROTARY) else "the embedding or head"
         where = outside if first.layer is None else f"layer {first.layer}"
         verdict = f"bug at {where}, module {first.module}"
         why = "; ".join(first.bound.describe_violations(first.metrics))

@@ -373,6 +373,11 @@ class AttentionCore(nn.Module):
         )
         return self._op(step.ops.paged_attention, inputs)
 
+    @property
+    def modifies_scores(self) -> bool:
+        """Whether more is done to the scores than to scale and mask them."""
+        return self._modifies_scores
+
     def keep_local_heads(self, heads: Range) -> None:
         """Keep a rank's heads."""
         self.heads = heads

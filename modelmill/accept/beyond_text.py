@@ -1,0 +1,286 @@
+"""Gives modules with bounds values beyond them, which the text of acceptance may never have.
+
+The text is short, and few of its tokens reach a bound: one that is lost, or 10 % off, would show
+nowhere. Checked are windows longer than the text, soft caps of scores and of logits, biases of
+scores by distance, sinks, the clamp of gated experts, the limits of a recurrence's steps, and
+factors of queries by position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from modelmill.accept.reference import ReferenceModel
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference
+from modelmill.accept.reference_trace import cast_like
+from modelmill.nn.layer_spec import ModuleSpec, RecurrenceSpec
+from modelmill.runtime.engine_core import EngineCore
+
+STATE_SPACE = "ssd_scan"
+"""The op of recurrences whose steps may have limits."""
+GATE = ".act"
+"""The end of paths of activations."""
+GATE_ROWS = 16
+SHORT_CONTEXT = 96
+"""Keys of a query where no layer has a window."""
+
+
+@runtime_checkable
+class PagedAttention(Protocol):
+    """The attention of queries to pages of keys and values."""
+
+    cache_index: int
+    window: int | None
+    scale: float
+    modifies_scores: bool
+
+    def forward(self, q: Tensor, step: Any) -> Tensor:
+        """[T, heads, D] → [T, heads·D]."""
+
+
+class BeyondText(NamedTuple):
+    """A module's output, and the reference's, of values beyond a bound.
+
+    Attributes:
+        label: what the report names.
+        arithmetic: a key of MODULE_BOUNDS.
+        ours: the module's.
+        expected: the reference's.
+        noise: relative error that float32 makes of such large values, beside the published bound.
+    """
+
+    label: str
+    arithmetic: str
+    ours: Tensor
+    expected: Tensor
+    noise: float = 0.0
+
+
+class ScoreRow(NamedTuple):
+    """The scores of one query: ``shift`` ± ``spread``, and far below for keys that do not count."""
+
+    spread: float
+    shift: float | Tensor = 0.0
+
+
+class BeyondTextRun:
+    """Runs modules of an engine, and the reference, on such values.
+
+    Args:
+        engine_core: the engine.
+        reference: the reference.
+        final_norm: what its head reads, of as many rows as the engine's head in a step.
+    """
+
+    def __init__(
+        self, engine_core: EngineCore, reference: ReferenceModel, final_norm: Tensor
+    ) -> None:
+        assert engine_core.artifact is not None, (
+            "an engine core made by EngineCore.open knows its artifact"
+        )
+        self.model: Any = engine_core.model_runner.model
+        self.reference, self.final_norm = reference, final_norm
+        self.longest: int = engine_core.artifact.manifest.max_model_len
+
+    def run_module(
+        self, name: str, layer: int | None, spec: ModuleSpec | None, args: tuple[Any, ...]
+    ) -> Iterator[BeyondText]:
+        """Run a module; nothing where it has no bounds.
+
+        Args:
+            name: the module's path.
+            layer: its layer; None: outside.
+            spec: what the layer says of it.
+            args: arguments that it was called with.
+        """
+        if layer is None:
+            if name == "embed":  # the first of a step
+                yield from self._query_factors(args[-1])
+            elif name == "head" and self.reference.softcap is not None:
+                yield self._logits(self.reference.softcap, args)
+            return
+        module = self.model.get_submodule(name)
+        if spec is None:
+            return
+        bound = self.reference.gate_bound
+        if isinstance(module, PagedAttention):
+            yield from self._attention(layer, module, args)
+        elif bound is not None and spec.path.endswith(GATE):
+            yield self._gate(f"{spec.path}.bound", bound, module, args)
+        elif isinstance(spec, RecurrenceSpec) and spec.op == STATE_SPACE:
+            yield from self._recurrent_states(layer, spec, module, args)
+
+    def _to_reference(self, x: Tensor) -> Tensor:
+        return x.to(self.reference.device, self.reference.dtype)
+
+    def _gate(
+        self, label: str, bound: float, module: nn.Module, args: tuple[Any, ...]
+    ) -> BeyondText:
+        """Run an activation of gate and up on values beyond their bound."""
+        x = args[0]
+        both = (_normal(GATE_ROWS, x.shape[-1]) * bound).to(x.device, x.dtype)
+        gate, up = self._to_reference(both).chunk(2, -1)
+        ours, expected = module.forward(both, *args[1:]), self.reference.clamped_gate(gate, up)
+        return BeyondText(label, "activation", ours, expected)
+
+    def _recurrent_states(
+        self, layer: int, spec: RecurrenceSpec, module: Any, args: tuple[Any, ...]
+    ) -> Iterator[BeyondText]:
+        """Run a recurrence with steps beyond each of their limits; its states."""
+        mixed, dt, step = args
+        right = self._to_reference(mixed)
+        for steps, expected in self.reference.states_beyond_limits(layer, right, dt.dtype):
+            module.forward(mixed, cast_like(steps, dt), step)
+            state = step.state.cache.states[module.state_index][step.state.rows.slots[0]]
+            # a copy: the next steps are computed in the same slot
+            ours = state.reshape(1, -1).clone()
+            yield BeyondText(f"{spec.path}.bound", spec.arithmetic, ours, expected)
+
+    def _logits(self, cap: float, args: tuple[Any, ...]) -> BeyondText:
+        """Run the head on inputs so large that its logits are beyond their cap.
+
+        Factors of 2 leave the rounding of inputs as it is.
+        """
+        head = self.model.head
+        rows = cast_like(self.final_norm, args[0])
+        largest = float(head.forward(rows, *args[1:]).abs().max())
+        x = rows * 2.0 ** max(math.ceil(math.log2(2 * cap / max(largest, 1e-30))), 1)
+        ours, expected = (
+            head.forward(x, *args[1:]), self.reference.head_logits(self._to_reference(x))
+        )  # fmt: skip
+        return BeyondText("head.bound", "linear", ours, expected)
+
+    def _query_factors(self, step: Any) -> Iterator[BeyondText]:
+        """Compare the factors of queries at positions up to the longest sequence's."""
+        reference, model = self.reference, self.model
+        rotates = hasattr(model, "compute_rope_cos_sin")
+        if not isinstance(reference, PlainDecoderReference) or not rotates:
+            return
+        places = torch.linspace(0, self.longest - 1, len(step.positions)).long()
+        far = replace(
+            step,
+            positions=places.to(step.positions.device),
+            rope_frequency_ids=torch.zeros_like(step.rope_frequency_ids),
+        )
+        ours, expected = (
+            model.compute_rope_cos_sin(far).q_scale, reference.logn_scaling(self.longest)
+        )  # fmt: skip
+        if ours is None and expected is None:
+            return
+        ones = torch.ones(len(places))
+        ours = ones if ours is None else ours.cpu()
+        right = ones if expected is None else expected.cpu()[places]
+        yield BeyondText("rotary.query_factors", "linear", ours[:, None], right[:, None])
+
+    def _attention(
+        self, layer: int, module: PagedAttention, args: tuple[Any, ...]
+    ) -> Iterator[BeyondText]:
+        """Run queries with more keys than the text has, where their scores have bounds.
+
+        Of each query the keys on both sides of every window count most.
+        """
+        reference = self.reference
+        if not isinstance(reference, PlainDecoderReference):
+            return
+        cap, sinks = reference.score_softcap, reference.attention_sinks(layer)
+        windows = {size for size in (*reference.windows, module.window) if size is not None}
+        bounded = cap is not None or sinks is not None or reference.alibi_slopes is not None
+        if not (windows or bounded or module.modifies_scores):
+            return
+        q, step = args[0], args[-1]
+        pages = step.kv.k[module.cache_index]
+        kv_heads, size, dim = pages.shape[1:]
+        count = min(self.longest, max(windows, default=0) + SHORT_CONTEXT)
+        edges = {count - each for each in windows if each < count}
+        table, *stored = _pages_with_edges(count, edges, size, dim)
+        rows = _queries(_score_rows(cap, sinks), q.shape[1], dim) / module.scale
+        # of few digits, so that products are exact in any arithmetic
+        rows = rows.bfloat16().to(q.device, q.dtype)
+        stored = [each.bfloat16().to(pages.device, pages.dtype) for each in stored]
+        keys, values = (each[:, None].expand(-1, kv_heads, -1, -1).contiguous() for each in stored)
+        copies = module.cache_index + 1
+        cache = replace(step.kv, k=(keys,) * copies, v=(values,) * copies, stored=())
+        ours = module.forward(rows, _step_of_queries(step, cache, len(rows), count, table))
+        k, v = (
+            self._to_reference(each.cpu()[table].reshape(-1, 1, dim)[:count])
+            .expand(-1, kv_heads, -1)
+            for each in stored
+        )  # fmt: skip
+        expected = torch.cat(
+            [
+                reference.run_attention_core(layer, row[None], k, v)
+                for row in self._to_reference(rows)
+            ]
+        )
+        noise = 0.0 if cap is None else 2 * cap * torch.finfo(torch.float32).eps
+        yield BeyondText("attn.core.bound", "attention", ours, expected, noise)
+
+
+def _normal(*shape: int) -> Tensor:
+    """Return the same normal numbers in each call."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(17))
+
+
+def _score_rows(cap: float | None, sinks: Tensor | None) -> list[ScoreRow]:
+    rows = [ScoreRow(6.0)]
+    if cap is not None:
+        # where the cap bends, and behind, some scores near each other, on both sides
+        rows += [ScoreRow(6.0, cap), ScoreRow(6.0, -cap)]
+        rows += [ScoreRow(24.0, 2 * cap), ScoreRow(24.0, -2 * cap)]
+    if sinks is not None:  # sums of exponentials as large as those of the sinks
+        rows.append(ScoreRow(2.0, sinks.cpu().float() - 4.5))
+    return rows
+
+
+def _queries(rows: list[ScoreRow], heads: int, dim: int) -> Tensor:
+    """Return queries [rows, heads, dim] whose products with ``_pages_with_edges`` are the rows."""
+    q = torch.zeros(len(rows), heads, dim)
+    for place, (spread, shift) in enumerate(rows):
+        q[place, :, 0], q[place, :, 1], q[place, :, 2] = spread, shift, 2 * spread + 12
+    return q
+
+
+def _pages_with_edges(
+    count: int, edges: set[int], size: int, dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return page numbers of ``count`` keys, and the pages' keys and values [pages, size, dim].
+
+    The last keys, and those around the edges, have products of ±1 with the first channel, the edges
+    themselves 1. All other keys are in one page, which counts little.
+    """
+    last = -(-count // size) - 1
+    near = {(edge + side) // size for edge in edges for side in (-1, 0)}
+    own = sorted(page for page in {*near, last, last - 1} if page >= 0)
+    table = torch.zeros(last + 1, dtype=torch.int32)
+    keys, values = torch.zeros(len(own) + 1, size, dim), _normal(len(own) + 1, size, dim)
+    keys[0, :, 2] = -1
+    keys[..., 1] = 1
+    keys[1:, :, 0] = (torch.erf(_normal(len(own), size) / 2**0.5)).clamp(-1, 1)
+    for number, page in enumerate(own, 1):
+        table[page] = number
+        for edge in edges:
+            for place in (edge - 1, edge):
+                if place >= 0 and place // size == page:
+                    keys[number, place % size, 0] = 1
+    return table, keys, values
+
+
+def _step_of_queries(step: Any, cache: Any, rows: int, count: int, table: Tensor) -> Any:
+    """Return a step of ``rows`` sequences with the same ``count`` keys, each with one query."""
+    lengths = step.context_lens
+    return replace(
+        step,
+        kv=cache,
+        block_tables=table.to(step.block_tables).expand(rows, -1).contiguous(),
+        query_start=torch.arange(rows + 1, dtype=lengths.dtype, device=lengths.device),
+        context_lens=lengths.new_full((rows,), count),
+        max_query=1,
+        max_context=count,
+        num_decodes=None,
+    )
