@@ -88,7 +88,7 @@ class BeyondTextRun:
         self.reference, self.final_norm = reference, final_norm
         self.longest: int = engine_core.artifact.manifest.max_model_len
 
-    def run_module(
+    def run(
         self, name: str, layer: int | None, spec: ModuleSpec | None, args: tuple[Any, ...]
     ) -> Iterator[BeyondText]:
         """Run a module; nothing where it has no bounds.
@@ -110,7 +110,7 @@ class BeyondTextRun:
             return
         bound = self.reference.gate_bound
         if isinstance(module, PagedAttention):
-            yield from self._attention(layer, module, args)
+            yield from self._attention(f"{spec.path}.bound", layer, module, args)
         elif bound is not None and spec.path.endswith(GATE):
             yield self._gate(f"{spec.path}.bound", bound, module, args)
         elif isinstance(spec, RecurrenceSpec) and spec.op == STATE_SPACE:
@@ -179,7 +179,7 @@ class BeyondTextRun:
         yield BeyondText("rotary.query_factors", "linear", ours[:, None], right[:, None])
 
     def _attention(
-        self, layer: int, module: PagedAttention, args: tuple[Any, ...]
+        self, label: str, layer: int, module: PagedAttention, args: tuple[Any, ...]
     ) -> Iterator[BeyondText]:
         """Run queries with more keys than the text has, where their scores have bounds.
 
@@ -189,7 +189,8 @@ class BeyondTextRun:
         if not isinstance(reference, PlainDecoderReference):
             return
         cap, sinks = reference.score_softcap, reference.attention_sinks(layer)
-        windows = {size for size in (*reference.windows, module.window) if size is not None}
+        sizes = (*reference.windows, module.window)
+        windows = {size for size in sizes if size is not None and size < self.longest}
         bounded = cap is not None or sinks is not None or reference.alibi_slopes is not None
         if not (windows or bounded or module.modifies_scores):
             return
@@ -218,8 +219,9 @@ class BeyondTextRun:
                 for row in self._to_reference(rows)
             ]
         )
-        noise = 0.0 if cap is None else 2 * cap * torch.finfo(torch.float32).eps
-        yield BeyondText("attn.core.bound", "attention", ours, expected, noise)
+        # of a score as large as its cap, and of the exponential that a GPU makes its tanh of
+        noise = 0.0 if cap is None else 8 * cap * torch.finfo(torch.float32).eps
+        yield BeyondText(label, "attention", ours, expected, noise)
 
 
 def _normal(*shape: int) -> Tensor:

@@ -238,7 +238,7 @@ class ModuleCheck:
         def after(name: str, args: tuple[Any, ...], output: Any) -> None:
             del output
             layer, _ = split_layer_path(name)
-            for found in beyond.run_module(name, layer, self._module_spec(name), args):
+            for found in beyond.run(name, layer, self._module_spec(name), args):
                 self._compare_and_record(
                     f"{name}.bound", layer, found.label, found.arithmetic, found.ours,
                     found.expected, name, noise=found.noise,
