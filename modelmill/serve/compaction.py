@@ -11,7 +11,7 @@ from typing import Any
 
 from modelmill.serve.encrypted_content_codec import compress_text
 from modelmill.serve.response_input_items import fill_item_defaults
-from modelmill.text.role_order import join_contents
+from modelmill.text.role_order import join_successive
 
 SUMMARY_PROMPT = (
     "Summarize the conversation so far for yourself: you will go on with it and see nothing of it "
@@ -42,13 +42,7 @@ def join_user_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
 
     Where a compaction has left out the answers between them, they are successive.
     """
-    out: list[dict[str, Any]] = []
-    for message in messages:
-        if out and message["role"] == out[-1]["role"] == "user":
-            out[-1]["content"] = join_contents(out[-1]["content"], message["content"])
-        else:
-            out.append(dict(message))
-    return out
+    return join_successive(messages, ("user",))
 
 
 def compacted_items(messages: Sequence[Any], id: str, summary: str) -> list[dict[str, Any]]:

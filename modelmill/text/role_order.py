@@ -6,25 +6,38 @@ templates want one system message at the start, if any, and roles that alternate
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 
-def rearrange_roles(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+def rearrange_roles(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """Yield the conversation in other orders of roles; every text stays, in its place.
 
     First successive messages of the user are one, and so are system messages at the start; later
     system messages are the user's. Then the user's first message begins with the system message.
     """
-    joined = _join_successive(messages)
+    joined = join_successive(_with_late_system_as_user(messages))
     if joined != list(messages):
         yield joined
     if joined and joined[0]["role"] == "system":
         first, *others = joined
-        yield _join_successive([{**first, "role": "user"}, *others])
+        yield join_successive([{**first, "role": "user"}, *others])
 
 
-def join_contents(one: Any, other: Any) -> Any:
+def join_successive(
+    messages: Iterable[Mapping[str, Any]], roles: Collection[str] = ("system", "user")
+) -> list[dict[str, Any]]:
+    """The messages, of which those that follow one another in one of the roles are one."""
+    out: list[dict[str, Any]] = []
+    for message in messages:
+        if out and message["role"] == out[-1]["role"] and message["role"] in roles:
+            out[-1]["content"] = _join_contents(out[-1]["content"], message["content"])
+        else:
+            out.append(dict(message))
+    return out
+
+
+def _join_contents(one: Any, other: Any) -> Any:
     """The contents of two messages as that of one: a blank line between texts, or all parts."""
     if isinstance(one, str) and isinstance(other, str):
         return f"{one}\n\n{other}"
@@ -34,14 +47,12 @@ def join_contents(one: Any, other: Any) -> Any:
     return [part for content in parts for part in content]
 
 
-def _join_successive(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    out: list[Mapping[str, Any]] = []
+def _with_late_system_as_user(
+    messages: Iterable[Mapping[str, Any]],
+) -> Iterator[Mapping[str, Any]]:
+    """The messages; of the system's only those at the start are its own."""
+    begins = True
     for message in messages:
-        if message["role"] == "system" and any(each["role"] != "system" for each in out):
-            message = {**message, "role": "user"}
-        if out and message["role"] == out[-1]["role"] and message["role"] in ("system", "user"):
-            content = join_contents(out[-1]["content"], message["content"])
-            out[-1] = {**out[-1], "content": content}
-        else:
-            out.append(message)
-    return out
+        begins = begins and message["role"] == "system"
+        late = not begins and message["role"] == "system"
+        yield {**message, "role": "user"} if late else message

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from modelmill.text.chat_format_loader import TemplateChatFormat
 from modelmill.text.tokenizer_loader import Tokenizer, load_tokenizer
 
 REAL = ("gpt2", "qwen2.5", "qwen3", "llama", "qwen.tiktoken", "stories")
@@ -160,3 +161,12 @@ def gguf_spm(**changes: Any) -> dict[str, bytes]:
         "unknown_token_id": 0,
     }
     return gguf_files(**(base | changes))
+
+
+def rendered(template: str, messages: list[dict[str, Any]]) -> str:
+    """A conversation as a chat template renders it."""
+    chat = TemplateChatFormat({"default": template}, load_tokenizer(hf_files()))
+    try:
+        return chat.render(messages)
+    finally:
+        chat.close()

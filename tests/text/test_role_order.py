@@ -10,7 +10,7 @@ from modelmill.text.chat_format_loader import TemplateChatFormat
 from modelmill.text.role_order import rearrange_roles
 from modelmill.text.template_process import TemplateRefusedMessages
 from modelmill.text.tokenizer_loader import load_tokenizer
-from tests.text.conftest import hf_files
+from tests.text.conftest import hf_files, rendered
 
 WRITES = "[{{ m.role }}]{{ m.content }}"
 # as Qwen3.5's: a system message stands at the start
@@ -33,14 +33,6 @@ def turns(*texts: str) -> list[dict[str, Any]]:
     """Messages from their roles' letters and texts, such as "u:Hi"."""
     roles = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
     return [{"role": roles[turn[0]], "content": turn[2:]} for turn in texts]
-
-
-def rendered(template: str, messages: list[dict[str, Any]]) -> str:
-    chat = TemplateChatFormat({"default": template}, load_tokenizer(hf_files()))
-    try:
-        return chat.render(messages)
-    finally:
-        chat.close()
 
 
 @pytest.mark.parametrize(

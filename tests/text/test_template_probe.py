@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from modelmill.text.chat_format_loader import TemplateChatFormat
 from modelmill.text.tokenizer_loader import load_tokenizer
 from modelmill.text.tool_prompts import prepare_tool_conversation
-from tests.text.conftest import files_of, hf_files
+from tests.text.conftest import files_of, hf_files, rendered
 
 # as DeepSeek-R1-Distill's first template: a call is written beside null alone, its arguments as
 # text
@@ -60,14 +60,6 @@ ANYBODYS_PARTS = (
 )
 PRINTS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 TEXT = '{"city":  "Köln"}'
-
-
-def rendered(template: str, messages: list[dict[str, Any]]) -> str:
-    chat = TemplateChatFormat({"default": template}, load_tokenizer(hf_files()))
-    try:
-        return chat.render(messages)
-    finally:
-        chat.close()
 
 
 def call_messages(content: Any, arguments: Any) -> list[dict[str, Any]]:
