@@ -21,6 +21,7 @@ from modelmill.core.config import option_field
 from modelmill.core.env import child_process_env
 from modelmill.core.errors import ModelmillError, UsageError
 from modelmill.core.server_records import ServerRecord, running_servers
+from modelmill.eval.openai_client import model_cards, text_model_cards
 
 HELP = "Point a coding agent (claude, codex, opencode) at a running server."
 EPILOG = """Without --run it prints the command with its environment, to copy or to evaluate.
@@ -203,19 +204,16 @@ def first_listed_model(models: Any) -> str:
     Raises:
         UsageError: if the list has none.
     """
-    cards = models.get("data") if isinstance(models, dict) else None
-    for card in cards if isinstance(cards, list) else ():
-        name = card.get("id") if isinstance(card, dict) else None
-        if isinstance(name, str) and card.get("engine_type") in (None, "language"):
-            return name
+    for card in text_model_cards(models):
+        if isinstance(card["id"], str):
+            return card["id"]
     raise UsageError("the server lists no model; give --model: the name under which it is served")
 
 
 def served_context_length(models: Any, name: str) -> int | None:
     """Return a model's length of context from the server's list; None if the list lacks it."""
-    cards = models.get("data") if isinstance(models, dict) else None
-    for card in cards if isinstance(cards, list) else ():
-        if isinstance(card, dict) and card.get("id") == name:
+    for card in model_cards(models):
+        if card["id"] == name:
             length = card.get("max_model_len")
             return length if isinstance(length, int) else None
     return None

@@ -23,6 +23,25 @@ MAX_LINE_BYTES = 1 << 24
 TEXT_MODEL_TYPES = (None, "language")
 
 
+def model_cards(listed: Any) -> list[dict[str, Any]]:
+    """Return the cards of a server's list of models, those that have an id."""
+    cards = listed.get("data") if isinstance(listed, dict) else None
+    return [
+        card
+        for card in (cards if isinstance(cards, list) else ())
+        if isinstance(card, dict) and "id" in card
+    ]
+
+
+def text_model_cards(listed: Any) -> list[dict[str, Any]]:
+    """Return the same of the models that generate text; ``kind`` is engine_type's older name."""
+    return [
+        card
+        for card in model_cards(listed)
+        if card.get("engine_type", card.get("kind")) in TEXT_MODEL_TYPES
+    ]
+
+
 @dataclass(frozen=True)
 class OpenAIClient:
     """A server; ``path`` is the URL path before /v1."""
@@ -85,13 +104,7 @@ class OpenAIClient:
 
     async def text_model_cards(self) -> list[dict[str, Any]]:
         """Return what the server lists of its text generation models. Raises ModelmillError."""
-        listed = await self.get("/v1/models")
-        cards = listed.get("data") if isinstance(listed, dict) else None
-        return [
-            card
-            for card in (cards if isinstance(cards, list) else ())
-            if isinstance(card, dict) and "id" in card and card.get("kind") in TEXT_MODEL_TYPES
-        ]
+        return text_model_cards(await self.get("/v1/models"))
 
     async def stream(
         self, path: str, body: Mapping[str, Any]
