@@ -6,7 +6,7 @@ which nothing can wait for the router, every expert computes every token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 
 from torch import nn
@@ -29,7 +29,7 @@ def expert_loop_remark(
     model: nn.Module,
     formats: Mapping[str, str],
     activation_scales: str | None,
-    has_perm: Callable[[str], bool],
+    tensors: Collection[str],
 ) -> str | None:
     """What a GPU does with the experts that no fused MoE op computes; None: there are none.
 
@@ -37,9 +37,9 @@ def expert_loop_remark(
         model: The model; its weights are not read.
         formats: The weight format of each linear.
         activation_scales: As in the build's options.
-        has_perm: Whether a linear's columns are stored in another order.
+        tensors: The names of the stored tensors.
     """
-    why = partial(_why_not_grouped, formats, activation_scales, has_perm)
+    why = partial(_why_not_grouped, formats, activation_scales, tensors)
     found = [why(name, each) for name, each in model.named_modules() if isinstance(each, MoE)]
     reasons = dict.fromkeys(reason for reason in found if reason is not None)
     if not reasons:
@@ -55,13 +55,14 @@ def expert_loop_remark(
 def _why_not_grouped(
     formats: Mapping[str, str],
     activation_scales: str | None,
-    has_perm: Callable[[str], bool],
+    tensors: Collection[str],
     name: str,
     moe: MoE,
 ) -> str | None:
     """What about a mixture's experts no fused MoE op has; None: one computes them."""
     kinds = {
-        (formats.get(linear, "dense"), has_perm(linear)) for linear in _expert_linears(name, moe)
+        (formats.get(linear, "dense"), f"{linear}.perm" in tensors)
+        for linear in _expert_linears(name, moe)
     }
     if len(kinds) > 1:
         return f"experts in several formats ({', '.join(sorted({each for each, _ in kinds}))})"

@@ -399,9 +399,7 @@ def _expert_loop(model: Any, config: BuildConfig, tensors: Sequence[PlannedTenso
         return None
     stored = {name for each in tensors for name in each.stored_info}
     formats = {each.module: each.weight_format for each in tensors if each.weight_format}
-    return expert_loop_remark(
-        model, formats, config.activation_scales, lambda linear: f"{linear}.perm" in stored
-    )
+    return expert_loop_remark(model, formats, config.activation_scales, stored)
 
 
 def _make_recipe(config: BuildConfig, model_config: Any) -> Recipe | None:

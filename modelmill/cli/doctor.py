@@ -139,12 +139,11 @@ def _expert_loop(artifact: Artifact) -> str | None:
     manifest = artifact.manifest
     if manifest.engine_type != LANGUAGE or manifest.build["target"] != "cuda":
         return None
-    stored = set(artifact.names())
     return expert_loop_remark(
         build_rank_model(artifact, SINGLE_RANK),
         manifest.weight_formats,
         manifest.build.get("activation_scales"),
-        lambda linear: f"{linear}.perm" in stored,
+        set(artifact.names()),
     )
 
 
