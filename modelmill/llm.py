@@ -123,8 +123,7 @@ class LLM(OpenedEngine[EngineCore]):
         compile_cpu_kernels(config.device, progress)
         self.path = engine = resolve_engine_path(engine, build, progress)
         self._opened = core = EngineCore.open(engine, config)
-        artifact = core.artifact
-        assert artifact is not None, "an engine core opened from a folder keeps its artifact"
+        artifact = core.opened_artifact
         self.language = language = TextProcessor(
             engine,
             artifact.manifest,

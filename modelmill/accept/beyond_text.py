@@ -1,9 +1,9 @@
 """Gives modules with bounds values beyond them, which the text of acceptance may never have.
 
 The text is short, and few of its tokens reach a bound: one that is lost, or 10 % off, would show
-nowhere. Checked are windows longer than the text, soft caps of scores and of logits, biases of
-scores by distance, sinks, the clamp of gated experts, the limits of a recurrence's steps, and
-factors of queries by position.
+nowhere. Checked are clips of queries, keys and values, windows longer than the text, soft caps of
+scores and of logits, biases of scores by distance, sinks, the clamp of gated experts, the limits of
+a recurrence's steps, and factors of queries by position.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from modelmill.accept.reference_trace import cast_like
 from modelmill.nn.layer_spec import ModuleSpec, RecurrenceSpec
 from modelmill.runtime.engine_core import EngineCore
 
+CLAMP = "clamp"
+"""The op of modules that bound queries, keys and values."""
 STATE_SPACE = "ssd_scan"
 """The op of recurrences whose steps may have limits."""
 GATE = ".act"
@@ -76,17 +78,18 @@ class BeyondTextRun:
         engine_core: the engine.
         reference: the reference.
         final_norm: what its head reads, of as many rows as the engine's head in a step.
+
+    Attributes:
+        clipped_layers: layers whose clip of queries, keys and values has run.
     """
 
     def __init__(
         self, engine_core: EngineCore, reference: ReferenceModel, final_norm: Tensor
     ) -> None:
-        assert engine_core.artifact is not None, (
-            "an engine core made by EngineCore.open knows its artifact"
-        )
         self.model: Any = engine_core.model_runner.model
         self.reference, self.final_norm = reference, final_norm
-        self.longest: int = engine_core.artifact.manifest.max_model_len
+        self.clipped_layers: set[int] = set()
+        self.longest: int = engine_core.opened_artifact.manifest.max_model_len
 
     def run(
         self, name: str, layer: int | None, spec: ModuleSpec | None, args: tuple[Any, ...]
@@ -108,8 +111,11 @@ class BeyondTextRun:
         module = self.model.get_submodule(name)
         if spec is None:
             return
-        bound = self.reference.gate_bound
-        if isinstance(module, PagedAttention):
+        bound, qkv_bound = self.reference.gate_bound, self.reference.qkv_bound
+        if spec.op == CLAMP and qkv_bound is not None:
+            self.clipped_layers.add(layer)
+            yield self._clip(spec, qkv_bound, module, args)
+        elif isinstance(module, PagedAttention):
             yield from self._attention(f"{spec.path}.bound", layer, module, args)
         elif bound is not None and spec.path.endswith(GATE):
             yield self._gate(f"{spec.path}.bound", bound, module, args)
@@ -118,6 +124,15 @@ class BeyondTextRun:
 
     def _to_reference(self, x: Tensor) -> Tensor:
         return x.to(self.reference.device, self.reference.dtype)
+
+    def _clip(
+        self, spec: ModuleSpec, bound: float, module: nn.Module, args: tuple[Any, ...]
+    ) -> BeyondText:
+        """Run a clip of queries, keys and values on values beyond its bound."""
+        x = (_normal(*args[0].shape) * bound).to(args[0].device, args[0].dtype)
+        expected = self._to_reference(x).clamp(-bound, bound)
+        ours = module.forward(x, *args[1:])
+        return BeyondText(f"{spec.path}.bound", spec.arithmetic, ours, expected)
 
     def _gate(
         self, label: str, bound: float, module: nn.Module, args: tuple[Any, ...]

@@ -157,10 +157,7 @@ def _compare_with_reference(
     on_stage: called with a stage and its progress.
     """
     reference = checkpoint_reference = placed_reference.reference
-    assert engine_core.artifact is not None, (
-        "an engine core made by EngineCore.open knows its artifact"
-    )
-    manifest, model = engine_core.artifact.manifest, engine_core.model_runner.model
+    manifest, model = engine_core.opened_artifact.manifest, engine_core.model_runner.model
     weight_formats = language_model_weight_formats(engine_core.model, manifest.weight_formats)
     # matrices kept from the checkpoint are not rounded here: the reference expands them itself
     kept = manifest.build["quantization"] == "keep"
@@ -173,7 +170,7 @@ def _compare_with_reference(
     rounding = None
     split = list(zip(sequences, starts, strict=True))
     if rounded:
-        quantized = engine_core.artifact.quantization_facts()
+        quantized = engine_core.opened_artifact.quantization_facts()
         rounding = QuantizedLayersCheck(
             checkpoint_reference, model, weight_formats, dtype, split,
             uses_engine_weights=uses_engine_weights,
@@ -244,10 +241,7 @@ def _check_whole_sequences(
         if rounding.uses_engine_weights:
             exact = (checkpoint_reference, rounding.residual_streams)
     ids, starts = (list(each) for each in zip(*split, strict=True))
-    assert engine_core.artifact is not None, (
-        "an engine core made by EngineCore.open knows its artifact"
-    )
-    manifest = engine_core.artifact.manifest
+    manifest = engine_core.opened_artifact.manifest
     embeddings = StepEmbeddings(checkpoint_reference, ids, manifest.max_model_len)
     whole = check_sequence_logits(
         engine_core, reference, ids, starts, streams, exact, module_check.routings,
@@ -264,10 +258,7 @@ def _check_whole_sequences(
 
 def _stored_quantization_errors(engine_core: EngineCore) -> list[dict[str, Any]]:
     """Return a calibrated recipe's facts of each matrix: errors, bits, outlier channels."""
-    assert engine_core.artifact is not None, (
-        "an engine core made by EngineCore.open knows its artifact"
-    )
-    facts_by_layer = engine_core.artifact.quantization_facts()
+    facts_by_layer = engine_core.opened_artifact.quantization_facts()
     return [
         {"layer": layer, "module": module, **fact}
         for layer, (facts, _) in sorted(facts_by_layer.items())
@@ -278,9 +269,6 @@ def _stored_quantization_errors(engine_core: EngineCore) -> list[dict[str, Any]]
 def _make_engine_report(
     engine_core: EngineCore, findings: list[ToleranceCheckResult], sequence_report: dict[str, Any]
 ) -> dict[str, Any]:
-    assert engine_core.artifact is not None, (
-        "an engine core made by EngineCore.open knows its artifact"
-    )
     bad = [f for f in findings if not f.is_within_bound]
     first = _first_failure(bad)
     if first is not None:
@@ -299,7 +287,7 @@ def _make_engine_report(
     else:
         verdict = reason = "numerical noise"
     return make_acceptance_report(
-        engine_core.artifact,
+        engine_core.opened_artifact,
         engine_core.ops.backends,
         first,
         findings,

@@ -265,10 +265,7 @@ def published_logits_bound(
     uses_engine_weights: the reference computes with the engine's weights, so that their rounding is
     not part of the difference.
     """
-    assert engine_core.artifact is not None, (
-        "an engine core made by EngineCore.open knows its artifact"
-    )
-    manifest = engine_core.artifact.manifest
+    manifest = engine_core.opened_artifact.manifest
     weight_formats = set(
         language_model_weight_formats(engine_core.model, manifest.weight_formats).values()
     )

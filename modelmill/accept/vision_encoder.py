@@ -53,10 +53,7 @@ def check_vision_encoder(engine_core: EngineCore, checkpoint: Checkpoint) -> dic
 
     Keys: "ok", "reason", "verdict", "layer", "module", "image_embeddings", "layers".
     """
-    assert engine_core.artifact is not None, (
-        "an engine core made by EngineCore.open knows its artifact"
-    )
-    manifest = engine_core.artifact.manifest
+    manifest = engine_core.opened_artifact.manifest
     dtype = manifest.build["dtype"]
     engine_matrices = DequantizedEncoderMatrices(engine_core.model)
     checkpoint_reference = reference = MiniGpt4VisionReference(checkpoint)

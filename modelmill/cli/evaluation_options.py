@@ -57,8 +57,7 @@ def open_evaluated_engine(args: EvaluationArgs) -> LLM:
         args.run if args.reference is None else engine_options.share_gpu_with_reference(args.run)
     )
     llm = engine_options.open_llm(args.engine, args.build, settings)
-    assert llm.engine_core.artifact is not None, "opened from an engine folder"
-    refuse_calibration_file(args.data, llm.engine_core.artifact.manifest.source)
+    refuse_calibration_file(args.data, llm.engine_core.opened_artifact.manifest.source)
     return llm
 
 

@@ -233,6 +233,12 @@ class EngineCore:
         cache = RecurrentStateCache.allocate(shape, slots, self.dtype, self.device, zeros=zeros)
         return cache, slots - 1
 
+    @property
+    def opened_artifact(self) -> Artifact:
+        """Return the engine folder of an engine core that ``open`` made."""
+        assert self.artifact is not None, "made by EngineCore.open"
+        return self.artifact
+
     @classmethod
     def open(cls, engine: Path | Artifact, config: RunConfig | None = None) -> EngineCore:
         """Load an engine folder, after its files were checked against their sha256.
