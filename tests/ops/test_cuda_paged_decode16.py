@@ -16,6 +16,7 @@ from modelmill.ops import registry
 from modelmill.ops.cuda.attention import paged_decode16
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.paged_attention import paged_attention as reference
+from modelmill.ops.score_mods import ScoreMods
 from tests.ops.nvcc import compiles_without_spills, requires_nvcc
 from tests.ops.paged_batches import (
     attention_arguments,
@@ -45,9 +46,19 @@ def test_compiles_without_spills(
         if splits == 1
         else [paged_decode16.GQA_CONFIGS.get(dim, config)]
     )
+    others += paged_decode16.FEW_PAIRS_CONFIGS.get(dim, ())
+    # the place of the output, which is read again behind the loop
+    spilled = 4 if (dim, group, splits) == (256, 8, 1) else 0
     for each in dict.fromkeys((config, *others)):
         macros = paged_decode16.kernel_macros(dtype, dim, page, group, splits, each)
-        compiles_without_spills("paged_decode16.cu", macros, tmp_path / "out")
+        compiles_without_spills("paged_decode16.cu", macros, tmp_path / "out", spilled)
+
+
+@requires_nvcc
+def test_sinks_compile_without_spills(tmp_path: Path) -> None:
+    config = paged_decode16.SPLIT_CONFIGS[64]
+    macros = paged_decode16.kernel_macros(torch.bfloat16, 64, 16, 8, 2, config, sinks=True)
+    compiles_without_spills("paged_decode16.cu", macros, tmp_path / "out")
 
 
 def _arguments(
@@ -58,9 +69,11 @@ def _arguments(
     dtype: torch.dtype = torch.bfloat16,
     window: int | None = None,
     device: str = "cuda",
+    *,
+    sinks: bool = False,
 ) -> dict[str, Any]:
     """Caches of NaN but for the tokens that exist and are seen; page tables that name nonsense
-    elsewhere.
+    elsewhere. sinks: a logit of each head, some above all scores.
     """
     generator = torch.Generator().manual_seed(len(lengths) + dim + page)
     counts, order, tables = shuffled_pages(lengths, page, generator)
@@ -78,7 +91,11 @@ def _arguments(
     tokens = sum(n for n, _ in lengths)
     q = torch.randn(tokens, heads[0] + 1, dim, generator=generator)[:, : heads[0]]
     caches = caches.to(device, dtype)
-    return attention_arguments(q.to(dtype).to(device), caches, tables, lengths, window)
+    args = attention_arguments(q.to(dtype).to(device), caches, tables, lengths, window)
+    if sinks:
+        logits = torch.randn(heads[0], generator=generator) * 4
+        args["score_mods"] = ScoreMods(sinks=logits.to(device))
+    return args
 
 
 def _truth(args: dict[str, Any]) -> torch.Tensor:
@@ -159,6 +176,15 @@ def test_windows(window: int, page: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("heads", [(8, 8), (64, 8)], ids=str)
+def test_sinks(heads: tuple[int, int], window: int | None) -> None:
+    _check(_arguments(EDGES, heads, 64, window=window, sinks=True))
+    _check(_arguments([(1, 3000), (1, 33)], heads, 64, 16, torch.float16, window, sinks=True))
+    _check(_arguments([(30, 30), (1, 131), (129, 400), (1, 999)], heads, 64, sinks=True))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(8, 8), (32, 8)], ids=str)
 @pytest.mark.parametrize(
     "lengths", [[(1, 5000)], [(1, 4096)] * 3, [(1, 900)] * 70, [(1, 40)] * 300], ids=len
@@ -226,6 +252,8 @@ def test_what_it_does_not_serve_is_refused() -> None:
         {"q": args["q"].repeat(1, 9, 1)},  # nine query heads a KV head
         {"k_cache": args["k_cache"].transpose(1, 2), "v_cache": args["v_cache"].transpose(1, 2)},
         {"block_tables": args["block_tables"].long()},
+        {"score_mods": ScoreMods(softcap=30.0)},
+        {"score_mods": ScoreMods(alibi_slopes=torch.ones(4, device="cuda"))},
     ):
         assert not serves_part(args | change), list(change)
 

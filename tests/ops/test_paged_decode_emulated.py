@@ -36,7 +36,8 @@ def error(emulator: Emulator, args: dict[str, Any], splits: int) -> float:
     emulator.preceding_writes = lambda name, arguments: memory_ranges(*caches, out)
     module: Any = paged_decode8 if scales else paged_decode16
     numbers = (args["max_context"], args["scale"], args["window"])
-    module.run(q, caches, (*indices, args["context_lens"]), *numbers, out)
+    mods = {"sinks": args["score_mods"].sinks} if "score_mods" in args else {}
+    module.run(q, caches, (*indices, args["context_lens"]), *numbers, out, **mods)
     pairs = len(args["context_lens"]) * args["k_cache"].shape[1]
     assert emulator.launched[-1][1] == pairs * splits
     if scales:
@@ -66,11 +67,13 @@ class Case(NamedTuple):
     splits: int
 
 
-def case_error(emulator: Emulator, of: Any, case: Case) -> float:
+def case_error(emulator: Emulator, of: Any, case: Case, **mods: bool) -> float:
     """``error`` of a case. of: the kernel's own tests, whose arguments it is made of."""
     emulator.num_sms = case.multiprocessors
     lengths = [(1, length) for length in case.lengths]
-    args = of._arguments(lengths, case.heads, case.dim, case.page, case.dtype, case.window, "cpu")
+    args = of._arguments(
+        lengths, case.heads, case.dim, case.page, case.dtype, case.window, "cpu", **mods
+    )
     return error(emulator, args, case.splits)
 
 
@@ -78,8 +81,8 @@ def case_error(emulator: Emulator, of: Any, case: Case) -> float:
     "case",
     [
         Case([1, 17, 0, 33, 100], (2, 1), 64, 8, BF, None, 1, 1),
-        Case([150, 7], (4, 1), 128, 16, HF, None, 2, 2),
-        Case([140], (3, 1), 128, 32, BF, 70, 2, 2),
+        Case([150, 7], (4, 1), 128, 16, HF, None, 4, 2),
+        Case([240], (3, 1), 128, 32, BF, 170, 2, 2),
         pytest.param(Case(EDGES, (8, 2), 64, 16, HF, 33, 1, 1), marks=slow),
         pytest.param(Case(EDGES, (1, 1), 80, 16, BF, None, 1, 1), marks=slow),
         pytest.param(Case(EDGES, (7, 1), 96, 64, HF, 1, 1, 1), marks=slow),
@@ -88,11 +91,23 @@ def case_error(emulator: Emulator, of: Any, case: Case) -> float:
         pytest.param(Case([500, 33], (8, 1), 256, 16, BF, None, 132, 8), marks=slow),
         pytest.param(Case([900], (4, 1), 64, 128, BF, None, 132, 8), marks=slow),
         pytest.param(Case([1000], (2, 1), 128, 8, HF, None, 132, 8), marks=slow),
-        pytest.param(Case([700, 3], (2, 2), 128, 32, BF, 300, 3, 2), marks=slow),
+        pytest.param(Case([700, 3], (2, 2), 128, 32, BF, 300, 8, 2), marks=slow),
     ],
 )
 def test_16_bits(emulator: Emulator, case: Case) -> None:
     assert case_error(emulator, of_16, case) < of_16.LIMIT[case.dtype]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case([1, 17, 33, 100], (4, 2), 64, 16, BF, None, 1, 1),
+        pytest.param(Case([150, 7], (8, 1), 64, 16, HF, 140, 3, 2), marks=slow),
+        pytest.param(Case([900], (4, 1), 128, 32, HF, None, 132, 8), marks=slow),
+    ],
+)
+def test_sinks(emulator: Emulator, case: Case) -> None:
+    assert case_error(emulator, of_16, case, sinks=True) < of_16.LIMIT[case.dtype]
 
 
 @pytest.mark.parametrize(
@@ -131,17 +146,12 @@ SEEN_8 = (
     "const bool visible = key >= first && key < length;",
     "const bool visible = key < length;",
 )
-MEET = (
-    "    if (SPLITS > 1)\n        cluster_sync();\n    else\n        __syncthreads();",
-    "    __syncthreads();",
-)
-JOIN = ("dsmem_load(&parts.block_acc[head][d], split)", "parts.block_acc[head][d]")
-LEAVE = (
-    "if (SPLITS > 1) cluster_sync(); // no block may exit while others read its shared memory",
-    "",
-)
+MEET = ("    if (SPLITS > 1) cluster_wait();", "")
+LANDED = ("    mbarrier_wait(shared_address(&parts.landed), 0);\n", "")
+JOIN = ("four / parts.EACH);", "rank);")
 FRONT = ("    pdl_wait();\n", "")
-MASS = ("row_sum += parts.row_sum[warp][head] * share;", "row_sum += parts.row_sum[warp][head];")
+SINK = ("exp2_fast(sink - most + exponent)", "exp2_fast(sink - most)")
+MASS = ("merged.row_sum += stats(i).row_sum * weight[i];", "merged.row_sum += stats(i).row_sum;")
 
 
 @pytest.mark.parametrize(
@@ -155,8 +165,8 @@ MASS = ("row_sum += parts.row_sum[warp][head] * share;", "row_sum += parts.row_s
             for name, change in (
                 ("the kernel in front not waited for", FRONT),
                 ("blocks do not meet", MEET),
-                ("a block's share left out", JOIN),
-                ("a block ends early", LEAVE),
+                ("the other blocks not waited for", LANDED),
+                ("a block keeps its results", JOIN),
                 ("warps' masses as they are", MASS),
             )
         ),
@@ -175,3 +185,11 @@ def test_the_emulation_sees_mistakes(
         return error(emulator, args, 2) < of_16.LIMIT[HF]
 
     assert emulator.detects(change, is_right)
+
+
+@slow
+def test_the_emulation_sees_a_sink_of_another_weight(emulator: Emulator) -> None:
+    case = Case([40], (2, 1), 64, 16, HF, None, 1, 1)
+    assert emulator.detects(
+        SINK, lambda: case_error(emulator, of_16, case, sinks=True) < of_16.LIMIT[HF]
+    )

@@ -29,7 +29,10 @@ CAN_EMULATE = HAS_FLOAT16 and sys.platform == "linux"  # elsewhere g++ may be an
 requires_emulation = pytest.mark.skipif(
     not CAN_EMULATE, reason="needs Linux with g++ 12 or newer: apt-get install g++"
 )
-FLAGS = ("-O1", "-std=c++17", "-ffp-contract=off", "-w", "-Wno-psabi", "-fPIC", f"-I{HERE}")
+FLAGS = (
+    "-O1", "-std=c++17", "-ffp-contract=off", "-w", "-Wno-psabi", "-fPIC", f"-I{HERE}",
+    "-fno-gnu-unique",  # kernels of one process have constants of one name and other values
+)  # fmt: skip
 MAX_SHARED_BYTES = 227 << 10
 ORDERS = 6  # of events: a mistake may stay unseen in any one of them
 Dims = tuple[int, ...]

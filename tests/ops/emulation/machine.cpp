@@ -14,6 +14,7 @@ Three threadIdx, blockIdx, blockDim, gridDim;
 namespace emu {
 namespace {
 constexpr std::size_t STACK = 128 << 10;
+constexpr int LATE = 100;       // rounds in which nobody moves before a late block begins
 constexpr int PATIENCE = 4000;  // rounds in which nobody moves: then all wait for one another
 
 struct Meeting {
@@ -92,13 +93,14 @@ const char* run_cluster() {
     std::vector<unsigned> order(fibers.size() / 32);
     for (unsigned i = 0; i < order.size(); ++i) order[i] = i;
     const unsigned slow = blocks.size() > 1 ? generator() % blocks.size() : 1;
+    bool late = generator() % 2;  // the slow block has not begun: until the others wait for it
     int idle = 0;
     for (std::size_t left = fibers.size(); left;) {
         moved = false;
         std::shuffle(order.begin(), order.end(), generator);
         for (unsigned warp : order) {
             if (generator() % 4 == 0) continue;
-            if (fibers[warp * 32].block->rank == slow && generator() % 8) continue;
+            if (fibers[warp * 32].block->rank == slow && (late || generator() % 8)) continue;
             for (unsigned lane = 0; lane < 32 && !reason; ++lane) {
                 Fiber& fiber = fibers[warp * 32 + lane];
                 if (fiber.done) continue;
@@ -108,6 +110,7 @@ const char* run_cluster() {
         }
         if (some_copies_land()) moved = true;
         idle = moved ? 0 : idle + 1;
+        late = late && idle < LATE;
         if (reason) return reason;
         if (idle > PATIENCE) return "all threads wait for one another";
     }

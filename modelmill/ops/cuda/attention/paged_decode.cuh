@@ -51,70 +51,141 @@ template <int KEYS, class Work> __device__ inline Share share_of_lane(const Work
     return {split, sequence, head, warp, g, p, row, rows, length, first, end, block};
 }
 
-// Partial softmax results of HEADS query heads per warp, then merged over the block: accumulators O
-// (relative to 2^row_max), row maxima (base-2 exponents) and row sums.
-template <int HEADS> struct Parts {
-    float acc[WARPS][HEADS][DIM], row_max[WARPS][HEADS], row_sum[WARPS][HEADS];
-    float block_acc[HEADS][DIM], block_max[HEADS], block_sum[HEADS];
+// A row's maximum (a base-2 exponent) and the sum of its weights relative to it.
+struct RowStats {
+    float row_max, row_sum;
 };
 
-template <int HEADS> __device__ inline void join_warps(Parts<HEADS>& parts) {
-    for (int i = threadIdx.x; i < HEADS * DIM; i += 32 * WARPS) {
-        const int head = HEADS > 1 ? i / DIM : 0, d = HEADS > 1 ? i % DIM : i;
-        float row_max = parts.row_max[0][head];
+// Merges the stats of COUNT partial results; weight: what each result is multiplied by.
+template <int COUNT, class Stats>
+__device__ inline RowStats merge_stats(float (&weight)[COUNT], Stats stats) {
+    RowStats merged = {-1e30f, 0.0f};
 #pragma unroll
-        for (int warp = 1; warp < WARPS; ++warp)
-            row_max = fmaxf(row_max, parts.row_max[warp][head]);
-        float sum = 0.0f, row_sum = 0.0f;
+    for (int i = 0; i < COUNT; ++i) merged.row_max = fmaxf(merged.row_max, stats(i).row_max);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        weight[i] = exp2_fast(stats(i).row_max - merged.row_max);
+        merged.row_sum += stats(i).row_sum * weight[i];
+    }
+    return merged;
+}
+
+// Partial softmax results of HEADS query heads: accumulators O (relative to 2^row_max) and stats of
+// each warp, and of each block of the cluster for the channels that this block stores.
+template <int HEADS> struct Parts {
+    static constexpr int FOURS = HEADS * DIM / 4, EACH = (FOURS + SPLITS - 1) / SPLITS;
+    float acc[WARPS][HEADS][DIM];
+    RowStats stats[WARPS][HEADS];
+    float4 block_acc[SPLITS > 1 ? SPLITS : 1][SPLITS > 1 ? EACH : 1];
+    float4 block_stats[SPLITS > 1 ? SPLITS : 1][SPLITS > 1 ? HEADS : 1];  // row_max, row_sum
+    u64 landed;  // the blocks' results, all of them
+
+    // Fours of channels that block `rank` stores.
+    __device__ static int num_fours(int rank) { return max(0, min(EACH, FOURS - rank * EACH)); }
+};
+
+// Where results go. sinks: a logit of each head that its denominator has beside the keys', with
+// HAS_SINKS. unit: the value that stands for a weight of 1 in the accumulators. exponent: row sums
+// are 2^exponent times as large.
+template <bool HAS_SINKS> struct Output {
+    u16* out;
+    const float* sinks;
+    float unit, exponent;
+
+    // Stores four channels: sum / row_sum.
+    __device__ void store(int four, int head, const float (&sum)[4], RowStats stats) const {
+        float denominator = stats.row_sum == 0.0f ? 1.0f : stats.row_sum, factor = 1.0f;
+        if (HAS_SINKS) {
+            const float sink = sinks[head] * LOG2E, most = fmaxf(stats.row_max, sink);
+            factor = exp2_fast(stats.row_max - most);
+            denominator = stats.row_sum * factor + exp2_fast(sink - most + exponent);
+        }
+        factor = __fdividef(factor, unit * denominator);
+        reinterpret_cast<uint2*>(out)[four] = {rounded_pair(sum[0] * factor, sum[1] * factor),
+                                               rounded_pair(sum[2] * factor, sum[3] * factor)};
+    }
+};
+
+// By all threads, before the first wait: other blocks of the cluster will store to this one.
+template <int HEADS> __device__ inline void init_merge(Parts<HEADS>& parts, int rank) {
+    if (SPLITS == 1) return;
+    if (threadIdx.x == 0) {
+        const u32 landed = shared_address(&parts.landed);
+        mbarrier_init(landed, 1);
+        fence_mbarrier_init();
+        mbarrier_arrive_expect_tx(landed, SPLITS * 16 * (parts.num_fours(rank) + HEADS));
+    }
+    __syncwarp();
+    cluster_arrive_relaxed();
+}
+
+// The stats of the warps for a head, and what each warp's accumulators are multiplied by.
+template <int HEADS>
+__device__ inline RowStats merge_warps(float (&weight)[WARPS], const Parts<HEADS>& parts,
+                                       int head) {
+    return merge_stats(weight, [&](int warp) { return parts.stats[warp][head]; });
+}
+
+// Joins the warps' accumulators. SPLITS > 1: sends each four of channels to the block that stores
+// it.
+template <int HEADS, bool HAS_SINKS>
+__device__ inline void join_warps(Parts<HEADS>& parts, const Output<HAS_SINKS>& output, int rank) {
+    for (int four = threadIdx.x; four < parts.FOURS; four += 32 * WARPS) {
+        const int head = HEADS > 1 ? 4 * four / DIM : 0, d = HEADS > 1 ? 4 * four % DIM : 4 * four;
+        float weight[WARPS], sum[4] = {};
+        const RowStats stats = merge_warps(weight, parts, head);
 #pragma unroll
         for (int warp = 0; warp < WARPS; ++warp) {
-            const float share = exp2_fast(parts.row_max[warp][head] - row_max);
-            sum += parts.acc[warp][head][d] * share, row_sum += parts.row_sum[warp][head] * share;
+            const float4 part = *reinterpret_cast<const float4*>(&parts.acc[warp][head][d]);
+            sum[0] += part.x * weight[warp], sum[1] += part.y * weight[warp];
+            sum[2] += part.z * weight[warp], sum[3] += part.w * weight[warp];
         }
-        parts.block_acc[head][d] = sum;
-        if (d == 0) parts.block_max[head] = row_max, parts.block_sum[head] = row_sum;
+        if (SPLITS > 1)
+            dsmem_store_async(sum, shared_address(&parts.block_acc[rank][four % parts.EACH]),
+                              shared_address(&parts.landed), four / parts.EACH);
+        else
+            output.store(four, head, sum, stats);
     }
 }
 
-// Merges the blocks of the cluster and stores this block's share of the output [HEADS, DIM]. unit:
-// the value that stands for a weight of 1 in the accumulators.
-template <int HEADS>
-__device__ inline void finish(const Parts<HEADS>& parts, u16* out, int rank, float unit) {
-    constexpr int EACH = HEADS * DIM / SPLITS;
-    for (int i = rank * EACH + threadIdx.x; i < (rank + 1) * EACH; i += 32 * WARPS) {
-        const int head = HEADS > 1 ? i / DIM : 0, d = HEADS > 1 ? i % DIM : i;
-        float row_max = -1e30f;
-        float row_maxes[SPLITS];
+// Sends the stats of this block to all blocks.
+template <int HEADS> __device__ inline void send_stats(Parts<HEADS>& parts, int rank) {
+    for (int i = threadIdx.x; i < HEADS * SPLITS; i += 32 * WARPS) {
+        float weight[WARPS];
+        const RowStats stats = merge_warps(weight, parts, i / SPLITS);
+        dsmem_store_async({stats.row_max, stats.row_sum, 0.0f, 0.0f},
+                          shared_address(&parts.block_stats[rank][i / SPLITS]),
+                          shared_address(&parts.landed), i % SPLITS);
+    }
+}
+
+// Merges the results of the cluster's blocks and stores this block's share of the output.
+template <int HEADS, bool HAS_SINKS>
+__device__ inline void merge_blocks(const Parts<HEADS>& parts, const Output<HAS_SINKS>& output,
+                                    int rank) {
+    mbarrier_wait(shared_address(&parts.landed), 0);
+    for (int i = threadIdx.x; i < parts.num_fours(rank); i += 32 * WARPS) {
+        const int four = rank * parts.EACH + i, head = HEADS > 1 ? 4 * four / DIM : 0;
+        float weight[SPLITS], sum[4] = {};
+        const RowStats stats = merge_stats(weight, [&](int split) {
+            return RowStats{parts.block_stats[split][head].x, parts.block_stats[split][head].y};
+        });
 #pragma unroll
         for (int split = 0; split < SPLITS; ++split) {
-            row_maxes[split] =
-                SPLITS > 1 ? dsmem_load(&parts.block_max[head], split) : parts.block_max[head];
-            row_max = fmaxf(row_max, row_maxes[split]);
+            const float4 part = parts.block_acc[split][i];
+            sum[0] += part.x * weight[split], sum[1] += part.y * weight[split];
+            sum[2] += part.z * weight[split], sum[3] += part.w * weight[split];
         }
-        float sum = 0.0f, row_sum = 0.0f;
-#pragma unroll
-        for (int split = 0; split < SPLITS; ++split) {
-            const float share = exp2_fast(row_maxes[split] - row_max);
-            sum += (SPLITS > 1 ? dsmem_load(&parts.block_acc[head][d], split)
-                               : parts.block_acc[head][d]) *
-                   share;
-            row_sum +=
-                (SPLITS > 1 ? dsmem_load(&parts.block_sum[head], split) : parts.block_sum[head]) *
-                share;
-        }
-        out[i] = rounded(sum / (unit * (row_sum == 0.0f ? 1.0f : row_sum)));
+        output.store(four, head, sum, stats);
     }
 }
 
 // Joins the warps' results, then the blocks', and stores the output [HEADS, DIM].
-template <int HEADS>
-__device__ inline void join_and_finish(Parts<HEADS>& parts, u16* out, int rank, float unit) {
+template <int HEADS, bool HAS_SINKS>
+__device__ inline void join_and_store(Parts<HEADS>& parts, const Output<HAS_SINKS>& output,
+                                      int rank) {
     __syncthreads();
-    join_warps(parts);
-    if (SPLITS > 1)
-        cluster_sync();
-    else
-        __syncthreads();
-    finish(parts, out, rank, unit);
-    if (SPLITS > 1) cluster_sync();  // no block may exit while others read its shared memory
+    if (SPLITS > 1) cluster_wait();  // every block has initialised its mbarrier
+    join_warps(parts, output, rank);
+    if (SPLITS > 1) send_stats(parts, rank), merge_blocks(parts, output, rank);
 }

@@ -1,7 +1,7 @@
 // Decode attention over 16-bit KV pages, bound by memory bandwidth.
 //
 // Computes: out[B, heads · DIM] for one query q[B, heads, DIM] per sequence; all GROUP query heads
-//     of a KV head together
+//     of a KV head together; sinks
 // Dtypes: q, KV pages and out bfloat16 or float16; float32 sums
 // Layout: K and V pages [pages, kv_heads, PAGE, DIM]; int32 page tables
 // Range: decode, 16-bit pages; DIM 64, 80, 96, 112, 128 or 256, PAGE 8 … 128 (a power of two),
@@ -23,7 +23,7 @@
 // (1, 2, 4, 8), WARPS, BLOCKS (per SM, for __launch_bounds__), KEY_TILES (tiles of 16 keys that a
 // warp processes at once: 1, 2), RELOAD_QUERY (the query is reloaded from shared memory per tile
 // instead of held in registers), L2_PREFETCH (tiles that are prefetched to L2 before the previous
-// kernel has ended: 0 … 2), HALF.
+// kernel has ended: 0 … 2), SINKS, HALF.
 #include "common/mma.cuh"
 #include "common/half_types.cuh"
 #include "attention/paged_decode.cuh"
@@ -43,11 +43,12 @@ struct Work {
     const u16 *q, *k, *v;
     const int *tables, *starts, *lengths;
     u16* out;
+    const float* sinks;  // a logit of each query head, with SINKS
     int kv_heads, columns, table_stride, q_stride, q_head, window;
     float scale;       // of scores, times log2(e)
     int pdl_at_start;  // PDL trigger before the wait instead of after it
 };
-static_assert(sizeof(Work) == 88, "paged_decode16.py packs 88 bytes");
+static_assert(sizeof(Work) == 96, "paged_decode16.py packs 96 bytes");
 
 // Prefetches memory into L2. Safe before griddepcontrol.wait: L2 is coherent with later writes.
 __device__ inline void l2_prefetch(const u16* from, u32 bytes) {
@@ -249,9 +250,7 @@ __device__ inline void store_warp(Parts<GROUP>& parts, Softmax& softmax, int war
             float* to = &parts.acc[warp][head][channel(word, g)];
             to[0] = softmax.acc[word][i], to[1] = softmax.acc[word][2 + i];
         }
-        if (g == 0)
-            parts.row_max[warp][head] = softmax.row_max[i],
-            parts.row_sum[warp][head] = softmax.row_sum[i];
+        if (g == 0) parts.stats[warp][head] = {softmax.row_max[i], softmax.row_sum[i]};
     }
 }
 
@@ -275,6 +274,7 @@ __cluster_dims__(SPLITS, 1, 1)
             reader.l2_prefetch_block(next_pages, block + WARPS);
     }
     if (w.pdl_at_start) pdl_launch_dependents();
+    if (SPLITS > 1 && rows == 1) init_merge(parts, split);
     pdl_wait();
     if (!w.pdl_at_start) pdl_launch_dependents();
     if (rows != 1) return;
@@ -313,5 +313,5 @@ __cluster_dims__(SPLITS, 1, 1)
     }
     store_warp(parts, softmax, warp, g, p);
     u16* out = w.out + (static_cast<long long>(row) * w.kv_heads + head) * GROUP * DIM;
-    join_and_finish(parts, out, split, 1.0f);
+    join_and_store(parts, Output<SINKS>{out, w.sinks + head * GROUP, 1.0f, WEIGHT_EXPONENT}, split);
 }

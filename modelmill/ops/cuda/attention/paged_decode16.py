@@ -14,6 +14,7 @@ from modelmill.ops.cuda.attention.paged_decode import LOG2E, TYPES
 from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.kernel_support import Kernel
 from modelmill.ops.paged_attention import PagedAttentionInputs
+from modelmill.ops.score_mods import NO_SCORE_MODS
 
 MAX_GROUP_HEADS = 8  # query heads of a KV head: columns of a product
 
@@ -49,6 +50,10 @@ MAX_CONCURRENT_PAIRS, UNSPLIT_CONFIGS = (
     384,
     dict.fromkeys((80, 96, 112, 128), PagedDecodeKernelConfig(4, 2, 2)),
 )
+# Where few pairs leave most of the GPU idle: of contexts up to so many keys, and of longer ones.
+# Clusters of eight blocks of more pairs do not run at once:
+MAX_FEW_PAIRS, FEW_PAIRS_SHORT_KEYS = 8, 2048
+FEW_PAIRS_CONFIGS = {128: (PagedDecodeKernelConfig(8, 1, 1), PagedDecodeKernelConfig(8, 1, 2))}
 # Where query heads share keys and values, and there are KV heads enough (above AT_ONCE the variant
 # behind is faster):
 GQA_CONFIGS, GQA_MIN_PAIRS = {128: PagedDecodeKernelConfig(8, 1, 2)}, 32
@@ -61,6 +66,9 @@ def plan_launch(
 
     pairs: sequences times KV heads.
     """
+    if pairs <= MAX_FEW_PAIRS and dim in FEW_PAIRS_CONFIGS:
+        form = FEW_PAIRS_CONFIGS[dim][keys > FEW_PAIRS_SHORT_KEYS]
+        return form, paged_decode.num_splits(pairs, keys, num_sms, form.min_keys)
     form = SPLIT_CONFIGS[dim]
     splits = paged_decode.num_splits(pairs, keys, form.blocks_per_sm * num_sms, form.min_keys)
     if splits == 1:
@@ -84,8 +92,14 @@ def unavailable_reason(device_type: str) -> str | None:
 
 
 def supports_decode(inputs: PagedAttentionInputs) -> bool:
-    """Whether rows of the queries are aligned, pages packed and indices int32."""
+    """Whether rows of the queries are aligned, pages packed, indices int32.
+
+    Of the score mods, whether there are sinks at most.
+    """
     q, k_cache, v_cache, *indices = inputs[:6]
+    mods = inputs.score_mods or NO_SCORE_MODS
+    if mods.softcap is not None or mods.alibi_slopes is not None:
+        return False
     aligned = (
         q.stride(2) == 1
         and q.data_ptr() % 16 == 0
@@ -99,7 +113,8 @@ def decode(inputs: PagedAttentionInputs, out: torch.Tensor | None = None) -> tor
     """Fill the rows of single queries, and leave the others alone."""
     q, k_cache, v_cache, tables, starts, lengths = inputs[:6]
     out = paged_decode.allocate_output(q) if out is None else out
-    return run(q, (k_cache, v_cache), (tables, starts, lengths), *inputs[7:10], out)
+    sinks = None if inputs.score_mods is None else inputs.score_mods.sinks
+    return run(q, (k_cache, v_cache), (tables, starts, lengths), *inputs[7:10], out, sinks)
 
 
 _ONE_HEAD = AttentionSupportRange(
@@ -109,6 +124,7 @@ _ONE_HEAD = AttentionSupportRange(
     page_sizes=paged_decode.PAGE_SIZES,
     dtypes=tuple(TYPES),
     on_gpu=True,
+    serves_score_mods=True,
 )
 KERNELS = (
     Kernel(_ONE_HEAD, decode, supports_decode),
@@ -145,21 +161,22 @@ def run(
     scale: float,
     window: int | None,
     out: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Fill the rows of single queries of ``out`` [T, heads · D], and leave the others alone.
 
-    caches: keys and values; indices: page tables, starts, lengths.
+    caches: keys and values; indices: page tables, starts, lengths; sinks: of ``ScoreMods``.
     """
     tables = indices[0]
     _, kv_heads, page, dim = caches[0].shape
     group, pairs = q.shape[1] // kv_heads, tables.shape[0] * kv_heads
     keys = max_context if window is None else min(max_context, window)
     form, splits = plan_launch(pairs, group, dim, keys, launch.sm_count(q.get_device()))
-    pointers = launch.data_pointers(q, *caches, *indices, out)
+    pointers = launch.data_pointers(q, *caches, *indices, out, sinks)
     counts = (kv_heads, tables.shape[1], tables.stride(0), q.stride(0), q.stride(1), window or 0)
     invite = tables.shape[0] == 1  # its step is many small kernels: the next is placed early
-    work = struct.pack("=7Q6ifi", *pointers, *counts, scale * LOG2E, invite)
-    chosen = kernel_macros(q.dtype, dim, page, group, splits, form)
+    work = struct.pack("=8Q6ifi", *pointers, *counts, scale * LOG2E, invite)
+    chosen = kernel_macros(q.dtype, dim, page, group, splits, form, sinks=sinks is not None)
     paged_decode.launch_decode(
         q, "paged_decode16", chosen, form.warps, pairs * splits, work, own_kv_heads=group == 1
     )
@@ -173,6 +190,8 @@ def kernel_macros(
     group: int,
     splits: int,
     config: PagedDecodeKernelConfig,
+    *,
+    sinks: bool = False,
 ) -> tuple[str, ...]:
     """Of the kernel; group: query heads of a KV head."""
     warps, blocks, tiles, again, early = config
@@ -183,5 +202,6 @@ def kernel_macros(
         f"KEY_TILES={tiles}",
         f"RELOAD_QUERY={again}",
         f"L2_PREFETCH={early}",
+        f"SINKS={int(sinks)}",
     )
     return (*sizes, *cut, *TYPES[dtype])

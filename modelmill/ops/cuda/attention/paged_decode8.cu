@@ -253,8 +253,7 @@ __device__ inline void store_warp(Parts<1>& parts, Softmax& softmax, int warp, i
         softmax.acc[i] += __shfl_xor_sync(~0u, softmax.acc[i], 1);
         if (p == 0) parts.acc[warp][0][CHANNELS * g + i] = softmax.acc[i];
     }
-    if (threadIdx.x % 32 == 0)
-        parts.row_max[warp][0] = softmax.row_max, parts.row_sum[warp][0] = softmax.row_sum;
+    if (threadIdx.x % 32 == 0) parts.stats[warp][0] = {softmax.row_max, softmax.row_sum};
 }
 
 extern "C" __global__ void
@@ -270,6 +269,7 @@ __cluster_dims__(SPLITS, 1, 1)
                            head, min(max(length - 1, 0) / PAGE, w.columns - 1),
                            g,    p};
     Pages pages = reader.pages(block), next_pages = reader.pages(block + WARPS);
+    if (rows == 1) init_merge(parts, split);
     pdl_wait();
     pdl_launch_dependents();
     if (rows != 1) return;
@@ -299,5 +299,5 @@ __cluster_dims__(SPLITS, 1, 1)
     }
     store_warp(parts, softmax, warp, g, p);
     u16* out = w.out + (static_cast<long long>(row) * w.heads + head) * DIM;
-    join_and_finish(parts, out, split, UNIT_WEIGHT);
+    join_and_store(parts, Output<false>{out, nullptr, UNIT_WEIGHT, 0.0f}, split);
 }

@@ -1,7 +1,7 @@
 // Thread-block clusters in PTX.
 //
-// Computes: rank, cluster barriers, arrivals at a remote mbarrier, DSMEM loads and stores and TMA
-//     multicast loads
+// Computes: rank, cluster barriers, arrivals at a remote mbarrier, DSMEM stores and TMA multicast
+//     loads
 // Range: clusters of 2 to 8 blocks, sm_90a
 // Technique: thread-block cluster, distributed shared memory (DSMEM), TMA multicast
 // Used by: gemm_large_m.cuh, gemm_small_m.cu, paged_decode.cuh, wq_gemm_small_m.cu,
@@ -70,16 +70,4 @@ __device__ inline void tma_load_multicast(u32 target, const TensorMap& map, u32 
         "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target),
         "l"(&map), "r"(barrier), "r"(x), "r"(y), "h"(blocks)
         : "memory");
-}
-
-// Loads a float of block `rank` at the shared-memory offset of `local`.
-__device__ inline float dsmem_load(const float* local, int rank) {
-    float loaded;
-    asm volatile("{ .reg .b32 there;\n"
-                 "mapa.shared::cluster.u32 there, %1, %2;\n"
-                 "ld.shared::cluster.f32 %0, [there]; }"
-                 : "=f"(loaded)
-                 : "r"(shared_address(local)), "r"(rank)
-                 : "memory");
-    return loaded;
 }
