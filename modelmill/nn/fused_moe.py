@@ -18,7 +18,9 @@ from modelmill.nn.mlp import GatedMLP, SiluMul
 from modelmill.nn.moe import MoE
 from modelmill.nn.routed_moe import RoutedMoEOperands, local_topk_inputs
 from modelmill.nn.step import Step
+from modelmill.ops.add_rms_norm_router import RoutedTokens
 from modelmill.ops.cpu.common.thread_pool import single_thread_torch
+from modelmill.ops.registry import Ops
 
 MAX_SINGLE_THREAD_TOKENS = 16
 """Tokens up to which torch's part is small beside the experts' products, which are our kernels'."""
@@ -48,10 +50,27 @@ class FusedMoE(nn.Module):
         if self._stacked is not None and plain.has_all_experts:
             self._operands = RoutedMoEOperands(plain, self._stacked)
 
+    def can_take_routed_tokens(self, x: torch.Tensor, ops: Ops) -> bool:
+        """Whether a fused MoE op computes x [T, H] from the router's choice as it is."""
+        moe, experts = cast(MoE, self.plain), self._stacked
+        return (
+            experts is not None
+            and moe.has_all_experts
+            and moe.routing.expert_scale is None
+            and experts.has_fused_moe_op(x, ops)
+        )
+
     def forward(
-        self, x: torch.Tensor, step: Step, router_input: torch.Tensor | None = None
+        self,
+        x: torch.Tensor | RoutedTokens,
+        step: Step,
+        router_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[T, H] → [T, H]; router_input: what the router reads in the place of x."""
+        if isinstance(x, RoutedTokens):
+            assert self._stacked is not None, "see can_take_routed_tokens"
+            added = next(iter(self._shared_output(x.x, step)), None)
+            return self._stacked.run(x.x, x.topk_weights, x.topk_ids, added, step.ops)
         if x.device.type != "cpu" or len(x) > MAX_SINGLE_THREAD_TOKENS:
             return self._run(x, step, router_input)
         op, moe, shared = step.ops.routed_moe, cast(MoE, self.plain), None

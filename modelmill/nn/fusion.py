@@ -13,7 +13,8 @@ What is fused, each where the chosen backends have the op and its shapes are sup
   the down projection's input (``silu_mul_quant``);
 * the output and down projections with the addition to the residual (``linear_add``). A branch of
   None between two fused modules means that it was added;
-* the experts of a mixture, whose tokens are grouped (``nn.fused_moe``);
+* the experts of a mixture, whose tokens are grouped (``nn.fused_moe``), and its router into the
+  norm in front of it (``nn.fused_router``);
 * the factor of a branch, or the sum of two, into the norm behind them (``nn.fused_branches``);
 * the last layer's second half for the rows whose logits are needed only
   (``Step.step_of_logit_rows``);
@@ -35,6 +36,7 @@ from modelmill.nn.fused_branches import FusedBranchesLM, can_fuse_branches
 from modelmill.nn.fused_module import FusedModule
 from modelmill.nn.fused_moe import FusedMoE
 from modelmill.nn.fused_moe_lm import FusedMoELM, has_experts
+from modelmill.nn.fused_router import FusedNormRouter
 from modelmill.nn.latent_attention import LatentAttention
 from modelmill.nn.layer_spec import RecurrenceSpec, layer_spec
 from modelmill.nn.linear import Linear
@@ -172,11 +174,13 @@ class FusedPreNormLayer(FusedModule):
         super().__init__(plain)
         mlp = cast(nn.Module, plain.mlp)
         self.gated = type(mlp) is GatedMLP and isinstance(mlp.act, SiluMul)
-        self.mlp_norm = FusedNormQuant(
-            cast(nn.Module, plain.mlp_norm),
-            cast(GatedMLP, mlp).gate_up_proj if self.gated else None,
-        )
         self.mlp = make_fused_mlp(mlp) if self.gated or isinstance(mlp, MoE) else mlp
+        norm = cast(nn.Module, plain.mlp_norm)
+        self.mlp_norm = (
+            FusedNormRouter(norm, self.mlp)
+            if isinstance(self.mlp, FusedMoE)
+            else FusedNormQuant(norm, cast(GatedMLP, mlp).gate_up_proj if self.gated else None)
+        )
 
     @abstractmethod
     def run_mixer(

@@ -17,7 +17,7 @@ class OpDeclaration:
         fuses: the ops that a fused op replaces, the one that names its backend first; () for any
             other op. A fused op is used only if all ops that it replaces come from its own backend
             (or from another one where its backend does not implement them), so that a backend
-            chosen by the user for one op is never bypassed.
+            chosen by the user for one op is never bypassed. A backend may have a fused op alone.
         optional: whether a fused op returns None for unsupported arguments: calling the ops that it
             replaces is then faster than running its reference.
         inputs: of an op with many arguments the NamedTuple that holds them, which its functions

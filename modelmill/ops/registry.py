@@ -213,11 +213,10 @@ def select_backends(
     for op, declaration in declared.items():  # the plain ones first
         if declaration.fuses:
             replaced = {name: backends[name] for name in declaration.fuses}
-            run = _select_fused_op(
-                op, declaration, replaced, device_type, overrides.get(op), tuning
-            )
+            backend = _fused_op_backend(op, replaced, device_type, overrides)
+            run = _select_fused_op(op, declaration, backend, device_type, overrides.get(op), tuning)
             selected[op] = run
-            backends[op] = "torch" if run is None else replaced[declaration.fuses[0]]
+            backends[op] = "torch" if run is None or backend is None else backend
             continue
         order = (overrides[op],) if op in overrides else BACKEND_PREFERENCE[device_type]
         usable = _usable_backends(op, order, device_type, forced=op in overrides)
@@ -235,7 +234,7 @@ def with_heartbeat(ops: Ops, on_op: Callable[[], None]) -> Ops:
 def _select_fused_op(
     op: str,
     declaration: OpDeclaration,
-    replaced: Mapping[str, str],
+    backend: str | None,
     device_type: str,
     requested: str | None,
     tuning: TunedLaunchConfigs | None,
@@ -245,7 +244,7 @@ def _select_fused_op(
     Args:
         op: a fused op.
         declaration: its declaration.
-        replaced: {op: backend} of the ops that it replaces; all must come from its backend.
+        backend: that may compute it, or None.
         device_type: "cuda" or "cpu".
         requested: backend requested by the user, "torch" to disable the fused op, None for
             automatic.
@@ -256,10 +255,9 @@ def _select_fused_op(
     """
     if requested == "torch":
         return None
-    backend = _common_backend(replaced)
     module = implementation(op, backend or "torch")
     reason = "no such implementation" if module is None else module.unavailable_reason(device_type)
-    if reason is None and module is not None and requested in (None, backend):
+    if reason is None and module and backend and requested in (None, backend):
         fallback = (lambda *_, **__: None) if declaration.optional else reference(op)
         order = BACKEND_PREFERENCE[device_type]
         lower = _usable_backends(op, order[order.index(backend) + 1 :], device_type, forced=False)
@@ -270,6 +268,32 @@ def _select_fused_op(
             "it needs the ops that it replaces from the same backend"
         )
     return None
+
+
+def _fused_op_backend(
+    op: str, replaced: Mapping[str, str], device_type: str, overrides: Mapping[str, str]
+) -> str | None:
+    """The backend that may compute a fused op, or None.
+
+    The common backend of the ops that it replaces; or one that has the fused op and none of them,
+    where their backends were not chosen by the user.
+
+    Args:
+        op: a fused op.
+        replaced: {op: backend} of the ops that it replaces.
+        device_type: "cuda" or "cpu".
+        overrides: backends that the user chose, by op.
+    """
+    common = _common_backend(replaced)
+    if common is not None and implementation(op, common) is not None:
+        return common
+    for backend in BACKEND_PREFERENCE[device_type]:
+        if implementation(op, backend) is not None and all(
+            name not in overrides and other != "torch" and implementation(name, backend) is None
+            for name, other in replaced.items()
+        ):
+            return backend
+    return common
 
 
 def _common_backend(replaced: Mapping[str, str]) -> str | None:

@@ -69,6 +69,34 @@ def _offer(monkeypatch: pytest.MonkeyPatch, **offered: SimpleNamespace) -> None:
     monkeypatch.setattr(registry, "reference", lambda op: lambda *args, **kwargs: "torch")
 
 
+def _offer_fused_op_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``toy`` from Triton, and ``fused_toy``, which replaces it, from CUDA C++."""
+    modules = {("toy", "triton"): "plain", ("fused_toy", "cuda"): "fused"}
+    offered = {key: _implementation(name, 1) for key, name in modules.items()}
+    declared = {"toy": OpDeclaration(), "fused_toy": OpDeclaration(("toy",), optional=True)}
+    monkeypatch.setattr(registry, "declarations", lambda: declared)
+    monkeypatch.setattr(registry, "implementation", lambda op, name: offered.get((op, name)))
+    monkeypatch.setattr(registry, "reference", lambda op: lambda *args, **kwargs: "torch")
+
+
+def test_a_backend_may_have_a_fused_op_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    _offer_fused_op_alone(monkeypatch)
+    ops = registry.select_backends("cuda")
+    assert ops.backends == {"toy": "triton", "fused_toy": "cuda"}
+    assert ops.fused_toy(1) == "fused"
+    assert ops.fused_toy(0) is None
+
+
+@pytest.mark.parametrize("chosen", ["triton", "torch"])
+def test_a_fused_op_alone_does_not_bypass_what_was_chosen(
+    monkeypatch: pytest.MonkeyPatch, chosen: str
+) -> None:
+    _offer_fused_op_alone(monkeypatch)
+    ops = registry.select_backends("cuda", {"toy": chosen})
+    assert ops.backends == {"toy": chosen, "fused_toy": "torch"}
+    assert ops.fused_toy is None
+
+
 @pytest.mark.parametrize(("x", "who"), [(9, "cuda"), (5, "triton"), (1, "torch")])
 def test_what_a_variant_does_not_serve_goes_to_the_next(
     monkeypatch: pytest.MonkeyPatch, x: int, who: str

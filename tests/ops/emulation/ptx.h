@@ -82,6 +82,10 @@ inline void st(How, u32 address, u32 word) {
     if (address % 4) emu::fail("a store that is not aligned");
     std::memcpy(emu::at(address), &word, 4);
 }
+inline void st(How, u32 address, u32 word, u32 barrier) {  // async
+    if (address % 4) emu::fail("a store that is not aligned");
+    emu::store_words(address, &word, 1, barrier);
+}
 template <std::size_t COUNT>
 inline void st(How, u32 address, std::array<u32, COUNT> words, u32 barrier) {  // async
     if (address % sizeof words) emu::fail("a store that is not aligned");
