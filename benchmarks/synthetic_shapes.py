@@ -97,6 +97,11 @@ def randomize_weights(model: Any, weights: str = "normal", seed: int = 0) -> int
 
     from benchmarks.make_checkpoint import UNIFORM, UNIFORM_RANGE
 
+    transposed = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if type(module).__name__ == "Conv1D"
+    }
     count = 0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -113,12 +118,8 @@ def randomize_weights(model: Any, weights: str = "normal", seed: int = 0) -> int
             elif "embed" in name or "wte" in name or "wpe" in name:
                 weight.normal_(0.0, 1.0)
             else:
-                # Conv1D (GPT-2) keeps [in, out]
-                inputs = (
-                    weight.shape[0]
-                    if name.startswith("transformer.h.") and "c_" in name
-                    else weight.shape[-1]
-                )
+                # transformers keeps [in, out] in its Conv1D (GPT-2), vLLM [out, in]
+                inputs = weight.shape[0 if name in transposed else -1]
                 weight.normal_(0.0, inputs**-0.5)
             count += 1
     return count

@@ -12,7 +12,7 @@
 | trace | 500 requests of a conversation trace, all at once (--trace FILE|azure), by --order | vLLM |
 | startup | process start to first token | vLLM |
 | eager | decode at batch 1 | transformers |
-| gpt2 | decode of GPT-2 medium's shape, float16, batch 1 | transformers |
+| gpt2 | decode of GPT-2 medium's shape, float16, prompt 128, batch 1 and 64 | vLLM, transformers |
 
 --peer DIR: a folder that holds vLLM's packages (for PYTHONPATH; its folder ``site`` where there is
 one); otherwise --peer-python: an interpreter that has vLLM; with neither, only ours is measured.
@@ -68,13 +68,11 @@ class SpeedTable:
         self.lines: list[tuple[str, dict[str, MeasuredFigure]]] = []
 
     def side_names(self, part: str) -> list[str]:
-        """The sides of a part: ours, then its peer where there is one."""
-        peer = workloads.PEER_BY_PART.get(part, "vLLM")
-        known = (
-            peer != "vLLM" or self.options.peer is not None or self.options.peer_python is not None
-        )
+        """The sides of a part: ours, then its peers that are there."""
+        has_vllm = self.options.peer is not None or self.options.peer_python is not None
+        peers = workloads.PEERS_BY_PART.get(part, ("vLLM",))
         engines = [MODELMILL, *(self.variants if part == "trace" else ())]
-        names = [*engines, *([peer] if known else [])]
+        names = [*engines, *(peer for peer in peers if peer != "vLLM" or has_vllm)]
         return [name for name in names if not self.options.only or name in self.options.only]
 
     def run_parts(self, parts: Sequence[str], shape: str) -> None:

