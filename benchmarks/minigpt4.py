@@ -1,28 +1,34 @@
-"""Measure MiniGPT-4's published sizes on the GPU, beside transformers' pipeline.
+"""Measure MiniGPT-4's published sizes on the GPU, beside vLLM and transformers' pipeline.
 
-    python benchmarks/minigpt4.py [--sides bfloat16,int4,transformers] [--works
-                                  encoder,first,request,many] [--rounds 5] [--layers N] [--out
-                                  FILE.jsonl]
+    python benchmarks/minigpt4.py [--sides bfloat16,int4,vLLM,vLLM-embeddings,transformers]
+                                  [--works encoder,first,request,many] [--rounds 5] [--layers N]
+                                  [--peer DIR | --peer-python PYTHON] [--vllm-options JSON]
+                                  [--work DIR] [--out FILE.jsonl]
 
 request: 100 text tokens and one picture (32 embeddings), 100 new tokens, greedy. first: its first
 token alone. many: 64 of them at once. encoder: the image encoder alone (tower, Q-Former,
-projection), one picture and 16. Every call has new pictures. A call runs from pixels on the host
-(ours: bytes; transformers: normalised floats, as its processor gives them) to ids on the host.
-Sides take turns call by call on one card, and their seconds become a figure by one function
-(``figure_statistics.whole_call_figure``). Weights are drawn at random: the language model is
-LLaMA-7B's shape with Vicuna's vocabulary. Sides of ours: how the language model's matrices are held
-(``weight_formats.py``; bfloat16: as they are), ``+int8-tower``.
+projection), one picture and 16; vLLM has no call for it. Every call has new pictures. A call runs
+from pixels on the host (ours and vLLM: bytes; transformers: normalised floats, as its processor
+gives them) to ids on the host. Sides take turns call by call on one card, and their seconds become
+a figure by one function (``figure_statistics.whole_call_figure``). Weights are drawn at random: the
+language model is LLaMA-7B's shape with Vicuna's vocabulary. Sides of ours: how the language model's
+matrices are held (``weight_formats.py``; bfloat16: as they are), ``+int8-tower``.
+
+vLLM is found as in ``table.py`` and runs BLIP-2 of the same sizes in its own process, where the
+picture stands before the text. ``vLLM-embeddings`` is the same process, with the 32 embeddings of a
+picture in its requests: the language model alone, less work than the other sides do.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib.metadata
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,10 +40,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.append_rows import append_rows, portable_command  # noqa: E402
+from benchmarks.blip2_folder import blip2_config, random_images, write_blip2_folder  # noqa: E402
 from benchmarks.figure_statistics import whole_call_figure  # noqa: E402
 from benchmarks.model_shapes import SHAPES  # noqa: E402
-from benchmarks.peer_process import random_prompts  # noqa: E402
+from benchmarks.peer_process import PeerError, PeerProcess, random_prompts  # noqa: E402
+from benchmarks.peer_setup import PeerSetup  # noqa: E402
 from benchmarks.weight_formats import weight_quantizer  # noqa: E402
+from benchmarks.workloads import WARM_UP_CALLS  # noqa: E402
 from modelmill.core.config import RunConfig  # noqa: E402
 from modelmill.core.types import ImageEmbeddingSpan  # noqa: E402
 from modelmill.eval.bench_targets import greedy_request  # noqa: E402
@@ -58,6 +67,9 @@ TEXT, NEW_TOKENS, TOKENS_BEFORE_IMAGE, MANY_REQUESTS = 100, 100, 40, 64
 """Tokens of text and of an answer; how many of the text stand before the picture; requests at once.
 """
 PEER = "transformers"
+VLLM, VLLM_EMBEDDINGS = "vLLM", "vLLM-embeddings"
+VLLM_GPU_FRACTION = 0.35
+"""Of the card's memory, for its weights, pages and CUDA graphs: all sides live there together."""
 BATCH_SIZES = {"request": (1,), "first": (1,), "many": (MANY_REQUESTS,), "encoder": (1, 16)}
 """Pictures of a call, each of a request of its own."""
 OUTPUT_LENGTHS = {"request": NEW_TOKENS, "first": 1, "many": NEW_TOKENS}
@@ -70,14 +82,36 @@ Prepare = Callable[[int], Callable[[], int]]
 class MiniGPT4Side:
     """One subject of the comparison.
 
+    time_requests: seconds of a call of (so many requests, so many new tokens each, the seed of
+    prompts and pictures). time_encoder: seconds of a call of the image encoder with (so many
+    pictures, their seed); None where a side has no such call.
+    """
+
+    name: str
+    time_requests: Callable[[int, int, int], float]
+    time_encoder: Callable[[int, int], float] | None
+    facts: dict[str, Any]
+
+
+def side_in_this_process(
+    name: str,
+    prepare_requests: Callable[[int, int], Prepare],
+    prepare_encoder: Callable[[int], Prepare],
+    facts: dict[str, Any],
+) -> MiniGPT4Side:
+    """Return a side whose calls are timed here.
+
     prepare_requests: makes a call of so many requests and tokens. prepare_encoder: makes a call of
     the image encoder with so many pictures.
     """
 
-    name: str
-    prepare_requests: Callable[[int, int], Prepare]
-    prepare_encoder: Callable[[int], Prepare]
-    facts: dict[str, Any]
+    def time_requests(count: int, new: int, seed: int) -> float:
+        return time_call(prepare_requests(count, new)(seed), count * new, name)
+
+    def time_encoder(count: int, seed: int) -> float:
+        return time_call(prepare_encoder(count)(seed), count, name)
+
+    return MiniGPT4Side(name, time_requests, time_encoder, facts)
 
 
 def make_config(
@@ -116,12 +150,6 @@ def random_model(name: str, config: dict[str, Any], device: str) -> nn.Module:
     return fill_random_weights(model, quantizers, torch.bfloat16, device)
 
 
-def random_images(count: int, seed: int, side: int) -> torch.Tensor:
-    """[count, S, S, 3] uint8 that no other seed gives."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (count, side, side, 3), dtype=torch.uint8, generator=generator)
-
-
 def modelmill_side(name: str, config: dict[str, Any], device: str) -> MiniGPT4Side:
     """A loop around a drawn model."""
     model = random_model(name, config, device)
@@ -155,7 +183,7 @@ def modelmill_side(name: str, config: dict[str, Any], device: str) -> MiniGPT4Si
         "versions": versions(),
         "kernels": dict(loop.ops.backends),
     }
-    return MiniGPT4Side(name, prepare_requests, prepare_images, facts)
+    return side_in_this_process(name, prepare_requests, prepare_images, facts)
 
 
 def _prepare_requests(
@@ -189,39 +217,13 @@ def transformers_side(config: dict[str, Any], device: str) -> MiniGPT4Side:
     from benchmarks.synthetic_shapes import randomize_weights
 
     tower, qformer = config["image_embedder"]["vision_encoder"], config["image_embedder"]["qformer"]
-    text = transformers.LlamaConfig(
-        **{
-            k: v
-            for k, v in config.items()
-            if k not in ("image_embedder", "model_type", "architectures", "torch_dtype")
-        }
-    )
-    vision = transformers.Blip2VisionConfig(
-        hidden_size=tower["width"], intermediate_size=tower["inner"],
-        num_hidden_layers=tower["depth"],
-        num_attention_heads=tower["heads"], image_size=tower["image"], patch_size=tower["patch"],
-        qkv_bias=True,
-    )  # fmt: skip
-    asking = transformers.Blip2QFormerConfig(
-        hidden_size=qformer["width"], num_hidden_layers=qformer["depth"],
-        num_attention_heads=qformer["heads"],
-        intermediate_size=qformer["inner"], encoder_hidden_size=qformer["image_width"],
-        cross_attention_frequency=qformer["cross_attention_frequency"], layer_norm_eps=1e-12,
-    )  # fmt: skip
-    words = {
-        "text_config": text.to_dict(),
-        "num_query_tokens": qformer["queries"],
-        "image_token_index": 0,
-    }
-    blip2_config = transformers.Blip2Config(
-        vision_config=vision.to_dict(), qformer_config=asking.to_dict(), **words
-    )
+    blip2 = transformers.Blip2Config(**blip2_config(config))
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device):
             model = (
-                transformers.Blip2ForConditionalGeneration(blip2_config)
+                transformers.Blip2ForConditionalGeneration(blip2)
                 .to(torch.bfloat16)
                 .eval()
                 .requires_grad_(False)
@@ -289,11 +291,60 @@ def transformers_side(config: dict[str, Any], device: str) -> MiniGPT4Side:
         return prepare
 
     versions = {each: importlib.metadata.version(each) for each in ("transformers", "torch")}
-    return MiniGPT4Side(
+    return side_in_this_process(
         PEER,
         prepare_requests,
         prepare_images,
         {"device": device_name(device), "versions": versions},
+    )
+
+
+@contextlib.contextmanager
+def vllm_sides(
+    names: Sequence[str], config: dict[str, Any], options: argparse.Namespace
+) -> Iterator[list[MiniGPT4Side]]:
+    """Start vLLM on BLIP-2 of the same sizes, if one of the names is its; none if it fails."""
+    names = [name for name in names if name in (VLLM, VLLM_EMBEDDINGS)]
+    if not names:
+        yield []
+        return
+    setup = PeerSetup(options.work.resolve(), options.peer, options.peer_python)
+    queries = config["image_embedder"]["qformer"]["queries"]
+    length = TEXT + queries + NEW_TOKENS
+    run = {
+        "dtype": "bfloat16", "gpu_memory_utilization": VLLM_GPU_FRACTION,
+        "max_num_seqs": MANY_REQUESTS, "max_model_len": length,
+        # vLLM's own choice for these on a large card; all prompts of ``many`` fit into one step
+        "max_num_batched_tokens": MANY_REQUESTS * length, **options.vllm_options,
+    }  # fmt: skip
+    folder = write_blip2_folder(config, setup.work / "blip2-proxy")
+    with contextlib.closing(setup.start_vllm(VLLM, folder, run, images=True)) as process:
+        try:
+            process.ready()
+            process.randomize_weights(setup.weights)
+            setup.note(f"vLLM is ready after {time.perf_counter() - process.start_time:.1f} s")
+        except PeerError as error:
+            setup.note(f"going on without the peer: {error}")
+            yield []
+            return
+        yield [vllm_side(name, process, config, options.vllm_options) for name in names]
+
+
+def vllm_side(
+    name: str, process: PeerProcess, config: dict[str, Any], options: dict[str, Any]
+) -> MiniGPT4Side:
+    """Return vLLM's process as a side: with pictures, or with their embeddings."""
+    embedder = config["image_embedder"]
+    images = {"side": embedder["vision_encoder"]["image"]}
+    if name == VLLM_EMBEDDINGS:
+        images = {"embeddings": embedder["qformer"]["queries"], "width": config["hidden_size"]}
+
+    def time_requests(count: int, new: int, seed: int) -> float:
+        return process.generate([(TEXT, new)] * count, seed, images | {"seed": seed})
+
+    facts = process.facts | {"images": "embeddings" if "width" in images else "pictures"}
+    return MiniGPT4Side(
+        name, time_requests, None, facts | ({"vllm_options": options} if options else {})
     )
 
 
@@ -303,19 +354,22 @@ def measure_rows(
     """One row a side and work; sides take turns."""
     rows = []
     for work, count in [(each, count) for each in works for count in BATCH_SIZES[each]]:
+        new = OUTPUT_LENGTHS.get(work, 1)
         seconds: dict[str, list[float]] = {side.name: [] for side in sides}
-        for turn in range(rounds + 1):
+        for turn in range(-WARM_UP_CALLS, rounds):  # the first compile and record
             for side in sides:
-                new = OUTPUT_LENGTHS.get(work, 1)
-                prepare = (
-                    side.prepare_encoder(count)
-                    if work == "encoder"
-                    else side.prepare_requests(count, new)
-                )
-                took = time_call(prepare(turn + 1000 * count + new), count * new, side.name)
-                if turn:  # the first compiles and records
+                seed = turn + WARM_UP_CALLS + 1000 * count + new
+                if work != "encoder":
+                    took = side.time_requests(count, new, seed)
+                elif side.time_encoder is not None:
+                    took = side.time_encoder(count, seed)
+                else:
+                    continue
+                if turn >= 0:
                     seconds[side.name].append(took)
-        rows += [make_row(work, count, side, seconds[side.name]) for side in sides]
+        rows += [
+            make_row(work, count, side, seconds[side.name]) for side in sides if seconds[side.name]
+        ]
     return rows
 
 
@@ -339,24 +393,45 @@ def make_row(work: str, count: int, side: MiniGPT4Side, seconds: Sequence[float]
         "value": round(figure.value, 3),
         "unit": "ms", "spread": {k: round(v, 3) for k, v in figure.to_dict().items()},
         "statistic": "median of whole calls, sides in turn",
+        "calls_s": [round(each, 5) for each in seconds],
     }  # fmt: skip
     if work == "many":
         fields["requests_per_s"] = round(count / figure.value * 1e3, 2)
-    print(json.dumps(fields), flush=True)
+    print(json.dumps({k: v for k, v in fields.items() if k != "calls_s"}), flush=True)
     return fields | {"facts": side.facts}
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--sides", default=f"bfloat16,int4,{PEER}")
+    parser.add_argument(
+        "--sides", help=f"default: bfloat16,int4,{PEER}, and vLLM where it was named"
+    )
     parser.add_argument("--works", default="encoder,first,request,many")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--layers", type=int, help="of the language model, for a dry run; do not publish such rows"
     )
+    parser.add_argument("--peer", type=Path, help="folder of vLLM's packages")
+    parser.add_argument("--peer-python", type=Path, help="interpreter that has vLLM")
+    parser.add_argument(
+        "--vllm-options",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help='further arguments of vLLM, {"mm_encoder_attn_backend": "TORCH_SDPA"} say',
+    )
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "out" / "minigpt4", help="of vLLM's config and log"
+    )
     parser.add_argument("--out", type=Path)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    has_vllm = options.peer is not None or options.peer_python is not None
+    if options.sides is None:
+        options.sides = f"bfloat16,int4,{f'{VLLM},{VLLM_EMBEDDINGS},' if has_vllm else ''}{PEER}"
+    if VLLM in options.sides and not has_vllm:
+        parser.error("a side of vLLM needs --peer or --peer-python")
+    return options
 
 
 def main() -> None:
@@ -365,11 +440,16 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = make_config(options.layers)
     names = options.sides.split(",")
-    sides = [
-        transformers_side(config, device) if name == PEER else modelmill_side(name, config, device)
-        for name in names
-    ]
-    rows = measure_rows(sides, options.works.split(","), options.rounds)
+    # vLLM first: it measures the card's memory, which must not move meanwhile
+    with vllm_sides(names, config, options) as started:
+        by_name = {side.name: side for side in started}
+        for name in names:
+            if name == PEER:
+                by_name[name] = transformers_side(config, device)
+            elif name not in (VLLM, VLLM_EMBEDDINGS):
+                by_name[name] = modelmill_side(name, config, device)
+        sides = [by_name[name] for name in names if name in by_name]
+        rows = measure_rows(sides, options.works.split(","), options.rounds)
     if options.out:
         append_rows(options.out, rows, portable_command("minigpt4", sys.argv[1:]))
 

@@ -25,7 +25,12 @@ MIN_TOKEN_ID, MAX_TOKEN_ID = 5, 30000
 
 Lengths = Sequence[tuple[int, int]]
 Prepared = Callable[[], int]
-Prepare = Callable[[Sequence[list[int]], Sequence[int]], Prepared]
+Prepare = Callable[..., Prepared]
+"""Prompts and numbers of new tokens → what is timed, which returns how many tokens came. With
+pictures, which only sides that know them are asked for, ``images`` as well."""
+Images = Mapping[str, int]
+"""seed, side: a picture of S × S pixels for each request. seed, embeddings, width: so many
+embeddings for each, as if its picture had been through the encoder before."""
 
 
 class PeerError(RuntimeError):
@@ -59,9 +64,13 @@ class PeerProcess:
         self.facts = self._read()
         return self.facts
 
-    def generate(self, lengths: Lengths, seed: int) -> float:
-        """Return seconds of one call with (prompt, output) lengths; ids are drawn with ``seed``."""
-        answer = self._request({"lengths": [list(pair) for pair in lengths], "seed": seed})
+    def generate(self, lengths: Lengths, seed: int, images: Images | None = None) -> float:
+        """Return seconds of one call with (prompt, output) lengths; ids are drawn with ``seed``.
+
+        images: a picture for each request, of a side that takes pictures.
+        """
+        request: dict[str, Any] = {"lengths": [list(pair) for pair in lengths], "seed": seed}
+        answer = self._request(request | ({} if images is None else {"images": dict(images)}))
         num_requested = sum(output for _, output in lengths)
         if answer["tokens"] != num_requested:
             raise PeerError(f"{self.name} gave {answer['tokens']} tokens, expected {num_requested}")
@@ -145,9 +154,9 @@ def serve_requests(
             answer: dict[str, Any] = {}
         else:
             lengths = request["lengths"]
-            call = prepare(
-                random_prompts(lengths, request["seed"]), [output for _, output in lengths]
-            )
+            prompts = random_prompts(lengths, request["seed"])
+            more = {"images": request["images"]} if "images" in request else {}
+            call = prepare(prompts, [output for _, output in lengths], **more)
             began = time.perf_counter()
             tokens = call()
             answer = {"seconds": time.perf_counter() - began, "tokens": tokens}

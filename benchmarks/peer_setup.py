@@ -141,11 +141,20 @@ class PeerSetup:
         limits |= {"dtype": dtype}  # the CUDA graphs that vLLM captures are its own choice
         if self.weight_format == "fp8":
             limits |= {"quantization": "fp8"}
-        peer_options = {"config": peer_options["config"], "run": limits}
+        return self.start_vllm(name, self.synthetic_config(shape), limits)
+
+    def start_vllm(
+        self, name: str, folder: Path, run: Mapping[str, Any], *, images: bool = False
+    ) -> PeerProcess:
+        """Start vLLM on a folder of config files.
+
+        run: arguments of ``vllm.LLM``; images: whether requests bring pictures.
+        """
         python, env = self._vllm()
-        return PeerProcess(
-            name, [python, "-m", "benchmarks.vllm_peer", json.dumps(peer_options)], log, env
-        )
+        options: dict[str, Any] = {"config": str(folder.resolve()), "run": dict(run)}
+        options |= {"images": True} if images else {}
+        command = [python, "-m", "benchmarks.vllm_peer", json.dumps(options)]
+        return PeerProcess(name, command, self.work.resolve() / "logs" / f"{name}.log", env)
 
     def vllm_environment(self, *, in_process: bool) -> tuple[str, dict[str, str]]:
         """The interpreter that has vLLM, and its environment.
