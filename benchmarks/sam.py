@@ -1,9 +1,9 @@
-"""Measure Segment Anything's ViT-H on the GPU: encoder (beside transformers), click, everything.
+"""Measure Segment Anything's ViT-H on the GPU: encoder (beside peers), click, everything.
 
-    python benchmarks/sam.py [--sides bfloat16,fp8,smoothquant,transformers,transformers-compiled]
+    python benchmarks/sam.py [--sides bfloat16,fp8,smoothquant,transformers,…]
                              [--works encoder,click,everything] [--batches 1,8] [--rounds 9]
-                             [--depth N]
-                             [--kernel OP=VARIANT] [--out FILE.jsonl]
+                             [--segment-anything-fast DIR] [--depth N] [--kernel OP=VARIANT]
+                             [--work DIR] [--out FILE.jsonl]
 
 encoder: normalised pixels [B, 3, 1024, 1024] on the device to embeddings there; sides take turns
 call by call, every call on other pixels. click: one point on an embedding that is kept, to three
@@ -13,18 +13,26 @@ drawn at random, whose scores and boxes mean nothing: thresholds are chosen so t
 all masks pass the first one, none is unstable, and 100 or more are returned; how many these were
 stands in the row (``passing``, ``returned``). Boxes are so alike that it is all of them or one.
 Sides of ours: how the encoder's matrices are held (``weight_formats.py``; bfloat16: as they are).
+
+Peers of the encoder: ``transformers`` eagerly, ``transformers-compiled`` with torch.compile's
+defaults, and those of ``sam_peer.py``, which replay CUDA graphs: ``transformers-max-autotune``,
+``transformers-reduce-overhead``, and with a checkout of it ``segment-anything-fast``, also with
+``-sdpa`` and ``-int8``. Each of these has a process for each batch. All compile at the same time,
+before anything is measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib.metadata
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +45,14 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.append_rows import append_rows, portable_command  # noqa: E402
 from benchmarks.figure_statistics import whole_call_figure  # noqa: E402
+from benchmarks.peer_process import PeerError, PeerProcess  # noqa: E402
+from benchmarks.sam_peer import (  # noqa: E402
+    COMPILED_SIDES,
+    FAST,
+    random_pixels,
+    side_environment,
+    transformers_encoder,
+)
 from benchmarks.weight_formats import weight_quantizer  # noqa: E402
 from modelmill.eval.report import device_name, versions  # noqa: E402
 from modelmill.models import sam  # noqa: E402
@@ -53,17 +69,34 @@ VIT_H = SamVitSpec(width=1280, depth=32, heads=16, global_attn_indexes=(7, 15, 2
 IMAGE_SIZE = (1800, 1200)
 PEER = "transformers"
 IOU_THRESHOLD, MASKS_RETURNED = 0.85, 100
-Embed = Callable[[torch.Tensor], torch.Tensor]
+TimeEncoder = Callable[[int, int], float]
+"""Seconds of a call of (so many pictures, their seed)."""
 
 
 @dataclass(frozen=True)
 class SamSide:
-    """One subject. embed: pixels to embeddings. model: ours, for the other works."""
+    """One subject. batch: the only one that it knows. model: ours, for the other works."""
 
     name: str
-    embed: Embed
+    time_encoder: TimeEncoder
     facts: dict[str, Any]
     model: SamModel | None = None
+    batch: int | None = None
+
+
+def side_in_this_process(
+    name: str,
+    embed: Callable[[torch.Tensor], object],
+    device: str,
+    facts: dict[str, Any],
+    model: SamModel | None = None,
+) -> SamSide:
+    """Return a side whose calls are timed here. embed: pixels to embeddings."""
+
+    def time_encoder(batch: int, seed: int) -> float:
+        return time_call(functools.partial(embed, random_pixels(batch, seed, device)))
+
+    return SamSide(name, time_encoder, facts, model)
 
 
 def vit_h_spec(depth: int | None) -> SamVitSpec:
@@ -95,24 +128,16 @@ def modelmill_side(name: str, spec: SamVitSpec, device: str, kernels: Mapping[st
         random_model(name, spec, device), VisionContext(ops), sam.IMAGE_MEAN, sam.IMAGE_STD
     )
     facts = {"device": device_name(device), "versions": versions(), "kernels": dict(ops.backends)}
-    return SamSide(name, lambda pixels: torch.cat(sam_model.run_encoder(pixels)), facts, sam_model)
+
+    def embed(pixels: torch.Tensor) -> torch.Tensor:
+        return torch.cat(sam_model.run_encoder(pixels))
+
+    return side_in_this_process(name, embed, device, facts, sam_model)
 
 
 def transformers_side(name: str, spec: SamVitSpec, device: str) -> SamSide:
     """Return transformers' SamModel in bfloat16; ``-compiled``: its encoder with torch.compile."""
-    import transformers
-
-    from benchmarks.synthetic_shapes import randomize_weights
-
-    vision = transformers.SamVisionConfig(
-        hidden_size=spec.width, num_hidden_layers=spec.depth, num_attention_heads=spec.heads,
-        mlp_dim=spec.inner,
-        global_attn_indexes=list(spec.global_attn_indexes),
-    )  # fmt: skip
-    with torch.device(device):
-        model = transformers.SamModel(transformers.SamConfig(vision_config=vision.to_dict()))
-    encoder = model.vision_encoder.to(torch.bfloat16).eval().requires_grad_(False)
-    randomize_weights(encoder)
+    encoder = transformers_encoder(asdict(spec), device)
     call = torch.compile(encoder) if name.endswith("-compiled") else encoder
     versions = {each: importlib.metadata.version(each) for each in ("transformers", "torch")}
     facts = {
@@ -120,26 +145,71 @@ def transformers_side(name: str, spec: SamVitSpec, device: str) -> SamSide:
         "versions": versions,
         "attention": encoder.config._attn_implementation,
     }
-    return SamSide(name, lambda pixels: call(pixels).last_hidden_state, facts)
+    return side_in_this_process(name, lambda pixels: call(pixels).last_hidden_state, device, facts)
+
+
+@contextlib.contextmanager
+def compiled_sides(
+    names: Sequence[str], spec: SamVitSpec, batches: Sequence[int], options: argparse.Namespace
+) -> Iterator[list[SamSide]]:
+    """Start the processes of the sides that compile, a side and batch each; without any that fail.
+
+    They compile at the same time, on as many of the host's cores each.
+    """
+    pairs = [(name, batch) for name in names if name in COMPILED_SIDES for batch in batches]
+    work = options.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    threads = str(max(1, len(os.sched_getaffinity(0)) // max(1, len(pairs))))
+    sides = []
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for name, batch in pairs:
+            started = f"{name}-batch{batch}"
+            arguments = {
+                "side": name, "batch": batch, "spec": asdict(spec), "work": str(work / started),
+                "lock": str(work / "timing.lock"),
+            }  # fmt: skip
+            if name.startswith(FAST):
+                arguments["segment_anything_fast"] = str(options.segment_anything_fast.resolve())
+            command = [sys.executable, "-m", "benchmarks.sam_peer", json.dumps(arguments)]
+            environment = {"TORCHINDUCTOR_COMPILE_THREADS": threads, **side_environment(name)}
+            log = work / "logs" / f"{started}.log"
+            processes.append(PeerProcess(started, command, log, environment))
+            stack.callback(processes[-1].close)
+        for (name, batch), process in zip(pairs, processes, strict=True):
+            try:
+                process.ready()
+            except PeerError as error:
+                print(f"going on without a peer: {error}", file=sys.stderr, flush=True)
+                continue
+            took = time.perf_counter() - process.start_time
+            print(f"{process.name} was ready after {took:.0f} s", file=sys.stderr, flush=True)
+            facts = process.facts | {"ready_s": round(took, 1)}
+            sides.append(SamSide(name, _timer_of(process), facts, batch=batch))
+        yield sides
+
+
+def _timer_of(process: PeerProcess) -> TimeEncoder:
+    def time_encoder(batch: int, seed: int) -> float:
+        return process.generate([(0, 1)] * batch, seed, {"seed": seed})
+
+    return time_encoder
 
 
 def encoder_rows(
-    sides: Sequence[SamSide], batches: Sequence[int], rounds: int, device: str
+    sides: Sequence[SamSide], batches: Sequence[int], rounds: int
 ) -> list[dict[str, Any]]:
     """Milliseconds of a call, one row a side and batch."""
     rows = []
     for batch in batches:
-        seconds: dict[str, list[float]] = {side.name: [] for side in sides}
+        present = [side for side in sides if side.batch in (None, batch)]
+        seconds: dict[str, list[float]] = {side.name: [] for side in present}
         for turn in range(-2, rounds):  # the first two compile and record
-            generator = torch.Generator(device).manual_seed(turn + 10 * batch)
-            pixels = torch.randn(batch, 3, 1024, 1024, device=device, generator=generator).to(
-                torch.bfloat16
-            )
-            for side in sides:
-                took = time_call(functools.partial(side.embed, pixels))
+            for side in present:
+                took = side.time_encoder(batch, turn + 10 * batch)
                 if turn >= 0:
                     seconds[side.name].append(took)
-        for side in sides:
+        for side in present:
             row = make_row("encoder", side, seconds[side.name])
             rows.append(
                 row | {"batch": batch, "images_per_s": round(batch / row["value"] * 1e3, 2)}
@@ -227,23 +297,25 @@ def make_row(work: str, side: SamSide, seconds: Sequence[float]) -> dict[str, An
         "bench": "sam", "model": "vit_h", "work": work, "subject": side.name,
         "value": round(figure.value, 3),
         "unit": "ms", "spread": {k: round(v, 3) for k, v in figure.to_dict().items()},
-        "statistic": "median of whole calls, sides in turn", "facts": side.facts,
+        "statistic": "median of whole calls, sides in turn",
+        "calls_s": [round(each, 6) for each in seconds], "facts": side.facts,
     }  # fmt: skip
 
 
 def measure_rows(
-    sides: Sequence[SamSide], works: Sequence[str], batches: Sequence[int], rounds: int, device: str
+    sides: Sequence[SamSide], works: Sequence[str], batches: Sequence[int], rounds: int
 ) -> list[Any]:
     """Measure the requested works; print rows as they are measured."""
     rows = []
     for work in works:
         if work == "encoder":
-            new = encoder_rows(sides, batches, rounds, device)
+            new = encoder_rows(sides, batches, rounds)
         else:
             measure = click_row if work == "click" else everything_row
             new = [measure(next(side for side in sides if side.model is not None), rounds)]
         for each in new:
-            print(json.dumps({k: v for k, v in each.items() if k != "facts"}), flush=True)
+            shown = {k: v for k, v in each.items() if k not in ("facts", "calls_s")}
+            print(json.dumps(shown), flush=True)
         rows += new
     return rows
 
@@ -259,8 +331,21 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--depth", type=int, help="of the encoder, for a dry run; do not publish such rows"
     )
     parser.add_argument("--kernel", action="append", default=[], metavar="OP=VARIANT")
+    parser.add_argument(
+        "--segment-anything-fast", type=Path, metavar="DIR", help="its checkout, for sides of it"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "out" / "sam", help="of the peers' logs and files"
+    )
     parser.add_argument("--out", type=Path)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    for name in options.sides.split(","):
+        if name.startswith(FAST) and options.segment_anything_fast is None:
+            parser.error(f"side {name} needs --segment-anything-fast DIR")
+        peer = name.startswith((PEER, FAST))
+        if peer and name not in (PEER, f"{PEER}-compiled", *COMPILED_SIDES):
+            parser.error(f"--sides {name}: {', '.join(COMPILED_SIDES)}")
+    return options
 
 
 @torch.inference_mode()
@@ -271,14 +356,17 @@ def main() -> None:
     spec = vit_h_spec(options.depth)
     names = options.sides.split(",")
     kernels = dict(each.split("=", 1) for each in options.kernel)
-    sides = [
-        transformers_side(name, spec, device)
-        if name.startswith(PEER)
-        else modelmill_side(name, spec, device, kernels)
-        for name in names
-    ]
     batches = [int(each) for each in options.batches.split(",")]
-    rows = measure_rows(sides, options.works.split(","), batches, options.rounds, device)
+    with compiled_sides(names, spec, batches, options) as compiled:
+        sides = []
+        for name in names:
+            if name in COMPILED_SIDES:
+                sides += [side for side in compiled if side.name == name]
+            elif name.startswith(PEER):
+                sides.append(transformers_side(name, spec, device))
+            else:
+                sides.append(modelmill_side(name, spec, device, kernels))
+        rows = measure_rows(sides, options.works.split(","), batches, options.rounds)
     if options.out:
         append_rows(options.out, rows, portable_command("sam", sys.argv[1:]))
 

@@ -986,7 +986,11 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_acceptance_finds_a_fault_in_its_format[a product without the offset]",
         "test_its_option_is_refused_by_other_recipes_and_checked",
     ),
-    "tests/benchmarks/test_sam.py": ("test_a_click_and_an_embedding_become_rows",),
+    "tests/benchmarks/test_sam.py": (
+        "test_a_click_and_an_embedding_become_rows",
+        "test_a_compiled_side_has_a_process_for_each_batch",
+    ),
+    "tests/benchmarks/test_minigpt4.py": ("test_transformers_runs_the_same_sizes",),
     "tests/cli/test_server_commands.py": (
         "test_a_shell_completes_running_servers[words0]",
         "test_a_client_gets_an_address_that_it_can_reach[http://10*",
