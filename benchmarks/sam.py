@@ -27,6 +27,7 @@ import argparse
 import contextlib
 import functools
 import importlib.metadata
+import importlib.util
 import json
 import os
 import sys
@@ -68,6 +69,7 @@ from modelmill.vision.sam_model import SamModel  # noqa: E402
 VIT_H = SamVitSpec(width=1280, depth=32, heads=16, global_attn_indexes=(7, 15, 23, 31), inner=5120)
 IMAGE_SIZE = (1800, 1200)
 PEER = "transformers"
+BESIDE_FAST = (PEER, f"{PEER}-max-autotune", FAST)
 IOU_THRESHOLD, MASKS_RETURNED = 0.85, 100
 TimeEncoder = Callable[[int, int], float]
 """Seconds of a call of (so many pictures, their seed)."""
@@ -323,7 +325,11 @@ def measure_rows(
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--sides", default=f"bfloat16,fp8,smoothquant,{PEER}")
+    parser.add_argument(
+        "--sides",
+        help=f"default: bfloat16,fp8,smoothquant,{PEER}; with --segment-anything-fast "
+        f"bfloat16,fp8,{','.join(BESIDE_FAST)}, and {FAST}-int8 where torchao is installed",
+    )
     parser.add_argument("--works", default="encoder,click,everything")
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--rounds", type=int, default=9)
@@ -339,6 +345,10 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
+    if options.sides is None and options.segment_anything_fast is not None:
+        int8 = [f"{FAST}-int8"] if importlib.util.find_spec("torchao") else []
+        options.sides = ",".join(["bfloat16", "fp8", *BESIDE_FAST, *int8])
+    options.sides = options.sides or f"bfloat16,fp8,smoothquant,{PEER}"
     for name in options.sides.split(","):
         if name.startswith(FAST) and options.segment_anything_fast is None:
             parser.error(f"side {name} needs --segment-anything-fast DIR")

@@ -91,6 +91,16 @@ def test_a_compiled_side_has_a_process_for_each_batch(fast: list[str]) -> None:
     assert all(len(row["calls_s"]) == 1 for row in rows)
 
 
+def test_a_checkout_of_it_makes_it_a_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sam.parse_args([]).sides == "bfloat16,fp8,smoothquant,transformers"
+    monkeypatch.setattr(sam.importlib.util, "find_spec", lambda name: None)
+    sides = "bfloat16,fp8,transformers,transformers-max-autotune,segment-anything-fast"
+    fast = ["--segment-anything-fast", str(tmp_path)]
+    assert sam.parse_args(fast).sides == sides
+    monkeypatch.setattr(sam.importlib.util, "find_spec", lambda name: name)
+    assert sam.parse_args(fast).sides == f"{sides},segment-anything-fast-int8", "torchao is there"
+
+
 def test_its_own_attention_is_switched_off_by_its_own_variable() -> None:
     off = {"SEGMENT_ANYTHING_FAST_USE_FLASH_4": "0"}
     assert sam_peer.side_environment("segment-anything-fast-sdpa") == off

@@ -106,15 +106,75 @@ def test_runs_beside_transformers_give_a_median_and_the_least() -> None:
         peer_row("minigpt4", "bfloat16", 8.0, "2026-01-01", work="eyes", pictures=16),
         peer_row("minigpt4", "transformers", 16.0, "2026-01-01", work="eyes", pictures=16),
     ]
-    lines = gpu_tables.transformers_table(rows)
+    lines = gpu_tables.fastest_peer_table(rows)
     assert line_of(lines, "Segment Anything").endswith(
-        "| 12.5 | **15.0** | missed | 40.0 | **3.00** | 2.00 | 2 |"
+        "| 12.5 | **15.0** | missed | 40.0 transformers | **3.00** | 2.00 | 2 |"
     )
     assert line_of(lines, "… 64 such requests").endswith(
-        "| 60 | **50.0** | missed | 25.0 | **2.00** | 2.00 | 1 |"
+        "| 60 | **50.0** | missed | 25.0 transformers | **2.00** | 2.00 | 1 |"
     ), "a rate: more is better"
-    assert "| **8.00** |  | 16.0 |" in line_of(lines, "MiniGPT-4, vision encoder")
-    assert gpu_tables.transformers_table([row | {"commit": None} for row in rows])[2:] == []
+    assert "| **8.00** |  | 16.0 transformers |" in line_of(lines, "MiniGPT-4, vision encoder")
+    assert gpu_tables.fastest_peer_table([row | {"commit": None} for row in rows])[2:] == []
+
+
+def encoder_rows(date: str, **milliseconds: float) -> list[Row]:
+    """Rows of one run of the encoder; side by its name, with ``_`` for ``-``."""
+    return [
+        peer_row("sam", name.replace("_", "-"), value, date, work="encoder", batch=1)
+        for name, value in milliseconds.items()
+    ]
+
+
+def test_the_fastest_peer_of_a_run_is_named() -> None:
+    rows = encoder_rows(
+        "2026-01-02",
+        bfloat16=10.0,
+        transformers=40.0,
+        transformers_max_autotune=18.0,
+        segment_anything_fast=15.0,
+        segment_anything_fast_int8=9.0,
+    )
+    line = line_of(gpu_tables.fastest_peer_table(rows), "Segment Anything")
+    assert "| 15.0 segment-anything-fast | **1.50** | 1.50 | 1 |" in line, "of 16 bits as ours is"
+
+
+def test_a_run_beside_more_peers_replaces_those_beside_fewer() -> None:
+    eager = encoder_rows("2026-01-05", bfloat16=10.0, transformers=40.0)
+    compiled = encoder_rows("2026-01-01", bfloat16=10.0, transformers_compiled=20.0)
+    table = gpu_tables.fastest_peer_table
+    assert "| 20.0 transformers-compiled | **2.00** |" in line_of(table([*eager, *compiled]), "Seg")
+    more = encoder_rows(
+        "2026-01-02", bfloat16=10.0, transformers=40.0, transformers_max_autotune=16.0
+    )
+    again = encoder_rows(
+        "2026-01-03", bfloat16=10.0, transformers=14.0, transformers_max_autotune=18.0
+    )
+    line = line_of(table([*eager, *compiled, *more, *again]), "Segment Anything")
+    assert "| 15.0 transformers-max-autotune or transformers | **1.50** | 1.40 | 2 |" in line
+
+
+def test_embeddings_that_were_made_before_a_call_are_no_peer() -> None:
+    request = {"work": "request", "pictures": 1}
+    rows = [
+        peer_row("minigpt4", subject, value, "2026-01-02", **request)
+        for subject, value in (
+            ("bfloat16", 300.0), ("vLLM", 450.0), ("vLLM-embeddings", 290.0),
+            ("transformers", 2000.0),
+        )
+    ]  # fmt: skip
+    line = line_of(gpu_tables.fastest_peer_table(rows), "… 132 tokens")
+    assert "| 450 vLLM | **1.50** |" in line
+
+
+def test_gpt2_has_a_line_for_each_batch() -> None:
+    rows = [
+        mark(subject, value, "a1", part="gpt2", work=f"gpt2-{batch}x128")
+        for batch in (1, 64)
+        for subject, value in (("modelmill", 0.5), ("vLLM", 1.0), ("transformers", 9.0))
+    ]
+    lines = gpu_tables.fastest_peer_table(rows)
+    assert "| 0.8 | **0.500** | ✓ | 1.00 vLLM | **2.00** |" in line_of(lines, "GPT-2 medium")
+    assert "| 1.00 vLLM | **2.00** |" in line_of(lines, "… batch 64")
 
 
 def test_without_a_peer_the_newest_row_stands_with_its_commit() -> None:

@@ -52,7 +52,7 @@ PLOTS: Mapping[str, PlotSpec] = {
 }
 TABLES: Mapping[str, tuple[str, Callable[[Sequence[Row]], list[str]]]] = {
     "vllm": ("h200", vllm_tables.vllm_table),
-    "transformers": ("h200", gpu_tables.transformers_table),
+    "fastest_peer": ("h200", gpu_tables.fastest_peer_table),
     "alone": ("h200", gpu_tables.alone_table),
     "parallel": ("h200", gpu_tables.parallel_table),
     "suite": (SUITE, suite_tables.suite_table),

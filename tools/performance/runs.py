@@ -85,15 +85,26 @@ def paired_runs(
     rows: of one work; subject: our side. A run has a name; where rows have none, its command and
     its date.
     """
+    return [pair for (pair,) in runs_with_peers(rows, subject, (peer,), lower_is_better)]
+
+
+def runs_with_peers(
+    rows: Iterable[Row], subject: str, peers: Sequence[str], lower_is_better: bool = True
+) -> list[list[PairedRun]]:
+    """Of each run with our side and a peer or more, our side beside each of them; by date."""
     by_run: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in sorted(rows, key=lambda row: str(row["date"])):
         run = (row["run"],) if "run" in row else (row["command"], row["date"])
         by_run.setdefault(run, {})[row["subject"]] = row
-    return [
-        PairedRun(sides[subject], sides[peer], lower_is_better)
+    pairs = [
+        [
+            PairedRun(sides[subject], sides[peer], lower_is_better)
+            for peer in peers
+            if {subject, peer} <= sides.keys()
+        ]
         for sides in by_run.values()
-        if {subject, peer} <= sides.keys()
     ]
+    return [run for run in pairs if run]
 
 
 def newest_per_card(
