@@ -298,6 +298,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
     "tests/test_segmenter.py": ("test_mobilesam_engines_keep_the_facts",),
     # servers that are loaded, killed or kept waiting
     "tests/serve/test_server.py": (
+        "test_a_log_that_is_not_read",
         "test_loading_is_reported_and_requests_are_refused_meanwhile",
         "test_a_worker_that_is_killed",
         "test_a_system_without_descriptors_for_a_while",

@@ -1,6 +1,7 @@
 """Server logs: one JSON object per line on stderr.
 
-They never contain prompts, outputs or keys.
+They never contain prompts, outputs or keys. The event loop does not wait for their reader,
+which may stop.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import select
 import sys
 import traceback
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from typing import TextIO
 
 
 class JsonLogFormatter(logging.Formatter):
@@ -38,6 +41,58 @@ class JsonLogFormatter(logging.Formatter):
         return json.dumps(entry, ensure_ascii=True)
 
 
+class UnblockedLogHandler(logging.Handler):
+    """Writes lines to a stream as far as its reader takes them, and never waits for the reader.
+
+    While a pipe or terminal is full, one line waits and later ones are dropped. Once it is read
+    again, a line says how many are missing.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        """stream: of ASCII lines; one without a descriptor always takes them."""
+        super().__init__()
+        self._stream = stream
+        self._poll: select.poll | None = None
+        with contextlib.suppress(OSError):
+            descriptor = stream.fileno()
+            self._poll = select.poll()
+            self._poll.register(descriptor, select.POLLOUT)
+        self._pending = ""
+        self._num_dropped = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, or drop it if an earlier one still waits."""
+        try:
+            if not self._write_pending():
+                self._num_dropped += 1
+                return
+            self._pending = self.format(record) + "\n"
+            if self._num_dropped:
+                self._pending = self._format_num_dropped() + "\n" + self._pending
+                self._num_dropped = 0
+            self._write_pending()
+        except Exception:
+            self.handleError(record)
+
+    def _format_num_dropped(self) -> str:
+        fields = {"levelname": "WARNING", "msg": "log lines dropped"}
+        return self.format(logging.makeLogRecord({**fields, "data": {"lines": self._num_dropped}}))
+
+    def _write_pending(self) -> bool:
+        """Write what waits, as much as the stream takes now; whether that is all."""
+        while self._pending:
+            if self._poll is not None and not self._poll.poll(0):
+                return False
+            # a pipe that takes anything takes so many bytes
+            part, self._pending = (
+                self._pending[: select.PIPE_BUF],
+                self._pending[select.PIPE_BUF :],
+            )
+            self._stream.write(part)
+            self._stream.flush()
+        return True
+
+
 @contextlib.contextmanager
 def log_to_stderr(level: str) -> Iterator[None]:
     """Context that logs to stderr: modelmill from ``level``, and errors of uvicorn and asyncio.
@@ -45,7 +100,7 @@ def log_to_stderr(level: str) -> Iterator[None]:
     Without a handler, Python would print asyncio's messages with the texts of exceptions, which may
     contain anything.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = UnblockedLogHandler(sys.stderr)
     handler.setFormatter(JsonLogFormatter())
     levels = {
         logging.getLogger("modelmill"): level.upper(),

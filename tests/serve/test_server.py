@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,20 @@ def test_a_system_without_descriptors_for_a_while(stories: Path) -> None:
         assert (entry["error"], entry["reason"]) == ("OSError", "Too many open files")
         assert server.wait(200)["engines"][0]["restarts"] >= 2
         assert server.request("/v1/completions", {**LONG, "max_tokens": 3})[0] == 200
+
+
+def test_a_log_that_is_not_read(stories: Path) -> None:
+    """A full pipe at stderr delays no answer; once it is read, the log says how much is missing."""
+    with ServerProcess(stories, "--log-level", "info") as server:
+        for _ in range(800):  # each of them logs a line of more than 100 bytes
+            assert server.request("/v1/models")[0] == 200
+        assert server.process.stderr is not None
+        assert len(os.read(server.process.stderr.fileno(), 1 << 16)) > 1 << 15
+        assert server.request("/v1/models")[0] == 200
+        server.process.send_signal(signal.SIGTERM)
+        code, log = server.finish()
+    assert code == 0
+    assert '"event": "log lines dropped", "lines": ' in log
 
 
 def rest_of_chunked(sock: Any) -> bytes:
