@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.wait import wait_until
 from tools.soak import client_disconnects, fuzz, mixed_load, model_swaps, shutdown
 from tools.soak.memory_trend import fit_trend
-from tools.soak.server import SoakServer
+from tools.soak.server import NUM_LOG_LINES, SoakFailure, SoakServer
 
 QUIET = [
     "--device",
@@ -59,6 +61,37 @@ def test_models_that_alternate_and_a_worker_that_is_killed(stories: Path) -> Non
     assert result["counts"]["after the kill"] >= 4
     assert result["loads"] > 2
     assert result["left_processes"] == []
+
+
+def test_an_engine_that_does_not_load_ends_the_run(stories: Path) -> None:
+    """Refusals alone would go on for ever: without an answer no worker is killed."""
+    flags = ["--device", "cpu", "--chat-template", "chatml", "--kv-cache-bytes", "1000"]
+    with pytest.raises(SoakFailure, match=r"before any worker was killed: .*--kv-cache-bytes"):
+        model_swaps.swap_models([stories], flags, 20, ignore_progress)
+
+
+def test_the_log_of_a_server_is_read(stories: Path) -> None:
+    """More than a pipe holds: no line is missing, and the last ones are there."""
+    with SoakServer([stories], [*QUIET, "--log-level", "info"]) as server:
+        for _ in range(800):  # each of them logs a line of more than 100 bytes
+            assert server.request("/v1/models")[0] == 200
+    lines = list(server.last_log_lines)
+    assert len(lines) == NUM_LOG_LINES
+    assert any('"path": "/v1/models"' in line for line in lines)
+    assert not any("log lines dropped" in line for line in lines)
+
+
+def test_a_server_that_does_not_answer_is_a_failure_with_its_log(stories: Path) -> None:
+    with SoakServer([stories], [*QUIET, "--log-level", "info"]) as server:
+        wait_until(lambda: any("/v1/models" in line for line in list(server.last_log_lines)))
+        server.process.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(
+                SoakFailure, match=r"(?s)/metrics: no answer.* log ends:.*/v1/models"
+            ):
+                server.request("/metrics", seconds=0.1)
+        finally:
+            server.process.send_signal(signal.SIGCONT)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,11 @@ from tools.soak.server import SoakFailure, SoakServer
 
 CACHE_BYTES = 8_000_000
 REFUSALS = (429, 503)
+LOAD_FAILED = "model_load_failed"
 PROMPTS = ("Once upon a time", "The dog", "Lily said", "One day")
 NUM_CLIENTS = 4
+MAX_RECOVERY_SECONDS = 300.0
+"""Seconds after the end of the run in which every client must have had an answer after the kill."""
 MIN_TREND_SECONDS = 120.0
 """A shorter run does not judge the memory: caches and tokenizers still fill."""
 
@@ -39,7 +42,8 @@ def swap_models(
     answer after that.
 
     Raises:
-        SoakFailure: an answer is wrong, a refusal says no reason, or the budget is exceeded.
+        SoakFailure: an answer is wrong or does not come, a refusal says no reason, an engine does
+            not load before the kill, or the budget is exceeded.
     """
     paths = list(engines) if len(engines) > 1 else [*engines, *engines]
     with tempfile.TemporaryDirectory(prefix="modelmill-soak-") as folder:
@@ -124,7 +128,8 @@ class _SwapLoad:
         """Send one request.
 
         Raises:
-            SoakFailure: it is neither answered as before nor refused with a reason.
+            SoakFailure: it is neither answered as before nor refused with a reason, or its engine
+                cannot be loaded although no worker was killed.
         """
         body = {"model": name, "prompt": prompt, "max_tokens": 8, "temperature": 0}
         started_at = time.monotonic()
@@ -139,7 +144,10 @@ class _SwapLoad:
             self._counts["answered"] += 1
             self._counts["after the kill"] += self._counts["killed"]
         elif status in REFUSALS and answer["error"]["message"]:
-            self._counts[f"refused: {answer['error']['code']}"] += 1
+            code, message = answer["error"]["code"], answer["error"]["message"]
+            if code == LOAD_FAILED and not self._counts["killed"]:
+                raise SoakFailure(f"before any worker was killed: {message}")
+            self._counts[f"refused: {code}"] += 1
             await asyncio.sleep(0.2)
         else:
             raise SoakFailure(f"{name}: status {status}, {data[-200:]!r}")
@@ -153,7 +161,7 @@ class _SwapLoad:
         self._counts["killed"] = 1
 
     async def _watch(self) -> None:
-        """Measure memory, and check the budget."""
+        """Measure memory, and check the budget and that answers come."""
         pause = max(0.2, self._seconds / 240)
         while not self._is_over:
             memory = await asyncio.to_thread(self._server.memory)
@@ -161,6 +169,8 @@ class _SwapLoad:
             page = (await asyncio.to_thread(self._server.request, "/metrics"))[1]
             if _sum(page, "engine_memory_bytes") > self._budget:
                 raise SoakFailure("the loaded models exceed the memory budget")
+            if self._elapsed > self._seconds + MAX_RECOVERY_SECONDS:
+                raise SoakFailure(f"too few answers after the kill: {dict(self._counts)}")
             self._on_progress("seconds", int(self._elapsed), int(self._seconds))
             await asyncio.sleep(pause)
 

@@ -7,11 +7,13 @@ import json
 import re
 import signal
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from benchmarks.serve_command import read_address, serve_command
 from modelmill.serve.segmentation_messages import SEGMENTATION
 
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+NUM_LOG_LINES = 20
+"""Last lines of the log that a failure shows."""
 
 
 class SoakFailure(RuntimeError):
@@ -28,13 +32,14 @@ class SoakFailure(RuntimeError):
 
 
 class SoakServer:
-    """A server process; leaving the block ends it.
+    """A server process, whose log is read all the time; leaving the block ends it.
 
     ``leftover_processes`` returns those of its processes that still run.
 
     Attributes:
         model: name of the first engine that generates text.
         segment_model: name of the first engine that segments, or None.
+        last_log_lines: the end of its log.
     """
 
     def __init__(
@@ -48,6 +53,12 @@ class SoakServer:
             address = urllib.parse.urlsplit(read_address(self.process))
         except RuntimeError as error:
             raise SoakFailure(str(error)) from None
+        assert self.process.stderr is not None
+        self.last_log_lines: deque[str] = deque(maxlen=NUM_LOG_LINES)
+        self._log_reader = threading.Thread(
+            target=_read_lines, args=(self.process.stderr, self.last_log_lines), daemon=True
+        )
+        self._log_reader.start()
         assert address.hostname is not None
         assert address.port is not None
         self.host, self.port = address.hostname, address.port
@@ -72,13 +83,14 @@ class SoakServer:
             self.wait_for_exit()
 
     def wait_for_exit(self, seconds: float = 60) -> int:
-        """Wait until it ends; return the exit code."""
+        """Wait until it ends and its log is read; return the exit code."""
         try:
-            self.process.communicate(timeout=seconds)
+            code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise SoakFailure(f"the server has not ended within {seconds} s") from None
-        return self.process.returncode
+        self._log_reader.join(seconds)  # its workers have the pipe, too, and end after it
+        return code
 
     def leftover_processes(self, seconds: float = 30) -> list[int]:
         """Pids of its processes that still run after so many seconds."""
@@ -102,7 +114,11 @@ class SoakServer:
         }
 
     def request(self, path: str, body: Any = None, seconds: float = 60) -> tuple[int, Any]:
-        """Send a request; return (status, JSON or text)."""
+        """Send a request; return (status, JSON or text).
+
+        Raises:
+            SoakFailure: no answer comes within ``seconds``.
+        """
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             f"http://{self.host}:{self.port}{path}", data, {"content-type": "application/json"}
@@ -113,6 +129,12 @@ class SoakServer:
         except urllib.error.HTTPError as error:
             with error:
                 status, content, headers = error.code, error.read(), error.headers
+        except TimeoutError:
+            raise SoakFailure(
+                "\n".join(
+                    [f"{path}: no answer within {seconds} s; the log ends:", *self.last_log_lines]
+                )
+            ) from None
         return status, json.loads(content) if "json" in headers.get(
             "content-type", ""
         ) else content.decode()
@@ -150,6 +172,12 @@ class SoakServer:
             if time.monotonic() > deadline:
                 raise SoakFailure(f"{seconds} s after the last request: {gauges}")
             time.sleep(0.05)
+
+
+def _read_lines(source: Iterable[str], last_lines: deque[str]) -> None:
+    """Read to the end: a server may wait once nothing more fits into the pipe."""
+    for line in source:
+        last_lines.append(line.rstrip("\n"))
 
 
 def _command_line(process: psutil.Process) -> list[str]:
