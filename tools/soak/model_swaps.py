@@ -1,8 +1,9 @@
-"""Clients that alternate between models of which the budget holds one; the worker is killed."""
+"""Clients that alternate between models of which the budget holds one; workers are killed."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import re
@@ -15,6 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from modelmill.core.progress_callback import Progress
 from modelmill.serve.catalogue.entries import read_manifest
 from tools.soak.client import send_request
@@ -26,8 +29,15 @@ REFUSALS = (429, 503)
 LOAD_FAILED = "model_load_failed"
 PROMPTS = ("Once upon a time", "The dog", "Lily said", "One day")
 NUM_CLIENTS = 4
+KILL_TIMES = (1 / 6, 1 / 2, 5 / 6)
+"""Parts of the time after which all workers are killed.
+
+The trend of the memory leaves the first third out. So what the first kill takes once is not called
+growth, and what every kill takes is seen twice.
+"""
 MAX_RECOVERY_SECONDS = 300.0
-"""Seconds after the end of the run in which every client must have had an answer after the kill."""
+"""Seconds after the end of the run in which as many answers as clients must follow the last kill.
+"""
 MIN_TREND_SECONDS = 120.0
 """A shorter run does not judge the memory: caches and tokenizers still fill."""
 
@@ -37,13 +47,13 @@ def swap_models(
 ) -> dict[str, Any]:
     """Serve the engines under a budget that holds the largest alone, and let clients alternate.
 
-    A single engine is served under two names. After half of the time all workers are killed
-    (SIGKILL), the one that is kept ready included. The run goes on until every client has had an
-    answer after that.
+    A single engine is served under two names. At ``KILL_TIMES`` all workers are killed (SIGKILL),
+    the one that is kept ready included. The run goes on until as many answers as there are clients
+    follow the last kill.
 
     Raises:
         SoakFailure: an answer is wrong or does not come, a refusal says no reason, an engine does
-            not load before the kill, or the budget is exceeded.
+            not load before the first kill, or the budget is exceeded.
     """
     paths = list(engines) if len(engines) > 1 else [*engines, *engines]
     with tempfile.TemporaryDirectory(prefix="modelmill-soak-") as folder:
@@ -62,7 +72,7 @@ def swap_models(
 
 
 class _SwapLoad:
-    """The clients, the kill and the measurements of one run."""
+    """The clients, the kills and the measurements of one run."""
 
     def __init__(
         self,
@@ -76,6 +86,7 @@ class _SwapLoad:
         self._seconds, self._on_progress = seconds, on_progress
         self._started_at = time.monotonic()
         self._counts: Counter[str] = Counter()
+        self._num_answers_since_kill = 0
         self._answers: dict[tuple[str, str], str] = {}
         self._times: list[float] = []
         self._series: list[tuple[float, float, float]] = []
@@ -96,6 +107,7 @@ class _SwapLoad:
             "what": f"{self._seconds:g} s, {NUM_CLIENTS} clients, {len(self._names)} models",
             "ok": trend.flat or self._seconds < MIN_TREND_SECONDS,
             "counts": dict(sorted(self._counts.items())),
+            "answered_after_last_kill": self._num_answers_since_kill,
             "loads": int(_sum(page, "model_load_seconds_count")),
             "load_seconds_mean": round(
                 _sum(page, "model_load_seconds_sum") / _sum(page, "model_load_seconds_count"), 3
@@ -115,7 +127,11 @@ class _SwapLoad:
 
     @property
     def _is_over(self) -> bool:
-        return self._elapsed >= self._seconds and self._counts["after the kill"] >= NUM_CLIENTS
+        return (
+            self._elapsed >= self._seconds
+            and self._counts["kills"] == len(KILL_TIMES)
+            and self._num_answers_since_kill >= NUM_CLIENTS
+        )
 
     async def _client(self, index: int) -> None:
         """Send requests, each for another model than the one before."""
@@ -142,10 +158,10 @@ class _SwapLoad:
             if answer["model"] != name or text != expected:
                 raise SoakFailure(f"{name}: {text!r}, before it was {expected!r}")
             self._counts["answered"] += 1
-            self._counts["after the kill"] += self._counts["killed"]
+            self._num_answers_since_kill += 1
         elif status in REFUSALS and answer["error"]["message"]:
             code, message = answer["error"]["code"], answer["error"]["message"]
-            if code == LOAD_FAILED and not self._counts["killed"]:
+            if code == LOAD_FAILED and not self._counts["kills"]:
                 raise SoakFailure(f"before any worker was killed: {message}")
             self._counts[f"refused: {code}"] += 1
             await asyncio.sleep(0.2)
@@ -153,12 +169,15 @@ class _SwapLoad:
             raise SoakFailure(f"{name}: status {status}, {data[-200:]!r}")
 
     async def _kill(self) -> None:
-        """Kill the workers in the middle, whether they load, answer or wait."""
-        while self._elapsed < self._seconds / 2 or not self._counts["answered"]:
-            await asyncio.sleep(0.05)
-        for worker in await asyncio.to_thread(self._server.workers):
-            worker.send_signal(signal.SIGKILL)
-        self._counts["killed"] = 1
+        """Kill the workers, whether they load, answer or wait; answers come between two kills."""
+        for part in KILL_TIMES:
+            while self._elapsed < part * self._seconds or not self._num_answers_since_kill:
+                await asyncio.sleep(0.05)
+            for worker in await asyncio.to_thread(self._server.workers):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    worker.send_signal(signal.SIGKILL)
+            self._counts["kills"] += 1
+            self._num_answers_since_kill = 0
 
     async def _watch(self) -> None:
         """Measure memory, and check the budget and that answers come."""
@@ -170,7 +189,7 @@ class _SwapLoad:
             if _sum(page, "engine_memory_bytes") > self._budget:
                 raise SoakFailure("the loaded models exceed the memory budget")
             if self._elapsed > self._seconds + MAX_RECOVERY_SECONDS:
-                raise SoakFailure(f"too few answers after the kill: {dict(self._counts)}")
+                raise SoakFailure(f"too few answers after a kill: {dict(self._counts)}")
             self._on_progress("seconds", int(self._elapsed), int(self._seconds))
             await asyncio.sleep(pause)
 
