@@ -97,13 +97,17 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
             randn(rows, hidden, device=device, dtype=dtype, seed=rows + seed, scale=scale)
             for seed, scale in ((hidden, 1.0), (experts, 3.0))
         )
-        router = randn(experts, hidden, device=device, dtype=dtype, seed=9, scale=2 * hidden**-0.5)
-        draws = randn(2, experts, device=device, dtype=torch.float32, seed=number, scale=0.5)
+        # rows that differ by a factor: rounding leaves the order of the experts
+        row = randn(1, hidden, device=device, dtype=torch.float32, seed=9, scale=4 * hidden**-0.5)
+        order = torch.randperm(experts, generator=torch.Generator().manual_seed(number))
+        factors = (order.to(device) + 1) / experts
+        bias = randn(experts, device=device, dtype=dtype, seed=number, scale=0.5)
         biased = number % 2 == 1
         rules = FusedTopkInputs(
             torch.empty(0, experts, device="meta"), None, top_k, SIGMOID if biased else SOFTMAX,
             renormalize=number != 2, scale=1.5,
         )  # fmt: skip
+        router = (row * factors[:, None]).to(dtype)
         args = {
             "x": x,
             "residual": None if number == 2 else residual,
@@ -111,8 +115,8 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
             "eps": 1e-5,
             "router": router,
             "rules": rules,
-            "router_bias": draws[1].to(dtype) if biased else None,
-            "selection_bias": draws[0] if biased else None,
+            "router_bias": bias if biased else None,
+            "selection_bias": factors.flip(0) * 2 * experts if biased else None,
             "logit_scale": 0.5 if biased else 1.0,
         }
         name = f"{rows}x{hidden}->{top_k} of {experts}" + (" biased" if biased else "")

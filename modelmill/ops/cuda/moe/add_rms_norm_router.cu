@@ -6,14 +6,14 @@
 // Dtypes: x, residual, weights and router bfloat16 or float16; logits, scores and weights float32;
 //     ids int32
 // Layout: row-major
-// Range: M ≤ 8; K a multiple of 8 up to 4,096; E ≤ 1,024; no groups of experts
+// Range: M ≤ 8; K a multiple of 8 up to 4,096; E ≤ 128; no groups of experts
 // Technique: thread-block cluster (DSMEM), GEMV with the router's rows in registers before
 //     griddepcontrol.wait, PDL
 // Ops: add_rms_norm_router
 //
 // A cluster has one token; its blocks divide the experts. Each block computes the whole row of the
-// norm, since that takes less time than to wait for another block's. Each warp has its first
-// expert's row of the router in registers before the kernel in front has ended: in shared memory,
+// norm, since that takes less time than to wait for another block's. Each warp has its expert's
+// row of the router in registers before the kernel in front has ended: in shared memory,
 // of which the kernels of a decode step leave little, a block could not begin so early. All logits
 // are sent to the first block, which chooses: the rank of an expert is the number of experts in
 // front of it. Of equal scores the lower id comes first; a score of NaN ranks last, so that every
@@ -32,13 +32,8 @@ constexpr int BLOCKS = 8, THREADS = 512, WARPS = THREADS / 32;
 constexpr int EACH = (EXPERTS + BLOCKS - 1) / BLOCKS;  // experts of a block
 constexpr int CHUNKS = K / 8, CHUNKS_PER_THREAD = (CHUNKS + THREADS - 1) / THREADS,
               CHUNKS_PER_LANE = (CHUNKS + 31) / 32;
-constexpr int LANES_PER_EXPERT = EXPERTS <= 16    ? 32
-                                 : EXPERTS <= 32  ? 16
-                                 : EXPERTS <= 64  ? 8
-                                 : EXPERTS <= 128 ? 4
-                                 : EXPERTS <= 256 ? 2
-                                                  : 1;
-static_assert(K % 8 == 0 && EXPERTS <= 2 * THREADS && TOP_K <= 32, "see the range");
+constexpr int LANES_PER_EXPERT = EXPERTS <= 16 ? 32 : EXPERTS <= 32 ? 16 : EXPERTS <= 64 ? 8 : 4;
+static_assert(K % 8 == 0 && EACH <= WARPS && TOP_K <= 32, "see the range");
 
 struct Work {
     const uint4 *x, *norm_weight, *router;
@@ -153,16 +148,13 @@ __device__ inline float block_sum(float value, float* sums) {
     return warp_sum(threadIdx.x % 32 < WARPS ? sums[threadIdx.x % 32] : 0.0f);
 }
 
-// This block's experts, a warp each; sends their logits.
-__device__ inline void send_logits(const Work& w, Exchange& exchange, RouterRow& row, int first,
-                                   int count) {
-    for (int i = threadIdx.x / 32; i < count; i += WARPS) {
-        float logit = row.dot(exchange.row) * w.logit_scale;
-        if (i + WARPS < count) row.load(w.router + (first + i + WARPS) * CHUNKS);
-        if (threadIdx.x % 32 > 0) continue;
-        if (ROUTER_BIAS) logit += to_float(w.router_bias[first + i]);
-        send_to_first(logit, &exchange.logits[first + i], &exchange.logits_full);
-    }
+// Sends the logit of this warp's expert.
+__device__ inline void send_logit(const Work& w, Exchange& exchange, const RouterRow& row,
+                                  int expert) {
+    float logit = row.dot(exchange.row) * w.logit_scale;
+    if (threadIdx.x % 32 > 0) return;
+    if (ROUTER_BIAS) logit += to_float(w.router_bias[expert]);
+    send_to_first(logit, &exchange.logits[expert], &exchange.logits_full);
 }
 
 __device__ inline float warp_max(float x) {
@@ -196,21 +188,19 @@ __device__ inline void score_experts(const Work& w, Exchange& exchange) {
 
 // The experts with the largest scores, in descending order.
 __device__ inline void choose_experts(const Work& w, Exchange& exchange, int token) {
-    const int part = threadIdx.x % LANES_PER_EXPERT;
-    for (int base = 0; base < EXPERTS; base += THREADS / LANES_PER_EXPERT) {
-        const int expert = base + threadIdx.x / LANES_PER_EXPERT;
-        const float own = exchange.ranked[min(expert, EXPERTS - 1)];
-        int in_front = 0;
-        for (int other = part; other < EXPERTS; other += LANES_PER_EXPERT) {
-            const float ranked = exchange.ranked[other];
-            in_front += ranked > own || (ranked == own && other < expert);
-        }
-#pragma unroll
-        for (int by = LANES_PER_EXPERT / 2; by > 0; by /= 2)
-            in_front += __shfl_xor_sync(~0u, in_front, by);
-        if (expert < EXPERTS && part == 0 && in_front < TOP_K)
-            exchange.chosen[in_front] = exchange.scores[expert], exchange.ids[in_front] = expert;
+    const int part = threadIdx.x % LANES_PER_EXPERT, expert = threadIdx.x / LANES_PER_EXPERT;
+    const float own = exchange.ranked[min(expert, EXPERTS - 1)];
+    int in_front = 0;
+#pragma unroll 8
+    for (int other = part; other < EXPERTS; other += LANES_PER_EXPERT) {
+        const float ranked = exchange.ranked[other];
+        in_front += ranked > own || (ranked == own && other < expert);
     }
+#pragma unroll
+    for (int by = LANES_PER_EXPERT / 2; by > 0; by /= 2)
+        in_front += __shfl_xor_sync(~0u, in_front, by);
+    if (expert < EXPERTS && part == 0 && in_front < TOP_K)
+        exchange.chosen[in_front] = exchange.scores[expert], exchange.ids[in_front] = expert;
     __syncthreads();
     if (threadIdx.x >= TOP_K) return;
     float weight = exchange.chosen[threadIdx.x], total = 0.0f;
@@ -253,7 +243,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     if (rank == 0) normed.store(w.out + at);
     cluster_wait();  // the first block's barriers are there
     __syncthreads();
-    send_logits(w, exchange, router_row, first, count);
+    if (warp < count) send_logit(w, exchange, router_row, first + warp);
     if (rank > 0) return;
     mbarrier_wait(logits_full, 0);
     if (ADDS) stream.store(w.residual + at);

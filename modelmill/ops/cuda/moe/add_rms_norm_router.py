@@ -13,8 +13,10 @@ from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.fused_topk import SIGMOID, SOFTMAX, FusedTopkInputs
 
 TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
-MAX_EXPERTS, MAX_HIDDEN, MAX_TOP_K = 1024, 4096, 32
 _BLOCKS, _THREADS = 8, 512
+MAX_EXPERTS = _BLOCKS * _THREADS // 32
+"""One a warp: a second row of the router is read too late to be faster than three launches."""
+MAX_HIDDEN, MAX_TOP_K = 4096, 32
 
 
 def unavailable_reason(device_type: str) -> str | None:
