@@ -247,6 +247,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     yield from _latent_cases(mixed, device, dtype)
     for name, heads, kv_heads, window in (
         ("softcap", 4, 2, 16),
+        ("softcap-far", 4, 2, 16),
         ("alibi", 6, 6, None),
         ("sinks", 8, 2, 16),
         ("softcap-alibi-sinks", 3, 3, 9),
@@ -255,7 +256,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         slopes = torch.logspace(-1, -8, heads, base=2.0, device=device)
         sinks = randn(heads, device=device, dtype=torch.float32, seed=3)
         mods = ScoreMods(
-            1.5 if "softcap" in name else None,
+            (500.0 if "far" in name else 1.5) if "softcap" in name else None,
             slopes if "alibi" in name else None,
             sinks if "sinks" in name else None,
         )

@@ -108,7 +108,7 @@ def test_what_it_does_not_serve_is_refused() -> None:
     for change in (
         {"x": inputs.x.float()},
         {"x": inputs.x[:, ::2]},
-        {"x": inputs.x.repeat(9, 1)},  # more tokens
+        {"x": inputs.x.repeat(3, 1)},  # more tokens
         {"residual": inputs.x.T.contiguous().T},
         {"router": inputs.router.float()},
         {"router": inputs.router.repeat(11, 1)},  # more experts than warps

@@ -12,6 +12,7 @@ from modelmill.ops import registry
 from modelmill.ops.attention_support import AttentionSupportRange
 from modelmill.ops.bound_op import CachedOpBinding, SelectedOp
 from modelmill.ops.cuda.attention import paged_attention as cuda
+from modelmill.ops.cuda.attention import paged_decode, paged_decode16
 from modelmill.ops.paged_attention import DECLARATION, PagedAttentionInputs, paged_attention
 from modelmill.ops.score_mods import ScoreMods
 from modelmill.ops.triton.attention import paged_attention as triton_attention
@@ -105,7 +106,21 @@ def test_kernels_without_them_do_not_serve_them() -> None:
     assert AttentionSupportRange(serves_score_mods=True).covers(
         DECLARATION.make_problem(step(None))
     )
-    assert not any(each.serves_score_mods for each in cuda.SUPPORTED_PROBLEMS)
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_cuda_kernels_serve_sinks_alone_and_single_queries(name: str) -> None:
+    bf16 = [
+        each.bfloat16() if isinstance(each, torch.Tensor) and each.is_floating_point() else each
+        for each in step(MODS[name])[:6]
+    ]
+    inputs = step(MODS[name])._replace(
+        **dict(zip(PagedAttentionInputs._fields, bf16, strict=False))
+    )
+    serving = [kernel for kernel in cuda.KERNELS if kernel.range.serves_score_mods]
+    assert serving == list(paged_decode16.KERNELS)
+    assert all(kernel.range.phases == paged_decode.DECODE_PHASES for kernel in serving)
+    assert paged_decode16.supports_decode(inputs) == (name == "sinks")
 
 
 def test_a_binding_tells_calls_with_them_from_calls_without() -> None:

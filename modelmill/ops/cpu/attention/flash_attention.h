@@ -191,17 +191,24 @@ inline void init_rows(const Workspace& w, int64_t rows) {
     std::memset(w.out, 0, static_cast<size_t>(rows * w.value_stride) * sizeof(float));
 }
 
+// cap · tanh(score / cap). Near 0 the quotient of exponentials would lose the digits of x: there it
+// is x − x³ / 3 + 2 x⁵ / 15, whose next term is below 6e-8 of x.
+inline vf apply_softcap(vf score, float softcap) {
+    constexpr float NEAR_ZERO = 0.01f;  // x² up to which it is
+    const vf cap = set1(softcap), one = set1(1.0f), x = div(score, cap), square = mul(x, x);
+    const vf series = fma(square, fma(square, set1(2.0f / 15), set1(-1.0f / 3)), one);
+    const vf near_zero = mul(score, series);
+    const vf e = exp(min(set1(40.0f), add(x, x)));  // beyond 40 the hyperbolic tangent is 1
+    const vf far = mul(cap, div(sub(e, one), add(e, one)));
+    return add(far, zero_below(sub(zero(), square), -NEAR_ZERO, sub(near_zero, far)));
+}
+
 // Scores of row r become softcap · tanh(score / softcap), then ALiBi is added: slope · distance.
 inline void modify_scores(float* scores, int64_t r, int64_t key, int64_t columns,
                           const KeyWindow& window) {
     if (window.softcap > 0.0f) {
-        const vf cap = set1(window.softcap), factor = set1(2.0f / window.softcap);
-        const vf one = set1(1.0f);
-        for (int64_t j = 0; j < columns; j += W) {
-            // tanh(x) = (e^2x − 1) / (e^2x + 1); beyond 40 it is 1
-            const vf e = exp(min(set1(40.0f), mul(load(scores + j), factor)));
-            store(scores + j, mul(cap, div(sub(e, one), add(e, one))));
-        }
+        for (int64_t j = 0; j < columns; j += W)
+            store(scores + j, apply_softcap(load(scores + j), window.softcap));
     }
     if (window.slopes) {
         const float slope = window.slopes[r % window.group];

@@ -56,8 +56,16 @@ class KernelScoreMods(NamedTuple):
 
 @triton.jit
 def apply_softcap(score, SOFTCAP: tl.constexpr):
-    """SOFTCAP · tanh(score / SOFTCAP), with tanh(x) = 1 − 2 / (1 + e^2x)."""
-    return SOFTCAP - 2.0 * SOFTCAP / (1.0 + tl.exp2(score * (2.8853900817779268 / SOFTCAP)))
+    """SOFTCAP · tanh(score / SOFTCAP), with tanh(x) = 1 − 2 / (1 + e^2x).
+
+    Near 0 that difference would lose the digits of x: there it is x − x³ / 3 + 2 x⁵ / 15, whose
+    next term is below 6e-8 of x.
+    """
+    x = score / SOFTCAP
+    square = x * x
+    near_zero = score * (1.0 + square * (square * 0.13333333333333333 - 0.3333333333333333))
+    far = SOFTCAP - 2.0 * SOFTCAP / (1.0 + tl.exp2(x * 2.8853900817779268))
+    return tl.where(square < 0.01, near_zero, far)
 
 
 @triton.jit
