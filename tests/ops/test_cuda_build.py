@@ -116,7 +116,7 @@ def test_kernels_are_given_as_many_bytes_as_they_read() -> None:
         for size, names, same in asserted.findall(source.read_text()):
             assert size == same, source
             arguments += [(int(size), source.with_name(name)) for name in names.split(", ")]
-    assert len(arguments) == 21
+    assert len(arguments) == 22
     for size, module in arguments:
         formats = re.findall(r'struct\.pack\(\s*"(=\w+)"', module.read_text())
         assert size in map(struct.calcsize, formats), module

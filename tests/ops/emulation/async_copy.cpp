@@ -188,7 +188,8 @@ bool some_copies_land() {
     if (generator() % 48) return false;
     bool any = false;
     // of hundreds, as of small stores to other blocks, more at once
-    for (auto left = 1 + generator() % (4 + under_way.size() / 8); left > 0 && !under_way.empty(); --left, any = true) {
+    for (auto left = 1 + generator() % (4 + under_way.size() / 8); left > 0 && !under_way.empty();
+         --left, any = true) {
         const auto which = static_cast<std::ptrdiff_t>(generator() % under_way.size());
         under_way[static_cast<std::size_t>(which)]();
         under_way.erase(under_way.begin() + which);

@@ -14,7 +14,6 @@ from modelmill.ops.cuda.attention.paged_decode import LOG2E, TYPES
 from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.kernel_support import Kernel
 from modelmill.ops.paged_attention import PagedAttentionInputs
-from modelmill.ops.score_mods import NO_SCORE_MODS
 
 MAX_GROUP_HEADS = 8  # query heads of a KV head: columns of a product
 
@@ -97,8 +96,8 @@ def supports_decode(inputs: PagedAttentionInputs) -> bool:
     Of the score mods, whether there are sinks at most.
     """
     q, k_cache, v_cache, *indices = inputs[:6]
-    mods = inputs.score_mods or NO_SCORE_MODS
-    if mods.softcap is not None or mods.alibi_slopes is not None:
+    mods = inputs.score_mods
+    if mods is not None and (mods.softcap is not None or mods.alibi_slopes is not None):
         return False
     aligned = (
         q.stride(2) == 1

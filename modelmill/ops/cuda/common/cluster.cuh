@@ -4,8 +4,8 @@
 //     loads
 // Range: clusters of 2 to 8 blocks, sm_90a
 // Technique: thread-block cluster, distributed shared memory (DSMEM), TMA multicast
-// Used by: gemm_large_m.cuh, gemm_small_m.cu, paged_decode.cuh, wq_gemm_small_m.cu,
-//     wq_gemm_tile.cuh
+// Used by: add_rms_norm_router.cu, gemm_large_m.cuh, gemm_small_m.cu, paged_decode.cuh,
+//     wq_gemm_small_m.cu, wq_gemm_tile.cuh
 #pragma once
 #include "common/hopper.cuh"
 
@@ -48,6 +48,17 @@ __device__ inline void dsmem_store_async(const float (&from)[4], u32 local, u32 
                  "r"(barrier), "r"(rank), "r"(__float_as_uint(from[0])),
                  "r"(__float_as_uint(from[1])), "r"(__float_as_uint(from[2])),
                  "r"(__float_as_uint(from[3]))
+                 : "memory");
+}
+
+// Stores a float likewise.
+__device__ inline void dsmem_store_async(float from, u32 local, u32 barrier, u32 rank) {
+    asm volatile("{ .reg .b32 there, done;\n"
+                 "mapa.shared::cluster.u32 there, %0, %2;\n"
+                 "mapa.shared::cluster.u32 done, %1, %2;\n"
+                 "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 "
+                 "[there], %3, [done]; }" ::"r"(local),
+                 "r"(barrier), "r"(rank), "r"(__float_as_uint(from))
                  : "memory");
 }
 

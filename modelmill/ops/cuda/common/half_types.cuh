@@ -3,8 +3,8 @@
 // Computes: conversions between 16-bit types and float32, exp2, SiLU and the warp sum
 // Range: bfloat16, with -DHALF float16
 // Technique: cvt and ex2 instructions, warp shuffles
-// Used by: dequant_int8.cuh, mma.cuh, moe_combine.cu, paged_decode.cuh, paged_decode16.cu,
-//     quantize_8bit.cuh, rptq_quant.cu, weight_only_types.cuh, wgmma.cuh
+// Used by: add_rms_norm_router.cu, dequant_int8.cuh, mma.cuh, moe_combine.cu, paged_decode.cuh,
+//     paged_decode16.cu, quantize_8bit.cuh, rptq_quant.cu, weight_only_types.cuh, wgmma.cuh
 #pragma once
 #include "common/hopper.cuh"
 

@@ -54,17 +54,6 @@ struct Exchange {
     u64 logits_full;
 };
 
-// Sends a float to the same place of the first block.
-__device__ inline void send_to_first(float value, const float* place, const u64* barrier) {
-    asm volatile("{ .reg .b32 there, done;\n"
-                 "mapa.shared::cluster.u32 there, %0, %2;\n"
-                 "mapa.shared::cluster.u32 done, %1, %2;\n"
-                 "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 "
-                 "[there], %3, [done]; }" ::"r"(shared_address(place)),
-                 "r"(shared_address(barrier)), "r"(0), "r"(__float_as_uint(value))
-                 : "memory");
-}
-
 // This thread's chunks of 8 columns of the stream, and their squares' sum.
 struct Row {
     u32 pairs[CHUNKS_PER_THREAD][4];
@@ -154,7 +143,8 @@ __device__ inline void send_logit(const Work& w, Exchange& exchange, const Route
     float logit = row.dot(exchange.row) * w.logit_scale;
     if (threadIdx.x % 32 > 0) return;
     if (ROUTER_BIAS) logit += to_float(w.router_bias[expert]);
-    send_to_first(logit, &exchange.logits[expert], &exchange.logits_full);
+    dsmem_store_async(logit, shared_address(&exchange.logits[expert]),
+                      shared_address(&exchange.logits_full), 0);
 }
 
 __device__ inline float warp_max(float x) {
