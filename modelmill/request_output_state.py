@@ -33,6 +33,7 @@ class RequestOutputState:
         prompt_tail: PromptTail | None = None,
         begun: BegunPart = "",
         strips_start: bool = False,
+        prompt_changes: Sequence[str] = (),
     ) -> None:
         """Start the state of a request that has produced no token yet.
 
@@ -47,7 +48,9 @@ class RequestOutputState:
             prompt_tail: The end of a conversation's prompt, if its answers can be remembered.
             begun: What the prompt has begun of the answer.
             strips_start: Whether whitespace at the start of the output is left out of its text.
+            prompt_changes: What was done with the messages so that a chat template takes them.
         """
+        self.prompt_changes = tuple(prompt_changes)
         self._strips_start = strips_start
         self.request = request
         self.prompt_tail = prompt_tail

@@ -68,6 +68,22 @@ class _PastAnswers(NamedTuple):
     cache_salt: str
 
 
+class _EncodedConversation(NamedTuple):
+    """The prompt of a conversation.
+
+    Attributes:
+        ids: its tokens.
+        spans: its images.
+        tail: its end, if answers to it are remembered.
+        changes: what was done with its messages so that the chat template takes them.
+    """
+
+    ids: list[int]
+    spans: tuple[ImageEmbeddingSpan, ...] = ()
+    tail: PromptTail | None = None
+    changes: tuple[str, ...] = ()
+
+
 class TextProcessor:
     """Tokenizer, chat format, sampling defaults and stop ids of one engine.
 
@@ -262,7 +278,7 @@ class TextProcessor:
             begun = read_begun_answer(messages, self.chat_format.thinking)
             if not begun.part:
                 messages, add_generation_prompt = messages[:-1], True
-        ids, spans, tail = self._encode_conversation(
+        ids, spans, tail, changes = self._encode_conversation(
             messages,
             begun,
             add_generation_prompt,
@@ -308,6 +324,7 @@ class TextProcessor:
             prompt_tail=tail,
             begun=begun.part,
             strips_start=self.chat_format.answers_begin_with_space and not begun.part,
+            prompt_changes=changes,
         )
 
     def _encode_inner_text(self, text: str) -> list[int]:
@@ -322,28 +339,29 @@ class TextProcessor:
         add_generation_prompt: bool,
         past: _PastAnswers,
         template: Mapping[str, Any],
-    ) -> tuple[list[int], tuple[ImageEmbeddingSpan, ...], PromptTail | None]:
-        """Return a conversation's ids, its images, and its end if answers to it are remembered."""
+    ) -> _EncodedConversation:
         chat_format = self.chat_format
         assert chat_format is not None, "a conversation has a chat format"
         if isinstance(chat_format, TemplateChatFormat):
             tail: PromptTail | None = None
             if begun.part:
-                pieces = chat_format.render_begun_pieces(messages, **template)
+                rendered = chat_format.render_begun_pieces(messages, **template)
             else:
-                pieces = chat_format.render_pieces(messages, add_generation_prompt, **template)
+                rendered = chat_format.render_pieces(messages, add_generation_prompt, **template)
                 if add_generation_prompt:
-                    tail = self._extract_prompt_tail(pieces)
-            return self.encode_reusing_answers(pieces, *past), (), tail
+                    tail = self._extract_prompt_tail(rendered.pieces)
+            ids = self.encode_reusing_answers(rendered.pieces, *past)
+            return _EncodedConversation(ids, tail=tail, changes=rendered.changes)
         if not isinstance(chat_format, ImageChatFormat):
             if begun.part:
-                return chat_format.encode_begun(messages, **template), (), None
-            return chat_format.encode(messages, add_generation_prompt, **template), (), None
+                return _EncodedConversation(chat_format.encode_begun(messages, **template))
+            ids = chat_format.encode(messages, add_generation_prompt, **template)
+            return _EncodedConversation(ids)
         if begun.part:
             messages, add_generation_prompt = messages[:-1], True
         ids, images = chat_format.encode_with_images(messages, add_generation_prompt, **template)
         spans = tuple(self._make_image_span(position, image) for position, image in images)
-        return [*ids, *self._encode_inner_text(begun.text)], spans, None
+        return _EncodedConversation([*ids, *self._encode_inner_text(begun.text)], spans)
 
     def encode_reusing_answers(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 from modelmill.core.errors import RequestError, TemplateError
 from modelmill.text.answer_parser import AnswerParser, make_answer_parser
@@ -181,6 +181,40 @@ def _templates_in_files(files: Mapping[str, bytes]) -> dict[str, str]:
     return templates
 
 
+class RenderedPieces(NamedTuple):
+    """A prompt before it is encoded.
+
+    Attributes:
+        pieces: texts and, where the template wrote control tokens, their ids.
+        changes: what was done with the messages so that the template takes them, one line each.
+    """
+
+    pieces: list[str | int]
+    changes: tuple[str, ...]
+
+
+class _MarkedText(NamedTuple):
+    """What a template wrote, with marks in it; begun: text that stands behind the prompt."""
+
+    prompt: str
+    begun: str
+    mark: str
+    changes: tuple[str, ...]
+
+    def pieces(self, tokenizer: Tokenizer) -> RenderedPieces:
+        """Return texts without marks, and ids."""
+        pieces = [*tokenizer.split_control_tokens(self.prompt), *filter(None, [self.begun])]
+        return RenderedPieces(
+            [remove_marks(each, self.mark) if isinstance(each, str) else each for each in pieces],
+            self.changes,
+        )
+
+    @property
+    def text(self) -> str:
+        """The text without marks."""
+        return remove_marks(self.prompt + self.begun, self.mark)
+
+
 class TemplateChatFormat(ChatFormat):
     """A Jinja template in its own process; text of a user never becomes a control token."""
 
@@ -222,19 +256,18 @@ class TemplateChatFormat(ChatFormat):
         **template: Unpack[ChatRenderArgs],
     ) -> list[int]:
         """See ``ChatFormat.encode``."""
-        pieces = self.render_pieces(messages, add_generation_prompt, **template)
-        return self._tokenizer.encode_pieces(pieces)
+        rendered = self.render_pieces(messages, add_generation_prompt, **template)
+        return self._tokenizer.encode_pieces(rendered.pieces)
 
     def render_pieces(
         self,
         messages: Messages,
         add_generation_prompt: bool = True,
         **template: Unpack[ChatRenderArgs],
-    ) -> list[str | int]:
+    ) -> RenderedPieces:
         """Return the prompt as text and, where the template wrote control tokens, their ids."""
-        text, mark = self._render_with_marks(messages, add_generation_prompt, **template)
-        pieces = self._tokenizer.split_control_tokens(text)
-        return [remove_marks(piece, mark) if isinstance(piece, str) else piece for piece in pieces]
+        marked = self._render_with_marks(messages, add_generation_prompt, **template)
+        return marked.pieces(self._tokenizer)
 
     def render(
         self,
@@ -243,24 +276,21 @@ class TemplateChatFormat(ChatFormat):
         **template: Unpack[ChatRenderArgs],
     ) -> str:
         """See ``ChatFormat.render``."""
-        return remove_marks(*self._render_with_marks(messages, add_generation_prompt, **template))
+        return self._render_with_marks(messages, add_generation_prompt, **template).text
 
     def encode_begun(self, messages: Messages, **template: Unpack[ChatRenderArgs]) -> list[int]:
         """See ``ChatFormat.encode_begun``."""
-        return self._tokenizer.encode_pieces(self.render_begun_pieces(messages, **template))
+        return self._tokenizer.encode_pieces(self.render_begun_pieces(messages, **template).pieces)
 
     def render_begun_pieces(
         self, messages: Messages, **template: Unpack[ChatRenderArgs]
-    ) -> list[str | int]:
+    ) -> RenderedPieces:
         """Return the prompt of ``encode_begun`` as ``render_pieces`` does."""
-        prompt, begun, mark = self._render_begun_with_marks(messages, **template)
-        pieces = [*self._tokenizer.split_control_tokens(prompt), *([begun] if begun else [])]
-        return [remove_marks(piece, mark) if isinstance(piece, str) else piece for piece in pieces]
+        return self._render_begun_with_marks(messages, **template).pieces(self._tokenizer)
 
     def render_begun(self, messages: Messages, **template: Unpack[ChatRenderArgs]) -> str:
         """See ``ChatFormat.render_begun``."""
-        prompt, begun, mark = self._render_begun_with_marks(messages, **template)
-        return remove_marks(prompt + begun, mark)
+        return self._render_begun_with_marks(messages, **template).text
 
     def close(self) -> None:
         """End the template process; the next rendering starts another."""
@@ -272,24 +302,21 @@ class TemplateChatFormat(ChatFormat):
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
-    ) -> tuple[str, str]:
-        """Render the template; returns the text with marks in it, and the mark."""
+    ) -> _MarkedText:
+        """Render the template."""
         template, values = self._template_variables(messages, tools, options)
         mark = find_unused_mark_char([template, *self._tokenizer.special, *iter_strings(values)])
         marked = self._guard.insert_marks(values, mark)
-        return self._render_variables(template, marked, add_generation_prompt), mark
+        text, changes = self._render_variables(template, marked, add_generation_prompt)
+        return _MarkedText(text, "", mark, changes)
 
     def _render_begun_with_marks(
         self,
         messages: Messages,
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
-    ) -> tuple[str, str, str]:
-        """Render a conversation that the answer continues; see ``render_begun_answer``.
-
-        Returns:
-            Prompt and begun text with marks in them, and the mark.
-        """
+    ) -> _MarkedText:
+        """Render a conversation that the answer continues; see ``render_begun_answer``."""
         read_begun_answer(messages, self.thinking)
         template, values = self._template_variables(messages, tools, options)
         texts = [template, *self._tokenizer.special, *iter_strings(values)]
@@ -299,14 +326,18 @@ class TemplateChatFormat(ChatFormat):
         mark, end, reasoning_end = chars
         marked = self._guard.insert_marks(values, mark)
 
+        changes = dict[str, None]()
+
         def render(conversation: Messages, add_generation_prompt: bool) -> str:
             variables = {**marked, "messages": list(conversation)}
-            return self._render_variables(template, variables, add_generation_prompt)
+            text, changed = self._render_variables(template, variables, add_generation_prompt)
+            changes.update(dict.fromkeys(changed))
+            return text
 
         prompt, begun = render_begun_answer(
             render, marked["messages"], self.thinking, (end, reasoning_end)
         )
-        return prompt, begun, mark
+        return _MarkedText(prompt, begun, mark, tuple(changes))
 
     def _template_variables(
         self,
@@ -335,18 +366,20 @@ class TemplateChatFormat(ChatFormat):
 
     def _render_variables(
         self, template: str, request_variables: Mapping[str, Any], add_generation_prompt: bool
-    ) -> str:
+    ) -> tuple[str, tuple[str, ...]]:
+        """Return what the template writes, and what was done so that it takes the messages."""
         variables = {
             **self._tokenizer.template_names,
             **request_variables,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._process.render(template, variables)
+            return self._process.render(template, variables), ()
         except TemplateRefusedMessages as refusal:
-            for messages in rearrange_roles(request_variables["messages"]):
+            for messages, changes in rearrange_roles(request_variables["messages"]):
                 with contextlib.suppress(TemplateRefusedMessages):
-                    return self._process.render(template, {**variables, "messages": messages})
+                    ordered = {**variables, "messages": messages}
+                    return self._process.render(template, ordered), changes
             raise refusal
 
     def _adapt_messages(

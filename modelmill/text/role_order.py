@@ -1,27 +1,55 @@
 """Conversations whose order of roles a chat template refuses, in an order that it may take.
 
-Agents send several messages of the user in a row and system messages between the turns, while many
+Agents send several messages of one role in a row and system messages between the turns, while many
 templates want one system message at the start, if any, and roles that alternate.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+_REASON = "the chat template refuses the order of roles that was sent"
+LATE_SYSTEM = f"messages: a system message after the start became the user's: {_REASON}"
+NO_SYSTEM = f"messages: the user's first message begins with the system message: {_REASON}"
+JOINED = {
+    "system": f"messages: system messages in a row became one: {_REASON}",
+    "user": f"messages: messages of the user in a row became one: {_REASON}",
+    "assistant": f"messages: messages of the assistant in a row became one: {_REASON}",
+}
+"""What is said where successive messages of a role are one."""
+_TEXT_KEYS = ("reasoning_content", "thinking")
 
 
-def rearrange_roles(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Yield the conversation in other orders of roles; every text stays, in its place.
+class OrderedMessages(NamedTuple):
+    """A conversation in another order of roles.
 
-    First successive messages of the user are one, and so are system messages at the start; later
-    system messages are the user's. Then the user's first message begins with the system message.
+    Attributes:
+        messages: of which every text stays.
+        changes: what was done, one line each.
     """
-    joined = join_successive(_with_late_system_as_user(messages))
-    if joined != list(messages):
-        yield joined
-    if joined and joined[0]["role"] == "system":
-        first, *others = joined
-        yield join_successive([{**first, "role": "user"}, *others])
+
+    messages: list[dict[str, Any]]
+    changes: tuple[str, ...]
+
+
+def rearrange_roles(messages: Sequence[Mapping[str, Any]]) -> Iterator[OrderedMessages]:
+    """Yield the conversation in other orders of roles, those that change less first.
+
+    Successive messages of the system or the user are one, then also those of the assistant; then
+    later system messages are the user's; then the user's first message begins with the system's.
+    """
+    tried: list[list[Any]] = [list(messages)]
+    for shift, joins_answers in itertools.product((_keep, _shift_late, _shift_all), (False, True)):
+        shifted, change = shift(messages)
+        roles = ("system", "user", "assistant") if joins_answers else ("system", "user")
+        joined = join_successive(shifted, roles)
+        if joined in tried:
+            continue
+        tried.append(joined)
+        lines = [JOINED[role] for role in roles if _has_successive(messages, role)]
+        yield OrderedMessages(joined, (*change, *lines))
 
 
 def join_successive(
@@ -31,14 +59,27 @@ def join_successive(
     out: list[dict[str, Any]] = []
     for message in messages:
         if out and message["role"] == out[-1]["role"] and message["role"] in roles:
-            out[-1]["content"] = _join_contents(out[-1]["content"], message["content"])
+            out[-1] = _join_messages(out[-1], message)
         else:
             out.append(dict(message))
     return out
 
 
+def _join_messages(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Two messages of one role as one; calls stand behind the contents of both."""
+    joined = {**one, "content": _join_contents(one["content"], other["content"])}
+    for key in _TEXT_KEYS:
+        texts = [each[key] for each in (one, other) if each.get(key)]
+        if texts:
+            joined[key] = "\n\n".join(texts)
+    calls = [*one.get("tool_calls", ()), *other.get("tool_calls", ())]
+    return {**joined, "tool_calls": calls} if calls else joined
+
+
 def _join_contents(one: Any, other: Any) -> Any:
     """The contents of two messages as that of one: a blank line between texts, or all parts."""
+    if not one or not other:  # beside calls
+        return one or other
     if isinstance(one, str) and isinstance(other, str):
         return f"{one}\n\n{other}"
     parts = (
@@ -47,12 +88,35 @@ def _join_contents(one: Any, other: Any) -> Any:
     return [part for content in parts for part in content]
 
 
-def _with_late_system_as_user(
-    messages: Iterable[Mapping[str, Any]],
-) -> Iterator[Mapping[str, Any]]:
+_Shifted = tuple[list[Mapping[str, Any]], tuple[str, ...]]
+"""Messages, and what was done with their roles."""
+
+
+def _keep(messages: Sequence[Mapping[str, Any]]) -> _Shifted:
+    return list(messages), ()
+
+
+def _shift_late(messages: Sequence[Mapping[str, Any]]) -> _Shifted:
     """The messages; of the system's only those at the start are its own."""
-    begins = True
-    for message in messages:
-        begins = begins and message["role"] == "system"
-        late = not begins and message["role"] == "system"
-        yield {**message, "role": "user"} if late else message
+    start = list(itertools.takewhile(_is_system, messages))
+    rest = messages[len(start) :]
+    return [*start, *map(_as_user, rest)], (LATE_SYSTEM,) if any(map(_is_system, rest)) else ()
+
+
+def _shift_all(messages: Sequence[Mapping[str, Any]]) -> _Shifted:
+    """The messages without a system's."""
+    shifted, change = _shift_late(messages)
+    has_start = _is_system(messages[0])
+    return list(map(_as_user, shifted)), (NO_SYSTEM, *change) if has_start else change
+
+
+def _is_system(message: Mapping[str, Any]) -> bool:
+    return bool(message["role"] == "system")
+
+
+def _as_user(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**message, "role": "user"} if _is_system(message) else message
+
+
+def _has_successive(messages: Sequence[Mapping[str, Any]], role: str) -> bool:
+    return any(one["role"] == other["role"] == role for one, other in itertools.pairwise(messages))

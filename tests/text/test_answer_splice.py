@@ -76,7 +76,7 @@ class Conversation:
         return self.tokenizer.encode_pieces(self.splicer.splice(pieces, past))
 
     def pieces(self) -> list[Piece]:
-        return self.chat.render_pieces(self.messages, True, **self.options)
+        return self.chat.render_pieces(self.messages, True, **self.options).pieces
 
     def answer(self, ids: Sequence[int]) -> ParsedAnswer:
         """The model answers with these tokens; the client gets what they say."""

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from modelmill.text.chat_format_loader import TemplateChatFormat
-from modelmill.text.role_order import rearrange_roles
+from modelmill.text.role_order import JOINED, LATE_SYSTEM, rearrange_roles
+from modelmill.text.role_order import NO_SYSTEM as NO_SYSTEM_TAKEN
 from modelmill.text.template_process import TemplateRefusedMessages
 from modelmill.text.tokenizer_loader import load_tokenizer
 from tests.text.conftest import hf_files, rendered
@@ -47,6 +48,16 @@ def turns(*texts: str) -> list[dict[str, Any]]:
         (ALTERNATES, turns("u:a", "u:b", "a:c", "u:d"), "[user]a\n\nb[assistant]c[user]d"),
         (NO_SYSTEM + ALTERNATES, turns("s:a", "u:b", "a:c"), "[user]a\n\nb[assistant]c"),
         (NO_SYSTEM + ALTERNATES, turns("s:a", "d:b", "u:c", "u:d"), "[user]a\n\nb\n\nc\n\nd"),
+        # an answer that went on in a second message, as agents keep it
+        (ALTERNATES, turns("u:a", "a:b", "a:c", "u:d"), "[user]a[assistant]b\n\nc[user]d"),
+        (ALTERNATES, turns("u:a", "a:b", "a:c", "s:d"), "[user]a[assistant]b\n\nc[user]d"),
+        # nothing is joined that the template takes
+        (SYSTEM_FIRST, turns("u:a", "a:b", "a:c", "s:d"), "[user]a[assistant]b[assistant]c[user]d"),
+        (
+            NO_SYSTEM + TAKES_ALL,
+            turns("s:a", "u:b", "a:c", "a:d"),
+            "[user]a\n\nb[assistant]c[assistant]d",
+        ),
     ],
 )
 def test_texts_reach_a_template_in_an_order_that_it_takes(
@@ -57,7 +68,52 @@ def test_texts_reach_a_template_in_an_order_that_it_takes(
 
 def test_what_cannot_be_ordered_is_refused_as_the_template_says() -> None:
     with pytest.raises(TemplateRefusedMessages, match="roles must alternate"):
-        rendered(ALTERNATES, turns("u:a", "u:b", "a:c", "a:d"))
+        rendered(ALTERNATES, turns("a:a", "u:b"))
+
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def test_answers_are_joined_with_their_thinking_and_their_calls() -> None:
+    other = {**CALL, "id": "call_2"}
+    answers: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "b", "reasoning_content": "why"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "assistant", "content": "c", "reasoning_content": "how", "tool_calls": [other]},
+    ]
+    [ordered] = rearrange_roles([*turns("u:a"), *answers])
+    assert ordered.messages[1:] == [
+        {
+            "role": "assistant",
+            "content": "b\n\nc",
+            "reasoning_content": "why\n\nhow",
+            "tool_calls": [CALL, other],
+        }
+    ]
+    assert ordered.changes == (JOINED["assistant"],)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "changes"),
+    [
+        (ALTERNATES, turns("s:a", "u:b"), ()),
+        (ALTERNATES, turns("u:a", "u:b"), (JOINED["user"],)),
+        (ALTERNATES, turns("u:a", "a:b", "a:c", "u:d"), (JOINED["assistant"],)),
+        (SYSTEM_FIRST, turns("s:a", "d:b", "u:c"), (JOINED["system"],)),
+        (SYSTEM_FIRST, turns("u:a", "a:b", "s:c", "u:d"), (LATE_SYSTEM,)),
+        (ALTERNATES, turns("u:a", "a:b", "a:c", "s:d"), (LATE_SYSTEM, JOINED["assistant"])),
+        (NO_SYSTEM + ALTERNATES, turns("s:a", "u:b"), (NO_SYSTEM_TAKEN,)),
+    ],
+)
+def test_what_was_done_is_said(
+    template: str, messages: list[dict[str, Any]], changes: tuple[str, ...]
+) -> None:
+    chat = TemplateChatFormat({"default": template}, load_tokenizer(hf_files()))
+    try:
+        assert chat.render_pieces(messages).changes == changes
+        assert chat.render_begun_pieces([*messages, *turns("a:e")]).changes == changes
+    finally:
+        chat.close()
 
 
 def test_the_beginning_of_an_answer_stays_behind_joined_messages() -> None:
@@ -70,8 +126,11 @@ def test_the_beginning_of_an_answer_stays_behind_joined_messages() -> None:
 
 def test_parts_are_joined_as_parts_and_nothing_is_changed_in_place() -> None:
     picture = {"type": "image_url", "image_url": {"url": "x"}}
-    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": [picture]}]
-    assert [*rearrange_roles(messages)] == [
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": [picture]},
+    ]
+    assert [each.messages for each in rearrange_roles(messages)] == [
         [{"role": "user", "content": [{"type": "text", "text": "a"}, picture]}]
     ]
     assert messages[0]["content"] == "a"

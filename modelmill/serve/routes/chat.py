@@ -175,7 +175,7 @@ def chat_request_state(
         grammar = _strict_tool_grammar(body, offered, format_name)
     if template_kwargs:
         template["options"] = template_kwargs
-    return text_processor.chat_request(
+    state = text_processor.chat_request(
         messages,
         params,
         cache_salt=request_cache_salt(body),
@@ -190,6 +190,8 @@ def chat_request_state(
         sent_messages=body.messages[:-1] if body.continue_final_message else body.messages,
         **template,
     )
+    body.add_warnings(state.prompt_changes)
+    return state
 
 
 def _template_kwargs(text_processor: TextProcessor, body: ChatRequest) -> dict[str, Any]:

@@ -100,6 +100,7 @@ def _rename_error_fields(text: str) -> str:
     """Rewrite an error message about the chat request to name the fields of this API."""
     for chat_field, field in (
         ("messages[", "input, as messages["),
+        ("messages: ", "input: "),
         ("response_format", "text.format"),
     ):
         if text.startswith(chat_field):
