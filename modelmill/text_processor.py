@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 
 from modelmill import __version__
 from modelmill.artifact.manifest import MANIFEST_FILE, Manifest
-from modelmill.core.errors import CorruptArtifact, RequestError, TokenizerError, UsageError
+from modelmill.core.errors import (
+    CorruptArtifact,
+    PromptCounts,
+    PromptTooLong,
+    RequestError,
+    TokenizerError,
+    UsageError,
+)
 from modelmill.core.generation_defaults import GenerationDefaults, read_generation_config
 from modelmill.core.types import (
     TOKEN_IDS,
@@ -533,19 +540,20 @@ class TextProcessor:
         )
 
     def check_prompt_length(self, prompt: str | Sequence[int], max_tokens: int) -> None:
-        """Raise RequestError if a prompt has more than ``max_tokens`` tokens in any tokenization.
+        """Raise PromptTooLong if a prompt has more than ``max_tokens`` tokens in any tokenization.
 
         Cheap: it lets the server refuse an oversized text without tokenizing it.
         """
         if isinstance(prompt, str):
             if len(prompt) > max_tokens * self.max_token_bytes:
-                raise RequestError(
+                raise PromptTooLong(
                     f"the prompt has {len(prompt)} characters, this engine takes {max_tokens} "
                     "tokens; shorten it"
                 )
         elif len(prompt) > max_tokens:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens, this engine takes {max_tokens}; shorten it"
+            raise PromptTooLong(
+                f"the prompt has {len(prompt)} tokens, this engine takes {max_tokens}; shorten it",
+                PromptCounts(len(prompt), max_tokens),
             )
 
     def _build_request(

@@ -5,6 +5,7 @@
     ModelmillError                 one line: what was wrong, what to do
     ├── UsageError                 a flag, an argument or a combination that makes no sense (a ValueError)
     │   ├── RequestError           one request is invalid or impossible; the engine continues
+    │   │   └── PromptTooLong      its prompt is longer than what the engine takes
     │   └── UnknownOption          a keyword that a modelmill class does not have (also a TypeError)
     ├── CheckpointError            a checkpoint cannot be used
     │   ├── CorruptCheckpoint      a file contradicts itself, is truncated, or holds NaN/Inf
@@ -26,6 +27,8 @@ bug of modelmill and keeps its traceback.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 
 class ModelmillError(Exception):
     """Base of all errors that are meant for the user."""
@@ -37,6 +40,41 @@ class UsageError(ModelmillError, ValueError):
 
 class RequestError(UsageError):
     """A single request is invalid or impossible; the engine continues."""
+
+    def reworded(self, message: str) -> RequestError:
+        """The same error in other words, such as those of another API."""
+        return RequestError(message)
+
+
+@dataclass(frozen=True)
+class PromptCounts:
+    """Tokens of a prompt that is too long.
+
+    Attributes:
+        prompt: tokens that it has.
+        limit: tokens that it may have.
+        counts_all: False if it has more than ``prompt``: counting ended there.
+    """
+
+    prompt: int
+    limit: int
+    counts_all: bool = True
+
+
+class PromptTooLong(RequestError):
+    """A prompt is longer than what the engine takes.
+
+    Attributes:
+        counts: its tokens; None if it was refused by its characters, before it had tokens.
+    """
+
+    def __init__(self, message: str, counts: PromptCounts | None = None) -> None:
+        super().__init__(message)
+        self.counts = counts
+
+    def reworded(self, message: str) -> PromptTooLong:
+        """See ``RequestError.reworded``."""
+        return PromptTooLong(message, self.counts)
 
 
 class UnknownOption(UsageError, TypeError):

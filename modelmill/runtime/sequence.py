@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from modelmill.core.errors import RequestError
+from modelmill.core.errors import PromptCounts, PromptTooLong, RequestError
 from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.quoting import quote
 from modelmill.core.types import POOL_LAST, POOL_MEAN, FinishReason, Guide, Request
@@ -54,13 +54,16 @@ def check_request(request: Request, limits: RequestLimits) -> np.ndarray:
         raise RequestError(f"the prompt's token ids must be between 0 and {limits.vocab_size - 1}")
     max_prompt = limits.max_len - (params.max_tokens != 0)
     if len(prompt) > max_prompt:
-        raise RequestError(
+        raise PromptTooLong(
             f"the prompt has {len(prompt)} tokens, this engine takes {max_prompt} and an answer "
-            f"within {limits.max_len}; shorten it"
+            f"within {limits.max_len}; shorten it",
+            PromptCounts(len(prompt), max_prompt),
         )
     if len(prompt) > limits.kv_tokens:
-        raise RequestError(
-            f"the prompt has {len(prompt)} tokens, the KV cache holds {limits.kv_tokens}; shorten it"  # noqa: E501
+        raise PromptTooLong(
+            f"the prompt has {len(prompt)} tokens, the KV cache holds {limits.kv_tokens}; "
+            "shorten it",
+            PromptCounts(len(prompt), limits.kv_tokens),
         )
     if request.pooling is not None:
         if request.pooling not in (POOL_MEAN, POOL_LAST):

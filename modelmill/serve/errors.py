@@ -6,7 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from modelmill.core.errors import CapacityError, ModelmillError, TokenizerError, UsageError
+from modelmill.core.errors import (
+    CapacityError,
+    ModelmillError,
+    PromptCounts,
+    PromptTooLong,
+    TokenizerError,
+    UsageError,
+)
 from modelmill.core.quoting import one_line
 from modelmill.serve.access.key_limits import KeyLimitReached
 from modelmill.serve.catalogue.model_loader import ModelLoadFailed
@@ -33,7 +40,19 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        prompt_counts: PromptCounts | None = None,
     ) -> None:
+        """Make an error.
+
+        Args:
+            status: of the response.
+            message: one line.
+            error_type: a class of errors, in OpenAI's words.
+            param: the field that is wrong.
+            code: what programs look at.
+            headers: of the response.
+            prompt_counts: of a prompt that is too long.
+        """
         super().__init__(message)
         self.status = status
         self.message = message
@@ -41,6 +60,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+        self.prompt_counts = prompt_counts
 
     def body(self) -> dict[str, Any]:
         """Return the JSON body of the error response."""
@@ -89,10 +109,11 @@ def to_api_error(error: BaseException, field_names: frozenset[str] = frozenset()
     if isinstance(error, CapacityError):
         return ApiError(503, text, SERVER_ERROR, None, "out_of_memory")
     if isinstance(error, (UsageError, TokenizerError)):
-        return invalid_request(
-            one_line(text, MAX_MESSAGE_CHARS),
-            _field_in_message(text, field_names),
-            _context_length_code(text),
+        field, line = _field_in_message(text, field_names), one_line(text, MAX_MESSAGE_CHARS)
+        if not isinstance(error, PromptTooLong):
+            return invalid_request(line, field)
+        return ApiError(
+            400, line, param=field, code=CONTEXT_LENGTH_EXCEEDED, prompt_counts=error.counts
         )
     if isinstance(error, ModelmillError):
         return ApiError(500, "the engine failed; see the server's log", SERVER_ERROR)
@@ -108,10 +129,3 @@ def _field_in_message(text: str, field_names: frozenset[str]) -> str | None:
         (name for name in ("input", "messages", "prompt") if name in field_names), None
     )
     return prompt_field if text.startswith(("the prompt", "the messages")) else None
-
-
-def _context_length_code(text: str) -> str | None:
-    is_too_long = text.startswith(("the prompt has ", "the messages ")) and text.endswith(
-        ("; shorten it", "; shorten them")
-    )
-    return CONTEXT_LENGTH_EXCEEDED if is_too_long else None

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from modelmill.core.errors import TokenizerError
+from modelmill.core.errors import PromptCounts, PromptTooLong, TokenizerError
 from modelmill.text.detokenizer import IncrementalUtf8Decoder
 from modelmill.text.trie_regex import trie_regex
 
@@ -141,7 +141,7 @@ class Tokenizer(ABC):
         """Check the number of tokens; in parts, since tokenizing takes 500 bytes per token.
 
         Raises:
-            TokenizerError: if the text has more than ``max_tokens`` tokens.
+            PromptTooLong: if the text has more than ``max_tokens`` tokens.
         """
         if self.max_tokens is None or len(text) <= self.max_tokens:
             return
@@ -154,8 +154,10 @@ class Tokenizer(ABC):
             )
             if count > self.max_tokens:
                 takes = "" if self._context is None else f", this engine takes {self._context}"
-                raise TokenizerError(
-                    f"the prompt has more than {self.max_tokens} tokens{takes}; shorten it"
+                limit = self.max_tokens if self._context is None else self._context
+                raise PromptTooLong(
+                    f"the prompt has more than {self.max_tokens} tokens{takes}; shorten it",
+                    PromptCounts(self.max_tokens, limit, counts_all=False),
                 )
 
     def split_control_tokens(self, text: str) -> list[str | int]:

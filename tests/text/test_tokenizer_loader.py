@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.core.errors import TokenizerError
+from modelmill.core.errors import PromptCounts, PromptTooLong, TokenizerError
 from modelmill.text.tokenizer_loader import load_tokenizer
 from tests.hypothesis_examples import examples
 from tests.text.conftest import REAL, gguf_bpe, gguf_spm, hf_files
@@ -162,11 +162,15 @@ def test_a_text_that_is_too_long_is_counted_in_parts(real, monkeypatch, name):
         lambda text, start: split.append(len(text)) or encode_ordinary(text, start),
     )
     monkeypatch.setattr(tokenizer, "max_tokens", 3000)
-    with pytest.raises(TokenizerError, match="the prompt has more than 3000 tokens; shorten it"):
+    with pytest.raises(
+        PromptTooLong, match="the prompt has more than 3000 tokens; shorten it"
+    ) as e:
         tokenizer.encode("7 " * 500_000)
+    assert e.value.counts == PromptCounts(3000, 3000, counts_all=False)
     tokenizer.set_max_tokens(3000, 1500)
-    with pytest.raises(TokenizerError, match="than 3000 tokens, this engine takes 1500; shorten"):
+    with pytest.raises(PromptTooLong, match="than 3000 tokens, this engine takes 1500;") as e:
         tokenizer.encode("7 " * 500_000)
+    assert e.value.counts == PromptCounts(3000, 1500, counts_all=False)
     assert max(split) <= 16384
     assert sum(split) < 80_000
     fits = "The mill stands at the river. " * 300

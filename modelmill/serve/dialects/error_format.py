@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from modelmill.serve.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
@@ -22,10 +21,6 @@ _ANTHROPIC_ERROR_TYPES = {
 }
 _ANTHROPIC_TOO_LONG = "prompt is too long"
 """Words of Anthropic's API, which has no code for it: Claude Code compacts where it reads them."""
-_COUNTS = re.compile(
-    r"the prompt has ((?:more than )?\d+) tokens, (?:this engine takes|the KV cache holds) (\d+)"
-)
-"""How many tokens a prompt has, and how many it may have."""
 
 
 def error_body(
@@ -49,8 +44,11 @@ def anthropic_error(error: ApiError, request_id: str | None = None) -> dict[str,
     error_type = _ANTHROPIC_ERROR_TYPES.get(error.status, "invalid_request_error")
     message = error.message
     if error.code == CONTEXT_LENGTH_EXCEEDED:
-        # as Anthropic writes it where both numbers are known: agents cut as much as they say
-        message = _COUNTS.sub(r"\1 tokens > \2 maximum", message)
+        counts = error.prompt_counts
+        if counts is not None:
+            # as Anthropic writes it: agents cut as much as both numbers say
+            more = "" if counts.counts_all else "more than "
+            message = f"{more}{counts.prompt} tokens > {counts.limit} maximum"
         message = f"{_ANTHROPIC_TOO_LONG}: {message}"
     body: dict[str, Any] = {"type": "error", "error": {"type": error_type, "message": message}}
     return body if request_id is None else {**body, "request_id": request_id}

@@ -134,7 +134,7 @@ def converted_chat_request_state(
         chat.check()
         state = chat_request_state(text_processor, chat, max_model_len)
     except RequestError as error:
-        raise RequestError(rename(str(error))) from None
+        raise error.reworded(rename(str(error))) from None
     chat.rename_warning_fields(rename)
     return state
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from modelmill.core.errors import RequestError
+from modelmill.core.errors import PromptTooLong
 from modelmill.request_output_state import RequestOutputState
 from modelmill.serve import errors
 from modelmill.serve.access.request_accounting import NO_POLICY, RequestAccounting
@@ -135,13 +135,13 @@ def check_message_sizes(
     not count.
 
     Raises:
-        RequestError: the messages are too long.
+        PromptTooLong: the messages are too long.
     """
     max_chars = max_model_len * text_processor.max_token_bytes
     parts = [part for message in messages for part in _iter_template_values(message)]
     if _exceeds_chars([*parts, *tools], max_chars):
         subject = "the messages and tools" if tools else "the messages"
-        raise RequestError(
+        raise PromptTooLong(
             f"{subject} have more than {max_chars} characters, this engine takes {max_model_len} "
             "tokens; shorten them"
         )
