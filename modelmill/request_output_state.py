@@ -13,6 +13,7 @@ from modelmill.text.answer_history import PromptTail
 from modelmill.text.answer_pieces import BegunPart
 from modelmill.text.detokenizer import Detokenizer
 from modelmill.text.stop_matcher import StopMatcher
+from modelmill.text.thinking_scanner import ThinkingScanner, ThinkingScope
 from modelmill.text.tokenizer_loader import Tokenizer
 
 
@@ -34,6 +35,7 @@ class RequestOutputState:
         begun: BegunPart = "",
         strips_start: bool = False,
         prompt_changes: Sequence[str] = (),
+        thinking_scope: ThinkingScope | None = None,
     ) -> None:
         """Start the state of a request that has produced no token yet.
 
@@ -49,7 +51,9 @@ class RequestOutputState:
             begun: What the prompt has begun of the answer.
             strips_start: Whether whitespace at the start of the output is left out of its text.
             prompt_changes: What was done with the messages so that a chat template takes them.
+            thinking_scope: Where the output may have thinking, in which no stop string counts.
         """
+        self._thinking_scope = thinking_scope
         self.prompt_changes = tuple(prompt_changes)
         self._strips_start = strips_start
         self.request = request
@@ -85,7 +89,10 @@ class RequestOutputState:
         params, tokens = self.request.params, self._detokenizer
         return [
             SequenceDetokenizer(
-                None if tokens is None else tokens.fork(), params.stop, self._strips_start
+                None if tokens is None else tokens.fork(),
+                params.stop,
+                self._strips_start,
+                self._thinking_scope,
             )
             for _ in range(params.n)
         ]
@@ -197,11 +204,16 @@ class SequenceDetokenizer:
     """Incremental detokenization and stop strings of one sequence."""
 
     def __init__(
-        self, detokenizer: Detokenizer | None, stops: Sequence[str], strips_start: bool = False
+        self,
+        detokenizer: Detokenizer | None,
+        stops: Sequence[str],
+        strips_start: bool = False,
+        thinking_scope: ThinkingScope | None = None,
     ) -> None:
         self._detokenizer = detokenizer
         self._strips_start = strips_start
         self._stops = StopMatcher(stops) if stops else None
+        self._thinking = None if thinking_scope is None else ThinkingScanner(thinking_scope)
         self.matched: str | None = None
 
     def push(self, id: int, check_stops: bool) -> tuple[str, bool]:
@@ -217,14 +229,18 @@ class SequenceDetokenizer:
         if self._detokenizer is None:
             return "", False
         text = self._strip_start(self._detokenizer.push(id))
-        return self._match_stop_strings(text) if check_stops else (text, False)
+        return self._match_stop_strings(text, check_stops)
 
     def flush(self) -> str:
         """Return the buffered text at the end of the sequence."""
         if self._detokenizer is None:
             return ""
         text, stopped = self._match_stop_strings(self._strip_start(self._detokenizer.flush()))
-        return text if stopped or self._stops is None else text + self._stops.flush()
+        if self._stops is None or stopped:
+            return text
+        if self._thinking is not None:
+            text += self._match_spans(self._thinking.flush())[0]
+        return text + self._stops.flush()
 
     def _strip_start(self, text: str) -> str:
         """Leave out whitespace as long as there was nothing else, if the sequence is to be so."""
@@ -234,10 +250,25 @@ class SequenceDetokenizer:
         self._strips_start = not text
         return text
 
-    def _match_stop_strings(self, text: str) -> tuple[str, bool]:
+    def _match_stop_strings(self, text: str, check_stops: bool = True) -> tuple[str, bool]:
         if self._stops is None:
             return text, False
-        emit, stopped, matched = self._stops.push(text)
-        if stopped:
-            self.matched = matched
-        return emit, stopped
+        spans = [(text, False)] if self._thinking is None else self._thinking.push(text)
+        return self._match_spans(spans, check_stops)
+
+    def _match_spans(
+        self, spans: Sequence[tuple[str, bool]], check_stops: bool = True
+    ) -> tuple[str, bool]:
+        """Return the final text of texts that may be thinking, and whether a stop string came."""
+        assert self._stops is not None
+        out = ""
+        for text, thinks in spans:
+            if thinks or not check_stops:
+                out += self._stops.flush() + text
+                continue
+            emit, stopped, matched = self._stops.push(text)
+            out += emit
+            if stopped:
+                self.matched = matched
+                return out, True
+        return out, False

@@ -53,10 +53,12 @@ from modelmill.text.chat_format_registry import (
     parser_marks_with_calls,
     parser_marks_without_calls,
 )
+from modelmill.text.chat_syntax import ThinkingSyntax
 from modelmill.text.chat_template_override import list_chat_templates, replace_chat_template
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import ImageChatFormat, ImagePart
 from modelmill.text.message_validation import Messages
+from modelmill.text.thinking_scanner import ThinkingScope, find_thinking_scope
 from modelmill.text.tokenizer_loader import Tokenizer, load_tokenizer
 from modelmill.text.tool_call_reader import ToolSchemas
 
@@ -332,7 +334,20 @@ class TextProcessor:
             begun=begun.part,
             strips_start=self.chat_format.answers_begin_with_space and not begun.part,
             prompt_changes=changes,
+            thinking_scope=self._find_thinking_scope(thinking, prompt_thinking, begun, calls),
         )
+
+    def _find_thinking_scope(
+        self,
+        thinking: ThinkingSyntax | None,
+        prompt_thinking: PromptThinking,
+        begun: BegunAnswer,
+        calls: bool,
+    ) -> ThinkingScope | None:
+        """Return where an answer may have thinking, in which no stop string counts."""
+        assert self.chat_format is not None, "a conversation has a chat format"
+        syntax = load_chat_syntax(self.chat_format.format_name)
+        return find_thinking_scope(syntax, thinking, prompt_thinking, begun.part, calls)
 
     def _encode_inner_text(self, text: str) -> list[int]:
         """Return the ids of a text that does not start the prompt."""

@@ -73,6 +73,21 @@ def _compile_mark_start_search(
     return pattern.search, max(map(len, marks), default=0)
 
 
+def opening_marks(syntax: CallSyntax) -> tuple[str, ...]:
+    """Return the marks in content at which calls may begin."""
+    begins = (syntax.section[0], syntax.call[0])
+    if syntax.whole_marks:
+        first = [each.strip() for each in begins]
+    else:
+        first = [part for each in begins for part in split_mark_parts(each)[:1]]
+    first += syntax.openers
+    # models write blanks before the bracket of a list
+    first = [part.rstrip("[") if part[:1] == "<" else part for part in first]
+    optional = (syntax.code_mark, syntax.optional[0], *syntax.inline)
+    # a bracket alone begins calls only at the begin of the content
+    return tuple(dict.fromkeys(mark for mark in (*first, *optional) if len(mark) > 1))
+
+
 class ToolCallReader(ABC):
     """Reads one block of calls and passes them to a collector.
 
@@ -95,15 +110,7 @@ class ToolCallReader(ABC):
         self._section, self._section_close = map(split_mark_parts, syntax.section)
         self._open, self._close = map(split_mark_parts, syntax.call)
         whole = syntax.whole_marks
-        beginnings = (each[0].strip() for each in (syntax.section, syntax.call))
-        first = [*beginnings] if whole else [*self._section[:1], *self._open[:1]]
-        first += syntax.openers
-        # models write blanks before the bracket of a list
-        first = [part.rstrip("[") if part[:1] == "<" else part for part in first]
-        optional = (syntax.code_mark, syntax.optional[0], *syntax.inline)
-        # a bracket alone begins calls only at the begin of the content
-        marks = (mark for mark in (*first, *optional) if len(mark) > 1)
-        self.openers = tuple(dict.fromkeys(marks))
+        self.openers = opening_marks(syntax)
         ends = [each[1].strip() for each in (syntax.call, syntax.section)]
         last_parts = [*self._close[-1:], *self._section_close[-1:]]
         self._ends = tuple(dict.fromkeys(filter(None, ends if whole else last_parts)))
