@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -27,6 +27,7 @@ from modelmill.serve.request_options import (
     request_cache_salt,
     resolve_sampling_params,
 )
+from modelmill.serve.result_pictures import replace_result_pictures
 from modelmill.serve.routes.common import (
     acquire_engine,
     check_message_sizes,
@@ -158,6 +159,10 @@ def chat_request_state(
     kept = kept_prompt_tokens(body, max_model_len)
     longest = max_model_len if kept is None else max_tokenize_tokens(max_model_len)
     check_message_sizes(text_processor, body.messages, longest, body.offered_tools)
+    sent: Sequence[Mapping[str, Any]] = body.messages
+    if not text_processor.supports_images:
+        sent, replaced = replace_result_pictures(sent)
+        body.add_warnings(replaced)
     grammar = body.validated_grammar()
     template_kwargs = _template_kwargs(text_processor, body)
     text_processor = text_processor.variant_for_template_kwargs(template_kwargs)
@@ -167,7 +172,7 @@ def chat_request_state(
     params = resolve_sampling_params(text_processor, body)
     begun = body.read_begun_answer(text_processor.chat_format.thinking)
     messages, template = tool_prompts.prepare_tool_conversation(
-        format_name, body.messages, offered, writes_calls=text_processor.chat_format.writes_calls
+        format_name, sent, offered, writes_calls=text_processor.chat_format.writes_calls
     )
     if offered:
         params = tool_prompts.add_call_stop_strings(params, format_name)

@@ -13,6 +13,7 @@ from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.openai_format import Utf8JsonResponse, token_bytes, token_text
+from modelmill.serve.result_pictures import replace_result_pictures
 from modelmill.serve.routes.chat import chat_request_state
 from modelmill.serve.routes.common import acquire_engine, check_message_sizes
 from modelmill.serve.special_token_prompts import encode_text
@@ -145,7 +146,10 @@ def template_input(
     template_kwargs = dict(body.chat_template_kwargs or {})
     chat_format = text_processor.variant_for_template_kwargs(template_kwargs).chat_format
     assert chat_format is not None, "a variable changes the format, and removes none"
-    messages, tools = body.messages or [], body.tools or ()
+    messages: Sequence[Mapping[str, Any]] = body.messages or []
+    tools = body.tools or ()
+    if not text_processor.supports_images:
+        messages, _ = replace_result_pictures(messages)
     body.check_continue_final_message()
     if body.continue_final_message:
         read_begun_answer(messages, chat_format.thinking)
