@@ -186,7 +186,8 @@ def estimate_sequence_kv_bytes(manifest: Manifest, run: RunConfig) -> int:
     heads = first("num_attention_heads", "n_head")
     kv_heads = first("num_key_value_heads") or heads
     dim = first("head_dim") or (first("hidden_size", "n_embd") // heads if heads else 0)
-    tokens = run.max_model_len or manifest.max_model_len or 0
+    lengths = (run.max_model_len, manifest.max_model_len)
+    tokens = min((length for length in lengths if length), default=0)
     kv_dtype = run.kv_cache_dtype
     if kv_dtype == "auto":
         kv_dtype = manifest.build.get("kv_cache_dtype", "auto")
@@ -266,5 +267,5 @@ class _ModelFactory:
             image_cache_bytes=args.image_cache_bytes, max_pixels=args.max_image_pixels,
             watchdog_seconds=args.watchdog_timeout,
             answer_history_bytes=args.answer_history_bytes, parse_special=args.parse_special,
-            cache_bytes=self._estimate_cache_bytes(entry, manifest),
+            cache_bytes=self._estimate_cache_bytes(entry, manifest), caps_length=True,
         )  # fmt: skip

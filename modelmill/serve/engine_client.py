@@ -615,6 +615,13 @@ class EngineClient:
         self.error = None
         self.state = EngineState.READY
         self.load_finished.set()
+        flag = self._open_engine.run.get("max_model_len") or 0
+        if flag > engine_info.max_model_len > 0:
+            reason = f"--max-model-len {flag} exceeds the engine's {engine_info.max_model_len}"
+            _log.warning(
+                "max_model_len",
+                extra={"data": {"engine": self.name, "reason": f"{reason}, which holds"}},
+            )
         data = {"engine": self.name, "device": engine_info.device, "pages": engine_info.num_pages}
         if engine_info.engine_type != SEGMENTATION:
             data["kv_cache_bytes"], data["prefix_cache_bytes"] = self._kv_cache_byte_limits

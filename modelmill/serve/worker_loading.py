@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,11 @@ def load_engine_core(
     Raises:
         ModelmillError: the engine cannot be loaded.
     """
-    config = _with_memory_budget(
-        config_from_dict(RunConfig, open_engine.run, "run"), artifact, open_engine
-    )
+    config = config_from_dict(RunConfig, open_engine.run, "run")
+    if open_engine.caps_length and config.max_model_len is not None:
+        length = min(config.max_model_len, artifact.manifest.max_model_len)
+        config = replace(config, max_model_len=length)
+    config = _with_memory_budget(config, artifact, open_engine)
     core = EngineCore.open(artifact, config)
     core.scheduler.set_interactive(
         config.max_mixed_tokens,

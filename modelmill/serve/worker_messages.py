@@ -84,6 +84,8 @@ class OpenEngine:
             unless the request says otherwise.
         cache_bytes: for KV pages and recurrent states of all ranks, unless ``run`` says both;
             None: from the free memory.
+        caps_length: ``run``'s max_model_len is the most of several engines; a shorter one keeps
+            its own.
     """
 
     model: str
@@ -100,6 +102,7 @@ class OpenEngine:
     answer_history_bytes: int = MAX_HISTORY_BYTES
     parse_special: bool = False
     cache_bytes: int | None = None
+    caps_length: bool = False
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def test_who_has_to_wait_for_others_waits_longer(monkeypatch: pytest.MonkeyPatch
 
 
 def inbox(*messages: Message) -> tuple[socket.socket, WorkerInbox]:
-    """A server's end of the socket, on which this was said, and the worker's inbox."""
+    """A server's end of the socket, on which this was warnings, and the worker's inbox."""
     api_sock, worker_sock = socket.socketpair()
     box = WorkerInbox(MessageChannel(worker_sock), on_server_gone=lambda: None)
     for each in messages:
@@ -239,6 +239,35 @@ async def open_client(path: Path, **run: Any) -> tuple[EngineClient, asyncio.Tas
     task = asyncio.create_task(engine.supervise_worker())
     await engine.load_finished.wait()
     return engine, task
+
+
+@pytest.mark.parametrize(("caps", "length"), [(True, 512), (False, None)])
+def test_a_length_for_several_engines_is_no_more_than_an_engine_has(
+    stories: Path, monkeypatch: pytest.MonkeyPatch, caps: bool, length: int | None
+) -> None:
+    warnings = list[str]()
+    monkeypatch.setattr(
+        "modelmill.serve.engine_client._log.warning",
+        lambda _, extra: warnings.append(extra["data"]["reason"]),
+    )
+    run = {**RUN, "max_model_len": 4096, "kv_cache_bytes": 8 << 20}
+
+    async def main() -> None:
+        order = OpenEngine(str(stories), {}, run, warm_up=False, caps_length=caps)
+        engine = EngineClient("stories", order, max_waiting=8)
+        task = asyncio.create_task(engine.supervise_worker())
+        await engine.load_finished.wait()
+        if length is None:
+            assert "--max-model-len 4096 exceeds the engine's 512; lower it" in str(engine.error)
+            assert not warnings
+        else:
+            assert engine.error is None
+            assert (engine.max_model_len, engine.request_limits.max_len) == (length, length)
+            assert warnings == ["--max-model-len 4096 exceeds the engine's 512, which holds"]
+        await engine.close()
+        await task
+
+    asyncio.run(main())
 
 
 def test_text_is_the_classes_and_a_killed_worker_is_replaced(
