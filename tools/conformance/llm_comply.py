@@ -24,6 +24,7 @@ EXCLUDED = {
     "image-input": NO_IMAGES_REASON,
     "chat-error-handling": DEFAULT_MODEL_REASON,
     "error-handling": DEFAULT_MODEL_REASON,
+    "compact-missing-model": DEFAULT_MODEL_REASON,
 }
 
 
