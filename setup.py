@@ -65,7 +65,10 @@ def compile_levels(path: str, machine: str, folder: Path) -> list[Path]:
     """
     prebuilt = _prebuilt()
     folder.mkdir(parents=True, exist_ok=True)
-    made = [folder / prebuilt.library_file_name(level, KERNELS) for level in prebuilt.cpu_levels(machine)]
+    made = [
+        folder / prebuilt.library_file_name(level, KERNELS)
+        for level in prebuilt.cpu_levels(machine)
+    ]
     for path in set(folder.iterdir()) - set(made):
         path.unlink()
     with tempfile.TemporaryDirectory() as objects, ThreadPoolExecutor(os.cpu_count()) as pool:
