@@ -35,7 +35,7 @@ from benchmarks.weight_formats import WEIGHT_FORMATS, weight_quantizer  # noqa: 
 from benchmarks.weights_option import add_weights_option  # noqa: E402
 from benchmarks.workloads import parse_pairs  # noqa: E402
 from modelmill.cli.profile import show_profile  # noqa: E402
-from modelmill.core.config import KV_DTYPES, RunConfig  # noqa: E402
+from modelmill.core.config import KV_DTYPE_CHOICES, RunConfig  # noqa: E402
 from modelmill.eval.profile import ProfileCase, profile_step  # noqa: E402
 from modelmill.eval.profile import profile_case as profiled  # noqa: E402
 from modelmill.eval.provenance import provenance  # noqa: E402
@@ -271,7 +271,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--mixed", default="")
     add_weights_option(parser, WEIGHT_FORMATS, "dense")
     parser.add_argument("--quantize-head", action="store_true")
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_DTYPES)
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_DTYPE_CHOICES)
     parser.add_argument("--kernel", action="append", default=[], metavar="OP=VARIANT")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--save", type=Path)

@@ -46,31 +46,33 @@ from modelmill.ops.triton.moe import (  # noqa: E402
     moe_decode,
     moe_decode_int4,
 )
-from modelmill.ops.triton.moe.grouped_gemm import GroupedTile  # noqa: E402
+from modelmill.ops.triton.moe.grouped_gemm import GroupedLaunchConfig  # noqa: E402
 
 TOKENS = (1, 2, 8, 32, 64, 256, 1024, 4096)
 ROUNDS = 7
 DECODE: dict[str, dict[str, tuple[tuple[int, int, int], ...]]] = {
     "dense": {
-        "GATE_UP_TILE": ((1, 2048, 4), (2, 2048, 4), (8, 512, 4), (1, 1024, 2), (4, 512, 4)),
-        "DOWN_TILE": ((2, 256, 4), (4, 256, 8), (1, 256, 2), (2, 128, 2), (4, 256, 4)),
+        "GATE_UP_LAUNCH_CONFIG": (
+            (1, 2048, 4), (2, 2048, 4), (8, 512, 4), (1, 1024, 2), (4, 512, 4),
+        ),
+        "DOWN_LAUNCH_CONFIG": ((2, 256, 4), (4, 256, 8), (1, 256, 2), (2, 128, 2), (4, 256, 4)),
     },
     "int8": {
-        "GATE_UP_TILE_8BIT": (
+        "GATE_UP_LAUNCH_CONFIG_8BIT": (
             (2, 2048, 4), (4, 2048, 4), (8, 512, 4), (4, 512, 2), (16, 512, 8), (8, 512, 2),
             (4, 1024, 4), (2, 512, 1),
         ),
-        "DOWN_TILE_8BIT": (
+        "DOWN_LAUNCH_CONFIG_8BIT": (
             (2, 256, 4), (4, 256, 4), (8, 256, 4), (4, 256, 8), (2, 256, 2), (2, 1024, 4),
             (4, 1024, 8),
         ),
     },
     "int4": {
-        "GATE_UP_TILE": (
+        "GATE_UP_LAUNCH_CONFIG": (
             (4, 256, 4), (8, 256, 4), (8, 256, 8), (4, 256, 2), (2, 256, 2), (16, 256, 8),
             (8, 128, 4), (16, 256, 4), (8, 64, 2), (16, 64, 4),
         ),
-        "DOWN_TILE": (
+        "DOWN_LAUNCH_CONFIG": (
             (4, 32, 4), (8, 32, 4), (16, 32, 4), (4, 32, 2), (8, 32, 8), (2, 128, 4), (4, 128, 4),
             (4, 128, 8), (2, 32, 2), (1, 128, 4),
         ),
@@ -99,11 +101,11 @@ GROUPED_E2M1: dict[int, tuple[tuple[int, int, int, int], ...]] = {
     128: ((128, 64, 4, 8), (128, 128, 3, 8), (64, 64, 4, 4), (128, 64, 3, 4)),
 }
 DECODE["mxfp4"] = {
-    "GATE_UP_TILE_E2M1": (
+    "GATE_UP_LAUNCH_CONFIG_E2M1": (
         (8, 128, 4), (4, 128, 4), (4, 128, 2), (8, 128, 2), (16, 128, 8), (8, 128, 8), (4, 64, 1),
         (8, 64, 4), (4, 512, 4), (4, 512, 8),
     ),
-    "DOWN_TILE_E2M1": (
+    "DOWN_LAUNCH_CONFIG_E2M1": (
         (4, 128, 4), (8, 128, 4), (8, 128, 8), (4, 128, 8), (2, 128, 4), (2, 512, 4), (4, 64, 4),
         (8, 64, 4), (2, 128, 2), (4, 512, 8),
     ),
@@ -177,12 +179,12 @@ def candidates(name: str, tokens: int, shape: MoEShape) -> Iterator[tuple[str, A
                 )  # fmt: skip
     average = tokens * shape.top_k / shape.experts
     module: Any = grouped_gemm_int4 if name in FOUR_BITS else grouped_gemm
-    today = grouped_gemm_int4.TILES_E2M1 if name == "mxfp4" else module.TILES
+    today = grouped_gemm_int4.LAUNCH_CONFIGS_E2M1 if name == "mxfp4" else module.LAUNCH_CONFIGS
     tried: dict[str, Any] = {"mxfp4": GROUPED_E2M1, "int4": GROUPED_INT4}
     for size, tiles in tried.get(name, GROUPED).items():
         if size / 4 <= max(average, 4) <= size * 4 and tokens > 1:
             for tile in tiles:
-                made: Any = tile if name in FOUR_BITS else GroupedTile(size, *tile)
+                made: Any = tile if name in FOUR_BITS else GroupedLaunchConfig(size, *tile)
                 first, second = today.get(size, (made, made))
                 for label, pair in (("gate_up", (made, second)), ("down", (first, made))):
                     yield f"tiles {label} {size} {tile}", grouped(module, today, size, pair)

@@ -419,7 +419,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_wrong_sinks_are_refused_by_name[a_larger_sink-*",
     ),
     "tests/models/test_moe_faults.py": FURTHER_ENGINES_OF_FAULTS,
-    "tests/models/test_bounds_beyond_the_text.py": (
+    "tests/models/test_extreme_inputs.py": (
         *(f"*-{recipe}]" for recipe in ("int8", "fp8", "int4", "smoothquant", "rptq")),
     ),
     "tests/models/test_gemma4_faults.py": (

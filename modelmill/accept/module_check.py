@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from modelmill.accept.beyond_text import BeyondTextRun
 from modelmill.accept.error_metrics import compare_tensors, incomparable_metrics
+from modelmill.accept.extreme_inputs import ExtremeInputRunner
 from modelmill.accept.quantized_reference import language_model_weight_formats
 from modelmill.accept.reference import LayerTrace, NonLayerTrace, ReferenceModel
 from modelmill.accept.reference_trace import (
@@ -95,7 +95,7 @@ class ModuleCheck:
         self.findings: list[ToleranceCheckResult] = []
         self._streams: list[torch.Tensor] = []
         self._outside: NonLayerTrace = {}
-        self._beyond_text: BeyondTextRun | None = None
+        self._extreme_inputs: ExtremeInputRunner | None = None
         self.routings: dict[int, list[torch.Tensor]] = {}
         self._router_logits: dict[int, torch.Tensor] = {}
         self.static_ranges = OutOfRangeRowCounter(engine_core.model_runner.model)
@@ -128,7 +128,7 @@ class ModuleCheck:
 
         self._run_with_hooks(before, after)
         self._streams, self.routings = state.streams, state.routings
-        self._beyond_text = BeyondTextRun(
+        self._extreme_inputs = ExtremeInputRunner(
             self.engine_core, self.reference, state.head_trace()["final_norm"].output
         )
         self.other_streams = [other.stream for other in others]
@@ -214,15 +214,15 @@ class ModuleCheck:
 
         self._run_with_hooks(before, after)
 
-    def check_beyond_text(self) -> None:
+    def check_extreme_inputs(self) -> None:
         """Check modules with bounds on values beyond these; call after ``check_modules``."""
-        beyond = self._beyond_text
-        assert beyond is not None, "the modules are checked first"
+        runner = self._extreme_inputs
+        assert runner is not None, "the modules are checked first"
 
         def after(name: str, args: tuple[Any, ...], output: Any) -> None:
             del output
             layer, _ = split_layer_path(name)
-            for found in beyond.run(name, layer, self._module_spec(name), args):
+            for found in runner.run(name, layer, self._module_spec(name), args):
                 self._compare_and_record(
                     f"{name}.bound", layer, found.label, found.arithmetic, found.ours,
                     found.expected, name, noise=found.noise,
@@ -230,7 +230,7 @@ class ModuleCheck:
 
         self._run_with_hooks(None, after)
         if self.reference.qkv_bound is not None:
-            self._record_missing_bounds(beyond.clipped_layers)
+            self._record_missing_bounds(runner.clipped_layers)
 
     def _record_missing_bounds(self, bounded: Collection[int]) -> None:
         """Record the layers whose q, k and v have no bound, where the reference's have one."""

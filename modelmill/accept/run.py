@@ -189,7 +189,7 @@ def _compare_with_reference(
     module_check.check_layers()
     on_stage("norms")
     module_check.check_norm_eps()
-    module_check.check_beyond_text()
+    module_check.check_extreme_inputs()
     on_stage("sequences")
     streams = [last, *module_check.other_streams]
     whole = _check_whole_sequences(engine_core, reference, split, streams, module_check, rounding)

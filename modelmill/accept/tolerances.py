@@ -100,7 +100,7 @@ from modelmill.core.recipe_declaration import (
     tolerances_by_weight_format,
 )
 
-DTYPES = ("float32", "float16", "bfloat16")
+DTYPES_WITH_BOUNDS = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -283,8 +283,8 @@ def _check_tolerances_published(dtype: str, recipe: str) -> None:
         "none",
         *(n for n, t in tolerances_by_weight_format().items() if t.whole or t.act_quant),
     ]
-    if dtype not in DTYPES or recipe not in published:
+    if dtype not in DTYPES_WITH_BOUNDS or recipe not in published:
         raise UsageError(
             f"no tolerances are published for {dtype} with recipe {recipe}; "
-            f"dtypes: {', '.join(DTYPES)}; recipes: {', '.join(published)}"
+            f"dtypes: {', '.join(DTYPES_WITH_BOUNDS)}; recipes: {', '.join(published)}"
         )

@@ -32,7 +32,7 @@ _DTYPE_NAMES = {
     torch.int64: "I64",
     torch.float8_e4m3fn: "F8_E4M3",
 }
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 _PAD_PREFIX = "__pad"
 _INLINE_HASH_BYTES = 1 << 16  # smaller tensors are hashed before a thread would have started
 
@@ -163,7 +163,7 @@ class ShardReader:
         """
         try:
             entry = self._entries[name]
-            dtype, shape = _DTYPES[entry["dtype"]], torch.Size(entry["shape"])
+            dtype, shape = _TORCH_DTYPES[entry["dtype"]], torch.Size(entry["shape"])
             begin, end = (self._start + int(o) for o in entry["data_offsets"])
             whole = (
                 self._start <= begin

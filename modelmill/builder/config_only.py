@@ -34,7 +34,7 @@ from modelmill.core.model_family import LANGUAGE, checkpoint_tensor_rules, read_
 from modelmill.core.quoting import quote
 from modelmill.weights.int4 import resolve_group_size
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class ConfigOnlyContainer:
@@ -106,7 +106,7 @@ def checkpoint_from_config(folder: Path) -> Checkpoint:
     for rule in sorted(rules, key=lambda rule: len(rule.sources) > 1):
         if rule.target in shapes:
             shape = shapes[rule.target]
-            infos |= infer_source_infos(rule, shape, DTYPES.get(dtype, torch.bfloat16), infos)
+            infos |= infer_source_infos(rule, shape, TORCH_DTYPES.get(dtype, torch.bfloat16), infos)
     matrices = [
         source for rule in rules if _makes_quantizable_matrix(rule) for source in rule.sources
     ]

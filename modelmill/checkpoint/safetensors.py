@@ -33,7 +33,7 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 16
 """Real tensors have up to six; a product over millions of dimensions would take hours."""
 
-DTYPES: dict[str, torch.dtype] = {
+TORCH_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -172,11 +172,11 @@ def _parse_entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int]:
     dtype = entry.get("dtype")
     if shape is None or place is None or len(place) != 2 or not isinstance(dtype, str):
         raise CorruptCheckpoint(f"{path}: gives {quote(name)} no proper dtype, shape and place")
-    if dtype not in DTYPES:
+    if dtype not in TORCH_DTYPES:
         raise CheckpointError(
             f"{path}: {quote(name)} has the dtype {quote(dtype)}, which modelmill does not read"
         )
-    dtype_ = DTYPES[dtype]
+    dtype_ = TORCH_DTYPES[dtype]
     nbytes = math.prod(shape) * dtype_.itemsize
     # A dimension of 2**60 beside one of 0 is no real tensor; torch's strides would overflow on it.
     if place[1] - place[0] != nbytes or max(shape, default=0) >= 1 << 48:

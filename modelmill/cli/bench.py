@@ -33,7 +33,7 @@ from modelmill.cli.engine_options import (
 from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import print_json, print_note, show_progress
 from modelmill.core.config import (
-    DTYPES,
+    DTYPE_CHOICES,
     RunConfig,
     non_default_fields,
     option_field,
@@ -143,7 +143,7 @@ class Args(CommonArgs):
         "checkpoint for the reference (default: ENGINE, where that is one)", "CHECKPOINT"
     )
     reference_dtype: str | None = option_field(
-        None, "type of the reference (default: the engine's)", choices=DTYPES
+        None, "type of the reference (default: the engine's)", choices=DTYPE_CHOICES
     )
     reference_batch_size: int = option_field(
         8, "throughput: size of the reference's static batches"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from modelmill.cli import engine_options
 from modelmill.cli.engine_options import ENGINE_HELP, CheckpointBuildOptions
 from modelmill.cli.options import CommonArgs, config_field
-from modelmill.core.config import DTYPES, RunConfig, option_field, path_option_field
+from modelmill.core.config import DTYPE_CHOICES, RunConfig, option_field, path_option_field
 from modelmill.core.packages import require_package
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class EvaluationArgs(CommonArgs):
     reference: Path | None = path_option_field(
         "also run this checkpoint through transformers", "CHECKPOINT"
     )
-    reference_dtype: str = option_field("float32", "type of the reference", choices=DTYPES)
+    reference_dtype: str = option_field("float32", "type of the reference", choices=DTYPE_CHOICES)
     build: CheckpointBuildOptions = config_field(
         CheckpointBuildOptions, "A checkpoint in the engine's place"
     )

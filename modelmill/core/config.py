@@ -18,12 +18,12 @@ from modelmill.core.recipe_declaration import (
     read_recipe_options,
 )
 
-DTYPES = ("float32", "float16", "bfloat16")
-KV_DTYPES = ("auto", "int8", "fp8")
-BUILD_KV_DTYPES = ("auto", "activations", "int8", "fp8")
-TARGET_DEVICES = ("cpu", "cuda")
-RECIPES = ("none", *read_recipe_declarations())
-VISION_RECIPES = ("none", "int8")
+DTYPE_CHOICES = ("float32", "float16", "bfloat16")
+KV_DTYPE_CHOICES = ("auto", "int8", "fp8")
+BUILD_KV_DTYPE_CHOICES = ("auto", "activations", "int8", "fp8")
+TARGET_DEVICE_CHOICES = ("cpu", "cuda")
+RECIPE_CHOICES = ("none", *read_recipe_declarations())
+VISION_RECIPE_CHOICES = ("none", "int8")
 T = TypeVar("T")
 
 
@@ -70,13 +70,15 @@ class BuildConfig:
     "auto" is resolved by ``builder.plan`` into a new object.
     """
 
-    dtype: str = option_field("auto", "activation and weight type", choices=("auto", *DTYPES))
-    quantization: str = option_field("none", "weight recipe", choices=RECIPES, flags=("-q",))
+    dtype: str = option_field(
+        "auto", "activation and weight type", choices=("auto", *DTYPE_CHOICES)
+    )
+    quantization: str = option_field("none", "weight recipe", choices=RECIPE_CHOICES, flags=("-q",))
     quantize_head: bool = option_field(False, "quantize the output head too")
     tower: str = option_field(
         "none",
         "recipe of the vision encoder (minigpt4, blip-2); int8: weights and activations",
-        choices=VISION_RECIPES,
+        choices=VISION_RECIPE_CHOICES,
     )
     method: str = recipe_option_field("method")
     group_size: int = recipe_option_field("group_size")
@@ -108,10 +110,10 @@ class BuildConfig:
     kv_cache_dtype: str = option_field(
         "auto",
         "default KV cache dtype of run and serve; auto: the dtype of the activations",
-        choices=KV_DTYPES,
+        choices=KV_DTYPE_CHOICES,
     )
     target: str = option_field(
-        "auto", "device for which the engine is built", choices=("auto", *TARGET_DEVICES)
+        "auto", "device for which the engine is built", choices=("auto", *TARGET_DEVICE_CHOICES)
     )
     kernels: Mapping[str, str] = option_field(
         factory=dict, help="OP=VARIANT switches one kernel", flags=("--kernel",)
@@ -121,8 +123,8 @@ class BuildConfig:
     )
 
     def __post_init__(self) -> None:
-        _check_choice(self, "dtype", ("auto", *DTYPES))
-        _check_choice(self, "target", ("auto", *TARGET_DEVICES))
+        _check_choice(self, "dtype", ("auto", *DTYPE_CHOICES))
+        _check_choice(self, "target", ("auto", *TARGET_DEVICE_CHOICES))
         for name, declared in read_recipe_options().items():
             _check_recipe_option(self, name, declared)
         for name in ("max_kl", "max_ppl_increase"):
@@ -130,8 +132,8 @@ class BuildConfig:
                 raise UsageError(f"--{name.replace('_', '-')} is a limit for -q auto")
         if self.layer_recipes and self.quantization != "auto":
             raise UsageError("--layer-recipe is for -q auto")
-        _check_choice(self, "kv_cache_dtype", KV_DTYPES)
-        _check_choice(self, "tower", VISION_RECIPES)
+        _check_choice(self, "kv_cache_dtype", KV_DTYPE_CHOICES)
+        _check_choice(self, "tower", VISION_RECIPE_CHOICES)
         _check_smoothing_options(self)
         for name in ("max_model_len", "calibration_samples", "calibration_length"):
             value = getattr(self, name)
@@ -190,7 +192,7 @@ class RunConfig:
     kv_cache_dtype: str = option_field(
         "auto",
         "KV cache in 8 bits, or in the dtype of the activations; auto: as the engine was built",
-        choices=BUILD_KV_DTYPES,
+        choices=BUILD_KV_DTYPE_CHOICES,
     )
     page_size: int = option_field(16, "tokens per KV page", choices=(8, 16, 32, 64))
     enable_prefix_caching: bool = option_field(True, "reuse the KV pages of equal prompt prefixes")
@@ -230,7 +232,7 @@ class RunConfig:
             if value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
         _check_field_types(self)
-        _check_choice(self, "kv_cache_dtype", BUILD_KV_DTYPES)
+        _check_choice(self, "kv_cache_dtype", BUILD_KV_DTYPE_CHOICES)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise UsageError(
                 f"--gpu-memory-utilization must be in (0, 1], not {self.gpu_memory_utilization}"

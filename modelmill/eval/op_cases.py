@@ -34,7 +34,7 @@ KV_HEADS = 3
 DIM = 64
 VOCAB = 49152
 CPU_ROWS = (1, 16)
-KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+KV_TORCH_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def bench_cases(op: str, device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -165,7 +165,7 @@ def _attention_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         yield attention_case(name, 32, kv_heads, 128, lengths, None, device, dtype, number)
     own = (("decode-7b-1", 32, [(1, 4096)]), ("decode-7b-64", 32, [(1, 1024)] * 64))
     for number, (name, kv_heads, lengths) in enumerate((*own, *shapes)):
-        for kv_name, kv_dtype in KV_DTYPES.items():
+        for kv_name, kv_dtype in KV_TORCH_DTYPES.items():
             case = attention_case(name, 32, kv_heads, 128, lengths, None, device, dtype, number)
             yield with_8bit_kv(case, kv_name, kv_dtype)
 
@@ -193,7 +193,7 @@ def _latent_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     for number, (name, heads, lengths) in enumerate(shapes):
         case = latent_case(name, heads, LATENT_DIMS, lengths, device, dtype, number)
         yield case
-        for kv_name, kv_dtype in KV_DTYPES.items():
+        for kv_name, kv_dtype in KV_TORCH_DTYPES.items():
             yield with_8bit_kv(case, kv_name, kv_dtype)
     expanded = [(1024, 1024)]
     yield attention_case("latent-expanded-1024", V2_LITE_HEADS, V2_LITE_HEADS, 192, expanded, None,

@@ -16,7 +16,7 @@ import torch
 GemmKey = tuple[int, int, int, torch.dtype]  # row bucket, N, K, dtype of x
 TunedConfigs = Mapping[str, Mapping[GemmKey, tuple[int, ...]]]  # by op
 
-DTYPES = {
+TORCH_DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -68,6 +68,6 @@ def parse_key(text: str) -> GemmKey:
     shape, _, dtype = text.partition(" ")
     sides, arrow, n = shape.partition("->")
     rows, times, k = sides.partition("x")
-    if not (arrow and times and dtype in DTYPES):
+    if not (arrow and times and dtype in TORCH_DTYPES):
         raise ValueError(f"not a GEMM key: {text[:60]!r}")
-    return int(rows), int(n), int(k), DTYPES[dtype]
+    return int(rows), int(n), int(k), TORCH_DTYPES[dtype]

@@ -102,11 +102,11 @@ def relax_grammar_if_needed(grammar: Grammar, field: str) -> tuple[Grammar, list
     weakest, reasons, places = relax_grammar(grammar)
     if weakest is grammar or not _compiles(weakest):
         raise RequestError(first_error)
-    relaxed, reasons = _restore_one_ofs(grammar, weakest, reasons, places)
+    relaxed, reasons = _keep_enforceable_one_ofs(grammar, weakest, reasons, places)
     return relaxed, [f"{field}: {reason}" for reason in reasons]
 
 
-def _restore_one_ofs(
+def _keep_enforceable_one_ofs(
     grammar: Grammar, weakest: Grammar, reasons: list[str], places: Sequence[str]
 ) -> tuple[Grammar, list[str]]:
     """Keep each ``oneOf`` that can be used, of a grammar that was weakened as far as possible.

@@ -21,13 +21,15 @@ sys.path.insert(0, str(ROOT))
 
 from modelmill.accept.error_metrics import center_logits, compare_logits  # noqa: E402
 from modelmill.accept.reference import ReferenceModel, open_reference  # noqa: E402
-from modelmill.accept.tolerances import DTYPES  # noqa: E402
+from modelmill.accept.tolerances import DTYPES_WITH_BOUNDS  # noqa: E402
 from tests.accept.faultless_modules import FaultlessModules, arithmetic_of  # noqa: E402
 from tests.accept.memory_checkpoint import MemoryCheckpoint, MemoryContainer, memory_checkpoint  # noqa: E402
 from tests.accept.reference_faults import FAULTS, fault_rows  # noqa: E402
 from tests.accept.seeded_checkpoint import seeded_decoder  # noqa: E402
 
-SETTINGS = [(getattr(torch, dtype), recipe) for dtype in DTYPES for recipe in ("none", "int8")]
+SETTINGS = [
+    (getattr(torch, dtype), recipe) for dtype in DTYPES_WITH_BOUNDS for recipe in ("none", "int8")
+]
 
 
 def gguf_checkpoint(path: Path) -> tuple[MemoryCheckpoint, Any]:

@@ -17,14 +17,14 @@ from modelmill.accept.error_metrics import (
     confident_top1_agreement,
 )
 from modelmill.accept.reference import ReferenceModel, open_reference
-from modelmill.accept.tolerances import DTYPES, logits_bound, module_bound
+from modelmill.accept.tolerances import DTYPES_WITH_BOUNDS, logits_bound, module_bound
 from modelmill.core.errors import UsageError
 from tests.accept.faultless_modules import FaultlessModules, arithmetic_of
 from tests.accept.memory_checkpoint import memory_checkpoint
 from tests.accept.reference_faults import FAULTS, fault_rows, norm_probe
 from tests.accept.seeded_checkpoint import seeded_decoder
 
-SETTINGS = [(dtype, recipe) for dtype in DTYPES for recipe in ("none", "int8")]
+SETTINGS = [(dtype, recipe) for dtype in DTYPES_WITH_BOUNDS for recipe in ("none", "int8")]
 IDS = torch.randint(0, 200, (48,), generator=torch.Generator().manual_seed(9))
 
 

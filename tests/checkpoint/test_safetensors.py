@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from modelmill.checkpoint.safetensors import DTYPES, SafetensorsFiles, read_header
+from modelmill.checkpoint.safetensors import TORCH_DTYPES, SafetensorsFiles, read_header
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, TensorMismatch
 from tests.checkpoint.checkpoint_factory import llama_state, opens_or_fails_in_one_line
 
@@ -34,7 +34,7 @@ tensors = st.dictionaries(
     st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).filter(
         lambda n: n != "__metadata__"
     ),
-    st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 4), max_size=3)),
+    st.tuples(st.sampled_from(sorted(TORCH_DTYPES)), st.lists(st.integers(0, 4), max_size=3)),
     max_size=5,
 )
 
@@ -44,7 +44,7 @@ tensors = st.dictionaries(
 def test_whatever_is_written_is_read_back(tmp_path, drawn):
     state = {}
     for name, (dtype, shape) in drawn.items():
-        state[name] = torch.randint(0, 2, shape).to(DTYPES[dtype])
+        state[name] = torch.randint(0, 2, shape).to(TORCH_DTYPES[dtype])
     save_file(state, str(tmp_path / "m.safetensors"), metadata={"format": "pt"})
     files = SafetensorsFiles([tmp_path / "m.safetensors"])
     assert sorted(files.names()) == sorted(state)

@@ -14,7 +14,7 @@ from modelmill.ops import registry
 from modelmill.ops.case import randn
 from modelmill.ops.int8_linear import quantize
 from modelmill.ops.launch_configs import (
-    DTYPES,
+    TORCH_DTYPES,
     TunedLaunchConfigs,
     filter_supported,
     format_key,
@@ -30,7 +30,7 @@ KEYS = st.tuples(
     st.integers(1, 512),
     st.integers(1, 1 << 18),
     st.integers(1, 1 << 18),
-    st.sampled_from(list(DTYPES.values())),
+    st.sampled_from(list(TORCH_DTYPES.values())),
 )
 
 

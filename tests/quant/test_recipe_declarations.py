@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from modelmill.builder.recipe_options import RECIPE_OPTIONS
-from modelmill.core.config import RECIPES, BuildConfig
+from modelmill.core.config import RECIPE_CHOICES, BuildConfig
 from modelmill.core.errors import UsageError
 from modelmill.core.module_lookup import import_module_if_exists, list_module_names
 from modelmill.core.recipe_declaration import (
@@ -44,8 +44,8 @@ def test_what_is_read_from_the_source_is_what_the_module_has() -> None:
 
 
 def test_every_recipe_is_declared_and_listed() -> None:
-    assert set(recipe_names()) == set(RECIPES)
-    assert set(RECIPES) == {"none", *read_recipe_declarations()}
+    assert set(recipe_names()) == set(RECIPE_CHOICES)
+    assert set(RECIPE_CHOICES) == {"none", *read_recipe_declarations()}
     assert {"keep", "auto", "int4"} <= set(read_recipe_declarations())
 
 

@@ -17,7 +17,11 @@ from torch import Tensor
 from modelmill.accept.reference.gguf_source import GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
-QWEN3_NEXT, QWEN35, QWEN35_MOE = "qwen3next", "qwen35", "qwen35moe"
+QWEN3_NEXT_ARCHITECTURE, QWEN35_ARCHITECTURE, QWEN35_MOE_ARCHITECTURE = (
+    "qwen3next",
+    "qwen35",
+    "qwen35moe",
+)
 MIXER = {
     "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
     "linear_attn.in_proj_z.weight": "attn_gate.weight",
@@ -52,8 +56,8 @@ def delta_net_config(container: RawContainer) -> dict[str, Any]:
     ]
     scaled = fact("rope.scaling.type", "none") not in (None, "none")
     return {
-        "model_type": "qwen3_5_text" if architecture == QWEN35 else "qwen3_5_moe_text",
-        "grouped": architecture == QWEN3_NEXT,
+        "model_type": "qwen3_5_text" if architecture == QWEN35_ARCHITECTURE else "qwen3_5_moe_text",
+        "grouped": architecture == QWEN3_NEXT_ARCHITECTURE,
         "vocab_size": container.tensor_info("token_embd.weight").shape[0],
         "hidden_size": width,
         "num_hidden_layers": layers,
@@ -155,5 +159,6 @@ class DeltaNetGgufSource(GgufSource):
 
 Readers = tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]
 READERS: dict[str, Readers] = dict.fromkeys(
-    (QWEN3_NEXT, QWEN35, QWEN35_MOE), (delta_net_config, DeltaNetGgufSource)
+    (QWEN3_NEXT_ARCHITECTURE, QWEN35_ARCHITECTURE, QWEN35_MOE_ARCHITECTURE),
+    (delta_net_config, DeltaNetGgufSource),
 )

@@ -14,7 +14,7 @@ from modelmill.accept.reference.gguf_metadata import make_metadata_reader
 from modelmill.accept.reference.gguf_source import FAMILY_NAMES, GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
-LFM2, LFM2_MOE = "lfm2", "lfm2moe"
+LFM2_ARCHITECTURE, LFM2_MOE_ARCHITECTURE = "lfm2", "lfm2moe"
 
 
 def lfm2_config(container: RawContainer) -> dict[str, Any]:
@@ -70,6 +70,6 @@ class Lfm2GgufSource(GgufSource):
 
 
 READERS: dict[str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]] = {
-    LFM2: (lfm2_config, Lfm2GgufSource),
-    LFM2_MOE: (lfm2_moe_config, Lfm2GgufSource),
+    LFM2_ARCHITECTURE: (lfm2_config, Lfm2GgufSource),
+    LFM2_MOE_ARCHITECTURE: (lfm2_moe_config, Lfm2GgufSource),
 }

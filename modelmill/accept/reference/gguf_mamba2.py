@@ -14,7 +14,11 @@ from torch import Tensor
 from modelmill.accept.reference.gguf_source import GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
-MAMBA2, GRANITE_HYBRID, FALCON_H1 = "mamba2", "granitehybrid", "falcon-h1"
+MAMBA2_ARCHITECTURE, GRANITE_HYBRID_ARCHITECTURE, FALCON_H1_ARCHITECTURE = (
+    "mamba2",
+    "granitehybrid",
+    "falcon-h1",
+)
 HF_TO_GGUF_TENSORS = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
 # 1 without the key
 FACTORS = {
@@ -45,17 +49,21 @@ def undo_gguf_ssm_conversion(name: str, tensor: Tensor) -> Tensor:
 def mamba2_config(container: RawContainer) -> dict[str, Any]:
     """Return a config in Hugging Face keys, as far as the reference reads it."""
     facts, names = container.metadata, container.names()
-    heads, inner = (int(facts[f"{MAMBA2}.ssm.{key}"]) for key in ("time_step_rank", "inner_size"))
+    heads, inner = (
+        int(facts[f"{MAMBA2_ARCHITECTURE}.ssm.{key}"]) for key in ("time_step_rank", "inner_size")
+    )
     return {
         "model_type": "mamba2",
         "vocab_size": container.tensor_info("token_embd.weight").shape[0],
-        "hidden_size": int(facts[f"{MAMBA2}.embedding_length"]),
-        "num_hidden_layers": int(facts[f"{MAMBA2}.block_count"]),
+        "hidden_size": int(facts[f"{MAMBA2_ARCHITECTURE}.embedding_length"]),
+        "num_hidden_layers": int(facts[f"{MAMBA2_ARCHITECTURE}.block_count"]),
         "num_heads": heads,
         "head_dim": inner // heads,
-        "state_size": int(facts[f"{MAMBA2}.ssm.state_size"]),
-        "n_groups": int(facts.get(f"{MAMBA2}.ssm.group_count", 1)),
-        "layer_norm_epsilon": float(facts[f"{MAMBA2}.attention.layer_norm_rms_epsilon"]),
+        "state_size": int(facts[f"{MAMBA2_ARCHITECTURE}.ssm.state_size"]),
+        "n_groups": int(facts.get(f"{MAMBA2_ARCHITECTURE}.ssm.group_count", 1)),
+        "layer_norm_epsilon": float(
+            facts[f"{MAMBA2_ARCHITECTURE}.attention.layer_norm_rms_epsilon"]
+        ),
         "use_bias": "blk.0.ssm_in.bias" in names,
         "use_conv_bias": "blk.0.ssm_conv1d.bias" in names,
         "tie_word_embeddings": "output.weight" not in names,
@@ -85,7 +93,7 @@ def granite_hybrid_config(container: RawContainer) -> dict[str, Any]:
     facts, names = container.metadata, container.names()
 
     def fact(key: str, default: Any = None) -> Any:
-        return facts.get(f"{GRANITE_HYBRID}.{key}", default)
+        return facts.get(f"{GRANITE_HYBRID_ARCHITECTURE}.{key}", default)
 
     kv_heads = [int(each) for each in fact("attention.head_count_kv")]
     attention, mamba = kv_heads.index(max(kv_heads)), kv_heads.index(0)
@@ -122,7 +130,7 @@ def falcon_h1_config(container: RawContainer) -> dict[str, Any]:
     facts, names = container.metadata, container.names()
 
     def fact(key: str, default: Any = None) -> Any:
-        return facts.get(f"{FALCON_H1}.{key}", default)
+        return facts.get(f"{FALCON_H1_ARCHITECTURE}.{key}", default)
 
     heads = int(fact("attention.head_count"))
     return {
@@ -174,7 +182,7 @@ class HybridGgufSource(GgufSource):
 
 
 READERS: dict[str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]] = {
-    MAMBA2: (mamba2_config, Mamba2GgufSource),
-    GRANITE_HYBRID: (granite_hybrid_config, HybridGgufSource),
-    FALCON_H1: (falcon_h1_config, HybridGgufSource),
+    MAMBA2_ARCHITECTURE: (mamba2_config, Mamba2GgufSource),
+    GRANITE_HYBRID_ARCHITECTURE: (granite_hybrid_config, HybridGgufSource),
+    FALCON_H1_ARCHITECTURE: (falcon_h1_config, HybridGgufSource),
 }

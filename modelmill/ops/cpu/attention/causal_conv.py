@@ -18,7 +18,7 @@ def supports(inputs: CausalConvInputs) -> bool:
     """Operands of one dtype, rows and states that lie together."""
     x, state, weight, bias, rows, _ = inputs
     return (
-        x.dtype in build.DTYPES
+        x.dtype in build.DTYPE_CODES
         and x.dtype is state.dtype is weight.dtype
         and x.stride(1) == 1
         and weight.is_contiguous()
@@ -38,6 +38,6 @@ def run(inputs: CausalConvInputs) -> torch.Tensor:
         out.data_ptr(), x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
         state.data_ptr(),
         *recurrent_metadata.metadata_pointers(rows), len(rows.slots), len(x), channels, width,
-        x.stride(0), state.stride(0), build.DTYPES[x.dtype], int(silu),
+        x.stride(0), state.stride(0), build.DTYPE_CODES[x.dtype], int(silu),
     )  # fmt: skip
     return out

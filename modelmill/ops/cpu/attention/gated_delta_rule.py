@@ -29,6 +29,6 @@ def run(inputs: GatedDeltaInputs) -> torch.Tensor:
         state.data_ptr(),
         *recurrent_metadata.metadata_pointers(rows), len(rows.slots), len(qkv), heads,
         (qkv.shape[1] - heads * dv) // (2 * dk), dk, dv, qkv.stride(0), state.stride(0), L2_EPS,
-        build.DTYPES[qkv.dtype],
+        build.DTYPE_CODES[qkv.dtype],
     )  # fmt: skip
     return out

@@ -16,11 +16,11 @@ from modelmill.ops.score_mods import NO_SCORE_MODS
 
 unavailable_reason = build.unavailable_reason
 _kernel = build.make_lazy_function_by_gil_mode("paged_attention", "p" * 11 + "q" * 8 + "ddii")
-_DTYPES = build.DTYPES
+_DTYPE_CODES = build.DTYPE_CODES
 SUPPORTED_PROBLEMS = tuple(
     AttentionSupportRange(
-        dtypes=tuple(_DTYPES),
-        page_dtypes=(torch.int8,) if scaled else tuple(_DTYPES),
+        dtypes=tuple(_DTYPE_CODES),
+        page_dtypes=(torch.int8,) if scaled else tuple(_DTYPE_CODES),
         scaled=scaled,
         serves_score_mods=True,
         latent=latent,
@@ -78,8 +78,8 @@ def run(inputs: PagedAttentionInputs) -> torch.Tensor:
         window or 0,
         scale,
         softcap or 0.0,
-        _DTYPES[dtype],
-        _DTYPES.get(k_cache.dtype, 0),
+        _DTYPE_CODES[dtype],
+        _DTYPE_CODES.get(k_cache.dtype, 0),
     )
     return out
 

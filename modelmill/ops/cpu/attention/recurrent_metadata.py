@@ -31,7 +31,7 @@ def supports_recurrence(inputs: GatedDeltaInputs | SSDScanInputs) -> bool:
     """Whether tokens and gates have the kernels' dtypes, and rows and states lie together."""
     tokens, gates = inputs[:2]
     return (
-        tokens.dtype in build.DTYPES
+        tokens.dtype in build.DTYPE_CODES
         and gates.dtype is torch.float32
         and has_packed_operands(tokens, gates, inputs.state)
         and has_packed_metadata(inputs.rows)

@@ -10,11 +10,11 @@ from modelmill.ops.rope_cache_support import RopeCacheSupportRange
 
 unavailable_reason = build.unavailable_reason
 _kernel = build.make_lazy_function("rope_cache", "p" * 10 + "q" * 5 + "dii")
-_DTYPES = build.DTYPES
+_DTYPE_CODES = build.DTYPE_CODES
 SUPPORTED_PROBLEMS = (
     RopeCacheSupportRange(
-        dtypes=tuple(_DTYPES),
-        page_dtypes=tuple(_DTYPES),
+        dtypes=tuple(_DTYPE_CODES),
+        page_dtypes=tuple(_DTYPE_CODES),
         same_page_dtypes=True,
         plain_operands=True,
     ),
@@ -56,7 +56,7 @@ def run(qkv: torch.Tensor, inputs: RopeCacheInputs) -> torch.Tensor:
         dim,
         page_size,
         eps,
-        _DTYPES[dtype],
-        _DTYPES[k_cache.dtype],
+        _DTYPE_CODES[dtype],
+        _DTYPE_CODES[k_cache.dtype],
     )
     return out

@@ -12,7 +12,7 @@ _kernel = build.make_lazy_function("sigmoid_mul", "pppqqi")
 
 def supports(x: torch.Tensor, gate: torch.Tensor) -> bool:
     """Contiguous values of one dtype."""
-    if gate.dtype is not x.dtype or x.dtype not in build.DTYPES:
+    if gate.dtype is not x.dtype or x.dtype not in build.DTYPE_CODES:
         return False
     return x.is_contiguous() and gate.is_contiguous()
 
@@ -22,6 +22,6 @@ def run(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x)
     rows, width = x.shape
     _kernel()(
-        out.data_ptr(), x.data_ptr(), gate.data_ptr(), rows, width, build.DTYPES[x.dtype]
+        out.data_ptr(), x.data_ptr(), gate.data_ptr(), rows, width, build.DTYPE_CODES[x.dtype]
     )  # fmt: skip
     return out

@@ -26,6 +26,6 @@ def run(inputs: SSDScanInputs) -> torch.Tensor:
         skip.data_ptr(), state.data_ptr(),
         *recurrent_metadata.metadata_pointers(rows), len(rows.slots),
         len(xbc), heads, (xbc.shape[1] - heads * dim) // (2 * size), dim, size, xbc.stride(0),
-        state.stride(0), *limit, build.DTYPES[xbc.dtype],
+        state.stride(0), *limit, build.DTYPE_CODES[xbc.dtype],
     )  # fmt: skip
     return out

@@ -43,7 +43,7 @@ CHOICES = ("auto", "prebuilt", "native", "none")
 SMALL_M_LIMIT = 16
 LOCK_SECONDS, LOCK_POLL_SECONDS = 300.0, 0.1
 # Codes of simd.h.
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int, "d": ctypes.c_double}
 
 

@@ -36,7 +36,7 @@ class GemmFunction:
         Args:
             operands: packed tensors; None is a null pointer.
             sizes: T, K, N and others that the function takes.
-            dtype: of the output, one of ``build.DTYPES``.
+            dtype: of the output, one of ``build.DTYPE_CODES``.
             flags: the function's last arguments.
         """
         rows, n = sizes[0], sizes[2]
@@ -44,7 +44,7 @@ class GemmFunction:
         pointers = [None if t is None else t.data_ptr() for t in (out, *operands)]
         long = rows > build.SMALL_M_LIMIT
         function = load_gemm_function(self.name, self.signature, release_gil=long)
-        function(*pointers, *sizes, build.DTYPES[dtype], *flags)
+        function(*pointers, *sizes, build.DTYPE_CODES[dtype], *flags)
         return out
 
 

@@ -19,7 +19,7 @@ from modelmill.ops.decode import (
 
 unavailable_reason = build.unavailable_reason
 _kernel = build.make_lazy_function("decode", "pppppdi")
-_DTYPES = build.DTYPES
+_DTYPE_CODES = build.DTYPE_CODES
 
 
 # Up to so many tokens go in parts of SMALL_M_LIMIT: two passes over the weights cost less than the
@@ -112,7 +112,7 @@ def _run_all_layers(
         packed.layers.ctypes.data,
         token_words.ctypes.data,
         eps,
-        _DTYPES[residual.dtype],
+        _DTYPE_CODES[residual.dtype],
     )
 
 
@@ -130,7 +130,7 @@ class _PackedDecoder:
             m for layer in stack.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)
         ]
         self.supported = (
-            dtype in _DTYPES
+            dtype in _DTYPE_CODES
             and all(t.dtype is dtype and t.is_contiguous() for t in tensors)
             and all(_supports_linear(m, dtype) for m in (*matrices, stack.lm_head))
             and all((layer.q_norm is None) is (layer.k_norm is None) for layer in stack.layers)

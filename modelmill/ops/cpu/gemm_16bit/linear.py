@@ -23,7 +23,7 @@ def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None)
     """As the reference, which also serves other dimensions, mixed dtypes and weights with gaps."""
     dtype = x.dtype
     if (
-        dtype not in build.DTYPES
+        dtype not in build.DTYPE_CODES
         or x.dim() != 2
         or weight.dtype is not dtype
         or not weight.is_contiguous()

@@ -21,7 +21,7 @@ NO_CLAMP = SwigluClamp(0.0, 0.0)
 def supports_layout(inputs: FusedMoEInputs, weight_dtype: torch.dtype) -> bool:
     """Packed operands in whole runs of columns; an expert's rows follow each other."""
     x, ids = inputs.x, inputs.topk_ids
-    if x.dtype not in build.DTYPES or x.dim() != 2 or not x.is_contiguous():
+    if x.dtype not in build.DTYPE_CODES or x.dim() != 2 or not x.is_contiguous():
         return False
     if x.shape[1] % PACK_COLUMNS or inputs.inner_size % PACK_COLUMNS:
         return False
@@ -72,7 +72,7 @@ def run_experts(name: str, inputs: FusedMoEInputs) -> torch.Tensor:
     words = np.array(pack_experts_call(inputs, out), dtype=np.int64)
     function = load_gemm_function(name, "pddii", release_gil=len(x) > build.SMALL_M_LIMIT)
     clamp = inputs.clamp or NO_CLAMP
-    function(words.ctypes.data, *clamp, build.DTYPES[x.dtype], scale_dtype_code(inputs))
+    function(words.ctypes.data, *clamp, build.DTYPE_CODES[x.dtype], scale_dtype_code(inputs))
     return out
 
 

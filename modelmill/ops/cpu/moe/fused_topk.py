@@ -39,7 +39,7 @@ def supports_topk_rules(inputs: FusedTopkInputs, experts: int) -> bool:
         and rest == 0
         and inputs.group_scores in (1, 2)
         and (inputs.groups == 1 or size >= inputs.group_scores)
-        and (bias is None or (bias.dtype in build.DTYPES and bias.is_contiguous()))
+        and (bias is None or (bias.dtype in build.DTYPE_CODES and bias.is_contiguous()))
     )
 
 
@@ -60,7 +60,7 @@ def pack_topk_rules(inputs: FusedTopkInputs, experts: int) -> list[int]:
     bias = inputs.bias
     return [
         0 if bias is None else bias.data_ptr(),
-        0 if bias is None else build.DTYPES[bias.dtype],
+        0 if bias is None else build.DTYPE_CODES[bias.dtype],
         experts, inputs.top_k, SCORES.index(inputs.scores), int(inputs.renormalize),
         inputs.groups, inputs.top_groups, inputs.group_scores, double_to_bits(inputs.scale),
         double_to_bits(inputs.jitter),

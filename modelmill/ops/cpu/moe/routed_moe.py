@@ -75,7 +75,7 @@ def run(
     load_gemm_function("routed_moe", "pppppqi")(
         out.data_ptr(), x.data_ptr(), (x if router_input is None else router_input).data_ptr(),
         None if shared is None else shared.data_ptr(), moe.packed["cpu"].at, x.shape[0],
-        build.DTYPES[x.dtype],
+        build.DTYPE_CODES[x.dtype],
     )  # fmt: skip
     return out
 
@@ -91,7 +91,7 @@ def _pack_moe_addresses(moe: RoutedMoEWeights) -> _PackedMoE:
         or moe.rules.local_experts is not None
         or router.dtype is not experts.x.dtype
         or not router.is_contiguous()
-        or any(each.dtype not in build.DTYPES or not each.is_contiguous() for each in vectors)
+        or any(each.dtype not in build.DTYPE_CODES or not each.is_contiguous() for each in vectors)
     ):
         return _PackedMoE(np.zeros(0, np.int64), 0)
     words = np.array(
@@ -114,4 +114,4 @@ def _pack_experts_call(moe: RoutedMoEWeights) -> list[int]:
 
 
 def _dtype_code(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else build.DTYPES[tensor.dtype]
+    return 0 if tensor is None else build.DTYPE_CODES[tensor.dtype]

@@ -20,7 +20,7 @@ def supports(
     """A few packed rows, of the weight's dtype."""
     return (
         x.dtype is weight.dtype
-        and x.dtype in build.DTYPES
+        and x.dtype in build.DTYPE_CODES
         and x.dim() == 2
         and x.shape[0] <= build.SMALL_M_LIMIT
         and x.is_contiguous()
@@ -36,6 +36,6 @@ def run(
     out = torch.empty(rows, experts)
     load_gemm_function("router_gemm", "pppqqqi")(
         out.data_ptr(), x.data_ptr(), weight.data_ptr(), rows, x.shape[1], experts,
-        build.DTYPES[x.dtype],
+        build.DTYPE_CODES[x.dtype],
     )  # fmt: skip
     return scale_logits_and_add_bias(out, bias, scale)

@@ -17,7 +17,7 @@ def supports(inputs: GatedRMSNormInputs) -> bool:
     return (
         x.dtype is torch.float32
         and x.is_contiguous()
-        and gate.dtype in build.DTYPES
+        and gate.dtype in build.DTYPE_CODES
         and gate.stride(1) == 1
         and (weight is None or (weight.dtype is gate.dtype and weight.is_contiguous()))
     )
@@ -32,6 +32,6 @@ def run(inputs: GatedRMSNormInputs) -> torch.Tensor:
         out.data_ptr(), x.data_ptr(), gate.data_ptr(),
         None if weight is None else weight.data_ptr(), tokens, width // group, group,
         gate.stride(0), eps, int(gate_first), int(weight is not None and len(weight) == group),
-        build.DTYPES[gate.dtype],
+        build.DTYPE_CODES[gate.dtype],
     )  # fmt: skip
     return out

@@ -9,13 +9,13 @@ from modelmill.ops.row_op_support import RowOpSupportRange
 
 unavailable_reason = build.unavailable_reason
 _kernel = build.make_lazy_function("gelu_tanh", "ppqi")
-_DTYPES = build.DTYPES
-SUPPORTED_PROBLEMS = (RowOpSupportRange(dtypes=tuple(_DTYPES)),)
+_DTYPE_CODES = build.DTYPE_CODES
+SUPPORTED_PROBLEMS = (RowOpSupportRange(dtypes=tuple(_DTYPE_CODES)),)
 
 
 def run(x: torch.Tensor) -> torch.Tensor:
     """Compute the op on the CPU; same contract as the reference."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    _kernel()(out.data_ptr(), x.data_ptr(), x.numel(), _DTYPES[x.dtype])
+    _kernel()(out.data_ptr(), x.data_ptr(), x.numel(), _DTYPE_CODES[x.dtype])
     return out

@@ -12,7 +12,7 @@ unavailable_reason = build.unavailable_reason
 _kernel = build.make_lazy_function("quantize_int8", "ppppqqi")
 SUPPORTED_PROBLEMS = (
     RowOpSupportRange(
-        dtypes=tuple(build.DTYPES),
+        dtypes=tuple(build.DTYPE_CODES),
         out_dtypes=(torch.int8,),
         max_factors=1,
         packed_dtypes=True,
@@ -37,6 +37,6 @@ def run(x: torch.Tensor, spec: ActQuantSpec) -> tuple[torch.Tensor, torch.Tensor
         factor,
         x.numel() // width,
         width,
-        build.DTYPES[x.dtype],
+        build.DTYPE_CODES[x.dtype],
     )
     return out, scale

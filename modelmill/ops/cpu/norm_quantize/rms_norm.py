@@ -12,8 +12,8 @@ from modelmill.ops.row_op_support import RowOpSupportRange
 
 unavailable_reason = build.unavailable_reason
 _kernel = build.make_lazy_function("rms_norm", "pppqqdi")
-_DTYPES = build.DTYPES
-SUPPORTED_PROBLEMS = (RowOpSupportRange(dtypes=tuple(_DTYPES), same_dtype=True),)
+_DTYPE_CODES = build.DTYPE_CODES
+SUPPORTED_PROBLEMS = (RowOpSupportRange(dtypes=tuple(_DTYPE_CODES), same_dtype=True),)
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -27,5 +27,5 @@ def run_row_kernel(
 ) -> torch.Tensor:
     """Call a kernel of out, ``pointers``, rows, width, eps and dtype; returns out, of x's shape."""
     out, width = torch.empty_like(x), x.shape[-1]
-    kernel(out.data_ptr(), *pointers, x.numel() // width, width, eps, _DTYPES[x.dtype])
+    kernel(out.data_ptr(), *pointers, x.numel() // width, width, eps, _DTYPE_CODES[x.dtype])
     return out

@@ -10,8 +10,10 @@ from modelmill.ops.rptq_quant import RptqQuantInputs
 
 unavailable_reason = build.unavailable_reason
 _kernel = build.make_lazy_function("rptq_quant", "pppppppqqqqiii")
-_DTYPES = build.DTYPES
-SUPPORTED_PROBLEMS = (RowOpSupportRange(dtypes=tuple(_DTYPES), dims=(2, 2), packed_dtypes=True),)
+_DTYPE_CODES = build.DTYPE_CODES
+SUPPORTED_PROBLEMS = (
+    RowOpSupportRange(dtypes=tuple(_DTYPE_CODES), dims=(2, 2), packed_dtypes=True),
+)
 
 
 def supports(inputs: RptqQuantInputs) -> bool:
@@ -36,5 +38,5 @@ def run(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         None if t is None else t.data_ptr()
         for t in (q, step, x, perm, inv_scale, zero_point, group_step)
     ]
-    _kernel()(*pointers, rows, width, columns, group, bits, gated, _DTYPES[x.dtype])
+    _kernel()(*pointers, rows, width, columns, group, bits, gated, _DTYPE_CODES[x.dtype])
     return q, step

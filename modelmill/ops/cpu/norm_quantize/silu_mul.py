@@ -9,8 +9,8 @@ from modelmill.ops.row_op_support import RowOpSupportRange
 
 unavailable_reason = build.unavailable_reason
 _kernel = build.make_lazy_function("silu_mul", "ppqqi")
-_DTYPES = build.DTYPES
-SUPPORTED_PROBLEMS = (RowOpSupportRange(dtypes=tuple(_DTYPES), dims=(2, 2)),)
+_DTYPE_CODES = build.DTYPE_CODES
+SUPPORTED_PROBLEMS = (RowOpSupportRange(dtypes=tuple(_DTYPE_CODES), dims=(2, 2)),)
 
 
 def run(gate_up: torch.Tensor) -> torch.Tensor:
@@ -19,5 +19,5 @@ def run(gate_up: torch.Tensor) -> torch.Tensor:
     rows, width = gate_up.shape
     inner = width // 2
     out = torch.empty(rows, inner, dtype=gate_up.dtype)
-    _kernel()(out.data_ptr(), gate_up.data_ptr(), rows, inner, _DTYPES[gate_up.dtype])
+    _kernel()(out.data_ptr(), gate_up.data_ptr(), rows, inner, _DTYPE_CODES[gate_up.dtype])
     return out

@@ -19,7 +19,7 @@ def run(inputs: Linear8BitInputs) -> torch.Tensor:
     floats = scale.dtype is torch.float32 and (x_scale is None or x_scale.dtype is torch.float32)
     dtypes_match = x.dtype is (dtype if x_scale is None else FP8) and weight.dtype is FP8
     packed = all(t is None or t.is_contiguous() for t in (weight, scale, x_scale, bias))
-    known = dtype in build.DTYPES and (bias is None or bias.dtype is dtype)
+    known = dtype in build.DTYPE_CODES and (bias is None or bias.dtype is dtype)
     if not (floats and dtypes_match and packed and known) or x.dim() != 2:
         return fp8_linear(inputs)
     each = int(x_scale is not None and x_scale.numel() > 1)

@@ -33,7 +33,7 @@ def run(inputs: RptqLinearInputs) -> torch.Tensor:
         and step.dtype is torch.float32
         and (constant is None or constant.dtype is torch.float32)
     )
-    if not fits or dtype not in build.DTYPES or (bias is not None and bias.dtype is not dtype):
+    if not fits or dtype not in build.DTYPE_CODES or (bias is not None and bias.dtype is not dtype):
         return rptq_linear(inputs)
     sizes = (*q.shape, weight.shape[0], group)
     flags = (scale.dtype is torch.float16, packed, step.dim() == 2)

@@ -19,7 +19,7 @@ def run(inputs: Linear8BitInputs) -> torch.Tensor:
     packed = [weight, scale, x_scale] if bias is None else [weight, scale, x_scale, bias]
     floats = scale.dtype is torch.float32 and x_scale.dtype is torch.float32
     if (
-        dtype not in build.DTYPES
+        dtype not in build.DTYPE_CODES
         or x.dim() != 2
         or not floats
         or not all(t.is_contiguous() for t in packed)

@@ -15,7 +15,7 @@ from modelmill.ops.cpu.common.gemm import GemmFunction, load_gemm_function
 from modelmill.ops.cpu.gemm_16bit.linear import prefers_native
 from modelmill.ops.groupwise import PACK_COLUMNS, GroupwiseLinearInputs
 
-_DTYPES = build.DTYPES
+_DTYPE_CODES = build.DTYPE_CODES
 # ScaleType of groupwise.h.
 SCALE_TYPES = {torch.float32: 0, torch.float16: 1, torch.uint8: 2}
 # Weights widened at a time: the copies stay in the cache until the product has read them.
@@ -39,7 +39,7 @@ class GroupwiseLinearKernels:
         x, weight, scale, offset, group, bias = inputs
         dtype = x.dtype
         if (
-            dtype not in _DTYPES
+            dtype not in _DTYPE_CODES
             or x.dim() != 2
             or group % PACK_COLUMNS
             or not _supports_weight(weight, scale, offset)
@@ -75,7 +75,7 @@ class GroupwiseLinearKernels:
                 k,
                 count,
                 group,
-                _DTYPES[x.dtype],
+                _DTYPE_CODES[x.dtype],
                 SCALE_TYPES[scale.dtype],
             )
             torch.mm(x, wide[:count].t(), out=out[:, first : first + count])

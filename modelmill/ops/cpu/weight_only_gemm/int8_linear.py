@@ -14,7 +14,7 @@ from modelmill.ops.cpu.gemm_16bit.linear import prefers_native
 from modelmill.ops.int8_linear import int8_linear
 
 unavailable_reason = build.unavailable_reason
-_DTYPES = build.DTYPES
+_DTYPE_CODES = build.DTYPE_CODES
 _gemm = GemmFunction("int8_linear", "pppppqqqi")
 # Weights widened at a time: the copies stay in the cache until the product has read them.
 DEQUANT_SLICE_BYTES = 4 << 20
@@ -25,7 +25,7 @@ def run(
 ) -> torch.Tensor:
     """As the reference, but few rows in 16 bits keep float sums until one final rounding."""
     dtype = x.dtype
-    if dtype not in _DTYPES or x.dim() != 2 or not _supports_weight(weight, scale):
+    if dtype not in _DTYPE_CODES or x.dim() != 2 or not _supports_weight(weight, scale):
         return int8_linear(x, weight, scale, bias)
     if bias is not None and not (bias.is_contiguous() and bias.dtype is dtype):
         return int8_linear(x, weight, scale, bias)
@@ -50,7 +50,7 @@ def _dequantized_matmul(
 ) -> torch.Tensor:
     """X [T, K] times slices of the widened weight; the scale is applied in place at the end."""
     n, k = weight.shape
-    code = _DTYPES[x.dtype]
+    code = _DTYPE_CODES[x.dtype]
     step = min(n, max(256, DEQUANT_SLICE_BYTES // max(k, 1)))
     widen = load_gemm_function("int8_dequant", "ppqi")
     wide = torch.empty(step, k, dtype=x.dtype)

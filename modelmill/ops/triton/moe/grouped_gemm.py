@@ -35,7 +35,7 @@ from modelmill.ops.triton.moe.moe_decode import (
 )
 
 
-class GroupedTile(NamedTuple):
+class GroupedLaunchConfig(NamedTuple):
     """Tile of a grouped product.
 
     Attributes:
@@ -54,14 +54,14 @@ class GroupedTile(NamedTuple):
 
 
 # (gate and up, down) by tokens of a tile
-TILES: dict[int, tuple[GroupedTile, GroupedTile]] = {
-    16: (GroupedTile(16, 64, 128, 4, 4), GroupedTile(16, 64, 128, 4, 4)),
-    32: (GroupedTile(32, 64, 128, 3, 4), GroupedTile(32, 64, 128, 4, 4)),
-    64: (GroupedTile(64, 128, 64, 4, 8), GroupedTile(64, 128, 64, 4, 4)),
-    128: (GroupedTile(128, 128, 64, 3, 8), GroupedTile(128, 128, 64, 4, 8)),
+LAUNCH_CONFIGS: dict[int, tuple[GroupedLaunchConfig, GroupedLaunchConfig]] = {
+    16: (GroupedLaunchConfig(16, 64, 128, 4, 4), GroupedLaunchConfig(16, 64, 128, 4, 4)),
+    32: (GroupedLaunchConfig(32, 64, 128, 3, 4), GroupedLaunchConfig(32, 64, 128, 4, 4)),
+    64: (GroupedLaunchConfig(64, 128, 64, 4, 8), GroupedLaunchConfig(64, 128, 64, 4, 4)),
+    128: (GroupedLaunchConfig(128, 128, 64, 3, 8), GroupedLaunchConfig(128, 128, 64, 4, 8)),
 }
 # 64 tokens of 8-bit weights: gate and up
-GATE_UP_TILE_8BIT = GroupedTile(64, 64, 64, 4, 4)
+GATE_UP_LAUNCH_CONFIG_8BIT = GroupedLaunchConfig(64, 64, 64, 4, 4)
 _RELU2 = tl.constexpr(RELU2)
 GROUP = 8  # tiles of tokens that share tiles of the weight in L2
 
@@ -69,10 +69,12 @@ GROUP = 8  # tiles of tokens that share tiles of the weight in L2
 def _tokens_per_tile(inputs: FusedMoEInputs) -> int:
     """Tokens of a tile: about as many as an expert has on average."""
     average = inputs.topk_ids.numel() / inputs.num_experts
-    return next((size for size in TILES if average <= size), 128)
+    return next((size for size in LAUNCH_CONFIGS if average <= size), 128)
 
 
-def _fit_tile_config(tile: GroupedTile, width: int, stage_bytes: int, shared: int) -> GroupedTile:
+def _fit_launch_config(
+    tile: GroupedLaunchConfig, width: int, stage_bytes: int, shared: int
+) -> GroupedLaunchConfig:
     """The tile with fewer columns for a narrow matrix, and stages that fit into shared memory.
 
     stage_bytes: of one column in all operands.
@@ -103,12 +105,14 @@ def run(
     by_pair = torch.empty((tokens * top_k, hidden), dtype=dtype, device=x.device)
     shared_bytes = max_shared_bytes(x.device)
     size = x.element_size() if dequantize else inputs.gate_up.element_size()
-    first, second = TILES[block]
-    if size == 1 and block == GATE_UP_TILE_8BIT.tokens:
-        first = GATE_UP_TILE_8BIT
+    first, second = LAUNCH_CONFIGS[block]
+    if size == 1 and block == GATE_UP_LAUNCH_CONFIG_8BIT.tokens:
+        first = GATE_UP_LAUNCH_CONFIG_8BIT
     x_size = x.element_size()
-    first = _fit_tile_config(first, hidden, block * x_size + 2 * first.rows * size, shared_bytes)
-    second = _fit_tile_config(second, inner_size, block * x_size + second.rows * size, shared_bytes)
+    first = _fit_launch_config(first, hidden, block * x_size + 2 * first.rows * size, shared_bytes)
+    second = _fit_launch_config(
+        second, inner_size, block * x_size + second.rows * size, shared_bytes
+    )
     order = (sorted_ids, expert_ids)
     convert = dequantize or (lambda inputs, _: inputs)
     _launch_grouped_gemm(convert(inputs, "gate_up"), "gate_up", first, (x, x_scale), inner, order)
@@ -120,7 +124,7 @@ def run(
 def _launch_grouped_gemm(
     inputs: FusedMoEInputs,
     name: str,
-    tile: GroupedTile,
+    tile: GroupedLaunchConfig,
     scaled_x: tuple[torch.Tensor, torch.Tensor | None],
     out: torch.Tensor,
     order: tuple[torch.Tensor, torch.Tensor],

@@ -62,14 +62,14 @@ _E2M1_TO_BFLOAT16 = tl.constexpr(f"""{{
 # pairs of an expert, on average, from which it is dequantized first: of integers, of e2m1
 DEQUANT_MIN_PAIRS, DEQUANT_MIN_PAIRS_E2M1 = 64, 128
 EXPONENT_BIAS = {torch.bfloat16: 128, torch.float16: 1024}
-Tile = tuple[int, int, int, int]
+GroupedInt4LaunchConfig = tuple[int, int, int, int]
 # (weight rows, columns, stages, warps) by tokens of a tile: of gate and of up each, and of down
-TILES: dict[int, tuple[Tile, Tile]] = {
+LAUNCH_CONFIGS: dict[int, tuple[GroupedInt4LaunchConfig, GroupedInt4LaunchConfig]] = {
     16: ((128, 128, 3, 8), (64, 128, 4, 4)),
     32: ((64, 128, 4, 4), (64, 128, 4, 4)),
     64: ((64, 128, 3, 4), (128, 128, 3, 8)),
 }
-TILES_E2M1: dict[int, tuple[Tile, Tile]] = {
+LAUNCH_CONFIGS_E2M1: dict[int, tuple[GroupedInt4LaunchConfig, GroupedInt4LaunchConfig]] = {
     16: ((64, 64, 5, 4), (64, 128, 4, 4)),
     32: ((64, 128, 4, 4), (64, 128, 4, 4)),
     128: ((128, 64, 4, 8), (128, 64, 4, 8)),
@@ -79,12 +79,14 @@ TILES_E2M1: dict[int, tuple[Tile, Tile]] = {
 def _tokens_per_tile(inputs: FusedMoEInputs) -> int:
     """Tokens of a tile: about as many as an expert has on average."""
     average = inputs.topk_ids.numel() / inputs.num_experts
-    tiles = _tile_configs(inputs)
+    tiles = _launch_configs(inputs)
     return next((size for size in tiles if average <= size), max(tiles))
 
 
-def _tile_configs(inputs: FusedMoEInputs) -> dict[int, tuple[Tile, Tile]]:
-    return TILES_E2M1 if has_mxfp4_weights(inputs) else TILES
+def _launch_configs(
+    inputs: FusedMoEInputs,
+) -> dict[int, tuple[GroupedInt4LaunchConfig, GroupedInt4LaunchConfig]]:
+    return LAUNCH_CONFIGS_E2M1 if has_mxfp4_weights(inputs) else LAUNCH_CONFIGS
 
 
 def run(inputs: FusedMoEInputs) -> torch.Tensor:
@@ -99,7 +101,7 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
     order = moe_align_block_size.run(ids, block, experts)
     inner = torch.empty((len(order[0]), inner_size), dtype=x.dtype, device=x.device)
     by_pair = torch.empty((tokens * top_k, hidden), dtype=x.dtype, device=x.device)
-    first, second = _tile_configs(inputs)[block]
+    first, second = _launch_configs(inputs)[block]
     for tile, source, out, name in ((first, x, inner, "gate_up"), (second, inner, by_pair, "down")):
         _launch_grouped_gemm(inputs, tile, source, out, order, name)
     return sum_expert_outputs(by_pair, inputs)
@@ -113,7 +115,7 @@ def _with_dequantized_weight(inputs: FusedMoEInputs, name: str) -> FusedMoEInput
 
 def _launch_grouped_gemm(
     inputs: FusedMoEInputs,
-    tile: Tile,
+    tile: GroupedInt4LaunchConfig,
     x: torch.Tensor,
     out: torch.Tensor,
     order: tuple[torch.Tensor, torch.Tensor],

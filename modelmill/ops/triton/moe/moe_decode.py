@@ -34,30 +34,30 @@ from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.norm_quantize import quantize
 
-Tile = tuple[int, int, int]
+DecodeLaunchConfig = tuple[int, int, int]
 CLAMPED = "clamped"  # the gate with a clamp, beside the names of activations
 _CLAMPED, _GELU_TANH = tl.constexpr(CLAMPED), tl.constexpr(GELU_TANH)
 _RELU2 = tl.constexpr(RELU2)
 # (rows, columns, warps) of a program: of gate and of up each, and of down
 FEW_TOKENS = 4
-GATE_UP_TILE: Tile = (2, 2048, 4)
-DOWN_TILE: Tile = (4, 256, 4)
+GATE_UP_LAUNCH_CONFIG: DecodeLaunchConfig = (2, 2048, 4)
+DOWN_LAUNCH_CONFIG: DecodeLaunchConfig = (4, 256, 4)
 # more rows share the conversion of x: 8 bits are bound by instructions before bytes
-GATE_UP_TILE_8BIT: Tile = (4, 1024, 4)
-DOWN_TILE_8BIT: Tile = (4, 256, 8)
-MANY_TOKENS_TILE: Tile = (16, 128, 4)  # float32 alone comes here with many
+GATE_UP_LAUNCH_CONFIG_8BIT: DecodeLaunchConfig = (4, 1024, 4)
+DOWN_LAUNCH_CONFIG_8BIT: DecodeLaunchConfig = (4, 256, 8)
+MANY_TOKENS_LAUNCH_CONFIG: DecodeLaunchConfig = (16, 128, 4)  # float32 alone comes here with many
 # steps of down's loop over columns whose weights are loaded before the wait, and a thread's
 # registers for them
 MAX_EARLY_STEPS, MAX_EARLY_REGISTERS = 3, 48
 
 
-def _tile_config(tile: Tile, tokens: int, width: int) -> Tile:
+def _choose_launch_config(tile: DecodeLaunchConfig, tokens: int, width: int) -> DecodeLaunchConfig:
     """The tile with fewer columns for a narrow matrix."""
-    rows, columns, warps = tile if tokens <= FEW_TOKENS else MANY_TOKENS_TILE
+    rows, columns, warps = tile if tokens <= FEW_TOKENS else MANY_TOKENS_LAUNCH_CONFIG
     return rows, min(columns, max(16, next_power_of_two(width))), warps
 
 
-def count_preload_steps(tile: Tile, slots: int, element_size: int, width: int) -> int:
+def count_preload_steps(tile: DecodeLaunchConfig, slots: int, element_size: int, width: int) -> int:
     """Steps of down's loop over columns whose weights a program loads before it waits.
 
     Args:
@@ -94,8 +94,8 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
     skips = inputs.global_num_experts is not None
 
     is_8bit = gate_up.element_size() == 1
-    tile = GATE_UP_TILE_8BIT if is_8bit else GATE_UP_TILE
-    rows, columns, warps = _tile_config(tile, tokens, hidden)
+    tile = GATE_UP_LAUNCH_CONFIG_8BIT if is_8bit else GATE_UP_LAUNCH_CONFIG
+    rows, columns, warps = _choose_launch_config(tile, tokens, hidden)
     scale, bias = inputs.gate_up_scale, inputs.gate_up_bias
     blocks = -(-inner_size // rows)
     sizes = (inner_size, hidden, blocks, x.stride(0), gate_up.stride(0), gate_up.stride(1))
@@ -115,8 +115,8 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
 
     inner, inner_scale = quantize_rows_if_needed(inner, act_dtype)
     pdl = pdl_launch_options(x.device, tokens)
-    tile = DOWN_TILE_8BIT if is_8bit else DOWN_TILE
-    rows, columns, warps = _tile_config(tile, tokens, inner_size)
+    tile = DOWN_LAUNCH_CONFIG_8BIT if is_8bit else DOWN_LAUNCH_CONFIG
+    rows, columns, warps = _choose_launch_config(tile, tokens, inner_size)
     scale, bias, shared = inputs.down_scale, inputs.down_bias, inputs.shared
     down_sizes, slots = (
         (hidden, inner_size, down.stride(0), down.stride(1)),

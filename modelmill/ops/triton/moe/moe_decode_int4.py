@@ -27,7 +27,7 @@ from modelmill.ops.triton.common.device import INTERPRETED, next_power_of_two
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.moe.moe_decode import (
-    Tile,
+    DecodeLaunchConfig,
     activate_and_store,
     count_preload_steps,
     gate_constants,
@@ -82,18 +82,18 @@ _E2M1_TO_FLOAT32 = tl.constexpr(f"""{{
     shr.u32 word, word, 16;{E2M1_LOOKUP}{_two_byte_lookup_asm(2)}
     }}""")
 # (rows, words, warps) of a program: of gate and of up each, and of down; of more than four tokens
-GATE_UP_TILE: Tile = (16, 256, 4)
-DOWN_TILE: Tile = (8, 32, 8)
-DOWN_TILE_8_TOKENS: Tile = (8, 32, 4)
-GATE_UP_TILE_E2M1: Tile = (8, 128, 4)
-DOWN_TILE_E2M1: Tile = (8, 64, 4)
-DOWN_TILE_E2M1_8_TOKENS: Tile = (8, 128, 4)
-MANY_TOKENS_TILE: Tile = (16, 16, 4)  # float32, or very many experts
+GATE_UP_LAUNCH_CONFIG: DecodeLaunchConfig = (16, 256, 4)
+DOWN_LAUNCH_CONFIG: DecodeLaunchConfig = (8, 32, 8)
+DOWN_LAUNCH_CONFIG_8_TOKENS: DecodeLaunchConfig = (8, 32, 4)
+GATE_UP_LAUNCH_CONFIG_E2M1: DecodeLaunchConfig = (8, 128, 4)
+DOWN_LAUNCH_CONFIG_E2M1: DecodeLaunchConfig = (8, 64, 4)
+DOWN_LAUNCH_CONFIG_E2M1_8_TOKENS: DecodeLaunchConfig = (8, 128, 4)
+MANY_TOKENS_LAUNCH_CONFIG: DecodeLaunchConfig = (16, 16, 4)  # float32, or very many experts
 
 
-def _tile_config(tile: Tile, tokens: int, width: int) -> Tile:
+def _choose_launch_config(tile: DecodeLaunchConfig, tokens: int, width: int) -> DecodeLaunchConfig:
     """The tile with fewer words for a narrow matrix."""
-    rows, words, warps = tile if tokens <= SEVERAL_TOKENS else MANY_TOKENS_TILE
+    rows, words, warps = tile if tokens <= SEVERAL_TOKENS else MANY_TOKENS_LAUNCH_CONFIG
     return rows, min(words, max(4, next_power_of_two(width // WORD_COLUMNS))), warps
 
 
@@ -108,8 +108,8 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
 
     bias, e2m1 = inputs.gate_up_bias, has_mxfp4_weights(inputs)
     skips = inputs.global_num_experts is not None
-    tile = GATE_UP_TILE_E2M1 if e2m1 else GATE_UP_TILE
-    rows, words, warps = _tile_config(tile, tokens, hidden)
+    tile = GATE_UP_LAUNCH_CONFIG_E2M1 if e2m1 else GATE_UP_LAUNCH_CONFIG
+    rows, words, warps = _choose_launch_config(tile, tokens, hidden)
     weight, scale, offset = inputs.gate_up, inputs.gate_up_scale, inputs.gate_up_offset
     assert scale is not None, "see supports"
     blocks = -(-inner_size // rows)
@@ -129,7 +129,9 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
     )  # fmt: skip
 
     pdl = pdl_launch_options(x.device, tokens)
-    rows, words, warps = _tile_config(_down_tile(tokens, e2m1), tokens, inner_size)
+    rows, words, warps = _choose_launch_config(
+        _down_launch_config(tokens, e2m1), tokens, inner_size
+    )
     weight, scale, offset = inputs.down, inputs.down_scale, inputs.down_offset
     assert scale is not None, "see supports"
     bias, shared = inputs.down_bias, inputs.shared
@@ -154,10 +156,10 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
     return out
 
 
-def _down_tile(tokens: int, e2m1: bool) -> Tile:
+def _down_launch_config(tokens: int, e2m1: bool) -> DecodeLaunchConfig:
     if tokens <= FEW_TOKENS:
-        return DOWN_TILE_E2M1 if e2m1 else DOWN_TILE
-    return DOWN_TILE_E2M1_8_TOKENS if e2m1 else DOWN_TILE_8_TOKENS
+        return DOWN_LAUNCH_CONFIG_E2M1 if e2m1 else DOWN_LAUNCH_CONFIG
+    return DOWN_LAUNCH_CONFIG_E2M1_8_TOKENS if e2m1 else DOWN_LAUNCH_CONFIG_8_TOKENS
 
 
 def has_mxfp4_weights(inputs: FusedMoEInputs) -> bool:

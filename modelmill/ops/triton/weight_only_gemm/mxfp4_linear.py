@@ -36,18 +36,21 @@ from modelmill.ops.triton.weight_only_gemm.dequant import (
 from modelmill.ops.triton.weight_only_gemm.groupwise import launch_config
 from modelmill.ops.triton.weight_only_gemm.groupwise import supports as supports
 
-DTYPES = (torch.bfloat16, torch.float32)
+SUPPORTED_DTYPES = (torch.bfloat16, torch.float32)
 CHUNK = 128  # columns of a step
 
 
 def _supports_problem(problem: object) -> bool:
     return (
-        getattr(problem, "dtype", None) in DTYPES and getattr(problem, "group", 0) == BLOCK_COLUMNS
+        getattr(problem, "dtype", None) in SUPPORTED_DTYPES
+        and getattr(problem, "group", 0) == BLOCK_COLUMNS
     )
 
 
 SUPPORTED_PROBLEMS = tuple(
-    replace(each, dtypes=tuple(t for t in each.dtypes if t in DTYPES), fits=_supports_problem)
+    replace(
+        each, dtypes=tuple(t for t in each.dtypes if t in SUPPORTED_DTYPES), fits=_supports_problem
+    )
     for each in groupwise.SUPPORTED_PROBLEMS
 )
 

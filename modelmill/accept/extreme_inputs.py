@@ -46,7 +46,7 @@ class PagedAttention(Protocol):
         """[T, heads, D] → [T, heads·D]."""
 
 
-class BeyondText(NamedTuple):
+class ExtremeInputOutputs(NamedTuple):
     """A module's output, and the reference's, of values beyond a bound.
 
     Attributes:
@@ -71,7 +71,7 @@ class ScoreRow(NamedTuple):
     shift: float | Tensor = 0.0
 
 
-class BeyondTextRun:
+class ExtremeInputRunner:
     """Runs modules of an engine, and the reference, on such values.
 
     Args:
@@ -93,7 +93,7 @@ class BeyondTextRun:
 
     def run(
         self, name: str, layer: int | None, spec: ModuleSpec | None, args: tuple[Any, ...]
-    ) -> Iterator[BeyondText]:
+    ) -> Iterator[ExtremeInputOutputs]:
         """Run a module; nothing where it has no bounds.
 
         Args:
@@ -127,26 +127,26 @@ class BeyondTextRun:
 
     def _clip(
         self, spec: ModuleSpec, bound: float, module: nn.Module, args: tuple[Any, ...]
-    ) -> BeyondText:
+    ) -> ExtremeInputOutputs:
         """Run a clip of queries, keys and values on values beyond its bound."""
         x = (_normal(*args[0].shape) * bound).to(args[0].device, args[0].dtype)
         expected = self._to_reference(x).clamp(-bound, bound)
         ours = module.forward(x, *args[1:])
-        return BeyondText(f"{spec.path}.bound", spec.arithmetic, ours, expected)
+        return ExtremeInputOutputs(f"{spec.path}.bound", spec.arithmetic, ours, expected)
 
     def _gate(
         self, label: str, bound: float, module: nn.Module, args: tuple[Any, ...]
-    ) -> BeyondText:
+    ) -> ExtremeInputOutputs:
         """Run an activation of gate and up on values beyond their bound."""
         x = args[0]
         both = (_normal(GATE_ROWS, x.shape[-1]) * bound).to(x.device, x.dtype)
         gate, up = self._to_reference(both).chunk(2, -1)
         ours, expected = module.forward(both, *args[1:]), self.reference.clamped_gate(gate, up)
-        return BeyondText(label, "activation", ours, expected)
+        return ExtremeInputOutputs(label, "activation", ours, expected)
 
     def _recurrent_states(
         self, layer: int, spec: RecurrenceSpec, module: Any, args: tuple[Any, ...]
-    ) -> Iterator[BeyondText]:
+    ) -> Iterator[ExtremeInputOutputs]:
         """Run a recurrence with steps beyond each of their limits; its states."""
         mixed, dt, step = args
         right = self._to_reference(mixed)
@@ -155,9 +155,9 @@ class BeyondTextRun:
             state = step.state.cache.states[module.state_index][step.state.rows.slots[0]]
             # a copy: the next steps are computed in the same slot
             ours = state.reshape(1, -1).clone()
-            yield BeyondText(f"{spec.path}.bound", spec.arithmetic, ours, expected)
+            yield ExtremeInputOutputs(f"{spec.path}.bound", spec.arithmetic, ours, expected)
 
-    def _logits(self, cap: float, args: tuple[Any, ...]) -> BeyondText:
+    def _logits(self, cap: float, args: tuple[Any, ...]) -> ExtremeInputOutputs:
         """Run the head on inputs so large that its logits are beyond their cap.
 
         Factors of 2 leave the rounding of inputs as it is.
@@ -169,9 +169,9 @@ class BeyondTextRun:
         ours, expected = (
             head.forward(x, *args[1:]), self.reference.head_logits(self._to_reference(x))
         )  # fmt: skip
-        return BeyondText("head.bound", "linear", ours, expected)
+        return ExtremeInputOutputs("head.bound", "linear", ours, expected)
 
-    def _query_factors(self, step: Any) -> Iterator[BeyondText]:
+    def _query_factors(self, step: Any) -> Iterator[ExtremeInputOutputs]:
         """Compare the factors of queries at positions up to the longest sequence's."""
         reference, model = self.reference, self.model
         rotates = hasattr(model, "compute_rope_cos_sin")
@@ -191,11 +191,11 @@ class BeyondTextRun:
         ones = torch.ones(len(places))
         ours = ones if ours is None else ours.cpu()
         right = ones if expected is None else expected.cpu()[places]
-        yield BeyondText("rotary.query_factors", "linear", ours[:, None], right[:, None])
+        yield ExtremeInputOutputs("rotary.query_factors", "linear", ours[:, None], right[:, None])
 
     def _attention(
         self, label: str, layer: int, module: PagedAttention, args: tuple[Any, ...]
-    ) -> Iterator[BeyondText]:
+    ) -> Iterator[ExtremeInputOutputs]:
         """Run queries with more keys than the text has, where their scores have bounds.
 
         Of each query the keys on both sides of every window count most.
@@ -236,7 +236,7 @@ class BeyondTextRun:
         )
         # of a score as large as its cap, and of the exponential that a GPU makes its tanh of
         noise = 0.0 if cap is None else 8 * cap * torch.finfo(torch.float32).eps
-        yield BeyondText(label, "attention", ours, expected, noise)
+        yield ExtremeInputOutputs(label, "attention", ours, expected, noise)
 
 
 def _normal(*shape: int) -> Tensor:
