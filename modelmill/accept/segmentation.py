@@ -102,7 +102,8 @@ def compare_segmentation_engine(
     size = (sam_model.image_size, sam_model.image_size * 2 // 3)
     points, labels = make_prompt_tensors(prompts, size, size)
     generator = torch.Generator().manual_seed(5)
-    mask = torch.randn(1, 1, 4 * reference.grid, 4 * reference.grid, generator=generator) * 8
+    side = 4 * reference.tokens_per_side
+    mask = torch.randn(1, 1, side, side, generator=generator) * 8
     stage_check.check_stages(decoder.prompt_encoder_stages(points[:1], labels[:1], mask))
     sparse, dense, places = stage_check.check_stages(
         decoder.prompt_encoder_stages(points, labels, None), num_outputs=3

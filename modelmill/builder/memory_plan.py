@@ -484,7 +484,7 @@ def encoder_acceptance_bytes(encoder: Any, workspace_bytes: int, itemsize: int) 
     """
     if not hasattr(encoder, "inner"):  # not a pure transformer
         return ENCODING_BYTES + int(ENCODING_LAYERS * workspace_bytes)
-    tokens = encoder.grid**2
+    tokens = encoder.tokens_per_side**2
     branches = 2 * 3 * tokens * max(3 * encoder.width, encoder.inner) * 4
     return int(
         ENCODING_BYTES + branches + tokens**2 * (4 * ENCODING_SCORES + 2 * encoder.heads * itemsize)

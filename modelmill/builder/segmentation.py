@@ -46,7 +46,7 @@ def segmentation_memory_report(
     There is no KV cache. device_memory: (total, free).
     """
     encoder = model_config.encoder
-    tokens = encoder.grid**2
+    tokens = encoder.tokens_per_side**2
     if hasattr(encoder, "widths"):
         # the first stage has a quarter of the image's side and four times its channels, before and
         # after GELU

@@ -26,7 +26,7 @@ COLUMNS = (
 )
 
 
-MIN_SHOWN_FRACTION = 0.05  # of the ceiling: below, a launch takes all the time
+MIN_PLOTTED_ROOFLINE_FRACTION = 0.05  # of the ceiling: below, a launch takes all the time
 
 
 def check_op_names(engine: Path | None, ops: Sequence[str], implementations: Sequence[str]) -> None:
@@ -180,7 +180,7 @@ def plot_op_fractions(axes: Any, results: dict[str, Any]) -> None:
     chosen = [
         each
         for each in results["results"]
-        if each["chosen"] and (each["fraction"] or 0) >= MIN_SHOWN_FRACTION
+        if each["chosen"] and (each["fraction"] or 0) >= MIN_PLOTTED_ROOFLINE_FRACTION
     ]
     names = [f"{each['op']} {each['case']} ({each['variant']})" for each in chosen]
     axes.figure.set_size_inches(9, max(4, 0.22 * len(names) + 1))

@@ -189,7 +189,7 @@ def _model_sizes(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
         return {
             "encoder": encoder_name,
             "picture": f"{encoder.image} × {encoder.image}",
-            "embedding": f"{encoder.grid}²",
+            "embedding": f"{encoder.tokens_per_side}²",
         }
     sizes = {}
     for label, keys in SIZE_KEYS:

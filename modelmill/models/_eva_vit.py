@@ -42,7 +42,7 @@ REFERENCE_NAMES = {
 """Module of a block → its name in the acceptance reference (accept/reference)."""
 BLOCK_SOURCES = {"attn.qkv.bias": SourceTensors(("attn.q_bias", "attn.v_bias"), "bias_q0v")}
 """Tensors of a block that the checkpoint has in parts: the keys have no bias."""
-MLP = ("fc1", "fc2")  # the linear layers of its MLP
+MLP_LINEAR_NAMES = ("fc1", "fc2")  # the linear layers of its MLP
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class EvaSpec(TransformerSizes):
     eps: float = 1e-6
 
     @property
-    def grid(self) -> int:
+    def tokens_per_side(self) -> int:
         """Number of patches along one side of the image."""
         return self.image // self.patch
 
     @property
     def block_spec(self) -> LayerSpec:
         """What a block is made of."""
-        return vit_block_spec(self.width, self.inner, MLP, REFERENCE_NAMES)
+        return vit_block_spec(self.width, self.inner, MLP_LINEAR_NAMES, REFERENCE_NAMES)
 
 
 EVA_G = EvaSpec(1408, 39, 16, 6144)
@@ -116,7 +116,7 @@ class EvaVisionEncoder(nn.Module):
         self.patch_embed = EvaPatchEmbed(spec)
         self.register_buffer("cls_token", torch.empty(1, 1, spec.width, device="meta"))
         self.register_buffer(
-            "pos_embed", torch.empty(1, spec.grid**2 + 1, spec.width, device="meta")
+            "pos_embed", torch.empty(1, spec.tokens_per_side**2 + 1, spec.width, device="meta")
         )
         self.blocks = nn.ModuleList(
             VitBlock(
@@ -124,7 +124,7 @@ class EvaVisionEncoder(nn.Module):
                 spec.width,
                 spec.eps,
                 EvaAttention(spec),
-                VitMLP(spec.width, spec.inner, *MLP),
+                VitMLP(spec.width, spec.inner, *MLP_LINEAR_NAMES),
             )
             for _ in range(spec.depth)
         )

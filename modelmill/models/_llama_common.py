@@ -242,7 +242,7 @@ def configs_by_layer_type_rope(
             name = f"rope_parameters.{layer_type}"
             own.update(config_object(name, parameters.get(layer_type)))
     if isinstance(scaling, Mapping):
-        _refuse_old_rope_type(scaling)
+        _refuse_rope_scaling_type_key(scaling)
         full |= scaling
     check_layer_rope_scaling(raw, FULL_ATTENTION, full)
     check_layer_rope_scaling(raw, SLIDING_ATTENTION, local)
@@ -252,7 +252,7 @@ def configs_by_layer_type_rope(
     )
 
 
-def _refuse_old_rope_type(scaling: Mapping[str, Any]) -> None:
+def _refuse_rope_scaling_type_key(scaling: Mapping[str, Any]) -> None:
     """Refuse a scaling whose type has the old name.
 
     transformers reads ``rope_type`` alone in families whose rotation differs by layer type.

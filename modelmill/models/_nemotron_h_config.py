@@ -20,10 +20,10 @@ from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import RouterConfig
 from modelmill.nn.moe_spec import MoESpec
 
-LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+LAYER_TYPE_BY_LETTER = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """Of ``hybrid_override_pattern``."""
 NAMES = {
-    **{name: name for name in LETTERS.values()},
+    **{name: name for name in LAYER_TYPE_BY_LETTER.values()},
     "mamba": "linear_attention", "attention": "full_attention",
 }  # fmt: skip
 """Of lists, those before transformers 5 too."""
@@ -72,7 +72,7 @@ def _branch_names(key: str, listed: Any) -> list[str]:
     Raises:
         CheckpointError: for what is no list of them, or no string of their letters.
     """
-    known = LETTERS if isinstance(listed, str) else NAMES
+    known = LAYER_TYPE_BY_LETTER if isinstance(listed, str) else NAMES
     if not isinstance(listed, list | str) or not listed:
         raise CheckpointError(
             f"config.json: {key} must be a list of layers, not {quote(listed, 60)}"

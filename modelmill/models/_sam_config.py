@@ -62,7 +62,7 @@ def spec_from_hf(raw: RawConfig) -> SamVitSpec:
     for key, size in (
         ("image_size", spec.image),
         ("patch_size", spec.patch),
-        ("image_embedding_size", spec.grid),
+        ("image_embedding_size", spec.tokens_per_side),
     ):
         require_value(
             tables["prompt_encoder_config"], f"prompt_encoder_config.{key}", (size,), size

@@ -43,7 +43,7 @@ class TinyVitSpec:
     eps: float = 1e-5
 
     @property
-    def grid(self) -> int:
+    def tokens_per_side(self) -> int:
         """Tokens a side of the embedding."""
         return self.image // 16
 

@@ -30,7 +30,7 @@ REFERENCE_NAMES = {
     "mlp": "mlp",
 }
 """Module of a block → its name in the acceptance reference (accept/reference)."""
-MLP = ("lin1", "lin2")  # the linear layers of its MLP
+MLP_LINEAR_NAMES = ("lin1", "lin2")  # the linear layers of its MLP
 REL_POS = ("rel_pos_h", "rel_pos_w")  # tables of relative positions
 
 
@@ -58,14 +58,14 @@ class SamVitSpec:
     rel_pos_rows: int | None = None
 
     @property
-    def grid(self) -> int:
+    def tokens_per_side(self) -> int:
         """Number of tokens along one side of the image."""
         return self.image // self.patch
 
     @property
     def block_spec(self) -> LayerSpec:
         """What a block is made of."""
-        return vit_block_spec(self.width, self.inner, MLP, REFERENCE_NAMES, REL_POS)
+        return vit_block_spec(self.width, self.inner, MLP_LINEAR_NAMES, REFERENCE_NAMES, REL_POS)
 
 
 class SamPatchEmbed(nn.Module):
@@ -91,7 +91,11 @@ class SamVitAttention(VitBranch):
         self.heads, self.window = spec.heads, window
         self.qkv = Linear(spec.width, 3 * spec.width, bias=True)
         self.proj = Linear(spec.width, spec.width, bias=True)
-        rows = 2 * window - 1 if window is not None else spec.rel_pos_rows or 2 * spec.grid - 1
+        rows = (
+            2 * window - 1
+            if window is not None
+            else spec.rel_pos_rows or 2 * spec.tokens_per_side - 1
+        )
         for name in REL_POS:
             self.register_buffer(name, torch.empty(rows, spec.width // spec.heads, device="meta"))
 
@@ -130,7 +134,8 @@ class SamVitEncoder(nn.Module):
         self.spec = spec
         self.patch_embed = SamPatchEmbed(spec)
         self.register_buffer(
-            "pos_embed", torch.empty(1, spec.grid, spec.grid, spec.width, device="meta")
+            "pos_embed",
+            torch.empty(1, spec.tokens_per_side, spec.tokens_per_side, spec.width, device="meta"),
         )
         windows = [
             None if index in spec.global_attn_indexes else spec.window
@@ -142,7 +147,7 @@ class SamVitEncoder(nn.Module):
                 spec.width,
                 spec.eps,
                 SamVitAttention(spec, window),
-                VitMLP(spec.width, spec.inner, *MLP),
+                VitMLP(spec.width, spec.inner, *MLP_LINEAR_NAMES),
             )
             for window in windows
         )

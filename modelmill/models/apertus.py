@@ -25,9 +25,9 @@ LAYOUT = CheckpointLayout(
 )
 FLOAT32_TENSORS = (r"layers\.\d+\.mlp\.act\..*",)
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {"qk_norm": (True,), "post_norm": (False,)}
-THETA = 12000000.0
+DEFAULT_ROPE_THETA = 12000000.0
 DEFAULT_ROPE: Mapping[str, Any] = {
-    "rope_type": "llama3", "rope_theta": THETA, "factor": 8.0, "low_freq_factor": 1.0,
+    "rope_type": "llama3", "rope_theta": DEFAULT_ROPE_THETA, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
 
@@ -39,7 +39,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     is_xielu = raw.get("hidden_act", XIELU.NAME) == XIELU.NAME
     return _llama_common.config_from_hf(
         raw,
-        ConfigDefaults(positions=65536, eps=1e-5, theta=THETA),
+        ConfigDefaults(positions=65536, eps=1e-5, theta=DEFAULT_ROPE_THETA),
         gated=False,
         activation=XIELU.NAME if is_xielu else read_activation(raw, "hidden_act", "silu"),
         **attention_bias_fields(raw),

@@ -64,7 +64,7 @@ MAX_POSITIONS = 131072
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False, "vision"), "rope_scaling": ({},),
 }  # fmt: skip
-SIZES = {
+DEFAULT_SIZES = {
     "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262144, "hidden_size": 2304,
     "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8,
 }  # fmt: skip
@@ -72,7 +72,7 @@ SIZES = {
 
 def config_from_hf(raw: RawConfig) -> Gemma4Config:
     """Sizes from config.json; what it does not name is as in Gemma4TextConfig."""
-    raw = overlay_config(raw, SIZES)
+    raw = overlay_config(raw, DEFAULT_SIZES)
     layers, hidden = num_layers(raw, "num_hidden_layers"), positive_int(raw, "hidden_size")
     windows = _gemma4_config.layer_windows(raw, layers)
     positions = positive_int(raw, "max_position_embeddings", default=MAX_POSITIONS)

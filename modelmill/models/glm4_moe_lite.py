@@ -21,7 +21,12 @@ LAYOUT = _deepseek_common.LAYOUT
 UNUSED_CONFIG_KEYS = _deepseek_common.UNUSED_CONFIG_KEYS
 SUPPORTED_VALUES = {**EXPERTS_OF_SIGMOIDS, "partial_rotary_factor": (1,)}
 DEFAULTS = {"moe_intermediate_size": 1536, "n_shared_experts": 1, "first_k_dense_replace": 1}
-SIZES = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5}
+DEFAULT_SIZES = {
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "rms_norm_eps": 1e-5,
+}
 FLOAT32_TENSORS = SELECTION_BIASES
 
 
@@ -29,7 +34,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Glm4MoeLiteConfig."""
     if raw.get("mlp_layer_types") is None:  # transformers reads no other key
         require_value(raw, "first_k_dense_replace", (1, None), None)
-    raw = overlay_config(raw, SIZES, {"first_k_dense_replace": 0})
+    raw = overlay_config(raw, DEFAULT_SIZES, {"first_k_dense_replace": 0})
     # in transformers a second name of qk_rope_head_dim
     turned = positive_int(raw, "qk_rope_head_dim", default=64)
     require_value(raw, "head_dim", (turned, None), None)

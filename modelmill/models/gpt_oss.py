@@ -30,7 +30,7 @@ LAYOUT = CheckpointLayout(
 )
 # the trained length, which rope_scaling has as well, and num_experts_per_tok under its old name
 UNUSED_CONFIG_KEYS = ("initial_context_length", "experts_per_token")
-YARN = {
+DEFAULT_YARN_SCALING = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
@@ -40,7 +40,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GptOssConfig."""
     raw = overlay_config(raw, {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128})
     if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
-        raw = overlay_config(raw, {}, {"rope_parameters": YARN})
+        raw = overlay_config(raw, {}, {"rope_parameters": DEFAULT_YARN_SCALING})
     layers = num_layers(raw, "num_hidden_layers")
     config = _llama_common.config_from_hf(
         raw,

@@ -18,13 +18,17 @@ from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
 Model = Decoder
-SHARED_MLP = {"gate_up_proj": ("shared_mlp.input_linear",),
+SHARED_MLP_NAMES = {"gate_up_proj": ("shared_mlp.input_linear",),
               "down_proj": ("shared_mlp.output_linear",)}  # fmt: skip
 LAYOUT = CheckpointLayout(
     {
         **CHECKPOINT_NAMES,
         **mamba_checkpoint_names("mamba"),
-        **{f"{stem}.{name}": each for stem in ("mlp", SHARED) for name, each in SHARED_MLP.items()},
+        **{
+            f"{stem}.{name}": each
+            for stem in ("mlp", SHARED)
+            for name, each in SHARED_MLP_NAMES.items()
+        },
         **STACKED_EXPERT_NAMES,
     },
     experts_stacked=True,

@@ -11,7 +11,7 @@ from modelmill.models._hf_config import positive_int
 from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._moe_config import SHARED, STACKED_EXPERT_NAMES
 from modelmill.models._rename_rules import CheckpointLayout
-from modelmill.models.granitemoehybrid import SHARED_MLP, with_split_gate_up_sources
+from modelmill.models.granitemoehybrid import SHARED_MLP_NAMES, with_split_gate_up_sources
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
@@ -19,7 +19,7 @@ LAYOUT = CheckpointLayout(
     {
         **CHECKPOINT_NAMES,
         **STACKED_EXPERT_NAMES,
-        **{f"{SHARED}.{name}": each for name, each in SHARED_MLP.items()},
+        **{f"{SHARED}.{name}": each for name, each in SHARED_MLP_NAMES.items()},
     },
     experts_stacked=True,
 )

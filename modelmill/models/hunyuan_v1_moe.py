@@ -28,12 +28,14 @@ SUPPORTED_VALUES = {
     "moe_random_routing_dropped_token": (False,), "routed_scaling_factor": (False, 1.0),
     "use_mla": (False,),
 }  # fmt: skip
-SHARED_MLP = {
+SHARED_MLP_NAMES = {
     f"{SHARED}.gate_up_proj": ("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
     f"{SHARED}.down_proj": ("mlp.shared_mlp.down_proj",),
 }
 Model = Decoder
-LAYOUT = CheckpointLayout({**NAMES, **EXPERT_NAMES, **SHARED_MLP, "mlp.router": ("mlp.gate.wg",)})
+LAYOUT = CheckpointLayout(
+    {**NAMES, **EXPERT_NAMES, **SHARED_MLP_NAMES, "mlp.router": ("mlp.gate.wg",)}
+)
 # of images, which these models do not read
 UNUSED_CONFIG_KEYS = (
     *_hunyuan_config.UNUSED_CONFIG_KEYS, "num_media_embeds", "vit_input_resolution",

@@ -22,13 +22,13 @@ from modelmill.models._moe_config import (
     router_config,
 )
 from modelmill.models._rename_rules import CheckpointLayout, SourceTensors
-from modelmill.models.hunyuan_v1_moe import SHARED_MLP
+from modelmill.models.hunyuan_v1_moe import SHARED_MLP_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import SIGMOID
 
 Model = Decoder
 LAYOUT = CheckpointLayout(
-    {**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_MLP, "mlp.router": ("mlp.router.gate",)},
+    {**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_MLP_NAMES, "mlp.router": ("mlp.router.gate",)},
     tensors={"mlp.routing.selection_bias": SourceTensors(("mlp.expert_bias",))},
     has_draft_layer=True,
 )

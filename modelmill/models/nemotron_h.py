@@ -17,7 +17,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.one_branch_layer import OneBranchLayer
 
-MLPS = {"mlp": "mixer", "mlp.experts.*": "mixer.experts.*", SHARED: "mixer.shared_experts"}
+MLP_PREFIXES = {"mlp": "mixer", "mlp.experts.*": "mixer.experts.*", SHARED: "mixer.shared_experts"}
 Model = Decoder
 LAYOUT = CheckpointLayout(
     {
@@ -27,8 +27,8 @@ LAYOUT = CheckpointLayout(
         "attn.qkv_proj": ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
         "attn.o_proj": ("mixer.o_proj",),
         "mlp.router": ("mixer.gate",),
-        **{f"{ours}.fc_proj": (f"{theirs}.up_proj",) for ours, theirs in MLPS.items()},
-        **{f"{ours}.down_proj": (f"{theirs}.down_proj",) for ours, theirs in MLPS.items()},
+        **{f"{ours}.fc_proj": (f"{theirs}.up_proj",) for ours, theirs in MLP_PREFIXES.items()},
+        **{f"{ours}.down_proj": (f"{theirs}.down_proj",) for ours, theirs in MLP_PREFIXES.items()},
     },
     layers="backbone.layers",
     embed="backbone.embeddings",

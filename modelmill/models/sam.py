@@ -150,7 +150,7 @@ class Model(nn.Module):
         path = f"image_encoder.{self.image_encoder.stack}"
         self.layer_stacks = (LayerStack(path, "encoder-{:04d}", reads_images=True),)
         self.prompt_encoder = SamPromptEncoder(
-            EMBED_WIDTH, config.encoder.image, config.encoder.grid
+            EMBED_WIDTH, config.encoder.image, config.encoder.tokens_per_side
         )
         self.mask_decoder = SamMaskDecoder(EMBED_WIDTH)
 

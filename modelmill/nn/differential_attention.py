@@ -27,7 +27,7 @@ from modelmill.parallel.shard import Range
 
 COPIES = 4
 """KV heads in the pages for each pair."""
-LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+LAMBDA_TENSOR_NAMES = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class DifferentialAttentionSpec:
             attention_core_spec(()),
             ModuleSpec(
                 path="attn.difference", reads=("attn",), writes=("difference",),
-                reference=("difference",), tensors=LAMBDAS, op="rms_norm",
+                reference=("difference",), tensors=LAMBDA_TENSOR_NAMES, op="rms_norm",
             ),
             o_proj_spec(self.hidden, reads="difference", split_columns="q_heads", bias=self.bias),
         )  # fmt: skip
@@ -161,7 +161,7 @@ class HeadPairDifference(HeadPairShardedModule):
 
     def __init__(self, spec: DifferentialAttentionSpec) -> None:
         super().__init__(spec)
-        for name in LAMBDAS:
+        for name in LAMBDA_TENSOR_NAMES:
             self.register_buffer(name, torch.empty(spec.head_dim, device="meta"))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
@@ -175,7 +175,7 @@ class HeadPairDifference(HeadPairShardedModule):
 
     def compute_lambda(self) -> torch.Tensor:
         """λ, float32."""
-        q1, k1, q2, k2 = (self.get_buffer(name).float() for name in LAMBDAS)
+        q1, k1, q2, k2 = (self.get_buffer(name).float() for name in LAMBDA_TENSOR_NAMES)
         return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.spec.lambda_init
 
 

@@ -33,7 +33,7 @@ MIN_CUT_MARK_CHARS = 3
 
 Directly behind a call one character is enough.
 """
-READERS: dict[str, type[ToolCallReader]] = {
+TOOL_CALL_READERS: dict[str, type[ToolCallReader]] = {
     "json": JsonCallReader,
     "named": NamedCallReader,
     "parameters": ParameterCallReader,
@@ -302,7 +302,7 @@ class MarkedAnswerParser(AnswerParser):
 def _make_call_reader(
     calls: CallSyntax, tools: ToolSchemas, output: PieceCollector
 ) -> ToolCallReader:
-    reader = READERS[calls.style]
+    reader = TOOL_CALL_READERS[calls.style]
     if calls.checked:
         return ValidatedCallReader(reader, calls, tools, output)
     return reader(calls, tools, output)

@@ -130,7 +130,7 @@ class SamModel:
         assert isinstance(weight, torch.Tensor)
         self.device = weight.device
         self.image_size = int(model.config.encoder.image)  # type: ignore[union-attr, arg-type]
-        self.mask_size = 4 * int(model.config.encoder.grid)  # type: ignore[union-attr, arg-type]  # of masks' logits
+        self.mask_size = 4 * int(model.config.encoder.tokens_per_side)  # type: ignore[union-attr, arg-type]  # of masks' logits
         self.dtype = next(b for b in model.image_encoder.buffers() if b.is_floating_point()).dtype  # type: ignore[union-attr]
         self._mean = torch.tensor(mean, device=self.device).view(3, 1, 1)
         self._std = torch.tensor(std, device=self.device).view(3, 1, 1)

@@ -11,7 +11,7 @@ import torch
 
 from modelmill.core.errors import CorruptArtifact
 from modelmill.ops.groupwise import PACK_COLUMNS, GroupwiseLinearInputs
-from modelmill.weights.base import PackedInfo, TensorLayout, WeightFormat, slice_tensor
+from modelmill.weights.base import PackedInfo, StoredTensorTypes, WeightFormat, slice_tensor
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class GroupwiseWeight(WeightFormat):
 
     CODE_DTYPE: ClassVar[torch.dtype]
     SCALE_DTYPES: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.float32)
-    LAYOUT: ClassVar[TensorLayout]
+    STORED_TENSORS: ClassVar[StoredTensorTypes]
 
     def __init_subclass__(cls) -> None:
-        """Set LAYOUT from the subclass's CODE_DTYPE and SCALE_DTYPES."""
+        """Set STORED_TENSORS from the subclass's CODE_DTYPE and SCALE_DTYPES."""
         super().__init_subclass__()
         grid = cls.SCALE_DTYPES
         shared = {"perm": (1, (torch.int32,)), "sizes": (1, (torch.int32,))}
-        cls.LAYOUT = {
+        cls.STORED_TENSORS = {
             "weight": (2, (cls.CODE_DTYPE,)),
             "scale": (2, grid),
             "offset": (2, grid),

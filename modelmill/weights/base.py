@@ -29,7 +29,7 @@ from modelmill.ops.rope_cache import RopeCacheInputs
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of activations and of unquantized weights."""
 
-TensorLayout = dict[str, tuple[int, tuple[torch.dtype, ...]]]
+StoredTensorTypes = dict[str, tuple[int, tuple[torch.dtype, ...]]]
 """Dimensions and dtypes of the tensors that a format stores, by suffix."""
 # Largest fraction of the memory free at load that expanded weights may use; the rest is for the KV
 # cache and for steps.
@@ -62,13 +62,14 @@ class WeightFormat(ABC):
     exists.
 
     Attributes:
-        LAYOUT: dimensions and dtypes of the stored tensors; None: ``from_tensors`` checks them.
+        STORED_TENSORS: dimensions and dtypes of the stored tensors; None: ``from_tensors`` checks
+            them.
         UNPACKS: the op whose torch reference expands the stored numbers in every call, if there
             is one; the format then has ``unpack``.
         QUANTIZES_INPUT: whether the format may quantize its input (``fake_quantize_input``).
     """
 
-    LAYOUT: ClassVar[TensorLayout | None] = None
+    STORED_TENSORS: ClassVar[StoredTensorTypes | None] = None
     UNPACKS: ClassVar[UpcastSpec | None] = None
     QUANTIZES_INPUT: ClassVar[bool] = False
 
@@ -355,12 +356,12 @@ def from_tensors(weight_format: str, tensors: Mapping[str, torch.Tensor]) -> Wei
     """Build a weight from its stored ``tensors()``.
 
     Raises:
-        CorruptArtifact: if a tensor differs from the format's ``LAYOUT`` (suffix → dimensions and
-            dtypes).
+        CorruptArtifact: if a tensor differs from the format's ``STORED_TENSORS`` (suffix →
+            dimensions and dtypes).
         KeyError: with the suffix of a missing tensor.
     """
     format_class = _find_format_class(weight_format)
-    layout = format_class.LAYOUT
+    layout = format_class.STORED_TENSORS
     for suffix, tensor in tensors.items():
         if layout is None:
             break

@@ -10,7 +10,7 @@ import torch
 
 from modelmill.ops.registry import Ops
 from modelmill.ops.rope_cache import RopeCacheInputs
-from modelmill.weights.base import FLOAT_DTYPES, TensorLayout, WeightFormat, slice_tensor
+from modelmill.weights.base import FLOAT_DTYPES, StoredTensorTypes, WeightFormat, slice_tensor
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class DenseWeight(WeightFormat):
     weight: torch.Tensor
     format: str = "dense"
 
-    LAYOUT: ClassVar[TensorLayout] = {"weight": (2, FLOAT_DTYPES)}
+    STORED_TENSORS: ClassVar[StoredTensorTypes] = {"weight": (2, FLOAT_DTYPES)}
 
     @classmethod
     def pack(cls, weight: torch.Tensor, dtype: torch.dtype) -> DenseWeight:

@@ -15,7 +15,7 @@ from modelmill.core.errors import CorruptArtifact
 from modelmill.ops.int8_linear import quantize, supports_int8pack_mm, uses_int8pack_mm
 from modelmill.ops.registry import Ops
 from modelmill.weights.base import (
-    TensorLayout,
+    StoredTensorTypes,
     UpcastSpec,
     WeightFormat,
     pad_columns_for_amx,
@@ -38,7 +38,10 @@ class Int8Weight(WeightFormat):
     format: str = "int8"
     packed: torch.Tensor | None = None
 
-    LAYOUT: ClassVar[TensorLayout] = {"weight": (2, (torch.int8,)), "scale": (1, (torch.float32,))}
+    STORED_TENSORS: ClassVar[StoredTensorTypes] = {
+        "weight": (2, (torch.int8,)),
+        "scale": (1, (torch.float32,)),
+    }
     UNPACKS: ClassVar[UpcastSpec] = UpcastSpec("int8_linear", None)
 
     @classmethod

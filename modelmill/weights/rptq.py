@@ -35,7 +35,7 @@ from modelmill.weights._rptq_columns import (
 from modelmill.weights.base import (
     RANGE_MARGIN,
     PackedInfo,
-    TensorLayout,
+    StoredTensorTypes,
     UpcastSpec,
     WeightFormat,
     slice_tensor,
@@ -81,7 +81,7 @@ class RptqWeight(WeightFormat):
     fallback: bool = False
     format: str = "rptq"
 
-    LAYOUT: ClassVar[TensorLayout] = {
+    STORED_TENSORS: ClassVar[StoredTensorTypes] = {
         "weight": (2, (torch.int8, torch.uint8)),
         **dict.fromkeys(("scale", "offset"), (2, (torch.float16, torch.float32))),
         **dict.fromkeys(("perm", "input_zero_points", "sizes"), (1, (torch.int32,))),

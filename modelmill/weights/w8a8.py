@@ -21,7 +21,7 @@ from modelmill.ops.w8a8_linear import Linear8BitInputs
 from modelmill.weights.base import (
     RANGE_MARGIN,
     PackedInfo,
-    TensorLayout,
+    StoredTensorTypes,
     UpcastSpec,
     WeightFormat,
     pad_columns_for_amx,
@@ -54,7 +54,7 @@ class W8A8Weight(WeightFormat):
 
     VALUE_DTYPE: ClassVar[torch.dtype] = torch.int8
     PRODUCT: ClassVar[str] = "w8a8_linear"
-    LAYOUT: ClassVar[TensorLayout] = {
+    STORED_TENSORS: ClassVar[StoredTensorTypes] = {
         "weight": (2, (torch.int8, torch.float8_e4m3fn)),
         "scale": (1, (torch.float32,)),
         "input_scale": (1, (torch.float32,)),

@@ -172,7 +172,7 @@ def _open_gemma4_gguf_reference(
 ) -> ReferenceModel:
     config = gguf_gemma4.gemma4_config(container)
     source = gguf_gemma4.Gemma4GgufSource(container, dtype, config, device=device)
-    source.read_original_tensor(gguf_gemma4.FREQUENCIES)  # the config was made from it
+    source.read_original_tensor(gguf_gemma4.ROPE_FREQS_TENSOR)  # the config was made from it
     reference: ReferenceModel = _find_family_module(config).REFERENCE(source, config)
     return reference
 

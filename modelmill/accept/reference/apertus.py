@@ -16,12 +16,12 @@ from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNor
 from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
-THETA = 12e6
-ROPE: dict[str, Any] = {
-    "rope_type": "llama3", "rope_theta": THETA, "factor": 8.0, "low_freq_factor": 1.0,
+DEFAULT_ROPE_THETA = 12e6
+DEFAULT_ROPE_PARAMETERS: dict[str, Any] = {
+    "rope_type": "llama3", "rope_theta": DEFAULT_ROPE_THETA, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
-SLOPES = ("alpha_p", "alpha_n", "beta", "eps")
+XIELU_PARAMETER_NAMES = ("alpha_p", "alpha_n", "beta", "eps")
 
 
 class ApertusReference(PerHeadQKNormMixin):
@@ -33,8 +33,8 @@ class ApertusReference(PerHeadQKNormMixin):
         self.is_xielu = config.get("hidden_act", "xielu") == "xielu"
         super().__init__(source, config | ({"hidden_act": None} if self.is_xielu else {}))
         is_given = config.get("rope_scaling") or config.get("rope_parameters") is not None
-        changes = {} if is_given else {"rope_parameters": ROPE}
-        self.rope = self.build_rope(theta=THETA, **changes)
+        changes = {} if is_given else {"rope_parameters": DEFAULT_ROPE_PARAMETERS}
+        self.rope = self.build_rope(theta=DEFAULT_ROPE_THETA, **changes)
         self.biased = self.projections_with_bias()
         self.norm_paths = {
             "input_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm", **HEAD_NORMS
@@ -46,7 +46,7 @@ class ApertusReference(PerHeadQKNormMixin):
         """Read a layer's matrices, and the numbers of its activation."""
         weights = super().mlp_weights(index)
         stem = f"{self.LAYERS}.{index}.mlp.act_fn"
-        for name in SLOPES if self.is_xielu else ():
+        for name in XIELU_PARAMETER_NAMES if self.is_xielu else ():
             weights[name] = ModuleWeights(self.source.get(f"{stem}.{name}"))
         return weights
 
@@ -55,7 +55,7 @@ class ApertusReference(PerHeadQKNormMixin):
         if not self.is_xielu:
             return super().mlp(r, normed)
         wide = r.linear("fc", normed)
-        above, below, beta, eps = (float(r.weights[name].weight) for name in SLOPES)
+        above, below, beta, eps = (float(r.weights[name].weight) for name in XIELU_PARAMETER_NAMES)
         rise = math.log1p(math.exp(above))
         fall = beta + math.log1p(math.exp(below))
         inner = beta * wide

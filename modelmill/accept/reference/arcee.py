@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.plain_decoder import (
-    MIXER,
-    PROJECTIONS,
+    ATTENTION_LINEAR_NAMES,
+    PROJECTION_PATHS,
     PlainDecoderReference,
     ReferenceDefaults,
 )
 from modelmill.accept.reference.tensor_source import TensorSource
 
-PLAIN_MLP = {"fc": "mlp.up_proj", "down": "mlp.down_proj"}
+PLAIN_MLP_PATHS = {"fc": "mlp.up_proj", "down": "mlp.down_proj"}
 
 
 class ArceeReference(PlainDecoderReference):
@@ -23,9 +23,11 @@ class ArceeReference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.projection_paths = {name: PROJECTIONS[name] for name in MIXER} | PLAIN_MLP
+        self.projection_paths = {
+            name: PROJECTION_PATHS[name] for name in ATTENTION_LINEAR_NAMES
+        } | PLAIN_MLP_PATHS
         attention = self.projections_with_bias(default=self.HAS_BIAS)
-        mlp = self.projections_with_bias("mlp_bias", PLAIN_MLP, default=self.HAS_BIAS)
+        mlp = self.projections_with_bias("mlp_bias", PLAIN_MLP_PATHS, default=self.HAS_BIAS)
         self.biased = attention | mlp
 
 

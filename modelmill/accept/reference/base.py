@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from modelmill.accept.reference.tensor_source import TensorSource
 
 HEAD_WEIGHT = "lm_head.weight"
-# Query rows computed at a time: bounds the score matrix to QUERY_ROWS × T per head.
-QUERY_ROWS = 512
+# Query rows computed at a time: bounds the score matrix to QUERY_ROWS_PER_BLOCK × T per head.
+QUERY_ROWS_PER_BLOCK = 512
 
 
 class ModuleIO(NamedTuple):
@@ -301,14 +301,16 @@ def causal_attention(
     group = heads // k.shape[1]
     out = torch.empty_like(q)
     column = torch.arange(len(k), device=q.device)
-    for start in range(0, count, QUERY_ROWS):
-        row = column[len(k) - count :][start : start + QUERY_ROWS, None]
+    for start in range(0, count, QUERY_ROWS_PER_BLOCK):
+        row = column[len(k) - count :][start : start + QUERY_ROWS_PER_BLOCK, None]
         hidden = column[None, :] > row
         if window is not None:
             hidden |= column[None, :] <= row - window
         for head in range(heads):
             with no_tf32():
-                scores = q[start : start + QUERY_ROWS, head] @ k[:, head // group].T * scale
+                scores = (
+                    q[start : start + QUERY_ROWS_PER_BLOCK, head] @ k[:, head // group].T * scale
+                )
                 if softcap is not None:
                     scores = (scores / softcap).tanh() * softcap
                 if slopes is not None:
@@ -318,5 +320,5 @@ def causal_attention(
                     sink = sinks[head].to(scores).expand(len(scores), 1)
                     scores = torch.cat((scores, sink), dim=-1)
                 weights = scores.softmax(dim=-1)[:, : len(k)]
-                out[start : start + QUERY_ROWS, head] = weights @ v[:, head // group]
+                out[start : start + QUERY_ROWS_PER_BLOCK, head] = weights @ v[:, head // group]
     return out.reshape(count, heads * dim)

@@ -15,7 +15,7 @@ from modelmill.core.errors import UnknownArchitecture
 
 NAME_PREFIX = "transformer."
 EMBEDDING_NORM = "transformer.word_embeddings_layernorm"
-MEGATRON_PROJECTIONS = {
+MEGATRON_PROJECTION_PATHS = {
     "qkv": "self_attention.query_key_value",
     "o_proj": "self_attention.dense",
     "fc": "mlp.dense_h_to_4h",
@@ -40,7 +40,7 @@ class BloomReference(Gpt2NamesReference):
             raise UnknownArchitecture("residuals behind the norm are not known here")
         self.activation = ACTIVATIONS["gelu_pytorch_tanh"]
         self.alibi_slopes = alibi_slopes(self.num_heads)
-        self.projection_paths = MEGATRON_PROJECTIONS
+        self.projection_paths = MEGATRON_PROJECTION_PATHS
         self.biased = frozenset(self.projection_paths)
 
     def embed(self, ids: Tensor) -> Tensor:

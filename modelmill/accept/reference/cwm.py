@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.plain_decoder import MLP, PlainDecoderReference, ReferenceDefaults
+from modelmill.accept.reference.plain_decoder import (
+    MLP_LINEAR_NAMES,
+    PlainDecoderReference,
+    ReferenceDefaults,
+)
 from modelmill.accept.reference.tensor_source import TensorSource
 
-ROPE: dict[str, Any] = {
+DEFAULT_ROPE_PARAMETERS: dict[str, Any] = {
     "rope_type": "llama3",
     "rope_theta": 1e6,
     "factor": 16.0,
@@ -25,9 +29,9 @@ class CwmReference(PlainDecoderReference):
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
         is_given = config.get("rope_scaling") or config.get("rope_parameters") is not None
-        changes = {} if is_given else {"rope_parameters": ROPE}
+        changes = {} if is_given else {"rope_parameters": DEFAULT_ROPE_PARAMETERS}
         self.rope = self.build_rope(theta=1e6, **changes)
-        self.biased = self.projections_with_bias("mlp_bias", MLP)
+        self.biased = self.projections_with_bias("mlp_bias", MLP_LINEAR_NAMES)
         size, types = config.get("sliding_window", 8192), config.get("layer_types")
         for layer in range(self.num_layers):
             is_full = layer % 4 == 0 if types is None else types[layer] == "full_attention"

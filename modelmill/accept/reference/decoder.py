@@ -12,7 +12,7 @@ from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import UnknownArchitecture
 
 MODEL_TYPES = ("llama", "mistral", "ministral", "qwen2", "qwen3")
-MISTRALS = ("mistral", "ministral")
+MISTRAL_MODEL_TYPES = ("mistral", "ministral")
 MODEL_DEFAULTS = {
     "llama": ReferenceDefaults(),
     "mistral": ReferenceDefaults(kv_heads=8, positions=131072),
@@ -51,7 +51,7 @@ class DecoderReference(PerHeadQKNormMixin):
             self.config.get("attention_bias", False),
             self.config.get("mlp_bias", False),
         )
-        if self.model_type in MISTRALS:
+        if self.model_type in MISTRAL_MODEL_TYPES:
             attention = mlp = attention if attention is None else False
         qkv, out = (True, False) if self.model_type == "qwen2" else (attention, attention)
         if self.model_type in ("qwen2", "qwen3"):
@@ -65,7 +65,7 @@ class DecoderReference(PerHeadQKNormMixin):
         A mistral with layer_types is what the originals call ministral: the list decides.
         """
         window = self.config.get("sliding_window", 4096)
-        everywhere = self.model_type in MISTRALS
+        everywhere = self.model_type in MISTRAL_MODEL_TYPES
         if self.model_type == "llama" or not (
             everywhere or self.config.get("use_sliding_window", False)
         ):

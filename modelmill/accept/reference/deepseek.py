@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import (
-    QUERY_ROWS,
+    QUERY_ROWS_PER_BLOCK,
     LayerRecorder,
     LayerWeights,
     ModuleWeights,
@@ -156,14 +156,18 @@ class DeepseekReference(GroupedExpertsMixin):
         """Causal attention of heads whose values have a size of their own."""
         count, column = len(q), torch.arange(len(q), device=q.device)
         out = q.new_empty(count, self.num_heads, self.value_dim)
-        for start in range(0, count, QUERY_ROWS):
-            row = column[start : start + QUERY_ROWS, None]
+        for start in range(0, count, QUERY_ROWS_PER_BLOCK):
+            row = column[start : start + QUERY_ROWS_PER_BLOCK, None]
             for head in range(self.num_heads):
                 with no_tf32():
-                    scores = q[start : start + QUERY_ROWS, head] @ k[:, head].T * self.score_scale
+                    scores = (
+                        q[start : start + QUERY_ROWS_PER_BLOCK, head]
+                        @ k[:, head].T
+                        * self.score_scale
+                    )
                     hidden = column[None] > row
                     weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
-                    out[start : start + QUERY_ROWS, head] = weights @ v[:, head]
+                    out[start : start + QUERY_ROWS_PER_BLOCK, head] = weights @ v[:, head]
         return out.reshape(count, -1)
 
 

@@ -22,7 +22,7 @@ from modelmill.accept.reference.base import (
 from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
-LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+LAMBDA_TENSOR_NAMES = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 
 class DiffLlamaReference(PlainDecoderReference):
@@ -43,7 +43,7 @@ class DiffLlamaReference(PlainDecoderReference):
                 self._reorder_heads_by_pair(weight),
                 None if bias is None else self._reorder_heads_by_pair(bias),
             )
-        for name in LAMBDAS:
+        for name in LAMBDA_TENSOR_NAMES:
             weights[name] = ModuleWeights(
                 self.source.get(f"{self.LAYERS}.{index}.self_attn.{name}")
             )
@@ -87,7 +87,7 @@ class DiffLlamaReference(PlainDecoderReference):
         self, index: int, r: LayerRecorder, mixed: Tensor, group: int
     ) -> Tensor:
         """Subtract the second maps' outputs, norm both values together, and scale."""
-        q1, k1, q2, k2 = (r.weights[name].weight for name in LAMBDAS)
+        q1, k1, q2, k2 = (r.weights[name].weight for name in LAMBDA_TENSOR_NAMES)
         start = 0.8 - 0.6 * math.exp(-0.3 * index)
         factor = math.exp(float(q1 @ k1)) - math.exp(float(q2 @ k2)) + start
         parts = mixed.reshape(len(mixed), -1, 2, 2, group, self.head_dim)

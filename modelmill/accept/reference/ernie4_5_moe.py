@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
-from modelmill.accept.reference.moe import QWEN_EXPERT, ExpertsMixin
+from modelmill.accept.reference.moe import QWEN_EXPERT_MATRIX_NAMES, ExpertsMixin
 from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -47,7 +47,7 @@ class Ernie45MoeReference(ExpertsMixin):
         stem = f"{self.LAYERS}.{index}.mlp"
         bias = self.source.get(f"{stem}.moe_statics.e_score_correction_bias").reshape(-1)
         weights[ROUTER_BIAS] = ModuleWeights(bias)
-        for name in QWEN_EXPERT if self.shared_count else ():
+        for name in QWEN_EXPERT_MATRIX_NAMES if self.shared_count else ():
             path = f"{stem}.shared_experts.{name}_proj"
             weights[f"shared_expert.{name}"] = self.read_linear(path, "gate" in self.biased)
         return weights

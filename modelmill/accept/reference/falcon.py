@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.alibi import alibi_slopes
-from modelmill.accept.reference.bloom import MEGATRON_PROJECTIONS, BloomReference
+from modelmill.accept.reference.bloom import MEGATRON_PROJECTION_PATHS, BloomReference
 from modelmill.accept.reference.gpt2_names import Gpt2NamesReference
 from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
@@ -36,7 +36,7 @@ class FalconReference(Gpt2NamesReference):
             self.alibi_slopes = [s * self.score_scale for s in alibi_slopes(self.num_heads)]
         else:
             self.rope = self.build_partial_rope()
-        self.projection_paths = MEGATRON_PROJECTIONS
+        self.projection_paths = MEGATRON_PROJECTION_PATHS
         self.biased = self.projections_with_bias("bias", self.projection_paths)
         self.mlp_norm = int(config.get("num_ln_in_parallel_attn") or (2 if new else 1)) == 2
         if parallel:

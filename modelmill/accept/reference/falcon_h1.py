@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
 from modelmill.accept.reference.mamba2 import Mamba2Mixin
-from modelmill.accept.reference.plain_decoder import MLP, ReferenceDefaults
+from modelmill.accept.reference.plain_decoder import MLP_LINEAR_NAMES, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
@@ -28,9 +28,11 @@ class FalconH1Reference(Mamba2Mixin):
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
         self.norm_paths["mlp_norm"] = "pre_ff_layernorm"
-        for name in MLP:
+        for name in MLP_LINEAR_NAMES:
             self.projection_paths[name] = f"feed_forward.{name}_proj"
-        self.biased = self.projections_with_bias() | self.projections_with_bias("mlp_bias", MLP)
+        self.biased = self.projections_with_bias() | self.projections_with_bias(
+            "mlp_bias", MLP_LINEAR_NAMES
+        )
         self.embedding_scale = self.read_multiplier("embedding")
         self.logit_scale = self.read_multiplier("lm_head")
         inner = config.get("mamba_d_ssm", 1024)

@@ -36,26 +36,26 @@ from modelmill.core.errors import UnknownArchitecture
 
 MODEL_TYPES = ("gemma4_text",)
 FULL, SLIDING = "full_attention", "sliding_attention"
-ROPES: dict[str, dict[str, Any]] = {
+DEFAULT_ROPE_PARAMETERS: dict[str, dict[str, Any]] = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
 }
-NORMS = {
+NORM_PATHS = {
     "input_norm": "input_layernorm",
     "attn_post": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_post": "post_feedforward_layernorm",
     "q_norm": "self_attn.q_norm",
 }
-EXPERT_NORMS = {
+EXPERT_NORM_PATHS = {
     "mlp_post_1": "post_feedforward_layernorm_1",
     "moe_norm": "pre_feedforward_layernorm_2",
     "mlp_post_2": "post_feedforward_layernorm_2",
 }
 VALUE_NORM = "value_norm"
-INPUT_NORM = "layer_inputs.norm"
-INPUT_PROJECTION = "model.per_layer_model_projection.weight"
-INPUT_TABLE = "model.embed_tokens_per_layer.weight"
+PER_LAYER_PROJECTION_NORM = "layer_inputs.norm"
+PER_LAYER_PROJECTION_TENSOR = "model.per_layer_model_projection.weight"
+PER_LAYER_EMBEDDING_TENSOR = "model.embed_tokens_per_layer.weight"
 
 
 class Gemma4Reference(PlainDecoderReference):
@@ -89,7 +89,7 @@ class Gemma4Reference(PlainDecoderReference):
         self.experts = self.read_config_int("num_experts") if moe else 0
         self.top_k = self.read_config_int("top_k_experts") if moe else 0
         self.keys_are_values = bool(config.get("attention_k_eq_v"))
-        self.norm_paths = NORMS | (EXPERT_NORMS if moe else {})
+        self.norm_paths = NORM_PATHS | (EXPERT_NORM_PATHS if moe else {})
         if self.input_width:
             self.norm_paths |= {"input_post": "post_per_layer_input_norm"}
         self.ids: Tensor | None = None
@@ -117,7 +117,7 @@ class Gemma4Reference(PlainDecoderReference):
 
     def build_layer_rope(self, index: int) -> ReferenceRope:
         """The rotation of a layer."""
-        ropes: Mapping[str, Any] = self.config.get("rope_parameters") or ROPES
+        ropes: Mapping[str, Any] = self.config.get("rope_parameters") or DEFAULT_ROPE_PARAMETERS
         own = ropes[FULL if self.full[index] else SLIDING]
         dim, length = self.kv_heads_and_head_dim(index)[1], self.max_position
         if own.get("rope_type") != "proportional":
@@ -145,16 +145,16 @@ class Gemma4Reference(PlainDecoderReference):
         if not self.input_width or self.ids is None:
             return {}
         start = self.source.rows(self.EMBEDDING, self.ids) * self.embedding_scale
-        rows = self.source.rows(INPUT_TABLE, self.ids) * self.input_width**0.5
-        weight = self.source.get(INPUT_PROJECTION)
+        rows = self.source.rows(PER_LAYER_EMBEDDING_TENSOR, self.ids) * self.input_width**0.5
+        weight = self.source.get(PER_LAYER_PROJECTION_TENSOR)
         projected = start @ weight.T / self.hidden_size**0.5
         split = projected.reshape(-1, self.input_width)
-        normed = self.run_norm(None, INPUT_NORM, split)
+        normed = self.run_norm(None, PER_LAYER_PROJECTION_NORM, split)
         flat = normed.reshape(rows.shape)
         return {
             "layer_inputs.table": NonLayerModuleIO((), rows, "embedding"),
             "layer_inputs.projection": NonLayerModuleIO((start,), projected, "linear"),
-            INPUT_NORM: NonLayerModuleIO((split,), normed, "norm"),
+            PER_LAYER_PROJECTION_NORM: NonLayerModuleIO((split,), normed, "norm"),
             "layer_inputs.sum": NonLayerModuleIO(
                 (flat, rows), (flat + rows) / 2**0.5, "activation"
             ),
@@ -167,7 +167,7 @@ class Gemma4Reference(PlainDecoderReference):
 
     def extra_embedding_table_names(self) -> dict[str, str]:
         """Return the checkpoint's name of the table of the layers' inputs."""
-        return {"layer_inputs.table.weight": INPUT_TABLE} if self.input_width else {}
+        return {"layer_inputs.table.weight": PER_LAYER_EMBEDDING_TENSOR} if self.input_width else {}
 
     # weights
 
@@ -180,11 +180,11 @@ class Gemma4Reference(PlainDecoderReference):
 
     def norm_eps(self, index: int | None, name: str) -> float:
         """Return the epsilon, one for all norms."""
-        return self.eps if name == INPUT_NORM else super().norm_eps(index, name)
+        return self.eps if name == PER_LAYER_PROJECTION_NORM else super().norm_eps(index, name)
 
     def norm_weights(self, index: int | None, name: str) -> ModuleWeights:
         """Return the weight of a norm; that of the values has none."""
-        if name == INPUT_NORM:
+        if name == PER_LAYER_PROJECTION_NORM:
             return ModuleWeights(self.source.get("model.per_layer_projection_norm.weight"))
         stem = f"{self.LAYERS}.{index}"
         if name == "router_norm":

@@ -16,7 +16,7 @@ from modelmill.accept.reference.tensor_source import RawContainer
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
 ARCHITECTURES = ("gpt2", "llama", "qwen", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "olmoe")
-EXPERT_MODELS = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe"}
+MOE_MODEL_TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe"}
 # GGUF's architecture → the family
 FURTHER_ARCHITECTURES = {
     "bloom": "bloom",
@@ -48,7 +48,7 @@ FURTHER_ARCHITECTURES = {
 }
 # architectures whose scaled positions have a rule of their own, and the scaling
 OWN_SCALING = {"gemma3": "linear", "gpt-oss": "yarn", "deepseek2": "yarn"}
-GROUPED = ("glm4moe", "deepseek2")  # routers of DeepSeek-V3's kind
+GROUPED_ROUTER_ARCHITECTURES = ("glm4moe", "deepseek2")  # routers of DeepSeek-V3's kind
 # depth of the 27B models, whose scores are divided by the root of width / heads
 GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 BAICHUAN_13B = 40  # layers of the models with ALiBi
@@ -120,7 +120,7 @@ def config_from_gguf(container: RawContainer) -> dict[str, Any]:
 
 def moe_config_entries(architecture: str, experts: int, top_k: int) -> dict[str, Any]:
     """Return what a model with experts has in its config besides."""
-    model_type = EXPERT_MODELS.get(architecture, "mixtral")
+    model_type = MOE_MODEL_TYPES.get(architecture, "mixtral")
     return {
         "model_type": model_type,
         "architecture": architecture,
@@ -185,7 +185,11 @@ def other_architecture_config(container: RawContainer, architecture: str) -> dic
         **({"model_type": "glm"} if _is_transformers_glm(architecture, names) else {}),
         **(_mpt_config(fact) if architecture == "mpt" else {}),
         **({"hidden_act": fact("hidden_activation", "silu")} if architecture == "bitnet" else {}),
-        **(_grouped_experts_config(fact, names) if architecture in GROUPED and experts else {}),
+        **(
+            _grouped_experts_config(fact, names)
+            if architecture in GROUPED_ROUTER_ARCHITECTURES and experts
+            else {}
+        ),
         **(_deepseek_config(facts, fact) if architecture == "deepseek2" else {}),
     }
 

@@ -22,7 +22,7 @@ QWEN3_NEXT_ARCHITECTURE, QWEN35_ARCHITECTURE, QWEN35_MOE_ARCHITECTURE = (
     "qwen35",
     "qwen35moe",
 )
-MIXER = {
+LINEAR_ATTENTION_TENSORS = {
     "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
     "linear_attn.in_proj_z.weight": "attn_gate.weight",
     "linear_attn.in_proj_a.weight": "ssm_alpha.weight",
@@ -36,7 +36,7 @@ MIXER = {
     "linear_attn.out_proj.weight": "ssm_out.weight",
     "post_attention_layernorm.weight": "post_attention_norm.weight",
 }
-HALVES = {"gate_proj": 0, "up_proj": 1}
+GATE_UP_CHUNK_INDEX = {"gate_proj": 0, "up_proj": 1}
 
 
 def delta_net_config(container: RawContainer) -> dict[str, Any]:
@@ -100,10 +100,10 @@ class DeltaNetGgufSource(GgufSource):
     def stored_tensor_name(self, name: str) -> str:
         """Return the name that the tensor has in the file."""
         index, _, part = name.removeprefix("model.layers.").partition(".")
-        if part in MIXER:
-            return f"blk.{index}.{MIXER[part]}"
+        if part in LINEAR_ATTENTION_TENSORS:
+            return f"blk.{index}.{LINEAR_ATTENTION_TENSORS[part]}"
         fused = f"blk.{index}.ffn_gate_up_exps.weight"
-        is_half = ".experts." in part and part.split(".")[-2] in HALVES
+        is_half = ".experts." in part and part.split(".")[-2] in GATE_UP_CHUNK_INDEX
         return fused if is_half and fused in self._names else super().stored_tensor_name(name)
 
     def read_original_tensor(self, name: str) -> Tensor:
@@ -115,7 +115,7 @@ class DeltaNetGgufSource(GgufSource):
             return super().read_original_tensor(name) - 1
         tensor = super().read_original_tensor(name)
         if ".experts." in part and "ffn_gate_up_exps" in self.stored_tensor_name(name):
-            return tensor.chunk(2)[HALVES[part.split(".")[-2]]]
+            return tensor.chunk(2)[GATE_UP_CHUNK_INDEX[part.split(".")[-2]]]
         return tensor
 
     def _read_recurrence_tensor(self, name: str, part: str) -> Tensor:

@@ -22,8 +22,8 @@ from modelmill.accept.reference.gguf_source import (
 from modelmill.accept.reference.tensor_source import RawContainer
 from modelmill.core.errors import UnknownArchitecture
 
-EPS = "attention.layer_norm_epsilon"
-LONGROPE = ("rope_factors_long", "rope_factors_short")
+LAYER_NORM_EPS_KEY = "attention.layer_norm_epsilon"
+LONGROPE_FACTOR_TENSORS = ("rope_factors_long", "rope_factors_short")
 
 
 def _bias_config(names: list[str]) -> dict[str, bool]:
@@ -45,7 +45,7 @@ def _make_config_reader(
         turned = fact("rope.dimension_count", config["head_dim"])
         return add_rope_scaling(container, config) | {
             **_bias_config(container.names()),
-            eps_key: float(fact(EPS, config["rms_norm_eps"])),
+            eps_key: float(fact(LAYER_NORM_EPS_KEY, config["rms_norm_eps"])),
             "partial_rotary_factor": int(turned) / config["head_dim"],
         }
 
@@ -91,11 +91,11 @@ def phi3_config(container: RawContainer) -> dict[str, Any]:
         "sliding_window": int(fact("attention.sliding_window", 0)) or None,
         "original_max_position_embeddings": fact("rope.scaling.original_context_length"),
     }
-    if f"{LONGROPE[0]}.weight" not in container.names():
+    if f"{LONGROPE_FACTOR_TENSORS[0]}.weight" not in container.names():
         return config
     lists = {
         f"{name.split('_')[2]}_factor": container.get(f"{name}.weight").float().tolist()
-        for name in LONGROPE
+        for name in LONGROPE_FACTOR_TENSORS
     }
     stated = fact("rope.scaling.attn_factor") or None
     return config | {"rope_scaling": {"rope_type": "longrope", "attention_factor": stated, **lists}}
@@ -133,7 +133,7 @@ def starcoder_config(container: RawContainer) -> dict[str, Any]:
         "n_layer": int(fact("block_count")),
         "n_head": int(fact("attention.head_count")),
         "n_positions": int(fact("context_length")),
-        "layer_norm_epsilon": float(fact(EPS)),
+        "layer_norm_epsilon": float(fact(LAYER_NORM_EPS_KEY)),
         "activation_function": "gelu_pytorch_tanh",
         "multi_query": int(fact("attention.head_count_kv", 1)) == 1,
         "tie_word_embeddings": "output.weight" not in container.names(),
@@ -186,7 +186,7 @@ class Phi3GgufSource(GgufSource):
 
     def __init__(self, container: RawContainer, *args: Any, **kwargs: Any) -> None:
         super().__init__(container, *args, **kwargs)
-        for name in LONGROPE:
+        for name in LONGROPE_FACTOR_TENSORS:
             if self.has(f"{name}.weight"):
                 self.read_original_tensor(f"{name}.weight")  # the config was made from it
 

@@ -14,7 +14,7 @@ from modelmill.accept.reference.gguf_source import GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
 ARCHITECTURE = "gemma4"
-FREQUENCIES = "rope_freqs.weight"
+ROPE_FREQS_TENSOR = "rope_freqs.weight"
 MIN_UNROTATED_DIVISOR = 1e20
 """Channels whose divisor in ``rope_freqs`` is as large are not rotated."""
 HF_TO_GGUF_TENSORS = {
@@ -37,7 +37,7 @@ def gemma4_config(container: RawContainer) -> dict[str, Any]:
     kv_heads = fact("attention.head_count_kv")
     heads = [int(kv_heads)] * layers if isinstance(kv_heads, int) else [int(n) for n in kv_heads]
     full = slides.index(False)
-    divisors = container.get(FREQUENCIES).float().flatten()
+    divisors = container.get(ROPE_FREQS_TENSOR).float().flatten()
     rotation = {
         "rope_type": "proportional",
         "partial_rotary_factor": float((divisors < MIN_UNROTATED_DIVISOR).float().mean()),

@@ -16,7 +16,7 @@ from modelmill.accept.reference.gguf_source import GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
 NEMOTRON_H, NEMOTRON_H_MOE = "nemotron_h", "nemotron_h_moe"
-BRANCH = {
+BRANCH_TENSORS = {
     **{f"{part}_proj": f"attn_{part}" for part in ("q", "k", "v")},
     "o_proj": "attn_output",
     "up_proj": "ffn_up",
@@ -25,7 +25,7 @@ BRANCH = {
     "shared_experts.up_proj": "ffn_up_shexp",
     "shared_experts.down_proj": "ffn_down_shexp",
 }
-TOP = {
+TOP_LEVEL_TENSORS = {
     "backbone.embeddings.weight": "token_embd.weight",
     "backbone.norm_f.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
@@ -83,8 +83,8 @@ class NemotronHGgufSource(GgufSource):
 
     def stored_tensor_name(self, name: str) -> str:
         """Return the name that the tensor has in the file."""
-        if name in TOP:
-            return TOP[name]
+        if name in TOP_LEVEL_TENSORS:
+            return TOP_LEVEL_TENSORS[name]
         layer, _, part = name.removeprefix("backbone.layers.").partition(".")
         if part == "norm.weight":
             return f"blk.{layer}.attn_norm.weight"
@@ -93,9 +93,9 @@ class NemotronHGgufSource(GgufSource):
             return f"blk.{layer}.exp_probs_b.bias"
         stem, _, suffix = own.rpartition(".")
         if stem.startswith("experts."):
-            return f"blk.{layer}.{BRANCH[stem.rpartition('.')[2]]}_exps.{suffix}"
-        if stem in BRANCH:
-            return f"blk.{layer}.{BRANCH[stem]}.{suffix}"
+            return f"blk.{layer}.{BRANCH_TENSORS[stem.rpartition('.')[2]]}_exps.{suffix}"
+        if stem in BRANCH_TENSORS:
+            return f"blk.{layer}.{BRANCH_TENSORS[stem]}.{suffix}"
         return f"blk.{layer}.{gguf_ssm_tensor_name(own)}"
 
     def read_original_tensor(self, name: str) -> Tensor:

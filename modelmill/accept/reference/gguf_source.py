@@ -33,13 +33,13 @@ DECODER_LAYER_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-FUSED_TOP = {
+GPT2_TOP_LEVEL_TENSORS = {
     "transformer.wte": "token_embd",
     "transformer.wpe": "position_embd",
     "transformer.ln_f": "output_norm",
     "lm_head": "output",
 }
-FUSED_LAYER = {
+GPT2_LAYER_TENSORS = {
     "ln_1": "attn_norm",
     "ln_2": "ffn_norm",
     "attn.c_attn": "attn_qkv",
@@ -49,7 +49,7 @@ FUSED_LAYER = {
     "mlp.w2": "ffn_gate",
     "mlp.c_proj": "ffn_down",
 }
-EXPERT_LAYER = {
+EXPERT_LAYER_TENSORS = {
     "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
@@ -57,8 +57,10 @@ EXPERT_LAYER = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
-STACKED = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps",
-           "w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps"}  # fmt: skip
+STACKED_EXPERT_TENSORS = {
+    "gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps",
+    "w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps",
+}  # fmt: skip
 # a family's own names of tensors, each with its GGUF name; the others are LLaMA's
 POST_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
@@ -84,7 +86,7 @@ GROUPED_EXPERTS = {
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
-LATENT = {
+LATENT_ATTENTION_TENSORS = {
     **GROUPED_EXPERTS,
     "self_attn.q_a_proj": "attn_q_a",
     "self_attn.q_a_layernorm": "attn_q_a_norm",
@@ -200,9 +202,9 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
         "ffn.down_proj": "ffn_down",
     },
     "glm4_moe": {"post_attention_layernorm": "post_attention_norm", **GROUPED_EXPERTS},
-    "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT,
-    "youtu": LATENT,
+    "deepseek_v2": LATENT_ATTENTION_TENSORS,
+    "deepseek_v3": LATENT_ATTENTION_TENSORS,
+    "youtu": LATENT_ATTENTION_TENSORS,
     "phi": {
         "model.final_layernorm": "output_norm",
         "self_attn.dense": "attn_output",
@@ -210,7 +212,7 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
         "mlp.fc2": "ffn_down",
     },
 }
-LAYERS = {
+LAYER_PREFIXES = {
     "mamba2": "backbone.layers.",
     "chatglm": "transformer.encoder.layers.",
     "gpt_neox": "gpt_neox.layers.",
@@ -219,7 +221,7 @@ LAYERS = {
     "mpt": "transformer.blocks.",
 }
 # families with rows of q and k in interleaved order
-PERMUTED = (
+MODEL_TYPES_WITH_PERMUTED_QK = (
     "llama",
     "mixtral",
     "granite",
@@ -242,15 +244,15 @@ def gguf_tensor_name(name: str) -> str:
     stem, _, suffix = name.rpartition(".")
     for top, head, layer in (
         (DECODER_TOP_NAMES, "model.layers.", DECODER_LAYER_NAMES),
-        (FUSED_TOP, "transformer.h.", FUSED_LAYER),
+        (GPT2_TOP_LEVEL_TENSORS, "transformer.h.", GPT2_LAYER_TENSORS),
     ):
         if stem in top:
             return f"{top[stem]}.{suffix}"
         if stem.startswith(head):
             index, _, part = stem[len(head) :].partition(".")
             if ".experts." in part:
-                return f"blk.{index}.{STACKED[part.rpartition('.')[2]]}.{suffix}"
-            layer = layer | EXPERT_LAYER if head == "model.layers." else layer
+                return f"blk.{index}.{STACKED_EXPERT_TENSORS[part.rpartition('.')[2]]}.{suffix}"
+            layer = layer | EXPERT_LAYER_TENSORS if head == "model.layers." else layer
             return f"blk.{index}.{layer[part]}.{suffix}"
     return name
 
@@ -282,7 +284,7 @@ class GgufSource(TensorSource):
         own = {**FAMILY_NAMES.get(self._config["model_type"], {}), **self.HF_TO_GGUF_NAMES}
         if stem in own:
             return f"{own[stem]}.{suffix}"
-        layers = LAYERS.get(self._config["model_type"], "model.layers.")
+        layers = LAYER_PREFIXES.get(self._config["model_type"], "model.layers.")
         index, _, part = stem.removeprefix(layers).partition(".")
         return f"blk.{index}.{own[part]}.{suffix}" if part in own else gguf_tensor_name(name)
 
@@ -306,9 +308,9 @@ class GgufSource(TensorSource):
         if ".shared_expert_gate." in name and tensor.ndim == 1:
             return tensor[None]
         model_type = self._config["model_type"]
-        if model_type in PERMUTED and ".self_attn.q_proj." in name:
+        if model_type in MODEL_TYPES_WITH_PERMUTED_QK and ".self_attn.q_proj." in name:
             return undo_llama_qk_permutation(tensor, self._config["num_attention_heads"])
-        if model_type in PERMUTED and ".self_attn.k_proj." in name:
+        if model_type in MODEL_TYPES_WITH_PERMUTED_QK and ".self_attn.k_proj." in name:
             return undo_llama_qk_permutation(tensor, self._config["num_key_value_heads"])
         if model_type in ("gpt_neox", "falcon", "bloom") and ".query_key_value." in name:
             return interleave_qkv_by_kv_head(tensor, self._config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.bloom import MEGATRON_PROJECTIONS
+from modelmill.accept.reference.bloom import MEGATRON_PROJECTION_PATHS
 from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.rope import partial_rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
@@ -34,7 +34,7 @@ class GptNeoXReference(PlainDecoderReference):
             factor=float(config.get("rotary_pct", 0.25)),
             theta=float(config.get("rotary_emb_base", 10000.0)),
         )
-        self.projection_paths = MEGATRON_PROJECTIONS | {
+        self.projection_paths = MEGATRON_PROJECTION_PATHS | {
             "qkv": "attention.query_key_value",
             "o_proj": "attention.dense",
         }

@@ -15,7 +15,7 @@ from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleW
 from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
-YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+DEFAULT_YARN_SCALING = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
         "truncate": False, "original_max_position_embeddings": 4096}  # fmt: skip
 
 
@@ -28,7 +28,7 @@ class GptOssReference(PlainDecoderReference):
         super().__init__(source, config)
         self.biased = self.projections_with_bias(default=True)
         scaled = config.get("rope_scaling") or config.get("rope_parameters")
-        scaling: dict[str, Any] = {} if scaled else {"rope_parameters": YARN}
+        scaling: dict[str, Any] = {} if scaled else {"rope_parameters": DEFAULT_YARN_SCALING}
         self.rope = self.build_rope(rope_theta=config.get("rope_theta") or 150000.0, **scaling)
         self.windows = self.sliding_windows_by_layer(int(config.get("sliding_window", 128)), 2)
         self.num_experts = int(config.get("num_local_experts") or config.get("num_experts") or 128)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.plain_decoder import MLP, PlainDecoderReference, ReferenceDefaults
+from modelmill.accept.reference.plain_decoder import (
+    MLP_LINEAR_NAMES,
+    PlainDecoderReference,
+    ReferenceDefaults,
+)
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
@@ -17,7 +21,7 @@ class HeliumReference(PlainDecoderReference):
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
         self.biased = self.projections_with_bias(names="qkv") | self.projections_with_bias(
-            "mlp_bias", MLP
+            "mlp_bias", MLP_LINEAR_NAMES
         )
 
 

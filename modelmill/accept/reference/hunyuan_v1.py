@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
-from modelmill.accept.reference.moe import QWEN_EXPERT, ExpertsMixin
+from modelmill.accept.reference.moe import QWEN_EXPERT_MATRIX_NAMES, ExpertsMixin
 from modelmill.accept.reference.per_head_qk_norm import PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import (
     ReferenceDefaults,
@@ -97,7 +97,7 @@ class HunyuanMoeReference(HunyuanReference, ExpertsMixin):
         stem = f"{self.LAYERS}.{index}.mlp.shared_mlp"
         shared: dict[str, ModuleWeights] = {
             f"shared_expert.{name}": self.read_linear(f"{stem}.{path}", False)
-            for name, path in QWEN_EXPERT.items()
+            for name, path in QWEN_EXPERT_MATRIX_NAMES.items()
         }
         return super().mlp_weights(index) | shared
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from modelmill.accept.reference.base import LayerWeights
 from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
-from modelmill.accept.reference.plain_decoder import MLP, ReferenceDefaults
+from modelmill.accept.reference.plain_decoder import MLP_LINEAR_NAMES, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
@@ -31,7 +31,7 @@ class HYV3Reference(PerHeadQKNormMixin, GroupedExpertsMixin):
         }  # fmt: skip
         super().__init__(source, config | routing)
         self.rope = self.build_rope(theta=11158840.0)
-        self.mlp_biased = self.projections_with_bias("mlp_bias", MLP)
+        self.mlp_biased = self.projections_with_bias("mlp_bias", MLP_LINEAR_NAMES)
         self.biased = self.projections_with_bias() | self.mlp_biased
         self.norm_paths |= HEAD_NORMS
         self.first_experts, self.mlp_types = 1, config.get("mlp_layer_types")
@@ -51,7 +51,10 @@ class HYV3Reference(PerHeadQKNormMixin, GroupedExpertsMixin):
         )
 
     def _read_gated_mlp_weights(self, stem: str, prefix: str, biased: bool) -> LayerWeights:
-        return {f"{prefix}{name}": self.read_linear(f"{stem}.{name}_proj", biased) for name in MLP}
+        return {
+            f"{prefix}{name}": self.read_linear(f"{stem}.{name}_proj", biased)
+            for name in MLP_LINEAR_NAMES
+        }
 
     def expert_selection_bias(self, index: int) -> Tensor:
         """Return what is added to a layer's scores for the choice, [E]."""

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.plain_decoder import MLP, PlainDecoderReference, ReferenceDefaults
+from modelmill.accept.reference.plain_decoder import (
+    MLP_LINEAR_NAMES,
+    PlainDecoderReference,
+    ReferenceDefaults,
+)
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
@@ -17,7 +21,9 @@ class InternLM3Reference(PlainDecoderReference):
         super().__init__(source, config)
         qkv = config.get("qkv_bias", config.get("attention_bias"))
         others = config.get("bias", config.get("mlp_bias"))
-        self.biased = frozenset((*("qkv" if qkv else ""), *(("o_proj", *MLP) if others else ())))
+        self.biased = frozenset(
+            (*("qkv" if qkv else ""), *(("o_proj", *MLP_LINEAR_NAMES) if others else ()))
+        )
 
 
 REFERENCE = InternLM3Reference

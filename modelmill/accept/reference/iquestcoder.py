@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.plain_decoder import MLP, PlainDecoderReference, ReferenceDefaults
+from modelmill.accept.reference.plain_decoder import (
+    MLP_LINEAR_NAMES,
+    PlainDecoderReference,
+    ReferenceDefaults,
+)
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
@@ -15,7 +19,9 @@ class IQuestCoderReference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.biased = self.projections_with_bias() | self.projections_with_bias("mlp_bias", MLP)
+        self.biased = self.projections_with_bias() | self.projections_with_bias(
+            "mlp_bias", MLP_LINEAR_NAMES
+        )
 
 
 REFERENCE = IQuestCoderReference

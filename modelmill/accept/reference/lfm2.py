@@ -13,10 +13,10 @@ from torch import Tensor
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
 from modelmill.accept.reference.causal_convolution import causal_convolution
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
-from modelmill.accept.reference.plain_decoder import NORMS, ReferenceDefaults
+from modelmill.accept.reference.plain_decoder import NORM_PATHS, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
-MLP_MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
+MLP_MATRIX_PATHS = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 class Lfm2Reference(PerHeadQKNormMixin):
@@ -32,7 +32,7 @@ class Lfm2Reference(PerHeadQKNormMixin):
         self.norm_paths |= {name: f"self_attn.{name[0]}_layernorm" for name in HEAD_NORMS}
         self.projection_paths["o_proj"] = "self_attn.out_proj"
         self.projection_paths |= {
-            name: f"feed_forward.{matrix}" for name, matrix in MLP_MATRICES.items()
+            name: f"feed_forward.{matrix}" for name, matrix in MLP_MATRIX_PATHS.items()
         }
         self.conv_bias = bool(config.get("conv_bias", False))
         types = config.get("layer_types")
@@ -52,7 +52,7 @@ class Lfm2Reference(PerHeadQKNormMixin):
         """Read the weights of one layer in float32."""
         if not self.convolves[index]:
             return super().layer_weights(index)
-        norms = {name: self.norm_weights(index, name) for name in NORMS}
+        norms = {name: self.norm_weights(index, name) for name in NORM_PATHS}
         return norms | self.conv_weights(f"{self.LAYERS}.{index}.conv") | self.mlp_weights(index)
 
     def conv_weights(self, stem: str) -> LayerWeights:

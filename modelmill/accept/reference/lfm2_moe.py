@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
-from modelmill.accept.reference.lfm2 import MLP_MATRICES, Lfm2Reference
+from modelmill.accept.reference.lfm2 import MLP_MATRIX_PATHS, Lfm2Reference
 from modelmill.accept.reference.tensor_source import TensorSource
 
 SELECTION_BIAS = "selection_bias"
@@ -41,7 +41,7 @@ class Lfm2MoeReference(Lfm2Reference):
         if self.is_biased:
             weights[SELECTION_BIAS] = ModuleWeights(self.source.get(f"{stem}.expert_bias"))
         for number in range(self.num_experts):
-            for name, matrix in MLP_MATRICES.items():
+            for name, matrix in MLP_MATRIX_PATHS.items():
                 path = f"{stem}.experts.{number}.{matrix}"
                 weights[f"experts.{number}.{name}"] = self.read_linear(path, False)
         return weights

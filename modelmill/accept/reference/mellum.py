@@ -10,7 +10,7 @@ from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.rope import rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
 
-BASES = {"full_attention": 500000.0, "sliding_attention": 10000.0}
+DEFAULT_ROPE_THETAS = {"full_attention": 500000.0, "sliding_attention": 10000.0}
 
 
 class MellumReference(PerHeadQKNormMixin, ExpertsMixin):
@@ -27,7 +27,7 @@ class MellumReference(PerHeadQKNormMixin, ExpertsMixin):
                 {"rope_parameters": {"rope_theta": base} | (by_type.get(kind) or {})},
                 self.head_dim, self.max_position,
             )
-            for kind, base in BASES.items()
+            for kind, base in DEFAULT_ROPE_THETAS.items()
         )  # fmt: skip
         self.renormalizes = bool(config.get("norm_topk_prob", True))
         self.biased = self.projections_with_bias()

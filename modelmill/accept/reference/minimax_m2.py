@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
-from modelmill.accept.reference.moe import MIXTRAL_EXPERT, ExpertsMixin
+from modelmill.accept.reference.moe import MIXTRAL_EXPERT_MATRIX_NAMES, ExpertsMixin
 from modelmill.accept.reference.olmo2 import Olmo2Reference
-from modelmill.accept.reference.plain_decoder import NORMS
+from modelmill.accept.reference.plain_decoder import NORM_PATHS
 from modelmill.accept.reference.rope import ReferenceRope, partial_rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -26,7 +26,7 @@ class MiniMaxM2Reference(Olmo2Reference, ExpertsMixin):
 
     router_path = "block_sparse_moe.gate"
     experts_path = "block_sparse_moe.experts"
-    expert_names = MIXTRAL_EXPERT
+    expert_names = MIXTRAL_EXPERT_MATRIX_NAMES
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         sizes = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6}
@@ -34,7 +34,7 @@ class MiniMaxM2Reference(Olmo2Reference, ExpertsMixin):
         if config.get("rotary_dim"):
             config.setdefault("partial_rotary_factor", config["rotary_dim"] / config["head_dim"])
         super().__init__(source, config)
-        self.norm_paths, self.layer = dict(NORMS), self.pre_norm_layer
+        self.norm_paths, self.layer = dict(NORM_PATHS), self.pre_norm_layer
         self.biased = frozenset()
 
     def build_rope(self, *, theta: float = 5000000.0, **changes: Any) -> ReferenceRope:

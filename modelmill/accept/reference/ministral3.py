@@ -11,7 +11,7 @@ from torch import Tensor
 from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
-ROPE: dict[str, Any] = {
+DEFAULT_ROPE_PARAMETERS: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 16384, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
@@ -24,7 +24,9 @@ class Ministral3Reference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        scaling = config.get("rope_scaling") or config.get("rope_parameters") or ROPE
+        scaling = (
+            config.get("rope_scaling") or config.get("rope_parameters") or DEFAULT_ROPE_PARAMETERS
+        )
         self.slope = float(scaling["llama_4_scaling_beta"])
         length = "original_max_position_embeddings"
         scales = scaling.get("rope_type", scaling.get("type")) in ("yarn", "llama3")

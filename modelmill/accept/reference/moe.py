@@ -17,7 +17,7 @@ from modelmill.accept.reference.granite import GraniteReference
 from modelmill.accept.reference.olmo2 import Olmo2Reference
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import (
-    NORMS,
+    NORM_PATHS,
     PlainDecoderReference,
     reference_factory_by_model_type,
 )
@@ -35,8 +35,8 @@ DEFAULT_EXPERTS = {"mixtral": (8, 2), "qwen2_moe": (60, 4), "qwen3_moe": (128, 8
                    "minimax_m2": (256, 8), "ernie4_5_moe": (64, 6), "flex_olmo": (7, 5),
                    "granitemoeshared": (8, 2), "hunyuan_v1_moe": (1, 1),
                    "phimoe": (16, 2), "mellum": (64, 8)}  # fmt: skip
-QWEN_EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-MIXTRAL_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
+QWEN_EXPERT_MATRIX_NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+MIXTRAL_EXPERT_MATRIX_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 class ExpertsMixin(PlainDecoderReference):
@@ -52,7 +52,7 @@ class ExpertsMixin(PlainDecoderReference):
 
     router_path = "mlp.gate"
     experts_path = "mlp.experts"
-    expert_names = QWEN_EXPERT
+    expert_names = QWEN_EXPERT_MATRIX_NAMES
     shared_path = ""
     renormalizes = True
 
@@ -88,7 +88,7 @@ class ExpertsMixin(PlainDecoderReference):
             for name in self.expert_names:
                 weights[f"experts.{expert}.{name}"] = self.read_expert(stem, expert, name)
         if self.shared_path:
-            for name in QWEN_EXPERT:
+            for name in QWEN_EXPERT_MATRIX_NAMES:
                 weights[f"shared_expert.{name}"] = self.read_linear(
                     f"{stem}.{self.shared_path}.{name}_proj", False
                 )
@@ -141,7 +141,7 @@ class MixtralReference(ExpertsMixin):
 
     router_path = "block_sparse_moe.gate"
     experts_path = "block_sparse_moe.experts"
-    expert_names = MIXTRAL_EXPERT
+    expert_names = MIXTRAL_EXPERT_MATRIX_NAMES
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
@@ -181,7 +181,7 @@ class OlmoeReference(Olmo2Reference, ExpertsMixin):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.norm_paths = dict(NORMS)
+        self.norm_paths = dict(NORM_PATHS)
         self.layer = self.pre_norm_layer
         length = int(config.get("max_position_embeddings") or DEFAULT_POSITIONS["olmoe"])
         self.rope = rope_from_config(config, self.head_dim, length)

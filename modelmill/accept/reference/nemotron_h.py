@@ -15,13 +15,13 @@ from torch import Tensor
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights
 from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
 from modelmill.accept.reference.mamba2 import Mamba2Mixin
-from modelmill.accept.reference.plain_decoder import MIXER, ReferenceDefaults
+from modelmill.accept.reference.plain_decoder import ATTENTION_LINEAR_NAMES, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 NAME_PREFIX = "backbone."
-LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+LAYER_TYPE_BY_LETTER = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 LAYER_TYPE_ALIASES = {"linear_attention": "mamba", "full_attention": "attention"}
-TWO_MATRICES = {"fc": "up_proj", "down": "down_proj"}
+FC_DOWN_MATRIX_NAMES = {"fc": "up_proj", "down": "down_proj"}
 
 
 class NemotronHReference(Mamba2Mixin, GroupedExpertsMixin):
@@ -35,7 +35,9 @@ class NemotronHReference(Mamba2Mixin, GroupedExpertsMixin):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         types = config.get("layers_block_type") or config.get("layer_types")
-        types = types or [LETTERS[each] for each in config.get("hybrid_override_pattern") or "ME*-"]
+        types = types or [
+            LAYER_TYPE_BY_LETTER[each] for each in config.get("hybrid_override_pattern") or "ME*-"
+        ]
         self.kinds = [LAYER_TYPE_ALIASES.get(each, each) for each in types]
         experts = {
             "head_dim": config.get("head_dim") or config.get("attention_head_dim"),
@@ -69,7 +71,7 @@ class NemotronHReference(Mamba2Mixin, GroupedExpertsMixin):
         if kind == "mamba":
             return self.ssm_weights(stem)
         if kind == "attention":
-            return self._read_projections(index, list(MIXER))
+            return self._read_projections(index, list(ATTENTION_LINEAR_NAMES))
         if kind == "mlp":
             return self._read_ungated_mlp_weights(stem, "", self.mlp_bias)
         weights = {"router": self.read_linear(f"{stem}.gate", False)}
@@ -84,7 +86,7 @@ class NemotronHReference(Mamba2Mixin, GroupedExpertsMixin):
     def _read_ungated_mlp_weights(self, stem: str, prefix: str, biased: bool) -> LayerWeights:
         return {
             f"{prefix}{name}": self.read_linear(f"{stem}.{matrix}", biased)
-            for name, matrix in TWO_MATRICES.items()
+            for name, matrix in FC_DOWN_MATRIX_NAMES.items()
         }
 
     def expert_selection_bias(self, index: int) -> Tensor:

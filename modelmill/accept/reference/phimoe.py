@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import LayerRecorder
-from modelmill.accept.reference.moe import MIXTRAL_EXPERT, ExpertsMixin
+from modelmill.accept.reference.moe import MIXTRAL_EXPERT_MATRIX_NAMES, ExpertsMixin
 from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import TensorSource
@@ -27,7 +27,7 @@ class PhimoeReference(ExpertsMixin):
     uses_layer_norm = True
     router_path = "block_sparse_moe.gate"
     experts_path = "block_sparse_moe.experts"
-    expert_names = MIXTRAL_EXPERT
+    expert_names = MIXTRAL_EXPERT_MATRIX_NAMES
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)

@@ -43,8 +43,8 @@ from modelmill.accept.reference.rope import (
 from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import UnknownArchitecture
 
-NORMS = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-PROJECTIONS = {
+NORM_PATHS = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+PROJECTION_PATHS = {
     "q": "self_attn.q_proj",
     "k": "self_attn.k_proj",
     "v": "self_attn.v_proj",
@@ -53,8 +53,8 @@ PROJECTIONS = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
-MIXER = ("q", "k", "v", "o_proj")
-MLP = ("gate", "up", "down")
+ATTENTION_LINEAR_NAMES = ("q", "k", "v", "o_proj")
+MLP_LINEAR_NAMES = ("gate", "up", "down")
 # An expert that no token has is checked on the first token, with a weight that adds nothing.
 PROBE_WEIGHT = 1e-30
 RMS_NORM_EPS = "rms_norm_eps"
@@ -138,7 +138,7 @@ class PlainDecoderReference(ReferenceModel):
         self.local_rope: ReferenceRope | None = None
         self.unrotated: frozenset[int] = frozenset()
         self.windows: list[int | None] = [None] * self.num_layers
-        self.norm_paths, self.projection_paths = dict(NORMS), dict(PROJECTIONS)
+        self.norm_paths, self.projection_paths = dict(NORM_PATHS), dict(PROJECTION_PATHS)
         self.biased: frozenset[str] = frozenset()
         self.embedding_scale = self.logit_scale = 1.0
         self.branch_scale: float | None = None
@@ -155,7 +155,11 @@ class PlainDecoderReference(ReferenceModel):
         return int(value)
 
     def projections_with_bias(
-        self, key: str = "attention_bias", names: Iterable[str] = MIXER, *, default: bool = False
+        self,
+        key: str = "attention_bias",
+        names: Iterable[str] = ATTENTION_LINEAR_NAMES,
+        *,
+        default: bool = False,
     ) -> frozenset[str]:
         """Return these projections if the config says under this key that they have a bias."""
         return frozenset(names if self.config.get(key, default) else ())
@@ -238,14 +242,14 @@ class PlainDecoderReference(ReferenceModel):
 
     def token_mixer_weights(self, index: int) -> LayerWeights:
         """Read the projections of a layer's attention."""
-        names = ("qkv", *MIXER)
+        names = ("qkv", *ATTENTION_LINEAR_NAMES)
         weights = self._read_projections(index, [n for n in names if n in self.projection_paths])
         fused = weights.pop("qkv", None)
         return weights if fused is None else self.split_qkv_by_kv_head(fused) | weights
 
     def mlp_weights(self, index: int) -> LayerWeights:
         """Read the projections of a layer's MLP."""
-        names = [n for n in self.projection_paths if n not in ("qkv", *MIXER)]
+        names = [n for n in self.projection_paths if n not in ("qkv", *ATTENTION_LINEAR_NAMES)]
         return self._read_projections(index, names)
 
     def _read_projections(self, index: int, names: list[str]) -> LayerWeights:

@@ -29,8 +29,8 @@ LEGACY_KEYS = {
     "intermediate_size": "ffn_hidden_size",
     "vocab_size": "padded_vocab_size",
 }
-PROJECTIONS = {"o_proj": "attn.c_proj", "gate": "mlp.w2", "up": "mlp.w1", "down": "mlp.c_proj"}
-NORMS = {"input_norm": "ln_1", "mlp_norm": "ln_2"}
+PROJECTION_PATHS = {"o_proj": "attn.c_proj", "gate": "mlp.w2", "up": "mlp.w1", "down": "mlp.c_proj"}
+NORM_PATHS = {"input_norm": "ln_1", "mlp_norm": "ln_2"}
 
 
 def with_current_config_keys(config: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class QwenReference(DecoderReference):
             "rms_norm_eps": config.get("layer_norm_epsilon", 1e-6),
         }
         super().__init__(source, config, rope)
-        self.norm_paths = dict(NORMS)
+        self.norm_paths = dict(NORM_PATHS)
 
     def ntk_alpha(self, prompt_length: int) -> float:
         """Return max(2^(⌈log2(L / seq_length) + 1⌉) − 1, 1)."""
@@ -104,7 +104,8 @@ class QwenReference(DecoderReference):
         parts = zip("qkv", fused.weight.chunk(3), fused.bias.chunk(3), strict=True)
         biased = not self.config.get("no_bias", True)
         return {name: ModuleWeights(rows, bias) for name, rows, bias in parts} | {
-            name: self.read_linear(f"{stem}.{path}", biased) for name, path in PROJECTIONS.items()
+            name: self.read_linear(f"{stem}.{path}", biased)
+            for name, path in PROJECTION_PATHS.items()
         }
 
 

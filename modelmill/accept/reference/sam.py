@@ -44,7 +44,7 @@ class SamReference(VisionReference):
         self.is_mobile_sam = f"{self._prefix}image_encoder.patch_embed.seq.0.c.weight" in names
         if not self.is_mobile_sam:
             grid, width = self.get("image_encoder.pos_embed").shape[2:]
-            self.grid, self.width = int(grid), int(width)
+            self.tokens_per_side, self.width = int(grid), int(width)
             self.patch_size = int(self.get("image_encoder.patch_embed.proj.weight").shape[-1])
             known = {768: 12, 1024: 16, 1280: 16}
             table = self.get("image_encoder.blocks.0.attn.rel_pos_h").shape[1]
@@ -52,9 +52,9 @@ class SamReference(VisionReference):
                 vision.get("num_attention_heads") or known.get(self.width, self.width // table)
             )
             self.eps = float(vision.get("layer_norm_eps", 1e-6))
-            self.image_size = self.grid * self.patch_size
+            self.image_size = self.tokens_per_side * self.patch_size
         else:
-            self.grid = 64
+            self.tokens_per_side = 64
             self.image_size = 1024
             self.eps = 1e-5
         self.depth = 0 if self.is_mobile_sam else self._count_encoder_blocks()
@@ -64,7 +64,9 @@ class SamReference(VisionReference):
             for i in range(self.depth)
         ]
         self._window_table_rows = (
-            min(rows, default=0) if len(set(rows)) > 1 or set(rows) != {2 * self.grid - 1} else 0
+            min(rows, default=0)
+            if len(set(rows)) > 1 or set(rows) != {2 * self.tokens_per_side - 1}
+            else 0
         )
 
     def get(self, name: str) -> Tensor:

@@ -13,13 +13,13 @@ from modelmill.accept.reference.sam import SamReference
 from modelmill.accept.reference.vision_reference import ReferenceStage
 
 NUM_HEADS = 8
-EPS = 1e-5
+LAYER_NORM_EPS = 1e-5
 
 
 class SamDecoderReference:
     """The prompt encoder and the mask decoder.
 
-    grid: tokens per side of the embedding.
+    tokens_per_side: of the embedding.
     """
 
     def __init__(self, reference: SamReference) -> None:
@@ -59,7 +59,7 @@ class SamDecoderReference:
             (mask, len(points)),
             (self._dense_mask_embedding(mask, len(points)),),
         )
-        at = (torch.arange(reference.grid) + 0.5) / reference.grid
+        at = (torch.arange(reference.tokens_per_side) + 0.5) / reference.tokens_per_side
         grid = torch.stack((at[None, :].expand(len(at), -1), at[:, None].expand(-1, len(at))), -1)
         places = self._fourier_features(grid, matrix).permute(2, 0, 1)
         yield ReferenceStage("prompt_encoder.dense_pe", None, "dense_pe", (), (places,))
@@ -97,7 +97,7 @@ class SamDecoderReference:
         last = self._attention(
             f"{path}.final_attn_token_to_image", tokens + start, pixels + at, pixels
         )
-        tokens = self.norm(f"{path}.norm_final_attn", tokens + last, EPS)
+        tokens = self.norm(f"{path}.norm_final_attn", tokens + last, LAYER_NORM_EPS)
         yield ReferenceStage(path, None, "transformer", (first, at, start), (tokens, pixels))
         side = image_embedding.shape[-1]
         maps = self._upscale_mask_features(pixels.transpose(1, 2).reshape(count, -1, side, side))
@@ -116,7 +116,7 @@ class SamDecoderReference:
         return torch.cat((torch.sin(angles), torch.cos(angles)), -1)
 
     def _dense_mask_embedding(self, mask: Tensor | None, num_prompts: int) -> Tensor:
-        grid = self.reference.grid
+        grid = self.reference.tokens_per_side
         if mask is None:
             return (
                 self.get("prompt_encoder.no_mask_embed.weight")
@@ -171,22 +171,22 @@ class SamDecoderReference:
             tokens = tokens + self._attention(
                 f"{path}.self_attn", tokens + token_positions, tokens + token_positions, tokens
             )
-        tokens = self.norm(f"{path}.norm1", tokens, EPS)
+        tokens = self.norm(f"{path}.norm1", tokens, LAYER_NORM_EPS)
         looked = self._attention(
             f"{path}.cross_attn_token_to_image",
             tokens + token_positions,
             pixels + pixel_positions,
             pixels,
         )
-        tokens = self.norm(f"{path}.norm2", tokens + looked, EPS)
+        tokens = self.norm(f"{path}.norm2", tokens + looked, LAYER_NORM_EPS)
         inner = self.linear(
             f"{path}.mlp.lin2", self.linear(f"{path}.mlp.lin1", tokens).clamp(min=0)
         )
-        tokens = self.norm(f"{path}.norm3", tokens + inner, EPS)
+        tokens = self.norm(f"{path}.norm3", tokens + inner, LAYER_NORM_EPS)
         update = self._attention(
             f"{path}.cross_attn_image_to_token",
             pixels + pixel_positions,
             tokens + token_positions,
             tokens,
         )
-        return tokens, self.norm(f"{path}.norm4", pixels + update, EPS)
+        return tokens, self.norm(f"{path}.norm4", pixels + update, LAYER_NORM_EPS)

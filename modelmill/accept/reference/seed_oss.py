@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.plain_decoder import MLP, PlainDecoderReference, ReferenceDefaults
+from modelmill.accept.reference.plain_decoder import (
+    MLP_LINEAR_NAMES,
+    PlainDecoderReference,
+    ReferenceDefaults,
+)
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
@@ -17,7 +21,7 @@ class SeedOssReference(PlainDecoderReference):
         super().__init__(source, config)
         self.biased = self.projections_with_bias(names="qkv", default=True)
         self.biased |= self.projections_with_bias("attention_out_bias", ("o_proj",))
-        self.biased |= self.projections_with_bias("mlp_bias", MLP)
+        self.biased |= self.projections_with_bias("mlp_bias", MLP_LINEAR_NAMES)
 
 
 REFERENCE = SeedOssReference

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.plain_decoder import (
-    MIXER,
-    PROJECTIONS,
+    ATTENTION_LINEAR_NAMES,
+    PROJECTION_PATHS,
     PlainDecoderReference,
     ReferenceDefaults,
 )
@@ -24,7 +24,7 @@ class Starcoder2Reference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        attention = {name: PROJECTIONS[name] for name in MIXER}
+        attention = {name: PROJECTION_PATHS[name] for name in ATTENTION_LINEAR_NAMES}
         self.projection_paths = attention | {"fc": "mlp.c_fc", "down": "mlp.c_proj"}
         self.biased = self.projections_with_bias("use_bias", self.projection_paths, default=True)
         self.windows = [config.get("sliding_window")] * self.num_layers
