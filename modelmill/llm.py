@@ -468,7 +468,7 @@ def ensure_cached_engine(
         UsageError: The checkpoint's model has another type, or the recipe does not use an option.
     """
     from modelmill.builder.plan import make_build_plan
-    from modelmill.builder.recipe_options import check_recipe_options
+    from modelmill.builder.recipe_option_check import check_recipe_options
     from modelmill.checkpoint.open import open_checkpoint
 
     # a plan asks the backends which ops they have, which would compile the kernels in silence

@@ -22,13 +22,13 @@ from modelmill.accept.reference_trace import cast_like
 from modelmill.nn.layer_spec import ModuleSpec, RecurrenceSpec
 from modelmill.runtime.engine_core import EngineCore
 
-CLAMP = "clamp"
+QKV_CLIP_OP = "clamp"
 """The op of modules that bound queries, keys and values."""
-STATE_SPACE = "ssd_scan"
+SSD_SCAN_OP = "ssd_scan"
 """The op of recurrences whose steps may have limits."""
-GATE = ".act"
+ACTIVATION_SUFFIX = ".act"
 """The end of paths of activations."""
-GATE_ROWS = 16
+ACTIVATION_ROWS = 16
 SHORT_CONTEXT = 96
 """Keys of a query where no layer has a window."""
 
@@ -112,14 +112,14 @@ class ExtremeInputRunner:
         if spec is None:
             return
         bound, qkv_bound = self.reference.gate_bound, self.reference.qkv_bound
-        if spec.op == CLAMP and qkv_bound is not None:
+        if spec.op == QKV_CLIP_OP and qkv_bound is not None:
             self.clipped_layers.add(layer)
             yield self._clip(spec, qkv_bound, module, args)
         elif isinstance(module, PagedAttention):
             yield from self._attention(f"{spec.path}.bound", layer, module, args)
-        elif bound is not None and spec.path.endswith(GATE):
+        elif bound is not None and spec.path.endswith(ACTIVATION_SUFFIX):
             yield self._gate(f"{spec.path}.bound", bound, module, args)
-        elif isinstance(spec, RecurrenceSpec) and spec.op == STATE_SPACE:
+        elif isinstance(spec, RecurrenceSpec) and spec.op == SSD_SCAN_OP:
             yield from self._recurrent_states(layer, spec, module, args)
 
     def _to_reference(self, x: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class ExtremeInputRunner:
     ) -> ExtremeInputOutputs:
         """Run an activation of gate and up on values beyond their bound."""
         x = args[0]
-        both = (_normal(GATE_ROWS, x.shape[-1]) * bound).to(x.device, x.dtype)
+        both = (_normal(ACTIVATION_ROWS, x.shape[-1]) * bound).to(x.device, x.dtype)
         gate, up = self._to_reference(both).chunk(2, -1)
         ours, expected = module.forward(both, *args[1:]), self.reference.clamped_gate(gate, up)
         return ExtremeInputOutputs(label, "activation", ours, expected)

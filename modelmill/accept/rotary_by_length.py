@@ -15,7 +15,7 @@ from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.tolerance_check_result import ToleranceCheckResult
 from modelmill.accept.tolerances import module_bound
 
-MODULE = "rotary"
+ROTARY_MODULE = "rotary"
 
 
 @runtime_checkable
@@ -51,9 +51,9 @@ def _compare_at_length(
         _cos_sin(rotary.frequencies_of_prompt(length).cpu().float(), length) * rotary.factor,
         _cos_sin(right, length) * expected.attention_factor(),
     )
-    name = f"{MODULE} of {length} tokens"
+    name = f"{ROTARY_MODULE} of {length} tokens"
     bound = module_bound("rotary", "float32", length=length)
-    return ToleranceCheckResult(name, None, MODULE, compare_tensors(name, *tables), bound)
+    return ToleranceCheckResult(name, None, ROTARY_MODULE, compare_tensors(name, *tables), bound)
 
 
 def _cos_sin(frequencies: torch.Tensor, length: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from modelmill.accept.quantized_reference import (
 )
 from modelmill.accept.reference import ReferenceModel
 from modelmill.accept.reference_device import PlacedReference, open_cpu_reference, place_reference
-from modelmill.accept.rotary_by_length import MODULE as ROTARY
+from modelmill.accept.rotary_by_length import ROTARY_MODULE as ROTARY
 from modelmill.accept.rotary_by_length import check_rotary_by_length
 from modelmill.accept.sequence_logits_check import (
     check_sequence_logits,

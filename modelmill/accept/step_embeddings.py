@@ -21,7 +21,7 @@ from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.accept.tolerance_check_result import ToleranceCheckResult
 from modelmill.accept.tolerances import module_bound
 
-MODULE = "embed"
+EMBED_MODULE = "embed"
 
 
 class StepEmbeddings:
@@ -53,7 +53,7 @@ class StepEmbeddings:
                 self._has_positions = False  # once
                 self._record_last_positions(module, *args)
 
-        handle = scorer.runner.model.get_submodule(MODULE).register_forward_hook(record)
+        handle = scorer.runner.model.get_submodule(EMBED_MODULE).register_forward_hook(record)
         try:
             yield
         finally:
@@ -77,6 +77,6 @@ class StepEmbeddings:
         if not self._pairs:
             return []
         ours, expected = (torch.cat(each) for each in zip(*self._pairs, strict=True))
-        metrics = compare_tensors(f"{MODULE} of steps", ours, expected)
+        metrics = compare_tensors(f"{EMBED_MODULE} of steps", ours, expected)
         bound = module_bound("embedding", dtype)
-        return [ToleranceCheckResult(metrics.name, None, MODULE, metrics, bound)]
+        return [ToleranceCheckResult(metrics.name, None, EMBED_MODULE, metrics, bound)]

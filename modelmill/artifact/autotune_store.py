@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
-FOLDER = "tuning"
+AUTOTUNE_SCHEMA_VERSION = 1
+AUTOTUNE_FOLDER = "tuning"
 MAX_FILE_BYTES = 1 << 20
 MAX_LAUNCH_VALUE = 1 << 20
 
@@ -35,7 +35,7 @@ class AutotuneRecord:
 
 def record_path(device: str) -> str:
     """Return the path of a device's file inside the engine."""
-    return f"{FOLDER}/{device_slug(device)}.json"
+    return f"{AUTOTUNE_FOLDER}/{device_slug(device)}.json"
 
 
 def device_slug(device: str) -> str:
@@ -46,7 +46,7 @@ def device_slug(device: str) -> str:
 def encode_autotune_record(record: AutotuneRecord) -> bytes:
     """Return the file's content."""
     raw = {
-        "schema": SCHEMA,
+        "schema": AUTOTUNE_SCHEMA_VERSION,
         "device": record.device,
         "choices": record.choices,
         "facts": record.facts,
@@ -75,8 +75,8 @@ def read_autotune_record(engine: Path, device: str) -> AutotuneRecord | None:
 
 
 def _parse_record(raw: Any, device: str) -> AutotuneRecord:
-    if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
-        raise ValueError(f"its schema is not {SCHEMA}")
+    if not isinstance(raw, dict) or raw.get("schema") != AUTOTUNE_SCHEMA_VERSION:
+        raise ValueError(f"its schema is not {AUTOTUNE_SCHEMA_VERSION}")
     choices, facts = raw.get("choices"), raw.get("facts")
     if raw.get("device") != device:
         raise ValueError("it belongs to another device")
@@ -101,7 +101,7 @@ def _is_launch_config(value: Any) -> bool:
 def tuned_devices(engine: Path) -> list[str]:
     """Return the device names in the engine's files; for a damaged file its file name."""
     names = []
-    for path in sorted((engine / FOLDER).glob("*.json")):
+    for path in sorted((engine / AUTOTUNE_FOLDER).glob("*.json")):
         try:
             name = (
                 json.loads(path.read_bytes())["device"]

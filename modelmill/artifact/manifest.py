@@ -17,8 +17,8 @@ from typing import Any
 from modelmill.core.errors import CorruptArtifact, IncompatibleArtifact, UsageError
 from modelmill.core.quoting import quote
 
-SCHEMA = 1
-PACKING = "rows/2"
+MANIFEST_SCHEMA_VERSION = 1
+PACKING_VERSION = "rows/2"
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_PREFIX = "weights/"  # of the weight files' names
 MAX_MODEL_LEN = 1 << 24
@@ -94,10 +94,10 @@ class Manifest:
             raise CorruptArtifact(
                 f"{engine_path}/{MANIFEST_FILE} is not an engine's manifest; rebuild the engine"
             )
-        if raw["schema"] != SCHEMA:
+        if raw["schema"] != MANIFEST_SCHEMA_VERSION:
             raise IncompatibleArtifact(
                 f"{engine_path} has schema {str(raw['schema'])[:20]!r}, this modelmill reads "
-                f"{SCHEMA}; rebuild it: "
+                f"{MANIFEST_SCHEMA_VERSION}; rebuild it: "
                 f"modelmill build CHECKPOINT -o {engine_path}"
             )
         names = {f.name for f in fields(Manifest)}
@@ -114,10 +114,10 @@ class Manifest:
                 "rebuild the engine"
             )
         _check_value_types(manifest, engine_path)
-        if manifest.packing != PACKING:
+        if manifest.packing != PACKING_VERSION:
             raise IncompatibleArtifact(
                 f"{engine_path} is packed as {manifest.packing[:40]!r}, this modelmill reads "
-                f"{PACKING}; "
+                f"{PACKING_VERSION}; "
                 f"rebuild it: modelmill build CHECKPOINT -o {engine_path}"
             )
         return manifest

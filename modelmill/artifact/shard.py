@@ -21,7 +21,7 @@ import torch
 from modelmill.core.errors import CorruptArtifact
 
 TensorSpec = tuple[tuple[int, ...], torch.dtype]
-ALIGNMENT = 64
+TENSOR_ALIGNMENT_BYTES = 64
 _DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
@@ -108,7 +108,7 @@ def _build_safetensors_header(specs: Mapping[str, TensorSpec]) -> tuple[bytes, d
             "data_offsets": [offset, offset + size],
         }
         offset += size
-        pads[name] = pad = -offset % ALIGNMENT
+        pads[name] = pad = -offset % TENSOR_ALIGNMENT_BYTES
         if pad:
             entries[f"{_PAD_PREFIX}.{name}"] = {
                 "dtype": "U8",
@@ -117,7 +117,7 @@ def _build_safetensors_header(specs: Mapping[str, TensorSpec]) -> tuple[bytes, d
             }
             offset += pad
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    text += b" " * (-(len(text) + 8) % TENSOR_ALIGNMENT_BYTES)
     return len(text).to_bytes(8, "little") + text, pads
 
 

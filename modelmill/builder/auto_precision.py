@@ -31,7 +31,7 @@ from modelmill.nn.linear import Linear
 from modelmill.ops import registry
 from modelmill.quant.bit_allocation import (
     BIT_CHOICES,
-    UNQUANTIZED,
+    UNQUANTIZED_CHOICE,
     LayerBitOption,
     allocate_bits,
     quantize_layer_linears,
@@ -299,14 +299,14 @@ def search_bit_choices(
     # no quantized choice keeps the limit; unquantized layers do, unless the head in int8 does not
     if best is None:
         unquantized_layers, measured = (
-            [next(o for o in each if o.bit_choice == UNQUANTIZED) for each in options],
+            [next(o for o in each if o.bit_choice == UNQUANTIZED_CHOICE) for each in options],
             MeasuredDivergence(0.0, 0.0),
         )
         if config.quantize_head:
             measured = measure_divergence(
                 streamer,
                 start.fork(),
-                [UNQUANTIZED] * len(unquantized_layers),
+                [UNQUANTIZED_CHOICE] * len(unquantized_layers),
                 mean_squares,
                 quantize_head=True,
             )
@@ -357,7 +357,7 @@ def _measure_single_layer_options(
         kl = _kl_divergence(right, streamer.stream_logits(stream))
         options[layer].append(LayerBitOption(form, nbytes, max(float(kl.mean()), 0.0)))
     for each, size in zip(options, sizes, strict=True):
-        each.append(LayerBitOption(UNQUANTIZED, size, 0.0))
+        each.append(LayerBitOption(UNQUANTIZED_CHOICE, size, 0.0))
     on_progress("auto: layers alone", streamer.model_config.layers, streamer.model_config.layers)
     return options, mean_squares
 

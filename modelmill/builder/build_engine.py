@@ -15,7 +15,7 @@ import torch
 
 import modelmill
 from modelmill.artifact.autotune_store import AutotuneRecord, encode_autotune_record, record_path
-from modelmill.artifact.manifest import PACKING, SCHEMA, Manifest
+from modelmill.artifact.manifest import MANIFEST_SCHEMA_VERSION, PACKING_VERSION, Manifest
 from modelmill.artifact.shard import ShardWriter
 from modelmill.artifact.store import ACCEPTANCE_FILE, TOKENIZER_FOLDER, EngineStaging
 from modelmill.builder.layer_quantizer import LayerQuantizer
@@ -215,10 +215,10 @@ def _make_manifest(plan: BuildPlan, staging: EngineStaging, fingerprint: str) ->
     if plan.warnings:
         source["warnings"] = list(plan.warnings)
     return Manifest(
-        schema=SCHEMA,
+        schema=MANIFEST_SCHEMA_VERSION,
         engine_type=plan.engine_type,
         model_type=plan.checkpoint.model_type,
-        packing=PACKING,
+        packing=PACKING_VERSION,
         max_model_len=plan.max_model_len,
         config=plan.checkpoint.config,
         build=config_to_dict(plan.config),

@@ -20,7 +20,7 @@ from modelmill.nn.expert_stack import (
 )
 from modelmill.nn.moe import MoE
 
-TENSOR = "tensor"
+PER_TENSOR_SCALES = "tensor"
 """The option ``activation_scales`` of one static scale for all inputs of a matrix."""
 STATIC_FORMATS = ("w8a8", "fp8")
 
@@ -67,7 +67,7 @@ def _why_not_grouped(
     if len(kinds) > 1:
         return f"experts in several formats ({', '.join(sorted({each for each, _ in kinds}))})"
     weight_format, permuted = kinds.pop()
-    static = weight_format in STATIC_FORMATS and activation_scales == TENSOR
+    static = weight_format in STATIC_FORMATS and activation_scales == PER_TENSOR_SCALES
     op = fused_moe_op_of_format(weight_format, has_static_scale=static, has_perm=permuted)
     if op is None and weight_format not in FUSED_MOE_OPS:
         return weight_format

@@ -16,7 +16,7 @@ from modelmill.core.errors import ModelmillError
 from modelmill.core.model_family import LANGUAGE
 
 SMALLER_RECIPES = ("int8", "int4")
-RANKS = (2, 4, 8, 16, 32, 64)
+SUGGESTED_TP_SIZES = (2, 4, 8, 16, 32, 64)
 
 
 def describe_plan(plan: BuildPlan, ranks: int = 1, expert_parallel: bool = False) -> dict[str, Any]:
@@ -43,10 +43,10 @@ def _advice(plan: BuildPlan, ranks: int, expert_parallel: bool) -> str:
     ways = []
     tried = [("", plan), *((f" -q {recipe}", other) for recipe, other in smaller)]
     if plan.config.target == "cuda":
-        most = RANKS[-1] + 1
+        most = SUGGESTED_TP_SIZES[-1] + 1
         for flag, other in tried:
             # smaller weights are a way of their own only over fewer GPUs
-            more = (n for n in RANKS if ranks < n < most)
+            more = (n for n in SUGGESTED_TP_SIZES if ranks < n < most)
             count = next((n for n in more if _fits_over(other, n, expert_parallel)), None)
             if count is not None:
                 ways.append(f"--tp {count}{flag} ({count} such GPUs)")

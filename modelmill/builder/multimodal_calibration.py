@@ -39,7 +39,7 @@ from modelmill.vision.image_input import decode_data_url, load_square_image
 ANSWER_KEYS = ("answer", "caption")
 IMAGE_BATCH_SIZE = 8  # images per batch of the vision encoder
 TEXTS_PER_IMAGE = 4  # one in so many generated sequences has an image
-QUESTIONS = (
+CALIBRATION_QUESTIONS = (
     "Describe this image in detail.",
     "What is in the picture?",
     "Where was this taken, and what has happened?",
@@ -151,7 +151,12 @@ def generate_builtin_conversations(image_size: int) -> Iterator[tuple[str, Any]]
             continue
         question = [
             {"type": "image", "image": draw_synthetic_image(number, image_size)},
-            {"type": "text", "text": QUESTIONS[number // TEXTS_PER_IMAGE % len(QUESTIONS)]},
+            {
+                "type": "text",
+                "text": CALIBRATION_QUESTIONS[
+                    number // TEXTS_PER_IMAGE % len(CALIBRATION_QUESTIONS)
+                ],
+            },
         ]
         yield (
             "our own",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import modelmill
-from modelmill.artifact.manifest import PACKING
+from modelmill.artifact.manifest import PACKING_VERSION
 from modelmill.builder import memory_plan
 from modelmill.builder.auto_precision import AUTO, AutoPrecisionResult, resolve_auto_precision
 from modelmill.builder.calibration_data import (
@@ -186,7 +186,7 @@ class BuildPlan:
             modelmill.__version__,
             self.checkpoint.quick_fingerprint(),
             config_to_dict(self.config),
-            PACKING,
+            PACKING_VERSION,
             self.max_model_len,
             torch.__version__,
             # another version of this code may decide differently about what a warning describes

@@ -23,11 +23,11 @@ from modelmill.checkpoint.container import Container, ConvertedContainer, Tensor
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from modelmill.core.quoting import quote
 
-METHOD = "bitnet"
+QUANT_METHOD = "bitnet"
 LABEL, STORED_DTYPE = "ternary", "uint8"
 ROWS_PER_BYTE = 4
 MIN_MEAN = 1e-5
-UNCONVERTED = ("embed_tokens", "lm_head")
+UNQUANTIZED_MODULES = ("embed_tokens", "lm_head")
 ADVICE = "take the checkpoint with bfloat16 weights"
 
 
@@ -54,7 +54,7 @@ def read_settings(settings: Any, path: Path) -> BitNetSettings | None:
     Raises:
         CheckpointError: for values that are not known.
     """
-    if not isinstance(settings, Mapping) or settings.get("quant_method") != METHOD:
+    if not isinstance(settings, Mapping) or settings.get("quant_method") != QUANT_METHOD:
         return None
     linear = _read_choice(settings, "linear_class", ("bitlinear", "autobitlinear"), path)
     mode = _read_choice(settings, "quantization_mode", ("offline", "online"), path)
@@ -70,7 +70,7 @@ def read_settings(settings: Any, path: Path) -> BitNetSettings | None:
             f"{quote(kept, 60)}"
         )
     divides = linear == "bitlinear"
-    names = (*UNCONVERTED, *map(str, kept))
+    names = (*UNQUANTIZED_MODULES, *map(str, kept))
     return BitNetSettings(path, mode == "online" and not divides, divides, names)
 
 

@@ -24,17 +24,17 @@ from modelmill.core.read_tracking_config import ReadTrackingConfig
 
 BLIP2_TYPE = "blip-2"
 INSTRUCTBLIP_TYPES = ("instructblip", "instructblipvideo")
-_TENSORS = {
+_TENSOR_NAMES = {
     "vision_model.embeddings.class_embedding": VISION_ENCODER_PREFIX + "cls_token",
     "vision_model.embeddings.position_embedding": VISION_ENCODER_PREFIX + "pos_embed",
 }
-_MODULES = {
+_MODULE_NAMES = {
     "vision_model.embeddings.patch_embedding": VISION_ENCODER_PREFIX + "patch_embed.proj",
     "vision_model.post_layernorm": "ln_vision",
     "qformer.layernorm": "Qformer.bert.embeddings.LayerNorm",
     "language_projection": "llama_proj",
 }
-_STACKS = {
+_LAYER_PREFIXES = {
     "vision_model.encoder.layers.": VISION_ENCODER_PREFIX + "blocks.",
     "qformer.encoder.layer.": "Qformer.bert.encoder.layer.",
 }
@@ -219,14 +219,14 @@ def _sub_config(config: ReadTrackingConfig, key: str, path: Path) -> Mapping[str
 
 
 def _to_minigpt4_name(name: str) -> str:
-    if name in _TENSORS:
-        return _TENSORS[name]
+    if name in _TENSOR_NAMES:
+        return _TENSOR_NAMES[name]
     if name.startswith("language_model."):
         return LANGUAGE_PREFIX + name.removeprefix("language_model.")
-    for stack, stack_name in _STACKS.items():
+    for stack, stack_name in _LAYER_PREFIXES.items():
         if name.startswith(stack):
             number, _, tensor = name.removeprefix(stack).partition(".")
             module, _, leaf = tensor.rpartition(".")
             return f"{stack_name}{number}.{_LAYER_MODULES.get(module, module)}.{leaf}"
     module, _, leaf = name.rpartition(".")
-    return f"{_MODULES[module]}.{leaf}" if module in _MODULES else name
+    return f"{_MODULE_NAMES[module]}.{leaf}" if module in _MODULE_NAMES else name

@@ -33,9 +33,9 @@ from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from modelmill.core.quoting import quote
 from modelmill.weights.int4 import resolve_group_size
 
-FORMATS = ("pack-quantized", "int-quantized")
+SUPPORTED_FORMATS = ("pack-quantized", "int-quantized")
 ADVICE = "take the original checkpoint and build it with -q int4, int8 or fp8"
-STRATEGIES = ("group", "channel", "tensor")
+SUPPORTED_STRATEGIES = ("group", "channel", "tensor")
 
 
 def parse_scheme(settings: Mapping[str, Any], path: Path) -> CompressedTensorsScheme:
@@ -83,19 +83,24 @@ def parse_scheme(settings: Mapping[str, Any], path: Path) -> CompressedTensorsSc
 
 def _check_config_group(group: Mapping[str, Any], format_name: str, path: Path) -> None:
     weights = group.get("weights")
-    if format_name not in FORMATS or not isinstance(weights, Mapping):
+    if format_name not in SUPPORTED_FORMATS or not isinstance(weights, Mapping):
         raise CheckpointError(
             f"{path} is a compressed-tensors checkpoint of format {format_name}, "
-            f"known are {', '.join(FORMATS)}; {ADVICE}"
+            f"known are {', '.join(SUPPORTED_FORMATS)}; {ADVICE}"
         )
     bits = weights.get("num_bits", 8)
     kind = weights.get("type", "int")
     strategy = weights.get("strategy") or "tensor"
-    if kind != "int" or type(bits) is not int or bits not in (4, 8) or strategy not in STRATEGIES:
+    if (
+        kind != "int"
+        or type(bits) is not int
+        or bits not in (4, 8)
+        or strategy not in SUPPORTED_STRATEGIES
+    ):
         raise CheckpointError(
             f"{path} is a compressed-tensors checkpoint of {quote(bits, 60)}-bit {kind} weights "
             f"by {strategy}; "
-            f"int weights of 4 or 8 bits by {', '.join(STRATEGIES)} can be read; {ADVICE}"
+            f"int weights of 4 or 8 bits by {', '.join(SUPPORTED_STRATEGIES)} can be read; {ADVICE}"
         )
     size = weights.get("group_size")
     if strategy == "group" and (

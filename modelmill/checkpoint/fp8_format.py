@@ -21,7 +21,7 @@ from modelmill.checkpoint.container import Container, ConvertedContainer, Tensor
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from modelmill.core.quoting import quote
 
-METHODS = ("fp8", "fbgemm_fp8")
+SUPPORTED_METHODS = ("fp8", "fbgemm_fp8")
 COMPRESSED_FORMAT = "float-quantized"
 STORED_DTYPE, LABEL = "float8_e4m3fn", "scaled e4m3"
 SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale")
@@ -52,7 +52,7 @@ def read_settings(settings: Any, path: Path) -> Fp8Settings | None:
     if not isinstance(settings, Mapping):
         return None
     method = str(settings.get("quant_method", "")).lower()
-    if method in METHODS:
+    if method in SUPPORTED_METHODS:
         if settings.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
             raise CheckpointError(
                 f"{path} holds 8-bit floats of format {quote(settings['fmt'], 60)}, e4m3 can be "

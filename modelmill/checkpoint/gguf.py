@@ -31,7 +31,7 @@ MAX_NESTING = 4
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 1 << 20
 
-SCALARS: dict[int, np.dtype[Any]] = {
+SCALAR_DTYPES: dict[int, np.dtype[Any]] = {
     0: np.dtype("<u1"),
     1: np.dtype("<i1"),
     2: np.dtype("<u2"),
@@ -285,11 +285,11 @@ class _GgufHeader:
             return self._read_text(key)
         if value_type == ARRAY:
             return self._read_array(key, depth)
-        if value_type not in SCALARS:
+        if value_type not in SCALAR_DTYPES:
             raise self._corrupt_error(
                 f"gives the metadata key {quote(key)} the unknown type {value_type}"
             )
-        dtype = SCALARS[value_type]
+        dtype = SCALAR_DTYPES[value_type]
         data = self._read_bytes(dtype.itemsize)
         return data != b"\0" if value_type == BOOL else np.frombuffer(data, dtype)[0].item()
 
@@ -297,14 +297,14 @@ class _GgufHeader:
         ggml_type, count = self._read_number("<I"), self._read_number("<Q")
         if depth >= MAX_NESTING:
             raise self._corrupt_error(f"nests the arrays of {quote(key)} too deeply")
-        if ggml_type in SCALARS:
+        if ggml_type in SCALAR_DTYPES:
             self._check_count_fits_file(
-                count, SCALARS[ggml_type].itemsize, f"values of {quote(key)}"
+                count, SCALAR_DTYPES[ggml_type].itemsize, f"values of {quote(key)}"
             )
-            data = self._read_bytes(count * SCALARS[ggml_type].itemsize)
+            data = self._read_bytes(count * SCALAR_DTYPES[ggml_type].itemsize)
             if ggml_type == BOOL:
                 return np.frombuffer(data, np.uint8) != 0
-            return np.frombuffer(data, SCALARS[ggml_type])
+            return np.frombuffer(data, SCALAR_DTYPES[ggml_type])
         self._check_count_fits_file(
             count, 8 if ggml_type == STRING else 12, f"values of {quote(key)}"
         )

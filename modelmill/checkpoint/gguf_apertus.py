@@ -7,12 +7,12 @@ from typing import Any
 from modelmill.checkpoint.gguf_config import ArchitectureKeys, head_dim
 from modelmill.checkpoint.gguf_families import LLAMA_NAMES, GgufArchitecture, read_rms_config
 
-NAMES = {
+APERTUS_NAMES = {
     **{gguf: name for gguf, name in LLAMA_NAMES.items() if gguf != "blk.ffn_gate"},
     "blk.attn_norm": "attention_layernorm",
     "blk.ffn_norm": "feedforward_layernorm",
 }
-SLOPES = {
+XIELU_PARAMETER_KEYS = {
     "xielu.alpha_p": ("mlp.act_fn.alpha_p", (1,)),
     "xielu.alpha_n": ("mlp.act_fn.alpha_n", (1,)),
     "xielu.beta": ("mlp.act_fn.beta", ()),
@@ -34,5 +34,7 @@ def _read_apertus_config(keys: ArchitectureKeys) -> dict[str, Any]:
 
 
 APERTUS_ARCHITECTURES = {
-    "apertus": GgufArchitecture(NAMES, read_config=_read_apertus_config, numbers_by_layer=SLOPES)
+    "apertus": GgufArchitecture(
+        APERTUS_NAMES, read_config=_read_apertus_config, numbers_by_layer=XIELU_PARAMETER_KEYS
+    )
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.checkpoint.gguf_config import (
-    WINDOW,
+    SLIDING_WINDOW_KEY,
     ArchitectureKeys,
     head_dim,
     read_window_layer_types,
@@ -79,7 +79,7 @@ def _read_exaone_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
         "num_experts": count,
         "num_shared_experts": _count_shared_experts(keys, inner),
         "head_dim": head_dim(keys),
-        "sliding_window": keys.get_count(WINDOW),
+        "sliding_window": keys.get_count(SLIDING_WINDOW_KEY),
         "layer_types": read_window_layer_types(keys, experts["num_hidden_layers"]),
     }
 

@@ -27,7 +27,10 @@ OWN_EXPERT_KEYS = (
 )  # fmt: skip
 """Architectures whose reader reads the keys of experts itself."""
 
-WINDOW, WINDOW_PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+SLIDING_WINDOW_KEY, SLIDING_WINDOW_PATTERN_KEY = (
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+)
 DEFAULT_WINDOW_PERIOD = 4
 """Every fourth layer has full attention, where the file has no pattern."""
 
@@ -109,7 +112,11 @@ def _check_sliding_window_rope_base(keys: ArchitectureKeys, unread: dict[str, An
         UnknownArchitecture: for another base in a family with windows that does not read it.
     """
     key = f"{keys.arch}.rope.freq_base_swa"
-    if key not in unread or f"{keys.arch}.{WINDOW}" in unread or WINDOW not in keys:
+    if (
+        key not in unread
+        or f"{keys.arch}.{SLIDING_WINDOW_KEY}" in unread
+        or SLIDING_WINDOW_KEY not in keys
+    ):
         return
     local, theta = unread.pop(key), keys.get_positive_float("rope.freq_base", 10000.0)
     if local != keys.raw.metadata.get(f"{keys.arch}.rope.freq_base", theta):
@@ -225,14 +232,14 @@ def read_window_layer_types(keys: ArchitectureKeys, layers: int) -> list[str]:
     Raises:
         CorruptCheckpoint: for a list that does not say it of each layer.
     """
-    if WINDOW not in keys:
+    if SLIDING_WINDOW_KEY not in keys:
         return ["full_attention"] * layers
-    stored = keys.view.get(f"{keys.arch}.{WINDOW_PATTERN}")
+    stored = keys.view.get(f"{keys.arch}.{SLIDING_WINDOW_PATTERN_KEY}")
     if stored is None or type(stored) is int:
-        period = keys.get_count(WINDOW_PATTERN, DEFAULT_WINDOW_PERIOD)
+        period = keys.get_count(SLIDING_WINDOW_PATTERN_KEY, DEFAULT_WINDOW_PERIOD)
         windowed = [(layer + 1) % period != 0 for layer in range(layers)]
     else:
-        windowed = read_layer_flags(keys, WINDOW_PATTERN, layers)
+        windowed = read_layer_flags(keys, SLIDING_WINDOW_PATTERN_KEY, layers)
     return ["sliding_attention" if each else "full_attention" for each in windowed]
 
 

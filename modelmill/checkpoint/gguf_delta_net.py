@@ -26,19 +26,19 @@ from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
 DEFAULT_INTERVAL = 4
 """Of layers with full attention, where the file has no key."""
-STEM = "linear_attn"
+LINEAR_ATTENTION_PATH = "linear_attn"
 DELTA_NET_NAMES = {
     **{gguf: name for gguf, name in LLAMA_NAMES.items() if gguf != "blk.ffn_norm"},
     "blk.post_attention_norm": "post_attention_layernorm",
-    "blk.attn_qkv": f"{STEM}.in_proj_qkv",
-    "blk.attn_gate": f"{STEM}.in_proj_z",
-    "blk.ssm_alpha": f"{STEM}.in_proj_a",
-    "blk.ssm_beta": f"{STEM}.in_proj_b",
-    "blk.ssm_conv1d": f"{STEM}.conv1d",
-    "blk.ssm_dt.bias": f"{STEM}.dt_bias",
-    "blk.ssm_a": f"{STEM}.A_log",
-    "blk.ssm_norm": f"{STEM}.norm",
-    "blk.ssm_out": f"{STEM}.out_proj",
+    "blk.attn_qkv": f"{LINEAR_ATTENTION_PATH}.in_proj_qkv",
+    "blk.attn_gate": f"{LINEAR_ATTENTION_PATH}.in_proj_z",
+    "blk.ssm_alpha": f"{LINEAR_ATTENTION_PATH}.in_proj_a",
+    "blk.ssm_beta": f"{LINEAR_ATTENTION_PATH}.in_proj_b",
+    "blk.ssm_conv1d": f"{LINEAR_ATTENTION_PATH}.conv1d",
+    "blk.ssm_dt.bias": f"{LINEAR_ATTENTION_PATH}.dt_bias",
+    "blk.ssm_a": f"{LINEAR_ATTENTION_PATH}.A_log",
+    "blk.ssm_norm": f"{LINEAR_ATTENTION_PATH}.norm",
+    "blk.ssm_out": f"{LINEAR_ATTENTION_PATH}.out_proj",
 }
 DELTA_NET_MOE_NAMES = {
     **{gguf: name for gguf, name in DELTA_NET_NAMES.items() if not gguf.startswith("blk.ffn_")},
@@ -52,8 +52,8 @@ DELTA_NET_MOE_NAMES = {
 }  # fmt: skip
 QWEN3_NEXT_NAMES = {
     **DELTA_NET_MOE_NAMES,
-    "blk.ssm_ba": f"{STEM}.in_proj_ba",
-    "blk.ssm_in": f"{STEM}.in_proj_qkvz",
+    "blk.ssm_ba": f"{LINEAR_ATTENTION_PATH}.in_proj_ba",
+    "blk.ssm_in": f"{LINEAR_ATTENTION_PATH}.in_proj_qkvz",
 }
 
 
@@ -146,14 +146,16 @@ def _key_head_reordering(config: Mapping[str, Any]) -> dict[str, tuple[Reordered
     q, k, v, z = _ungrouped_row_indices(keys, dim, dim, values, values)
     return {
         "blk.ssm_ba": (
-            ReorderedTensorSlice(f"{STEM}.in_proj_b", 2 * heads, tuple(b)),
-            ReorderedTensorSlice(f"{STEM}.in_proj_a", 2 * heads, tuple(a)),
+            ReorderedTensorSlice(f"{LINEAR_ATTENTION_PATH}.in_proj_b", 2 * heads, tuple(b)),
+            ReorderedTensorSlice(f"{LINEAR_ATTENTION_PATH}.in_proj_a", 2 * heads, tuple(a)),
         ),
         "blk.ssm_in": (
             ReorderedTensorSlice(
-                f"{STEM}.in_proj_qkv", 2 * keys * (dim + values), tuple(q + k + v)
+                f"{LINEAR_ATTENTION_PATH}.in_proj_qkv", 2 * keys * (dim + values), tuple(q + k + v)
             ),
-            ReorderedTensorSlice(f"{STEM}.in_proj_z", 2 * keys * (dim + values), tuple(z)),
+            ReorderedTensorSlice(
+                f"{LINEAR_ATTENTION_PATH}.in_proj_z", 2 * keys * (dim + values), tuple(z)
+            ),
         ),
     }
 

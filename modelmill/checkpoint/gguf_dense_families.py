@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.checkpoint.gguf_config import (
-    WINDOW,
+    SLIDING_WINDOW_KEY,
     ArchitectureKeys,
     head_dim,
     prefix_errors_with_path,
@@ -39,7 +39,7 @@ SEED_OSS_NAMES = {
 LONGROPE_TENSORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 OLMO_EPS = 1e-5  # of all models; config.json has none
 LAYER_NORM_EPS = "attention.layer_norm_epsilon"
-TEMPERATURE = "attention.temperature_scale"
+TEMPERATURE_SCALE_KEY = "attention.temperature_scale"
 
 
 def _read_arcee_config(keys: ArchitectureKeys) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _read_olmo_config(keys: ArchitectureKeys) -> dict[str, Any]:
 def _read_olmo2_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read OLMo 2, or with windows OLMo 3, whose layers with a window are not scaled."""
     config = {**read_rms_config(keys), "attention_bias": keys.has_tensor("blk.0.attn_q.bias")}
-    if WINDOW not in keys:
+    if SLIDING_WINDOW_KEY not in keys:
         return {**config, "model_type": "olmo2"}
     theta, scaling = config.pop("rope_theta"), config.pop("rope_scaling")
     plain = {"rope_type": "default"}
@@ -117,7 +117,7 @@ def _read_olmo2_config(keys: ArchitectureKeys) -> dict[str, Any]:
             "full_attention": {"rope_theta": theta, **(scaling or plain)},
             "sliding_attention": {"rope_theta": theta, **plain},
         },
-        "sliding_window": keys.get_count(WINDOW),
+        "sliding_window": keys.get_count(SLIDING_WINDOW_KEY),
         "layer_types": read_window_layer_types(keys, config["num_hidden_layers"]),
     }
 
@@ -137,7 +137,9 @@ def _read_phi3_config(keys: ArchitectureKeys) -> dict[str, Any]:
         **config,
         "rope_scaling": scaling or config["rope_scaling"],
         "original_max_position_embeddings": keys.get_count(trained, context),
-        "sliding_window": keys.get_count(WINDOW) if keys.is_nonzero(WINDOW) else None,
+        "sliding_window": keys.get_count(SLIDING_WINDOW_KEY)
+        if keys.is_nonzero(SLIDING_WINDOW_KEY)
+        else None,
     }
 
 
@@ -166,14 +168,14 @@ def _read_mistral3_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Ministral 3, or, without a temperature, the text half of a Mistral 3, a Mistral."""
     config = {**read_rms_config(keys, scaled=False), "head_dim": head_dim(keys)}
     scaling = yarn_mscale_rope_scaling(keys)
-    if TEMPERATURE not in keys:
+    if TEMPERATURE_SCALE_KEY not in keys:
         return {**config, "model_type": "mistral", "rope_scaling": scaling}
     if scaling is None or scaling["rope_type"] != "yarn":
         raise UnknownArchitecture(
-            f"{keys.raw.path}: has {TEMPERATURE} without a scaling of type yarn; use its Hugging "
-            "Face folder"
+            f"{keys.raw.path}: has {TEMPERATURE_SCALE_KEY} without a scaling of type yarn; use "
+            "its Hugging Face folder"
         )
-    slope = keys.get_positive_float(TEMPERATURE)
+    slope = keys.get_positive_float(TEMPERATURE_SCALE_KEY)
     theta = config.pop("rope_theta")
     rope = {"rope_theta": theta, **scaling, "llama_4_scaling_beta": slope}
     return {**config, "model_type": "ministral3", "rope_scaling": None, "rope_parameters": rope}

@@ -9,7 +9,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from modelmill.checkpoint.gguf_config import (
-    WINDOW,
+    SLIDING_WINDOW_KEY,
     ArchitectureKeys,
     ConfigReader,
     head_dim,
@@ -400,8 +400,8 @@ def _read_stablelm_config(keys: ArchitectureKeys) -> dict[str, Any]:
 def _read_exaone4_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read EXAONE 4; some have windows."""
     config = {**read_rms_config(keys), "sliding_window": None}
-    if WINDOW in keys:
-        config["sliding_window"] = keys.get_count(WINDOW)
+    if SLIDING_WINDOW_KEY in keys:
+        config["sliding_window"] = keys.get_count(SLIDING_WINDOW_KEY)
         config["layer_types"] = read_window_layer_types(keys, config["num_hidden_layers"])
     return config
 

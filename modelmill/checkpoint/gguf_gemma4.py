@@ -18,7 +18,7 @@ from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 FUSED_EXPERTS = "blk.ffn_gate_up_exps"
 """The tensor of all experts' gate projections, each with its up projection behind it."""
 FROZEN_DIVISOR = 1e20  # a channel whose frequency is divided by more does not turn
-NAMES = {
+GEMMA4_NAMES = {
     **GEMMA_NAMES,
     "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
@@ -193,5 +193,7 @@ def read_gemma4_config(keys: ArchitectureKeys) -> dict[str, Any]:
 
 
 GEMMA4_ARCHITECTURES = {
-    "gemma4": GgufArchitecture(NAMES, model_type="gemma4_text", read_config=read_gemma4_config)
+    "gemma4": GgufArchitecture(
+        GEMMA4_NAMES, model_type="gemma4_text", read_config=read_gemma4_config
+    )
 }

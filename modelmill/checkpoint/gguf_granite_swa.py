@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.checkpoint.gguf_config import (
-    WINDOW,
+    SLIDING_WINDOW_KEY,
     ArchitectureKeys,
     read_layer_flags,
     read_window_layer_types,
@@ -17,8 +17,8 @@ from modelmill.checkpoint.gguf_families import (
     read_rms_config,
 )
 
-NAMES = {**LLAMA_NAMES, "blk.attn_sinks": "self_attn.sinks"}
-ROTATED = "attention.rope_pattern"
+GRANITE_SWA_NAMES = {**LLAMA_NAMES, "blk.attn_sinks": "self_attn.sinks"}
+ROPE_PATTERN_KEY = "attention.rope_pattern"
 
 
 def _read_granite_swa_config(keys: ArchitectureKeys) -> dict[str, Any]:
@@ -30,12 +30,16 @@ def _read_granite_swa_config(keys: ArchitectureKeys) -> dict[str, Any]:
     config = {**read_rms_config(keys), **read_granite_multipliers(keys)}
     layers = config["num_hidden_layers"]
     theta = config["rope_theta"]
-    rotated = read_layer_flags(keys, ROTATED, layers) if ROTATED in keys else [True] * layers
+    rotated = (
+        read_layer_flags(keys, ROPE_PATTERN_KEY, layers)
+        if ROPE_PATTERN_KEY in keys
+        else [True] * layers
+    )
     return {
         **config,
         "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
         "mlp_bias": keys.has_tensor("blk.0.ffn_up.bias"),
-        "sliding_window": keys.get_count(WINDOW),
+        "sliding_window": keys.get_count(SLIDING_WINDOW_KEY),
         "layer_types": read_window_layer_types(keys, layers),
         "layer_rope_theta": [theta if each else 0 for each in rotated],
     }
@@ -43,6 +47,6 @@ def _read_granite_swa_config(keys: ArchitectureKeys) -> dict[str, Any]:
 
 GRANITE_SWA_ARCHITECTURES = {
     "granite_swa": GgufArchitecture(
-        NAMES, has_permuted_qk=True, read_config=_read_granite_swa_config
+        GRANITE_SWA_NAMES, has_permuted_qk=True, read_config=_read_granite_swa_config
     )
 }

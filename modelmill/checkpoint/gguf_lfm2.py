@@ -9,7 +9,7 @@ from modelmill.checkpoint.gguf_families import LLAMA_NAMES, GgufArchitecture
 from modelmill.checkpoint.gguf_group_limited_experts import require_sigmoid_gating
 from modelmill.checkpoint.gguf_mamba import read_kv_heads_per_layer
 
-NAMES = {
+LFM2_NAMES = {
     **{gguf: name for gguf, name in LLAMA_NAMES.items() if gguf != "output_norm"},
     "token_embd_norm": "model.embedding_norm",  # of the last states, whatever its name says
     "blk.attn_norm": "operator_norm",
@@ -23,7 +23,7 @@ NAMES = {
     **{f"blk.shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")},
 }
 MOE_NAMES = {
-    **NAMES,
+    **LFM2_NAMES,
     "blk.ffn_gate_inp": "feed_forward.gate",
     "blk.exp_probs_b": "feed_forward.expert_bias",
     "blk.ffn_gate_exps": "feed_forward.experts.*.w1",
@@ -71,7 +71,7 @@ def _read_lfm2_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
 
 
 LFM2_ARCHITECTURES = {
-    "lfm2": GgufArchitecture(NAMES, read_config=_read_lfm2_config),
+    "lfm2": GgufArchitecture(LFM2_NAMES, read_config=_read_lfm2_config),
     "lfm2moe": GgufArchitecture(
         MOE_NAMES, model_type="lfm2_moe", read_config=_read_lfm2_moe_config
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.checkpoint.gguf_config import (
-    WINDOW,
+    SLIDING_WINDOW_KEY,
     ArchitectureKeys,
     head_dim,
     read_window_layer_types,
@@ -17,7 +17,7 @@ from modelmill.checkpoint.gguf_families import (
     read_rms_config,
 )
 
-NAMES = {
+MELLUM_NAMES = {
     **{
         gguf: name
         for gguf, name in LLAMA_NAMES.items()
@@ -43,7 +43,9 @@ def _read_mellum_config(keys: ArchitectureKeys) -> dict[str, Any]:
             "full_attention": {"rope_theta": theta, **(scaling or {"rope_type": "default"})},
             "sliding_attention": {"rope_theta": local, "rope_type": "default"},
         },
-        "sliding_window": keys.get_count(WINDOW) if WINDOW in keys else None,
+        "sliding_window": keys.get_count(SLIDING_WINDOW_KEY)
+        if SLIDING_WINDOW_KEY in keys
+        else None,
         "layer_types": read_window_layer_types(keys, layers),
         "num_experts": keys.get_count("expert_count"),
         "num_experts_per_tok": keys.get_count("expert_used_count"),
@@ -52,4 +54,4 @@ def _read_mellum_config(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-MELLUM_ARCHITECTURES = {"mellum": GgufArchitecture(NAMES, read_config=_read_mellum_config)}
+MELLUM_ARCHITECTURES = {"mellum": GgufArchitecture(MELLUM_NAMES, read_config=_read_mellum_config)}

@@ -10,7 +10,7 @@ from modelmill.checkpoint.gguf_group_limited_experts import require_sigmoid_gati
 from modelmill.checkpoint.gguf_mamba import mamba_mixer_names
 from modelmill.core.errors import CorruptCheckpoint
 
-NAMES = {
+NEMOTRON_H_NAMES = {
     "token_embd": "backbone.embeddings",
     "output_norm": "backbone.norm_f",
     "output": "lm_head",
@@ -125,7 +125,7 @@ def _read_count_per_layer(keys: ArchitectureKeys, key: str) -> list[int]:
 
 
 _NEMOTRON_H = GgufArchitecture(
-    NAMES,
+    NEMOTRON_H_NAMES,
     "backbone.layers",
     model_type="nemotron_h",
     read_config=_read_nemotron_h_config,

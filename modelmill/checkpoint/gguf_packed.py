@@ -13,7 +13,7 @@ from modelmill.checkpoint.container import TensorInfo
 from modelmill.checkpoint.quant_layout import QuantizedMatrix, QuantLayout
 
 BLOCK_COLUMNS = 32
-BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8, "MXFP4": 4}
+BITS_BY_TYPE = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8, "MXFP4": 4}
 
 
 def gguf_quant_layout(info: TensorInfo, *, transposed: bool) -> QuantLayout | None:
@@ -21,12 +21,12 @@ def gguf_quant_layout(info: TensorInfo, *, transposed: bool) -> QuantLayout | No
 
     It is None for other types and for vectors.
     """
-    if info.dtype not in BITS or len(info.shape) != 2:
+    if info.dtype not in BITS_BY_TYPE or len(info.shape) != 2:
         return None
     rows, columns = info.shape
     return QuantLayout(
         label=info.dtype,
-        bits=BITS[info.dtype],
+        bits=BITS_BY_TYPE[info.dtype],
         rows=rows,
         columns=columns,
         group_size=BLOCK_COLUMNS,
@@ -46,7 +46,7 @@ def unpack_gguf_blocks(type_name: str, blocks: torch.Tensor) -> QuantizedMatrix:
     if type_name == "Q4_1":
         offset, at = _read_float16(blocks, 2), 4
     codes = blocks[:, :, at:].contiguous()
-    if BITS[type_name] == 8:
+    if BITS_BY_TYPE[type_name] == 8:
         return QuantizedMatrix(codes.view(torch.int8).flatten(1), scale, None)
     return QuantizedMatrix(torch.cat([codes & 15, codes >> 4], -1).flatten(1), scale, offset)
 

@@ -11,7 +11,7 @@ from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 LLAMA3_DEFAULTS = (1.0, 4.0, 8192.0)
 """low_freq_factor, high_freq_factor and original context of all scaled Llama 3 models."""
 
-MULTIPLIER = "yarn_log_multiplier"
+YARN_LOG_MULTIPLIER_KEY = "yarn_log_multiplier"
 TOLERANCE = 1e-3
 
 MAX_VALUE = 1e12
@@ -75,8 +75,8 @@ def from_yarn_log_multiplier(
     Raises:
         CheckpointError: as ``from_metadata``.
     """
-    scaling = from_metadata(metadata, arch, computed=MULTIPLIER)
-    multiplier = _positive_float(metadata, f"{arch}.rope.scaling.{MULTIPLIER}")
+    scaling = from_metadata(metadata, arch, computed=YARN_LOG_MULTIPLIER_KEY)
+    multiplier = _positive_float(metadata, f"{arch}.rope.scaling.{YARN_LOG_MULTIPLIER_KEY}")
     if scaling is None or multiplier is None or scaling["rope_type"] != "yarn":
         return scaling
     mscale = float(f"{multiplier / share:.6g}")  # stored in float32
@@ -96,7 +96,7 @@ def _reject_unsupported_keys(metadata: Mapping[str, Any], arch: str, computed: s
         "attn_factor": 1.0,
         "yarn_attn_factor": 1.0,
         "yarn_ext_factor": extrapolation,
-        MULTIPLIER: 0.0,
+        YARN_LOG_MULTIPLIER_KEY: 0.0,
     }
     neutral.pop(computed, None)
     for name, meaningless in neutral.items():

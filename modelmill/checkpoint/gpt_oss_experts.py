@@ -24,8 +24,8 @@ from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 MODEL_TYPE = "gpt_oss"
 BLOCK_COLUMNS = 32
 # matrix of the file → the matrices in its rows
-PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_blocks|_scales|_bias|)")
+MATRICES_OF_STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_STACKED_TENSOR_RE = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_blocks|_scales|_bias|)")
 
 
 def check_mxfp4_method(settings: Any, path: Path) -> None:
@@ -92,7 +92,7 @@ class GptOssExpertContainer(ConvertedContainer):
         self._parts: dict[str, _ExpertSlice] = {}
         self._names = []
         for name in raw.names():
-            match = _STACKED.fullmatch(name)
+            match = _STACKED_TENSOR_RE.fullmatch(name)
             if match is None:
                 self._names.append(name)
             elif match[3] != "_scales":
@@ -103,7 +103,7 @@ class GptOssExpertContainer(ConvertedContainer):
         dims = {"_blocks": 4, "_bias": 2, "": 3}[suffix]
         if len(shape) != dims:
             raise CorruptCheckpoint(f"{name} has {list(shape)}, not {dims} dimensions")
-        parts = PARTS[matrix]
+        parts = MATRICES_OF_STACKED[matrix]
         leaf = "bias" if suffix == "_bias" else "weight"
         for expert in range(shape[0]):
             for first, part in enumerate(parts):

@@ -31,8 +31,8 @@ from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from modelmill.core.quoting import quote
 from modelmill.weights.int4 import resolve_group_size
 
-FORMATS = ("gptq", "gptq_v2")
-BITS = (4, 8)
+SUPPORTED_FORMATS = ("gptq", "gptq_v2")
+SUPPORTED_BITS = (4, 8)
 
 
 def parse_scheme(settings: Mapping[str, Any], path: Path) -> GptqScheme:
@@ -43,12 +43,13 @@ def parse_scheme(settings: Mapping[str, Any], path: Path) -> GptqScheme:
     """
     bits, group = settings.get("bits", 4), settings.get("group_size", 128)
     form = str(settings.get("checkpoint_format", "gptq"))
-    if form not in FORMATS:
+    if form not in SUPPORTED_FORMATS:
         raise CheckpointError(
-            f"{path} is a GPTQ checkpoint of format {form!r}, known are {', '.join(FORMATS)}; "
-            "take it in one of these, or the original and build with -q int4"
+            f"{path} is a GPTQ checkpoint of format {form!r}, known are "
+            f"{', '.join(SUPPORTED_FORMATS)}; take it in one of these, or the original and build "
+            "with -q int4"
         )
-    if type(bits) is not int or bits not in BITS:
+    if type(bits) is not int or bits not in SUPPORTED_BITS:
         raise CheckpointError(
             f"{path} is a GPTQ checkpoint of {quote(bits, 60)} bits, 4 and 8 can be read; "
             f"{_unsupported_bits_advice(bits)}"

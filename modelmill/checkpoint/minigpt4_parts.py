@@ -30,7 +30,7 @@ LANGUAGE_PREFIX = "llama_model."
 VISION_ENCODER_PREFIX = "visual_encoder."
 # generation settings of upstream's demo
 GENERATION_DEFAULTS = {"do_sample": True, "temperature": 1.0, "top_p": 0.9, "max_new_tokens": 300}
-PROMPTS = ("first", "current")
+PROMPT_CHOICES = ("first", "current")
 _VISION_PARTS = (
     (
         "vision_encoder",
@@ -159,7 +159,7 @@ def check_minigpt4_settings(settings: Mapping[str, Any], path: Path) -> None:
         isinstance(settings.get("language", ""), str)
         and isinstance(vision, list)
         and all(isinstance(name, str) for name in vision)
-        and settings.get("prompt", "first") in PROMPTS
+        and settings.get("prompt", "first") in PROMPT_CHOICES
         and all(isinstance(settings.get(table, {}), dict) for table in tables)
         and all(type(value) is int and value > 0 for value in sizes)
     )

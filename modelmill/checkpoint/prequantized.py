@@ -15,7 +15,7 @@ import torch
 
 from modelmill.checkpoint import awq_format, bitnet_format, compressed_tensors, gptq_format
 from modelmill.checkpoint.container import Container, ConvertedContainer, TensorInfo
-from modelmill.checkpoint.fp8_format import METHODS, Fp8Container, read_settings
+from modelmill.checkpoint.fp8_format import SUPPORTED_METHODS, Fp8Container, read_settings
 from modelmill.checkpoint.quant_layout import QuantizedMatrix, QuantLayout
 from modelmill.core.errors import CheckpointError
 
@@ -78,7 +78,10 @@ def find_scheme(settings: Any, path: Path) -> QuantScheme:
     method = str(settings.get("quant_method", "")).lower()
     module = SCHEME_MODULES.get(method)
     if module is None:
-        named, methods = method or "an unnamed method", (*METHODS, bitnet_format.METHOD)
+        named, methods = (
+            method or "an unnamed method",
+            (*SUPPORTED_METHODS, bitnet_format.QUANT_METHOD),
+        )
         known = ", ".join((*SCHEME_MODULES, *methods))
         raise CheckpointError(
             f"{path} is quantized by {named}, which is not supported (known are {known}); {ADVICE}"

@@ -13,7 +13,7 @@ from modelmill.core.module_lookup import most_similar_name
 if TYPE_CHECKING:
     from modelmill.eval.op_bench import OpTiming
 
-COLUMNS = (
+TABLE_COLUMNS = (
     "op",
     "case",
     "variant",
@@ -139,7 +139,7 @@ def show_op_times(results: dict[str, Any]) -> None:
     title = (
         f"ops in {results['dtype']} on {results['device']}; ceilings: {memory:.4g} GB/s, {rates}"
     )
-    print_table(COLUMNS, [_format_op_row(each) for each in results["results"]], title=title)
+    print_table(TABLE_COLUMNS, [_format_op_row(each) for each in results["results"]], title=title)
     print(
         "▸ the variant that engines use; the ceiling is the larger of the times for the bytes and "
         "for the operations"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.builder.recipe_options import check_recipe_options
+from modelmill.builder.recipe_option_check import check_recipe_options
 from modelmill.cli.acceptance_tables import acceptance_summary, show_acceptance, show_warnings
 from modelmill.cli.engine_options import resolve_model_path
 from modelmill.cli.options import CommonArgs, config_field

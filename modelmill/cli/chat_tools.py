@@ -10,7 +10,7 @@ from typing import Any
 from modelmill.core.errors import UsageError
 from modelmill.text.answer_pieces import ParsedToolCall, make_openai_tool_call
 
-FORM = '[{"type": "function", "function": {"name": "weather", "parameters": {…}}}]'
+TOOLS_FILE_EXAMPLE = '[{"type": "function", "function": {"name": "weather", "parameters": {…}}}]'
 
 
 def read_tool_definitions(file: Path) -> tuple[Mapping[str, Any], ...]:
@@ -28,7 +28,7 @@ def read_tool_definitions(file: Path) -> tuple[Mapping[str, Any], ...]:
     if isinstance(tools, dict) and isinstance(tools.get("tools"), list):
         tools = tools["tools"]
     if not isinstance(tools, list) or not tools:
-        raise UsageError(f"{file} holds no list of tools; write {FORM}")
+        raise UsageError(f"{file} holds no list of tools; write {TOOLS_FILE_EXAMPLE}")
     for number, tool in enumerate(tools):
         _check_tool_definition(tool, f"{file}: tools[{number}]")
     names = [tool["function"]["name"] for tool in tools]
@@ -41,11 +41,11 @@ def read_tool_definitions(file: Path) -> tuple[Mapping[str, Any], ...]:
 def _check_tool_definition(tool: Any, where: str) -> None:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or tool.get("type", "function") != "function":
-        raise UsageError(f"{where} is no function; write {FORM}")
+        raise UsageError(f"{where} is no function; write {TOOLS_FILE_EXAMPLE}")
     if not isinstance(function.get("name"), str) or not function["name"].strip():
-        raise UsageError(f"{where} has no name; write {FORM}")
+        raise UsageError(f"{where} has no name; write {TOOLS_FILE_EXAMPLE}")
     if not isinstance(function.get("parameters", {}), dict):
-        raise UsageError(f"{where}: parameters must be a JSON schema; write {FORM}")
+        raise UsageError(f"{where}: parameters must be a JSON schema; write {TOOLS_FILE_EXAMPLE}")
 
 
 def format_tools(tools: Sequence[Mapping[str, Any]]) -> str:

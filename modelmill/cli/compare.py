@@ -41,7 +41,7 @@ EXCLUDED_OPTIONS = (
     "seed",
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_mixed_tokens"),
 )
-COLUMNS = ("max_abs", "mean_abs", "median_abs", "max_rel", "cosine", "tolerance")
+METRIC_COLUMNS = ("max_abs", "mean_abs", "median_abs", "max_rel", "cosine", "tolerance")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def run(args: Args) -> int:
     from modelmill.accept.run import acceptance_token_ids, compare_engine
     from modelmill.artifact.store import open_artifact
     from modelmill.checkpoint.open import open_checkpoint
-    from modelmill.eval.checkpoint_comparison import compare_to_checkpoint, draw_layer_errors
+    from modelmill.eval.checkpoint_comparison import compare_text_and_layers, draw_layer_errors
     from modelmill.eval.report import check_plot_path, plot
     from modelmill.llm import LLM, resolve_engine_path
 
@@ -91,7 +91,7 @@ def run(args: Args) -> int:
     with show_progress("comparing", lines=True) as on_progress:
         llm = LLM(engine, progress=on_progress, **non_default_fields(settings))
         ids = acceptance_token_ids(artifact)
-        result = compare_to_checkpoint(
+        result = compare_text_and_layers(
             llm,
             checkpoint,
             lambda: compare_engine(llm.engine_core, checkpoint, ids, on_progress=on_progress),
@@ -168,10 +168,10 @@ def _show_comparison(result: dict[str, Any], every: bool) -> None:
     layers = result["layers"] if every else worst_layer_by_module(result["layers"])
     outside = [layer for layer in result["layers"] if not layer["ok"] and layer not in layers]
     rows = [
-        [layer["name"], *[layer[key] for key in COLUMNS], layer["ok"]]
+        [layer["name"], *[layer[key] for key in METRIC_COLUMNS], layer["ok"]]
         for layer in [*layers, *outside[:20]]
     ]
-    names = [column.replace("_", " ") for column in COLUMNS]
+    names = [column.replace("_", " ") for column in METRIC_COLUMNS]
     print_table(
         ("module", *names, "within"),
         rows,

@@ -32,7 +32,7 @@ from modelmill.core.errors import UsageError
 from modelmill.core.module_lookup import most_similar_name
 
 T = TypeVar("T")
-SCALARS: tuple[type, ...] = (bool, int, float, str, Path)
+SCALAR_TYPES: tuple[type, ...] = (bool, int, float, str, Path)
 TYPE_NAMES = {
     bool: "true or false",
     int: "an integer",
@@ -194,7 +194,7 @@ def _analyze_type(hint: Any) -> tuple[str, type, type]:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         rest = [part for part in typing.get_args(hint) if part is not type(None)]
         return _analyze_type(rest[0])
-    if hint in SCALARS:
+    if hint in SCALAR_TYPES:
         return "one", hint, str
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple and inner[-1] is Ellipsis:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from modelmill.builder.recipe_options import ALL_RECIPE_OPTIONS, RECIPE_OPTIONS
+from modelmill.builder.recipe_option_check import ALL_RECIPE_OPTIONS, RECIPE_OPTIONS
 from modelmill.cli.output import print_facts, print_table
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.page_groups import sum_counts_by_window

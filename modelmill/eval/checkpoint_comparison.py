@@ -205,7 +205,7 @@ def _excerpt(values: Sequence[Any], position: int, length: int) -> str:
     )
 
 
-def compare_to_checkpoint(
+def compare_text_and_layers(
     llm: Any,
     checkpoint: Checkpoint,
     compare_layers: Callable[[], dict[str, Any]],

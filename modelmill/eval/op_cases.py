@@ -31,7 +31,7 @@ HIDDEN = 576
 INNER = 1536
 HEADS = 9
 KV_HEADS = 3
-DIM = 64
+HEAD_DIM = 64
 VOCAB = 49152
 CPU_ROWS = (1, 16)
 KV_TORCH_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -237,7 +237,7 @@ def _small_attention_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     for number, (count, queries, context) in enumerate(shapes):
         lengths = [(queries, context)] * count
         name = f"{count}x{queries} of {context}"
-        yield attention_case(name, HEADS, KV_HEADS, DIM, lengths, None, device, dtype, number)
+        yield attention_case(name, HEADS, KV_HEADS, HEAD_DIM, lengths, None, device, dtype, number)
 
 
 def _small_layer_norm_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -254,7 +254,7 @@ def _small_swiglu_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         yield Case(f"{rows}x{INNER}", {"gate_up": gate_up}, nbytes(gate_up) * 3 // 2)
 
 
-BIG = (
+BIG_GEMM_SHAPES = (
     (1, 4096, 151936),
     (2, 4096, 12288),
     (8, 4096, 12288),
@@ -267,9 +267,9 @@ BIG_WEIGHT_SHAPES = ((4096, 12288), (4096, 4096), (4096, 22016), (11008, 4096))
 BIG_W8A8: Shapes = tuple(
     (rows, k, n) for rows in (1, 8, 64, 256, 1024, 4096) for k, n in BIG_WEIGHT_SHAPES
 )
-QKV = (HEADS + 2 * KV_HEADS) * DIM
+QKV_ROWS = (HEADS + 2 * KV_HEADS) * HEAD_DIM
 WEIGHT_SHAPES = (
-    (HIDDEN, QKV),
+    (HIDDEN, QKV_ROWS),
     (HIDDEN, HIDDEN),
     (HIDDEN, 2 * INNER),
     (INNER, HIDDEN),
@@ -277,7 +277,7 @@ WEIGHT_SHAPES = (
 )
 BIG_SAMPLES: Shapes = tuple((rows, 151936, how) for rows in (1, 8, 64) for how in (0, 1, 2, 4))
 SMALL_SAMPLES: Shapes = tuple((rows, VOCAB, how) for rows in CPU_ROWS for how in (0, 1, 2))
-SMALL: Shapes = tuple((rows, k, n) for rows in CPU_ROWS for k, n in WEIGHT_SHAPES)
+SMALL_GEMM_SHAPES: Shapes = tuple((rows, k, n) for rows in CPU_ROWS for k, n in WEIGHT_SHAPES)
 
 EXTRA_CASES: dict[str, dict[str, CaseMaker]] = {
     "cuda": LARGE_CASES
@@ -288,7 +288,7 @@ EXTRA_CASES: dict[str, dict[str, CaseMaker]] = {
         "add_rms_norm_quant": lambda device, dtype: _add_norm_quant_cases(
             16384, 4096, device, dtype
         ),
-        "linear": linear_cases(BIG),
+        "linear": linear_cases(BIG_GEMM_SHAPES),
         "int8_linear": int8_linear_cases(BIG_INT8),
         "w8a8_linear": w8a8_linear_cases(torch.int8, BIG_W8A8),
         "fp8_linear": w8a8_linear_cases(torch.float8_e4m3fn, BIG_W8A8),
@@ -305,8 +305,8 @@ EXTRA_CASES: dict[str, dict[str, CaseMaker]] = {
         ),
         "layer_norm": _small_layer_norm_cases,
         "silu_mul": _small_swiglu_cases,
-        "linear": linear_cases(SMALL),
-        "int8_linear": int8_linear_cases(SMALL),
+        "linear": linear_cases(SMALL_GEMM_SHAPES),
+        "int8_linear": int8_linear_cases(SMALL_GEMM_SHAPES),
         "sample": sample_cases(SMALL_SAMPLES),
         "paged_attention": _all_small_attention_cases,
     },

@@ -28,7 +28,7 @@ from modelmill.loader.cuda_vmm import CudaDriver
 from modelmill.loader.pinned_blocks import PinnedBlocks
 from modelmill.loader.reachable_tensors import reachable_tensors
 
-ALIGNMENT = 512
+ALLOCATION_ALIGNMENT_BYTES = 512
 """Bytes to which a weight is aligned, as torch's allocator does."""
 CHUNK_BYTES = 256 << 20
 """Of a GPU's memory that is mapped at once where tensors move into it, part by part."""
@@ -353,7 +353,7 @@ class SleepableMemory:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return -(-nbytes // ALLOCATION_ALIGNMENT_BYTES) * ALLOCATION_ALIGNMENT_BYTES
 
 
 @dataclass
@@ -382,7 +382,7 @@ def _storage_extents(tensors: list[torch.Tensor]) -> list[_Extent]:
         steps = zip(tensor.size(), tensor.stride(), strict=True)
         last_element = sum((size - 1) * stride for size, stride in steps)
         end = _aligned(begin + (last_element + 1) * tensor.itemsize)
-        first = begin // ALIGNMENT * ALIGNMENT
+        first = begin // ALLOCATION_ALIGNMENT_BYTES * ALLOCATION_ALIGNMENT_BYTES
         if extents and first < extents[-1].end:
             extents[-1].add(tensor, end)
         else:
@@ -395,7 +395,9 @@ def _move_extent(extent: _Extent, target: torch.Tensor, start: int) -> None:
     """Copy a part of a storage to ``target`` from byte ``start`` on."""
     storage = extent.tensors[0].untyped_storage()
     source = torch.empty(0, dtype=torch.uint8, device=target.device).set_(storage)
-    source = source[extent.first : extent.end]  # a storage may end before a multiple of ALIGNMENT
+    source = source[
+        extent.first : extent.end
+    ]  # a storage may end before a multiple of the alignment
     target[start : start + len(source)].copy_(source)
     moved = target.storage_offset() + start - extent.first
     for tensor in extent.tensors:

@@ -16,7 +16,7 @@ from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.gated_delta_net import GatedDeltaNetSpec
 
 MAX_HEAD_DIM, MAX_CONV_WIDTH = 1024, 64
-NAMES = {
+DELTA_NET_NAMES = {
     **CHECKPOINT_NAMES,
     "attn.gate_proj": ("self_attn.q_proj",),
     "attn.in_proj": ("linear_attn.in_proj_qkvz",),
@@ -28,7 +28,7 @@ NAMES = {
 }
 # where q, k, v and z, and b and a, are matrices of their own
 UNGROUPED_NAMES = {
-    **NAMES,
+    **DELTA_NET_NAMES,
     "attn.in_proj": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
     "attn.rates": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
 }

@@ -233,7 +233,7 @@ def optional_positive_float(raw: RawConfig, key: str, default: float | None = No
 
 TRAINED_LEN_KEY = "original_max_position_embeddings"
 
-SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+ROPE_SCALING_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
     "dynamic": (("factor",), ()),
@@ -256,7 +256,7 @@ SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 LONGROPE_FACTORS = ("short_factor", "long_factor")
 
 COMMON_ROPE_SCALING_KEYS = ("rope_theta", "rope_type", "type")
-"""Keys that every rope scaling may have, beside the numbers of its type (``SCALINGS``)."""
+"""Keys that every rope scaling may have, beside the numbers of its type (``ROPE_SCALING_KEYS``)."""
 
 
 def rope_spec(
@@ -296,7 +296,7 @@ def rope_spec(
     scaling_type = scaling.get("rope_type", scaling.get("type", "default"))
     if longrope and scaling_type in ("su", "yarn"):  # its names in older files of Phi-3
         scaling["rope_type"] = scaling_type = "longrope"
-    known = [each for each in SCALINGS if each != "longrope" or longrope]
+    known = [each for each in ROPE_SCALING_KEYS if each != "longrope" or longrope]
     if not isinstance(scaling_type, str) or scaling_type not in known:
         raise CheckpointError(
             f"config.json: {name}: rope scaling {quote(scaling_type, 60)} is not supported "
@@ -311,7 +311,7 @@ def rope_spec(
         scaling[TRAINED_LEN_KEY] = positive_float(raw, TRAINED_LEN_KEY)
     if scaling_type in ("llama3", "longrope") and scaling.get(TRAINED_LEN_KEY) is None:
         scaling[TRAINED_LEN_KEY] = max_positions
-    needed, optional = SCALINGS[scaling_type]
+    needed, optional = ROPE_SCALING_KEYS[scaling_type]
     _check_numbers(name, scaling, needed, optional)
     if scaling_type == "yarn":
         read_boolean(scaling, "truncate", True)

@@ -18,7 +18,7 @@ from modelmill.models._hf_config import (
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.nn.decoder import DecoderConfig
 
-NAMES = {
+HUNYUAN_NAMES = {
     **CHECKPOINT_NAMES,
     "attn.rope_cache.q_norm": ("self_attn.query_layernorm",),
     "attn.rope_cache.k_norm": ("self_attn.key_layernorm",),

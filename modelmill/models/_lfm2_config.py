@@ -14,7 +14,7 @@ from modelmill.models._mamba_config import conv_width
 from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.short_conv import ShortConvSpec
 
-NAMES = {
+LFM2_NAMES = {
     **CHECKPOINT_NAMES,
     "attn_norm": ("operator_norm",),
     "attn.rope_cache.q_norm": ("self_attn.q_layernorm",),

@@ -44,12 +44,15 @@ SHARED_EXPERTS_LAYOUT = CheckpointLayout(
     tensors={"mlp.routing.selection_bias": SourceTensors(("mlp.gate.e_score_correction_bias",))},
 )
 
-SHARED = "mlp.shared_expert"
+SHARED_EXPERT_PATH = "mlp.shared_expert"
 # those of the shared expert and its gate
 SHARED_EXPERT = {
     "mlp.shared_gate": ("mlp.shared_expert_gate",),
-    f"{SHARED}.gate_up_proj": (f"{SHARED}.gate_proj", f"{SHARED}.up_proj"),
-    f"{SHARED}.down_proj": (f"{SHARED}.down_proj",),
+    f"{SHARED_EXPERT_PATH}.gate_up_proj": (
+        f"{SHARED_EXPERT_PATH}.gate_proj",
+        f"{SHARED_EXPERT_PATH}.up_proj",
+    ),
+    f"{SHARED_EXPERT_PATH}.down_proj": (f"{SHARED_EXPERT_PATH}.down_proj",),
 }
 
 

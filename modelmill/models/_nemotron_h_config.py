@@ -22,7 +22,7 @@ from modelmill.nn.moe_spec import MoESpec
 
 LAYER_TYPE_BY_LETTER = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """Of ``hybrid_override_pattern``."""
-NAMES = {
+NEMOTRON_H_NAMES = {
     **{name: name for name in LAYER_TYPE_BY_LETTER.values()},
     "mamba": "linear_attention", "attention": "full_attention",
 }  # fmt: skip
@@ -72,7 +72,7 @@ def _branch_names(key: str, listed: Any) -> list[str]:
     Raises:
         CheckpointError: for what is no list of them, or no string of their letters.
     """
-    known = LAYER_TYPE_BY_LETTER if isinstance(listed, str) else NAMES
+    known = LAYER_TYPE_BY_LETTER if isinstance(listed, str) else NEMOTRON_H_NAMES
     if not isinstance(listed, list | str) or not listed:
         raise CheckpointError(
             f"config.json: {key} must be a list of layers, not {quote(listed, 60)}"

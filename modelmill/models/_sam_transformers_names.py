@@ -45,9 +45,11 @@ _MASK_DECODER = {
         for i, name in enumerate(("proj_in", "layers.0", "proj_out"))
     },
 }
-NAMES = {path: (name,) for path, name in (_IMAGE_ENCODER | _PROMPT_ENCODER | _MASK_DECODER).items()}
+TRANSFORMERS_NAMES = {
+    path: (name,) for path, name in (_IMAGE_ENCODER | _PROMPT_ENCODER | _MASK_DECODER).items()
+}
 """Modules outside the blocks, by their paths in the model."""
-SOURCES = {
+TRANSFORMERS_SOURCES = {
     "prompt_encoder.pe_layer.positional_encoding_gaussian_matrix": SourceTensors(
         ("shared_image_embedding.positional_embedding",)
     )

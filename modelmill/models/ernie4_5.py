@@ -11,11 +11,13 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
 LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, neighbours=True)
-DEFAULTS = ConfigDefaults(
+CONFIG_DEFAULTS = ConfigDefaults(
     kv_heads=2, head_dim=128, positions=131072, eps=1e-5, tied=True, theta=5e5, activation="silu"
 )
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Ernie4_5Config."""
-    return _llama_common.config_from_hf(raw, DEFAULTS, **linear_bias_fields(raw, "use_bias", False))
+    return _llama_common.config_from_hf(
+        raw, CONFIG_DEFAULTS, **linear_bias_fields(raw, "use_bias", False)
+    )

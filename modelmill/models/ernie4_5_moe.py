@@ -21,11 +21,13 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
 Model = Decoder
-BIAS = SourceTensors(("mlp.moe_statics.e_score_correction_bias",), "flatten")  # [1, E]
+SELECTION_BIAS_SOURCE = SourceTensors(
+    ("mlp.moe_statics.e_score_correction_bias",), "flatten"
+)  # [1, E]
 LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT_NAMES},
     neighbours=True,
-    tensors={"mlp.routing.selection_bias": BIAS},
+    tensors={"mlp.routing.selection_bias": SELECTION_BIAS_SOURCE},
     ignored=(*IGNORED_BUFFERS, r"model\.mtp_.*"),  # of multi-token prediction
 )
 SUPPORTED_VALUES = {"moe_gate_act": ("softmax",), "moe_use_aux_free": (True,)}
@@ -39,7 +41,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     biases = linear_bias_fields(raw, "use_bias", False)
     config = _llama_common.config_from_hf(
         raw,
-        replace(ernie4_5.DEFAULTS, kv_heads=4, head_dim=None),
+        replace(ernie4_5.CONFIG_DEFAULTS, kv_heads=4, head_dim=None),
         head_bias=biases["mlp_bias"],
         **biases,
     )

@@ -15,10 +15,10 @@ from modelmill.nn.moe import RouterConfig
 from modelmill.nn.pre_norm import PreNormLayer
 
 Model = Decoder
-BIAS = SourceTensors(("mlp.e_score_correction_bias",))
+SELECTION_BIAS_SOURCE = SourceTensors(("mlp.e_score_correction_bias",))
 LAYOUT = replace(
     _moe_config.SHARED_EXPERTS_LAYOUT,
-    tensors={"mlp.routing.selection_bias": BIAS},
+    tensors={"mlp.routing.selection_bias": SELECTION_BIAS_SOURCE},
     ignored=(*IGNORED_BUFFERS, r"mtp\..*"),  # of multi-token prediction
 )
 # of multi-token prediction, and a number of layers that is_moe_layer lists

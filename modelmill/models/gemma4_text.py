@@ -32,8 +32,8 @@ from modelmill.nn.per_layer_input import PerLayerInputs
 from modelmill.nn.scaled_sandwich import ScaledSandwichLayer
 from modelmill.nn.step import Step
 
-EXPERTS = "experts.moe.experts.*"
-NAMES = {
+EXPERTS_PATH = "experts.moe.experts.*"
+CHECKPOINT_LAYER_NAMES = {
     **CHECKPOINT_NAMES,
     **gemma2.NORM_NAMES,
     "attn.q_proj": ("self_attn.q_proj",),
@@ -45,15 +45,15 @@ NAMES = {
     "experts.norm": ("pre_feedforward_layernorm_2",),
     "experts.post": ("post_feedforward_layernorm_2",),
     "experts.moe.router": ("router.proj",),
-    f"{EXPERTS}.gate_up_proj": ("experts.*.gate_proj", "experts.*.up_proj"),
-    f"{EXPERTS}.down_proj": ("experts.*.down_proj",),
+    f"{EXPERTS_PATH}.gate_up_proj": ("experts.*.gate_proj", "experts.*.up_proj"),
+    f"{EXPERTS_PATH}.down_proj": ("experts.*.down_proj",),
 }
-SCALES = {
+SCALE_NAMES = {
     "output.scale": SourceTensors(("layer_scalar",)),
     "experts.router_norm.weight": SourceTensors(("router.scale",)),
     "experts.moe.routing.expert_scale": SourceTensors(("router.per_expert_scale",)),
 }
-LAYOUT = CheckpointLayout(NAMES, tensors=SCALES)
+LAYOUT = CheckpointLayout(CHECKPOINT_LAYER_NAMES, tensors=SCALE_NAMES)
 LAYER_INPUT_NAMES = {
     "table": "embed_tokens_per_layer",
     "projection": "per_layer_model_projection",

@@ -18,7 +18,7 @@ Model = Decoder
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, "attn.core": ("self_attn",)})  # the sinks
 UNUSED_CONFIG_KEYS = ("rope_theta",)  # where layer_rope_theta has another base
 FULL_EVERY = 4
-DEFAULTS = {
+CONFIG_DEFAULTS = {
     "num_key_value_heads": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True, "sliding_window": 128,
 }  # fmt: skip
@@ -26,7 +26,7 @@ DEFAULTS = {
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GraniteSWAConfig."""
-    raw, layers = overlay_config(raw, DEFAULTS), num_layers(raw, "num_hidden_layers")
+    raw, layers = overlay_config(raw, CONFIG_DEFAULTS), num_layers(raw, "num_hidden_layers")
     windows = windows_except_every_nth(FULL_EVERY, raw, layers)
     # without the list all layers rotate
     bases = layer_list(raw, "layer_rope_theta", layers, _is_base, "bases, or 0,") or []

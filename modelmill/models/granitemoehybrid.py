@@ -11,7 +11,7 @@ from modelmill.models._hf_config import positive_int, require_value
 from modelmill.models._hybrid_config import recurrent_layers
 from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._mamba_config import hybrid_mamba_spec, mamba_checkpoint_names
-from modelmill.models._moe_config import SHARED, STACKED_EXPERT_NAMES, router_config
+from modelmill.models._moe_config import SHARED_EXPERT_PATH, STACKED_EXPERT_NAMES, router_config
 from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
@@ -26,7 +26,7 @@ LAYOUT = CheckpointLayout(
         **mamba_checkpoint_names("mamba"),
         **{
             f"{stem}.{name}": each
-            for stem in ("mlp", SHARED)
+            for stem in ("mlp", SHARED_EXPERT_PATH)
             for name, each in SHARED_MLP_NAMES.items()
         },
         **STACKED_EXPERT_NAMES,

@@ -9,7 +9,7 @@ from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import granitemoe
 from modelmill.models._hf_config import positive_int
 from modelmill.models._llama_common import CHECKPOINT_NAMES
-from modelmill.models._moe_config import SHARED, STACKED_EXPERT_NAMES
+from modelmill.models._moe_config import SHARED_EXPERT_PATH, STACKED_EXPERT_NAMES
 from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.models.granitemoehybrid import SHARED_MLP_NAMES, with_split_gate_up_sources
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -19,7 +19,7 @@ LAYOUT = CheckpointLayout(
     {
         **CHECKPOINT_NAMES,
         **STACKED_EXPERT_NAMES,
-        **{f"{SHARED}.{name}": each for name, each in SHARED_MLP_NAMES.items()},
+        **{f"{SHARED_EXPERT_PATH}.{name}": each for name, each in SHARED_MLP_NAMES.items()},
     },
     experts_stacked=True,
 )

@@ -10,12 +10,12 @@ from modelmill.core.quoting import quote
 from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _hunyuan_config
 from modelmill.models._hf_config import num_layers, positive_int, require_value
-from modelmill.models._hunyuan_config import NAMES
+from modelmill.models._hunyuan_config import HUNYUAN_NAMES
 from modelmill.models._moe_config import (
     EXPERT_KEYS,
     EXPERT_NAMES,
     MAX_EXPERTS,
-    SHARED,
+    SHARED_EXPERT_PATH,
     moe_spec_with_shared_experts,
 )
 from modelmill.models._rename_rules import CheckpointLayout
@@ -29,12 +29,12 @@ SUPPORTED_VALUES = {
     "use_mla": (False,),
 }  # fmt: skip
 SHARED_MLP_NAMES = {
-    f"{SHARED}.gate_up_proj": ("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
-    f"{SHARED}.down_proj": ("mlp.shared_mlp.down_proj",),
+    f"{SHARED_EXPERT_PATH}.gate_up_proj": ("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
+    f"{SHARED_EXPERT_PATH}.down_proj": ("mlp.shared_mlp.down_proj",),
 }
 Model = Decoder
 LAYOUT = CheckpointLayout(
-    {**NAMES, **EXPERT_NAMES, **SHARED_MLP_NAMES, "mlp.router": ("mlp.gate.wg",)}
+    {**HUNYUAN_NAMES, **EXPERT_NAMES, **SHARED_MLP_NAMES, "mlp.router": ("mlp.gate.wg",)}
 )
 # of images, which these models do not read
 UNUSED_CONFIG_KEYS = (

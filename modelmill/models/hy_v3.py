@@ -39,7 +39,7 @@ SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 UNUSED_CONFIG_KEYS = ("enable_moe_fp32_combine", "num_nextn_predict_layers")
 
-DEFAULTS = ConfigDefaults(
+CONFIG_DEFAULTS = ConfigDefaults(
     kv_heads=8, head_dim=128, positions=131072, eps=1e-5, theta=11_158_840.0, activation="silu"
 )
 
@@ -47,7 +47,7 @@ DEFAULTS = ConfigDefaults(
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in HYV3Config."""
     config = _llama_common.config_from_hf(
-        raw, DEFAULTS,
+        raw, CONFIG_DEFAULTS,
         **attention_bias_fields(raw), mlp_bias=read_boolean(raw, "mlp_bias", False), qk_norm=True,
     )  # fmt: skip
     router = replace(

@@ -9,7 +9,7 @@ from modelmill.core.quoting import quote
 from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _lfm2_config
 from modelmill.models._hf_config import positive_float, positive_int, read_boolean
-from modelmill.models._lfm2_config import NAMES, hybrid_config
+from modelmill.models._lfm2_config import LFM2_NAMES, hybrid_config
 from modelmill.models._moe_config import SELECTION_BIASES, router_config
 from modelmill.models._rename_rules import CheckpointLayout, SourceTensors
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -20,7 +20,7 @@ from modelmill.nn.moe_spec import MoESpec
 Model = Decoder
 LAYOUT = CheckpointLayout(
     {
-        **NAMES,
+        **LFM2_NAMES,
         "mlp.router": ("feed_forward.gate",),
         "mlp.experts.*.gate_up_proj": ("feed_forward.experts.*.w1", "feed_forward.experts.*.w3"),
         "mlp.experts.*.down_proj": ("feed_forward.experts.*.w2",),

@@ -24,14 +24,14 @@ UNUSED_CONFIG_KEYS = (
     "mtp_layer_types", "mtp_mlp_layer_types", "num_mtp_layers", "num_nextn_predict_layers",
     "max_window_layers",
 )  # fmt: skip
-THETA, WINDOW_THETA = 500000.0, 10000.0
-DEFAULTS = {"num_key_value_heads": 4, "head_dim": 128, "sliding_window": 1024}
+DEFAULT_ROPE_THETA, DEFAULT_WINDOW_ROPE_THETA = 500000.0, 10000.0
+CONFIG_DEFAULTS = {"num_key_value_heads": 4, "head_dim": 128, "sliding_window": 1024}
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in MellumConfig."""
     require_value(raw, "rope_scaling", (None,), None)  # rope_parameters has one for each layer type
-    raw = overlay_config(raw, DEFAULTS, {"rope_theta": None, "rope_scaling": None})
+    raw = overlay_config(raw, CONFIG_DEFAULTS, {"rope_theta": None, "rope_scaling": None})
     full, local = (
         _llama_common.config_from_hf(
             each,
@@ -39,7 +39,9 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
             **attention_bias_fields(raw),
             qk_norm=True,
         )
-        for each in _llama_common.configs_by_layer_type_rope(raw, THETA, WINDOW_THETA)
+        for each in _llama_common.configs_by_layer_type_rope(
+            raw, DEFAULT_ROPE_THETA, DEFAULT_WINDOW_ROPE_THETA
+        )
     )
     router = norm_topk_router(raw, experts=64, top_k=8, renormalize=True)
     inner = positive_int(raw, "moe_intermediate_size", default=896)

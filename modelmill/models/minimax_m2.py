@@ -25,10 +25,10 @@ from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.qkv_norm import WIDE_RMS, QKNormConfig
 
 Model = Decoder
-BIAS = SourceTensors(("block_sparse_moe.e_score_correction_bias",))
+SELECTION_BIAS_SOURCE = SourceTensors(("block_sparse_moe.e_score_correction_bias",))
 LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, **QK_NORMS, **MIXTRAL_EXPERT_NAMES},
-    tensors={"mlp.routing.selection_bias": BIAS},
+    tensors={"mlp.routing.selection_bias": SELECTION_BIAS_SOURCE},
 )
 SUPPORTED_VALUES = {
     "use_qk_norm": (True,), "qk_norm_type": ("per_layer",), "scoring_func": ("sigmoid",),

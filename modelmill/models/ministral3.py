@@ -15,10 +15,11 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
 LAYOUT = _llama_common.LAYOUT
-SLOPE, TRAINED = "llama_4_scaling_beta", "original_max_position_embeddings"
+SCALING_BETA_KEY, ORIGINAL_LENGTH_KEY = "llama_4_scaling_beta", "original_max_position_embeddings"
 DEFAULT_ROPE: Mapping[str, Any] = {
-    "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, TRAINED: 16384,
-    "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, SLOPE: 0.1,
+    "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, ORIGINAL_LENGTH_KEY: 16384,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0,
+    SCALING_BETA_KEY: 0.1,
 }  # fmt: skip
 
 
@@ -29,14 +30,21 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     stated = raw.get(key) or DEFAULT_ROPE
     rope = dict(stated) if isinstance(stated, Mapping) else {}
     scales = rope.get("rope_type", rope.get("type")) in ("yarn", "llama3")
-    outside = raw.get(TRAINED) if scales else None
+    outside = raw.get(ORIGINAL_LENGTH_KEY) if scales else None
     if outside is not None:  # goes before the one within, as in transformers
-        rope[TRAINED] = outside
-    slope, trained = f"{key}.{SLOPE}", TRAINED if outside is not None else f"{key}.{TRAINED}"
-    named = {slope: rope.get(SLOPE), trained: rope.get(TRAINED)}
+        rope[ORIGINAL_LENGTH_KEY] = outside
+    slope, trained = (
+        f"{key}.{SCALING_BETA_KEY}",
+        ORIGINAL_LENGTH_KEY if outside is not None else f"{key}.{ORIGINAL_LENGTH_KEY}",
+    )
+    named = {slope: rope.get(SCALING_BETA_KEY), trained: rope.get(ORIGINAL_LENGTH_KEY)}
     growth = AttentionTemperature(non_negative_float(named, slope), positive_int(named, trained))
     # what the rotation itself does not read
-    for idle in (SLOPE, "max_position_embeddings", *(() if scales else (TRAINED,))):
+    for idle in (
+        SCALING_BETA_KEY,
+        "max_position_embeddings",
+        *(() if scales else (ORIGINAL_LENGTH_KEY,)),
+    ):
         rope.pop(idle, None)
     config = _llama_common.config_from_hf(
         overlay_config(raw, {}, {key: rope}),

@@ -15,11 +15,11 @@ from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
 Model = Decoder
-EXPERT = "block_sparse_moe.experts.*"
+EXPERT_PATH = "block_sparse_moe.experts.*"
 MIXTRAL_EXPERT_NAMES = {
     "mlp.router": ("block_sparse_moe.gate",),
-    "mlp.experts.*.gate_up_proj": (f"{EXPERT}.w1", f"{EXPERT}.w3"),
-    "mlp.experts.*.down_proj": (f"{EXPERT}.w2",),
+    "mlp.experts.*.gate_up_proj": (f"{EXPERT_PATH}.w1", f"{EXPERT_PATH}.w3"),
+    "mlp.experts.*.down_proj": (f"{EXPERT_PATH}.w2",),
 }
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **MIXTRAL_EXPERT_NAMES})
 

@@ -10,14 +10,15 @@ from modelmill.models import _llama_common
 from modelmill.models._hf_config import positive_int, read_activation, read_boolean
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models._mamba_config import MAMBA_CHECKPOINT_NAMES
-from modelmill.models._moe_config import SELECTION_BIASES, SHARED
+from modelmill.models._moe_config import SELECTION_BIASES, SHARED_EXPERT_PATH
 from modelmill.models._nemotron_h_config import layer_kinds, mamba_spec, moe_spec
 from modelmill.models._rename_rules import IGNORED_BUFFERS, CheckpointLayout, SourceTensors
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.one_branch_layer import OneBranchLayer
 
-MLP_PREFIXES = {"mlp": "mixer", "mlp.experts.*": "mixer.experts.*", SHARED: "mixer.shared_experts"}
+MLP_PREFIXES = {"mlp": "mixer", "mlp.experts.*": "mixer.experts.*",
+                SHARED_EXPERT_PATH: "mixer.shared_experts"}  # fmt: skip
 Model = Decoder
 LAYOUT = CheckpointLayout(
     {
@@ -53,17 +54,15 @@ UNUSED_CONFIG_KEYS = (
     "residual_in_fp32", "time_step_floor", "time_step_max", "time_step_min", "use_mamba_kernels",
     "norm_eps", "partial_rotary_factor", "rms_norm_eps", "time_step_rank",
 )  # fmt: skip
-DEFAULTS = {
-    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 21504,
-    "layer_norm_epsilon": 1e-5,
-}  # fmt: skip
+CONFIG_DEFAULTS = {"num_attention_heads": 32, "num_key_value_heads": 8,
+                   "intermediate_size": 21504, "layer_norm_epsilon": 1e-5}  # fmt: skip
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in NemotronHConfig. Nothing rotates."""
     # files of the first models name the channels of a head otherwise
     size = positive_int(raw, "head_dim", "attention_head_dim", default=128)
-    kinds, raw = layer_kinds(raw), overlay_config(raw, DEFAULTS, {"head_dim": size})
+    kinds, raw = layer_kinds(raw), overlay_config(raw, CONFIG_DEFAULTS, {"head_dim": size})
     act, bias = (
         read_activation(raw, "mlp_hidden_act", "relu2"),
         read_boolean(raw, "mlp_bias", False),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _delta_net_config
-from modelmill.models._delta_net_config import NAMES
+from modelmill.models._delta_net_config import DELTA_NET_NAMES
 from modelmill.models._hf_config import positive_int
 from modelmill.models._moe_config import EXPERT_NAMES, SHARED_EXPERT, dense_layers, norm_topk_router
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -16,7 +16,7 @@ from modelmill.nn.moe_spec import MoESpec
 Model = Decoder
 LAYOUT = replace(
     _delta_net_config.LAYOUT,
-    names={**NAMES, **EXPERT_NAMES, **SHARED_EXPERT},
+    names={**DELTA_NET_NAMES, **EXPERT_NAMES, **SHARED_EXPERT},
     grouped_state=True,
 )
 SUPPORTED_VALUES = {"use_sliding_window": (False,)}

@@ -188,7 +188,9 @@ def rename_rules(config: SamConfig) -> list[Rule]:
     specs = stack_layer_specs(model, stack)
     if config.checkpoint_layout == "transformers":
         names = _sam_transformers_names
-        out = rename_rules_outside_layers(model, (stack.path,), names.NAMES, names.SOURCES)
+        out = rename_rules_outside_layers(
+            model, (stack.path,), names.TRANSFORMERS_NAMES, names.TRANSFORMERS_SOURCES
+        )
         out += layer_stack_rename_rules(
             specs, names.BLOCK_NAMES, names.ENCODER_LAYERS, target=stack.path
         )

@@ -25,7 +25,7 @@ from modelmill.nn.partition import HeadGroups, HeadPartition
 from modelmill.nn.step import Step
 from modelmill.parallel.shard import Range
 
-COPIES = 4
+KV_HEAD_COPIES_PER_PAIR = 4
 """KV heads in the pages for each pair."""
 LAMBDA_TENSOR_NAMES = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
@@ -57,7 +57,10 @@ class DifferentialAttentionSpec:
     def paged_attention_spec(self) -> AttentionSpec:
         """The attention over the pages."""
         pairs = self.head_pairs
-        heads, kv_heads = COPIES * pairs.q_heads, COPIES * pairs.kv_heads
+        heads, kv_heads = (
+            KV_HEAD_COPIES_PER_PAIR * pairs.q_heads,
+            KV_HEAD_COPIES_PER_PAIR * pairs.kv_heads,
+        )
         return AttentionSpec(self.hidden, heads, kv_heads, self.head_dim, eps=self.eps)
 
     @property
@@ -123,10 +126,10 @@ class DifferentialAttention(nn.Module):
     def keep_local_heads(self, heads: Range, kv_heads: Range) -> None:
         """Keep a rank's pairs; ``forward`` then returns a partial sum."""
         pairs = kv_heads[1] - kv_heads[0]
-        self.kv_heads = COPIES * pairs
+        self.kv_heads = KV_HEAD_COPIES_PER_PAIR * pairs
         self.pairs.keep_local_kv_head_pairs(pairs)
         self.difference.keep_local_kv_head_pairs(pairs)
-        self.rope_cache.keep_local_heads(COPIES * (heads[1] - heads[0]))
+        self.rope_cache.keep_local_heads(KV_HEAD_COPIES_PER_PAIR * (heads[1] - heads[0]))
 
 
 class HeadPairShardedModule(nn.Module):

@@ -43,7 +43,7 @@ FUSED_MOE_OPS = {
 """The fused MoE op of each weight format that has one."""
 DEQUANTIZING_OPS = ("int4_fused_moe", "mxfp4_fused_moe")
 """Write the experts out in 16 bits where they have many tokens."""
-STACKED = ("weight", "scale", "offset")
+STACKED_TENSORS = ("weight", "scale", "offset")
 """Suffixes of the tensors that a fused MoE op reads."""
 MAX_CPU_TOKENS = 16
 """Tokens of a step up to which the CPU's fused MoE op is used: it multiplies them one by one."""
@@ -260,7 +260,7 @@ def stack_weights(
     in_place: None where a tensor would have to be copied.
     """
     stacks = {}
-    for suffix in (each for each in STACKED if each in linears[0].weight.tensors()):
+    for suffix in (each for each in STACKED_TENSORS if each in linears[0].weight.tensors()):
         parts = [linear.weight.tensors()[suffix] for linear in linears]
         stack = common_view_base(parts, apart=in_place)
         if stack is None and in_place:

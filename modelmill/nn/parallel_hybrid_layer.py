@@ -18,7 +18,7 @@ from modelmill.nn.partition import StateHeadPartition
 from modelmill.nn.pre_norm import PRE_NORM_OUTPUTS, PreNormLayer
 from modelmill.nn.step import Step
 
-STATES = 2  # of a layer: the convolution's and the recurrence's
+STATES_PER_LAYER = 2  # of a layer: the convolution's and the recurrence's
 MAMBA_SITE = "mamba_o"
 SUM_SPEC = ModuleSpec(
     path="sum", reads=("attn_out", "mamba_out"), writes=("mixed_out",), reference=("branches",),
@@ -35,7 +35,7 @@ class ParallelHybridLayer(PreNormLayer):
     def __init__(self, parts: LayerParts, index: int) -> None:
         """Make the modules; ``index``: the attention's place among the KV caches."""
         super().__init__(parts, index)
-        self.mamba = _parallel_recurrence_spec(parts).build_module(STATES * index)
+        self.mamba = _parallel_recurrence_spec(parts).build_module(STATES_PER_LAYER * index)
         self.sum = BranchSum()
 
     @classmethod

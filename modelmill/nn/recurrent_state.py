@@ -19,7 +19,7 @@ import torch
 from modelmill.nn.kv import Zeros, lazily_backed_zeros
 from modelmill.ops.recurrent_metadata import RecurrentStepMetadata
 
-_ALIGNMENT = 64  # bytes: each state starts at a cache line
+_STATE_ALIGNMENT_BYTES = 64  # bytes: each state starts at a cache line
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class StateShape:
         out = [0]
         for state in self.states:
             size = state.nbytes(activation_dtype)
-            out.append(out[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+            out.append(out[-1] + -(-size // _STATE_ALIGNMENT_BYTES) * _STATE_ALIGNMENT_BYTES)
         return out
 
     def slot_bytes(self, activation_dtype: torch.dtype) -> int:
@@ -104,7 +104,9 @@ class RecurrentStateCache:
         """States that share one memory, for sequences that each layer computes whole."""
         size = max((state.nbytes(dtype) for state in shape.states), default=0)
         buffer = lazily_backed_zeros(
-            (slots, -(-size // _ALIGNMENT) * _ALIGNMENT), torch.uint8, device
+            (slots, -(-size // _STATE_ALIGNMENT_BYTES) * _STATE_ALIGNMENT_BYTES),
+            torch.uint8,
+            device,
         )
         states = tuple(
             buffer[:, : state.nbytes(dtype)].view(state.dtype or dtype).unflatten(1, state.shape)

@@ -27,7 +27,7 @@ DECLARATION = OpDeclaration(
 )
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-SHAPES = ((1, 768), (7, 1024), (3, 100), (35, 40))
+CASE_SHAPES = ((1, 768), (7, 1024), (3, 100), (35, 40))
 
 
 def add_layer_norm(
@@ -52,7 +52,7 @@ def add_layer_norm(
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Usual and odd widths, few and many rows; the residual has ten times the scale of x."""
     yield from cases_for_shapes(
-        (*SHAPES, *(() if device == "cpu" else ((4096, 1280),))), device, dtype
+        (*CASE_SHAPES, *(() if device == "cpu" else ((4096, 1280),))), device, dtype
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.operand_guards import make_row_op_guard
-from modelmill.ops.rms_norm import SHAPES, rms_norm
+from modelmill.ops.rms_norm import CASE_SHAPES, rms_norm
 from modelmill.ops.row_op_support import RowOpProblem, make_row_op_problem
 
 
@@ -51,7 +51,7 @@ def add_rms_norm(
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """The shapes of rms_norm; the residual has ten times the scale of x."""
-    for rows, width in SHAPES:
+    for rows, width in CASE_SHAPES:
         x = randn(rows, width, device=device, dtype=dtype, seed=rows * width)
         residual = randn(rows, width, device=device, dtype=dtype, seed=rows + width, scale=10.0)
         weight = randn(width, device=device, dtype=dtype, seed=width) + 1

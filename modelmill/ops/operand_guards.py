@@ -18,7 +18,7 @@ import torch
 if TYPE_CHECKING:
     from modelmill.ops.declaration import OpDeclaration
 
-ALIGNMENT = 16  # bytes; of operands that a binding serves
+OPERAND_ALIGNMENT_BYTES = 16  # bytes; of operands that a binding serves
 Guard = Callable[..., Any]
 
 
@@ -31,7 +31,7 @@ def make_gemm_guard(declaration: OpDeclaration, operands: Sequence[Any]) -> Guar
     names = declaration.operand_names
     takes_inputs_only, bias_at = declaration.takes_inputs_only, names.index("bias")
     x, weight, bias = operands[0], operands[1], operands[bias_at]
-    if x.dim() != 2 or x.stride() != (x.shape[1], 1) or x.data_ptr() % ALIGNMENT:
+    if x.dim() != 2 or x.stride() != (x.shape[1], 1) or x.data_ptr() % OPERAND_ALIGNMENT_BYTES:
         return None
     dtype, strides = x.dtype, x.stride()
     other_at = names.index(declaration.per_call) if declaration.per_call else 0
@@ -48,7 +48,7 @@ def make_gemm_guard(declaration: OpDeclaration, operands: Sequence[Any]) -> Guar
         if (
             x.dtype is dtype
             and x.stride() == strides
-            and not x.data_ptr() % ALIGNMENT
+            and not x.data_ptr() % OPERAND_ALIGNMENT_BYTES
             and operands[1] is weight
             and len(operands) > bias_at  # else the bias is left out, and None
             and operands[bias_at] is bias
@@ -71,9 +71,18 @@ def make_row_op_guard(declaration: OpDeclaration, operands: Sequence[Any]) -> Gu
     x = operands[0]
     other_at = names.index(declaration.per_call) if declaration.per_call else 0
     other = operands[other_at]
-    if x.dim() < 2 or not x.is_contiguous() or x.data_ptr() % ALIGNMENT or not x.numel():
+    if (
+        x.dim() < 2
+        or not x.is_contiguous()
+        or x.data_ptr() % OPERAND_ALIGNMENT_BYTES
+        or not x.numel()
+    ):
         return None
-    if not other.is_contiguous() or other.data_ptr() % ALIGNMENT or other.shape != x.shape:
+    if (
+        not other.is_contiguous()
+        or other.data_ptr() % OPERAND_ALIGNMENT_BYTES
+        or other.shape != x.shape
+    ):
         return None
     dtype, inner, strides = x.dtype, x.shape[1:], x.stride()
     rows_each, other_dtype, count = prod(inner[:-1]), other.dtype, len(operands)
@@ -87,7 +96,7 @@ def make_row_op_guard(declaration: OpDeclaration, operands: Sequence[Any]) -> Gu
             x.dtype is dtype
             and shape[1:] == inner
             and x.stride() == strides
-            and not x.data_ptr() % ALIGNMENT
+            and not x.data_ptr() % OPERAND_ALIGNMENT_BYTES
             and len(operands) == count
             and (is_same is None or is_same(operands))
         ):
@@ -97,7 +106,7 @@ def make_row_op_guard(declaration: OpDeclaration, operands: Sequence[Any]) -> Gu
                     other.dtype is not other_dtype
                     or other.shape != shape
                     or not other.is_contiguous()
-                    or other.data_ptr() % ALIGNMENT
+                    or other.data_ptr() % OPERAND_ALIGNMENT_BYTES
                 ):
                     return None
             return shape[0] * rows_each or None
@@ -140,12 +149,12 @@ def make_layout_check(bound: Any) -> Callable[[Any], bool]:
     if bound is None:
         return lambda operand: operand is None
     dtype, contiguous = bound.dtype, bound.is_contiguous()
-    aligned = not bound.data_ptr() % ALIGNMENT
+    aligned = not bound.data_ptr() % OPERAND_ALIGNMENT_BYTES
     return lambda operand: (
         operand is not None
         and operand.dtype is dtype
         and operand.is_contiguous() is contiguous
-        and (not aligned or not operand.data_ptr() % ALIGNMENT)
+        and (not aligned or not operand.data_ptr() % OPERAND_ALIGNMENT_BYTES)
     )
 
 

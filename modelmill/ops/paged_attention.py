@@ -20,7 +20,12 @@ from modelmill.ops.attention_support import (
 )
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.operand_guards import ALIGNMENT, Guard, StepOperandValidator, make_weak_reference
+from modelmill.ops.operand_guards import (
+    OPERAND_ALIGNMENT_BYTES,
+    Guard,
+    StepOperandValidator,
+    make_weak_reference,
+)
 from modelmill.ops.score_mods import ScoreMods, softmax_with_score_mods
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -99,7 +104,7 @@ def _make_attention_guard(_: OpDeclaration, operands: Sequence[Any]) -> Guard | 
     q, k_cache, v_cache, *indices = operands[:6]
     k_scale, v_scale, score_mods, value_dim = operands[10:]
     if (
-        q.data_ptr() % ALIGNMENT
+        q.data_ptr() % OPERAND_ALIGNMENT_BYTES
         or not _INDICES.list_present_if_valid(*indices)
         or not indices[0].numel()
     ):
@@ -121,7 +126,7 @@ def _make_attention_guard(_: OpDeclaration, operands: Sequence[Any]) -> Guard | 
             and q.dtype is dtype
             and shape[1:] == inner
             and q.stride() == strides
-            and not q.data_ptr() % ALIGNMENT
+            and not q.data_ptr() % OPERAND_ALIGNMENT_BYTES
             and columns
             and _INDICES.list_present_if_valid(tables, starts, lengths)
         ):

@@ -40,7 +40,9 @@ def quantize(x: torch.Tensor, spec: ActQuantSpec) -> tuple[torch.Tensor, torch.T
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """The cases of rms_norm_quant without the norm."""
-    shapes = rms_norm_quant.SHAPES if device != "cpu" else ((1, 64), (3, 576), (7, 100), (5, 8193))
+    shapes = (
+        rms_norm_quant.CASE_SHAPES if device != "cpu" else ((1, 64), (3, 576), (7, 100), (5, 8193))
+    )
     for number, (rows, width) in enumerate(shapes):
         x = randn(rows, width, device=device, dtype=dtype, seed=rows * width)
         for name, args in rms_norm_quant.quant_modes(width, device, number):

@@ -21,7 +21,7 @@ DECLARATION = OpDeclaration(
 )
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-SHAPES = ((1, 64), (3, 576), (7, 100), (1024, 4096), (5, 8193), (1, 4096))
+CASE_SHAPES = ((1, 64), (3, 576), (7, 100), (1024, 4096), (5, 8193), (1, 4096))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -37,7 +37,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Odd and usual shapes, including the prefill and decode row counts of the benchmarks."""
-    for rows, width in SHAPES:
+    for rows, width in CASE_SHAPES:
         x = randn(rows, width, device=device, dtype=dtype, seed=rows * width)
         weight = randn(width, device=device, dtype=dtype, seed=width) + 1
         yield Case(

@@ -31,7 +31,7 @@ DECLARATION = OpDeclaration(
 
 # In steps of the 8-bit type: a value halfway between two steps may be rounded to either.
 TOLERANCE = {torch.float32: 1.0, torch.float16: 1.0, torch.bfloat16: 2.0}
-SHAPES = ((1, 64), (3, 576), (7, 100), (130, 96), (1024, 4096), (5, 8193), (1, 4096))
+CASE_SHAPES = ((1, 64), (3, 576), (7, 100), (130, 96), (1024, 4096), (5, 8193), (1, 4096))
 
 
 def rms_norm_quant(
@@ -85,7 +85,7 @@ def quant_range(dtype: torch.dtype, bits: int, *, has_zero_point: bool) -> tuple
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Odd and usual shapes, each in all quantization modes."""
-    for number, (rows, width) in enumerate(SHAPES):
+    for number, (rows, width) in enumerate(CASE_SHAPES):
         x = randn(rows, width, device=device, dtype=dtype, seed=rows * width)
         weight = randn(width, device=device, dtype=dtype, seed=width) + 1
         for name, args in quant_modes(width, device, number):

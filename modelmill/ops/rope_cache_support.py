@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from modelmill.ops.kernel_support import KernelSupportRange
-from modelmill.ops.operand_guards import ALIGNMENT, Guard, StepOperandValidator, make_weak_reference
+from modelmill.ops.operand_guards import (
+    OPERAND_ALIGNMENT_BYTES,
+    Guard,
+    StepOperandValidator,
+    make_weak_reference,
+)
 
 if TYPE_CHECKING:
     from modelmill.ops.declaration import OpDeclaration
@@ -108,7 +113,10 @@ def _has_plain_operands(problem: RopeCacheProblem) -> bool:
 
 # slots; cos, sin and the factors of q
 _ROWS = StepOperandValidator(
-    (torch.int64, 1), (torch.float32, ALIGNMENT), (torch.float32, ALIGNMENT), (torch.float32, 1)
+    (torch.int64, 1),
+    (torch.float32, OPERAND_ALIGNMENT_BYTES),
+    (torch.float32, OPERAND_ALIGNMENT_BYTES),
+    (torch.float32, 1),
 )
 
 
@@ -144,14 +152,14 @@ def make_rope_guard(_: OpDeclaration, operands: Sequence[Any]) -> Guard | None:
     """The tokens of a call with these pages, and rows that lie in memory alike."""
     qkv, inputs = operands
     is_alike = make_rope_inputs_check(inputs)
-    if is_alike is None or qkv.data_ptr() % ALIGNMENT or not qkv.numel():
+    if is_alike is None or qkv.data_ptr() % OPERAND_ALIGNMENT_BYTES or not qkv.numel():
         return None
     dtype, inner, strides = qkv.dtype, qkv.shape[1:], qkv.stride()
 
     def rows_of(qkv: torch.Tensor, inputs: RopeCacheInputs) -> int | None:
         shape = qkv.shape
         if (
-            not qkv.data_ptr() % ALIGNMENT
+            not qkv.data_ptr() % OPERAND_ALIGNMENT_BYTES
             and qkv.dtype is dtype
             and shape[1:] == inner
             and qkv.stride() == strides

@@ -20,7 +20,7 @@ from modelmill.weights.dense import DenseWeight as Dense
 from modelmill.weights.int4 import Int4Weight as Int4
 from modelmill.weights.int4 import resolve_group_size
 
-UNQUANTIZED = "none"
+UNQUANTIZED_CHOICE = "none"
 BIT_CHOICES = ("int4-g128", "int4-g64", "int4-g32", "int8")
 """From the smallest to the largest; the last resort is an unquantized layer."""
 
@@ -41,7 +41,7 @@ def quantize_weight_quickly(
 
     importance: [K], mean squares of the inputs, used to clip the ranges.
     """
-    if bit_choice == UNQUANTIZED:
+    if bit_choice == UNQUANTIZED_CHOICE:
         return Dense(weight)
     if bit_choice == "int8":
         return pack_as_format("int8", weight, torch.float32)
@@ -74,7 +74,7 @@ def allocate_bits(
 ) -> list[LayerBitOption]:
     """Choose one option per layer so that the sum of KL is within ``kl_budget``.
 
-    layer_options: by layer; each list contains UNQUANTIZED with a KL of 0.
+    layer_options: by layer; each list contains UNQUANTIZED_CHOICE with a KL of 0.
     """
     ordered = [sorted(each, key=lambda option: option.nbytes) for each in layer_options]
     chosen = [each[0] for each in ordered]

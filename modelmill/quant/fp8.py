@@ -62,7 +62,7 @@ DECLARATION = RecipeDeclaration(
     reads=("method", "activation_scales", "weight_scales"),
 )
 
-METHODS = ("gptq", "nearest")
+ROUNDING_METHODS = ("gptq", "nearest")
 SCALES_PER_BINADE = 8  # scales tried
 REFINE_SWEEPS = 2
 
@@ -73,9 +73,11 @@ class Fp8Recipe(Recipe):
     weight_format = "fp8"
 
     def __init__(self, config: BuildConfig) -> None:
-        self.method = METHODS[0] if config.method == "auto" else config.method
-        if self.method not in METHODS:
-            raise UsageError(f"-q fp8 --method {self.method}: must be one of {', '.join(METHODS)}")
+        self.method = ROUNDING_METHODS[0] if config.method == "auto" else config.method
+        if self.method not in ROUNDING_METHODS:
+            raise UsageError(
+                f"-q fp8 --method {self.method}: must be one of {', '.join(ROUNDING_METHODS)}"
+            )
         self.needs_hessian = self.method == "gptq"
         self.static_input_scale = config.activation_scales == "tensor"
         self.needs_calibration = self.static_input_scale or self.needs_hessian

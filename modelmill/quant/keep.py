@@ -122,7 +122,7 @@ def find_prequantized_weight(
     return PrequantizedWeight(resolved.sources, tuple(forms), weight_format)
 
 
-EXPANDED = (
+EXPANDED_FLOAT8_NOTE = (
     "the checkpoint's 8-bit floats are expanded, so that the engine is larger than the checkpoint; "
     "-q fp8 and int8 store 8 bits"
 )
@@ -140,7 +140,11 @@ def expansion_remark(checkpoint: Checkpoint) -> str:
     view = checkpoint.view
     if isinstance(view, BitNetContainer) and view.has_quantized_matrices:
         return EXPANDED_TERNARY
-    return EXPANDED if isinstance(view, Fp8Container) and view.has_quantized_matrices else ""
+    return (
+        EXPANDED_FLOAT8_NOTE
+        if isinstance(view, Fp8Container) and view.has_quantized_matrices
+        else ""
+    )
 
 
 def resolve_keep_config(

@@ -16,7 +16,7 @@ from modelmill.core.recipe_declaration import (
     RecipeOption,
 )
 from modelmill.nn.layer_spec import QuantSiteSpec
-from modelmill.quant.bit_allocation import BIT_CHOICES, UNQUANTIZED
+from modelmill.quant.bit_allocation import BIT_CHOICES, UNQUANTIZED_CHOICE
 from modelmill.quant.int4 import Int4Recipe as Int4
 from modelmill.quant.int8 import Int8Recipe as Int8
 from modelmill.quant.recipe import InputStatistics, Recipe
@@ -74,16 +74,16 @@ class MixedPrecisionRecipe(Recipe):
         Raises:
             UsageError: if a layer or a bit choice does not exist.
         """
-        forms = {str(i): UNQUANTIZED for i in range(num_layers)} | dict(config.layer_recipes)
+        forms = {str(i): UNQUANTIZED_CHOICE for i in range(num_layers)} | dict(config.layer_recipes)
         for layer, form in forms.items():
             if not (layer.isdigit() and int(layer) < num_layers):
                 raise UsageError(
                     f"--layer-recipe {layer}={form}: the layers are 0 to {num_layers - 1}"
                 )
-            if form not in (*BIT_CHOICES, UNQUANTIZED):
+            if form not in (*BIT_CHOICES, UNQUANTIZED_CHOICE):
                 raise UsageError(
                     f"--layer-recipe {layer}={form}: {form} is not one of "
-                    f"{', '.join(BIT_CHOICES)}, {UNQUANTIZED}"
+                    f"{', '.join(BIT_CHOICES)}, {UNQUANTIZED_CHOICE}"
                 )
         made = {form: _recipe_for_bit_choice(form, config) for form in sorted(set(forms.values()))}
         self.bit_choices = {int(layer): form for layer, form in forms.items()}
@@ -104,7 +104,7 @@ class MixedPrecisionRecipe(Recipe):
 
 
 def _recipe_for_bit_choice(bit_choice: str, config: BuildConfig) -> Recipe:
-    if bit_choice == UNQUANTIZED:
+    if bit_choice == UNQUANTIZED_CHOICE:
         return UnquantizedRecipe(
             getattr(torch, config.dtype, torch.float32)
         )  # "auto" is resolved before weights are quantized

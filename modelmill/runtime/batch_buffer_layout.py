@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-_ALIGN = 8  # int64 words: sections start at multiples of 64 bytes, for vectorized loads
+_SECTION_ALIGNMENT_WORDS = (
+    8  # int64 words: sections start at multiples of 64 bytes, for vectorized loads
+)
 # inputs of ``ops.sample`` for each row
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "noise")
 # which recurrent state each sequence uses (``ops.recurrent_metadata.RecurrentStepMetadata``)
@@ -146,4 +148,4 @@ class HostArrays:
 
 def _aligned_section_words(count: int, width: int) -> int:
     words = -(-count * width // 8)
-    return -(-words // _ALIGN) * _ALIGN
+    return -(-words // _SECTION_ALIGNMENT_WORDS) * _SECTION_ALIGNMENT_WORDS

@@ -31,7 +31,7 @@ MAX_SMALL_STEP_RATIO = 1.25
 """Limit of a mixed step's time over the time of one with few prompt tokens, if that is more."""
 SMALL_CHUNK_FRACTION = 1 / 2
 """Share of the chunk up to which a mixed step has few prompt tokens."""
-GROWTH, SHRINK = 1.02, 0.75
+CHUNK_GROWTH, CHUNK_SHRINK = 1.02, 0.75
 """Factors of the chunk after a step within the limit and after a slow one.
 
 The chunk settles where 6 % of the steps are slow.
@@ -157,9 +157,9 @@ class AdaptiveChunkSize:
             self._num_late = self._num_late + 1 if late else 0
             if self._num_late >= MIN_RETIME_STEPS and len(self._decode_seconds) < MIN_SAMPLES:
                 self._num_late, self._steps_since_timed = 0, RETIME_STEPS
-            self._growth = GROWTH if late else self._growth
+            self._growth = CHUNK_GROWTH if late else self._growth
             self._chunk = min(
-                max(self._chunk * (SHRINK if late else self._growth), self.min_tokens),
+                max(self._chunk * (CHUNK_SHRINK if late else self._growth), self.min_tokens),
                 self.max_tokens,
             )
 

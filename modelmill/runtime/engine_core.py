@@ -415,7 +415,7 @@ class EngineCore:
             self._pending = self._launch_ahead(step)
             return events + self._process_step_results(step, started)
 
-    def ping(self) -> None:
+    def ping_tp_workers(self) -> None:
         """Wait until every other rank has replied. Raises RankError if one has ended."""
         if self.model_runner.tp_workers is not None:
             with self.model_runner.translate_rank_errors():

@@ -412,7 +412,7 @@ def read_logprobs(row: list[float], top: int) -> dict[int, Logprob]:
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
-_MASK = (1 << 64) - 1
+_UINT64_MASK = (1 << 64) - 1
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
@@ -437,6 +437,6 @@ def uniform_random_numbers(seeds: np.ndarray, positions: np.ndarray) -> np.ndarr
 
 def derive_seed(seed: int, index: int) -> int:
     """The seed of stream ``index`` of ``seed``; that of stream 0 differs from ``seed``."""
-    state = np.array([seed & _MASK], dtype=np.uint64)
-    step = np.array([(index + 1) & _MASK], dtype=np.uint64)
+    state = np.array([seed & _UINT64_MASK], dtype=np.uint64)
+    step = np.array([(index + 1) & _UINT64_MASK], dtype=np.uint64)
     return int(splitmix64(splitmix64(state + _GOLDEN_GAMMA) + step * _GOLDEN_GAMMA)[0])

@@ -299,7 +299,7 @@ class Scheduler:
         """Limit the steps from now on to ``tokens``, at most ``limits.max_tokens``."""
         self.step_token_budget = min(tokens, self.limits.max_tokens)
 
-    def set_interactive(
+    def optimize_inter_token_latency(
         self, max_mixed_tokens: int | None, on_gpu: bool, step_sizes: tuple[int, ...] = ()
     ) -> None:
         """Optimize for inter-token latency: prompts join decode steps in small chunks.

@@ -88,7 +88,7 @@ def _run_on_all_ranks(core: EngineCore, command: str) -> None:
                     f"rank 0 cannot wake up: {error}; open the engine again"
                 )
             raise
-    core.ping()  # the others are done, too
+    core.ping_tp_workers()  # the others are done, too
 
 
 def _make_sleep_report(core: EngineCore, started: float) -> SleepReport:

@@ -180,4 +180,4 @@ class GenerationClient:
             if entry is not None:
                 self._send(AbortRequest(id))
                 if self._metrics is not None:
-                    self._metrics.record_aborted(entry[0], entry[1].abort_reason)
+                    self._metrics.record_aborted(entry[0], entry[1].aborted_metric_label)

@@ -106,7 +106,7 @@ class RequestHandle:
         }
 
     @property
-    def abort_reason(self) -> str:
+    def aborted_metric_label(self) -> str:
         """Metric label of aborted outputs: "error" after a lost worker, else "abort"."""
         return "error" if isinstance(self._error, WorkerLost) else "abort"
 

@@ -68,7 +68,7 @@ class ResponseItemsBuilder:
         self._logprobs += logprobs
         yield {
             "type": "response.output_text.delta",
-            **self._content_position(),
+            **self._content_event_fields(),
             "delta": text,
             "logprobs": logprobs,
         }
@@ -80,17 +80,17 @@ class ResponseItemsBuilder:
             yield from self._close_item("completed")
             self._reasoning_id = f"rs_{secrets.token_hex(16)}"
             item = self._reasoning_item("in_progress", [])
-            yield {**self._item_position(item), "type": "response.output_item.added"}
+            yield {**self._item_event_fields(item), "type": "response.output_item.added"}
             part = {"type": "reasoning_text", "text": ""}
             yield {
                 "type": "response.content_part.added",
-                **self._reasoning_position(),
+                **self._reasoning_event_fields(),
                 "part": part,
             }
         self._texts.append(text)
         yield {
             "type": "response.reasoning_text.delta",
-            **self._reasoning_position(),
+            **self._reasoning_event_fields(),
             "delta": text,
         }
 
@@ -166,7 +166,7 @@ class ResponseItemsBuilder:
         }
         yield {
             "type": "response.content_part.added",
-            **self._content_position(),
+            **self._content_event_fields(),
             "part": _output_text_part("", []),
         }
 
@@ -199,13 +199,13 @@ class ResponseItemsBuilder:
 
     def _close_reasoning(self, status: str) -> Iterator[ResponseEvent]:
         text = "".join(self._texts)
-        part, position = {"type": "reasoning_text", "text": text}, self._reasoning_position()
+        part, position = {"type": "reasoning_text", "text": text}, self._reasoning_event_fields()
         yield {"type": "response.reasoning_text.done", **position, "text": text}
         yield {"type": "response.content_part.done", **position, "part": part}
         item = self._reasoning_item(status, [part])
         if self._adds_encrypted_reasoning:
             item["encrypted_content"] = compress_text(text)
-        yield {**self._item_position(item), "type": "response.output_item.done"}
+        yield {**self._item_event_fields(item), "type": "response.output_item.done"}
         self.output.append(item)
         self._reasoning_id, self._texts = "", []
 
@@ -218,19 +218,19 @@ class ResponseItemsBuilder:
             "status": status,
         }
 
-    def _reasoning_position(self) -> dict[str, Any]:
+    def _reasoning_event_fields(self) -> dict[str, Any]:
         return {
             "item_id": self._reasoning_id,
             "output_index": len(self.output),
             "content_index": 0,
         }
 
-    def _item_position(self, item: dict[str, Any]) -> dict[str, Any]:
+    def _item_event_fields(self, item: dict[str, Any]) -> dict[str, Any]:
         return {"output_index": len(self.output), "item": item}
 
     def _close_message(self, status: str) -> Iterator[ResponseEvent]:
         text, logprobs = "".join(self._texts), self._logprobs
-        part, position = _output_text_part(text, logprobs), self._content_position()
+        part, position = _output_text_part(text, logprobs), self._content_event_fields()
         yield {"type": "response.output_text.done", **position, "text": text, "logprobs": logprobs}
         yield {"type": "response.content_part.done", **position, "part": part}
         item = self._message_item(status, [part])
@@ -240,7 +240,7 @@ class ResponseItemsBuilder:
         self._texts = []
         self._logprobs = []
 
-    def _content_position(self) -> dict[str, Any]:
+    def _content_event_fields(self) -> dict[str, Any]:
         return {"item_id": self._id, "output_index": len(self.output), "content_index": 0}
 
     def _message_item(self, status: str, content: list[Any]) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def _span_attributes(handle: RequestHandle, engine: str | None) -> dict[str, Any
     request = handle.request_states[0].request
     params, embeds = request.params, request.pooling is not None
     outputs = [output for each in handle.request_states for output in each.output.outputs]
-    reasons = {output.finish_reason or handle.abort_reason for output in outputs}
+    reasons = {output.finish_reason or handle.aborted_metric_label for output in outputs}
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": "embeddings" if embeds else "text_completion",
         "gen_ai.request.model": engine,

@@ -134,7 +134,7 @@ class EngineWorker:
         elif isinstance(message, wire.GetStats):
             self._channel.send(wire.StatsReply(message.number, asdict(self.engine_core.stats())))
         elif isinstance(message, wire.Ping):
-            self.engine_core.ping()
+            self.engine_core.ping_tp_workers()
             self._channel.send(wire.Heartbeat())
         elif isinstance(message, wire.SaveKvSession):
             self._sessions.save(message)

@@ -66,7 +66,7 @@ def load_engine_core(
         config = replace(config, max_model_len=length)
     config = _with_memory_budget(config, artifact, open_engine)
     core = EngineCore.open(artifact, config)
-    core.scheduler.set_interactive(
+    core.scheduler.optimize_inter_token_latency(
         config.max_mixed_tokens,
         on_gpu=core.device != "cpu",
         step_sizes=core.model_runner.mixed_graph_tokens,

@@ -118,7 +118,7 @@ def load_chat_format(
 
 def read_chat_templates(files: Mapping[str, bytes]) -> dict[str, str]:
     """Return templates by name; "default" is for conversations without tools. {} if none exist."""
-    templates = _templates_in_files(files)
+    templates = _templates_with_own_files(files)
     if "default" not in templates:
         templates = _templates_in_configs(files) | templates
     if "default" not in templates and templates:
@@ -167,7 +167,7 @@ def _templates_in_configs(files: Mapping[str, bytes]) -> dict[str, str]:
     return templates
 
 
-def _templates_in_files(files: Mapping[str, bytes]) -> dict[str, str]:
+def _templates_with_own_files(files: Mapping[str, bytes]) -> dict[str, str]:
     """Return the templates that have files of their own, by name."""
     templates: dict[str, str] = {}
     for file in files:

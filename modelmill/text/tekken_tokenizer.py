@@ -34,7 +34,12 @@ OLDER_CONTROL_TOKENS = (
 MAX_CONTROL_TOKENS = 1 << 16
 """Above all real files, which have 1,000; each takes memory, though the file need not list it."""
 SPARE_TOKEN = re.compile(r"<SPECIAL_\d+>")
-NAMES = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+SPECIAL_TOKENS = {
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "pad_token": "<pad>",
+    "unk_token": "<unk>",
+}
 
 
 def load_tekken_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
@@ -71,7 +76,7 @@ def load_tekken_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     )
     names = {
         key: text
-        for key, text in (NAMES | dict(settings.special_tokens)).items()
+        for key, text in (SPECIAL_TOKENS | dict(settings.special_tokens)).items()
         if text in special
     }
     bos, eos, pad = (special.get(names.get(f"{key}_token", "")) for key in ("bos", "eos", "pad"))

@@ -20,7 +20,7 @@ from typing import Any
 
 from modelmill.core.errors import MissingDependency, RequestError, TemplateError
 
-WORKER = Path(__file__).with_name("template_worker.py")
+WORKER_SCRIPT = Path(__file__).with_name("template_worker.py")
 START_SECONDS = 60.0
 # limits of wall time, which only end a hang: on a busy machine the worker may get little CPU time
 WALL_FACTOR, WALL_GRACE = 15.0, 10.0
@@ -124,7 +124,7 @@ class TemplateProcess:
                 "-I",
                 "-X",
                 "utf8",
-                str(WORKER),
+                str(WORKER_SCRIPT),
                 str(self.limits.memory),
                 str(packages),
             ],

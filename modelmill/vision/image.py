@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MAX_PIXELS = 100_000_000
 MAX_BYTES = 64 << 20
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 WHITE, BLACK = 255, 0
 _EXIF_ORIENTATION = 0x0112
 # EXIF orientation -> the transform that makes the picture upright
@@ -66,7 +66,10 @@ def open_image(
             f"{name}: {len(data)} bytes are more than the {MAX_BYTES} allowed; send a smaller file"
         )
     return _decode_to_rgb(
-        lambda: PIL.Image.open(io.BytesIO(data), formats=FORMATS), name, max_pixels, background
+        lambda: PIL.Image.open(io.BytesIO(data), formats=IMAGE_FORMATS),
+        name,
+        max_pixels,
+        background,
     )
 
 
@@ -97,7 +100,7 @@ def _decode_to_rgb(
     except PIL.Image.DecompressionBombError:
         raise RequestError(f"{name} has more than {max_pixels} pixels; make it smaller") from None
     except Exception as error:  # decoders raise anything for broken files
-        formats = ", ".join(FORMATS)
+        formats = ", ".join(IMAGE_FORMATS)
         problem = (
             "cannot be read as an image"
             if isinstance(error, PIL.UnidentifiedImageError)

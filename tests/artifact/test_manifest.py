@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from modelmill.artifact.manifest import SCHEMA, Manifest
+from modelmill.artifact.manifest import MANIFEST_SCHEMA_VERSION, Manifest
 from modelmill.core.errors import CorruptArtifact, IncompatibleArtifact
 
 
 def manifest(**more: Any) -> Manifest:
     base: dict[str, Any] = {
-        "schema": SCHEMA,
+        "schema": MANIFEST_SCHEMA_VERSION,
         "engine_type": "language",
         "model_type": "llama",
         "packing": "rows/2",

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.artifact.shard import ALIGNMENT, ShardReader, ShardWriter
+from modelmill.artifact.shard import TENSOR_ALIGNMENT_BYTES, ShardReader, ShardWriter
 from modelmill.core.errors import CorruptArtifact
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int32]
@@ -56,7 +56,7 @@ def test_every_tensor_is_aligned(tmp_path: Path) -> None:
     reader = ShardReader(path)
     for name in reader.names():
         tensor = reader.get_tensor(name)
-        assert tensor.storage_offset() * tensor.element_size() % ALIGNMENT == 0
+        assert tensor.storage_offset() * tensor.element_size() % TENSOR_ALIGNMENT_BYTES == 0
 
 
 def test_writing_to_a_view_never_reaches_the_file(tmp_path: Path) -> None:

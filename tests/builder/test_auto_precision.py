@@ -20,7 +20,7 @@ from modelmill.core.errors import UsageError
 from modelmill.eval.datasets import refuse_calibration_file
 from modelmill.quant.bit_allocation import (
     BIT_CHOICES,
-    UNQUANTIZED,
+    UNQUANTIZED_CHOICE,
     LayerBitOption,
     allocate_bits,
     quantize_weight_quickly,
@@ -45,7 +45,7 @@ def menu(costs: list[float]) -> list[LayerBitOption]:
     return [
         LayerBitOption(bit_choice, size, kl)
         for bit_choice, size, kl in zip(
-            (*BIT_CHOICES, UNQUANTIZED), sizes, (*costs, 0.0), strict=True
+            (*BIT_CHOICES, UNQUANTIZED_CHOICE), sizes, (*costs, 0.0), strict=True
         )
     ]
 
@@ -81,7 +81,7 @@ def test_bits_go_where_they_save_most() -> None:
     ]
     assert [option.bit_choice for option in allocate_bits([robust, fragile], 0.0)] == [
         "int8",
-        UNQUANTIZED,
+        UNQUANTIZED_CHOICE,
     ]
 
 
@@ -90,7 +90,7 @@ def test_finer_forms_err_less() -> None:
     weight = torch.randn(48, 256, generator=generator)
     mean_square = torch.rand(256, generator=generator) + 0.1
     errors = []
-    for bit_choice in (*BIT_CHOICES, UNQUANTIZED):
+    for bit_choice in (*BIT_CHOICES, UNQUANTIZED_CHOICE):
         off = quantize_weight_quickly(weight, bit_choice, mean_square).dequantize() - weight
         errors.append(float((off.square() * mean_square).sum()))
     assert errors == sorted(errors, reverse=True)
@@ -116,11 +116,11 @@ def test_a_wider_limit_is_never_larger_and_what_is_reported_is_kept(llama: Path)
         assert [row["bit_choice"] for row in auto_facts["layers"]] == list(
             made.config.layer_recipes.values()
         )
-        assert set(auto_facts["layers"][0]["kl"]) == {*BIT_CHOICES, UNQUANTIZED}
+        assert set(auto_facts["layers"][0]["kl"]) == {*BIT_CHOICES, UNQUANTIZED_CHOICE}
         sizes.append(made.weight_bytes)
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > sizes[1]
-    assert set(plan(llama, max_kl=1e-7).config.layer_recipes.values()) == {UNQUANTIZED}
+    assert set(plan(llama, max_kl=1e-7).config.layer_recipes.values()) == {UNQUANTIZED_CHOICE}
     assert set(plan(llama, max_kl=1e3).config.layer_recipes.values()) == {BIT_CHOICES[0]}
 
 
@@ -129,7 +129,7 @@ def test_a_rise_of_the_perplexity_is_a_limit_too(llama: Path) -> None:
     assert made.auto_result is not None
     assert made.auto_result.measured.log_ppl_rise <= 0.00996
     both = plan(llama, max_ppl_increase=1.0, max_kl=1e-7)
-    assert set(both.config.layer_recipes.values()) == {UNQUANTIZED}
+    assert set(both.config.layer_recipes.values()) == {UNQUANTIZED_CHOICE}
 
 
 def test_the_search_is_the_same_every_time(llama: Path) -> None:
@@ -180,7 +180,7 @@ def test_what_the_choice_was_made_on_is_no_text_to_be_judged_by(
     )
     stories = shared / "data/models/stories260K"
     made = plan(stories, max_kl=1e-4, calibration=str(text))
-    assert set(made.config.layer_recipes.values()) <= {"int8", UNQUANTIZED}
+    assert set(made.config.layer_recipes.values()) <= {"int8", UNQUANTIZED_CHOICE}
     assert made.calibration is None
     assert "not used" not in made.reasons["calibration"]
     build(made, tmp_path / "e", None)

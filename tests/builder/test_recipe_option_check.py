@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from modelmill.builder.recipe_options import (
+from modelmill.builder.recipe_option_check import (
     RECIPE_OPTIONS,
     VISION_ENCODER_OPTIONS,
     check_recipe_options,

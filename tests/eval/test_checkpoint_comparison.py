@@ -56,7 +56,7 @@ UNSURE = TokenizerCheck("template", "c", "transformers", None, note="cannot rend
     ],
 )
 def test_verdict(accepted: bool, checks: list[TokenizerCheck], passed: bool, verdict: str) -> None:
-    result = checkpoint_comparison.compare_to_checkpoint(
+    result = checkpoint_comparison.compare_text_and_layers(
         None, None, lambda: accept_report(accepted), checks
     )  # type: ignore[arg-type]
     assert result["passed"] is passed

@@ -360,7 +360,7 @@ def test_tensors_move_and_stay_the_same_objects() -> None:
     before = reachable_tensors([module])
     expected, strides = [each.clone() for each in before], [each.stride() for each in before]
     memory = SleepableMemory("cpu")
-    assert memory.move_tensors_in([module]) == 3 * sleepable_memory.ALIGNMENT
+    assert memory.move_tensors_in([module]) == 3 * sleepable_memory.ALLOCATION_ALIGNMENT_BYTES
     moved = reachable_tensors([module])
     assert len({each.untyped_storage().data_ptr() for each in moved}) == 1
     assert [id(each) for each in moved] == [id(each) for each in before]
@@ -378,15 +378,15 @@ def test_tensors_move_and_stay_the_same_objects() -> None:
 
 def test_of_a_file_only_what_tensors_view_moves() -> None:
     """A rank views its part of a file: the other ranks' parts take no memory."""
-    file = torch.arange(64 * sleepable_memory.ALIGNMENT).to(torch.uint8)[:-100]
+    file = torch.arange(64 * sleepable_memory.ALLOCATION_ALIGNMENT_BYTES).to(torch.uint8)[:-100]
     module: Any = torch.nn.Module()
     module.parts = [
         file[40:140], file[100:200], file[600:].as_strided((3, 2), (4096, 1)), file[-7:]
     ]  # fmt: skip
     expected = [each.clone() for each in module.parts]
     memory = SleepableMemory("cpu")
-    blocks = 1 + (2 * 4096 + 600 + 2) // sleepable_memory.ALIGNMENT + 1
-    assert memory.move_tensors_in([module]) == blocks * sleepable_memory.ALIGNMENT
+    blocks = 1 + (2 * 4096 + 600 + 2) // sleepable_memory.ALLOCATION_ALIGNMENT_BYTES + 1
+    assert memory.move_tensors_in([module]) == blocks * sleepable_memory.ALLOCATION_ALIGNMENT_BYTES
     for _ in range(2):
         for part, values in zip(module.parts, expected, strict=True):
             assert torch.equal(part, values)

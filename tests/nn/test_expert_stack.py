@@ -12,7 +12,7 @@ import torch
 from modelmill.nn.expert_stack import (
     FUSED_MOE_OPS,
     MAX_CPU_TOKENS,
-    STACKED,
+    STACKED_TENSORS,
     common_view_base,
     expert_input_linear,
     max_dequantized_expert_bytes,
@@ -63,7 +63,7 @@ def test_an_expert_keeps_its_values_as_views_of_the_stack(weight_format: str) ->
     linears = experts_linears(moe)
     for linear, expected in zip(linears, before, strict=True):
         assert torch.equal(linear.weight.dequantize(), expected)
-    for suffix in linears[0].weight.tensors().keys() & STACKED:
+    for suffix in linears[0].weight.tensors().keys() & STACKED_TENSORS:
         storages = {
             linear.weight.tensors()[suffix].untyped_storage().data_ptr() for linear in linears
         }
@@ -101,7 +101,7 @@ def lying_in_one_storage(moe: MoE) -> MoE:
         [e.down_proj for e in experts],
     ):
         tensors = [linear.weight.tensors() for linear in linears]
-        for suffix in tensors[0].keys() & STACKED:
+        for suffix in tensors[0].keys() & STACKED_TENSORS:
             # as much again behind each, as other tensors of an expert are in a file
             parts = torch.stack([torch.stack((each[suffix],) * 2) for each in tensors])
             for linear, part in zip(linears, parts, strict=True):

@@ -32,7 +32,7 @@ def compiles_without_spills(
     assert NVCC.path is not None
     target = [
         "-gencode=arch=compute_90a,code=sm_90a",
-        *build.FLAGS,
+        *build.NVRTC_FLAGS,
         build.include_flag(),
         "-Xcompiler=-Wall,-Wextra",
         "-Werror=all-warnings",
@@ -49,7 +49,7 @@ def compiles_without_spills(
         assert result.returncode == 0, result.stderr
         log.write_text(result.stderr)
 
-    read = (str(NVCC), repr(target), source, *sorted(build.FOLDER.rglob("*.cu*")))
+    read = (str(NVCC), repr(target), source, *sorted(build.KERNEL_SOURCES_FOLDER.rglob("*.cu*")))
     compile_once(log, read, compile)
     text = log.read_text()
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)

@@ -138,9 +138,9 @@ def other_way(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if "avx512_bf16" not in build._processor_identity():
         pytest.skip("a processor without AVX512_BF16 multiplies floats only")
     flags = (
-        build.FLAGS
+        build.NATIVE_COMPILER_FLAGS
         if "-DMILL_BF16_AS_FP32" in build.native_compiler_flags()
-        else (*build.FLAGS, "-DMILL_BF16_AS_FP32")
+        else (*build.NATIVE_COMPILER_FLAGS, "-DMILL_BF16_AS_FP32")
     )
     yield from _use(
         build.open_library(build.compile_library_if_missing((*flags, LESS_OPTIMISED))), monkeypatch
@@ -723,7 +723,7 @@ def test_the_way_out_names_the_wheel_where_one_helps(
     monkeypatch.setattr(env, "cxx_from_env", lambda: None)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(platform, "machine", lambda: machine)
-    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path if brought else tmp_path / "absent")
+    monkeypatch.setattr(prebuilt, "PREBUILT_FOLDER", tmp_path if brought else tmp_path / "absent")
     assert ("wheel" in _reason()) is helps
 
 
@@ -734,7 +734,7 @@ def test_a_named_compiler_that_is_absent_is_named(monkeypatch: pytest.MonkeyPatc
 
 def test_a_failing_compile_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(env, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(build, "FLAGS", ("--no-such-flag",))
+    monkeypatch.setattr(build, "NATIVE_COMPILER_FLAGS", ("--no-such-flag",))
     assert "no-such-flag" in _reason()
     assert list((tmp_path / "cpu").iterdir()) == []
 

@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     made.mkdir()
     (made / "kernel.cu").write_text("kernel")
     (made / "common.cuh").write_text("common")
-    monkeypatch.setattr(build, "FOLDER", made)
+    monkeypatch.setattr(build, "KERNEL_SOURCES_FOLDER", made)
     monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path / "cache"))
     return made
 
@@ -112,7 +112,7 @@ def test_kernels_are_given_as_many_bytes_as_they_read() -> None:
     """
     asserted = re.compile(r'sizeof\(\w+\) == (\d+), "([\w., ]+) packs? (\d+) bytes"')
     arguments = []
-    for source in build.FOLDER.rglob("*.cu*"):
+    for source in build.KERNEL_SOURCES_FOLDER.rglob("*.cu*"):
         for size, names, same in asserted.findall(source.read_text()):
             assert size == same, source
             arguments += [(int(size), source.with_name(name)) for name in names.split(", ")]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelmill.ops.cuda.common.build import FOLDER
+from modelmill.ops.cuda.common.build import KERNEL_SOURCES_FOLDER
 from tests.ops.emulation.emulator import Emulator, preprocessed, requires_emulation, run_compiler
 from tests.ops.emulation.translate import cluster_sizes, translate
 
@@ -74,7 +74,7 @@ def test_variables_in_shared_memory() -> None:
 
 
 @requires_emulation
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.rglob("*.cu")))
+@pytest.mark.parametrize("name", sorted(path.stem for path in KERNEL_SOURCES_FOLDER.rglob("*.cu")))
 def test_every_kernel_is_translated(name: str) -> None:
     text = preprocessed(name, ())
     actual = translate(text, KNOWN)

@@ -78,7 +78,7 @@ def test_required_features_cover_the_compiler_flags() -> None:
 def _copy(folder: Path) -> Path:
     folder.mkdir()
     for path in prebuilt.native_sources():
-        copy = folder / path.relative_to(prebuilt.SOURCES)
+        copy = folder / path.relative_to(prebuilt.KERNEL_SOURCES_FOLDER)
         copy.parent.mkdir(exist_ok=True)
         shutil.copy(path, copy)
     return folder

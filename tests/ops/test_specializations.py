@@ -155,7 +155,7 @@ def service(patch: pytest.MonkeyPatch, met: set[Any]) -> EngineCore:
     loop = tiny.make_engine(
         overlap=True, kernels=kernels, max_num_seqs=24, max_num_batched_tokens=256
     )
-    loop.scheduler.set_interactive(None, on_gpu=True)
+    loop.scheduler.optimize_inter_token_latency(None, on_gpu=True)
     loop.model_runner.keep_last_ids = True
     loop.model_runner.decode_graphs = Eager(loop, 24)  # type: ignore[assignment]
     return loop

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from modelmill.builder.recipe_options import RECIPE_OPTIONS
+from modelmill.builder.recipe_option_check import RECIPE_OPTIONS
 from modelmill.core.config import RECIPE_CHOICES, BuildConfig
 from modelmill.core.errors import UsageError
 from modelmill.core.module_lookup import import_module_if_exists, list_module_names

@@ -102,7 +102,7 @@ def test_a_request_does_not_wait_for_the_long_answers_of_others(reads: bool) -> 
     """
     scheduler = Scheduler(SchedulerLimits(1024, 64, 16, prefix_caching=False), PagePool(30), 40)
     if reads:
-        scheduler.set_interactive(None, on_gpu=False)
+        scheduler.optimize_inter_token_latency(None, on_gpu=False)
     scheduler.add(sequence(16, 440, 0))
     plan = scheduler.schedule()
     assert plan is not None

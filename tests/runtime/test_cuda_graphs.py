@@ -138,7 +138,7 @@ def test_mixed_steps_by_graph_give_the_same_tokens(
     if interactive:
         sizes = engine.model_runner.mixed_graph_tokens
         assert sizes == (64,)
-        engine.scheduler.set_interactive(None, on_gpu=True, step_sizes=sizes)
+        engine.scheduler.optimize_inter_token_latency(None, on_gpu=True, step_sizes=sizes)
         assert engine.scheduler.adaptive_chunk is not None
         assert engine.scheduler.adaptive_chunk.step_sizes == sizes
     assert tiny.run(engine, todo) == tiny.run(tiny.make_engine(model), todo)

@@ -79,7 +79,7 @@ def test_answers_that_are_read_flow_on_a_cpu(mixed: int | None, most: Callable[[
     more answers run.
     """
     engine = tiny.make_engine(tiny.decoder(max_len=512), max_num_batched_tokens=4096)
-    engine.scheduler.set_interactive(mixed, on_gpu=False)
+    engine.scheduler.optimize_inter_token_latency(mixed, on_gpu=False)
     untimed(engine)
     steps = plans(engine)
     engine.add(of_length("first", tuple(range(5, 25)), 60))
@@ -115,7 +115,7 @@ def test_a_step_lasts_no_longer_than_a_new_request_can_wait() -> None:
     step.
     """
     engine = tiny.make_engine(tiny.decoder(max_len=512), max_num_batched_tokens=4096)
-    engine.scheduler.set_interactive(None, on_gpu=False)
+    engine.scheduler.optimize_inter_token_latency(None, on_gpu=False)
     timed = engine.scheduler.observe_step
     engine.scheduler.observe_step = lambda plan, _: timed(plan, plan.num_tokens / 200)  # type: ignore[method-assign]
     steps = plans(engine)
@@ -131,7 +131,7 @@ def test_one_slow_step_does_not_make_all_that_follow_small() -> None:
     second.
     """
     engine = tiny.make_engine(tiny.decoder(max_len=512), max_num_batched_tokens=4096)
-    engine.scheduler.set_interactive(None, on_gpu=False)
+    engine.scheduler.optimize_inter_token_latency(None, on_gpu=False)
     timed, slow = engine.scheduler.observe_step, [5.0]
     engine.scheduler.observe_step = lambda plan, _: timed(
         plan, slow.pop() if slow else plan.num_tokens / 2000
@@ -146,7 +146,7 @@ def test_one_slow_step_does_not_make_all_that_follow_small() -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_steps_are_timed_with_what_was_in_them(ahead: bool) -> None:
     engine = tiny.make_engine(tiny.decoder(max_len=512), max_num_batched_tokens=4096, overlap=ahead)
-    engine.scheduler.set_interactive(None, on_gpu=False)
+    engine.scheduler.optimize_inter_token_latency(None, on_gpu=False)
     observed = untimed(engine)
     engine.add(of_length("first", tuple(range(5, 25)), 40))
     for _ in range(6):
@@ -164,7 +164,7 @@ def test_pieces_shrink_where_steps_with_them_take_long() -> None:
     engine = tiny.make_engine(
         tiny.decoder(max_len=512), max_num_batched_tokens=4096, max_num_seqs=24
     )
-    engine.scheduler.set_interactive(None, on_gpu=False)
+    engine.scheduler.optimize_inter_token_latency(None, on_gpu=False)
     pace = engine.scheduler.adaptive_chunk
     assert pace is not None
     options = tiny.params(max_tokens=150, ignore_eos=True)

@@ -28,7 +28,7 @@ MODEL_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe")
 DEFAULT_POSITIONS = {"mixtral": 131072, "qwen2_moe": 32768, "qwen3_moe": 32768, "olmoe": 4096,
                      "qwen3_next": 32768, "qwen3_5_moe_text": 32768}  # fmt: skip
 DEFAULT_KV_HEADS = {"mixtral": 8, "qwen2_moe": 16, "qwen3_moe": 4}
-DEFAULT_THETA = {"mixtral": 1e6}
+DEFAULT_ROPE_THETAS = {"mixtral": 1e6}
 DEFAULT_EXPERTS = {"mixtral": (8, 2), "qwen2_moe": (60, 4), "qwen3_moe": (128, 8),
                    "olmoe": (64, 8), "granitemoe": (8, 2), "qwen3_next": (512, 10),
                    "qwen3_5_moe_text": (256, 8), "granitemoehybrid": (8, 2),
@@ -67,7 +67,7 @@ class ExpertsMixin(PlainDecoderReference):
         self.top_k = int(config.get("num_experts_per_tok") or top_k)
         positions = DEFAULT_POSITIONS.get(model_type, 2048)
         length = int(config.get("max_position_embeddings") or positions)
-        theta = config.get("rope_theta") or DEFAULT_THETA.get(model_type, 1e4)
+        theta = config.get("rope_theta") or DEFAULT_ROPE_THETAS.get(model_type, 1e4)
         self.rope = self.make_rope(config | {"rope_theta": theta}, length)
         only, every = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
         self.dense_layers = {

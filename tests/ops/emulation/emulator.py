@@ -110,7 +110,7 @@ class Emulator:
     def sources(self) -> Path:
         """The kernels' folder, or a copy with the change in it."""
         if self.change is None:
-            return build.FOLDER
+            return build.KERNEL_SOURCES_FOLDER
         old, new = self.change
         folder = (
             self.folder
@@ -118,7 +118,8 @@ class Emulator:
         )
         folder.mkdir(exist_ok=True)
         texts = {
-            path.relative_to(build.FOLDER): path.read_text() for path in build.FOLDER.rglob("*.cu*")
+            path.relative_to(build.KERNEL_SOURCES_FOLDER): path.read_text()
+            for path in build.KERNEL_SOURCES_FOLDER.rglob("*.cu*")
         }
         # as it stands, else by its tokens: the sources are formatted by a program
         place = re.compile(re.escape(old))
@@ -207,7 +208,9 @@ def replace_gpu(emulator: Emulator, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
 
-def preprocessed(name: str, macros: tuple[str, ...], folder: Path = build.FOLDER) -> str:
+def preprocessed(
+    name: str, macros: tuple[str, ...], folder: Path = build.KERNEL_SOURCES_FOLDER
+) -> str:
     """``<name>.cu`` of a folder of sources, with its headers and macros expanded."""
     command = [
         str(GXX),
@@ -218,7 +221,7 @@ def preprocessed(name: str, macros: tuple[str, ...], folder: Path = build.FOLDER
         "-std=c++17",
         f"-I{folder}",
         *(f"-D{macro}" for macro in macros),
-        str(folder / build.source_path(name).relative_to(build.FOLDER)),
+        str(folder / build.source_path(name).relative_to(build.KERNEL_SOURCES_FOLDER)),
     ]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 

@@ -33,18 +33,23 @@ from modelmill.core import env
 from modelmill.core.errors import MissingDependency, UsageError
 from modelmill.ops.cpu.common import prebuilt
 
-FLAGS = (*prebuilt.COMMON_FLAGS, "-march=native")
+NATIVE_COMPILER_FLAGS = (*prebuilt.COMMON_FLAGS, "-march=native")
 COMPILERS = ("g++", "clang++", "c++")
 COMPILED_HERE = "compiled here"
 # What MODELMILL_CPU_KERNELS may say; auto: brought along, else compiled here.
-CHOICES = ("auto", "prebuilt", "native", "none")
+KERNEL_BUILD_CHOICES = ("auto", "prebuilt", "native", "none")
 # Rows of activations of a decode step: there bandwidth counts, and calls are too short to release
 # Python's lock.
 SMALL_M_LIMIT = 16
 LOCK_SECONDS, LOCK_POLL_SECONDS = 300.0, 0.1
 # Codes of simd.h.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int, "d": ctypes.c_double}
+_CTYPES_BY_CODE = {
+    "p": ctypes.c_void_p,
+    "q": ctypes.c_int64,
+    "i": ctypes.c_int,
+    "d": ctypes.c_double,
+}
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ def load_function(name: str, signature: str, *, release_gil: bool = False) -> Ca
     if isinstance(library, str):
         raise MissingDependency(f"the CPU kernels cannot be used: {library}")
     kernel = getattr(library.without_gil if release_gil else library.with_gil, name)
-    kernel.argtypes = [_TYPES[c] for c in signature]
+    kernel.argtypes = [_CTYPES_BY_CODE[c] for c in signature]
     kernel.restype = None
     return kernel
 
@@ -124,7 +129,7 @@ def load_library() -> KernelLibrary | str:
         if choice == "prebuilt":
             return (
                 "; ".join(reasons)
-                or f"this installation has none for this processor in {prebuilt.FOLDER}"
+                or f"this installation has none for this processor in {prebuilt.PREBUILT_FOLDER}"
             )
     try:
         return open_library(compile_library_if_missing(native_compiler_flags()))
@@ -134,9 +139,10 @@ def load_library() -> KernelLibrary | str:
 
 def _requested_kernel_source() -> str:
     choice = env.requested_cpu_kernels()
-    if choice not in CHOICES:
+    if choice not in KERNEL_BUILD_CHOICES:
         raise UsageError(
-            f"MODELMILL_CPU_KERNELS must be one of {', '.join(CHOICES)}, not {choice!r}"
+            f"MODELMILL_CPU_KERNELS must be one of {', '.join(KERNEL_BUILD_CHOICES)}, "
+            f"not {choice!r}"
         )
     return choice
 
@@ -154,12 +160,14 @@ def native_compiler_flags() -> tuple[str, ...]:
     """
     cpu = _processor_identity()
     if "GenuineIntel" in cpu:
-        return (*FLAGS, "-DMILL_BF16_AS_FP32")
+        return (*NATIVE_COMPILER_FLAGS, "-DMILL_BF16_AS_FP32")
     family = re.search(r"^cpu family\s*: (\d+)$", cpu, re.MULTILINE)
     if family is None or "AuthenticAMD" not in cpu:
-        return FLAGS
+        return NATIVE_COMPILER_FLAGS
     by_family = {"25": "-DMILL_PREFETCH_L2", "26": "-DMILL_ROW_BY_ROW"}
-    return FLAGS + tuple(flag for amd, flag in by_family.items() if amd == family.group(1))
+    return NATIVE_COMPILER_FLAGS + tuple(
+        flag for amd, flag in by_family.items() if amd == family.group(1)
+    )
 
 
 @functools.cache
@@ -246,7 +254,7 @@ def _find_compiler() -> tuple[str, str]:
     if named:
         raise _KernelsUnavailable(f"the compiler {named!r} that CXX names does not run")
     ways = "install g++ or clang++ (apt install g++)"
-    if prebuilt.cpu_levels(platform.machine()) and not prebuilt.FOLDER.is_dir():
+    if prebuilt.cpu_levels(platform.machine()) and not prebuilt.PREBUILT_FOLDER.is_dir():
         ways += ", or install modelmill from a wheel for this platform, which brings the kernels"
     raise _KernelsUnavailable(f"no C++ compiler is here; {ways}")
 
@@ -256,7 +264,7 @@ def _library_key(flags: tuple[str, ...], compiler: str, version: str) -> str:
     for part in (*flags, compiler, version, _processor_identity()):
         digest.update(part.encode() + b"\0")
     for path in prebuilt.native_sources():
-        relative = path.relative_to(prebuilt.SOURCES).as_posix()
+        relative = path.relative_to(prebuilt.KERNEL_SOURCES_FOLDER).as_posix()
         digest.update(relative.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:32]
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-SOURCES = Path(__file__).resolve().parents[1]
-FOLDER = SOURCES / "prebuilt"
+KERNEL_SOURCES_FOLDER = Path(__file__).resolve().parents[1]
+PREBUILT_FOLDER = KERNEL_SOURCES_FOLDER / "prebuilt"
 CPUINFO = Path("/proc/cpuinfo")
 COMMON_FLAGS = (
     "-O3",
@@ -108,18 +108,18 @@ def cpu_levels(machine: str) -> list[CpuLevel]:
 
 
 def native_sources(
-    folder: Path = SOURCES, suffixes: tuple[str, ...] = (".cpp", ".h")
+    folder: Path = KERNEL_SOURCES_FOLDER, suffixes: tuple[str, ...] = (".cpp", ".h")
 ) -> list[Path]:
     """Files that decide the machine code, or those of some suffixes."""
     return sorted(path for path in folder.rglob("*.*") if path.suffix in suffixes)
 
 
-def include_flag(folder: Path = SOURCES) -> str:
+def include_flag(folder: Path = KERNEL_SOURCES_FOLDER) -> str:
     """The compiler flag that finds headers by their path from the backend's folder."""
     return f"-I{folder}"
 
 
-def library_file_name(level: CpuLevel, folder: Path = SOURCES) -> str:
+def library_file_name(level: CpuLevel, folder: Path = KERNEL_SOURCES_FOLDER) -> str:
     """What a level's shared object of these sources is called."""
     digest = hashlib.sha256("\0".join((*compile_flags(level), *LINK_FLAGS)).encode())
     for path in native_sources(folder):
@@ -130,7 +130,11 @@ def library_file_name(level: CpuLevel, folder: Path = SOURCES) -> str:
 
 
 def compile_commands(
-    compiler: str, level: CpuLevel, objects: Path, target: Path, folder: Path = SOURCES
+    compiler: str,
+    level: CpuLevel,
+    objects: Path,
+    target: Path,
+    folder: Path = KERNEL_SOURCES_FOLDER,
 ) -> tuple[list[list[str]], list[str]]:
     """Return (compile commands that may run in parallel, the link command) of a level."""
     files = native_sources(folder, (".cpp",))
@@ -149,7 +153,7 @@ def required_glibc_version(library: bytes) -> tuple[int, int] | None:
 
 
 def installed_supported_levels(
-    cpuinfo: str | None = None, machine: str | None = None, folder: Path = FOLDER
+    cpuinfo: str | None = None, machine: str | None = None, folder: Path = PREBUILT_FOLDER
 ) -> Iterator[tuple[CpuLevel, Path]]:
     """Levels that this processor supports and that are installed for these sources, best first."""
     if not folder.is_dir():

@@ -20,12 +20,12 @@ from modelmill.ops.cpu.moe.fused_topk import double_to_bits, pack_topk_rules, su
 from modelmill.ops.routed_moe import RoutedMoEWeights
 
 unavailable_reason = build.unavailable_reason
-_EXPERTS = {
+_FUSED_MOE_OPS = {
     "int8_fused_moe": int8_fused_moe,
     "int4_fused_moe": int4_fused_moe,
     "mxfp4_fused_moe": mxfp4_fused_moe,
 }
-_OPS = list(_EXPERTS)
+_FUSED_MOE_OP_ORDER = list(_FUSED_MOE_OPS)
 """In the order of kOps in routed_moe.cpp."""
 
 
@@ -85,8 +85,8 @@ def _pack_moe_addresses(moe: RoutedMoEWeights) -> _PackedMoE:
     router, experts = moe.router, moe.experts
     vectors = [each for each in (moe.router_bias, moe.expert_scale) if each is not None]
     if (
-        moe.op not in _EXPERTS
-        or not _EXPERTS[moe.op].supports(experts)
+        moe.op not in _FUSED_MOE_OPS
+        or not _FUSED_MOE_OPS[moe.op].supports(experts)
         or not supports_topk_rules(moe.rules, len(router))
         or moe.rules.local_experts is not None
         or router.dtype is not experts.x.dtype
@@ -99,7 +99,7 @@ def _pack_moe_addresses(moe: RoutedMoEWeights) -> _PackedMoE:
             router.data_ptr(), tensor_address(moe.router_bias), tensor_address(moe.expert_scale),
             _dtype_code(moe.router_bias), _dtype_code(moe.expert_scale),
             *map(double_to_bits, (moe.logit_scale, *(experts.clamp or NO_CLAMP))),
-            _OPS.index(moe.op), scale_dtype_code(experts),
+            _FUSED_MOE_OP_ORDER.index(moe.op), scale_dtype_code(experts),
             *pack_topk_rules(moe.rules, len(router)), *_pack_experts_call(moe),
         ),
         dtype=np.int64,

@@ -16,7 +16,7 @@ import torch
 from modelmill.ops.attention_support import AttentionPhase, AttentionSupportRange
 from modelmill.ops.bound_op import make_kernel_dispatcher
 from modelmill.ops.cuda.attention import paged_decode, paged_decode8, paged_decode16
-from modelmill.ops.cuda.attention.paged_decode import LOG2E, TYPES, supports_indices
+from modelmill.ops.cuda.attention.paged_decode import DTYPE_DEFINES, LOG2E, supports_indices
 from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.kernel_support import UNBOUNDED, Kernel
 from modelmill.ops.paged_attention import DECLARATION, PagedAttentionInputs
@@ -24,8 +24,8 @@ from modelmill.ops.paged_attention import DECLARATION, PagedAttentionInputs
 PREFILL_MIN_QUERIES = 64  # up to here half of a tile of 128 would be empty, or more
 PREFILL_MIN_TOKENS = 128  # up to here starting the copies takes longer than all else
 # Sizes of paged_attention.cu.
-QUERIES = 128
-KEYS = 128
+QUERY_TILE = 128
+KEY_TILE = 128
 STAGES = 2
 THREADS = 384
 MAX_SEQUENCES, PLAN_BYTES = 1024, 13 * 1024
@@ -61,7 +61,7 @@ def warmup_sizes(
     keys = max_context if window is None else min(max_context, window)
     if k_cache.dtype == torch.int8:
         return paged_decode8.warmup_sizes(kv_heads, max_sequences, keys, q.get_device())
-    if k_cache.dtype in TYPES and dim in paged_decode16.SPLIT_CONFIGS:
+    if k_cache.dtype in DTYPE_DEFINES and dim in paged_decode16.SPLIT_CONFIGS:
         return paged_decode16.warmup_sizes(
             (q.shape[1], kv_heads), dim, max_sequences, keys, launch.sm_count(q.get_device())
         )
@@ -100,8 +100,8 @@ PREFILL = Kernel(
         queries=(PREFILL_MIN_QUERIES + 1, UNBOUNDED),
         sequences=(1, MAX_SEQUENCES),
         dims=(64, 128),
-        page_sizes=(8, KEYS),
-        dtypes=tuple(TYPES),
+        page_sizes=(8, KEY_TILE),
+        dtypes=tuple(DTYPE_DEFINES),
         on_gpu=True,
     ),
     prefill,
@@ -133,7 +133,7 @@ def _prefill(
     with torch.cuda.device(q.device):
         # Of each sequence's tiles at most one is not full. More of them than blocks are handed out
         # by a counter.
-        tiles = (tokens // QUERIES + batch) * heads
+        tiles = (tokens // QUERY_TILE + batch) * heads
         blocks = min(launch.sm_count(q.get_device()), tiles)
         tile_counter = _tile_counters(q.get_device()) if tiles > blocks else None
         pointers = launch.data_pointers(*indices, out, tile_counter)
@@ -179,7 +179,7 @@ def _stream_counters(device: int, stream: int) -> torch.Tensor:
 
 
 def _prefill_kernel(dtype: torch.dtype, dim: int, page_size: int, device: int) -> launch.CudaKernel:
-    tile = 2 * dim * STAGES * (QUERIES + 2 * KEYS)
+    tile = 2 * dim * STAGES * (QUERY_TILE + 2 * KEY_TILE)
     macros = _prefill_macros(dtype, dim, page_size)
     return launch.load_kernel(
         "paged_attention", "prefill_attention", macros, THREADS, tile + PLAN_BYTES, device
@@ -187,7 +187,7 @@ def _prefill_kernel(dtype: torch.dtype, dim: int, page_size: int, device: int) -
 
 
 def _prefill_macros(dtype: torch.dtype, dim: int, page_size: int) -> tuple[str, ...]:
-    return (f"DIM={dim}", f"PAGE={page_size}", *TYPES[dtype])
+    return (f"DIM={dim}", f"PAGE={page_size}", *DTYPE_DEFINES[dtype])
 
 
 def _heads_per_pass(kv_heads: int, bytes_per_head: int) -> int:
@@ -213,7 +213,9 @@ def _query_tensor_map(q: torch.Tensor) -> bytes:
     tokens, heads, dim = q.shape
     size = q.element_size()
     strides = (q.stride(1) * size, q.stride(0) * size)
-    return launch.tensor_map(q.data_ptr(), q.dtype, (dim, heads, tokens), strides, (64, 1, QUERIES))
+    return launch.tensor_map(
+        q.data_ptr(), q.dtype, (dim, heads, tokens), strides, (64, 1, QUERY_TILE)
+    )
 
 
 def _page_tensor_map(cache: torch.Tensor) -> bytes:

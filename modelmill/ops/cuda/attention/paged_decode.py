@@ -11,7 +11,7 @@ from modelmill.ops.carveout import DECODE_CARVEOUT_PERCENT
 from modelmill.ops.cuda.common import launch
 
 LOG2E = 1.4426950408889634
-TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
+DTYPE_DEFINES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 MAX_SPLITS = 8  # blocks of a cluster
 PAGE_SIZES = (8, 128)
 

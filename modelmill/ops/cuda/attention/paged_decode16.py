@@ -10,7 +10,7 @@ import torch
 
 from modelmill.ops.attention_support import AttentionSupportRange
 from modelmill.ops.cuda.attention import paged_decode
-from modelmill.ops.cuda.attention.paged_decode import LOG2E, TYPES
+from modelmill.ops.cuda.attention.paged_decode import DTYPE_DEFINES, LOG2E
 from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.kernel_support import Kernel
 from modelmill.ops.paged_attention import PagedAttentionInputs
@@ -121,7 +121,7 @@ _ONE_HEAD = AttentionSupportRange(
     max_group_heads=1,
     dims=tuple(SPLIT_CONFIGS),
     page_sizes=paged_decode.PAGE_SIZES,
-    dtypes=tuple(TYPES),
+    dtypes=tuple(DTYPE_DEFINES),
     on_gpu=True,
     serves_score_mods=True,
 )
@@ -203,4 +203,4 @@ def kernel_macros(
         f"L2_PREFETCH={early}",
         f"SINKS={int(sinks)}",
     )
-    return (*sizes, *cut, *TYPES[dtype])
+    return (*sizes, *cut, *DTYPE_DEFINES[dtype])

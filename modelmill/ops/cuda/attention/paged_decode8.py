@@ -8,7 +8,7 @@ import torch
 
 from modelmill.ops.attention_support import AttentionSupportRange
 from modelmill.ops.cuda.attention import paged_decode
-from modelmill.ops.cuda.attention.paged_decode import LOG2E, TYPES
+from modelmill.ops.cuda.attention.paged_decode import DTYPE_DEFINES, LOG2E
 from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.kernel_support import Kernel
 from modelmill.ops.paged_attention import PagedAttentionInputs
@@ -55,7 +55,7 @@ KERNELS = (
             max_group_heads=1,
             dims=(64, 128),
             page_sizes=paged_decode.PAGE_SIZES,
-            dtypes=tuple(TYPES),
+            dtypes=tuple(DTYPE_DEFINES),
             page_dtypes=(torch.int8,),
             scaled=True,
             on_gpu=True,
@@ -111,5 +111,5 @@ def _kernel_macros(dtype: torch.dtype, dim: int, page: int, splits: int) -> tupl
         f"SPLITS={splits}",
         f"WARPS={WARPS}",
         f"BLOCKS={BLOCKS_PER_SM}",
-        *TYPES[dtype],
+        *DTYPE_DEFINES[dtype],
     )

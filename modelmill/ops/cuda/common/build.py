@@ -23,9 +23,9 @@ import torch
 from modelmill.core import env
 from modelmill.core.errors import MissingDependency
 
-ARCHITECTURE = "sm_90a"  # "a": with the instructions that Hopper alone has (wgmma, setmaxnreg)
-FLAGS = ("--std=c++17",)
-FOLDER = Path(__file__).resolve().parents[1]
+GPU_ARCHITECTURE = "sm_90a"  # "a": with the instructions that Hopper alone has (wgmma, setmaxnreg)
+NVRTC_FLAGS = ("--std=c++17",)
+KERNEL_SOURCES_FOLDER = Path(__file__).resolve().parents[1]
 NVCC_PATHS = ("nvcc", "/usr/local/cuda/bin/nvcc")
 
 
@@ -58,12 +58,12 @@ def unavailable_reason(device_type: str) -> str | None:
 
 def source_path(name: str) -> Path:
     """Path of ``<name>.cu``, in whichever sub-folder it is: names are unique."""
-    return next(FOLDER.rglob(f"{name}.cu"))
+    return next(KERNEL_SOURCES_FOLDER.rglob(f"{name}.cu"))
 
 
 def include_flag() -> str:
     """The compiler flag that finds headers by their path from the backend's folder."""
-    return f"-I{FOLDER}"
+    return f"-I{KERNEL_SOURCES_FOLDER}"
 
 
 def kernel_unavailable_reason(device_type: str, name: str, macros: tuple[str, ...]) -> str | None:
@@ -144,22 +144,22 @@ def find_nvcc() -> Compiler | None:
 
 def _cubin_key(name: str, macros: tuple[str, ...], version: str) -> str:
     digest = hashlib.sha256()
-    for part in (ARCHITECTURE, *FLAGS, *macros, version):
+    for part in (GPU_ARCHITECTURE, *NVRTC_FLAGS, *macros, version):
         digest.update(part.encode() + b"\0")
-    for path in (source_path(name), *sorted(FOLDER.rglob("*.cuh"))):
-        relative = path.relative_to(FOLDER).as_posix()
+    for path in (source_path(name), *sorted(KERNEL_SOURCES_FOLDER.rglob("*.cuh"))):
+        relative = path.relative_to(KERNEL_SOURCES_FOLDER).as_posix()
         digest.update(relative.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:32]
 
 
 def _compile(compiler: Compiler, name: str, macros: tuple[str, ...]) -> bytes:
-    flags = (*FLAGS, include_flag(), *(f"-D{macro}" for macro in macros))
+    flags = (*NVRTC_FLAGS, include_flag(), *(f"-D{macro}" for macro in macros))
     if compiler.library is not None:
         return _compile_with_nvrtc(
-            compiler.library, name, (f"--gpu-architecture={ARCHITECTURE}", *flags)
+            compiler.library, name, (f"--gpu-architecture={GPU_ARCHITECTURE}", *flags)
         )
     assert compiler.path is not None
-    number = ARCHITECTURE.removeprefix("sm_")
+    number = GPU_ARCHITECTURE.removeprefix("sm_")
     return _compile_with_nvcc(
         compiler.path, name, (f"-gencode=arch=compute_{number},code=sm_{number}", *flags)
     )

@@ -19,10 +19,10 @@ import torch
 from modelmill.ops.cuda.common import launch
 from modelmill.ops.kernel_support import HALF, UNBOUNDED, GemmProblem, GemmSupportRange
 
-TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
+DTYPE_DEFINES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 # Sizes of gemm_large_m.cuh.
 TILE_ROWS = 128
-DEPTH = 64
+K_TILE = 64
 STAGES = 4
 LARGE_M_THREADS = 384
 TILE_WIDTHS = (256, 224)  # rows of the weight of a tile
@@ -83,7 +83,7 @@ class GemmSmallMKernelConfig:
             f"GATED={int(gated)}",
             f"TRIGGER_AT_START={int(self.pdl_at_start)}",
         ]
-        return (*words, *TYPES[dtype])
+        return (*words, *DTYPE_DEFINES[dtype])
 
 
 def padded_rows(rows: int) -> int:
@@ -201,7 +201,7 @@ def large_m_is_faster(
 
 def pipeline_bytes(width: int) -> int:
     """Shared memory of gemm_large_m.cuh's ring, and of its barriers."""
-    return STAGES * ((TILE_ROWS + width) * DEPTH * 2 + 16)
+    return STAGES * ((TILE_ROWS + width) * K_TILE * 2 + 16)
 
 
 def plan_tile_launch(
@@ -218,7 +218,7 @@ def plan_tile_launch(
     return 2 * pairs, (
         tokens,
         columns,
-        -(-k // DEPTH),
+        -(-k // K_TILE),
         -(-columns // tile_columns),
         tile_columns,
         up_offset,
@@ -253,7 +253,7 @@ def supports_operands(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     """16 bits on a GPU, laid out for TMA; the bias packed and of the same type."""
     if (
         not x.is_cuda
-        or x.dtype not in TYPES
+        or x.dtype not in DTYPE_DEFINES
         or weight.dtype != x.dtype
         or not (supports_tma(x) and supports_tma(weight))
     ):
@@ -316,7 +316,7 @@ def gemm_swiglu_large_m(
             f"BLOCK_N={width}",
             f"BIAS={int(bias is not None)}",
             f"BAND={TILES_PER_BAND}",
-            *TYPES[x.dtype],
+            *DTYPE_DEFINES[x.dtype],
         )
         shared = pipeline_bytes(width) + 2 * 64 * (width // 2) * 2
         kernel = launch.load_kernel(

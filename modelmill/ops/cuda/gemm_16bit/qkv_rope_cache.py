@@ -8,7 +8,12 @@ import torch
 
 from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.cuda.gemm_16bit import gemm
-from modelmill.ops.cuda.gemm_16bit.gemm import LARGE_M_THREADS, TILE_ROWS, TYPES, supports_operands
+from modelmill.ops.cuda.gemm_16bit.gemm import (
+    DTYPE_DEFINES,
+    LARGE_M_THREADS,
+    TILE_ROWS,
+    supports_operands,
+)
 from modelmill.ops.kernel_support import HALF, UNBOUNDED, GemmProblem, GemmSupportRange
 from modelmill.ops.rope_cache import RopeCacheInputs
 
@@ -31,7 +36,12 @@ def unavailable_reason(device_type: str) -> str | None:
 
 def kernel_macros(dim: int, *, biased: bool, dtype: torch.dtype) -> tuple[str, ...]:
     """Macros for the compiler."""
-    return (f"DIM={dim}", f"BIAS={int(biased)}", f"BAND={gemm.TILES_PER_BAND}", *TYPES[dtype])
+    return (
+        f"DIM={dim}",
+        f"BIAS={int(biased)}",
+        f"BAND={gemm.TILES_PER_BAND}",
+        *DTYPE_DEFINES[dtype],
+    )
 
 
 def supports(

@@ -12,7 +12,7 @@ from modelmill.ops.carveout import DECODE_CARVEOUT_PERCENT
 from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.fused_topk import SIGMOID, SOFTMAX, FusedTopkInputs
 
-TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
+DTYPE_DEFINES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 _BLOCKS, _THREADS = 8, 512
 MAX_EXPERTS = _BLOCKS * _THREADS // 32
 """One a warp: a second row of the router is read too late to be faster than three launches."""
@@ -32,7 +32,7 @@ def unavailable_reason(device_type: str) -> str | None:
 def supports(inputs: AddRMSNormRouterInputs) -> bool:
     """Few packed tokens of 16 bits, experts in one group, all on this GPU."""
     x, residual, norm_weight, _, router, rules, router_bias, selection_bias, _ = inputs
-    if x.dim() != 2 or not 0 < len(x) <= MAX_TOKENS or x.dtype not in TYPES:
+    if x.dim() != 2 or not 0 < len(x) <= MAX_TOKENS or x.dtype not in DTYPE_DEFINES:
         return False
     return (
         _supports_rules(rules)
@@ -106,4 +106,4 @@ def kernel_macros(
 def _kernel_macros(dtype: torch.dtype, *values: int) -> tuple[str, ...]:
     names = ("K", "EXPERTS", "TOP_K", "ADDS", "SIGMOID", "RENORMALIZE", "ROUTER_BIAS")
     sizes = zip((*names, "SELECTION_BIAS"), values, strict=True)
-    return (*(f"{name}={int(value)}" for name, value in sizes), *TYPES[dtype])
+    return (*(f"{name}={int(value)}" for name, value in sizes), *DTYPE_DEFINES[dtype])

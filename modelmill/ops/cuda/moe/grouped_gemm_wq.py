@@ -15,7 +15,7 @@ import torch
 
 from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.cuda.moe import moe_align_block_size
-from modelmill.ops.cuda.weight_only_gemm.weight_only import TYPES
+from modelmill.ops.cuda.weight_only_gemm.weight_only import DTYPE_DEFINES
 from modelmill.ops.fused_moe import ACTIVATIONS, FusedMoEInputs
 from modelmill.ops.moe_support import MoEProblem, MoESupportRange, make_moe_problem
 
@@ -355,7 +355,7 @@ def _combine_expert_outputs(inputs: FusedMoEInputs, by_pair: torch.Tensor) -> to
     tokens, hidden = x.shape
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     kernel = launch.load_kernel(
-        "moe_combine", "moe_combine", TYPES[x.dtype], _COMBINE_THREADS, 0, x.get_device()
+        "moe_combine", "moe_combine", DTYPE_DEFINES[x.dtype], _COMBINE_THREADS, 0, x.get_device()
     )
     pointers = launch.data_pointers(by_pair, ids, inputs.topk_weights, inputs.shared, out)
     work = struct.pack("=5Q3i4x", *pointers, tokens, ids.shape[1], hidden)
@@ -393,4 +393,4 @@ def kernel_macros(
         "BLOCKS": config.blocks,
         "CHUNK": config.chunk,
     }
-    return (*(f"{name}={int(size)}" for name, size in sizes.items()), *TYPES[dtype])
+    return (*(f"{name}={int(size)}" for name, size in sizes.items()), *DTYPE_DEFINES[dtype])

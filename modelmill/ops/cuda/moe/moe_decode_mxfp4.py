@@ -19,7 +19,7 @@ from modelmill.ops.cuda.moe.grouped_gemm_wq import (
     gate_macro,
     make_gemm_specs,
 )
-from modelmill.ops.cuda.weight_only_gemm.weight_only import TYPES
+from modelmill.ops.cuda.weight_only_gemm.weight_only import DTYPE_DEFINES
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.moe_support import MoEProblem, MoESupportRange, make_moe_problem
 
@@ -244,4 +244,7 @@ def kernel_macros(
         "RING": config.ring,
         "UNITS": config.units,
     }
-    return (*(f"{name}={int(size)}" for name, size in sizes.items()), *TYPES[torch.bfloat16])
+    return (
+        *(f"{name}={int(size)}" for name, size in sizes.items()),
+        *DTYPE_DEFINES[torch.bfloat16],
+    )

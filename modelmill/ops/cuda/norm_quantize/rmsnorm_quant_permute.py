@@ -14,7 +14,7 @@ from modelmill.ops.cuda.common import launch
 from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.row_op_support import RowOpSupportRange, has_contiguous_tensors
 
-TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
+DTYPE_DEFINES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 MAX_WIDTH = 8192
 LARGE_M_MIN_ROWS = 256  # with fewer, what is kept of each column is not used often enough
 
@@ -24,7 +24,7 @@ SM_SHARED_BYTES = 226 * 1024  # bytes of an SM
 SUPPORTED_PROBLEMS = (
     RowOpSupportRange(
         on_gpu=True,
-        dtypes=tuple(TYPES),
+        dtypes=tuple(DTYPE_DEFINES),
         same_dtype=True,
         dims=(2, 16),
         max_width=MAX_WIDTH,
@@ -100,7 +100,7 @@ def rms_norm_quant(
         f"PER_COLUMN={int(each)}",
         f"ZERO_POINTS={int(zero is not None)}",
     ]
-    macros += [*TYPES[x.dtype], *(() if dtype is torch.int8 else ("FP8",))]
+    macros += [*DTYPE_DEFINES[x.dtype], *(() if dtype is torch.int8 else ("FP8",))]
     most = 448.0 if dtype is not torch.int8 else float(2 ** (bits - 1) - 1)
     device, pointers = (
         x.get_device(),

@@ -7,7 +7,7 @@ import struct
 import torch
 
 from modelmill.ops.cuda.common import build, launch
-from modelmill.ops.cuda.weight_only_gemm.weight_only import TYPES
+from modelmill.ops.cuda.weight_only_gemm.weight_only import DTYPE_DEFINES
 from modelmill.ops.kernel_support import HALF, UNBOUNDED
 from modelmill.ops.row_op_support import RowOpProblem, RowOpSupportRange
 from modelmill.ops.rptq_quant import RptqQuantInputs
@@ -104,4 +104,4 @@ def kernel_macros(
         "ZERO_POINTS": has_zero_point,
         "LANES": min(group, 128) // 4 if dynamic else 32,
     }
-    return (*(f"{name}={int(size)}" for name, size in sizes.items()), *TYPES[dtype])
+    return (*(f"{name}={int(size)}" for name, size in sizes.items()), *DTYPE_DEFINES[dtype])

@@ -11,9 +11,9 @@ from modelmill.ops.bound_op import make_kernel_dispatcher
 from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.cuda.weight_only_gemm import wq_gemv
 from modelmill.ops.cuda.weight_only_gemm.weight_only import (
+    DTYPE_DEFINES,
     K_TILE,
     THREADS,
-    TYPES,
     WqMmaKernelConfig,
     config_row_ranges,
     fits_shared_memory,
@@ -69,7 +69,7 @@ SUPPORTED_PROBLEMS = tuple(
         m=rows,
         k_multiple=K_TILE,
         weight_dtypes=(dtype,),
-        out_dtypes=tuple(TYPES),
+        out_dtypes=tuple(DTYPE_DEFINES),
         scale_dtypes=(torch.float16, torch.float32),
         fits=functools.partial(_fits_mma_kernel, config),
     )
@@ -132,7 +132,11 @@ def _kernel_macros(
         "DYNAMIC": dynamic,
         "GATED": False,
     }
-    return (*config.macros, *(f"{name}={int(on)}" for name, on in switches.items()), *TYPES[dtype])
+    return (
+        *config.macros,
+        *(f"{name}={int(on)}" for name, on in switches.items()),
+        *DTYPE_DEFINES[dtype],
+    )
 
 
 KERNELS = (

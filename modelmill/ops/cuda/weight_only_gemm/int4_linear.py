@@ -16,10 +16,10 @@ from modelmill.ops.bound_op import make_kernel_dispatcher
 from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.cuda.weight_only_gemm import wq_gemm_pipelined, wq_gemm_small_m, wq_gemv
 from modelmill.ops.cuda.weight_only_gemm.weight_only import (
+    DTYPE_DEFINES,
     K_TILE,
     RUN,
     THREADS,
-    TYPES,
     WqMmaKernelConfig,
     config_for,
     fits_shared_memory,
@@ -123,7 +123,7 @@ def _kernel_macros(
     if k_tile < K_TILE and config.m_tiles <= 2:  # as many bytes are on their way
         config = config._replace(prefetch_depth=2 * config.prefetch_depth)
     switches = (f"K_TILE={k_tile}", f"OFFSET={int(offset)}", f"GATED={int(gated)}", "SCALE_FP32=0")
-    return (*config.macros, *switches, *TYPES[dtype])
+    return (*config.macros, *switches, *DTYPE_DEFINES[dtype])
 
 
 warmup_sizes = wq_gemm_pipelined.warmup_sizes

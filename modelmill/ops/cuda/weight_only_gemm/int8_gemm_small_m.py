@@ -142,5 +142,5 @@ def kernel_macros(
         *config.macros,
         f"K_TILE={k_tile}",
         *(f"{name}={int(on)}" for name, on in switches.items()),
-        *weight_only.TYPES[dtype],
+        *weight_only.DTYPE_DEFINES[dtype],
     )

@@ -14,7 +14,7 @@ from modelmill.ops.kernel_support import GemmProblem, GemmSupportRange, Kernel, 
 
 THREADS, K_TILE, RUN = 256, 128, 32
 WARPS = THREADS // 32
-TYPES: dict[torch.dtype, tuple[str, ...]] = {
+DTYPE_DEFINES: dict[torch.dtype, tuple[str, ...]] = {
     torch.bfloat16: (),
     torch.float16: ("HALF",),
     torch.float32: ("OUT_FP32",),

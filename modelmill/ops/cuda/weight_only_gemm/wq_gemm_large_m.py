@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from modelmill.ops.cuda.common import launch
-from modelmill.ops.cuda.weight_only_gemm.weight_only import RUN, TYPES, k_tile_for
+from modelmill.ops.cuda.weight_only_gemm.weight_only import DTYPE_DEFINES, RUN, k_tile_for
 from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import (
     SPLITS,
     BlockMemory,
@@ -196,5 +196,5 @@ def kernel_macros(
     return (
         *memory.macros(gated=gated),
         f"SCALE_BUFFERS={memory.scale_buffers}",
-        *TYPES[dtype],
+        *DTYPE_DEFINES[dtype],
     )

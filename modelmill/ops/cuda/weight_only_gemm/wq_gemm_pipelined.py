@@ -11,11 +11,11 @@ import torch
 from modelmill.ops.cuda.common import launch
 from modelmill.ops.cuda.weight_only_gemm import wq_gemm_large_m, wq_gemm_small_m
 from modelmill.ops.cuda.weight_only_gemm.weight_only import (
+    DTYPE_DEFINES,
     K_TILE,
     KERNEL_CONFIGS,
     MAX_ROWS,
     RUN,
-    TYPES,
     WqMmaKernelConfig,
     config_row_ranges,
     row_block_support_range,
@@ -223,4 +223,4 @@ def kernel_macros(
     dtype: torch.dtype, split_k: int, spec: WqSpec, padded: int, *, gated: bool
 ) -> tuple[str, ...]:
     """Macros of the kernel."""
-    return (*BlockMemory(spec, padded, split_k).macros(gated=gated), *TYPES[dtype])
+    return (*BlockMemory(spec, padded, split_k).macros(gated=gated), *DTYPE_DEFINES[dtype])

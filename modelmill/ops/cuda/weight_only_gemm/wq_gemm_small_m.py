@@ -10,7 +10,7 @@ import torch
 
 from modelmill.ops.cuda.common import launch
 from modelmill.ops.cuda.weight_only_gemm import wq_gemv
-from modelmill.ops.cuda.weight_only_gemm.weight_only import TYPES, group_shift, k_tile_for
+from modelmill.ops.cuda.weight_only_gemm.weight_only import DTYPE_DEFINES, group_shift, k_tile_for
 from modelmill.ops.cuda.weight_only_gemm.wq_gemv import LINE_BYTES, LINE_TILE_BYTES, ROWS_PER_TILE
 from modelmill.ops.groupwise import GroupwiseLinearInputs, make_groupwise_problem
 from modelmill.ops.kernel_support import GemmProblem, GemmSupportRange, Kernel
@@ -230,4 +230,4 @@ def kernel_macros(
         "SCALE_FP32": spec.float32_scales,
         "VECTOR_SCALES": together and not spec.float32_scales,
     }
-    return (*(f"{name}={int(size)}" for name, size in sizes.items()), *TYPES[dtype])
+    return (*(f"{name}={int(size)}" for name, size in sizes.items()), *DTYPE_DEFINES[dtype])

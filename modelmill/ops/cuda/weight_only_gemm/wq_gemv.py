@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from modelmill.ops.cuda.common import launch
-from modelmill.ops.cuda.weight_only_gemm.weight_only import K_TILE, TYPES, group_shift
+from modelmill.ops.cuda.weight_only_gemm.weight_only import DTYPE_DEFINES, K_TILE, group_shift
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.kernel_support import GemmProblem, GemmSupportRange, Kernel, make_gemm_problem
 
@@ -201,7 +201,7 @@ def plan_launch(
         "WARPS": shape.warps,
     }
     sizes |= {"STAGES": shape.stages, "SCALE_STAGES": shape.tiles_in_flight}
-    macros = (*(f"{name}={int(size)}" for name, size in sizes.items()), *TYPES[dtype])
+    macros = (*(f"{name}={int(size)}" for name, size in sizes.items()), *DTYPE_DEFINES[dtype])
     numbers = (rows, columns, groups, by, rows // ROWS_PER_TILE, shape.lines)
     return WqGemvLaunch(
         macros, 32 * shape.warps, shared_bytes(spec, shape), rows // ROWS_PER_TILE, numbers, gated

@@ -29,9 +29,9 @@ import triton.language as tl
 from modelmill.ops.gated_delta_rule import L2_EPS, GatedDeltaInputs
 from modelmill.ops.recurrent_metadata import has_packed_operands
 from modelmill.ops.triton.attention.recurrence_common import (
-    CHUNKS,
     MIN_DOT,
     PRECISION,
+    TOKENS_OF_CHUNKS,
     decay_and_add_to_state,
     decays_within_chunk,
     dot_split_mantissa,
@@ -244,7 +244,7 @@ def _chunks_kernel(
     """
     sequence, head = tl.program_id(0), tl.program_id(1)
     begin, stop, first, kept = load_part_bounds(
-        start_ptr, position_ptr, snapshot_end_ptr, sequence, CHUNKS, CHUNK
+        start_ptr, position_ptr, snapshot_end_ptr, sequence, TOKENS_OF_CHUNKS, CHUNK
     )
     if stop > begin:
         v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)

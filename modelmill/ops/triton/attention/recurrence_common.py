@@ -28,9 +28,11 @@ CHUNK_ROWS = 32  # of a state in a program that computes chunks: fewer read the 
 MAX_WARP_WIDTH = 128  # of 16 rows in a warp's registers, beside what is added to them
 # Float32 products on tensor cores, to about float32's precision; AMD's compiler has only the other.
 PRECISION = "ieee" if is_amd() else "tf32x3"
-# Which tokens of a sequence a launch computes. BEFORE: those in front of its whole chunks, or all
-# if there is none.
-ALL, BEFORE, CHUNKS, BEHIND = (tl.constexpr(part) for part in range(4))
+# Which tokens of a sequence a launch computes. TOKENS_BEFORE_CHUNKS: those in front of its whole
+# chunks, or all if there is none.
+ALL_TOKENS, TOKENS_BEFORE_CHUNKS, TOKENS_OF_CHUNKS, TOKENS_BEHIND_CHUNKS = (
+    tl.constexpr(part) for part in range(4)
+)
 
 
 def compiled_chunk_size(chunk: int, *, decode: bool) -> int:
@@ -58,11 +60,11 @@ def run_step_parts(
     make = torch.empty if rows.is_decode or chunk else torch.zeros  # a prompt may be padded
     out = make((len(x), width), dtype=torch.float32, device=x.device)
     if chunk == 0:
-        run_tokens(out, ALL, chunk)
+        run_tokens(out, ALL_TOKENS, chunk)
     else:
-        run_tokens(out, BEFORE, chunk)
+        run_tokens(out, TOKENS_BEFORE_CHUNKS, chunk)
         run_chunks(out, chunk)
-        run_tokens(out, BEHIND, chunk)
+        run_tokens(out, TOKENS_BEHIND_CHUNKS, chunk)
     return out
 
 
@@ -118,11 +120,11 @@ def load_part_bounds(
     first = tl.load(position_ptr + start, mask=stop > start, other=0)
     end = tl.load(snapshot_end_ptr + sequence)
     begin, kept = start, end - first + start
-    if PART != ALL:
+    if PART != ALL_TOKENS:
         a, last = whole_chunk_bounds(start, stop, first, end, CHUNK)
-        if PART == BEFORE:
+        if PART == TOKENS_BEFORE_CHUNKS:
             stop = tl.where(last > a, a, stop)
-        elif PART == CHUNKS:
+        elif PART == TOKENS_OF_CHUNKS:
             begin, stop = a, last
         else:
             begin = tl.where(last > a, last, stop)
