@@ -148,8 +148,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return checkpoint
 
 
-@pytest.mark.parametrize("recipe", planted.RECIPES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def in_every_engine(test: Callable[..., None]) -> Callable[..., None]:
+    """Runs a test in two dtypes and every recipe."""
+    test = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])(test)
+    return pytest.mark.parametrize("recipe", planted.RECIPES)(test)
+
+
+@in_every_engine
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_of_a_bound_that_no_text_reaches(
     name: str, dtype: str, recipe: str, checkpoints: Callable[[str], Path], tmp_path: Path
@@ -164,8 +169,7 @@ def test_a_fault_of_a_bound_that_no_text_reaches(
     assert (report["layer"], report["module"] in names) == (layer, True), report["reason"]
 
 
-@pytest.mark.parametrize("recipe", planted.RECIPES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@in_every_engine
 @pytest.mark.parametrize("far", FAR)
 def test_a_right_engine_with_such_a_bound_is_accepted(
     far: str, dtype: str, recipe: str, checkpoints: Callable[[str], Path], tmp_path: Path

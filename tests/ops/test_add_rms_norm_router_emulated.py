@@ -14,9 +14,9 @@ from modelmill.ops.add_rms_norm_router import (
 )
 from modelmill.ops.cuda.moe import add_rms_norm_router as kernel
 from modelmill.ops.fused_topk import SIGMOID, SOFTMAX, SPARSE_MIXER, FusedTopkInputs
+from tests.ops.emulation.cases import mistakes, slow_cases
 from tests.ops.emulation.emulator import Emulator, memory_ranges, requires_emulation
 
-slow = pytest.mark.slow
 pytestmark = requires_emulation
 BF, HF = torch.bfloat16, torch.float16
 
@@ -87,11 +87,13 @@ def is_right(emulator: Emulator, inputs: AddRMSNormRouterInputs) -> bool:
     [
         Case(2, 64, 12, 3),
         Case(1, 72, 33, 4, HF, SIGMOID, biases=True),
-        pytest.param(Case(1, 96, 128, 8, adds=False), marks=slow),
-        pytest.param(Case(3, 4096, 8, 2, renormalize=False), marks=slow),
-        pytest.param(Case(1, 80, 100, 8, scores=SIGMOID, biases=True), marks=slow),
-        pytest.param(Case(1, 2880, 32, 4, biases=True), marks=slow),
-        pytest.param(Case(1, 64, 3, 3), marks=slow),
+        *slow_cases(
+            Case(1, 96, 128, 8, adds=False),
+            Case(3, 4096, 8, 2, renormalize=False),
+            Case(1, 80, 100, 8, scores=SIGMOID, biases=True),
+            Case(1, 2880, 32, 4, biases=True),
+            Case(1, 64, 3, 3),
+        ),
     ],
     ids=str,
 )
@@ -134,9 +136,9 @@ def test_equal_and_missing_scores_rank_by_id(emulator: Emulator) -> None:
 
 
 MISTAKES = {
-    "the kernel in front not waited for": ("    pdl_wait();\n", ""),
-    "the other blocks' logits not waited for": ("    mbarrier_wait(logits_full, 0);\n", ""),
-    "the first block's barriers not waited for": ("    cluster_wait();", ""),
+    "the kernel in front not waited for": "    pdl_wait();\n",
+    "the other blocks' logits not waited for": "    mbarrier_wait(logits_full, 0);\n",
+    "the first block's barriers not waited for": "    cluster_wait();",
     "the row not waited for": ("barriers are there\n    __syncthreads();", "are there\n"),
     "the highest id of equal ones": ("other < expert", "other <= expert"),
     "one expert too few of a block": (
@@ -147,8 +149,7 @@ MISTAKES = {
 }
 
 
-@slow
-@pytest.mark.parametrize("change", MISTAKES.values(), ids=MISTAKES)
+@pytest.mark.parametrize("change", mistakes(MISTAKES))
 def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
     case = Case(4, 64, 24, 3, renormalize=False)
     assert emulator.detects(change, lambda: is_right(emulator, inputs_of(case)))

@@ -52,12 +52,6 @@ __device__ inline void mma_s8u8(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-__device__ inline float warp_max(float x) {
-#pragma unroll
-    for (int by = 16; by > 0; by /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, by));
-    return x;
-}
-
 // The query's base-256 digits, highest first; the fourth row is zero.
 struct Query {
     signed char digits[4][DIM];

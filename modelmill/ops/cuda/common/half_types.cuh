@@ -1,6 +1,6 @@
 // 16-bit types.
 //
-// Computes: conversions between 16-bit types and float32, exp2, SiLU and the warp sum
+// Computes: conversions between 16-bit types and float32, exp2, SiLU and a warp's sum and maximum
 // Range: bfloat16, with -DHALF float16
 // Technique: cvt and ex2 instructions, warp shuffles
 // Used by: add_rms_norm_router.cu, dequant_int8.cuh, mma.cuh, moe_combine.cu, paged_decode.cuh,
@@ -84,5 +84,11 @@ __device__ inline float silu_mul(float gate, float up) {
 __device__ inline float warp_sum(float x) {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+    return x;
+}
+
+__device__ inline float warp_max(float x) {
+#pragma unroll
+    for (int by = 16; by > 0; by /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, by));
     return x;
 }

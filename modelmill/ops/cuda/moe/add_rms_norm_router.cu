@@ -43,7 +43,6 @@ struct Work {
     float* topk_weights;
     int* topk_ids;
     float eps, logit_scale, weight_scale;
-    int tokens;
 };
 static_assert(sizeof(Work) == 88, "add_rms_norm_router.py packs 88 bytes");
 
@@ -145,12 +144,6 @@ __device__ inline void send_logit(const Work& w, Exchange& exchange, const Route
     if (ROUTER_BIAS) logit += to_float(w.router_bias[expert]);
     dsmem_store_async(logit, shared_address(&exchange.logits[expert]),
                       shared_address(&exchange.logits_full), 0);
-}
-
-__device__ inline float warp_max(float x) {
-#pragma unroll
-    for (int by = 16; by > 0; by /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, by));
-    return x;
 }
 
 // Scores of all experts, and what they are ranked by.

@@ -81,7 +81,7 @@ def run(inputs: AddRMSNormRouterInputs) -> RoutedTokens:
         pointers = launch.data_pointers(
             x, norm_weight, router, residual, out, router_bias, selection_bias, weights, ids
         )
-        work = struct.pack("=9Q3fi", *pointers, eps, logit_scale, rules.scale, tokens)
+        work = struct.pack("=9Q3f4x", *pointers, eps, logit_scale, rules.scale)
         kernel.launch(_BLOCKS * tokens, work, pdl=True)
     return RoutedTokens(out, x if residual is None else residual, weights, ids)
 
