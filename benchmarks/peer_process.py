@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import random
+import select
 import subprocess
 import sys
 import time
@@ -59,8 +60,17 @@ class PeerProcess:
             text=True,
         )
 
-    def ready(self) -> dict[str, Any]:
-        """Wait until the engine is loaded; what it says of itself (versions, device)."""
+    def ready(self, within: float | None = None) -> dict[str, Any]:
+        """Wait until the engine is loaded; what it says of itself (versions, device).
+
+        within: seconds from its start after which it is killed, and a PeerError says so.
+        """
+        if within is not None:
+            assert self._process.stdout is not None
+            left = max(0.0, self.start_time + within - time.perf_counter())
+            if not select.select([self._process.stdout], [], [], left)[0]:
+                self._process.kill()
+                raise PeerError(f"{self.name}: not ready after {within:g} s (log: {self._log})")
         self.facts = self._read()
         return self.facts
 

@@ -3,7 +3,7 @@
     python benchmarks/sam.py [--sides bfloat16,fp8,smoothquant,transformers,…]
                              [--works encoder,click,everything] [--batches 1,8] [--rounds 9]
                              [--segment-anything-fast DIR] [--depth N] [--kernel OP=VARIANT]
-                             [--work DIR] [--out FILE.jsonl]
+                             [--ready-within SECONDS] [--work DIR] [--out FILE.jsonl]
 
 encoder: normalised pixels [B, 3, 1024, 1024] on the device to embeddings there; sides take turns
 call by call, every call on other pixels. click: one point on an embedding that is kept, to three
@@ -18,7 +18,7 @@ Peers of the encoder: ``transformers`` eagerly, ``transformers-compiled`` with t
 defaults, and those of ``sam_peer.py``, which replay CUDA graphs: ``transformers-max-autotune``,
 ``transformers-reduce-overhead``, and with a checkout of it ``segment-anything-fast``, also with
 ``-sdpa`` and ``-int8``. Each of these has a process for each batch. All compile at the same time,
-before anything is measured.
+before anything is measured; --ready-within goes on without those that take longer.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def compiled_sides(
             stack.callback(processes[-1].close)
         for (name, batch), process in zip(pairs, processes, strict=True):
             try:
-                process.ready()
+                process.ready(options.ready_within)
             except PeerError as error:
                 print(f"going on without a peer: {error}", file=sys.stderr, flush=True)
                 continue
@@ -339,6 +339,9 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kernel", action="append", default=[], metavar="OP=VARIANT")
     parser.add_argument(
         "--segment-anything-fast", type=Path, metavar="DIR", help="its checkout, for sides of it"
+    )
+    parser.add_argument(
+        "--ready-within", type=float, metavar="SECONDS", help="leave out peers that compile longer"
     )
     parser.add_argument(
         "--work", type=Path, default=ROOT / "out" / "sam", help="of the peers' logs and files"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,19 @@ def test_a_side_says_what_it_is_answers_and_ends(side: PeerProcess, tmp_path: Pa
     log = (tmp_path / "logs" / "fake.log").read_text()
     assert "noise of a library" in log, "what a library prints must not reach the pipe"
     assert "drawn uniform" in log
+
+
+def test_a_side_that_is_not_ready_in_time_is_killed(tmp_path: Path) -> None:
+    waiting = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    side = PeerProcess("slow", waiting, tmp_path / "slow.log")
+    with pytest.raises(PeerError, match="slow: not ready after 0 s"):
+        side.ready(within=0)
+    side.close()
+    assert side._process.returncode == -signal.SIGKILL
+
+
+def test_a_side_that_is_ready_in_time_says_what_it_is(side: PeerProcess) -> None:
+    assert side.ready(within=600)["device"] == "none"
 
 
 def test_another_number_of_tokens_is_an_error(side: PeerProcess) -> None:
