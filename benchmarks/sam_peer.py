@@ -106,15 +106,22 @@ def exclusive(lock: Path) -> Iterator[None]:
 
 
 def time_candidates_in_turn(lock: Path) -> None:
-    """Let torch.compile time its candidates only while this process holds the lock."""
+    """Let torch.compile time its candidates only while this process holds the lock.
+
+    A candidate is called once before, since its first call may compile it.
+    """
     from torch._inductor.runtime import benchmarking
 
     timer: Any = type(benchmarking.benchmarker)
     benchmark = timer.benchmark_gpu
 
-    def benchmark_in_turn(self: Any, *arguments: Any, **options: Any) -> Any:
+    def benchmark_in_turn(
+        self: Any, candidate: Callable[[], Any], *arguments: Any, **options: Any
+    ) -> Any:
+        with contextlib.suppress(Exception):  # the benchmark meets the same error and reports it
+            candidate()
         with exclusive(lock):
-            return benchmark(self, *arguments, **options)
+            return benchmark(self, candidate, *arguments, **options)
 
     timer.benchmark_gpu = benchmark_in_turn
 

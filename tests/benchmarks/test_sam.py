@@ -160,17 +160,32 @@ def test_a_lock_is_free_again_after_its_use(tmp_path: Path) -> None:
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_torch_times_candidates_under_the_lock(
+def test_torch_compiles_candidates_without_the_lock_and_times_them_under_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch._inductor.runtime import benchmarking
 
-    class Timer:
-        def benchmark_gpu(self, call: Callable[[], int]) -> int:
-            with (tmp_path / "lock").open("a") as other, pytest.raises(BlockingIOError):
+    locked_calls: list[bool] = []
+
+    def candidate() -> None:
+        with (tmp_path / "lock").open("a") as other:
+            try:
                 fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return call()
+            except BlockingIOError:
+                locked_calls.append(True)
+            else:
+                locked_calls.append(False)
+        if len(locked_calls) > 2:
+            raise RuntimeError("it does not fit")
+
+    class Timer:
+        def benchmark_gpu(self, call: Callable[[], None], rep: int) -> int:
+            call()
+            return rep
 
     monkeypatch.setattr(benchmarking, "benchmarker", Timer())
     sam_peer.time_candidates_in_turn(tmp_path / "lock")
-    assert benchmarking.benchmarker.benchmark_gpu(lambda: 7) == 7
+    assert benchmarking.benchmarker.benchmark_gpu(candidate, rep=7) == 7
+    assert locked_calls == [False, True]
+    with pytest.raises(RuntimeError, match="does not fit"):
+        benchmarking.benchmarker.benchmark_gpu(candidate, rep=7)
