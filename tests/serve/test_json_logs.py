@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
 import os
 import threading
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
@@ -20,14 +22,44 @@ PIPE_BYTES = 1 << 16
 LOGGER = logging.getLogger("modelmill.serve")
 
 
+class UnreadLog:
+    """A pipe whose end is read by hand, in place of stderr."""
+
+    def __init__(self) -> None:
+        self.reader, writer = os.pipe()
+        self._stream = io.TextIOWrapper(open(writer, "wb"), line_buffering=True)  # noqa: SIM115  # closed below
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Send what is logged to the pipe."""
+        with mock.patch("sys.stderr", self._stream), json_logs.log_to_stderr("warning"):
+            yield
+
+    def read_bytes(self) -> bytes:
+        """Read once, at most what one line of the tests is long."""
+        os.set_blocking(self.reader, False)
+        return os.read(self.reader, 2 * PIPE_BYTES)
+
+    def read_lines(self) -> list[dict[str, object]]:
+        """What lies in the pipe; the last line must be complete."""
+        data = b""
+        with contextlib.suppress(BlockingIOError):
+            while part := self.read_bytes():
+                data += part
+        assert data.endswith(b"\n")
+        return [json.loads(line) for line in data.splitlines()]
+
+    def close(self) -> None:
+        """Close the reader's end first: a writer that waits ends with an error."""
+        os.close(self.reader)
+        self._stream.close()
+
+
 @pytest.fixture
-def pipe() -> Iterator[tuple[int, io.TextIOWrapper]]:
-    """The end that is read, and a stream on the other one, as stderr is."""
-    reader, writer = os.pipe()
-    stream = io.TextIOWrapper(open(writer, "wb"), line_buffering=True)  # noqa: SIM115  # closed below
-    yield reader, stream
-    os.close(reader)  # a writer that waits ends with an error
-    stream.close()
+def unread_log() -> Iterator[UnreadLog]:
+    log = UnreadLog()
+    yield log
+    log.close()
 
 
 def log_lines(count: int, text: str, first: int = 0) -> None:
@@ -43,34 +75,17 @@ def log_lines(count: int, text: str, first: int = 0) -> None:
     assert not thread.is_alive(), "the log waits for its reader"
 
 
-def read_lines(reader: int) -> list[dict[str, object]]:
-    """What lies in the pipe; the last line must be complete."""
-    os.set_blocking(reader, False)
-    data = b""
-    try:
-        while part := os.read(reader, PIPE_BYTES):
-            data += part
-    except BlockingIOError:
-        pass
-    assert data.endswith(b"\n")
-    return [json.loads(line) for line in data.splitlines()]
-
-
 def numbers(lines: list[dict[str, object]]) -> list[object]:
     return [line["number"] for line in lines if line["event"] == "event"]
 
 
-def test_a_log_that_is_not_read_delays_nothing(
-    pipe: tuple[int, io.TextIOWrapper], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_that_is_not_read_delays_nothing(unread_log: UnreadLog) -> None:
     """What does not fit into the pipe is dropped and counted; the log goes on when it is read."""
-    reader, stream = pipe
-    monkeypatch.setattr("sys.stderr", stream)
-    with json_logs.log_to_stderr("warning"):
+    with unread_log.writing():
         log_lines(1000, "x" * 200)
-        before = read_lines(reader)
+        before = unread_log.read_lines()
         log_lines(3, "", first=1000)
-        after = read_lines(reader)
+        after = unread_log.read_lines()
     assert numbers(before) == list(range(len(before)))
     assert len(before) > 10
     # the line that waited, how many are missing, and all that came later
@@ -80,20 +95,15 @@ def test_a_log_that_is_not_read_delays_nothing(
     assert missing["level"] == "warning"
 
 
-def test_a_line_longer_than_a_pipe_takes_at_once_stays_whole(
-    pipe: tuple[int, io.TextIOWrapper], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_longer_than_a_pipe_takes_at_once_stays_whole(unread_log: UnreadLog) -> None:
     """A part of it lies in the full pipe; the rest follows when that was read."""
-    reader, stream = pipe
-    monkeypatch.setattr("sys.stderr", stream)
-    with json_logs.log_to_stderr("warning"):
+    with unread_log.writing():
         log_lines(2, "x" * 2 * PIPE_BYTES)
-        os.set_blocking(reader, False)
-        first = os.read(reader, 2 * PIPE_BYTES)
+        first = unread_log.read_bytes()
         log_lines(1, "", first=2)
-        second = os.read(reader, 2 * PIPE_BYTES)
+        second = unread_log.read_bytes()
         log_lines(1, "", first=3)
-        rest = os.read(reader, 2 * PIPE_BYTES)
+        rest = unread_log.read_bytes()
     lines = [json.loads(line) for line in (first + second + rest).splitlines()]
     assert numbers(lines) == [0, 3]
     assert lines[0]["text"] == "x" * 2 * PIPE_BYTES

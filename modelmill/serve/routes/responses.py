@@ -185,13 +185,7 @@ class ResponsesBuilder(EventFormatter):
     def _text_events(
         self, text: str, ended: CompletionOutput | None, num_tokens: int
     ) -> Iterable[ResponseEvent]:
-        """Events of new text.
-
-        Args:
-            text: to add.
-            ended: the output, if this is its last text.
-            num_tokens: of the text.
-        """
+        """Events of new text; arguments as of ``RememberingAnswerParser.parse_text``."""
         pieces = self._reader.parse_text(text, ended, num_tokens)
         for piece in pieces:
             if isinstance(piece, str):

@@ -9,18 +9,8 @@ from typing import NamedTuple
 import torch
 
 from modelmill.ops.cuda.common import launch
+from modelmill.ops.cuda.weight_only_gemm import wq_gemm_tile
 from modelmill.ops.cuda.weight_only_gemm.weight_only import DTYPE_DEFINES, RUN, k_tile_for
-from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import (
-    SPLITS,
-    BlockMemory,
-    WeightTiles,
-    WqSpec,
-    launch_gemm,
-    new_output,
-    problem_spec,
-    supports_weight,
-    weight_tiles,
-)
 from modelmill.ops.groupwise import GroupwiseLinearInputs, make_groupwise_problem
 from modelmill.ops.kernel_support import HALF, GemmProblem, GemmSupportRange, Kernel
 
@@ -57,13 +47,13 @@ class PlannedLaunch(NamedTuple):
     """A launch over part of the weight."""
 
     shape: BlockShape
-    tiles: WeightTiles
+    tiles: wq_gemm_tile.WeightTiles
 
 
 def launch_plan(problem: GemmProblem, *, gated: bool) -> tuple[PlannedLaunch, ...]:
     """The fastest launches of a product; none where the kernel does not serve it."""
-    spec = problem_spec(problem, K_TILE)
-    if problem.device < 0 or not supports_weight(problem.n, spec, gated=gated):
+    spec = wq_gemm_tile.problem_spec(problem, K_TILE)
+    if problem.device < 0 or not wq_gemm_tile.supports_weight(problem.n, spec, gated=gated):
         return ()
     # plans depend on blocks of 64 rows
     tokens = -(-problem.m // 64) * 64
@@ -81,7 +71,7 @@ def problem_ranges(
     """What the kernel serves, and is the fastest for, by the weight's format."""
 
     def fits_format(bits: int, columns: int, problem: GemmProblem) -> bool:
-        spec = problem_spec(problem)
+        spec = wq_gemm_tile.problem_spec(problem)
         own_format = (spec.bits, k_tile_for(spec.group, spec.columns))
         return own_format == (bits, columns) and fits(problem, gated=gated)
 
@@ -115,14 +105,14 @@ def warmup_sizes(bits: int, max_rows: int) -> list[int]:
 
 
 @functools.lru_cache(1024)  # called at each launch
-def block_memory(spec: WqSpec, shape: BlockShape) -> BlockMemory:
+def block_memory(spec: wq_gemm_tile.WqSpec, shape: BlockShape) -> wq_gemm_tile.BlockMemory:
     """Shared memory of a block: the scales of two tiles, where there is room."""
-    memory = BlockMemory(spec, *shape)
+    memory = wq_gemm_tile.BlockMemory(spec, *shape)
     double = memory._replace(scale_buffers=2)
     return double if shape.split_k == 1 and double.num_stages > _MIN_STAGES else memory
 
 
-def fits_shared_memory(spec: WqSpec, shape: BlockShape) -> bool:
+def fits_shared_memory(spec: wq_gemm_tile.WqSpec, shape: BlockShape) -> bool:
     """Whether a block's scales leave room for K tiles enough."""
     return block_memory(spec, shape).fits(
         _MIN_K_TILES_PER_SPLIT, _MIN_STAGES, holds_results=shape.split_k > 1
@@ -130,15 +120,19 @@ def fits_shared_memory(spec: WqSpec, shape: BlockShape) -> bool:
 
 
 @functools.lru_cache(1024)  # called at each launch
-def fastest_plan(tokens: int, rows: int, spec: WqSpec, num_sms: int) -> tuple[PlannedLaunch, ...]:
+def fastest_plan(
+    tokens: int, rows: int, spec: wq_gemm_tile.WqSpec, num_sms: int
+) -> tuple[PlannedLaunch, ...]:
     """The launches of the fewest expected clocks on ``num_sms`` SMs; none if no block fits.
 
     One launch, or one that fills all SMs as often as it can, and another for the rest of the
     weight, with other blocks.
     """
-    shapes = [BlockShape(block_m, split_k) for block_m in BLOCK_M for split_k in SPLITS]
+    shapes = [
+        BlockShape(block_m, split_k) for block_m in BLOCK_M for split_k in wq_gemm_tile.SPLITS
+    ]
     fitting = [shape for shape in shapes if fits_shared_memory(spec, shape)]
-    count = weight_tiles(rows)
+    count = wq_gemm_tile.weight_tiles(rows)
 
     def clocks(planned: PlannedLaunch) -> float:
         block_m, split_k = planned.shape
@@ -151,13 +145,16 @@ def fastest_plan(tokens: int, rows: int, spec: WqSpec, num_sms: int) -> tuple[Pl
 
     def plans() -> Iterator[tuple[PlannedLaunch, ...]]:
         for shape in fitting:
-            yield (PlannedLaunch(shape, WeightTiles(0, count)),)
+            yield (PlannedLaunch(shape, wq_gemm_tile.WeightTiles(0, count)),)
             m_tiles = -(-tokens // shape.block_m)
             full = count * m_tiles // num_sms * num_sms // m_tiles  # weight tiles of full waves
             if shape.split_k == 1 and 0 < full < count:
-                whole = PlannedLaunch(shape, WeightTiles(0, full))
+                whole = PlannedLaunch(shape, wq_gemm_tile.WeightTiles(0, full))
                 for other in fitting:
-                    yield (whole, PlannedLaunch(other, WeightTiles(full, count - full)))
+                    yield (
+                        whole,
+                        PlannedLaunch(other, wq_gemm_tile.WeightTiles(full, count - full)),
+                    )
 
     def cost(plan: tuple[PlannedLaunch, ...]) -> float:
         return sum(map(clocks, plan)) / (_SECOND_LAUNCH_GAIN if len(plan) > 1 else 1)
@@ -169,11 +166,14 @@ def wq_gemm(
     inputs: GroupwiseLinearInputs, plan: tuple[PlannedLaunch, ...], *, gated: bool
 ) -> torch.Tensor:
     """X [T, K] · weightᵀ → [T, N]; gated: silu(first half) · second half of it, [T, N / 2]."""
-    spec = problem_spec(make_groupwise_problem(*inputs), K_TILE)
-    out, num_sms = new_output(*inputs[:2], gated=gated), launch.sm_count(inputs.x.get_device())
+    spec = wq_gemm_tile.problem_spec(make_groupwise_problem(*inputs), K_TILE)
+    out, num_sms = (
+        wq_gemm_tile.new_output(*inputs[:2], gated=gated),
+        launch.sm_count(inputs.x.get_device()),
+    )
     with torch.cuda.device(inputs.x.device):
         for shape, tiles in plan:
-            launch_gemm(
+            wq_gemm_tile.launch_gemm(
                 "wq_gemm_large_m",
                 block_memory(spec, shape),
                 kernel_macros(inputs.x.dtype, spec, shape, gated=gated),
@@ -189,7 +189,7 @@ def wq_gemm(
 
 @functools.lru_cache(1024)
 def kernel_macros(
-    dtype: torch.dtype, spec: WqSpec, shape: BlockShape, *, gated: bool
+    dtype: torch.dtype, spec: wq_gemm_tile.WqSpec, shape: BlockShape, *, gated: bool
 ) -> tuple[str, ...]:
     """Macros of the kernel."""
     memory = block_memory(spec, shape)
