@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -120,7 +120,8 @@ CUDA: dict[str, tuple[Any, ...]] = {
     "L2_REUSE_STAGES": (4, 16, 1 << 10),
 }
 FOUR_BITS = ("int4", "mxfp4")
-FEW = {moe_decode: "FEW_TOKENS", moe_decode_int4: "SEVERAL_TOKENS"}
+MAX_TOKENS_CONSTANTS = {moe_decode: "FEW_TOKENS", moe_decode_int4: "SEVERAL_TOKENS"}
+"""The constant of each decode kernel up to which its launch configs are for a few tokens."""
 SHAPES = {"qwen3-30b-a3b": QWEN3_30B_A3B, "gpt-oss-20b": MoEShape(24, 2880, 2880, 32, 4)}
 
 
@@ -164,15 +165,15 @@ def grouped(
 
 def candidates(name: str, tokens: int, shape: MoEShape) -> Iterator[tuple[str, Any]]:
     """(what is tried, the context that makes it so); first what is chosen today."""
-    yield "default", mock.patch.object(experts, "ROUNDS", 0, create=True)
+    yield "default", nullcontext()
     decode = moe_decode_int4 if name in FOUR_BITS else moe_decode
-    few = mock.patch.object(decode, FEW[decode], 1 << 30)
+    few = mock.patch.object(decode, MAX_TOKENS_CONSTANTS[decode], 1 << 30)
     if tokens <= 16:
         for few_constant, few_tiles in DECODE[name].items():
             several = f"{few_constant}_8_TOKENS"
             constant = several if tokens > 4 and hasattr(decode, several) else few_constant
             for tile in few_tiles if tokens <= 2 else few_tiles[:3]:
-                yield f"pairs {constant} {tile}", _both(
+                yield f"pairs {constant} {tile}", _all_of(
                     few, mock.patch.object(decode, constant, tile),
                     mock.patch.object(experts, "uses_pair_kernel", return_value=True),
                     mock.patch.object(int4_fused_moe, "uses_pair_kernel", return_value=True),
@@ -211,14 +212,11 @@ def _constant(name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _both(*contexts: Any) -> Iterator[None]:
-    for context in contexts:
-        context.__enter__()
-    try:
+def _all_of(*contexts: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
         yield
-    finally:
-        for context in reversed(contexts):
-            context.__exit__(None, None, None)
 
 
 @torch.inference_mode()
