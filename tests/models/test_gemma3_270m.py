@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,40 +30,10 @@ WINDOW, WINDOWS, BOS = 1024, 2, 2
 ROWS, IGNORED = 128, -100
 MAX_GAP = 0.5
 """Logits between two tokens that may be in either order: llama.cpp rounds activations to 8 bits."""
-# Greedy tokens of llama.cpp b11549 (xllamacpp 2026.10.11549, CPU, temperature 0), and how far each
-# one's log probability is above the next one's.
-LLAMA_CPP: dict[str, tuple[list[int], list[float]]] = {
-    "The capital of France is": (
-        [506, 5279, 529, 506, 2891, 529, 7001, 236761, 1030, 563, 506, 7488, 3207, 528,
-         7001, 236761, 1030, 563, 506, 5279, 529, 506, 2891, 529],
-        [0.7, 2.06, 2.65, 0.68, 0.09, 0.37, 0.5, 0.95, 0.53, 2.41, 0.36, 0.21, 1.91,
-         2.73, 0.33, 0.1, 0.94, 1.83, 0.21, 0.24, 3.15, 1.29, 0.84, 2.2],
-    ),
-    "def fibonacci(n):\n": (
-        [140, 584, 538, 1251, 236743, 236771, 236787, 107, 144, 2060, 236743, 236771,
-         107, 140, 36208, 538, 1251, 236743, 236770, 236787, 107, 144, 2060, 236743],
-        [3.02, 1.21, 4.27, 0.51, 4.3, 0.85, 0.4, 4.87, 6.37, 1.72, 2.26, 2.61, 2.86,
-         6.18, 0.48, 7.58, 3.99, 6.59, 10.12, 3.23, 5.6, 7.91, 3.98, 6.63],
-    ),
-    "Water boils at 100 degrees Celsius because": (
-        [529, 506, 4954, 528, 506, 4022, 529, 506, 1813, 13757, 236761, 108, 818, 31476,
-         1523, 529, 1813, 563, 236743, 236770, 236771, 236771, 10674, 57356],
-        [0.69, 1.65, 0.83, 2.93, 1.21, 0.09, 2.48, 1.65, 0.55, 0.11, 1.71, 1.31, 0.17,
-         0.91, 3.81, 1.61, 0.33, 1.05, 1.38, 3.62, 5.96, 4.56, 3.46, 3.32],
-    ),
-    "The three primary colours are": (
-        [2604, 236764, 3730, 532, 7070, 236761, 108, 818, 1806, 5905, 22640, 659, 2604,
-         236764, 3730, 532, 7070, 236761, 108, 818, 1806, 5905, 22640, 659],
-        [1.54, 4.42, 0.1, 0.34, 1.65, 1.81, 0.72, 1.52, 0.31, 1.91, 1.26, 2.33, 2.95,
-         4.57, 3.49, 3.0, 5.23, 2.85, 3.19, 2.03, 1.05, 3.59, 1.2, 4.75],
-    ),
-    "In 1969, the first people": (
-        [531, 1161, 506, 1941, 999, 34791, 236919, 964, 506, 16225, 1015, 9971, 506,
-         4518, 529, 55248, 580, 6485, 236761, 669, 1941, 691, 97825, 684],
-        [0.46, 0.69, 0.47, 1.03, 0.95, 0.16, 2.25, 0.01, 1.25, 0.03, 1.12, 0.05, 1.76,
-         1.82, 5.1, 0.34, 1.49, 0.68, 0.72, 0.09, 0.84, 0.48, 0.77, 0.53],
-    ),
-}  # fmt: skip
+GREEDY_ANSWERS = json.loads(
+    Path(__file__).with_name("gemma3_270m_llama_cpp.json").read_text("utf-8")
+)["answers"]
+"""Greedy tokens of llama.cpp, and how far each one's log probability is above the next one's."""
 
 
 @pytest.fixture(scope="module")
@@ -103,17 +75,17 @@ def tokenizer(gguf: Path) -> Tokenizer:
     return load_tokenizer(open_checkpoint(gguf).tokenizer_files())
 
 
-@pytest.mark.parametrize("prompt", LLAMA_CPP)
+@pytest.mark.parametrize("expected", GREEDY_ANSWERS, ids=lambda each: each["prompt"])
 def test_greedy_answers_are_those_of_llama_cpp(
-    prompt: str, tokenizer: Tokenizer, core: EngineCore
+    expected: dict[str, Any], tokenizer: Tokenizer, core: EngineCore
 ) -> None:
     """Each of llama.cpp's tokens is our best one, or both engines have another as close to it.
 
     The logits are computed behind llama.cpp's own tokens, so that every token is compared, also
     behind one at which the two differ.
     """
-    answer, margins = LLAMA_CPP[prompt]
-    ids = [BOS, *tokenizer.encode(prompt, bos=False)]
+    answer, margins = expected["token_ids"], expected["logit_gaps"]
+    ids = [BOS, *tokenizer.encode(expected["prompt"], bos=False)]
     [logits] = TeacherForcedScorer(core).compute_logits([[*ids, *answer[:-1]]], len(ids))
     rows = logits[len(ids) - 1 :]
     gaps = rows.max(-1).values - rows[torch.arange(len(answer)), torch.tensor(answer)]
