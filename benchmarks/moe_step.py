@@ -42,7 +42,7 @@ from modelmill.eval.provenance import git_commit, host_facts  # noqa: E402
 from modelmill.eval.report import append_rows, device_name, make_row  # noqa: E402
 from modelmill.eval.roofline import Roofline, measure_roofline  # noqa: E402
 from modelmill.nn.expert_stack import FUSED_MOE_OPS  # noqa: E402
-from modelmill.nn.fused_moe import MAX_SINGLE_THREAD_TOKENS, FusedMoE, route  # noqa: E402
+from modelmill.nn.fused_moe import MAX_SINGLE_THREAD_TOKENS, FusedMoE, route_tokens  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
 from modelmill.nn.mlp import MLPSpec  # noqa: E402
 from modelmill.nn.moe import Expert, MoE, RouterConfig  # noqa: E402
@@ -156,7 +156,7 @@ def measure(
         x = next(turns)
         for moe in moes:
             with single_thread_torch() if few else nullcontext():  # as the layers do
-                route(moe, x, step)
+                route_tokens(moe, x, step)
 
     calls: list[Callable[[], Any]] = [
         functools.partial(run, cycle(inputs)) for run in (run_layers, run_routers)
@@ -172,7 +172,7 @@ def measure(
     if on_cpu:
         roofline = replace(roofline, memory_bandwidth=size / times[2])
     counts = [
-        statistics.mean(int(route(moe, x, step)[1].unique().numel()) for x in inputs)
+        statistics.mean(int(route_tokens(moe, x, step)[1].unique().numel()) for x in inputs)
         for moe in moes
     ]
     expert = cast(Expert, moes[0].experts[0])
@@ -219,7 +219,7 @@ def is_served(layer: FusedMoE, x: torch.Tensor, kernel: str) -> bool:
         return True
     if stacked is None or registry.implementation(stacked.op, kernel) is None:
         return False
-    weights, ids = route(cast(MoE, layer.plain), x, make_step(x.device.type))
+    weights, ids = route_tokens(cast(MoE, layer.plain), x, make_step(x.device.type))
     inputs = stacked.make_empty_op_inputs(x)._replace(x=x, topk_weights=weights, topk_ids=ids)
     return registry.backend_serves_args(stacked.op, kernel, inputs)
 

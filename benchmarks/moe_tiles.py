@@ -34,7 +34,7 @@ from benchmarks.moe_step import (  # noqa: E402
     make_step,
     states,
 )
-from modelmill.nn.fused_moe import FusedMoE, route  # noqa: E402
+from modelmill.nn.fused_moe import FusedMoE, route_tokens  # noqa: E402
 from modelmill.nn.moe import MoE  # noqa: E402
 from modelmill.ops.cuda.moe import grouped_gemm_wq  # noqa: E402
 from modelmill.ops.timing import capture_graph, time_interleaved  # noqa: E402
@@ -134,7 +134,9 @@ class ExpertsTimer:
         self._step = make_step("cuda", kernel=kernel)
         self._x = states(tokens, shape, "cuda")
         self._layers = layers
-        self._routing = [route(cast(MoE, layer.plain), self._x, self._step) for layer in layers]
+        self._routing = [
+            route_tokens(cast(MoE, layer.plain), self._x, self._step) for layer in layers
+        ]
 
     def microseconds(self) -> float:
         """Median of a layer."""

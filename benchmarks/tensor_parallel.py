@@ -57,7 +57,7 @@ from modelmill.parallel.tp_group import SINGLE_RANK, DistributedTPGroup, TPGroup
 from modelmill.runtime.cuda_graphs import graph_limits  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
 from modelmill.runtime.graph_sizes import PaddedSize, context_bucket  # noqa: E402
-from modelmill.runtime.tp_worker_pool import END, StepCommand  # noqa: E402
+from modelmill.runtime.tp_worker_pool import END_COMMAND, StepCommand  # noqa: E402
 from modelmill.runtime.tp_worker_process import run_commands  # noqa: E402
 
 Row = dict[str, Any]
@@ -268,7 +268,7 @@ def time_engine_core(
         return
     for batch, count in shapes:
         yield {"figure": "loop.decode_ms", "tp": tp_group.size} | time_loop(loop, batch, count)
-    others.broadcast(StepCommand(END))
+    others.broadcast(StepCommand(END_COMMAND))
 
 
 def time_loop(engine_core: EngineCore, batch: int, count: int) -> Row:

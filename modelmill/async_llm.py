@@ -16,7 +16,7 @@ import numpy as np
 
 from modelmill.core.api_options import check_option_names, copy_signature_from
 from modelmill.core.errors import ModelmillError
-from modelmill.core.types import POOL_MEAN, SamplingParams, SleepReport
+from modelmill.core.types import MEAN_POOLING, SamplingParams, SleepReport
 from modelmill.llm import LLM, LLMOptions
 from modelmill.opened_engine import make_closed_error
 from modelmill.outputs import OutputDelta, RequestOutput, stack_embeddings
@@ -95,7 +95,7 @@ class AsyncLLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        pooling: str = POOL_MEAN,
+        pooling: str = MEAN_POOLING,
         dimensions: int | None = None,
     ) -> np.ndarray:
         """Embed prompts in one batch: [N, H] float32 of length 1, as ``LLM.embed``."""

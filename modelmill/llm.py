@@ -28,7 +28,7 @@ from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.env import cache_dir
 from modelmill.core.errors import UsageError
 from modelmill.core.progress_callback import Progress
-from modelmill.core.types import POOL_MEAN, SamplingParams, SleepReport
+from modelmill.core.types import MEAN_POOLING, SamplingParams, SleepReport
 from modelmill.loader.device import compile_cpu_kernels
 from modelmill.opened_engine import (
     OpenedEngine,
@@ -262,7 +262,7 @@ class LLM(OpenedEngine[EngineCore]):
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        pooling: str = POOL_MEAN,
+        pooling: str = MEAN_POOLING,
         dimensions: int | None = None,
         progress: bool | None = None,
     ) -> np.ndarray:
@@ -283,7 +283,7 @@ class LLM(OpenedEngine[EngineCore]):
         requests = [self.embedding_request(prompt, pooling) for prompt in as_prompt_list(prompts)]
         return stack_embeddings(self._run_requests(requests, progress), dimensions)
 
-    def embedding_request(self, prompt: Prompt, pooling: str = POOL_MEAN) -> RequestOutputState:
+    def embedding_request(self, prompt: Prompt, pooling: str = MEAN_POOLING) -> RequestOutputState:
         """Make a request for a prompt's embedding, without queueing it. Raises RequestError."""
         request = self.request(prompt, SamplingParams(max_tokens=0)).request
         return RequestOutputState(replace(request, pooling=pooling), None, None)

@@ -28,7 +28,7 @@ from modelmill.opened_engine import (
 )
 from modelmill.vision.automatic_mask_options import AutomaticMaskOptions
 from modelmill.vision.draw import mask_prompt_logits
-from modelmill.vision.image import BLACK, open_image, to_rgb_image
+from modelmill.vision.image import BLACK_BACKGROUND, open_image, to_rgb_image
 from modelmill.vision.open_model import ENGINE_TYPE, open_sam_model
 from modelmill.vision.prompts import Prompt, check_prompt_inside_image, make_prompt
 from modelmill.vision.sam_model import ImageEmbedding, Mask, SamModel
@@ -191,7 +191,7 @@ class Segmenter(OpenedEngine[SamModel]):
         if isinstance(mask, torch.Tensor) and mask.dtype is torch.bool:
             mask = mask.to(torch.uint8) * 255
         if isinstance(mask, (str, Path, bytes)):
-            image = open_image(mask, "the mask", background=BLACK)
+            image = open_image(mask, "the mask", background=BLACK_BACKGROUND)
         else:
             image = to_rgb_image(mask, "the mask")
         return mask_prompt_logits(

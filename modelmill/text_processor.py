@@ -19,7 +19,7 @@ from modelmill import __version__
 from modelmill.artifact.manifest import MANIFEST_FILE, Manifest
 from modelmill.core.errors import (
     CorruptArtifact,
-    PromptCounts,
+    PromptTokenCounts,
     PromptTooLong,
     RequestError,
     TokenizerError,
@@ -27,7 +27,7 @@ from modelmill.core.errors import (
 )
 from modelmill.core.generation_defaults import GenerationDefaults, read_generation_config
 from modelmill.core.types import (
-    TOKEN_IDS,
+    TOKEN_IDS_GRAMMAR,
     Grammar,
     Guide,
     ImageEmbeddingSpan,
@@ -41,7 +41,7 @@ from modelmill.text.answer_grammar import PromptThinking, whole_answer_grammar
 from modelmill.text.answer_history import AnswerHistory, PromptTail, make_past_answer
 from modelmill.text.answer_pieces import ParsedAnswer
 from modelmill.text.answer_splice import AnswerSplicer, extract_prompt_tail
-from modelmill.text.begun_answer import BegunAnswer, read_begun_answer
+from modelmill.text.begun_answer import AssistantPrefill, read_begun_answer
 from modelmill.text.chat_format_loader import (
     ChatFormat,
     TemplateChatFormat,
@@ -282,7 +282,7 @@ class TextProcessor:
             raise UsageError(
                 f"{self.path} has no chat template; give one ({names} or a file), or a plain prompt"
             )
-        begun = BegunAnswer()
+        begun = AssistantPrefill()
         if continues:
             begun = read_begun_answer(messages, self.chat_format.thinking)
             if not begun.part:
@@ -341,7 +341,7 @@ class TextProcessor:
         self,
         thinking: ThinkingSyntax | None,
         prompt_thinking: PromptThinking,
-        begun: BegunAnswer,
+        begun: AssistantPrefill,
         calls: bool,
     ) -> ThinkingScope | None:
         """Return where an answer may have thinking, in which no stop string counts."""
@@ -357,7 +357,7 @@ class TextProcessor:
     def _encode_conversation(
         self,
         messages: Messages,
-        begun: BegunAnswer,
+        begun: AssistantPrefill,
         add_generation_prompt: bool,
         past: _PastAnswers,
         template: Mapping[str, Any],
@@ -458,7 +458,9 @@ class TextProcessor:
         )
         return frozenset(special[mark] for mark in marks if mark in special)
 
-    def _detect_prompt_thinking(self, ids: Sequence[int], begun: BegunAnswer) -> PromptThinking:
+    def _detect_prompt_thinking(
+        self, ids: Sequence[int], begun: AssistantPrefill
+    ) -> PromptThinking:
         """What the prompt says of the thinking: by its end, if no answer has begun."""
         thinking = None if self.chat_format is None else self.chat_format.thinking
         if begun.part:
@@ -532,7 +534,7 @@ class TextProcessor:
             RequestError: The engine has no tokenizer, or the grammar is invalid.
         """
         assert request.grammar is not None, "a guide follows a grammar"
-        if request.grammar.grammar_type == TOKEN_IDS:
+        if request.grammar.grammar_type == TOKEN_IDS_GRAMMAR:
             return AllowedTokensGuide(json.loads(request.grammar.text), vocab)
         if self.tokenizer is None:
             raise RequestError("structured output needs a tokenizer, and this engine has none")
@@ -568,7 +570,7 @@ class TextProcessor:
         elif len(prompt) > max_tokens:
             raise PromptTooLong(
                 f"the prompt has {len(prompt)} tokens, this engine takes {max_tokens}; shorten it",
-                PromptCounts(len(prompt), max_tokens),
+                PromptTokenCounts(len(prompt), max_tokens),
             )
 
     def _build_request(

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Sequence
 from pathlib import Path
 
-from modelmill.ops.registry import declarations
+from modelmill.ops.registry import op_declarations
 from tests.source_files import each_file, facts, parse
 
 ROOT = Path(__file__).resolve().parent.parent / "modelmill"
@@ -235,7 +235,7 @@ def test_variants_know_nothing_of_ours() -> None:
     )
     chosen_by = ("modelmill.ops.bound_op", *(f"modelmill.ops.{each}" for each in ranges))
     inputs_of_ops = {
-        each.inputs.__module__ for each in declarations().values() if each.inputs is not None
+        each.inputs.__module__ for each in op_declarations().values() if each.inputs is not None
     } | {"modelmill.ops.recurrent_metadata"}
     for backend in ("triton", "cuda"):
         own = f"modelmill.ops.{backend}"

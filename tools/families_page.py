@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from modelmill.checkpoint.gguf_hf import ARCHITECTURES, REFUSED_ARCHITECTURES, WITH_EXPERTS
-from modelmill.core.model_family import LANGUAGE, read_family_options
+from modelmill.checkpoint.gguf_hf import ARCHITECTURES, MOE_ARCHITECTURES, REFUSED_ARCHITECTURES
+from modelmill.core.model_family import LANGUAGE_ENGINE_TYPE, read_family_options
 from modelmill.core.module_lookup import list_module_names
 from modelmill.quant.recipe import recipe_names
 from tools import generated_page
@@ -99,7 +99,7 @@ def render() -> dict[Path, str]:
     rows, images = [], []
     for name in list_module_names("modelmill.models"):
         family = importlib.import_module(f"modelmill.models.{name}")
-        if read_family_options(family).ENGINE_TYPE != LANGUAGE or name == "minigpt4":
+        if read_family_options(family).ENGINE_TYPE != LANGUAGE_ENGINE_TYPE or name == "minigpt4":
             images.append(f"`{name}`")
             continue
         title = (family.__doc__ or "").partition("\n")[0].rstrip(".")
@@ -113,7 +113,7 @@ def render() -> dict[Path, str]:
 
 def gguf_architectures(model_type: str) -> list[str]:
     """The GGUF architectures that a family's files have."""
-    every = (*ARCHITECTURES.items(), *WITH_EXPERTS.items())
+    every = (*ARCHITECTURES.items(), *MOE_ARCHITECTURES.items())
     return [
         arch
         for arch, each in every

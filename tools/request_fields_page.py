@@ -18,7 +18,7 @@ from modelmill.serve.dialects.llama_cpp_schema import (
 )
 from modelmill.serve.dialects.ollama_options import IGNORED_OPTIONS, NEUTRAL_OPTIONS
 from modelmill.serve.generation_schema import GenerationFields
-from modelmill.serve.message_cleaning import DROPPED_KEYS
+from modelmill.serve.message_cleaning import DROPPED_MESSAGE_KEYS
 from modelmill.serve.response_tools import FlatCustomTool, FunctionTool, HostedTool
 from modelmill.serve.responses_schema import CompactRequest, ResponsesRequest
 from modelmill.serve.strict_models import StrictModel
@@ -67,7 +67,7 @@ def render() -> dict[Path, str]:
             for name, off in NEUTRAL_OPTIONS.items()
         ),
     ]
-    keys = ", ".join(f"`{key}`" for key in sorted(DROPPED_KEYS - {"prefix"}))
+    keys = ", ".join(f"`{key}`" for key in sorted(DROPPED_MESSAGE_KEYS - {"prefix"}))
     text = "".join(
         (
             HEAD,

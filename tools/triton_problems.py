@@ -133,7 +133,7 @@ def _tuned(op: str, *args: Any) -> Iterator[Problem]:
     assert module is not None, f"Triton implements {op}"
     if registry.backend_serves_args(op, "triton", *args):
         yield op, partial(module.run, *args)
-        x, weight = registry.declarations()[op].flatten_operands(*args)[:2]
+        x, weight = registry.op_declarations()[op].flatten_operands(*args)[:2]
         key = module.gemm_key(x, weight)
         for config in module.candidates(key):
             yield op, partial(module.run, *args, configs={key: config})

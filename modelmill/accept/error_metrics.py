@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-INFINITE = math.inf
-CHANCE_DEVIATIONS = 4
+INFINITE_ERROR = math.inf
+GAIN_NOISE_STD_LIMIT = 4
 """Standard deviations of a matrix's gain that count as chance: 1 matrix of 16,000 has more."""
-LOGITS_BLOCK = 1 << 21
+MAX_LOGITS_PER_BLOCK = 1 << 21
 """Logits that are in float64 at a time: 16 MiB per copy for any vocabulary and text length."""
 
 
@@ -48,7 +48,15 @@ class ErrorMetrics:
 def incomparable_metrics(name: str) -> ErrorMetrics:
     """Return infinite errors, for tensors of different shapes, or with NaN or Inf."""
     return ErrorMetrics(
-        name, INFINITE, INFINITE, INFINITE, INFINITE, INFINITE, 0.0, INFINITE, INFINITE
+        name,
+        INFINITE_ERROR,
+        INFINITE_ERROR,
+        INFINITE_ERROR,
+        INFINITE_ERROR,
+        INFINITE_ERROR,
+        0.0,
+        INFINITE_ERROR,
+        INFINITE_ERROR,
     )
 
 
@@ -112,7 +120,7 @@ def _to_float64(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def _ratio_or_infinity(numerator: float, denominator: float) -> float:
-    return numerator / denominator if denominator else INFINITE
+    return numerator / denominator if denominator else INFINITE_ERROR
 
 
 @dataclass(frozen=True)
@@ -147,7 +155,7 @@ def _row_blocks(*logits: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def _rows_per_block(logits: Tensor) -> int:
     """Return the rows of a block."""
-    return max(1, LOGITS_BLOCK // max(1, logits.shape[-1]))
+    return max(1, MAX_LOGITS_PER_BLOCK // max(1, logits.shape[-1]))
 
 
 def compare_logits(name: str, ours: Tensor, reference: Tensor) -> ErrorMetrics:
@@ -230,7 +238,7 @@ def kl_divergence(ours: Tensor, reference: Tensor) -> Tensor:
         )
         rows.append((exact.exp() * (exact - guess)).sum(-1).clamp(min=0.0))
     each = torch.cat(rows)
-    return torch.where(each.isnan(), torch.full_like(each, INFINITE), each)
+    return torch.where(each.isnan(), torch.full_like(each, INFINITE_ERROR), each)
 
 
 def perplexity(logits: Tensor, targets: Tensor) -> float:
@@ -242,4 +250,4 @@ def perplexity(logits: Tensor, targets: Tensor) -> float:
     rows = [-_to_float64(block, block).log_softmax(-1).gather(-1, place) for block, place in blocks]
     each = torch.cat(rows)
     mean = float(each.mean()) if each.numel() else 0.0
-    return math.exp(min(mean, 700.0)) if math.isfinite(mean) else INFINITE
+    return math.exp(min(mean, 700.0)) if math.isfinite(mean) else INFINITE_ERROR

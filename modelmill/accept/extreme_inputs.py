@@ -28,8 +28,8 @@ SSD_SCAN_OP = "ssd_scan"
 """The op of recurrences whose steps may have limits."""
 ACTIVATION_SUFFIX = ".act"
 """The end of paths of activations."""
-ACTIVATION_ROWS = 16
-SHORT_CONTEXT = 96
+NUM_ACTIVATION_ROWS = 16
+EXTRA_CONTEXT_TOKENS = 96
 """Keys of a query where no layer has a window."""
 
 
@@ -104,9 +104,9 @@ class ExtremeInputRunner:
         """
         if layer is None:
             if name == "embed":  # the first of a step
-                yield from self._query_factors(args[-1])
+                yield from self._compare_query_scales(args[-1])
             elif name == "head" and self.reference.softcap is not None:
-                yield self._logits(self.reference.softcap, args)
+                yield self._run_head_on_large_inputs(self.reference.softcap, args)
             return
         module = self.model.get_submodule(name)
         if spec is None:
@@ -114,37 +114,37 @@ class ExtremeInputRunner:
         bound, qkv_bound = self.reference.gate_bound, self.reference.qkv_bound
         if spec.op == QKV_CLIP_OP and qkv_bound is not None:
             self.clipped_layers.add(layer)
-            yield self._clip(spec, qkv_bound, module, args)
+            yield self._run_qkv_clip(spec, qkv_bound, module, args)
         elif isinstance(module, PagedAttention):
             yield from self._attention(f"{spec.path}.bound", layer, module, args)
         elif bound is not None and spec.path.endswith(ACTIVATION_SUFFIX):
-            yield self._gate(f"{spec.path}.bound", bound, module, args)
+            yield self._run_bounded_activation(f"{spec.path}.bound", bound, module, args)
         elif isinstance(spec, RecurrenceSpec) and spec.op == SSD_SCAN_OP:
-            yield from self._recurrent_states(layer, spec, module, args)
+            yield from self._run_recurrence_beyond_limits(layer, spec, module, args)
 
     def _to_reference(self, x: Tensor) -> Tensor:
         return x.to(self.reference.device, self.reference.dtype)
 
-    def _clip(
+    def _run_qkv_clip(
         self, spec: ModuleSpec, bound: float, module: nn.Module, args: tuple[Any, ...]
     ) -> ExtremeInputOutputs:
         """Run a clip of queries, keys and values on values beyond its bound."""
-        x = (_normal(*args[0].shape) * bound).to(args[0].device, args[0].dtype)
+        x = (_seeded_randn(*args[0].shape) * bound).to(args[0].device, args[0].dtype)
         expected = self._to_reference(x).clamp(-bound, bound)
         ours = module.forward(x, *args[1:])
         return ExtremeInputOutputs(f"{spec.path}.bound", spec.arithmetic, ours, expected)
 
-    def _gate(
+    def _run_bounded_activation(
         self, label: str, bound: float, module: nn.Module, args: tuple[Any, ...]
     ) -> ExtremeInputOutputs:
         """Run an activation of gate and up on values beyond their bound."""
         x = args[0]
-        both = (_normal(ACTIVATION_ROWS, x.shape[-1]) * bound).to(x.device, x.dtype)
+        both = (_seeded_randn(NUM_ACTIVATION_ROWS, x.shape[-1]) * bound).to(x.device, x.dtype)
         gate, up = self._to_reference(both).chunk(2, -1)
         ours, expected = module.forward(both, *args[1:]), self.reference.clamped_gate(gate, up)
         return ExtremeInputOutputs(label, "activation", ours, expected)
 
-    def _recurrent_states(
+    def _run_recurrence_beyond_limits(
         self, layer: int, spec: RecurrenceSpec, module: Any, args: tuple[Any, ...]
     ) -> Iterator[ExtremeInputOutputs]:
         """Run a recurrence with steps beyond each of their limits; its states."""
@@ -157,7 +157,7 @@ class ExtremeInputRunner:
             ours = state.reshape(1, -1).clone()
             yield ExtremeInputOutputs(f"{spec.path}.bound", spec.arithmetic, ours, expected)
 
-    def _logits(self, cap: float, args: tuple[Any, ...]) -> ExtremeInputOutputs:
+    def _run_head_on_large_inputs(self, cap: float, args: tuple[Any, ...]) -> ExtremeInputOutputs:
         """Run the head on inputs so large that its logits are beyond their cap.
 
         Factors of 2 leave the rounding of inputs as it is.
@@ -171,7 +171,7 @@ class ExtremeInputRunner:
         )  # fmt: skip
         return ExtremeInputOutputs("head.bound", "linear", ours, expected)
 
-    def _query_factors(self, step: Any) -> Iterator[ExtremeInputOutputs]:
+    def _compare_query_scales(self, step: Any) -> Iterator[ExtremeInputOutputs]:
         """Compare the factors of queries at positions up to the longest sequence's."""
         reference, model = self.reference, self.model
         rotates = hasattr(model, "compute_rope_cos_sin")
@@ -212,17 +212,17 @@ class ExtremeInputRunner:
         q, step = args[0], args[-1]
         pages = step.kv.k[module.cache_index]
         kv_heads, size, dim = pages.shape[1:]
-        count = min(self.longest, max(windows, default=0) + SHORT_CONTEXT)
+        count = min(self.longest, max(windows, default=0) + EXTRA_CONTEXT_TOKENS)
         edges = {count - each for each in windows if each < count}
         table, *stored = _pages_with_edges(count, edges, size, dim)
-        rows = _queries(_score_rows(cap, sinks), q.shape[1], dim) / module.scale
+        rows = _queries_with_scores(_score_rows(cap, sinks), q.shape[1], dim) / module.scale
         # of few digits, so that products are exact in any arithmetic
         rows = rows.bfloat16().to(q.device, q.dtype)
         stored = [each.bfloat16().to(pages.device, pages.dtype) for each in stored]
         keys, values = (each[:, None].expand(-1, kv_heads, -1, -1).contiguous() for each in stored)
         copies = module.cache_index + 1
         cache = replace(step.kv, k=(keys,) * copies, v=(values,) * copies, stored=())
-        ours = module.forward(rows, _step_of_queries(step, cache, len(rows), count, table))
+        ours = module.forward(rows, _make_query_step(step, cache, len(rows), count, table))
         k, v = (
             self._to_reference(each.cpu()[table].reshape(-1, 1, dim)[:count])
             .expand(-1, kv_heads, -1)
@@ -239,7 +239,7 @@ class ExtremeInputRunner:
         yield ExtremeInputOutputs(label, "attention", ours, expected, noise)
 
 
-def _normal(*shape: int) -> Tensor:
+def _seeded_randn(*shape: int) -> Tensor:
     """Return the same normal numbers in each call."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(17))
 
@@ -255,7 +255,7 @@ def _score_rows(cap: float | None, sinks: Tensor | None) -> list[ScoreRow]:
     return rows
 
 
-def _queries(rows: list[ScoreRow], heads: int, dim: int) -> Tensor:
+def _queries_with_scores(rows: list[ScoreRow], heads: int, dim: int) -> Tensor:
     """Return queries [rows, heads, dim] whose products with ``_pages_with_edges`` are the rows."""
     q = torch.zeros(len(rows), heads, dim)
     for place, (spread, shift) in enumerate(rows):
@@ -275,10 +275,10 @@ def _pages_with_edges(
     near = {(edge + side) // size for edge in edges for side in (-1, 0)}
     own = sorted(page for page in {*near, last, last - 1} if page >= 0)
     table = torch.zeros(last + 1, dtype=torch.int32)
-    keys, values = torch.zeros(len(own) + 1, size, dim), _normal(len(own) + 1, size, dim)
+    keys, values = torch.zeros(len(own) + 1, size, dim), _seeded_randn(len(own) + 1, size, dim)
     keys[0, :, 2] = -1
     keys[..., 1] = 1
-    keys[1:, :, 0] = (torch.erf(_normal(len(own), size) / 2**0.5)).clamp(-1, 1)
+    keys[1:, :, 0] = (torch.erf(_seeded_randn(len(own), size) / 2**0.5)).clamp(-1, 1)
     for number, page in enumerate(own, 1):
         table[page] = number
         for edge in edges:
@@ -288,7 +288,7 @@ def _pages_with_edges(
     return table, keys, values
 
 
-def _step_of_queries(step: Any, cache: Any, rows: int, count: int, table: Tensor) -> Any:
+def _make_query_step(step: Any, cache: Any, rows: int, count: int, table: Tensor) -> Any:
     """Return a step of ``rows`` sequences with the same ``count`` keys, each with one query."""
     lengths = step.context_lens
     return replace(

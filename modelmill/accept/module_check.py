@@ -52,7 +52,7 @@ from modelmill.nn.layer_spec import (
 from modelmill.runtime.engine_core import EngineCore
 
 # Rows of the probe for which the final norm and the head are checked: a vocabulary is wide.
-HEAD_ROWS = 12
+NUM_LM_HEAD_ROWS = 12
 
 
 class ModuleCheck:
@@ -81,7 +81,8 @@ class ModuleCheck:
         self.other_sequences = list(other_sequences)
         self.other_streams: list[torch.Tensor] = []
         self.head_rows = sorted(
-            {round((i + 1) * len(self.ids) / HEAD_ROWS) - 1 for i in range(HEAD_ROWS)} - {-1}
+            {round((i + 1) * len(self.ids) / NUM_LM_HEAD_ROWS) - 1 for i in range(NUM_LM_HEAD_ROWS)}
+            - {-1}
         )
         self.dtype = engine_core.opened_artifact.manifest.build["dtype"]
         self.weight_formats = language_model_weight_formats(

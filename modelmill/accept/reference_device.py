@@ -20,8 +20,8 @@ from modelmill.nn.linear import Linear
 
 MAX_REL_L2 = 2e-5
 """Largest rel_l2 between GPU and CPU, of each module's output: 3e-6 in float32, 3e-4 with TF32."""
-SPARE_BYTES = 3 << 30  # bytes: float64 copies, logits, allocator overhead
-BYTES_PER_WEIGHT = (
+GPU_HEADROOM_BYTES = 3 << 30  # bytes: float64 copies, logits, allocator overhead
+GPU_BYTES_PER_LAYER_WEIGHT = (
     # bytes per weight of a layer: the checkpoint's and the engine's in float32, and intermediates
     16
 )
@@ -51,8 +51,8 @@ def place_reference(
     if torch.device(engine_core.device).type != "cuda":
         return PlacedReference(here, "float32 on the CPU")
     needed, free = (
-        SPARE_BYTES
-        + BYTES_PER_WEIGHT * _largest_layer_weight_count(engine_core.model_runner.model),
+        GPU_HEADROOM_BYTES
+        + GPU_BYTES_PER_LAYER_WEIGHT * _largest_layer_weight_count(engine_core.model_runner.model),
         torch.cuda.mem_get_info(engine_core.device)[0],
     )
     if free < needed:

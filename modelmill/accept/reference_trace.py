@@ -11,7 +11,7 @@ import torch
 from modelmill.accept.reference import HeadTrace, LayerTrace, LayerWeights, ReferenceModel
 from modelmill.nn.layer_spec import LayerSpec, NormSpec
 
-ROUTING = "routing"
+ROUTING_MODULE = "routing"
 """The reference's output that chooses the experts of each token."""
 
 
@@ -76,8 +76,8 @@ class ReferenceTrace:
         self.layer_trace = self.reference.run_layer(layer, weights, self.stream, len(self.stream))
         traces = [self.layer_trace]
         traces += [other.run_layer(layer, weights) for other in self._others]
-        if ROUTING in self.layer_trace:
-            self.routings[layer] = [trace[ROUTING].output for trace in traces]
+        if ROUTING_MODULE in self.layer_trace:
+            self.routings[layer] = [trace[ROUTING_MODULE].output for trace in traces]
 
     def finish_layer(self) -> None:
         """Finish the layer: its output is the stream that the next one reads."""

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from modelmill.accept.error_metrics import compare_logits
 from modelmill.accept.reference import LayerWeights, ModuleWeights, ReferenceModel
-from modelmill.accept.reference_trace import ROUTING, ReferenceSequence
+from modelmill.accept.reference_trace import ROUTING_MODULE, ReferenceSequence
 
-NOISE_PER_BOUND = 1 / 3
+NOISE_TO_BOUND_RATIO = 1 / 3
 """The bounds are three times the worst honest rounding (accept/tolerances.py)."""
 
 
@@ -66,9 +66,9 @@ class _PerturbedSequence:
     def run_layer(self, index: int, weights: LayerWeights, noisy_weights: LayerWeights) -> None:
         """Run a layer with both weights."""
         trace = self.plain.run_layer(index, weights)
-        self.routing = trace[ROUTING].output if ROUTING in trace else None
+        self.routing = trace[ROUTING_MODULE].output if ROUTING_MODULE in trace else None
         if self.routing is not None:
-            noisy_weights = noisy_weights | {ROUTING: ModuleWeights(self.routing)}
+            noisy_weights = noisy_weights | {ROUTING_MODULE: ModuleWeights(self.routing)}
         self.noisy.run_layer(index, noisy_weights)
 
 
@@ -84,7 +84,7 @@ def measure_rounding_amplification(
         bound: rel_l2 of the logits as published, which decides how large the noise is.
     """
     depth = math.sqrt(reference.num_layers + 2)
-    noise = NOISE_PER_BOUND * bound / depth
+    noise = NOISE_TO_BOUND_RATIO * bound / depth
     generator = torch.Generator().manual_seed(23)
     pairs = [_PerturbedSequence.from_ids(reference, *each) for each in sequences]
     routings: dict[int, list[Tensor]] = {}

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from modelmill.accept.error_metrics import (
-    CHANCE_DEVIATIONS,
-    INFINITE,
+    GAIN_NOISE_STD_LIMIT,
+    INFINITE_ERROR,
     ErrorMetrics,
     incomparable_metrics,
 )
@@ -27,13 +27,13 @@ from modelmill.accept.error_metrics import (
 TILE_SIZE = 32
 # Weights processed at a time, so that float64 copies stay in the CPU cache, which decides the
 # speed.
-CHUNK_WEIGHTS = {"cpu": 1 << 17, "cuda": 1 << 24}
+MAX_WEIGHTS_PER_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}
 # Above so many weights chance moves the gain of a matrix of 16 levels by less than 0.002.
-FEW_WEIGHTS = 1 << 16
+MAX_NOISY_GAIN_WEIGHTS = 1 << 16
 MEDIAN_ROW_STRIDE = 8  # one of so many rows contributes its median
 # Smallest energy of a row, as a share of the mean: one scale for a matrix rounds quiet rows
 # coarsely, and they matter little.
-MIN_ENERGY_RATIO = 0.25
+MIN_ROW_ENERGY_SHARE = 0.25
 
 
 def compare_matrix(name: str, ours: Tensor, expected: Tensor) -> tuple[ErrorMetrics, ErrorMetrics]:
@@ -70,7 +70,7 @@ def compare_matrix_row_blocks(
             return incomparable_metrics(name), incomparable_metrics(f"{name}.worst_block")
         measured += _measure_chunks_in_threads(list(_row_chunks(ours, expected)))
         numbers += expected.numel()
-        few = [*few, (ours, expected)] if numbers <= FEW_WEIGHTS else []
+        few = [*few, (ours, expected)] if numbers <= MAX_NOISY_GAIN_WEIGHTS else []
     every = RowAndTileErrors(*(torch.cat(parts).cpu() for parts in zip(*measured, strict=True)))
     if not bool(torch.isfinite(every.max_abs_error).all()):
         return incomparable_metrics(name), incomparable_metrics(f"{name}.worst_block")
@@ -101,13 +101,13 @@ def _estimate_gain_std(ours: Tensor, expected: Tensor) -> float:
     freedom = count - 1
     same_size = float(rest.norm()) / math.sqrt(freedom * energy)
     own_sizes = float((rest * right).norm()) / energy * math.sqrt(count / freedom)
-    return max(same_size, own_sizes) * (1 + (CHANCE_DEVIATIONS**2 + 1) / (4 * freedom))
+    return max(same_size, own_sizes) * (1 + (GAIN_NOISE_STD_LIMIT**2 + 1) / (4 * freedom))
 
 
 def _row_chunks(ours: Tensor, expected: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield a few rows of tiles at a time."""
     wide = max(expected.shape[1], 1)
-    rows = max(CHUNK_WEIGHTS[expected.device.type] // wide // TILE_SIZE, 1) * TILE_SIZE
+    rows = max(MAX_WEIGHTS_PER_CHUNK[expected.device.type] // wide // TILE_SIZE, 1) * TILE_SIZE
     yield from zip(ours.split(rows), expected.split(rows), strict=True)
 
 
@@ -206,9 +206,9 @@ def _matrix_metrics(name: str, num_weights: int, errors: RowAndTileErrors) -> Er
     if max_abs and power:
         error = math.sqrt(off / power)
         gain += float(errors.inlier_error_dot.sum()) / (float(errors.inlier_energy.sum()) or 1.0)
-        cosine = (power + along) / (math.sqrt(power * (power + 2 * along + off)) or INFINITE)
+        cosine = (power + along) / (math.sqrt(power * (power + 2 * along + off)) or INFINITE_ERROR)
     elif max_abs:
-        error, gain, cosine = INFINITE, INFINITE, 0.0
+        error, gain, cosine = INFINITE_ERROR, INFINITE_ERROR, 0.0
     return ErrorMetrics(
         name,
         max_abs=max_abs,
@@ -226,9 +226,9 @@ def _worst_block_metrics(name: str, errors: RowAndTileErrors) -> ErrorMetrics:
     energy = errors.energy
     if not bool(energy.any()):
         wrong = bool((errors.error_energy != 0).any())  # NaN is not 0 either
-        worst = INFINITE if wrong else 0.0
+        worst = INFINITE_ERROR if wrong else 0.0
         return ErrorMetrics(name, worst, worst, worst, worst, worst, 1.0 - wrong, 1.0, 1.0)
-    counted = energy.clamp(min=MIN_ENERGY_RATIO * float(energy.mean()))
+    counted = energy.clamp(min=MIN_ROW_ENERGY_SHARE * float(energy.mean()))
     rows = (errors.error_energy / counted).sqrt()
     gains = errors.error_dot / counted
     tile = float(

@@ -43,7 +43,7 @@ from modelmill.checkpoint.open import Checkpoint
 from modelmill.core import log
 from modelmill.core.config import RunConfig
 from modelmill.core.progress_callback import Progress
-from modelmill.core.quoting import one_line
+from modelmill.core.quoting import truncate_to_one_line
 from modelmill.loader.model_loader import build_model
 from modelmill.nn.layer_spec import layer_spec
 from modelmill.nn.layer_stack import kv_shape
@@ -140,7 +140,7 @@ def compare_engine(
     ) as error:  # torch's errors: out of memory after all, or tensors on two devices
         if not on_gpu:
             raise
-        reason = one_line(str(error), 200)
+        reason = truncate_to_one_line(str(error), 200)
         _log.warning("the reference failed on the GPU (%s); it runs on the CPU", reason)
         again = open_cpu_reference(checkpoint, f"on the GPU it failed ({reason})")
     return _compare_with_reference(engine_core, again, ids, on_stage)

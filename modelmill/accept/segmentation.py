@@ -41,9 +41,9 @@ from modelmill.vision.prompts import Prompt, make_prompt_tensors
 from modelmill.vision.sam_model import ImageEmbedding, SamModel
 
 STAGE_NAMES = ("encoder", "norms", "prompts and masks", "whole")
-IOU_SLACK = 1e-3  # a mask of few pixels differs by one
+MASK_IOU_TOLERANCE = 1e-3  # a mask of few pixels differs by one
 # share of clear pixels (logits far from 0) that must agree with the reference
-MIN_CLEAR_PIXEL_MATCH = 0.999
+MIN_CONFIDENT_PIXEL_AGREEMENT = 0.999
 
 
 def accept_segmentation_engine(
@@ -213,9 +213,9 @@ def _check_whole_model(
         <= bound,
         f"mask logits off by {off.rel_l2:.2g}, bound {most:.2g}": not off.rel_l2 <= most,
         f"{100 * (1 - share):.2g} % of the clear mask pixels differ": not share
-        >= MIN_CLEAR_PIXEL_MATCH,
+        >= MIN_CONFIDENT_PIXEL_AGREEMENT,
         f"IoU of the masks {float(overlap.mean()):.3f}, bound {float(steady.mean()):.3f}": not bool(
-            overlap.mean() >= steady.mean() - IOU_SLACK
+            overlap.mean() >= steady.mean() - MASK_IOU_TOLERANCE
         ),
     }
     return {
@@ -228,7 +228,7 @@ def _check_whole_model(
         "clear_pixels_equal": share,
         "mask_iou_mean": float(overlap.mean()),
         "mask_iou_min": float(overlap.min()),
-        "mask_iou_bound": float(steady.mean()) - IOU_SLACK,
+        "mask_iou_bound": float(steady.mean()) - MASK_IOU_TOLERANCE,
         "score_difference": float(difference.max()),
         "prompts": len(prompts),
         "finite": embedding_error.is_finite and off.is_finite,

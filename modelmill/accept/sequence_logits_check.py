@@ -43,7 +43,7 @@ PROMPT_ROW_STRIDE = 3
 # Allowed share of wrong tokens among rows beyond the margin; beyond twice the margin none may be
 # wrong.
 MAX_MISMATCH_SHARE = 0.02
-MAX_UNEVEN = 2.0
+MAX_GROUP_ERROR_RATIO = 2.0
 """Bound of a group's errors over the probe's, both over those that noise makes.
 
 Seen in 30 right bfloat16 engines of small Qwen hybrids: 0.66-1.5. A forgotten KV page: 2.7.
@@ -115,7 +115,9 @@ def check_sequence_logits(
     }
     if rounding is not None:
         noisy = _reference_logits(reference, rounding.noisy_streams, rows)
-        broken |= _find_uneven_errors(actual, right, noisy, _row_groups(rows, prompt_lengths))
+        broken |= _find_outlying_row_groups(
+            actual, right, noisy, _checked_row_groups(rows, prompt_lengths)
+        )
     exact = (
         right if checkpoint_reference is None else _reference_logits(*checkpoint_reference, rows)
     )
@@ -140,7 +142,7 @@ def check_sequence_logits(
     }
 
 
-def _row_groups(rows: list[list[int]], prompt_lengths: list[int]) -> dict[str, list[int]]:
+def _checked_row_groups(rows: list[list[int]], prompt_lengths: list[int]) -> dict[str, list[int]]:
     """Return the checked rows of the probe, of the other prompts, and the decoded ones."""
     groups: dict[str, list[int]] = {"probe": [], "prompt": [], "decoded": []}
     number = 0
@@ -152,7 +154,7 @@ def _row_groups(rows: list[list[int]], prompt_lengths: list[int]) -> dict[str, l
     return groups
 
 
-def _find_uneven_errors(
+def _find_outlying_row_groups(
     actual: Tensor, right: Tensor, noisy: Tensor, groups: Mapping[str, list[int]]
 ) -> dict[str, bool]:
     """Return whether the errors of a group of rows stand out, beside what noise does to its rows.
@@ -171,7 +173,7 @@ def _find_uneven_errors(
     probe = quartiles.pop("probe")
     return {
         f"{name} rows are off {ratio / max(probe, 1e-30):.2g} times as much as the probe's, bound "
-        f"{MAX_UNEVEN:g}": not ratio <= MAX_UNEVEN * probe
+        f"{MAX_GROUP_ERROR_RATIO:g}": not ratio <= MAX_GROUP_ERROR_RATIO * probe
         for name, ratio in quartiles.items()
     }
 

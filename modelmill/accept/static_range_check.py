@@ -17,7 +17,7 @@ from modelmill.nn.linear import Linear
 
 # Factor and difference by which the share of rows outside must exceed calibration's for a warning.
 # SmolLM2 calibrated on news: 0.9 % of rows on WikiText-2, 18 % on program text.
-MIN_RATIO, MIN_DIFFERENCE = 3.0, 0.02
+MIN_OUT_OF_RANGE_RATIO, MIN_OUT_OF_RANGE_INCREASE = 3.0, 0.02
 
 
 class OutOfRangeRowCounter:
@@ -77,7 +77,9 @@ def static_range_report(
         "acceptance": round_significant_digits(share),
         "worst": {"module": name, "share": round_significant_digits(most)},
     }
-    disagree = share > max(MIN_RATIO * calibration, calibration + MIN_DIFFERENCE)
+    disagree = share > max(
+        MIN_OUT_OF_RANGE_RATIO * calibration, calibration + MIN_OUT_OF_RANGE_INCREASE
+    )
     if not disagree:
         return {"static_ranges": ranges}
     warning = (

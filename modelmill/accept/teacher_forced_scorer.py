@@ -236,7 +236,7 @@ class TeacherForcedScorer:
         logits = self.runner.forward_all_ranks(batch)
         for seq, count in work:
             seq.advance(count)
-            self.scheduler.free_outside_window(seq)
+            self.scheduler.free_pages_outside_window(seq)
         if on_logits is not None:
             for index, first, at, n in runs:
                 on_logits(index, first, logits[at : at + n])

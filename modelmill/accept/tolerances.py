@@ -92,7 +92,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from modelmill.accept.error_metrics import CHANCE_DEVIATIONS, ErrorMetrics
+from modelmill.accept.error_metrics import GAIN_NOISE_STD_LIMIT, ErrorMetrics
 from modelmill.core.errors import UsageError
 from modelmill.core.recipe_declaration import (
     ActQuantTolerances,
@@ -138,7 +138,7 @@ class ErrorBound:
         A third of the bound is the worst honest deviation of large matrices, where chance averages
         out.
         """
-        return max(self.gain, self.gain / 3 + CHANCE_DEVIATIONS * metrics.gain_chance)
+        return max(self.gain, self.gain / 3 + GAIN_NOISE_STD_LIMIT * metrics.gain_chance)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from modelmill.accept.reference import ReferenceModel
 from modelmill.accept.reference.minigpt4_vision import MiniGpt4VisionReference
 from modelmill.accept.reference.sam import SamReference
 
-CLOSE_TOLERANCES: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-7}
+ALLCLOSE_TOLERANCES: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-7}
 """For computed values that a file may store in 16 bits.
 
 bfloat16 keeps 3 digits, float16 steps of 6e-8.
@@ -168,7 +168,7 @@ def _summarize_unused_tensors(
 
 def _is_close(tensor: Tensor, expected: Tensor) -> bool:
     return tensor.numel() == expected.numel() and torch.allclose(
-        tensor.flatten().float(), expected.float(), **CLOSE_TOLERANCES
+        tensor.flatten().float(), expected.float(), **ALLCLOSE_TOLERANCES
     )
 
 

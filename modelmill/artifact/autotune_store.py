@@ -33,7 +33,7 @@ class AutotuneRecord:
     facts: Mapping[str, Any]
 
 
-def record_path(device: str) -> str:
+def autotune_record_path(device: str) -> str:
     """Return the path of a device's file inside the engine."""
     return f"{AUTOTUNE_FOLDER}/{device_slug(device)}.json"
 
@@ -60,7 +60,7 @@ def read_autotune_record(engine: Path, device: str) -> AutotuneRecord | None:
     Raises:
         ValueError: with a short reason, if the file is damaged.
     """
-    path = engine / record_path(device)
+    path = engine / autotune_record_path(device)
     if not path.is_file():
         return None
     try:

@@ -29,7 +29,7 @@ from modelmill.core.errors import ArtifactError, CorruptArtifact, UsageError
 
 ACCEPTANCE_FILE = "acceptance.json"
 TOKENIZER_FOLDER = "tokenizer"
-FACTS_FOLDER = "quantization"
+QUANTIZATION_FACTS_FOLDER = "quantization"
 """Folder of the facts of quantized layers: ``layer-NNNN.json``, hashed like the weights.
 
 facts: linear module (inside the layer) → errors, bits, outlier channels. scales: site → what the
@@ -38,7 +38,7 @@ acceptance contract undoes them for the comparison.
 """
 Scales = dict[str, torch.Tensor]
 STAGING_SUFFIX = ".staging"
-_JOURNAL = "journal.json"
+_JOURNAL_FILE = "journal.json"
 
 
 class Artifact:
@@ -104,7 +104,7 @@ class Artifact:
         """
         facts_by_layer = {}
         for name in self.manifest.files:
-            if not name.startswith(FACTS_FOLDER + "/"):
+            if not name.startswith(QUANTIZATION_FACTS_FOLDER + "/"):
                 continue
             try:
                 raw = json.loads((self.path / name).read_bytes())
@@ -126,7 +126,7 @@ class Artifact:
 
 def quantization_facts_path(layer: int) -> str:
     """Return the path of a layer's quantization facts inside the engine."""
-    return f"{FACTS_FOLDER}/layer-{layer:04d}.json"
+    return f"{QUANTIZATION_FACTS_FOLDER}/layer-{layer:04d}.json"
 
 
 def is_engine_folder(path: Path) -> bool:
@@ -209,7 +209,7 @@ class EngineStaging:
             self._lock = None
             raise ArtifactError(
                 f"another build of {self.target} is running; wait for it, or "
-                f"{other_target_hint(self.target)}"
+                f"{unwritable_target_hint(self.target)}"
             ) from None
         try:
             self._resume_or_reset()
@@ -219,11 +219,12 @@ class EngineStaging:
 
     def _make_unwritable_error(self, error: OSError) -> ArtifactError:
         return ArtifactError(
-            f"cannot write beside {self.target}: {error.strerror}; {other_target_hint(self.target)}"
+            f"cannot write beside {self.target}: {error.strerror}; "
+            f"{unwritable_target_hint(self.target)}"
         )
 
     def _resume_or_reset(self) -> None:
-        journal = self.path / _JOURNAL
+        journal = self.path / _JOURNAL_FILE
         with contextlib.suppress(
             OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError
         ):
@@ -257,7 +258,7 @@ class EngineStaging:
     def write_quantization_facts(
         self, layer: int, facts: Mapping[str, Any], scales: Mapping[str, torch.Tensor]
     ) -> None:
-        """Write the facts of a layer's quantization; see ``FACTS_FOLDER``."""
+        """Write the facts of a layer's quantization; see ``QUANTIZATION_FACTS_FOLDER``."""
         encoded = {
             site: base64.b64encode(s.float().cpu().numpy().tobytes()).decode()
             for site, s in scales.items()
@@ -272,7 +273,7 @@ class EngineStaging:
     def seal_with_manifest(self, manifest: Manifest) -> None:
         """Write the manifest; now the staged folder can be opened (``staged=True``) and checked."""
         for name in [str(p.relative_to(self.path)) for p in self.path.rglob("*") if p.is_file()]:
-            if name not in manifest.files and name not in (_JOURNAL, MANIFEST_FILE):
+            if name not in manifest.files and name not in (_JOURNAL_FILE, MANIFEST_FILE):
                 (self.path / name).unlink()
         _write_atomically(self.path / MANIFEST_FILE, manifest.to_json().encode())
 
@@ -284,7 +285,7 @@ class EngineStaging:
         Raises:
             ArtifactError: if the move fails; the next build only repeats the move.
         """
-        (self.path / _JOURNAL).unlink(missing_ok=True)
+        (self.path / _JOURNAL_FILE).unlink(missing_ok=True)
         try:
             self._move_to_target()
         except OSError as error:
@@ -324,7 +325,7 @@ class EngineStaging:
 
     def _write_journal(self) -> None:
         _write_atomically(
-            self.path / _JOURNAL,
+            self.path / _JOURNAL_FILE,
             json.dumps({"key": self._key, "files": self.finished_files}).encode(),
         )
 
@@ -344,11 +345,11 @@ def check_build_target(target: Path) -> bool:
         return is_engine_folder(target)
     except OSError as error:
         raise ArtifactError(
-            f"cannot write beside {target}: {error.strerror}; {other_target_hint(target)}"
+            f"cannot write beside {target}: {error.strerror}; {unwritable_target_hint(target)}"
         ) from None
 
 
-def other_target_hint(target: Path) -> str:
+def unwritable_target_hint(target: Path) -> str:
     """Return what to do if an engine cannot be written; the default path is in the cache."""
     if target.is_relative_to(os.path.realpath(cache_dir())):
         return "name another cache folder in MODELMILL_CACHE, or build it with -o"

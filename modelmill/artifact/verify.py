@@ -28,7 +28,7 @@ def verify_file_hashes(
     Raises:
         CorruptArtifact: with the name of the first damaged file.
     """
-    stamp = _file_stamps(artifact)
+    stamp = _file_sizes_and_mtimes(artifact)
     note = cache_dir() / "verified" / f"{artifact.manifest.digest()[:32]}.json"
     if not force:
         with contextlib.suppress(OSError, ValueError):
@@ -55,7 +55,7 @@ def verify_file_hashes(
         part.replace(note)
 
 
-def _file_stamps(artifact: Artifact) -> dict[str, list[int]]:
+def _file_sizes_and_mtimes(artifact: Artifact) -> dict[str, list[int]]:
     out = {}
     for name in artifact.manifest.files:
         stat = Path(artifact.path / name).stat()

@@ -37,19 +37,19 @@ from modelmill.quant.bit_allocation import (
     quantize_layer_linears,
 )
 from modelmill.quant.calibration_state import (
-    EMBEDDING_PARTS,
+    EMBEDDING_MODULES,
     CalibrationState,
     QuantizableLayer,
 )
 from modelmill.weights.base import WeightFormat, pack_as_format
 from modelmill.weights.dense import DenseWeight as Dense
 
-AUTO = "auto"
+AUTO_QUANTIZATION = "auto"
 SEQUENCE_LENGTH = 128
 # sequences used to measure single layers and the whole choice
-SINGLE_LAYER_SEQUENCES, CHOICE_SEQUENCES = 4, 16
-MAX_ROUNDS = 6
-LOGIT_ROWS = 256
+SINGLE_LAYER_SEQUENCES, WHOLE_CHOICE_SEQUENCES = 4, 16
+MAX_BUDGET_ROUNDS = 6
+LOGIT_ROWS_PER_BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class LayerStreamer:
         for name, buffer in list(self.model.named_buffers()):
             if not buffer.is_meta:
                 self._set_model_tensor(name, buffer.to(device))
-        for part in EMBEDDING_PARTS:
+        for part in EMBEDDING_MODULES:
             self.load_submodules(f"{part}.")
 
     def stream_layers(self) -> Iterator[QuantizableLayer]:
@@ -189,7 +189,7 @@ class LayerStreamer:
                 None if batch.residual is None else batch.residual.clone(),
                 batch.step,
             )
-            for part in x.split(LOGIT_ROWS):
+            for part in x.split(LOGIT_ROWS_PER_BLOCK):
                 self.model.head.weight = whole if head_weight is None else head_weight
                 logits = self.model.head(part, batch.step)
                 self.model.head.weight = whole
@@ -258,7 +258,9 @@ def search_bit_choices(
     """
     limits = parse_accuracy_limits(config)
     some = replace(
-        source, num_samples=CHOICE_SEQUENCES, max_length=min(SEQUENCE_LENGTH, source.max_length)
+        source,
+        num_samples=WHOLE_CHOICE_SEQUENCES,
+        max_length=min(SEQUENCE_LENGTH, source.max_length),
     )
     samples = load_calibration_samples(
         some, streamer.checkpoint.tokenizer_files(), streamer.model, config.seed
@@ -276,9 +278,9 @@ def search_bit_choices(
         streamer, start.fork(), few, report_progress
     )
     budget, best = limits.kl_budget, None
-    for number in range(MAX_ROUNDS):
+    for number in range(MAX_BUDGET_ROUNDS):
         chosen = allocate_bits(options, budget)
-        report_progress("auto: the choice as a whole", number, MAX_ROUNDS)
+        report_progress("auto: the choice as a whole", number, MAX_BUDGET_ROUNDS)
         measured = measure_divergence(
             streamer,
             start.fork(),
@@ -313,7 +315,7 @@ def search_bit_choices(
         if limits.measured_to_limit_ratio(measured) > 1:
             raise UsageError("the head in int8 exceeds the limit alone; remove --quantize-head")
         best = (unquantized_layers, measured)
-    report_progress("auto: the choice as a whole", MAX_ROUNDS, MAX_ROUNDS)
+    report_progress("auto: the choice as a whole", MAX_BUDGET_ROUNDS, MAX_BUDGET_ROUNDS)
     return best[0], options, best[1]
 
 

@@ -14,7 +14,11 @@ from typing import Any, TypeVar
 import torch
 
 import modelmill
-from modelmill.artifact.autotune_store import AutotuneRecord, encode_autotune_record, record_path
+from modelmill.artifact.autotune_store import (
+    AutotuneRecord,
+    autotune_record_path,
+    encode_autotune_record,
+)
 from modelmill.artifact.manifest import MANIFEST_SCHEMA_VERSION, PACKING_VERSION, Manifest
 from modelmill.artifact.shard import ShardWriter
 from modelmill.artifact.store import ACCEPTANCE_FILE, TOKENIZER_FOLDER, EngineStaging
@@ -31,7 +35,7 @@ from modelmill.core.errors import (
     CheckpointError,
     UsageError,
 )
-from modelmill.core.model_family import LANGUAGE
+from modelmill.core.model_family import LANGUAGE_ENGINE_TYPE
 from modelmill.core.progress_callback import Progress
 from modelmill.text.tokenizer_loader import load_tokenizer
 
@@ -75,7 +79,7 @@ def build(
     plan.build_memory.check_free_memory(
         str(plan.checkpoint.path), with_acceptance=accept is not None
     )
-    files = plan.checkpoint.tokenizer_files() if plan.engine_type == LANGUAGE else {}
+    files = plan.checkpoint.tokenizer_files() if plan.engine_type == LANGUAGE_ENGINE_TYPE else {}
     if files:
         load_tokenizer(files).check_ids_fit_embedding(plan.model_config.vocab)
     staging = EngineStaging(out, plan.resume_key())
@@ -88,9 +92,13 @@ def build(
         if plan.device == "cuda":
             torch.cuda.empty_cache()  # free the memory of rounding for the engine
         staging.seal_with_manifest(_make_manifest(plan, staging, fingerprint.result(on_progress)))
-        tuning = tune(plan) if tune is not None and plan.engine_type == LANGUAGE else None
+        tuning = (
+            tune(plan) if tune is not None and plan.engine_type == LANGUAGE_ENGINE_TYPE else None
+        )
         if tuning is not None:
-            staging.write_unhashed_file(record_path(tuning.device), encode_autotune_record(tuning))
+            staging.write_unhashed_file(
+                autotune_record_path(tuning.device), encode_autotune_record(tuning)
+            )
         report = _run_acceptance(plan, staging, accept)
         staging.write_unhashed_file(ACCEPTANCE_FILE, _to_json_bytes(report))
         staging.publish()

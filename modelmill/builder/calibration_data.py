@@ -29,8 +29,8 @@ BUILTIN_SOURCE = "modelmill's own text"
 TEXT_KEYS = ("text", "article", "prompt")
 IMAGE_KEYS = {"image", "images"}
 """Keys of a line that name images."""
-NUM_PARAGRAPHS = 1600
-MIN_TOKENS = 128
+NUM_BUILTIN_PARAGRAPHS = 1600
+MIN_CALIBRATION_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -198,10 +198,10 @@ def check_calibration_ids(
             f"{source_name} is empty: it contains no tokens; pass a file with texts, or "
             "none for the built-in texts"
         )
-    if total < MIN_TOKENS:
+    if total < MIN_CALIBRATION_TOKENS:
         raise UsageError(
-            f"{source_name} is too short: it has {total} tokens, at least {MIN_TOKENS} are "
-            "needed; pass more text, "
+            f"{source_name} is too short: it has {total} tokens, at least "
+            f"{MIN_CALIBRATION_TOKENS} are needed; pass more text, "
             "or a larger --calibration-samples, --calibration-length or --max-model-len"
         )
     if any(not 0 <= i < vocab for one in ids for i in one):
@@ -310,10 +310,10 @@ def generate_builtin_text() -> str:
     patterns = [line.replace("\\n", "\n") for line in lines[cut + 1 :] if line]
     source = random.Random(0)
     made: list[str] = []
-    while len(made) < NUM_PARAGRAPHS:
+    while len(made) < NUM_BUILTIN_PARAGRAPHS:
         source.shuffle(patterns)
         made += [_fill_pattern(pattern, words, source) for pattern in patterns]
-    return "\n\n".join(made[:NUM_PARAGRAPHS])
+    return "\n\n".join(made[:NUM_BUILTIN_PARAGRAPHS])
 
 
 def _fill_pattern(pattern: str, words: Mapping[str, list[str]], rng: random.Random) -> str:

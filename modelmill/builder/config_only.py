@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from modelmill.builder.model_config import find_family, read_model_config, stored_dtype
+from modelmill.builder.model_config import config_torch_dtype, find_family, read_model_config
 from modelmill.builder.tensor_plan import model_tensor_shapes
 from modelmill.checkpoint import bitnet_format
 from modelmill.checkpoint.awq_format import AwqScheme
@@ -30,7 +30,11 @@ from modelmill.checkpoint.rename import Rule
 from modelmill.checkpoint.side_files import read_json
 from modelmill.checkpoint.vlm_language_model import language_model_config
 from modelmill.core.errors import CheckpointError
-from modelmill.core.model_family import LANGUAGE, checkpoint_tensor_rules, read_family_options
+from modelmill.core.model_family import (
+    LANGUAGE_ENGINE_TYPE,
+    checkpoint_tensor_rules,
+    read_family_options,
+)
 from modelmill.core.quoting import quote
 from modelmill.weights.int4 import resolve_group_size
 
@@ -95,11 +99,11 @@ def checkpoint_from_config(folder: Path) -> Checkpoint:
         folder, "config.json", config, {}, raw_container=empty, view=empty, unread_config=left_out
     )
     family = find_family(checkpoint)
-    if read_family_options(family).ENGINE_TYPE != LANGUAGE:
+    if read_family_options(family).ENGINE_TYPE != LANGUAGE_ENGINE_TYPE:
         raise CheckpointError(f"{folder}: holds no weights; a model of images cannot be planned so")
     model_config, _ = read_model_config(checkpoint, family)
     shapes = model_tensor_shapes(family.Model(model_config))
-    dtype = stored_dtype(config)
+    dtype = config_torch_dtype(config)
     infos: dict[str, TensorInfo] = {}
     rules = checkpoint_tensor_rules(family).rules(model_config)
     # those of one source first: it may be among several of another rule
@@ -152,7 +156,7 @@ def container_from_quant_config(
         )  # expanded; some files have them as they were trained
     scheme = find_scheme(settings, file)
     if isinstance(scheme, CompressedTensorsScheme) and _has_single_linear_group(settings):
-        half = stored_dtype(config) == "float16"
+        half = config_torch_dtype(config) == "float16"
         return ConfigOnlyContainer(
             infos, file, compressed_tensors_layouts(settings, scheme, infos, packed, half)
         )

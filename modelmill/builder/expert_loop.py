@@ -22,10 +22,10 @@ from modelmill.nn.moe import MoE
 
 PER_TENSOR_SCALES = "tensor"
 """The option ``activation_scales`` of one static scale for all inputs of a matrix."""
-STATIC_FORMATS = ("w8a8", "fp8")
+STATIC_INPUT_SCALE_FORMATS = ("w8a8", "fp8")
 
 
-def expert_loop_remark(
+def unfused_experts_remark(
     model: nn.Module,
     formats: Mapping[str, str],
     activation_scales: str | None,
@@ -39,7 +39,7 @@ def expert_loop_remark(
         activation_scales: As in the build's options.
         tensors: The names of the stored tensors.
     """
-    why = partial(_why_not_grouped, formats, activation_scales, tensors)
+    why = partial(_no_fused_moe_reason, formats, activation_scales, tensors)
     found = [why(name, each) for name, each in model.named_modules() if isinstance(each, MoE)]
     reasons = dict.fromkeys(reason for reason in found if reason is not None)
     if not reasons:
@@ -52,7 +52,7 @@ def expert_loop_remark(
     )
 
 
-def _why_not_grouped(
+def _no_fused_moe_reason(
     formats: Mapping[str, str],
     activation_scales: str | None,
     tensors: Collection[str],
@@ -67,7 +67,7 @@ def _why_not_grouped(
     if len(kinds) > 1:
         return f"experts in several formats ({', '.join(sorted({each for each, _ in kinds}))})"
     weight_format, permuted = kinds.pop()
-    static = weight_format in STATIC_FORMATS and activation_scales == PER_TENSOR_SCALES
+    static = weight_format in STATIC_INPUT_SCALE_FORMATS and activation_scales == PER_TENSOR_SCALES
     op = fused_moe_op_of_format(weight_format, has_static_scale=static, has_perm=permuted)
     if op is None and weight_format not in FUSED_MOE_OPS:
         return weight_format

@@ -13,7 +13,7 @@ from modelmill.builder.plan import BuildPlan, make_build_plan
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import ModelmillError
-from modelmill.core.model_family import LANGUAGE
+from modelmill.core.model_family import LANGUAGE_ENGINE_TYPE
 
 SMALLER_RECIPES = ("int8", "int4")
 SUGGESTED_TP_SIZES = (2, 4, 8, 16, 32, 64)
@@ -29,16 +29,16 @@ def describe_plan(plan: BuildPlan, ranks: int = 1, expert_parallel: bool = False
     """
     facts = plan.describe(ranks, expert_parallel)
     memory = facts["memory"]
-    if plan.engine_type == LANGUAGE and not _fits(memory):
-        memory["fits"] += _advice(plan, ranks, expert_parallel)
+    if plan.engine_type == LANGUAGE_ENGINE_TYPE and not _fits_in_memory(memory):
+        memory["fits"] += _suggest_fitting_options(plan, ranks, expert_parallel)
     return facts
 
 
-def _advice(plan: BuildPlan, ranks: int, expert_parallel: bool) -> str:
+def _suggest_fitting_options(plan: BuildPlan, ranks: int, expert_parallel: bool) -> str:
     """Return what makes the model fit; recipes before GPUs before memory."""
     smaller = list(_smaller_plans(plan))
     for recipe, other in smaller:
-        if _fits(memory_of(other, ranks, expert_parallel)):
+        if _fits_in_memory(memory_report_on_ranks(other, ranks, expert_parallel)):
             return f"; -q {recipe} fits"
     ways = []
     tried = [("", plan), *((f" -q {recipe}", other) for recipe, other in smaller)]
@@ -47,13 +47,13 @@ def _advice(plan: BuildPlan, ranks: int, expert_parallel: bool) -> str:
         for flag, other in tried:
             # smaller weights are a way of their own only over fewer GPUs
             more = (n for n in SUGGESTED_TP_SIZES if ranks < n < most)
-            count = next((n for n in more if _fits_over(other, n, expert_parallel)), None)
+            count = next((n for n in more if _fits_on_ranks(other, n, expert_parallel)), None)
             if count is not None:
                 ways.append(f"--tp {count}{flag} ({count} such GPUs)")
                 most = count
     if not ways:
         ways = [
-            f"{format_bytes(_device_bytes(memory_of(other, ranks, expert_parallel)))}"
+            f"{format_bytes(_device_bytes(memory_report_on_ranks(other, ranks, expert_parallel)))}"
             f"{f' with{flag}' if flag else ''}"
             for flag, other in tried
         ]
@@ -83,28 +83,28 @@ def _smaller_plans(plan: BuildPlan) -> Iterator[tuple[str, BuildPlan]]:
             yield recipe, other
 
 
-def memory_of(plan: BuildPlan, ranks: int, expert_parallel: bool) -> dict[str, Any]:
+def memory_report_on_ranks(plan: BuildPlan, ranks: int, expert_parallel: bool) -> dict[str, Any]:
     """Return the memory report of a plan, of the largest of some ranks."""
     if ranks == 1:
         return plan.memory_report
     return memory_plan.largest_rank_memory_report(plan, ranks, expert_parallel)
 
 
-def _fits_over(plan: BuildPlan, ranks: int, expert_parallel: bool) -> bool:
+def _fits_on_ranks(plan: BuildPlan, ranks: int, expert_parallel: bool) -> bool:
     """Return whether a model fits over some ranks; False if it cannot be split so."""
     try:
-        return _fits(memory_of(plan, ranks, expert_parallel))
+        return _fits_in_memory(memory_report_on_ranks(plan, ranks, expert_parallel))
     except ModelmillError:
         return False
 
 
-def _fits(memory: dict[str, Any]) -> bool:
+def _fits_in_memory(memory: dict[str, Any]) -> bool:
     """Return whether the weights fit, and one token beside them."""
-    starved = str(memory["fits"]).startswith(memory_plan.DOES_NOT_FIT)
+    starved = str(memory["fits"]).startswith(memory_plan.DOES_NOT_FIT_PREFIX)
     return not starved and bool(memory["kv_tokens"])
 
 
 def _device_bytes(memory: dict[str, Any]) -> int:
     """Return the memory that a device must have, of which a part stays free."""
     needed = memory["weights"] + memory["expanded"] + memory["workspace"]
-    return int(needed / memory_plan.USED_SHARE) + 1
+    return int(needed / memory_plan.GPU_MEMORY_UTILIZATION) + 1

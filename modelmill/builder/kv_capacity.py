@@ -14,7 +14,7 @@ from modelmill.core.kv_page_counts import (
 )
 from modelmill.nn.kv import KVShape
 
-STEP_TOKENS = 8192
+MAX_STEP_TOKENS = 8192
 """Most tokens of a step that the plan reckons with."""
 
 
@@ -51,7 +51,9 @@ class KVCapacityEstimator:
         windowed = self._page_bytes * sum(
             self._pages_per_sequence(tokens, window) for window in windows
         )
-        step = self._page_bytes * sum(max_step_pages(STEP_TOKENS, size, each) for each in windows)
+        step = self._page_bytes * sum(
+            max_step_pages(MAX_STEP_TOKENS, size, each) for each in windows
+        )
         return max(
             room_bytes // max(whole + state_bytes, 1),
             (room_bytes - step) // max(windowed + state_bytes, 1),
@@ -62,7 +64,7 @@ class KVCapacityEstimator:
         """Return the tokens of the longest sequence that fits, at most ``max_tokens``."""
         pages = room_bytes // max(self._page_bytes, 1)
         windows = self._shape.group_windows
-        return max_fitting_length(max_tokens, self._page_size, windows, STEP_TOKENS, pages)
+        return max_fitting_length(max_tokens, self._page_size, windows, MAX_STEP_TOKENS, pages)
 
     def describe_page_groups(self, max_tokens: int) -> list[dict[str, Any]]:
         """Return the page groups; empty where all layers share a page table.

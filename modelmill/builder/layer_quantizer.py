@@ -20,7 +20,7 @@ from modelmill.builder.tensor_plan import PlannedTensor
 from modelmill.nn.linear import Linear
 from modelmill.ops import registry
 from modelmill.quant.calibrate import quantize_layer
-from modelmill.quant.calibration_state import EMBEDDING_PARTS, CalibrationState, QuantizableLayer
+from modelmill.quant.calibration_state import EMBEDDING_MODULES, CalibrationState, QuantizableLayer
 from modelmill.weights import base
 from modelmill.weights.dense import DenseWeight as Dense
 
@@ -118,7 +118,7 @@ class LayerQuantizer:
             parts = [
                 planned
                 for planned in self.plan.tensors
-                if planned.module.partition(".")[0] in EMBEDDING_PARTS
+                if planned.module.partition(".")[0] in EMBEDDING_MODULES
             ]
             self._load_into_model(parts, self._read_planned_tensor)
             ops = registry.select_backends(self.device, self.plan.config.kernels)

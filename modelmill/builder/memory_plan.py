@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from modelmill.builder.kv_capacity import STEP_TOKENS, KVCapacityEstimator
+from modelmill.builder.kv_capacity import MAX_STEP_TOKENS, KVCapacityEstimator
 from modelmill.builder.rank_memory import (
     RankMemory,
     WeightShape,
@@ -30,12 +30,12 @@ from modelmill.checkpoint.open import Checkpoint
 from modelmill.core import memory_limits
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.errors import UsageError
-from modelmill.core.model_family import LANGUAGE
+from modelmill.core.model_family import LANGUAGE_ENGINE_TYPE
 from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.kv import QUANTIZED_KV_DTYPES, KVShape, kv_cache_dtype
-from modelmill.nn.latent_attention import UP_PROJECTIONS
+from modelmill.nn.latent_attention import KV_UP_PROJECTION
 from modelmill.ops import registry
-from modelmill.quant.calibration_state import BATCH_TOKENS, EMBEDDING_PARTS
+from modelmill.quant.calibration_state import BATCH_TOKENS, EMBEDDING_MODULES
 from modelmill.weights.base import UNPACKED_MEMORY_FRACTION, unpack_op_and_nbytes
 
 if TYPE_CHECKING:
@@ -44,39 +44,39 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 LATE_IMPORT_BYTES = 20 * MIB
 """Memory that the process loads after the plan: the runtime's modules and the kernels."""
-WRITING_BYTES = 40 * MIB
+WRITE_BASE_BYTES = 40 * MIB
 CALIBRATION_BYTES = 25 * MIB
 ACCEPTANCE_BYTES = 60 * MIB
-ENCODING_BYTES = 110 * MIB
+ENCODER_CHECK_BYTES = 110 * MIB
 """Allocations of a stage for a model of size zero: buffers of threads, KV pages of the acceptance
 text.
 """
 GPU_CALIBRATION_BASE_BYTES = 130 * MIB
 """Host memory of calibration on a GPU for a model of size zero: buffers of threads."""
-EXPAND_BYTES_PER_WEIGHT = 9
+DEQUANT_BYTES_PER_WEIGHT = 9
 """Bytes per weight while a packed tensor of a checkpoint is expanded to float32: input and result.
 """
-ROUND_BYTES_PER_WEIGHT = 12
+QUANTIZE_BYTES_PER_WEIGHT = 12
 """Bytes per weight while a matrix is rounded: in float32, divided by its scales, and rounded."""
 ACCEPTANCE_ROWS = 128
 """Rows of the acceptance text whose logits are compared (``accept.sequence_logits_check``)."""
-LOGITS_TENSORS = 3.8
+NUM_LOGITS_TENSORS = 3.8
 """Tensors of these rows' logits in float32: the engine's, the reference's, and their difference."""
-BLOCK_LOGITS, BLOCK_LOGITS_TENSORS = 1 << 21, 6
+MAX_LOGITS_PER_BLOCK, NUM_BLOCK_LOGITS_TENSORS = 1 << 21, 6
 """Logits that are in float64 at a time (``accept.error_metrics``), and tensors made of them."""
 CALIBRATION_FRAGMENTATION = 1.1
 """Ratio of allocated memory to the calibration tensors' size, because of fragmentation."""
-ENCODING_LAYERS = 4.5
+CONV_ENCODER_CHECK_BUFFERS = 4.5
 """Number of float32 buffers, each the size of the widest layer of one image, held while an engine
 with a convolutional encoder is checked.
 """
-ENCODING_SCORES = 7
+ENCODER_SCORE_MATRICES = 7
 """Buffers of the size of one image's widest layer (float32) in a convolutional encoder's check."""
-USED_SHARE = 0.9
+GPU_MEMORY_UTILIZATION = 0.9
 """Share of a device's memory that an engine uses."""
-DOES_NOT_FIT = "does not fit"
+DOES_NOT_FIT_PREFIX = "does not fit"
 """How the report begins of a model whose weights are too large (``fit_advice`` says what fits)."""
-HEAD_ROWS = 4096
+LM_HEAD_ROWS_PER_BLOCK = 4096
 """Rows of the vocabulary that the reference converts to float32 at a time."""
 
 
@@ -149,7 +149,7 @@ def estimate_build_memory(plan: BuildPlan) -> BuildMemory:
         mapped_bytes(plan.checkpoint, plan.tensors),
     )
     writing = write_buffer_bytes(plan.checkpoint, plan.tensors)
-    if plan.engine_type != LANGUAGE:
+    if plan.engine_type != LANGUAGE_ENGINE_TYPE:
         encoder, itemsize = plan.model_config.encoder, plan.dtype.itemsize
         encoding = encoder_acceptance_bytes(encoder, _image_encoder_workspace_bytes(plan), itemsize)
         return BuildMemory(*shared, writing, 0, encoding)
@@ -187,7 +187,7 @@ def memory_report(plan: BuildPlan) -> dict[str, Any]:
     If none fits, it contains the reason.
     """
     room = _device_memory_bytes(plan.config.target)
-    if plan.engine_type == LANGUAGE:
+    if plan.engine_type == LANGUAGE_ENGINE_TYPE:
         return _runtime_memory_report(plan, single_rank_memory(plan), room) | _build_memory_report(
             plan
         )
@@ -234,8 +234,8 @@ def _runtime_memory_report(
     expanded = _unpacked_weight_bytes(plan, memory.matrices) + _packed_up_projection_bytes(
         plan, ranks
     )
-    workspace = STEP_TOKENS * _step_activation_channels(plan, ranks) * plan.dtype.itemsize
-    left = int(total * USED_SHARE) - memory.weight_bytes - expanded - workspace
+    workspace = MAX_STEP_TOKENS * _step_activation_channels(plan, ranks) * plan.dtype.itemsize
+    left = int(total * GPU_MEMORY_UTILIZATION) - memory.weight_bytes - expanded - workspace
     kv_dtype = kv_cache_dtype(plan.config.kv_cache_dtype, plan.dtype)
     # each sequence has a state, a copy of it in the prefix cache, and there is one for padding
     per_seq = 2 * memory.state.slot_bytes(plan.dtype)
@@ -250,7 +250,7 @@ def _runtime_memory_report(
     if left <= 0:
         needed = format_bytes(memory.weight_bytes + expanded + workspace)
         verdict = (
-            f"{DOES_NOT_FIT}: weights and workspace need {needed}, the device has "
+            f"{DOES_NOT_FIT_PREFIX}: weights and workspace need {needed}, the device has "
             f"{format_bytes(total)}"
         )
     else:
@@ -305,7 +305,7 @@ def _packed_up_projection_bytes(plan: BuildPlan, ranks: int) -> int:
     """Return the bytes of the copies that latent attention keeps on a CPU, of a rank's heads."""
     if plan.config.target != "cpu" or plan.dtype.itemsize != 2:
         return 0
-    ends = f".{UP_PROJECTIONS}"
+    ends = f".{KV_UP_PROJECTION}"
     total = sum(each.nbytes for each in plan.tensors if each.rule.target.endswith(ends))
     return -(-total // ranks)
 
@@ -382,7 +382,7 @@ def write_buffer_bytes(checkpoint: Checkpoint, planned_tensors: Sequence[Planned
     peaks = (
         max(read, own + pack) + after for read, own, pack, after in zip(reads, kept, packs, follows)
     )
-    return WRITING_BYTES + max(peaks, default=0)
+    return WRITE_BASE_BYTES + max(peaks, default=0)
 
 
 def read_buffer_bytes(checkpoint: Checkpoint, planned: PlannedTensor) -> int:
@@ -392,7 +392,7 @@ def read_buffer_bytes(checkpoint: Checkpoint, planned: PlannedTensor) -> int:
     if planned.prequantized_weight is not None:
         return planned.nbytes
     if any(is_computed_on_read(checkpoint, info.name) for info in infos):
-        return EXPAND_BYTES_PER_WEIGHT * count
+        return DEQUANT_BYTES_PER_WEIGHT * count
     return count * infos[0].decoded_dtype.itemsize if len(infos) > 1 else 0
 
 
@@ -401,7 +401,7 @@ def pack_buffer_bytes(planned: PlannedTensor, num_weights: int) -> int:
     return (
         planned.nbytes
         if planned.weight_format in (None, "dense")
-        else ROUND_BYTES_PER_WEIGHT * num_weights
+        else QUANTIZE_BYTES_PER_WEIGHT * num_weights
     )
 
 
@@ -427,9 +427,9 @@ def acceptance_bytes(
     expanded = any(is_computed_on_read(checkpoint, name) for name in head.rule.sources)
     table = 4 * vocab_size * hidden_size if expanded else 0
     logits = int(
-        LOGITS_TENSORS * 4 * ACCEPTANCE_ROWS * vocab_size
-    ) + 8 * BLOCK_LOGITS_TENSORS * min(BLOCK_LOGITS, ACCEPTANCE_ROWS * vocab_size)
-    logits += 4 * min(HEAD_ROWS, vocab_size) * hidden_size
+        NUM_LOGITS_TENSORS * 4 * ACCEPTANCE_ROWS * vocab_size
+    ) + 8 * NUM_BLOCK_LOGITS_TENSORS * min(MAX_LOGITS_PER_BLOCK, ACCEPTANCE_ROWS * vocab_size)
+    logits += 4 * min(LM_HEAD_ROWS_PER_BLOCK, vocab_size) * hidden_size
     weights = largest_layer_float32_bytes(planned_tensors) // 4
     # the checkpoint's layer in float32, the quantized engine's, and blocks of both that are
     # compared
@@ -459,7 +459,7 @@ def calibration_bytes(
     stream. needs_hessian: whether the recipe
     uses the Hessian.
     """
-    embed = sum(module_float32_bytes(planned_tensors, part) for part in EMBEDDING_PARTS)
+    embed = sum(module_float32_bytes(planned_tensors, part) for part in EMBEDDING_MODULES)
     layer = largest_layer_float32_bytes(planned_tensors)
     widest = max(intermediate_size, hidden_size)
     values = (
@@ -483,11 +483,13 @@ def encoder_acceptance_bytes(encoder: Any, workspace_bytes: int, itemsize: int) 
     the position bias and the scores.
     """
     if not hasattr(encoder, "inner"):  # not a pure transformer
-        return ENCODING_BYTES + int(ENCODING_LAYERS * workspace_bytes)
+        return ENCODER_CHECK_BYTES + int(CONV_ENCODER_CHECK_BUFFERS * workspace_bytes)
     tokens = encoder.tokens_per_side**2
     branches = 2 * 3 * tokens * max(3 * encoder.width, encoder.inner) * 4
     return int(
-        ENCODING_BYTES + branches + tokens**2 * (4 * ENCODING_SCORES + 2 * encoder.heads * itemsize)
+        ENCODER_CHECK_BYTES
+        + branches
+        + tokens**2 * (4 * ENCODER_SCORE_MATRICES + 2 * encoder.heads * itemsize)
     )
 
 
@@ -497,7 +499,7 @@ def gpu_calibration_host_bytes(planned_tensors: Sequence[PlannedTensor]) -> int:
     In float32, they are the embedding, or a layer and the next one.
     """
     return GPU_CALIBRATION_BASE_BYTES + max(
-        sum(module_float32_bytes(planned_tensors, part) for part in EMBEDDING_PARTS),
+        sum(module_float32_bytes(planned_tensors, part) for part in EMBEDDING_MODULES),
         2 * largest_layer_float32_bytes(planned_tensors),
     )
 

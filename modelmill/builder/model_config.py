@@ -1,10 +1,10 @@
 """The model of a checkpoint: its family, and the config that the family reads.
 
 A family reads its config through a ``ReadTrackingConfig``, which records each key. Of the rest,
-DESCRIPTION, TRAINING and RUNTIME keys do not change logits, nor do those of INERT_DEFAULTS with the
-listed value. Those of SUPPORTED_VALUES change logits unless they have one of the listed values, and
-those that name a router's rule (``router_keys``) unless it is the family's. Any other key is named
-in a warning, since its meaning is unknown. A family may add
+DESCRIPTION, TRAINING and RUNTIME keys do not change logits, nor do those of INERT_KEY_DEFAULTS with
+the listed value. Those of SUPPORTED_VALUES change logits unless they have one of the listed values,
+and those that name a router's rule (``router_keys``) unless it is the family's. Any other key is
+named in a warning, since its meaning is unknown. A family may add
 ``UNUSED_CONFIG_KEYS`` (names) and ``SUPPORTED_VALUES`` (as here).
 """
 
@@ -75,7 +75,7 @@ RUNTIME_KEYS = frozenset((
 ))  # fmt: skip
 """Choices among implementations of the same computation."""
 
-INERT_DEFAULTS: Mapping[str, Any] = {
+INERT_KEY_DEFAULTS: Mapping[str, Any] = {
     "max_length": 20, "min_length": 0, "do_sample": False, "early_stopping": False, "num_beams": 1,
     "num_beam_groups": 1, "diversity_penalty": 0.0, "temperature": 1.0, "top_k": 50, "top_p": 1.0,
     "typical_p": 1.0,
@@ -150,14 +150,14 @@ SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 """Keys that change the computation of some models, and the values that change nothing (as null)."""
 
-WITHOUT_EFFECT = frozenset(("attention.sliding_window",))
+INEFFECTIVE_GGUF_KEYS = frozenset(("attention.sliding_window",))
 """GGUF keys that seem to change the computation and do not, in llama.cpp neither.
 
 A llama of a GGUF has full attention. They are named, since the weights may have been trained
 otherwise.
 """
 
-COMPARE_ROWS = 4096
+ROWS_PER_COMPARED_BLOCK = 4096
 """Rows compared at a time, so that a vocabulary is never converted as a whole."""
 
 
@@ -184,7 +184,7 @@ def ensure_checkpoint_config(checkpoint: Checkpoint) -> Checkpoint:
     )
 
 
-def stored_dtype(config: Mapping[str, Any]) -> str:
+def config_torch_dtype(config: Mapping[str, Any]) -> str:
     """Return the dtype that a config.json names, in either spelling; "" without one."""
     named = config.get("torch_dtype") or config.get("dtype") or ""
     return str(named).removeprefix("torch.")
@@ -256,7 +256,7 @@ def check_unread_keys(
         # alone, within an object or after an architecture's name
         names = (key, key.partition(".")[2], key.rpartition(".")[2])
         allowed = next((neutral[name] for name in names if name in neutral), None)
-        if not WITHOUT_EFFECT.isdisjoint(names):
+        if not INEFFECTIVE_GGUF_KEYS.isdisjoint(names):
             unknown.append(key)
         elif allowed is not None:
             if names[-1] == "layer_types" and _is_every_layer_full_attention(
@@ -315,7 +315,7 @@ def _unsupported_message(key: str, value: Any, allowed: tuple[Any, ...]) -> str:
 
 
 def _is_inert_default(name: str, value: Any) -> bool:
-    return name in INERT_DEFAULTS and _is_same_json_value(value, INERT_DEFAULTS[name])
+    return name in INERT_KEY_DEFAULTS and _is_same_json_value(value, INERT_KEY_DEFAULTS[name])
 
 
 def _is_same_json_value(value: Any, other: Any) -> bool:
@@ -424,5 +424,7 @@ def tensor_values_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     ):
         return True
     one, other = torch.atleast_1d(one), torch.atleast_1d(other)
-    blocks = zip(one.split(COMPARE_ROWS), other.split(COMPARE_ROWS), strict=True)
+    blocks = zip(
+        one.split(ROWS_PER_COMPARED_BLOCK), other.split(ROWS_PER_COMPARED_BLOCK), strict=True
+    )
     return all(bool((a.float() == b.float()).all()) for a, b in blocks)

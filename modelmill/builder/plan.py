@@ -17,21 +17,25 @@ import torch
 import modelmill
 from modelmill.artifact.manifest import PACKING_VERSION
 from modelmill.builder import memory_plan
-from modelmill.builder.auto_precision import AUTO, AutoPrecisionResult, resolve_auto_precision
+from modelmill.builder.auto_precision import (
+    AUTO_QUANTIZATION,
+    AutoPrecisionResult,
+    resolve_auto_precision,
+)
 from modelmill.builder.calibration_data import (
     CalibrationSource,
     chat_supports_images,
     find_calibration,
 )
-from modelmill.builder.expert_loop import expert_loop_remark
+from modelmill.builder.expert_loop import unfused_experts_remark
 from modelmill.builder.memory_plan import BuildMemory
 from modelmill.builder.model_config import (
     check_generation_config,
+    config_torch_dtype,
     ensure_checkpoint_config,
     find_family,
     read_model_config,
     resolve_tied_head,
-    stored_dtype,
 )
 from modelmill.builder.multimodal_calibration import add_image_digest
 from modelmill.builder.segmentation import check_segmentation_options
@@ -49,7 +53,7 @@ from modelmill.checkpoint.rename import ResolvedRule
 from modelmill.core.config import BuildConfig, config_to_dict
 from modelmill.core.errors import UsageError
 from modelmill.core.generation_defaults import GenerationDefaults, read_generation_config
-from modelmill.core.model_family import LANGUAGE, read_family_options
+from modelmill.core.model_family import LANGUAGE_ENGINE_TYPE, read_family_options
 from modelmill.core.progress_callback import Progress
 from modelmill.nn.kv import KVShape, kv_cache_dtype
 from modelmill.nn.layer_stack import layer_stacks, state_shape
@@ -57,9 +61,9 @@ from modelmill.nn.per_layer_input import per_layer_input_size
 from modelmill.nn.recurrent_state import NO_STATE, StateShape
 from modelmill.nn.whole_model_decode import model_kv_shape
 from modelmill.ops import registry
-from modelmill.quant.keep import KEEP, expansion_remark, resolve_keep_config
+from modelmill.quant.keep import KEEP_RECIPE, expansion_remark, resolve_keep_config
 from modelmill.quant.mixed_precision import MixedPrecisionRecipe
-from modelmill.quant.recipe import NONE, Recipe, make_recipe
+from modelmill.quant.recipe import NO_RECIPE, Recipe, make_recipe
 from modelmill.quant.vision_encoder import describe_vision_recipe, vision_encoder_recipe
 
 
@@ -112,7 +116,7 @@ class BuildPlan:
     @property
     def generation(self) -> GenerationDefaults | None:
         """Return the defaults of the engine's requests; None for a segmentation model."""
-        if self.engine_type != LANGUAGE:
+        if self.engine_type != LANGUAGE_ENGINE_TYPE:
             return None
         return read_generation_config(self.checkpoint.generation_config, self.checkpoint.container)
 
@@ -250,7 +254,7 @@ def resolve_build_options(
     if target == "auto":
         target = "cuda" if torch.cuda.is_available() else "cpu"
         reasons["target"] = f"{target}: what is here"
-    stored = stored_dtype(checkpoint.config)
+    stored = config_torch_dtype(checkpoint.config)
     if dtype == "auto":
         if target == "cpu":
             dtype, reasons["dtype"] = (
@@ -311,7 +315,7 @@ def make_build_plan(
     checkpoint = ensure_checkpoint_config(checkpoint)
     family = find_family(checkpoint)
     sizes, warnings = read_model_config(checkpoint, family)
-    if read_family_options(family).ENGINE_TYPE != LANGUAGE:
+    if read_family_options(family).ENGINE_TYPE != LANGUAGE_ENGINE_TYPE:
         return replace(
             _plan_segmentation_build(checkpoint, config, family, sizes), warnings=tuple(warnings)
         )
@@ -321,14 +325,16 @@ def make_build_plan(
     # what is quantized already is kept, unless another recipe is set
     quantized = bool(checkpoint.config.get("quantization_config"))
     expanded = expansion_remark(checkpoint) if quantized else ""
-    if config.quantization == KEEP or (quantized and config.quantization == NONE and not expanded):
+    if config.quantization == KEEP_RECIPE or (
+        quantized and config.quantization == NO_RECIPE and not expanded
+    ):
         config, reasons = resolve_keep_config(checkpoint, config)
-    elif expanded and config.quantization == NONE:
+    elif expanded and config.quantization == NO_RECIPE:
         warnings.append(expanded)
     auto_result = None
     with explained_mismatches(checkpoint, family, sizes):
         renames = resolve_rename_rules(checkpoint, family, sizes)
-        if config.quantization == AUTO and not config.layer_recipes:
+        if config.quantization == AUTO_QUANTIZATION and not config.layer_recipes:
             config, auto_result = resolve_auto_precision(
                 checkpoint, config, family, sizes, renames, on_progress
             )
@@ -342,7 +348,7 @@ def make_build_plan(
     if source is not None and chat_supports_images(checkpoint.tokenizer_files()):
         source = add_image_digest(source)
     config, resolved = resolve_build_options(checkpoint, config, recipe, source)
-    if config.quantization == AUTO:
+    if config.quantization == AUTO_QUANTIZATION:
         recipe = _make_recipe(config, sizes)  # unquantized layers need the resolved dtype
     ops = registry.select_backends(
         config.target if config.target == "cpu" or torch.cuda.is_available() else "cpu",
@@ -350,7 +356,7 @@ def make_build_plan(
     )
     with torch.device("meta"):
         model = family.Model(sizes)
-    _check_tower(config, model, checkpoint)
+    _check_vision_recipe(config, model, checkpoint)
     with explained_mismatches(checkpoint, family, sizes):
         tensors = tuple(plan_tensors(checkpoint, config, recipe, model, renames, family))
     aliases = {"head.weight": "embed.weight"} if sizes.tied else {}
@@ -369,7 +375,7 @@ def make_build_plan(
     )  # fmt: skip
 
 
-def _check_tower(config: BuildConfig, model: Any, checkpoint: Checkpoint) -> None:
+def _check_vision_recipe(config: BuildConfig, model: Any, checkpoint: Checkpoint) -> None:
     """Refuse a recipe of the vision encoder for a model that has none."""
     if config.tower != "none" and all(stack.recipe != "tower" for stack in layer_stacks(model)):
         raise UsageError(
@@ -399,11 +405,11 @@ def _expert_loop(model: Any, config: BuildConfig, tensors: Sequence[PlannedTenso
         return None
     stored = {name for each in tensors for name in each.stored_info}
     formats = {each.module: each.weight_format for each in tensors if each.weight_format}
-    return expert_loop_remark(model, formats, config.activation_scales, stored)
+    return unfused_experts_remark(model, formats, config.activation_scales, stored)
 
 
 def _make_recipe(config: BuildConfig, model_config: Any) -> Recipe | None:
-    if config.quantization == AUTO:
+    if config.quantization == AUTO_QUANTIZATION:
         return MixedPrecisionRecipe(config, model_config.layers)
     return make_recipe(config)
 
@@ -420,7 +426,7 @@ def _plan_quantized_head(
     own = None if recipe is None else recipe.module_recipe("head")
     dtype = getattr(torch, config.dtype)
     return plan_linear_weight(
-        checkpoint, copy, "head", dtype, own, keep=config.quantization == KEEP
+        checkpoint, copy, "head", dtype, own, keep=config.quantization == KEEP_RECIPE
     )
 
 

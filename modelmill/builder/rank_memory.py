@@ -92,7 +92,7 @@ def _rank_memory(
         elif planned.module in modules:  # an expert of another rank is not there
             module = modules[planned.module]
             assert isinstance(module, Linear)
-            total += _matrix_part_bytes(planned, module.shape)
+            total += _shard_matrix_bytes(planned, module.shape)
             matrices.append((planned.weight_format, tuple(module.shape)))
     return RankMemory(
         total, tuple(matrices), _rank_kv_shape(plan, model, ranks), model_state_shape(model)
@@ -125,18 +125,18 @@ def _tensor_column_alignment(planned: PlannedTensor) -> int:
     return lcm(*(columns if size < 1 else size for size in sizes))
 
 
-def _matrix_part_bytes(planned: PlannedTensor, part: tuple[int, int]) -> int:
+def _shard_matrix_bytes(planned: PlannedTensor, part: tuple[int, int]) -> int:
     """Return the bytes of a part of a matrix."""
     whole = planned.shape[0], planned.shape[1]
     if part == whole:
         return planned.nbytes
     return sum(
-        _matrix_part_numel(shape, whole, part) * dtype.itemsize
+        _shard_tensor_numel(shape, whole, part) * dtype.itemsize
         for shape, dtype in planned.stored_info.values()
     )
 
 
-def _matrix_part_numel(
+def _shard_tensor_numel(
     shape: tuple[int, ...], whole: tuple[int, int], part: tuple[int, int]
 ) -> int:
     """Return how many numbers of a stored tensor belong to a part of its matrix.

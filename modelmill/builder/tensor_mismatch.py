@@ -31,7 +31,7 @@ from modelmill.core.read_tracking_config import ReadTrackingConfig
 
 MAX_MATCHED_NAMES, MAX_COMPARED_SHAPES = 800_000, 120_000
 """Tensors that are looked at for one explanation: large models try fewer values."""
-MAX_TRIALS = 400
+MAX_VALUE_TRIALS = 400
 RENAME_MISMATCHES = ("the model needs", "the checkpoint holds")
 """How ``checkpoint.rename.plan_renames`` begins its messages."""
 
@@ -56,7 +56,7 @@ class Mismatches(NamedTuple):
         """Return whether everything fits."""
         return not (self.missing or self.unused or self.shapes)
 
-    def names_like(self, name: str) -> list[str]:
+    def sibling_layer_names(self, name: str) -> list[str]:
         """Return what is missing or unused and differs from a name in numbers alone."""
         pattern = re.compile(r"\d+".join(map(re.escape, re.split(r"\d+", name))))
         return [each for each in (*self.missing, *self.unused) if pattern.fullmatch(each)]
@@ -131,27 +131,29 @@ def find_deciding_fields(
     checkpoint: Checkpoint, family: ModuleType, found: Mismatches
 ) -> list[DecidingField]:
     """Return the fields that change what is first in ``found``; those with a fit alone, if any."""
-    first = _first_name(found)
+    first = _first_mismatched_name(found)
     of_names = bool(found.missing or found.unused)
     limit = MAX_MATCHED_NAMES if of_names else MAX_COMPARED_SHAPES
     # of the checkpoint and of the model, which may have many more layers
     num_names = len(checkpoint.names()) + len(found.missing)
-    trials = min(MAX_TRIALS, limit // (num_names + 1))
-    sizes = _sizes_read(checkpoint, family)
+    trials = min(MAX_VALUE_TRIALS, limit // (num_names + 1))
+    sizes = _read_config_integers(checkpoint, family)
     decides: set[str] = set()
     fits: dict[str, int] = {}
-    for values in zip_longest(*(_other_values(v, found.shapes.get(first)) for v in sizes.values())):
+    for values in zip_longest(
+        *(_candidate_values(v, found.shapes.get(first)) for v in sizes.values())
+    ):
         for key, other in zip(sizes, values, strict=True):
             if other is None or trials == 0:
                 continue
             trials -= 1
-            tried = _mismatches_with(checkpoint, family, {key: other}, names_alone=of_names)
+            tried = _mismatches_with_values(checkpoint, family, {key: other}, names_alone=of_names)
             if tried is None:
                 continue
             if tried.is_empty:
                 fits[key] = other
             if (
-                tried.names_like(first) != found.names_like(first)
+                tried.sibling_layer_names(first) != found.sibling_layer_names(first)
                 if of_names
                 else (tried.shapes.get(first) != found.shapes.get(first))
             ):
@@ -162,7 +164,7 @@ def find_deciding_fields(
     return [DecidingField(key, sizes[key], fits.get(key)) for key in chosen]
 
 
-def _mismatches_with(
+def _mismatches_with_values(
     checkpoint: Checkpoint, family: ModuleType, changes: Mapping[str, int], *, names_alone: bool
 ) -> Mismatches | None:
     """Return what does not fit with other values; None if the family refuses them."""
@@ -173,7 +175,7 @@ def _mismatches_with(
         return None  # a value that is tried may be impossible in any way
 
 
-def _sizes_read(checkpoint: Checkpoint, family: ModuleType) -> dict[str, int]:
+def _read_config_integers(checkpoint: Checkpoint, family: ModuleType) -> dict[str, int]:
     """Return the integers of the config that the family reads, by key."""
     view = ReadTrackingConfig(checkpoint.config)
     family.config_from_hf(view)
@@ -185,7 +187,7 @@ def _sizes_read(checkpoint: Checkpoint, family: ModuleType) -> dict[str, int]:
     }
 
 
-def _other_values(value: int, wrong: ShapeMismatch | None) -> list[int]:
+def _candidate_values(value: int, wrong: ShapeMismatch | None) -> list[int]:
     """Return values that a size may have been meant as: by the shape's ratio, then the nearest."""
     nearby = [value + 1, value - 1, 2 * value, value // 2, 4 * value, value // 4]
     nearby += [3 * value, value + 2, value - 2]
@@ -195,7 +197,7 @@ def _other_values(value: int, wrong: ShapeMismatch | None) -> list[int]:
     return [each for each in dict.fromkeys([*ratios, *nearby]) if each > 0 and each != value]
 
 
-def _first_name(found: Mismatches) -> str:
+def _first_mismatched_name(found: Mismatches) -> str:
     return [*found.missing, *found.unused, *found.shapes][0]
 
 
@@ -203,7 +205,7 @@ def _is_gguf(checkpoint: Checkpoint) -> bool:
     return checkpoint.container.endswith("gguf")
 
 
-def _file_of(checkpoint: Checkpoint, name: str) -> Path:
+def _file_of_tensor(checkpoint: Checkpoint, name: str) -> Path:
     """Return the file that has a tensor, or else should have it."""
     find = getattr(checkpoint.raw_container, "file_of", None)
     home: Path | None = None if find is None else find(name)
@@ -218,7 +220,7 @@ def _file_of(checkpoint: Checkpoint, name: str) -> Path:
 
 def _explain(checkpoint: Checkpoint, found: Mismatches, fields: list[DecidingField]) -> str:
     """Return the message: what does not fit where, which fields decide it, and what to do."""
-    home = _file_of(checkpoint, _first_name(found))
+    home = _file_of_tensor(checkpoint, _first_mismatched_name(found))
     parts = []
     if found.missing:
         parts.append(

@@ -25,20 +25,20 @@ from modelmill.core.errors import CorruptCheckpoint, TensorMismatch
 from modelmill.core.model_family import checkpoint_tensor_rules, read_family_options
 from modelmill.nn.layer_stack import (
     DECODER_STACK,
-    WEIGHT_FILE,
+    NON_LAYER_WEIGHT_FILE,
     ModuleLocation,
     linear_quant_site,
     locate_module_in_stacks,
     weight_file,
 )
 from modelmill.nn.linear import Linear
-from modelmill.quant.keep import KEEP, PrequantizedWeight, find_prequantized_weight
+from modelmill.quant.keep import KEEP_RECIPE, PrequantizedWeight, find_prequantized_weight
 from modelmill.quant.recipe import Recipe
 from modelmill.quant.vision_encoder import W8A8NearestRecipe
-from modelmill.weights.base import PackedInfo, packed_tensor_specs
+from modelmill.weights.base import PackedTensorSpecs, packed_tensor_specs
 
 HEAD_MODULES = ("head",)  # quantized with the layers if the build says so
-CHUNK_VALUES = 1 << 24
+FINITE_CHECK_CHUNK_VALUES = 1 << 24
 """Values that are searched for NaN and infinity at a time."""
 
 
@@ -59,11 +59,11 @@ class PlannedTensor:
     rule: ResolvedRule
     weight_format: str | None
     shape: tuple[int, ...]
-    stored_info: PackedInfo
+    stored_info: PackedTensorSpecs
     prequantized_weight: PrequantizedWeight | None = None
     recipe: Recipe | None = None
     place: ModuleLocation | None = None
-    weight_file: str = WEIGHT_FILE
+    weight_file: str = NON_LAYER_WEIGHT_FILE
 
     @property
     def decoder_layer(self) -> int | None:
@@ -219,7 +219,7 @@ def plan_tensors(
     for rule in rules:
         module, _, suffix = rule.target.rpartition(".")
         place = locate_module_in_stacks(model, module)
-        dtype = torch.float32 if options.stays_float32(rule.target) else build_dtype
+        dtype = torch.float32 if options.is_stored_in_float32(rule.target) else build_dtype
         if module not in linears or suffix != "weight":
             planned = _plan_non_linear_tensor(checkpoint, rule, module, dtype)
         elif module not in quantized:
@@ -232,7 +232,7 @@ def plan_tensors(
                 if recipe is None
                 else recipe.module_recipe(module, linear_quant_site(model, module))
             )
-            keep = config.quantization == KEEP
+            keep = config.quantization == KEEP_RECIPE
             planned = plan_linear_weight(checkpoint, rule, module, dtype, own, keep=keep)
         if planned.shape != expected[rule.target]:
             raise TensorMismatch(
@@ -321,8 +321,8 @@ def check_finite(name: str, tensor: torch.Tensor) -> None:
     if not tensor.dtype.is_floating_point or tensor.numel() == 0:
         return
     flat = tensor.reshape(-1)
-    for start in range(0, flat.numel(), CHUNK_VALUES):
-        part = flat[start : start + CHUNK_VALUES]
+    for start in range(0, flat.numel(), FINITE_CHECK_CHUNK_VALUES):
+        part = flat[start : start + FINITE_CHECK_CHUNK_VALUES]
         if part.dtype.itemsize == 1:
             part = part.float()
         if _is_finite(part):

@@ -27,7 +27,7 @@ from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from modelmill.core.quoting import quote
 from modelmill.weights.int4 import resolve_group_size
 
-NIBBLE_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
+AWQ_NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output, of eight, that each nibble contains."""
 
 
@@ -113,5 +113,5 @@ def _unpack_in_output_order(words: torch.Tensor) -> torch.Tensor:
     """Unpack int32 [R, N/8] to uint8 [R, N], outputs in order."""
     fields = unpack_fields(words, 4).view(words.shape[0], -1, 8)
     out = torch.empty_like(fields)
-    out[:, :, list(NIBBLE_OUTPUTS)] = fields
+    out[:, :, list(AWQ_NIBBLE_ORDER)] = fields
     return out.flatten(1)

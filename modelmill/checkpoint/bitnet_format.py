@@ -24,11 +24,11 @@ from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from modelmill.core.quoting import quote
 
 QUANT_METHOD = "bitnet"
-LABEL, STORED_DTYPE = "ternary", "uint8"
+TERNARY_DTYPE_LABEL, STORED_DTYPE = "ternary", "uint8"
 ROWS_PER_BYTE = 4
-MIN_MEAN = 1e-5
+MIN_ABS_MEAN_SCALE = 1e-5
 UNQUANTIZED_MODULES = ("embed_tokens", "lm_head")
-ADVICE = "take the checkpoint with bfloat16 weights"
+UNSUPPORTED_ADVICE = "take the checkpoint with bfloat16 weights"
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ def read_settings(settings: Any, path: Path) -> BitNetSettings | None:
     """
     if not isinstance(settings, Mapping) or settings.get("quant_method") != QUANT_METHOD:
         return None
-    linear = _read_choice(settings, "linear_class", ("bitlinear", "autobitlinear"), path)
-    mode = _read_choice(settings, "quantization_mode", ("offline", "online"), path)
+    linear = _read_enum_setting(settings, "linear_class", ("bitlinear", "autobitlinear"), path)
+    mode = _read_enum_setting(settings, "quantization_mode", ("offline", "online"), path)
     if settings.get("use_rms_norm"):
         raise CheckpointError(
             f"{path}: quantization_config.use_rms_norm is not supported: a norm in front of every "
-            f"matrix; {ADVICE}"
+            f"matrix; {UNSUPPORTED_ADVICE}"
         )
     kept = settings.get("modules_to_not_convert") or []
     if not isinstance(kept, list):
@@ -74,12 +74,14 @@ def read_settings(settings: Any, path: Path) -> BitNetSettings | None:
     return BitNetSettings(path, mode == "online" and not divides, divides, names)
 
 
-def _read_choice(settings: Mapping[str, Any], key: str, known: tuple[str, ...], path: Path) -> str:
+def _read_enum_setting(
+    settings: Mapping[str, Any], key: str, known: tuple[str, ...], path: Path
+) -> str:
     value = settings.get(key, known[0])
     if value not in known:
         raise CheckpointError(
             f"{path}: quantization_config.{key}={quote(value, 60)} is not supported (known: "
-            f"{', '.join(known)}); {ADVICE}"
+            f"{', '.join(known)}); {UNSUPPORTED_ADVICE}"
         )
     return str(value)
 
@@ -132,13 +134,13 @@ class BitNetContainer(ConvertedContainer):
             return info
         rows, columns = info.shape
         rows *= ROWS_PER_BYTE if info.dtype == STORED_DTYPE else 1
-        return TensorInfo(name, (rows, columns), LABEL, info.nbytes)
+        return TensorInfo(name, (rows, columns), TERNARY_DTYPE_LABEL, info.nbytes)
 
     def get(self, name: str) -> torch.Tensor:
         """Return the values, of a ternary matrix in float32."""
         stored = self._raw.get(name)
         if name in self._ternary:
-            size = stored.float().abs().mean().clamp(min=MIN_MEAN)
+            size = stored.float().abs().mean().clamp(min=MIN_ABS_MEAN_SCALE)
             return (stored.float() / size).round().clamp(-1, 1) * size
         if name not in self._scales:
             return stored

@@ -34,7 +34,7 @@ from modelmill.core.quoting import quote
 from modelmill.weights.int4 import resolve_group_size
 
 SUPPORTED_FORMATS = ("pack-quantized", "int-quantized")
-ADVICE = "take the original checkpoint and build it with -q int4, int8 or fp8"
+UNSUPPORTED_ADVICE = "take the original checkpoint and build it with -q int4, int8 or fp8"
 SUPPORTED_STRATEGIES = ("group", "channel", "tensor")
 
 
@@ -50,16 +50,19 @@ def parse_scheme(settings: Mapping[str, Any], path: Path) -> CompressedTensorsSc
         or not groups
         or any(not isinstance(each, Mapping) for each in groups.values())
     ):
-        raise CheckpointError(f"{path}: its quantization_config names no config_groups; {ADVICE}")
+        raise CheckpointError(
+            f"{path}: its quantization_config names no config_groups; {UNSUPPORTED_ADVICE}"
+        )
     sparse: Any = settings.get("sparsity_config") or {}
     sparsity = sparse.get("format", "dense") if isinstance(sparse, Mapping) else sparse
     if sparsity != "dense":
         raise CheckpointError(
-            f"{path} is stored sparse ({quote(sparsity, 60)}), which cannot be read; {ADVICE}"
+            f"{path} is stored sparse ({quote(sparsity, 60)}), which cannot be read; "
+            f"{UNSUPPORTED_ADVICE}"
         )
     if settings.get("kv_cache_scheme"):
         raise CheckpointError(
-            f"{path} brings scales for its KV cache, which cannot be used; {ADVICE}"
+            f"{path} brings scales for its KV cache, which cannot be used; {UNSUPPORTED_ADVICE}"
         )
     activations = set()
     for each in groups.values():
@@ -68,7 +71,7 @@ def parse_scheme(settings: Mapping[str, Any], path: Path) -> CompressedTensorsSc
         if not isinstance(input_activations, Mapping):
             raise CheckpointError(
                 f"{path}: its input_activations are {quote(input_activations, 60)}, "
-                f"no object; {ADVICE}"
+                f"no object; {UNSUPPORTED_ADVICE}"
             )
         if input_activations:
             activations.add(
@@ -86,7 +89,7 @@ def _check_config_group(group: Mapping[str, Any], format_name: str, path: Path) 
     if format_name not in SUPPORTED_FORMATS or not isinstance(weights, Mapping):
         raise CheckpointError(
             f"{path} is a compressed-tensors checkpoint of format {format_name}, "
-            f"known are {', '.join(SUPPORTED_FORMATS)}; {ADVICE}"
+            f"known are {', '.join(SUPPORTED_FORMATS)}; {UNSUPPORTED_ADVICE}"
         )
     bits = weights.get("num_bits", 8)
     kind = weights.get("type", "int")
@@ -100,7 +103,8 @@ def _check_config_group(group: Mapping[str, Any], format_name: str, path: Path) 
         raise CheckpointError(
             f"{path} is a compressed-tensors checkpoint of {quote(bits, 60)}-bit {kind} weights "
             f"by {strategy}; "
-            f"int weights of 4 or 8 bits by {', '.join(SUPPORTED_STRATEGIES)} can be read; {ADVICE}"
+            f"int weights of 4 or 8 bits by {', '.join(SUPPORTED_STRATEGIES)} can be read; "
+            f"{UNSUPPORTED_ADVICE}"
         )
     size = weights.get("group_size")
     if strategy == "group" and (
@@ -108,7 +112,7 @@ def _check_config_group(group: Mapping[str, Any], format_name: str, path: Path) 
     ):
         raise CheckpointError(
             f"{path} is a compressed-tensors checkpoint in groups of {size}; "
-            f"multiples of {GROUP_SIZE_MULTIPLE} can be kept; {ADVICE}"
+            f"multiples of {GROUP_SIZE_MULTIPLE} can be kept; {UNSUPPORTED_ADVICE}"
         )
 
 
@@ -161,7 +165,7 @@ class CompressedTensorsScheme:
                 raise CheckpointError(
                     f"{self.path}: {stem}.weight_packed {list(stored)} holds no {rows} × "
                     f"{columns} codes of 4 or 8 "
-                    f"bits; {ADVICE}"
+                    f"bits; {UNSUPPORTED_ADVICE}"
                 )
             bits = known[stored]
         else:
@@ -170,7 +174,8 @@ class CompressedTensorsScheme:
                 description = f"{info.dtype} {list(info.shape)}"
                 raise CheckpointError(
                     f"{self.path}: {stem}.weight is {description}, only int8 matrices "
-                    f"can be read; {ADVICE}"
+                    f"can be read; "
+                    f"{UNSUPPORTED_ADVICE}"
                 )
             (rows, columns), bits = info.shape, 8
         groups = self._count_scale_groups(raw, stem, rows)
@@ -180,7 +185,8 @@ class CompressedTensorsScheme:
             group = whole
         elif group % GROUP_SIZE_MULTIPLE or -(-columns // group) != groups:
             raise CheckpointError(
-                f"{self.path}: {stem} has {groups} groups for {columns} columns; {ADVICE}"
+                f"{self.path}: {stem} has {groups} groups for {columns} columns; "
+                f"{UNSUPPORTED_ADVICE}"
             )
         offset = f"{stem}.weight_zero_point" in here
         if offset and raw.tensor_info(f"{stem}.weight_zero_point").dtype not in ("int8", "int32"):
@@ -289,5 +295,6 @@ class CompressedTensorsScheme:
             return perm_from_group_index(groups, group_size)
         except ValueError:
             raise CheckpointError(
-                f"{self.path}: {name} has groups of uneven size, which cannot be kept; {ADVICE}"
+                f"{self.path}: {name} has groups of uneven size, which cannot be kept; "
+                f"{UNSUPPORTED_ADVICE}"
             ) from None

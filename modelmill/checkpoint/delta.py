@@ -13,7 +13,7 @@ from modelmill.core.errors import TensorMismatch
 VOCABULARY_TENSORS = ("embed_tokens", "lm_head", "wte")
 """Tensors with a row per token: only these may have more rows in the delta than in the base."""
 
-COMPUTED_BUFFER = "rotary_emb.inv_freq"
+INV_FREQ_BUFFER = "rotary_emb.inv_freq"
 """A computed buffer that old files save: taken from either side, may be missing."""
 
 CHUNK_ROWS = 4096
@@ -31,7 +31,7 @@ class DeltaContainer:
         self._base, self._delta = base, delta
         self.metadata: dict[str, Any] = {**base.metadata, **delta.metadata}
         first, second = set(base.names()), set(delta.names())
-        alone = {name for name in first ^ second if not name.endswith(COMPUTED_BUFFER)}
+        alone = {name for name in first ^ second if not name.endswith(INV_FREQ_BUFFER)}
         if alone:
             raise TensorMismatch(
                 f"base and delta do not belong together: {len(alone)} tensor(s) are in one of "

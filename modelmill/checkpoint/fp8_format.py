@@ -22,12 +22,12 @@ from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from modelmill.core.quoting import quote
 
 SUPPORTED_METHODS = ("fp8", "fbgemm_fp8")
-COMPRESSED_FORMAT = "float-quantized"
-STORED_DTYPE, LABEL = "float8_e4m3fn", "scaled e4m3"
+COMPRESSED_TENSORS_FORMAT = "float-quantized"
+STORED_DTYPE, FP8_DTYPE_LABEL = "float8_e4m3fn", "scaled e4m3"
 SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale")
 ACTIVATION_SUFFIXES = ("input_scale", "activation_scale", "input_scale_ub")
-ADVICE = "take the original checkpoint and build it with -q fp8 or int8"
-Block = tuple[int, int]
+UNSUPPORTED_ADVICE = "take the original checkpoint and build it with -q fp8 or int8"
+ScaleBlockShape = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Fp8Settings:
     """
 
     path: Path
-    block: Block | None
+    block: ScaleBlockShape | None
 
 
 def read_settings(settings: Any, path: Path) -> Fp8Settings | None:
@@ -56,7 +56,7 @@ def read_settings(settings: Any, path: Path) -> Fp8Settings | None:
         if settings.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
             raise CheckpointError(
                 f"{path} holds 8-bit floats of format {quote(settings['fmt'], 60)}, e4m3 can be "
-                f"read; {ADVICE}"
+                f"read; {UNSUPPORTED_ADVICE}"
             )
         return Fp8Settings(path, _parse_block_size(settings.get("weight_block_size"), path))
     groups = settings.get("config_groups")
@@ -66,11 +66,13 @@ def read_settings(settings: Any, path: Path) -> Fp8Settings | None:
         str(_get_mapping_entry(each, "format") or settings.get("format"))
         for each in groups.values()
     }
-    if formats != {COMPRESSED_FORMAT}:
+    if formats != {COMPRESSED_TENSORS_FORMAT}:
         return None
     blocks = {_compressed_tensors_block_size(each, path) for each in groups.values()}
     if len(blocks) > 1:
-        raise CheckpointError(f"{path} has 8-bit floats in blocks of several sizes; {ADVICE}")
+        raise CheckpointError(
+            f"{path} has 8-bit floats in blocks of several sizes; {UNSUPPORTED_ADVICE}"
+        )
     return Fp8Settings(path, next(iter(blocks), None))
 
 
@@ -78,26 +80,26 @@ def _get_mapping_entry(group: Any, key: str) -> Any:
     return group.get(key) if isinstance(group, Mapping) else None
 
 
-def _compressed_tensors_block_size(group: Any, path: Path) -> Block | None:
+def _compressed_tensors_block_size(group: Any, path: Path) -> ScaleBlockShape | None:
     weights = _get_mapping_entry(group, "weights")
     bits, number = _get_mapping_entry(weights, "num_bits"), _get_mapping_entry(weights, "type")
     if (bits, number) != (8, "float"):
         raise CheckpointError(
             f"{path} is a compressed-tensors checkpoint of {quote(bits, 60)}-bit "
-            f"{quote(number, 60)} weights in the format {COMPRESSED_FORMAT}, where floats of 8 "
-            f"bits can be read; {ADVICE}"
+            f"{quote(number, 60)} weights in the format {COMPRESSED_TENSORS_FORMAT}, "
+            f"where floats of 8 bits can be read; {UNSUPPORTED_ADVICE}"
         )
     return _parse_block_size(_get_mapping_entry(weights, "block_structure"), path)
 
 
-def _parse_block_size(value: Any, path: Path) -> Block | None:
+def _parse_block_size(value: Any, path: Path) -> ScaleBlockShape | None:
     if value is None:
         return None
     sizes = value if isinstance(value, list | tuple) else ()
     if len(sizes) != 2 or not all(type(each) is int and each > 0 for each in sizes):
         raise CheckpointError(
             f"{path}: quantization_config has blocks of {quote(value, 60)}, where a number of rows "
-            f"and one of columns are needed; {ADVICE}"
+            f"and one of columns are needed; {UNSUPPORTED_ADVICE}"
         )
     return sizes[0], sizes[1]
 
@@ -162,7 +164,7 @@ class Fp8Container(ConvertedContainer):
         if scale_name is None:
             return info
         nbytes = info.nbytes + self._raw.tensor_info(scale_name).nbytes
-        return TensorInfo(name, info.shape, LABEL, nbytes)
+        return TensorInfo(name, info.shape, FP8_DTYPE_LABEL, nbytes)
 
     def get(self, name: str) -> torch.Tensor:
         """Return the values, of a matrix of 8-bit floats in float32."""

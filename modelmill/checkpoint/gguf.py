@@ -27,7 +27,7 @@ from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from modelmill.core.quoting import quote
 
 MAX_DIMENSIONS = 4
-MAX_NESTING = 4
+MAX_ARRAY_NESTING = 4
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 1 << 20
 
@@ -44,11 +44,11 @@ SCALAR_DTYPES: dict[int, np.dtype[Any]] = {
     11: np.dtype("<i8"),
     12: np.dtype("<f8"),
 }
-BOOL, STRING, ARRAY = 7, 8, 9
+BOOL_VALUE_TYPE, STRING_VALUE_TYPE, ARRAY_VALUE_TYPE = 7, 8, 9
 
-MIN_KEY_BYTES = 8 + 4 + 1
+MIN_METADATA_ENTRY_BYTES = 8 + 4 + 1
 """Fewest bytes of a metadata entry: the key's length, the value's type, a one-byte value."""
-MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
+MIN_TENSOR_ENTRY_BYTES = 8 + 4 + 4 + 8
 """Fewest bytes of a tensor's entry: the name's length, dimension count, type, offset."""
 
 
@@ -199,8 +199,8 @@ class _GgufHeader:
             )
         self.tensor_count = self._read_number("<Q")
         pair_count = self._read_number("<Q")
-        self._check_count_fits_file(pair_count, MIN_KEY_BYTES, "metadata entries")
-        self._check_count_fits_file(self.tensor_count, MIN_TENSOR_BYTES, "tensors")
+        self._check_count_fits_file(pair_count, MIN_METADATA_ENTRY_BYTES, "metadata entries")
+        self._check_count_fits_file(self.tensor_count, MIN_TENSOR_ENTRY_BYTES, "tensors")
         self.metadata: dict[str, Any] = {}
         for _ in range(pair_count):
             key = self._read_name("metadata key")
@@ -281,9 +281,9 @@ class _GgufHeader:
         return GgufTensor(name, tuple(reversed(dims)), ggml_type, offset, nbytes)
 
     def _read_value(self, value_type: int, key: str, depth: int) -> Any:
-        if value_type == STRING:
+        if value_type == STRING_VALUE_TYPE:
             return self._read_text(key)
-        if value_type == ARRAY:
+        if value_type == ARRAY_VALUE_TYPE:
             return self._read_array(key, depth)
         if value_type not in SCALAR_DTYPES:
             raise self._corrupt_error(
@@ -291,22 +291,24 @@ class _GgufHeader:
             )
         dtype = SCALAR_DTYPES[value_type]
         data = self._read_bytes(dtype.itemsize)
-        return data != b"\0" if value_type == BOOL else np.frombuffer(data, dtype)[0].item()
+        return (
+            data != b"\0" if value_type == BOOL_VALUE_TYPE else np.frombuffer(data, dtype)[0].item()
+        )
 
     def _read_array(self, key: str, depth: int) -> Any:
         ggml_type, count = self._read_number("<I"), self._read_number("<Q")
-        if depth >= MAX_NESTING:
+        if depth >= MAX_ARRAY_NESTING:
             raise self._corrupt_error(f"nests the arrays of {quote(key)} too deeply")
         if ggml_type in SCALAR_DTYPES:
             self._check_count_fits_file(
                 count, SCALAR_DTYPES[ggml_type].itemsize, f"values of {quote(key)}"
             )
             data = self._read_bytes(count * SCALAR_DTYPES[ggml_type].itemsize)
-            if ggml_type == BOOL:
+            if ggml_type == BOOL_VALUE_TYPE:
                 return np.frombuffer(data, np.uint8) != 0
             return np.frombuffer(data, SCALAR_DTYPES[ggml_type])
         self._check_count_fits_file(
-            count, 8 if ggml_type == STRING else 12, f"values of {quote(key)}"
+            count, 8 if ggml_type == STRING_VALUE_TYPE else 12, f"values of {quote(key)}"
         )
         return [self._read_value(ggml_type, key, depth + 1) for _ in range(count)]
 

@@ -15,7 +15,7 @@ from modelmill.checkpoint.gguf_config import (
 )
 from modelmill.checkpoint.gguf_families import (
     LLAMA_NAMES,
-    MIXTRAL_EXPERTS,
+    MIXTRAL_EXPERT_TENSORS,
     GgufArchitecture,
     read_rms_config,
 )
@@ -32,7 +32,7 @@ ERNIE_NAMES = {**DOTS1_NAMES, "blk.exp_probs_b": "mlp.moe_statics.e_score_correc
 EXAONE_NAMES = {**DOTS1_NAMES, "blk.exp_probs_b": "mlp.e_score_correction_bias"}
 MINIMAX_NAMES = {
     **LLAMA_NAMES,
-    **MIXTRAL_EXPERTS,
+    **MIXTRAL_EXPERT_TENSORS,
     "blk.ffn_gate_inp": "block_sparse_moe.gate",
     "blk.exp_probs_b": "block_sparse_moe.e_score_correction_bias",
 }

@@ -342,7 +342,7 @@ def rope_scaling(keys: ArchitectureKeys, theta: float) -> dict[str, Any] | None:
                 f"rope_freqs.weight has {list(info.shape)}, not one a frequency"
             )
         factors = raw.get("rope_freqs.weight").float().tolist()
-        return gguf_rope_scaling.from_rope_freqs(keys.view, keys.arch, factors, theta)
+        return gguf_rope_scaling.rope_scaling_from_rope_freqs(keys.view, keys.arch, factors, theta)
 
 
 def yarn_mscale_rope_scaling(keys: ArchitectureKeys, share: float = 1.0) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ from modelmill.checkpoint.gguf_families import (
 )
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
-DEFAULT_INTERVAL = 4
+DEFAULT_FULL_ATTENTION_INTERVAL = 4
 """Of layers with full attention, where the file has no key."""
 LINEAR_ATTENTION_PATH = "linear_attn"
 DELTA_NET_NAMES = {
@@ -59,7 +59,7 @@ QWEN3_NEXT_NAMES = {
 
 def _read_layer_types(keys: ArchitectureKeys, layers: int) -> list[str]:
     """Read which layers are recurrences: from a list, or all but every n-th."""
-    every = keys.get_count("full_attention_interval", DEFAULT_INTERVAL)
+    every = keys.get_count("full_attention_interval", DEFAULT_FULL_ATTENTION_INTERVAL)
     key = "attention.recurrent_layers"
     stored = keys.view.get(f"{keys.arch}.{key}")
     if stored is None:

@@ -27,7 +27,7 @@ from modelmill.checkpoint.gguf_families import (
     read_common_config,
     read_rms_config,
 )
-from modelmill.checkpoint.gguf_rope_scaling import from_longrope_factors
+from modelmill.checkpoint.gguf_rope_scaling import rope_scaling_from_longrope
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
 PLAIN_MLP_NAMES = {name: hf for name, hf in LLAMA_NAMES.items() if name != "blk.ffn_gate"}
@@ -161,7 +161,7 @@ def _read_longrope_scaling(keys: ArchitectureKeys) -> dict[str, Any]:
             )
         lists.append(raw.get(name).float().tolist())
     with prefix_errors_with_path(raw):
-        return from_longrope_factors(keys.view, keys.arch, lists[1], lists[0])
+        return rope_scaling_from_longrope(keys.view, keys.arch, lists[1], lists[0])
 
 
 def _read_mistral3_config(keys: ArchitectureKeys) -> dict[str, Any]:

@@ -129,7 +129,7 @@ GPT2_NAMES = {
 EXPERT_NAMES = {
     f"blk.ffn_{part}_exps": f"mlp.experts.*.{part}_proj" for part in ("gate", "up", "down")
 }
-MIXTRAL_EXPERTS = {
+MIXTRAL_EXPERT_TENSORS = {
     part: f"block_sparse_moe.experts.*.{name}"
     for part, name in zip(EXPERT_NAMES, ("w1", "w3", "w2"), strict=True)
 }
@@ -510,10 +510,10 @@ def _gemma2_query_scalar(keys: ArchitectureKeys, largest: int) -> int:
     return head_dim(keys)
 
 
-FALCON = GgufArchitecture(
+FALCON_ARCHITECTURE = GgufArchitecture(
     FALCON_NAMES, "transformer.h", grouped_qkv=True, read_config=_read_falcon_config
 )
-FURTHER_ARCHITECTURES = {
+GGUF_FAMILY_ARCHITECTURES = {
     "gpt-oss": GgufArchitecture(
         GPT_OSS_NAMES, model_type="gpt_oss", read_config=_read_gpt_oss_config
     ),
@@ -569,8 +569,11 @@ FURTHER_ARCHITECTURES = {
         read_config=_read_gpt_neox_config,
     ),
     "falcon": replace(
-        FALCON,
-        variant=("blk.0.attn_norm_2.weight", replace(FALCON, names=FALCON_TWO_NORM_NAMES)),
+        FALCON_ARCHITECTURE,
+        variant=(
+            "blk.0.attn_norm_2.weight",
+            replace(FALCON_ARCHITECTURE, names=FALCON_TWO_NORM_NAMES),
+        ),
     ),
     "phi2": GgufArchitecture(PHI_NAMES, model_type="phi", read_config=_read_phi_config),
 }

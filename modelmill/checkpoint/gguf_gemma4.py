@@ -15,9 +15,9 @@ from modelmill.checkpoint.gguf_config import ArchitectureKeys
 from modelmill.checkpoint.gguf_families import GEMMA_NAMES, GgufArchitecture
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
-FUSED_EXPERTS = "blk.ffn_gate_up_exps"
+FUSED_GATE_UP_TENSOR = "blk.ffn_gate_up_exps"
 """The tensor of all experts' gate projections, each with its up projection behind it."""
-FROZEN_DIVISOR = 1e20  # a channel whose frequency is divided by more does not turn
+MIN_UNROTATED_DIVISOR = 1e20  # a channel whose frequency is divided by more does not turn
 GEMMA4_NAMES = {
     **GEMMA_NAMES,
     "per_layer_token_embd": "model.embed_tokens_per_layer",
@@ -30,7 +30,7 @@ GEMMA4_NAMES = {
     "blk.post_ffw_norm_2": "post_feedforward_layernorm_2",
     "blk.pre_ffw_norm_2": "pre_feedforward_layernorm_2",
     "blk.ffn_gate_inp": "router.proj",
-    FUSED_EXPERTS: "experts.*.gate_up_proj",
+    FUSED_GATE_UP_TENSOR: "experts.*.gate_up_proj",
     "blk.ffn_gate_exps": "experts.*.gate_proj",
     "blk.ffn_up_exps": "experts.*.up_proj",
     "blk.ffn_down_exps": "experts.*.down_proj",
@@ -85,7 +85,7 @@ def _read_rope_parameters(keys: ArchitectureKeys, full_dim: int, dim: int) -> di
     divisors = keys.raw.get("rope_freqs.weight").float().flatten().tolist()
     count = sum(each == 1.0 for each in divisors)
     expected = len(divisors) == full_dim // 2 and count > 0
-    if not expected or any(each < FROZEN_DIVISOR for each in divisors[count:]):
+    if not expected or any(each < MIN_UNROTATED_DIVISOR for each in divisors[count:]):
         raise UnknownArchitecture(
             f"{keys.raw.path}: rope_freqs.weight of a gemma4 has {full_dim // 2} values, 1 for the "
             "first and 1e30 for the others"

@@ -22,9 +22,9 @@ from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
 SOFTMAX_GATING, SIGMOID_GATING = 1, 2
 """Of ``expert_gating_func``."""
-GLM_FLASH_LAYERS, GLM_FLASH_VOCABULARY = (47, 48), 154880
+GLM_FLASH_LAYER_COUNTS, GLM_FLASH_VOCAB_SIZE = (47, 48), 154880
 """Of GLM-4.7-Flash, whose files may not name the sigmoids: llama.cpp tells it by its sizes."""
-NEXTN_PARTS = (
+NEXTN_TENSORS = (
     "eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head_head", "shared_head_norm",
 )  # fmt: skip
 GROUPED_EXPERT_NAMES = {
@@ -36,7 +36,7 @@ GROUPED_EXPERT_NAMES = {
         for part in ("gate", "up", "down")
     },
     # of the layer of multi-token prediction, which is not used
-    **{f"blk.nextn.{part}": part for part in NEXTN_PARTS},
+    **{f"blk.nextn.{part}": part for part in NEXTN_TENSORS},
 }
 GLM4_MOE_NAMES = {
     **{gguf: name for gguf, name in LLAMA_NAMES.items() if gguf != "blk.ffn_norm"},
@@ -144,7 +144,7 @@ def _read_deepseek_gating(keys: ArchitectureKeys, layers: int) -> int:
         UnknownArchitecture: for other scores.
     """
     vocabulary = keys.raw.tensor_info("token_embd.weight").shape[0]
-    is_flash = layers in GLM_FLASH_LAYERS and vocabulary == GLM_FLASH_VOCABULARY
+    is_flash = layers in GLM_FLASH_LAYER_COUNTS and vocabulary == GLM_FLASH_VOCAB_SIZE
     gating = keys.get_count("expert_gating_func", SIGMOID_GATING if is_flash else SOFTMAX_GATING)
     if gating not in (SOFTMAX_GATING, SIGMOID_GATING):
         raise UnknownArchitecture(

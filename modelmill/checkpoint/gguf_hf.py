@@ -27,15 +27,15 @@ from modelmill.checkpoint.gguf_delta_net import DELTA_NET_ARCHITECTURES
 from modelmill.checkpoint.gguf_dense_families import DENSE_ARCHITECTURES, LONGROPE_TENSORS
 from modelmill.checkpoint.gguf_families import (
     EXPERT_NAMES,
-    FURTHER_ARCHITECTURES,
+    GGUF_FAMILY_ARCHITECTURES,
     GPT2_NAMES,
     LLAMA_NAMES,
-    MIXTRAL_EXPERTS,
+    MIXTRAL_EXPERT_TENSORS,
     TRANSFORMER_H_NAMES,
     GgufArchitecture,
     ReorderedTensorSlice,
 )
-from modelmill.checkpoint.gguf_gemma4 import FUSED_EXPERTS, GEMMA4_ARCHITECTURES
+from modelmill.checkpoint.gguf_gemma4 import FUSED_GATE_UP_TENSOR, GEMMA4_ARCHITECTURES
 from modelmill.checkpoint.gguf_granite_swa import GRANITE_SWA_ARCHITECTURES
 from modelmill.checkpoint.gguf_group_limited_experts import GROUPED_EXPERT_ARCHITECTURES
 from modelmill.checkpoint.gguf_hunyuan import HUNYUAN_ARCHITECTURES
@@ -59,13 +59,17 @@ SHARED_EXPERT_NAMES = {
     "blk.ffn_up_shexp": "mlp.shared_expert.up_proj",
     "blk.ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-MIXTRAL_NAMES = {**LLAMA_NAMES, **MIXTRAL_EXPERTS, "blk.ffn_gate_inp": "block_sparse_moe.gate"}
+MIXTRAL_NAMES = {
+    **LLAMA_NAMES,
+    **MIXTRAL_EXPERT_TENSORS,
+    "blk.ffn_gate_inp": "block_sparse_moe.gate",
+}
 
 ROTARY_ARCHITECTURES = ("llama", "qwen", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "olmoe")
-CONSUMED_TENSORS = dict.fromkeys(
+ROPE_SCALING_TENSORS = dict.fromkeys(
     (
         *ROTARY_ARCHITECTURES,
-        *FURTHER_ARCHITECTURES,
+        *GGUF_FAMILY_ARCHITECTURES,
         *BIASED_ROUTER_ARCHITECTURES,
         *GRANITE_SWA_ARCHITECTURES,
         *GEMMA4_ARCHITECTURES,
@@ -93,7 +97,7 @@ ARCHITECTURES = {
     "qwen3moe": GgufArchitecture(QWEN_MOE_NAMES, model_type="qwen3_moe"),
     "olmoe": GgufArchitecture(QWEN_MOE_NAMES, "model.layers"),
     "gpt2": GgufArchitecture(GPT2_NAMES, "transformer.h", transposed=True),
-    **FURTHER_ARCHITECTURES,
+    **GGUF_FAMILY_ARCHITECTURES,
     **DENSE_ARCHITECTURES,
     **ALIBI_ARCHITECTURES,
     **GROUPED_EXPERT_ARCHITECTURES,
@@ -114,7 +118,7 @@ REFUSED_ARCHITECTURES = {
 """Architectures whose files lack what the model computes with, and what that is."""
 
 
-WITH_EXPERTS = {
+MOE_ARCHITECTURES = {
     "llama": replace(
         ARCHITECTURES["llama"], names=MIXTRAL_NAMES, model_type="mixtral", alike_types=()
     )
@@ -144,7 +148,7 @@ class GgufAsHf:
         layout = ARCHITECTURES.get(arch) if isinstance(arch, str) else None
         experts = raw.metadata.get("llama.expert_count")
         if arch == "llama" and isinstance(experts, int) and experts > 0:
-            layout = WITH_EXPERTS["llama"]
+            layout = MOE_ARCHITECTURES["llama"]
         if arch in REFUSED_ARCHITECTURES:
             raise UnknownArchitecture(
                 f"{raw.path}: a GGUF of {arch} {REFUSED_ARCHITECTURES[arch]}; use its Hugging Face "
@@ -176,7 +180,9 @@ class GgufAsHf:
         for name in raw.names():
             if layout.joins_latent and ".attn_v_b." in name:
                 continue  # read with attn_k_b
-            if name in CONSUMED_TENSORS.get(str(arch), ()) or (tied and name == "output.weight"):
+            if name in ROPE_SCALING_TENSORS.get(str(arch), ()) or (
+                tied and name == "output.weight"
+            ):
                 continue
             if _parse_layer_number(name) in drafts:
                 own = _HfTensorSource(name, raw.tensor_info(name).shape, None, is_kept=False)
@@ -267,7 +273,7 @@ class GgufAsHf:
         elif architecture.transposed and base.startswith("blk.") and len(shape) == 2:
             shape = (shape[1], shape[0])
             undo, transposed = _transpose, True
-        if base == FUSED_EXPERTS and len(shape) == 3:
+        if base == FUSED_GATE_UP_TENSOR and len(shape) == 3:
             self._add_fused_experts(target, name, shape)
             return
         if "*" in target and len(shape) == 3:

@@ -11,10 +11,10 @@ from modelmill.checkpoint.gguf_families import (
     GgufArchitecture,
     read_rms_config,
 )
-from modelmill.checkpoint.gguf_group_limited_experts import NEXTN_PARTS, require_sigmoid_gating
+from modelmill.checkpoint.gguf_group_limited_experts import NEXTN_TENSORS, require_sigmoid_gating
 from modelmill.core.errors import UnknownArchitecture
 
-DENSE_NAMES = {
+HUNYUAN_DENSE_NAMES = {
     **LLAMA_NAMES,
     "blk.attn_q_norm": "self_attn.query_layernorm",
     "blk.attn_k_norm": "self_attn.key_layernorm",
@@ -23,14 +23,18 @@ HUNYUAN_EXPERT_NAMES = {
     **EXPERT_NAMES,
     **{f"blk.ffn_{part}_shexp": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")},
 }
-MOE_NAMES = {**DENSE_NAMES, **HUNYUAN_EXPERT_NAMES, "blk.ffn_gate_inp": "mlp.gate.wg"}
+HUNYUAN_MOE_NAMES = {
+    **HUNYUAN_DENSE_NAMES,
+    **HUNYUAN_EXPERT_NAMES,
+    "blk.ffn_gate_inp": "mlp.gate.wg",
+}
 HY_V3_NAMES = {
     **LLAMA_NAMES,
     **HUNYUAN_EXPERT_NAMES,
     "blk.ffn_gate_inp": "mlp.router.gate",
     "blk.exp_probs_b": "mlp.expert_bias",
     # of the layers of multi-token prediction, which are not used
-    **{f"blk.nextn.{part}": part for part in NEXTN_PARTS},
+    **{f"blk.nextn.{part}": part for part in NEXTN_TENSORS},
 }
 
 
@@ -100,10 +104,10 @@ def _count_shared_experts(keys: ArchitectureKeys, inner: int) -> int:
 
 HUNYUAN_ARCHITECTURES = {
     "hunyuan-dense": GgufArchitecture(
-        DENSE_NAMES, model_type="hunyuan_v1_dense", read_config=_read_dense_config
+        HUNYUAN_DENSE_NAMES, model_type="hunyuan_v1_dense", read_config=_read_dense_config
     ),
     "hunyuan-moe": GgufArchitecture(
-        MOE_NAMES, model_type="hunyuan_v1_moe", read_config=_read_moe_config
+        HUNYUAN_MOE_NAMES, model_type="hunyuan_v1_moe", read_config=_read_moe_config
     ),
     "hy_v3": GgufArchitecture(HY_V3_NAMES, model_type="hy_v3", read_config=_read_hy_v3_config),
 }

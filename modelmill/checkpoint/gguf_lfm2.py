@@ -22,7 +22,7 @@ LFM2_NAMES = {
     "blk.ffn_down": "feed_forward.w2",
     **{f"blk.shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")},
 }
-MOE_NAMES = {
+LFM2_MOE_NAMES = {
     **LFM2_NAMES,
     "blk.ffn_gate_inp": "feed_forward.gate",
     "blk.exp_probs_b": "feed_forward.expert_bias",
@@ -73,6 +73,6 @@ def _read_lfm2_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
 LFM2_ARCHITECTURES = {
     "lfm2": GgufArchitecture(LFM2_NAMES, read_config=_read_lfm2_config),
     "lfm2moe": GgufArchitecture(
-        MOE_NAMES, model_type="lfm2_moe", read_config=_read_lfm2_moe_config
+        LFM2_MOE_NAMES, model_type="lfm2_moe", read_config=_read_lfm2_moe_config
     ),
 }

@@ -26,7 +26,7 @@ NEMOTRON_H_NAMES = {
         for suffix, stem in (("", ""), ("_exps", "experts.*."), ("_shexp", "shared_experts."))
     },
 }
-IDLE_KEYS = (
+INEFFECTIVE_KEYS = (
     "attention.layer_norm_epsilon", "rope.dimension_count", "rope.freq_base",
     "rope.scaling.finetuned", "vocab_size",
 )  # fmt: skip
@@ -42,7 +42,7 @@ def _read_nemotron_h_config(keys: ArchitectureKeys) -> dict[str, Any]:
     layers = keys.get_count("block_count") - keys.get_count("nextn_predict_layers", 0)
     kv_heads = _read_count_per_layer(keys, "attention.head_count_kv")[:layers]
     inner = _read_count_per_layer(keys, "feed_forward_length")[:layers]
-    for idle in IDLE_KEYS:
+    for idle in INEFFECTIVE_KEYS:
         keys.view.get(f"{keys.arch}.{idle}")
     types = [
         _layer_block_type(keys, layer, each)

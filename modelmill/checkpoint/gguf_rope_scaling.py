@@ -14,7 +14,7 @@ LLAMA3_DEFAULTS = (1.0, 4.0, 8192.0)
 YARN_LOG_MULTIPLIER_KEY = "yarn_log_multiplier"
 TOLERANCE = 1e-3
 
-MAX_VALUE = 1e12
+MAX_ROPE_NUMBER = 1e12
 """Above every real factor, base and length; prevents overflows."""
 
 
@@ -104,7 +104,7 @@ def _reject_unsupported_keys(metadata: Mapping[str, Any], arch: str, computed: s
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)
-            or not abs(value) < MAX_VALUE
+            or not abs(value) < MAX_ROPE_NUMBER
         ):
             raise CorruptCheckpoint(
                 f"the GGUF's key {prefix}{name} is {str(value)[:40]!r}, which makes no sense"
@@ -115,7 +115,7 @@ def _reject_unsupported_keys(metadata: Mapping[str, Any], arch: str, computed: s
             )
 
 
-def from_rope_freqs(
+def rope_scaling_from_rope_freqs(
     metadata: Mapping[str, Any], arch: str, factors: Sequence[float], theta: float
 ) -> dict[str, Any] | None:
     """Return Llama 3's scaling of a GGUF with rope_freqs.weight.
@@ -127,7 +127,7 @@ def from_rope_freqs(
     return llama3_from_factors(factors, theta, original_context_length(metadata, arch))
 
 
-def from_longrope_factors(
+def rope_scaling_from_longrope(
     metadata: Mapping[str, Any], arch: str, short: Sequence[float], long: Sequence[float]
 ) -> dict[str, Any]:
     """Return LongRoPE's scaling of a GGUF with rope_factors_short and rope_factors_long.
@@ -141,7 +141,7 @@ def from_longrope_factors(
     Raises:
         CheckpointError: for divisors that are no positive numbers, or an unsupported key.
     """
-    if not all(0 < value < MAX_VALUE for value in (*short, *long)):
+    if not all(0 < value < MAX_ROPE_NUMBER for value in (*short, *long)):
         raise CorruptCheckpoint("a factor of the GGUF's rope_factors is no positive number")
     _reject_unsupported_keys(metadata, arch, computed="attn_factor")
     scaling = {"rope_type": "longrope", "short_factor": list(short), "long_factor": list(long)}
@@ -161,7 +161,11 @@ def _positive_float(metadata: Mapping[str, Any], key: str) -> float | None:
         CorruptCheckpoint: for anything else.
     """
     value = metadata.get(key, 0)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < MAX_VALUE:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 <= value < MAX_ROPE_NUMBER
+    ):
         raise CorruptCheckpoint(
             f"the GGUF's key {key} is {str(value)[:40]!r}, which makes no sense"
         )
@@ -189,7 +193,7 @@ def llama3_from_factors(
     factor = float(f"{max(factors, default=1.0):.6g}")
     if all(abs(value - 1.0) <= TOLERANCE for value in factors):
         return None
-    if not (1.0 < factor < MAX_VALUE and 1.0 <= theta < MAX_VALUE):
+    if not (1.0 < factor < MAX_ROPE_NUMBER and 1.0 <= theta < MAX_ROPE_NUMBER):
         raise CheckpointError("the GGUF's rope_freqs.weight or rope.freq_base makes no sense")
     low, high, usual = LLAMA3_DEFAULTS
     context = float(max(1, round(original or usual)))

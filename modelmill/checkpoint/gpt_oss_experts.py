@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from modelmill.checkpoint.container import Container, ConvertedContainer, TensorInfo
-from modelmill.checkpoint.prequantized import ADVICE
+from modelmill.checkpoint.prequantized import UNSUPPORTED_ADVICE
 from modelmill.checkpoint.quant_layout import QuantizedMatrix, QuantLayout
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 
@@ -36,7 +36,7 @@ def check_mxfp4_method(settings: Any, path: Path) -> None:
     if method != "mxfp4":
         raise CheckpointError(
             f"{path}: gpt-oss quantized by {str(method)[:40]!r} is not supported (known is mxfp4); "
-            f"{ADVICE}"
+            f"{UNSUPPORTED_ADVICE}"
         )
 
 

@@ -24,13 +24,13 @@ from modelmill.core.quoting import quote
 
 MODEL_TYPE = "minigpt4"
 SETTINGS_FILE = "minigpt4.json"
-CHAT_FILE = "image_chat.json"
+IMAGE_CHAT_FILE = "image_chat.json"
 LANGUAGE_PREFIX = "llama_model."
 """Prefix of the language model's tensors, as in upstream's own state dict."""
 VISION_ENCODER_PREFIX = "visual_encoder."
 # generation settings of upstream's demo
 GENERATION_DEFAULTS = {"do_sample": True, "temperature": 1.0, "top_p": 0.9, "max_new_tokens": 300}
-PROMPT_CHOICES = ("first", "current")
+PROMPT_STYLE_CHOICES = ("first", "current")
 _VISION_PARTS = (
     (
         "vision_encoder",
@@ -159,7 +159,7 @@ def check_minigpt4_settings(settings: Mapping[str, Any], path: Path) -> None:
         isinstance(settings.get("language", ""), str)
         and isinstance(vision, list)
         and all(isinstance(name, str) for name in vision)
-        and settings.get("prompt", "first") in PROMPT_CHOICES
+        and settings.get("prompt", "first") in PROMPT_STYLE_CHOICES
         and all(isinstance(settings.get(table, {}), dict) for table in tables)
         and all(type(value) is int and value > 0 for value in sizes)
     )

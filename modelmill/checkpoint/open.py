@@ -19,8 +19,8 @@ from modelmill.checkpoint.gguf import GgufFile
 from modelmill.checkpoint.gguf_hf import GgufAsHf
 from modelmill.checkpoint.legacy_model_types import with_current_model_type
 from modelmill.checkpoint.minigpt4_parts import (
-    CHAT_FILE,
     GENERATION_DEFAULTS,
+    IMAGE_CHAT_FILE,
     LANGUAGE_PREFIX,
     MiniGpt4Container,
     check_minigpt4_settings,
@@ -29,7 +29,7 @@ from modelmill.checkpoint.minigpt4_parts import (
     is_minigpt4_folder,
     make_chat_format_file,
 )
-from modelmill.checkpoint.prequantized import SIDE_FILES, open_prequantized
+from modelmill.checkpoint.prequantized import QUANT_CONFIG_FILES, open_prequantized
 from modelmill.checkpoint.pth import INDEX_FILE as PTH_INDEX
 from modelmill.checkpoint.pth import PthFiles
 from modelmill.checkpoint.quant_layout import QuantizedMatrix, QuantLayout
@@ -186,7 +186,7 @@ def _combine_with_vision(
     config = config_from_parts(language.config, view, settings)
     side = dict(language.side_files)
     if side:
-        side[CHAT_FILE] = make_chat_format_file(
+        side[IMAGE_CHAT_FILE] = make_chat_format_file(
             settings, config["image_embedder"]["qformer"]["queries"]
         )
     return Checkpoint(
@@ -218,7 +218,7 @@ def _blip2_as_minigpt4(checkpoint: Checkpoint) -> Checkpoint:
     side = dict(checkpoint.side_files)
     language = replace(checkpoint, config=text, raw_container=words, view=words)
     if side:
-        side[CHAT_FILE] = blip2.make_chat_format_file(
+        side[IMAGE_CHAT_FILE] = blip2.make_chat_format_file(
             config["image_embedder"]["qformer"]["queries"]
         )
     pictures = replace(checkpoint, config=config, raw_container=view, view=view)
@@ -323,7 +323,7 @@ def _checkpoint_with_config(
     weights = language_model_container(config, weights)
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
-    for name, method in SIDE_FILES.items():
+    for name, method in QUANT_CONFIG_FILES.items():
         if not alone and "quantization_config" not in config and (folder / name).is_file():
             config["quantization_config"] = {"quant_method": method, **read_json(folder / name)}
     view = weights

@@ -19,9 +19,9 @@ from modelmill.checkpoint.fp8_format import SUPPORTED_METHODS, Fp8Container, rea
 from modelmill.checkpoint.quant_layout import QuantizedMatrix, QuantLayout
 from modelmill.core.errors import CheckpointError
 
-SIDE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+QUANT_CONFIG_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 SCHEME_MODULES = {"gptq": gptq_format, "awq": awq_format, "compressed-tensors": compressed_tensors}
-ADVICE = "take the original checkpoint and build it with -q int4 or -q int8"
+UNSUPPORTED_ADVICE = "take the original checkpoint and build it with -q int4 or -q int8"
 
 
 class QuantScheme(Protocol):
@@ -74,7 +74,9 @@ def find_scheme(settings: Any, path: Path) -> QuantScheme:
         CheckpointError: for an unknown method.
     """
     if not isinstance(settings, Mapping):
-        raise CheckpointError(f"{path}: quantization_config in config.json is no object; {ADVICE}")
+        raise CheckpointError(
+            f"{path}: quantization_config in config.json is no object; {UNSUPPORTED_ADVICE}"
+        )
     method = str(settings.get("quant_method", "")).lower()
     module = SCHEME_MODULES.get(method)
     if module is None:
@@ -84,7 +86,8 @@ def find_scheme(settings: Any, path: Path) -> QuantScheme:
         )
         known = ", ".join((*SCHEME_MODULES, *methods))
         raise CheckpointError(
-            f"{path} is quantized by {named}, which is not supported (known are {known}); {ADVICE}"
+            f"{path} is quantized by {named}, which is not supported (known are {known}); "
+            f"{UNSUPPORTED_ADVICE}"
         )
     scheme: QuantScheme = module.parse_scheme(settings, path)
     return scheme

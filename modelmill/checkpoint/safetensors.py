@@ -89,7 +89,7 @@ class SafetensorsFiles(ShardedFiles):
             raise no_such_tensor_error(self._paths[0].parent, name)
         return self._infos[name]
 
-    def file_of(self, name: str) -> Path | None:
+    def file_of_tensor(self, name: str) -> Path | None:
         """Return the file that has a tensor; None if none has it."""
         return self._file_by_tensor.get(name)
 

@@ -31,7 +31,7 @@ TOKENIZER_FILES = (
 )
 """Files of a tokenizer or a chat format; other files in the folder are ignored."""
 
-TEMPLATE_FILE = re.compile(r"additional_chat_templates/[\w-]+\.jinja", re.ASCII)
+EXTRA_TEMPLATE_PATTERN = re.compile(r"additional_chat_templates/[\w-]+\.jinja", re.ASCII)
 """Further chat templates by name, as transformers 5 writes them beside chat_template.jinja."""
 
 
@@ -59,7 +59,7 @@ def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
     templates = sorted(
         name
         for name in (file.relative_to(folder).as_posix() for file in folder.glob("*/*.jinja"))
-        if TEMPLATE_FILE.fullmatch(name)
+        if EXTRA_TEMPLATE_PATTERN.fullmatch(name)
     )
     return {
         name: read_side_file(folder / name)

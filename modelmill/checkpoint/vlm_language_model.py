@@ -18,7 +18,7 @@ from modelmill.checkpoint.container import Container, TensorInfo, no_such_tensor
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 
-TEXT_TYPES = {
+TEXT_TYPE_BY_VLM_TYPE = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "gemma3": "gemma3_text",
@@ -26,11 +26,11 @@ TEXT_TYPES = {
     "gemma4_unified": "gemma4_text",  # without inputs of layers and experts
 }
 """Types of vision-language checkpoints → those of their language models."""
-TEXT_TYPE_CHOICES = {"mistral3": ("mistral", "ministral3")}
+TEXT_MODEL_TYPE_CHOICES = {"mistral3": ("mistral", "ministral3")}
 """Those whose ``text_config`` says which of several its language model is; the first by default."""
 
 # sizes that published files leave to the configuration class
-TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+TEXT_CONFIG_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {"vocab_size": 262208, "num_attention_heads": 8},
     "gemma4_unified": {
         "hidden_size_per_layer_input": 0,
@@ -53,7 +53,7 @@ IMAGE_PREFIXES = (
         )
     ),
 )
-OTHER_HALVES = ("vision_config", "audio_config")
+NON_TEXT_CONFIG_KEYS = ("vision_config", "audio_config")
 """What a config has of images and sound."""
 TEXT_PREFIXES = {
     "language_model.model.": "model.",
@@ -61,7 +61,7 @@ TEXT_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
 }
 """Prefixes of the language model's tensors → those of the text class."""
-STACKED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
+STACKED_EXPERT_SUFFIXES = (".experts.gate_up_proj", ".experts.down_proj")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def language_model_config(
         CheckpointError: for a config without ``text_config``.
     """
     whole_type = str(config.get("model_type"))
-    if whole_type not in (*TEXT_TYPES, *TEXT_TYPE_CHOICES):
+    if whole_type not in (*TEXT_TYPE_BY_VLM_TYPE, *TEXT_MODEL_TYPE_CHOICES):
         return dict(config), {}
     text = config.get("text_config")
     if not isinstance(text, Mapping):
@@ -103,10 +103,10 @@ def language_model_config(
     outer = {key: config[key] for key in copied if config.get(key) is not None}
     if tied is not None:
         outer["tie_word_embeddings"] = tied
-    left_out = {key: config[key] for key in OTHER_HALVES if config.get(key)}
+    left_out = {key: config[key] for key in NON_TEXT_CONFIG_KEYS if config.get(key)}
     missing = {
         key: value
-        for key, value in TEXT_DEFAULTS.get(whole_type, {}).items()
+        for key, value in TEXT_CONFIG_DEFAULTS.get(whole_type, {}).items()
         if text.get(key) is None
     }
     return {**text, **missing, **outer, "model_type": text_type}, left_out
@@ -118,9 +118,9 @@ def _language_model_type(whole_type: str, text: Mapping[str, Any], file: Path) -
     Raises:
         CheckpointError: for a language model that such a checkpoint has not.
     """
-    known = TEXT_TYPE_CHOICES.get(whole_type)
+    known = TEXT_MODEL_TYPE_CHOICES.get(whole_type)
     if known is None:
-        return TEXT_TYPES[whole_type]
+        return TEXT_TYPE_BY_VLM_TYPE[whole_type]
     stated = text.get("model_type") or known[0]
     if stated not in known:
         raise CheckpointError(
@@ -175,8 +175,8 @@ class LanguageModelContainer:
 
 def language_model_container(config: Mapping[str, Any], container: Container) -> Container:
     """The container of a checkpoint whose names may be those of a vision-language model."""
-    chosen = any(config.get("model_type") in types for types in TEXT_TYPE_CHOICES.values())
-    if config.get("model_type") in TEXT_TYPES.values() or (
+    chosen = any(config.get("model_type") in types for types in TEXT_MODEL_TYPE_CHOICES.values())
+    if config.get("model_type") in TEXT_TYPE_BY_VLM_TYPE.values() or (
         chosen and any(name.startswith(IMAGE_PREFIXES) for name in container.names())
     ):
         return LanguageModelContainer(container)
@@ -187,7 +187,7 @@ def _language_model_sources(name: str, container: Container) -> dict[str, _Tenso
     """The language model's tensors that are in one of the files."""
     old = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
     text = TEXT_PREFIXES.get(old, "") + name.removeprefix(old)
-    if not name.endswith(STACKED_EXPERTS):
+    if not name.endswith(STACKED_EXPERT_SUFFIXES):
         return {text: _TensorSource(name)}
     shape = container.tensor_info(name).shape
     if len(shape) != 3:

@@ -9,7 +9,7 @@ from modelmill.cli.output import print_table
 
 SPREAD_TEXT = "median (min … max)"
 
-UNITS = {
+FIGURE_UNITS = {
     "first_token_ms": "ms",
     "per_token_ms": "ms",
     "total_ms": "ms",
@@ -40,7 +40,7 @@ def make_rows(command: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
             for key in ("shape", "requests", "input_tokens", "output_tokens")
             if key in result
         }
-        for figure, unit in UNITS.items():
+        for figure, unit in FIGURE_UNITS.items():
             spread = result.get(figure)
             if spread is not None:
                 details = {**about, "subject": result["subject"], "spread": spread, **workload}
@@ -54,7 +54,7 @@ def make_rows(command: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
 def show_bench_table(bench_figures: Mapping[str, Any]) -> None:
     """Print the table, the speed-ups, and why a sweep ended."""
     results = bench_figures["results"]
-    figures = [name for name in UNITS if any(result.get(name) for result in results)]
+    figures = [name for name in FIGURE_UNITS if any(result.get(name) for result in results)]
     head = ["", *(["batch × input + output"] if "shape" in results[0] else [])]
     rows = []
     for result in results:
@@ -91,7 +91,7 @@ def _num_runs(results: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _column_title(figure: str) -> str:
-    unit = UNITS[figure]
+    unit = FIGURE_UNITS[figure]
     name = figure.removesuffix("_ms").removesuffix("_per_s").removesuffix("_s").replace("_", " ")
     return name if name == unit else f"{name}, {unit}"
 

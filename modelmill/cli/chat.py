@@ -56,8 +56,8 @@ Examples:
   modelmill chat model.engine --tools tools.json --think on"""
 
 THINK_MODES = ("on", "off", "auto")
-_THINKS = {"on": True, "off": False, "auto": None}
-COMMANDS = """/system TEXT   set the system message (alone: show it)
+_THINKING_BY_MODE = {"on": True, "off": False, "auto": None}
+COMMANDS_HELP = """/system TEXT   set the system message (alone: show it)
 /image FILE    attach a picture to the next message (engines that read pictures)
 /model NAME    go on with another model: a served one with --url (alone: list them), else an
                engine's path or a hub's org/name
@@ -115,7 +115,7 @@ def run(args: Args) -> int:
     _check_think_tokens(args.think_tokens)
     settings = ChatSettings(
         () if args.tools is None else read_tool_definitions(args.tools),
-        _THINKS[args.think],
+        _THINKING_BY_MODE[args.think],
         args.think_tokens,
     )
     typed = sys.stdin.isatty()
@@ -234,7 +234,7 @@ class ChatSession:
         if name in ("exit", "quit"):
             return False
         if name == "help":
-            self._print_notice(COMMANDS)
+            self._print_notice(COMMANDS_HELP)
         elif name == "reset":
             self.messages = [each for each in self.messages if each["role"] == "system"]
             self._print_notice("(forgotten)")
@@ -326,15 +326,19 @@ class ChatSession:
     def _set_thinking(self, rest: str) -> str:
         """Set whether and how long the model thinks, or show it."""
         mode, _, tokens = rest.partition(" ")
-        if rest and (mode not in _THINKS or not (tokens == "" or tokens.isdecimal())):
+        if rest and (mode not in _THINKING_BY_MODE or not (tokens == "" or tokens.isdecimal())):
             raise UsageError("/think takes on, off or auto, and a maximum of tokens: /think on 512")
         if rest:
             budget = int(tokens) if tokens else None
             _check_think_tokens(budget)
-            if _THINKS[mode] and isinstance(self.llm, LocalChatModel):
+            if _THINKING_BY_MODE[mode] and isinstance(self.llm, LocalChatModel):
                 self.llm.check_thinking()
-            self.settings = replace(self.settings, thinks=_THINKS[mode], thinking_budget=budget)
-        mode = next(name for name, thinks in _THINKS.items() if thinks is self.settings.thinks)
+            self.settings = replace(
+                self.settings, thinks=_THINKING_BY_MODE[mode], thinking_budget=budget
+            )
+        mode = next(
+            name for name, thinks in _THINKING_BY_MODE.items() if thinks is self.settings.thinks
+        )
         limit = self.settings.thinking_budget
         return f"(thinking: {mode}" + (f", at most {limit} tokens)" if limit else ")")
 

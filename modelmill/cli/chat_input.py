@@ -11,8 +11,8 @@ from pathlib import Path
 from modelmill.core.env import cache_dir
 
 HISTORY_LINES = 1000
-QUOTES = '"""'
-PROMPT, CONTINUED = "> ", ". "
+MULTILINE_QUOTES = '"""'
+INPUT_PROMPT, CONTINUATION_PROMPT = "> ", ". "
 EXIT_HINT, OPEN_CALL_HINT = "/exit or Ctrl-D leaves", "an empty line leaves the call open"
 
 
@@ -21,7 +21,7 @@ def chat_history_file() -> Path:
     return cache_dir() / "chat_history"
 
 
-def read_message(read_line: Callable[[str], str | None], prompt: str = PROMPT) -> str | None:
+def read_message(read_line: Callable[[str], str | None], prompt: str = INPUT_PROMPT) -> str | None:
     r"""Read one message; None at the end of the input.
 
     A backslash at the end of a line continues it. A line that begins with ``\"\"\"`` opens a
@@ -46,12 +46,12 @@ def read_message(read_line: Callable[[str], str | None], prompt: str = PROMPT) -
 
 def _read_multiline_message(line: str, read_line: Callable[[str], str | None]) -> str:
     """Return the message that begins with this line."""
-    if line.startswith(QUOTES) and not _has_text_after_quotes(line):
-        return _read_quoted_message(line.removeprefix(QUOTES), read_line)
+    if line.startswith(MULTILINE_QUOTES) and not _has_text_after_quotes(line):
+        return _read_quoted_message(line.removeprefix(MULTILINE_QUOTES), read_line)
     lines = [line]
     while lines[-1].endswith("\\") and not lines[-1].endswith("\\\\"):
         lines[-1] = lines[-1][:-1]
-        following = read_line(CONTINUED)
+        following = read_line(CONTINUATION_PROMPT)
         if following is None:
             break
         lines.append(following)
@@ -60,17 +60,19 @@ def _read_multiline_message(line: str, read_line: Callable[[str], str | None]) -
 
 def _has_text_after_quotes(line: str) -> bool:
     """Whether text is behind the closing quotes: of a paste, which is taken as it is."""
-    return bool(line.removeprefix(QUOTES).partition(QUOTES)[2].strip())
+    return bool(line.removeprefix(MULTILINE_QUOTES).partition(MULTILINE_QUOTES)[2].strip())
 
 
 def _read_quoted_message(first: str, read_line: Callable[[str], str | None]) -> str:
     lines = [first]
-    while QUOTES not in lines[-1]:
-        following = read_line(CONTINUED)
+    while MULTILINE_QUOTES not in lines[-1]:
+        following = read_line(CONTINUATION_PROMPT)
         if following is None:
             return "\n".join(lines)
         lines.append(following)
-    lines[-1] = lines[-1].replace(QUOTES, "", 1)  # what is behind them belongs to the message
+    lines[-1] = lines[-1].replace(
+        MULTILINE_QUOTES, "", 1
+    )  # what is behind them belongs to the message
     return "\n".join(lines).strip("\n")
 
 
@@ -86,9 +88,9 @@ def read_terminal_line(prompt: str) -> str | None:
             print()
             return None
         except KeyboardInterrupt:
-            if prompt == CONTINUED:
+            if prompt == CONTINUATION_PROMPT:
                 raise
-            print(f"\n({EXIT_HINT if prompt == PROMPT else OPEN_CALL_HINT})")
+            print(f"\n({EXIT_HINT if prompt == INPUT_PROMPT else OPEN_CALL_HINT})")
 
 
 def read_pipe_line() -> str | None:

@@ -17,7 +17,7 @@ from modelmill.cli.plan_tables import kept_tokens_text
 from modelmill.core import env, packages
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import option_field
-from modelmill.core.model_family import LANGUAGE
+from modelmill.core.model_family import LANGUAGE_ENGINE_TYPE
 from modelmill.core.page_groups import sum_counts_by_window
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ REQUIRED_PACKAGES = (
     "torch", "numpy", "safetensors", "tokenizers",
     "tiktoken", "sentencepiece", "jinja2", "huggingface_hub",
 )  # fmt: skip
-EXTRAS = {
+OPTIONAL_PACKAGES = {
     "triton": ("fast kernels on a GPU", "gpu"),
     "pynvml": ("readings of the GPU", "gpu"),
     "transformers": ("--reference", "eval"),
     "rouge_score": ("summarize", "eval"),
     "matplotlib": ("--plot", "report"),
 }
-DISTRIBUTIONS = {"pynvml": "nvidia-ml-py", "rouge_score": "rouge-score"}
+DISTRIBUTION_NAMES = {"pynvml": "nvidia-ml-py", "rouge_score": "rouge-score"}
 COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -86,7 +86,9 @@ def collect_facts() -> dict[str, Any]:
         "modelmill": __version__,
         "python": platform.python_version(),
         "system": platform.platform(),
-        "packages": {name: _package_version(name) for name in (*REQUIRED_PACKAGES, *EXTRAS)},
+        "packages": {
+            name: _package_version(name) for name in (*REQUIRED_PACKAGES, *OPTIONAL_PACKAGES)
+        },
         "cpu": {
             "name": cpu_name(),
             "cores": psutil.cpu_count(logical=False),
@@ -124,7 +126,7 @@ def engine_facts(path: Path) -> dict[str, Any]:
         "versions": manifest.versions,
         "tuning": tuning_facts(path),
         "kv_windows": _count_layers_by_kv_window(artifact)
-        if manifest.engine_type == LANGUAGE
+        if manifest.engine_type == LANGUAGE_ENGINE_TYPE
         else [],
         "experts": _expert_loop(artifact),
     }
@@ -132,14 +134,14 @@ def engine_facts(path: Path) -> dict[str, Any]:
 
 def _expert_loop(artifact: Artifact) -> str | None:
     """Which experts a GPU computes one after another, and why; None: none, or no GPU's engine."""
-    from modelmill.builder.expert_loop import expert_loop_remark
+    from modelmill.builder.expert_loop import unfused_experts_remark
     from modelmill.loader.model_loader import build_rank_model
     from modelmill.parallel.tp_group import SINGLE_RANK
 
     manifest = artifact.manifest
-    if manifest.engine_type != LANGUAGE or manifest.build["target"] != "cuda":
+    if manifest.engine_type != LANGUAGE_ENGINE_TYPE or manifest.build["target"] != "cuda":
         return None
-    return expert_loop_remark(
+    return unfused_experts_remark(
         build_rank_model(artifact, SINGLE_RANK),
         manifest.weight_formats,
         manifest.build.get("activation_scales"),
@@ -236,7 +238,7 @@ def _missing_packages(torch: Any) -> list[dict[str, Any]]:
         if find_spec(name) is None
     ]
     on_gpu = torch.cuda.is_available()
-    for name, (needs, extra) in EXTRAS.items():
+    for name, (needs, extra) in OPTIONAL_PACKAGES.items():
         if find_spec(name) is None and (on_gpu or name not in ("triton", "pynvml")):
             get = packages.install_command(extra)
             absent.append({"name": name, "needs": needs, "get": get})
@@ -248,7 +250,7 @@ def _missing_packages(torch: Any) -> list[dict[str, Any]]:
 
 def _package_version(name: str) -> str | None:
     try:
-        return metadata.version(DISTRIBUTIONS.get(name, name))
+        return metadata.version(DISTRIBUTION_NAMES.get(name, name))
     except metadata.PackageNotFoundError:
         return None
 

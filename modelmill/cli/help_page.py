@@ -14,7 +14,7 @@ from modelmill.core import env
 MAX_WIDTH = 110
 MAX_NAME_WIDTH = 30
 """Maximum columns of the names; the text of a longer name starts on the next line."""
-EXAMPLES = "Examples:"
+EXAMPLES_HEADING = "Examples:"
 METAVARS = {
     "pairs": "KEY=VALUE",
     "ints": "N,N,…",
@@ -24,7 +24,7 @@ METAVARS = {
     "Path": "PATH",
 }
 
-Row = tuple[Sequence[str], str]
+HelpRow = tuple[Sequence[str], str]
 """Names, which must not be broken, and their text."""
 
 
@@ -37,7 +37,7 @@ def subcommand_help_page(verb: str, module: ModuleType, width: int) -> str:
     """Return the help page of a verb."""
     flags = [flag for flag in collect_cli_parameters(module.Args) if not flag.hidden]
     about, examples = _split_epilog(module)
-    panels: dict[str, list[Row]] = {"Arguments": [], "Options": []}
+    panels: dict[str, list[HelpRow]] = {"Arguments": [], "Options": []}
     for flag in flags:
         panel = "Arguments" if flag.positional else flag.panel or "Options"
         panels.setdefault(panel, []).append((flag_names(flag), _format_flag_help(flag)))
@@ -47,7 +47,9 @@ def subcommand_help_page(verb: str, module: ModuleType, width: int) -> str:
         *(textwrap.fill(each, width) for each in about),
     ]
     if examples:
-        parts.append("\n".join((_style_heading(EXAMPLES), *(f"  {line}" for line in examples))))
+        parts.append(
+            "\n".join((_style_heading(EXAMPLES_HEADING), *(f"  {line}" for line in examples)))
+        )
     parts += [
         f"{_style_heading(title)}\n{_table(rows, width)}" for title, rows in panels.items() if rows
     ]
@@ -56,7 +58,7 @@ def subcommand_help_page(verb: str, module: ModuleType, width: int) -> str:
 
 def command_help_page(about: str, verbs: Sequence[tuple[str, str]], width: int) -> str:
     """Return the help page of the command itself; verbs: name and help."""
-    options: list[Row] = [
+    options: list[HelpRow] = [
         (("--version",), "show the version and exit"),
         (("--install-completion",), "install completion for this shell"),
         (("--show-completion",), "print the completion script"),
@@ -124,14 +126,14 @@ def _value_placeholder(flag: CliParameter) -> str:
 
 def _split_epilog(module: ModuleType) -> tuple[list[str], list[str]]:
     """Return the paragraphs of a verb's text, and the unchanged lines of its examples."""
-    text, _, examples = getattr(module, "EPILOG", "").partition(EXAMPLES)
+    text, _, examples = getattr(module, "EPILOG", "").partition(EXAMPLES_HEADING)
     about = [" ".join(each.split()) for each in text.split("\n\n") if each.strip()]
     return [*filter(None, [getattr(module, "HELP", "")]), *about], [
         line.strip() for line in examples.splitlines() if line.strip()
     ]
 
 
-def _table(rows: Sequence[Row], width: int) -> str:
+def _table(rows: Sequence[HelpRow], width: int) -> str:
     """Format names on the left, texts on the right; long names get a line of their own."""
     widths = [len(" ".join(names)) for names, _ in rows]
     left = (

@@ -34,11 +34,11 @@ Examples:
 
   modelmill launch opencode --url http://10.0.0.5:8000 --model qwen3 --api-key KEY"""
 
-NO_KEY = "none"
+PLACEHOLDER_API_KEY = "none"
 """For clients that refuse to start without a key; a server without keys ignores it."""
-KEY_SECONDS = 2.0
+KEY_CHECK_TIMEOUT_SECONDS = 2.0
 """How long a server may take to tell whether it takes the key."""
-ANSWER_SHARE = 4
+CONTEXT_PER_OUTPUT_RATIO = 4
 """OpenCode keeps a part of the context for an answer: one of four."""
 
 
@@ -70,7 +70,7 @@ class AgentModel:
 
     url: str
     name: str
-    key: str = NO_KEY
+    key: str = PLACEHOLDER_API_KEY
     context: int | None = None
 
 
@@ -111,7 +111,10 @@ def opencode_command(model: AgentModel) -> LaunchCommand:
     """OpenCode over OpenAI chat completions; its whole configuration is one variable."""
     card: dict[str, Any] = {"name": model.name}
     if model.context is not None:
-        card["limit"] = {"context": model.context, "output": model.context // ANSWER_SHARE}
+        card["limit"] = {
+            "context": model.context,
+            "output": model.context // CONTEXT_PER_OUTPUT_RATIO,
+        }
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "modelmill",
@@ -122,7 +125,7 @@ def opencode_command(model: AgentModel) -> LaunchCommand:
     return LaunchCommand(("opencode",), {"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
 
 
-CLIENTS: Mapping[str, Callable[[AgentModel], LaunchCommand]] = {
+AGENT_COMMAND_MAKERS: Mapping[str, Callable[[AgentModel], LaunchCommand]] = {
     "claude": claude_command,
     "codex": codex_command,
     "opencode": opencode_command,
@@ -133,14 +136,16 @@ CLIENTS: Mapping[str, Callable[[AgentModel], LaunchCommand]] = {
 class Args(CommonArgs):
     """Command-line options of ``modelmill launch``."""
 
-    client: str = option_field(help="the agent", positional=True, choices=tuple(CLIENTS))
+    client: str = option_field(
+        help="the agent", positional=True, choices=tuple(AGENT_COMMAND_MAKERS)
+    )
     url: str | None = option_field(None, "address of the server (default: the one that runs here)")
     model: str | None = option_field(
         None,
         "served model (default: the server's first)",
         complete=lambda: [model for each in running_servers() for model in each.models],
     )
-    api_key: str = option_field(NO_KEY, "key of the server, if it has keys")
+    api_key: str = option_field(PLACEHOLDER_API_KEY, "key of the server, if it has keys")
     run: bool = option_field(
         False, "start the agent instead of printing its command", flags=("--run",)
     )
@@ -154,7 +159,7 @@ def run(args: Args) -> int:
     models = fetch_models(url, args.api_key)
     model = first_listed_model(models) if chosen is None else chosen
     context = served_context_length(models, model)
-    command = CLIENTS[args.client](AgentModel(url, model, args.api_key, context))
+    command = AGENT_COMMAND_MAKERS[args.client](AgentModel(url, model, args.api_key, context))
     if args.json:
         print_json({"command": list(command.words), "env": dict(command.env)})
     elif args.run:
@@ -228,11 +233,11 @@ def fetch_models(url: str, key: str) -> Any:
     headers = {"Authorization": f"Bearer {key}"}
     try:
         request = urllib.request.Request(f"{url}/v1/models", headers=headers)
-        with urllib.request.urlopen(request, timeout=KEY_SECONDS) as answer:
+        with urllib.request.urlopen(request, timeout=KEY_CHECK_TIMEOUT_SECONDS) as answer:
             text = answer.read()
     except urllib.error.HTTPError as error:
         if error.code == http.HTTPStatus.UNAUTHORIZED:
-            which = "another" if key != NO_KEY else "an"
+            which = "another" if key != PLACEHOLDER_API_KEY else "an"
             raise UsageError(f"{url} wants {which} API key; give --api-key KEY") from None
     except OSError as error:
         print_note(f"{url} does not answer now: {getattr(error, 'reason', error)}")

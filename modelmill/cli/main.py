@@ -23,7 +23,7 @@ from modelmill.core.module_lookup import (
     most_similar_name,
 )
 
-NOT_VERBS = (
+NON_VERB_MODULES = (
     *(
         "main",
         "options",
@@ -74,7 +74,7 @@ DESCRIPTION = (
     "Turns a language-model checkpoint into a verified engine, and runs, compares and evaluates it."
 )
 
-OTHER_NAMES = {
+SUGGESTED_VERBS = {
     "quantize": "build -q",
     "quantise": "build -q",
     "eval": "perplexity",
@@ -88,7 +88,7 @@ OTHER_NAMES = {
 
 def list_subcommands() -> list[str]:
     """Return the names of all verbs: the files of this folder."""
-    names = [name for name in list_module_names("modelmill.cli") if name not in NOT_VERBS]
+    names = [name for name in list_module_names("modelmill.cli") if name not in NON_VERB_MODULES]
     return sorted(
         names,
         key=lambda name: (VERB_ORDER.index(name) if name in VERB_ORDER else len(VERB_ORDER), name),
@@ -151,7 +151,7 @@ def _find_subcommand(argv: list[str]) -> str | None:
         return None
     name, known = called.replace("-", "_"), list_subcommands()
     if name not in known:
-        hint = OTHER_NAMES.get(name) or most_similar_name(called, known)
+        hint = SUGGESTED_VERBS.get(name) or most_similar_name(called, known)
         raise UsageError(
             f"there is no command {called!r}; "
             + (f"did you mean {hint}?" if hint else f"there are {', '.join(known)}")

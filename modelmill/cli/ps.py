@@ -23,10 +23,10 @@ EPILOG = """Examples:
 
   modelmill ps --json"""
 
-HEALTH_SECONDS = 2.0
+HEALTH_TIMEOUT_SECONDS = 2.0
 """How long a server may take to tell its state."""
-NO_ANSWER = "no answer"
-READY = "ready"
+NO_ANSWER_STATE = "no answer"
+READY_STATE = "ready"
 """State of a loaded model, which is not shown."""
 
 
@@ -76,7 +76,7 @@ def server_facts(server: ServerRecord) -> dict[str, Any]:
         "model_states": states,
         "url": server.url,
         "pid": server.pid,
-        "state": str(health.get("status", NO_ANSWER)),
+        "state": str(health.get("status", NO_ANSWER_STATE)),
         "seconds": round(time.time() - server.started),
         "memory_bytes": server.memory_bytes,
     }
@@ -86,7 +86,7 @@ def format_model_list(facts: Mapping[str, Any]) -> str:
     """Return a server's models in one line; one that is not ready with its state."""
     states = facts["model_states"]
     names = (
-        name if states.get(name, READY) == READY else f"{name} ({states[name]})"
+        name if states.get(name, READY_STATE) == READY_STATE else f"{name} ({states[name]})"
         for name in facts["models"]
     )
     return ", ".join(names) or "none now"
@@ -96,7 +96,7 @@ def fetch_server_health(server: ServerRecord) -> dict[str, Any]:
     """Return what ``/health`` tells; nothing if the server does not answer."""
     try:
         url = f"{server.client_url}/health"
-        with urllib.request.urlopen(url, timeout=HEALTH_SECONDS) as answer:
+        with urllib.request.urlopen(url, timeout=HEALTH_TIMEOUT_SECONDS) as answer:
             body = answer.read()
     except urllib.error.HTTPError as error:  # 503 has a body, too
         body = error.read()

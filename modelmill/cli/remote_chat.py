@@ -16,8 +16,8 @@ from modelmill.eval.openai_client import OpenAIClient
 from modelmill.outputs import CompletionOutput, RequestOutput
 from modelmill.text.answer_pieces import AnswerPiece, ReasoningDelta, ToolCallDelta
 
-RENAMED_FIELDS = {"include_stop": "include_stop_str_in_output"}
-OMITTED_FIELDS = (
+API_PARAM_NAMES = {"include_stop": "include_stop_str_in_output"}
+UNSENT_PARAMS = (
     "n",
     "num_beams",
     "length_penalty",
@@ -154,11 +154,11 @@ def explicit_sampling_fields(params: SamplingParams) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for each in fields(SamplingParams):
         value = getattr(params, each.name)
-        if each.name in OMITTED_FIELDS or value == getattr(neutral, each.name):
+        if each.name in UNSENT_PARAMS or value == getattr(neutral, each.name):
             continue
         if each.name == "logit_bias":
             value = {str(id): bias for id, bias in value.items()}
-        out[RENAMED_FIELDS.get(each.name, each.name)] = (
+        out[API_PARAM_NAMES.get(each.name, each.name)] = (
             list(value) if isinstance(value, tuple) else value
         )
     return out

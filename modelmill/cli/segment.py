@@ -229,7 +229,7 @@ def _make_segment_query(args: Args) -> SegmentQuery:
 def _make_prompt_query(args: Args) -> SegmentQuery:
     import torch
 
-    from modelmill.vision.image import BLACK, open_image
+    from modelmill.vision.image import BLACK_BACKGROUND, open_image
     from modelmill.vision.prompts import make_prompt
 
     points = [parse_numbers(text, 2, "--point", "X,Y") for text in args.point]
@@ -244,7 +244,7 @@ def _make_prompt_query(args: Args) -> SegmentQuery:
             )
         return SegmentQuery(tuple(make_prompt(box=box) for box in boxes))
     # transparent pixels of a mask file are not the object
-    rough = None if args.mask is None else open_image(args.mask, background=BLACK)
+    rough = None if args.mask is None else open_image(args.mask, background=BLACK_BACKGROUND)
     stand_in = None if rough is None else torch.zeros(1, 1)
     return SegmentQuery(
         (make_prompt(points, args.label or None, boxes[0] if boxes else None, stand_in),), rough

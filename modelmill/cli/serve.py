@@ -18,7 +18,7 @@ from modelmill.cli.serve_keys import read_server_keys
 from modelmill.core.config import RunConfig, non_default_fields, option_field, path_option_field
 from modelmill.core.errors import MissingDependency, UsageError
 from modelmill.core.packages import install_command, require_package
-from modelmill.core.server_records import keep_server_record
+from modelmill.core.server_records import register_server
 
 if TYPE_CHECKING:
     from modelmill.serve.catalogue.entries import CatalogueEntry
@@ -260,7 +260,7 @@ def announce_address(
 
     record: keeps the server's record, for ``modelmill ps``, until it is closed.
     """
-    record.enter_context(keep_server_record(url, names))
+    record.enter_context(register_server(url, names))
     print_note(f"listening on {url}; {doing}")
     if args.json:
         print(json.dumps({"url": url, "models": list(names)}), flush=True)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CPU_BUDGET_FRACTION = 0.8
 """Of the memory that is free at the start, where no budget is set."""
-CACHE_FRACTION = 0.25
+KV_CACHE_BUDGET_FRACTION = 0.25
 """Of the budget, at least, for KV cache and states of an engine without a size of its own."""
 KV_SCALE_BYTES = 4
 """Of a head's keys or values of a token in 8 bits (float32)."""
@@ -38,9 +38,9 @@ def detect_models_dir(args: Args) -> Args:
     Raises:
         UsageError: there is more than one such folder.
     """
-    from modelmill.serve.catalogue.entries import holds_engines
+    from modelmill.serve.catalogue.entries import contains_engine_folders
 
-    folders = [path for path in args.engines if holds_engines(path)]
+    folders = [path for path in args.engines if contains_engine_folders(path)]
     if not folders:
         return args
     if len(folders) > 1 or args.models_dir is not None:
@@ -217,11 +217,11 @@ class _ModelFactory:
         from modelmill.serve.catalogue.entries import read_manifest
         from modelmill.serve.catalogue.managed_model import ManagedModel
         from modelmill.serve.memory_budget import segmentation_engine_bytes
-        from modelmill.serve.segmentation_messages import SEGMENTATION
+        from modelmill.serve.segmentation_messages import SEGMENTATION_ENGINE_TYPE
 
         manifest = read_manifest(entry.path)
         planned = manifest.weight_bytes + self._estimate_cache_bytes(entry, manifest)
-        if manifest.engine_type == SEGMENTATION:
+        if manifest.engine_type == SEGMENTATION_ENGINE_TYPE:
             planned = segmentation_engine_bytes(manifest.weight_bytes, self._args.image_cache_bytes)
         idle = self._keep_alive if entry.idle_timeout is None else entry.idle_timeout
         return ManagedModel(entry, self.make_client(entry, manifest), idle, planned, entry.pinned)
@@ -245,12 +245,13 @@ class _ModelFactory:
         if kv_bytes is not None:
             return kv_bytes + (self._args.run.state_cache_bytes or 0)
         cache_bytes = max(
-            int(self._budget * CACHE_FRACTION), estimate_sequence_kv_bytes(manifest, self._args.run)
+            int(self._budget * KV_CACHE_BUDGET_FRACTION),
+            estimate_sequence_kv_bytes(manifest, self._args.run),
         )
         return max(min(cache_bytes, self._budget - manifest.weight_bytes), 1)
 
     def _make_open_message(self, entry: CatalogueEntry, manifest: Manifest) -> OpenEngine:
-        from modelmill.serve.segmentation_messages import SEGMENTATION
+        from modelmill.serve.segmentation_messages import SEGMENTATION_ENGINE_TYPE
         from modelmill.serve.worker_messages import OpenEngine
 
         args = self._args
@@ -260,7 +261,7 @@ class _ModelFactory:
             run = replace(run, kv_cache_bytes=None)
         elif entry.kv_cache_bytes is not None:
             run = replace(run, kv_cache_bytes=entry.kv_cache_bytes)
-        if args.sleep_memory is not None and manifest.engine_type != SEGMENTATION:
+        if args.sleep_memory is not None and manifest.engine_type != SEGMENTATION_ENGINE_TYPE:
             run = replace(run, enable_sleep_mode=True)
         return OpenEngine(
             str(entry.path), {}, non_default_fields(run), args.warm_up, args.chat_template,

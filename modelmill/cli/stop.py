@@ -13,7 +13,7 @@ from modelmill.core.config import option_field
 from modelmill.core.errors import ModelmillError, UsageError
 from modelmill.core.server_records import ServerRecord, running_servers
 
-QUIET_SECONDS = 1.0
+SILENT_WAIT_SECONDS = 1.0
 """Time to end after which the user learns what is waited for."""
 HELP = "End a running server: running answers finish first."
 EPILOG = """The server gets SIGTERM: new requests are refused, running answers may finish within its --shutdown-timeout.
@@ -108,12 +108,12 @@ def stop_server(server: ServerRecord, timeout: float) -> None:
     try:
         process.terminate()
         try:
-            process.wait(min(timeout, QUIET_SECONDS))
+            process.wait(min(timeout, SILENT_WAIT_SECONDS))
         except psutil.TimeoutExpired:
-            if timeout <= QUIET_SECONDS:
+            if timeout <= SILENT_WAIT_SECONDS:
                 raise
             print_note(f"{server.url} finishes its answers; waiting for at most {timeout:g} s")
-            process.wait(timeout - QUIET_SECONDS)
+            process.wait(timeout - SILENT_WAIT_SECONDS)
     except psutil.NoSuchProcess:
         return
     except psutil.AccessDenied:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_SIZE = re.compile(r"([+-]?\d+(?:\.\d+)?(?:[eE]\d{1,2})?)\s*([kmgt]i?)?(b|bytes?)?", re.IGNORECASE)
+_UNIT_BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNIT_BYTES |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_BYTE_SIZE_PATTERN = re.compile(
+    r"([+-]?\d+(?:\.\d+)?(?:[eE]\d{1,2})?)\s*([kmgt]i?)?(b|bytes?)?", re.IGNORECASE
+)
 
 
 def parse_bytes(text: str) -> int | None:
@@ -21,14 +23,14 @@ def parse_bytes(text: str) -> int | None:
     Returns:
         The bytes, rounded down; None if the text is no size.
     """
-    match = _SIZE.fullmatch(text.strip())
+    match = _BYTE_SIZE_PATTERN.fullmatch(text.strip())
     if match is None:
         return None
     number, unit, _ = match.groups()
     value = Decimal(number)
     if not unit and value != value.to_integral_value():
         return None
-    return int(value * _UNITS[(unit or "").lower()])
+    return int(value * _UNIT_BYTES[(unit or "").lower()])
 
 
 def format_bytes(count: int) -> str:

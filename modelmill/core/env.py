@@ -26,7 +26,7 @@ from pathlib import Path
 
 OPENMP_WAIT_VARS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Variables for how OpenMP's threads wait; its runtime reads them when torch is imported."""
-_PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
+_OPENMP_PASSIVE_ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
 _values_read: dict[str, str] = {}  # variables that were set only during an import
 
 
@@ -95,7 +95,7 @@ def set_openmp_passive_waiting() -> None:
     already.
     """
     if not openmp_wait_vars_in_env() and "torch" not in sys.modules:
-        os.environ.update(_PASSIVE)
+        os.environ.update(_OPENMP_PASSIVE_ENV)
 
 
 @contextlib.contextmanager
@@ -107,14 +107,14 @@ def openmp_passive_during_imports() -> Iterator[None]:
     if openmp_wait_vars_in_env() or "torch" in sys.modules:
         yield
         return
-    os.environ.update(_PASSIVE)
+    os.environ.update(_OPENMP_PASSIVE_ENV)
     try:
         yield
     finally:
-        for name in _PASSIVE:
+        for name in _OPENMP_PASSIVE_ENV:
             os.environ.pop(name, None)
         if "torch" in sys.modules:
-            _values_read.update(_PASSIVE)
+            _values_read.update(_OPENMP_PASSIVE_ENV)
 
 
 def has_user_malloc_thresholds() -> bool:
@@ -127,7 +127,7 @@ def has_user_malloc_thresholds() -> bool:
 def worker_env() -> dict[str, str]:
     """Return the environment for a worker process."""
     named = {name for name in OPENMP_WAIT_VARS if name in os.environ}
-    return child_process_env() if named else {**child_process_env(), **_PASSIVE}
+    return child_process_env() if named else {**child_process_env(), **_OPENMP_PASSIVE_ENV}
 
 
 def is_plain_output() -> bool:

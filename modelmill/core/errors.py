@@ -47,7 +47,7 @@ class RequestError(UsageError):
 
 
 @dataclass(frozen=True)
-class PromptCounts:
+class PromptTokenCounts:
     """Tokens of a prompt that is too long.
 
     Attributes:
@@ -68,7 +68,7 @@ class PromptTooLong(RequestError):
         counts: its tokens; None if it was refused by its characters, before it had tokens.
     """
 
-    def __init__(self, message: str, counts: PromptCounts | None = None) -> None:
+    def __init__(self, message: str, counts: PromptTokenCounts | None = None) -> None:
         super().__init__(message)
         self.counts = counts
 
@@ -81,7 +81,7 @@ class UnknownOption(UsageError, TypeError):
     """A keyword argument that a class of the Python API does not have."""
 
 
-GRAMMAR_LOST = (
+GRAMMAR_LOST_MESSAGE = (
     "the answer could not be held to its grammar any further: too much work; ask for a simpler one"
 )
 

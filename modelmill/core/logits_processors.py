@@ -13,9 +13,9 @@ from typing import Any
 from modelmill.core.errors import RequestError
 from modelmill.core.quoting import quote
 
-MAX_IDS = 1 << 16
+MAX_LISTED_TOKEN_IDS = 1 << 16
 """Maximum number of token ids in one list, over all words. Real lists have up to a few hundred."""
-MAX_ID = 2**31 - 1
+MAX_TOKEN_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class LogitsProcessors:
             RequestError: if a value is invalid; the message names the key.
         """
         values = {
-            name: _PARSERS[name](name, raw[name])
+            name: _FIELD_PARSERS[name](name, raw[name])
             for name in PROCESSOR_FIELDS
             if raw.get(name) is not None
         }
@@ -106,9 +106,9 @@ def _checked_flag(name: str, value: Any) -> bool:
 
 
 def _checked_integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_ID:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_TOKEN_ID:
         raise RequestError(
-            f"{name} must be an integer between 0 and {MAX_ID}, not {quote(value, 60)}"
+            f"{name} must be an integer between 0 and {MAX_TOKEN_ID}, not {quote(value, 60)}"
         )
     return value
 
@@ -130,8 +130,8 @@ def _checked_positive_number(name: str, value: Any) -> float:
 def _checked_token_ids(name: str, value: Any) -> tuple[int, ...]:
     """Read a list of token ids; a single id is accepted, as in transformers."""
     listed = value if isinstance(value, list | tuple) else [value]
-    if len(listed) > MAX_IDS:
-        raise RequestError(f"{name} names more than {MAX_IDS} token ids")
+    if len(listed) > MAX_LISTED_TOKEN_IDS:
+        raise RequestError(f"{name} names more than {MAX_LISTED_TOKEN_IDS} token ids")
     return tuple(_checked_integer(name, id) for id in listed)
 
 
@@ -141,8 +141,8 @@ def _checked_token_sequences(name: str, value: Any) -> tuple[tuple[int, ...], ..
     )
     if not good:
         raise RequestError(f"{name} must be a list of lists of token ids, not {quote(value, 60)}")
-    if sum(map(len, value)) > MAX_IDS:
-        raise RequestError(f"{name} names more than {MAX_IDS} token ids")
+    if sum(map(len, value)) > MAX_LISTED_TOKEN_IDS:
+        raise RequestError(f"{name} names more than {MAX_LISTED_TOKEN_IDS} token ids")
     return tuple(_checked_token_ids(name, word) for word in value)
 
 
@@ -167,7 +167,7 @@ def _checked_length_decay(name: str, value: Any) -> tuple[int, float]:
     return _checked_integer(name, value[0]), _checked_positive_number(name, value[1])
 
 
-_PARSERS: dict[str, Any] = {
+_FIELD_PARSERS: dict[str, Any] = {
     "sequence_bias": _checked_sequence_bias,
     "encoder_repetition_penalty": _checked_positive_number,
     "no_repeat_ngram_size": _checked_integer,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
-LANGUAGE = "language"
+LANGUAGE_ENGINE_TYPE = "language"
 """The engine type of models of text; see ``ModelFamilyOptions.ENGINE_TYPE``."""
 ConfigFromShapes = Callable[[Mapping[str, Sequence[int]]], dict[str, Any] | None]
 
@@ -25,13 +25,13 @@ class ModelFamilyOptions:
         config_from_shapes: derives a raw config from the tensors of a file without config.json.
     """
 
-    ENGINE_TYPE: str = LANGUAGE
+    ENGINE_TYPE: str = LANGUAGE_ENGINE_TYPE
     FLOAT32_TENSORS: tuple[str, ...] = ()
     SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     UNUSED_CONFIG_KEYS: tuple[str, ...] = ()
     config_from_shapes: ConfigFromShapes | None = None
 
-    def stays_float32(self, tensor_name: str) -> bool:
+    def is_stored_in_float32(self, tensor_name: str) -> bool:
         """Return whether a tensor of the model is stored in float32, whatever the build's dtype."""
         return any(re.fullmatch(pattern, tensor_name) for pattern in self.FLOAT32_TENSORS)
 

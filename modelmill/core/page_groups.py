@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 MAX_PAGE_GROUPS = 8
 """Most groups of a model: each step copies a page table of every group to the device."""
-PLANNED_WINDOWS = 8
+PLANNED_LENGTH_IN_WINDOWS = 8
 """Length of the sequences that the groups are made for, in windows, unless the longest is less."""
-MAX_MEMORY_SHARE = 0.9
+MAX_GROUPED_MEMORY_SHARE = 0.9
 """Groups are made if such a sequence takes at most this share of the memory without them."""
 
 
@@ -68,7 +68,7 @@ def plan_page_groups(
     alike: dict[tuple[int | None, int], list[int]] = {}
     for layer, each in enumerate(zip(windows, sizes, strict=True)):
         alike.setdefault(each, []).append(layer)
-    tokens = min(max_tokens, PLANNED_WINDOWS * max(sized))
+    tokens = min(max_tokens, PLANNED_LENGTH_IN_WINDOWS * max(sized))
     in_order = sorted(alike.items(), key=lambda item: -_kept_token_count(item[0][0], 1 << 62))
     members = [(layers, window, place // size) for (window, size), layers in in_order]
     choices = [
@@ -89,7 +89,7 @@ def plan_page_groups(
         key=lambda index: memory_and_groups[index],
         default=None,
     )
-    if best is None or memory_and_groups[best][0] > MAX_MEMORY_SHARE * sum(sizes) * tokens:
+    if best is None or memory_and_groups[best][0] > MAX_GROUPED_MEMORY_SHARE * sum(sizes) * tokens:
         return ()
     return choices[best]
 

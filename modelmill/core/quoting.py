@@ -17,7 +17,7 @@ def quote(value: object, max_chars: int = 200) -> str:
     return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
 
 
-def one_line(text: str, max_chars: int) -> str:
+def truncate_to_one_line(text: str, max_chars: int) -> str:
     """Join the lines of a message of another program and cut it to ``max_chars`` characters."""
     line = " ".join(text.split())
     return line if len(line) <= max_chars else line[: max_chars - 1] + "…"

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-Bound = tuple[float, float, float]
+ErrorBoundValues = tuple[float, float, float]
 """Largest honest rel_l2, max_abs relative to the tensor's scale, and |gain - 1|."""
 
-PACKAGE = "modelmill.quant"
+RECIPES_PACKAGE = "modelmill.quant"
 # on one line, or up to the parenthesis that closes it at the margin
-_STATEMENT = re.compile(r"^DECLARATION = (\w+\((?:.*\)$|\n(?:.*\n)*?\)$))", re.MULTILINE)
+_DECLARATION_PATTERN = re.compile(r"^DECLARATION = (\w+\((?:.*\)$|\n(?:.*\n)*?\)$))", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class ActQuantTolerances:
     """
 
     product: Mapping[str, tuple[float, float]]
-    layer: Bound
+    layer: ErrorBoundValues
     logits: float
 
 
@@ -100,7 +100,7 @@ class ImageTolerances:
 
     embedding: float
     mask_logits: float
-    module: Mapping[str, Bound] = field(default_factory=dict)
+    module: Mapping[str, ErrorBoundValues] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ class FormatTolerances:
         images: set if vision encoders have it.
     """
 
-    weight: Bound
-    block: Bound
+    weight: ErrorBoundValues
+    block: ErrorBoundValues
     scaled_columns: bool = False
     whole: CombinedTolerances | None = None
     act_quant: ActQuantTolerances | None = None
@@ -163,7 +163,7 @@ _DECLARATION_CLASSES = {
 
 def read_recipe_declarations() -> Mapping[str, RecipeDeclaration]:
     """Return the declaration of each recipe of the folder by its name, in the order of lists."""
-    return _read_recipe_folders(tuple(importlib.import_module(PACKAGE).__path__))
+    return _read_recipe_folders(tuple(importlib.import_module(RECIPES_PACKAGE).__path__))
 
 
 def read_recipe_options() -> dict[str, RecipeOption]:
@@ -209,7 +209,7 @@ def _parse_declaration(source: str) -> RecipeDeclaration | None:
 
     Only the statement is parsed, since every start of the command line does it.
     """
-    found = _STATEMENT.search(source)
+    found = _DECLARATION_PATTERN.search(source)
     if found is None:
         return None
     declaration = _evaluate_literal(ast.parse(found[1], mode="eval").body)

@@ -17,7 +17,7 @@ import psutil
 
 from modelmill.core.env import cache_dir
 
-CLOCK_TOLERANCE = 1.0
+START_TIME_TOLERANCE_SECONDS = 1.0
 """Seconds by which two readings of a process's start time may differ."""
 
 
@@ -46,7 +46,7 @@ class ServerRecord:
         """Return the process if it is still the one that wrote the record."""
         try:
             process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.started) < CLOCK_TOLERANCE
+            same = abs(process.create_time() - self.started) < START_TIME_TOLERANCE_SECONDS
             return process if same and process.status() != psutil.STATUS_ZOMBIE else None
         except psutil.Error:
             return None
@@ -70,7 +70,7 @@ def records_dir() -> Path:
 
 
 @contextlib.contextmanager
-def keep_server_record(url: str, models: Sequence[str]) -> Iterator[None]:
+def register_server(url: str, models: Sequence[str]) -> Iterator[None]:
     """Keep a record of this process's server.
 
     A folder that cannot be written is no reason not to serve: ``ps`` then does not list it.

@@ -13,15 +13,15 @@ from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.quoting import quote
 
 MAX_INT32 = 2**31 - 1
-MAX_N = 128
+MAX_COMPLETIONS_PER_PROMPT = 128
 MAX_LOGPROBS = 100
-MAX_STOPS = 64
+MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 4096
 MAX_LOGIT_BIAS = 1024
 MAX_BEAMS = 32
-POOL_MEAN, POOL_LAST = "mean", "last"
+MEAN_POOLING, LAST_TOKEN_POOLING = "mean", "last"
 """How the final hidden states of a prompt become one vector."""
-TOKEN_IDS = "token_ids"
+TOKEN_IDS_GRAMMAR = "token_ids"
 """The grammar type of a list of allowed token ids."""
 DEFAULTED_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields whose defaults a checkpoint's generation_config may set."""
@@ -87,7 +87,7 @@ class SamplingParams:
         RequestError: if a value is outside its range.
     """
 
-    n: int = _sampling_param_field(1, "answers per prompt", 1, MAX_N)
+    n: int = _sampling_param_field(1, "answers per prompt", 1, MAX_COMPLETIONS_PER_PROMPT)
     temperature: float | None = _sampling_param_field(
         None, "0 is greedy; default: the engine's own", 0.0, 100.0
     )
@@ -162,10 +162,10 @@ class SamplingParams:
 
     def _check_values(self) -> None:
         for name, limits in _INT_RANGES:
-            if getattr(self, name) is not None or name in _NOT_NONE:
+            if getattr(self, name) is not None or name in _NON_NULLABLE_PARAMS:
                 _check_int(name, getattr(self, name), int(limits.low), int(limits.high))
         for name, limits in _FLOAT_RANGES:
-            if getattr(self, name) is not None or name in _NOT_NONE:
+            if getattr(self, name) is not None or name in _NON_NULLABLE_PARAMS:
                 _check_number(
                     name, getattr(self, name), limits.low, limits.high, open_low=limits.above_low
                 )
@@ -189,12 +189,14 @@ class SamplingParams:
             and self.min_tokens > self.max_tokens
         ):
             raise RequestError(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}")
-        if len(self.stop) > MAX_STOPS or any(not isinstance(s, str) or not s for s in self.stop):
-            raise RequestError(f"stop takes up to {MAX_STOPS} non-empty strings")
+        if len(self.stop) > MAX_STOP_STRINGS or any(
+            not isinstance(s, str) or not s for s in self.stop
+        ):
+            raise RequestError(f"stop takes up to {MAX_STOP_STRINGS} non-empty strings")
         if any(len(s) > MAX_STOP_CHARS for s in self.stop):
             raise RequestError(f"a stop string may have up to {MAX_STOP_CHARS} characters")
-        if len(self.stop_token_ids) > MAX_STOPS:
-            raise RequestError(f"stop_token_ids takes up to {MAX_STOPS} ids")
+        if len(self.stop_token_ids) > MAX_STOP_STRINGS:
+            raise RequestError(f"stop_token_ids takes up to {MAX_STOP_STRINGS} ids")
         for token in self.stop_token_ids:
             _check_int("stop_token_ids", token, 0, 2**31 - 1)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
@@ -311,7 +313,7 @@ class Request:
     ``params`` are resolved. ``eos_ids`` end the answer unless ``params.ignore_eos`` is set.
 
     Attributes:
-        pooling: POOL_MEAN or POOL_LAST: return the prompt's embedding instead of an answer
+        pooling: MEAN_POOLING or LAST_TOKEN_POOLING: return the prompt's embedding, not an answer
             (max_tokens 0).
         penalize_prompt: whether penalties and logits processors count the prompt's tokens; False if
             the original implementation passes the prompt to the model as embeddings.
@@ -376,7 +378,7 @@ _RANGES = tuple(
 _INT_RANGES = tuple((name, each) for name, each in _RANGES if isinstance(each.low, int))
 _FLOAT_RANGES = tuple((name, each) for name, each in _RANGES if isinstance(each.low, float))
 # these have no default of the engine, so None is not allowed
-_NOT_NONE = {each.name for each in fields(SamplingParams) if each.default is not None}
+_NON_NULLABLE_PARAMS = {each.name for each in fields(SamplingParams) if each.default is not None}
 
 
 @dataclass(frozen=True)

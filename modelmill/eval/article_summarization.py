@@ -24,8 +24,8 @@ from modelmill.eval.datasets import Article, parse_jsonl, read_text
 from modelmill.eval.report import device_name, versions
 from modelmill.eval.rouge import ROUGE_TYPES, RougeScorer
 
-TASK = "Summarize the following news article in three sentences.\n\n"
-TLDR = "\nTL;DR:"
+SUMMARY_INSTRUCTION = "Summarize the following news article in three sentences.\n\n"
+TLDR_SUFFIX = "\nTL;DR:"
 
 RunFingerprint = dict[str, Any]
 Ids = Sequence[int]
@@ -141,9 +141,9 @@ def make_summary_task(
 
 def _article_encoder(llm: Any) -> Callable[[str], list[int]]:
     if llm.chat_format is None:
-        return lambda article: list(llm.tokenizer.encode(article + TLDR))
+        return lambda article: list(llm.tokenizer.encode(article + TLDR_SUFFIX))
     return lambda article: list(
-        llm.chat_format.encode([{"role": "user", "content": TASK + article}])
+        llm.chat_format.encode([{"role": "user", "content": SUMMARY_INSTRUCTION + article}])
     )
 
 
@@ -260,7 +260,7 @@ class SummaryResumeFile:
             return {}
         rows = [row for row in self._read_rows(self.path) if row["key"] == key]
         return {
-            row["place"]: Summary(**{name: row[name] for name in _FIELDS})
+            row["place"]: Summary(**{name: row[name] for name in _SUMMARY_FIELDS})
             for row in rows
             if "place" in row
         }
@@ -299,7 +299,9 @@ class SummaryResumeFile:
 
 
 def _is_valid_row(row: Any) -> bool:
-    return isinstance(row, dict) and isinstance(row.get("key"), str) and row.keys() >= _FIELDS
+    return (
+        isinstance(row, dict) and isinstance(row.get("key"), str) and row.keys() >= _SUMMARY_FIELDS
+    )
 
 
 def _is_incomplete_line(torn: str) -> bool:
@@ -310,7 +312,7 @@ def _is_incomplete_line(torn: str) -> bool:
         return torn.startswith(_LINE_START) or _LINE_START.startswith(torn)
 
 
-_FIELDS = frozenset(Summary.__annotations__)
+_SUMMARY_FIELDS = frozenset(Summary.__annotations__)
 _LINE_START = '{"key": "'
 
 

@@ -31,7 +31,7 @@ SAMPLE_CHATS = (
     ],
 )
 
-MARKERS = "osD^v"
+PLOT_MARKERS = "osD^v"
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def draw_layer_errors(axes: Any, layers: Sequence[dict[str, Any]]) -> None:
         wrong = [(x, min(error, top)) for x, error, ok in points if not ok]
         style = {
             "color": f"C{number % 10}",
-            "marker": MARKERS[number // 10 % len(MARKERS)],
+            "marker": PLOT_MARKERS[number // 10 % len(PLOT_MARKERS)],
             "linewidth": 0.9,
         }
         axes.plot(

@@ -104,7 +104,7 @@ STEP_LENGTHS: Lengths = (
     (1,), (1,) * 64, (16,), (64,), (4096,), (1000, 1, 33), (512, *(1,) * 64),
 )  # fmt: skip
 CPU_STEP_LENGTHS: Lengths = ((1,), (1,) * 16, (128,))
-PAGE = 16  # tokens of a page, and so of a chunk
+PAGE_SIZE = 16  # tokens of a page, and so of a chunk
 
 
 def recurrence_cases(lengths: Lengths) -> dict[str, CaseMaker]:
@@ -114,18 +114,18 @@ def recurrence_cases(lengths: Lengths) -> dict[str, CaseMaker]:
     scan = [(each, 1, 80, 64, 128) for each in lengths]
     return {
         "causal_conv": partial(causal_conv.cases_for_shapes, conv),
-        "gated_delta_rule": partial(gated_delta_rule.cases_for_shapes, delta, chunk=PAGE),
-        "ssd_scan": partial(ssd_scan.cases_for_shapes, scan, chunk=PAGE),
+        "gated_delta_rule": partial(gated_delta_rule.cases_for_shapes, delta, chunk=PAGE_SIZE),
+        "ssd_scan": partial(ssd_scan.cases_for_shapes, scan, chunk=PAGE_SIZE),
     }
 
 
 STEP_ROWS = (1, 64, 4096)
-GATE_CASES: dict[str, CaseMaker] = {
+GATING_OP_CASES: dict[str, CaseMaker] = {
     "gated_rms_norm": partial(
         gated_rms_norm.cases_for_shapes,
         [
-            *((rows, 4096, 128, gated_rms_norm.HEADS) for rows in STEP_ROWS),
-            *((rows, 5120, 5120, gated_rms_norm.GATED) for rows in STEP_ROWS),
+            *((rows, 4096, 128, gated_rms_norm.NORM_PER_HEAD) for rows in STEP_ROWS),
+            *((rows, 5120, 5120, gated_rms_norm.NORM_AFTER_GATE) for rows in STEP_ROWS),
         ],
     ),
     "shared_expert_gate": partial(
@@ -141,7 +141,7 @@ LARGE_CASES: dict[str, CaseMaker] = {
     "add_layer_norm": partial(add_layer_norm.cases_for_shapes, [(16384, 1280)]),
     "add_layer_norm_quant": partial(add_layer_norm_quant.cases_for_shapes, [(16384, 1280)]),
     **recurrence_cases(STEP_LENGTHS),
-    **GATE_CASES,
+    **GATING_OP_CASES,
     "rope_cos_sin": partial(rope_angle_cases, 524288, 64),
     "rope_cache": partial(rope_cases, 4096, 32, 128),
     "silu_mul": partial(silu_mul.cases_for_shapes, [(4096, 11008)]),

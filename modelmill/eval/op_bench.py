@@ -25,13 +25,13 @@ from modelmill.ops.case import Case, nbytes
 
 CACHE_FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 192 << 20}  # several times the caches
 MAX_ARGUMENT_SETS = {"cuda": 24, "cpu": 256}
-ROUNDS, MIN_ROUNDS = 15, 5
-CASE_SECONDS = 0.8  # per case on a CPU, but at least MIN_ROUNDS rounds
+TIMING_ROUNDS, MIN_TIMING_ROUNDS = 15, 5
+CPU_CASE_SECONDS = 0.8  # per case on a CPU, but at least MIN_TIMING_ROUNDS rounds
 # duration of one graph: long beside its launch, short enough for many rounds
-GRAPH_SECONDS = 4e-3
-GRAPH_CALLS = 48
+TARGET_GRAPH_SECONDS = 4e-3
+MAX_CALLS_PER_GRAPH = 48
 # replays between two events: the host delays only the launch of the first
-QUEUED_CALLS = 4
+REPLAYS_PER_SAMPLE = 4
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ def time_case(
         for variant, call in calls.items()
         if not selection.implementations or variant in selection.implementations
     }
-    rounds = selection.rounds or ROUNDS
-    declaration = registry.declarations()[op]
+    rounds = selection.rounds or TIMING_ROUNDS
+    declaration = registry.op_declarations()[op]
     sets = [declaration.pack_inputs(each) for each in make_argument_sets(case, device_type)]
     timed = (
         _time_on_cuda(calls, sets, rounds)
@@ -213,7 +213,7 @@ def _time_on_cpu(
         sum(times) * each
         for times, each in zip(timing.time_interleaved(all_calls, 1, repeats), repeats, strict=True)
     )
-    rounds = max(MIN_ROUNDS, min(rounds, int(CASE_SECONDS / round_seconds)))
+    rounds = max(MIN_TIMING_ROUNDS, min(rounds, int(CPU_CASE_SECONDS / round_seconds)))
     *times, reads, products = timing.time_interleaved(all_calls, rounds, repeats)
     for name, seconds in zip(ready, times, strict=True):
         results[name] = _CallTimes("host", seconds, size / min(reads), operations / min(products))
@@ -233,7 +233,7 @@ def _time_on_cuda(
             results[name] = _CallTimes("events", _one_line_error(error))
             continue
         repeats = len(sets) * max(
-            1, min(GRAPH_CALLS // len(sets), int(GRAPH_SECONDS / (once * len(sets))))
+            1, min(MAX_CALLS_PER_GRAPH // len(sets), int(TARGET_GRAPH_SECONDS / (once * len(sets))))
         )
         try:
             replay = timing.capture_graph(step, repeats)
@@ -241,7 +241,7 @@ def _time_on_cuda(
             torch.cuda.synchronize()
             results[name] = _CallTimes("events", timing.time_interleaved([step], 3, 1, "cuda")[0])
             continue
-        seconds = timing.time_interleaved([replay], rounds, QUEUED_CALLS, "cuda")[0]
+        seconds = timing.time_interleaved([replay], rounds, REPLAYS_PER_SAMPLE, "cuda")[0]
         results[name] = _CallTimes("graph", [each / repeats for each in seconds])
     return results
 

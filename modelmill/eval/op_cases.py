@@ -262,9 +262,9 @@ BIG_GEMM_SHAPES = (
     (16, 4096, 22016),
     (4096, 4096, 12288),
 )
-BIG_INT8 = ((16, 4096, 12288), (64, 4096, 12288), (256, 4096, 12288), (512, 4096, 12288))
+BIG_INT8_SHAPES = ((16, 4096, 12288), (64, 4096, 12288), (256, 4096, 12288), (512, 4096, 12288))
 BIG_WEIGHT_SHAPES = ((4096, 12288), (4096, 4096), (4096, 22016), (11008, 4096))
-BIG_W8A8: Shapes = tuple(
+BIG_W8A8_SHAPES: Shapes = tuple(
     (rows, k, n) for rows in (1, 8, 64, 256, 1024, 4096) for k, n in BIG_WEIGHT_SHAPES
 )
 QKV_ROWS = (HEADS + 2 * KV_HEADS) * HEAD_DIM
@@ -275,8 +275,10 @@ WEIGHT_SHAPES = (
     (INNER, HIDDEN),
     (HIDDEN, VOCAB),
 )
-BIG_SAMPLES: Shapes = tuple((rows, 151936, how) for rows in (1, 8, 64) for how in (0, 1, 2, 4))
-SMALL_SAMPLES: Shapes = tuple((rows, VOCAB, how) for rows in CPU_ROWS for how in (0, 1, 2))
+BIG_SAMPLING_SHAPES: Shapes = tuple(
+    (rows, 151936, how) for rows in (1, 8, 64) for how in (0, 1, 2, 4)
+)
+SMALL_SAMPLING_SHAPES: Shapes = tuple((rows, VOCAB, how) for rows in CPU_ROWS for how in (0, 1, 2))
 SMALL_GEMM_SHAPES: Shapes = tuple((rows, k, n) for rows in CPU_ROWS for k, n in WEIGHT_SHAPES)
 
 EXTRA_CASES: dict[str, dict[str, CaseMaker]] = {
@@ -289,10 +291,10 @@ EXTRA_CASES: dict[str, dict[str, CaseMaker]] = {
             16384, 4096, device, dtype
         ),
         "linear": linear_cases(BIG_GEMM_SHAPES),
-        "int8_linear": int8_linear_cases(BIG_INT8),
-        "w8a8_linear": w8a8_linear_cases(torch.int8, BIG_W8A8),
-        "fp8_linear": w8a8_linear_cases(torch.float8_e4m3fn, BIG_W8A8),
-        "sample": sample_cases(BIG_SAMPLES),
+        "int8_linear": int8_linear_cases(BIG_INT8_SHAPES),
+        "w8a8_linear": w8a8_linear_cases(torch.int8, BIG_W8A8_SHAPES),
+        "fp8_linear": w8a8_linear_cases(torch.float8_e4m3fn, BIG_W8A8_SHAPES),
+        "sample": sample_cases(BIG_SAMPLING_SHAPES),
         "paged_attention": _all_attention_cases,
     },
     "cpu": recurrence_cases(CPU_STEP_LENGTHS)
@@ -307,7 +309,7 @@ EXTRA_CASES: dict[str, dict[str, CaseMaker]] = {
         "silu_mul": _small_swiglu_cases,
         "linear": linear_cases(SMALL_GEMM_SHAPES),
         "int8_linear": int8_linear_cases(SMALL_GEMM_SHAPES),
-        "sample": sample_cases(SMALL_SAMPLES),
+        "sample": sample_cases(SMALL_SAMPLING_SHAPES),
         "paged_attention": _all_small_attention_cases,
     },
 }

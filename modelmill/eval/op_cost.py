@@ -20,7 +20,7 @@ from modelmill.ops.decode import (
     DecoderStackWeights,
 )
 
-INT8, FP8 = "int8", "float8_e4m3fn"
+INT8_DTYPE_NAME, FP8_DTYPE_NAME = "int8", "float8_e4m3fn"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,10 @@ class OpCost:
         """Operations by 8-bit dtype, as ``Roofline`` takes them."""
         return {
             dtype: count
-            for dtype, count in ((INT8, self.int8_operations), (FP8, self.fp8_operations))
+            for dtype, count in (
+                (INT8_DTYPE_NAME, self.int8_operations),
+                (FP8_DTYPE_NAME, self.fp8_operations),
+            )
             if count
         }
 
@@ -59,7 +62,7 @@ def op_cost(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: A
     if result is None:  # a fused op that declined: the ops that it fuses do the work
         return OpCost()
     called_with = _reference_signature(op).bind(*args, **kwargs).arguments
-    bound_args = registry.declarations()[op].unpack_inputs(called_with)
+    bound_args = registry.op_declarations()[op].unpack_inputs(called_with)
     out = nbytes(*_iter_tensors(result))
     if op in ("linear_add", "qkv_rope_cache"):
         x, weight_bytes = bound_args["x"], nbytes(bound_args["weight"], bound_args.get("bias"))
@@ -83,8 +86,8 @@ def op_cost(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: A
             nbytes(x) + weight_bytes + out,
             weight_bytes,
             operations,
-            operations * (act_dtype == INT8),
-            operations * (act_dtype == FP8),
+            operations * (act_dtype == INT8_DTYPE_NAME),
+            operations * (act_dtype == FP8_DTYPE_NAME),
         )
     if op == "paged_attention":
         return attention_cost(bound_args, out)

@@ -17,7 +17,7 @@ from modelmill.ops.registry import Ops
 LabelContext = Callable[[str], AbstractContextManager[Any]]
 """Called with a label for each op and module; entered while it runs."""
 
-SEPARATOR = "|"
+LABEL_SEPARATOR = "|"
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,12 @@ def trace_ops(
 
 def make_label(module: str, op: str) -> str:
     """Return the label of an op or module in a trace."""
-    return f"modelmill{SEPARATOR}{module}{SEPARATOR}{op}"
+    return f"modelmill{LABEL_SEPARATOR}{module}{LABEL_SEPARATOR}{op}"
 
 
 def parse_label(label: str) -> tuple[str, str] | None:
     """Split such a label into (module, op); None for any other string."""
-    parts = label.split(SEPARATOR)
+    parts = label.split(LABEL_SEPARATOR)
     return (parts[1], parts[2]) if len(parts) == 3 and parts[0] == "modelmill" else None
 
 

@@ -46,7 +46,7 @@ from modelmill.runtime.graph_sizes import context_bucket
 
 Tracks = dict[str, list[chrome_trace.TraceEvent]]
 PHASES = ("decode", "prefill")
-ROUNDS = 15
+TIMING_ROUNDS = 15
 QUEUED_STEPS = 4
 GRAPH_REPLAYS = 3
 CPU_ROUNDS, CPU_WARMUP_ROUNDS = 7, 2
@@ -163,9 +163,9 @@ def _profile_gpu(
         python_kernels = kernels_from_events(
             record_profiler_events(lambda: launch(replace(step, ops=label_trace.ops)))
         )
-    seconds = timing.time_interleaved([run], ROUNDS, QUEUED_STEPS if how == "graph" else 1, "cuda")[
-        0
-    ]
+    seconds = timing.time_interleaved(
+        [run], TIMING_ROUNDS, QUEUED_STEPS if how == "graph" else 1, "cuda"
+    )[0]
     runs = split_kernels_by_run(
         kernels_from_events(record_profiler_events(lambda: [run() for _ in range(GRAPH_REPLAYS)])),
         GRAPH_REPLAYS,

@@ -11,7 +11,7 @@ from typing import Any
 
 from modelmill.core.env import first_visible_gpu, option_from_env
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+CHECKOUT_ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS_FOLDER = "benchmarks/results"
 CPUINFO = Path("/proc/cpuinfo")
 SIMD_FLAGS = (
@@ -32,7 +32,7 @@ def _running_commit() -> str | None:
     return git_commit()
 
 
-def git_commit(root: Path = ROOT, written: str = RESULTS_FOLDER) -> str | None:
+def git_commit(root: Path = CHECKOUT_ROOT, written: str = RESULTS_FOLDER) -> str | None:
     """Return the commit, with "-dirty" behind it if tracked files differ.
 
     Files that the measurement itself wrote are no difference: the next one measures the same code.

@@ -16,7 +16,7 @@ from modelmill.core.errors import UsageError
 from modelmill.core.packages import require_package
 from modelmill.eval.provenance import provenance
 
-PACKAGES = ("torch", "triton", "transformers", "numpy")
+REPORTED_PACKAGES = ("torch", "triton", "transformers", "numpy")
 
 
 class BenchResult:
@@ -136,7 +136,7 @@ def versions() -> dict[str, str]:
     import modelmill
 
     result = {"python": platform.python_version(), "modelmill": modelmill.__version__}
-    for name in PACKAGES:
+    for name in REPORTED_PACKAGES:
         try:
             result[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -49,7 +49,7 @@ SHORT_FORMS = (
 )
 MONTHS = ("jan", "feb", "mar", "apr", "jun", "jul", "aug", "sept", "sep", "oct", "nov", "dec")
 ABBREVIATIONS = frozenset((*TITLES, *SHORT_FORMS, *MONTHS))
-_END = re.compile(r"([.!?]+[\"'”’)\]]*)\s+")
+_SENTENCE_END_PATTERN = re.compile(r"([.!?]+[\"'”’)\]]*)\s+")
 
 
 def split_sentences(text: str) -> list[str]:
@@ -60,7 +60,7 @@ def split_sentences(text: str) -> list[str]:
     sentences: list[str] = []
     for line in text.split("\n"):
         start = 0
-        for end in _END.finditer(line):
+        for end in _SENTENCE_END_PATTERN.finditer(line):
             if end.end() < len(line) and _ends_sentence(line, start, end):
                 sentences.append(line[start : end.end()])
                 start = end.end()

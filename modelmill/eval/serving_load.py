@@ -14,7 +14,7 @@ from modelmill.core.progress_callback import Progress
 from modelmill.eval.openai_client import OpenAIClient, RequestTiming, time_request
 from modelmill.eval.report import quantile
 
-WORDS = """time year people way day man thing woman life child world school state family student group country problem
+PROMPT_WORDS = """time year people way day man thing woman life child world school state family student group country problem
 hand part place case week company system program question work number night point home water room mother area money
 story fact month lot right study book eye job word business issue side kind head house service friend father"""  # noqa: E501
 # each of them is one token in most vocabularies
@@ -47,7 +47,7 @@ async def run_serving_load(
 
     ``on_progress`` is called with ("requests", ended, number of requests).
     """
-    rng, words = random.Random(load.seed), WORDS.split()
+    rng, words = random.Random(load.seed), PROMPT_WORDS.split()
     slots = asyncio.Semaphore(load.concurrency or len(load.lengths))
     ended = 0
     began = time.perf_counter()

@@ -23,10 +23,15 @@ import numpy
 
 from modelmill.async_llm import AsyncLLM
 from modelmill.core.config import RunConfig, config_from_dict, non_default_fields
-from modelmill.core.errors import GRAMMAR_LOST, ModelmillError, RequestError, UsageError
+from modelmill.core.errors import GRAMMAR_LOST_MESSAGE, ModelmillError, RequestError, UsageError
 from modelmill.export.triton_metrics import TritonMetrics
 from modelmill.export.triton_repository import ENGINE_DIR, START_OPTIONS_FILE, EngineStartOptions
-from modelmill.export.triton_tensors import INPUTS, OUTPUTS, ParsedRequest, parse_request
+from modelmill.export.triton_tensors import (
+    INPUT_TENSORS,
+    OUTPUT_TENSORS,
+    ParsedRequest,
+    parse_request,
+)
 from modelmill.outputs import OutputDelta
 from modelmill.text_processor import TextProcessor
 
@@ -142,7 +147,7 @@ class TritonBackend:
                         )
                         return
                     if delta.finish_reason == "error":
-                        request.fail(GRAMMAR_LOST, "INVALID_ARG")
+                        request.fail(GRAMMAR_LOST_MESSAGE, "INVALID_ARG")
                         return
                     if delta.finish_reason or (parsed.stream and (delta.text or delta.token_ids)):
                         request.send_delta(delta, send_full_output=not parsed.stream)
@@ -189,7 +194,8 @@ class _TritonRequest:
     def __init__(self, triton: Any, request: Any) -> None:
         self._triton, self._sender = triton, request.get_response_sender()
         tensors = (
-            (field.name, triton.get_input_tensor_by_name(request, field.name)) for field in INPUTS
+            (field.name, triton.get_input_tensor_by_name(request, field.name))
+            for field in INPUT_TENSORS
         )
         # copy: the memory belongs to Triton
         self.inputs = {
@@ -215,7 +221,7 @@ class _TritonRequest:
         )
         tensors = [
             self._triton.Tensor(field.name, value)
-            for field, value in zip(OUTPUTS, values, strict=True)
+            for field, value in zip(OUTPUT_TENSORS, values, strict=True)
         ]
         self._send_response(
             self._triton.InferenceResponse(output_tensors=tensors),

@@ -7,8 +7,8 @@ from typing import Any
 
 from modelmill.core.types import EngineStats
 
-PREFIX = "modelmill:"
-GAUGES: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
+METRIC_PREFIX = "modelmill:"
+GAUGE_READERS: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_running": ("Running sequences.", lambda s: s.running),
     "num_requests_waiting": ("Waiting sequences.", lambda s: s.waiting),
     "kv_cache_usage_perc": (
@@ -16,7 +16,7 @@ GAUGES: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
         lambda s: 1 - s.free_pages / s.pages if s.pages else 0.0,
     ),
 }
-COUNTERS: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
+COUNTER_READERS: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
     "prompt_tokens_total": ("Prompt tokens of processed requests.", lambda s: s.prompt_tokens),
     "generation_tokens_total": ("Generated tokens.", lambda s: s.output_tokens),
     "num_preemptions_total": ("Preempted sequences.", lambda s: s.preemptions),
@@ -42,10 +42,10 @@ class TritonMetrics:
             labels: of every metric.
         """
         family = triton.MetricFamily
-        tables = ((GAUGES, family.GAUGE), (COUNTERS, family.COUNTER))
+        tables = ((GAUGE_READERS, family.GAUGE), (COUNTER_READERS, family.COUNTER))
         # a family must live as long as its metrics
         self._families = {
-            name: family(name=PREFIX + name, description=description, kind=metric_kind)
+            name: family(name=METRIC_PREFIX + name, description=description, kind=metric_kind)
             for table, metric_kind in tables
             for name, (description, _) in table.items()
         }
@@ -56,13 +56,13 @@ class TritonMetrics:
 
     def update(self, stats: EngineStats) -> None:
         """Set the metrics to the current statistics."""
-        for table in (GAUGES, COUNTERS):
+        for table in (GAUGE_READERS, COUNTER_READERS):
             for name, (_, read) in table.items():
                 value, last = float(read(stats)), self._last_values[name]
                 if value == last:
                     continue
                 self._last_values[name] = value
-                if table is GAUGES:
+                if table is GAUGE_READERS:
                     self._metrics[name].set(value)
                 else:
                     self._metrics[name].increment(value - last)

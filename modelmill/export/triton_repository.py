@@ -23,14 +23,14 @@ from modelmill.artifact.manifest import Manifest, check_engine_type
 from modelmill.artifact.store import open_artifact
 from modelmill.core.config import RunConfig, config_from_dict
 from modelmill.core.errors import UsageError
-from modelmill.export.triton_tensors import INPUTS, OUTPUTS, format_pbtxt_fields
+from modelmill.export.triton_tensors import INPUT_TENSORS, OUTPUT_TENSORS, format_pbtxt_fields
 
 MODEL_VERSION = "1"
 ENGINE_DIR = "engine"
 START_OPTIONS_FILE = "start.json"
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_MODEL_NAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
-MODEL_PY = '''"""The Python backend of Triton Inference Server for an engine of modelmill."""
+MODEL_PY_SOURCE = '''"""The Python backend of Triton Inference Server for an engine of modelmill."""
 
 import triton_python_backend_utils as triton
 
@@ -123,7 +123,7 @@ def export_triton_repository(
     manifest = open_artifact(engine).manifest
     check_engine_type(engine, manifest.engine_type, "language")
     model_name = name or Path(os.path.abspath(engine)).name.removesuffix(".engine")
-    if not _NAME.fullmatch(model_name):
+    if not _MODEL_NAME_PATTERN.fullmatch(model_name):
         raise UsageError(
             f"--name {model_name[:60]!r}: letters, digits, _, - and . only; give another --name"
         )
@@ -138,7 +138,7 @@ def export_triton_repository(
         (staged / "config.pbtxt").write_text(
             _config_pbtxt(model_name, _instance_kind(manifest, run))
         )
-        (staged / MODEL_VERSION / "model.py").write_text(MODEL_PY)
+        (staged / MODEL_VERSION / "model.py").write_text(MODEL_PY_SOURCE)
         (staged / MODEL_VERSION / START_OPTIONS_FILE).write_text(start_options.to_json())
         _link_or_copy_engine(engine, staged / MODEL_VERSION / ENGINE_DIR, copy)
         os.rename(staged, target)
@@ -174,6 +174,6 @@ backend: "python"
 max_batch_size: 0
 model_transaction_policy {{ decoupled: true }}
 instance_group [ {{ count: 1, kind: {instance_kind} }} ]
-input {format_pbtxt_fields(INPUTS, optional=True)}
-output {format_pbtxt_fields(OUTPUTS, optional=False)}
+input {format_pbtxt_fields(INPUT_TENSORS, optional=True)}
+output {format_pbtxt_fields(OUTPUT_TENSORS, optional=False)}
 '''  # noqa: E501

@@ -61,16 +61,16 @@ def _sampling_param_field(name: str, hint: Any) -> TritonTensorField:
     )
 
 
-_HINTS = get_type_hints(SamplingParams)
-INPUTS = (
+_SAMPLING_PARAM_TYPES = get_type_hints(SamplingParams)
+INPUT_TENSORS = (
     TritonTensorField("text_input", "TYPE_STRING"),
     TritonTensorField("messages", "TYPE_STRING"),
     TritonTensorField("input_ids", "TYPE_INT32", VARIABLE_LENGTH),
     TritonTensorField("stream", "TYPE_BOOL"),
     TritonTensorField("cache_salt", "TYPE_STRING"),
-    *(_sampling_param_field(name, _HINTS[name]) for name in _SAMPLING_INPUTS),
+    *(_sampling_param_field(name, _SAMPLING_PARAM_TYPES[name]) for name in _SAMPLING_INPUTS),
 )
-OUTPUTS = (
+OUTPUT_TENSORS = (
     TritonTensorField("text_output", "TYPE_STRING"),
     TritonTensorField("output_ids", "TYPE_INT32", VARIABLE_LENGTH),
     TritonTensorField("finish_reason", "TYPE_STRING"),
@@ -103,7 +103,7 @@ def parse_request(tensors: Mapping[str, Any]) -> ParsedRequest:
     """
     values = {
         field.name: _parse_tensor(field, tensors[field.name])
-        for field in INPUTS
+        for field in INPUT_TENSORS
         if field.name in tensors
     }
     sources = [name for name in ("text_input", "messages", "input_ids") if name in values]
@@ -112,7 +112,7 @@ def parse_request(tensors: Mapping[str, Any]) -> ParsedRequest:
         raise RequestError(f"give one of text_input, messages and input_ids, not {names}")
     sampling = {
         field.name: values[field.name]
-        for field in INPUTS
+        for field in INPUT_TENSORS
         if field.is_sampling_param and field.name in values
     }
     return ParsedRequest(

@@ -13,10 +13,12 @@ from typing import Any
 
 from modelmill.core.errors import CapacityError, MissingDependency
 
-_PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED: memory of a device, not of the host
-_ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
-_READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+_MEM_ALLOCATION_TYPE_PINNED = (
+    1  # CU_MEM_ALLOCATION_TYPE_PINNED: memory of a device, not of the host
+)
+_MEM_LOCATION_TYPE_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+_MEM_ACCESS_READWRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+_CUDA_ERROR_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 class _Location(ctypes.Structure):
@@ -68,9 +70,11 @@ class CudaDriver:
             MissingDependency: the GPU has no virtual memory management.
         """
         self._library = _libcuda() if library is None else library
-        location = _Location(_ON_DEVICE, device_index)
-        self._properties = _AllocationProperties(type=_PINNED, location=location)
-        self._access = _AccessDescription(location, _READ_WRITE)
+        location = _Location(_MEM_LOCATION_TYPE_DEVICE, device_index)
+        self._properties = _AllocationProperties(
+            type=_MEM_ALLOCATION_TYPE_PINNED, location=location
+        )
+        self._access = _AccessDescription(location, _MEM_ACCESS_READWRITE)
         self._context = ctypes.c_void_p()
         self._call_driver("cuCtxGetCurrent", ctypes.byref(self._context))
         granularity = ctypes.c_size_t()
@@ -170,7 +174,7 @@ class CudaDriver:
 
     def _call_driver(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)
-        if code == _OUT_OF_MEMORY:
+        if code == _CUDA_ERROR_OUT_OF_MEMORY:
             where = "the host has no memory left to pin" if "Host" in name else "the GPU is full"
             raise CapacityError(f"{where} ({name})")
         if code:

@@ -86,7 +86,7 @@ def _check_dtypes(model: nn.Module, artifact: Artifact, computed: set[str]) -> N
             parts: tuple[Any, ...] = module.weight.row_block_weights()
             stored |= {f"{name}.weight": part.weight for part in parts if part.format == "dense"}
     for name, tensor in stored.items():
-        expected = torch.float32 if options.stays_float32(name) else build_dtype
+        expected = torch.float32 if options.is_stored_in_float32(name) else build_dtype
         if tensor.dtype != expected:
             actual = str(tensor.dtype).removeprefix("torch.")
             raise CorruptArtifact(
@@ -166,7 +166,8 @@ def fill_weights(
     unused = sorted(store.names - store.used)
     if unused:
         raise CorruptArtifact(
-            f"the engine has tensors that the model does not use: {_join_first(unused)}; rebuild it"
+            f"the engine has tensors that the model does not use: {_format_first_names(unused)}; "
+            "rebuild it"
         )
     model.eval().requires_grad_(False)
 
@@ -257,5 +258,5 @@ def _fill_buffer(model: nn.Module, name: str, buffer: torch.Tensor, store: _Tens
     setattr(module, leaf, tensor)
 
 
-def _join_first(names: list[str]) -> str:
+def _format_first_names(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -25,9 +25,9 @@ from modelmill.core.memory_limits import available_memory
 from modelmill.loader.cuda_vmm import CudaDriver
 
 BLOCK_BYTES = 256 << 20
-TOUCH_THREADS = 8
+PAGE_FAULT_THREADS = 8
 PAGE_BYTES = mmap.PAGESIZE
-FIRST_PAUSE, PAUSE = 2.0, 0.05
+FIRST_RELEASE_PAUSE_SECONDS, RELEASE_PAUSE_SECONDS = 2.0, 0.05
 """Seconds before the first block is freed, and between two: freeing one takes some 30 ms."""
 
 
@@ -86,7 +86,7 @@ class PinnedBlocks:
                 f"{format_bytes(free)} are free"
             )
         yield from list(self._blocks)
-        with ThreadPoolExecutor(TOUCH_THREADS, "modelmill-pin") as pool:
+        with ThreadPoolExecutor(PAGE_FAULT_THREADS, "modelmill-pin") as pool:
             touched = [
                 (block, pool.submit(block.fault_in_pages)) for block in map(PinnedBlock, missing)
             ]
@@ -129,9 +129,9 @@ class PinnedBlocks:
 
     def _release_all(self, stop: threading.Event) -> None:
         self._driver.make_current()
-        pause = FIRST_PAUSE
+        pause = FIRST_RELEASE_PAUSE_SECONDS
         while not stop.wait(pause) and self._release_last():
-            pause = PAUSE
+            pause = RELEASE_PAUSE_SECONDS
 
     def _release_last(self) -> bool:
         """Free one block; false if there is none."""

@@ -30,7 +30,7 @@ from modelmill.loader.reachable_tensors import reachable_tensors
 
 ALLOCATION_ALIGNMENT_BYTES = 512
 """Bytes to which a weight is aligned, as torch's allocator does."""
-CHUNK_BYTES = 256 << 20
+MAP_CHUNK_BYTES = 256 << 20
 """Of a GPU's memory that is mapped at once where tensors move into it, part by part."""
 WAKE_CHUNK_BYTES = 1 << 30
 """The same where an engine wakes up: one part is copied while the next is mapped."""
@@ -202,13 +202,13 @@ class CudaRegion(MemoryRegion):
     def __init__(self, driver: CudaDriver, nbytes: int, device: str) -> None:
         self._driver = driver
         self._addresses = _MappedRange(driver, nbytes)
-        self._addresses.map_chunk(CHUNK_BYTES)  # torch asks whose memory the first byte is
+        self._addresses.map_chunk(MAP_CHUNK_BYTES)  # torch asks whose memory the first byte is
         self.bytes = as_device_tensor(_ArrayInterface(self._addresses), device)[:nbytes]
 
     def extend_backing(self, nbytes: int) -> None:
         """As of MemoryRegion."""
         while self._addresses.mapped < min(nbytes, self._addresses.nbytes):
-            self._addresses.map_chunk(CHUNK_BYTES)
+            self._addresses.map_chunk(MAP_CHUNK_BYTES)
 
     def offload(self) -> int:
         """As of MemoryRegion."""
@@ -303,7 +303,7 @@ class SleepableMemory:
             region.extend_backing(start + size)
             _move_extent(extents.pop(0), region.bytes, start)
             start, freed = start + size, freed + size
-            if self._driver is not None and (freed >= CHUNK_BYTES or not extents):
+            if self._driver is not None and (freed >= MAP_CHUNK_BYTES or not extents):
                 torch.cuda.empty_cache()  # for the next chunk
                 freed = 0
         return start
@@ -352,7 +352,7 @@ class SleepableMemory:
         return CudaRegion(self._driver, nbytes, self._device)
 
 
-def _aligned(nbytes: int) -> int:
+def _align_up(nbytes: int) -> int:
     return -(-nbytes // ALLOCATION_ALIGNMENT_BYTES) * ALLOCATION_ALIGNMENT_BYTES
 
 
@@ -381,7 +381,7 @@ def _storage_extents(tensors: list[torch.Tensor]) -> list[_Extent]:
         begin = int(tensor.storage_offset()) * tensor.itemsize
         steps = zip(tensor.size(), tensor.stride(), strict=True)
         last_element = sum((size - 1) * stride for size, stride in steps)
-        end = _aligned(begin + (last_element + 1) * tensor.itemsize)
+        end = _align_up(begin + (last_element + 1) * tensor.itemsize)
         first = begin // ALLOCATION_ALIGNMENT_BYTES * ALLOCATION_ALIGNMENT_BYTES
         if extents and first < extents[-1].end:
             extents[-1].add(tensor, end)

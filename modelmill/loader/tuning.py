@@ -7,7 +7,11 @@ from pathlib import Path
 
 import torch
 
-from modelmill.artifact.autotune_store import read_autotune_record, record_path, tuned_devices
+from modelmill.artifact.autotune_store import (
+    autotune_record_path,
+    read_autotune_record,
+    tuned_devices,
+)
 from modelmill.core import log
 from modelmill.ops import registry
 from modelmill.ops.launch_configs import GemmKey, TunedLaunchConfigs, filter_supported, parse_key
@@ -53,9 +57,8 @@ def look_up_tuning(engine: Path, name: str) -> TuningLookup:
             else {op: _parse_configs(configs) for op, configs in stored.choices.items()}
         )
     except ValueError as error:
-        damaged = (
-            f"{engine / record_path(name)} is damaged ({error}): default launch configs; {advice}"
-        )
+        path = engine / autotune_record_path(name)
+        damaged = f"{path} is damaged ({error}): default launch configs; {advice}"
         return TuningLookup(None, damaged, is_warning=True)
     if stored is None:
         others = tuned_devices(engine)

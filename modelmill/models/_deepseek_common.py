@@ -16,7 +16,7 @@ from modelmill.models._hf_config import (
     positive_int,
     read_activation,
     read_boolean,
-    require_value,
+    require_supported_value,
 )
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models._rename_rules import CheckpointLayout, SourceTensors
@@ -54,7 +54,7 @@ LAYOUT = DeepseekLayout(
     has_draft_layer=True,
 )
 # of DeepSeek-V3's router
-EXPERTS_OF_SIGMOIDS = {
+SIGMOID_ROUTER_VALUES = {
     "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
 }  # fmt: skip
 # the size of queries and of rotated channels follow from others; the rest is of training
@@ -86,7 +86,7 @@ def decoder_config(
         positive_int(raw, "num_attention_heads"),
         read_activation(raw, "hidden_act", "silu"),
     )
-    require_value(raw, "num_key_value_heads", (heads, None), None)
+    require_supported_value(raw, "num_key_value_heads", (heads, None), None)
     rope_dim = positive_int(raw, "qk_rope_head_dim", default=64)
     checked_rotary_channels("qk_rope_head_dim", rope_dim, rope_dim)
     sizes = {"head_dim": rope_dim, "num_key_value_heads": heads}

@@ -42,8 +42,8 @@ LAYOUT = CheckpointLayout(
 QWEN35_INEFFECTIVE_KEYS = (
     "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype",
 )  # fmt: skip
-GATED_ATTENTION = {"attn_output_gate": (True,), "output_gate_type": ("swish", "silu")}
-IMAGE_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
+GATED_ATTENTION_VALUES = {"attn_output_gate": (True,), "output_gate_type": ("swish", "silu")}
+MROPE_KEYS = ("mrope_section", "mrope_interleaved")
 
 
 def without_mrope_keys(raw: RawConfig) -> Mapping[str, Any]:
@@ -51,7 +51,7 @@ def without_mrope_keys(raw: RawConfig) -> Mapping[str, Any]:
     parameters = raw.get("rope_parameters")
     if not isinstance(parameters, Mapping):
         return raw
-    text = {key: value for key, value in parameters.items() if key not in IMAGE_ROPE_KEYS}
+    text = {key: value for key, value in parameters.items() if key not in MROPE_KEYS}
     return overlay_config(raw, {}, {"rope_parameters": text})
 
 

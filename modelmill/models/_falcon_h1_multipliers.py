@@ -17,7 +17,7 @@ from modelmill.nn.decoder import DecoderConfig
 
 
 @dataclass(frozen=True)
-class Multipliers:
+class FalconH1Multipliers:
     """The factors.
 
     Attributes:
@@ -41,16 +41,16 @@ class Multipliers:
 class FalconH1Config(DecoderConfig):
     """The decoder's sizes, and the multipliers."""
 
-    multipliers: Multipliers = field(default_factory=Multipliers)
+    multipliers: FalconH1Multipliers = field(default_factory=FalconH1Multipliers)
 
 
-def read_multipliers(raw: RawConfig) -> Multipliers:
+def read_multipliers(raw: RawConfig) -> FalconH1Multipliers:
     """The multipliers of a config.json."""
     single = {
         name: positive_float(raw, f"{name}_multiplier", default=1.0)
         for name in ("attention_in", "attention_out", "key", "ssm_in", "ssm_out")
     }
-    return Multipliers(
+    return FalconH1Multipliers(
         **single,
         ssm=_read_factors(raw, "ssm_multipliers", 5),
         mlp=_read_factors(raw, "mlp_multipliers", 2),

@@ -41,10 +41,10 @@ ROPE_PARAMETERS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """``rope_parameters`` where config.json has none."""
-PROPORTIONAL = "proportional"
+PROPORTIONAL_ROPE_TYPE = "proportional"
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotations that need no length; those of Gemma 4 beside ``PROPORTIONAL``."""
-LAYER_KEYS = ("head_dim", "num_key_value_heads")
+"""Rotations that need no length; those of Gemma 4 beside ``PROPORTIONAL_ROPE_TYPE``."""
+PER_LAYER_SIZE_KEYS = ("head_dim", "num_key_value_heads")
 """What ``per_layer_config`` may say of a layer."""
 
 
@@ -188,11 +188,11 @@ def _layer_kv_head_sizes(overrides: Any, layer: int, own: Mapping[str, int]) -> 
     """KV heads and channels of a head of one layer."""
     every = config_object("per_layer_config", overrides)
     sizes = config_object(f"per_layer_config.{layer}", every.get(str(layer)))
-    unknown = sorted(set(sizes) - set(LAYER_KEYS))
+    unknown = sorted(set(sizes) - set(PER_LAYER_SIZE_KEYS))
     if unknown:
         raise CheckpointError(
             f"config.json: per_layer_config.{layer}: {quote(unknown[0], 60)} is not computed "
-            f"(known: {', '.join(LAYER_KEYS)})"
+            f"(known: {', '.join(PER_LAYER_SIZE_KEYS)})"
         )
     merged = {**own, **sizes}
     return positive_int(merged, "num_key_value_heads"), positive_int(merged, "head_dim")
@@ -226,12 +226,12 @@ def layer_rope(raw: RawConfig, layer_type: str, head_dim: int, positions: int) -
             f"{FULL_ATTENTION}, {SLIDING_ATTENTION}), not {quote(every, 60)}"
         )
     rope_type = own.get("rope_type", "default")
-    if rope_type == PROPORTIONAL:
+    if rope_type == PROPORTIONAL_ROPE_TYPE:
         return _proportional_rope(raw, layer_type, own, head_dim, positions)
     if rope_type not in ROPE_TYPES:
         raise CheckpointError(
             f"config.json: rope_parameters.{layer_type}: rope_type={quote(rope_type, 60)} is not "
-            f"supported (supported: {', '.join((PROPORTIONAL, *ROPE_TYPES))})"
+            f"supported (supported: {', '.join((PROPORTIONAL_ROPE_TYPE, *ROPE_TYPES))})"
         )
     _llama_common.check_layer_rope_scaling(raw, layer_type, own)
     alone = {"rope_parameters": own, "rope_scaling": None, "rope_theta": None}
@@ -248,7 +248,11 @@ def _proportional_rope(
             "than a head has; it must be at most 1"
         )
     factor = positive_float(own, "factor", default=1.0)
-    scaling = {"rope_type": PROPORTIONAL, "partial_rotary_factor": share, "factor": factor}
+    scaling = {
+        "rope_type": PROPORTIONAL_ROPE_TYPE,
+        "partial_rotary_factor": share,
+        "factor": factor,
+    }
     if isinstance(raw, ReadTrackingConfig):
         read = {*scaling, "rope_theta"}
         name = f"rope_parameters.{layer_type}"

@@ -6,7 +6,7 @@ from typing import Any
 
 from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models._hf_config import (
-    MAX_SIZE,
+    MAX_CONFIG_INTEGER,
     exact_quotient,
     first_set_key,
     non_negative_float,
@@ -17,13 +17,13 @@ from modelmill.models._hf_config import (
 from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.norm import LAYER_NORM
 
-OUTSIDE_NAMES: dict[str, Any] = {
+NON_LAYER_NAMES: dict[str, Any] = {
     "layers": "transformer.h",
     "embed": "transformer.wte",
     "norm": "transformer.ln_f",
 }
 """The checkpoint's names outside of layers, as ``CheckpointLayout`` takes them."""
-LAYER_NAMES = {
+GPT2_LAYER_NAMES = {
     "attn_norm": ("ln_1",),
     "attn.qkv_proj": ("attn.c_attn",),
     "attn.o_proj": ("attn.c_proj",),
@@ -63,7 +63,7 @@ def config_from_hf(
     if eps is None:
         eps = non_negative_float(raw, "layer_norm_epsilon", default=1e-5)
     if "alibi" in switches:
-        switches["max_extended_len"] = MAX_SIZE
+        switches["max_extended_len"] = MAX_CONFIG_INTEGER
     fields = {"rope": None, "norm": LAYER_NORM, "gated": False, **switches}
     return DecoderConfig(
         hidden=width,

@@ -10,18 +10,18 @@ from modelmill.core.quoting import quote
 from modelmill.core.read_tracking_config import RawConfig, ReadTrackingConfig
 from modelmill.nn.rotary import RopeSpec
 
-MAX_SIZE = 1 << 24
+MAX_CONFIG_INTEGER = 1 << 24
 """Above every real width, vocabulary and context; keeps nonsense from taking memory before weights
 are looked at.
 """
 
 MAX_LAYERS = 4096
-MAX_FLOAT = 1e12
+MAX_CONFIG_FLOAT = 1e12
 """Above every real base, factor and epsilon; keeps float32 arithmetic on them finite."""
 
 
 def positive_int(
-    raw: RawConfig, *keys: str, default: int | None = None, max_value: int = MAX_SIZE
+    raw: RawConfig, *keys: str, default: int | None = None, max_value: int = MAX_CONFIG_INTEGER
 ) -> int:
     """The first of ``keys`` that is set, as an integer between 1 and ``max_value``."""
     value = _first_value(raw, keys, default)
@@ -46,7 +46,11 @@ def num_layers(raw: RawConfig, *keys: str) -> int:
 def non_negative_float(raw: RawConfig, *keys: str, default: float | None = None) -> float:
     """The first of ``keys`` that is set, as a number from 0 up."""
     value = _first_value(raw, keys, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < MAX_FLOAT:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not 0 <= value < MAX_CONFIG_FLOAT
+    ):
         raise CheckpointError(
             f"config.json: {first_set_key(raw, keys)} must be a number from 0 up, not "
             f"{quote(value, 60)}"
@@ -81,7 +85,7 @@ def config_object(key: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
-def head_size(hidden: int, heads: int) -> int:
+def default_head_dim(hidden: int, heads: int) -> int:
     """Channels of a head where a config names no ``head_dim``."""
     return exact_quotient("hidden_size", hidden, "num_attention_heads", heads)
 
@@ -92,7 +96,7 @@ def refuse_custom_head_dim(raw: RawConfig, hidden: int, heads: int) -> dict[str,
     Raises:
         CheckpointError: for a ``head_dim`` of another value.
     """
-    require_value(raw, "head_dim", (head_size(hidden, heads), None), None)
+    require_supported_value(raw, "head_dim", (default_head_dim(hidden, heads), None), None)
     return {"head_dim": None}
 
 
@@ -133,7 +137,7 @@ def read_boolean(raw: RawConfig, key: str, default: bool) -> bool:
     return value
 
 
-EVERY_BIAS: dict[str, Any] = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+ALL_BIASES_ENABLED: dict[str, Any] = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
 """Fields of a decoder all of whose linear layers have a bias."""
 
 
@@ -151,7 +155,7 @@ def attention_and_mlp_bias_fields(raw: RawConfig) -> dict[str, Any]:
 
 def linear_bias_fields(raw: RawConfig, key: str, default: bool) -> dict[str, Any]:
     """The biases of a decoder's linear layers, where one key decides about all of them."""
-    return dict.fromkeys(EVERY_BIAS, read_boolean(raw, key, default))
+    return dict.fromkeys(ALL_BIASES_ENABLED, read_boolean(raw, key, default))
 
 
 def check_vit_sizes(name: str, *, width: int, heads: int, image: int = 0, patch: int = 1) -> None:
@@ -166,7 +170,9 @@ def check_vit_sizes(name: str, *, width: int, heads: int, image: int = 0, patch:
         )
 
 
-def require_value(raw: RawConfig, key: str, allowed: tuple[Any, ...], default: Any) -> None:
+def require_supported_value(
+    raw: RawConfig, key: str, allowed: tuple[Any, ...], default: Any
+) -> None:
     """Refuse a value that would change the arithmetic and that we do not compute."""
     value = raw.get(key, default)
     if value not in allowed:
@@ -176,7 +182,7 @@ def require_value(raw: RawConfig, key: str, allowed: tuple[Any, ...], default: A
         )
 
 
-def layer_list(
+def read_per_layer_list(
     raw: RawConfig, key: str, layers: int, is_known: Callable[[Any], bool], meaning: str
 ) -> list[Any] | None:
     """A list with a value for each layer; None where the key is absent.
@@ -216,7 +222,7 @@ ACTIVATION_NAMES = {
 
 def read_activation(raw: RawConfig, key: str, default: str) -> str:
     """The activation that a config names."""
-    require_value(raw, key, tuple(ACTIVATION_NAMES), default)
+    require_supported_value(raw, key, tuple(ACTIVATION_NAMES), default)
     return ACTIVATION_NAMES[raw.get(key, default)]
 
 
@@ -231,18 +237,18 @@ def optional_positive_float(raw: RawConfig, key: str, default: float | None = No
     return None if raw.get(key, default) is None else positive_float(raw, key, default=default)
 
 
-TRAINED_LEN_KEY = "original_max_position_embeddings"
+ORIGINAL_MAX_POSITION_KEY = "original_max_position_embeddings"
 
 ROPE_SCALING_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
     "dynamic": (("factor",), ()),
-    "longrope": ((TRAINED_LEN_KEY,), ("factor", "attention_factor")),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", TRAINED_LEN_KEY), ()),
+    "longrope": ((ORIGINAL_MAX_POSITION_KEY,), ("factor", "attention_factor")),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", ORIGINAL_MAX_POSITION_KEY), ()),
     "yarn": (
         ("factor",),
         (
-            TRAINED_LEN_KEY,
+            ORIGINAL_MAX_POSITION_KEY,
             "beta_fast",
             "beta_slow",
             "attention_factor",
@@ -253,7 +259,7 @@ ROPE_SCALING_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Rope scalings by name: the numbers each needs, and those it may bring."""
 
-LONGROPE_FACTORS = ("short_factor", "long_factor")
+LONGROPE_FACTOR_KEYS = ("short_factor", "long_factor")
 
 COMMON_ROPE_SCALING_KEYS = ("rope_theta", "rope_type", "type")
 """Keys that every rope scaling may have, beside the numbers of its type (``ROPE_SCALING_KEYS``)."""
@@ -306,11 +312,14 @@ def rope_spec(
         # transformers turns such a fraction of each head only where it scales, and then no decoder
         # of ours fits it
         part = "partial_rotary_factor"
-        require_value(scaling if part in scaling else raw, part, (1, None), None)
-    if scaling_type in ("llama3", "yarn", "longrope") and raw.get(TRAINED_LEN_KEY) is not None:
-        scaling[TRAINED_LEN_KEY] = positive_float(raw, TRAINED_LEN_KEY)
-    if scaling_type in ("llama3", "longrope") and scaling.get(TRAINED_LEN_KEY) is None:
-        scaling[TRAINED_LEN_KEY] = max_positions
+        require_supported_value(scaling if part in scaling else raw, part, (1, None), None)
+    if (
+        scaling_type in ("llama3", "yarn", "longrope")
+        and raw.get(ORIGINAL_MAX_POSITION_KEY) is not None
+    ):
+        scaling[ORIGINAL_MAX_POSITION_KEY] = positive_float(raw, ORIGINAL_MAX_POSITION_KEY)
+    if scaling_type in ("llama3", "longrope") and scaling.get(ORIGINAL_MAX_POSITION_KEY) is None:
+        scaling[ORIGINAL_MAX_POSITION_KEY] = max_positions
     needed, optional = ROPE_SCALING_KEYS[scaling_type]
     _check_numbers(name, scaling, needed, optional)
     if scaling_type == "yarn":
@@ -323,10 +332,10 @@ def rope_spec(
                 "are the two exchanged?"
             )
     if scaling_type == "longrope":
-        for key in LONGROPE_FACTORS:
+        for key in LONGROPE_FACTOR_KEYS:
             _check_longrope_factors(scaling.get(key), f"{name}.{key}", dim // 2)
     if isinstance(raw, ReadTrackingConfig):
-        more = {"yarn": ("truncate",), "longrope": LONGROPE_FACTORS}.get(scaling_type, ())
+        more = {"yarn": ("truncate",), "longrope": LONGROPE_FACTOR_KEYS}.get(scaling_type, ())
         read = {*COMMON_ROPE_SCALING_KEYS, *needed, *optional, *more}
         if partial is not None:
             read.add("partial_rotary_factor")
@@ -408,10 +417,10 @@ def scaled_rope_max_len(spec: RopeSpec, max_positions: int) -> int:
     """Longest sequence a scaled rotation is meant for."""
     factor = float(spec.scaling.get("factor") or 1.0)
     if spec.scaling_type in ("linear", "dynamic"):
-        return max(1, min(int(max_positions * factor), MAX_SIZE))
+        return max(1, min(int(max_positions * factor), MAX_CONFIG_INTEGER))
     if spec.scaling_type == "yarn":
-        trained = float(spec.scaling.get(TRAINED_LEN_KEY) or 0)
-        return max(max_positions, min(int(trained * factor), MAX_SIZE))
+        trained = float(spec.scaling.get(ORIGINAL_MAX_POSITION_KEY) or 0)
+        return max(max_positions, min(int(trained * factor), MAX_CONFIG_INTEGER))
     return max_positions
 
 

@@ -11,7 +11,7 @@ from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     attention_bias_fields,
     config_object,
-    head_size,
+    default_head_dim,
     positive_float,
     positive_int,
 )
@@ -50,7 +50,7 @@ def with_head_size(raw: RawConfig) -> RawConfig:
     """The config with ``head_dim``, which some files call ``attention_head_dim`` as well."""
     hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
     named = any(raw.get(key) is not None for key in ("head_dim", "attention_head_dim"))
-    default = None if named else head_size(hidden, heads)
+    default = None if named else default_head_dim(hidden, heads)
     dim = positive_int(raw, "head_dim", "attention_head_dim", default=default)
     return overlay_config(raw, {}, {"head_dim": dim})
 

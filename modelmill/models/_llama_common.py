@@ -10,7 +10,7 @@ from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models._hf_config import (
-    TRAINED_LEN_KEY,
+    ORIGINAL_MAX_POSITION_KEY,
     config_object,
     exact_quotient,
     non_negative_float,
@@ -18,7 +18,7 @@ from modelmill.models._hf_config import (
     positive_int,
     read_activation,
     read_boolean,
-    require_value,
+    require_supported_value,
     rope_spec,
     scaled_rope_max_len,
 )
@@ -88,7 +88,7 @@ def config_from_hf(
     if defaults.activation is not None:
         switches["activation"] = read_activation(raw, "hidden_act", defaults.activation)
     elif "activation" not in switches:
-        require_value(raw, "hidden_act", ("silu", "swish"), "silu")
+        require_supported_value(raw, "hidden_act", ("silu", "swish"), "silu")
     eps_key, eps = "rms_norm_eps", 1e-6
     if layer_norm is not None:
         eps_key, eps = layer_norm, 1e-5
@@ -280,11 +280,11 @@ def check_layer_rope_scaling(raw: RawConfig, layer_type: str, scaling: Mapping[s
     scaling_type = scaling.get("rope_type", scaling.get("type"))
     if scaling_type == "yarn":
         name = f"rope_parameters.{layer_type}.truncate"
-        require_value({name: scaling.get("truncate")}, name, (True, None), None)
-    trained = raw.get(TRAINED_LEN_KEY) if scaling_type in ("llama3", "yarn") else None
-    if trained not in (None, scaling.get(TRAINED_LEN_KEY)):
+        require_supported_value({name: scaling.get("truncate")}, name, (True, None), None)
+    trained = raw.get(ORIGINAL_MAX_POSITION_KEY) if scaling_type in ("llama3", "yarn") else None
+    if trained not in (None, scaling.get(ORIGINAL_MAX_POSITION_KEY)):
         raise CheckpointError(
-            f"config.json: {TRAINED_LEN_KEY}={quote(trained, 60)} must stand in "
+            f"config.json: {ORIGINAL_MAX_POSITION_KEY}={quote(trained, 60)} must stand in "
             f"rope_parameters.{layer_type} where windows have a rotation of their own"
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MLP_AND_NORM_NAMES = {
+MEGATRON_MLP_AND_NORM_NAMES = {
     "attn_norm": ("input_layernorm",),
     "mlp_norm": ("post_attention_layernorm",),
     "mlp.fc_proj": ("mlp.dense_h_to_4h",),
@@ -14,7 +14,7 @@ MLP_AND_NORM_NAMES = {
 def layer_checkpoint_names(attention: str = "self_attention") -> dict[str, tuple[str, ...]]:
     """Module of a layer → its names in the checkpoint; attention: the name of that module."""
     return {
-        **MLP_AND_NORM_NAMES,
+        **MEGATRON_MLP_AND_NORM_NAMES,
         "attn.qkv_proj": (f"{attention}.query_key_value",),
         "attn.o_proj": (f"{attention}.dense",),
     }

@@ -7,7 +7,12 @@ from dataclasses import replace
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.core.read_tracking_config import RawConfig
-from modelmill.models._hf_config import layer_list, positive_float, positive_int, read_boolean
+from modelmill.models._hf_config import (
+    positive_float,
+    positive_int,
+    read_boolean,
+    read_per_layer_list,
+)
 from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._rename_rules import CheckpointLayout, SourceTensors
 from modelmill.nn.decoder import DecoderConfig
@@ -16,7 +21,7 @@ from modelmill.nn.moe import SIGMOID, RouterConfig
 from modelmill.nn.moe_spec import MoESpec
 
 MAX_EXPERTS = 4096
-EXPERT_KEYS = ("num_experts", "num_local_experts")
+NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts")
 # the checkpoint's names of a router and of single experts, where they are called as in Qwen's files
 EXPERT_NAMES = {
     "mlp.router": ("mlp.gate",),
@@ -38,7 +43,7 @@ SHARED_EXPERT_NAMES = {
     "mlp.shared_expert.down_proj": ("mlp.shared_experts.down_proj",),
 }
 # its steps are as large as differences between scores in bfloat16
-SELECTION_BIASES = (r"layers\.\d+\.mlp\.routing\.selection_bias",)
+SELECTION_BIAS_PATTERNS = (r"layers\.\d+\.mlp\.routing\.selection_bias",)
 SHARED_EXPERTS_LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT_NAMES},
     tensors={"mlp.routing.selection_bias": SourceTensors(("mlp.gate.e_score_correction_bias",))},
@@ -46,7 +51,7 @@ SHARED_EXPERTS_LAYOUT = CheckpointLayout(
 
 SHARED_EXPERT_PATH = "mlp.shared_expert"
 # those of the shared expert and its gate
-SHARED_EXPERT = {
+GATED_SHARED_EXPERT_NAMES = {
     "mlp.shared_gate": ("mlp.shared_expert_gate",),
     f"{SHARED_EXPERT_PATH}.gate_up_proj": (
         f"{SHARED_EXPERT_PATH}.gate_proj",
@@ -62,7 +67,7 @@ def router_config(
     experts: int,
     top_k: int,
     renormalize: bool,
-    keys: tuple[str, ...] = EXPERT_KEYS,
+    keys: tuple[str, ...] = NUM_EXPERTS_KEYS,
 ) -> RouterConfig:
     """The router of a softmax over all experts.
 
@@ -71,7 +76,7 @@ def router_config(
         experts: How many experts there are where config.json is silent.
         top_k: How many each token has, likewise.
         renormalize: Whether the weights of a token's experts sum to 1.
-        keys: Those of EXPERT_KEYS that the family's config class reads.
+        keys: Those of NUM_EXPERTS_KEYS that the family's config class reads.
 
     Raises:
         CheckpointError: for more experts a token than there are, or keys that contradict each
@@ -97,7 +102,7 @@ def _refuse_other_counts(raw: RawConfig, key: str, count: int) -> None:
         key: What the family reads.
         count: Its value, or the number where it is absent.
     """
-    for other in (*EXPERT_KEYS, "n_routed_experts"):
+    for other in (*NUM_EXPERTS_KEYS, "n_routed_experts"):
         value = raw.get(other)
         if value is not None and value != count:
             raise CheckpointError(
@@ -191,7 +196,7 @@ def dense_layers_by_mlp_type(raw: RawConfig, layers: int, *, dense: int) -> froz
         CheckpointError: for other types than "dense" and "sparse", or another number of layers.
     """
     is_known = ("dense", "sparse").__contains__
-    types = layer_list(raw, "mlp_layer_types", layers, is_known, "'dense' or 'sparse'")
+    types = read_per_layer_list(raw, "mlp_layer_types", layers, is_known, "'dense' or 'sparse'")
     if types is None:
         return frozenset(range(min(dense, layers)))
     return frozenset(layer for layer, each in enumerate(types) if each == "dense")

@@ -27,11 +27,11 @@ NEMOTRON_H_NAMES = {
     "mamba": "linear_attention", "attention": "full_attention",
 }  # fmt: skip
 """Of lists, those before transformers 5 too."""
-TYPE_KEYS = ("layers_block_type", "layer_types", "hybrid_override_pattern")
-DEFAULT_TYPES = ["linear_attention", "moe", "full_attention", "mlp"]
+LAYER_TYPE_KEYS = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+DEFAULT_LAYER_TYPES = ["linear_attention", "moe", "full_attention", "mlp"]
 
 
-class LayerKinds(NamedTuple):
+class LayerIndicesByBranch(NamedTuple):
     """The layers by their branch: Mamba2, an MLP, experts; the others have attention."""
 
     number: int
@@ -40,15 +40,15 @@ class LayerKinds(NamedTuple):
     experts: frozenset[int]
 
 
-def layer_kinds(raw: RawConfig) -> LayerKinds:
+def read_layer_indices_by_branch(raw: RawConfig) -> LayerIndicesByBranch:
     """The layers' branches, from ``layers_block_type`` or ``hybrid_override_pattern``.
 
     Raises:
         CheckpointError: for other types, and for keys that contradict each other.
     """
-    keys = [key for key in TYPE_KEYS if raw.get(key) is not None]
+    keys = [key for key in LAYER_TYPE_KEYS if raw.get(key) is not None]
     named = {key: _branch_names(key, raw[key]) for key in keys}
-    names = next(iter(named.values()), DEFAULT_TYPES)
+    names = next(iter(named.values()), DEFAULT_LAYER_TYPES)
     for key, others in named.items():
         if others != names:
             raise CheckpointError(
@@ -63,7 +63,7 @@ def layer_kinds(raw: RawConfig) -> LayerKinds:
         frozenset(layer for layer, name in enumerate(names) if name == kind)
         for kind in ("linear_attention", "mlp", "moe")
     )
-    return LayerKinds(len(names), recurrent, mlp, moe)
+    return LayerIndicesByBranch(len(names), recurrent, mlp, moe)
 
 
 def _branch_names(key: str, listed: Any) -> list[str]:

@@ -17,7 +17,7 @@ from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.layer_spec import CompositeSpec, LayerSpec, LinearSpec, ModuleSpec, NormSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.parallel_hybrid_layer import attn_to_mamba_path
-from modelmill.nn.qkv_norm import SHARED_LAYER_NORM
+from modelmill.nn.qkv_norm import SHARED_HEAD_LAYER_NORM
 
 IGNORED_BUFFERS = (r"(.*\.)?rotary_emb\.inv_freq", r".*\.masked_bias")
 CheckpointNames = Mapping[str, tuple[str, ...]]
@@ -265,7 +265,7 @@ class CheckpointLayout:
                 (f"mlp.experts.*.{name}" for name in ("gate_up_proj", "down_proj")), step
             )
         if rope and config.qkv_norm is not None:
-            norm_heads = 2 if config.qkv_norm.kind == SHARED_LAYER_NORM else heads
+            norm_heads = 2 if config.qkv_norm.kind == SHARED_HEAD_LAYER_NORM else heads
             out["attn.qkv_norm"] = rope.replace(f":{heads}/", f":{norm_heads}/")
         if rope and config.qk_norm:
             one_head = rope.replace(f":{heads}/", ":1/")

@@ -17,7 +17,7 @@ from modelmill.models._hf_config import (
     num_layers,
     positive_float,
     positive_int,
-    require_value,
+    require_supported_value,
 )
 from modelmill.models._sam_vit import SamVitSpec
 
@@ -57,14 +57,14 @@ def spec_from_hf(raw: RawConfig) -> SamVitSpec:
     tables = {part: _config_section(raw, part) for part in SUPPORTED_VALUES}
     for part, keys in SUPPORTED_VALUES.items():
         for key, allowed in keys.items():
-            require_value(tables[part], f"{part}.{key}", allowed, allowed[0])
+            require_supported_value(tables[part], f"{part}.{key}", allowed, allowed[0])
     spec = _spec_from_vision_config(tables["vision_config"])
     for key, size in (
         ("image_size", spec.image),
         ("patch_size", spec.patch),
         ("image_embedding_size", spec.tokens_per_side),
     ):
-        require_value(
+        require_supported_value(
             tables["prompt_encoder_config"], f"prompt_encoder_config.{key}", (size,), size
         )
     return _check_sizes(spec)

@@ -12,7 +12,7 @@ from modelmill.nn.linear import Linear
 from modelmill.nn.vision_context import VisionContext
 
 NORM_EPS = 1e-5
-NUM_MASKS = 4  # the single mask and the three of an ambiguous prompt
+NUM_MASK_TOKENS = 4  # the single mask and the three of an ambiguous prompt
 
 
 class SamAttention(nn.Module):
@@ -171,7 +171,7 @@ class SamMaskDecoder(nn.Module):
         super().__init__()
         self.transformer = TwoWayTransformer(width, heads=8, inner=2048)
         self.iou_token = SamEmbedding(1, width)
-        self.mask_tokens = SamEmbedding(NUM_MASKS, width)
+        self.mask_tokens = SamEmbedding(NUM_MASK_TOKENS, width)
         self.output_upscaling = nn.ModuleDict(
             {
                 "0": Conv2d(width, width // 4, 2, stride=2, transposed=True),
@@ -180,9 +180,9 @@ class SamMaskDecoder(nn.Module):
             }
         )
         self.output_hypernetworks_mlps = nn.ModuleList(
-            SamFeedForward(width, width // 8) for _ in range(NUM_MASKS)
+            SamFeedForward(width, width // 8) for _ in range(NUM_MASK_TOKENS)
         )
-        self.iou_prediction_head = SamFeedForward(width, NUM_MASKS)
+        self.iou_prediction_head = SamFeedForward(width, NUM_MASK_TOKENS)
 
     def forward(
         self,
@@ -217,9 +217,11 @@ class SamMaskDecoder(nn.Module):
         ]
         masks = self._upscale_image(source, vision) @ torch.stack(makers, 2).float()
         # what became of one token lies together, by row, column, half and half of a half
-        parts = masks.view(count, side, side, 2, 2, 2, 2, NUM_MASKS).permute(0, 7, 1, 3, 5, 2, 4, 6)
+        parts = masks.view(count, side, side, 2, 2, 2, 2, NUM_MASK_TOKENS).permute(
+            0, 7, 1, 3, 5, 2, 4, 6
+        )
         scores = self.iou_prediction_head(tokens[:, 0], vision)
-        return parts.reshape(count, NUM_MASKS, 4 * side, 4 * side), scores.float()
+        return parts.reshape(count, NUM_MASK_TOKENS, 4 * side, 4 * side), scores.float()
 
     def _upscale_image(self, image: torch.Tensor, vision: VisionContext) -> torch.Tensor:
         """[N, P, C] → [N, 16·P, C / 8] float32: each token becomes 2 × 2, each of those again.

@@ -23,7 +23,7 @@ from modelmill.nn.vision_context import VisionContext
 from modelmill.nn.vit import affine_norm_spec, biased_linear_spec, linear_input_sites
 from modelmill.ops.image_attention import ImageAttentionInputs
 
-POINTWISE_CONVOLUTIONS = (".conv1", ".conv3")  # of a chain of three; linear layers here
+POINTWISE_CONV_SUFFIXES = (".conv1", ".conv3")  # of a chain of three; linear layers here
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def stage_conv_tensor_sources(stages: Iterable[LayerSpec]) -> SourceTensorsByPat
     """The tensors of the stages' convolutions."""
     sources: dict[str, SourceTensors] = {}
     for module in (module for stage in stages for module in stage.modules):
-        pointwise = module.path.endswith(POINTWISE_CONVOLUTIONS)
+        pointwise = module.path.endswith(POINTWISE_CONV_SUFFIXES)
         if pointwise or module.op == "conv2d":
             sources |= _fold_batch_norm_sources(module.path, module.path, pointwise=pointwise)
     return sources

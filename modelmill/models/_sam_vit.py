@@ -31,7 +31,7 @@ REFERENCE_NAMES = {
 }
 """Module of a block → its name in the acceptance reference (accept/reference)."""
 MLP_LINEAR_NAMES = ("lin1", "lin2")  # the linear layers of its MLP
-REL_POS = ("rel_pos_h", "rel_pos_w")  # tables of relative positions
+REL_POS_TENSORS = ("rel_pos_h", "rel_pos_w")  # tables of relative positions
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,9 @@ class SamVitSpec:
     @property
     def block_spec(self) -> LayerSpec:
         """What a block is made of."""
-        return vit_block_spec(self.width, self.inner, MLP_LINEAR_NAMES, REFERENCE_NAMES, REL_POS)
+        return vit_block_spec(
+            self.width, self.inner, MLP_LINEAR_NAMES, REFERENCE_NAMES, REL_POS_TENSORS
+        )
 
 
 class SamPatchEmbed(nn.Module):
@@ -96,7 +98,7 @@ class SamVitAttention(VitBranch):
             if window is not None
             else spec.rel_pos_rows or 2 * spec.tokens_per_side - 1
         )
-        for name in REL_POS:
+        for name in REL_POS_TENSORS:
             self.register_buffer(name, torch.empty(rows, spec.width // spec.heads, device="meta"))
 
     @property

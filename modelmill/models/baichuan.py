@@ -11,7 +11,7 @@ from dataclasses import replace
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import MAX_SIZE, positive_int, require_value
+from modelmill.models._hf_config import MAX_CONFIG_INTEGER, positive_int, require_supported_value
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.alibi import AlibiConfig
@@ -31,10 +31,10 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     if raw.get("max_position_embeddings") is not None:
         return config
     for key in ("rope_scaling", "rope_theta"):  # a 7B that lost its key would be computed wrongly
-        require_value(raw, key, (None,), None)
+        require_supported_value(raw, key, (None,), None)
     longest = positive_int(raw, "model_max_length", default=4096)
     return replace(
-        config, rope=None, alibi=AlibiConfig(), max_len=longest, max_extended_len=MAX_SIZE
+        config, rope=None, alibi=AlibiConfig(), max_len=longest, max_extended_len=MAX_CONFIG_INTEGER
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _gpt2_common
-from modelmill.models._hf_config import EVERY_BIAS, positive_int, require_value
+from modelmill.models._hf_config import ALL_BIASES_ENABLED, positive_int, require_supported_value
 from modelmill.models._megatron_names import layer_checkpoint_names
 from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.alibi import AlibiConfig
@@ -33,7 +33,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     Where there were training ranks, ``slow_but_exact`` also leaves out two biases in transformers.
     """
     if raw.get("pretraining_tp") not in (None, 1):
-        require_value(raw, "slow_but_exact", (False, None), None)
+        require_supported_value(raw, "slow_but_exact", (False, None), None)
     return _gpt2_common.config_from_hf(
         raw,
         hidden=("hidden_size", "n_embed"),
@@ -43,5 +43,5 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         alibi=AlibiConfig(),
         embedding_norm=True,
         activation="gelu_tanh",
-        **EVERY_BIAS,
+        **ALL_BIASES_ENABLED,
     )

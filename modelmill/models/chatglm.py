@@ -15,7 +15,7 @@ from modelmill.models._hf_config import (
     positive_float,
     positive_int,
     read_boolean,
-    require_value,
+    require_supported_value,
 )
 from modelmill.models._megatron_names import layer_checkpoint_names
 from modelmill.models._rename_rules import CheckpointLayout
@@ -44,7 +44,7 @@ UNUSED_CONFIG_KEYS = (
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in ChatGLMConfig."""
-    require_value(raw, "apply_residual_connection_post_layernorm", (False,), False)
+    require_supported_value(raw, "apply_residual_connection_post_layernorm", (False,), False)
     hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
     grouped = read_boolean(raw, "multi_query_attention", False)
     kv_heads = positive_int(raw, "multi_query_group_num", default=1)
@@ -56,7 +56,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     base = 1e4 * positive_float(raw, "rope_ratio", default=1.0)
     bias = read_boolean(raw, "add_bias_linear", False)
     layers = num_layers(raw, "num_layers")
-    require_value(raw, "num_hidden_layers", (layers, None), None)
+    require_supported_value(raw, "num_hidden_layers", (layers, None), None)
     return DecoderConfig(
         hidden=hidden,
         inner=positive_int(raw, "ffn_hidden_size"),

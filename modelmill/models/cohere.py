@@ -16,13 +16,15 @@ from modelmill.models._rename_rules import CheckpointLayout, SourceTensors
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM_WITHOUT_BIAS
 from modelmill.nn.parallel_residual_layer import ParallelResidualLayer
-from modelmill.nn.qkv_norm import HEAD_LAYER_NORM, QKNormConfig
+from modelmill.nn.qkv_norm import PER_HEAD_LAYER_NORM, QKNormConfig
 
 Model = Decoder
 # a matrix [heads, channels] each
-HEAD_NORMS = SourceTensors(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), "cat0+flatten")
+PER_HEAD_QK_NORM_SOURCES = SourceTensors(
+    ("self_attn.q_norm.weight", "self_attn.k_norm.weight"), "cat0+flatten"
+)
 LAYOUT = CheckpointLayout(
-    CHECKPOINT_NAMES, neighbours=True, tensors={"attn.qkv_norm.weight": HEAD_NORMS}
+    CHECKPOINT_NAMES, neighbours=True, tensors={"attn.qkv_norm.weight": PER_HEAD_QK_NORM_SOURCES}
 )
 
 
@@ -39,7 +41,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         layer=ParallelResidualLayer,
         **attention_bias_fields(raw),
         logit_scale=positive_float(raw, "logit_scale", default=0.0625),
-        qkv_norm=QKNormConfig(HEAD_LAYER_NORM, eps) if normed else None,
+        qkv_norm=QKNormConfig(PER_HEAD_LAYER_NORM, eps) if normed else None,
     )
 
 

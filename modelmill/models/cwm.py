@@ -15,7 +15,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 Model = Decoder
 LAYOUT = _llama_common.LAYOUT
 SUPPORTED_VALUES = {"attention_bias": (False,)}
-FULL_EVERY = 4
+FULL_ATTENTION_INTERVAL = 4
 DEFAULT_ROPE: Mapping[str, Any] = {
     "rope_type": "llama3", "rope_theta": 1000000.0, "factor": 16.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
@@ -34,4 +34,6 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         mlp_bias=read_boolean(raw, "mlp_bias", False),
     )
     positive_int(raw, "sliding_window")  # the class has no null
-    return replace(config, windows=windows_except_every_nth(FULL_EVERY, raw, config.layers))
+    return replace(
+        config, windows=windows_except_every_nth(FULL_ATTENTION_INTERVAL, raw, config.layers)
+    )

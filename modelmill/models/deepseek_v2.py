@@ -12,7 +12,7 @@ from modelmill.core.errors import CheckpointError
 from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _deepseek_common
 from modelmill.models._deepseek_common import decoder_config
-from modelmill.models._hf_config import positive_int, require_value
+from modelmill.models._hf_config import positive_int, require_supported_value
 from modelmill.models._moe_config import MAX_EXPERTS, group_limited_router
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import SOFTMAX, RouterConfig
@@ -26,7 +26,7 @@ LAYOUT = _deepseek_common.LAYOUT
 # n_group and topk_group have an effect with one of the two methods alone, which reads them
 UNUSED_CONFIG_KEYS = (*_deepseek_common.UNUSED_CONFIG_KEYS, "n_group", "topk_group")
 CONFIG_DEFAULTS = {"moe_intermediate_size": 1407, "n_shared_experts": 2, "first_k_dense_replace": 0}
-GREEDY, GROUP_LIMITED = "greedy", "group_limited_greedy"
+GREEDY_TOPK_METHOD, GROUP_LIMITED_TOPK_METHOD = "greedy", "group_limited_greedy"
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
@@ -39,11 +39,13 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
 def _router(raw: RawConfig) -> RouterConfig:
     """The best experts of all, or of the groups with the best experts."""
     chosen = positive_int(raw, "num_experts_per_tok", max_value=MAX_EXPERTS)
-    require_value(raw, "topk_method", (GREEDY, GROUP_LIMITED), GREEDY)
-    grouped = raw.get("topk_method", GREEDY) == GROUP_LIMITED
+    require_supported_value(
+        raw, "topk_method", (GREEDY_TOPK_METHOD, GROUP_LIMITED_TOPK_METHOD), GREEDY_TOPK_METHOD
+    )
+    grouped = raw.get("topk_method", GREEDY_TOPK_METHOD) == GROUP_LIMITED_TOPK_METHOD
     if grouped and (raw.get("n_group") is None or raw.get("topk_group") is None):
         raise CheckpointError(
-            f"config.json: topk_method={GROUP_LIMITED} needs n_group and topk_group"
+            f"config.json: topk_method={GROUP_LIMITED_TOPK_METHOD} needs n_group and topk_group"
         )
     settings: dict[str, Any] = {"norm_topk_prob": False}
     if not grouped:

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _deepseek_common
-from modelmill.models._deepseek_common import EXPERTS_OF_SIGMOIDS, decoder_config
+from modelmill.models._deepseek_common import SIGMOID_ROUTER_VALUES, decoder_config
 from modelmill.models._hf_config import read_boolean
-from modelmill.models._moe_config import SELECTION_BIASES, group_limited_router
+from modelmill.models._moe_config import SELECTION_BIAS_PATTERNS, group_limited_router
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
 Model = Decoder
 LAYOUT = _deepseek_common.LAYOUT
 UNUSED_CONFIG_KEYS = _deepseek_common.UNUSED_CONFIG_KEYS
-SUPPORTED_VALUES = EXPERTS_OF_SIGMOIDS
+SUPPORTED_VALUES = SIGMOID_ROUTER_VALUES
 CONFIG_DEFAULTS = {"moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3}
-FLOAT32_TENSORS = SELECTION_BIASES
+FLOAT32_TENSORS = SELECTION_BIAS_PATTERNS
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

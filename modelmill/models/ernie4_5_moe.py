@@ -12,7 +12,7 @@ from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._moe_config import (
     EXPERT_NAMES,
     MAX_EXPERTS,
-    SELECTION_BIASES,
+    SELECTION_BIAS_PATTERNS,
     SHARED_EXPERT_NAMES,
     moe_spec_with_shared_experts,
 )
@@ -33,7 +33,7 @@ LAYOUT = CheckpointLayout(
 SUPPORTED_VALUES = {"moe_gate_act": ("softmax",), "moe_use_aux_free": (True,)}
 # capacities and the gate's kernel are of training; the rest is of multi-token prediction
 UNUSED_CONFIG_KEYS = ("moe_capacity", "moe_gate", "num_nextn_predict_layers")
-FLOAT32_TENSORS = SELECTION_BIASES
+FLOAT32_TENSORS = SELECTION_BIAS_PATTERNS
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

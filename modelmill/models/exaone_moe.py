@@ -7,7 +7,7 @@ from dataclasses import replace
 from modelmill.core.errors import CheckpointError
 from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _moe_config, exaone4
-from modelmill.models._hf_config import layer_list, positive_int
+from modelmill.models._hf_config import positive_int, read_per_layer_list
 from modelmill.models._moe_config import dense_layers_by_mlp_type
 from modelmill.models._rename_rules import IGNORED_BUFFERS, SourceTensors
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -24,7 +24,7 @@ LAYOUT = replace(
 # of multi-token prediction, and a number of layers that is_moe_layer lists
 UNUSED_CONFIG_KEYS = ("num_nextn_predict_layers", "first_last_k_dense_replace")
 SUPPORTED_VALUES = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
-FLOAT32_TENSORS = _moe_config.SELECTION_BIASES
+FLOAT32_TENSORS = _moe_config.SELECTION_BIAS_PATTERNS
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
@@ -51,7 +51,7 @@ def _dense_layers(raw: RawConfig, layers: int) -> frozenset[int]:
     """
     first = _moe_config.leading_dense_layers(raw, layers, 1)
     dense = dense_layers_by_mlp_type(raw, layers, dense=len(first))
-    marks = layer_list(
+    marks = read_per_layer_list(
         raw, "is_moe_layer", layers, lambda mark: type(mark) is bool, "true or false"
     )
     if marks is None:

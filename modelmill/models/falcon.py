@@ -13,7 +13,7 @@ from modelmill.core.errors import CheckpointError
 from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _hf_config, _llama_common, bloom
 from modelmill.models._hf_config import (
-    MAX_SIZE,
+    MAX_CONFIG_INTEGER,
     linear_bias_fields,
     positive_int,
     read_activation,
@@ -60,7 +60,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     if not read_boolean(raw, "alibi", False):
         return config
     alibi = AlibiConfig(scale=config.head_dim**-0.5)
-    return replace(config, rope=None, alibi=alibi, max_extended_len=MAX_SIZE)
+    return replace(config, rope=None, alibi=alibi, max_extended_len=MAX_CONFIG_INTEGER)
 
 
 def _has_two_norms(raw: RawConfig, new: bool, parallel: bool) -> bool:

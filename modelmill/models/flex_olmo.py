@@ -11,15 +11,15 @@ from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models._moe_config import EXPERT_NAMES, norm_topk_router
 from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.models.olmo2 import POST_NORM_NAMES
-from modelmill.models.olmoe import QK_NORMS
+from modelmill.models.olmoe import QK_NORM_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.post_norm import PostNormLayer
-from modelmill.nn.qkv_norm import WIDE_RMS, QKNormConfig
+from modelmill.nn.qkv_norm import ALL_HEADS_RMS_NORM, QKNormConfig
 
 Model = Decoder
-LAYOUT = CheckpointLayout({**POST_NORM_NAMES, **QK_NORMS, **EXPERT_NAMES})
+LAYOUT = CheckpointLayout({**POST_NORM_NAMES, **QK_NORM_NAMES, **EXPERT_NAMES})
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
@@ -32,7 +32,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         activation=act,
         layer=PostNormLayer,
         **attention_bias_fields(raw),
-        qkv_norm=QKNormConfig(WIDE_RMS, non_negative_float(raw, "rms_norm_eps")),
+        qkv_norm=QKNormConfig(ALL_HEADS_RMS_NORM, non_negative_float(raw, "rms_norm_eps")),
     )
     router = norm_topk_router(raw, experts=7, top_k=5, renormalize=False)
     return replace(

@@ -23,12 +23,12 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import SandwichLayer
 
 Model = Decoder
-NORM_NAMES = {
+GEMMA2_NORM_NAMES = {
     "attn_post": ("post_attention_layernorm",),
     "mlp_norm": ("pre_feedforward_layernorm",),
     "mlp_post": ("post_feedforward_layernorm",),
 }
-LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **NORM_NAMES}, norms_less_one=True)
+LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **GEMMA2_NORM_NAMES}, norms_less_one=True)
 # "hidden_act" of older files is not read by transformers either: "hidden_activation" is
 UNUSED_CONFIG_KEYS = ("cache_implementation", "hidden_act", "sliding_window_size")
 

@@ -35,7 +35,7 @@ from modelmill.nn.step import Step
 EXPERTS_PATH = "experts.moe.experts.*"
 CHECKPOINT_LAYER_NAMES = {
     **CHECKPOINT_NAMES,
-    **gemma2.NORM_NAMES,
+    **gemma2.GEMMA2_NORM_NAMES,
     "attn.q_proj": ("self_attn.q_proj",),
     "attn.rope.q_norm": ("self_attn.q_norm",),
     "layer_input.gate_proj": ("per_layer_input_gate",),

@@ -11,8 +11,11 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import SandwichLayer
 
 Model = Decoder
-BEHIND_BRANCHES = {"attn_post": ("post_self_attn_layernorm",), "mlp_post": ("post_mlp_layernorm",)}
-LAYOUT = CheckpointLayout({**glm.CHECKPOINT_NAMES, **BEHIND_BRANCHES}, neighbours=True)
+POST_BRANCH_NORM_NAMES = {
+    "attn_post": ("post_self_attn_layernorm",),
+    "mlp_post": ("post_mlp_layernorm",),
+}
+LAYOUT = CheckpointLayout({**glm.CHECKPOINT_NAMES, **POST_BRANCH_NORM_NAMES}, neighbours=True)
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

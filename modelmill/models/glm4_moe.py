@@ -17,7 +17,7 @@ from modelmill.nn.moe import RouterConfig
 Model = Decoder
 LAYOUT = replace(_moe_config.SHARED_EXPERTS_LAYOUT, has_draft_layer=True)
 UNUSED_CONFIG_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
-FLOAT32_TENSORS = _moe_config.SELECTION_BIASES
+FLOAT32_TENSORS = _moe_config.SELECTION_BIAS_PATTERNS
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

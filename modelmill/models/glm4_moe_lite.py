@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _deepseek_common
-from modelmill.models._deepseek_common import EXPERTS_OF_SIGMOIDS, decoder_config
-from modelmill.models._hf_config import positive_int, read_boolean, require_value
+from modelmill.models._deepseek_common import SIGMOID_ROUTER_VALUES, decoder_config
+from modelmill.models._hf_config import positive_int, read_boolean, require_supported_value
 from modelmill.models._moe_config import (
-    SELECTION_BIASES,
+    SELECTION_BIAS_PATTERNS,
     dense_layers_by_mlp_type,
     group_limited_router,
 )
@@ -19,7 +19,7 @@ from modelmill.nn.moe import RouterConfig
 Model = Decoder
 LAYOUT = _deepseek_common.LAYOUT
 UNUSED_CONFIG_KEYS = _deepseek_common.UNUSED_CONFIG_KEYS
-SUPPORTED_VALUES = {**EXPERTS_OF_SIGMOIDS, "partial_rotary_factor": (1,)}
+SUPPORTED_VALUES = {**SIGMOID_ROUTER_VALUES, "partial_rotary_factor": (1,)}
 CONFIG_DEFAULTS = {"moe_intermediate_size": 1536, "n_shared_experts": 1, "first_k_dense_replace": 1}
 DEFAULT_SIZES = {
     "q_lora_rank": 768,
@@ -27,17 +27,17 @@ DEFAULT_SIZES = {
     "v_head_dim": 256,
     "rms_norm_eps": 1e-5,
 }
-FLOAT32_TENSORS = SELECTION_BIASES
+FLOAT32_TENSORS = SELECTION_BIAS_PATTERNS
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Glm4MoeLiteConfig."""
     if raw.get("mlp_layer_types") is None:  # transformers reads no other key
-        require_value(raw, "first_k_dense_replace", (1, None), None)
+        require_supported_value(raw, "first_k_dense_replace", (1, None), None)
     raw = overlay_config(raw, DEFAULT_SIZES, {"first_k_dense_replace": 0})
     # in transformers a second name of qk_rope_head_dim
     turned = positive_int(raw, "qk_rope_head_dim", default=64)
-    require_value(raw, "head_dim", (turned, None), None)
+    require_supported_value(raw, "head_dim", (turned, None), None)
     config = decoder_config(
         raw,
         group_limited_router(raw, RouterConfig(64, 4, scale=1.8)),

@@ -10,7 +10,12 @@ from dataclasses import dataclass, replace
 
 from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _gpt2_common
-from modelmill.models._hf_config import EVERY_BIAS, positive_int, read_activation, read_boolean
+from modelmill.models._hf_config import (
+    ALL_BIASES_ENABLED,
+    positive_int,
+    read_activation,
+    read_boolean,
+)
 from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.attention import AttentionSpec
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -18,9 +23,9 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 Model = Decoder
 # Conv1D stores [in, out]; the buffers are causal masks
 LAYOUT = CheckpointLayout(
-    **_gpt2_common.OUTSIDE_NAMES,
+    **_gpt2_common.NON_LAYER_NAMES,
     positions="transformer.wpe",
-    names={**_gpt2_common.LAYER_NAMES, "mlp.fc_proj": ("mlp.c_fc",)},
+    names={**_gpt2_common.GPT2_LAYER_NAMES, "mlp.fc_proj": ("mlp.c_fc",)},
     transposed=True,
     ignored=(r".*\.attn\.bias", r".*\.attn\.masked_bias"),
 )
@@ -49,7 +54,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         first_position_row=0,
         activation=read_activation(raw, "activation_function", "gelu_new"),
         attention_scale=None if read_boolean(raw, "scale_attn_weights", True) else 1.0,
-        **EVERY_BIAS,
+        **ALL_BIASES_ENABLED,
     )
     if not read_boolean(raw, "scale_attn_by_inverse_layer_idx", False):
         return config

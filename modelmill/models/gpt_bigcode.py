@@ -7,15 +7,20 @@ from dataclasses import replace
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _gpt2_common
-from modelmill.models._hf_config import EVERY_BIAS, positive_int, read_activation, read_boolean
+from modelmill.models._hf_config import (
+    ALL_BIASES_ENABLED,
+    positive_int,
+    read_activation,
+    read_boolean,
+)
 from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
 LAYOUT = CheckpointLayout(
-    **_gpt2_common.OUTSIDE_NAMES,
+    **_gpt2_common.NON_LAYER_NAMES,
     positions="transformer.wpe",
-    names={**_gpt2_common.LAYER_NAMES, "mlp.fc_proj": ("mlp.c_fc",)},
+    names={**_gpt2_common.GPT2_LAYER_NAMES, "mlp.fc_proj": ("mlp.c_fc",)},
     ignored=(r".*\.attn\.bias", r".*\.attn\.masked_bias"),  # causal masks
 )
 UNUSED_CONFIG_KEYS = (  # settings of one runtime
@@ -32,7 +37,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         max_len=positive_int(raw, "n_positions", "max_position_embeddings", default=1024),
         first_position_row=0,
         activation=read_activation(raw, "activation_function", "gelu_pytorch_tanh"),
-        **EVERY_BIAS,
+        **ALL_BIASES_ENABLED,
     )
     return replace(config, kv_heads=1) if read_boolean(raw, "multi_query", True) else config
 

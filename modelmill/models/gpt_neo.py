@@ -13,12 +13,12 @@ from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-GLOBAL, LOCAL = "global", "local"
+GLOBAL_ATTENTION, LOCAL_ATTENTION = "global", "local"
 LAYOUT = CheckpointLayout(
-    **_gpt2_common.OUTSIDE_NAMES,
+    **_gpt2_common.NON_LAYER_NAMES,
     positions="transformer.wpe",
     names={
-        **_gpt2_common.LAYER_NAMES,
+        **_gpt2_common.GPT2_LAYER_NAMES,
         "attn.qkv_proj": tuple(f"attn.attention.{each}_proj" for each in "qkv"),
         "attn.o_proj": ("attn.attention.out_proj",),
         "mlp.fc_proj": ("mlp.c_fc",),
@@ -45,7 +45,9 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     )
     size = positive_int(raw, "window_size", default=256)
     types = _layer_types(raw, config.layers)
-    return replace(config, windows=tuple(size if each == LOCAL else None for each in types))
+    return replace(
+        config, windows=tuple(size if each == LOCAL_ATTENTION else None for each in types)
+    )
 
 
 def _layer_types(raw: RawConfig, layers: int) -> list[str]:
@@ -54,15 +56,16 @@ def _layer_types(raw: RawConfig, layers: int) -> list[str]:
     Raises:
         CheckpointError: for other types or layers, or another ``attention_layers`` beside it.
     """
-    pairs = raw.get("attention_types", [[[GLOBAL, LOCAL], 12]])
+    pairs = raw.get("attention_types", [[[GLOBAL_ATTENTION, LOCAL_ATTENTION], 12]])
     try:
         types = [each for names, count in pairs for each in min(count, MAX_LAYERS) * names]
     except (TypeError, ValueError):
         types = []
-    if len(types) != layers or not {GLOBAL, LOCAL}.issuperset(map(str, types)):
+    if len(types) != layers or not {GLOBAL_ATTENTION, LOCAL_ATTENTION}.issuperset(map(str, types)):
         raise CheckpointError(
-            f"config.json: attention_types must name {GLOBAL} or {LOCAL} for each of "
-            f"num_layers={layers} layers, as [[types, repetitions], …], not {quote(pairs, 60)}"
+            f"config.json: attention_types must name {GLOBAL_ATTENTION} or {LOCAL_ATTENTION} "
+            f"for each of num_layers={layers} layers, as [[types, repetitions], …], "
+            f"not {quote(pairs, 60)}"
         )
     if raw.get("attention_layers", types) != types:
         raise CheckpointError(

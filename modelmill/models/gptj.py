@@ -19,7 +19,7 @@ from modelmill.nn.rotary import RopeSpec
 
 Model = Decoder
 LAYOUT = CheckpointLayout(
-    **_gpt2_common.OUTSIDE_NAMES,
+    **_gpt2_common.NON_LAYER_NAMES,
     neighbours=True,
     ignored=(r".*\.attn\.(masked_)?bias",),
     names={

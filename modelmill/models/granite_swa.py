@@ -9,7 +9,7 @@ from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import granite
-from modelmill.models._hf_config import config_object, layer_list, num_layers
+from modelmill.models._hf_config import config_object, num_layers, read_per_layer_list
 from modelmill.models._llama_common import CHECKPOINT_NAMES, windows_except_every_nth
 from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -17,7 +17,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 Model = Decoder
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, "attn.core": ("self_attn",)})  # the sinks
 UNUSED_CONFIG_KEYS = ("rope_theta",)  # where layer_rope_theta has another base
-FULL_EVERY = 4
+FULL_ATTENTION_INTERVAL = 4
 CONFIG_DEFAULTS = {
     "num_key_value_heads": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True, "sliding_window": 128,
@@ -27,9 +27,11 @@ CONFIG_DEFAULTS = {
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GraniteSWAConfig."""
     raw, layers = overlay_config(raw, CONFIG_DEFAULTS), num_layers(raw, "num_hidden_layers")
-    windows = windows_except_every_nth(FULL_EVERY, raw, layers)
+    windows = windows_except_every_nth(FULL_ATTENTION_INTERVAL, raw, layers)
     # without the list all layers rotate
-    bases = layer_list(raw, "layer_rope_theta", layers, _is_base, "bases, or 0,") or []
+    bases = (
+        read_per_layer_list(raw, "layer_rope_theta", layers, _is_rope_theta, "bases, or 0,") or []
+    )
     slides = [window is not None for window in windows] or [False] * layers
     full = _common_rope_theta([base for base, each in zip(bases, slides) if not each])
     local = _common_rope_theta([base for base, each in zip(bases, slides) if each])
@@ -43,7 +45,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     )
 
 
-def _is_base(value: Any) -> bool:
+def _is_rope_theta(value: Any) -> bool:
     """Whether a layer rotates by this base, or by none where it is 0."""
     return type(value) in (int, float) and value >= 0
 

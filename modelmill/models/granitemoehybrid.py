@@ -7,7 +7,7 @@ from dataclasses import replace
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import granite
-from modelmill.models._hf_config import positive_int, require_value
+from modelmill.models._hf_config import positive_int, require_supported_value
 from modelmill.models._hybrid_config import recurrent_layers
 from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._mamba_config import hybrid_mamba_spec, mamba_checkpoint_names
@@ -38,9 +38,9 @@ UNUSED_CONFIG_KEYS = ("mamba_chunk_size", "init_method", "num_experts_per_tok")
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GraniteMoeHybridConfig."""
-    require_value(raw, "hidden_act", ("silu", "swish"), "silu")
-    require_value(raw, "position_embedding_type", ("rope", "nope", None), None)
-    require_value(raw, "normalization_function", ("rmsnorm",), "rmsnorm")
+    require_supported_value(raw, "hidden_act", ("silu", "swish"), "silu")
+    require_supported_value(raw, "position_embedding_type", ("rope", "nope", None), None)
+    require_supported_value(raw, "normalization_function", ("rmsnorm",), "rmsnorm")
     config = granite.config_from_hf(overlay_config(raw, {}, {"mlp_bias": False}))
     if raw.get("position_embedding_type") != "rope":
         config = replace(config, rope=None)

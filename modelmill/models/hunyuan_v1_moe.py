@@ -9,12 +9,12 @@ from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _hunyuan_config
-from modelmill.models._hf_config import num_layers, positive_int, require_value
+from modelmill.models._hf_config import num_layers, positive_int, require_supported_value
 from modelmill.models._hunyuan_config import HUNYUAN_NAMES
 from modelmill.models._moe_config import (
-    EXPERT_KEYS,
     EXPERT_NAMES,
     MAX_EXPERTS,
+    NUM_EXPERTS_KEYS,
     SHARED_EXPERT_PATH,
     moe_spec_with_shared_experts,
 )
@@ -48,9 +48,9 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     config, layers = _hunyuan_config.config_from_hf(raw), num_layers(raw, "num_hidden_layers")
     keys = (*TOP_K_KEYS, "moe_intermediate_size", "num_shared_expert")
     flat = overlay_config(raw, {}, {key: _uniform_layer_value(raw, key, layers) for key in keys})
-    require_value(flat, "moe_intermediate_size", (config.inner, None), None)
-    require_value(flat, "num_shared_expert", (1, None), None)
-    experts = positive_int(raw, *EXPERT_KEYS, default=1, max_value=MAX_EXPERTS)
+    require_supported_value(flat, "moe_intermediate_size", (config.inner, None), None)
+    require_supported_value(flat, "num_shared_expert", (1, None), None)
+    experts = positive_int(raw, *NUM_EXPERTS_KEYS, default=1, max_value=MAX_EXPERTS)
     router = RouterConfig(experts, positive_int(flat, *TOP_K_KEYS, default=1, max_value=experts))
     return replace(config, moe=moe_spec_with_shared_experts(config, router, config.inner, 1))
 

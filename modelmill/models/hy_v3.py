@@ -16,7 +16,7 @@ from modelmill.models._hf_config import (
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._moe_config import (
     EXPERT_NAMES,
-    SELECTION_BIASES,
+    SELECTION_BIAS_PATTERNS,
     dense_layers_by_mlp_type,
     moe_spec_with_shared_experts,
     router_config,
@@ -32,7 +32,7 @@ LAYOUT = CheckpointLayout(
     tensors={"mlp.routing.selection_bias": SourceTensors(("mlp.expert_bias",))},
     has_draft_layer=True,
 )
-FLOAT32_TENSORS = SELECTION_BIASES
+FLOAT32_TENSORS = SELECTION_BIAS_PATTERNS
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "qk_norm": (True,), "route_norm": (True,), "moe_router_enable_expert_bias": (True,),
     "moe_router_use_sigmoid": (True,), "first_k_dense_replace": (1,),

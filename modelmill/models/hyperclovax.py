@@ -22,7 +22,7 @@ Model = Decoder
 LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, "attn_post": ("post_norm1",), "mlp_post": ("post_norm2",)}
 )
-BEHIND_BRANCHES = (".attn_post.weight", ".mlp_post.weight")
+POST_BRANCH_NORM_SUFFIXES = (".attn_post.weight", ".mlp_post.weight")
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
@@ -50,6 +50,8 @@ def rename_rules(config: DecoderConfig) -> list[Rule]:
         return made
     step = f"+scale_rows:{config.hidden}*{config.branch_scale!r}"
     return [
-        replace(rule, how=f"{rule.how}{step}") if rule.target.endswith(BEHIND_BRANCHES) else rule
+        replace(rule, how=f"{rule.how}{step}")
+        if rule.target.endswith(POST_BRANCH_NORM_SUFFIXES)
+        else rule
         for rule in made
     ]

@@ -10,7 +10,7 @@ from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _lfm2_config
 from modelmill.models._hf_config import positive_float, positive_int, read_boolean
 from modelmill.models._lfm2_config import LFM2_NAMES, hybrid_config
-from modelmill.models._moe_config import SELECTION_BIASES, router_config
+from modelmill.models._moe_config import SELECTION_BIAS_PATTERNS, router_config
 from modelmill.models._rename_rules import CheckpointLayout, SourceTensors
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
@@ -30,7 +30,7 @@ LAYOUT = CheckpointLayout(
 )
 SUPPORTED_VALUES = _lfm2_config.SUPPORTED_VALUES
 UNUSED_CONFIG_KEYS = _lfm2_config.UNUSED_CONFIG_KEYS
-FLOAT32_TENSORS = SELECTION_BIASES
+FLOAT32_TENSORS = SELECTION_BIAS_PATTERNS
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

@@ -10,7 +10,7 @@ from modelmill.models._hf_config import (
     num_layers,
     positive_int,
     read_boolean,
-    require_value,
+    require_supported_value,
 )
 from modelmill.models._mamba_config import (
     MAMBA_CHECKPOINT_NAMES,
@@ -24,7 +24,7 @@ from modelmill.nn.mamba2 import Mamba2Spec
 from modelmill.nn.pre_norm import MixerLayer
 
 Model = Decoder
-MAX_LEN = 1 << 18  # there are no positions; Codestral Mamba was tried up to here
+DEFAULT_MAX_LEN = 1 << 18  # there are no positions; Codestral Mamba was tried up to here
 LAYOUT = CheckpointLayout(
     {"attn_norm": ("norm",), **MAMBA_CHECKPOINT_NAMES},
     layers="backbone.layers",
@@ -44,8 +44,8 @@ UNUSED_CONFIG_KEYS = (
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Mamba2Config."""
-    require_value(raw, "hidden_act", ("silu", "swish"), "silu")
-    require_value(raw, "rms_norm", (True,), True)
+    require_supported_value(raw, "hidden_act", ("silu", "swish"), "silu")
+    require_supported_value(raw, "rms_norm", (True,), True)
     hidden, expand = positive_int(raw, "hidden_size"), positive_int(raw, "expand", default=2)
     raw = overlay_config(raw, {"head_dim": 64})
     heads, dim, groups = read_mamba_head_sizes(
@@ -60,6 +60,6 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     layers = num_layers(raw, "num_hidden_layers")
     return DecoderConfig(
         hidden, expand * hidden, layers, heads, heads, dim, positive_int(raw, "vocab_size"), eps,
-        MAX_LEN, rope=None, tied=read_boolean(raw, "tie_word_embeddings", False), layer=MixerLayer,
-        recurrence=state, recurrent_layers=frozenset(range(layers)),
+        DEFAULT_MAX_LEN, rope=None, tied=read_boolean(raw, "tie_word_embeddings", False),
+        layer=MixerLayer, recurrence=state, recurrent_layers=frozenset(range(layers)),
     )  # fmt: skip

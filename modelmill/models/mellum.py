@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import attention_bias_fields, positive_int, require_value
+from modelmill.models._hf_config import attention_bias_fields, positive_int, require_supported_value
 from modelmill.models._llama_common import CHECKPOINT_NAMES, SLIDING_ATTENTION, ConfigDefaults
 from modelmill.models._moe_config import EXPERT_NAMES, dense_layers_by_mlp_type, norm_topk_router
 from modelmill.models._rename_rules import IGNORED_BUFFERS, CheckpointLayout
@@ -30,7 +30,9 @@ CONFIG_DEFAULTS = {"num_key_value_heads": 4, "head_dim": 128, "sliding_window": 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in MellumConfig."""
-    require_value(raw, "rope_scaling", (None,), None)  # rope_parameters has one for each layer type
+    require_supported_value(
+        raw, "rope_scaling", (None,), None
+    )  # rope_parameters has one for each layer type
     raw = overlay_config(raw, CONFIG_DEFAULTS, {"rope_theta": None, "rope_scaling": None})
     full, local = (
         _llama_common.config_from_hf(

@@ -46,7 +46,7 @@ UNUSED_CONFIG_KEYS = (
     "use_decoder_only_language_model",
     "tie_word_embeddings", "projection_dim",
 )  # fmt: skip
-LANGUAGE_MODELS = ("llama", "mistral", "qwen2", "qwen3")
+LANGUAGE_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Language models that may stand behind the vision encoder: all of them the plain decoder."""
 
 
@@ -107,7 +107,7 @@ def config_from_hf(raw: RawConfig) -> MiniGpt4Config:
 
     Raises:
         CheckpointError: where the vision encoder's sizes are missing or do not fit together.
-        UnknownArchitecture: where the language model is none of ``LANGUAGE_MODELS``.
+        UnknownArchitecture: where the language model is none of ``LANGUAGE_MODEL_TYPES``.
     """
     sizes = raw.get("image_embedder")
     if not isinstance(sizes, Mapping):
@@ -117,13 +117,13 @@ def config_from_hf(raw: RawConfig) -> MiniGpt4Config:
     model_type = sizes.get("language", "llama")
     family = (
         import_module_if_exists("modelmill.models", str(model_type))
-        if model_type in LANGUAGE_MODELS
+        if model_type in LANGUAGE_MODEL_TYPES
         else None
     )
     if family is None:
         raise UnknownArchitecture(
             f"the language model has the model_type {quote(model_type, 60)}; known there are "
-            f"{', '.join(LANGUAGE_MODELS)}"
+            f"{', '.join(LANGUAGE_MODEL_TYPES)}"
         )
     decoder = family.config_from_hf(raw)
     eps = sizes.get("eps", {})

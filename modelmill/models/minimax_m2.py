@@ -11,23 +11,23 @@ from modelmill.models._hf_config import (
     non_negative_float,
     positive_int,
     read_activation,
-    require_value,
+    require_supported_value,
 )
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
-from modelmill.models._moe_config import SELECTION_BIASES, router_config
+from modelmill.models._moe_config import SELECTION_BIAS_PATTERNS, router_config
 from modelmill.models._rename_rules import CheckpointLayout, SourceTensors
 from modelmill.models.mixtral import MIXTRAL_EXPERT_NAMES
-from modelmill.models.olmoe import QK_NORMS
+from modelmill.models.olmoe import QK_NORM_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import SIGMOID
 from modelmill.nn.moe_spec import MoESpec
-from modelmill.nn.qkv_norm import WIDE_RMS, QKNormConfig
+from modelmill.nn.qkv_norm import ALL_HEADS_RMS_NORM, QKNormConfig
 
 Model = Decoder
 SELECTION_BIAS_SOURCE = SourceTensors(("block_sparse_moe.e_score_correction_bias",))
 LAYOUT = CheckpointLayout(
-    {**CHECKPOINT_NAMES, **QK_NORMS, **MIXTRAL_EXPERT_NAMES},
+    {**CHECKPOINT_NAMES, **QK_NORM_NAMES, **MIXTRAL_EXPERT_NAMES},
     tensors={"mlp.routing.selection_bias": SELECTION_BIAS_SOURCE},
 )
 SUPPORTED_VALUES = {
@@ -40,7 +40,7 @@ UNUSED_CONFIG_KEYS = (
     "layernorm_linear_attention_beta", "mlp_intermediate_size", "shared_moe_mode", "use_mtp",
     "mtp_transformer_layers", "num_mtp_modules",
 )  # fmt: skip
-FLOAT32_TENSORS = SELECTION_BIASES
+FLOAT32_TENSORS = SELECTION_BIAS_PATTERNS
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
@@ -48,7 +48,9 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     raw = overlay_config(raw, {"head_dim": 128})
     kinds = raw.get("attn_type_list")
     if isinstance(kinds, list):  # 1: full attention
-        require_value({"attn_type_list": [*{*map(str, kinds)}]}, "attn_type_list", (["1"],), None)
+        require_supported_value(
+            {"attn_type_list": [*{*map(str, kinds)}]}, "attn_type_list", (["1"],), None
+        )
     if raw.get("rotary_dim") is not None:
         turned, dim = positive_int(raw, "rotary_dim"), positive_int(raw, "head_dim")
         checked_rotary_channels("rotary_dim", turned, turned)
@@ -59,7 +61,9 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         ConfigDefaults(kv_heads=8, positions=196608, theta=5000000.0),
         partial=1.0,
         activation=act,
-        qkv_norm=QKNormConfig(WIDE_RMS, non_negative_float(raw, "rms_norm_eps", default=1e-6)),
+        qkv_norm=QKNormConfig(
+            ALL_HEADS_RMS_NORM, non_negative_float(raw, "rms_norm_eps", default=1e-6)
+        ),
     )
     router = router_config(raw, experts=256, top_k=8, renormalize=True)
     router = replace(router, scores=SIGMOID, selection_bias=True)

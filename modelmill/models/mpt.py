@@ -68,7 +68,7 @@ def _checked_attn_config(raw: RawConfig) -> Mapping[str, Any]:
     value = _hf_config.config_object("attn_config", raw.get("attn_config"))
     named = {f"attn_config.{key}": each for key, each in value.items()}
     for key, supported in _ATTENTION_VALUES.items():
-        _hf_config.require_value(named, f"attn_config.{key}", (supported,), supported)
+        _hf_config.require_supported_value(named, f"attn_config.{key}", (supported,), supported)
     known = {*_ATTENTION_VALUES, *_UNREAD_ATTENTION_KEYS, "model_type"}
     if isinstance(raw, ReadTrackingConfig):
         raw.mark_unread({f"attn_config.{k}": each for k, each in value.items() if k not in known})

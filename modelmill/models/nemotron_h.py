@@ -10,14 +10,14 @@ from modelmill.models import _llama_common
 from modelmill.models._hf_config import positive_int, read_activation, read_boolean
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models._mamba_config import MAMBA_CHECKPOINT_NAMES
-from modelmill.models._moe_config import SELECTION_BIASES, SHARED_EXPERT_PATH
-from modelmill.models._nemotron_h_config import layer_kinds, mamba_spec, moe_spec
+from modelmill.models._moe_config import SELECTION_BIAS_PATTERNS, SHARED_EXPERT_PATH
+from modelmill.models._nemotron_h_config import mamba_spec, moe_spec, read_layer_indices_by_branch
 from modelmill.models._rename_rules import IGNORED_BUFFERS, CheckpointLayout, SourceTensors
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.one_branch_layer import OneBranchLayer
 
-MLP_PREFIXES = {"mlp": "mixer", "mlp.experts.*": "mixer.experts.*",
+MLP_CHECKPOINT_PATHS = {"mlp": "mixer", "mlp.experts.*": "mixer.experts.*",
                 SHARED_EXPERT_PATH: "mixer.shared_experts"}  # fmt: skip
 Model = Decoder
 LAYOUT = CheckpointLayout(
@@ -28,8 +28,14 @@ LAYOUT = CheckpointLayout(
         "attn.qkv_proj": ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
         "attn.o_proj": ("mixer.o_proj",),
         "mlp.router": ("mixer.gate",),
-        **{f"{ours}.fc_proj": (f"{theirs}.up_proj",) for ours, theirs in MLP_PREFIXES.items()},
-        **{f"{ours}.down_proj": (f"{theirs}.down_proj",) for ours, theirs in MLP_PREFIXES.items()},
+        **{
+            f"{ours}.fc_proj": (f"{theirs}.up_proj",)
+            for ours, theirs in MLP_CHECKPOINT_PATHS.items()
+        },
+        **{
+            f"{ours}.down_proj": (f"{theirs}.down_proj",)
+            for ours, theirs in MLP_CHECKPOINT_PATHS.items()
+        },
     },
     layers="backbone.layers",
     embed="backbone.embeddings",
@@ -37,7 +43,7 @@ LAYOUT = CheckpointLayout(
     tensors={"mlp.routing.selection_bias": SourceTensors(("mixer.gate.e_score_correction_bias",))},
     ignored=(*IGNORED_BUFFERS, r"mtp\..*"),  # of multi-token prediction
 )
-FLOAT32_TENSORS = SELECTION_BIASES
+FLOAT32_TENSORS = SELECTION_BIAS_PATTERNS
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "mamba_hidden_act": ("silu", "swish"), "attention_bias": (False,), "sliding_window": (),
     "mamba_proj_bias": (False,), "n_shared_experts": (1,), "moe_latent_size": (),
@@ -62,7 +68,10 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in NemotronHConfig. Nothing rotates."""
     # files of the first models name the channels of a head otherwise
     size = positive_int(raw, "head_dim", "attention_head_dim", default=128)
-    kinds, raw = layer_kinds(raw), overlay_config(raw, CONFIG_DEFAULTS, {"head_dim": size})
+    kinds, raw = (
+        read_layer_indices_by_branch(raw),
+        overlay_config(raw, CONFIG_DEFAULTS, {"head_dim": size}),
+    )
     act, bias = (
         read_activation(raw, "mlp_hidden_act", "relu2"),
         read_boolean(raw, "mlp_bias", False),

@@ -9,7 +9,7 @@ from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.post_norm import PostNormLayer
-from modelmill.nn.qkv_norm import WIDE_RMS, QKNormConfig
+from modelmill.nn.qkv_norm import ALL_HEADS_RMS_NORM, QKNormConfig
 
 Model = Decoder
 POST_NORM_NAMES = {
@@ -30,5 +30,5 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         ConfigDefaults(eps=1e-5, activation="silu"),
         layer=PostNormLayer,
         **attention_bias_fields(raw),
-        qkv_norm=QKNormConfig(WIDE_RMS, eps),
+        qkv_norm=QKNormConfig(ALL_HEADS_RMS_NORM, eps),
     )

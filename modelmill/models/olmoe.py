@@ -18,11 +18,11 @@ from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
-from modelmill.nn.qkv_norm import WIDE_RMS, QKNormConfig
+from modelmill.nn.qkv_norm import ALL_HEADS_RMS_NORM, QKNormConfig
 
 Model = Decoder
-QK_NORMS = {"attn.qkv_norm": ("self_attn.q_norm", "self_attn.k_norm")}
-LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **QK_NORMS, **EXPERT_NAMES})
+QK_NORM_NAMES = {"attn.qkv_norm": ("self_attn.q_norm", "self_attn.k_norm")}
+LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **QK_NORM_NAMES, **EXPERT_NAMES})
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
@@ -34,7 +34,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         ConfigDefaults(positions=4096, eps=1e-5),
         activation=act,
         **attention_bias_fields(raw),
-        qkv_norm=QKNormConfig(WIDE_RMS, eps),
+        qkv_norm=QKNormConfig(ALL_HEADS_RMS_NORM, eps),
         qkv_clip=optional_positive_float(raw, "clip_qkv"),
     )
     router = norm_topk_router(raw, experts=64, top_k=8, renormalize=False)

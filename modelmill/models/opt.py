@@ -10,7 +10,7 @@ from modelmill.models._hf_config import (
     positive_int,
     read_activation,
     read_boolean,
-    require_value,
+    require_supported_value,
 )
 from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._rename_rules import CheckpointLayout, rename_rules_with_unit_norms
@@ -39,7 +39,7 @@ UNUSED_CONFIG_KEYS = ("init_std", "activation_dropout")
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in OPTConfig."""
     for key, value in (("do_layer_norm_before", True), ("_remove_final_layer_norm", False)):
-        require_value(raw, key, (value,), value)
+        require_supported_value(raw, key, (value,), value)
     affine = read_boolean(raw, "layer_norm_elementwise_affine", True)
     config = _gpt2_common.config_from_hf(
         overlay_config(raw, {}, {"ffn_dim": positive_int(raw, "ffn_dim", default=3072)}),
@@ -54,7 +54,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         activation=read_activation(raw, "activation_function", "relu"),
         **linear_bias_fields(raw, "enable_bias", True),
     )
-    require_value(raw, "word_embed_proj_dim", (config.hidden, None), None)
+    require_supported_value(raw, "word_embed_proj_dim", (config.hidden, None), None)
     return config
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import EVERY_BIAS, positive_int, refuse_custom_head_dim
+from modelmill.models._hf_config import ALL_BIASES_ENABLED, positive_int, refuse_custom_head_dim
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models._megatron_names import layer_checkpoint_names
 from modelmill.models._rename_rules import CheckpointLayout
@@ -32,6 +32,6 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         layer_norm="layer_norm_eps",
         partial=0.5,
         gated=False,
-        **EVERY_BIAS,
+        **ALL_BIASES_ENABLED,
         qkv_norm=qk_norm_config(raw, default=True),
     )

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import EVERY_BIAS, non_negative_float, read_boolean, require_value
+from modelmill.models._hf_config import (
+    ALL_BIASES_ENABLED,
+    non_negative_float,
+    read_boolean,
+    require_supported_value,
+)
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.parallel_residual_layer import ParallelResidualLayer
-from modelmill.nn.qkv_norm import SHARED_LAYER_NORM, QKNormConfig
+from modelmill.nn.qkv_norm import SHARED_HEAD_LAYER_NORM, QKNormConfig
 
 Model = Decoder
 LAYOUT = CheckpointLayout(
@@ -34,12 +39,12 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         partial=0.5,
         layer=ParallelResidualLayer,
         gated=False,
-        **EVERY_BIAS,
+        **ALL_BIASES_ENABLED,
         head_bias=True,
         qkv_norm=qk_norm_config(raw, default=False),
     )
     # a second name of the same in files of 2023
-    require_value(raw, "rotary_dim", (config.rope.dim if config.rope else 0, None), None)
+    require_supported_value(raw, "rotary_dim", (config.rope.dim if config.rope else 0, None), None)
     return config
 
 
@@ -47,4 +52,4 @@ def qk_norm_config(raw: RawConfig, *, default: bool) -> QKNormConfig | None:
     """The norm of q and k, one of each for all heads."""
     eps = non_negative_float(raw, "layer_norm_eps", default=1e-5)
     normed = read_boolean(raw, "qk_layernorm", default)
-    return QKNormConfig(SHARED_LAYER_NORM, eps) if normed else None
+    return QKNormConfig(SHARED_HEAD_LAYER_NORM, eps) if normed else None

@@ -26,9 +26,9 @@ from modelmill.nn.moe_spec import MoESpec
 Model = Decoder
 LAYOUT = mixtral.LAYOUT
 UNUSED_CONFIG_KEYS = ("input_jitter_noise", "original_max_position_embeddings")
-NUM_CHOSEN = 2
+SPARSE_MIXER_TOP_K = 2
 """Experts of a token in SparseMixer."""
-LONGROPE_NAMES = ("longrope", "su", "yarn")
+LONGROPE_TYPE_NAMES = ("longrope", "su", "yarn")
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
@@ -42,9 +42,9 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         head_bias=read_boolean(raw, "lm_head_bias", False),
     )  # fmt: skip
     router = router_config(
-        raw, experts=16, top_k=NUM_CHOSEN, renormalize=False, keys=("num_local_experts",)
+        raw, experts=16, top_k=SPARSE_MIXER_TOP_K, renormalize=False, keys=("num_local_experts",)
     )
-    if router.top_k != NUM_CHOSEN:
+    if router.top_k != SPARSE_MIXER_TOP_K:
         raise CheckpointError(
             f"config.json: num_experts_per_tok={router.top_k} is not supported (supported: 2)"
         )
@@ -65,7 +65,7 @@ def _with_attention_factor(raw: RawConfig) -> RawConfig:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return raw
-    if kind not in LONGROPE_NAMES:
+    if kind not in LONGROPE_TYPE_NAMES:
         raise CheckpointError(f"config.json: {key}: {quote(kind, 60)} is not supported: longrope")
     short, long = (positive_float(scaling, name) for name in ("short_mscale", "long_mscale"))
     if short != long:

@@ -27,8 +27,8 @@ from modelmill.nn.rotary import RopeSpec
 Model = Decoder
 # of the MLP w2 is the gate, w1 is up
 LAYOUT = CheckpointLayout(
-    **_gpt2_common.OUTSIDE_NAMES,
-    names={**_gpt2_common.LAYER_NAMES, "mlp.gate_up_proj": ("mlp.w2", "mlp.w1")},
+    **_gpt2_common.NON_LAYER_NAMES,
+    names={**_gpt2_common.GPT2_LAYER_NAMES, "mlp.gate_up_proj": ("mlp.w2", "mlp.w1")},
     ignored=(
         r".*\.attn\.masked_bias",
         r".*\.attn\.bias",

@@ -14,15 +14,23 @@ from modelmill.models._hf_config import (
     read_boolean,
 )
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
-from modelmill.models._moe_config import EXPERT_NAMES, SHARED_EXPERT, dense_layers, norm_topk_router
+from modelmill.models._moe_config import (
+    EXPERT_NAMES,
+    GATED_SHARED_EXPERT_NAMES,
+    dense_layers,
+    norm_topk_router,
+)
 from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
 Model = Decoder
-DEFAULT_INNER = {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
-LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT})
+DEFAULT_INTERMEDIATE_SIZES = {
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+}
+LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **EXPERT_NAMES, **GATED_SHARED_EXPERT_NAMES})
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
@@ -38,7 +46,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     router = norm_topk_router(raw, experts=60, top_k=4, renormalize=False)
     expert, shared = (
         MLPSpec(config.hidden, positive_int(raw, key, default=size), activation=act)
-        for key, size in DEFAULT_INNER.items()
+        for key, size in DEFAULT_INTERMEDIATE_SIZES.items()
     )
     moe = MoESpec(router, expert, shared, shared_gate=True)
     return replace(config, moe=moe, dense_layers=dense_layers(raw, layers))

@@ -7,22 +7,22 @@ from dataclasses import replace
 from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _delta_net_config
 from modelmill.models._delta_net_config import (
-    GATED_ATTENTION,
+    GATED_ATTENTION_VALUES,
     QWEN35_INEFFECTIVE_KEYS,
     UNGROUPED_NAMES,
 )
 from modelmill.models._hf_config import positive_int
-from modelmill.models._moe_config import EXPERT_NAMES, SHARED_EXPERT, router_config
+from modelmill.models._moe_config import EXPERT_NAMES, GATED_SHARED_EXPERT_NAMES, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
 Model = Decoder
 LAYOUT = replace(
-    _delta_net_config.LAYOUT, names={**UNGROUPED_NAMES, **EXPERT_NAMES, **SHARED_EXPERT}
+    _delta_net_config.LAYOUT, names={**UNGROUPED_NAMES, **EXPERT_NAMES, **GATED_SHARED_EXPERT_NAMES}
 )
 UNUSED_CONFIG_KEYS = QWEN35_INEFFECTIVE_KEYS
-SUPPORTED_VALUES = GATED_ATTENTION
+SUPPORTED_VALUES = GATED_ATTENTION_VALUES
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

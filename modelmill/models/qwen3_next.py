@@ -8,7 +8,12 @@ from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _delta_net_config
 from modelmill.models._delta_net_config import DELTA_NET_NAMES
 from modelmill.models._hf_config import positive_int
-from modelmill.models._moe_config import EXPERT_NAMES, SHARED_EXPERT, dense_layers, norm_topk_router
+from modelmill.models._moe_config import (
+    EXPERT_NAMES,
+    GATED_SHARED_EXPERT_NAMES,
+    dense_layers,
+    norm_topk_router,
+)
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
@@ -16,7 +21,7 @@ from modelmill.nn.moe_spec import MoESpec
 Model = Decoder
 LAYOUT = replace(
     _delta_net_config.LAYOUT,
-    names={**DELTA_NET_NAMES, **EXPERT_NAMES, **SHARED_EXPERT},
+    names={**DELTA_NET_NAMES, **EXPERT_NAMES, **GATED_SHARED_EXPERT_NAMES},
     grouped_state=True,
 )
 SUPPORTED_VALUES = {"use_sliding_window": (False,)}

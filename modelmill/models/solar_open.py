@@ -17,7 +17,7 @@ SUPPORTED_VALUES = {
     "use_qk_norm": (False,), "first_k_dense_replace": (0,), "partial_rotary_factor": (1.0,),
 }  # fmt: skip
 LAYOUT = _moe_config.SHARED_EXPERTS_LAYOUT
-FLOAT32_TENSORS = _moe_config.SELECTION_BIASES
+FLOAT32_TENSORS = _moe_config.SELECTION_BIAS_PATTERNS
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

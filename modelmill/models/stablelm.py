@@ -16,7 +16,7 @@ from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.parallel_residual_layer import ParallelResidualLayer
 from modelmill.nn.pre_norm import PreNormLayer
-from modelmill.nn.qkv_norm import HEAD_LAYER_NORM, QKNormConfig
+from modelmill.nn.qkv_norm import PER_HEAD_LAYER_NORM, QKNormConfig
 
 Model = Decoder
 LAYOUT = _llama_common.LAYOUT
@@ -37,7 +37,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         partial=0.25,
         layer=ParallelResidualLayer if read_boolean(raw, parallel, False) else PreNormLayer,
         qkv_bias=read_boolean(raw, "use_qkv_bias", False),
-        qkv_norm=QKNormConfig(HEAD_LAYER_NORM, eps) if normed else None,
+        qkv_norm=QKNormConfig(PER_HEAD_LAYER_NORM, eps) if normed else None,
     )
 
 

@@ -14,16 +14,20 @@ from modelmill.nn.moe import RouterConfig
 Model = Decoder
 LAYOUT = _deepseek_common.LAYOUT
 UNUSED_CONFIG_KEYS = (*_deepseek_common.UNUSED_CONFIG_KEYS, "embedding_initializer_range")
-NO_EXPERTS = {"moe_intermediate_size": 1, "n_shared_experts": 1, "first_k_dense_replace": 0}
+DENSE_MODEL_DEFAULTS = {
+    "moe_intermediate_size": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 0,
+}
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in YoutuConfig."""
     config = decoder_config(
-        overlay_config(raw, {"tie_word_embeddings": True}, NO_EXPERTS),
+        overlay_config(raw, {"tie_word_embeddings": True}, DENSE_MODEL_DEFAULTS),
         RouterConfig(1, 1),
         positions=131072,
         neighbours=read_boolean(raw, "rope_interleave", True),
-        defaults=NO_EXPERTS,
+        defaults=DENSE_MODEL_DEFAULTS,
     )
     return replace(config, moe=None)

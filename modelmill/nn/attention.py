@@ -14,7 +14,7 @@ from modelmill.nn.attention_module_specs import (
     o_proj_spec,
 )
 from modelmill.nn.layer_spec import (
-    ROPE,
+    ROPE_VALUE,
     ModuleSpec,
     QuantSiteSpec,
     RopeCacheSpec,
@@ -161,7 +161,7 @@ class AttentionSpec:
             *((ROPE_BEFORE_QK_NORM_SPEC,) if self.rotates_first else ()),
             RopeCacheSpec(
                 path="attn.rope_cache",
-                reads=("qkv_rotated" if self.rotates_first else source, ROPE),
+                reads=("qkv_rotated" if self.rotates_first else source, ROPE_VALUE),
                 writes=("q",),
                 reference=("q_rot" if changes else "q_clipped" if clipped else "q",),
                 cache_reference=(keys, values),

@@ -19,7 +19,7 @@ from modelmill.nn.attention_module_specs import (
     input_projection_spec,
     o_proj_spec,
 )
-from modelmill.nn.layer_spec import ROPE, ModuleSpec, QuantSiteSpec, RopeCacheSpec, RowPart
+from modelmill.nn.layer_spec import ROPE_VALUE, ModuleSpec, QuantSiteSpec, RopeCacheSpec, RowPart
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import HeadGroups, HeadPartition
 from modelmill.nn.step import Step
@@ -90,7 +90,7 @@ class DifferentialAttentionSpec:
                 reference=("q_pairs", "k_pairs", "v_pairs"), arithmetic="residual", op="copy",
             ),
             RopeCacheSpec(
-                path="attn.rope_cache", reads=("qkv_pairs", ROPE), writes=("q",),
+                path="attn.rope_cache", reads=("qkv_pairs", ROPE_VALUE), writes=("q",),
                 reference=("q_rot",), arithmetic="rotary", cache_reference=("k_rot", "v_pairs"),
                 kv_heads=self.paged_attention_spec.kv_heads, head_dim=self.head_dim,
             ),

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from modelmill.nn.linear import Linear, weight_changes
+from modelmill.nn.linear import Linear, weight_change_counter
 from modelmill.nn.mlp import ClampedSwiglu, GatedActivation, Relu2, SiluMul
 from modelmill.nn.moe import Expert, ExpertMLP, MoE
 from modelmill.ops.fused_moe import (
@@ -137,11 +137,11 @@ class StackedExperts:
             self.op == FUSED_MOE_OPS["mxfp4"] and x.dtype == torch.float16 and len(x) > 1
         ):
             return False
-        return self._checked_at == weight_changes.count or self._are_weights_unchanged()
+        return self._checked_at == weight_change_counter.count or self._are_weights_unchanged()
 
     def _are_weights_unchanged(self) -> bool:
         """Whether no expert got another weight; ``has_fused_moe_op`` asks again if one did."""
-        count = weight_changes.count
+        count = weight_change_counter.count
         same = all(map(is_, self._weights, [linear.weight for linear in self._linears]))
         if same:
             self._checked_at = count

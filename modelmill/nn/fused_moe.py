@@ -100,7 +100,7 @@ class FusedMoE(nn.Module):
         """shared: the shared expert's output if it is computed already."""
         moe = cast(MoE, self.plain)
         if self._stacked is not None and self._stacked.has_fused_moe_op(x, step.ops):
-            weights, ids = route(moe, x if router_input is None else router_input, step)
+            weights, ids = route_tokens(moe, x if router_input is None else router_input, step)
             shared = self._shared_output(x, step) if shared is None else shared
             return self._stacked.run(x, weights, ids, next(iter(shared), None), step.ops)
         routing = moe.routing(moe.router(x if router_input is None else router_input, step), step)
@@ -124,7 +124,7 @@ class FusedSwigluMLP(FusedModule):
         return run_expert(self.plain, x, step)
 
 
-def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+def route_tokens(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [T, top_k] float32 and ids [T, top_k] int32 of each token's experts.
 
     Of a rank that has some experts only, ids count from its first; others' are NO_EXPERT.

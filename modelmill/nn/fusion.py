@@ -56,7 +56,9 @@ from modelmill.ops.quant_types import ActQuantSpec, QuantizedInput
 from modelmill.ops.rope_cache import RopeCacheInputs
 
 Activation = torch.Tensor | QuantizedInput
-PLAIN_MIXERS = frozenset({"attn.difference", "attn.output_gate", "attn.out_norm", "attn.rotation"})
+UNFUSED_ATTENTION_MODULES = frozenset(
+    {"attn.difference", "attn.output_gate", "attn.out_norm", "attn.rotation"}
+)
 """Modules of attentions that are not fused, beside those with a recurrence."""
 
 
@@ -64,7 +66,7 @@ def fuse_model(model: nn.Module) -> nn.Module:
     """The fused tree of a language model whose layers have a fused form; any other as it is.
 
     These are pre-norm layers, those that scale or add branches, and those with experts.
-    Recurrences and attentions with one of ``PLAIN_MIXERS`` are kept plain.
+    Recurrences and attentions with one of ``UNFUSED_ATTENTION_MODULES`` are kept plain.
     """
     if isinstance(model, CausalLM) and all(
         _is_fusable_pre_norm_layer(layer) or _is_pre_norm_with_plain_mixer(layer)
@@ -84,7 +86,7 @@ def _is_pre_norm_with_plain_mixer(layer: nn.Module) -> bool:
         type(layer) is PreNormLayer
         and (
             any(layer.spec.modules_of_type(RecurrenceSpec))
-            or not PLAIN_MIXERS.isdisjoint(layer.spec.modules_by_path)
+            or not UNFUSED_ATTENTION_MODULES.isdisjoint(layer.spec.modules_by_path)
         )
         and isinstance(layer.mlp, GatedMLP | MoE)
     )

@@ -27,7 +27,7 @@ from modelmill.nn.attention_module_specs import (
 )
 from modelmill.nn.latent_prompt_expansion import ExpandedLatentPrompts
 from modelmill.nn.layer_spec import (
-    ROPE,
+    ROPE_VALUE,
     LinearSpec,
     ModuleSpec,
     NormSpec,
@@ -48,7 +48,7 @@ from modelmill.ops.latent_rope_cache import (
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.parallel.shard import Range
 
-UP_PROJECTIONS = "kv_b"  # the name of a core's buffer
+KV_UP_PROJECTION = "kv_b"  # the name of a core's buffer
 NORM_EPS = 1e-6  # of the norms of latent vectors, whatever the model's
 
 
@@ -164,7 +164,7 @@ class LatentAttentionSpec:
             ),
             RopeCacheSpec(
                 path="attn.rope_cache",
-                reads=("q_flat", "latent", ROPE),
+                reads=("q_flat", "latent", ROPE_VALUE),
                 writes=("q",),
                 reference=("q_rot",),
                 cache_reference=("latent_rot", "latent_rot"),
@@ -172,7 +172,7 @@ class LatentAttentionSpec:
                 head_dim=self.cached_dim,
                 shares_values=True,
             ),
-            attention_core_spec((UP_PROJECTIONS,)),
+            attention_core_spec((KV_UP_PROJECTION,)),
             o_proj_spec(self.hidden, reads="attn", split_columns="value_heads", bias=self.bias),
         )
 
@@ -311,7 +311,7 @@ class RopeAndLatentCache(nn.Module):
         queries = self._rotate(q.view(len(q), -1, self.spec.query_dim), self.spec.nope_dim, rope)
         row = self._rotate(latent[:, None], self.spec.rank, rope)
         scale, _ = step.kv.scales(self.cache_index)
-        store_rows_in_pages(row, step.kv.k[self.cache_index], scale, step.slot_places)
+        store_rows_in_pages(row, step.kv.k[self.cache_index], scale, step.slot_page_indices)
         return queries
 
     def _rotate(self, x: torch.Tensor, begin: int, rope: RopeCosSin) -> torch.Tensor:
@@ -334,7 +334,7 @@ class LatentAttentionCore(nn.Module):
         super().__init__()
         self.spec, self.cache_index = spec, cache_index
         rows = spec.heads * (spec.nope_dim + spec.value_dim)
-        self.register_buffer(UP_PROJECTIONS, torch.empty(rows, spec.rank, device="meta"))
+        self.register_buffer(KV_UP_PROJECTION, torch.empty(rows, spec.rank, device="meta"))
         self.heads: Range = (0, spec.heads)
         self._op = CachedOpBinding()
         self._packed_up_projections: tuple[torch.Tensor, ...] = ()

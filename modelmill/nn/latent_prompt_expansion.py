@@ -52,7 +52,7 @@ def plan_prompt_expansion(step: Step) -> ExpandedLatentPrompts | None:
         page, offset, first_keys = _locate_cached_keys(step, lengths, step.num_prompt_keys)
         max_keys = min(step.max_context, step.num_prompt_keys)
     else:  # the keys are the rows of the step
-        page, offset = step.slot_places[:2]
+        page, offset = step.slot_page_indices[:2]
         first_keys, max_keys = step.query_start[:-1], step.max_query
     keys = torch.arange(max_keys, dtype=torch.int32, device=lengths.device)
     tables = first_keys[:, None] + keys

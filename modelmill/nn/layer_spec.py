@@ -23,8 +23,8 @@ from modelmill.nn.partition import HeadGroups, Partition
 from modelmill.nn.recurrent_state import StateSpec
 from modelmill.parallel.shard import Range
 
-INPUTS = ("branch", "residual")
-ROPE = "rope"  # the step's rotation, a value that modules may read
+LAYER_INPUTS = ("branch", "residual")
+ROPE_VALUE = "rope"  # the step's rotation, a value that modules may read
 _Spec = TypeVar("_Spec", bound="ModuleSpec")
 
 

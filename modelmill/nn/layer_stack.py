@@ -25,7 +25,7 @@ from modelmill.nn.layer_spec import (
 )
 from modelmill.nn.recurrent_state import NO_STATE, StateShape
 
-WEIGHT_FILE = "embedding_and_head"  # of the tensors outside the layers
+NON_LAYER_WEIGHT_FILE = "embedding_and_head"  # of the tensors outside the layers
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def weight_file(model: nn.Module, module: str) -> str:
     if place is not None:
         return place.stack.weight_file.format(place.layer)
     part = module.partition(".")[0]
-    return part if part in getattr(model, "own_weight_files", ()) else WEIGHT_FILE
+    return part if part in getattr(model, "own_weight_files", ()) else NON_LAYER_WEIGHT_FILE
 
 
 def linear_quant_site(model: nn.Module, path: str) -> QuantSiteSpec | None:

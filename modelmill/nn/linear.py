@@ -23,7 +23,7 @@ class WeightChangeCounter:
         self.count += 1
 
 
-weight_changes = WeightChangeCounter()
+weight_change_counter = WeightChangeCounter()
 
 
 class Linear(nn.Module):
@@ -47,7 +47,7 @@ class Linear(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """As any module's; counts the weights that are put in place."""
         if name == "weight":
-            weight_changes.count_change()
+            weight_change_counter.count_change()
         super().__setattr__(name, value)
 
     def restrict_to_shard(self, shard: Shard) -> None:

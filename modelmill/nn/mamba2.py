@@ -118,10 +118,10 @@ class Mamba2Spec(HeadRecurrenceSpec):
         gate, projection = self.output_module_specs(
             "scanned", "xbcz", linear_tensor_names(self.has_out_bias)
         )
-        return gate if self.norm else UNNORMED_GATE, projection
+        return gate if self.norm else UNNORMED_GATE_SPEC, projection
 
 
-UNNORMED_GATE = ModuleSpec(
+UNNORMED_GATE_SPEC = ModuleSpec(
     path="attn.gated_norm", reads=("scanned", "xbcz"), writes=("gated",),
     reference=("gated_norm",), op="gated_rms_norm",
 )  # fmt: skip
@@ -187,11 +187,11 @@ class SiluGate(nn.Module):
 
     def forward(self, x: torch.Tensor, xbcz: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, heads·D] float32, [T, … | z] → [T, heads·D]."""
-        z, width = last_channels(xbcz, x.shape[1]), x.shape[1]
+        z, width = gate_channels(xbcz, x.shape[1]), x.shape[1]
         return step.ops.gated_rms_norm(GatedRMSNormInputs(x, z, None, 0.0, width, gate_first=True))
 
 
-def last_channels(xbcz: torch.Tensor, width: int) -> torch.Tensor:
+def gate_channels(xbcz: torch.Tensor, width: int) -> torch.Tensor:
     """z, the last channels."""
     return xbcz[:, xbcz.shape[1] - width :]
 
@@ -213,7 +213,7 @@ class GatedGroupNorm(HeadShardedModule):
 
     def forward(self, x: torch.Tensor, xbcz: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, heads·D] float32, [T, … | z] → [T, heads·D]."""
-        spec, z = self.spec, last_channels(xbcz, x.shape[1])
+        spec, z = self.spec, gate_channels(xbcz, x.shape[1])
         if step.tp_group.size == 1:
             group, gate_first = spec.width // spec.groups, not spec.norm_first
             return step.ops.gated_rms_norm(

@@ -10,7 +10,7 @@ from torch import nn
 
 from modelmill.nn.attention import RopeCosSin
 from modelmill.nn.layer_parts import LayerParts
-from modelmill.nn.layer_spec import INPUTS, LayerSpec
+from modelmill.nn.layer_spec import LAYER_INPUTS, LayerSpec
 from modelmill.nn.pre_norm import MixerLayer
 from modelmill.nn.step import Step
 
@@ -34,7 +34,7 @@ class OneBranchLayer(MixerLayer):
         if parts.mixes_tokens:
             return super().layer_spec(parts)
         norm = parts.norm.make_module_spec(
-            "mlp_norm", INPUTS, ("mlp_input", "stream"), "input_norm"
+            "mlp_norm", LAYER_INPUTS, ("mlp_input", "stream"), "input_norm"
         )
         return LayerSpec(
             modules=(norm, *parts.mlp.module_specs()),

@@ -20,7 +20,7 @@ from modelmill.nn.step import Step
 
 STATES_PER_LAYER = 2  # of a layer: the convolution's and the recurrence's
 MAMBA_SITE = "mamba_o"
-SUM_SPEC = ModuleSpec(
+BRANCH_SUM_SPEC = ModuleSpec(
     path="sum", reads=("attn_out", "mamba_out"), writes=("mixed_out",), reference=("branches",),
     arithmetic="residual", op="add",
 )  # fmt: skip
@@ -46,7 +46,7 @@ class ParallelHybridLayer(PreNormLayer):
             attention_norm_spec(parts.norm),
             *parts.attention.module_specs(),
             *map(_as_mamba_module_spec, recurrence.module_specs()),
-            SUM_SPEC,
+            BRANCH_SUM_SPEC,
             mlp_norm_spec(parts.norm, "mixed_out"),
             *parts.mlp.module_specs(),
         )

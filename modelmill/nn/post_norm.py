@@ -10,7 +10,7 @@ from torch import nn
 
 from modelmill.nn.attention import RopeCosSin
 from modelmill.nn.layer_parts import LayerParts, make_layer_spec
-from modelmill.nn.layer_spec import INPUTS, LayerSpec, ModuleSpec
+from modelmill.nn.layer_spec import LAYER_INPUTS, LayerSpec, ModuleSpec
 from modelmill.nn.norm import ResidualAdd
 from modelmill.nn.step import Step
 
@@ -36,7 +36,7 @@ class PostNormLayer(nn.Module):
         """What such a layer is made of."""
         norm = parts.norm
         modules = (
-            _residual_add_spec("add", INPUTS, "attn_input", "input"),
+            _residual_add_spec("add", LAYER_INPUTS, "attn_input", "input"),
             *parts.attention.module_specs(),
             norm.make_module_spec("attn_post", ("attn_out",), ("attn_branch",), "attn_post"),
             _residual_add_spec(

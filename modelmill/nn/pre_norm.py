@@ -11,15 +11,15 @@ from torch import nn
 
 from modelmill.nn.attention import RopeCosSin
 from modelmill.nn.layer_parts import LayerParts, attention_norm_spec, make_layer_spec, mlp_norm_spec
-from modelmill.nn.layer_spec import INPUTS, ROPE, LayerSpec
+from modelmill.nn.layer_spec import LAYER_INPUTS, ROPE_VALUE, LayerSpec
 from modelmill.nn.step import Step
 
 PRE_NORM_OUTPUTS = ("mlp_out", "attn.residual")
 # the modules of a pre-norm layer outside its MLP, with what each reads
 PRE_NORM_DATAFLOW = [
-    ("attn_norm", INPUTS),
+    ("attn_norm", LAYER_INPUTS),
     ("attn.qkv_proj", ("attn_input",)),
-    ("attn.rope_cache", ("qkv", ROPE)),
+    ("attn.rope_cache", ("qkv", ROPE_VALUE)),
     ("attn.core", ("q",)),
     ("attn.o_proj", ("attn",)),
     ("mlp_norm", ("attn_out", "stream")),

@@ -1,8 +1,8 @@
 """Norms of q and k before the rotation that are not an RMSNorm of each head with one weight.
 
-* ``WIDE_RMS`` (OLMo 2): an RMSNorm over all heads of q together, another over all heads of k;
-* ``HEAD_LAYER_NORM`` (StableLM 2): a LayerNorm of each head, each with a weight of its own;
-* ``SHARED_LAYER_NORM`` (Phi): a LayerNorm of each head, all heads with one weight and bias.
+* ``ALL_HEADS_RMS_NORM`` (OLMo 2): an RMSNorm over all heads of q together, another over all of k;
+* ``PER_HEAD_LAYER_NORM`` (StableLM 2): a LayerNorm of each head, each with a weight of its own;
+* ``SHARED_HEAD_LAYER_NORM`` (Phi): a LayerNorm of each head, all heads with one weight and bias.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from modelmill.nn.partition import HeadGroups
 from modelmill.nn.step import Step
 from modelmill.parallel.shard import Range
 
-WIDE_RMS = "wide_rms"
-HEAD_LAYER_NORM = "head_layer_norm"
-SHARED_LAYER_NORM = "shared_layer_norm"
+ALL_HEADS_RMS_NORM = "wide_rms"
+PER_HEAD_LAYER_NORM = "head_layer_norm"
+SHARED_HEAD_LAYER_NORM = "shared_layer_norm"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class QKNormConfig:
     @property
     def tensor_names(self) -> tuple[str, ...]:
         """The tensors of both norms: q's values, then k's."""
-        return ("weight", "bias") if self.kind == SHARED_LAYER_NORM else ("weight",)
+        return ("weight", "bias") if self.kind == SHARED_HEAD_LAYER_NORM else ("weight",)
 
     @property
     def make_module_spec(self) -> NormSpec:
@@ -43,13 +43,15 @@ class QKNormConfig:
             writes=("qkv_normed",),
             reference=("qk_norm", "v"),
             tensors=self.tensor_names,
-            op="rms_norm" if self.kind == WIDE_RMS else "layer_norm",
+            op="rms_norm" if self.kind == ALL_HEADS_RMS_NORM else "layer_norm",
         )
 
     def build_module(self, groups: HeadGroups) -> QKNorm:
         """The module for these heads."""
         return (
-            AllHeadsQKNorm(self, groups) if self.kind == WIDE_RMS else PerHeadQKNorm(self, groups)
+            AllHeadsQKNorm(self, groups)
+            if self.kind == ALL_HEADS_RMS_NORM
+            else PerHeadQKNorm(self, groups)
         )
 
 
@@ -68,8 +70,8 @@ class QKNorm(nn.Module):
         self.groups = groups
         self.q_heads: Range = (0, groups.q_heads)
         self.kv_heads: Range = (0, groups.kv_heads)
-        rows = 2 if config.kind == SHARED_LAYER_NORM else groups.q_heads + groups.kv_heads
-        self.shared = config.kind == SHARED_LAYER_NORM
+        rows = 2 if config.kind == SHARED_HEAD_LAYER_NORM else groups.q_heads + groups.kv_heads
+        self.shared = config.kind == SHARED_HEAD_LAYER_NORM
         size = rows * groups.head_dim
         self.register_buffer("weight", torch.empty(size, device="meta"))
         has_bias = "bias" in config.tensor_names

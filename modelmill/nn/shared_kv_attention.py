@@ -17,7 +17,13 @@ from modelmill.nn.attention_module_specs import (
     input_projection_spec,
     o_proj_spec,
 )
-from modelmill.nn.layer_spec import ROPE, ModuleSpec, QuantSiteSpec, RowPart, SharedKVQuerySpec
+from modelmill.nn.layer_spec import (
+    ROPE_VALUE,
+    ModuleSpec,
+    QuantSiteSpec,
+    RowPart,
+    SharedKVQuerySpec,
+)
 from modelmill.nn.linear import Linear
 from modelmill.nn.norm import QKNormWeight
 from modelmill.nn.partition import HeadPartition
@@ -60,7 +66,7 @@ class SharedKVAttentionSpec:
             input_projection_spec("q_proj", "q_rows", rows, bias=spec.qkv_bias),
             SharedKVQuerySpec(
                 path="attn.rope",
-                reads=("q_rows", ROPE),
+                reads=("q_rows", ROPE_VALUE),
                 writes=("q",),
                 reference=("q_rot",),
                 tensors=("q_norm.weight",),

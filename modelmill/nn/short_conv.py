@@ -23,7 +23,7 @@ from modelmill.nn.partition import StateHeadPartition
 from modelmill.nn.step import Step
 from modelmill.parallel.shard import Range
 
-CHANNEL_HEADS = "state_heads"
+CHANNEL_SPLIT = "state_heads"
 """How ranks divide the channels: as heads of one channel each."""
 
 
@@ -71,7 +71,7 @@ class ShortConvSpec:
         return (
             LinearSpec(
                 path="attn.in_proj", reads=("attn_input",), writes=("bcx",), site="qkv",
-                parts=tuple(RowPart(name, self.hidden, CHANNEL_HEADS) for name in ("B", "C", "x")),
+                parts=tuple(RowPart(name, self.hidden, CHANNEL_SPLIT) for name in ("B", "C", "x")),
                 tensors=tensors,
             ),
             ModuleSpec(
@@ -85,7 +85,7 @@ class ShortConvSpec:
             ),
             LinearSpec(
                 path="attn.out_proj", reads=("gated",), writes=("attn_out",), site="o",
-                parts=(RowPart("o_proj", self.hidden),), split_columns=CHANNEL_HEADS,
+                parts=(RowPart("o_proj", self.hidden),), split_columns=CHANNEL_SPLIT,
                 tensors=tensors,
             ),
         )  # fmt: skip

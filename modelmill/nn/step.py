@@ -16,7 +16,9 @@ from modelmill.ops.latent_rope_cache import SlotPageIndices
 from modelmill.ops.registry import Ops
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 
-MIN_ROW_RATIO = 2  # rows of the step per row with logits, from which leaving out the others pays
+MIN_TOKENS_PER_LOGIT_ROW = (
+    2  # rows of the step per row with logits, from which leaving out the others pays
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Step:
         return (replace(each, layer_inputs=self.layer_inputs) for each in self.layer_steps)
 
     @cached_property
-    def slot_places(self) -> SlotPageIndices:
+    def slot_page_indices(self) -> SlotPageIndices:
         """Where the step's tokens are stored; made once, for the layers that index pages in torch.
 
         A step that is made of this one by ``replace`` makes its own.
@@ -86,7 +88,7 @@ class Step:
 
     @cached_property
     def expanded_latent_prompts(self) -> ExpandedLatentPrompts | None:
-        """The prompts that latent attention expands; made once, as ``slot_places``."""
+        """The prompts that latent attention expands; made once, as ``slot_page_indices``."""
         return plan_prompt_expansion(self)
 
     def step_of_logit_rows(self) -> Step | None:
@@ -100,7 +102,7 @@ class Step:
             A step whose rows' contexts end with the rows themselves. None: all rows are computed.
         """
         rows = self.logit_rows
-        if rows is None or len(self.ids) < MIN_ROW_RATIO * len(rows):
+        if rows is None or len(self.ids) < MIN_TOKENS_PER_LOGIT_ROW * len(rows):
             return None
         ends = self.query_start[1:]
         # the sequence of a row; a step that is all padding has none

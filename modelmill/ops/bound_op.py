@@ -22,7 +22,7 @@ from modelmill.ops.kernel_support import UNBOUNDED, Kernel, KernelSupportRange, 
 from modelmill.ops.operand_guards import Guard
 
 Run = Callable[..., Any]
-MAX_MEASURED_ROWS = 512  # row counts whose measured condition is remembered for each weight
+MAX_REMEMBERED_ROW_COUNTS = 512  # row counts whose measured condition is remembered for each weight
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class RowCountDispatch:
         if run is None:
             problem = self._problem._replace(m=rows)
             run = self._op.select_among_implementations(self._implementations, problem)
-            if len(self._measured) >= MAX_MEASURED_ROWS:
+            if len(self._measured) >= MAX_REMEMBERED_ROW_COUNTS:
                 self._measured.clear()
             self._measured[rows] = run
         return run

@@ -178,11 +178,11 @@ SMALL_SHAPES: list[Shape] = [(1, 64, 32, 8, 2), (5, 64, 32, 4, 3), (21, 96, 64, 
 BIASED_SHAPES: list[Shape] = [(1, 96, 64, 4, 3), (4, 64, 32, 3, 2)]
 # without a gate, with biases
 UNGATED_SHAPES: list[Shape] = [(1, 64, 64, 4, 2), (7, 96, 32, 3, 2), (33, 64, 64, 4, 2)]
-UNGATED_SCALE = 0.5
+UNGATED_INPUT_SCALE = 0.5
 """Of x there: squares have long tails, whose largest values set the grid of 8-bit activations."""
 # of a rank that has half of the experts; its last token has none of them
-LOCAL_SHAPES: list[Shape] = [(1, 64, 32, 4, 3), (2, 64, 32, 2, 2), (22, 96, 64, 3, 2)]
-A3B_SHAPES: list[Shape] = [(rows, 2048, 768, 128, 8) for rows in (1, 8, 64, 1024)]
+EXPERT_PARALLEL_SHAPES: list[Shape] = [(1, 64, 32, 4, 3), (2, 64, 32, 2, 2), (22, 96, 64, 3, 2)]
+QWEN3_30B_A3B_SHAPES: list[Shape] = [(rows, 2048, 768, 128, 8) for rows in (1, 8, 64, 1024)]
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -197,8 +197,8 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 
 def case_shapes(device: str) -> list[Shape]:
     """The shapes of the cases on a device."""
-    small = [*SMALL_SHAPES, *BIASED_SHAPES, *LOCAL_SHAPES, *UNGATED_SHAPES]
-    return small if device == "cpu" else [*small, *A3B_SHAPES]
+    small = [*SMALL_SHAPES, *BIASED_SHAPES, *EXPERT_PARALLEL_SHAPES, *UNGATED_SHAPES]
+    return small if device == "cpu" else [*small, *QWEN3_30B_A3B_SHAPES]
 
 
 def expert_weight_shapes(shape: Shape) -> Iterator[tuple[str, int, int, int]]:
@@ -229,18 +229,18 @@ def make_moe_case(
 ) -> Case:
     """A case with these weights; an odd number of tokens has a shared expert's output.
 
-    Those of BIASED_SHAPES and LOCAL_SHAPES have biases and another gate as well, those of
+    Those of BIASED_SHAPES and EXPERT_PARALLEL_SHAPES have biases and another gate as well, those of
     UNGATED_SHAPES biases and no gate.
     """
     tokens, hidden, inner, experts, top_k = shape
-    total = 2 * experts if shape in LOCAL_SHAPES else experts
-    biased = shape in (*BIASED_SHAPES, *LOCAL_SHAPES, *UNGATED_SHAPES)
+    total = 2 * experts if shape in EXPERT_PARALLEL_SHAPES else experts
+    biased = shape in (*BIASED_SHAPES, *EXPERT_PARALLEL_SHAPES, *UNGATED_SHAPES)
     scores = torch.rand(tokens, total, generator=torch.Generator().manual_seed(tokens))
     topk_weights, ids = scores.topk(top_k, dim=-1)
     if total > experts:
         ids[-1] = NO_EXPERT
         ids[ids >= experts] = NO_EXPERT
-    scale = UNGATED_SCALE if shape in UNGATED_SHAPES else 1.0
+    scale = UNGATED_INPUT_SCALE if shape in UNGATED_SHAPES else 1.0
     inputs = FusedMoEInputs(
         randn(tokens, hidden, device=device, dtype=dtype, seed=tokens + hidden, scale=scale),
         (topk_weights / topk_weights.sum(-1, keepdim=True)).to(device),
@@ -269,7 +269,7 @@ def _random_biases_and_gate_args(shape: Shape, device: str, dtype: torch.dtype) 
     tokens, hidden, _, experts, _ = shape
     rows = next(expert_weight_shapes(shape))[2]
     gate = {"clamp": SwigluClamp(1.702, 1.5)} if tokens % 2 else {"activation": GELU_TANH}
-    scale = UNGATED_SCALE**2 if shape in UNGATED_SHAPES else 1.0
+    scale = UNGATED_INPUT_SCALE**2 if shape in UNGATED_SHAPES else 1.0
     return {
         "gate_up_bias": randn(experts, rows, device=device, dtype=dtype, seed=7, scale=scale),
         "down_bias": randn(experts, hidden, device=device, dtype=dtype, seed=8),

@@ -12,7 +12,7 @@ from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.moe_align_block_size import NO_EXPERT as NO_EXPERT
 
 SOFTMAX, SIGMOID, SPARSE_MIXER = "softmax", "sigmoid", "sparse_mixer"
-SCORES = (SOFTMAX, SIGMOID, SPARSE_MIXER)
+SCORE_FUNCTIONS = (SOFTMAX, SIGMOID, SPARSE_MIXER)
 """What an expert's score is: see ``FusedTopkInputs``."""
 
 
@@ -24,7 +24,7 @@ class FusedTopkInputs(NamedTuple):
         bias: [E], added to the scores for the choice and not for the weights (arXiv:2408.15664), or
             None.
         top_k: experts of a token.
-        scores: one of SCORES: the softmax of all logits, the sigmoid of each, or SPARSE_MIXER's
+        scores: of SCORE_FUNCTIONS: the softmax of all logits, the sigmoid of each, SPARSE_MIXER's
             choice of one expert after the other (``sparse_mixer_topk``), which has no bias and no
             groups.
         renormalize: whether the weights of a token are divided by their sum.

@@ -59,14 +59,20 @@ def gated_rms_norm(inputs: GatedRMSNormInputs) -> torch.Tensor:
 
 GatedNormShape = tuple[int, int, int, str]
 """(tokens, channels, of a group, what is normed)."""
-HEADS, CHANNELS, GATED, NOTHING = "heads", "channels", "gated", "nothing"
+NORM_PER_HEAD, NORM_CHANNEL_GROUPS, NORM_AFTER_GATE, NO_NORM_WEIGHT = (
+    "heads",
+    "channels",
+    "gated",
+    "nothing",
+)
 """x by one weight for all groups; x; the gated values; nothing."""
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Heads and wider groups, sizes that are no powers of two, both orders, no norm."""
     shapes: list[GatedNormShape] = [
-        (1, 64, 16, HEADS), (5, 72, 24, CHANNELS), (3, 100, 100, GATED), (2, 40, 40, NOTHING),
+        (1, 64, 16, NORM_PER_HEAD), (5, 72, 24, NORM_CHANNEL_GROUPS),
+        (3, 100, 100, NORM_AFTER_GATE), (2, 40, 40, NO_NORM_WEIGHT),
     ]  # fmt: skip
     yield from cases_for_shapes(shapes, device, dtype)
 
@@ -79,10 +85,15 @@ def cases_for_shapes(
         x = randn(tokens, width, device=device, dtype=torch.float32, seed=number)
         projected = randn(tokens, 2 * width + 8, device=device, dtype=dtype, seed=number + 1)
         gate = projected[:, width + 8 :]
-        channels = group if normed == HEADS else width
+        channels = group if normed == NORM_PER_HEAD else width
         weight = randn(channels, device=device, dtype=dtype, seed=number + 2) + 1
         inputs = GatedRMSNormInputs(
-            x, gate, None if normed == NOTHING else weight, 1e-6, group, normed == GATED
+            x,
+            gate,
+            None if normed == NO_NORM_WEIGHT else weight,
+            1e-6,
+            group,
+            normed == NORM_AFTER_GATE,
         )
         moved = nbytes(x) + 2 * nbytes(gate) + nbytes(inputs.weight)
         yield Case(f"{tokens}x{width}/{group}-{normed}", inputs._asdict(), moved)

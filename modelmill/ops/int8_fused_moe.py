@@ -41,10 +41,10 @@ def dequantize_expert_rows(
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """The shapes of fused_moe."""
-    yield from cases_in_8_bits(device, dtype, torch.int8)
+    yield from int8_moe_cases(device, dtype, torch.int8)
 
 
-def cases_in_8_bits(device: str, dtype: torch.dtype, weight_dtype: torch.dtype) -> Iterator[Case]:
+def int8_moe_cases(device: str, dtype: torch.dtype, weight_dtype: torch.dtype) -> Iterator[Case]:
     """The shapes of fused_moe with weights in 8 bits, a scale for each row."""
     for shape in fused_moe.case_shapes(device):
         weights = {}

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 UNBOUNDED = 1 << 62
-HALF = (torch.float16, torch.bfloat16)
-FLOATS = (*HALF, torch.float32)
-NOT_FLOAT32 = (*HALF, torch.float64)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+HALF_AND_FLOAT32_DTYPES = (*HALF_DTYPES, torch.float32)
+HALF_AND_FLOAT64_DTYPES = (*HALF_DTYPES, torch.float64)
 
 
 class GemmProblem(NamedTuple):

@@ -19,7 +19,7 @@ TOLERANCE = {torch.float32: 0.0, torch.float16: 0.0, torch.bfloat16: 0.0}
 NO_EXPERT = -1  # of a block that no expert needs
 
 
-def max_blocks(pairs: int, block_size: int, experts: int) -> int:
+def max_expert_blocks(pairs: int, block_size: int, experts: int) -> int:
     """The most blocks that so many pairs may need."""
     if pairs <= experts:
         return pairs
@@ -43,7 +43,7 @@ def moe_align_block_size(
     """
     flat = topk_ids.flatten().long()
     pairs, device = flat.numel(), flat.device
-    blocks = max_blocks(pairs, block_size, experts)
+    blocks = max_expert_blocks(pairs, block_size, experts)
     flat = torch.where(flat == NO_EXPERT, experts, flat)  # last, in a bin of their own
     counts = torch.zeros(experts + 1, dtype=torch.long, device=device)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
@@ -75,11 +75,11 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:  # noqa: ARG001  i
         scores = torch.rand(tokens, experts, generator=draw) + torch.linspace(0, 0.5, experts)
         ids = scores.topk(top_k, dim=-1).indices.int().to(device)
         args = {"topk_ids": ids, "block_size": block, "experts": experts}
-        written = 4 * max_blocks(ids.numel(), block, experts) * (block + 1)
+        written = 4 * max_expert_blocks(ids.numel(), block, experts) * (block + 1)
         name = f"{tokens}x{top_k} of {experts} by {block}"
         yield Case(name, args, nbytes(ids) + written)
         own = experts // 2
         local = torch.where(ids < own, ids, NO_EXPERT)
         args = {"topk_ids": local, "block_size": block, "experts": own}
-        written = 4 * max_blocks(ids.numel(), block, own) * (block + 1)
+        written = 4 * max_expert_blocks(ids.numel(), block, own) * (block + 1)
         yield Case(f"{name}, {own} here", args, nbytes(ids) + written)

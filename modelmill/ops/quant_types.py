@@ -10,7 +10,7 @@ QUANT_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 # Lower bound of amax, so that the scale of a row of zeros is not 0.
 MIN_AMAX = 1e-6
 # Number of int8 × int8 products (at most 2¹⁴ each) whose sum is exact in float32.
-MAX_EXACT_COLUMNS = 1 << 10
+MAX_EXACT_FLOAT32_PRODUCTS = 1 << 10
 
 
 class QuantizedInput(NamedTuple):
@@ -76,7 +76,7 @@ def quantize_per_row(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor,
 def exact_int_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Exact integer product x · weightᵀ.
 
-    float64 holds every such sum. float32 holds sums of ``MAX_EXACT_COLUMNS`` products and is read
+    float64 holds every such sum. float32 holds sums of ``MAX_EXACT_FLOAT32_PRODUCTS`` and is read
     twice as fast.
 
     Args:
@@ -89,9 +89,10 @@ def exact_int_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if weight.dtype is not torch.float32:
         return x.double() @ weight.double().mT
     x32 = x.float()
-    starts = range(0, x.shape[-1], MAX_EXACT_COLUMNS)
+    starts = range(0, x.shape[-1], MAX_EXACT_FLOAT32_PRODUCTS)
     parts = [
-        x32[..., a : a + MAX_EXACT_COLUMNS] @ weight[..., a : a + MAX_EXACT_COLUMNS].mT
+        x32[..., a : a + MAX_EXACT_FLOAT32_PRODUCTS]
+        @ weight[..., a : a + MAX_EXACT_FLOAT32_PRODUCTS].mT
         for a in starts
     ]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0, dtype=torch.float64)

@@ -21,9 +21,9 @@ from modelmill.ops.recurrent_metadata import (
 
 Tokens = tuple[torch.Tensor, ...]
 """What an op needs of its tokens, each [T, …]."""
-Step = Callable[[torch.Tensor, Tokens], tuple[torch.Tensor, torch.Tensor]]
+RecurrentStepFunction = Callable[[torch.Tensor, Tokens], tuple[torch.Tensor, torch.Tensor]]
 """(states [B, …], B tokens) → outputs [B, …] and the states behind them."""
-Chunks = Callable[[torch.Tensor, Tokens, int], tuple[torch.Tensor, torch.Tensor]]
+ChunksFunction = Callable[[torch.Tensor, Tokens, int], tuple[torch.Tensor, torch.Tensor]]
 """(state, whole chunks of one sequence, their tokens) → outputs and the last state."""
 
 
@@ -44,8 +44,8 @@ def advance_states(
     tokens: Tokens,
     out: torch.Tensor,
     *,
-    step: Step,
-    chunks: Chunks,
+    step: RecurrentStepFunction,
+    chunks: ChunksFunction,
 ) -> torch.Tensor:
     """Advance the states of a step's sequences and fill in the outputs.
 
@@ -83,7 +83,7 @@ def advance_states(
 
 
 def sequential_scan(
-    s: torch.Tensor, tokens: Tokens, step: Step
+    s: torch.Tensor, tokens: Tokens, step: RecurrentStepFunction
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of one sequence one after another: outputs [n, …] and the last state."""
     outputs, batch = [], s[None]

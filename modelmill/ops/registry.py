@@ -91,7 +91,7 @@ class Ops:
         return self.backends["silu_mul_quant"] != "torch"
 
 
-def declarations() -> dict[str, OpDeclaration]:
+def op_declarations() -> dict[str, OpDeclaration]:
     """All ops by name, each group in order of their names: first the plain ones, then the fused."""
     found = {}
     for name in list_module_names("modelmill.ops"):
@@ -105,7 +105,7 @@ def declarations() -> dict[str, OpDeclaration]:
 
 def op_names() -> tuple[str, ...]:
     """The names of all ops, those of the fused ones last."""
-    return tuple(declarations())
+    return tuple(op_declarations())
 
 
 def reference(op: str) -> Callable[..., Any]:
@@ -118,7 +118,7 @@ def packing_named_args(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
     So a ``Case`` has them; those that the op takes as its ``inputs`` are packed.
     """
-    declaration = declarations()[op]
+    declaration = op_declarations()[op]
     if declaration.inputs is None:
         return call
     return lambda **args: call(**declaration.pack_inputs(args))
@@ -133,7 +133,7 @@ def backend_serves_args(op: str, backend: str, *args: Any, **named: Any) -> bool
         *args: arguments as the op takes them.
         **named: instead, each argument by its own name, as a ``Case`` has them.
     """
-    module, declaration = implementation(op, backend), declarations()[op]
+    module, declaration = implementation(op, backend), op_declarations()[op]
     assert module is not None, f"{backend} implements {op}"
     kwargs = declaration.pack_inputs(named) if named else {}
     if declaration.problem is None:
@@ -199,7 +199,7 @@ def select_backends(
             device.
     """
     overrides = dict(overrides or {})
-    declared = declarations()
+    declared = op_declarations()
     for op in overrides:
         if op not in declared:
             hint = most_similar_name(op, list(declared))

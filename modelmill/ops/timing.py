@@ -18,15 +18,18 @@ import torch
 from modelmill.ops.cpu.common import build
 from modelmill.ops.cuda_graph import GraphCapturer, run_on_side_stream
 
-Call = Callable[[], Any]
-COPY_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}  # much larger than the caches; read and written
+TimedCall = Callable[[], Any]
+BANDWIDTH_COPY_BYTES = {
+    "cuda": 1 << 30,
+    "cpu": 128 << 20,
+}  # much larger than the caches; read and written
 # side of the square matrices; large enough that edge effects do not matter
-MATMUL_SIDE = {"cuda": 8192, "cpu": 1024}
+MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
 EIGHT_BIT_DTYPES = (torch.int8, torch.float8_e4m3fn)
 MIN_MATMUL_SECONDS = 5e-3  # on a CPU the matrices grow until a product takes this long
 
 
-def capture_graph(call: Call, repeats: int = 1) -> Call:
+def capture_graph(call: TimedCall, repeats: int = 1) -> TimedCall:
     """Capture ``repeats`` calls in a CUDA graph and return its replay.
 
     The caller must have called ``call`` before: compilation and first allocations must not happen
@@ -47,14 +50,14 @@ def capture_graph(call: Call, repeats: int = 1) -> Call:
 
     graph = GraphCapturer(shared_pool=False).capture(repeat, stream)
 
-    def replay(_keep_alive: Call = call) -> None:
+    def replay(_keep_alive: TimedCall = call) -> None:
         graph.replay()
 
     return replay
 
 
 def time_interleaved(
-    calls: Sequence[Call],
+    calls: Sequence[TimedCall],
     rounds: int,
     calls_per_sample: Sequence[int] | int = 1,
     device: str = "cpu",
@@ -85,12 +88,14 @@ def time_interleaved(
     return samples
 
 
-def median_time(call: Call, rounds: int, calls_per_sample: int = 1, device: str = "cpu") -> float:
+def median_time(
+    call: TimedCall, rounds: int, calls_per_sample: int = 1, device: str = "cpu"
+) -> float:
     """Median seconds of one call."""
     return statistics.median(time_interleaved([call], rounds, calls_per_sample, device)[0])
 
 
-def count_calls_for_duration(call: Call, min_seconds: float, max_calls: int = 1000) -> int:
+def count_calls_for_duration(call: TimedCall, min_seconds: float, max_calls: int = 1000) -> int:
     """Number of calls that together take about ``min_seconds``, at most ``max_calls``.
 
     Short calls are timed in such series, because a single one is below the clock's noise.
@@ -102,19 +107,23 @@ def count_calls_for_duration(call: Call, min_seconds: float, max_calls: int = 10
 def copy_bandwidth(device: str = "cuda") -> float:
     """Bytes per second of a copy on the device, bytes read plus bytes written."""
     source = torch.randint(
-        0, 1 << 30, (COPY_BYTES[_device_type(device)] // 4,), dtype=torch.int32, device=device
+        0,
+        1 << 30,
+        (BANDWIDTH_COPY_BYTES[_device_type(device)] // 4,),
+        dtype=torch.int32,
+        device=device,
     )
     target = torch.empty_like(source)
     return 2 * source.nbytes / _typical_time(lambda: target.copy_(source), device)
 
 
-def make_memory_read() -> tuple[Call, int]:
+def make_memory_read() -> tuple[TimedCall, int]:
     """A read of a large array by all CPU threads, and its size in bytes.
 
     This is the upper limit for a product with a weight. Writing is slower than reading, so a copy
     would give too low a limit.
     """
-    data = torch.ones(COPY_BYTES["cpu"] // 8, dtype=torch.int64)
+    data = torch.ones(BANDWIDTH_COPY_BYTES["cpu"] // 8, dtype=torch.int64)
     library = build.load_library()
     if isinstance(library, str):  # no compiler
         return data.sum, data.nbytes
@@ -131,13 +140,13 @@ def memory_bandwidth(device: str) -> float:
     return max(size / _typical_time(read, device), copy_bandwidth(device))
 
 
-def make_square_matmul(device: str, dtype: torch.dtype) -> tuple[Call, int]:
+def make_square_matmul(device: str, dtype: torch.dtype) -> tuple[TimedCall, int]:
     """A large square matrix product of random values in torch, and its number of operations.
 
     On a CPU the size starts small and grows, because torch has no fast product there for some
     dtypes.
     """
-    max_side = MATMUL_SIDE[_device_type(device)]
+    max_side = MATMUL_SIZE[_device_type(device)]
     side = max_side if _device_type(device) == "cuda" else min(128, max_side)
     if dtype in EIGHT_BIT_DTYPES:
         return _square_matmul_8bit(device, dtype, side), 2 * side**3
@@ -148,7 +157,7 @@ def make_square_matmul(device: str, dtype: torch.dtype) -> tuple[Call, int]:
         side *= 2
 
 
-def _square_matmul_8bit(device: str, dtype: torch.dtype, side: int) -> Call:
+def _square_matmul_8bit(device: str, dtype: torch.dtype, side: int) -> TimedCall:
     """The same in 8 bits: int8 to int32, or fp8 with one scale to bfloat16."""
     matrices = [
         torch.randint(-127, 128, (side, side), dtype=torch.int8, device=device).to(dtype)
@@ -177,7 +186,7 @@ def matmul_throughput(device: str, dtype: torch.dtype) -> float | None:
         return None
 
 
-def _typical_time(call: Call, device: str) -> float:
+def _typical_time(call: TimedCall, device: str) -> float:
     """The minimum of ten samples; the median on a GPU, whose samples hardly vary."""
     times = time_interleaved([call], 10, 1, device)[0]
     return statistics.median(times) if device.startswith("cuda") else min(times)
@@ -187,7 +196,7 @@ def _device_type(device: str) -> str:
     return torch.device(device).type
 
 
-def _time_with_events(call: Call, count: int) -> float:
+def _time_with_events(call: TimedCall, count: int) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(count):
@@ -197,7 +206,7 @@ def _time_with_events(call: Call, count: int) -> float:
     return start.elapsed_time(end) / 1e3 / count
 
 
-def _time_on_host(call: Call, count: int) -> float:
+def _time_on_host(call: TimedCall, count: int) -> float:
     start = time.perf_counter()
     for _ in range(count):
         call()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from modelmill.quant.calibration_state import QuantizableLayer
-from modelmill.quant.group_grid import QUICK_SEARCH, find_group_grid
+from modelmill.quant.group_grid import QUICK_RANGE_SEARCH, find_group_grid
 from modelmill.weights.base import WeightFormat, pack_as_format
 from modelmill.weights.dense import DenseWeight as Dense
 from modelmill.weights.int4 import Int4Weight as Int4
@@ -46,7 +46,7 @@ def quantize_weight_quickly(
     if bit_choice == "int8":
         return pack_as_format("int8", weight, torch.float32)
     group = resolve_group_size(int(bit_choice.rpartition("g")[2]), weight.shape[1])
-    grid = find_group_grid(weight, group, importance=importance, search=QUICK_SEARCH)
+    grid = find_group_grid(weight, group, importance=importance, search=QUICK_RANGE_SEARCH)
     return Int4.from_codes(grid.quantize(weight), grid.scale, grid.offset, group)
 
 

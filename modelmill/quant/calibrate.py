@@ -17,10 +17,10 @@ from modelmill.quant.calibration_state import CalibrationState, QuantizableLayer
 from modelmill.quant.recipe import InputStatistics, PrepareResult, Recipe, Scales
 from modelmill.weights.base import WeightFormat, pack_as_format
 
-SAMPLE_ROWS = 512  # rows of inputs kept unchanged, for searches on outputs
-PROBE_BATCHES = 4  # batches used to choose what is prepared before rounding
-TRIAL_TOKENS = 1024  # tokens on which a layer is tried repeatedly
-NUM_OUTLIERS = 4  # channels listed in the report
+NUM_INPUT_SAMPLES = 512  # rows of inputs kept unchanged, for searches on outputs
+PREPARE_BATCHES = 4  # batches used to choose what is prepared before rounding
+SEARCH_TOKENS = 1024  # tokens on which a layer is tried repeatedly
+NUM_REPORTED_OUTLIERS = 4  # channels listed in the report
 
 
 def quantize_layer(
@@ -47,11 +47,11 @@ def quantize_layer(
     prepared, needs_hessian = PrepareResult(), recipe.needs_hessian
     if calibration is not None and recipe.needs_prepare:
         survey = _collect_all_site_statistics(
-            block, calibration.fork(PROBE_BATCHES), layer_name, needs_hessian=needs_hessian
+            block, calibration.fork(PREPARE_BATCHES), layer_name, needs_hessian=needs_hessian
         )
         if recipe.needs_search:
             prepared = recipe.prepare_layer_by_search(
-                block, survey, calibration.subset(TRIAL_TOKENS), dtype
+                block, survey, calibration.subset(SEARCH_TOKENS), dtype
             )
         else:
             prepared = recipe.prepare_layer(block, survey, dtype)
@@ -77,7 +77,7 @@ def quantize_layer(
     if calibration is not None:
         calibration.forward_to_layer_end(block)
         if not calibration.is_finite():
-            raise _with_source(
+            raise _with_non_finite_module(
                 _non_finite_error(f"the end of {layer_name}"), calibration, layer_name
             )
     return facts, prepared.scales
@@ -116,10 +116,12 @@ def _collect_site_statistics(
             needs_hessian=needs_hessian,
         )
     except UsageError as error:
-        raise _with_source(error, calibration, layer_name) from None
+        raise _with_non_finite_module(error, calibration, layer_name) from None
 
 
-def _with_source(error: UsageError, calibration: CalibrationState, layer_name: str) -> UsageError:
+def _with_non_finite_module(
+    error: UsageError, calibration: CalibrationState, layer_name: str
+) -> UsageError:
     """Return the error with the module of the layer from which a NaN or infinite value comes."""
     source = calibration.first_non_finite_module()
     layer = layer_name.removeprefix("layers.")
@@ -156,8 +158,8 @@ def collect_input_statistics(
     assert statistics is not None, "a calibration state has batches"
     statistics.hessian /= statistics.num_tokens
     statistics.mean_abs /= statistics.num_tokens
-    every = max(1, statistics.num_tokens // SAMPLE_ROWS)
-    statistics.input_samples = torch.cat([x[::every] for x in kept])[:SAMPLE_ROWS]
+    every = max(1, statistics.num_tokens // NUM_INPUT_SAMPLES)
+    statistics.input_samples = torch.cat([x[::every] for x in kept])[:NUM_INPUT_SAMPLES]
     if not bool(
         torch.isfinite(statistics.mean_abs).all() & torch.isfinite(statistics.hessian).all()
     ):
@@ -204,7 +206,7 @@ def quantization_facts(
         if outside is not None:
             facts["outside_range"] = round_to_three_digits(float(outside.float().mean()))
         peak = statistics.max_abs
-        channels = peak.argsort(descending=True)[:NUM_OUTLIERS].tolist()
+        channels = peak.argsort(descending=True)[:NUM_REPORTED_OUTLIERS].tolist()
         median = float(peak.median().clamp(min=1e-30))
         facts["outliers"] = [
             [channel, round_to_three_digits(float(peak[channel]) / median)] for channel in channels

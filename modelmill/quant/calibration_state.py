@@ -16,7 +16,14 @@ from torch import nn
 from modelmill.core.expert_calibration_threshold import MIN_EXPERT_TOKENS
 from modelmill.nn.attention import RopeCosSin
 from modelmill.nn.kv import KVCache, KVShape
-from modelmill.nn.layer_spec import INPUTS, ROPE, NormSpec, RoutingSpec, ScaleFoldRows, layer_spec
+from modelmill.nn.layer_spec import (
+    LAYER_INPUTS,
+    ROPE_VALUE,
+    NormSpec,
+    RoutingSpec,
+    ScaleFoldRows,
+    layer_spec,
+)
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import HeadGroups
@@ -26,9 +33,11 @@ from modelmill.nn.step import Step
 PAGE_SIZE = 16
 ImageEmbeddings = Mapping[int, torch.Tensor]
 BATCH_TOKENS = 4096
-EMBEDDING_PARTS = ("embed", "layer_inputs")
+EMBEDDING_MODULES = ("embed", "layer_inputs")
 """Modules of a model that ``CalibrationState.from_ids`` calls."""
-IGNORED_WEIGHT = 1e-30  # times an expert's output it is less than a rounding of any other's
+NEGLIGIBLE_ROUTING_WEIGHT = (
+    1e-30  # times an expert's output it is less than a rounding of any other's
+)
 
 
 class QuantizableLayer:
@@ -131,7 +140,7 @@ class CalibrationState:
         """Embed sequences of ids.
 
         Args:
-            model: only its EMBEDDING_PARTS are used.
+            model: only its EMBEDDING_MODULES are used.
             ids: one tensor per sequence.
             ops: the ops of the device.
             device: where to compute, in float32.
@@ -263,7 +272,7 @@ def _forward_next_module(block: QuantizableLayer, batch: CalibrationBatch) -> No
     spec = block.spec
     if batch.num_done == 0:
         batch.values = dict(
-            zip((*INPUTS, ROPE), (batch.x, batch.residual, batch.rope), strict=True)
+            zip((*LAYER_INPUTS, ROPE_VALUE), (batch.x, batch.residual, batch.rope), strict=True)
         )
         batch.residual = None  # freed when no later module reads it
         batch.begin_layer(tuple(module.path for module in spec.modules))
@@ -294,7 +303,7 @@ def ensure_tokens_per_expert(routing: torch.Tensor) -> torch.Tensor:
     router.
     """
     few = (routing != 0).sum(0) < MIN_EXPERT_TOKENS
-    return torch.where(few & (routing == 0), IGNORED_WEIGHT, routing)
+    return torch.where(few & (routing == 0), NEGLIGIBLE_ROUTING_WEIGHT, routing)
 
 
 def _batch_sequences(ids: Sequence[Sequence[int]]) -> Iterator[list[list[int]]]:

@@ -20,7 +20,7 @@ from modelmill.core.recipe_declaration import (
 )
 from modelmill.ops.quant_types import round_to_dtype
 from modelmill.quant.gptq import (
-    E4M3,
+    E4M3_DTYPE,
     RoundingGrid,
     coordinate_descent_sweep,
     damp_hessian,
@@ -29,7 +29,7 @@ from modelmill.quant.gptq import (
 from modelmill.quant.recipe import InputStatistics, Recipe
 from modelmill.quant.smoothquant import search_static_input_scale
 from modelmill.weights.fp8 import Fp8Weight
-from modelmill.weights.w8a8 import FLOAT_INPUT, PER_TOKEN_SCALE
+from modelmill.weights.w8a8 import FLOAT_INPUT_MARKER, PER_TOKEN_SCALE_MARKER
 
 # Read from the source, without importing this file: literals only (core/recipe_declaration.py).
 DECLARATION = RecipeDeclaration(
@@ -82,7 +82,9 @@ class Fp8Recipe(Recipe):
         self.static_input_scale = config.activation_scales == "tensor"
         self.needs_calibration = self.static_input_scale or self.needs_hessian
         self.per_channel = config.weight_scales == "channel"
-        input_scale = FLOAT_INPUT if config.activation_scales == "none" else PER_TOKEN_SCALE
+        input_scale = (
+            FLOAT_INPUT_MARKER if config.activation_scales == "none" else PER_TOKEN_SCALE_MARKER
+        )
         self.pack_options = {
             "per_channel": self.per_channel,
             "input_scale": input_scale,
@@ -120,7 +122,7 @@ def gptq_to_e4m3(
     values = round_with_error_compensation(weight, hessian, steps)
     for _ in range(REFINE_SWEEPS):
         values = coordinate_descent_sweep(weight, hessian, values, steps)
-    return round_to_dtype(values / scale[:, None], E4M3), scale
+    return round_to_dtype(values / scale[:, None], E4M3_DTYPE), scale
 
 
 def search_scale_in_binade(
@@ -134,7 +136,7 @@ def search_scale_in_binade(
     best_scale = scale
     for i in range(SCALES_PER_BINADE):
         tried = scale * 2.0 ** (i / SCALES_PER_BINADE)
-        off = round_to_dtype(weight / tried[:, None], E4M3).float() * tried[:, None] - weight
+        off = round_to_dtype(weight / tried[:, None], E4M3_DTYPE).float() * tried[:, None] - weight
         error = (off.square() * importance).sum(-1)
         error = error if per_channel else error.sum().expand_as(error)
         best_scale, best = torch.where(error < best, tried, best_scale), torch.minimum(error, best)

@@ -24,7 +24,7 @@ from modelmill.quant.group_grid import (
 )
 
 BLOCK_COLUMNS = 128
-E4M3 = torch.float8_e4m3fn
+E4M3_DTYPE = torch.float8_e4m3fn
 DAMPING = 0.01
 _MIN_FIT_ROWS = 256  # rows whose grids are fitted at a time, at least
 # limit of the rows fitted at a time, in elements of their normal equations
@@ -62,7 +62,7 @@ class RoundingGrid:
         """Round [N] values at column j."""
         scale = self.scale[:, j]
         if self.offset is None:
-            return round_to_dtype(column / scale, E4M3).float() * scale
+            return round_to_dtype(column / scale, E4M3_DTYPE).float() * scale
         return (
             round_to_codes(column, scale, self.offset[:, j], self.num_levels) * scale
             + self.offset[:, j]

@@ -18,8 +18,8 @@ SYMMETRIC_ZERO_POINT = 8  # the code of 0 on a symmetric grid
 RangeSearch = tuple[tuple[float, ...], int]
 # Fractions of a group's range to try, largest first, and how often scale and offset are fitted to
 # each.
-THOROUGH_SEARCH = (tuple(1.0 - 0.05 * i for i in range(8)), 2)
-QUICK_SEARCH = ((1.0, 0.85, 0.7), 1)
+THOROUGH_RANGE_SEARCH = (tuple(1.0 - 0.05 * i for i in range(8)), 2)
+QUICK_RANGE_SEARCH = ((1.0, 0.85, 0.7), 1)
 MIN_MAX_RANGE: RangeSearch = ((), 0)
 _CHUNK_WEIGHTS = {
     "cpu": 1 << 17,
@@ -76,7 +76,7 @@ def find_group_grid(
     *,
     symmetric: bool = False,
     importance: torch.Tensor | None = None,
-    search: RangeSearch = THOROUGH_SEARCH,
+    search: RangeSearch = THOROUGH_RANGE_SEARCH,
 ) -> GroupGrid:
     """Return the grid of every group of a weight [N, K] float32.
 

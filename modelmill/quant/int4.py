@@ -21,7 +21,7 @@ from modelmill.quant.awq import search_and_fold_scales
 from modelmill.quant.calibrate import quantized_output_error
 from modelmill.quant.calibration_state import QuantizableLayer
 from modelmill.quant.gptq import damp_hessian, gptq_codes, refine_codes_and_grid
-from modelmill.quant.group_grid import QUICK_SEARCH, find_group_grid
+from modelmill.quant.group_grid import QUICK_RANGE_SEARCH, find_group_grid
 from modelmill.quant.recipe import InputStatistics, PrepareResult, Recipe
 from modelmill.weights.base import WeightFormat
 from modelmill.weights.int4 import Int4Weight, resolve_group_size
@@ -124,7 +124,11 @@ class Int4Recipe(Recipe):
         group = resolve_group_size(self.group_size, weight.shape[1])
         importance = statistics.hessian.diagonal()
         grid = find_group_grid(
-            weight, group, symmetric=self.symmetric, importance=importance, search=QUICK_SEARCH
+            weight,
+            group,
+            symmetric=self.symmetric,
+            importance=importance,
+            search=QUICK_RANGE_SEARCH,
         )
         return grid.dequantize(grid.quantize(weight))
 

@@ -24,7 +24,7 @@ from modelmill.core.errors import CheckpointError, UsageError
 from modelmill.core.recipe_declaration import RecipeDeclaration
 from modelmill.ops.int4_linear import pack_codes
 from modelmill.weights import dense, int4, int8, int8_group, mixed_rows, mxfp4
-from modelmill.weights.base import PackedInfo, WeightFormat
+from modelmill.weights.base import PackedTensorSpecs, WeightFormat
 
 # Read from the source, without importing this file: literals only (core/recipe_declaration.py).
 DECLARATION = RecipeDeclaration(
@@ -37,7 +37,7 @@ DECLARATION = RecipeDeclaration(
     ),
 )
 
-KEEP = "keep"
+KEEP_RECIPE = "keep"
 GROUPWISE_FORMATS = {
     "int4": int4.Int4Weight,
     "int8_group": int8_group.Int8GroupWeight,
@@ -58,7 +58,7 @@ class PrequantizedWeight:
     layouts: tuple[QuantLayout | None, ...]
     weight_format: str
 
-    def stored_tensor_specs(self, checkpoint: Checkpoint, dtype: torch.dtype) -> PackedInfo:
+    def stored_tensor_specs(self, checkpoint: Checkpoint, dtype: torch.dtype) -> PackedTensorSpecs:
         """Return shapes and dtypes of the stored tensors, by suffix.
 
         dtype: of dense parts.
@@ -71,7 +71,7 @@ class PrequantizedWeight:
             first = self.layouts[0]
             assert first is not None, "a kept matrix of one form"
             return _packed_tensor_specs(first, sum(shape[0] for shape in shapes))
-        tensors: PackedInfo = {}
+        tensors: PackedTensorSpecs = {}
         for number, (form, shape) in enumerate(zip(self.layouts, shapes, strict=True)):
             info = (
                 {"weight": (shape, dtype)} if form is None else _packed_tensor_specs(form, shape[0])
@@ -128,7 +128,7 @@ EXPANDED_FLOAT8_NOTE = (
 )
 
 
-EXPANDED_TERNARY = (
+EXPANDED_TERNARY_NOTE = (
     "the checkpoint's ternary weights are expanded, so that the engine is larger than the "
     "checkpoint; -q int4 and int8 store 4 and 8 bits; activations, which the original rounds to 8 "
     "bits, stay in --dtype"
@@ -139,7 +139,7 @@ def expansion_remark(checkpoint: Checkpoint) -> str:
     """What is said of matrices that no weight format keeps; empty where there are none."""
     view = checkpoint.view
     if isinstance(view, BitNetContainer) and view.has_quantized_matrices:
-        return EXPANDED_TERNARY
+        return EXPANDED_TERNARY_NOTE
     return (
         EXPANDED_FLOAT8_NOTE
         if isinstance(view, Fp8Container) and view.has_quantized_matrices
@@ -185,8 +185,8 @@ def resolve_keep_config(
             f"compressed-tensors), but {type_names}; build with -q int4 or -q int8"
         )
     label_counts = ", ".join(f"{label} ({count})" for label, count in labels.most_common())
-    return replace(config, quantization=KEEP), {
-        "quantization": f"{KEEP}: as the checkpoint has them, {label_counts}"
+    return replace(config, quantization=KEEP_RECIPE), {
+        "quantization": f"{KEEP_RECIPE}: as the checkpoint has them, {label_counts}"
     }
 
 
@@ -195,12 +195,12 @@ def _source_shape(info: TensorInfo, layout: QuantLayout | None) -> tuple[int, in
     return (layout.rows, layout.columns) if layout is not None else (info.shape[0], info.shape[1])
 
 
-def _packed_tensor_specs(layout: QuantLayout, rows: int) -> PackedInfo:
+def _packed_tensor_specs(layout: QuantLayout, rows: int) -> PackedTensorSpecs:
     shape = (rows, layout.columns)
     if layout.weight_format == "int8":
         return int8.Int8Weight.packed_tensor_specs(shape, torch.float32)
     cls: Any = GROUPWISE_FORMATS[layout.weight_format]
-    info: PackedInfo = cls.stored_tensor_specs(
+    info: PackedTensorSpecs = cls.stored_tensor_specs(
         shape,
         layout.group_size,
         layout.scale_dtype,

@@ -25,7 +25,7 @@ from modelmill.nn.layer_spec import QuantSiteSpec
 from modelmill.quant.calibration_state import CalibrationState, QuantizableLayer
 from modelmill.weights.base import WeightFormat
 
-NONE = "none"
+NO_RECIPE = "none"
 Scales = dict[str, torch.Tensor]
 
 
@@ -149,4 +149,4 @@ def make_recipe(config: BuildConfig) -> Recipe | None:
 
 def recipe_names() -> list[str]:
     """Return the names of all recipes."""
-    return [NONE, *read_recipe_declarations()]
+    return [NO_RECIPE, *read_recipe_declarations()]

@@ -82,10 +82,10 @@ INT8_LEVELS = 255
 # Factors for a calibrated range; the one with the smallest error is used.
 RANGE_FACTORS = {8: (1.3,), 4: tuple(1.0 - 0.04 * i for i in range(22))}
 FALLBACK_RANGE_FACTOR = 1.0  # nothing is clipped with the fallback, so that steps need no margin
-MIN_SIDE_SHARE = 0.25  # smallest fraction of the range on its smaller side
+MIN_RANGE_SIDE_SHARE = 0.25  # smallest fraction of the range on its smaller side
 # By weight bits: how many times smaller a channel's scale may be than its cluster's; the weight
 # shrinks by it.
-MAX_STEP_RATIO = {8: 16.0, 4: 2.0}
+MAX_CHANNEL_SCALE_RATIO = {8: 16.0, 4: 2.0}
 # Splits that keep SmolLM2's perplexity as documented: W8A8 within 2 %, W4A8 within 2 points of the
 # same weights with float inputs, W4A4 within twice (docs/quantization.md).
 DEFAULT_SPLITS = {"w8a8": 1, "w4a8": 2, "w4a4": 3}
@@ -195,7 +195,7 @@ class RptqRecipe(Recipe):
                 mass,
                 unit,
                 self.input_bits,
-                MAX_STEP_RATIO[self.weight_bits],
+                MAX_CHANNEL_SCALE_RATIO[self.weight_bits],
                 self.splits_per_channel,
                 fallback=self.fallback,
             )
@@ -311,8 +311,8 @@ def find_quant_params(
     low, high, cost = low[0], high[0], cost[0]
     if bits == 8:  # a side that calibration hardly reached may still occur
         low, high = (
-            torch.minimum(low, -MIN_SIDE_SHARE * high),
-            torch.maximum(high, -MIN_SIDE_SHARE * low),
+            torch.minimum(low, -MIN_RANGE_SIDE_SHARE * high),
+            torch.maximum(high, -MIN_RANGE_SIDE_SHARE * low),
         )
     widest = (high - low).amax(1, keepdim=True)
     best = torch.full_like(widest, torch.inf)

@@ -29,7 +29,7 @@ from modelmill.quant.calibrate import (
 )
 from modelmill.quant.calibration_state import CalibrationState, QuantizableLayer
 from modelmill.quant.recipe import InputStatistics, PrepareResult, Recipe
-from modelmill.weights.w8a8 import FLOAT_INPUT, W8A8Weight
+from modelmill.weights.w8a8 import FLOAT_INPUT_MARKER, W8A8Weight
 
 # Read from the source, without importing this file: literals only (core/recipe_declaration.py).
 DECLARATION = RecipeDeclaration(
@@ -181,7 +181,7 @@ class SmoothQuantRecipe(Recipe):
     ) -> W8A8Weight:
         """Quantize the weight for float inputs."""
         return W8A8Weight.pack(
-            weight, torch.float32, per_channel=self.per_channel, input_scale=FLOAT_INPUT
+            weight, torch.float32, per_channel=self.per_channel, input_scale=FLOAT_INPUT_MARKER
         )
 
     def _quantize_layer(

@@ -15,7 +15,7 @@ from modelmill.core.config import BuildConfig
 from modelmill.quant import fp8, int8
 from modelmill.quant.recipe import InputStatistics, Recipe
 from modelmill.weights.base import WeightFormat, pack_as_format
-from modelmill.weights.w8a8 import PER_TOKEN_SCALE
+from modelmill.weights.w8a8 import PER_TOKEN_SCALE_MARKER
 
 VISION_QUANTIZATIONS = ("none", "int8", "fp8")
 
@@ -29,7 +29,7 @@ class W8A8NearestRecipe(Recipe):
     def __init__(self, config: BuildConfig) -> None:
         self.pack_options = {
             "per_channel": config.weight_scales == "channel",
-            "input_scale": PER_TOKEN_SCALE,
+            "input_scale": PER_TOKEN_SCALE_MARKER,
         }
 
     def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:  # noqa: ARG002

@@ -14,7 +14,7 @@ import numpy as np
 from modelmill.core.kv_page_counts import max_pages_between_steps, max_step_pages
 from modelmill.runtime.sequence import Sequence
 
-MAX_LENGTH_RATIO = 4 / 3
+MAX_OUTPUT_LIMIT_RATIO = 4 / 3
 """Longest over shortest output limit up to which sequences count as ending together."""
 
 
@@ -30,9 +30,9 @@ def ends_only_at_length_limit(seq: Sequence) -> bool:
 
 
 def have_similar_output_limits(seqs: Iterable[Sequence]) -> bool:
-    """Whether the output limits are within MAX_LENGTH_RATIO of each other."""
+    """Whether the output limits are within MAX_OUTPUT_LIMIT_RATIO of each other."""
     max_outputs = [max(seq.max_length - seq.prompt_len, 1) for seq in seqs]
-    return not max_outputs or max(max_outputs) <= MAX_LENGTH_RATIO * min(max_outputs)
+    return not max_outputs or max(max_outputs) <= MAX_OUTPUT_LIMIT_RATIO * min(max_outputs)
 
 
 def peak_pages(

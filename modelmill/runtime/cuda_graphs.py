@@ -30,7 +30,7 @@ import torch
 
 from modelmill.core import log
 from modelmill.core.config import RunConfig
-from modelmill.core.quoting import one_line
+from modelmill.core.quoting import truncate_to_one_line
 from modelmill.nn.recurrent_state import RecurrentStateCache
 from modelmill.ops.cuda_graph import (
     CapturedGraph,
@@ -56,7 +56,7 @@ from modelmill.runtime.graph_sizes import (
 
 _log = log.get_logger(__name__)
 # Output of a graph: ids by argmax, sampled ids, or logits (for penalties, grammars, logprobs).
-GREEDY, SAMPLED, LOGITS = "greedy", "sampled", "logits"
+GREEDY_GRAPH_OUTPUT, SAMPLED_GRAPH_OUTPUT, LOGITS_GRAPH_OUTPUT = "greedy", "sampled", "logits"
 # uses of a size until it is captured: a capture takes as long as ten steps
 CAPTURE_AFTER_USES = 2
 OOM_RETRY_USES = 100  # uses of a size between an out-of-memory error and the next capture
@@ -161,8 +161,8 @@ class DecodeGraphs:
         """Run a padded batch by graph; captures the graph if there is none yet.
 
         Returns:
-            The ids, which are written to ``last_ids`` too; with ``LOGITS`` the logits. The next
-            replay overwrites them.
+            The ids, which are written to ``last_ids`` too; with ``LOGITS_GRAPH_OUTPUT`` the logits.
+            The next replay overwrites them.
 
         Raises:
             NotCapturable: An op synchronizes with the host.
@@ -188,16 +188,19 @@ class DecodeGraphs:
 
     def _run_and_store_last_ids(self, batch: PackedBatch, graph_output: str) -> torch.Tensor:
         out = self._run(batch, graph_output)
-        if graph_output != LOGITS:
+        if graph_output != LOGITS_GRAPH_OUTPUT:
             self._last_ids[batch.views.keep_slots] = out
         return out
 
     def _run(self, batch: PackedBatch, graph_output: str) -> torch.Tensor:
         logits = self._forward(batch)
-        if graph_output == LOGITS:
+        if graph_output == LOGITS_GRAPH_OUTPUT:
             return self._logits_buffer(logits)[: batch.tokens].copy_(logits)
         return self._select_ids(
-            logits, batch.views.sampling_inputs(len(logits)) if graph_output == SAMPLED else None
+            logits,
+            batch.views.sampling_inputs(len(logits))
+            if graph_output == SAMPLED_GRAPH_OUTPUT
+            else None,
         )
 
     def _check_capturable(self, batch: PackedBatch, graph_output: str) -> None:
@@ -206,7 +209,7 @@ class DecodeGraphs:
         self._capturable_outputs.add(graph_output)
 
     def _logits_buffer(self, logits: torch.Tensor) -> torch.Tensor:
-        """The output buffer of all LOGITS graphs."""
+        """The output buffer of all LOGITS_GRAPH_OUTPUT graphs."""
         if self._logits is None:
             shape = (self.sizes[-1], logits.shape[1])
             self._logits = torch.empty(shape, dtype=logits.dtype, device=logits.device)
@@ -328,7 +331,7 @@ class PrefillGraphs:
             with restore_states_on_exit(self._states, batch):
                 self._captured[size] = self._capture(lambda: self._forward(batch))
         except NotCapturable as error:
-            _log.warning("prefill without CUDA graphs: %s", one_line(str(error), 300))
+            _log.warning("prefill without CUDA graphs: %s", truncate_to_one_line(str(error), 300))
             self._enabled = False
         except torch.OutOfMemoryError:
             if self._is_parallel:

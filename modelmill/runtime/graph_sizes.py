@@ -10,7 +10,7 @@ from typing import NamedTuple
 MAX_GRAPH_SEQS = 512  # sequences of the largest decode graph
 PREFILL_GRAPH_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
 """Tokens of the steps of a single prompt."""
-MAX_FREE_PAD_SIZE = 512  # tokens: any padding up to this size costs less than launching
+MAX_FREELY_PADDED_TOKENS = 512  # tokens: any padding up to this size costs less than launching
 MAX_PAD_FRACTION = 1 / 64  # share of padding allowed in a larger size of a single prompt
 MIXED_GRAPH_TOKENS = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
 """Tokens of steps with several sequences, decodes included."""
@@ -23,7 +23,7 @@ MAX_PREFILL_GRAPHS = 16  # of a single prompt; steps of further sizes are launch
 MAX_MIXED_GRAPHS = 48
 PREFILL_GRAPH_BYTES = 40 << 20
 """Device memory of a prefill graph: mostly a cuBLAS workspace."""
-MIXED_GRAPH_MEMORY = 1 / 64
+MIXED_GRAPH_MEMORY_FRACTION = 1 / 64
 """Share of a GPU's memory that all mixed graphs may take."""
 
 
@@ -136,7 +136,9 @@ class PrefillLimits:
 
 def max_mixed_graphs(device_bytes: int) -> int:
     """Most mixed graphs on a GPU with so much memory."""
-    return min(MAX_MIXED_GRAPHS, int(device_bytes * MIXED_GRAPH_MEMORY) // PREFILL_GRAPH_BYTES)
+    return min(
+        MAX_MIXED_GRAPHS, int(device_bytes * MIXED_GRAPH_MEMORY_FRACTION) // PREFILL_GRAPH_BYTES
+    )
 
 
 def _smallest_size_at_least(count: int, sizes: tuple[int, ...]) -> int | None:
@@ -145,7 +147,7 @@ def _smallest_size_at_least(count: int, sizes: tuple[int, ...]) -> int | None:
 
 
 def _is_padded_too_much(tokens: int, size: int) -> bool:
-    return size > MAX_FREE_PAD_SIZE and size - tokens > MAX_PAD_FRACTION * size
+    return size > MAX_FREELY_PADDED_TOKENS and size - tokens > MAX_PAD_FRACTION * size
 
 
 def graph_batch_sizes(max_seqs: int) -> list[int]:

@@ -31,9 +31,9 @@ from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 from modelmill.runtime.batch import BatchPacker, LogitRows, PackedBatch
 from modelmill.runtime.cuda_graphs import (
     CAPTURE_AFTER_USES,
-    GREEDY,
-    LOGITS,
-    SAMPLED,
+    GREEDY_GRAPH_OUTPUT,
+    LOGITS_GRAPH_OUTPUT,
+    SAMPLED_GRAPH_OUTPUT,
     DecodeGraphs,
     GraphLimits,
     PaddedStepAction,
@@ -52,9 +52,9 @@ from modelmill.runtime.step_results import (
     sum_pooled_hidden_states,
 )
 from modelmill.runtime.tp_worker_pool import (
-    COPY,
-    COPY_STATE,
-    FORWARD,
+    COPY_PAGES_COMMAND,
+    COPY_STATES_COMMAND,
+    FORWARD_COMMAND,
     PADDED_COMMANDS,
     StepCommand,
     TPWorkerPool,
@@ -201,7 +201,7 @@ class ModelRunner:
 
     def forward_all_ranks(self, batch: PackedBatch) -> torch.Tensor:
         """Run a packed batch on all ranks; returns logits. For evaluation and warm-up."""
-        self._broadcast_step(batch, FORWARD)
+        self._broadcast_step(batch, FORWARD_COMMAND)
         return self.forward(batch)
 
     @torch.inference_mode()
@@ -209,9 +209,9 @@ class ModelRunner:
         """On ranks above 0: run the step that rank 0 runs after it has sent ``command``."""
         if command.embed_width:
             batch = self._broadcast_embeds(batch, command.embed_width)
-        if command.command == FORWARD and command.num_pooled_rows:
+        if command.command == FORWARD_COMMAND and command.num_pooled_rows:
             self.hidden_states(batch, command.num_pooled_rows)
-        elif command.command == FORWARD:
+        elif command.command == FORWARD_COMMAND:
             self.forward(batch)
         elif command.command in PADDED_COMMANDS:
             self._run_padded_batch(batch, command.padded_size, PaddedStepAction(command.command))
@@ -279,10 +279,10 @@ class ModelRunner:
         num_kept_ids = len(rows.seqs) if self.keep_last_ids else 0
         states = None
         if rows.num_pooled_rows:
-            self._broadcast_step(batch, FORWARD, num_kept_ids, rows.num_pooled_rows)
+            self._broadcast_step(batch, FORWARD_COMMAND, num_kept_ids, rows.num_pooled_rows)
             logits, states = self.hidden_states(batch, rows.num_pooled_rows)
         elif prefill_pad is None:
-            self._broadcast_step(batch, FORWARD, num_kept_ids)
+            self._broadcast_step(batch, FORWARD_COMMAND, num_kept_ids)
             logits = self.forward(batch)
         else:
             logits = self._forward_padded(batch, prefill_pad, num_kept_ids)
@@ -328,7 +328,7 @@ class ModelRunner:
         for size in [s for s in self.decode_graphs.sizes if s <= max_seqs]:
             batch = self.packer.pack([], LogitRows([], []), self.decode_graphs.padded_size(size, 1))
             try:
-                for graph_output in (GREEDY, SAMPLED):
+                for graph_output in (GREEDY_GRAPH_OUTPUT, SAMPLED_GRAPH_OUTPUT):
                     self._broadcast_step(batch, graph_output)
                     self.decode_graphs.replay(batch, graph_output)
             except NotCapturable as error:
@@ -353,7 +353,7 @@ class ModelRunner:
         """Copy pages (from, to) in all layers, with their scales, on all ranks."""
         if not page_pairs:
             return
-        pairs = self._broadcast_copy_pairs(COPY, page_pairs).to(self.device)
+        pairs = self._broadcast_copy_pairs(COPY_PAGES_COMMAND, page_pairs).to(self.device)
         source, target = pairs[:, 0], pairs[:, 1]
         for cache in self.kv.tensors:
             cache[target] = cache[source]
@@ -361,7 +361,7 @@ class ModelRunner:
     def copy_states(self, slot_pairs: list[tuple[int, int]]) -> None:
         """Copy slots of recurrent state (from, to), one after another, on all ranks."""
         if slot_pairs and self.states is not None:
-            self._broadcast_copy_pairs(COPY_STATE, slot_pairs)
+            self._broadcast_copy_pairs(COPY_STATES_COMMAND, slot_pairs)
             self.states.copy_slots(slot_pairs)
 
     def _broadcast_copy_pairs(self, command: str, pairs: list[tuple[int, int]]) -> torch.Tensor:
@@ -421,7 +421,11 @@ class ModelRunner:
         batch = self.packer.pack(work, logit_rows, pad)
         # penalties, grammars and logprobs need per-request tables, which no graph holds
         samples_in_graph = not sampling.changes and sampling.logprob_rows is None
-        graph_output = (GREEDY if sampling.greedy else SAMPLED) if samples_in_graph else LOGITS
+        graph_output = (
+            (GREEDY_GRAPH_OUTPUT if sampling.greedy else SAMPLED_GRAPH_OUTPUT)
+            if samples_in_graph
+            else LOGITS_GRAPH_OUTPUT
+        )
         self._broadcast_step(batch, graph_output, 0 if samples_in_graph else n)
         try:
             output = self.decode_graphs.replay(batch, graph_output)[:n]

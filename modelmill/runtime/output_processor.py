@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from modelmill.core.types import POOL_MEAN, FinishReason, Logprob, TokenOutput
+from modelmill.core.types import MEAN_POOLING, FinishReason, Logprob, TokenOutput
 from modelmill.runtime.beam_search import BeamSearch
 from modelmill.runtime.sampler import Sampler, read_logprobs
 from modelmill.runtime.scheduler import Scheduler
@@ -261,5 +261,5 @@ def _pooled_hidden_state_bytes(seq: Sequence) -> bytes | None:
     """The pooled state of a prompt, if requested: [H] float32, little endian."""
     if not isinstance(seq.pooled_sum, torch.Tensor):
         return None
-    count = seq.prompt_len if seq.request.pooling == POOL_MEAN else 1
+    count = seq.prompt_len if seq.request.pooling == MEAN_POOLING else 1
     return (seq.pooled_sum / count).to(torch.float32).numpy().astype("<f4").tobytes()

@@ -27,7 +27,7 @@ from modelmill.core.kv_page_counts import (
     max_step_pages,
 )
 from modelmill.core.page_groups import sum_counts_by_window
-from modelmill.core.types import POOL_MEAN
+from modelmill.core.types import MEAN_POOLING
 from modelmill.runtime.admission import have_similar_output_limits, peak_pages
 from modelmill.runtime.chunked_prefill import AdaptiveChunkSize
 from modelmill.runtime.kv_pages import (
@@ -45,7 +45,7 @@ MIN_CHUNK_TOKENS = 128
 # the same for interactive serving on a CPU, where the time of a step is proportional to its tokens
 CPU_CHUNK_TOKENS = 8
 GPU_CHUNK_TOKENS = 512  # initial chunk for interactive serving on a GPU
-FRESH_OUTPUT_TOKENS = 2  # a sequence with at most so many output tokens has just started
+MAX_FRESH_OUTPUT_TOKENS = 2  # a sequence with at most so many output tokens has just started
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,7 @@ class Scheduler:
             self.limits,
             max_mixed_tokens=max_mixed_tokens,
             min_chunk_tokens=chunk,
-            fresh_output_tokens=FRESH_OUTPUT_TOKENS,
+            fresh_output_tokens=MAX_FRESH_OUTPUT_TOKENS,
             reserve_until_finish=False,
             prefill_all_first=False,
         )
@@ -419,7 +419,7 @@ class Scheduler:
             if self._windowed_groups:
                 if self.limits.prefix_caching:
                     self.cache_full_pages(seq)
-                self.free_outside_window(seq, cached_only=self.limits.prefix_caching)
+                self.free_pages_outside_window(seq, cached_only=self.limits.prefix_caching)
             if seq.computed == seq.length and self.needs_sampling(seq):
                 seq.add_pending_token()
         for leader, siblings in schedule.forks.items():
@@ -450,7 +450,7 @@ class Scheduler:
         if self.states is not None:
             self.states.cache_snapshots(seq, full * size)
 
-    def free_outside_window(self, seq: Sequence, *, cached_only: bool = False) -> None:
+    def free_pages_outside_window(self, seq: Sequence, *, cached_only: bool = False) -> None:
         """Free the pages that no query of the sequence will read again.
 
         The launched step reads them before a later one writes.
@@ -749,7 +749,7 @@ class Scheduler:
         if (
             not self.limits.prefix_caching
             or seq.prompt_logprobs is not None
-            or seq.request.pooling == POOL_MEAN
+            or seq.request.pooling == MEAN_POOLING
         ):
             return [[] for _ in self.limits.windows]
         if self._windowed_groups:

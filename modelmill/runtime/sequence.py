@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from modelmill.core.errors import PromptCounts, PromptTooLong, RequestError
+from modelmill.core.errors import PromptTokenCounts, PromptTooLong, RequestError
 from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.quoting import quote
-from modelmill.core.types import POOL_LAST, POOL_MEAN, FinishReason, Guide, Request
+from modelmill.core.types import LAST_TOKEN_POOLING, MEAN_POOLING, FinishReason, Guide, Request
 from modelmill.runtime.kv_pages import NO_PAGE, page_key, root_page_key
 
 
@@ -57,18 +57,19 @@ def check_request(request: Request, limits: RequestLimits) -> np.ndarray:
         raise PromptTooLong(
             f"the prompt has {len(prompt)} tokens, this engine takes {max_prompt} and an answer "
             f"within {limits.max_len}; shorten it",
-            PromptCounts(len(prompt), max_prompt),
+            PromptTokenCounts(len(prompt), max_prompt),
         )
     if len(prompt) > limits.kv_tokens:
         raise PromptTooLong(
             f"the prompt has {len(prompt)} tokens, the KV cache holds {limits.kv_tokens}; "
             "shorten it",
-            PromptCounts(len(prompt), limits.kv_tokens),
+            PromptTokenCounts(len(prompt), limits.kv_tokens),
         )
     if request.pooling is not None:
-        if request.pooling not in (POOL_MEAN, POOL_LAST):
+        if request.pooling not in (MEAN_POOLING, LAST_TOKEN_POOLING):
             raise RequestError(
-                f"pooling must be {POOL_MEAN} or {POOL_LAST}, not {quote(request.pooling, 60)}"
+                f"pooling must be {MEAN_POOLING} or {LAST_TOKEN_POOLING}, "
+                f"not {quote(request.pooling, 60)}"
             )
         if params.max_tokens != 0 or params.n != 1 or params.num_beams != 1:
             raise RequestError("an embedding request must have max_tokens=0, n=1 and num_beams=1")

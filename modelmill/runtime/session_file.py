@@ -22,11 +22,11 @@ from modelmill.core.errors import UsageError
 from modelmill.core.types import ImageEmbeddingSpan
 from modelmill.runtime.session_pages import SessionPages, pages_to_save
 
-MAGIC = b"modelmill session 1\n"
+SESSION_FILE_MAGIC = b"modelmill session 1\n"
 DIGEST_BYTES = hashlib.sha256().digest_size
 MAX_HEADER_BYTES = 1 << 28
 MAX_TOKEN_ID = (1 << 31) - 1
-_LENGTH = struct.Struct("<Q")
+_HEADER_LENGTH_STRUCT = struct.Struct("<Q")
 
 
 def write_session(path: Path, layout: Mapping[str, Any], session: SessionPages) -> int:
@@ -44,7 +44,11 @@ def write_session(path: Path, layout: Mapping[str, Any], session: SessionPages) 
     spans = [(each.position, each.length, each.digest) for each in session.spans]
     images = {"images": spans} if spans else {}
     header = json.dumps({**layout, "tokens": session.tokens, "pages": pages, **images})
-    buffers: list[bytes | memoryview] = [MAGIC, _LENGTH.pack(len(header)), header.encode()]
+    buffers: list[bytes | memoryview] = [
+        SESSION_FILE_MAGIC,
+        _HEADER_LENGTH_STRUCT.pack(len(header)),
+        header.encode(),
+    ]
     parts = session.data if session.state is None else (*session.data, session.state)
     buffers += [np.ascontiguousarray(each).data for each in parts]
     digest = hashlib.sha256()
@@ -79,14 +83,14 @@ def read_session(path: Path, layout: Mapping[str, Any]) -> SessionPages:
     """
     data = np.fromfile(path, np.uint8)
     content = data[: max(len(data) - DIGEST_BYTES, 0)]
-    if not data[: len(MAGIC)].tobytes() == MAGIC:
+    if not data[: len(SESSION_FILE_MAGIC)].tobytes() == SESSION_FILE_MAGIC:
         raise UsageError("the file is not a saved session")
     if hashlib.sha256(content.data).digest() != data[len(content) :].tobytes():
         raise UsageError("the saved session is damaged (its sha256 differs); save it again")
-    start = len(MAGIC) + _LENGTH.size
+    start = len(SESSION_FILE_MAGIC) + _HEADER_LENGTH_STRUCT.size
     if len(content) < start:
         raise _inconsistent_error()
-    (length,) = _LENGTH.unpack(content[len(MAGIC) : start].tobytes())
+    (length,) = _HEADER_LENGTH_STRUCT.unpack(content[len(SESSION_FILE_MAGIC) : start].tobytes())
     header = _parse_header(content[start : start + min(length, MAX_HEADER_BYTES)].tobytes())
     _check_rank_count(_num_ranks(header), _num_ranks(layout))
     for key, what in (

@@ -16,11 +16,11 @@ import torch
 
 from modelmill.runtime.model_runner import ModelRunner
 from modelmill.runtime.tp_worker_pool import (
-    GATHER_PAGES,
-    GATHER_SIZES,
-    GATHER_STATE,
-    SCATTER_PAGES,
-    SCATTER_STATE,
+    GATHER_PAGES_COMMAND,
+    GATHER_SIZES_COMMAND,
+    GATHER_STATE_COMMAND,
+    SCATTER_PAGES_COMMAND,
+    SCATTER_STATE_COMMAND,
     StepCommand,
 )
 
@@ -43,7 +43,7 @@ class RankSizes:
 def gather_sizes(runner: ModelRunner) -> RankSizes:
     """The sizes of all ranks; on rank 0, between two steps."""
     ranks = runner.tp_group.size
-    _broadcast(runner, GATHER_SIZES, [])
+    _broadcast(runner, GATHER_SIZES_COMMAND, [])
     sizes = _gather_sizes(runner).view(ranks, 2).tolist()
     return RankSizes(tuple(each[0] for each in sizes), tuple(each[1] for each in sizes))
 
@@ -54,7 +54,7 @@ def gather_pages(runner: ModelRunner, sizes: RankSizes, pages: Seq[int]) -> tupl
         return tuple(np.empty((len(pages), 0), np.uint8) for _ in sizes.page_bytes)
     parts = []
     for chunk in _page_chunks(pages, sizes):
-        _broadcast(runner, GATHER_PAGES, [*sizes.page_bytes, *chunk])
+        _broadcast(runner, GATHER_PAGES_COMMAND, [*sizes.page_bytes, *chunk])
         parts.append(_gather_pages(runner, sizes.page_bytes, chunk).cpu().numpy())
     return _split_by_rank(np.concatenate(parts), sizes.page_bytes)
 
@@ -74,20 +74,20 @@ def scatter_pages(
     for chunk in _page_chunks(pages, sizes) if any(sizes.page_bytes) else ():
         rows = slice(start, start + len(chunk))
         start += len(chunk)
-        _broadcast(runner, SCATTER_PAGES, [*sizes.page_bytes, *chunk])
+        _broadcast(runner, SCATTER_PAGES_COMMAND, [*sizes.page_bytes, *chunk])
         values = np.concatenate([each[rows] for each in data], axis=1)
         _scatter_pages(runner, sizes.page_bytes, chunk, values)
 
 
 def gather_state(runner: ModelRunner, sizes: RankSizes, slot: int) -> np.ndarray:
     """The states of a slot, of one rank after another [bytes] uint8, in RAM."""
-    _broadcast(runner, GATHER_STATE, [*sizes.state_bytes, slot])
+    _broadcast(runner, GATHER_STATE_COMMAND, [*sizes.state_bytes, slot])
     return _gather_state(runner, sizes.state_bytes, slot).cpu().numpy().reshape(-1)
 
 
 def scatter_state(runner: ModelRunner, sizes: RankSizes, slot: int, state: np.ndarray) -> None:
     """Write the states of a slot on all ranks."""
-    _broadcast(runner, SCATTER_STATE, [*sizes.state_bytes, slot])
+    _broadcast(runner, SCATTER_STATE_COMMAND, [*sizes.state_bytes, slot])
     _scatter_state(runner, sizes.state_bytes, slot, state)
 
 
@@ -101,16 +101,16 @@ def run_session_command(runner: ModelRunner, command: str, words: Seq[int]) -> N
         words: that follow it: the bytes of each rank, then the pages or the slot.
     """
     widths, rest = tuple(words[: runner.tp_group.size]), list(words[runner.tp_group.size :])
-    if command == GATHER_SIZES:
+    if command == GATHER_SIZES_COMMAND:
         _gather_sizes(runner)
-    elif command == GATHER_PAGES:
+    elif command == GATHER_PAGES_COMMAND:
         _gather_pages(runner, widths, rest)
-    elif command == SCATTER_PAGES:
+    elif command == SCATTER_PAGES_COMMAND:
         _scatter_pages(runner, widths, rest, None)
-    elif command == GATHER_STATE:
+    elif command == GATHER_STATE_COMMAND:
         _gather_state(runner, widths, rest[0])
     else:
-        assert command == SCATTER_STATE
+        assert command == SCATTER_STATE_COMMAND
         _scatter_state(runner, widths, rest[0], None)
 
 

@@ -16,7 +16,7 @@ from modelmill.core.types import SleepReport
 from modelmill.loader.sleepable_memory import SleepableMemory
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.model_runner import ModelRunner
-from modelmill.runtime.tp_worker_pool import SLEEP, WAKE_UP, StepCommand
+from modelmill.runtime.tp_worker_pool import SLEEP_COMMAND, WAKE_UP_COMMAND, StepCommand
 
 
 def sleep(core: EngineCore) -> SleepReport:
@@ -37,7 +37,7 @@ def sleep(core: EngineCore) -> SleepReport:
         raise UsageError("the engine has requests; it can sleep once they have ended")
     started = time.perf_counter()
     if not memory.is_asleep:
-        _run_on_all_ranks(core, SLEEP)
+        _run_on_all_ranks(core, SLEEP_COMMAND)
         core.scheduler.clear_prefix_cache()
     return _make_sleep_report(core, started)
 
@@ -53,14 +53,14 @@ def wake_up(core: EngineCore) -> SleepReport:
     memory = _require_sleepable_memory(core)
     started = time.perf_counter()
     if memory.is_asleep:
-        _run_on_all_ranks(core, WAKE_UP)
+        _run_on_all_ranks(core, WAKE_UP_COMMAND)
     return _make_sleep_report(core, started)
 
 
 def run_sleep_command(runner: ModelRunner, command: str) -> None:
     """Let this rank sleep or wake up."""
     assert runner.memory is not None, "all ranks have the same configuration"
-    if command == SLEEP:
+    if command == SLEEP_COMMAND:
         runner.memory.sleep()
     else:
         runner.memory.wake_up()
@@ -74,12 +74,12 @@ def _require_sleepable_memory(core: EngineCore) -> SleepableMemory:
 
 def _run_on_all_ranks(core: EngineCore, command: str) -> None:
     runner, workers = core.model_runner, core.model_runner.tp_workers
-    if command == SLEEP:
+    if command == SLEEP_COMMAND:
         run_sleep_command(runner, command)  # first: if the host is full, no rank sleeps
     with runner.translate_rank_errors():
         if workers is not None:
             workers.broadcast(StepCommand(command))
-    if command == WAKE_UP:
+    if command == WAKE_UP_COMMAND:
         try:
             run_sleep_command(runner, command)
         except CapacityError as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from modelmill.core.types import POOL_MEAN
+from modelmill.core.types import MEAN_POOLING
 from modelmill.runtime.batch import LogitRows, PackedBatch
 from modelmill.runtime.sampler import SamplingBatch, logprob_table
 from modelmill.runtime.scheduler import Schedule, Scheduler
@@ -194,7 +194,7 @@ def assign_logit_rows(schedule: Schedule) -> StepLogitRows:
             end = min(computed, seq.prompt_len - 1)
             if known < end:
                 rows.prompt_rows.append((seq, start + known - seq.computed, end - known, known))
-        if seq.request.pooling == POOL_MEAN:
+        if seq.request.pooling == MEAN_POOLING:
             rows.pooled_rows.append((seq, start, count))
         elif seq.request.pooling is not None and computed == seq.length:
             rows.pooled_rows.append((seq, start + count - 1, 1))
@@ -209,7 +209,7 @@ def sum_pooled_hidden_states(rows: StepLogitRows, states: torch.Tensor) -> list[
         total = torch.sum(states[start : start + count], 0, dtype=torch.float64)
         out.append(
             PooledHiddenStates(
-                seq, total, is_first=seq.computed == 0 or seq.request.pooling != POOL_MEAN
+                seq, total, is_first=seq.computed == 0 or seq.request.pooling != MEAN_POOLING
             )
         )
         start += count

@@ -30,26 +30,38 @@ from modelmill.parallel.rendezvous import RendezvousServer
 from modelmill.parallel.tp_group import DistributedTPGroup, TPGroup
 from modelmill.runtime.batch import PackedBatch
 from modelmill.runtime.batch_buffer_layout import BatchBufferLayout, BatchViews
-from modelmill.runtime.cuda_graphs import GREEDY, LOGITS, SAMPLED, PaddedStepAction
+from modelmill.runtime.cuda_graphs import (
+    GREEDY_GRAPH_OUTPUT,
+    LOGITS_GRAPH_OUTPUT,
+    SAMPLED_GRAPH_OUTPUT,
+    PaddedStepAction,
+)
 from modelmill.runtime.graph_sizes import PaddedSize
 
-FORWARD = "forward"
-COPY = "copy"
-COPY_STATE = "copy state"
-END = "end"
-PING = "ping"
-GATHER_SIZES = "gather sizes"
-GATHER_PAGES = "gather pages"
-SCATTER_PAGES = "scatter pages"
-GATHER_STATE = "gather state"
-SCATTER_STATE = "scatter state"
-SLEEP = "sleep"
-WAKE_UP = "wake up"
-SLEEP_COMMANDS = (SLEEP, WAKE_UP)
-SESSION_COMMANDS = (GATHER_SIZES, GATHER_PAGES, SCATTER_PAGES, GATHER_STATE, SCATTER_STATE)
+FORWARD_COMMAND = "forward"
+COPY_PAGES_COMMAND = "copy"
+COPY_STATES_COMMAND = "copy state"
+END_COMMAND = "end"
+PING_COMMAND = "ping"
+GATHER_SIZES_COMMAND = "gather sizes"
+GATHER_PAGES_COMMAND = "gather pages"
+SCATTER_PAGES_COMMAND = "scatter pages"
+GATHER_STATE_COMMAND = "gather state"
+SCATTER_STATE_COMMAND = "scatter state"
+SLEEP_COMMAND = "sleep"
+WAKE_UP_COMMAND = "wake up"
+SLEEP_COMMANDS = (SLEEP_COMMAND, WAKE_UP_COMMAND)
+SESSION_COMMANDS = (
+    GATHER_SIZES_COMMAND,
+    GATHER_PAGES_COMMAND,
+    SCATTER_PAGES_COMMAND,
+    GATHER_STATE_COMMAND,
+    SCATTER_STATE_COMMAND,
+)
 PADDED_COMMANDS = tuple(use.value for use in PaddedStepAction)
 COMMANDS = (
-    FORWARD, *PADDED_COMMANDS, GREEDY, SAMPLED, LOGITS, COPY, COPY_STATE, END, PING,
+    FORWARD_COMMAND, *PADDED_COMMANDS, GREEDY_GRAPH_OUTPUT, SAMPLED_GRAPH_OUTPUT,
+    LOGITS_GRAPH_OUTPUT, COPY_PAGES_COMMAND, COPY_STATES_COMMAND, END_COMMAND, PING_COMMAND,
     *SESSION_COMMANDS, *SLEEP_COMMANDS,
 )  # fmt: skip
 _HEADER_STRUCT = struct.Struct("<17q")
@@ -62,11 +74,12 @@ class StepCommand:
     """A command to the other ranks.
 
     Attributes:
-        command: FORWARD runs the model; PADDED_COMMANDS run it on a batch that is padded for a
-            prefill graph; GREEDY, SAMPLED and LOGITS replay a decode graph with that output;
-            COPY copies pages, COPY_STATE slots of recurrent state; END ends the rank; PING requests
-            a reply; SESSION_COMMANDS copy pages and states of saved sessions; SLEEP and WAKE_UP
-            give the rank's memory back and take it again.
+        command: FORWARD_COMMAND runs the model; PADDED_COMMANDS run it on a batch that is padded
+            for a prefill graph; GREEDY_GRAPH_OUTPUT, SAMPLED_GRAPH_OUTPUT and LOGITS_GRAPH_OUTPUT
+            replay a decode graph with that output; COPY_PAGES_COMMAND copies pages,
+            COPY_STATES_COMMAND slots of recurrent state; END_COMMAND ends the rank; PING_COMMAND
+            requests a reply; SESSION_COMMANDS copy pages and states of saved sessions;
+            SLEEP_COMMAND and WAKE_UP_COMMAND give the rank's memory back and take it again.
         num_words: 64-bit words that follow.
         num_kept_ids: Ids that rank 0 broadcasts after the step, stored for the next one.
         embed_width: Columns of the image embeddings that are broadcast before the step; 0: none.
@@ -232,7 +245,7 @@ class TPWorkerPool:
         """
         with self._status_changed:
             self._num_alive = 0
-        self.broadcast(StepCommand(PING))
+        self.broadcast(StepCommand(PING_COMMAND))
         with self._status_changed:
             self._status_changed.wait_for(lambda: self._failed or self._num_alive == self._size - 1)
         self.raise_if_failed()
@@ -275,7 +288,7 @@ class TPWorkerPool:
         self._closed = True
         for link in self._sockets:
             with contextlib.suppress(OSError):
-                link.sendall(StepCommand(END).pack())
+                link.sendall(StepCommand(END_COMMAND).pack())
         deadline = time.monotonic() + _EXIT_GRACE_SECONDS
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -29,11 +29,11 @@ from modelmill.runtime.model_runner import ModelRunner
 from modelmill.runtime.session_rank_transfer import run_session_command
 from modelmill.runtime.sleep_mode import run_sleep_command
 from modelmill.runtime.tp_worker_pool import (
-    COPY,
-    COPY_STATE,
-    END,
+    COPY_PAGES_COMMAND,
+    COPY_STATES_COMMAND,
+    END_COMMAND,
     HEADER_BYTES,
-    PING,
+    PING_COMMAND,
     SESSION_COMMANDS,
     SLEEP_COMMANDS,
     StepCommand,
@@ -75,7 +75,7 @@ def _set_parent_death_signal(parent: int) -> None:
 
 
 def run_worker(connection: socket.socket) -> None:
-    """Load this rank's engine core and run commands until END or the end of the socket."""
+    """Load this rank's engine core and run commands until END_COMMAND or the end of the socket."""
     startup = _receive_startup(connection)
     if startup["bound"]:
         _set_parent_death_signal(startup["parent"])
@@ -92,17 +92,17 @@ def run_worker(connection: socket.socket) -> None:
 
 
 def run_commands(connection: socket.socket, runner: ModelRunner) -> None:
-    """Run rank 0's commands until END or the end of the socket."""
+    """Run rank 0's commands until END_COMMAND or the end of the socket."""
     header = bytearray(HEADER_BYTES)
     while _receive_into(connection, memoryview(header)):
         command = StepCommand.unpack(bytes(header))
-        if command.command == END:
+        if command.command == END_COMMAND:
             return
-        if command.command == PING:
+        if command.command == PING_COMMAND:
             _send(connection, {"alive": True})
         elif command.command in SLEEP_COMMANDS:
             run_sleep_command(runner, command.command)
-        elif command.command in (COPY, COPY_STATE, *SESSION_COMMANDS):
+        elif command.command in (COPY_PAGES_COMMAND, COPY_STATES_COMMAND, *SESSION_COMMANDS):
             words = np.empty(command.num_words, dtype=np.int64)
             if not _receive_into(connection, words.data.cast("B")):
                 return
@@ -116,7 +116,7 @@ def _run_copy_command(runner: ModelRunner, command: str, words: np.ndarray) -> N
     if command in SESSION_COMMANDS:
         run_session_command(runner, command, words.tolist())
         return
-    copy = runner.copy_pages if command == COPY else runner.copy_states
+    copy = runner.copy_pages if command == COPY_PAGES_COMMAND else runner.copy_states
     copy([(int(a), int(b)) for a, b in words.reshape(-1, 2)])
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from modelmill.core import log
-from modelmill.core.quoting import one_line
+from modelmill.core.quoting import truncate_to_one_line
 from modelmill.ops import registry
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.registry import Ops
@@ -30,7 +30,7 @@ _log = log.get_logger(__name__)
 # chunk sizes and batch sizes that together use every tile size of the kernels
 QUERY_LENS, BATCH_SIZES = (16, 64, 512), (1, 2, 17)
 # (tokens, sequences) as in mixed steps: Triton specializes kernels on divisibility by 16
-ODD_STEPS = ((37, 9), (137, 9), (501, 17))
+UNALIGNED_STEP_SIZES = ((37, 9), (137, 9), (501, 17))
 # GEMM ops whose kernel depends on the number of rows.
 GEMM_OPS = (
     "linear_swiglu",
@@ -73,7 +73,7 @@ def warm_up(
     attention = AttentionRecorder(usual_ops.paged_attention)
     recording_ops, gemms = wrap_with_gemm_recorders(usual_ops)
     runner.set_ops(recording_ops.replace({"paged_attention": attention}))
-    for tokens, seqs in ODD_STEPS:
+    for tokens, seqs in UNALIGNED_STEP_SIZES:
         runner.forward_all_ranks(packer.dummy_batch(tokens, seqs))
     runner.set_ops(usual_ops)
     if all_specializations:
@@ -198,7 +198,9 @@ def warm_up_gemms(ops: Ops, recorders: Mapping[str, GemmRecorder], max_tokens: i
                 future.result()
                 count += 1
             except Exception as error:
-                _log.warning("a GEMM kernel failed in warm-up: %s", one_line(str(error), 300))
+                _log.warning(
+                    "a GEMM kernel failed in warm-up: %s", truncate_to_one_line(str(error), 300)
+                )
     return count
 
 

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from modelmill import __version__
 from modelmill.core import log
 from modelmill.core.errors import ModelmillError
-from modelmill.core.quoting import one_line
+from modelmill.core.quoting import truncate_to_one_line
 from modelmill.serve import errors
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.completion_schema import CompletionRequest
@@ -211,7 +211,12 @@ async def _handle_error(request: Request, error: Exception) -> Response:
         }
         _log.error(
             "request failed",
-            extra={"data": {**data, "reason": one_line(str(error), errors.MAX_MESSAGE_CHARS)}},
+            extra={
+                "data": {
+                    **data,
+                    "reason": truncate_to_one_line(str(error), errors.MAX_MESSAGE_CHARS),
+                }
+            },
         )
     return error_response(api_error, request)
 

@@ -129,7 +129,7 @@ async def streamed_or_whole_response(
     return await run_in_thread(Utf8JsonResponse, whole)
 
 
-def exhaust(events: Iterable[Any]) -> None:
+def run_event_generator(events: Iterable[Any]) -> None:
     """Run a generator of events for its effects."""
     for _ in events:
         pass

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import MAX_INT32, TOKEN_IDS, Grammar, SamplingParams
+from modelmill.core.types import MAX_INT32, TOKEN_IDS_GRAMMAR, Grammar, SamplingParams
 from modelmill.serve.compatibility_fields import ChatCompatibilityFields
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS, GenerationFields
 from modelmill.serve.message_cleaning import ChatMessages
@@ -20,7 +20,7 @@ from modelmill.serve.tool_schema import (
     NamedToolChoice,
 )
 from modelmill.text.begun_answer import (
-    BegunAnswer,
+    AssistantPrefill,
     check_continued_messages,
     read_begun_answer,
 )
@@ -86,7 +86,7 @@ class ChatRequest(GenerationFields, ChatCompatibilityFields):
         if self.modalities not in (None, ["text"]):
             raise RequestError('modalities must be ["text"]')
 
-    def read_begun_answer(self, thinking: ThinkingSyntax | None) -> BegunAnswer:
+    def read_begun_answer(self, thinking: ThinkingSyntax | None) -> AssistantPrefill:
         """Return what the last message has begun; nothing unless ``continue_final_message``.
 
         Args:
@@ -97,10 +97,10 @@ class ChatRequest(GenerationFields, ChatCompatibilityFields):
                 of it would have to match a grammar.
         """
         if not self.continue_final_message:
-            return BegunAnswer()
+            return AssistantPrefill()
         begun = read_begun_answer(self.messages, thinking)
         grammar = self.grammar() if begun.part == "content" else None
-        if grammar is not None and grammar.grammar_type != TOKEN_IDS:
+        if grammar is not None and grammar.grammar_type != TOKEN_IDS_GRAMMAR:
             field = "tool_choice" if self.forces_tool_call else self._grammar_field
             raise RequestError(
                 f"{field} cannot be combined with continue_final_message: the content has begun, "

@@ -11,7 +11,7 @@ from typing import Any
 
 from modelmill.serve.encrypted_content_codec import compress_text
 from modelmill.serve.response_input_items import fill_item_defaults
-from modelmill.text.role_order import join_successive
+from modelmill.text.role_order import join_successive_messages
 
 SUMMARY_PROMPT = (
     "Summarize the conversation so far for yourself: you will go on with it and see nothing of it "
@@ -42,7 +42,7 @@ def join_user_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
 
     Where a compaction has left out the answers between them, they are successive.
     """
-    return join_successive(messages, ("user",))
+    return join_successive_messages(messages, ("user",))
 
 
 def compacted_items(messages: Sequence[Any], id: str, summary: str) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import MAX_INT32, MAX_N, SamplingParams
+from modelmill.core.types import MAX_COMPLETIONS_PER_PROMPT, MAX_INT32, SamplingParams
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS, GenerationFields
 from modelmill.serve.mixed_prompts import MixedPrompt, MixedPrompts, split_mixed_prompts
 from modelmill.serve.prompt_fields import (
@@ -28,7 +28,7 @@ class CompletionRequest(GenerationFields):
     max_tokens: int | None = Field(16, ge=0, le=MAX_INT32)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    best_of: int | None = Field(None, ge=1, le=MAX_N)
+    best_of: int | None = Field(None, ge=1, le=MAX_COMPLETIONS_PER_PROMPT)
     suffix: str | None = Field(None, description="fill in the text between prompt and suffix")
     parse_special: bool | None = Field(
         None, description="control tokens in the prompt's text become their ids"

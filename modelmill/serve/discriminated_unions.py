@@ -18,7 +18,7 @@ from modelmill.serve.validation_errors import summarize_errors
 M = TypeVar("M", bound=StrictModel)
 
 
-def parse_typed(
+def parse_by_type_field(
     raw: Any, path: str, models: Mapping[str, type[M]], noun: str, default: str | None = None
 ) -> M:
     """Parse an object as the model of its type.
@@ -46,7 +46,7 @@ def parse_typed(
 
 
 def parse_object(raw: Any, path: str, model: type[M]) -> M:
-    """Parse an object; as ``parse_typed``, with one model."""
+    """Parse an object; as ``parse_by_type_field``, with one model."""
     try:
         return model.model_validate(raw)
     except ValidationError as error:

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import MAX_INT32, POOL_MEAN
+from modelmill.core.types import MAX_INT32, MEAN_POOLING
 from modelmill.outputs import truncate_and_normalize
 from modelmill.serve.engine_request_fields import EngineRequestFields
 from modelmill.serve.prompt_fields import TextList, TokenIdLists, TokenIds, list_prompts
@@ -40,7 +40,7 @@ class EmbeddingRequest(EngineRequestFields):
     )
     truncate_prompt_tokens: TruncatedTokens | None = None
 
-    def kept_tokens(self, max_model_len: int) -> int | None:
+    def truncated_input_length(self, max_model_len: int) -> int | None:
         """How many of an input's first tokens are read; None: all.
 
         Raises:
@@ -61,7 +61,7 @@ class EmbeddingRequest(EngineRequestFields):
     @property
     def pooling_type(self) -> str:
         """The pooling, or its default."""
-        return self.pooling or POOL_MEAN
+        return self.pooling or MEAN_POOLING
 
 
 def format_embedding(state: bytes, dimensions: int | None, as_base64: bool) -> list[float] | str:

@@ -36,7 +36,7 @@ from modelmill.serve.metrics import EngineMetrics, SegmentationMetrics
 from modelmill.serve.request_handle import RequestHandle, WorkerLost
 from modelmill.serve.segmentation_client import PendingSegmentation, SegmentationClient
 from modelmill.serve.segmentation_messages import (
-    SEGMENTATION,
+    SEGMENTATION_ENGINE_TYPE,
     SegmentationFailure,
     SegmentationJob,
     SegmentationResult,
@@ -195,7 +195,7 @@ class EngineClient:
         """
         if self.engine_info is not None:
             return self.engine_info.max_model_len or None
-        if self.manifest is None or self.engine_type == SEGMENTATION:
+        if self.manifest is None or self.engine_type == SEGMENTATION_ENGINE_TYPE:
             return None
         length = self.manifest.max_model_len
         return min(length, self._open_engine.run.get("max_model_len") or length)
@@ -232,7 +232,7 @@ class EngineClient:
     @property
     def input_modalities(self) -> list[str]:
         """Input types that a request may contain; empty before they are known."""
-        if self.engine_type == SEGMENTATION:
+        if self.engine_type == SEGMENTATION_ENGINE_TYPE:
             return ["image"]
         return (
             []
@@ -245,7 +245,7 @@ class EngineClient:
     @property
     def has_chat_template(self) -> bool | None:
         """Whether the engine has a chat template; None before that is known."""
-        if self.engine_type == SEGMENTATION:
+        if self.engine_type == SEGMENTATION_ENGINE_TYPE:
             return False
         return (
             None if self._text_processor is None else self._text_processor.chat_format is not None
@@ -285,7 +285,7 @@ class EngineClient:
             EngineNotReady: the engine is not ready.
         """
         info = self._require_ready()
-        if info.engine_type == SEGMENTATION:
+        if info.engine_type == SEGMENTATION_ENGINE_TYPE:
             return ()
         cache = memory_budget.kv_cache_summary(
             info.device, info.kv_tokens, *self._kv_cache_byte_limits
@@ -302,7 +302,7 @@ class EngineClient:
             RequestError: the engine does not segment.
         """
         self._require_ready()
-        self._check_engine_type(SEGMENTATION)
+        self._check_engine_type(SEGMENTATION_ENGINE_TYPE)
 
     def _require_ready(self) -> wire.EngineReady:
         if self.state is not EngineState.READY or self.engine_info is None:
@@ -313,7 +313,7 @@ class EngineClient:
         if self.engine_type not in (None, expected):
             capability = (
                 "segments images: send requests to /v1/segment"
-                if self.engine_type == SEGMENTATION
+                if self.engine_type == SEGMENTATION_ENGINE_TYPE
                 else "generates text; it does not segment images"
             )
             raise RequestError(f"model {self.name} {capability}")
@@ -387,7 +387,7 @@ class EngineClient:
         A worker that does not reply within ``timeout`` seconds yields its last report.
         """
         if self._writer is not None and self.state is EngineState.READY:
-            await self.stats_client.request_report(timeout)
+            await self.stats_client.request_stats(timeout)
         return self.stats_client.total_stats
 
     def abort_all(self, reason: str) -> None:
@@ -574,7 +574,7 @@ class EngineClient:
 
     def _make_open_message(self) -> wire.OpenEngine:
         """The OpenEngine message; a restarted worker takes the same memory as the previous one."""
-        if self.engine_info is None or self.engine_info.engine_type == SEGMENTATION:
+        if self.engine_info is None or self.engine_info.engine_type == SEGMENTATION_ENGINE_TYPE:
             return self._open_engine
         run = {
             **self._open_engine.run,
@@ -595,7 +595,7 @@ class EngineClient:
             with contextlib.suppress(ModelmillError):  # it is raised again below
                 await self._preload
             self._preload = None
-        if self._text_processor is None and engine_info.engine_type != SEGMENTATION:
+        if self._text_processor is None and engine_info.engine_type != SEGMENTATION_ENGINE_TYPE:
             try:
                 text_processor = await asyncio.to_thread(
                     self._read_text_processor, Path(engine_info.path), engine_info.max_model_len
@@ -623,7 +623,7 @@ class EngineClient:
                 extra={"data": {"engine": self.name, "reason": f"{reason}, which holds"}},
             )
         data = {"engine": self.name, "device": engine_info.device, "pages": engine_info.num_pages}
-        if engine_info.engine_type != SEGMENTATION:
+        if engine_info.engine_type != SEGMENTATION_ENGINE_TYPE:
             data["kv_cache_bytes"], data["prefix_cache_bytes"] = self._kv_cache_byte_limits
         if engine_info.experts_by_rank:
             data["experts_by_rank"] = engine_info.experts_by_rank

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from modelmill.core.errors import CapacityError, ModelmillError
 
-LOAD_STAGES = {"checking": (0.05, 0.3), "loading": (0.3, 0.9), "warming up": (0.9, 1.0)}
+LOAD_STAGE_FRACTIONS = {"checking": (0.05, 0.3), "loading": (0.3, 0.9), "warming up": (0.9, 1.0)}
 """Stages of loading an engine → where they begin and end, of 1."""
 
 
@@ -45,7 +45,7 @@ class LoadProgress:
 
     @property
     def fraction(self) -> float:
-        """Progress of the whole load, from 0 to 1; a stage not in LOAD_STAGES comes before them."""
-        begin, end = LOAD_STAGES.get(self.stage, (0.0, 0.0))
+        """Progress of the whole load, from 0 to 1; others come before LOAD_STAGE_FRACTIONS."""
+        begin, end = LOAD_STAGE_FRACTIONS.get(self.stage, (0.0, 0.0))
         done = min(self.done / self.total, 1.0) if self.total else 0.0
         return round(begin + (end - begin) * done, 3)

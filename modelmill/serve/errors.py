@@ -9,12 +9,12 @@ from typing import Any
 from modelmill.core.errors import (
     CapacityError,
     ModelmillError,
-    PromptCounts,
+    PromptTokenCounts,
     PromptTooLong,
     TokenizerError,
     UsageError,
 )
-from modelmill.core.quoting import one_line
+from modelmill.core.quoting import truncate_to_one_line
 from modelmill.serve.access.key_limits import KeyLimitReached
 from modelmill.serve.catalogue.model_loader import ModelLoadFailed
 from modelmill.serve.engine_state import EngineNotReady, QueueFull, ServerShuttingDown
@@ -40,7 +40,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
-        prompt_counts: PromptCounts | None = None,
+        prompt_counts: PromptTokenCounts | None = None,
     ) -> None:
         """Make an error.
 
@@ -104,12 +104,15 @@ def to_api_error(error: BaseException, field_names: frozenset[str] = frozenset()
     if isinstance(error, WorkerLost):
         return ApiError(503, text, SERVER_ERROR, None, "engine_restarted", {"Retry-After": "2"})
     if isinstance(error, ModelLoadFailed):
-        text = one_line(text, MAX_MESSAGE_CHARS)
+        text = truncate_to_one_line(text, MAX_MESSAGE_CHARS)
         return ApiError(503, text, SERVER_ERROR, "model", "model_load_failed", {"Retry-After": "5"})
     if isinstance(error, CapacityError):
         return ApiError(503, text, SERVER_ERROR, None, "out_of_memory")
     if isinstance(error, (UsageError, TokenizerError)):
-        field, line = _field_in_message(text, field_names), one_line(text, MAX_MESSAGE_CHARS)
+        field, line = (
+            _field_in_message(text, field_names),
+            truncate_to_one_line(text, MAX_MESSAGE_CHARS),
+        )
         if not isinstance(error, PromptTooLong):
             return invalid_request(line, field)
         return ApiError(

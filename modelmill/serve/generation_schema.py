@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field, PrivateAttr
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import MAX_INT32, TOKEN_IDS, Grammar, SamplingParams
+from modelmill.core.types import MAX_INT32, TOKEN_IDS_GRAMMAR, Grammar, SamplingParams
 from modelmill.serve.compatibility_fields import CompatibilityFields
 from modelmill.serve.logit_bias import parse_logit_bias
 from modelmill.serve.prompt_fields import TextList, TokenIds
@@ -110,7 +110,7 @@ class GenerationFields(SamplingFields, CompatibilityFields):
             grammars["grammar"] = gbnf_to_lark_grammar(self.grammar_)
         if self.allowed_token_ids is not None:
             ids = sorted(set(self.allowed_token_ids))
-            grammars["allowed_token_ids"] = Grammar(TOKEN_IDS, json.dumps(ids))
+            grammars["allowed_token_ids"] = Grammar(TOKEN_IDS_GRAMMAR, json.dumps(ids))
         names = [name for name, grammar in grammars.items() if grammar is not None]
         if len(names) > 1:
             raise RequestError(f"{names[0]} and {names[1]} exclude each other; give one of them")
@@ -129,7 +129,7 @@ class GenerationFields(SamplingFields, CompatibilityFields):
             raise RequestError(
                 "ignore_eos has no meaning with structured output or a forced call; leave it out"
             )
-        if grammar.grammar_type == TOKEN_IDS:
+        if grammar.grammar_type == TOKEN_IDS_GRAMMAR:
             return grammar
         usable, reasons = relax_grammar_if_needed(grammar, self._grammar_field)
         self.add_warnings(reasons)

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from modelmill.serve.json_scan import (
-    CLOSE,
+    CLOSE_BRACKET,
     COLON,
     COMMA,
-    OPEN,
+    OPEN_BRACKET,
     InvalidJson,
     JsonLimitExceeded,
     JsonLimits,
@@ -178,7 +178,12 @@ class _JsonDecoder:
         depths, classes = self._depths, self._char_classes
         encloses = self._positions[first] == span.begin and self._positions[last] == span.end - 1
         matches = bytes((self._data[span.begin], self._data[span.end - 1])) in (b"[]", b"{}")
-        if not (encloses and matches and classes[first] == OPEN and classes[last] == CLOSE):
+        if not (
+            encloses
+            and matches
+            and classes[first] == OPEN_BRACKET
+            and classes[last] == CLOSE_BRACKET
+        ):
             raise InvalidJson("no brackets")
         if depths[last] != depths[first] - 1 or int(depths[first:last].min()) < depths[first]:
             raise InvalidJson("brackets that close too early")

@@ -12,27 +12,27 @@ import numpy as np
 
 SLICE_BYTES = 128 << 10
 """Bytes scanned at a time."""
-NONE, OPEN, CLOSE, COMMA, COLON, QUOTE, BACKSLASH = range(7)
+NO_STRUCTURAL, OPEN_BRACKET, CLOSE_BRACKET, COMMA, COLON, QUOTE, BACKSLASH = range(7)
 _BYTE_CLASSES = np.zeros(256, np.uint8)
 for _chars, _class in (
-    (b"{[", OPEN),
-    (b"}]", CLOSE),
+    (b"{[", OPEN_BRACKET),
+    (b"}]", CLOSE_BRACKET),
     (b",", COMMA),
     (b":", COLON),
     (b'"', QUOTE),
     (b"\\", BACKSLASH),
 ):
     _BYTE_CLASSES[list(_chars)] = _class
-OBJECT_BYTES = 240
-LIST_BYTES = 96
-STRING_BYTES = 64
-VALUE_BYTES = 24
+BYTES_PER_OBJECT = 240
+BYTES_PER_LIST = 96
+BYTES_PER_STRING = 64
+BYTES_PER_VALUE = 24
 """Approximate memory in CPython of a small object of each type, with its reference in the
 container.
 
 Equal integers are one object.
 """
-SHARED_KEYS, KEY_BYTES = 8, 120
+SHARED_KEYS_PER_OBJECT, DISTINCT_KEY_BYTES = 8, 120
 """Keys per object that count as field names, shared by objects; memory of each further key."""
 
 
@@ -118,7 +118,7 @@ class _StructureScanner:
         positions = np.flatnonzero(classes)
         classes_at = classes[positions]
         quotes = self._find_unescaped_quotes(positions, classes_at, len(raw))
-        outside = (classes_at >= OPEN) & (classes_at <= COLON)
+        outside = (classes_at >= OPEN_BRACKET) & (classes_at <= COLON)
         positions, classes_at = positions[outside], classes_at[outside]
         # after an odd number of quotes: inside a string
         is_structural = (np.searchsorted(quotes, positions) + self._in_string) % 2 == 0
@@ -156,20 +156,22 @@ class _StructureScanner:
         classes: np.ndarray,
         num_quotes: int,
     ) -> None:
-        steps = (classes == OPEN).astype(np.int32) - (classes == CLOSE)
+        steps = (classes == OPEN_BRACKET).astype(np.int32) - (classes == CLOSE_BRACKET)
         depths = self._depth + np.cumsum(steps, dtype=np.int32)
         opened, commas = (
-            int(np.count_nonzero(classes == OPEN)),
+            int(np.count_nonzero(classes == OPEN_BRACKET)),
             int(np.count_nonzero(classes == COMMA)),
         )
-        objects = int(np.count_nonzero(raw[positions[classes == OPEN]] == ord("{")))
+        objects = int(np.count_nonzero(raw[positions[classes == OPEN_BRACKET]] == ord("{")))
         colons = int(np.count_nonzero(classes == COLON))
         self._values += opened + commas
         self._memory += (
-            OBJECT_BYTES * objects + LIST_BYTES * (opened - objects) + VALUE_BYTES * commas
+            BYTES_PER_OBJECT * objects
+            + BYTES_PER_LIST * (opened - objects)
+            + BYTES_PER_VALUE * commas
         )
-        self._memory += STRING_BYTES * max((num_quotes + 1) // 2 - colons, 0)
-        self._num_key_names += SHARED_KEYS * objects - colons
+        self._memory += BYTES_PER_STRING * max((num_quotes + 1) // 2 - colons, 0)
+        self._num_key_names += SHARED_KEYS_PER_OBJECT * objects - colons
         if len(positions):
             self._check_limits(begin, positions, classes, depths)
             self._depth = int(depths[-1])
@@ -189,7 +191,7 @@ class _StructureScanner:
             message = f"is nested more than {limits.max_depth} deep"
         elif self._values > limits.max_values:
             message = f"has more than {limits.max_values} values"
-        elif self._memory + KEY_BYTES * max(-self._num_key_names, 0) > self._max_memory:
+        elif self._memory + DISTINCT_KEY_BYTES * max(-self._num_key_names, 0) > self._max_memory:
             message = "has too many small lists, objects and strings for its size"
         keys = [self._key]
         colons = np.flatnonzero((classes[:last] == COLON) & (depths[:last] == 1))

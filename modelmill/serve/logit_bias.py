@@ -11,7 +11,7 @@ from modelmill.core.quoting import quote
 from modelmill.core.types import MAX_LOGIT_BIAS
 from modelmill.serve.strict_models import limit_keys
 
-NEVER_BIAS = -100.0
+BANNED_TOKEN_BIAS = -100.0
 """What ``false`` means: the token does not occur."""
 MAX_ID_DIGITS = 10
 _VALUE_SCHEMA = {"anyOf": [{"type": "number"}, {"const": False}]}
@@ -32,7 +32,7 @@ def normalize_logit_bias(value: Any) -> Any:
     if isinstance(value, list):
         return _pairs_to_object(value)
     if isinstance(value, dict):
-        return {key: NEVER_BIAS if bias is False else bias for key, bias in value.items()}
+        return {key: BANNED_TOKEN_BIAS if bias is False else bias for key, bias in value.items()}
     return value
 
 
@@ -55,7 +55,7 @@ def _pairs_to_object(pairs: list[Any]) -> dict[str, Any]:
                 f"the bias of token {id} must be a number, or false for never, not "
                 f"{quote(bias, 40)}"
             )
-        biases[str(id)] = NEVER_BIAS if bias is False else bias
+        biases[str(id)] = BANNED_TOKEN_BIAS if bias is False else bias
     return biases
 
 

@@ -12,7 +12,7 @@ from pydantic import AfterValidator
 from modelmill.serve.custom_tools import as_function_call
 from modelmill.serve.strict_models import JsonObjectList
 
-DROPPED_KEYS = frozenset(
+DROPPED_MESSAGE_KEYS = frozenset(
     (
         "annotations", "audio", "cache_control", "citations", "function_call", "id", "parsed",
         "provider_specific_fields", "reasoning_details", "reasoning_items", "refusal",
@@ -53,9 +53,9 @@ def _clean_message(message: dict[str, Any]) -> dict[str, Any]:
     if isinstance(calls, list) and any(isinstance(c, dict) and c.get("custom") for c in calls):
         converted = [as_function_call(c) if isinstance(c, dict) else c for c in calls]
         message = {**message, "tool_calls": converted}
-    if not is_empty and "reasoning" not in message and DROPPED_KEYS.isdisjoint(message):
+    if not is_empty and "reasoning" not in message and DROPPED_MESSAGE_KEYS.isdisjoint(message):
         return message
-    out = {key: value for key, value in message.items() if key not in DROPPED_KEYS}
+    out = {key: value for key, value in message.items() if key not in DROPPED_MESSAGE_KEYS}
     reasoning = out.pop("reasoning", None)
     if isinstance(reasoning, str) and not out.get("reasoning_content"):
         out["reasoning_content"] = reasoning

@@ -14,11 +14,11 @@ from typing import Any
 from modelmill.core.errors import RequestError
 
 Message = Mapping[str, Any]
-CUT_MARK = "…"
+ELLIPSIS = "…"
 """In the place of text that was cut, and of messages that were left out."""
-MAX_ROUNDS = 32
+MAX_SHORTENING_ROUNDS = 32
 """Of counting: what a template writes is known only once the conversation is rendered."""
-TEXT_KEYS = ("reasoning_content", "content")
+MESSAGE_TEXT_KEYS = ("reasoning_content", "content")
 """Keys of messages whose text may be cut."""
 
 
@@ -59,7 +59,7 @@ def fit_messages(
     if excess <= 0:
         return FittedMessages(list(messages))
     shortener = _Shortener(messages, num_tokens, count_text_tokens)
-    for _ in range(MAX_ROUNDS):
+    for _ in range(MAX_SHORTENING_ROUNDS):
         shortener.remove_tokens(excess)
         excess = count_tokens(shortener.messages) - limit
         if excess <= 0:
@@ -99,7 +99,7 @@ class _Shortener:
         """What is left; templates want the first one to be the user's."""
         rest = list(self._rest.values())
         starts_inside = self.num_dropped and rest and rest[0]["role"] != "user"
-        note = [{"role": "user", "content": CUT_MARK}] if starts_inside else []
+        note = [{"role": "user", "content": ELLIPSIS}] if starts_inside else []
         return [*self._head, *note, *rest]
 
     def remove_tokens(self, excess: int) -> None:
@@ -157,12 +157,12 @@ class _Shortener:
         for index in group:
             for key, part, text in list(_iter_texts(self._rest[index])):
                 count = self._count_text_tokens(text)
-                if text == CUT_MARK or not count:
+                if text == ELLIPSIS or not count:
                     continue
                 # the mark is a token or two itself
                 share = min((excess + 2) / count, 1.0)
-                kept = text.removeprefix(CUT_MARK)[max(int(len(text) * share), 1) :]
-                self._rest[index] = _replace_text(self._rest[index], key, part, f"{CUT_MARK}{kept}")
+                kept = text.removeprefix(ELLIPSIS)[max(int(len(text) * share), 1) :]
+                self._rest[index] = _replace_text(self._rest[index], key, part, f"{ELLIPSIS}{kept}")
                 self.cut.add(index)
                 was_cut = True
                 excess -= count
@@ -173,7 +173,7 @@ class _Shortener:
 
 def _iter_texts(message: Message) -> Iterator[tuple[str, int | None, str]]:
     """(key, index of the part, text) of what a message says."""
-    for key in TEXT_KEYS:
+    for key in MESSAGE_TEXT_KEYS:
         value = message.get(key)
         if isinstance(value, str):
             yield key, None, value

@@ -11,8 +11,8 @@ from modelmill.serve.encrypted_content_codec import compress_text
 from modelmill.serve.response_tools import ClientToolName
 
 ResponseEvent = dict[str, Any]
-FUNCTION_CALL = ("function_call", "fc", "arguments")
-CUSTOM_CALL = ("custom_tool_call", "ctc", "input")
+FUNCTION_CALL_ITEM = ("function_call", "fc", "arguments")
+CUSTOM_CALL_ITEM = ("custom_tool_call", "ctc", "input")
 """Type of an item, beginning of its id, and the field of what the model wrote."""
 
 
@@ -102,7 +102,7 @@ class ResponseItemsBuilder:
         yield from self._close_item("completed")
         self._held_spaces = ""
         tool = self._tools_by_offered_name.get(name) or ClientToolName(name)
-        item_type, prefix, field = CUSTOM_CALL if tool.is_custom else FUNCTION_CALL
+        item_type, prefix, field = CUSTOM_CALL_ITEM if tool.is_custom else FUNCTION_CALL_ITEM
         self._call = {
             "type": item_type,
             "id": f"{prefix}_{secrets.token_hex(16)}",
@@ -123,7 +123,7 @@ class ResponseItemsBuilder:
         self._pending_logprobs = self._pending_logprobs[-1:]
         if text:
             self._texts.append(text)
-        if text and self._call["type"] == FUNCTION_CALL[0]:
+        if text and self._call["type"] == FUNCTION_CALL_ITEM[0]:
             position = {"item_id": self._call["id"], "output_index": len(self.output)}
             yield {"type": "response.function_call_arguments.delta", **position, "delta": text}
 
@@ -133,7 +133,7 @@ class ResponseItemsBuilder:
             yield from self._open_message()
             if self._held_spaces:
                 yield from self.add_text("")
-        calls = (FUNCTION_CALL[0], CUSTOM_CALL[0])
+        calls = (FUNCTION_CALL_ITEM[0], CUSTOM_CALL_ITEM[0])
         if self._id and not any(item["type"] in calls for item in self.output):
             # logprobs of tokens without text
             self._logprobs += [one for _, each in self._pending_logprobs for one in each]
@@ -183,7 +183,7 @@ class ResponseItemsBuilder:
         assert self._call is not None
         text, index = "".join(self._texts), {"output_index": len(self.output)}
         position = {"item_id": self._call["id"], **index}
-        if self._call["type"] == FUNCTION_CALL[0]:
+        if self._call["type"] == FUNCTION_CALL_ITEM[0]:
             item = {**self._call, "arguments": text, "status": status}
             done = {**position, "name": item["name"], "arguments": text}
             yield {"type": "response.function_call_arguments.done", **done}

@@ -15,7 +15,7 @@ from typing import Any
 from modelmill.serve.errors import ApiError
 
 DEFAULT_STORE_BYTES = 256 << 20
-VALUE_BYTES = 64
+BYTES_PER_STORED_VALUE = 64
 """Memory of a value of JSON beside its characters, of up to four bytes each."""
 
 
@@ -144,7 +144,7 @@ def estimate_stored_bytes(stored: StoredResponse) -> int:
             remaining += (*value.keys(), *value.values())
         elif isinstance(value, list):
             remaining += value
-        size += VALUE_BYTES + (4 * len(value) if isinstance(value, str) else 0)
+        size += BYTES_PER_STORED_VALUE + (4 * len(value) if isinstance(value, str) else 0)
     return size
 
 

@@ -17,7 +17,7 @@ from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.compaction import SUMMARY_INTRO, join_user_messages
 from modelmill.serve.compatibility_fields import ignored_field
 from modelmill.serve.custom_tools import custom_function_call
-from modelmill.serve.discriminated_unions import make_converted_request, parse_typed
+from modelmill.serve.discriminated_unions import make_converted_request, parse_by_type_field
 from modelmill.serve.encrypted_content_codec import PACKED_TEXT_PREFIX, TextDecompressor
 from modelmill.serve.engine_request_fields import EngineRequestFields
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
@@ -479,7 +479,7 @@ def items_to_messages(
     unpacker = TextDecompressor()
     is_compacted = False
     for index, raw in enumerate(items):
-        item = parse_typed(raw, f"input[{index}]", _ITEM_TYPES, "items", default="message")
+        item = parse_by_type_field(raw, f"input[{index}]", _ITEM_TYPES, "items", default="message")
         try:
             _append_item_as_message(messages, item, unpacker)
             is_compacted = is_compacted or isinstance(item, CompactionItem)

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-PLACEHOLDER = "[a picture, which this model cannot see]"
-PICTURE_TYPES = ("image_url", "image")
+IMAGE_PLACEHOLDER_TEXT = "[a picture, which this model cannot see]"
+IMAGE_PART_TYPES = ("image_url", "image")
 
 
-def replace_result_pictures(
+def replace_tool_result_images(
     messages: Sequence[Mapping[str, Any]],
 ) -> tuple[list[Mapping[str, Any]], list[str]]:
     """Return the conversation with text in the place of these pictures, and warnings."""
@@ -24,16 +24,16 @@ def replace_result_pictures(
         if message.get("role") != "tool" or not isinstance(content, list):
             out.append(message)
             continue
-        pictures = sum(map(is_picture, content))
+        pictures = sum(map(is_image_part, content))
         count += pictures
-        text = {"type": "text", "text": PLACEHOLDER}
-        parts = [text if is_picture(part) else part for part in content]
+        text = {"type": "text", "text": IMAGE_PLACEHOLDER_TEXT}
+        parts = [text if is_image_part(part) else part for part in content]
         out.append({**message, "content": parts} if pictures else message)
     what = "a picture" if count == 1 else f"{count} pictures"
     line = f"messages: {what} in results of tools became a text: the model has no vision encoder"
     return out, [line] if count else []
 
 
-def is_picture(part: Any) -> bool:
+def is_image_part(part: Any) -> bool:
     """Whether a part of a message is a picture."""
-    return isinstance(part, Mapping) and part.get("type") in PICTURE_TYPES
+    return isinstance(part, Mapping) and part.get("type") in IMAGE_PART_TYPES

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from modelmill.core.types import MAX_STOPS, sampling_param_range
+from modelmill.core.types import MAX_STOP_STRINGS, sampling_param_range
 from modelmill.serve.compatibility_fields import AccountFields
 from modelmill.serve.engine_request_fields import EngineRequestFields
 from modelmill.serve.logit_bias import LogitBias
@@ -58,7 +58,9 @@ class SamplingFields(AccountFields, EngineRequestFields, NullTolerantModel):
     repetition_penalty: float | None = sampling_field("repetition_penalty")
     min_tokens: int | None = sampling_field("min_tokens")
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[int], FAIL_FAST] | None = Field(None, max_length=MAX_STOPS)
+    stop_token_ids: Annotated[list[int], FAIL_FAST] | None = Field(
+        None, max_length=MAX_STOP_STRINGS
+    )
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -67,6 +69,6 @@ class SamplingFields(AccountFields, EngineRequestFields, NullTolerantModel):
     @classmethod
     def _check_stop_strings(cls, value: str | list[str] | None) -> str | list[str] | None:
         stops = [value] if isinstance(value, str) else value or []
-        if len(stops) > MAX_STOPS or not all(stops):
-            raise ValueError(f"must have up to {MAX_STOPS} strings that are not empty")
+        if len(stops) > MAX_STOP_STRINGS or not all(stops):
+            raise ValueError(f"must have up to {MAX_STOP_STRINGS} strings that are not empty")
         return value

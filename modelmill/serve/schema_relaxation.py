@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from modelmill.core.errors import RequestError
-from modelmill.core.quoting import one_line, quote
+from modelmill.core.quoting import quote, truncate_to_one_line
 from modelmill.core.types import Grammar
 from modelmill.serve.disjoint_schemas import are_alternatives_disjoint
 from modelmill.text.grammar import check_grammar
@@ -31,10 +31,10 @@ _NUMBER_TYPES = ("integer", "number")
 _UNSUPPORTED_PATTERN = re.compile(r"\(\?<?[=!]|\\[1-9]")
 UNENFORCED_KEYWORDS = ("uniqueItems", "contains", "minContains", "maxContains")
 _NAMED_SCHEMA_KEYS = ("properties", "patternProperties", "$defs", "definitions")
-_VALUE_KEYS = ("enum", "const", "default", "examples")
+_LITERAL_VALUE_KEYS = ("enum", "const", "default", "examples")
 MAX_ONE_OF_CHECKS = 16
 """How many ``oneOf`` are tried one by one."""
-MAX_REASONS = 32
+MAX_LISTED_REASONS = 32
 """Of one schema."""
 MAX_PLACE_CHARS = 120
 
@@ -175,9 +175,11 @@ class SchemaRelaxer:
     def list_reasons(self) -> list[str]:
         """What is not enforced, with its place, in order."""
         reasons = [f"{self._prefix}{reason}" for reason in self._reasons]
-        more = len(reasons) - MAX_REASONS
+        more = len(reasons) - MAX_LISTED_REASONS
         if more > 0:
-            reasons[MAX_REASONS:] = [f"{self._prefix}{more} further keywords are not enforced"]
+            reasons[MAX_LISTED_REASONS:] = [
+                f"{self._prefix}{more} further keywords are not enforced"
+            ]
         return reasons
 
     def _relax(self, schema: Any, place: str) -> Any:
@@ -197,7 +199,7 @@ class SchemaRelaxer:
                     for name, each in value.items()
                 }
             else:
-                out[key] = value if key in _VALUE_KEYS else self._relax(value, inner)
+                out[key] = value if key in _LITERAL_VALUE_KEYS else self._relax(value, inner)
         if schema.get("uniqueItems") is True:
             _limit_unique_items(out)
         if "propertyNames" in out:
@@ -278,7 +280,7 @@ class SchemaRelaxer:
         return target if is_plain else {"$ref": schema["$ref"]}
 
     def _record_reason(self, place: str, reason: str) -> None:
-        shown = "" if place == "#" else f"{one_line(place, MAX_PLACE_CHARS)}: "
+        shown = "" if place == "#" else f"{truncate_to_one_line(place, MAX_PLACE_CHARS)}: "
         self._reasons[f"{shown}{reason}"] = None
 
 

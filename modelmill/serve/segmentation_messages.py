@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-SEGMENTATION = "segmentation"
+SEGMENTATION_ENGINE_TYPE = "segmentation"
 BINARY_FRAME_MARK = b"\0"
 _LENGTH = struct.Struct(">I")
 SegmentationErrorCode = Literal["invalid", "unknown", "memory"]

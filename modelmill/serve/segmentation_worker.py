@@ -21,7 +21,7 @@ from modelmill.core.errors import RequestError
 from modelmill.core.types import EngineStats
 from modelmill.loader.device import pick_device, set_cpu_threads
 from modelmill.serve.segmentation_messages import (
-    SEGMENTATION,
+    SEGMENTATION_ENGINE_TYPE,
     SegmentationFailure,
     SegmentationJob,
     SegmentationResult,
@@ -37,7 +37,7 @@ from modelmill.serve.worker_messages import (
 )
 from modelmill.vision.automatic_mask_options import AutomaticMaskOptions
 from modelmill.vision.draw import mask_prompt_logits, mask_to_png
-from modelmill.vision.image import BLACK, open_image
+from modelmill.vision.image import BLACK_BACKGROUND, open_image
 from modelmill.vision.image_embedding import ImageEmbedding
 from modelmill.vision.open_model import open_sam_model
 from modelmill.vision.prompts import Prompt, check_prompt_inside_image, make_prompt
@@ -79,7 +79,7 @@ def load_sam(open_engine: OpenEngine, artifact: Any) -> SamModel:
 
 def make_ready_message(sam: SamModel, path: str) -> EngineReady:
     """Describe the open model to the server."""
-    return EngineReady(path, str(sam.device), 0, 0, 0, 0, 0, 1, SEGMENTATION)
+    return EngineReady(path, str(sam.device), 0, 0, 0, 0, 0, 1, SEGMENTATION_ENGINE_TYPE)
 
 
 class SegmentationWorker:
@@ -292,7 +292,7 @@ class SegmentationWorker:
                 return logits
             raise _InvalidField("the mask's logits must be finite", "mask")
         try:
-            image = open_image(blob, "the mask", self._max_pixels, BLACK)
+            image = open_image(blob, "the mask", self._max_pixels, BLACK_BACKGROUND)
         except RequestError as error:
             raise _InvalidField(str(error), "mask") from None
         return mask_prompt_logits(

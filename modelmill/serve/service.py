@@ -23,7 +23,7 @@ from modelmill.serve.errors import ApiError, invalid_request
 from modelmill.serve.json_scan import JsonLimits
 from modelmill.serve.metrics import ServerMetrics
 from modelmill.serve.response_store import DEFAULT_STORE_BYTES, ResponseStore
-from modelmill.serve.segmentation_messages import SEGMENTATION
+from modelmill.serve.segmentation_messages import SEGMENTATION_ENGINE_TYPE
 from modelmill.serve.traces import RequestTracer
 
 T = TypeVar("T")
@@ -46,8 +46,8 @@ LEASES_SCOPE_KEY = "modelmill.leases"
 
 
 DEFAULT_SESSION_BYTES = 16 << 30
-MAX_UNUSED_VALUES = 1 << 20
-LARGE_BODY_BYTES, MAX_QUEUED_BODIES = 1 << 20, 4
+MAX_IGNORED_JSON_VALUES = 1 << 20
+MIN_LARGE_BODY_BYTES, MAX_QUEUED_BODIES = 1 << 20, 4
 """Bodies above this size use their own queue; how many of the largest size may wait in a queue."""
 
 
@@ -203,7 +203,11 @@ class Service:
                 param="model", code="model_not_found")  # fmt: skip
         if name is None:
             return next(
-                (each for each in self.unique_engines if each.engine_type != SEGMENTATION),
+                (
+                    each
+                    for each in self.unique_engines
+                    if each.engine_type != SEGMENTATION_ENGINE_TYPE
+                ),
                 self.unique_engines[0],
             )
         engine = self.engines.get(name)
@@ -220,7 +224,9 @@ class Service:
         Raises:
             ApiError: 400, there are several.
         """
-        engines = [each for each in self.unique_engines if each.engine_type != SEGMENTATION]
+        engines = [
+            each for each in self.unique_engines if each.engine_type != SEGMENTATION_ENGINE_TYPE
+        ]
         if len(engines) > 1:
             known = ", ".join(each.name for each in engines)
             raise invalid_request(f"model: field required; there are {known}", "model")
@@ -234,7 +240,7 @@ class Service:
         """
         if name is not None:
             return self.get_engine(name)
-        for engine_type in (SEGMENTATION, None):
+        for engine_type in (SEGMENTATION_ENGINE_TYPE, None):
             for engine in self.unique_engines:
                 if engine.engine_type == engine_type:
                     return engine
@@ -260,7 +266,7 @@ class Service:
         """
         size, pool = (
             len(data),
-            self._small_body_pool if len(data) <= LARGE_BODY_BYTES else self._large_body_pool,
+            self._small_body_pool if len(data) <= MIN_LARGE_BODY_BYTES else self._large_body_pool,
         )
         if (
             self._parsing_bytes[pool]
@@ -300,7 +306,7 @@ class Service:
             default=0,
         )
         return JsonLimits(
-            max_values=(MAX_UNUSED_VALUES if unused else JsonLimits.max_values) + longest
+            max_values=(MAX_IGNORED_JSON_VALUES if unused else JsonLimits.max_values) + longest
         )
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from modelmill.core.errors import RequestError, TokenizerError
 from modelmill.text.tokenizer_loader import Tokenizer
 
-FIM_MARKS: tuple[tuple[str, str, str], ...] = (
+FIM_TOKEN_TRIPLES: tuple[tuple[str, str, str], ...] = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen coders, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite code
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
@@ -22,9 +22,9 @@ FIM_MARKS: tuple[tuple[str, str, str], ...] = (
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
 )
 """Control tokens before the prefix, the suffix and the middle, which the model writes."""
-FIM_MARKS_SUFFIX_FIRST = ("[PREFIX]", "[SUFFIX]")
+SUFFIX_FIRST_FIM_TOKENS = ("[PREFIX]", "[SUFFIX]")
 """Codestral's: [SUFFIX] suffix [PREFIX] prefix."""
-FIM_ENDS = (
+FIM_STOP_TOKENS = (
     "<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|endoftext|>", "<|file_separator|>",
     "<file_sep>", "<fim_pad>", "▁<EOT>", "<EOT>",
 )  # fmt: skip
@@ -49,13 +49,13 @@ def find_fim_tokens(special: Mapping[str, int]) -> FimTokens | None:
     Args:
         special: control tokens by their text.
     """
-    ends = tuple(special[mark] for mark in FIM_ENDS if mark in special)
-    for prefix, suffix, middle in FIM_MARKS:
+    ends = tuple(special[mark] for mark in FIM_STOP_TOKENS if mark in special)
+    for prefix, suffix, middle in FIM_TOKEN_TRIPLES:
         if prefix in special and suffix in special and middle in special:
             ids = special[prefix], special[suffix], special[middle]
             return FimTokens(*ids, ends=(*ends, *ids))
-    if all(mark in special for mark in FIM_MARKS_SUFFIX_FIRST):
-        prefix_id, suffix_id = (special[mark] for mark in FIM_MARKS_SUFFIX_FIRST)
+    if all(mark in special for mark in SUFFIX_FIRST_FIM_TOKENS):
+        prefix_id, suffix_id = (special[mark] for mark in SUFFIX_FIRST_FIM_TOKENS)
         return FimTokens(prefix_id, suffix_id, None, (*ends, prefix_id, suffix_id))
     return None
 

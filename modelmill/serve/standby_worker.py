@@ -9,7 +9,7 @@ import socket
 from modelmill.core import log
 from modelmill.serve.worker_process import WorkerLauncher, WorkerProcess, launch_worker
 
-REFILL_DELAY = 3.0
+STANDBY_REFILL_DELAY_SECONDS = 3.0
 """Seconds after a launch until the next process is started: imports take seconds of a core, which
 the model that is being loaded needs first.
 """
@@ -19,7 +19,9 @@ _log = log.get_logger("serve")
 class StandbyLauncher:
     """Launches workers from a stock of one process that waits for its ``OpenEngine``."""
 
-    def __init__(self, launch: WorkerLauncher = launch_worker, delay: float = REFILL_DELAY) -> None:
+    def __init__(
+        self, launch: WorkerLauncher = launch_worker, delay: float = STANDBY_REFILL_DELAY_SECONDS
+    ) -> None:
         """Start without a process; ``refill`` starts it.
 
         Args:

@@ -15,7 +15,7 @@ from modelmill.serve.compatibility_fields import IGNORED_PREFIX, OFF_ONLY_PREFIX
 from modelmill.serve.strict_models import accepted_field_names
 
 PydanticError = Mapping[str, Any]
-TYPE_NAMES = {
+ERROR_TYPE_NAMES = {
     "string_type": "a string",
     "list_type": "a list",
     "int_type": "an integer",
@@ -169,7 +169,7 @@ def _field_path(location: Sequence[Any], error: PydanticError) -> str:
 def _expected_type(error: PydanticError) -> str | None:
     if error["type"] == "literal_error":
         return str(error["ctx"]["expected"])
-    return TYPE_NAMES.get(error["type"])
+    return ERROR_TYPE_NAMES.get(error["type"])
 
 
 def _error_text(error: PydanticError) -> str:

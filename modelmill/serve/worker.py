@@ -24,7 +24,7 @@ from modelmill.runtime.engine_core import OUT_OF_MEMORY_ERRORS, EngineCore
 from modelmill.runtime.sequence import Sequence
 from modelmill.serve import worker_messages as wire
 from modelmill.serve.kv_session_worker import KvSessionWorker, LoadedKvSession
-from modelmill.serve.segmentation_messages import SEGMENTATION
+from modelmill.serve.segmentation_messages import SEGMENTATION_ENGINE_TYPE
 from modelmill.serve.sleep_worker import handle_sleep_message
 from modelmill.serve.watchdog import poll_interval
 from modelmill.serve.worker_inbox import (
@@ -240,7 +240,7 @@ def main(argv: list[str]) -> int:
             str(open_engine.run.get("device", "auto")), partial(announce_progress, on_progress)
         )
         artifact = open_or_build_artifact(open_engine, on_progress)
-        if artifact.manifest.engine_type == SEGMENTATION:
+        if artifact.manifest.engine_type == SEGMENTATION_ENGINE_TYPE:
             run_segmentation_worker(open_engine, artifact, channel, inbox)
             return EXIT_SERVER_GONE
         core, path = load_engine_core(open_engine, artifact, on_progress), str(artifact.path)

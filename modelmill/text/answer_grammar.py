@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import TOKEN_IDS, Grammar
+from modelmill.core.types import TOKEN_IDS_GRAMMAR, Grammar
 from modelmill.text import harmony
 from modelmill.text.argument_grammar import ArgumentGrammar
 from modelmill.text.chat_format_registry import load_chat_syntax
@@ -50,7 +50,7 @@ def whole_answer_grammar(
     Raises:
         RequestError: for such a list with a budget.
     """
-    if grammar is not None and grammar.grammar_type == TOKEN_IDS:
+    if grammar is not None and grammar.grammar_type == TOKEN_IDS_GRAMMAR:
         if budget is not None:
             raise RequestError("allowed_token_ids cannot be combined with a budget of thinking")
         return grammar
@@ -98,7 +98,9 @@ def build_answer_lark(
         assert documents is not None, "the answer has a grammar"
         body = builder.add_subgrammar(dict(documents))
         if syntax.calls.style == "harmony":
-            body = f"{builder.literal(f'{harmony.CHANNEL}final{harmony.MESSAGE}')} {body}"
+            body = (
+                f"{builder.literal(f'{harmony.CHANNEL_TOKEN}final{harmony.MESSAGE_TOKEN}')} {body}"
+            )
         body = f"{body} {builder.literal(syntax.content[1])}"
     mark = (
         "" if syntax.begun and answer["type"] == "calls" else _content_start_expr(builder, syntax)
@@ -119,7 +121,7 @@ def _thinking_expr(builder: LarkBuilder, value: Mapping[str, Any]) -> str:
     opening, closing = (mark.strip() for mark in value["marks"])
     blank = _blank_before_answer_expr(builder, value)
     if load_chat_syntax(value["format"]).calls.style == "harmony":
-        closing += f"{harmony.START}assistant"
+        closing += f"{harmony.START_TOKEN}assistant"
         blank = ""
     body = f"{builder.text_until(closing)} {blank}"
     if value["thinking"] == "open":
@@ -202,7 +204,7 @@ def _optional_calls_expr(
 ) -> str:
     """Text, or text and calls; the text has nothing that the parser reads as a call."""
     if calls.style == "harmony":
-        final = builder.literal(f"{harmony.CHANNEL}final{harmony.MESSAGE}")
+        final = builder.literal(f"{harmony.CHANNEL_TOKEN}final{harmony.MESSAGE_TOKEN}")
         return f"({final} {builder.text_without(())} | {body})"
     parts = split_mark_parts(prefix)
     if calls.whole_marks:
@@ -250,8 +252,8 @@ def _single_call_expr(builder: LarkBuilder, calls: CallSyntax, function: Mapping
         return f"{json.dumps(name + calls.name_end)} {builder.add_json_schema(schema)}"
     if calls.style == "harmony":
         header = (
-            f"{harmony.CHANNEL}commentary to=functions.{name} {harmony.CONSTRAIN}json"
-            f"{harmony.MESSAGE}"
+            f"{harmony.CHANNEL_TOKEN}commentary to=functions.{name} {harmony.CONSTRAIN_TOKEN}json"
+            f"{harmony.MESSAGE_TOKEN}"
         )
         return f"{builder.literal(header)} {builder.add_json_schema(schema)}"
     if calls.style == "tags":

@@ -22,7 +22,7 @@ from modelmill.text.chat_syntax import (
 )
 from modelmill.text.json_normalizer import split_json_object
 from modelmill.text.parameter_types import json_type_of_text
-from modelmill.text.tag_values import ITEM
+from modelmill.text.tag_values import LIST_ITEM_TAG
 
 _OUTSIDE_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"|\b(?:true|false|null)\b', re.DOTALL)
 _PYTHON_WORDS = {"true": "True", "false": "False", "null": "None"}
@@ -148,7 +148,7 @@ def _render_nested_tags(value: Any, prefix: str) -> str:
     if isinstance(value, Mapping):
         members = [*value.items()]
     elif isinstance(value, list):
-        members = [(ITEM, each) for each in value]
+        members = [(LIST_ITEM_TAG, each) for each in value]
     else:
         return value if isinstance(value, str) else json.dumps(value)
     return "".join(
@@ -180,17 +180,17 @@ def _render_harmony_messages(answer: ParsedAnswer) -> str:
     """Messages of gpt-oss; the prompt began the first one with <|start|>assistant."""
     messages = []
     if answer.reasoning:
-        messages.append(f"{harmony.CHANNEL}analysis{harmony.MESSAGE}{answer.reasoning}")
+        messages.append(f"{harmony.CHANNEL_TOKEN}analysis{harmony.MESSAGE_TOKEN}{answer.reasoning}")
     if answer.content or not (answer.calls or answer.reasoning):
         channel = "commentary" if answer.calls else "final"
-        messages.append(f"{harmony.CHANNEL}{channel}{harmony.MESSAGE}{answer.content}")
-    text = f"{harmony.END}{harmony.START}assistant".join(messages)
+        messages.append(f"{harmony.CHANNEL_TOKEN}{channel}{harmony.MESSAGE_TOKEN}{answer.content}")
+    text = f"{harmony.END_TOKEN}{harmony.START_TOKEN}assistant".join(messages)
     for call in answer.calls:
         if text:
-            end = harmony.CALL if call is not answer.calls[0] else harmony.END
-            text += f"{end}{harmony.START}assistant"
+            end = harmony.CALL_TOKEN if call is not answer.calls[0] else harmony.END_TOKEN
+            text += f"{end}{harmony.START_TOKEN}assistant"
         text += (
-            f"{harmony.CHANNEL}commentary to=functions.{call.name} "
-            f"{harmony.CONSTRAIN}json{harmony.MESSAGE}{call.arguments}"
+            f"{harmony.CHANNEL_TOKEN}commentary to=functions.{call.name} "
+            f"{harmony.CONSTRAIN_TOKEN}json{harmony.MESSAGE_TOKEN}{call.arguments}"
         )
     return text

@@ -27,9 +27,9 @@ from modelmill.text.chat_syntax import NO_MARKS, ChatSyntax, ThinkingSyntax
 from modelmill.text.tokenizer_base import Tokenizer
 from modelmill.text.tool_call_reader import ToolSchemas
 
-TAIL_TOKENS = 2
+PROMPT_TAIL_CONTROL_TOKENS = 2
 """Control tokens in the end of a prompt that marks the place of an answer."""
-MAX_TAIL_TEXT = 256
+MAX_TAIL_TEXT_CHARS = 256
 MAX_MESSAGE_ENDS = 3
 """Ends of messages inside one answer: harmony ends each of its messages."""
 
@@ -49,9 +49,9 @@ def extract_prompt_tail(
     if thinking is not None:
         base, begun = _split_trailing_thinking(base, tokenizer, thinking.marks[0])
     places = [place for place, piece in enumerate(base) if isinstance(piece, int)]
-    if not places or (isinstance(base[-1], str) and len(base[-1]) > MAX_TAIL_TEXT):
+    if not places or (isinstance(base[-1], str) and len(base[-1]) > MAX_TAIL_TEXT_CHARS):
         return None
-    first = places[-TAIL_TOKENS:][0]
+    first = places[-PROMPT_TAIL_CONTROL_TOKENS:][0]
     return PromptTail(tuple(_digest_long_text(piece) for piece in base[first:]), begun)
 
 
@@ -72,7 +72,7 @@ def _split_trailing_thinking(
 
 
 def _digest_long_text(piece: Piece) -> Piece | bytes:
-    if isinstance(piece, int) or len(piece) <= MAX_TAIL_TEXT:
+    if isinstance(piece, int) or len(piece) <= MAX_TAIL_TEXT_CHARS:
         return piece
     return hashlib.sha256(piece.encode("utf-8", "surrogatepass")).digest()
 
@@ -274,7 +274,7 @@ class AnswerSplicer:
 
     def _thinking_end_mark(self) -> str:
         if self.syntax.calls.style == "harmony":
-            return f"{harmony.END}{harmony.START}assistant"
+            return f"{harmony.END_TOKEN}{harmony.START_TOKEN}assistant"
         return THINK_TAGS.marks[1] if self.thinking is None else self.thinking.marks[1]
 
 

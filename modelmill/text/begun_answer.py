@@ -19,7 +19,7 @@ _THINKING_KEYS = ("reasoning_content", "thinking")
 
 
 @dataclass(frozen=True)
-class BegunAnswer:
+class AssistantPrefill:
     """What the last message has begun: thinking, and content if the thinking is over."""
 
     content: str = ""
@@ -64,7 +64,7 @@ def check_continued_messages(
 
 def read_begun_answer(
     messages: Sequence[Mapping[str, Any]], thinking: ThinkingSyntax | None
-) -> BegunAnswer:
+) -> AssistantPrefill:
     """Read the last message of a conversation.
 
     Args:
@@ -83,7 +83,7 @@ def read_begun_answer(
         message = validate_messages([last], as_sent=True)[0]
     except RequestError as error:
         raise RequestError(str(error).replace("messages[0]", name, 1)) from None
-    begun = BegunAnswer(_content_text(message), message.get("reasoning_content", ""))
+    begun = AssistantPrefill(_content_text(message), message.get("reasoning_content", ""))
     if begun.part == "reasoning" and thinking is None:
         raise RequestError(
             f"{name}: reasoning_content cannot be continued: the chat template of this model has "
@@ -92,7 +92,7 @@ def read_begun_answer(
     return begun
 
 
-def render_begun_answer(
+def render_assistant_prefill(
     render: Render,
     messages: Sequence[Mapping[str, Any]],
     thinking: ThinkingSyntax | None,
@@ -116,7 +116,7 @@ def render_begun_answer(
     """
     *history, last = messages
     end, reasoning_end = ends
-    begun = BegunAnswer(_content_text(last), last.get("reasoning_content", ""))
+    begun = AssistantPrefill(_content_text(last), last.get("reasoning_content", ""))
     prompt = render(history, True)
     if not begun.part:
         return prompt, ""
@@ -133,7 +133,7 @@ def render_begun_answer(
 
 
 def _with_ends(
-    message: Mapping[str, Any], begun: BegunAnswer, ends: tuple[str, str]
+    message: Mapping[str, Any], begun: AssistantPrefill, ends: tuple[str, str]
 ) -> dict[str, Any]:
     """The message with characters behind its content and behind its thinking."""
     end, reasoning_end = ends
@@ -150,7 +150,9 @@ def _with_ends(
     return out
 
 
-def _write_begun_answer(prompt: str, begun: BegunAnswer, thinking: ThinkingSyntax | None) -> str:
+def _write_begun_answer(
+    prompt: str, begun: AssistantPrefill, thinking: ThinkingSyntax | None
+) -> str:
     """Write a begun answer behind the generation prompt, in the marks of the chat format."""
     if thinking is None:
         return prompt + begun.content

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Unpack
 from modelmill.core.errors import RequestError, TemplateError
 from modelmill.text.answer_parser import AnswerParser, make_answer_parser
 from modelmill.text.answer_pieces import BegunPart
-from modelmill.text.begun_answer import read_begun_answer, render_begun_answer
+from modelmill.text.begun_answer import read_begun_answer, render_assistant_prefill
 from modelmill.text.chat_format import ChatFormat
 from modelmill.text.chat_format_registry import (
     detect_chat_format,
@@ -33,7 +33,7 @@ from modelmill.text.message_validation import (
     validate_messages,
 )
 from modelmill.text.prompt_format import CHAT_FORMAT_FILE, load_prompt_format
-from modelmill.text.qwen_chat_format import END, HISTORY_WINDOW_TOKENS, START, QwenChatFormat
+from modelmill.text.qwen_chat_format import HISTORY_WINDOW_TOKENS, IM_END, IM_START, QwenChatFormat
 from modelmill.text.role_order import rearrange_roles
 from modelmill.text.template_probe import (
     AcceptedCallForms,
@@ -65,7 +65,7 @@ TURN_ENDS = (
     "<|call|>",
     "<|end_of_msg|>",
 )
-MORE_TEMPLATES = "additional_chat_templates"
+EXTRA_TEMPLATES_FOLDER = "additional_chat_templates"
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
 _PROBE_TOOL = {
@@ -102,8 +102,8 @@ def load_chat_format(
         return TemplateChatFormat(templates, tokenizer, limits=limits)
     if (
         tokenizer.tokenizer_type == "tiktoken"
-        and START in tokenizer.special
-        and END in tokenizer.special
+        and IM_START in tokenizer.special
+        and IM_END in tokenizer.special
     ):
         settings = parse_json_file(files, "generation_config.json")
         if settings.get("chat_format") == "raw":
@@ -172,7 +172,7 @@ def _templates_with_own_files(files: Mapping[str, bytes]) -> dict[str, str]:
     templates: dict[str, str] = {}
     for file in files:
         folder, _, name = file.removesuffix(".jinja").rpartition("/")
-        if file != "chat_template.jinja" and folder != MORE_TEMPLATES:
+        if file != "chat_template.jinja" and folder != EXTRA_TEMPLATES_FOLDER:
             continue
         try:
             templates[name if folder else "default"] = files[file].decode("utf-8")
@@ -316,7 +316,7 @@ class TemplateChatFormat(ChatFormat):
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> _MarkedText:
-        """Render a conversation that the answer continues; see ``render_begun_answer``."""
+        """Render a conversation that the answer continues; see ``render_assistant_prefill``."""
         read_begun_answer(messages, self.thinking)
         template, values = self._template_variables(messages, tools, options)
         texts = [template, *self._tokenizer.special, *iter_strings(values)]
@@ -334,7 +334,7 @@ class TemplateChatFormat(ChatFormat):
             changes.update(dict.fromkeys(changed))
             return text
 
-        prompt, begun = render_begun_answer(
+        prompt, begun = render_assistant_prefill(
             render, marked["messages"], self.thinking, (end, reasoning_end)
         )
         return _MarkedText(prompt, begun, mark, tuple(changes))

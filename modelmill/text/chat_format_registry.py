@@ -8,14 +8,14 @@ from functools import cache
 from modelmill.core.module_lookup import import_module_if_exists, list_module_names
 from modelmill.text.chat_syntax import NO_MARKS, ChatSyntax, ThinkingSyntax
 
-PACKAGE = "modelmill.text.chat_formats"
+CHAT_FORMATS_PACKAGE = "modelmill.text.chat_formats"
 THINK_TAGS = ThinkingSyntax()
-FALLBACK, WITHOUT_TOOLS = "json", "described"
+FALLBACK_CHAT_FORMAT, NO_TOOLS_CHAT_FORMAT = "json", "described"
 
 
 def list_chat_formats() -> list[str]:
     """Return the names of all formats."""
-    return list_module_names(PACKAGE)
+    return list_module_names(CHAT_FORMATS_PACKAGE)
 
 
 @cache
@@ -25,7 +25,7 @@ def load_chat_syntax(name: str) -> ChatSyntax:
     Raises:
         ValueError: if there is no file of that name.
     """
-    module = import_module_if_exists(PACKAGE, name)
+    module = import_module_if_exists(CHAT_FORMATS_PACKAGE, name)
     if module is None:
         raise ValueError(f"no chat format {name!r}; there are {', '.join(list_chat_formats())}")
     syntax: ChatSyntax = module.FORMAT
@@ -51,14 +51,14 @@ def detect_chat_format(template: str, tokens: Collection[str] = ()) -> str:
     if found[-1]:
         return found[-1]
     if "tools" not in template:
-        return WITHOUT_TOOLS
+        return NO_TOOLS_CHAT_FORMAT
     by_tokens = max(
         (
             (len(load_chat_syntax(name).tokens), name)
             for name in list_chat_formats()
             if load_chat_syntax(name).tokens and set(load_chat_syntax(name).tokens) <= set(tokens)
         ),
-        default=(0, FALLBACK),
+        default=(0, FALLBACK_CHAT_FORMAT),
     )
     return by_tokens[1]
 

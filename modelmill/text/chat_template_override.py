@@ -7,7 +7,7 @@ from pathlib import Path
 
 from modelmill.core.chat_format_file import make_chat_format_file
 from modelmill.core.errors import UsageError
-from modelmill.text.chat_format_loader import MORE_TEMPLATES
+from modelmill.text.chat_format_loader import EXTRA_TEMPLATES_FOLDER
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import replace_prompt_style
 from modelmill.text.prompt_format import (
@@ -29,7 +29,8 @@ def replace_chat_template(files: dict[str, bytes], source: str | Path) -> dict[s
     others = {
         name: data
         for name, data in files.items()
-        if name not in (IMAGE_CHAT, CHAT_FORMAT_FILE) and not name.startswith(f"{MORE_TEMPLATES}/")
+        if name not in (IMAGE_CHAT, CHAT_FORMAT_FILE)
+        and not name.startswith(f"{EXTRA_TEMPLATES_FOLDER}/")
     }
     if str(source) in list_prompt_formats():
         return {**others, CHAT_FORMAT_FILE: make_chat_format_file(str(source))}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from modelmill.text.tokenizer_base import Tokenizer
 
-REPLACEMENT = "\ufffd"
+REPLACEMENT_CHAR = "\ufffd"
 
 
 class IncrementalUtf8Decoder:
@@ -45,7 +45,7 @@ class IncrementalUtf8Decoder:
                 text, used = codecs.utf_8_decode(data[start:], "strict", final)
             except UnicodeDecodeError as error:
                 done.append(data[start : start + error.start].decode("utf-8"))
-                done.append(REPLACEMENT * (error.end - error.start if self._each_byte else 1))
+                done.append(REPLACEMENT_CHAR * (error.end - error.start if self._each_byte else 1))
                 start += error.end
                 continue
             done.append(text)

@@ -16,15 +16,15 @@ from modelmill.text.hf_tokenizer import (
 )
 from modelmill.text.pre_tokenizers import PRE_TOKENIZERS
 from modelmill.text.sentencepiece_proto import (
-    BYTE,
-    CONTROL,
-    NORMAL,
-    UNKNOWN,
-    USER_DEFINED,
+    BYTE_PIECE,
+    CONTROL_PIECE,
+    NORMAL_PIECE,
+    UNKNOWN_PIECE,
+    USER_DEFINED_PIECE,
     SpmModel,
     SpmPiece,
 )
-from modelmill.text.sentencepiece_tokenizer import SPACE, make_spm_tokenizer
+from modelmill.text.sentencepiece_tokenizer import METASPACE, make_spm_tokenizer
 from modelmill.text.tokenizer_base import Tokenizer
 from modelmill.text.tokenizer_files import (
     TokenizerSettings,
@@ -56,7 +56,7 @@ def load_gguf_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
         or not all(isinstance(text, str) for text in tokens)
     ):
         raise TokenizerError("the GGUF file's tokenizer.ggml.tokens must be a list of strings")
-    types = data.get("token_type", [NORMAL] * len(tokens))
+    types = data.get("token_type", [NORMAL_PIECE] * len(tokens))
     if not isinstance(types, list) or len(types) != len(tokens) or not all(map(is_token_id, types)):
         raise TokenizerError(
             "the GGUF file's tokenizer.ggml.token_type must hold one number a token"
@@ -151,9 +151,9 @@ def _finish_tokenizer(
 ) -> Tokenizer:
     """Add the control tokens and those that the user defined."""
     ids = _read_special_token_ids(data, len(tokens))
-    control = {id for id, type_ in enumerate(types) if type_ in (CONTROL, UNKNOWN)} | set(
-        ids.values()
-    )
+    control = {
+        id for id, type_ in enumerate(types) if type_ in (CONTROL_PIECE, UNKNOWN_PIECE)
+    } | set(ids.values())
     core.add_special_tokens(
         [
             AddedToken(tokens[id], normalized=False, special=True)
@@ -162,7 +162,9 @@ def _finish_tokenizer(
         ]
     )
     user = [
-        tokens[id] for id, type_ in enumerate(types) if type_ == USER_DEFINED and id not in control
+        tokens[id]
+        for id, type_ in enumerate(types)
+        if type_ == USER_DEFINED_PIECE and id not in control
     ]
     core.add_tokens([AddedToken(text, normalized=False) for text in user if text])
     return wrap_tokenizers_core(
@@ -180,23 +182,23 @@ def _make_sentencepiece_tokenizer(
     ids = _read_special_token_ids(
         data, len(tokens), {"bos_token": 1, "eos_token": 2, "unk_token": 0}
     )
-    if not all(NORMAL <= type_ <= BYTE for type_ in types):
+    if not all(NORMAL_PIECE <= type_ <= BYTE_PIECE for type_ in types):
         raise TokenizerError(
             "the GGUF file's tokenizer.ggml.token_type holds numbers outside 1 to 6"
         )
-    piece_types = [NORMAL if type_ == UNKNOWN else type_ for type_ in types]
+    piece_types = [NORMAL_PIECE if type_ == UNKNOWN_PIECE else type_ for type_ in types]
     for key, id in ids.items():
         piece_types[id] = (
-            UNKNOWN
+            UNKNOWN_PIECE
             if key == "unk_token"
             else piece_types[id]
-            if piece_types[id] == UNKNOWN
-            else CONTROL
+            if piece_types[id] == UNKNOWN_PIECE
+            else CONTROL_PIECE
         )
     pieces = [
         # llama.cpp's converter writes the spaces of these alone as they are
         SpmPiece(
-            text.replace(" ", SPACE) if piece_type == USER_DEFINED else text,
+            text.replace(" ", METASPACE) if piece_type == USER_DEFINED_PIECE else text,
             float(score),
             piece_type,
         )

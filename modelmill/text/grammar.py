@@ -15,10 +15,10 @@ import numpy as np
 
 from modelmill.core.errors import MissingDependency, RequestError
 from modelmill.core.packages import install_command
-from modelmill.core.quoting import one_line
+from modelmill.core.quoting import truncate_to_one_line
 from modelmill.core.types import Grammar
 from modelmill.text.answer_grammar import build_answer_lark
-from modelmill.text.chat_format_registry import FALLBACK
+from modelmill.text.chat_format_registry import FALLBACK_CHAT_FORMAT
 from modelmill.text.lark_builder import LarkBuilder
 from modelmill.text.message_validation import check_json_data
 from modelmill.text.rust_errors import is_rust_panic
@@ -38,7 +38,7 @@ GRAMMAR_TYPE_NAMES = {
     "calls": "schema of the functions",
     "answer": "schema of the answer",
 }
-SPACE = r"\n?[ ]{0,12}"
+JSON_WHITESPACE_PATTERN = r"\n?[ ]{0,12}"
 """Whitespace between the parts of JSON; bounded, since small models may repeat newlines."""
 
 
@@ -60,7 +60,8 @@ def check_grammar(grammar: Grammar) -> None:
         if inner_grammar_type(grammar) == "calls":
             _raise_for_invalid_function(grammar)
         raise RequestError(
-            f"the {_type_name(grammar)} cannot be used: {one_line(problem, MAX_MESSAGE_CHARS)}"
+            f"the {_type_name(grammar)} cannot be used: "
+            f"{truncate_to_one_line(problem, MAX_MESSAGE_CHARS)}"
         )
 
 
@@ -132,7 +133,7 @@ class GuideFactory:
         if matcher.is_error():
             raise RequestError(
                 f"the {_type_name(grammar)} cannot be used: "
-                f"{one_line(matcher.get_error(), MAX_MESSAGE_CHARS)}"
+                f"{truncate_to_one_line(matcher.get_error(), MAX_MESSAGE_CHARS)}"
             )
         # computed here because the first mask is slow; it also detects a grammar without any text
         matcher.compute_bitmask()
@@ -240,7 +241,7 @@ def _grammar_errors_as_request_errors(grammar: Grammar) -> Iterator[None]:
         raise RequestError(f"the {what} has an unpaired surrogate") from None
     except ValueError as error:  # a number of more than 64 bits
         raise RequestError(
-            f"the {what} cannot be used: {one_line(str(error), MAX_MESSAGE_CHARS)}"
+            f"the {what} cannot be used: {truncate_to_one_line(str(error), MAX_MESSAGE_CHARS)}"
         ) from None
     except BaseException as error:
         if not is_rust_panic(error):
@@ -294,7 +295,12 @@ def _to_llguidance(grammar: Grammar, lib: Any, special: Mapping[str, int] | None
         return _wrap_lark_grammar("start: " + " | ".join(json.dumps(each) for each in value))
     if grammar.grammar_type == "calls":
         answer = {"type": "calls", "text": grammar.text}
-        value = {"format": FALLBACK, "marks": None, "thinking": "free", "answer": answer}
+        value = {
+            "format": FALLBACK_CHAT_FORMAT,
+            "marks": None,
+            "thinking": "free",
+            "answer": answer,
+        }
         return build_answer_lark(value, LarkBuilder({}, _make_schema_converter(lib)), None)
     if not isinstance(value, dict):
         raise RequestError("a JSON schema must be an object")
@@ -310,7 +316,9 @@ def _schema_to_llguidance(value: dict[str, Any], lib: Any) -> str:
     # clients must not set llguidance's options
     value = {key: each for key, each in value.items() if key != "x-guidance"}
     return str(
-        lib.LLMatcher.grammar_from_json_schema(value, overrides={"whitespace_pattern": SPACE})
+        lib.LLMatcher.grammar_from_json_schema(
+            value, overrides={"whitespace_pattern": JSON_WHITESPACE_PATTERN}
+        )
     )
 
 

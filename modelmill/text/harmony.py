@@ -14,14 +14,34 @@ from modelmill.text.answer_pieces import AnswerPiece, BegunPart, PieceCollector
 from modelmill.text.json_normalizer import StreamingJsonNormalizer
 from modelmill.text.tool_call_reader import ToolSchemas, find_first_mark, longest_suffix_overlap
 
-START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
-CONSTRAIN, END, CALL, RETURN = "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"
-CONTROL_TOKENS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
+START_TOKEN, CHANNEL_TOKEN, MESSAGE_TOKEN = "<|start|>", "<|channel|>", "<|message|>"
+CONSTRAIN_TOKEN, END_TOKEN, CALL_TOKEN, RETURN_TOKEN = (
+    "<|constrain|>",
+    "<|end|>",
+    "<|call|>",
+    "<|return|>",
+)
+CONTROL_TOKENS = (
+    START_TOKEN,
+    CHANNEL_TOKEN,
+    MESSAGE_TOKEN,
+    CONSTRAIN_TOKEN,
+    END_TOKEN,
+    CALL_TOKEN,
+    RETURN_TOKEN,
+)
 MAX_HEADER_CHARS = 512
-_ENDS = (END, CALL, RETURN, START, CHANNEL)
-_CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
+_ENDS = (END_TOKEN, CALL_TOKEN, RETURN_TOKEN, START_TOKEN, CHANNEL_TOKEN)
+_CHANNEL = re.compile(rf"{re.escape(CHANNEL_TOKEN)}\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_HEADER_STARTS = (START, CHANNEL, "to=", "assistant" + CHANNEL, "assistant to=", MESSAGE)
+_HEADER_STARTS = (
+    START_TOKEN,
+    CHANNEL_TOKEN,
+    "to=",
+    "assistant" + CHANNEL_TOKEN,
+    "assistant to=",
+    MESSAGE_TOKEN,
+)
 
 
 class HarmonyAnswerParser(AnswerParser):
@@ -56,16 +76,18 @@ class HarmonyAnswerParser(AnswerParser):
         if not _may_be_header(text):
             self._mode = self._scan_content
             return True
-        place = self._buffer.find(MESSAGE, 0, MAX_HEADER_CHARS)
+        place = self._buffer.find(MESSAGE_TOKEN, 0, MAX_HEADER_CHARS)
         if place < 0:
             if len(self._buffer) >= MAX_HEADER_CHARS:
                 # no header is that long: its first mark is no content, the rest is
-                mark = next((each for each in (START, CHANNEL) if text.startswith(each)), "")
+                mark = next(
+                    (each for each in (START_TOKEN, CHANNEL_TOKEN) if text.startswith(each)), ""
+                )
                 self._buffer = text.removeprefix(mark)
                 self._mode = self._scan_content
                 return True
             return False
-        header = self._header = self._buffer[: place + len(MESSAGE)]
+        header = self._header = self._buffer[: place + len(MESSAGE_TOKEN)]
         self._buffer = self._buffer[len(header) :]
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         name = recipient[1].removeprefix("functions.") if recipient else ""
@@ -132,7 +154,7 @@ class HarmonyAnswerParser(AnswerParser):
             text, self._buffer = self._buffer[:stop], self._buffer[stop:]
             return text, False
         text, self._buffer = self._buffer[:place], self._buffer[place:]
-        if mark not in (START, CHANNEL):
+        if mark not in (START_TOKEN, CHANNEL_TOKEN):
             self._buffer = self._buffer[len(mark) :]
         self._mode = self._scan_header
         return text, True

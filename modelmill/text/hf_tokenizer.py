@@ -29,11 +29,11 @@ from modelmill.text.tokenizer_json_checks import check_tokenizer_json, check_voc
 # Qwen lists <|fim_prefix|> and its like as ordinary added tokens; they steer the model all the
 # same.
 CONTROL_TOKEN_PATTERN = re.compile(r"<[|｜][^<>]*[|｜]>")
-SPACE = "▁"
+METASPACE = "▁"
 MAX_UNSPLIT_CHARS = 2048
 """Characters that take a millisecond or two."""
 BYTE_TOKEN_PATTERN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-ALPHABET = byte_level_alphabet()
+BYTE_LEVEL_ALPHABET = byte_level_alphabet()
 AFFIX_PROBES = ("x", "1", ".")
 """Texts to find out what is added around one; some tokenizers drop some."""
 
@@ -111,9 +111,9 @@ def make_character_level_bpe(
         file, lambda: models.BPE(vocab=vocab, merges=merges, byte_fallback=True, fuse_unk=True)
     )
     core = tokenizers.Tokenizer(model)
-    core.normalizer = normalizers.Replace(" ", SPACE)
+    core.normalizer = normalizers.Replace(" ", METASPACE)
     core.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        [decoders.Replace(METASPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     return core
 
@@ -280,11 +280,11 @@ class HfTokenizer(Tokenizer):
             return b""
         if self._byte_level:
             try:
-                return bytes(ALPHABET[char] for char in token)
+                return bytes(BYTE_LEVEL_ALPHABET[char] for char in token)
             except KeyError:
                 return token.encode("utf-8")
         byte = BYTE_TOKEN_PATTERN.fullmatch(token)
-        return bytes([int(byte[1], 16)]) if byte else token.replace(SPACE, " ").encode("utf-8")
+        return bytes([int(byte[1], 16)]) if byte else token.replace(METASPACE, " ").encode("utf-8")
 
 
 def checked_decoder_json(core: tokenizers.Tokenizer) -> str:

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, Unpack
 
 from modelmill.core.errors import RequestError, TemplateError
 from modelmill.text.chat_format import CodedChatFormat
-from modelmill.text.chat_format_registry import WITHOUT_TOOLS
+from modelmill.text.chat_format_registry import NO_TOOLS_CHAT_FORMAT
 from modelmill.text.message_validation import ChatRenderArgs, Messages, validate_messages
 from modelmill.text.tokenizer_base import Tokenizer
 from modelmill.text.tokenizer_files import parse_json_file
 
 IMAGE_CHAT_FILE = "image_chat.json"
-SYSTEM = (
+DEFAULT_SYSTEM_PROMPT = (
     "Give the following image: <Img>ImageContent</Img>. You will be able to see the image once I "
     "provide it to you. "
     "Please answer my questions."
@@ -32,7 +32,7 @@ IMAGE_OPEN, IMAGE_CLOSE, IMAGE_PLACEHOLDER = "<Img>", "</Img>", "<ImageHere>"
 # space more
 PROMPT_STYLES = {"first": "Assistant:", "current": "Assistant: "}
 MAX_IMAGES = 32
-MINIGPT4, BLIP2 = "minigpt4", "blip-2"
+MINIGPT4_FORMAT, BLIP2_FORMAT = "minigpt4", "blip-2"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ImageChatMessage(NamedTuple):
 class ImageChatFormat(CodedChatFormat):
     """MiniGPT-4's chat format: Vicuna's turns with pictures between marks."""
 
-    format_name = WITHOUT_TOOLS
+    format_name = NO_TOOLS_CHAT_FORMAT
     # ### has two tokenizations, so it is matched as text
     stop_strings = (TURN_END,)
     penalize_prompt = False  # as upstream
@@ -154,7 +154,7 @@ class ImageChatFormat(CodedChatFormat):
         self, messages: Sequence[ImageChatMessage], add_generation_prompt: bool
     ) -> list[str | ImagePart]:
         """Format a conversation as pieces of text and pictures."""
-        system, pieces = SYSTEM, list[str | ImagePart]()
+        system, pieces = DEFAULT_SYSTEM_PROMPT, list[str | ImagePart]()
         for role, text, parts in messages:
             if role == "system":
                 system = text
@@ -209,8 +209,8 @@ def load_image_chat_format(files: Mapping[str, bytes], tokenizer: Tokenizer) -> 
     """
     settings = parse_json_file(files, IMAGE_CHAT_FILE)
     tokens, prompt = settings.get("tokens"), settings.get("prompt")
-    known = settings.get("format") == BLIP2 or (
-        settings.get("format") == MINIGPT4 and prompt in PROMPT_STYLES
+    known = settings.get("format") == BLIP2_FORMAT or (
+        settings.get("format") == MINIGPT4_FORMAT and prompt in PROMPT_STYLES
     )
     if not known or type(tokens) is not int or not 0 < tokens < 65536:
         raise TemplateError(
@@ -219,7 +219,7 @@ def load_image_chat_format(files: Mapping[str, bytes], tokenizer: Tokenizer) -> 
         )
     return (
         Blip2ChatFormat(tokenizer, tokens)
-        if settings["format"] == BLIP2
+        if settings["format"] == BLIP2_FORMAT
         else ImageChatFormat(tokenizer, tokens, prompt)
     )
 
@@ -231,7 +231,7 @@ def replace_prompt_style(files: Mapping[str, bytes], prompt_style: str) -> bytes
         TemplateError: if the model has only one prompt style.
     """
     settings = parse_json_file(files, IMAGE_CHAT_FILE)
-    if settings.get("format") != MINIGPT4:
+    if settings.get("format") != MINIGPT4_FORMAT:
         raise TemplateError(
             f"this model has one prompt style only; leave out the template {prompt_style!r}"
         )

@@ -29,10 +29,10 @@ _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 _ESCAPE_SIZES = {"u": 4, "x": 2, "U": 8}
 MAX_BARE_KEY_CHARS = 1024
 """Maximum characters of a key without quotes."""
-SET = "set"
+SET_BRACKET = "set"
 """An open set of Python's syntax, which becomes a list."""
-_CLOSERS = {"[": "]", "{": "}", SET: "}"}
-_WRITTEN_CLOSERS = {"[": "]", "{": "}", SET: "]"}
+_CLOSERS = {"[": "]", "{": "}", SET_BRACKET: "}"}
+_WRITTEN_CLOSERS = {"[": "]", "{": "}", SET_BRACKET: "]"}
 
 
 def suffix_overlap(text: str, mark: str) -> int:

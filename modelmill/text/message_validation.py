@@ -18,7 +18,7 @@ MESSAGE_KEYS = (
     *("reasoning_content", "reasoning"),
 )
 MAX_DEPTH = 64
-MAX_BITS = 1024  # Python refuses to print much longer ones
+MAX_INTEGER_BITS = 1024  # Python refuses to print much longer ones
 
 
 class ChatRenderArgs(TypedDict, total=False):
@@ -86,8 +86,8 @@ def check_json_data(value: object, location: str, depth: int = 0) -> None:
         raise RequestError(f"{location} has a {type(value).__name__}, which JSON cannot express")
     elif isinstance(value, float) and not math.isfinite(value):
         raise RequestError(f"{location} has a number that is not finite, which JSON cannot express")
-    elif isinstance(value, int) and value.bit_length() > MAX_BITS:
-        raise RequestError(f"{location} has an integer of more than {MAX_BITS} bits")
+    elif isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
+        raise RequestError(f"{location} has an integer of more than {MAX_INTEGER_BITS} bits")
 
 
 def _validated_message(message: object, location: str) -> dict[str, Any]:

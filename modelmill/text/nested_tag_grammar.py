@@ -18,7 +18,7 @@ from modelmill.text.parameter_types import (
     argument_text_to_json,
     schema_types,
 )
-from modelmill.text.tag_values import ITEM
+from modelmill.text.tag_values import LIST_ITEM_TAG
 
 Schema = Mapping[str, Any]
 _COMMENTS = {"title", "description", "default", "examples", "$schema", "$defs", "definitions"}
@@ -66,7 +66,9 @@ class NestedTagGrammar(ArgumentGrammar):
             return f"{self._tagged_properties_expr(schema)} {builder.literal(close)}"
         if types == {"array"} and schema.keys() <= _LIST_KEYS:
             items = schema.get("items")
-            item = self._tagged_value_expr(ITEM, items if isinstance(items, Mapping) else {})
+            item = self._tagged_value_expr(
+                LIST_ITEM_TAG, items if isinstance(items, Mapping) else {}
+            )
             low, high = int(schema.get("minItems", 0)), schema.get("maxItems", "")
             return f"({builder.add_rule(item)}){{{low},{high}}} {builder.literal(close)}"
         if "enum" in schema or "const" in schema:

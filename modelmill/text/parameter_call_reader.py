@@ -20,11 +20,11 @@ from modelmill.text.tool_call_reader import (
     split_mark_parts,
 )
 
-ESCAPED_BREAK = "\\n"
+ESCAPED_NEWLINE = "\\n"
 """A backslash and an n, which GLM sometimes writes for the line break between two marks."""
 STRING_TYPES = ("string", "any")
 """Names of types whose text is the value, where the tool declares none."""
-WRAPPERS = ("arguments", "input", "parameters", "properties")
+ARGUMENTS_WRAPPER_KEYS = ("arguments", "input", "parameters", "properties")
 """Names under which models write all arguments as one object, though the tool has no such one."""
 
 
@@ -61,7 +61,7 @@ class ParameterCallReader(NamedCallReader):
 
     def _clean_function_name(self, name: str) -> str:
         """The name without an escaped line break, unless a tool is called so."""
-        return name if name in self._tools else name.removesuffix(ESCAPED_BREAK)
+        return name if name in self._tools else name.removesuffix(ESCAPED_NEWLINE)
 
     def _match_parts(self, text: str, at: int, parts: tuple[str, ...]) -> tuple[int, int | None]:
         """As ``ToolCallReader``'s; an escaped line break may be before a part, too."""
@@ -69,12 +69,12 @@ class ParameterCallReader(NamedCallReader):
         if place is None or count == len(parts):
             return count, place
         start = skip_whitespace(text, place)
-        rest = text[start : start + len(ESCAPED_BREAK)]
-        if rest == ESCAPED_BREAK:
-            more, end = super()._match_parts(text, start + len(ESCAPED_BREAK), parts[count:])
+        rest = text[start : start + len(ESCAPED_NEWLINE)]
+        if rest == ESCAPED_NEWLINE:
+            more, end = super()._match_parts(text, start + len(ESCAPED_NEWLINE), parts[count:])
             if end is None or more:
                 return count + more, end
-        elif rest and not self._final and ESCAPED_BREAK.startswith(rest):
+        elif rest and not self._final and ESCAPED_NEWLINE.startswith(rest):
             return count, None
         return count, place
 
@@ -270,7 +270,11 @@ class ParameterCallReader(NamedCallReader):
     def _is_arguments_wrapper_key(self, key: str) -> bool:
         """Whether a key is none of the tool, but one under which models write all arguments."""
         properties = (self._tools.get(self._name) or {}).get("properties")
-        return key in WRAPPERS and isinstance(properties, Mapping) and key not in properties
+        return (
+            key in ARGUMENTS_WRAPPER_KEYS
+            and isinstance(properties, Mapping)
+            and key not in properties
+        )
 
     def _scan_wrapped_arguments(self, text: str, at: int) -> int:
         """All arguments as one object under a name of its own."""

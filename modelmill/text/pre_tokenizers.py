@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from tokenizers import Regex, pre_tokenizers
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-WHITESPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-UPPER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
-LOWER = r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-NO_HAN = r"&&[^\p{Han}]"
-DIGIT = r"\p{N}"
+WHITESPACE_PATTERN = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+UPPERCASE_CLASSES = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
+LOWERCASE_CLASSES = r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+EXCLUDE_HAN = r"&&[^\p{Han}]"
+DIGIT_PATTERN = r"\p{N}"
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-CJK = r"[一-龥぀-ゟ゠-ヿ]+"
+CJK_RUN_PATTERN = r"[一-龥぀-ゟ゠-ヿ]+"
 DEEPSEEK_V3_WORDS = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{WHITESPACE}"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{WHITESPACE_PATTERN}"
 )
 # of DeepSeek LLM: letters of alphabets with capital and small letters
 CASED_LETTERS = (
@@ -39,7 +39,7 @@ def words_pattern(
     *,
     letters: str = r"\p{L}",
     contractions: bool = True,
-    whitespace: str = WHITESPACE,
+    whitespace: str = WHITESPACE_PATTERN,
 ) -> str:
     """Words of one case or both, digits, runs of punctuation with line ends, whitespace.
 
@@ -65,12 +65,16 @@ def cased_words_pattern(
         but: Characters that are in no word.
         slash: Whether a slash may follow punctuation, as a line end does.
     """
-    upper, lower, before = f"[{UPPER}{but}]", f"[{LOWER}{but}]", r"[^\r\n\p{L}\p{N}]?"
+    upper, lower, before = (
+        f"[{UPPERCASE_CLASSES}{but}]",
+        f"[{LOWERCASE_CLASSES}{but}]",
+        r"[^\r\n\p{L}\p{N}]?",
+    )
     end = f"{CONTRACTIONS}?" if contractions else ""
     punctuation = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n{'/' if slash else ''}]*"
     return (
         f"{before}{upper}*{lower}+{end}|{before}{upper}+{lower}*{end}|{digits}|{punctuation}"
-        f"|{WHITESPACE}"
+        f"|{WHITESPACE_PATTERN}"
     )
 
 
@@ -101,11 +105,11 @@ class PreTokenizer:
 
 
 _GPT2 = PreTokenizer((GPT2_WORDS,))
-_DIGITS_FIRST = PreTokenizer((DIGIT, GPT2_WORDS))
+_DIGITS_FIRST = PreTokenizer((DIGIT_PATTERN, GPT2_WORDS))
 _LLAMA3 = PreTokenizer((words_pattern(),), ignores_merges=True, adds_bos=True)
 _GLM4 = PreTokenizer((words_pattern(),), ignores_merges=True)
-_QWEN2 = PreTokenizer((words_pattern(DIGIT),), normalizes=True)
-_DEEPSEEK_V3 = PreTokenizer((r"\p{N}{1,3}", CJK, DEEPSEEK_V3_WORDS))
+_QWEN2 = PreTokenizer((words_pattern(DIGIT_PATTERN),), normalizes=True)
+_DEEPSEEK_V3 = PreTokenizer((r"\p{N}{1,3}", CJK_RUN_PATTERN, DEEPSEEK_V3_WORDS))
 _GPT4O = PreTokenizer((cased_words_pattern(r"\p{N}{1,3}", contractions=True),))
 _BLOOM = PreTokenizer((BLOOM_WORDS,))
 _BAILING = PreTokenizer(
@@ -130,7 +134,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
          "mellum2"),
         _DIGITS_FIRST,
     ),
-    "command-r": PreTokenizer((DIGIT, GPT2_WORDS), normalizes=True),
+    "command-r": PreTokenizer((DIGIT_PATTERN, GPT2_WORDS), normalizes=True),
     **dict.fromkeys(
         ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
         _LLAMA3,
@@ -152,13 +156,13 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
          "solar-open", "grok-2"),
         _QWEN2,
     ),
-    "ufakzeka": PreTokenizer((words_pattern(DIGIT, contractions=False),), normalizes=True),
-    "laguna": PreTokenizer((r"[^\n]+|[\n]+", words_pattern(DIGIT))),
-    "qwen35": PreTokenizer((words_pattern(DIGIT, letters=r"\p{L}\p{M}"),), normalizes=True),
+    "ufakzeka": PreTokenizer((words_pattern(DIGIT_PATTERN, contractions=False),), normalizes=True),
+    "laguna": PreTokenizer((r"[^\n]+|[\n]+", words_pattern(DIGIT_PATTERN))),
+    "qwen35": PreTokenizer((words_pattern(DIGIT_PATTERN, letters=r"\p{L}\p{M}"),), normalizes=True),
     "seed-coder": PreTokenizer(
         (
             rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}"
-            rf"| ?[^\s\p{{L}}\p{{N}}\r\n]+|{WHITESPACE}",
+            rf"| ?[^\s\p{{L}}\p{{N}}\r\n]+|{WHITESPACE_PATTERN}",
         )
     ),
     "exaone-moe": PreTokenizer(
@@ -172,19 +176,21 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _GPT4O),
     **dict.fromkeys(("tiny_aya", "cohere2moe"), _TINY_AYA),
     "tekken": PreTokenizer(
-        (cased_words_pattern(DIGIT, contractions=False),), ignores_merges=True, adds_bos=True
+        (cased_words_pattern(DIGIT_PATTERN, contractions=False),),
+        ignores_merges=True,
+        adds_bos=True,
     ),
     "youtu": PreTokenizer(
         (
             r"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
-            cased_words_pattern(DIGIT, contractions=True),
+            cased_words_pattern(DIGIT_PATTERN, contractions=True),
         ),
         ignores_merges=True,
     ),
     "kimi-k2": PreTokenizer(
         (
             r"[\p{Han}]+|"
-            + cased_words_pattern(r"\p{N}{1,3}", contractions=True, but=NO_HAN, slash=False),
+            + cased_words_pattern(r"\p{N}{1,3}", contractions=True, but=EXCLUDE_HAN, slash=False),
         )
     ),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK_V3),
@@ -199,11 +205,11 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
         )
     ),
     "deepseek-coder": PreTokenizer(
-        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", DIGIT)
+        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", DIGIT_PATTERN)
     ),
     "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", GPT2_WORDS, "[0-9][0-9][0-9]")),
     **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), _BLOOM),
-    "viking": PreTokenizer((BLOOM_WORDS, DIGIT)),
+    "viking": PreTokenizer((BLOOM_WORDS, DIGIT_PATTERN)),
     "superbpe": PreTokenizer((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
 }  # fmt: skip
 """By tokenizer.ggml.pre, as llama.cpp's converter names them."""

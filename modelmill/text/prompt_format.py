@@ -16,12 +16,12 @@ from modelmill.core.errors import RequestError, TemplateError
 from modelmill.core.module_lookup import import_module_if_exists, list_module_names
 from modelmill.text.begun_answer import read_begun_answer
 from modelmill.text.chat_format import CodedChatFormat
-from modelmill.text.chat_format_registry import WITHOUT_TOOLS
+from modelmill.text.chat_format_registry import NO_TOOLS_CHAT_FORMAT
 from modelmill.text.message_validation import ChatRenderArgs, Messages, validate_messages
 from modelmill.text.tokenizer_base import Tokenizer
 from modelmill.text.tokenizer_files import parse_json_file
 
-PACKAGE = "modelmill.text.prompt_formats"
+PROMPT_FORMATS_PACKAGE = "modelmill.text.prompt_formats"
 Segment = str | int
 """A text, which most formats tokenize apart from its neighbours, or the id of a control token."""
 
@@ -44,7 +44,7 @@ class PromptFormat(CodedChatFormat):
         answer_header: what the model writes before an answer, where a prompt begins one.
     """
 
-    format_name = WITHOUT_TOOLS
+    format_name = NO_TOOLS_CHAT_FORMAT
     name = ""
     has_system = True
     answer_header = ""
@@ -172,7 +172,7 @@ class PromptFormat(CodedChatFormat):
 
 def list_prompt_formats() -> list[str]:
     """Return the names of all built-in chat formats."""
-    return list_module_names(PACKAGE)
+    return list_module_names(PROMPT_FORMATS_PACKAGE)
 
 
 def load_prompt_format(files: Mapping[str, bytes], tokenizer: Tokenizer) -> PromptFormat:
@@ -182,7 +182,9 @@ def load_prompt_format(files: Mapping[str, bytes], tokenizer: Tokenizer) -> Prom
         TemplateError: if there is none of that name, or the vocabulary is of another model.
     """
     name = parse_json_file(files, CHAT_FORMAT_FILE).get("name")
-    module = import_module_if_exists(PACKAGE, name) if isinstance(name, str) else None
+    module = (
+        import_module_if_exists(PROMPT_FORMATS_PACKAGE, name) if isinstance(name, str) else None
+    )
     if module is None:
         raise TemplateError(
             f"{CHAT_FORMAT_FILE} names no known chat format; there are "

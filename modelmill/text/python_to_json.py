@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import re
 
-from modelmill.text.json_normalizer import SET, StreamingJsonNormalizer, StringPaths, suffix_overlap
+from modelmill.text.json_normalizer import (
+    SET_BRACKET,
+    StreamingJsonNormalizer,
+    StringPaths,
+    suffix_overlap,
+)
 from modelmill.text.tool_call_reader import skip_whitespace
 
 MAX_LOOKAHEAD_CHARS = 256
@@ -56,7 +61,7 @@ class PythonToJsonConverter(StreamingJsonNormalizer):
         if not is_set:
             return super()._open_bracket(text, at)
         self._emit_with_pending("[")
-        self._push_bracket(SET)
+        self._push_bracket(SET_BRACKET)
         self._state = self._scan_value
         return at + 1
 

@@ -11,7 +11,7 @@ from modelmill.text.chat_format import CodedChatFormat
 from modelmill.text.message_validation import ChatRenderArgs, Messages, validate_messages
 from modelmill.text.tokenizer_base import Tokenizer
 
-START, END = "<|im_start|>", "<|im_end|>"
+IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 DEFAULT_SYSTEM = "You are a helpful assistant."
 HISTORY_WINDOW_TOKENS = 6144
 
@@ -33,7 +33,7 @@ class QwenChatFormat(CodedChatFormat):
         """
         self._tokenizer = tokenizer
         self._window = window
-        self._start, self._end = tokenizer.special[START], tokenizer.special[END]
+        self._start, self._end = tokenizer.special[IM_START], tokenizer.special[IM_END]
         self._newline = tokenizer.encode("\n", bos=False)
         self.stop_ids = (self._end, self._start)
 
@@ -72,10 +72,10 @@ class QwenChatFormat(CodedChatFormat):
     ) -> str:
         """Return the same prompt as text; raises RequestError as ``encode``."""
         blocks, continues = self._conversation_blocks(messages, **template)
-        text = "\n".join(f"{START}{role}\n{content}{END}" for role, content in blocks)
+        text = "\n".join(f"{IM_START}{role}\n{content}{IM_END}" for role, content in blocks)
         if not add_generation_prompt:
             return text
-        return text.removesuffix(END) if continues else f"{text}\n{START}assistant\n"
+        return text.removesuffix(IM_END) if continues else f"{text}\n{IM_START}assistant\n"
 
     def _conversation_blocks(
         self,

@@ -17,14 +17,14 @@ from modelmill.text.answer_parser import AnswerParser
 from modelmill.text.answer_pieces import AnswerPiece, PieceCollector
 from modelmill.text.json_normalizer import StreamingJsonNormalizer, escape_json_text, suffix_overlap
 from modelmill.text.tool_call_reader import ToolSchemas
-from modelmill.text.tool_prompts import OBSERVATION, call_arguments_json, split_parallel_calls
+from modelmill.text.tool_prompts import OBSERVATION_LABEL, call_arguments_json, split_parallel_calls
 
-TOOL = (
+TOOL_DESCRIPTION_TEMPLATE = (
     "{name}: Call this tool to interact with the {name} API. What is the {name} API useful for? "
     "{description} "
     "Parameters: {parameters}"
 )
-INSTRUCTION = """Answer the following questions as best you can. You have access to the following APIs:
+REACT_INSTRUCTION = """Answer the following questions as best you can. You have access to the following APIs:
 
 {tools}
 
@@ -40,10 +40,10 @@ Thought: I now know the final answer
 Final Answer: the final answer to the original input question
 
 Begin!"""  # noqa: E501
-THOUGHT = "Thought:"
-ACTION = "Action:"
-INPUT = "Action Input:"
-FINAL = "Final Answer:"
+THOUGHT_LABEL = "Thought:"
+ACTION_LABEL = "Action:"
+ACTION_INPUT_LABEL = "Action Input:"
+FINAL_ANSWER_LABEL = "Final Answer:"
 
 
 @dataclass
@@ -97,9 +97,9 @@ def to_react_conversation(
             else:
                 entries[-1][1] += "\n" + text
         elif role == "tool" and entries and entries[-1][0] == "assistant":
-            entries[-1][1] += f"\n{OBSERVATION} {content}"
+            entries[-1][1] += f"\n{OBSERVATION_LABEL} {content}"
             if index == len(messages) - 1:
-                entries[-1][1] += f"\n{THOUGHT}"
+                entries[-1][1] += f"\n{THOUGHT_LABEL}"
         else:
             raise RequestError(
                 "with tools, Qwen's chat format has one system message, the first, then a user "
@@ -125,10 +125,15 @@ def _strip_turn_text(text: str) -> str:
 
 def _format_assistant_turn(message: Mapping[str, Any], content: str, tools: bool) -> str:
     if not message.get("tool_calls"):
-        return f"{THOUGHT} I now know the final answer.\n{FINAL} {content}" if tools else content
+        return (
+            f"{THOUGHT_LABEL} I now know the final answer.\n{FINAL_ANSWER_LABEL} {content}"
+            if tools
+            else content
+        )
     call = message["tool_calls"][0]
-    thought = content if content.startswith(THOUGHT) else f"{THOUGHT} {content}"
-    return f"{thought}\n{ACTION} {call['function']['name']}\n{INPUT} {call_arguments_json(call)}"
+    thought = content if content.startswith(THOUGHT_LABEL) else f"{THOUGHT_LABEL} {content}"
+    name, arguments = call["function"]["name"], call_arguments_json(call)
+    return f"{thought}\n{ACTION_LABEL} {name}\n{ACTION_INPUT_LABEL} {arguments}"
 
 
 def format_tool_instruction(tools: Sequence[Mapping[str, Any]]) -> str:
@@ -145,10 +150,12 @@ def format_tool_instruction(tools: Sequence[Mapping[str, Any]]) -> str:
         parameters = json.dumps(function.get("parameters") or {}, ensure_ascii=False)
         description = function.get("description") or ""
         lines.append(
-            TOOL.format(name=function["name"], description=description, parameters=parameters)
+            TOOL_DESCRIPTION_TEMPLATE.format(
+                name=function["name"], description=description, parameters=parameters
+            )
         )
         names.append(function["name"])
-    return INSTRUCTION.format(tools="\n\n".join(lines), names=", ".join(names))
+    return REACT_INSTRUCTION.format(tools="\n\n".join(lines), names=", ".join(names))
 
 
 def _insert_tool_instruction(conversation: ReactConversation, text: str) -> None:
@@ -176,9 +183,9 @@ class ReactAnswerParser(AnswerParser):
     def _flush_buffer(self, cut: bool) -> list[AnswerPiece]:
         """See ``AnswerParser``."""
         if self._mode == self._scan_arguments:
-            begun = suffix_overlap(self._buffer, "\n" + OBSERVATION)
+            begun = suffix_overlap(self._buffer, "\n" + OBSERVATION_LABEL)
             kept = self._buffer[: len(self._buffer) - (begun if begun > 1 else 0)]
-            self._end_arguments("" if OBSERVATION.startswith(kept.strip()) else kept, cut)
+            self._end_arguments("" if OBSERVATION_LABEL.startswith(kept.strip()) else kept, cut)
         elif self._mode != self._discard_rest:
             self._output.add_text(self._lead + self._buffer[self._added_chars :])
         self._buffer = ""
@@ -187,14 +194,16 @@ class ReactAnswerParser(AnswerParser):
     def _detect_thought_start(self) -> bool:
         """Detect whether the answer begins with a thought."""
         text = self._buffer.lstrip()
-        if any(label.startswith(text) for label in (THOUGHT, ACTION, FINAL)):
+        if any(
+            label.startswith(text) for label in (THOUGHT_LABEL, ACTION_LABEL, FINAL_ANSWER_LABEL)
+        ):
             return False
-        if text.startswith(THOUGHT):
-            place = self._buffer.index(THOUGHT) + len(THOUGHT)
+        if text.startswith(THOUGHT_LABEL):
+            place = self._buffer.index(THOUGHT_LABEL) + len(THOUGHT_LABEL)
             self._lead = self._buffer[:place]
             self._buffer = self._buffer[place:]
             self._mode = self._scan_thought
-        elif text.startswith((ACTION, FINAL)):
+        elif text.startswith((ACTION_LABEL, FINAL_ANSWER_LABEL)):
             self._lead = self._buffer[: len(self._buffer) - len(text)]
             self._buffer = "\n" + text
             self._mode = self._scan_thought
@@ -205,18 +214,21 @@ class ReactAnswerParser(AnswerParser):
 
     def _scan_thought(self) -> bool:
         """Buffer all of it until it is known whether a call follows."""
-        action, final = self._buffer.find("\n" + ACTION), self._buffer.find("\n" + FINAL)
+        action, final = (
+            self._buffer.find("\n" + ACTION_LABEL),
+            self._buffer.find("\n" + FINAL_ANSWER_LABEL),
+        )
         if final >= 0 and not 0 <= action < final:
             return self._enter_final_answer(final)
         if action < 0:
             return False
-        input_start = self._buffer.find("\n" + INPUT, action)
-        final = self._buffer.find("\n" + FINAL, action)
+        input_start = self._buffer.find("\n" + ACTION_INPUT_LABEL, action)
+        final = self._buffer.find("\n" + FINAL_ANSWER_LABEL, action)
         if final >= 0 and not 0 <= input_start < final:
             return self._enter_final_answer(final)
         if input_start < 0:
             return False
-        name = self._buffer[action + 1 + len(ACTION) : input_start].strip()
+        name = self._buffer[action + 1 + len(ACTION_LABEL) : input_start].strip()
         if name not in self._tools:
             self._output.add_text(self._lead + self._buffer[self._added_chars : input_start + 1])
             self._lead = ""
@@ -232,7 +244,7 @@ class ReactAnswerParser(AnswerParser):
         self._lead = ""
         self._mode = self._scan_final_answer
         self._added_chars = 0
-        self._buffer = self._buffer[position + 1 + len(FINAL) :]
+        self._buffer = self._buffer[position + 1 + len(FINAL_ANSWER_LABEL) :]
         return True
 
     def _enter_arguments(self, name: str, input_start: int) -> None:
@@ -240,13 +252,13 @@ class ReactAnswerParser(AnswerParser):
         self._lead = ""
         self._mode = self._scan_arguments
         self._added_chars = 0
-        self._buffer = self._buffer[input_start + 1 + len(INPUT) :]
+        self._buffer = self._buffer[input_start + 1 + len(ACTION_INPUT_LABEL) :]
 
     def _scan_content(self) -> bool:
         """Scan content up to a call of a tool."""
-        action = self._buffer.find("\n" + ACTION)
+        action = self._buffer.find("\n" + ACTION_LABEL)
         if action < 0:
-            keep = suffix_overlap(self._buffer, "\n" + ACTION)
+            keep = suffix_overlap(self._buffer, "\n" + ACTION_LABEL)
             self._output.add_text(self._buffer[: len(self._buffer) - keep])
             self._buffer = self._buffer[len(self._buffer) - keep :]
             return False
@@ -255,10 +267,12 @@ class ReactAnswerParser(AnswerParser):
         line = self._buffer.find("\n", 1)
         if line < 0:
             return False
-        if len(self._buffer) <= line + len(INPUT) and INPUT.startswith(self._buffer[line + 1 :]):
+        if len(self._buffer) <= line + len(ACTION_INPUT_LABEL) and ACTION_INPUT_LABEL.startswith(
+            self._buffer[line + 1 :]
+        ):
             return False
-        name = self._buffer[1 + len(ACTION) : line].strip()
-        if name in self._tools and self._buffer.startswith(INPUT, line + 1):
+        name = self._buffer[1 + len(ACTION_LABEL) : line].strip()
+        if name in self._tools and self._buffer.startswith(ACTION_INPUT_LABEL, line + 1):
             self._enter_arguments(name, line)
         else:
             self._output.add_text(self._buffer[:line])
@@ -269,20 +283,20 @@ class ReactAnswerParser(AnswerParser):
         """Scan a call's arguments, until they are complete or the model invents a result."""
         if self._arguments is None:
             self._buffer = self._buffer.lstrip()
-            if not self._buffer or OBSERVATION.startswith(self._buffer):
+            if not self._buffer or OBSERVATION_LABEL.startswith(self._buffer):
                 return False
-            if self._buffer.startswith(OBSERVATION):
+            if self._buffer.startswith(OBSERVATION_LABEL):
                 self._end_arguments("")
                 return False
             self._is_text = not self._buffer.startswith("{")
             self._arguments = StreamingJsonNormalizer()
             if self._is_text:
                 self._output.add_arguments('"')
-        place = self._buffer.find("\n" + OBSERVATION)
+        place = self._buffer.find("\n" + OBSERVATION_LABEL)
         if place >= 0:
             self._end_arguments(self._buffer[:place])
             return False
-        stop = len(self._buffer) - suffix_overlap(self._buffer, "\n" + OBSERVATION)
+        stop = len(self._buffer) - suffix_overlap(self._buffer, "\n" + OBSERVATION_LABEL)
         if self._is_text:
             stop = len(self._buffer[:stop].rstrip())
             self._output.add_arguments(escape_json_text(self._buffer[:stop]))

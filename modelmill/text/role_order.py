@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 _REASON = "the chat template refuses the order of roles that was sent"
-LATE_SYSTEM = f"messages: a system message after the start became the user's: {_REASON}"
+LATE_SYSTEM_WARNING = f"messages: a system message after the start became the user's: {_REASON}"
 NO_SYSTEM = f"messages: the user's first message begins with the system message: {_REASON}"
-JOINED = {
+JOINED_MESSAGES_WARNINGS = {
     "system": f"messages: system messages in a row became one: {_REASON}",
     "user": f"messages: messages of the user in a row became one: {_REASON}",
     "assistant": f"messages: messages of the assistant in a row became one: {_REASON}",
@@ -41,18 +41,22 @@ def rearrange_roles(messages: Sequence[Mapping[str, Any]]) -> Iterator[OrderedMe
     later system messages are the user's; then the user's first message begins with the system's.
     """
     tried: list[list[Any]] = [list(messages)]
-    for shift, joins_answers in itertools.product((_keep, _shift_late, _shift_all), (False, True)):
+    for shift, joins_answers in itertools.product(
+        (_keep_roles, _late_system_to_user, _every_system_to_user), (False, True)
+    ):
         shifted, change = shift(messages)
         roles = ("system", "user", "assistant") if joins_answers else ("system", "user")
-        joined = join_successive(shifted, roles)
+        joined = join_successive_messages(shifted, roles)
         if joined in tried:
             continue
         tried.append(joined)
-        lines = [JOINED[role] for role in roles if _has_successive(messages, role)]
+        lines = [
+            JOINED_MESSAGES_WARNINGS[role] for role in roles if _has_successive(messages, role)
+        ]
         yield OrderedMessages(joined, (*change, *lines))
 
 
-def join_successive(
+def join_successive_messages(
     messages: Iterable[Mapping[str, Any]], roles: Collection[str] = ("system", "user")
 ) -> list[dict[str, Any]]:
     """The messages, of which those that follow one another in one of the roles are one."""
@@ -92,20 +96,22 @@ _Shifted = tuple[list[Mapping[str, Any]], tuple[str, ...]]
 """Messages, and what was done with their roles."""
 
 
-def _keep(messages: Sequence[Mapping[str, Any]]) -> _Shifted:
+def _keep_roles(messages: Sequence[Mapping[str, Any]]) -> _Shifted:
     return list(messages), ()
 
 
-def _shift_late(messages: Sequence[Mapping[str, Any]]) -> _Shifted:
+def _late_system_to_user(messages: Sequence[Mapping[str, Any]]) -> _Shifted:
     """The messages; of the system's only those at the start are its own."""
     start = list(itertools.takewhile(_is_system, messages))
     rest = messages[len(start) :]
-    return [*start, *map(_as_user, rest)], (LATE_SYSTEM,) if any(map(_is_system, rest)) else ()
+    return [*start, *map(_as_user, rest)], (LATE_SYSTEM_WARNING,) if any(
+        map(_is_system, rest)
+    ) else ()
 
 
-def _shift_all(messages: Sequence[Mapping[str, Any]]) -> _Shifted:
+def _every_system_to_user(messages: Sequence[Mapping[str, Any]]) -> _Shifted:
     """The messages without a system's."""
-    shifted, change = _shift_late(messages)
+    shifted, change = _late_system_to_user(messages)
     has_start = _is_system(messages[0])
     return list(map(_as_user, shifted)), (NO_SYSTEM, *change) if has_start else change
 

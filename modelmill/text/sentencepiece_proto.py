@@ -12,31 +12,31 @@ from dataclasses import dataclass
 
 from modelmill.core.errors import TokenizerError
 
-NORMAL = 1
-UNKNOWN = 2
-CONTROL = 3
-USER_DEFINED = 4
-UNUSED = 5
-BYTE = 6
-VARINT = 0
-FIXED64 = 1
-BYTES = 2
-FIXED32 = 5
+NORMAL_PIECE = 1
+UNKNOWN_PIECE = 2
+CONTROL_PIECE = 3
+USER_DEFINED_PIECE = 4
+UNUSED_PIECE = 5
+BYTE_PIECE = 6
+VARINT_WIRE_TYPE = 0
+FIXED64_WIRE_TYPE = 1
+BYTES_WIRE_TYPE = 2
+FIXED32_WIRE_TYPE = 5
 # field numbers of sentencepiece_model.proto
-PIECES, TRAINER, NORMALIZER = 1, 2, 3
-PIECE_TEXT, PIECE_SCORE, PIECE_TYPE = 1, 2, 3
-MODEL_TYPE = 3
-BYTE_FALLBACK = 35
-UNK_ID = 40
-BOS_ID = 41
-EOS_ID = 42
-PAD_ID = 43
-CHARSMAP = 2
-DUMMY_PREFIX = 3
-EXTRA_SPACES = 4
-ESCAPE_SPACES = 5
-BPE = 2
-MAX_GROWTH = 64
+PIECES_FIELD, TRAINER_SPEC_FIELD, NORMALIZER_SPEC_FIELD = 1, 2, 3
+PIECE_TEXT_FIELD, PIECE_SCORE_FIELD, PIECE_TYPE_FIELD = 1, 2, 3
+MODEL_TYPE_FIELD = 3
+BYTE_FALLBACK_FIELD = 35
+UNK_ID_FIELD = 40
+BOS_ID_FIELD = 41
+EOS_ID_FIELD = 42
+PAD_ID_FIELD = 43
+CHARSMAP_FIELD = 2
+ADD_DUMMY_PREFIX_FIELD = 3
+REMOVE_EXTRA_SPACES_FIELD = 4
+ESCAPE_SPACES_FIELD = 5
+BPE_MODEL_TYPE = 2
+MAX_NORMALIZED_GROWTH = 64
 """Times longer that a tokenizer may make a text before it is split. SentencePiece's own maps write
 up to 18 characters for one; a chain of long replacements would turn a short prompt into gigabytes.
 """
@@ -48,7 +48,7 @@ class SpmPiece:
 
     text: str
     score: float
-    type: int = NORMAL
+    type: int = NORMAL_PIECE
 
 
 @dataclass(frozen=True)
@@ -69,37 +69,43 @@ def serialize_spm_model(model: SpmModel) -> bytes:
     for piece in model.pieces:
         text = piece.text.encode("utf-8")
         body = (
-            _encode_bytes_field(PIECE_TEXT, text)
-            + _encode_field_key(PIECE_SCORE, FIXED32)
+            _encode_bytes_field(PIECE_TEXT_FIELD, text)
+            + _encode_field_key(PIECE_SCORE_FIELD, FIXED32_WIRE_TYPE)
             + struct.pack("<f", piece.score)
         )
-        parts.append(_encode_bytes_field(PIECES, body + _encode_int_field(PIECE_TYPE, piece.type)))
-    fallback = sum(piece.type == BYTE for piece in model.pieces) == 256
+        parts.append(
+            _encode_bytes_field(
+                PIECES_FIELD, body + _encode_int_field(PIECE_TYPE_FIELD, piece.type)
+            )
+        )
+    fallback = sum(piece.type == BYTE_PIECE for piece in model.pieces) == 256
     trainer = (
-        _encode_int_field(MODEL_TYPE, BPE)
-        + _encode_int_field(BYTE_FALLBACK, fallback)
-        + _encode_int_field(UNK_ID, model.unk_id)
+        _encode_int_field(MODEL_TYPE_FIELD, BPE_MODEL_TYPE)
+        + _encode_int_field(BYTE_FALLBACK_FIELD, fallback)
+        + _encode_int_field(UNK_ID_FIELD, model.unk_id)
     )
     trainer += (
-        _encode_int_field(BOS_ID, model.bos_id)
-        + _encode_int_field(EOS_ID, model.eos_id)
-        + _encode_int_field(PAD_ID, model.pad_id)
+        _encode_int_field(BOS_ID_FIELD, model.bos_id)
+        + _encode_int_field(EOS_ID_FIELD, model.eos_id)
+        + _encode_int_field(PAD_ID_FIELD, model.pad_id)
     )
     normalizer = (
-        _encode_int_field(DUMMY_PREFIX, model.dummy_prefix)
-        + _encode_int_field(EXTRA_SPACES, 0)
-        + _encode_int_field(ESCAPE_SPACES, 1)
+        _encode_int_field(ADD_DUMMY_PREFIX_FIELD, model.dummy_prefix)
+        + _encode_int_field(REMOVE_EXTRA_SPACES_FIELD, 0)
+        + _encode_int_field(ESCAPE_SPACES_FIELD, 1)
     )
     return (
         b"".join(parts)
-        + _encode_bytes_field(TRAINER, trainer)
-        + _encode_bytes_field(NORMALIZER, normalizer)
+        + _encode_bytes_field(TRAINER_SPEC_FIELD, trainer)
+        + _encode_bytes_field(NORMALIZER_SPEC_FIELD, normalizer)
     )
 
 
 def disable_dummy_prefix(proto: bytes) -> bytes:
     """Return the model without the dummy space: a later field of a protocol buffer overrides."""
-    return proto + _encode_bytes_field(NORMALIZER, _encode_int_field(DUMMY_PREFIX, 0))
+    return proto + _encode_bytes_field(
+        NORMALIZER_SPEC_FIELD, _encode_int_field(ADD_DUMMY_PREFIX_FIELD, 0)
+    )
 
 
 def parse_spm_model(proto: bytes, file: str) -> SpmModel:
@@ -109,23 +115,28 @@ def parse_spm_model(proto: bytes, file: str) -> SpmModel:
         TokenizerError: if the bytes are not a valid model; the message names `file`.
     """
     pieces: list[SpmPiece] = []
-    ids = {UNK_ID: 0, BOS_ID: 1, EOS_ID: 2, PAD_ID: -1}  # the format's defaults
+    ids = {
+        UNK_ID_FIELD: 0,
+        BOS_ID_FIELD: 1,
+        EOS_ID_FIELD: 2,
+        PAD_ID_FIELD: -1,
+    }  # the format's defaults
     dummy_prefix = True
     growth = 1
     try:
         for field, value in _iter_proto_fields(proto):
-            if field == PIECES and isinstance(value, bytes):
+            if field == PIECES_FIELD and isinstance(value, bytes):
                 pieces.append(_parse_piece(value))
-            elif field == TRAINER and isinstance(value, bytes):
+            elif field == TRAINER_SPEC_FIELD and isinstance(value, bytes):
                 ids |= {
                     f: _to_signed_int32(v)
                     for f, v in _iter_proto_fields(value)
                     if f in ids and isinstance(v, int)
                 }
-            elif field == NORMALIZER and isinstance(value, bytes):
+            elif field == NORMALIZER_SPEC_FIELD and isinstance(value, bytes):
                 for inner, flag in _iter_proto_fields(value):
-                    dummy_prefix = bool(flag) if inner == DUMMY_PREFIX else dummy_prefix
-                    if inner == CHARSMAP and isinstance(flag, bytes):
+                    dummy_prefix = bool(flag) if inner == ADD_DUMMY_PREFIX_FIELD else dummy_prefix
+                    if inner == CHARSMAP_FIELD and isinstance(flag, bytes):
                         growth = max(growth, max_charsmap_replacement_len(flag))
     except (ValueError, IndexError, struct.error):
         raise TokenizerError(
@@ -133,10 +144,17 @@ def parse_spm_model(proto: bytes, file: str) -> SpmModel:
         ) from None
     if not pieces:
         raise TokenizerError(f"{file} has no vocabulary; copy the file again")
-    if growth > MAX_GROWTH:
+    if growth > MAX_NORMALIZED_GROWTH:
         raise TokenizerError(f"{file} makes texts {growth} times longer; no known tokenizer does")
     check_spm_pieces(pieces, file)
-    return SpmModel(pieces, dummy_prefix, ids[UNK_ID], ids[BOS_ID], ids[EOS_ID], ids[PAD_ID])
+    return SpmModel(
+        pieces,
+        dummy_prefix,
+        ids[UNK_ID_FIELD],
+        ids[BOS_ID_FIELD],
+        ids[EOS_ID_FIELD],
+        ids[PAD_ID_FIELD],
+    )
 
 
 def max_charsmap_replacement_len(charsmap: bytes) -> int:
@@ -167,13 +185,13 @@ def check_spm_pieces(pieces: Sequence[SpmPiece], file: str) -> None:
 def _parse_piece(data: bytes) -> SpmPiece:
     text = ""
     score = 0.0
-    type_ = NORMAL
+    type_ = NORMAL_PIECE
     for field, value in _iter_proto_fields(data):
-        if field == PIECE_TEXT and isinstance(value, bytes):
+        if field == PIECE_TEXT_FIELD and isinstance(value, bytes):
             text = value.decode("utf-8")
-        elif field == PIECE_SCORE and isinstance(value, bytes):
+        elif field == PIECE_SCORE_FIELD and isinstance(value, bytes):
             score = struct.unpack("<f", value)[0]
-        elif field == PIECE_TYPE and isinstance(value, int):
+        elif field == PIECE_TYPE_FIELD and isinstance(value, int):
             type_ = value
     return SpmPiece(text, score, type_)
 
@@ -184,14 +202,14 @@ def _iter_proto_fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
     while at < len(data):
         key, at = _read_varint(data, at)
         wire_type = key & 7
-        if wire_type == VARINT:
+        if wire_type == VARINT_WIRE_TYPE:
             value, at = _read_varint(data, at)
             yield key >> 3, value
             continue
-        if wire_type == BYTES:
+        if wire_type == BYTES_WIRE_TYPE:
             size, at = _read_varint(data, at)
         else:
-            size = {FIXED64: 8, FIXED32: 4}.get(wire_type, len(data) + 1)
+            size = {FIXED64_WIRE_TYPE: 8, FIXED32_WIRE_TYPE: 4}.get(wire_type, len(data) + 1)
         if size > len(data) - at:
             raise ValueError("a field reaches past the end")
         yield key >> 3, data[at : at + size]
@@ -218,11 +236,11 @@ def _encode_field_key(field: int, wire_type: int) -> bytes:
 
 
 def _encode_int_field(field: int, value: int) -> bytes:
-    return _encode_field_key(field, VARINT) + _encode_varint(value & (1 << 64) - 1)
+    return _encode_field_key(field, VARINT_WIRE_TYPE) + _encode_varint(value & (1 << 64) - 1)
 
 
 def _encode_bytes_field(field: int, value: bytes) -> bytes:
-    return _encode_field_key(field, BYTES) + _encode_varint(len(value)) + value
+    return _encode_field_key(field, BYTES_WIRE_TYPE) + _encode_varint(len(value)) + value
 
 
 def _encode_varint(value: int) -> bytes:

@@ -10,10 +10,10 @@ import sentencepiece
 
 from modelmill.core.errors import TokenizerError
 from modelmill.text.sentencepiece_proto import (
-    BYTE,
-    CONTROL,
-    UNKNOWN,
-    USER_DEFINED,
+    BYTE_PIECE,
+    CONTROL_PIECE,
+    UNKNOWN_PIECE,
+    USER_DEFINED_PIECE,
     SpmModel,
     SpmPiece,
     check_spm_pieces,
@@ -31,7 +31,7 @@ from modelmill.text.tokenizer_files import (
     unique_ids,
 )
 
-SPACE = "▁"
+METASPACE = "▁"
 CHATGLM_CLASS = "ChatGLMTokenizer"
 CHATGLM_TOKENS = (
     "[MASK]", "[gMASK]", "[sMASK]", "sop", "eop",
@@ -82,11 +82,13 @@ def load_pieces_json(files: Mapping[str, bytes]) -> Tokenizer:
         text = row["piece"]
         name = text.strip("\n") or text
         if name in ("<unk>", "<s>", "</s>") and id < 3:
-            pieces.append(SpmPiece(name, float(score), UNKNOWN if name == "<unk>" else CONTROL))
+            pieces.append(
+                SpmPiece(name, float(score), UNKNOWN_PIECE if name == "<unk>" else CONTROL_PIECE)
+            )
         elif BYTE_NAME.fullmatch(text):
-            pieces.append(SpmPiece(text, float(score), BYTE))
+            pieces.append(SpmPiece(text, float(score), BYTE_PIECE))
         else:
-            pieces.append(SpmPiece(text.replace(" ", SPACE), float(score)))
+            pieces.append(SpmPiece(text.replace(" ", METASPACE), float(score)))
     return make_spm_tokenizer(
         SpmModel(pieces),
         read_tokenizer_settings(files),
@@ -106,7 +108,10 @@ def make_spm_tokenizer(
     if not model.pieces:
         raise TokenizerError(f"{file}: the vocabulary is empty")
     check_spm_pieces(model.pieces, file)
-    if not 0 <= model.unk_id < len(model.pieces) or model.pieces[model.unk_id].type != UNKNOWN:
+    if (
+        not 0 <= model.unk_id < len(model.pieces)
+        or model.pieces[model.unk_id].type != UNKNOWN_PIECE
+    ):
         raise TokenizerError(f"{file}: token {model.unk_id} must be <unk>")
     return spm_tokenizer_from_proto(
         serialize_spm_model(model), model, settings, {}, tokenizer_type=tokenizer_type, file=file
@@ -133,7 +138,9 @@ def spm_tokenizer_from_proto(
     pieces = {p.text: id for id, p in enumerate(model.pieces) if id not in replaced}
     known = pieces | added
     control = {
-        text: id for text, id in pieces.items() if model.pieces[id].type in (CONTROL, UNKNOWN)
+        text: id
+        for text, id in pieces.items()
+        if model.pieces[id].type in (CONTROL_PIECE, UNKNOWN_PIECE)
     } | added
     names = {
         key: model.pieces[id].text
@@ -188,7 +195,7 @@ class SpmTokenizer(Tokenizer):
         self._prefix_everywhere = prefix_everywhere
         self._control = frozenset(traits.special.values())
         self._leading = {
-            id for id, piece in enumerate(model.pieces) if piece.text.startswith(SPACE)
+            id for id, piece in enumerate(model.pieces) if piece.text.startswith(METASPACE)
         }
         self._pieces = {id: _piece_to_bytes(piece) for id, piece in enumerate(model.pieces)}
         self._bytes = self._pieces | {id: text.encode("utf-8") for text, id in added.items()}
@@ -209,7 +216,7 @@ class SpmTokenizer(Tokenizer):
         """Return the ids of a control token's piece by character; bytes where there is no piece."""
         out: list[int] = []
         for char in self._pieces[id].decode("utf-8"):
-            one = self._processor.piece_to_id(char.replace(" ", SPACE))
+            one = self._processor.piece_to_id(char.replace(" ", METASPACE))
             if one in self._control:
                 fallback = [
                     self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in char.encode("utf-8")
@@ -236,8 +243,8 @@ class SpmTokenizer(Tokenizer):
 
 
 def _piece_to_bytes(piece: SpmPiece) -> bytes:
-    byte = BYTE_NAME.fullmatch(piece.text) if piece.type == BYTE else None
-    return bytes([int(byte[1], 16)]) if byte else piece.text.replace(SPACE, " ").encode("utf-8")
+    byte = BYTE_NAME.fullmatch(piece.text) if piece.type == BYTE_PIECE else None
+    return bytes([int(byte[1], 16)]) if byte else piece.text.replace(METASPACE, " ").encode("utf-8")
 
 
 def _load_spm_processor(proto: bytes, file: str) -> sentencepiece.SentencePieceProcessor:
@@ -277,4 +284,4 @@ def _merge_added_tokens(
 
 
 def _is_control_piece(model: SpmModel, id: int) -> bool:
-    return model.pieces[id].type not in (USER_DEFINED, BYTE)
+    return model.pieces[id].type not in (USER_DEFINED_PIECE, BYTE_PIECE)

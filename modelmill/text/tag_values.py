@@ -18,7 +18,7 @@ from modelmill.text.parameter_types import (
 )
 
 Schema = Mapping[str, Any]
-ITEM = "item"
+LIST_ITEM_TAG = "item"
 """Tag of an element of a list."""
 _PADDED_INTEGER = re.compile(r"(-?)0+([0-9]+)")
 _EMPTY_VALUES = {"array": "[]", "object": "{}"}
@@ -73,7 +73,7 @@ class TagNode:
         types = JSON_TYPES if self.schema is None else schema_types(self.schema, root)
         if ("array" in types) != ("object" in types):
             return "array" in types
-        return all(tag == ITEM for tag, _ in self.children)
+        return all(tag == LIST_ITEM_TAG for tag, _ in self.children)
 
 
 def child_schema(schema: Any, tag: str, index: int, root: Schema, depth: int = 0) -> Schema | None:
@@ -103,7 +103,7 @@ def child_schema(schema: Any, tag: str, index: int, root: Schema, depth: int = 0
             declared = child_schema(each, tag, index, root, depth + 1)
             if declared is not None:
                 return declared
-    key = "items" if "array" in schema_types(schema, root) and tag == ITEM else ""
+    key = "items" if "array" in schema_types(schema, root) and tag == LIST_ITEM_TAG else ""
     rest = schema.get(key, schema.get("additionalProperties", schema.get("items")))
     return dict(rest) if isinstance(rest, Mapping) else None
 

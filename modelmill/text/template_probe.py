@@ -18,16 +18,16 @@ from modelmill.text.message_validation import join_text_parts, parse_tool_argume
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 # words that occur in no template; lowercase letters and digits, since some templates change case
 # or shorten identifiers
-_ONE = "qzx7one"
-_TWO = "qzx7two"
-_NAME = "qzx7name"
-_KEY = "qzx7key"
-_ID = "qzx7ident"
-_OBJECT = {_KEY: "v"}
-_TEXT = json.dumps(_OBJECT)
-_USER, _RESULT = (
+_PROBE_TEXT_1 = "qzx7one"
+_PROBE_TEXT_2 = "qzx7two"
+_PROBE_FUNCTION_NAME = "qzx7name"
+_PROBE_ARGUMENT_NAME = "qzx7key"
+_PROBE_CALL_ID = "qzx7ident"
+_PROBE_ARGUMENTS = {_PROBE_ARGUMENT_NAME: "v"}
+_PROBE_ARGUMENTS_JSON = json.dumps(_PROBE_ARGUMENTS)
+_PROBE_USER_MESSAGE, _PROBE_TOOL_RESULT = (
     {"role": "user", "content": "u"},
-    {"role": "tool", "tool_call_id": _ID, "content": "r"},
+    {"role": "tool", "tool_call_id": _PROBE_CALL_ID, "content": "r"},
 )
 
 
@@ -50,15 +50,17 @@ class AcceptedCallForms:
 
 def template_accepts_text_parts(render: Render, role: str) -> bool:
     """Return whether a template renders a list of text parts like a string, for a role."""
-    one, two = ({"type": "text", "text": text} for text in (_ONE, _TWO))
+    one, two = ({"type": "text", "text": text} for text in (_PROBE_TEXT_1, _PROBE_TEXT_2))
     for _ in range(2):  # some templates render the current time
         single = _try_render(render, _conversation_around(role, [one]))
-        if single is not None and single == _try_render(render, _conversation_around(role, _ONE)):
+        if single is not None and single == _try_render(
+            render, _conversation_around(role, _PROBE_TEXT_1)
+        ):
             break
     else:
         return False
     both = _try_render(render, _conversation_around(role, [one, two])) or ""
-    return _TWO in both.partition(_ONE)[2]
+    return _PROBE_TEXT_2 in both.partition(_PROBE_TEXT_1)[2]
 
 
 def probe_call_forms(render: Render) -> AcceptedCallForms:
@@ -66,7 +68,10 @@ def probe_call_forms(render: Render) -> AcceptedCallForms:
     forms = {
         (content, argument_form)
         for content in (None, "")
-        for argument_form, arguments in (("text", _TEXT), ("object", _OBJECT))
+        for argument_form, arguments in (
+            ("text", _PROBE_ARGUMENTS_JSON),
+            ("object", _PROBE_ARGUMENTS),
+        )
         if _renders_call(render, content, arguments)
     }
     contents, argument_forms = (
@@ -129,28 +134,34 @@ def _conversation_around(role: str, content: Any) -> list[Mapping[str, Any]]:
     if role == "user":
         return [message]
     if role == "system":
-        return [message, _USER]
+        return [message, _PROBE_USER_MESSAGE]
     if role == "assistant":
-        return [_USER, message, _USER]
-    return [_USER, _make_call_message("", _OBJECT), {**message, "tool_call_id": _ID}]
+        return [_PROBE_USER_MESSAGE, message, _PROBE_USER_MESSAGE]
+    return [
+        _PROBE_USER_MESSAGE,
+        _make_call_message("", _PROBE_ARGUMENTS),
+        {**message, "tool_call_id": _PROBE_CALL_ID},
+    ]
 
 
 def _make_call_message(content: str | None, arguments: Any) -> dict[str, Any]:
-    function = {"name": _NAME, "arguments": arguments}
+    function = {"name": _PROBE_FUNCTION_NAME, "arguments": arguments}
     return {
         "role": "assistant",
         "content": content,
-        "tool_calls": [{"id": _ID, "type": "function", "function": function}],
+        "tool_calls": [{"id": _PROBE_CALL_ID, "type": "function", "function": function}],
     }
 
 
 def _renders_call(render: Render, content: str | None, arguments: Any) -> bool:
     """Whether the rendered text has the call's name and arguments as JSON, not as a Python repr."""
-    text = _try_render(render, [_USER, _make_call_message(content, arguments), _RESULT])
-    if text is None or _NAME not in text or _KEY not in text:
+    text = _try_render(
+        render, [_PROBE_USER_MESSAGE, _make_call_message(content, arguments), _PROBE_TOOL_RESULT]
+    )
+    if text is None or _PROBE_FUNCTION_NAME not in text or _PROBE_ARGUMENT_NAME not in text:
         return False
-    escaped_twice = f'\\"{_KEY}' in text
-    python_repr = f"'{_KEY}'" in text or (content is None and "None" in text)
+    escaped_twice = f'\\"{_PROBE_ARGUMENT_NAME}' in text
+    python_repr = f"'{_PROBE_ARGUMENT_NAME}'" in text or (content is None and "None" in text)
     return not escaped_twice and not python_repr
 
 

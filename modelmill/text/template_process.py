@@ -21,9 +21,9 @@ from typing import Any
 from modelmill.core.errors import MissingDependency, RequestError, TemplateError
 
 WORKER_SCRIPT = Path(__file__).with_name("template_worker.py")
-START_SECONDS = 60.0
+START_TIMEOUT_SECONDS = 60.0
 # limits of wall time, which only end a hang: on a busy machine the worker may get little CPU time
-WALL_FACTOR, WALL_GRACE = 15.0, 10.0
+WALL_TIME_FACTOR, WALL_TIME_GRACE_SECONDS = 15.0, 10.0
 
 
 class _WorkerDied(Exception):
@@ -92,7 +92,9 @@ class TemplateProcess:
             try:
                 worker = self._ensure_worker()
                 self._send_line(worker, line)
-                return self._receive_reply(worker, self.limits.seconds * WALL_FACTOR + WALL_GRACE)
+                return self._receive_reply(
+                    worker, self.limits.seconds * WALL_TIME_FACTOR + WALL_TIME_GRACE_SECONDS
+                )
             except _WorkerDied as death:
                 self._stop_worker()
                 if death.code == -signal.SIGPROF:
@@ -134,7 +136,7 @@ class TemplateProcess:
             cwd="/",
         )
         self._closing = weakref.finalize(self, _kill_worker, self._worker)
-        self._receive_reply(self._worker, START_SECONDS)
+        self._receive_reply(self._worker, START_TIMEOUT_SECONDS)
         return self._worker
 
     def _send_line(self, worker: subprocess.Popen[bytes], line: bytes) -> None:

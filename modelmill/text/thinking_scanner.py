@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from modelmill.text.answer_grammar import PromptThinking
 from modelmill.text.answer_pieces import BegunPart
 from modelmill.text.chat_syntax import ChatSyntax, ThinkingSyntax
-from modelmill.text.harmony import START
+from modelmill.text.harmony import START_TOKEN
 from modelmill.text.tool_call_reader import (
     find_first_mark,
     is_whitespace,
@@ -53,7 +53,7 @@ def find_thinking_scope(
     if thinking is None or (begun == "content" and not repeats):
         return None
     opening, closing = thinking.marks
-    ends = [closing, *([START] if repeats else [])]
+    ends = [closing, *([START_TOKEN] if repeats else [])]
     if thinking.ends_at_calls and calls:
         ends += opening_marks(syntax.calls)
     return ThinkingScope(opening, tuple(ends), prompt_thinking == "open", repeats)

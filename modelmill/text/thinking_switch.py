@@ -10,24 +10,24 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-COMMON_NAME = "enable_thinking"
-OTHER_NAME = "thinking"
-_CODE = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
+ENABLE_THINKING_VARIABLE = "enable_thinking"
+THINKING_VARIABLE = "thinking"
+_TEMPLATE_BLOCK_PATTERN = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
 _STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
-_OTHER_VARIABLE = re.compile(rf"(?<![\w.]){OTHER_NAME}\b(?!\s*=(?!=))")
+_OTHER_VARIABLE = re.compile(rf"(?<![\w.]){THINKING_VARIABLE}\b(?!\s*=(?!=))")
 
 
 def find_thinking_variable(template: str) -> str:
     """Return the name of the variable that a template reads."""
-    if COMMON_NAME in template:
-        return COMMON_NAME
-    code = (_STRING.sub("''", block) for block in _CODE.findall(template))
-    return OTHER_NAME if any(map(_OTHER_VARIABLE.search, code)) else COMMON_NAME
+    if ENABLE_THINKING_VARIABLE in template:
+        return ENABLE_THINKING_VARIABLE
+    code = (_STRING.sub("''", block) for block in _TEMPLATE_BLOCK_PATTERN.findall(template))
+    return THINKING_VARIABLE if any(map(_OTHER_VARIABLE.search, code)) else ENABLE_THINKING_VARIABLE
 
 
 def rename_thinking_variable(options: Mapping[str, Any], template: str) -> dict[str, Any]:
     """Return template options under the name that the template reads; its own name wins."""
     name = find_thinking_variable(template)
-    if COMMON_NAME not in options or name == COMMON_NAME:
+    if ENABLE_THINKING_VARIABLE not in options or name == ENABLE_THINKING_VARIABLE:
         return dict(options)
-    return {name: options[COMMON_NAME], **options}
+    return {name: options[ENABLE_THINKING_VARIABLE], **options}

@@ -53,22 +53,22 @@ class TiktokenFormat:
     skips_duplicates: bool = False
 
 
-QWEN = TiktokenFormat("qwen2", (ENDOFTEXT, IM_START, IM_END, *EXTRA_TOKENS))
-HUNYUAN = TiktokenFormat(
+QWEN_TIKTOKEN_FORMAT = TiktokenFormat("qwen2", (ENDOFTEXT, IM_START, IM_END, *EXTRA_TOKENS))
+HUNYUAN_TIKTOKEN_FORMAT = TiktokenFormat(
     "hunyuan",
     (ENDOFTEXT, "<|startoftext|>", "<|bos|>", "<|eos|>", "<|pad|>", *EXTRA_TOKENS),
     names=("<|startoftext|>", "<|eos|>", "<|pad|>"),
     skips_duplicates=True,
 )
-KIMI = TiktokenFormat("kimi-k2", reserved=256, names=("[BOS]", "[EOS]", "[PAD]"))
-CHATGLM4 = TiktokenFormat("chatglm-bpe", prefix=("[gMASK]", "<sop>"))
+KIMI_TIKTOKEN_FORMAT = TiktokenFormat("kimi-k2", reserved=256, names=("[BOS]", "[EOS]", "[PAD]"))
+CHATGLM4_TIKTOKEN_FORMAT = TiktokenFormat("chatglm-bpe", prefix=("[gMASK]", "<sop>"))
 FORMATS_BY_CLASS = {
-    "QWenTokenizer": QWEN,
-    "HYTokenizer": HUNYUAN,
-    "TikTokenTokenizer": KIMI,
-    "ChatGLM4Tokenizer": CHATGLM4,
+    "QWenTokenizer": QWEN_TIKTOKEN_FORMAT,
+    "HYTokenizer": HUNYUAN_TIKTOKEN_FORMAT,
+    "TikTokenTokenizer": KIMI_TIKTOKEN_FORMAT,
+    "ChatGLM4Tokenizer": CHATGLM4_TIKTOKEN_FORMAT,
 }
-FORMATS_BY_FILE = {"qwen.tiktoken": QWEN, "hy.tiktoken": HUNYUAN}
+FORMATS_BY_FILE = {"qwen.tiktoken": QWEN_TIKTOKEN_FORMAT, "hy.tiktoken": HUNYUAN_TIKTOKEN_FORMAT}
 # The library's regex engine keeps one backtracking state per space and gives up near a million of
 # them.
 MAX_BLANK_RUN = 50_000

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from modelmill.core.errors import PromptCounts, PromptTooLong, TokenizerError
+from modelmill.core.errors import PromptTokenCounts, PromptTooLong, TokenizerError
 from modelmill.text.detokenizer import IncrementalUtf8Decoder
 from modelmill.text.trie_regex import trie_regex
 
@@ -157,7 +157,7 @@ class Tokenizer(ABC):
                 limit = self.max_tokens if self._context is None else self._context
                 raise PromptTooLong(
                     f"the prompt has more than {self.max_tokens} tokens{takes}; shorten it",
-                    PromptCounts(self.max_tokens, limit, counts_all=False),
+                    PromptTokenCounts(self.max_tokens, limit, counts_all=False),
                 )
 
     def split_control_tokens(self, text: str) -> list[str | int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from modelmill.core.errors import TokenizerError
 from modelmill.core.quoting import quote
-from modelmill.text.sentencepiece_proto import MAX_GROWTH, max_charsmap_replacement_len
+from modelmill.text.sentencepiece_proto import MAX_NORMALIZED_GROWTH, max_charsmap_replacement_len
 from modelmill.text.tokenizer_files import is_token_id
 
 
@@ -30,7 +30,7 @@ def check_tokenizer_json(spec: Mapping[str, Any]) -> None:
     assert isinstance(vocab, dict)
     by_id = {id: text for text, id in vocab.items()}
     growth = _max_text_growth(spec.get("normalizer")) * _max_text_growth(spec.get("pre_tokenizer"))
-    if growth > MAX_GROWTH:
+    if growth > MAX_NORMALIZED_GROWTH:
         raise TokenizerError(
             "tokenizer.json: its normalizer or pre-tokenizer makes texts many times longer; no "
             "known tokenizer does"
@@ -105,7 +105,7 @@ def _max_text_growth(step: object) -> int:
     if isinstance(step, list):
         total = 1
         for part in step:
-            total = min(total * _max_text_growth(part), MAX_GROWTH + 1)
+            total = min(total * _max_text_growth(part), MAX_NORMALIZED_GROWTH + 1)
         return total
     if not isinstance(step, dict):
         return 1

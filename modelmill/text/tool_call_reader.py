@@ -19,7 +19,7 @@ MAX_HEAD_CHARS = 256
 """Maximum characters of a call's name with what stands around it."""
 MAX_KEY_CHARS = 1024
 """Maximum characters of an argument's key with the mark behind it, in pieces and at once."""
-MAX_SEARCHES = 1024
+MAX_CACHED_SEARCHES = 1024
 """Searches for marks that are kept; some have names of a request's tools in them."""
 _BLANKS = re.compile(r"[\s\u0120\u010a]+")
 """Blanks, also as the letters that stand for them in byte-level vocabularies (broken decoders)."""
@@ -57,13 +57,13 @@ def longest_suffix_overlap(text: str, marks: tuple[str, ...]) -> int:
     return max((suffix_overlap(text, mark) for mark in marks), default=0)
 
 
-@lru_cache(MAX_SEARCHES)
+@lru_cache(MAX_CACHED_SEARCHES)
 def _compile_mark_search(marks: tuple[str, ...]) -> Callable[[str, int], re.Match[str] | None]:
     """A search for the first mark; of two at one place for the earlier one in the tuple."""
     return re.compile("|".join(map(re.escape, marks)) or "(?!)").search
 
 
-@lru_cache(MAX_SEARCHES)
+@lru_cache(MAX_CACHED_SEARCHES)
 def _compile_mark_start_search(
     marks: tuple[str, ...],
 ) -> tuple[Callable[[str, int], re.Match[str] | None], int]:

@@ -11,11 +11,12 @@ from typing import Any
 from modelmill.core.types import SamplingParams
 from modelmill.text.answer_pieces import ParsedAnswer, ParsedToolCall
 from modelmill.text.answer_renderer import render_answer
-from modelmill.text.chat_format_registry import WITHOUT_TOOLS, load_chat_syntax
+from modelmill.text.chat_format_registry import NO_TOOLS_CHAT_FORMAT, load_chat_syntax
 from modelmill.text.message_validation import validate_messages
 
-OBSERVATION = "Observation:"
-INTRO = """You may call functions to help with the user's query. Their signatures, in JSON:
+OBSERVATION_LABEL = "Observation:"
+TOOLS_SYSTEM_PROMPT = """\
+You may call functions to help with the user's query. Their signatures, in JSON:
 <tools>
 {tools}
 </tools>
@@ -52,7 +53,7 @@ def prepare_tool_conversation(
         message.get("role") == "tool" or message.get("tool_calls") for message in messages
     ):
         return list(messages), {}
-    if format_name == WITHOUT_TOOLS and (tools or not writes_calls):
+    if format_name == NO_TOOLS_CHAT_FORMAT and (tools or not writes_calls):
         return list(describe_tools_in_text(messages, tools)), {}
     calls = load_chat_syntax(format_name).calls
     out = validate_messages(messages, as_sent=True)
@@ -87,7 +88,9 @@ def describe_tools_in_text(
         RequestError: if a message is invalid.
     """
     intro = (
-        INTRO.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        TOOLS_SYSTEM_PROMPT.format(
+            tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        )
         if tools
         else ""
     )
@@ -116,7 +119,7 @@ def _message_to_plain_text(message: Mapping[str, Any]) -> dict[str, Any]:
     answer = ParsedAnswer(message["content"], tuple(calls))
     return {
         "role": message["role"],
-        "content": render_answer(load_chat_syntax(WITHOUT_TOOLS), answer),
+        "content": render_answer(load_chat_syntax(NO_TOOLS_CHAT_FORMAT), answer),
     }
 
 

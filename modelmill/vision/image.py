@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MAX_PIXELS = 100_000_000
 MAX_BYTES = 64 << 20
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-WHITE, BLACK = 255, 0
+WHITE_BACKGROUND, BLACK_BACKGROUND = 255, 0
 _EXIF_ORIENTATION = 0x0112
 # EXIF orientation -> the transform that makes the picture upright
 _ORIENTATION_TRANSFORMS = {
@@ -45,7 +45,7 @@ def open_image(
     source: Path | str | bytes,
     name: str = "the image",
     max_pixels: int | None = None,
-    background: int = WHITE,
+    background: int = WHITE_BACKGROUND,
 ) -> Image:
     """Open an image as an upright RGB picture.
 
@@ -74,7 +74,10 @@ def open_image(
 
 
 def _decode_to_rgb(
-    open_picture: Callable[[], Image], name: str, max_pixels: int | None, background: int = WHITE
+    open_picture: Callable[[], Image],
+    name: str,
+    max_pixels: int | None,
+    background: int = WHITE_BACKGROUND,
 ) -> Image:
     """Apply ``to_upright_rgb`` to the picture that ``open_picture`` returns.
 
@@ -109,7 +112,7 @@ def _decode_to_rgb(
         raise RequestError(f"{name} {problem}; known formats: {formats}") from None
 
 
-def to_upright_rgb(picture: Image, background: int = WHITE) -> Image:
+def to_upright_rgb(picture: Image, background: int = WHITE_BACKGROUND) -> Image:
     """Convert to 8-bit RGB, turned according to its EXIF orientation; the current frame only.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 from modelmill.core.errors import RequestError
 from modelmill.core.quoting import quote
 
-PAD_LABEL, BOX_CORNER_LABELS = -1, (2, 3)
+PADDING_POINT_LABEL, BOX_CORNER_LABELS = -1, (2, 3)
 MAX_POINTS = 256
 
 
@@ -143,7 +143,7 @@ def make_prompt_tensors(
             row_labels += BOX_CORNER_LABELS
         elif row:
             row.append((0.0, 0.0))
-            row_labels.append(PAD_LABEL)
+            row_labels.append(PADDING_POINT_LABEL)
         rows.append(row)
         labels.append(row_labels)
     shape = (len(rows), len(rows[0]))

@@ -38,9 +38,9 @@ from modelmill.vision.prompts import (
 from modelmill.vision.regions import remove_small_regions
 
 _MAX_MASK_PIXELS = 1 << 26  # mask pixels upsampled per call
-_ENCODER_BATCHES = (8, 4, 1)  # batch sizes of the encoder; larger ones are no faster
+_ENCODER_BATCH_SIZES = (8, 4, 1)  # batch sizes of the encoder; larger ones are no faster
 # up to this many threads, torch's loops lose more at their barriers than they gain
-_MAX_SLOW_THREADS = 2
+_MAX_SINGLE_THREAD_CPUS = 2
 # prompts per decoder call on a CPU, so that malloc reuses freed memory (see _split_into_batches)
 _CPU_DECODE_CHUNK = 8
 _MAX_GRAPHED_PROMPTS = 8  # up to this many, decoding is many small kernels and worth a CUDA graph
@@ -202,7 +202,7 @@ class SamModel:
 
         embeddings: list[torch.Tensor] = []
         while (start := len(embeddings)) < len(batch):
-            size = next(n for n in _ENCODER_BATCHES if n <= len(batch) - start)
+            size = next(n for n in _ENCODER_BATCH_SIZES if n <= len(batch) - start)
             with self._cpu_thread_scope():
                 (out,) = self.cuda_graph_cache("embed", embed, batch[start : start + size])
             embeddings += [row.clone() for row in out.split(1)]
@@ -272,7 +272,9 @@ class SamModel:
         On two shared cores MobileSAM takes 1.4 s for an uncached picture this way, and 3.0 s with
         two torch threads.
         """
-        single = self.device.type == "cpu" and (few or torch.get_num_threads() <= _MAX_SLOW_THREADS)
+        single = self.device.type == "cpu" and (
+            few or torch.get_num_threads() <= _MAX_SINGLE_THREAD_CPUS
+        )
         return single_thread_torch() if single else contextlib.nullcontext()
 
     def _run_decoder(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

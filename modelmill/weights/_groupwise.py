@@ -11,7 +11,7 @@ import torch
 
 from modelmill.core.errors import CorruptArtifact
 from modelmill.ops.groupwise import PACK_COLUMNS, GroupwiseLinearInputs
-from modelmill.weights.base import PackedInfo, StoredTensorTypes, WeightFormat, slice_tensor
+from modelmill.weights.base import PackedTensorSpecs, StoredTensorTypes, WeightFormat, slice_tensor
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class GroupwiseWeight(WeightFormat):
         *,
         has_offset: bool,
         has_perm: bool,
-    ) -> PackedInfo:
+    ) -> PackedTensorSpecs:
         """Return shapes and dtypes of ``tensors()`` for codes that come from a checkpoint.
 
         Args:
@@ -82,7 +82,7 @@ class GroupwiseWeight(WeightFormat):
         """
         rows, columns = shape
         grids = (rows, -(-columns // group_size))
-        info: PackedInfo = {
+        info: PackedTensorSpecs = {
             "weight": ((rows, cls.packed_row_width(columns)), cls.CODE_DTYPE),
             "scale": (grids, scale_dtype),
         }

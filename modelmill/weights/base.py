@@ -36,10 +36,10 @@ StoredTensorTypes = dict[str, tuple[int, tuple[torch.dtype, ...]]]
 UNPACKED_MEMORY_FRACTION = 0.6
 
 # Shape and dtype of each stored tensor, by suffix.
-PackedInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
+PackedTensorSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 # A row goes far beyond a static range where it leaves the range times this: a few values of any
 # text lie a little beyond those of calibration.
-RANGE_MARGIN = 1.3
+STATIC_RANGE_MARGIN = 1.3
 
 
 class UpcastSpec(NamedTuple):
@@ -108,7 +108,7 @@ class WeightFormat(ABC):
         raise NotImplementedError(f"{cls.__name__} stores a checkpoint's numbers only")
 
     @classmethod
-    def packed_tensor_specs(cls, *args: Any, **layout: Any) -> PackedInfo:
+    def packed_tensor_specs(cls, *args: Any, **layout: Any) -> PackedTensorSpecs:
         """Return shapes and dtypes of what ``pack`` stores for a shape and a dtype."""
         raise NotImplementedError(f"{cls.__name__} stores a checkpoint's numbers only")
 
@@ -144,9 +144,9 @@ class WeightFormat(ABC):
     def input_rows_outside_range(self, x: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002  no range
         """Return [T] bool: which rows of x [T, K] go far beyond the static range of the input.
 
-        None without such a range, which is widened by ``RANGE_MARGIN`` around its centre. What
-        becomes of such a row is the format's own: its values are clipped, or it is rounded with
-        longer steps.
+        None without such a range, which is widened by ``STATIC_RANGE_MARGIN`` around its centre.
+        What becomes of such a row is the format's own: its values are clipped, or it is rounded
+        with longer steps.
         """
         return None
 
@@ -382,7 +382,7 @@ def from_tensors(weight_format: str, tensors: Mapping[str, torch.Tensor]) -> Wei
 
 def packed_tensor_specs(
     weight_format: str, shape: tuple[int, int], dtype: torch.dtype, **layout: Any
-) -> PackedInfo:
+) -> PackedTensorSpecs:
     """Return shapes and dtypes, by suffix, of the tensors that ``pack`` stores for this shape."""
     return _find_format_class(weight_format).packed_tensor_specs(shape, dtype, **layout)
 

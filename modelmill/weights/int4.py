@@ -23,7 +23,7 @@ from modelmill.ops.int4_linear import (
 )
 from modelmill.ops.registry import Ops
 from modelmill.weights._groupwise import GroupwiseWeight
-from modelmill.weights.base import PackedInfo, UpcastSpec
+from modelmill.weights.base import PackedTensorSpecs, UpcastSpec
 
 DEFAULT_GROUP_SIZE = 128
 
@@ -93,7 +93,7 @@ class Int4Weight(GroupwiseWeight):
         *,
         group_size: int = DEFAULT_GROUP_SIZE,
         symmetric: bool = False,
-    ) -> PackedInfo:
+    ) -> PackedTensorSpecs:
         """Return shape and dtype of each stored tensor, by suffix."""
         wide = max(resolve_group_size(group_size, shape[1]), 1)
         return Int4Weight.stored_tensor_specs(

@@ -33,15 +33,15 @@ from modelmill.weights._rptq_columns import (
     unpermute_columns,
 )
 from modelmill.weights.base import (
-    RANGE_MARGIN,
-    PackedInfo,
+    STATIC_RANGE_MARGIN,
+    PackedTensorSpecs,
     StoredTensorTypes,
     UpcastSpec,
     WeightFormat,
     slice_tensor,
 )
 
-_FALLBACK: tuple[list[int], ...] = (
+_STORED_FALLBACK_FLAGS: tuple[list[int], ...] = (
     [],
     [0],
     [1],
@@ -212,13 +212,16 @@ class RptqWeight(WeightFormat):
         weight_bits: int = 8,
         bits: int = 8,  # noqa: ARG003
         splits_per_channel: int = 1,
-    ) -> PackedInfo:
+    ) -> PackedTensorSpecs:
         """Return shape and dtype of each stored tensor, by suffix."""
         rows, columns = shape
         group, groups = rptq_group_layout(columns, mode, splits_per_channel)
         width = group * groups
         small = torch.float16 if groups > 1 else torch.float32
-        info: PackedInfo = {"weight": ((rows, width), torch.int8), "scale": ((rows, groups), small)}
+        info: PackedTensorSpecs = {
+            "weight": ((rows, width), torch.int8),
+            "scale": ((rows, groups), small),
+        }
         if weight_bits == 4:
             info["weight"] = ((rows, width // 2), torch.uint8)
             info["offset"] = ((rows, groups), small)
@@ -239,7 +242,11 @@ class RptqWeight(WeightFormat):
         """Build the weight from its stored tensors by suffix."""
         sizes = [int(n) for n in tensors["sizes"].tolist()]
         # three: a weight of an earlier modelmill, without fallback
-        if tensors["sizes"].dim() != 1 or len(sizes) not in (3, 4) or sizes[3:] not in _FALLBACK:
+        if (
+            tensors["sizes"].dim() != 1
+            or len(sizes) not in (3, 4)
+            or sizes[3:] not in _STORED_FALLBACK_FLAGS
+        ):
             raise CorruptArtifact("an rptq weight has no valid sizes; rebuild the engine")
         columns, group, bits = sizes[:3]
         weight, scale, perm = (tensors[name] for name in ("weight", "scale", "perm"))
@@ -419,7 +426,7 @@ class RptqWeight(WeightFormat):
             real & ~repeated_column_mask(self.perm),
             real & ~repeated_column_mask(self.perm.flip(0)).flip(0),
         )
-        end = RANGE_MARGIN * 2 ** (self.bits - 1)
+        end = STATIC_RANGE_MARGIN * 2 ** (self.bits - 1)
         outside = ((scaled < -end - 0.5) & first) | ((scaled > end - 0.5) & last)
         return outside.any(-1)
 

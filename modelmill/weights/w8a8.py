@@ -19,8 +19,8 @@ from modelmill.ops.registry import Ops
 from modelmill.ops.rms_norm_quant import quantize_rows
 from modelmill.ops.w8a8_linear import Linear8BitInputs
 from modelmill.weights.base import (
-    RANGE_MARGIN,
-    PackedInfo,
+    STATIC_RANGE_MARGIN,
+    PackedTensorSpecs,
     StoredTensorTypes,
     UpcastSpec,
     WeightFormat,
@@ -28,7 +28,7 @@ from modelmill.weights.base import (
     slice_tensor,
 )
 
-PER_TOKEN_SCALE, FLOAT_INPUT = 0.0, -1.0  # special values of input_scale
+PER_TOKEN_SCALE_MARKER, FLOAT_INPUT_MARKER = 0.0, -1.0  # special values of input_scale
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class W8A8Weight(WeightFormat):
         dtype: torch.dtype,  # noqa: ARG003  the same for every dtype
         *,
         per_channel: bool = True,
-        input_scale: float = PER_TOKEN_SCALE,
+        input_scale: float = PER_TOKEN_SCALE_MARKER,
     ) -> Self:
         """Round to nearest; the largest magnitude of a row or matrix maps to the largest value."""
         wide = weight.float()
@@ -99,7 +99,7 @@ class W8A8Weight(WeightFormat):
         shape: tuple[int, int],
         dtype: torch.dtype,  # noqa: ARG003
         **layout: object,  # noqa: ARG003  no option changes a size
-    ) -> PackedInfo:
+    ) -> PackedTensorSpecs:
         """Return shape and dtype of each stored tensor, by suffix."""
         scales = {"scale": ((shape[0],), torch.float32), "input_scale": ((1,), torch.float32)}
         return {"weight": (shape, cls.VALUE_DTYPE), **scales}
@@ -211,7 +211,7 @@ class W8A8Weight(WeightFormat):
         if self.inv_input_scale is None:
             return None
         peak = x.float().abs().amax(-1) * self.inv_input_scale.to(x.device)
-        return peak > RANGE_MARGIN * QUANT_MAX[self.VALUE_DTYPE] + 0.5
+        return peak > STATIC_RANGE_MARGIN * QUANT_MAX[self.VALUE_DTYPE] + 0.5
 
     def dequantize(self) -> torch.Tensor:
         """Return the dequantized matrix [N, K] float32."""

@@ -134,7 +134,7 @@ def test_blocks_of_rows_change_nothing(rows: int, vocab: int, block: int, seed: 
 
     expected = all_metrics()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(error_metrics, "LOGITS_BLOCK", block)
+        patch.setattr(error_metrics, "MAX_LOGITS_PER_BLOCK", block)
         assert all_metrics() == pytest.approx(expected, rel=1e-12)
     plain = compare_tensors("x", center_logits(actual), center_logits(reference))
     row = compare_logits("x", actual, reference)
@@ -149,7 +149,7 @@ def test_blocks_of_rows_change_nothing(rows: int, vocab: int, block: int, seed: 
 def test_one_bad_logit_in_any_block_makes_the_rows_incomparable(
     worst: float, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(error_metrics, "LOGITS_BLOCK", 8)
+    monkeypatch.setattr(error_metrics, "MAX_LOGITS_PER_BLOCK", 8)
     expected = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     actual = expected.clone()
     actual[at, 1] = worst

@@ -111,7 +111,7 @@ def test_a_gpu_reports_what_the_cpu_reports(
     )
     build(plan, tmp_path / "e", None)
     there = accept_staged_engine(tmp_path / "e", plan.checkpoint)
-    monkeypatch.setattr(reference_device, "SPARE_BYTES", 1 << 60)
+    monkeypatch.setattr(reference_device, "GPU_HEADROOM_BYTES", 1 << 60)
     here = accept_staged_engine(tmp_path / "e", plan.checkpoint)
     assert "TF32 off" in there["reference"]
     assert "on the CPU: on the GPU" in here["reference"]

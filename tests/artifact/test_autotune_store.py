@@ -9,10 +9,10 @@ import pytest
 
 from modelmill.artifact.autotune_store import (
     AutotuneRecord,
+    autotune_record_path,
     device_slug,
     encode_autotune_record,
     read_autotune_record,
-    record_path,
     tuned_devices,
 )
 
@@ -23,7 +23,7 @@ STORED = AutotuneRecord(
 
 
 def write(engine: Path, content: bytes, device: str = H200) -> Path:
-    path = engine / record_path(device)
+    path = engine / autotune_record_path(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return engine

@@ -16,8 +16,8 @@ TINY = "--device cpu --layers 2 --hidden 64 --inner 32 --experts 8 --top-k 2 --r
 def test_every_format_becomes_rows_beside_its_floor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("modelmill.ops.timing.COPY_BYTES", {"cpu": 1 << 16})
-    monkeypatch.setattr("modelmill.ops.timing.MATMUL_SIDE", {"cpu": 32})
+    monkeypatch.setattr("modelmill.ops.timing.BANDWIDTH_COPY_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr("modelmill.ops.timing.MATMUL_SIZE", {"cpu": 32})
     path = tmp_path / "rows.jsonl"
     words = [*TINY.split(), "--batch", "1", "--prompt", "5", "--save", str(path)]
     timings = moe_step.main(words)
@@ -37,8 +37,8 @@ def test_every_format_becomes_rows_beside_its_floor(
 def test_what_a_named_backend_does_not_serve_is_not_timed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("modelmill.ops.timing.COPY_BYTES", {"cpu": 1 << 16})
-    monkeypatch.setattr("modelmill.ops.timing.MATMUL_SIDE", {"cpu": 32})
+    monkeypatch.setattr("modelmill.ops.timing.BANDWIDTH_COPY_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr("modelmill.ops.timing.MATMUL_SIZE", {"cpu": 32})
     formats = ["--format", "dense", "--format", "int4", "--batch", "1"]
     kernels = ["--kernel", "cpu", "--kernel", "cuda"]
     timings = moe_step.main([*TINY.split(), *formats, *kernels])

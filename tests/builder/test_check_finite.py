@@ -51,7 +51,7 @@ def test_extremes_integers_empty_and_scalars_pass():
 
 
 def test_every_chunk_is_looked_at(monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_VALUES", 3)
+    monkeypatch.setattr(module, "FINITE_CHECK_CHUNK_VALUES", 3)
     tensor = torch.zeros(8)
     tensor[7] = float("inf")
     with pytest.raises(CorruptCheckpoint, match="infinity"):

@@ -17,7 +17,7 @@ import torch
 from modelmill.artifact.store import open_artifact, quantization_facts_path
 from modelmill.builder import build_engine
 from modelmill.builder.calibration_data import (
-    MIN_TOKENS,
+    MIN_CALIBRATION_TOKENS,
     check_calibration_ids,
     find_calibration,
     generate_builtin_text,
@@ -238,7 +238,7 @@ def test_a_file_that_says_too_little_is_named(tmp_path: Path) -> None:
     [
         ([], "empty"),
         ([[]], "empty"),
-        ([[1] * (MIN_TOKENS - 1)], "too short"),
+        ([[1] * (MIN_CALIBRATION_TOKENS - 1)], "too short"),
         ([[5] * 500, [50]], "token ids must be between"),
     ],
 )

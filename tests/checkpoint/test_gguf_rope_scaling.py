@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from modelmill.checkpoint.gguf_rope_scaling import (
     from_metadata,
-    from_rope_freqs,
     llama3_factors,
     llama3_from_factors,
+    rope_scaling_from_rope_freqs,
 )
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 
@@ -148,7 +148,7 @@ def test_keys_that_change_the_rotation_and_are_not_computed_are_refused(base, na
     ):
         from_metadata(scaled(**base, **{name: wrong}), "llama")
     with pytest.raises(CheckpointError, match=name):
-        from_rope_freqs(scaled(**base, **{name: wrong}), "llama", [1.0] * 4, 10000.0)
+        rope_scaling_from_rope_freqs(scaled(**base, **{name: wrong}), "llama", [1.0] * 4, 10000.0)
     for nonsense in ("x", True, [1.0], float("nan"), float("inf")):
         with pytest.raises(CorruptCheckpoint, match="makes no sense"):
             from_metadata(scaled(**base, **{name: nonsense}), "llama")

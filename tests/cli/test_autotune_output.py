@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.artifact.autotune_store import AutotuneRecord, encode_autotune_record, record_path
+from modelmill.artifact.autotune_store import (
+    AutotuneRecord,
+    autotune_record_path,
+    encode_autotune_record,
+)
 from modelmill.artifact.manifest import Manifest
 from modelmill.builder import autotune_measure
 
@@ -26,7 +30,7 @@ def tuned(engine: Path, tmp_path: Path) -> Path:
     """A copy of the engine with a file for an H200."""
     copy = tmp_path / "tuned.engine"
     shutil.copytree(engine, copy)
-    path = copy / record_path(H200)
+    path = copy / autotune_record_path(H200)
     path.parent.mkdir()
     path.write_bytes(encode_autotune_record(TUNED))
     return copy
@@ -105,14 +109,14 @@ def test_what_a_build_tunes_is_in_the_engine_before_it_is_judged(
     real = accepting.accept_staged_engine
 
     def spy(staged: Path, *rest: Any, **more: Any) -> Any:
-        judged.append((staged / record_path(H200)).exists())
+        judged.append((staged / autotune_record_path(H200)).exists())
         return real(staged, *rest, **more)
 
     monkeypatch.setattr(accepting, "accept_staged_engine", spy)
     out = tmp_path / "e.engine"
     assert cli("build", checkpoint, "-o", out, "--dtype", "float32", "--json")[0] == 0
     assert judged == [True]
-    assert (out / record_path(H200)).read_bytes() == encode_autotune_record(TUNED)
+    assert (out / autotune_record_path(H200)).read_bytes() == encode_autotune_record(TUNED)
     assert (
         cli("build", checkpoint, "-o", out, "--dtype", "float32", "--no-tune", "--force", "--json")[
             0

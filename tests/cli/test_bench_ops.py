@@ -24,9 +24,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda op, device_type, dtype: [next(iter(bench_cases(op, device_type, dtype)))],
     )
     monkeypatch.setattr(op_bench, "CACHE_FLUSH_BYTES", {"cpu": 1 << 16})
-    monkeypatch.setattr(op_bench, "MIN_ROUNDS", 1)
-    monkeypatch.setattr("modelmill.ops.timing.COPY_BYTES", {"cpu": 1 << 16})
-    monkeypatch.setattr("modelmill.ops.timing.MATMUL_SIDE", {"cpu": 32})
+    monkeypatch.setattr(op_bench, "MIN_TIMING_ROUNDS", 1)
+    monkeypatch.setattr("modelmill.ops.timing.BANDWIDTH_COPY_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr("modelmill.ops.timing.MATMUL_SIZE", {"cpu": 32})
     # other tests may have chosen Triton's interpreter, which takes minutes to be timed
     pytest.importorskip("triton")
     monkeypatch.setattr("modelmill.ops.triton.common.device.INTERPRETED", False)

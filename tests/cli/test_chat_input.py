@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from modelmill.cli import chat_input
-from modelmill.cli.chat_input import CONTINUED, PROMPT, read_message
+from modelmill.cli.chat_input import CONTINUATION_PROMPT, INPUT_PROMPT, read_message
 
 
 def message(*lines: str) -> tuple[str | None, list[str]]:
@@ -48,8 +48,8 @@ def test_messages_of_several_lines(lines: tuple[str, ...], text: str) -> None:
 
 
 def test_the_end_of_the_input_and_the_prompts() -> None:
-    assert message() == (None, [PROMPT])
-    assert message("a\\", "b")[1] == [PROMPT, CONTINUED]
+    assert message() == (None, [INPUT_PROMPT])
+    assert message("a\\", "b")[1] == [INPUT_PROMPT, CONTINUATION_PROMPT]
 
 
 @pytest.mark.parametrize("lines", [['"""', "half"], ["one\\"]], ids=["quoted", "continued"])
@@ -70,7 +70,8 @@ def test_an_interrupt_drops_a_message_of_several_lines(
 
 
 @pytest.mark.parametrize(
-    ("prompt", "words"), [(PROMPT, "(/exit or Ctrl-D leaves)"), ("weather= ", "(an empty line")]
+    ("prompt", "words"),
+    [(INPUT_PROMPT, "(/exit or Ctrl-D leaves)"), ("weather= ", "(an empty line")],
 )
 def test_an_interrupt_clears_a_line_and_says_what_goes_on(
     prompt: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -18,8 +18,8 @@ Cli = Callable[..., tuple[int, Any, str]]
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "CPU_ROUNDS", 2)
-    monkeypatch.setattr("modelmill.ops.timing.COPY_BYTES", {"cpu": 1 << 16})
-    monkeypatch.setattr("modelmill.ops.timing.MATMUL_SIDE", {"cpu": 32})
+    monkeypatch.setattr("modelmill.ops.timing.BANDWIDTH_COPY_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr("modelmill.ops.timing.MATMUL_SIZE", {"cpu": 32})
 
 
 def test_both_phases_as_tables_with_a_trace(cli: Cli, engine: Path, tmp_path: Path) -> None:

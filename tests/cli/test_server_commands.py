@@ -128,7 +128,7 @@ def test_what_stop_waits_for_is_said(
 ) -> None:
     server = start("m")
     monkeypatch.setattr(psutil.Process, "terminate", lambda _: None)
-    monkeypatch.setattr(stop, "QUIET_SECONDS", 0.01)
+    monkeypatch.setattr(stop, "SILENT_WAIT_SECONDS", 0.01)
     code, _, err = cli("stop", "m", "--timeout", "0.03")
     assert code == 1
     assert err.splitlines()[0] == (
@@ -139,7 +139,7 @@ def test_what_stop_waits_for_is_said(
 def test_a_server_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     nobody = ServerRecord("http://127.0.0.1:9", ("m",), 1, 0.0)
     facts = ps.server_facts(nobody)
-    assert (facts["state"], facts["models"]) == (ps.NO_ANSWER, list(nobody.models))
+    assert (facts["state"], facts["models"]) == (ps.NO_ANSWER_STATE, list(nobody.models))
 
 
 def test_models_that_come_and_go_are_listed_with_their_state(
@@ -205,7 +205,7 @@ def test_a_key_that_the_server_refuses_is_told_at_once(capsys: pytest.CaptureFix
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         assert served_context_length(fetch_models(url, "right"), "m") == 7
-        for key, name in ((launch.NO_KEY, "an API key"), ("wrong", "another API key")):
+        for key, name in ((launch.PLACEHOLDER_API_KEY, "an API key"), ("wrong", "another API key")):
             with pytest.raises(UsageError, match=f"wants {name}; give --api-key KEY"):
                 fetch_models(url, key)
         server.shutdown()

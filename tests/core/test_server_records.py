@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from modelmill.core.server_records import keep_server_record, records_dir, running_servers
+from modelmill.core.server_records import records_dir, register_server, running_servers
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def write(name: str, **changed: object) -> None:
 
 def test_a_server_is_listed_while_it_runs() -> None:
     assert running_servers() == []
-    with keep_server_record("http://127.0.0.1:8000", ["a", "b"]):
+    with register_server("http://127.0.0.1:8000", ["a", "b"]):
         [server] = running_servers()
         assert (server.url, server.models, server.pid) == (
             "http://127.0.0.1:8000",
@@ -55,5 +55,5 @@ def test_serving_goes_on_where_no_record_can_be_written(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path / "file"))
-    with keep_server_record("http://127.0.0.1:8000", ["a"]):
+    with register_server("http://127.0.0.1:8000", ["a"]):
         assert running_servers() == []

@@ -13,8 +13,8 @@ import pytest
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import TokenizerError, UsageError
 from modelmill.eval.article_summarization import (
-    TASK,
-    TLDR,
+    SUMMARY_INSTRUCTION,
+    TLDR_SUFFIX,
     EngineSummarizer,
     HfSummarizer,
     SummaryResumeFile,
@@ -81,10 +81,10 @@ class Copier:
 
 def test_prompts_of_a_base_and_a_chat_engine() -> None:
     task = make_summary_task(fake_llm(), ITEMS, 10)
-    assert Letters().decode(task.prompts[0]) == "one two three" + TLDR
+    assert Letters().decode(task.prompts[0]) == "one two three" + TLDR_SUFFIX
     assert task.eos_ids == (0, 3)
     task = make_summary_task(fake_llm(chat=Chat()), ITEMS, 10)
-    assert Letters().decode(task.prompts[1][1:-1]) == TASK + "four five"
+    assert Letters().decode(task.prompts[1][1:-1]) == SUMMARY_INSTRUCTION + "four five"
     assert task.eos_ids == (0, 3, 4), "the template's stops end a summary, too"
 
 
@@ -95,7 +95,7 @@ def test_articles_are_cut_to_fit(chat: Any) -> None:
     ids = task.prompts[0]
     assert len(ids) == 130
     if chat is None:
-        assert Letters().decode(ids).endswith(TLDR), "the end of the prompt must not be cut"
+        assert Letters().decode(ids).endswith(TLDR_SUFFIX), "the end of the prompt must not be cut"
     assert (
         len(make_summary_task(fake_llm(room=500, chat=chat), [long], 20, max_input=90).prompts[0])
         == 90

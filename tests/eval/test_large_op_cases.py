@@ -13,7 +13,7 @@ from modelmill.eval import large_op_cases
 from modelmill.eval.op_cases import EXTRA_CASES, bench_cases
 from modelmill.ops import groupwise, int4_linear, int8_group_linear, registry
 from modelmill.ops.case import nbytes
-from modelmill.ops.gated_rms_norm import HEADS
+from modelmill.ops.gated_rms_norm import NORM_PER_HEAD
 
 LENGTHS = (9, 1)  # tokens of two sequences
 
@@ -31,7 +31,7 @@ SMALL: dict[str, large_op_cases.CaseMaker] = {
     **{op: of_op(op, (3, 40)) for op in OF_ROWS},
     "causal_conv": of_op("causal_conv", (LENGTHS, 16, 4)),
     "gated_delta_rule": of_op("gated_delta_rule", (LENGTHS, 1, 2, 8, 8), chunk=8),
-    "gated_rms_norm": of_op("gated_rms_norm", (3, 40, 8, HEADS)),
+    "gated_rms_norm": of_op("gated_rms_norm", (3, 40, 8, NORM_PER_HEAD)),
     "ssd_scan": of_op("ssd_scan", (LENGTHS, 1, 2, 8, 8), chunk=8),
     "quantize": partial(large_op_cases.quantize_cases, 3, 64),
     "rope_cos_sin": partial(large_op_cases.rope_angle_cases, 7, 16),
@@ -73,7 +73,7 @@ def test_bytes_and_operations_are_counted(op: str) -> None:
     wide: dict[str, large_op_cases.CaseMaker] = {
         "causal_conv": of_op("causal_conv", ((99, 1), 600, 4)),
         "gated_delta_rule": of_op("gated_delta_rule", ((99, 1), 1, 2, 64, 64), chunk=16),
-        "gated_rms_norm": of_op("gated_rms_norm", (200, 2048, 128, HEADS)),
+        "gated_rms_norm": of_op("gated_rms_norm", (200, 2048, 128, NORM_PER_HEAD)),
         "ssd_scan": of_op("ssd_scan", ((99, 1), 1, 2, 64, 64), chunk=16),
         "quantize": partial(large_op_cases.quantize_cases, 200, 2048),
         "rope_cache": partial(large_op_cases.rope_cases, 19, 2, 64),

@@ -37,9 +37,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda op, device_type, dtype: [next(iter(bench_cases(op, device_type, dtype)))],
     )
     monkeypatch.setattr(op_bench, "CACHE_FLUSH_BYTES", {"cpu": 1 << 16, "cuda": 1 << 16})
-    monkeypatch.setattr(op_bench, "MIN_ROUNDS", 1)
-    monkeypatch.setattr("modelmill.ops.timing.COPY_BYTES", {"cpu": 1 << 16, "cuda": 1 << 16})
-    monkeypatch.setattr("modelmill.ops.timing.MATMUL_SIDE", {"cpu": 32, "cuda": 32})
+    monkeypatch.setattr(op_bench, "MIN_TIMING_ROUNDS", 1)
+    monkeypatch.setattr(
+        "modelmill.ops.timing.BANDWIDTH_COPY_BYTES", {"cpu": 1 << 16, "cuda": 1 << 16}
+    )
+    monkeypatch.setattr("modelmill.ops.timing.MATMUL_SIZE", {"cpu": 32, "cuda": 32})
     # other tests may have chosen Triton's interpreter, which takes minutes to be timed
     pytest.importorskip("triton")
     monkeypatch.setattr("modelmill.ops.triton.common.device.INTERPRETED", False)
@@ -57,7 +59,7 @@ def test_every_op_of_the_registry_is_timed(quick: None) -> None:
         assert each.us is not None
         assert each.us.median > 0
         assert each.fraction is None or each.fraction > 0
-    for op in (op for op, each in registry.declarations().items() if not each.fuses):
+    for op in (op for op, each in registry.op_declarations().items() if not each.fuses):
         assert [each.op for each in results if each.op == op and each.chosen] == [op]
 
 

@@ -48,7 +48,7 @@ def inputs(**fields: Any) -> list[Any]:
     import numpy
     from tritonclient.grpc import InferInput
 
-    from modelmill.export.triton_tensors import INPUTS
+    from modelmill.export.triton_tensors import INPUT_TENSORS
 
     dtypes = {
         "STRING": numpy.object_,
@@ -57,7 +57,7 @@ def inputs(**fields: Any) -> list[Any]:
         "FP32": numpy.float32,
     }
     made = []
-    for field in INPUTS:
+    for field in INPUT_TENSORS:
         if field.name not in fields:
             continue
         value = fields[field.name]

@@ -18,7 +18,7 @@ from modelmill.export.triton_repository import (
     _instance_kind,
     export_triton_repository,
 )
-from modelmill.export.triton_tensors import INPUTS, OUTPUTS
+from modelmill.export.triton_tensors import INPUT_TENSORS, OUTPUT_TENSORS
 
 
 @pytest.fixture(autouse=True)
@@ -68,12 +68,12 @@ def test_the_configuration_names_every_field(stories: Path, tmp_path: Path) -> N
         r'\{ name: "(\w+)", data_type: (TYPE_\w+), dims: \[ (-?\d+) \](, optional: true)? \}', text
     )
     assert names == [
-        *((f.name, f.type, str(f.size), ", optional: true") for f in INPUTS),
-        *((f.name, f.type, str(f.size), "") for f in OUTPUTS),
+        *((f.name, f.type, str(f.size), ", optional: true") for f in INPUT_TENSORS),
+        *((f.name, f.type, str(f.size), "") for f in OUTPUT_TENSORS),
     ]
     assert text.count("{") == text.count("}")
     known = vars(SamplingParams())
-    assert all(field.name in known for field in INPUTS if field.is_sampling_param)
+    assert all(field.name in known for field in INPUT_TENSORS if field.is_sampling_param)
 
 
 def test_its_model_imports_modelmill_and_holds_little(stories: Path, tmp_path: Path) -> None:

@@ -173,11 +173,11 @@ def as_host_tensor(interface: Any, device: str) -> torch.Tensor:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
-    monkeypatch.setattr(sleepable_memory, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(sleepable_memory, "MAP_CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(sleepable_memory, "WAKE_CHUNK_BYTES", WAKE_CHUNK)
     monkeypatch.setattr(pinned_blocks, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(pinned_blocks, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(pinned_blocks, "PAUSE", 0.001)
+    monkeypatch.setattr(pinned_blocks, "FIRST_RELEASE_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(pinned_blocks, "RELEASE_PAUSE_SECONDS", 0.001)
     monkeypatch.setattr(sleepable_memory, "as_device_tensor", as_host_tensor)
     return FakeLibrary()
 
@@ -320,7 +320,7 @@ def test_a_host_without_memory_is_left_alone(
 def test_an_engine_that_sleeps_again_uses_what_is_pinned(
     library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pinned_blocks, "FIRST_PAUSE", 60)
+    monkeypatch.setattr(pinned_blocks, "FIRST_RELEASE_PAUSE_SECONDS", 60)
     region = cuda_region(library, 4 * BLOCK)
     region.extend_backing(4 * BLOCK)
     for value in (1, 2):

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.artifact.autotune_store import AutotuneRecord, encode_autotune_record, record_path
+from modelmill.artifact.autotune_store import (
+    AutotuneRecord,
+    autotune_record_path,
+    encode_autotune_record,
+)
 from modelmill.loader.tuning import load_tuning, look_up_tuning
 
 pytest.importorskip("triton")
@@ -26,7 +30,7 @@ def engine(tmp_path: Path) -> Path:
 
 
 def store(engine: Path, choices: Any, device: str = H200) -> None:
-    path = engine / record_path(device)
+    path = engine / autotune_record_path(device)
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(encode_autotune_record(AutotuneRecord(device, choices, {})))
 
@@ -63,7 +67,7 @@ def test_an_engine_never_tuned_is_nothing_odd(engine: Path) -> None:
 )
 def test_a_damaged_file_means_defaults(engine: Path, content: bytes) -> None:
     store(engine, CHOICES)
-    (engine / record_path(H200)).write_bytes(content)
+    (engine / autotune_record_path(H200)).write_bytes(content)
     lookup = look_up_tuning(engine, H200)
     assert lookup.tuning is None
     assert lookup.is_warning

@@ -19,7 +19,7 @@ from modelmill.nn.linear import Linear
 from modelmill.ops import int8_linear, registry
 from modelmill.ops.cpu.common import build
 from modelmill.ops.int8_linear import INT8PACK_MM_MAX_ROWS, supports_int8pack_mm, uses_int8pack_mm
-from modelmill.ops.quant_types import MAX_EXACT_COLUMNS, exact_int_matmul
+from modelmill.ops.quant_types import MAX_EXACT_FLOAT32_PRODUCTS, exact_int_matmul
 from modelmill.weights import base, int8_group
 from modelmill.weights.base import UnpackedWeight, WeightFormat
 from modelmill.weights.mixed_rows import MixedRowsWeight
@@ -175,13 +175,13 @@ def test_torch_without_the_private_product_widens(monkeypatch: pytest.MonkeyPatc
 
 def test_integer_sums_are_exact() -> None:
     generator = torch.Generator().manual_seed(0)
-    x = torch.full((3, 5 * MAX_EXACT_COLUMNS + 7), -128, dtype=torch.int8)
+    x = torch.full((3, 5 * MAX_EXACT_FLOAT32_PRODUCTS + 7), -128, dtype=torch.int8)
     w = torch.full((4, x.shape[1]), -128, dtype=torch.int8)
     x[1] = torch.randint(-128, 128, (x.shape[1],), generator=generator)
     expected = x.long() @ w.long().T
     for weight in (w, w.float()):
         assert torch.equal(exact_int_matmul(x, weight).long(), expected)
-    # without the cut at MAX_EXACT_COLUMNS float32 would round these
+    # without the cut at MAX_EXACT_FLOAT32_PRODUCTS float32 would round these
     odd = torch.ones_like(x)
     odd[:, 0] = 127
     assert torch.equal(exact_int_matmul(odd, w.float()).long(), odd.long() @ w.long().T)

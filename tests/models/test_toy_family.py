@@ -188,8 +188,8 @@ def test_its_modules_are_profiled_and_it_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(profiling, "CPU_ROUNDS", 2)
-    monkeypatch.setattr("modelmill.ops.timing.COPY_BYTES", {"cpu": 1 << 16})
-    monkeypatch.setattr("modelmill.ops.timing.MATMUL_SIDE", {"cpu": 32})
+    monkeypatch.setattr("modelmill.ops.timing.BANDWIDTH_COPY_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr("modelmill.ops.timing.MATMUL_SIZE", {"cpu": 32})
     words = ["profile", str(engine), "--device", "cpu", "--batch", "2", "--prompt", "24"]
     assert run_command_line(words) == 0
     shown = capsys.readouterr().out

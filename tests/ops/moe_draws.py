@@ -89,7 +89,7 @@ def moe_error(
 
 def check_moe_on_gpu(op: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     """A case of the CUDA implementation, twice with the same bits, and in a CUDA graph."""
-    monkeypatch.setattr(fused_moe, "A3B_SHAPES", [shape])
+    monkeypatch.setattr(fused_moe, "QWEN3_30B_A3B_SHAPES", [shape])
     cases = import_module(f"modelmill.ops.{op}").cases("cuda", torch.bfloat16)
     case = [each for each in cases if f"->2x{shape[2]}" in each.name][-1]
     inputs = FusedMoEInputs(**case.args)

@@ -18,7 +18,7 @@ from modelmill.ops import registry
 from modelmill.ops.bound_op import BoundOp, SelectedOp, count_bucket_edges
 from modelmill.ops.cuda.common import launch
 from modelmill.ops.kernel_support import (
-    HALF,
+    HALF_DTYPES,
     GemmProblem,
     GemmSupportRange,
     make_dense_gemm_problem,
@@ -30,7 +30,7 @@ from modelmill.weights.int4 import Int4Weight
 BF = torch.bfloat16
 GEMMS = [
     op
-    for op, each in registry.declarations().items()
+    for op, each in registry.op_declarations().items()
     if each.problem is not None and each.guard is make_gemm_guard and each.alike is None
 ]
 ROWS = (1, 2, 8, 9, 16, 17, 33, 48, 64, 65, 257, 511, 512, 640, 768, 1024, 2048)
@@ -97,7 +97,7 @@ def operands(op: str, rows: int, n: int, k: int, dtype: torch.dtype = BF) -> dic
 
 def positional_args(op: str, named: dict[str, Any]) -> tuple[Any, ...]:
     """The op's arguments."""
-    declaration = registry.declarations()[op]
+    declaration = registry.op_declarations()[op]
     return declaration.to_positional_args((), declaration.pack_inputs(named))
 
 
@@ -307,7 +307,7 @@ def test_a_range_is_what_its_fields_say(change: dict[str, Any], covered: bool) -
         m=(1, 16),
         n_multiple=8,
         k_multiple=32,
-        dtypes=HALF,
+        dtypes=HALF_DTYPES,
         weight_dtypes=(BF,),
         out_dtypes=(BF,),
         scale_dtypes=(torch.float32,),

@@ -51,7 +51,7 @@ INSTRUCTION_SETS = {
 QUICK = ("-O0", "-std=c++17", "-fPIC", "-Wall", "-Wextra", "-Werror")
 KERNELS: dict[str, ModuleType] = {
     op: by_backend["cpu"]
-    for op, declared in registry.declarations().items()
+    for op, declared in registry.op_declarations().items()
     if not declared.fuses and "cpu" in (by_backend := registry.implementations(op))
 }
 # words in the names of cases
@@ -665,7 +665,7 @@ def test_two_processes_may_build_at_once_and_share_torchs_threads(tmp_path: Path
 def test_a_stopped_process_holds_up_no_other_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(build, "LOCK_TIMEOUT_SECONDS", 0.0)
     stopped = os.open(tmp_path, os.O_RDONLY)
     try:
         fcntl.flock(stopped, fcntl.LOCK_EX)

@@ -244,8 +244,8 @@ def test_clustered_compiles_without_spills(
 
 def test_structures_of_the_driver_have_their_sizes() -> None:
     """As cuda.h 13.0 lays them out: CUlaunchConfig 56 bytes, CUlaunchAttribute 72."""
-    assert struct.calcsize(launch._CONFIG) == 56
-    assert struct.calcsize(launch._ATTRIBUTE) == 72
+    assert struct.calcsize(launch._LAUNCH_CONFIG_STRUCT) == 56
+    assert struct.calcsize(launch._LAUNCH_ATTRIBUTE_STRUCT) == 72
 
 
 @requires_nvcc

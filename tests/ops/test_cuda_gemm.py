@@ -70,7 +70,9 @@ def test_each_width_is_met_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm.launch, "sm_count", lambda _: 132)
     x, weight = torch.empty(1, 64), torch.empty(22016, 64)
     met = gemm.large_m_warmup_rows(x, weight, 8192)
-    assert {gemm.select_tile_width(rows, 22016, 132) for rows in met} == set(gemm.TILE_WIDTHS)
+    assert {gemm.select_tile_width(rows, 22016, 132) for rows in met} == set(
+        gemm.LARGE_M_TILE_WIDTHS
+    )
     assert gemm.large_m_warmup_rows(x, weight, 511) == []
 
 
@@ -80,7 +82,8 @@ def test_the_width_of_tiles_is_the_one_with_the_least_to_compute(
 ) -> None:
     clusters = max(1, multiprocessors // 2)
     cost = {
-        w: w * -(-gemm.count_tile_pairs(rows, outputs, w) // clusters) for w in gemm.TILE_WIDTHS
+        w: w * -(-gemm.count_tile_pairs(rows, outputs, w) // clusters)
+        for w in gemm.LARGE_M_TILE_WIDTHS
     }
     chosen = gemm.select_tile_width(rows, outputs, multiprocessors)
     assert cost[chosen] == min(cost.values())
@@ -202,7 +205,7 @@ def test_few_rows_compile_without_spills(rows: int, gated: bool, tmp_path: Path)
 
 
 @requires_nvcc
-@pytest.mark.parametrize("wide", gemm.TILE_WIDTHS)
+@pytest.mark.parametrize("wide", gemm.LARGE_M_TILE_WIDTHS)
 def test_many_rows_compile_without_spills(wide: int, tmp_path: Path) -> None:
     macros = (
         f"BLOCK_N={wide}",

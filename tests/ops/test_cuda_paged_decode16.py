@@ -120,7 +120,7 @@ def _check(args: dict[str, Any], *, served: bool = True) -> None:
 def test_a_step_has_room_where_its_contexts_are_split(
     pairs: int, group: int, dim: int, keys: int
 ) -> None:
-    config, splits = paged_decode16.plan_launch(pairs, group, dim, keys, 132)
+    config, splits = paged_decode16.choose_config_and_splits(pairs, group, dim, keys, 132)
     assert splits == 1 or pairs * splits <= 132 * config.blocks_per_sm
     assert splits == 1 or keys > (splits - 1) * config.min_keys
 
@@ -135,7 +135,9 @@ def test_forms_are_all_that_a_step_can_meet(
     heads: tuple[int, int], most: int, longest: int, data: st.DataObject
 ) -> None:
     def plan_for(batch: int, keys: int) -> object:
-        return paged_decode16.plan_launch(batch * heads[1], heads[0] // heads[1], 128, keys, 132)
+        return paged_decode16.choose_config_and_splits(
+            batch * heads[1], heads[0] // heads[1], 128, keys, 132
+        )
 
     listed = paged_decode16.warmup_sizes(heads, 128, most, longest, 132)
     assert all(1 <= batch <= most and 1 <= keys <= longest for batch, keys in listed)

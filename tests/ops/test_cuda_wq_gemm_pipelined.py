@@ -61,7 +61,7 @@ def test_a_form_fits_wherever_one_is_chosen(
     assert supports_weight(rows, made, gated=False)
     box, split_k = (
         wq_gemm_pipelined.block_rows(tokens),
-        wq_gemm_pipelined.split_for(rows, made, wq_gemm_pipelined.block_rows(tokens), 132),
+        wq_gemm_pipelined.best_split_k(rows, made, wq_gemm_pipelined.block_rows(tokens), 132),
     )
     if made.groups_per_tile == 1 or made.groups_per_split(4) <= 128:
         assert split_k is not None
@@ -144,7 +144,7 @@ def _check(
 
 @pytest.mark.gpu
 @requires_cuda_kernels
-@pytest.mark.parametrize("split_k", wq_gemm_pipelined.SPLITS, ids=str)
+@pytest.mark.parametrize("split_k", wq_gemm_pipelined.SPLIT_K_CHOICES, ids=str)
 @pytest.mark.parametrize("large", [False, True], ids=["up-to-64-rows", "more"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [4, 8])
@@ -193,7 +193,7 @@ def test_wide_rows_of_many_groups_are_served() -> None:
             if getattr(each.run, "func", None) is wq_gemm_pipelined.groupwise_gemm
         ]
         assert any(pipelined)
-        ring = wq_gemm_pipelined.problem_split(problem, gated=False)
+        ring = wq_gemm_pipelined.problem_split_k(problem, gated=False)
         if any(pipelined) and ring is not None:
             _check(x, args, ring, None, gated=False)
 

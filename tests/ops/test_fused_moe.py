@@ -19,7 +19,7 @@ from modelmill.nn.moe_spec import MoESpec
 from modelmill.ops import registry
 from modelmill.ops.fused_moe import SwigluClamp
 from modelmill.ops.fused_topk import FusedTopkInputs
-from modelmill.ops.moe_align_block_size import NO_EXPERT, max_blocks, moe_align_block_size
+from modelmill.ops.moe_align_block_size import NO_EXPERT, max_expert_blocks, moe_align_block_size
 from tests.nn.test_moe import EXPERTS, HIDDEN, INNER, STEP, filled
 
 GROUPED = (
@@ -46,7 +46,7 @@ def test_blocks_hold_the_pairs_of_one_expert_in_order(
     ids[ids >= experts] = NO_EXPERT
     block = 4
     order, owners = moe_align_block_size(ids.int(), block, experts)
-    assert len(owners) == max_blocks(tokens * top_k, block, experts)
+    assert len(owners) == max_expert_blocks(tokens * top_k, block, experts)
     by_expert: dict[int, list[int]] = {}
     for part, owner in zip(order.split(block), owners.tolist(), strict=True):
         pairs = [pair for pair in part.tolist() if pair < tokens * top_k]
@@ -70,7 +70,7 @@ def test_the_bound_of_the_blocks_is_reached_and_never_passed(block: int, experts
             for spread in spreads
             if sum(spread) == pairs
         ]
-        assert max(needed) == max_blocks(pairs, block, experts)
+        assert max(needed) == max_expert_blocks(pairs, block, experts)
 
 
 # −∞ − −∞ is expected; NumPy warns

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from modelmill.ops import registry
-from modelmill.ops.fused_topk import SCORES, SIGMOID, SPARSE_MIXER, FusedTopkInputs, fused_topk
+from modelmill.ops.fused_topk import (
+    SCORE_FUNCTIONS,
+    SIGMOID,
+    SPARSE_MIXER,
+    FusedTopkInputs,
+    fused_topk,
+)
 
 KERNELS = registry.implementations("fused_topk", ("triton", "cpu"))
 
@@ -22,7 +28,7 @@ def kernel(request: pytest.FixtureRequest) -> Any:
     return module
 
 
-@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("scores", SCORE_FUNCTIONS)
 def test_many_of_an_odd_number_of_experts(kernel: Any, scores: str) -> None:
     logits = torch.randn(2, 37, generator=torch.Generator().manual_seed(1))
     inputs = FusedTopkInputs(logits, None, 19, scores, jitter=0.2)
@@ -33,7 +39,7 @@ def test_many_of_an_odd_number_of_experts(kernel: Any, scores: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of Triton's interpreter
-@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("scores", SCORE_FUNCTIONS)
 def test_what_is_no_number_ranks_last(kernel: Any, scores: str) -> None:
     """Every slot gets another valid expert."""
     logits = torch.randn(4, 21, generator=torch.Generator().manual_seed(2))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.nn.fused_moe import FusedMoE, compute_all_experts, route
+from modelmill.nn.fused_moe import FusedMoE, compute_all_experts, route_tokens
 from modelmill.nn.linear import Linear
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import SIGMOID, MoE, RouterConfig
@@ -113,10 +113,10 @@ def test_ids_count_from_the_ranks_first_expert(name: str, tokens: int) -> None:
     moe = filled(spec, "dense")
     x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(5))
     for step in (STEP, triton_step()):
-        weights, ids = route(moe, x, step)
+        weights, ids = route_tokens(moe, x, step)
         total = torch.zeros_like(weights)
         for first, end in RANKS:
-            local_weights, local = route(part_of(moe, spec, (first, end)), x, step)
+            local_weights, local = route_tokens(part_of(moe, spec, (first, end)), x, step)
             here = (ids >= first) & (ids < end)
             assert torch.equal(local, torch.where(here, ids - first, NO_EXPERT))
             assert not local_weights[~here].any()

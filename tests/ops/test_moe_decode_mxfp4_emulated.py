@@ -49,7 +49,7 @@ def written_in_front(
     pointers = struct.unpack_from(POINTERS, arguments[0])
     if pointers[0] == inputs.gate_up.data_ptr():  # behind the router and whatever makes x
         return memory_ranges(inputs.x, inputs.topk_ids)
-    row = 2 * (inputs.inner_size + moe_decode_mxfp4.X_PAD)
+    row = 2 * (inputs.inner_size + moe_decode_mxfp4.X_PADDING_COLUMNS)
     return [(pointers[3], inputs.topk_ids.numel() * row)]
 
 

@@ -24,7 +24,7 @@ def _variants(op: str, device: str) -> list[Any]:
     offered = [
         m for m in registry.implementations(op).values() if m.unavailable_reason(device) is None
     ]
-    declared, fallback = registry.declarations()[op], registry.reference(op)
+    declared, fallback = registry.op_declarations()[op], registry.reference(op)
     runs = [
         SelectedOp(op, declared, [OpImplementation.from_backend_module(m, m.run)], fallback)
         for m in offered

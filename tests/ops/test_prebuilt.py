@@ -63,7 +63,7 @@ def test_arm_has_one_level() -> None:
 
 def test_required_features_cover_the_compiler_flags() -> None:
     names = {"-mavx512vnni": "avx512_vnni", "-mavx512bf16": "avx512_bf16"}
-    for level in prebuilt.LEVELS:
+    for level in prebuilt.CPU_LEVELS:
         extra = [
             flag for flag in level.flags if flag.startswith("-m") and not flag.startswith("-march")
         ]
@@ -85,10 +85,10 @@ def _copy(folder: Path) -> Path:
 
 
 def test_other_sources_are_another_file(tmp_path: Path) -> None:
-    level, folder = prebuilt.LEVELS[0], _copy(tmp_path / "sources")
+    level, folder = prebuilt.CPU_LEVELS[0], _copy(tmp_path / "sources")
     assert prebuilt.library_file_name(level, folder) == prebuilt.library_file_name(level)
-    assert len({prebuilt.library_file_name(each) for each in prebuilt.LEVELS}) == len(
-        prebuilt.LEVELS
+    assert len({prebuilt.library_file_name(each) for each in prebuilt.CPU_LEVELS}) == len(
+        prebuilt.CPU_LEVELS
     )
     header = folder / "common" / "simd.h"
     header.write_text(header.read_text() + "// another word\n")
@@ -125,7 +125,7 @@ def brought(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     path = tmp_path / "brought.so"
     path.write_bytes(b"no shared object")
     monkeypatch.setattr(
-        prebuilt, "installed_supported_levels", lambda: iter([(prebuilt.LEVELS[-1], path)])
+        prebuilt, "installed_supported_levels", lambda: iter([(prebuilt.CPU_LEVELS[-1], path)])
     )
     return path
 
@@ -169,7 +169,7 @@ def test_a_damaged_file_gives_way_to_a_compiler_and_is_named(
     )
     library = build.load_library.__wrapped__()
     assert isinstance(library, build.KernelLibrary)
-    assert (library.path, library.origin) == (made, build.COMPILED_HERE)
+    assert (library.path, library.origin) == (made, build.COMPILED_HERE_ORIGIN)
 
 
 def test_the_choice_is_the_users(

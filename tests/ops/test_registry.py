@@ -14,7 +14,7 @@ from modelmill.ops import registry
 from modelmill.ops.declaration import OpDeclaration
 
 SOURCES = (".py", ".cpp", ".h", ".cu", ".cuh")
-FUSED = {op: each.fuses for op, each in registry.declarations().items() if each.fuses}
+FUSED = {op: each.fuses for op, each in registry.op_declarations().items() if each.fuses}
 
 
 def test_every_op_is_chosen_and_callable() -> None:
@@ -64,7 +64,7 @@ def _implementation(name: str, least: int) -> SimpleNamespace:
 
 
 def _offer(monkeypatch: pytest.MonkeyPatch, **offered: SimpleNamespace) -> None:
-    monkeypatch.setattr(registry, "declarations", lambda: {"toy": OpDeclaration()})
+    monkeypatch.setattr(registry, "op_declarations", lambda: {"toy": OpDeclaration()})
     monkeypatch.setattr(registry, "implementation", lambda op, name: offered.get(name))
     monkeypatch.setattr(registry, "reference", lambda op: lambda *args, **kwargs: "torch")
 
@@ -74,7 +74,7 @@ def _offer_fused_op_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = {("toy", "triton"): "plain", ("fused_toy", "cuda"): "fused"}
     offered = {key: _implementation(name, 1) for key, name in modules.items()}
     declared = {"toy": OpDeclaration(), "fused_toy": OpDeclaration(("toy",), optional=True)}
-    monkeypatch.setattr(registry, "declarations", lambda: declared)
+    monkeypatch.setattr(registry, "op_declarations", lambda: declared)
     monkeypatch.setattr(registry, "implementation", lambda op, name: offered.get((op, name)))
     monkeypatch.setattr(registry, "reference", lambda op: lambda *args, **kwargs: "torch")
 
@@ -191,7 +191,7 @@ def test_a_missing_file_of_ours_is_not_passed_over(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("backend", registry.BACKENDS)
 def test_a_condition_on_memory_stands_beside_a_range(backend: str) -> None:
     """Without one, an implementation of an op with ranges would serve any sizes and dtypes."""
-    for op, declaration in registry.declarations().items():
+    for op, declaration in registry.op_declarations().items():
         module = registry.implementation(op, backend)
         if module is None or declaration.problem is None:
             continue

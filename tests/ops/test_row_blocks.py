@@ -128,7 +128,7 @@ def test_warm_up_meets_every_form(n: int, k: int, group: int, bits: int, num_sms
 
     def specialization(rows: int) -> tuple[int, int | None]:
         padded = wq_gemm_pipelined.block_rows(rows)
-        return padded, wq_gemm_pipelined.split_for(n, spec, padded, num_sms)
+        return padded, wq_gemm_pipelined.best_split_k(n, spec, padded, num_sms)
 
     for most in (1, 40, 64, 100, 200, 700, 1024, 5000):
         met = {specialization(rows) for rows in wq_gemm_pipelined.warmup_sizes(x, weight, most)}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from modelmill.core.types import Request, SamplingParams
 from modelmill.ops import registry
 from modelmill.runtime.batch import PackedBatch
-from modelmill.runtime.cuda_graphs import LOGITS, SAMPLED
+from modelmill.runtime.cuda_graphs import LOGITS_GRAPH_OUTPUT, SAMPLED_GRAPH_OUTPUT
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.graph_sizes import context_bucket, graph_batch_sizes
 from tests.runtime import tiny
@@ -121,10 +121,13 @@ class Eager:
     def replay(self, batch: PackedBatch, graph_output: str) -> torch.Tensor:
         runner = self._runner
         logits = runner.forward(batch)
-        if graph_output == LOGITS:
+        if graph_output == LOGITS_GRAPH_OUTPUT:
             return logits
         ids = runner.sampler.select_ids(
-            logits, batch.views.sampling_inputs(len(logits)) if graph_output == SAMPLED else None
+            logits,
+            batch.views.sampling_inputs(len(logits))
+            if graph_output == SAMPLED_GRAPH_OUTPUT
+            else None,
         )
         runner.last_ids[batch.views.keep_slots] = ids
         return ids

@@ -30,8 +30,8 @@ def test_short_calls_are_timed_in_rows() -> None:
 
 
 def test_ceilings_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "COPY_BYTES", {"cpu": 1 << 18})
-    monkeypatch.setattr(timing, "MATMUL_SIDE", {"cpu": 64})
+    monkeypatch.setattr(timing, "BANDWIDTH_COPY_BYTES", {"cpu": 1 << 18})
+    monkeypatch.setattr(timing, "MATMUL_SIZE", {"cpu": 64})
     assert timing.memory_bandwidth("cpu") >= timing.copy_bandwidth("cpu") / 10 > 0
     assert timing.matmul_throughput("cpu", torch.float32) > 0
     read, size = timing.make_memory_read()
@@ -40,7 +40,7 @@ def test_ceilings_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_products_of_8_bits_have_a_rate_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "MATMUL_SIDE", {"cpu": 64})
+    monkeypatch.setattr(timing, "MATMUL_SIZE", {"cpu": 64})
     assert (timing.matmul_throughput("cpu", torch.int8) or 0) > 0
     multiply, operations = timing.make_square_matmul("cpu", torch.int8)
     assert (multiply().dtype, operations) == (torch.int32, 2 * 64**3)

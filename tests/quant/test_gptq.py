@@ -20,7 +20,12 @@ from modelmill.quant.gptq import (
     refit_scales,
     squared_output_error,
 )
-from modelmill.quant.group_grid import MIN_MAX_RANGE, QUICK_SEARCH, find_group_grid, round_to_codes
+from modelmill.quant.group_grid import (
+    MIN_MAX_RANGE,
+    QUICK_RANGE_SEARCH,
+    find_group_grid,
+    round_to_codes,
+)
 
 
 def layer(rows: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,7 +52,7 @@ def test_a_grid_has_16_levels_that_float16_holds(
     weight, hessian = layer(rows, columns, seed=columns)
     weight[0] = 0.25
     grid = find_group_grid(
-        weight, group, symmetric=symmetric, importance=hessian.diagonal(), search=QUICK_SEARCH
+        weight, group, symmetric=symmetric, importance=hessian.diagonal(), search=QUICK_RANGE_SEARCH
     )
     assert grid.scale.shape == (rows, -(-columns // group))
     for part in (grid.scale, grid.offset):
@@ -66,7 +71,7 @@ def test_a_search_never_errs_more_than_the_exact_range(symmetric: bool) -> None:
     weight, hessian = layer(20, 200)
     mass = hessian.diagonal()
     errors = []
-    for search in (MIN_MAX_RANGE, QUICK_SEARCH):
+    for search in (MIN_MAX_RANGE, QUICK_RANGE_SEARCH):
         grid = find_group_grid(weight, 64, symmetric=symmetric, importance=mass, search=search)
         errors.append(((grid.dequantize(grid.quantize(weight)) - weight).square() * mass).sum(-1))
     assert bool((errors[1] <= errors[0] * (1 + 1e-5)).all())

@@ -569,7 +569,7 @@ def test_a_capture_does_not_advance_recurrent_states(monkeypatch: pytest.MonkeyP
     )
     seq = engine.scheduler.running[0]
     batch = runner.packer.pack([(seq, 1)], LogitRows([0], [-1]), (1, 64))
-    assert graphs._capture(batch, cuda_graphs.GREEDY) == 0
+    assert graphs._capture(batch, cuda_graphs.GREEDY_GRAPH_OUTPUT) == 0
     changed = (states.buffer != before).any(1).nonzero()[:, 0].tolist()
     assert changed in ([], [states.num_slots - 1])  # padding rows write to the last slot
     runner.forward(batch)

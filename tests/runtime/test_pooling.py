@@ -10,8 +10,8 @@ import torch
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import (
-    POOL_LAST,
-    POOL_MEAN,
+    LAST_TOKEN_POOLING,
+    MEAN_POOLING,
     FinishReason,
     Request,
     SamplingParams,
@@ -91,13 +91,16 @@ def run(loop: EngineCore, requests: list[Request]) -> dict[str, np.ndarray]:
 def test_equal_however_it_is_cut(rope_length_source: str) -> None:
     model = tiny.decoder(rope_length_source)
     prompts = tiny.prompts(9, 1, 60)
-    todo = [*embedding_requests(prompts, POOL_MEAN), *embedding_requests(prompts, POOL_LAST)]
+    todo = [
+        *embedding_requests(prompts, MEAN_POOLING),
+        *embedding_requests(prompts, LAST_TOKEN_POOLING),
+    ]
     expected = {}
     for i, prompt in enumerate(prompts):
         states = truth(model, prompt)
         expected |= {
-            f"{POOL_MEAN}{i}": states.mean(0).numpy(),
-            f"{POOL_LAST}{i}": states[-1].numpy(),
+            f"{MEAN_POOLING}{i}": states.mean(0).numpy(),
+            f"{LAST_TOKEN_POOLING}{i}": states[-1].numpy(),
         }
 
     def assert_equal(actual: dict[str, np.ndarray], label: str) -> None:
@@ -144,11 +147,13 @@ def test_answers_beside_it_do_not_change(overlap: bool) -> None:
     ]
     expected = tiny.run(tiny.make_engine(model, max_num_batched_tokens=20, overlap=overlap), todo)
     mixed = tiny.make_engine(model, max_num_batched_tokens=20, overlap=overlap)
-    for request in [*todo, *embedding_requests(tiny.prompts(5, 1, 60, seed=2), POOL_MEAN)]:
+    for request in [*todo, *embedding_requests(tiny.prompts(5, 1, 60, seed=2), MEAN_POOLING)]:
         mixed.add(request)
     events = tiny.drain(mixed)
     actual = {
-        key: ids for key, ids in tiny.output_ids(events).items() if not key[0].startswith(POOL_MEAN)
+        key: ids
+        for key, ids in tiny.output_ids(events).items()
+        if not key[0].startswith(MEAN_POOLING)
     }
     assert actual == expected
     assert len(vectors(events)) == 5
@@ -175,21 +180,21 @@ def test_a_prompt_without_an_answer_is_read_to_its_end(overlap: bool) -> None:
 
 def test_an_abort_in_the_middle_leaves_nothing() -> None:
     loop = tiny.make_engine(max_num_batched_tokens=7)
-    for request in embedding_requests(tiny.prompts(3, 40, 60), POOL_MEAN):
+    for request in embedding_requests(tiny.prompts(3, 40, 60), MEAN_POOLING):
         loop.add(request)
     loop.step()
-    loop.abort(f"{POOL_MEAN}0")
-    assert set(vectors(tiny.drain(loop))) == {f"{POOL_MEAN}1", f"{POOL_MEAN}2"}
+    loop.abort(f"{MEAN_POOLING}0")
+    assert set(vectors(tiny.drain(loop))) == {f"{MEAN_POOLING}1", f"{MEAN_POOLING}2"}
     tiny.assert_idle(loop)
 
 
 @pytest.mark.parametrize(
     ("params", "pooling"),
     [
-        (SamplingParams(max_tokens=1), POOL_MEAN),
-        (SamplingParams(max_tokens=None), POOL_LAST),
-        (SamplingParams(max_tokens=0, n=2), POOL_MEAN),
-        (SamplingParams(max_tokens=0, num_beams=2), POOL_MEAN),
+        (SamplingParams(max_tokens=1), MEAN_POOLING),
+        (SamplingParams(max_tokens=None), LAST_TOKEN_POOLING),
+        (SamplingParams(max_tokens=0, n=2), MEAN_POOLING),
+        (SamplingParams(max_tokens=0, num_beams=2), MEAN_POOLING),
         (SamplingParams(max_tokens=0), "median"),
     ],
 )

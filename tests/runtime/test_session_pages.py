@@ -14,7 +14,12 @@ import pytest
 
 from modelmill.core.errors import CapacityError, UsageError
 from modelmill.runtime.engine_core import EngineCore
-from modelmill.runtime.session_file import DIGEST_BYTES, MAGIC, read_session, write_session
+from modelmill.runtime.session_file import (
+    DIGEST_BYTES,
+    SESSION_FILE_MAGIC,
+    read_session,
+    write_session,
+)
 from modelmill.runtime.session_pages import (
     SessionPages,
     export_session,
@@ -208,11 +213,14 @@ def test_a_forged_header_with_the_right_digest_is_refused(
     session = save(core, PROMPT, path)
     body = b"".join(each.tobytes() for each in session.data)
     header = json.dumps({**layout, "tokens": list(session.tokens), "pages": 5, **change}).encode()
-    content = MAGIC + struct.pack("<Q", len(header)) + header + body
+    content = SESSION_FILE_MAGIC + struct.pack("<Q", len(header)) + header + body
     path.write_bytes(content + hashlib.sha256(content).digest())
     with pytest.raises(UsageError, match="contradicts itself"):
         read_session(path, layout)
-    for content in (MAGIC + struct.pack("<Q", 1 << 62) + header + body, MAGIC):
+    for content in (
+        SESSION_FILE_MAGIC + struct.pack("<Q", 1 << 62) + header + body,
+        SESSION_FILE_MAGIC,
+    ):
         path.write_bytes(content + hashlib.sha256(content).digest())
         with pytest.raises(UsageError, match="contradicts itself"):
             read_session(path, layout)
@@ -225,9 +233,9 @@ def test_a_number_of_pages_is_no_boolean(tmp_path: Path) -> None:
     session = export_session(core, PROMPT[:8], "", MANY)
     write_session(path, layout, session)
     content = path.read_bytes()[:-DIGEST_BYTES].replace(b'"pages": 1}', b'"pages":true}')
-    size = len(MAGIC)
+    size = len(SESSION_FILE_MAGIC)
     (length,) = struct.unpack("<Q", content[size : size + 8])
-    content = MAGIC + struct.pack("<Q", length + 2) + content[size + 8 :]
+    content = SESSION_FILE_MAGIC + struct.pack("<Q", length + 2) + content[size + 8 :]
     path.write_bytes(content + hashlib.sha256(content).digest())
     with pytest.raises(UsageError, match="contradicts itself"):
         read_session(path, layout)

@@ -18,7 +18,7 @@ import pytest
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError, RankError, UsageError
 from modelmill.runtime.engine_core import EngineCore
-from modelmill.runtime.session_file import DIGEST_BYTES, MAGIC, read_session
+from modelmill.runtime.session_file import DIGEST_BYTES, SESSION_FILE_MAGIC, read_session
 from modelmill.runtime.session_pages import (
     export_session,
     import_session,
@@ -122,12 +122,12 @@ def test_cut_and_forged_files_are_one_line(pair: EngineCore, tmp_path: Path) -> 
     save(pair, PROMPT, path)
     layout = session_layout(pair)
     data = path.read_bytes()
-    for part in (data[:-1], data[: len(data) // 2], data[: len(MAGIC) + 9]):
+    for part in (data[:-1], data[: len(data) // 2], data[: len(SESSION_FILE_MAGIC) + 9]):
         path.write_bytes(part)
         with pytest.raises(UsageError, match="is damaged"):
             read_session(path, layout)
-    start = len(MAGIC) + 8
-    (length,) = struct.unpack("<Q", data[len(MAGIC) : start])
+    start = len(SESSION_FILE_MAGIC) + 8
+    (length,) = struct.unpack("<Q", data[len(SESSION_FILE_MAGIC) : start])
     header, body = json.loads(data[start : start + length]), data[start + length : -DIGEST_BYTES]
     wide, narrow = header["rank_page_bytes"][0] + 8, header["rank_page_bytes"][0] - 8
     forged: list[tuple[dict[str, Any], str]] = [
@@ -140,7 +140,7 @@ def test_cut_and_forged_files_are_one_line(pair: EngineCore, tmp_path: Path) -> 
     ]
     for change, message in forged:
         text = json.dumps({**header, **change}).encode()
-        content = MAGIC + struct.pack("<Q", len(text)) + text + body
+        content = SESSION_FILE_MAGIC + struct.pack("<Q", len(text)) + text + body
         path.write_bytes(content + hashlib.sha256(content).digest())
         with pytest.raises(UsageError, match=message):
             read_session(path, layout)

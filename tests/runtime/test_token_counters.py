@@ -11,7 +11,7 @@ import torch
 from modelmill.core import memory_limits
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import UsageError
-from modelmill.core.types import POOL_MEAN, Request, TokenOutput
+from modelmill.core.types import MEAN_POOLING, Request, TokenOutput
 from modelmill.loader.capacity import max_idle_pages
 from modelmill.runtime.engine_core import EngineCore
 from tests.runtime import tiny
@@ -91,7 +91,7 @@ def test_embedded_prompts_count_once() -> None:
     run_and_check_counters(
         engine,
         [
-            Request(id=str(i), prompt=p, params=options, pooling=POOL_MEAN)
+            Request(id=str(i), prompt=p, params=options, pooling=MEAN_POOLING)
             for i, p in enumerate(prompts)
         ],
     )

@@ -22,12 +22,18 @@ from hypothesis import strategies as st
 from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import MissingDependency, RankError, UsageError
-from modelmill.core.types import POOL_LAST, POOL_MEAN, Request
+from modelmill.core.types import LAST_TOKEN_POOLING, MEAN_POOLING, Request
 from modelmill.llm import build_engine
 from modelmill.loader.device import rank_devices
 from modelmill.runtime.batch_buffer_layout import BatchBufferLayout
 from modelmill.runtime.engine_core import EngineCore
-from modelmill.runtime.tp_worker_pool import COMMANDS, COPY, HEADER_BYTES, StepCommand, TPWorkerPool
+from modelmill.runtime.tp_worker_pool import (
+    COMMANDS,
+    COPY_PAGES_COMMAND,
+    HEADER_BYTES,
+    StepCommand,
+    TPWorkerPool,
+)
 from tests.runtime import tiny
 from tests.wait import TIMEOUT_SECONDS, time_limit, wait_until
 
@@ -164,7 +170,7 @@ def test_embeddings_beside_answers(engines: Callable[[str], Path], name: str, tp
                     params=tiny.params(max_tokens=0),
                     pooling=options,
                 )
-                for options in (POOL_MEAN, POOL_LAST)
+                for options in (MEAN_POOLING, LAST_TOKEN_POOLING)
                 for i, prompt in enumerate(tiny.prompts(4, 1, 60, vocab=engine_core.vocab))
             ]
             for request in (*todo[:4], *work(engine_core.vocab)[:2], *todo[4:]):
@@ -199,7 +205,7 @@ def test_few_pages_are_copied_on_every_rank(engines: Callable[[str], Path]) -> N
 
     send, workers.broadcast = workers.broadcast, record_and_send
     assert run_requests(engine_core) == expected
-    assert COPY in commands
+    assert COPY_PAGES_COMMAND in commands
     engine_core.close()
 
 
@@ -263,7 +269,9 @@ def test_the_last_output_of_a_rank_is_reported(engines: Callable[[str], Path]) -
     """An order that no rank can carry out: the error comes back as one line."""
     engine_core = open_engine(engines("llama"), 2)
     workers: Any = engine_core.model_runner.tp_workers
-    workers.broadcast(StepCommand(COPY, 2), torch.tensor([0, 1 << 40]).numpy().data.cast("B"))
+    workers.broadcast(
+        StepCommand(COPY_PAGES_COMMAND, 2), torch.tensor([0, 1 << 40]).numpy().data.cast("B")
+    )
     with pytest.raises(RankError, match=r"^rank 1 of 2 ended: [^\n]+; open the engine again$"):
         workers.raise_if_failed(TIMEOUT_SECONDS)
     engine_core.close()

@@ -29,7 +29,7 @@ def server(stories: Path) -> Iterator[ServerProcess]:
 @pytest.fixture
 def brief_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tools without an introduction: the engine reads 512 tokens, nearly every letter is one."""
-    monkeypatch.setattr("modelmill.text.tool_prompts.INTRO", "{tools}")
+    monkeypatch.setattr("modelmill.text.tool_prompts.TOOLS_SYSTEM_PROMPT", "{tools}")
 
 
 @pytest.fixture

@@ -304,7 +304,7 @@ def test_answers_that_are_held_to_something(
     class.
     """
     # the engine reads 512 tokens, a letter each
-    monkeypatch.setattr("modelmill.text.tool_prompts.INTRO", "{tools}")
+    monkeypatch.setattr("modelmill.text.tool_prompts.TOOLS_SYSTEM_PROMPT", "{tools}")
     rounds = examples(full=3, quick=1)
     bodies = [structured_body(place) for place in range(rounds * len(CASES))]
     alone = [running.run(run_chat(running, body, False)) for body in bodies]

@@ -308,7 +308,7 @@ def test_a_response_format_beside_a_forced_call(running: ServiceThread) -> None:
 
 
 def test_allowed_tools(running: ServiceThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("modelmill.text.tool_prompts.INTRO", "{tools}")
+    monkeypatch.setattr("modelmill.text.tool_prompts.TOOLS_SYSTEM_PROMPT", "{tools}")
     tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
     named = {"type": "function", "function": {"name": "g"}}
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}

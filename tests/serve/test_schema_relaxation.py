@@ -10,7 +10,7 @@ import pytest
 from modelmill.core.errors import RequestError
 from modelmill.core.types import Grammar
 from modelmill.serve.schema_relaxation import (
-    MAX_REASONS,
+    MAX_LISTED_REASONS,
     SchemaRelaxer,
     relax_grammar,
     relax_grammar_if_needed,
@@ -279,9 +279,9 @@ def test_alternatives_that_no_value_fits_both_of(one: Any, other: Any, disjoint:
 
 
 def test_reasons_are_limited() -> None:
-    many = {f"p{index}": UNIQUE for index in range(MAX_REASONS + 5)}
+    many = {f"p{index}": UNIQUE for index in range(MAX_LISTED_REASONS + 5)}
     relaxer = SchemaRelaxer({"type": "object", "properties": many})
     relaxer.relax_root()
     reasons = relaxer.list_reasons()
-    assert len(reasons) == MAX_REASONS + 1
+    assert len(reasons) == MAX_LISTED_REASONS + 1
     assert reasons[-1] == "5 further keywords are not enforced"

@@ -21,7 +21,7 @@ import torch
 
 from modelmill.core.errors import CapacityError, RequestError
 from modelmill.core.types import (
-    POOL_MEAN,
+    MEAN_POOLING,
     FinishReason,
     Grammar,
     Request,
@@ -115,7 +115,7 @@ def test_a_request_waits_until_its_first_step_begins(
     """What the step computes is no waiting; and one that ends in its first step has waited, too."""
     clock = Clock(monkeypatch)
     loop = slow(tiny.make_engine(overlap=overlap), clock, 5.0)
-    pooling = POOL_MEAN if tokens == 0 else None
+    pooling = MEAN_POOLING if tokens == 0 else None
     replies = worked(loop, ReceivedRequest(request("a", tokens, pooling=pooling), clock.now - 2.0))
     assert replies[0] == RequestStarted("a", 2.0), "before anything that was computed"
     assert [each for each in replies if isinstance(each, RequestStarted)] == replies[:1]

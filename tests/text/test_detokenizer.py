@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.text.detokenizer import REPLACEMENT, Detokenizer, IncrementalUtf8Decoder
+from modelmill.text.detokenizer import REPLACEMENT_CHAR, Detokenizer, IncrementalUtf8Decoder
 from modelmill.text.tokenizer_loader import load_tokenizer
 from tests.hypothesis_examples import examples
 from tests.text.conftest import REAL, gguf_bpe, gguf_spm, hf_files
@@ -138,10 +138,10 @@ def test_any_cut_gives_what_python_gives(data, draw):
 def test_each_byte_counts_every_broken_byte(data):
     stream = IncrementalUtf8Decoder(each_byte=True)
     text = "".join(stream.push(bytes([byte])) for byte in data) + stream.flush()
-    valid_text = text.replace(REPLACEMENT, "")
-    genuine = data.decode("utf-8", errors="ignore").count(REPLACEMENT)
-    assert valid_text == data.decode("utf-8", errors="ignore").replace(REPLACEMENT, "")
-    assert text.count(REPLACEMENT) - genuine == len(data) - len(
+    valid_text = text.replace(REPLACEMENT_CHAR, "")
+    genuine = data.decode("utf-8", errors="ignore").count(REPLACEMENT_CHAR)
+    assert valid_text == data.decode("utf-8", errors="ignore").replace(REPLACEMENT_CHAR, "")
+    assert text.count(REPLACEMENT_CHAR) - genuine == len(data) - len(
         data.decode("utf-8", errors="ignore").encode()
     )
 

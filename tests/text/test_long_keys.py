@@ -10,7 +10,7 @@ from modelmill.text.answer_parser import make_answer_parser
 from modelmill.text.answer_pieces import ParsedAnswer, ParsedToolCall, collect_answer
 from modelmill.text.answer_renderer import render_answer
 from modelmill.text.chat_format_registry import list_chat_formats, load_chat_syntax
-from modelmill.text.harmony import MAX_HEADER_CHARS, MESSAGE
+from modelmill.text.harmony import MAX_HEADER_CHARS, MESSAGE_TOKEN
 from modelmill.text.tool_call_reader import MAX_KEY_CHARS
 
 
@@ -45,7 +45,7 @@ def test_a_long_key_is_read_in_pieces_as_at_once(name: str) -> None:
 @pytest.mark.parametrize("chars", [0, MAX_HEADER_CHARS, MAX_HEADER_CHARS + 1])
 def test_a_long_header_is_read_in_pieces_as_at_once(chars: int) -> None:
     begin = "<|channel|>commentary to=functions.f"
-    header = f"{begin} {'x' * (chars - len(begin) - len(MESSAGE) - 1)}{MESSAGE}"
+    header = f"{begin} {'x' * (chars - len(begin) - len(MESSAGE_TOKEN) - 1)}{MESSAGE_TOKEN}"
     assert len(header) == chars or not chars
     text = f"{header}{{}}<|call|>"
     expected = [("f", "{}")] if chars <= MAX_HEADER_CHARS else []

@@ -33,7 +33,7 @@ from modelmill.text.prompt_format import CHAT_FORMAT_FILE as LOADED_FILE
 from modelmill.text.prompt_format import list_prompt_formats
 from modelmill.text.prompt_formats.chatglm3 import ChatGLM3Format
 from modelmill.text.sentencepiece_proto import (
-    USER_DEFINED,
+    USER_DEFINED_PIECE,
     SpmPiece,
     parse_spm_model,
     serialize_spm_model,
@@ -150,7 +150,7 @@ def internlm_files(shared: Path) -> dict[str, bytes]:
     """LLaMA's vocabulary with <eoh> and <eoa> as pieces of their own, as InternLM's has them."""
     files = spm_files(shared, add_bos_token=True)
     model = parse_spm_model(files["tokenizer.model"], "tokenizer.model")
-    model.pieces.extend(SpmPiece(text, 0.0, USER_DEFINED) for text in ("<eoh>", "<eoa>"))
+    model.pieces.extend(SpmPiece(text, 0.0, USER_DEFINED_PIECE) for text in ("<eoh>", "<eoa>"))
     return {**files, "tokenizer.model": serialize_spm_model(model)}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from modelmill.text.chat_format_loader import TemplateChatFormat
-from modelmill.text.role_order import JOINED, LATE_SYSTEM, rearrange_roles
+from modelmill.text.role_order import JOINED_MESSAGES_WARNINGS, LATE_SYSTEM_WARNING, rearrange_roles
 from modelmill.text.role_order import NO_SYSTEM as NO_SYSTEM_TAKEN
 from modelmill.text.template_process import TemplateRefusedMessages
 from modelmill.text.tokenizer_loader import load_tokenizer
@@ -90,18 +90,22 @@ def test_answers_are_joined_with_their_thinking_and_their_calls() -> None:
             "tool_calls": [CALL, other],
         }
     ]
-    assert ordered.changes == (JOINED["assistant"],)
+    assert ordered.changes == (JOINED_MESSAGES_WARNINGS["assistant"],)
 
 
 @pytest.mark.parametrize(
     ("template", "messages", "changes"),
     [
         (ALTERNATES, turns("s:a", "u:b"), ()),
-        (ALTERNATES, turns("u:a", "u:b"), (JOINED["user"],)),
-        (ALTERNATES, turns("u:a", "a:b", "a:c", "u:d"), (JOINED["assistant"],)),
-        (SYSTEM_FIRST, turns("s:a", "d:b", "u:c"), (JOINED["system"],)),
-        (SYSTEM_FIRST, turns("u:a", "a:b", "s:c", "u:d"), (LATE_SYSTEM,)),
-        (ALTERNATES, turns("u:a", "a:b", "a:c", "s:d"), (LATE_SYSTEM, JOINED["assistant"])),
+        (ALTERNATES, turns("u:a", "u:b"), (JOINED_MESSAGES_WARNINGS["user"],)),
+        (ALTERNATES, turns("u:a", "a:b", "a:c", "u:d"), (JOINED_MESSAGES_WARNINGS["assistant"],)),
+        (SYSTEM_FIRST, turns("s:a", "d:b", "u:c"), (JOINED_MESSAGES_WARNINGS["system"],)),
+        (SYSTEM_FIRST, turns("u:a", "a:b", "s:c", "u:d"), (LATE_SYSTEM_WARNING,)),
+        (
+            ALTERNATES,
+            turns("u:a", "a:b", "a:c", "s:d"),
+            (LATE_SYSTEM_WARNING, JOINED_MESSAGES_WARNINGS["assistant"]),
+        ),
         (NO_SYSTEM + ALTERNATES, turns("s:a", "u:b"), (NO_SYSTEM_TAKEN,)),
     ],
 )

@@ -105,8 +105,8 @@ def test_a_worker_killed_while_idle_is_replaced(process):
 
 def test_a_worker_that_is_stopped_costs_one_rendering(process, monkeypatch):
     """Its clock stands still with it, so that the caller's has to end it."""
-    monkeypatch.setattr("modelmill.text.template_process.WALL_FACTOR", 1.0)
-    monkeypatch.setattr("modelmill.text.template_process.WALL_GRACE", 0.5)
+    monkeypatch.setattr("modelmill.text.template_process.WALL_TIME_FACTOR", 1.0)
+    monkeypatch.setattr("modelmill.text.template_process.WALL_TIME_GRACE_SECONDS", 0.5)
     process.render("{{ 1 }}", {})
     worker = process._worker
     assert worker is not None

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.core.errors import PromptCounts, PromptTooLong, TokenizerError
+from modelmill.core.errors import PromptTokenCounts, PromptTooLong, TokenizerError
 from modelmill.text.tokenizer_loader import load_tokenizer
 from tests.hypothesis_examples import examples
 from tests.text.conftest import REAL, gguf_bpe, gguf_spm, hf_files
@@ -166,11 +166,11 @@ def test_a_text_that_is_too_long_is_counted_in_parts(real, monkeypatch, name):
         PromptTooLong, match="the prompt has more than 3000 tokens; shorten it"
     ) as e:
         tokenizer.encode("7 " * 500_000)
-    assert e.value.counts == PromptCounts(3000, 3000, counts_all=False)
+    assert e.value.counts == PromptTokenCounts(3000, 3000, counts_all=False)
     tokenizer.set_max_tokens(3000, 1500)
     with pytest.raises(PromptTooLong, match="than 3000 tokens, this engine takes 1500;") as e:
         tokenizer.encode("7 " * 500_000)
-    assert e.value.counts == PromptCounts(3000, 1500, counts_all=False)
+    assert e.value.counts == PromptTokenCounts(3000, 1500, counts_all=False)
     assert max(split) <= 16384
     assert sum(split) < 80_000
     fits = "The mill stands at the river. " * 300

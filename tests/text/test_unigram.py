@@ -11,7 +11,7 @@ import tokenizers
 
 from modelmill.core.errors import TokenizerError
 from modelmill.text.sentencepiece_proto import (
-    UNKNOWN,
+    UNKNOWN_PIECE,
     SpmModel,
     SpmPiece,
     parse_spm_model,
@@ -149,7 +149,9 @@ def bytes_field(number: int, data: bytes) -> bytes:
 def test_so_is_a_sentencepiece_model() -> None:
     charsmap = base64.b64decode(CHARSMAP["precompiled_charsmap"])
     normalizer = bytes_field(3, bytes_field(2, charsmap))
-    model = serialize_spm_model(SpmModel([SpmPiece("<unk>", 0.0, UNKNOWN), SpmPiece("a", 0.0)]))
+    model = serialize_spm_model(
+        SpmModel([SpmPiece("<unk>", 0.0, UNKNOWN_PIECE), SpmPiece("a", 0.0)])
+    )
     assert parse_spm_model(model, "tokenizer.model").pieces[1].text == "a"
     with pytest.raises(TokenizerError, match="1000 times longer"):
         parse_spm_model(model + normalizer, "tokenizer.model")

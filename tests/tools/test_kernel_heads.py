@@ -137,7 +137,7 @@ RANGES = [
     (op, head)
     for head in KERNELS
     for op in head.ops
-    if registry.declarations()[op].problem is not None
+    if registry.op_declarations()[op].problem is not None
 ]
 
 

@@ -183,7 +183,7 @@ def test_a_broken_orientation_note_is_no_broken_picture() -> None:
 def test_what_stands_behind_transparency() -> None:
     data = saved(solid("RGBA", (0, 0, 0, 0)), "PNG")
     assert image.open_image(data).getpixel((1, 1)) == (255, 255, 255)
-    assert image.open_image(data, background=image.BLACK).getpixel((1, 1)) == (0, 0, 0)
+    assert image.open_image(data, background=image.BLACK_BACKGROUND).getpixel((1, 1)) == (0, 0, 0)
 
 
 def test_every_depth_is_rounded_to_the_nearest() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from benchmarks.serve_command import read_address, serve_command
-from modelmill.serve.segmentation_messages import SEGMENTATION
+from modelmill.serve.segmentation_messages import SEGMENTATION_ENGINE_TYPE
 
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 NUM_LOG_LINES = 20
@@ -66,9 +66,12 @@ class SoakServer:
         if ready:
             self.wait_for_health(200)
             models = self.request("/v1/models")[1]["data"]
-            self.model = next(str(each["id"]) for each in models if each["kind"] != SEGMENTATION)
+            self.model = next(
+                str(each["id"]) for each in models if each["kind"] != SEGMENTATION_ENGINE_TYPE
+            )
             self.segment_model = next(
-                (str(each["id"]) for each in models if each["kind"] == SEGMENTATION), None
+                (str(each["id"]) for each in models if each["kind"] == SEGMENTATION_ENGINE_TYPE),
+                None,
             )
 
     def __enter__(self) -> SoakServer:

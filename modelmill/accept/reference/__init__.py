@@ -66,11 +66,13 @@ GGUF_READERS = {
         gguf_apertus, gguf_biased_experts, gguf_delta_net, gguf_dense_families, gguf_granite_swa,
         gguf_hunyuan, gguf_lfm2, gguf_mamba2, gguf_mellum, gguf_nemotron_h,
     )
-    for architecture, reader in module.READERS.items()
+    for architecture, reader in module.ARCHITECTURE_READERS.items()
 }  # fmt: skip
 """GGUF's architecture → what reads its config, and its tensors."""
-ROPE_DIVISORS = "rope_freqs.weight"
-ABSENT_IF_NULL = re.compile(r".*_(eps|epsilon|multiplier)|logits_scaling|window_size|mamba_expand")
+ROPE_FREQS_TENSOR_NAME = "rope_freqs.weight"
+NULL_AS_ABSENT_KEYS = re.compile(
+    r".*_(eps|epsilon|multiplier)|logits_scaling|window_size|mamba_expand"
+)
 
 
 def open_reference(
@@ -108,7 +110,7 @@ def _drop_null_config_factors(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in config.items()
-        if value is not None or not ABSENT_IF_NULL.fullmatch(key)
+        if value is not None or not NULL_AS_ABSENT_KEYS.fullmatch(key)
     }
 
 
@@ -123,8 +125,8 @@ def _open_gguf_reference(
         config = _read_gguf_config(read_config, container)
         tensors = source_class(container, dtype, config, device=device)
         model: Any = _find_family_module(config).REFERENCE(tensors, config)
-        if ROPE_DIVISORS in container.names():
-            divisors = tensors.read_original_tensor(ROPE_DIVISORS)
+        if ROPE_FREQS_TENSOR_NAME in container.names():
+            divisors = tensors.read_original_tensor(ROPE_FREQS_TENSOR_NAME)
             model.set_rope(_divide_rope_frequencies(model.rope, divisors))
         return cast(ReferenceModel, model)
     config = _read_gguf_config(config_from_gguf, container)
@@ -136,8 +138,10 @@ def _open_gguf_reference(
             own_keys = config | {"model_type": config["architecture"]}
             reference.set_rope(rope_from_gguf(container, own_keys))
         return reference
-    if ROPE_DIVISORS in container.names():
-        source.read_original_tensor(ROPE_DIVISORS)  # rotary frequencies are computed from it
+    if ROPE_FREQS_TENSOR_NAME in container.names():
+        source.read_original_tensor(
+            ROPE_FREQS_TENSOR_NAME
+        )  # rotary frequencies are computed from it
     if container.metadata["general.architecture"] != config["model_type"]:
         return decoder.DecoderReference(source, config)
     return decoder.DecoderReference(source, config, rope_from_gguf(container, config))

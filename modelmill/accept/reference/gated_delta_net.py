@@ -23,8 +23,8 @@ from modelmill.accept.reference.rope import ReferenceRope, partial_rope_from_con
 from modelmill.accept.reference.tensor_source import TensorSource
 
 LINEAR_ATTENTION = "linear_attention"
-DEFAULT_ROTATED = 0.25
-LENGTH_EPS = 1e-6
+DEFAULT_PARTIAL_ROTARY_FACTOR = 0.25
+L2_NORM_EPS = 1e-6
 
 
 class GatedDeltaNetMixin(PerHeadQKNormMixin):
@@ -61,7 +61,9 @@ class GatedDeltaNetMixin(PerHeadQKNormMixin):
 
     def make_rope(self, config: dict[str, Any], length: int) -> ReferenceRope:
         """Return the rotation of a part of each head."""
-        return partial_rope_from_config(config, self.head_dim, length, factor=DEFAULT_ROTATED)
+        return partial_rope_from_config(
+            config, self.head_dim, length, factor=DEFAULT_PARTIAL_ROTARY_FACTOR
+        )
 
     def norm_weights(self, index: int | None, name: str) -> ModuleWeights:
         """Return the weight of a norm, which is stored less 1."""
@@ -176,5 +178,5 @@ class GatedDeltaNetMixin(PerHeadQKNormMixin):
 
     def _l2_normalize_and_repeat(self, x: Tensor) -> Tensor:
         """Vectors of length 1, of keys repeated for the values that share them."""
-        x = x / (x.square().sum(-1, keepdim=True) + LENGTH_EPS).sqrt()
+        x = x / (x.square().sum(-1, keepdim=True) + L2_NORM_EPS).sqrt()
         return x.repeat_interleave(self.group, 1)

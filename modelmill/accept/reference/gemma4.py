@@ -35,10 +35,10 @@ from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import UnknownArchitecture
 
 MODEL_TYPES = ("gemma4_text",)
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 DEFAULT_ROPE_PARAMETERS: dict[str, dict[str, Any]] = {
-    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    FULL_ATTENTION: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 1e4},
 }
 NORM_PATHS = {
     "input_norm": "input_layernorm",
@@ -118,7 +118,7 @@ class Gemma4Reference(PlainDecoderReference):
     def build_layer_rope(self, index: int) -> ReferenceRope:
         """The rotation of a layer."""
         ropes: Mapping[str, Any] = self.config.get("rope_parameters") or DEFAULT_ROPE_PARAMETERS
-        own = ropes[FULL if self.full[index] else SLIDING]
+        own = ropes[FULL_ATTENTION if self.full[index] else SLIDING_ATTENTION]
         dim, length = self.kv_heads_and_head_dim(index)[1], self.max_position
         if own.get("rope_type") != "proportional":
             return rope_from_config({"rope_parameters": own}, dim, length)

@@ -48,4 +48,4 @@ class ApertusGgufSource(GgufSource):
         return torch.tensor(float(value))
 
 
-READERS = {ARCHITECTURE: (apertus_config, ApertusGgufSource)}
+ARCHITECTURE_READERS = {ARCHITECTURE: (apertus_config, ApertusGgufSource)}

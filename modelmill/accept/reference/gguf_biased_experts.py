@@ -16,10 +16,15 @@ from modelmill.accept.reference.gguf_metadata import (
     layer_types_from_window_pattern,
     make_metadata_reader,
 )
-from modelmill.accept.reference.gguf_source import GROUPED_EXPERTS, GgufSource
+from modelmill.accept.reference.gguf_source import GROUPED_EXPERT_TENSORS, GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
-DOTS1, ERNIE, EXAONE, MINIMAX = "dots1", "ernie4_5-moe", "exaone-moe", "minimax-m2"
+DOTS1_ARCHITECTURE, ERNIE_ARCHITECTURE, EXAONE_ARCHITECTURE, MINIMAX_ARCHITECTURE = (
+    "dots1",
+    "ernie4_5-moe",
+    "exaone-moe",
+    "minimax-m2",
+)
 
 
 def dots1_config(container: RawContainer) -> dict[str, Any]:
@@ -68,12 +73,14 @@ def minimax_m2_config(container: RawContainer) -> dict[str, Any]:
 class BiasedExpertsGgufSource(GgufSource):
     """Such a container under Hugging Face names."""
 
-    HF_TO_GGUF_NAMES: ClassVar[Mapping[str, str]] = GROUPED_EXPERTS
+    HF_TO_GGUF_NAMES: ClassVar[Mapping[str, str]] = GROUPED_EXPERT_TENSORS
 
 
-READERS: dict[str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]] = {
-    DOTS1: (dots1_config, BiasedExpertsGgufSource),
-    ERNIE: (ernie4_5_moe_config, BiasedExpertsGgufSource),
-    EXAONE: (exaone_moe_config, BiasedExpertsGgufSource),
-    MINIMAX: (minimax_m2_config, BiasedExpertsGgufSource),
+ARCHITECTURE_READERS: dict[
+    str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]
+] = {
+    DOTS1_ARCHITECTURE: (dots1_config, BiasedExpertsGgufSource),
+    ERNIE_ARCHITECTURE: (ernie4_5_moe_config, BiasedExpertsGgufSource),
+    EXAONE_ARCHITECTURE: (exaone_moe_config, BiasedExpertsGgufSource),
+    MINIMAX_ARCHITECTURE: (minimax_m2_config, BiasedExpertsGgufSource),
 }

@@ -18,7 +18,7 @@ from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 ARCHITECTURES = ("gpt2", "llama", "qwen", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "olmoe")
 MOE_MODEL_TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe"}
 # GGUF's architecture → the family
-FURTHER_ARCHITECTURES = {
+MODEL_TYPES_BY_ARCHITECTURE = {
     "bloom": "bloom",
     "mpt": "mpt",
     "baichuan": "llama",
@@ -47,11 +47,11 @@ FURTHER_ARCHITECTURES = {
     "gemma3": "gemma3_text",
 }
 # architectures whose scaled positions have a rule of their own, and the scaling
-OWN_SCALING = {"gemma3": "linear", "gpt-oss": "yarn", "deepseek2": "yarn"}
+FIXED_ROPE_SCALING_TYPES = {"gemma3": "linear", "gpt-oss": "yarn", "deepseek2": "yarn"}
 GROUPED_ROUTER_ARCHITECTURES = ("glm4moe", "deepseek2")  # routers of DeepSeek-V3's kind
 # depth of the 27B models, whose scores are divided by the root of width / heads
-GEMMA_27B = {"gemma2": 46, "gemma3": 62}
-BAICHUAN_13B = 40  # layers of the models with ALiBi
+GEMMA_27B_NUM_LAYERS = {"gemma2": 46, "gemma3": 62}
+BAICHUAN_13B_NUM_LAYERS = 40  # layers of the models with ALiBi
 
 
 def _make_required_metadata_reader(
@@ -74,7 +74,7 @@ def config_from_gguf(container: RawContainer) -> dict[str, Any]:
     """Return a config in Hugging Face keys from GGUF metadata, as far as the reference reads it."""
     facts = container.metadata
     architecture = str(facts.get("general.architecture"))
-    if architecture in FURTHER_ARCHITECTURES:
+    if architecture in MODEL_TYPES_BY_ARCHITECTURE:
         return other_architecture_config(container, architecture)
     if architecture not in ARCHITECTURES:
         raise UnknownArchitecture(
@@ -133,7 +133,7 @@ def moe_config_entries(architecture: str, experts: int, top_k: int) -> dict[str,
 
 
 def other_architecture_config(container: RawContainer, architecture: str) -> dict[str, Any]:
-    """Return the config of one of FURTHER_ARCHITECTURES.
+    """Return the config of one of MODEL_TYPES_BY_ARCHITECTURE.
 
     It has the keys of all of them; a family reads its own. Factors are stored as llama.cpp
     multiplies them.
@@ -142,7 +142,11 @@ def other_architecture_config(container: RawContainer, architecture: str) -> dic
 
     fact = _make_required_metadata_reader(facts, architecture)
     scaling = rope_scaling_options(make_metadata_reader(container))
-    known = (OWN_SCALING[architecture],) if architecture in OWN_SCALING else ("linear", "yarn")
+    known = (
+        (FIXED_ROPE_SCALING_TYPES[architecture],)
+        if architecture in FIXED_ROPE_SCALING_TYPES
+        else ("linear", "yarn")
+    )
     if "rope_freqs.weight" in names or (scaling and scaling["rope_type"] not in known):
         raise UnknownArchitecture(f"scaled positions of {architecture} are not known here")
     heads, width, layers = (
@@ -166,7 +170,7 @@ def other_architecture_config(container: RawContainer, architecture: str) -> dic
     experts = int(fact("expert_count", 0))
     window = facts.get(f"{architecture}.attention.sliding_window")
     return {
-        "model_type": FURTHER_ARCHITECTURES[architecture],
+        "model_type": MODEL_TYPES_BY_ARCHITECTURE[architecture],
         **sizes,
         **_alias_size_keys(sizes),
         **_multiplier_config(fact, sizes),
@@ -174,7 +178,11 @@ def other_architecture_config(container: RawContainer, architecture: str) -> dic
         "is_causal": bool(fact("attention.causal", True)),
         "use_parallel_residual": bool(fact("use_parallel_residual", True)),
         **({} if window is None else {"sliding_window": int(window)}),
-        **({"rope_scaling": scaling} if scaling and architecture not in OWN_SCALING else {}),
+        **(
+            {"rope_scaling": scaling}
+            if scaling and architecture not in FIXED_ROPE_SCALING_TYPES
+            else {}
+        ),
         "layer_types": layer_types_from_window_pattern(fact, layers)
         if architecture == "exaone4"
         else None,
@@ -209,7 +217,7 @@ def _is_transformers_glm(architecture: str, names: list[str]) -> bool:
 
 def _baichuan_config(layers: int) -> dict[str, Any]:
     """Return what the models with ALiBi have otherwise: no bound of positions."""
-    if layers != BAICHUAN_13B:
+    if layers != BAICHUAN_13B_NUM_LAYERS:
         return {}
     return {"model_type": "baichuan", "max_position_embeddings": None}
 
@@ -305,7 +313,7 @@ def _gemma_config(
         for key in ("attn_logit_softcapping", "final_logit_softcapping")
         if f"{architecture}.{key}" in facts
     }
-    is_27b = sizes["num_hidden_layers"] == GEMMA_27B.get(architecture)
+    is_27b = sizes["num_hidden_layers"] == GEMMA_27B_NUM_LAYERS.get(architecture)
     divided = sizes["hidden_size"] // sizes["num_attention_heads"]
     every = facts.get(f"{architecture}.attention.sliding_window_pattern", 6)
     if facts.get(f"{architecture}.rope.scaling.type") == "linear":

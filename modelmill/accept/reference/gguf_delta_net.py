@@ -157,8 +157,8 @@ class DeltaNetGgufSource(GgufSource):
         return torch.cat([piece[i] for i in chosen[own] for piece in pieces])
 
 
-Readers = tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]
-READERS: dict[str, Readers] = dict.fromkeys(
+GgufReaders = tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]
+ARCHITECTURE_READERS: dict[str, GgufReaders] = dict.fromkeys(
     (QWEN3_NEXT_ARCHITECTURE, QWEN35_ARCHITECTURE, QWEN35_MOE_ARCHITECTURE),
     (delta_net_config, DeltaNetGgufSource),
 )

@@ -15,7 +15,7 @@ from modelmill.accept.reference.gguf_metadata import (
     rope_scaling_options,
 )
 from modelmill.accept.reference.gguf_source import (
-    POST_NORMS,
+    POST_NORM_TENSORS,
     GgufSource,
     undo_llama_qk_permutation,
 )
@@ -173,7 +173,7 @@ class SeedOssGgufSource(GgufSource):
 class PostNormGgufSource(GgufSource):
     """A container with norms behind the branches."""
 
-    HF_TO_GGUF_NAMES: ClassVar[Mapping[str, str]] = POST_NORMS
+    HF_TO_GGUF_NAMES: ClassVar[Mapping[str, str]] = POST_NORM_TENSORS
 
 
 class Phi3GgufSource(GgufSource):
@@ -191,7 +191,9 @@ class Phi3GgufSource(GgufSource):
                 self.read_original_tensor(f"{name}.weight")  # the config was made from it
 
 
-READERS: dict[str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]] = {
+ARCHITECTURE_READERS: dict[
+    str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]
+] = {
     "arcee": (_make_config_reader("arcee"), PermutedGgufSource),
     "nemotron": (_make_config_reader("nemotron", "norm_eps"), NemotronGgufSource),
     "jais2": (_make_config_reader("jais2", "layer_norm_eps"), GgufSource),

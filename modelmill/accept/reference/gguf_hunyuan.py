@@ -16,7 +16,11 @@ from modelmill.accept.reference.gguf_metadata import (
 from modelmill.accept.reference.gguf_source import GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
-HUNYUAN_DENSE, HUNYUAN_MOE, HY_V3 = "hunyuan-dense", "hunyuan-moe", "hy_v3"
+HUNYUAN_DENSE_ARCHITECTURE, HUNYUAN_MOE_ARCHITECTURE, HY_V3_ARCHITECTURE = (
+    "hunyuan-dense",
+    "hunyuan-moe",
+    "hy_v3",
+)
 
 
 def hunyuan_config(container: RawContainer) -> dict[str, Any]:
@@ -64,8 +68,10 @@ class HunyuanGgufSource(GgufSource):
         return super().stored_tensor_name(name)
 
 
-READERS: dict[str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]] = {
-    HUNYUAN_DENSE: (hunyuan_config, HunyuanGgufSource),
-    HUNYUAN_MOE: (hunyuan_config, HunyuanGgufSource),
-    HY_V3: (hy_v3_config, HunyuanGgufSource),
+ARCHITECTURE_READERS: dict[
+    str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]
+] = {
+    HUNYUAN_DENSE_ARCHITECTURE: (hunyuan_config, HunyuanGgufSource),
+    HUNYUAN_MOE_ARCHITECTURE: (hunyuan_config, HunyuanGgufSource),
+    HY_V3_ARCHITECTURE: (hy_v3_config, HunyuanGgufSource),
 }

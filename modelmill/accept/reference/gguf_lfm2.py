@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from modelmill.accept.reference.gguf_metadata import make_metadata_reader
-from modelmill.accept.reference.gguf_source import FAMILY_NAMES, GgufSource
+from modelmill.accept.reference.gguf_source import TENSORS_BY_ARCHITECTURE, GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
 LFM2_ARCHITECTURE, LFM2_MOE_ARCHITECTURE = "lfm2", "lfm2moe"
@@ -53,7 +53,7 @@ class Lfm2GgufSource(GgufSource):
     """Such a container under Hugging Face names."""
 
     HF_TO_GGUF_NAMES: ClassVar[Mapping[str, str]] = {
-        **FAMILY_NAMES["lfm2"],
+        **TENSORS_BY_ARCHITECTURE["lfm2"],
         "feed_forward.gate": "ffn_gate_inp",
     }
 
@@ -69,7 +69,9 @@ class Lfm2GgufSource(GgufSource):
         return tensor[:, None] if name.endswith(".conv.conv.weight") else tensor
 
 
-READERS: dict[str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]] = {
+ARCHITECTURE_READERS: dict[
+    str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]
+] = {
     LFM2_ARCHITECTURE: (lfm2_config, Lfm2GgufSource),
     LFM2_MOE_ARCHITECTURE: (lfm2_moe_config, Lfm2GgufSource),
 }

@@ -38,4 +38,4 @@ def mellum_config(container: RawContainer) -> dict[str, Any]:
     }
 
 
-READERS = {"mellum": (mellum_config, GgufSource)}
+ARCHITECTURE_READERS = {"mellum": (mellum_config, GgufSource)}

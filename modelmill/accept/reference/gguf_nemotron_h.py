@@ -15,7 +15,7 @@ from modelmill.accept.reference.gguf_metadata import make_metadata_reader
 from modelmill.accept.reference.gguf_source import GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
-NEMOTRON_H, NEMOTRON_H_MOE = "nemotron_h", "nemotron_h_moe"
+NEMOTRON_H_ARCHITECTURE, NEMOTRON_H_MOE_ARCHITECTURE = "nemotron_h", "nemotron_h_moe"
 BRANCH_TENSORS = {
     **{f"{part}_proj": f"attn_{part}" for part in ("q", "k", "v")},
     "o_proj": "attn_output",
@@ -30,7 +30,7 @@ TOP_LEVEL_TENSORS = {
     "backbone.norm_f.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
-SELECTION_BIAS = "gate.e_score_correction_bias"
+SELECTION_BIAS_TENSOR = "gate.e_score_correction_bias"
 
 
 def nemotron_h_config(container: RawContainer) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class NemotronHGgufSource(GgufSource):
         if part == "norm.weight":
             return f"blk.{layer}.attn_norm.weight"
         own = part.removeprefix("mixer.")
-        if own == SELECTION_BIAS:
+        if own == SELECTION_BIAS_TENSOR:
             return f"blk.{layer}.exp_probs_b.bias"
         stem, _, suffix = own.rpartition(".")
         if stem.startswith("experts."):
@@ -105,4 +105,6 @@ class NemotronHGgufSource(GgufSource):
         return undo_gguf_ssm_conversion(name, tensor) if is_mixed else tensor
 
 
-READERS = dict.fromkeys((NEMOTRON_H, NEMOTRON_H_MOE), (nemotron_h_config, NemotronHGgufSource))
+ARCHITECTURE_READERS = dict.fromkeys(
+    (NEMOTRON_H_ARCHITECTURE, NEMOTRON_H_MOE_ARCHITECTURE), (nemotron_h_config, NemotronHGgufSource)
+)

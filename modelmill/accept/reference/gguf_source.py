@@ -15,12 +15,12 @@ from torch import Tensor
 
 from modelmill.accept.reference.tensor_source import RawContainer, TensorSource
 
-DECODER_TOP_NAMES = {
+DECODER_TOP_LEVEL_TENSORS = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
 }
-DECODER_LAYER_NAMES = {
+DECODER_LAYER_TENSORS = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     "self_attn.q_proj": "attn_q",
@@ -62,13 +62,13 @@ STACKED_EXPERT_TENSORS = {
     "w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps",
 }  # fmt: skip
 # a family's own names of tensors, each with its GGUF name; the others are LLaMA's
-POST_NORMS = {
+POST_NORM_TENSORS = {
     "post_attention_layernorm": "post_attention_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-GEMMA_NORMS = {**POST_NORMS, "pre_feedforward_layernorm": "ffn_norm"}
-GEMMA4 = {
-    **GEMMA_NORMS,
+GEMMA_NORM_TENSORS = {**POST_NORM_TENSORS, "pre_feedforward_layernorm": "ffn_norm"}
+GEMMA4_TENSORS = {
+    **GEMMA_NORM_TENSORS,
     "model.embed_tokens_per_layer": "per_layer_token_embd",
     "model.per_layer_model_projection": "per_layer_model_proj",
     "model.per_layer_projection_norm": "per_layer_proj_norm",
@@ -80,14 +80,14 @@ GEMMA4 = {
     "post_per_layer_input_norm": "post_norm",
     "router.proj": "ffn_gate_inp",
 }
-GROUPED_EXPERTS = {
+GROUPED_EXPERT_TENSORS = {
     "mlp.gate": "ffn_gate_inp",
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
 LATENT_ATTENTION_TENSORS = {
-    **GROUPED_EXPERTS,
+    **GROUPED_EXPERT_TENSORS,
     "self_attn.q_a_proj": "attn_q_a",
     "self_attn.q_a_layernorm": "attn_q_a_norm",
     "self_attn.q_b_proj": "attn_q_b",
@@ -97,7 +97,7 @@ LATENT_ATTENTION_TENSORS = {
     "self_attn.k_b_proj": "attn_k_b",
     "self_attn.v_b_proj": "attn_v_b",
 }
-GRANITE_EXPERTS = {
+GRANITE_EXPERT_TENSORS = {
     "block_sparse_moe.router.layer": "ffn_gate_inp",
     "block_sparse_moe.input_linear": "ffn_gate_exps",
     "block_sparse_moe.up_linear": "ffn_up_exps",  # the second half of input_linear
@@ -106,15 +106,15 @@ GRANITE_EXPERTS = {
     "shared_mlp.up_linear": "ffn_up_shexp",  # the second half of input_linear
     "shared_mlp.output_linear": "ffn_down_shexp",
 }
-FAMILY_NAMES: dict[str, dict[str, str]] = {
+TENSORS_BY_ARCHITECTURE: dict[str, dict[str, str]] = {
     "baichuan": {"self_attn.W_pack": "attn_q"},  # and two more
-    "granitemoe": GRANITE_EXPERTS,
-    "granitemoeshared": GRANITE_EXPERTS,
-    "granitemoehybrid": GRANITE_EXPERTS,
+    "granitemoe": GRANITE_EXPERT_TENSORS,
+    "granitemoeshared": GRANITE_EXPERT_TENSORS,
+    "granitemoehybrid": GRANITE_EXPERT_TENSORS,
     "gpt_oss": {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
-    "gemma2": GEMMA_NORMS,
-    "gemma3_text": GEMMA_NORMS,
-    "gemma4_text": GEMMA4,
+    "gemma2": GEMMA_NORM_TENSORS,
+    "gemma3_text": GEMMA_NORM_TENSORS,
+    "gemma4_text": GEMMA4_TENSORS,
     "falcon_h1": {
         "model.final_layernorm": "output_norm",
         **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
@@ -138,7 +138,7 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
         "norm": "attn_norm",
     },
     "bitnet": {"self_attn.attn_sub_norm": "attn_sub_norm", "mlp.ffn_sub_norm": "ffn_sub_norm"},
-    "exaone4": POST_NORMS,
+    "exaone4": POST_NORM_TENSORS,
     "chatglm": {
         "transformer.embedding.word_embeddings": "token_embd",
         "transformer.encoder.final_layernorm": "output_norm",
@@ -201,7 +201,7 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
         "ffn.up_proj": "ffn_up",
         "ffn.down_proj": "ffn_down",
     },
-    "glm4_moe": {"post_attention_layernorm": "post_attention_norm", **GROUPED_EXPERTS},
+    "glm4_moe": {"post_attention_layernorm": "post_attention_norm", **GROUPED_EXPERT_TENSORS},
     "deepseek_v2": LATENT_ATTENTION_TENSORS,
     "deepseek_v3": LATENT_ATTENTION_TENSORS,
     "youtu": LATENT_ATTENTION_TENSORS,
@@ -243,7 +243,7 @@ def gguf_tensor_name(name: str) -> str:
     """
     stem, _, suffix = name.rpartition(".")
     for top, head, layer in (
-        (DECODER_TOP_NAMES, "model.layers.", DECODER_LAYER_NAMES),
+        (DECODER_TOP_LEVEL_TENSORS, "model.layers.", DECODER_LAYER_TENSORS),
         (GPT2_TOP_LEVEL_TENSORS, "transformer.h.", GPT2_LAYER_TENSORS),
     ):
         if stem in top:
@@ -281,7 +281,10 @@ class GgufSource(TensorSource):
             return f"blk.{stem.split('.')[2]}.attn_sinks.weight"
         if suffix == "e_score_correction_bias":
             return f"blk.{stem.split('.')[2]}.exp_probs_b.bias"
-        own = {**FAMILY_NAMES.get(self._config["model_type"], {}), **self.HF_TO_GGUF_NAMES}
+        own = {
+            **TENSORS_BY_ARCHITECTURE.get(self._config["model_type"], {}),
+            **self.HF_TO_GGUF_NAMES,
+        }
         if stem in own:
             return f"{own[stem]}.{suffix}"
         layers = LAYER_PREFIXES.get(self._config["model_type"], "model.layers.")

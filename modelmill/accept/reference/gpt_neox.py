@@ -10,7 +10,7 @@ from modelmill.accept.reference.rope import partial_rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
 
 NAME_PREFIX = "gpt_neox."
-OTHER_NAMES = ("rope_theta", "partial_rotary_factor")
+IGNORED_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
 
 
 class GptNeoXReference(PlainDecoderReference):
@@ -28,7 +28,7 @@ class GptNeoXReference(PlainDecoderReference):
         super().__init__(source, config)
         # the other families' names count within rope_parameters alone
         self.rope = partial_rope_from_config(
-            {key: value for key, value in config.items() if key not in OTHER_NAMES},
+            {key: value for key, value in config.items() if key not in IGNORED_ROPE_KEYS},
             self.head_dim,
             self.max_position,
             factor=float(config.get("rotary_pct", 0.25)),

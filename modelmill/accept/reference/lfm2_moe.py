@@ -15,8 +15,8 @@ from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleW
 from modelmill.accept.reference.lfm2 import MLP_MATRIX_PATHS, Lfm2Reference
 from modelmill.accept.reference.tensor_source import TensorSource
 
-SELECTION_BIAS = "selection_bias"
-SUM_OFFSET = 1e-6  # as transformers has it
+SELECTION_BIAS_NAME = "selection_bias"
+ROUTING_WEIGHT_SUM_EPS = 1e-6  # as transformers has it
 
 
 class Lfm2MoeReference(Lfm2Reference):
@@ -39,7 +39,7 @@ class Lfm2MoeReference(Lfm2Reference):
         stem = f"{self.LAYERS}.{index}.feed_forward"
         weights = {"router": self.read_linear(f"{stem}.gate", False)}
         if self.is_biased:
-            weights[SELECTION_BIAS] = ModuleWeights(self.source.get(f"{stem}.expert_bias"))
+            weights[SELECTION_BIAS_NAME] = ModuleWeights(self.source.get(f"{stem}.expert_bias"))
         for number in range(self.num_experts):
             for name, matrix in MLP_MATRIX_PATHS.items():
                 path = f"{stem}.experts.{number}.{matrix}"
@@ -51,11 +51,11 @@ class Lfm2MoeReference(Lfm2Reference):
         if "router" not in r.weights:
             return super().mlp(r, normed)
         scores = torch.sigmoid(r.linear("router", normed))
-        ranked = scores + r.weights[SELECTION_BIAS].weight if self.is_biased else scores
+        ranked = scores + r.weights[SELECTION_BIAS_NAME].weight if self.is_biased else scores
         routing = torch.zeros_like(scores)
         for token in range(len(scores)):
             best = ranked[token].argsort(descending=True)[: self.top_k]
-            share = scores[token, best].sum() + SUM_OFFSET if self.renormalizes else 1.0
+            share = scores[token, best].sum() + ROUTING_WEIGHT_SUM_EPS if self.renormalizes else 1.0
             routing[token, best] = scores[token, best] * self.routed_scale / share
         total = self.run_and_combine_experts(r, normed, routing, scores, self.run_expert)
         return r.record("mlp_out", total, normed)

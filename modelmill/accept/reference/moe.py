@@ -29,7 +29,7 @@ DEFAULT_POSITIONS = {"mixtral": 131072, "qwen2_moe": 32768, "qwen3_moe": 32768, 
                      "qwen3_next": 32768, "qwen3_5_moe_text": 32768}  # fmt: skip
 DEFAULT_KV_HEADS = {"mixtral": 8, "qwen2_moe": 16, "qwen3_moe": 4}
 DEFAULT_ROPE_THETAS = {"mixtral": 1e6}
-DEFAULT_EXPERTS = {"mixtral": (8, 2), "qwen2_moe": (60, 4), "qwen3_moe": (128, 8),
+DEFAULT_NUM_EXPERTS_AND_TOP_K = {"mixtral": (8, 2), "qwen2_moe": (60, 4), "qwen3_moe": (128, 8),
                    "olmoe": (64, 8), "granitemoe": (8, 2), "qwen3_next": (512, 10),
                    "qwen3_5_moe_text": (256, 8), "granitemoehybrid": (8, 2),
                    "minimax_m2": (256, 8), "ernie4_5_moe": (64, 6), "flex_olmo": (7, 5),
@@ -60,7 +60,7 @@ class ExpertsMixin(PlainDecoderReference):
         model_type = str(config["model_type"])
         kv_heads = config.get("num_key_value_heads") or DEFAULT_KV_HEADS.get(model_type)
         super().__init__(source, config | {"num_key_value_heads": kv_heads})
-        experts, top_k = DEFAULT_EXPERTS[model_type]
+        experts, top_k = DEFAULT_NUM_EXPERTS_AND_TOP_K[model_type]
         self.num_experts = int(
             config.get("num_experts") or config.get("num_local_experts") or experts
         )

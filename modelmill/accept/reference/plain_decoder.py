@@ -56,8 +56,8 @@ PROJECTION_PATHS = {
 ATTENTION_LINEAR_NAMES = ("q", "k", "v", "o_proj")
 MLP_LINEAR_NAMES = ("gate", "up", "down")
 # An expert that no token has is checked on the first token, with a weight that adds nothing.
-PROBE_WEIGHT = 1e-30
-RMS_NORM_EPS = "rms_norm_eps"
+UNCHOSEN_EXPERT_WEIGHT = 1e-30
+RMS_NORM_EPS_KEY = "rms_norm_eps"
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class PlainDecoderReference(ReferenceModel):
     FINAL_NORM = "model.norm"
     LAYERS = "model.layers"
     DEFAULTS = ReferenceDefaults()
-    EPS_KEY = RMS_NORM_EPS
+    EPS_KEY = RMS_NORM_EPS_KEY
     uses_layer_norm = False
     norm_bias = True
     has_interleaved_rope = False
@@ -129,7 +129,7 @@ class PlainDecoderReference(ReferenceModel):
         head_dim = config.get("head_dim", self.DEFAULTS.head_dim)
         self.head_dim = int(head_dim or self.hidden_size // self.num_heads)
         self.max_position = int(config.get("max_position_embeddings") or self.DEFAULTS.positions)
-        eps = self.DEFAULTS.eps or (1e-6 if self.EPS_KEY == RMS_NORM_EPS else 1e-5)
+        eps = self.DEFAULTS.eps or (1e-6 if self.EPS_KEY == RMS_NORM_EPS_KEY else 1e-5)
         self.eps = float(config.get(self.EPS_KEY, eps))
         self.activation = self.activation_from_config("hidden_act", self.DEFAULTS.activation)
         self.score_scale = self.head_dim**-0.5
@@ -408,7 +408,7 @@ class PlainDecoderReference(ReferenceModel):
             routing = r.weights["routing"].weight
         for column in routing.T:
             if not bool((column != 0).any()):
-                column[0] = PROBE_WEIGHT
+                column[0] = UNCHOSEN_EXPERT_WEIGHT
         r.record("routing", routing, scores)
         total = torch.zeros_like(x)
         for number, column in enumerate(routing.T):

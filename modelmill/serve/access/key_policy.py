@@ -11,8 +11,8 @@ from modelmill.core.quoting import quote
 from modelmill.core.types import MAX_INT32
 from modelmill.serve.config_table_file import check_table, read_config_tables
 
-_LIMITS = ("requests_per_minute", "tokens_per_minute", "max_parallel_requests")
-_ENTRY_FIELDS = {"name", "key", "priority", "weight", *_LIMITS}
+_LIMIT_FIELDS = ("requests_per_minute", "tokens_per_minute", "max_parallel_requests")
+_ENTRY_FIELDS = {"name", "key", "priority", "weight", *_LIMIT_FIELDS}
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _parse_policy(where: str, raw: Any) -> KeyPolicy:
         raise UsageError(
             f"{where}: weight must be a number from 0.001 to 1000, not {quote(weight, 60)}"
         )
-    limits = {limit: raw[limit] for limit in _LIMITS if limit in raw}
+    limits = {limit: raw[limit] for limit in _LIMIT_FIELDS if limit in raw}
     for limit, value in limits.items():
         if not _is_int(value) or value < 1:
             raise UsageError(f"{where}: {limit} must be at least 1, not {quote(value, 60)}")

@@ -16,7 +16,7 @@ from modelmill.serve.catalogue.entries import (
 )
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.engine_state import EngineState
-from modelmill.serve.segmentation_messages import SEGMENTATION
+from modelmill.serve.segmentation_messages import SEGMENTATION_ENGINE_TYPE
 
 
 @dataclass(eq=False)
@@ -162,7 +162,7 @@ class ManagedModel:
 
     def loaded_bytes(self, engine: EngineClient) -> int:
         """Bytes of weights, KV pages and recurrent state, as the worker reported its limits."""
-        if engine.engine_type == SEGMENTATION:
+        if engine.engine_type == SEGMENTATION_ENGINE_TYPE:
             return self.planned_bytes
         assert engine.manifest is not None
         return engine.manifest.weight_bytes + engine.cache_bytes

@@ -116,7 +116,7 @@ class ModelManager:
         for waiter in self._waiters:
             if not waiter.future.done():
                 waiter.future.set_exception(ServerShuttingDown("the server is shutting down"))
-        self.loader.recheck_room()
+        self.loader.retry_waiting_loads()
 
     async def close(self) -> None:
         """End all workers; requests that still wait are refused."""
@@ -238,7 +238,7 @@ class ModelManager:
                 if lease is not None:
                     lease.release()
             waiter.future.cancel()
-            self.loader.recheck_room()
+            self.loader.retry_waiting_loads()
             raise
 
     def _grant_lease(self, model: ManagedModel) -> Lease:
@@ -252,7 +252,7 @@ class ModelManager:
     def _release_lease(self, model: ManagedModel, instance: EngineInstance) -> None:
         instance.adjust_lease_count(-1)
         model.record_last_use(self.clock())
-        self.loader.recheck_room()
+        self.loader.retry_waiting_loads()
         if not instance.leases and model.instance is instance and not instance.draining:
             self._start_expiry_timer(model)
 

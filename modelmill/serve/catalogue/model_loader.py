@@ -13,7 +13,7 @@ from modelmill.serve.catalogue.load_metrics import LoadMetrics
 from modelmill.serve.catalogue.managed_model import EngineInstance, ManagedModel
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.engine_state import EngineState
-from modelmill.serve.segmentation_messages import SEGMENTATION
+from modelmill.serve.segmentation_messages import SEGMENTATION_ENGINE_TYPE
 
 _log = log.get_logger("serve")
 
@@ -77,7 +77,7 @@ class ModelLoader:
         """Call ``on_sleep`` with each model that was put to sleep."""
         self._on_sleep = on_sleep
 
-    def recheck_room(self) -> None:
+    def retry_waiting_loads(self) -> None:
         """Let a load that waits for room look again: a request has ended or left."""
         self._changed.set()
 
@@ -152,7 +152,7 @@ class ModelLoader:
                 model.detach_instance()
             if model.engine is engine:
                 engine.mark_unloaded()
-            self.recheck_room()
+            self.retry_waiting_loads()
 
     def _record_load_failure(self, model: ManagedModel, reason: str) -> ModelLoadFailed:
         model.record_load_error(reason)
@@ -271,7 +271,9 @@ class ModelLoader:
         """
         engine = instance.engine
         nbytes = 0 if engine.manifest is None else engine.manifest.weight_bytes
-        can_sleep = engine.engine_type != SEGMENTATION and engine.state is EngineState.READY
+        can_sleep = (
+            engine.engine_type != SEGMENTATION_ENGINE_TYPE and engine.state is EngineState.READY
+        )
         if not can_sleep or model.has_changed_files:
             return False
         if not await self._make_host_memory_room(nbytes, successor):

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from modelmill.request_output_state import RequestOutputState
-from modelmill.serve.chat_answer import ChatAnswerSplitter, exhaust
+from modelmill.serve.chat_answer import ChatAnswerSplitter, run_event_generator
 from modelmill.serve.dialects.error_format import anthropic_error
 from modelmill.serve.encrypted_content_codec import compress_text
 from modelmill.serve.errors import ApiError
@@ -19,8 +19,8 @@ from modelmill.serve.stream import EventFormatter
 from modelmill.text.answer_pieces import ReasoningDelta
 
 Event = dict[str, Any]
-PING: Event = {"type": "ping"}
-SIGNATURE = "modelmill"
+PING_EVENT: Event = {"type": "ping"}
+THINKING_SIGNATURE = "modelmill"
 """Ends every block of thinking. Nothing is signed, but clients keep thinking for the next turn only
 if it has a signature (Vercel's AI SDK, and OpenCode with it)."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -93,7 +93,7 @@ class AnthropicBlocksBuilder:
         elif block["type"] == "thinking" and self._omits_thinking:
             block = {**block, "signature": compress_text(text)}
         elif block["type"] == "thinking":
-            block = {**block, "thinking": text, "signature": SIGNATURE}
+            block = {**block, "thinking": text, "signature": THINKING_SIGNATURE}
         else:
             block = {**block, block["type"]: text}
         if block["type"] == "thinking":
@@ -163,7 +163,7 @@ class AnthropicMessageBuilder(EventFormatter):
     def consume(self, items: Sequence[StreamItem]) -> None:
         """Add deltas without making events."""
         for item in items:
-            exhaust(self._stream_item_events(item))
+            run_event_generator(self._stream_item_events(item))
 
     def response(self) -> dict[str, Any]:
         """The whole message."""
@@ -198,7 +198,7 @@ class AnthropicMessageBuilder(EventFormatter):
 
     def keepalive(self) -> bytes:
         """A ping, as the maker's own server sends it."""
-        return _encode_event(PING)
+        return _encode_event(PING_EVENT)
 
     def _start_events(self) -> Iterator[Event]:
         if self._started:
@@ -217,7 +217,7 @@ class AnthropicMessageBuilder(EventFormatter):
             yield event
             if not self._pinged and event["type"] == "content_block_start":
                 self._pinged = True
-                yield PING
+                yield PING_EVENT
 
     def _stream_item_events(self, item: StreamItem) -> Iterator[Event]:
         for piece in self._answer.split_delta(item.delta):

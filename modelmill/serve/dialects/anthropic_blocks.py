@@ -11,7 +11,7 @@ from pydantic import Field
 
 from modelmill.core.errors import RequestError
 from modelmill.serve.compatibility_fields import ignored_field
-from modelmill.serve.discriminated_unions import parse_object, parse_typed
+from modelmill.serve.discriminated_unions import parse_by_type_field, parse_object
 from modelmill.serve.encrypted_content_codec import PACKED_TEXT_PREFIX, TextDecompressor
 from modelmill.serve.strict_models import (
     FAIL_FAST,
@@ -235,7 +235,7 @@ def _parse_blocks(
     if isinstance(content, str):
         return [parse_object({"type": "text", "text": content}, path, TextBlock)]
     return [
-        parse_typed(raw, f"{path}[{index}]", models, "content blocks")
+        parse_by_type_field(raw, f"{path}[{index}]", models, "content blocks")
         for index, raw in enumerate(content)
     ]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from modelmill.core.types import SamplingParams
 
-_NAMES = {"repetition_penalty": "repeat_penalty"}
+_LLAMA_CPP_FIELD_NAMES = {"repetition_penalty": "repeat_penalty"}
 _SAMPLING_FIELD_NAMES = (
     "seed", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty",
@@ -27,7 +27,9 @@ def generation_settings(
     settings: dict[str, Any] = {}
     for name in _SAMPLING_FIELD_NAMES:
         value = getattr(params, name)
-        settings[_NAMES.get(name, name)] = defaults.get(name) if value is None else value
+        settings[_LLAMA_CPP_FIELD_NAMES.get(name, name)] = (
+            defaults.get(name) if value is None else value
+        )
     limit = -1 if params.max_tokens is None else params.max_tokens
     return {
         **settings,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import MAX_INT32, MAX_STOPS
+from modelmill.core.types import MAX_INT32, MAX_STOP_STRINGS
 from modelmill.serve.sampling_schema import sampling_field
 from modelmill.serve.strict_models import FAIL_FAST, StrictModel
 
@@ -88,8 +88,8 @@ class OllamaOptions(StrictModel):
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if not all(stops):
             raise RequestError("options.stop must have strings that are not empty")
-        if len(stops) > MAX_STOPS:
-            raise RequestError(f"options.stop must have at most {MAX_STOPS} strings")
+        if len(stops) > MAX_STOP_STRINGS:
+            raise RequestError(f"options.stop must have at most {MAX_STOP_STRINGS} strings")
         penalized = (
             self.repeat_penalty not in (None, 1.0)
             or self.presence_penalty

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.serve.chat_schema import ChatRequest
-from modelmill.text.thinking_switch import COMMON_NAME
+from modelmill.text.thinking_switch import ENABLE_THINKING_VARIABLE
 from modelmill.text_processor import TextProcessor
 
 
@@ -30,7 +30,7 @@ def with_thinking(
         fields["reasoning_effort"] = effort
     # a chat format names the marks of its thinking, if it has any
     if thinks is not None and getattr(chat_format, "thinking", None) is not None:
-        fields["chat_template_kwargs"] = {COMMON_NAME: thinks}
+        fields["chat_template_kwargs"] = {ENABLE_THINKING_VARIABLE: thinks}
         if thinks and budget_tokens is not None:
             fields["thinking_token_budget"] = budget_tokens
     return chat.model_copy(update=fields) if fields else chat

@@ -27,7 +27,7 @@ from modelmill.serve.request_options import (
     request_cache_salt,
     resolve_sampling_params,
 )
-from modelmill.serve.result_pictures import replace_result_pictures
+from modelmill.serve.result_pictures import replace_tool_result_images
 from modelmill.serve.routes.common import (
     acquire_engine,
     check_message_sizes,
@@ -50,13 +50,13 @@ from modelmill.text.answer_pieces import (
 )
 from modelmill.text.chat_format_loader import make_chat_answer_parser
 from modelmill.text.chat_format_registry import load_chat_syntax
-from modelmill.text.thinking_switch import COMMON_NAME, OTHER_NAME
+from modelmill.text.thinking_switch import ENABLE_THINKING_VARIABLE, THINKING_VARIABLE
 from modelmill.text_processor import TextProcessor
 
 Body = TypeVar("Body")
 
 router = APIRouter(route_class=BodyRoute)
-BEGUN_ANSWER = "a last message of the assistant"
+LAST_ASSISTANT_MESSAGE = "a last message of the assistant"
 """What other APIs send in the place of continue_final_message."""
 
 
@@ -129,7 +129,7 @@ def converted_chat_request_state(
     """
 
     def rename(text: str) -> str:
-        return rename_fields(text).replace("continue_final_message", BEGUN_ANSWER)
+        return rename_fields(text).replace("continue_final_message", LAST_ASSISTANT_MESSAGE)
 
     try:
         chat.check()
@@ -161,7 +161,7 @@ def chat_request_state(
     check_message_sizes(text_processor, body.messages, longest, body.offered_tools)
     sent: Sequence[Mapping[str, Any]] = body.messages
     if not text_processor.supports_images:
-        sent, replaced = replace_result_pictures(sent)
+        sent, replaced = replace_tool_result_images(sent)
         body.add_warnings(replaced)
     grammar = body.validated_grammar()
     template_kwargs = _template_kwargs(text_processor, body)
@@ -209,8 +209,8 @@ def _template_kwargs(text_processor: TextProcessor, body: ChatRequest) -> dict[s
     if chat_format.reads_reasoning_effort:
         template_kwargs.setdefault("reasoning_effort", effort)
     switches = effort == "none" or not chat_format.reads_reasoning_effort
-    if switches and chat_format.thinking is not None and OTHER_NAME not in template_kwargs:
-        template_kwargs.setdefault(COMMON_NAME, effort != "none")
+    if switches and chat_format.thinking is not None and THINKING_VARIABLE not in template_kwargs:
+        template_kwargs.setdefault(ENABLE_THINKING_VARIABLE, effort != "none")
     return template_kwargs
 
 

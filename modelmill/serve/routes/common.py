@@ -15,7 +15,7 @@ from modelmill.serve.access.request_accounting import NO_POLICY, RequestAccounti
 from modelmill.serve.catalogue.keep_alive import KeepAlive, parse_keep_alive
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.request_handle import RequestHandle
-from modelmill.serve.result_pictures import is_picture
+from modelmill.serve.result_pictures import is_image_part
 from modelmill.serve.service import (
     ACCOUNTING_SCOPE_KEY,
     INTERNAL_SCOPE_KEY,
@@ -155,7 +155,7 @@ def _iter_template_values(message: Mapping[str, Any]) -> Iterator[Any]:
             yield from (
                 part.get("text")
                 for part in value
-                if isinstance(part, Mapping) and not is_picture(part)
+                if isinstance(part, Mapping) and not is_image_part(part)
             )
         else:
             yield value
@@ -164,7 +164,7 @@ def _iter_template_values(message: Mapping[str, Any]) -> Iterator[Any]:
 def has_images(message: Mapping[str, Any]) -> bool:
     """Whether a message of a conversation contains pictures."""
     content = message.get("content")
-    return isinstance(content, list) and any(map(is_picture, content))
+    return isinstance(content, list) and any(map(is_image_part, content))
 
 
 def _exceeds_chars(values: Sequence[Any], max_chars: int) -> bool:

@@ -48,7 +48,7 @@ def embedding_request_states(
     if text_processor.tokenizer is None and any(isinstance(each, str) for each in inputs):
         raise RequestError("input must be token ids: this engine has no tokenizer")
     params = SamplingParams(max_tokens=0)
-    kept = body.kept_tokens(limits.max_len)
+    kept = body.truncated_input_length(limits.max_len)
     longest = limits.max_len if kept is None else max_tokenize_tokens(limits.max_len)
     states = []
     for each in inputs:

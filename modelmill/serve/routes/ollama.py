@@ -49,7 +49,7 @@ from modelmill.serve.routes.chat import converted_chat_request_state, submit_con
 from modelmill.serve.routes.common import get_service, lease_engine, prepare_and_submit_requests
 from modelmill.serve.routes.completions import submit_converted_completion
 from modelmill.serve.routes.embeddings import embedding_request_states
-from modelmill.serve.segmentation_messages import SEGMENTATION
+from modelmill.serve.segmentation_messages import SEGMENTATION_ENGINE_TYPE
 from modelmill.serve.service import Service
 from modelmill.serve.stream import wait_or_disconnect
 from modelmill.text_processor import TextProcessor
@@ -202,7 +202,7 @@ def _text_engines(service: Service) -> list[tuple[str, EngineClient]]:
     return [
         (name, engine)
         for name, engine in service.engines.items()
-        if engine.engine_type != SEGMENTATION
+        if engine.engine_type != SEGMENTATION_ENGINE_TYPE
     ]
 
 

@@ -12,7 +12,7 @@ from modelmill.outputs import CompletionOutput
 from modelmill.request_output_state import RequestOutputState
 from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
-from modelmill.serve.chat_answer import exhaust, streamed_or_whole_response
+from modelmill.serve.chat_answer import run_event_generator, streamed_or_whole_response
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.dialects.error_format import responses_error_event
 from modelmill.serve.engine_client import max_tokenize_tokens
@@ -141,7 +141,7 @@ class ResponsesBuilder(EventFormatter):
     def consume(self, items: Sequence[StreamItem]) -> None:
         """Add deltas without making events."""
         for each in items:
-            exhaust(self._stream_item_events(each))
+            run_event_generator(self._stream_item_events(each))
 
     def first_events(self) -> bytes:
         """The events that the response has begun."""

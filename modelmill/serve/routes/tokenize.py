@@ -13,7 +13,7 @@ from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.openai_format import Utf8JsonResponse, token_bytes, token_text
-from modelmill.serve.result_pictures import replace_result_pictures
+from modelmill.serve.result_pictures import replace_tool_result_images
 from modelmill.serve.routes.chat import chat_request_state
 from modelmill.serve.routes.common import acquire_engine, check_message_sizes
 from modelmill.serve.special_token_prompts import encode_text
@@ -149,7 +149,7 @@ def template_input(
     messages: Sequence[Mapping[str, Any]] = body.messages or []
     tools = body.tools or ()
     if not text_processor.supports_images:
-        messages, _ = replace_result_pictures(messages)
+        messages, _ = replace_tool_result_images(messages)
     body.check_continue_final_message()
     if body.continue_final_message:
         read_begun_answer(messages, chat_format.thinking)

@@ -2,16 +2,16 @@
 
 from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ThinkingSyntax
 
-PREFIX, SUFFIX = "<|tools_prefix|>", "<|tools_suffix|>"
+TOOL_CALLS_OPEN, TOOL_CALLS_CLOSE = "<|tools_prefix|>", "<|tools_suffix|>"
 
 FORMAT = ChatSyntax(
     title="Apertus",
-    tokens=(PREFIX, SUFFIX),
-    dropped=(SUFFIX,),
+    tokens=(TOOL_CALLS_OPEN, TOOL_CALLS_CLOSE),
+    dropped=(TOOL_CALLS_CLOSE,),
     thinking=ThinkingSyntax("<|inner_prefix|>", "<|inner_suffix|>"),
     calls=CallSyntax(
         "named",
-        section=(f"{PREFIX}[", f"]{SUFFIX}"),
+        section=(f"{TOOL_CALLS_OPEN}[", f"]{TOOL_CALLS_CLOSE}"),
         call=('{"', "}"),
         separator=", ",
         name_end='": ',

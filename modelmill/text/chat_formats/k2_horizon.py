@@ -8,12 +8,12 @@ from modelmill.text.chat_syntax import (
     ThinkingSyntax,
 )
 
-THINKING = ThinkingSyntax("<ifm|think>\n", "\n</ifm|think>\n")
+THINKING_SYNTAX = ThinkingSyntax("<ifm|think>\n", "\n</ifm|think>\n")
 FORMAT = ChatSyntax(
     title="K2 Horizon",
     detect=(("<ifm|tool_calls>",),),
     tokens=("<ifm|tool_calls>",),
-    thinking=THINKING,
+    thinking=THINKING_SYNTAX,
     calls=CallSyntax(
         "parameters",
         section=("<ifm|tool_calls>\n", "\n</ifm|tool_calls>"),

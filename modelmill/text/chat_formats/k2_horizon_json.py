@@ -7,7 +7,7 @@ from modelmill.text.chat_syntax import ChatSyntax
 
 FORMAT = ChatSyntax(
     title="K2 Horizon with JSON",
-    thinking=k2_horizon.THINKING,
+    thinking=k2_horizon.THINKING_SYNTAX,
     calls=replace(
         k2_horizon.FORMAT.calls, style="json", name_end="", parameter=None, json_too=False
     ),

@@ -7,7 +7,7 @@ from modelmill.text.chat_syntax import ChatSyntax, ParameterSyntax
 
 FORMAT = ChatSyntax(
     title="K2 Horizon with types",
-    thinking=k2_horizon.THINKING,
+    thinking=k2_horizon.THINKING_SYNTAX,
     calls=replace(
         k2_horizon.FORMAT.calls,
         parameter=ParameterSyntax(

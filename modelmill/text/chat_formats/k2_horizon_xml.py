@@ -9,6 +9,6 @@ _CALLS = k2_horizon.FORMAT.calls
 assert _CALLS.parameter is not None, "arguments have marks of their own"
 FORMAT = ChatSyntax(
     title="K2 Horizon with tags",
-    thinking=k2_horizon.THINKING,
+    thinking=k2_horizon.THINKING_SYNTAX,
     calls=replace(_CALLS, parameter=replace(_CALLS.parameter, type_marks=NO_MARKS), json_too=False),
 )

@@ -2,23 +2,23 @@
 
 from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ThinkingSyntax
 
-SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
-CALL = ("<|tool_call_begin|>", "<|tool_call_end|>")
-ARGUMENTS = "<|tool_call_argument_begin|>"
+CALLS_SECTION_MARKS = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+CALL_MARKS = ("<|tool_call_begin|>", "<|tool_call_end|>")
+ARGUMENTS_MARK = "<|tool_call_argument_begin|>"
 
 FORMAT = ChatSyntax(
     title="Kimi K2, K2 Thinking, K2.5",
-    tokens=(SECTION[0], ARGUMENTS),
+    tokens=(CALLS_SECTION_MARKS[0], ARGUMENTS_MARK),
     thinking=ThinkingSyntax("<think>", "</think>", ends_at_calls=True),
-    dropped=(SECTION[1], CALL[1], ARGUMENTS),
+    dropped=(CALLS_SECTION_MARKS[1], CALL_MARKS[1], ARGUMENTS_MARK),
     calls=CallSyntax(
         "named",
-        section=SECTION,
-        call=CALL,
+        section=CALLS_SECTION_MARKS,
+        call=CALL_MARKS,
         id_from_head=True,
         counter_alone=True,
         head="functions.{name}:{index}",
         head_pattern=r"(?:functions\.)?(?P<name>[^\s:<>{}]+?)(?::[0-9]+)?",
-        name_end=ARGUMENTS,
+        name_end=ARGUMENTS_MARK,
     ),
 )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from modelmill.text.prompt_format import PromptFormat, Segment, Turn
 
-PREFIX = ("[gMASK]", "sop")
+PROMPT_PREFIX_TOKENS = ("[gMASK]", "sop")
 
 
 class ChatGLM2Format(PromptFormat):
@@ -32,7 +32,7 @@ class ChatGLM2Format(PromptFormat):
                 if role == "user"
                 else f"答：{content}\n\n"
             )
-        prefix = [self.control_id(token) for token in PREFIX]
+        prefix = [self.control_id(token) for token in PROMPT_PREFIX_TOKENS]
         return [*prefix, text + "答：" * add_generation_prompt]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modelmill.text.prompt_format import PromptFormat, Segment, Turn
-from modelmill.text.prompt_formats.chatglm2 import PREFIX
+from modelmill.text.prompt_formats.chatglm2 import PROMPT_PREFIX_TOKENS
 from modelmill.text.tokenizer_base import Tokenizer
 
 TURN_ENDS = ("<|user|>", "<|observation|>")
@@ -32,7 +32,7 @@ class ChatGLM3Format(PromptFormat):
         self, system: str, turns: Sequence[Turn], add_generation_prompt: bool
     ) -> list[Segment]:
         """See ``PromptFormat.segments``."""
-        out: list[Segment] = [self.control_id(token) for token in PREFIX]
+        out: list[Segment] = [self.control_id(token) for token in PROMPT_PREFIX_TOKENS]
         for role, content in [*([Turn("system", system)] if system else []), *turns]:
             text = content.strip() if role == "assistant" else content
             out += [self.control_id(f"<|{role}|>"), "\n", text]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import MAX_STOPS
+from modelmill.core.types import MAX_STOP_STRINGS
 from modelmill.serve.dialects.anthropic_schema import MessagesRequest
 from modelmill.serve.dialects.llama_cpp_schema import InfillRequest
 from modelmill.serve.dialects.ollama_schema import OllamaChatRequest
@@ -50,7 +50,7 @@ def test_what_editors_send_to_fill_in_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": 3}, {"stop": ["a"] * (MAX_STOPS + 1)}, {"top_p": -1}]
+    "options", [{"temperature": 3}, {"stop": ["a"] * (MAX_STOP_STRINGS + 1)}, {"top_p": -1}]
 )
 def test_options_out_of_range_are_named(running: ServiceThread, options: dict[str, Any]) -> None:
     response = running.post("/api/chat", {"model": "stories", "messages": HI, "options": options})

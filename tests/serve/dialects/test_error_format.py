@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from modelmill.core.errors import PromptCounts, PromptTooLong, RequestError
+from modelmill.core.errors import PromptTokenCounts, PromptTooLong, RequestError
 from modelmill.serve.dialects.error_format import anthropic_error
 from modelmill.serve.errors import CONTEXT_LENGTH_EXCEEDED, to_api_error
 
@@ -16,15 +16,17 @@ def anthropic_message(error: RequestError) -> str:
 @pytest.mark.parametrize(
     ("counts", "message"),
     [
-        (PromptCounts(700, 511), "prompt is too long: 700 tokens > 511 maximum"),
+        (PromptTokenCounts(700, 511), "prompt is too long: 700 tokens > 511 maximum"),
         (
-            PromptCounts(700, 511, counts_all=False),
+            PromptTokenCounts(700, 511, counts_all=False),
             "prompt is too long: more than 700 tokens > 511 maximum",
         ),
         (None, "prompt is too long: any words"),
     ],
 )
-def test_the_numbers_are_told_whatever_the_words(counts: PromptCounts | None, message: str) -> None:
+def test_the_numbers_are_told_whatever_the_words(
+    counts: PromptTokenCounts | None, message: str
+) -> None:
     error = PromptTooLong("any words", counts)
     assert to_api_error(error).code == CONTEXT_LENGTH_EXCEEDED
     assert anthropic_message(error) == message

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from modelmill.serve.result_pictures import PLACEHOLDER, replace_result_pictures
+from modelmill.serve.result_pictures import IMAGE_PLACEHOLDER_TEXT, replace_tool_result_images
 from tests.serve.service_thread import ServiceThread
 
 pytestmark = pytest.mark.usefixtures("brief_tools")
@@ -110,7 +110,7 @@ def test_a_picture_of_the_user_is_refused_by_name(running: ServiceThread, path: 
 def test_what_the_template_reads(running: ServiceThread) -> None:
     body = {"model": "stories", "messages": chat([PICTURE, TEXT])["messages"]}
     shown = running.post("/apply-template", body).json["prompt"]
-    assert f"{PLACEHOLDER}\ndone" in shown
+    assert f"{IMAGE_PLACEHOLDER_TEXT}\ndone" in shown
     counted = running.post("/tokenize", body).json["count"]
     usage = running.post("/v1/chat/completions", chat([PICTURE, TEXT])).json["usage"]
     assert usage["prompt_tokens"] == counted
@@ -118,10 +118,10 @@ def test_what_the_template_reads(running: ServiceThread) -> None:
 
 def test_what_is_replaced() -> None:
     messages = chat([PICTURE, TEXT, {"type": "image", "image": "x"}])["messages"]
-    out, warnings = replace_result_pictures([*messages, {"role": "user", "content": [PICTURE]}])
-    placeholder = {"type": "text", "text": PLACEHOLDER}
+    out, warnings = replace_tool_result_images([*messages, {"role": "user", "content": [PICTURE]}])
+    placeholder = {"type": "text", "text": IMAGE_PLACEHOLDER_TEXT}
     assert out[2]["content"] == [placeholder, TEXT, placeholder]
     assert out[3]["content"] == [PICTURE]
     assert messages[2]["content"][0] == PICTURE
     assert warnings == [f"messages: {WARNING.replace('a picture', '2 pictures')}"]
-    assert replace_result_pictures(chat("done")["messages"]) == (chat("done")["messages"], [])
+    assert replace_tool_result_images(chat("done")["messages"]) == (chat("done")["messages"], [])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from modelmill.text.role_order import JOINED, LATE_SYSTEM
+from modelmill.text.role_order import JOINED_MESSAGES_WARNINGS, LATE_SYSTEM_WARNING
 from tests.serve.service_thread import ServiceThread
 
 # as Mistral's and Gemma 3's: one system message, then user and assistant in turn
@@ -52,7 +52,8 @@ def strict(running: ServiceThread, tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("dialect", CASES)
 @pytest.mark.parametrize(
-    ("messages", "line"), [(ANSWERS, JOINED["assistant"]), (LATE, LATE_SYSTEM)]
+    ("messages", "line"),
+    [(ANSWERS, JOINED_MESSAGES_WARNINGS["assistant"]), (LATE, LATE_SYSTEM_WARNING)],
 )
 def test_what_was_done_is_in_the_warnings(
     strict: ServiceThread, dialect: str, messages: list[dict[str, Any]], line: str

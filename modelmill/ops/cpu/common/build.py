@@ -35,13 +35,13 @@ from modelmill.ops.cpu.common import prebuilt
 
 NATIVE_COMPILER_FLAGS = (*prebuilt.COMMON_FLAGS, "-march=native")
 COMPILERS = ("g++", "clang++", "c++")
-COMPILED_HERE = "compiled here"
+COMPILED_HERE_ORIGIN = "compiled here"
 # What MODELMILL_CPU_KERNELS may say; auto: brought along, else compiled here.
 KERNEL_BUILD_CHOICES = ("auto", "prebuilt", "native", "none")
 # Rows of activations of a decode step: there bandwidth counts, and calls are too short to release
 # Python's lock.
 SMALL_M_LIMIT = 16
-LOCK_SECONDS, LOCK_POLL_SECONDS = 300.0, 0.1
+LOCK_TIMEOUT_SECONDS, LOCK_POLL_SECONDS = 300.0, 0.1
 # Codes of simd.h.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CTYPES_BY_CODE = {
@@ -66,7 +66,7 @@ class KernelLibrary:
     with_gil: ctypes.PyDLL
     without_gil: ctypes.CDLL
     vector_width: int
-    origin: str = COMPILED_HERE
+    origin: str = COMPILED_HERE_ORIGIN
 
 
 def unavailable_reason(device_type: str) -> str | None:
@@ -319,12 +319,12 @@ def _build_library(compiler: str, version: str, flags: tuple[str, ...], target: 
 def _compile_lock(folder: Path) -> Iterator[None]:
     """Wait until no other process compiles into ``folder``; the kernel frees a dead one's lock.
 
-    One that was stopped (Ctrl-Z) keeps it: after ``LOCK_SECONDS``, and on a file system without
-    locks, processes race.
+    One that was stopped (Ctrl-Z) keeps it: after ``LOCK_TIMEOUT_SECONDS``, and on a file system
+    without locks, processes race.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        ends = time.monotonic() + LOCK_SECONDS
+        ends = time.monotonic() + LOCK_TIMEOUT_SECONDS
         while not _try_lock(descriptor) and time.monotonic() < ends:
             time.sleep(LOCK_POLL_SECONDS)
         yield

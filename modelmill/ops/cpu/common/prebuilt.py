@@ -33,7 +33,7 @@ COMMON_FLAGS = (
 )
 # Runs on systems older than the one that compiles: only old symbols of glibc (thread_pool.cpp),
 # nothing of libstdc++.
-_PORTABLE = ("-DMILL_PORTABLE", "-fno-threadsafe-statics")
+_PORTABLE_BUILD_FLAGS = ("-DMILL_PORTABLE", "-fno-threadsafe-statics")
 LINK_FLAGS = (
     "-shared",
     "-static-libstdc++",
@@ -45,11 +45,15 @@ LINK_FLAGS = (
 
 # Instructions by the names of /proc/cpuinfo: https://gitlab.com/x86-psABIs/x86-64-ABI,
 # "micro-architecture levels".
-_V2 = frozenset(["cx16", "lahf_lm", "popcnt", "pni", "ssse3", "sse4_1", "sse4_2"])
-_V3 = _V2 | frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"])
-_V4 = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
-_VNNI = _V4 | {"avx512_vnni"}
-_BF16 = _VNNI | {"avx512_bf16"}
+_X86_64_V2_FEATURES = frozenset(["cx16", "lahf_lm", "popcnt", "pni", "ssse3", "sse4_1", "sse4_2"])
+_X86_64_V3_FEATURES = _X86_64_V2_FEATURES | frozenset(
+    ["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"]
+)
+_X86_64_V4_FEATURES = _X86_64_V3_FEATURES | frozenset(
+    ["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]
+)
+_AVX512_VNNI_FEATURES = _X86_64_V4_FEATURES | {"avx512_vnni"}
+_AVX512_BF16_FEATURES = _AVX512_VNNI_FEATURES | {"avx512_bf16"}
 _VNNI_COMPILE_FLAGS = ("-march=x86-64-v4", "-mavx512vnni")
 _BF16_COMPILE_FLAGS = (*_VNNI_COMPILE_FLAGS, "-mavx512bf16")
 
@@ -73,11 +77,11 @@ class CpuLevel(NamedTuple):
 
 
 # Best first. MILL_PREFETCH_L2, MILL_ROW_BY_ROW, MILL_BF16_AS_FP32: build.native_compiler_flags.
-LEVELS = (
+CPU_LEVELS = (
     CpuLevel(
         "x86-64-v4-zen4",
         "x86_64",
-        _BF16,
+        _AVX512_BF16_FEATURES,
         (*_BF16_COMPILE_FLAGS, "-DMILL_PREFETCH_L2"),
         "AuthenticAMD",
         25,
@@ -85,26 +89,26 @@ LEVELS = (
     CpuLevel(
         "x86-64-v4-zen5",  # and later ones
         "x86_64",
-        _BF16,
+        _AVX512_BF16_FEATURES,
         (*_BF16_COMPILE_FLAGS, "-DMILL_ROW_BY_ROW"),
         "AuthenticAMD",
     ),
-    CpuLevel("x86-64-v4-vnni", "x86_64", _VNNI, _VNNI_COMPILE_FLAGS),
-    CpuLevel("x86-64-v4", "x86_64", _V4, ("-march=x86-64-v4",)),
-    CpuLevel("x86-64-v3", "x86_64", _V3, ("-march=x86-64-v3",)),
-    CpuLevel("x86-64-v2", "x86_64", _V2, ("-march=x86-64-v2",)),
+    CpuLevel("x86-64-v4-vnni", "x86_64", _AVX512_VNNI_FEATURES, _VNNI_COMPILE_FLAGS),
+    CpuLevel("x86-64-v4", "x86_64", _X86_64_V4_FEATURES, ("-march=x86-64-v4",)),
+    CpuLevel("x86-64-v3", "x86_64", _X86_64_V3_FEATURES, ("-march=x86-64-v3",)),
+    CpuLevel("x86-64-v2", "x86_64", _X86_64_V2_FEATURES, ("-march=x86-64-v2",)),
     CpuLevel("armv8-a", "aarch64", frozenset({"fp", "asimd"}), ("-march=armv8-a",)),
 )
 
 
 def compile_flags(level: CpuLevel) -> tuple[str, ...]:
     """All compiler flags of a level."""
-    return (*COMMON_FLAGS, *level.flags, *_PORTABLE)
+    return (*COMMON_FLAGS, *level.flags, *_PORTABLE_BUILD_FLAGS)
 
 
 def cpu_levels(machine: str) -> list[CpuLevel]:
     """The levels of a kind of machine ("x86_64", "aarch64"), best first."""
-    return [level for level in LEVELS if level.machine == machine]
+    return [level for level in CPU_LEVELS if level.machine == machine]
 
 
 def native_sources(

@@ -7,15 +7,15 @@ import torch
 
 from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.common.gemm import load_gemm_function
-from modelmill.ops.cpu.weight_only_gemm.groupwise import SCALE_TYPES
+from modelmill.ops.cpu.weight_only_gemm.groupwise import SCALE_DTYPE_CODES
 from modelmill.ops.fused_moe import ACTIVATIONS, RELU2, FusedMoEInputs, SwigluClamp
 from modelmill.ops.groupwise import PACK_COLUMNS
 
 GATE_CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
-CLAMPED_SWIGLU = len(GATE_CODES)
-GATE_CODES[RELU2] = CLAMPED_SWIGLU + 1
+CLAMPED_SWIGLU_CODE = len(GATE_CODES)
+GATE_CODES[RELU2] = CLAMPED_SWIGLU_CODE + 1
 """Of expert_matrices.h."""
-NO_CLAMP = SwigluClamp(0.0, 0.0)
+ZERO_SWIGLU_CLAMP = SwigluClamp(0.0, 0.0)
 
 
 def supports_layout(inputs: FusedMoEInputs, weight_dtype: torch.dtype) -> bool:
@@ -71,7 +71,7 @@ def run_experts(name: str, inputs: FusedMoEInputs) -> torch.Tensor:
     out = torch.empty_like(x)
     words = np.array(pack_experts_call(inputs, out), dtype=np.int64)
     function = load_gemm_function(name, "pddii", release_gil=len(x) > build.SMALL_M_LIMIT)
-    clamp = inputs.clamp or NO_CLAMP
+    clamp = inputs.clamp or ZERO_SWIGLU_CLAMP
     function(words.ctypes.data, *clamp, build.DTYPE_CODES[x.dtype], scale_dtype_code(inputs))
     return out
 
@@ -79,13 +79,13 @@ def run_experts(name: str, inputs: FusedMoEInputs) -> torch.Tensor:
 def scale_dtype_code(inputs: FusedMoEInputs) -> int:
     """The code of the scales' dtype."""
     assert inputs.gate_up_scale is not None, "see supports_scales_and_offsets"
-    return SCALE_TYPES[inputs.gate_up_scale.dtype]
+    return SCALE_DTYPE_CODES[inputs.gate_up_scale.dtype]
 
 
 def pack_experts_call(inputs: FusedMoEInputs, out: torch.Tensor) -> list[int]:
     """ExpertsCall of expert_matrices.h."""
     x, gate_up = inputs.x, inputs.gate_up
-    gate = GATE_CODES[inputs.activation] if inputs.clamp is None else CLAMPED_SWIGLU
+    gate = GATE_CODES[inputs.activation] if inputs.clamp is None else CLAMPED_SWIGLU_CODE
     return [
         out.data_ptr(), x.data_ptr(), inputs.topk_weights.data_ptr(), inputs.topk_ids.data_ptr(),
         tensor_address(inputs.shared), *inputs.topk_ids.shape, len(gate_up), inputs.group, gate,

@@ -8,7 +8,7 @@ import torch
 from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.common.gemm import load_gemm_function
 from modelmill.ops.fused_topk import (
-    SCORES,
+    SCORE_FUNCTIONS,
     SPARSE_MIXER,
     FusedTopkInputs,
     map_to_local_experts,
@@ -61,7 +61,7 @@ def pack_topk_rules(inputs: FusedTopkInputs, experts: int) -> list[int]:
     return [
         0 if bias is None else bias.data_ptr(),
         0 if bias is None else build.DTYPE_CODES[bias.dtype],
-        experts, inputs.top_k, SCORES.index(inputs.scores), int(inputs.renormalize),
+        experts, inputs.top_k, SCORE_FUNCTIONS.index(inputs.scores), int(inputs.renormalize),
         inputs.groups, inputs.top_groups, inputs.group_scores, double_to_bits(inputs.scale),
         double_to_bits(inputs.jitter),
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.common.gemm import load_gemm_function
 from modelmill.ops.cpu.moe import int4_fused_moe, int8_fused_moe, mxfp4_fused_moe
 from modelmill.ops.cpu.moe.experts import (
-    NO_CLAMP,
+    ZERO_SWIGLU_CLAMP,
     pack_experts_call,
     scale_dtype_code,
     tensor_address,
@@ -98,7 +98,7 @@ def _pack_moe_addresses(moe: RoutedMoEWeights) -> _PackedMoE:
         (
             router.data_ptr(), tensor_address(moe.router_bias), tensor_address(moe.expert_scale),
             _dtype_code(moe.router_bias), _dtype_code(moe.expert_scale),
-            *map(double_to_bits, (moe.logit_scale, *(experts.clamp or NO_CLAMP))),
+            *map(double_to_bits, (moe.logit_scale, *(experts.clamp or ZERO_SWIGLU_CLAMP))),
             _FUSED_MOE_OP_ORDER.index(moe.op), scale_dtype_code(experts),
             *pack_topk_rules(moe.rules, len(router)), *_pack_experts_call(moe),
         ),

@@ -17,7 +17,7 @@ from modelmill.ops.groupwise import PACK_COLUMNS, GroupwiseLinearInputs
 
 _DTYPE_CODES = build.DTYPE_CODES
 # ScaleType of groupwise.h.
-SCALE_TYPES = {torch.float32: 0, torch.float16: 1, torch.uint8: 2}
+SCALE_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.uint8: 2}
 # Weights widened at a time: the copies stay in the cache until the product has read them.
 DEQUANT_SLICE_BYTES = 2 << 20
 
@@ -52,7 +52,7 @@ class GroupwiseLinearKernels:
         if not prefers_native(dtype, rows, k):
             return self._dequantized_matmul(inputs._replace(x=x))
         sizes = (rows, k, weight.shape[0], group)
-        kind = SCALE_TYPES[scale.dtype]
+        kind = SCALE_DTYPE_CODES[scale.dtype]
         return self._gemm((x, weight, scale, offset, bias), sizes, dtype, kind)
 
     def _dequantized_matmul(self, inputs: GroupwiseLinearInputs) -> torch.Tensor:
@@ -76,7 +76,7 @@ class GroupwiseLinearKernels:
                 count,
                 group,
                 _DTYPE_CODES[x.dtype],
-                SCALE_TYPES[scale.dtype],
+                SCALE_DTYPE_CODES[scale.dtype],
             )
             torch.mm(x, wide[:count].t(), out=out[:, first : first + count])
         return out if bias is None else out.add_(bias)
@@ -88,6 +88,6 @@ def _supports_weight(
     grids = (scale,) if offset is None else (scale, offset)
     return (
         weight.is_contiguous()
-        and scale.dtype in SCALE_TYPES
+        and scale.dtype in SCALE_DTYPE_CODES
         and all(t.dtype is scale.dtype and t.is_contiguous() for t in grids)
     )

@@ -58,7 +58,7 @@ FEW_PAIRS_CONFIGS = {128: (PagedDecodeKernelConfig(8, 1, 1), PagedDecodeKernelCo
 GQA_CONFIGS, GQA_MIN_PAIRS = {128: PagedDecodeKernelConfig(8, 1, 2)}, 32
 
 
-def plan_launch(
+def choose_config_and_splits(
     pairs: int, group: int, dim: int, keys: int, num_sms: int
 ) -> tuple[PagedDecodeKernelConfig, int]:
     """How a step is computed, and the blocks that share a context.
@@ -116,7 +116,7 @@ def decode(inputs: PagedAttentionInputs, out: torch.Tensor | None = None) -> tor
     return run(q, (k_cache, v_cache), (tables, starts, lengths), *inputs[7:10], out, sinks)
 
 
-_ONE_HEAD = AttentionSupportRange(
+_SINGLE_HEAD_GROUP_RANGE = AttentionSupportRange(
     phases=paged_decode.DECODE_PHASES,
     max_group_heads=1,
     dims=tuple(SPLIT_CONFIGS),
@@ -126,9 +126,13 @@ _ONE_HEAD = AttentionSupportRange(
     serves_score_mods=True,
 )
 KERNELS = (
-    Kernel(_ONE_HEAD, decode, supports_decode),
+    Kernel(_SINGLE_HEAD_GROUP_RANGE, decode, supports_decode),
     Kernel(
-        replace(_ONE_HEAD, max_group_heads=MAX_GROUP_HEADS, pairs=(1, MAX_CONCURRENT_PAIRS)),
+        replace(
+            _SINGLE_HEAD_GROUP_RANGE,
+            max_group_heads=MAX_GROUP_HEADS,
+            pairs=(1, MAX_CONCURRENT_PAIRS),
+        ),
         decode,
         supports_decode,
     ),
@@ -146,7 +150,7 @@ def warmup_sizes(
     query_heads, kv_heads = heads
     group = query_heads // kv_heads
     return paged_decode.warmup_sizes(
-        lambda batch, keys: plan_launch(batch * kv_heads, group, dim, keys, num_sms),
+        lambda batch, keys: choose_config_and_splits(batch * kv_heads, group, dim, keys, num_sms),
         max_sequences,
         max_context,
     )
@@ -170,7 +174,9 @@ def run(
     _, kv_heads, page, dim = caches[0].shape
     group, pairs = q.shape[1] // kv_heads, tables.shape[0] * kv_heads
     keys = max_context if window is None else min(max_context, window)
-    form, splits = plan_launch(pairs, group, dim, keys, launch.sm_count(q.get_device()))
+    form, splits = choose_config_and_splits(
+        pairs, group, dim, keys, launch.sm_count(q.get_device())
+    )
     pointers = launch.data_pointers(q, *caches, *indices, out, sinks)
     counts = (kv_heads, tables.shape[1], tables.stride(0), q.stride(0), q.stride(1), window or 0)
     invite = tables.shape[0] == 1  # its step is many small kernels: the next is placed early

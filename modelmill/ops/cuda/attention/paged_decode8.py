@@ -14,7 +14,7 @@ from modelmill.ops.kernel_support import Kernel
 from modelmill.ops.paged_attention import PagedAttentionInputs
 
 # Sizes of paged_decode8.cu; blocks whose registers fit an SM together.
-KEYS, WARPS, BLOCKS_PER_SM = 32, 4, 4
+KEYS_PER_WARP_TILE, WARPS, BLOCKS_PER_SM = 32, 4, 4
 
 
 def unavailable_reason(device_type: str) -> str | None:
@@ -75,7 +75,9 @@ def warmup_sizes(
     """
     room = BLOCKS_PER_SM * launch.sm_count(device)
     return paged_decode.warmup_sizes(
-        lambda batch, keys: paged_decode.num_splits(batch * heads, keys, room, KEYS * WARPS),
+        lambda batch, keys: paged_decode.num_splits(
+            batch * heads, keys, room, KEYS_PER_WARP_TILE * WARPS
+        ),
         max_sequences,
         max_context,
     )
@@ -94,7 +96,7 @@ def run(
     pairs = tables.shape[0] * heads
     keys = max_context if window is None else min(max_context, window)
     room = BLOCKS_PER_SM * launch.sm_count(q.get_device())
-    splits = paged_decode.num_splits(pairs, keys, room, KEYS * WARPS)
+    splits = paged_decode.num_splits(pairs, keys, room, KEYS_PER_WARP_TILE * WARPS)
     pointers = launch.data_pointers(q, *caches, *indices, out)
     counts = (heads, tables.shape[1], tables.stride(0), q.stride(0), q.stride(1), window or 0)
     work = struct.pack("=9Q6if4x", *pointers, *counts, scale * LOG2E)

@@ -20,7 +20,7 @@ from modelmill.ops.cuda.common import build
 
 # Of the driver: CUtensorMapDataType, CU_TENSOR_MAP_SWIZZLE_128B,
 # CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
-_ELEMENTS = {
+_TENSOR_MAP_DTYPES = {
     torch.uint8: 0,
     torch.int8: 0,
     torch.int32: 3,
@@ -28,16 +28,18 @@ _ELEMENTS = {
     torch.float32: 7,
     torch.bfloat16: 9,
 }
-_SWIZZLE_128, _PROMOTE_256, _MAX_SHARED_ATTRIBUTE = 3, 3, 8
+_TENSOR_MAP_SWIZZLE_128B, _L2_PROMOTION_256B, _MAX_DYNAMIC_SMEM_ATTRIBUTE = 3, 3, 8
 # CUlaunchConfig: sizes of grid and block, shared bytes, stream, attributes, how many;
 # CUlaunchAttribute with CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: its id and the first
 # word of 64 bytes.
-_CONFIG, _ATTRIBUTE, _PDL_ATTRIBUTE_ID = "=7I4xQQI4x", "=i4xi60x", 6
-_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_LAUNCH_CONFIG_STRUCT, _LAUNCH_ATTRIBUTE_STRUCT, _PDL_ATTRIBUTE_ID = "=7I4xQQI4x", "=i4xi60x", 6
+_TENSOR_MAP_BYTES, _TENSOR_MAP_ALIGNMENT = 128, 64
 # to arguments; making such a type takes microseconds
-_POINTERS = [ctypes.c_char_p * count for count in range(9)]
+_POINTER_ARRAY_TYPES = [ctypes.c_char_p * count for count in range(9)]
 # Read by the driver at each launch, never written.
-_PDL_ATTRIBUTE = ctypes.create_string_buffer(struct.pack(_ATTRIBUTE, _PDL_ATTRIBUTE_ID, 1))
+_PDL_ATTRIBUTE = ctypes.create_string_buffer(
+    struct.pack(_LAUNCH_ATTRIBUTE_STRUCT, _PDL_ATTRIBUTE_ID, 1)
+)
 _MAX_TENSOR_MAPS = 1024  # kept; each is a few hundred bytes, and making one takes microseconds
 
 
@@ -55,12 +57,21 @@ class CudaKernel:
         pdl: it may be placed before the kernel in front has ended, and waits for it by itself
         (griddepcontrol).
         """
-        pointers = _POINTERS[len(arguments)](*arguments)
+        pointers = _POINTER_ARRAY_TYPES[len(arguments)](*arguments)
         # as torch.cuda.current_stream() knows it, without making a Stream of it
         stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
         attributes = (ctypes.addressof(_PDL_ATTRIBUTE), 1) if pdl else (0, 0)
         how = struct.pack(
-            _CONFIG, blocks, 1, 1, self.threads, 1, 1, self.shared, stream, *attributes
+            _LAUNCH_CONFIG_STRUCT,
+            blocks,
+            1,
+            1,
+            self.threads,
+            1,
+            1,
+            self.shared,
+            stream,
+            *attributes,
         )
         code = load_cuda_driver().cuLaunchKernelEx(how, self._function_handle, pointers, None)
         if code:
@@ -105,7 +116,7 @@ def load_cubin(path: Path, name: str, threads: int, shared: int) -> CudaKernel:
         load_cuda_driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode())
     )
     _raise_on_error_code(
-        load_cuda_driver().cuFuncSetAttribute(function, _MAX_SHARED_ATTRIBUTE, shared)
+        load_cuda_driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SMEM_ATTRIBUTE, shared)
     )
     assert function.value is not None
     return CudaKernel(function.value, threads, shared)
@@ -127,12 +138,12 @@ def tensor_map(
     bytes; a swizzled box is at most 128 bytes wide, any at most 256 elements.
     """
     rank = len(sizes)
-    space = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
-    place = -(-ctypes.addressof(space) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+    space = ctypes.create_string_buffer(_TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT)
+    place = -(-ctypes.addressof(space) // _TENSOR_MAP_ALIGNMENT) * _TENSOR_MAP_ALIGNMENT
     _raise_on_error_code(
         load_cuda_driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(place),
-            _ELEMENTS[dtype],
+            _TENSOR_MAP_DTYPES[dtype],
             rank,
             ctypes.c_void_p(address),
             (ctypes.c_uint64 * rank)(*sizes),
@@ -140,12 +151,12 @@ def tensor_map(
             (ctypes.c_uint32 * rank)(*box),
             (ctypes.c_uint32 * rank)(*[1] * rank),
             0,
-            _SWIZZLE_128 if swizzled else 0,
-            _PROMOTE_256,
+            _TENSOR_MAP_SWIZZLE_128B if swizzled else 0,
+            _L2_PROMOTION_256B,
             0,
         )
     )
-    return ctypes.string_at(place, _MAP_BYTES)
+    return ctypes.string_at(place, _TENSOR_MAP_BYTES)
 
 
 def data_pointers(*tensors: torch.Tensor | None) -> list[int]:

@@ -17,19 +17,19 @@ from dataclasses import dataclass
 import torch
 
 from modelmill.ops.cuda.common import launch
-from modelmill.ops.kernel_support import HALF, UNBOUNDED, GemmProblem, GemmSupportRange
+from modelmill.ops.kernel_support import HALF_DTYPES, UNBOUNDED, GemmProblem, GemmSupportRange
 
 DTYPE_DEFINES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 # Sizes of gemm_large_m.cuh.
-TILE_ROWS = 128
-K_TILE = 64
+LARGE_M_TILE_ROWS = 128
+LARGE_M_K_TILE = 64
 STAGES = 4
 LARGE_M_THREADS = 384
-TILE_WIDTHS = (256, 224)  # rows of the weight of a tile
+LARGE_M_TILE_WIDTHS = (256, 224)  # rows of the weight of a tile
 TILES_PER_BAND = 8
 # Of gemm_small_m.cu: columns of the output a block, as (PARTS, BLOCK_N); shared memory that a block
 # may take.
-WIDTHS = ((1, 32), (1, 64), (1, 96), (1, 128), (2, 96), (2, 128))
+SMALL_M_BLOCK_WIDTHS = ((1, 32), (1, 64), (1, 96), (1, 128), (2, 96), (2, 128))
 SMALL_M_MAX_ROWS = 64
 # Rows, and the most columns of the output for each SM that are served with so many. With few rows
 # Triton's smaller programs leave room for their neighbours in a step, and win where a block would
@@ -98,7 +98,7 @@ def small_m_config(rows: int, columns: int, num_sms: int, *, gated: bool) -> Gem
     computes is time won.
     """
     box = padded_rows(rows)
-    widths = [(2, wide) for wide in (32, 64, 96, 128)] if gated else WIDTHS
+    widths = [(2, wide) for wide in (32, 64, 96, 128)] if gated else SMALL_M_BLOCK_WIDTHS
     each = [wide if gated else parts * wide for parts, wide in widths]
     index = next(
         (i for i, width in enumerate(each) if -(-columns // width) <= num_sms), len(each) - 1
@@ -132,7 +132,7 @@ def small_m_support_ranges(n_multiple: int) -> tuple[GemmSupportRange, ...]:
         GemmSupportRange(
             m=rows,
             n_multiple=n_multiple,
-            dtypes=HALF,
+            dtypes=HALF_DTYPES,
             min_weight_bytes=MIN_WEIGHT_BYTES,
             fits=functools.partial(_fits_one_wave, columns),
         )
@@ -152,7 +152,7 @@ def _fills_sms(problem: GemmProblem) -> bool:
 
 # Products that gemm_swiglu_large_m serves and is faster for: its tiles fill the SMs.
 LARGE_M_RANGE = GemmSupportRange(
-    m=(LARGE_M_MIN_ROWS, UNBOUNDED), n_multiple=16, dtypes=HALF, faster=_fills_sms
+    m=(LARGE_M_MIN_ROWS, UNBOUNDED), n_multiple=16, dtypes=HALF_DTYPES, faster=_fills_sms
 )
 
 
@@ -173,12 +173,12 @@ def large_m_warmup_candidates(max_rows: int) -> list[int]:
 
     Occupancy is highest at multiples of a tile pair, so these cover every config.
     """
-    return sorted({*range(LARGE_M_MIN_ROWS, max_rows + 1, 2 * TILE_ROWS), max_rows})
+    return sorted({*range(LARGE_M_MIN_ROWS, max_rows + 1, 2 * LARGE_M_TILE_ROWS), max_rows})
 
 
 def count_tile_pairs(rows: int, outputs: int, width: int) -> int:
     """Pairs of tiles of ``rows`` of x, ``width`` of ``outputs`` each."""
-    return -(-rows // (2 * TILE_ROWS)) * -(-outputs // width)
+    return -(-rows // (2 * LARGE_M_TILE_ROWS)) * -(-outputs // width)
 
 
 @functools.lru_cache(4096)
@@ -186,7 +186,7 @@ def large_m_is_faster(
     rows: int,
     outputs: int,
     num_sms: int,
-    widths: tuple[int, ...] = TILE_WIDTHS,
+    widths: tuple[int, ...] = LARGE_M_TILE_WIDTHS,
     min_tile_efficiency: float = MIN_TILE_EFFICIENCY,
 ) -> bool:
     """Whether a kernel for many rows is faster than what it replaces.
@@ -201,7 +201,7 @@ def large_m_is_faster(
 
 def pipeline_bytes(width: int) -> int:
     """Shared memory of gemm_large_m.cuh's ring, and of its barriers."""
-    return STAGES * ((TILE_ROWS + width) * K_TILE * 2 + 16)
+    return STAGES * ((LARGE_M_TILE_ROWS + width) * LARGE_M_K_TILE * 2 + 16)
 
 
 def plan_tile_launch(
@@ -218,7 +218,7 @@ def plan_tile_launch(
     return 2 * pairs, (
         tokens,
         columns,
-        -(-k // K_TILE),
+        -(-k // LARGE_M_K_TILE),
         -(-columns // tile_columns),
         tile_columns,
         up_offset,
@@ -231,7 +231,7 @@ def count_tile_waves(pairs: int, num_sms: int) -> int:
 
 
 def select_tile_width(
-    rows: int, outputs: int, num_sms: int, widths: tuple[int, ...] = TILE_WIDTHS
+    rows: int, outputs: int, num_sms: int, widths: tuple[int, ...] = LARGE_M_TILE_WIDTHS
 ) -> int:
     """The width of tiles that are computed first: as many turns, each as long as a tile is wide."""
     return min(
@@ -241,11 +241,11 @@ def select_tile_width(
 
 
 def tile_efficiency(
-    rows: int, outputs: int, num_sms: int, widths: tuple[int, ...] = TILE_WIDTHS
+    rows: int, outputs: int, num_sms: int, widths: tuple[int, ...] = LARGE_M_TILE_WIDTHS
 ) -> float:
     """Share of the SM time in which tiles compute valid elements: [rows, outputs]."""
     pairs = count_tile_pairs(rows, outputs, select_tile_width(rows, outputs, num_sms, widths))
-    there = rows / (-(-rows // (2 * TILE_ROWS)) * 2 * TILE_ROWS)
+    there = rows / (-(-rows // (2 * LARGE_M_TILE_ROWS)) * 2 * LARGE_M_TILE_ROWS)
     return there * pairs / (count_tile_waves(pairs, num_sms) * max(1, num_sms // 2))
 
 
@@ -306,7 +306,7 @@ def gemm_swiglu_large_m(
 
     x: [T, K], weight: [2 N, K] (gate, up), out: [T, N].
 
-    N is a multiple of 8. width: one of TILE_WIDTHS, by default the one with the least to compute.
+    N is a multiple of 8. width: one of LARGE_M_TILE_WIDTHS, by default that of least work.
     """
     tokens, columns = out.shape
     device = x.get_device()
@@ -332,7 +332,7 @@ def gemm_swiglu_large_m(
         )
         kernel.launch(
             blocks,
-            matrix_tensor_map(x, TILE_ROWS),
+            matrix_tensor_map(x, LARGE_M_TILE_ROWS),
             matrix_tensor_map(weight, width // 2),
             leaving,
             work,

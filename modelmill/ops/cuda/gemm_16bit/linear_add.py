@@ -16,10 +16,10 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.cuda.gemm_16bit.linear import unavailable_reason as unavailable_reason
-from modelmill.ops.kernel_support import HALF, UNBOUNDED, GemmSupportRange
+from modelmill.ops.kernel_support import HALF_DTYPES, UNBOUNDED, GemmSupportRange
 
 # fewer rows are other kernels' work, and the norm behind adds for nothing
-SUPPORTED_PROBLEMS = (GemmSupportRange(m=(512, UNBOUNDED), dtypes=HALF, bias=False),)
+SUPPORTED_PROBLEMS = (GemmSupportRange(m=(512, UNBOUNDED), dtypes=HALF_DTYPES, bias=False),)
 
 
 def supports(

@@ -11,10 +11,10 @@ from modelmill.ops.cuda.gemm_16bit import gemm
 from modelmill.ops.cuda.gemm_16bit.gemm import (
     DTYPE_DEFINES,
     LARGE_M_THREADS,
-    TILE_ROWS,
+    LARGE_M_TILE_ROWS,
     supports_operands,
 )
-from modelmill.ops.kernel_support import HALF, UNBOUNDED, GemmProblem, GemmSupportRange
+from modelmill.ops.kernel_support import HALF_DTYPES, UNBOUNDED, GemmProblem, GemmSupportRange
 from modelmill.ops.rope_cache import RopeCacheInputs
 
 TILE_WIDTH = 256  # rows of the weight of a tile
@@ -108,7 +108,7 @@ def _is_fused_problem_faster(problem: GemmProblem) -> bool:
 # prompts whose tiles fill the SMs
 SUPPORTED_PROBLEMS = (
     GemmSupportRange(
-        m=(gemm.LARGE_M_MIN_ROWS, UNBOUNDED), dtypes=HALF, faster=_is_fused_problem_faster
+        m=(gemm.LARGE_M_MIN_ROWS, UNBOUNDED), dtypes=HALF_DTYPES, faster=_is_fused_problem_faster
     ),
 )
 
@@ -147,7 +147,7 @@ def run(
         work = struct.pack("=8Q3q10i", *where, *k_cache.stride()[:3], *sizes, *heads_of)
         kernel.launch(
             blocks,
-            gemm.matrix_tensor_map(x, TILE_ROWS),
+            gemm.matrix_tensor_map(x, LARGE_M_TILE_ROWS),
             gemm.matrix_tensor_map(weight, TILE_WIDTH // 2),
             work,
             pdl=True,

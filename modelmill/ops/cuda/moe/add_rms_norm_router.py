@@ -13,8 +13,8 @@ from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.fused_topk import SIGMOID, SOFTMAX, FusedTopkInputs
 
 DTYPE_DEFINES = {torch.bfloat16: (), torch.float16: ("HALF",)}
-_BLOCKS, _THREADS = 8, 512
-MAX_EXPERTS = _BLOCKS * _THREADS // 32
+_NUM_BLOCKS, _THREADS = 8, 512
+MAX_EXPERTS = _NUM_BLOCKS * _THREADS // 32
 """One a warp: a second row of the router is read too late to be faster than three launches."""
 MAX_HIDDEN, MAX_TOP_K = 4096, 32
 
@@ -82,7 +82,7 @@ def run(inputs: AddRMSNormRouterInputs) -> RoutedTokens:
             x, norm_weight, router, residual, out, router_bias, selection_bias, weights, ids
         )
         work = struct.pack("=9Q3f4x", *pointers, eps, logit_scale, rules.scale)
-        kernel.launch(_BLOCKS * tokens, work, pdl=True)
+        kernel.launch(_NUM_BLOCKS * tokens, work, pdl=True)
     return RoutedTokens(out, x if residual is None else residual, weights, ids)
 
 

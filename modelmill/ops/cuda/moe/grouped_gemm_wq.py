@@ -19,14 +19,14 @@ from modelmill.ops.cuda.weight_only_gemm.weight_only import DTYPE_DEFINES
 from modelmill.ops.fused_moe import ACTIVATIONS, FusedMoEInputs
 from modelmill.ops.moe_support import MoEProblem, MoESupportRange, make_moe_problem
 
-INT4, E2M1, INT8 = 0, 1, 2
-FORMAT_OF_DTYPES: dict[tuple[torch.dtype | None, torch.dtype | None], int] = {
-    (torch.uint8, torch.float16): INT4,
-    (torch.uint8, torch.uint8): E2M1,
-    (torch.int8, torch.float32): INT8,
+INT4_FORMAT_CODE, E2M1_FORMAT_CODE, INT8_FORMAT_CODE = 0, 1, 2
+FORMAT_CODE_BY_DTYPES: dict[tuple[torch.dtype | None, torch.dtype | None], int] = {
+    (torch.uint8, torch.float16): INT4_FORMAT_CODE,
+    (torch.uint8, torch.uint8): E2M1_FORMAT_CODE,
+    (torch.int8, torch.float32): INT8_FORMAT_CODE,
 }
 """By the dtypes of weights and scales."""
-_CLAMPED = len(ACTIVATIONS)  # GATE of a SwigluClamp
+_CLAMPED_GATE_CODE = len(ACTIVATIONS)  # GATE of a SwigluClamp
 MAX_TOKENS, MAX_PAIRS_PER_EXPERT = 512, 64
 """Tokens of a step, and pairs for each expert, for which the kernel is made."""
 MAX_PAIRS_BY_TOKEN_TILES = ((1, 3.0), (2, 8.0), (3, 12.0), (4, float("inf")))
@@ -55,7 +55,7 @@ def unavailable_reason(device_type: str) -> str | None:
 
     Compiles a common config (cached on disk), once for all formats.
     """
-    product = GroupedGemmSpec(INT4, 2048, 768, 128, True, True, False)
+    product = GroupedGemmSpec(INT4_FORMAT_CODE, 2048, 768, 128, True, True, False)
     config = select_config(product, 1)
     assert config is not None, "a common size"
     macros = kernel_macros(torch.bfloat16, product, config, 0)
@@ -66,7 +66,7 @@ class GroupedGemmSpec(NamedTuple):
     """One of the two products as its kernel is compiled for it.
 
     Attributes:
-        weight_format: INT4, E2M1 or INT8.
+        weight_format: INT4_FORMAT_CODE, E2M1_FORMAT_CODE or INT8_FORMAT_CODE.
         k: columns of the weight.
         n: columns of the output.
         group: columns of a scale.
@@ -86,14 +86,14 @@ class GroupedGemmSpec(NamedTuple):
     @property
     def weight_row_bytes(self) -> int:
         """Of a row of the weight."""
-        return self.k if self.weight_format == INT8 else self.k // 2
+        return self.k if self.weight_format == INT8_FORMAT_CODE else self.k // 2
 
     @property
     def row_scale_bytes(self) -> int:
         """Of a row's scales."""
-        if self.weight_format == INT8:
+        if self.weight_format == INT8_FORMAT_CODE:
             return 4
-        return self.k // 32 if self.weight_format == E2M1 else self.k // self.group * 2
+        return self.k // 32 if self.weight_format == E2M1_FORMAT_CODE else self.k // self.group * 2
 
     @property
     def row_metadata_bytes(self) -> int:
@@ -114,7 +114,7 @@ class GroupedGemmConfig(NamedTuple):
 
     def stage_bytes(self, product: GroupedGemmSpec) -> int:
         """Shared memory of a stage."""
-        words = self.k_tile // (16 if product.weight_format == INT8 else 32)
+        words = self.k_tile // (16 if product.weight_format == INT8_FORMAT_CODE else 32)
         skew = 0 if product.weight_row_bytes % 128 else 16 * words
         return 16 * self.row_tiles * (product.weight_row_bytes + product.row_metadata_bytes) + skew
 
@@ -137,7 +137,7 @@ class GroupedGemmConfig(NamedTuple):
         x = product.k * self.token_tiles // (8 * self.warps)
         tiles = product.k // (self.k_tile * self.warps)
         # products of codes beside the sums of several K tiles, and the scales of some of them
-        both = product.weight_format == INT4 and tiles > 1
+        both = product.weight_format == INT4_FORMAT_CODE and tiles > 1
         needed = x + 4 * self.token_tiles * (2 if both else 1) + (16 if both and tiles > 3 else 0)
         return needed <= limit - _OTHER_REGISTERS
 
@@ -152,14 +152,19 @@ class GroupedGemmConfig(NamedTuple):
 @functools.lru_cache(1024)
 def make_gemm_specs(problem: MoEProblem) -> tuple[GroupedGemmSpec, GroupedGemmSpec] | None:
     """Both products of a problem; None where the kernel has not their format."""
-    weight_format = FORMAT_OF_DTYPES.get((problem.weight_dtype, problem.scale_dtype))
+    weight_format = FORMAT_CODE_BY_DTYPES.get((problem.weight_dtype, problem.scale_dtype))
     hidden, inner = problem.hidden, problem.inner
     if weight_format is None or hidden % 32 or inner % 32:
         return None
     made = []
     for k, n, gated in ((hidden, inner, True), (inner, hidden, False)):
-        group = k if weight_format == INT8 else min(problem.group, k)
-        if group == 0 or k % group or group % 32 or (weight_format == E2M1 and group != 32):
+        group = k if weight_format == INT8_FORMAT_CODE else min(problem.group, k)
+        if (
+            group == 0
+            or k % group
+            or group % 32
+            or (weight_format == E2M1_FORMAT_CODE and group != 32)
+        ):
             return None
         made.append(
             GroupedGemmSpec(weight_format, k, n, group, gated, problem.offset, problem.bias)
@@ -198,8 +203,10 @@ def _candidate_configs(product: GroupedGemmSpec, token_tiles: int) -> Iterator[G
         chunk = per_block
         if token_tiles == MAX_PAIRS_BY_TOKEN_TILES[-1][0]:
             chunk = next(each for each in range(L2_REUSE_STAGES, 0, -1) if per_block % each == 0)
-        for k_tile in (64, 32) if product.weight_format == INT8 else (128, 64, 32):
-            if product.k % k_tile or (product.weight_format == INT4 and product.group % k_tile):
+        for k_tile in (64, 32) if product.weight_format == INT8_FORMAT_CODE else (128, 64, 32):
+            if product.k % k_tile or (
+                product.weight_format == INT4_FORMAT_CODE and product.group % k_tile
+            ):
                 continue
             tiles = product.k // k_tile
             for warps in range(min(tiles, _MAX_WARPS), 0, -1):
@@ -366,7 +373,7 @@ def _combine_expert_outputs(inputs: FusedMoEInputs, by_pair: torch.Tensor) -> to
 
 def gate_macro(inputs: FusedMoEInputs) -> int:
     """GATE of moe_activation.cuh."""
-    return _CLAMPED if inputs.clamp is not None else ACTIVATIONS.index(inputs.activation)
+    return _CLAMPED_GATE_CODE if inputs.clamp is not None else ACTIVATIONS.index(inputs.activation)
 
 
 @functools.lru_cache(1024)

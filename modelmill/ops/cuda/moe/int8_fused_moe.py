@@ -8,12 +8,12 @@ from modelmill.ops.cuda.moe import grouped_gemm_wq
 from modelmill.ops.cuda.moe.grouped_gemm_wq import run as run
 from modelmill.ops.cuda.moe.grouped_gemm_wq import supports as supports
 from modelmill.ops.cuda.moe.grouped_gemm_wq import unavailable_reason as unavailable_reason
-from modelmill.ops.kernel_support import HALF
+from modelmill.ops.kernel_support import HALF_DTYPES
 
 MAX_PAIRS_PER_EXPERT = 16  # of more, Triton's tiles are faster
 MIN_TOKENS = 4  # fewer are faster pair by pair, in Triton
 SUPPORTED_PROBLEMS = (
     grouped_gemm_wq.moe_support_range(
-        MIN_TOKENS, HALF, torch.int8, torch.float32, max_pairs=MAX_PAIRS_PER_EXPERT
+        MIN_TOKENS, HALF_DTYPES, torch.int8, torch.float32, max_pairs=MAX_PAIRS_PER_EXPERT
     ),
 )

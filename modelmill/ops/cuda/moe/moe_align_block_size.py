@@ -7,7 +7,7 @@ import struct
 import torch
 
 from modelmill.ops.cuda.common import build, launch
-from modelmill.ops.moe_align_block_size import max_blocks
+from modelmill.ops.moe_align_block_size import max_expert_blocks
 
 MAX_PAIRS, MAX_EXPERTS = 8192, 1024
 _THREADS, _WARPS = 1024, 32
@@ -27,7 +27,7 @@ def supports(topk_ids: torch.Tensor, block_size: int, experts: int) -> bool:
 def run(topk_ids: torch.Tensor, block_size: int, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the op."""
     pairs, device = topk_ids.numel(), topk_ids.device
-    blocks = max_blocks(pairs, block_size, experts)
+    blocks = max_expert_blocks(pairs, block_size, experts)
     sorted_ids = torch.empty(blocks * block_size, dtype=torch.int32, device=device)
     expert_ids = torch.empty(blocks, dtype=torch.int32, device=device)
     with torch.cuda.device(device):

@@ -14,7 +14,7 @@ import torch
 
 from modelmill.ops.cuda.common import launch
 from modelmill.ops.cuda.moe.grouped_gemm_wq import (
-    E2M1,
+    E2M1_FORMAT_CODE,
     GroupedGemmSpec,
     gate_macro,
     make_gemm_specs,
@@ -24,12 +24,12 @@ from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.moe_support import MoEProblem, MoESupportRange, make_moe_problem
 
 K_TILE = 32
-ROWS = 8  # of an output unit
+ROWS_PER_OUTPUT_UNIT = 8  # of an output unit
 MAX_TOP_K = 16
 MAX_WARPS = 16
 """That multiply, in a block. Many are fastest, since what takes time is the latency of converting
 codes; 18 were slower than 15."""
-X_PAD = 32
+X_PADDING_COLUMNS = 32
 """Columns between the inputs of two experts: so they begin in different banks."""
 GATE_UP_SHARED_BYTES = 132 << 10
 """Of a block of the first product: one of the second fits beside it, and loads weights early."""
@@ -51,14 +51,16 @@ class MoEDecodeConfig(NamedTuple):
     def stage_bytes(self, product: GroupedGemmSpec) -> int:
         """Shared memory of a stage."""
         skew = 0 if product.weight_row_bytes % 128 else 16
-        return 2 * ROWS * (product.weight_row_bytes + product.row_scale_bytes) + skew
+        return (
+            2 * ROWS_PER_OUTPUT_UNIT * (product.weight_row_bytes + product.row_scale_bytes) + skew
+        )
 
     def exchange_bytes(self, product: GroupedGemmSpec, top_k: int) -> int:
         """Shared memory behind the stages."""
-        x = 2 * product.k if product.gated else 2 * top_k * (product.k + X_PAD)
+        x = 2 * product.k if product.gated else 2 * top_k * (product.k + X_PADDING_COLUMNS)
         parts = self.warps * (2 if product.gated else self.ways)
         barriers = stages_per_unit(product, top_k) + 2 * self.ring * self.ways
-        return x + 4 * ROWS * self.units * parts + 8 * barriers
+        return x + 4 * ROWS_PER_OUTPUT_UNIT * self.units * parts + 8 * barriers
 
     def shared_bytes(self, product: GroupedGemmSpec, top_k: int) -> int:
         """Shared memory of a block."""
@@ -100,7 +102,7 @@ def stages_per_unit(product: GroupedGemmSpec, top_k: int) -> int:
 
 def output_units(product: GroupedGemmSpec, top_k: int) -> int:
     """Of the whole product."""
-    return product.n // ROWS * (top_k if product.gated else 1)
+    return product.n // ROWS_PER_OUTPUT_UNIT * (top_k if product.gated else 1)
 
 
 @functools.lru_cache(1024)
@@ -133,7 +135,7 @@ def _candidate_configs(product: GroupedGemmSpec, top_k: int, sms: int) -> Iterat
     for warps in (each for each in range(1, MAX_WARPS + 1) if tiles % each == 0):
         for ways in range(1, min(MAX_WARPS // warps, teams) + 1):
             config = MoEDecodeConfig(warps, ways, units)
-            if ROWS * units <= config.threads:
+            if ROWS_PER_OUTPUT_UNIT * units <= config.threads:
                 yield config
 
 
@@ -143,9 +145,9 @@ def select_config_pair(
 ) -> tuple[MoEDecodeConfig, MoEDecodeConfig] | None:
     """The configs of both products; None where one has none, or the weights are not MXFP4."""
     products = make_gemm_specs(problem)
-    if products is None or products[0].weight_format != E2M1:
+    if products is None or products[0].weight_format != E2M1_FORMAT_CODE:
         return None
-    if any(ROWS * each.row_scale_bytes % 16 for each in products):
+    if any(ROWS_PER_OUTPUT_UNIT * each.row_scale_bytes % 16 for each in products):
         return None
     top_k = problem.top_k
     first = select_config(products[0], top_k, sms, GATE_UP_SHARED_BYTES)
@@ -186,7 +188,9 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
     assert configs is not None, "see fits_kernel_limits"
     x, top_k = inputs.x, problem.top_k
     with torch.cuda.device(x.device):
-        inner = torch.empty((top_k, problem.inner + X_PAD), dtype=x.dtype, device=x.device)
+        inner = torch.empty(
+            (top_k, problem.inner + X_PADDING_COLUMNS), dtype=x.dtype, device=x.device
+        )
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         for product, config, source, target in zip(
             products, configs, (x, inner), (inner, out), strict=True
@@ -226,7 +230,7 @@ def kernel_macros(
 ) -> tuple[str, ...]:
     """Macros of the kernel."""
     sizes = {
-        "FORMAT": E2M1,
+        "FORMAT": E2M1_FORMAT_CODE,
         "K": product.k,
         "N": product.n,
         "TOP_K": top_k,

@@ -8,13 +8,13 @@ import torch
 
 from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.cuda.weight_only_gemm.weight_only import DTYPE_DEFINES
-from modelmill.ops.kernel_support import HALF, UNBOUNDED
+from modelmill.ops.kernel_support import HALF_DTYPES, UNBOUNDED
 from modelmill.ops.row_op_support import RowOpProblem, RowOpSupportRange
 from modelmill.ops.rptq_quant import RptqQuantInputs
 
 # rows: with 64 x 4,096 Triton's kernel is faster on an H200, with thousands a tenth as fast
 MIN_ROWS = 128
-_TOKENS, _THREADS, _MAX_SHARED_BYTES = 4, 512, 224 << 10
+_TOKENS_PER_BLOCK, _THREADS, _MAX_SHARED_BYTES = 4, 512, 224 << 10
 
 
 def unavailable_reason(device_type: str) -> str | None:
@@ -35,12 +35,16 @@ def _supports_problem(problem: RowOpProblem) -> bool:
     group = problem.group
     grouped = not group or (columns % group == 0 and (group in (32, 64) or group % 128 == 0))
     fours = width % 4 == 0 and columns % 4 == 0
-    return grouped and fours and width * 2 * _TOKENS <= _MAX_SHARED_BYTES
+    return grouped and fours and width * 2 * _TOKENS_PER_BLOCK <= _MAX_SHARED_BYTES
 
 
 SUPPORTED_PROBLEMS = (
     RowOpSupportRange(
-        m=(MIN_ROWS, UNBOUNDED), on_gpu=True, dtypes=HALF, dims=(2, 2), fits=_supports_problem
+        m=(MIN_ROWS, UNBOUNDED),
+        on_gpu=True,
+        dtypes=HALF_DTYPES,
+        dims=(2, 2),
+        fits=_supports_problem,
     ),
 )
 
@@ -77,13 +81,15 @@ def run(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
             has_zero_point=zero_point is not None,
             fallback=fallback,
         )
-        shared = width * 2 * _TOKENS
+        shared = width * 2 * _TOKENS_PER_BLOCK
         kernel = launch.load_kernel(
             "rptq_quant", "rptq_quant", macros, _THREADS, shared, x.get_device()
         )
         pointers = launch.data_pointers(x, perm, inv_scale, zero_point, q, step, group_step)
         counts = (x.stride(0), rows, width, columns, group, float(2 ** (bits - 1) - 1))
-        kernel.launch(-(-rows // _TOKENS), struct.pack("=7Qq4if4x", *pointers, *counts), pdl=True)
+        kernel.launch(
+            -(-rows // _TOKENS_PER_BLOCK), struct.pack("=7Qq4if4x", *pointers, *counts), pdl=True
+        )
     return q, step
 
 

@@ -18,7 +18,7 @@ from modelmill.ops.cuda.weight_only_gemm import wq_gemm_pipelined, wq_gemm_small
 from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     DTYPE_DEFINES,
     K_TILE,
-    RUN,
+    PACK_COLUMNS,
     THREADS,
     WqMmaKernelConfig,
     config_for,
@@ -52,7 +52,7 @@ def _fits_some_kernel(config: WqMmaKernelConfig, gated: bool, problem: GemmProbl
         return True
     return (
         problem.m > wq_gemm_pipelined.MMA_MAX_ROWS
-        and wq_gemm_pipelined.problem_split(problem, gated=gated) is not None
+        and wq_gemm_pipelined.problem_split_k(problem, gated=gated) is not None
     )
 
 
@@ -95,7 +95,7 @@ def int4_mma_gemm(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor
         counts = (
             tokens,
             rows,
-            columns // RUN,
+            columns // PACK_COLUMNS,
             x.stride(0),
             groups,
             group_shift(group, columns, piece),
@@ -111,7 +111,7 @@ def list_kernels_by_preference(*, gated: bool) -> tuple[Kernel, ...]:
     few = (
         wq_gemv.gemv_kernel(gated=gated),
         *wq_gemm_small_m.list_kernels(gated=gated),
-        *wq_gemm_pipelined.few_row_kernels(2, gated=gated),
+        *wq_gemm_pipelined.small_m_kernels(2, gated=gated),
         *mma_kernels(functools.partial(int4_mma_gemm, gated=gated)),
     )
     return (*few, *wq_gemm_pipelined.large_m_kernels(gated=gated), row_block_kernel(few))

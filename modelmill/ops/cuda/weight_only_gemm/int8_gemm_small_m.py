@@ -37,7 +37,7 @@ def k_tile_for_rows(tokens: int, group: int, columns: int) -> int:
 def _fits_some_kernel(config: WqMmaKernelConfig, gated: bool, problem: GemmProblem) -> bool:
     """Whether groups divide a warp's pieces, and a block's scales find room in some kernel."""
     group, columns = problem.group or problem.k, problem.k
-    whole = group % weight_only.RUN == 0 or group >= columns
+    whole = group % weight_only.PACK_COLUMNS == 0 or group >= columns
     if (
         not whole
         or weight_only.group_shift(group, columns, weight_only.k_tile_for(group, columns)) is None
@@ -47,9 +47,9 @@ def _fits_some_kernel(config: WqMmaKernelConfig, gated: bool, problem: GemmProbl
         return True
     large = (
         problem.m > wq_gemm_pipelined.MMA_MAX_ROWS
-        or problem.n * columns >= wq_gemm_pipelined.MIN_CODES
+        or problem.n * columns >= wq_gemm_pipelined.MIN_WEIGHT_CODES
     )
-    return large and wq_gemm_pipelined.problem_split(problem, gated=gated) is not None
+    return large and wq_gemm_pipelined.problem_split_k(problem, gated=gated) is not None
 
 
 def supported_problems(*, gated: bool) -> tuple[GemmSupportRange, ...]:
@@ -83,7 +83,7 @@ def list_kernels_by_preference(*, gated: bool) -> tuple[Kernel, ...]:
     few = (
         wq_gemv.gemv_kernel(gated=gated),
         *wq_gemm_small_m.list_kernels(gated=gated),
-        *wq_gemm_pipelined.few_row_kernels(1, gated=gated),
+        *wq_gemm_pipelined.small_m_kernels(1, gated=gated),
         *weight_only.mma_kernels(functools.partial(int8_mma_gemm, gated=gated)),
     )
     large = wq_gemm_pipelined.large_m_kernels(gated=gated)

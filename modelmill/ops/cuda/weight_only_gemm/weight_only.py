@@ -12,7 +12,7 @@ import torch
 from modelmill.ops.groupwise import GroupwiseLinearInputs, make_groupwise_problem
 from modelmill.ops.kernel_support import GemmProblem, GemmSupportRange, Kernel, select_first_kernel
 
-THREADS, K_TILE, RUN = 256, 128, 32
+THREADS, K_TILE, PACK_COLUMNS = 256, 128, 32
 WARPS = THREADS // 32
 DTYPE_DEFINES: dict[torch.dtype, tuple[str, ...]] = {
     torch.bfloat16: (),

@@ -10,19 +10,19 @@ import torch
 
 from modelmill.ops.cuda.common import launch
 from modelmill.ops.cuda.weight_only_gemm import wq_gemm_tile
-from modelmill.ops.cuda.weight_only_gemm.weight_only import DTYPE_DEFINES, RUN, k_tile_for
+from modelmill.ops.cuda.weight_only_gemm.weight_only import DTYPE_DEFINES, PACK_COLUMNS, k_tile_for
 from modelmill.ops.groupwise import GroupwiseLinearInputs, make_groupwise_problem
-from modelmill.ops.kernel_support import HALF, GemmProblem, GemmSupportRange, Kernel
+from modelmill.ops.kernel_support import HALF_DTYPES, GemmProblem, GemmSupportRange, Kernel
 
 K_TILE = 64
 MIN_ROWS = 129  # fewer are wq_gemm_pipelined's
 BLOCK_M = (128, 192, 256)  # rows of x of a block
-_PART_BYTES = 16  # contiguous bytes in shared memory of a row of a K tile
+_SMEM_ROW_BYTES = 16  # contiguous bytes in shared memory of a row of a K tile
 _MIN_K_TILES_PER_SPLIT, _MIN_STAGES = 8, 3  # K tiles that a block of a cluster is worth
 # measured on an H200: clocks of a K tile for each row of x of a block, and beside; of a tile beside
 # its K tiles; of a launch
 _CLOCKS_PER_ROW, _CLOCKS_PER_K_TILE, _CLOCKS_PER_TILE, _CLOCKS_PER_LAUNCH = 2.6, 470, 4500, 3000
-_SECOND_LAUNCH_GAIN = 0.97  # a second launch is worth so much less than a single one's clocks
+_TWO_LAUNCH_COST_FACTOR = 0.97  # a second launch is worth so much less than a single one's clocks
 _MAX_ROWS = {
     (4, 128): 2048,
     (4, 64): 1024,
@@ -65,7 +65,7 @@ def fits(problem: GemmProblem, *, gated: bool) -> bool:
     return bool(launch_plan(problem, gated=gated))
 
 
-def problem_ranges(
+def support_ranges(
     scale_dtypes: tuple[torch.dtype, ...] = (), *, gated: bool
 ) -> tuple[GemmSupportRange, ...]:
     """What the kernel serves, and is the fastest for, by the weight's format."""
@@ -78,8 +78,8 @@ def problem_ranges(
     return tuple(
         GemmSupportRange(
             m=(MIN_ROWS, max_rows),
-            k_multiple=RUN,
-            dtypes=HALF,
+            k_multiple=PACK_COLUMNS,
+            dtypes=HALF_DTYPES,
             scale_dtypes=scale_dtypes,
             fits=functools.partial(fits_format, *key),
         )
@@ -90,7 +90,7 @@ def problem_ranges(
 def list_kernels_by_preference(*, gated: bool) -> tuple[Kernel, ...]:
     """The kernel, with the fastest launches of a product."""
     run = functools.partial(groupwise_gemm, gated=gated)
-    return tuple(Kernel(served, run) for served in problem_ranges(gated=gated))
+    return tuple(Kernel(served, run) for served in support_ranges(gated=gated))
 
 
 def groupwise_gemm(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:
@@ -129,7 +129,9 @@ def fastest_plan(
     weight, with other blocks.
     """
     shapes = [
-        BlockShape(block_m, split_k) for block_m in BLOCK_M for split_k in wq_gemm_tile.SPLITS
+        BlockShape(block_m, split_k)
+        for block_m in BLOCK_M
+        for split_k in wq_gemm_tile.SPLIT_K_CHOICES
     ]
     fitting = [shape for shape in shapes if fits_shared_memory(spec, shape)]
     count = wq_gemm_tile.weight_tiles(rows)
@@ -157,7 +159,7 @@ def fastest_plan(
                     )
 
     def cost(plan: tuple[PlannedLaunch, ...]) -> float:
-        return sum(map(clocks, plan)) / (_SECOND_LAUNCH_GAIN if len(plan) > 1 else 1)
+        return sum(map(clocks, plan)) / (_TWO_LAUNCH_COST_FACTOR if len(plan) > 1 else 1)
 
     return min(plans(), key=cost, default=())
 
@@ -168,7 +170,7 @@ def wq_gemm(
     """X [T, K] · weightᵀ → [T, N]; gated: silu(first half) · second half of it, [T, N / 2]."""
     spec = wq_gemm_tile.problem_spec(make_groupwise_problem(*inputs), K_TILE)
     out, num_sms = (
-        wq_gemm_tile.new_output(*inputs[:2], gated=gated),
+        wq_gemm_tile.empty_gemm_output(*inputs[:2], gated=gated),
         launch.sm_count(inputs.x.get_device()),
     )
     with torch.cuda.device(inputs.x.device):
@@ -179,7 +181,7 @@ def wq_gemm(
                 kernel_macros(inputs.x.dtype, spec, shape, gated=gated),
                 inputs,
                 out,
-                _PART_BYTES,
+                _SMEM_ROW_BYTES,
                 tiles,
                 num_sms if shape.split_k == 1 else None,
                 gated=gated,

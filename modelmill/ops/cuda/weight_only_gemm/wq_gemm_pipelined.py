@@ -15,27 +15,27 @@ from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     K_TILE,
     KERNEL_CONFIGS,
     MAX_ROWS,
-    RUN,
+    PACK_COLUMNS,
     WqMmaKernelConfig,
     config_row_ranges,
     row_block_support_range,
 )
 from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import (
-    SPLITS,
+    SPLIT_K_CHOICES,
     BlockMemory,
     WeightTiles,
     WqSpec,
+    empty_gemm_output,
     launch_gemm,
-    new_output,
     problem_spec,
     supports_weight,
     weight_tiles,
 )
 from modelmill.ops.groupwise import GroupwiseLinearInputs, make_groupwise_problem
-from modelmill.ops.kernel_support import HALF, GemmProblem, GemmSupportRange, Kernel
+from modelmill.ops.kernel_support import HALF_DTYPES, GemmProblem, GemmSupportRange, Kernel
 
 # fewer rows only of weights of so many codes, or with small groups
-MMA_MAX_ROWS, MIN_CODES = 8, 1 << 25
+MMA_MAX_ROWS, MIN_WEIGHT_CODES = 8, 1 << 25
 _MIN_K_TILES_PER_SPLIT, _MIN_STAGES = 4, 3  # K tiles that a block of a cluster is worth
 _GROUPS_PER_MMA = 16  # groups whose sums are multiplied at once
 _BLOCK_M = (16, 32, 64, 128)  # rows of x of a block
@@ -47,15 +47,15 @@ def block_rows(tokens: int) -> int:
     return next((rows for rows in _BLOCK_M if tokens <= rows), _BLOCK_M[-1])
 
 
-def problem_split(problem: GemmProblem, *, gated: bool) -> int | None:
+def problem_split_k(problem: GemmProblem, *, gated: bool) -> int | None:
     """Blocks that share K of a product; None where the kernel does not serve it."""
     spec = problem_spec(problem)
     if problem.device < 0 or not supports_weight(problem.n, spec, gated=gated):
         return None
-    return split_for(problem.n, spec, block_rows(problem.m), launch.sm_count(problem.device))
+    return best_split_k(problem.n, spec, block_rows(problem.m), launch.sm_count(problem.device))
 
 
-def part_bytes(spec: WqSpec) -> int:
+def smem_row_bytes(spec: WqSpec) -> int:
     """Contiguous bytes in shared memory of a row of a K tile."""
     parts = 2 if spec.bits == 8 and spec.groups_per_tile == 1 else spec.groups_per_tile
     return K_TILE * spec.bits // 8 // parts
@@ -67,7 +67,7 @@ def fits_shared_memory(split_k: int, spec: WqSpec, padded: int) -> bool:
 
 
 @functools.lru_cache(1024)  # called at each launch
-def split_for(rows: int, spec: WqSpec, padded: int, num_sms: int) -> int | None:
+def best_split_k(rows: int, spec: WqSpec, padded: int, num_sms: int) -> int | None:
     """The split of K with the best occupancy of ``num_sms`` SMs, or None.
 
     rows: of the weight. padded: rows of x of a block.
@@ -80,19 +80,19 @@ def split_for(rows: int, spec: WqSpec, padded: int, num_sms: int) -> int | None:
         waves = -(-tiles * split_k // places)
         return waves / split_k, waves
 
-    fitting = [split_k for split_k in SPLITS if fits_shared_memory(split_k, spec, padded)]
+    fitting = [split_k for split_k in SPLIT_K_CHOICES if fits_shared_memory(split_k, spec, padded)]
     return min(fitting, key=cost, default=None)
 
 
 def groupwise_gemm(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:
     """``wq_gemm`` with the split for these operands."""
-    split_k = problem_split(make_groupwise_problem(*inputs), gated=gated)
+    split_k = problem_split_k(make_groupwise_problem(*inputs), gated=gated)
     assert split_k is not None, "see fits"
     return wq_gemm(inputs, split_k, gated=gated)
 
 
 def _fits(problem: GemmProblem, *, gated: bool) -> bool:
-    return problem_split(problem, gated=gated) is not None
+    return problem_split_k(problem, gated=gated) is not None
 
 
 def _fits_small_groups(problem: GemmProblem, *, gated: bool) -> bool:
@@ -113,32 +113,32 @@ def supported_problems(
     few = [
         GemmSupportRange(
             m=rows,
-            k_multiple=RUN,
-            dtypes=HALF,
+            k_multiple=PACK_COLUMNS,
+            dtypes=HALF_DTYPES,
             scale_dtypes=scale_dtypes,
             fits=functools.partial(few_rows_fit, config, gated),
         )
         for rows, config in config_row_ranges(KERNEL_CONFIGS)
     ]
-    blocks = row_block_support_range(few, functools.partial(_needs_no_blocks, gated=gated))
+    blocks = row_block_support_range(few, functools.partial(_multiplies_rows_at_once, gated=gated))
     own = GemmSupportRange(
         m=(MAX_ROWS + 1, MAX_BLOCK_ROWS),
-        k_multiple=RUN,
-        dtypes=HALF,
+        k_multiple=PACK_COLUMNS,
+        dtypes=HALF_DTYPES,
         scale_dtypes=scale_dtypes,
         fits=functools.partial(_fits, gated=gated),
     )
-    return (*few, blocks, own, *wq_gemm_large_m.problem_ranges(scale_dtypes, gated=gated))
+    return (*few, blocks, own, *wq_gemm_large_m.support_ranges(scale_dtypes, gated=gated))
 
 
-def _needs_no_blocks(problem: GemmProblem, *, gated: bool) -> bool:
+def _multiplies_rows_at_once(problem: GemmProblem, *, gated: bool) -> bool:
     """Whether more rows of x than ``MAX_ROWS`` are multiplied at once."""
     return _fits(problem, gated=gated) and wq_gemm_large_m.fits(problem, gated=gated)
 
 
 def warmup_sizes(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:
     """Rows of x with each number of blocks up to ``max_rows``: each may be another kernel."""
-    if x.dtype not in HALF:
+    if x.dtype not in HALF_DTYPES:
         return []
     most = (wq_gemm_small_m.ROWS_PER_M_TILE, *_BLOCK_M)
     least = (1, *(rows + 1 for rows in most[:-1]))
@@ -147,14 +147,14 @@ def warmup_sizes(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[i
     return few + wq_gemm_large_m.warmup_sizes(bits, max_rows)
 
 
-def few_row_kernels(min_rows: int, *, gated: bool) -> tuple[Kernel, ...]:
+def small_m_kernels(min_rows: int, *, gated: bool) -> tuple[Kernel, ...]:
     """The kernel as one of the weight-only GEMMs' of up to ``MAX_ROWS`` rows.
 
     min_rows: of large weights.
     """
     fits = functools.partial(_fits, gated=gated)
     ranges = (
-        GemmSupportRange(m=(min_rows, MMA_MAX_ROWS), min_weight_bytes=MIN_CODES, fits=fits),
+        GemmSupportRange(m=(min_rows, MMA_MAX_ROWS), min_weight_bytes=MIN_WEIGHT_CODES, fits=fits),
         GemmSupportRange(
             m=(2, MMA_MAX_ROWS),
             fits=functools.partial(_fits_small_groups, gated=gated),
@@ -204,14 +204,14 @@ def wq_gemm(inputs: GroupwiseLinearInputs, split_k: int, *, gated: bool) -> torc
         counts = (tokens, columns, x.stride(0), pitch, k_tiles, groups, shift, units)
         work = struct.pack("=2Q8i", x.data_ptr(), permuted.data_ptr(), *counts)
         permute.launch(-(-tokens * units // 8), work, pdl=True)
-        out = new_output(x, weight, gated=gated)
+        out = empty_gemm_output(x, weight, gated=gated)
         launch_gemm(
             "wq_gemm_pipelined",
             memory,
             macros,
             inputs._replace(x=permuted),
             out,
-            part_bytes(spec),
+            smem_row_bytes(spec),
             WeightTiles(0, weight_tiles(len(weight))),
             gated=gated,
         )

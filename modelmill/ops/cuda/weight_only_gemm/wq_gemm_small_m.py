@@ -17,14 +17,17 @@ from modelmill.ops.kernel_support import GemmProblem, GemmSupportRange, Kernel
 
 # Sizes of wq_gemm_small_m.cu.
 ROWS_PER_M_TILE = 8
-_SUM_BYTES = 4 * ROWS_PER_M_TILE * (ROWS_PER_TILE + 4)
+_PARTIAL_SUM_TILE_BYTES = 4 * ROWS_PER_M_TILE * (ROWS_PER_TILE + 4)
 MAX_ROWS = 16
-_MAX_WARPS, _EXTRA_WARPS = 16, 3  # that multiply; one loads, two add
+_MAX_WARPS, _PRODUCER_AND_REDUCE_WARPS = 16, 3  # that multiply; one loads, two add
 _MAX_X_REGISTERS = 64  # of a thread
-_SPLITS, _MAX_X_BYTES = (1, 2, 4), 64 << 10  # blocks of a cluster; of x that a block should read
-_MAX_STAGES, _RING_BYTES = 8, 64 << 10  # of weights in flight
-_MIN_CODES = 1 << 22  # of a weight, for up to eight rows of x
-_SLOTS = 4  # tiles whose scales and sums a block holds
+_SPLIT_K_CHOICES, _MAX_X_BYTES = (
+    (1, 2, 4),
+    64 << 10,
+)  # blocks of a cluster; of x that a block should read
+_MAX_STAGES, _MAX_PIPELINE_BYTES = 8, 64 << 10  # of weights in flight
+_MIN_WEIGHT_CODES = 1 << 22  # of a weight, for up to eight rows of x
+_SCALE_TILE_SLOTS = 4  # tiles whose scales and sums a block holds
 # Two blocks of a kernel on one SM would leave another without work.
 _MIN_SHARED_BYTES, _MAX_SHARED_BYTES = 116 << 10, 222 << 10
 
@@ -60,7 +63,7 @@ class SmallMConfig(NamedTuple):
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 32 * (self.warps + _EXTRA_WARPS)
+        return 32 * (self.warps + _PRODUCER_AND_REDUCE_WARPS)
 
     @property
     def max_tiles(self) -> int:
@@ -91,7 +94,9 @@ def config_for(
     """
     lines = -(-columns * spec.bits // (8 * LINE_BYTES))
     x_bytes = 2 * ROWS_PER_M_TILE * spec.m_tiles * columns
-    split_k = next((n for n in _SPLITS if x_bytes <= n * _MAX_X_BYTES), _SPLITS[-1])
+    split_k = next(
+        (n for n in _SPLIT_K_CHOICES if x_bytes <= n * _MAX_X_BYTES), _SPLIT_K_CHOICES[-1]
+    )
     block_lines = -(-lines // split_k)
     most = _MAX_WARPS // spec.m_tiles  # more have too few registers
     passes = -(-block_lines // (most * spec.max_lines_per_warp))
@@ -99,7 +104,7 @@ def config_for(
     each = -(-pass_lines // most)
     warps = -(-pass_lines // each)
     clusters = num_clusters(split_k, tiles, num_sms)
-    most_stages = max(min(_RING_BYTES // (warps * LINE_TILE_BYTES), _MAX_STAGES), 2)
+    most_stages = max(min(_MAX_PIPELINE_BYTES // (warps * LINE_TILE_BYTES), _MAX_STAGES), 2)
     sizes = (lines, groups, tiles, clusters, split_k, passes, each, warps)
     configs = (SmallMConfig(*sizes, stages) for stages in range(most_stages, 1, -1))
     fitting = (config for config in configs if shared_bytes(spec, config) <= _MAX_SHARED_BYTES)
@@ -108,12 +113,16 @@ def config_for(
 
 def shared_bytes(spec: SmallMSpec, config: SmallMConfig) -> int:
     """Bytes of a block's shared memory."""
-    sum_bytes, split_k, most = spec.m_tiles * _SUM_BYTES, config.split_k, config.max_tiles
+    sum_bytes, split_k, most = (
+        spec.m_tiles * _PARTIAL_SUM_TILE_BYTES,
+        config.split_k,
+        config.max_tiles,
+    )
     own = -(-most // split_k)
-    used = config.warps * (config.stages * LINE_TILE_BYTES + _SLOTS * sum_bytes)
-    used += 16 * (config.stages + _SLOTS)
+    used = config.warps * (config.stages * LINE_TILE_BYTES + _SCALE_TILE_SLOTS * sum_bytes)
+    used += 16 * (config.stages + _SCALE_TILE_SLOTS)
     scales = ROWS_PER_TILE * config.groups * (4 if spec.float32_scales else 2)
-    used += _SLOTS * (2 if spec.offset else 1) * scales
+    used += _SCALE_TILE_SLOTS * (2 if spec.offset else 1) * scales
     used += most * sum_bytes if config.passes > 1 else 0
     used += own * ((split_k - 1) * sum_bytes + 8) if split_k > 1 else 0
     return max(used, _MIN_SHARED_BYTES)
@@ -160,7 +169,7 @@ def list_kernels(*, gated: bool) -> tuple[Kernel, ...]:
     """The kernel as one of the weight-only GEMMs', for each number of tiles of x."""
     run = functools.partial(groupwise_gemm, gated=gated)
     ranges = (
-        GemmSupportRange(m=(2, ROWS_PER_M_TILE), fits=_fits, min_weight_bytes=_MIN_CODES),
+        GemmSupportRange(m=(2, ROWS_PER_M_TILE), fits=_fits, min_weight_bytes=_MIN_WEIGHT_CODES),
         GemmSupportRange(m=(ROWS_PER_M_TILE + 1, MAX_ROWS), fits=_fits_one_pass),
     )
     return tuple(Kernel(served, run, wq_gemv.supports_groupwise) for served in ranges)
@@ -192,7 +201,7 @@ def wq_gemm(inputs: GroupwiseLinearInputs, config: SmallMConfig, *, gated: bool)
             shared_bytes(spec, config),
             x.get_device(),
         )
-        row_sizes, row_strides, row_box = wq_gemv.weight_rows(
+        row_sizes, row_strides, row_box = wq_gemv.weight_tensor_map_box(
             problem.n, weight.stride(0), gated=gated
         )
         there = launch.tensor_map(

@@ -12,12 +12,12 @@ from modelmill.ops.cuda.weight_only_gemm.weight_only import K_TILE, group_shift,
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.kernel_support import GemmProblem
 
-SPLITS = (1, 2, 3, 4)  # blocks of a cluster that share K
+SPLIT_K_CHOICES = (1, 2, 3, 4)  # blocks of a cluster that share K
 BLOCK_N = 128  # weight rows of a block
 _MAX_SHARED_BYTES = 222 << 10  # bytes of a block at most
 _MAX_STAGES = 8
 _BARRIER_BYTES = 16  # of a stage, of a buffer of scales
-_RESULT_PITCH = BLOCK_N + 4  # floats from one row of results to the next
+_EPILOGUE_ROW_PITCH = BLOCK_N + 4  # floats from one row of results to the next
 _MIN_GROUP = 32  # columns of a group at least
 _THREADS = 3 * 128  # two warpgroups that multiply, one that loads
 
@@ -143,7 +143,7 @@ class BlockMemory(NamedTuple):
         ):
             return False
         stages = self.num_stages
-        results = self.block_m * _RESULT_PITCH * 4
+        results = self.block_m * _EPILOGUE_ROW_PITCH * 4
         return stages >= min_stages and (not holds_results or stages * self.stage_bytes >= results)
 
     def macros(self, *, gated: bool) -> tuple[str, ...]:
@@ -173,7 +173,7 @@ def weight_tiles(rows: int) -> int:
     return -(-rows // BLOCK_N)
 
 
-def new_output(x: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> torch.Tensor:
+def empty_gemm_output(x: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> torch.Tensor:
     """The output of a product, not yet written."""
     rows = weight.shape[0]
     return torch.empty((len(x), rows // 2 if gated else rows), dtype=x.dtype, device=x.device)

@@ -135,7 +135,7 @@ def gemv_kernel(*, gated: bool) -> Kernel:
     return Kernel(GemmSupportRange(m=(1, 1), fits=supports_problem), run, supports_groupwise)
 
 
-def weight_rows(
+def weight_tensor_map_box(
     rows: int, width: int, *, gated: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Sizes, strides in bytes and box of a weight's rows, ``width`` bytes each; gated: two halves.
@@ -159,7 +159,7 @@ class WqGemvLaunch(NamedTuple):
 
     def weight_box(self, width: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Sizes, strides and box, in words, of the weight's tensor map; GATED loads both halves."""
-        sizes, strides, box = weight_rows(self.sizes[0], width, gated=self.gated)
+        sizes, strides, box = weight_tensor_map_box(self.sizes[0], width, gated=self.gated)
         return (width // 4, *sizes), strides, (LINE_BYTES // 4, *box)
 
 

@@ -29,16 +29,16 @@ import triton.language as tl
 from modelmill.ops.gated_delta_rule import L2_EPS, GatedDeltaInputs
 from modelmill.ops.recurrent_metadata import has_packed_operands
 from modelmill.ops.triton.attention.recurrence_common import (
-    MIN_DOT,
+    MIN_DOT_SIZE,
     PRECISION,
     TOKENS_OF_CHUNKS,
     decay_and_add_to_state,
     decays_within_chunk,
     dot_split_mantissa,
     find_chunk_start_in_window,
-    load_part_bounds,
+    launch_token_ranges,
     load_state_and_store_snapshot,
-    run_step_parts,
+    load_token_range,
     select_chunk_launch_config,
     softplus,
     split_mantissa,
@@ -49,7 +49,7 @@ from modelmill.ops.triton.common.device import next_power_of_two, unavailable_re
 unavailable_reason = unavailable_reason_without_ptx
 
 MAX_KEY_DIM = 256
-TOKEN_COLUMNS = 32  # of a state in a program that computes single tokens
+STATE_COLUMNS_PER_PROGRAM = 32  # of a state in a program that computes single tokens
 
 
 def supports(inputs: GatedDeltaInputs) -> bool:
@@ -61,7 +61,7 @@ def supports(inputs: GatedDeltaInputs) -> bool:
 def run(inputs: GatedDeltaInputs) -> torch.Tensor:
     """Compute the op with the Triton kernels; same contract as the reference."""
     _, heads, _, dv = inputs.state.shape
-    return run_step_parts(
+    return launch_token_ranges(
         inputs.qkv,
         heads * dv,
         inputs.rows,
@@ -76,8 +76,8 @@ def _run_tokens(inputs: GatedDeltaInputs, out: torch.Tensor, part: Any, chunk: i
     _, heads, dk, dv = state.shape
     key_heads = (qkv.shape[1] - heads * dv) // (2 * dk)
     block_k, block_v = (
-        max(MIN_DOT, next_power_of_two(dk)),
-        max(MIN_DOT, min(TOKEN_COLUMNS, next_power_of_two(dv))),
+        max(MIN_DOT_SIZE, next_power_of_two(dk)),
+        max(MIN_DOT_SIZE, min(STATE_COLUMNS_PER_PROGRAM, next_power_of_two(dv))),
     )
     _tokens_kernel[(len(rows.slots), heads, -(-dv // block_v))](
         qkv, gates, a_log, dt_bias, state, out, rows.query_start, rows.positions, rows.slots,
@@ -92,7 +92,7 @@ def _run_chunks(inputs: GatedDeltaInputs, out: torch.Tensor, chunk: int) -> None
     qkv, gates, a_log, dt_bias, state, rows = inputs
     _, heads, dk, dv = state.shape
     tokens, key_heads = len(qkv), (qkv.shape[1] - heads * dv) // (2 * dk)
-    block_k = max(MIN_DOT, next_power_of_two(dk))
+    block_k = max(MIN_DOT_SIZE, next_power_of_two(dk))
     launch = select_chunk_launch_config(qkv, dv, block_k)
     dtype, device = launch.dtype, qkv.device
     squares = 3 if dtype is torch.bfloat16 else 2  # scores, and inverses in one or two terms
@@ -100,7 +100,7 @@ def _run_chunks(inputs: GatedDeltaInputs, out: torch.Tensor, chunk: int) -> None
     square = torch.empty((squares, tokens, heads, chunk), dtype=dtype, device=device)
     decay = torch.empty((2, tokens, heads), dtype=torch.float32, device=device)
     sizes = {
-        "DK": dk, "DV": dv, "BLOCK_K": block_k, "CHUNK": chunk, "BLOCK_T": MIN_DOT,
+        "DK": dk, "DV": dv, "BLOCK_K": block_k, "CHUNK": chunk, "BLOCK_T": MIN_DOT_SIZE,
         "PRECISION": PRECISION,
     }  # fmt: skip
     _chunk_inverse_kernel[(-(-tokens // chunk), heads)](
@@ -125,7 +125,7 @@ def _tokens_kernel(
 ):  # fmt: skip
     """A part of a sequence's tokens one by one: BLOCK_V columns of the state of a head."""
     sequence, head = tl.program_id(0), tl.program_id(1)
-    begin, stop, first, kept = load_part_bounds(
+    begin, stop, first, kept = load_token_range(
         start_ptr, position_ptr, snapshot_end_ptr, sequence, PART, CHUNK
     )
     if stop > begin:
@@ -243,7 +243,7 @@ def _chunks_kernel(
     corrected values are left operands as they lie in the registers of accumulators.
     """
     sequence, head = tl.program_id(0), tl.program_id(1)
-    begin, stop, first, kept = load_part_bounds(
+    begin, stop, first, kept = load_token_range(
         start_ptr, position_ptr, snapshot_end_ptr, sequence, TOKENS_OF_CHUNKS, CHUNK
     )
     if stop > begin:

@@ -26,7 +26,7 @@ from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
 MAX_RANK, MAX_ROPE_DIM = 2048, 256
-PROGRAM_PAIRS = 512  # pairs of channels of queries that a program rotates
+CHANNEL_PAIRS_PER_PROGRAM = 512  # pairs of channels of queries that a program rotates
 
 
 def supports(q: torch.Tensor, latent: torch.Tensor, inputs: LatentRopeCacheInputs) -> bool:
@@ -60,7 +60,7 @@ def run(q: torch.Tensor, latent: torch.Tensor, inputs: LatentRopeCacheInputs) ->
     weight, k_cache, slots, cos, sin, interleaved, eps, k_scale = inputs
     tokens, heads, query_dim = q.shape
     half, block = next_power_of_two(cos.shape[1]), next_power_of_two(len(weight))
-    share = max(1, min(PROGRAM_PAIRS // half, next_power_of_two(heads)))
+    share = max(1, min(CHANNEL_PAIRS_PER_PROGRAM // half, next_power_of_two(heads)))
     pdl = pdl_launch_options(q.device, tokens)
     strides = (q.stride(0), q.stride(1), latent.stride(0), k_cache.stride(0), k_cache.stride(2))
     _launcher(

@@ -34,9 +34,9 @@ from modelmill.ops.triton.common.pdl import pdl_launch_options
 MIN_SPLIT_KEYS = 64  # minimum keys of a split
 MIN_SPLIT_KEYS_PER_HEAD = 16  # the same where each head has its own program
 MAX_SPLITS = 64
-MAX_GROUP = 128  # query heads of a KV head that one program computes
+MAX_QUERY_HEADS_PER_PROGRAM = 128  # query heads of a KV head that one program computes
 MIN_DIM, MAX_DIM = 8, 256  # channels of a head
-SPARE_PREFILL_TILES = 8  # extra programs for the last tiles of prompts in a mixed batch
+EXTRA_PREFILL_PROGRAMS = 8  # extra programs for the last tiles of prompts in a mixed batch
 
 
 def supports(inputs: PagedAttentionInputs) -> bool:
@@ -85,31 +85,34 @@ def _prepare_kernel_operands(
     return (q, k_cache, v_cache, *scales, *indices, out), mods, inputs.scale * LOG2E
 
 
-_PAGES_OF_Q = AttentionSupportRange(
+_SAME_DTYPE_PAGES = AttentionSupportRange(
     page_sizes=(1, UNBOUNDED),
     fits=lambda step: MIN_DIM <= step.dim <= MAX_DIM,
     serves_score_mods=True,
 )
-_PAGES_OF_8_BITS = replace(
-    _PAGES_OF_Q,
+_QUANTIZED_PAGES = replace(
+    _SAME_DTYPE_PAGES,
     scaled=True,
     page_dtypes=(torch.int8, torch.float8_e4m3fn),
     fits=lambda step: (
         MIN_DIM <= step.dim <= MAX_DIM and _supports_page_dtype(step.page_dtypes[0], step.device)
     ),
 )
-_LATENT_PAGES_OF_Q = replace(
-    _PAGES_OF_Q, latent=True, serves_score_mods=False, fits=lambda step: _has_latent_sizes(step)
+_SAME_DTYPE_LATENT_PAGES = replace(
+    _SAME_DTYPE_PAGES,
+    latent=True,
+    serves_score_mods=False,
+    fits=lambda step: _has_latent_sizes(step),
 )
-_LATENT_PAGES_OF_8_BITS = replace(
-    _LATENT_PAGES_OF_Q,
+_QUANTIZED_LATENT_PAGES = replace(
+    _SAME_DTYPE_LATENT_PAGES,
     scaled=True,
-    page_dtypes=_PAGES_OF_8_BITS.page_dtypes,
+    page_dtypes=_QUANTIZED_PAGES.page_dtypes,
     fits=lambda step: (
         _has_latent_sizes(step) and _supports_page_dtype(step.page_dtypes[0], step.device)
     ),
 )
-_PHASES = (
+_PREFILL_AND_DECODE_PHASES = (
     (AttentionPhase.PREFILL, AttentionPhase.PROMPTS),
     (AttentionPhase.DECODE, AttentionPhase.SINGLE_QUERIES),
 )
@@ -136,13 +139,15 @@ def _has_no_window(inputs: PagedAttentionInputs) -> bool:
 KERNELS = (
     *(
         Kernel(replace(pages, phases=phases), run)
-        for pages in (_PAGES_OF_Q, _PAGES_OF_8_BITS)
-        for phases, run in zip(_PHASES, (prefill, decode), strict=True)
+        for pages in (_SAME_DTYPE_PAGES, _QUANTIZED_PAGES)
+        for phases, run in zip(_PREFILL_AND_DECODE_PHASES, (prefill, decode), strict=True)
     ),
     *(
         Kernel(replace(pages, phases=phases), run, _has_no_window)
-        for pages in (_LATENT_PAGES_OF_Q, _LATENT_PAGES_OF_8_BITS)
-        for phases, run in zip(_PHASES, (paged_latent.prefill, paged_latent.decode), strict=True)
+        for pages in (_SAME_DTYPE_LATENT_PAGES, _QUANTIZED_LATENT_PAGES)
+        for phases, run in zip(
+            _PREFILL_AND_DECODE_PHASES, (paged_latent.prefill, paged_latent.decode), strict=True
+        )
     ),
 )
 SUPPORTED_PROBLEMS = tuple(kernel.range for kernel in KERNELS)
@@ -310,7 +315,7 @@ def _group_decode_tile(
 def _large_group_tile(dim: int, group: int, shared_limit: int) -> tuple[int, int, int, int] | None:
     """The tile with the most keys whose queries, keys, values and weights fit, of 16 bits each."""
     block_g, block_d = max(16, next_power_of_two(group)), next_power_of_two(dim)
-    for keys in (MIN_SPLIT_KEYS, 32, 16) if block_g <= MAX_GROUP else ():
+    for keys in (MIN_SPLIT_KEYS, 32, 16) if block_g <= MAX_QUERY_HEADS_PER_PROGRAM else ():
         if 2 * (block_g * block_d + 2 * keys * block_d + block_g * keys) <= shared_limit:
             return keys, 4, 2, 4
     return None
@@ -339,7 +344,7 @@ def _prefill(
     # Each sequence has at most one partial tile. In a mixed batch most sequences have a single
     # query and no tile, so a program per sequence would be idle; if there are more tiles, programs
     # process several.
-    programs = q.shape[0] // block_m + (min(batch, SPARE_PREFILL_TILES) if mixed else batch)
+    programs = q.shape[0] // block_m + (min(batch, EXTRA_PREFILL_PROGRAMS) if mixed else batch)
     fixed = (q.stride(0), q.stride(1), *k.stride()[:3])
     scaled, sequences = k_scale is not q, 16 if batch <= 16 else max(256, next_power_of_two(batch))
     sizes = (

@@ -40,7 +40,7 @@ from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 MAX_SPLITS = 64
 MAX_VALUE_DIM, MAX_ROTARY_DIM = 512, 64  # channels that are values, and the others
 MERGE_CHANNELS = 64  # that a program of the merge computes
-PDL_BATCH = 2  # one variant for every batch
+PDL_ROWS = 2  # one variant for every batch
 WGMMA_ROWS = 64  # of a tile whose operands wgmma reads from shared memory
 
 
@@ -98,7 +98,7 @@ def _attend_sequences(
     parts = torch.empty((*shape, value_dim), dtype=torch.float32, device=q.device)
     sums = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
     scale = q if inputs.k_scale is None else inputs.k_scale
-    pdl = pdl_launch_options(q.device, PDL_BATCH)
+    pdl = pdl_launch_options(q.device, PDL_ROWS)
     counts: dict[str, Any] = {
         "HEADS": heads, "VALUE_DIM": value_dim, "MIN_QUERY": min_query, "MAX_QUERY": max_query > 1,
     }  # fmt: skip

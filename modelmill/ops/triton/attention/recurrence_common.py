@@ -22,10 +22,12 @@ from modelmill.ops.recurrent_metadata import RecurrentStepMetadata
 from modelmill.ops.triton.common.device import is_amd, next_power_of_two
 
 MAX_KERNEL_CHUNK = 16  # operands of larger ones would leave room for few programs in an SM
-MIN_DOT = 16  # least size of an operand of tl.dot
-WARP_ROWS = 16  # of an accumulator in a warp
-CHUNK_ROWS = 32  # of a state in a program that computes chunks: fewer read the operands more often
-MAX_WARP_WIDTH = 128  # of 16 rows in a warp's registers, beside what is added to them
+MIN_DOT_SIZE = 16  # least size of an operand of tl.dot
+ACCUMULATOR_ROWS_PER_WARP = 16  # of an accumulator in a warp
+MAX_CHUNK_STATE_ROWS = (
+    32  # of a state in a program that computes chunks: fewer read the operands more often
+)
+MAX_STATE_WIDTH_PER_WARP = 128  # of 16 rows in a warp's registers, beside what is added to them
 # Float32 products on tensor cores, to about float32's precision; AMD's compiler has only the other.
 PRECISION = "ieee" if is_amd() else "tf32x3"
 # Which tokens of a sequence a launch computes. TOKENS_BEFORE_CHUNKS: those in front of its whole
@@ -40,7 +42,7 @@ def compiled_chunk_size(chunk: int, *, decode: bool) -> int:
     return 0 if decode or chunk == 1 else min(chunk, MAX_KERNEL_CHUNK)
 
 
-def run_step_parts(
+def launch_token_ranges(
     x: torch.Tensor,
     width: int,
     rows: RecurrentStepMetadata,
@@ -95,18 +97,18 @@ def select_chunk_launch_config(tokens: torch.Tensor, count: int, width: int) -> 
 
     No choice for bfloat16 and widths of the models spills more than a few registers.
     """
-    rows = max(WARP_ROWS, min(CHUNK_ROWS, next_power_of_two(count)))
+    rows = max(ACCUMULATOR_ROWS_PER_WARP, min(MAX_CHUNK_STATE_ROWS, next_power_of_two(count)))
     if tokens.dtype is not torch.bfloat16:
-        if width > MAX_WARP_WIDTH:
-            return ChunkLaunch(torch.float32, WARP_ROWS, False, 8, 1, 4)
+        if width > MAX_STATE_WIDTH_PER_WARP:
+            return ChunkLaunch(torch.float32, ACCUMULATOR_ROWS_PER_WARP, False, 8, 1, 4)
         return ChunkLaunch(torch.float32, rows, False, 8, 3, 4)
-    if width > MAX_WARP_WIDTH:
+    if width > MAX_STATE_WIDTH_PER_WARP:
         return ChunkLaunch(torch.bfloat16, rows, False, 4, 3, 2)
-    return ChunkLaunch(torch.bfloat16, rows, True, rows // WARP_ROWS, 3, 1)
+    return ChunkLaunch(torch.bfloat16, rows, True, rows // ACCUMULATOR_ROWS_PER_WARP, 3, 1)
 
 
 @triton.jit
-def load_part_bounds(
+def load_token_range(
     start_ptr, position_ptr, snapshot_end_ptr, sequence, PART: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     """The tokens [begin, stop) of a sequence that a launch computes.

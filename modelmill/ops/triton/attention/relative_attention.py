@@ -36,8 +36,8 @@ from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 LOG2E = tl.constexpr(1.4426950408889634)
 # queries, keys, warps, stages of a program; maximum registers per thread, or 0
 AttentionLaunchConfig = tuple[int, int, int, int, int]
-MAX_QUERIES = 64  # of a program
-OTHER_TILES_BYTES = 32 << 10
+MAX_QUERIES_PER_PROGRAM = 64  # of a program
+OTHER_SHARED_BYTES = 32 << 10
 
 
 def split_head_dim(dim: int) -> tuple[int, int]:
@@ -81,8 +81,10 @@ def table_fits_shared_memory(qkv: torch.Tensor, window: tuple[int, int]) -> bool
     if _is_global(qkv, window):
         return True
     offsets = next_power_of_two(2 * max(window) - 1)
-    row_bytes = max(qkv.element_size() * sum(split_head_dim(qkv.shape[-1])), 4 * MAX_QUERIES)
-    return offsets * row_bytes + OTHER_TILES_BYTES <= max_shared_bytes(qkv.device)
+    row_bytes = max(
+        qkv.element_size() * sum(split_head_dim(qkv.shape[-1])), 4 * MAX_QUERIES_PER_PROGRAM
+    )
+    return offsets * row_bytes + OTHER_SHARED_BYTES <= max_shared_bytes(qkv.device)
 
 
 def windowed_attention(

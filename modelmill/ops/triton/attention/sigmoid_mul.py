@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.kernel_support import FLOATS
+from modelmill.ops.kernel_support import HALF_AND_FLOAT32_DTYPES
 from modelmill.ops.triton.common.device import plan_elementwise_launch
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
@@ -26,7 +26,7 @@ def supports(x: torch.Tensor, gate: torch.Tensor) -> bool:
     return (
         x.numel() > 0
         and x.dtype is gate.dtype
-        and x.dtype in FLOATS
+        and x.dtype in HALF_AND_FLOAT32_DTYPES
         and x.is_contiguous()
         and gate.is_contiguous()
     )

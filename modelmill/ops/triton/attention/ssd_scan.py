@@ -28,16 +28,16 @@ import triton.language as tl
 from modelmill.ops.recurrent_metadata import has_packed_operands
 from modelmill.ops.ssd_scan import SSDScanInputs
 from modelmill.ops.triton.attention.recurrence_common import (
-    MIN_DOT,
+    MIN_DOT_SIZE,
     PRECISION,
     TOKENS_OF_CHUNKS,
     decay_and_add_to_state,
     decays_within_chunk,
     dot_split_mantissa,
     find_chunk_start_in_window,
-    load_part_bounds,
+    launch_token_ranges,
     load_state_and_store_snapshot,
-    run_step_parts,
+    load_token_range,
     select_chunk_launch_config,
     softplus,
     split_mantissa,
@@ -48,8 +48,8 @@ from modelmill.ops.triton.common.device import next_power_of_two, unavailable_re
 unavailable_reason = unavailable_reason_without_ptx
 
 MAX_STATE_SIZE = 256
-TOKEN_ROWS = 16  # of a state in a program that computes single tokens
-SCORED_HEADS = 8  # heads of a program that share the products of B and C
+STATE_ROWS_PER_PROGRAM = 16  # of a state in a program that computes single tokens
+HEADS_PER_SCORE_PROGRAM = 8  # heads of a program that share the products of B and C
 
 
 def supports(inputs: SSDScanInputs) -> bool:
@@ -61,7 +61,7 @@ def supports(inputs: SSDScanInputs) -> bool:
 def run(inputs: SSDScanInputs) -> torch.Tensor:
     """Compute the op with the Triton kernels; same contract as the reference."""
     _, heads, dim, _ = inputs.state.shape
-    return run_step_parts(
+    return launch_token_ranges(
         inputs.xbc,
         heads * dim,
         inputs.rows,
@@ -75,8 +75,8 @@ def _run_tokens(inputs: SSDScanInputs, out: torch.Tensor, part: Any, chunk: int)
     xbc, dt, a_log, dt_bias, skip, limit, state, rows = inputs
     _, heads, dim, size = state.shape
     groups = (xbc.shape[1] - heads * dim) // (2 * size)
-    block_p = max(MIN_DOT, min(TOKEN_ROWS, next_power_of_two(dim)))
-    block_n = max(MIN_DOT, next_power_of_two(size))
+    block_p = max(MIN_DOT_SIZE, min(STATE_ROWS_PER_PROGRAM, next_power_of_two(dim)))
+    block_n = max(MIN_DOT_SIZE, next_power_of_two(size))
     _tokens_kernel[(len(rows.slots), heads, -(-dim // block_p))](
         xbc, dt, a_log, dt_bias, skip, state, out, rows.query_start, rows.positions, rows.slots,
         rows.snapshot_slots, rows.snapshot_ends, heads, groups, xbc.stride(0), state.stride(0),
@@ -90,20 +90,21 @@ def _run_chunks(inputs: SSDScanInputs, out: torch.Tensor, chunk: int) -> None:
     xbc, dt, a_log, dt_bias, skip, limit, state, rows = inputs
     _, heads, dim, size = state.shape
     tokens, groups = len(xbc), (xbc.shape[1] - heads * dim) // (2 * size)
-    block_n = max(MIN_DOT, next_power_of_two(size))
+    block_n = max(MIN_DOT_SIZE, next_power_of_two(size))
     launch = select_chunk_launch_config(xbc, dim, block_n)
     terms = 2 if launch.dtype is torch.bfloat16 else 1
     scores = torch.empty((terms, tokens, heads, chunk), dtype=launch.dtype, device=xbc.device)
     decay = torch.empty((2, tokens, heads), dtype=torch.float32, device=xbc.device)
-    blocks = -(-heads // groups // SCORED_HEADS)
+    blocks = -(-heads // groups // HEADS_PER_SCORE_PROGRAM)
     sizes = {
-        "P": dim, "N": size, "BLOCK_N": block_n, "CHUNK": chunk, "BLOCK_T": MIN_DOT,
+        "P": dim, "N": size, "BLOCK_N": block_n, "CHUNK": chunk, "BLOCK_T": MIN_DOT_SIZE,
         "PRECISION": PRECISION,
     }  # fmt: skip
     _chunk_scores_kernel[(-(-tokens // chunk), groups * blocks)](
         xbc, dt, a_log, dt_bias, skip, scores, decay, out, rows.query_start, rows.positions,
-        len(rows.slots), tokens, heads, groups, xbc.stride(0), *limit, HEADS=SCORED_HEADS,
-        BLOCK_P=next_power_of_two(dim), **sizes, num_warps=launch.prepare_warps, num_stages=1,
+        len(rows.slots), tokens, heads, groups, xbc.stride(0), *limit,
+        HEADS=HEADS_PER_SCORE_PROGRAM, BLOCK_P=next_power_of_two(dim), **sizes,
+        num_warps=launch.prepare_warps, num_stages=1,
     )  # fmt: skip
     _chunks_kernel[(len(rows.slots), heads, -(-dim // launch.rows))](
         xbc, scores, decay, state, out, rows.query_start, rows.positions, rows.slots,
@@ -122,7 +123,7 @@ def _tokens_kernel(
 ):  # fmt: skip
     """A part of a sequence's tokens one by one: BLOCK_P rows of the state of a head."""
     sequence, head = tl.program_id(0), tl.program_id(1)
-    begin, stop, first, kept = load_part_bounds(
+    begin, stop, first, kept = load_token_range(
         start_ptr, position_ptr, snapshot_end_ptr, sequence, PART, CHUNK
     )
     if stop > begin:
@@ -222,7 +223,7 @@ def _chunks_kernel(
     the registers of the accumulator.
     """
     sequence, head = tl.program_id(0), tl.program_id(1)
-    begin, stop, first, kept = load_part_bounds(
+    begin, stop, first, kept = load_token_range(
         start_ptr, position_ptr, snapshot_end_ptr, sequence, TOKENS_OF_CHUNKS, CHUNK
     )
     if stop > begin:

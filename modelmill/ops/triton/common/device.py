@@ -8,14 +8,14 @@ import torch
 from triton.runtime import driver
 
 from modelmill.core import env
-from modelmill.ops.kernel_support import HALF, GemmSupportRange
+from modelmill.ops.kernel_support import HALF_DTYPES, GemmSupportRange
 
 # Read once: triton.jit decides at decoration whether a kernel is compiled or interpreted.
 INTERPRETED = env.triton_interpret()
 # Products that dequantize the weight inside the GEMM kernel: with more rows of float32 cuBLAS uses
 # the float32 units better. No kernel accumulates in float64.
-DEQUANT_RANGES = (
-    GemmSupportRange(dtypes=HALF),
+DEQUANT_GEMM_RANGES = (
+    GemmSupportRange(dtypes=HALF_DTYPES),
     GemmSupportRange(m=(1, 16), dtypes=(torch.float32,)),
 )
 

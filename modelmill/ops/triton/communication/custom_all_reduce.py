@@ -39,7 +39,7 @@ from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 MAX_PROGRAMS = 128
 SPINS_PER_ABORT_CHECK = 0x3FFF  # polls of the buffer between two polls of ``abort``
 # words per block of a gather: small if one round suffices, else large
-_GATHER_BLOCKS = (1024, 4096)
+_GATHER_BLOCK_WORDS = (1024, 4096)
 _WORDS_PER_WAIT = 4  # words per thread and wait
 
 
@@ -121,9 +121,9 @@ def all_gather_columns(
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     widest = max(widths) // per
     block = (
-        _GATHER_BLOCKS[0]
-        if rows * -(-widest // _GATHER_BLOCKS[0]) <= MAX_PROGRAMS
-        else min(_GATHER_BLOCKS[1], region)
+        _GATHER_BLOCK_WORDS[0]
+        if rows * -(-widest // _GATHER_BLOCK_WORDS[0]) <= MAX_PROGRAMS
+        else min(_GATHER_BLOCK_WORDS[1], region)
     )
     blocks = -(-widest // block)
     asm, constraints = _wait_and_add_asm(1, "word", _WORDS_PER_WAIT, 0)

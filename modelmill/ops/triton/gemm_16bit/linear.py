@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.kernel_support import NOT_FLOAT32, GemmSupportRange
+from modelmill.ops.kernel_support import HALF_AND_FLOAT64_DTYPES, GemmSupportRange
 from modelmill.ops.triton.common import launch_configs
 from modelmill.ops.triton.common.device import INTERPRETED
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
@@ -41,7 +41,7 @@ MAX_ROWS = 16
 
 SUPPORTED_PROBLEMS = (
     GemmSupportRange(m=(1, 1)),
-    GemmSupportRange(m=(2, MAX_ROWS), dtypes=NOT_FLOAT32),
+    GemmSupportRange(m=(2, MAX_ROWS), dtypes=HALF_AND_FLOAT64_DTYPES),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from modelmill.ops.kernel_support import NOT_FLOAT32, GemmSupportRange
+from modelmill.ops.kernel_support import HALF_AND_FLOAT64_DTYPES, GemmSupportRange
 from modelmill.ops.triton.common import launch_configs
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.launch_configs import GemmKey, LaunchConfig, TunedConfigs
@@ -14,7 +14,7 @@ from modelmill.ops.triton.gemm_16bit.linear import MAX_ROWS, gemm
 from modelmill.ops.triton.gemm_16bit.linear import supports as supports
 from modelmill.ops.triton.norm_quantize import silu_mul
 
-SUPPORTED_PROBLEMS = (GemmSupportRange(m=(1, 1)), GemmSupportRange(dtypes=NOT_FLOAT32))
+SUPPORTED_PROBLEMS = (GemmSupportRange(m=(1, 1)), GemmSupportRange(dtypes=HALF_AND_FLOAT64_DTYPES))
 
 
 def candidates(key: GemmKey) -> tuple[LaunchConfig, ...]:

@@ -7,16 +7,20 @@ from collections.abc import Callable
 import torch
 
 from modelmill.ops.fused_moe import ACTIVATIONS, RELU2, FusedMoEInputs
-from modelmill.ops.kernel_support import HALF
+from modelmill.ops.kernel_support import HALF_DTYPES
 from modelmill.ops.triton.moe import grouped_gemm, moe_decode
 
 MAX_EXPERTS = 1024
-FEW_PAIRS = 0.25  # pairs for each expert up to which experts are hardly shared
+PAIR_KERNEL_MAX_PAIRS_PER_EXPERT = (
+    0.25  # pairs for each expert up to which experts are hardly shared
+)
 # a pair that reads weights of 4 bits again costs less than a tile with one row
-FEW_PAIRS_4BIT, FEW_TOKENS_4BIT = 1.0, 16
+PAIR_KERNEL_MAX_PAIRS_4BIT, PAIR_KERNEL_MAX_TOKENS_4BIT = 1.0, 16
 
 
-def uses_pair_kernel(inputs: FusedMoEInputs, few_pairs: float = FEW_PAIRS) -> bool:
+def uses_pair_kernel(
+    inputs: FusedMoEInputs, few_pairs: float = PAIR_KERNEL_MAX_PAIRS_PER_EXPERT
+) -> bool:
     """Whether experts are shared by so few tokens that each pair reads its own weights.
 
     few_pairs: pairs of a token and its expert, for each expert, up to which this holds.
@@ -32,7 +36,7 @@ def supports_layout(inputs: FusedMoEInputs, *, ungated: bool = False) -> bool:
     ungated: whether the kernel serves experts without a gate, too.
     """
     x, shared = inputs.x, inputs.shared
-    dtypes = (*HALF, torch.float32)
+    dtypes = (*HALF_DTYPES, torch.float32)
     return (
         x.dtype in dtypes
         and x.dim() == 2

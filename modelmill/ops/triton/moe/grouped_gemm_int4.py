@@ -61,7 +61,7 @@ _E2M1_TO_BFLOAT16 = tl.constexpr(f"""{{
     }}""")
 # pairs of an expert, on average, from which it is dequantized first: of integers, of e2m1
 DEQUANT_MIN_PAIRS, DEQUANT_MIN_PAIRS_E2M1 = 64, 128
-EXPONENT_BIAS = {torch.bfloat16: 128, torch.float16: 1024}
+CODE_BIAS_BY_DTYPE = {torch.bfloat16: 128, torch.float16: 1024}
 GroupedInt4LaunchConfig = tuple[int, int, int, int]
 # (weight rows, columns, stages, warps) by tokens of a tile: of gate and of up each, and of down
 LAUNCH_CONFIGS: dict[int, tuple[GroupedInt4LaunchConfig, GroupedInt4LaunchConfig]] = {
@@ -142,7 +142,7 @@ def _launch_grouped_gemm(
         (
             top_k, name == "gate_up", e2m1, offset is not None, bias is not None,
             *gate_constants(inputs), ZERO_POINT, group, chunk,
-            k % chunk == 0, EXPONENT_BIAS[x.dtype], GROUP, len(order[0]) // blocks, rows,
+            k % chunk == 0, CODE_BIAS_BY_DTYPE[x.dtype], GROUP, len(order[0]) // blocks, rows,
             pdl["PDL"],
         ),
         {"num_warps": warps, "num_stages": stages, "launch_pdl": pdl["launch_pdl"]},

@@ -18,8 +18,8 @@ from modelmill.ops.moe_support import MoESupportRange
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.moe import grouped_gemm_int4, moe_decode_int4
 from modelmill.ops.triton.moe.experts import (
-    FEW_PAIRS_4BIT,
-    FEW_TOKENS_4BIT,
+    PAIR_KERNEL_MAX_PAIRS_4BIT,
+    PAIR_KERNEL_MAX_TOKENS_4BIT,
     supports_layout,
     uses_pair_kernel,
 )
@@ -53,5 +53,7 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
 
 def uses_pair_kernel_4bit(inputs: FusedMoEInputs) -> bool:
     """``uses_pair_kernel`` for weights of 4 bits, up to as many tokens as it was timed with."""
-    few = len(inputs.x) <= FEW_TOKENS_4BIT and uses_pair_kernel(inputs, FEW_PAIRS_4BIT)
+    few = len(inputs.x) <= PAIR_KERNEL_MAX_TOKENS_4BIT and uses_pair_kernel(
+        inputs, PAIR_KERNEL_MAX_PAIRS_4BIT
+    )
     return few or uses_pair_kernel(inputs)

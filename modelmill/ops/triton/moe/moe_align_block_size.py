@@ -18,16 +18,19 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.moe_align_block_size import NO_EXPERT, max_blocks
+from modelmill.ops.moe_align_block_size import NO_EXPERT, max_expert_blocks
 from modelmill.ops.triton.common.device import next_power_of_two
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
 MAX_EXPERTS = 1024
-_CHUNK = 128  # pairs of a program
-_FILL, _BLOCKS = 512, 16  # padding, and blocks, that a program writes at once
-_MAX_COUNTS = 8192  # counts in registers at once
+_PAIRS_PER_PROGRAM = 128  # pairs of a program
+_PADDING_PER_PROGRAM, _BLOCKS_PER_PROGRAM = (
+    512,
+    16,
+)  # padding, and blocks, that a program writes at once
+_MAX_COUNTS_IN_REGISTERS = 8192  # counts in registers at once
 
 
 def supports(topk_ids: torch.Tensor, block_size: int, experts: int) -> bool:
@@ -39,7 +42,7 @@ def supports(topk_ids: torch.Tensor, block_size: int, experts: int) -> bool:
 def run(topk_ids: torch.Tensor, block_size: int, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the op."""
     pairs, device = topk_ids.numel(), topk_ids.device
-    blocks, chunks = max_blocks(pairs, block_size, experts), -(-pairs // _CHUNK)
+    blocks, chunks = max_expert_blocks(pairs, block_size, experts), -(-pairs // _PAIRS_PER_PROGRAM)
     block_e = max(16, next_power_of_two(experts))
     counts = torch.empty((chunks, block_e), dtype=torch.int32, device=device)
     sorted_ids = torch.empty(blocks * block_size, dtype=torch.int32, device=device)
@@ -48,12 +51,13 @@ def run(topk_ids: torch.Tensor, block_size: int, experts: int) -> tuple[torch.Te
     options = {"num_warps": 4, "launch_pdl": pdl["launch_pdl"]}
     _count_launcher(
         (chunks, 1, 1), (topk_ids, counts, sorted_ids), (pairs, len(sorted_ids), chunks), (),
-        (NO_EXPERT, _FILL, block_e, _CHUNK, pdl["PDL"]), options,
+        (NO_EXPERT, _PADDING_PER_PROGRAM, block_e, _PAIRS_PER_PROGRAM, pdl["PDL"]), options,
     )  # fmt: skip
     _scatter_launcher(
         (chunks, 1, 1), (topk_ids, counts, sorted_ids, expert_ids), (pairs, chunks, blocks), (),
         (
-            block_size, NO_EXPERT, _BLOCKS, block_e, max(1, _MAX_COUNTS // block_e), _CHUNK,
+            block_size, NO_EXPERT, _BLOCKS_PER_PROGRAM, block_e,
+            max(1, _MAX_COUNTS_IN_REGISTERS // block_e), _PAIRS_PER_PROGRAM,
             pdl["PDL"],
         ),
         options,

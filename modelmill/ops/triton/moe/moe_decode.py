@@ -35,11 +35,11 @@ from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.norm_quantize import quantize
 
 DecodeLaunchConfig = tuple[int, int, int]
-CLAMPED = "clamped"  # the gate with a clamp, beside the names of activations
-_CLAMPED, _GELU_TANH = tl.constexpr(CLAMPED), tl.constexpr(GELU_TANH)
+CLAMPED_ACTIVATION = "clamped"  # the gate with a clamp, beside the names of activations
+_CLAMPED, _GELU_TANH = tl.constexpr(CLAMPED_ACTIVATION), tl.constexpr(GELU_TANH)
 _RELU2 = tl.constexpr(RELU2)
 # (rows, columns, warps) of a program: of gate and of up each, and of down
-FEW_TOKENS = 4
+DECODE_CONFIG_MAX_TOKENS = 4
 GATE_UP_LAUNCH_CONFIG: DecodeLaunchConfig = (2, 2048, 4)
 DOWN_LAUNCH_CONFIG: DecodeLaunchConfig = (4, 256, 4)
 # more rows share the conversion of x: 8 bits are bound by instructions before bytes
@@ -48,12 +48,12 @@ DOWN_LAUNCH_CONFIG_8BIT: DecodeLaunchConfig = (4, 256, 8)
 MANY_TOKENS_LAUNCH_CONFIG: DecodeLaunchConfig = (16, 128, 4)  # float32 alone comes here with many
 # steps of down's loop over columns whose weights are loaded before the wait, and a thread's
 # registers for them
-MAX_EARLY_STEPS, MAX_EARLY_REGISTERS = 3, 48
+MAX_PRELOAD_STEPS, MAX_PRELOAD_REGISTERS = 3, 48
 
 
 def _choose_launch_config(tile: DecodeLaunchConfig, tokens: int, width: int) -> DecodeLaunchConfig:
     """The tile with fewer columns for a narrow matrix."""
-    rows, columns, warps = tile if tokens <= FEW_TOKENS else MANY_TOKENS_LAUNCH_CONFIG
+    rows, columns, warps = tile if tokens <= DECODE_CONFIG_MAX_TOKENS else MANY_TOKENS_LAUNCH_CONFIG
     return rows, min(columns, max(16, next_power_of_two(width))), warps
 
 
@@ -68,7 +68,7 @@ def count_preload_steps(tile: DecodeLaunchConfig, slots: int, element_size: int,
     """
     rows, columns, warps = tile
     registers = max(1, rows * slots * columns * element_size // (4 * 32 * warps))
-    return max(1, min(MAX_EARLY_STEPS, -(-width // columns), MAX_EARLY_REGISTERS // registers))
+    return max(1, min(MAX_PRELOAD_STEPS, -(-width // columns), MAX_PRELOAD_REGISTERS // registers))
 
 
 def quantize_rows_if_needed(
@@ -143,7 +143,11 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
 
 def gate_constants(inputs: FusedMoEInputs) -> tuple[str, float, float]:
     """GATE, ALPHA and LIMIT of ``gated_activation``."""
-    return (inputs.activation, 0.0, 0.0) if inputs.clamp is None else (CLAMPED, *inputs.clamp)
+    return (
+        (inputs.activation, 0.0, 0.0)
+        if inputs.clamp is None
+        else (CLAMPED_ACTIVATION, *inputs.clamp)
+    )
 
 
 @triton.jit

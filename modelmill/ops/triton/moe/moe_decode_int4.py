@@ -39,8 +39,8 @@ from modelmill.ops.triton.weight_only_gemm.mxfp4_linear import e2m1_values, e8m0
 
 ZERO_POINT = 8  # the code of 0 in a symmetric weight
 WORD_COLUMNS = 8
-RUN_BYTES = 16  # of 32 columns
-FEW_TOKENS, SEVERAL_TOKENS = 4, 16
+PACK_BYTES = 16  # of 32 columns
+SMALL_DOWN_MAX_TOKENS, DECODE_CONFIG_MAX_TOKENS = 4, 16
 _ASSEMBLY = tl.constexpr(not INTERPRETED)
 # bytes 2 of the results are the nibbles, bytes 3 the exponent
 _LOW_NIBBLES_TO_FLOAT32 = tl.constexpr("""{
@@ -93,7 +93,7 @@ MANY_TOKENS_LAUNCH_CONFIG: DecodeLaunchConfig = (16, 16, 4)  # float32, or very 
 
 def _choose_launch_config(tile: DecodeLaunchConfig, tokens: int, width: int) -> DecodeLaunchConfig:
     """The tile with fewer words for a narrow matrix."""
-    rows, words, warps = tile if tokens <= SEVERAL_TOKENS else MANY_TOKENS_LAUNCH_CONFIG
+    rows, words, warps = tile if tokens <= DECODE_CONFIG_MAX_TOKENS else MANY_TOKENS_LAUNCH_CONFIG
     return rows, min(words, max(4, next_power_of_two(width // WORD_COLUMNS))), warps
 
 
@@ -113,7 +113,7 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
     weight, scale, offset = inputs.gate_up, inputs.gate_up_scale, inputs.gate_up_offset
     assert scale is not None, "see supports"
     blocks = -(-inner_size // rows)
-    sizes = (inner_size, hidden, blocks, x.stride(0), scale.shape[2], weight.shape[2] // RUN_BYTES)
+    sizes = (inner_size, hidden, blocks, x.stride(0), scale.shape[2], weight.shape[2] // PACK_BYTES)
     _gate_up_launcher(
         (tokens * top_k * blocks, 1, 1),
         (
@@ -135,7 +135,7 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
     weight, scale, offset = inputs.down, inputs.down_scale, inputs.down_offset
     assert scale is not None, "see supports"
     bias, shared = inputs.down_bias, inputs.shared
-    down_sizes = (hidden, inner_size, scale.shape[2], weight.shape[2] // RUN_BYTES)
+    down_sizes = (hidden, inner_size, scale.shape[2], weight.shape[2] // PACK_BYTES)
     slots = next_power_of_two(top_k)
     _down_launcher(
         (-(-hidden // rows), tokens, 1),
@@ -157,7 +157,7 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
 
 
 def _down_launch_config(tokens: int, e2m1: bool) -> DecodeLaunchConfig:
-    if tokens <= FEW_TOKENS:
+    if tokens <= SMALL_DOWN_MAX_TOKENS:
         return DOWN_LAUNCH_CONFIG_E2M1 if e2m1 else DOWN_LAUNCH_CONFIG
     return DOWN_LAUNCH_CONFIG_E2M1_8_TOKENS if e2m1 else DOWN_LAUNCH_CONFIG_8_TOKENS
 

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.kernel_support import HALF
+from modelmill.ops.kernel_support import HALF_DTYPES
 from modelmill.ops.triton.common.device import next_power_of_two
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
@@ -39,7 +39,7 @@ def supports(
         return False
     if torch.float64 in (x.dtype, weight.dtype) or not (bias is None or bias.is_contiguous()):
         return False
-    return len(x) <= MAX_GEMV_ROWS or (x.dtype == weight.dtype and x.dtype in HALF)
+    return len(x) <= MAX_GEMV_ROWS or (x.dtype == weight.dtype and x.dtype in HALF_DTYPES)
 
 
 def run(

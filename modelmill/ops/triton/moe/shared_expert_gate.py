@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.kernel_support import FLOATS
+from modelmill.ops.kernel_support import HALF_AND_FLOAT32_DTYPES
 from modelmill.ops.triton.common.device import next_power_of_two
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
@@ -30,7 +30,7 @@ def supports(x: torch.Tensor, weight: torch.Tensor, expert_out: torch.Tensor) ->
     return (
         x.numel() > 0
         and x.shape[1] <= MAX_WIDTH
-        and all(each.stride(1) == 1 and each.dtype in FLOATS for each in tensors)
+        and all(each.stride(1) == 1 and each.dtype in HALF_AND_FLOAT32_DTYPES for each in tensors)
     )
 
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.branches_add_rms_norm import BranchesAddRMSNormInputs
-from modelmill.ops.kernel_support import FLOATS
+from modelmill.ops.kernel_support import HALF_AND_FLOAT32_DTYPES
 from modelmill.ops.triton.common.device import plan_row_launch
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
@@ -36,7 +36,7 @@ def supports(inputs: BranchesAddRMSNormInputs) -> bool:
         x.numel() > 0
         and x.shape == residual.shape
         and x.shape[1] <= MAX_WIDTH
-        and x.dtype in FLOATS
+        and x.dtype in HALF_AND_FLOAT32_DTYPES
         and all(each.dtype is x.dtype and each.is_contiguous() for each in tensors)
     )
 

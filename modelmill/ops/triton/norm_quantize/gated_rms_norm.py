@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.gated_rms_norm import GatedRMSNormInputs
-from modelmill.ops.kernel_support import FLOATS
+from modelmill.ops.kernel_support import HALF_AND_FLOAT32_DTYPES
 from modelmill.ops.triton.common.device import plan_row_launch
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
@@ -34,8 +34,8 @@ def supports(inputs: GatedRMSNormInputs) -> bool:
         and x.dtype is torch.float32
         and x.is_contiguous()
         and gate.stride(1) == 1
-        and gate.dtype in FLOATS
-        and (weight is None or (weight.dtype in FLOATS and weight.is_contiguous()))
+        and gate.dtype in HALF_AND_FLOAT32_DTYPES
+        and (weight is None or (weight.dtype in HALF_AND_FLOAT32_DTYPES and weight.is_contiguous()))
         and group <= MAX_GROUP
     )
 

@@ -55,11 +55,13 @@ def _permutation_shared_bytes(width: int) -> int:
     return 4 * next_power_of_two(width)
 
 
-_RANGE = RowOpSupportRange(
+_NORM_QUANT_RANGE = RowOpSupportRange(
     same_dtype=True, max_width=MAX_WIDTH, packed_dtypes=True, fits=supports_output_dtype
 )
-SUPPORTED_PROBLEMS = (_RANGE,)
-QUANTIZE_PROBLEMS = (replace(_RANGE, max_width=2 * MAX_WIDTH, fits=_supports_permute_and_dtype),)
+SUPPORTED_PROBLEMS = (_NORM_QUANT_RANGE,)
+QUANTIZE_PROBLEMS = (
+    replace(_NORM_QUANT_RANGE, max_width=2 * MAX_WIDTH, fits=_supports_permute_and_dtype),
+)
 
 
 def supports(*args: Any) -> bool:

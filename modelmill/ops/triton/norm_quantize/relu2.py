@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.kernel_support import FLOATS
+from modelmill.ops.kernel_support import HALF_AND_FLOAT32_DTYPES
 from modelmill.ops.triton.common.device import plan_elementwise_launch
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
@@ -23,7 +23,7 @@ from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
 def supports(x: torch.Tensor) -> bool:
     """Whether x is contiguous, of these dtypes."""
-    return x.numel() > 0 and x.is_contiguous() and x.dtype in FLOATS
+    return x.numel() > 0 and x.is_contiguous() and x.dtype in HALF_AND_FLOAT32_DTYPES
 
 
 def run(x: torch.Tensor) -> torch.Tensor:

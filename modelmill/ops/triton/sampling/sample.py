@@ -39,9 +39,9 @@ from modelmill.ops.triton.sampling.integer_probs import (
     token_weight,
 )
 from modelmill.ops.triton.sampling.topk_topp import (
-    ABOVE,
-    GOT,
-    TOTAL,
+    NUM_GATHERED_SLOT,
+    TOTAL_WEIGHT_SLOT,
+    WEIGHT_ABOVE_SLOT,
     find_threshold_bracket,
     load_filter_params,
     load_row_max_and_floor,
@@ -182,13 +182,15 @@ def _gather_candidates(
         x = scaled_logits(logits_ptr + row * stride, at, vocab, tl.load(temperature_ptr + row))
         if counting == 0:
             weight = token_weight(x, row_max)
-            tl.atomic_add(levels + 2 * PIVOTS + TOTAL, tl.sum(weight), sem="relaxed")
+            tl.atomic_add(levels + 2 * PIVOTS + TOTAL_WEIGHT_SLOT, tl.sum(weight), sem="relaxed")
             tl.atomic_add(
-                levels + 2 * PIVOTS + ABOVE, tl.sum(tl.where(x >= hi, weight, 0)), sem="relaxed"
+                levels + 2 * PIVOTS + WEIGHT_ABOVE_SLOT,
+                tl.sum(tl.where(x >= hi, weight, 0)),
+                sem="relaxed",
             )
         # not "|": Triton 3.9's interpreter does not accept a scalar comparison in a mask
         take = (x >= lo) & tl.where(counting & (at_lo <= GATHERED), True, x < hi)
-        counter = levels + 2 * PIVOTS + GOT + tl.zeros([CHUNK], tl.int32)
+        counter = levels + 2 * PIVOTS + NUM_GATHERED_SLOT + tl.zeros([CHUNK], tl.int32)
         slot = tl.atomic_add(counter, take.to(tl.int64), mask=take, sem="relaxed")
         take = take & (slot < GATHERED)
         tl.store(words + 3 * CHUNKS + 2 + slot, float_to_bits(x), mask=take)
@@ -214,7 +216,7 @@ def _find_threshold(
         threshold = -row_max
     if filters & (row_max > NEG_INF):
         exact, top_k_done = row_max < NEG_INF, row_max < NEG_INF
-        num_gathered = tl.load(levels + 2 * PIVOTS + GOT)
+        num_gathered = tl.load(levels + 2 * PIVOTS + NUM_GATHERED_SLOT)
         # if the top k include tokens of weight 0, the threshold is below all pivots
         if (row_max < POS_INF) & ((counting == 0) | (tl.load(levels) >= k)):
             if num_gathered <= GATHERED // 4:

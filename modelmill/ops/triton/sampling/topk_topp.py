@@ -33,11 +33,15 @@ _LOGIT_SPAN = tl.constexpr(28.0)
 # relative to the total: several times the error of the approximate weights
 _MAX_RELATIVE_ERROR = tl.constexpr(2.0**-16)
 
-# Scratch memory of a row. sums (int64): F of the pivots of both levels, four totals (GOT, TOTAL,
-# ABOVE), weight of each chunk. words (int32, or float32 bits): maximum, minimum and index of the
-# maximum of each chunk; the threshold and the last id among tokens equal to it; the gathered values
-# and their ids.
-GOT, TOTAL, ABOVE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# Scratch memory of a row. sums (int64): F of the pivots of both levels, four totals
+# (NUM_GATHERED_SLOT, TOTAL_WEIGHT_SLOT, WEIGHT_ABOVE_SLOT), weight of each chunk. words (int32, or
+# float32 bits): maximum, minimum and index of the maximum of each chunk; the threshold and the last
+# id among tokens equal to it; the gathered values and their ids.
+NUM_GATHERED_SLOT, TOTAL_WEIGHT_SLOT, WEIGHT_ABOVE_SLOT = (
+    tl.constexpr(0),
+    tl.constexpr(1),
+    tl.constexpr(2),
+)
 
 
 @triton.jit
@@ -227,9 +231,9 @@ def threshold_from_gathered(
     index = tl.arange(0, NUM_LOADED)
     x = bits_to_float(tl.load(words + 3 * CHUNKS + 2 + index))
     ids = tl.load(words + 3 * CHUNKS + 2 + GATHERED + index)
-    num_gathered = tl.load(levels + 2 * PIVOTS + GOT)
-    above = tl.load(levels + 2 * PIVOTS + ABOVE)
-    total = tl.load(levels + 2 * PIVOTS + TOTAL)
+    num_gathered = tl.load(levels + 2 * PIVOTS + NUM_GATHERED_SLOT)
+    above = tl.load(levels + 2 * PIVOTS + WEIGHT_ABOVE_SLOT)
+    total = tl.load(levels + 2 * PIVOTS + TOTAL_WEIGHT_SLOT)
     lo, hi, at_lo, at_hi = find_threshold_bracket(levels, row_max, row_min, k, p, counting, PIVOTS)
     x = tl.where(index < num_gathered, x, NEG_INF)
     keys, weight = float_to_key(x), token_weight(x, row_max)

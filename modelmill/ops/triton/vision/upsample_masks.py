@@ -26,7 +26,7 @@ from modelmill.ops.upsample_masks import Masks, UpsampleMasksInputs
 unavailable_reason = unavailable_reason_without_ptx
 
 ROWS, BLOCK = 32, 512  # pixels per program
-_OUT_OF_RANGE = 1 << 30
+_EMPTY_BOX_COORDINATE = 1 << 30
 
 
 def supports(inputs: UpsampleMasksInputs) -> bool:
@@ -40,10 +40,10 @@ def run(inputs: UpsampleMasksInputs) -> Masks:
     logits, image, resized, size, offset, pixels = inputs
     count, grid, _ = logits.shape
     width, height = size
-    columns, column_weights = _axis_taps(width, resized[0], image, grid, logits.device)
-    rows, row_weights = _axis_taps(height, resized[1], image, grid, logits.device)
+    columns, column_weights = _interpolation_taps(width, resized[0], image, grid, logits.device)
+    rows, row_weights = _interpolation_taps(height, resized[1], image, grid, logits.device)
     counts = torch.zeros((count, 3), dtype=torch.int32, device=logits.device)
-    boxes = torch.full((count, 4), _OUT_OF_RANGE, dtype=torch.int32, device=logits.device)
+    boxes = torch.full((count, 4), _EMPTY_BOX_COORDINATE, dtype=torch.int32, device=logits.device)
     boxes[:, 2:] = -1
     masks = (
         torch.empty((count, height, width), dtype=torch.bool, device=logits.device)
@@ -61,7 +61,7 @@ def run(inputs: UpsampleMasksInputs) -> Masks:
 
 
 @functools.lru_cache(maxsize=32)
-def _axis_taps(
+def _interpolation_taps(
     out: int, resized: int, image: int, grid: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices [out, 4] of the four taps of each of ``out`` pixels along an axis, and weights."""

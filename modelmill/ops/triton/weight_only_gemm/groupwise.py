@@ -9,10 +9,12 @@ import torch
 
 from modelmill.ops.groupwise import PACK_COLUMNS, GroupwiseLinearInputs
 from modelmill.ops.kernel_support import GemmSupportRange, Kernel
-from modelmill.ops.triton.common.device import DEQUANT_RANGES
+from modelmill.ops.triton.common.device import DEQUANT_GEMM_RANGES
 from modelmill.ops.triton.weight_only_gemm.dequant import multiply_dequantized
 
-SUPPORTED_PROBLEMS = tuple(replace(each, group_multiple=PACK_COLUMNS) for each in DEQUANT_RANGES)
+SUPPORTED_PROBLEMS = tuple(
+    replace(each, group_multiple=PACK_COLUMNS) for each in DEQUANT_GEMM_RANGES
+)
 
 # (maximum rows of x, tokens per program, weight rows per program, stages, warps)
 LAUNCH_CONFIGS = ((16, 16, 16, 6, 4), (32, 32, 64, 4, 4), (64, 64, 64, 4, 4))

@@ -45,7 +45,7 @@ from modelmill.ops.triton.weight_only_gemm.groupwise import supports as supports
 ZERO_POINT = 8  # the code of 0 in a symmetric weight
 # maximum columns of a chunk: two products with 64 columns each
 CHUNK = 128
-EXPONENT_BIAS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}
+CODE_BIAS_BY_DTYPE = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}
 
 
 def _gemm(inputs: GroupwiseLinearInputs, out: torch.Tensor) -> None:
@@ -59,7 +59,7 @@ def _gemm(inputs: GroupwiseLinearInputs, out: torch.Tensor) -> None:
         out.stride(0),
         OFFSET=offset is not None, BIAS=bias is not None, ZERO=ZERO_POINT, GROUP=group,
         CHUNK=math.gcd(group, CHUNK),
-        CODE_BIAS=EXPONENT_BIAS[x.dtype], BLOCK_T=block_t, BLOCK_N=block_n, num_stages=stages,
+        CODE_BIAS=CODE_BIAS_BY_DTYPE[x.dtype], BLOCK_T=block_t, BLOCK_N=block_n, num_stages=stages,
         num_warps=warps,
         **pdl_launch_options(x.device, tokens),
     )  # fmt: skip

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from modelmill.ops.kernel_support import NOT_FLOAT32, GemmSupportRange
+from modelmill.ops.kernel_support import HALF_AND_FLOAT64_DTYPES, GemmSupportRange
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.gemm_16bit.linear import MAX_ROWS, gemm
 from modelmill.ops.triton.weight_only_gemm.int8_linear import supports as supports
 
 SUPPORTED_PROBLEMS = (
     GemmSupportRange(m=(1, 1)),
-    GemmSupportRange(m=(2, MAX_ROWS), dtypes=NOT_FLOAT32),
+    GemmSupportRange(m=(2, MAX_ROWS), dtypes=HALF_AND_FLOAT64_DTYPES),
 )
 
 
