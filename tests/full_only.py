@@ -991,6 +991,10 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_a_click_and_an_embedding_become_rows",
         "test_a_compiled_side_has_a_process_for_each_batch",
     ),
+    "tests/benchmarks/test_engine_cache.py": (
+        "test_the_calibration_of_a_refused_build_*[rptq-False]",
+        "test_the_calibration_of_a_refused_build_*[int8-*",
+    ),
     "tests/benchmarks/test_minigpt4.py": ("test_transformers_runs_the_same_sizes",),
     "tests/cli/test_server_commands.py": (
         "test_a_shell_completes_running_servers[words0]",
