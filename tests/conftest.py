@@ -16,7 +16,7 @@ import pytest
 from modelmill.core import env
 from tests import optional_extras
 from tests.full_only import is_exhaustive_only, is_full_only
-from tests.hypothesis_examples import set_quick
+from tests.hypothesis_examples import is_quick, set_quick
 
 if TYPE_CHECKING:  # it needs the extra serve, without which tests are skipped and not this file
     from tests.serve.segment_service import SegmentService
@@ -187,6 +187,15 @@ def _no_fsync() -> Iterator[None]:
     """Files of tests need not survive a power cut: an engine's build would wait for ten of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.fsync", lambda _: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _short_acceptance() -> Iterator[None]:
+    """In ``make test`` engines are judged on sequences of half the length."""
+    with pytest.MonkeyPatch.context() as patch:
+        if is_quick():
+            patch.setattr("modelmill.accept.run.SEQUENCE_LENGTH", 48)
         yield
 
 

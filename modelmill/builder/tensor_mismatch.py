@@ -134,7 +134,9 @@ def find_deciding_fields(
     first = _first_name(found)
     of_names = bool(found.missing or found.unused)
     limit = MAX_MATCHED_NAMES if of_names else MAX_COMPARED_SHAPES
-    trials = min(MAX_TRIALS, limit // (len(checkpoint.names()) + 1))
+    # of the checkpoint and of the model, which may have many more layers
+    num_names = len(checkpoint.names()) + len(found.missing)
+    trials = min(MAX_TRIALS, limit // (num_names + 1))
     sizes = _sizes_read(checkpoint, family)
     decides: set[str] = set()
     fits: dict[str, int] = {}

@@ -10,12 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.accept.run import (
-    NUM_SEQUENCES,
-    SEQUENCE_LENGTH,
-    acceptance_token_ids,
-    compare_engine,
-)
+from modelmill.accept import run
+from modelmill.accept.run import NUM_SEQUENCES, acceptance_token_ids, compare_engine
 from modelmill.artifact.store import open_artifact
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import RunConfig
@@ -98,7 +94,7 @@ def test_ids_without_a_tokenizer_are_seeded(
     artifact = open_artifact(built_engine[1])
     ids = acceptance_token_ids(artifact)
     assert ids == acceptance_token_ids(artifact)
-    assert [len(one) for one in ids] == [SEQUENCE_LENGTH] * NUM_SEQUENCES
+    assert [len(one) for one in ids] == [run.SEQUENCE_LENGTH] * NUM_SEQUENCES
     assert all(0 <= id < 160 for one in ids for id in one)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -246,10 +247,14 @@ def save_transformers(raw: dict[str, Any], folder: Path, attention: str = "eager
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     depends_on_length = {"dynamic", "longrope"} & {scaling.get("type"), scaling.get("rope_type")}
 
+    @cache
+    def logits_of_prompt(ids: tuple[int, ...]) -> torch.Tensor:
+        return model(torch.tensor([ids])).logits[0].float()
+
     @torch.no_grad()
     def logits(ids: list[int], decode_from: int | None = None) -> torch.Tensor:
         if decode_from is None or not depends_on_length:
-            return model(torch.tensor([ids])).logits[0].float()
+            return logits_of_prompt(tuple(ids))
         out = model(torch.tensor([ids[:decode_from]]), use_cache=True)
         rows = [out.logits[0]]
         for token in ids[decode_from:]:

@@ -23,7 +23,7 @@ from modelmill.core.module_lookup import import_module_if_exists
 from modelmill.parallel.tp_group import SINGLE_RANK
 from modelmill.runtime.engine_core import EngineCore
 from tests.accept.build_and_accept import build_and_accept
-from tests.hypothesis_examples import is_quick
+from tests.hypothesis_examples import examples, is_quick
 from tests.models.all_families import CASES
 from tests.models.config_keys import config_warnings
 from tests.models.idle_fields import IDLE
@@ -86,11 +86,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Saved]:
     return SavedCases(tmp_path_factory.mktemp("families"))
 
 
+LATE = 64
+"""Of the 70 tokens of the longest sequence, those before the decoded ones in ``make test``."""
+
+
 @each_family
 def test_logits(name: str, saved: Mapping[str, Saved]) -> None:
     each = saved[name]
     # beyond every window and original length; make test decodes more for the representatives only
-    start = 37 if is_quick() and name not in REPRESENTATIVES else 5
+    start = LATE if is_quick() and name not in REPRESENTATIVES else 5
     compare(each.open(), each.logits, drawn_ids(each.case.base["vocab_size"]), (None, start))
     whole = each.open(max_num_batched_tokens=256)
     # no chunk more is here than above before the decoded tokens, which would be computed once more
@@ -107,7 +111,12 @@ def test_logits_of_every_switch(name: str, number: int, tmp_path: Path) -> None:
     config = RunConfig(device="cpu", max_num_batched_tokens=32, kv_cache_bytes=1 << 22)
     vocab = int({**case.base, **changes}["vocab_size"])
     # decoded beyond every window and original length of the cases; test_logits decodes it all
-    compare(EngineCore.open(tmp_path / "e", config), logits, drawn_ids(vocab), (None, 37))
+    compare(
+        EngineCore.open(tmp_path / "e", config),
+        logits,
+        drawn_ids(vocab),
+        (None, examples(full=37, quick=LATE)),
+    )
 
 
 @each_family

@@ -142,11 +142,10 @@ MISTAKES = {
     "the row not waited for": ("barriers are there\n    __syncthreads();", "are there\n"),
     "the highest id of equal ones": ("other < expert", "other <= expert"),
     "one expert too few of a block": (
-        "if (warp < count) send_logit",
-        "if (warp < count - 1) send_logit",
+        "if (warp < count) send_logit", "if (warp < count - 1) send_logit",
     ),
     "eps forgotten": ("squares / K + w.eps", "squares / K + 0.5f"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", mistakes(MISTAKES))

@@ -75,23 +75,20 @@ MISTAKES = {
     ),
     "stages given back too early": "        wgmma_wait<1>(); // those of the previous K tile\n",
     "products not waited for": (
-        "wgmma_wait<0>(); wgmma_fence_operand(d); release",
-        "wgmma_fence_operand(d); release",
+        "wgmma_wait<0>(); wgmma_fence_operand(d); release", "wgmma_fence_operand(d); release",
     ),
     "a store's place used too early": "if (SLICE == 0) staging.acquire();",
     "stores not waited for": "        if (staging.thread == 0) tma_store_wait();\n",
     "both halves in one place": (" + rank * W_HALF, w_map", ", w_map"),
     "a half brought to one block": ("w_row, 3);", "w_row, 1 << rank);"),
     "the last columns forgotten": (
-        "i * STORE_BOX < n) tma_store",
-        "i * STORE_BOX + STORE_BOX < n) tma_store",
+        "i * STORE_BOX < n) tma_store", "i * STORE_BOX + STORE_BOX < n) tma_store",
     ),
     "rows of x that are not there yet": (
-        "    pdl_wait();\n    for (int k_tile",
-        "    for (int k_tile",
+        "    pdl_wait();\n    for (int k_tile", "    for (int k_tile",
     ),
     "barriers of a block that has not made them": ("    cluster_sync_relaxed();\n}\n", "}\n"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", mistakes(MISTAKES))

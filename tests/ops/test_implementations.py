@@ -22,8 +22,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INTERPRETED_AT_MOST = (
     200_000  # input and output elements: the interpreter runs programs one after another
 )
-LARGE = 1 << 20  # elements from which make test takes one seed alone
-SEEDS = (0, 1)  # the interpreter runs only the first
+SEEDS = (0, 1)  # the interpreter and make test run only the first
 # Cases that the interpreter runs in make test-all alone: each has a smaller one of the same route.
 INTERPRETED_IN_FULL_ONLY: Mapping[str, Sequence[str]] = {
     "add_layer_norm_quant": ("35x40-int8-static", "35x40-fp8-*"),
@@ -90,9 +89,7 @@ def test_implementation_matches_the_reference(
             continue
         if not registry.backend_serves_args(op, backend, **case.args):
             continue
-        once = interpreted(backend, device) or (
-            pytestconfig.getoption("--quick") and _size(case.args) > LARGE
-        )
+        once = interpreted(backend, device) or pytestconfig.getoption("--quick")
         for seed in SEEDS[:1] if once else SEEDS:
             args = _fresh(case, seed)
             expected = _oracle(op, args)

@@ -129,28 +129,24 @@ MISTAKES = {
     "stages filled too early": (f"{WAIT_FOR_EMPTY}                load_w(", "load_w("),
     "wgmmas not waited for": "        wgmma_wait<PENDING>();\n",
     "a stage given back while its products run": (
-        "barriers.tiles.empty[previous]",
-        "barriers.tiles.empty[state.stage]",
+        "barriers.tiles.empty[previous]", "barriers.tiles.empty[state.stage]",
     ),
     "the last stage of a tile not given back": (
-        "        release_previous();\n        previous = -1;",
-        "        previous = -1;",
+        "        release_previous();\n        previous = -1;", "        previous = -1;",
     ),
     "scales staged too early": (f"{WAIT_FOR_EMPTY}            stage_scales<", "stage_scales<"),
     "the first tile's scales in all tiles": ("scale_buffer(w, grids, scale_state.stage)", "grids"),
     "columns of a row not transposed": ("{transpose_8x8(low_pair)", "{(low_pair)"),
     "the first rows of x in every block": ("w.m_tiles) * BLOCK_M,", "w.m_tiles) * 0,"),
     "the kernel in front not waited for": (
-        "pdl_wait();\n        for (int i = 0; i < ahead",
-        "for (int i = 0; i < ahead",
+        "pdl_wait();\n        for (int i = 0; i < ahead", "for (int i = 0; i < ahead",
     ),
     "the reading's magic kept": ("fmaf(-magic, own, offset)", "offset"),
     "scales of more bits than the reading has room for": (
-        "(__float_as_uint(scale) + 256) & ~511u",
-        "__float_as_uint(scale)",
+        "(__float_as_uint(scale) + 256) & ~511u", "__float_as_uint(scale)",
     ),
     "high nibbles' step": ("of_reading(128, 0.125f)", "of_reading(128, 0.25f)"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", mistakes(MISTAKES))

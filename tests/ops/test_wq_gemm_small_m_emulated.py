@@ -68,13 +68,9 @@ MISTAKES = {
     "sums of the other blocks not waited for": (
         "if (SPLIT > 1) mbarrier_wait(peers_full(layout, own), 0);\n"
     ),
-    "the kernel in front not waited for": (
-        "pdl_wait();\n        multiply_tiles",
-        "multiply_tiles",
-    ),
+    "the kernel in front not waited for": ("pdl_wait();\n        multiply_tiles", "multiply_tiles"),
     "a slot given back before its sums are added": (
-        "const int then = number + SLOTS;",
-        "const int then = number + SLOTS - 1;",
+        "const int then = number + SLOTS;", "const int then = number + SLOTS - 1;",
     ),
     "columns of the next block": ("min(lines.end * LINE_COLUMNS, w.columns)", "w.columns"),
     "the base kept": ("offset - CODE_BASE * scale", "offset"),
@@ -82,10 +78,9 @@ MISTAKES = {
     "the rows of another half": ("place + 1024", "place"),
     "the owner's own place": ("rank - (rank > owner)", "0 * (rank > owner)"),
     "the next line's scales": (
-        "min(line, w.lines - 1) * PARTS",
-        "min(line + 1, w.lines - 1) * PARTS",
+        "min(line, w.lines - 1) * PARTS", "min(line + 1, w.lines - 1) * PARTS",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", mistakes(MISTAKES))

@@ -77,9 +77,22 @@ def context_lengths(server: ServerProcess, model: str) -> set[Any]:
     }
 
 
+def check_context_of_an_unloaded_model(server: ServerProcess, model: str) -> None:
+    assert states(server)[model] == "unloaded"
+    assert context_lengths(server, model) == {MAX_MODEL_LEN}
+
+
+def check_special_tokens_are_read(server: ServerProcess, model: str) -> None:
+    """By default, since the server has ``--parse-special``."""
+    counts = [
+        server.request("/tokenize", {"model": model, "prompt": "a</s>", **more})[1]["count"]
+        for more in ({}, {"parse_special": True}, {"parse_special": False})
+    ]
+    assert counts[0] == counts[1] < counts[2]
+
+
 def test_the_context_is_known_before_a_model_is_loaded(server: ServerProcess) -> None:
-    assert states(server)["other"] == "unloaded"
-    assert context_lengths(server, "other") == {MAX_MODEL_LEN}
+    check_context_of_an_unloaded_model(server, "other")
     server.request("/v1/completions", {"model": "other", "prompt": "Hi", "max_tokens": 1})
     assert states(server)["other"] == "loaded"
     assert context_lengths(server, "other") == {MAX_MODEL_LEN}
@@ -87,11 +100,7 @@ def test_the_context_is_known_before_a_model_is_loaded(server: ServerProcess) ->
 
 
 def test_the_server_reads_special_tokens_by_default(server: ServerProcess) -> None:
-    counts = [
-        server.request("/tokenize", {"model": MODEL, "prompt": "a</s>", **more})[1]["count"]
-        for more in ({}, {"parse_special": True}, {"parse_special": False})
-    ]
-    assert counts[0] == counts[1] < counts[2]
+    check_special_tokens_are_read(server, MODEL)
     server.request("/api/generate", {"model": MODEL, "stream": False, "keep_alive": 0})
 
 

@@ -23,7 +23,12 @@ from modelmill.serve.catalogue.status import model_status
 from modelmill.serve.engine_state import EngineState
 from tests.runtime import tiny
 from tests.serve.catalogue.managed import Models, managed_models
-from tests.serve.catalogue.test_catalogue_server import check_keep_alive
+from tests.serve.catalogue.test_catalogue_server import (
+    MAX_MODEL_LEN,
+    check_context_of_an_unloaded_model,
+    check_keep_alive,
+    check_special_tokens_are_read,
+)
 from tests.serve.server_process import FLAGS, ServerProcess
 from tests.serve.thread_worker import ThreadWorker, make_request
 
@@ -297,9 +302,10 @@ def test_a_server_puts_models_to_sleep(stories: Path, tmp_path: Path) -> None:
     budget = read_manifest(stories).weight_bytes * 3 // 2 + KV_BYTES
     words: tuple[Any, ...] = (
         "--models-dir", tmp_path, "--memory-budget", budget, "--sleep-memory", "1GiB",
-        "--log-level", "info",
+        "--log-level", "info", "--max-model-len", MAX_MODEL_LEN, "--parse-special",
     )  # fmt: skip
     with ServerProcess(*words, flags=FLAGS) as server:
+        check_context_of_an_unloaded_model(server, "two")
         texts = []
         for name in ("one", "two", "one"):
             body = {"model": name, "messages": HI, "max_tokens": 4, "temperature": 0}
@@ -311,6 +317,7 @@ def test_a_server_puts_models_to_sleep(stories: Path, tmp_path: Path) -> None:
         assert shown == {"one": "ready", "two": "sleeping"}
         listed = {each["id"]: each["state"] for each in server.request("/v1/models")[1]["data"]}
         assert listed == {"one": "loaded", "two": "sleeping"}
+        check_special_tokens_are_read(server, "one")
         check_keep_alive(server, "one")
         server.process.send_signal(signal.SIGTERM)
         code, log = server.finish()
