@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # Rooms whose code decides what a build writes. Of ops the references: kernels agree with them to
@@ -25,6 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("builder/*.py", "checkpoint/**/*.py", "core/config.py", "models/*.py", "nn/*.py",
     "ops/*.py", "quant/*.py",
            "text/*.py", "weights/*.py")  # fmt: skip
+CALIBRATION_KEYS = ("name", "samples", "length", "sha256")
+"""What a row says of the calibration, of the manifest's entry."""
 
 
 @cache
@@ -107,6 +110,37 @@ def build_or_reuse(
             raise SystemExit(f"the build ended with {done.returncode}")
         return None, None
     return engine, round(time.perf_counter() - began, 1)
+
+
+def planned_calibration(checkpoint: Path, build: Sequence[str]) -> dict[str, Any] | None:
+    """Return what a build of these options calibrates on, None for recipes without statistics.
+
+    It is what the manifest says, for a build that was refused and has none. The plan knows which
+    recipes calibrate, and on how much.
+    """
+    from modelmill.builder.calibration_data import BUILTIN_SOURCE
+
+    command = [sys.executable, "-m", "modelmill", "build", str(checkpoint), *build]
+    done = subprocess.run(
+        [*command, "--dry-run", "--json"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"the plan ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+    plan = json.loads(done.stdout)
+    options = plan["build"]
+    if options["calibration"] is None:
+        return None
+    words = list(build)
+    file = words[words.index("--calibration") + 1] if "--calibration" in words[:-1] else None
+    digest = options["calibration"].removeprefix("sha256:").partition("+")[0]
+    length = min(options["calibration_length"], plan["max_model_len"])
+    values = (
+        BUILTIN_SOURCE if file is None else Path(file).name,
+        options["calibration_samples"],
+        length,
+        digest,
+    )
+    return dict(zip(CALIBRATION_KEYS, values, strict=True))
 
 
 def engine_content_digest(engine: Path) -> str:

@@ -137,11 +137,12 @@ def measure_build(
         "names": result_rows.option_names(options, build),
         "text_sha256": engine_cache.option_file_digests([str(options.text)])[0],
     }
+    row |= {"whole_inputs": True} if options.whole_inputs else {}
     if engine is None:
-        return row | {"accepted": False} | row_provenance("")
+        calibration = engine_cache.planned_calibration(options.checkpoint, words)
+        return row | {"accepted": False, "calibration": calibration} | row_provenance("")
     loop = open_engine_core(engine, options, options.kv_cache_dtype)
     if options.whole_inputs:
-        row["whole_inputs"] = True
         keep_inputs_unquantized(loop)
     refuse_calibration_file(options.text, loop.artifact.manifest.source)
     ids = encode_text(loop, read_text(options.text), options.tokens)
@@ -279,9 +280,8 @@ def artifact_facts(artifact: Any) -> dict[str, Any]:
         "accepted": True,
     }
     calibration = manifest.source.get("calibration")
-    calibration_keys = ("name", "samples", "length", "sha256")
     facts["calibration"] = (
-        None if calibration is None else {k: calibration[k] for k in calibration_keys}
+        None if calibration is None else {k: calibration[k] for k in engine_cache.CALIBRATION_KEYS}
     )
     return facts | {"bytes": sum(entry["bytes"] for entry in manifest.files.values())}
 

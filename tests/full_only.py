@@ -268,6 +268,18 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_a_fault_is_refused_and_named[llama-o_proj x 1.05]",
         "test_so_is_one_of_every_form[{'group_size': -1}]",
     ),
+    "tests/accept/test_output_gain.py": (
+        "test_a_factor_on_shrunk_weights_is_refused_and_named[0.95]",
+        "test_a_factor_is_refused_and_named_in_every_recipe[*-1.05]",
+        "test_a_factor_is_refused_and_named_in_every_recipe[rptq w8a8-*",
+        "test_a_factor_is_refused_and_named_in_every_recipe[rptq w4a4-*",
+        "test_a_factor_is_refused_and_named_in_every_recipe[int4 gptq*",
+        "test_a_factor_is_refused_and_named_in_every_recipe[int4 awq*",
+        "test_a_factor_is_refused_and_named_in_every_recipe[int4 nearest True-*",
+        "test_a_factor_is_refused_and_named_in_every_recipe[smoothquant*",
+        "test_a_factor_is_refused_and_named_in_every_recipe[fp8*",
+        "test_a_factor_is_refused_and_named_in_every_recipe[int8*",
+    ),
     "tests/accept/test_vision_encoder.py": (
         "test_a_refused_engine_is_not_written",
         "test_planted_faults_are_named[float16-*",
@@ -1114,6 +1126,10 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
     "tests/benchmarks/test_minigpt4.py": (
         "test_transformers_runs_the_same_sizes",
         "test_without_vllm_the_other_sides_are_measured",
+    ),
+    "tests/benchmarks/test_engine_cache.py": (
+        "test_the_calibration_of_a_refused_build_*[rptq-False]",
+        "test_the_calibration_of_a_refused_build_*[int8-*",
     ),
     "tests/cli/test_server_commands.py": (
         "test_a_shell_completes_running_servers[words0]",

@@ -25,7 +25,9 @@ class ErrorMetrics:
     |reference|. ``max_rel``: max_abs / scale. ``rel_l2``: ‖ours − ref‖ / ‖ref‖. ``gain``: <ours,
     ref> / <ref, ref>, the factor between the two; rounding leaves it near 1. ``gain_chance``: by
     how much the errors of a matrix of few weights move its gain, though they do not favour either
-    direction (one standard deviation); 0 where it is not measured.
+    direction (one standard deviation); 0 where it is not measured. ``output_gain``: of a quantized
+    matrix the gain of its outputs (accept/output_gain.py), and the chance in it, which is infinite
+    where it is not measured.
     """
 
     name: str
@@ -38,6 +40,8 @@ class ErrorMetrics:
     gain: float
     scale: float
     gain_chance: float = 0.0
+    output_gain: float = 1.0
+    output_gain_chance: float = INFINITE_ERROR
 
     @property
     def is_finite(self) -> bool:

@@ -20,7 +20,7 @@ from modelmill.accept.quantized_reference import (
     override_with_engine_weights,
     reference_with_engine_norms_and_head,
 )
-from modelmill.accept.reference import LayerWeights, ReferenceModel
+from modelmill.accept.reference import LayerTrace, LayerWeights, ReferenceModel
 from modelmill.accept.reference_trace import ReferenceSequence
 from modelmill.accept.tolerance_check_result import ToleranceCheckResult
 from modelmill.nn.layer_spec import layer_spec
@@ -119,8 +119,14 @@ class QuantizedLayersCheck:
         engine_weights = dict(dequantize_engine_layer_weights(self.model, index, plain))
         if index == self._layers_done:
             self._layers_done += 1
-            self._compare_weights(index, plain, engine_weights)
-            self._advance_residual_streams(index, plain, engine_weights)
+            traces = [each.run_layer(index, plain) for each in self._followed]
+            # only a recipe with calibration fits weights to inputs
+            fitted_to = traces if self._has_stored_errors else []
+            self._compare_weights(index, plain, engine_weights, fitted_to)
+            if traces and not self._has_stored_errors:
+                self.quantization_errors += layer_quantization_error(
+                    index, plain, engine_weights, traces[0], self.model, self.weight_formats
+                )
         return (
             override_with_engine_weights(plain, engine_weights)
             if self.uses_engine_weights
@@ -128,7 +134,11 @@ class QuantizedLayersCheck:
         )
 
     def _compare_weights(
-        self, index: int, checkpoint_weights: LayerWeights, engine_weights: LayerWeights
+        self,
+        index: int,
+        checkpoint_weights: LayerWeights,
+        engine_weights: LayerWeights,
+        traces: Sequence[LayerTrace],
     ) -> None:
         scales = self._folded_scales.get(index, {})
         for path, module, row, bound in compare_layer_weights(
@@ -139,23 +149,9 @@ class QuantizedLayersCheck:
             scales,
             index,
             layer_spec(self.model.layers[index]),
+            traces,
         ):
             self.findings.append(ToleranceCheckResult(path, index, module, row, bound))
-
-    def _advance_residual_streams(
-        self, index: int, checkpoint_weights: LayerWeights, engine_weights: LayerWeights
-    ) -> None:
-        for number, each in enumerate(self._followed):
-            trace = each.run_layer(index, checkpoint_weights)
-            if number == 0 and not self._has_stored_errors:
-                self.quantization_errors += layer_quantization_error(
-                    index,
-                    checkpoint_weights,
-                    engine_weights,
-                    trace,
-                    self.model,
-                    self.weight_formats,
-                )
 
 
 def _scales_to_device(scales: Scales, device: torch.device) -> Scales:

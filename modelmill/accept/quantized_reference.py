@@ -10,7 +10,8 @@ transpose, swap or scale a matrix; nor a row or a tile (accept/row_and_tile_erro
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 
 from modelmill.accept.embedding_and_head import dequantize_row_blocks
 from modelmill.accept.error_metrics import ErrorMetrics, compare_tensors
+from modelmill.accept.output_gain import measure_output_gain
 from modelmill.accept.reference import (
+    LayerTrace,
     LayerWeights,
     ModuleWeights,
     ReferenceModel,
@@ -135,11 +138,12 @@ def _check_all_weights_declared(spec: LayerSpec, weights: LayerWeights) -> None:
 def compare_layer_weights(
     checkpoint_weights: LayerWeights, engine_weights: LayerWeights,
     weight_formats: Mapping[str, str], dtype: str,
-    folded_scales: Scales, index: int, spec: LayerSpec,
+    folded_scales: Scales, index: int, spec: LayerSpec, traces: Sequence[LayerTrace] = (),
 ) -> Iterator[tuple[str, str, ErrorMetrics, ErrorBound]]:  # fmt: skip
     """Yield (path, module, row, bound) of every tensor of a layer, engine against checkpoint.
 
-    folded_scales: the recipe's folded scales by site. spec: of the layer. A quantized matrix is
+    folded_scales: the recipe's folded scales by site. spec: of the layer. traces: the checkpoint's
+    activations of some sequences, on which the gain of outputs is measured. A quantized matrix is
     followed by its worst row and tile, as ``….weight.worst_block``.
     """
     places = {name: (each, each.site) for each in spec.linears for name in each.reference}
@@ -163,6 +167,11 @@ def compare_layer_weights(
         blocks = worst_block_bound(weight_format)
         if fits and blocks is not None:
             whole, worst_block = compare_matrix(where, ours.weight, right)
+            inputs = [trace[name].inputs[0] for trace in traces if name in trace]
+            if smoothed:
+                inputs = [x / folded_scales[site] for x in inputs]
+            outputs = measure_output_gain(ours.weight, right, inputs)
+            whole = replace(whole, output_gain=outputs.gain, output_gain_chance=outputs.chance)
             yield where, module, whole, weight_bound(dtype, weight_format)
             yield worst_block.name, module, worst_block, blocks
         else:

@@ -115,9 +115,8 @@ def check_sequence_logits(
     }
     if rounding is not None:
         noisy = _reference_logits(reference, rounding.noisy_streams, rows)
-        broken |= _find_outlying_row_groups(
-            actual, right, noisy, _checked_row_groups(rows, prompt_lengths)
-        )
+        groups = _checked_row_groups(rows, prompt_lengths)
+        broken |= _find_outlying_row_groups(actual, right, noisy, groups)
     exact = (
         right if checkpoint_reference is None else _reference_logits(*checkpoint_reference, rows)
     )

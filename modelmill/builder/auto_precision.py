@@ -257,11 +257,8 @@ def search_bit_choices(
         UsageError: if the calibration data cannot be used.
     """
     limits = parse_accuracy_limits(config)
-    some = replace(
-        source,
-        num_samples=WHOLE_CHOICE_SEQUENCES,
-        max_length=min(SEQUENCE_LENGTH, source.max_length),
-    )
+    length = min(SEQUENCE_LENGTH, source.max_length)
+    some = replace(source, num_samples=WHOLE_CHOICE_SEQUENCES, max_length=length)
     samples = load_calibration_samples(
         some, streamer.checkpoint.tokenizer_files(), streamer.model, config.seed
     )

@@ -325,11 +325,10 @@ def make_build_plan(
     # what is quantized already is kept, unless another recipe is set
     quantized = bool(checkpoint.config.get("quantization_config"))
     expanded = expansion_remark(checkpoint) if quantized else ""
-    if config.quantization == KEEP_RECIPE or (
-        quantized and config.quantization == NO_RECIPE and not expanded
-    ):
+    unset = config.quantization == NO_RECIPE
+    if config.quantization == KEEP_RECIPE or (quantized and unset and not expanded):
         config, reasons = resolve_keep_config(checkpoint, config)
-    elif expanded and config.quantization == NO_RECIPE:
+    elif expanded and unset:
         warnings.append(expanded)
     auto_result = None
     with explained_mismatches(checkpoint, family, sizes):

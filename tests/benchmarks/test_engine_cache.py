@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 from benchmarks import engine_cache
+from modelmill.builder.plan import make_build_plan
+from modelmill.checkpoint.open import open_checkpoint
+from modelmill.core.config import BuildConfig
 from tests.accept.build_and_accept import save_tiny
 
 BUILD = ("--dtype", "float32", "-q", "int8")
@@ -136,3 +139,23 @@ def test_a_refused_engine_is_none_and_a_failed_build_ends(
     process.stderr = "no space"
     with pytest.raises(SystemExit, match="ended with 1"):
         engine_cache.build_or_reuse(checkpoint, BUILD, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "with_file"), [("rptq", True), ("rptq", False), ("int8", True)]
+)
+def test_the_calibration_of_a_refused_build_is_what_its_manifest_would_say(
+    quantization: str, with_file: bool, checkpoint: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "news.jsonl"
+    file.write_text('{"text": "some"}')
+    options = {"calibration_samples": 5, "calibration_length": 10**6}
+    words = ["-q", quantization, "--calibration-samples", "5", "--calibration-length", "1000000"]
+    words += ["--calibration", str(file)] * with_file
+    config = BuildConfig(
+        quantization=quantization, calibration=str(file) if with_file else None, **options
+    )
+    source = make_build_plan(open_checkpoint(checkpoint), config).calibration
+    planned = engine_cache.planned_calibration(checkpoint, words)
+    assert planned == (None if source is None else source.to_json())
+    assert (planned is None) == (quantization == "int8")

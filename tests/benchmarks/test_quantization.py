@@ -178,9 +178,19 @@ def test_a_refused_engine_is_a_row_too(
         "build_or_reuse",
         lambda _, build, *more: (Path("e") if tuple(build) == plain else None, None),
     )
+    calibration = {"name": "news.jsonl", "samples": 96, "length": 512, "sha256": "0" * 64}
+    monkeypatch.setattr(
+        bench.engine_cache,
+        "planned_calibration",
+        lambda _, build: calibration if build == (*plain, "-q", "int4") else None,
+    )
     bench.main([*base_args, "--", "-q", "int4"])
-    (row,) = bench.read_rows(tmp_path / "rows.jsonl")
+    bench.main([*base_args, "--whole-inputs", "--", "-q", "int4"])
+    row, whole = bench.read_rows(tmp_path / "rows.jsonl")
     assert row["accepted"] is False
+    assert row["calibration"] == whole["calibration"] == calibration
+    assert "whole_inputs" not in row
+    assert whole["whole_inputs"] is True, "the page tells the two by it"
     assert "refused" in capsys.readouterr().out
 
 

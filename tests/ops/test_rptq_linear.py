@@ -11,6 +11,7 @@ import torch
 
 from modelmill.core.config import BuildConfig
 from modelmill.ops import registry, rptq_linear, rptq_quant
+from modelmill.ops.int4_linear import pack_codes
 from modelmill.quant.recipe import InputStatistics
 from modelmill.quant.rptq import RptqRecipe
 from modelmill.weights.rptq import RptqWeight
@@ -62,7 +63,8 @@ def _plain(
     s = steps.double().repeat_interleave(weight.group_size, -1)
     t = weight.scale.double().repeat_interleave(weight.group_size, 1)
     w = t * weight.codes().double()
-    size = (s * q.double()).abs() @ w.abs().T
+    magnitude = w.abs() if weight.offset is None else w.clamp(min=8 * t)  # or sums of code - 8
+    size = (s * q.double()).abs() @ magnitude.T
     if weight.offset is not None:
         w = w + weight.offset.double().repeat_interleave(weight.group_size, 1)
     real = (weight.perm >= 0).double()
@@ -218,3 +220,27 @@ def test_columns_without_a_channel_stay_zero() -> None:
     steps = (weight.inv_input_scales, weight.input_zero_points, 8, weight.group_size)
     q, _ = rptq_quant.rptq_quant(rptq_quant.RptqQuantInputs(x, weight.perm, *steps))
     assert not bool(q[:, weight.perm < 0].any())
+
+
+@pytest.mark.parametrize("name", ["torch", "cpu"])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_sums_that_the_offset_takes_away_leave_no_errors(name: str, rows: int) -> None:
+    """Inputs a little beside a far zero-point: sums of codes are thousands of times the output."""
+    module = _available(name, "cpu")
+    generator = torch.Generator().manual_seed(6)
+    columns, n, group, zero = 3200, 48, 32, 60
+    codes = torch.randint(0, 16, (n, columns), generator=generator)
+    scale = (torch.rand(n, columns // group, generator=generator) + 0.5).half()
+    offset = -7.5 * scale
+    q = zero + torch.randint(-2, 3, (rows, columns), generator=generator)
+    step = torch.rand(columns // group, generator=generator) + 0.5
+    wide = codes * scale.double().repeat_interleave(group, 1)
+    wide += offset.double().repeat_interleave(group, 1)
+    wide *= step.double().repeat_interleave(group)
+    inputs = rptq_linear.RptqLinearInputs(
+        q.to(torch.int8), pack_codes(codes), scale, offset, group, step,
+        (-zero * wide.sum(1)).float(), None, torch.float32,
+    )  # fmt: skip
+    actual = (module.run if name != "torch" else module.rptq_linear)(inputs).double()
+    exact = (q - zero).double() @ wide.T
+    assert float((actual - exact).norm() / exact.norm()) < 1e-4

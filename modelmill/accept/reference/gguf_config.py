@@ -142,11 +142,8 @@ def other_architecture_config(container: RawContainer, architecture: str) -> dic
 
     fact = _make_required_metadata_reader(facts, architecture)
     scaling = rope_scaling_options(make_metadata_reader(container))
-    known = (
-        (FIXED_ROPE_SCALING_TYPES[architecture],)
-        if architecture in FIXED_ROPE_SCALING_TYPES
-        else ("linear", "yarn")
-    )
+    fixed = FIXED_ROPE_SCALING_TYPES.get(architecture)
+    known = ("linear", "yarn") if fixed is None else (fixed,)
     if "rope_freqs.weight" in names or (scaling and scaling["rope_type"] not in known):
         raise UnknownArchitecture(f"scaled positions of {architecture} are not known here")
     heads, width, layers = (
@@ -178,11 +175,7 @@ def other_architecture_config(container: RawContainer, architecture: str) -> dic
         "is_causal": bool(fact("attention.causal", True)),
         "use_parallel_residual": bool(fact("use_parallel_residual", True)),
         **({} if window is None else {"sliding_window": int(window)}),
-        **(
-            {"rope_scaling": scaling}
-            if scaling and architecture not in FIXED_ROPE_SCALING_TYPES
-            else {}
-        ),
+        **({"rope_scaling": scaling} if scaling and fixed is None else {}),
         "layer_types": layer_types_from_window_pattern(fact, layers)
         if architecture == "exaone4"
         else None,

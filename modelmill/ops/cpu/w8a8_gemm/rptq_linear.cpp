@@ -16,6 +16,11 @@
 
 namespace mill {
 
+// Subtracted from codes of 4 bits, and added to the offset as so many scales. Codes are not
+// negative: with a zero-point their sums are hundreds of times the output, and what is left after
+// the offset took them away would be rounded as coarsely as they are.
+constexpr int kMiddleCode = 8;
+
 // 8 sums. dot(acc, q, w): acc[i] += Σ of four (q + 128) · w. vpdpbusd needs one unsigned operand,
 // so q is stored with 128 added; dot_bias128 computes 128 · Σ w, which is subtracted before the
 // flush. AVX2 multiplies signed 16-bit values instead: its `run` takes the 128 off again, and there
@@ -34,7 +39,9 @@ inline vi load_codes(const uint8_t* w) { return run(w); }
 inline vi load_nibbles(const uint8_t* w) {  // 16 bytes to 32 codes, low nibbles first
     const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i*>(w)),
                   low = _mm_set1_epi8(15);
-    return _mm256_set_m128i(_mm_and_si128(_mm_srli_epi16(both, 4), low), _mm_and_si128(both, low));
+    const __m256i codes =
+        _mm256_set_m128i(_mm_and_si128(_mm_srli_epi16(both, 4), low), _mm_and_si128(both, low));
+    return _mm256_sub_epi8(codes, _mm256_set1_epi8(kMiddleCode));
 }
 #elif defined(MILL_AVX2)
 constexpr int kOutputs = 2;
@@ -65,8 +72,9 @@ inline Bytes run(const uint8_t* q) {
 }
 inline Bytes load_nibbles(const uint8_t* w) {  // 16 bytes to 32 codes, low nibbles first
     const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i*>(w)),
-                  low = _mm_set1_epi8(15);
-    return widen(_mm_and_si128(both, low), _mm_and_si128(_mm_srli_epi16(both, 4), low));
+                  low = _mm_set1_epi8(15), middle = _mm_set1_epi8(kMiddleCode);
+    return widen(_mm_sub_epi8(_mm_and_si128(both, low), middle),
+                 _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(both, 4), low), middle));
 }
 #endif
 #if (defined(MILL_AVX512) && defined(__AVX512VNNI__)) || defined(MILL_AVX2)
@@ -119,8 +127,8 @@ inline Bytes load_codes(const uint8_t* w) {
 inline Bytes load_nibbles(const uint8_t* w) {
     Bytes out;
     for (int i = 0; i < 16; i++) {
-        out.lane[i] = w[i] & 15;
-        out.lane[16 + i] = w[i] >> 4;
+        out.lane[i] = static_cast<int16_t>((w[i] & 15) - kMiddleCode);
+        out.lane[16 + i] = static_cast<int16_t>((w[i] >> 4) - kMiddleCode);
     }
     return out;
 }
@@ -202,10 +210,12 @@ inline void rptq_rows(const Inputs& x, const RptqWeight& w, int64_t m, int64_t l
     thread_local Scratch scratch;
     const int64_t count = NB * w.groups;
     float* scales = scratch.get<float>(2 * count);
-    float* offsets = w.offset ? scales + count : nullptr;
+    float* offsets = PACKED || w.offset ? scales + count : nullptr;
     for (int64_t i = 0; i < count; i++) {
         scales[i] = w.grid(w.scale, n0 * w.groups + i);
-        if (offsets) offsets[i] = w.grid(w.offset, n0 * w.groups + i);
+        if (offsets)
+            offsets[i] = (w.offset ? w.grid(w.offset, n0 * w.groups + i) : 0.0f) +
+                         (PACKED ? kMiddleCode * scales[i] : 0.0f);
     }
     const auto row_blocks = [&](auto rows) {
         constexpr int MB = decltype(rows)::value;
@@ -268,7 +278,7 @@ extern "C" void rptq_linear(void* out, const int8_t* q, const uint8_t* codes, co
     uint8_t* q_plus_128 = reinterpret_cast<uint8_t*>(totals + rows * groups);
     for (int64_t i = 0; i < rows * columns; i++) q_plus_128[i] = static_cast<uint8_t>(q[i]) ^ 128;
     const Inputs x{q_plus_128, step, totals, columns, dynamic ? groups : 0};
-    if (offset)
+    if (offset || packed)
         for (int64_t m = 0; m < rows; m++)
             for (int64_t g = 0; g < groups; g++) {
                 int32_t total = 0;
