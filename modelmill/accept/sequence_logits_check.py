@@ -102,9 +102,8 @@ def check_sequence_logits(
     targets = torch.tensor(places, device=right.device)
     known = targets >= 0
     loss = [perplexity(logits[known], targets[known]) for logits in (actual, right)]
-    change = (
-        abs(math.log(loss[0]) - math.log(loss[1])) if all(map(math.isfinite, loss)) else math.inf
-    )
+    finite = all(map(math.isfinite, loss))
+    change = abs(math.log(loss[0]) - math.log(loss[1])) if finite else math.inf
     lost = agreed.num_sure - agreed.num_agreed
     broken = {
         f"logits off by {row.rel_l2:.2g}, bound {bound.rel_l2:.2g}": not row.rel_l2 <= bound.rel_l2,

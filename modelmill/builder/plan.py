@@ -349,10 +349,8 @@ def make_build_plan(
     config, resolved = resolve_build_options(checkpoint, config, recipe, source)
     if config.quantization == AUTO_QUANTIZATION:
         recipe = _make_recipe(config, sizes)  # unquantized layers need the resolved dtype
-    ops = registry.select_backends(
-        config.target if config.target == "cpu" or torch.cuda.is_available() else "cpu",
-        config.kernels,
-    )
+    device = config.target if torch.cuda.is_available() else "cpu"
+    ops = registry.select_backends(device, config.kernels)
     with torch.device("meta"):
         model = family.Model(sizes)
     _check_vision_recipe(config, model, checkpoint)
