@@ -14,6 +14,7 @@ from modelmill.models._hf_config import (
     positive_int,
     read_boolean,
 )
+from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.norm import LAYER_NORM
 
@@ -31,6 +32,13 @@ GPT2_LAYER_NAMES = {
     "mlp.down_proj": ("mlp.c_proj",),
 }
 """Module of a layer → its names in the checkpoint."""
+GPT2_LAYOUT = CheckpointLayout(
+    **NON_LAYER_NAMES,
+    positions="transformer.wpe",
+    names={**GPT2_LAYER_NAMES, "mlp.fc_proj": ("mlp.c_fc",)},
+    ignored=(r".*\.attn\.bias", r".*\.attn\.masked_bias"),  # causal masks
+)
+"""Of GPT-2 and what is made like it, with matrices [out, in]."""
 
 
 def config_from_hf(

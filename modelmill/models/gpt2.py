@@ -16,19 +16,11 @@ from modelmill.models._hf_config import (
     read_activation,
     read_boolean,
 )
-from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.attention import AttentionSpec
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-# Conv1D stores [in, out]; the buffers are causal masks
-LAYOUT = CheckpointLayout(
-    **_gpt2_common.NON_LAYER_NAMES,
-    positions="transformer.wpe",
-    names={**_gpt2_common.GPT2_LAYER_NAMES, "mlp.fc_proj": ("mlp.c_fc",)},
-    transposed=True,
-    ignored=(r".*\.attn\.bias", r".*\.attn\.masked_bias"),
-)
+LAYOUT = replace(_gpt2_common.GPT2_LAYOUT, transposed=True)  # Conv1D stores [in, out]
 UNUSED_CONFIG_KEYS = ("reorder_and_upcast_attn", "n_special", "predict_special_tokens")
 
 

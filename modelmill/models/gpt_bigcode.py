@@ -13,16 +13,10 @@ from modelmill.models._hf_config import (
     read_activation,
     read_boolean,
 )
-from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-LAYOUT = CheckpointLayout(
-    **_gpt2_common.NON_LAYER_NAMES,
-    positions="transformer.wpe",
-    names={**_gpt2_common.GPT2_LAYER_NAMES, "mlp.fc_proj": ("mlp.c_fc",)},
-    ignored=(r".*\.attn\.bias", r".*\.attn\.masked_bias"),  # causal masks
-)
+LAYOUT = _gpt2_common.GPT2_LAYOUT
 UNUSED_CONFIG_KEYS = (  # settings of one runtime
     "inference_runner", "validate_runner_input", "pre_allocate_kv_cache", "max_batch_size",
     "pad_key_length",

@@ -6,7 +6,7 @@ multi-token prediction behind the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from modelmill.accept.reference.gguf_metadata import (
@@ -16,7 +16,7 @@ from modelmill.accept.reference.gguf_metadata import (
     layer_types_from_window_pattern,
     make_metadata_reader,
 )
-from modelmill.accept.reference.gguf_source import GROUPED_EXPERT_TENSORS, GgufSource
+from modelmill.accept.reference.gguf_source import GROUPED_EXPERT_TENSORS, GgufReaders, GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
 DOTS1_ARCHITECTURE, ERNIE_ARCHITECTURE, EXAONE_ARCHITECTURE, MINIMAX_ARCHITECTURE = (
@@ -76,9 +76,7 @@ class BiasedExpertsGgufSource(GgufSource):
     HF_TO_GGUF_NAMES: ClassVar[Mapping[str, str]] = GROUPED_EXPERT_TENSORS
 
 
-ARCHITECTURE_READERS: dict[
-    str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]
-] = {
+ARCHITECTURE_READERS: dict[str, GgufReaders] = {
     DOTS1_ARCHITECTURE: (dots1_config, BiasedExpertsGgufSource),
     ERNIE_ARCHITECTURE: (ernie4_5_moe_config, BiasedExpertsGgufSource),
     EXAONE_ARCHITECTURE: (exaone_moe_config, BiasedExpertsGgufSource),

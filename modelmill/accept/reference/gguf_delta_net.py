@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.gguf_source import GgufSource
+from modelmill.accept.reference.gguf_source import GgufReaders, GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
 QWEN3_NEXT_ARCHITECTURE, QWEN35_ARCHITECTURE, QWEN35_MOE_ARCHITECTURE = (
@@ -157,7 +157,6 @@ class DeltaNetGgufSource(GgufSource):
         return torch.cat([piece[i] for i in chosen[own] for piece in pieces])
 
 
-GgufReaders = tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]
 ARCHITECTURE_READERS: dict[str, GgufReaders] = dict.fromkeys(
     (QWEN3_NEXT_ARCHITECTURE, QWEN35_ARCHITECTURE, QWEN35_MOE_ARCHITECTURE),
     (delta_net_config, DeltaNetGgufSource),

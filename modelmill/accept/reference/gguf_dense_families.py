@@ -16,6 +16,7 @@ from modelmill.accept.reference.gguf_metadata import (
 )
 from modelmill.accept.reference.gguf_source import (
     POST_NORM_TENSORS,
+    GgufReaders,
     GgufSource,
     undo_llama_qk_permutation,
 )
@@ -191,9 +192,7 @@ class Phi3GgufSource(GgufSource):
                 self.read_original_tensor(f"{name}.weight")  # the config was made from it
 
 
-ARCHITECTURE_READERS: dict[
-    str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]
-] = {
+ARCHITECTURE_READERS: dict[str, GgufReaders] = {
     "arcee": (_make_config_reader("arcee"), PermutedGgufSource),
     "nemotron": (_make_config_reader("nemotron", "norm_eps"), NemotronGgufSource),
     "jais2": (_make_config_reader("jais2", "layer_norm_eps"), GgufSource),

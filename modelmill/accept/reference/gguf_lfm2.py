@@ -5,13 +5,13 @@ Layers without KV heads are convolutions, stored as matrices; the MLP's width is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from modelmill.accept.reference.gguf_metadata import make_metadata_reader
-from modelmill.accept.reference.gguf_source import TENSORS_BY_ARCHITECTURE, GgufSource
+from modelmill.accept.reference.gguf_source import TENSORS_BY_ARCHITECTURE, GgufReaders, GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
 LFM2_ARCHITECTURE, LFM2_MOE_ARCHITECTURE = "lfm2", "lfm2moe"
@@ -69,9 +69,7 @@ class Lfm2GgufSource(GgufSource):
         return tensor[:, None] if name.endswith(".conv.conv.weight") else tensor
 
 
-ARCHITECTURE_READERS: dict[
-    str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]
-] = {
+ARCHITECTURE_READERS: dict[str, GgufReaders] = {
     LFM2_ARCHITECTURE: (lfm2_config, Lfm2GgufSource),
     LFM2_MOE_ARCHITECTURE: (lfm2_moe_config, Lfm2GgufSource),
 }

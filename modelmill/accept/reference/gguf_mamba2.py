@@ -6,12 +6,11 @@ group, and the convolution as a matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from modelmill.accept.reference.gguf_source import GgufSource
+from modelmill.accept.reference.gguf_source import GgufReaders, GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
 MAMBA2_ARCHITECTURE, GRANITE_HYBRID_ARCHITECTURE, FALCON_H1_ARCHITECTURE = (
@@ -181,9 +180,7 @@ class HybridGgufSource(GgufSource):
         return undo_gguf_ssm_conversion(name, tensor) if ".mamba." in name else tensor
 
 
-ARCHITECTURE_READERS: dict[
-    str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]
-] = {
+ARCHITECTURE_READERS: dict[str, GgufReaders] = {
     MAMBA2_ARCHITECTURE: (mamba2_config, Mamba2GgufSource),
     GRANITE_HYBRID_ARCHITECTURE: (granite_hybrid_config, HybridGgufSource),
     FALCON_H1_ARCHITECTURE: (falcon_h1_config, HybridGgufSource),

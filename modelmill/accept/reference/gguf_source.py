@@ -7,7 +7,7 @@ gpt2's projections are stored [out, in], where the original has [in, out].
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -364,3 +364,7 @@ def undo_llama_qk_permutation(rows: Tensor, heads: int) -> Tensor:
     per_head = rows.shape[0] // heads
     place = torch.arange(rows.shape[0]).reshape(heads, per_head)
     return rows[torch.cat((place[:, 0::2], place[:, 1::2]), dim=1).reshape(-1)]
+
+
+GgufReaders = tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]
+"""How an architecture's files are read: their config, and their tensors."""
