@@ -120,8 +120,6 @@ CUDA: dict[str, tuple[Any, ...]] = {
     "L2_REUSE_STAGES": (4, 16, 1 << 10),
 }
 FOUR_BITS = ("int4", "mxfp4")
-MAX_TOKENS_CONSTANTS = {moe_decode: "FEW_TOKENS", moe_decode_int4: "SEVERAL_TOKENS"}
-"""The constant of each decode kernel up to which its launch configs are for a few tokens."""
 SHAPES = {"qwen3-30b-a3b": QWEN3_30B_A3B, "gpt-oss-20b": MoEShape(24, 2880, 2880, 32, 4)}
 
 
@@ -169,7 +167,7 @@ def candidates(name: str, tokens: int, shape: MoEShape) -> Iterator[tuple[str, A
     """(what is tried, the context that makes it so); first what is chosen today."""
     yield "default", nullcontext()
     decode = moe_decode_int4 if name in FOUR_BITS else moe_decode
-    few = mock.patch.object(decode, MAX_TOKENS_CONSTANTS[decode], 1 << 30)
+    few = mock.patch.object(decode, "DECODE_CONFIG_MAX_TOKENS", 1 << 30)
     if tokens <= 16:
         for few_constant, few_tiles in DECODE[name].items():
             several = f"{few_constant}_8_TOKENS"

@@ -120,7 +120,7 @@ def measure_limits(device: str) -> DeviceLimits:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     return DeviceLimits(
         device_name(device),
-        timing.memory_bandwidth(device),
+        timing.measure_memory_bandwidth(device),
         timing.matmul_throughput(device, dtype),
     )
 

@@ -47,7 +47,7 @@ CALIBRATION_QUESTIONS = (
 BUILTIN_IMAGES = "drawn"  # generated
 
 
-def add_image_digest(source: CalibrationSource) -> CalibrationSource:
+def with_images_digest(source: CalibrationSource) -> CalibrationSource:
     """Return the source with a hash of its images, so that changed images change the engine.
 
     Raises:

@@ -37,7 +37,7 @@ from modelmill.builder.model_config import (
     read_model_config,
     resolve_tied_head,
 )
-from modelmill.builder.multimodal_calibration import add_image_digest
+from modelmill.builder.multimodal_calibration import with_images_digest
 from modelmill.builder.segmentation import check_segmentation_options
 from modelmill.builder.tensor_mismatch import explained_mismatches
 from modelmill.builder.tensor_plan import (
@@ -345,7 +345,7 @@ def make_build_plan(
     calibrated = recipe is not None and recipe.needs_calibration
     source = find_calibration(config, length) if calibrated or auto_result is not None else None
     if source is not None and chat_supports_images(checkpoint.tokenizer_files()):
-        source = add_image_digest(source)
+        source = with_images_digest(source)
     config, resolved = resolve_build_options(checkpoint, config, recipe, source)
     if config.quantization == AUTO_QUANTIZATION:
         recipe = _make_recipe(config, sizes)  # unquantized layers need the resolved dtype

@@ -24,7 +24,7 @@ from modelmill.core.quoting import quote
 SUPPORTED_METHODS = ("fp8", "fbgemm_fp8")
 COMPRESSED_TENSORS_FORMAT = "float-quantized"
 STORED_DTYPE, FP8_DTYPE_LABEL = "float8_e4m3fn", "scaled e4m3"
-SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale")
+WEIGHT_SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale")
 ACTIVATION_SUFFIXES = ("input_scale", "activation_scale", "input_scale_ub")
 UNSUPPORTED_ADVICE = "take the original checkpoint and build it with -q fp8 or int8"
 ScaleBlockShape = tuple[int, int]
@@ -128,11 +128,12 @@ class Fp8Container(ConvertedContainer):
 
     def _find_scale_name(self, name: str, here: set[str]) -> str:
         stem = name.removesuffix(".weight")
-        scales = [each for suffix in SCALE_SUFFIXES if (each := f"{stem}.{suffix}") in here]
+        scales = [each for suffix in WEIGHT_SCALE_SUFFIXES if (each := f"{stem}.{suffix}") in here]
         if len(scales) != 1:
             raise CheckpointError(
                 f"{self._settings.path}: {name} is stored in 8-bit floats with "
-                f"{len(scales)} scales, where one of {' and '.join(SCALE_SUFFIXES)} is needed; "
+                f"{len(scales)} scales, where one of {' and '.join(WEIGHT_SCALE_SUFFIXES)} is "
+                "needed; "
                 "download the checkpoint again"
             )
         weight, scale = self._raw.tensor_info(name), self._raw.tensor_info(scales[0])

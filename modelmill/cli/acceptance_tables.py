@@ -181,7 +181,7 @@ def show_recipe_errors(layer_reports: list[dict[str, Any]], calibrated: bool = T
     print_table(
         columns, rows, title=f"Errors of outputs on the {where}, rounded to nearest → as held"
     )
-    line = format_expert_tokens(facts)
+    line = format_expert_calibration_tokens(facts)
     if line is not None:
         print_note(line)
 
@@ -202,7 +202,7 @@ def replace_expert_number(module: str) -> str:
     return re.sub(r"\bexperts\.\d+", "experts.*", module)
 
 
-def format_expert_tokens(layer_reports: list[dict[str, Any]]) -> str | None:
+def format_expert_calibration_tokens(layer_reports: list[dict[str, Any]]) -> str | None:
     """How many calibration tokens the experts had; None without experts."""
     counts = [
         (each["expert_tokens"], each["layer"], each["module"])

@@ -7,7 +7,7 @@ from typing import Any
 
 from modelmill.cli.output import print_table
 
-SPREAD_TEXT = "median (min … max)"
+MEDIAN_MIN_MAX_LABEL = "median (min … max)"
 
 FIGURE_UNITS = {
     "first_token_ms": "ms",
@@ -73,7 +73,8 @@ def show_bench_table(bench_figures: Mapping[str, Any]) -> None:
     print_table(
         [*head, *names],
         rows,
-        title=f"{title}{bench_figures['device']}; {SPREAD_TEXT} of {_num_runs(results)} runs",
+        title=f"{title}{bench_figures['device']}; {MEDIAN_MIN_MAX_LABEL} of "
+        f"{_num_runs(results)} runs",
     )
     firsts = results[0].get("first_token_ms")
     if bench_figures["what"] == "throughput" and firsts is not None:

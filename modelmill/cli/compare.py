@@ -69,7 +69,7 @@ def run(args: Args) -> int:
     from modelmill.accept.run import acceptance_token_ids, compare_engine
     from modelmill.artifact.store import open_artifact
     from modelmill.checkpoint.open import open_checkpoint
-    from modelmill.eval.checkpoint_comparison import compare_text_and_layers, draw_layer_errors
+    from modelmill.eval.checkpoint_comparison import compare_text_and_layers, plot_layer_errors
     from modelmill.eval.report import check_plot_path, plot
     from modelmill.llm import LLM, resolve_engine_path
 
@@ -100,7 +100,7 @@ def run(args: Args) -> int:
     if args.plot is not None:
         plot(
             args.plot,
-            lambda axes: draw_layer_errors(axes, result["layers"]),
+            lambda axes: plot_layer_errors(axes, result["layers"]),
             f"{args.engine.name}: {result['verdict']}",
         )
     return 0 if result["passed"] else 1

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from modelmill.vision.sam_model import Mask
 
 OUTPUT_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
-MAX_MASKS_SHOWN = 20  # rows of the printed table per picture
+MAX_MASK_ROWS_PRINTED = 20  # rows of the printed table per picture
 
 
 class SegmentOutputPaths:
@@ -145,7 +145,7 @@ def _save_picture(picture: Any, target: Path) -> None:
 
 
 def show_segment_results(results: Iterable[dict[str, Any]]) -> None:
-    """Print each mask's box, score and area; at most MAX_MASKS_SHOWN masks per picture."""
+    """Print each mask's box, score and area; at most MAX_MASK_ROWS_PRINTED masks per picture."""
     for result in results:
         if "error" in result:
             continue
@@ -155,11 +155,13 @@ def show_segment_results(results: Iterable[dict[str, Any]]) -> None:
             [i + 1, *([m["prompt"] + 1] if several else []), ",".join(map(str, m["box"])),
             round(m["score"], 4),
              m["area"]]
-            for i, m in enumerate(masks[:MAX_MASKS_SHOWN])
+            for i, m in enumerate(masks[:MAX_MASK_ROWS_PRINTED])
         ]  # fmt: skip
         width, height = result["size"]
         more = (
-            f", the first {MAX_MASKS_SHOWN} of {len(masks)}" if len(masks) > MAX_MASKS_SHOWN else ""
+            f", the first {MAX_MASK_ROWS_PRINTED} of {len(masks)}"
+            if len(masks) > MAX_MASK_ROWS_PRINTED
+            else ""
         )
         print(f"{result['image']}: {width} × {height} pixels, {result['seconds']:.2f} s{more}")
         print_table(("mask", *(["of box"] if several else []), "box", "score", "pixels"), rows)

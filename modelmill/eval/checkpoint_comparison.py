@@ -229,7 +229,7 @@ def compare_text_and_layers(
     return result
 
 
-def draw_layer_errors(axes: Any, layers: Sequence[dict[str, Any]]) -> None:
+def plot_layer_errors(axes: Any, layers: Sequence[dict[str, Any]]) -> None:
     """Draw the largest relative error by layer on a log scale, one line per module.
 
     Values out of tolerance are marked with a cross. Errors of exactly 0 are left out; infinite

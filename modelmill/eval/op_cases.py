@@ -254,7 +254,7 @@ def _small_swiglu_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         yield Case(f"{rows}x{INNER}", {"gate_up": gate_up}, nbytes(gate_up) * 3 // 2)
 
 
-BIG_GEMM_SHAPES = (
+GPU_GEMM_SHAPES = (
     (1, 4096, 151936),
     (2, 4096, 12288),
     (8, 4096, 12288),
@@ -262,10 +262,10 @@ BIG_GEMM_SHAPES = (
     (16, 4096, 22016),
     (4096, 4096, 12288),
 )
-BIG_INT8_SHAPES = ((16, 4096, 12288), (64, 4096, 12288), (256, 4096, 12288), (512, 4096, 12288))
-BIG_WEIGHT_SHAPES = ((4096, 12288), (4096, 4096), (4096, 22016), (11008, 4096))
-BIG_W8A8_SHAPES: Shapes = tuple(
-    (rows, k, n) for rows in (1, 8, 64, 256, 1024, 4096) for k, n in BIG_WEIGHT_SHAPES
+GPU_INT8_SHAPES = ((16, 4096, 12288), (64, 4096, 12288), (256, 4096, 12288), (512, 4096, 12288))
+GPU_WEIGHT_SHAPES = ((4096, 12288), (4096, 4096), (4096, 22016), (11008, 4096))
+GPU_W8A8_SHAPES: Shapes = tuple(
+    (rows, k, n) for rows in (1, 8, 64, 256, 1024, 4096) for k, n in GPU_WEIGHT_SHAPES
 )
 QKV_ROWS = (HEADS + 2 * KV_HEADS) * HEAD_DIM
 WEIGHT_SHAPES = (
@@ -275,7 +275,7 @@ WEIGHT_SHAPES = (
     (INNER, HIDDEN),
     (HIDDEN, VOCAB),
 )
-BIG_SAMPLING_SHAPES: Shapes = tuple(
+GPU_SAMPLING_SHAPES: Shapes = tuple(
     (rows, 151936, how) for rows in (1, 8, 64) for how in (0, 1, 2, 4)
 )
 SMALL_SAMPLING_SHAPES: Shapes = tuple((rows, VOCAB, how) for rows in CPU_ROWS for how in (0, 1, 2))
@@ -290,11 +290,11 @@ EXTRA_CASES: dict[str, dict[str, CaseMaker]] = {
         "add_rms_norm_quant": lambda device, dtype: _add_norm_quant_cases(
             16384, 4096, device, dtype
         ),
-        "linear": linear_cases(BIG_GEMM_SHAPES),
-        "int8_linear": int8_linear_cases(BIG_INT8_SHAPES),
-        "w8a8_linear": w8a8_linear_cases(torch.int8, BIG_W8A8_SHAPES),
-        "fp8_linear": w8a8_linear_cases(torch.float8_e4m3fn, BIG_W8A8_SHAPES),
-        "sample": sample_cases(BIG_SAMPLING_SHAPES),
+        "linear": linear_cases(GPU_GEMM_SHAPES),
+        "int8_linear": int8_linear_cases(GPU_INT8_SHAPES),
+        "w8a8_linear": w8a8_linear_cases(torch.int8, GPU_W8A8_SHAPES),
+        "fp8_linear": w8a8_linear_cases(torch.float8_e4m3fn, GPU_W8A8_SHAPES),
+        "sample": sample_cases(GPU_SAMPLING_SHAPES),
         "paged_attention": _all_attention_cases,
     },
     "cpu": recurrence_cases(CPU_STEP_LENGTHS)

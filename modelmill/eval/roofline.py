@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from modelmill.ops.timing import EIGHT_BIT_DTYPES, matmul_throughput, memory_bandwidth
+from modelmill.ops.timing import EIGHT_BIT_DTYPES, matmul_throughput, measure_memory_bandwidth
 
 NO_OPERATIONS: Mapping[str, float] = MappingProxyType({})
 
@@ -86,7 +86,7 @@ def measure_roofline(device: str, dtypes: Sequence[torch.dtype]) -> Roofline:
     products = measure_matmul_rates(device, dtypes)
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
-    return Roofline(device, memory_bandwidth(device), products)
+    return Roofline(device, measure_memory_bandwidth(device), products)
 
 
 def measure_matmul_rates(device: str, dtypes: Sequence[torch.dtype]) -> dict[str, float]:

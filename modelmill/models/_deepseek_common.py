@@ -97,7 +97,9 @@ def decoder_config(
     )
     inner = positive_int(raw, "moe_intermediate_size", default=defaults["moe_intermediate_size"])
     count = positive_int(raw, "n_shared_experts", default=defaults["n_shared_experts"])
-    dense = _moe_config.leading_dense_layers(raw, config.layers, defaults["first_k_dense_replace"])
+    dense = _moe_config.leading_dense_layer_indices(
+        raw, config.layers, defaults["first_k_dense_replace"]
+    )
     return replace(
         config,
         moe=_moe_config.moe_spec_with_shared_experts(config, router, inner, count),

@@ -173,7 +173,7 @@ def moe_spec_with_shared_experts(
     return MoESpec(router, expert, shared)
 
 
-def leading_dense_layers(raw: RawConfig, layers: int, default: int) -> frozenset[int]:
+def leading_dense_layer_indices(raw: RawConfig, layers: int, default: int) -> frozenset[int]:
     """The first ``first_k_dense_replace`` layers, which have a plain MLP.
 
     Raises:

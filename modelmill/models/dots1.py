@@ -49,4 +49,6 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     moe = _moe_config.moe_spec_with_shared_experts(
         config, _moe_config.group_limited_router(raw, defaults), inner, shared
     )
-    return replace(config, moe=moe, dense_layers=_moe_config.leading_dense_layers(raw, layers, 0))
+    return replace(
+        config, moe=moe, dense_layers=_moe_config.leading_dense_layer_indices(raw, layers, 0)
+    )

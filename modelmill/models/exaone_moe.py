@@ -49,7 +49,7 @@ def _dense_layers(raw: RawConfig, layers: int) -> frozenset[int]:
     Raises:
         CheckpointError: for a list of other values, or of another length.
     """
-    first = _moe_config.leading_dense_layers(raw, layers, 1)
+    first = _moe_config.leading_dense_layer_indices(raw, layers, 1)
     dense = dense_layers_by_mlp_type(raw, layers, dense=len(first))
     marks = read_per_layer_list(
         raw, "is_moe_layer", layers, lambda mark: type(mark) is bool, "true or false"

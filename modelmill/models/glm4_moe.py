@@ -40,5 +40,5 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         config, _moe_config.group_limited_router(raw, RouterConfig(128, 8)), inner, shared
     )
     return replace(
-        config, moe=moe, dense_layers=_moe_config.leading_dense_layers(raw, config.layers, 1)
+        config, moe=moe, dense_layers=_moe_config.leading_dense_layer_indices(raw, config.layers, 1)
     )

@@ -132,7 +132,7 @@ def make_memory_read() -> tuple[TimedCall, int]:
     return lambda: read(data.data_ptr(), data.nbytes), data.nbytes
 
 
-def memory_bandwidth(device: str) -> float:
+def measure_memory_bandwidth(device: str) -> float:
     """Peak bytes per second of the device's memory: copy; on a CPU the faster of read and copy."""
     if _device_type(device) == "cuda":
         return copy_bandwidth(device)

@@ -31,7 +31,7 @@ from modelmill.nn.recurrent_state import RecurrentStateCache, make_standalone_st
 from modelmill.nn.step import Step
 
 PAGE_SIZE = 16
-ImageEmbeddings = Mapping[int, torch.Tensor]
+ImageEmbeddingsByPosition = Mapping[int, torch.Tensor]
 BATCH_TOKENS = 4096
 EMBEDDING_MODULES = ("embed", "layer_inputs")
 """Modules of a model that ``CalibrationState.from_ids`` calls."""
@@ -135,7 +135,7 @@ class CalibrationState:
         ids: Sequence[Sequence[int]],
         ops: Any,
         device: str,
-        image_embeddings: Sequence[ImageEmbeddings] | None = None,
+        image_embeddings: Sequence[ImageEmbeddingsByPosition] | None = None,
     ) -> CalibrationState:
         """Embed sequences of ids.
 

@@ -29,7 +29,7 @@ It keeps the 99th percentile of the inter-token latency below three times the me
 """
 MAX_SMALL_STEP_RATIO = 1.25
 """Limit of a mixed step's time over the time of one with few prompt tokens, if that is more."""
-SMALL_CHUNK_FRACTION = 1 / 2
+SMALL_STEP_TOKEN_FRACTION = 1 / 2
 """Share of the chunk up to which a mixed step has few prompt tokens."""
 CHUNK_GROWTH, CHUNK_SHRINK = 1.02, 0.75
 """Factors of the chunk after a step within the limit and after a slow one.
@@ -144,7 +144,7 @@ class AdaptiveChunkSize:
             return
         if self._batch_size_changed(rows):
             return
-        if prompt_tokens <= self.chunk_tokens * SMALL_CHUNK_FRACTION:
+        if prompt_tokens <= self.chunk_tokens * SMALL_STEP_TOKEN_FRACTION:
             self._small_step_seconds.append(seconds)
         if self._decode_seconds and 2 * prompt_tokens >= self.chunk_tokens:
             usual = statistics.median(self._decode_seconds)

@@ -199,7 +199,7 @@ class OutputProcessor:
             continued.add(child.parent)
             beams.append(seq)
         for seq, child in zip(beams, children):
-            seq.extend_beam(child.token, beams)
+            seq.append_beam_token(child.token, beams)
         search.replace_beams(beams)
         self.live_sequences[parents[0].request.id] = list(beams)
         return []

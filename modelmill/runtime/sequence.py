@@ -357,7 +357,7 @@ class Sequence:
         """Become the first beam of a search."""
         self.beam_search, self.siblings = search, beams
 
-    def extend_beam(self, token: int, beams: list[Sequence]) -> None:
+    def append_beam_token(self, token: int, beams: list[Sequence]) -> None:
         """Append a token; ``beams``: the beams of the search from now on."""
         self.tokens.append(token)
         self.siblings = beams

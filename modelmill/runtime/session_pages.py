@@ -20,10 +20,10 @@ from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.kv_pages import num_resumable_pages, page_group_key
 from modelmill.runtime.session_rank_transfer import (
     RankSizes,
-    gather_pages,
+    gather_pages_from_ranks,
     gather_sizes,
     gather_state,
-    scatter_pages,
+    scatter_pages_to_ranks,
     scatter_state,
 )
 
@@ -172,7 +172,7 @@ def _copy_pages_to_host(
         index = torch.tensor(pages, device=core.device)
         return tuple(_pages_as_host_bytes(each[index]) for each in core.model_runner.kv.tensors)
     with core.model_runner.translate_rank_errors():
-        return gather_pages(core.model_runner, sizes, pages)
+        return gather_pages_from_ranks(core.model_runner, sizes, pages)
 
 
 def _restorable_pages(core: EngineCore, keys: Seq[bytes]) -> int:
@@ -301,7 +301,7 @@ def _write_pages(
         return
     picked = [row for row, _ in rows]
     with core.model_runner.translate_rank_errors():
-        scatter_pages(
+        scatter_pages_to_ranks(
             core.model_runner, sizes, [page for _, page in rows], [each[picked] for each in data]
         )
 

@@ -48,7 +48,9 @@ def gather_sizes(runner: ModelRunner) -> RankSizes:
     return RankSizes(tuple(each[0] for each in sizes), tuple(each[1] for each in sizes))
 
 
-def gather_pages(runner: ModelRunner, sizes: RankSizes, pages: Seq[int]) -> tuple[np.ndarray, ...]:
+def gather_pages_from_ranks(
+    runner: ModelRunner, sizes: RankSizes, pages: Seq[int]
+) -> tuple[np.ndarray, ...]:
     """Pages of all ranks, [pages, bytes of a page] uint8 each, in RAM."""
     if not any(sizes.page_bytes):  # a model without attention: its pages take no memory
         return tuple(np.empty((len(pages), 0), np.uint8) for _ in sizes.page_bytes)
@@ -59,7 +61,7 @@ def gather_pages(runner: ModelRunner, sizes: RankSizes, pages: Seq[int]) -> tupl
     return _split_by_rank(np.concatenate(parts), sizes.page_bytes)
 
 
-def scatter_pages(
+def scatter_pages_to_ranks(
     runner: ModelRunner, sizes: RankSizes, pages: Seq[int], data: Seq[np.ndarray]
 ) -> None:
     """Write pages on all ranks.
@@ -68,7 +70,7 @@ def scatter_pages(
         runner: of rank 0.
         sizes: of all ranks.
         pages: to write.
-        data: as of ``gather_pages``.
+        data: as of ``gather_pages_from_ranks``.
     """
     start = 0
     for chunk in _page_chunks(pages, sizes) if any(sizes.page_bytes) else ():

@@ -15,7 +15,7 @@ from typing import Any
 from modelmill.core.errors import RequestError
 from modelmill.text.trie_regex import trie_regex
 
-PRIVATE_USE_CODES = range(0xE000, 0xF900)
+MARK_CHAR_CODE_POINTS = range(0xE000, 0xF900)
 
 
 class ControlTokenGuard:
@@ -68,7 +68,7 @@ def find_unused_mark_char(texts: Iterable[str]) -> str:
         RequestError: if the texts contain all of them.
     """
     whole = "\n".join(texts).lower()
-    for code in PRIVATE_USE_CODES:
+    for code in MARK_CHAR_CODE_POINTS:
         if chr(code) not in whole and f"\\u{code:04x}" not in whole:
             return chr(code)
     raise RequestError(

@@ -22,7 +22,7 @@ from modelmill.text.tool_call_reader import (
 
 ESCAPED_NEWLINE = "\\n"
 """A backslash and an n, which GLM sometimes writes for the line break between two marks."""
-STRING_TYPES = ("string", "any")
+WRITTEN_STRING_TYPES = ("string", "any")
 """Names of types whose text is the value, where the tool declares none."""
 ARGUMENTS_WRAPPER_KEYS = ("arguments", "input", "parameters", "properties")
 """Names under which models write all arguments as one object, though the tool has no such one."""
@@ -226,7 +226,7 @@ class ParameterCallReader(NamedCallReader):
         elif self._parameter.type_attribute:
             key, attribute = _split_type_attribute(key)
         if self._parameter.type_open or written_type:
-            attribute = written_type in STRING_TYPES
+            attribute = written_type in WRITTEN_STRING_TYPES
         key = self._unescape_attribute(key)
         self._type = resolve_parameter_type(
             self._tools.get(self._name), key, self._parameter.undeclared, attribute

@@ -21,9 +21,9 @@ from modelmill.builder.calibration_data import CalibrationSource, read_calibrati
 from modelmill.builder.layer_quantizer import LayerQuantizer
 from modelmill.builder.multimodal_calibration import (
     CalibrationSample,
-    add_image_digest,
     draw_synthetic_image,
     load_multimodal_samples,
+    with_images_digest,
 )
 from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
@@ -233,12 +233,12 @@ def test_lines_that_are_no_good_are_named(
 def test_another_picture_under_the_same_name_is_another_source(tmp_path: Path) -> None:
     save(tmp_path / "a.png")
     path = write_jsonl(tmp_path / "l.jsonl", {"image": "a.png", "text": "What?"})
-    first = add_image_digest(source_of(path))
-    assert first == add_image_digest(source_of(path))
+    first = with_images_digest(source_of(path))
+    assert first == with_images_digest(source_of(path))
     save(tmp_path / "a.png", 1)
-    assert add_image_digest(source_of(path)).image_digest != first.image_digest
+    assert with_images_digest(source_of(path)).image_digest != first.image_digest
     assert (
-        add_image_digest(
+        with_images_digest(
             source_of(write_jsonl(tmp_path / "t.jsonl", {"text": "Words."}))
         ).image_digest
         == ""

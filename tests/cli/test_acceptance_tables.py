@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from modelmill.cli.acceptance_tables import (
-    format_expert_tokens,
+    format_expert_calibration_tokens,
     merge_experts_into_worst,
     worst_layer_by_module,
 )
@@ -47,13 +47,13 @@ def test_experts_with_few_tokens_are_counted() -> None:
         for layer, expert, tokens in ((0, 0, 500), (0, 1, 64), (2, 7, 3))
         for name in ("gate_up_proj", "down_proj")
     ]
-    line = format_expert_tokens(facts)
+    line = format_expert_calibration_tokens(facts)
     assert line is not None
     assert line.startswith(
         "calibration tokens of an expert: least 3 (layer 2, experts.7), median 64"
     )
     assert "1 of 3 experts had fewer than 64" in line
-    few = format_expert_tokens(facts[:4])
+    few = format_expert_calibration_tokens(facts[:4])
     assert few is not None
     assert "fewer" not in few
-    assert format_expert_tokens([fact(0, "mlp.down_proj", 0.1)]) is None
+    assert format_expert_calibration_tokens([fact(0, "mlp.down_proj", 0.1)]) is None

@@ -13,7 +13,7 @@ from modelmill.eval import checkpoint_comparison
 from modelmill.eval.checkpoint_comparison import (
     TokenizerCheck,
     TokenizerReference,
-    draw_layer_errors,
+    plot_layer_errors,
 )
 from modelmill.eval.report import plot
 
@@ -128,6 +128,6 @@ def test_plot_takes_zero_and_infinite_errors(tmp_path: Path) -> None:
         layer("head", None, 1e-6),
     ]
     layers[2]["max_rel"] = "inf"
-    plot(tmp_path / "a.png", lambda axes: draw_layer_errors(axes, layers), "verdict")
-    plot(tmp_path / "b.png", lambda axes: draw_layer_errors(axes, []), "verdict")
+    plot(tmp_path / "a.png", lambda axes: plot_layer_errors(axes, layers), "verdict")
+    plot(tmp_path / "b.png", lambda axes: plot_layer_errors(axes, []), "verdict")
     assert (tmp_path / "a.png").stat().st_size > 1000

@@ -18,7 +18,7 @@ from modelmill.runtime.chunked_prefill import (
     MIN_PREFILL_TOKENS,
     MIN_RETIME_STEPS,
     RETIME_STEPS,
-    SMALL_CHUNK_FRACTION,
+    SMALL_STEP_TOKEN_FRACTION,
     SMALL_STEPS_WINDOW,
     AdaptiveChunkSize,
     default_max_mixed_tokens,
@@ -118,7 +118,7 @@ def test_a_chunk_that_fills_a_step_is_more_than_half_of_what_it_may_be() -> None
             )
             filling = chunk.next_chunk_tokens(rows)
             assert MIN_CHUNK_TOKENS <= filling <= initial
-            assert filling > SMALL_CHUNK_FRACTION * initial
+            assert filling > SMALL_STEP_TOKEN_FRACTION * initial
 
 
 @pytest.mark.parametrize("seed", range(3))

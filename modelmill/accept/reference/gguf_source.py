@@ -212,7 +212,7 @@ TENSORS_BY_ARCHITECTURE: dict[str, dict[str, str]] = {
         "mlp.fc2": "ffn_down",
     },
 }
-LAYER_PREFIXES = {
+HF_LAYER_PREFIX_BY_MODEL_TYPE = {
     "mamba2": "backbone.layers.",
     "chatglm": "transformer.encoder.layers.",
     "gpt_neox": "gpt_neox.layers.",
@@ -287,7 +287,7 @@ class GgufSource(TensorSource):
         }
         if stem in own:
             return f"{own[stem]}.{suffix}"
-        layers = LAYER_PREFIXES.get(self._config["model_type"], "model.layers.")
+        layers = HF_LAYER_PREFIX_BY_MODEL_TYPE.get(self._config["model_type"], "model.layers.")
         index, _, part = stem.removeprefix(layers).partition(".")
         return f"blk.{index}.{own[part]}.{suffix}" if part in own else gguf_tensor_name(name)
 

@@ -185,7 +185,7 @@ class ModelLoader:
         while not self.fits_memory_budget(nbytes):
             victim = self._choose_eviction_victim(model)
             if victim is not None:
-                await self._evict_model(victim, model, is_needed)
+                await self._drain_and_evict(victim, model, is_needed)
             elif self._instances:  # one that is being loaded, reloaded or unloaded
                 self._changed.clear()
                 await self._changed.wait()
@@ -207,7 +207,7 @@ class ModelLoader:
         ]
         return min(loaded)[-1] if loaded else None
 
-    async def _evict_model(
+    async def _drain_and_evict(
         self, victim: ManagedModel, model: ManagedModel, is_needed: Callable[[], bool]
     ) -> None:
         """Put a model to sleep or unload it once its requests have ended, in favour of ``model``.

@@ -85,29 +85,29 @@ def _prepare_kernel_operands(
     return (q, k_cache, v_cache, *scales, *indices, out), mods, inputs.scale * LOG2E
 
 
-_SAME_DTYPE_PAGES = AttentionSupportRange(
+_SAME_DTYPE_PAGES_SUPPORT = AttentionSupportRange(
     page_sizes=(1, UNBOUNDED),
     fits=lambda step: MIN_DIM <= step.dim <= MAX_DIM,
     serves_score_mods=True,
 )
-_QUANTIZED_PAGES = replace(
-    _SAME_DTYPE_PAGES,
+_QUANTIZED_PAGES_SUPPORT = replace(
+    _SAME_DTYPE_PAGES_SUPPORT,
     scaled=True,
     page_dtypes=(torch.int8, torch.float8_e4m3fn),
     fits=lambda step: (
         MIN_DIM <= step.dim <= MAX_DIM and _supports_page_dtype(step.page_dtypes[0], step.device)
     ),
 )
-_SAME_DTYPE_LATENT_PAGES = replace(
-    _SAME_DTYPE_PAGES,
+_SAME_DTYPE_LATENT_PAGES_SUPPORT = replace(
+    _SAME_DTYPE_PAGES_SUPPORT,
     latent=True,
     serves_score_mods=False,
     fits=lambda step: _has_latent_sizes(step),
 )
-_QUANTIZED_LATENT_PAGES = replace(
-    _SAME_DTYPE_LATENT_PAGES,
+_QUANTIZED_LATENT_PAGES_SUPPORT = replace(
+    _SAME_DTYPE_LATENT_PAGES_SUPPORT,
     scaled=True,
-    page_dtypes=_QUANTIZED_PAGES.page_dtypes,
+    page_dtypes=_QUANTIZED_PAGES_SUPPORT.page_dtypes,
     fits=lambda step: (
         _has_latent_sizes(step) and _supports_page_dtype(step.page_dtypes[0], step.device)
     ),
@@ -139,12 +139,12 @@ def _has_no_window(inputs: PagedAttentionInputs) -> bool:
 KERNELS = (
     *(
         Kernel(replace(pages, phases=phases), run)
-        for pages in (_SAME_DTYPE_PAGES, _QUANTIZED_PAGES)
+        for pages in (_SAME_DTYPE_PAGES_SUPPORT, _QUANTIZED_PAGES_SUPPORT)
         for phases, run in zip(_PREFILL_AND_DECODE_PHASES, (prefill, decode), strict=True)
     ),
     *(
         Kernel(replace(pages, phases=phases), run, _has_no_window)
-        for pages in (_SAME_DTYPE_LATENT_PAGES, _QUANTIZED_LATENT_PAGES)
+        for pages in (_SAME_DTYPE_LATENT_PAGES_SUPPORT, _QUANTIZED_LATENT_PAGES_SUPPORT)
         for phases, run in zip(
             _PREFILL_AND_DECODE_PHASES, (paged_latent.prefill, paged_latent.decode), strict=True
         )

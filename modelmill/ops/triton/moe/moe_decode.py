@@ -251,11 +251,11 @@ def _down_kernel(
     weight_at = weight_ptr + weight_row[:, None, None] * stride + column[None, None, :]
     weight_at += (expert * expert_stride)[None, :, None]
     inner_at = inner_ptr + pair[:, None] * k + column[None, :]
-    first = _load_down(weight_at, live, column, 0, k, ALL)
+    first = _load_down_tile(weight_at, live, column, 0, k, ALL)
     if EARLY > 1:
-        second = _load_down(weight_at, live, column, BLOCK_K, k, ALL)
+        second = _load_down_tile(weight_at, live, column, BLOCK_K, k, ALL)
     if EARLY > 2:
-        third = _load_down(weight_at, live, column, 2 * BLOCK_K, k, ALL)
+        third = _load_down_tile(weight_at, live, column, 2 * BLOCK_K, k, ALL)
     pdl_wait(PDL)
     total = _down_products(first, inner_at, live, column, 0, k, ALL)
     if EARLY > 1:
@@ -263,7 +263,7 @@ def _down_kernel(
     if EARLY > 2:
         total += _down_products(third, inner_at, live, column, 2 * BLOCK_K, k, ALL)
     for start in range(EARLY * BLOCK_K, k, BLOCK_K):
-        weights = _load_down(weight_at, live, column, start, k, ALL)
+        weights = _load_down_tile(weight_at, live, column, start, k, ALL)
         total += _down_products(weights, inner_at, live, column, start, k, ALL)
     out = tl.sum(total, axis=2)
     if SCALE:
@@ -276,7 +276,7 @@ def _down_kernel(
 
 
 @triton.jit
-def _load_down(weight_at, live, column, start, k, ALL: tl.constexpr):
+def _load_down_tile(weight_at, live, column, start, k, ALL: tl.constexpr):
     """Weights [N, SLOTS, K] from column ``start`` on. ALL: every slot and column exists."""
     if ALL:
         return tl.load(weight_at + start, eviction_policy="evict_first")
