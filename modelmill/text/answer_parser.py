@@ -62,6 +62,11 @@ class AnswerParser(ABC):
         self._follows_blank = False
         self.in_reasoning = False
 
+    @property
+    def has_broken_call(self) -> bool:
+        """Whether the model broke a call so far, whose rest is in no piece."""
+        return self._output.has_broken_call
+
     def push(self, text: str) -> list[AnswerPiece]:
         """Add text; return the pieces that are now certain, in order."""
         if self._follows_blank and is_whitespace(text):

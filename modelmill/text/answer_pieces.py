@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from modelmill.text.arguments_stream import ArgumentsStream
+
 
 @dataclass(frozen=True)
 class ToolCallDelta:
@@ -105,16 +107,26 @@ class PieceCollector:
     Attributes:
         num_calls: calls so far.
         follows_call: what comes next stands directly behind a call.
+        has_broken_call: the model broke a call, whose rest is in no piece.
     """
 
-    def __init__(self, max_calls: int | None, short_ids: bool, silent: bool = False) -> None:
+    def __init__(
+        self,
+        max_calls: int | None,
+        short_ids: bool,
+        silent: bool = False,
+        as_written: bool = False,
+    ) -> None:
         """Start an answer.
 
         Args:
             max_calls: further calls are dropped.
             short_ids: ids of nine letters and digits, which Mistral's templates require.
             silent: whether there is content only if no call came and the answer was not cut.
+            as_written: whether arguments stay as their reader passes them on, broken ones too.
         """
+        self._as_written = as_written
+        self._arguments: ArgumentsStream | None = None  # of the last call, while it is open
         self._max_calls = max_calls
         self._short_ids = short_ids
         self._silent = silent
@@ -124,7 +136,7 @@ class PieceCollector:
         self._has_text = self._has_reasoning = False
         self._reasoning_blank = ""
         self.num_calls = 0
-        self.follows_call = False
+        self.follows_call = self.has_broken_call = False
 
     def set_begun(self, begun: BegunPart) -> None:
         """Say what the prompt has begun; line breaks that come first then belong to that text."""
@@ -132,6 +144,8 @@ class PieceCollector:
 
     def add_text(self, text: str) -> None:
         """Append text to the answer's content."""
+        if text.strip():
+            self.end_call()
         if self._silent:
             self._withheld.append(text)
             return
@@ -151,6 +165,7 @@ class PieceCollector:
 
     def add_reasoning(self, text: str) -> None:
         """Append to the thinking, without line breaks at both ends."""
+        self.end_call()
         text = self._reasoning_blank + text
         if not self._has_reasoning:
             text = text.lstrip("\n")
@@ -167,14 +182,32 @@ class PieceCollector:
 
     def begin_call(self, name: str, id: str | None = None) -> None:
         """Begin a call of the function ``name``."""
+        self.end_call()
         if id is None:
             id = secrets.token_hex(5)[:9] if self._short_ids else f"call_{secrets.token_hex(12)}"
         self._append_call_delta(ToolCallDelta(self.num_calls, "", id, name))
         self.num_calls += 1
         self.follows_call = True
+        self._arguments = None if self._as_written else ArgumentsStream()
 
     def add_arguments(self, text: str) -> None:
         """Append to the arguments of the last call."""
+        if not self._as_written:
+            text = "" if self._arguments is None else self._arguments.append(text)
+        self._append_arguments(text)
+
+    def end_call(self) -> None:
+        """End the last call where no limit cut it off: its arguments become valid JSON."""
+        if self._arguments is not None:
+            self._append_arguments(self._arguments.complete())
+            self._arguments = None
+
+    def break_call(self) -> None:
+        """End the last call where the model broke it; the rest of it is dropped."""
+        self.has_broken_call = True
+        self.end_call()
+
+    def _append_arguments(self, text: str) -> None:
         if text:
             self._append_call_delta(ToolCallDelta(self.num_calls - 1, text))
 
@@ -194,6 +227,11 @@ class PieceCollector:
 
     def finish(self, cut: bool) -> list[AnswerPiece]:
         """Return the rest at the end; cut: the answer was cut off by a limit."""
+        # a grammar that forces calls ends inside one only where it has no next token
+        if (cut or self._silent) and self._arguments is not None:
+            self._append_arguments(self._arguments.take_key())
+        else:
+            self.end_call()
         if self._silent and not self.num_calls and not cut:
             self._silent = False
             self.add_text("".join(self._withheld))

@@ -209,19 +209,27 @@ class AnswerSplicer:
         return text_digest(written.reasoning) in (answer.reasoning, b"")
 
     def _reparses_to_sent_answer(self, answer: PastAnswer) -> bool:
-        """Whether nothing was dropped from an answer, such as calls above a limit."""
-        parsed = self._parse_pieces(answer.ids, answer.thinks)
+        """Whether nothing was dropped from an answer, such as a call's rest, or a call too many."""
+        parsed, is_broken = self._parse_with_faults(answer.ids, answer.thinks)
         return (
-            message_digest(parsed) == answer.message
+            not is_broken
+            and message_digest(parsed) == answer.message
             and text_digest(parsed.reasoning) == answer.reasoning
         )
 
     def _parse_pieces(self, pieces: Sequence[Piece], thinks: bool) -> ParsedAnswer:
+        return self._parse_with_faults(pieces, thinks)[0]
+
+    def _parse_with_faults(
+        self, pieces: Sequence[Piece], thinks: bool
+    ) -> tuple[ParsedAnswer, bool]:
+        """Return the answer, and whether it has a broken call."""
         text = self._decode_pieces(pieces)
         if not (self.tools or self.thinking or self.syntax.content != NO_MARKS):
-            return ParsedAnswer(text)
+            return ParsedAnswer(text), False
         parser = make_answer_parser(self.syntax, self.tools, thinking=self.thinking, thinks=thinks)
-        return collect_answer([*parser.push(text), *parser.flush()])
+        answer = collect_answer([*parser.push(text), *parser.flush()])
+        return answer, parser.has_broken_call
 
     def _decode_pieces(self, pieces: Sequence[Piece]) -> str:
         """The text of an answer as its parser gets it."""

@@ -128,14 +128,16 @@ class HarmonyAnswerParser(AnswerParser):
         self._buffer = self._buffer[self._feed_arguments(self._buffer, final=False) :]
         if not (self._arguments.done or self._arguments.failed):
             return False
+        if self._arguments.failed:
+            self._output.break_call()
         self._mode = self._discard_call_rest
         return True
 
     def _discard_call_rest(self) -> bool:
         """What follows the arguments is discarded up to the end of the message."""
         _, ended = self._take_message_text()
-        if ended and not self._has_arguments:
-            self._output.add_arguments("{}")
+        if ended:
+            self._output.end_call()
         return ended
 
     def _feed_arguments(self, text: str, final: bool) -> int:

@@ -1,8 +1,9 @@
 """Incremental conversion of a value, as models write it, to JSON.
 
 Valid JSON stays as it is. Accepted besides: single quotes, Python's True, False, None and escapes,
-line breaks inside strings, a comma before a closing bracket, and, with a string mark, Gemma's bare
-keys and marked strings. The output is a prefix of valid JSON at every point.
+NaN and Infinity as null, line breaks inside strings, a comma before a closing bracket, and, with a
+string mark, Gemma's bare keys and marked strings. The output is a prefix of valid JSON at every
+point.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ _RUNS = {
 }
 _BLANK = re.compile(r"[ \t\r\n]+")
 _ATOM = re.compile(r"[A-Za-z0-9+\-._]+")
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _WORDS = {
     **{word: word for word in ("true", "false", "null")},
     "True": "true",
     "False": "false",
     "None": "null",
 }
+NON_FINITE_WORDS = dict.fromkeys(("NaN", "Infinity", "-Infinity"), "null")
+"""What JavaScript and Python write for numbers that JSON cannot express."""
 _SIMPLE_ESCAPES = frozenset('"\\/bfnrt')
 _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 _ESCAPE_SIZES = {"u": 4, "x": 2, "U": 8}
@@ -95,23 +98,6 @@ class StreamingJsonNormalizer:
             self._finish_last_atom(text[at:])
             at = len(text)
         return at
-
-    def complete_open_value(self) -> None:
-        """Complete the value where its text ended: open strings and brackets are closed."""
-        if self.done or self.failed:
-            return
-        if self._state in (self._scan_string, self._scan_marked_string):
-            self._end_string()
-        if self._state == self._scan_colon:
-            self._out.append(": null")
-        elif self.done:
-            return
-        elif self._state == self._scan_member_value or not self._stack:
-            self._out.append("null")
-        self._pending = ""
-        while self._stack:
-            self._out.append(_WRITTEN_CLOSERS[self._stack.pop()])
-        self.done = True
 
     def take_json(self) -> str:
         """Return the JSON since the last call."""
@@ -196,7 +182,9 @@ class StreamingJsonNormalizer:
             self._on_value_end()
             return True
         run = self._normalize_number(run)
-        word = _WORDS.get(run) or (run if _NUMBER.fullmatch(run) else None)
+        word = (
+            _WORDS.get(run) or NON_FINITE_WORDS.get(run) or (run if NUMBER.fullmatch(run) else None)
+        )
         if word is None:
             return False
         self._emit_with_pending(word)

@@ -106,9 +106,10 @@ class ParameterCallReader(NamedCallReader):
         """A call is broken between two arguments; it is none if it is not reported."""
         if not self._is_begun:
             return self._reject_block(at)
-        if not (self._final and self.cut):
-            self._output.add_arguments("}")
-        self._state = self._skip_broken_call
+        if self._final and self.cut:
+            self._state = self._skip_broken_call
+        else:
+            self._begin_broken_call_rest()
         return at
 
     def _scan_parameter(self, text: str, at: int) -> int:
@@ -155,7 +156,7 @@ class ParameterCallReader(NamedCallReader):
         if text[start] == "{":
             return self._enter_arguments_object(start)
         self._emit_call_begin_once()  # its marks say that it is a call
-        self._state = self._skip_broken_call
+        self._begin_broken_call_rest()
         return at
 
     def _enter_arguments_object(self, at: int) -> int:
@@ -167,9 +168,9 @@ class ParameterCallReader(NamedCallReader):
         """All arguments as one object, which some models write instead."""
         self._drop_consumed_text()
         at = self._json.feed(text, at, self._final)
-        self._close_open_value(self._json)
         self._begun += self._json.take_json()
-        if self._has_brace and self._begun[1:].strip():
+        ended = self._final and not self.cut and not self._json.failed
+        if self._has_brace and (ended or self._begun[1:].strip()):
             self._emit_call_begin_once()  # with a brace
             self._begun, self._has_brace = self._begun[1:], False
         if not self._has_brace:
@@ -178,7 +179,7 @@ class ParameterCallReader(NamedCallReader):
         if self._json.failed:
             if not self._is_begun:
                 return self._reject_block(at)
-            self._state = self._skip_broken_call
+            self._begin_broken_call_rest()
         elif self._json.done:
             self._state = self._scan_arguments_object_close
         return at

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from modelmill.text.json_normalizer import normalize_json, split_json_object
+from modelmill.text.json_normalizer import NON_FINITE_WORDS, normalize_json, split_json_object
 
 JSON_TYPES = frozenset(("null", "boolean", "integer", "number", "array", "object"))
 MAX_REFERENCES = 32
-_SURROGATE = re.compile("[\ud800-\udfff]")
 """Maximum references of a schema that are followed one after the other."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -143,9 +143,10 @@ def required_arguments(parameters: Mapping[str, Any] | None) -> frozenset[str]:
 
 def argument_text_to_json(text: str, types: ParameterType) -> str:
     """Return the JSON of an argument that is not always a string."""
-    value = normalize_json(text.strip())
+    word = text.strip()
+    value = None if word in NON_FINITE_WORDS else normalize_json(word)
     if value is None and types.json_types & {"array", "object"}:
-        value = _unescape_json_text(text.strip())
+        value = _unescape_json_text(word)
     if value is not None:
         value_type = json_type_of_text(value)
         if value_type in types.json_types or (

@@ -136,7 +136,9 @@ class PythonicCallReader(ToolCallReader):
         if text[start] == ",":
             self._state = self._scan_keyword
             return start + 1
-        self._state = self._scan_keyword if text[start] == ")" else self._skip_broken_call
+        self._state = self._scan_keyword
+        if text[start] != ")":
+            self._begin_broken_call_rest()
         return start
 
     def _complete_open_call(self, at: int) -> int:
@@ -202,7 +204,7 @@ class PythonicCallReader(ToolCallReader):
     def _abandon_call(self, at: int) -> int:
         if not self._started:
             return self._reject_block(at)
-        self._state = self._skip_broken_call
+        self._begin_broken_call_rest()
         return at
 
 

@@ -310,6 +310,8 @@ class ReactAnswerParser(AnswerParser):
         assert stream is not None, "arguments have begun"
         at = stream.feed(text, 0, final)
         self._output.add_arguments(stream.take_json())
+        if stream.failed:
+            self._output.break_call()
         if stream.done or stream.failed:
             self._mode = self._discard_rest
         return at

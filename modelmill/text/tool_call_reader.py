@@ -225,11 +225,10 @@ class ToolCallReader(ABC):
         self, value: StreamingJsonNormalizer, at: int, following: Callable[[str, int], int]
     ) -> int:
         """Pass on what was read of a value up to ``at``; after its end comes ``following``."""
-        self._close_open_value(value)
         self._output.add_arguments(value.take_json())
         self._drop_pending_as_call()
         if value.failed:
-            self._state = self._skip_broken_call
+            self._begin_broken_call_rest()
         elif value.done:
             self._state = following
         return at
@@ -244,14 +243,6 @@ class ToolCallReader(ABC):
         self.closed, self.rejected = reader.closed, reader.rejected
         return at
 
-    def _close_open_value(self, value: StreamingJsonNormalizer) -> None:
-        """Complete a value that an answer leaves open, unless a limit cut it off.
-
-        JSON that a model writes itself stays as it is: a client sees that it is not complete.
-        """
-        if self._final and not self.cut and not self._syntax.writes_json:
-            value.complete_open_value()
-
     def _tool_requires_arguments(self, name: str) -> bool:
         """Whether a tool is known to require some."""
         schema = self._tools.get(name)
@@ -261,6 +252,11 @@ class ToolCallReader(ABC):
         """Whether a tool is known to require none."""
         schema = self._tools.get(name)
         return schema is not None and not required_arguments(schema)
+
+    def _begin_broken_call_rest(self) -> None:
+        """The arguments of a call are broken: they end here."""
+        self._output.break_call()
+        self._state = self._skip_broken_call
 
     def _skip_broken_call(self, text: str, at: int) -> int:
         """Discard the rest of a call whose arguments are broken."""

@@ -32,7 +32,7 @@ class ValidatedCallReader(ToolCallReader):
         tools: ToolSchemas,
         output: PieceCollector,
     ) -> None:
-        self._call = PieceCollector(None, syntax.short_ids)
+        self._call = PieceCollector(None, syntax.short_ids, as_written=True)
         self._reader = reader(syntax, tools, self._call)
         super().__init__(syntax, tools, output)
 

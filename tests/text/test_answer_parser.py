@@ -58,9 +58,9 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     (HERMES, f'<tool_call>{{"name": "f", "arguments": {X1}</tool_call>{TWO}', "",
         [F, ("g", "{}")]),
     (HERMES, '<tool_call>{"name": "f", "arguments": {"x": 1</tool_call>.', ".",
-    [("f", '{"x": 1')]),
+    [("f", '{"x": 1}')]),
     (HERMES, f'<tool_call>{{"name": "f", "arguments": {X1}}}}}</tool_call>.', ".", [F]),
-    (HERMES, '<tool_call>{"name": "f", "arguments": {"x', "", [("f", '{"x')]),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"x', "", [("f", "{}")]),
     # no calls
     (HERMES, "<tool_call>{broken}</tool_call>", "<tool_call>{broken}</tool_call>", []),
     (HERMES, '<tool_call>{"name": "unknown"}</tool_call>',
@@ -246,13 +246,13 @@ def test_every_object_arrives(
 
 
 def test_arguments_come_as_they_are_written() -> None:
-    """The name first, as soon as it is sure; then every piece at once."""
+    """The name first, as soon as it is sure; a key with its value; then every piece at once."""
     parser = make_parser(HERMES, ["f"])
     assert parser.push('<tool_call>{"name": "f", "argu') == []
     (begun,) = parser.push('ments": {"x": ')
     assert isinstance(begun, ToolCallDelta)
-    assert (begun.index, begun.name, begun.arguments) == (0, "f", '{"x": ')
-    assert parser.push('"long') == [ToolCallDelta(0, '"long')]
+    assert (begun.index, begun.name, begun.arguments) == (0, "f", "{")
+    assert parser.push('"long') == [ToolCallDelta(0, '"x": "long')]
     assert parser.push(' story"}}') == [ToolCallDelta(0, ' story"}')]
     assert parser.push("</tool_call>") == []
     assert parser.flush() == []

@@ -236,6 +236,31 @@ def test_an_answer_with_a_dropped_call_is_not_repeated(shared: Path) -> None:
     assert talk_to.prompt() == talk_to.tokenizer.encode_pieces(talk_to.pieces())
 
 
+@pytest.mark.parametrize(
+    "arguments", ['{"a":1e999}', '{"a":NaN}', '{"b":"\\ud83d end"}', f'{{"a":{"7" * 400}}}']
+)
+def test_arguments_that_json_cannot_express_keep_their_tokens(shared: Path, arguments: str) -> None:
+    talk_to = real_conversation(shared, "qwen3")
+    before = talk_to.prompt()
+    text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    ids = talk_to.tokenizer.encode(text, bos=False)
+    talk_to.send_back(talk_to.answer(ids))
+    assert talk_to.prompt()[: len(before) + len(ids)] == [*before, *ids]
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1', '{"a": 1, "b": nix}}'])
+def test_a_broken_call_is_written_by_the_template(shared: Path, arguments: str) -> None:
+    """Its rest was dropped: the next prompt has the call that the client got."""
+    talk_to = real_conversation(shared, "qwen3")
+    text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}\n</tool_call>'
+    answer = talk_to.answer(talk_to.tokenizer.encode(text, bos=False))
+    assert [call.arguments for call in answer.calls] == ['{"a": 1}']
+    talk_to.send_back(answer)
+    prompt = talk_to.prompt()
+    assert prompt == talk_to.tokenizer.encode_pieces(talk_to.pieces())
+    assert '"arguments": {"a": 1}}' in talk_to.tokenizer.decode(prompt, skip_special=False)
+
+
 def test_the_oldest_answers_are_forgotten_and_salts_are_separate() -> None:
     tail = extract_prompt_tail([1], load_tokenizer(hf_files()), None)
     assert tail is not None

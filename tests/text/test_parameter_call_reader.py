@@ -55,7 +55,7 @@ CASES = [
     ("kimi_k3", K3.format('"f" index="1"<|sep|><|open|>json<|sep|> {}\n<|close|>json<|sep|>'), "",
      [("f", "{}")]),
     ("kimi_k3", K3.format('"f"<|sep|><|open|>json<|sep|>[1]<|close|>json<|sep|>') + "so", "so",
-     [("f", "{")]),
+     [("f", "{}")]),
     ("kimi_k3", "<|open|>tools<|sep|>" + "".join(
         f'<|open|>call tool="f"<|sep|>{each}<|close|>call<|sep|>' for each in (
             '<|open|>json<|sep|>{"n": 1}<|close|>json<|sep|>',
@@ -89,13 +89,13 @@ def test_other_forms_of_a_call_are_read(
     assert answer.content == content
 
 
-def test_half_a_surrogate_pair_stays_an_escape() -> None:
+def test_half_a_surrogate_pair_is_replaced() -> None:
     """Also in a list that is written as the inside of a JSON string."""
     tools = {"f": {"properties": {"x": {"type": "array"}}}}
     parser = make_answer_parser(load_chat_syntax("minicpm5"), tools)
     text = MINI.format('[\\"\\ud800\\"]')
     answer = collect_answer([*parser.push(text), *parser.flush()])
-    assert [call.arguments for call in answer.calls] == ['{"x": ["\\ud800"]}']
+    assert [call.arguments for call in answer.calls] == ['{"x": ["\\ufffd"]}']
 
 
 @pytest.mark.parametrize("cut", [False, True])

@@ -104,7 +104,7 @@ def test_a_bare_key_without_end_ends_its_call() -> None:
     parser = make_answer_parser(load_chat_syntax("gemma4"), TOOLS)
     text = "<|tool_call>call:f{days:2," + "x" * 1100
     whole = collect_answer([*parser.push(text), *parser.flush()])
-    assert [(call.name, call.arguments) for call in whole.calls] == [("f", '{"days": 2')]
+    assert [(call.name, call.arguments) for call in whole.calls] == [("f", '{"days": 2}')]
 
 
 @pytest.mark.parametrize("begin", ["<|channel|>", "<|start|>assistant<|channel|>", "to="])

@@ -42,7 +42,7 @@ def test_arguments_are_read(written: str, arguments: dict[str, object], size: in
 
 def test_many_open_braces_are_no_recursion() -> None:
     answer = parse(f"{OPEN}f(a={'{' * 20_000}{CLOSE} so", 1000)
-    assert [call.arguments for call in answer.calls] == ['{"a": {']
+    assert [call.arguments for call in answer.calls] == ['{"a": {}}']
     assert answer.content == "so"
 
 

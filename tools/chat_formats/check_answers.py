@@ -14,7 +14,7 @@ from modelmill.text.chat_syntax import ChatSyntax
 from tools.chat_formats.random_answers import RandomCase, forbidden_texts, random_case, random_cuts
 
 ENDED_SHARE = 0.25
-"""Share of the answers that are also checked with an end of the model in the middle."""
+"""Share of the answers that are also checked with an end in the middle, and share with a fault."""
 
 
 def parse_pieces(
@@ -49,6 +49,8 @@ def check_answer(syntax: ChatSyntax, rng: random.Random) -> None:
     _check_cut(syntax, case, text[: rng.randint(0, len(text))], rng)
     if rng.random() < ENDED_SHARE:
         _check_ended(syntax, case, text[: rng.randint(0, len(text))], rng)
+    if rng.random() < ENDED_SHARE:
+        _check_broken(syntax, case, text, rng)
 
 
 def _check_cut(syntax: ChatSyntax, case: RandomCase, text: str, rng: random.Random) -> None:
@@ -73,9 +75,17 @@ def _check_ended(syntax: ChatSyntax, case: RandomCase, text: str, rng: random.Ra
     streamed = parse_pieces(syntax, case, random_cuts(text, rng))
     assert _meaning(syntax, streamed) == _meaning(syntax, whole), (text, streamed, whole)
     for call in whole.calls:
-        # JSON that the model writes itself is passed on as it is
-        valid = is_json_prefix if syntax.calls.writes_json else is_json
-        assert valid(call.arguments), (text, whole)
+        assert is_json(call.arguments), (text, whole)
+
+
+def _check_broken(syntax: ChatSyntax, case: RandomCase, text: str, rng: random.Random) -> None:
+    """An answer in which the model leaves some characters out, ended by it or by a limit."""
+    begin = rng.randint(0, len(text))
+    text = text[:begin] + text[begin + rng.randint(1, 3) :]
+    _check_ended(syntax, case, text, rng)
+    whole = parse_pieces(syntax, case, [text], cut=True)
+    streamed = parse_pieces(syntax, case, random_cuts(text, rng), cut=True)
+    assert _meaning(syntax, streamed) == _meaning(syntax, whole), (text, streamed, whole)
 
 
 def is_json(text: str) -> bool:

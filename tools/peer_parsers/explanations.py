@@ -261,8 +261,8 @@ EXPLANATIONS = (
     ),
     Explanation(
         _CALLS,
-        "Gemma 4 ends inside a string: modelmill completes arguments that it converts; this test "
-        "asks for text. What a limit cut off stays cut",
+        "Gemma 4 ends inside a string: modelmill completes arguments that the model ends; this "
+        "test asks for text. What a limit cut off stays cut",
         ("test_gemma4_tool_parser.py::*::test_incomplete_tool_call",),
         elsewhere="vLLM's test of August asks for the completed call",
     ),
