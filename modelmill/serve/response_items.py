@@ -9,6 +9,7 @@ from typing import Any
 from modelmill.serve.custom_tools import parse_custom_input
 from modelmill.serve.encrypted_content_codec import compress_text
 from modelmill.serve.response_tools import ClientToolName
+from modelmill.serve.tool_call_progress import is_json
 
 ResponseEvent = dict[str, Any]
 FUNCTION_CALL_ITEM = ("function_call", "fc", "arguments")
@@ -182,6 +183,8 @@ class ResponseItemsBuilder:
     def _close_call(self, status: str) -> Iterator[ResponseEvent]:
         assert self._call is not None
         text, index = "".join(self._texts), {"output_index": len(self.output)}
+        if not is_json(text):
+            status = "incomplete"  # a stop string cut it off
         position = {"item_id": self._call["id"], **index}
         if self._call["type"] == FUNCTION_CALL_ITEM[0]:
             item = {**self._call, "arguments": text, "status": status}

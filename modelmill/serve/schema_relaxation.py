@@ -2,7 +2,7 @@
 
 pydantic and other libraries write ``oneOf``, ``uniqueItems``, ``contains``, names of properties as
 ``propertyNames``, formats of strings beyond those that the library knows, and patterns that look
-around.
+around, bounds beyond 64 bits.
 A schema is coerced only if it cannot be used as it is; the answer then matches the weaker schema,
 and the response's ``warnings`` say what was not enforced, and where. A usable ``oneOf`` is
 kept, whatever else in the schema cannot.
@@ -30,8 +30,18 @@ _PROPERTY_NAME_KEYS = frozenset(("type", "title", "description"))
 _NUMBER_TYPES = ("integer", "number")
 _UNSUPPORTED_PATTERN = re.compile(r"\(\?<?[=!]|\\[1-9]")
 UNENFORCED_KEYWORDS = ("uniqueItems", "contains", "minContains", "maxContains")
+_NUMBER_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_COUNT_LIMITS = ("maxLength", "maxItems", "maxProperties")
+BOUND_LIMIT = 2**63
+"""The grammar library keeps bounds of integers in 64 bits, and writes others up to this one."""
+ROUNDED_UP = 512
+"""Integers that are so little below ``BOUND_LIMIT`` are that number as a double."""
+COUNT_LIMIT = 2**32
+"""No answer has as many characters or elements."""
 _NAMED_SCHEMA_KEYS = ("properties", "patternProperties", "$defs", "definitions")
-_LITERAL_VALUE_KEYS = ("enum", "const", "default", "examples")
+_LITERAL_VALUE_KEYS = ("enum", "const")
+_ANNOTATIONS = ("default", "examples")
+"""Nothing is enforced of them; their values may be what the grammar library does not read."""
 MAX_ONE_OF_CHECKS = 16
 """How many ``oneOf`` are tried one by one."""
 MAX_LISTED_REASONS = 32
@@ -190,7 +200,7 @@ class SchemaRelaxer:
             return schema
         out: dict[str, Any] = {}
         for key, value in schema.items():
-            if self._is_unenforceable(key, value, schema, place):
+            if key in _ANNOTATIONS or self._is_unenforceable(key, value, schema, place):
                 continue
             inner = f"{place}/{_escape_pointer(key)}"
             if key in _NAMED_SCHEMA_KEYS and isinstance(value, Mapping):
@@ -212,6 +222,11 @@ class SchemaRelaxer:
         self, key: str, value: Any, schema: Mapping[str, Any], place: str
     ) -> bool:
         """Whether a key is not enforced; records the reason."""
+        if key in _COUNT_LIMITS and type(value) is int and value >= COUNT_LIMIT:
+            return True
+        if key in _NUMBER_BOUNDS and _is_bound_too_large(value, schema.get("type")):
+            self._record_reason(place, f"{key} is not enforced: its magnitude is 2^63 or more")
+            return True
         if key in UNENFORCED_KEYWORDS:
             if value is not False:
                 self._record_reason(place, f"{key} is not enforced")
@@ -282,6 +297,14 @@ class SchemaRelaxer:
     def _record_reason(self, place: str, reason: str) -> None:
         shown = "" if place == "#" else f"{truncate_to_one_line(place, MAX_PLACE_CHARS)}: "
         self._reasons[f"{shown}{reason}"] = None
+
+
+def _is_bound_too_large(value: Any, value_type: Any) -> bool:
+    """Whether the grammar library cannot enforce a bound of numbers."""
+    if type(value) not in (int, float):
+        return False
+    rounded = 0 if value_type == "integer" else ROUNDED_UP
+    return abs(value) >= BOUND_LIMIT - rounded
 
 
 def _escape_pointer(name: str) -> str:

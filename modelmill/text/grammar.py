@@ -239,10 +239,12 @@ def _grammar_errors_as_request_errors(grammar: Grammar) -> Iterator[None]:
         yield
     except UnicodeError:
         raise RequestError(f"the {what} has an unpaired surrogate") from None
-    except ValueError as error:  # a number of more than 64 bits
-        raise RequestError(
-            f"the {what} cannot be used: {truncate_to_one_line(str(error), MAX_MESSAGE_CHARS)}"
-        ) from None
+    except ValueError as error:
+        problem = truncate_to_one_line(str(error), MAX_MESSAGE_CHARS)
+        integer = problem.removeprefix("Value is not JSON serializable: ")
+        if integer.lstrip("-").isdecimal():
+            problem = f"the grammar library takes no integer of more than 64 bits: {integer}"
+        raise RequestError(f"the {what} cannot be used: {problem}") from None
     except BaseException as error:
         if not is_rust_panic(error):
             raise

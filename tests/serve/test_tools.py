@@ -358,20 +358,20 @@ REACT = SimpleNamespace(
 
 
 @pytest.mark.parametrize(
-    ("generated", "ended", "stop", "reason"),
+    ("generated", "ended", "stop", "reason", "arguments"),
     [
-        ("Paris\n", "Observation:", None, "tool_calls"),  # the format's own
+        ("Paris\n", "Observation:", None, "tool_calls", '"Paris"'),  # the format's own
         # after the call, also if the request has it
-        ("Paris\n", "Observation:", "Observation:", "tool_calls"),
-        ("Paris\n", None, None, "tool_calls"),
-        ('{"town": "Par', "is", "is", "stop"),
-        ('{"town": "Par', "is", ["x", "is"], "stop"),
-        ('{"town": "Paris"}\n', "x", ["x", "is"], "tool_calls"),
-        ('{"town": "Par', 7, None, "tool_calls"),
+        ("Paris\n", "Observation:", "Observation:", "tool_calls", '"Paris"'),
+        ("Paris\n", None, None, "tool_calls", '"Paris"'),
+        ('{"town": "Par', "is", "is", "stop", '{"town": "Par'),
+        ('{"town": "Par', "is", ["x", "is"], "stop", '{"town": "Par'),
+        ('{"town": "Paris"}\n', "x", ["x", "is"], "tool_calls", '{"town": "Paris"}'),
+        ('{"town": "Par', 7, None, "tool_calls", '{"town": "Par"}'),
     ],
 )
 def test_only_a_stop_string_of_the_request_cuts_a_call(
-    generated: str, ended: Any, stop: Any, reason: str
+    generated: str, ended: Any, stop: Any, reason: str, arguments: str
 ) -> None:
     body = ChatRequest(**{**ASK, "tools": [WEATHER], "stop": stop})
     text = f"Thought: I need it.\nAction: weather\nAction Input: {generated}"
@@ -389,7 +389,7 @@ def test_only_a_stop_string_of_the_request_cuts_a_call(
     assert choice["message"]["tool_calls"][0]["function"] == {
         "name": "weather",
         # what is no object is passed on as a JSON string
-        "arguments": generated.strip() if generated[0] == "{" else '"Paris"',
+        "arguments": arguments,
     }
     piece = ChatResponseBuilder(
         body,
