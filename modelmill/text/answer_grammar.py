@@ -23,6 +23,8 @@ from modelmill.text.tool_call_reader import split_mark_parts
 PromptThinking = Literal["open", "closed", "free"]
 """What the prompt says of the thinking: begun, ended or excluded, or left to the model."""
 MAX_CALL_INDEX_DIGITS = 3
+NO_JSON = r"""~/(?s:\s*[{\["0-9-].*)/"""
+"""Texts that do not begin as JSON does."""
 
 
 def whole_answer_grammar(
@@ -93,19 +95,26 @@ def build_answer_lark(
     syntax = load_chat_syntax(value["format"])
     answer = value["answer"]
     if answer["type"] == "calls":
-        body = _tool_calls_expr(builder, syntax, json.loads(answer["text"]))
+        calls = json.loads(answer["text"])
+        if "content" in calls:
+            body = _calls_or_content_expr(builder, syntax, calls)
+            return builder.build(f"{_thinking_expr(builder, value, blank=False)} {body}")
+        body = _tool_calls_expr(builder, syntax, calls)
     else:
         assert documents is not None, "the answer has a grammar"
-        body = builder.add_subgrammar(dict(documents))
-        if syntax.calls.style == "harmony":
-            body = (
-                f"{builder.literal(f'{harmony.CHANNEL_TOKEN}final{harmony.MESSAGE_TOKEN}')} {body}"
-            )
-        body = f"{body} {builder.literal(syntax.content[1])}"
+        body = _content_expr(builder, syntax, builder.add_subgrammar(dict(documents)))
     mark = (
         "" if syntax.begun and answer["type"] == "calls" else _content_start_expr(builder, syntax)
     )
     return builder.build(f"{_thinking_expr(builder, value)} {mark} {body}")
+
+
+def _content_expr(builder: LarkBuilder, syntax: ChatSyntax, content: str) -> str:
+    """Content with the marks around it that the prompt never writes."""
+    if syntax.calls.style == "harmony":
+        header = builder.literal(f"{harmony.CHANNEL_TOKEN}final{harmony.MESSAGE_TOKEN}")
+        content = f"{header} {content}"
+    return f"{content} {builder.literal(syntax.content[1])}"
 
 
 def _content_start_expr(builder: LarkBuilder, syntax: ChatSyntax) -> str:
@@ -114,16 +123,19 @@ def _content_start_expr(builder: LarkBuilder, syntax: ChatSyntax) -> str:
     return f"({opening})?" if opening else ""
 
 
-def _thinking_expr(builder: LarkBuilder, value: Mapping[str, Any]) -> str:
-    """The thinking with its marks, as far as the prompt has not written them."""
+def _thinking_expr(builder: LarkBuilder, value: Mapping[str, Any], *, blank: bool = True) -> str:
+    """The thinking with its marks, as far as the prompt has not written them.
+
+    blank: also what may stand between it and the answer.
+    """
     if value["marks"] is None:
         return ""
     opening, closing = (mark.strip() for mark in value["marks"])
-    blank = _blank_before_answer_expr(builder, value)
+    between = _blank_before_answer_expr(builder, value) if blank else ""
     if load_chat_syntax(value["format"]).calls.style == "harmony":
         closing += f"{harmony.START_TOKEN}assistant"
-        blank = ""
-    body = f"{builder.text_until(closing)} {blank}"
+        between = ""
+    body = f"{builder.text_until(closing)} {between}"
     if value["thinking"] == "open":
         return f"{body}"
     return f"({builder.literal(opening)} {body})?"
@@ -136,46 +148,110 @@ def _blank_before_answer_expr(builder: LarkBuilder, value: Mapping[str, Any]) ->
     closing mark's own.
     """
     if value["answer"]["type"] in ("json", "calls"):
-        return builder.add_terminal(r"/[ \n]{1,4}/") + "?"
+        return _blanks_expr(builder)
     closing: str = value["marks"][1]
     own = closing[len(closing.rstrip()) :]
     return f"{json.dumps(own)}?" if own else ""
 
 
-def _tool_calls_expr(builder: LarkBuilder, syntax: ChatSyntax, value: Mapping[str, Any]) -> str:
-    """One call, or up to ``most`` calls, perhaps after text (``optional``)."""
+def _blanks_expr(builder: LarkBuilder) -> str:
+    """Blanks that may stand before JSON and calls."""
+    return builder.add_terminal(r"/[ \n]{1,4}/") + "?"
+
+
+def _calls_or_content_expr(
+    builder: LarkBuilder, syntax: ChatSyntax, value: Mapping[str, Any]
+) -> str:
+    """Calls or content that a schema holds; which of them, the model's first tokens decide."""
+    schema = builder.add_json_schema(value["content"])
+    if syntax.calls.style == "react":
+        _, call = _call_list(builder, syntax.calls, value, several=False)
+        action = _react_thought_rule(builder, "Action: ", "Final Answer:", NO_JSON)
+        final = _react_thought_rule(builder, "Final Answer:", "Action", NO_JSON)
+        return f'({schema} | {action} {call} | {final} " "? {schema})'
+    content = _content_expr(builder, syntax, schema)
+    calls = _first_calls_expr(builder, syntax, value)
+    mark = _content_start_expr(builder, syntax)
+    if syntax.begun:
+        return f"({calls} | {mark} {content})"
+    blanks = "" if syntax.calls.style == "harmony" else _blanks_expr(builder)
+    return f"{blanks} {mark} ({calls} | {content})"
+
+
+def _first_calls_expr(builder: LarkBuilder, syntax: ChatSyntax, value: Mapping[str, Any]) -> str:
+    """Calls with which an answer begins, with any mark that models write before them."""
     calls = syntax.calls
-    most, functions = value["most"], value["functions"]
-    several = most is not None and calls.max_calls is None and calls.style != "harmony"
-    bodies = [_single_call_expr(builder, calls, function) for function in functions]
+    several = _has_several_calls(calls, value)
+    forms = []
+    for each in (True, False) if several and calls.section_if_several else (several,):
+        prefix, rest = _call_list(builder, calls, value, several=each)
+        first = syntax.content[1] + prefix.removeprefix(syntax.begun)
+        openings = [first, *_other_openings(builder, calls, prefix)]
+        opening = " | ".join(builder.literal(text) for text in openings if text)
+        opening = f"({opening}){'' if all(openings) else '?'}" if opening else ""
+        forms.append(f"{opening} {rest}")
+        if calls.style == "pythonic" and calls.optional[0] not in prefix:
+            before, after = map(builder.literal, calls.optional)
+            forms.append(f'{before} "\\n"? {opening} {rest} "\\n"? {after}')
+    return f"({' | '.join(forms)})"
+
+
+def _other_openings(builder: LarkBuilder, calls: CallSyntax, prefix: str) -> list[str]:
+    """What models write in the place of the mark before the first call, where no text is."""
+    bracket = "[" if prefix.endswith("[") else ""
+    openings = []
+    for opener in calls.openers:
+        if opener in prefix:
+            openings.append(prefix[prefix.index(opener) :])
+        elif builder.is_control_token(opener):
+            openings.append(opener + bracket)
+    if calls.style == "json" and builder.is_control_token(calls.code_mark):
+        openings.append(calls.code_mark + prefix)
+    return openings
+
+
+def _has_several_calls(calls: CallSyntax, value: Mapping[str, Any]) -> bool:
+    """Whether an answer may have several calls."""
+    return value["most"] is not None and calls.max_calls is None and calls.style != "harmony"
+
+
+def _call_list(
+    builder: LarkBuilder, calls: CallSyntax, value: Mapping[str, Any], *, several: bool
+) -> tuple[str, str]:
+    """The mark before one call, or several, and the expression of what follows it."""
+    bodies = [_single_call_expr(builder, calls, function) for function in value["functions"]]
     body = f"({' | '.join(bodies)})"
     section = several or not calls.section_if_several
     opening, closing = calls.section if section else NO_MARKS
     call_opening = calls.call[0]
-    prefix = opening + call_opening
     more = ""
     if several:
         separator = calls.separator + call_opening
         mark = 's "," s' if separator == ", " else builder.literal(separator)
-        more = f"({mark} {body}){{0,{most - 1}}}"
+        more = f"({mark} {body}){{0,{value['most'] - 1}}}"
     end = builder.literal(closing) if closing else ""
+    return opening + call_opening, f"{body} {more} {end}"
+
+
+def _tool_calls_expr(builder: LarkBuilder, syntax: ChatSyntax, value: Mapping[str, Any]) -> str:
+    """One call, or up to ``most`` calls, perhaps after text (``optional``)."""
+    calls, optional = syntax.calls, bool(value.get("optional"))
+    prefix, body = _call_list(builder, calls, value, several=_has_several_calls(calls, value))
     if calls.style == "react":
-        thought = f"{_react_thought_rule(builder)} {body}"
-        text = builder.text_without(("Action:",)) if value.get("optional") else ""
+        thought = f"{_react_thought_rule(builder, 'Action: ', 'Final Answer:')} {body}"
+        text = builder.text_without(("Action:",)) if optional else ""
         return f"({text} | {thought})" if text else thought
     if syntax.begun:
-        return _calls_begun_in_prompt_expr(
-            builder, syntax, f"{body} {more} {end}", bool(value.get("optional"))
-        )
+        return _calls_begun_in_prompt_expr(builder, syntax, body, optional)
     content_end = syntax.content[1]
-    if not value.get("optional"):
-        return f"{builder.literal(content_end + prefix)} {body} {more} {end}"
+    if not optional:
+        return f"{builder.literal(content_end + prefix)} {body}"
     if content_end:
         text = builder.text_without((content_end, prefix))
-        call = f"{builder.literal(prefix)} {body} {more} {end}"
+        call = f"{builder.literal(prefix)} {body}"
         return f"{text}? {builder.literal(content_end)} ({call})?"
-    names = [function["name"] for function in functions]
-    return _optional_calls_expr(builder, calls, prefix, f"{body} {more} {end}", names)
+    names = [function["name"] for function in value["functions"]]
+    return _optional_calls_expr(builder, calls, prefix, body, names)
 
 
 def _calls_begun_in_prompt_expr(
@@ -191,12 +267,23 @@ def _calls_begun_in_prompt_expr(
     return f"({first} | {mark} ({builder.text_until(opening)} {body} | {text})?)"
 
 
-def _react_thought_rule(builder: LarkBuilder) -> str:
-    """ReAct's thought up to the action."""
-    lead = builder.add_terminal(
-        r"/((?s:.*)\n)?Action: / & ~/(?s:.*)Final Answer:(?s:.*)/ & ~/(?s:.*)Action(?s:.*)Action: /"
-    )
-    return builder.add_rule(lead, "[lazy]")
+def _react_thought_rule(builder: LarkBuilder, label: str, other: str, start: str = "") -> str:
+    """ReAct's thought up to a label.
+
+    Args:
+        builder: of the grammar.
+        label: ends the thought, on a line of its own.
+        other: does not occur in it.
+        start: expression of what the thought matches.
+    """
+    word = label.split(":", maxsplit=1)[0]
+    terms = [
+        rf"/((?s:.*)\n)?{label}/",
+        f"~/(?s:.*){other}(?s:.*)/",
+        f"~/(?s:.*){word}(?s:.*){label}/",
+        start,
+    ]
+    return builder.add_rule(builder.add_terminal(" & ".join(filter(None, terms))), "[lazy]")
 
 
 def _optional_calls_expr(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from modelmill.text.answer_pieces import AnswerPiece, BegunPart, PieceCollector
+from modelmill.text.call_starts import CallStart, list_call_starts, match_call_start
 from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ThinkingSyntax
 from modelmill.text.json_call_reader import JsonCallReader
 from modelmill.text.named_call_reader import NamedCallReader
@@ -104,6 +105,7 @@ def make_answer_parser(
     max_calls: int | None = None,
     forced: bool = False,
     begun: BegunPart = "",
+    schema: bool = False,
 ) -> AnswerParser:
     """Make the parser of one answer.
 
@@ -118,6 +120,8 @@ def make_answer_parser(
         forced: whether a grammar forces calls; the text of a call that was cut off is then not
             content.
         begun: what the prompt has begun of the answer, which then has no marks before it.
+        schema: whether a grammar holds content to a schema: the answer is then calls from its
+            begin on, or content in which nothing is read as a call.
     """
     from modelmill.text.harmony import HarmonyAnswerParser
     from modelmill.text.react_tools import ReactAnswerParser
@@ -128,10 +132,11 @@ def make_answer_parser(
     output = PieceCollector(max_calls, short_ids=syntax.calls.short_ids, silent=forced)
     output.set_begun(begun)
     if syntax.calls.style == "react":
-        return ReactAnswerParser(schemas, output, continues)
+        return ReactAnswerParser(schemas, output, continues, schema)
     if syntax.calls.style == "harmony":
         return HarmonyAnswerParser(schemas, output, begun)
-    return MarkedAnswerParser(syntax, schemas, output, thinking, thinks, begun)
+    starts = list_call_starts(syntax, schemas) if schema and schemas else ()
+    return MarkedAnswerParser(syntax, schemas, output, thinking, thinks, begun, starts)
 
 
 class MarkedAnswerParser(AnswerParser):
@@ -145,13 +150,20 @@ class MarkedAnswerParser(AnswerParser):
         thinking: ThinkingSyntax | None,
         thinks: bool,
         begun: BegunPart = "",
+        starts: Sequence[CallStart] = (),
     ) -> None:
+        """Start an answer; starts: how calls begin where anything else is content of a schema."""
         super().__init__(tools, output)
+        self._starts = starts
         self._reader = _make_call_reader(syntax.calls, tools, output) if tools else None
         self._bare = syntax.calls.bare
         self._begun = syntax.begun
         self._prompt_begun_marks = _prompt_begun_marks(syntax, tools)
         self._content_marks = tuple(filter(None, (*syntax.content, *syntax.dropped)))
+        opening, closing = syntax.content
+        self._marks_before_schema = tuple(
+            filter(None, (opening.removeprefix(syntax.begun), closing))
+        )
         if self._reader is not None and syntax.begun:
             # text may end with a part of the mark, so that only mark and name together are certain
             self._reader.restrict_opening_marks(self._prompt_begun_marks[1:])
@@ -186,6 +198,9 @@ class MarkedAnswerParser(AnswerParser):
         if cut:
             # the begin of a mark is no text
             marks = self._thinking_ends if self.in_reasoning else self._content_end_marks()
+            undecided = (self._detect_thinking_start, self._detect_calls_or_schema)
+            if self._starts and not self.in_reasoning and self._mode in undecided:
+                rest = ""
             if self._mode == self._scan_mark_begun_in_prompt:
                 rest = ""
             if self._mode == self._detect_thinking_start and not self.in_reasoning:
@@ -201,6 +216,29 @@ class MarkedAnswerParser(AnswerParser):
 
     def _choose_content_mode(self) -> Callable[[], bool]:
         """The mode at the begin of the content."""
+        return self._detect_calls_or_schema if self._starts else self._choose_free_mode()
+
+    def _detect_calls_or_schema(self) -> bool:
+        """Detect whether the answer is calls, or content that a schema holds."""
+        text = self._buffer = self._buffer.lstrip()
+        marks = self._marks_before_schema
+        mark = next(filter(text.startswith, marks), "")
+        if mark:
+            self._buffer = text[len(mark) :]
+            return True
+        found = [match_call_start(text, start) for start in self._starts]
+        if True in found:
+            self._output.withhold_text()
+            self._mode = self._choose_free_mode()
+            return True
+        if None in found or any(each.startswith(text) for each in marks):
+            return False
+        self._reader, self._openers = None, ()
+        self._mode = self._scan_content
+        return True
+
+    def _choose_free_mode(self) -> Callable[[], bool]:
+        """The mode at the begin of the content, where calls may stand in it."""
         self._marked = False
         if self._begun:
             return self._scan_mark_begun_in_prompt

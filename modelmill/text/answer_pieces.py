@@ -142,6 +142,10 @@ class PieceCollector:
         """Say what the prompt has begun; line breaks that come first then belong to that text."""
         self._has_text, self._has_reasoning = begun == "content", begun == "reasoning"
 
+    def withhold_text(self) -> None:
+        """Say that calls are expected: text is content only if none comes (``silent``)."""
+        self._silent = True
+
     def add_text(self, text: str) -> None:
         """Append text to the answer's content."""
         if text.strip():

@@ -440,6 +440,7 @@ def make_chat_answer_parser(
     max_calls: int | None = None,
     forced: bool = False,
     begun: BegunPart = "",
+    schema: bool = False,
     options: Mapping[str, object] | None = None,
 ) -> AnswerParser | None:
     """Make the parser of an answer in a chat; None if it is content without marks.
@@ -464,4 +465,5 @@ def make_chat_answer_parser(
         max_calls=max_calls,
         forced=forced,
         begun=begun,
+        schema=schema,
     )

@@ -65,6 +65,17 @@ def check_grammar(grammar: Grammar) -> None:
         )
 
 
+def allowed_beginnings(grammar: Grammar, texts: Iterable[str]) -> list[str]:
+    """Return the texts with which a text that a valid grammar allows may begin."""
+    lib = _import_llguidance()
+    matcher = lib.LLMatcher(
+        lib.LLTokenizer("byte"), _to_llguidance(grammar, lib), limits=_parser_limits(lib)
+    )
+    return [
+        text for text in texts if matcher.validate_tokens(list(text.encode())) == len(text.encode())
+    ]
+
+
 def _raise_for_invalid_function(grammar: Grammar) -> None:
     """Raise RequestError with the name of the first function whose parameters are invalid."""
     text = grammar.text

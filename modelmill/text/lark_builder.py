@@ -36,6 +36,7 @@ class LarkBuilder:
         self._special, self._to_grammar = special, to_grammar
         self._lines: list[str] = []
         self._documents: list[dict[str, Any]] = []
+        self._schema_names: dict[str, str] = {}
         self._names = 0
 
     def new_symbol_name(self, prefix: str) -> str:
@@ -60,8 +61,14 @@ class LarkBuilder:
         return name
 
     def add_json_schema(self, schema: dict[str, Any]) -> str:
-        """Add a JSON schema as a document of its own, so that its references stay its own."""
-        return self.add_subgrammar(self._to_grammar(schema))
+        """Add a JSON schema as a document of its own, so that its references stay its own.
+
+        The same schema again, such as the free arguments of many functions, is the same document.
+        """
+        key = json.dumps(schema)
+        if key not in self._schema_names:
+            self._schema_names[key] = self.add_subgrammar(self._to_grammar(schema))
+        return self._schema_names[key]
 
     def add_subgrammar(self, document: dict[str, Any]) -> str:
         """Add another grammar; returns a reference to it."""

@@ -170,11 +170,22 @@ def _insert_tool_instruction(conversation: ReactConversation, text: str) -> None
 class ReactAnswerParser(AnswerParser):
     """Tool parser of ReAct; a thought before a call is content, before a final answer it is not."""
 
-    def __init__(self, tools: ToolSchemas, output: PieceCollector, thinking: bool) -> None:
-        """Start an answer; thinking: the prompt ended in "Thought:"."""
+    def __init__(
+        self, tools: ToolSchemas, output: PieceCollector, thinking: bool, schema: bool = False
+    ) -> None:
+        """Start an answer.
+
+        Args:
+            tools: see ``AnswerParser``.
+            output: takes the pieces.
+            thinking: the prompt ended in "Thought:".
+            schema: a grammar holds the content to a schema.
+        """
         super().__init__(tools, output)
         self._lead = ""
         self._mode = self._scan_thought if thinking else self._detect_thought_start
+        if schema and tools:
+            self._mode = self._detect_schema
         self._added_chars = 0  # characters at the head of the buffer that the model did not write
         self._has_answer = False
         self._arguments: StreamingJsonNormalizer | None = None
@@ -190,6 +201,18 @@ class ReactAnswerParser(AnswerParser):
             self._output.add_text(self._lead + self._buffer[self._added_chars :])
         self._buffer = ""
         return self._output.finish(cut)
+
+    def _detect_schema(self) -> bool:
+        """Detect whether the answer is content of a schema; else it begins with a thought."""
+        text = self._buffer.lstrip()
+        if not text:
+            return False
+        if text[0] in '{["-0123456789':
+            self._mode = self._scan_final_answer
+        else:
+            self._buffer, self._added_chars = "\n" + text, 1
+            self._mode = self._scan_thought
+        return True
 
     def _detect_thought_start(self) -> bool:
         """Detect whether the answer begins with a thought."""

@@ -57,9 +57,32 @@ def strict_call_grammar(tools: Sequence[Schema], several: bool, *, as_json: bool
     Raises:
         RequestError: if a function's parameters are not an object.
     """
-    functions = [tool["function"] for tool in tools]
-    if not any(function.get("strict") for function in functions):
+    if not any(tool["function"].get("strict") for tool in tools):
         return None
+    return _optional_call_grammar(tools, several, as_json=as_json, more={"optional": True})
+
+
+def call_or_schema_grammar(
+    tools: Sequence[Schema], several: bool, schema: Any, *, as_json: bool
+) -> Grammar:
+    """Return the grammar of an answer that is calls, or content that a schema holds.
+
+    Args:
+        tools: definitions of the tools.
+        several: whether the answer may have several calls.
+        schema: JSON schema of the content.
+        as_json: see ``strict_call_grammar``.
+
+    Raises:
+        RequestError: if the parameters of a strict function are not an object.
+    """
+    return _optional_call_grammar(tools, several, as_json=as_json, more={"content": schema})
+
+
+def _optional_call_grammar(
+    tools: Sequence[Schema], several: bool, *, as_json: bool, more: Mapping[str, Any]
+) -> Grammar:
+    functions = [tool["function"] for tool in tools]
     declared = [
         {
             "name": function["name"],
@@ -70,7 +93,7 @@ def strict_call_grammar(tools: Sequence[Schema], several: bool, *, as_json: bool
         for function in functions
     ]
     most = MAX_FORCED_CALLS if several else None
-    return Grammar("calls", json.dumps({"functions": declared, "most": most, "optional": True}))
+    return Grammar("calls", json.dumps({"functions": declared, "most": most, **more}))
 
 
 def closed_arguments_schema(function: Schema) -> dict[str, Any]:

@@ -68,3 +68,12 @@ class AnswerSampler:
             out += self._tokenizer.token_bytes(id)
             guide.accept(id)
         return None
+
+    def accepts(self, grammar: Grammar, text: str) -> bool:
+        """Whether a text is a whole answer that the grammar allows."""
+        guide = self._guides.make_guide(grammar, (END,))
+        for id in [*self._tokenizer.encode_pieces(self._tokenizer.split_control_tokens(text)), END]:
+            if not guide.mask()[id >> 3] >> (id & 7) & 1:
+                return False
+            guide.accept(id)
+        return True
