@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32, TOKEN_IDS_GRAMMAR, Grammar, SamplingParams
@@ -26,6 +26,9 @@ from modelmill.text.begun_answer import (
 )
 from modelmill.text.chat_syntax import ThinkingSyntax
 from modelmill.text.tool_grammar import forced_call_grammar
+
+SchemaScope = Literal["", "content", "answer"]
+"""What a schema holds where tools may be called: nothing, an answer without calls, any answer."""
 
 
 class ChatRequest(GenerationFields, ChatCompatibilityFields):
@@ -64,6 +67,17 @@ class ChatRequest(GenerationFields, ChatCompatibilityFields):
         None, description="false: the answer has no reasoning_content"
     )
 
+    _schema_scope: SchemaScope = PrivateAttr("")
+
+    @property
+    def schema_scope(self) -> SchemaScope:
+        """What a schema of the request holds; known once the request has been prepared."""
+        return self._schema_scope
+
+    def set_schema_scope(self, scope: SchemaScope) -> None:
+        """Set what the schema of the request holds."""
+        self._schema_scope = scope
+
     def check(self) -> None:
         """Raise RequestError for combinations that are not supported."""
         self.check_stream_fields()
@@ -101,7 +115,7 @@ class ChatRequest(GenerationFields, ChatCompatibilityFields):
         begun = read_begun_answer(self.messages, thinking)
         grammar = self.grammar() if begun.part == "content" else None
         if grammar is not None and grammar.grammar_type != TOKEN_IDS_GRAMMAR:
-            field = "tool_choice" if self.forces_tool_call else self._grammar_field
+            field = "tool_choice" if self.forces_tool_call else self.grammar_field
             raise RequestError(
                 f"{field} cannot be combined with continue_final_message: the content has begun, "
                 "and would match only from its middle on; leave one of them out"
@@ -164,7 +178,7 @@ class ChatRequest(GenerationFields, ChatCompatibilityFields):
             return grammar
         if grammar is not None and self.response_format is None:
             raise RequestError(
-                f"{super()._grammar_field} has no meaning where a call is forced; give one of them"
+                f"{super().grammar_field} has no meaning where a call is forced; give one of them"
             )
         if grammar is not None:
             self._warnings[:] = ["response_format: it has no effect where a call is forced"]
@@ -175,8 +189,9 @@ class ChatRequest(GenerationFields, ChatCompatibilityFields):
         )
 
     @property
-    def _grammar_field(self) -> str:
-        return "tools" if self.forces_tool_call else super()._grammar_field
+    def grammar_field(self) -> str:
+        """See ``GenerationFields.grammar_field``."""
+        return "tools" if self.forces_tool_call else super().grammar_field
 
     def sampling_params(self) -> SamplingParams:
         """Convert to SamplingParams."""

@@ -131,7 +131,7 @@ class GenerationFields(SamplingFields, CompatibilityFields):
             )
         if grammar.grammar_type == TOKEN_IDS_GRAMMAR:
             return grammar
-        usable, reasons = relax_grammar_if_needed(grammar, self._grammar_field)
+        usable, reasons = relax_grammar_if_needed(grammar, self.grammar_field)
         self.add_warnings(reasons)
         return usable
 
@@ -149,7 +149,7 @@ class GenerationFields(SamplingFields, CompatibilityFields):
         return list(self._warnings)
 
     @property
-    def _grammar_field(self) -> str:
+    def grammar_field(self) -> str:
         """The field that constrains the output."""
         names = (
             ("structured_outputs", "structured_outputs"),

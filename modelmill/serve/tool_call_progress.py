@@ -16,7 +16,7 @@ class ToolCallProgress:
     """Counts the calls, and keeps the arguments of the last one."""
 
     def __init__(self, chat: ChatRequest, text_processor: TextProcessor) -> None:
-        self._forces_call = chat.forces_tool_call
+        self._constrains_call = chat.forces_tool_call or chat.schema_scope == "content"
         chat_format = text_processor.chat_format
         # the stop strings of the tool format follow a complete call
         complete = (
@@ -39,7 +39,7 @@ class ToolCallProgress:
             return finish_reason
         # a stop string of the request, or a grammar without a next token, may end a call in its
         # middle; it does not count as a call then
-        ended = output.stop_reason in self._truncating_stops or self._forces_call
+        ended = output.stop_reason in self._truncating_stops or self._constrains_call
         return "stop" if ended and not is_json(self._arguments) else "tool_calls"
 
 

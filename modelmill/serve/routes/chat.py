@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import Grammar
 from modelmill.outputs import CompletionOutput, OutputDelta
 from modelmill.request_output_state import RequestOutputState
 from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
+from modelmill.serve.call_constraint import constrain_calls
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.custom_tools import ToolCallDeltaFormatter, tool_call_json
 from modelmill.serve.engine_client import EngineClient, max_tokenize_tokens
@@ -34,12 +34,11 @@ from modelmill.serve.routes.common import (
     prepare_and_submit_requests,
     random_id,
 )
-from modelmill.serve.schema_relaxation import relax_grammar_if_needed
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
 from modelmill.serve.timings import final_timing_fields, request_timings
 from modelmill.serve.tool_call_progress import ToolCallProgress
 from modelmill.serve.tool_schema import Tool, check_parameter_schemas
-from modelmill.text import tool_grammar, tool_prompts
+from modelmill.text import tool_prompts
 from modelmill.text.answer_parser import AnswerParser
 from modelmill.text.answer_pieces import (
     AnswerPiece,
@@ -176,8 +175,8 @@ def chat_request_state(
     )
     if offered:
         params = tool_prompts.add_call_stop_strings(params, format_name)
-    if grammar is None and begun.part != "content":
-        grammar = _strict_tool_grammar(body, offered, format_name)
+    if begun.part != "content":
+        grammar = constrain_calls(body, grammar, format_name)
     if template_kwargs:
         template["options"] = template_kwargs
     state = text_processor.chat_request(
@@ -214,28 +213,6 @@ def _template_kwargs(text_processor: TextProcessor, body: ChatRequest) -> dict[s
     return template_kwargs
 
 
-def _strict_tool_grammar(
-    body: ChatRequest, offered: Sequence[dict[str, Any]], format_name: str
-) -> Grammar | None:
-    """The constraint on calls of strict functions that the model may leave out.
-
-    Raises:
-        RequestError: the parameters of a function cannot be used.
-    """
-    grammar = tool_grammar.strict_call_grammar(
-        offered,
-        body.parallel_tool_calls is not False,
-        as_json=load_chat_syntax(format_name).calls.writes_json,
-    )
-    if grammar is None:
-        return None
-    if body.ignore_eos:
-        raise RequestError("ignore_eos has no meaning with a strict function; leave it out")
-    usable, reasons = relax_grammar_if_needed(grammar, "tools")
-    body.add_warnings(reasons)
-    return usable
-
-
 def make_chat_tool_parser(
     body: ChatRequest, text_processor: TextProcessor, state: RequestOutputState | None = None
 ) -> AnswerParser | None:
@@ -248,12 +225,13 @@ def make_chat_tool_parser(
     """
     return make_chat_answer_parser(
         text_processor.chat_format,
-        tool_prompts.tool_schemas(body.offered_tools),
+        tool_prompts.tool_schemas([] if body.schema_scope == "answer" else body.offered_tools),
         thinks=state is not None and state.prompt_thinking == "open",
         continues=body.messages[-1].get("role") == "tool",
         max_calls=1 if body.parallel_tool_calls is False else None,
         forced=body.forces_tool_call,
         begun="" if state is None else state.begun,
+        schema=body.schema_scope == "content",
         options=_template_kwargs(text_processor, body),
     )
 
