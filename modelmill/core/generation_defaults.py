@@ -211,7 +211,7 @@ def implies_sampling(params: SamplingParams) -> bool:
     if params.num_beams > 1 or params.temperature is not None:
         return False
     filtered = (
-        params.top_p not in (None, 1.0)
+        params.top_p not in (None, 0.0, 1.0)
         or params.top_k not in (None, 0, -1, 1)
         or bool(params.min_p)
     )

@@ -43,8 +43,7 @@ class ParamRange:
     Attributes:
         low: The least value.
         high: The largest value.
-        above_low: ``low`` itself is not allowed: zero would leave no token (top_p) or divide by
-            zero.
+        above_low: ``low`` itself is not allowed: zero would divide by zero.
     """
 
     low: float
@@ -79,7 +78,7 @@ class SamplingParams:
     ``None`` means unset: the engine's defaults (the checkpoint's generation_config) apply, then the
     neutral value. A field set here always takes precedence.
 
-    Temperature 0 is greedy. ``seed`` gives the same tokens alone and in a batch. ``n`` samples one
+    Temperature 0 is greedy, and so is top_p 0. ``seed`` gives the same tokens alone and in a batch. ``n`` samples one
     prompt n times; ``num_beams`` > 1 runs beam search instead of sampling and returns the ``n``
     best. ``logits_processors``: ``LogitsProcessors()`` switches off those of the checkpoint.
 
@@ -92,7 +91,10 @@ class SamplingParams:
         None, "0 is greedy; default: the engine's own", 0.0, 100.0
     )
     top_p: float | None = _sampling_param_field(
-        None, "keep the most likely tokens up to this total probability", 0.0, 1.0, above_low=True
+        None,
+        "keep the most likely tokens up to this total probability (0: only the most likely one)",
+        0.0,
+        1.0,
     )
     top_k: int | None = _sampling_param_field(
         None, "keep the K most likely tokens (0: all)", -1, MAX_INT32
@@ -242,7 +244,7 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """Whether the argmax is taken; call on resolved parameters."""
-        return self.temperature == 0.0 or self.top_k == 1
+        return self.temperature == 0.0 or self.top_k == 1 or self.top_p == 0.0
 
 
 def sampling_param_range(name: str) -> ParamRange:

@@ -22,6 +22,9 @@ from modelmill.ops.sample import SampleInputs
 from modelmill.runtime import logits_processors
 from modelmill.runtime.sequence import Sequence
 
+SMALLEST_TOP_P = np.finfo(np.float32).tiny
+"""What the kernels get for a smaller share, which float32 rounds to 0: it keeps one token."""
+
 
 @dataclass(frozen=True)
 class PenaltyRows:
@@ -357,10 +360,11 @@ def _sampling_arrays(params: list[SamplingParams]) -> dict[str, np.ndarray]:
         0.0 if p.greedy else max(1.0 if p.temperature is None else p.temperature, 1e-5)
         for p in params
     ]
+    top_p = [1.0 if p.top_p is None else p.top_p for p in params]
     return {
         "temperature": np.array(temperatures, dtype=np.float32),
         "top_k": np.array([max(p.top_k or 0, 0) for p in params], dtype=np.int32),
-        "top_p": np.array([1.0 if p.top_p is None else p.top_p for p in params], dtype=np.float32),
+        "top_p": np.maximum(np.array(top_p, dtype=np.float32), SMALLEST_TOP_P),
         "min_p": np.array([p.min_p or 0.0 for p in params], dtype=np.float32),
     }
 

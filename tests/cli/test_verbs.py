@@ -242,7 +242,7 @@ def test_run_samples_n_and_beams(cli: Cli, engine: Path) -> None:
         ((), "give one of --prompt"),
         (("--prompt", "x", "--file", "y"), "give one of --prompt"),
         (("--prompt", "x", "--system", "y"), "chat template"),
-        (("--prompt", "x", "--top-p", "0"), "top_p"),
+        (("--prompt", "x", "--top-p", "-1"), "top_p"),
         (("--prompt", "x", "--quantization", "int8"), "quantization"),
         (("--prompt", "x", "--dump", "layers.0.atn.core", "f"), "matches no module"),
         (("--prompt", "x", "--dump", "layers.0.*", "/"), "cannot write /"),

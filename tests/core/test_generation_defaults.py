@@ -68,6 +68,7 @@ def test_a_request_that_asks_for_a_draw_gets_one_from_a_greedy_engine() -> None:
         assert resolve(defaults, **request_fields).temperature == 1.0
     for other in (
         {"top_p": 1.0},
+        {"top_p": 0.0},
         {"top_k": 0},
         {"top_k": -1},
         {"min_p": 0.0},

@@ -19,7 +19,7 @@ from modelmill.core.types import SamplingParams, sampling_param_range
     [
         {"n": 0}, {"n": 10**6}, {"n": True}, {"n": 1.5}, {"temperature": -1},
         {"temperature": math.nan},
-        {"temperature": math.inf}, {"temperature": "1"}, {"top_p": 0.0}, {"top_p": 1.1},
+        {"temperature": math.inf}, {"temperature": "1"}, {"top_p": -0.1}, {"top_p": 1.1},
         {"top_k": -2}, {"min_p": 2},
         {"max_tokens": -1}, {"logprobs": 10**9}, {"repetition_penalty": 0}, {"presence_penalty": 3},
         {"logit_bias": {-1: 1.0}}, {"logit_bias": {1: 1e400}},
@@ -45,6 +45,12 @@ def test_unset_fields_take_the_defaults_and_set_ones_win() -> None:
     assert params.greedy
     assert params.top_p == 0.8
     assert SamplingParams().with_defaults({}).temperature == 1.0
+
+
+@pytest.mark.parametrize("zero", [0, 0.0, -0.0], ids=str)
+def test_top_p_0_is_greedy(zero: float) -> None:
+    assert SamplingParams(temperature=1.3, top_p=zero).with_defaults({"top_k": 40}).greedy
+    assert not SamplingParams(temperature=1.3, top_p=1e-300).with_defaults({}).greedy
 
 
 @given(st.floats(0, 2), st.floats(0.01, 1), st.integers(-1, 1000))

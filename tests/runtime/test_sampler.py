@@ -75,7 +75,7 @@ params_strategy = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.5, 1.0, 1.7]),
     top_k=st.sampled_from([None, 0, 1, 5, 50, 200, 1000]),
-    top_p=st.sampled_from([None, 1.0, 0.95, 0.5, 0.01]),
+    top_p=st.sampled_from([None, 1.0, 0.95, 0.5, 0.01, 0.0]),
     min_p=st.sampled_from([None, 0.0, 0.02, 0.5, 1.0]),
     repetition_penalty=st.sampled_from([None, 1.0, 1.3, 0.7]),
     min_tokens=st.sampled_from([0, 3]),
@@ -125,6 +125,18 @@ def test_against_transformers(params_list: list[SamplingParams], seed: int) -> N
         single = Sampler(VOCAB, "cpu", OPS)
         alone = single.prepare_batch([seq])
         assert single.sample(logits[i : i + 1], alone, brought(alone)).item() == first[i].item()
+
+
+@pytest.mark.parametrize("top_p", [0.0, 1e-300, 1e-45])
+def test_the_smallest_top_p_is_the_argmax_beside_other_rows(top_p: float) -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(3))
+    logits[1, 150] = logits[1].max()  # of equal ones the lower id
+    options = [
+        SamplingParams(temperature=1.0, seed=s, top_p=top_p if s == 1 else 0.9) for s in range(3)
+    ]
+    plan = Sampler(VOCAB, "cpu", OPS).prepare_batch([sequence([5], [], each) for each in options])
+    ids = Sampler(VOCAB, "cpu", OPS).sample(logits, plan, brought(plan))
+    assert ids[1] == logits[1].argmax()
 
 
 def brought(plan: SamplingBatch) -> dict[str, torch.Tensor]:

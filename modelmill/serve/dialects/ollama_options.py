@@ -44,7 +44,7 @@ class OllamaOptions(StrictModel):
     num_predict: int | None = Field(None, ge=-2, le=MAX_INT32)
     temperature: float | None = sampling_field("temperature", most=2)
     top_k: int | None = sampling_field("top_k")
-    top_p: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = sampling_field("top_p")
     min_p: float | None = sampling_field("min_p")
     seed: int | None = sampling_field("seed", most=2**63 - 1)
     stop: str | Annotated[list[str], FAIL_FAST] | None = Field(None, max_length=4096)
@@ -103,7 +103,7 @@ class OllamaOptions(StrictModel):
             "max_tokens": self.num_predict if (self.num_predict or -1) > 0 else None,
             "temperature": self.temperature,
             "top_k": self.top_k,
-            "top_p": self.top_p or None,  # 0 switches it off in Ollama
+            "top_p": self.top_p,
             "min_p": self.min_p,
             "seed": self.seed if (self.seed or 0) >= 0 else None,
             "stop": stops or None,

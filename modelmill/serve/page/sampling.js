@@ -5,7 +5,7 @@ import { keep, kept } from "./storage.js";
 /** @type {[string, string, number, number, number, string][]} field, label, minimum, maximum, step, hint */
 const KNOBS = [
   ["temperature", "Temperature", 0, 2, 0.05, "0 is always the same answer"],
-  ["top_p", "Top-p", 0.01, 1, 0.01, ""],
+  ["top_p", "Top-p", 0, 1, 0.01, ""],
   ["top_k", "Top-k", 0, 1000, 1, "0 is off"],
   ["min_p", "Min-p", 0, 1, 0.01, ""],
   ["repetition_penalty", "Repetition penalty", 0.1, 3, 0.05, ""],

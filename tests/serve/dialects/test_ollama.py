@@ -51,7 +51,7 @@ def test_options_become_sampling_fields() -> None:
         }
     )  # fmt: skip
     assert options.sampling_fields() == {
-        "temperature": 0.5, "top_k": 3, "stop": ["x"], "repetition_penalty": 1.0,
+        "temperature": 0.5, "top_k": 3, "top_p": 0.0, "stop": ["x"], "repetition_penalty": 1.0,
     }  # fmt: skip
     assert set(IGNORED_OPTIONS) <= set(OllamaOptions.model_fields)
 
