@@ -22,15 +22,17 @@ class ReasoningTokenCounter:
 
     def push(self, text: str, num_tokens: int) -> list[AnswerPiece]:
         """Parse new text of so many tokens; returns its pieces."""
-        begins_inside = self._parser.in_reasoning
-        pieces = self._parser.push(text)
-        if begins_inside or self._parser.in_reasoning or any(map(_is_reasoning, pieces)):
+        parser = self._parser
+        begins_inside, num_thoughts = parser.in_reasoning, parser.num_thoughts
+        pieces = parser.push(text)
+        if begins_inside or parser.num_thoughts > num_thoughts:
             self.count += num_tokens
         return pieces
 
 
 def count_reasoning_tokens(
     pieces: Iterable[AnswerPiece],
+    num_thoughts: int,
     token_ids: Sequence[int],
     parser: AnswerParser,
     detokenizer: Detokenizer | None,
@@ -38,22 +40,19 @@ def count_reasoning_tokens(
     """Count the tokens of thinking in a whole answer, by reading them one by one.
 
     Args:
-        pieces: of the answer; without thinking nothing is read.
+        pieces: of the answer.
+        num_thoughts: that the answer has, also of no visible text; without any nothing is read.
         token_ids: of the answer, without the token that ended it.
         parser: a new one.
         detokenizer: at the beginning of the answer; None: the engine has no text.
     """
     remaining = sum(len(piece.text) for piece in pieces if isinstance(piece, ReasoningDelta))
-    if not remaining or detokenizer is None:
+    if not num_thoughts or detokenizer is None:
         return 0
     counter = ReasoningTokenCounter(parser)
     for id in token_ids:
         for piece in counter.push(detokenizer.push(id), 1):
             remaining -= len(piece.text) if isinstance(piece, ReasoningDelta) else 0
-        if remaining <= 0 and not parser.in_reasoning:
+        if remaining <= 0 and parser.num_thoughts >= num_thoughts and not parser.in_reasoning:
             break
     return counter.count
-
-
-def _is_reasoning(piece: AnswerPiece) -> bool:
-    return isinstance(piece, ReasoningDelta)

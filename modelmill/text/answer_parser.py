@@ -51,7 +51,7 @@ class AnswerParser(ABC):
     waits for it would else skip all of them again for each piece.
 
     Attributes:
-        in_reasoning: the text so far ends inside the thinking.
+        num_thoughts: pieces of thinking that have begun, those without a text among them.
     """
 
     _mode: Callable[[], bool]
@@ -61,7 +61,18 @@ class AnswerParser(ABC):
         self._buffer = ""
         self._blanks: list[str] = []
         self._follows_blank = False
-        self.in_reasoning = False
+        self._in_reasoning = False
+        self.num_thoughts = 0
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the text so far ends inside the thinking."""
+        return self._in_reasoning
+
+    @in_reasoning.setter
+    def in_reasoning(self, value: bool) -> None:
+        self.num_thoughts += value and not self._in_reasoning
+        self._in_reasoning = value
 
     @property
     def has_broken_call(self) -> bool:

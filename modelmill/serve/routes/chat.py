@@ -276,13 +276,13 @@ class RememberingAnswerParser:
     def parse_whole_text(self, output: CompletionOutput) -> list[AnswerPiece]:
         """Return the pieces of a whole answer, in order."""
         pieces = self.parse_text(output.text, output, 0)
-        thinks = any(isinstance(piece, ReasoningDelta) for piece in pieces)
-        parser = self._make_parser() if thinks else None
+        num_thoughts = 0 if self.parser is None else self.parser.num_thoughts
+        parser = self._make_parser() if num_thoughts else None
         if parser is not None:
             # the token that ended the answer is not part of its text
             ids = output.token_ids[: len(output.token_ids) - isinstance(output.stop_reason, int)]
             self._num_whole_reasoning_tokens = count_reasoning_tokens(
-                pieces, ids, parser, self._state.fork_detokenizer()
+                pieces, num_thoughts, ids, parser, self._state.fork_detokenizer()
             )
         return pieces
 

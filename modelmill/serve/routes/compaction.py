@@ -137,11 +137,14 @@ def strip_thinking(
 def _count_thinking(
     chat: ChatRequest, text_processor: TextProcessor, state: RequestOutputState
 ) -> int:
-    output, parser = state.output.outputs[0], make_chat_tool_parser(chat, text_processor, state)
-    if parser is None:
+    output, whole = state.output.outputs[0], make_chat_tool_parser(chat, text_processor, state)
+    parser = make_chat_tool_parser(chat, text_processor, state)
+    if whole is None or parser is None:
         return 0
-    pieces = _parse(chat, text_processor, state, output.text)
-    return count_reasoning_tokens(pieces, output.token_ids, parser, state.fork_detokenizer())
+    pieces = [*whole.push(output.text), *whole.flush()]
+    return count_reasoning_tokens(
+        pieces, whole.num_thoughts, output.token_ids, parser, state.fork_detokenizer()
+    )
 
 
 def _parse(
