@@ -17,19 +17,20 @@ from modelmill.serve.prompt_fields import (
     TokenIds,
     list_prompts,
 )
+from modelmill.serve.strict_models import Text
 
 
 class CompletionRequest(GenerationFields):
     """Request body of POST /v1/completions."""
 
-    prompt: str | TextList | TokenIds | TokenIdLists = Field(
+    prompt: Text | TextList | TokenIds | TokenIdLists = Field(
         description="a string, a list of strings, token ids, or lists of them"
     )
     max_tokens: int | None = Field(16, ge=0, le=MAX_INT32)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     best_of: int | None = Field(None, ge=1, le=MAX_COMPLETIONS_PER_PROMPT)
-    suffix: str | None = Field(None, description="fill in the text between prompt and suffix")
+    suffix: Text | None = Field(None, description="fill in the text between prompt and suffix")
     parse_special: bool | None = Field(
         None, description="control tokens in the prompt's text become their ids"
     )
@@ -67,7 +68,7 @@ class CompletionRequest(GenerationFields):
 class MixedCompletionRequest(CompletionRequest):
     """A completion of prompts as llama.cpp takes them."""
 
-    prompt: str | MixedPrompts  # type: ignore[assignment]
+    prompt: Text | MixedPrompts  # type: ignore[assignment]
 
     def prompts(self) -> Sequence[MixedPrompt]:
         """See ``CompletionRequest.prompts``."""

@@ -12,7 +12,7 @@ from modelmill.core.types import MAX_INT32, MEAN_POOLING
 from modelmill.outputs import truncate_and_normalize
 from modelmill.serve.engine_request_fields import EngineRequestFields
 from modelmill.serve.prompt_fields import TextList, TokenIdLists, TokenIds, list_prompts
-from modelmill.serve.strict_models import ModelName
+from modelmill.serve.strict_models import ModelName, Text
 
 TruncatedTokens = Annotated[int, Field(ge=-1, le=MAX_INT32)]
 """How many tokens of a text are read; -1: as many as fit."""
@@ -28,7 +28,7 @@ class EmbeddingRequest(EngineRequestFields):
     may_omit_model: ClassVar[bool] = True
 
     model: ModelName = ""
-    input: str | TextList | TokenIds | TokenIdLists = Field(
+    input: Text | TextList | TokenIds | TokenIdLists = Field(
         description="a string, a list of strings, token ids, or lists of them; up to 2048"
     )
     encoding_format: Literal["float", "base64"] | None = None

@@ -5,12 +5,14 @@ Clients send the messages of an answer again as they came, with keys that say no
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, ValidationError
+from pydantic_core import InitErrorDetails
 
 from modelmill.serve.custom_tools import as_function_call
-from modelmill.serve.strict_models import JsonObjectList
+from modelmill.serve.strict_models import JsonObjectList, is_encodable
 
 DROPPED_MESSAGE_KEYS = frozenset(
     (
@@ -29,9 +31,33 @@ def clean_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Raises:
         ValueError: a message has a call in OpenAI's older form, or begins the answer as in
-            Mistral's and DeepSeek's APIs, which would be lost.
+            Mistral's and DeepSeek's APIs, which would be lost; or a text has an unpaired
+            surrogate, which no tokenizer encodes.
     """
+    _check_texts(messages)
     return [_clean_message(message) for message in messages]
+
+
+def _check_texts(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise pydantic's error of a string for the first text that UTF-8 cannot encode."""
+    for index, message in enumerate(messages):
+        for path, text in _list_texts(message):
+            if not is_encodable(text):
+                error = InitErrorDetails(type="string_unicode", loc=(index, *path), input=None)
+                raise ValidationError.from_exception_data("messages", [error])
+
+
+def _list_texts(message: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """(path, text) of what a chat template may write of a message, but for calls."""
+    for name in ("content", "reasoning", "reasoning_content", "refusal"):
+        value = message.get(name)
+        if isinstance(value, str):
+            yield (name,), value
+        elif name == "content" and isinstance(value, list):
+            for index, part in enumerate(value):
+                text = part.get("text") if isinstance(part, dict) else None
+                if isinstance(text, str):
+                    yield (name, index, "text"), text
 
 
 def _clean_message(message: dict[str, Any]) -> dict[str, Any]:

@@ -11,14 +11,14 @@ from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
 from modelmill.serve.prompt_fields import MAX_PROMPTS, check_prompt_list
 from modelmill.serve.special_token_prompts import encode_text
-from modelmill.serve.strict_models import FAIL_FAST
+from modelmill.serve.strict_models import FAIL_FAST, Text
 from modelmill.text.tokenizer_loader import Tokenizer
 
 MixedPrompt = str | Sequence[int | str]
 """A text, or token ids and texts in one prompt."""
 _TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
-MixedItems = Annotated[list[str | _TokenId], FAIL_FAST]
-MixedPrompts = Annotated[list[str | _TokenId | MixedItems], FAIL_FAST]
+MixedItems = Annotated[list[Text | _TokenId], FAIL_FAST]
+MixedPrompts = Annotated[list[Text | _TokenId | MixedItems], FAIL_FAST]
 
 
 def split_mixed_prompts(

@@ -9,13 +9,13 @@ from pydantic import Field
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
-from modelmill.serve.strict_models import FAIL_FAST
+from modelmill.serve.strict_models import FAIL_FAST, Text
 
 MAX_PROMPTS = 1024
 
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT32)]], FAIL_FAST]
-TextList = Annotated[list[str], FAIL_FAST]
+TextList = Annotated[list[Text], FAIL_FAST]
 TokenIdLists = Annotated[list[TokenIds], FAIL_FAST]
 
 

@@ -10,10 +10,10 @@ from modelmill.core.errors import RequestError
 from modelmill.serve.embeddings_schema import TruncatedTokens
 from modelmill.serve.engine_request_fields import EngineRequestFields
 from modelmill.serve.prompt_fields import TextList
-from modelmill.serve.strict_models import FAIL_FAST, JsonObject, ModelName
+from modelmill.serve.strict_models import FAIL_FAST, JsonObject, ModelName, Text
 
 MAX_TEXTS = 2048
-Documents = Annotated[list[str | JsonObject], FAIL_FAST, Field(min_length=1, max_length=MAX_TEXTS)]
+Documents = Annotated[list[Text | JsonObject], FAIL_FAST, Field(min_length=1, max_length=MAX_TEXTS)]
 
 
 class RerankRequest(EngineRequestFields):
@@ -22,7 +22,7 @@ class RerankRequest(EngineRequestFields):
     may_omit_model: ClassVar[bool] = True
 
     model: ModelName = ""
-    query: str = Field(min_length=1)
+    query: Text = Field(min_length=1)
     documents: Documents | None = None
     texts: Documents | None = Field(None, description="the documents as TEI names them")
     top_n: int | None = Field(None, ge=0, le=MAX_TEXTS)
@@ -56,10 +56,10 @@ class ScoreRequest(EngineRequestFields):
     may_omit_model: ClassVar[bool] = True
 
     model: ModelName = ""
-    text_1: str | TextList | None = Field(None, max_length=1 << 22)
-    text_2: str | TextList | None = Field(None, max_length=1 << 22)
-    queries: str | TextList | None = Field(None, max_length=1 << 22)
-    documents: str | TextList | None = Field(None, max_length=1 << 22)
+    text_1: Text | TextList | None = Field(None, max_length=1 << 22)
+    text_2: Text | TextList | None = Field(None, max_length=1 << 22)
+    queries: Text | TextList | None = Field(None, max_length=1 << 22)
+    documents: Text | TextList | None = Field(None, max_length=1 << 22)
     user: str | None = Field(None, max_length=4096)
     truncate_prompt_tokens: TruncatedTokens | None = None
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -84,18 +85,35 @@ def limit_keys(max_keys: int) -> BeforeValidator:
             }
             raise PydanticKnownError("too_long", sizes)
         for key in value:
-            if not key.isascii():
-                _check_key_encodable(key)
+            check_text(key)
         return value
 
     return BeforeValidator(check)
 
 
-def _check_key_encodable(key: str) -> None:
+def check_text(text: str) -> str:
+    """Return a text that UTF-8 can encode; an unpaired surrogate is pydantic's error of strings.
+
+    pydantic itself checks only strings with a limit.
+    """
+    if not is_encodable(text):
+        raise PydanticKnownError("string_unicode")
+    return text
+
+
+def is_encodable(text: str) -> bool:
+    """Whether UTF-8 can encode a text: it has no unpaired surrogate."""
+    if text.isascii():
+        return True
     try:
-        key.encode()
+        text.encode()
     except UnicodeEncodeError:
-        raise PydanticKnownError("string_unicode") from None
+        return False
+    return True
+
+
+Text = Annotated[str, AfterValidator(check_text)]
+"""A string that the model reads."""
 
 
 ModelName = Annotated[

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from modelmill.serve.message_cleaning import ChatMessages
 from modelmill.serve.prompt_fields import TokenIds
-from modelmill.serve.strict_models import FAIL_FAST, JsonObject, StrictModel
+from modelmill.serve.strict_models import FAIL_FAST, JsonObject, StrictModel, Text
 from modelmill.serve.tool_schema import MAX_TOOLS, Tool
 from modelmill.text.begun_answer import check_continued_messages
 
@@ -42,8 +42,8 @@ class TokenizeRequest(TemplateRequest):
     content, add_special, parse_special and with_pieces are llama.cpp's names.
     """
 
-    prompt: str | None = None
-    content: str | None = Field(None, description="as prompt, without BOS unless add_special")
+    prompt: Text | None = None
+    content: Text | None = Field(None, description="as prompt, without BOS unless add_special")
     add_special_tokens: bool | None = None
     add_special: bool | None = None
     parse_special: bool | None = Field(

@@ -96,6 +96,9 @@ def summarize_errors(
         place, error = next(filter(_is_type_mismatch, candidates[0]), candidates[0][0])
         hint = _suggest_field(place, error, model)
         return param, f"{_field_path(place, error)}: {_error_text(error)}{hint}"[:400]
+    malformed = next((each for each in group if each[1]["type"] == "string_unicode"), None)
+    if malformed is not None:  # it is a string, of the types that the field may have
+        return param, f"{_field_path(*malformed)}: {_error_text(malformed[1])}"[:400]
     description = None if model is None else _field_description(model, str(name))
     if description is not None and description.startswith((IGNORED_PREFIX, OFF_ONLY_PREFIX)):
         description = None  # it says what becomes of the value, not what it must be

@@ -26,7 +26,7 @@ from modelmill.text.answer_pieces import make_openai_tool_call
 BILLING_HEADER = "x-anthropic-billing-header:"
 _BILLING_LINES = re.compile(rf"\A(?:{BILLING_HEADER}[^\n]*(?:\n+|\Z))+")
 LongText = Annotated[str, Field(max_length=10 << 20)]
-BlockText = str | JsonObjectList
+BlockText = LongText | JsonObjectList
 
 
 class ContentBlock(NullTolerantModel):

@@ -24,7 +24,7 @@ from modelmill.serve.mixed_prompts import (
     split_mixed_prompts,
 )
 from modelmill.serve.prompt_fields import TextList
-from modelmill.serve.strict_models import FAIL_FAST, JsonObjectList, StrictModel
+from modelmill.serve.strict_models import FAIL_FAST, JsonObjectList, StrictModel, Text
 
 
 class LlamaCppFields(GenerationFields):
@@ -82,7 +82,7 @@ class LlamaCppFields(GenerationFields):
 class LlamaCppCompletionRequest(LlamaCppFields):
     """Request body of POST /completion."""
 
-    prompt: str | MixedPrompts = Field(
+    prompt: Text | MixedPrompts = Field(
         description="a string, token ids, both in one list, or a list of such prompts"
     )
     parse_special: bool | None = Field(None, description="false: control tokens are plain text")
@@ -101,7 +101,7 @@ class LlamaCppCompletionRequest(LlamaCppFields):
 class InfillContext(StrictModel):
     """A further file that the model reads first; its time, which editors send, is ignored."""
 
-    text: str
+    text: Text
     filename: str | None = None
     time: float | None = ignored_field("files are read in their order")
 
@@ -109,10 +109,10 @@ class InfillContext(StrictModel):
 class InfillRequest(LlamaCppFields):
     """Request body of POST /infill: the text between a prefix and a suffix."""
 
-    input_prefix: str
-    input_suffix: str
+    input_prefix: Text
+    input_suffix: Text
     input_extra: JsonObjectList | None = None
-    prompt: str | None = Field(None, description="text that follows the prefix")
+    prompt: Text | None = Field(None, description="text that follows the prefix")
     stop: str | Annotated[list[str], FAIL_FAST] | None = Field(None, max_length=4096)
 
     def prompts(self) -> list[MixedPrompt]:

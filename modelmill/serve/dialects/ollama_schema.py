@@ -18,7 +18,7 @@ from modelmill.serve.discriminated_unions import make_converted_request, parse_o
 from modelmill.serve.engine_request_fields import EngineRequestFields
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
 from modelmill.serve.prompt_fields import TextList
-from modelmill.serve.strict_models import FAIL_FAST, JsonObject, JsonObjectList, StrictModel
+from modelmill.serve.strict_models import FAIL_FAST, JsonObject, JsonObjectList, StrictModel, Text
 from modelmill.serve.structured_outputs_schema import JsonSchema, ResponseFormat
 from modelmill.serve.tool_schema import MAX_TOOLS, Tool
 from modelmill.text.answer_pieces import make_openai_tool_call
@@ -228,7 +228,7 @@ class OllamaGenerateRequest(OllamaGenerationFields):
 class OllamaEmbedRequest(OllamaModelFields):
     """Request body of POST /api/embed."""
 
-    input: str | TextList = Field(description="a string or a list of strings")
+    input: Text | TextList = Field(description="a string or a list of strings")
     truncate: bool | None = None
     dimensions: int | None = Field(None, ge=1, le=MAX_INT32)
 
@@ -240,7 +240,7 @@ class OllamaEmbedRequest(OllamaModelFields):
 class OllamaEmbeddingsRequest(OllamaModelFields):
     """Request body of POST /api/embeddings, the older form."""
 
-    prompt: str
+    prompt: Text
 
 
 class OllamaShowRequest(StrictModel):
