@@ -78,9 +78,9 @@ class SamplingParams:
     ``None`` means unset: the engine's defaults (the checkpoint's generation_config) apply, then the
     neutral value. A field set here always takes precedence.
 
-    Temperature 0 is greedy, and so is top_p 0. ``seed`` gives the same tokens alone and in a batch. ``n`` samples one
-    prompt n times; ``num_beams`` > 1 runs beam search instead of sampling and returns the ``n``
-    best. ``logits_processors``: ``LogitsProcessors()`` switches off those of the checkpoint.
+    Temperature 0 is greedy, and so is top_p 0. ``seed`` gives the same tokens alone and in a batch.
+    ``n`` samples one prompt n times; ``num_beams`` > 1 runs beam search instead of sampling and
+    returns the ``n`` best. ``logits_processors``: ``LogitsProcessors()`` switches off those of the checkpoint.
 
     Raises:
         RequestError: if a value is outside its range.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import AfterValidator, Field, PrivateAttr
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32, TOKEN_IDS_GRAMMAR, Grammar, SamplingParams
 from modelmill.serve.compatibility_fields import ChatCompatibilityFields
-from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS, GenerationFields
+from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS, NO_TOKEN_LIMIT, GenerationFields
 from modelmill.serve.message_cleaning import ChatMessages
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject
 from modelmill.serve.tool_schema import (
@@ -31,12 +31,26 @@ SchemaScope = Literal["", "content", "answer"]
 """What a schema holds where tools may be called: nothing, an answer without calls, any answer."""
 
 
+def _check_answer_length(value: int) -> int:
+    if value < 1 and value != NO_TOKEN_LIMIT:
+        raise ValueError("must be at least 1, or -1 for no limit")
+    return value
+
+
+AnswerLength = Annotated[
+    int,
+    Field(le=MAX_INT32, json_schema_extra={"minimum": NO_TOKEN_LIMIT}),
+    AfterValidator(_check_answer_length),
+]
+"""The most tokens of an answer."""
+
+
 class ChatRequest(GenerationFields, ChatCompatibilityFields):
     """Request body of POST /v1/chat/completions."""
 
     messages: ChatMessages = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
-    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
+    max_tokens: AnswerLength | None = Field(None, description="-1: no limit")
+    max_completion_tokens: AnswerLength | None = Field(None, description="-1: no limit")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     tools: ChatTools | None = None

@@ -17,6 +17,7 @@ from modelmill.serve.prompt_fields import (
     TokenIds,
     list_prompts,
 )
+from modelmill.serve.sampling_schema import UnlimitedTemperature
 from modelmill.serve.strict_models import Text
 
 
@@ -26,7 +27,7 @@ class CompletionRequest(GenerationFields):
     prompt: Text | TextList | TokenIds | TokenIdLists = Field(
         description="a string, a list of strings, token ids, or lists of them"
     )
-    max_tokens: int | None = Field(16, ge=0, le=MAX_INT32)
+    max_tokens: int | None = Field(16, ge=-1, le=MAX_INT32, description="-1: no limit")
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     best_of: int | None = Field(None, ge=1, le=MAX_COMPLETIONS_PER_PROMPT)
@@ -44,11 +45,16 @@ class CompletionRequest(GenerationFields):
         """
         return list_prompts(self.prompt, "prompt", "prompts", MAX_PROMPTS)
 
+    @property
+    def infill_suffix(self) -> str | None:
+        """The text after what is filled in; None: the prompt is continued, as for an empty one."""
+        return self.suffix or None
+
     def check(self) -> None:
         """Raise RequestError for combinations that are not supported."""
         self.check_stream_fields()
         self.check_penalties()
-        if self.suffix is not None and (
+        if self.infill_suffix is not None and (
             self.echo or not all(isinstance(each, str) for each in self.prompts())
         ):
             raise RequestError("suffix needs a prompt of text, and has no echo")
@@ -65,10 +71,15 @@ class CompletionRequest(GenerationFields):
         )
 
 
-class MixedCompletionRequest(CompletionRequest):
+class MixedCompletionRequest(UnlimitedTemperature, CompletionRequest):
     """A completion of prompts as llama.cpp takes them."""
 
     prompt: Text | MixedPrompts  # type: ignore[assignment]
+
+    @property
+    def infill_suffix(self) -> str | None:
+        """As it is: of /infill, which fills in a text that nothing follows, too."""
+        return self.suffix
 
     def prompts(self) -> Sequence[MixedPrompt]:
         """See ``CompletionRequest.prompts``."""

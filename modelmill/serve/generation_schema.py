@@ -22,6 +22,8 @@ from modelmill.text.message_validation import check_json_data
 
 MAX_TOP_LOGPROBS = 20
 MAX_BAD_WORDS = 1024
+NO_TOKEN_LIMIT = -1
+"""The value of max_tokens and n_predict that llama.cpp and LM Studio take as no limit."""
 
 
 class StreamOptions(StrictModel):
@@ -161,11 +163,12 @@ class GenerationFields(SamplingFields, CompatibilityFields):
         return next(present, "response_format")
 
     def _resolve_max_tokens(self, limit: int | None, default: int | None) -> int | None:
-        """The limit of the output: ``limit``, else n_predict, else the default."""
+        """The limit of the output: ``limit``, else n_predict, else the default; -1: none."""
         limits = {"max_tokens", "max_completion_tokens"} & self.model_fields_set
         if self.n_predict is not None and not limits:
-            return None if self.n_predict < 0 else self.n_predict
-        return default if limit is None else limit
+            limit = self.n_predict
+        resolved = default if limit is None else limit
+        return None if resolved == NO_TOKEN_LIMIT else resolved
 
     @property
     def wants_usage(self) -> bool:

@@ -15,7 +15,7 @@ from modelmill.core.types import MAX_STOP_STRINGS, sampling_param_range
 from modelmill.serve.compatibility_fields import AccountFields
 from modelmill.serve.engine_request_fields import EngineRequestFields
 from modelmill.serve.logit_bias import LogitBias
-from modelmill.serve.strict_models import FAIL_FAST, ModelName, NullTolerantModel
+from modelmill.serve.strict_models import FAIL_FAST, ModelName, NullTolerantModel, StrictModel
 from modelmill.serve.structured_outputs_schema import StructuredOutputs
 
 
@@ -32,6 +32,12 @@ def sampling_field(name: str, most: float | None = None) -> Any:
     )
     le = high if most is None else most
     return Field(None, gt=low, le=le) if limits.above_low else Field(None, ge=low, le=le)
+
+
+class UnlimitedTemperature(StrictModel):
+    """The temperature of APIs that have no limit of it, as OpenAI's has: that of the sampler."""
+
+    temperature: float | None = sampling_field("temperature")
 
 
 class SamplingFields(AccountFields, EngineRequestFields, NullTolerantModel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,8 +192,8 @@ class Service:
             engine.state is EngineState.READY for engine in self.always_loaded_engines
         )
 
-    def get_engine(self, name: str | None) -> EngineClient:
-        """Return the engine of that name; for None the first that generates text, or the first.
+    def get_engine(self, name: str) -> EngineClient:
+        """Return the engine of that name.
 
         Raises:
             ApiError: 404, there is no such engine.
@@ -201,15 +201,6 @@ class Service:
         if not self.engines:
             raise ApiError(404, "no model is served now; add an engine to --models-dir",
                 param="model", code="model_not_found")  # fmt: skip
-        if name is None:
-            return next(
-                (
-                    each
-                    for each in self.unique_engines
-                    if each.engine_type != SEGMENTATION_ENGINE_TYPE
-                ),
-                self.unique_engines[0],
-            )
         engine = self.engines.get(name)
         if engine is None:
             known = ", ".join(self.engines)
@@ -228,23 +219,29 @@ class Service:
             each for each in self.unique_engines if each.engine_type != SEGMENTATION_ENGINE_TYPE
         ]
         if len(engines) > 1:
-            known = ", ".join(each.name for each in engines)
-            raise invalid_request(f"model: field required; there are {known}", "model")
+            raise _model_required(engines)
         return (engines or self.unique_engines)[0].name if self.engines else ""
 
     def get_segmentation_engine(self, name: str | None) -> EngineClient:
-        """Return the engine of that name; for None the first that segments or is not open yet.
+        """Return the engine of that name; for None the only one that segments.
+
+        While none is open, the first that is not open yet stands for it.
 
         Raises:
-            ApiError: no such engine.
+            ApiError: no such engine, or several.
         """
         if name is not None:
             return self.get_engine(name)
-        for engine_type in (SEGMENTATION_ENGINE_TYPE, None):
-            for engine in self.unique_engines:
-                if engine.engine_type == engine_type:
-                    return engine
-        raise invalid_request("no engine that segments images is served here", "model")
+        by_type: dict[str | None, list[EngineClient]] = {}
+        for engine in self.unique_engines:
+            by_type.setdefault(engine.engine_type, []).append(engine)
+        segmenting = by_type.get(SEGMENTATION_ENGINE_TYPE, [])
+        if len(segmenting) > 1:
+            raise _model_required(segmenting)
+        engines = segmenting or by_type.get(None)
+        if not engines:
+            raise invalid_request("no engine that segments images is served here", "model")
+        return engines[0]
 
     async def run_in_thread(self, work: Callable[..., T], *args: Any) -> T:
         """Run text processing on a thread, so that the event loop continues."""
@@ -315,6 +312,12 @@ class Service:
             pool.shutdown(wait=False, cancel_futures=True)
         if self.traces is not None:
             self.traces.close()
+
+
+def _model_required(engines: Sequence[EngineClient]) -> ApiError:
+    """The error of a request that leaves out which of several models answers."""
+    known = ", ".join(each.name for each in engines)
+    return invalid_request(f"model: field required; there are {known}", "model")
 
 
 def _call_soon_unless_closed(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from modelmill.serve.message_cleaning import ChatMessages
 from modelmill.serve.prompt_fields import TokenIds
-from modelmill.serve.strict_models import FAIL_FAST, JsonObject, StrictModel, Text
+from modelmill.serve.strict_models import FAIL_FAST, JsonObject, ModelName, StrictModel, Text
 from modelmill.serve.tool_schema import MAX_TOOLS, Tool
 from modelmill.text.begun_answer import check_continued_messages
 
@@ -16,7 +16,9 @@ from modelmill.text.begun_answer import check_continued_messages
 class TemplateRequest(StrictModel):
     """POST /apply-template: the prompt of a conversation as text."""
 
-    model: str | None = Field(None, max_length=1024)
+    may_omit_model: ClassVar[bool] = True
+
+    model: ModelName = ""
     messages: ChatMessages | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = Field(
@@ -67,5 +69,7 @@ class TokenizeRequest(TemplateRequest):
 class DetokenizeRequest(StrictModel):
     """Request body of POST /detokenize."""
 
-    model: str | None = Field(None, max_length=1024)
+    may_omit_model: ClassVar[bool] = True
+
+    model: ModelName = ""
     tokens: TokenIds

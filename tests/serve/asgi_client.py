@@ -80,6 +80,7 @@ class Client:
 
         Closing it is leaving.
         """
+        path, _, query = path.partition("?")
         data = (
             body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         )
@@ -100,7 +101,7 @@ class Client:
             "path": path,
             "raw_path": (raw or path).encode(),
             "root_path": "",
-            "query_string": b"",
+            "query_string": query.encode(),
             "headers": [(name.lower().encode(), value.encode()) for name, value in sent.items()],
             "server": ("localhost", 80),
             "client": ("127.0.0.1", 1),

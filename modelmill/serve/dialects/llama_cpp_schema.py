@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -24,15 +24,13 @@ from modelmill.serve.mixed_prompts import (
     split_mixed_prompts,
 )
 from modelmill.serve.prompt_fields import TextList
+from modelmill.serve.sampling_schema import UnlimitedTemperature
 from modelmill.serve.strict_models import FAIL_FAST, JsonObjectList, StrictModel, Text
 
 
-class LlamaCppFields(GenerationFields):
-    """Fields of /completion and /infill; without a model, the first one answers."""
+class LlamaCppFields(UnlimitedTemperature, GenerationFields):
+    """Fields of /completion and /infill."""
 
-    may_omit_model: ClassVar[bool] = False
-
-    model: str | None = Field(None, max_length=1024)  # type: ignore[assignment]
     samplers: AnyItems | str | None = ignored_field(
         "the order is fixed: penalties, temperature, filters"
     )
@@ -64,7 +62,7 @@ class LlamaCppFields(GenerationFields):
         set_fields = {name: value for name, value in shared.items() if value is not None}
         return make_converted_request(
             MixedCompletionRequest,
-            {"model": self.model or "", "prompt": prompt, "n_predict": -1, **set_fields, **fields},
+            {"model": self.model, "prompt": prompt, "n_predict": -1, **set_fields, **fields},
         )
 
     @abstractmethod

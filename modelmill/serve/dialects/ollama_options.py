@@ -42,7 +42,7 @@ class OllamaOptions(StrictModel):
     """Sampling options, and those that are accepted and ignored."""
 
     num_predict: int | None = Field(None, ge=-2, le=MAX_INT32)
-    temperature: float | None = sampling_field("temperature", most=2)
+    temperature: float | None = sampling_field("temperature")
     top_k: int | None = sampling_field("top_k")
     top_p: float | None = sampling_field("top_p")
     min_p: float | None = sampling_field("min_p")

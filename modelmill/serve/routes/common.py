@@ -37,7 +37,7 @@ def get_service(request: Request) -> Service:
 
 
 async def acquire_engine(
-    request: Request, model: str | None, keep_alive: KeepAlive | None = None
+    request: Request, model: str, keep_alive: KeepAlive | None = None
 ) -> tuple[Service, EngineClient]:
     """The service, and its engine with a model's name, as ``lease_engine`` returns it.
 

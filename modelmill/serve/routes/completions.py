@@ -156,9 +156,9 @@ def _encode_prompt(
             parse_special=parses,
             add_special=body.add_special_tokens is not False,
         )
-    elif body.suffix is not None and tokenizer is not None:
-        text_processor.check_prompt_length(body.suffix, max_model_len)
-        encoded, marks = encode_infill(tokenizer, prompt, body.suffix)
+    elif body.infill_suffix is not None and tokenizer is not None:
+        text_processor.check_prompt_length(body.infill_suffix, max_model_len)
+        encoded, marks = encode_infill(tokenizer, prompt, body.infill_suffix)
         ends = marks.ends
     elif parses or body.add_special_tokens is False or kept is not None:
         encoded = encode_text(
@@ -182,7 +182,7 @@ def _parses_special_tokens(text_processor: TextProcessor, body: CompletionReques
 def _warn_about_special_tokens(text_processor: TextProcessor, body: CompletionRequest) -> None:
     """Warn about special tokens that are plain text though the request does not say so."""
     tokenizer = text_processor.tokenizer
-    says = body.parse_special is not None or body.suffix is not None
+    says = body.parse_special is not None or body.infill_suffix is not None
     if says or tokenizer is None or text_processor.parse_special:
         return
     texts = (

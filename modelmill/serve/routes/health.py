@@ -103,9 +103,9 @@ async def model(request: Request, name: str) -> dict[str, Any]:
 
 @router.get("/props")
 async def props(request: Request, model: str | None = None) -> dict[str, Any]:
-    """What llama.cpp's clients ask about a server, of the first engine or a named one."""
+    """What llama.cpp's clients ask about a server: of the only engine, or of a named one."""
     service = get_service(request)
-    engine = service.get_engine(model)
+    engine = service.get_engine(model or service.only_model_name())
     limits, processor = engine.request_limits, engine.text_processor
     return {
         "default_generation_settings": {

@@ -33,7 +33,5 @@ async def _run_completion(body: LlamaCppCompletionRequest | InfillRequest, reque
     body.check()
     engine.check_capacity(len(body.prompts()))
     completion, handle = await submit_converted_completion(request, engine, body)
-    answer = LlamaCppAnswerBuilder(
-        body.model or engine.name, completion, handle, engine, body.response_fields
-    )
+    answer = LlamaCppAnswerBuilder(body.model, completion, handle, engine, body.response_fields)
     return await streamed_or_whole_response(request, handle, answer, streams=bool(body.stream))

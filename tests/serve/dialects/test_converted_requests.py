@@ -50,7 +50,7 @@ def test_what_editors_send_to_fill_in_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": 3}, {"stop": ["a"] * (MAX_STOP_STRINGS + 1)}, {"top_p": -1}]
+    "options", [{"temperature": 101}, {"stop": ["a"] * (MAX_STOP_STRINGS + 1)}, {"top_p": -1}]
 )
 def test_options_out_of_range_are_named(running: ServiceThread, options: dict[str, Any]) -> None:
     response = running.post("/api/chat", {"model": "stories", "messages": HI, "options": options})
