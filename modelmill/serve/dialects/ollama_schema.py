@@ -18,6 +18,7 @@ from modelmill.serve.discriminated_unions import make_converted_request, parse_o
 from modelmill.serve.engine_request_fields import EngineRequestFields
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
 from modelmill.serve.prompt_fields import TextList
+from modelmill.serve.sampling_schema import UnlimitedTemperature
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject, JsonObjectList, StrictModel, Text
 from modelmill.serve.structured_outputs_schema import JsonSchema, ResponseFormat
 from modelmill.serve.tool_schema import MAX_TOOLS, Tool
@@ -58,6 +59,14 @@ class OllamaMessage(StrictModel):
     tool_name: str | None = None
     tool_call_id: str | None = None
     name: str | None = None
+
+
+class OllamaConvertedChat(UnlimitedTemperature, ChatRequest):
+    """The chat request that one of Ollama's becomes."""
+
+
+class OllamaConvertedCompletion(UnlimitedTemperature, CompletionRequest):
+    """The completion request that one of Ollama's becomes."""
 
 
 class OllamaModelFields(EngineRequestFields):
@@ -126,7 +135,7 @@ class OllamaGenerationFields(OllamaModelFields):
     def make_chat_request(self, messages: list[dict[str, Any]], **fields: Any) -> ChatRequest:
         """Make the chat request of a conversation."""
         return make_converted_request(
-            ChatRequest,
+            OllamaConvertedChat,
             {
                 "messages": messages,
                 "logprobs": self.wants_logprobs or None,
@@ -205,7 +214,7 @@ class OllamaGenerateRequest(OllamaGenerationFields):
         if self.images:
             raise RequestError("images have no place in a prompt without a chat template")
         completion = make_converted_request(
-            CompletionRequest,
+            OllamaConvertedCompletion,
             {
                 "prompt": self.prompt or "",
                 "suffix": self.suffix or None,
@@ -228,19 +237,23 @@ class OllamaGenerateRequest(OllamaGenerationFields):
 class OllamaEmbedRequest(OllamaModelFields):
     """Request body of POST /api/embed."""
 
-    input: Text | TextList = Field(description="a string or a list of strings")
+    input: Text | TextList | None = Field(
+        None, description="a string or a list of strings; nothing: the model is loaded"
+    )
     truncate: bool | None = None
     dimensions: int | None = Field(None, ge=1, le=MAX_INT32)
 
     def inputs(self) -> list[str]:
-        """The inputs as a list."""
-        return [self.input] if isinstance(self.input, str) else list(self.input)
+        """The inputs as a list; an empty text is none, an empty text of a list is an error."""
+        if isinstance(self.input, str):
+            return [self.input] if self.input else []
+        return list(self.input or ())
 
 
 class OllamaEmbeddingsRequest(OllamaModelFields):
     """Request body of POST /api/embeddings, the older form."""
 
-    prompt: Text
+    prompt: Text | None = Field(None, description="nothing: the model is loaded")
 
 
 class OllamaShowRequest(StrictModel):

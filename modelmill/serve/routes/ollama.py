@@ -121,7 +121,8 @@ async def embeddings(body: OllamaEmbeddingsRequest, request: Request) -> Any:
         {"model": body.model, "input": body.prompt, "cache_salt": body.cache_salt}
     )
     states = await _run_embeddings(request, engine, many, truncate=None)
-    return Utf8JsonResponse({"embedding": _embedding_vector(states[0], None)})
+    vectors = [_embedding_vector(state, None) for state in states]
+    return Utf8JsonResponse({"embedding": vectors[0] if vectors else []})
 
 
 @router.post("/api/show")
@@ -268,11 +269,14 @@ def _prepare_chat(
 async def _run_embeddings(
     request: Request, engine: EngineClient, body: OllamaEmbedRequest, *, truncate: bool | None
 ) -> list[RequestOutputState]:
-    """Run the inputs; by default those that are too long are cut at their end, as in Ollama."""
+    """Run the inputs; by default those that are too long are cut at their end, as in Ollama.
+
+    Without inputs the model is loaded, and nothing else happens.
+    """
     inputs = body.inputs()
+    engine.check_capacity(max(len(inputs), 1))
     if not inputs:
-        raise invalid_request("input is empty; give at least one text", "input")
-    engine.check_capacity(len(inputs))
+        return []
     states, handle = await prepare_and_submit_requests(
         request,
         engine,

@@ -125,6 +125,12 @@ def test_embeddings(running: ServiceThread) -> None:
     reference = running.post("/v1/embeddings", ask).json
     assert many["embeddings"] == [each["embedding"] for each in reference["data"]]
     assert many["prompt_eval_count"] == reference["usage"]["prompt_tokens"]
+    for nothing in ({"input": ""}, {"input": []}, {"input": None}, {}):
+        loaded = running.post("/api/embed", {"model": "stories", **nothing})
+        assert (loaded.status, loaded.json["embeddings"]) == (200, []), loaded.body
+    for nothing in ({"prompt": ""}, {}):
+        loaded = running.post("/api/embeddings", {"model": "stories", **nothing})
+        assert (loaded.status, loaded.json) == (200, {"embedding": []}), loaded.body
     one = running.post("/api/embeddings", {"model": "stories", "prompt": "Once"}).json
     assert one["embedding"] == many["embeddings"][0]
     long = {"model": "stories", "input": "a b " * 700}
@@ -169,7 +175,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/api/generate", {"prompt": "x", "raw": True, "system": "y"}, "system"),
     ("/api/generate", {"prompt": "x", "suffix": "y"}, "suffix"),
     ("/api/show", {}, "model"),
-    ("/api/embed", {"input": []}, "input"),
+    ("/api/embed", {"input": ["", "a"]}, "input"),
+    ("/api/embed", {"input": [1]}, "input"),
 ]  # fmt: skip
 
 
