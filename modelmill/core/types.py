@@ -80,7 +80,8 @@ class SamplingParams:
 
     Temperature 0 is greedy, and so is top_p 0. ``seed`` gives the same tokens alone and in a batch.
     ``n`` samples one prompt n times; ``num_beams`` > 1 runs beam search instead of sampling and
-    returns the ``n`` best. ``logits_processors``: ``LogitsProcessors()`` switches off those of the checkpoint.
+    returns the ``n`` best. ``logits_processors``: ``LogitsProcessors()`` switches off those of the
+    checkpoint.
 
     Raises:
         RequestError: if a value is outside its range.

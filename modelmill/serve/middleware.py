@@ -26,8 +26,8 @@ from modelmill.serve.dialects.anthropic_models import ANTHROPIC_VERSION
 from modelmill.serve.dialects.error_format import error_body
 from modelmill.serve.errors import ApiError
 from modelmill.serve.http_protocol import MAX_HEADER_BYTES
-from modelmill.serve.path_aliases import canonical_path
 from modelmill.serve.request_handle import RequestHandle
+from modelmill.serve.request_target import normalize_request, sent_method
 from modelmill.serve.routes.page import PAGE_PATHS
 from modelmill.serve.service import (
     ACCOUNTING_SCOPE_KEY,
@@ -88,8 +88,7 @@ class RequestMiddleware:
                 return
             await self._app(scope, receive, send)
             return
-        if (path := canonical_path(scope["path"])) != scope["path"]:
-            scope = {**scope, "path": path, "raw_path": path.encode()}
+        scope = normalize_request(scope)
         if INTERNAL_SCOPE_KEY in scope:  # clients cannot set scope keys
             await self._app(scope, receive, send)
             return
@@ -336,6 +335,12 @@ class _RequestContext:
                 **message,
                 "headers": [*message.get("headers", ()), (b"x-request-id", self.id.encode())],
             }
+        await self._send_unless_head(message)
+
+    async def _send_unless_head(self, message: Message) -> None:
+        """Send a message; of the body of a response to HEAD only that it has ended."""
+        if message["type"] == "http.response.body" and sent_method(self._scope) == "HEAD":
+            message = {**message, "body": b""}
         await self._send(message)
 
     async def send_error(self, error: ApiError) -> None:
@@ -356,13 +361,13 @@ class _RequestContext:
         if error.status in (408, 413, 431):
             headers.append((b"connection", b"close"))
         await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})
+        await self._send_unless_head({"type": "http.response.body", "body": body})
 
     def log_request(self) -> None:
         """Log one line: counts and times, no text of the request or response."""
         data: dict[str, Any] = {
             "request_id": self.id,
-            "method": self._scope["method"],
+            "method": sent_method(self._scope),
             "path": self._scope["path"][:100],
             "status": self._status,
             "ms": round(1000 * (time.perf_counter() - self._started_at), 1),

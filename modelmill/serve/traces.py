@@ -16,6 +16,7 @@ from modelmill import __version__
 from modelmill.core.errors import MissingDependency, UsageError
 from modelmill.core.packages import install_command
 from modelmill.serve.request_handle import RequestHandle
+from modelmill.serve.request_target import sent_method
 
 TRACER_NAME = "modelmill.serve"
 NANOSECONDS_PER_SECOND = 1_000_000_000
@@ -90,9 +91,9 @@ class RequestTracer:
         def to_nanoseconds(moment: float) -> int:
             return now - int((clock - moment) * NANOSECONDS_PER_SECOND)
 
-        route = getattr(scope.get("route"), "path", None)
+        route, method = getattr(scope.get("route"), "path", None), sent_method(scope)
         # only known routes: an unknown path may contain anything
-        name = f"{scope['method']} {route}" if route else str(scope["method"])
+        name = f"{method} {route}" if route else method
         span = self._tracer.start_span(
             name,
             context=self._parent_context(request.headers),
@@ -100,7 +101,7 @@ class RequestTracer:
             start_time=to_nanoseconds(request.started_at),
         )
         span.set_attributes(
-            {"http.request.method": scope["method"], "modelmill.request_id": request.request_id}
+            {"http.request.method": method, "modelmill.request_id": request.request_id}
         )
         if route:
             span.set_attribute("http.route", route)

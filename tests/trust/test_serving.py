@@ -153,11 +153,10 @@ def test_a_body_without_the_json_content_type(running: ServiceThread, content_ty
 
 
 def test_halves_of_a_surrogate_pair_come_back_as_question_marks(running: ServiceThread) -> None:
-    """JSON can hold them, UTF-8 cannot: a response that repeats a request's text replaces them."""
+    """JSON can hold them, UTF-8 cannot: a response that repeats a field replaces them, and no model
+    reads a text that has them.
+    """
     half = "a\ud800"
-    echoed = running.post("/v1/completions", {**COMPLETION, "prompt": half, "echo": True})
-    assert echoed.status == 200
-    assert echoed.json["choices"][0]["text"].startswith("a?")
     ask = {"model": "stories", "input": "hello", "max_output_tokens": 3, "safety_identifier": half}
     reply = running.post("/v1/responses", ask)
     assert reply.status == 200, reply.body
@@ -166,7 +165,9 @@ def test_halves_of_a_surrogate_pair_come_back_as_question_marks(running: Service
     assert b"response.completed" in streamed.body or b"response.incomplete" in streamed.body
     for body in (
         {**COMPLETION, half: 1},
+        {**COMPLETION, "prompt": half},
         {**COMPLETION, "suffix": half},
+        {**CHAT, "messages": [{"role": "user", "content": half}]},
         {**CHAT, "messages": [{half: 1}]},
     ):
         refusal(running, "/v1/completions" if "prompt" in body else "/v1/chat/completions", body)
@@ -433,13 +434,24 @@ def test_every_path_but_health_needs_a_key(running: ServiceThread, path: str) ->
 
 @pytest.mark.parametrize(
     "raw",
-    ["/v1%2fmodels", "/%76%31/models", "//v1/models", "http://localhost/health", "/health%2f"],
+    ["/v1%2fmodels", "/%76%31/models", "//v1/models", "http://localhost/v1/models", "/health%2f"],
 )
 def test_no_way_around_the_key_by_spelling(running: ServiceThread, raw: str) -> None:
     """The raw path decides, whatever the decoded one says."""
     client = guarded(running, "sesame")
     for path in ("/health", "/v1/models", raw):
         assert running.run(client.get(path, raw=raw)).status == 401
+
+
+def test_the_host_of_a_whole_url_counts(running: ServiceThread) -> None:
+    """RFC 9112, 3.2.2: the header Host is ignored then, also where it is one of this machine."""
+    url = "http://evil.example/v1/models"
+    assert running.get(url).status == 403
+    assert running.get("http://localhost/v1/models", headers={"host": "evil.example"}).status == 200
+    assert running.get("http://localhost@evil.example/v1/models").status == 400
+    client = guarded(running, "sesame")
+    assert running.run(client.get("http://localhost/v1/models")).status == 401
+    assert running.run(client.get("http://localhost/health")).status == 200
 
 
 def test_keys_are_compared_in_constant_time(

@@ -21,7 +21,6 @@ from modelmill.text.tokenizer_loader import Tokenizer
 router = APIRouter()
 
 
-@router.head("/health", include_in_schema=False)
 @router.get(
     "/health", summary="200 when every engine accepts requests, 503 with the reason otherwise"
 )

@@ -136,7 +136,6 @@ async def show(body: OllamaShowRequest, request: Request) -> Any:
     return Utf8JsonResponse(await service.run_in_thread(show_model, engine))
 
 
-@bodyless_router.head("/api/tags", include_in_schema=False)
 @bodyless_router.get("/api/tags")
 async def tags(request: Request) -> dict[str, Any]:
     """List the engines that generate text."""
@@ -161,7 +160,6 @@ async def running_models(request: Request) -> dict[str, Any]:
     return {"models": entries}
 
 
-@bodyless_router.head("/api/version", include_in_schema=False)
 @bodyless_router.get("/api/version")
 async def version() -> dict[str, str]:
     """The version of Ollama whose API this is, and that of modelmill.

@@ -61,4 +61,4 @@ async def _serve_page_file(request: Request) -> Response:
 
 
 for _path in PAGE_FILES:
-    router.add_api_route(_path, _serve_page_file, methods=["GET", "HEAD"])
+    router.add_api_route(_path, _serve_page_file, methods=["GET"])
