@@ -240,7 +240,9 @@ async def _handle_http_exception(request: Request, error: Exception) -> Response
 
 async def _handle_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    param, line = summarize_errors(error.errors(), REQUEST_MODELS.get(request.url.path))
+    # bodies are validated by their routes: this is the query, or a part of the path
+    fields = [{**each, "loc": each["loc"][1:]} for each in error.errors()]
+    param, line = summarize_errors(fields)
     return error_response(invalid_request(line, param), request)
 
 

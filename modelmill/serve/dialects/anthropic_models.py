@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
 from modelmill.serve.engine_client import EngineClient
+from modelmill.serve.errors import invalid_request
 from modelmill.serve.response_model import ResponseModel
 
 ANTHROPIC_VERSION = "anthropic-version"
 """The header by which Anthropic's clients are known on paths that OpenAI's clients share."""
+DEFAULT_MODEL_PAGE, MAX_MODEL_PAGE = 20, 1000
+"""Models of one page of the list."""
 
 
 class MessageText(ResponseModel):
@@ -95,6 +99,43 @@ def anthropic_model(name: str, engine: EngineClient, longest: int | None) -> dic
         "lifecycle": "active",
         "max_input_tokens": longest,
         "max_tokens": longest,
+    }
+
+
+def anthropic_model_page(
+    cards: Sequence[dict[str, Any]], limit: int | None, after_id: str | None, before_id: str | None
+) -> dict[str, Any]:
+    """Return one page of the list of models.
+
+    Args:
+        cards: all of them.
+        limit: how many at most; None: as many as Anthropic's API sends by default.
+        after_id: the page begins behind this one.
+        before_id: the page ends before this one.
+
+    Raises:
+        ApiError: 400, there is no such model, or both are given.
+    """
+    if after_id is not None and before_id is not None:
+        raise invalid_request("after_id and before_id exclude each other", "before_id")
+    size, ids = limit or DEFAULT_MODEL_PAGE, [card["id"] for card in cards]
+    for name, id in (("after_id", after_id), ("before_id", before_id)):
+        if id is not None and id not in ids:
+            raise invalid_request(f"{name}: there is no model {id[:80]!r}", name)
+    if before_id is not None:
+        end = ids.index(before_id)
+        begin = max(end - size, 0)
+        has_more = begin > 0
+    else:
+        begin = 0 if after_id is None else ids.index(after_id) + 1
+        end = begin + size
+        has_more = end < len(ids)
+    shown = ids[begin:end] or [None]
+    return {
+        "data": list(cards[begin:end]),
+        "has_more": has_more,
+        "first_id": shown[0],
+        "last_id": shown[-1],
     }
 
 

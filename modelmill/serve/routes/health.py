@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from modelmill import __version__
 from modelmill.serve.catalogue.load_metrics import load_progress_gauge
 from modelmill.serve.catalogue.status import model_status
-from modelmill.serve.dialects.anthropic_models import ANTHROPIC_VERSION, anthropic_model
+from modelmill.serve.dialects.anthropic_models import (
+    ANTHROPIC_VERSION,
+    MAX_MODEL_PAGE,
+    anthropic_model,
+    anthropic_model_page,
+)
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.engine_state import EngineState
+from modelmill.serve.errors import invalid_request
 from modelmill.serve.metrics import CONTENT_TYPE
+from modelmill.serve.query_parameters import check_query_parameters
 from modelmill.serve.routes.common import get_service
 from modelmill.serve.service import Service
 from modelmill.text.tokenizer_loader import Tokenizer
 
 router = APIRouter()
+KNOWN_QUERY_ONLY = [Depends(check_query_parameters)]
 
 
 @router.get(
@@ -73,24 +81,34 @@ async def metrics(request: Request) -> Response:
     )
 
 
-@router.get("/v1/models")
-async def models(request: Request) -> dict[str, Any]:
-    """List the served engines as OpenAI models; with anthropic-version, as Anthropic's."""
+@router.get("/v1/models", dependencies=KNOWN_QUERY_ONLY)
+async def models(
+    request: Request,
+    limit: Annotated[int | None, Query(ge=1, le=MAX_MODEL_PAGE)] = None,
+    after_id: str | None = None,
+    before_id: str | None = None,
+) -> dict[str, Any]:
+    """List the served engines as OpenAI models; with anthropic-version, as Anthropic's in pages."""
     service = get_service(request)
     if ANTHROPIC_VERSION in request.headers:
         cards = [
             anthropic_model(name, engine, engine.max_model_len)
             for name, engine in service.engines.items()
         ]
-        ids = [card["id"] for card in cards] or [None]
-        return {"data": cards, "has_more": False, "first_id": ids[0], "last_id": ids[-1]}
+        return anthropic_model_page(cards, limit, after_id, before_id)
+    for name in ("limit", "after_id", "before_id"):
+        if name in request.query_params:
+            raise invalid_request(
+                f"{name}: it is for requests with the header {ANTHROPIC_VERSION}; leave it out",
+                name,
+            )
     return {
         "object": "list",
         "data": [_model_card(service, name, engine) for name, engine in service.engines.items()],
     }
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", dependencies=KNOWN_QUERY_ONLY)
 async def model(request: Request, name: str) -> dict[str, Any]:
     """Describe one served engine as an OpenAI model; with anthropic-version, as Anthropic's."""
     service = get_service(request)
@@ -100,7 +118,7 @@ async def model(request: Request, name: str) -> dict[str, Any]:
     return _model_card(service, name, engine)
 
 
-@router.get("/props")
+@router.get("/props", dependencies=KNOWN_QUERY_ONLY)
 async def props(request: Request, model: str | None = None) -> dict[str, Any]:
     """What llama.cpp's clients ask about a server: of the only engine, or of a named one."""
     service = get_service(request)

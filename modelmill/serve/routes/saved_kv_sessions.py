@@ -6,11 +6,12 @@ import stat
 from pathlib import Path as FilePath
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Request
+from fastapi import APIRouter, Depends, Path, Request
 
 from modelmill.serve.errors import ApiError
 from modelmill.serve.kv_session_schema import SESSION_NAME
 from modelmill.serve.openai_format import Utf8JsonResponse
+from modelmill.serve.query_parameters import check_query_parameters
 from modelmill.serve.routes.common import get_service
 from modelmill.serve.routes.kv_sessions import (
     SESSION_SUFFIX,
@@ -18,7 +19,7 @@ from modelmill.serve.routes.kv_sessions import (
     missing_session_error,
 )
 
-router = APIRouter()
+router = APIRouter(dependencies=[Depends(check_query_parameters)])
 
 
 @router.get("/v1/sessions")

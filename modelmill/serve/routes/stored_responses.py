@@ -4,21 +4,35 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 
+from modelmill.serve.errors import invalid_request
+from modelmill.serve.query_parameters import check_query_parameters
 from modelmill.serve.response_input_items import Order, list_input_items
 from modelmill.serve.response_recorder import request_owner
 from modelmill.serve.routes.common import get_service
 
-bodyless_router = APIRouter()
+bodyless_router = APIRouter(dependencies=[Depends(check_query_parameters)])
 """Routes without a body."""
 
 
 @bodyless_router.get("/v1/responses/{response_id}")
-async def retrieve(request: Request, response_id: str) -> dict[str, Any]:
-    """A stored response."""
-    store = get_service(request).response_store
-    return dict(store.get(request_owner(request), response_id).response)
+async def retrieve(
+    request: Request, response_id: str, stream: bool = False, starting_after: int | None = None
+) -> dict[str, Any]:
+    """A stored response, whole: of its events only the last one is kept.
+
+    As at OpenAI, where those of responses with ``background`` alone can be streamed again.
+    """
+    stored = get_service(request).response_store.get(request_owner(request), response_id)
+    if stream or starting_after is not None:
+        name = "stream" if stream else "starting_after"
+        raise invalid_request(
+            f"{name} is not supported: the events of a response are not kept; leave it out for the "
+            "whole response",
+            name,
+        )
+    return dict(stored.response)
 
 
 @bodyless_router.get("/v1/responses/{response_id}/input_items")
