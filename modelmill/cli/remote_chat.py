@@ -56,7 +56,7 @@ class RemoteChatModel:
         )
         output = CompletionOutput(0)
         answer = RequestOutput("", None, [], [output])
-        began = time.perf_counter()
+        began, sizes = time.perf_counter(), list[int]()
         try:
             while (received := self._loop.run_until_complete(anext(events, None))) is not None:
                 when, event = received
@@ -68,12 +68,16 @@ class RemoteChatModel:
                 )
                 for choice in event.get("choices") or ():
                     pieces = parse_delta_pieces(choice.get("delta") or {})
-                    if pieces and answer.first_token_seconds is None:
-                        answer.first_token_seconds = when - began
+                    if pieces:
+                        sizes.append(sum(map(_piece_size, pieces)))
+                        answer.first_token_seconds = answer.first_token_seconds or when - began
                     output.text += "".join(each for each in pieces if isinstance(each, str))
                     output.finish_reason = choice.get("finish_reason") or output.finish_reason
                     yield ChatDelta(pieces, answer)
             answer.seconds = time.perf_counter() - began
+            if sizes and 2 * sizes[0] > sum(sizes):
+                # a server may hold text back: most of it came at once, long after the first token
+                answer.first_token_seconds = None
         finally:
             self._loop.run_until_complete(events.aclose())  # type: ignore[attr-defined]
 
@@ -146,6 +150,13 @@ def parse_delta_pieces(delta: Mapping[str, Any]) -> list[AnswerPiece]:
             )
         )
     return pieces
+
+
+def _piece_size(piece: AnswerPiece) -> int:
+    """Characters of a piece, whatever it is a part of."""
+    if isinstance(piece, str):
+        return len(piece)
+    return len(piece.text if isinstance(piece, ReasoningDelta) else piece.arguments)
 
 
 def explicit_sampling_fields(params: SamplingParams) -> dict[str, Any]:

@@ -360,18 +360,24 @@ def print_sampling_defaults(llm: LLM, params: SamplingParams) -> None:
 
 
 def print_speed(outputs: list[RequestOutput], seconds: float) -> None:
-    """Print one line on stderr, with ``N tokens/s``."""
+    """Print one line on stderr, with ``N tokens/s``.
+
+    Of one answer whose first token came at an unknown time there is none: of a server that sent the
+    text at once.
+    """
     count = sum(len(output.token_ids) for answer in outputs for output in answer.outputs)
     first = _first_token_time(outputs[0]) if len(outputs) == 1 else None
     prompt = sum(len(answer.prompt_token_ids) for answer in outputs)
-    rate = _decode_rate(outputs, seconds, first)
+    ends_together = len(outputs) > 1 or outputs[0].outputs[0].score is not None
+    rate = ""
+    if first is not None or ends_together:
+        rate = f"{_decode_rate(outputs, seconds, first):.1f} tokens/s"
     head = f"first token after {first:.2f} s, " if first is not None else ""
     if not count and not prompt:  # a server counts them at the end, before which it was stopped
         print_note(f"{head}{seconds:.2f} s in all")
         return
-    print_note(
-        f"{prompt} prompt + {count} answer tokens in {seconds:.2f} s: {head}{rate:.1f} tokens/s"
-    )
+    told = f": {head}{rate}" if rate else ""
+    print_note(f"{prompt} prompt + {count} answer tokens in {seconds:.2f} s{told}")
 
 
 def _dump_module_outputs(llm: LLM, asks: list[Any], pattern: str, file: str) -> None:

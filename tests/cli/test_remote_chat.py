@@ -117,6 +117,45 @@ def test_tokens_that_were_not_counted_are_not_told_as_none(
     assert re.fullmatch(r"modelmill: first token after [\d.]+ s, [\d.]+ s in all\n", err)
 
 
+class Holding(Page):
+    """A server that sends events at once, and counts the tokens."""
+
+    deltas: ClassVar[list[dict[str, str]]] = []
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.end_headers()
+        events = [{"choices": [{"delta": delta}]} for delta in self.deltas]
+        usage = {"prompt_tokens": 7, "completion_tokens": 300}
+        for event in (*events, {"choices": [], "usage": usage}):
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+
+
+@pytest.mark.parametrize(
+    ("deltas", "told"),
+    [
+        ([{"role": "assistant"}, {"content": "all of the text"}], ""),
+        ([{"content": "nearly all of the text"}, {"content": "."}], ""),
+        ([{"reasoning_content": "Well"}, {"content": "some text"}], "first token after .*tokens/s"),
+    ],
+)
+def test_text_that_comes_at_once_has_no_rate(
+    deltas: list[dict[str, str]], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would be a rate of the end of the connection; thinking counts as the first token."""
+    Holding.deltas = deltas
+    with HTTPServer(("127.0.0.1", 0), Holding) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        client = OpenAIClient.from_url(f"http://127.0.0.1:{server.server_port}")
+        remote = RemoteChatModel(client, "m")
+        assert ChatSession(remote, SamplingParams(), None).handle_line("Hello")
+        remote.close()
+        server.shutdown()
+    line = r"modelmill: 7 prompt \+ 300 answer tokens in [\d.]+ s"
+    assert re.fullmatch(f"{line}: {told}\n" if told else f"{line}\n", capsys.readouterr().err)
+
+
 def test_an_answer_that_is_stopped_leaves_no_task(suggesting: RemoteChatModel) -> None:
     """At exit asyncio would report one that is pending."""
     answer: Any = suggesting.stream(
