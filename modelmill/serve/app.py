@@ -156,7 +156,7 @@ def make_app(service: Service) -> ASGIApp:
             allow_origins=service.limits.allowed_origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
-            expose_headers=("X-Request-Id", "Retry-After"),
+            expose_headers=("X-Request-Id", "Request-Id", "Retry-After"),
         )
     return guarded
 

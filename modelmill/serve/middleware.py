@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from modelmill.core import log
 from modelmill.serve.access.key_policy import KeyPolicy
 from modelmill.serve.dialects.anthropic_models import ANTHROPIC_VERSION
-from modelmill.serve.dialects.error_format import error_body
+from modelmill.serve.dialects.error_format import ANTHROPIC_PREFIX, error_body
 from modelmill.serve.errors import ApiError
 from modelmill.serve.http_protocol import MAX_HEADER_BYTES
 from modelmill.serve.request_handle import RequestHandle
@@ -331,11 +331,18 @@ class _RequestContext:
             return  # the app answered the body error itself; ``send_error`` sends ours
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            message = {
-                **message,
-                "headers": [*message.get("headers", ()), (b"x-request-id", self.id.encode())],
-            }
+            names = (
+                (b"x-request-id", b"request-id") if self._is_for_anthropic else (b"x-request-id",)
+            )
+            ids = [(name, self.id.encode()) for name in names]
+            message = {**message, "headers": [*message.get("headers", ()), *ids]}
         await self._send_unless_head(message)
+
+    @property
+    def _is_for_anthropic(self) -> bool:
+        """Whether a client of Anthropic's asks, which reads the id by another name."""
+        is_path = self._scope["path"].startswith(ANTHROPIC_PREFIX)
+        return is_path or ANTHROPIC_VERSION.encode() in self._headers
 
     async def _send_unless_head(self, message: Message) -> None:
         """Send a message; of the body of a response to HEAD only that it has ended."""
@@ -348,7 +355,7 @@ class _RequestContext:
         if self._status is not None:
             return
         self._body = None
-        for_anthropic = ANTHROPIC_VERSION.encode() in self._headers
+        for_anthropic = self._is_for_anthropic
         form = error_body(self._scope["path"], error, self.id, for_anthropic=for_anthropic)
         body = json.dumps(form).encode()
         headers = [

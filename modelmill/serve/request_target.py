@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 from urllib.parse import unquote
 
 from starlette.types import Scope
@@ -28,7 +30,7 @@ def normalize_request(scope: Scope) -> Scope:
     return scope
 
 
-def sent_method(scope: Scope) -> str:
+def sent_method(scope: Mapping[str, Any]) -> str:
     """The method that the client sent."""
     method: str = scope.get(METHOD_SCOPE_KEY, scope["method"])
     return method

@@ -9,6 +9,7 @@ from pydantic_core import from_json
 
 from modelmill.request_output_state import RequestOutputState
 from modelmill.serve.chat_answer import ChatAnswerSplitter, run_event_generator
+from modelmill.serve.dialects.anthropic_blocks import to_tool_use_id
 from modelmill.serve.dialects.error_format import anthropic_error
 from modelmill.serve.encrypted_content_codec import compress_text
 from modelmill.serve.errors import ApiError
@@ -66,7 +67,8 @@ class AnthropicBlocksBuilder:
         """Begin a call."""
         self._held_spaces = ""
         yield from self.close_block()
-        yield self._start_block({"type": "tool_use", "id": id, "name": name, "input": {}})
+        block = {"type": "tool_use", "id": to_tool_use_id(id), "name": name, "input": {}}
+        yield self._start_block(block)
 
     def add_arguments(self, text: str) -> Iterator[Event]:
         """Add JSON text to the input of the call."""

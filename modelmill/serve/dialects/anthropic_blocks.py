@@ -29,6 +29,27 @@ LongText = Annotated[str, Field(max_length=10 << 20)]
 BlockText = LongText | JsonObjectList
 
 
+CALL_ID_PREFIX, TOOL_USE_PREFIX = "call_", "toolu_"
+SHORT_ID_CHARS = 9
+"""Length of the ids of formats that write them themselves (Mistral), which have no prefix."""
+
+
+def to_tool_use_id(id: str) -> str:
+    """The id of a call as Anthropic's API has it."""
+    return TOOL_USE_PREFIX + id.removeprefix(CALL_ID_PREFIX)
+
+
+def to_call_id(id: str) -> str:
+    """The id of a call as it was made here: the prompt of the next turn is the same then.
+
+    Ids of other servers keep their difference, and no more is known of them.
+    """
+    if not id.startswith(TOOL_USE_PREFIX):
+        return id
+    rest = id.removeprefix(TOOL_USE_PREFIX)
+    return rest if len(rest) == SHORT_ID_CHARS else CALL_ID_PREFIX + rest
+
+
 class ContentBlock(NullTolerantModel):
     """cache_control is accepted and ignored: every prefix is cached without marks."""
 
@@ -260,7 +281,7 @@ def _append_assistant_message(
         elif isinstance(block, ToolUseBlock):
             arguments = json.dumps(block.input, ensure_ascii=False)
             message.setdefault("tool_calls", []).append(
-                make_openai_tool_call(block.id, block.name, arguments)
+                make_openai_tool_call(to_call_id(block.id), block.name, arguments)
             )
     if parts or not message.get("tool_calls"):
         message["content"] = _simplify_parts(parts) if parts else ""
@@ -280,7 +301,7 @@ def _append_input_message(
             chat.append(
                 {
                     "role": "tool",
-                    "tool_call_id": block.tool_use_id,
+                    "tool_call_id": to_call_id(block.tool_use_id),
                     "content": _simplify_parts(result),
                 }
             )

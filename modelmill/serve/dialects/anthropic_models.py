@@ -37,7 +37,7 @@ class MessageToolUse(ResponseModel):
     """A call of a tool."""
 
     type: Literal["tool_use"]
-    id: str
+    id: str = Field(pattern="^toolu_")
     name: str
     input: dict[str, Any]
 

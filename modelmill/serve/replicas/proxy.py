@@ -37,6 +37,8 @@ DROPPED_HEADERS = (
     b"transfer-encoding",
     b"x-request-id",
 )
+REQUEST_ID_HEADERS = (b"x-request-id", b"request-id")
+"""Headers of responses that the server here sends itself."""
 _log = log.get_logger("serve.front")
 
 
@@ -155,7 +157,9 @@ class _ProxiedRequest:
                 status, headers = await anext(response)
                 if status == 503 and not last:
                     raise ReplicaLost
-                forwarded = [(name, value) for name, value in headers if name != b"x-request-id"]
+                forwarded = [
+                    (name, value) for name, value in headers if name not in REQUEST_ID_HEADERS
+                ]
                 start = {"type": "http.response.start", "status": status, "headers": forwarded}
                 if not any(
                     name == b"content-type" and any(each in value for each in STREAM_TYPES)

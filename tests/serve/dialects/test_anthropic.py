@@ -11,7 +11,11 @@ import pytest
 from modelmill.core.errors import RequestError
 from modelmill.serve.app import make_app
 from modelmill.serve.dialects.anthropic_answer import AnthropicBlocksBuilder, parse_tool_input
-from modelmill.serve.dialects.anthropic_blocks import strip_billing_headers, to_chat_messages
+from modelmill.serve.dialects.anthropic_blocks import (
+    strip_billing_headers,
+    to_call_id,
+    to_chat_messages,
+)
 from modelmill.serve.dialects.anthropic_schema import MessagesRequest
 from modelmill.serve.service import Service, ServiceLimits
 from tests.serve.asgi_client import Client
@@ -182,6 +186,34 @@ def test_blocks_of_an_answer() -> None:
     assert indexes == [0, 1, 2, 3]
     assert parse_tool_input("") == {}
     assert parse_tool_input("[1]") == {}
+
+
+@pytest.mark.parametrize("id", ["call_87a6f41c863f6821e68bc8eb", "a1b2c3d4e"])
+def test_ids_of_calls_are_those_of_the_api_and_come_back(id: str) -> None:
+    """As they were made: the prompt of the next turn, and what is cached of it, stay the same."""
+    blocks = AnthropicBlocksBuilder(hold_spaces=False)
+    steps = (*blocks.start_call(id, "f"), *blocks.add_arguments("{}"), *blocks.finish_blocks())
+    (block,) = blocks.content
+    assert steps[0]["content_block"]["id"] == block["id"] == f"toolu_{id.removeprefix('call_')}"
+    result = {"type": "tool_result", "tool_use_id": block["id"], "content": "ok"}
+    turns = [{"role": "assistant", "content": [block]}, {"role": "user", "content": [result]}]
+    answer, said = to_chat_messages(None, [*HI, *turns])[1:]
+    assert answer["tool_calls"][0]["id"] == said["tool_call_id"] == id
+
+
+def test_ids_of_another_servers_calls_stay_apart() -> None:
+    ids = ["toolu_01A09q90qw90lq917835lq9", "toolu_01B", "call_01A", "x"]
+    assert len({to_call_id(id) for id in ids}) == len(ids)
+
+
+def test_the_id_of_a_request_by_the_name_of_the_api(running: ServiceThread) -> None:
+    """Its client reads it as ``_request_id``; on paths of both APIs where its version is sent."""
+    for body in (ASK, {**ASK, "stream": True}, {"model": "stories"}):
+        headers = running.post("/v1/messages", body).headers
+        assert headers["request-id"] == headers["x-request-id"]
+    listed = running.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).headers
+    assert listed["request-id"] == listed["x-request-id"]
+    assert "request-id" not in running.get("/v1/models").headers
 
 
 def test_thinking_that_is_omitted_comes_back_in_its_signature() -> None:
