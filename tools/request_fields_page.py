@@ -19,6 +19,7 @@ from modelmill.serve.dialects.llama_cpp_schema import (
 from modelmill.serve.dialects.ollama_options import IGNORED_OPTIONS, NEUTRAL_OPTIONS
 from modelmill.serve.generation_schema import GenerationFields
 from modelmill.serve.message_cleaning import DROPPED_MESSAGE_KEYS
+from modelmill.serve.query_parameters import IGNORED_QUERY_PARAMETERS
 from modelmill.serve.response_tools import FlatCustomTool, FunctionTool, HostedTool
 from modelmill.serve.responses_schema import CompactRequest, ResponsesRequest
 from modelmill.serve.strict_models import StrictModel
@@ -45,6 +46,14 @@ HOSTED = """
 Tools of these types are left out, with a warning in the response, since this server runs no tools:
 {types}.
 """
+QUERY = """
+## Query parameters
+
+Paths that take no body refuse unknown parameters, but for these:
+
+| parameter | why it has no effect |
+|---|---|
+{rows}"""
 MESSAGES = """
 ## Keys of messages
 
@@ -68,6 +77,9 @@ def render() -> dict[Path, str]:
         ),
     ]
     keys = ", ".join(f"`{key}`" for key in sorted(DROPPED_MESSAGE_KEYS - {"prefix"}))
+    queries = "".join(
+        f"| `{name}` | {reason} |\n" for name, reason in IGNORED_QUERY_PARAMETERS.items()
+    )
     text = "".join(
         (
             HEAD,
@@ -100,6 +112,7 @@ def render() -> dict[Path, str]:
             ),
             SECTION.format(title="Options of Ollama", noun="option"),
             _table(sorted(options)),
+            QUERY.format(rows=queries),
             MESSAGES.format(keys=keys),
         )
     )

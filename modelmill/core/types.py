@@ -78,10 +78,10 @@ class SamplingParams:
     ``None`` means unset: the engine's defaults (the checkpoint's generation_config) apply, then the
     neutral value. A field set here always takes precedence.
 
-    Temperature 0 is greedy, and so is top_p 0. ``seed`` gives the same tokens alone and in a batch.
-    ``n`` samples one prompt n times; ``num_beams`` > 1 runs beam search instead of sampling and
-    returns the ``n`` best. ``logits_processors``: ``LogitsProcessors()`` switches off those of the
-    checkpoint.
+    Temperature 0 is greedy, and so is top_p 0. ``seed`` draws alike alone and in a batch: the same
+    tokens where steps of all sizes round alike (float32 without quantization). ``n`` samples one
+    prompt n times; ``num_beams`` > 1 runs beam search instead of sampling and returns the ``n``
+    best. ``logits_processors``: ``LogitsProcessors()`` switches off those of the checkpoint.
 
     Raises:
         RequestError: if a value is outside its range.
@@ -116,7 +116,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = _sampling_param_field((), "token ids that end the answer")
     seed: int | None = _sampling_param_field(
         None,
-        "seed of the sampling; gives the same text alone and in a batch",
+        "seed of the sampling: the same random numbers alone and in a batch",
         -(2**63),
         2**64 - 1,
     )
