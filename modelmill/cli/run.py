@@ -376,8 +376,8 @@ def print_speed(outputs: list[RequestOutput], seconds: float) -> None:
     if not count and not prompt:  # a server counts them at the end, before which it was stopped
         print_note(f"{head}{seconds:.2f} s in all")
         return
-    told = f": {head}{rate}" if rate else ""
-    print_note(f"{prompt} prompt + {count} answer tokens in {seconds:.2f} s{told}")
+    rate_text = f": {head}{rate}" if rate else ""
+    print_note(f"{prompt} prompt + {count} answer tokens in {seconds:.2f} s{rate_text}")
 
 
 def _dump_module_outputs(llm: LLM, asks: list[Any], pattern: str, file: str) -> None:

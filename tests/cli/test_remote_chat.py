@@ -133,7 +133,7 @@ class Holding(Page):
 
 
 @pytest.mark.parametrize(
-    ("deltas", "told"),
+    ("deltas", "speed"),
     [
         ([{"role": "assistant"}, {"content": "all of the text"}], ""),
         ([{"content": "nearly all of the text"}, {"content": "."}], ""),
@@ -141,7 +141,7 @@ class Holding(Page):
     ],
 )
 def test_text_that_comes_at_once_has_no_rate(
-    deltas: list[dict[str, str]], told: str, capsys: pytest.CaptureFixture[str]
+    deltas: list[dict[str, str]], speed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It would be a rate of the end of the connection; thinking counts as the first token."""
     Holding.deltas = deltas
@@ -153,7 +153,7 @@ def test_text_that_comes_at_once_has_no_rate(
         remote.close()
         server.shutdown()
     line = r"modelmill: 7 prompt \+ 300 answer tokens in [\d.]+ s"
-    assert re.fullmatch(f"{line}: {told}\n" if told else f"{line}\n", capsys.readouterr().err)
+    assert re.fullmatch(f"{line}: {speed}\n" if speed else f"{line}\n", capsys.readouterr().err)
 
 
 def test_an_answer_that_is_stopped_leaves_no_task(suggesting: RemoteChatModel) -> None:

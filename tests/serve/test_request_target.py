@@ -16,10 +16,10 @@ PATHS = (
 
 @pytest.mark.parametrize("path", PATHS)
 def test_head_is_get_without_the_body(running: ServiceThread, path: str) -> None:
-    got = running.get(path)
+    response = running.get(path)
     head = running.run(running.client.call("HEAD", path))
-    assert (head.status, head.body) == (got.status, b"") == (200, b"")
-    assert head.headers.get("content-length") == got.headers.get("content-length")
+    assert (head.status, head.body) == (response.status, b"") == (200, b"")
+    assert head.headers.get("content-length") == response.headers.get("content-length")
 
 
 def test_head_of_a_path_that_takes_a_body(running: ServiceThread) -> None:

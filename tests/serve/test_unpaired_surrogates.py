@@ -12,31 +12,40 @@ HALF = "a\ud83d"
 WRONG = "has an unpaired surrogate"
 
 
-def said(content: Any, role: str = "user") -> list[dict[str, Any]]:
+def message_list(content: Any, role: str = "user") -> list[dict[str, Any]]:
     return [{"role": role, "content": content}]
 
 
 PARTS = [{"type": "text", "text": HALF}]
 CASES: list[tuple[str, dict[str, Any], str]] = [
-    ("/v1/chat/completions", {"messages": said(HALF)}, "messages[0].content"),
-    ("/v1/chat/completions", {"messages": said(PARTS)}, "messages[0].content[0].text"),
+    ("/v1/chat/completions", {"messages": message_list(HALF)}, "messages[0].content"),
+    ("/v1/chat/completions", {"messages": message_list(PARTS)}, "messages[0].content[0].text"),
     (
         "/v1/chat/completions",
-        {"messages": [{**said("x", "assistant")[0], "reasoning": HALF}, *said("y")]},
+        {
+            "messages": [
+                {**message_list("x", "assistant")[0], "reasoning": HALF},
+                *message_list("y"),
+            ]
+        },
         "messages[0].reasoning",
     ),
-    ("/v1/messages", {"messages": said(HALF), "max_tokens": 1}, "messages[0].content"),
-    ("/v1/messages", {"messages": said(PARTS), "max_tokens": 1}, "messages[0].content[0].text"),
-    ("/v1/messages", {"messages": said("x"), "max_tokens": 1, "system": HALF}, "system"),
+    ("/v1/messages", {"messages": message_list(HALF), "max_tokens": 1}, "messages[0].content"),
+    (
+        "/v1/messages",
+        {"messages": message_list(PARTS), "max_tokens": 1},
+        "messages[0].content[0].text",
+    ),
+    ("/v1/messages", {"messages": message_list("x"), "max_tokens": 1, "system": HALF}, "system"),
     ("/v1/responses", {"input": HALF}, "input"),
-    ("/v1/responses", {"input": said(HALF)}, "input[0].content"),
+    ("/v1/responses", {"input": message_list(HALF)}, "input[0].content"),
     (
         "/v1/responses",
-        {"input": said([{"type": "input_text", "text": HALF}])},
+        {"input": message_list([{"type": "input_text", "text": HALF}])},
         "input[0].content[0].text",
     ),
     ("/v1/responses", {"input": "x", "instructions": HALF}, "instructions"),
-    ("/api/chat", {"messages": said(HALF)}, "messages[0].content"),
+    ("/api/chat", {"messages": message_list(HALF)}, "messages[0].content"),
     ("/api/generate", {"prompt": HALF}, "prompt"),
     ("/api/embed", {"input": ["x", HALF]}, "input[1]"),
     ("/v1/completions", {"prompt": HALF}, "prompt"),
@@ -47,7 +56,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("/completion", {"prompt": [5, HALF]}, "prompt[1]"),
     ("/infill", {"input_prefix": HALF, "input_suffix": ""}, "input_prefix"),
     ("/tokenize", {"content": HALF}, "content"),
-    ("/tokenize", {"messages": said(HALF)}, "messages[0].content"),
+    ("/tokenize", {"messages": message_list(HALF)}, "messages[0].content"),
 ]
 
 

@@ -197,8 +197,8 @@ def test_ids_of_calls_are_those_of_the_api_and_come_back(id: str) -> None:
     assert steps[0]["content_block"]["id"] == block["id"] == f"toolu_{id.removeprefix('call_')}"
     result = {"type": "tool_result", "tool_use_id": block["id"], "content": "ok"}
     turns = [{"role": "assistant", "content": [block]}, {"role": "user", "content": [result]}]
-    answer, said = to_chat_messages(None, [*HI, *turns])[1:]
-    assert answer["tool_calls"][0]["id"] == said["tool_call_id"] == id
+    answer, returned = to_chat_messages(None, [*HI, *turns])[1:]
+    assert answer["tool_calls"][0]["id"] == returned["tool_call_id"] == id
 
 
 def test_ids_of_another_servers_calls_stay_apart() -> None:
