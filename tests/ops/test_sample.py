@@ -110,7 +110,7 @@ def test_each_filter_keeps_what_it_says() -> None:
     assert kept_ids(top_p=0.3) == [1]
     assert kept_ids(top_p=0.5) == [1, 3]  # of equal ones the lower id
     assert kept_ids(top_p=0.7) == [1, 3, 4]
-    assert kept_ids(top_p=1e-9) == [1]
+    assert kept_ids(top_p=1e-9) == kept_ids(top_p=1.2e-38) == [1]
     assert kept_ids(top_k=3, top_p=0.7) == [1, 3]  # 0.7 of the 0.8 that top-k leaves
     assert kept_ids(min_p=0.4) == [1, 3, 4]
     assert kept_ids(min_p=1.0) == [1]
@@ -207,7 +207,9 @@ def _draw_inputs(data: st.DataObject, rows: int, vocab: int) -> dict[str, Any]:
         "logits": logits,
         "temperature": torch.tensor(each(0.0, 0.3, 1.0, 1.7), dtype=torch.float32),
         "top_k": torch.tensor(each(0, 1, 2, 50, 1500, 100_000), dtype=torch.int32),
-        "top_p": torch.tensor(each(1e-6, 0.3, 0.9, 0.999999, 1.0, 1.0), dtype=torch.float32),
+        "top_p": torch.tensor(
+            each(1.2e-38, 1e-6, 0.3, 0.9, 0.999999, 1.0, 1.0), dtype=torch.float32
+        ),
         "min_p": torch.tensor(each(0.0, 0.0, 0.05, 1.0), dtype=torch.float32),
         "noise": torch.tensor(each(0.0, 0.25, 0.7, np.nextafter(1.0, 0.0)), dtype=torch.float64),
     }

@@ -127,7 +127,8 @@ def test_of_several_models_a_request_names_one(running: ServiceThread, path: str
     """In silence, the first would answer."""
     body = WITHOUT_MODEL[path]
     other = type("Other", (), {"name": "other", "engine_type": "language"})()
-    service = Service({"stories": running.engine, "again": running.engine}, ServiceLimits())
+    names = {"stories": running.engine, "again": running.engine}
+    service = Service(names, ServiceLimits(), running.service.metrics)
     service.engines = {**service.engines, "other": other}
     client = Client(make_app(service))
 

@@ -20,7 +20,9 @@ NAMES = [f"m{index:02}" for index in range(23)]
 @pytest.fixture(scope="module")
 def many(running: ServiceThread) -> Client:
     """A client of Anthropic's of a service with 23 models."""
-    service = Service(dict.fromkeys(NAMES, running.engine), ServiceLimits())
+    service = Service(
+        dict.fromkeys(NAMES, running.engine), ServiceLimits(), running.service.metrics
+    )
     return Client(make_app(service))
 
 

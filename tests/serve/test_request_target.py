@@ -49,7 +49,7 @@ def test_the_path_of_a_target(target: str, path: str) -> None:
 
 
 def test_both_on_a_socket(server: ServerProcess) -> None:
-    for head in (b"GET http://localhost/v1/models?x=1", b"HEAD /v1/models", b"HEAD /ping"):
+    for head in (b"GET http://localhost/v1/models?beta=true", b"HEAD /v1/models", b"HEAD /ping"):
         with server.connect() as sock:
             sock.sendall(head + b" HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
             received = read_all(sock)
