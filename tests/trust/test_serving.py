@@ -576,7 +576,7 @@ def test_other_origins_get_no_permission_unless_named(running: ServiceThread) ->
     response = running.run(
         client.get("/health", headers={"origin": "https://page.example"})
     ).headers
-    assert response["access-control-expose-headers"] == "X-Request-Id, Retry-After"
+    assert response["access-control-expose-headers"] == "X-Request-Id, Request-Id, Retry-After"
 
 
 def test_a_salt_keeps_tenants_apart(running: ServiceThread) -> None:
