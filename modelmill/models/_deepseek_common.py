@@ -54,7 +54,7 @@ LAYOUT = DeepseekLayout(
     has_draft_layer=True,
 )
 # of DeepSeek-V3's router
-SIGMOID_ROUTER_VALUES = {
+SIGMOID_ROUTER_SETTINGS = {
     "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
 }  # fmt: skip
 # the size of queries and of rotated channels follow from others; the rest is of training

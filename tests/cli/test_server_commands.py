@@ -24,7 +24,7 @@ from modelmill.core.server_records import ServerRecord, running_servers
 
 SERVER = """
 import http.server, json, os, signal, sys
-from modelmill.core.server_records import keep_server_record
+from modelmill.core.server_records import register_server
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(503)
@@ -34,7 +34,7 @@ class Health(http.server.BaseHTTPRequestHandler):
         pass
 server = http.server.HTTPServer(("127.0.0.1", 0), Health)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-with keep_server_record(f"http://127.0.0.1:{server.server_port}", sys.argv[1:]):
+with register_server(f"http://127.0.0.1:{server.server_port}", sys.argv[1:]):
     print("ready", flush=True)
     server.serve_forever()
 """
