@@ -207,7 +207,7 @@ def _is_gguf(checkpoint: Checkpoint) -> bool:
 
 def _file_of_tensor(checkpoint: Checkpoint, name: str) -> Path:
     """Return the file that has a tensor, or else should have it."""
-    find = getattr(checkpoint.raw_container, "file_of", None)
+    find = getattr(checkpoint.raw_container, "file_of_tensor", None)
     home: Path | None = None if find is None else find(name)
     if home is not None:
         return home

@@ -17,7 +17,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.one_branch_layer import OneBranchLayer
 
-MLP_CHECKPOINT_PATHS = {"mlp": "mixer", "mlp.experts.*": "mixer.experts.*",
+MLP_PATHS = {"mlp": "mixer", "mlp.experts.*": "mixer.experts.*",
                 SHARED_EXPERT_PATH: "mixer.shared_experts"}  # fmt: skip
 Model = Decoder
 LAYOUT = CheckpointLayout(
@@ -28,14 +28,8 @@ LAYOUT = CheckpointLayout(
         "attn.qkv_proj": ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
         "attn.o_proj": ("mixer.o_proj",),
         "mlp.router": ("mixer.gate",),
-        **{
-            f"{ours}.fc_proj": (f"{theirs}.up_proj",)
-            for ours, theirs in MLP_CHECKPOINT_PATHS.items()
-        },
-        **{
-            f"{ours}.down_proj": (f"{theirs}.down_proj",)
-            for ours, theirs in MLP_CHECKPOINT_PATHS.items()
-        },
+        **{f"{ours}.fc_proj": (f"{theirs}.up_proj",) for ours, theirs in MLP_PATHS.items()},
+        **{f"{ours}.down_proj": (f"{theirs}.down_proj",) for ours, theirs in MLP_PATHS.items()},
     },
     layers="backbone.layers",
     embed="backbone.embeddings",
@@ -68,10 +62,8 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in NemotronHConfig. Nothing rotates."""
     # files of the first models name the channels of a head otherwise
     size = positive_int(raw, "head_dim", "attention_head_dim", default=128)
-    kinds, raw = (
-        read_layer_indices_by_branch(raw),
-        overlay_config(raw, CONFIG_DEFAULTS, {"head_dim": size}),
-    )
+    kinds = read_layer_indices_by_branch(raw)
+    raw = overlay_config(raw, CONFIG_DEFAULTS, {"head_dim": size})
     act, bias = (
         read_activation(raw, "mlp_hidden_act", "relu2"),
         read_boolean(raw, "mlp_bias", False),

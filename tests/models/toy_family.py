@@ -30,7 +30,7 @@ from modelmill.nn.attention import Attention, AttentionSpec
 from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.embedding_and_head import LMHead, TokenEmbedding
 from modelmill.nn.layer_spec import (
-    INPUTS,
+    LAYER_INPUTS,
     LayerSpec,
     LinearSpec,
     ModuleSpec,
@@ -88,7 +88,7 @@ class ToyConfig:
             )
         return LayerSpec(
             modules=(
-                NormSpec(path="attn_norm", reads=INPUTS, writes=("attn_input", "stream"),
+                NormSpec(path="attn_norm", reads=LAYER_INPUTS, writes=("attn_input", "stream"),
                          reference=("norm1",)),
                 *branch,
                 NormSpec(path="post_norm", reads=("attn_out",), writes=("branch_normed",),
