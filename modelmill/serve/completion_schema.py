@@ -8,7 +8,7 @@ from pydantic import Field
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_COMPLETIONS_PER_PROMPT, MAX_INT32, SamplingParams
-from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS, GenerationFields
+from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS, NO_TOKEN_LIMIT, GenerationFields
 from modelmill.serve.mixed_prompts import MixedPrompt, MixedPrompts, split_mixed_prompts
 from modelmill.serve.prompt_fields import (
     MAX_PROMPTS,
@@ -27,7 +27,7 @@ class CompletionRequest(GenerationFields):
     prompt: Text | TextList | TokenIds | TokenIdLists = Field(
         description="a string, a list of strings, token ids, or lists of them"
     )
-    max_tokens: int | None = Field(16, ge=-1, le=MAX_INT32, description="-1: no limit")
+    max_tokens: int | None = Field(16, ge=NO_TOKEN_LIMIT, le=MAX_INT32, description="-1: no limit")
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     best_of: int | None = Field(None, ge=1, le=MAX_COMPLETIONS_PER_PROMPT)

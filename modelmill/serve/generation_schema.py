@@ -54,7 +54,9 @@ class GenerationFields(SamplingFields, CompatibilityFields):
     bad_words: TextList | None = Field(None, max_length=MAX_BAD_WORDS)
     allowed_token_ids: TokenIds | None = Field(None, min_length=1)
     # extensions, as llama.cpp names them
-    n_predict: int | None = Field(None, ge=-1, le=MAX_INT32, description="as max_tokens; -1: unset")
+    n_predict: int | None = Field(
+        None, ge=NO_TOKEN_LIMIT, le=MAX_INT32, description="as max_tokens; -1: unset"
+    )
     json_schema: JsonObject | None = Field(None, description="as structured_outputs.json")
     grammar_: str | None = Field(None, alias="grammar", description="in GBNF")
     timings_per_token: bool | None = None

@@ -1,11 +1,10 @@
 """JSON schemas that the grammar library cannot express, made weaker, with the reasons.
 
 pydantic and other libraries write ``oneOf``, ``uniqueItems``, ``contains``, names of properties as
-``propertyNames``, formats of strings beyond those that the library knows, and patterns that look
-around, bounds beyond 64 bits.
-A schema is coerced only if it cannot be used as it is; the answer then matches the weaker schema,
-and the response's ``warnings`` say what was not enforced, and where. A usable ``oneOf`` is
-kept, whatever else in the schema cannot.
+``propertyNames``, formats of strings beyond those that the library knows, patterns that look
+around, and bounds beyond 64 bits. A schema is coerced only if it cannot be used as it is; the
+answer then matches the weaker schema, and the response's ``warnings`` say what was not enforced,
+and where. A usable ``oneOf`` is kept, whatever else in the schema cannot.
 """
 
 from __future__ import annotations

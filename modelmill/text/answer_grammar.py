@@ -7,6 +7,7 @@ after the mark that ends the thinking.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from modelmill.core.errors import RequestError
 from modelmill.core.types import TOKEN_IDS_GRAMMAR, Grammar
 from modelmill.text import harmony
 from modelmill.text.argument_grammar import ArgumentGrammar
+from modelmill.text.call_starts import JSON_FIRST_CHARS
 from modelmill.text.chat_format_registry import load_chat_syntax
 from modelmill.text.chat_syntax import NO_MARKS, CallSyntax, ChatSyntax, ThinkingSyntax
 from modelmill.text.lark_builder import ANY_TEXT, LarkBuilder
@@ -23,7 +25,7 @@ from modelmill.text.tool_call_reader import split_mark_parts
 PromptThinking = Literal["open", "closed", "free"]
 """What the prompt says of the thinking: begun, ended or excluded, or left to the model."""
 MAX_CALL_INDEX_DIGITS = 3
-NO_JSON = r"""~/(?s:\s*[{\["0-9-].*)/"""
+NO_JSON = rf"~/(?s:\s*[{re.escape(JSON_FIRST_CHARS)}].*)/"
 """Texts that do not begin as JSON does."""
 
 

@@ -9,6 +9,10 @@ from typing import Any, Literal
 
 from modelmill.text.arguments_stream import ArgumentsStream
 
+CALL_ID_PREFIX = "call_"
+SHORT_ID_CHARS = 9
+"""Letters and digits of the ids that Mistral's templates require, which have no prefix."""
+
 
 @dataclass(frozen=True)
 class ToolCallDelta:
@@ -188,7 +192,9 @@ class PieceCollector:
         """Begin a call of the function ``name``."""
         self.end_call()
         if id is None:
-            id = secrets.token_hex(5)[:9] if self._short_ids else f"call_{secrets.token_hex(12)}"
+            id = f"{CALL_ID_PREFIX}{secrets.token_hex(12)}"
+            if self._short_ids:
+                id = secrets.token_hex(SHORT_ID_CHARS)[:SHORT_ID_CHARS]
         self._append_call_delta(ToolCallDelta(self.num_calls, "", id, name))
         self.num_calls += 1
         self.follows_call = True

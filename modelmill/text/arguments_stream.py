@@ -11,7 +11,7 @@ import math
 import re
 import sys
 
-from modelmill.text.json_normalizer import NUMBER, StreamingJsonNormalizer
+from modelmill.text.json_normalizer import NUMBER, WRITTEN_CLOSERS, StreamingJsonNormalizer
 from modelmill.text.tokenizer_base import replace_surrogates
 
 LARGEST_FLOAT = repr(sys.float_info.max)
@@ -73,7 +73,7 @@ class ArgumentsStream(StreamingJsonNormalizer):
             self._out.append('"')
         elif not self._stack:
             self._out.append("{}")
-        self._out += [_CLOSERS[bracket] for bracket in reversed(self._stack)]
+        self._out += [WRITTEN_CLOSERS[bracket] for bracket in reversed(self._stack)]
         self.done = True
         return super().take_json()
 
@@ -118,6 +118,3 @@ class ArgumentsStream(StreamingJsonNormalizer):
         else:
             self._write_string_part(_REPLACEMENT)
         return match.end()
-
-
-_CLOSERS = {"[": "]", "{": "}"}

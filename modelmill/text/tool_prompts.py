@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from modelmill.core.types import SamplingParams
-from modelmill.text.answer_pieces import ParsedAnswer, ParsedToolCall
+from modelmill.text.answer_pieces import SHORT_ID_CHARS, ParsedAnswer, ParsedToolCall
 from modelmill.text.answer_renderer import render_answer
 from modelmill.text.chat_format_registry import NO_TOOLS_CHAT_FORMAT, load_chat_syntax
 from modelmill.text.message_validation import validate_messages
@@ -165,18 +165,18 @@ def split_parallel_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, A
 
 
 def _shorten_call_ids(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Shorten call ids to the nine letters and digits that Mistral's templates require."""
+    """Shorten call ids to those that Mistral's templates require."""
     out = dict(message)
     if "tool_call_id" in out:
-        out["tool_call_id"] = _nine_char_call_id(out["tool_call_id"])
+        out["tool_call_id"] = _short_call_id(out["tool_call_id"])
     if out.get("tool_calls"):
         out["tool_calls"] = [
-            {**call, "id": _nine_char_call_id(str(call.get("id", "")))}
-            for call in out["tool_calls"]
+            {**call, "id": _short_call_id(str(call.get("id", "")))} for call in out["tool_calls"]
         ]
     return out
 
 
-def _nine_char_call_id(id: str) -> str:
-    fits = len(id) == 9 and id.isascii() and id.isalnum()
-    return id if fits else hashlib.sha256(id.encode("utf-8", "replace")).hexdigest()[:9]
+def _short_call_id(id: str) -> str:
+    if len(id) == SHORT_ID_CHARS and id.isascii() and id.isalnum():
+        return id
+    return hashlib.sha256(id.encode("utf-8", "replace")).hexdigest()[:SHORT_ID_CHARS]

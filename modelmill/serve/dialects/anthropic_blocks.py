@@ -21,7 +21,11 @@ from modelmill.serve.strict_models import (
     NullTolerantModel,
     StrictModel,
 )
-from modelmill.text.answer_pieces import make_openai_tool_call
+from modelmill.text.answer_pieces import (
+    CALL_ID_PREFIX,
+    SHORT_ID_CHARS,
+    make_openai_tool_call,
+)
 
 BILLING_HEADER = "x-anthropic-billing-header:"
 _BILLING_LINES = re.compile(rf"\A(?:{BILLING_HEADER}[^\n]*(?:\n+|\Z))+")
@@ -29,9 +33,7 @@ LongText = Annotated[str, Field(max_length=10 << 20)]
 BlockText = LongText | JsonObjectList
 
 
-CALL_ID_PREFIX, TOOL_USE_PREFIX = "call_", "toolu_"
-SHORT_ID_CHARS = 9
-"""Length of the ids of formats that write them themselves (Mistral), which have no prefix."""
+TOOL_USE_PREFIX = "toolu_"
 
 
 def to_tool_use_id(id: str) -> str:

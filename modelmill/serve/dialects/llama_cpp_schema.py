@@ -16,7 +16,7 @@ from modelmill.serve.compatibility_fields import (
 )
 from modelmill.serve.completion_schema import CompletionRequest, MixedCompletionRequest
 from modelmill.serve.discriminated_unions import make_converted_request, parse_object
-from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS, GenerationFields
+from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS, NO_TOKEN_LIMIT, GenerationFields
 from modelmill.serve.mixed_prompts import (
     MixedPrompt,
     MixedPrompts,
@@ -62,7 +62,13 @@ class LlamaCppFields(UnlimitedTemperature, GenerationFields):
         set_fields = {name: value for name, value in shared.items() if value is not None}
         return make_converted_request(
             MixedCompletionRequest,
-            {"model": self.model, "prompt": prompt, "n_predict": -1, **set_fields, **fields},
+            {
+                "model": self.model,
+                "prompt": prompt,
+                "n_predict": NO_TOKEN_LIMIT,
+                **set_fields,
+                **fields,
+            },
         )
 
     @abstractmethod
