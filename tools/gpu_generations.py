@@ -123,10 +123,11 @@ def device_function(cached: Any, gpu: torch.device) -> Any:
     return cached.__wrapped__(gpu)
 
 
-def kernel_modules() -> list[ModuleType]:
+@functools.cache
+def kernel_modules() -> tuple[ModuleType, ...]:
     """All modules of the GPU backends."""
-    return [
+    return tuple(
         importlib.import_module(info.name)
         for backend in (modelmill.ops.triton, modelmill.ops.cuda)
         for info in pkgutil.walk_packages(backend.__path__, f"{backend.__name__}.")
-    ]
+    )

@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 OPS = Path("modelmill/ops")
@@ -70,13 +71,18 @@ def comment(path: Path) -> str:
     """The first comment of a native source, or the docstring of a Python module."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
-        return ast.get_docstring(ast.parse(text)) or ""
+        return _docstring(text)
     lines = []
     for line in text.splitlines():
         if not line.startswith("//"):
             break
         lines.append(line[2:].removeprefix(" "))
     return "\n".join(lines)
+
+
+@cache
+def _docstring(source: str) -> str:
+    return ast.get_docstring(ast.parse(source)) or ""
 
 
 def read_head(root: Path, path: Path) -> KernelHead:

@@ -153,13 +153,29 @@ def comes_after(head: KernelHead) -> tuple[str, ...]:
 
 @cache
 def imported_names(path: Path) -> frozenset[str]:
-    """Dotted names that a test imports, and native sources that it names."""
+    """Dotted names that a test of ops imports, and native sources that it names."""
     text = path.read_text(encoding="utf-8")
     names = set(re.findall(r"\b\w+\.(?:cu|cpp|h|cuh)\b", text))
+    if "modelmill.ops" not in text:  # no kernel's module
+        return frozenset(names)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
     return frozenset(names)
+
+
+@cache
+def _test_files(root: Path) -> dict[str, Path]:
+    """The files that may test one kernel, by their paths from ``root``, in order."""
+    paths = {
+        path.relative_to(root).as_posix(): path
+        for path in sorted((root / TESTS).rglob("test_*.py"))
+    }
+    return {
+        name: path
+        for name, path in paths.items()
+        if name != EVERY_OP_TEST and "tests/tools/" not in name
+    }
 
 
 def tests_of(root: Path, head: KernelHead) -> list[str]:
@@ -167,10 +183,7 @@ def tests_of(root: Path, head: KernelHead) -> list[str]:
     stem = head.path.stem
     dotted = ".".join(head.path.with_suffix("").parts)
     test_files = []
-    for path in sorted((root / TESTS).rglob("test_*.py")):
-        name = path.relative_to(root).as_posix()
-        if name == EVERY_OP_TEST or "tests/tools/" in name:
-            continue
+    for name, path in _test_files(root).items():
         if {head.path.name, dotted} & imported_names(path) or path.stem == f"test_{stem}_emulated":
             test_files.append(name)
     return test_files

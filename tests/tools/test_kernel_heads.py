@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -78,20 +79,33 @@ def _with_includes(path: Path, common: bool = True) -> str:
     return text
 
 
+@cache
+def _modules_of_backend(backend: str) -> dict[str, Path]:
+    root = ROOT / OPS / backend
+    return {path.stem: path for path in root.rglob("*.py") if path.name != "__init__.py"}
+
+
 def _reached(backend: str, op: str) -> list[Path]:
     """The modules of a backend that an op's implementation imports, itself first."""
-    root = ROOT / OPS / backend
-    files = {path.stem: path for path in root.rglob("*.py") if path.name != "__init__.py"}
+    files = _modules_of_backend(backend)
     reached, left = [], [op]
     while left:
         path = files.get(left.pop())
         if path is None or path in reached:
             continue
         reached.append(path)
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and f"modelmill.ops.{backend}" in str(node.module):
-                left += [each.name for each in node.names] + [str(node.module).split(".")[-1]]
+        left += _imported_from_backend(path, backend)
     return reached
+
+
+@cache
+def _imported_from_backend(path: Path, backend: str) -> list[str]:
+    """Names that a module imports from its backend, and the modules that have them."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and f"modelmill.ops.{backend}" in str(node.module):
+            names += [each.name for each in node.names] + [str(node.module).split(".")[-1]]
+    return names
 
 
 @pytest.mark.parametrize("head", HEADS, ids=_name)
