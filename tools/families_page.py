@@ -88,7 +88,7 @@ it stays in the activations' dtype.
 Refused by name, within a family: OPT-350M (`do_layer_norm_before`), and any value of a key that
 changes the computation and is not listed in the family's file.
 
-Computed unlike transformers 5.23, as the models were trained: Nemotron-H bounds no step Δ, where
+Computed unlike transformers 5.24, as the models were trained: Nemotron-H bounds no step Δ, where
 transformers bounds those of prompts from below by `time_step_min` (huggingface/transformers#48989),
 and MPT takes `alibi_bias_max` from the config, where transformers takes 8.
 """
