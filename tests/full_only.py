@@ -14,7 +14,7 @@ from functools import cache
 
 # families whose parts are those of others
 ALIKE = (
-    "bitnet", "cwm", "gpt_neo", "granite_swa", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
+    "bitnet", "cwm", "exaone", "gpt_neo", "granite_swa", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
     "iquestcoder", "jais2", "kimi_k2", "lfm2_moe", "mellum", "olmo", "persimmon", "phimoe",
     "youtu",
 )  # fmt: skip
@@ -52,6 +52,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         *(
             f"test_families_over_ranks_equal_the_whole[{name}-*"
             for name in (
+                "afmoe",
                 "deepseek_v2",
                 "dots1",
                 "ernie4_5_moe",
@@ -445,6 +446,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         *(f"test_split_over_ranks_equals_whole[further-{name}-*" for name in ALIKE),
         "test_logits[further-bitnet]",
         "test_logits[further-diffllama]",
+        "test_logits[further-exaone]",
         "test_logits[further-hunyuan_v1_dense]",
         "test_logits[further-hunyuan_v1_moe]",
         "test_logits[further-hy_v3]",
@@ -480,6 +482,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         *(
             f"test_logits[further-{name}]"
             for name in (
+                "afmoe",
                 "apertus",
                 "baichuan",
                 "bloom",
@@ -1288,6 +1291,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
             for name in (
                 "hunyuan_v1_dense",
                 "bitnet",
+                "exaone",
                 "lfm2_moe",
                 "mellum",
                 "xverse",

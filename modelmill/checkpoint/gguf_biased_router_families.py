@@ -1,6 +1,6 @@
 """GGUFs of families that choose experts with a learned bias and share no architecture with others.
 
-dots.llm1, ERNIE 4.5 with experts, K-EXAONE and MiniMax-M2.
+dots.llm1, ERNIE 4.5 with experts, K-EXAONE, MiniMax-M2 and Arcee's Trinity.
 """
 
 from __future__ import annotations
@@ -35,6 +35,15 @@ MINIMAX_NAMES = {
     **MIXTRAL_EXPERT_TENSORS,
     "blk.ffn_gate_inp": "block_sparse_moe.gate",
     "blk.exp_probs_b": "block_sparse_moe.e_score_correction_bias",
+}
+AFMOE_NAMES = {
+    **DOTS1_NAMES,
+    "blk.attn_gate": "self_attn.gate_proj",
+    "blk.post_attention_norm": "post_attention_layernorm",
+    "blk.ffn_norm": "pre_mlp_layernorm",
+    "blk.post_ffw_norm": "post_mlp_layernorm",
+    "blk.ffn_gate_inp": "mlp.router.gate",
+    "blk.exp_probs_b": "mlp.expert_bias",
 }
 
 
@@ -100,6 +109,25 @@ def _read_minimax_m2_config(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
+def _read_afmoe_config(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read Trinity; its files have no layer types, and embeddings are scaled, as in llama.cpp."""
+    require_sigmoid_gating(keys)
+    return {
+        **read_rms_config(keys),
+        "head_dim": head_dim(keys),
+        "num_experts": keys.get_count("expert_count"),
+        "num_experts_per_tok": keys.get_count("expert_used_count"),
+        "moe_intermediate_size": keys.get_count("expert_feed_forward_length"),
+        "num_shared_experts": keys.get_count("expert_shared_count"),
+        "num_dense_layers": keys.get_count("leading_dense_block_count", 0),
+        "route_scale": keys.get_positive_float("expert_weights_scale", 1.0),
+        "route_norm": keys.get_flag("expert_weights_norm", True),
+        "sliding_window": keys.get_count(SLIDING_WINDOW_KEY),
+        "layer_types": read_window_layer_types(keys, keys.get_count("block_count")),
+        "mup_enabled": True,
+    }
+
+
 def _count_shared_experts(keys: ArchitectureKeys, inner: int) -> int:
     """Read how many experts every token has; the file has the width of all of them besides.
 
@@ -117,6 +145,7 @@ def _count_shared_experts(keys: ArchitectureKeys, inner: int) -> int:
 
 
 BIASED_ROUTER_ARCHITECTURES = {
+    "afmoe": GgufArchitecture(AFMOE_NAMES, read_config=_read_afmoe_config),
     "dots1": GgufArchitecture(DOTS1_NAMES, read_config=_read_dots1_config),
     "ernie4_5-moe": GgufArchitecture(
         ERNIE_NAMES, model_type="ernie4_5_moe", read_config=_read_ernie4_5_moe_config

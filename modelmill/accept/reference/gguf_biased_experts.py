@@ -1,4 +1,4 @@
-"""The config and tensors of GGUFs of dots.llm1, ERNIE 4.5 (experts), K-EXAONE and MiniMax-M2.
+"""The config and tensors of GGUFs of dots.llm1, ERNIE 4.5 (experts), K-EXAONE and others.
 
 llama.cpp's converter writes the bias of the choice of experts beside the router, and the layers of
 multi-token prediction behind the others.
@@ -70,13 +70,48 @@ def minimax_m2_config(container: RawContainer) -> dict[str, Any]:
     }
 
 
+def afmoe_config(container: RawContainer) -> dict[str, Any]:
+    """Return the config of Trinity, whose embeddings and every fourth layer are fixed."""
+    fact = make_metadata_reader(container)
+    config = add_rope_scaling(container, decoder_config(container, "afmoe"))
+    return config | {
+        "num_experts": int(fact("expert_count")),
+        "num_experts_per_tok": int(fact("expert_used_count")),
+        "num_dense_layers": int(fact("leading_dense_block_count", 0)),
+        "route_scale": float(fact("expert_weights_scale", 1.0)),
+        "sliding_window": int(fact("attention.sliding_window")),
+        "layer_types": layer_types_from_window_pattern(fact, config["num_hidden_layers"]),
+        "mup_enabled": True,
+    }
+
+
 class BiasedExpertsGgufSource(GgufSource):
     """Such a container under Hugging Face names."""
 
     HF_TO_GGUF_NAMES: ClassVar[Mapping[str, str]] = GROUPED_EXPERT_TENSORS
 
 
+class AfmoeGgufSource(GgufSource):
+    """A container of Trinity under Hugging Face names."""
+
+    HF_TO_GGUF_NAMES: ClassVar[Mapping[str, str]] = {
+        **GROUPED_EXPERT_TENSORS,
+        "mlp.router.gate": "ffn_gate_inp",
+        "self_attn.gate_proj": "attn_gate",
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_mlp_layernorm": "ffn_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+    }
+
+    def stored_tensor_name(self, name: str) -> str:
+        """Return the name that the tensor has in the file."""
+        if name.endswith(".mlp.expert_bias"):
+            return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
+        return super().stored_tensor_name(name)
+
+
 ARCHITECTURE_READERS: dict[str, GgufReaders] = {
+    "afmoe": (afmoe_config, AfmoeGgufSource),
     DOTS1_ARCHITECTURE: (dots1_config, BiasedExpertsGgufSource),
     ERNIE_ARCHITECTURE: (ernie4_5_moe_config, BiasedExpertsGgufSource),
     EXAONE_ARCHITECTURE: (exaone_moe_config, BiasedExpertsGgufSource),
