@@ -15,7 +15,8 @@ from functools import cache
 # families whose parts are those of others
 ALIKE = (
     "bitnet", "cwm", "exaone", "gpt_neo", "granite_swa", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
-    "iquestcoder", "jais2", "kimi_k2", "lfm2_moe", "mellum", "olmo", "persimmon", "phimoe",
+    "iquestcoder", "jais2", "kimi_k2", "lfm2_moe", "mellum", "mistral4", "olmo", "persimmon",
+    "phimoe",
     "youtu",
 )  # fmt: skip
 FURTHER_ENGINES_OF_FAULTS = (
@@ -64,6 +65,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
                 "hy_v3",
                 "kimi_k2",
                 "mellum",
+                "mistral4",
                 "olmoe",
                 "qwen2_moe",
                 "solar_open",
@@ -455,6 +457,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_logits[further-kimi_k2]",
         "test_logits[further-lfm2_moe]",
         "test_logits[further-mellum]",
+        "test_logits[further-mistral4]",
         "test_logits[further-persimmon]",
         "test_logits[further-phimoe]",
         "test_logits[further-youtu]",

@@ -68,7 +68,7 @@ Models that read or segment images: {names}
 
 Of checkpoints of `qwen3_5`, `qwen3_5_moe`, `gemma3`, `gemma4`, `gemma4_unified` and `mistral3` the
 text half is read, as `qwen3_5_text`, `qwen3_5_moe_text`, `gemma3_text`, (both) `gemma4_text`, and
-`mistral` or `ministral3`. What hybrids keep instead of keys and values:
+`mistral`, `ministral3` or `mistral4`. What hybrids keep instead of keys and values:
 [recurrent state](recurrent-state.md).
 Older files of Falcon (`RefinedWeb`, `RefinedWebModel`) are read as `falcon`.
 

@@ -92,7 +92,7 @@ FURTHER_FAMILIES = (
     "afmoe", "deepseek_v2", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "gemma4_text",
     "glm4_moe", "glm4_moe_lite", "granitemoe", "granitemoehybrid", "granitemoeshared",
     "hunyuan_v1_moe", "hy_v3",
-    "kimi_k2", "lfm2_moe", "mellum", "minimax_m2", "nemotron_h", "olmoe", "phimoe",
+    "kimi_k2", "lfm2_moe", "mellum", "minimax_m2", "mistral4", "nemotron_h", "olmoe", "phimoe",
     "qwen3_5_moe_text",
     "qwen3_next", "solar_open",
 )  # fmt: skip
