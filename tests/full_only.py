@@ -16,8 +16,7 @@ from functools import cache
 ALIKE = (
     "bitnet", "cwm", "exaone", "gpt_neo", "granite_swa", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
     "iquestcoder", "jais2", "kimi_k2", "lfm2_moe", "mellum", "mistral4", "olmo", "persimmon",
-    "phimoe",
-    "youtu",
+    "phimoe", "sarvam_mla", "sarvam_moe", "youtu",
 )  # fmt: skip
 FURTHER_ENGINES_OF_FAULTS = (
     "*bfloat16-*",
@@ -68,6 +67,8 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
                 "mistral4",
                 "olmoe",
                 "qwen2_moe",
+                "sarvam_mla",
+                "sarvam_moe",
                 "solar_open",
             )
         ),
@@ -460,6 +461,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_logits[further-mistral4]",
         "test_logits[further-persimmon]",
         "test_logits[further-phimoe]",
+        "test_logits[further-sarvam_mla]",
         "test_logits[further-youtu]",
         "test_split_over_ranks_equals_whole[*-2]",
         "test_split_over_ranks_equals_whole[*-4]",
@@ -516,6 +518,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
                 "phi3",
                 "qwen3_5_moe_text",
                 "qwen3_5_text",
+                "sarvam_moe",
                 "stablelm",
                 "starcoder2",
             )
@@ -1331,7 +1334,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         *(
             f"{test}[{name}*"
             for test in ("test_other_switches", "test_integers_of_experts_are_kept")
-            for name in ("dots1", "exaone_moe", "solar_open", "granitemoeshared")
+            for name in ("dots1", "exaone_moe", "sarvam_moe", "solar_open", "granitemoeshared")
         ),
         *(
             f"test_scaled_positions[{name}-*"

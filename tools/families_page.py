@@ -26,7 +26,7 @@ WITHOUT_GGUF = {
     **dict.fromkeys(
         (
             "cwm", "diffllama", "flex_olmo", "gpt_neo", "helium", "hyperclovax", "opt",
-            "vaultgemma",
+            "sarvam_mla", "vaultgemma",
         ),
         NONE_IN_LLAMA_CPP,
     ),

@@ -94,7 +94,7 @@ FURTHER_FAMILIES = (
     "hunyuan_v1_moe", "hy_v3",
     "kimi_k2", "lfm2_moe", "mellum", "minimax_m2", "mistral4", "nemotron_h", "olmoe", "phimoe",
     "qwen3_5_moe_text",
-    "qwen3_next", "solar_open",
+    "qwen3_next", "sarvam_mla", "sarvam_moe", "solar_open",
 )  # fmt: skip
 # whole blocks of MXFP4 in both products
 SIZES: dict[str, dict[str, Any]] = {
