@@ -25,8 +25,8 @@ AS_LLAMA = "its files name the architecture `llama`, and are read as that"
 WITHOUT_GGUF = {
     **dict.fromkeys(
         (
-            "cwm", "diffllama", "flex_olmo", "gpt_neo", "helium", "hyperclovax", "opt",
-            "sarvam_mla", "vaultgemma",
+            "cwm", "diffllama", "flex_olmo", "gpt_neo", "helium", "hyperclovax", "lfm3",
+            "opt", "sarvam_mla", "vaultgemma",
         ),
         NONE_IN_LLAMA_CPP,
     ),

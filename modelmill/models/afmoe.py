@@ -7,7 +7,12 @@ from typing import Any
 
 from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import positive_float, positive_int, read_boolean
+from modelmill.models._hf_config import (
+    attention_bias_fields,
+    positive_float,
+    positive_int,
+    read_boolean,
+)
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._moe_config import (
     EXPERT_NAMES,
@@ -39,8 +44,7 @@ LAYOUT = CheckpointLayout(
 )
 FLOAT32_TENSORS = SELECTION_BIAS_PATTERNS
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (False,), "route_norm": (True,), "num_expert_groups": (1,),
-    "num_limited_groups": (1,),
+    "route_norm": (True,), "num_expert_groups": (1,), "num_limited_groups": (1,),
 }  # fmt: skip
 UNUSED_CONFIG_KEYS = ("load_balance_coeff", "use_grouped_mm")
 CONFIG_DEFAULTS = ConfigDefaults(head_dim=128, positions=16384, eps=1e-5, activation="silu")
@@ -49,8 +53,9 @@ CONFIG_DEFAULTS = ConfigDefaults(head_dim=128, positions=16384, eps=1e-5, activa
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in AfmoeConfig."""
     config = _llama_common.config_from_hf(
-        raw, CONFIG_DEFAULTS, layer=SandwichLayer, qk_norm=True, output_gate=True
-    )
+        raw, CONFIG_DEFAULTS, **attention_bias_fields(raw), layer=SandwichLayer, qk_norm=True,
+        output_gate=True, gate_bias=False,
+    )  # fmt: skip
     every = positive_int(raw, "global_attn_every_n_layers", default=4)
     windows = _llama_common.interleaved_windows(
         overlay_config(raw, {"sliding_window": 1024}), config.layers, every

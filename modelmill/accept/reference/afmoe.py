@@ -41,6 +41,7 @@ class AfmoeReference(PerHeadQKNormMixin, GroupedExpertsMixin):
         self.unrotated = frozenset(i for i, each in enumerate(self.windows) if each is None)
         if config.get("mup_enabled"):
             self.embedding_scale = self.hidden_size**0.5
+        self.biased = self.projections_with_bias()
         self.layer = self.sandwich_layer
 
     def attention_projections(self, index: int) -> LayerWeights:

@@ -359,11 +359,15 @@ class PlainDecoderReference(ReferenceModel):
         return r.linear("o_proj", self.gate_attention(r, normed, attended))
 
     def gate_attention(self, r: LayerRecorder, normed: Tensor, attended: Tensor) -> Tensor:
-        """Return what the output projection reads; with gates: each channel times its own."""
+        """Return what the output projection reads: with gates, each channel times its own.
+
+        All channels of a head may have the same.
+        """
         if "attn_gate" not in r.weights:
             return attended
         gate = r.linear("attn_gate", normed)
-        return r.record("gated_attn", attended * gate.sigmoid(), attended, gate)
+        factors = gate.sigmoid().repeat_interleave(attended.shape[1] // gate.shape[1], dim=1)
+        return r.record("gated_attn", attended * factors, attended, gate)
 
     def _clip_qkv(self, r: LayerRecorder, *parts: Tensor) -> list[Tensor]:
         assert self.qkv_bound is not None, "only called where there is a bound"

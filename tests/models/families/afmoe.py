@@ -49,11 +49,11 @@ CASE = moe_family(
         {"sliding_window": 5}, {"layer_types": None},
         {"layer_types": None, "global_attn_every_n_layers": 2}, {"hidden_act": "gelu"},
         {"rms_norm_eps": 1e-3}, {"tie_word_embeddings": True}, {"head_dim": 16},
-        {"num_key_value_heads": None},
+        {"num_key_value_heads": None}, {"attention_bias": True},
     ),
     {"num_experts_per_tok": 7, "num_experts": "8", "moe_intermediate_size": 0,
      "num_shared_experts": 0, "route_scale": 0, "num_dense_layers": 4, "mup_enabled": 1,
-     "layer_types": ["mamba"], "sliding_window": 0, "attention_bias": True, "route_norm": False,
+     "layer_types": ["mamba"], "sliding_window": 0, "attention_bias": 1, "route_norm": False,
      "global_attn_every_n_layers": 0, "num_expert_groups": 2, "n_group": 2},
     {
         **{name: each for name, each in GROUPED_ROUTER_FAULTS.items() if "group" not in name},
