@@ -14,9 +14,9 @@ from functools import cache
 
 # families whose parts are those of others
 ALIKE = (
-    "bitnet", "cwm", "gpt_neo", "granite_swa", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
-    "iquestcoder", "jais2", "kimi_k2", "lfm2_moe", "mellum", "olmo", "persimmon", "phimoe",
-    "youtu",
+    "bitnet", "cwm", "exaone", "gpt_neo", "granite_swa", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
+    "iquestcoder", "jais2", "kimi_k2", "lfm2_moe", "lfm3", "mellum", "mistral4", "olmo",
+    "persimmon", "phimoe", "sarvam_mla", "sarvam_moe", "youtu",
 )  # fmt: skip
 FURTHER_ENGINES_OF_FAULTS = (
     "*bfloat16-*",
@@ -52,6 +52,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         *(
             f"test_families_over_ranks_equal_the_whole[{name}-*"
             for name in (
+                "afmoe",
                 "deepseek_v2",
                 "dots1",
                 "ernie4_5_moe",
@@ -63,8 +64,11 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
                 "hy_v3",
                 "kimi_k2",
                 "mellum",
+                "mistral4",
                 "olmoe",
                 "qwen2_moe",
+                "sarvam_mla",
+                "sarvam_moe",
                 "solar_open",
             )
         ),
@@ -445,6 +449,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         *(f"test_split_over_ranks_equals_whole[further-{name}-*" for name in ALIKE),
         "test_logits[further-bitnet]",
         "test_logits[further-diffllama]",
+        "test_logits[further-exaone]",
         "test_logits[further-hunyuan_v1_dense]",
         "test_logits[further-hunyuan_v1_moe]",
         "test_logits[further-hy_v3]",
@@ -453,8 +458,10 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_logits[further-kimi_k2]",
         "test_logits[further-lfm2_moe]",
         "test_logits[further-mellum]",
+        "test_logits[further-mistral4]",
         "test_logits[further-persimmon]",
         "test_logits[further-phimoe]",
+        "test_logits[further-sarvam_mla]",
         "test_logits[further-youtu]",
         "test_split_over_ranks_equals_whole[*-2]",
         "test_split_over_ranks_equals_whole[*-4]",
@@ -480,6 +487,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         *(
             f"test_logits[further-{name}]"
             for name in (
+                "afmoe",
                 "apertus",
                 "baichuan",
                 "bloom",
@@ -510,6 +518,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
                 "phi3",
                 "qwen3_5_moe_text",
                 "qwen3_5_text",
+                "sarvam_moe",
                 "stablelm",
                 "starcoder2",
             )
@@ -840,6 +849,13 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
                 "twice",
                 "weights",
             )
+        ),
+    ),
+    "tests/models/test_head_gate_faults.py": (
+        *FURTHER_ENGINES_OF_FAULTS,
+        *(
+            f"test_a_planted_fault_is_refused_by_name[{fault}*"
+            for fault in ("tanh", "twice", "SiLU", "one", "the next")
         ),
     ),
     "tests/models/test_sub_norm_faults.py": (
@@ -1288,6 +1304,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
             for name in (
                 "hunyuan_v1_dense",
                 "bitnet",
+                "exaone",
                 "lfm2_moe",
                 "mellum",
                 "xverse",
@@ -1324,7 +1341,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         *(
             f"{test}[{name}*"
             for test in ("test_other_switches", "test_integers_of_experts_are_kept")
-            for name in ("dots1", "exaone_moe", "solar_open", "granitemoeshared")
+            for name in ("dots1", "exaone_moe", "sarvam_moe", "solar_open", "granitemoeshared")
         ),
         *(
             f"test_scaled_positions[{name}-*"

@@ -25,8 +25,8 @@ AS_LLAMA = "its files name the architecture `llama`, and are read as that"
 WITHOUT_GGUF = {
     **dict.fromkeys(
         (
-            "cwm", "diffllama", "flex_olmo", "gpt_neo", "helium", "hyperclovax", "opt",
-            "vaultgemma",
+            "cwm", "diffllama", "flex_olmo", "gpt_neo", "helium", "hyperclovax", "lfm3",
+            "opt", "sarvam_mla", "vaultgemma",
         ),
         NONE_IN_LLAMA_CPP,
     ),
@@ -68,7 +68,7 @@ Models that read or segment images: {names}
 
 Of checkpoints of `qwen3_5`, `qwen3_5_moe`, `gemma3`, `gemma4`, `gemma4_unified` and `mistral3` the
 text half is read, as `qwen3_5_text`, `qwen3_5_moe_text`, `gemma3_text`, (both) `gemma4_text`, and
-`mistral` or `ministral3`. What hybrids keep instead of keys and values:
+`mistral`, `ministral3` or `mistral4`. What hybrids keep instead of keys and values:
 [recurrent state](recurrent-state.md).
 Older files of Falcon (`RefinedWeb`, `RefinedWebModel`) are read as `falcon`.
 
@@ -88,7 +88,7 @@ it stays in the activations' dtype.
 Refused by name, within a family: OPT-350M (`do_layer_norm_before`), and any value of a key that
 changes the computation and is not listed in the family's file.
 
-Computed unlike transformers 5.23, as the models were trained: Nemotron-H bounds no step Δ, where
+Computed unlike transformers 5.24, as the models were trained: Nemotron-H bounds no step Δ, where
 transformers bounds those of prompts from below by `time_step_min` (huggingface/transformers#48989),
 and MPT takes `alibi_bias_max` from the config, where transformers takes 8.
 """

@@ -1,6 +1,6 @@
 """GGUFs of families that choose experts with a learned bias and share no architecture with others.
 
-dots.llm1, ERNIE 4.5 with experts, K-EXAONE and MiniMax-M2.
+dots.llm1, ERNIE 4.5 with experts, K-EXAONE, MiniMax-M2, Arcee's Trinity, Sarvam 30B and Ling 2.0.
 """
 
 from __future__ import annotations
@@ -35,6 +35,27 @@ MINIMAX_NAMES = {
     **MIXTRAL_EXPERT_TENSORS,
     "blk.ffn_gate_inp": "block_sparse_moe.gate",
     "blk.exp_probs_b": "block_sparse_moe.e_score_correction_bias",
+}
+AFMOE_NAMES = {
+    **DOTS1_NAMES,
+    "blk.attn_gate": "self_attn.gate_proj",
+    "blk.post_attention_norm": "post_attention_layernorm",
+    "blk.ffn_norm": "pre_mlp_layernorm",
+    "blk.post_ffw_norm": "post_mlp_layernorm",
+    "blk.ffn_gate_inp": "mlp.router.gate",
+    "blk.exp_probs_b": "mlp.expert_bias",
+}
+BAILING_NAMES = {
+    **{
+        gguf: name for gguf, name in DOTS1_NAMES.items() if gguf not in ("blk.attn_q", "blk.attn_k")
+    },
+    "token_embd": "model.word_embeddings",
+    "blk.attn_qkv": "attention.query_key_value",
+    "blk.attn_output": "attention.dense",
+    "blk.attn_q_norm": "attention.query_layernorm",
+    "blk.attn_k_norm": "attention.key_layernorm",
+    "blk.exp_probs_b": "mlp.gate.expert_bias",
+    "blk.layer_output_norm": "final_layernorm",  # of the layer of multi-token prediction
 }
 
 
@@ -100,6 +121,39 @@ def _read_minimax_m2_config(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
+def _read_afmoe_config(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read Trinity; its files have no layer types, and embeddings are scaled, as in llama.cpp."""
+    require_sigmoid_gating(keys)
+    return {
+        **read_rms_config(keys),
+        "head_dim": head_dim(keys),
+        "num_experts": keys.get_count("expert_count"),
+        "num_experts_per_tok": keys.get_count("expert_used_count"),
+        "moe_intermediate_size": keys.get_count("expert_feed_forward_length"),
+        "num_shared_experts": keys.get_count("expert_shared_count"),
+        "num_dense_layers": keys.get_count("leading_dense_block_count", 0),
+        "route_scale": keys.get_positive_float("expert_weights_scale", 1.0),
+        "route_norm": keys.get_flag("expert_weights_norm", True),
+        "sliding_window": keys.get_count(SLIDING_WINDOW_KEY),
+        "layer_types": read_window_layer_types(keys, keys.get_count("block_count")),
+        "mup_enabled": True,
+    }
+
+
+def _read_sarvam_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read Sarvam 30B, or Ling 2.0, which rotates a part of each head and else is alike."""
+    require_sigmoid_gating(keys)
+    experts = read_grouped_experts(keys)
+    _count_shared_experts(keys, experts["moe_intermediate_size"])
+    return {
+        **read_rms_config(keys, partial=True),
+        **experts,
+        "head_dim": head_dim(keys, partial=True),
+        "attention_bias": keys.has_tensor("blk.0.attn_qkv.bias"),
+        "use_qk_norm": keys.has_tensor("blk.0.attn_q_norm.weight"),
+    }
+
+
 def _count_shared_experts(keys: ArchitectureKeys, inner: int) -> int:
     """Read how many experts every token has; the file has the width of all of them besides.
 
@@ -117,6 +171,10 @@ def _count_shared_experts(keys: ArchitectureKeys, inner: int) -> int:
 
 
 BIASED_ROUTER_ARCHITECTURES = {
+    "afmoe": GgufArchitecture(AFMOE_NAMES, read_config=_read_afmoe_config),
+    "bailingmoe2": GgufArchitecture(
+        BAILING_NAMES, model_type="sarvam_moe", read_config=_read_sarvam_moe_config
+    ),
     "dots1": GgufArchitecture(DOTS1_NAMES, read_config=_read_dots1_config),
     "ernie4_5-moe": GgufArchitecture(
         ERNIE_NAMES, model_type="ernie4_5_moe", read_config=_read_ernie4_5_moe_config

@@ -23,7 +23,7 @@ MOE_MODEL_TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "o
 OWN_EXPERT_KEYS = (
     "gpt-oss", "glm4moe", "deepseek2", "gemma4", "granitemoe", "granitehybrid", "qwen3next",
     "qwen35moe", "hunyuan-moe", "hy_v3", "lfm2moe", "nemotron_h_moe", "mellum", "dots1",
-    "ernie4_5-moe", "exaone-moe", "minimax-m2",
+    "ernie4_5-moe", "exaone-moe", "minimax-m2", "afmoe", "bailingmoe2",
 )  # fmt: skip
 """Architectures whose reader reads the keys of experts itself."""
 

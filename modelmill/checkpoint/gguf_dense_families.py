@@ -1,8 +1,8 @@
 """GGUF architectures of dense families with one property of their own each.
 
-Two matrices in the MLP (AFM, Nemotron, Jais 2), parallel layers (Command R), norms without weights
-(OLMo 1), windows (OLMo 3), LongRoPE (Phi-3), queries that grow with the position (Ministral 3),
-a single key and value (StarCoder).
+Names of tensors as GPT-2's (EXAONE 3), two matrices in the MLP (AFM, Nemotron, Jais 2), parallel
+layers (Command R), norms without weights (OLMo 1), windows (OLMo 3), LongRoPE (Phi-3), queries that
+grow with the position (Ministral 3), a single key and value (StarCoder).
 """
 
 from __future__ import annotations
@@ -36,13 +36,20 @@ SEED_OSS_NAMES = {
     **{gguf: name for gguf, name in LLAMA_NAMES.items() if gguf != "blk.ffn_norm"},
     "blk.post_attention_norm": "post_attention_layernorm",
 }
+EXAONE_NAMES = {
+    **GPT2_NAMES,
+    **{f"blk.attn_{part}": f"attn.attention.{part}_proj" for part in "qkv"},
+    "blk.attn_output": "attn.attention.out_proj",
+    "blk.ffn_gate": "mlp.c_fc_0",
+    "blk.ffn_up": "mlp.c_fc_1",
+}
 LONGROPE_TENSORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 OLMO_EPS = 1e-5  # of all models; config.json has none
 LAYER_NORM_EPS = "attention.layer_norm_epsilon"
 TEMPERATURE_SCALE_KEY = "attention.temperature_scale"
 
 
-def _read_arcee_config(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_biased_config(keys: ArchitectureKeys) -> dict[str, Any]:
     config = {**read_rms_config(keys), **read_bias_flags(keys)}
     return {**config, "head_dim": head_dim(keys)}
 
@@ -207,11 +214,12 @@ def _read_starcoder_config(keys: ArchitectureKeys) -> dict[str, Any]:
 
 DENSE_ARCHITECTURES = {
     "arcee": GgufArchitecture(
-        PLAIN_MLP_NAMES, has_permuted_qk=True, read_config=_read_arcee_config
+        PLAIN_MLP_NAMES, has_permuted_qk=True, read_config=_read_biased_config
     ),
     "nemotron": GgufArchitecture(
         PLAIN_MLP_NAMES, norms_plus_one=True, read_config=_read_nemotron_config
     ),
+    "exaone": GgufArchitecture(EXAONE_NAMES, "transformer.h", read_config=_read_biased_config),
     "jais2": GgufArchitecture(PLAIN_MLP_NAMES, read_config=_read_jais2_config),
     "seed_oss": GgufArchitecture(SEED_OSS_NAMES, read_config=_read_seed_oss_config),
     "command-r": GgufArchitecture(

@@ -114,6 +114,7 @@ ARCHITECTURES = {
 }
 REFUSED_ARCHITECTURES = {
     "phimoe": "has neither the noise of its router nor the temperature of its rotation",
+    "mistral4": "does not say by how much queries grow with the position",
 }
 """Architectures whose files lack what the model computes with, and what that is."""
 

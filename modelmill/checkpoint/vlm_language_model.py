@@ -26,8 +26,10 @@ TEXT_TYPE_BY_VLM_TYPE = {
     "gemma4_unified": "gemma4_text",  # without inputs of layers and experts
 }
 """Types of vision-language checkpoints → those of their language models."""
-TEXT_MODEL_TYPE_CHOICES = {"mistral3": ("mistral", "ministral3")}
+TEXT_MODEL_TYPE_CHOICES = {"mistral3": ("mistral", "ministral3", "mistral4")}
 """Those whose ``text_config`` says which of several its language model is; the first by default."""
+STACKED_TEXT_TYPES = ("mistral4",)
+"""Those of them whose experts are stacked, also in checkpoints without images."""
 
 # sizes that published files leave to the configuration class
 TEXT_CONFIG_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -125,7 +127,7 @@ def _language_model_type(whole_type: str, text: Mapping[str, Any], file: Path) -
     if stated not in known:
         raise CheckpointError(
             f"{file}: text_config has the model_type {quote(stated, 60)}; of a {whole_type} "
-            f"{' and '.join(known)} are read"
+            f"{', '.join(known)} are read"
         )
     return str(stated)
 
@@ -176,7 +178,7 @@ class LanguageModelContainer:
 def language_model_container(config: Mapping[str, Any], container: Container) -> Container:
     """The container of a checkpoint whose names may be those of a vision-language model."""
     chosen = any(config.get("model_type") in types for types in TEXT_MODEL_TYPE_CHOICES.values())
-    if config.get("model_type") in TEXT_TYPE_BY_VLM_TYPE.values() or (
+    if config.get("model_type") in (*TEXT_TYPE_BY_VLM_TYPE.values(), *STACKED_TEXT_TYPES) or (
         chosen and any(name.startswith(IMAGE_PREFIXES) for name in container.names())
     ):
         return LanguageModelContainer(container)

@@ -24,7 +24,7 @@ def positive_int(
     raw: RawConfig, *keys: str, default: int | None = None, max_value: int = MAX_CONFIG_INTEGER
 ) -> int:
     """The first of ``keys`` that is set, as an integer between 1 and ``max_value``."""
-    value = _first_value(raw, keys, default)
+    value = first_value(raw, keys, default)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= max_value:
         raise CheckpointError(
             f"config.json: {first_set_key(raw, keys)} must be an integer between 1 and {max_value}"
@@ -45,7 +45,7 @@ def num_layers(raw: RawConfig, *keys: str) -> int:
 
 def non_negative_float(raw: RawConfig, *keys: str, default: float | None = None) -> float:
     """The first of ``keys`` that is set, as a number from 0 up."""
-    value = _first_value(raw, keys, default)
+    value = first_value(raw, keys, default)
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
@@ -424,7 +424,7 @@ def scaled_rope_max_len(spec: RopeSpec, max_positions: int) -> int:
     return max_positions
 
 
-def _first_value(raw: RawConfig, keys: tuple[str, ...], default: Any) -> Any:
+def first_value(raw: RawConfig, keys: tuple[str, ...], default: Any) -> Any:
     """The value of keys that mean the same.
 
     Raises CheckpointError where two of them contradict each other.

@@ -13,7 +13,10 @@ ATTENTION_TYPES = ("attention", "full_attention")
 
 
 def recurrent_layers(
-    types: Any, layers: int, recurrent: tuple[str, ...] = RECURRENT_TYPES
+    types: Any,
+    layers: int,
+    recurrent: tuple[str, ...] = RECURRENT_TYPES,
+    attention: tuple[str, ...] = ATTENTION_TYPES,
 ) -> frozenset[int]:
     """The layers with a recurrence, from the value of ``layer_types``.
 
@@ -21,6 +24,7 @@ def recurrent_layers(
         types: The value.
         layers: How many there are.
         recurrent: The family's names of layers with a recurrence.
+        attention: Those of layers with attention.
 
     Raises:
         CheckpointError: for other layer types, and for what is no list of so many layers.
@@ -30,7 +34,7 @@ def recurrent_layers(
             f"config.json: layer_types must be a list of num_hidden_layers={layers} layers, not "
             f"{quote(types, 60)}"
         )
-    known = (*recurrent, *ATTENTION_TYPES)
+    known = (*recurrent, *attention)
     unknown = next((each for each in types if each not in known), None)
     if unknown is not None:
         raise CheckpointError(

@@ -173,17 +173,25 @@ def moe_spec_with_shared_experts(
     return MoESpec(router, expert, shared)
 
 
-def leading_dense_layer_indices(raw: RawConfig, layers: int, default: int) -> frozenset[int]:
-    """The first ``first_k_dense_replace`` layers, which have a plain MLP.
+def leading_dense_layer_indices(
+    raw: RawConfig, layers: int, default: int, key: str = "first_k_dense_replace"
+) -> frozenset[int]:
+    """The first layers, which have a plain MLP.
+
+    Args:
+        raw: The config.
+        layers: How many there are.
+        default: How many of them have one where config.json is silent.
+        key: The name of that number there.
 
     Raises:
         CheckpointError: for more of them than there are layers.
     """
-    value = raw.get("first_k_dense_replace")
+    value = raw.get(key)
     count = default if value is None else value
     if type(count) is not int or not 0 <= count <= layers:
         raise CheckpointError(
-            f"config.json: first_k_dense_replace must be an integer from 0 to {layers} "
+            f"config.json: {key} must be an integer from 0 to {layers} "
             f"(num_hidden_layers), not {quote(count, 60)}"
         )
     return frozenset(range(count))

@@ -170,6 +170,8 @@ class CheckpointLayout:
         transposed: Whether matrices of layers are stored as [in, out].
         has_draft_layer: Whether a layer of multi-token prediction, which is not used, may stand
             behind the others.
+        separate_gates: Whether the gates of the attention's output are a matrix of their own, not
+            rows beside those of q.
     """
 
     names: CheckpointNames
@@ -189,6 +191,7 @@ class CheckpointLayout:
     tensors: SourceTensorsByPath = field(default_factory=lambda: NO_SOURCES)
     transposed: bool = False
     has_draft_layer: bool = False
+    separate_gates: bool = False
 
     @property
     def prefixes(self) -> tuple[str, ...]:
@@ -242,7 +245,8 @@ class CheckpointLayout:
         """The steps that order the rows of q, k and v."""
         steps = []
         heads, dim = config.heads + config.kv_heads, config.head_dim
-        if config.output_gate:
+        gated_queries = config.output_gate and not self.separate_gates
+        if gated_queries:
             steps.append(f"drop_gates:{config.heads}/{dim}")
         if self.grouped_qkv:
             steps.append(f"ungroup_qkv:{config.kv_heads}/{config.heads // config.kv_heads}/{dim}")
@@ -252,7 +256,7 @@ class CheckpointLayout:
             rope = f"rope_rows:{heads}/{dim}/{config.rope.dim}/{layout}"
             steps.append(rope)
         out = {"attn.qkv_proj": "+".join(steps)} if steps else {}
-        if config.output_gate:
+        if gated_queries:
             out["attn.gate_proj"] = f"gates:{config.heads}/{dim}"
         if config.recurrence is not None:
             out |= config.recurrence.row_rename_steps(by_key_head=self.grouped_state)

@@ -26,8 +26,25 @@ DEFAULT_ROPE: Mapping[str, Any] = {
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Ministral3Config."""
     raw = overlay_config(raw, {"num_key_value_heads": 8, "head_dim": 128})
+    plain, growth = split_attention_temperature(raw, DEFAULT_ROPE)
+    config = _llama_common.config_from_hf(
+        plain, ConfigDefaults(positions=262144, eps=1e-5, activation="silu")
+    )
+    return _llama_common.with_sliding_window(raw, replace(config, attention_temperature=growth))
+
+
+def split_attention_temperature(
+    raw: RawConfig, default_rope: Mapping[str, Any], idle: tuple[str, ...] = ()
+) -> tuple[RawConfig, AttentionTemperature]:
+    """The config with the rotation alone, and by how much queries grow with the position.
+
+    Args:
+        raw: The config.
+        default_rope: ``rope_parameters`` where it is silent.
+        idle: Further keys there that the rotation does not read.
+    """
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-    stated = raw.get(key) or DEFAULT_ROPE
+    stated = raw.get(key) or default_rope
     rope = dict(stated) if isinstance(stated, Mapping) else {}
     scales = rope.get("rope_type", rope.get("type")) in ("yarn", "llama3")
     outside = raw.get(ORIGINAL_LENGTH_KEY) if scales else None
@@ -39,15 +56,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     )
     named = {slope: rope.get(SCALING_BETA_KEY), trained: rope.get(ORIGINAL_LENGTH_KEY)}
     growth = AttentionTemperature(non_negative_float(named, slope), positive_int(named, trained))
-    # what the rotation itself does not read
-    for idle in (
-        SCALING_BETA_KEY,
-        "max_position_embeddings",
-        *(() if scales else (ORIGINAL_LENGTH_KEY,)),
-    ):
-        rope.pop(idle, None)
-    config = _llama_common.config_from_hf(
-        overlay_config(raw, {}, {key: rope}),
-        ConfigDefaults(positions=262144, eps=1e-5, activation="silu"),
-    )
-    return _llama_common.with_sliding_window(raw, replace(config, attention_temperature=growth))
+    unread = (SCALING_BETA_KEY, "max_position_embeddings", *idle)
+    for each in (*unread, *(() if scales else (ORIGINAL_LENGTH_KEY,))):
+        rope.pop(each, None)
+    return overlay_config(raw, {}, {key: rope}), growth

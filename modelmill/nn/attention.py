@@ -73,6 +73,8 @@ class AttentionSpec:
         local_rope: Whether it takes the rotation of layers with a window.
         gated: Whether each channel of the output is multiplied by the sigmoid of a projection of
             the input (arXiv:2505.06708).
+        head_gates: Whether that projection has one number for all channels of a head (LFM3).
+        gate_bias: Whether it has a bias; None: as that of q, k and v.
         softcap: Bound that the scores approach (Gemma 2), or None.
         alibi: A bias by distance, or None.
         sinks: Whether softmax has a learned logit per head beside the keys' (gpt-oss).
@@ -103,6 +105,18 @@ class AttentionSpec:
     value_norm: ValueNormConfig | None = None
     rotates_first: bool = False
     out_norm: bool = False
+    head_gates: bool = False
+    gate_bias: bool | None = None
+
+    @property
+    def gate_width(self) -> int:
+        """How many gates a token has."""
+        return self.heads if self.head_gates else self.heads * self.head_dim
+
+    @property
+    def has_gate_bias(self) -> bool:
+        """Whether the projection to the gates has a bias."""
+        return self.qkv_bias if self.gate_bias is None else self.gate_bias
 
     @property
     def modifies_scores(self) -> bool:
@@ -185,8 +199,8 @@ class AttentionSpec:
 
 def output_gate_projection_specs(spec: AttentionSpec) -> tuple[ModuleSpec, ...]:
     """The projection to the gates of an attention's output."""
-    rows = RowPart("attn_gate", spec.heads * spec.head_dim, "q_heads")
-    return (input_projection_spec("gate_proj", "attn_gate", (rows,), bias=spec.qkv_bias),)
+    rows = RowPart("attn_gate", spec.gate_width, "head_gates" if spec.head_gates else "q_heads")
+    return (input_projection_spec("gate_proj", "attn_gate", (rows,), bias=spec.has_gate_bias),)
 
 
 OUTPUT_GATE_SPECS = (
@@ -198,10 +212,13 @@ OUTPUT_GATE_SPECS = (
 
 
 class OutputGate(nn.Module):
-    """The attention's output times sigmoid(gate), [T, heads·D] each."""
+    """The attention's output [T, heads·D] times sigmoid(gate), [T, heads·D] or [T, heads]."""
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor, step: Step) -> torch.Tensor:
-        """Gate each channel."""
+        """Gate each channel, by itself or with those of its head."""
+        channels = x.shape[1] // gate.shape[1]
+        if channels > 1:
+            gate = gate.repeat_interleave(channels, 1)
         return step.ops.sigmoid_mul(x, gate)
 
 
@@ -252,7 +269,7 @@ class Attention(nn.Module):
         if spec.out_norm:
             self.out_norm = SubNorm(spec.heads * spec.head_dim, spec.eps)
         if spec.gated:
-            self.gate_proj = Linear(spec.hidden, spec.heads * spec.head_dim, spec.qkv_bias)
+            self.gate_proj = Linear(spec.hidden, spec.gate_width, spec.has_gate_bias)
             self.output_gate = OutputGate()
 
     def forward(self, x: torch.Tensor, rope: RopeCosSin, step: Step) -> torch.Tensor:

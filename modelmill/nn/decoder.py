@@ -74,6 +74,7 @@ class DecoderConfig:
         parallel_recurrence: The recurrence beside the attention of each layer
             (``ParallelHybridLayer``), or None.
         output_gate: Whether a projection gates the output of the attention.
+        head_gates, gate_bias: As in ``AttentionSpec``.
         attention_temperature: Factors of rotated queries by position, or None.
         rotates_first: Whether queries and keys are rotated in front of ``qk_norm``.
         differential: Whether attention is the difference of two maps.
@@ -132,6 +133,8 @@ class DecoderConfig:
     mlp_layers: frozenset[int] = frozenset()
     sub_norms: bool = False
     differential: bool = False
+    head_gates: bool = False
+    gate_bias: bool | None = None
 
     def mixer_spec(self, layer: int) -> MixerSpec:
         """The attention of layer ``layer``, or the recurrence in its place."""
@@ -152,6 +155,8 @@ class DecoderConfig:
             qkv_bias=self.qkv_bias,
             out_bias=self.out_bias,
             gated=self.output_gate,
+            head_gates=self.head_gates,
+            gate_bias=self.gate_bias,
             out_norm=self.sub_norms,
             window=window,
             scale=self.attention_scale,

@@ -37,7 +37,7 @@ from modelmill.nn.fused_module import FusedModule
 from modelmill.nn.fused_moe import FusedMoE
 from modelmill.nn.fused_moe_lm import FusedMoELM, has_experts
 from modelmill.nn.fused_router import FusedNormRouter
-from modelmill.nn.latent_attention import LatentAttention
+from modelmill.nn.latent_attention import LatentAttention, scale_queries
 from modelmill.nn.layer_spec import RecurrenceSpec, layer_spec
 from modelmill.nn.linear import Linear
 from modelmill.nn.mlp import GatedMLP, PlainMLP, SiluMul
@@ -356,6 +356,8 @@ class FusedLatentAttention(FusedMixer):
             rotated = op(queries, latent, attn.op_inputs(rope, step))
         if rotated is None:
             rotated = attn.rope_cache(q, attn.kv_a_norm(latent, step), rope, step)
+        else:
+            rotated = scale_queries(rotated, rope)
         # of every row: prompts are expanded whole
         out = attn.core(rotated, step)
         if logit_step is not None:

@@ -297,6 +297,13 @@ class LatentAttention(nn.Module):
         self.core.keep_local_heads(heads)
 
 
+def scale_queries(q: torch.Tensor, rope: RopeCosSin) -> torch.Tensor:
+    """Rotated queries [T, heads, query_dim] times their factors by position, if there are any."""
+    if rope.q_scale is None:
+        return q
+    return (q * rope.q_scale[:, None, None]).to(q.dtype)
+
+
 class RopeAndLatentCache(nn.Module):
     """Rotates the ends of queries and latent vectors; writes these to their slots."""
 
@@ -312,7 +319,7 @@ class RopeAndLatentCache(nn.Module):
         row = self._rotate(latent[:, None], self.spec.rank, rope)
         scale, _ = step.kv.scales(self.cache_index)
         store_rows_in_pages(row, step.kv.k[self.cache_index], scale, step.slot_page_indices)
-        return queries
+        return scale_queries(queries, rope)
 
     def _rotate(self, x: torch.Tensor, begin: int, rope: RopeCosSin) -> torch.Tensor:
         """Rotate the channels of x [T, heads, D] from ``begin`` on."""

@@ -62,12 +62,14 @@ class HeadPartition:
         module: The module that takes the rank's heads (``keep_local_heads``).
         groups: The heads.
         q, kv: The names of both in ``RowPart.split`` and ``LinearSpec.split_columns``.
+        gates: The name of rows of which each query head has one.
     """
 
     module: str
     groups: HeadGroups
     q: str = "q_heads"
     kv: str = "kv_heads"
+    gates: str = "head_gates"
 
     def rank_heads(self, rank: int, size: int, alignment: int) -> tuple[Range, Range]:
         """The rank's query heads and KV heads."""
@@ -84,7 +86,8 @@ class HeadPartition:
         """The rank's channels by name."""
         dim = self.groups.head_dim
         q, kv = self.rank_heads(rank, size, alignment)
-        return {self.q: (q[0] * dim, q[1] * dim), self.kv: (kv[0] * dim, kv[1] * dim)}
+        channels = {self.q: (q[0] * dim, q[1] * dim), self.kv: (kv[0] * dim, kv[1] * dim)}
+        return {**channels, self.gates: q}
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ RULES: dict[str, Any] = {
 READ = dict.fromkeys(
     (
         "deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "kimi_k2",
-        "lfm2_moe", "nemotron_h", "solar_open",
+        "lfm2_moe", "mistral4", "nemotron_h", "sarvam_mla",
+        "sarvam_moe", "solar_open",
     ),
     ("routed_scaling_factor",),
 )  # fmt: skip

@@ -20,6 +20,7 @@ from modelmill.checkpoint.open import open_checkpoint
 from modelmill.checkpoint.rename import ResolvedRule, apply_rule
 from modelmill.nn.linear import Linear
 from tests.models.all_families import CASES
+from tests.models.family_cases import make_causal_lm
 from tests.models.saved_family import label
 from tests.models.tiny_models import save_hf
 
@@ -74,7 +75,7 @@ class Adapted:
 
         config = transformers.AutoConfig.from_pretrained(self.folder)
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config)
+            model = make_causal_lm(config)
         names = {
             f"{name}.weight"
             for name, each in model.named_modules()

@@ -40,6 +40,7 @@ BLOCKS_OF_32 = {
     "ernie4_5_moe": {"intermediate_size": 64, "moe_intermediate_size": 32},
     "exaone_moe": {"moe_intermediate_size": 32},
     "minimax_m2": {"head_dim": 16},
+    "sarvam_moe": {"moe_intermediate_size": 32, "head_dim": 16},
     "solar_open": {"moe_intermediate_size": 32, "head_dim": 16},
     "glm4_moe_lite": {
         **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "v_head_dim"), 32),
@@ -68,6 +69,8 @@ def test_integers_of_experts_are_kept(name: str, tmp_path: Path) -> None:
         ("minimax_m2", {"rotary_dim": 12, "tie_word_embeddings": True}),
         ("granitemoeshared", {"attention_bias": True, "tie_word_embeddings": True}),
         ("solar_open", {"attention_bias": True, "n_shared_experts": 2}),
+        # with groups, and half of each head rotated: Ling 2.0
+        ("sarvam_moe", {"n_group": 4, "topk_group": 2, "attention_bias": True}),
         ("granite_swa", {"layer_rope_theta": None, "attention_bias": True}),
         ("youtu", {"q_lora_rank": NULL, "tie_word_embeddings": False}),
     ],

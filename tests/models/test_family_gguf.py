@@ -365,12 +365,18 @@ def test_numbers_of_an_activation_that_do_not_fit(values: list[Any], tmp_path: P
         open_checkpoint(tmp_path / "model.gguf")
 
 
-def test_a_phimoe_is_refused_with_the_reason(tmp_path: Path) -> None:
-    """llama.cpp writes one, and computes another router and other norms than the model has."""
+@pytest.mark.parametrize(
+    ("architecture", "words"),
+    [("phimoe", "noise of its router"), ("mistral4", "how much queries grow")],
+)
+def test_what_a_file_lacks_is_the_reason_to_refuse_it(
+    architecture: str, words: str, tmp_path: Path
+) -> None:
+    """llama.cpp writes them, and computes something else than the models."""
     case = CASES["granitemoe"]
     assert case.gguf is not None
     case.save(tmp_path / "hf", **case.gguf.changes)
-    own = replace(case.gguf, architecture="phimoe", tensors=lambda raw, read: {})
+    own = replace(case.gguf, architecture=architecture, tensors=lambda raw, read: {})
     write_gguf(tmp_path / "model.gguf", tmp_path / "hf", case.raw(**case.gguf.changes), own)
-    with pytest.raises(UnknownArchitecture, match=r"noise of its router.*Hugging Face folder"):
+    with pytest.raises(UnknownArchitecture, match=f"{words}.*Hugging Face folder"):
         open_checkpoint(tmp_path / "model.gguf")

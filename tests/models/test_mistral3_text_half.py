@@ -12,7 +12,7 @@ from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError
-from modelmill.models import ministral3
+from modelmill.models import ministral3, mistral4
 from modelmill.nn.attention_temperature import AttentionTemperature
 from tests.models.all_families import CASES
 from tests.models.family_cases import SMALL
@@ -27,6 +27,7 @@ VISION = {
 TEXTS = {
     "mistral": {**SMALL, "model_type": "mistral", "head_dim": 12, "sliding_window": 20},
     "ministral3": CASES["ministral3"].raw(),
+    "mistral4": CASES["mistral4"].raw(),
 }
 
 
@@ -57,15 +58,23 @@ def test_its_logits_are_those_of_the_whole_model(name: str, tied: bool, tmp_path
 
 def test_another_language_model_is_refused_by_name(tmp_path: Path) -> None:
     save_vision_language(tmp_path, TEXTS["mistral"], tied=False)
-    edit(tmp_path, lambda raw: raw["text_config"].update(model_type="mistral4"))
-    with pytest.raises(CheckpointError, match="mistral and ministral3 are read"):
+    edit(tmp_path, lambda raw: raw["text_config"].update(model_type="mistral5"))
+    with pytest.raises(CheckpointError, match="mistral, ministral3, mistral4 are read"):
         open_checkpoint(tmp_path)
 
 
-def test_a_rotation_that_the_config_leaves_out() -> None:
-    raw = {**SMALL, "head_dim": 12, "max_position_embeddings": 262144}
-    config = ministral3.config_from_hf(raw)
-    stated = transformers.Ministral3Config().rope_parameters
+@pytest.mark.parametrize(
+    ("family", "name", "sizes"),
+    [
+        (ministral3, "Ministral3Config", {"head_dim": 12, "max_position_embeddings": 262144}),
+        (mistral4, "Mistral4Config", {"num_key_value_heads": 4}),
+    ],
+)
+def test_a_rotation_that_the_config_leaves_out(
+    family: Any, name: str, sizes: dict[str, Any]
+) -> None:
+    config = family.config_from_hf({**SMALL, **sizes})
+    stated = getattr(transformers, name)().rope_parameters
     length = stated["original_max_position_embeddings"]
     assert config.attention_temperature == AttentionTemperature(
         stated["llama_4_scaling_beta"], length

@@ -89,12 +89,12 @@ class Rank:
 
 
 FURTHER_FAMILIES = (
-    "deepseek_v2", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "gemma4_text", "glm4_moe",
-    "glm4_moe_lite", "granitemoe", "granitemoehybrid", "granitemoeshared",
+    "afmoe", "deepseek_v2", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "gemma4_text",
+    "glm4_moe", "glm4_moe_lite", "granitemoe", "granitemoehybrid", "granitemoeshared",
     "hunyuan_v1_moe", "hy_v3",
-    "kimi_k2", "lfm2_moe", "mellum", "minimax_m2", "nemotron_h", "olmoe", "phimoe",
+    "kimi_k2", "lfm2_moe", "mellum", "minimax_m2", "mistral4", "nemotron_h", "olmoe", "phimoe",
     "qwen3_5_moe_text",
-    "qwen3_next", "solar_open",
+    "qwen3_next", "sarvam_mla", "sarvam_moe", "solar_open",
 )  # fmt: skip
 # whole blocks of MXFP4 in both products
 SIZES: dict[str, dict[str, Any]] = {

@@ -70,6 +70,7 @@ def test_rows_of_a_fused_projection() -> None:
     assert spec.partition.rank_channel_ranges(1, 2, 1) == {
         "q_heads": (384, 576),
         "kv_heads": (128, 192),
+        "head_gates": (6, 9),
     }
     qkv = spec.module_specs()[0]
     assert isinstance(qkv, LinearSpec)

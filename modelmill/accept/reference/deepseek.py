@@ -138,6 +138,9 @@ class DeepseekReference(GroupedExpertsMixin):
         q_pe = self._apply_rotary(heads[..., self.nope_dim :], prompt_length)
         rotated_key = self._apply_rotary(k_pe[:, None], prompt_length)
         queries = torch.cat((heads[..., : self.nope_dim], q_pe), dim=-1)
+        factors = self.logn_scaling(count)
+        if factors is not None:
+            queries = queries * factors[:, None, None]
         r.record("q_rot", queries.reshape(count, -1), q)
         r.record("latent_rot", torch.cat((latent, rotated_key[:, 0]), dim=-1), latent, k_pe)
         expanded = project(latent, r.weights["kv_b"]).reshape(count, self.num_heads, -1)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import ReferenceDefaults
@@ -16,6 +14,7 @@ class ExaoneMoeReference(PerHeadQKNormMixin, GroupedExpertsMixin):
     """ExaoneMoeForCausalLM."""
 
     DEFAULTS = ReferenceDefaults(kv_heads=32, eps=1e-5, theta=10000.0)
+    SELECTION_BIAS = "mlp.e_score_correction_bias"
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         experts = {"n_routed_experts": config.get("num_experts") or 64}
@@ -31,10 +30,6 @@ class ExaoneMoeReference(PerHeadQKNormMixin, GroupedExpertsMixin):
         marks = config.get("is_moe_layer")
         if self.mlp_types is None and marks is not None:
             self.mlp_types = ["sparse" if each else "dense" for each in marks]
-
-    def expert_selection_bias(self, index: int) -> Tensor:
-        """Return what is added to a layer's scores for the choice, [E]."""
-        return self.source.get(f"{self.LAYERS}.{index}.mlp.e_score_correction_bias")
 
     def unused_tensor_patterns(self) -> dict[str, str]:
         """Return those of multi-token prediction."""

@@ -125,19 +125,7 @@ class GatedDeltaNetMixin(PerHeadQKNormMixin):
         """Run a layer's gated attention, or its recurrence."""
         if self.recurrent[index]:
             return self.run_gated_delta_net(r, normed)
-        q, k, v, gate = (r.linear(name, normed) for name in ("q", "k", "v", "attn_gate"))
-        q_turned = self.apply_rope_to_heads(
-            index, self.norm_per_head(q, r.weights["q_norm"]), prompt_length
-        )
-        k_turned = self.apply_rope_to_heads(
-            index, self.norm_per_head(k, r.weights["k_norm"]), prompt_length
-        )
-        r.record("q_rot", q_turned, q)
-        r.record("k_rot", k_turned, k)
-        heads = [t.reshape(len(t), -1, self.head_dim) for t in (q_turned, k_turned, v)]
-        mixed = self.run_attention_core(index, heads[0], heads[1], heads[2])
-        r.record("attn", mixed, q_turned, k_turned, v)
-        return r.linear("o_proj", r.record("gated_attn", mixed * gate.sigmoid(), mixed, gate))
+        return super().run_token_mixer(index, r, normed, prompt_length)
 
     def run_gated_delta_net(self, r: LayerRecorder, normed: Tensor) -> Tensor:
         """Run a layer's recurrence up to its output projection."""

@@ -30,7 +30,7 @@ from modelmill.accept.reference.base import (
     rms_norm,
 )
 from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
-from modelmill.accept.reference.rope import ReferenceRope, rope_from_config, rotate_halves
+from modelmill.accept.reference.rope import ReferenceRope, layer_type_rope, rotate_halves
 from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import UnknownArchitecture
 
@@ -119,13 +119,7 @@ class Gemma4Reference(PlainDecoderReference):
         """The rotation of a layer."""
         ropes: Mapping[str, Any] = self.config.get("rope_parameters") or DEFAULT_ROPE_PARAMETERS
         own = ropes[FULL_ATTENTION if self.full[index] else SLIDING_ATTENTION]
-        dim, length = self.kv_heads_and_head_dim(index)[1], self.max_position
-        if own.get("rope_type") != "proportional":
-            return rope_from_config({"rope_parameters": own}, dim, length)
-        share = float(own.get("partial_rotary_factor", 1.0))
-        divisors = torch.full((dim // 2,), float("inf"))  # pairs that stand still
-        divisors[: int(share * dim // 2)] = float(own.get("factor") or 1.0)
-        return ReferenceRope(dim, float(own["rope_theta"]), length, "factors", {}, divisors)
+        return layer_type_rope(own, self.kv_heads_and_head_dim(index)[1], self.max_position)
 
     # one sequence
 

@@ -1,4 +1,4 @@
-"""The config and tensors of GGUFs of dots.llm1, ERNIE 4.5 (experts), K-EXAONE and MiniMax-M2.
+"""The config and tensors of GGUFs of dots.llm1, ERNIE 4.5 (experts), K-EXAONE and others.
 
 llama.cpp's converter writes the bias of the choice of experts beside the router, and the layers of
 multi-token prediction behind the others.
@@ -70,13 +70,80 @@ def minimax_m2_config(container: RawContainer) -> dict[str, Any]:
     }
 
 
+def afmoe_config(container: RawContainer) -> dict[str, Any]:
+    """Return the config of Trinity, whose embeddings and every fourth layer are fixed."""
+    fact = make_metadata_reader(container)
+    config = add_rope_scaling(container, decoder_config(container, "afmoe"))
+    return config | {
+        "num_experts": int(fact("expert_count")),
+        "num_experts_per_tok": int(fact("expert_used_count")),
+        "num_dense_layers": int(fact("leading_dense_block_count", 0)),
+        "route_scale": float(fact("expert_weights_scale", 1.0)),
+        "sliding_window": int(fact("attention.sliding_window")),
+        "layer_types": layer_types_from_window_pattern(fact, config["num_hidden_layers"]),
+        "mup_enabled": True,
+    }
+
+
+def sarvam_moe_config(container: RawContainer) -> dict[str, Any]:
+    """Return the config of Sarvam 30B, or of Ling 2.0, which rotates a part of each head."""
+    fact = make_metadata_reader(container)
+    config = add_rope_scaling(container, decoder_config(container, "sarvam_moe"))
+    turned = int(fact("rope.dimension_count", config["head_dim"]))
+    return config | grouped_router_config(fact, normalized=False) | {
+        "attention_bias": "blk.0.attn_qkv.bias" in container.names(),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in container.names(),
+        "partial_rotary_factor": turned / config["head_dim"],
+    }  # fmt: skip
+
+
 class BiasedExpertsGgufSource(GgufSource):
     """Such a container under Hugging Face names."""
 
     HF_TO_GGUF_NAMES: ClassVar[Mapping[str, str]] = GROUPED_EXPERT_TENSORS
 
 
+class AfmoeGgufSource(GgufSource):
+    """A container of Trinity under Hugging Face names."""
+
+    HF_TO_GGUF_NAMES: ClassVar[Mapping[str, str]] = {
+        **GROUPED_EXPERT_TENSORS,
+        "mlp.router.gate": "ffn_gate_inp",
+        "self_attn.gate_proj": "attn_gate",
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_mlp_layernorm": "ffn_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+    }
+
+    def stored_tensor_name(self, name: str) -> str:
+        """Return the name that the tensor has in the file."""
+        if name.endswith(".mlp.expert_bias"):
+            return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
+        return super().stored_tensor_name(name)
+
+
+class SarvamMoeGgufSource(GgufSource):
+    """A container of Sarvam 30B under Hugging Face names."""
+
+    HF_TO_GGUF_NAMES: ClassVar[Mapping[str, str]] = {
+        **GROUPED_EXPERT_TENSORS,
+        "model.word_embeddings": "token_embd",
+        "attention.query_key_value": "attn_qkv",
+        "attention.dense": "attn_output",
+        "attention.query_layernorm": "attn_q_norm",
+        "attention.key_layernorm": "attn_k_norm",
+    }
+
+    def stored_tensor_name(self, name: str) -> str:
+        """Return the name that the tensor has in the file."""
+        if name.endswith(".mlp.gate.expert_bias"):
+            return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
+        return super().stored_tensor_name(name)
+
+
 ARCHITECTURE_READERS: dict[str, GgufReaders] = {
+    "bailingmoe2": (sarvam_moe_config, SarvamMoeGgufSource),
+    "afmoe": (afmoe_config, AfmoeGgufSource),
     DOTS1_ARCHITECTURE: (dots1_config, BiasedExpertsGgufSource),
     ERNIE_ARCHITECTURE: (ernie4_5_moe_config, BiasedExpertsGgufSource),
     EXAONE_ARCHITECTURE: (exaone_moe_config, BiasedExpertsGgufSource),

@@ -171,6 +171,20 @@ class SeedOssGgufSource(GgufSource):
     }
 
 
+class ExaoneGgufSource(GgufSource):
+    """A container of EXAONE 3, whose tensors have names like GPT-2's."""
+
+    HF_TO_GGUF_NAMES: ClassVar[Mapping[str, str]] = {
+        "ln_1": "attn_norm",
+        "ln_2": "ffn_norm",
+        **{f"attn.attention.{part}_proj": f"attn_{part}" for part in "qkv"},
+        "attn.attention.out_proj": "attn_output",
+        "mlp.c_fc_0": "ffn_gate",
+        "mlp.c_fc_1": "ffn_up",
+        "mlp.c_proj": "ffn_down",
+    }
+
+
 class PostNormGgufSource(GgufSource):
     """A container with norms behind the branches."""
 
@@ -195,6 +209,7 @@ class Phi3GgufSource(GgufSource):
 ARCHITECTURE_READERS: dict[str, GgufReaders] = {
     "arcee": (_make_config_reader("arcee"), PermutedGgufSource),
     "nemotron": (_make_config_reader("nemotron", "norm_eps"), NemotronGgufSource),
+    "exaone": (_make_config_reader("exaone"), ExaoneGgufSource),
     "jais2": (_make_config_reader("jais2", "layer_norm_eps"), GgufSource),
     "seed_oss": (_make_config_reader("seed_oss"), SeedOssGgufSource),
     "command-r": (command_r_config, GgufSource),

@@ -216,6 +216,7 @@ HF_LAYER_PREFIX_BY_MODEL_TYPE = {
     "mamba2": "backbone.layers.",
     "chatglm": "transformer.encoder.layers.",
     "gpt_neox": "gpt_neox.layers.",
+    "exaone": "transformer.h.",
     "falcon": "transformer.h.",
     "bloom": "transformer.h.",
     "mpt": "transformer.blocks.",

@@ -18,7 +18,15 @@ from modelmill.accept.reference.tensor_source import TensorSource
 
 
 class GroupedExpertsMixin(PlainDecoderReference):
-    """A decoder whose layers behind the first few have experts."""
+    """A decoder whose layers behind the first few have experts.
+
+    Attributes:
+        ROUTER: the name of the router's matrix.
+        SELECTION_BIAS: what is added to the scores for the choice.
+    """
+
+    ROUTER = "mlp.gate"
+    SELECTION_BIAS = "mlp.gate.e_score_correction_bias"
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
@@ -57,7 +65,7 @@ class GroupedExpertsMixin(PlainDecoderReference):
         stem = f"{self.LAYERS}.{index}.mlp"
         if self.is_dense_layer(index):
             return weights | self._read_mlp_weights(stem, "")
-        weights["router"] = self.read_linear(f"{stem}.gate", False)
+        weights["router"] = self.read_linear(f"{self.LAYERS}.{index}.{self.ROUTER}", False)
         for expert in range(self.num_experts):
             weights |= self._read_mlp_weights(f"{stem}.experts.{expert}", f"experts.{expert}.")
         return weights | self._read_mlp_weights(f"{stem}.shared_experts", "shared_expert.")
@@ -88,7 +96,7 @@ class GroupedExpertsMixin(PlainDecoderReference):
 
     def expert_selection_bias(self, index: int) -> Tensor:
         """Return what is added to a layer's scores for the choice, [E]."""
-        return self.source.get(f"{self.LAYERS}.{index}.mlp.gate.e_score_correction_bias")
+        return self.source.get(f"{self.LAYERS}.{index}.{self.SELECTION_BIAS}")
 
     def _token_routing_weights(self, scores: Tensor, bias: Tensor) -> Tensor:
         """[E]: the weights of one token's experts, 0 for the others."""
@@ -118,4 +126,17 @@ class GroupedExpertsMixin(PlainDecoderReference):
         branch = self.run_mlp_or_experts(
             index, r, self.apply_and_record_norm(r, "mlp_norm", middle)
         )
+        r.record("output", middle + branch, middle, branch)
+
+    def sandwich_layer(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
+        """X + norm(A(norm(x))), then the same with the MLP or the experts."""
+        branch = self.run_token_mixer(
+            index, r, self.apply_and_record_norm(r, "input_norm", x), prompt_length
+        )
+        branch = self.apply_and_record_norm(r, "attn_post", branch)
+        middle = r.record("post_attn_residual", x + branch, x, branch)
+        branch = self.run_mlp_or_experts(
+            index, r, self.apply_and_record_norm(r, "mlp_norm", middle)
+        )
+        branch = self.apply_and_record_norm(r, "mlp_post", branch)
         r.record("output", middle + branch, middle, branch)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from modelmill.accept.reference.base import LayerWeights
 from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
@@ -20,6 +18,7 @@ from modelmill.accept.reference.tensor_source import TensorSource
 class HYV3Reference(PerHeadQKNormMixin, GroupedExpertsMixin):
     """HYV3ForCausalLM."""
 
+    ROUTER, SELECTION_BIAS = "mlp.router.gate", "mlp.expert_bias"
     DEFAULTS = ReferenceDefaults(kv_heads=8, head_dim=128, eps=1e-5, positions=131072)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
@@ -41,7 +40,7 @@ class HYV3Reference(PerHeadQKNormMixin, GroupedExpertsMixin):
         weights, stem = self.attention_projections(index), f"{self.LAYERS}.{index}.mlp"
         if self.is_dense_layer(index):
             return weights | self._read_gated_mlp_weights(stem, "", bool(self.mlp_biased))
-        weights["router"] = self.read_linear(f"{stem}.router.gate", False)
+        weights["router"] = self.read_linear(f"{self.LAYERS}.{index}.{self.ROUTER}", False)
         for number in range(self.num_experts):
             name = f"experts.{number}"
             weights |= self._read_gated_mlp_weights(f"{stem}.{name}", f"{name}.", False)
@@ -55,10 +54,6 @@ class HYV3Reference(PerHeadQKNormMixin, GroupedExpertsMixin):
             f"{prefix}{name}": self.read_linear(f"{stem}.{name}_proj", biased)
             for name in MLP_LINEAR_NAMES
         }
-
-    def expert_selection_bias(self, index: int) -> Tensor:
-        """Return what is added to a layer's scores for the choice, [E]."""
-        return self.source.get(f"{self.LAYERS}.{index}.mlp.expert_bias")
 
     def unused_tensor_patterns(self) -> dict[str, str]:
         """Return those of multi-token prediction."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
 from modelmill.accept.reference.causal_convolution import causal_convolution
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
-from modelmill.accept.reference.plain_decoder import NORM_PATHS, ReferenceDefaults
+from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 MLP_MATRIX_PATHS = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -52,7 +52,8 @@ class Lfm2Reference(PerHeadQKNormMixin):
         """Read the weights of one layer in float32."""
         if not self.convolves[index]:
             return super().layer_weights(index)
-        norms = {name: self.norm_weights(index, name) for name in NORM_PATHS}
+        names = (name for name in self.norm_names() if name not in HEAD_NORMS)
+        norms = {name: self.norm_weights(index, name) for name in names}
         return norms | self.conv_weights(f"{self.LAYERS}.{index}.conv") | self.mlp_weights(index)
 
     def conv_weights(self, stem: str) -> LayerWeights:

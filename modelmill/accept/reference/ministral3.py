@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,19 +28,28 @@ class Ministral3Reference(PlainDecoderReference):
         scaling = (
             config.get("rope_scaling") or config.get("rope_parameters") or DEFAULT_ROPE_PARAMETERS
         )
-        self.slope = float(scaling["llama_4_scaling_beta"])
-        length = "original_max_position_embeddings"
-        scales = scaling.get("rope_type", scaling.get("type")) in ("yarn", "llama3")
-        outside = config.get(length) if scales else None
-        self.trained = int(outside or scaling[length])
+        self.slope, self.trained = read_query_growth(config, scaling)
         self.rope = self.build_rope(rope_scaling=scaling)
         self.windows = [config.get("sliding_window")] * self.num_layers
 
     def logn_scaling(self, count: int) -> Tensor:
         """Return the factors of rotated queries, [count]."""
-        periods = [position // self.trained for position in range(count)]
-        factors = [1 + self.slope * math.log(1 + each) for each in periods]
+        factors = query_factors(count, self.slope, self.trained)
         return torch.tensor(factors, dtype=self.dtype, device=self.device)
+
+
+def read_query_growth(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> tuple[float, int]:
+    """Return β, and the trained length; scaling: the config's ``rope_parameters``."""
+    length = "original_max_position_embeddings"
+    scales = scaling.get("rope_type", scaling.get("type")) in ("yarn", "llama3")
+    outside = config.get(length) if scales else None
+    return float(scaling["llama_4_scaling_beta"]), int(outside or scaling[length])
+
+
+def query_factors(count: int, slope: float, trained: int) -> list[float]:
+    """Return the factors of the queries at the first positions."""
+    periods = [position // trained for position in range(count)]
+    return [1 + slope * math.log(1 + each) for each in periods]
 
 
 REFERENCE = Ministral3Reference

@@ -355,7 +355,19 @@ class PlainDecoderReference(ReferenceModel):
         r.record("k_rot", k_turned, k)
         heads = [t.reshape(len(t), -1, self.head_dim) for t in (q_turned, k_turned, v)]
         mixed = self.run_attention_core(index, heads[0], heads[1], heads[2])
-        return r.linear("o_proj", r.record("attn", mixed, q_turned, k_turned, v))
+        attended = r.record("attn", mixed, q_turned, k_turned, v)
+        return r.linear("o_proj", self.gate_attention(r, normed, attended))
+
+    def gate_attention(self, r: LayerRecorder, normed: Tensor, attended: Tensor) -> Tensor:
+        """Return what the output projection reads: with gates, each channel times its own.
+
+        All channels of a head may have the same.
+        """
+        if "attn_gate" not in r.weights:
+            return attended
+        gate = r.linear("attn_gate", normed)
+        factors = gate.sigmoid().repeat_interleave(attended.shape[1] // gate.shape[1], dim=1)
+        return r.record("gated_attn", attended * factors, attended, gate)
 
     def _clip_qkv(self, r: LayerRecorder, *parts: Tensor) -> list[Tensor]:
         assert self.qkv_bound is not None, "only called where there is a bound"

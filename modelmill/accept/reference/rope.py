@@ -246,3 +246,18 @@ def partial_rope_from_config(
     if any(isinstance(value, Mapping) for value in options.values()):
         raise UnknownArchitecture("a rotation that differs from layer to layer is not known here")
     return ReferenceRope(int(head_dim * part), float(base), max_position, rope_type, options)
+
+
+def layer_type_rope(own: Mapping[str, Any], dim: int, length: int) -> ReferenceRope:
+    """Return the rotation of the layers of one type.
+
+    A proportional one turns the first pairs alone, by the frequencies of whole heads.
+
+    own: its object in ``rope_parameters``.
+    """
+    if own.get("rope_type") != "proportional":
+        return rope_from_config({"rope_parameters": own}, dim, length)
+    share = float(own.get("partial_rotary_factor", 1.0))
+    divisors = torch.full((dim // 2,), float("inf"))  # pairs that stand still
+    divisors[: int(share * dim // 2)] = float(own.get("factor") or 1.0)
+    return ReferenceRope(dim, float(own["rope_theta"]), length, "factors", {}, divisors)
