@@ -52,7 +52,7 @@ from modelmill.nn.synthetic_step import fill_random_weights, synthetic_step  # n
 from modelmill.ops.add_rms_norm import add_rms_norm  # noqa: E402
 from modelmill.ops.registry import select_backends  # noqa: E402
 from modelmill.ops.timing import capture_graph, copy_bandwidth, median_time  # noqa: E402
-from modelmill.parallel.rendezvous import RendezvousServer, connect_store  # noqa: E402
+from modelmill.parallel.rendezvous import RendezvousServer, connect_or_serve_store  # noqa: E402
 from modelmill.parallel.tp_group import SINGLE_RANK, DistributedTPGroup, TPGroup  # noqa: E402
 from modelmill.runtime.cuda_graphs import graph_limits  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
@@ -386,7 +386,7 @@ def main() -> None:
     if options.rank:
         number, port, descriptor = map(int, options.rank.split(","))
         tp_group = DistributedTPGroup(
-            number, options.tp, connect_store(port), f"cuda:{number}", 300
+            number, options.tp, connect_or_serve_store(port), f"cuda:{number}", 300
         )
         for _ in run_rank(options, tp_group, [socket.socket(fileno=descriptor)]):
             pass

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from modelmill.core import env
 from modelmill.core.progress_callback import Progress
 
-COMPILING = "compiling kernels"
+COMPILING_STAGE_PREFIX = "compiling kernels"
 """Prefix of the stages that compile: they take long, so plain output announces them as well."""
 BAR_WIDTH = 24
 """Characters of a notebook's bar."""
@@ -27,7 +27,7 @@ MIN_INTERVAL_SECONDS = 10.0
 """Minimum seconds between lines."""
 INTERVAL_FRACTION = 0.1
 """Interval between lines as a share of the elapsed time: six minutes after one hour."""
-MAX_COUNT = 10_000
+PERCENT_ABOVE_TOTAL = 10_000
 """Totals up to here are counts of something, above they are bytes."""
 
 
@@ -92,7 +92,7 @@ class CompileAnnouncer:
 
     def update(self, stage: str, done: int, total: int) -> None:  # noqa: ARG002
         """Announce a stage once, if it is a compilation."""
-        if stage.startswith(COMPILING) and stage not in self._announced:
+        if stage.startswith(COMPILING_STAGE_PREFIX) and stage not in self._announced:
             self._announced.add(stage)
             self._write(f"modelmill: {stage}\n")
 
@@ -195,7 +195,7 @@ class NotebookProgress(ProgressThread):
             pause = REFRESH_SECONDS
 
     def _draw_progress_bar(self) -> None:
-        line = format_bar(self._stage, self._done, self._total, self.seconds)
+        line = format_bar_line(self._stage, self._done, self._total, self.seconds)
         if self._handle is None:
             self._handle = self._display({"text/plain": line}, raw=True, display_id=True)
         else:
@@ -227,7 +227,7 @@ def seconds_until_next_line(seconds: float, every: float = MIN_INTERVAL_SECONDS)
 
 def format_progress(stage: str, done: float, total: float, seconds: float) -> str:
     """Format progress like 'quantizing layers: 7 of 32 done, 41 s'."""
-    if total > MAX_COUNT:
+    if total > PERCENT_ABOVE_TOTAL:
         stage += f": {100 * done / total:.0f} %"
     elif total > 1:
         stage += f": {done:.0f} of {total:.0f} done"
@@ -263,7 +263,7 @@ class CancellableDelayedCall:
         self.started = True
 
 
-def format_bar(stage: str, done: float, total: float, seconds: float) -> str:
+def format_bar_line(stage: str, done: float, total: float, seconds: float) -> str:
     """'weights ━━━━━━──────────────────  25 %, 7 s'; seconds only if ``total`` is at most 1."""
     if total <= 1:
         return f"{stage}, {seconds:.0f} s"

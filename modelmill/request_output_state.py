@@ -97,7 +97,7 @@ class RequestOutputState:
             for _ in range(params.n)
         ]
 
-    def fork_detokenizer(self) -> Detokenizer | None:
+    def make_answer_detokenizer(self) -> Detokenizer | None:
         """A detokenizer at the beginning of an answer; None for an ids-only engine."""
         return None if self._detokenizer is None else self._detokenizer.fork()
 
@@ -239,7 +239,7 @@ class SequenceDetokenizer:
         if self._stops is None or stopped:
             return text
         if self._thinking is not None:
-            text += self._match_spans(self._thinking.flush())[0]
+            text += self._match_stops_outside_thinking(self._thinking.flush())[0]
         return text + self._stops.flush()
 
     def _strip_start(self, text: str) -> str:
@@ -254,9 +254,9 @@ class SequenceDetokenizer:
         if self._stops is None:
             return text, False
         spans = [(text, False)] if self._thinking is None else self._thinking.push(text)
-        return self._match_spans(spans, check_stops)
+        return self._match_stops_outside_thinking(spans, check_stops)
 
-    def _match_spans(
+    def _match_stops_outside_thinking(
         self, spans: Sequence[tuple[str, bool]], check_stops: bool = True
     ) -> tuple[str, bool]:
         """Return the final text of texts that may be thinking, and whether a stop string came."""

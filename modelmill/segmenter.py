@@ -150,7 +150,11 @@ class Segmenter(OpenedEngine[SamModel]):
         Returns:
             Masks, best first.
         """
-        rough = None if mask is None else self._to_mask_logits(mask, self._require_embedding(None))
+        rough = (
+            None
+            if mask is None
+            else self._to_mask_prompt_logits(mask, self._require_embedding(None))
+        )
         return self.predict_all([make_prompt(points, labels, box, rough)], multimask=multimask)[0]
 
     def predict_all(
@@ -179,7 +183,7 @@ class Segmenter(OpenedEngine[SamModel]):
             raise UsageError("there is no image yet: call set_image(image) before predict")
         return current
 
-    def _to_mask_logits(self, mask: Any, embedding: ImageEmbedding) -> torch.Tensor:
+    def _to_mask_prompt_logits(self, mask: Any, embedding: ImageEmbedding) -> torch.Tensor:
         """Convert a mask in any form to prompt logits [S, S] float32. Raises RequestError."""
         if isinstance(mask, np.ndarray):
             mask = torch.from_numpy(np.ascontiguousarray(mask))

@@ -22,7 +22,7 @@ from modelmill.progress_display import (
     LogProgress,
     NotebookProgress,
     TerminalProgress,
-    format_bar,
+    format_bar_line,
     format_progress,
     seconds_until_next_line,
     show_progress,
@@ -78,9 +78,9 @@ def terminal_of(monkeypatch: pytest.MonkeyPatch) -> Tty:
 
 
 def test_a_bar_in_words() -> None:
-    assert format_bar("weights", 1, 4, 7.4) == f"weights {'━' * 6}{'─' * 18}  25 %, 7 s"
-    assert format_bar("acceptance: wiring", 0, 1, 12) == "acceptance: wiring, 12 s"
-    assert " 100 %" in format_bar("weights", 5, 4, 0)
+    assert format_bar_line("weights", 1, 4, 7.4) == f"weights {'━' * 6}{'─' * 18}  25 %, 7 s"
+    assert format_bar_line("acceptance: wiring", 0, 1, 12) == "acceptance: wiring, 12 s"
+    assert " 100 %" in format_bar_line("weights", 5, 4, 0)
 
 
 def test_a_notebook_sees_the_stages_and_nothing_in_the_end(notebook: Notebook) -> None:

@@ -31,7 +31,7 @@ def check_embedding_tables(
     for path, source in (tables | checkpoint_reference.extra_embedding_table_names()).items():
         module, _, leaf = path.rpartition(".")
         table = getattr(model.get_submodule(module) if "." in module else model.embed, leaf)
-        for row in _compare_rows(
+        for row in _compare_matrix_by_row_blocks(
             path,
             checkpoint_reference,
             source,
@@ -49,7 +49,7 @@ def check_quantized_head(
     if weight_format == "dense":
         return
     weight = model.head.weight
-    rows = _compare_rows(
+    rows = _compare_matrix_by_row_blocks(
         "head.weight",
         checkpoint_reference,
         checkpoint_reference.head_weight_name(),
@@ -75,7 +75,7 @@ def _slice_table_rows(table: Tensor, start: int, stop: int) -> Tensor:
     return table[start:stop]
 
 
-def _compare_rows(
+def _compare_matrix_by_row_blocks(
     name: str,
     checkpoint_reference: ReferenceModel,
     source: str,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 INFINITE_ERROR = math.inf
-GAIN_NOISE_STD_LIMIT = 4
+MAX_GAIN_DEVIATION_SIGMAS = 4
 """Standard deviations of a matrix's gain that count as chance: 1 matrix of 16,000 has more."""
 MAX_LOGITS_PER_BLOCK = 1 << 21
 """Logits that are in float64 at a time: 16 MiB per copy for any vocabulary and text length."""
@@ -128,7 +128,7 @@ def _ratio_or_infinity(numerator: float, denominator: float) -> float:
 
 
 @dataclass(frozen=True)
-class TokenAgreement:
+class ConfidentTokenAgreement:
     """Next-token agreement where the reference is confident.
 
     ``first_mismatch`` is the first row that disagrees.
@@ -207,7 +207,9 @@ def _centered_logit_blocks(ours: Tensor, reference: Tensor) -> Iterator[tuple[Te
         yield center_logits(left.to(reference.device)), center_logits(right)
 
 
-def confident_top1_agreement(ours: Tensor, reference: Tensor, margin: float) -> TokenAgreement:
+def confident_top1_agreement(
+    ours: Tensor, reference: Tensor, margin: float
+) -> ConfidentTokenAgreement:
     """Compare next tokens where the reference's top-two distance exceeds the margin.
 
     Args:
@@ -226,10 +228,12 @@ def confident_top1_agreement(ours: Tensor, reference: Tensor, margin: float) -> 
     is_sure, agrees = torch.cat(sure), torch.cat(same)
     wrong = (is_sure & ~agrees).nonzero()
     first = int(wrong[0]) if len(wrong) else None
-    return TokenAgreement(len(is_sure), int(is_sure.sum()), int((is_sure & agrees).sum()), first)
+    return ConfidentTokenAgreement(
+        len(is_sure), int(is_sure.sum()), int((is_sure & agrees).sum()), first
+    )
 
 
-def kl_divergence(ours: Tensor, reference: Tensor) -> Tensor:
+def kl_divergence_per_row(ours: Tensor, reference: Tensor) -> Tensor:
     """Return KL(reference ‖ ours) in nats per row [T] of logits [T, vocab].
 
     It is infinite if a row of ours is not finite.

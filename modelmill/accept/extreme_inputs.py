@@ -26,10 +26,10 @@ QKV_CLIP_OP = "clamp"
 """The op of modules that bound queries, keys and values."""
 SSD_SCAN_OP = "ssd_scan"
 """The op of recurrences whose steps may have limits."""
-ACTIVATION_SUFFIX = ".act"
+ACTIVATION_PATH_SUFFIX = ".act"
 """The end of paths of activations."""
 NUM_ACTIVATION_ROWS = 16
-EXTRA_CONTEXT_TOKENS = 96
+CONTEXT_TOKENS_BEYOND_WINDOW = 96
 """Keys of a query where no layer has a window."""
 
 
@@ -104,7 +104,7 @@ class ExtremeInputRunner:
         """
         if layer is None:
             if name == "embed":  # the first of a step
-                yield from self._compare_query_scales(args[-1])
+                yield from self._compare_query_factors_by_position(args[-1])
             elif name == "head" and self.reference.softcap is not None:
                 yield self._run_head_on_large_inputs(self.reference.softcap, args)
             return
@@ -116,8 +116,8 @@ class ExtremeInputRunner:
             self.clipped_layers.add(layer)
             yield self._run_qkv_clip(spec, qkv_bound, module, args)
         elif isinstance(module, PagedAttention):
-            yield from self._attention(f"{spec.path}.bound", layer, module, args)
-        elif bound is not None and spec.path.endswith(ACTIVATION_SUFFIX):
+            yield from self._run_attention_beyond_bounds(f"{spec.path}.bound", layer, module, args)
+        elif bound is not None and spec.path.endswith(ACTIVATION_PATH_SUFFIX):
             yield self._run_bounded_activation(f"{spec.path}.bound", bound, module, args)
         elif isinstance(spec, RecurrenceSpec) and spec.op == SSD_SCAN_OP:
             yield from self._run_recurrence_beyond_limits(layer, spec, module, args)
@@ -171,7 +171,7 @@ class ExtremeInputRunner:
         )  # fmt: skip
         return ExtremeInputOutputs("head.bound", "linear", ours, expected)
 
-    def _compare_query_scales(self, step: Any) -> Iterator[ExtremeInputOutputs]:
+    def _compare_query_factors_by_position(self, step: Any) -> Iterator[ExtremeInputOutputs]:
         """Compare the factors of queries at positions up to the longest sequence's."""
         reference, model = self.reference, self.model
         rotates = hasattr(model, "compute_rope_cos_sin")
@@ -193,7 +193,7 @@ class ExtremeInputRunner:
         right = ones if expected is None else expected.cpu()[places]
         yield ExtremeInputOutputs("rotary.query_factors", "linear", ours[:, None], right[:, None])
 
-    def _attention(
+    def _run_attention_beyond_bounds(
         self, label: str, layer: int, module: PagedAttention, args: tuple[Any, ...]
     ) -> Iterator[ExtremeInputOutputs]:
         """Run queries with more keys than the text has, where their scores have bounds.
@@ -212,9 +212,9 @@ class ExtremeInputRunner:
         q, step = args[0], args[-1]
         pages = step.kv.k[module.cache_index]
         kv_heads, size, dim = pages.shape[1:]
-        count = min(self.longest, max(windows, default=0) + EXTRA_CONTEXT_TOKENS)
+        count = min(self.longest, max(windows, default=0) + CONTEXT_TOKENS_BEYOND_WINDOW)
         edges = {count - each for each in windows if each < count}
-        table, *stored = _pages_with_edges(count, edges, size, dim)
+        table, *stored = _make_kv_pages_with_edges(count, edges, size, dim)
         rows = _queries_with_scores(_score_rows(cap, sinks), q.shape[1], dim) / module.scale
         # of few digits, so that products are exact in any arithmetic
         rows = rows.bfloat16().to(q.device, q.dtype)
@@ -222,7 +222,7 @@ class ExtremeInputRunner:
         keys, values = (each[:, None].expand(-1, kv_heads, -1, -1).contiguous() for each in stored)
         copies = module.cache_index + 1
         cache = replace(step.kv, k=(keys,) * copies, v=(values,) * copies, stored=())
-        ours = module.forward(rows, _make_query_step(step, cache, len(rows), count, table))
+        ours = module.forward(rows, _make_decode_step(step, cache, len(rows), count, table))
         k, v = (
             self._to_reference(each.cpu()[table].reshape(-1, 1, dim)[:count])
             .expand(-1, kv_heads, -1)
@@ -256,14 +256,14 @@ def _score_rows(cap: float | None, sinks: Tensor | None) -> list[ScoreRow]:
 
 
 def _queries_with_scores(rows: list[ScoreRow], heads: int, dim: int) -> Tensor:
-    """Return queries [rows, heads, dim] whose products with ``_pages_with_edges`` are the rows."""
+    """Return queries [rows, heads, dim] whose products with the pages' keys are the rows."""
     q = torch.zeros(len(rows), heads, dim)
     for place, (spread, shift) in enumerate(rows):
         q[place, :, 0], q[place, :, 1], q[place, :, 2] = spread, shift, 2 * spread + 12
     return q
 
 
-def _pages_with_edges(
+def _make_kv_pages_with_edges(
     count: int, edges: set[int], size: int, dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return page numbers of ``count`` keys, and the pages' keys and values [pages, size, dim].
@@ -288,7 +288,7 @@ def _pages_with_edges(
     return table, keys, values
 
 
-def _make_query_step(step: Any, cache: Any, rows: int, count: int, table: Tensor) -> Any:
+def _make_decode_step(step: Any, cache: Any, rows: int, count: int, table: Tensor) -> Any:
     """Return a step of ``rows`` sequences with the same ``count`` keys, each with one query."""
     lengths = step.context_lens
     return replace(

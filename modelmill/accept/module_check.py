@@ -34,10 +34,10 @@ from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.accept.tolerance_check_result import ToleranceCheckResult
 from modelmill.accept.tolerances import (
     ErrorBound,
-    act_quant_formats,
     act_quant_layer_bound,
-    jointly_checked_formats,
+    formats_with_combined_tolerances,
     module_bound,
+    weight_formats_with_act_quant,
 )
 from modelmill.nn.layer_spec import (
     LinearSpec,
@@ -52,7 +52,7 @@ from modelmill.nn.layer_spec import (
 from modelmill.runtime.engine_core import EngineCore
 
 # Rows of the probe for which the final norm and the head are checked: a vocabulary is wide.
-NUM_LM_HEAD_ROWS = 12
+NUM_CHECKED_LOGIT_POSITIONS = 12
 
 
 class ModuleCheck:
@@ -81,7 +81,10 @@ class ModuleCheck:
         self.other_sequences = list(other_sequences)
         self.other_streams: list[torch.Tensor] = []
         self.head_rows = sorted(
-            {round((i + 1) * len(self.ids) / NUM_LM_HEAD_ROWS) - 1 for i in range(NUM_LM_HEAD_ROWS)}
+            {
+                round((i + 1) * len(self.ids) / NUM_CHECKED_LOGIT_POSITIONS) - 1
+                for i in range(NUM_CHECKED_LOGIT_POSITIONS)
+            }
             - {-1}
         )
         self.dtype = engine_core.opened_artifact.manifest.build["dtype"]
@@ -135,7 +138,7 @@ class ModuleCheck:
         self.other_streams = [other.stream for other in others]
         return state.stream
 
-    def check_layers(self) -> None:
+    def check_layers_on_reference_stream(self) -> None:
         """Check every layer on the reference's residual stream; call after ``check_modules``."""
 
         def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -231,9 +234,9 @@ class ModuleCheck:
 
         self._run_with_hooks(None, after)
         if self.reference.qkv_bound is not None:
-            self._record_missing_bounds(runner.clipped_layers)
+            self._record_missing_qkv_clips(runner.clipped_layers)
 
-    def _record_missing_bounds(self, bounded: Collection[int]) -> None:
+    def _record_missing_qkv_clips(self, bounded: Collection[int]) -> None:
         """Record the layers whose q, k and v have no bound, where the reference's have one."""
         for layer, spec in enumerate(self.specs):
             if layer not in bounded and any(spec.modules_of_type(RopeCacheSpec)):
@@ -260,13 +263,15 @@ class ModuleCheck:
         if name == "head":
             return cast_like(reference_trace.head_trace()["final_norm"].output, args[0]), *args[1:]
         if layer is not None and self._reads_layer_input(layer, part):
-            previous = self._reference_layer_outputs(reference_trace, layer - 1)
+            previous = self._reference_branch_and_residual(reference_trace, layer - 1)
             reference_trace.advance_to_layer(layer)
             if previous is None:
                 return norm_args_summing_to(reference_trace.stream, args)
             return _norm_args_with_layer_outputs(previous, args)
         if name == "norm":
-            previous = self._reference_layer_outputs(reference_trace, self.reference.num_layers - 1)
+            previous = self._reference_branch_and_residual(
+                reference_trace, self.reference.num_layers - 1
+            )
             reference_trace.finish_layer()
             if previous is None:
                 return None
@@ -364,7 +369,7 @@ class ModuleCheck:
         layer, part = split_layer_path(name)
         return None if layer is None else self.specs[layer].modules_by_path.get(part)
 
-    def _reference_layer_outputs(
+    def _reference_branch_and_residual(
         self, reference_trace: ReferenceTrace, layer: int
     ) -> list[torch.Tensor] | None:
         """Return the reference's (branch, residual) of the layer that it has entered last."""
@@ -409,7 +414,7 @@ class ModuleCheck:
             self._router_logits[layer] = concat_reference_outputs(trace, router.reference)
         if isinstance(module, RecurrenceSpec):
             self._compare_recurrent_state(layer, module, name, args[-1], trace)
-            self._compare_recurrent_heads(layer, module, name, output, trace)
+            self._compare_worst_recurrent_head(layer, module, name, output, trace)
 
     def _compare_non_layer_module(
         self, reference_trace: ReferenceTrace, name: str, output: Any
@@ -488,7 +493,7 @@ class ModuleCheck:
         label = f"{spec.path}.state"
         self._compare_and_record(f"{name}.state", layer, label, spec.arithmetic, state, expected)
 
-    def _compare_recurrent_heads(
+    def _compare_worst_recurrent_head(
         self, layer: int, spec: RecurrenceSpec, name: str, output: torch.Tensor, trace: LayerTrace
     ) -> None:
         """Compare the outputs of a recurrence's worst head alone; a convolution has no heads.
@@ -528,14 +533,20 @@ class ModuleCheck:
         weight_format = self.weight_formats.get(linear_path or name, "dense")
         recipe = (
             weight_format
-            if weight_format in act_quant_formats()
-            or (weight_format in jointly_checked_formats() and not self.uses_engine_weights)
+            if weight_format in weight_formats_with_act_quant()
+            or (
+                weight_format in formats_with_combined_tolerances() and not self.uses_engine_weights
+            )
             else "none"
         )
         if arithmetic == "layer":
             coarse = sorted(
                 set(self.weight_formats.values())
-                & (act_quant_formats() if self.uses_engine_weights else jointly_checked_formats())
+                & (
+                    weight_formats_with_act_quant()
+                    if self.uses_engine_weights
+                    else formats_with_combined_tolerances()
+                )
             )
             bound = layer_error_bound(
                 self.dtype,

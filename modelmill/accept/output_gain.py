@@ -20,7 +20,7 @@ from modelmill.accept.error_metrics import INFINITE_ERROR
 from modelmill.accept.reference.base import no_tf32
 
 
-class OutputGain(NamedTuple):
+class QuantizedOutputGain(NamedTuple):
     """<ours, exact> / <exact, exact> of a matrix's outputs, and one standard deviation of it.
 
     It is infinite where nothing can be said: one row, one token, or outputs of 0.
@@ -30,7 +30,9 @@ class OutputGain(NamedTuple):
     chance: float = INFINITE_ERROR
 
 
-def measure_output_gain(ours: Tensor, expected: Tensor, inputs: Sequence[Tensor]) -> OutputGain:
+def measure_quantized_output_gain(
+    ours: Tensor, expected: Tensor, inputs: Sequence[Tensor]
+) -> QuantizedOutputGain:
     """Measure the gain of the outputs of ``ours`` [N, K] beside those of ``expected``.
 
     Tokens count by their energy up to that of the median token: a first token with 500 times the
@@ -44,7 +46,7 @@ def measure_output_gain(ours: Tensor, expected: Tensor, inputs: Sequence[Tensor]
     batches = [x for x in inputs if x.dim() == 2 and x.shape[1] == columns]
     tokens = sum(map(len, batches))
     if rows < 2 or tokens < 2:
-        return OutputGain()
+        return QuantizedOutputGain()
     x = torch.cat(batches).to(expected.device, torch.float32)
     with no_tf32():
         exact, product = (
@@ -55,7 +57,7 @@ def measure_output_gain(ours: Tensor, expected: Tensor, inputs: Sequence[Tensor]
     energy, along = exact.square() / counted, exact * product / counted
     total = float(energy.sum())
     if not total > 0:
-        return OutputGain()
+        return QuantizedOutputGain()
     gain = float(along.sum()) / total
     # without the common factor, which must not excuse itself
     rest = along - gain * energy
@@ -63,4 +65,4 @@ def measure_output_gain(ours: Tensor, expected: Tensor, inputs: Sequence[Tensor]
         float(rest.sum(1 - dim).norm()) / total * math.sqrt(count / (count - 1))
         for dim, count in enumerate((tokens, rows))
     )
-    return OutputGain(gain, max(chances))
+    return QuantizedOutputGain(gain, max(chances))

@@ -16,10 +16,10 @@ from modelmill.accept.reference import LayerTrace, LayerWeights
 from modelmill.accept.vision_stage_check import round_significant_digits
 from modelmill.nn.layer_spec import layer_spec
 
-NUM_OUTLIERS = 4
+NUM_OUTLIER_CHANNELS = 4
 
 
-def layer_quantization_error(
+def layer_matrix_quantization_errors(
     index: int,
     checkpoint_weights: LayerWeights,
     engine_weights: LayerWeights,
@@ -59,12 +59,12 @@ def layer_quantization_error(
         yield {
             "layer": index,
             "module": path,
-            **_output_error_and_outliers(names, checkpoint_weights, engine_weights, trace),
+            **_output_error_and_outlier_channels(names, checkpoint_weights, engine_weights, trace),
             "bits": round(bits, 3),
         }
 
 
-def _output_error_and_outliers(
+def _output_error_and_outlier_channels(
     names: tuple[str, ...],
     checkpoint_weights: LayerWeights,
     engine_weights: LayerWeights,
@@ -81,7 +81,7 @@ def _output_error_and_outliers(
     error = float((outputs - expected).norm() / expected.norm().clamp(min=1e-30))
     peak = x.abs().amax(0)
     median = float(peak.median().clamp(min=1e-30))
-    channels = peak.argsort(descending=True)[:NUM_OUTLIERS].tolist()
+    channels = peak.argsort(descending=True)[:NUM_OUTLIER_CHANNELS].tolist()
     outliers = [
         [channel, round_significant_digits(float(peak[channel]) / median, 3)]
         for channel in channels

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from modelmill.accept.quantization_error import layer_quantization_error
+from modelmill.accept.quantization_error import layer_matrix_quantization_errors
 from modelmill.accept.quantized_reference import (
     Scales,
     compare_layer_weights,
@@ -34,8 +34,8 @@ class QuantizedLayersCheck:
         folded_scales: a recipe's scales by layer.
         findings: the engine's weights against the checkpoint's.
         quantization_errors: the result of ``accept.quantization_error``, if requested.
-        residual_streams: the checkpoint's residual streams [T, H]; after the run those behind
-            the last layer.
+        checkpoint_residual_streams: the checkpoint's residual streams [T, H]; after the run those
+            behind the last layer.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class QuantizedLayersCheck:
         return made
 
     @property
-    def residual_streams(self) -> list[torch.Tensor]:
+    def checkpoint_residual_streams(self) -> list[torch.Tensor]:
         """The checkpoint's residual streams of the sequences."""
         return [each.stream for each in self._followed]
 
@@ -124,7 +124,7 @@ class QuantizedLayersCheck:
             fitted_to = traces if self._has_stored_errors else []
             self._compare_weights(index, plain, engine_weights, fitted_to)
             if traces and not self._has_stored_errors:
-                self.quantization_errors += layer_quantization_error(
+                self.quantization_errors += layer_matrix_quantization_errors(
                     index, plain, engine_weights, traces[0], self.model, self.weight_formats
                 )
         return (

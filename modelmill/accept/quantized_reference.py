@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from modelmill.accept.embedding_and_head import dequantize_row_blocks
 from modelmill.accept.error_metrics import ErrorMetrics, compare_tensors
-from modelmill.accept.output_gain import measure_output_gain
+from modelmill.accept.output_gain import measure_quantized_output_gain
 from modelmill.accept.reference import (
     LayerTrace,
     LayerWeights,
@@ -31,7 +31,7 @@ from modelmill.accept.row_and_tile_errors import compare_matrix
 from modelmill.accept.tolerances import (
     ErrorBound,
     compares_with_folded_scales,
-    jointly_checked_formats,
+    formats_with_combined_tolerances,
     weight_bound,
     worst_block_bound,
 )
@@ -61,7 +61,7 @@ def reference_with_engine_norms_and_head(
         }
         if name not in paths:
             return plain
-        return _cast_like(_read_engine_norm_weights(layer, paths[name], made.device), plain)
+        return _cast_weights_like(_read_engine_norm_weights(layer, paths[name], made.device), plain)
 
     def head_logits(normed: Tensor) -> Tensor:
         fake_quantize = input_fake_quantizer(model.head.weight.to(str(made.device)))
@@ -82,7 +82,7 @@ def override_with_engine_weights(
 ) -> LayerWeights:
     """Return a layer's weights as the engine stores them, in the reference's dtype."""
     return checkpoint_weights | {
-        name: _cast_like(engine_weight, checkpoint_weights[name])
+        name: _cast_weights_like(engine_weight, checkpoint_weights[name])
         for name, engine_weight in engine_weights.items()
     }
 
@@ -96,7 +96,7 @@ def dequantize_engine_layer_weights(
     """
     layer, device = model.layers[index], next(iter(weights.values())).weight.device
     spec = layer_spec(layer)
-    _check_all_weights_declared(spec, weights)
+    _check_spec_declares_weights(spec, weights)
     for norm in list_norms_with_weights(spec):
         yield norm.reference[0], _read_engine_norm_weights(layer, norm.path, device)
     for each in spec.linears:
@@ -119,7 +119,7 @@ def list_norms_with_weights(spec: LayerSpec) -> list[NormSpec]:
     return [norm for norm in spec.norms if norm.tensors]
 
 
-def _check_all_weights_declared(spec: LayerSpec, weights: LayerWeights) -> None:
+def _check_spec_declares_weights(spec: LayerSpec, weights: LayerWeights) -> None:
     """Compare the reference's weights of a layer with its spec.
 
     Raises:
@@ -170,7 +170,7 @@ def compare_layer_weights(
             inputs = [trace[name].inputs[0] for trace in traces if name in trace]
             if smoothed:
                 inputs = [x / folded_scales[site] for x in inputs]
-            outputs = measure_output_gain(ours.weight, right, inputs)
+            outputs = measure_quantized_output_gain(ours.weight, right, inputs)
             whole = replace(whole, output_gain=outputs.gain, output_gain_chance=outputs.chance)
             yield where, module, whole, weight_bound(dtype, weight_format)
             yield worst_block.name, module, worst_block, blocks
@@ -222,7 +222,7 @@ def _read_engine_norm_weights(
     )
 
 
-def _cast_like(affine: ModuleWeights, like: ModuleWeights) -> ModuleWeights:
+def _cast_weights_like(affine: ModuleWeights, like: ModuleWeights) -> ModuleWeights:
     """Cast to the reference's dtype; a wrong shape is found by the comparison."""
     if affine.weight.shape != like.weight.shape:
         return like
@@ -253,4 +253,4 @@ def language_model_weight_formats(
 
 def needs_separate_weight_check(weight_formats: Mapping[str, str]) -> bool:
     """Return whether some weights are too coarse to check with the arithmetic, so: apart."""
-    return bool(set(weight_formats.values()) - {"dense"} - jointly_checked_formats())
+    return bool(set(weight_formats.values()) - {"dense"} - formats_with_combined_tolerances())

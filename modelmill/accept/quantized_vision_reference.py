@@ -17,7 +17,7 @@ from modelmill.accept.reference import ModuleWeights
 from modelmill.accept.row_and_tile_errors import compare_matrix
 from modelmill.accept.tolerance_check_result import ToleranceCheckResult
 from modelmill.accept.tolerances import weight_bound, worst_block_bound
-from modelmill.nn.layer_stack import vision_encoder_linears
+from modelmill.nn.layer_stack import vision_encoder_linear_specs
 from modelmill.nn.linear import Linear
 
 
@@ -32,7 +32,7 @@ class DequantizedEncoderMatrices(Mapping[str, ModuleWeights]):
         """Find the quantized linear layers of the encoder's layers."""
         self._linears: dict[str, Linear] = {}
         self.places: dict[str, tuple[int, str]] = {}
-        for path, layer, spec in vision_encoder_linears(model):
+        for path, layer, spec in vision_encoder_linear_specs(model):
             linear = model.get_submodule(path)
             assert isinstance(linear, Linear), f"{path} is declared as a linear layer"
             if linear.weight.format != "dense":

@@ -48,15 +48,16 @@ def _compare_at_length(
 ) -> ToleranceCheckResult:
     right = expected.frequencies(1, length, torch.float32)[0]
     tables = (
-        _cos_sin(rotary.frequencies_of_prompt(length).cpu().float(), length) * rotary.factor,
-        _cos_sin(right, length) * expected.attention_factor(),
+        _last_position_cos_sin(rotary.frequencies_of_prompt(length).cpu().float(), length)
+        * rotary.factor,
+        _last_position_cos_sin(right, length) * expected.attention_factor(),
     )
     name = f"{ROTARY_MODULE} of {length} tokens"
     bound = module_bound("rotary", "float32", length=length)
     return ToleranceCheckResult(name, None, ROTARY_MODULE, compare_tensors(name, *tables), bound)
 
 
-def _cos_sin(frequencies: torch.Tensor, length: int) -> torch.Tensor:
+def _last_position_cos_sin(frequencies: torch.Tensor, length: int) -> torch.Tensor:
     """Cosines and sines of the last position, [1, D]."""
     angles = (length - 1) * frequencies[None]
     return torch.cat((angles.cos(), angles.sin()), 1)

@@ -29,7 +29,7 @@ NOISE_TO_BOUND_RATIO = 1 / 3
 """The bounds are three times the worst honest rounding (accept/tolerances.py)."""
 
 
-class RoundingAmplification(NamedTuple):
+class PlainAndNoisyReferenceRun(NamedTuple):
     """The reference's final residual streams [T, H], its choice of experts, and its amplification.
 
     Attributes:
@@ -46,7 +46,7 @@ class RoundingAmplification(NamedTuple):
 
 
 @dataclass
-class _PerturbedSequence:
+class _PlainAndNoisySequence:
     """A sequence with and without noise in the weights; both choose the same experts."""
 
     plain: ReferenceSequence
@@ -56,9 +56,9 @@ class _PerturbedSequence:
     @staticmethod
     def from_ids(
         reference: ReferenceModel, ids: Sequence[int], prompt_length: int
-    ) -> _PerturbedSequence:
+    ) -> _PlainAndNoisySequence:
         """Embed a sequence twice."""
-        return _PerturbedSequence(
+        return _PlainAndNoisySequence(
             ReferenceSequence.from_ids(reference, ids, prompt_length),
             ReferenceSequence.from_ids(reference, ids, prompt_length),
         )
@@ -75,7 +75,7 @@ class _PerturbedSequence:
 @torch.no_grad()
 def measure_rounding_amplification(
     reference: ReferenceModel, sequences: Sequence[tuple[Sequence[int], int]], bound: float
-) -> RoundingAmplification:
+) -> PlainAndNoisyReferenceRun:
     """Run sequences (ids, length of the prompt) with and without noise in the weights.
 
     Args:
@@ -86,7 +86,7 @@ def measure_rounding_amplification(
     depth = math.sqrt(reference.num_layers + 2)
     noise = NOISE_TO_BOUND_RATIO * bound / depth
     generator = torch.Generator().manual_seed(23)
-    pairs = [_PerturbedSequence.from_ids(reference, *each) for each in sequences]
+    pairs = [_PlainAndNoisySequence.from_ids(reference, *each) for each in sequences]
     routings: dict[int, list[Tensor]] = {}
     for index in range(reference.num_layers):
         weights = reference.layer_weights(index)
@@ -101,7 +101,7 @@ def measure_rounding_amplification(
     )
     exact, moved = (reference.head(torch.cat(each))["logits"].output for each in (streams, noisy))
     growth = compare_logits("logits", moved, exact).rel_l2 / (noise * depth)
-    return RoundingAmplification(streams, noisy, routings, max(1.0, growth))
+    return PlainAndNoisyReferenceRun(streams, noisy, routings, max(1.0, growth))
 
 
 def _add_weight_noise(

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from modelmill.accept.error_metrics import (
-    GAIN_NOISE_STD_LIMIT,
     INFINITE_ERROR,
+    MAX_GAIN_DEVIATION_SIGMAS,
     ErrorMetrics,
     incomparable_metrics,
 )
@@ -33,7 +33,7 @@ MAX_NOISY_GAIN_WEIGHTS = 1 << 16
 MEDIAN_ROW_STRIDE = 8  # one of so many rows contributes its median
 # Smallest energy of a row, as a share of the mean: one scale for a matrix rounds quiet rows
 # coarsely, and they matter little.
-MIN_ROW_ENERGY_SHARE = 0.25
+ROW_ENERGY_FLOOR_SHARE = 0.25
 
 
 def compare_matrix(name: str, ours: Tensor, expected: Tensor) -> tuple[ErrorMetrics, ErrorMetrics]:
@@ -101,7 +101,7 @@ def _estimate_gain_std(ours: Tensor, expected: Tensor) -> float:
     freedom = count - 1
     same_size = float(rest.norm()) / math.sqrt(freedom * energy)
     own_sizes = float((rest * right).norm()) / energy * math.sqrt(count / freedom)
-    return max(same_size, own_sizes) * (1 + (GAIN_NOISE_STD_LIMIT**2 + 1) / (4 * freedom))
+    return max(same_size, own_sizes) * (1 + (MAX_GAIN_DEVIATION_SIGMAS**2 + 1) / (4 * freedom))
 
 
 def _row_chunks(ours: Tensor, expected: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -228,7 +228,7 @@ def _worst_block_metrics(name: str, errors: RowAndTileErrors) -> ErrorMetrics:
         wrong = bool((errors.error_energy != 0).any())  # NaN is not 0 either
         worst = INFINITE_ERROR if wrong else 0.0
         return ErrorMetrics(name, worst, worst, worst, worst, worst, 1.0 - wrong, 1.0, 1.0)
-    counted = energy.clamp(min=MIN_ROW_ENERGY_SHARE * float(energy.mean()))
+    counted = energy.clamp(min=ROW_ENERGY_FLOOR_SHARE * float(energy.mean()))
     rows = (errors.error_energy / counted).sqrt()
     gains = errors.error_dot / counted
     tile = float(

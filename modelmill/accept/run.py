@@ -31,7 +31,7 @@ from modelmill.accept.sequence_logits_check import (
     recheck_with_amplified_bound,
 )
 from modelmill.accept.static_range_check import static_range_report
-from modelmill.accept.step_embeddings import StepEmbeddings
+from modelmill.accept.step_embeddings_check import StepEmbeddingsCheck
 from modelmill.accept.tolerance_check_result import ToleranceCheckResult
 from modelmill.accept.unused_tensors import (
     add_unused_tensors_to_report,
@@ -170,7 +170,7 @@ def _compare_with_reference(
     rounding = None
     split = list(zip(sequences, starts, strict=True))
     if rounded:
-        quantized = engine_core.opened_artifact.quantization_facts()
+        quantized = engine_core.opened_artifact.read_quantization_facts_by_layer()
         rounding = QuantizedLayersCheck(
             checkpoint_reference, model, weight_formats, dtype, split,
             uses_engine_weights=uses_engine_weights,
@@ -186,7 +186,7 @@ def _compare_with_reference(
         lambda done: on_stage("modules of layers", done, reference.num_layers)
     )
     on_stage("wiring")
-    module_check.check_layers()
+    module_check.check_layers_on_reference_stream()
     on_stage("norms")
     module_check.check_norm_eps()
     module_check.check_extreme_inputs()
@@ -239,10 +239,10 @@ def _check_whole_sequences(
         rounding.check_remaining_layers()
         checkpoint_reference = rounding.checkpoint_reference
         if rounding.uses_engine_weights:
-            exact = (checkpoint_reference, rounding.residual_streams)
+            exact = (checkpoint_reference, rounding.checkpoint_residual_streams)
     ids, starts = (list(each) for each in zip(*split, strict=True))
     manifest = engine_core.opened_artifact.manifest
-    embeddings = StepEmbeddings(checkpoint_reference, ids, manifest.max_model_len)
+    embeddings = StepEmbeddingsCheck(checkpoint_reference, ids, manifest.max_model_len)
     whole = check_sequence_logits(
         engine_core, reference, ids, starts, streams, exact, module_check.routings,
         embeddings=embeddings,
@@ -258,7 +258,7 @@ def _check_whole_sequences(
 
 def _stored_quantization_errors(engine_core: EngineCore) -> list[dict[str, Any]]:
     """Return a calibrated recipe's facts of each matrix: errors, bits, outlier channels."""
-    facts_by_layer = engine_core.opened_artifact.quantization_facts()
+    facts_by_layer = engine_core.opened_artifact.read_quantization_facts_by_layer()
     return [
         {"layer": layer, "module": module, **fact}
         for layer, (facts, _) in sorted(facts_by_layer.items())

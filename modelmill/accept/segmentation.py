@@ -40,7 +40,7 @@ from modelmill.vision.open_model import open_sam_model
 from modelmill.vision.prompts import Prompt, make_prompt_tensors
 from modelmill.vision.sam_model import ImageEmbedding, SamModel
 
-STAGE_NAMES = ("encoder", "norms", "prompts and masks", "whole")
+PROGRESS_STAGE_NAMES = ("encoder", "norms", "prompts and masks", "whole")
 MASK_IOU_TOLERANCE = 1e-3  # a mask of few pixels differs by one
 # share of clear pixels (logits far from 0) that must agree with the reference
 MIN_CONFIDENT_PIXEL_AGREEMENT = 0.999
@@ -76,8 +76,8 @@ def compare_segmentation_engine(
 
     def on_stage(step: int) -> None:
         if on_progress is not None:
-            name = STAGE_NAMES[min(step, len(STAGE_NAMES) - 1)]
-            on_progress(f"acceptance: {name}", step, len(STAGE_NAMES))
+            name = PROGRESS_STAGE_NAMES[min(step, len(PROGRESS_STAGE_NAMES) - 1)]
+            on_progress(f"acceptance: {name}", step, len(PROGRESS_STAGE_NAMES))
 
     checkpoint_reference = SamReference(checkpoint)
     check_is_sam(checkpoint_reference)
@@ -113,13 +113,13 @@ def compare_segmentation_engine(
     )
     on_stage(1)
     stage_check.check_norm_eps(reference.norms)
-    stage_check.check_layer_spec_coverage()
+    stage_check.check_declared_modules_compared()
     on_stage(3)
     if engine_matrices:
         normalized = checkpoint_reference.normalize_image(picture)
-        embedding = _run_reference_stages(checkpoint_reference.encoder_stages(normalized))[0]
+        embedding = _run_to_last_reference_stage(checkpoint_reference.encoder_stages(normalized))[0]
         exact_decoder = SamDecoderReference(checkpoint_reference)
-        logits, scores = _run_reference_stages(
+        logits, scores = _run_to_last_reference_stage(
             exact_decoder.mask_decoder_stages(embedding, places, sparse, dense)
         )
     expected = embedding, logits, scores
@@ -166,7 +166,7 @@ def sample_point_prompts(image_size: int) -> list[Prompt]:
     return [Prompt(((x, y),), (1,)) for x, y in places]
 
 
-def _run_reference_stages(stages: Iterator[ReferenceStage]) -> tuple[Tensor, ...]:
+def _run_to_last_reference_stage(stages: Iterator[ReferenceStage]) -> tuple[Tensor, ...]:
     """Run the reference's stages; return the output of the last."""
     expected: tuple[Tensor, ...] = ()
     for stage in stages:

@@ -18,22 +18,22 @@ from modelmill.accept.error_metrics import (
     center_logits,
     compare_logits,
     confident_top1_agreement,
-    kl_divergence,
+    kl_divergence_per_row,
     perplexity,
 )
 from modelmill.accept.quantized_reference import language_model_weight_formats
 from modelmill.accept.reference import ReferenceModel
 from modelmill.accept.rounding_amplification import (
-    RoundingAmplification,
+    PlainAndNoisyReferenceRun,
     measure_rounding_amplification,
 )
-from modelmill.accept.step_embeddings import StepEmbeddings
+from modelmill.accept.step_embeddings_check import StepEmbeddingsCheck
 from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.accept.tolerances import (
     LogitsBound,
-    act_quant_formats,
-    jointly_checked_formats,
+    formats_with_combined_tolerances,
     logits_bound,
+    weight_formats_with_act_quant,
 )
 from modelmill.nn.layer_spec import RoutingSpec, layer_spec
 from modelmill.runtime.engine_core import EngineCore
@@ -58,8 +58,8 @@ def check_sequence_logits(
     streams: list[Tensor],
     checkpoint_reference: tuple[ReferenceModel, list[Tensor]] | None = None,
     routings: Mapping[int, list[Tensor]] | None = None,
-    rounding: RoundingAmplification | None = None,
-    embeddings: StepEmbeddings | None = None,
+    rounding: PlainAndNoisyReferenceRun | None = None,
+    embeddings: StepEmbeddingsCheck | None = None,
 ) -> dict[str, Any]:
     """Compare free runs in one batch with the reference's logits.
 
@@ -115,7 +115,7 @@ def check_sequence_logits(
     if rounding is not None:
         noisy = _reference_logits(reference, rounding.noisy_streams, rows)
         groups = _checked_row_groups(rows, prompt_lengths)
-        broken |= _find_outlying_row_groups(actual, right, noisy, groups)
+        broken |= _outlier_flag_by_row_group(actual, right, noisy, groups)
     exact = (
         right if checkpoint_reference is None else _reference_logits(*checkpoint_reference, rows)
     )
@@ -125,7 +125,7 @@ def check_sequence_logits(
         "bound": bound.rel_l2,
         "amplification": amplification,
         "max_abs": row.max_abs,
-        "mean_kl": float(kl_divergence(actual, exact).mean()),
+        "mean_kl": float(kl_divergence_per_row(actual, exact).mean()),
         "tokens": sum(map(len, ids)),
         "decoded": sum(len(s) - start for s, start in zip(ids, prompt_lengths, strict=True)),
         "rows": len(actual),
@@ -152,7 +152,7 @@ def _checked_row_groups(rows: list[list[int]], prompt_lengths: list[int]) -> dic
     return groups
 
 
-def _find_outlying_row_groups(
+def _outlier_flag_by_row_group(
     actual: Tensor, right: Tensor, noisy: Tensor, groups: Mapping[str, list[int]]
 ) -> dict[str, bool]:
     """Return whether the errors of a group of rows stand out, beside what noise does to its rows.
@@ -271,9 +271,11 @@ def published_logits_bound(
     )
     kept = manifest.build["quantization"] == "keep"
     whole = (
-        [] if kept or uses_engine_weights else sorted(weight_formats & jointly_checked_formats())
+        []
+        if kept or uses_engine_weights
+        else sorted(weight_formats & formats_with_combined_tolerances())
     )
-    recipe = next(iter([*sorted(weight_formats & act_quant_formats()), *whole]), "none")
+    recipe = next(iter([*sorted(weight_formats & weight_formats_with_act_quant()), *whole]), "none")
     return logits_bound(manifest.build["dtype"], recipe, num_layers=layers)
 
 
@@ -282,7 +284,7 @@ def _engine_logits(
     ids: list[list[int]],
     prompt_lengths: list[int],
     rows: list[list[int]],
-    embeddings: StepEmbeddings | None = None,
+    embeddings: StepEmbeddingsCheck | None = None,
 ) -> Tensor:
     """Return the engine's logits [sum of rows, V] float32 on the CPU, sequence by sequence."""
     row_sets = [frozenset(r) for r in rows]

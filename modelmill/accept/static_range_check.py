@@ -45,7 +45,7 @@ class OutOfRangeRowCounter:
         rows = sum(count for _, count in self.counts.values())
         return sum(outside for outside, _ in self.counts.values()) / rows if rows else 0.0
 
-    def worst_module(self) -> tuple[str, float]:
+    def worst_module_and_share(self) -> tuple[str, float]:
         """Return the module with the largest share of rows outside, and the share."""
         return max(
             ((name, outside / rows) for name, (outside, rows) in self.counts.items()),
@@ -70,7 +70,7 @@ def static_range_report(
     """
     if not use.counts:
         return {}
-    name, most = use.worst_module()
+    name, most = use.worst_module_and_share()
     share, calibration = use.out_of_range_share(), calibration_out_of_range_share(facts)
     ranges = {
         "calibration": round_significant_digits(calibration),

@@ -89,7 +89,7 @@ class TeacherForcedScorer:
         )
         todo = list(range(len(ids)))
         while todo:
-            seqs, todo = self._start_sequences(ids, starts, todo)
+            seqs, todo = self._start_sequences_that_fit(ids, starts, todo)
             try:
                 with self.runner.translate_rank_errors():
                     self._prefill(seqs, on_logits, row_filter)
@@ -128,7 +128,7 @@ class TeacherForcedScorer:
             self.run_sequences(ids, decode_from)
         return outputs
 
-    def _start_sequences(
+    def _start_sequences_that_fit(
         self, ids: Seq[Seq[int]], starts: Seq[int | None], todo: list[int]
     ) -> tuple[list[Sequence], list[int]]:
         """Start as many sequences as pages and rows last for; returns the rest too."""
@@ -157,7 +157,7 @@ class TeacherForcedScorer:
                 max_length=1 << 62,
             )
             no_pages: list[list[int]] = [[] for _ in tables.tables]
-            seq.attach_pages(no_pages, tables.alloc_row(*no_pages))
+            seq.attach_pages(no_pages, tables.alloc_row_with_pages(*no_pages))
             self.scheduler.add_running(seq)
             seqs.append(seq)
         if not seqs:

@@ -101,7 +101,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from modelmill.accept.error_metrics import GAIN_NOISE_STD_LIMIT, ErrorMetrics
+from modelmill.accept.error_metrics import MAX_GAIN_DEVIATION_SIGMAS, ErrorMetrics
 from modelmill.core.errors import UsageError
 from modelmill.core.recipe_declaration import (
     ActQuantTolerances,
@@ -132,7 +132,7 @@ class ErrorBound:
         """Return the largest error relative to its bound; above 1 it is out of bounds."""
         return max(value / limit for value, limit in self._errors_and_limits(metrics).values())
 
-    def gain_limit(self, metrics: ErrorMetrics) -> float:
+    def gain_deviation_limit(self, metrics: ErrorMetrics) -> float:
         """Return the bound of |gain - 1| on the side of the metrics' gain.
 
         It is wider where few weights leave it to chance, and below 1 for a matrix whose outputs
@@ -151,7 +151,7 @@ class ErrorBound:
         return {
             "rel_l2": (metrics.rel_l2, self.rel_l2),
             "max_rel": (metrics.max_rel, self.max_rel),
-            "|gain - 1|": (abs(metrics.gain - 1), self.gain_limit(metrics)),
+            "|gain - 1|": (abs(metrics.gain - 1), self.gain_deviation_limit(metrics)),
             # From above alone: clipped weights of loud inputs make honest outputs smaller, too, and
             # a matrix that is too small shows in the gain of its weights. One that is too large may
             # not, where fitted scales have shrunk the weights.
@@ -164,7 +164,7 @@ class ErrorBound:
         A third of the bound is the worst honest deviation of large matrices, where chance averages
         out.
         """
-        return max(self.gain, self.gain / 3 + GAIN_NOISE_STD_LIMIT * chance)
+        return max(self.gain, self.gain / 3 + MAX_GAIN_DEVIATION_SIGMAS * chance)
 
     def _outputs_keep_their_size(self, metrics: ErrorMetrics) -> bool:
         """Return whether the outputs say that a matrix is not too small.
@@ -173,7 +173,7 @@ class ErrorBound:
         is 1.018, so that of a matrix x 0.95 is 0.968 at most, where the bound is 0.03.
         """
         half = self.gain / 2
-        certain = GAIN_NOISE_STD_LIMIT * metrics.output_gain_chance <= half
+        certain = MAX_GAIN_DEVIATION_SIGMAS * metrics.output_gain_chance <= half
         return certain and metrics.output_gain >= 1 - half
 
 
@@ -194,7 +194,7 @@ class LogitsBound:
         return LogitsBound(rel_l2, MARGIN_PER_REL_L2 * rel_l2)
 
 
-GAIN_BOUNDS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.4e-2}
+GAIN_DEVIATION_BOUNDS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.4e-2}
 # arithmetic → dtype → (rel_l2, max_rel)
 MODULE_BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
     "norm": {"float32": (5e-6, 1e-5), "float16": (1.3e-3, 3.3e-3), "bfloat16": (1.1e-2, 2.7e-2)},
@@ -219,7 +219,7 @@ MODULE_BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
 MODULE_BOUNDS["embedding"] = MODULE_BOUNDS["residual"]
 # float32 rotary: added per token of length.
 ROPE_BOUND_PER_TOKEN = (1e-7, 4e-7)
-LOGITS_BOUNDS = {"float32": 5e-6, "float16": 1.8e-3, "bfloat16": 1.4e-2}
+LOGITS_BOUND_PER_SQRT_DEPTH = {"float32": 5e-6, "float16": 1.8e-3, "bfloat16": 1.4e-2}
 MAX_LOGITS_BOUND = 0.3
 MARGIN_PER_REL_L2 = 2.5
 
@@ -239,14 +239,14 @@ def compares_with_folded_scales(weight_format: str) -> bool:
     return tolerances is not None and tolerances.scaled_columns
 
 
-def act_quant_formats() -> set[str]:
+def weight_formats_with_act_quant() -> set[str]:
     """Return the weight formats that round activations."""
     return {
         name for name, each in tolerances_by_weight_format().items() if each.act_quant is not None
     }
 
 
-def jointly_checked_formats() -> set[str]:
+def formats_with_combined_tolerances() -> set[str]:
     """Return the weight formats whose arithmetic and rounding are checked together."""
     return {name for name, each in tolerances_by_weight_format().items() if each.whole is not None}
 
@@ -262,7 +262,7 @@ def _act_quant_tolerances(weight_format: str) -> ActQuantTolerances | None:
     return None if tolerances is None else tolerances.act_quant
 
 
-def _combined_tolerances(weight_format: str) -> CombinedTolerances | None:
+def _get_combined_tolerances(weight_format: str) -> CombinedTolerances | None:
     tolerances = tolerances_by_weight_format().get(weight_format)
     return None if tolerances is None else tolerances.whole
 
@@ -279,13 +279,13 @@ def module_bound(
     """
     _check_tolerances_published(dtype, recipe)
     rel_l2, max_rel = MODULE_BOUNDS[arithmetic][dtype]
-    gain = GAIN_BOUNDS[dtype]
+    gain = GAIN_DEVIATION_BOUNDS[dtype]
     if arithmetic == "rotary":
         rel_l2, max_rel = (
             rel_l2 + ROPE_BOUND_PER_TOKEN[0] * length,
             max_rel + ROPE_BOUND_PER_TOKEN[1] * length,
         )
-    whole, rounded = _combined_tolerances(recipe), _act_quant_tolerances(recipe)
+    whole, rounded = _get_combined_tolerances(recipe), _act_quant_tolerances(recipe)
     if whole is not None and arithmetic in ("linear", "embedding"):
         rel_l2, max_rel, gain = *whole.linear, whole.gain
     if rounded is not None and arithmetic == "linear":
@@ -300,15 +300,15 @@ def weight_bound(dtype: str, weight_format: str) -> ErrorBound:
     if tolerances is not None:
         return ErrorBound(*tolerances.weight)
     rel_l2, max_rel = MODULE_BOUNDS["residual"][dtype]
-    return ErrorBound(rel_l2, max_rel, GAIN_BOUNDS[dtype])
+    return ErrorBound(rel_l2, max_rel, GAIN_DEVIATION_BOUNDS[dtype])
 
 
 def logits_bound(dtype: str, recipe: str = "none", *, num_layers: int) -> LogitsBound:
     """Return the bound for the whole model's logits at this depth."""
     _check_tolerances_published(dtype, recipe)
     depth = math.sqrt(num_layers + 2)
-    rel_l2 = LOGITS_BOUNDS[dtype] * depth
-    for each in (_combined_tolerances(recipe), _act_quant_tolerances(recipe)):
+    rel_l2 = LOGITS_BOUND_PER_SQRT_DEPTH[dtype] * depth
+    for each in (_get_combined_tolerances(recipe), _act_quant_tolerances(recipe)):
         if each is not None:
             rel_l2 = min(max(rel_l2, each.logits * depth), MAX_LOGITS_BOUND)
     return LogitsBound(rel_l2, MARGIN_PER_REL_L2 * rel_l2)

@@ -53,7 +53,7 @@ from collections.abc import Iterable
 from modelmill.accept.tolerances import ErrorBound
 from modelmill.core.recipe_declaration import ImageTolerances, tolerances_by_weight_format
 
-STAGE_BOUNDS = {
+STAGE_BOUND_BY_DTYPE = {
     "float32": ErrorBound(3e-5, 1e-4, 1e-5),
     "float16": ErrorBound(6e-3, 2e-2, 3e-3),
     "bfloat16": ErrorBound(5e-2, 1.5e-1, 2e-2),
@@ -61,9 +61,9 @@ STAGE_BOUNDS = {
 WHOLE_MODEL_BOUNDS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 
-def act_quant_stage_formats() -> set[str]:
+def encoder_formats_with_act_quant() -> set[str]:
     """Return the weight formats of encoders whose modules round activations."""
-    return {name for name, images in _vision_encoder_tolerances().items() if images.module}
+    return {name for name, images in _encoder_tolerances_by_format().items() if images.module}
 
 
 def stage_bound(dtype: str, weight_format: str = "none") -> ErrorBound:
@@ -71,27 +71,27 @@ def stage_bound(dtype: str, weight_format: str = "none") -> ErrorBound:
 
     weight_format: the format that rounds its activations.
     """
-    images = _vision_encoder_tolerances().get(weight_format)
+    images = _encoder_tolerances_by_format().get(weight_format)
     if images is None or not images.module:
-        return STAGE_BOUNDS[dtype]
+        return STAGE_BOUND_BY_DTYPE[dtype]
     return ErrorBound(*images.module[dtype])
 
 
 def image_embedding_bound(dtype: str, weight_formats: Iterable[str] = ()) -> float:
     """Return the bound on rel_l2 of an image embedding to the checkpoint's own."""
-    images = _vision_encoder_tolerances()
+    images = _encoder_tolerances_by_format()
     bounds = [images[each].embedding for each in weight_formats if each in images]
     return max([WHOLE_MODEL_BOUNDS[dtype], *bounds])
 
 
 def mask_logits_bound(dtype: str, weight_formats: Iterable[str] = ()) -> float:
     """Return the bound on rel_l2 of the whole engine's mask logits to the checkpoint's own."""
-    images = _vision_encoder_tolerances()
+    images = _encoder_tolerances_by_format()
     bounds = [images[each].mask_logits for each in weight_formats if each in images]
     return max([WHOLE_MODEL_BOUNDS[dtype], *bounds])
 
 
-def _vision_encoder_tolerances() -> dict[str, ImageTolerances]:
+def _encoder_tolerances_by_format() -> dict[str, ImageTolerances]:
     """Return what the recipes of encoders declare, by weight format."""
     tolerances = tolerances_by_weight_format().items()
     return {name: each.images for name, each in tolerances if each.images is not None}

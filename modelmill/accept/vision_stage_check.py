@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from modelmill.accept.error_metrics import compare_tensors
 from modelmill.accept.reference.vision_reference import ReferenceNorm, ReferenceStage
 from modelmill.accept.tolerance_check_result import ToleranceCheckResult
-from modelmill.accept.tolerances_segmentation import act_quant_stage_formats, stage_bound
+from modelmill.accept.tolerances_segmentation import encoder_formats_with_act_quant, stage_bound
 from modelmill.artifact.manifest import Manifest
 from modelmill.artifact.store import Artifact
 from modelmill.core.model_family import read_family_options
@@ -47,9 +47,9 @@ class VisionStageCheck:
         self._wholes: set[str] = set()
         for stack in vision_encoder_stacks(model):
             for index, layer in enumerate(model.get_submodule(stack.path).children()):
-                self._record_declared_modules(f"{stack.path}.{index}", layer)
+                self._collect_declared_module_names(f"{stack.path}.{index}", layer)
 
-    def _record_declared_modules(self, path: str, layer: nn.Module) -> None:
+    def _collect_declared_module_names(self, path: str, layer: nn.Module) -> None:
         """Note what a layer's spec says about the reference."""
         spec = layer_spec(layer)
         spec.check_module_tree(layer)
@@ -65,7 +65,7 @@ class VisionStageCheck:
         """Return whether a finding is of a module that contains others that are compared."""
         return finding.name in self._wholes
 
-    def check_layer_spec_coverage(self) -> None:
+    def check_declared_modules_compared(self) -> None:
         """Compare what was compared inside the layers with what their specs declare.
 
         Linear layers may be compared as parts of a whole only.
@@ -159,7 +159,7 @@ class VisionStageCheck:
         module = _get_submodule_or_method(self.model, path)
         below: list[Any] = list(module.modules()) if isinstance(module, nn.Module) else []
         formats = {module.weight.format for module in below if isinstance(module, Linear)}
-        return next(iter(sorted(formats & act_quant_stage_formats())), "none")
+        return next(iter(sorted(formats & encoder_formats_with_act_quant())), "none")
 
 
 def _get_submodule_or_method(model: nn.Module, path: str) -> Any:
@@ -217,7 +217,7 @@ def tolerance_check_to_json(finding: ToleranceCheckResult) -> dict[str, Any]:
         "max_rel": row.max_rel,
         "rel_l2": row.rel_l2, "cosine": row.cosine, "gain": row.gain,
         "tolerance": finding.max_abs_tolerance,
-        "tolerance_rel_l2": bound.rel_l2, "tolerance_gain": bound.gain_limit(row),
+        "tolerance_rel_l2": bound.rel_l2, "tolerance_gain": bound.gain_deviation_limit(row),
     }  # fmt: skip
     rounded = {
         name: round_significant_digits(value, 9 if name in ("cosine", "gain") else 4)

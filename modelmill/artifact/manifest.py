@@ -23,7 +23,7 @@ MANIFEST_FILE = "manifest.json"
 WEIGHTS_PREFIX = "weights/"  # of the weight files' names
 MAX_MODEL_LEN = 1 << 24
 # engine types, and the command that uses each
-ENGINE_TYPES = {
+USAGE_BY_ENGINE_TYPE = {
     "language": "writes text: modelmill run {}",
     "segmentation": "segments images: modelmill segment {} IMAGE",
 }
@@ -160,8 +160,8 @@ def check_engine_type(path: Path, engine_type: str, expected: str) -> None:
     """Raise UsageError with the right command if the engine type differs from the expected one."""
     if engine_type != expected:
         does = (
-            ENGINE_TYPES[engine_type].format(path)
-            if engine_type in ENGINE_TYPES
+            USAGE_BY_ENGINE_TYPE[engine_type].format(path)
+            if engine_type in USAGE_BY_ENGINE_TYPE
             else f"is of an unknown kind, {quote(engine_type)}"
         )
         raise UsageError(f"{path}: this engine {does}")

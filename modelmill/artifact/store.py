@@ -96,7 +96,7 @@ class Artifact:
             raise CorruptArtifact(f"{path} is damaged; rebuild the engine")
         return report
 
-    def quantization_facts(self) -> dict[int, tuple[dict[str, Any], Scales]]:
+    def read_quantization_facts_by_layer(self) -> dict[int, tuple[dict[str, Any], Scales]]:
         """Return (facts, scales) of each layer that a calibrated recipe changed.
 
         Raises:

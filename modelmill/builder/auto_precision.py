@@ -168,7 +168,7 @@ class LayerStreamer:
                 if isinstance(linear, Linear):
                     del linear.weight
 
-    def load_head(self) -> None:
+    def load_final_norm_and_head(self) -> None:
         """Load the final norm and the projection to the vocabulary."""
         self.load_submodules("norm.")
         self.load_submodules("head.")
@@ -349,7 +349,7 @@ def _measure_single_layer_options(
         for path, weight in dense.items():
             block.linear_by_path(path).weight = weight
         probe.forward_layer(block)
-    streamer.load_head()
+    streamer.load_final_norm_and_head()
     right = [part.double().log_softmax(-1) for part in streamer.stream_logits(probe)]
     options: list[list[LayerBitOption]] = [[] for _ in mean_squares]
     for layer, form, nbytes, stream in streams:
@@ -378,7 +378,7 @@ def measure_divergence(
         dense = {path: linear.weight for path, linear in block.all_linears().items()}
         quantize_layer_linears(block, bit_choices[index], importance[index], dense)
         other.forward_layer(block)
-    streamer.load_head()
+    streamer.load_final_norm_and_head()
     rounded = (
         pack_as_format("int8", streamer.model.head.weight.dequantize(), torch.float32)
         if quantize_head

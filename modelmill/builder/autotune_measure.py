@@ -22,7 +22,7 @@ import modelmill
 from modelmill.artifact.autotune_store import AutotuneRecord
 from modelmill.builder.autotune_search import (
     AutotuneOutcome,
-    StepTimer,
+    InterleavedStepTimer,
     TunableGemm,
     search_launch_configs,
 )
@@ -160,7 +160,9 @@ def _tune_row_count(
     ops = registry.select_backends("cuda", plan.config.kernels)
     step = synthetic_step(model, ops, (rows, 1, CONTEXT_LENGTH), max_context=MAX_CONTEXT_LENGTH)
     fused = fuse_model(model)  # as the runtime runs it
-    race = make_step_timer(lambda choices: _capture_tuned_step(fused, step, plan, choices))
+    race = make_interleaved_step_timer(
+        lambda choices: _capture_tuned_step(fused, step, plan, choices)
+    )
     return search_launch_configs(find_tunable_gemms(fused, step), race, time.perf_counter, deadline)
 
 
@@ -179,7 +181,9 @@ def _capture_tuned_step(
     return capture_graph(run)
 
 
-def make_step_timer(prepare: Callable[[TunedConfigs], Callable[[], Any]]) -> StepTimer:
+def make_interleaved_step_timer(
+    prepare: Callable[[TunedConfigs], Callable[[], Any]],
+) -> InterleavedStepTimer:
     """Return a timer that prepares each choice and times all of them interleaved."""
 
     def race(options: Sequence[TunedConfigs]) -> list[float | None]:

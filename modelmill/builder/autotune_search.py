@@ -15,7 +15,7 @@ from modelmill.ops.launch_configs import GemmKey, TunedConfigs
 MIN_GEMM_GAIN = 0.015  # of the GEMM's own time
 MIN_STEP_GAIN = 0.002  # of the step's time: smaller differences are timer noise
 
-StepTimer = Callable[[Sequence[TunedConfigs]], list[float | None]]
+InterleavedStepTimer = Callable[[Sequence[TunedConfigs]], list[float | None]]
 """Seconds of a step with each of some choices, timed interleaved; None for one that cannot run
 here.
 """
@@ -54,7 +54,10 @@ class AutotuneOutcome:
 
 
 def search_launch_configs(
-    gemms: Sequence[TunableGemm], time_steps: StepTimer, now: Callable[[], float], deadline: float
+    gemms: Sequence[TunableGemm],
+    time_steps: InterleavedStepTimer,
+    now: Callable[[], float],
+    deadline: float,
 ) -> AutotuneOutcome:
     """Try the configs of each GEMM, largest time share first, while ``now() < deadline``.
 
@@ -83,7 +86,7 @@ def search_launch_configs(
 
 
 def _confirm_faster(
-    time_steps: StepTimer, best: TunedConfigs, candidate: TunedConfigs, time_share: float
+    time_steps: InterleavedStepTimer, best: TunedConfigs, candidate: TunedConfigs, time_share: float
 ) -> bool:
     base, seconds = time_steps([best, candidate])
     return base is not None and seconds is not None and is_clearly_faster(base, seconds, time_share)

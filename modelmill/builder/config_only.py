@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from modelmill.builder.model_config import config_torch_dtype, find_family, read_model_config
+from modelmill.builder.model_config import config_dtype_name, find_family, read_model_config
 from modelmill.builder.tensor_plan import model_tensor_shapes
 from modelmill.checkpoint import bitnet_format
 from modelmill.checkpoint.awq_format import AwqScheme
@@ -103,7 +103,7 @@ def checkpoint_from_config(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{folder}: holds no weights; a model of images cannot be planned so")
     model_config, _ = read_model_config(checkpoint, family)
     shapes = model_tensor_shapes(family.Model(model_config))
-    dtype = config_torch_dtype(config)
+    dtype = config_dtype_name(config)
     infos: dict[str, TensorInfo] = {}
     rules = checkpoint_tensor_rules(family).rules(model_config)
     # those of one source first: it may be among several of another rule
@@ -112,7 +112,7 @@ def checkpoint_from_config(folder: Path) -> Checkpoint:
             shape = shapes[rule.target]
             infos |= infer_source_infos(rule, shape, TORCH_DTYPES.get(dtype, torch.bfloat16), infos)
     matrices = [
-        source for rule in rules if _makes_quantizable_matrix(rule) for source in rule.sources
+        source for rule in rules if _rule_makes_quantizable_matrix(rule) for source in rule.sources
     ]
     checkpoint.raw_container = checkpoint.view = container_from_quant_config(
         config, infos, matrices, file
@@ -120,7 +120,7 @@ def checkpoint_from_config(folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def _makes_quantizable_matrix(rule: Rule) -> bool:
+def _rule_makes_quantizable_matrix(rule: Rule) -> bool:
     """Whether a rule makes a matrix of a layer that quantized checkpoints have in few bits."""
     module, _, leaf = rule.target.rpartition(".")
     return rule.target.startswith("layers.") and leaf == "weight" and module.endswith("_proj")
@@ -156,7 +156,7 @@ def container_from_quant_config(
         )  # expanded; some files have them as they were trained
     scheme = find_scheme(settings, file)
     if isinstance(scheme, CompressedTensorsScheme) and _has_single_linear_group(settings):
-        half = config_torch_dtype(config) == "float16"
+        half = config_dtype_name(config) == "float16"
         return ConfigOnlyContainer(
             infos, file, compressed_tensors_layouts(settings, scheme, infos, packed, half)
         )

@@ -16,11 +16,11 @@ from modelmill.nn.expert_stack import (
     expert_activation,
     expert_linears,
     fused_moe_op_of_format,
-    has_gpu_kernel,
+    has_gpu_fused_moe_kernel,
 )
 from modelmill.nn.moe import MoE
 
-PER_TENSOR_SCALES = "tensor"
+PER_TENSOR_ACTIVATION_SCALES = "tensor"
 """The option ``activation_scales`` of one static scale for all inputs of a matrix."""
 STATIC_INPUT_SCALE_FORMATS = ("w8a8", "fp8")
 
@@ -62,12 +62,15 @@ def _no_fused_moe_reason(
     """What about a mixture's experts no fused MoE op has; None: one computes them."""
     kinds = {
         (formats.get(linear, "dense"), f"{linear}.perm" in tensors)
-        for linear in _expert_linears(name, moe)
+        for linear in _expert_linear_paths(name, moe)
     }
     if len(kinds) > 1:
         return f"experts in several formats ({', '.join(sorted({each for each, _ in kinds}))})"
     weight_format, permuted = kinds.pop()
-    static = weight_format in STATIC_INPUT_SCALE_FORMATS and activation_scales == PER_TENSOR_SCALES
+    static = (
+        weight_format in STATIC_INPUT_SCALE_FORMATS
+        and activation_scales == PER_TENSOR_ACTIVATION_SCALES
+    )
     op = fused_moe_op_of_format(weight_format, has_static_scale=static, has_perm=permuted)
     if op is None and weight_format not in FUSED_MOE_OPS:
         return weight_format
@@ -76,10 +79,10 @@ def _no_fused_moe_reason(
     gate = expert_activation(moe.local_expert_modules[0].act)
     if gate is None:
         return "experts with this activation"
-    return None if has_gpu_kernel(op, gate) else f"{weight_format} experts without a gate"
+    return None if has_gpu_fused_moe_kernel(op, gate) else f"{weight_format} experts without a gate"
 
 
-def _expert_linears(name: str, moe: MoE) -> Iterator[str]:
+def _expert_linear_paths(name: str, moe: MoE) -> Iterator[str]:
     """The paths of both products of each expert of this rank."""
     first = moe.local_experts[0]
     for index, expert in enumerate(moe.local_expert_modules, first):

@@ -38,7 +38,7 @@ def _suggest_fitting_options(plan: BuildPlan, ranks: int, expert_parallel: bool)
     """Return what makes the model fit; recipes before GPUs before memory."""
     smaller = list(_smaller_plans(plan))
     for recipe, other in smaller:
-        if _fits_in_memory(memory_report_on_ranks(other, ranks, expert_parallel)):
+        if _fits_in_memory(memory_report_on_largest_rank(other, ranks, expert_parallel)):
             return f"; -q {recipe} fits"
     ways = []
     tried = [("", plan), *((f" -q {recipe}", other) for recipe, other in smaller)]
@@ -52,10 +52,10 @@ def _suggest_fitting_options(plan: BuildPlan, ranks: int, expert_parallel: bool)
                 ways.append(f"--tp {count}{flag} ({count} such GPUs)")
                 most = count
     if not ways:
+        reports = [memory_report_on_largest_rank(each, ranks, expert_parallel) for _, each in tried]
         ways = [
-            f"{format_bytes(_device_bytes(memory_report_on_ranks(other, ranks, expert_parallel)))}"
-            f"{f' with{flag}' if flag else ''}"
-            for flag, other in tried
+            f"{format_bytes(_required_device_bytes(report))}{f' with{flag}' if flag else ''}"
+            for (flag, _), report in zip(tried, reports, strict=True)
         ]
         ways[0] = f"a device of {ways[0]}"
     what = "no recipe fits" if smaller else "no smaller recipe fits"
@@ -83,7 +83,9 @@ def _smaller_plans(plan: BuildPlan) -> Iterator[tuple[str, BuildPlan]]:
             yield recipe, other
 
 
-def memory_report_on_ranks(plan: BuildPlan, ranks: int, expert_parallel: bool) -> dict[str, Any]:
+def memory_report_on_largest_rank(
+    plan: BuildPlan, ranks: int, expert_parallel: bool
+) -> dict[str, Any]:
     """Return the memory report of a plan, of the largest of some ranks."""
     if ranks == 1:
         return plan.memory_report
@@ -93,7 +95,7 @@ def memory_report_on_ranks(plan: BuildPlan, ranks: int, expert_parallel: bool) -
 def _fits_on_ranks(plan: BuildPlan, ranks: int, expert_parallel: bool) -> bool:
     """Return whether a model fits over some ranks; False if it cannot be split so."""
     try:
-        return _fits_in_memory(memory_report_on_ranks(plan, ranks, expert_parallel))
+        return _fits_in_memory(memory_report_on_largest_rank(plan, ranks, expert_parallel))
     except ModelmillError:
         return False
 
@@ -104,7 +106,7 @@ def _fits_in_memory(memory: dict[str, Any]) -> bool:
     return not starved and bool(memory["kv_tokens"])
 
 
-def _device_bytes(memory: dict[str, Any]) -> int:
+def _required_device_bytes(memory: dict[str, Any]) -> int:
     """Return the memory that a device must have, of which a part stays free."""
     needed = memory["weights"] + memory["expanded"] + memory["workspace"]
     return int(needed / memory_plan.GPU_MEMORY_UTILIZATION) + 1

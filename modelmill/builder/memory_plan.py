@@ -19,7 +19,7 @@ import torch
 from modelmill.builder.kv_capacity import MAX_STEP_TOKENS, KVCapacityEstimator
 from modelmill.builder.rank_memory import (
     RankMemory,
-    WeightShape,
+    WeightFormatAndShape,
     largest_rank_memory,
     matrix_formats_and_shapes,
     single_rank_memory,
@@ -157,7 +157,7 @@ def estimate_build_memory(plan: BuildPlan) -> BuildMemory:
         plan.checkpoint, plan.tensors, plan.model_config.vocab, plan.model_config.hidden
     )
     judging += min(
-        _unpacked_weight_bytes(plan, matrix_formats_and_shapes(plan)),
+        _weight_unpacking_extra_bytes(plan, matrix_formats_and_shapes(plan)),
         int(UNPACKED_MEMORY_FRACTION * memory_limits.available_memory().free),
     )
     calibrating = 0
@@ -174,7 +174,7 @@ def estimate_build_memory(plan: BuildPlan) -> BuildMemory:
             plan.model_config.hidden,
             plan.model_config.inner,
             2 * kv.kv_heads * kv.head_dim
-            + _recurrent_state_per_token(plan)
+            + _recurrent_state_elements_per_token(plan)
             + plan.per_layer_input_size,
             needs_hessian=plan.recipe is not None and plan.recipe.needs_hessian,
         )
@@ -191,7 +191,9 @@ def memory_report(plan: BuildPlan) -> dict[str, Any]:
         return _runtime_memory_report(plan, single_rank_memory(plan), room) | _build_memory_report(
             plan
         )
-    weights = plan.weight_bytes + _unpacked_weight_bytes(plan, matrix_formats_and_shapes(plan))
+    weights = plan.weight_bytes + _weight_unpacking_extra_bytes(
+        plan, matrix_formats_and_shapes(plan)
+    )
     report = segmentation_memory_report(plan.model_config, weights, room, plan.dtype.itemsize)
     return report | _build_memory_report(plan)
 
@@ -231,7 +233,7 @@ def _runtime_memory_report(
     device: total and free bytes of what it may have. ranks: how many there are.
     """
     total, free = device
-    expanded = _unpacked_weight_bytes(plan, memory.matrices) + _packed_up_projection_bytes(
+    expanded = _weight_unpacking_extra_bytes(plan, memory.matrices) + _mla_up_projection_copy_bytes(
         plan, ranks
     )
     workspace = MAX_STEP_TOKENS * _step_activation_channels(plan, ranks) * plan.dtype.itemsize
@@ -272,7 +274,7 @@ def _runtime_memory_report(
     }
 
 
-def _unpacked_weight_bytes(plan: BuildPlan, matrices: Iterable[WeightShape]) -> int:
+def _weight_unpacking_extra_bytes(plan: BuildPlan, matrices: Iterable[WeightFormatAndShape]) -> int:
     """Return the additional bytes of expanded weights on a CPU without a compiled kernel.
 
     They are expanded once at load, as far as memory allows (``loader.unpack_weights``).
@@ -301,7 +303,7 @@ def _step_activation_channels(plan: BuildPlan, ranks: int) -> int:
     return max(8 * inner, 16 * config.hidden, attention)
 
 
-def _packed_up_projection_bytes(plan: BuildPlan, ranks: int) -> int:
+def _mla_up_projection_copy_bytes(plan: BuildPlan, ranks: int) -> int:
     """Return the bytes of the copies that latent attention keeps on a CPU, of a rank's heads."""
     if plan.config.target != "cpu" or plan.dtype.itemsize != 2:
         return 0
@@ -324,7 +326,7 @@ def _describe_capacity(plan: BuildPlan, kv: KVShape, full: int, tokens: int) -> 
     return f"{full} sequences of {longest} tokens, or {tokens} tokens in any mixture"
 
 
-def _recurrent_state_per_token(plan: BuildPlan) -> int:
+def _recurrent_state_elements_per_token(plan: BuildPlan) -> int:
     """Return the largest state of a layer, as elements of float32 per calibration token."""
     assert plan.calibration is not None, "a plan that calibrates"
     widest = max((each.nbytes(torch.float32) for each in plan.state.states), default=0)

@@ -161,7 +161,7 @@ ROWS_PER_COMPARED_BLOCK = 4096
 """Rows compared at a time, so that a vocabulary is never converted as a whole."""
 
 
-def ensure_checkpoint_config(checkpoint: Checkpoint) -> Checkpoint:
+def derive_missing_config(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint with a config: its own, or one derived from the tensors' shapes.
 
     Raises:
@@ -184,7 +184,7 @@ def ensure_checkpoint_config(checkpoint: Checkpoint) -> Checkpoint:
     )
 
 
-def config_torch_dtype(config: Mapping[str, Any]) -> str:
+def config_dtype_name(config: Mapping[str, Any]) -> str:
     """Return the dtype that a config.json names, in either spelling; "" without one."""
     named = config.get("torch_dtype") or config.get("dtype") or ""
     return str(named).removeprefix("torch.")

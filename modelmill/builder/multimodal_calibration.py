@@ -38,13 +38,13 @@ from modelmill.vision.image_input import decode_data_url, load_square_image
 
 ANSWER_KEYS = ("answer", "caption")
 IMAGE_BATCH_SIZE = 8  # images per batch of the vision encoder
-TEXTS_PER_IMAGE = 4  # one in so many generated sequences has an image
+GENERATED_SEQUENCES_PER_IMAGE = 4  # one in so many generated sequences has an image
 CALIBRATION_QUESTIONS = (
     "Describe this image in detail.",
     "What is in the picture?",
     "Where was this taken, and what has happened?",
 )
-BUILTIN_IMAGES = "drawn"  # generated
+BUILTIN_IMAGES_DIGEST = "drawn"  # generated
 
 
 def with_images_digest(source: CalibrationSource) -> CalibrationSource:
@@ -54,7 +54,7 @@ def with_images_digest(source: CalibrationSource) -> CalibrationSource:
         UsageError: if an image is missing.
     """
     if source.path is None:
-        return replace(source, image_digest=BUILTIN_IMAGES)
+        return replace(source, image_digest=BUILTIN_IMAGES_DIGEST)
     digest, any_shown = hashlib.sha256(), False
     for number, value in read_jsonl_objects(source.path):
         for picture in _images_in_line(value, source.path, number):
@@ -115,7 +115,7 @@ def encode_images_by_block(
     encoder = embedder.visual_encoder
     blocks = vision_encoder_stacks(model)[0].path
     path, _, list_name = blocks.rpartition(".")
-    for name in child_tensor_prefixes(encoder, list_name):
+    for name in tensor_prefixes_except_child(encoder, list_name):
         load_submodules(f"{path}.{name}")
     device = encoder.pos_embed.device
     batches = [
@@ -128,7 +128,7 @@ def encode_images_by_block(
         image_tokens = [block(some, vision) for some in image_tokens]
         encoder.blocks[number] = nn.Identity()
     path, _, encoder_name = path.rpartition(".")
-    for name in child_tensor_prefixes(embedder, encoder_name):
+    for name in tensor_prefixes_except_child(embedder, encoder_name):
         load_submodules(f"{path}.{name}")
     embeddings = torch.cat(
         [embedder.project_vision_tokens(some, vision).float().cpu() for some in image_tokens]
@@ -137,7 +137,7 @@ def encode_images_by_block(
     return embeddings
 
 
-def child_tensor_prefixes(module: nn.Module, left_out: str) -> list[str]:
+def tensor_prefixes_except_child(module: nn.Module, left_out: str) -> list[str]:
     """Return the prefixes of a module's tensors, but for those below one child."""
     buffers = [name for name, _ in module.named_buffers(recurse=False)]
     return buffers + [f"{name}." for name, _ in module.named_children() if name != left_out]
@@ -146,7 +146,7 @@ def child_tensor_prefixes(module: nn.Module, left_out: str) -> list[str]:
 def generate_builtin_conversations(image_size: int) -> Iterator[tuple[str, Any]]:
     """Yield (where, text or messages): generated paragraphs, every fourth with a drawn image."""
     for number, text in enumerate(generate_builtin_text().split("\n\n")):
-        if number % TEXTS_PER_IMAGE:
+        if number % GENERATED_SEQUENCES_PER_IMAGE:
             yield "our own", text
             continue
         question = [
@@ -154,7 +154,7 @@ def generate_builtin_conversations(image_size: int) -> Iterator[tuple[str, Any]]
             {
                 "type": "text",
                 "text": CALIBRATION_QUESTIONS[
-                    number // TEXTS_PER_IMAGE % len(CALIBRATION_QUESTIONS)
+                    number // GENERATED_SEQUENCES_PER_IMAGE % len(CALIBRATION_QUESTIONS)
                 ],
             },
         ]

@@ -31,15 +31,15 @@ from modelmill.builder.expert_loop import unfused_experts_remark
 from modelmill.builder.memory_plan import BuildMemory
 from modelmill.builder.model_config import (
     check_generation_config,
-    config_torch_dtype,
-    ensure_checkpoint_config,
+    config_dtype_name,
+    derive_missing_config,
     find_family,
     read_model_config,
     resolve_tied_head,
 )
 from modelmill.builder.multimodal_calibration import with_images_digest
 from modelmill.builder.segmentation import check_segmentation_options
-from modelmill.builder.tensor_mismatch import explained_mismatches
+from modelmill.builder.tensor_mismatch import reraise_explained_mismatch
 from modelmill.builder.tensor_plan import (
     PlannedTensor,
     plan_linear_weight,
@@ -61,7 +61,7 @@ from modelmill.nn.per_layer_input import per_layer_input_size
 from modelmill.nn.recurrent_state import NO_STATE, StateShape
 from modelmill.nn.whole_model_decode import model_kv_shape
 from modelmill.ops import registry
-from modelmill.quant.keep import KEEP_RECIPE, expansion_remark, resolve_keep_config
+from modelmill.quant.keep import KEEP_RECIPE_NAME, expansion_remark, resolve_keep_config
 from modelmill.quant.mixed_precision import MixedPrecisionRecipe
 from modelmill.quant.recipe import NO_RECIPE, Recipe, make_recipe
 from modelmill.quant.vision_encoder import describe_vision_recipe, vision_encoder_recipe
@@ -177,7 +177,7 @@ class BuildPlan:
             )
         )
 
-    def _active_expert_share(self, module: str) -> float:
+    def _token_share_of_module(self, module: str) -> float:
         """Return the share of the tokens that a module multiplies: of an expert, less than all."""
         moe = getattr(self.model_config, "moe", None)
         if moe is None or re.search(r"\.experts\.\d", module) is None:
@@ -224,7 +224,7 @@ class BuildPlan:
             "layers": getattr(self.model_config, "layers", None),
             "tensors": len(self.tensors),
             "parameters": self.num_parameters(),
-            "active_parameters": self.num_parameters(self._active_expert_share),
+            "active_parameters": self.num_parameters(self._token_share_of_module),
             "tokenizer": bool(self.checkpoint.tokenizer_files()),
             "chat_template": chat_format_remark(self.checkpoint.side_files) or None,
             "bytes_by_format": by_format,
@@ -254,7 +254,7 @@ def resolve_build_options(
     if target == "auto":
         target = "cuda" if torch.cuda.is_available() else "cpu"
         reasons["target"] = f"{target}: what is here"
-    stored = config_torch_dtype(checkpoint.config)
+    stored = config_dtype_name(checkpoint.config)
     if dtype == "auto":
         if target == "cpu":
             dtype, reasons["dtype"] = (
@@ -312,7 +312,7 @@ def make_build_plan(
         CheckpointError: if the checkpoint is not supported (UnknownArchitecture, …).
         UsageError: if an option is invalid.
     """
-    checkpoint = ensure_checkpoint_config(checkpoint)
+    checkpoint = derive_missing_config(checkpoint)
     family = find_family(checkpoint)
     sizes, warnings = read_model_config(checkpoint, family)
     if read_family_options(family).ENGINE_TYPE != LANGUAGE_ENGINE_TYPE:
@@ -326,12 +326,12 @@ def make_build_plan(
     quantized = bool(checkpoint.config.get("quantization_config"))
     expanded = expansion_remark(checkpoint) if quantized else ""
     unset = config.quantization == NO_RECIPE
-    if config.quantization == KEEP_RECIPE or (quantized and unset and not expanded):
+    if config.quantization == KEEP_RECIPE_NAME or (quantized and unset and not expanded):
         config, reasons = resolve_keep_config(checkpoint, config)
     elif expanded and unset:
         warnings.append(expanded)
     auto_result = None
-    with explained_mismatches(checkpoint, family, sizes):
+    with reraise_explained_mismatch(checkpoint, family, sizes):
         renames = resolve_rename_rules(checkpoint, family, sizes)
         if config.quantization == AUTO_QUANTIZATION and not config.layer_recipes:
             config, auto_result = resolve_auto_precision(
@@ -354,7 +354,7 @@ def make_build_plan(
     with torch.device("meta"):
         model = family.Model(sizes)
     _check_vision_recipe(config, model, checkpoint)
-    with explained_mismatches(checkpoint, family, sizes):
+    with reraise_explained_mismatch(checkpoint, family, sizes):
         tensors = tuple(plan_tensors(checkpoint, config, recipe, model, renames, family))
     aliases = {"head.weight": "embed.weight"} if sizes.tied else {}
     if sizes.tied and "head" in quantized_modules(model, config):
@@ -368,7 +368,7 @@ def make_build_plan(
         checkpoint, config, family, sizes, length, tensors, aliases, resolved | reasons, recipe,
         calibration, auto_result, chosen_on,
         (*warnings, *tied_warnings), kv, state_shape(model.layers), per_layer_input_size(model),
-        _expert_loop(model, config, tensors),
+        _expert_loop_remark(model, config, tensors),
     )  # fmt: skip
 
 
@@ -396,7 +396,9 @@ def _plan_kv_shape(
     )
 
 
-def _expert_loop(model: Any, config: BuildConfig, tensors: Sequence[PlannedTensor]) -> str | None:
+def _expert_loop_remark(
+    model: Any, config: BuildConfig, tensors: Sequence[PlannedTensor]
+) -> str | None:
     """Which experts of this engine a GPU computes one after another, and why."""
     if config.target != "cuda":
         return None
@@ -423,7 +425,7 @@ def _plan_quantized_head(
     own = None if recipe is None else recipe.module_recipe("head")
     dtype = getattr(torch, config.dtype)
     return plan_linear_weight(
-        checkpoint, copy, "head", dtype, own, keep=config.quantization == KEEP_RECIPE
+        checkpoint, copy, "head", dtype, own, keep=config.quantization == KEEP_RECIPE_NAME
     )
 
 

@@ -21,7 +21,7 @@ from modelmill.nn.whole_model_decode import model_kv_shape
 if TYPE_CHECKING:
     from modelmill.builder.plan import BuildPlan
 
-WeightShape = tuple[str, tuple[int, ...]]
+WeightFormatAndShape = tuple[str, tuple[int, ...]]
 """A weight format, and the shape of a rank's part of a matrix."""
 
 
@@ -37,7 +37,7 @@ class RankMemory:
     """
 
     weight_bytes: int
-    matrices: tuple[WeightShape, ...]
+    matrices: tuple[WeightFormatAndShape, ...]
     kv: KVShape
     state: StateShape
 
@@ -48,7 +48,7 @@ def single_rank_memory(plan: BuildPlan) -> RankMemory:
     return RankMemory(plan.weight_bytes, matrix_formats_and_shapes(plan), plan.kv, plan.state)
 
 
-def matrix_formats_and_shapes(plan: BuildPlan) -> tuple[WeightShape, ...]:
+def matrix_formats_and_shapes(plan: BuildPlan) -> tuple[WeightFormatAndShape, ...]:
     """Return format and shape of every matrix."""
     return tuple(
         (each.weight_format, each.shape) for each in plan.tensors if each.weight_format is not None
@@ -68,7 +68,7 @@ def largest_rank_memory(plan: BuildPlan, ranks: int, expert_parallel: bool = Fal
     """
     if ranks == 1:
         return single_rank_memory(plan)
-    aligned = _column_alignments(plan)
+    aligned = _make_column_alignment_lookup(plan)
     memories = (_rank_memory(plan, aligned, rank, ranks, expert_parallel) for rank in range(ranks))
     return max(memories, key=lambda memory: memory.weight_bytes)
 
@@ -104,7 +104,7 @@ def _rank_kv_shape(plan: BuildPlan, model: nn.Module, ranks: int) -> KVShape:
     return model_kv_shape(model, plan.max_model_len, None, dtype, ranks)
 
 
-def _column_alignments(plan: BuildPlan) -> Callable[[str], int]:
+def _make_column_alignment_lookup(plan: BuildPlan) -> Callable[[str], int]:
     """Return the multiple at which the columns of a matrix, by its module, may be cut."""
     aligned = {
         each.module: _tensor_column_alignment(each)

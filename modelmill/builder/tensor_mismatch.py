@@ -32,7 +32,7 @@ from modelmill.core.read_tracking_config import ReadTrackingConfig
 MAX_MATCHED_NAMES, MAX_COMPARED_SHAPES = 800_000, 120_000
 """Tensors that are looked at for one explanation: large models try fewer values."""
 MAX_VALUE_TRIALS = 400
-RENAME_MISMATCHES = ("the model needs", "the checkpoint holds")
+RENAME_ERROR_PREFIXES = ("the model needs", "the checkpoint holds")
 """How ``checkpoint.rename.plan_renames`` begins its messages."""
 
 
@@ -71,7 +71,7 @@ class DecidingField(NamedTuple):
 
 
 @contextmanager
-def explained_mismatches(
+def reraise_explained_mismatch(
     checkpoint: Checkpoint, family: ModuleType, model_config: Any
 ) -> Iterator[None]:
     """Explain a TensorMismatch of what is done inside: the file, the fields and what to do.
@@ -83,7 +83,7 @@ def explained_mismatches(
         yield
     except TensorMismatch as error:
         found = find_mismatches(checkpoint, family, model_config)
-        if found.is_empty or not (found.shapes or str(error).startswith(RENAME_MISMATCHES)):
+        if found.is_empty or not (found.shapes or str(error).startswith(RENAME_ERROR_PREFIXES)):
             raise
         fields = [] if _is_gguf(checkpoint) else find_deciding_fields(checkpoint, family, found)
         raise TensorMismatch(_explain(checkpoint, found, fields)) from None

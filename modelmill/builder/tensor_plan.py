@@ -32,7 +32,7 @@ from modelmill.nn.layer_stack import (
     weight_file,
 )
 from modelmill.nn.linear import Linear
-from modelmill.quant.keep import KEEP_RECIPE, PrequantizedWeight, find_prequantized_weight
+from modelmill.quant.keep import KEEP_RECIPE_NAME, PrequantizedWeight, find_prequantized_weight
 from modelmill.quant.recipe import Recipe
 from modelmill.quant.vision_encoder import W8A8NearestRecipe
 from modelmill.weights.base import PackedTensorSpecs, packed_tensor_specs
@@ -232,7 +232,7 @@ def plan_tensors(
                 if recipe is None
                 else recipe.module_recipe(module, linear_quant_site(model, module))
             )
-            keep = config.quantization == KEEP_RECIPE
+            keep = config.quantization == KEEP_RECIPE_NAME
             planned = plan_linear_weight(checkpoint, rule, module, dtype, own, keep=keep)
         if planned.shape != expected[rule.target]:
             raise TensorMismatch(

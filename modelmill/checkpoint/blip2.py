@@ -24,21 +24,21 @@ from modelmill.core.read_tracking_config import ReadTrackingConfig
 
 BLIP2_TYPE = "blip-2"
 INSTRUCTBLIP_TYPES = ("instructblip", "instructblipvideo")
-_TENSOR_NAMES = {
+_MINIGPT4_TENSOR_NAMES = {
     "vision_model.embeddings.class_embedding": VISION_ENCODER_PREFIX + "cls_token",
     "vision_model.embeddings.position_embedding": VISION_ENCODER_PREFIX + "pos_embed",
 }
-_MODULE_NAMES = {
+_MINIGPT4_MODULE_NAMES = {
     "vision_model.embeddings.patch_embedding": VISION_ENCODER_PREFIX + "patch_embed.proj",
     "vision_model.post_layernorm": "ln_vision",
     "qformer.layernorm": "Qformer.bert.embeddings.LayerNorm",
     "language_projection": "llama_proj",
 }
-_LAYER_PREFIXES = {
+_MINIGPT4_LAYER_PREFIXES = {
     "vision_model.encoder.layers.": VISION_ENCODER_PREFIX + "blocks.",
     "qformer.encoder.layer.": "Qformer.bert.encoder.layer.",
 }
-_LAYER_MODULES = {
+_MINIGPT4_LAYER_MODULES = {
     "layer_norm1": "norm1",
     "layer_norm2": "norm2",
     "self_attn.qkv": "attn.qkv",
@@ -50,10 +50,10 @@ _LAYER_MODULES = {
     },
 }
 """Modules of the vision encoder's and the Q-Former's layers; others have the same names."""
-_QKV_BIAS_NAME = re.compile(r"vision_model\.encoder\.layers\.(\d+)\.self_attn\.qkv\.bias")
+_QKV_BIAS_PATTERN = re.compile(r"vision_model\.encoder\.layers\.(\d+)\.self_attn\.qkv\.bias")
 
 
-class Blip2Container:
+class Blip2AsMiniGpt4Container:
     """The tensors under the names of MiniGPT-4's files; other names are not changed."""
 
     def __init__(self, container: Container) -> None:
@@ -61,7 +61,7 @@ class Blip2Container:
         # our name → file name, and the third of it; None: all
         self._sources: dict[str, tuple[str, int | None]] = {}
         for name in container.names():
-            bias = _QKV_BIAS_NAME.fullmatch(name)
+            bias = _QKV_BIAS_PATTERN.fullmatch(name)
             if bias is not None:
                 self._sources[f"{VISION_ENCODER_PREFIX}blocks.{bias[1]}.attn.q_bias"] = (name, 0)
                 self._sources[f"{VISION_ENCODER_PREFIX}blocks.{bias[1]}.attn.v_bias"] = (name, 2)
@@ -74,7 +74,7 @@ class Blip2Container:
         return list(self._sources)
 
     @property
-    def num_blocks(self) -> int:
+    def num_vision_blocks(self) -> int:
         """Return the number of blocks of the vision encoder."""
         blocks = f"{VISION_ENCODER_PREFIX}blocks."
         norms = [name for name in self._sources if name.endswith(".norm1.weight")]
@@ -219,14 +219,14 @@ def _sub_config(config: ReadTrackingConfig, key: str, path: Path) -> Mapping[str
 
 
 def _to_minigpt4_name(name: str) -> str:
-    if name in _TENSOR_NAMES:
-        return _TENSOR_NAMES[name]
+    if name in _MINIGPT4_TENSOR_NAMES:
+        return _MINIGPT4_TENSOR_NAMES[name]
     if name.startswith("language_model."):
         return LANGUAGE_PREFIX + name.removeprefix("language_model.")
-    for stack, stack_name in _LAYER_PREFIXES.items():
+    for stack, stack_name in _MINIGPT4_LAYER_PREFIXES.items():
         if name.startswith(stack):
             number, _, tensor = name.removeprefix(stack).partition(".")
             module, _, leaf = tensor.rpartition(".")
-            return f"{stack_name}{number}.{_LAYER_MODULES.get(module, module)}.{leaf}"
+            return f"{stack_name}{number}.{_MINIGPT4_LAYER_MODULES.get(module, module)}.{leaf}"
     module, _, leaf = name.rpartition(".")
-    return f"{_MODULE_NAMES[module]}.{leaf}" if module in _MODULE_NAMES else name
+    return f"{_MINIGPT4_MODULE_NAMES[module]}.{leaf}" if module in _MINIGPT4_MODULE_NAMES else name

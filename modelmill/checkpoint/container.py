@@ -17,7 +17,7 @@ from modelmill.core.quoting import quote
 MAX_LISTED_NAMES = 12
 """How many tensor names an error message lists."""
 
-MAX_NAME_LENGTH = 200
+MAX_SHOWN_NAME_LENGTH = 200
 """Characters of a name in an error message: real names have some 60."""
 
 
@@ -130,7 +130,7 @@ def format_names(names: Collection[str]) -> str:
     # Names in a file may contain any characters; an error stays one line.
     first = sorted(names)[:MAX_LISTED_NAMES]
     some = [
-        name if name.isprintable() and len(name) <= MAX_NAME_LENGTH else quote(name)
+        name if name.isprintable() and len(name) <= MAX_SHOWN_NAME_LENGTH else quote(name)
         for name in first
     ]
     more = len(names) - len(some)

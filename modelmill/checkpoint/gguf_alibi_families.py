@@ -37,9 +37,12 @@ BAICHUAN_13B_LAYERS = 40
 
 def _read_alibi_sizes(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read the sizes; there is one KV head for each head, and the MLP is four times as wide."""
-    width, heads = keys.get_count("embedding_length"), keys.get_count("attention.head_count")
-    kv_heads = keys.get_count("attention.head_count_kv", heads)
-    inner = keys.get_count("feed_forward_length")
+    width, heads = (
+        keys.get_positive_int("embedding_length"),
+        keys.get_positive_int("attention.head_count"),
+    )
+    kv_heads = keys.get_positive_int("attention.head_count_kv", heads)
+    inner = keys.get_positive_int("feed_forward_length")
     if kv_heads != heads or inner != 4 * width:
         raise UnknownArchitecture(
             f"{keys.raw.path}: has {kv_heads} KV heads for {heads} heads and {inner} channels in "
@@ -49,13 +52,13 @@ def _read_alibi_sizes(keys: ArchitectureKeys) -> dict[str, Any]:
     return {
         "hidden_size": width,
         "num_attention_heads": heads,
-        "num_hidden_layers": keys.get_count("block_count"),
+        "num_hidden_layers": keys.get_positive_int("block_count"),
         "layer_norm_epsilon": keys.get_positive_float("attention.layer_norm_epsilon"),
     }
 
 
 def _read_bloom_config(keys: ArchitectureKeys) -> dict[str, Any]:
-    return {**_read_alibi_sizes(keys), "seq_length": keys.get_count("context_length")}
+    return {**_read_alibi_sizes(keys), "seq_length": keys.get_positive_int("context_length")}
 
 
 def _read_mpt_config(keys: ArchitectureKeys) -> dict[str, Any]:
@@ -63,7 +66,7 @@ def _read_mpt_config(keys: ArchitectureKeys) -> dict[str, Any]:
     clip = "attention.clamp_kqv"
     return {
         **_read_alibi_sizes(keys),
-        "max_seq_len": keys.get_count("context_length"),
+        "max_seq_len": keys.get_positive_int("context_length"),
         "attn_config": {
             "clip_qkv": keys.get_positive_float(clip) if clip in keys else None,
             "alibi": True,
@@ -76,7 +79,7 @@ def _read_baichuan_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Baichuan: q, k and v apart, the head as it is multiplied; 7B is a LLaMA there."""
     keys.view.get(f"{keys.arch}.tensor_data_layout")  # how q and k are ordered, which is known
     config = {**read_rms_config(keys), "attention_bias": False, "mlp_bias": False}
-    if keys.get_count("block_count") != BAICHUAN_13B_LAYERS:
+    if keys.get_positive_int("block_count") != BAICHUAN_13B_LAYERS:
         return {"model_type": "llama", **config}
     kept = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     return {

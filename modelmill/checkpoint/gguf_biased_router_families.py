@@ -74,17 +74,17 @@ def _read_dots1_config(keys: ArchitectureKeys) -> dict[str, Any]:
 def _read_ernie4_5_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read ERNIE 4.5: softmax, and weights that sum to 1, as llama.cpp has it fixed."""
     require_softmax_gating(keys)
-    inner = keys.get_count("expert_feed_forward_length")
+    inner = keys.get_positive_int("expert_feed_forward_length")
     return {
         **read_rms_config(keys),
         "head_dim": head_dim(keys),
         "use_bias": keys.has_tensor("blk.0.attn_q.bias"),
-        "moe_num_experts": keys.get_count("expert_count"),
-        "moe_k": keys.get_count("expert_used_count"),
+        "moe_num_experts": keys.get_positive_int("expert_count"),
+        "moe_k": keys.get_positive_int("expert_used_count"),
         "moe_intermediate_size": inner,
         "moe_num_shared_experts": _count_shared_experts(keys, inner),
-        "moe_layer_start_index": keys.get_count("leading_dense_block_count", 0),
-        "moe_layer_interval": keys.get_count("interleave_moe_layer_step"),
+        "moe_layer_start_index": keys.get_positive_int("leading_dense_block_count", 0),
+        "moe_layer_interval": keys.get_positive_int("interleave_moe_layer_step"),
     }
 
 
@@ -100,7 +100,7 @@ def _read_exaone_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
         "num_experts": count,
         "num_shared_experts": _count_shared_experts(keys, inner),
         "head_dim": head_dim(keys),
-        "sliding_window": keys.get_count(SLIDING_WINDOW_KEY),
+        "sliding_window": keys.get_positive_int(SLIDING_WINDOW_KEY),
         "layer_types": read_window_layer_types(keys, experts["num_hidden_layers"]),
     }
 
@@ -115,9 +115,9 @@ def _read_minimax_m2_config(keys: ArchitectureKeys) -> dict[str, Any]:
     return {
         **config,
         "head_dim": channels,
-        "rotary_dim": keys.get_count("rope.dimension_count", channels),
-        "num_local_experts": keys.get_count("expert_count"),
-        "num_experts_per_tok": keys.get_count("expert_used_count"),
+        "rotary_dim": keys.get_positive_int("rope.dimension_count", channels),
+        "num_local_experts": keys.get_positive_int("expert_count"),
+        "num_experts_per_tok": keys.get_positive_int("expert_used_count"),
     }
 
 
@@ -127,15 +127,15 @@ def _read_afmoe_config(keys: ArchitectureKeys) -> dict[str, Any]:
     return {
         **read_rms_config(keys),
         "head_dim": head_dim(keys),
-        "num_experts": keys.get_count("expert_count"),
-        "num_experts_per_tok": keys.get_count("expert_used_count"),
-        "moe_intermediate_size": keys.get_count("expert_feed_forward_length"),
-        "num_shared_experts": keys.get_count("expert_shared_count"),
-        "num_dense_layers": keys.get_count("leading_dense_block_count", 0),
+        "num_experts": keys.get_positive_int("expert_count"),
+        "num_experts_per_tok": keys.get_positive_int("expert_used_count"),
+        "moe_intermediate_size": keys.get_positive_int("expert_feed_forward_length"),
+        "num_shared_experts": keys.get_positive_int("expert_shared_count"),
+        "num_dense_layers": keys.get_positive_int("leading_dense_block_count", 0),
         "route_scale": keys.get_positive_float("expert_weights_scale", 1.0),
         "route_norm": keys.get_flag("expert_weights_norm", True),
-        "sliding_window": keys.get_count(SLIDING_WINDOW_KEY),
-        "layer_types": read_window_layer_types(keys, keys.get_count("block_count")),
+        "sliding_window": keys.get_positive_int(SLIDING_WINDOW_KEY),
+        "layer_types": read_window_layer_types(keys, keys.get_positive_int("block_count")),
         "mup_enabled": True,
     }
 
@@ -160,8 +160,8 @@ def _count_shared_experts(keys: ArchitectureKeys, inner: int) -> int:
     Raises:
         CorruptCheckpoint: if that is not so many times one expert's.
     """
-    count = keys.get_count("expert_shared_count", 0)
-    width = keys.get_count("expert_shared_feed_forward_length", count * inner)
+    count = keys.get_positive_int("expert_shared_count", 0)
+    width = keys.get_positive_int("expert_shared_feed_forward_length", count * inner)
     if width != count * inner:
         raise CorruptCheckpoint(
             f"{keys.raw.path}: has expert_shared_feed_forward_length {width}, but "

@@ -20,7 +20,7 @@ MAX_COUNT = 1 << 24
 MOE_MODEL_TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe"}
 """Architectures with experts that have a name of their own → model_type."""
 
-OWN_EXPERT_KEYS = (
+ARCHITECTURES_READING_EXPERT_KEYS = (
     "gpt-oss", "glm4moe", "deepseek2", "gemma4", "granitemoe", "granitehybrid", "qwen3next",
     "qwen35moe", "hunyuan-moe", "hy_v3", "lfm2moe", "nemotron_h_moe", "mellum", "dots1",
     "ernie4_5-moe", "exaone-moe", "minimax-m2", "afmoe", "bailingmoe2",
@@ -60,11 +60,11 @@ def read_config(
             family but compute something else.
     """
     keys = ArchitectureKeys(raw, arch)
-    experts = keys.get_count("expert_count", 0)
-    if experts and arch not in ("llama", *MOE_MODEL_TYPES, *OWN_EXPERT_KEYS):
+    experts = keys.get_positive_int("expert_count", 0)
+    if experts and arch not in ("llama", *MOE_MODEL_TYPES, *ARCHITECTURES_READING_EXPERT_KEYS):
         raise UnknownArchitecture(
             f"{raw.path}: is a mixture of experts of architecture {arch}; modelmill reads those of "
-            f"llama (Mixtral), {', '.join((*MOE_MODEL_TYPES, *OWN_EXPERT_KEYS))}"
+            f"llama (Mixtral), {', '.join((*MOE_MODEL_TYPES, *ARCHITECTURES_READING_EXPERT_KEYS))}"
         )
     if (
         "token_embd.weight" not in raw.names()
@@ -86,7 +86,7 @@ def read_config(
             or {"gpt2": _read_gpt2_config, "qwen": _read_qwen_config}.get(arch, _read_llama_config)
         )(keys)
     )
-    if experts and arch not in OWN_EXPERT_KEYS:
+    if experts and arch not in ARCHITECTURES_READING_EXPERT_KEYS:
         config.update(_read_moe_config(keys, experts, config["model_type"]))
     ids = _read_special_token_ids(raw, vocabulary)
     config.update({name: value for name, value in ids.items() if not isinstance(value, list)})
@@ -99,7 +99,7 @@ def read_config(
     }
     _check_sliding_window_rope_base(keys, unread)
     # full attention, as in llama.cpp: a window as long as the context is equal to it
-    window, context = f"{arch}.attention.sliding_window", keys.get_count("context_length")
+    window, context = f"{arch}.attention.sliding_window", keys.get_positive_int("context_length")
     if isinstance(unread.get(window), int) and not 0 < unread[window] < context:
         del unread[window]
     return config, {**ids, **_sampling_defaults(raw)}, unread
@@ -154,7 +154,7 @@ class ArchitectureKeys:
         """Return whether the file has a key, without reading it."""
         return f"{self.arch}.{key}" in self.raw.metadata
 
-    def get_count(self, key: str, default: int | None = None) -> int:
+    def get_positive_int(self, key: str, default: int | None = None) -> int:
         """Read a key that is a number from 1 up."""
         value = self.view.get(f"{self.arch}.{key}", default)
         least = 1 if default is None else min(default, 1)
@@ -236,7 +236,7 @@ def read_window_layer_types(keys: ArchitectureKeys, layers: int) -> list[str]:
         return ["full_attention"] * layers
     stored = keys.view.get(f"{keys.arch}.{SLIDING_WINDOW_PATTERN_KEY}")
     if stored is None or type(stored) is int:
-        period = keys.get_count(SLIDING_WINDOW_PATTERN_KEY, DEFAULT_WINDOW_PERIOD)
+        period = keys.get_positive_int(SLIDING_WINDOW_PATTERN_KEY, DEFAULT_WINDOW_PERIOD)
         windowed = [(layer + 1) % period != 0 for layer in range(layers)]
     else:
         windowed = read_layer_flags(keys, SLIDING_WINDOW_PATTERN_KEY, layers)
@@ -260,10 +260,13 @@ def head_dim(keys: ArchitectureKeys, *, partial: bool = False) -> int:
     Raises:
         UnknownArchitecture: for heads whose keys, values and rotated channels differ.
     """
-    heads, width = keys.get_count("attention.head_count"), keys.get_count("embedding_length")
-    key_dim = keys.get_count("attention.key_length", max(1, width // heads))
-    value_dim = keys.get_count("attention.value_length", key_dim)
-    rotated = key_dim if partial else keys.get_count("rope.dimension_count", key_dim)
+    heads, width = (
+        keys.get_positive_int("attention.head_count"),
+        keys.get_positive_int("embedding_length"),
+    )
+    key_dim = keys.get_positive_int("attention.key_length", max(1, width // heads))
+    value_dim = keys.get_positive_int("attention.value_length", key_dim)
+    rotated = key_dim if partial else keys.get_positive_int("rope.dimension_count", key_dim)
     if value_dim != key_dim or rotated != key_dim:
         raise UnknownArchitecture(
             f"{keys.raw.path}: has heads of {key_dim} keys, {value_dim} values and {rotated} "
@@ -281,17 +284,17 @@ def _read_llama_config(keys: ArchitectureKeys) -> dict[str, Any]:
         "qwen3": "Qwen3ForCausalLM",
         **dict.fromkeys(MOE_MODEL_TYPES, ""),  # see _read_moe_config
     }
-    heads = keys.get_count("attention.head_count")
+    heads = keys.get_positive_int("attention.head_count")
     theta = keys.get_positive_float("rope.freq_base", 10000.0)
     return {
         "architectures": [classes[keys.arch]],
-        "hidden_size": keys.get_count("embedding_length"),
-        "intermediate_size": keys.get_count("feed_forward_length"),
-        "num_hidden_layers": keys.get_count("block_count"),
+        "hidden_size": keys.get_positive_int("embedding_length"),
+        "intermediate_size": keys.get_positive_int("feed_forward_length"),
+        "num_hidden_layers": keys.get_positive_int("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.get_count("attention.head_count_kv", heads),
+        "num_key_value_heads": keys.get_positive_int("attention.head_count_kv", heads),
         "head_dim": head_dim(keys),
-        "max_position_embeddings": keys.get_count("context_length"),
+        "max_position_embeddings": keys.get_positive_int("context_length"),
         "rms_norm_eps": keys.get_positive_float("attention.layer_norm_rms_epsilon"),
         "rope_theta": theta,
         "rope_scaling": rope_scaling(keys, theta),
@@ -315,17 +318,19 @@ def _read_moe_config(keys: ArchitectureKeys, count: int, model_type: str) -> dic
     config: dict[str, Any] = {
         "architectures": [classes[model_type]],
         "num_local_experts" if model_type == "mixtral" else "num_experts": count,
-        "num_experts_per_tok": keys.get_count("expert_used_count"),
+        "num_experts_per_tok": keys.get_positive_int("expert_used_count"),
     }
     if model_type == "mixtral":
         return config
     config["norm_topk_prob"] = model_type == "qwen3_moe"
-    inner = keys.get_count("expert_feed_forward_length", keys.get_count("feed_forward_length"))
+    inner = keys.get_positive_int(
+        "expert_feed_forward_length", keys.get_positive_int("feed_forward_length")
+    )
     if model_type == "olmoe":
         return config | {"intermediate_size": inner}
     config["moe_intermediate_size"] = inner
     if model_type == "qwen2_moe":
-        shared = keys.get_count("expert_shared_feed_forward_length", inner)
+        shared = keys.get_positive_int("expert_shared_feed_forward_length", inner)
         config |= {"shared_expert_intermediate_size": shared, "qkv_bias": True}
     return config
 
@@ -369,14 +374,14 @@ def _read_qwen_config(keys: ArchitectureKeys) -> dict[str, Any]:
     A GGUF contains neither dynamic NTK, logn nor the trained length: both are off, as in llama.cpp,
     and seq_length is the file's context length.
     """
-    channels, feed_forward = head_dim(keys), keys.get_count("feed_forward_length")
+    channels, feed_forward = head_dim(keys), keys.get_positive_int("feed_forward_length")
     if keys.has_tensor("blk.0.ffn_up.weight") and keys.raw.tensor_info("blk.0.ffn_up.weight").shape[
         :1
     ] == (feed_forward,):
         # config.json counts w1 and w2 together, as do GGUFs of the official converter; this one
         # does not.
         feed_forward *= 2
-    context = keys.get_count("context_length")
+    context = keys.get_positive_int("context_length")
     theta = keys.get_positive_float("rope.freq_base", 10000.0)
     if rope_scaling(keys, theta) is not None:
         raise UnknownArchitecture(
@@ -384,10 +389,10 @@ def _read_qwen_config(keys: ArchitectureKeys) -> dict[str, Any]:
         )
     return {
         "architectures": ["QWenLMHeadModel"],
-        "hidden_size": keys.get_count("embedding_length"),
+        "hidden_size": keys.get_positive_int("embedding_length"),
         "intermediate_size": feed_forward,
-        "num_hidden_layers": keys.get_count("block_count"),
-        "num_attention_heads": keys.get_count("attention.head_count"),
+        "num_hidden_layers": keys.get_positive_int("block_count"),
+        "num_attention_heads": keys.get_positive_int("attention.head_count"),
         "kv_channels": channels,
         "max_position_embeddings": context,
         "seq_length": context,
@@ -401,13 +406,16 @@ def _read_qwen_config(keys: ArchitectureKeys) -> dict[str, Any]:
 
 
 def _read_gpt2_config(keys: ArchitectureKeys) -> dict[str, Any]:
-    width, context = keys.get_count("embedding_length"), keys.get_count("context_length")
+    width, context = (
+        keys.get_positive_int("embedding_length"),
+        keys.get_positive_int("context_length"),
+    )
     return {
         "architectures": ["GPT2LMHeadModel"],
         "n_embd": width,
-        "n_layer": keys.get_count("block_count"),
-        "n_head": keys.get_count("attention.head_count"),
-        "n_inner": keys.get_count("feed_forward_length", 4 * width),
+        "n_layer": keys.get_positive_int("block_count"),
+        "n_head": keys.get_positive_int("attention.head_count"),
+        "n_inner": keys.get_positive_int("feed_forward_length", 4 * width),
         "n_positions": context,
         "n_ctx": context,
         "layer_norm_epsilon": keys.get_positive_float("attention.layer_norm_epsilon"),

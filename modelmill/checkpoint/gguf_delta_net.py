@@ -26,19 +26,19 @@ from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
 DEFAULT_FULL_ATTENTION_INTERVAL = 4
 """Of layers with full attention, where the file has no key."""
-LINEAR_ATTENTION_PATH = "linear_attn"
+HF_LINEAR_ATTENTION_PATH = "linear_attn"
 DELTA_NET_NAMES = {
     **{gguf: name for gguf, name in LLAMA_NAMES.items() if gguf != "blk.ffn_norm"},
     "blk.post_attention_norm": "post_attention_layernorm",
-    "blk.attn_qkv": f"{LINEAR_ATTENTION_PATH}.in_proj_qkv",
-    "blk.attn_gate": f"{LINEAR_ATTENTION_PATH}.in_proj_z",
-    "blk.ssm_alpha": f"{LINEAR_ATTENTION_PATH}.in_proj_a",
-    "blk.ssm_beta": f"{LINEAR_ATTENTION_PATH}.in_proj_b",
-    "blk.ssm_conv1d": f"{LINEAR_ATTENTION_PATH}.conv1d",
-    "blk.ssm_dt.bias": f"{LINEAR_ATTENTION_PATH}.dt_bias",
-    "blk.ssm_a": f"{LINEAR_ATTENTION_PATH}.A_log",
-    "blk.ssm_norm": f"{LINEAR_ATTENTION_PATH}.norm",
-    "blk.ssm_out": f"{LINEAR_ATTENTION_PATH}.out_proj",
+    "blk.attn_qkv": f"{HF_LINEAR_ATTENTION_PATH}.in_proj_qkv",
+    "blk.attn_gate": f"{HF_LINEAR_ATTENTION_PATH}.in_proj_z",
+    "blk.ssm_alpha": f"{HF_LINEAR_ATTENTION_PATH}.in_proj_a",
+    "blk.ssm_beta": f"{HF_LINEAR_ATTENTION_PATH}.in_proj_b",
+    "blk.ssm_conv1d": f"{HF_LINEAR_ATTENTION_PATH}.conv1d",
+    "blk.ssm_dt.bias": f"{HF_LINEAR_ATTENTION_PATH}.dt_bias",
+    "blk.ssm_a": f"{HF_LINEAR_ATTENTION_PATH}.A_log",
+    "blk.ssm_norm": f"{HF_LINEAR_ATTENTION_PATH}.norm",
+    "blk.ssm_out": f"{HF_LINEAR_ATTENTION_PATH}.out_proj",
 }
 DELTA_NET_MOE_NAMES = {
     **{gguf: name for gguf, name in DELTA_NET_NAMES.items() if not gguf.startswith("blk.ffn_")},
@@ -52,14 +52,14 @@ DELTA_NET_MOE_NAMES = {
 }  # fmt: skip
 QWEN3_NEXT_NAMES = {
     **DELTA_NET_MOE_NAMES,
-    "blk.ssm_ba": f"{LINEAR_ATTENTION_PATH}.in_proj_ba",
-    "blk.ssm_in": f"{LINEAR_ATTENTION_PATH}.in_proj_qkvz",
+    "blk.ssm_ba": f"{HF_LINEAR_ATTENTION_PATH}.in_proj_ba",
+    "blk.ssm_in": f"{HF_LINEAR_ATTENTION_PATH}.in_proj_qkvz",
 }
 
 
 def _read_layer_types(keys: ArchitectureKeys, layers: int) -> list[str]:
     """Read which layers are recurrences: from a list, or all but every n-th."""
-    every = keys.get_count("full_attention_interval", DEFAULT_FULL_ATTENTION_INTERVAL)
+    every = keys.get_positive_int("full_attention_interval", DEFAULT_FULL_ATTENTION_INTERVAL)
     key = "attention.recurrent_layers"
     stored = keys.view.get(f"{keys.arch}.{key}")
     if stored is None:
@@ -80,16 +80,19 @@ def _read_delta_net_config(
     keys: ArchitectureKeys, inner: str = "feed_forward_length"
 ) -> dict[str, Any]:
     """Read the sizes of both; inner: the key with the channels of an MLP, or of an expert."""
-    predicted = keys.get_count("nextn_predict_layers", 0)
-    layers = keys.get_count("block_count") - predicted
-    heads, width = keys.get_count("ssm.time_step_rank"), keys.get_count("ssm.inner_size")
+    predicted = keys.get_positive_int("nextn_predict_layers", 0)
+    layers = keys.get_positive_int("block_count") - predicted
+    heads, width = (
+        keys.get_positive_int("ssm.time_step_rank"),
+        keys.get_positive_int("ssm.inner_size"),
+    )
     if layers < 1 or width % heads:
         raise UnknownArchitecture(
             f"{keys.raw.path}: has {layers} layers beside {predicted} that predict, and "
             f"ssm.inner_size {width} for the {heads} heads of ssm.time_step_rank, which must "
             "divide it"
         )
-    key_heads = keys.get_count("ssm.group_count")
+    key_heads = keys.get_positive_int("ssm.group_count")
     if heads % key_heads:
         raise CorruptCheckpoint(
             f"{keys.raw.path}: the {key_heads} heads of ssm.group_count do not divide the {heads} "
@@ -106,9 +109,9 @@ def _read_delta_net_config(
         "layer_types": types,
         "linear_num_key_heads": key_heads,
         "linear_num_value_heads": heads,
-        "linear_key_head_dim": keys.get_count("ssm.state_size"),
+        "linear_key_head_dim": keys.get_positive_int("ssm.state_size"),
         "linear_value_head_dim": width // heads,
-        "linear_conv_kernel_dim": keys.get_count("ssm.conv_kernel"),
+        "linear_conv_kernel_dim": keys.get_positive_int("ssm.conv_kernel"),
     }
 
 
@@ -124,10 +127,12 @@ def _read_delta_net_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
     inner = config.pop("intermediate_size")
     return {
         **config,
-        "num_experts": keys.get_count("expert_count"),
-        "num_experts_per_tok": keys.get_count("expert_used_count"),
+        "num_experts": keys.get_positive_int("expert_count"),
+        "num_experts_per_tok": keys.get_positive_int("expert_used_count"),
         "moe_intermediate_size": inner,
-        "shared_expert_intermediate_size": keys.get_count("expert_shared_feed_forward_length"),
+        "shared_expert_intermediate_size": keys.get_positive_int(
+            "expert_shared_feed_forward_length"
+        ),
     }
 
 
@@ -137,7 +142,9 @@ def _ungrouped_row_indices(groups: int, *sizes: int) -> list[list[int]]:
     return [part.flatten().tolist() for part in places]
 
 
-def _key_head_reordering(config: Mapping[str, Any]) -> dict[str, tuple[ReorderedTensorSlice, ...]]:
+def _slices_grouped_by_key_head(
+    config: Mapping[str, Any],
+) -> dict[str, tuple[ReorderedTensorSlice, ...]]:
     """Return the rows of Qwen3-Next's matrices that are by head of keys."""
     keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     group = heads // keys
@@ -146,15 +153,17 @@ def _key_head_reordering(config: Mapping[str, Any]) -> dict[str, tuple[Reordered
     q, k, v, z = _ungrouped_row_indices(keys, dim, dim, values, values)
     return {
         "blk.ssm_ba": (
-            ReorderedTensorSlice(f"{LINEAR_ATTENTION_PATH}.in_proj_b", 2 * heads, tuple(b)),
-            ReorderedTensorSlice(f"{LINEAR_ATTENTION_PATH}.in_proj_a", 2 * heads, tuple(a)),
+            ReorderedTensorSlice(f"{HF_LINEAR_ATTENTION_PATH}.in_proj_b", 2 * heads, tuple(b)),
+            ReorderedTensorSlice(f"{HF_LINEAR_ATTENTION_PATH}.in_proj_a", 2 * heads, tuple(a)),
         ),
         "blk.ssm_in": (
             ReorderedTensorSlice(
-                f"{LINEAR_ATTENTION_PATH}.in_proj_qkv", 2 * keys * (dim + values), tuple(q + k + v)
+                f"{HF_LINEAR_ATTENTION_PATH}.in_proj_qkv",
+                2 * keys * (dim + values),
+                tuple(q + k + v),
             ),
             ReorderedTensorSlice(
-                f"{LINEAR_ATTENTION_PATH}.in_proj_z", 2 * keys * (dim + values), tuple(z)
+                f"{HF_LINEAR_ATTENTION_PATH}.in_proj_z", 2 * keys * (dim + values), tuple(z)
             ),
         ),
     }
@@ -203,7 +212,7 @@ DELTA_NET_ARCHITECTURES = {
     "qwen3next": replace(
         _QWEN35_MOE,
         names=QWEN3_NEXT_NAMES,
-        parts=_key_head_reordering,
+        parts=_slices_grouped_by_key_head,
         alike_types=("qwen3_next",),
     ),
     "qwen35": _QWEN35,

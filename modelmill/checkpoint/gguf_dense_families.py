@@ -45,7 +45,7 @@ EXAONE_NAMES = {
 }
 LONGROPE_TENSORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 OLMO_EPS = 1e-5  # of all models; config.json has none
-LAYER_NORM_EPS = "attention.layer_norm_epsilon"
+LAYER_NORM_EPS_KEY = "attention.layer_norm_epsilon"
 TEMPERATURE_SCALE_KEY = "attention.temperature_scale"
 
 
@@ -58,7 +58,7 @@ def _read_nemotron_config(keys: ArchitectureKeys) -> dict[str, Any]:
     return {
         **read_common_config(keys, partial=True),
         **read_bias_flags(keys),
-        "norm_eps": keys.get_positive_float(LAYER_NORM_EPS),
+        "norm_eps": keys.get_positive_float(LAYER_NORM_EPS_KEY),
     }
 
 
@@ -67,7 +67,7 @@ def _read_jais2_config(keys: ArchitectureKeys) -> dict[str, Any]:
         **read_common_config(keys),
         **read_bias_flags(keys),
         "head_dim": head_dim(keys),
-        "layer_norm_eps": keys.get_positive_float(LAYER_NORM_EPS),
+        "layer_norm_eps": keys.get_positive_float(LAYER_NORM_EPS_KEY),
     }
 
 
@@ -84,7 +84,7 @@ def _read_command_r_config(keys: ArchitectureKeys) -> dict[str, Any]:
     return {
         **read_common_config(keys),
         "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
-        "layer_norm_eps": keys.get_positive_float(LAYER_NORM_EPS),
+        "layer_norm_eps": keys.get_positive_float(LAYER_NORM_EPS_KEY),
         "logit_scale": keys.get_positive_float("logit_scale"),
         "use_qk_norm": keys.has_tensor("blk.0.attn_q_norm.weight"),
     }
@@ -96,10 +96,10 @@ def _read_olmo_config(keys: ArchitectureKeys) -> dict[str, Any]:
     Raises:
         UnknownArchitecture: for another epsilon than that of all models.
     """
-    eps = keys.get_positive_float(LAYER_NORM_EPS, OLMO_EPS)
+    eps = keys.get_positive_float(LAYER_NORM_EPS_KEY, OLMO_EPS)
     if eps != OLMO_EPS:
         raise UnknownArchitecture(
-            f"{keys.raw.path}: the key olmo.{LAYER_NORM_EPS} is {eps}; modelmill computes "
+            f"{keys.raw.path}: the key olmo.{LAYER_NORM_EPS_KEY} is {eps}; modelmill computes "
             f"{OLMO_EPS}"
         )
     bound = "attention.clamp_kqv"
@@ -124,7 +124,7 @@ def _read_olmo2_config(keys: ArchitectureKeys) -> dict[str, Any]:
             "full_attention": {"rope_theta": theta, **(scaling or plain)},
             "sliding_attention": {"rope_theta": theta, **plain},
         },
-        "sliding_window": keys.get_count(SLIDING_WINDOW_KEY),
+        "sliding_window": keys.get_positive_int(SLIDING_WINDOW_KEY),
         "layer_types": read_window_layer_types(keys, config["num_hidden_layers"]),
     }
 
@@ -143,8 +143,8 @@ def _read_phi3_config(keys: ArchitectureKeys) -> dict[str, Any]:
     return {
         **config,
         "rope_scaling": scaling or config["rope_scaling"],
-        "original_max_position_embeddings": keys.get_count(trained, context),
-        "sliding_window": keys.get_count(SLIDING_WINDOW_KEY)
+        "original_max_position_embeddings": keys.get_positive_int(trained, context),
+        "sliding_window": keys.get_positive_int(SLIDING_WINDOW_KEY)
         if keys.is_nonzero(SLIDING_WINDOW_KEY)
         else None,
     }
@@ -153,7 +153,7 @@ def _read_phi3_config(keys: ArchitectureKeys) -> dict[str, Any]:
 def _read_longrope_scaling(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read LongRoPE's factors, and what cosines and sines are multiplied by."""
     raw, channels = keys.raw, head_dim(keys, partial=True)
-    rotated = keys.get_count("rope.dimension_count", channels)
+    rotated = keys.get_positive_int("rope.dimension_count", channels)
     lists = []
     for name in LONGROPE_TENSORS:
         if not keys.has_tensor(name):
@@ -194,19 +194,19 @@ def _read_starcoder_config(keys: ArchitectureKeys) -> dict[str, Any]:
     Raises:
         UnknownArchitecture: for several keys and values, which the converter does not tell.
     """
-    kv_heads = keys.get_count("attention.head_count_kv", 1)
+    kv_heads = keys.get_positive_int("attention.head_count_kv", 1)
     if kv_heads != 1:
         raise UnknownArchitecture(
             f"{keys.raw.path}: the key starcoder.attention.head_count_kv is {kv_heads}; modelmill "
             "reads GGUFs of StarCoder with one key and value"
         )
     return {
-        "n_embd": keys.get_count("embedding_length"),
-        "n_layer": keys.get_count("block_count"),
-        "n_head": keys.get_count("attention.head_count"),
-        "n_positions": keys.get_count("context_length"),
-        "n_inner": keys.get_count("feed_forward_length"),
-        "layer_norm_epsilon": keys.get_positive_float(LAYER_NORM_EPS),
+        "n_embd": keys.get_positive_int("embedding_length"),
+        "n_layer": keys.get_positive_int("block_count"),
+        "n_head": keys.get_positive_int("attention.head_count"),
+        "n_positions": keys.get_positive_int("context_length"),
+        "n_inner": keys.get_positive_int("feed_forward_length"),
+        "layer_norm_epsilon": keys.get_positive_float(LAYER_NORM_EPS_KEY),
         "activation_function": "gelu_pytorch_tanh",
         "multi_query": True,
     }

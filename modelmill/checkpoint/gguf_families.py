@@ -251,24 +251,24 @@ def read_common_config(
         scaled: Whether the scaling of positions is read; else it is None.
     """
     heads, theta = (
-        keys.get_count("attention.head_count"),
+        keys.get_positive_int("attention.head_count"),
         keys.get_positive_float("rope.freq_base", 10000.0),
     )
-    channels, width = head_dim(keys, partial=partial), keys.get_count("embedding_length")
+    channels, width = head_dim(keys, partial=partial), keys.get_positive_int("embedding_length")
     config = {
         "hidden_size": width,
-        "intermediate_size": keys.get_count(inner),
-        "num_hidden_layers": keys.get_count("block_count"),
+        "intermediate_size": keys.get_positive_int(inner),
+        "num_hidden_layers": keys.get_positive_int("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.get_count("attention.head_count_kv", heads),
-        "max_position_embeddings": keys.get_count("context_length"),
+        "num_key_value_heads": keys.get_positive_int("attention.head_count_kv", heads),
+        "max_position_embeddings": keys.get_positive_int("context_length"),
         "rope_theta": theta,
         "rope_scaling": rope_scaling(keys, theta) if scaled else None,
     }
     if channels * heads != width:
         config["head_dim"] = channels
     if partial:
-        rotated = keys.get_count("rope.dimension_count", channels)
+        rotated = keys.get_positive_int("rope.dimension_count", channels)
         config["partial_rotary_factor"] = rotated / channels
     return config
 
@@ -315,8 +315,8 @@ def _read_granitemoe_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Granite with experts, in some beside an MLP that every token has."""
     config = {
         **_read_granite_config(keys),
-        "num_local_experts": keys.get_count("expert_count"),
-        "num_experts_per_tok": keys.get_count("expert_used_count"),
+        "num_local_experts": keys.get_positive_int("expert_count"),
+        "num_experts_per_tok": keys.get_positive_int("expert_used_count"),
     }
     shared = "expert_shared_feed_forward_length"
     if shared not in keys:
@@ -324,7 +324,7 @@ def _read_granitemoe_config(keys: ArchitectureKeys) -> dict[str, Any]:
     return {
         **config,
         "model_type": "granitemoeshared",
-        "shared_intermediate_size": keys.get_count(shared),
+        "shared_intermediate_size": keys.get_positive_int(shared),
     }
 
 
@@ -366,7 +366,7 @@ def _read_cohere2_config(keys: ArchitectureKeys) -> dict[str, Any]:
         **read_common_config(keys),
         "layer_norm_eps": keys.get_positive_float("attention.layer_norm_epsilon"),
         "logit_scale": keys.get_positive_float("logit_scale"),
-        "sliding_window": keys.get_count("attention.sliding_window"),
+        "sliding_window": keys.get_positive_int("attention.sliding_window"),
         "sliding_window_pattern": 4,
         "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
     }
@@ -401,7 +401,7 @@ def _read_exaone4_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read EXAONE 4; some have windows."""
     config = {**read_rms_config(keys), "sliding_window": None}
     if SLIDING_WINDOW_KEY in keys:
-        config["sliding_window"] = keys.get_count(SLIDING_WINDOW_KEY)
+        config["sliding_window"] = keys.get_positive_int(SLIDING_WINDOW_KEY)
         config["layer_types"] = read_window_layer_types(keys, config["num_hidden_layers"])
     return config
 
@@ -468,7 +468,7 @@ def _read_gemma2_config(keys: ArchitectureKeys) -> dict[str, Any]:
         **_read_gemma_config(keys),
         "attn_logit_softcapping": keys.get_positive_float("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": keys.get_positive_float("final_logit_softcapping", 30.0),
-        "sliding_window": keys.get_count("attention.sliding_window", 4096),
+        "sliding_window": keys.get_positive_int("attention.sliding_window", 4096),
         "query_pre_attn_scalar": _gemma2_query_scalar(keys, GEMMA2_27B_LAYERS),
     }
 
@@ -481,8 +481,8 @@ def _read_gemma3_config(keys: ArchitectureKeys) -> dict[str, Any]:
     return {
         **config,
         "rope_local_base_freq": keys.get_positive_float("rope.freq_base_swa", 10000.0),
-        "sliding_window": keys.get_count("attention.sliding_window"),
-        "sliding_window_pattern": keys.get_count("attention.sliding_window_pattern", 6),
+        "sliding_window": keys.get_positive_int("attention.sliding_window"),
+        "sliding_window_pattern": keys.get_positive_int("attention.sliding_window_pattern", 6),
         "query_pre_attn_scalar": _gemma2_query_scalar(keys, GEMMA3_27B_LAYERS),
     }
 
@@ -495,18 +495,20 @@ def _read_gpt_oss_config(keys: ArchitectureKeys) -> dict[str, Any]:
     return {
         **config,
         "head_dim": head_dim(keys),
-        "intermediate_size": keys.get_count("expert_feed_forward_length"),
-        "num_local_experts": keys.get_count("expert_count"),
-        "num_experts_per_tok": keys.get_count("expert_used_count"),
-        "sliding_window": keys.get_count("attention.sliding_window"),
+        "intermediate_size": keys.get_positive_int("expert_feed_forward_length"),
+        "num_local_experts": keys.get_positive_int("expert_count"),
+        "num_experts_per_tok": keys.get_positive_int("expert_used_count"),
+        "sliding_window": keys.get_positive_int("attention.sliding_window"),
         "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
     }
 
 
 def _gemma2_query_scalar(keys: ArchitectureKeys, largest: int) -> int:
     """The number whose root divides the scores: channels of a head; in 27B, width by heads."""
-    if keys.get_count("block_count") == largest:
-        return keys.get_count("embedding_length") // keys.get_count("attention.head_count")
+    if keys.get_positive_int("block_count") == largest:
+        return keys.get_positive_int("embedding_length") // keys.get_positive_int(
+            "attention.head_count"
+        )
     return head_dim(keys)
 
 

@@ -45,7 +45,7 @@ def _read_count_per_layer(keys: ArchitectureKeys, key: str, layers: int) -> list
     """Read a count that is one number, or one for each layer."""
     value = keys.view.get(f"{keys.arch}.{key}")
     if not isinstance(value, np.ndarray | list):
-        return [keys.get_count(key)] * layers
+        return [keys.get_positive_int(key)] * layers
     counts = [int(each) for each in value]
     if len(counts) != layers or min(counts) < 1:
         raise CorruptCheckpoint(
@@ -71,8 +71,8 @@ def _read_layer_types(keys: ArchitectureKeys, layers: int) -> list[str]:
 def _read_rope_parameters(keys: ArchitectureKeys, full_dim: int, dim: int) -> dict[str, Any]:
     """Read both rotations; every channel of layers with a window turns."""
     turned = (
-        keys.get_count("rope.dimension_count", full_dim),
-        keys.get_count("rope.dimension_count_swa", dim),
+        keys.get_positive_int("rope.dimension_count", full_dim),
+        keys.get_positive_int("rope.dimension_count_swa", dim),
     )
     scaling = keys.view.get(f"{keys.arch}.rope.scaling.type", "none")
     if turned != (full_dim, dim) or scaling != "none":
@@ -125,9 +125,9 @@ def _read_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
         return {"enable_moe_block": False}
     return {
         "enable_moe_block": True,
-        "num_experts": keys.get_count("expert_count"),
-        "top_k_experts": keys.get_count("expert_used_count"),
-        "moe_intermediate_size": keys.get_count("expert_feed_forward_length"),
+        "num_experts": keys.get_positive_int("expert_count"),
+        "top_k_experts": keys.get_positive_int("expert_used_count"),
+        "moe_intermediate_size": keys.get_positive_int("expert_feed_forward_length"),
     }
 
 
@@ -139,20 +139,20 @@ def _read_per_layer_input_sizes(keys: ArchitectureKeys) -> dict[str, Any]:
     if not keys.has_tensor(table):
         raise CorruptCheckpoint(f"{keys.raw.path}: has no {table}")
     return {
-        "hidden_size_per_layer_input": keys.get_count("embedding_length_per_layer_input"),
+        "hidden_size_per_layer_input": keys.get_positive_int("embedding_length_per_layer_input"),
         "vocab_size_per_layer_input": keys.raw.tensor_info(table).shape[0],
     }
 
 
 def read_gemma4_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Return what config.json would have."""
-    layers = keys.get_count("block_count")
+    layers = keys.get_positive_int("block_count")
     types = _read_layer_types(keys, layers)
     full = [index for index, each in enumerate(types) if each == "full_attention"]
     slides = [index for index in range(layers) if index not in full]
-    full_dim = keys.get_count("attention.key_length")
-    dim = keys.get_count("attention.key_length_swa")
-    sizes = [keys.get_count(f"attention.value_length{each}") for each in ("", "_swa")]
+    full_dim = keys.get_positive_int("attention.key_length")
+    dim = keys.get_positive_int("attention.key_length_swa")
+    sizes = [keys.get_positive_int(f"attention.value_length{each}") for each in ("", "_swa")]
     if sizes != [full_dim, dim]:
         raise UnknownArchitecture(f"{keys.raw.path}: heads of a gemma4 have keys as long as values")
     kv_heads = _read_count_per_layer(keys, "attention.head_count_kv", layers)
@@ -162,25 +162,25 @@ def read_gemma4_config(keys: ArchitectureKeys) -> dict[str, Any]:
         if slides
         else full_heads
     )
-    shared = keys.get_count("attention.shared_kv_layers", 0)
+    shared = keys.get_positive_int("attention.shared_kv_layers", 0)
     has_values = [
         keys.has_tensor(f"blk.{index}.attn_v.weight") for index in full if index < layers - shared
     ]
     softcap = keys.view.get(f"{keys.arch}.final_logit_softcapping")
     return {
-        "hidden_size": keys.get_count("embedding_length"),
+        "hidden_size": keys.get_positive_int("embedding_length"),
         "num_hidden_layers": layers,
-        "num_attention_heads": keys.get_count("attention.head_count"),
+        "num_attention_heads": keys.get_positive_int("attention.head_count"),
         "num_key_value_heads": own,
         "head_dim": dim,
         "per_layer_config": {
             str(index): {"num_key_value_heads": full_heads, "head_dim": full_dim} for index in full
         },
         "attention_k_eq_v": not any(has_values),
-        "max_position_embeddings": keys.get_count("context_length"),
+        "max_position_embeddings": keys.get_positive_int("context_length"),
         "rms_norm_eps": keys.get_positive_float("attention.layer_norm_rms_epsilon"),
         "layer_types": types,
-        "sliding_window": keys.get_count("attention.sliding_window"),
+        "sliding_window": keys.get_positive_int("attention.sliding_window"),
         "num_kv_shared_layers": shared,
         "rope_parameters": _read_rope_parameters(keys, full_dim, dim),
         "final_logit_softcapping": None

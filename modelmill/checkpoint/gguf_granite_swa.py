@@ -39,7 +39,7 @@ def _read_granite_swa_config(keys: ArchitectureKeys) -> dict[str, Any]:
         **config,
         "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
         "mlp_bias": keys.has_tensor("blk.0.ffn_up.bias"),
-        "sliding_window": keys.get_count(SLIDING_WINDOW_KEY),
+        "sliding_window": keys.get_positive_int(SLIDING_WINDOW_KEY),
         "layer_types": read_window_layer_types(keys, layers),
         "layer_rope_theta": [theta if each else 0 for each in rotated],
     }

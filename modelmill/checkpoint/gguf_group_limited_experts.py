@@ -76,7 +76,7 @@ def require_softmax_gating(keys: ArchitectureKeys) -> None:
 
 
 def _require_gating(keys: ArchitectureKeys, expected: int, scores: str) -> None:
-    gating = keys.get_count("expert_gating_func", expected)
+    gating = keys.get_positive_int("expert_gating_func", expected)
     if gating != expected:
         raise UnknownArchitecture(
             f"{keys.raw.path}: expert_gating_func is {gating}; the scores of {keys.arch} are "
@@ -105,7 +105,10 @@ def read_grouped_experts(keys: ArchitectureKeys) -> dict[str, Any]:
     Raises:
         CorruptCheckpoint: if no other layers are left.
     """
-    blocks, predicted = keys.get_count("block_count"), keys.get_count("nextn_predict_layers", 0)
+    blocks, predicted = (
+        keys.get_positive_int("block_count"),
+        keys.get_positive_int("nextn_predict_layers", 0),
+    )
     if predicted >= blocks:
         raise CorruptCheckpoint(
             f"{keys.raw.path}: has {blocks} layers, of which {predicted} only predict "
@@ -113,15 +116,15 @@ def read_grouped_experts(keys: ArchitectureKeys) -> dict[str, Any]:
         )
     return {
         "num_hidden_layers": blocks - predicted,
-        "n_routed_experts": keys.get_count("expert_count"),
-        "num_experts_per_tok": keys.get_count("expert_used_count"),
-        "n_shared_experts": keys.get_count("expert_shared_count"),
-        "moe_intermediate_size": keys.get_count("expert_feed_forward_length"),
-        "first_k_dense_replace": keys.get_count("leading_dense_block_count", 0),
+        "n_routed_experts": keys.get_positive_int("expert_count"),
+        "num_experts_per_tok": keys.get_positive_int("expert_used_count"),
+        "n_shared_experts": keys.get_positive_int("expert_shared_count"),
+        "moe_intermediate_size": keys.get_positive_int("expert_feed_forward_length"),
+        "first_k_dense_replace": keys.get_positive_int("leading_dense_block_count", 0),
         "routed_scaling_factor": keys.get_positive_float("expert_weights_scale", 1.0),
         "norm_topk_prob": keys.get_flag("expert_weights_norm", keys.arch == "glm4moe"),
-        "n_group": keys.get_count("expert_group_count", 1),
-        "topk_group": keys.get_count("expert_group_used_count", 1),
+        "n_group": keys.get_positive_int("expert_group_count", 1),
+        "topk_group": keys.get_positive_int("expert_group_used_count", 1),
     }
 
 
@@ -145,7 +148,9 @@ def _read_deepseek_gating(keys: ArchitectureKeys, layers: int) -> int:
     """
     vocabulary = keys.raw.tensor_info("token_embd.weight").shape[0]
     is_flash = layers in GLM_FLASH_LAYER_COUNTS and vocabulary == GLM_FLASH_VOCAB_SIZE
-    gating = keys.get_count("expert_gating_func", SIGMOID_GATING if is_flash else SOFTMAX_GATING)
+    gating = keys.get_positive_int(
+        "expert_gating_func", SIGMOID_GATING if is_flash else SOFTMAX_GATING
+    )
     if gating not in (SOFTMAX_GATING, SIGMOID_GATING):
         raise UnknownArchitecture(
             f"{keys.raw.path}: expert_gating_func is {gating}, which is not known"
@@ -155,8 +160,8 @@ def _read_deepseek_gating(keys: ArchitectureKeys, layers: int) -> int:
 
 def _read_dense_depth(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read the depth; keys of experts are there, too, as llama.cpp requires them."""
-    layers, dense = keys.get_count("block_count"), "leading_dense_block_count"
-    if keys.get_count(dense, layers) < layers:
+    layers, dense = keys.get_positive_int("block_count"), "leading_dense_block_count"
+    if keys.get_positive_int(dense, layers) < layers:
         raise CorruptCheckpoint(
             f"{keys.raw.path}: the key {keys.arch}.{dense} leaves layers with experts, but "
             f"{keys.arch}.expert_count is missing"
@@ -173,22 +178,25 @@ def _read_latent_attention_config(keys: ArchitectureKeys) -> dict[str, Any]:
     keys.view.get(f"{keys.arch}.attention.key_length")  # with _mla: what the cache holds
     keys.view.get(f"{keys.arch}.attention.value_length")
     keys.view.get(f"{keys.arch}.attention.head_count_kv")  # one, or one for each head
-    heads, turned = keys.get_count("attention.head_count"), keys.get_count("rope.dimension_count")
+    heads, turned = (
+        keys.get_positive_int("attention.head_count"),
+        keys.get_positive_int("rope.dimension_count"),
+    )
     rank = "attention.q_lora_rank"
     return {
-        "hidden_size": keys.get_count("embedding_length"),
-        "intermediate_size": keys.get_count("feed_forward_length"),
+        "hidden_size": keys.get_positive_int("embedding_length"),
+        "intermediate_size": keys.get_positive_int("feed_forward_length"),
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
-        "max_position_embeddings": keys.get_count("context_length"),
+        "max_position_embeddings": keys.get_positive_int("context_length"),
         "rope_theta": keys.get_positive_float("rope.freq_base", 10000.0),
         "rope_scaling": yarn_mscale_rope_scaling(keys, share=0.1),
         "rms_norm_eps": keys.get_positive_float("attention.layer_norm_rms_epsilon"),
-        "q_lora_rank": keys.get_count(rank) if rank in keys else None,
-        "kv_lora_rank": keys.get_count("attention.kv_lora_rank"),
+        "q_lora_rank": keys.get_positive_int(rank) if rank in keys else None,
+        "kv_lora_rank": keys.get_positive_int("attention.kv_lora_rank"),
         "qk_rope_head_dim": turned,
-        "qk_nope_head_dim": keys.get_count(f"attention.key_length{mla}") - turned,
-        "v_head_dim": keys.get_count(f"attention.value_length{mla}"),
+        "qk_nope_head_dim": keys.get_positive_int(f"attention.key_length{mla}") - turned,
+        "v_head_dim": keys.get_positive_int(f"attention.value_length{mla}"),
         "attention_bias": keys.has_tensor("blk.0.attn_kv_a_mqa.bias"),
     }
 

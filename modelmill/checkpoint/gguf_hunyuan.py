@@ -55,26 +55,28 @@ def _read_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read the experts besides; the weights of a token's experts sum to 1."""
     return {
         **_read_dense_config(keys),
-        "num_experts": keys.get_count("expert_count"),
-        "moe_topk": keys.get_count("expert_used_count"),
-        "moe_intermediate_size": keys.get_count("expert_feed_forward_length"),
-        "num_shared_expert": _count_shared_experts(keys, keys.get_count("feed_forward_length")),
+        "num_experts": keys.get_positive_int("expert_count"),
+        "moe_topk": keys.get_positive_int("expert_used_count"),
+        "moe_intermediate_size": keys.get_positive_int("expert_feed_forward_length"),
+        "num_shared_expert": _count_shared_experts(
+            keys, keys.get_positive_int("feed_forward_length")
+        ),
     }
 
 
 def _read_hy_v3_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Hunyuan 3, whose layers of multi-token prediction are counted among the blocks."""
     require_sigmoid_gating(keys)
-    layers = keys.get_count("block_count") - keys.get_count("nextn_predict_layers", 0)
-    inner = keys.get_count("expert_feed_forward_length")
+    layers = keys.get_positive_int("block_count") - keys.get_positive_int("nextn_predict_layers", 0)
+    inner = keys.get_positive_int("expert_feed_forward_length")
     keys.view.get(f"{keys.arch}.leading_dense_block_count")  # the tensors tell it
     return {
         **read_rms_config(keys),
         "num_hidden_layers": layers,
         "head_dim": head_dim(keys),
         "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
-        "num_experts": keys.get_count("expert_count"),
-        "num_experts_per_tok": keys.get_count("expert_used_count"),
+        "num_experts": keys.get_positive_int("expert_count"),
+        "num_experts_per_tok": keys.get_positive_int("expert_used_count"),
         "moe_intermediate_size": inner,
         "num_shared_experts": _count_shared_experts(keys, inner),
         "router_scaling_factor": keys.get_positive_float("expert_weights_scale", 1.0),
@@ -93,7 +95,7 @@ def _count_shared_experts(keys: ArchitectureKeys, inner: int) -> int:
         UnknownArchitecture: for a width that is no multiple of one expert's.
     """
     keys.view.get(f"{keys.arch}.expert_shared_count")
-    width = keys.get_count("expert_shared_feed_forward_length", inner)
+    width = keys.get_positive_int("expert_shared_feed_forward_length", inner)
     if width % inner:
         raise UnknownArchitecture(
             f"{keys.raw.path}: has expert_shared_feed_forward_length {width}, which is no multiple "

@@ -35,21 +35,24 @@ LFM2_MOE_NAMES = {
 def _read_lfm2_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read LFM2; the file has the MLP's width as it is."""
     kv_heads = read_kv_heads_per_layer(keys)
-    width, heads = keys.get_count("embedding_length"), keys.get_count("attention.head_count")
+    width, heads = (
+        keys.get_positive_int("embedding_length"),
+        keys.get_positive_int("attention.head_count"),
+    )
     channels = head_dim(keys)
     return {
         "hidden_size": width,
-        "intermediate_size": keys.get_count("feed_forward_length"),
+        "intermediate_size": keys.get_positive_int("feed_forward_length"),
         "block_auto_adjust_ff_dim": False,
-        "num_hidden_layers": keys.get_count("block_count"),
+        "num_hidden_layers": keys.get_positive_int("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": max(kv_heads),
         **({} if channels * heads == width else {"head_dim": channels}),
-        "max_position_embeddings": keys.get_count("context_length"),
+        "max_position_embeddings": keys.get_positive_int("context_length"),
         "norm_eps": keys.get_positive_float("attention.layer_norm_rms_epsilon"),
         "rope_theta": keys.get_positive_float("rope.freq_base", 10000.0),
         "layer_types": ["full_attention" if each else "conv" for each in kv_heads],
-        "conv_L_cache": keys.get_count("shortconv.l_cache"),
+        "conv_L_cache": keys.get_positive_int("shortconv.l_cache"),
         "conv_bias": keys.has_tensor(f"blk.{kv_heads.index(0)}.shortconv.conv.bias"),
     }
 
@@ -61,10 +64,10 @@ def _read_lfm2_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
     del config["block_auto_adjust_ff_dim"]
     return {
         **config,
-        "num_experts": keys.get_count("expert_count"),
-        "num_experts_per_tok": keys.get_count("expert_used_count"),
-        "moe_intermediate_size": keys.get_count("expert_feed_forward_length"),
-        "num_dense_layers": keys.get_count("leading_dense_block_count", 0),
+        "num_experts": keys.get_positive_int("expert_count"),
+        "num_experts_per_tok": keys.get_positive_int("expert_used_count"),
+        "moe_intermediate_size": keys.get_positive_int("expert_feed_forward_length"),
+        "num_dense_layers": keys.get_positive_int("leading_dense_block_count", 0),
         "use_expert_bias": True,
         "norm_topk_prob": True,
     }

@@ -100,8 +100,11 @@ CONVERTER_INVERSES: Mapping[str, ConverterInverse] = MappingProxyType(
 
 def _read_mixer_sizes(keys: ArchitectureKeys) -> tuple[int, int, int]:
     """Read how often the inner channels are the width, the heads, and the channels of each."""
-    hidden, inner = keys.get_count("embedding_length"), keys.get_count("ssm.inner_size")
-    heads = keys.get_count("ssm.time_step_rank")
+    hidden, inner = (
+        keys.get_positive_int("embedding_length"),
+        keys.get_positive_int("ssm.inner_size"),
+    )
+    heads = keys.get_positive_int("ssm.time_step_rank")
     if inner % hidden or inner % heads:
         raise UnknownArchitecture(
             f"{keys.raw.path}: has ssm.inner_size {inner}, which is no multiple of "
@@ -116,14 +119,14 @@ def _read_mamba2_config(keys: ArchitectureKeys) -> dict[str, Any]:
     for idle in ("feed_forward_length", "attention.head_count", "attention.head_count_kv"):
         keys.view.get(f"{keys.arch}.{idle}")  # the model has none
     return {
-        "hidden_size": keys.get_count("embedding_length"),
-        "num_hidden_layers": keys.get_count("block_count"),
+        "hidden_size": keys.get_positive_int("embedding_length"),
+        "num_hidden_layers": keys.get_positive_int("block_count"),
         "expand": expand,
         "num_heads": heads,
         "head_dim": dim,
-        "state_size": keys.get_count("ssm.state_size"),
-        "n_groups": keys.get_count("ssm.group_count", 1),
-        "conv_kernel": keys.get_count("ssm.conv_kernel"),
+        "state_size": keys.get_positive_int("ssm.state_size"),
+        "n_groups": keys.get_positive_int("ssm.group_count", 1),
+        "conv_kernel": keys.get_positive_int("ssm.conv_kernel"),
         "layer_norm_epsilon": keys.get_positive_float("attention.layer_norm_rms_epsilon"),
         "use_bias": keys.has_tensor("blk.0.ssm_in.bias"),
         "use_conv_bias": keys.has_tensor("blk.0.ssm_conv1d.bias"),
@@ -132,7 +135,7 @@ def _read_mamba2_config(keys: ArchitectureKeys) -> dict[str, Any]:
 
 def read_kv_heads_per_layer(keys: ArchitectureKeys) -> list[int]:
     """Read the KV heads of each layer; a recurrence has none."""
-    layers, key = keys.get_count("block_count"), f"{keys.arch}.attention.head_count_kv"
+    layers, key = keys.get_positive_int("block_count"), f"{keys.arch}.attention.head_count_kv"
     stored = keys.view.get(key)
     listed = array_as_list(stored)
     counts = listed if isinstance(listed, list) else []
@@ -147,53 +150,56 @@ def read_kv_heads_per_layer(keys: ArchitectureKeys) -> list[int]:
 
 def _read_granite_hybrid_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Granite 4: layers without KV heads are recurrences."""
-    layers, kv_heads = keys.get_count("block_count"), read_kv_heads_per_layer(keys)
+    layers, kv_heads = keys.get_positive_int("block_count"), read_kv_heads_per_layer(keys)
     expand, heads, dim = _read_mixer_sizes(keys)
     first, attention = kv_heads.index(0), kv_heads.index(max(kv_heads))
-    experts = keys.get_count("expert_count", 0)
+    experts = keys.get_positive_int("expert_count", 0)
     keys.view.get(f"{keys.arch}.rope.dimension_count")  # all channels, where they rotate
     rotates = keys.get_flag("rope.scaling.finetuned", False)
     config = {
-        "hidden_size": keys.get_count("embedding_length"),
-        "intermediate_size": keys.get_count("feed_forward_length"),
+        "hidden_size": keys.get_positive_int("embedding_length"),
+        "intermediate_size": keys.get_positive_int("feed_forward_length"),
         "num_hidden_layers": layers,
-        "num_attention_heads": keys.get_count("attention.head_count"),
+        "num_attention_heads": keys.get_positive_int("attention.head_count"),
         "num_key_value_heads": max(kv_heads),
-        "max_position_embeddings": keys.get_count("context_length"),
+        "max_position_embeddings": keys.get_positive_int("context_length"),
         "rms_norm_eps": keys.get_positive_float("attention.layer_norm_rms_epsilon"),
         "rope_theta": keys.get_positive_float("rope.freq_base", 10000.0),
         "position_embedding_type": "rope" if rotates else "nope",
         "attention_bias": keys.has_tensor(f"blk.{attention}.attn_q.bias"),
         "layer_types": ["attention" if each else "mamba" for each in kv_heads],
         "num_local_experts": experts,
-        "shared_intermediate_size": keys.get_count("expert_shared_feed_forward_length"),
+        "shared_intermediate_size": keys.get_positive_int("expert_shared_feed_forward_length"),
         **read_granite_multipliers(keys),
         "mamba_expand": expand,
         "mamba_n_heads": heads,
         "mamba_d_head": dim,
-        "mamba_d_state": keys.get_count("ssm.state_size"),
-        "mamba_n_groups": keys.get_count("ssm.group_count"),
-        "mamba_d_conv": keys.get_count("ssm.conv_kernel"),
+        "mamba_d_state": keys.get_positive_int("ssm.state_size"),
+        "mamba_n_groups": keys.get_positive_int("ssm.group_count"),
+        "mamba_d_conv": keys.get_positive_int("ssm.conv_kernel"),
         "mamba_proj_bias": keys.has_tensor(f"blk.{first}.ssm_in.bias"),
         "mamba_conv_bias": keys.has_tensor(f"blk.{first}.ssm_conv1d.bias"),
     }
     if experts:
-        config["num_experts_per_tok"] = keys.get_count("expert_used_count")
+        config["num_experts_per_tok"] = keys.get_positive_int("expert_used_count")
     return config
 
 
 def _read_falcon_h1_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Falcon-H1, whose multipliers are in the weights; a norm stands behind the gate."""
-    inner, heads = keys.get_count("ssm.inner_size"), keys.get_count("ssm.time_step_rank")
+    inner, heads = (
+        keys.get_positive_int("ssm.inner_size"),
+        keys.get_positive_int("ssm.time_step_rank"),
+    )
     return {
         **read_rms_config(keys),
         "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
         "mlp_bias": keys.has_tensor("blk.0.ffn_gate.bias"),
         "mamba_d_ssm": inner,
         "mamba_n_heads": heads,
-        "mamba_d_state": keys.get_count("ssm.state_size"),
-        "mamba_n_groups": keys.get_count("ssm.group_count"),
-        "mamba_d_conv": keys.get_count("ssm.conv_kernel"),
+        "mamba_d_state": keys.get_positive_int("ssm.state_size"),
+        "mamba_n_groups": keys.get_positive_int("ssm.group_count"),
+        "mamba_d_conv": keys.get_positive_int("ssm.conv_kernel"),
         "mamba_proj_bias": keys.has_tensor("blk.0.ssm_in.bias"),
         "projectors_bias": keys.has_tensor("blk.0.ssm_out.bias"),
         "mamba_conv_bias": keys.has_tensor("blk.0.ssm_conv1d.bias"),

@@ -43,13 +43,13 @@ def _read_mellum_config(keys: ArchitectureKeys) -> dict[str, Any]:
             "full_attention": {"rope_theta": theta, **(scaling or {"rope_type": "default"})},
             "sliding_attention": {"rope_theta": local, "rope_type": "default"},
         },
-        "sliding_window": keys.get_count(SLIDING_WINDOW_KEY)
+        "sliding_window": keys.get_positive_int(SLIDING_WINDOW_KEY)
         if SLIDING_WINDOW_KEY in keys
         else None,
         "layer_types": read_window_layer_types(keys, layers),
-        "num_experts": keys.get_count("expert_count"),
-        "num_experts_per_tok": keys.get_count("expert_used_count"),
-        "moe_intermediate_size": keys.get_count("expert_feed_forward_length"),
+        "num_experts": keys.get_positive_int("expert_count"),
+        "num_experts_per_tok": keys.get_positive_int("expert_used_count"),
+        "moe_intermediate_size": keys.get_positive_int("expert_feed_forward_length"),
         "norm_topk_prob": True,
     }
 

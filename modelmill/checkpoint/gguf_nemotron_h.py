@@ -39,7 +39,7 @@ def _read_nemotron_h_config(keys: ArchitectureKeys) -> dict[str, Any]:
     The rows of q and k may be in interleaved order, both alike: nothing rotates, so scores are the
     same.
     """
-    layers = keys.get_count("block_count") - keys.get_count("nextn_predict_layers", 0)
+    layers = keys.get_positive_int("block_count") - keys.get_positive_int("nextn_predict_layers", 0)
     kv_heads = _read_count_per_layer(keys, "attention.head_count_kv")[:layers]
     inner = _read_count_per_layer(keys, "feed_forward_length")[:layers]
     for idle in INEFFECTIVE_KEYS:
@@ -49,15 +49,21 @@ def _read_nemotron_h_config(keys: ArchitectureKeys) -> dict[str, Any]:
         for layer, each in enumerate(zip(kv_heads, inner, strict=True))
     ]
     has = keys.has_tensor
-    heads, channels = keys.get_count("ssm.time_step_rank"), keys.get_count("ssm.inner_size")
+    heads, channels = (
+        keys.get_positive_int("ssm.time_step_rank"),
+        keys.get_positive_int("ssm.inner_size"),
+    )
     if channels % heads:
         raise CorruptCheckpoint(
             f"{keys.raw.path}: ssm.inner_size {channels} is no multiple of the {heads} heads of "
             "ssm.time_step_rank"
         )
-    width, queries = keys.get_count("embedding_length"), keys.get_count("attention.head_count")
-    size = keys.get_count("attention.key_length", max(1, width // queries))
-    keys.get_count("attention.value_length", size)
+    width, queries = (
+        keys.get_positive_int("embedding_length"),
+        keys.get_positive_int("attention.head_count"),
+    )
+    size = keys.get_positive_int("attention.key_length", max(1, width // queries))
+    keys.get_positive_int("attention.value_length", size)
     config = {
         "hidden_size": width,
         "num_hidden_layers": layers,
@@ -66,7 +72,7 @@ def _read_nemotron_h_config(keys: ArchitectureKeys) -> dict[str, Any]:
         "num_key_value_heads": max([*kv_heads, 1]),
         "head_dim": size,
         "intermediate_size": max([*inner, 1]),
-        "max_position_embeddings": keys.get_count("context_length"),
+        "max_position_embeddings": keys.get_positive_int("context_length"),
         "layer_norm_epsilon": keys.get_positive_float("attention.layer_norm_rms_epsilon"),
         "attention_bias": any(has(f"blk.{layer}.attn_q.bias") for layer in range(layers)),
         "mlp_bias": any(has(f"blk.{layer}.ffn_up.bias") for layer in range(layers)),
@@ -74,9 +80,9 @@ def _read_nemotron_h_config(keys: ArchitectureKeys) -> dict[str, Any]:
         "use_conv_bias": any(has(f"blk.{layer}.ssm_conv1d.bias") for layer in range(layers)),
         "mamba_num_heads": heads,
         "mamba_head_dim": channels // heads,
-        "ssm_state_size": keys.get_count("ssm.state_size"),
-        "n_groups": keys.get_count("ssm.group_count"),
-        "conv_kernel": keys.get_count("ssm.conv_kernel"),
+        "ssm_state_size": keys.get_positive_int("ssm.state_size"),
+        "n_groups": keys.get_positive_int("ssm.group_count"),
+        "conv_kernel": keys.get_positive_int("ssm.conv_kernel"),
     }
     return {**config, **(_read_moe_config(keys) if "moe" in types else {})}
 
@@ -94,23 +100,25 @@ def _read_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
     require_sigmoid_gating(keys)
     latent = "moe_latent_size"
     return {
-        "n_routed_experts": keys.get_count("expert_count"),
-        "num_experts_per_tok": keys.get_count("expert_used_count"),
-        "n_shared_experts": keys.get_count("expert_shared_count", 1),
-        "moe_intermediate_size": keys.get_count("expert_feed_forward_length"),
-        "moe_shared_expert_intermediate_size": keys.get_count("expert_shared_feed_forward_length"),
+        "n_routed_experts": keys.get_positive_int("expert_count"),
+        "num_experts_per_tok": keys.get_positive_int("expert_used_count"),
+        "n_shared_experts": keys.get_positive_int("expert_shared_count", 1),
+        "moe_intermediate_size": keys.get_positive_int("expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": keys.get_positive_int(
+            "expert_shared_feed_forward_length"
+        ),
         "routed_scaling_factor": keys.get_positive_float("expert_weights_scale", 1.0),
         "norm_topk_prob": keys.get_flag("expert_weights_norm", False),
-        "n_group": keys.get_count("expert_group_count", 1),
-        "topk_group": keys.get_count("expert_group_used_count", 1),
+        "n_group": keys.get_positive_int("expert_group_count", 1),
+        "topk_group": keys.get_positive_int("expert_group_used_count", 1),
         # refused by name: experts of projected tokens are not computed
-        **({latent: keys.get_count(latent)} if latent in keys else {}),
+        **({latent: keys.get_positive_int(latent)} if latent in keys else {}),
     }
 
 
 def _read_count_per_layer(keys: ArchitectureKeys, key: str) -> list[int]:
     """Read a key with a number from 0 up for each layer, or one for all."""
-    blocks, name = keys.get_count("block_count"), f"{keys.arch}.{key}"
+    blocks, name = keys.get_positive_int("block_count"), f"{keys.arch}.{key}"
     stored = keys.view.get(name)
     listed = array_as_list(stored)
     numbers: list[Any] = listed if isinstance(listed, list) else [listed] * blocks

@@ -205,14 +205,14 @@ def _combine_with_vision(
 def _blip2_as_minigpt4(checkpoint: Checkpoint) -> Checkpoint:
     """Return transformers' BLIP-2 as the parts of a MiniGPT-4."""
     config, text, unread = blip2.convert_blip2_config(checkpoint.config, checkpoint.path)
-    view = blip2.Blip2Container(checkpoint.view)
+    view = blip2.Blip2AsMiniGpt4Container(checkpoint.view)
     depth = config["image_embedder"]["vision_encoder"]["depth"]
     # MiniGPT-4's vision encoder omits its last block, this one none
-    if depth != view.num_blocks:
+    if depth != view.num_vision_blocks:
         raise CheckpointError(
             f"{checkpoint.path}: config.json: num_hidden_layers of the vision encoder is "
             f"{quote(depth, 40)}, "
-            f"the weights have {view.num_blocks} layers"
+            f"the weights have {view.num_vision_blocks} layers"
         )
     words = blip2.PrefixStrippedView(view, LANGUAGE_PREFIX)
     side = dict(checkpoint.side_files)

@@ -112,7 +112,7 @@ def _compare_masks(args: Args, artifact: Artifact, checkpoint: Checkpoint) -> in
     Raises UsageError for what only layers have.
     """
     from modelmill.accept.segmentation import compare_segmentation_engine
-    from modelmill.builder.model_config import ensure_checkpoint_config
+    from modelmill.builder.model_config import derive_missing_config
     from modelmill.loader.device import compile_cpu_kernels, pick_device
     from modelmill.vision.open_model import open_sam_model
 
@@ -124,7 +124,7 @@ def _compare_masks(args: Args, artifact: Artifact, checkpoint: Checkpoint) -> in
         compile_cpu_kernels(args.run.device, on_progress)
         model = open_sam_model(artifact, pick_device(args.run.device), args.run.kernels)
         result = compare_segmentation_engine(
-            artifact, model, ensure_checkpoint_config(checkpoint), on_progress=on_progress
+            artifact, model, derive_missing_config(checkpoint), on_progress=on_progress
         )
     print_json(result) if args.json else show_acceptance(result)
     if not args.json and not result["accepted"]:

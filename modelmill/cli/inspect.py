@@ -99,10 +99,10 @@ def _engine_facts(args: Args) -> dict[str, Any]:
 
 
 def _checkpoint_facts(args: Args) -> dict[str, Any]:
-    from modelmill.builder.model_config import ensure_checkpoint_config
+    from modelmill.builder.model_config import derive_missing_config
     from modelmill.checkpoint.open import open_checkpoint
 
-    checkpoint = ensure_checkpoint_config(open_checkpoint(resolve_model_path(args.path)))
+    checkpoint = derive_missing_config(open_checkpoint(resolve_model_path(args.path)))
     infos = [checkpoint.tensor_info(name) for name in checkpoint.names()]
     return {
         "kind": "checkpoint",

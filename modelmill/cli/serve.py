@@ -245,7 +245,7 @@ async def _serve_engines(
         await Server([*engines.values()], place, by_name, manager, watch).run(
             lambda url: announce_address(args, url, shown, "; ".join(doing), record),
             lambda engine: print_note(
-                "; ".join((f"{engine.name} is ready", *engine.memory_summary))
+                "; ".join((f"{engine.name} is ready", *engine.memory_summary_lines))
             ),
         )
     finally:
@@ -403,12 +403,12 @@ def _make_engine_clients(args: Args, names: Sequence[str]) -> list[EngineClient]
 
 def _make_open_messages(args: Args) -> list[OpenEngine]:
     """Make the message that opens each engine, with its part of the memory."""
-    from modelmill.serve.memory_budget import segmentation_engine_bytes, split_kv_budget
+    from modelmill.serve.memory_budget import segmentation_engine_bytes, with_kv_budget_share
     from modelmill.serve.worker_messages import OpenEngine
 
     weights = [_estimate_engine_bytes(path) for path in args.engines]
     segmenting = [_is_segmentation_engine(path) for path in args.engines]
-    run = non_default_fields(split_kv_budget(args.run, segmenting.count(False)))
+    run = non_default_fields(with_kv_budget_share(args.run, segmenting.count(False)))
     messages = []
     for index, path in enumerate(args.engines):
         later = tuple(

@@ -14,7 +14,7 @@ from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError, UsageError
 from modelmill.core.kv_page_counts import max_fitting_length, max_sequence_pages_in_groups
 from modelmill.loader.state_capacity import StateCapacity, state_capacity
-from modelmill.nn.expert_stack import max_dequantized_expert_bytes
+from modelmill.nn.expert_stack import max_dequantized_bytes_of_layer_experts
 from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
@@ -241,7 +241,7 @@ def _free_cuda_bytes(model: nn.Module, ops: Ops, config: RunConfig, tp_group: TP
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(index)
     # for graphs, the sampler's tables, fragmentation, and experts that only fused layers dequantize
-    reserve = _GIB // 2 + peak // 8 + max_dequantized_expert_bytes(model, total)
+    reserve = _GIB // 2 + peak // 8 + max_dequantized_bytes_of_layer_experts(model, total)
     return int(total * config.gpu_memory_utilization) - (total - free) - peak - reserve
 
 

@@ -126,7 +126,7 @@ class Gemma4Config(DecoderConfig):
 def layer_windows(raw: RawConfig, layers: int) -> tuple[int | None, ...]:
     """Per layer the window or None; the last layer has full attention whatever the list says."""
     plain = overlay_config(raw, {"sliding_window": 512})
-    windows = _llama_common.interleaved_windows(plain, layers, 6)
+    windows = _llama_common.windows_with_full_every_nth_layer(plain, layers, 6)
     if windows[-1] is not None and isinstance(raw, ReadTrackingConfig):
         raw.remarks.append(
             "config.json: the last layer has full attention, as in transformers, although "

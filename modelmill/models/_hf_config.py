@@ -110,7 +110,7 @@ def checked_rotary_channels(key: str, value: int, rotated: int) -> int:
     return rotated
 
 
-def check_even_heads(key: str, value: int, head_dim: int) -> None:
+def check_even_head_dim(key: str, value: int, head_dim: int) -> None:
     """Check the size of rotated heads, that ``key`` decides: kernels expect pairs of channels."""
     if head_dim % 2:
         raise CheckpointError(
@@ -217,7 +217,7 @@ ACTIVATION_NAMES = {
     "relu": "relu",
     "relu2": "relu2",
 }
-"""transformers' names of activations → those of ``nn.mlp.ACTIVATIONS``."""
+"""transformers' names of activations → those of ``nn.mlp.ACTIVATION_FUNCTIONS``."""
 
 
 def read_activation(raw: RawConfig, key: str, default: str) -> str:
@@ -226,7 +226,7 @@ def read_activation(raw: RawConfig, key: str, default: str) -> str:
     return ACTIVATION_NAMES[raw.get(key, default)]
 
 
-def read_factor(raw: RawConfig, key: str) -> float | None:
+def read_non_unit_factor(raw: RawConfig, key: str) -> float | None:
     """A factor above 0; None for 1, which changes nothing."""
     value = positive_float(raw, key, default=1.0)
     return None if value == 1.0 else value
@@ -289,7 +289,7 @@ def rope_spec(
         theta_key: The base's name outside of ``rope_parameters``.
         partial_key: The name of ``partial_rotary_factor`` there.
     """
-    name, scaling = _rope_scaling(raw)
+    name, scaling = _rope_scaling_key_and_value(raw)
     if scaling.get("rope_theta") is None:
         base = positive_float(raw, theta_key, default=theta)
     else:
@@ -394,7 +394,7 @@ def _check_longrope_factors(values: Any, key: str, count: int) -> None:
         )
 
 
-def _rope_scaling(raw: RawConfig) -> tuple[str, dict[str, Any]]:
+def _rope_scaling_key_and_value(raw: RawConfig) -> tuple[str, dict[str, Any]]:
     """The key and the value of ``rope_scaling``, or of ``rope_parameters`` where that is absent.
 
     Never a mixture of the two, as in transformers.

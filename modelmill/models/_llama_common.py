@@ -171,7 +171,7 @@ def with_sliding_window(raw: RawConfig, config: DecoderConfig) -> DecoderConfig:
     return replace(config, windows=(size,) * config.layers)
 
 
-def interleaved_windows(
+def windows_with_full_every_nth_layer(
     raw: RawConfig, layers: int, every: int = 4, *, has_pattern: bool = False
 ) -> tuple[int | None, ...]:
     """Per layer the window or None, of families that have full attention in every n-th layer.

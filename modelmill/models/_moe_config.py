@@ -61,7 +61,7 @@ GATED_SHARED_EXPERT_NAMES = {
 }
 
 
-def router_config(
+def softmax_router_config(
     raw: RawConfig,
     *,
     experts: int,
@@ -115,9 +115,9 @@ def _refuse_other_counts(raw: RawConfig, key: str, count: int) -> None:
 def norm_topk_router(
     raw: RawConfig, *, experts: int, top_k: int, renormalize: bool
 ) -> RouterConfig:
-    """As ``router_config``, with ``norm_topk_prob``, or ``renormalize`` where it is not there."""
+    """A softmax router with ``norm_topk_prob``, or ``renormalize`` where that is not there."""
     normalized = read_boolean(raw, "norm_topk_prob", renormalize)
-    return router_config(raw, experts=experts, top_k=top_k, renormalize=normalized)
+    return softmax_router_config(raw, experts=experts, top_k=top_k, renormalize=normalized)
 
 
 def group_limited_router(raw: RawConfig, defaults: RouterConfig) -> RouterConfig:

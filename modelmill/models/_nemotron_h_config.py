@@ -22,7 +22,7 @@ from modelmill.nn.moe_spec import MoESpec
 
 LAYER_TYPE_BY_LETTER = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """Of ``hybrid_override_pattern``."""
-NEMOTRON_H_NAMES = {
+LAYER_TYPE_BY_NAME = {
     **{name: name for name in LAYER_TYPE_BY_LETTER.values()},
     "mamba": "linear_attention", "attention": "full_attention",
 }  # fmt: skip
@@ -47,7 +47,7 @@ def read_layer_indices_by_branch(raw: RawConfig) -> LayerIndicesByBranch:
         CheckpointError: for other types, and for keys that contradict each other.
     """
     keys = [key for key in LAYER_TYPE_KEYS if raw.get(key) is not None]
-    named = {key: _branch_names(key, raw[key]) for key in keys}
+    named = {key: _read_layer_types(key, raw[key]) for key in keys}
     names = next(iter(named.values()), DEFAULT_LAYER_TYPES)
     for key, others in named.items():
         if others != names:
@@ -66,13 +66,13 @@ def read_layer_indices_by_branch(raw: RawConfig) -> LayerIndicesByBranch:
     return LayerIndicesByBranch(len(names), recurrent, mlp, moe)
 
 
-def _branch_names(key: str, listed: Any) -> list[str]:
+def _read_layer_types(key: str, listed: Any) -> list[str]:
     """The branch of each layer, under today's names.
 
     Raises:
         CheckpointError: for what is no list of them, or no string of their letters.
     """
-    known = LAYER_TYPE_BY_LETTER if isinstance(listed, str) else NEMOTRON_H_NAMES
+    known = LAYER_TYPE_BY_LETTER if isinstance(listed, str) else LAYER_TYPE_BY_NAME
     if not isinstance(listed, list | str) or not listed:
         raise CheckpointError(
             f"config.json: {key} must be a list of layers, not {quote(listed, 60)}"

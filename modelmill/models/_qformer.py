@@ -14,7 +14,7 @@ from torch import nn
 from modelmill.nn.conv import VisionLayerNorm
 from modelmill.nn.layer_spec import CompositeSpec, LayerSpec, LinearSpec, ModuleSpec
 from modelmill.nn.linear import Linear
-from modelmill.nn.partition import REPLICATED
+from modelmill.nn.partition import NO_PARTITIONS
 from modelmill.nn.vision_context import VisionContext
 from modelmill.nn.vit import (
     TransformerSizes,
@@ -60,7 +60,7 @@ class QFormerSpec(TransformerSizes):
             modules=tuple(modules),
             sites=linear_input_sites(modules, heavy_tailed="output_query.dense.in"),
             outputs=("output_query",),
-            partitions=REPLICATED,
+            partitions=NO_PARTITIONS,
             composites=(*wholes, CompositeSpec("", "qformer.layer")),
         )
 

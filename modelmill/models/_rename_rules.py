@@ -123,7 +123,7 @@ def rename_rules_outside_layers(
     """
     layers = tuple(f"{path}." for path in stacks)
     rules = []
-    for path in _tensor_paths(model):
+    for path in _model_tensor_paths(model):
         if not path.startswith(layers):
             made = _tensor_source(path, names, tensors)
             rules.append(Rule(path, made.names, made.how))
@@ -144,7 +144,7 @@ def _tensor_source(
     return SourceTensors(sources, "cat0" if len(sources) > 1 else "copy")
 
 
-def _tensor_paths(model: nn.Module) -> Iterator[str]:
+def _model_tensor_paths(model: nn.Module) -> Iterator[str]:
     for name, _ in model.named_buffers():
         yield name
     for name, module in model.named_modules():
@@ -230,7 +230,9 @@ class CheckpointLayout:
                 tensors=self.tensors,
                 steps=steps,
             )
-        return [_with_unstacked_sources(rule) for rule in out] if self.experts_stacked else out
+        return (
+            [_with_separate_expert_sources(rule) for rule in out] if self.experts_stacked else out
+        )
 
     def ignored_tensors(self, config: DecoderConfig) -> tuple[str, ...]:
         """Unused tensors: buffers, the copy of a tied head, a layer of multi-token prediction."""
@@ -283,7 +285,7 @@ class CheckpointLayout:
         return out
 
 
-def rename_rules_with_unit_norms(
+def rename_rules_with_all_ones_norms(
     layout: CheckpointLayout, config: DecoderConfig, matrix: str
 ) -> list[Rule]:
     """The rules of a decoder whose norms have no weights: as many ones as the stream has channels.
@@ -291,19 +293,21 @@ def rename_rules_with_unit_norms(
     matrix: a layer's, whose rows are the stream's channels.
     """
     return [
-        _unit_norm_rule(rule, matrix, layout.embed) if rule.target.endswith("norm.weight") else rule
+        _all_ones_norm_rule(rule, matrix, layout.embed)
+        if rule.target.endswith("norm.weight")
+        else rule
         for rule in layout.rename_rules(config)
     ]
 
 
-def _unit_norm_rule(rule: Rule, matrix: str, embed: str) -> Rule:
+def _all_ones_norm_rule(rule: Rule, matrix: str, embed: str) -> Rule:
     if not rule.target.startswith("layers."):
         return replace(rule, sources=(f"{embed}.weight",), how="ones:1")
     layer = rule.sources[0].removesuffix(".weight").rpartition(".")[0]
     return replace(rule, sources=(f"{layer}.{matrix}.weight",), how="ones:0")
 
 
-def _with_unstacked_sources(rule: Rule) -> Rule:
+def _with_separate_expert_sources(rule: Rule) -> Rule:
     """The rule of one expert of a stack, for files that have each of them by itself."""
     step = re.fullmatch(r"copy\+expert:(\d+)/\d+", rule.how)
     if step is None:

@@ -54,7 +54,7 @@ def spec_from_hf(raw: RawConfig) -> SamVitSpec:
         raise UnknownArchitecture(
             "config.json of a sam model lacks vision_config; give the original .pth instead"
         )
-    tables = {part: _config_section(raw, part) for part in SUPPORTED_VALUES}
+    tables = {part: _config_section_with_prefixed_keys(raw, part) for part in SUPPORTED_VALUES}
     for part, keys in SUPPORTED_VALUES.items():
         for key, allowed in keys.items():
             require_supported_value(tables[part], f"{part}.{key}", allowed, allowed[0])
@@ -70,7 +70,7 @@ def spec_from_hf(raw: RawConfig) -> SamVitSpec:
     return _check_sizes(spec)
 
 
-def _config_section(raw: RawConfig, section: str) -> Mapping[str, Any]:
+def _config_section_with_prefixed_keys(raw: RawConfig, section: str) -> Mapping[str, Any]:
     """A part of transformers' config, each key with the part's name in front, as errors name it."""
     section_value = raw.get(section)
     if section_value is not None and not isinstance(section_value, Mapping):
@@ -106,9 +106,9 @@ def _spec_from_vision_config(vision: Mapping[str, Any]) -> SamVitSpec:
     )
 
 
-def spec_from_sizes(raw: RawConfig) -> SamVitSpec:
+def spec_from_sizes_section(raw: RawConfig) -> SamVitSpec:
     """The encoder's sizes from the result of ``sam.config_from_shapes``."""
-    sizes = _config_section(raw, "sizes")
+    sizes = _config_section_with_prefixed_keys(raw, "sizes")
     required = {
         key: positive_int(sizes, f"sizes.{key}")
         for key in ("width", "heads", "inner", "image", "patch", "window")

@@ -18,7 +18,7 @@ from modelmill.models._sam_vit import make_neck
 from modelmill.nn.conv import Conv2d, VisionLayerNorm
 from modelmill.nn.layer_spec import CompositeSpec, LayerSpec, LinearSpec, ModuleSpec, NormSpec
 from modelmill.nn.linear import Linear
-from modelmill.nn.partition import REPLICATED
+from modelmill.nn.partition import NO_PARTITIONS
 from modelmill.nn.vision_context import VisionContext
 from modelmill.nn.vit import affine_norm_spec, biased_linear_spec, linear_input_sites
 from modelmill.ops.image_attention import ImageAttentionInputs
@@ -51,7 +51,9 @@ class TinyVitSpec:
         """What a stage is made of; the reference's names are the paths inside it."""
         width, block = (
             self.widths[stage],
-            _conv_block_specs if stage == 0 else _attention_block_specs,
+            _conv_block_specs_and_compared_paths
+            if stage == 0
+            else _vit_block_specs_and_compared_paths,
         )
         blocks = [block(f"blocks.{i}", width) for i in range(self.depths[stage])]
         modules = [module for inner, _ in blocks for module in inner]
@@ -64,7 +66,7 @@ class TinyVitSpec:
             modules=tuple(modules),
             sites=linear_input_sites(modules),
             outputs=("stage_out",),
-            partitions=REPLICATED,
+            partitions=NO_PARTITIONS,
             composites=tuple(
                 CompositeSpec(path, path, ("attention_biases",) if path.endswith(".attn") else ())
                 for path in wholes
@@ -101,12 +103,16 @@ def _convolution_specs(path: str, inner: int, out: int) -> list[ModuleSpec]:
     ]
 
 
-def _conv_block_specs(path: str, width: int) -> tuple[list[ModuleSpec], list[str]]:
+def _conv_block_specs_and_compared_paths(
+    path: str, width: int
+) -> tuple[list[ModuleSpec], list[str]]:
     """The modules of an ``MBConv`` and what is compared as a whole."""
     return _convolution_specs(path, 4 * width, width), [path]
 
 
-def _attention_block_specs(path: str, width: int) -> tuple[list[ModuleSpec], list[str]]:
+def _vit_block_specs_and_compared_paths(
+    path: str, width: int
+) -> tuple[list[ModuleSpec], list[str]]:
     """The modules of a ``TinyVitBlock`` and what is compared as a whole."""
     modules = [
         _norm_spec(f"{path}.attn.norm"),

@@ -20,7 +20,7 @@ from modelmill.models._moe_config import (
     SHARED_EXPERT_NAMES,
     leading_dense_layer_indices,
     moe_spec_with_shared_experts,
-    router_config,
+    softmax_router_config,
 )
 from modelmill.models._rename_rules import CheckpointLayout, SourceTensors
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -47,21 +47,21 @@ SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "route_norm": (True,), "num_expert_groups": (1,), "num_limited_groups": (1,),
 }  # fmt: skip
 UNUSED_CONFIG_KEYS = ("load_balance_coeff", "use_grouped_mm")
-CONFIG_DEFAULTS = ConfigDefaults(head_dim=128, positions=16384, eps=1e-5, activation="silu")
+DEFAULT_CONFIG_VALUES = ConfigDefaults(head_dim=128, positions=16384, eps=1e-5, activation="silu")
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in AfmoeConfig."""
     config = _llama_common.config_from_hf(
-        raw, CONFIG_DEFAULTS, **attention_bias_fields(raw), layer=SandwichLayer, qk_norm=True,
+        raw, DEFAULT_CONFIG_VALUES, **attention_bias_fields(raw), layer=SandwichLayer, qk_norm=True,
         output_gate=True, gate_bias=False,
     )  # fmt: skip
     every = positive_int(raw, "global_attn_every_n_layers", default=4)
-    windows = _llama_common.interleaved_windows(
+    windows = _llama_common.windows_with_full_every_nth_layer(
         overlay_config(raw, {"sliding_window": 1024}), config.layers, every
     )
     router = replace(
-        router_config(raw, experts=64, top_k=6, renormalize=True),
+        softmax_router_config(raw, experts=64, top_k=6, renormalize=True),
         scores=SIGMOID,
         scale=positive_float(raw, "route_scale", default=1.0),
         selection_bias=True,

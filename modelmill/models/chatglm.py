@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models._hf_config import (
-    check_even_heads,
+    check_even_head_dim,
     checked_rotary_channels,
     exact_quotient,
     non_negative_float,
@@ -51,7 +51,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     if grouped:
         exact_quotient("num_attention_heads", heads, "multi_query_group_num", kv_heads)
     dim = positive_int(raw, "kv_channels", default=hidden // heads)
-    check_even_heads("kv_channels", dim, dim)
+    check_even_head_dim("kv_channels", dim, dim)
     length = positive_int(raw, "seq_length", default=2048)
     base = 1e4 * positive_float(raw, "rope_ratio", default=1.0)
     bias = read_boolean(raw, "add_bias_linear", False)

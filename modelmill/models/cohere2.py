@@ -32,7 +32,7 @@ UNUSED_CONFIG_KEYS = (
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Cohere2Config."""
     layers = num_layers(raw, "num_hidden_layers")
-    windows = _llama_common.interleaved_windows(raw, layers, has_pattern=True)
+    windows = _llama_common.windows_with_full_every_nth_layer(raw, layers, has_pattern=True)
     return _llama_common.config_from_hf(
         raw,
         ConfigDefaults(positions=8192, tied=True, activation="silu"),

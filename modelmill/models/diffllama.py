@@ -40,14 +40,14 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
 
 def rename_rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor of the model; heads i and i + n / 2 stand side by side."""
-    step = f"+rows:{'/'.join(_pair_rows(config))}"
+    step = f"+rows:{'/'.join(_head_pair_row_ranges(config))}"
     return [
         replace(rule, how=f"{rule.how}{step}") if ".attn.qkv_proj." in rule.target else rule
         for rule in LAYOUT.rename_rules(config)
     ]
 
 
-def _pair_rows(config: DecoderConfig) -> list[str]:
+def _head_pair_row_ranges(config: DecoderConfig) -> list[str]:
     """The rows of q, k and v, pair by pair, and their number."""
     first, dim, ranges = 0, config.head_dim, []
     for heads in (config.heads, config.kv_heads, config.kv_heads):

@@ -25,7 +25,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     sized = raw["sliding_window"] is not None
     windows: tuple[int | None, ...] = ()
     if sized:
-        windows = _llama_common.interleaved_windows(raw, layers, has_pattern=True)
+        windows = _llama_common.windows_with_full_every_nth_layer(raw, layers, has_pattern=True)
     return _llama_common.config_from_hf(
         raw,
         ConfigDefaults(eps=1e-5, activation="silu"),

@@ -16,7 +16,7 @@ from modelmill.models._hf_config import (
     attention_and_mlp_bias_fields,
     positive_int,
     read_boolean,
-    read_factor,
+    read_non_unit_factor,
 )
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._mamba_config import hybrid_mamba_spec, mamba_checkpoint_names
@@ -54,8 +54,8 @@ def config_from_hf(raw: RawConfig) -> FalconH1Config:
         ConfigDefaults(kv_heads=8, positions=8192, eps=1e-5),
         layer=ParallelHybridLayer,
         **attention_and_mlp_bias_fields(raw),
-        embedding_scale=read_factor(raw, "embedding_multiplier"),
-        logit_scale=read_factor(raw, "lm_head_multiplier"),
+        embedding_scale=read_non_unit_factor(raw, "embedding_multiplier"),
+        logit_scale=read_non_unit_factor(raw, "lm_head_multiplier"),
     )
     raw = overlay_config(raw, {"mamba_d_ssm": 1024})
     sizes: tuple[int, str] | tuple[()] = ()

@@ -40,7 +40,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         raw,
         ConfigDefaults(kv_heads=4, head_dim=256, positions=8192, tied=True),
         **shared_gemma_fields(raw),
-        windows=_llama_common.interleaved_windows(raw, layers, 2),
+        windows=_llama_common.windows_with_full_every_nth_layer(raw, layers, 2),
         logit_softcap=optional_positive_float(raw, "final_logit_softcapping", 30.0),
         attention_softcap=optional_positive_float(raw, "attn_logit_softcapping", 50.0),
     )

@@ -33,16 +33,16 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     local = positive_float(raw, "rope_local_base_freq", default=10000.0)
     full, local_raw = _llama_common.configs_by_layer_type_rope(raw, 1000000.0, local)
     layers = num_layers(raw, "num_hidden_layers")
-    windows = _llama_common.interleaved_windows(raw, layers, 6, has_pattern=True)
+    windows = _llama_common.windows_with_full_every_nth_layer(raw, layers, 6, has_pattern=True)
     # the length behind the scaling, which is by 8 from 4B on
     length = positive_int(raw, "max_position_embeddings", default=MAX_POSITIONS)
-    config = replace(_decoder_config_with_rope(full, raw), max_len=length)
+    config = replace(_decoder_config_with_one_rope(full, raw), max_len=length)
     return replace(
-        config, windows=windows, local_rope=_decoder_config_with_rope(local_raw, raw).rope
+        config, windows=windows, local_rope=_decoder_config_with_one_rope(local_raw, raw).rope
     )
 
 
-def _decoder_config_with_rope(rotated: RawConfig, raw: RawConfig) -> DecoderConfig:
+def _decoder_config_with_one_rope(rotated: RawConfig, raw: RawConfig) -> DecoderConfig:
     """The config with one of the two rotations."""
     return _llama_common.config_from_hf(
         rotated,

@@ -12,7 +12,7 @@ from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias_fields, num_layers, positive_float
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
-from modelmill.models._moe_config import EXPERT_NAMES, router_config
+from modelmill.models._moe_config import EXPERT_NAMES, softmax_router_config
 from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
@@ -47,10 +47,10 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         ConfigDefaults(positions=131072, eps=1e-5, theta=150000.0),
         sinks=True,
         **attention_bias_fields(raw, default=True),
-        windows=_llama_common.interleaved_windows(raw, layers, 2),
+        windows=_llama_common.windows_with_full_every_nth_layer(raw, layers, 2),
     )
     # a softmax over the chosen experts' logits
-    router = replace(router_config(raw, experts=128, top_k=4, renormalize=True), bias=True)
+    router = replace(softmax_router_config(raw, experts=128, top_k=4, renormalize=True), bias=True)
     clamp = SwigluClamp(
         positive_float(raw, "swiglu_alpha", default=1.702),
         positive_float(raw, "swiglu_limit", default=7.0),

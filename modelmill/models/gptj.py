@@ -7,7 +7,7 @@ from dataclasses import replace
 from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _gpt2_common
 from modelmill.models._hf_config import (
-    check_even_heads,
+    check_even_head_dim,
     checked_rotary_channels,
     positive_int,
     read_activation,
@@ -46,7 +46,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         mlp_bias=True,
         head_bias=True,
     )
-    check_even_heads("n_head", config.heads, config.head_dim)
+    check_even_head_dim("n_head", config.heads, config.head_dim)
     rotated = positive_int(raw, "rotary_dim", default=64, max_value=config.head_dim)
     dim = checked_rotary_channels("rotary_dim", rotated, rotated)
     return replace(config, rope=RopeSpec(dim, 1e4, positions))

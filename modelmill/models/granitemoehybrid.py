@@ -11,7 +11,11 @@ from modelmill.models._hf_config import positive_int, require_supported_value
 from modelmill.models._hybrid_config import recurrent_layers
 from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._mamba_config import hybrid_mamba_spec, mamba_checkpoint_names
-from modelmill.models._moe_config import SHARED_EXPERT_PATH, STACKED_EXPERT_NAMES, router_config
+from modelmill.models._moe_config import (
+    SHARED_EXPERT_PATH,
+    STACKED_EXPERT_NAMES,
+    softmax_router_config,
+)
 from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
@@ -48,7 +52,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     if raw.get("num_local_experts") == 0:
         config = replace(config, inner=shared)
     else:
-        router = router_config(
+        router = softmax_router_config(
             raw, experts=8, top_k=2, renormalize=True, keys=("num_local_experts",)
         )
         expert, common = MLPSpec(config.hidden, config.inner), MLPSpec(config.hidden, shared)
@@ -60,10 +64,10 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
 
 def rename_rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor of the model."""
-    return with_split_gate_up_sources(LAYOUT.rename_rules(config))
+    return with_separate_gate_up_sources(LAYOUT.rename_rules(config))
 
 
-def with_split_gate_up_sources(rules: list[Rule]) -> list[Rule]:
+def with_separate_gate_up_sources(rules: list[Rule]) -> list[Rule]:
     """Rules that read the MLP's first matrix from two, too, which it is in a GGUF."""
     out = []
     for rule in rules:

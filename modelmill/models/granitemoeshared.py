@@ -11,7 +11,7 @@ from modelmill.models._hf_config import positive_int
 from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._moe_config import SHARED_EXPERT_PATH, STACKED_EXPERT_NAMES
 from modelmill.models._rename_rules import CheckpointLayout
-from modelmill.models.granitemoehybrid import SHARED_MLP_NAMES, with_split_gate_up_sources
+from modelmill.models.granitemoehybrid import SHARED_MLP_NAMES, with_separate_gate_up_sources
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
@@ -37,4 +37,4 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
 
 def rename_rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor of the model."""
-    return with_split_gate_up_sources(LAYOUT.rename_rules(config))
+    return with_separate_gate_up_sources(LAYOUT.rename_rules(config))

@@ -19,7 +19,7 @@ from modelmill.models._moe_config import (
     SELECTION_BIAS_PATTERNS,
     dense_layers_by_mlp_type,
     moe_spec_with_shared_experts,
-    router_config,
+    softmax_router_config,
 )
 from modelmill.models._rename_rules import CheckpointLayout, SourceTensors
 from modelmill.models.hunyuan_v1_moe import SHARED_MLP_NAMES
@@ -51,7 +51,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         **attention_bias_fields(raw), mlp_bias=read_boolean(raw, "mlp_bias", False), qk_norm=True,
     )  # fmt: skip
     router = replace(
-        router_config(raw, experts=192, top_k=8, renormalize=True),
+        softmax_router_config(raw, experts=192, top_k=8, renormalize=True),
         scores=SIGMOID,
         scale=positive_float(raw, "router_scaling_factor", default=2.826),
         selection_bias=True,

@@ -11,7 +11,7 @@ from modelmill.models._hf_config import (
     attention_and_mlp_bias_fields,
     positive_float,
     read_boolean,
-    read_factor,
+    read_non_unit_factor,
 )
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._rename_rules import CheckpointLayout
@@ -37,9 +37,9 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         attention_scale=None
         if attention_scale is None
         else positive_float(raw, "attention_multiplier"),
-        embedding_scale=read_factor(raw, "embedding_multiplier"),
+        embedding_scale=read_non_unit_factor(raw, "embedding_multiplier"),
         branch_scale=positive_float(raw, "residual_multiplier", default=1.0),
-        logit_scale=read_factor(raw, "logits_scaling"),
+        logit_scale=read_non_unit_factor(raw, "logits_scaling"),
     )
 
 

@@ -10,7 +10,7 @@ from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _lfm2_config
 from modelmill.models._hf_config import positive_float, positive_int, read_boolean
 from modelmill.models._lfm2_config import LFM2_NAMES, hybrid_config
-from modelmill.models._moe_config import SELECTION_BIAS_PATTERNS, router_config
+from modelmill.models._moe_config import SELECTION_BIAS_PATTERNS, softmax_router_config
 from modelmill.models._rename_rules import CheckpointLayout, SourceTensors
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
@@ -40,7 +40,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """
     config = hybrid_config(raw, raw.get("layer_types"))
     router = replace(
-        router_config(
+        softmax_router_config(
             raw,
             experts=32,
             top_k=4,

@@ -39,7 +39,7 @@ LAYOUT = CheckpointLayout(
     separate_gates=True,
 )
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {"rope_scaling": ({},), "rope_theta": ()}
-CONFIG_DEFAULTS = ConfigDefaults(kv_heads=4, head_dim=128, positions=128_000, tied=True)
+DEFAULT_CONFIG_VALUES = ConfigDefaults(kv_heads=4, head_dim=128, positions=128_000, tied=True)
 DEFAULT_ROPES = {
     SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 1e4},
     FULL_ATTENTION: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
@@ -55,8 +55,8 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     plain = dict.fromkeys(("rope_parameters", "rope_scaling", "rope_theta"))
     eps = non_negative_float(raw, "norm_eps", "rms_norm_eps", default=1e-5)
     config = _llama_common.config_from_hf(
-        overlay_config(raw, {}, {**plain, "rms_norm_eps": eps}), CONFIG_DEFAULTS, qk_norm=True,
-        output_gate=read_boolean(raw, "use_attention_gate", True), head_gates=True,
+        overlay_config(raw, {}, {**plain, "rms_norm_eps": eps}), DEFAULT_CONFIG_VALUES,
+        qk_norm=True, output_gate=read_boolean(raw, "use_attention_gate", True), head_gates=True,
         gate_bias=False, **attention_bias_fields(raw),
         layer=SandwichLayer if read_boolean(raw, "use_sandwich_norm", True) else PreNormLayer,
         windows=tuple(size if each == SLIDING_ATTENTION else None for each in types),

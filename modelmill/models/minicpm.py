@@ -9,7 +9,7 @@ from modelmill.models._hf_config import (
     num_layers,
     positive_float,
     positive_int,
-    read_factor,
+    read_non_unit_factor,
 )
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -31,7 +31,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         rope_options={"longrope": True},
         layer=ScaledBranchLayer,
         **attention_bias_fields(raw),
-        embedding_scale=read_factor(raw, "scale_emb"),
+        embedding_scale=read_non_unit_factor(raw, "scale_emb"),
         branch_scale=positive_float(raw, "scale_depth", default=1.0) / depth,
         logit_scale=width,
     )

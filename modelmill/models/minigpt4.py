@@ -130,11 +130,11 @@ def config_from_hf(raw: RawConfig) -> MiniGpt4Config:
     if not isinstance(eps, Mapping):
         raise CheckpointError('config.json: "eps" of image_embedder must be an object')
     encoder = EvaSpec(
-        **_spec_sizes(sizes.get("vision_encoder"), EVA_G),
+        **_read_spec_sizes(sizes.get("vision_encoder"), EVA_G),
         eps=positive_float(eps, "vision_encoder", default=EvaSpec.eps),
     )
     qformer = QFormerSpec(
-        **_spec_sizes(sizes.get("qformer"), QFORMER_BASE),
+        **_read_spec_sizes(sizes.get("qformer"), QFORMER_BASE),
         eps=positive_float(eps, "qformer", default=QFormerSpec.eps),
     )
     check_vit_sizes(
@@ -171,7 +171,7 @@ def ignored_tensors(config: MiniGpt4Config) -> list[str]:
     ] + _blip2_vision.ignored_tensors(config.image_embedder)
 
 
-def _spec_sizes(sizes: Any, defaults: Any) -> dict[str, int]:
+def _read_spec_sizes(sizes: Any, defaults: Any) -> dict[str, int]:
     """The integers of a spec; a missing one has its published value."""
     if not isinstance(sizes, Mapping):
         raise CheckpointError(

@@ -14,7 +14,7 @@ from modelmill.models._hf_config import (
     require_supported_value,
 )
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
-from modelmill.models._moe_config import SELECTION_BIAS_PATTERNS, router_config
+from modelmill.models._moe_config import SELECTION_BIAS_PATTERNS, softmax_router_config
 from modelmill.models._rename_rules import CheckpointLayout, SourceTensors
 from modelmill.models.mixtral import MIXTRAL_EXPERT_NAMES
 from modelmill.models.olmoe import QK_NORM_NAMES
@@ -65,7 +65,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
             ALL_HEADS_RMS_NORM, non_negative_float(raw, "rms_norm_eps", default=1e-6)
         ),
     )
-    router = router_config(raw, experts=256, top_k=8, renormalize=True)
+    router = softmax_router_config(raw, experts=256, top_k=8, renormalize=True)
     router = replace(router, scores=SIGMOID, selection_bias=True)
     expert = MLPSpec(config.hidden, config.inner, activation=act)
     return replace(config, moe=MoESpec(router, expert))

@@ -20,7 +20,11 @@ from modelmill.nn.moe import SOFTMAX, RouterConfig
 Model = Decoder
 LAYOUT = _deepseek_common.LAYOUT
 UNUSED_CONFIG_KEYS = _deepseek_common.UNUSED_CONFIG_KEYS
-CONFIG_DEFAULTS = {"moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 0}
+DEFAULT_CONFIG_VALUES = {
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 0,
+}
 DEFAULT_SIZES = {
     "q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64,
 }  # fmt: skip
@@ -45,7 +49,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         router,
         positions=1048576,
         neighbours=read_boolean(raw, "rope_interleave", True),
-        defaults=CONFIG_DEFAULTS,
+        defaults=DEFAULT_CONFIG_VALUES,
     )
     return replace(config, attention_temperature=growth)
 

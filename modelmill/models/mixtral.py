@@ -8,7 +8,7 @@ from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import read_activation
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
-from modelmill.models._moe_config import router_config
+from modelmill.models._moe_config import softmax_router_config
 from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
@@ -32,6 +32,6 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         ConfigDefaults(kv_heads=8, positions=131072, eps=1e-5, theta=1e6),
         activation=act,
     )
-    router = router_config(raw, experts=8, top_k=2, renormalize=True)
+    router = softmax_router_config(raw, experts=8, top_k=2, renormalize=True)
     moe = MoESpec(router, MLPSpec(config.hidden, config.inner, activation=act))
     return _llama_common.with_sliding_window(raw, replace(config, moe=moe))

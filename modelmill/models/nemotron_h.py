@@ -17,7 +17,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.one_branch_layer import OneBranchLayer
 
-MLP_PATHS = {"mlp": "mixer", "mlp.experts.*": "mixer.experts.*",
+MLP_CHECKPOINT_PATHS = {"mlp": "mixer", "mlp.experts.*": "mixer.experts.*",
                 SHARED_EXPERT_PATH: "mixer.shared_experts"}  # fmt: skip
 Model = Decoder
 LAYOUT = CheckpointLayout(
@@ -28,8 +28,14 @@ LAYOUT = CheckpointLayout(
         "attn.qkv_proj": ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
         "attn.o_proj": ("mixer.o_proj",),
         "mlp.router": ("mixer.gate",),
-        **{f"{ours}.fc_proj": (f"{theirs}.up_proj",) for ours, theirs in MLP_PATHS.items()},
-        **{f"{ours}.down_proj": (f"{theirs}.down_proj",) for ours, theirs in MLP_PATHS.items()},
+        **{
+            f"{ours}.fc_proj": (f"{theirs}.up_proj",)
+            for ours, theirs in MLP_CHECKPOINT_PATHS.items()
+        },
+        **{
+            f"{ours}.down_proj": (f"{theirs}.down_proj",)
+            for ours, theirs in MLP_CHECKPOINT_PATHS.items()
+        },
     },
     layers="backbone.layers",
     embed="backbone.embeddings",
@@ -54,7 +60,7 @@ UNUSED_CONFIG_KEYS = (
     "residual_in_fp32", "time_step_floor", "time_step_max", "time_step_min", "use_mamba_kernels",
     "norm_eps", "partial_rotary_factor", "rms_norm_eps", "time_step_rank",
 )  # fmt: skip
-CONFIG_DEFAULTS = {"num_attention_heads": 32, "num_key_value_heads": 8,
+DEFAULT_CONFIG_VALUES = {"num_attention_heads": 32, "num_key_value_heads": 8,
                    "intermediate_size": 21504, "layer_norm_epsilon": 1e-5}  # fmt: skip
 
 
@@ -63,7 +69,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     # files of the first models name the channels of a head otherwise
     size = positive_int(raw, "head_dim", "attention_head_dim", default=128)
     kinds = read_layer_indices_by_branch(raw)
-    raw = overlay_config(raw, CONFIG_DEFAULTS, {"head_dim": size})
+    raw = overlay_config(raw, DEFAULT_CONFIG_VALUES, {"head_dim": size})
     act, bias = (
         read_activation(raw, "mlp_hidden_act", "relu2"),
         read_boolean(raw, "mlp_bias", False),

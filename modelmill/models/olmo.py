@@ -7,7 +7,7 @@ from modelmill.core.read_tracking_config import RawConfig, overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias_fields, optional_positive_float
 from modelmill.models._llama_common import ConfigDefaults
-from modelmill.models._rename_rules import rename_rules_with_unit_norms
+from modelmill.models._rename_rules import rename_rules_with_all_ones_norms
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM_WITHOUT_BIAS
 
@@ -29,4 +29,4 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
 
 def rename_rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor; norms have no weights."""
-    return rename_rules_with_unit_norms(LAYOUT, config, "self_attn.o_proj")
+    return rename_rules_with_all_ones_norms(LAYOUT, config, "self_attn.o_proj")

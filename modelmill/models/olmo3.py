@@ -18,5 +18,5 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     layers = num_layers(raw, "num_hidden_layers")
     full, local = _llama_common.configs_by_layer_type_rope(raw, 500000.0, 500000.0)
     config = olmo2.config_from_hf(full)
-    windows = _llama_common.interleaved_windows(raw, layers)
+    windows = _llama_common.windows_with_full_every_nth_layer(raw, layers)
     return replace(config, windows=windows, local_rope=olmo2.config_from_hf(local).rope)

@@ -13,7 +13,7 @@ from modelmill.models._hf_config import (
     require_supported_value,
 )
 from modelmill.models._llama_common import CHECKPOINT_NAMES
-from modelmill.models._rename_rules import CheckpointLayout, rename_rules_with_unit_norms
+from modelmill.models._rename_rules import CheckpointLayout, rename_rules_with_all_ones_norms
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM, LAYER_NORM_WITHOUT_BIAS
 
@@ -62,4 +62,4 @@ def rename_rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor; norms may have no weights."""
     if config.norm == LAYER_NORM:
         return LAYOUT.rename_rules(config)
-    return rename_rules_with_unit_norms(LAYOUT, config, "self_attn.out_proj")
+    return rename_rules_with_all_ones_norms(LAYOUT, config, "self_attn.out_proj")

@@ -17,7 +17,7 @@ from modelmill.models._hf_config import (
     read_boolean,
 )
 from modelmill.models._llama_common import ConfigDefaults
-from modelmill.models._moe_config import router_config
+from modelmill.models._moe_config import softmax_router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import SPARSE_MIXER
@@ -41,7 +41,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         activation=act, **attention_bias_fields(raw),
         head_bias=read_boolean(raw, "lm_head_bias", False),
     )  # fmt: skip
-    router = router_config(
+    router = softmax_router_config(
         raw, experts=16, top_k=SPARSE_MIXER_TOP_K, renormalize=False, keys=("num_local_experts",)
     )
     if router.top_k != SPARSE_MIXER_TOP_K:

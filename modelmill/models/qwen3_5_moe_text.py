@@ -12,7 +12,11 @@ from modelmill.models._delta_net_config import (
     UNGROUPED_NAMES,
 )
 from modelmill.models._hf_config import positive_int
-from modelmill.models._moe_config import EXPERT_NAMES, GATED_SHARED_EXPERT_NAMES, router_config
+from modelmill.models._moe_config import (
+    EXPERT_NAMES,
+    GATED_SHARED_EXPERT_NAMES,
+    softmax_router_config,
+)
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
@@ -35,6 +39,6 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         _delta_net_config.without_mrope_keys(raw), {}, {"intermediate_size": inner}
     )
     config = _delta_net_config.config_from_hf(raw, kv_heads=2)
-    router = router_config(raw, experts=256, top_k=8, renormalize=True)
+    router = softmax_router_config(raw, experts=256, top_k=8, renormalize=True)
     expert, common = MLPSpec(config.hidden, inner), MLPSpec(config.hidden, shared)
     return replace(config, moe=MoESpec(router, expert, common, shared_gate=True))

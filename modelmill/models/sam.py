@@ -19,7 +19,7 @@ from modelmill.core.errors import TensorMismatch
 from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _sam_transformers_names
 from modelmill.models._rename_rules import layer_stack_rename_rules, rename_rules_outside_layers
-from modelmill.models._sam_config import EMBED_WIDTH, spec_from_hf, spec_from_sizes
+from modelmill.models._sam_config import EMBED_WIDTH, spec_from_hf, spec_from_sizes_section
 from modelmill.models._sam_mask_decoder import SamMaskDecoder
 from modelmill.models._sam_prompt_encoder import SamPromptEncoder
 from modelmill.models._sam_tiny_vit import (
@@ -65,7 +65,7 @@ def config_from_hf(raw: RawConfig) -> SamConfig:
     if raw.get("encoder") == "vit_t":
         return SamConfig(TinyVitSpec())
     if raw.get("encoder") == "vit":
-        return SamConfig(spec_from_sizes(raw))
+        return SamConfig(spec_from_sizes_section(raw))
     return SamConfig(spec_from_hf(raw), "transformers")
 
 

@@ -49,14 +49,14 @@ class DifferentialAttentionSpec:
     lambda_init: float
 
     @property
-    def head_pairs(self) -> HeadGroups:
+    def head_pair_groups(self) -> HeadGroups:
         """The pairs of query heads, and the pairs of KV heads that they read."""
         return HeadGroups(self.heads // 2, self.kv_heads // 2, 2 * self.head_dim)
 
     @property
     def paged_attention_spec(self) -> AttentionSpec:
         """The attention over the pages."""
-        pairs = self.head_pairs
+        pairs = self.head_pair_groups
         heads, kv_heads = (
             KV_HEAD_COPIES_PER_PAIR * pairs.q_heads,
             KV_HEAD_COPIES_PER_PAIR * pairs.kv_heads,
@@ -66,7 +66,7 @@ class DifferentialAttentionSpec:
     @property
     def partition(self) -> HeadPartition:
         """How ranks divide the pairs."""
-        return HeadPartition("attn", self.head_pairs)
+        return HeadPartition("attn", self.head_pair_groups)
 
     @property
     def quant_sites(self) -> tuple[QuantSiteSpec, ...]:
@@ -137,7 +137,7 @@ class HeadPairShardedModule(nn.Module):
 
     def __init__(self, spec: DifferentialAttentionSpec) -> None:
         super().__init__()
-        self.spec, self.kv_pairs = spec, spec.head_pairs.kv_heads
+        self.spec, self.kv_pairs = spec, spec.head_pair_groups.kv_heads
 
     def keep_local_kv_head_pairs(self, count: int) -> None:
         """Keep so many pairs of KV heads."""

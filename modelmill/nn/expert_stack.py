@@ -207,7 +207,7 @@ def stack_experts(moe: MoE, *, in_place: bool = False) -> StackedExperts | None:
     gate = gates.pop()
     if op is None or gate is None or gates or len(kinds) > 1 or max(map(len, biased)) > 1:
         return None
-    if moe.router.weight.is_cuda and not has_gpu_kernel(op, gate):
+    if moe.router.weight.is_cuda and not has_gpu_fused_moe_kernel(op, gate):
         return None  # the reference would compute every expert
     gate_up_parts = stack_weights(gate_up, in_place=in_place)
     down_parts = stack_weights(down, in_place=in_place)
@@ -228,7 +228,7 @@ def expert_linears(expert: ExpertMLP) -> tuple[Linear, Linear]:
     return expert_input_linear(expert), expert.down_proj
 
 
-def has_gpu_kernel(op: str, gate: ExpertActivation) -> bool:
+def has_gpu_fused_moe_kernel(op: str, gate: ExpertActivation) -> bool:
     """Whether a kernel of a GPU computes a fused MoE op for experts with this activation."""
     return gate.activation != RELU2 or op not in DEQUANTIZING_OPS
 
@@ -294,7 +294,7 @@ def common_view_base(parts: Sequence[torch.Tensor], *, apart: bool = False) -> t
     return first.as_strided((len(parts), *first.shape), (step, *first.stride()))
 
 
-def max_dequantized_expert_bytes(model: nn.Module, total_bytes: int) -> int:
+def max_dequantized_bytes_of_layer_experts(model: nn.Module, total_bytes: int) -> int:
     """Bytes that a layer's experts may take in 16 bits, once there are many tokens for each.
 
     Args:

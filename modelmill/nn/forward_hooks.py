@@ -13,7 +13,7 @@ PostHook = Callable[[str, tuple[Any, ...], Any], None]
 
 
 @contextlib.contextmanager
-def attach_forward_hooks(
+def attached_forward_hooks(
     model: nn.Module, before: PreHook | None, after: PostHook | None
 ) -> Iterator[None]:
     """Hook every module of ``model`` within the block.

@@ -21,7 +21,7 @@ from modelmill.nn.scaled_sandwich import ScaledSandwichLayer
 from modelmill.nn.step import Step
 
 
-def has_experts(layer: nn.Module) -> bool:
+def is_moe_layer(layer: nn.Module) -> bool:
     """Whether a layer has experts, in the place of its MLP or beside it."""
     return _has_moe_branch(layer) or isinstance(getattr(layer, "mlp", None), MoE)
 
@@ -52,7 +52,7 @@ def _fuse_experts(layer: nn.Module) -> nn.Module:
     """A layer with fused experts; one without experts as it is."""
     if _has_moe_branch(layer):
         return FusedMoEBranchLayer(cast(ScaledSandwichLayer, layer))
-    if not has_experts(layer):
+    if not is_moe_layer(layer):
         return layer
     # a copy that shares all modules but this one
     fused = copy.copy(layer)

@@ -15,7 +15,7 @@ What is fused, each where the chosen backends have the op and its shapes are sup
   None between two fused modules means that it was added;
 * the experts of a mixture, whose tokens are grouped (``nn.fused_moe``), and its router into the
   norm in front of it (``nn.fused_router``);
-* the factor of a branch, or the sum of two, into the norm behind them (``nn.fused_branches``);
+* the factor of a branch, or the sum of two, into the norm behind them (``nn.fused_branch_norms``);
 * the last layer's second half for the rows whose logits are needed only
   (``Step.step_of_logit_rows``);
 * all layers of a small decode step in one op (``nn.whole_model_decode``).
@@ -32,10 +32,10 @@ from torch import nn
 
 from modelmill.nn.attention import Attention, RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
-from modelmill.nn.fused_branches import FusedBranchesLM, can_fuse_branches
+from modelmill.nn.fused_branch_norms import FusedBranchNormLM, can_fuse_branches_into_norms
 from modelmill.nn.fused_module import FusedModule
 from modelmill.nn.fused_moe import FusedMoE
-from modelmill.nn.fused_moe_lm import FusedMoELM, has_experts
+from modelmill.nn.fused_moe_lm import FusedMoELM, is_moe_layer
 from modelmill.nn.fused_router import FusedNormRouter
 from modelmill.nn.latent_attention import LatentAttention, scale_queries
 from modelmill.nn.layer_spec import RecurrenceSpec, layer_spec
@@ -56,7 +56,7 @@ from modelmill.ops.quant_types import ActQuantSpec, QuantizedInput
 from modelmill.ops.rope_cache import RopeCacheInputs
 
 Activation = torch.Tensor | QuantizedInput
-UNFUSED_ATTENTION_MODULES = frozenset(
+UNFUSED_ATTENTION_MODULE_PATHS = frozenset(
     {"attn.difference", "attn.output_gate", "attn.out_norm", "attn.rotation"}
 )
 """Modules of attentions that are not fused, beside those with a recurrence."""
@@ -66,16 +66,16 @@ def fuse_model(model: nn.Module) -> nn.Module:
     """The fused tree of a language model whose layers have a fused form; any other as it is.
 
     These are pre-norm layers, those that scale or add branches, and those with experts.
-    Recurrences and attentions with one of ``UNFUSED_ATTENTION_MODULES`` are kept plain.
+    Recurrences and attentions with one of ``UNFUSED_ATTENTION_MODULE_PATHS`` are kept plain.
     """
     if isinstance(model, CausalLM) and all(
         _is_fusable_pre_norm_layer(layer) or _is_pre_norm_with_plain_mixer(layer)
         for layer in model.layers
     ):
         return FusedCausalLM(model)
-    if isinstance(model, CausalLM) and can_fuse_branches(model):
-        return FusedBranchesLM(model)
-    if isinstance(model, CausalLM) and any(map(has_experts, model.layers)):
+    if isinstance(model, CausalLM) and can_fuse_branches_into_norms(model):
+        return FusedBranchNormLM(model)
+    if isinstance(model, CausalLM) and any(map(is_moe_layer, model.layers)):
         return FusedMoELM(model)
     return model
 
@@ -86,7 +86,7 @@ def _is_pre_norm_with_plain_mixer(layer: nn.Module) -> bool:
         type(layer) is PreNormLayer
         and (
             any(layer.spec.modules_of_type(RecurrenceSpec))
-            or not UNFUSED_ATTENTION_MODULES.isdisjoint(layer.spec.modules_by_path)
+            or not UNFUSED_ATTENTION_MODULE_PATHS.isdisjoint(layer.spec.modules_by_path)
         )
         and isinstance(layer.mlp, GatedMLP | MoE)
     )
@@ -306,7 +306,7 @@ class FusedMixer(FusedModule):
     ) -> torch.Tensor | None:
         """The output projection of out; None: added to residual."""
         projection = self.plain.o_proj
-        if self.adds_residual and _try_linear_add(projection, out, residual, step):
+        if self.adds_residual and _try_linear_add_in_place(projection, out, residual, step):
             return None
         return projection(out, step)
 
@@ -326,7 +326,7 @@ class FusedAttention(FusedMixer):
     ) -> torch.Tensor | None:
         """[T, H] → [T, H], or [R, H] of the rows of ``logit_step``; None: added to residual."""
         attn = self.plain
-        q = _try_qkv_rope(attn.qkv_proj, x, attn.rope_cache.op_inputs(rope, step), step)
+        q = _try_qkv_rope_cache(attn.qkv_proj, x, attn.rope_cache.op_inputs(rope, step), step)
         if q is None:
             q = attn.rope_cache(attn.qkv_proj(x, step), rope, step)
         if logit_step is not None:
@@ -376,16 +376,18 @@ class FusedGatedMLP(FusedModule):
         inner = mlp.gate_up_proj.weight.try_linear_swiglu(x, mlp.gate_up_proj.bias, step.ops)
         if inner is None:
             gate_up = mlp.gate_up_proj(x, step)
-            out = _try_swiglu_quant(mlp.down_proj, gate_up, step)
+            out = _try_swiglu_quant_linear(mlp.down_proj, gate_up, step)
             if out is not None:
                 return out
             inner = mlp.act(gate_up, step)
-        if _try_linear_add(mlp.down_proj, inner, residual, step):
+        if _try_linear_add_in_place(mlp.down_proj, inner, residual, step):
             return None
         return mlp.down_proj(inner, step)
 
 
-def _try_linear_add(linear: Linear, x: torch.Tensor, residual: torch.Tensor, step: Step) -> bool:
+def _try_linear_add_in_place(
+    linear: Linear, x: torch.Tensor, residual: torch.Tensor, step: Step
+) -> bool:
     """Whether x Wᵀ + b was added to ``residual`` [T, N] in place.
 
     Not where ranks hold partial sums of it.
@@ -395,13 +397,15 @@ def _try_linear_add(linear: Linear, x: torch.Tensor, residual: torch.Tensor, ste
     return linear.weight.try_linear_add(x, linear.bias, residual, step.ops) is not None
 
 
-def _try_qkv_rope(
+def _try_qkv_rope_cache(
     linear: Linear, x: Activation, inputs: RopeCacheInputs, step: Step
 ) -> torch.Tensor | None:
     """The rotated queries; keys and values are in the cache. None: nothing was done."""
     return linear.weight.try_qkv_rope_cache(x, linear.bias, inputs, step.ops)
 
 
-def _try_swiglu_quant(linear: Linear, gate_up: torch.Tensor, step: Step) -> torch.Tensor | None:
+def _try_swiglu_quant_linear(
+    linear: Linear, gate_up: torch.Tensor, step: Step
+) -> torch.Tensor | None:
     """The product with silu(gate) · up of [T, 2·K], quantized in the same op; None: no such op."""
     return linear.weight.try_swiglu_quant(gate_up, linear.bias, step.ops)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from modelmill.nn.causal_conv import CausalConv
-from modelmill.nn.head_recurrence import HeadRecurrence, HeadRecurrenceSpec, PerHeadProjection
+from modelmill.nn.head_recurrence import HeadRecurrenceSpec, PerHeadProjection, PerHeadRecurrence
 from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, RecurrenceSpec, RowPart
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import StateHeadPartition
@@ -120,7 +120,7 @@ class GatedDeltaNet(RecurrentMixer):
         self.conv.keep_local_channels(keys, (second + keys[0], second + keys[1]), values)
 
 
-class DeltaRule(HeadRecurrence):
+class DeltaRule(PerHeadRecurrence):
     """The recurrence over q, k, v behind the convolution and the rates."""
 
     def forward(self, mixed: torch.Tensor, rates: torch.Tensor, step: Step) -> torch.Tensor:

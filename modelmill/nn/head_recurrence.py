@@ -130,7 +130,7 @@ class PerHeadProjection(HeadShardedModule):
         return out if self.bias is None else out + select_row_ranges(self.bias, rows).float()
 
 
-class HeadRecurrence(HeadShardedModule):
+class PerHeadRecurrence(HeadShardedModule):
     """A recurrence with a state of each head, whose decay is exp(−exp(A_log) · …).
 
     Attributes:

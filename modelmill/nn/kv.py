@@ -140,7 +140,7 @@ class KVShape:
         return (size,) * layer_slots_per_page(self.groups)
 
     @property
-    def num_scale_heads(self) -> dict[tuple[int, tuple[int, int]], int]:
+    def num_scale_heads_by_place_and_size(self) -> dict[tuple[int, tuple[int, int]], int]:
         """KV heads with a scale in 8-bit pages, by the place and the size of a layer.
 
         Layers of different sizes have scales of their own at a place, since these do not take the
@@ -153,7 +153,7 @@ class KVShape:
         """Bytes of one page over the layers of a group, with the scales of 8-bit pages."""
         token = sum(map(math.prod, self.kv_sizes_by_place)) * dtype.itemsize
         if dtype in QUANTIZED_KV_DTYPES.values():
-            token += sum(self.num_scale_heads.values()) * _SCALE_DTYPE.itemsize
+            token += sum(self.num_scale_heads_by_place_and_size.values()) * _SCALE_DTYPE.itemsize
         return (1 if self.shares_values else 2) * page_size * token
 
     def token_bytes(self, dtype: torch.dtype) -> int:
@@ -216,12 +216,14 @@ class KVCache:
         scales = [
             {
                 key: allocate((pages, heads, page_size), _SCALE_DTYPE, device)
-                for key, heads in (shape.num_scale_heads.items() if quantized else ())
+                for key, heads in (
+                    shape.num_scale_heads_by_place_and_size.items() if quantized else ()
+                )
             }
             for _ in sides
         ]
-        keys, *values = [_layer_pages(shape, side, page_size) for side in rooms]
-        key_scales, *value_scales = [_layer_scales(shape, side, page_size) for side in scales]
+        keys, *values = [_pages_by_layer(shape, side, page_size) for side in rooms]
+        key_scales, *value_scales = [_scales_by_layer(shape, side, page_size) for side in scales]
         return KVCache(
             keys,
             values[0] if values else keys,
@@ -259,7 +261,7 @@ class KVCache:
         return (self.k_scale[layer], self.v_scale[layer]) if self.k_scale else (None, None)
 
 
-def _layer_pages(
+def _pages_by_layer(
     shape: KVShape, rooms: Sequence[torch.Tensor], page_size: int
 ) -> tuple[torch.Tensor, ...]:
     """Each layer's keys (or values) in the memory of the places."""
@@ -269,7 +271,7 @@ def _layer_pages(
     )
 
 
-def _layer_scales(
+def _scales_by_layer(
     shape: KVShape, rooms: Mapping[tuple[int, tuple[int, int]], torch.Tensor], page_size: int
 ) -> tuple[torch.Tensor, ...]:
     """Each layer's scales, by place and size of a layer; none without any."""

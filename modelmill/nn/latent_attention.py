@@ -65,13 +65,13 @@ class LatentPartition(HeadPartition):
     query_dim: int = 0
 
     @property
-    def split_names(self) -> tuple[str, ...]:
+    def split_axis_names(self) -> tuple[str, ...]:
         """The names by which linears are divided."""
         return self.q, "value_heads"
 
     def rank_channel_ranges(self, rank: int, size: int, alignment: int) -> dict[str, Range]:
         """The rank's channels by name."""
-        (first, end), _ = self.rank_heads(rank, size, alignment)
+        (first, end), _ = self.rank_head_ranges(rank, size, alignment)
         value_dim = self.groups.head_dim
         return {
             self.q: (first * self.query_dim, end * self.query_dim),

@@ -232,7 +232,7 @@ class LayerSpec:
             value that none writes is computed between them.
         sites: In the order of computation.
         outputs: The values that the layer returns: in a decoder (branch, residual), or the stream.
-        partitions: What ranks divide, or ``REPLICATED``.
+        partitions: What ranks divide, or ``NO_PARTITIONS``.
         composites: Modules around several of ``modules`` that the reference knows.
     """
 

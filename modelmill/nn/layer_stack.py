@@ -82,7 +82,7 @@ def vision_encoder_stacks(model: nn.Module) -> tuple[LayerStack, ...]:
     return tuple(stack for stack in layer_stacks(model) if stack.reads_images)
 
 
-def vision_encoder_linears(model: nn.Module) -> Iterator[tuple[str, int, LinearSpec]]:
+def vision_encoder_linear_specs(model: nn.Module) -> Iterator[tuple[str, int, LinearSpec]]:
     """(path in the model, layer, spec) of each linear layer in a vision encoder's layers."""
     for stack in vision_encoder_stacks(model):
         for index, spec in enumerate(stack_layer_specs(model, stack)):

@@ -14,10 +14,10 @@ from torch import nn
 
 from modelmill.nn.causal_conv import CausalConv, select_row_ranges
 from modelmill.nn.head_recurrence import (
-    HeadRecurrence,
     HeadRecurrenceSpec,
     HeadShardedModule,
     PerHeadProjection,
+    PerHeadRecurrence,
 )
 from modelmill.nn.layer_spec import (
     LinearSpec,
@@ -159,7 +159,7 @@ class Mamba2(RecurrentMixer):
         self.conv.keep_local_channels(inner, (first, end), (second + first, second + end))
 
 
-class StateSpaceScan(HeadRecurrence):
+class StateSpaceScan(PerHeadRecurrence):
     """The recurrence over x, B, C behind the convolution and the steps."""
 
     D: torch.Tensor

@@ -62,7 +62,7 @@ class ElementwiseActivation(nn.Module):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.name, self.compute = name, ACTIVATIONS[name]
+        self.name, self.compute = name, ACTIVATION_FUNCTIONS[name]
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
         """Apply it to a tensor of any shape."""
@@ -90,7 +90,7 @@ class GatedActivation(ElementwiseActivation):
         return self.compute(gate) * up
 
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATION_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -99,7 +99,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-ACTIVATION_OPS = {"gelu_tanh": GeluTanh, "relu2": Relu2}
+ACTIVATION_OP_MODULES = {"gelu_tanh": GeluTanh, "relu2": Relu2}
 """Those of a plain MLP that are ops of their own."""
 
 
@@ -107,7 +107,11 @@ def make_activation(name: str) -> nn.Module:
     """The activation between two matrices."""
     if name == XIELU.NAME:
         return XIELU()
-    return ACTIVATION_OPS[name]() if name in ACTIVATION_OPS else ElementwiseActivation(name)
+    return (
+        ACTIVATION_OP_MODULES[name]()
+        if name in ACTIVATION_OP_MODULES
+        else ElementwiseActivation(name)
+    )
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ class MLPSpec:
 
     Attributes:
         gated: down(activation(gate(x)) · up(x)); otherwise down(activation(fc(x))).
-        activation: A name in ACTIVATIONS, or without a gate ``XIELU.NAME``.
+        activation: A name in ACTIVATION_FUNCTIONS, or without a gate ``XIELU.NAME``.
         bias: Of all its linear layers.
         clamp: In the place of the activation, or None.
     """

@@ -17,7 +17,7 @@ from modelmill.nn.norm import NormConfig
 from modelmill.nn.partition import ExpertPartition
 from modelmill.nn.step import Step
 
-EXPERT_PARTITION = "expert_inner"
+EXPERT_INNER_AXIS_NAME = "expert_inner"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class MoEBranchSpec:
     @property
     def partitions(self) -> tuple[ExpertPartition, ...]:
         """How ranks divide the inner channels of each expert, or the experts."""
-        return (self.moe.expert_partition(EXPERT_PARTITION, "experts.moe"),)
+        return (self.moe.expert_partition(EXPERT_INNER_AXIS_NAME, "experts.moe"),)
 
     @property
     def quant_sites(self) -> tuple[QuantSiteSpec, ...]:
@@ -87,8 +87,10 @@ def _nest_spec_in_moe_branch(module: ModuleSpec) -> ModuleSpec:
     writes = tuple("moe_out" if value == "mlp_out" else value for value in module.writes)
     module = replace(module, path=_moe_branch_module_path(module.path), writes=writes)
     if isinstance(module, LinearSpec):
-        parts = tuple(replace(p, split=EXPERT_PARTITION if p.split else "") for p in module.parts)
-        columns = EXPERT_PARTITION if module.split_columns else ""
+        parts = tuple(
+            replace(p, split=EXPERT_INNER_AXIS_NAME if p.split else "") for p in module.parts
+        )
+        columns = EXPERT_INNER_AXIS_NAME if module.split_columns else ""
         return replace(module, parts=parts, split_columns=columns)
     reference = tuple("moe_out" if name == "mlp_out" else name for name in module.reference)
     return replace(module, reference=reference)

@@ -19,7 +19,7 @@ from modelmill.nn.pre_norm import PRE_NORM_OUTPUTS, PreNormLayer
 from modelmill.nn.step import Step
 
 STATES_PER_LAYER = 2  # of a layer: the convolution's and the recurrence's
-MAMBA_SITE = "mamba_o"
+MAMBA_OUT_PROJ_SITE = "mamba_o"
 BRANCH_SUM_SPEC = ModuleSpec(
     path="sum", reads=("attn_out", "mamba_out"), writes=("mixed_out",), reference=("branches",),
     arithmetic="residual", op="add",
@@ -35,13 +35,13 @@ class ParallelHybridLayer(PreNormLayer):
     def __init__(self, parts: LayerParts, index: int) -> None:
         """Make the modules; ``index``: the attention's place among the KV caches."""
         super().__init__(parts, index)
-        self.mamba = _parallel_recurrence_spec(parts).build_module(STATES_PER_LAYER * index)
+        self.mamba = _require_parallel_recurrence(parts).build_module(STATES_PER_LAYER * index)
         self.sum = BranchSum()
 
     @classmethod
     def layer_spec(cls, parts: LayerParts) -> LayerSpec:
         """What such a layer is made of; qkv and the recurrence share a site."""
-        recurrence = _parallel_recurrence_spec(parts)
+        recurrence = _require_parallel_recurrence(parts)
         modules = (
             attention_norm_spec(parts.norm),
             *parts.attention.module_specs(),
@@ -54,7 +54,7 @@ class ParallelHybridLayer(PreNormLayer):
             modules=modules,
             sites=(
                 *parts.attention.quant_sites,
-                QuantSiteSpec(MAMBA_SITE),
+                QuantSiteSpec(MAMBA_OUT_PROJ_SITE),
                 *parts.mlp.quant_sites(),
             ),
             outputs=PRE_NORM_OUTPUTS,
@@ -80,7 +80,7 @@ def mamba_partition(recurrence: Mamba2Spec) -> StateHeadPartition:
     return replace(recurrence.partition, module="mamba")
 
 
-def _parallel_recurrence_spec(parts: LayerParts) -> Mamba2Spec:
+def _require_parallel_recurrence(parts: LayerParts) -> Mamba2Spec:
     assert parts.parallel_recurrence is not None, "a recurrence stands beside the attention"
     return parts.parallel_recurrence
 
@@ -96,4 +96,4 @@ def _as_mamba_module_spec(module: ModuleSpec) -> ModuleSpec:
     if not isinstance(module, LinearSpec) or module.site != "o":
         return replace(module, path=path)
     parts = (replace(module.parts[0], name="mamba_o_proj"),)
-    return replace(module, path=path, writes=("mamba_out",), site=MAMBA_SITE, parts=parts)
+    return replace(module, path=path, writes=("mamba_out",), site=MAMBA_OUT_PROJ_SITE, parts=parts)

@@ -71,21 +71,21 @@ class HeadPartition:
     kv: str = "kv_heads"
     gates: str = "head_gates"
 
-    def rank_heads(self, rank: int, size: int, alignment: int) -> tuple[Range, Range]:
+    def rank_head_ranges(self, rank: int, size: int, alignment: int) -> tuple[Range, Range]:
         """The rank's query heads and KV heads."""
         g = self.groups
         shard = partition_heads(g.q_heads, g.kv_heads, g.head_dim, size, alignment)[rank]
         return shard.q, shard.kv
 
     @property
-    def split_names(self) -> tuple[str, ...]:
+    def split_axis_names(self) -> tuple[str, ...]:
         """The names by which linears are divided."""
         return self.q, self.kv
 
     def rank_channel_ranges(self, rank: int, size: int, alignment: int) -> dict[str, Range]:
         """The rank's channels by name."""
         dim = self.groups.head_dim
-        q, kv = self.rank_heads(rank, size, alignment)
+        q, kv = self.rank_head_ranges(rank, size, alignment)
         channels = {self.q: (q[0] * dim, q[1] * dim), self.kv: (kv[0] * dim, kv[1] * dim)}
         return {**channels, self.gates: q}
 
@@ -111,19 +111,19 @@ class StateHeadPartition:
     name: str = "state_heads"
     key_name: str = "key_heads"
 
-    def rank_heads(self, rank: int, size: int, alignment: int) -> tuple[Range, Range]:
+    def rank_head_ranges(self, rank: int, size: int, alignment: int) -> tuple[Range, Range]:
         """The rank's heads, and the heads of keys that they read."""
         shards = partition_heads(self.heads, self.key_heads, self.head_dim, size, alignment)
         return shards[rank].q, shards[rank].kv
 
     @property
-    def split_names(self) -> tuple[str, ...]:
+    def split_axis_names(self) -> tuple[str, ...]:
         """The names by which linears are divided."""
         return self.name, self.key_name
 
     def rank_channel_ranges(self, rank: int, size: int, alignment: int) -> dict[str, Range]:
         """The rank's channels by name."""
-        (first, end), (key_first, key_end) = self.rank_heads(rank, size, alignment)
+        (first, end), (key_first, key_end) = self.rank_head_ranges(rank, size, alignment)
         return {
             self.name: (first * self.head_dim, end * self.head_dim),
             self.key_name: (key_first * self.key_dim, key_end * self.key_dim),
@@ -138,7 +138,7 @@ class ChannelPartition:
     channels: int
 
     @property
-    def split_names(self) -> tuple[str, ...]:
+    def split_axis_names(self) -> tuple[str, ...]:
         """The names by which linears are divided."""
         return (self.name,)
 
@@ -192,7 +192,7 @@ class ExpertPartition(ChannelPartition):
 
 
 Partition = HeadPartition | StateHeadPartition | ChannelPartition
-REPLICATED: tuple[()] = ()
+NO_PARTITIONS: tuple[()] = ()
 """The partitions of a layer that every rank computes in full.
 
 All vision layers have it: rank 0 encodes an image and broadcasts its embeddings.

@@ -14,7 +14,7 @@ from torch import nn
 
 from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, QuantSiteSpec, RowPart
 from modelmill.nn.linear import Linear
-from modelmill.nn.mlp import ACTIVATIONS
+from modelmill.nn.mlp import ACTIVATION_FUNCTIONS
 from modelmill.nn.norm import NormConfig, NormWithoutResidual
 from modelmill.nn.step import Step
 
@@ -117,7 +117,7 @@ class PerLayerInputSpec:
     Attributes:
         layer: The layer's number.
         width: Channels of the vector.
-        activation: Of the gate, a name in ``ACTIVATIONS``.
+        activation: Of the gate, a name in ``ACTIVATION_FUNCTIONS``.
         norm: The norm behind the projection.
     """
 
@@ -162,7 +162,7 @@ class GatedPerLayerInput(nn.Module):
     def __init__(self, spec: PerLayerInputSpec) -> None:
         super().__init__()
         self.layer = spec.layer
-        self.compute = ACTIVATIONS[spec.activation]
+        self.compute = ACTIVATION_FUNCTIONS[spec.activation]
 
     def forward(self, gate: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, P] → [T, P]."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from modelmill.nn.causal_conv import CausalConv
-from modelmill.nn.head_recurrence import HeadRecurrence, PerHeadProjection
+from modelmill.nn.head_recurrence import PerHeadProjection, PerHeadRecurrence
 from modelmill.nn.linear import Linear
 from modelmill.nn.step import Step
 from modelmill.parallel.shard import Range
@@ -34,7 +34,7 @@ class RecurrentMixer(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def recurrence(self) -> HeadRecurrence:
+    def recurrence(self) -> PerHeadRecurrence:
         """The module with the state."""
 
     def forward(self, x: torch.Tensor, rope: object, step: Step) -> torch.Tensor:  # noqa: ARG002

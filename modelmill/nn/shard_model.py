@@ -3,7 +3,7 @@
 A branch (attention, MLP) is sharded so that it needs nothing of the other ranks: by heads, or by
 inner channels, with the columns of its last product that read them. The ranks' outputs are partial
 sums of the branch; the norm behind it all-reduces them. What is divided how is in the layer's spec;
-a layer whose spec says ``REPLICATED``, as a vision encoder's, is on every rank. The experts of a
+a layer whose spec says ``NO_PARTITIONS``, as a vision encoder's, is on every rank. The experts of a
 mixture are divided by inner channels, too, or in expert parallelism each rank has some of them.
 """
 
@@ -151,7 +151,7 @@ def _unify_head_alignment(
         for part in spec.partitions
         if isinstance(part, HeadPartition)
         for linear in spec.linears
-        if linear.split_columns in part.split_names
+        if linear.split_columns in part.split_axis_names
     }
     common = lcm(*map(alignment_for, sorted(linears)))
     return lambda name: common if name in linears else alignment_for(name)
@@ -186,9 +186,9 @@ def _shard_layer(
         ranges |= part.rank_channel_ranges(rank, size, alignment)
         if isinstance(part, HeadPartition):
             attention = cast(HeadShardable, layer.get_submodule(part.module))
-            attention.keep_local_heads(*part.rank_heads(rank, size, alignment))
+            attention.keep_local_heads(*part.rank_head_ranges(rank, size, alignment))
             if any(spec.modules_of_type(RopeCacheSpec)):
-                ranges_by_rank = [part.rank_heads(r, size, alignment)[1] for r in range(size)]
+                ranges_by_rank = [part.rank_head_ranges(r, size, alignment)[1] for r in range(size)]
                 even = len({end - first for first, end in ranges_by_rank}) == 1
                 kv_heads.append(_RankKVHeads(attention.kv_heads, even))
         elif isinstance(part, NormedChannelPartition):
@@ -196,7 +196,7 @@ def _shard_layer(
             norm.keep_local_channels(ranges[part.name])
         elif isinstance(part, StateHeadPartition):
             mixer = cast(HeadShardable, layer.get_submodule(part.module))
-            mixer.keep_local_heads(*part.rank_heads(rank, size, alignment))
+            mixer.keep_local_heads(*part.rank_head_ranges(rank, size, alignment))
     for linear in spec.linears:
         if expert_parallel and linear.expert is not None:
             continue
@@ -214,7 +214,9 @@ def _column_alignment(
     alignment_for: Callable[[str], int],
 ) -> int:
     """The multiple at which all linears can be cut whose columns a partition divides."""
-    paths = [linear.path for linear in spec.linears if linear.split_columns in part.split_names]
+    paths = [
+        linear.path for linear in spec.linears if linear.split_columns in part.split_axis_names
+    ]
     return lcm(*map(alignment_for, paths))
 
 

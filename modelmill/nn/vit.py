@@ -19,7 +19,7 @@ from modelmill.nn.layer_spec import (
     RowPart,
 )
 from modelmill.nn.linear import Linear
-from modelmill.nn.partition import REPLICATED
+from modelmill.nn.partition import NO_PARTITIONS
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.quant_types import QuantizedInput
 
@@ -168,7 +168,7 @@ def vit_block_spec(
         modules=modules,
         sites=linear_input_sites(modules, heavy_tailed="act"),
         outputs=("mlp_out", "residual_out"),
-        partitions=REPLICATED,
+        partitions=NO_PARTITIONS,
         composites=wholes,
     )
 

@@ -24,10 +24,10 @@ class RendezvousServer:
 
     def start_store(self) -> Any:
         """Start the store, which runs as long as the returned object lives. Call it once."""
-        return connect_store(self.port, self._socket.detach())
+        return connect_or_serve_store(self.port, self._socket.detach())
 
 
-def connect_store(port: int, listen_fd: int | None = None) -> Any:
+def connect_or_serve_store(port: int, listen_fd: int | None = None) -> Any:
     """Connect to the store at a port; ``listen_fd``: serve it, on this listening socket."""
     import torch.distributed as dist
 

@@ -28,7 +28,7 @@ from modelmill.quant.recipe import InputStatistics, PrepareResult, Scales
 
 MIN_SCALE = 1e-5
 ALPHA_GRID = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-ALPHA_STEP = 0.05
+ALPHA_REFINE_STEP = 0.05
 SiteAlphas = dict[str, float | None]  # site → α; None: not smoothed
 
 
@@ -149,13 +149,17 @@ def search_smoothing_alphas(trial: SmoothingTrial) -> tuple[SiteAlphas, float, f
         tried(dict.fromkeys(sites, alpha))
     middle = next(iter(best.values()))
     if middle is not None:
-        for alpha in (middle - ALPHA_STEP, middle + ALPHA_STEP):
+        for alpha in (middle - ALPHA_REFINE_STEP, middle + ALPHA_REFINE_STEP):
             tried(dict.fromkeys(sites, round(alpha, 2)))
     for site in trial.block.spec.scale_fold_order:
         now = best[site]
         others: tuple[float | None, ...] = ALPHA_GRID[::2]
         if now is not None:
-            others = (None, round(now - 2 * ALPHA_STEP, 2), round(now + 2 * ALPHA_STEP, 2))
+            others = (
+                None,
+                round(now - 2 * ALPHA_REFINE_STEP, 2),
+                round(now + 2 * ALPHA_REFINE_STEP, 2),
+            )
         for other in others:
             tried({**best, site: other})
     return best, least, plain

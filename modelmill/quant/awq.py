@@ -20,7 +20,7 @@ from modelmill.weights.dense import DenseWeight as Dense
 
 ALPHA_STEPS = 20
 _MIN_CHANNEL_SHARE = 1e-4  # of the largest channel
-_NUM_SEARCH_ROWS = 256  # rows of a weight that the search uses
+_NUM_SEARCH_WEIGHT_ROWS = 256  # rows of a weight that the search uses
 RoundWeight = Callable[[torch.Tensor, InputStatistics], torch.Tensor]
 
 
@@ -64,7 +64,7 @@ def search_awq_scales(
     Returns:
         Scales [K], α, and the error relative to the error without scales.
     """
-    weight = weight[:: max(1, len(weight) // _NUM_SEARCH_ROWS)]
+    weight = weight[:: max(1, len(weight) // _NUM_SEARCH_WEIGHT_ROWS)]
     best = float("inf")
     chosen = torch.ones_like(statistics.mean_abs)
     alpha = 0.0

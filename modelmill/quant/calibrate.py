@@ -51,7 +51,7 @@ def quantize_layer(
         )
         if recipe.needs_search:
             prepared = recipe.prepare_layer_by_search(
-                block, survey, calibration.subset(SEARCH_TOKENS), dtype
+                block, survey, calibration.copy_first_sequences(SEARCH_TOKENS), dtype
             )
         else:
             prepared = recipe.prepare_layer(block, survey, dtype)
@@ -72,7 +72,7 @@ def quantize_layer(
             ) | prepared.facts.get(site, {})
             expert = block.spec.linear_at_path(path).expert
             if calibration is not None and expert is not None:
-                facts[path]["expert_tokens"] = calibration.num_expert_tokens(expert)
+                facts[path]["expert_tokens"] = calibration.num_tokens_for_expert(expert)
             linear.weight = quantized
     if calibration is not None:
         calibration.forward_to_layer_end(block)
@@ -112,7 +112,7 @@ def _collect_site_statistics(
     try:
         return collect_input_statistics(
             calibration.site_inputs(),
-            f"{layer_name}.{block.site_linear_names(site)}",
+            f"{layer_name}.{block.format_site_linear_names(site)}",
             needs_hessian=needs_hessian,
         )
     except UsageError as error:
@@ -196,8 +196,8 @@ def quantization_facts(
     plain = pack_as_format(recipe.weight_format, weight, torch.float32, **recipe.pack_options)
     stored = sum(t.numel() * t.element_size() for t in quantized.tensors().values())
     facts: dict[str, Any] = {
-        "before": quantized_output_error(weight, plain, statistics),
-        "after": quantized_output_error(weight, quantized, statistics),
+        "before": weight_output_error(weight, plain, statistics),
+        "after": weight_output_error(weight, quantized, statistics),
         "bits": round(8 * stored / weight.numel(), 3),
     }
     facts |= quantized.count_clusters()
@@ -214,7 +214,7 @@ def quantization_facts(
     return facts
 
 
-def quantized_output_error(
+def weight_output_error(
     weight: torch.Tensor, quantized: WeightFormat, statistics: InputStatistics | None
 ) -> float:
     """Return the relative error of the quantized weight's outputs, or of the weight itself.

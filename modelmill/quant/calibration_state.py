@@ -35,7 +35,7 @@ ImageEmbeddingsByPosition = Mapping[int, torch.Tensor]
 BATCH_TOKENS = 4096
 EMBEDDING_MODULES = ("embed", "layer_inputs")
 """Modules of a model that ``CalibrationState.from_ids`` calls."""
-NEGLIGIBLE_ROUTING_WEIGHT = (
+ADDED_TOKEN_ROUTING_WEIGHT = (
     1e-30  # times an expert's output it is less than a rounding of any other's
 )
 
@@ -71,7 +71,7 @@ class QuantizableLayer:
         weights = [linear.weight.dequantize() for linear in self.site_linears(site).values()]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
-    def site_linear_names(self, site: str) -> str:
+    def format_site_linear_names(self, site: str) -> str:
         """Return the linear modules that read a site, for messages."""
         return ", ".join(self.site_linears(site))
 
@@ -186,7 +186,7 @@ class CalibrationState:
             ]
         )
 
-    def subset(self, max_tokens: int) -> CalibrationState:
+    def copy_first_sequences(self, max_tokens: int) -> CalibrationState:
         """Copy the first sequences, at least one, with about ``max_tokens`` tokens."""
         batch = self.batches[0]
         ends = batch.step.query_start.tolist()[1:]
@@ -220,7 +220,7 @@ class CalibrationState:
         """Return the number of tokens."""
         return sum(len(batch.x) for batch in self.batches)
 
-    def num_expert_tokens(self, expert: int) -> int:
+    def num_tokens_for_expert(self, expert: int) -> int:
         """Return how many tokens chose an expert of the layer, if any."""
         return sum(batch.expert_tokens[expert] for batch in self.batches)
 
@@ -236,7 +236,7 @@ class CalibrationState:
     def is_finite(self) -> bool:
         """Return whether the values behind a layer are numbers."""
         values = [value for batch in self.batches for value in (batch.x, batch.residual)]
-        return bool(torch.isfinite(sum_outputs([v for v in values if v is not None])))
+        return bool(torch.isfinite(sum_output_elements([v for v in values if v is not None])))
 
     def first_non_finite_module(self) -> str | None:
         """Return the last layer's first computed module with a NaN or infinite output, if any."""
@@ -280,22 +280,22 @@ def _forward_next_module(block: QuantizableLayer, batch: CalibrationBatch) -> No
     args = [batch.values[name] for name in module.reads]
     output = block.layer.get_submodule(module.path)(*args, batch.step)
     results = output if len(module.writes) > 1 else (output,)
-    batch.output_sums[batch.num_done] = sum_outputs(results)
+    batch.output_sums[batch.num_done] = sum_output_elements(results)
     if isinstance(module, RoutingSpec):
         batch.expert_tokens = (results[0] != 0).sum(0).tolist()
-        results = (ensure_tokens_per_expert(results[0]),)
+        results = (route_all_tokens_to_rare_experts(results[0]),)
     batch.num_done += 1
     needed = {*spec.outputs, *(name for m in spec.modules[batch.num_done :] for name in m.reads)}
     batch.values |= zip(module.writes, results, strict=True)
     batch.values = {name: value for name, value in batch.values.items() if name in needed}
 
 
-def sum_outputs(results: Sequence[Any]) -> torch.Tensor:
+def sum_output_elements(results: Sequence[Any]) -> torch.Tensor:
     """Return a module's outputs added up, in float32; nothing waits for the device."""
     return torch.stack([each.sum(dtype=torch.float32) for each in results]).sum()
 
 
-def ensure_tokens_per_expert(routing: torch.Tensor) -> torch.Tensor:
+def route_all_tokens_to_rare_experts(routing: torch.Tensor) -> torch.Tensor:
     """The choice of experts, in which each has enough tokens to be calibrated on.
 
     An expert that fewer than MIN_EXPERT_TOKENS of the batch's tokens have gets all of them, with
@@ -303,7 +303,7 @@ def ensure_tokens_per_expert(routing: torch.Tensor) -> torch.Tensor:
     router.
     """
     few = (routing != 0).sum(0) < MIN_EXPERT_TOKENS
-    return torch.where(few & (routing == 0), NEGLIGIBLE_ROUTING_WEIGHT, routing)
+    return torch.where(few & (routing == 0), ADDED_TOKEN_ROUTING_WEIGHT, routing)
 
 
 def _batch_sequences(ids: Sequence[Sequence[int]]) -> Iterator[list[list[int]]]:

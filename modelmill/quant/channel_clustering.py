@@ -16,7 +16,7 @@ import torch
 MAX_CLUSTERS = 32
 KMEANS_RESTARTS = 10
 KMEANS_ITERATIONS = 50
-_MAX_CANDIDATES = 6  # remainders considered whenever one has to move
+_MAX_REMAINDER_CANDIDATES = 6  # remainders considered whenever one has to move
 
 
 def cluster_channels(
@@ -112,7 +112,7 @@ def fit_clusters_to_groups(
         )
         tried = [
             _move_cluster_remainder(groups, i, ranges, importance, group_width)
-            for i in partial[:_MAX_CANDIDATES]
+            for i in partial[:_MAX_REMAINDER_CANDIDATES]
         ]
         groups = [c for c in min(tried, key=lambda each: each[0])[1] if len(c)]
     return groups

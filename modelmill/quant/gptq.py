@@ -26,9 +26,9 @@ from modelmill.quant.group_grid import (
 BLOCK_COLUMNS = 128
 E4M3_DTYPE = torch.float8_e4m3fn
 DAMPING = 0.01
-_MIN_FIT_ROWS = 256  # rows whose grids are fitted at a time, at least
+_MIN_FIT_CHUNK_ROWS = 256  # rows whose grids are fitted at a time, at least
 # limit of the rows fitted at a time, in elements of their normal equations
-_FIT_ELEMENTS = {"cpu": 0, "cuda": 1 << 26}
+_MAX_FIT_ELEMENTS_BY_DEVICE = {"cpu": 0, "cuda": 1 << 26}
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def refine_codes_and_grid(
     No sweep makes the error larger.
     """
     for _ in range(num_sweeps):
-        grid = refit_scales(weight, hessian, codes, grid, symmetric=symmetric)
+        grid = refit_grid_to_codes(weight, hessian, codes, grid, symmetric=symmetric)
         codes = refine_codes(weight, hessian, codes, grid)
     return codes, grid
 
@@ -253,7 +253,7 @@ def coordinate_descent_sweep(
     return values
 
 
-def refit_scales(
+def refit_grid_to_codes(
     weight: torch.Tensor,
     hessian: torch.Tensor,
     codes: torch.Tensor,
@@ -272,7 +272,9 @@ def refit_scales(
     h = F.pad(hessian, (0, missing, 0, missing))
     summed = h.view(count, group, -1).sum(1)  # [G, K]: effect of each group's offset
     scale, offset = grid.scale.clone(), grid.offset.clone()
-    together = max(_MIN_FIT_ROWS, _FIT_ELEMENTS[weight.device.type] // (2 * count) ** 2)
+    together = max(
+        _MIN_FIT_CHUNK_ROWS, _MAX_FIT_ELEMENTS_BY_DEVICE[weight.device.type] // (2 * count) ** 2
+    )
     for first in range(0, len(weight), together):
         part = slice(first, first + together)
         w, q = (
@@ -286,7 +288,7 @@ def refit_scales(
         s, o = round_grid_to_fp16(solution[:, :count], None if symmetric else solution[:, count:])
         fresh, old = GroupGrid(s, o, group), GroupGrid(scale[part], offset[part], group)
         errors = (
-            squared_output_error(weight[part], hessian, each.dequantize(codes[part]))
+            squared_output_error_per_row(weight[part], hessian, each.dequantize(codes[part]))
             for each in (fresh, old)
         )
         better = (next(errors) < next(errors))[:, None]
@@ -327,7 +329,7 @@ def _normal_equations(
     return torch.cat([top, bottom], 1), torch.cat([right, (w @ hessian_group_sums.T).double()], 1)
 
 
-def squared_output_error(
+def squared_output_error_per_row(
     weight: torch.Tensor, hessian: torch.Tensor, quantized: torch.Tensor
 ) -> torch.Tensor:
     """Return the squared error of each row's outputs, [N]."""

@@ -21,7 +21,7 @@ RangeSearch = tuple[tuple[float, ...], int]
 THOROUGH_RANGE_SEARCH = (tuple(1.0 - 0.05 * i for i in range(8)), 2)
 QUICK_RANGE_SEARCH = ((1.0, 0.85, 0.7), 1)
 MIN_MAX_RANGE: RangeSearch = ((), 0)
-_CHUNK_WEIGHTS = {
+_CHUNK_WEIGHTS_BY_DEVICE = {
     "cpu": 1 << 17,
     "cuda": 1 << 24,
 }  # weights processed at a time, so that their candidates stay in the CPU cache
@@ -98,7 +98,7 @@ def find_group_grid(
         mass,
         _reshape_to_groups(torch.ones_like(weight[:1]), group_size, count),
     )
-    step = max(1, _CHUNK_WEIGHTS[weight.device.type] // max(columns, 1))
+    step = max(1, _CHUNK_WEIGHTS_BY_DEVICE[weight.device.type] // max(columns, 1))
     parts = [_search_scale_and_offset(part, mass, symmetric, search) for part in each.split(step)]
     scale, offset = (torch.cat([p[i] for p in parts]) for i in range(2))
     return GroupGrid(scale.view(rows, count), offset.view(rows, count), group_size)

@@ -18,7 +18,7 @@ from modelmill.core.recipe_declaration import (
     RecipeOption,
 )
 from modelmill.quant.awq import search_and_fold_scales
-from modelmill.quant.calibrate import quantized_output_error
+from modelmill.quant.calibrate import weight_output_error
 from modelmill.quant.calibration_state import QuantizableLayer
 from modelmill.quant.gptq import damp_hessian, gptq_codes, refine_codes_and_grid
 from modelmill.quant.group_grid import QUICK_RANGE_SEARCH, find_group_grid
@@ -113,7 +113,7 @@ class Int4Recipe(Recipe):
         )
 
     def _nearest_rounding_error(self, weight: torch.Tensor, statistics: InputStatistics) -> float:
-        return quantized_output_error(
+        return weight_output_error(
             weight, Int4Weight.pack(weight, torch.float32, **self.pack_options), statistics
         )
 

@@ -37,8 +37,8 @@ DECLARATION = RecipeDeclaration(
     ),
 )
 
-KEEP_RECIPE = "keep"
-GROUPWISE_FORMATS = {
+KEEP_RECIPE_NAME = "keep"
+GROUPWISE_WEIGHT_CLASSES = {
     "int4": int4.Int4Weight,
     "int8_group": int8_group.Int8GroupWeight,
     "mxfp4": mxfp4.Mxfp4Weight,
@@ -185,8 +185,8 @@ def resolve_keep_config(
             f"compressed-tensors), but {type_names}; build with -q int4 or -q int8"
         )
     label_counts = ", ".join(f"{label} ({count})" for label, count in labels.most_common())
-    return replace(config, quantization=KEEP_RECIPE), {
-        "quantization": f"{KEEP_RECIPE}: as the checkpoint has them, {label_counts}"
+    return replace(config, quantization=KEEP_RECIPE_NAME), {
+        "quantization": f"{KEEP_RECIPE_NAME}: as the checkpoint has them, {label_counts}"
     }
 
 
@@ -199,7 +199,7 @@ def _packed_tensor_specs(layout: QuantLayout, rows: int) -> PackedTensorSpecs:
     shape = (rows, layout.columns)
     if layout.weight_format == "int8":
         return int8.Int8Weight.packed_tensor_specs(shape, torch.float32)
-    cls: Any = GROUPWISE_FORMATS[layout.weight_format]
+    cls: Any = GROUPWISE_WEIGHT_CLASSES[layout.weight_format]
     info: PackedTensorSpecs = cls.stored_tensor_specs(
         shape,
         layout.group_size,

@@ -76,25 +76,27 @@ DECLARATION = RecipeDeclaration(
     },
 )
 
-BIT_WIDTHS = {"w8a8": (8, 8), "w4a8": (4, 8), "w4a4": (4, 4)}
+BIT_WIDTHS_BY_SCHEME = {"w8a8": (8, 8), "w4a8": (4, 8), "w4a4": (4, 4)}
 REFINE_SWEEPS = 3
 INT8_LEVELS = 255
 # Factors for a calibrated range; the one with the smallest error is used.
-RANGE_FACTORS = {8: (1.3,), 4: tuple(1.0 - 0.04 * i for i in range(22))}
-FALLBACK_RANGE_FACTOR = 1.0  # nothing is clipped with the fallback, so that steps need no margin
+RANGE_FACTORS_BY_BITS = {8: (1.3,), 4: tuple(1.0 - 0.04 * i for i in range(22))}
+RANGE_FACTOR_WITH_TOKEN_FALLBACK = (
+    1.0  # nothing is clipped with the fallback, so that steps need no margin
+)
 MIN_RANGE_SIDE_SHARE = 0.25  # smallest fraction of the range on its smaller side
 # By weight bits: how many times smaller a channel's scale may be than its cluster's; the weight
 # shrinks by it.
-MAX_CHANNEL_SCALE_RATIO = {8: 16.0, 4: 2.0}
+MAX_CLUSTER_TO_CHANNEL_SCALE_RATIO = {8: 16.0, 4: 2.0}
 # Splits that keep SmolLM2's perplexity as documented: W8A8 within 2 %, W4A8 within 2 points of the
 # same weights with float inputs, W4A4 within twice (docs/quantization.md).
-DEFAULT_SPLITS = {"w8a8": 1, "w4a8": 2, "w4a4": 3}
+DEFAULT_SPLITS_BY_SCHEME = {"w8a8": 1, "w4a8": 2, "w4a4": 3}
 _MAX_ZERO_POINT = 10_000.0
 _MIN_STEP = 1e-8
 
 
 @dataclass(frozen=True)
-class ClusterQuantParams:
+class ClusteredColumnQuantParams:
     """Scales and zero-points of a site's columns in clustered order.
 
     Attributes:
@@ -122,7 +124,7 @@ class RptqRecipe(Recipe):
         splits_per_channel: for every channel; those of the options apply to R5 alone
         (``module_recipe``).
         """
-        self.weight_bits, self.input_bits = BIT_WIDTHS[config.bits]
+        self.weight_bits, self.input_bits = BIT_WIDTHS_BY_SCHEME[config.bits]
         self.mode, self.splits_per_channel = config.mode, splits_per_channel
         # the columns of a split channel are to clip, and 4-bit ranges are chosen to
         self.fallback = self.input_bits == 8 and splits_per_channel == 1
@@ -195,7 +197,7 @@ class RptqRecipe(Recipe):
                 mass,
                 unit,
                 self.input_bits,
-                MAX_CHANNEL_SCALE_RATIO[self.weight_bits],
+                MAX_CLUSTER_TO_CHANNEL_SCALE_RATIO[self.weight_bits],
                 self.splits_per_channel,
                 fallback=self.fallback,
             )
@@ -210,7 +212,7 @@ class RptqRecipe(Recipe):
         )
         if self.splits_per_channel > 1:
             assert ranges is not None, "a static mode"
-            codes, order, ranges = split_channels(
+            codes, order, ranges = split_each_channel(
                 codes, order, ranges, group, self.splits_per_channel, self.input_bits
             )
         quantized = RptqWeight.from_codes(
@@ -232,7 +234,7 @@ class RptqRecipe(Recipe):
         weight: torch.Tensor,
         hessian: torch.Tensor,
         perm: torch.Tensor,
-        ranges: ClusterQuantParams | None,
+        ranges: ClusteredColumnQuantParams | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weight to round [N, P] and H of its inputs [P, P], both in clustered order.
 
@@ -279,7 +281,7 @@ def resolve_splits_per_channel(config: BuildConfig) -> int:
     """Return the columns per channel at R5: the option, or the default of the mode."""
     if config.splits_per_channel is not None:
         return config.splits_per_channel
-    return DEFAULT_SPLITS[config.bits] if config.mode == "exact" else 1
+    return DEFAULT_SPLITS_BY_SCHEME[config.bits] if config.mode == "exact" else 1
 
 
 def find_quant_params(
@@ -292,7 +294,7 @@ def find_quant_params(
     splits_per_channel: int = 1,
     *,
     fallback: bool = False,
-) -> ClusterQuantParams:
+) -> ClusteredColumnQuantParams:
     """Choose a scale per cluster, and of each channel a fraction of it, and the zero-points.
 
     A channel's range is its calibrated range times one factor per cluster: at 8 bits a margin for
@@ -318,11 +320,11 @@ def find_quant_params(
     best = torch.full_like(widest, torch.inf)
     step, zero = torch.ones_like(low), torch.zeros_like(low)
     if fallback:
-        sizes: tuple[float, ...] = (FALLBACK_RANGE_FACTOR,)
+        sizes: tuple[float, ...] = (RANGE_FACTOR_WITH_TOKEN_FALLBACK,)
     elif bits == 4:
-        sizes = RANGE_FACTORS[4]
+        sizes = RANGE_FACTORS_BY_BITS[4]
     else:
-        sizes = tuple(size * splits_per_channel for size in RANGE_FACTORS[bits])
+        sizes = tuple(size * splits_per_channel for size in RANGE_FACTORS_BY_BITS[bits])
     for size in sizes:
         tried = (torch.maximum(high - low, widest / max_step_ratio) * (size / levels)).clamp(
             min=_MIN_STEP
@@ -339,17 +341,19 @@ def find_quant_params(
         step, zero = torch.where(better, tried, step), torch.where(better, shift, zero)
     factor = 1.0 / step
     noise = torch.where(perm >= 0, factor.reciprocal().flatten().square() / 12, 0.0)
-    return ClusterQuantParams(factor.flatten(), zero.flatten(), factor.reciprocal().amax(1), noise)
+    return ClusteredColumnQuantParams(
+        factor.flatten(), zero.flatten(), factor.reciprocal().amax(1), noise
+    )
 
 
-def split_channels(
+def split_each_channel(
     codes: torch.Tensor,
     perm: torch.Tensor,
-    ranges: ClusterQuantParams,
+    ranges: ClusteredColumnQuantParams,
     group_size: int,
     splits_per_channel: int,
     bits: int,
-) -> tuple[torch.Tensor, torch.Tensor, ClusterQuantParams]:
+) -> tuple[torch.Tensor, torch.Tensor, ClusteredColumnQuantParams]:
     """Split every channel into ``splits_per_channel`` columns and fill groups up to ``group_size``.
 
     codes: [N, P]; perm and ranges: [P]. The first column of a channel covers the lowest part of its
@@ -369,7 +373,7 @@ def split_channels(
         .unflatten(-1, (groups, -1))
     )
     shift = F.pad(number, (0, missing)).flatten() * stretch
-    kept = ClusterQuantParams(
+    kept = ClusteredColumnQuantParams(
         wide(ranges.inverse_step, 1),
         wide(ranges.zero_point, 0) - shift,
         ranges.cluster_step,
@@ -379,8 +383,8 @@ def split_channels(
 
 
 def move_padding_to_end(
-    perm: torch.Tensor, ranges: ClusterQuantParams, width: int
-) -> tuple[torch.Tensor, ClusterQuantParams]:
+    perm: torch.Tensor, ranges: ClusteredColumnQuantParams, width: int
+) -> tuple[torch.Tensor, ClusteredColumnQuantParams]:
     """Move the clusters together and the empty columns to the end; scales go into the weight."""
     real = perm >= 0
     missing = width - int(real.sum())
@@ -388,7 +392,7 @@ def move_padding_to_end(
     def closed(t: torch.Tensor, fill: float) -> torch.Tensor:
         return torch.cat([t[real], t.new_full((missing,), fill)])
 
-    kept = ClusterQuantParams(
+    kept = ClusteredColumnQuantParams(
         closed(ranges.inverse_step, 1),
         closed(ranges.zero_point, 0),
         ranges.cluster_step.new_ones(1),

@@ -24,8 +24,8 @@ from modelmill.core.recipe_declaration import (
 from modelmill.quant import activation_smoothing
 from modelmill.quant.calibrate import (
     collect_input_statistics,
-    quantized_output_error,
     round_to_three_digits,
+    weight_output_error,
 )
 from modelmill.quant.calibration_state import CalibrationState, QuantizableLayer
 from modelmill.quant.recipe import InputStatistics, PrepareResult, Recipe
@@ -209,7 +209,7 @@ class SmoothQuantRecipe(Recipe):
         """Return the error of a site's outputs without smoothing."""
         weight = block.stacked_site_weight(site)
         return {
-            "before": quantized_output_error(weight, self.quantize(weight, statistics), statistics)
+            "before": weight_output_error(weight, self.quantize(weight, statistics), statistics)
         }
 
 

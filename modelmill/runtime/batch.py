@@ -298,9 +298,9 @@ class BatchPacker:
     def next_receive_buffer(self, layout: BatchBufferLayout) -> tuple[BatchViews, memoryview]:
         """The buffer for a step that another process packed; fill it, then call ``upload``."""
         views = self.device_views(layout)
-        return views, self._buffer_memoryview(self._next_buffer(), views)
+        return views, self._buffer_memoryview(self._next_buffer_index(), views)
 
-    def packed_buffer(self, batch: PackedBatch) -> memoryview:
+    def packed_host_buffer(self, batch: PackedBatch) -> memoryview:
         """The host buffer of the batch that was packed last, to be sent to another process."""
         return self._buffer_memoryview(self._buffer_index, batch.views)
 
@@ -339,7 +339,7 @@ class BatchPacker:
             )
             self._copy_events[self._buffer_index].record()
 
-    def _next_buffer(self) -> int:
+    def _next_buffer_index(self) -> int:
         """Index of the next host buffer, once its previous copy is done."""
         self._buffer_index = (self._buffer_index + 1) % len(self._host_buffers)
         if self.cuda:
@@ -347,7 +347,7 @@ class BatchPacker:
         return self._buffer_index
 
     def _next_host_arrays(self, layout: BatchBufferLayout) -> HostArrays:
-        self._next_buffer()
+        self._next_buffer_index()
         arrays = self._arrays.get((self._buffer_index, layout))
         if arrays is None:
             if len(self._arrays) > 512:

@@ -27,7 +27,7 @@ MAX_STEP_TIME_RATIO = 2.3
 
 It keeps the 99th percentile of the inter-token latency below three times the median.
 """
-MAX_SMALL_STEP_RATIO = 1.25
+MAX_TIME_RATIO_TO_SMALL_STEP = 1.25
 """Limit of a mixed step's time over the time of one with few prompt tokens, if that is more."""
 SMALL_STEP_TOKEN_FRACTION = 1 / 2
 """Share of the chunk up to which a mixed step has few prompt tokens."""
@@ -38,7 +38,7 @@ The chunk settles where 6 % of the steps are slow.
 """
 INITIAL_GROWTH = 1.1
 """Factor within the limit until the first slow step."""
-TIMED_STEPS_WINDOW = 15
+TIMED_DECODE_STEPS_WINDOW = 15
 """Decode steps in the baseline."""
 SMALL_STEPS_WINDOW = 9
 """Mixed steps of few prompt tokens whose times are kept, those of other batch sizes excepted."""
@@ -50,7 +50,7 @@ MAX_PREFILL_SECONDS = 1.0
 """Most seconds of a step that prompts may fill: new requests and aborts wait for its end."""
 MIN_PREFILL_TOKENS = 128
 """Prompt tokens that such a step may always have; a smaller one is no sample of prefill speed."""
-MIN_MIXED_TOKENS, MIN_MIXED_TOKENS_8BIT = 768, 1024
+FULL_GEMM_SPEED_TOKENS, FULL_GEMM_SPEED_TOKENS_8BIT = 768, 1024
 """Tokens of a step at which the GEMMs of a 7B model reach full speed: 16-bit and 8-bit inputs."""
 
 
@@ -78,7 +78,7 @@ class AdaptiveChunkSize:
         self.max_tokens = max_tokens
         self.step_sizes = step_sizes
         self._chunk = float(initial) if initial is not None else 0.0
-        self._decode_seconds: deque[float] = deque(maxlen=TIMED_STEPS_WINDOW)
+        self._decode_seconds: deque[float] = deque(maxlen=TIMED_DECODE_STEPS_WINDOW)
         self._timed_rows = 0
         self._steps_since_timed = 0
         self._growth = INITIAL_GROWTH
@@ -168,7 +168,9 @@ class AdaptiveChunkSize:
         limit = MAX_STEP_TIME_RATIO * usual
         if len(self._small_step_seconds) < MIN_SAMPLES:
             return limit
-        return max(limit, MAX_SMALL_STEP_RATIO * statistics.median(self._small_step_seconds))
+        return max(
+            limit, MAX_TIME_RATIO_TO_SMALL_STEP * statistics.median(self._small_step_seconds)
+        )
 
     def _batch_size_changed(self, rows: int) -> bool:
         """Whether the batch size differs too much from that of the baseline."""
@@ -188,6 +190,6 @@ def default_max_mixed_tokens(weight_bytes: int, *, inputs_8bit: bool = False) ->
     """
     weight_bytes = max(weight_bytes, 1)
     return max(
-        MIN_MIXED_TOKENS_8BIT if inputs_8bit else MIN_MIXED_TOKENS,
+        FULL_GEMM_SPEED_TOKENS_8BIT if inputs_8bit else FULL_GEMM_SPEED_TOKENS,
         round(0.010 * 700e12 / weight_bytes / 128) * 128,
     )

@@ -102,7 +102,7 @@ def graph_limits(
     return GraphLimits(max_seqs, max_context, prefill)
 
 
-def prefill_graph_bytes(config: RunConfig, device_bytes: int) -> int:
+def max_prefill_graph_bytes(config: RunConfig, device_bytes: int) -> int:
     """Device memory that the prefill graphs may take; arguments as of ``graph_limits``."""
     if not device_bytes or not config.cuda_graphs:
         return 0

@@ -163,7 +163,7 @@ class EngineCore:
         """
         config = self.config
         device_bytes = capacity.total_device_bytes(self.device)
-        graph_bytes = cuda_graphs.prefill_graph_bytes(config, device_bytes)
+        graph_bytes = cuda_graphs.max_prefill_graph_bytes(config, device_bytes)
         state = capacity.model_state_capacity(self.model, self.ops, config, tp_group, graph_bytes)
         if state is not None:
             self.config = config = replace(config, max_num_seqs=state.sequences)

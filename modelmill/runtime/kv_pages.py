@@ -92,7 +92,7 @@ class PagePool:
         """Pages in the prefix cache."""
         return len(self._page_by_key)
 
-    def num_in_use(self) -> list[int]:
+    def num_in_use_by_group(self) -> list[int]:
         """Referenced pages of each page group."""
         return list(self._num_in_use)
 
@@ -220,22 +220,20 @@ class PageTables:
         """Number of unused rows of the table."""
         return len(self._rows)
 
-    def alloc_row(self, *group_pages: list[int]) -> int:
+    def alloc_row_with_pages(self, *group_pages: list[int]) -> int:
         """Take a row and write the pages of each group into it."""
         row = self._rows.pop()
         for group, pages in enumerate(group_pages):
             self.tables[group][row, : len(pages)] = pages
             self.tables[group][row, : len(pages)] *= self._steps[group]
-            self.overwrite_freed_entries(row, pages, pages.count(NO_PAGE), group)
+            self.alias_freed_entries(row, pages, pages.count(NO_PAGE), group)
         return row
 
     def set_page(self, row: int, index: int, page: int, group: int = 0) -> None:
         """Write one page of a sequence."""
         self.tables[group][row, index] = page * self._steps[group]
 
-    def overwrite_freed_entries(
-        self, row: int, pages: list[int], freed: int, group: int = 0
-    ) -> None:
+    def alias_freed_entries(self, row: int, pages: list[int], freed: int, group: int = 0) -> None:
         """Name a page of the sequence in the places of those that were freed, which are not read.
 
         An implementation may read them all the same, with a weight of 0 for each of their tokens.

@@ -20,7 +20,7 @@ from torch import nn
 from modelmill.core import log
 from modelmill.core.errors import UsageError
 from modelmill.loader.sleepable_memory import SleepableMemory
-from modelmill.nn.forward_hooks import PostHook, PreHook, attach_forward_hooks
+from modelmill.nn.forward_hooks import PostHook, PreHook, attached_forward_hooks
 from modelmill.nn.fusion import fuse_model
 from modelmill.nn.kv import KVCache
 from modelmill.nn.recurrent_state import RecurrentStateCache
@@ -158,14 +158,14 @@ class ModelRunner:
         self.decode_graphs = self.prefill_graphs = None
 
     @property
-    def active_model(self) -> nn.Module:
+    def model_to_run(self) -> nn.Module:
         """The fused tree; the plain one while forward hooks are attached."""
         return self.model if self.hooked else self.fused_model
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits of a packed batch; ids that are still pending are read from ``last_ids``."""
-        return self.active_model(self._make_step(batch))
+        return self.model_to_run(self._make_step(batch))
 
     @torch.inference_mode()
     def hidden_states(
@@ -177,7 +177,7 @@ class ModelRunner:
             Logits of the other rows, and hidden states [num_pooled_rows, H].
         """
         step = self._make_step(batch)
-        x = self.active_model.hidden_states(step)  # type: ignore[operator]
+        x = self.model_to_run.hidden_states(step)  # type: ignore[operator]
         rest = len(x) - num_pooled_rows
         logits = self.model.head(x[:rest], step) if rest else x[:0]  # type: ignore[operator]
         return logits, x[rest:]
@@ -235,7 +235,7 @@ class ModelRunner:
         if self.tp_workers is None:
             return
         message = StepCommand.from_batch(batch, command, num_kept_ids, num_pooled_rows)
-        self.tp_workers.broadcast(message, self.packer.packed_buffer(batch))
+        self.tp_workers.broadcast(message, self.packer.packed_host_buffer(batch))
         if message.embed_width:
             self._broadcast_embeds(batch, message.embed_width)
 
@@ -388,7 +388,7 @@ class ModelRunner:
             raise UsageError("module hooks need the whole model on one rank; use --tp 1")
         was_hooked, self.hooked = self.hooked, True
         try:
-            with attach_forward_hooks(self.model, before, after):
+            with attached_forward_hooks(self.model, before, after):
                 yield
         finally:
             self.hooked = was_hooked

@@ -43,9 +43,9 @@ from modelmill.runtime.state_snapshots import StateSnapshotCache
 # prompt tokens that may always join a step: a multiple of the GEMM tile height
 MIN_CHUNK_TOKENS = 128
 # the same for interactive serving on a CPU, where the time of a step is proportional to its tokens
-CPU_CHUNK_TOKENS = 8
-GPU_CHUNK_TOKENS = 512  # initial chunk for interactive serving on a GPU
-MAX_FRESH_OUTPUT_TOKENS = 2  # a sequence with at most so many output tokens has just started
+CPU_MIN_CHUNK_TOKENS = 8
+GPU_INITIAL_CHUNK_TOKENS = 512  # initial chunk for interactive serving on a GPU
+MAX_JUST_STARTED_OUTPUT_TOKENS = 2  # a sequence with at most so many output tokens has just started
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,9 @@ class Scheduler:
         schedule.num_decodes = len(picked)
         # prefill phase: prompts that run continue, then waiting ones are admitted, with the tokens
         # that the decodes' latency leaves
-        budget, schedule.prefill_unlimited = self._token_budget(picked, chunks)
+        budget, schedule.prefill_unlimited = self._token_budget_and_prefill_unlimited(
+            picked, chunks
+        )
         if not self._schedule_chunks(chunks, budget, schedule, picked, overlapped):
             self._undo_copy_on_write(schedule)
             return None
@@ -292,7 +294,7 @@ class Scheduler:
 
     def pages_by_window(self) -> dict[str, int]:
         """Pages in use of layers by what they attend to: "all" tokens, or those of a window."""
-        pages = sum_counts_by_window(self.limits.windows, self.pool.num_in_use())
+        pages = sum_counts_by_window(self.limits.windows, self.pool.num_in_use_by_group())
         return {"all" if window is None else str(window): n for window, n in pages.items()}
 
     def set_step_token_budget(self, tokens: int) -> None:
@@ -313,12 +315,12 @@ class Scheduler:
             on_gpu: Whether the model runs on a GPU.
             step_sizes: Tokens of a mixed step for which there are CUDA graphs.
         """
-        chunk = MIN_CHUNK_TOKENS if on_gpu else CPU_CHUNK_TOKENS
+        chunk = MIN_CHUNK_TOKENS if on_gpu else CPU_MIN_CHUNK_TOKENS
         self.limits = replace(
             self.limits,
             max_mixed_tokens=max_mixed_tokens,
             min_chunk_tokens=chunk,
-            fresh_output_tokens=MAX_FRESH_OUTPUT_TOKENS,
+            fresh_output_tokens=MAX_JUST_STARTED_OUTPUT_TOKENS,
             reserve_until_finish=False,
             prefill_all_first=False,
         )
@@ -326,7 +328,7 @@ class Scheduler:
             max_tokens = self.limits.max_tokens
             self.adaptive_chunk = (
                 AdaptiveChunkSize(
-                    chunk, max_tokens, initial=GPU_CHUNK_TOKENS, step_sizes=step_sizes
+                    chunk, max_tokens, initial=GPU_INITIAL_CHUNK_TOKENS, step_sizes=step_sizes
                 )
                 if on_gpu
                 else AdaptiveChunkSize(chunk, max_tokens)
@@ -349,7 +351,7 @@ class Scheduler:
                 schedule.num_decodes, schedule.num_tokens - schedule.num_decodes, seconds
             )
 
-    def _token_budget(
+    def _token_budget_and_prefill_unlimited(
         self, decodes: Collection[Sequence], chunks: list[Sequence]
     ) -> tuple[int, bool]:
         """Most tokens of a step that decodes one token of each of ``decodes`` and prefills.
@@ -420,7 +422,7 @@ class Scheduler:
                 if self.limits.prefix_caching:
                     self.cache_full_pages(seq)
                 self.free_pages_outside_window(seq, cached_only=self.limits.prefix_caching)
-            if seq.computed == seq.length and self.needs_sampling(seq):
+            if seq.computed == seq.length and self.seq_needs_sampling(seq):
                 seq.add_pending_token()
         for leader, siblings in schedule.forks.items():
             for other in siblings:
@@ -432,7 +434,7 @@ class Scheduler:
                     self.add(other)
 
     @staticmethod
-    def needs_sampling(seq: Sequence) -> bool:
+    def seq_needs_sampling(seq: Sequence) -> bool:
         """Whether a token is sampled from the logits of its last token."""
         return seq.beam_search is None and seq.length < seq.max_length
 
@@ -470,7 +472,7 @@ class Scheduler:
             for page in pages[freed:first]:
                 self.pool.decref(page)
             seq.note_freed_pages(group, first)
-            self.tables.overwrite_freed_entries(seq.table_row, pages, first, group)
+            self.tables.alias_freed_entries(seq.table_row, pages, first, group)
             self._num_releases += 1
 
     def remove(self, seq: Sequence) -> None:
@@ -494,7 +496,7 @@ class Scheduler:
         for page in leader.pages_in_use:
             self.pool.incref(page)
         group_pages = [list(pages) for pages in leader.group_pages]
-        row = self.tables.alloc_row(*group_pages)
+        row = self.tables.alloc_row_with_pages(*group_pages)
         other.attach_pages(group_pages, row, leader.computed, leader.num_cached_pages)
         if self.states is not None:
             self.states.queue_state_copy(leader.table_row, row)
@@ -507,7 +509,7 @@ class Scheduler:
         if self.states is not None:
             self.states.free_planned_slots(seq)
         self.tables.free_row(seq.table_row)
-        seq.detach_pages()
+        seq.clear_pages_and_row()
 
     def _num_runnable_tokens(self, seq: Sequence, left: int) -> int:
         """Tokens of a running sequence that the next step may compute.
@@ -647,7 +649,7 @@ class Scheduler:
                 self._release_prefix(cached)
                 return
             self.waiting.pop(0)
-            row, num_cached = self.tables.alloc_row(*cached), len(cached[0])
+            row, num_cached = self.tables.alloc_row_with_pages(*cached), len(cached[0])
             seq.attach_pages(cached, row, num_cached * size, num_cached)
             if self.states is not None and num_cached:
                 self.states.queue_snapshot_restore(seq.page_key(num_cached - 1, size), row)
@@ -817,7 +819,7 @@ class Scheduler:
                 or seq.computed + count < seq.prompt_len
             ):
                 continue
-            if not self.needs_sampling(seq):
+            if not self.seq_needs_sampling(seq):
                 continue
             rows = max(
                 self._num_free_table_rows() - sum(len(s) for s in schedule.forks.values()), 0

@@ -49,7 +49,7 @@ def check_request(request: Request, limits: RequestLimits) -> np.ndarray:
     params, prompt = request.params, request.prompt
     if not prompt:
         raise RequestError("the prompt is empty; give at least one token")
-    ids = _checked_prompt_ids(prompt)
+    ids = _prompt_ids_as_int64(prompt)
     if ids is None or ids.min() < 0 or ids.max() >= limits.vocab_size:
         raise RequestError(f"the prompt's token ids must be between 0 and {limits.vocab_size - 1}")
     max_prompt = limits.max_len - (params.max_tokens != 0)
@@ -92,7 +92,7 @@ def check_request(request: Request, limits: RequestLimits) -> np.ndarray:
     return ids
 
 
-def _checked_prompt_ids(prompt: Collection[int]) -> np.ndarray | None:
+def _prompt_ids_as_int64(prompt: Collection[int]) -> np.ndarray | None:
     """Ids as [T] int64; None if one does not fit into int64."""
     try:
         return np.fromiter(prompt, np.int64, len(prompt))
@@ -263,7 +263,7 @@ class Sequence:
         self.computed, self.num_cached_pages = computed, num_cached_pages
         self.num_freed_pages = [pages.count(NO_PAGE) for pages in self.group_pages]
 
-    def detach_pages(self) -> None:
+    def clear_pages_and_row(self) -> None:
         """Stop running: the pages and the row have been released."""
         self.pages, self.table_row, self.num_freed_pages = [], -1, [0]
         self.group_pages = (self.pages,)

@@ -40,7 +40,7 @@ def write_session(path: Path, layout: Mapping[str, Any], session: SessionPages) 
     Raises:
         OSError: it cannot be written.
     """
-    pages = len(_saved_session_pages(session.tokens, layout))
+    pages = len(_session_page_indices(session.tokens, layout))
     spans = [(each.position, each.length, each.digest) for each in session.spans]
     images = {"images": spans} if spans else {}
     header = json.dumps({**layout, "tokens": session.tokens, "pages": pages, **images})
@@ -148,7 +148,7 @@ def _split_into_pages(
         sizes = [_page_bytes(shape, dtype) for shape, dtype in layout["tensors"]]
     state_bytes = layout.get("state_bytes", 0)
     whole = len(tokens) % layout["page_size"] == 0
-    places = _saved_session_pages(tokens, layout)
+    places = _session_page_indices(tokens, layout)
     if not whole or count != len(places) or len(body) != count * sum(sizes) + state_bytes:
         raise _inconsistent_error()
     data, start = [], 0
@@ -172,7 +172,9 @@ def _parse_spans(header: Mapping[str, Any], num_tokens: int) -> tuple[ImageEmbed
     return tuple(ImageEmbeddingSpan(*each) for each in spans)
 
 
-def _saved_session_pages(tokens: Sequence[int], layout: Mapping[str, Any]) -> list[tuple[int, int]]:
+def _session_page_indices(
+    tokens: Sequence[int], layout: Mapping[str, Any]
+) -> list[tuple[int, int]]:
     page_size, windows = layout["page_size"], tuple(layout.get("windows", (None,)))
     return pages_to_save(len(tokens) // page_size, page_size, windows)
 

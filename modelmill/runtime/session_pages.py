@@ -75,7 +75,7 @@ def session_layout(core: EngineCore) -> dict[str, Any]:
             [list(each.shape[1:]), str(each.dtype).removeprefix("torch.")] for each in states.states
         ]
         layout["state_bytes"] = states.buffer.shape[1]
-    sizes = _rank_sizes(core)
+    sizes = _gather_rank_sizes(core)
     if sizes is not None:
         layout["rank_page_bytes"] = list(sizes.page_bytes)
         if states is not None:
@@ -84,7 +84,7 @@ def session_layout(core: EngineCore) -> dict[str, Any]:
     return layout if windows == (None,) else {**layout, "windows": list(windows)}
 
 
-def _rank_sizes(core: EngineCore) -> RankSizes | None:
+def _gather_rank_sizes(core: EngineCore) -> RankSizes | None:
     """The sizes of all ranks; None: there is one."""
     if core.model_runner.tp_group.size == 1:
         return None
@@ -134,7 +134,7 @@ def export_session(
     _check_session_support(core)
     keys = core.input_processor.prompt_page_keys(tokens, cache_salt, core.page_size, spans)
     pool, windows = core.scheduler.pool, _group_windows(core)
-    count = _restorable_pages(core, keys)
+    count = _num_restorable_pages(core, keys)
     places = pages_to_save(count, core.page_size, windows)
     cached = [pool.cached_page_for_key(page_group_key(keys[page], group)) for group, page in places]
     pages = [page for page in cached if page is not None]
@@ -142,7 +142,7 @@ def export_session(
         raise UsageError(
             f"the session has no full page of {core.page_size} tokens in the prefix cache"
         )
-    sizes = _rank_sizes(core)
+    sizes = _gather_rank_sizes(core)
     nbytes = _session_bytes(core, len(pages), sizes)
     if nbytes > max_bytes:
         raise CapacityError(
@@ -175,7 +175,7 @@ def _copy_pages_to_host(
         return gather_pages_from_ranks(core.model_runner, sizes, pages)
 
 
-def _restorable_pages(core: EngineCore, keys: Seq[bytes]) -> int:
+def _num_restorable_pages(core: EngineCore, keys: Seq[bytes]) -> int:
     """Pages of the longest prefix whose pages are cached, and the state behind it."""
     pool, states = core.scheduler.pool, core.scheduler.states
     count = num_resumable_pages(pool, keys, core.page_size, _group_windows(core))
@@ -227,7 +227,7 @@ def import_session(core: EngineCore, session: SessionPages, cache_salt: str) -> 
             f"the session needs {len(places)} pages of the KV cache, and {pool.num_available} are "
             "free; try again when fewer requests run, or raise --kv-cache-bytes"
         )
-    sizes = _rank_sizes(core)
+    sizes = _gather_rank_sizes(core)
     pages: list[tuple[int, int]] = []
     fresh: list[tuple[int, int]] = []  # (row of the data, page) of those that are not cached
     try:
@@ -245,22 +245,24 @@ def import_session(core: EngineCore, session: SessionPages, cache_salt: str) -> 
         for row, page in fresh:
             pool.add_to_prefix_cache(page, group_keys[row])
         if session.state is not None:
-            _write_state(core, keys[-1], session.state, sizes)
+            _restore_state_snapshot(core, keys[-1], session.state, sizes)
     finally:
         # last pages first, so that the beginning is evicted last
         for _, page in sorted(pages, reverse=True):
             pool.decref(page)
-    return _restorable_pages(core, keys) * core.page_size
+    return _num_restorable_pages(core, keys) * core.page_size
 
 
-def _write_state(core: EngineCore, key: bytes, state: np.ndarray, sizes: RankSizes | None) -> None:
+def _restore_state_snapshot(
+    core: EngineCore, key: bytes, state: np.ndarray, sizes: RankSizes | None
+) -> None:
     """Put a snapshot of recurrent state into the prefix cache, unless it is there."""
     states, cache = core.scheduler.states, core.model_runner.states
     assert states is not None, "the layout of the session says so"
     assert cache is not None, "slots belong to a cache"
     if states.snapshot_slot(key) is not None:
         return
-    slot = states.add_snapshot(key)
+    slot = states.reserve_snapshot_slot(key)
     if slot is None:
         raise CapacityError(
             "the session needs a slot for its recurrent state, and none is free; try again when "

@@ -25,7 +25,7 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True)
-class PooledHiddenStates:
+class PromptHiddenStateSum:
     """Sum of the hidden states of consecutive prompt tokens, [H] float64.
 
     ``is_first``: the prompt had no earlier ones.
@@ -144,7 +144,7 @@ class PendingStep:
     logprob_table: torch.Tensor | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     beam_logits: list[tuple[object, torch.Tensor]] = field(default_factory=list)
-    pooled_states: list[PooledHiddenStates] = field(default_factory=list)
+    pooled_states: list[PromptHiddenStateSum] = field(default_factory=list)
     computed_after: list[int] = field(default_factory=list)
     ready_event: torch.cuda.Event | None = None
 
@@ -184,7 +184,7 @@ def assign_logit_rows(schedule: Schedule) -> StepLogitRows:
         if computed == seq.length:
             if seq.beam_search is not None:
                 rows.beam_rows.setdefault(id(seq.beam_search), []).append((seq, start + count - 1))
-            elif Scheduler.needs_sampling(seq):
+            elif Scheduler.seq_needs_sampling(seq):
                 for sampled in (seq, *schedule.forks.get(seq, ())):
                     rows.seqs.append(sampled)
                     rows.sample_rows.append(start + count - 1)
@@ -202,13 +202,15 @@ def assign_logit_rows(schedule: Schedule) -> StepLogitRows:
     return rows
 
 
-def sum_pooled_hidden_states(rows: StepLogitRows, states: torch.Tensor) -> list[PooledHiddenStates]:
+def sum_pooled_hidden_states(
+    rows: StepLogitRows, states: torch.Tensor
+) -> list[PromptHiddenStateSum]:
     """Sum the hidden states of each prompt; ``states``: [n, H], those of all prompts in order."""
     out, start = [], 0
     for seq, _, count in rows.pooled_rows:
         total = torch.sum(states[start : start + count], 0, dtype=torch.float64)
         out.append(
-            PooledHiddenStates(
+            PromptHiddenStateSum(
                 seq, total, is_first=seq.computed == 0 or seq.request.pooling != MEAN_POOLING
             )
         )

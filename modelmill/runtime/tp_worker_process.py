@@ -21,7 +21,7 @@ from modelmill.artifact.store import open_artifact
 from modelmill.core import log
 from modelmill.core.config import RunConfig, config_from_dict
 from modelmill.core.errors import ModelmillError
-from modelmill.parallel.rendezvous import connect_store
+from modelmill.parallel.rendezvous import connect_or_serve_store
 from modelmill.parallel.tp_group import DistributedTPGroup
 from modelmill.runtime.batch import BatchPacker
 from modelmill.runtime.engine_core import EngineCore
@@ -83,7 +83,7 @@ def run_worker(connection: socket.socket) -> None:
     rank = startup["rank"]
     size = startup["size"]
     device = startup["device"]
-    tp_group = DistributedTPGroup(rank, size, connect_store(startup["port"]), device)
+    tp_group = DistributedTPGroup(rank, size, connect_or_serve_store(startup["port"]), device)
     config = config_from_dict(RunConfig, startup["config"], "rank 0")
     core = EngineCore.load_for_rank(
         open_artifact(Path(startup["engine"]), staged=True), config, device, tp_group

@@ -37,9 +37,9 @@ from modelmill.serve.errors import ApiError, invalid_request
 from modelmill.serve.kv_session_schema import RestoreSessionRequest, SaveSessionRequest
 from modelmill.serve.middleware import RequestMiddleware
 from modelmill.serve.model_admin_schema import LoadRequest, ModelRequest, PinRequest
-from modelmill.serve.openai_format import Utf8JsonResponse
-from modelmill.serve.openai_models import ErrorResponse
+from modelmill.serve.openai_format import SurrogateSafeJsonResponse
 from modelmill.serve.openapi_models import add_response_schemas
+from modelmill.serve.response_body_models import ErrorResponse
 from modelmill.serve.responses_schema import CompactRequest, ResponsesRequest
 from modelmill.serve.routes import (
     chat,
@@ -141,7 +141,7 @@ def make_app(service: Service) -> ASGIApp:
         saved_kv_sessions.router, ollama.bodyless_router,
     ):  # fmt: skip
         app.include_router(more)
-    app.add_route("/openapi.json", _serve_openapi, include_in_schema=False)
+    app.add_route("/openapi.json", _handle_openapi_request, include_in_schema=False)
     app.add_exception_handler(ApiError, _handle_error)
     app.add_exception_handler(ModelmillError, _handle_error)
     app.add_exception_handler(RequestValidationError, _handle_validation_error)
@@ -161,9 +161,9 @@ def make_app(service: Service) -> ASGIApp:
     return guarded
 
 
-async def _serve_openapi(request: Request) -> Response:
+async def _handle_openapi_request(request: Request) -> Response:
     """Serve the OpenAPI document; making it takes half a second."""
-    return await run_in_threadpool(lambda: Utf8JsonResponse(request.app.openapi()))
+    return await run_in_threadpool(lambda: SurrogateSafeJsonResponse(request.app.openapi()))
 
 
 def _openapi_document(app: FastAPI) -> dict[str, Any]:
@@ -254,4 +254,4 @@ def error_response(error: ApiError, request: Request) -> Response:
         request.scope.get("modelmill.request_id"),
         for_anthropic=ANTHROPIC_VERSION in request.headers,
     )
-    return Utf8JsonResponse(body, error.status, error.headers)
+    return SurrogateSafeJsonResponse(body, error.status, error.headers)

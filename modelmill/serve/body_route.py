@@ -84,7 +84,7 @@ async def read_validated_body(request: Request, model: type[S]) -> S:
     if len(data) <= MAX_INLINE_PARSE_BYTES:
         return validate_body(_parse_small_body(data), model)
     work = service.parse_in_thread(
-        _parse_large_body, data, model, service.json_limits(bool(model.unused))
+        _parse_and_validate_large_body, data, model, service.json_limits(bool(model.unused))
     )
     return await run_while_connected(request.receive, work)
 
@@ -120,7 +120,7 @@ def _parse_small_body(data: bytearray) -> Any:
         raise invalid_request("the request's body cannot be read as JSON") from None
 
 
-def _parse_large_body(data: bytearray, model: type[S], limits: JsonLimits) -> S:
+def _parse_and_validate_large_body(data: bytearray, model: type[S], limits: JsonLimits) -> S:
     """Parse and validate a large body; ``data`` is cleared to free its memory.
 
     Raises:

@@ -15,9 +15,9 @@ from starlette.responses import Response
 from modelmill.outputs import OutputDelta
 from modelmill.request_output_state import RequestOutputState
 from modelmill.serve.chat_schema import ChatRequest
-from modelmill.serve.openai_format import Utf8JsonResponse
-from modelmill.serve.request_handle import RequestHandle, StreamItem
-from modelmill.serve.routes.chat import RememberingAnswerParser
+from modelmill.serve.openai_format import SurrogateSafeJsonResponse
+from modelmill.serve.request_handle import HttpRequestHandle, PromptOutputDelta
+from modelmill.serve.routes.chat import AnswerRecordingParser
 from modelmill.serve.routes.common import get_service
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
 from modelmill.serve.tool_call_progress import ToolCallProgress, stop_strings
@@ -35,7 +35,7 @@ class ChatAnswerSplitter:
     ) -> None:
         """Start one choice; state: the engine's request, which knows how the prompt ends."""
         self._calls = ToolCallProgress(chat, text_processor)
-        self._reader = RememberingAnswerParser(chat, text_processor, state)
+        self._reader = AnswerRecordingParser(chat, text_processor, state)
         self._stops = stop_strings(chat)
         self._may_call_tools = bool(chat.offered_tools)
         self.finish_reason: str | None = None
@@ -75,7 +75,7 @@ class ChatAnswerSplitter:
 class AnswerBuilder(Protocol[T]):
     """What collects a whole answer from the deltas that a stream would send."""
 
-    def consume(self, items: Sequence[StreamItem]) -> None:
+    def add_stream_items(self, items: Sequence[PromptOutputDelta]) -> None:
         """Add deltas without making events."""
 
     def response(self) -> T:
@@ -87,12 +87,12 @@ class StreamableAnswerBuilder(EventFormatter, AnswerBuilder[T], Protocol[T]):
 
 
 class AnswerCollector(Generic[T]):
-    """Waits for an answer that is not streamed; as ``stream.PendingResponse``.
+    """Waits for an answer that is not streamed; as ``stream.PendingResult``.
 
     It is made of the same deltas as the events, so that streamed and whole answers agree.
     """
 
-    def __init__(self, handle: RequestHandle, builder: AnswerBuilder[T]) -> None:
+    def __init__(self, handle: HttpRequestHandle, builder: AnswerBuilder[T]) -> None:
         self._handle, self._builder = handle, builder
 
     async def wait_until_finished(self) -> T:
@@ -102,7 +102,7 @@ class AnswerCollector(Generic[T]):
             ModelmillError: the request failed.
         """
         while items := await self._handle.fetch_items():
-            self._builder.consume(items)
+            self._builder.add_stream_items(items)
         return self._builder.response()
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class AnswerCollector(Generic[T]):
 
 async def streamed_or_whole_response(
     request: Request,
-    handle: RequestHandle,
+    handle: HttpRequestHandle,
     builder: StreamableAnswerBuilder[Any],
     *,
     streams: bool,
@@ -126,10 +126,10 @@ async def streamed_or_whole_response(
     if streams:
         return EventStream(handle, builder, run_in_thread if large_events else None)
     whole = await wait_or_disconnect(request, AnswerCollector(handle, builder))
-    return await run_in_thread(Utf8JsonResponse, whole)
+    return await run_in_thread(SurrogateSafeJsonResponse, whole)
 
 
-def run_event_generator(events: Iterable[Any]) -> None:
+def exhaust_event_generator(events: Iterable[Any]) -> None:
     """Run a generator of events for its effects."""
     for _ in events:
         pass

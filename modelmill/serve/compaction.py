@@ -37,7 +37,7 @@ def is_user_message(item: Any) -> bool:
     )
 
 
-def join_user_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def join_successive_user_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Make successive chat messages of the user one: many templates refuse two in a row.
 
     Where a compaction has left out the answers between them, they are successive.
@@ -54,12 +54,12 @@ def compacted_items(messages: Sequence[Any], id: str, summary: str) -> list[dict
         summary: the model's.
     """
     return [
-        *unchanged_items(messages, id),
+        *fill_message_item_defaults(messages, id),
         {"type": "compaction", "id": id, "encrypted_content": compress_text(summary)},
     ]
 
 
-def unchanged_items(items: Sequence[Any], id: str) -> list[dict[str, Any]]:
+def fill_message_item_defaults(items: Sequence[Any], id: str) -> list[dict[str, Any]]:
     """Items as they were sent; messages with id, status and parts, as OpenAI's.
 
     Args:

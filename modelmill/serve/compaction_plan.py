@@ -16,7 +16,7 @@ from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.compaction import (
     compacted_items,
     is_user_message,
-    join_user_messages,
+    join_successive_user_messages,
     summary_prompt,
 )
 from modelmill.serve.dialects.thinking import with_thinking
@@ -74,7 +74,7 @@ class Compactor:
             RequestError: an item is invalid, or there is no room for a summary.
         """
         num_tokens = self.count_tokens(items)
-        kept, warnings = self._newest_user_messages(items)
+        kept, warnings = self._newest_user_messages_and_warnings(items)
         saved = num_tokens - self.count_tokens(compacted_items(kept, "", ""))
         if saved < MIN_SAVED_TOKENS:
             return CompactionPlan((), 0, num_tokens, FittedMessages([]), (UNCHANGED_WARNING,))
@@ -93,7 +93,9 @@ class Compactor:
             )
         return CompactionPlan(kept, limit, num_tokens, source, warnings)
 
-    def summary_request(self, plan: CompactionPlan) -> tuple[ChatRequest, RequestOutputState]:
+    def make_summary_request_and_state(
+        self, plan: CompactionPlan
+    ) -> tuple[ChatRequest, RequestOutputState]:
         """The request of the summary."""
         messages = _with_summary_prompt(plan.source.messages, plan.max_summary_tokens)
         chat = self._chat_request(messages, plan.max_summary_tokens)
@@ -126,7 +128,9 @@ class Compactor:
         most = int(self._max_model_len * USER_SHARE_OF_CONTEXT)
         return max(min(self._body.max_output_tokens, saved, most), 1)
 
-    def _newest_user_messages(self, items: Sequence[Any]) -> tuple[list[Any], list[str]]:
+    def _newest_user_messages_and_warnings(
+        self, items: Sequence[Any]
+    ) -> tuple[list[Any], list[str]]:
         """The user's messages that stay, and a warning if there are others."""
         messages = [item for item in items if is_user_message(item)]
         room = int(self._max_model_len * USER_SHARE_OF_CONTEXT)
@@ -181,4 +185,6 @@ class Compactor:
 
 
 def _with_summary_prompt(messages: Sequence[Mapping[str, Any]], limit: int) -> list[dict[str, Any]]:
-    return join_user_messages([*messages, {"role": "user", "content": summary_prompt(limit)}])
+    return join_successive_user_messages(
+        [*messages, {"role": "user", "content": summary_prompt(limit)}]
+    )

@@ -53,7 +53,7 @@ class CompletionRequest(GenerationFields):
     def check(self) -> None:
         """Raise RequestError for combinations that are not supported."""
         self.check_stream_fields()
-        self.check_penalties()
+        self.check_penalty_fields()
         if self.infill_suffix is not None and (
             self.echo or not all(isinstance(each, str) for each in self.prompts())
         ):

@@ -64,7 +64,9 @@ class EmbeddingRequest(EngineRequestFields):
         return self.pooling or MEAN_POOLING
 
 
-def format_embedding(state: bytes, dimensions: int | None, as_base64: bool) -> list[float] | str:
+def normalize_and_encode_embedding(
+    state: bytes, dimensions: int | None, as_base64: bool
+) -> list[float] | str:
     """Convert a pooled state (float32) to a vector of length 1.
 
     Args:

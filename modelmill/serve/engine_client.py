@@ -33,7 +33,7 @@ from modelmill.serve.engine_state import (
 from modelmill.serve.generation_client import GenerationClient
 from modelmill.serve.kv_session_client import KvSessionClient
 from modelmill.serve.metrics import EngineMetrics, SegmentationMetrics
-from modelmill.serve.request_handle import RequestHandle, WorkerLost
+from modelmill.serve.request_handle import HttpRequestHandle, WorkerLost
 from modelmill.serve.segmentation_client import PendingSegmentation, SegmentationClient
 from modelmill.serve.segmentation_messages import (
     SEGMENTATION_ENGINE_TYPE,
@@ -252,7 +252,7 @@ class EngineClient:
         )
 
     @property
-    def sampling_defaults(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    def api_and_web_sampling_defaults(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """Sampling defaults of API requests, and those of the web page; None: not known yet."""
         if self._text_processor is None:
             return None
@@ -262,7 +262,7 @@ class EngineClient:
         )
 
     @property
-    def _kv_cache_byte_limits(self) -> tuple[int, int]:
+    def _kv_and_prefix_cache_max_bytes(self) -> tuple[int, int]:
         """Limits over all ranks in bytes: of the KV cache, and of cached prefixes in it."""
         info = self._require_ready()
         page = info.page_bytes * self._open_engine.run.get("tp", 1)
@@ -278,7 +278,7 @@ class EngineClient:
         return caches * int(self._open_engine.run.get("tp", 1))
 
     @property
-    def memory_summary(self) -> tuple[str, ...]:
+    def memory_summary_lines(self) -> tuple[str, ...]:
         """What lies where, in short texts: the KV cache, and whole experts of ranks if they are.
 
         Raises:
@@ -288,7 +288,7 @@ class EngineClient:
         if info.engine_type == SEGMENTATION_ENGINE_TYPE:
             return ()
         cache = memory_budget.kv_cache_summary(
-            info.device, info.kv_tokens, *self._kv_cache_byte_limits
+            info.device, info.kv_tokens, *self._kv_and_prefix_cache_max_bytes
         )
         if not info.experts_by_rank:
             return (cache,)
@@ -365,7 +365,7 @@ class EngineClient:
 
     def submit(
         self, request_states: Sequence[RequestOutputState], frames: Sequence[bytes] | None = None
-    ) -> RequestHandle:
+    ) -> HttpRequestHandle:
         """Queue requests, all or none.
 
         Args:
@@ -514,7 +514,7 @@ class EngineClient:
             hang_task = asyncio.create_task(
                 self._watch_for_hang(watchdog, self._writer, self._worker_process)
             )
-            async for messages in read_messages(reader):
+            async for messages in read_message_batches(reader):
                 watchdog.on_message()
                 for message in messages:
                     if isinstance(message, wire.EngineReady):
@@ -534,10 +534,10 @@ class EngineClient:
             if self._writer is None:
                 sock.close()
             self._on_worker_lost()
-            code = await self._wait_for_exit(process)
+            code = await self._wait_for_killed_worker(process)
         return code
 
-    async def _wait_for_exit(self, process: WorkerProcess) -> int:
+    async def _wait_for_killed_worker(self, process: WorkerProcess) -> int:
         """Return the exit code of a killed worker.
 
         Raises:
@@ -624,7 +624,7 @@ class EngineClient:
             )
         data = {"engine": self.name, "device": engine_info.device, "pages": engine_info.num_pages}
         if engine_info.engine_type != SEGMENTATION_ENGINE_TYPE:
-            data["kv_cache_bytes"], data["prefix_cache_bytes"] = self._kv_cache_byte_limits
+            data["kv_cache_bytes"], data["prefix_cache_bytes"] = self._kv_and_prefix_cache_max_bytes
         if engine_info.experts_by_rank:
             data["experts_by_rank"] = engine_info.experts_by_rank
         _log.info("ready", extra={"data": data})
@@ -689,7 +689,7 @@ def max_tokenize_tokens(max_model_len: int) -> int:
     return max(2 * max_model_len, MIN_TOKENIZE_LIMIT)
 
 
-async def read_messages(reader: asyncio.StreamReader) -> AsyncIterator[list[wire.Message]]:
+async def read_message_batches(reader: asyncio.StreamReader) -> AsyncIterator[list[wire.Message]]:
     """Yield messages as they arrive, all complete ones of a read together; end with the connection.
 
     Raises:

@@ -10,7 +10,7 @@ from modelmill.request_output_state import RequestOutputState
 from modelmill.serve.access.fair_queue import FairQueueClock
 from modelmill.serve.engine_state import QueueFull
 from modelmill.serve.metrics import EngineMetrics
-from modelmill.serve.request_handle import RequestHandle
+from modelmill.serve.request_handle import HttpRequestHandle
 from modelmill.serve.worker_messages import (
     AbortRequest,
     FinishSequence,
@@ -46,7 +46,7 @@ class GenerationClient:
             capacity: sequences that may run and wait together now.
             fair_queue: learns which requests have started.
         """
-        self.active_requests: dict[str, tuple[RequestOutputState, RequestHandle]] = {}
+        self.active_requests: dict[str, tuple[RequestOutputState, HttpRequestHandle]] = {}
         self.num_sequences = 0
         self._name, self._capacity, self._fair_queue = name, capacity, fair_queue
         self._send, self._write = send, write
@@ -77,7 +77,7 @@ class GenerationClient:
 
     def submit(
         self, request_states: Sequence[RequestOutputState], frames: Sequence[bytes]
-    ) -> RequestHandle:
+    ) -> HttpRequestHandle:
         """Queue requests, all or none.
 
         Args:
@@ -88,7 +88,7 @@ class GenerationClient:
             RequestError: the server never queues so many sequences.
             QueueFull: too many sequences wait.
         """
-        handle = RequestHandle(request_states, self._abort_requests)
+        handle = HttpRequestHandle(request_states, self._abort_requests)
         self.check_capacity(handle.num_sequences)
         for state, frame in zip(request_states, frames, strict=True):
             self.active_requests[state.request.id] = state, handle
@@ -121,7 +121,7 @@ class GenerationClient:
             self._metrics.observe_queue_time(message.queue_seconds)
         entry = self.active_requests.get(message.id)
         if entry is not None:
-            entry[1].record_queue_time(message.queue_seconds)
+            entry[1].record_first_queue_time(message.queue_seconds)
             self._fair_queue.advance_virtual_time(entry[0].request.virtual_start)
 
     def _on_request_rejected(self, message: RequestRejected) -> None:
@@ -145,7 +145,7 @@ class GenerationClient:
             handle.fail(error)
 
     def _deliver_token(
-        self, request_state: RequestOutputState, handle: RequestHandle, token: TokenOutput
+        self, request_state: RequestOutputState, handle: HttpRequestHandle, token: TokenOutput
     ) -> None:
         if request_state.output.outputs[token.index].finish_reason is not None:
             # a stop string has ended it; the worker had not received FinishSequence yet
@@ -168,7 +168,7 @@ class GenerationClient:
             token.request_id, delta, 1 + len(token.logprobs or ()) + len(token.replayed_ids or ())
         )
 
-    def _remove_request(self, id: str) -> tuple[RequestOutputState, RequestHandle] | None:
+    def _remove_request(self, id: str) -> tuple[RequestOutputState, HttpRequestHandle] | None:
         entry = self.active_requests.pop(id, None)
         if entry is not None:
             self.num_sequences -= entry[0].request.params.n

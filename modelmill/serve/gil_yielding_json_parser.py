@@ -30,7 +30,7 @@ from modelmill.serve.json_scan import (
 
 MAX_CHUNK_STRUCTURALS, MAX_CHUNK_BYTES = 4096, 64 << 10
 """Limits of one piece: brackets, commas and colons, and bytes; a millisecond or two."""
-MAX_STRING_BYTES = 4 << 20
+MAX_NON_ASCII_STRING_BYTES = 4 << 20
 """Limit of one string that is not ASCII: it takes up to four bytes per character.
 
 The base64 of an image is ASCII.
@@ -43,7 +43,7 @@ moments that a waiting thread wakes too late, and each release restarts that thr
 It waited 0.2 s.
 """
 _MAX_INTERNED_INTS = 4096
-_MAX_CHAR_BYTES = 12
+_MAX_ESCAPED_CHAR_BYTES = 12
 """Bytes of the longest character in a string: an escaped surrogate pair."""
 _BOM = b"\xef\xbb\xbf"
 
@@ -80,7 +80,7 @@ def parse_json(
             data, scan_structure(data, limits or JsonLimits()), unused or {}
         ).decode()
     except JsonLimitExceeded as error:
-        raise BodyError(str(error), _decode_field_name(data, error.key)) from None
+        raise BodyError(str(error), _decode_printable_key(data, error.key)) from None
     except (InvalidJson, json.JSONDecodeError, UnicodeDecodeError):
         raise BodyError("is not JSON") from None
     except (ValueError, RecursionError) as error:
@@ -88,7 +88,7 @@ def parse_json(
         raise BodyError(message) from None
 
 
-def _decode_field_name(data: bytes | bytearray, key: slice | None) -> str | None:
+def _decode_printable_key(data: bytes | bytearray, key: slice | None) -> str | None:
     """The key at ``key``, if it is short and printable."""
     if key is None or key.stop - key.start > 100:
         return None
@@ -267,12 +267,12 @@ class _JsonDecoder:
             key = self._decode_value(_JsonSpan(group.begin, place, colon, colon))
             if not isinstance(key, str):
                 raise InvalidJson("no key")
-            out[key] = self._decode_member(
+            out[key] = self._decode_member_value(
                 key, _JsonSpan(place + 1, group.end, colon + 1, group.last)
             )
         return out
 
-    def _decode_member(self, key: str, span: _JsonSpan) -> Any:
+    def _decode_member_value(self, key: str, span: _JsonSpan) -> Any:
         """Decode the value of a key."""
         if self._unused.get(key) == self._depths[span.first - 1] and not _is_small(span):
             span = self._strip_whitespace(span)
@@ -299,8 +299,10 @@ class _JsonDecoder:
         while at < end:
             part, at = self._decode_string_chunk(at, end)
             wide = wide or not part.isascii()
-            if wide and end - begin > MAX_STRING_BYTES:
-                raise _StringTooLong(f"has a string of more than {MAX_STRING_BYTES} bytes")
+            if wide and end - begin > MAX_NON_ASCII_STRING_BYTES:
+                raise _StringTooLong(
+                    f"has a string of more than {MAX_NON_ASCII_STRING_BYTES} bytes"
+                )
             parts.append(part)
         return "".join(parts)
 
@@ -311,7 +313,7 @@ class _JsonDecoder:
             InvalidJson: it is not a valid string.
         """
         stop = min(at + MAX_CHUNK_BYTES, end)
-        for cut in range(stop, max(stop - _MAX_CHAR_BYTES, at), -1):
+        for cut in range(stop, max(stop - _MAX_ESCAPED_CHAR_BYTES, at), -1):
             try:
                 text = self._decode_yielding_gil(f'"{self._decode_utf8(at, cut)}"')
             except ValueError:

@@ -38,7 +38,7 @@ def dump_small_json(value: Any) -> bytes:
 def _iter_chunks(value: Any) -> Iterator[bytes]:
     if isinstance(value, EncodedJson):
         yield value
-    elif _count_values(value, MAX_CHUNK_VALUES) < MAX_CHUNK_VALUES:
+    elif _count_values_up_to(value, MAX_CHUNK_VALUES) < MAX_CHUNK_VALUES:
         yield dump_small_json(value)
     else:
         yield from _iter_object(value) if isinstance(value, dict) else _iter_list(value)
@@ -58,7 +58,7 @@ def _iter_list(value: list[Any] | tuple[Any, ...]) -> Iterator[bytes]:
     begin = 0
     num_values = 0
     for index, each in enumerate(value):
-        size = _count_values(each, MAX_CHUNK_VALUES)
+        size = _count_values_up_to(each, MAX_CHUNK_VALUES)
         if num_values + size < MAX_CHUNK_VALUES:
             num_values += size
             continue
@@ -77,7 +77,7 @@ def _iter_list(value: list[Any] | tuple[Any, ...]) -> Iterator[bytes]:
     yield b"]"
 
 
-def _count_values(value: Any, max_values: int) -> int:
+def _count_values_up_to(value: Any, max_values: int) -> int:
     """Number of values in ``value``; any number of at least ``max_values`` if it has that many.
 
     ``EncodedJson`` counts as large, because it is written by itself.
@@ -92,7 +92,7 @@ def _count_values(value: Any, max_values: int) -> int:
     if count < max_values:
         for each in inner:
             if isinstance(each, (dict, list, tuple, EncodedJson)):
-                count += _count_values(each, max_values - count)
+                count += _count_values_up_to(each, max_values - count)
                 if count >= max_values:
                     break
     return count

@@ -63,14 +63,14 @@ class UnblockedLogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, or drop it if an earlier one still waits."""
         try:
-            if not self._write_pending():
+            if not self._try_write_pending():
                 self._num_dropped += 1
                 return
             self._pending = self.format(record) + "\n"
             if self._num_dropped:
                 self._pending = self._format_num_dropped() + "\n" + self._pending
                 self._num_dropped = 0
-            self._write_pending()
+            self._try_write_pending()
         except Exception:
             self.handleError(record)
 
@@ -78,7 +78,7 @@ class UnblockedLogHandler(logging.Handler):
         fields = {"levelname": "WARNING", "msg": "log lines dropped"}
         return self.format(logging.makeLogRecord({**fields, "data": {"lines": self._num_dropped}}))
 
-    def _write_pending(self) -> bool:
+    def _try_write_pending(self) -> bool:
         """Write what waits, as much as the stream takes now; whether that is all."""
         while self._pending:
             if self._poll is not None and not self._poll.poll(0):

@@ -21,14 +21,14 @@ BLOBS_PER_PROMPT = 2
 """Blobs of one prompt."""
 
 
-def encode_logprobs(entries: Mapping[int, Logprob]) -> bytes:
+def encode_position_logprobs(entries: Mapping[int, Logprob]) -> bytes:
     """Encode the entries of one position."""
     return b"".join(
         [ENTRY_STRUCT.pack(id, each.rank, each.logprob) for id, each in entries.items()]
     )
 
 
-class EncodedLogprobs(Mapping[int, Logprob]):
+class EncodedPositionLogprobs(Mapping[int, Logprob]):
     """The encoded entries of one position, decoded on access."""
 
     __slots__ = ("_data",)
@@ -60,7 +60,7 @@ def encode_prompt_logprobs(tables: Sequence[Mapping[int, Logprob] | None]) -> li
 
     A position without a table has no entries.
     """
-    parts = [b"" if each is None else encode_logprobs(each) for each in tables]
+    parts = [b"" if each is None else encode_position_logprobs(each) for each in tables]
     return [
         np.fromiter(accumulate(map(len, parts)), np.int64, len(parts)).tobytes(),
         b"".join(parts),
@@ -86,15 +86,15 @@ class EncodedPromptLogprobs(Sequence[Mapping[int, Logprob] | None]):
         return len(self._ends)
 
     @overload
-    def __getitem__(self, position: int) -> EncodedLogprobs | None: ...
+    def __getitem__(self, position: int) -> EncodedPositionLogprobs | None: ...
     @overload
-    def __getitem__(self, position: slice) -> list[EncodedLogprobs | None]: ...
+    def __getitem__(self, position: slice) -> list[EncodedPositionLogprobs | None]: ...
     def __getitem__(
         self, position: int | slice
-    ) -> EncodedLogprobs | list[EncodedLogprobs | None] | None:
+    ) -> EncodedPositionLogprobs | list[EncodedPositionLogprobs | None] | None:
         if isinstance(position, slice):
             return [self[each] for each in range(*position.indices(len(self)))]
         end = int(self._ends[position])  # raises IndexError
         position %= len(self)
         begin = int(self._ends[position - 1]) if position else 0
-        return EncodedLogprobs(self._data[begin:end]) if end > begin else None
+        return EncodedPositionLogprobs(self._data[begin:end]) if end > begin else None

@@ -17,7 +17,7 @@ SEGMENT_WORKSPACE_BYTES = 2 << 30
 """
 
 
-def engine_memory_share(
+def engine_memory_share_bytes(
     free_bytes: int, weight_bytes: int, later_weight_bytes: Sequence[int]
 ) -> int:
     """Memory for an engine, of ``free_bytes``, when other engines load after it.
@@ -81,7 +81,7 @@ def with_gpu_memory_share(
     if config.kv_cache_bytes is not None or not (later_weight_bytes or segment_bytes):
         return config
     used = total_bytes - free_bytes + segment_bytes
-    share = engine_memory_share(
+    share = engine_memory_share_bytes(
         int(total_bytes * config.gpu_memory_utilization) - used, weight_bytes, later_weight_bytes
     )
     used_now = total_bytes - free_bytes
@@ -90,7 +90,7 @@ def with_gpu_memory_share(
     )
 
 
-def split_kv_budget(config: RunConfig, num_engines: int) -> RunConfig:
+def with_kv_budget_share(config: RunConfig, num_engines: int) -> RunConfig:
     """Return ``config`` for one of ``num_engines`` engines.
 
     Configured sizes of KV cache and recurrent states are for all engines together.

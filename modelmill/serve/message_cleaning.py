@@ -41,13 +41,15 @@ def clean_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _check_texts(messages: Sequence[Mapping[str, Any]]) -> None:
     """Raise pydantic's error of a string for the first text that UTF-8 cannot encode."""
     for index, message in enumerate(messages):
-        for path, text in _list_texts(message):
+        for path, text in _iter_texts_with_paths(message):
             if not is_encodable(text):
                 error = InitErrorDetails(type="string_unicode", loc=(index, *path), input=None)
                 raise ValidationError.from_exception_data("messages", [error])
 
 
-def _list_texts(message: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ...], str]]:
+def _iter_texts_with_paths(
+    message: Mapping[str, Any],
+) -> Iterator[tuple[tuple[str | int, ...], str]]:
     """(path, text) of what a chat template may write of a message, but for calls."""
     for name in ("content", "reasoning", "reasoning_content", "refusal"):
         value = message.get(name)

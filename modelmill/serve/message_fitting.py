@@ -64,7 +64,7 @@ def fit_messages(
         excess = count_tokens(shortener.messages) - limit
         if excess <= 0:
             return FittedMessages(shortener.messages, shortener.num_dropped, len(shortener.cut))
-    raise _no_room_error()
+    raise _no_summary_room_error()
 
 
 class _Shortener:
@@ -116,10 +116,10 @@ class _Shortener:
             )
             is_last = len(group) == len(self._rest)
             if size > excess or is_last:
-                if self._cut_texts(group, excess):
+                if self._cut_group_texts(group, excess):
                     return
                 if is_last:
-                    raise _no_room_error()
+                    raise _no_summary_room_error()
             for index in group:
                 del self._rest[index]
                 self.cut.discard(index)
@@ -144,7 +144,7 @@ class _Shortener:
             texts.append(json.dumps(calls, ensure_ascii=False))
         return sum(map(self._count_text_tokens, texts))
 
-    def _cut_texts(self, group: Sequence[int], excess: int) -> bool:
+    def _cut_group_texts(self, group: Sequence[int], excess: int) -> bool:
         """Cut texts of a group at their front; False if that cannot remove so many tokens."""
         size = sum(
             self._count_text_tokens(text)
@@ -191,7 +191,7 @@ def _replace_text(message: Message, key: str, part: int | None, text: str) -> Me
     return {**message, key: parts}
 
 
-def _no_room_error() -> RequestError:
+def _no_summary_room_error() -> RequestError:
     return RequestError(
         "input: beside the instructions there is no room for a summary; shorten the instructions"
     )

@@ -280,7 +280,7 @@ def _engine_stats_families(engine_stats: Iterable[tuple[str, EngineStats]]) -> l
             lambda s: s.restored_states,
         ),
     }
-    families: list[Metric] = [_pages_in_use_family(engine_stats)]
+    families: list[Metric] = [_kv_bytes_in_use_family(engine_stats)]
     for family_class, table in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
         for name, (help, read) in table.items():
             family = family_class(METRIC_PREFIX + name, help, labels=["model_name"])
@@ -290,7 +290,7 @@ def _engine_stats_families(engine_stats: Iterable[tuple[str, EngineStats]]) -> l
     return families
 
 
-def _pages_in_use_family(engine_stats: Iterable[tuple[str, EngineStats]]) -> Metric:
+def _kv_bytes_in_use_family(engine_stats: Iterable[tuple[str, EngineStats]]) -> Metric:
     family = GaugeMetricFamily(
         METRIC_PREFIX + "kv_cache_in_use_bytes",
         "Bytes of KV pages in use, of layers by the tokens that they attend to: all, or a window.",

@@ -26,7 +26,7 @@ from modelmill.serve.dialects.anthropic_models import ANTHROPIC_VERSION
 from modelmill.serve.dialects.error_format import ANTHROPIC_PREFIX, error_body
 from modelmill.serve.errors import ApiError
 from modelmill.serve.http_protocol import MAX_HEADER_BYTES
-from modelmill.serve.request_handle import RequestHandle
+from modelmill.serve.request_handle import HttpRequestHandle
 from modelmill.serve.request_target import normalize_request, sent_method
 from modelmill.serve.routes.page import PAGE_PATHS
 from modelmill.serve.service import (
@@ -95,7 +95,7 @@ class RequestMiddleware:
         headers = dict(scope["headers"])
         service = self._service
         context = _RequestContext(scope, headers, send, service.traces)
-        service.begin_request()
+        service.increment_active_requests()
         try:
             self._admit_request(scope, headers)
             body = context.make_body_reader(receive, service.limits)
@@ -109,7 +109,7 @@ class RequestMiddleware:
                 lease.release()
             if ACCOUNTING_SCOPE_KEY in scope:
                 scope[ACCOUNTING_SCOPE_KEY].settle_usage()
-            service.end_request()
+            service.decrement_active_requests()
             context.log_request()
 
     def _admit_request(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
@@ -146,7 +146,7 @@ class RequestMiddleware:
                 "draining",
                 {"Retry-After": "5"},
             )
-        if _header_bytes(scope, path) > MAX_HEADER_BYTES:
+        if _request_head_size(scope, path) > MAX_HEADER_BYTES:
             raise ApiError(
                 431, f"the header is larger than {MAX_HEADER_BYTES} bytes", code="header_too_large"
             )
@@ -211,7 +211,7 @@ def _key_digest(headers: dict[bytes, bytes]) -> bytes:
     return hashlib.sha256(key.strip()).digest()
 
 
-def _header_bytes(scope: Scope, path: bytes) -> int:
+def _request_head_size(scope: Scope, path: bytes) -> int:
     """Size of a header in bytes.
 
     h11 limits only incomplete headers; this one may have arrived at once.
@@ -380,7 +380,7 @@ class _RequestContext:
             "ms": round(1000 * (time.perf_counter() - self._started_at), 1),
         }
         handle = self._scope.get("modelmill.request_handle")
-        if isinstance(handle, RequestHandle):
+        if isinstance(handle, HttpRequestHandle):
             data |= handle.usage_and_ttft()
         if self._traces is not None:
             finished = FinishedRequest(

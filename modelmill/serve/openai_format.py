@@ -56,7 +56,7 @@ class ChunkTemplate:
         return self._prefix + data + self._suffix
 
 
-class Utf8JsonResponse(JSONResponse):
+class SurrogateSafeJsonResponse(JSONResponse):
     """A JSON response that allows unpaired surrogates; a large one is sent in chunks."""
 
     def render(self, content: Any) -> bytes:

@@ -20,7 +20,7 @@ from modelmill.serve.dialects.ollama_models import (
 )
 from modelmill.serve.kv_session_schema import DeletedSession, SessionList, SessionResponse
 from modelmill.serve.model_admin_schema import ModelStateResponse
-from modelmill.serve.openai_models import (
+from modelmill.serve.response_body_models import (
     ChatCompletionResponse,
     CompactionResponse,
     CompletionResponse,
@@ -34,7 +34,7 @@ from modelmill.serve.openai_models import (
     ModelCard,
     ModelList,
     PropsResponse,
-    RerankAnswer,
+    RerankResponseOrScoredTexts,
     ResponsesResponse,
     ScoreResponse,
     TemplateResponse,
@@ -68,7 +68,7 @@ RESPONSE_MODELS: dict[str, type[BaseModel]] = {
     "/v1/responses/compact": CompactionResponse,
     "/v1/responses/input_tokens": InputTokensResponse,
     "/v1/responses/{response_id}/input_items": InputItemList,
-    "/v1/rerank": RerankAnswer,
+    "/v1/rerank": RerankResponseOrScoredTexts,
     "/v1/score": ScoreResponse,
     "/completion": LlamaCppCompletionAnswer,
     "/infill": LlamaCppInfillAnswer,

@@ -23,11 +23,11 @@ PATH_ALIASES: Mapping[str, str] = {
     "/v1/health": "/health",
 }
 """The path as sent → the route that serves it."""
-MODEL_PREFIX = "/models/"
+UNVERSIONED_MODELS_PREFIX = "/models/"
 
 
 def canonical_path(path: str) -> str:
     """The path of the route that serves a path; the path itself if it is no other name."""
-    if path.startswith(MODEL_PREFIX):
+    if path.startswith(UNVERSIONED_MODELS_PREFIX):
         return f"/v1{path}"
     return PATH_ALIASES.get(path, path)

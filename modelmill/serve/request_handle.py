@@ -19,7 +19,7 @@ MAX_PENDING_ITEMS = 16384
 """Limit of buffered stream items per request; each logprob entry counts as one more."""
 
 
-class StreamItem(NamedTuple):
+class PromptOutputDelta(NamedTuple):
     """A delta and the index of its prompt in the request."""
 
     prompt_index: int
@@ -34,7 +34,7 @@ class ClientTooSlow(CapacityError):
     """A client did not read its response fast enough."""
 
 
-class RequestHandle:
+class HttpRequestHandle:
     """The prompts of one HTTP request; ``close`` aborts those that have not finished."""
 
     def __init__(
@@ -52,19 +52,19 @@ class RequestHandle:
         self.num_sequences = sum(each.request.params.n for each in request_states)
         self._abandon = abandon
         self._unfinished = {each.request.id: index for index, each in enumerate(request_states)}
-        self._pending_items: list[StreamItem] = []
+        self._pending_items: list[PromptOutputDelta] = []
         self._pending_weight = 0
         self._error: BaseException | None = None
         self._wake = asyncio.Event()
 
-    def record_queue_time(self, queue_seconds: float) -> None:
+    def record_first_queue_time(self, queue_seconds: float) -> None:
         """Record how long the first prompt that started has waited."""
         if self.queue_seconds is None:
             self.queue_seconds = queue_seconds
 
     # -- for the route
 
-    async def fetch_items(self, timeout: float | None = None) -> list[StreamItem]:
+    async def fetch_items(self, timeout: float | None = None) -> list[PromptOutputDelta]:
         """Return the items since the last call; wait for at least one; [] once all have finished.
 
         Args:
@@ -131,7 +131,7 @@ class RequestHandle:
         index = self._unfinished.get(id)
         if index is None:
             return
-        self._pending_items.append(StreamItem(index, delta))
+        self._pending_items.append(PromptOutputDelta(index, delta))
         self._pending_weight += weight
         if delta.output.finished:
             del self._unfinished[id]

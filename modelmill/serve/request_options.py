@@ -17,7 +17,7 @@ from modelmill.text.tokenizer_loader import Tokenizer
 from modelmill.text_processor import TextProcessor
 
 
-def resolve_sampling_params(
+def sampling_params_with_bad_words(
     text_processor: TextProcessor, body: GenerationFields
 ) -> SamplingParams:
     """The sampling parameters of a request, with its bad words.
@@ -52,7 +52,7 @@ def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[tuple[int, 
     return [each for each in ids if each]
 
 
-def request_cache_salt(body: GenerationFields) -> str:
+def cache_salt_or_random(body: GenerationFields) -> str:
     """The salt of a request; one that no other request has where cache_prompt is false."""
     salt = body.cache_salt or ""
     return f"{salt}\0{secrets.token_hex(16)}"[-1024:] if body.cache_prompt is False else salt

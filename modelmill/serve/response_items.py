@@ -81,7 +81,7 @@ class ResponseItemsBuilder:
             yield from self._close_item("completed")
             self._reasoning_id = f"rs_{secrets.token_hex(16)}"
             item = self._reasoning_item("in_progress", [])
-            yield {**self._item_event_fields(item), "type": "response.output_item.added"}
+            yield {**self._output_index_and_item(item), "type": "response.output_item.added"}
             part = {"type": "reasoning_text", "text": ""}
             yield {
                 "type": "response.content_part.added",
@@ -143,7 +143,7 @@ class ResponseItemsBuilder:
     def _take_logprobs(self, text: str) -> list[Any]:
         """Remove and return the logprobs of ``text``; those before it belong to a call."""
         pending = "".join(each for each, _ in self._pending_logprobs)
-        begin, end = _find_text_span(text, pending)
+        begin, end = _find_generated_char_span(text, pending)
         position = 0
         taken_logprobs, remaining = list[Any](), list[tuple[str, list[Any]]]()
         for piece, logprobs in self._pending_logprobs:
@@ -208,7 +208,7 @@ class ResponseItemsBuilder:
         item = self._reasoning_item(status, [part])
         if self._adds_encrypted_reasoning:
             item["encrypted_content"] = compress_text(text)
-        yield {**self._item_event_fields(item), "type": "response.output_item.done"}
+        yield {**self._output_index_and_item(item), "type": "response.output_item.done"}
         self.output.append(item)
         self._reasoning_id, self._texts = "", []
 
@@ -228,7 +228,7 @@ class ResponseItemsBuilder:
             "content_index": 0,
         }
 
-    def _item_event_fields(self, item: dict[str, Any]) -> dict[str, Any]:
+    def _output_index_and_item(self, item: dict[str, Any]) -> dict[str, Any]:
         return {"output_index": len(self.output), "item": item}
 
     def _close_message(self, status: str) -> Iterator[ResponseEvent]:
@@ -256,7 +256,7 @@ class ResponseItemsBuilder:
         }
 
 
-def _find_text_span(text: str, written: str) -> tuple[int, int]:
+def _find_generated_char_span(text: str, written: str) -> tuple[int, int]:
     """Find the last position of ``text`` in what was generated.
 
     Spaces at its start may come from before a call.

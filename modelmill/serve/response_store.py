@@ -53,12 +53,12 @@ class ResponseStore:
         with self._lock:
             response_id = str(stored.response["id"])
             self._entries[owner, response_id] = stored, size
-            for item in _items_having_id(stored):
+            for item in _output_items_with_ids(stored):
                 self._items[owner, str(item["id"])] = response_id, item
             self.used_bytes += size
             while self.used_bytes > self.max_bytes:
                 (dropped_owner, _), (dropped, dropped_size) = self._entries.popitem(last=False)
-                self._uncount_response(dropped_owner, dropped, dropped_size)
+                self._remove_items_and_bytes(dropped_owner, dropped, dropped_size)
 
     def get(self, owner: str, id: str, field: str | None = None) -> StoredResponse:
         """Return a response.
@@ -115,16 +115,16 @@ class ResponseStore:
         with self._lock:
             entry = self._entries.pop((owner, id), None)
             if entry is not None:
-                self._uncount_response(owner, *entry)
+                self._remove_items_and_bytes(owner, *entry)
 
-    def _uncount_response(self, owner: str, stored: StoredResponse, size: int) -> None:
+    def _remove_items_and_bytes(self, owner: str, stored: StoredResponse, size: int) -> None:
         """Count a response as gone; the caller holds the lock."""
         self.used_bytes -= size
-        for item in _items_having_id(stored):
+        for item in _output_items_with_ids(stored):
             self._items.pop((owner, str(item["id"])), None)
 
 
-def _items_having_id(stored: StoredResponse) -> list[Mapping[str, Any]]:
+def _output_items_with_ids(stored: StoredResponse) -> list[Mapping[str, Any]]:
     return [item for item in stored.response["output"] if item.get("id")]
 
 

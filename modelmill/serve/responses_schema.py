@@ -14,7 +14,7 @@ from pydantic import Field
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
 from modelmill.serve.chat_schema import ChatRequest
-from modelmill.serve.compaction import SUMMARY_INTRO, join_user_messages
+from modelmill.serve.compaction import SUMMARY_INTRO, join_successive_user_messages
 from modelmill.serve.compatibility_fields import ignored_field
 from modelmill.serve.custom_tools import custom_function_call
 from modelmill.serve.discriminated_unions import make_converted_request, parse_by_type_field
@@ -223,7 +223,7 @@ InputItem = (
     | ReasoningItem
     | CompactionItem
 )
-_ITEM_TYPES: dict[str, type[InputItem]] = {
+_ITEM_CLASSES_BY_TYPE: dict[str, type[InputItem]] = {
     "message": MessageItem,
     "function_call": FunctionCallItem,
     "function_call_output": FunctionCallOutputItem,
@@ -386,7 +386,7 @@ class ResponsesRequest(SamplingFields):
         """
         self.check()
         shared = {name: getattr(self, name) for name in SamplingFields.model_fields}
-        tools, choice = self._convert_tools()
+        tools, choice = self._chat_tools_and_choice()
         format = (
             None
             if self.text is None or self.text.format is None
@@ -424,7 +424,7 @@ class ResponsesRequest(SamplingFields):
             *(f"include: there is no {each}: this server runs no tools" for each in results),
         ]
 
-    def _convert_tools(
+    def _chat_tools_and_choice(
         self,
     ) -> tuple[
         list[Tool | CustomTool] | None,
@@ -479,14 +479,16 @@ def items_to_messages(
     unpacker = TextDecompressor()
     is_compacted = False
     for index, raw in enumerate(items):
-        item = parse_by_type_field(raw, f"input[{index}]", _ITEM_TYPES, "items", default="message")
+        item = parse_by_type_field(
+            raw, f"input[{index}]", _ITEM_CLASSES_BY_TYPE, "items", default="message"
+        )
         try:
             _append_item_as_message(messages, item, unpacker)
             is_compacted = is_compacted or isinstance(item, CompactionItem)
         except RequestError as error:
             raise RequestError(f"input[{index}]: {error}") from None
     if is_compacted:
-        messages = join_user_messages(messages)
+        messages = join_successive_user_messages(messages)
     if all(message["role"] == "system" for message in messages):
         raise RequestError("input has no user or assistant message; give at least one")
     if len(messages) > MAX_ITEMS:

@@ -24,22 +24,22 @@ ENFORCED_FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
 """Formats of strings that the grammar library enforces."""
-_PROPERTY_NAME_KEYS = frozenset(("type", "title", "description"))
+_HARMLESS_PROPERTY_NAMES_KEYS = frozenset(("type", "title", "description"))
 """What propertyNames may say beside the names themselves."""
 _NUMBER_TYPES = ("integer", "number")
 _UNSUPPORTED_PATTERN = re.compile(r"\(\?<?[=!]|\\[1-9]")
 UNENFORCED_KEYWORDS = ("uniqueItems", "contains", "minContains", "maxContains")
 _NUMBER_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_COUNT_LIMITS = ("maxLength", "maxItems", "maxProperties")
+_MAX_COUNT_KEYWORDS = ("maxLength", "maxItems", "maxProperties")
 BOUND_LIMIT = 2**63
 """The grammar library keeps bounds of integers in 64 bits, and writes others up to this one."""
-ROUNDED_UP = 512
+BOUND_ROUNDING_MARGIN = 512
 """Integers that are so little below ``BOUND_LIMIT`` are that number as a double."""
 COUNT_LIMIT = 2**32
 """No answer has as many characters or elements."""
 _NAMED_SCHEMA_KEYS = ("properties", "patternProperties", "$defs", "definitions")
 _LITERAL_VALUE_KEYS = ("enum", "const")
-_ANNOTATIONS = ("default", "examples")
+_EXAMPLE_VALUE_KEYS = ("default", "examples")
 """Nothing is enforced of them; their values may be what the grammar library does not read."""
 MAX_ONE_OF_CHECKS = 16
 """How many ``oneOf`` are tried one by one."""
@@ -149,7 +149,7 @@ def _compiles(grammar: Grammar) -> bool:
     return True
 
 
-def _limit_unique_items(schema: dict[str, Any]) -> None:
+def _cap_max_items_by_enum_size(schema: dict[str, Any]) -> None:
     """Of unique items there are at most as many as values: without it, a list might not end."""
     items = schema.get("items")
     values = items.get("enum") if isinstance(items, Mapping) else None
@@ -199,7 +199,9 @@ class SchemaRelaxer:
             return schema
         out: dict[str, Any] = {}
         for key, value in schema.items():
-            if key in _ANNOTATIONS or self._is_unenforceable(key, value, schema, place):
+            if key in _EXAMPLE_VALUE_KEYS or self._record_if_unenforceable(
+                key, value, schema, place
+            ):
                 continue
             inner = f"{place}/{_escape_pointer(key)}"
             if key in _NAMED_SCHEMA_KEYS and isinstance(value, Mapping):
@@ -210,18 +212,18 @@ class SchemaRelaxer:
             else:
                 out[key] = value if key in _LITERAL_VALUE_KEYS else self._relax(value, inner)
         if schema.get("uniqueItems") is True:
-            _limit_unique_items(out)
+            _cap_max_items_by_enum_size(out)
         if "propertyNames" in out:
             self._relax_property_names(out, place)
         if "oneOf" in out:
             self._relax_one_of(out, place)
         return out
 
-    def _is_unenforceable(
+    def _record_if_unenforceable(
         self, key: str, value: Any, schema: Mapping[str, Any], place: str
     ) -> bool:
         """Whether a key is not enforced; records the reason."""
-        if key in _COUNT_LIMITS and type(value) is int and value >= COUNT_LIMIT:
+        if key in _MAX_COUNT_KEYWORDS and type(value) is int and value >= COUNT_LIMIT:
             return True
         if key in _NUMBER_BOUNDS and _is_bound_too_large(value, schema.get("type")):
             self._record_reason(place, f"{key} is not enforced: its magnitude is 2^63 or more")
@@ -259,7 +261,7 @@ class SchemaRelaxer:
             return
         ignored = (
             names.keys()
-            - _PROPERTY_NAME_KEYS
+            - _HARMLESS_PROPERTY_NAMES_KEYS
             - ({"pattern"} if listed is None else {"enum", "const"})
         )
         if ignored:
@@ -302,7 +304,7 @@ def _is_bound_too_large(value: Any, value_type: Any) -> bool:
     """Whether the grammar library cannot enforce a bound of numbers."""
     if type(value) not in (int, float):
         return False
-    rounded = 0 if value_type == "integer" else ROUNDED_UP
+    rounded = 0 if value_type == "integer" else BOUND_ROUNDING_MARGIN
     return abs(value) >= BOUND_LIMIT - rounded
 
 

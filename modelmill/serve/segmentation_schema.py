@@ -110,7 +110,7 @@ class SegmentRequest(SegmentPrompt):
         """
         if (self.image is None) == (self.image_id is None):
             raise FieldError("image or image_id: give one of them", "image")
-        named_prompts = self._collect_prompts()
+        named_prompts = self._collect_prompts_with_fields()
         masks: list[bytes] = []
         prompts = [_encode_prompt(prompt, name, masks) for name, prompt in named_prompts]
         everything = self._automatic_mask_options()
@@ -132,7 +132,7 @@ class SegmentRequest(SegmentPrompt):
             masks=masks,
         )
 
-    def _collect_prompts(self) -> list[tuple[str, SegmentPrompt]]:
+    def _collect_prompts_with_fields(self) -> list[tuple[str, SegmentPrompt]]:
         """The prompts, each with the name of its field."""
         direct_prompt = SegmentPrompt(
             points=self.points, labels=self.labels, box=self.box, mask=self.mask

@@ -45,7 +45,7 @@ from modelmill.vision.sam_model import Mask, SamModel
 
 MAX_MASK_PIXELS = 1 << 28
 """Limit of pixels in all masks of one response."""
-MAX_AUTOMATIC_MASK_PIXELS = 1 << 22
+MAX_AUTOMATIC_MASK_IMAGE_PIXELS = 1 << 22
 """Limit of pixels to segment all objects: some hundred masks of that size are in memory."""
 MAX_EMBED_BATCH = 8
 """Most images embedded together, on a GPU."""
@@ -242,8 +242,8 @@ class SegmentationWorker:
         except RequestError as error:
             raise _InvalidField(str(error), "image") from None
         pixels = image.width * image.height
-        if job.automatic_masks is not None and pixels > MAX_AUTOMATIC_MASK_PIXELS:
-            raise _too_large_error(pixels)
+        if job.automatic_masks is not None and pixels > MAX_AUTOMATIC_MASK_IMAGE_PIXELS:
+            raise _image_too_large_error(pixels)
         before = self.sam.num_embedded
         embedding = self.sam.embed_images([image], [job.cache_salt])[0]
         cached = self.sam.num_embedded == before and embedding.digest not in self._batch_embedded
@@ -303,8 +303,8 @@ class SegmentationWorker:
         self, job: SegmentationJob, image_embedding: ImageEmbedding
     ) -> list[Mask]:
         pixels = image_embedding.size[0] * image_embedding.size[1]
-        if pixels > MAX_AUTOMATIC_MASK_PIXELS:
-            raise _too_large_error(pixels)
+        if pixels > MAX_AUTOMATIC_MASK_IMAGE_PIXELS:
+            raise _image_too_large_error(pixels)
         self._current_job = job
 
         def on_progress(*_: str | int) -> None:
@@ -338,9 +338,9 @@ class _InvalidField(RequestError):
         self.param = param
 
 
-def _too_large_error(pixels: int) -> RequestError:
+def _image_too_large_error(pixels: int) -> RequestError:
     return RequestError(
-        f"everything takes images of up to {MAX_AUTOMATIC_MASK_PIXELS} pixels, this one has "
+        f"everything takes images of up to {MAX_AUTOMATIC_MASK_IMAGE_PIXELS} pixels, this one has "
         f"{pixels}; make it smaller"
     )
 

@@ -47,7 +47,7 @@ LEASES_SCOPE_KEY = "modelmill.leases"
 
 DEFAULT_SESSION_BYTES = 16 << 30
 MAX_IGNORED_JSON_VALUES = 1 << 20
-MIN_LARGE_BODY_BYTES, MAX_QUEUED_BODIES = 1 << 20, 4
+MIN_LARGE_BODY_BYTES, MAX_QUEUED_BODIES_OF_MAX_SIZE = 1 << 20, 4
 """Bodies above this size use their own queue; how many of the largest size may wait in a queue."""
 
 
@@ -149,11 +149,11 @@ class Service:
         """Count a request of a key; raises as ``RequestAccounting``."""
         return RequestAccounting(policy, self._key_usages.get(policy), priority)
 
-    def begin_request(self) -> None:
+    def increment_active_requests(self) -> None:
         """Count one more request that runs."""
         self.num_active += 1
 
-    def end_request(self) -> None:
+    def decrement_active_requests(self) -> None:
         """Count one request less that runs."""
         self.num_active -= 1
 
@@ -258,8 +258,8 @@ class Service:
             *args: further arguments of ``work``.
 
         Raises:
-            ApiError: 503, the queue holds as many bytes as MAX_QUEUED_BODIES bodies of the largest
-                size.
+            ApiError: 503, the queue holds as many bytes as MAX_QUEUED_BODIES_OF_MAX_SIZE bodies of
+                the largest size.
         """
         size, pool = (
             len(data),
@@ -267,7 +267,8 @@ class Service:
         )
         if (
             self._parsing_bytes[pool]
-            and self._parsing_bytes[pool] + size > MAX_QUEUED_BODIES * self.limits.max_body_bytes
+            and self._parsing_bytes[pool] + size
+            > MAX_QUEUED_BODIES_OF_MAX_SIZE * self.limits.max_body_bytes
         ):
             raise ApiError(
                 503, "too many large requests are being read; try again soon",

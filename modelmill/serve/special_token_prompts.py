@@ -60,7 +60,9 @@ def find_fim_tokens(special: Mapping[str, int]) -> FimTokens | None:
     return None
 
 
-def encode_infill(tokenizer: Tokenizer, prefix: str, suffix: str) -> tuple[list[int], FimTokens]:
+def encode_infill_with_fim_tokens(
+    tokenizer: Tokenizer, prefix: str, suffix: str
+) -> tuple[list[int], FimTokens]:
     """The prompt after which a model writes what stands between two texts.
 
     Returns:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from modelmill.serve import errors, openai_format
-from modelmill.serve.request_handle import RequestHandle, StreamItem
+from modelmill.serve.request_handle import HttpRequestHandle, PromptOutputDelta
 
 KEEPALIVE_SECONDS = 15.0
 """Seconds without events after which a comment keeps the connection alive in proxies."""
@@ -36,7 +36,7 @@ class EventFormatter(Protocol):
     def first_events(self) -> bytes:
         """Events before any item."""
 
-    def delta_events(self, items: Sequence[StreamItem]) -> bytes:
+    def delta_events(self, items: Sequence[PromptOutputDelta]) -> bytes:
         """Events of new items."""
 
     def terminal_events(self) -> bytes:
@@ -56,7 +56,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        handle: RequestHandle,
+        handle: HttpRequestHandle,
         formatter: EventFormatter,
         run_in_thread: RunInThread | None = None,
     ) -> None:
@@ -131,7 +131,7 @@ class EventStream(Response):
         )
 
 
-class PendingResponse(Protocol[T]):
+class PendingResult(Protocol[T]):
     """What a response that is not streamed waits for."""
 
     async def wait_until_finished(self) -> T:
@@ -145,7 +145,7 @@ class PendingResponse(Protocol[T]):
         """Abort what has not finished."""
 
 
-async def wait_or_disconnect(request: Request, pending: PendingResponse[T]) -> T:
+async def wait_or_disconnect(request: Request, pending: PendingResult[T]) -> T:
     """Wait for all outputs.
 
     Raises:

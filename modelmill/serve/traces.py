@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from modelmill import __version__
 from modelmill.core.errors import MissingDependency, UsageError
 from modelmill.core.packages import install_command
-from modelmill.serve.request_handle import RequestHandle
+from modelmill.serve.request_handle import HttpRequestHandle
 from modelmill.serve.request_target import sent_method
 
 TRACER_NAME = "modelmill.serve"
@@ -110,7 +110,7 @@ class RequestTracer:
         if request.status is None or request.status >= 500:
             span.set_status(Status(StatusCode.ERROR))
         handle = scope.get("modelmill.request_handle")
-        if isinstance(handle, RequestHandle):
+        if isinstance(handle, HttpRequestHandle):
             span.set_attributes(_span_attributes(handle, scope.get("modelmill.engine")))
             for event, moment in _span_events(handle):
                 span.add_event(event, timestamp=to_nanoseconds(moment))
@@ -148,7 +148,7 @@ def collector_url(endpoint: str) -> str:
     return endpoint if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/v1/traces"
 
 
-def _span_attributes(handle: RequestHandle, engine: str | None) -> dict[str, Any]:
+def _span_attributes(handle: HttpRequestHandle, engine: str | None) -> dict[str, Any]:
     """Span attributes, named by OpenTelemetry's conventions for generative AI where they exist."""
     counts = handle.usage_and_ttft()
     request = handle.request_states[0].request
@@ -171,7 +171,7 @@ def _span_attributes(handle: RequestHandle, engine: str | None) -> dict[str, Any
     return {name: value for name, value in attributes.items() if value is not None}
 
 
-def _span_events(handle: RequestHandle) -> list[tuple[str, float]]:
+def _span_events(handle: HttpRequestHandle) -> list[tuple[str, float]]:
     """Times of queueing, prefill and decode of the first prompt; by time.perf_counter."""
     events = [("queue", handle.created_at)]
     if handle.queue_seconds is not None:

@@ -28,9 +28,9 @@ from modelmill.core.types import (
 )
 from modelmill.serve.logprob_blobs import (
     BLOBS_PER_PROMPT,
-    EncodedLogprobs,
+    EncodedPositionLogprobs,
     EncodedPromptLogprobs,
-    encode_logprobs,
+    encode_position_logprobs,
     encode_prompt_logprobs,
 )
 from modelmill.serve.segmentation_messages import (
@@ -468,7 +468,7 @@ def _encode_token(token: TokenOutput) -> list[Any]:
     if token.score is not None:
         rest["score"] = token.score
     if token.logprobs is not None:
-        rest["logprobs"] = base64.b64encode(encode_logprobs(token.logprobs)).decode()
+        rest["logprobs"] = base64.b64encode(encode_position_logprobs(token.logprobs)).decode()
     if token.embedding is not None:
         rest["embedding"] = base64.b64encode(token.embedding).decode()
     if token.prompt_logprobs is not None:
@@ -485,7 +485,7 @@ def _decode_token(raw: list[Any]) -> TokenOutput:
         request,
         index,
         id,
-        logprobs=EncodedLogprobs(base64.b64decode(rest["logprobs"]))
+        logprobs=EncodedPositionLogprobs(base64.b64decode(rest["logprobs"]))
         if "logprobs" in rest
         else None,
         finish_reason=FinishReason(rest["finish"]) if "finish" in rest else None,

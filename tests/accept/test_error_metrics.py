@@ -15,7 +15,7 @@ from modelmill.accept.error_metrics import (
     compare_logits,
     compare_tensors,
     confident_top1_agreement,
-    kl_divergence,
+    kl_divergence_per_row,
     perplexity,
 )
 
@@ -62,7 +62,7 @@ def test_what_is_not_finite_is_infinitely_wrong(bad: float) -> None:
     broken = logits.clone()
     broken[0, 1] = bad
     assert confident_top1_agreement(broken, logits, 0.1).first_mismatch == 0
-    assert not math.isfinite(float(kl_divergence(broken.fill_(math.nan), logits)[0]))
+    assert not math.isfinite(float(kl_divergence_per_row(broken.fill_(math.nan), logits)[0]))
     assert perplexity(broken, torch.tensor([1, 1])) == math.inf
 
 
@@ -88,8 +88,8 @@ def test_logits_measures() -> None:
         0,
     )
     assert confident_top1_agreement(reference, reference, margin=0.0).all_agree
-    assert float(kl_divergence(reference + 3, reference).max()) < 1e-12
-    assert float(kl_divergence(swapped, reference)[0]) > 1
+    assert float(kl_divergence_per_row(reference + 3, reference).max()) < 1e-12
+    assert float(kl_divergence_per_row(swapped, reference)[0]) > 1
     assert perplexity(torch.zeros(3, 8), torch.tensor([0, 5, 7])) == pytest.approx(8)
 
 
@@ -128,7 +128,7 @@ def test_blocks_of_rows_change_nothing(rows: int, vocab: int, block: int, seed: 
         return [
             *numbers,
             *counts,
-            *kl_divergence(actual, reference).tolist(),
+            *kl_divergence_per_row(actual, reference).tolist(),
             perplexity(actual, targets),
         ]
 
@@ -155,4 +155,4 @@ def test_one_bad_logit_in_any_block_makes_the_rows_incomparable(
     actual[at, 1] = worst
     assert not compare_logits("x", actual, expected).is_finite
     assert not confident_top1_agreement(actual, expected, -1.0).all_agree
-    assert math.isinf(float(kl_divergence(actual, expected)[at]))
+    assert math.isinf(float(kl_divergence_per_row(actual, expected)[at]))

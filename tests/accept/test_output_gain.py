@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from modelmill.accept.error_metrics import GAIN_NOISE_STD_LIMIT, ErrorMetrics
-from modelmill.accept.output_gain import measure_output_gain
+from modelmill.accept.error_metrics import MAX_GAIN_DEVIATION_SIGMAS, ErrorMetrics
+from modelmill.accept.output_gain import measure_quantized_output_gain
 from modelmill.accept.row_and_tile_errors import compare_matrix
 from modelmill.accept.tolerances import weight_bound
 from modelmill.core.config import BuildConfig
@@ -59,7 +59,7 @@ def rounded(weight: Tensor) -> Tensor:
 def test_a_factor_is_the_gain_without_any_chance() -> None:
     weight, x = normal(24, 32, seed=1), normal(50, 32, seed=2)
     for factor in FACTORS:
-        outputs = measure_output_gain(factor * weight, weight, [x[:20], x[20:]])
+        outputs = measure_quantized_output_gain(factor * weight, weight, [x[:20], x[20:]])
         assert outputs.gain == pytest.approx(factor, rel=1e-6)
         assert outputs.chance < 1e-6
 
@@ -69,7 +69,9 @@ def test_it_is_the_formula_where_tokens_are_equally_loud() -> None:
     x = x / (x @ weight.T).norm(dim=1, keepdim=True)
     exact, product = (x.double() @ each.double().T for each in (weight, rounded(weight)))
     expected = float((exact * product).sum() / exact.square().sum())
-    assert measure_output_gain(rounded(weight), weight, [x]).gain == pytest.approx(expected)
+    assert measure_quantized_output_gain(rounded(weight), weight, [x]).gain == pytest.approx(
+        expected
+    )
 
 
 def test_neither_a_loud_token_nor_one_that_cancels_decides() -> None:
@@ -82,7 +84,7 @@ def test_neither_a_loud_token_nor_one_that_cancels_decides() -> None:
         error = 0.5 * normal(48, seed=3)  # 0.5 of the loud output, 5,000 times that which cancels
         actual = weight + error[:, None] * direction
         x[0] = token
-        assert measure_output_gain(actual, weight, [x]).gain == pytest.approx(1, abs=0.01)
+        assert measure_quantized_output_gain(actual, weight, [x]).gain == pytest.approx(1, abs=0.01)
         exact, product = x @ weight.T, x @ actual.T
         power = exact.square().sum(1)
         along = (exact * product).sum(1)
@@ -100,12 +102,12 @@ def test_gains_stray_as_far_as_is_foreseen(shared_by: str) -> None:
             x = x[:, :1] * normal(1, 40, seed=seed + 2000)
         if shared_by == "rows":
             weight = weight[:, :1] * normal(1, 40, seed=seed + 2000)
-        outputs = measure_output_gain(rounded(weight), weight, [x])
+        outputs = measure_quantized_output_gain(rounded(weight), weight, [x])
         off.append(abs(outputs.gain - 1))
         chances.append(outputs.chance)
     spread, chance = (torch.tensor(each).square().mean().sqrt() for each in (off, chances))
     assert 0.5 < float(chance / spread) < 3
-    assert all(a <= GAIN_NOISE_STD_LIMIT * b for a, b in zip(off, chances, strict=True))
+    assert all(a <= MAX_GAIN_DEVIATION_SIGMAS * b for a, b in zip(off, chances, strict=True))
 
 
 def test_nothing_is_said_of_one_row_no_tokens_and_no_outputs() -> None:
@@ -114,7 +116,7 @@ def test_nothing_is_said_of_one_row_no_tokens_and_no_outputs() -> None:
         (weight[:1], [x]), (weight, []), (weight, [x[:0]]), (weight, [x[:1]]), (weight, [x[:, 1:]]),
         (weight, [0 * x]),
     ):  # fmt: skip
-        outputs = measure_output_gain(2 * actual, actual, inputs)
+        outputs = measure_quantized_output_gain(2 * actual, actual, inputs)
         assert outputs == (1.0, float("inf"))
 
 
@@ -134,7 +136,7 @@ def fitted_to_one_direction() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def metrics_with_outputs(actual: Tensor, weight: Tensor, x: Tensor) -> ErrorMetrics:
-    outputs = measure_output_gain(actual, weight, [x])
+    outputs = measure_quantized_output_gain(actual, weight, [x])
     return replace(
         compare_matrix("w", actual, weight)[0],
         output_gain=outputs.gain,

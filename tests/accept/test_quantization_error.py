@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.accept.quantization_error import layer_quantization_error
+from modelmill.accept.quantization_error import layer_matrix_quantization_errors
 from modelmill.accept.quantized_reference import dequantize_engine_layer_weights
 from modelmill.accept.reference import open_reference
 from modelmill.artifact.store import open_artifact
@@ -64,7 +64,7 @@ def test_the_error_is_that_of_the_outputs(llama: Path, tmp_path: Path) -> None:
         dict(dequantize_engine_layer_weights(model, 0, plain)),
     )
     row: dict[str, Any] = next(
-        layer_quantization_error(
+        layer_matrix_quantization_errors(
             0, plain, stored_by_name, trace, model, artifact.manifest.weight_formats
         )
     )

@@ -215,7 +215,7 @@ def test_the_gain_of_many_weights_has_the_published_bound() -> None:
     row, _ = compare_matrix("w", _four_bits(weight), weight)
     bound = weight_bound("float32", "int4")
     assert row.gain_chance == 0
-    assert bound.gain_limit(row) == bound.gain
+    assert bound.gain_deviation_limit(row) == bound.gain
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ class _Use:
     def out_of_range_share(self) -> float:
         return 0.15
 
-    def worst_module(self) -> tuple[str, float]:
+    def worst_module_and_share(self) -> tuple[str, float]:
         return "a", 0.3
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from modelmill.builder import memory_plan
 from modelmill.builder.config_only import checkpoint_from_config
-from modelmill.builder.fit_advice import describe_plan, memory_report_on_ranks
+from modelmill.builder.fit_advice import describe_plan, memory_report_on_largest_rank
 from modelmill.builder.plan import BuildPlan, make_build_plan
 from modelmill.core.config import BuildConfig
 
@@ -56,8 +56,8 @@ def test_only_what_fits_is_named(fits: Any, recipe: str, gib: float, advice: str
     assert ("does not fit" in text) == bool(advice)
     for ranks, flag in re.findall(r"--tp (\d+)(?: -q (\w+))?", advice):
         other = fits(flag or recipe, "cuda", gib)[0]
-        assert memory_report_on_ranks(other, int(ranks), False)["kv_tokens"]
-        assert not memory_report_on_ranks(other, int(ranks) // 2, False)["kv_tokens"]
+        assert memory_report_on_largest_rank(other, int(ranks), False)["kv_tokens"]
+        assert not memory_report_on_largest_rank(other, int(ranks) // 2, False)["kv_tokens"]
     assert made.engine_type == "language"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.checkpoint.blip2 import Blip2Container, convert_blip2_config
+from modelmill.checkpoint.blip2 import Blip2AsMiniGpt4Container, convert_blip2_config
 from modelmill.checkpoint.container import TensorInfo
 from modelmill.checkpoint.rename import apply_rule, plan_renames
 from modelmill.loader.model_loader import fill_weights
@@ -93,7 +93,7 @@ class Memory:
 
 def published(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """transformers' tensors under the names of the original files."""
-    parts = Blip2Container(Memory(tensors))
+    parts = Blip2AsMiniGpt4Container(Memory(tensors))
     for name in parts.names():
         assert parts.get(name).shape == parts.tensor_info(name).shape
     return {name: parts.get(name) for name in parts.names()}

@@ -15,7 +15,7 @@ from modelmill.nn.expert_stack import (
     STACKED_TENSORS,
     common_view_base,
     expert_input_linear,
-    max_dequantized_expert_bytes,
+    max_dequantized_bytes_of_layer_experts,
     stack_experts,
     stack_weights,
 )
@@ -259,7 +259,7 @@ def test_memory_of_experts_in_16_bits_is_known(weight_format: str) -> None:
     needed = 2 * EXPERTS * rows * columns
     expected = needed if weight_format in ("int4", "mxfp4") else 0
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), moe)
-    assert max_dequantized_expert_bytes(model, 32 * needed) == expected
-    assert max_dequantized_expert_bytes(model, 32 * needed - 1) == 0
+    assert max_dequantized_bytes_of_layer_experts(model, 32 * needed) == expected
+    assert max_dequantized_bytes_of_layer_experts(model, 32 * needed - 1) == 0
     moe.keep_local_experts((0, 1))
-    assert max_dequantized_expert_bytes(model, 32 * needed) == expected // EXPERTS
+    assert max_dequantized_bytes_of_layer_experts(model, 32 * needed) == expected // EXPERTS

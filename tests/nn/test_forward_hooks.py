@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from modelmill.nn.forward_hooks import attach_forward_hooks
+from modelmill.nn.forward_hooks import attached_forward_hooks
 
 
 class Boom(Exception):
@@ -16,7 +16,7 @@ class Boom(Exception):
 def test_inputs_may_be_changed_and_outputs_are_seen() -> None:
     model = nn.Sequential(nn.Identity(), nn.ReLU())
     calls = []
-    with attach_forward_hooks(
+    with attached_forward_hooks(
         model,
         lambda name, args: (args[0] - 3,) if name == "1" else None,
         lambda *call: calls.append(call),
@@ -35,6 +35,6 @@ def test_nothing_watches_after_an_error() -> None:
     def burst(*_: object) -> None:
         raise Boom
 
-    with pytest.raises(Boom), attach_forward_hooks(model, None, burst):
+    with pytest.raises(Boom), attached_forward_hooks(model, None, burst):
         model(torch.ones(1))
     assert model(torch.ones(1)).tolist() == [1.0]

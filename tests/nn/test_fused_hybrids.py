@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from modelmill.nn.decoder import Decoder
-from modelmill.nn.fused_branches import FusedBranchesLM
+from modelmill.nn.fused_branch_norms import FusedBranchNormLM
 from modelmill.nn.fused_moe_lm import FusedMoELM
 from modelmill.nn.fusion import FusedCausalLM, fuse_model
 from modelmill.nn.synthetic_step import synthetic_step
@@ -21,7 +21,7 @@ OPS = registry.select_backends("cpu")
 FUSED = {"branches_add_rms_norm": registry.reference("branches_add_rms_norm")}
 """Ops that no backend of a CPU has."""
 FUSED_FORMS = {
-    "mamba2": Decoder, "falcon_h1": FusedBranchesLM, "granitemoehybrid": FusedBranchesLM,
+    "mamba2": Decoder, "falcon_h1": FusedBranchNormLM, "granitemoehybrid": FusedBranchNormLM,
     "nemotron_h": FusedMoELM,
 }  # fmt: skip
 """Of the others FusedCausalLM; Mamba2 has nothing to be fused."""

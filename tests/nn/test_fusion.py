@@ -53,8 +53,8 @@ def test_a_model_without_a_decoder_stays_as_it_is() -> None:
 
 def test_forward_hooks_take_the_fused_modules_out() -> None:
     runner = tiny.make_engine().model_runner
-    assert isinstance(runner.active_model, FusedCausalLM)
+    assert isinstance(runner.model_to_run, FusedCausalLM)
     with runner.forward_hooks(after=lambda *_: None):
-        assert runner.active_model is runner.model
-        assert isinstance(runner.active_model.layers[0], PreNormLayer)  # type: ignore[index]
-    assert isinstance(runner.active_model, FusedCausalLM)
+        assert runner.model_to_run is runner.model
+        assert isinstance(runner.model_to_run.layers[0], PreNormLayer)  # type: ignore[index]
+    assert isinstance(runner.model_to_run, FusedCausalLM)

@@ -22,7 +22,7 @@ from modelmill.nn.layer_stack import (
     layer_stacks,
     linear_quant_site,
     stack_layer_specs,
-    vision_encoder_linears,
+    vision_encoder_linear_specs,
     vision_encoder_stacks,
     weight_file,
 )
@@ -70,7 +70,7 @@ def test_every_tensor_of_a_vision_encoders_layers_is_declared(name: str) -> None
             assert {site.name for site in spec.sites} == {each.site for each in spec.linears}
             for norm in spec.modules_of_type(NormSpec):
                 assert norm.tensors == ("weight", "bias")
-    for path, _, linear in vision_encoder_linears(model):
+    for path, _, linear in vision_encoder_linear_specs(model):
         assert isinstance(linear, LinearSpec)
         rows, _ = model.get_submodule(path).shape  # type: ignore[misc]
         assert sum(part.rows for part in linear.parts) == rows
@@ -130,7 +130,7 @@ def test_what_the_reference_compares_is_what_the_layers_declare() -> None:
     )  # fmt: skip
     check = VisionStageCheck(model, VisionContext(select_backends("cpu")), "cpu", manifest)
     with pytest.raises(ValueError, match=r"differ in image_encoder\.blocks\.0\.attn as attn, "):
-        check.check_layer_spec_coverage()
+        check.check_declared_modules_compared()
 
 
 def test_no_part_of_a_vision_encoder_is_named_outside_its_model_file() -> None:

@@ -17,7 +17,7 @@ from modelmill.nn.fusion import fuse_model
 from modelmill.nn.kv import KVCache, KVShape
 from modelmill.nn.layer_stack import model_state_shape, stack_layer_specs, vision_encoder_stacks
 from modelmill.nn.linear import Linear
-from modelmill.nn.partition import REPLICATED
+from modelmill.nn.partition import NO_PARTITIONS
 from modelmill.nn.recurrent_state import RecurrentStateCache, make_standalone_step_states
 from modelmill.nn.shard_model import shard_model
 from modelmill.nn.step import Step
@@ -143,7 +143,7 @@ def test_vision_layers_are_whole_on_every_rank() -> None:
         spec for stack in vision_encoder_stacks(model) for spec in stack_layer_specs(model, stack)
     ]
     assert len(specs) == VISION_ENCODER["depth"] + QFORMER["depth"]
-    assert {spec.partitions for spec in specs} == {REPLICATED}
+    assert {spec.partitions for spec in specs} == {NO_PARTITIONS}
     shard_model(model, TPGroup(1, 2), lambda _: 1)
     linears = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
     divided = {name for name, linear in linears.items() if linear.weight_shard is not None}

@@ -23,7 +23,7 @@ from modelmill.quant.awq import can_fold_scales
 from modelmill.quant.calibrate import (
     collect_input_statistics,
     quantize_layer,
-    quantized_output_error,
+    weight_output_error,
 )
 from modelmill.quant.calibration_state import QuantizableLayer
 from modelmill.quant.recipe import make_recipe
@@ -170,7 +170,7 @@ def test_a_static_scale_is_the_best_of_those_tried(format_class: Any) -> None:
         packed.scale,
         statistics.max_abs.max().view(1) / (127 if format_class is w8a8.W8A8Weight else 448),
     )
-    assert quantized_output_error(weight, searched, statistics) <= quantized_output_error(
+    assert weight_output_error(weight, searched, statistics) <= weight_output_error(
         weight, max_scaled, statistics
     )
 

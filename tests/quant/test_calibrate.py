@@ -36,7 +36,7 @@ from modelmill.quant.calibrate import (
 from modelmill.quant.calibration_state import (
     CalibrationState,
     QuantizableLayer,
-    ensure_tokens_per_expert,
+    route_all_tokens_to_rare_experts,
 )
 from modelmill.quant.recipe import make_recipe, recipe_names
 from tests.accept.build_and_accept import save_tiny
@@ -305,7 +305,7 @@ def test_an_expert_with_few_tokens_is_calibrated_on_all_of_them() -> None:
     routing[:, 0] = torch.rand(200, generator=draw)
     routing[:70, 1] = 0.5
     routing[:5, 2] = 0.25
-    more = ensure_tokens_per_expert(routing)
+    more = route_all_tokens_to_rare_experts(routing)
     assert (more > 0).sum(0).tolist() == [200, 70, 200]
     assert torch.equal(more[:5], routing[:5])
     outputs = torch.randn(200, 3, generator=draw)

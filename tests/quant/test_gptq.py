@@ -17,8 +17,8 @@ from modelmill.quant.gptq import (
     inverse_hessian_cholesky,
     refine_codes,
     refine_codes_and_grid,
-    refit_scales,
-    squared_output_error,
+    refit_grid_to_codes,
+    squared_output_error_per_row,
 )
 from modelmill.quant.group_grid import (
     MIN_MAX_RANGE,
@@ -130,15 +130,17 @@ def test_gptq_errs_less_than_nearest_and_refining_less_than_gptq(
 ) -> None:
     weight, hessian = layer(24, columns, seed=columns)
     grid = find_group_grid(weight, 64, importance=hessian.diagonal())
-    nearest = squared_output_error(weight, hessian, grid.dequantize(grid.quantize(weight))).sum()
+    nearest = squared_output_error_per_row(
+        weight, hessian, grid.dequantize(grid.quantize(weight))
+    ).sum()
     codes = gptq_codes(weight, hessian, grid, act_order=act_order)
-    rounded = squared_output_error(weight, hessian, grid.dequantize(codes)).sum()
+    rounded = squared_output_error_per_row(weight, hessian, grid.dequantize(codes)).sum()
     assert float(rounded) < 0.8 * float(nearest)
     better, fitted = refine_codes_and_grid(
         weight, hessian, codes, grid, symmetric=False, num_sweeps=2
     )
     assert float(
-        squared_output_error(weight, hessian, fitted.dequantize(better)).sum()
+        squared_output_error_per_row(weight, hessian, fitted.dequantize(better)).sum()
     ) < 0.98 * float(rounded)
 
 
@@ -147,12 +149,12 @@ def test_each_step_of_refining_lowers_every_rows_error(symmetric: bool) -> None:
     weight, hessian = layer(24, 200, seed=1)
     grid = find_group_grid(weight, 64, symmetric=symmetric)
     codes = grid.quantize(weight)
-    before = squared_output_error(weight, hessian, grid.dequantize(codes))
-    grid = refit_scales(weight, hessian, codes, grid, symmetric=symmetric)
-    fitted = squared_output_error(weight, hessian, grid.dequantize(codes))
+    before = squared_output_error_per_row(weight, hessian, grid.dequantize(codes))
+    grid = refit_grid_to_codes(weight, hessian, codes, grid, symmetric=symmetric)
+    fitted = squared_output_error_per_row(weight, hessian, grid.dequantize(codes))
     assert bool((fitted <= before * (1 + 1e-4)).all())
     assert float(fitted.sum()) < 0.95 * float(before.sum())
-    swept = squared_output_error(
+    swept = squared_output_error_per_row(
         weight, hessian, grid.dequantize(refine_codes(weight, hessian, codes, grid))
     )
     assert bool((swept <= fitted * (1 + 1e-4)).all())
@@ -179,7 +181,7 @@ def test_fp8_weights_that_carry_errors_err_less_on_the_outputs(per_channel: bool
         v.view_as(weight).float() * s[:, None] for v, s in ((values, new_scale), (plain, scale))
     )
     errors = [
-        float(squared_output_error(weight, hessian, each).sum())
+        float(squared_output_error_per_row(weight, hessian, each).sum())
         for each in (with_feedback, nearest)
     ]
     assert errors[0] < 0.6 * errors[1]

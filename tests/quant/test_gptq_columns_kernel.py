@@ -12,7 +12,7 @@ from modelmill.quant.gptq import (
     RoundingGrid,
     coordinate_descent_sweep,
     round_with_error_compensation,
-    squared_output_error,
+    squared_output_error_per_row,
 )
 from modelmill.quant.group_grid import find_group_grid
 from tests.quant.test_gptq import layer
@@ -66,7 +66,8 @@ def test_the_kernel_walks_as_torch_does(
         same = (expected - actual).abs() <= 1e-5 * expected.abs()
         assert float(same.float().mean()) > 0.97, "but for values between two steps"
         errors = [
-            float(squared_output_error(weight, hessian, each).sum()) for each in (expected, actual)
+            float(squared_output_error_per_row(weight, hessian, each).sum())
+            for each in (expected, actual)
         ]
         assert errors[1] == pytest.approx(errors[0], rel=0.03)
 
@@ -81,6 +82,7 @@ def test_a_matrix_of_a_large_model_is_rounded_on_the_gpu_as_on_the_cpu() -> None
         for device in ("cpu", "cuda")
     )
     errors = [
-        float(squared_output_error(weight, hessian, each).sum()) for each in (expected, on_gpu)
+        float(squared_output_error_per_row(weight, hessian, each).sum())
+        for each in (expected, on_gpu)
     ]
     assert errors[1] == pytest.approx(errors[0], rel=0.02)

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.runtime.chunked_prefill import (
+    FULL_GEMM_SPEED_TOKENS,
+    FULL_GEMM_SPEED_TOKENS_8BIT,
     MAX_PREFILL_SECONDS,
     MAX_STEP_TIME_RATIO,
-    MIN_MIXED_TOKENS,
-    MIN_MIXED_TOKENS_8BIT,
     MIN_PREFILL_TOKENS,
     MIN_RETIME_STEPS,
     RETIME_STEPS,
@@ -293,12 +293,14 @@ def test_steps_that_prompts_fill_take_no_longer_than_a_second() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "expected"), [(15 << 30, MIN_MIXED_TOKENS), (270_000_000, 25984), (0, None)]
+    ("weights", "expected"), [(15 << 30, FULL_GEMM_SPEED_TOKENS), (270_000_000, 25984), (0, None)]
 )
 def test_mixed_tokens_follow_the_weights(weights: int, expected: int | None) -> None:
     tokens = default_max_mixed_tokens(weights)
     assert tokens % 128 == 0
-    assert tokens >= MIN_MIXED_TOKENS
-    assert default_max_mixed_tokens(weights, inputs_8bit=True) == max(tokens, MIN_MIXED_TOKENS_8BIT)
+    assert tokens >= FULL_GEMM_SPEED_TOKENS
+    assert default_max_mixed_tokens(weights, inputs_8bit=True) == max(
+        tokens, FULL_GEMM_SPEED_TOKENS_8BIT
+    )
     if expected is not None:
         assert abs(tokens - expected) <= 128

@@ -433,7 +433,7 @@ def test_nothing_is_written_behind_what_was_sent(monkeypatch: pytest.MonkeyPatch
 
     def checked(*args: object, **named: object) -> PackedBatch:
         batch = pack(*args, **named)  # type: ignore[arg-type]
-        assert bytes(packer.packed_buffer(batch)) == sent[-1]
+        assert bytes(packer.packed_host_buffer(batch)) == sent[-1]
         return batch
 
     monkeypatch.setattr(

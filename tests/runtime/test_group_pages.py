@@ -85,7 +85,7 @@ def check_owners(scheduler: Scheduler) -> None:
                     references[page] += 1
                     assert groups.setdefault(page, group) == group
     assert references == scheduler.pool.refs
-    assert sum(scheduler.pool.num_in_use()) == sum(map(bool, references))
+    assert sum(scheduler.pool.num_in_use_by_group()) == sum(map(bool, references))
 
 
 def planned_pages(scheduler: Scheduler) -> int:
@@ -175,7 +175,7 @@ def test_every_query_reads_what_its_tokens_wrote(
     run_all(scheduler, works)
     assert pool.num_available == count
     assert not any(pool.refs)
-    assert pool.num_in_use() == [0] * len(windows)
+    assert pool.num_in_use_by_group() == [0] * len(windows)
     assert scheduler.tables.num_free_rows == 4
 
 

@@ -170,9 +170,9 @@ def test_keys_differ_in_everything_that_matters() -> None:
 
 def test_tables_keep_rows_apart() -> None:
     tables = PageTables(2, 4)
-    first, second = tables.alloc_row([3, 4]), tables.alloc_row([9])
+    first, second = tables.alloc_row_with_pages([3, 4]), tables.alloc_row_with_pages([9])
     assert {first, second} == {0, 1}
     assert np.array_equal(tables.table[first, :2], [3, 4])
     assert tables.num_free_rows == 0
     tables.free_row(first)
-    assert tables.alloc_row([]) == first
+    assert tables.alloc_row_with_pages([]) == first

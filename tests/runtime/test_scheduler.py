@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from modelmill.core.types import FinishReason, Request
 from modelmill.runtime.engine_core import EngineCore
-from modelmill.runtime.scheduler import CPU_CHUNK_TOKENS, MIN_CHUNK_TOKENS, Schedule
+from modelmill.runtime.scheduler import CPU_MIN_CHUNK_TOKENS, MIN_CHUNK_TOKENS, Schedule
 from tests.hypothesis_examples import examples
 from tests.runtime import tiny
 
@@ -69,8 +69,8 @@ def test_prompts_join_running_answers_in_pieces() -> None:
 @pytest.mark.parametrize(
     ("mixed", "most"),
     [
-        (None, lambda rows: rows + max(rows, CPU_CHUNK_TOKENS)),
-        (40, lambda rows: max(40, rows + CPU_CHUNK_TOKENS)),
+        (None, lambda rows: rows + max(rows, CPU_MIN_CHUNK_TOKENS)),
+        (40, lambda rows: max(40, rows + CPU_MIN_CHUNK_TOKENS)),
     ],
     ids=["by the rows", "given"],
 )
@@ -156,7 +156,7 @@ def test_steps_are_timed_with_what_was_in_them(ahead: bool) -> None:
     del observed[:]
     engine.add(of_length("late", tuple(range(54, 4, -1)), 3))
     tiny.drain(engine)
-    assert (1, 1 + CPU_CHUNK_TOKENS, False) in observed
+    assert (1, 1 + CPU_MIN_CHUNK_TOKENS, False) in observed
     assert sum(tokens - rows for rows, tokens, _ in observed) == 50
 
 
@@ -180,7 +180,7 @@ def test_pieces_shrink_where_steps_with_them_take_long() -> None:
     engine.add(of_length("late", tuple(range(5, 95)) * 5, 3))
     for _ in range(30):
         engine.step()
-    assert pace.chunk_tokens == CPU_CHUNK_TOKENS
+    assert pace.chunk_tokens == CPU_MIN_CHUNK_TOKENS
 
 
 @settings(max_examples=examples(20, 8), deadline=None)

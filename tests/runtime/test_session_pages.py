@@ -134,7 +134,7 @@ def test_a_state_without_a_slot_is_refused(tmp_path: Path) -> None:
     states = fresh.scheduler.states
     assert states is not None
     for number in range(states.count):
-        slot = states.add_snapshot(b"%d" % number)
+        slot = states.reserve_snapshot_slot(b"%d" % number)
         assert slot is not None
         states.queue_state_copy(slot, 0)  # to be copied before the next step
     with pytest.raises(CapacityError, match="a slot for its recurrent state, and none is free"):

@@ -10,9 +10,9 @@ import pytest
 from modelmill.core.errors import RequestError
 from modelmill.serve.compaction import (
     compacted_items,
-    join_user_messages,
+    fill_message_item_defaults,
+    join_successive_user_messages,
     summary_prompt,
-    unchanged_items,
 )
 from modelmill.serve.compaction_plan import UNCHANGED_WARNING, Compactor
 from modelmill.serve.encrypted_content_codec import TextDecompressor
@@ -176,7 +176,7 @@ def test_successive_messages_of_the_user_are_joined() -> None:
         {"role": "assistant", "content": "c"}, {"role": "user", "content": "d"},
         {"role": "user", "content": "e"},
     ]  # fmt: skip
-    assert [message["content"] for message in join_user_messages(messages)] == [
+    assert [message["content"] for message in join_successive_user_messages(messages)] == [
         [{"type": "text", "text": "a"}, *parts], "c", "d\n\ne",
     ]  # fmt: skip
     assert messages[0]["content"] == "a"
@@ -207,7 +207,7 @@ def test_calls_and_earlier_summaries_are_returned_as_they_can_be_sent(
         {"type": "function_call_output", "call_id": "c", "output": "1"},
     ]
     assert [item.get("role") for item in items[:2]] == ["user", None]
-    returned = unchanged_items([{"role": "user", "content": "a"}, *items[1:]], "cmp_1")
+    returned = fill_message_item_defaults([{"role": "user", "content": "a"}, *items[1:]], "cmp_1")
     assert (returned[0]["id"], returned[1:]) == ("msg_1_0", items[1:])
     assert count_tokens(running, returned) == count_tokens(running, items)
 

@@ -14,7 +14,7 @@ from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.errors import RequestError
 from modelmill.eval.hf_reference import load_reference
 from modelmill.llm import LLM
-from modelmill.serve.embeddings_schema import format_embedding
+from modelmill.serve.embeddings_schema import normalize_and_encode_embedding
 from tests.serve.service_thread import ServiceThread
 
 TEXTS = [
@@ -208,5 +208,7 @@ def test_other_models(running: ServiceThread) -> None:
 
 def test_a_state_without_a_direction_is_refused() -> None:
     with pytest.raises(RequestError, match="without a direction"):
-        format_embedding(np.zeros(4, dtype="<f4").tobytes(), None, False)
-    assert format_embedding(np.array([3, 4], dtype="<f4").tobytes(), 1, False) == [1.0]
+        normalize_and_encode_embedding(np.zeros(4, dtype="<f4").tobytes(), None, False)
+    assert normalize_and_encode_embedding(np.array([3, 4], dtype="<f4").tobytes(), 1, False) == [
+        1.0
+    ]

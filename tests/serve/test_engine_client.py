@@ -18,7 +18,7 @@ from modelmill.request_output_state import RequestOutputState
 from modelmill.serve import engine_client as engine_module
 from modelmill.serve import json_logs
 from modelmill.serve import request_handle as handle_module
-from modelmill.serve.engine_client import READ_CHUNK_BYTES, EngineClient, read_messages
+from modelmill.serve.engine_client import READ_CHUNK_BYTES, EngineClient, read_message_batches
 from modelmill.serve.engine_state import EngineNotReady, EngineState, QueueFull
 from modelmill.serve.metrics import ServerMetrics
 from modelmill.serve.request_handle import ClientTooSlow, WorkerLost
@@ -201,7 +201,7 @@ def test_steps_that_came_together_are_heard_together() -> None:
         reader = asyncio.StreamReader()
         reader.feed_data(b"".join(map(encode_frame, steps)))
         reader.feed_eof()
-        return [messages async for messages in read_messages(reader)]
+        return [messages async for messages in read_message_batches(reader)]
 
     batches = asyncio.run(main())
     assert [message for messages in batches for message in messages] == steps

@@ -30,9 +30,13 @@ def test_engines_that_load_in_turn_fill_the_device_and_no_more() -> None:
 
 
 def test_kv_bytes_that_were_given_are_for_all() -> None:
-    assert memory_budget.split_kv_budget(RunConfig(kv_cache_bytes=9000), 3).kv_cache_bytes == 3000
-    assert memory_budget.split_kv_budget(RunConfig(kv_cache_bytes=9000), 1).kv_cache_bytes == 9000
-    assert memory_budget.split_kv_budget(RunConfig(), 3).kv_cache_bytes is None
+    assert (
+        memory_budget.with_kv_budget_share(RunConfig(kv_cache_bytes=9000), 3).kv_cache_bytes == 3000
+    )
+    assert (
+        memory_budget.with_kv_budget_share(RunConfig(kv_cache_bytes=9000), 1).kv_cache_bytes == 9000
+    )
+    assert memory_budget.with_kv_budget_share(RunConfig(), 3).kv_cache_bytes is None
     config = RunConfig(kv_cache_bytes=3000)
     assert memory_budget.with_cpu_cache_budget(config, 10**9, 2) is config
     assert memory_budget.with_gpu_memory_share(config, 10**9, 10**9, 5, [1, 2]) is config

@@ -19,20 +19,20 @@ from modelmill.serve.dialects.anthropic_models import MessageUsage
 from modelmill.serve.dialects.anthropic_schema import MessagesRequest
 from modelmill.serve.dialects.ollama_schema import OllamaChatRequest
 from modelmill.serve.encrypted_content_codec import compress_text
-from modelmill.serve.openai_models import OutputReasoning
+from modelmill.serve.response_body_models import OutputReasoning
 from modelmill.serve.response_items import ResponseItemsBuilder
 from modelmill.serve.responses_schema import CompactRequest, ResponsesRequest, items_to_messages
 from modelmill.serve.routes.chat import (
     ChatResponseBuilder,
     _template_kwargs,
     chat_request_state,
-    make_chat_tool_parser,
+    make_request_answer_parser,
 )
 from modelmill.serve.routes.compaction import strip_thinking
 from modelmill.serve.routes.messages import prepare_chat
 from modelmill.serve.routes.ollama import _prepare_chat
 from modelmill.serve.routes.responses import ResponsesBuilder
-from modelmill.serve.routes.tokenize import template_input
+from modelmill.serve.routes.tokenize import chat_format_and_render_arguments
 from modelmill.serve.tokenize_schema import TemplateRequest
 from modelmill.text.answer_pieces import collect_answer
 from modelmill.text.chat_syntax import ThinkingSyntax
@@ -95,7 +95,7 @@ def handle_of(
             )
         ),
         token_counts=lambda index: (1, 1, 0),
-        fork_detokenizer=lambda: texts and SimpleNamespace(push=texts.__getitem__),
+        make_answer_detokenizer=lambda: texts and SimpleNamespace(push=texts.__getitem__),
     )
     return SimpleNamespace(request_states=[state])
 
@@ -194,7 +194,7 @@ def test_tokens_of_the_thinking_are_counted() -> None:
     builder = ResponsesBuilder(body, ChatRequest(**ASK), handle_of(output, "open"), THINKS)  # type: ignore[arg-type]
     result = RequestOutput("r", None, [], [output])
     texts = (("We", 2), ("ll.\n</think>", 3), ("Hi.", 4))
-    builder.consume(
+    builder.add_stream_items(
         [
             SimpleNamespace(delta=OutputDelta(0, text, (1,) * count, None, result))
             for text, count in texts
@@ -214,7 +214,7 @@ def test_tokens_of_the_thinking_are_in_the_usage_of_messages(state: str, counted
     builder = AnthropicMessageBuilder("m", 9, splitter, handle)
     for text, count in texts:
         delta = OutputDelta(0, text, (1,) * count, None, handle.request_states[0].output)
-        builder.consume([SimpleNamespace(delta=delta)])  # type: ignore[list-item]
+        builder.add_stream_items([SimpleNamespace(delta=delta)])  # type: ignore[list-item]
     usage = builder.response()["usage"]
     assert usage["output_tokens_details"] == {"thinking_tokens": counted}
     MessageUsage.model_validate(usage)
@@ -326,7 +326,7 @@ def test_a_prompt_is_shown_with_the_variables_of_its_template(processor: TextPro
     messages = [{"role": "user", "content": "x"}]
     for kwargs, end in (({"enable_thinking": True}, "<think>\n"), (None, "<|end|>")):
         fields = {"messages": messages, "chat_template_kwargs": kwargs}
-        chat_format, rendered, template = template_input(
+        chat_format, rendered, template = chat_format_and_render_arguments(
             processor, TemplateRequest.model_validate(fields), 512
         )
         assert chat_format.render(rendered, True, **template).endswith(end)
@@ -351,7 +351,7 @@ def test_the_effort_of_other_apis_is_in_the_prompt() -> None:
 def test_a_summary_is_written_without_thinking(processor: TextProcessor) -> None:
     compactor = Compactor(processor, CompactRequest(model="m"), 4096)
     plan = compactor.plan([{"role": "assistant", "content": "Tom has a ball. " * 50}])
-    chat, state = compactor.summary_request(plan)
+    chat, state = compactor.make_summary_request_and_state(plan)
     assert state.prompt_thinking == "closed"
     assert chat.thinking_token_budget == 0, "where a template cannot switch it off"
     thought = "<think>\nHm.\n</think>\n\nTom has a ball."
@@ -421,7 +421,7 @@ def test_variables_of_the_template_select_the_format_of_the_answer() -> None:
         body = ChatRequest(**ASK, tools=[F], chat_template_kwargs=options)
         state = chat_request_state(processor, body, 512)
         assert state.prompt_thinking == "open"
-        parser = make_chat_tool_parser(body, processor, state)
+        parser = make_request_answer_parser(body, processor, state)
         assert parser is not None
         close = "</ifm|think_faster>" if options["reasoning_effort"] == "low" else "</ifm|think>"
         pieces = parser.push(f"Hm.\n{close}\n{call}</ifm|tool_calls>")

@@ -134,7 +134,7 @@ def test_plans() -> None:
     parts = [
         1 + order.num_loaded_before + len(order.later_weight_bytes)
         for order in ReplicaSpec(("m", "n"), orders, 8, 1024, "info")
-        .split_memory_for_replicas(3)
+        .with_memory_share(3)
         .open_messages
     ]
     assert parts == [6, 6], "three replicas of two engines"

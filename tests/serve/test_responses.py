@@ -544,14 +544,14 @@ def test_a_call_without_a_turn_before_it_gets_one() -> None:
 
 
 def test_a_worker_that_dies_is_reported_in_the_stream(running: ServiceThread) -> None:
-    from modelmill.serve.request_handle import RequestHandle
+    from modelmill.serve.request_handle import HttpRequestHandle
     from modelmill.serve.responses_schema import ResponsesRequest
     from modelmill.serve.routes.responses import ResponsesBuilder, _prepare_chat
 
     body = ResponsesRequest(model="stories", input="x", stream=True)
     chat, dialogue = _prepare_chat(running.engine.text_processor, body, 512)
     reply = ResponsesBuilder(
-        body, chat, RequestHandle([dialogue], lambda _: None), running.engine.text_processor
+        body, chat, HttpRequestHandle([dialogue], lambda _: None), running.engine.text_processor
     )
     from modelmill.serve import errors
     from modelmill.serve.request_handle import WorkerLost

@@ -8,7 +8,12 @@ import threading
 import pytest
 
 from modelmill.serve.errors import ApiError
-from modelmill.serve.service import MAX_QUEUED_BODIES, MIN_LARGE_BODY_BYTES, Service, ServiceLimits
+from modelmill.serve.service import (
+    MAX_QUEUED_BODIES_OF_MAX_SIZE,
+    MIN_LARGE_BODY_BYTES,
+    Service,
+    ServiceLimits,
+)
 from tests.wait import TIMEOUT_SECONDS
 
 
@@ -25,7 +30,7 @@ def test_a_large_body_holds_up_no_small_one_and_the_queue_is_bounded() -> None:
                         lambda data: go.wait(TIMEOUT_SECONDS), bytearray(2 * MIN_LARGE_BODY_BYTES)
                     )
                 )
-                for _ in range(MAX_QUEUED_BODIES)
+                for _ in range(MAX_QUEUED_BODIES_OF_MAX_SIZE)
             ]
             await asyncio.sleep(0)
             with pytest.raises(ApiError) as refused:
@@ -39,7 +44,7 @@ def test_a_large_body_holds_up_no_small_one_and_the_queue_is_bounded() -> None:
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 while (
                     sum(service._parsing_bytes.values())
-                    > (MAX_QUEUED_BODIES - 1) * 2 * MIN_LARGE_BODY_BYTES
+                    > (MAX_QUEUED_BODIES_OF_MAX_SIZE - 1) * 2 * MIN_LARGE_BODY_BYTES
                 ):
                     await asyncio.sleep(0)  # one that was given up makes room
             large.append(

@@ -10,7 +10,7 @@ import pytest
 from modelmill.cli import serve
 from modelmill.core.errors import RequestError
 from modelmill.serve.special_token_prompts import (
-    encode_infill,
+    encode_infill_with_fim_tokens,
     encode_text,
     find_fim_tokens,
     find_special_tokens,
@@ -41,7 +41,7 @@ def test_the_order_of_the_marks(qwen: Tokenizer) -> None:
     prefix, suffix, middle = (
         qwen.special[f"<|fim_{name}|>"] for name in ("prefix", "suffix", "middle")
     )
-    ids, marks = encode_infill(qwen, "def f(", "):\n    <|fim_middle|>")
+    ids, marks = encode_infill_with_fim_tokens(qwen, "def f(", "):\n    <|fim_middle|>")
     assert ids[0] == prefix
     assert ids[-1] == middle
     assert ids.count(middle) == 1  # text of the client is no mark
@@ -64,7 +64,7 @@ def test_a_vocabulary_without_marks(shared: Path) -> None:
     folder = shared / "data/tokenizers/gpt2"
     gpt2 = load_tokenizer({path.name: path.read_bytes() for path in folder.iterdir()})
     with pytest.raises(RequestError, match="suffix is not supported by this model"):
-        encode_infill(gpt2, "a", "b")
+        encode_infill_with_fim_tokens(gpt2, "a", "b")
 
 
 WRITTEN = "</s>Once upon a time"

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from modelmill.core.errors import MissingDependency, UsageError
-from modelmill.serve.request_handle import RequestHandle
+from modelmill.serve.request_handle import HttpRequestHandle
 from modelmill.serve.traces import RequestTracer, _span_events
 from tests.serve.service_thread import ServiceThread
 
@@ -109,7 +109,7 @@ def test_a_first_token_is_where_it_was() -> None:
         queue_seconds=0.05,
         request_states=[SimpleNamespace(start_time=10.0, output=answer)],
     )
-    events = _span_events(cast(RequestHandle, ticket))
+    events = _span_events(cast(HttpRequestHandle, ticket))
     assert [name for name, _ in events] == ["queue", "prefill", "decode"]
     assert [moment for _, moment in events] == pytest.approx([10.4, 10.45, 10.5])
 

@@ -39,7 +39,7 @@ from modelmill.accept.reference.base import (
     ReferenceModel,
 )
 from modelmill.accept.reference.dequantize import DequantizedContainer
-from modelmill.accept.reference.gguf_config import config_from_gguf, rope_from_gguf
+from modelmill.accept.reference.gguf_config import config_from_gguf, reference_rope_from_gguf
 from modelmill.accept.reference.gguf_source import GgufSource
 from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import OpenedCheckpoint, RawContainer, TensorSource
@@ -136,7 +136,7 @@ def _open_gguf_reference(
         reference: Any = family.REFERENCE(source, config)
         if "architecture" in config:  # with experts; the rotation's scaling has keys of GGUF
             own_keys = config | {"model_type": config["architecture"]}
-            reference.set_rope(rope_from_gguf(container, own_keys))
+            reference.set_rope(reference_rope_from_gguf(container, own_keys))
         return reference
     if ROPE_FREQS_TENSOR_NAME in container.names():
         source.read_original_tensor(
@@ -144,7 +144,7 @@ def _open_gguf_reference(
         )  # rotary frequencies are computed from it
     if container.metadata["general.architecture"] != config["model_type"]:
         return decoder.DecoderReference(source, config)
-    return decoder.DecoderReference(source, config, rope_from_gguf(container, config))
+    return decoder.DecoderReference(source, config, reference_rope_from_gguf(container, config))
 
 
 def _read_gguf_config(

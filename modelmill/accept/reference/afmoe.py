@@ -44,10 +44,10 @@ class AfmoeReference(PerHeadQKNormMixin, GroupedExpertsMixin):
         self.biased = self.projections_with_bias()
         self.layer = self.sandwich_layer
 
-    def attention_projections(self, index: int) -> LayerWeights:
+    def attention_projection_weights(self, index: int) -> LayerWeights:
         """Read the projections of attention, with that of its gates."""
         gate = self.read_linear(f"{self.LAYERS}.{index}.self_attn.gate_proj", False)
-        return super().attention_projections(index) | {"attn_gate": gate}
+        return super().attention_projection_weights(index) | {"attn_gate": gate}
 
 
 REFERENCE = AfmoeReference

@@ -83,7 +83,7 @@ class DeepseekReference(GroupedExpertsMixin):
         """None in DeepSeek-V2."""
         return torch.zeros(()) if self.second else super().expert_selection_bias(index)
 
-    def attention_projections(self, index: int) -> LayerWeights:
+    def attention_projection_weights(self, index: int) -> LayerWeights:
         """Read the projections of attention and the norms of latent vectors."""
         stem = f"{self.LAYERS}.{index}.self_attn"
         both = self.read_linear(f"{stem}.kv_a_proj_with_mqa", self.has_bias)

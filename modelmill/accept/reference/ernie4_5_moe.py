@@ -12,7 +12,7 @@ from modelmill.accept.reference.moe import QWEN_EXPERT_MATRIX_NAMES, ExpertsMixi
 from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
-SELECTION_BIAS_NAME = "selection_bias"
+SELECTION_BIAS_WEIGHT_KEY = "selection_bias"
 
 
 class Ernie45MoeReference(ExpertsMixin):
@@ -46,7 +46,7 @@ class Ernie45MoeReference(ExpertsMixin):
             return weights
         stem = f"{self.LAYERS}.{index}.mlp"
         bias = self.source.get(f"{stem}.moe_statics.e_score_correction_bias").reshape(-1)
-        weights[SELECTION_BIAS_NAME] = ModuleWeights(bias)
+        weights[SELECTION_BIAS_WEIGHT_KEY] = ModuleWeights(bias)
         for name in QWEN_EXPERT_MATRIX_NAMES if self.shared_count else ():
             path = f"{stem}.shared_experts.{name}_proj"
             weights[f"shared_expert.{name}"] = self.read_linear(path, "gate" in self.biased)
@@ -58,7 +58,7 @@ class Ernie45MoeReference(ExpertsMixin):
             return super().mlp(r, normed)
         probabilities = r.linear("router", normed).softmax(-1)
         routing = torch.zeros_like(probabilities)
-        for token, ranked in enumerate(probabilities + r.weights[SELECTION_BIAS_NAME].weight):
+        for token, ranked in enumerate(probabilities + r.weights[SELECTION_BIAS_WEIGHT_KEY].weight):
             best = ranked.argsort(descending=True)[: self.top_k]
             routing[token, best] = probabilities[token, best] / probabilities[token, best].sum()
         total = self.run_and_combine_experts(r, normed, routing, probabilities, self.run_expert)

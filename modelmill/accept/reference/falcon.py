@@ -6,7 +6,7 @@ from typing import Any
 
 from modelmill.accept.reference.alibi import alibi_slopes
 from modelmill.accept.reference.bloom import MEGATRON_PROJECTION_PATHS, BloomReference
-from modelmill.accept.reference.gpt2_names import Gpt2NamesReference
+from modelmill.accept.reference.gpt2_tensor_and_config_names import Gpt2NamesReference
 from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 

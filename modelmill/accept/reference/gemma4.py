@@ -86,8 +86,8 @@ class Gemma4Reference(PlainDecoderReference):
         width = config.get("hidden_size_per_layer_input", 256)
         self.input_width = int(width or 0)
         moe = bool(config.get("enable_moe_block"))
-        self.experts = self.read_config_int("num_experts") if moe else 0
-        self.top_k = self.read_config_int("top_k_experts") if moe else 0
+        self.experts = self.read_required_config_int("num_experts") if moe else 0
+        self.top_k = self.read_required_config_int("top_k_experts") if moe else 0
         self.keys_are_values = bool(config.get("attention_k_eq_v"))
         self.norm_paths = NORM_PATHS | (EXPERT_NORM_PATHS if moe else {})
         if self.input_width:
@@ -251,7 +251,7 @@ class Gemma4Reference(PlainDecoderReference):
         x = flat.to(self.device, self.dtype)
         return self.norm_and_rope(index, x, self.norm_weights(index, "q_norm"))
 
-    def compute_keys_and_values(
+    def compute_own_keys_and_values(
         self, index: int, r: LayerRecorder, x: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a layer with its own, [T, kv_heads·dim] each."""
@@ -270,7 +270,9 @@ class Gemma4Reference(PlainDecoderReference):
         del prompt_length
         q = r.linear("q", normed)
         if index < self.first_shared:
-            self.keys_and_values[self.full[index]] = self.compute_keys_and_values(index, r, normed)
+            self.keys_and_values[self.full[index]] = self.compute_own_keys_and_values(
+                index, r, normed
+            )
         k, v = self.keys_and_values[self.full[index]]
         q_rot = r.record("q_rot", self.norm_and_rope(index, q, r.weights["q_norm"]), q)
         dim = self.kv_heads_and_head_dim(index)[1]
@@ -284,7 +286,10 @@ class Gemma4Reference(PlainDecoderReference):
         read = self.apply_and_record_norm(r, "router_norm", stream)
         logits = r.record("router", read @ r.weights["router"].weight.T / self.hidden_size**0.5)
         routing = torch.stack(
-            [self._token_routing_weights(row, r.weights["expert_scale"].weight) for row in logits]
+            [
+                self._routing_weights_for_one_token(row, r.weights["expert_scale"].weight)
+                for row in logits
+            ]
         )
         x = self.apply_and_record_norm(r, "moe_norm", stream)
         total = r.record(
@@ -294,7 +299,7 @@ class Gemma4Reference(PlainDecoderReference):
             "both_out", mlp + self.apply_and_record_norm(r, "mlp_post_2", total), mlp, total
         )
 
-    def _token_routing_weights(self, logits: Tensor, scale: Tensor) -> Tensor:
+    def _routing_weights_for_one_token(self, logits: Tensor, scale: Tensor) -> Tensor:
         """[E]: the weights of one token's experts, 0 for the others."""
         chosen = sorted(range(len(logits)), key=lambda e: -float(logits[e]))[: self.top_k]
         weights = torch.zeros_like(logits)

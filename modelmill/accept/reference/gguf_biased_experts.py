@@ -16,7 +16,11 @@ from modelmill.accept.reference.gguf_metadata import (
     layer_types_from_window_pattern,
     make_metadata_reader,
 )
-from modelmill.accept.reference.gguf_source import GROUPED_EXPERT_TENSORS, GgufReaders, GgufSource
+from modelmill.accept.reference.gguf_source import (
+    GROUPED_EXPERT_TENSORS,
+    GgufConfigReaderAndSource,
+    GgufSource,
+)
 from modelmill.accept.reference.tensor_source import RawContainer
 
 DOTS1_ARCHITECTURE, ERNIE_ARCHITECTURE, EXAONE_ARCHITECTURE, MINIMAX_ARCHITECTURE = (
@@ -141,7 +145,7 @@ class SarvamMoeGgufSource(GgufSource):
         return super().stored_tensor_name(name)
 
 
-ARCHITECTURE_READERS: dict[str, GgufReaders] = {
+ARCHITECTURE_READERS: dict[str, GgufConfigReaderAndSource] = {
     "bailingmoe2": (sarvam_moe_config, SarvamMoeGgufSource),
     "afmoe": (afmoe_config, AfmoeGgufSource),
     DOTS1_ARCHITECTURE: (dots1_config, BiasedExpertsGgufSource),

@@ -16,7 +16,11 @@ from modelmill.accept.reference.tensor_source import RawContainer
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
 ARCHITECTURES = ("gpt2", "llama", "qwen", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "olmoe")
-MOE_MODEL_TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe"}
+MOE_MODEL_TYPES_BY_ARCHITECTURE = {
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+    "olmoe": "olmoe",
+}
 # GGUF's architecture → the family
 MODEL_TYPES_BY_ARCHITECTURE = {
     "bloom": "bloom",
@@ -47,7 +51,7 @@ MODEL_TYPES_BY_ARCHITECTURE = {
     "gemma3": "gemma3_text",
 }
 # architectures whose scaled positions have a rule of their own, and the scaling
-FIXED_ROPE_SCALING_TYPES = {"gemma3": "linear", "gpt-oss": "yarn", "deepseek2": "yarn"}
+ROPE_SCALING_TYPE_BY_ARCHITECTURE = {"gemma3": "linear", "gpt-oss": "yarn", "deepseek2": "yarn"}
 GROUPED_ROUTER_ARCHITECTURES = ("glm4moe", "deepseek2")  # routers of DeepSeek-V3's kind
 # depth of the 27B models, whose scores are divided by the root of width / heads
 GEMMA_27B_NUM_LAYERS = {"gemma2": 46, "gemma3": 62}
@@ -120,7 +124,7 @@ def config_from_gguf(container: RawContainer) -> dict[str, Any]:
 
 def moe_config_entries(architecture: str, experts: int, top_k: int) -> dict[str, Any]:
     """Return what a model with experts has in its config besides."""
-    model_type = MOE_MODEL_TYPES.get(architecture, "mixtral")
+    model_type = MOE_MODEL_TYPES_BY_ARCHITECTURE.get(architecture, "mixtral")
     return {
         "model_type": model_type,
         "architecture": architecture,
@@ -142,7 +146,7 @@ def other_architecture_config(container: RawContainer, architecture: str) -> dic
 
     fact = _make_required_metadata_reader(facts, architecture)
     scaling = rope_scaling_options(make_metadata_reader(container))
-    fixed = FIXED_ROPE_SCALING_TYPES.get(architecture)
+    fixed = ROPE_SCALING_TYPE_BY_ARCHITECTURE.get(architecture)
     known = ("linear", "yarn") if fixed is None else (fixed,)
     if "rope_freqs.weight" in names or (scaling and scaling["rope_type"] not in known):
         raise UnknownArchitecture(f"scaled positions of {architecture} are not known here")
@@ -373,7 +377,7 @@ def _flags_from_tensor_names(names: list[str]) -> dict[str, Any]:
     }
 
 
-def rope_from_gguf(container: RawContainer, config: Mapping[str, Any]) -> ReferenceRope:
+def reference_rope_from_gguf(container: RawContainer, config: Mapping[str, Any]) -> ReferenceRope:
     """Return the rotary embedding: scaling by metadata (linear, yarn), or rope_freqs.weight.
 
     Raises:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.gguf_source import GgufReaders, GgufSource
+from modelmill.accept.reference.gguf_source import GgufConfigReaderAndSource, GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
 QWEN3_NEXT_ARCHITECTURE, QWEN35_ARCHITECTURE, QWEN35_MOE_ARCHITECTURE = (
@@ -157,7 +157,7 @@ class DeltaNetGgufSource(GgufSource):
         return torch.cat([piece[i] for i in chosen[own] for piece in pieces])
 
 
-ARCHITECTURE_READERS: dict[str, GgufReaders] = dict.fromkeys(
+ARCHITECTURE_READERS: dict[str, GgufConfigReaderAndSource] = dict.fromkeys(
     (QWEN3_NEXT_ARCHITECTURE, QWEN35_ARCHITECTURE, QWEN35_MOE_ARCHITECTURE),
     (delta_net_config, DeltaNetGgufSource),
 )

@@ -16,7 +16,7 @@ from modelmill.accept.reference.gguf_metadata import (
 )
 from modelmill.accept.reference.gguf_source import (
     POST_NORM_TENSORS,
-    GgufReaders,
+    GgufConfigReaderAndSource,
     GgufSource,
     undo_llama_qk_permutation,
 )
@@ -206,7 +206,7 @@ class Phi3GgufSource(GgufSource):
                 self.read_original_tensor(f"{name}.weight")  # the config was made from it
 
 
-ARCHITECTURE_READERS: dict[str, GgufReaders] = {
+ARCHITECTURE_READERS: dict[str, GgufConfigReaderAndSource] = {
     "arcee": (_make_config_reader("arcee"), PermutedGgufSource),
     "nemotron": (_make_config_reader("nemotron", "norm_eps"), NemotronGgufSource),
     "exaone": (_make_config_reader("exaone"), ExaoneGgufSource),

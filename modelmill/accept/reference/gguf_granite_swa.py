@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.gguf_mamba2 import MULTIPLIER_KEYS
+from modelmill.accept.reference.gguf_mamba2 import HF_TO_GGUF_MULTIPLIER_KEYS
 from modelmill.accept.reference.gguf_metadata import (
     add_rope_scaling,
     decoder_config,
@@ -26,7 +26,7 @@ def granite_swa_config(container: RawContainer) -> dict[str, Any]:
     return config | {
         "mlp_bias": "blk.0.ffn_up.bias" in container.names(),
         "attention_multiplier": float(fact("attention.scale", config["head_dim"] ** -0.5)),
-        **{name: float(fact(key, 1.0)) for name, key in MULTIPLIER_KEYS.items()},
+        **{name: float(fact(key, 1.0)) for name, key in HF_TO_GGUF_MULTIPLIER_KEYS.items()},
         "sliding_window": int(fact("attention.sliding_window")),
         "layer_types": layer_types_from_window_pattern(fact, layers),
         "layer_rope_theta": [theta if each else 0 for each in rotated],

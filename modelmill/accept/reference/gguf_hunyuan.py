@@ -13,7 +13,7 @@ from modelmill.accept.reference.gguf_metadata import (
     decoder_config,
     make_metadata_reader,
 )
-from modelmill.accept.reference.gguf_source import GgufReaders, GgufSource
+from modelmill.accept.reference.gguf_source import GgufConfigReaderAndSource, GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
 HUNYUAN_DENSE_ARCHITECTURE, HUNYUAN_MOE_ARCHITECTURE, HY_V3_ARCHITECTURE = (
@@ -68,7 +68,7 @@ class HunyuanGgufSource(GgufSource):
         return super().stored_tensor_name(name)
 
 
-ARCHITECTURE_READERS: dict[str, GgufReaders] = {
+ARCHITECTURE_READERS: dict[str, GgufConfigReaderAndSource] = {
     HUNYUAN_DENSE_ARCHITECTURE: (hunyuan_config, HunyuanGgufSource),
     HUNYUAN_MOE_ARCHITECTURE: (hunyuan_config, HunyuanGgufSource),
     HY_V3_ARCHITECTURE: (hy_v3_config, HunyuanGgufSource),

@@ -11,7 +11,11 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from modelmill.accept.reference.gguf_metadata import make_metadata_reader
-from modelmill.accept.reference.gguf_source import TENSORS_BY_ARCHITECTURE, GgufReaders, GgufSource
+from modelmill.accept.reference.gguf_source import (
+    HF_TO_GGUF_TENSORS_BY_MODEL_TYPE,
+    GgufConfigReaderAndSource,
+    GgufSource,
+)
 from modelmill.accept.reference.tensor_source import RawContainer
 
 LFM2_ARCHITECTURE, LFM2_MOE_ARCHITECTURE = "lfm2", "lfm2moe"
@@ -53,7 +57,7 @@ class Lfm2GgufSource(GgufSource):
     """Such a container under Hugging Face names."""
 
     HF_TO_GGUF_NAMES: ClassVar[Mapping[str, str]] = {
-        **TENSORS_BY_ARCHITECTURE["lfm2"],
+        **HF_TO_GGUF_TENSORS_BY_MODEL_TYPE["lfm2"],
         "feed_forward.gate": "ffn_gate_inp",
     }
 
@@ -69,7 +73,7 @@ class Lfm2GgufSource(GgufSource):
         return tensor[:, None] if name.endswith(".conv.conv.weight") else tensor
 
 
-ARCHITECTURE_READERS: dict[str, GgufReaders] = {
+ARCHITECTURE_READERS: dict[str, GgufConfigReaderAndSource] = {
     LFM2_ARCHITECTURE: (lfm2_config, Lfm2GgufSource),
     LFM2_MOE_ARCHITECTURE: (lfm2_moe_config, Lfm2GgufSource),
 }

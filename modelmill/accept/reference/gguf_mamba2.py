@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from modelmill.accept.reference.gguf_source import GgufReaders, GgufSource
+from modelmill.accept.reference.gguf_source import GgufConfigReaderAndSource, GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
 MAMBA2_ARCHITECTURE, GRANITE_HYBRID_ARCHITECTURE, FALCON_H1_ARCHITECTURE = (
@@ -20,7 +20,7 @@ MAMBA2_ARCHITECTURE, GRANITE_HYBRID_ARCHITECTURE, FALCON_H1_ARCHITECTURE = (
 )
 HF_TO_GGUF_TENSORS = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
 # 1 without the key
-MULTIPLIER_KEYS = {
+HF_TO_GGUF_MULTIPLIER_KEYS = {
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
@@ -113,7 +113,7 @@ def granite_hybrid_config(container: RawContainer) -> dict[str, Any]:
         "num_local_experts": int(fact("expert_count", 0)),
         "num_experts_per_tok": int(fact("expert_used_count", 0)),
         "attention_multiplier": float(fact("attention.scale", (width / heads) ** -0.5)),
-        **{name: float(fact(key, 1.0)) for name, key in MULTIPLIER_KEYS.items()},
+        **{name: float(fact(key, 1.0)) for name, key in HF_TO_GGUF_MULTIPLIER_KEYS.items()},
         "mamba_expand": int(fact("ssm.inner_size")) // width,
         "mamba_n_heads": int(fact("ssm.time_step_rank")),
         "mamba_d_state": int(fact("ssm.state_size")),
@@ -180,7 +180,7 @@ class HybridGgufSource(GgufSource):
         return undo_gguf_ssm_conversion(name, tensor) if ".mamba." in name else tensor
 
 
-ARCHITECTURE_READERS: dict[str, GgufReaders] = {
+ARCHITECTURE_READERS: dict[str, GgufConfigReaderAndSource] = {
     MAMBA2_ARCHITECTURE: (mamba2_config, Mamba2GgufSource),
     GRANITE_HYBRID_ARCHITECTURE: (granite_hybrid_config, HybridGgufSource),
     FALCON_H1_ARCHITECTURE: (falcon_h1_config, HybridGgufSource),

@@ -49,7 +49,7 @@ GPT2_LAYER_TENSORS = {
     "mlp.w2": "ffn_gate",
     "mlp.c_proj": "ffn_down",
 }
-EXPERT_LAYER_TENSORS = {
+ROUTER_AND_SHARED_EXPERT_TENSORS = {
     "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
@@ -106,7 +106,7 @@ GRANITE_EXPERT_TENSORS = {
     "shared_mlp.up_linear": "ffn_up_shexp",  # the second half of input_linear
     "shared_mlp.output_linear": "ffn_down_shexp",
 }
-TENSORS_BY_ARCHITECTURE: dict[str, dict[str, str]] = {
+HF_TO_GGUF_TENSORS_BY_MODEL_TYPE: dict[str, dict[str, str]] = {
     "baichuan": {"self_attn.W_pack": "attn_q"},  # and two more
     "granitemoe": GRANITE_EXPERT_TENSORS,
     "granitemoeshared": GRANITE_EXPERT_TENSORS,
@@ -253,7 +253,7 @@ def gguf_tensor_name(name: str) -> str:
             index, _, part = stem[len(head) :].partition(".")
             if ".experts." in part:
                 return f"blk.{index}.{STACKED_EXPERT_TENSORS[part.rpartition('.')[2]]}.{suffix}"
-            layer = layer | EXPERT_LAYER_TENSORS if head == "model.layers." else layer
+            layer = layer | ROUTER_AND_SHARED_EXPERT_TENSORS if head == "model.layers." else layer
             return f"blk.{index}.{layer[part]}.{suffix}"
     return name
 
@@ -283,7 +283,7 @@ class GgufSource(TensorSource):
         if suffix == "e_score_correction_bias":
             return f"blk.{stem.split('.')[2]}.exp_probs_b.bias"
         own = {
-            **TENSORS_BY_ARCHITECTURE.get(self._config["model_type"], {}),
+            **HF_TO_GGUF_TENSORS_BY_MODEL_TYPE.get(self._config["model_type"], {}),
             **self.HF_TO_GGUF_NAMES,
         }
         if stem in own:
@@ -367,5 +367,5 @@ def undo_llama_qk_permutation(rows: Tensor, heads: int) -> Tensor:
     return rows[torch.cat((place[:, 0::2], place[:, 1::2]), dim=1).reshape(-1)]
 
 
-GgufReaders = tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]
+GgufConfigReaderAndSource = tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]
 """How an architecture's files are read: their config, and their tensors."""

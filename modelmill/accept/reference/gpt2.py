@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import LayerWeights, ModuleWeights
-from modelmill.accept.reference.gpt2_names import Gpt2NamesReference
+from modelmill.accept.reference.gpt2_tensor_and_config_names import Gpt2NamesReference
 from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 

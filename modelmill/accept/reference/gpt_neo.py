@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.gpt2_names import Gpt2NamesReference
+from modelmill.accept.reference.gpt2_tensor_and_config_names import Gpt2NamesReference
 from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 

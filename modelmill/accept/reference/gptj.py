@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from modelmill.accept.reference.gpt2_names import Gpt2NamesReference
+from modelmill.accept.reference.gpt2_tensor_and_config_names import Gpt2NamesReference
 from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import TensorSource
 

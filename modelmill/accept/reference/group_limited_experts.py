@@ -44,7 +44,7 @@ class GroupedExpertsMixin(PlainDecoderReference):
         """Return a number of the config."""
         return int(self.config.get(key) or default)
 
-    def attention_projections(self, index: int) -> LayerWeights:
+    def attention_projection_weights(self, index: int) -> LayerWeights:
         """Read the projections of attention."""
         return {
             name: self.read_linear(
@@ -61,7 +61,7 @@ class GroupedExpertsMixin(PlainDecoderReference):
 
     def mixer_and_mlp_weights(self, index: int) -> LayerWeights:
         """Read a layer's attention, and its MLP or router and experts."""
-        weights = self.attention_projections(index)
+        weights = self.attention_projection_weights(index)
         stem = f"{self.LAYERS}.{index}.mlp"
         if self.is_dense_layer(index):
             return weights | self._read_mlp_weights(stem, "")
@@ -82,7 +82,7 @@ class GroupedExpertsMixin(PlainDecoderReference):
             return self.mlp(r, normed)
         scores = self.expert_scores(r.linear("router", normed))
         bias = self.expert_selection_bias(index)
-        routing = torch.stack([self._token_routing_weights(row, bias) for row in scores])
+        routing = torch.stack([self._routing_weights_for_one_token(row, bias) for row in scores])
         total = self.run_and_combine_experts(r, normed, routing, scores, self._run_gated_mlp)
         return r.record("mlp_out", total + self._run_gated_mlp(r, "shared_expert", normed), normed)
 
@@ -98,7 +98,7 @@ class GroupedExpertsMixin(PlainDecoderReference):
         """Return what is added to a layer's scores for the choice, [E]."""
         return self.source.get(f"{self.LAYERS}.{index}.{self.SELECTION_BIAS}")
 
-    def _token_routing_weights(self, scores: Tensor, bias: Tensor) -> Tensor:
+    def _routing_weights_for_one_token(self, scores: Tensor, bias: Tensor) -> Tensor:
         """[E]: the weights of one token's experts, 0 for the others."""
         ranked = (scores + bias).tolist()
         size = self.num_experts // self.groups

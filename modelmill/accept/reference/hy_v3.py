@@ -37,7 +37,7 @@ class HYV3Reference(PerHeadQKNormMixin, GroupedExpertsMixin):
 
     def mixer_and_mlp_weights(self, index: int) -> LayerWeights:
         """Read a layer's attention, and its MLP or router and experts."""
-        weights, stem = self.attention_projections(index), f"{self.LAYERS}.{index}.mlp"
+        weights, stem = self.attention_projection_weights(index), f"{self.LAYERS}.{index}.mlp"
         if self.is_dense_layer(index):
             return weights | self._read_gated_mlp_weights(stem, "", bool(self.mlp_biased))
         weights["router"] = self.read_linear(f"{self.LAYERS}.{index}.{self.ROUTER}", False)

@@ -75,10 +75,10 @@ class Lfm2Reference(PerHeadQKNormMixin):
         if not self.convolves[index]:
             return super().run_token_mixer(index, r, normed, prompt_length)
         b, c, x = (r.linear(name, normed) for name in ("B", "C", "x"))
-        mixed = self.convolve(r, r.record("conv_input", b * x, b, c, x))
+        mixed = self.apply_causal_convolution(r, r.record("conv_input", b * x, b, c, x))
         return r.linear("o_proj", r.record("conv_output", c * mixed, mixed, b, c, x))
 
-    def convolve(self, r: LayerRecorder, x: Tensor) -> Tensor:
+    def apply_causal_convolution(self, r: LayerRecorder, x: Tensor) -> Tensor:
         """Convolve each channel with its weights over the tokens before."""
         weight, bias, _ = r.weights["conv"]
         return r.record("conv", causal_convolution(r, x, weight, bias), x)

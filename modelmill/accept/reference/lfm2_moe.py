@@ -15,7 +15,7 @@ from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleW
 from modelmill.accept.reference.lfm2 import MLP_MATRIX_PATHS, Lfm2Reference
 from modelmill.accept.reference.tensor_source import TensorSource
 
-SELECTION_BIAS_NAME = "selection_bias"
+SELECTION_BIAS_WEIGHT_KEY = "selection_bias"
 ROUTING_WEIGHT_SUM_EPS = 1e-6  # as transformers has it
 
 
@@ -39,7 +39,9 @@ class Lfm2MoeReference(Lfm2Reference):
         stem = f"{self.LAYERS}.{index}.feed_forward"
         weights = {"router": self.read_linear(f"{stem}.gate", False)}
         if self.is_biased:
-            weights[SELECTION_BIAS_NAME] = ModuleWeights(self.source.get(f"{stem}.expert_bias"))
+            weights[SELECTION_BIAS_WEIGHT_KEY] = ModuleWeights(
+                self.source.get(f"{stem}.expert_bias")
+            )
         for number in range(self.num_experts):
             for name, matrix in MLP_MATRIX_PATHS.items():
                 path = f"{stem}.experts.{number}.{matrix}"
@@ -51,7 +53,7 @@ class Lfm2MoeReference(Lfm2Reference):
         if "router" not in r.weights:
             return super().mlp(r, normed)
         scores = torch.sigmoid(r.linear("router", normed))
-        ranked = scores + r.weights[SELECTION_BIAS_NAME].weight if self.is_biased else scores
+        ranked = scores + r.weights[SELECTION_BIAS_WEIGHT_KEY].weight if self.is_biased else scores
         routing = torch.zeros_like(scores)
         for token in range(len(scores)):
             best = ranked[token].argsort(descending=True)[: self.top_k]

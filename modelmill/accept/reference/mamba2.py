@@ -22,7 +22,7 @@ from modelmill.accept.reference.plain_decoder import PlainDecoderReference
 from modelmill.accept.reference.tensor_source import TensorSource
 
 NAME_PREFIX = "backbone."
-SMALL_TIME_STEPS, LARGE_TIME_STEPS = (1e-4, 2e-2), (20.0, 100.0)
+SMALL_TIME_STEP_RANGE, LARGE_TIME_STEP_RANGE = (1e-4, 2e-2), (20.0, 100.0)
 """Δ beyond those of a text."""
 
 
@@ -123,8 +123,8 @@ class Mamba2Mixin(PlainDecoderReference):
         """
         low, high = self.time_step_limits
         ranges = [
-            (low / 8, low * 1.5) if low > 0 else SMALL_TIME_STEPS,
-            (high / 1.5, high * 8) if math.isfinite(high) else LARGE_TIME_STEPS,
+            (low / 8, low * 1.5) if low > 0 else SMALL_TIME_STEP_RANGE,
+            (high / 1.5, high * 8) if math.isfinite(high) else LARGE_TIME_STEP_RANGE,
         ]
         r = LayerRecorder(self.layer_weights(index))
         bias = r.weights["dt_bias"].weight

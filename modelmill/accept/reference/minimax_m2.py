@@ -18,7 +18,7 @@ from modelmill.accept.reference.plain_decoder import NORM_PATHS
 from modelmill.accept.reference.rope import ReferenceRope, partial_rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
 
-SELECTION_BIAS_NAME = "selection_bias"
+SELECTION_BIAS_WEIGHT_KEY = "selection_bias"
 
 
 class MiniMaxM2Reference(Olmo2Reference, ExpertsMixin):
@@ -56,13 +56,13 @@ class MiniMaxM2Reference(Olmo2Reference, ExpertsMixin):
         """Read a layer's router with its bias, and the experts."""
         name = f"{self.LAYERS}.{index}.block_sparse_moe.e_score_correction_bias"
         return super().mlp_weights(index) | {
-            SELECTION_BIAS_NAME: ModuleWeights(self.source.get(name))
+            SELECTION_BIAS_WEIGHT_KEY: ModuleWeights(self.source.get(name))
         }
 
     def mlp(self, r: LayerRecorder, normed: Tensor) -> Tensor:
         """Run the experts that the router chooses."""
         scores = r.linear("router", normed).sigmoid()
-        ranked = (scores + r.weights[SELECTION_BIAS_NAME].weight).tolist()
+        ranked = (scores + r.weights[SELECTION_BIAS_WEIGHT_KEY].weight).tolist()
         routing = torch.zeros_like(scores)
         for token, row in enumerate(ranked):
             best = sorted(range(len(row)), key=row.__getitem__, reverse=True)[: self.top_k]

@@ -86,7 +86,7 @@ class ExpertsMixin(PlainDecoderReference):
         weights = {"router": self.read_linear(f"{stem}.{self.router_path}", False)}
         for expert in range(self.num_experts):
             for name in self.expert_names:
-                weights[f"experts.{expert}.{name}"] = self.read_expert(stem, expert, name)
+                weights[f"experts.{expert}.{name}"] = self.read_expert_matrix(stem, expert, name)
         if self.shared_path:
             for name in QWEN_EXPERT_MATRIX_NAMES:
                 weights[f"shared_expert.{name}"] = self.read_linear(
@@ -96,7 +96,7 @@ class ExpertsMixin(PlainDecoderReference):
             weights["shared_expert_gate"] = self.read_linear(gate, False)
         return weights
 
-    def read_expert(self, stem: str, expert: int, name: str) -> ModuleWeights:
+    def read_expert_matrix(self, stem: str, expert: int, name: str) -> ModuleWeights:
         """Read one matrix of one expert."""
         return self.read_linear(
             f"{stem}.{self.experts_path}.{expert}.{self.expert_names[name]}", False
@@ -195,7 +195,7 @@ class GraniteMoeReference(GraniteReference, ExpertsMixin):
     router_path = "block_sparse_moe.router.layer"
     experts_path = "block_sparse_moe"
 
-    def read_expert(self, stem: str, expert: int, name: str) -> ModuleWeights:
+    def read_expert_matrix(self, stem: str, expert: int, name: str) -> ModuleWeights:
         """Read one matrix of one expert."""
         stacked = "output_linear" if name == "down" else "input_linear"
         rows = self.source.get(f"{stem}.{self.experts_path}.{stacked}.weight")[expert]

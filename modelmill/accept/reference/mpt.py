@@ -8,7 +8,7 @@ from torch import Tensor
 
 from modelmill.accept.reference.alibi import alibi_slopes
 from modelmill.accept.reference.base import ACTIVATIONS, LayerRecorder, LayerWeights, ModuleWeights
-from modelmill.accept.reference.gpt2_names import Gpt2NamesReference
+from modelmill.accept.reference.gpt2_tensor_and_config_names import Gpt2NamesReference
 from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import UnknownArchitecture

@@ -104,7 +104,7 @@ class NemotronHReference(Mamba2Mixin, GroupedExpertsMixin):
         """Run the experts that the router chooses, and the one of every token."""
         scores = self.expert_scores(r.linear("router", normed))
         bias = self.expert_selection_bias(index)
-        routing = torch.stack([self._token_routing_weights(row, bias) for row in scores])
+        routing = torch.stack([self._routing_weights_for_one_token(row, bias) for row in scores])
         total = self.run_and_combine_experts(r, normed, routing, scores, self.run_expert)
         return r.record("mlp_out", total + self.run_expert(r, "shared_expert", normed), normed)
 

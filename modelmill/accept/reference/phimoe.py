@@ -57,11 +57,11 @@ class PhimoeReference(ExpertsMixin):
     def mlp(self, r: LayerRecorder, normed: Tensor) -> Tensor:
         """Run both experts of each token."""
         logits = r.linear("router", normed)
-        routing = torch.stack([self._sparsemixer_routing_weights(row) for row in logits])
+        routing = torch.stack([self._sparsemixer_weights_for_one_token(row) for row in logits])
         total = self.run_and_combine_experts(r, normed, routing, logits, self.run_expert)
         return r.record("mlp_out", total, normed)
 
-    def _sparsemixer_routing_weights(self, logits: Tensor) -> Tensor:
+    def _sparsemixer_weights_for_one_token(self, logits: Tensor) -> Tensor:
         """Return the weights [E] of one token's experts."""
         weights, left = torch.zeros_like(logits), list(range(len(logits)))
         for _ in range(2):

@@ -56,7 +56,7 @@ PROJECTION_PATHS = {
 ATTENTION_LINEAR_NAMES = ("q", "k", "v", "o_proj")
 MLP_LINEAR_NAMES = ("gate", "up", "down")
 # An expert that no token has is checked on the first token, with a weight that adds nothing.
-UNCHOSEN_EXPERT_WEIGHT = 1e-30
+UNUSED_EXPERT_PROBE_WEIGHT = 1e-30
 RMS_NORM_EPS_KEY = "rms_norm_eps"
 
 
@@ -121,9 +121,9 @@ class PlainDecoderReference(ReferenceModel):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.hidden_size = self.read_config_int("hidden_size")
-        self.num_layers = self.read_config_int("num_hidden_layers")
-        self.num_heads = self.read_config_int("num_attention_heads")
+        self.hidden_size = self.read_required_config_int("hidden_size")
+        self.num_layers = self.read_required_config_int("num_hidden_layers")
+        self.num_heads = self.read_required_config_int("num_attention_heads")
         kv_heads = config.get("num_key_value_heads", self.DEFAULTS.kv_heads)
         self.num_kv_heads = int(kv_heads or self.num_heads)
         head_dim = config.get("head_dim", self.DEFAULTS.head_dim)
@@ -147,7 +147,7 @@ class PlainDecoderReference(ReferenceModel):
         self.alibi_slopes: list[float] | None = None
         self.layer: Callable[[int, LayerRecorder, Tensor, int], None] = self.pre_norm_layer
 
-    def read_config_int(self, *keys: str) -> int:
+    def read_required_config_int(self, *keys: str) -> int:
         """Return the first of these keys that the config has."""
         value = next((self.config[k] for k in keys if self.config.get(k) is not None), None)
         if value is None:
@@ -420,7 +420,7 @@ class PlainDecoderReference(ReferenceModel):
             routing = r.weights["routing"].weight
         for column in routing.T:
             if not bool((column != 0).any()):
-                column[0] = UNCHOSEN_EXPERT_WEIGHT
+                column[0] = UNUSED_EXPERT_PROBE_WEIGHT
         r.record("routing", routing, scores)
         total = torch.zeros_like(x)
         for number, column in enumerate(routing.T):

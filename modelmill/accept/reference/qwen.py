@@ -21,7 +21,7 @@ from modelmill.core.errors import TensorMismatch
 
 NAME_PREFIX = "transformer."
 # Keys of the first release and the current ones.
-LEGACY_KEYS = {
+LEGACY_KEY_BY_CURRENT_KEY = {
     "hidden_size": "n_embd",
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
@@ -36,7 +36,7 @@ NORM_PATHS = {"input_norm": "ln_1", "mlp_norm": "ln_2"}
 def with_current_config_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config with current keys filled in from the old ones if only those are set."""
     filled = dict(config)
-    for new, old in LEGACY_KEYS.items():
+    for new, old in LEGACY_KEY_BY_CURRENT_KEY.items():
         if filled.get(new) is None and config.get(old) is not None:
             filled[new] = config[old]
     return filled

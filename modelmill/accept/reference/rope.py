@@ -95,7 +95,7 @@ class ReferenceRope:
         if attention_factor is not None:
             return float(attention_factor)
         over, under = self.options.get("mscale"), self.options.get("mscale_all_dim")
-        factor = self._yarn_factor()
+        factor = self._yarn_scaling_factor()
         if over and under:
             return _yarn_mscale(factor, float(over)) / _yarn_mscale(factor, float(under))
         return _yarn_mscale(factor, 1.0)
@@ -143,7 +143,7 @@ class ReferenceRope:
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         return keep * plain + (1 - keep) * plain / factor
 
-    def _yarn_factor(self) -> float:
+    def _yarn_scaling_factor(self) -> float:
         factor = self.options.get("factor")
         return (
             float(factor)
@@ -168,7 +168,7 @@ class ReferenceRope:
             last += 0.001
         index = torch.arange(self.rotary_dim // 2, dtype=plain.dtype)[None, :]
         stretch = ((index - first) / (last - first)).clamp(0, 1)
-        return stretch * plain / self._yarn_factor() + (1 - stretch) * plain
+        return stretch * plain / self._yarn_scaling_factor() + (1 - stretch) * plain
 
 
 def _yarn_mscale(factor: float, slope: float) -> float:

@@ -46,7 +46,7 @@ class SarvamMoeReference(Glm4MoeReference):
                 "k_norm": "attention.key_layernorm",
             }
 
-    def attention_projections(self, index: int) -> LayerWeights:
+    def attention_projection_weights(self, index: int) -> LayerWeights:
         """Take q, k and v out of their matrix, one behind the other."""
         stem = f"{self.LAYERS}.{index}.attention"
         fused = self.read_linear(f"{stem}.query_key_value", "q" in self.biased)

@@ -14,14 +14,14 @@ from modelmill.core.quoting import quote
 _UNIT_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION_PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)")
-KeepAlive = str | int | float
+KeepAliveInput = str | int | float
 KeepAliveField = Annotated[
-    KeepAlive | None,
+    KeepAliveInput | None,
     Field(description="how long the model stays loaded when nothing uses it, as in Ollama"),
 ]
 
 
-def parse_keep_alive(value: KeepAlive) -> float:
+def parse_keep_alive(value: KeepAliveInput) -> float:
     """Return the seconds that an unused model stays loaded; infinite: until memory is needed.
 
     Args:

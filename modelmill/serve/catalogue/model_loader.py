@@ -97,7 +97,7 @@ class ModelLoader:
             if model.has_changed_files:
                 model.engine.replace_manifest(model.reread_manifest())
         except ArtifactError as error:
-            raise self._record_load_failure(model, str(error)) from None
+            raise self._record_and_make_load_failure(model, str(error)) from None
         await self._make_memory_room(model, model.planned_bytes, is_needed)
         model.engine.prepare_rerun()
         await self._start_worker(model, model.engine)
@@ -133,7 +133,7 @@ class ModelLoader:
         seconds = time.perf_counter() - started
         if engine.state is not EngineState.READY:
             await task
-            raise self._record_load_failure(model, engine.error or "its worker ended")
+            raise self._record_and_make_load_failure(model, engine.error or "its worker ended")
         instance.set_memory_bytes(model.loaded_bytes(engine))
         model.record_loaded_bytes(instance.nbytes)
         self.metrics.record_load(model.name, seconds)
@@ -154,7 +154,7 @@ class ModelLoader:
                 engine.mark_unloaded()
             self.retry_waiting_loads()
 
-    def _record_load_failure(self, model: ManagedModel, reason: str) -> ModelLoadFailed:
+    def _record_and_make_load_failure(self, model: ManagedModel, reason: str) -> ModelLoadFailed:
         model.record_load_error(reason)
         self.metrics.record_failure(model.name)
         _log.error("model failed to load", extra={"data": {"model": model.name, "reason": reason}})
@@ -177,7 +177,7 @@ class ModelLoader:
         )
         if kept + nbytes > self.budget_bytes:
             beside = f" beside {format_bytes(kept)} of pinned engines" if kept else ""
-            raise self._record_load_failure(
+            raise self._record_and_make_load_failure(
                 model,
                 f"it needs {format_bytes(nbytes)}{beside}, and --memory-budget is "
                 f"{format_bytes(self.budget_bytes)}",
@@ -223,7 +223,7 @@ class ModelLoader:
         if instance.leases:
             instance.set_draining(False)
             return
-        if instance.is_sleeping or not await self._put_to_sleep(victim, instance, model):
+        if instance.is_sleeping or not await self._try_put_to_sleep(victim, instance, model):
             await self.unload(victim, "memory")
 
     # -- sleep
@@ -262,7 +262,7 @@ class ModelLoader:
         data = {"model": model.name, "seconds": round(seconds, 3), "bytes": instance.nbytes}
         _log.info("model awake", extra={"data": data})
 
-    async def _put_to_sleep(
+    async def _try_put_to_sleep(
         self, model: ManagedModel, instance: EngineInstance, successor: ManagedModel
     ) -> bool:
         """Let a draining model without requests sleep; whether it does.
@@ -276,7 +276,7 @@ class ModelLoader:
         )
         if not can_sleep or model.has_changed_files:
             return False
-        if not await self._make_host_memory_room(nbytes, successor):
+        if not await self._try_make_host_memory_room(nbytes, successor):
             return False
         started = time.perf_counter()
         try:
@@ -294,7 +294,7 @@ class ModelLoader:
         self._on_sleep(model)
         return True
 
-    async def _make_host_memory_room(self, nbytes: int, successor: ManagedModel) -> bool:
+    async def _try_make_host_memory_room(self, nbytes: int, successor: ManagedModel) -> bool:
         """Unload sleeping models, least recently used first, for the weights of another.
 
         Pinned ones stay, and ``successor``, which is about to wake up.

@@ -8,13 +8,13 @@ from typing import Any
 from pydantic_core import from_json
 
 from modelmill.request_output_state import RequestOutputState
-from modelmill.serve.chat_answer import ChatAnswerSplitter, run_event_generator
+from modelmill.serve.chat_answer import ChatAnswerSplitter, exhaust_event_generator
 from modelmill.serve.dialects.anthropic_blocks import to_tool_use_id
 from modelmill.serve.dialects.error_format import anthropic_error
 from modelmill.serve.encrypted_content_codec import compress_text
 from modelmill.serve.errors import ApiError
 from modelmill.serve.openai_format import sse_event
-from modelmill.serve.request_handle import RequestHandle, StreamItem
+from modelmill.serve.request_handle import HttpRequestHandle, PromptOutputDelta
 from modelmill.serve.routes.common import random_id
 from modelmill.serve.stream import EventFormatter
 from modelmill.text.answer_pieces import ReasoningDelta
@@ -77,7 +77,7 @@ class AnthropicBlocksBuilder:
             self._text.append(text)
             yield self._make_delta_event({"type": "input_json_delta", "partial_json": text})
 
-    def finish_blocks(self) -> Iterator[Event]:
+    def flush_and_close_block(self) -> Iterator[Event]:
         """End the last block."""
         if self._held_spaces and not (self.content or self._open):
             spaces, self._held_spaces, self._hold_spaces = self._held_spaces, "", False
@@ -146,7 +146,7 @@ class AnthropicMessageBuilder(EventFormatter):
     """
 
     def __init__(
-        self, model: str, max_tokens: int, answer: ChatAnswerSplitter, handle: RequestHandle,
+        self, model: str, max_tokens: int, answer: ChatAnswerSplitter, handle: HttpRequestHandle,
         warnings: Sequence[str] = (), *, omits_thinking: bool = False,
     ) -> None:  # fmt: skip
         self._answer, self._handle, self._max_tokens = answer, handle, max_tokens
@@ -162,10 +162,10 @@ class AnthropicMessageBuilder(EventFormatter):
         )
         self._started = self._pinged = False
 
-    def consume(self, items: Sequence[StreamItem]) -> None:
+    def add_stream_items(self, items: Sequence[PromptOutputDelta]) -> None:
         """Add deltas without making events."""
         for item in items:
-            run_event_generator(self._stream_item_events(item))
+            exhaust_event_generator(self._stream_item_events(item))
 
     def response(self) -> dict[str, Any]:
         """The whole message."""
@@ -181,10 +181,12 @@ class AnthropicMessageBuilder(EventFormatter):
         """Nothing: see the class."""
         return b""
 
-    def delta_events(self, items: Sequence[StreamItem]) -> bytes:
+    def delta_events(self, items: Sequence[PromptOutputDelta]) -> bytes:
         """Events of new deltas, after ``message_start``."""
         events = [event for item in items for event in self._stream_item_events(item)]
-        return b"".join(map(_encode_event, [*self._start_events(), *self._with_ping(events)]))
+        return b"".join(
+            map(_encode_event, [*self._start_events(), *self._with_ping_after_first_block(events)])
+        )
 
     def terminal_events(self) -> bytes:
         """Why the answer ended, and the end of the stream."""
@@ -213,7 +215,7 @@ class AnthropicMessageBuilder(EventFormatter):
         }  # fmt: skip
         yield {"type": "message_start", "message": message}
 
-    def _with_ping(self, events: Sequence[Event]) -> Iterator[Event]:
+    def _with_ping_after_first_block(self, events: Sequence[Event]) -> Iterator[Event]:
         """The events, with a ping after the first block has begun."""
         for event in events:
             yield event
@@ -221,7 +223,7 @@ class AnthropicMessageBuilder(EventFormatter):
                 self._pinged = True
                 yield PING_EVENT
 
-    def _stream_item_events(self, item: StreamItem) -> Iterator[Event]:
+    def _stream_item_events(self, item: PromptOutputDelta) -> Iterator[Event]:
         for piece in self._answer.split_delta(item.delta):
             if isinstance(piece, str):
                 yield from self._blocks.add_text(piece)
@@ -232,7 +234,7 @@ class AnthropicMessageBuilder(EventFormatter):
                     yield from self._blocks.start_call(piece.id or "", piece.name)
                 yield from self._blocks.add_arguments(piece.arguments)
         if item.delta.finish_reason is not None:
-            yield from self._blocks.finish_blocks()
+            yield from self._blocks.flush_and_close_block()
 
     def _usage(self) -> dict[str, Any]:
         """The token counts so far."""

@@ -197,7 +197,7 @@ _RESULT_TYPES: dict[str, type[StrictModel]] = {
     **_INPUT_TYPES,
     "tool_reference": ToolReferenceBlock,
 }
-_BLOCK_TYPES: dict[str, dict[str, type[StrictModel]]] = {
+_BLOCK_MODELS_BY_ROLE: dict[str, dict[str, type[StrictModel]]] = {
     "system": _TEXT_TYPES,
     "user": {**_INPUT_TYPES, "tool_result": ToolResultBlock},
     "assistant": {
@@ -231,7 +231,9 @@ def to_chat_messages(
     for index, raw in enumerate(messages):
         path = f"messages[{index}]"
         message = parse_object(raw, path, MessageParam)
-        blocks = _parse_blocks(message.content, f"{path}.content", _BLOCK_TYPES[message.role])
+        blocks = _parse_blocks(
+            message.content, f"{path}.content", _BLOCK_MODELS_BY_ROLE[message.role]
+        )
         if message.role == "assistant":
             _append_assistant_message(chat, blocks, f"{path}.content", unpacker)
         else:

@@ -11,7 +11,7 @@ from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.dialects.llama_cpp_settings import generation_settings, select_fields
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.openai_format import clamp_logprob, sse_event, token_bytes
-from modelmill.serve.request_handle import RequestHandle, StreamItem
+from modelmill.serve.request_handle import HttpRequestHandle, PromptOutputDelta
 from modelmill.serve.routes.common import openai_finish_reason
 from modelmill.serve.stream import EventFormatter
 from modelmill.serve.timings import request_timings
@@ -26,7 +26,7 @@ class LlamaCppAnswerBuilder(EventFormatter):
         self,
         model: str,
         body: CompletionRequest,
-        handle: RequestHandle,
+        handle: HttpRequestHandle,
         engine: EngineClient,
         response_fields: Sequence[str] | None = None,
     ) -> None:
@@ -46,7 +46,7 @@ class LlamaCppAnswerBuilder(EventFormatter):
         self._response_fields = response_fields
         self._num_formatted = [0] * len(handle.request_states)
 
-    def consume(self, items: Sequence[StreamItem]) -> None:
+    def add_stream_items(self, items: Sequence[PromptOutputDelta]) -> None:
         """Take deltas without making events: the whole answer is in the request's state."""
 
     def response(self) -> Any:
@@ -71,11 +71,11 @@ class LlamaCppAnswerBuilder(EventFormatter):
         """Nothing: events begin with text."""
         return b""
 
-    def delta_events(self, items: Sequence[StreamItem]) -> bytes:
+    def delta_events(self, items: Sequence[PromptOutputDelta]) -> bytes:
         """An event for each delta with text, and the last one of each prompt."""
         return b"".join(map(self._delta_event, items))
 
-    def _delta_event(self, item: StreamItem) -> bytes:
+    def _delta_event(self, item: PromptOutputDelta) -> bytes:
         index, delta = item
         events = b""
         probabilities = self._next_probabilities(index, len(delta.token_ids))
@@ -117,11 +117,11 @@ class LlamaCppAnswerBuilder(EventFormatter):
     def _format_token(self, id: int, entries: Mapping[int, Logprob]) -> dict[str, Any]:
         top = list(entries.items())[: self._body.logprobs or 0]
         return {
-            **self._format_logprob(id, entries[id]),
-            "top_logprobs": [self._format_logprob(other, value) for other, value in top],
+            **self._format_logprob_entry(id, entries[id]),
+            "top_logprobs": [self._format_logprob_entry(other, value) for other, value in top],
         }
 
-    def _format_logprob(self, id: int, value: Logprob) -> dict[str, Any]:
+    def _format_logprob_entry(self, id: int, value: Logprob) -> dict[str, Any]:
         data = token_bytes(self._tokenizer, id)
         return {
             "id": id,

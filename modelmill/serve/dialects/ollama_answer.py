@@ -11,7 +11,7 @@ from modelmill.outputs import OutputDelta
 from modelmill.serve.errors import ApiError
 from modelmill.serve.gil_yielding_json_serializer import dump_json
 from modelmill.serve.openai_format import ChatLogprobsFormatter
-from modelmill.serve.request_handle import RequestHandle, StreamItem
+from modelmill.serve.request_handle import HttpRequestHandle, PromptOutputDelta
 from modelmill.serve.routes.common import openai_finish_reason
 from modelmill.serve.stream import EventFormatter
 from modelmill.serve.tool_call_progress import is_json
@@ -50,7 +50,7 @@ class OllamaAnswerBuilder(EventFormatter):
         self,
         model: str,
         splitter: AnswerSplitter,
-        handle: RequestHandle,
+        handle: HttpRequestHandle,
         logprobs: ChatLogprobsFormatter,
         *,
         is_chat: bool,
@@ -76,7 +76,7 @@ class OllamaAnswerBuilder(EventFormatter):
         self._open_call: ToolCallDelta | None = None
         self._arguments = ""
 
-    def consume(self, items: Sequence[StreamItem]) -> None:
+    def add_stream_items(self, items: Sequence[PromptOutputDelta]) -> None:
         """Add deltas without making lines."""
         for item in items:
             text, thinking, calls, entries = self._split_item(item)
@@ -94,7 +94,7 @@ class OllamaAnswerBuilder(EventFormatter):
         """Nothing: lines begin with text."""
         return b""
 
-    def delta_events(self, items: Sequence[StreamItem]) -> bytes:
+    def delta_events(self, items: Sequence[PromptOutputDelta]) -> bytes:
         """A line for each delta with content."""
         return b"".join(map(_encode_line, self._delta_lines(items)))
 
@@ -117,13 +117,15 @@ class OllamaAnswerBuilder(EventFormatter):
         content = self._content_fields("", "", [], [])
         return _encode_line({**self._common_fields(), **content, "done": False})
 
-    def _delta_lines(self, items: Sequence[StreamItem]) -> Iterator[dict[str, Any]]:
+    def _delta_lines(self, items: Sequence[PromptOutputDelta]) -> Iterator[dict[str, Any]]:
         for item in items:
             parts = self._split_item(item)
             if any(parts):
                 yield {**self._common_fields(), **self._content_fields(*parts), "done": False}
 
-    def _split_item(self, item: StreamItem) -> tuple[str, str, list[dict[str, Any]], list[Any]]:
+    def _split_item(
+        self, item: PromptOutputDelta
+    ) -> tuple[str, str, list[dict[str, Any]], list[Any]]:
         """Return the text, thinking, complete calls and log-probabilities of a delta."""
         text, thinking, calls = "", "", list[dict[str, Any]]()
         delta = item.delta
@@ -178,7 +180,7 @@ class OllamaAnswerBuilder(EventFormatter):
         }
 
 
-def counts_and_durations(handle: RequestHandle) -> dict[str, int]:
+def counts_and_durations(handle: HttpRequestHandle) -> dict[str, int]:
     """Token counts, and times in nanoseconds."""
     output = handle.request_states[0].output
     total, first = output.seconds or 0.0, output.first_token_seconds or output.seconds or 0.0

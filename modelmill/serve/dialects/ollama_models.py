@@ -163,8 +163,8 @@ def model_entry(name: str, engine: EngineClient) -> dict[str, Any]:
     return {
         "name": name,
         "model": name,
-        "modified_at": format_timestamp(_modified_at(engine)),
-        **_size_and_digest(engine),
+        "modified_at": format_timestamp(_modified_unix_seconds(engine)),
+        **_size_digest_and_details(engine),
     }
 
 
@@ -172,7 +172,7 @@ def running_entry(name: str, engine: EngineClient, expires_at: float) -> dict[st
     """Describe a loaded engine for /api/ps; ``expires_at`` in seconds since 1970."""
     info = engine.engine_info
     on_gpu = info is not None and info.device.startswith("cuda")
-    identity = _size_and_digest(engine)
+    identity = _size_digest_and_details(engine)
     return {
         "name": name,
         "model": name,
@@ -215,7 +215,7 @@ def show_model(engine: EngineClient) -> dict[str, Any]:
         "details": model_details(manifest),
         "model_info": info,
         "capabilities": capabilities(engine),
-        "modified_at": format_timestamp(_modified_at(engine)),
+        "modified_at": format_timestamp(_modified_unix_seconds(engine)),
     }
 
 
@@ -247,7 +247,7 @@ def model_details(manifest: Manifest | None) -> dict[str, Any]:
     }
 
 
-def _size_and_digest(engine: EngineClient) -> dict[str, Any]:
+def _size_digest_and_details(engine: EngineClient) -> dict[str, Any]:
     manifest = language_manifest(engine)
     files: Sequence[dict[str, Any]] = () if manifest is None else [*manifest.files.values()]
     return {
@@ -257,7 +257,7 @@ def _size_and_digest(engine: EngineClient) -> dict[str, Any]:
     }
 
 
-def _modified_at(engine: EngineClient) -> float:
+def _modified_unix_seconds(engine: EngineClient) -> float:
     """When the engine was built; of an engine that is not open, when it was first served."""
     try:
         return (engine.path / MANIFEST_FILE).stat().st_mtime

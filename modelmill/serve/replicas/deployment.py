@@ -28,7 +28,7 @@ class ReplicaSpec:
     max_text_body_bytes: int = 4 << 20
     aliases: tuple[tuple[str, str], ...] = ()
 
-    def split_memory_for_replicas(self, num_replicas: int) -> ReplicaSpec:
+    def with_memory_share(self, num_replicas: int) -> ReplicaSpec:
         """The spec for ``num_replicas`` that load at the same time on one machine.
 
         Each takes its share of the memory.

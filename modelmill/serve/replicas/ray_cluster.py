@@ -89,9 +89,7 @@ class RayCluster:
                 f"{requested} do not fit: the cluster has {num_gpus:g}; lower --replicas or --tp"
             )
         if not self._gpus_per_replica and deployment.address is None:
-            self._replica_spec = self._replica_spec.split_memory_for_replicas(
-                deployment.num_replicas
-            )
+            self._replica_spec = self._replica_spec.with_memory_share(deployment.num_replicas)
 
     def restart_replicas(self) -> None:
         """Replace the replicas one by one; each drains within ``drain_timeout``."""

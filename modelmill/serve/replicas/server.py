@@ -20,7 +20,7 @@ from modelmill.serve.service import Service
 
 POLL_SECONDS = 0.5
 """Seconds between two checks of the replicas."""
-MAX_FAILED_POLLS = 20
+MAX_FAILED_POLLS_BEFORE_EXIT = 20
 """Failed checks in a row after which the server ends."""
 _log = log.get_logger("serve")
 
@@ -96,7 +96,7 @@ class RayFrontendServer:
                     "Ray does not answer",
                     extra={"data": {"error": type(error).__name__, "times": num_failed}},
                 )
-                if num_failed >= MAX_FAILED_POLLS:
+                if num_failed >= MAX_FAILED_POLLS_BEFORE_EXIT:
                     raise ModelmillError(
                         "Ray does not answer any more; start the server again"
                     ) from None

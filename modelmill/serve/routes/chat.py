@@ -20,16 +20,15 @@ from modelmill.serve.custom_tools import ToolCallDeltaFormatter, tool_call_json
 from modelmill.serve.engine_client import EngineClient, max_tokenize_tokens
 from modelmill.serve.openai_format import ChatLogprobsFormatter, sse_event
 from modelmill.serve.reasoning_tokens import ReasoningTokenCounter, count_reasoning_tokens
-from modelmill.serve.request_handle import RequestHandle, StreamItem
+from modelmill.serve.request_handle import HttpRequestHandle, PromptOutputDelta
 from modelmill.serve.request_options import (
+    cache_salt_or_random,
     format_prompt_logprobs,
     kept_prompt_tokens,
-    request_cache_salt,
-    resolve_sampling_params,
+    sampling_params_with_bad_words,
 )
-from modelmill.serve.result_pictures import replace_tool_result_images
 from modelmill.serve.routes.common import (
-    acquire_engine,
+    acquire_service_and_engine,
     check_message_sizes,
     prepare_and_submit_requests,
     random_id,
@@ -37,6 +36,7 @@ from modelmill.serve.routes.common import (
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
 from modelmill.serve.timings import final_timing_fields, request_timings
 from modelmill.serve.tool_call_progress import ToolCallProgress
+from modelmill.serve.tool_image_placeholders import replace_tool_images_with_text
 from modelmill.serve.tool_schema import Tool, check_parameter_schemas
 from modelmill.text import tool_prompts
 from modelmill.text.answer_parser import AnswerParser
@@ -52,17 +52,17 @@ from modelmill.text.chat_format_registry import load_chat_syntax
 from modelmill.text.thinking_switch import ENABLE_THINKING_VARIABLE, THINKING_VARIABLE
 from modelmill.text_processor import TextProcessor
 
-Body = TypeVar("Body")
+BodyT = TypeVar("BodyT")
 
 router = APIRouter(route_class=BodyRoute)
-LAST_ASSISTANT_MESSAGE = "a last message of the assistant"
+CONTINUE_FINAL_MESSAGE_WORDING = "a last message of the assistant"
 """What other APIs send in the place of continue_final_message."""
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request) -> Any:
     """Answer a conversation through the engine's chat template."""
-    service, engine = await acquire_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     body.check()
     engine.check_capacity(body.n or 1)
     _, handle = await prepare_and_submit_requests(
@@ -78,16 +78,16 @@ async def chat_completions(body: ChatRequest, request: Request) -> Any:
         return EventStream(handle, builder)
     await wait_or_disconnect(request, handle)
     return await service.run_in_thread(
-        lambda: openai_format.Utf8JsonResponse(builder.full_response())
+        lambda: openai_format.SurrogateSafeJsonResponse(builder.full_response())
     )
 
 
 async def submit_converted_chat(
     request: Request,
     engine: EngineClient,
-    prepare: Callable[[TextProcessor, Body, int], tuple[ChatRequest, RequestOutputState]],
-    body: Body,
-) -> tuple[ChatRequest, RequestHandle]:
+    prepare: Callable[[TextProcessor, BodyT, int], tuple[ChatRequest, RequestOutputState]],
+    body: BodyT,
+) -> tuple[ChatRequest, HttpRequestHandle]:
     """Queue the conversation that a request of another API stands for.
 
     Args:
@@ -128,7 +128,7 @@ def converted_chat_request_state(
     """
 
     def rename(text: str) -> str:
-        return rename_fields(text).replace("continue_final_message", LAST_ASSISTANT_MESSAGE)
+        return rename_fields(text).replace("continue_final_message", CONTINUE_FINAL_MESSAGE_WORDING)
 
     try:
         chat.check()
@@ -160,7 +160,7 @@ def chat_request_state(
     check_message_sizes(text_processor, body.messages, longest, body.offered_tools)
     sent: Sequence[Mapping[str, Any]] = body.messages
     if not text_processor.supports_images:
-        sent, replaced = replace_tool_result_images(sent)
+        sent, replaced = replace_tool_images_with_text(sent)
         body.add_warnings(replaced)
     grammar = body.validated_grammar()
     template_kwargs = _template_kwargs(text_processor, body)
@@ -168,7 +168,7 @@ def chat_request_state(
     assert text_processor.chat_format is not None, "a variable changes the format, and removes none"
     format_name = text_processor.chat_format.format_name
     offered = body.offered_tools
-    params = resolve_sampling_params(text_processor, body)
+    params = sampling_params_with_bad_words(text_processor, body)
     begun = body.read_begun_answer(text_processor.chat_format.thinking)
     messages, template = tool_prompts.prepare_tool_conversation(
         format_name, sent, offered, writes_calls=text_processor.chat_format.writes_calls
@@ -182,7 +182,7 @@ def chat_request_state(
     state = text_processor.chat_request(
         messages,
         params,
-        cache_salt=request_cache_salt(body),
+        cache_salt=cache_salt_or_random(body),
         grammar=grammar,
         calls=bool(offered),
         parses_thinking=True,
@@ -213,7 +213,7 @@ def _template_kwargs(text_processor: TextProcessor, body: ChatRequest) -> dict[s
     return template_kwargs
 
 
-def make_chat_tool_parser(
+def make_request_answer_parser(
     body: ChatRequest, text_processor: TextProcessor, state: RequestOutputState | None = None
 ) -> AnswerParser | None:
     """Make the parser of an output; None if it has neither tools nor thinking.
@@ -236,7 +236,7 @@ def make_chat_tool_parser(
     )
 
 
-def is_truncated(output: CompletionOutput, call_stops: Collection[str]) -> bool:
+def is_cut_by_length_or_stop(output: CompletionOutput, call_stops: Collection[str]) -> bool:
     """Whether a finished output was cut: by its length limit or a stop string.
 
     Those of ``call_stops``, with which the format ends calls, cut nothing.
@@ -245,7 +245,7 @@ def is_truncated(output: CompletionOutput, call_stops: Collection[str]) -> bool:
     return output.finish_reason != "stop" or stopped
 
 
-class RememberingAnswerParser:
+class AnswerRecordingParser:
     """Splits the text of one choice into pieces, and has the whole answer remembered.
 
     Attributes:
@@ -256,9 +256,11 @@ class RememberingAnswerParser:
         self, body: ChatRequest, text_processor: TextProcessor, state: RequestOutputState
     ) -> None:
         """Start one choice; state: the engine's request, which knows how the prompt ends."""
-        self.parser = make_chat_tool_parser(body, text_processor, state)
+        self.parser = make_request_answer_parser(body, text_processor, state)
         self._counter = None if self.parser is None else ReasoningTokenCounter(self.parser)
-        self._make_parser = functools.partial(make_chat_tool_parser, body, text_processor, state)
+        self._make_parser = functools.partial(
+            make_request_answer_parser, body, text_processor, state
+        )
         self._num_whole_reasoning_tokens = 0
         self._text_processor, self._state = text_processor, state
         chat_format = text_processor.chat_format
@@ -282,7 +284,7 @@ class RememberingAnswerParser:
             # the token that ended the answer is not part of its text
             ids = output.token_ids[: len(output.token_ids) - isinstance(output.stop_reason, int)]
             self._num_whole_reasoning_tokens = count_reasoning_tokens(
-                pieces, num_thoughts, ids, parser, self._state.fork_detokenizer()
+                pieces, num_thoughts, ids, parser, self._state.make_answer_detokenizer()
             )
         return pieces
 
@@ -300,7 +302,7 @@ class RememberingAnswerParser:
         if self.parser is not None and self._counter is not None:
             pieces = self._counter.push(text, num_tokens)
             if ended is not None:
-                pieces += self.parser.flush(is_truncated(ended, self._call_stops))
+                pieces += self.parser.flush(is_cut_by_length_or_stop(ended, self._call_stops))
         self._pieces += pieces
         if ended is not None and not isinstance(ended.stop_reason, str):
             answer = collect_answer(self._pieces)
@@ -312,7 +314,7 @@ class ChatResponseBuilder(EventFormatter):
     """Builds the response, whole or as events."""
 
     def __init__(
-        self, body: ChatRequest, handle: RequestHandle, text_processor: TextProcessor
+        self, body: ChatRequest, handle: HttpRequestHandle, text_processor: TextProcessor
     ) -> None:
         self._body, self._handle = body, handle
         self._head = {
@@ -333,9 +335,7 @@ class ChatResponseBuilder(EventFormatter):
             for _ in range(self._n)
         ]
         state = handle.request_states[0]
-        self._readers = [
-            RememberingAnswerParser(body, text_processor, state) for _ in range(self._n)
-        ]
+        self._readers = [AnswerRecordingParser(body, text_processor, state) for _ in range(self._n)]
         self._calls = [ToolCallProgress(body, text_processor) for _ in range(self._n)]
         self._num_sent_ids = [0] * self._n
         self._call_deltas = [ToolCallDeltaFormatter(body.custom_tool_names) for _ in range(self._n)]
@@ -370,7 +370,7 @@ class ChatResponseBuilder(EventFormatter):
             response["prompt_logprobs"] = format_prompt_logprobs(self._tokenizer, state)
         return {**response, **final_timing_fields(self._body, self._handle.request_states)}
 
-    def _progress_fields(self) -> dict[str, Any]:
+    def _running_usage_and_timings(self) -> dict[str, Any]:
         """Keys of every event of a stream, where the client wants to follow its progress."""
         states, out = self._handle.request_states, dict[str, Any]()
         if self._body.wants_running_usage:
@@ -414,7 +414,7 @@ class ChatResponseBuilder(EventFormatter):
             for index in range(self._n)
         )
 
-    def delta_events(self, items: Sequence[StreamItem]) -> bytes:
+    def delta_events(self, items: Sequence[PromptOutputDelta]) -> bytes:
         """An event for each delta that has content."""
         return b"".join(self._delta_event(each.delta) for each in items)
 
@@ -481,7 +481,7 @@ class ChatResponseBuilder(EventFormatter):
             "finish_reason": finish,
             **(choice_fields or {}),
         }
-        progress = self._progress_fields()
+        progress = self._running_usage_and_timings()
         if not (event_fields or progress):
             return self._chunk_template.render_chunk(choice)
         fields = {**(event_fields or {}), **self._tail, **progress}

@@ -12,10 +12,9 @@ from modelmill.core.errors import PromptTooLong
 from modelmill.request_output_state import RequestOutputState
 from modelmill.serve import errors
 from modelmill.serve.access.request_accounting import NO_POLICY, RequestAccounting
-from modelmill.serve.catalogue.keep_alive import KeepAlive, parse_keep_alive
+from modelmill.serve.catalogue.keep_alive import KeepAliveInput, parse_keep_alive
 from modelmill.serve.engine_client import EngineClient
-from modelmill.serve.request_handle import RequestHandle
-from modelmill.serve.result_pictures import is_image_part
+from modelmill.serve.request_handle import HttpRequestHandle
 from modelmill.serve.service import (
     ACCOUNTING_SCOPE_KEY,
     INTERNAL_SCOPE_KEY,
@@ -25,6 +24,7 @@ from modelmill.serve.service import (
     Service,
 )
 from modelmill.serve.stream import run_while_connected
+from modelmill.serve.tool_image_placeholders import is_image_part
 from modelmill.text_processor import TextProcessor
 
 T = TypeVar("T")
@@ -36,20 +36,20 @@ def get_service(request: Request) -> Service:
     return service
 
 
-async def acquire_engine(
-    request: Request, model: str, keep_alive: KeepAlive | None = None
+async def acquire_service_and_engine(
+    request: Request, model: str, keep_alive: KeepAliveInput | None = None
 ) -> tuple[Service, EngineClient]:
-    """The service, and its engine with a model's name, as ``lease_engine`` returns it.
+    """The service, and its engine with a model's name, as ``lease_engine_for_request`` returns it.
 
     Raises:
         ApiError: there is no such engine.
     """
     service = get_service(request)
-    return service, await lease_engine(request, service.get_engine(model), keep_alive)
+    return service, await lease_engine_for_request(request, service.get_engine(model), keep_alive)
 
 
-async def lease_engine(
-    request: Request, engine: EngineClient, keep_alive: KeepAlive | None = None
+async def lease_engine_for_request(
+    request: Request, engine: EngineClient, keep_alive: KeepAliveInput | None = None
 ) -> EngineClient:
     """Wait until an engine of the catalogue is loaded; it stays so until the request has ended.
 
@@ -93,7 +93,7 @@ async def prepare_and_submit_requests(
     make: Callable[..., T],
     *args: Any,
     get_states: Callable[[T], Sequence[RequestOutputState]],
-) -> tuple[T, RequestHandle]:
+) -> tuple[T, HttpRequestHandle]:
     """Prepare requests on a thread and queue them; their token counts are logged with the response.
 
     Args:
@@ -161,7 +161,7 @@ def _iter_template_values(message: Mapping[str, Any]) -> Iterator[Any]:
             yield value
 
 
-def has_images(message: Mapping[str, Any]) -> bool:
+def message_has_images(message: Mapping[str, Any]) -> bool:
     """Whether a message of a conversation contains pictures."""
     content = message.get("content")
     return isinstance(content, list) and any(map(is_image_part, content))

@@ -12,15 +12,19 @@ from modelmill.core.errors import RequestError
 from modelmill.request_output_state import RequestOutputState
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.chat_schema import ChatRequest
-from modelmill.serve.compaction import compacted_items, unchanged_items
+from modelmill.serve.compaction import compacted_items, fill_message_item_defaults
 from modelmill.serve.compaction_plan import UNCHANGED_WARNING, CompactionPlan, Compactor
-from modelmill.serve.openai_format import Utf8JsonResponse, token_usage
+from modelmill.serve.openai_format import SurrogateSafeJsonResponse, token_usage
 from modelmill.serve.reasoning_tokens import count_reasoning_tokens
-from modelmill.serve.response_recorder import previous_response_items, resolve_item_references
 from modelmill.serve.response_store import input_as_items
+from modelmill.serve.response_store_access import previous_response_items, resolve_item_references
 from modelmill.serve.responses_schema import CompactRequest
-from modelmill.serve.routes.chat import make_chat_tool_parser
-from modelmill.serve.routes.common import acquire_engine, prepare_and_submit_requests, random_id
+from modelmill.serve.routes.chat import make_request_answer_parser
+from modelmill.serve.routes.common import (
+    acquire_service_and_engine,
+    prepare_and_submit_requests,
+    random_id,
+)
 from modelmill.serve.stream import wait_or_disconnect
 from modelmill.text.answer_pieces import AnswerPiece, collect_answer
 from modelmill.text_processor import TextProcessor
@@ -31,7 +35,7 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/responses/compact")
 async def compact(body: CompactRequest, request: Request) -> Any:
     """Summarize a conversation: the items to go on with in place of it."""
-    service, engine = await acquire_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     engine.check_capacity(1)
     items = [
         *previous_response_items(request, body.previous_response_id),
@@ -42,11 +46,11 @@ async def compact(body: CompactRequest, request: Request) -> Any:
     compactor = Compactor(engine.text_processor, body, engine.request_limits.max_len)
     plan = await service.run_in_thread(compactor.plan, items)
     if not plan.max_summary_tokens:
-        return _response(unchanged_items(items, random_id("cmp", "_")), plan.warnings)
+        return _response(fill_message_item_defaults(items, random_id("cmp", "_")), plan.warnings)
     (chat, state), handle = await prepare_and_submit_requests(
         request,
         engine,
-        lambda _: compactor.summary_request(plan),
+        lambda _: compactor.make_summary_request_and_state(plan),
         get_states=lambda prepared: [prepared[1]],
     )
     await wait_or_disconnect(request, handle)
@@ -62,7 +66,7 @@ def _summarized_response(
     chat: ChatRequest,
     text_processor: TextProcessor,
     state: RequestOutputState,
-) -> Utf8JsonResponse:
+) -> SurrogateSafeJsonResponse:
     """The response after the summary was written; without it if that is too long."""
     output = state.output.outputs[0]
     summary = strip_thinking(chat, text_processor, state, output.text).strip()
@@ -75,7 +79,7 @@ def _summarized_response(
     compacted = compacted_items(plan.kept, id, summary)
     thinking = _count_thinking(chat, text_processor, state)
     if not compactor.is_shorter(compacted, plan):
-        unchanged = unchanged_items(items, id)
+        unchanged = fill_message_item_defaults(items, id)
         return _response(unchanged, [UNCHANGED_WARNING], state, reasoning_tokens=thinking)
     warnings = list(plan.warnings)
     is_cut = output.finish_reason == "length"
@@ -96,7 +100,7 @@ def _response(
     reasoning_tokens: int = 0,
     compacted: bool = False,
     is_cut: bool = False,
-) -> Utf8JsonResponse:
+) -> SurrogateSafeJsonResponse:
     """Write the response.
 
     Args:
@@ -124,7 +128,9 @@ def _response(
             "total_tokens": counts["total_tokens"],
         },
     }
-    return Utf8JsonResponse({**fields, **({"warnings": list(warnings)} if warnings else {})})
+    return SurrogateSafeJsonResponse(
+        {**fields, **({"warnings": list(warnings)} if warnings else {})}
+    )
 
 
 def strip_thinking(
@@ -137,18 +143,18 @@ def strip_thinking(
 def _count_thinking(
     chat: ChatRequest, text_processor: TextProcessor, state: RequestOutputState
 ) -> int:
-    output, whole = state.output.outputs[0], make_chat_tool_parser(chat, text_processor, state)
-    parser = make_chat_tool_parser(chat, text_processor, state)
+    output, whole = state.output.outputs[0], make_request_answer_parser(chat, text_processor, state)
+    parser = make_request_answer_parser(chat, text_processor, state)
     if whole is None or parser is None:
         return 0
     pieces = [*whole.push(output.text), *whole.flush()]
     return count_reasoning_tokens(
-        pieces, whole.num_thoughts, output.token_ids, parser, state.fork_detokenizer()
+        pieces, whole.num_thoughts, output.token_ids, parser, state.make_answer_detokenizer()
     )
 
 
 def _parse(
     chat: ChatRequest, text_processor: TextProcessor, state: RequestOutputState, text: str
 ) -> list[AnswerPiece]:
-    parser = make_chat_tool_parser(chat, text_processor, state)
+    parser = make_request_answer_parser(chat, text_processor, state)
     return [text] if parser is None else [*parser.push(text), *parser.flush()]

@@ -21,21 +21,21 @@ from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
 from modelmill.serve.gil_yielding_json_serializer import dump_json
 from modelmill.serve.mixed_prompts import MixedPrompt, encode_mixed_prompt, has_text
 from modelmill.serve.openai_format import TextLogprobsFormatter
-from modelmill.serve.request_handle import RequestHandle, StreamItem
+from modelmill.serve.request_handle import HttpRequestHandle, PromptOutputDelta
 from modelmill.serve.request_options import (
+    cache_salt_or_random,
     format_prompt_logprobs,
     kept_prompt_tokens,
-    request_cache_salt,
-    resolve_sampling_params,
+    sampling_params_with_bad_words,
 )
 from modelmill.serve.routes.common import (
-    acquire_engine,
+    acquire_service_and_engine,
     openai_finish_reason,
     prepare_and_submit_requests,
     random_id,
 )
 from modelmill.serve.special_token_prompts import (
-    encode_infill,
+    encode_infill_with_fim_tokens,
     encode_text,
     find_special_tokens,
     plain_special_tokens_warning,
@@ -45,7 +45,7 @@ from modelmill.serve.timings import final_timing_fields, request_timings
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute)
-MAX_PROMPT_LOGPROBS = 1 << 21
+MAX_RESPONSE_PROMPT_LOGPROBS = 1 << 21
 """Limit of prompt log-probabilities in one response, some 50 MB.
 
 A single prompt of up to ``max_model_len`` tokens may exceed it.
@@ -62,7 +62,7 @@ class ConvertsToCompletion(Protocol):
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Any:
     """Continue a text, several texts, or token ids."""
-    service, engine = await acquire_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     body.check()
     engine.check_capacity(len(body.prompts()) * (body.n or 1))
     _, handle = await prepare_and_submit_requests(
@@ -76,12 +76,14 @@ async def completions(body: CompletionRequest, request: Request) -> Any:
             service.run_in_thread if body.echo and body.logprobs is not None else None,
         )
     await wait_or_disconnect(request, handle)
-    return openai_format.Utf8JsonResponse(await service.run_in_thread(builder.full_response))
+    return openai_format.SurrogateSafeJsonResponse(
+        await service.run_in_thread(builder.full_response)
+    )
 
 
 async def submit_converted_completion(
     request: Request, engine: EngineClient, body: ConvertsToCompletion
-) -> tuple[CompletionRequest, RequestHandle]:
+) -> tuple[CompletionRequest, HttpRequestHandle]:
     """Queue the completion that a request of another API asks for."""
 
     def prepare(
@@ -109,15 +111,15 @@ def completion_request_states(
         raise RequestError(
             "this engine has no tokenizer: give token ids as the prompt, and stop_token_ids"
         )
-    params, grammar = resolve_sampling_params(text_processor, body), body.validated_grammar()
+    params, grammar = sampling_params_with_bad_words(text_processor, body), body.validated_grammar()
     states: list[RequestOutputState] = []
     for prompt in prompts:
-        encoded, stop_ids = _encode_prompt(text_processor, body, prompt, limits.max_len)
+        encoded, stop_ids = _prompt_and_stop_token_ids(text_processor, body, prompt, limits.max_len)
         key = "prompt" if isinstance(encoded, str) else "prompt_token_ids"
         ends = tuple(dict.fromkeys((*params.stop_token_ids, *stop_ids)))
         states.append(
             text_processor.request(
-                {key: encoded, "cache_salt": request_cache_salt(body)},
+                {key: encoded, "cache_salt": cache_salt_or_random(body)},
                 replace(params, stop_token_ids=ends),
                 grammar=grammar,
             )
@@ -125,12 +127,12 @@ def completion_request_states(
         if body.echo:
             states[-1].set_echo_text()
         check_request(states[-1].request, limits)
-        _check_num_logprobs(states, body, limits.max_len)
+        _check_total_prompt_logprobs(states, body, limits.max_len)
     _warn_about_special_tokens(text_processor, body)
     return states
 
 
-def _encode_prompt(
+def _prompt_and_stop_token_ids(
     text_processor: TextProcessor,
     body: CompletionRequest,
     prompt: MixedPrompt,
@@ -158,7 +160,7 @@ def _encode_prompt(
         )
     elif body.infill_suffix is not None and tokenizer is not None:
         text_processor.check_prompt_length(body.infill_suffix, max_model_len)
-        encoded, marks = encode_infill(tokenizer, prompt, body.infill_suffix)
+        encoded, marks = encode_infill_with_fim_tokens(tokenizer, prompt, body.infill_suffix)
         ends = marks.ends
     elif parses or body.add_special_tokens is False or kept is not None:
         encoded = encode_text(
@@ -196,14 +198,14 @@ def _warn_about_special_tokens(text_processor: TextProcessor, body: CompletionRe
         body.add_warnings([plain_special_tokens_warning(list(dict.fromkeys(names)))])
 
 
-def _check_num_logprobs(
+def _check_total_prompt_logprobs(
     request_states: Sequence[RequestOutputState], body: CompletionRequest, max_model_len: int
 ) -> None:
     """Raise RequestError for prompts with too many log-probabilities for one response."""
     count = body.logprobs if body.echo else body.prompt_logprobs
     if count is None:
         return
-    max_logprobs = max(MAX_PROMPT_LOGPROBS, max_model_len * (MAX_TOP_LOGPROBS + 1))
+    max_logprobs = max(MAX_RESPONSE_PROMPT_LOGPROBS, max_model_len * (MAX_TOP_LOGPROBS + 1))
     if (
         sum(len(each.request.prompt) for each in request_states) * (count + 1) * (body.n or 1)
         > max_logprobs
@@ -218,7 +220,7 @@ class CompletionResponseBuilder(EventFormatter):
     """Builds the response, whole or as events."""
 
     def __init__(
-        self, body: CompletionRequest, handle: RequestHandle, text_processor: TextProcessor
+        self, body: CompletionRequest, handle: HttpRequestHandle, text_processor: TextProcessor
     ) -> None:
         self._body, self._handle = body, handle
         self._n = body.n or 1
@@ -326,7 +328,7 @@ class CompletionResponseBuilder(EventFormatter):
         """Nothing: choices begin with their text."""
         return b""
 
-    def delta_events(self, items: Sequence[StreamItem]) -> bytes:
+    def delta_events(self, items: Sequence[PromptOutputDelta]) -> bytes:
         """An event for each delta that has content."""
         return b"".join(self._delta_event(prompt_index, delta) for prompt_index, delta in items)
 

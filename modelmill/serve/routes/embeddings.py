@@ -14,9 +14,13 @@ from modelmill.core.types import SamplingParams
 from modelmill.request_output_state import RequestOutputState
 from modelmill.runtime.sequence import RequestLimits, check_request
 from modelmill.serve.body_route import BodyRoute
-from modelmill.serve.embeddings_schema import MAX_OUTPUT_FLOATS, EmbeddingRequest, format_embedding
+from modelmill.serve.embeddings_schema import (
+    MAX_OUTPUT_FLOATS,
+    EmbeddingRequest,
+    normalize_and_encode_embedding,
+)
 from modelmill.serve.engine_client import max_tokenize_tokens
-from modelmill.serve.routes.common import acquire_engine, prepare_and_submit_requests
+from modelmill.serve.routes.common import acquire_service_and_engine, prepare_and_submit_requests
 from modelmill.serve.stream import wait_or_disconnect
 from modelmill.text_processor import TextProcessor
 
@@ -26,7 +30,7 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingRequest, request: Request) -> Any:
     """The normed final hidden states of each input, pooled and scaled to length 1."""
-    service, engine = await acquire_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     engine.check_capacity(len(body.inputs()))
     states, handle = await prepare_and_submit_requests(
         request, engine, embedding_request_states, body, engine.request_limits, get_states=list
@@ -84,7 +88,7 @@ def _response_body(body: EmbeddingRequest, request_states: list[RequestOutputSta
     for index, state in enumerate(request_states):
         embedding = state.output.embedding
         assert embedding is not None, "the request has no embedding"
-        vector = format_embedding(embedding, body.dimensions, packed)
+        vector = normalize_and_encode_embedding(embedding, body.dimensions, packed)
         num_floats += len(vector)
         if not packed and num_floats > MAX_OUTPUT_FLOATS:
             raise RequestError(

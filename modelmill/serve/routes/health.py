@@ -166,7 +166,7 @@ def _engine_status(service: Service, engine: EngineClient) -> dict[str, Any]:
 
 
 def _model_card(service: Service, name: str, engine: EngineClient) -> dict[str, Any]:
-    defaults, suggested = engine.sampling_defaults or (None, None)
+    defaults, suggested = engine.api_and_web_sampling_defaults or (None, None)
     shown = model_status(engine, service.catalogue)
     return {
         "id": name,

@@ -15,14 +15,14 @@ from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.errors import ApiError
 from modelmill.serve.kv_session_schema import RestoreSessionRequest, SaveSessionRequest
-from modelmill.serve.openai_format import Utf8JsonResponse
+from modelmill.serve.openai_format import SurrogateSafeJsonResponse
 from modelmill.serve.routes.common import (
-    acquire_engine,
+    acquire_service_and_engine,
     get_service,
-    has_images,
+    message_has_images,
     prepare_and_submit_requests,
 )
-from modelmill.serve.routes.tokenize import encode_prompt, template_input
+from modelmill.serve.routes.tokenize import chat_format_and_render_arguments, encode_prompt
 from modelmill.serve.service import POLICY_SCOPE_KEY
 from modelmill.serve.stream import run_while_connected, wait_or_disconnect
 from modelmill.serve.worker_messages import KvSessionReply
@@ -36,7 +36,7 @@ SESSION_SUFFIX = ".session"
 async def save(body: SaveSessionRequest, request: Request) -> Any:
     """Compute a prompt and write its KV pages to a file of the session folder."""
     folder = key_session_folder(request)
-    service, engine = await acquire_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     engine.check_capacity(1)
     states, handle = await prepare_and_submit_requests(
         request,
@@ -49,7 +49,10 @@ async def save(body: SaveSessionRequest, request: Request) -> Any:
     await wait_or_disconnect(request, handle)
     path = folder / (body.name + SESSION_SUFFIX)
     left = await service.run_in_thread(
-        _available_session_bytes, service.limits.session_dir, path, service.limits.session_bytes
+        _make_folder_and_count_free_bytes,
+        service.limits.session_dir,
+        path,
+        service.limits.session_bytes,
     )
     reply = await run_while_connected(
         request.receive, engine.session_client.save(path, states[0].request, left)
@@ -63,7 +66,7 @@ async def restore(body: RestoreSessionRequest, request: Request) -> Any:
     path = key_session_folder(request) / (body.name + SESSION_SUFFIX)
     if not await get_service(request).run_in_thread(path.is_file):
         raise missing_session_error(body.name)
-    _, engine = await acquire_engine(request, body.model, body.keep_alive)
+    _, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     assert engine.request_limits is not None  # raises for an engine that segments
     reply = await run_while_connected(
         request.receive, engine.session_client.restore(path, body.cache_salt or "")
@@ -94,7 +97,7 @@ def key_session_folder(request: Request) -> Path:
     return root / owner[:32]
 
 
-def _available_session_bytes(root: Path, path: Path, max_bytes: int) -> int:
+def _make_folder_and_count_free_bytes(root: Path, path: Path, max_bytes: int) -> int:
     """Make the folder of a file, and return the bytes that it may take."""
     path.parent.mkdir(parents=True, exist_ok=True)
     others = (each for each in root.rglob("*") if each.is_file() and each != path)
@@ -113,10 +116,12 @@ def _prefill_request_states(
     if body.tokens is not None and any(each is not None for each in prompts):
         raise RequestError("prompt, messages or tokens: give one of them")
     params = SamplingParams(max_tokens=0)
-    if any(has_images(each) for each in body.messages or ()):
+    if any(message_has_images(each) for each in body.messages or ()):
         if body.prompt is not None or body.content is not None:
             raise RequestError("prompt or messages: give one of them")
-        _, messages, template = template_input(text_processor, body, max_model_len)
+        _, messages, template = chat_format_and_render_arguments(
+            text_processor, body, max_model_len
+        )
         begins = body.add_generation_prompt is not False
         salt = body.cache_salt or ""
         return [
@@ -136,7 +141,9 @@ def _prefill_request_states(
     return [text_processor.request(prompt, params)]
 
 
-def _session_response(name: str, engine: EngineClient, reply: KvSessionReply) -> Utf8JsonResponse:
-    return Utf8JsonResponse(
+def _session_response(
+    name: str, engine: EngineClient, reply: KvSessionReply
+) -> SurrogateSafeJsonResponse:
+    return SurrogateSafeJsonResponse(
         {"name": name, "model": engine.name, "tokens": reply.tokens, "bytes": reply.nbytes}
     )

@@ -13,7 +13,7 @@ from modelmill.serve.catalogue.manager import ModelManager
 from modelmill.serve.catalogue.status import model_status
 from modelmill.serve.errors import ApiError
 from modelmill.serve.model_admin_schema import LoadRequest, ModelRequest, PinRequest
-from modelmill.serve.openai_format import Utf8JsonResponse
+from modelmill.serve.openai_format import SurrogateSafeJsonResponse
 from modelmill.serve.routes.common import get_service
 from modelmill.serve.service import ADMIN_SCOPE_KEY
 from modelmill.serve.stream import run_while_connected
@@ -38,7 +38,7 @@ async def load(body: LoadRequest, request: Request) -> Any:
 @router.post("/v1/models/unload")
 async def unload(body: ModelRequest, request: Request) -> Any:
     """Unload a model of the catalogue once the requests that use it have ended."""
-    catalogue, model = _require_managed_model(request, body.model)
+    catalogue, model = _require_admin_and_managed_model(request, body.model)
     if model.pinned:
         raise ApiError(409, f"the model {model.name} is pinned", param="model", code="pinned")
     await run_while_connected(request.receive, catalogue.unload(model))
@@ -48,7 +48,7 @@ async def unload(body: ModelRequest, request: Request) -> Any:
 @router.post("/v1/models/pin")
 async def pin(body: PinRequest, request: Request) -> Any:
     """Keep a model loaded whatever time and memory say, or not any more."""
-    catalogue, model = _require_managed_model(request, body.model)
+    catalogue, model = _require_admin_and_managed_model(request, body.model)
     catalogue.pin(model, body.pinned is not False)
     return _model_state_response(request, body.model)
 
@@ -56,13 +56,15 @@ async def pin(body: PinRequest, request: Request) -> Any:
 @router.post("/v1/models/reload")
 async def reload(body: ModelRequest, request: Request) -> Any:
     """Load the changed files of a loaded model; the requests that it answers go on."""
-    catalogue, model = _require_managed_model(request, body.model)
+    catalogue, model = _require_admin_and_managed_model(request, body.model)
     # not with the request: a client that leaves must not end the old worker's last requests
     await asyncio.shield(catalogue.start_reload(model))
     return _model_state_response(request, body.model)
 
 
-def _require_managed_model(request: Request, name: str) -> tuple[ModelManager, ManagedModel]:
+def _require_admin_and_managed_model(
+    request: Request, name: str
+) -> tuple[ModelManager, ManagedModel]:
     """A model of the catalogue, for an administrator.
 
     Raises:
@@ -89,7 +91,7 @@ def _require_managed_model(request: Request, name: str) -> tuple[ModelManager, M
     return service.catalogue, model
 
 
-def _model_state_response(request: Request, name: str) -> Utf8JsonResponse:
+def _model_state_response(request: Request, name: str) -> SurrogateSafeJsonResponse:
     service = get_service(request)
     shown = model_status(service.get_engine(name), service.catalogue)
-    return Utf8JsonResponse({"success": True, "model": name, "state": shown.state})
+    return SurrogateSafeJsonResponse({"success": True, "model": name, "state": shown.state})

@@ -40,13 +40,17 @@ from modelmill.serve.dialects.ollama_schema import (
     OllamaShowRequest,
 )
 from modelmill.serve.dialects.thinking import with_thinking
-from modelmill.serve.embeddings_schema import EmbeddingRequest, format_embedding
+from modelmill.serve.embeddings_schema import EmbeddingRequest, normalize_and_encode_embedding
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.engine_state import EngineState
 from modelmill.serve.errors import invalid_request
-from modelmill.serve.openai_format import ChatLogprobsFormatter, Utf8JsonResponse
+from modelmill.serve.openai_format import ChatLogprobsFormatter, SurrogateSafeJsonResponse
 from modelmill.serve.routes.chat import converted_chat_request_state, submit_converted_chat
-from modelmill.serve.routes.common import get_service, lease_engine, prepare_and_submit_requests
+from modelmill.serve.routes.common import (
+    get_service,
+    lease_engine_for_request,
+    prepare_and_submit_requests,
+)
 from modelmill.serve.routes.completions import submit_converted_completion
 from modelmill.serve.routes.embeddings import embedding_request_states
 from modelmill.serve.segmentation_messages import SEGMENTATION_ENGINE_TYPE
@@ -66,7 +70,7 @@ async def chat(body: OllamaChatRequest, request: Request) -> Any:
     """Answer a conversation: the same text as /v1/chat/completions returns for it."""
     if not body.messages:
         return await _load_or_unload_model(request, body, is_chat=True)
-    _, engine = await acquire_named_engine(request, body)
+    _, engine = await acquire_service_and_named_engine(request, body)
     return await _answer_chat(body, request, engine, is_chat=True)
 
 
@@ -75,7 +79,7 @@ async def generate(body: OllamaGenerateRequest, request: Request) -> Any:
     """Answer a prompt through the chat template, or continue it with ``raw``."""
     if not (body.prompt or body.images or body.suffix):
         return await _load_or_unload_model(request, body, is_chat=False)
-    service, engine = await acquire_named_engine(request, body)
+    service, engine = await acquire_service_and_named_engine(request, body)
     if not body.skips_chat_template and await service.run_in_thread(_has_chat_format, engine):
         return await _answer_chat(body, request, engine, is_chat=False)
     engine.check_capacity(1)
@@ -95,8 +99,8 @@ async def generate(body: OllamaGenerateRequest, request: Request) -> Any:
 @router.post("/api/embed")
 async def embed(body: OllamaEmbedRequest, request: Request) -> Any:
     """Texts as vectors, as /v1/embeddings."""
-    _, engine = await acquire_named_engine(request, body)
-    states = await _run_embeddings(request, engine, body, truncate=body.truncate)
+    _, engine = await acquire_service_and_named_engine(request, body)
+    states = await _run_embedding_requests(request, engine, body, truncate=body.truncate)
     vectors = [_embedding_vector(state, body.dimensions) for state in states]
     seconds = max((state.output.seconds or 0.0 for state in states), default=0.0)
     return Response(
@@ -116,13 +120,13 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Any:
 @router.post("/api/embeddings")
 async def embeddings(body: OllamaEmbeddingsRequest, request: Request) -> Any:
     """One text as a vector: the older form of /api/embed."""
-    _, engine = await acquire_named_engine(request, body)
+    _, engine = await acquire_service_and_named_engine(request, body)
     many = OllamaEmbedRequest.model_validate(
         {"model": body.model, "input": body.prompt, "cache_salt": body.cache_salt}
     )
-    states = await _run_embeddings(request, engine, many, truncate=None)
+    states = await _run_embedding_requests(request, engine, many, truncate=None)
     vectors = [_embedding_vector(state, None) for state in states]
-    return Utf8JsonResponse({"embedding": vectors[0] if vectors else []})
+    return SurrogateSafeJsonResponse({"embedding": vectors[0] if vectors else []})
 
 
 @router.post("/api/show")
@@ -131,9 +135,9 @@ async def show(body: OllamaShowRequest, request: Request) -> Any:
     name = body.model or body.name
     if name is None:
         raise invalid_request("model: field required", "model")
-    service, engine = find_engine(request, name)
+    service, engine = find_service_and_engine(request, name)
     await service.run_in_thread(engine.preload_text_processor)
-    return Utf8JsonResponse(await service.run_in_thread(show_model, engine))
+    return SurrogateSafeJsonResponse(await service.run_in_thread(show_model, engine))
 
 
 @bodyless_router.get("/api/tags")
@@ -141,7 +145,7 @@ async def tags(request: Request) -> dict[str, Any]:
     """List the engines that generate text."""
     service = get_service(request)
     entries = await service.run_in_thread(
-        lambda: [model_entry(name, engine) for name, engine in _text_engines(service)]
+        lambda: [model_entry(name, engine) for name, engine in _named_text_engines(service)]
     )
     return {"models": entries}
 
@@ -152,8 +156,8 @@ async def running_models(request: Request) -> dict[str, Any]:
     service = get_service(request)
     entries = await service.run_in_thread(
         lambda: [
-            running_entry(name, engine, _expires_at(service, engine))
-            for name, engine in _text_engines(service)
+            running_entry(name, engine, _expires_at_unix_seconds(service, engine))
+            for name, engine in _named_text_engines(service)
             if engine.state is EngineState.READY
         ]
     )
@@ -169,7 +173,7 @@ async def version() -> dict[str, str]:
     return {"version": OLLAMA_VERSION, "modelmill": __version__}
 
 
-def find_engine(request: Request, name: str) -> tuple[Service, EngineClient]:
+def find_service_and_engine(request: Request, name: str) -> tuple[Service, EngineClient]:
     """An engine by name; the tag that Ollama's clients add to names without one is dropped.
 
     Raises:
@@ -181,15 +185,15 @@ def find_engine(request: Request, name: str) -> tuple[Service, EngineClient]:
     return service, service.get_engine(name)
 
 
-async def acquire_named_engine(
+async def acquire_service_and_named_engine(
     request: Request, body: OllamaModelFields
 ) -> tuple[Service, EngineClient]:
-    """As ``acquire_engine``, with Ollama's names."""
-    service, engine = find_engine(request, body.model)
-    return service, await lease_engine(request, engine, body.keep_alive)
+    """As ``acquire_service_and_engine``, with Ollama's names."""
+    service, engine = find_service_and_engine(request, body.model)
+    return service, await lease_engine_for_request(request, engine, body.keep_alive)
 
 
-def _expires_at(service: Service, engine: EngineClient) -> float:
+def _expires_at_unix_seconds(service: Service, engine: EngineClient) -> float:
     """When a loaded engine is unloaded if nothing uses it, in seconds since 1970."""
     model = None if service.catalogue is None else service.catalogue.find_model_by_client(engine)
     if service.catalogue is None or model is None:
@@ -197,7 +201,7 @@ def _expires_at(service: Service, engine: EngineClient) -> float:
     return min(time.time() + service.catalogue.seconds_to_expiry(model), NEVER_EXPIRES_SECONDS)
 
 
-def _text_engines(service: Service) -> list[tuple[str, EngineClient]]:
+def _named_text_engines(service: Service) -> list[tuple[str, EngineClient]]:
     return [
         (name, engine)
         for name, engine in service.engines.items()
@@ -209,12 +213,12 @@ async def _load_or_unload_model(
     request: Request, body: OllamaGenerationFields, *, is_chat: bool
 ) -> Response:
     """Load the model, or unload it with ``keep_alive`` 0."""
-    service, engine = find_engine(request, body.model)
+    service, engine = find_service_and_engine(request, body.model)
     unloads = body.keep_alive is not None and parse_keep_alive(body.keep_alive) == 0
     model = None if service.catalogue is None else service.catalogue.find_model_by_client(engine)
     warnings = []
     if not unloads:
-        await lease_engine(request, engine, body.keep_alive)
+        await lease_engine_for_request(request, engine, body.keep_alive)
     elif service.catalogue is not None and model is not None and not model.pinned:
         await service.catalogue.unload(model)
     else:
@@ -264,7 +268,7 @@ def _prepare_chat(
     )
 
 
-async def _run_embeddings(
+async def _run_embedding_requests(
     request: Request, engine: EngineClient, body: OllamaEmbedRequest, *, truncate: bool | None
 ) -> list[RequestOutputState]:
     """Run the inputs; by default those that are too long are cut at their end, as in Ollama.
@@ -305,6 +309,6 @@ def _embedding_request_states(
 
 def _embedding_vector(state: RequestOutputState, dimensions: int | None) -> list[float]:
     assert state.output.embedding is not None, "the request has an embedding"
-    vector = format_embedding(state.output.embedding, dimensions, as_base64=False)
+    vector = normalize_and_encode_embedding(state.output.embedding, dimensions, as_base64=False)
     assert isinstance(vector, list)
     return vector

@@ -37,7 +37,7 @@ SECURITY_HEADERS = {
 }
 
 
-def _find_page_files() -> dict[str, Path]:
+def _find_page_files_by_path() -> dict[str, Path]:
     """Map request paths to files. Read once: only these files are ever sent."""
     files = sorted(file for file in PAGE_DIR.rglob("*") if file.suffix in CONTENT_TYPES)
     paths = [file.relative_to(PAGE_DIR).as_posix() for file in files]
@@ -46,7 +46,7 @@ def _find_page_files() -> dict[str, Path]:
     }
 
 
-PAGE_FILES = _find_page_files()
+PAGE_FILES = _find_page_files_by_path()
 PAGE_PATHS = tuple(path.encode() for path in PAGE_FILES)
 """Paths that need no key."""
 

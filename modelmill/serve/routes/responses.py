@@ -12,28 +12,32 @@ from modelmill.outputs import CompletionOutput
 from modelmill.request_output_state import RequestOutputState
 from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
-from modelmill.serve.chat_answer import run_event_generator, streamed_or_whole_response
+from modelmill.serve.chat_answer import exhaust_event_generator, streamed_or_whole_response
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.dialects.error_format import responses_error_event
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.errors import ApiError
-from modelmill.serve.openai_format import ChatLogprobsFormatter, Utf8JsonResponse
-from modelmill.serve.request_handle import RequestHandle, StreamItem
+from modelmill.serve.openai_format import ChatLogprobsFormatter, SurrogateSafeJsonResponse
+from modelmill.serve.request_handle import HttpRequestHandle, PromptOutputDelta
 from modelmill.serve.response_items import ResponseEvent, ResponseItemsBuilder
-from modelmill.serve.response_recorder import (
+from modelmill.serve.response_store import input_as_items
+from modelmill.serve.response_store_access import (
     ResponseRecorder,
     previous_response_items,
     resolve_item_references,
     should_store_response,
 )
-from modelmill.serve.response_store import input_as_items
 from modelmill.serve.responses_schema import ResponsesRequest
 from modelmill.serve.routes.chat import (
-    RememberingAnswerParser,
+    AnswerRecordingParser,
     converted_chat_request_state,
     submit_converted_chat,
 )
-from modelmill.serve.routes.common import acquire_engine, openai_finish_reason, random_id
+from modelmill.serve.routes.common import (
+    acquire_service_and_engine,
+    openai_finish_reason,
+    random_id,
+)
 from modelmill.serve.stream import EventFormatter
 from modelmill.text.answer_pieces import ReasoningDelta
 from modelmill.text_processor import TextProcessor
@@ -44,7 +48,7 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/responses")
 async def responses(body: ResponsesRequest, request: Request) -> Any:
     """Answer a conversation: the same text as /v1/chat/completions returns for it."""
-    service, engine = await acquire_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     engine.check_capacity(1)
     body = _with_stored_items(request, body)
     chat, handle = await submit_converted_chat(request, engine, _prepare_chat, body)
@@ -66,12 +70,12 @@ async def responses(body: ResponsesRequest, request: Request) -> Any:
 @router.post("/v1/responses/input_tokens")
 async def count_input_tokens(body: ResponsesRequest, request: Request) -> Any:
     """The number of prompt tokens of a response, without making it."""
-    service, engine = await acquire_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     body = _with_stored_items(request, body)
     limit = max_tokenize_tokens(engine.request_limits.max_len)
     _, state = await service.run_in_thread(_prepare_chat, engine.text_processor, body, limit)
     count = len(state.request.prompt)
-    return Utf8JsonResponse({"object": "response.input_tokens", "input_tokens": count})
+    return SurrogateSafeJsonResponse({"object": "response.input_tokens", "input_tokens": count})
 
 
 def _with_stored_items(request: Request, body: ResponsesRequest) -> ResponsesRequest:
@@ -115,7 +119,7 @@ class ResponsesBuilder(EventFormatter):
         self,
         body: ResponsesRequest,
         chat: ChatRequest,
-        handle: RequestHandle,
+        handle: HttpRequestHandle,
         text_processor: TextProcessor,
         store: ResponseRecorder | None = None,
     ) -> None:
@@ -129,7 +133,7 @@ class ResponsesBuilder(EventFormatter):
             "created_at": int(time.time()),
         }
         self._logprobs = ChatLogprobsFormatter(text_processor.tokenizer, body.top_logprobs or 0)
-        self._reader = RememberingAnswerParser(chat, text_processor, handle.request_states[0])
+        self._reader = AnswerRecordingParser(chat, text_processor, handle.request_states[0])
         self._items = ResponseItemsBuilder(
             hold_spaces=self._reader.parser is not None,
             tools_by_offered_name=body.tools_by_offered_name,
@@ -138,10 +142,10 @@ class ResponsesBuilder(EventFormatter):
         self._num_events = 0
         self._status = "in_progress"
 
-    def consume(self, items: Sequence[StreamItem]) -> None:
+    def add_stream_items(self, items: Sequence[PromptOutputDelta]) -> None:
         """Add deltas without making events."""
         for each in items:
-            run_event_generator(self._stream_item_events(each))
+            exhaust_event_generator(self._stream_item_events(each))
 
     def first_events(self) -> bytes:
         """The events that the response has begun."""
@@ -151,7 +155,7 @@ class ResponsesBuilder(EventFormatter):
             for event_type in ("response.created", "response.in_progress")
         )
 
-    def delta_events(self, items: Sequence[StreamItem]) -> bytes:
+    def delta_events(self, items: Sequence[PromptOutputDelta]) -> bytes:
         """Events of new deltas."""
         return b"".join(self._encode_events(self._stream_item_events(each)) for each in items)
 
@@ -173,7 +177,7 @@ class ResponsesBuilder(EventFormatter):
             ]
         )
 
-    def _stream_item_events(self, item: StreamItem) -> Iterable[ResponseEvent]:
+    def _stream_item_events(self, item: PromptOutputDelta) -> Iterable[ResponseEvent]:
         delta = item.delta
         output = delta.output.outputs[0]
         logprobs = self._logprobs.format_next(output, len(delta.token_ids))
@@ -185,7 +189,7 @@ class ResponsesBuilder(EventFormatter):
     def _text_events(
         self, text: str, ended: CompletionOutput | None, num_tokens: int
     ) -> Iterable[ResponseEvent]:
-        """Events of new text; arguments as of ``RememberingAnswerParser.parse_text``."""
+        """Events of new text; arguments as of ``AnswerRecordingParser.parse_text``."""
         pieces = self._reader.parse_text(text, ended, num_tokens)
         for piece in pieces:
             if isinstance(piece, str):

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Path, Request
 
 from modelmill.serve.errors import ApiError
 from modelmill.serve.kv_session_schema import SESSION_NAME
-from modelmill.serve.openai_format import Utf8JsonResponse
+from modelmill.serve.openai_format import SurrogateSafeJsonResponse
 from modelmill.serve.query_parameters import check_query_parameters
 from modelmill.serve.routes.common import get_service
 from modelmill.serve.routes.kv_sessions import (
@@ -27,7 +27,7 @@ async def list_sessions(request: Request) -> Any:
     """The saved sessions of the request's key, the newest first."""
     folder = key_session_folder(request)
     files = await get_service(request).run_in_thread(_list_session_files, folder)
-    return Utf8JsonResponse({"object": "list", "data": files})
+    return SurrogateSafeJsonResponse({"object": "list", "data": files})
 
 
 @router.delete("/v1/sessions/{name}")
@@ -42,7 +42,7 @@ async def delete(request: Request, name: Annotated[str, Path(pattern=SESSION_NAM
         raise ApiError(
             500, f"the session cannot be deleted: {error.strerror}", "server_error"
         ) from None
-    return Utf8JsonResponse({"name": name, "deleted": True})
+    return SurrogateSafeJsonResponse({"name": name, "deleted": True})
 
 
 def _list_session_files(folder: FilePath) -> list[dict[str, Any]]:

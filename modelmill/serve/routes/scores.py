@@ -11,8 +11,12 @@ from fastapi import APIRouter, Request
 from modelmill.request_output_state import RequestOutputState
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.embeddings_schema import EmbeddingRequest
-from modelmill.serve.openai_format import Utf8JsonResponse
-from modelmill.serve.routes.common import acquire_engine, prepare_and_submit_requests, random_id
+from modelmill.serve.openai_format import SurrogateSafeJsonResponse
+from modelmill.serve.routes.common import (
+    acquire_service_and_engine,
+    prepare_and_submit_requests,
+    random_id,
+)
 from modelmill.serve.routes.embeddings import embedding_request_states
 from modelmill.serve.scoring import SCORE_METHOD, embedding_cosine, rerank_results
 from modelmill.serve.scoring_schema import RerankRequest, ScoreRequest
@@ -25,11 +29,11 @@ router = APIRouter(route_class=BodyRoute)
 async def rerank(body: RerankRequest, request: Request) -> Any:
     """Sort documents by the cosine of their embedding with the query's."""
     texts = body.document_texts()
-    states = await _embed_texts(request, body, [body.query, *texts])
+    states = await _run_text_embedding_requests(request, body, [body.query, *texts])
     results = rerank_results(body, states, texts)
     if body.texts is not None:
-        return Utf8JsonResponse(results)
-    return Utf8JsonResponse(
+        return SurrogateSafeJsonResponse(results)
+    return SurrogateSafeJsonResponse(
         {
             "id": random_id("rerank"),
             "model": body.model,
@@ -47,9 +51,9 @@ async def score(body: ScoreRequest, request: Request) -> Any:
     places: dict[str, int] = {}
     for text in (each for pair in pairs for each in pair):
         places.setdefault(text, len(places))
-    states = await _embed_texts(request, body, list(places))
+    states = await _run_text_embedding_requests(request, body, list(places))
     scores = [embedding_cosine(states[places[one]], states[places[other]]) for one, other in pairs]
-    return Utf8JsonResponse(
+    return SurrogateSafeJsonResponse(
         {
             "id": random_id("score"),
             "object": "list",
@@ -65,10 +69,10 @@ async def score(body: ScoreRequest, request: Request) -> Any:
     )
 
 
-async def _embed_texts(
+async def _run_text_embedding_requests(
     request: Request, body: RerankRequest | ScoreRequest, texts: list[str]
 ) -> list[RequestOutputState]:
-    _, engine = await acquire_engine(request, body.model, body.keep_alive)
+    _, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     engine.check_capacity(len(texts))
     made = EmbeddingRequest.model_validate(
         {

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from modelmill.serve.errors import invalid_request
 from modelmill.serve.query_parameters import check_query_parameters
 from modelmill.serve.response_input_items import Order, list_input_items
-from modelmill.serve.response_recorder import request_owner
+from modelmill.serve.response_store_access import request_owner
 from modelmill.serve.routes.common import get_service
 
 bodyless_router = APIRouter(dependencies=[Depends(check_query_parameters)])

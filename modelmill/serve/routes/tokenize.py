@@ -12,12 +12,12 @@ from modelmill.runtime.sequence import RequestLimits
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.engine_client import max_tokenize_tokens
-from modelmill.serve.openai_format import Utf8JsonResponse, token_bytes, token_text
-from modelmill.serve.result_pictures import replace_tool_result_images
+from modelmill.serve.openai_format import SurrogateSafeJsonResponse, token_bytes, token_text
 from modelmill.serve.routes.chat import chat_request_state
-from modelmill.serve.routes.common import acquire_engine, check_message_sizes
+from modelmill.serve.routes.common import acquire_service_and_engine, check_message_sizes
 from modelmill.serve.special_token_prompts import encode_text
 from modelmill.serve.tokenize_schema import DetokenizeRequest, TemplateRequest, TokenizeRequest
+from modelmill.serve.tool_image_placeholders import replace_tool_images_with_text
 from modelmill.serve.tool_schema import check_parameter_schemas
 from modelmill.text import tool_prompts
 from modelmill.text.begun_answer import read_begun_answer
@@ -31,7 +31,7 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request) -> Any:
     """Token ids of a text, or of a conversation through the chat template."""
-    service, engine = await acquire_engine(request, body.model)
+    service, engine = await acquire_service_and_engine(request, body.model)
     return await service.run_in_thread(
         _tokenize_response, engine.text_processor, body, engine.request_limits.max_len
     )
@@ -40,27 +40,27 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Any:
 @router.post("/apply-template")
 async def apply_template(body: TemplateRequest, request: Request) -> Any:
     """The prompt of a conversation as text, without running it."""
-    service, engine = await acquire_engine(request, body.model)
+    service, engine = await acquire_service_and_engine(request, body.model)
     return await service.run_in_thread(
-        _render_template, engine.text_processor, body, engine.request_limits.max_len
+        _rendered_template_response, engine.text_processor, body, engine.request_limits.max_len
     )
 
 
 @router.post("/v1/chat/completions/input_tokens")
 async def count_chat_tokens(body: ChatRequest, request: Request) -> Any:
     """The number of prompt tokens of a conversation, without answering it, as llama.cpp."""
-    service, engine = await acquire_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     body.check()
     limit = max_tokenize_tokens(engine.request_limits.max_len)
     state = await service.run_in_thread(chat_request_state, engine.text_processor, body, limit)
     count = len(state.request.prompt)
-    return Utf8JsonResponse({"object": "response.input_tokens", "input_tokens": count})
+    return SurrogateSafeJsonResponse({"object": "response.input_tokens", "input_tokens": count})
 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, request: Request) -> Any:
     """The text of token ids."""
-    service, engine = await acquire_engine(request, body.model)
+    service, engine = await acquire_service_and_engine(request, body.model)
     return await service.run_in_thread(
         _detokenize_response, engine.text_processor, body, engine.request_limits
     )
@@ -68,7 +68,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Any:
 
 def _tokenize_response(
     text_processor: TextProcessor, body: TokenizeRequest, max_model_len: int
-) -> Utf8JsonResponse:
+) -> SurrogateSafeJsonResponse:
     ids = encode_prompt(text_processor, body, max_model_len)
     if len(ids) > max_tokenize_tokens(max_model_len):
         raise RequestError(
@@ -82,12 +82,12 @@ def _tokenize_response(
         ]
     if body.return_token_strs:
         response["token_strs"] = [token_text(text_processor.tokenizer, id) for id in ids]
-    return Utf8JsonResponse(response)
+    return SurrogateSafeJsonResponse(response)
 
 
 def _detokenize_response(
     text_processor: TextProcessor, body: DetokenizeRequest, limits: RequestLimits
-) -> Utf8JsonResponse:
+) -> SurrogateSafeJsonResponse:
     tokenizer, max_tokens = text_processor.tokenizer, max_tokenize_tokens(limits.max_len)
     if tokenizer is None:
         raise TokenizerError("this engine has no tokenizer")
@@ -100,7 +100,7 @@ def _detokenize_response(
     if max(body.tokens, default=0) >= vocab:
         raise RequestError(f"tokens must be ids below {vocab}")
     text = tokenizer.decode(body.tokens, skip_special=False)
-    return Utf8JsonResponse({"prompt": text, "content": text})
+    return SurrogateSafeJsonResponse({"prompt": text, "content": text})
 
 
 def encode_prompt(
@@ -127,13 +127,15 @@ def encode_prompt(
             else body.parse_special,
             add_special=body.adds_special_tokens,
         )
-    chat_format, messages, template = template_input(text_processor, body, max_model_len)
+    chat_format, messages, template = chat_format_and_render_arguments(
+        text_processor, body, max_model_len
+    )
     if body.continue_final_message:
         return chat_format.encode_begun(messages, **template)
     return chat_format.encode(messages, body.add_generation_prompt is not False, **template)
 
 
-def template_input(
+def chat_format_and_render_arguments(
     text_processor: TextProcessor, body: TemplateRequest, max_model_len: int
 ) -> tuple[ChatFormat, Sequence[Mapping[str, Any]], dict[str, Any]]:
     """What the chat format renders: the conversation with its tools.
@@ -149,7 +151,7 @@ def template_input(
     messages: Sequence[Mapping[str, Any]] = body.messages or []
     tools = body.tools or ()
     if not text_processor.supports_images:
-        messages, _ = replace_tool_result_images(messages)
+        messages, _ = replace_tool_images_with_text(messages)
     body.check_continue_final_message()
     if body.continue_final_message:
         read_begun_answer(messages, chat_format.thinking)
@@ -163,17 +165,19 @@ def template_input(
     return chat_format, prepared, template
 
 
-def _render_template(
+def _rendered_template_response(
     text_processor: TextProcessor, body: TemplateRequest, max_model_len: int
-) -> Utf8JsonResponse:
+) -> SurrogateSafeJsonResponse:
     if body.messages is None:
         raise RequestError("messages: field required")
-    chat_format, messages, template = template_input(text_processor, body, max_model_len)
+    chat_format, messages, template = chat_format_and_render_arguments(
+        text_processor, body, max_model_len
+    )
     if body.continue_final_message:
         text = chat_format.render_begun(messages, **template)
     else:
         text = chat_format.render(messages, body.add_generation_prompt is not False, **template)
-    return Utf8JsonResponse({"prompt": text})
+    return SurrogateSafeJsonResponse({"prompt": text})
 
 
 def _token_piece(tokenizer: Tokenizer | None, id: int) -> str | list[int]:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from modelmill.core.errors import RequestError
-from modelmill.serve.catalogue.keep_alive import KeepAlive, parse_keep_alive
+from modelmill.serve.catalogue.keep_alive import KeepAliveInput, parse_keep_alive
 
 
 @pytest.mark.parametrize(
@@ -18,11 +18,11 @@ from modelmill.serve.catalogue.keep_alive import KeepAlive, parse_keep_alive
         ("-1m", math.inf), (10**400, math.inf), ("+2s", 2.0),
     ],
 )  # fmt: skip
-def test_durations(value: KeepAlive, seconds: float) -> None:
+def test_durations(value: KeepAliveInput, seconds: float) -> None:
     assert parse_keep_alive(value) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("value", ["", "5 m", "5x", "m", "--1", "1h-2m", "nan", True, "9" * 65])
-def test_others_are_refused(value: KeepAlive) -> None:
+def test_others_are_refused(value: KeepAliveInput) -> None:
     with pytest.raises(RequestError, match=r"^keep_alive must be seconds or a duration"):
         parse_keep_alive(value)

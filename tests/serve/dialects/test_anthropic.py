@@ -169,7 +169,7 @@ def test_blocks_of_an_answer() -> None:
             blocks.add_text(" "),
             blocks.start_call("t2", "g"),
             blocks.add_arguments('{"b": [1, "cut'),
-            blocks.finish_blocks(),
+            blocks.flush_and_close_block(),
         )
         for event in step
     ]
@@ -192,7 +192,11 @@ def test_blocks_of_an_answer() -> None:
 def test_ids_of_calls_are_those_of_the_api_and_come_back(id: str) -> None:
     """As they were made: the prompt of the next turn, and what is cached of it, stay the same."""
     blocks = AnthropicBlocksBuilder(hold_spaces=False)
-    steps = (*blocks.start_call(id, "f"), *blocks.add_arguments("{}"), *blocks.finish_blocks())
+    steps = (
+        *blocks.start_call(id, "f"),
+        *blocks.add_arguments("{}"),
+        *blocks.flush_and_close_block(),
+    )
     (block,) = blocks.content
     assert steps[0]["content_block"]["id"] == block["id"] == f"toolu_{id.removeprefix('call_')}"
     result = {"type": "tool_result", "tool_use_id": block["id"], "content": "ok"}
@@ -219,7 +223,7 @@ def test_the_id_of_a_request_by_the_name_of_the_api(running: ServiceThread) -> N
 def test_thinking_that_is_omitted_comes_back_in_its_signature() -> None:
     blocks = AnthropicBlocksBuilder(hold_spaces=False, omits_thinking=True)
     steps = (blocks.add_thinking("Hm, "), blocks.add_thinking("é."), blocks.add_text("Yes"))
-    made = [event for step in (*steps, blocks.finish_blocks()) for event in step]
+    made = [event for step in (*steps, blocks.flush_and_close_block()) for event in step]
     deltas = [event["delta"]["type"] for event in made if "delta" in event]
     assert deltas == ["signature_delta", "text_delta"]
     thinking, answer = blocks.content

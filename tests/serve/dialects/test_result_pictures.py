@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from modelmill.serve.result_pictures import IMAGE_PLACEHOLDER_TEXT, replace_tool_result_images
+from modelmill.serve.tool_image_placeholders import (
+    IMAGE_PLACEHOLDER_TEXT,
+    replace_tool_images_with_text,
+)
 from tests.serve.service_thread import ServiceThread
 
 pytestmark = pytest.mark.usefixtures("brief_tools")
@@ -118,10 +121,12 @@ def test_what_the_template_reads(running: ServiceThread) -> None:
 
 def test_what_is_replaced() -> None:
     messages = chat([PICTURE, TEXT, {"type": "image", "image": "x"}])["messages"]
-    out, warnings = replace_tool_result_images([*messages, {"role": "user", "content": [PICTURE]}])
+    out, warnings = replace_tool_images_with_text(
+        [*messages, {"role": "user", "content": [PICTURE]}]
+    )
     placeholder = {"type": "text", "text": IMAGE_PLACEHOLDER_TEXT}
     assert out[2]["content"] == [placeholder, TEXT, placeholder]
     assert out[3]["content"] == [PICTURE]
     assert messages[2]["content"][0] == PICTURE
     assert warnings == [f"messages: {WARNING.replace('a picture', '2 pictures')}"]
-    assert replace_tool_result_images(chat("done")["messages"]) == (chat("done")["messages"], [])
+    assert replace_tool_images_with_text(chat("done")["messages"]) == (chat("done")["messages"], [])

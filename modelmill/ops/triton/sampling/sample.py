@@ -41,10 +41,10 @@ from modelmill.ops.triton.sampling.integer_probs import (
 from modelmill.ops.triton.sampling.topk_topp import (
     NUM_GATHERED_SLOT,
     TOTAL_WEIGHT_SLOT,
-    WEIGHT_ABOVE_SLOT,
+    WEIGHT_ABOVE_BRACKET_SLOT,
     find_threshold_bracket,
-    load_filter_params,
     load_row_max_and_floor,
+    load_topk_topp_params,
     narrow_bracket,
     pivot_step,
     sums_row_ptr,
@@ -87,7 +87,7 @@ def run(inputs: SampleInputs) -> torch.Tensor:
     grid = (count, rows)
     _chunk_maxima[grid](*row_args, **sizes, num_warps=warps, **options)
     for level in (0, 1):
-        _count_above_pivots[grid](
+        _sum_mass_above_pivots[grid](
             *row_args, top_k, top_p, LEVEL=level, **sizes, num_warps=warps, **options
         )
     _gather_candidates[grid](*row_args, top_k, top_p, **sizes, num_warps=warps, **options)
@@ -123,7 +123,7 @@ def _chunk_maxima(
 
 
 @triton.jit(do_not_specialize=["vocab"])
-def _count_above_pivots(
+def _sum_mass_above_pivots(
     logits_ptr, stride, vocab, temperature_ptr, sums_ptr, words_ptr, top_k_ptr, top_p_ptr,
     LEVEL: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
@@ -132,7 +132,9 @@ def _count_above_pivots(
     """F of evenly spaced pivots: number, or approximate weight, of tokens ≥ each pivot."""
     pdl_wait(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    k, p, counting, filters = load_filter_params(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab)
+    k, p, counting, filters = load_topk_topp_params(
+        temperature_ptr, top_k_ptr, top_p_ptr, row, vocab
+    )
     words, row_max, lo = load_row_max_and_floor(words_ptr, row, vocab, CHUNK, CHUNKS, GATHERED)
     if filters & (row_max > NEG_INF) & (row_max < POS_INF):
         levels = sums_row_ptr(sums_ptr, row, CHUNKS, PIVOTS)
@@ -171,7 +173,9 @@ def _gather_candidates(
     """
     pdl_wait(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    k, p, counting, filters = load_filter_params(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab)
+    k, p, counting, filters = load_topk_topp_params(
+        temperature_ptr, top_k_ptr, top_p_ptr, row, vocab
+    )
     words, row_max, row_min = load_row_max_and_floor(words_ptr, row, vocab, CHUNK, CHUNKS, GATHERED)
     levels = sums_row_ptr(sums_ptr, row, CHUNKS, PIVOTS)
     if filters & (row_max > NEG_INF) & (row_max < POS_INF):
@@ -184,7 +188,7 @@ def _gather_candidates(
             weight = token_weight(x, row_max)
             tl.atomic_add(levels + 2 * PIVOTS + TOTAL_WEIGHT_SLOT, tl.sum(weight), sem="relaxed")
             tl.atomic_add(
-                levels + 2 * PIVOTS + WEIGHT_ABOVE_SLOT,
+                levels + 2 * PIVOTS + WEIGHT_ABOVE_BRACKET_SLOT,
                 tl.sum(tl.where(x >= hi, weight, 0)),
                 sem="relaxed",
             )
@@ -206,7 +210,9 @@ def _find_threshold(
     """The threshold of top-k and top-p, and the last id among tokens equal to it."""
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
-    k, p, counting, filters = load_filter_params(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab)
+    k, p, counting, filters = load_topk_topp_params(
+        temperature_ptr, top_k_ptr, top_p_ptr, row, vocab
+    )
     words, row_max, row_min = load_row_max_and_floor(words_ptr, row, vocab, CHUNK, CHUNKS, GATHERED)
     levels = sums_row_ptr(sums_ptr, row, CHUNKS, PIVOTS)
     temperature = tl.load(temperature_ptr + row)

@@ -34,10 +34,10 @@ _LOGIT_SPAN = tl.constexpr(28.0)
 _MAX_RELATIVE_ERROR = tl.constexpr(2.0**-16)
 
 # Scratch memory of a row. sums (int64): F of the pivots of both levels, four totals
-# (NUM_GATHERED_SLOT, TOTAL_WEIGHT_SLOT, WEIGHT_ABOVE_SLOT), weight of each chunk. words (int32, or
-# float32 bits): maximum, minimum and index of the maximum of each chunk; the threshold and the last
-# id among tokens equal to it; the gathered values and their ids.
-NUM_GATHERED_SLOT, TOTAL_WEIGHT_SLOT, WEIGHT_ABOVE_SLOT = (
+# (NUM_GATHERED_SLOT, TOTAL_WEIGHT_SLOT, WEIGHT_ABOVE_BRACKET_SLOT), weight of each chunk. words
+# (int32, or float32 bits): maximum, minimum and index of the maximum of each chunk; the threshold
+# and the last id among tokens equal to it; the gathered values and their ids.
+NUM_GATHERED_SLOT, TOTAL_WEIGHT_SLOT, WEIGHT_ABOVE_BRACKET_SLOT = (
     tl.constexpr(0),
     tl.constexpr(1),
     tl.constexpr(2),
@@ -57,7 +57,7 @@ def words_row_ptr(words_ptr, row, CHUNKS: tl.constexpr, GATHERED: tl.constexpr):
 
 
 @triton.jit
-def load_filter_params(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab):
+def load_topk_topp_params(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab):
     """(k, p, whether tokens are counted, whether a threshold is needed at all)."""
     k, p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
     counting = (k > 0) & (k < vocab)
@@ -139,7 +139,7 @@ def find_threshold_bracket(levels, row_max, row_min, k, p, counting, PIVOTS: tl.
 
 
 @triton.jit
-def _interpolate(lo, hi, index):
+def _interpolate_keys(lo, hi, index):
     """Integers from lo (index 0) to hi (index 9), increasing.
 
     At least one integer is between the two if there is one.
@@ -168,13 +168,16 @@ def _search_row(row_ptr, vocab, temperature, row_max, goal, floor, counting, CHU
     """The largest value with F ≥ goal, by search over the whole row."""
     lo, hi = float_to_key(floor), float_to_key(row_max) + 1
     while hi - lo > 1:
-        keys = _interpolate(lo, hi, 1 + tl.arange(0, 8))
+        keys = _interpolate_keys(lo, hi, 1 + tl.arange(0, 8))
         sufficient = (
             _mass_above_keys(row_ptr, vocab, temperature, row_max, keys, floor, counting, CHUNK)
             >= goal
         )
         num_sufficient = tl.sum(sufficient.to(tl.int32))
-        lo, hi = _interpolate(lo, hi, num_sufficient), _interpolate(lo, hi, num_sufficient + 1)
+        lo, hi = (
+            _interpolate_keys(lo, hi, num_sufficient),
+            _interpolate_keys(lo, hi, num_sufficient + 1),
+        )
     return key_to_float(lo)
 
 
@@ -195,12 +198,15 @@ def _tie_break_row(row_ptr, vocab, temperature, equal, rank, CHUNK: tl.constexpr
 def _search_gathered(keys, masses, lo, hi, goal):
     """The largest key with F ≥ goal among the gathered tokens; F(lo) ≥ goal > F(hi)."""
     while hi - lo > 1:
-        pivots = _interpolate(lo, hi, 1 + tl.arange(0, 8))
+        pivots = _interpolate_keys(lo, hi, 1 + tl.arange(0, 8))
         sufficient = (
             tl.sum(tl.where(keys[None, :] >= pivots[:, None], masses[None, :], 0), axis=1) >= goal
         )
         num_sufficient = tl.sum(sufficient.to(tl.int32))
-        lo, hi = _interpolate(lo, hi, num_sufficient), _interpolate(lo, hi, num_sufficient + 1)
+        lo, hi = (
+            _interpolate_keys(lo, hi, num_sufficient),
+            _interpolate_keys(lo, hi, num_sufficient + 1),
+        )
     return lo
 
 
@@ -232,7 +238,7 @@ def threshold_from_gathered(
     x = bits_to_float(tl.load(words + 3 * CHUNKS + 2 + index))
     ids = tl.load(words + 3 * CHUNKS + 2 + GATHERED + index)
     num_gathered = tl.load(levels + 2 * PIVOTS + NUM_GATHERED_SLOT)
-    above = tl.load(levels + 2 * PIVOTS + WEIGHT_ABOVE_SLOT)
+    above = tl.load(levels + 2 * PIVOTS + WEIGHT_ABOVE_BRACKET_SLOT)
     total = tl.load(levels + 2 * PIVOTS + TOTAL_WEIGHT_SLOT)
     lo, hi, at_lo, at_hi = find_threshold_bracket(levels, row_max, row_min, k, p, counting, PIVOTS)
     x = tl.where(index < num_gathered, x, NEG_INF)

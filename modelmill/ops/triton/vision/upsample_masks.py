@@ -26,7 +26,7 @@ from modelmill.ops.upsample_masks import Masks, UpsampleMasksInputs
 unavailable_reason = unavailable_reason_without_ptx
 
 ROWS, BLOCK = 32, 512  # pixels per program
-_EMPTY_BOX_COORDINATE = 1 << 30
+_INITIAL_BOX_MINIMUM = 1 << 30
 
 
 def supports(inputs: UpsampleMasksInputs) -> bool:
@@ -43,7 +43,7 @@ def run(inputs: UpsampleMasksInputs) -> Masks:
     columns, column_weights = _interpolation_taps(width, resized[0], image, grid, logits.device)
     rows, row_weights = _interpolation_taps(height, resized[1], image, grid, logits.device)
     counts = torch.zeros((count, 3), dtype=torch.int32, device=logits.device)
-    boxes = torch.full((count, 4), _EMPTY_BOX_COORDINATE, dtype=torch.int32, device=logits.device)
+    boxes = torch.full((count, 4), _INITIAL_BOX_MINIMUM, dtype=torch.int32, device=logits.device)
     boxes[:, 2:] = -1
     masks = (
         torch.empty((count, height, width), dtype=torch.bool, device=logits.device)
@@ -101,10 +101,10 @@ def _upsample_kernel(
     x = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = x < width
     base = logits_ptr + mask * grid * grid
-    a, wa = _gather_taps(column_ptr, column_weight_ptr, x, 0, inside)
-    b, wb = _gather_taps(column_ptr, column_weight_ptr, x, 1, inside)
-    c, wc = _gather_taps(column_ptr, column_weight_ptr, x, 2, inside)
-    d, wd = _gather_taps(column_ptr, column_weight_ptr, x, 3, inside)
+    a, wa = _load_tap(column_ptr, column_weight_ptr, x, 0, inside)
+    b, wb = _load_tap(column_ptr, column_weight_ptr, x, 1, inside)
+    c, wc = _load_tap(column_ptr, column_weight_ptr, x, 2, inside)
+    d, wd = _load_tap(column_ptr, column_weight_ptr, x, 3, inside)
     area = tl.zeros([BLOCK], tl.int32)
     high = tl.zeros([BLOCK], tl.int32)
     low = tl.zeros([BLOCK], tl.int32)
@@ -148,6 +148,6 @@ def _load_float64(at):
 
 
 @triton.jit
-def _gather_taps(place_ptr, weight_ptr, x, part: tl.constexpr, inside):
+def _load_tap(place_ptr, weight_ptr, x, part: tl.constexpr, inside):
     place = tl.load(place_ptr + x * 4 + part, mask=inside, other=0)
     return place, tl.load(weight_ptr + x * 4 + part, mask=inside, other=0.0)

@@ -40,7 +40,7 @@ def gemm_8bit(inputs: Linear8BitInputs, configs: TunedConfigs | None = None) -> 
     """
     x, weight = inputs.x, inputs.weight
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=inputs.dtype, device=x.device)
-    launch = _launch_gemv if is_word_aligned(x, weight) else _launch_gemm
+    launch = _launch_gemv if can_use_gemv(x, weight) else _launch_gemm
     launch(inputs, out, configs)
     return out
 
@@ -131,7 +131,7 @@ def _multiply_add(w, x, total, IS_INT8: tl.constexpr):
         return tl.dot(w, x, total, max_num_imprecise_acc=128)
 
 
-def is_word_aligned(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def can_use_gemv(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether rows are whole aligned 32-bit words of four values, as the GEMV requires."""
     return (
         x.shape[1] % 4 == 0
@@ -143,7 +143,7 @@ def is_word_aligned(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _launch_gemv(inputs: Linear8BitInputs, out: torch.Tensor, configs: TunedConfigs | None) -> None:
-    """For x [1, K], if ``is_word_aligned``."""
+    """For x [1, K], if ``can_use_gemv``."""
     x, weight, scale, x_scale, _, bias = inputs
     n, k = weight.shape[0], weight.shape[1] // 4
     is_int8 = x.dtype is torch.int8

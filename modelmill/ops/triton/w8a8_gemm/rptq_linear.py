@@ -26,7 +26,11 @@ from modelmill.ops.triton.common.device import unavailable_reason as unavailable
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
 # (maximum tokens, tokens per tile, weight rows per tile, maximum block of K, stages, warps)
-LAUNCH_CONFIGS = ((16, 16, 32, 256, 4, 4), (64, 64, 64, 128, 4, 4), (1 << 31, 128, 128, 128, 3, 8))
+LAUNCH_CONFIGS_BY_MAX_TOKENS = (
+    (16, 16, 32, 256, 4, 4),
+    (64, 64, 64, 128, 4, 4),
+    (1 << 31, 128, 128, 128, 3, 8),
+)
 
 
 SUPPORTED_PROBLEMS = (GemmSupportRange(group_multiple=32),)
@@ -46,7 +50,7 @@ def run(inputs: RptqLinearInputs) -> torch.Tensor:
     n = weight.shape[0]
     out = torch.empty((tokens, n), dtype=dtype, device=q.device)
     block_t, block_n, max_block_k, stages, warps = next(
-        row[1:] for row in LAUNCH_CONFIGS if tokens <= row[0]
+        row[1:] for row in LAUNCH_CONFIGS_BY_MAX_TOKENS if tokens <= row[0]
     )
     block_k = min(group & -group, max_block_k)  # the largest power of two that divides a group
     _kernel[(-(-n // block_n), -(-tokens // block_t))](

@@ -20,7 +20,7 @@ import triton.language as tl
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 
-_PACK_COLUMNS = 32  # columns that share a scale, at least
+_MIN_GROUP_COLUMNS = 32  # columns that share a scale, at least
 _BLOCK_N, _PACKS_PER_PROGRAM = 2, 64  # per program
 
 
@@ -30,13 +30,13 @@ def dequantize(inputs: GroupwiseLinearInputs) -> torch.Tensor:
     A group may also be all columns, with scales [N].
     """
     (n, columns), group = (len(inputs.weight), inputs.x.shape[1]), inputs.group
-    programs = (-(-n // _BLOCK_N), -(-columns // (_PACK_COLUMNS * _PACKS_PER_PROGRAM)), 1)
+    programs = (-(-n // _BLOCK_N), -(-columns // (_MIN_GROUP_COLUMNS * _PACKS_PER_PROGRAM)), 1)
     group = group if group < columns else 1 << 30
-    constants = (group, _PACK_COLUMNS, _BLOCK_N, _PACKS_PER_PROGRAM)
+    constants = (group, _MIN_GROUP_COLUMNS, _BLOCK_N, _PACKS_PER_PROGRAM)
     return launch_dequantize(_launcher, programs, inputs, (), constants, warps=4)
 
 
-def dequantize_nibbles(
+def launch_dequantize_nibbles(
     launcher: CachedLauncher, inputs: GroupwiseLinearInputs, constants: tuple[int, ...]
 ) -> torch.Tensor:
     """``launch_dequantize`` of 4-bit codes, sixteen bytes of which have 32 columns."""
@@ -122,7 +122,7 @@ def store_product(out_ptr, total, bias_ptr, row, token, n, out_stride, live, BIA
 
 
 @triton.jit
-def load_nibbles(weight_ptr, n, width, stride, BLOCK_N: tl.constexpr, RUNS: tl.constexpr):
+def load_packed_nibbles(weight_ptr, n, width, stride, BLOCK_N: tl.constexpr, RUNS: tl.constexpr):
     """(rows [N], runs of 32 columns [R], which of them exist, the bytes [N, R, 16])."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)

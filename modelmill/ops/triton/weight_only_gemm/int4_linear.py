@@ -33,8 +33,8 @@ from modelmill.ops.triton.common.device import unavailable_reason as unavailable
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.weight_only_gemm.dequant import (
-    dequantize_nibbles,
-    load_nibbles,
+    launch_dequantize_nibbles,
+    load_packed_nibbles,
     store_nibbles,
     store_product,
 )
@@ -77,7 +77,7 @@ def _launch_config(tokens: int, n: int) -> tuple[int, int, int, int]:
 
 def dequantize_weight(inputs: GroupwiseLinearInputs) -> torch.Tensor:
     """The weight of a product as [N, K] of x's dtype."""
-    return dequantize_nibbles(_launcher, inputs, (ZERO_POINT, inputs.group))
+    return launch_dequantize_nibbles(_launcher, inputs, (ZERO_POINT, inputs.group))
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def _dequantize_kernel(
     OFFSET: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
     RUNS: tl.constexpr,
 ):  # fmt: skip
-    row, run, in_range, codes = load_nibbles(weight_ptr, n, width, stride, BLOCK_N, RUNS)
+    row, run, in_range, codes = load_packed_nibbles(weight_ptr, n, width, stride, BLOCK_N, RUNS)
     # a group size is a multiple of 32
     grid = row[:, None] * grid_stride + (run * 32 // GROUP)[None, :]
     scale = tl.load(scale_ptr + grid, mask=in_range, other=0.0).to(tl.float32)

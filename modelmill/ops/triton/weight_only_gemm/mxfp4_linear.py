@@ -28,8 +28,8 @@ from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.weight_only_gemm import groupwise
 from modelmill.ops.triton.weight_only_gemm.dequant import (
-    dequantize_nibbles,
-    load_nibbles,
+    launch_dequantize_nibbles,
+    load_packed_nibbles,
     store_nibbles,
     store_product,
 )
@@ -71,7 +71,7 @@ def _gemm(inputs: GroupwiseLinearInputs, out: torch.Tensor) -> None:
 
 def dequantize_weight(inputs: GroupwiseLinearInputs) -> torch.Tensor:
     """The weight of a product as [N, K] of x's dtype."""
-    return dequantize_nibbles(_launcher, inputs, ())
+    return launch_dequantize_nibbles(_launcher, inputs, ())
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def _dequantize_kernel(
     weight_ptr, scale_ptr, offset_ptr, out_ptr, n, k, width, stride, grid_stride,
     OFFSET: tl.constexpr, BLOCK_N: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
-    row, run, in_range, codes = load_nibbles(weight_ptr, n, width, stride, BLOCK_N, RUNS)
+    row, run, in_range, codes = load_packed_nibbles(weight_ptr, n, width, stride, BLOCK_N, RUNS)
     grid = row[:, None] * grid_stride + run[None, :]
     scale = e8m0_values(tl.load(scale_ptr + grid, mask=in_range, other=0))[:, :, None]
     low, high = e2m1_values(codes & 15) * scale, e2m1_values(codes >> 4) * scale

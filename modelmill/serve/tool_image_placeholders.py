@@ -14,7 +14,7 @@ IMAGE_PLACEHOLDER_TEXT = "[a picture, which this model cannot see]"
 IMAGE_PART_TYPES = ("image_url", "image")
 
 
-def replace_tool_result_images(
+def replace_tool_images_with_text(
     messages: Sequence[Mapping[str, Any]],
 ) -> tuple[list[Mapping[str, Any]], list[str]]:
     """Return the conversation with text in the place of these pictures, and warnings."""

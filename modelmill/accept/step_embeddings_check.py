@@ -24,7 +24,7 @@ from modelmill.accept.tolerances import module_bound
 EMBED_MODULE = "embed"
 
 
-class StepEmbeddings:
+class StepEmbeddingsCheck:
     """The engine's embeddings of some sequences, step by step, beside the reference's.
 
     With learned positions also those of the last tokens of a sequence of ``longest`` tokens.
@@ -51,7 +51,7 @@ class StepEmbeddings:
             self._pairs.append((ours, torch.stack(rows).cpu()))
             if self._has_positions:
                 self._has_positions = False  # once
-                self._record_last_positions(module, *args)
+                self._embed_at_last_positions(module, *args)
 
         handle = scorer.runner.model.get_submodule(EMBED_MODULE).register_forward_hook(record)
         try:
@@ -59,7 +59,7 @@ class StepEmbeddings:
         finally:
             handle.remove()
 
-    def _record_last_positions(self, module: nn.Module, ids: Tensor, step: Any) -> None:
+    def _embed_at_last_positions(self, module: nn.Module, ids: Tensor, step: Any) -> None:
         """Embed the step's tokens as the last ones of the longest sequence."""
         count = min(len(ids), self._longest)
         last = torch.arange(self._longest - count, self._longest, device=ids.device)

@@ -483,7 +483,7 @@ class ScoredText(ResponseModel):
     text: str = Field("", description="with return_text")
 
 
-class RerankAnswer(RootModel[RerankResponse | list[ScoredText]]):
+class RerankResponseOrScoredTexts(RootModel[RerankResponse | list[ScoredText]]):
     """Response body of POST /v1/rerank; of a request with ``texts`` in TEI's form."""
 
 
@@ -507,7 +507,7 @@ class ScoreResponse(ResponseModel):
     usage: EmbeddingUsage
 
 
-class LlamaCppTokenProbability(ResponseModel):
+class LlamaCppTokenLogprob(ResponseModel):
     """Log-probability of a token."""
 
     id: int
@@ -516,10 +516,10 @@ class LlamaCppTokenProbability(ResponseModel):
     logprob: Annotated[float, Field(le=0)]
 
 
-class LlamaCppTokenProbabilities(LlamaCppTokenProbability):
+class LlamaCppSampledTokenLogprobs(LlamaCppTokenLogprob):
     """Log-probability of a sampled token, and those of the most likely ones."""
 
-    top_logprobs: list[LlamaCppTokenProbability]
+    top_logprobs: list[LlamaCppTokenLogprob]
 
 
 class LlamaCppCompletionResponse(ResponseModel):
@@ -540,7 +540,7 @@ class LlamaCppCompletionResponse(ResponseModel):
     stopping_word: str
     generation_settings: dict[str, Any]
     timings: dict[str, Any]
-    completion_probabilities: list[LlamaCppTokenProbabilities] = Field(
+    completion_probabilities: list[LlamaCppSampledTokenLogprobs] = Field(
         default_factory=list, description="with n_probs"
     )
     warnings: list[str] = Field(default_factory=list)

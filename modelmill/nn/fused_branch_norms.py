@@ -26,7 +26,7 @@ from modelmill.nn.step import Step
 from modelmill.ops.branches_add_rms_norm import BranchesAddRMSNormInputs
 
 
-def can_fuse_branches(model: CausalLM) -> bool:
+def can_fuse_branches_into_norms(model: CausalLM) -> bool:
     """Whether all layers scale their branches, or all add two, in front of an RMSNorm."""
     kinds = {type(layer) for layer in model.layers}
     if kinds not in ({ScaledBranchLayer}, {ParallelHybridLayer}):
@@ -37,7 +37,7 @@ def can_fuse_branches(model: CausalLM) -> bool:
     )
 
 
-class FusedBranchesLM(FusedModule):
+class FusedBranchNormLM(FusedModule):
     """Token ids → logits, by layers whose norms combine the branches in front of them."""
 
     plain: CausalLM
@@ -47,9 +47,9 @@ class FusedBranchesLM(FusedModule):
         last = plain.layers[-1]
         if isinstance(last, ScaledBranchLayer):
             self.layers = nn.ModuleList(map(FusedScaledBranchLayer, plain.layers))
-            self.norm: nn.Module = FusedBranchNorm(plain.norm, last.mlp_post)
+            self.norm: nn.Module = BranchCombiningNorm(plain.norm, last.mlp_post)
         else:
-            self.layers = nn.ModuleList(map(FusedTwoBranchLayer, plain.layers))
+            self.layers = nn.ModuleList(map(FusedParallelHybridLayer, plain.layers))
 
     def forward(self, step: Step) -> torch.Tensor:
         """Logits [R, V] float32 of the rows ``step.logit_rows``."""
@@ -60,7 +60,7 @@ class FusedBranchesLM(FusedModule):
         return self.plain.hidden_states_with_substitute_layers(self.layers, step, self.norm)
 
 
-class FusedBranchNorm(FusedModule):
+class BranchCombiningNorm(FusedModule):
     """A norm that combines one or two branches before it adds them to the residual."""
 
     plain: RMSNorm
@@ -94,7 +94,7 @@ class FusedBranchNorm(FusedModule):
         return norm.forward(self.combine(*branches, step), residual, step)
 
 
-class FusedBranchLayer(FusedModule):
+class FusedBranchNormLayer(FusedModule):
     """A layer whose norms combine the branches in front of them.
 
     The norm in front of the MLP adds what the layer's mixers of tokens return. The MLP's own branch
@@ -107,7 +107,7 @@ class FusedBranchLayer(FusedModule):
     def __init__(self, plain: ScaledBranchLayer | ParallelHybridLayer, mixed: nn.Module) -> None:
         """mixed: the plain module behind the mixers."""
         super().__init__(plain)
-        self.mlp_norm = FusedBranchNorm(plain.mlp_norm, mixed)
+        self.mlp_norm = BranchCombiningNorm(plain.mlp_norm, mixed)
         self.mlp = _make_fused_mlp(plain.mlp)
 
     def forward(
@@ -115,27 +115,27 @@ class FusedBranchLayer(FusedModule):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(branch, residual), both [T, H]."""
         x, residual = self.attn_norm(x, residual, step)
-        branch, beside = self.mix_tokens(x, rope, step)
+        branch, beside = self.compute_mixer_branches(x, rope, step)
         x, residual = self.mlp_norm(branch, residual, step, beside)
         return self.mlp(x, step), residual
 
-    def mix_tokens(
+    def compute_mixer_branches(
         self, x: torch.Tensor, rope: RopeCosSin, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The branch of the attention, and one beside it."""
         return self.attn(x, rope, step), None
 
 
-class FusedScaledBranchLayer(FusedBranchLayer):
+class FusedScaledBranchLayer(FusedBranchNormLayer):
     """A layer whose branches are scaled by the norm behind them, the second by the next layer's."""
 
     def __init__(self, plain: nn.Module) -> None:
         layer = cast(ScaledBranchLayer, plain)
         super().__init__(layer, layer.attn_post)
-        self.attn_norm = FusedBranchNorm(layer.attn_norm, layer.mlp_post)
+        self.attn_norm = BranchCombiningNorm(layer.attn_norm, layer.mlp_post)
 
 
-class FusedTwoBranchLayer(FusedBranchLayer):
+class FusedParallelHybridLayer(FusedBranchNormLayer):
     """A layer whose attention and Mamba2 are added by the norm behind them."""
 
     mamba: nn.Module
@@ -144,7 +144,7 @@ class FusedTwoBranchLayer(FusedBranchLayer):
         layer = cast(ParallelHybridLayer, plain)
         super().__init__(layer, layer.sum)
 
-    def mix_tokens(
+    def compute_mixer_branches(
         self, x: torch.Tensor, rope: RopeCosSin, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The branches of the attention and of the Mamba2."""
