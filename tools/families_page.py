@@ -20,7 +20,7 @@ from tools import generated_page
 PAGE = Path("docs/families.md")
 ENTRIES = generated_page.ROOT / "tests" / "models" / "families"
 WITHOUT_A_CLASS = "transformers has no class"
-NONE_IN_LLAMA_CPP = "llama.cpp has no architecture of it"
+NONE_IN_LLAMA_CPP = ""
 AS_LLAMA = "its files name the architecture `llama`, and are read as that"
 WITHOUT_GGUF = {
     **dict.fromkeys(
@@ -53,14 +53,15 @@ norm produces alone: the inputs of OLMo's and EXAONE's layers are quantized as t
 the output of Gemma 4's attention, whose values are normed.
 
 *GGUF*: the architectures (`general.architecture`) whose files are read as the family, or why there
-are none, as of llama.cpp of 2026-11.
+are none, as of llama.cpp of 2026-11; "–" alone: it has no architecture of the family.
 
-*Compared with*: an independent implementation whose logits are matched within 1e-4 in float32;
-"float64" is a plain decoder of our own (`tests/models/plain_forward.py`), written from the paper
-and the published configuration, where transformers has no class of the family.
+The logits of every family are matched in float32 within 1e-4 with those of transformers. Where it
+has no class of the family ({plain}),
+they are matched with a plain decoder of our own in float64 (`tests/models/plain_forward.py`),
+written from the paper and the published configuration.
 
-| `model_type` | models | GGUF | compared with |
-|---|---|---|---|
+| `model_type` | models | GGUF |
+|---|---|---|
 """
 IMAGE_MODELS = """
 Models that read or segment images: {names}
@@ -96,7 +97,9 @@ and MPT takes `alibi_bias_max` from the config, where transformers takes 8.
 
 def render() -> dict[Path, str]:
     """The page by its path below the repository."""
-    rows, images = [], []
+    rows: list[str] = []
+    images: list[str] = []
+    plain: list[str] = []
     for name in list_module_names("modelmill.models"):
         family = importlib.import_module(f"modelmill.models.{name}")
         if read_family_options(family).ENGINE_TYPE != LANGUAGE_ENGINE_TYPE or name == "minigpt4":
@@ -104,10 +107,12 @@ def render() -> dict[Path, str]:
             continue
         title = (family.__doc__ or "").partition("\n")[0].rstrip(".")
         gguf = ", ".join(f"`{arch}`" for arch in gguf_architectures(name))
-        gguf = gguf or f"– ({reason_without_gguf(name)})"
-        rows.append(f"| `{name}` | {title} | {gguf} | {compared_with(name)} |")
+        reason = "" if gguf else reason_without_gguf(name)
+        rows.append(f"| `{name}` | {title} | {gguf or '–'}{f' ({reason})' if reason else ''} |")
+        if not in_transformers(name):
+            plain.append(f"`{name}`")
     recipes = ", ".join(f"`{each}`" for each in recipe_names())
-    text = HEAD.format(recipes=recipes) + "\n".join(rows) + "\n"
+    text = HEAD.format(recipes=recipes, plain=", ".join(plain)) + "\n".join(rows) + "\n"
     return {PAGE: text + IMAGE_MODELS.format(names=", ".join(images))}
 
 
@@ -128,11 +133,11 @@ def reason_without_gguf(model_type: str) -> str:
     return WITHOUT_GGUF[model_type]
 
 
-def compared_with(model_type: str) -> str:
-    """The independent implementation of the tests."""
+def in_transformers(model_type: str) -> bool:
+    """Whether transformers has the family, so that the tests compare with it."""
     entry = ENTRIES / f"{model_type}.py"
-    plain = entry.exists() and WITHOUT_A_CLASS in entry.read_text(encoding="utf-8")
-    return "float64" if plain or model_type == "qwen" else "transformers"
+    without_class = entry.exists() and WITHOUT_A_CLASS in entry.read_text(encoding="utf-8")
+    return not without_class and model_type != "qwen"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
