@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import shlex
 import subprocess
@@ -88,6 +89,8 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     options = parser.parse_args(words[:cut])
     if not options.report and (options.checkpoint is None or options.text is None):
         parser.error("CHECKPOINT and --text FILE are needed")
+    if options.summaries is not None and importlib.util.find_spec("rouge_score") is None:
+        parser.error("--summaries needs rouge-score, which is not installed")
     for name in ("checkpoint", "text", "calibration", "summaries", "work"):
         path = getattr(options, name)
         setattr(options, name, None if path is None else path.resolve())
