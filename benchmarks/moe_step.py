@@ -50,7 +50,7 @@ from modelmill.nn.moe_spec import MoESpec  # noqa: E402
 from modelmill.nn.step import Step  # noqa: E402
 from modelmill.ops import registry  # noqa: E402
 from modelmill.ops.cpu.common.thread_pool import single_thread_torch  # noqa: E402
-from modelmill.ops.timing import capture_graph, make_memory_read, time_interleaved  # noqa: E402
+from modelmill.ops.timing import capture_graph, make_cpu_memory_read_with_bytes, time_interleaved  # noqa: E402
 
 FORMATS = ("dense", "int8", "int4", "smoothquant", "fp8", "mxfp4")  # names of weight_formats
 BATCHES, PROMPTS = (1, 2, 8, 32, 64, 256), (1024, 4096)
@@ -162,7 +162,7 @@ def measure(
         functools.partial(run, cycle(inputs)) for run in (run_layers, run_routers)
     ]
     if on_cpu:
-        read, size = make_memory_read()
+        read, size = make_cpu_memory_read_with_bytes()
         calls.append(read)
     for call in calls:
         call()  # compiles
@@ -249,7 +249,9 @@ def main(words: Sequence[str] | None = None) -> list[MoEStepTiming]:
     parser.add_argument("--format", action="append", choices=FORMATS)
     parser.add_argument("--batch", action="append", type=int, help="tokens of a decode step")
     parser.add_argument("--prompt", action="append", type=int, help="tokens of a prefill step")
-    parser.add_argument("--kernel", action="append", choices=(*registry.BACKENDS, DEFAULT_KERNEL))
+    parser.add_argument(
+        "--kernel", action="append", choices=(*registry.BACKENDS_BESIDES_TORCH, DEFAULT_KERNEL)
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--save", type=Path)

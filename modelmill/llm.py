@@ -16,7 +16,7 @@ from modelmill.artifact.manifest import check_engine_type
 from modelmill.artifact.store import is_engine_folder
 from modelmill.core import log
 from modelmill.core.api_options import (
-    BUILD_FIELDS,
+    BUILD_ONLY_FIELDS,
     RUN_FIELDS,
     EngineOptions,
     check_option_names,
@@ -44,7 +44,7 @@ from modelmill.text_processor import (
     Prompt,
     TextProcessor,
     as_prompt_list,
-    check_sampling_params,
+    check_sampling_params_type,
     params_per_prompt,
 )
 
@@ -100,7 +100,7 @@ class LLM(OpenedEngine[EngineCore]):
         openai_defaults: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
-        check_option_names(options, (*RUN_FIELDS, *BUILD_FIELDS), type(self).__name__)
+        check_option_names(options, (*RUN_FIELDS, *BUILD_ONLY_FIELDS), type(self).__name__)
         if tensor_parallel_size is not None:
             options = {"tp": tensor_parallel_size, **options}
         engine = Path(model)
@@ -117,7 +117,7 @@ class LLM(OpenedEngine[EngineCore]):
         progress: Progress,
         openai_defaults: bool,
     ) -> None:
-        build = {name: value for name, value in options.items() if name in BUILD_FIELDS}
+        build = {name: value for name, value in options.items() if name in BUILD_ONLY_FIELDS}
         run = {name: value for name, value in options.items() if name in RUN_FIELDS}
         config = RunConfig(**run)  # type: ignore[arg-type]
         compile_cpu_kernels(config.device, progress)
@@ -296,7 +296,7 @@ class LLM(OpenedEngine[EngineCore]):
         Raises RequestError.
         """
         self.opened_or_raise  # noqa: B018 -- raises UsageError if closed
-        return self.language.request(prompt, check_sampling_params(params), **template)
+        return self.language.request(prompt, check_sampling_params_type(params), **template)
 
     def chat_request(
         self, messages: Messages, params: SamplingParams | None, **template: Any
@@ -306,7 +306,7 @@ class LLM(OpenedEngine[EngineCore]):
         Raises UsageError if the engine has no chat template.
         """
         self.opened_or_raise  # noqa: B018 -- raises UsageError if closed
-        return self.language.chat_request(messages, check_sampling_params(params), **template)
+        return self.language.chat_request(messages, check_sampling_params_type(params), **template)
 
     def stream_request(self, request: RequestOutputState) -> Iterator[OutputDelta]:
         """Yield the deltas of a request that ``request`` or ``chat_request`` made.

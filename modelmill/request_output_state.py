@@ -13,7 +13,7 @@ from modelmill.text.answer_history import PromptTail
 from modelmill.text.answer_pieces import BegunPart
 from modelmill.text.detokenizer import Detokenizer
 from modelmill.text.stop_matcher import StopMatcher
-from modelmill.text.thinking_scanner import ThinkingScanner, ThinkingScope
+from modelmill.text.thinking_scanner import AnswerThinkingScope, ThinkingScanner
 from modelmill.text.tokenizer_loader import Tokenizer
 
 
@@ -35,7 +35,7 @@ class RequestOutputState:
         begun: BegunPart = "",
         strips_start: bool = False,
         prompt_changes: Sequence[str] = (),
-        thinking_scope: ThinkingScope | None = None,
+        thinking_scope: AnswerThinkingScope | None = None,
     ) -> None:
         """Start the state of a request that has produced no token yet.
 
@@ -208,7 +208,7 @@ class SequenceDetokenizer:
         detokenizer: Detokenizer | None,
         stops: Sequence[str],
         strips_start: bool = False,
-        thinking_scope: ThinkingScope | None = None,
+        thinking_scope: AnswerThinkingScope | None = None,
     ) -> None:
         self._detokenizer = detokenizer
         self._strips_start = strips_start

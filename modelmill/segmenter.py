@@ -29,8 +29,8 @@ from modelmill.opened_engine import (
 from modelmill.vision.automatic_mask_options import AutomaticMaskOptions
 from modelmill.vision.draw import mask_prompt_logits
 from modelmill.vision.image import BLACK_BACKGROUND, open_image, to_rgb_image
-from modelmill.vision.open_model import ENGINE_TYPE, open_sam_model
 from modelmill.vision.prompts import Prompt, check_prompt_inside_image, make_prompt
+from modelmill.vision.sam_loader import ENGINE_TYPE, open_sam_model
 from modelmill.vision.sam_model import ImageEmbedding, Mask, SamModel
 
 START_OPTIONS = ("device", "kernels", "threads")

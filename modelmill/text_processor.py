@@ -58,7 +58,7 @@ from modelmill.text.chat_template_override import list_chat_templates, replace_c
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import ImageChatFormat, ImagePart
 from modelmill.text.message_validation import Messages
-from modelmill.text.thinking_scanner import ThinkingScope, find_thinking_scope
+from modelmill.text.thinking_scanner import AnswerThinkingScope, find_answer_thinking_scope
 from modelmill.text.tokenizer_loader import Tokenizer, load_tokenizer
 from modelmill.text.tool_call_reader import ToolSchemas
 
@@ -69,7 +69,7 @@ PROMPT_END_TOKENS = 32
 """Tokens at the end of a prompt that may begin or end the thinking."""
 
 
-class _PastAnswers(NamedTuple):
+class _AnswerHistoryQuery(NamedTuple):
     """Where earlier answers in a prompt are looked for, see ``encode_reusing_answers``."""
 
     sent_messages: Messages
@@ -219,7 +219,7 @@ class TextProcessor:
                 f"{', '.join(template)}: only for a chat template, but the prompt is not a "
                 "conversation; leave it out, or pass messages"
             )
-        request = self._build_request(
+        request = self._build_request_from_ids(
             self.encode_prompt(prompt),
             params,
             self.eos_ids,
@@ -291,7 +291,7 @@ class TextProcessor:
             messages,
             begun,
             add_generation_prompt,
-            _PastAnswers(sent_messages, tool_schemas or {}, cache_salt),
+            _AnswerHistoryQuery(sent_messages, tool_schemas or {}, cache_salt),
             template,
         )
         if kept_prompt_tokens is not None and len(ids) > kept_prompt_tokens:
@@ -299,7 +299,9 @@ class TextProcessor:
                 raise RequestError("a prompt with images cannot be truncated; shorten it")
             ids = ids[-kept_prompt_tokens:]
         eos = tuple(dict.fromkeys((*self.eos_ids, *self.chat_format.stop_ids)))
-        request = self._build_request(ids, params, eos, self.chat_format.stop_strings, cache_salt)
+        request = self._build_request_from_ids(
+            ids, params, eos, self.chat_format.stop_strings, cache_salt
+        )
         # the original MiniGPT-4 passes only embeddings to its language model, BLIP-2 ids as well
         penalize_prompt = self.chat_format.penalize_prompt
         thinking = self.chat_format.thinking if parses_thinking else None
@@ -327,27 +329,29 @@ class TextProcessor:
             request,
             None,
             self.tokenizer,
-            self._visible_control_tokens(calls, thinking is not None),
+            self._control_token_ids_for_parser(calls, thinking is not None),
             continues_prompt=grammar is not None or bool(begun.part),
             prompt_thinking=prompt_thinking,
             prompt_tail=tail,
             begun=begun.part,
             strips_start=self.chat_format.answers_begin_with_space and not begun.part,
             prompt_changes=changes,
-            thinking_scope=self._find_thinking_scope(thinking, prompt_thinking, begun, calls),
+            thinking_scope=self._find_answer_thinking_scope(
+                thinking, prompt_thinking, begun, calls
+            ),
         )
 
-    def _find_thinking_scope(
+    def _find_answer_thinking_scope(
         self,
         thinking: ThinkingSyntax | None,
         prompt_thinking: PromptThinking,
         begun: AssistantPrefill,
         calls: bool,
-    ) -> ThinkingScope | None:
+    ) -> AnswerThinkingScope | None:
         """Return where an answer may have thinking, in which no stop string counts."""
         assert self.chat_format is not None, "a conversation has a chat format"
         syntax = load_chat_syntax(self.chat_format.format_name)
-        return find_thinking_scope(syntax, thinking, prompt_thinking, begun.part, calls)
+        return find_answer_thinking_scope(syntax, thinking, prompt_thinking, begun.part, calls)
 
     def _encode_inner_text(self, text: str) -> list[int]:
         """Return the ids of a text that does not start the prompt."""
@@ -359,7 +363,7 @@ class TextProcessor:
         messages: Messages,
         begun: AssistantPrefill,
         add_generation_prompt: bool,
-        past: _PastAnswers,
+        past: _AnswerHistoryQuery,
         template: Mapping[str, Any],
     ) -> _EncodedConversation:
         chat_format = self.chat_format
@@ -394,7 +398,7 @@ class TextProcessor:
     ) -> list[int]:
         """Return the ids of a rendered conversation; answers of this engine keep their tokens."""
         assert self.tokenizer is not None, "a conversation was rendered for a tokenizer"
-        past = self._answer_history.find_answers(sent_messages, cache_salt)
+        past = self._answer_history.find_answers_per_message(sent_messages, cache_salt)
         if past:
             pieces = self._make_answer_splicer(tool_schemas).splice(pieces, past)
         return self.tokenizer.encode_pieces(pieces)
@@ -441,11 +445,13 @@ class TextProcessor:
             load_chat_syntax(chat_format.format_name),
             chat_format.thinking,
             chat_format.end_ids | frozenset(self.eos_ids),
-            self._visible_control_tokens(bool(tool_schemas), chat_format.thinking is not None),
+            self._control_token_ids_for_parser(
+                bool(tool_schemas), chat_format.thinking is not None
+            ),
             tool_schemas,
         )
 
-    def _visible_control_tokens(self, calls: bool, thinking: bool) -> frozenset[int]:
+    def _control_token_ids_for_parser(self, calls: bool, thinking: bool) -> frozenset[int]:
         """Control tokens that the answer parser needs in the text."""
         if self.chat_format is None or self.tokenizer is None:
             return frozenset()
@@ -491,14 +497,16 @@ class TextProcessor:
 
     def _make_image_span(self, position: int, image: ImagePart) -> ImageEmbeddingSpan:
         """The embedding span of one image; its handle is the pixels for the vision encoder."""
-        from modelmill.vision.image_input import decode_data_url, load_square_image
+        from modelmill.vision.image_input import decode_data_url, load_image_stretched_to_square
 
         assert isinstance(self.chat_format, ImageChatFormat), "only this format contains images"
         if not image.is_url and not self._allow_local_files:
             raise RequestError(f"{image.location}: an image must be an image_url with a data URL")
         size = int(self.manifest.config["image_embedder"]["vision_encoder"]["image"])
         source = decode_data_url(image.source, image.location) if image.is_url else image.source
-        pixels, digest = load_square_image(source, size, image.location, self.max_image_pixels)
+        pixels, digest = load_image_stretched_to_square(
+            source, size, image.location, self.max_image_pixels
+        )
         return ImageEmbeddingSpan(position, self.chat_format.image_tokens, digest, pixels)
 
     def encode_prompt(self, prompt: Any) -> list[int]:
@@ -512,7 +520,7 @@ class TextProcessor:
                     '"cache_salt"'
                 )
             if "prompt_token_ids" in prompt:
-                return _check_prompt_ids(prompt["prompt_token_ids"])
+                return _check_prompt_ids_are_ints(prompt["prompt_token_ids"])
             prompt = prompt["prompt"]
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -521,7 +529,7 @@ class TextProcessor:
                     "(run: in --file)"
                 )
             return self.tokenizer.encode(prompt)
-        return _check_prompt_ids(prompt)
+        return _check_prompt_ids_are_ints(prompt)
 
     def make_guide(self, request: Request, vocab: int) -> Guide:
         """Make the guide of a request with a grammar.
@@ -573,7 +581,7 @@ class TextProcessor:
                 PromptTokenCounts(len(prompt), max_tokens),
             )
 
-    def _build_request(
+    def _build_request_from_ids(
         self,
         ids: list[int],
         params: SamplingParams | None,
@@ -630,7 +638,7 @@ def params_per_prompt(
     return list(params)
 
 
-def check_sampling_params(params: SamplingParams | None) -> SamplingParams | None:
+def check_sampling_params_type(params: SamplingParams | None) -> SamplingParams | None:
     """Return the parameters of one prompt; RequestError if they are of another type."""
     if not isinstance(params, SamplingParams | None):
         raise RequestError(
@@ -681,7 +689,7 @@ def _checked_cache_salt(prompt: Any) -> str:
     return salt or ""
 
 
-def _check_prompt_ids(ids: Any) -> list[int]:
+def _check_prompt_ids_are_ints(ids: Any) -> list[int]:
     if not isinstance(ids, (list, tuple)) or any(
         isinstance(i, bool) or not isinstance(i, int) for i in ids
     ):

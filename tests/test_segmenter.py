@@ -16,7 +16,7 @@ from modelmill.core.config import BuildConfig
 from modelmill.core.errors import ArtifactError, RequestError, UsageError
 from modelmill.llm import LLM, build_engine
 from modelmill.segmenter import Segmenter
-from modelmill.vision.masks import mask_iou
+from modelmill.vision.masks import elementwise_mask_iou
 from modelmill.vision.prompts import make_prompt
 from tests.models.sam_seeded import small_file
 
@@ -263,7 +263,7 @@ def overlap(
         apart.append((pairs[0][1][rows, best] - pairs[1][1][rows, best]).abs())
         for i in range(side):
             matches = [m for m in masks[1][i] if torch.equal(m.logits, pairs[1][0][i, best[i]])]
-            ious.append(float(mask_iou(masks[0][i][0].pixels, matches[0].pixels)))
+            ious.append(float(elementwise_mask_iou(masks[0][i][0].pixels, matches[0].pixels)))
     return sum(ious) / len(ious), float(torch.cat(apart).max())
 
 
@@ -296,7 +296,7 @@ def test_a_checkpoint_in_8_bits_through_the_class(
     for segmenter in (quantized, plain):
         segmenter.set_image(photo())
     actual, reference = quantized.predict([(50, 60)]), plain.predict([(50, 60)])
-    assert float(mask_iou(actual[0].pixels, reference[0].pixels)) > 0.7
+    assert float(elementwise_mask_iou(actual[0].pixels, reference[0].pixels)) > 0.7
     assert actual[0].score != reference[0].score
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from modelmill.checkpoint.gguf_hf import ARCHITECTURES, MOE_ARCHITECTURES, REFUSED_ARCHITECTURES
+from modelmill.checkpoint.gguf_hf import ARCHITECTURES, ARCHITECTURES_IF_MOE, REFUSED_ARCHITECTURES
 from modelmill.core.model_family import LANGUAGE_ENGINE_TYPE, read_family_options
 from modelmill.core.module_lookup import list_module_names
 from modelmill.quant.recipe import recipe_names
@@ -118,7 +118,7 @@ def render() -> dict[Path, str]:
 
 def gguf_architectures(model_type: str) -> list[str]:
     """The GGUF architectures that a family's files have."""
-    every = (*ARCHITECTURES.items(), *MOE_ARCHITECTURES.items())
+    every = (*ARCHITECTURES.items(), *ARCHITECTURES_IF_MOE.items())
     return [
         arch
         for arch, each in every

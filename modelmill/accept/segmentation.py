@@ -35,9 +35,9 @@ from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.core.errors import RequestError
 from modelmill.core.progress_callback import Progress
-from modelmill.vision.masks import mask_iou
-from modelmill.vision.open_model import open_sam_model
+from modelmill.vision.masks import elementwise_mask_iou
 from modelmill.vision.prompts import Prompt, make_prompt_tensors
+from modelmill.vision.sam_loader import open_sam_model
 from modelmill.vision.sam_model import ImageEmbedding, SamModel
 
 PROGRESS_STAGE_NAMES = ("encoder", "norms", "prompts and masks", "whole")
@@ -203,10 +203,10 @@ def _check_whole_model(
     sure = logits.abs() > margin
     same = ((ours > 0) == (logits > 0)) & ours.isfinite()
     share = float(same[sure].float().mean()) if bool(sure.any()) else 1.0
-    overlap = mask_iou(ours > 0, logits > 0)
+    overlap = elementwise_mask_iou(ours > 0, logits > 0)
     # the uncertainty of a mask: the reference's own masks, cut a margin above and below 0, differ
     # by this much
-    steady = mask_iou(logits > margin / 2, logits > -margin / 2)
+    steady = elementwise_mask_iou(logits > margin / 2, logits > -margin / 2)
     difference = (ours_scores - expected[2]).abs()
     broken = {
         f"embedding off by {embedding_error.rel_l2:.2g}, bound {bound:.2g}": not embedding_error.rel_l2  # noqa: E501

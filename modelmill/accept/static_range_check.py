@@ -36,7 +36,7 @@ class OutOfRangeRowCounter:
         module = self._model.get_submodule(name)
         if not isinstance(module, Linear) or name == "head":
             return
-        outside = module.weight.input_rows_outside_range(args[0])
+        outside = module.weight.input_row_outside_range_mask(args[0])
         if outside is not None:
             self.counts[name] = (int(outside.sum()), len(outside))
 

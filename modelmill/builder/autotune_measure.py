@@ -33,7 +33,7 @@ from modelmill.nn.fusion import fuse_model
 from modelmill.nn.step import Step
 from modelmill.nn.synthetic_step import fill_random_weights, synthetic_step
 from modelmill.ops import registry
-from modelmill.ops.launch_configs import GemmKey, TunedConfigs, TunedLaunchConfigs, format_key
+from modelmill.ops.launch_configs import GemmKey, TunedConfigsByOp, TunedLaunchConfigs, format_key
 from modelmill.ops.timing import capture_graph, time_interleaved
 
 _log = log.get_logger(__name__)
@@ -167,7 +167,7 @@ def _tune_row_count(
 
 
 def _capture_tuned_step(
-    model: nn.Module, step: Step, plan: BuildPlan, choices: TunedConfigs
+    model: nn.Module, step: Step, plan: BuildPlan, choices: TunedConfigsByOp
 ) -> Callable[[], Any]:
     ops = registry.select_backends(
         "cuda", plan.config.kernels, TunedLaunchConfigs(torch.cuda.get_device_name(), choices)
@@ -182,11 +182,11 @@ def _capture_tuned_step(
 
 
 def make_interleaved_step_timer(
-    prepare: Callable[[TunedConfigs], Callable[[], Any]],
+    prepare: Callable[[TunedConfigsByOp], Callable[[], Any]],
 ) -> InterleavedStepTimer:
     """Return a timer that prepares each choice and times all of them interleaved."""
 
-    def race(options: Sequence[TunedConfigs]) -> list[float | None]:
+    def race(options: Sequence[TunedConfigsByOp]) -> list[float | None]:
         calls: dict[int, Callable[[], Any]] = {}
         for index, choices in enumerate(options):
             try:

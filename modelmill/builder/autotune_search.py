@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from modelmill.ops.launch_configs import GemmKey, TunedConfigs
+from modelmill.ops.launch_configs import GemmKey, TunedConfigsByOp
 
 MIN_GEMM_GAIN = 0.015  # of the GEMM's own time
 MIN_STEP_GAIN = 0.002  # of the step's time: smaller differences are timer noise
 
-InterleavedStepTimer = Callable[[Sequence[TunedConfigs]], list[float | None]]
+InterleavedStepTimer = Callable[[Sequence[TunedConfigsByOp]], list[float | None]]
 """Seconds of a step with each of some choices, timed interleaved; None for one that cannot run
 here.
 """
@@ -47,7 +47,7 @@ class AutotuneOutcome:
         num_untried: GEMMs that were not tried in time.
     """
 
-    choices: TunedConfigs
+    choices: TunedConfigsByOp
     default_seconds: float | None
     tuned_seconds: float | None
     num_untried: int = 0
@@ -63,7 +63,7 @@ def search_launch_configs(
 
     A winner must win twice, and all winners together must clearly beat the defaults once more.
     """
-    best: TunedConfigs = {}
+    best: TunedConfigsByOp = {}
     untried = 0
     for product in sorted(gemms, key=lambda each: -each.time_share):
         if now() >= deadline:
@@ -86,7 +86,10 @@ def search_launch_configs(
 
 
 def _confirm_faster(
-    time_steps: InterleavedStepTimer, best: TunedConfigs, candidate: TunedConfigs, time_share: float
+    time_steps: InterleavedStepTimer,
+    best: TunedConfigsByOp,
+    candidate: TunedConfigsByOp,
+    time_share: float,
 ) -> bool:
     base, seconds = time_steps([best, candidate])
     return base is not None and seconds is not None and is_clearly_faster(base, seconds, time_share)
@@ -101,7 +104,7 @@ def is_clearly_faster(base: float, seconds: float, time_share: float) -> bool:
 
 
 def with_launch_config(
-    choices: TunedConfigs, gemm: TunableGemm, launch_config: tuple[int, ...]
-) -> TunedConfigs:
+    choices: TunedConfigsByOp, gemm: TunableGemm, launch_config: tuple[int, ...]
+) -> TunedConfigsByOp:
     """Return the choices with one GEMM's config replaced."""
     return {**choices, gemm.op: {**choices.get(gemm.op, {}), gemm.key: launch_config}}

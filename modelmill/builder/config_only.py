@@ -28,7 +28,7 @@ from modelmill.checkpoint.prequantized import find_scheme
 from modelmill.checkpoint.quant_layout import QuantLayout
 from modelmill.checkpoint.rename import Rule
 from modelmill.checkpoint.side_files import read_json
-from modelmill.checkpoint.vlm_language_model import language_model_config
+from modelmill.checkpoint.vlm_language_model import split_language_model_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.model_family import (
     LANGUAGE_ENGINE_TYPE,
@@ -93,7 +93,7 @@ def checkpoint_from_config(folder: Path) -> Checkpoint:
         CheckpointError: for an unknown or wrong config, and for a model of images.
     """
     file = folder / "config.json"
-    config, left_out = language_model_config(with_current_model_type(read_json(file)), file)
+    config, left_out = split_language_model_config(with_current_model_type(read_json(file)), file)
     empty = ConfigOnlyContainer({}, file)
     checkpoint = Checkpoint(
         folder, "config.json", config, {}, raw_container=empty, view=empty, unread_config=left_out

@@ -34,7 +34,7 @@ from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.registry import Ops
 from modelmill.text.image_chat import ImageChatFormat, ImagePart, load_image_chat_format
 from modelmill.text.tokenizer_loader import load_tokenizer
-from modelmill.vision.image_input import decode_data_url, load_square_image
+from modelmill.vision.image_input import decode_data_url, load_image_stretched_to_square
 
 ANSWER_KEYS = ("answer", "caption")
 IMAGE_BATCH_SIZE = 8  # images per batch of the vision encoder
@@ -291,7 +291,7 @@ def _tokenize_conversation(
 
 def _load_pixels(picture: ImagePart, image_size: int) -> np.ndarray:
     value = decode_data_url(picture.source, picture.location) if picture.is_url else picture.source
-    return load_square_image(value, image_size, picture.location)[0]
+    return load_image_stretched_to_square(value, image_size, picture.location)[0]
 
 
 def _read_image_file(picture: Path, path: Path, line_number: int) -> bytes:

@@ -15,8 +15,8 @@ from modelmill.nn.kv import KVShape, kv_cache_dtype
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
 from modelmill.nn.recurrent_state import StateShape
-from modelmill.nn.shard_model import shard_for_rank
-from modelmill.nn.whole_model_decode import model_kv_shape
+from modelmill.nn.shard_model import shard_model_for_rank
+from modelmill.nn.whole_model_decode import model_kv_cache_shape
 
 if TYPE_CHECKING:
     from modelmill.builder.plan import BuildPlan
@@ -82,7 +82,7 @@ def _rank_memory(
 ) -> RankMemory:
     with torch.device("meta"):
         model = plan.family.Model(plan.model_config)
-    shard_for_rank(model, rank, ranks, aligned, expert_parallel)
+    shard_model_for_rank(model, rank, ranks, aligned, expert_parallel)
     modules, buffers = dict(model.named_modules()), dict(model.named_buffers())
     total, matrices = 0, []
     for planned in plan.tensors:
@@ -101,7 +101,7 @@ def _rank_memory(
 
 def _rank_kv_shape(plan: BuildPlan, model: nn.Module, ranks: int) -> KVShape:
     dtype = kv_cache_dtype(plan.config.kv_cache_dtype, plan.dtype)
-    return model_kv_shape(model, plan.max_model_len, None, dtype, ranks)
+    return model_kv_cache_shape(model, plan.max_model_len, None, dtype, ranks)
 
 
 def _make_column_alignment_lookup(plan: BuildPlan) -> Callable[[str], int]:

@@ -18,9 +18,9 @@ from modelmill.checkpoint.quant_layout import (
     QuantizedMatrix,
     QuantLayout,
     check_group_size,
+    checked_packed_words_shape,
+    checked_scales_shape,
     group_size_text,
-    packed_words_shape,
-    scales_shape,
     unpack_fields,
 )
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
@@ -74,10 +74,10 @@ class AwqScheme:
     def quant_layout(self, raw: Container, stem: str) -> QuantLayout:
         """Return the quantization layout of the matrix called stem."""
         here, zeros = (
-            packed_words_shape(raw.tensor_info(f"{stem}.{part}"), self.path)
+            checked_packed_words_shape(raw.tensor_info(f"{stem}.{part}"), self.path)
             for part in ("qweight", "qzeros")
         )
-        grids = scales_shape(raw.tensor_info(f"{stem}.scales"), self.path)
+        grids = checked_scales_shape(raw.tensor_info(f"{stem}.scales"), self.path)
         if grids[1] != here[1] * 8:
             raise CorruptCheckpoint(
                 f"{self.path}: {stem}.qweight {list(here)} and scales {list(grids)} do not fit"

@@ -23,7 +23,7 @@ from modelmill.checkpoint.quant_layout import (
     GROUP_SIZE_MULTIPLE,
     QuantizedMatrix,
     QuantLayout,
-    packed_words_shape,
+    checked_packed_words_shape,
     perm_digest,
     perm_from_group_index,
     read_group_index,
@@ -159,7 +159,7 @@ class CompressedTensorsScheme:
         here = set(raw.names())
         if f"{stem}.weight_packed" in here:
             rows, columns = self._read_weight_shape(raw, stem)
-            stored = packed_words_shape(raw.tensor_info(f"{stem}.weight_packed"), self.path)
+            stored = checked_packed_words_shape(raw.tensor_info(f"{stem}.weight_packed"), self.path)
             known = {(rows, -(-columns // 8)): 4, (rows, -(-columns // 4)): 8}
             if stored not in known:
                 raise CheckpointError(

@@ -353,10 +353,10 @@ def rope_scaling(keys: ArchitectureKeys, theta: float) -> dict[str, Any] | None:
 def yarn_mscale_rope_scaling(keys: ArchitectureKeys, share: float = 1.0) -> dict[str, Any] | None:
     """Return rope_scaling where YaRN's temperature is multiplied.
 
-    share: see from_yarn_log_multiplier.
+    share: see rope_scaling_from_yarn_multiplier.
     """
     with prefix_errors_with_path(keys.raw):
-        return gguf_rope_scaling.from_yarn_log_multiplier(keys.view, keys.arch, share)
+        return gguf_rope_scaling.rope_scaling_from_yarn_multiplier(keys.view, keys.arch, share)
 
 
 @contextmanager

@@ -102,7 +102,7 @@ def _read_rope_parameters(keys: ArchitectureKeys, full_dim: int, dim: int) -> di
     }
 
 
-def _read_mlp_sizes(keys: ArchitectureKeys, layers: int, shared: int) -> dict[str, Any]:
+def _read_mlp_size_config(keys: ArchitectureKeys, layers: int, shared: int) -> dict[str, Any]:
     """Read the MLPs' channels: of layers without keys of their own perhaps twice as many."""
     sizes = _read_count_per_layer(keys, "feed_forward_length", layers)
     front, behind = set(sizes[: layers - shared]), set(sizes[layers - shared :])
@@ -186,7 +186,7 @@ def read_gemma4_config(keys: ArchitectureKeys) -> dict[str, Any]:
         "final_logit_softcapping": None
         if softcap is None
         else keys.get_positive_float("final_logit_softcapping"),
-        **_read_mlp_sizes(keys, layers, shared),
+        **_read_mlp_size_config(keys, layers, shared),
         **_read_moe_config(keys),
         **_read_per_layer_input_sizes(keys),
     }

@@ -65,10 +65,10 @@ MIXTRAL_NAMES = {
     "blk.ffn_gate_inp": "block_sparse_moe.gate",
 }
 
-ROTARY_ARCHITECTURES = ("llama", "qwen", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "olmoe")
-ROPE_SCALING_TENSORS = dict.fromkeys(
+ROPE_FREQS_ARCHITECTURES = ("llama", "qwen", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "olmoe")
+ROPE_SCALING_TENSORS_BY_ARCHITECTURE = dict.fromkeys(
     (
-        *ROTARY_ARCHITECTURES,
+        *ROPE_FREQS_ARCHITECTURES,
         *GGUF_FAMILY_ARCHITECTURES,
         *BIASED_ROUTER_ARCHITECTURES,
         *GRANITE_SWA_ARCHITECTURES,
@@ -119,7 +119,7 @@ REFUSED_ARCHITECTURES = {
 """Architectures whose files lack what the model computes with, and what that is."""
 
 
-MOE_ARCHITECTURES = {
+ARCHITECTURES_IF_MOE = {
     "llama": replace(
         ARCHITECTURES["llama"], names=MIXTRAL_NAMES, model_type="mixtral", alike_types=()
     )
@@ -149,7 +149,7 @@ class GgufAsHf:
         layout = ARCHITECTURES.get(arch) if isinstance(arch, str) else None
         experts = raw.metadata.get("llama.expert_count")
         if arch == "llama" and isinstance(experts, int) and experts > 0:
-            layout = MOE_ARCHITECTURES["llama"]
+            layout = ARCHITECTURES_IF_MOE["llama"]
         if arch in REFUSED_ARCHITECTURES:
             raise UnknownArchitecture(
                 f"{raw.path}: a GGUF of {arch} {REFUSED_ARCHITECTURES[arch]}; use its Hugging Face "
@@ -181,7 +181,7 @@ class GgufAsHf:
         for name in raw.names():
             if layout.joins_latent and ".attn_v_b." in name:
                 continue  # read with attn_k_b
-            if name in ROPE_SCALING_TENSORS.get(str(arch), ()) or (
+            if name in ROPE_SCALING_TENSORS_BY_ARCHITECTURE.get(str(arch), ()) or (
                 tied and name == "output.weight"
             ):
                 continue
@@ -265,10 +265,10 @@ class GgufAsHf:
                 raise CorruptCheckpoint(
                     f"{self._raw.path}: {name} has {list(shape)}, which {heads} heads do not divide"
                 )
-            undo = _unpermute(heads)
+            undo = _make_unpermute_transform(heads)
         elif architecture.grouped_qkv and base == "blk.attn_qkv":
             heads = self.config["num_attention_heads"]
-            undo = _interleave_qkv_by_kv_head(heads, self.config.get("num_kv_heads", heads))
+            undo = _make_qkv_interleave_transform(heads, self.config.get("num_kv_heads", heads))
         elif architecture.norms_plus_one and base.endswith("_norm") and name.endswith(".weight"):
             undo = _subtract_one
         elif architecture.transposed and base.startswith("blk.") and len(shape) == 2:
@@ -284,7 +284,7 @@ class GgufAsHf:
             return
         if "*" in target and len(shape) == 2:  # a bias of each expert
             for expert in range(shape[0]):
-                own = _HfTensorSource(name, shape[1:], _row_selector(expert))
+                own = _HfTensorSource(name, shape[1:], _make_single_row_selector(expert))
                 self._add_entry(target.replace("*", str(expert)), own)
             return
         if base in ("blk.attn_sinks", "blk.exp_probs_b"):  # no tensor of a module there
@@ -399,7 +399,7 @@ def _hf_name(name: str, architecture: GgufArchitecture) -> tuple[str, str]:
     ), stem
 
 
-def _unpermute(heads: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def _make_unpermute_transform(heads: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Undo the converter's reordering of a head's rows from [2, half] to [half, 2]."""
 
     def undo(tensor: torch.Tensor) -> torch.Tensor:
@@ -409,7 +409,9 @@ def _unpermute(heads: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return undo
 
 
-def _interleave_qkv_by_kv_head(heads: int, kv_heads: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def _make_qkv_interleave_transform(
+    heads: int, kv_heads: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """Undo the converter's order of all q, all k, all v: by KV head its q, k and v."""
 
     def undo(tensor: torch.Tensor) -> torch.Tensor:
@@ -470,7 +472,7 @@ def _parse_layer_number(name: str) -> int:
     return -1 if parts is None else int(parts[1])
 
 
-def _row_selector(index: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def _make_single_row_selector(index: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor[index]
 
 

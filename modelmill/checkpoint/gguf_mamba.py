@@ -98,7 +98,7 @@ CONVERTER_INVERSES: Mapping[str, ConverterInverse] = MappingProxyType(
 """By GGUF's name without the layer's number."""
 
 
-def _read_mixer_sizes(keys: ArchitectureKeys) -> tuple[int, int, int]:
+def _read_expand_heads_head_dim(keys: ArchitectureKeys) -> tuple[int, int, int]:
     """Read how often the inner channels are the width, the heads, and the channels of each."""
     hidden, inner = (
         keys.get_positive_int("embedding_length"),
@@ -115,7 +115,7 @@ def _read_mixer_sizes(keys: ArchitectureKeys) -> tuple[int, int, int]:
 
 def _read_mamba2_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Mamba2; the file has no bound of the time steps."""
-    expand, heads, dim = _read_mixer_sizes(keys)
+    expand, heads, dim = _read_expand_heads_head_dim(keys)
     for idle in ("feed_forward_length", "attention.head_count", "attention.head_count_kv"):
         keys.view.get(f"{keys.arch}.{idle}")  # the model has none
     return {
@@ -151,7 +151,7 @@ def read_kv_heads_per_layer(keys: ArchitectureKeys) -> list[int]:
 def _read_granite_hybrid_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Granite 4: layers without KV heads are recurrences."""
     layers, kv_heads = keys.get_positive_int("block_count"), read_kv_heads_per_layer(keys)
-    expand, heads, dim = _read_mixer_sizes(keys)
+    expand, heads, dim = _read_expand_heads_head_dim(keys)
     first, attention = kv_heads.index(0), kv_heads.index(max(kv_heads))
     experts = keys.get_positive_int("expert_count", 0)
     keys.view.get(f"{keys.arch}.rope.dimension_count")  # all channels, where they rotate

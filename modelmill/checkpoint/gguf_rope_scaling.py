@@ -35,7 +35,7 @@ def from_metadata(
     """
     _reject_unsupported_keys(metadata, arch, computed)
     prefix = f"{arch}.rope.scaling."
-    factor = _positive_float(metadata, prefix + "factor") or _positive_float(
+    factor = _positive_float_or_none(metadata, prefix + "factor") or _positive_float_or_none(
         metadata, f"{arch}.rope.scale_linear"
     )
     scaling_type = metadata.get(prefix + "type", "linear")
@@ -50,19 +50,19 @@ def from_metadata(
             f"the GGUF scales positions by {scaling_type!r}, which modelmill does not compute"
         )
     scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
-    original = original_context_length(metadata, arch) or _positive_float(
+    original = original_context_length(metadata, arch) or _positive_float_or_none(
         metadata, f"{arch}.context_length"
     )
     if original is not None:
         scaling["original_max_position_embeddings"] = int(original)
     for hf_name, gguf_name in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-        value = _positive_float(metadata, prefix + gguf_name)
+        value = _positive_float_or_none(metadata, prefix + gguf_name)
         if value is not None:
             scaling[hf_name] = value
     return scaling
 
 
-def from_yarn_log_multiplier(
+def rope_scaling_from_yarn_multiplier(
     metadata: Mapping[str, Any], arch: str, share: float
 ) -> dict[str, Any] | None:
     """Return the scaling of families that multiply YaRN's temperature; None without scaling.
@@ -76,7 +76,7 @@ def from_yarn_log_multiplier(
         CheckpointError: as ``from_metadata``.
     """
     scaling = from_metadata(metadata, arch, computed=YARN_LOG_MULTIPLIER_KEY)
-    multiplier = _positive_float(metadata, f"{arch}.rope.scaling.{YARN_LOG_MULTIPLIER_KEY}")
+    multiplier = _positive_float_or_none(metadata, f"{arch}.rope.scaling.{YARN_LOG_MULTIPLIER_KEY}")
     if scaling is None or multiplier is None or scaling["rope_type"] != "yarn":
         return scaling
     mscale = float(f"{multiplier / share:.6g}")  # stored in float32
@@ -145,16 +145,16 @@ def rope_scaling_from_longrope(
         raise CorruptCheckpoint("a factor of the GGUF's rope_factors is no positive number")
     _reject_unsupported_keys(metadata, arch, computed="attn_factor")
     scaling = {"rope_type": "longrope", "short_factor": list(short), "long_factor": list(long)}
-    stated = _positive_float(metadata, f"{arch}.rope.scaling.attn_factor")
+    stated = _positive_float_or_none(metadata, f"{arch}.rope.scaling.attn_factor")
     return scaling if stated is None else {**scaling, "attention_factor": stated}
 
 
 def original_context_length(metadata: Mapping[str, Any], arch: str) -> float | None:
     """Return the context length before scaling, if the file contains it."""
-    return _positive_float(metadata, f"{arch}.rope.scaling.original_context_length")
+    return _positive_float_or_none(metadata, f"{arch}.rope.scaling.original_context_length")
 
 
-def _positive_float(metadata: Mapping[str, Any], key: str) -> float | None:
+def _positive_float_or_none(metadata: Mapping[str, Any], key: str) -> float | None:
     """Return a key's number; None if it is absent or 0.
 
     Raises:

@@ -19,12 +19,12 @@ from modelmill.checkpoint.quant_layout import (
     QuantizedMatrix,
     QuantLayout,
     check_group_size,
+    checked_packed_words_shape,
+    checked_scales_shape,
     group_size_text,
-    packed_words_shape,
     perm_digest,
     perm_from_group_index,
     read_group_index,
-    scales_shape,
     unpack_fields,
 )
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
@@ -92,10 +92,10 @@ class GptqScheme:
 
     def quant_layout(self, raw: Container, stem: str) -> QuantLayout:
         """Return the quantization layout of the matrix called stem."""
-        here = packed_words_shape(raw.tensor_info(f"{stem}.qweight"), self.path)
+        here = checked_packed_words_shape(raw.tensor_info(f"{stem}.qweight"), self.path)
         grids, zeros = (
-            scales_shape(raw.tensor_info(f"{stem}.scales"), self.path),
-            packed_words_shape(raw.tensor_info(f"{stem}.qzeros"), self.path),
+            checked_scales_shape(raw.tensor_info(f"{stem}.scales"), self.path),
+            checked_packed_words_shape(raw.tensor_info(f"{stem}.qzeros"), self.path),
         )
         if grids[1] != here[1]:
             raise CorruptCheckpoint(
@@ -154,7 +154,7 @@ class GptqScheme:
         self, raw: Container, stem: str, num_columns: int, group_size: int
     ) -> torch.Tensor | None:
         name = f"{stem}.g_idx"
-        if name not in _tensor_names(raw):
+        if name not in _all_tensor_names(raw):
             return None
         groups = read_group_index(raw, name, num_columns, self.path)
         try:
@@ -166,5 +166,5 @@ class GptqScheme:
             ) from None
 
 
-def _tensor_names(raw: Container) -> set[str]:
+def _all_tensor_names(raw: Container) -> set[str]:
     return set(raw.names())

@@ -53,7 +53,9 @@ class MiniGpt4Container:
     def __init__(self, language: Container, files: Sequence[Path]) -> None:
         self._language = language
         self._vision_tensors: dict[str, tuple[Container, str]] = {}
-        opened = sorted((_open_vision_part(path) for path in files), key=lambda part: part[0])
+        opened = sorted(
+            (_open_and_identify_vision_file(path) for path in files), key=lambda part: part[0]
+        )
         part_numbers_found = {number for part_numbers, _ in opened for number in part_numbers}
         missing = [
             what
@@ -117,7 +119,7 @@ def is_minigpt4_folder(folder: Path) -> bool:
     )
 
 
-def find_minigpt4_parts(folder: Path) -> tuple[Path, list[Path], dict[str, Any]]:
+def find_minigpt4_parts_and_settings(folder: Path) -> tuple[Path, list[Path], dict[str, Any]]:
     """Return the language model, the vision files and the settings of such a folder.
 
     Raises:
@@ -187,16 +189,16 @@ def config_from_parts(
         raise UnknownArchitecture(
             f"the language model is of model_type {model_type}; MiniGPT-4's is a llama"
         )
-    width, _, _, patch = _require_shape(
+    width, _, _, patch = _require_num_dims(
         vision, VISION_ENCODER_PREFIX + "patch_embed.proj.weight", 4
     )
-    _, places, _ = _require_shape(vision, VISION_ENCODER_PREFIX + "pos_embed", 3)
-    _, queries, asking = _require_shape(vision, "query_tokens", 3)
+    _, places, _ = _require_num_dims(vision, VISION_ENCODER_PREFIX + "pos_embed", 3)
+    _, queries, asking = _require_num_dims(vision, "query_tokens", 3)
     vision_encoder = {
         "width": width,
         "depth": 39,
         "heads": 16,
-        "inner": _require_shape(vision, VISION_ENCODER_PREFIX + "blocks.0.mlp.fc1.weight", 2)[0],
+        "inner": _require_num_dims(vision, VISION_ENCODER_PREFIX + "blocks.0.mlp.fc1.weight", 2)[0],
         "image": patch * round((places - 1) ** 0.5),
         "patch": patch,
     }
@@ -204,7 +206,7 @@ def config_from_parts(
         "width": asking,
         "depth": _count_layers(vision.names(), r"Qformer\.bert\.encoder\.layer\.(\d{1,6})\..*"),
         "heads": 12,
-        "inner": _require_shape(
+        "inner": _require_num_dims(
             vision, "Qformer.bert.encoder.layer.0.intermediate_query.dense.weight", 2
         )[0],
         "image_width": width,
@@ -233,7 +235,7 @@ def make_chat_format_file(settings: Mapping[str, Any], num_query_tokens: int) ->
     return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
 
 
-def _open_vision_part(path: Path) -> tuple[list[int], Container]:
+def _open_and_identify_vision_file(path: Path) -> tuple[list[int], Container]:
     """Return which parts a file contains, and the opened file."""
     if path.suffix == ".safetensors":
         container: Container = SafetensorsFiles([path])
@@ -272,7 +274,7 @@ def _settings_table(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
-def _require_shape(vision: MiniGpt4Container, name: str, dims: int) -> tuple[int, ...]:
+def _require_num_dims(vision: MiniGpt4Container, name: str, dims: int) -> tuple[int, ...]:
     shape = vision.tensor_info(name).shape
     if len(shape) != dims or 0 in shape:
         raise TensorMismatch(

@@ -25,18 +25,21 @@ from modelmill.checkpoint.minigpt4_parts import (
     MiniGpt4Container,
     check_minigpt4_settings,
     config_from_parts,
-    find_minigpt4_parts,
+    find_minigpt4_parts_and_settings,
     is_minigpt4_folder,
     make_chat_format_file,
 )
-from modelmill.checkpoint.prequantized import QUANT_CONFIG_FILES, open_prequantized
+from modelmill.checkpoint.prequantized import QUANT_METHOD_BY_CONFIG_FILE, open_prequantized
 from modelmill.checkpoint.pth import INDEX_FILE as PTH_INDEX
 from modelmill.checkpoint.pth import PthFiles
 from modelmill.checkpoint.quant_layout import QuantizedMatrix, QuantLayout
 from modelmill.checkpoint.safetensors import INDEX_FILE as SAFETENSORS_INDEX
 from modelmill.checkpoint.safetensors import SafetensorsFiles
 from modelmill.checkpoint.side_files import read_json, read_tokenizer_files
-from modelmill.checkpoint.vlm_language_model import language_model_config, language_model_container
+from modelmill.checkpoint.vlm_language_model import (
+    as_language_model_container,
+    split_language_model_config,
+)
 from modelmill.core.errors import CheckpointError, UnknownArchitecture
 from modelmill.core.progress_callback import Progress
 from modelmill.core.quoting import quote
@@ -163,7 +166,7 @@ def open_checkpoint(
     path = Path(path)
     settings: dict[str, Any] = {}
     if not vision and path.is_dir() and is_minigpt4_folder(path):
-        language, vision, settings = find_minigpt4_parts(path)
+        language, vision, settings = find_minigpt4_parts_and_settings(path)
         return _combine_with_vision(path, _open_with_delta(language, delta), vision, settings)
     base = _open_with_delta(path, delta)
     if base.model_type in (blip2.BLIP2_TYPE, *blip2.INSTRUCTBLIP_TYPES) and not vision:
@@ -261,9 +264,11 @@ def _open_path(path: Path) -> Checkpoint:
     if path.suffix == ".gguf":
         return _open_gguf(path)
     if path.suffix == ".safetensors":
-        return _checkpoint_with_config(path.parent, path, "safetensors", SafetensorsFiles([path]))
+        return _read_config_and_make_checkpoint(
+            path.parent, path, "safetensors", SafetensorsFiles([path])
+        )
     if path.suffix in (".bin", ".pth", ".pt"):
-        return _checkpoint_with_config(path.parent, path, "pth", PthFiles([path]))
+        return _read_config_and_make_checkpoint(path.parent, path, "pth", PthFiles([path]))
     raise CheckpointError(
         f"{path}: not a .gguf, .safetensors, .bin or .pth file; give a checkpoint's folder"
     )
@@ -271,27 +276,30 @@ def _open_path(path: Path) -> Checkpoint:
 
 def _open_folder(folder: Path) -> Checkpoint:
     if (folder / SAFETENSORS_INDEX).is_file():
-        return _checkpoint_with_config(
+        return _read_config_and_make_checkpoint(
             folder, folder, "safetensors", SafetensorsFiles.from_index(folder)
         )
     if (folder / "model.safetensors").is_file():
         weights = SafetensorsFiles([folder / "model.safetensors"])
-        return _checkpoint_with_config(folder, folder, "safetensors", weights)
+        return _read_config_and_make_checkpoint(folder, folder, "safetensors", weights)
     if (folder / PTH_INDEX).is_file():
-        return _checkpoint_with_config(folder, folder, "pth", PthFiles.from_index(folder))
+        return _read_config_and_make_checkpoint(folder, folder, "pth", PthFiles.from_index(folder))
     if (folder / "pytorch_model.bin").is_file():
-        return _checkpoint_with_config(
+        return _read_config_and_make_checkpoint(
             folder, folder, "pth", PthFiles([folder / "pytorch_model.bin"])
         )
     for suffix, opener in (
         (".gguf", lambda file: _open_gguf(file)),
         (
             ".safetensors",
-            lambda file: _checkpoint_with_config(
+            lambda file: _read_config_and_make_checkpoint(
                 folder, folder, "safetensors", SafetensorsFiles([file])
             ),
         ),
-        (".pth", lambda file: _checkpoint_with_config(folder, folder, "pth", PthFiles([file]))),
+        (
+            ".pth",
+            lambda file: _read_config_and_make_checkpoint(folder, folder, "pth", PthFiles([file])),
+        ),
     ):
         matches = sorted(
             file for file in folder.iterdir() if file.suffix == suffix and file.is_file()
@@ -308,7 +316,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     )
 
 
-def _checkpoint_with_config(
+def _read_config_and_make_checkpoint(
     folder: Path, path: Path, container: str, weights: Container
 ) -> Checkpoint:
     alone = path.is_file() and not (folder / "config.json").exists()
@@ -317,13 +325,13 @@ def _checkpoint_with_config(
         raise UnknownArchitecture(
             f"{folder / 'config.json'}: names no model_type; add the family's name"
         )
-    config, left_out = language_model_config(
+    config, left_out = split_language_model_config(
         with_current_model_type(config), folder / "config.json"
     )
-    weights = language_model_container(config, weights)
+    weights = as_language_model_container(config, weights)
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
-    for name, method in QUANT_CONFIG_FILES.items():
+    for name, method in QUANT_METHOD_BY_CONFIG_FILE.items():
         if not alone and "quantization_config" not in config and (folder / name).is_file():
             config["quantization_config"] = {"quant_method": method, **read_json(folder / name)}
     view = weights

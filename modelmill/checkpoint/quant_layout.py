@@ -121,12 +121,12 @@ def group_size_text(group_size: int) -> str:
     return " a channel" if group_size == -1 else f" in groups of {group_size}"
 
 
-def packed_words_shape(info: TensorInfo, path: Path) -> tuple[int, int]:
+def checked_packed_words_shape(info: TensorInfo, path: Path) -> tuple[int, int]:
     """Return [R, C] of packed words; raises CorruptCheckpoint if it is not an int32 matrix."""
     return _checked_matrix_shape(info, path, info.dtype == "int32", "int32")
 
 
-def scales_shape(info: TensorInfo, path: Path) -> tuple[int, int]:
+def checked_scales_shape(info: TensorInfo, path: Path) -> tuple[int, int]:
     """Return [R, C] of a matrix of scales.
 
     Raises:

@@ -253,7 +253,7 @@ def _single_source_shape(shapes: Sequence[Shape]) -> Shape:
     return shapes[0]
 
 
-def _concat_shape(axis: int) -> Callable[[Sequence[Shape], str], Shape]:
+def _make_concat_shape_function(axis: int) -> Callable[[Sequence[Shape], str], Shape]:
     def shape(shapes: Sequence[Shape], _: str) -> Shape:
         others = {(len(s), s[:axis] + s[axis + 1 :]) for s in shapes}
         if len(others) != 1 or len(shapes[0]) <= axis:
@@ -266,7 +266,9 @@ def _concat_shape(axis: int) -> Callable[[Sequence[Shape], str], Shape]:
     return shape
 
 
-def _concat(axis: int) -> Callable[[Iterator[torch.Tensor], Shape, torch.dtype, str], torch.Tensor]:
+def _make_concat_function(
+    axis: int,
+) -> Callable[[Iterator[torch.Tensor], Shape, torch.dtype, str], torch.Tensor]:
     def join(
         sources: Iterator[torch.Tensor], shape: Shape, dtype: torch.dtype, _: str
     ) -> torch.Tensor:
@@ -436,8 +438,8 @@ RENAME_STEPS: dict[str, RenameStep] = {
     "copy": RenameStep(
         lambda shapes, _: _single_source_shape(shapes), lambda sources, *_: next(sources)
     ),
-    "cat0": RenameStep(_concat_shape(0), _concat(0)),
-    "cat1": RenameStep(_concat_shape(1), _concat(1)),
+    "cat0": RenameStep(_make_concat_shape_function(0), _make_concat_function(0)),
+    "cat1": RenameStep(_make_concat_shape_function(1), _make_concat_function(1)),
     "transpose": RenameStep(_transpose_shape, lambda sources, *_: next(sources).t().contiguous()),
     "part0": RenameStep(
         _part_shape,

@@ -12,7 +12,7 @@ import torch
 from modelmill.core.errors import TensorMismatch
 
 Shape = tuple[int, ...]
-Sources = Iterator[torch.Tensor]
+SourceTensorIterator = Iterator[torch.Tensor]
 
 
 def ungroup_rows_shape(shapes: Sequence[Shape], argument: str) -> Shape:
@@ -26,7 +26,9 @@ def ungroup_rows_shape(shapes: Sequence[Shape], argument: str) -> Shape:
     return shape
 
 
-def ungroup_rows(sources: Sources, shape: Shape, _: torch.dtype, argument: str) -> torch.Tensor:
+def ungroup_rows(
+    sources: SourceTensorIterator, shape: Shape, _: torch.dtype, argument: str
+) -> torch.Tensor:
     """Rows stored by group, each with some of every part, as one part after another."""
     groups, *sizes = map(int, argument.split("/"))
     rows = next(sources).reshape(groups, -1, *shape[1:])
@@ -44,7 +46,7 @@ def drop_output_gates_shape(shapes: Sequence[Shape], argument: str) -> Shape:
 
 
 def drop_output_gates(
-    sources: Sources, shape: Shape, _: torch.dtype, argument: str
+    sources: SourceTensorIterator, shape: Shape, _: torch.dtype, argument: str
 ) -> torch.Tensor:
     """Of each of the first heads, the rows of q; then the rows behind these heads."""
     heads, dim = map(int, argument.split("/"))
@@ -65,7 +67,7 @@ def select_output_gates_shape(shapes: Sequence[Shape], argument: str) -> Shape:
 
 
 def select_output_gates(
-    sources: Sources, shape: Shape, _: torch.dtype, argument: str
+    sources: SourceTensorIterator, shape: Shape, _: torch.dtype, argument: str
 ) -> torch.Tensor:
     """Of each head, the rows of its gate, which are behind those of q."""
     heads, dim = map(int, argument.split("/"))
@@ -82,7 +84,9 @@ def flatten_depthwise_conv_shape(shapes: Sequence[Shape], _: str) -> Shape:
     return shape[0], shape[2]
 
 
-def flatten_depthwise_conv(sources: Sources, shape: Shape, _: torch.dtype, __: str) -> torch.Tensor:
+def flatten_depthwise_conv(
+    sources: SourceTensorIterator, shape: Shape, _: torch.dtype, __: str
+) -> torch.Tensor:
     """The matrix that it is."""
     return next(sources).reshape(shape)
 
@@ -95,7 +99,9 @@ def select_row_ranges_shape(shapes: Sequence[Shape], argument: str) -> Shape:
     return (sum(stop - first for first, stop in _parse_row_ranges(ranges)), *shape[1:])
 
 
-def select_row_ranges(sources: Sources, _: Shape, __: torch.dtype, argument: str) -> torch.Tensor:
+def select_row_ranges(
+    sources: SourceTensorIterator, _: Shape, __: torch.dtype, argument: str
+) -> torch.Tensor:
     """The ranges one after another."""
     tensor = next(sources)
     ranges = _parse_row_ranges(argument.split("/")[:-1])
@@ -114,7 +120,9 @@ def scale_rows_shape(shapes: Sequence[Shape], argument: str) -> Shape:
     return shape
 
 
-def scale_rows(sources: Sources, _: Shape, __: torch.dtype, argument: str) -> torch.Tensor:
+def scale_rows(
+    sources: SourceTensorIterator, _: Shape, __: torch.dtype, argument: str
+) -> torch.Tensor:
     """The rows times their factors; float32, so that a product is rounded once."""
     tensor = next(sources).float()
     counts, factors = zip(*_parse_row_factors(argument), strict=True)

@@ -166,8 +166,8 @@ def _parse_entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int]:
     if not isinstance(entry, dict):
         raise CorruptCheckpoint(f"{path}: describes {quote(name)} by no JSON object")
     shape, place = (
-        _nonnegative_ints(entry.get("shape")),
-        _nonnegative_ints(entry.get("data_offsets")),
+        _nonnegative_ints_or_none(entry.get("shape")),
+        _nonnegative_ints_or_none(entry.get("data_offsets")),
     )
     dtype = entry.get("dtype")
     if shape is None or place is None or len(place) != 2 or not isinstance(dtype, str):
@@ -189,7 +189,7 @@ def _parse_entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int]:
     return TensorInfo(name, tuple(shape), label, nbytes), place[0]
 
 
-def _nonnegative_ints(value: Any) -> list[int] | None:
+def _nonnegative_ints_or_none(value: Any) -> list[int] | None:
     """Return a short list of integers ≥ 0 (not bools) from a JSON value, else None."""
     if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
         return None

@@ -45,7 +45,7 @@ VOCABULARY_FILES = (
 )
 """Files of which a tokenizer has one; other files by save_pretrained only describe it."""
 
-SPECIAL_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+SPECIAL_FLOAT_BY_NAME = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
@@ -88,7 +88,7 @@ def read_json(path: Path) -> dict[str, Any]:
     transformers writes an infinite float as ``{"__float__": "Infinity"}``: it is read as the float.
     """
     try:
-        value = json.loads(read_side_file(path), object_hook=_read_special_float)
+        value = json.loads(read_side_file(path), object_hook=_decode_special_float_object)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(
             f"{path}: is not valid JSON ({error}); fetch the file again"
@@ -98,10 +98,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _read_special_float(value: dict[str, Any]) -> Any:
+def _decode_special_float_object(value: dict[str, Any]) -> Any:
     if value.keys() != {"__float__"}:
         return value
-    return SPECIAL_FLOATS.get(str(value["__float__"]), value)
+    return SPECIAL_FLOAT_BY_NAME.get(str(value["__float__"]), value)
 
 
 def read_shard_index(path: Path) -> dict[str, str]:

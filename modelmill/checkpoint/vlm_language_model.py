@@ -40,7 +40,7 @@ TEXT_CONFIG_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 262144,
     },
 }
-IMAGE_PREFIXES = (
+NON_TEXT_PREFIXES = (
     "model.visual.",
     *(
         f"{stem}{part}."
@@ -57,7 +57,7 @@ IMAGE_PREFIXES = (
 )
 NON_TEXT_CONFIG_KEYS = ("vision_config", "audio_config")
 """What a config has of images and sound."""
-TEXT_PREFIXES = {
+TEXT_PREFIX_BY_VLM_PREFIX = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -76,7 +76,7 @@ class _TensorSource:
     parts: int = 1
 
 
-def language_model_config(
+def split_language_model_config(
     config: Mapping[str, Any], file: Path
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The config of the language model, and what it leaves out, for a warning.
@@ -140,7 +140,7 @@ class LanguageModelContainer:
         self.metadata: dict[str, Any] = container.metadata
         self._sources: dict[str, _TensorSource] = {}
         for name in container.names():
-            if not name.startswith(IMAGE_PREFIXES):
+            if not name.startswith(NON_TEXT_PREFIXES):
                 self._sources |= _language_model_sources(name, container)
 
     def names(self) -> list[str]:
@@ -175,11 +175,11 @@ class LanguageModelContainer:
         return self._sources[name]
 
 
-def language_model_container(config: Mapping[str, Any], container: Container) -> Container:
+def as_language_model_container(config: Mapping[str, Any], container: Container) -> Container:
     """The container of a checkpoint whose names may be those of a vision-language model."""
     chosen = any(config.get("model_type") in types for types in TEXT_MODEL_TYPE_CHOICES.values())
     if config.get("model_type") in (*TEXT_TYPE_BY_VLM_TYPE.values(), *STACKED_TEXT_TYPES) or (
-        chosen and any(name.startswith(IMAGE_PREFIXES) for name in container.names())
+        chosen and any(name.startswith(NON_TEXT_PREFIXES) for name in container.names())
     ):
         return LanguageModelContainer(container)
     return container
@@ -187,8 +187,8 @@ def language_model_container(config: Mapping[str, Any], container: Container) ->
 
 def _language_model_sources(name: str, container: Container) -> dict[str, _TensorSource]:
     """The language model's tensors that are in one of the files."""
-    old = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
-    text = TEXT_PREFIXES.get(old, "") + name.removeprefix(old)
+    old = next((prefix for prefix in TEXT_PREFIX_BY_VLM_PREFIX if name.startswith(prefix)), "")
+    text = TEXT_PREFIX_BY_VLM_PREFIX.get(old, "") + name.removeprefix(old)
     if not name.endswith(STACKED_EXPERT_SUFFIXES):
         return {text: _TensorSource(name)}
     shape = container.tensor_info(name).shape

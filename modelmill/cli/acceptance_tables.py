@@ -34,7 +34,10 @@ def show_acceptance(report: dict[str, Any]) -> None:
             ("next tokens", agreed if logits else None),
             ("perplexity", perplexity if logits else None),
             ("mean KL to the checkpoint", logits.get("mean_kl")),
-            ("picture's embeddings' error", _format_image_error(report.get("image_embeddings"))),
+            (
+                "picture's embeddings' error",
+                _format_image_embedding_error(report.get("image_embeddings")),
+            ),
             ("next tokens as the checkpoint's", _format_percent(logits.get("agreement"))),
             ("size", format_bytes(report["bytes"]) if "bytes" in report else None),
             ("reference", report.get("reference")),
@@ -44,7 +47,7 @@ def show_acceptance(report: dict[str, Any]) -> None:
     )
     recipe = report.get("quantization_errors") or []
     show_recipe_errors(recipe, any(each["before"] != each["after"] for each in recipe))
-    show_worst_layers([_label_worst_tile(row) for row in report.get("layers", [])])
+    show_worst_layers([_mark_worst_tile_row(row) for row in report.get("layers", [])])
     show_warnings(report)
 
 
@@ -106,7 +109,7 @@ def acceptance_summary(report: dict[str, Any]) -> str:
     return ", ".join(filter(None, words))
 
 
-def _label_worst_tile(row: dict[str, Any]) -> dict[str, Any]:
+def _mark_worst_tile_row(row: dict[str, Any]) -> dict[str, Any]:
     """Label the worst row and tile of a quantized matrix; errors are relative to its norm."""
     return (
         {**row, "module": f"{row['module']}, worst tile"}
@@ -115,7 +118,7 @@ def _label_worst_tile(row: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _format_image_error(pictures: dict[str, Any] | None) -> str | None:
+def _format_image_embedding_error(pictures: dict[str, Any] | None) -> str | None:
     return (
         None
         if pictures is None

@@ -16,10 +16,10 @@ from modelmill.cli.bench_ops import (
     plot_op_fractions,
     show_op_times,
 )
-from modelmill.cli.bench_report import make_rows, plot_bench_results, show_bench_table
+from modelmill.cli.bench_report import make_result_rows, plot_bench_results, show_bench_table
 from modelmill.cli.bench_serve import (
     check_load_test_options,
-    make_serve_rows,
+    make_serve_result_rows,
     run_load_test,
     show_load_test_results,
 )
@@ -173,7 +173,7 @@ def run(args: Args) -> int:
     measured = benchmarks[args.what](args)
     command = _redacted_command(sys.argv[1:])
     ops = args.what == "ops"
-    rows = (make_op_rows if ops else make_rows)(command, measured)
+    rows = (make_op_rows if ops else make_result_rows)(command, measured)
     if args.save is not None:
         from modelmill.eval.report import append_rows
 
@@ -200,7 +200,7 @@ def _bench_serve(args: Args) -> int:
     """Save the measurements before printing and plotting, so that a failure there loses nothing."""
     measured, drawn = run_load_test(args)
     command = _redacted_command(sys.argv[1:])
-    rows = make_serve_rows(command, measured, args)
+    rows = make_serve_result_rows(command, measured, args)
     if args.save is not None:
         from modelmill.eval.report import append_rows
 

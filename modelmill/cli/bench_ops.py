@@ -46,9 +46,10 @@ def check_op_names(engine: Path | None, ops: Sequence[str], implementations: Seq
             more = f"did you mean {hint}?" if hint else f"known: {', '.join(known)}"
             raise UsageError(f"unknown op {op!r}; {more}")
     for variant in implementations:
-        if variant not in ("torch", *registry.BACKENDS):
+        if variant not in ("torch", *registry.BACKENDS_BESIDES_TORCH):
             raise UsageError(
-                f"--variant {variant!r} is not one of torch, {', '.join(registry.BACKENDS)}"
+                f"--variant {variant!r} is not one of torch, "
+                f"{', '.join(registry.BACKENDS_BESIDES_TORCH)}"
             )
 
 

@@ -24,7 +24,7 @@ FIGURE_UNITS = {
 }
 
 
-def make_rows(command: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
+def make_result_rows(command: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a row per figure: its median, spread and workload."""
     from modelmill.eval.report import make_row
 

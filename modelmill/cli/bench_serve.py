@@ -13,13 +13,13 @@ from modelmill.core.errors import UsageError
 if TYPE_CHECKING:
     from modelmill.eval.openai_client import RequestTiming
 
-LATENCY_ROWS = {
+LATENCY_ROW_TITLES = {
     "first_token_ms": "first token (TTFT), ms",
     "per_token_ms": "per output token (TPOT), ms",
     "between_pieces_ms": "between pieces (ITL), ms",
     "whole_ms": "whole request (E2E), ms",
 }
-RATE_ROWS = {
+RATE_UNITS = {
     "requests_per_s": "requests/s",
     "output_tokens_per_s": "tokens/s",
     "good_requests_per_s": "requests/s",
@@ -92,7 +92,9 @@ def run_load_test(args: Any) -> tuple[dict[str, Any], Callable[[Path], None]]:
     }, draw
 
 
-def make_serve_rows(command: str, results: dict[str, Any], args: Any) -> list[dict[str, Any]]:
+def make_serve_result_rows(
+    command: str, results: dict[str, Any], args: Any
+) -> list[dict[str, Any]]:
     """Make a row per figure; its device is the server's address, which may be another machine."""
     from modelmill.eval.report import make_row
 
@@ -105,7 +107,7 @@ def make_serve_rows(command: str, results: dict[str, Any], args: Any) -> list[di
         for name in ("endpoint", "request_rate", "concurrency", "first_ms", "token_ms")
     }
     rows = []
-    for figure in LATENCY_ROWS:
+    for figure in LATENCY_ROW_TITLES:
         spread = results[figure]
         if spread is not None:
             details = {**about, "spread": spread}
@@ -114,7 +116,7 @@ def make_serve_rows(command: str, results: dict[str, Any], args: Any) -> list[di
                     command, f"serve.{figure}", spread["median"], "ms", results["url"], **details
                 )
             )
-    for figure, unit in RATE_ROWS.items():
+    for figure, unit in RATE_UNITS.items():
         if results[figure] is not None:
             rows.append(
                 make_row(command, f"serve.{figure}", results[figure], unit, results["url"], **about)
@@ -126,7 +128,7 @@ def show_load_test_results(results: dict[str, Any]) -> None:
     """Print a table of times and one of rates."""
     rows = [
         [name, *[results[key][each] for each in ("mean", "median", "p90", "p99")]]
-        for key, name in LATENCY_ROWS.items()
+        for key, name in LATENCY_ROW_TITLES.items()
         if results[key] is not None
     ]
     print_table(

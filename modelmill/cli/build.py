@@ -105,7 +105,7 @@ def run(args: Args) -> int:
         from modelmill.checkpoint.open import open_checkpoint
         from modelmill.loader.device import compile_cpu_kernels
 
-        source, vision = args.vision_files.split_checkpoint(args.checkpoint)
+        source, vision = args.vision_files.resolve_language_and_vision_paths(args.checkpoint)
         source = resolve_model_path(source)
         if is_engine_folder(source):
             raise UsageError(
@@ -132,7 +132,7 @@ def run(args: Args) -> int:
         print_json(plan) if args.json else show_plan(plan)
         return 0
     if there and not args.force:
-        return _check_existing_engine(args, build_plan)
+        return _accept_matching_existing_engine(args, build_plan)
     return _build_and_report(args, source, vision, build_plan)
 
 
@@ -156,7 +156,7 @@ def _check_rank_options(args: Args) -> None:
         )
 
 
-def _check_existing_engine(args: Args, made: BuildPlan) -> int:
+def _accept_matching_existing_engine(args: Args, made: BuildPlan) -> int:
     """Accept an existing engine that was built from this checkpoint with these options.
 
     Raises:
@@ -219,7 +219,7 @@ def _build_and_report(args: Args, source: Path, vision: Any, made: BuildPlan) ->
     _warn_broken_template(made.checkpoint)
     if made.generation is not None and (unused := made.generation.unused_warning()) is not None:
         print_note(unused)
-    tuned = _autotune(made, args)
+    tuned = _read_build_autotune_record(made, args)
     if args.json:
         tuning = (
             None
@@ -262,7 +262,7 @@ def _warn_broken_template(checkpoint: Checkpoint) -> None:
         print_note(f"{facts['error']}; run it with --raw, or give another with --chat-template")
 
 
-def _autotune(plan: BuildPlan, args: Args) -> AutotuneRecord | None:
+def _read_build_autotune_record(plan: BuildPlan, args: Args) -> AutotuneRecord | None:
     """Return the build's autotuned launch configs; prints why if a GPU's engine has none."""
     import torch
 

@@ -16,7 +16,7 @@ from modelmill.cli.chat_input import (
     read_terminal_line,
     start_line_editing,
 )
-from modelmill.cli.chat_model import ChatDelta, ChatModel, ChatSettings, LocalChatModel
+from modelmill.cli.chat_model import ChatDelta, ChatModel, LocalChatModel, ToolAndThinkingSettings
 from modelmill.cli.chat_tools import (
     ask_tool_results,
     format_tools,
@@ -31,8 +31,8 @@ from modelmill.cli.run import (
     InterruptHandler,
     print_speed,
     wait_for_first_token,
-    warn_max_tokens,
-    with_max_tokens,
+    warn_if_context_too_short,
+    with_default_max_tokens,
 )
 from modelmill.cli.terminal_chat import hide_typed_keys
 from modelmill.core.config import RunConfig, option_field
@@ -113,7 +113,7 @@ def run(args: Args) -> int:
     if (args.engine is None) == (args.url is None):
         raise UsageError("give one of ENGINE and --url URL")
     _check_think_tokens(args.think_tokens)
-    settings = ChatSettings(
+    settings = ToolAndThinkingSettings(
         () if args.tools is None else read_tool_definitions(args.tools),
         _THINKING_BY_MODE[args.think],
         args.think_tokens,
@@ -164,7 +164,7 @@ def _open_local_chat(args: Args, engine: Path) -> tuple[LocalChatModel, Sampling
             f"{engine} has no chat template; give one with --chat-template "
             f"({', '.join(list_chat_templates())} or a file), or use modelmill run --prompt"
         )
-    return LocalChatModel(llm), with_max_tokens(args.sampling, llm)
+    return LocalChatModel(llm), with_default_max_tokens(args.sampling, llm)
 
 
 def _open_remote_chat(args: Args) -> tuple[RemoteChatModel, SamplingParams]:
@@ -189,7 +189,7 @@ class ChatSession:
         stream: bool = True,
         silent: bool = False,
         explicit_options: SamplingParams | None = None,
-        settings: ChatSettings | None = None,
+        settings: ToolAndThinkingSettings | None = None,
         read_result: Callable[[str], str | None] = lambda _: None,
         open_engine: Callable[[Path], tuple[LocalChatModel, SamplingParams]] | None = None,
     ) -> None:
@@ -209,7 +209,7 @@ class ChatSession:
         """
         self.llm, self.params = llm, params
         self.stream, self.silent = stream, silent
-        self.settings = settings or ChatSettings()
+        self.settings = settings or ToolAndThinkingSettings()
         self.messages: list[dict[str, Any]] = []
         self._read_result, self._open_engine = read_result, open_engine
         self._attached_images: list[str] = []
@@ -251,7 +251,7 @@ class ChatSession:
         elif name == "image":
             self._attach_image_file(rest)
         elif name in ("model", "tools", "think"):
-            self._change_settings(name, rest)
+            self._run_settings_command(name, rest)
         elif name in ("save", "save!"):
             self._save_conversation(rest, replace=name == "save!")
         else:
@@ -278,7 +278,7 @@ class ChatSession:
         except UsageError as error:
             print_note(str(error))
 
-    def _change_settings(self, name: str, rest: str) -> None:
+    def _run_settings_command(self, name: str, rest: str) -> None:
         """Run /model, /tools or /think; an error changes nothing."""
         change = {
             "model": self._switch_model,
@@ -432,24 +432,24 @@ class ChatSession:
                 if output is None:
                     if self.stream:
                         came()
-                    self._warn_max_tokens(delta.output)
+                    self._warn_if_context_too_short(delta.output)
                 output = delta.output
                 writer.add(delta.pieces, shown=self.stream)
                 if interrupt.requested:
                     stream.close()
                     break
-        answer = writer.finish(stopped=interrupt.requested, shown=self.stream)
+        answer = writer.finish_and_collect_answer(stopped=interrupt.requested, shown=self.stream)
         if output is not None and not self.silent:
             print_speed([output], time.perf_counter() - began)
         return answer
 
-    def _warn_max_tokens(self, answer: RequestOutput) -> None:
+    def _warn_if_context_too_short(self, answer: RequestOutput) -> None:
         """Warn once; the space left for answers shrinks with every turn."""
         if self._explicit_options is None or not isinstance(self.llm, LocalChatModel):
             return
         length = len(answer.prompt_token_ids) + (self._explicit_options.max_tokens or 0)
         if length > self.llm.engine_core.max_model_len:
-            warn_max_tokens(self.llm, self._explicit_options, [answer])
+            warn_if_context_too_short(self.llm, self._explicit_options, [answer])
             self._explicit_options = None
 
     def _write_answer_text(self, text: str) -> None:

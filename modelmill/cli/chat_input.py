@@ -13,7 +13,7 @@ from modelmill.core.env import cache_dir
 HISTORY_LINES = 1000
 MULTILINE_QUOTES = '"""'
 INPUT_PROMPT, CONTINUATION_PROMPT = "> ", ". "
-EXIT_HINT, LEAVE_CALL_OPEN_HINT = "/exit or Ctrl-D leaves", "an empty line leaves the call open"
+EXIT_HINT, SKIP_TOOL_RESULT_HINT = "/exit or Ctrl-D leaves", "an empty line leaves the call open"
 
 
 def chat_history_file() -> Path:
@@ -90,7 +90,7 @@ def read_terminal_line(prompt: str) -> str | None:
         except KeyboardInterrupt:
             if prompt == CONTINUATION_PROMPT:
                 raise
-            print(f"\n({EXIT_HINT if prompt == INPUT_PROMPT else LEAVE_CALL_OPEN_HINT})")
+            print(f"\n({EXIT_HINT if prompt == INPUT_PROMPT else SKIP_TOOL_RESULT_HINT})")
 
 
 def read_pipe_line() -> str | None:

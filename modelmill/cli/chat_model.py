@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ChatSettings:
+class ToolAndThinkingSettings:
     """What applies to every answer of a chat.
 
     Attributes:
@@ -42,7 +42,10 @@ class ChatModel(Protocol):
     """An engine in this process, or a server."""
 
     def stream(
-        self, messages: Sequence[dict[str, Any]], params: SamplingParams, settings: ChatSettings
+        self,
+        messages: Sequence[dict[str, Any]],
+        params: SamplingParams,
+        settings: ToolAndThinkingSettings,
     ) -> Iterator[ChatDelta]:
         """Yield the deltas of one answer; closing the iterator aborts it."""
 
@@ -73,7 +76,10 @@ class LocalChatModel:
             )
 
     def stream(
-        self, messages: Sequence[dict[str, Any]], params: SamplingParams, settings: ChatSettings
+        self,
+        messages: Sequence[dict[str, Any]],
+        params: SamplingParams,
+        settings: ToolAndThinkingSettings,
     ) -> Iterator[ChatDelta]:
         """Yield the deltas of one answer; closing the iterator aborts it.
 

@@ -29,12 +29,12 @@ class TerminalAnswerWriter:
         self._thinking = False
 
     def add(self, pieces: Sequence[AnswerPiece], *, shown: bool) -> None:
-        """Collect pieces; ``shown``: write them at once, else ``finish`` does."""
+        """Collect pieces; ``shown``: write them at once, else the end of the answer does."""
         self._pieces += pieces
         if shown:
             self._write_pieces(pieces)
 
-    def finish(self, *, stopped: bool, shown: bool) -> ParsedAnswer:
+    def finish_and_collect_answer(self, *, stopped: bool, shown: bool) -> ParsedAnswer:
         """Write the rest and the calls, and return the whole answer.
 
         Args:

@@ -79,7 +79,7 @@ def run(args: Args) -> int:
     with show_progress(f"opening {model.name}", lines=True) as on_progress:
         engine = resolve_engine_path(model, non_default_fields(args.build), on_progress, None)
     artifact = open_artifact(engine)
-    source, vision = args.vision_files.split_checkpoint(args.checkpoint)
+    source, vision = args.vision_files.resolve_language_and_vision_paths(args.checkpoint)
     checkpoint = open_checkpoint(resolve_model_path(source), delta=args.delta, vision=vision)
     if artifact.manifest.engine_type == "segmentation":
         return _compare_masks(args, artifact, checkpoint)
@@ -114,7 +114,7 @@ def _compare_masks(args: Args, artifact: Artifact, checkpoint: Checkpoint) -> in
     from modelmill.accept.segmentation import compare_segmentation_engine
     from modelmill.builder.model_config import derive_missing_config
     from modelmill.loader.device import compile_cpu_kernels, pick_device
-    from modelmill.vision.open_model import open_sam_model
+    from modelmill.vision.sam_loader import open_sam_model
 
     if args.plot is not None or args.all:
         raise UsageError(

@@ -102,9 +102,9 @@ def collect_facts() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "compiler": _find_cxx_compiler(),
         "cpu_kernels": _cpu_kernel_facts(),
-        "kernels": _kernel_facts(torch),
+        "kernels": _op_variant_facts(torch),
         "cache": {"path": str(cache), "disk_free": _free_disk_bytes(cache)},
-        "missing": _missing_packages(torch),
+        "missing": _missing_dependency_facts(torch),
         "outside": [asdict(each) for each in packages.untested_versions()],
     }
 
@@ -128,11 +128,11 @@ def engine_facts(path: Path) -> dict[str, Any]:
         "kv_windows": _count_layers_by_kv_window(artifact)
         if manifest.engine_type == LANGUAGE_ENGINE_TYPE
         else [],
-        "experts": _expert_loop(artifact),
+        "experts": _describe_unfused_experts(artifact),
     }
 
 
-def _expert_loop(artifact: Artifact) -> str | None:
+def _describe_unfused_experts(artifact: Artifact) -> str | None:
     """Which experts a GPU computes one after another, and why; None: none, or no GPU's engine."""
     from modelmill.builder.expert_loop import unfused_experts_remark
     from modelmill.loader.model_loader import build_rank_model
@@ -155,7 +155,7 @@ def _count_layers_by_kv_window(artifact: Artifact) -> list[dict[str, int | None]
 
     from modelmill.loader.model_loader import build_rank_model
     from modelmill.nn.kv import kv_cache_dtype
-    from modelmill.nn.whole_model_decode import model_kv_shape
+    from modelmill.nn.whole_model_decode import model_kv_cache_shape
     from modelmill.ops import registry
     from modelmill.parallel.tp_group import SINGLE_RANK
 
@@ -166,7 +166,9 @@ def _count_layers_by_kv_window(artifact: Artifact) -> list[dict[str, int | None]
     # which other dtype pages have makes no difference to how layers share them
     kv_dtype = kv_cache_dtype(manifest.build.get("kv_cache_dtype", "auto"), torch.float32)
     formats = manifest.weight_formats.values()
-    shape = model_kv_shape(model, manifest.max_model_len, decode_op, kv_dtype, formats=formats)
+    shape = model_kv_cache_shape(
+        model, manifest.max_model_len, decode_op, kv_dtype, formats=formats
+    )
     layers = [len(group.layers) for group in shape.groups] or [shape.layers]
     by_window = sum_counts_by_window(shape.group_windows, layers)
     return [{"window": window, "layers": count} for window, count in by_window.items() if count]
@@ -186,7 +188,7 @@ def _gpu_facts(torch: Any) -> list[dict[str, Any]]:
     return gpus
 
 
-def _kernel_facts(torch: Any) -> list[dict[str, Any]]:
+def _op_variant_facts(torch: Any) -> list[dict[str, Any]]:
     """Return the chosen variant of each op and device, and why others are unavailable."""
     from modelmill.ops import registry
 
@@ -230,7 +232,7 @@ def _find_cxx_compiler() -> str | None:
     )
 
 
-def _missing_packages(torch: Any) -> list[dict[str, Any]]:
+def _missing_dependency_facts(torch: Any) -> list[dict[str, Any]]:
     """What is absent: its name, what needs it (None: everything) and how to get it."""
     absent: list[dict[str, Any]] = [
         {"name": name, "needs": None, "get": f"pip install {name}"}

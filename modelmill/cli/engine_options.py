@@ -18,7 +18,7 @@ ENGINE_HELP = (
     "an engine folder, or a checkpoint or a hub's org/name (it is built into the cache first)"
 )
 
-REFERENCE_GPU_FRACTION = 0.45
+ENGINE_GPU_FRACTION_BESIDE_REFERENCE = 0.45
 """Share of the GPU's memory for an engine if transformers runs on the same GPU."""
 
 
@@ -80,4 +80,8 @@ def share_gpu_with_reference(run: RunConfig) -> RunConfig:
         run.gpu_memory_utilization != RunConfig().gpu_memory_utilization
         or run.kv_cache_bytes is not None
     )
-    return run if user_set else replace(run, gpu_memory_utilization=REFERENCE_GPU_FRACTION)
+    return (
+        run
+        if user_set
+        else replace(run, gpu_memory_utilization=ENGINE_GPU_FRACTION_BESIDE_REFERENCE)
+    )

@@ -34,7 +34,7 @@ class EvaluationArgs(CommonArgs):
     run: RunConfig = config_field(RunConfig, "Engine")
 
 
-def require_transformers(args: EvaluationArgs) -> None:
+def require_transformers_for_reference(args: EvaluationArgs) -> None:
     """Check that transformers is installed if a reference is requested.
 
     Raises:

@@ -153,7 +153,7 @@ class Args(CommonArgs):
 
 def run(args: Args) -> int:
     """Print the command, or become the agent."""
-    url, chosen = resolve_served_model(args)
+    url, chosen = resolve_server_and_model(args)
     if args.run:
         find_agent_program(args.client)
     models = fetch_models(url, args.api_key)
@@ -186,7 +186,7 @@ def exec_agent_command(command: LaunchCommand) -> NoReturn:
     )
 
 
-def resolve_served_model(args: Args) -> tuple[str, str | None]:
+def resolve_server_and_model(args: Args) -> tuple[str, str | None]:
     """Return the address without a slash at its end, and the model's name.
 
     The name is None for the first model that a server at another address lists.

@@ -125,7 +125,7 @@ def run_command_line(argv: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except OSError as error:
-        description = disk_errors.describe_os_error(error)
+        description = disk_errors.describe_user_fixable_os_error(error)
         if description is None:
             raise
         return _print_error(description, 1)

@@ -162,7 +162,7 @@ def _log_progress_lines(label: str, every: float | None) -> Iterator[Progress]:
         log_progress.close()
 
 
-class SafeOutput(io.FileIO):
+class BrokenPipeTolerantOutput(io.FileIO):
     """A file descriptor that is written until a write fails.
 
     Attributes:
@@ -197,7 +197,7 @@ class SafeOutput(io.FileIO):
 
 @contextlib.contextmanager
 def tolerate_closed_output() -> Iterator[None]:
-    """Replace stdout and stderr by ``SafeOutput``s within the context; no stream is missing.
+    """Let stdout and stderr tolerate closed pipes within the context; no stream is missing.
 
     Bytes that are not UTF-8, and characters that the terminal lacks, become replacement characters
     instead of tracebacks.
@@ -237,7 +237,7 @@ def _safe_stream(stream: TextIO | None, name: str) -> TextIO:
     except OSError:
         stream.reconfigure(errors="replace")
         return stream
-    output = SafeOutput(descriptor, name)
+    output = BrokenPipeTolerantOutput(descriptor, name)
     return io.TextIOWrapper(
         output if stream.write_through else io.BufferedWriter(output),  # as python -u does
         encoding=stream.encoding,

@@ -10,7 +10,7 @@ from modelmill.cli.evaluation_options import (
     EvaluationArgs,
     load_transformers_reference,
     open_evaluated_engine,
-    require_transformers,
+    require_transformers_for_reference,
 )
 from modelmill.cli.output import print_json, print_table, show_progress
 from modelmill.core.config import option_field
@@ -27,7 +27,7 @@ Examples:
 
   modelmill perplexity model.engine --data wiki.txt --max-length 1024 --stride 512 --limit-tokens 16384"""  # noqa: E501
 
-MAX_WINDOW_TOKENS = 2048
+MAX_DEFAULT_WINDOW_TOKENS = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,9 @@ class Args(EvaluationArgs):
 
     data: Path | None = option_field(None, "UTF-8 text file", required=True, metavar="FILE")
     max_length: int | None = option_field(
-        None, f"tokens in a window (default: what the engine allows, at most {MAX_WINDOW_TOKENS})"
+        None,
+        "tokens in a window (default: what the engine allows, at most "
+        f"{MAX_DEFAULT_WINDOW_TOKENS})",
     )
     stride: int | None = option_field(
         None, "tokens from one window's begin to the next (default: --max-length)"
@@ -57,14 +59,14 @@ def run(args: Args) -> int:
     ):
         if value is not None and value < minimum:
             raise UsageError(f"{name} must be at least {minimum}, not {value}")
-    require_transformers(args)
+    require_transformers_for_reference(args)
     text = read_text(args.data)
     llm = open_evaluated_engine(args)
     if llm.tokenizer is None:
         raise TokenizerError(
             f"{args.engine} is an ids-only engine (no tokenizer); a perplexity needs one"
         )
-    length = args.max_length or min(llm.engine_core.max_model_len, MAX_WINDOW_TOKENS)
+    length = args.max_length or min(llm.engine_core.max_model_len, MAX_DEFAULT_WINDOW_TOKENS)
     if length > llm.engine_core.max_model_len:
         raise UsageError(
             f"--max-length {length} is more than this engine reads "

@@ -12,7 +12,7 @@ from modelmill.cli.output import print_facts, print_table
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.page_groups import sum_counts_by_window
 
-VISION_OPTIONS = (
+SEGMENTATION_BUILD_OPTIONS = (
     "dtype",
     "quantization",
     "activation_scales",
@@ -41,7 +41,7 @@ def show_plan(plan: dict[str, Any]) -> None:
         (name, _format_with_reason(value, reasons.get(name)))
         for name, value in build.items()
         if (value not in (None, {}) or name in reasons)
-        and (language or name in VISION_OPTIONS)
+        and (language or name in SEGMENTATION_BUILD_OPTIONS)
         and _is_option_used(name, build)
     ]
     formats = ", ".join(

@@ -27,7 +27,7 @@ Examples:
 
   modelmill profile model.engine --phase decode --json"""
 
-PHASES = ("decode", "prefill", "both")
+PHASE_CHOICES = ("decode", "prefill", "both")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Args(CommonArgs):
     """Command-line options of ``modelmill profile``."""
 
     engine: Path = option_field(help=ENGINE_HELP, positional=True, metavar="ENGINE")
-    phase: str = option_field("both", "which step", choices=PHASES)
+    phase: str = option_field("both", "which step", choices=PHASE_CHOICES)
     batch: int = option_field(1, "sequences computed together")
     prompt: int = option_field(128, "tokens of each prompt")
     lines: int = option_field(24, "lines of the table (0: all)")
@@ -84,7 +84,9 @@ def run(args: Args) -> int:
         chrome_trace.write_trace(
             args.trace, chrome_trace.make_trace(tracks, {**about, **ceilings.to_dict()})
         )
-    rows = _make_rows(shlex.join(["modelmill", *sys.argv[1:]]), about, ceilings.to_dict(), profiles)
+    rows = _make_result_rows(
+        shlex.join(["modelmill", *sys.argv[1:]]), about, ceilings.to_dict(), profiles
+    )
     if args.save is not None:
         from modelmill.eval.report import append_rows
 
@@ -109,7 +111,7 @@ def run(args: Args) -> int:
     return 0
 
 
-def _make_rows(
+def _make_result_rows(
     command: str, about: dict[str, Any], ceilings: dict[str, Any], profiles: list[Profile]
 ) -> list[dict[str, Any]]:
     from modelmill.eval.report import make_row
@@ -206,8 +208,8 @@ def _format_kernel_row(line: ProfileLine) -> list[Any]:
     return [
         *head,
         f"{line.share:.1%}",
-        _format_count(nbytes),
-        _format_count(operations),
+        _format_amount_or_dash(nbytes),
+        _format_amount_or_dash(operations),
         _format_us(line.floor_us),
         reached,
     ]
@@ -219,7 +221,7 @@ def _shorten_name(kernel: str) -> str:
     return name if len(name) <= 48 else f"{name[:47]}…"
 
 
-def _format_count(value: float) -> str:
+def _format_amount_or_dash(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value >= 0.001 else "–"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from modelmill.cli.chat_model import ChatDelta, ChatSettings
+from modelmill.cli.chat_model import ChatDelta, ToolAndThinkingSettings
 from modelmill.core.errors import ModelmillError
 from modelmill.core.generation_defaults import MODELMILL_SOURCE
 from modelmill.core.types import SamplingParams
@@ -38,7 +38,10 @@ class RemoteChatModel:
         self._parse_suggested_sampling: dict[str, dict[str, Any]] = {}
 
     def stream(
-        self, messages: Sequence[dict[str, Any]], params: SamplingParams, settings: ChatSettings
+        self,
+        messages: Sequence[dict[str, Any]],
+        params: SamplingParams,
+        settings: ToolAndThinkingSettings,
     ) -> Iterator[ChatDelta]:
         """Yield the deltas of one answer; closing the iterator aborts the request.
 
@@ -50,7 +53,7 @@ class RemoteChatModel:
         suggested = self.suggested_sampling()
         if not suggested.keys() & fields.keys():
             body |= suggested
-        body |= generation_settings_fields(settings)
+        body |= tool_and_thinking_fields(settings)
         events = self._client.stream(
             "/v1/chat/completions", {**body, "stream_options": {"include_usage": True}}
         )
@@ -69,7 +72,7 @@ class RemoteChatModel:
                 for choice in event.get("choices") or ():
                     pieces = parse_delta_pieces(choice.get("delta") or {})
                     if pieces:
-                        sizes.append(sum(map(_piece_size, pieces)))
+                        sizes.append(sum(map(_count_piece_characters, pieces)))
                         answer.first_token_seconds = answer.first_token_seconds or when - began
                     output.text += "".join(each for each in pieces if isinstance(each, str))
                     output.finish_reason = choice.get("finish_reason") or output.finish_reason
@@ -119,7 +122,7 @@ def _parse_suggested_sampling(suggested: Any) -> dict[str, Any]:
     return dict(suggested.get("values") or {})
 
 
-def generation_settings_fields(settings: ChatSettings) -> dict[str, Any]:
+def tool_and_thinking_fields(settings: ToolAndThinkingSettings) -> dict[str, Any]:
     """Return the set settings under the API's names."""
     fields: dict[str, Any] = {}
     if settings.tools:
@@ -152,7 +155,7 @@ def parse_delta_pieces(delta: Mapping[str, Any]) -> list[AnswerPiece]:
     return pieces
 
 
-def _piece_size(piece: AnswerPiece) -> int:
+def _count_piece_characters(piece: AnswerPiece) -> int:
     """Characters of a piece, whatever it is a part of."""
     if isinstance(piece, str):
         return len(piece)

@@ -89,7 +89,7 @@ def run(args: Args) -> int:
     if (args.prompt is None) == (args.file is None):
         raise UsageError("give one of --prompt TEXT (or - for stdin) and --file FILE.jsonl")
     jobs = (
-        _read_prompt_file(args.file)
+        _read_prompts_jsonl(args.file)
         if args.file is not None
         else [{"prompt": _read_prompt(args.prompt or "")}]
     )
@@ -99,16 +99,16 @@ def run(args: Args) -> int:
         raise UsageError(
             f"--image: {why}; pictures need a multimodal engine (minigpt4) and a conversation"
         )
-    params = with_max_tokens(args.sampling, llm)
+    params = with_default_max_tokens(args.sampling, llm)
     asks = [_make_llm_input(job, args, llm) for job in jobs]
     if args.dump is not None:
         _dump_module_outputs(llm, asks, *args.dump)
     if args.file is None and not args.json and params.n == 1:
         return _stream_to_stdout(llm, asks[0], params, args.sampling)
-    return _run_batch(args, llm, asks, params)
+    return _generate_and_print_batch(args, llm, asks, params)
 
 
-def with_max_tokens(params: SamplingParams, llm: LLM) -> SamplingParams:
+def with_default_max_tokens(params: SamplingParams, llm: LLM) -> SamplingParams:
     """Set max_tokens if it is unset: an answer must not continue until the context is full."""
     if params.max_tokens is not None or llm.language.generation_defaults.has_max_length:
         return params
@@ -122,7 +122,7 @@ def _read_prompt(source: str) -> str:
     return source.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
-def _read_prompt_file(path: Path) -> list[dict[str, Any]]:
+def _read_prompts_jsonl(path: Path) -> list[dict[str, Any]]:
     from modelmill.eval.datasets import read_jsonl
 
     jobs = []
@@ -210,7 +210,7 @@ def wait_for_first_token(llm: Any) -> Iterator[Callable[[], None]]:
         yield waiting.close
 
 
-def warn_max_tokens(
+def warn_if_context_too_short(
     llm: Any, explicit_options: SamplingParams, outputs: Sequence[RequestOutput]
 ) -> None:
     """Print one line on stderr if the context is too short for the requested length."""
@@ -247,9 +247,9 @@ def _stream_to_stdout(
             if answer is None:
                 came()
                 print_sampling_defaults(llm, params)
-                warn_max_tokens(llm, explicit_options, [delta.output])
+                warn_if_context_too_short(llm, explicit_options, [delta.output])
             answer = delta.output
-            text = delta.text or _format_ids(llm, delta.token_ids)
+            text = delta.text or _format_ids_without_tokenizer(llm, delta.token_ids)
             sys.stdout.write(text if wrapped is None else wrapped.feed(text))
             sys.stdout.flush()
             if interrupt.requested or is_stdout_reader_gone():
@@ -262,12 +262,12 @@ def _stream_to_stdout(
     return 130 if interrupt.requested else 0
 
 
-def _format_ids(llm: LLM, ids: tuple[int, ...]) -> str:
+def _format_ids_without_tokenizer(llm: LLM, ids: tuple[int, ...]) -> str:
     """Format ids as text for an ids-only engine; empty for others."""
     return "".join(f"{id} " for id in ids) if llm.tokenizer is None else ""
 
 
-def _run_batch(args: Args, llm: LLM, asks: list[Any], params: SamplingParams) -> int:
+def _generate_and_print_batch(args: Args, llm: LLM, asks: list[Any], params: SamplingParams) -> int:
     print_sampling_defaults(llm, params)
     began = time.perf_counter()
     answers: dict[int, RequestOutput] = {}
@@ -282,7 +282,7 @@ def _run_batch(args: Args, llm: LLM, asks: list[Any], params: SamplingParams) ->
             answers.update(zip(indices, results, strict=True))
     seconds = time.perf_counter() - began
     ordered = [answers[index] for index in range(len(asks))]
-    warn_max_tokens(llm, args.sampling, ordered)
+    warn_if_context_too_short(llm, args.sampling, ordered)
     if args.json:
         replies = [output_to_json(answer, seconds) for answer in ordered]
         print_json(replies if args.file is not None else replies[0])

@@ -43,7 +43,7 @@ Examples:
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
 # flags of --everything → its fields
-MASK_OPTION_NAMES = {
+AUTOMATIC_MASK_FIELD_BY_OPTION = {
     "points_per_side": "points_per_side",
     "pred_iou_thresh": "pred_iou_thresh",
     "stability_score_thresh": "stability_score_thresh",
@@ -210,11 +210,14 @@ def _make_segment_query(args: Args) -> SegmentQuery:
 
         return SegmentQuery(
             everything=AutomaticMaskOptions(
-                **{field: getattr(args, flag) for flag, field in MASK_OPTION_NAMES.items()}
+                **{
+                    field: getattr(args, flag)
+                    for flag, field in AUTOMATIC_MASK_FIELD_BY_OPTION.items()
+                }
             )
         )
     for each in fields(Args):
-        if each.name in MASK_OPTION_NAMES and getattr(args, each.name) != each.default:
+        if each.name in AUTOMATIC_MASK_FIELD_BY_OPTION and getattr(args, each.name) != each.default:
             raise UsageError(
                 f"--{each.name.replace('_', '-')} belongs to --everything; leave it out or "
                 "add --everything"

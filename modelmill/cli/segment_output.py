@@ -63,21 +63,21 @@ class SegmentOutputPaths:
             # a mask in the same folder could have this name
             self._used_paths.add(overlay.resolve())
 
-    def overlay_path(self, path: Path) -> Path | None:
+    def reserve_overlay_path(self, path: Path) -> Path | None:
         """Return the path of a picture's overlay; None if none is requested."""
         if self.overlay is None or not self.several:
             return self.overlay
-        return self._unused_png_path(self.overlay, path.stem)
+        return self._reserve_unused_png_path(self.overlay, path.stem)
 
     def reserve_mask_path(self, path: Path, index: int) -> Path | None:
         """Return the path of one of its masks; None if none is requested."""
         return (
             None
             if self.masks is None
-            else self._unused_png_path(self.masks, f"{path.stem}-{index}")
+            else self._reserve_unused_png_path(self.masks, f"{path.stem}-{index}")
         )
 
-    def _unused_png_path(self, folder: Path, stem: str) -> Path:
+    def _reserve_unused_png_path(self, folder: Path, stem: str) -> Path:
         """Return a PNG path of that stem, with a number if the name is already used."""
         names = (f"{stem}.png", *(f"{stem}_{n}.png" for n in range(2, len(self._used_paths) + 3)))
         path = next(
@@ -108,7 +108,7 @@ def write_segment_result(
     from modelmill.vision.draw import mask_to_image, overlay_masks
 
     result: dict[str, Any] = {"image": str(path), "size": list(picture.size)}
-    target = outputs.overlay_path(path)
+    target = outputs.reserve_overlay_path(path)
     if target is not None:
         shown = (
             [masks[0] for masks in answers if masks]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from modelmill.cli.engine_options import CheckpointBuildOptions, resolve_model_path
 from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import print_note
-from modelmill.cli.serve_keys import read_server_keys
+from modelmill.cli.serve_keys import read_api_admin_policy_keys
 from modelmill.core.config import RunConfig, non_default_fields, option_field, path_option_field
 from modelmill.core.errors import MissingDependency, UsageError
 from modelmill.core.packages import install_command, require_package
@@ -191,12 +191,12 @@ def run(args: Args) -> int:
         ) from None
     from modelmill.cli.serve_catalogue import (
         add_catalogue_aliases,
-        detect_models_dir,
         read_catalogue_entries,
+        with_detected_models_dir,
     )
 
-    args = detect_models_dir(args)
-    place, names = _make_server_options(args), _default_model_names(args)
+    args = with_detected_models_dir(args)
+    place, names = _make_server_options(args), _always_loaded_model_names(args)
     aliases, on_demand = _parse_aliases(args, names)
     entries = add_catalogue_aliases(read_catalogue_entries(args, [*names, *aliases]), on_demand)
     args = replace(args, engines=tuple(resolve_model_path(path) for path in args.engines))
@@ -223,7 +223,7 @@ async def _serve_engines(
     record: contextlib.ExitStack,
 ) -> None:
     """Serve the engines that are always loaded and those of the catalogue."""
-    from modelmill.cli.serve_catalogue import make_catalogue_manager
+    from modelmill.cli.serve_catalogue import make_catalogue_manager_and_watch
     from modelmill.serve.server import Server
     from modelmill.serve.standby_worker import StandbyLauncher
 
@@ -234,7 +234,7 @@ async def _serve_engines(
         launcher = StandbyLauncher() if args.standby_worker else None
         weights = [_estimate_engine_bytes(path) for path in args.engines]
         always = list(zip(engines.values(), weights, strict=True))
-        manager, watch = make_catalogue_manager(args, entries, always, launcher)
+        manager, watch = make_catalogue_manager_and_watch(args, entries, always, launcher)
         by_name |= manager.engines_by_name()
     doing = [f"loading {', '.join(names)}"] if names else []
     doing += [f"models loaded on demand: {len(entries)}"] if entries else []
@@ -243,7 +243,7 @@ async def _serve_engines(
         if launcher is not None:
             await launcher.refill()
         await Server([*engines.values()], place, by_name, manager, watch).run(
-            lambda url: announce_address(args, url, shown, "; ".join(doing), record),
+            lambda url: register_and_announce_address(args, url, shown, "; ".join(doing), record),
             lambda engine: print_note(
                 "; ".join((f"{engine.name} is ready", *engine.memory_summary_lines))
             ),
@@ -253,7 +253,7 @@ async def _serve_engines(
             await launcher.close()
 
 
-def announce_address(
+def register_and_announce_address(
     args: Args, url: str, names: Sequence[str], doing: str, record: contextlib.ExitStack
 ) -> None:
     """Print the address; with --json also as one JSON line on stdout, for scripts with --port 0.
@@ -291,7 +291,7 @@ def _make_server_options(args: Args) -> ServerOptions:
             "--max-image-pixels must be at least 1, --image-cache-bytes, --response-store-bytes "
             "and --answer-history-bytes not negative"
         )
-    keys, admin_keys, policies = read_server_keys(args)
+    keys, admin_keys, policies = read_api_admin_policy_keys(args)
     if not (keys or policies) and args.host not in LOOPBACK_HOSTS:
         raise UsageError(
             f"--host {args.host} opens the API to others; give --api-key or --api-key-file as well"
@@ -306,7 +306,7 @@ def _make_server_options(args: Args) -> ServerOptions:
         allowed_hosts=tuple(map(str.lower, args.allowed_hosts)),
         share_cache=args.share_cache_across_keys,
         response_store_bytes=args.response_store_bytes,
-        session_dir=_session_dir(args),
+        session_dir=_make_session_dir(args),
         session_bytes=args.session_bytes,
     )
     if args.otlp_endpoint is not None:
@@ -323,7 +323,7 @@ def _make_server_options(args: Args) -> ServerOptions:
     return ServerOptions(args.host, args.port, args.shutdown_timeout, limits, traces)
 
 
-def _session_dir(args: Args) -> Path | None:
+def _make_session_dir(args: Args) -> Path | None:
     """Return the folder of saved sessions, which is made if it is missing."""
     if args.session_bytes < 1:
         raise UsageError(f"--session-bytes must be at least 1, not {args.session_bytes}")
@@ -338,7 +338,7 @@ def _session_dir(args: Args) -> Path | None:
     return args.session_dir.resolve()
 
 
-def _default_model_names(args: Args) -> list[str]:
+def _always_loaded_model_names(args: Args) -> list[str]:
     """Return a name for each engine that is always loaded."""
     if not args.engines and (args.models_dir is not None or args.catalogue is not None):
         if args.served_model_name:
@@ -349,7 +349,7 @@ def _default_model_names(args: Args) -> list[str]:
             "give at least one ENGINE, for example: modelmill serve model.engine --port 8000"
         )
     primary = args.served_model_name[:1] if len(args.engines) == 1 else args.served_model_name
-    names = list(primary) or [served_name(path) for path in args.engines]
+    names = list(primary) or [default_served_name(path) for path in args.engines]
     if not all(name.strip() for name in names):
         raise UsageError("--served-model-name must not be empty")
     if len(names) != len(args.engines):
@@ -387,7 +387,7 @@ def _parse_aliases(args: Args, names: Sequence[str]) -> tuple[dict[str, str], di
     return aliases, on_demand
 
 
-def served_name(path: Path) -> str:
+def default_served_name(path: Path) -> str:
     """Return the engine's folder name as given: a link's name, not its target's."""
     return Path(os.path.abspath(path)).name.removesuffix(".engine")
 
@@ -423,8 +423,8 @@ def _make_open_messages(args: Args) -> list[OpenEngine]:
             if segments and other != index
         )
         message = OpenEngine(
-            str(path), _build_overrides(args, path), run, args.warm_up, args.chat_template, later,
-            segmenting[:index].count(False),
+            str(path), _get_build_config_overrides(args, path), run, args.warm_up,
+            args.chat_template, later, segmenting[:index].count(False),
             other_bytes, args.image_cache_bytes, args.max_image_pixels, args.watchdog_timeout,
             args.answer_history_bytes, args.parse_special,
         )  # fmt: skip
@@ -443,7 +443,7 @@ def _is_segmentation_engine(path: Path) -> bool:
         return False  # its worker reports the error
 
 
-def _build_overrides(args: Args, path: Path) -> dict[str, Any]:
+def _get_build_config_overrides(args: Args, path: Path) -> dict[str, Any]:
     """Return the build options of a checkpoint; none for an engine beside other engines."""
     mixed = len(args.engines) > 1 and (path / "manifest.json").is_file()
     return {} if mixed else non_default_fields(args.build)

@@ -29,10 +29,10 @@ KV_CACHE_BUDGET_FRACTION = 0.25
 """Of the budget, at least, for KV cache and states of an engine without a size of its own."""
 KV_SCALE_BYTES = 4
 """Of a head's keys or values of a token in 8 bits (float32)."""
-NVIDIA_DEVICE = Path("/dev/nvidiactl")
+NVIDIA_DEVICE_FILE = Path("/dev/nvidiactl")
 
 
-def detect_models_dir(args: Args) -> Args:
+def with_detected_models_dir(args: Args) -> Args:
     """Take a folder of engines among the arguments as --models-dir.
 
     Raises:
@@ -116,7 +116,7 @@ def add_catalogue_aliases(
     ]
 
 
-def make_catalogue_manager(
+def make_catalogue_manager_and_watch(
     args: Args,
     entries: Sequence[CatalogueEntry],
     always_loaded: Sequence[tuple[EngineClient, int]],
@@ -165,7 +165,7 @@ def make_catalogue_manager(
 
 
 def _default_memory_budget(args: Args) -> int:
-    if args.run.device != "cpu" and NVIDIA_DEVICE.exists():
+    if args.run.device != "cpu" and NVIDIA_DEVICE_FILE.exists():
         raise UsageError(
             "a catalogue on a GPU needs --memory-budget: the bytes that all loaded engines may take"
         )

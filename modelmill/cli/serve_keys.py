@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from modelmill.serve.access.key_policy import KeyPolicy
 
 
-def read_server_keys(args: Args) -> tuple[tuple[str, ...], tuple[str, ...], tuple[KeyPolicy, ...]]:
+def read_api_admin_policy_keys(
+    args: Args,
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[KeyPolicy, ...]]:
     """Return the API keys, the admin keys and the keys with policies.
 
     Raises:

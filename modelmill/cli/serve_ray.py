@@ -32,7 +32,7 @@ def serve_ray_replicas(
 
     Raises UsageError for flags that do not go together.
     """
-    from modelmill.cli.serve import announce_address
+    from modelmill.cli.serve import register_and_announce_address
     from modelmill.serve.json_logs import log_to_stderr
     from modelmill.serve.replicas.deployment import ReplicaSpec
     from modelmill.serve.replicas.ray_cluster import DeploymentSpec, RayCluster
@@ -68,7 +68,7 @@ def serve_ray_replicas(
     async def serve() -> None:
         server = RayFrontendServer(RayCluster(plan, shape), place)
         doing = f"starting {args.replicas} replicas of {', '.join(names)}"
-        await server.run(lambda url: announce_address(args, url, names, doing, record))
+        await server.run(lambda url: register_and_announce_address(args, url, names, doing, record))
 
     with log_to_stderr(args.log_level), contextlib.ExitStack() as record:
         asyncio.run(serve())

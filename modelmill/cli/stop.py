@@ -35,7 +35,7 @@ class Args(CommonArgs):
         None,
         "a served model, an address, a port or a process id",
         positional=True,
-        complete=lambda: unique_server_names(running_servers()),
+        complete=lambda: unambiguous_server_names(running_servers()),
     )
     all: bool = option_field(False, "every server of this user", flags=("--all",))
     timeout: float = option_field(60.0, "seconds to wait until a server has ended")
@@ -86,7 +86,7 @@ def find_server(servers: Sequence[ServerRecord], name: str) -> ServerRecord:
     return found[0]
 
 
-def unique_server_names(servers: Sequence[ServerRecord]) -> list[str]:
+def unambiguous_server_names(servers: Sequence[ServerRecord]) -> list[str]:
     """Return the names that mean one server each: served models and ports."""
     models = [model for server in servers for model in server.models]
     return [*(each for each in models if models.count(each) == 1), *map(_server_port, servers)]

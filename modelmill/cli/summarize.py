@@ -10,7 +10,7 @@ from modelmill.cli.evaluation_options import (
     EvaluationArgs,
     load_transformers_reference,
     open_evaluated_engine,
-    require_transformers,
+    require_transformers_for_reference,
 )
 from modelmill.cli.output import print_json, print_table, show_progress
 from modelmill.core.config import option_field, path_option_field
@@ -37,7 +37,7 @@ Examples:
 
   modelmill summarize model.engine --data articles.jsonl --reference model.gguf --check-accuracy 0.5"""  # noqa: E501
 
-MAX_BATCH_SIZE = 32
+DEFAULT_ENGINE_BATCH_SIZE = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,8 @@ class Args(EvaluationArgs):
     )
     batch_size: int | None = option_field(
         None,
-        f"summaries made at once (default: {MAX_BATCH_SIZE} by the engine, 1 by transformers, "
-        "which then pads nothing)",
+        f"summaries made at once (default: {DEFAULT_ENGINE_BATCH_SIZE} by the engine, "
+        "1 by transformers, which then pads nothing)",
     )
     check_accuracy: float | None = option_field(
         None, "exit code 1 where any ROUGE differs from the reference's by more than this many "
@@ -83,7 +83,7 @@ def run(args: Args) -> int:
 
     if args.check_accuracy is not None and args.reference is None:
         raise UsageError("--check-accuracy needs --reference CHECKPOINT to compare with")
-    require_transformers(args)
+    require_transformers_for_reference(args)
     if (args.num is not None and args.num < 1) or (
         args.batch_size is not None and args.batch_size < 1
     ):
@@ -99,7 +99,7 @@ def run(args: Args) -> int:
     task = make_summary_task(llm, items, args.max_new_tokens, args.max_input_tokens)
     sides: dict[str, list[Summary]] = {}
     batches = {
-        "engine": min(args.batch_size or MAX_BATCH_SIZE, len(items)),
+        "engine": min(args.batch_size or DEFAULT_ENGINE_BATCH_SIZE, len(items)),
         "reference": min(args.batch_size or 1, len(items)),
     }
     sides["modelmill"] = _summarize_side(
@@ -112,7 +112,7 @@ def run(args: Args) -> int:
         )
         facts = reference_fingerprint(checkpoint, args.reference_dtype, llm.engine_core.device)
         sides["transformers"] = _summarize_side(args, llm, task, reference_summarizer, facts)
-    result = _make_result(args, task, sides, rouge, batches)
+    result = _make_rouge_result(args, task, sides, rouge, batches)
     print_json(result) if args.json else _show_scores(result)
     return 0 if result.get("passed", True) else 1
 
@@ -136,7 +136,7 @@ def _summarize_side(
         )
 
 
-def _make_result(
+def _make_rouge_result(
     args: Args,
     task: SummaryTask,
     sides: dict[str, list[Summary]],

@@ -26,7 +26,7 @@ class MiniGPT4Files:
         "FILE",
     )
 
-    def split_checkpoint(self, checkpoint: Path) -> tuple[Path, tuple[Path, ...]]:
+    def resolve_language_and_vision_paths(self, checkpoint: Path) -> tuple[Path, tuple[Path, ...]]:
         """Split a checkpoint into the language model's path and the vision files.
 
         Returns:

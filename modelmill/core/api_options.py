@@ -83,7 +83,7 @@ class SegmenterOptions(BuildOptions, total=False):
 
 
 RUN_FIELDS = tuple(each.name for each in fields(RunConfig))
-BUILD_FIELDS = tuple(each.name for each in fields(BuildConfig) if each.name not in RUN_FIELDS)
+BUILD_ONLY_FIELDS = tuple(each.name for each in fields(BuildConfig) if each.name not in RUN_FIELDS)
 """Options that only the build uses."""
 
 

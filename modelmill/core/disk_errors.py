@@ -21,7 +21,7 @@ USER_FIXABLE_ERRNOS = frozenset(
 """Errors that are never a bug of modelmill, wherever they occur."""
 
 
-def describe_os_error(error: OSError) -> str | None:
+def describe_user_fixable_os_error(error: OSError) -> str | None:
     """Describe a file system error in one line; None for one that may be a bug of modelmill."""
     if isinstance(error, FileNotFoundError):
         if "temporary directory" in str(error):

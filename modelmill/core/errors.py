@@ -81,7 +81,7 @@ class UnknownOption(UsageError, TypeError):
     """A keyword argument that a class of the Python API does not have."""
 
 
-GRAMMAR_LOST_MESSAGE = (
+GRAMMAR_TOO_COSTLY_MESSAGE = (
     "the answer could not be held to its grammar any further: too much work; ask for a simpler one"
 )
 

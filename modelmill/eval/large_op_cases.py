@@ -42,7 +42,7 @@ CaseMaker = Callable[[str, torch.dtype], Iterator[Case]]
 
 
 def permuted_quant_args(width: int, device: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield quantization modes with a permutation, in addition to ``quant_modes``.
+    """Yield quantization modes with a permutation, in addition to ``named_quant_mode_args``.
 
     These are int8 with one static scale, and fp8 with a scale per token.
     """
@@ -56,7 +56,7 @@ def quantize_cases(rows: int, width: int, device: str, dtype: torch.dtype) -> It
     """Cases of quantizing rows to 8 bits, in every mode."""
     x = randn(rows, width, device=device, dtype=dtype, seed=1)
     for name, mode in (
-        *rms_norm_quant.quant_modes(width, device, 0),
+        *rms_norm_quant.named_quant_mode_args(width, device, 0),
         *permuted_quant_args(width, device),
     ):
         stored = mode["perm"].numel() if "perm" in mode else width

@@ -103,7 +103,7 @@ def time_case(
     }
     rounds = selection.rounds or TIMING_ROUNDS
     declaration = registry.op_declarations()[op]
-    sets = [declaration.pack_inputs(each) for each in make_argument_sets(case, device_type)]
+    sets = [declaration.pack_named_inputs(each) for each in make_argument_sets(case, device_type)]
     timed = (
         _time_on_cuda(calls, sets, rounds)
         if device_type == "cuda"
@@ -205,8 +205,8 @@ def _time_on_cpu(
             results[name] = _CallTimes("host", _one_line_error(error))
             continue
         ready[name] = lambda call=call, arg_cycle=arg_cycle: call(**next(arg_cycle))  # type: ignore[misc]
-    read, size = timing.make_memory_read()
-    multiply, operations = timing.make_square_matmul("cpu", dtype)
+    read, size = timing.make_cpu_memory_read_with_bytes()
+    multiply, operations = timing.make_square_matmul_with_op_count("cpu", dtype)
     all_calls = [*ready.values(), read, multiply]
     repeats = [timing.count_calls_for_duration(call, 1e-4) for call in all_calls]
     round_seconds = sum(

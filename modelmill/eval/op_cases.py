@@ -23,7 +23,7 @@ from modelmill.ops.int8_linear import quantize
 from modelmill.ops.paged_attention import _case as attention_case
 from modelmill.ops.paged_attention import latent_case
 from modelmill.ops.quant_types import quantize_per_row
-from modelmill.ops.rms_norm_quant import quant_modes as norm_quant_modes
+from modelmill.ops.rms_norm_quant import named_quant_mode_args as norm_quant_modes
 from modelmill.ops.sample import random_case as sample_case
 
 Shapes = tuple[tuple[int, int, int], ...]

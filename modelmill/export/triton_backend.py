@@ -23,7 +23,12 @@ import numpy
 
 from modelmill.async_llm import AsyncLLM
 from modelmill.core.config import RunConfig, config_from_dict, non_default_fields
-from modelmill.core.errors import GRAMMAR_LOST_MESSAGE, ModelmillError, RequestError, UsageError
+from modelmill.core.errors import (
+    GRAMMAR_TOO_COSTLY_MESSAGE,
+    ModelmillError,
+    RequestError,
+    UsageError,
+)
 from modelmill.export.triton_metrics import TritonMetrics
 from modelmill.export.triton_repository import ENGINE_DIR, START_OPTIONS_FILE, EngineStartOptions
 from modelmill.export.triton_tensors import (
@@ -147,7 +152,7 @@ class TritonBackend:
                         )
                         return
                     if delta.finish_reason == "error":
-                        request.fail(GRAMMAR_LOST_MESSAGE, "INVALID_ARG")
+                        request.fail(GRAMMAR_TOO_COSTLY_MESSAGE, "INVALID_ARG")
                         return
                     if delta.finish_reason or (parsed.stream and (delta.text or delta.token_ids)):
                         request.send_delta(delta, send_full_output=not parsed.stream)

@@ -20,7 +20,7 @@ from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
 from modelmill.nn.recurrent_state import RecurrentStateCache, make_standalone_step_states
 from modelmill.nn.step import Step
-from modelmill.nn.whole_model_decode import model_kv_shape
+from modelmill.nn.whole_model_decode import model_kv_cache_shape
 from modelmill.ops.recurrent_metadata import chunk_size_for_page
 from modelmill.ops.registry import Ops
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
@@ -86,7 +86,7 @@ def num_kv_pages(
     else:
         free = cache_budget_bytes(model, ops, config, tp_group, graph_bytes)
         free -= 0 if state is None else state.nbytes
-    shape = model_kv_shape(model, max_model_len, ops.decode, kv_dtype, ranks=tp_group.size)
+    shape = model_kv_cache_shape(model, max_model_len, ops.decode, kv_dtype, ranks=tp_group.size)
     pages = kv_pages_for_bytes(shape, kv_dtype, config, max_model_len, free, weights, tp_group)
     if device == "cpu":
         _check_cache_fits_in_ram(
@@ -281,7 +281,7 @@ def _run_largest_step(model: nn.Module, ops: Ops, config: RunConfig, tp_group: T
             activation_dtype(model),
             max_query=size,
             chunk=chunk_size_for_page(size),
-            cache=RecurrentStateCache.allocate_scratch(
+            cache=RecurrentStateCache.allocate_shared_scratch(
                 model_state_shape(model), count + 1, activation_dtype(model), device
             ),
         ),
@@ -315,7 +315,7 @@ def weight_bytes(model: nn.Module) -> int:
         tensors = [*module.buffers(recurse=False)]
         weight = getattr(module, "weight", None) if isinstance(module, Linear) else None
         if weight is not None:
-            tensors += [*weight.tensors().values(), *weight.unpacked_tensors()]
+            tensors += [*weight.tensors().values(), *weight.extra_unpacked_tensors()]
         for t in tensors:
             size_by_address[t.data_ptr()] = t.numel() * t.element_size()
     return sum(size_by_address.values())

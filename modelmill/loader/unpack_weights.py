@@ -17,7 +17,7 @@ from modelmill.nn.linear import Linear
 from modelmill.ops.cpu.common import build as kernels
 from modelmill.ops.registry import Ops
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
-from modelmill.weights.base import UNPACKED_MEMORY_FRACTION, UnpackedWeight, WeightFormat
+from modelmill.weights.base import UNPACKED_MEMORY_FRACTION, PackedAndUnpackedWeight, WeightFormat
 from modelmill.weights.mixed_rows import MixedRowsWeight
 
 _log = log.get_logger(__name__)
@@ -121,8 +121,8 @@ class _WeightUnpacker:
                 self.report, num_packed=self.report.num_packed + 1, packed_bytes=packed_bytes
             )
             return weight
-        unpacked = UnpackedWeight(weight, weight.unpack(self.dtype))
-        added = sum(tensor.nbytes for tensor in unpacked.unpacked_tensors())
+        unpacked = PackedAndUnpackedWeight(weight, weight.unpack(self.dtype))
+        added = sum(tensor.nbytes for tensor in unpacked.extra_unpacked_tensors())
         self.report = replace(
             self.report,
             num_unpacked=self.report.num_unpacked + 1,

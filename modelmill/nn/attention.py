@@ -25,7 +25,7 @@ from modelmill.nn.linear import Linear
 from modelmill.nn.norm import QKNormWeight
 from modelmill.nn.partition import HeadGroups, HeadPartition
 from modelmill.nn.qkv_norm import QKNormConfig
-from modelmill.nn.rope_before_qk_norm import ROPE_BEFORE_QK_NORM_SPEC, RopeBeforeQKNorm
+from modelmill.nn.rope_before_qk_norm import QK_ROPE_SPEC, QKRope
 from modelmill.nn.step import Step
 from modelmill.nn.sub_norm import SubNorm, sub_norm_spec
 from modelmill.nn.value_norm import VALUE_NORM_SPEC, ValueNormConfig
@@ -172,7 +172,7 @@ class AttentionSpec:
             *(() if self.qkv_norm is None else (self.qkv_norm.make_module_spec,)),
             *(() if self.value_norm is None else (VALUE_NORM_SPEC,)),
             *((replace(QKV_CLIP_SPEC, reads=(unclipped,)),) if clipped else ()),
-            *((ROPE_BEFORE_QK_NORM_SPEC,) if self.rotates_first else ()),
+            *((QK_ROPE_SPEC,) if self.rotates_first else ()),
             RopeCacheSpec(
                 path="attn.rope_cache",
                 reads=("qkv_rotated" if self.rotates_first else source, ROPE_VALUE),
@@ -262,7 +262,7 @@ class Attention(nn.Module):
             self.qkv_norm = spec.qkv_norm.build_module(spec.head_groups)
         self.qkv_clip = None if spec.qkv_clip is None else QKVClip(spec.qkv_clip)
         if spec.rotates_first:
-            self.rotation = RopeBeforeQKNorm(spec.head_groups)
+            self.rotation = QKRope(spec.head_groups)
         self.rope_cache = RopeAndCache(spec, cache_index)
         self.core = AttentionCore(spec, cache_index)
         self.o_proj = Linear(spec.heads * spec.head_dim, spec.hidden, spec.out_bias)

@@ -21,7 +21,7 @@ from modelmill.nn.mlp import ClampedSwiglu, GatedActivation, Relu2, SiluMul
 from modelmill.nn.moe import Expert, ExpertMLP, MoE
 from modelmill.ops.fused_moe import (
     GELU_TANH,
-    MAX_DEQUANTIZED_SHARE,
+    MAX_DEQUANTIZED_MEMORY_FRACTION,
     RELU2,
     SILU,
     FusedMoEInputs,
@@ -311,4 +311,4 @@ def max_dequantized_bytes_of_layer_experts(model: nn.Module, total_bytes: int) -
         ):
             rows, columns = first.gate_up_proj.shape
             largest = max(largest, 2 * len(experts) * rows * columns)
-    return largest if largest <= MAX_DEQUANTIZED_SHARE * total_bytes else 0
+    return largest if largest <= MAX_DEQUANTIZED_MEMORY_FRACTION * total_bytes else 0

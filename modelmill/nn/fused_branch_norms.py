@@ -21,7 +21,7 @@ from modelmill.nn.moe import MoE
 from modelmill.nn.norm import RMSNorm
 from modelmill.nn.parallel_hybrid_layer import ParallelHybridLayer
 from modelmill.nn.parallel_residual_layer import BranchSum
-from modelmill.nn.sandwich import BranchScale, ScaledBranchLayer
+from modelmill.nn.sandwich import BranchScaler, ScaledBranchLayer
 from modelmill.nn.step import Step
 from modelmill.ops.branches_add_rms_norm import BranchesAddRMSNormInputs
 
@@ -64,13 +64,13 @@ class BranchCombiningNorm(FusedModule):
     """A norm that combines one or two branches before it adds them to the residual."""
 
     plain: RMSNorm
-    combine: BranchScale | BranchSum
+    combine: BranchScaler | BranchSum
 
     def __init__(self, plain: nn.Module, combine: nn.Module) -> None:
         """combine: the plain module in front of the norm."""
         super().__init__(plain)
         object.__setattr__(self, "combine", combine)
-        self.factor = combine.factor if isinstance(combine, BranchScale) else 1.0
+        self.factor = combine.factor if isinstance(combine, BranchScaler) else 1.0
 
     def forward(
         self,

@@ -16,7 +16,7 @@ from modelmill.nn.expert_stack import StackedExperts, stack_experts
 from modelmill.nn.fused_module import FusedModule
 from modelmill.nn.mlp import GatedMLP, SiluMul
 from modelmill.nn.moe import MoE
-from modelmill.nn.routed_moe import RoutedMoEOperands, local_topk_inputs
+from modelmill.nn.routed_moe import RoutedMoEOperands, make_local_fused_topk_inputs
 from modelmill.nn.step import Step
 from modelmill.ops.add_rms_norm_router import RoutedTokens
 from modelmill.ops.cpu.common.thread_pool import single_thread_torch
@@ -131,7 +131,7 @@ def route_tokens(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, t
     """
     router = moe.router
     logits = step.ops.router_gemm(x, router.weight, router.bias, router.scale)
-    weights, ids = step.ops.fused_topk(local_topk_inputs(moe, logits))
+    weights, ids = step.ops.fused_topk(make_local_fused_topk_inputs(moe, logits))
     if moe.routing.expert_scale is not None:
         first, end = moe.local_experts
         scales = moe.routing.expert_scale[first:end].float()

@@ -73,7 +73,7 @@ class FusedMoEBranchLayer(FusedModule):
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: RopeCosSin, step: Step
     ) -> tuple[torch.Tensor, None]:
         """The layer's output [T, H], and no residual beside it."""
-        return self.plain.forward_with_experts(x, residual, rope, step, self.experts)
+        return self.plain.forward_with_replaced_experts(x, residual, rope, step, self.experts)
 
 
 class FusedMoEBranch(FusedModule):

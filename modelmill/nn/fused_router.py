@@ -11,7 +11,7 @@ from modelmill.nn.fused_module import FusedModule
 from modelmill.nn.fused_moe import FusedMoE
 from modelmill.nn.moe import MoE
 from modelmill.nn.norm import RMSNorm
-from modelmill.nn.routed_moe import local_topk_inputs
+from modelmill.nn.routed_moe import make_local_fused_topk_inputs
 from modelmill.nn.step import Step
 from modelmill.ops.add_rms_norm_router import MAX_TOKENS, AddRMSNormRouterInputs, RoutedTokens
 
@@ -51,7 +51,7 @@ class FusedNormRouter(FusedModule):
     def _op_inputs(self, x: torch.Tensor, residual: torch.Tensor | None) -> AddRMSNormRouterInputs:
         norm, moe = cast(RMSNorm, self.plain), cast(MoE, cast(FusedMoE, self._mlp).plain)
         router = moe.router
-        rules = local_topk_inputs(moe, self._no_logits)
+        rules = make_local_fused_topk_inputs(moe, self._no_logits)
         return AddRMSNormRouterInputs(
             x, residual, norm.weight, norm.eps, router.weight, rules._replace(bias=None),
             router.bias, rules.bias, router.scale,

@@ -47,7 +47,7 @@ from modelmill.nn.pre_norm import PRE_NORM_DATAFLOW, PRE_NORM_OUTPUTS, PreNormLa
 from modelmill.nn.step import Step
 from modelmill.nn.whole_model_decode import (
     MAX_FUSED_TOKENS,
-    StackedWeights,
+    CachedDecoderWeights,
     can_decode_whole_model,
     run_whole_model_decode,
 )
@@ -119,7 +119,7 @@ class FusedCausalLM(FusedModule):
         )
         self.norm = FusedNormQuant(plain.norm, None)
         self._stacked_weights = (
-            StackedWeights(plain.layers, cast(RMSNorm, plain.norm), plain.head)
+            CachedDecoderWeights(plain.layers, cast(RMSNorm, plain.norm), plain.head)
             if can_decode_whole_model(plain)
             else None
         )
@@ -408,4 +408,4 @@ def _try_swiglu_quant_linear(
     linear: Linear, gate_up: torch.Tensor, step: Step
 ) -> torch.Tensor | None:
     """The product with silu(gate) · up of [T, 2·K], quantized in the same op; None: no such op."""
-    return linear.weight.try_swiglu_quant(gate_up, linear.bias, step.ops)
+    return linear.weight.try_swiglu_quant_linear(gate_up, linear.bias, step.ops)

@@ -51,7 +51,7 @@ class QKNormConfig:
         return (
             AllHeadsQKNorm(self, groups)
             if self.kind == ALL_HEADS_RMS_NORM
-            else PerHeadQKNorm(self, groups)
+            else PerHeadQKLayerNorm(self, groups)
         )
 
 
@@ -144,7 +144,7 @@ class AllHeadsQKNorm(QKNorm):
         return normed[:, :count].flatten(1), normed[:, count:].flatten(1)
 
 
-class PerHeadQKNorm(QKNorm):
+class PerHeadQKLayerNorm(QKNorm):
     """LayerNorm of each head of q and k; statistics in float32."""
 
     def forward(self, qkv: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002

@@ -98,7 +98,7 @@ class RecurrentStateCache:
         return RecurrentStateCache(buffer, tuple(states))
 
     @staticmethod
-    def allocate_scratch(
+    def allocate_shared_scratch(
         shape: StateShape, slots: int, dtype: torch.dtype, device: str
     ) -> RecurrentStateCache:
         """States that share one memory, for sequences that each layer computes whole."""

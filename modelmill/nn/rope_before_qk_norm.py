@@ -17,7 +17,7 @@ from modelmill.nn.step import Step
 if TYPE_CHECKING:
     from modelmill.nn.attention import RopeCosSin
 
-ROPE_BEFORE_QK_NORM_SPEC = ModuleSpec(
+QK_ROPE_SPEC = ModuleSpec(
     path="attn.rotation",
     reads=("qkv", ROPE_VALUE),
     writes=("qkv_rotated",),
@@ -27,7 +27,7 @@ ROPE_BEFORE_QK_NORM_SPEC = ModuleSpec(
 )
 
 
-class RopeBeforeQKNorm(nn.Module):
+class QKRope(nn.Module):
     """qkv [T, (heads + 2·kv_heads)·D] with q and k rotated; v passes through."""
 
     def __init__(self, groups: HeadGroups) -> None:

@@ -81,7 +81,7 @@ class Rotary(nn.Module):
         self.spec = spec
         rules = {"qwen_ntk": "prompt", "dynamic": "running", "longrope": "running"}
         self.rule = rules.get(spec.scaling_type, "fixed")
-        inv_freq, self.factor = _length_independent_frequencies(spec)
+        inv_freq, self.factor = _length_independent_freqs_and_factor(spec)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         # one row a key, made once: in a graph, a row is one small kernel and its powers would be
         # ten
@@ -184,7 +184,7 @@ def _ntk_frequencies(spec: RopeSpec, base_factor: torch.Tensor) -> torch.Tensor:
     return (base[:, None] ** -exponent).float()
 
 
-def _length_independent_frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
+def _length_independent_freqs_and_factor(spec: RopeSpec) -> tuple[torch.Tensor, float]:
     """(inv_freq [D/2] float32, factor on cos and sin) of a scaling that needs no length."""
     # on the CPU even in a model on the meta device: torch would load its compiler for that, 120 MB
     # of modules
@@ -202,7 +202,7 @@ def _length_independent_frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float
     if scaling_type == "llama3":
         return _llama3_frequencies(plain, scaling), 1.0
     if scaling_type == "yarn":
-        return _yarn_frequencies(spec, exponent)
+        return _yarn_frequencies_and_factor(spec, exponent)
     raise CheckpointError(
         f"rope scaling {scaling_type!r} is not supported (known: linear, dynamic, llama3, yarn, "
         "longrope)"
@@ -230,7 +230,9 @@ def _llama3_frequencies(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torc
     return torch.where(wave < trained / high, plain, scaled)
 
 
-def _yarn_frequencies(spec: RopeSpec, exponent: torch.Tensor) -> tuple[torch.Tensor, float]:
+def _yarn_frequencies_and_factor(
+    spec: RopeSpec, exponent: torch.Tensor
+) -> tuple[torch.Tensor, float]:
     """YaRN (Peng et al.
 
     2023, arXiv:2309.00071): interpolate slow channels, keep fast ones, temper the attention.

@@ -40,12 +40,12 @@ class RoutedMoEOperands:
             no_logits = router.weight.new_empty(0, len(router.weight), dtype=torch.float32)
             self._weights = RoutedMoEWeights(
                 self._experts.op, self._experts.make_empty_op_inputs(router.weight), router.weight,
-                local_topk_inputs(self._moe, no_logits), router.bias, router.scale,
+                make_local_fused_topk_inputs(self._moe, no_logits), router.bias, router.scale,
                 routing.expert_scale,
             )  # fmt: skip
         return self._weights
 
 
-def local_topk_inputs(moe: MoE, logits: torch.Tensor) -> FusedTopkInputs:
+def make_local_fused_topk_inputs(moe: MoE, logits: torch.Tensor) -> FusedTopkInputs:
     """The router's rules for these logits, with ids as this rank counts its experts."""
     return moe.routing.topk_inputs(logits, None if moe.has_all_experts else moe.local_experts)

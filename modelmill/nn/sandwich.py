@@ -15,7 +15,7 @@ from modelmill.nn.pre_norm import MixerLayer
 from modelmill.nn.step import Step
 
 
-class BranchScale(nn.Module):
+class BranchScaler(nn.Module):
     """A branch times a factor."""
 
     def __init__(self, factor: float) -> None:
@@ -82,7 +82,7 @@ class ScaledBranchLayer(SandwichLayer):
     def make_branch_epilogue(parts: LayerParts) -> nn.Module:
         """The factor."""
         assert parts.branch_scale is not None, "branches are scaled"
-        return BranchScale(parts.branch_scale)
+        return BranchScaler(parts.branch_scale)
 
     @staticmethod
     def branch_epilogue_spec(parts: LayerParts, path: str, reads: str, writes: str) -> ModuleSpec:  # noqa: ARG004

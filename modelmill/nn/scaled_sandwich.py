@@ -88,9 +88,9 @@ class ScaledSandwichLayer(SandwichLayer):
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: RopeCosSin, step: Step
     ) -> tuple[torch.Tensor, None]:
         """The layer's output [T, H], and no residual beside it."""
-        return self.forward_with_experts(x, residual, rope, step, self.experts)
+        return self.forward_with_replaced_experts(x, residual, rope, step, self.experts)
 
-    def forward_with_experts(
+    def forward_with_replaced_experts(
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,

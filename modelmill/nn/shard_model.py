@@ -68,7 +68,7 @@ def shard_model(
         return
     if expert_parallel:
         _keep_local_experts(model, tp_group)
-    alignment_for = _unify_head_alignment(model, alignment_for)
+    alignment_for = _make_uniform_alignment_lookup(model, alignment_for)
     heads = [
         each
         for stack in layer_stacks(model)
@@ -76,13 +76,13 @@ def shard_model(
         for each in _shard_layer(
             layer,
             tp_group,
-            _child_alignment_for(f"{stack.path}.{index}", alignment_for),
+            _make_child_alignment_lookup(f"{stack.path}.{index}", alignment_for),
             expert_parallel=expert_parallel,
         )
     ]
     for name, module in model.named_modules():
         if isinstance(module, LMHead):
-            module.shard(tp_group, _child_alignment_for(name, alignment_for))
+            module.shard(tp_group, _make_child_alignment_lookup(name, alignment_for))
     shape = model.kv
     assert isinstance(shape, KVShape)
     if heads:
@@ -97,7 +97,7 @@ def shard_model(
         model.state = state_shape(layers)  # type: ignore[assignment]
 
 
-def shard_for_rank(
+def shard_model_for_rank(
     model: nn.Module,
     rank: int,
     size: int,
@@ -110,7 +110,7 @@ def shard_for_rank(
 
 def _keep_local_experts(model: nn.Module, tp_group: TPGroup) -> None:
     """Leave in each mixture the rank's experts."""
-    mixtures = list(_moe_layers(model))
+    mixtures = list(_moe_layers_and_partitions(model))
     if not mixtures:
         raise UsageError("--enable-expert-parallel: the model has no experts; leave the option out")
     for mixture, part in mixtures:
@@ -119,11 +119,13 @@ def _keep_local_experts(model: nn.Module, tp_group: TPGroup) -> None:
 
 def num_experts_by_rank(model: nn.Module, size: int) -> tuple[int, ...]:
     """How many experts of a mixture each of ``size`` ranks has in expert parallelism."""
-    part = next(part for _, part in _moe_layers(model))
+    part = next(part for _, part in _moe_layers_and_partitions(model))
     return range_lengths([part.rank_experts(rank, size) for rank in range(size)])
 
 
-def _moe_layers(model: nn.Module) -> Iterator[tuple[ExpertShardable, ExpertPartition]]:
+def _moe_layers_and_partitions(
+    model: nn.Module,
+) -> Iterator[tuple[ExpertShardable, ExpertPartition]]:
     """The mixtures of a model, and how they are divided."""
     for layer in model.get_submodule("layers").children():
         for part in layer_spec(layer).partitions:
@@ -131,7 +133,7 @@ def _moe_layers(model: nn.Module) -> Iterator[tuple[ExpertShardable, ExpertParti
                 yield cast(ExpertShardable, layer.get_submodule(part.module)), part
 
 
-def _unify_head_alignment(
+def _make_uniform_alignment_lookup(
     model: nn.Module, alignment_for: Callable[[str], int]
 ) -> Callable[[str], int]:
     """The same, with one alignment of heads in all layers if layers share pages or their tensors.
@@ -158,7 +160,7 @@ def _unify_head_alignment(
 
 
 @dataclass(frozen=True)
-class _RankKVHeads:
+class _RankKVHeadCount:
     """How many KV heads of an attention a rank has, and whether every rank has as many."""
 
     count: int
@@ -171,7 +173,7 @@ def _shard_layer(
     alignment_for: Callable[[str], int],
     *,
     expert_parallel: bool,
-) -> list[_RankKVHeads]:
+) -> list[_RankKVHeadCount]:
     """Shard a layer by its spec; return the KV heads of each attention with a cache.
 
     expert_parallel: experts are whole, and those of other ranks are gone.
@@ -190,7 +192,7 @@ def _shard_layer(
             if any(spec.modules_of_type(RopeCacheSpec)):
                 ranges_by_rank = [part.rank_head_ranges(r, size, alignment)[1] for r in range(size)]
                 even = len({end - first for first, end in ranges_by_rank}) == 1
-                kv_heads.append(_RankKVHeads(attention.kv_heads, even))
+                kv_heads.append(_RankKVHeadCount(attention.kv_heads, even))
         elif isinstance(part, NormedChannelPartition):
             norm = cast(ChannelShardable, layer.get_submodule(part.module))
             norm.keep_local_channels(ranges[part.name])
@@ -200,7 +202,7 @@ def _shard_layer(
     for linear in spec.linears:
         if expert_parallel and linear.expert is not None:
             continue
-        shard = _linear_shard(linear, ranges, rank)
+        shard = _make_linear_shard_function(linear, ranges, rank)
         if shard is not None:
             module = layer.get_submodule(linear.path)
             assert isinstance(module, Linear)
@@ -220,7 +222,7 @@ def _column_alignment(
     return lcm(*map(alignment_for, paths))
 
 
-def _linear_shard(
+def _make_linear_shard_function(
     linear: LinearSpec, ranges: dict[str, Range], rank: int
 ) -> Callable[[tuple[int, int]], Shard] | None:
     """Of a linear's full shape, the rank's shard; None: every rank has all of it."""
@@ -237,5 +239,7 @@ def _linear_shard(
     return lambda shape: Shard.from_rows(shape, *rows)
 
 
-def _child_alignment_for(name: str, alignment_for: Callable[[str], int]) -> Callable[[str], int]:
+def _make_child_alignment_lookup(
+    name: str, alignment_for: Callable[[str], int]
+) -> Callable[[str], int]:
     return lambda child: alignment_for(f"{name}.{child}")

@@ -30,7 +30,7 @@ SUPPORTED_FORMATS = frozenset(("dense", "int8", "int4", "int8_group"))
 """The weight formats that the op reads."""
 
 
-class StackedWeights:
+class CachedDecoderWeights:
     """The weights of a list of layers, gathered again where a weight was replaced."""
 
     def __init__(self, layers: nn.ModuleList, norm: RMSNorm, head: Linear) -> None:
@@ -144,7 +144,7 @@ def _matrix_weights(linear: Linear) -> DecodeLinearWeights:
     return DecodeLinearWeights(**parts, bias=linear.bias, group_size=group, in_features=columns)
 
 
-def model_kv_shape(
+def model_kv_cache_shape(
     model: nn.Module,
     max_model_len: int,
     decode_op: object | None,

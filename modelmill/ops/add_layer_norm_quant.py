@@ -11,7 +11,7 @@ from modelmill.ops import add_layer_norm as plain
 from modelmill.ops import rms_norm_quant
 from modelmill.ops.case import Case, RowShapes, nbytes
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.gelu_quant import quant_modes
+from modelmill.ops.gelu_quant import named_quant_mode_args
 from modelmill.ops.operand_guards import make_row_op_guard
 from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.row_op_support import RowOpProblem, make_row_op_problem
@@ -84,5 +84,5 @@ def cases_for_shapes(shapes: RowShapes, device: str, dtype: torch.dtype) -> Iter
 def _with_quant_modes(base_cases: Iterator[Case], device: str) -> Iterator[Case]:
     for case in base_cases:
         x = case.args["x"]
-        for name, mode in quant_modes(device):
+        for name, mode in named_quant_mode_args(device):
             yield Case(f"{case.name}-{name}", case.args | mode, 3 * nbytes(x) + x.numel())

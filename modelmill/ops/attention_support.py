@@ -135,14 +135,14 @@ class AttentionSupportRange(KernelSupportRange):
             and problem.heads <= self.max_group_heads * problem.kv_heads
             and (not self.dims or problem.dim in self.dims)
             and (not self.dtypes or problem.dtype in self.dtypes)
-            and self._covers_pages(problem)
+            and self._covers_page_dtypes(problem)
             and self.on_gpu <= problem.on_gpu
             and problem.has_score_mods <= self.serves_score_mods
             and (problem.value_dim is not None) is self.latent
             and super().covers_ignoring_m(problem)
         )
 
-    def _covers_pages(self, problem: AttentionProblem) -> bool:
+    def _covers_page_dtypes(self, problem: AttentionProblem) -> bool:
         keys, values = problem.page_dtypes
         allowed = self.page_dtypes or (problem.dtype,)
         return problem.scaled is self.scaled and keys is values and keys in allowed

@@ -80,7 +80,7 @@ class OpDeclaration:
             raise TypeError(f"unexpected arguments: {', '.join(sorted(unknown))}")
         return (*args, *rest)
 
-    def pack_inputs(self, args: Mapping[str, Any]) -> dict[str, Any]:
+    def pack_named_inputs(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a case as the op takes them: those that are inputs put together."""
         if self.inputs is None:
             return dict(args)

@@ -9,7 +9,7 @@ import torch
 from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.fused_moe import FusedMoEInputs
-from modelmill.ops.int8_fused_moe import int8_moe_cases
+from modelmill.ops.int8_fused_moe import make_8bit_moe_cases
 from modelmill.ops.w8a8_fused_moe import TOLERANCE as TOLERANCE
 from modelmill.ops.w8a8_fused_moe import run_quantized_experts
 
@@ -27,4 +27,4 @@ def fp8_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """The shapes of fused_moe."""
-    yield from int8_moe_cases(device, dtype, torch.float8_e4m3fn)
+    yield from make_8bit_moe_cases(device, dtype, torch.float8_e4m3fn)

@@ -23,7 +23,7 @@ DECLARATION = OpDeclaration(
     inputs=Linear8BitInputs, problem=make_linear_8bit_problem, per_call="x_scale"
 )
 
-FP8 = torch.float8_e4m3fn
+FP8_DTYPE = torch.float8_e4m3fn
 # Hopper's tensor cores accumulate fp8 products with about 14 bits: among 12 million sums of 4,096
 # terms the largest error is 1.3 % of a typical result (0.2 % over all), while rounding to fp8 costs
 # 3 to 4 %.
@@ -60,5 +60,5 @@ def random_inputs(
     """Seeded x, weight and their scales."""
     x = randn(rows, k, device="cpu", dtype=torch.float32, seed=rows + k)
     weight32 = randn(n, k, device="cpu", dtype=torch.float32, seed=n, scale=k**-0.5)
-    weight = quantize_per_row(weight32 if per_channel else weight32.flatten(), FP8)
+    weight = quantize_per_row(weight32 if per_channel else weight32.flatten(), FP8_DTYPE)
     return quantize_inputs(x if per_token else x.flatten(), weight, (rows, k, n), device)

@@ -16,7 +16,7 @@ from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.moe_align_block_size import NO_EXPERT
 
 SILU, GELU_TANH = "silu", "gelu_tanh"
-ACTIVATIONS = (SILU, GELU_TANH)
+GATE_ACTIVATIONS = (SILU, GELU_TANH)
 """Of the gate, in the fused MoE ops."""
 RELU2 = "relu2"
 """The square of ReLU, of experts without a gate (Nemotron 3)."""
@@ -61,7 +61,7 @@ class FusedMoEInputs(NamedTuple):
         group: columns that share a scale; 0 without groups.
         gate_up_bias: [E, rows of gate_up] of x's dtype, or None.
         down_bias: [E, H] of x's dtype, or None.
-        activation: of the gate, one of ACTIVATIONS; or RELU2, where there is no gate.
+        activation: of the gate, one of GATE_ACTIVATIONS; or RELU2, where there is no gate.
         clamp: in the place of the activation, or None.
         global_num_experts: of how many experts tokens choose, where this rank has E of them; None:
             of E.
@@ -101,7 +101,7 @@ class FusedMoEInputs(NamedTuple):
 
 
 DECLARATION = OpDeclaration(inputs=FusedMoEInputs)
-MAX_DEQUANTIZED_SHARE = 1 / 32
+MAX_DEQUANTIZED_MEMORY_FRACTION = 1 / 32
 """Of a GPU's memory: what a matrix of all experts of a layer may take in 16 bits for a while."""
 
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 1e-1}
@@ -155,14 +155,16 @@ def moe_reference_with_dequantize(
         return (out if bias is None else out + bias[expert].to(wide)).to(x.dtype)
 
     for expert in range(len(inputs.gate_up)):
-        out = product("down", expert, _apply_gate_activation(inputs, product("gate_up", expert, x)))
+        out = product(
+            "down", expert, _apply_expert_activation(inputs, product("gate_up", expert, x))
+        )
         total += out.to(wide) * (weights * (ids == expert)).sum(1, keepdim=True).to(wide)
     if inputs.shared is not None:
         total += inputs.shared.to(wide)
     return total.to(x.dtype)
 
 
-def _apply_gate_activation(inputs: FusedMoEInputs, gate_up: torch.Tensor) -> torch.Tensor:
+def _apply_expert_activation(inputs: FusedMoEInputs, gate_up: torch.Tensor) -> torch.Tensor:
     """The first product → [T, I]."""
     if not inputs.is_gated:
         return F.relu(gate_up).square()

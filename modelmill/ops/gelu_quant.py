@@ -49,11 +49,13 @@ def cases_for_shapes(shapes: RowShapes, device: str, dtype: torch.dtype) -> Iter
     """Cases of (rows, width) in all quantization modes."""
     for rows, width in shapes:
         x = randn(rows, width, device=device, dtype=dtype, seed=rows * width, scale=2.0)
-        for name, mode in quant_modes(device):
+        for name, mode in named_quant_mode_args(device):
             yield Case(f"{rows}x{width}-{name}", {"x": x, **mode}, nbytes(x) + rows * width)
 
 
-def quant_modes(device: str, factor: float = 20.0) -> Iterator[tuple[str, dict[str, object]]]:
+def named_quant_mode_args(
+    device: str, factor: float = 20.0
+) -> Iterator[tuple[str, dict[str, object]]]:
     """(name, arguments) of each quantization mode; factor: 1 / scale where it is static."""
     inv_scale = torch.full((1,), factor, device=device)
     for name, dtype in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):

@@ -106,7 +106,7 @@ def expand_groups(grid: torch.Tensor, group: int, columns: int, dtype: torch.dty
     return grid.to(dtype).repeat_interleave(group, 1)[:, :columns]
 
 
-def make_weight_args(
+def convert_weight_to_case_args(
     weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, device: str
 ) -> dict[str, torch.Tensor | None]:
     """A weight as arguments of a case: grids in float16, on a device."""

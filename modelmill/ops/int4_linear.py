@@ -82,6 +82,6 @@ def random_weight(
     codes = torch.randint(0, 16, (n, k), generator=generator)
     scale = (torch.rand(n, -(-k // group), generator=generator) + 0.5) * (0.2 * k**-0.5)
     offset = -scale * (7.5 + torch.randn(scale.shape, generator=generator))
-    return groupwise.make_weight_args(
+    return groupwise.convert_weight_to_case_args(
         pack_codes(codes), scale, None if symmetric else offset, device
     )

@@ -41,10 +41,12 @@ def dequantize_expert_rows(
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """The shapes of fused_moe."""
-    yield from int8_moe_cases(device, dtype, torch.int8)
+    yield from make_8bit_moe_cases(device, dtype, torch.int8)
 
 
-def int8_moe_cases(device: str, dtype: torch.dtype, weight_dtype: torch.dtype) -> Iterator[Case]:
+def make_8bit_moe_cases(
+    device: str, dtype: torch.dtype, weight_dtype: torch.dtype
+) -> Iterator[Case]:
     """The shapes of fused_moe with weights in 8 bits, a scale for each row."""
     for shape in fused_moe.case_shapes(device):
         weights = {}

@@ -68,6 +68,6 @@ def random_weight(
     codes = torch.randint(-128, 128, (n, k), generator=generator, dtype=torch.int8)
     scale = (torch.rand(n, -(-k // group), generator=generator) + 0.5) * (k**-0.5 / 74)
     offset = scale * (20 * torch.randn(scale.shape, generator=generator))
-    return groupwise.make_weight_args(
+    return groupwise.convert_weight_to_case_args(
         pad_codes(codes), scale, None if symmetric else offset, device
     )

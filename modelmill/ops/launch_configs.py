@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 
 GemmKey = tuple[int, int, int, torch.dtype]  # row bucket, N, K, dtype of x
-TunedConfigs = Mapping[str, Mapping[GemmKey, tuple[int, ...]]]  # by op
+TunedConfigsByOp = Mapping[str, Mapping[GemmKey, tuple[int, ...]]]  # by op
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -30,7 +30,7 @@ class TunedLaunchConfigs:
     """Launch configs by op and key, and the name of the device that they were measured on."""
 
     device: str
-    configs: TunedConfigs
+    configs: TunedConfigsByOp
 
     @property
     def count(self) -> int:

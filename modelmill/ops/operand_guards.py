@@ -189,7 +189,7 @@ class StepOperandValidator:
             (),
         )
 
-    def list_present_if_valid(self, *tensors: torch.Tensor | None) -> tuple[bool, ...]:
+    def present_flags_if_valid(self, *tensors: torch.Tensor | None) -> tuple[bool, ...]:
         """Which are not None; () if one is not packed, aligned and of its dtype."""
         references, present = self._last
         if present and all(map(_is_same_tensor, references, tensors)):

@@ -105,7 +105,7 @@ def _make_attention_guard(_: OpDeclaration, operands: Sequence[Any]) -> Guard | 
     k_scale, v_scale, score_mods, value_dim = operands[10:]
     if (
         q.data_ptr() % OPERAND_ALIGNMENT_BYTES
-        or not _INDEX_VALIDATOR.list_present_if_valid(*indices)
+        or not _INDEX_VALIDATOR.present_flags_if_valid(*indices)
         or not indices[0].numel()
     ):
         return None
@@ -128,7 +128,7 @@ def _make_attention_guard(_: OpDeclaration, operands: Sequence[Any]) -> Guard | 
             and q.stride() == strides
             and not q.data_ptr() % OPERAND_ALIGNMENT_BYTES
             and columns
-            and _INDEX_VALIDATOR.list_present_if_valid(tables, starts, lengths)
+            and _INDEX_VALIDATOR.present_flags_if_valid(tables, starts, lengths)
         ):
             return shape[0], queries, sequences, sequences * kv_heads
         return None

@@ -45,6 +45,6 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     )
     for number, (rows, width) in enumerate(shapes):
         x = randn(rows, width, device=device, dtype=dtype, seed=rows * width)
-        for name, args in rms_norm_quant.quant_modes(width, device, number):
+        for name, args in rms_norm_quant.named_quant_mode_args(width, device, number):
             moved = nbytes(x) + rows * (args["perm"].numel() if "perm" in args else width)
             yield Case(f"{rows}x{width}-{name}", {"x": x, **args}, moved)

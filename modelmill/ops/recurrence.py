@@ -68,11 +68,11 @@ def advance_states(
         return out
     for seq in rows.sequences():
         s = seq.initial_state(state)
-        for start, stop in seq.chunk_ranges(rows.chunk):
+        for start, stop in seq.whole_and_partial_chunk_ranges(rows.chunk):
             if seq.is_snapshot_position(start):
                 state[seq.snapshot_slot] = s
             part = slice_tokens(tokens, start, stop)
-            if rows.chunk > 1 and seq.is_chunk_aligned((start, stop), rows.chunk):
+            if rows.chunk > 1 and seq.has_only_whole_chunks((start, stop), rows.chunk):
                 out[start:stop], s = chunks(s, part, rows.chunk)
             else:
                 out[start:stop], s = sequential_scan(s, part, step)

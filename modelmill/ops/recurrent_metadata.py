@@ -71,7 +71,7 @@ class RecurrentSequence(NamedTuple):
             return torch.zeros(state.shape[1:], dtype=state.dtype, device=state.device)
         return state[self.slot].clone()
 
-    def chunk_ranges(self, chunk: int) -> Iterator[tuple[int, int]]:
+    def whole_and_partial_chunk_ranges(self, chunk: int) -> Iterator[tuple[int, int]]:
         """Consecutive parts (start, stop) of the tokens: whole chunks, and what is around them.
 
         Of whole chunks that follow each other one part is made; the snapshot ends a part.
@@ -84,7 +84,7 @@ class RecurrentSequence(NamedTuple):
         bounds = [self.start, *inside, self.stop]
         yield from pairwise(bounds)
 
-    def is_chunk_aligned(self, part: tuple[int, int], chunk: int) -> bool:
+    def has_only_whole_chunks(self, part: tuple[int, int], chunk: int) -> bool:
         """Whether a part consists of whole chunks."""
         start, stop = part
         return (start - self.start + self.first) % chunk == 0 and (stop - start) % chunk == 0

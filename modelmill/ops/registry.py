@@ -42,7 +42,7 @@ from modelmill.ops.bound_op import OpImplementation, SelectedOp, hook_all_ops, w
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.launch_configs import TunedLaunchConfigs, filter_supported
 
-BACKENDS = ("cuda", "triton", "cpu")
+BACKENDS_BESIDES_TORCH = ("cuda", "triton", "cpu")
 BACKEND_PREFERENCE = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpu", "torch")}
 
 
@@ -95,7 +95,7 @@ def op_declarations() -> dict[str, OpDeclaration]:
     """All ops by name, each group in order of their names: first the plain ones, then the fused."""
     found = {}
     for name in list_module_names("modelmill.ops"):
-        if name in BACKENDS:  # folders of implementations
+        if name in BACKENDS_BESIDES_TORCH:  # folders of implementations
             continue
         declared = getattr(import_module(f"modelmill.ops.{name}"), "DECLARATION", None)
         if declared is not None:
@@ -121,7 +121,7 @@ def packing_named_args(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
     declaration = op_declarations()[op]
     if declaration.inputs is None:
         return call
-    return lambda **args: call(**declaration.pack_inputs(args))
+    return lambda **args: call(**declaration.pack_named_inputs(args))
 
 
 def backend_serves_args(op: str, backend: str, *args: Any, **named: Any) -> bool:
@@ -135,22 +135,24 @@ def backend_serves_args(op: str, backend: str, *args: Any, **named: Any) -> bool
     """
     module, declaration = implementation(op, backend), op_declarations()[op]
     assert module is not None, f"{backend} implements {op}"
-    kwargs = declaration.pack_inputs(named) if named else {}
+    kwargs = declaration.pack_named_inputs(named) if named else {}
     if declaration.problem is None:
         return not hasattr(module, "supports") or bool(module.supports(*args, **kwargs))
     args = declaration.to_positional_args(args, kwargs)
     alone = [OpImplementation.from_backend_module(module, module.run)]
     return (
-        SelectedOp(op, declaration, alone, _unsupported_op).select_function(*args)
-        is not _unsupported_op
+        SelectedOp(op, declaration, alone, _never_called_op).select_function(*args)
+        is not _never_called_op
     )
 
 
-def _unsupported_op(*_: Any) -> None:
+def _never_called_op(*_: Any) -> None:
     """What an op does that no implementation serves; never called."""
 
 
-def implementations(op: str, backends: Iterable[str] = BACKENDS) -> dict[str, ModuleType]:
+def implementations(
+    op: str, backends: Iterable[str] = BACKENDS_BESIDES_TORCH
+) -> dict[str, ModuleType]:
     """Implementations of an op by backend; backends whose packages are missing are left out."""
     modules = {backend: implementation(op, backend) for backend in backends}
     return {backend: module for backend, module in modules.items() if module is not None}
@@ -163,7 +165,7 @@ def implementation(op: str, backend: str) -> ModuleType | None:
         The module, or None if the backend does not implement the op or needs a package that is not
         installed.
     """
-    if backend not in BACKENDS:
+    if backend not in BACKENDS_BESIDES_TORCH:
         return None
     try:
         return import_module_from_subfolders(f"modelmill.ops.{backend}", op)
@@ -176,7 +178,11 @@ def implementation(op: str, backend: str) -> ModuleType | None:
 
 def warmup_size_functions(op: str, backend: str) -> list[Callable[..., Any]]:
     """The ``warmup_sizes`` functions of the selected backend and of its fallbacks."""
-    names = BACKENDS[BACKENDS.index(backend) :] if backend in BACKENDS else ()
+    names = (
+        BACKENDS_BESIDES_TORCH[BACKENDS_BESIDES_TORCH.index(backend) :]
+        if backend in BACKENDS_BESIDES_TORCH
+        else ()
+    )
     modules = implementations(op, names)
     return [module.warmup_sizes for module in modules.values() if hasattr(module, "warmup_sizes")]
 
@@ -214,7 +220,9 @@ def select_backends(
         if declaration.fuses:
             replaced = {name: backends[name] for name in declaration.fuses}
             backend = _fused_op_backend(op, replaced, device_type, overrides)
-            run = _select_fused_op(op, declaration, backend, device_type, overrides.get(op), tuning)
+            run = _select_fused_op_or_none(
+                op, declaration, backend, device_type, overrides.get(op), tuning
+            )
             selected[op] = run
             backends[op] = "torch" if run is None or backend is None else backend
             continue
@@ -231,7 +239,7 @@ def with_heartbeat(ops: Ops, on_op: Callable[[], None]) -> Ops:
     return ops.replace(hook_all_ops(vars(ops), lambda run: wrap_with_after_call(run, on_op)))
 
 
-def _select_fused_op(
+def _select_fused_op_or_none(
     op: str,
     declaration: OpDeclaration,
     backend: str | None,

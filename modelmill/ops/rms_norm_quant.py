@@ -58,7 +58,7 @@ def rms_norm_quant(
 def quantize_rows(y: torch.Tensor, spec: ActQuantSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Quantize y [..., H] as described in ``rms_norm_quant``: (values, scale or None)."""
     dtype, inv_scale, zero_point, perm, bits = spec
-    min_value, max_value = quant_range(dtype, bits, has_zero_point=zero_point is not None)
+    min_value, max_value = quant_min_max(dtype, bits, has_zero_point=zero_point is not None)
     y32 = y.float()
     scale = None
     factor = inv_scale
@@ -75,7 +75,7 @@ def quantize_rows(y: torch.Tensor, spec: ActQuantSpec) -> tuple[torch.Tensor, to
     return (q if perm is None else torch.where(perm >= 0, q, 0.0)).to(dtype), scale
 
 
-def quant_range(dtype: torch.dtype, bits: int, *, has_zero_point: bool) -> tuple[float, float]:
+def quant_min_max(dtype: torch.dtype, bits: int, *, has_zero_point: bool) -> tuple[float, float]:
     """(min, max) value; with zero-points the minimum is one step lower."""
     if dtype is not torch.int8:
         return -QUANT_MAX[dtype], QUANT_MAX[dtype]
@@ -88,14 +88,16 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     for number, (rows, width) in enumerate(CASE_SHAPES):
         x = randn(rows, width, device=device, dtype=dtype, seed=rows * width)
         weight = randn(width, device=device, dtype=dtype, seed=width) + 1
-        for name, args in quant_modes(width, device, number):
+        for name, args in named_quant_mode_args(width, device, number):
             moved = nbytes(x, weight) + rows * (args["perm"].numel() if "perm" in args else width)
             yield Case(
                 f"{rows}x{width}-{name}", {"x": x, "weight": weight, "eps": 1e-5, **args}, moved
             )
 
 
-def quant_modes(width: int, device: str, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def named_quant_mode_args(
+    width: int, device: str, seed: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, arguments) of each way to quantize rows of ``width``."""
     int8, fp8 = torch.int8, torch.float8_e4m3fn
     generator = torch.Generator().manual_seed(seed)

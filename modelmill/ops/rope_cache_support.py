@@ -97,12 +97,12 @@ class RopeCacheSupportRange(KernelSupportRange):
             and (keys is values or not self.same_page_dtypes)
             and self.scaled in (None, problem.scaled)
             and (not self.max_dim or (problem.dim <= self.max_dim and problem.dim % 2 == 0))
-            and (not self.plain_operands or _has_plain_operands(problem))
+            and (not self.plain_operands or _has_standard_operand_dtypes(problem))
             and super().covers_ignoring_m(problem)
         )
 
 
-def _has_plain_operands(problem: RopeCacheProblem) -> bool:
+def _has_standard_operand_dtypes(problem: RopeCacheProblem) -> bool:
     return (
         problem.paired
         and problem.slot_dtype is torch.int64
@@ -112,7 +112,7 @@ def _has_plain_operands(problem: RopeCacheProblem) -> bool:
 
 
 # slots; cos, sin and the factors of q
-_ROW_OPERANDS_VALIDATOR = StepOperandValidator(
+_SLOTS_AND_ANGLES_VALIDATOR = StepOperandValidator(
     (torch.int64, 1),
     (torch.float32, OPERAND_ALIGNMENT_BYTES),
     (torch.float32, OPERAND_ALIGNMENT_BYTES),
@@ -123,7 +123,7 @@ _ROW_OPERANDS_VALIDATOR = StepOperandValidator(
 def make_rope_inputs_check(bound: RopeCacheInputs) -> Callable[[RopeCacheInputs], bool] | None:
     """Whether inputs have the bound pages and norms, and angles alike; None: they are not plain."""
     k_cache, v_cache, slots, heads, cos, sin, q_scale, q_norm, k_norm, _ = bound[:10]
-    present = _ROW_OPERANDS_VALIDATOR.list_present_if_valid(slots, cos, sin, q_scale)
+    present = _SLOTS_AND_ANGLES_VALIDATOR.present_flags_if_valid(slots, cos, sin, q_scale)
     if not present:
         return None
     keys, values = make_weak_reference(k_cache), make_weak_reference(v_cache)
@@ -141,7 +141,7 @@ def make_rope_inputs_check(bound: RopeCacheInputs) -> Callable[[RopeCacheInputs]
             and inputs.heads == heads
             and inputs.q_norm is q_norm
             and inputs.k_norm is k_norm
-            and _ROW_OPERANDS_VALIDATOR.list_present_if_valid(
+            and _SLOTS_AND_ANGLES_VALIDATOR.present_flags_if_valid(
                 inputs.slots, inputs.cos, inputs.sin, inputs.q_scale
             )
             == present

@@ -102,14 +102,16 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
             if count % 4 == 0 and inputs.topk_ids.shape[1] == 2:
                 rules = rules._replace(groups=4, top_groups=2, group_scores=1 + number % 2)
             extras = (draws[1][1], 0.5, draws[1][2]) if number % 2 else ()
-            weights = RoutedMoEWeights(op, with_no_tokens(inputs), draws[0], rules, *extras)
+            weights = RoutedMoEWeights(
+                op, drop_tokens_keep_weights(inputs), draws[0], rules, *extras
+            )
             router_input = randn(*x.shape, device=device, dtype=dtype, seed=99)
             args = {"x": x, "moe": weights, "shared": shared}
             args["router_input"] = router_input if number % 2 else None
             yield Case(f"{op.split('_')[0]} {case.name}", args)
 
 
-def with_no_tokens(inputs: FusedMoEInputs) -> FusedMoEInputs:
+def drop_tokens_keep_weights(inputs: FusedMoEInputs) -> FusedMoEInputs:
     """The same weights for no tokens."""
     return inputs._replace(
         x=inputs.x[:0], topk_weights=inputs.topk_weights[:0], topk_ids=inputs.topk_ids[:0],

@@ -132,7 +132,7 @@ class RowOpSupportRange(KernelSupportRange):
         return (
             (not self.out_dtypes or dtype in self.out_dtypes)
             and (inv_scale is None or 0 < inv_scale.numel() <= self.max_factors)
-            and (not self.packed_dtypes or _has_packed_dtypes(spec))
+            and (not self.packed_dtypes or _has_kernel_spec_dtypes(spec))
             and (is_plain or not self.plain_spec)
             and (perm is not None or not self.permuted)
         )
@@ -143,7 +143,7 @@ def has_contiguous_tensors(spec: ActQuantSpec) -> bool:
     return all(each is None or each.is_contiguous() for each in spec[1:4])
 
 
-def _has_packed_dtypes(spec: ActQuantSpec) -> bool:
+def _has_kernel_spec_dtypes(spec: ActQuantSpec) -> bool:
     """Whether factors, zero-points and permutation have the dtypes that kernels read."""
     dtypes = (torch.float32, torch.int32, torch.int32)
     return all(

@@ -23,7 +23,7 @@ from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.operand_guards import make_row_op_guard
 from modelmill.ops.quant_types import MIN_AMAX, ActQuantSpec
-from modelmill.ops.rms_norm_quant import quant_range, quantize_rows
+from modelmill.ops.rms_norm_quant import quant_min_max, quantize_rows
 from modelmill.ops.row_op_support import RowOpProblem, make_row_op_problem
 
 # In integer steps: a value halfway between two integers may be rounded to either.
@@ -89,7 +89,7 @@ def rptq_quant(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | No
     if inv_scale is not None and group_step is None:
         spec = ActQuantSpec(torch.int8, inv_scale, zero_point, perm, bits)
         return quantize_rows(x, spec)[0], None
-    max_value = quant_range(torch.int8, bits, has_zero_point=False)[1]
+    max_value = quant_min_max(torch.int8, bits, has_zero_point=False)[1]
     clustered = x.float()[:, perm.clamp(min=0).long()]
     if group_step is not None:
         assert inv_scale is not None and zero_point is not None, "a fallback of static scales"  # noqa: PT018

@@ -57,7 +57,7 @@ class SampleInputs(NamedTuple):
 
 
 DECLARATION = OpDeclaration(inputs=SampleInputs, problem=make_row_op_problem, guard=None)
-REFERENCE_DTYPES = RowOpSupportRange(
+REFERENCE_DTYPES_RANGE = RowOpSupportRange(
     dtypes=(torch.float32,),
     operand_dtypes=(torch.float32, torch.int32, torch.float32, torch.float32, torch.float64),
 )
@@ -106,7 +106,7 @@ def filtered_integer_probs(
     k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab).long()[:, None]
     p = top_p.double()[:, None]
     if x.is_cuda or bool(((k < vocab) | (p < 1)).any()):
-        ranked = _sorted_top_logits(x, weight, k, p)
+        ranked = _sorted_top_logit_values(x, weight, k, p)
         # k is clamped only in rows that keep all tokens
         kth = ranked.gather(1, k.clamp(max=ranked.shape[1]) - 1)
         weight = weight.masked_fill((x < kth) & (k < vocab), 0)
@@ -140,7 +140,7 @@ def _fixed_point_exp(x: torch.Tensor, row_max: torch.Tensor) -> torch.Tensor:
     return shifted.masked_fill_(x == float("-inf"), 0)
 
 
-def _sorted_top_logits(
+def _sorted_top_logit_values(
     x: torch.Tensor, weight: torch.Tensor, k: torch.Tensor, p: torch.Tensor
 ) -> torch.Tensor:
     """The values of each row in descending order; on a CPU only as many as the filters need."""

@@ -9,7 +9,7 @@ import torch
 from modelmill.ops import rms_norm_quant
 from modelmill.ops.case import Case, RowShapes, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.gelu_quant import quant_modes
+from modelmill.ops.gelu_quant import named_quant_mode_args
 from modelmill.ops.operand_guards import make_row_op_guard
 from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.row_op_support import make_quantized_row_op_problem
@@ -47,6 +47,6 @@ def cases_for_shapes(shapes: RowShapes, device: str, dtype: torch.dtype) -> Iter
     """Cases of (rows, outputs) in all quantization modes."""
     for rows, inner in shapes:
         x = randn(rows, 2 * inner, device=device, dtype=dtype, seed=rows + inner, scale=2.0)
-        for name, mode in quant_modes(device, 9.5):
+        for name, mode in named_quant_mode_args(device, 9.5):
             args = {"gate_up": x, **mode}
             yield Case(f"{rows}x{inner}-{name}", args, nbytes(x) + rows * inner)

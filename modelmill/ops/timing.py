@@ -117,7 +117,7 @@ def copy_bandwidth(device: str = "cuda") -> float:
     return 2 * source.nbytes / _typical_time(lambda: target.copy_(source), device)
 
 
-def make_memory_read() -> tuple[TimedCall, int]:
+def make_cpu_memory_read_with_bytes() -> tuple[TimedCall, int]:
     """A read of a large array by all CPU threads, and its size in bytes.
 
     This is the upper limit for a product with a weight. Writing is slower than reading, so a copy
@@ -136,11 +136,11 @@ def measure_memory_bandwidth(device: str) -> float:
     """Peak bytes per second of the device's memory: copy; on a CPU the faster of read and copy."""
     if _device_type(device) == "cuda":
         return copy_bandwidth(device)
-    read, size = make_memory_read()
+    read, size = make_cpu_memory_read_with_bytes()
     return max(size / _typical_time(read, device), copy_bandwidth(device))
 
 
-def make_square_matmul(device: str, dtype: torch.dtype) -> tuple[TimedCall, int]:
+def make_square_matmul_with_op_count(device: str, dtype: torch.dtype) -> tuple[TimedCall, int]:
     """A large square matrix product of random values in torch, and its number of operations.
 
     On a CPU the size starts small and grows, because torch has no fast product there for some
@@ -178,7 +178,7 @@ def matmul_throughput(device: str, dtype: torch.dtype) -> float | None:
         None where torch has no 8-bit product on this device.
     """
     try:
-        multiply, operations = make_square_matmul(device, dtype)
+        multiply, operations = make_square_matmul_with_op_count(device, dtype)
         return operations / _typical_time(multiply, device)
     except RuntimeError as error:  # unsupported dtype; running out of memory is raised
         if dtype not in EIGHT_BIT_DTYPES or isinstance(error, torch.OutOfMemoryError):

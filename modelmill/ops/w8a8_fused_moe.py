@@ -12,7 +12,7 @@ import torch
 from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.fused_moe import FusedMoEInputs, moe_reference_with_dequantize
-from modelmill.ops.int8_fused_moe import dequantize_expert_rows, int8_moe_cases
+from modelmill.ops.int8_fused_moe import dequantize_expert_rows, make_8bit_moe_cases
 from modelmill.ops.quant_types import quantize_per_row
 
 DECLARATION = OpDeclaration(inputs=FusedMoEInputs)
@@ -43,4 +43,4 @@ def run_quantized_experts(inputs: FusedMoEInputs, dtype: torch.dtype) -> torch.T
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """The shapes of fused_moe."""
-    yield from int8_moe_cases(device, dtype, torch.int8)
+    yield from make_8bit_moe_cases(device, dtype, torch.int8)

@@ -71,7 +71,7 @@ class PeerBuffers:
             reason = custom_all_reduce.unavailable_reason(device.type)
             if reason is not None:
                 raise RuntimeError(reason)
-            words = custom_all_reduce.AllReduceBuffers.count_words(size, ROW_WORDS)
+            words = custom_all_reduce.AllReduceBuffers.count_buffer_words(size, ROW_WORDS)
             own = cuda_ipc.allocate_zeroed(8 * words)
             rendezvous.set(f"peer {rank}", cuda_ipc.export_handle(own))
             handles = [bytes(rendezvous.get(f"peer {other}")) for other in range(size)]

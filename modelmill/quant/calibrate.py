@@ -200,9 +200,9 @@ def quantization_facts(
         "after": weight_output_error(weight, quantized, statistics),
         "bits": round(8 * stored / weight.numel(), 3),
     }
-    facts |= quantized.count_clusters()
+    facts |= quantized.cluster_counts()
     if statistics is not None:
-        outside = quantized.input_rows_outside_range(statistics.input_samples)
+        outside = quantized.input_row_outside_range_mask(statistics.input_samples)
         if outside is not None:
             facts["outside_range"] = round_to_three_digits(float(outside.float().mean()))
         peak = statistics.max_abs

@@ -376,6 +376,8 @@ def _build_prefill_step(model: Any, ids: Sequence[Sequence[int]], ops: Any, devi
             torch.float32,
             max_query=max(lengths),
             chunk=PAGE_SIZE,
-            cache=RecurrentStateCache.allocate_scratch(states, len(ids) + 1, torch.float32, device),
+            cache=RecurrentStateCache.allocate_shared_scratch(
+                states, len(ids) + 1, torch.float32, device
+            ),
         ),
     )

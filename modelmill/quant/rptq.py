@@ -33,7 +33,11 @@ from modelmill.quant.channel_clustering import cluster_channels
 from modelmill.quant.gptq import damp_hessian, gptq_codes, refine_codes_and_grid
 from modelmill.quant.group_grid import GroupGrid, find_group_grid
 from modelmill.quant.recipe import InputStatistics, Recipe
-from modelmill.weights._rptq_columns import permute_columns, round_scale_to_fp16, rptq_group_layout
+from modelmill.weights._rptq_columns import (
+    permute_columns,
+    round_scale_to_fp16,
+    rptq_group_width_and_count,
+)
 from modelmill.weights.base import WeightFormat
 from modelmill.weights.rptq import RptqWeight
 
@@ -179,11 +183,11 @@ class RptqRecipe(Recipe):
                 weight, torch.float32, weight_bits=self.weight_bits, bits=self.input_bits
             )
         columns = weight.shape[1]
-        group, groups = rptq_group_layout(columns, self.mode, self.splits_per_channel)
+        group, groups = rptq_group_width_and_count(columns, self.mode, self.splits_per_channel)
         unit, many = (
             (group // self.splits_per_channel, groups)
             if self.mode != "folded"
-            else rptq_group_layout(columns, "exact")
+            else rptq_group_width_and_count(columns, "exact")
         )
         mass = weight.square().sum(0)
         order = cluster_channels(statistics.min_values, statistics.max_values, mass, unit, many).to(

@@ -64,7 +64,7 @@ from modelmill.serve.scoring_schema import RerankRequest, ScoreRequest
 from modelmill.serve.segmentation_schema import SegmentRequest
 from modelmill.serve.service import Service
 from modelmill.serve.strict_models import StrictModel
-from modelmill.serve.tokenize_schema import DetokenizeRequest, TemplateRequest, TokenizeRequest
+from modelmill.serve.tokenize_schema import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
 from modelmill.serve.validation_errors import summarize_errors
 
 REQUEST_MODELS: dict[str, type[StrictModel]] = {
@@ -88,7 +88,7 @@ REQUEST_MODELS: dict[str, type[StrictModel]] = {
     "/api/embeddings": OllamaEmbeddingsRequest,
     "/api/show": OllamaShowRequest,
     "/tokenize": TokenizeRequest,
-    "/apply-template": TemplateRequest,
+    "/apply-template": ApplyTemplateRequest,
     "/detokenize": DetokenizeRequest,
     "/v1/models/load": LoadRequest,
     "/v1/models/unload": ModelRequest,

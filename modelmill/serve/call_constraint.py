@@ -16,7 +16,7 @@ from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.schema_relaxation import relax_grammar_if_needed
 from modelmill.text.calls_or_schema import calls_or_schema_grammar, find_ambiguous_calls
 from modelmill.text.chat_format_registry import load_chat_syntax
-from modelmill.text.tool_grammar import strict_call_grammar
+from modelmill.text.tool_grammar import optional_strict_call_grammar
 
 MAX_LISTED_FUNCTIONS = 8
 """Of a warning."""
@@ -62,7 +62,7 @@ def _strict_tool_grammar(
     Raises:
         RequestError: the parameters of a function cannot be used.
     """
-    grammar = strict_call_grammar(
+    grammar = optional_strict_call_grammar(
         offered,
         body.parallel_tool_calls is not False,
         as_json=load_chat_syntax(format_name).calls.writes_json,

@@ -518,7 +518,7 @@ class EngineClient:
                 watchdog.on_message()
                 for message in messages:
                     if isinstance(message, wire.EngineReady):
-                        with watchdog.paused():
+                        with watchdog.ignoring_silence():
                             await self._on_ready(message)
                     else:
                         self._handle_message(message)

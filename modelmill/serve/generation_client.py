@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from modelmill.core.errors import GRAMMAR_LOST_MESSAGE, CapacityError, RequestError
+from modelmill.core.errors import GRAMMAR_TOO_COSTLY_MESSAGE, CapacityError, RequestError
 from modelmill.core.types import FinishReason, TokenOutput
 from modelmill.request_output_state import RequestOutputState
 from modelmill.serve.access.fair_queue import FairQueueClock
@@ -162,7 +162,7 @@ class GenerationClient:
             handle.fail(CapacityError("the engine has no memory left for this request; shorten it"))
             return
         if token.finish_reason is FinishReason.ERROR:
-            handle.fail(RequestError(GRAMMAR_LOST_MESSAGE))
+            handle.fail(RequestError(GRAMMAR_TOO_COSTLY_MESSAGE))
             return
         handle.add_delta(
             token.request_id, delta, 1 + len(token.logprobs or ()) + len(token.replayed_ids or ())

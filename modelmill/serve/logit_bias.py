@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from modelmill.core.errors import RequestError
 from modelmill.core.quoting import quote
 from modelmill.core.types import MAX_LOGIT_BIAS
-from modelmill.serve.strict_models import limit_keys
+from modelmill.serve.strict_models import make_key_limit_validator
 
 BANNED_TOKEN_BIAS = -100.0
 """What ``false`` means: the token does not occur."""
@@ -75,7 +75,7 @@ def parse_logit_bias(logit_bias: dict[str, float] | None) -> dict[int, float]:
 
 LogitBias = Annotated[
     dict[str, float],
-    limit_keys(MAX_LOGIT_BIAS),
+    make_key_limit_validator(MAX_LOGIT_BIAS),
     Field(max_length=MAX_LOGIT_BIAS),
     BeforeValidator(normalize_logit_bias),
     WithJsonSchema(

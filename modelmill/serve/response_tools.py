@@ -29,7 +29,7 @@ from modelmill.serve.tool_schema import (
     Tool,
     ToolDefinition,
     ToolGrammar,
-    check_parameter_schemas,
+    check_parameter_schemas_are_json,
     make_function_choice,
     make_function_tool,
 )
@@ -229,7 +229,7 @@ def to_chat_tools(tools: Sequence[ResponseTool]) -> list[Tool | CustomTool]:
         raise RequestError(
             f"tools: {count} with those of namespaces, at most {MAX_TOOLS} are allowed"
         )
-    check_parameter_schemas(
+    check_parameter_schemas_are_json(
         tool for tool, _ in _iter_namespaced_tools(tools) if isinstance(tool, FunctionTool)
     )
     converted = []

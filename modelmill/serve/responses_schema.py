@@ -41,8 +41,8 @@ from modelmill.serve.strict_models import (
     JsonObjectList,
     Metadata,
     ModelName,
-    NullTolerantModel,
     StrictModel,
+    UnknownNullTolerantModel,
 )
 from modelmill.serve.structured_outputs_schema import ResponseFormat
 from modelmill.serve.tool_schema import (
@@ -441,7 +441,7 @@ class ResponsesRequest(SamplingFields):
         return tools or None, choice
 
 
-class CompactRequest(EngineRequestFields, NullTolerantModel):
+class CompactRequest(EngineRequestFields, UnknownNullTolerantModel):
     """Request body of POST /v1/responses/compact."""
 
     may_omit_model: ClassVar[bool] = True

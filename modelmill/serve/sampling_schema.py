@@ -15,7 +15,12 @@ from modelmill.core.types import MAX_STOP_STRINGS, sampling_param_range
 from modelmill.serve.compatibility_fields import AccountFields
 from modelmill.serve.engine_request_fields import EngineRequestFields
 from modelmill.serve.logit_bias import LogitBias
-from modelmill.serve.strict_models import FAIL_FAST, ModelName, NullTolerantModel, StrictModel
+from modelmill.serve.strict_models import (
+    FAIL_FAST,
+    ModelName,
+    StrictModel,
+    UnknownNullTolerantModel,
+)
 from modelmill.serve.structured_outputs_schema import StructuredOutputs
 
 
@@ -40,7 +45,7 @@ class UnlimitedTemperature(StrictModel):
     temperature: float | None = sampling_field("temperature")
 
 
-class SamplingFields(AccountFields, EngineRequestFields, NullTolerantModel):
+class SamplingFields(AccountFields, EngineRequestFields, UnknownNullTolerantModel):
     """Sampling fields of completions, chat completions and responses."""
 
     may_omit_model: ClassVar[bool] = True

@@ -39,8 +39,8 @@ from modelmill.vision.automatic_mask_options import AutomaticMaskOptions
 from modelmill.vision.draw import mask_prompt_logits, mask_to_png
 from modelmill.vision.image import BLACK_BACKGROUND, open_image
 from modelmill.vision.image_embedding import ImageEmbedding
-from modelmill.vision.open_model import open_sam_model
 from modelmill.vision.prompts import Prompt, check_prompt_inside_image, make_prompt
+from modelmill.vision.sam_loader import open_sam_model
 from modelmill.vision.sam_model import Mask, SamModel
 
 MAX_MASK_PIXELS = 1 << 28

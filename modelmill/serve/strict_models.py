@@ -54,7 +54,7 @@ class StrictModel(BaseModel):
         return {key: raw[key] for key in raw if key in known or key == unknown}
 
 
-class NullTolerantModel(StrictModel):
+class UnknownNullTolerantModel(StrictModel):
     """Drops unknown fields that are null: clients send all that they know (functions: null)."""
 
     @model_validator(mode="before")
@@ -71,7 +71,7 @@ def accepted_field_names(model: type[BaseModel]) -> set[str]:
     return {field.alias or name for name, field in model.model_fields.items()}
 
 
-def limit_keys(max_keys: int) -> BeforeValidator:
+def make_key_limit_validator(max_keys: int) -> BeforeValidator:
     """Validator of an object: up to ``max_keys`` keys, all of which UTF-8 can encode."""
 
     def check(value: Any) -> Any:
@@ -123,7 +123,7 @@ ModelName = Annotated[
     WithJsonSchema({"anyOf": [{"type": "string", "maxLength": 1024}, {"type": "null"}]}),
 ]
 """Name of a model; "": the only one that is served."""
-JsonObject = Annotated[dict[str, Any], limit_keys(MAX_KEYS)]
+JsonObject = Annotated[dict[str, Any], make_key_limit_validator(MAX_KEYS)]
 """Any JSON object."""
 JsonObjectList = Annotated[list[JsonObject], FAIL_FAST, Field(max_length=MAX_ITEMS)]
 IgnoredList = Annotated[list[Any], FAIL_FAST]
@@ -131,5 +131,7 @@ IgnoredList = Annotated[list[Any], FAIL_FAST]
 _MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY)]
 _MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
 Metadata = Annotated[
-    dict[_MetadataKey, _MetadataValue], limit_keys(MAX_METADATA), Field(max_length=MAX_METADATA)
+    dict[_MetadataKey, _MetadataValue],
+    make_key_limit_validator(MAX_METADATA),
+    Field(max_length=MAX_METADATA),
 ]

@@ -30,7 +30,7 @@ def request_timings(states: Sequence[RequestOutputState]) -> dict[str, Any]:
     }
 
 
-def final_timing_fields(
+def timing_and_warning_fields(
     body: GenerationFields, states: Sequence[RequestOutputState]
 ) -> dict[str, Any]:
     """Keys of an answer that are known at its end: timings and warnings, if there are any."""

@@ -13,7 +13,7 @@ from modelmill.serve.tool_schema import MAX_TOOLS, Tool
 from modelmill.text.begun_answer import check_continued_messages
 
 
-class TemplateRequest(StrictModel):
+class ApplyTemplateRequest(StrictModel):
     """POST /apply-template: the prompt of a conversation as text."""
 
     may_omit_model: ClassVar[bool] = True
@@ -38,7 +38,7 @@ class TemplateRequest(StrictModel):
         return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
 
 
-class TokenizeRequest(TemplateRequest):
+class TokenizeRequest(ApplyTemplateRequest):
     """POST /tokenize: a prompt, or messages through the chat template.
 
     content, add_special, parse_special and with_pieces are llama.cpp's names.

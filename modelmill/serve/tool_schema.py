@@ -31,7 +31,7 @@ class FunctionDefinition(ToolDefinition):
     strict: bool | None = None
 
 
-class ToolNamedByType(StrictModel):
+class TypeKeyedToolModel(StrictModel):
     """A tool or the choice of one: what has its name is the field of the name of its type."""
 
     type: str
@@ -42,7 +42,7 @@ class ToolNamedByType(StrictModel):
         return str(getattr(self, self.type).name)
 
 
-class Tool(ToolNamedByType):
+class Tool(TypeKeyedToolModel):
     """A function that may be called."""
 
     type: Literal["function"]
@@ -79,7 +79,7 @@ class CustomDefinition(ToolDefinition):
     format: CustomFormat | None = None
 
 
-class CustomTool(ToolNamedByType):
+class CustomTool(TypeKeyedToolModel):
     """A tool that takes a text (``custom_tools``)."""
 
     type: Literal["custom"]
@@ -144,7 +144,7 @@ ChatTools = Annotated[
 """The tools of a chat request."""
 
 
-def check_parameter_schemas(functions: Iterable[FunctionDefinition]) -> None:
+def check_parameter_schemas_are_json(functions: Iterable[FunctionDefinition]) -> None:
     """Check the parameter schemas.
 
     Raises:
@@ -160,14 +160,14 @@ class NamedFunction(StrictModel):
     name: str
 
 
-class NamedToolChoice(ToolNamedByType):
+class NamedToolChoice(TypeKeyedToolModel):
     """tool_choice: call this function."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class CustomToolChoice(ToolNamedByType):
+class CustomToolChoice(TypeKeyedToolModel):
     """tool_choice: call this custom tool."""
 
     type: Literal["custom"]

@@ -90,10 +90,10 @@ def summarize_errors(
     ]
     # of several object types, those whose ``type`` matches
     candidates = [
-        branch for branch in candidates if not any(map(_is_type_mismatch, branch))
+        branch for branch in candidates if not any(map(_is_discriminator_mismatch, branch))
     ] or candidates
     if len(branches) == 1 or len(candidates) == 1:
-        place, error = next(filter(_is_type_mismatch, candidates[0]), candidates[0][0])
+        place, error = next(filter(_is_discriminator_mismatch, candidates[0]), candidates[0][0])
         hint = _suggest_field(place, error, model)
         return param, f"{_field_path(place, error)}: {_error_text(error)}{hint}"[:400]
     malformed = next((each for each in group if each[1]["type"] == "string_unicode"), None)
@@ -145,7 +145,7 @@ def _is_union_tag(part: Any) -> bool:
     )
 
 
-def _is_type_mismatch(located_error: tuple[tuple[Any, ...], PydanticError]) -> bool:
+def _is_discriminator_mismatch(located_error: tuple[tuple[Any, ...], PydanticError]) -> bool:
     return located_error[1]["type"] == "literal_error" and located_error[0][-1] == "type"
 
 

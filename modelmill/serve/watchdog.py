@@ -55,7 +55,7 @@ class Watchdog:
         self._listening = True
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def ignoring_silence(self) -> Iterator[None]:
         """Do not count silent polls inside: the API process reads no messages meanwhile."""
         self._listening = False
         yield

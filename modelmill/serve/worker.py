@@ -144,7 +144,7 @@ class EngineWorker:
             self._sessions.finish_restore(message)
         elif isinstance(message, (wire.SleepEngine, wire.WakeEngine)):
             self._run_leftover_steps()
-            with self._inbox.answer_pings():
+            with self._inbox.answering_pings():
                 reply = handle_sleep_message(self.engine_core, message)
             self._channel.send(reply)
 

@@ -109,7 +109,7 @@ class WorkerInbox:
 
     Grammars are compiled on another thread, so that they delay no step. While the engine is being
     opened, the reader thread answers a Ping; after ``finish_opening`` the engine's thread does, but
-    for ``answer_pings``.
+    for ``answering_pings``.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class WorkerInbox:
         self._answers_pings = False
 
     @contextlib.contextmanager
-    def answer_pings(self) -> Iterator[None]:
+    def answering_pings(self) -> Iterator[None]:
         """Inside, the reader thread answers a Ping: memory of any size is being moved."""
         self._answers_pings = True
         # also for a Ping that waits behind what is being done

@@ -137,7 +137,7 @@ def _thinking_expr(builder: LarkBuilder, value: Mapping[str, Any], *, blank: boo
     if load_chat_syntax(value["format"]).calls.style == "harmony":
         closing += f"{harmony.START_TOKEN}assistant"
         between = ""
-    body = f"{builder.text_until(closing)} {between}"
+    body = f"{builder.text_and_end_mark(closing)} {between}"
     if value["thinking"] == "open":
         return f"{body}"
     return f"({builder.literal(opening)} {body})?"
@@ -167,7 +167,7 @@ def _calls_or_content_expr(
     """Calls or content that a schema holds; which of them, the model's first tokens decide."""
     schema = builder.add_json_schema(value["content"])
     if syntax.calls.style == "react":
-        _, call = _call_list(builder, syntax.calls, value, several=False)
+        _, call = _calls_opening_and_expr(builder, syntax.calls, value, several=False)
         action = _react_thought_rule(builder, "Action: ", "Final Answer:", NO_JSON)
         final = _react_thought_rule(builder, "Final Answer:", "Action", NO_JSON)
         return f'({schema} | {action} {call} | {final} " "? {schema})'
@@ -186,7 +186,7 @@ def _first_calls_expr(builder: LarkBuilder, syntax: ChatSyntax, value: Mapping[s
     several = _has_several_calls(calls, value)
     forms = []
     for each in (True, False) if several and calls.section_if_several else (several,):
-        prefix, rest = _call_list(builder, calls, value, several=each)
+        prefix, rest = _calls_opening_and_expr(builder, calls, value, several=each)
         first = syntax.content[1] + prefix.removeprefix(syntax.begun)
         openings = [first, *_other_openings(builder, calls, prefix)]
         opening = " | ".join(builder.literal(text) for text in openings if text)
@@ -217,7 +217,7 @@ def _has_several_calls(calls: CallSyntax, value: Mapping[str, Any]) -> bool:
     return value["most"] is not None and calls.max_calls is None and calls.style != "harmony"
 
 
-def _call_list(
+def _calls_opening_and_expr(
     builder: LarkBuilder, calls: CallSyntax, value: Mapping[str, Any], *, several: bool
 ) -> tuple[str, str]:
     """The mark before one call, or several, and the expression of what follows it."""
@@ -238,7 +238,9 @@ def _call_list(
 def _tool_calls_expr(builder: LarkBuilder, syntax: ChatSyntax, value: Mapping[str, Any]) -> str:
     """One call, or up to ``most`` calls, perhaps after text (``optional``)."""
     calls, optional = syntax.calls, bool(value.get("optional"))
-    prefix, body = _call_list(builder, calls, value, several=_has_several_calls(calls, value))
+    prefix, body = _calls_opening_and_expr(
+        builder, calls, value, several=_has_several_calls(calls, value)
+    )
     if calls.style == "react":
         thought = f"{_react_thought_rule(builder, 'Action: ', 'Final Answer:')} {body}"
         text = builder.text_without(("Action:",)) if optional else ""
@@ -266,7 +268,7 @@ def _calls_begun_in_prompt_expr(
         return first
     mark = builder.literal(syntax.content[0].removeprefix(syntax.begun))
     text = builder.text_without((opening,))
-    return f"({first} | {mark} ({builder.text_until(opening)} {body} | {text})?)"
+    return f"({first} | {mark} ({builder.text_and_end_mark(opening)} {body} | {text})?)"
 
 
 def _react_thought_rule(builder: LarkBuilder, label: str, other: str, start: str = "") -> str:
@@ -319,7 +321,7 @@ def _optional_calls_expr(
     if builder.is_control_token(opener):
         return f"{text}? ({builder.literal(opener)} {call})?"
     terms = (r"~/(?s:\s*[{\[].*)/",) if calls.bare else ()
-    return f"({builder.text_until(opener, terms=terms)} {call} | {text})"
+    return f"({builder.text_and_end_mark(opener, terms=terms)} {call} | {text})"
 
 
 def _single_call_expr(builder: LarkBuilder, calls: CallSyntax, function: Mapping[str, Any]) -> str:

@@ -85,8 +85,8 @@ def make_past_answer(
         array("i", ids),
         tail,
         thinks,
-        message_digest(answer),
-        message_digest(answer, strips=True),
+        content_and_calls_digest(answer),
+        content_and_calls_digest(answer, strips=True),
         text_digest(answer.reasoning),
         call_ids,
     )
@@ -117,7 +117,7 @@ class AnswerHistory:
                 _, oldest = self._answers.popitem(last=False)
                 self._bytes -= sum(each.size_bytes for each in oldest)
 
-    def find_answers(
+    def find_answers_per_message(
         self, messages: Sequence[Mapping[str, Any]], salt: str
     ) -> list[list[PastAnswer]]:
         """Return the answers that the messages of a conversation may be.
@@ -137,14 +137,14 @@ class AnswerHistory:
                 answer = _parse_assistant_message(message)
                 if answer is None:
                     continue
-                key = salt, message_digest(answer)
+                key = salt, content_and_calls_digest(answer)
                 if key in self._answers:
                     self._answers.move_to_end(key)
-                    out.append(_rank_answers_by_similarity(self._answers[key], answer))
+                    out.append(_rank_answers_by_ids_and_thinking(self._answers[key], answer))
         return out
 
 
-def message_digest(answer: ParsedAnswer, *, strips: bool = False) -> bytes:
+def content_and_calls_digest(answer: ParsedAnswer, *, strips: bool = False) -> bytes:
     """Return the digest of content and calls, whatever the form of the arguments.
 
     Args:
@@ -205,7 +205,7 @@ def _parse_assistant_message(message: Mapping[str, Any]) -> ParsedAnswer | None:
     )
 
 
-def _rank_answers_by_similarity(
+def _rank_answers_by_ids_and_thinking(
     answers: Sequence[PastAnswer], message: ParsedAnswer
 ) -> list[PastAnswer]:
     call_ids = tuple(call.id for call in message.calls)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from modelmill.text.answer_pieces import AnswerPiece, BegunPart, PieceCollector
-from modelmill.text.call_starts import CallStart, list_call_starts, match_call_start
+from modelmill.text.call_starts import CallStartTexts, list_call_starts, match_call_start
 from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ThinkingSyntax
 from modelmill.text.json_call_reader import JsonCallReader
 from modelmill.text.named_call_reader import NamedCallReader
@@ -25,7 +25,7 @@ from modelmill.text.tool_call_reader import (
     ToolSchemas,
     find_first_mark,
     is_whitespace,
-    longest_suffix_overlap,
+    longest_suffix_overlap_length,
 )
 from modelmill.text.validated_call_reader import ValidatedCallReader
 
@@ -161,7 +161,7 @@ class MarkedAnswerParser(AnswerParser):
         thinking: ThinkingSyntax | None,
         thinks: bool,
         begun: BegunPart = "",
-        starts: Sequence[CallStart] = (),
+        starts: Sequence[CallStartTexts] = (),
     ) -> None:
         """Start an answer; starts: how calls begin where anything else is content of a schema."""
         super().__init__(tools, output)
@@ -216,7 +216,7 @@ class MarkedAnswerParser(AnswerParser):
                 rest = ""
             if self._mode == self._detect_thinking_start and not self.in_reasoning:
                 marks = (*marks, self._thinking_open)
-            size = longest_suffix_overlap(rest, marks)
+            size = longest_suffix_overlap_length(rest, marks)
             is_mark = size >= MIN_CUT_MARK_CHARS or self._output.follows_call
             rest = rest[: len(rest) - size] if is_mark else rest
         if self.in_reasoning:
@@ -274,7 +274,9 @@ class MarkedAnswerParser(AnswerParser):
         """Emit the thinking up to its end."""
         place, mark = find_first_mark(self._buffer, self._thinking_ends)
         if place < 0:
-            stop = len(self._buffer) - longest_suffix_overlap(self._buffer, self._thinking_ends)
+            stop = len(self._buffer) - longest_suffix_overlap_length(
+                self._buffer, self._thinking_ends
+            )
             self._output.add_reasoning(self._buffer[:stop])
             self._buffer = self._buffer[stop:]
             return False
@@ -302,7 +304,7 @@ class MarkedAnswerParser(AnswerParser):
         ends = self._content_end_marks()
         place, mark = find_first_mark(self._buffer, ends)
         if not mark:
-            place = len(self._buffer) - longest_suffix_overlap(self._buffer, ends)
+            place = len(self._buffer) - longest_suffix_overlap_length(self._buffer, ends)
         self._output.add_text(self._buffer[:place])
         self._buffer = self._buffer[place:]
         if mark in self._content_marks:

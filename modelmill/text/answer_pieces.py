@@ -239,7 +239,7 @@ class PieceCollector:
         """Return the rest at the end; cut: the answer was cut off by a limit."""
         # a grammar that forces calls ends inside one only where it has no next token
         if (cut or self._silent) and self._arguments is not None:
-            self._append_arguments(self._arguments.take_key())
+            self._append_arguments(self._arguments.take_key_without_value())
         else:
             self.end_call()
         if self._silent and not self.num_calls and not cut:

@@ -24,7 +24,7 @@ from modelmill.text.json_normalizer import split_json_object
 from modelmill.text.parameter_types import json_type_of_text
 from modelmill.text.tag_values import LIST_ITEM_TAG
 
-_OUTSIDE_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"|\b(?:true|false|null)\b', re.DOTALL)
+_STRING_OR_CONSTANT_PATTERN = re.compile(r'"(?:[^"\\]|\\.)*"|\b(?:true|false|null)\b', re.DOTALL)
 _PYTHON_WORDS = {"true": "True", "false": "False", "null": "None"}
 
 
@@ -135,7 +135,9 @@ def _render_type_attribute(parameter: ParameterSyntax, value: str) -> str:
 
 def json_to_python_literal(value: str) -> str:
     """Convert JSON text to a Python literal; all but the three constants stays as it is."""
-    return _OUTSIDE_STRINGS.sub(lambda match: _PYTHON_WORDS.get(match[0], match[0]), value)
+    return _STRING_OR_CONSTANT_PATTERN.sub(
+        lambda match: _PYTHON_WORDS.get(match[0], match[0]), value
+    )
 
 
 def json_to_nested_tags(value: str, prefix: str) -> str:

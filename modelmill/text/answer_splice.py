@@ -17,7 +17,7 @@ from modelmill.text.answer_history import (
     PastAnswer,
     Piece,
     PromptTail,
-    message_digest,
+    content_and_calls_digest,
     text_digest,
 )
 from modelmill.text.answer_parser import make_answer_parser
@@ -30,7 +30,7 @@ from modelmill.text.tool_call_reader import ToolSchemas
 PROMPT_TAIL_CONTROL_TOKENS = 2
 """Control tokens in the end of a prompt that marks the place of an answer."""
 MAX_TAIL_TEXT_CHARS = 256
-MAX_MESSAGE_ENDS = 3
+MAX_MESSAGE_ENDS_PER_ANSWER = 3
 """Ends of messages inside one answer: harmony ends each of its messages."""
 
 
@@ -107,7 +107,7 @@ class AnswerSplicer:
             answers: what each message of the assistant may be, in order; messages may be missing.
         """
         out: list[Piece] = []
-        rest, places = list(pieces), _control_token_positions(pieces)
+        rest, places = list(pieces), _control_token_indices_by_id(pieces)
         begin, offset = 0, 0  # of what was not copied yet
         for candidates in answers:
             match = next(
@@ -141,7 +141,7 @@ class AnswerSplicer:
         for place in places.get(last, ()):
             if place < begin:
                 continue
-            base = _match_prompt_tail(pieces, place, answer.tail.base)
+            base = _position_after_prompt_tail(pieces, place, answer.tail.base)
             match = None if base is None else self._match_after_prompt_tail(pieces, base, answer)
             if match is not None:
                 return match
@@ -154,7 +154,7 @@ class AnswerSplicer:
 
         Templates leave out thinking with its marks, or all but its closing mark.
         """
-        full = _match_thinking_pieces(pieces, base, answer.tail.thinking)
+        full = _position_after_thinking_pieces(pieces, base, answer.tail.thinking)
         starts = [(base, False), (base, True)]
         if full is not None:
             starts.insert(0, (full, answer.thinks))
@@ -187,7 +187,7 @@ class AnswerSplicer:
             for place in range(start[0], len(pieces))
             if isinstance(pieces[place], int) and pieces[place] in self.end_ids
         )
-        for end in itertools.islice(ends, MAX_MESSAGE_ENDS):
+        for end in itertools.islice(ends, MAX_MESSAGE_ENDS_PER_ANSWER):
             segment = list(_pieces_between(pieces, start, (end, 0)))
             written = self._parse_pieces(segment, thinks)
             if not self._is_same_answer(written, answer):
@@ -204,7 +204,7 @@ class AnswerSplicer:
         in_head = self.syntax.calls.id_from_head or "{id}" in self.syntax.calls.head
         if in_head and tuple(call.id for call in written.calls) != answer.call_ids:
             return False
-        if message_digest(written, strips=True) != answer.stripped_message:
+        if content_and_calls_digest(written, strips=True) != answer.stripped_message:
             return False
         return text_digest(written.reasoning) in (answer.reasoning, b"")
 
@@ -213,7 +213,7 @@ class AnswerSplicer:
         parsed, is_broken = self._parse_with_faults(answer.ids, answer.thinks)
         return (
             not is_broken
-            and message_digest(parsed) == answer.message
+            and content_and_calls_digest(parsed) == answer.message
             and text_digest(parsed.reasoning) == answer.reasoning
         )
 
@@ -297,7 +297,7 @@ class _AnswerMatch:
     replacement: list[Piece]
 
 
-def _control_token_positions(pieces: Sequence[Piece]) -> dict[int, list[int]]:
+def _control_token_indices_by_id(pieces: Sequence[Piece]) -> dict[int, list[int]]:
     places: dict[int, list[int]] = {}
     for place, piece in enumerate(pieces):
         if isinstance(piece, int):
@@ -305,7 +305,7 @@ def _control_token_positions(pieces: Sequence[Piece]) -> dict[int, list[int]]:
     return places
 
 
-def _match_prompt_tail(
+def _position_after_prompt_tail(
     pieces: Sequence[Piece], place: int, base: Sequence[Piece | bytes]
 ) -> _PiecePosition | None:
     """Match the end of a prompt whose last control token is at a place; returns what follows."""
@@ -314,10 +314,10 @@ def _match_prompt_tail(
     first = place - len(head) + 1
     if first < 0 or tuple(map(_digest_long_text, pieces[first : place + 1])) != tuple(head):
         return None
-    return _match_text(pieces, (place + 1, 0), text)
+    return _position_after_text(pieces, (place + 1, 0), text)
 
 
-def _match_thinking_pieces(
+def _position_after_thinking_pieces(
     pieces: Sequence[Piece], start: _PiecePosition, thinking: Sequence[Piece]
 ) -> _PiecePosition | None:
     for piece in thinking:
@@ -326,14 +326,16 @@ def _match_thinking_pieces(
                 return None
             start = start[0] + 1, 0
             continue
-        after = _match_text(pieces, start, piece)
+        after = _position_after_text(pieces, start, piece)
         if after is None:
             return None
         start = after
     return start
 
 
-def _match_text(pieces: Sequence[Piece], start: _PiecePosition, text: str) -> _PiecePosition | None:
+def _position_after_text(
+    pieces: Sequence[Piece], start: _PiecePosition, text: str
+) -> _PiecePosition | None:
     """Match text at a position; the position after it."""
     if not text:
         return start

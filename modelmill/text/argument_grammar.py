@@ -16,21 +16,21 @@ from modelmill.text.answer_renderer import (
 from modelmill.text.chat_syntax import CallSyntax, ParameterSyntax
 from modelmill.text.lark_builder import LarkBuilder, regex_literal
 from modelmill.text.parameter_types import (
-    JSON_TYPES,
     MAX_REFERENCES,
+    NON_STRING_JSON_TYPES,
     resolve_pointer,
     schema_types,
 )
 
 Schema = Mapping[str, Any]
 # texts that a parser would read as JSON: no strings where other types are allowed
-_JSON_TEXT = r"~/(?s:\s*(true|false|null|True|False|None|-?[0-9][-+.0-9eE]*|[\[{\"'].*)\s*)/"
-_TYPE_NAMES = '"number" | "boolean" | "null" | "object" | "array"'
+_NON_JSON_TEXT = r"~/(?s:\s*(true|false|null|True|False|None|-?[0-9][-+.0-9eE]*|[\[{\"'].*)\s*)/"
+_NON_STRING_TYPE_NAMES_EXPR = '"number" | "boolean" | "null" | "object" | "array"'
 _NOT_AT_TOP = (
     *("anyOf", "oneOf", "allOf", "if", "not", "const", "enum"),
     *("patternProperties", "minProperties", "maxProperties", "propertyNames"),
 )
-_CONSTRAINTS = {"pattern", "minLength", "maxLength", "enum", "const"}
+_STRING_CONSTRAINT_KEYS = {"pattern", "minLength", "maxLength", "enum", "const"}
 
 
 class ArgumentGrammar:
@@ -87,7 +87,7 @@ class ArgumentGrammar:
         assert parameter is not None, "this style has marks of an argument"
         parts = []
         for key, schema, required in schema_properties(self._top):
-            string, other = self._string_and_json_exprs(schema)
+            string, other = self._string_and_json_expr_makers(schema)
             opening = self._builder.literal(parameter.open + escape_attribute(self._calls, key))
             forms = []
             for is_string, form in ((True, string), (False, other)):
@@ -105,7 +105,7 @@ class ArgumentGrammar:
         if parameter.type_attribute == "type":
             before, after = '" type="', f'"{after}'
         if before:
-            names = '"string"' if is_string else _TYPE_NAMES
+            names = '"string"' if is_string else _NON_STRING_TYPE_NAMES_EXPR
             return f"{self._builder.literal(before)} ({names}) {self._builder.literal(after)}"
         attribute = f'" string="{"true" if is_string else "false"}'
         return self._builder.literal(
@@ -146,19 +146,19 @@ class ArgumentGrammar:
 
     # -- values between marks
 
-    def _string_and_json_exprs(
+    def _string_and_json_expr_makers(
         self, schema: Schema
     ) -> tuple[Callable[[str], str] | None, Callable[[str], str] | None]:
         """Expressions of a value and its closing mark: as a string, and as JSON."""
         types = schema_types(schema, self._root)
-        strings = self._make_string_expr(schema, types) if "string" in types else None
-        others = types & JSON_TYPES
+        strings = self._string_expr_maker(schema, types) if "string" in types else None
+        others = types & NON_STRING_JSON_TYPES
         if not others:
             return strings, None
         value = self._json_value_expr(schema, sorted(others) if strings else None)
         return strings, lambda close: f"{value} {self._builder.literal(close)}"
 
-    def _make_string_expr(self, schema: Schema, types: set[str]) -> Callable[[str], str]:
+    def _string_expr_maker(self, schema: Schema, types: set[str]) -> Callable[[str], str]:
         schema = self._resolve_refs(schema)
         allowed = schema.get("enum", [schema["const"]] if "const" in schema else None)
         builder = self._builder
@@ -176,12 +176,16 @@ class ArgumentGrammar:
         if isinstance(pattern, str):
             terms.append(_pattern_to_terminal(pattern))
         for key in ("anyOf", "oneOf", "allOf"):
-            if any(_CONSTRAINTS & each.keys() for each in schema.get(key, ()) if each is not True):
+            if any(
+                _STRING_CONSTRAINT_KEYS & each.keys()
+                for each in schema.get(key, ())
+                if each is not True
+            ):
                 self._raise_inexpressible_string(key)
         if len(types) > 1:
-            terms.append(_JSON_TEXT)
+            terms.append(_NON_JSON_TEXT)
         empty = not low and (not isinstance(pattern, str) or _matches_empty_text(pattern))
-        return lambda close: builder.text_until(close, terms=terms, empty=empty)
+        return lambda close: builder.text_and_end_mark(close, terms=terms, empty=empty)
 
     def _raise_inexpressible_string(self, key: str) -> None:
         raise RequestError(
@@ -244,7 +248,7 @@ class ArgumentGrammar:
 
     def _gemma_typed_value_expr(self, value_type: str, schema: Schema) -> str:
         if value_type == "string":
-            string = self._make_string_expr({**schema, "type": "string"}, {"string"})
+            string = self._string_expr_maker({**schema, "type": "string"}, {"string"})
             mark = self._calls.string_mark
             return f"{self._builder.literal(mark)} {string(mark)}"
         if value_type == "object":

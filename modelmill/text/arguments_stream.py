@@ -58,7 +58,7 @@ class ArgumentsStream(StreamingJsonNormalizer):
             # a number comes as a whole, so that its end is here
             self._finish_last_atom(self._rest)
             self._rest = "" if self._state == self._scan_comma_or_close else self._rest
-        return self.take_json()
+        return self.drain_json()
 
     def complete(self) -> str:
         """Return what makes valid JSON of the text so far, and end it.
@@ -75,21 +75,21 @@ class ArgumentsStream(StreamingJsonNormalizer):
             self._out.append("{}")
         self._out += [WRITTEN_CLOSERS[bracket] for bracket in reversed(self._stack)]
         self.done = True
-        return super().take_json()
+        return super().drain_json()
 
-    def take_key(self) -> str:
+    def take_key_without_value(self) -> str:
         """Return the key whose value did not come before a limit."""
-        return super().take_json()
+        return super().drain_json()
 
-    def take_json(self) -> str:
+    def drain_json(self) -> str:
         """Return the JSON since the last call, up to a key without a value."""
         if not self._is_inside_key():
-            return super().take_json()
+            return super().drain_json()
         if not self._key_begin:
             return ""
         key = self._out[self._key_begin :]
         del self._out[self._key_begin :]
-        text = super().take_json()
+        text = super().drain_json()
         self._out, self._key_begin = key, 0
         return text
 

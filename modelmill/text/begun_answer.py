@@ -121,7 +121,7 @@ def render_assistant_prefill(
     if not begun.part:
         return prompt, ""
     try:
-        whole = render([*history, _with_ends(last, begun, ends)], False)
+        whole = render([*history, _mark_message_text_ends(last, begun, ends)], False)
     except TemplateRefusedMessages:
         whole = ""
     text, found, _ = whole.rpartition(end)
@@ -132,7 +132,7 @@ def render_assistant_prefill(
     return (prompt, begun.text) if text == prompt + begun.text else (text, "")
 
 
-def _with_ends(
+def _mark_message_text_ends(
     message: Mapping[str, Any], begun: AssistantPrefill, ends: tuple[str, str]
 ) -> dict[str, Any]:
     """The message with characters behind its content and behind its thinking."""

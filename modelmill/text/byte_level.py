@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def byte_level_alphabet() -> dict[str, int]:
+def byte_level_char_to_byte() -> dict[str, int]:
     """Character → byte.
 
     Printable Latin-1 stands for itself, the others move up to U+0100 and beyond.

@@ -14,11 +14,11 @@ from modelmill.text.tool_call_reader import skip_whitespace, split_mark_parts
 
 JSON_FIRST_CHARS = '{["-0123456789'
 """With one of these content of a schema begins where a thought may stand in its place."""
-CallStart = tuple[str, ...]
+CallStartTexts = tuple[str, ...]
 """Texts that begin an answer of calls, in order; blanks may stand before each."""
 
 
-def list_call_starts(syntax: ChatSyntax, names: Iterable[str]) -> list[CallStart]:
+def list_call_starts(syntax: ChatSyntax, names: Iterable[str]) -> list[CallStartTexts]:
     """Return all beginnings of an answer with a call of one of the functions."""
     calls = syntax.calls
     prefix = calls.section[0] + calls.call[0]
@@ -31,7 +31,7 @@ def list_call_starts(syntax: ChatSyntax, names: Iterable[str]) -> list[CallStart
         marks.append((calls.section[0] or calls.call[0]).strip())
     elif not _is_unmarked(calls):
         marks.append(split_mark_parts(prefix)[0].rstrip("["))
-    starts: list[CallStart] = [(mark,) for mark in marks]
+    starts: list[CallStartTexts] = [(mark,) for mark in marks]
     if calls.style == "pythonic" and prefix == "[":
         starts += [(f"[{name}(",) for name in names]
     if is_unmarked_json(calls):
@@ -44,7 +44,7 @@ def is_unmarked_json(calls: CallSyntax) -> bool:
     return calls.style == "json" and _is_unmarked(calls)
 
 
-def unmarked_json_starts(calls: CallSyntax, name: str) -> list[CallStart]:
+def unmarked_json_starts(calls: CallSyntax, name: str) -> list[CallStartTexts]:
     """Return how an answer begins with a call of a function, as JSON without a mark."""
     keys = json.dumps(calls.name_key), json.dumps(calls.arguments_key)
     call = ("{", keys[0], ":", json.dumps(name), ",", keys[1], ":", "{")
@@ -55,7 +55,7 @@ def _is_unmarked(calls: CallSyntax) -> bool:
     return calls.section[0] + calls.call[0] in ("", "[")
 
 
-def match_call_start(text: str, start: CallStart) -> bool | None:
+def match_call_start(text: str, start: CallStartTexts) -> bool | None:
     """Return whether a text begins as calls do; None if more of it is needed to tell."""
     at = 0
     for part in start:

@@ -56,7 +56,7 @@ def calls_or_schema_grammar(
         return make(tools), []
     usable, reasons = list[Tool](), list[str]()
     for tool in tools:
-        loose = with_undeclared_values(tool)
+        loose = allow_any_argument_values(tool)
         if tool["function"].get("strict") or not problem([tool]):
             usable.append(tool)  # a strict one that cannot be expressed is an error
         elif not (reason := problem([loose])):
@@ -67,7 +67,7 @@ def calls_or_schema_grammar(
     return (make(usable) if usable else None), reasons
 
 
-def with_undeclared_values(tool: Tool) -> dict[str, Any]:
+def allow_any_argument_values(tool: Tool) -> dict[str, Any]:
     """Return a tool that takes the same arguments with any values."""
     function = tool["function"]
     parameters = function.get("parameters") or {}

@@ -34,7 +34,7 @@ from modelmill.text.message_validation import (
 )
 from modelmill.text.prompt_format import CHAT_FORMAT_FILE, load_prompt_format
 from modelmill.text.qwen_chat_format import HISTORY_WINDOW_TOKENS, IM_END, IM_START, QwenChatFormat
-from modelmill.text.role_order import rearrange_roles
+from modelmill.text.role_order import iter_role_rearrangements
 from modelmill.text.template_probe import (
     AcceptedCallForms,
     adapt_messages,
@@ -304,10 +304,10 @@ class TemplateChatFormat(ChatFormat):
         options: Mapping[str, Any] | None = None,
     ) -> _MarkedText:
         """Render the template."""
-        template, values = self._template_variables(messages, tools, options)
+        template, values = self._template_and_variables(messages, tools, options)
         mark = find_unused_mark_char([template, *self._tokenizer.special, *iter_strings(values)])
         marked = self._guard.insert_marks(values, mark)
-        text, changes = self._render_variables(template, marked, add_generation_prompt)
+        text, changes = self._render_template(template, marked, add_generation_prompt)
         return _MarkedText(text, "", mark, changes)
 
     def _render_begun_with_marks(
@@ -318,7 +318,7 @@ class TemplateChatFormat(ChatFormat):
     ) -> _MarkedText:
         """Render a conversation that the answer continues; see ``render_assistant_prefill``."""
         read_begun_answer(messages, self.thinking)
-        template, values = self._template_variables(messages, tools, options)
+        template, values = self._template_and_variables(messages, tools, options)
         texts = [template, *self._tokenizer.special, *iter_strings(values)]
         chars = list[str]()
         while len(chars) < 3:
@@ -330,7 +330,7 @@ class TemplateChatFormat(ChatFormat):
 
         def render(conversation: Messages, add_generation_prompt: bool) -> str:
             variables = {**marked, "messages": list(conversation)}
-            text, changed = self._render_variables(template, variables, add_generation_prompt)
+            text, changed = self._render_template(template, variables, add_generation_prompt)
             changes.update(dict.fromkeys(changed))
             return text
 
@@ -339,7 +339,7 @@ class TemplateChatFormat(ChatFormat):
         )
         return _MarkedText(prompt, begun, mark, tuple(changes))
 
-    def _template_variables(
+    def _template_and_variables(
         self,
         messages: Messages,
         tools: Sequence[Mapping[str, Any]] | None,
@@ -354,7 +354,7 @@ class TemplateChatFormat(ChatFormat):
         )
         request_variables: dict[str, Any] = {
             "messages": adapted,
-            "tools": _check_template_tools(tools),
+            "tools": _validate_tool_list(tools),
             "documents": None,
         }
         for key, value in rename_thinking_variable(options or {}, template).items():
@@ -364,7 +364,7 @@ class TemplateChatFormat(ChatFormat):
             request_variables[key] = value
         return template, request_variables
 
-    def _render_variables(
+    def _render_template(
         self, template: str, request_variables: Mapping[str, Any], add_generation_prompt: bool
     ) -> tuple[str, tuple[str, ...]]:
         """Return what the template writes, and what was done so that it takes the messages."""
@@ -376,7 +376,7 @@ class TemplateChatFormat(ChatFormat):
         try:
             return self._process.render(template, variables), ()
         except TemplateRefusedMessages as refusal:
-            for messages, changes in rearrange_roles(request_variables["messages"]):
+            for messages, changes in iter_role_rearrangements(request_variables["messages"]):
                 with contextlib.suppress(TemplateRefusedMessages):
                     ordered = {**variables, "messages": messages}
                     return self._process.render(template, ordered), changes
@@ -422,7 +422,7 @@ def _add_gpt_oss_thinking_key(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "thinking": message["reasoning_content"]}
 
 
-def _check_template_tools(tools: object) -> list[Mapping[str, Any]] | None:
+def _validate_tool_list(tools: object) -> list[Mapping[str, Any]] | None:
     if tools is None or tools == []:
         return None
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):

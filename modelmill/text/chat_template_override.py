@@ -34,7 +34,7 @@ def replace_chat_template(files: dict[str, bytes], source: str | Path) -> dict[s
     }
     if str(source) in list_prompt_formats():
         return {**others, CHAT_FORMAT_FILE: make_chat_format_file(str(source))}
-    return {**others, "chat_template.jinja": _resolve_template_source(source)}
+    return {**others, "chat_template.jinja": _read_template_source(source)}
 
 
 def list_chat_templates() -> list[str]:
@@ -48,7 +48,7 @@ def list_chat_templates() -> list[str]:
     return sorted([*templates, *list_prompt_formats()])
 
 
-def _resolve_template_source(source: str | Path) -> bytes:
+def _read_template_source(source: str | Path) -> bytes:
     """Read a chat template: a built-in one's name (vicuna, chatml), a file, or template text."""
     built_in = resources.files("modelmill.text") / "templates" / f"{source}.jinja"
     try:

@@ -34,7 +34,7 @@ from modelmill.text.tokenizer_files import (
 )
 
 GGUF_VOCAB_FILE = "gguf_vocab.json"
-SPECIAL_TOKEN_ROLES = {
+SPECIAL_TOKEN_ID_KEYS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
@@ -227,7 +227,7 @@ def _read_special_token_ids(
         TokenizerError: if an id is outside the vocabulary.
     """
     ids: dict[str, int] = {}
-    for name, key in SPECIAL_TOKEN_ROLES.items():
+    for name, key in SPECIAL_TOKEN_ID_KEYS.items():
         id = data.get(key, (defaults or {}).get(name))
         if id is None:
             continue

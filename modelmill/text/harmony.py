@@ -12,7 +12,11 @@ import re
 from modelmill.text.answer_parser import AnswerParser
 from modelmill.text.answer_pieces import AnswerPiece, BegunPart, PieceCollector
 from modelmill.text.json_normalizer import StreamingJsonNormalizer
-from modelmill.text.tool_call_reader import ToolSchemas, find_first_mark, longest_suffix_overlap
+from modelmill.text.tool_call_reader import (
+    ToolSchemas,
+    find_first_mark,
+    longest_suffix_overlap_length,
+)
 
 START_TOKEN, CHANNEL_TOKEN, MESSAGE_TOKEN = "<|start|>", "<|channel|>", "<|message|>"
 CONSTRAIN_TOKEN, END_TOKEN, CALL_TOKEN, RETURN_TOKEN = (
@@ -145,14 +149,14 @@ class HarmonyAnswerParser(AnswerParser):
             return 0
         self._has_arguments = True
         at = self._arguments.feed(text, 0, final)
-        self._output.add_arguments(self._arguments.take_json())
+        self._output.add_arguments(self._arguments.drain_json())
         return at
 
     def _take_message_text(self) -> tuple[str, bool]:
         """Take the text of a message up to its end, and whether it ended."""
         place, mark = find_first_mark(self._buffer, _ENDS)
         if place < 0:
-            stop = len(self._buffer) - longest_suffix_overlap(self._buffer, _ENDS)
+            stop = len(self._buffer) - longest_suffix_overlap_length(self._buffer, _ENDS)
             text, self._buffer = self._buffer[:stop], self._buffer[stop:]
             return text, False
         text, self._buffer = self._buffer[:place], self._buffer[place:]

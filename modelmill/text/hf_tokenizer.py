@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from modelmill.core.errors import TokenizerError
 from modelmill.text.added_tokens import add_tokens, update_token_flags
-from modelmill.text.byte_level import byte_level_alphabet
+from modelmill.text.byte_level import byte_level_char_to_byte
 from modelmill.text.rust_errors import build_or_tokenizer_error, is_rust_panic
 from modelmill.text.tokenizer_base import Tokenizer, VocabInfo
 from modelmill.text.tokenizer_files import (
@@ -30,10 +30,10 @@ from modelmill.text.tokenizer_json_checks import check_tokenizer_json, check_voc
 # same.
 CONTROL_TOKEN_PATTERN = re.compile(r"<[|｜][^<>]*[|｜]>")
 METASPACE = "▁"
-MAX_UNSPLIT_CHARS = 2048
+MAX_CHARS_ENCODED_WITH_GIL = 2048
 """Characters that take a millisecond or two."""
 BYTE_TOKEN_PATTERN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-BYTE_LEVEL_ALPHABET = byte_level_alphabet()
+BYTE_LEVEL_ALPHABET = byte_level_char_to_byte()
 AFFIX_PROBES = ("x", "1", ".")
 """Texts to find out what is added around one; some tokenizers drop some."""
 
@@ -399,7 +399,7 @@ def _prefix_and_suffix_ids(
 def _encode_or_raise(core: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
     """The library's encoding; TokenizerError where its regular expressions give up on the text."""
     try:
-        if len(text) <= MAX_UNSPLIT_CHARS:
+        if len(text) <= MAX_CHARS_ENCODED_WITH_GIL:
             return core.encode(text, add_special_tokens=False)
         # of a batch, even of one, the library gives the interpreter to other threads while it works
         return core.encode_batch([text], add_special_tokens=False)[0]

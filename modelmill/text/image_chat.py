@@ -30,7 +30,7 @@ TURN_END = "###"
 IMAGE_OPEN, IMAGE_CLOSE, IMAGE_PLACEHOLDER = "<Img>", "</Img>", "<ImageHere>"
 # what stands at the end for the model to go on: the first release, and upstream's later one with a
 # space more
-PROMPT_STYLES = {"first": "Assistant:", "current": "Assistant: "}
+GENERATION_PROMPT_BY_STYLE = {"first": "Assistant:", "current": "Assistant: "}
 MAX_IMAGES = 32
 MINIGPT4_FORMAT, BLIP2_FORMAT = "minigpt4", "blip-2"
 
@@ -77,7 +77,10 @@ class ImageChatFormat(CodedChatFormat):
             prompt_style: "first" or "current".
         """
         self._tokenizer = tokenizer
-        self.image_tokens, self._answer_prefix = image_tokens, PROMPT_STYLES[prompt_style]
+        self.image_tokens, self._answer_prefix = (
+            image_tokens,
+            GENERATION_PROMPT_BY_STYLE[prompt_style],
+        )
         self.stop_ids = tuple(tokenizer.eos_ids)
 
     def encode_with_images(
@@ -97,7 +100,7 @@ class ImageChatFormat(CodedChatFormat):
         ids: list[int] = []
         pictures: list[tuple[int, ImagePart]] = []
         has_text = False
-        for piece in self._render_segments(messages, add_generation_prompt, **template):
+        for piece in self._render_texts_and_images(messages, add_generation_prompt, **template):
             if isinstance(piece, ImagePart):
                 pictures.append((len(ids), piece))
                 ids += [0] * self.image_tokens
@@ -127,12 +130,12 @@ class ImageChatFormat(CodedChatFormat):
         **template: Unpack[ChatRenderArgs],
     ) -> str:
         """See ``ChatFormat.render``; a picture is ``<ImageHere>``."""
-        pieces = self._render_segments(messages, add_generation_prompt, **template)
+        pieces = self._render_texts_and_images(messages, add_generation_prompt, **template)
         return "".join(
             IMAGE_PLACEHOLDER if isinstance(piece, ImagePart) else piece for piece in pieces
         )
 
-    def _render_segments(
+    def _render_texts_and_images(
         self,
         messages: Messages,
         add_generation_prompt: bool,
@@ -210,7 +213,7 @@ def load_image_chat_format(files: Mapping[str, bytes], tokenizer: Tokenizer) -> 
     settings = parse_json_file(files, IMAGE_CHAT_FILE)
     tokens, prompt = settings.get("tokens"), settings.get("prompt")
     known = settings.get("format") == BLIP2_FORMAT or (
-        settings.get("format") == MINIGPT4_FORMAT and prompt in PROMPT_STYLES
+        settings.get("format") == MINIGPT4_FORMAT and prompt in GENERATION_PROMPT_BY_STYLE
     )
     if not known or type(tokens) is not int or not 0 < tokens < 65536:
         raise TemplateError(
@@ -244,7 +247,7 @@ def _parse_image_messages(messages: object) -> list[ImageChatMessage]:
     Raises:
         RequestError: for other roles or parts.
     """
-    contents, plain = _split_content_parts(messages)
+    contents, plain = _parts_and_text_only_messages(messages)
     settings = []
     for index, (message, parts) in enumerate(zip(validate_messages(plain), contents, strict=True)):
         role = message["role"]
@@ -260,7 +263,7 @@ def _parse_image_messages(messages: object) -> list[ImageChatMessage]:
     return settings
 
 
-def _split_content_parts(messages: object) -> tuple[list[list[str | ImagePart]], Any]:
+def _parts_and_text_only_messages(messages: object) -> tuple[list[list[str | ImagePart]], Any]:
     """Return (each message's parts, the messages with only their text, for the usual checks)."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         return [], messages  # refused by ``validate_messages``

@@ -13,7 +13,7 @@ from modelmill.text.tool_call_reader import (
     MAX_HEAD_CHARS,
     ToolCallReader,
     find_first_mark,
-    longest_suffix_overlap,
+    longest_suffix_overlap_length,
     split_mark_parts,
 )
 
@@ -156,14 +156,14 @@ class JsonCallReader(ToolCallReader):
             return self._abandon_object(at - (self._key_chars - MAX_HEAD_CHARS))
         if not value.done:
             return at
-        return at if self._on_value_complete(value.take_json()) else self._abandon_object(at)
+        return at if self._on_value_complete(value.drain_json()) else self._abandon_object(at)
 
     def _start_argument_stream(self, value: StreamingJsonNormalizer) -> bool:
         """Report the call once its arguments are more than a brace."""
-        self._begun += value.take_json()
+        self._begun += value.drain_json()
         if not self._begun[1:].strip():
             return False
-        self._emit_call(self._begun)
+        self._emit_call_with_arguments(self._begun)
         return True
 
     def _scan_after_value(self, text: str, at: int) -> int:
@@ -199,7 +199,7 @@ class JsonCallReader(ToolCallReader):
             return (
                 len(text)
                 if self._final
-                else max(at, len(text) - longest_suffix_overlap(text, ends))
+                else max(at, len(text) - longest_suffix_overlap_length(text, ends))
             )
         self._state = self._scan_between_objects if mark == "\n" else self._scan_closing_marks
         return place
@@ -223,7 +223,7 @@ class JsonCallReader(ToolCallReader):
         if self._name is None:
             self._arguments = arguments
         else:
-            self._emit_call(arguments)
+            self._emit_call_with_arguments(arguments)
         return True
 
     def _on_name_complete(self, text: str) -> bool:
@@ -234,10 +234,10 @@ class JsonCallReader(ToolCallReader):
             return False
         self._name = name
         if self._arguments is not None:
-            self._emit_call(self._arguments)
+            self._emit_call_with_arguments(self._arguments)
         return True
 
-    def _emit_call(self, arguments: str) -> None:
+    def _emit_call_with_arguments(self, arguments: str) -> None:
         assert self._name is not None, "a call has a name"
         self._emitted = True
         self._drop_pending_as_call()
@@ -250,7 +250,7 @@ class JsonCallReader(ToolCallReader):
         if not self._emitted:
             if self._name is None or not self._tool_requires_no_arguments(self._name):
                 return self._abandon_object(at)
-            self._emit_call("{}")
+            self._emit_call_with_arguments("{}")
         self._drop_pending_as_call()
         self._state = self._scan_between_objects
         return at + 1

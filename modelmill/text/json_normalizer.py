@@ -54,7 +54,7 @@ def escape_json_text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-StringPaths = Callable[[tuple[str, ...]], bool]
+StringPathPredicate = Callable[[tuple[str, ...]], bool]
 """Whether the value at a path of keys ("" for an element of a list) is always a string."""
 
 
@@ -70,7 +70,7 @@ class StreamingJsonNormalizer:
         failed: the text cannot be a value.
     """
 
-    def __init__(self, string_mark: str = "", is_string: StringPaths | None = None) -> None:
+    def __init__(self, string_mark: str = "", is_string: StringPathPredicate | None = None) -> None:
         self.done = self.failed = False
         self._mark = string_mark
         self._declares_string = is_string
@@ -99,7 +99,7 @@ class StreamingJsonNormalizer:
             at = len(text)
         return at
 
-    def take_json(self) -> str:
+    def drain_json(self) -> str:
         """Return the JSON since the last call."""
         out, self._out = "".join(self._out), []
         return out
@@ -363,7 +363,7 @@ def normalize_json(text: str) -> str | None:
     """Convert a whole value to JSON; None if it is not one value."""
     stream = StreamingJsonNormalizer()
     at = stream.feed(text, 0, final=True)
-    return stream.take_json() if stream.done and not text[at:].strip() else None
+    return stream.drain_json() if stream.done and not text[at:].strip() else None
 
 
 def split_json_object(text: str) -> list[tuple[str, str]] | None:
@@ -380,20 +380,20 @@ def split_json_object(text: str) -> list[tuple[str, str]] | None:
             if text[at : at + 1] != ",":
                 return None
             at = _skip_whitespace(text, at + 1)
-        key, at = _read_json_value(text, at)
+        key, at = _normalize_json_value_at(text, at)
         at = _skip_whitespace(text, at)
         if key is None or key[:1] != '"' or text[at : at + 1] != ":":
             return None
-        value, at = _read_json_value(text, _skip_whitespace(text, at + 1))
+        value, at = _normalize_json_value_at(text, _skip_whitespace(text, at + 1))
         if value is None:
             return None
         pairs.append((json.loads(key), value))
 
 
-def _read_json_value(text: str, at: int) -> tuple[str | None, int]:
+def _normalize_json_value_at(text: str, at: int) -> tuple[str | None, int]:
     stream = StreamingJsonNormalizer()
     at = stream.feed(text, at)
-    return (stream.take_json() if stream.done else None), at
+    return (stream.drain_json() if stream.done else None), at
 
 
 def _skip_whitespace(text: str, at: int) -> int:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _META = re.compile(r"[\\.+*?()|\[\]{}^$/]")
-_CONTROL = {"\n": r"\n", "\t": r"\t", "\r": r"\r"}
+_CONTROL_CHAR_ESCAPES = {"\n": r"\n", "\t": r"\t", "\r": r"\r"}
 ANY_TEXT = "/(?s:.)+/"
 
 
 def regex_literal(text: str) -> str:
     """Return a regular expression of a text, for use between slashes."""
-    return "".join(_CONTROL.get(char) or _META.sub(r"\\\g<0>", char) for char in text)
+    return "".join(_CONTROL_CHAR_ESCAPES.get(char) or _META.sub(r"\\\g<0>", char) for char in text)
 
 
 class LarkBuilder:
@@ -84,7 +84,7 @@ class LarkBuilder:
             parts.append(json.dumps(piece, ensure_ascii=False) if token is None else f"<[{token}]>")
         return " ".join(parts)
 
-    def text_until(self, mark: str, *, terms: Sequence[str] = (), empty: bool = True) -> str:
+    def text_and_end_mark(self, mark: str, *, terms: Sequence[str] = (), empty: bool = True) -> str:
         """Return the expression of a text and the mark that ends it and does not occur in it.
 
         Args:

@@ -56,7 +56,7 @@ def join_text_parts(parts: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(str(part["text"]) for part in parts)
 
 
-def parse_tool_arguments(arguments: str) -> Any:
+def parse_arguments_or_keep_text(arguments: str) -> Any:
     """Parse a JSON object; return the text itself if it is not valid (models write such text)."""
     try:
         value = json.loads(arguments)
@@ -130,7 +130,7 @@ def _normalize_message(message: dict[str, Any]) -> dict[str, Any]:
     for call in message.get("tool_calls", ()):
         function = call["function"]
         if isinstance(function["arguments"], str):
-            function["arguments"] = parse_tool_arguments(function["arguments"])
+            function["arguments"] = parse_arguments_or_keep_text(function["arguments"])
     return message
 
 

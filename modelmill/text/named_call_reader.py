@@ -8,8 +8,12 @@ from collections.abc import Callable
 from modelmill.text.answer_pieces import PieceCollector
 from modelmill.text.chat_syntax import CallSyntax
 from modelmill.text.json_call_reader import JsonCallReader
-from modelmill.text.json_normalizer import StreamingJsonNormalizer, StringPaths, split_json_object
-from modelmill.text.parameter_types import accepts_argument_names, is_declared_string
+from modelmill.text.json_normalizer import (
+    StreamingJsonNormalizer,
+    StringPathPredicate,
+    split_json_object,
+)
+from modelmill.text.parameter_types import can_call_with_argument_names, is_declared_string
 from modelmill.text.tool_call_reader import (
     MAX_HEAD_CHARS,
     ToolCallReader,
@@ -140,7 +144,7 @@ class NamedCallReader(ToolCallReader):
 
     def _emit_empty_call(self, at: int) -> int:
         """A call without arguments ends at a position."""
-        self._begin_arguments_value()
+        self._report_call_begun()
         self._output.add_arguments("{}")
         self._state = self._scan_after_call
         return at
@@ -151,7 +155,7 @@ class NamedCallReader(ToolCallReader):
         )
         return self._match_marks_then(text, at, self._name_end, self._scan_arguments)
 
-    def _declared_string_predicate(self) -> StringPaths | None:
+    def _declared_string_predicate(self) -> StringPathPredicate | None:
         """Which values are declared as strings, where strings have marks that a model may omit."""
         if not self._syntax.string_mark:
             return None
@@ -164,7 +168,7 @@ class NamedCallReader(ToolCallReader):
             return self._reject_block(at) if self._final else at
         if text[place] == "{":
             if self._name:
-                self._begin_arguments_value()
+                self._report_call_begun()
             self._state = self._scan_value
             return place
         count, end = self._match_parts(text, at, self._close)
@@ -179,7 +183,7 @@ class NamedCallReader(ToolCallReader):
         at = value.feed(text, at, self._final)
         if self._is_begun:
             return self._emit_value_so_far(value, at, self._scan_closing_marks)
-        self._begun += value.take_json()
+        self._begun += value.drain_json()
         if value.failed:
             return self._reject_block(at)
         if not value.done:
@@ -187,11 +191,11 @@ class NamedCallReader(ToolCallReader):
         self._name = self._infer_tool_from_arguments(self._begun)
         if not self._name:
             return self._reject_block(at)
-        self._begin_arguments_value()
+        self._report_call_begun()
         self._output.add_arguments(self._begun)
         return self._emit_value_so_far(value, at, self._scan_closing_marks)
 
-    def _begin_arguments_value(self) -> None:
+    def _report_call_begun(self) -> None:
         self._emit_call_begin(self._name, self._id)
         self._drop_pending_as_call()
         self._is_begun = True
@@ -200,7 +204,9 @@ class NamedCallReader(ToolCallReader):
         """The one tool that takes these arguments; "" if it is none or not certain."""
         keys = {key for key, _ in split_json_object(arguments) or ()}
         names = [
-            name for name, schema in self._tools.items() if accepts_argument_names(schema, keys)
+            name
+            for name, schema in self._tools.items()
+            if can_call_with_argument_names(schema, keys)
         ]
         return names[0] if len(names) == 1 else ""
 

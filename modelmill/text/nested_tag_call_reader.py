@@ -16,7 +16,7 @@ from modelmill.text.tag_values import TagNode
 from modelmill.text.tool_call_reader import (
     MAX_KEY_CHARS,
     ToolCallReader,
-    longest_suffix_overlap,
+    longest_suffix_overlap_length,
     skip_whitespace,
 )
 
@@ -114,7 +114,7 @@ class NestedTagCallReader(ToolCallReader):
 
     def _wait_for_tag(self, text: str, at: int) -> int:
         if not self._final:
-            return len(text) - longest_suffix_overlap(text[at:], (self._mark,))
+            return len(text) - longest_suffix_overlap_length(text[at:], (self._mark,))
         if not self.cut:
             self._output.add_arguments("}")
         return self._mark_block_closed(len(text))
@@ -123,7 +123,7 @@ class NestedTagCallReader(ToolCallReader):
         separator = ", " if self._num_arguments else ""
         self._num_arguments += 1
         self._key, prefix = key, f'{separator}"{escape_json_text(key)}": '
-        node = TagNode("", self._root).child(key, self._root)
+        node = TagNode("", self._root).make_child_node(key, self._root)
         if node.schema is not None and schema_types(node.schema, self._root) == {"string"}:
             self._output.add_arguments(prefix + '"')
             self._quoted_tags = []
@@ -142,7 +142,9 @@ class NestedTagCallReader(ToolCallReader):
         whole = self._final and not self.cut
         if place < 0:
             stop = (
-                len(text) if whole else len(text) - longest_suffix_overlap(text[at:], (self._mark,))
+                len(text)
+                if whole
+                else len(text) - longest_suffix_overlap_length(text[at:], (self._mark,))
             )
             self._output.add_arguments(escape_json_text(text[at:stop]) + ('"' if whole else ""))
             if whole:
@@ -176,7 +178,11 @@ class NestedTagCallReader(ToolCallReader):
         self._drop_consumed_text()
         node = self._nodes[-1]
         place = text.find(self._mark, at)
-        stop = place if place >= 0 else len(text) - longest_suffix_overlap(text[at:], (self._mark,))
+        stop = (
+            place
+            if place >= 0
+            else len(text) - longest_suffix_overlap_length(text[at:], (self._mark,))
+        )
         node.texts.append(text[at:stop])
         if place < 0:
             if self._final and not self.cut:
@@ -193,7 +199,7 @@ class NestedTagCallReader(ToolCallReader):
             self._close_tag_nodes(depths[-1] if depths else 0)
             return end if depths else place
         if not tag.startswith("/"):
-            self._nodes.append(node.child(tag, self._root))
+            self._nodes.append(node.make_child_node(tag, self._root))
         elif not node.children and "".join(node.texts).strip():
             # a wrong name after a text: the innermost tag ends; elsewhere it is one too many
             self._close_tag_nodes(len(self._nodes) - 1)

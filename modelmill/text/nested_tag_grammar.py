@@ -13,7 +13,7 @@ from typing import Any
 from modelmill.core.errors import RequestError
 from modelmill.text.argument_grammar import ArgumentGrammar, schema_properties
 from modelmill.text.parameter_types import (
-    JSON_TYPES,
+    NON_STRING_JSON_TYPES,
     ParameterType,
     argument_text_to_json,
     schema_types,
@@ -73,7 +73,7 @@ class NestedTagGrammar(ArgumentGrammar):
             return f"({builder.add_rule(item)}){{{low},{high}}} {builder.literal(close)}"
         if "enum" in schema or "const" in schema:
             return self._enum_values_expr(schema, types, close)
-        string, other = self._string_and_json_exprs(schema)
+        string, other = self._string_and_json_expr_makers(schema)
         forms = [form(close) for form in (string, other) if form is not None]
         return f"({' | '.join(forms)})"
 
@@ -86,7 +86,7 @@ class NestedTagGrammar(ArgumentGrammar):
     def _enum_values_expr(self, schema: Schema, types: set[str], close: str) -> str:
         """Values of a list, those that come back as they are."""
         values = schema.get("enum", [schema.get("const")])
-        parsed = ParameterType(types == {"string"}, frozenset(types) & JSON_TYPES)
+        parsed = ParameterType(types == {"string"}, frozenset(types) & NON_STRING_JSON_TYPES)
         texts = []
         for value in values:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -15,7 +15,7 @@ from modelmill.text.parameter_types import (
 from modelmill.text.tool_call_reader import (
     MAX_KEY_CHARS,
     find_first_mark,
-    longest_suffix_overlap,
+    longest_suffix_overlap_length,
     skip_whitespace,
     split_mark_parts,
 )
@@ -102,7 +102,7 @@ class ParameterCallReader(NamedCallReader):
         if self._is_begun:
             super()._drop_consumed_text()
 
-    def _abandon_call(self, at: int) -> int:
+    def _reject_or_break_call(self, at: int) -> int:
         """A call is broken between two arguments; it is none if it is not reported."""
         if not self._is_begun:
             return self._reject_block(at)
@@ -138,7 +138,7 @@ class ParameterCallReader(NamedCallReader):
             return at
         if not count and not (self._final and not text[at:].strip()):
             rest = skip_whitespace(text, at)
-            return at if rest == len(text) else self._abandon_call(at)
+            return at if rest == len(text) else self._reject_or_break_call(at)
         if not count and not self._is_begun:
             return self._reject_block(at)  # the answer ends behind the name
         if count or not self.cut:
@@ -168,7 +168,7 @@ class ParameterCallReader(NamedCallReader):
         """All arguments as one object, which some models write instead."""
         self._drop_consumed_text()
         at = self._json.feed(text, at, self._final)
-        self._begun += self._json.take_json()
+        self._begun += self._json.drain_json()
         ended = self._final and not self.cut and not self._json.failed
         if self._has_brace and (ended or self._begun[1:].strip()):
             self._emit_call_begin_once()  # with a brace
@@ -198,12 +198,16 @@ class ParameterCallReader(NamedCallReader):
         mark = self._key_end[0]
         place = text.find(mark, at, at + MAX_KEY_CHARS)
         if place < 0:
-            return self._abandon_call(at) if self._final or len(text) - at >= MAX_KEY_CHARS else at
+            return (
+                self._reject_or_break_call(at)
+                if self._final or len(text) - at >= MAX_KEY_CHARS
+                else at
+            )
         written_type, behind_type = self._parse_type_after_key(text, place + len(mark))
         if behind_type is None:
             return at
         if behind_type < 0:
-            return self._abandon_call(at)
+            return self._reject_or_break_call(at)
         if written_type:
             count, end = self._match_parts(text, behind_type, self._key_end[1:])
             count += 1
@@ -212,7 +216,7 @@ class ParameterCallReader(NamedCallReader):
         if end is None:
             return at
         if count < len(self._key_end) and self._parameter.whole_key_end:
-            return self._abandon_call(at)
+            return self._reject_or_break_call(at)
         if count < len(self._key_end) and (empty := self._is_value_missing(text, end)) is not False:
             if empty:
                 self._state = self._scan_parameter
@@ -222,10 +226,10 @@ class ParameterCallReader(NamedCallReader):
             before, behind = split_mark_parts(self._parameter.type_open)
             key, _, written_type = key.partition(before)
             if not written_type:
-                return self._abandon_call(at)
+                return self._reject_or_break_call(at)
             key, written_type = key.strip(), written_type.strip().removeprefix(behind).strip()
         elif self._parameter.type_attribute:
-            key, attribute = _split_type_attribute(key)
+            key, attribute = _split_key_and_is_string(key)
         if self._parameter.type_open or written_type:
             attribute = written_type in WRITTEN_STRING_TYPES
         key = self._unescape_attribute(key)
@@ -326,7 +330,7 @@ class ParameterCallReader(NamedCallReader):
             if not self._type.is_string and not self._final:
                 return self._wait_for_closing_mark(text, at, (mark,))
             self._searched = 0
-            stop = len(text) - longest_suffix_overlap(text[at:], (mark,))
+            stop = len(text) - longest_suffix_overlap_length(text[at:], (mark,))
             return self._emit_unfinished_value(text, at, stop)
         self._emit_complete_value(text[at:place])
         return place + len(mark)
@@ -361,7 +365,7 @@ class ParameterCallReader(NamedCallReader):
             if not self._type.is_string and not self._final:
                 return self._wait_for_closing_mark(text, at, marks)
             self._searched = 0
-            stop = len(text) - longest_suffix_overlap(
+            stop = len(text) - longest_suffix_overlap_length(
                 text[at:], (self._value_end + self._value_close, *marks)
             )
             return self._emit_unfinished_value(text, at, stop)
@@ -392,7 +396,7 @@ class ParameterCallReader(NamedCallReader):
         """
         stream = self._json
         self._json_size = stream.feed(text, at + self._json_size, self._final) - at
-        stream.take_json()
+        stream.drain_json()
         if not (stream.done or stream.failed or self._final):
             return None
         end = skip_whitespace(text, at + self._json_size)
@@ -410,7 +414,7 @@ class ParameterCallReader(NamedCallReader):
         )
 
 
-def _split_type_attribute(key: str) -> tuple[str, bool | None]:
+def _split_key_and_is_string(key: str) -> tuple[str, bool | None]:
     """Split name" string="true, or name" type="string": the name, and whether it is a string."""
     match = re.fullmatch(r'([^"]*)"\s*(?:string="(true|false)|type="([a-z]+)"?)', key)
     return (match[1], match[2] == "true" or match[3] == "string") if match else (key, None)

@@ -10,7 +10,7 @@ from typing import Any
 
 from modelmill.text.json_normalizer import NON_FINITE_WORDS, normalize_json, split_json_object
 
-JSON_TYPES = frozenset(("null", "boolean", "integer", "number", "array", "object"))
+NON_STRING_JSON_TYPES = frozenset(("null", "boolean", "integer", "number", "array", "object"))
 MAX_REFERENCES = 32
 """Maximum references of a schema that are followed one after the other."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -44,11 +44,11 @@ def resolve_parameter_type(
     properties = (parameters or {}).get("properties")
     schema = properties.get(key) if isinstance(properties, Mapping) else None
     if attribute is not None and (not isinstance(schema, Mapping) or not schema):
-        return ParameterType(attribute, frozenset() if attribute else JSON_TYPES)
+        return ParameterType(attribute, frozenset() if attribute else NON_STRING_JSON_TYPES)
     if not isinstance(schema, Mapping):
-        return ParameterType(undeclared == "string", JSON_TYPES)
+        return ParameterType(undeclared == "string", NON_STRING_JSON_TYPES)
     types = schema_types(schema, parameters or {})
-    return ParameterType(types == {"string"}, frozenset(types) & JSON_TYPES)
+    return ParameterType(types == {"string"}, frozenset(types) & NON_STRING_JSON_TYPES)
 
 
 def is_declared_string(
@@ -85,7 +85,7 @@ def _child_schema(schema: Any, step: str, root: Mapping[str, Any], depth: int = 
 
 def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
     """Return the types that a schema's values can have; all of them if it does not say."""
-    every = {"string", *JSON_TYPES}
+    every = {"string", *NON_STRING_JSON_TYPES}
     if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
         return every
     if "$ref" in schema:
@@ -122,7 +122,7 @@ def resolve_pointer(reference: Any, root: Mapping[str, Any]) -> Any:
     return target
 
 
-def accepts_argument_names(parameters: Mapping[str, Any] | None, keys: Set[str]) -> bool:
+def can_call_with_argument_names(parameters: Mapping[str, Any] | None, keys: Set[str]) -> bool:
     """Whether a tool declares all these arguments, and requires no other ones.
 
     Args:

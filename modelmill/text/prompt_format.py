@@ -26,7 +26,7 @@ Segment = str | int
 """A text, which most formats tokenize apart from its neighbours, or the id of a control token."""
 
 
-class Turn(NamedTuple):
+class TurnMessage(NamedTuple):
     """A message of the user or of the assistant."""
 
     role: str
@@ -68,7 +68,7 @@ class PromptFormat(CodedChatFormat):
 
     @abstractmethod
     def segments(
-        self, system: str, turns: Sequence[Turn], add_generation_prompt: bool
+        self, system: str, turns: Sequence[TurnMessage], add_generation_prompt: bool
     ) -> list[Segment]:
         """Return the prompt's segments.
 
@@ -144,7 +144,7 @@ class PromptFormat(CodedChatFormat):
         messages: Messages,
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
-    ) -> tuple[str, list[Turn]]:
+    ) -> tuple[str, list[TurnMessage]]:
         """Return the system text and the turns.
 
         Raises:
@@ -153,7 +153,7 @@ class PromptFormat(CodedChatFormat):
         if tools or options:
             what = "tools" if tools else f"option {sorted(options or {})[0][:40]!r}"
             raise RequestError(f"the chat format {self.name} has no {what}")
-        system, turns = "", list[Turn]()
+        system, turns = "", list[TurnMessage]()
         for index, message in enumerate(validate_messages(messages)):
             role, content = message["role"], message["content"]
             if role == "system" and index == 0 and self.has_system:
@@ -166,7 +166,7 @@ class PromptFormat(CodedChatFormat):
                     f"messages[{index}]: in the chat format {self.name} {first}user and assistant "
                     "texts alternate, the user's first"
                 )
-            turns.append(Turn(role, content))
+            turns.append(TurnMessage(role, content))
         return system, turns
 
 

@@ -11,7 +11,7 @@ import re
 from modelmill.text.json_normalizer import (
     SET_BRACKET,
     StreamingJsonNormalizer,
-    StringPaths,
+    StringPathPredicate,
     suffix_overlap,
 )
 from modelmill.text.tool_call_reader import skip_whitespace
@@ -19,7 +19,7 @@ from modelmill.text.tool_call_reader import skip_whitespace
 MAX_LOOKAHEAD_CHARS = 256
 """Characters of brackets or a name behind a quote that are waited for; then it ends its string."""
 _ZEROS = re.compile(r"^(-?)0+(?=[0-9])")
-_CLOSING = re.compile(r"[)\]}\s]*")
+_CLOSING_BRACKETS_PATTERN = re.compile(r"[)\]}\s]*")
 _CALLS_END = re.compile(r"[\]}\s]*\)\s*\]")
 _NAME = re.compile(r"\s*(?:[^\W\d][\w.\-]*)?\s*")
 
@@ -35,7 +35,10 @@ class PythonToJsonConverter(StreamingJsonNormalizer):
     """
 
     def __init__(
-        self, calls_end: str = "", in_braces: bool = False, is_string: StringPaths | None = None
+        self,
+        calls_end: str = "",
+        in_braces: bool = False,
+        is_string: StringPathPredicate | None = None,
     ) -> None:
         super().__init__(is_string=is_string)
         self._calls_end, self._in_braces = calls_end, in_braces
@@ -114,7 +117,7 @@ class PythonToJsonConverter(StreamingJsonNormalizer):
         """
         is_inner = self._in_braces or bool(self._stack)
         limit = min(len(text), at + MAX_LOOKAHEAD_CHARS)
-        closing = _CLOSING.match(text, at, limit)
+        closing = _CLOSING_BRACKETS_PATTERN.match(text, at, limit)
         assert closing is not None, "it may be empty"
         place = closing.end()
         brackets = closing[0].strip()

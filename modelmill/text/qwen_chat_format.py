@@ -46,7 +46,7 @@ class QwenChatFormat(CodedChatFormat):
         Raises:
             RequestError: if this format lacks the order of roles or an option.
         """
-        blocks, continues = self._conversation_blocks(messages, **template)
+        blocks, continues = self._kept_blocks_and_continuation(messages, **template)
         ids = [
             id
             for role, content in blocks
@@ -71,13 +71,13 @@ class QwenChatFormat(CodedChatFormat):
         **template: Unpack[ChatRenderArgs],
     ) -> str:
         """Return the same prompt as text; raises RequestError as ``encode``."""
-        blocks, continues = self._conversation_blocks(messages, **template)
+        blocks, continues = self._kept_blocks_and_continuation(messages, **template)
         text = "\n".join(f"{IM_START}{role}\n{content}{IM_END}" for role, content in blocks)
         if not add_generation_prompt:
             return text
         return text.removesuffix(IM_END) if continues else f"{text}\n{IM_START}assistant\n"
 
-    def _conversation_blocks(
+    def _kept_blocks_and_continuation(
         self,
         messages: Messages,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -88,7 +88,7 @@ class QwenChatFormat(CodedChatFormat):
             raise RequestError("Qwen's chat format has no template options")
         conversation = validate_messages(messages)
         if not react.conversation_uses_tools(conversation, tools):
-            system, history, query = self._split_turns(conversation)
+            system, history, query = self._split_system_history_query(conversation)
             return [
                 ("system", system),
                 *(
@@ -107,7 +107,7 @@ class QwenChatFormat(CodedChatFormat):
         kept = [pair for turn in self._truncate_history_to_window(system, turns) for pair in turn]
         return [("system", system), *kept, ("user", parsed.question)], False
 
-    def _split_turns(
+    def _split_system_history_query(
         self, messages: Sequence[Mapping[str, Any]]
     ) -> tuple[str, list[list[tuple[str, str]]], list[tuple[str, str]]]:
         """Return (system prompt, finished turns oldest first, the open question)."""

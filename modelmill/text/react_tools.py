@@ -186,7 +186,7 @@ class ReactAnswerParser(AnswerParser):
         self._lead = ""
         self._mode = self._scan_thought if thinking else self._detect_thought_start
         if schema and tools:
-            self._mode = self._detect_schema
+            self._mode = self._detect_json_schema_content
         self._added_chars = 0  # characters at the head of the buffer that the model did not write
         self._has_answer = False
         self._arguments: StreamingJsonNormalizer | None = None
@@ -203,7 +203,7 @@ class ReactAnswerParser(AnswerParser):
         self._buffer = ""
         return self._output.finish(cut)
 
-    def _detect_schema(self) -> bool:
+    def _detect_json_schema_content(self) -> bool:
         """Detect whether the answer is content of a schema; else it begins with a thought."""
         text = self._buffer.lstrip()
         if not text:
@@ -333,7 +333,7 @@ class ReactAnswerParser(AnswerParser):
         stream = self._arguments
         assert stream is not None, "arguments have begun"
         at = stream.feed(text, 0, final)
-        self._output.add_arguments(stream.take_json())
+        self._output.add_arguments(stream.drain_json())
         if stream.failed:
             self._output.break_call()
         if stream.done or stream.failed:

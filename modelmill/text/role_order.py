@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 
 _REASON = "the chat template refuses the order of roles that was sent"
 LATE_SYSTEM_WARNING = f"messages: a system message after the start became the user's: {_REASON}"
-NO_SYSTEM = f"messages: the user's first message begins with the system message: {_REASON}"
+SYSTEM_IN_USER_MESSAGE_WARNING = (
+    f"messages: the user's first message begins with the system message: {_REASON}"
+)
 JOINED_MESSAGES_WARNINGS = {
     "system": f"messages: system messages in a row became one: {_REASON}",
     "user": f"messages: messages of the user in a row became one: {_REASON}",
     "assistant": f"messages: messages of the assistant in a row became one: {_REASON}",
 }
 """What is said where successive messages of a role are one."""
-_TEXT_KEYS = ("reasoning_content", "thinking")
+_REASONING_KEYS = ("reasoning_content", "thinking")
 
 
 class OrderedMessages(NamedTuple):
@@ -34,7 +36,7 @@ class OrderedMessages(NamedTuple):
     changes: tuple[str, ...]
 
 
-def rearrange_roles(messages: Sequence[Mapping[str, Any]]) -> Iterator[OrderedMessages]:
+def iter_role_rearrangements(messages: Sequence[Mapping[str, Any]]) -> Iterator[OrderedMessages]:
     """Yield the conversation in other orders of roles, those that change less first.
 
     Successive messages of the system or the user are one, then also those of the assistant; then
@@ -72,7 +74,7 @@ def join_successive_messages(
 def _join_messages(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Two messages of one role as one; calls stand behind the contents of both."""
     joined = {**one, "content": _join_contents(one["content"], other["content"])}
-    for key in _TEXT_KEYS:
+    for key in _REASONING_KEYS:
         texts = [each[key] for each in (one, other) if each.get(key)]
         if texts:
             joined[key] = "\n\n".join(texts)
@@ -104,7 +106,7 @@ def _late_system_to_user(messages: Sequence[Mapping[str, Any]]) -> _Shifted:
     """The messages; of the system's only those at the start are its own."""
     start = list(itertools.takewhile(_is_system, messages))
     rest = messages[len(start) :]
-    return [*start, *map(_as_user, rest)], (LATE_SYSTEM_WARNING,) if any(
+    return [*start, *map(_system_as_user, rest)], (LATE_SYSTEM_WARNING,) if any(
         map(_is_system, rest)
     ) else ()
 
@@ -113,14 +115,17 @@ def _every_system_to_user(messages: Sequence[Mapping[str, Any]]) -> _Shifted:
     """The messages without a system's."""
     shifted, change = _late_system_to_user(messages)
     has_start = _is_system(messages[0])
-    return list(map(_as_user, shifted)), (NO_SYSTEM, *change) if has_start else change
+    return list(map(_system_as_user, shifted)), (
+        SYSTEM_IN_USER_MESSAGE_WARNING,
+        *change,
+    ) if has_start else change
 
 
 def _is_system(message: Mapping[str, Any]) -> bool:
     return bool(message["role"] == "system")
 
 
-def _as_user(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _system_as_user(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "role": "user"} if _is_system(message) else message
 
 

@@ -62,7 +62,7 @@ def load_spm_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     )  # fmt: skip
 
 
-def load_pieces_json(files: Mapping[str, bytes]) -> Tokenizer:
+def load_pieces_json_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     r"""Load llama2.c's pieces.json: [{"piece", "score"}, …].
 
     Spaces are written plainly, and <s> is "\n<s>\n".
@@ -279,9 +279,11 @@ def _merge_added_tokens(
     return {
         text: id
         for text, id in added_tokens.items()
-        if id >= len(model.pieces) or model.pieces[id].text != text or _is_control_piece(model, id)
+        if id >= len(model.pieces)
+        or model.pieces[id].text != text
+        or _is_not_user_or_byte_piece(model, id)
     }
 
 
-def _is_control_piece(model: SpmModel, id: int) -> bool:
+def _is_not_user_or_byte_piece(model: SpmModel, id: int) -> bool:
     return model.pieces[id].type not in (USER_DEFINED_PIECE, BYTE_PIECE)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from modelmill.text.parameter_types import (
-    JSON_TYPES,
     MAX_REFERENCES,
+    NON_STRING_JSON_TYPES,
     ParameterType,
     argument_text_to_json,
     resolve_pointer,
@@ -20,8 +20,8 @@ from modelmill.text.parameter_types import (
 Schema = Mapping[str, Any]
 LIST_ITEM_TAG = "item"
 """Tag of an element of a list."""
-_PADDED_INTEGER = re.compile(r"(-?)0+([0-9]+)")
-_EMPTY_VALUES = {"array": "[]", "object": "{}"}
+_ZERO_PADDED_INTEGER = re.compile(r"(-?)0+([0-9]+)")
+_EMPTY_JSON_BY_TYPE = {"array": "[]", "object": "{}"}
 
 
 @dataclass
@@ -40,7 +40,7 @@ class TagNode:
     texts: list[str] = field(default_factory=list)
     children: list[tuple[str, str]] = field(default_factory=list)
 
-    def child(self, tag: str, root: Schema) -> TagNode:
+    def make_child_node(self, tag: str, root: Schema) -> TagNode:
         """Return the node of a tag that opens inside.
 
         Args:
@@ -70,7 +70,7 @@ class TagNode:
         return f"{{{', '.join(pairs)}}}"
 
     def _is_json_list(self, root: Schema) -> bool:
-        types = JSON_TYPES if self.schema is None else schema_types(self.schema, root)
+        types = NON_STRING_JSON_TYPES if self.schema is None else schema_types(self.schema, root)
         if ("array" in types) != ("object" in types):
             return "array" in types
         return all(tag == LIST_ITEM_TAG for tag, _ in self.children)
@@ -114,10 +114,14 @@ def _leaf_text_to_json(text: str, schema: Schema | None, root: Schema) -> str:
     if types == {"string"}:
         return json.dumps(text, ensure_ascii=False)
     if not text.strip() and "string" not in types:
-        empty = next((_EMPTY_VALUES[each] for each in _EMPTY_VALUES if each in types), None)
+        empty = next(
+            (_EMPTY_JSON_BY_TYPE[each] for each in _EMPTY_JSON_BY_TYPE if each in types), None
+        )
         if empty is not None:
             return empty
-    padded = _PADDED_INTEGER.fullmatch(text.strip())
+    padded = _ZERO_PADDED_INTEGER.fullmatch(text.strip())
     if padded and "integer" in types and "string" not in types:
         text = padded[1] + padded[2]
-    return argument_text_to_json(text, ParameterType(False, frozenset(types) & JSON_TYPES))
+    return argument_text_to_json(
+        text, ParameterType(False, frozenset(types) & NON_STRING_JSON_TYPES)
+    )

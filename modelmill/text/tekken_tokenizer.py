@@ -33,8 +33,8 @@ OLDER_CONTROL_TOKENS = (
 )  # fmt: skip
 MAX_CONTROL_TOKENS = 1 << 16
 """Above all real files, which have 1,000; each takes memory, though the file need not list it."""
-SPARE_TOKEN = re.compile(r"<SPECIAL_\d+>")
-SPECIAL_TOKENS = {
+SPARE_TOKEN_PATTERN = re.compile(r"<SPECIAL_\d+>")
+SPECIAL_TOKEN_BY_KEY = {
     "bos_token": "<s>",
     "eos_token": "</s>",
     "pad_token": "<pad>",
@@ -76,7 +76,7 @@ def load_tekken_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     )
     names = {
         key: text
-        for key, text in (SPECIAL_TOKENS | dict(settings.special_tokens)).items()
+        for key, text in (SPECIAL_TOKEN_BY_KEY | dict(settings.special_tokens)).items()
         if text in special
     }
     bos, eos, pad = (special.get(names.get(f"{key}_token", "")) for key in ("bos", "eos", "pad"))
@@ -98,7 +98,7 @@ def load_tekken_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
 def _adds_unlisted_tokens(added: Mapping[int, Mapping[str, Any]], special: Container[str]) -> bool:
     """Whether tokenizer_config.json adds tokens that tekken.json does not have."""
     texts = (str(entry["content"]) for entry in added.values())
-    return any(text not in special and not SPARE_TOKEN.fullmatch(text) for text in texts)
+    return any(text not in special and not SPARE_TOKEN_PATTERN.fullmatch(text) for text in texts)
 
 
 def _read_control_tokens(data: Mapping[str, Any], count: int) -> tuple[dict[str, int], set[str]]:

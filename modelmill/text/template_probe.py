@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from modelmill.core.errors import TemplateError
-from modelmill.text.message_validation import join_text_parts, parse_tool_arguments
+from modelmill.text.message_validation import join_text_parts, parse_arguments_or_keep_text
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 # words that occur in no template; lowercase letters and digits, since some templates change case
@@ -122,7 +122,7 @@ def _adapt_call(call: Mapping[str, Any], forms: AcceptedCallForms) -> dict[str, 
     arguments = function["arguments"]
     if isinstance(arguments, str):
         if forms.object and not forms.text:
-            arguments = parse_tool_arguments(arguments)
+            arguments = parse_arguments_or_keep_text(arguments)
     elif forms.text and not forms.object:
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}

@@ -11,13 +11,13 @@ from modelmill.text.harmony import START_TOKEN
 from modelmill.text.tool_call_reader import (
     find_first_mark,
     is_whitespace,
-    longest_suffix_overlap,
+    longest_suffix_overlap_length,
     opening_marks,
 )
 
 
 @dataclass(frozen=True)
-class ThinkingScope:
+class AnswerThinkingScope:
     """Where an answer may have thinking.
 
     Attributes:
@@ -33,13 +33,13 @@ class ThinkingScope:
     repeats: bool
 
 
-def find_thinking_scope(
+def find_answer_thinking_scope(
     syntax: ChatSyntax,
     thinking: ThinkingSyntax | None,
     prompt_thinking: PromptThinking,
     begun: BegunPart,
     calls: bool,
-) -> ThinkingScope | None:
+) -> AnswerThinkingScope | None:
     """Return where an answer may have thinking; None if it has none.
 
     Args:
@@ -56,7 +56,7 @@ def find_thinking_scope(
     ends = [closing, *([START_TOKEN] if repeats else [])]
     if thinking.ends_at_calls and calls:
         ends += opening_marks(syntax.calls)
-    return ThinkingScope(opening, tuple(ends), prompt_thinking == "open", repeats)
+    return AnswerThinkingScope(opening, tuple(ends), prompt_thinking == "open", repeats)
 
 
 class ThinkingScanner:
@@ -65,7 +65,7 @@ class ThinkingScanner:
     The result does not depend on how the text was cut into pieces.
     """
 
-    def __init__(self, scope: ThinkingScope) -> None:
+    def __init__(self, scope: AnswerThinkingScope) -> None:
         self._scope = scope
         self._inside, self._at_start, self._over = scope.begun, not scope.begun, False
         self._buffer = ""
@@ -109,7 +109,7 @@ class ThinkingScanner:
         marks = self._scope.ends if self._inside else (self._scope.open,)
         place, mark = find_first_mark(self._buffer, marks)
         if place < 0:
-            size = len(self._buffer) - longest_suffix_overlap(self._buffer, marks)
+            size = len(self._buffer) - longest_suffix_overlap_length(self._buffer, marks)
         else:
             # the mark before and the mark behind the thinking belong to it
             size = place + (len(mark) if self._inside else 0)

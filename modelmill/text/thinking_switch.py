@@ -14,7 +14,7 @@ ENABLE_THINKING_VARIABLE = "enable_thinking"
 THINKING_VARIABLE = "thinking"
 _TEMPLATE_BLOCK_PATTERN = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
 _STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
-_OTHER_VARIABLE = re.compile(rf"(?<![\w.]){THINKING_VARIABLE}\b(?!\s*=(?!=))")
+_THINKING_VARIABLE_PATTERN = re.compile(rf"(?<![\w.]){THINKING_VARIABLE}\b(?!\s*=(?!=))")
 
 
 def find_thinking_variable(template: str) -> str:
@@ -22,7 +22,11 @@ def find_thinking_variable(template: str) -> str:
     if ENABLE_THINKING_VARIABLE in template:
         return ENABLE_THINKING_VARIABLE
     code = (_STRING.sub("''", block) for block in _TEMPLATE_BLOCK_PATTERN.findall(template))
-    return THINKING_VARIABLE if any(map(_OTHER_VARIABLE.search, code)) else ENABLE_THINKING_VARIABLE
+    return (
+        THINKING_VARIABLE
+        if any(map(_THINKING_VARIABLE_PATTERN.search, code))
+        else ENABLE_THINKING_VARIABLE
+    )
 
 
 def rename_thinking_variable(options: Mapping[str, Any], template: str) -> dict[str, Any]:

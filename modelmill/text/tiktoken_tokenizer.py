@@ -73,10 +73,10 @@ FORMATS_BY_FILE = {"qwen.tiktoken": QWEN_TIKTOKEN_FORMAT, "hy.tiktoken": HUNYUAN
 # them.
 MAX_BLANK_RUN = 50_000
 # Canonical ordering is quadratic in a run of combining marks; natural text has runs of a few.
-MAX_MARK_RUN = 256
+MAX_COMBINING_MARK_RUN = 256
 LONG_BLANK_RUN = re.compile(rf"\s{{{MAX_BLANK_RUN + 1},}}")
 # U+0300 is the first combining mark
-LONG_MARK_RUN = re.compile(rf"[^\x00-\u02ff]{{{MAX_MARK_RUN + 1},}}")
+POSSIBLE_COMBINING_RUN_PATTERN = re.compile(rf"[^\x00-\u02ff]{{{MAX_COMBINING_MARK_RUN + 1},}}")
 
 
 def load_tiktoken_tokenizer(files: Mapping[str, bytes], name: str) -> Tokenizer:
@@ -197,13 +197,13 @@ class TiktokenTokenizer(Tokenizer):
 
 def normalize_nfc(text: str) -> str:
     """Normalize to NFC in linear time: long runs of combining marks are normalized in parts."""
-    if text.isascii() or not LONG_MARK_RUN.search(text):
+    if text.isascii() or not POSSIBLE_COMBINING_RUN_PATTERN.search(text):
         return unicodedata.normalize("NFC", text)
     parts: list[str] = []
     start, marks = 0, 0
     for index, char in enumerate(text):
         marks = marks + 1 if unicodedata.combining(char) else 0
-        if marks == MAX_MARK_RUN:
+        if marks == MAX_COMBINING_MARK_RUN:
             parts.append(unicodedata.normalize("NFC", text[start : index + 1]))
             start, marks = index + 1, 0
     parts.append(unicodedata.normalize("NFC", text[start:]))

@@ -23,7 +23,7 @@ WHITESPACE = frozenset("\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000"
 _JOINERS = "\u200c\u200d"
 COUNT_CHUNK_CHARS = 16384
 """Characters that are tokenized at a time to count the tokens of a long text."""
-CUT_SLACK_TOKENS = 8
+MAX_TOKENS_ADDED_BY_CUT = 8
 """Maximum tokens that cutting a text may add."""
 
 
@@ -149,7 +149,7 @@ class Tokenizer(ABC):
         for at in range(0, len(text), COUNT_CHUNK_CHARS):
             count += max(
                 len(self._encode_ordinary(text[at : at + COUNT_CHUNK_CHARS], at == 0))
-                - CUT_SLACK_TOKENS,
+                - MAX_TOKENS_ADDED_BY_CUT,
                 0,
             )
             if count > self.max_tokens:

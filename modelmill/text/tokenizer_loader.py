@@ -48,9 +48,9 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
 
         return load_vocab_and_merges(files)
     if "pieces.json" in files:
-        from modelmill.text.sentencepiece_tokenizer import load_pieces_json
+        from modelmill.text.sentencepiece_tokenizer import load_pieces_json_tokenizer
 
-        return load_pieces_json(files)
+        return load_pieces_json_tokenizer(files)
     raise TokenizerError(
         "no tokenizer found: expected tokenizer.json, tekken.json, *.tiktoken, tiktoken.model, "
         "tokenizer.model, or vocab.json with merges.txt"

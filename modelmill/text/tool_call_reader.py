@@ -49,9 +49,9 @@ def find_first_mark(text: str, marks: tuple[str, ...], at: int = 0) -> tuple[int
     return (match.start(), match[0]) if match else (-1, "")
 
 
-def longest_suffix_overlap(text: str, marks: tuple[str, ...]) -> int:
+def longest_suffix_overlap_length(text: str, marks: tuple[str, ...]) -> int:
     """Return how many characters at the end of the text may begin one of the marks."""
-    begins, longest = _compile_mark_start_search(marks)
+    begins, longest = _first_char_search_and_max_length(marks)
     if begins(text, max(0, len(text) - longest + 1)) is None:
         return 0
     return max((suffix_overlap(text, mark) for mark in marks), default=0)
@@ -64,7 +64,7 @@ def _compile_mark_search(marks: tuple[str, ...]) -> Callable[[str, int], re.Matc
 
 
 @lru_cache(MAX_CACHED_SEARCHES)
-def _compile_mark_start_search(
+def _first_char_search_and_max_length(
     marks: tuple[str, ...],
 ) -> tuple[Callable[[str, int], re.Match[str] | None], int]:
     """A search for a character with which a mark begins, and the length of the longest mark."""
@@ -225,7 +225,7 @@ class ToolCallReader(ABC):
         self, value: StreamingJsonNormalizer, at: int, following: Callable[[str, int], int]
     ) -> int:
         """Pass on what was read of a value up to ``at``; after its end comes ``following``."""
-        self._output.add_arguments(value.take_json())
+        self._output.add_arguments(value.drain_json())
         self._drop_pending_as_call()
         if value.failed:
             self._begin_broken_call_rest()
@@ -266,4 +266,8 @@ class ToolCallReader(ABC):
         if place >= 0:
             self.closed = True
             return place + len(mark) if mark in self._ends else place
-        return len(text) if self._final else max(at, len(text) - longest_suffix_overlap(text, ends))
+        return (
+            len(text)
+            if self._final
+            else max(at, len(text) - longest_suffix_overlap_length(text, ends))
+        )

@@ -15,7 +15,14 @@ MAX_FORCED_CALLS = 16
 """Maximum calls of one forced answer."""
 MAX_ONEOF_PAIRS = 2048
 """Maximum pairs of a schema's alternatives (oneOf) that are compared."""
-_COMBINING_KEYS = ("allOf", "if", "not", "dependentSchemas", "unevaluatedProperties", "$dynamicRef")
+_CONJUNCTION_KEYS = (
+    "allOf",
+    "if",
+    "not",
+    "dependentSchemas",
+    "unevaluatedProperties",
+    "$dynamicRef",
+)
 _NAMED_SCHEMA_KEYS = ("properties", "patternProperties", "$defs", "definitions")
 """Keys whose value maps names to schemas; a name may be any string, also "properties"."""
 _VALUE_KEYS = ("enum", "const", "default", "examples")
@@ -45,7 +52,9 @@ def forced_call_grammar(
     )
 
 
-def strict_call_grammar(tools: Sequence[Schema], several: bool, *, as_json: bool) -> Grammar | None:
+def optional_strict_call_grammar(
+    tools: Sequence[Schema], several: bool, *, as_json: bool
+) -> Grammar | None:
     """Return the grammar of an answer that may have calls; None if no function is strict.
 
     Args:
@@ -71,7 +80,7 @@ def call_or_schema_grammar(
         tools: definitions of the tools.
         several: whether the answer may have several calls.
         schema: JSON schema of the content.
-        as_json: see ``strict_call_grammar``.
+        as_json: see ``optional_strict_call_grammar``.
 
     Raises:
         RequestError: if the parameters of a strict function are not an object.
@@ -159,7 +168,7 @@ def _is_conjunction(schema: Schema) -> bool:
         any(key in schema for key in _OBJECT_KEYS),
         *(key in schema for key in ("$ref", "anyOf", "oneOf")),
     )
-    return sum(parts) > 1 or any(key in schema for key in _COMBINING_KEYS)
+    return sum(parts) > 1 or any(key in schema for key in _CONJUNCTION_KEYS)
 
 
 def _are_disjoint(a: Any, b: Any, root: Schema) -> bool:

@@ -17,7 +17,9 @@ from modelmill.core.errors import RequestError
 from modelmill.core.quoting import quote
 
 MAX_LOGIT_MAGNITUDE = 1000.0  # no logit is so far from 0
-CROP_EDGE_PIXELS = 20.0  # a box nearer to its crop's edge than this was probably cut off there
+CROP_EDGE_TOLERANCE_PIXELS = (
+    20.0  # a box nearer to its crop's edge than this was probably cut off there
+)
 
 
 def _bounded_field(default: float, low: int, high: float) -> Any:
@@ -116,6 +118,10 @@ def touches_crop_edge(boxes: torch.Tensor, crop: Crop, size: tuple[int, int]) ->
     crop_edge = torch.tensor(crop.box, dtype=torch.float32, device=boxes.device)
     image_edge = torch.tensor([0, 0, *size], dtype=torch.float32, device=boxes.device)
     # rtol=0 and this absolute tolerance, as in the original
-    near_crop_edge = torch.isclose(shifted, crop_edge[None], atol=CROP_EDGE_PIXELS, rtol=0)
-    near_image_edge = torch.isclose(shifted, image_edge[None], atol=CROP_EDGE_PIXELS, rtol=0)
+    near_crop_edge = torch.isclose(
+        shifted, crop_edge[None], atol=CROP_EDGE_TOLERANCE_PIXELS, rtol=0
+    )
+    near_image_edge = torch.isclose(
+        shifted, image_edge[None], atol=CROP_EDGE_TOLERANCE_PIXELS, rtol=0
+    )
     return (near_crop_edge & ~near_image_edge).any(1)

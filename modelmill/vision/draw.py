@@ -15,7 +15,7 @@ from PIL.Image import Image
 from modelmill.vision.prompts import Prompt
 from modelmill.vision.sam_model import Mask
 
-OBJECT_COLOR, BACKGROUND_COLOR, BOX_COLOR = (0, 200, 83), (213, 0, 0), (255, 255, 255)
+OBJECT_COLOR, BACKGROUND_COLOR, POINT_OUTLINE_COLOR = (0, 200, 83), (213, 0, 0), (255, 255, 255)
 MASK_OPACITY = 0.5
 MASK_PROMPT_LOGIT = 20.0  # logit of a hand-drawn mask; the model's own logits reach about 30
 
@@ -107,6 +107,6 @@ def _draw_prompt(picture: Image, prompt: Prompt) -> None:
         pen.ellipse(
             edges,
             fill=OBJECT_COLOR if label else BACKGROUND_COLOR,
-            outline=BOX_COLOR,
+            outline=POINT_OUTLINE_COLOR,
             width=max(1, radius // 3),
         )

@@ -22,7 +22,7 @@ _MAX_URL_HEAD_CHARS = 1024
 """Characters of a URL in which its media type must end."""
 
 
-def load_square_image(
+def load_image_stretched_to_square(
     source: Any, size: int, location: str = "the image", max_pixels: int | None = None
 ) -> tuple[np.ndarray, str]:
     """Load an image and resize it to a square with PIL's bicubic filter and antialiasing.

@@ -51,7 +51,7 @@ def _floor_float32(threshold: float) -> float:
     )
 
 
-def mask_iou(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def elementwise_mask_iou(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the IoU of two masks [..., H, W] bool; 1 where both are empty."""
     intersection = (a & b).sum((-2, -1))
     union = (a | b).sum((-2, -1))

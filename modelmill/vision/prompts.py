@@ -92,7 +92,7 @@ def make_prompt(
     return Prompt(positions, label_values, corners, mask)
 
 
-def check_prompt_mask(prompt: Prompt, side: int) -> None:
+def check_prompt_mask_shape(prompt: Prompt, side: int) -> None:
     """Raise RequestError if the prompt's mask is no logits [side, side]."""
     mask = prompt.mask
     if mask is not None and not (

@@ -31,13 +31,13 @@ from modelmill.vision.image_embedding import DEFAULT_CACHE_BYTES, ImageEmbedding
 from modelmill.vision.packed_mask import PackedMask, pack_mask_bits
 from modelmill.vision.prompts import (
     Prompt,
-    check_prompt_mask,
+    check_prompt_mask_shape,
     group_prompts_by_shape,
     make_prompt_tensors,
 )
 from modelmill.vision.regions import remove_small_regions
 
-_MAX_MASK_PIXELS = 1 << 26  # mask pixels upsampled per call
+_MAX_PIXELS_PER_UPSAMPLING = 1 << 26  # mask pixels upsampled per call
 _ENCODER_BATCH_SIZES = (8, 4, 1)  # batch sizes of the encoder; larger ones are no faster
 # up to this many threads, torch's loops lose more at their barriers than they gain
 _MAX_SINGLE_THREAD_CPUS = 2
@@ -304,7 +304,7 @@ class SamModel:
             RequestError: if a prompt's mask has another shape than the model's.
         """
         for prompt in prompts:
-            check_prompt_mask(prompt, self.mask_size)
+            check_prompt_mask_shape(prompt, self.mask_size)
         if not prompts:
             return []
         logits, scores = self.decode(embedding, prompts)
@@ -375,7 +375,7 @@ class SamModel:
                 masks[i] for i in shapes.nms(boxes, 1 / areas, options.crop_nms_thresh).tolist()
             ]
         if options.min_mask_region_area and masks:
-            masks = _remove_small_regions(masks, options)
+            masks = _clean_and_deduplicate_masks(masks, options)
         return sorted(masks, key=lambda m: -m.score)
 
     def _generate_crop_masks(
@@ -404,7 +404,7 @@ class SamModel:
             logits, ious = self.decode(embedding, prompts)
             # masks with a low predicted IoU are not upsampled
             good = (ious[:, 1:] > options.pred_iou_thresh).flatten().nonzero()[:, 0]
-            for selected in good.split(self._max_masks_per_batch(embedding.size)):
+            for selected in good.split(self._max_masks_per_upsampling(embedding.size)):
                 candidates = logits[:, 1:].flatten(0, 1)[selected]
                 inputs = UpsampleMasksInputs(
                     candidates,
@@ -432,10 +432,10 @@ class SamModel:
             torch.cat(kept_points),
         )  # fmt: skip
 
-    def _max_masks_per_batch(self, size: tuple[int, int]) -> int:
+    def _max_masks_per_upsampling(self, size: tuple[int, int]) -> int:
         """Limit of masks per upsampling; a kernel upsamples without storing the large masks."""
         fused = self.vision.ops.backends["upsample_masks"] != "torch"
-        return 1 << 20 if fused else max(1, _MAX_MASK_PIXELS // (size[0] * size[1]))
+        return 1 << 20 if fused else max(1, _MAX_PIXELS_PER_UPSAMPLING // (size[0] * size[1]))
 
     def _build_unduplicated_masks(
         self, embedding: ImageEmbedding, crop: Crop, size: tuple[int, int],
@@ -463,7 +463,7 @@ class SamModel:
         numbers = torch.cat(
             [x.double() for x in (scores[keep, None], steady[keep, None], boxes[keep])], 1
         ).tolist()
-        step = max(1, _MAX_MASK_PIXELS // (embedding.size[0] * embedding.size[1]))
+        step = max(1, _MAX_PIXELS_PER_UPSAMPLING // (embedding.size[0] * embedding.size[1]))
         masks: list[Mask] = []
         for start in range(0, len(kept_rows), step):
             piece = torch.stack([logits[row] for row in kept_rows[start : start + step]])
@@ -486,7 +486,7 @@ class SamModel:
         return masks
 
 
-def _remove_small_regions(masks: list[Mask], options: AutomaticMaskOptions) -> list[Mask]:
+def _clean_and_deduplicate_masks(masks: list[Mask], options: AutomaticMaskOptions) -> list[Mask]:
     """Remove small holes and islands, then duplicates; of these an unchanged mask is kept."""
     cleaned, unchanged = [], []
     for mask in masks:

@@ -11,7 +11,12 @@ import torch
 
 from modelmill.core.errors import CorruptArtifact
 from modelmill.ops.groupwise import PACK_COLUMNS, GroupwiseLinearInputs
-from modelmill.weights.base import PackedTensorSpecs, StoredTensorTypes, WeightFormat, slice_tensor
+from modelmill.weights.base import (
+    PackedTensorSpecs,
+    StoredTensorDimsAndDtypes,
+    WeightFormat,
+    slice_tensor,
+)
 
 
 @dataclass(frozen=True)
@@ -21,7 +26,7 @@ class GroupwiseWeight(WeightFormat):
     A subclass defines the width of a stored row, the product and the dequantization of its codes.
 
     Attributes:
-        weight: stored codes, [N, packed_row_width(K)].
+        weight: stored codes, [N, packed_row_elements(K)].
         scale: [N, ⌈K/group⌉] float16 (float32 where imported).
         offset: shaped as scale; None means the format's default offset.
         columns: K.
@@ -38,7 +43,7 @@ class GroupwiseWeight(WeightFormat):
 
     CODE_DTYPE: ClassVar[torch.dtype]
     SCALE_DTYPES: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.float32)
-    STORED_TENSORS: ClassVar[StoredTensorTypes]
+    STORED_TENSORS: ClassVar[StoredTensorDimsAndDtypes]
 
     def __init_subclass__(cls) -> None:
         """Set STORED_TENSORS from the subclass's CODE_DTYPE and SCALE_DTYPES."""
@@ -54,7 +59,7 @@ class GroupwiseWeight(WeightFormat):
 
     @staticmethod
     @abstractmethod
-    def packed_row_width(columns: int) -> int:
+    def packed_row_elements(columns: int) -> int:
         """Return the number of stored elements in a row of this many columns."""
 
     @abstractmethod
@@ -83,7 +88,7 @@ class GroupwiseWeight(WeightFormat):
         rows, columns = shape
         grids = (rows, -(-columns // group_size))
         info: PackedTensorSpecs = {
-            "weight": ((rows, cls.packed_row_width(columns)), cls.CODE_DTYPE),
+            "weight": ((rows, cls.packed_row_elements(columns)), cls.CODE_DTYPE),
             "scale": (grids, scale_dtype),
         }
         if has_offset:
@@ -112,7 +117,7 @@ class GroupwiseWeight(WeightFormat):
             columns > 0
             and group > 0
             and group % PACK_COLUMNS == 0
-            and out.weight.shape[1:] == (cls.packed_row_width(columns),)
+            and out.weight.shape[1:] == (cls.packed_row_elements(columns),)
         )
         fits = fits and (out.perm is None or _is_permutation(out.perm, columns))
         fits = fits and len({t.dtype for t in grids}) == 1
@@ -182,10 +187,10 @@ class GroupwiseWeight(WeightFormat):
         )
         grids, start = (
             (first // self.group_size, -(-last // self.group_size)),
-            self.packed_row_width(first),
+            self.packed_row_elements(first),
         )
         codes = slice_tensor(
-            self.weight, rows, (start, start + self.packed_row_width(last - first))
+            self.weight, rows, (start, start + self.packed_row_elements(last - first))
         )
         offset = None if self.offset is None else slice_tensor(self.offset, rows, grids)
         return replace(

@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 
 
-def rptq_group_layout(columns: int, mode: str, splits_per_channel: int = 1) -> tuple[int, int]:
+def rptq_group_width_and_count(
+    columns: int, mode: str, splits_per_channel: int = 1
+) -> tuple[int, int]:
     """Return (columns per group, groups) for K channels.
 
     There are as many groups as the channels fill, and a few spare ones for small clusters. The
@@ -27,7 +29,7 @@ def rptq_group_layout(columns: int, mode: str, splits_per_channel: int = 1) -> t
     return unit, full + min(spare, -(-full // 8))
 
 
-def repeated_column_mask(perm: torch.Tensor) -> torch.Tensor:
+def repeated_channel_column_mask(perm: torch.Tensor) -> torch.Tensor:
     """Return [P] bool, true for columns whose channel already has an earlier column."""
     ranked = torch.sort(perm, stable=True)
     again = torch.zeros_like(perm, dtype=torch.bool)

@@ -29,7 +29,7 @@ from modelmill.ops.rope_cache import RopeCacheInputs
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of activations and of unquantized weights."""
 
-StoredTensorTypes = dict[str, tuple[int, tuple[torch.dtype, ...]]]
+StoredTensorDimsAndDtypes = dict[str, tuple[int, tuple[torch.dtype, ...]]]
 """Dimensions and dtypes of the tensors that a format stores, by suffix."""
 # Largest fraction of the memory free at load that expanded weights may use; the rest is for the KV
 # cache and for steps.
@@ -39,7 +39,7 @@ UNPACKED_MEMORY_FRACTION = 0.6
 PackedTensorSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 # A row goes far beyond a static range where it leaves the range times this: a few values of any
 # text lie a little beyond those of calibration.
-STATIC_RANGE_MARGIN = 1.3
+STATIC_RANGE_MARGIN_FACTOR = 1.3
 
 
 class UpcastSpec(NamedTuple):
@@ -69,7 +69,7 @@ class WeightFormat(ABC):
         QUANTIZES_INPUT: whether the format may quantize its input (``fake_quantize_input``).
     """
 
-    STORED_TENSORS: ClassVar[StoredTensorTypes | None] = None
+    STORED_TENSORS: ClassVar[StoredTensorDimsAndDtypes | None] = None
     UNPACKS: ClassVar[UpcastSpec | None] = None
     QUANTIZES_INPUT: ClassVar[bool] = False
 
@@ -141,12 +141,12 @@ class WeightFormat(ABC):
         """Return x [T, K] as the product uses it: rounded to 8 bits and back, or unchanged."""
         return x
 
-    def input_rows_outside_range(self, x: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002  no range
+    def input_row_outside_range_mask(self, x: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002  no range
         """Return [T] bool: which rows of x [T, K] go far beyond the static range of the input.
 
-        None without such a range, which is widened by ``STATIC_RANGE_MARGIN`` around its centre.
-        What becomes of such a row is the format's own: its values are clipped, or it is rounded
-        with longer steps.
+        None without such a range, which is widened by ``STATIC_RANGE_MARGIN_FACTOR`` around its
+        centre. What becomes of such a row is the format's own: its values are clipped, or it is
+        rounded with longer steps.
         """
         return None
 
@@ -154,7 +154,7 @@ class WeightFormat(ABC):
         """Return the weight with its values expanded for activations of dtype.
 
         Its products are equal to the bit; only ``matmul`` and the fused ops may be called on it
-        (see ``UnpackedWeight``).
+        (see ``PackedAndUnpackedWeight``).
         """
         raise NotImplementedError(f"{type(self).__name__} has nothing to expand for {dtype}")
 
@@ -188,11 +188,11 @@ class WeightFormat(ABC):
         """Return the matrices that it consists of, from the first rows on; itself by default."""
         return (self,)
 
-    def unpacked_tensors(self) -> list[torch.Tensor]:
+    def extra_unpacked_tensors(self) -> list[torch.Tensor]:
         """Return the tensors that an expanded form holds in addition to the stored ones."""
         return []
 
-    def count_clusters(self) -> dict[str, int]:
+    def cluster_counts(self) -> dict[str, int]:
         """Return facts about column clusters for the report; none without clusters."""
         return {}
 
@@ -211,7 +211,7 @@ class WeightFormat(ABC):
         """Add the product and bias to ``residual`` in place, or return None without such an op."""
         return None
 
-    def try_swiglu_quant(
+    def try_swiglu_quant_linear(
         self,
         gate_up: torch.Tensor,  # noqa: ARG002
         bias: torch.Tensor | None,  # noqa: ARG002
@@ -232,7 +232,7 @@ class WeightFormat(ABC):
 
 
 @dataclass(frozen=True)
-class UnpackedWeight(WeightFormat):
+class PackedAndUnpackedWeight(WeightFormat):
     """A weight together with the expanded form that its torch reference multiplies.
 
     The weight is expanded once instead of in each call.
@@ -279,27 +279,27 @@ class UnpackedWeight(WeightFormat):
         """Multiply [T, K] by the weight and add the bias: [T, N]."""
         return self.unpacked.matmul(x, bias, ops)
 
-    def try_swiglu_quant(
+    def try_swiglu_quant_linear(
         self, gate_up: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor | None:
         """Compute SwiGLU's gate, quantize and multiply, or return None without a fused op."""
-        return self.unpacked.try_swiglu_quant(gate_up, bias, ops)
+        return self.unpacked.try_swiglu_quant_linear(gate_up, bias, ops)
 
     def fake_quantize_input(self, x: torch.Tensor) -> torch.Tensor:
         """Return x rounded as the product uses it, in x's dtype."""
         return self.packed.fake_quantize_input(x)
 
-    def input_rows_outside_range(self, x: torch.Tensor) -> torch.Tensor | None:
+    def input_row_outside_range_mask(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the rows far beyond the static range of the stored weight."""
-        return self.packed.input_rows_outside_range(x)
+        return self.packed.input_row_outside_range_mask(x)
 
-    def unpacked_tensors(self) -> list[torch.Tensor]:
+    def extra_unpacked_tensors(self) -> list[torch.Tensor]:
         """Return the expanded numbers."""
         return [self.unpacked.tensors()["weight"]]
 
-    def count_clusters(self) -> dict[str, int]:
+    def cluster_counts(self) -> dict[str, int]:
         """Return facts about column clusters for the report; none without clusters."""
-        return self.packed.count_clusters()
+        return self.packed.cluster_counts()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the stored tensors by suffix."""

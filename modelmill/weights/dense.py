@@ -10,7 +10,12 @@ import torch
 
 from modelmill.ops.registry import Ops
 from modelmill.ops.rope_cache import RopeCacheInputs
-from modelmill.weights.base import FLOAT_DTYPES, StoredTensorTypes, WeightFormat, slice_tensor
+from modelmill.weights.base import (
+    FLOAT_DTYPES,
+    StoredTensorDimsAndDtypes,
+    WeightFormat,
+    slice_tensor,
+)
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class DenseWeight(WeightFormat):
     weight: torch.Tensor
     format: str = "dense"
 
-    STORED_TENSORS: ClassVar[StoredTensorTypes] = {"weight": (2, FLOAT_DTYPES)}
+    STORED_TENSORS: ClassVar[StoredTensorDimsAndDtypes] = {"weight": (2, FLOAT_DTYPES)}
 
     @classmethod
     def pack(cls, weight: torch.Tensor, dtype: torch.dtype) -> DenseWeight:

@@ -101,7 +101,7 @@ class Int4Weight(GroupwiseWeight):
         )
 
     @staticmethod
-    def packed_row_width(columns: int) -> int:
+    def packed_row_elements(columns: int) -> int:
         """Return the number of stored elements in a row of this many columns."""
         return packed_row_bytes(columns)
 

@@ -15,7 +15,7 @@ from modelmill.core.errors import CorruptArtifact
 from modelmill.ops.int8_linear import quantize, supports_int8pack_mm, uses_int8pack_mm
 from modelmill.ops.registry import Ops
 from modelmill.weights.base import (
-    StoredTensorTypes,
+    StoredTensorDimsAndDtypes,
     UpcastSpec,
     WeightFormat,
     pad_columns_for_amx,
@@ -38,7 +38,7 @@ class Int8Weight(WeightFormat):
     format: str = "int8"
     packed: torch.Tensor | None = None
 
-    STORED_TENSORS: ClassVar[StoredTensorTypes] = {
+    STORED_TENSORS: ClassVar[StoredTensorDimsAndDtypes] = {
         "weight": (2, (torch.int8,)),
         "scale": (1, (torch.float32,)),
     }

@@ -45,7 +45,7 @@ class Int8GroupWeight(GroupwiseWeight):
         return Int8GroupWeight(pad_codes(codes), scale, offset, codes.shape[1], group_size, perm)
 
     @staticmethod
-    def packed_row_width(columns: int) -> int:
+    def packed_row_elements(columns: int) -> int:
         """Return the number of stored elements in a row of this many columns."""
         return -(-columns // PACK_COLUMNS) * PACK_COLUMNS
 

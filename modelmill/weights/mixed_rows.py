@@ -95,9 +95,9 @@ class MixedRowsWeight(WeightFormat):
         """Return the row blocks, from the first rows on."""
         return self.parts
 
-    def unpacked_tensors(self) -> list[torch.Tensor]:
+    def extra_unpacked_tensors(self) -> list[torch.Tensor]:
         """Return the tensors that expanded parts hold in addition to the stored ones."""
-        return [tensor for part in self.parts for tensor in part.unpacked_tensors()]
+        return [tensor for part in self.parts for tensor in part.extra_unpacked_tensors()]
 
     def dequantize(self) -> torch.Tensor:
         """Return the dequantized matrix [N, K] float32."""

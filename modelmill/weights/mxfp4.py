@@ -40,7 +40,7 @@ class Mxfp4Weight(GroupwiseWeight):
         return Mxfp4Weight(pack_codes(codes), scale, None, codes.shape[1], BLOCK_COLUMNS)
 
     @staticmethod
-    def packed_row_width(columns: int) -> int:
+    def packed_row_elements(columns: int) -> int:
         """Return the number of stored elements in a row of this many columns."""
         return packed_row_bytes(columns)
 

@@ -27,21 +27,21 @@ from modelmill.ops.rptq_linear import RptqLinearInputs
 from modelmill.ops.rptq_quant import RptqQuantInputs, rptq_quant
 from modelmill.weights._rptq_columns import (
     permute_columns,
-    repeated_column_mask,
+    repeated_channel_column_mask,
     round_scale_to_fp16,
-    rptq_group_layout,
+    rptq_group_width_and_count,
     unpermute_columns,
 )
 from modelmill.weights.base import (
-    STATIC_RANGE_MARGIN,
+    STATIC_RANGE_MARGIN_FACTOR,
     PackedTensorSpecs,
-    StoredTensorTypes,
+    StoredTensorDimsAndDtypes,
     UpcastSpec,
     WeightFormat,
     slice_tensor,
 )
 
-_STORED_FALLBACK_FLAGS: tuple[list[int], ...] = (
+_VALID_STORED_FALLBACK_FLAGS: tuple[list[int], ...] = (
     [],
     [0],
     [1],
@@ -81,7 +81,7 @@ class RptqWeight(WeightFormat):
     fallback: bool = False
     format: str = "rptq"
 
-    STORED_TENSORS: ClassVar[StoredTensorTypes] = {
+    STORED_TENSORS: ClassVar[StoredTensorDimsAndDtypes] = {
         "weight": (2, (torch.int8, torch.uint8)),
         **dict.fromkeys(("scale", "offset"), (2, (torch.float16, torch.float32))),
         **dict.fromkeys(("perm", "input_zero_points", "sizes"), (1, (torch.int32,))),
@@ -105,9 +105,9 @@ class RptqWeight(WeightFormat):
     ) -> RptqWeight:
         """Round to nearest without statistics: channels in natural order, dynamic input scales."""
         wide = weight.float()
-        group, groups = rptq_group_layout(wide.shape[1], "dynamic")
+        group, groups = rptq_group_width_and_count(wide.shape[1], "dynamic")
         if mode == "folded":
-            group, groups = rptq_group_layout(wide.shape[1], mode)
+            group, groups = rptq_group_width_and_count(wide.shape[1], mode)
         perm = torch.full((group * groups,), -1, dtype=torch.int32, device=wide.device)
         perm[: wide.shape[1]] = torch.arange(wide.shape[1], device=wide.device)
         parts = permute_columns(wide, perm).view(len(wide), groups, group)
@@ -189,7 +189,7 @@ class RptqWeight(WeightFormat):
         return torch.where(
             self.perm < 0,
             0,
-            torch.where(repeated_column_mask(self.perm), min_code, input_zero_points),
+            torch.where(repeated_channel_column_mask(self.perm), min_code, input_zero_points),
         )
 
     def _dequantize_clustered(self) -> torch.Tensor:
@@ -215,7 +215,7 @@ class RptqWeight(WeightFormat):
     ) -> PackedTensorSpecs:
         """Return shape and dtype of each stored tensor, by suffix."""
         rows, columns = shape
-        group, groups = rptq_group_layout(columns, mode, splits_per_channel)
+        group, groups = rptq_group_width_and_count(columns, mode, splits_per_channel)
         width = group * groups
         small = torch.float16 if groups > 1 else torch.float32
         info: PackedTensorSpecs = {
@@ -245,7 +245,7 @@ class RptqWeight(WeightFormat):
         if (
             tensors["sizes"].dim() != 1
             or len(sizes) not in (3, 4)
-            or sizes[3:] not in _STORED_FALLBACK_FLAGS
+            or sizes[3:] not in _VALID_STORED_FALLBACK_FLAGS
         ):
             raise CorruptArtifact("an rptq weight has no valid sizes; rebuild the engine")
         columns, group, bits = sizes[:3]
@@ -345,7 +345,7 @@ class RptqWeight(WeightFormat):
         q, step = self.run_bound_op(ops.rptq_quant, self._quant_inputs(x))
         return self.matmul_quantized(q, step, bias, x.dtype, ops)
 
-    def try_swiglu_quant(
+    def try_swiglu_quant_linear(
         self, gate_up: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor:
         """Multiply silu(first half) · second half of [T, 2·K], quantized in the same pass."""
@@ -412,7 +412,7 @@ class RptqWeight(WeightFormat):
         factor[at] = self.inv_input_scales[real].double()
         return (counts / factor).to(x.dtype)
 
-    def input_rows_outside_range(self, x: torch.Tensor) -> torch.Tensor | None:
+    def input_row_outside_range_mask(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return [T] bool: rows far beyond a channel's static range; None if dynamic.
 
         Of a channel's several columns the first ends the range below and the last one above.
@@ -423,10 +423,10 @@ class RptqWeight(WeightFormat):
         scaled = clustered + self.input_zero_points
         real = self.perm >= 0
         first, last = (
-            real & ~repeated_column_mask(self.perm),
-            real & ~repeated_column_mask(self.perm.flip(0)).flip(0),
+            real & ~repeated_channel_column_mask(self.perm),
+            real & ~repeated_channel_column_mask(self.perm.flip(0)).flip(0),
         )
-        end = STATIC_RANGE_MARGIN * 2 ** (self.bits - 1)
+        end = STATIC_RANGE_MARGIN_FACTOR * 2 ** (self.bits - 1)
         outside = ((scaled < -end - 0.5) & first) | ((scaled > end - 0.5) & last)
         return outside.any(-1)
 
@@ -446,7 +446,7 @@ class RptqWeight(WeightFormat):
         moved = {name: t.to(device) for name, t in self.tensors().items() if name != "sizes"}
         return RptqWeight.from_tensors(moved | {"sizes": self.tensors()["sizes"]})
 
-    def count_clusters(self) -> dict[str, int]:
+    def cluster_counts(self) -> dict[str, int]:
         """Count, for the report, clusters, single-channel clusters and empty columns."""
         sizes = (self.perm.view(-1, self.group_size) >= 0).sum(1)
         empty = int((self.perm < 0).sum())

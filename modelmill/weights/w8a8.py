@@ -19,9 +19,9 @@ from modelmill.ops.registry import Ops
 from modelmill.ops.rms_norm_quant import quantize_rows
 from modelmill.ops.w8a8_linear import Linear8BitInputs
 from modelmill.weights.base import (
-    STATIC_RANGE_MARGIN,
+    STATIC_RANGE_MARGIN_FACTOR,
     PackedTensorSpecs,
-    StoredTensorTypes,
+    StoredTensorDimsAndDtypes,
     UpcastSpec,
     WeightFormat,
     pad_columns_for_amx,
@@ -54,7 +54,7 @@ class W8A8Weight(WeightFormat):
 
     VALUE_DTYPE: ClassVar[torch.dtype] = torch.int8
     PRODUCT: ClassVar[str] = "w8a8_linear"
-    STORED_TENSORS: ClassVar[StoredTensorTypes] = {
+    STORED_TENSORS: ClassVar[StoredTensorDimsAndDtypes] = {
         "weight": (2, (torch.int8, torch.float8_e4m3fn)),
         "scale": (1, (torch.float32,)),
         "input_scale": (1, (torch.float32,)),
@@ -158,7 +158,7 @@ class W8A8Weight(WeightFormat):
             x = QuantizedInput(values, scale, x.dtype)
         return self.matmul_quantized(x, self.input_scale if x.scale is None else x.scale, bias, ops)
 
-    def try_swiglu_quant(
+    def try_swiglu_quant_linear(
         self, gate_up: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor | None:
         """Multiply silu(first half) · second half of [T, 2·K], quantized in the same pass.
@@ -206,12 +206,12 @@ class W8A8Weight(WeightFormat):
         by = self.input_scale.to(x.device) if scale is None else scale[..., None]
         return (values.to(torch.float32) * by).to(x.dtype)
 
-    def input_rows_outside_range(self, x: torch.Tensor) -> torch.Tensor | None:
+    def input_row_outside_range_mask(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return [T] bool: rows that go far beyond the static scale; None without one."""
         if self.inv_input_scale is None:
             return None
         peak = x.float().abs().amax(-1) * self.inv_input_scale.to(x.device)
-        return peak > STATIC_RANGE_MARGIN * QUANT_MAX[self.VALUE_DTYPE] + 0.5
+        return peak > STATIC_RANGE_MARGIN_FACTOR * QUANT_MAX[self.VALUE_DTYPE] + 0.5
 
     def dequantize(self) -> torch.Tensor:
         """Return the dequantized matrix [N, K] float32."""

@@ -19,7 +19,7 @@ from modelmill.checkpoint.open import Checkpoint, open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import AcceptanceError
 from modelmill.llm import build_engine
-from modelmill.vision.open_model import open_sam_model
+from modelmill.vision.sam_loader import open_sam_model
 from modelmill.weights.base import from_tensors
 from tests.models.sam_seeded import small_file, small_state, tiny_state
 

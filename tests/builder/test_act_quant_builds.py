@@ -15,7 +15,7 @@ from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.builder.plan import BuildPlan
 from modelmill.core.config import RunConfig
 from modelmill.loader.model_loader import load_model
-from modelmill.nn.whole_model_decode import StackedWeights
+from modelmill.nn.whole_model_decode import CachedDecoderWeights
 from modelmill.runtime.engine_core import EngineCore
 from tests.accept.build_and_accept import save_tiny
 from tests.builder.test_build_engine import digest
@@ -162,7 +162,7 @@ def test_int8_with_rounded_inputs_is_not_taken_for_int8_alone(llama: Path, tmp_p
     """
     engine = make(llama, tmp_path / "e", **SMOOTH)
     model = load_model(open_artifact(engine), "cpu")
-    assert StackedWeights(model.layers, model.norm, model.head).stack() is None  # type: ignore[arg-type]
+    assert CachedDecoderWeights(model.layers, model.norm, model.head).stack() is None  # type: ignore[arg-type]
     loop = EngineCore.open(engine, RunConfig(kv_cache_bytes=1 << 20))
     assert loop.artifact is not None
     assert all(

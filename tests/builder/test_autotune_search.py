@@ -16,7 +16,7 @@ from modelmill.builder.autotune_search import (
     is_clearly_faster,
     search_launch_configs,
 )
-from modelmill.ops.launch_configs import TunedConfigs
+from modelmill.ops.launch_configs import TunedConfigsByOp
 
 BF16 = torch.bfloat16
 DOWN = TunableGemm("linear", (1, 4096, 11008, BF16), 0.25, ((1,), (2,), (3,)))
@@ -32,7 +32,7 @@ class Machine:
         self.gains, self.noise, self.raced = gains, noise, 0
         self.random = random.Random(0)
 
-    def seconds(self, choices: TunedConfigs) -> float | None:
+    def seconds(self, choices: TunedConfigsByOp) -> float | None:
         gain = 0.0
         for op, chosen in choices.items():
             for sizes in chosen.values():
@@ -42,7 +42,7 @@ class Machine:
                 gain += each
         return 1.0 - gain + self.random.uniform(-self.noise, self.noise)
 
-    def race(self, options: Sequence[TunedConfigs]) -> list[float | None]:
+    def race(self, options: Sequence[TunedConfigsByOp]) -> list[float | None]:
         self.raced += 1
         return [self.seconds(each) for each in options]
 
@@ -88,7 +88,7 @@ def test_what_is_worse_together_is_dropped() -> None:
     """Winners that lose against the defaults at the end are not kept."""
 
     class Moody(Machine):
-        def seconds(self, choices: TunedConfigs) -> float | None:
+        def seconds(self, choices: TunedConfigsByOp) -> float | None:
             return 2.0 if len(choices) == 2 and self.raced > 4 else super().seconds(choices)
 
     machine = Moody({("linear", (3,)): 0.05, ("linear_swiglu", (4,)): 0.1})
@@ -99,7 +99,7 @@ def test_what_is_worse_together_is_dropped() -> None:
 
 def test_a_winner_must_win_twice() -> None:
     class Lucky(Machine):
-        def seconds(self, choices: TunedConfigs) -> float | None:
+        def seconds(self, choices: TunedConfigsByOp) -> float | None:
             lucky = self.raced == 1 and choices.get("linear_swiglu", {}).get(GATE.key) == (4,)
             return 0.5 if lucky else 1.0
 

@@ -30,7 +30,7 @@ from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
 from modelmill.ops.registry import select_backends
-from modelmill.vision.image_input import load_square_image
+from modelmill.vision.image_input import load_image_stretched_to_square
 from tests.models.minigpt4_seeded import QFORMER, VISION_ENCODER, write_checkpoint
 
 SMALL: dict[str, Any] = {
@@ -106,8 +106,8 @@ def test_lines_of_every_kind(tmp_path: Path, files: dict[str, bytes]) -> None:
     )
     samples = load_multimodal_samples(source_of(path, 400), files, SIDE)
     assert [len(sample.images) for sample in samples] == [1, 1, 2, 1, 1, 0]
-    photo_pixels, _ = load_square_image(photo, SIDE)
-    other, _ = load_square_image(tmp_path / "more" / "other.png", SIDE)
+    photo_pixels, _ = load_image_stretched_to_square(photo, SIDE)
+    other, _ = load_image_stretched_to_square(tmp_path / "more" / "other.png", SIDE)
     for number, expected in (
         (0, [photo_pixels]),
         (1, [photo_pixels]),

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from modelmill.cli.chat import ChatSession
-from modelmill.cli.chat_model import ChatDelta, ChatSettings
-from modelmill.cli.remote_chat import generation_settings_fields, parse_delta_pieces
+from modelmill.cli.chat_model import ChatDelta, ToolAndThinkingSettings
+from modelmill.cli.remote_chat import parse_delta_pieces, tool_and_thinking_fields
 from modelmill.core.errors import RequestError, UsageError
 from modelmill.core.types import SamplingParams
 from modelmill.outputs import CompletionOutput, RequestOutput
@@ -29,10 +29,13 @@ class ScriptedModel:
 
     def __init__(self, *answers: Sequence[AnswerPiece] | Exception) -> None:
         self.answers = iter(answers)
-        self.requests: list[tuple[list[dict[str, Any]], ChatSettings]] = []
+        self.requests: list[tuple[list[dict[str, Any]], ToolAndThinkingSettings]] = []
 
     def stream(
-        self, messages: Sequence[dict[str, Any]], params: SamplingParams, settings: ChatSettings
+        self,
+        messages: Sequence[dict[str, Any]],
+        params: SamplingParams,
+        settings: ToolAndThinkingSettings,
     ) -> Iterator[ChatDelta]:
         self.requests.append((list(messages), settings))
         answer = next(self.answers)
@@ -125,9 +128,9 @@ def test_a_wrong_setting_changes_nothing(line: str, capsys: pytest.CaptureFixtur
 
 
 def test_what_a_server_is_sent_and_answers() -> None:
-    settings = ChatSettings(tuple(TOOLS), False, 9)
-    assert generation_settings_fields(ChatSettings()) == {}
-    assert generation_settings_fields(settings) == {
+    settings = ToolAndThinkingSettings(tuple(TOOLS), False, 9)
+    assert tool_and_thinking_fields(ToolAndThinkingSettings()) == {}
+    assert tool_and_thinking_fields(settings) == {
         "tools": TOOLS,
         "chat_template_kwargs": {"enable_thinking": False},
         "thinking_token_budget": 9,

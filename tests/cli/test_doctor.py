@@ -37,7 +37,9 @@ def test_on_an_amd_gpu_each_kernel_that_is_not_offered_has_its_reason() -> None:
     from tools.gpu_generations import GENERATIONS, fake_gpu
 
     with fake_gpu(GENERATIONS[0], hip="6.4"):
-        rows = {row["op"]: row for row in doctor._kernel_facts(torch) if row["device"] == "cuda"}
+        rows = {
+            row["op"]: row for row in doctor._op_variant_facts(torch) if row["device"] == "cuda"
+        }
     attention = rows["paged_attention"]
     assert attention["chosen"] == "torch"
     assert attention["available"] == ["torch"]

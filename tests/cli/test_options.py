@@ -14,7 +14,7 @@ import pytest
 from modelmill.cli import main as command
 from modelmill.cli import serve
 from modelmill.cli.engine_options import (
-    REFERENCE_GPU_FRACTION,
+    ENGINE_GPU_FRACTION_BESIDE_REFERENCE,
     CheckpointBuildOptions,
     share_gpu_with_reference,
 )
@@ -305,7 +305,10 @@ def test_changed() -> None:
 
 
 def test_an_engine_makes_room_for_the_reference_unless_a_size_is_set() -> None:
-    assert share_gpu_with_reference(RunConfig()).gpu_memory_utilization == REFERENCE_GPU_FRACTION
+    assert (
+        share_gpu_with_reference(RunConfig()).gpu_memory_utilization
+        == ENGINE_GPU_FRACTION_BESIDE_REFERENCE
+    )
     assert (
         share_gpu_with_reference(RunConfig(gpu_memory_utilization=0.8)).gpu_memory_utilization
         == 0.8

@@ -228,13 +228,20 @@ def test_every_refusal_of_the_system_is_one_line_in_every_verb(
 
 def test_what_may_be_a_fault_of_ours_keeps_its_traceback() -> None:
     assert (
-        disk_errors.describe_os_error(FileNotFoundError(errno.ENOENT, "No such file", "x")) is None
+        disk_errors.describe_user_fixable_os_error(
+            FileNotFoundError(errno.ENOENT, "No such file", "x")
+        )
+        is None
     )
     assert (
-        disk_errors.describe_os_error(ConnectionRefusedError(errno.ECONNREFUSED, "refused")) is None
+        disk_errors.describe_user_fixable_os_error(
+            ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+        )
+        is None
     )
     assert "change to another" in (
-        disk_errors.describe_os_error(FileNotFoundError(errno.ENOENT, "No such file")) or ""
+        disk_errors.describe_user_fixable_os_error(FileNotFoundError(errno.ENOENT, "No such file"))
+        or ""
     )
     gone = FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
-    assert "TMPDIR" in (disk_errors.describe_os_error(gone) or "")
+    assert "TMPDIR" in (disk_errors.describe_user_fixable_os_error(gone) or "")

@@ -11,7 +11,10 @@ import torch
 
 from modelmill.artifact.store import open_artifact
 from modelmill.cli.serve import Args
-from modelmill.cli.serve_catalogue import estimate_sequence_kv_bytes, make_catalogue_manager
+from modelmill.cli.serve_catalogue import (
+    estimate_sequence_kv_bytes,
+    make_catalogue_manager_and_watch,
+)
 from modelmill.core.config import RunConfig
 from modelmill.loader.capacity import activation_dtype
 from modelmill.loader.model_loader import build_rank_model
@@ -46,7 +49,9 @@ def test_the_engines_of_a_catalogue_may_be_shorter_than_the_flag(
     stories: Path, flag: int, length: int
 ) -> None:
     args = Args(run=RunConfig(max_model_len=flag), memory_budget=1 << 30)
-    manager, _ = make_catalogue_manager(args, [CatalogueEntry("stories", stories)], [], None)
+    manager, _ = make_catalogue_manager_and_watch(
+        args, [CatalogueEntry("stories", stories)], [], None
+    )
     (model,) = manager.models
     engine = model.engine
     assert engine._open_engine.caps_length

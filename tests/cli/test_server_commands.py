@@ -233,7 +233,7 @@ def test_names_for_a_shells_completion() -> None:
         ServerRecord("http://127.0.0.1:8000", ("a", "b"), 1, 0.0),
         ServerRecord("http://127.0.0.1:8001", ("b", "c"), 2, 0.0),
     ]
-    assert stop.unique_server_names(servers) == ["a", "c", "8000", "8001"]
+    assert stop.unambiguous_server_names(servers) == ["a", "c", "8000", "8001"]
 
 
 @pytest.mark.parametrize(

@@ -100,11 +100,14 @@ def test_what_is_no_picture_is_one_line(
 def test_flags_that_make_no_sense() -> None:
     llm, file = Path("vicuna"), Path("a.pth")
     with pytest.raises(UsageError, match="give --llm"):
-        MiniGPT4Files().split_checkpoint(Path("minigpt4"))
+        MiniGPT4Files().resolve_language_and_vision_paths(Path("minigpt4"))
     with pytest.raises(UsageError, match="in its place"):
-        MiniGPT4Files(llm=llm, vit=file).split_checkpoint(Path("other"))
+        MiniGPT4Files(llm=llm, vit=file).resolve_language_and_vision_paths(Path("other"))
     with pytest.raises(UsageError, match="goes with"):
-        MiniGPT4Files(llm=llm).split_checkpoint(Path("minigpt4"))
-    assert MiniGPT4Files(llm=llm, vit=file).split_checkpoint(Path("minigpt4")) == (llm, (file,))
-    assert MiniGPT4Files(vit=file).split_checkpoint(llm) == (llm, (file,))
-    assert MiniGPT4Files().split_checkpoint(llm) == (llm, ())
+        MiniGPT4Files(llm=llm).resolve_language_and_vision_paths(Path("minigpt4"))
+    assert MiniGPT4Files(llm=llm, vit=file).resolve_language_and_vision_paths(Path("minigpt4")) == (
+        llm,
+        (file,),
+    )
+    assert MiniGPT4Files(vit=file).resolve_language_and_vision_paths(llm) == (llm, (file,))
+    assert MiniGPT4Files().resolve_language_and_vision_paths(llm) == (llm, ())

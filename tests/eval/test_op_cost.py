@@ -18,7 +18,7 @@ from tests.runtime.tiny import decoder
 
 
 def cost_of(op: str, **args: Any) -> OpCost:
-    called_with = registry.op_declarations()[op].pack_inputs(args)
+    called_with = registry.op_declarations()[op].pack_named_inputs(args)
     return op_cost(op, (), called_with, registry.reference(op)(**called_with))
 
 

@@ -21,7 +21,7 @@ from modelmill.ops.cpu.common import build
 from modelmill.ops.int8_linear import INT8PACK_MM_MAX_ROWS, supports_int8pack_mm, uses_int8pack_mm
 from modelmill.ops.quant_types import MAX_EXACT_FLOAT32_PRODUCTS, exact_int_matmul
 from modelmill.weights import base, int8_group
-from modelmill.weights.base import UnpackedWeight, WeightFormat
+from modelmill.weights.base import PackedAndUnpackedWeight, WeightFormat
 from modelmill.weights.mixed_rows import MixedRowsWeight
 from tests.nn.test_latent_attention import make_core
 from tests.runtime import tiny
@@ -83,7 +83,7 @@ def _unpacked(weight: WeightFormat, dtype: torch.dtype, room: int = 1 << 40) -> 
 def test_expanded_once_gives_the_same_bits(name: str, columns: int, dtype: torch.dtype) -> None:
     weight = _weight(name, 40, columns, dtype)
     wide = _unpacked(weight, dtype)
-    assert wide.unpacked_tensors(), "something is expanded"
+    assert wide.extra_unpacked_tensors(), "something is expanded"
     assert (wide.format, wide.shape, wide.column_slice_alignment) == (
         weight.format,
         weight.shape,
@@ -201,9 +201,9 @@ def test_where_memory_ends_weights_stay_packed_and_a_line_says_so() -> None:
     before = capacity.weight_bytes(model)
     room = sum(4 * m.shape[0] * m.shape[1] for m in linears[:3])
     done = unpack_weights.unpack_weights(model, TORCH, torch.float32, room)
-    assert [isinstance(m.weight, UnpackedWeight) for m in linears] == [True] * 3 + [False] * (
-        len(linears) - 3
-    )
+    assert [isinstance(m.weight, PackedAndUnpackedWeight) for m in linears] == [True] * 3 + [
+        False
+    ] * (len(linears) - 3)
     assert (done.num_unpacked, done.num_packed, done.unpacked_bytes) == (3, len(linears) - 3, room)
     assert capacity.weight_bytes(model) == before + room
     assert done.still_packed_warning is not None
@@ -239,7 +239,7 @@ def test_a_loop_without_kernels_says_so_once_and_expands(
     assert "no compiled CPU kernels" in lines[0]
     assert "install g++" in lines[0]
     weights = [m.weight for m in engine_core.model.modules() if isinstance(m, Linear)]
-    assert all(isinstance(weight, UnpackedWeight) for weight in weights)
+    assert all(isinstance(weight, PackedAndUnpackedWeight) for weight in weights)
     assert tiny.run(engine_core, tiny.requests(tiny.prompts(3))) == expected
 
 

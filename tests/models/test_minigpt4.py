@@ -14,7 +14,7 @@ import torch
 from modelmill.core.config import BuildConfig
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM, build_engine
-from modelmill.vision.image_input import load_square_image
+from modelmill.vision.image_input import load_image_stretched_to_square
 from tests.models.minigpt4_seeded import write_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -75,7 +75,7 @@ def prompt_of(*turns: str) -> str:
 
 def test_embeddings(llm: LLM, plain: Any) -> None:
     for picture in pictures(3):
-        pixels, _ = load_square_image(picture, 56)
+        pixels, _ = load_image_stretched_to_square(picture, 56)
         batch = torch.from_numpy(pixels).permute(2, 0, 1)[None]
         with torch.inference_mode():
             actual = llm.engine_core.model.encode_images(batch, llm.engine_core.ops)[0]  # type: ignore[operator]

@@ -10,7 +10,7 @@ import torch
 
 from modelmill.models import hunyuan_v1_dense
 from modelmill.nn.attention import RopeAndCache
-from modelmill.nn.rope_before_qk_norm import RopeBeforeQKNorm
+from modelmill.nn.rope_before_qk_norm import QKRope
 from tests.models.family_cases import changed, times
 from tests.models.planted_fault import (
     PlantedFault,
@@ -23,50 +23,50 @@ from tests.models.planted_fault import (
 FAMILY = "hunyuan_v1_dense"
 TURNED = ("attn.rotation.q_turned", "attn.rotation.k_turned")
 CACHED = ("attn.rope_cache.q", "attn.rope_cache.k")
-rotate = RopeBeforeQKNorm.forward
+rotate = QKRope.forward
 
 
 def rotation(
     change: Callable[..., torch.Tensor], modules: tuple[str, ...] = TURNED
 ) -> PlantedFault:
     """Another rotation; ``change`` gets the right one's arguments."""
-    return module_fault(RopeBeforeQKNorm, change, modules)
+    return module_fault(QKRope, change, modules)
 
 
 def by_other_angles(change: Callable[[torch.Tensor], torch.Tensor]) -> PlantedFault:
     """Angles changed."""
 
-    def forward(self: RopeBeforeQKNorm, qkv: torch.Tensor, rope: Any, step: Any) -> torch.Tensor:
+    def forward(self: QKRope, qkv: torch.Tensor, rope: Any, step: Any) -> torch.Tensor:
         return rotate(self, qkv, replace(rope, cos=change(rope.cos), sin=change(rope.sin)), step)
 
     return rotation(forward)
 
 
-def backwards(self: RopeBeforeQKNorm, qkv: torch.Tensor, rope: Any, step: Any) -> torch.Tensor:
+def backwards(self: QKRope, qkv: torch.Tensor, rope: Any, step: Any) -> torch.Tensor:
     return rotate(self, qkv, replace(rope, sin=-rope.sin), step)
 
 
-def not_at_all(self: RopeBeforeQKNorm, qkv: torch.Tensor, rope: Any, step: Any) -> torch.Tensor:
+def not_at_all(self: QKRope, qkv: torch.Tensor, rope: Any, step: Any) -> torch.Tensor:
     del self, rope, step
     return qkv
 
 
-def values_too(self: RopeBeforeQKNorm, qkv: torch.Tensor, rope: Any, step: Any) -> torch.Tensor:
+def values_too(self: QKRope, qkv: torch.Tensor, rope: Any, step: Any) -> torch.Tensor:
     heads = torch.cat((qkv, qkv[:, : self.kv_heads * self.head_dim]), 1)
     return rotate(self, heads, rope, step)[:, : qkv.shape[1]]
 
 
-def keys_alone(self: RopeBeforeQKNorm, qkv: torch.Tensor, rope: Any, step: Any) -> torch.Tensor:
+def keys_alone(self: QKRope, qkv: torch.Tensor, rope: Any, step: Any) -> torch.Tensor:
     width = 2 * self.kv_heads * self.head_dim
     return torch.cat((qkv[:, :-width], rotate(self, qkv, rope, step)[:, -width:]), 1)
 
 
-def queries_alone(self: RopeBeforeQKNorm, qkv: torch.Tensor, rope: Any, step: Any) -> torch.Tensor:
+def queries_alone(self: QKRope, qkv: torch.Tensor, rope: Any, step: Any) -> torch.Tensor:
     width = 2 * self.kv_heads * self.head_dim
     return torch.cat((rotate(self, qkv, rope, step)[:, :-width], qkv[:, -width:]), 1)
 
 
-def neighbours(self: RopeBeforeQKNorm, qkv: torch.Tensor, rope: Any, step: Any) -> torch.Tensor:
+def neighbours(self: QKRope, qkv: torch.Tensor, rope: Any, step: Any) -> torch.Tensor:
     pairs = qkv.unflatten(1, (-1, self.head_dim // 2, 2)).transpose(-1, -2).flatten(1)
     turned = rotate(self, pairs, rope, step).unflatten(1, (-1, 2, self.head_dim // 2))
     width = self.kv_heads * self.head_dim

@@ -98,7 +98,7 @@ def operands(op: str, rows: int, n: int, k: int, dtype: torch.dtype = BF) -> dic
 def positional_args(op: str, named: dict[str, Any]) -> tuple[Any, ...]:
     """The op's arguments."""
     declaration = registry.op_declarations()[op]
-    return declaration.to_positional_args((), declaration.pack_inputs(named))
+    return declaration.to_positional_args((), declaration.pack_named_inputs(named))
 
 
 def with_rows(op: str, named: dict[str, Any], rows: int) -> dict[str, Any]:

@@ -47,11 +47,13 @@ def test_what_cannot_be_read_is_refused() -> None:
     tables = torch.zeros(2, 4, dtype=torch.int32)
     starts = torch.zeros(3, dtype=torch.int32)
     indices = (tables, starts, starts[:2])
-    assert paged_decode.supports_cache(caches, indices)
-    assert not paged_decode.supports_cache(tuple(t.transpose(0, 1) for t in caches), indices)
-    assert not paged_decode.supports_cache(caches, (tables.long(), *indices[1:]))
-    assert not paged_decode.supports_cache(caches, (tables[:, :0], *indices[1:]))
-    assert not paged_decode.supports_cache(
+    assert paged_decode.supports_cache_and_indices(caches, indices)
+    assert not paged_decode.supports_cache_and_indices(
+        tuple(t.transpose(0, 1) for t in caches), indices
+    )
+    assert not paged_decode.supports_cache_and_indices(caches, (tables.long(), *indices[1:]))
+    assert not paged_decode.supports_cache_and_indices(caches, (tables[:, :0], *indices[1:]))
+    assert not paged_decode.supports_cache_and_indices(
         (caches[0], torch.zeros(3 * 2 * 16 * 64 + 1)[1:].view(3, 2, 16, 64)), indices
     )
 

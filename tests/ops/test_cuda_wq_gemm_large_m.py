@@ -13,7 +13,11 @@ from hypothesis import strategies as st
 
 from modelmill.ops.cuda.weight_only_gemm import wq_gemm_large_m
 from modelmill.ops.cuda.weight_only_gemm.wq_gemm_large_m import BlockShape, PlannedLaunch
-from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import WeightTiles, WqSpec, weight_tiles
+from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import (
+    WeightTileRange,
+    WqSpec,
+    count_weight_tiles,
+)
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from tests.ops.nvcc import compiles_without_spills, requires_cuda_kernels, requires_nvcc
 from tests.ops.random_codes import random_codes
@@ -43,7 +47,7 @@ def test_a_plan_covers_the_weight_once(
         for each in plan
         for number in range(each.tiles.first, each.tiles.first + each.tiles.number)
     ]
-    assert not plan or covered == list(range(weight_tiles(rows)))
+    assert not plan or covered == list(range(count_weight_tiles(rows)))
     for shape, _ in plan:
         memory = wq_gemm_large_m.block_memory(spec, shape)
         assert memory.shared_bytes <= 227 << 10
@@ -119,9 +123,9 @@ def test_every_form(shape: tuple[int, int], dtype: torch.dtype, bits: int) -> No
             x += 0.5  # an error that all weights of a row share does not cancel
         x[:, 7] *= 30
         inputs = GroupwiseLinearInputs(x, *args, bias)
-        tiles = weight_tiles(rows)
+        tiles = count_weight_tiles(rows)
         first = max(tiles // 2, 1)
-        halves = (WeightTiles(0, first), WeightTiles(first, tiles - first))
+        halves = (WeightTileRange(0, first), WeightTileRange(first, tiles - first))
         plan = tuple(PlannedLaunch(BlockShape(*shape), half) for half in halves if half.number)
         multiply = functools.partial(wq_gemm_large_m.wq_gemm, plan=plan)
         check_wq_gemm(multiply, inputs, bits, gated=gated)

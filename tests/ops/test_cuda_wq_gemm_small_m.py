@@ -46,7 +46,7 @@ def test_a_config_covers_the_weight(
     assert config.lines_per_warp <= spec.max_lines_per_warp
     assert 2 <= config.stages <= 8
     assert wq_gemm_small_m.shared_bytes(spec, config) <= 227 << 10
-    assert config.clusters * config.max_tiles >= tiles
+    assert config.clusters * config.max_tiles_per_cluster >= tiles
     assert config.clusters == 1 or config.clusters * config.split_k <= num_sms
 
 

@@ -23,7 +23,7 @@ def test_many_tokens_take_dequantized_weights(op: str, monkeypatch: pytest.Monke
     kernel = KERNELS[op]
     if kernel is None or kernel.unavailable_reason("cpu") is not None:
         pytest.skip("Triton's interpreter is not available")
-    from modelmill.ops.triton.moe import dequantized_experts, grouped_gemm
+    from modelmill.ops.triton.moe import dequantize_experts, grouped_gemm
 
     dtypes: list[torch.dtype] = []
     launch = grouped_gemm._launch_grouped_gemm
@@ -46,7 +46,7 @@ def test_many_tokens_take_dequantized_weights(op: str, monkeypatch: pytest.Monke
     torch.testing.assert_close(
         out.float(), expected.float(), rtol=0, atol=declaration.TOLERANCE[dtype]
     )
-    monkeypatch.setattr(dequantized_experts, "total_memory", lambda _: 1 << 16)
+    monkeypatch.setattr(dequantize_experts, "total_memory", lambda _: 1 << 16)
     dtypes.clear()
     call(**many.args)
     assert dtype not in dtypes, "a small GPU has no room for them"

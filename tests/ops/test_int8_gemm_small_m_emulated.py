@@ -17,7 +17,7 @@ BF, HF, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def _serves_gemv(inputs: GroupwiseLinearInputs) -> bool:
-    kernel = wq_gemv.gemv_kernel(gated=False)
+    kernel = wq_gemv.make_gemv_kernel(gated=False)
     assert kernel.supports is not None
     return kernel.range.covers(make_groupwise_problem(*inputs)) and kernel.supports(inputs)
 

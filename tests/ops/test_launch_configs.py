@@ -51,7 +51,7 @@ def test_another_text_is_no_key(text: str) -> None:
 def test_rows_share_the_bucket_that_holds_them(rows: int) -> None:
     bucket = launch_configs.row_bucket(rows)
     assert bucket >= min(rows, 256)
-    assert bucket == 1 or bucket in launch_configs.GEMM_CONFIGS
+    assert bucket == 1 or bucket in launch_configs.GEMM_CONFIGS_BY_ROW_BUCKET
 
 
 @pytest.mark.parametrize("op", TUNABLE)

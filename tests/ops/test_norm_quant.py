@@ -14,7 +14,7 @@ from modelmill.ops.add_rms_norm_quant import add_rms_norm_quant
 from modelmill.ops.bound_op import OpImplementation, SelectedOp
 from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.quantize import quantize
-from modelmill.ops.rms_norm_quant import quant_modes, quant_range, rms_norm_quant
+from modelmill.ops.rms_norm_quant import named_quant_mode_args, quant_min_max, rms_norm_quant
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -85,7 +85,7 @@ def test_every_form_agrees_with_the_reference(
     # fresh tensors are full of NaN, or of 127
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        for name, mode in quant_modes(width, device, seed):
+        for name, mode in named_quant_mode_args(width, device, seed):
             spec = ActQuantSpec(**mode)
             expected = rms_norm_quant(x, weight, 1e-5, spec)
             for run in runs:
@@ -160,7 +160,7 @@ def test_the_scale_undoes_the_factor(quant_dtype: torch.dtype) -> None:
     )
     assert bool(((back - y).abs() <= step * 1.001).all())
     # the row of zeros
-    assert scale[0] == pytest.approx(1e-6 / quant_range(quant_dtype, 8, has_zero_point=False)[1])
+    assert scale[0] == pytest.approx(1e-6 / quant_min_max(quant_dtype, 8, has_zero_point=False)[1])
 
 
 @pytest.mark.gpu

@@ -184,9 +184,9 @@ def run_decode(
 
 def test_parts_of_a_sequence() -> None:
     seq = RecurrentSequence(start=10, stop=40, first=5, slot=0, snapshot_slot=1, snapshot_end=24)
-    parts = list(seq.chunk_ranges(8))  # positions 5 … 34: whole chunks are 8 … 31
+    parts = list(seq.whole_and_partial_chunk_ranges(8))  # positions 5 … 34: whole chunks are 8 … 31
     assert parts == [(10, 13), (13, 29), (29, 37), (37, 40)]
-    assert [seq.is_chunk_aligned(part, 8) for part in parts] == [False, True, True, False]
+    assert [seq.has_only_whole_chunks(part, 8) for part in parts] == [False, True, True, False]
     assert [chunk_size_for_page(size) for size in (8, 16, 64, 128, 24)] == [8, 16, 64, 64, 8]
 
 

@@ -132,7 +132,7 @@ def _by_name(backend: str) -> dict[str, list[str]]:
     return folders_by_name
 
 
-@pytest.mark.parametrize("backend", registry.BACKENDS)
+@pytest.mark.parametrize("backend", registry.BACKENDS_BESIDES_TORCH)
 def test_a_file_name_is_unique_in_its_backend(backend: str) -> None:
     """The registry, includes and compiled objects find a file by its name alone."""
     folders_by_name = _by_name(backend)
@@ -146,7 +146,7 @@ def test_a_file_name_is_unique_in_its_backend(backend: str) -> None:
 
 def test_an_op_has_one_family() -> None:
     """Its implementation is in the sub-folder of the same name in each backend."""
-    names_by_backend = {backend: _by_name(backend) for backend in registry.BACKENDS}
+    names_by_backend = {backend: _by_name(backend) for backend in registry.BACKENDS_BESIDES_TORCH}
     families = {
         op: {folder for names in names_by_backend.values() for folder in names.get(f"{op}.py", ())}
         for op in registry.op_names()
@@ -188,7 +188,7 @@ def test_a_missing_file_of_ours_is_not_passed_over(monkeypatch: pytest.MonkeyPat
         registry.implementations("linear")
 
 
-@pytest.mark.parametrize("backend", registry.BACKENDS)
+@pytest.mark.parametrize("backend", registry.BACKENDS_BESIDES_TORCH)
 def test_a_condition_on_memory_stands_beside_a_range(backend: str) -> None:
     """Without one, an implementation of an op with ranges would serve any sizes and dtypes."""
     for op, declaration in registry.op_declarations().items():

@@ -124,7 +124,7 @@ def mixture(op: str, dtype: torch.dtype, tokens: int, **switches: Any) -> dict[s
     rules = FusedTopkInputs(torch.empty(0, 8), None, 3)
     named = {name: switches.pop(name) for name in rules._fields if name in switches}
     weights = RoutedMoEWeights(
-        op, routed_moe.with_no_tokens(inputs),
+        op, routed_moe.drop_tokens_keep_weights(inputs),
         (torch.randn(8, 160, generator=draw) * 0.3).to(dtype), rules._replace(**named), **switches,
     )  # fmt: skip
     other = torch.randn(tokens, 160, generator=draw).to(dtype)

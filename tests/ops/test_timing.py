@@ -34,7 +34,7 @@ def test_ceilings_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "MATMUL_SIZE", {"cpu": 64})
     assert timing.measure_memory_bandwidth("cpu") >= timing.copy_bandwidth("cpu") / 10 > 0
     assert timing.matmul_throughput("cpu", torch.float32) > 0
-    read, size = timing.make_memory_read()
+    read, size = timing.make_cpu_memory_read_with_bytes()
     read()
     assert size == 1 << 18
 
@@ -42,7 +42,7 @@ def test_ceilings_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_products_of_8_bits_have_a_rate_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "MATMUL_SIZE", {"cpu": 64})
     assert (timing.matmul_throughput("cpu", torch.int8) or 0) > 0
-    multiply, operations = timing.make_square_matmul("cpu", torch.int8)
+    multiply, operations = timing.make_square_matmul_with_op_count("cpu", torch.int8)
     assert (multiply().dtype, operations) == (torch.int32, 2 * 64**3)
 
     def missing(*_: object) -> torch.Tensor:

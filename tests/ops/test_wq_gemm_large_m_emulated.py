@@ -11,10 +11,10 @@ from modelmill.ops import int4_linear, int8_group_linear
 from modelmill.ops.cuda.weight_only_gemm import wq_gemm_large_m
 from modelmill.ops.cuda.weight_only_gemm.wq_gemm_large_m import BlockShape, PlannedLaunch
 from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import (
-    WeightTiles,
-    problem_spec,
+    WeightTileRange,
+    count_weight_tiles,
+    problem_weight_spec,
     supports_weight,
-    weight_tiles,
 )
 from modelmill.ops.groupwise import GroupwiseLinearInputs, make_groupwise_problem
 from tests.ops.emulation.cases import mistakes, slow_cases
@@ -33,7 +33,7 @@ def x_in_front(_: str, arguments: tuple[bytes, ...]) -> list[tuple[int, int]]:
 
 
 def one_launch(rows: int, shape: tuple[int, int]) -> tuple[PlannedLaunch, ...]:
-    return (PlannedLaunch(BlockShape(*shape), WeightTiles(0, weight_tiles(rows))),)
+    return (PlannedLaunch(BlockShape(*shape), WeightTileRange(0, count_weight_tiles(rows))),)
 
 
 def error(
@@ -47,7 +47,7 @@ def error(
     # not 0 in the mean: an error that all weights of a row share does not cancel
     inputs, dense = random_operands(case, mean=0.5)
     emulator.preceding_writes = x_in_front
-    spec = problem_spec(make_groupwise_problem(*inputs), wq_gemm_large_m.K_TILE)
+    spec = problem_weight_spec(make_groupwise_problem(*inputs), wq_gemm_large_m.K_TILE)
     assert supports_weight(rows, spec, gated=case.gated)
     assert wq_gemm_large_m.fits_shared_memory(spec, BlockShape(*shape))
     plan = plan or one_launch(rows, shape)
@@ -110,12 +110,12 @@ def test_codes_of_zero_add_nothing(emulator: Emulator, of: ModuleType, scales: t
 @pytest.mark.parametrize("gated", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_weight_in_two_launches(emulator: Emulator, gated: bool) -> None:
     plan = (
-        PlannedLaunch(BlockShape(192, 1), WeightTiles(0, 2)),
-        PlannedLaunch(BlockShape(128, 2), WeightTiles(2, 1)),
+        PlannedLaunch(BlockShape(192, 1), WeightTileRange(0, 2)),
+        PlannedLaunch(BlockShape(128, 2), WeightTileRange(2, 1)),
     )
     case = GemmCase((130, 656 if gated else 328, 1056), 128, BF, gated=gated)
     if gated:
-        plan = (plan[0], plan[1]._replace(tiles=WeightTiles(2, 4)))
+        plan = (plan[0], plan[1]._replace(tiles=WeightTileRange(2, 4)))
     limit = (GATED_LIMIT if gated else LIMIT)[BF]
     assert error(emulator, case, (192, 1), plan) < limit
     assert [name for name, _ in emulator.launched] == ["wq_gemm_large_m"] * 2

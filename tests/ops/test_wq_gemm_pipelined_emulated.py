@@ -27,7 +27,7 @@ def error(emulator: Emulator, case: GemmCase, split_k: int) -> float:
     tokens, rows, _ = case.size
     inputs, dense = random_operands(case)
     emulator.preceding_writes = x_in_front
-    spec = wq_gemm_pipelined.problem_spec(make_groupwise_problem(*inputs))
+    spec = wq_gemm_pipelined.problem_weight_spec(make_groupwise_problem(*inputs))
     assert wq_gemm_pipelined.supports_weight(rows, spec, gated=case.gated)
     block_rows = wq_gemm_pipelined.block_rows(tokens)
     assert wq_gemm_pipelined.fits_shared_memory(split_k, spec, block_rows)

@@ -23,7 +23,9 @@ def ranks(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
 
     size, region = request.param, 4096
     stores = [
-        torch.zeros(AllReduceBuffers.count_words(size, region), dtype=torch.int64, device=DEVICE)
+        torch.zeros(
+            AllReduceBuffers.count_buffer_words(size, region), dtype=torch.int64, device=DEVICE
+        )
         for _ in range(size)
     ]
     addresses = tuple(s.data_ptr() for s in stores)

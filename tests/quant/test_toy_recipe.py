@@ -30,7 +30,7 @@ import torch
 
 from modelmill.core.recipe_declaration import FormatTolerances, RecipeDeclaration, RecipeOption
 from modelmill.quant.recipe import Recipe
-from modelmill.weights.base import StoredTensorTypes, WeightFormat, slice_tensor
+from modelmill.weights.base import StoredTensorDimsAndDtypes, WeightFormat, slice_tensor
 
 DECLARATION = RecipeDeclaration(
     weight_format="toy",
@@ -46,7 +46,7 @@ class ToyWeight(WeightFormat):
     step: torch.Tensor
     format: str = "toy"
 
-    STORED_TENSORS: ClassVar[StoredTensorTypes] = {
+    STORED_TENSORS: ClassVar[StoredTensorDimsAndDtypes] = {
         "weight": (2, (torch.uint8,)),
         "low": (1, (torch.float32,)),
         "step": (1, (torch.float32,)),

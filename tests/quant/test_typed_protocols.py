@@ -81,5 +81,5 @@ def test_a_format_without_optional_members_has_the_defaults() -> None:
     assert weight.input_quant_spec is None
     assert weight.upcast_spec is None
     assert weight.fake_quantize_input(x) is x
-    assert weight.unpacked_tensors() == []
+    assert weight.extra_unpacked_tensors() == []
     assert weight.try_linear_add(x, None, x, None) is None

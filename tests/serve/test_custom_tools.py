@@ -15,7 +15,7 @@ from modelmill.text.answer_grammar import whole_answer_grammar
 from modelmill.text.answer_pieces import ToolCallDelta
 from modelmill.text.chat_format_registry import load_chat_syntax
 from modelmill.text.grammar import check_grammar
-from modelmill.text.tool_grammar import forced_call_grammar, strict_call_grammar
+from modelmill.text.tool_grammar import forced_call_grammar, optional_strict_call_grammar
 from tests.serve.dialect_calls import events, post
 from tests.serve.service_thread import ServiceThread
 
@@ -92,7 +92,9 @@ def test_a_regex_is_enforced_in_every_call_syntax(format_name: str) -> None:
     tool = CustomTool.model_validate(tool_with_grammar("regex", "[0-9]{3}")).as_template_tool()
     for grammar in (
         forced_call_grammar([tool], "run"),
-        strict_call_grammar([tool], True, as_json=load_chat_syntax(format_name).calls.writes_json),
+        optional_strict_call_grammar(
+            [tool], True, as_json=load_chat_syntax(format_name).calls.writes_json
+        ),
     ):
         whole = whole_answer_grammar(grammar, format_name, None, "closed")
         assert whole is not None

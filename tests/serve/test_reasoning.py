@@ -33,7 +33,7 @@ from modelmill.serve.routes.messages import prepare_chat
 from modelmill.serve.routes.ollama import _prepare_chat
 from modelmill.serve.routes.responses import ResponsesBuilder
 from modelmill.serve.routes.tokenize import chat_format_and_render_arguments
-from modelmill.serve.tokenize_schema import TemplateRequest
+from modelmill.serve.tokenize_schema import ApplyTemplateRequest
 from modelmill.text.answer_pieces import collect_answer
 from modelmill.text.chat_syntax import ThinkingSyntax
 from modelmill.text_processor import TextProcessor
@@ -327,7 +327,7 @@ def test_a_prompt_is_shown_with_the_variables_of_its_template(processor: TextPro
     for kwargs, end in (({"enable_thinking": True}, "<think>\n"), (None, "<|end|>")):
         fields = {"messages": messages, "chat_template_kwargs": kwargs}
         chat_format, rendered, template = chat_format_and_render_arguments(
-            processor, TemplateRequest.model_validate(fields), 512
+            processor, ApplyTemplateRequest.model_validate(fields), 512
         )
         assert chat_format.render(rendered, True, **template).endswith(end)
 

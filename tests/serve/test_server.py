@@ -15,7 +15,12 @@ import openai
 import psutil
 import pytest
 
-from modelmill.cli.serve import Args, _make_server_options, announce_address, served_name
+from modelmill.cli.serve import (
+    Args,
+    _make_server_options,
+    default_served_name,
+    register_and_announce_address,
+)
 from modelmill.core.server_records import running_servers
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM
@@ -283,7 +288,7 @@ def test_where_it_listens_as_json(
     monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path))
     url = "http://127.0.0.1:8123"
     with contextlib.ExitStack() as record:
-        announce_address(Args(json=True), url, ["a", "b"], "loading a, b", record)
+        register_and_announce_address(Args(json=True), url, ["a", "b"], "loading a, b", record)
         out, stderr = capsys.readouterr()
         assert json.loads(out) == {"url": url, "models": ["a", "b"]}
         assert out.count("\n") == 1
@@ -292,7 +297,7 @@ def test_where_it_listens_as_json(
         assert (server.url, server.models) == (url, ("a", "b"))
     assert running_servers() == []
     with contextlib.ExitStack() as record:
-        announce_address(Args(), url, ["a"], "loading a", record)
+        register_and_announce_address(Args(), url, ["a"], "loading a", record)
         assert capsys.readouterr().out == ""
 
 
@@ -402,10 +407,10 @@ def test_an_engine_is_served_under_the_name_that_was_typed(
     (tmp_path / "store" / "3f2a.engine").mkdir(parents=True)
     link = tmp_path / "chat.engine"
     link.symlink_to(tmp_path / "store" / "3f2a.engine")
-    assert served_name(link) == "chat"
+    assert default_served_name(link) == "chat"
     monkeypatch.chdir(tmp_path)
     for typed in ("chat.engine", "./chat.engine", "store/../chat.engine", "chat.engine/"):
-        assert served_name(Path(typed)) == "chat"
+        assert default_served_name(Path(typed)) == "chat"
     monkeypatch.chdir(tmp_path / "store" / "3f2a.engine")
-    assert served_name(Path(".")) == "3f2a"
-    assert served_name(Path("..")) == "store"
+    assert default_served_name(Path(".")) == "3f2a"
+    assert default_served_name(Path("..")) == "store"

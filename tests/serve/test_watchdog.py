@@ -104,7 +104,7 @@ def test_what_the_api_does_not_listen_to_is_no_silence() -> None:
         turns = ManualClock()
         dog = Watchdog(LIMIT, lambda: None, turns)
         dog.on_message()
-        with dog.paused():
+        with dog.ignoring_silence():
             assert not await hung(dog, turns, 3 * WITHIN)
         assert not await hung(dog, turns, WITHIN)
         assert await hung(dog, turns, 1)

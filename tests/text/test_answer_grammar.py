@@ -20,7 +20,7 @@ from modelmill.text.chat_format_registry import (
     parser_marks_with_calls,
 )
 from modelmill.text.grammar import check_grammar
-from modelmill.text.tool_grammar import forced_call_grammar, strict_call_grammar
+from modelmill.text.tool_grammar import forced_call_grammar, optional_strict_call_grammar
 from tests.hypothesis_examples import examples
 from tests.text.answer_sampler import AnswerSampler
 from tests.text.random_schemas import is_valid, random_parameters
@@ -128,7 +128,7 @@ def check_strict_calls(name: str, seeds: range) -> tuple[int, int]:
         offered = tool("f", WEATHER)
         offered["function"]["strict"] = True
         as_json = load_chat_syntax(name).calls.writes_json
-        inner = strict_call_grammar([offered], rng.random() < 0.5, as_json=as_json)
+        inner = optional_strict_call_grammar([offered], rng.random() < 0.5, as_json=as_json)
         assert inner is not None
         state = rng.choice(STATES) if name != "gpt_oss" else "free"
         answer = sampled(name, inner, state, rng, rng.random() < 0.5, tools, forced=False)

@@ -72,7 +72,7 @@ class Conversation:
 
     def prompt(self) -> list[int]:
         pieces = self.pieces()
-        past = self.history.find_answers(self.messages, "")
+        past = self.history.find_answers_per_message(self.messages, "")
         return self.tokenizer.encode_pieces(self.splicer.splice(pieces, past))
 
     def pieces(self) -> list[Piece]:
@@ -274,12 +274,17 @@ def test_the_oldest_answers_are_forgotten_and_salts_are_separate() -> None:
     history = AnswerHistory(max_bytes=3 * record("a").size_bytes)
     for text in "abc":
         history.add(record(text), "salt")
-    assert len(history.find_answers(answered("a"), "salt")) == 1
-    assert not history.find_answers(answered("a"), "")
+    assert len(history.find_answers_per_message(answered("a"), "salt")) == 1
+    assert not history.find_answers_per_message(answered("a"), "")
     history.add(record("d"), "salt")  # b is the one that was used least recently
-    assert [len(history.find_answers(answered(text), "salt")) for text in "abcd"] == [1, 0, 1, 1]
+    assert [len(history.find_answers_per_message(answered(text), "salt")) for text in "abcd"] == [
+        1,
+        0,
+        1,
+        1,
+    ]
     history.add(record("e", size=10_000), "salt")
-    assert not history.find_answers(answered("e"), "salt")
+    assert not history.find_answers_per_message(answered("e"), "salt")
 
 
 MARKED = "<|im_start|>{role}\n{text}<|im_end|>\n"

@@ -10,7 +10,7 @@ from modelmill.text.answer_parser import make_answer_parser
 from modelmill.text.answer_pieces import ParsedAnswer, ParsedToolCall, collect_answer
 from modelmill.text.answer_renderer import render_answer
 from modelmill.text.chat_format_registry import load_chat_syntax
-from modelmill.text.tool_grammar import forced_call_grammar, strict_call_grammar
+from modelmill.text.tool_grammar import forced_call_grammar, optional_strict_call_grammar
 from tests.text.random_schemas import END, GUIDES
 
 NAME = "functionary_v32"
@@ -96,7 +96,7 @@ def takes(inner: Grammar | None, text: str) -> bool:
 
 def test_a_constraint_begins_behind_the_prompt() -> None:
     forced = forced_call_grammar([TOOL], None)
-    strict = strict_call_grammar([TOOL], True, as_json=True)
+    strict = optional_strict_call_grammar([TOOL], True, as_json=True)
     schema = Grammar("json", '{"type": "integer"}')
     call = 'f\n{"n": 1}'
     for text, constraints in (

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from modelmill.core.errors import TokenizerError
-from modelmill.text.byte_level import byte_level_alphabet
+from modelmill.text.byte_level import byte_level_char_to_byte
 from modelmill.text.tokenizer_loader import load_tokenizer
 from tests.text.conftest import byte_tokens, hf_files, small_hf
 
@@ -16,8 +16,8 @@ def changed(**model):
 
 
 def test_the_alphabet_is_that_of_the_library():
-    assert sorted(byte_level_alphabet()) == byte_tokens()
-    assert sorted(byte_level_alphabet().values()) == list(range(256))
+    assert sorted(byte_level_char_to_byte()) == byte_tokens()
+    assert sorted(byte_level_char_to_byte().values()) == list(range(256))
 
 
 def test_control_tokens_ordinary_added_tokens_and_those_shaped_like_control():

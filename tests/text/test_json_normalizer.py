@@ -33,12 +33,12 @@ def convert(text: str, size: int, mark: str = "") -> tuple[str, StreamingJsonNor
     for at in range(0, len(text), size):
         buffer += text[at : at + size]
         buffer = buffer[stream.feed(buffer, 0) :]
-        out += stream.take_json()
+        out += stream.drain_json()
         assert is_json_prefix(out) or not out
         if stream.done or stream.failed:
             return out, stream
     stream.feed(buffer, 0, final=True)
-    return out + stream.take_json(), stream
+    return out + stream.drain_json(), stream
 
 
 @settings(deadline=None, max_examples=100)

@@ -11,7 +11,7 @@ from modelmill.core.types import Grammar
 from modelmill.text.answer_grammar import whole_answer_grammar
 from modelmill.text.grammar import GuideFactory, check_grammar
 from modelmill.text.nested_tag_grammar import is_tag_name
-from modelmill.text.tool_grammar import forced_call_grammar, strict_call_grammar
+from modelmill.text.tool_grammar import forced_call_grammar, optional_strict_call_grammar
 from tests.text.answer_sampler import END, MarkTokenizer
 
 PREFIX = "]<]minimax[>["
@@ -48,7 +48,7 @@ def whole(inner: Grammar | None) -> Grammar:
 
 
 FORCED = whole(forced_call_grammar([offered(PARAMETERS)], None))
-STRICT = whole(strict_call_grammar([offered(PARAMETERS)], True, as_json=False))
+STRICT = whole(optional_strict_call_grammar([offered(PARAMETERS)], True, as_json=False))
 
 
 def takes(grammar: Grammar, text: str) -> bool:

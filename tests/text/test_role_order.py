@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 
 from modelmill.text.chat_format_loader import TemplateChatFormat
-from modelmill.text.role_order import JOINED_MESSAGES_WARNINGS, LATE_SYSTEM_WARNING, rearrange_roles
+from modelmill.text.role_order import (
+    JOINED_MESSAGES_WARNINGS,
+    LATE_SYSTEM_WARNING,
+    iter_role_rearrangements,
+)
 from modelmill.text.role_order import NO_SYSTEM as NO_SYSTEM_TAKEN
 from modelmill.text.template_process import TemplateRefusedMessages
 from modelmill.text.tokenizer_loader import load_tokenizer
@@ -81,7 +85,7 @@ def test_answers_are_joined_with_their_thinking_and_their_calls() -> None:
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "assistant", "content": "c", "reasoning_content": "how", "tool_calls": [other]},
     ]
-    [ordered] = rearrange_roles([*turns("u:a"), *answers])
+    [ordered] = iter_role_rearrangements([*turns("u:a"), *answers])
     assert ordered.messages[1:] == [
         {
             "role": "assistant",
@@ -134,8 +138,8 @@ def test_parts_are_joined_as_parts_and_nothing_is_changed_in_place() -> None:
         {"role": "user", "content": "a"},
         {"role": "user", "content": [picture]},
     ]
-    assert [each.messages for each in rearrange_roles(messages)] == [
+    assert [each.messages for each in iter_role_rearrangements(messages)] == [
         [{"role": "user", "content": [{"type": "text", "text": "a"}, picture]}]
     ]
     assert messages[0]["content"] == "a"
-    assert [*rearrange_roles(turns("u:a", "a:b"))] == []
+    assert [*iter_role_rearrangements(turns("u:a", "a:b"))] == []

@@ -58,7 +58,7 @@ def test_a_square_is_pils_bicubic(width: int, height: int, side: int) -> None:
     pixels = np.random.default_rng(width * 1000 + height).integers(
         0, 256, (height, width, 3), dtype=np.uint8
     )
-    actual, _ = image_input.load_square_image(pixels, side)
+    actual, _ = image_input.load_image_stretched_to_square(pixels, side)
     expected = PIL.Image.fromarray(pixels).resize((side, side), PIL.Image.Resampling.BICUBIC)
     assert np.array_equal(actual, expected)
 
@@ -67,4 +67,4 @@ def test_more_pixels_than_may_be(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(DATA)
     for source in (tmp_path / "a.png", DATA, NOISE):
         with pytest.raises(RequestError, match="120 × 80 pixels are more than 100"):
-            image_input.load_square_image(source, 56, "here", 100)
+            image_input.load_image_stretched_to_square(source, 56, "here", 100)

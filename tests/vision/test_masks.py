@@ -96,5 +96,5 @@ def _iou(a: list[float], b: list[float]) -> float:
 
 def test_iou() -> None:
     a, b = torch.tensor([[True, True, False]]), torch.tensor([[False, True, True]])
-    assert masks.mask_iou(a, b) == pytest.approx(1 / 3)
-    assert masks.mask_iou(a & ~a, b & ~b) == 1
+    assert masks.elementwise_mask_iou(a, b) == pytest.approx(1 / 3)
+    assert masks.elementwise_mask_iou(a & ~a, b & ~b) == 1

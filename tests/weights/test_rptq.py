@@ -15,8 +15,8 @@ from modelmill.ops.quant_types import QuantizedInput
 from modelmill.ops.rms_norm_quant import rms_norm_quant
 from modelmill.quant.recipe import InputStatistics
 from modelmill.quant.rptq import RptqRecipe
-from modelmill.weights._rptq_columns import rptq_group_layout
-from modelmill.weights.base import UnpackedWeight, from_tensors, packed_tensor_specs
+from modelmill.weights._rptq_columns import rptq_group_width_and_count
+from modelmill.weights.base import PackedAndUnpackedWeight, from_tensors, packed_tensor_specs
 from modelmill.weights.rptq import RptqWeight
 
 BITS_AND_MODES = [
@@ -104,11 +104,11 @@ def test_a_row_beyond_the_static_range_is_rescaled_not_clipped(bits: str, mode: 
     assert rptq_weight.fallback
     ops, far = registry.select_backends("cpu"), _beyond_the_range(x)
     expected = far @ weight.T
-    outside = rptq_weight.input_rows_outside_range(far)
+    outside = rptq_weight.input_row_outside_range_mask(far)
     assert outside is not None
     assert outside[[3, 50, 120]].all()
-    unpacked = UnpackedWeight(rptq_weight, rptq_weight.unpack(torch.float32))
-    assert torch.equal(unpacked.input_rows_outside_range(far), outside)
+    unpacked = PackedAndUnpackedWeight(rptq_weight, rptq_weight.unpack(torch.float32))
+    assert torch.equal(unpacked.input_row_outside_range_mask(far), outside)
     error, clipped = (
         (each.matmul(far, None, ops) - expected)[outside].norm(dim=1)
         / expected[outside].norm(dim=1)
@@ -140,11 +140,11 @@ def test_rows_outside_the_range_of_split_channels() -> None:
     """Only the ends of a channel's columns are ends of its range."""
     rptq_weight, _, x = _make_weight("w8a8", "exact", columns=300, splits=3)
     assert not rptq_weight.fallback
-    outside = rptq_weight.input_rows_outside_range(torch.cat([x, 100 * x[:20]]))
+    outside = rptq_weight.input_row_outside_range_mask(torch.cat([x, 100 * x[:20]]))
     assert outside is not None
     assert outside[-20:].all()
     assert not outside[:-20].any()
-    assert _make_weight("w8a8", "dynamic")[0].input_rows_outside_range(x) is None
+    assert _make_weight("w8a8", "dynamic")[0].input_row_outside_range_mask(x) is None
 
 
 def test_a_norm_puts_out_what_the_product_wants() -> None:
@@ -169,14 +169,14 @@ def test_a_gate_is_taken_in_the_same_pass() -> None:
     ops = registry.select_backends("cpu")
     both = torch.cat([x, x.flip(0)], 1)
     apart = rptq_weight.matmul(ops.silu_mul(both), None, ops)
-    off = (rptq_weight.try_swiglu_quant(both, None, ops) - apart).norm() / apart.norm()
+    off = (rptq_weight.try_swiglu_quant_linear(both, None, ops) - apart).norm() / apart.norm()
     assert float(off) < 0.01  # a value at the border of two integers may fall to either
 
 
 @pytest.mark.parametrize("columns", [1, 31, 32, 33, 576, 1536, 2048, 4096, 11008])
 @pytest.mark.parametrize("mode", ["exact", "folded"])
 def test_groups_hold_every_channel(columns: int, mode: str) -> None:
-    group, groups = rptq_group_layout(columns, mode)
+    group, groups = rptq_group_width_and_count(columns, mode)
     assert group % 32 == 0
     assert group * groups >= columns
     if columns >= 4096:  # what is stored beside the channels

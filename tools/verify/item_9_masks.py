@@ -177,7 +177,7 @@ def _mask_ious(model: Any, embedding: Any, actual: Any, reference: Any) -> Any:
     import torch
 
     from modelmill.ops.upsample_masks import UpsampleMasksInputs
-    from modelmill.vision.masks import mask_iou
+    from modelmill.vision.masks import elementwise_mask_iou
 
     pairs = zip(actual.split(GRID_SIDE), reference.split(GRID_SIDE), strict=True)
     sized = (
@@ -189,7 +189,7 @@ def _mask_ious(model: Any, embedding: Any, actual: Any, reference: Any) -> Any:
         ]
         for pair in pairs
     )
-    return torch.cat([mask_iou(*masks) for masks in sized])
+    return torch.cat([elementwise_mask_iou(*masks) for masks in sized])
 
 
 def _times(context: VerifyContext, one: Any) -> list[Fact]:

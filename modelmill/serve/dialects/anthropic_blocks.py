@@ -18,8 +18,8 @@ from modelmill.serve.strict_models import (
     IgnoredList,
     JsonObject,
     JsonObjectList,
-    NullTolerantModel,
     StrictModel,
+    UnknownNullTolerantModel,
 )
 from modelmill.text.answer_pieces import (
     CALL_ID_PREFIX,
@@ -52,7 +52,7 @@ def to_call_id(id: str) -> str:
     return rest if len(rest) == SHORT_ID_CHARS else CALL_ID_PREFIX + rest
 
 
-class ContentBlock(NullTolerantModel):
+class ContentBlock(UnknownNullTolerantModel):
     """cache_control is accepted and ignored: every prefix is cached without marks."""
 
     cache_control: JsonObject | None = None
@@ -146,7 +146,7 @@ class ToolResultBlock(ContentBlock):
     toolset_name: str | None = ignored_field("tools have names alone")
 
 
-class ThinkingBlock(NullTolerantModel):
+class ThinkingBlock(UnknownNullTolerantModel):
     """What the model thought; its text is in the signature if the request had it omitted."""
 
     type: Literal["thinking"]

@@ -20,8 +20,8 @@ from modelmill.serve.strict_models import (
     JsonObject,
     JsonObjectList,
     ModelName,
-    NullTolerantModel,
     StrictModel,
+    UnknownNullTolerantModel,
 )
 from modelmill.serve.structured_outputs_schema import JsonSchema, ResponseFormat
 from modelmill.serve.tool_schema import (
@@ -34,7 +34,7 @@ from modelmill.serve.tool_schema import (
 )
 
 
-class AnthropicTool(NullTolerantModel):
+class AnthropicTool(UnknownNullTolerantModel):
     """A tool of the client; the maker's own tools (bash, web_search, …) are not run here."""
 
     type: Literal["custom"] | None = None
@@ -98,7 +98,7 @@ class OutputConfig(StrictModel):
     )
 
 
-class CountTokensRequest(NullTolerantModel):
+class CountTokensRequest(UnknownNullTolerantModel):
     """Request body of POST /v1/messages/count_tokens: what makes up the prompt."""
 
     may_omit_model: ClassVar[bool] = True

@@ -34,10 +34,10 @@ from modelmill.serve.routes.common import (
     random_id,
 )
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
-from modelmill.serve.timings import final_timing_fields, request_timings
+from modelmill.serve.timings import request_timings, timing_and_warning_fields
 from modelmill.serve.tool_call_progress import ToolCallProgress
 from modelmill.serve.tool_image_placeholders import replace_tool_images_with_text
-from modelmill.serve.tool_schema import Tool, check_parameter_schemas
+from modelmill.serve.tool_schema import Tool, check_parameter_schemas_are_json
 from modelmill.text import tool_prompts
 from modelmill.text.answer_parser import AnswerParser
 from modelmill.text.answer_pieces import (
@@ -154,7 +154,9 @@ def chat_request_state(
     """
     if text_processor.chat_format is None:
         raise RequestError("this engine has no chat template for messages; use /v1/completions")
-    check_parameter_schemas(tool.function for tool in body.tools or () if isinstance(tool, Tool))
+    check_parameter_schemas_are_json(
+        tool.function for tool in body.tools or () if isinstance(tool, Tool)
+    )
     kept = kept_prompt_tokens(body, max_model_len)
     longest = max_model_len if kept is None else max_tokenize_tokens(max_model_len)
     check_message_sizes(text_processor, body.messages, longest, body.offered_tools)
@@ -368,7 +370,7 @@ class ChatResponseBuilder(EventFormatter):
         if self._body.prompt_logprobs is not None:
             state = self._handle.request_states[0]
             response["prompt_logprobs"] = format_prompt_logprobs(self._tokenizer, state)
-        return {**response, **final_timing_fields(self._body, self._handle.request_states)}
+        return {**response, **timing_and_warning_fields(self._body, self._handle.request_states)}
 
     def _running_usage_and_timings(self) -> dict[str, Any]:
         """Keys of every event of a stream, where the client wants to follow its progress."""

@@ -41,7 +41,7 @@ from modelmill.serve.special_token_prompts import (
     plain_special_tokens_warning,
 )
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
-from modelmill.serve.timings import final_timing_fields, request_timings
+from modelmill.serve.timings import request_timings, timing_and_warning_fields
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute)
@@ -270,7 +270,7 @@ class CompletionResponseBuilder(EventFormatter):
                 dump_json(
                     {
                         "usage": openai_format.token_usage(self._handle.request_states),
-                        **final_timing_fields(self._body, self._handle.request_states),
+                        **timing_and_warning_fields(self._body, self._handle.request_states),
                     }
                 )[1:],
             )

@@ -16,9 +16,9 @@ from modelmill.serve.openai_format import SurrogateSafeJsonResponse, token_bytes
 from modelmill.serve.routes.chat import chat_request_state
 from modelmill.serve.routes.common import acquire_service_and_engine, check_message_sizes
 from modelmill.serve.special_token_prompts import encode_text
-from modelmill.serve.tokenize_schema import DetokenizeRequest, TemplateRequest, TokenizeRequest
+from modelmill.serve.tokenize_schema import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
 from modelmill.serve.tool_image_placeholders import replace_tool_images_with_text
-from modelmill.serve.tool_schema import check_parameter_schemas
+from modelmill.serve.tool_schema import check_parameter_schemas_are_json
 from modelmill.text import tool_prompts
 from modelmill.text.begun_answer import read_begun_answer
 from modelmill.text.chat_format_loader import ChatFormat
@@ -38,7 +38,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Any:
 
 
 @router.post("/apply-template")
-async def apply_template(body: TemplateRequest, request: Request) -> Any:
+async def apply_template(body: ApplyTemplateRequest, request: Request) -> Any:
     """The prompt of a conversation as text, without running it."""
     service, engine = await acquire_service_and_engine(request, body.model)
     return await service.run_in_thread(
@@ -136,7 +136,7 @@ def encode_prompt(
 
 
 def chat_format_and_render_arguments(
-    text_processor: TextProcessor, body: TemplateRequest, max_model_len: int
+    text_processor: TextProcessor, body: ApplyTemplateRequest, max_model_len: int
 ) -> tuple[ChatFormat, Sequence[Mapping[str, Any]], dict[str, Any]]:
     """What the chat format renders: the conversation with its tools.
 
@@ -155,7 +155,7 @@ def chat_format_and_render_arguments(
     body.check_continue_final_message()
     if body.continue_final_message:
         read_begun_answer(messages, chat_format.thinking)
-    check_parameter_schemas(tool.function for tool in tools)
+    check_parameter_schemas_are_json(tool.function for tool in tools)
     check_message_sizes(text_processor, messages, max_model_len, body.offered_tools)
     prepared, template = tool_prompts.prepare_tool_conversation(
         chat_format.format_name, messages, body.offered_tools, writes_calls=chat_format.writes_calls
@@ -166,7 +166,7 @@ def chat_format_and_render_arguments(
 
 
 def _rendered_template_response(
-    text_processor: TextProcessor, body: TemplateRequest, max_model_len: int
+    text_processor: TextProcessor, body: ApplyTemplateRequest, max_model_len: int
 ) -> SurrogateSafeJsonResponse:
     if body.messages is None:
         raise RequestError("messages: field required")

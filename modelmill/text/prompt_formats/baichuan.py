@@ -13,7 +13,7 @@ from typing import Any
 
 from modelmill.core.errors import TemplateError
 from modelmill.core.quoting import quote
-from modelmill.text.prompt_format import PromptFormat, Segment, Turn
+from modelmill.text.prompt_format import PromptFormat, Segment, TurnMessage
 from modelmill.text.tokenizer_base import Tokenizer
 
 PUBLISHED_IDS = {"user": 195, "assistant": 196}
@@ -33,7 +33,7 @@ class BaichuanFormat(PromptFormat):
         self.stop_ids = (*self.stop_ids, self._ids["user"])
 
     def segments(
-        self, system: str, turns: Sequence[Turn], add_generation_prompt: bool
+        self, system: str, turns: Sequence[TurnMessage], add_generation_prompt: bool
     ) -> list[Segment]:
         """See ``PromptFormat.segments``; an answer at the end is continued."""
         out: list[Segment] = [system]

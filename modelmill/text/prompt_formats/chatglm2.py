@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from modelmill.text.prompt_format import PromptFormat, Segment, Turn
+from modelmill.text.prompt_format import PromptFormat, Segment, TurnMessage
 
 PROMPT_PREFIX_TOKENS = ("[gMASK]", "sop")
 
@@ -21,7 +21,7 @@ class ChatGLM2Format(PromptFormat):
     def segments(
         self,
         system: str,  # noqa: ARG002
-        turns: Sequence[Turn],
+        turns: Sequence[TurnMessage],
         add_generation_prompt: bool,
     ) -> list[Segment]:
         """See ``PromptFormat.segments``."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from modelmill.text.prompt_format import PromptFormat, Segment, Turn
+from modelmill.text.prompt_format import PromptFormat, Segment, TurnMessage
 from modelmill.text.prompt_formats.chatglm2 import PROMPT_PREFIX_TOKENS
 from modelmill.text.tokenizer_base import Tokenizer
 
@@ -29,11 +29,11 @@ class ChatGLM3Format(PromptFormat):
         self.stop_ids = (*self.stop_ids, *map(self.control_id, TURN_ENDS))
 
     def segments(
-        self, system: str, turns: Sequence[Turn], add_generation_prompt: bool
+        self, system: str, turns: Sequence[TurnMessage], add_generation_prompt: bool
     ) -> list[Segment]:
         """See ``PromptFormat.segments``."""
         out: list[Segment] = [self.control_id(token) for token in PROMPT_PREFIX_TOKENS]
-        for role, content in [*([Turn("system", system)] if system else []), *turns]:
+        for role, content in [*([TurnMessage("system", system)] if system else []), *turns]:
             text = content.strip() if role == "assistant" else content
             out += [self.control_id(f"<|{role}|>"), "\n", text]
         return [*out, self.control_id("<|assistant|>")] if add_generation_prompt else out

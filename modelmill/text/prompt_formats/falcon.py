@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from modelmill.text.prompt_format import PromptFormat, Segment, Turn
+from modelmill.text.prompt_format import PromptFormat, Segment, TurnMessage
 
 
 class FalconFormat(PromptFormat):
@@ -19,7 +19,7 @@ class FalconFormat(PromptFormat):
     stop_strings = ("\nUser:",)
 
     def segments(
-        self, system: str, turns: Sequence[Turn], add_generation_prompt: bool
+        self, system: str, turns: Sequence[TurnMessage], add_generation_prompt: bool
     ) -> list[Segment]:
         """See ``PromptFormat.segments``."""
         text = system.strip()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from modelmill.text.prompt_format import PromptFormat, Segment, Turn
+from modelmill.text.prompt_format import PromptFormat, Segment, TurnMessage
 from modelmill.text.tokenizer_base import Tokenizer
 
 ANSWER_END = "<eoa>"
@@ -30,7 +30,7 @@ class InternLMFormat(PromptFormat):
             self.stop_ids = (*self.stop_ids, end)
 
     def segments(
-        self, system: str, turns: Sequence[Turn], add_generation_prompt: bool
+        self, system: str, turns: Sequence[TurnMessage], add_generation_prompt: bool
     ) -> list[Segment]:
         """See ``PromptFormat.segments``; marks that are control tokens are ids."""
         out: list[Segment] = [f"<|System|>:{system}\n"] if system else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from modelmill.core.errors import TemplateError
-from modelmill.text.prompt_format import PromptFormat, Segment, Turn
+from modelmill.text.prompt_format import PromptFormat, Segment, TurnMessage
 
 
 class XverseFormat(PromptFormat):
@@ -18,7 +18,7 @@ class XverseFormat(PromptFormat):
     name = "xverse"
 
     def segments(
-        self, system: str, turns: Sequence[Turn], add_generation_prompt: bool
+        self, system: str, turns: Sequence[TurnMessage], add_generation_prompt: bool
     ) -> list[Segment]:
         """See ``PromptFormat.segments``."""
         if not self._tokenizer.eos_ids:

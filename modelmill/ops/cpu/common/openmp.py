@@ -19,7 +19,7 @@ from modelmill.core import env
 
 _lock = threading.Lock()
 # whose team makes the threads more than the processors
-_limited_threads: list[threading.Thread] = []
+_oversubscribing_threads: list[threading.Thread] = []
 
 
 def limit_spin_wait() -> None:
@@ -32,7 +32,7 @@ def limit_spin_wait() -> None:
     if env.openmp_wait_vars_in_env() or torch.get_num_threads() == 1:
         return
     with _lock:
-        if not _limited_threads:
+        if not _oversubscribing_threads:
             _oversubscribe_openmp()
 
 
@@ -43,7 +43,7 @@ def describe_wait_policy() -> str:
         return ", ".join(f"{name}={value}" for name, value in named.items())
     return (
         "spin for microseconds (torch was imported first)"
-        if _limited_threads
+        if _oversubscribing_threads
         else "as the OpenMP runtime likes"
     )
 
@@ -68,6 +68,8 @@ def _oversubscribe_openmp() -> None:
         there.set()
         threading.Event().wait()  # a team lives as long as its first thread
 
-    _limited_threads.append(threading.Thread(target=keep, name="modelmill-openmp", daemon=True))
-    _limited_threads[0].start()
+    _oversubscribing_threads.append(
+        threading.Thread(target=keep, name="modelmill-openmp", daemon=True)
+    )
+    _oversubscribing_threads[0].start()
     there.wait()

@@ -133,7 +133,7 @@ def library_file_name(level: CpuLevel, folder: Path = KERNEL_SOURCES_FOLDER) -> 
     return f"{level.name}-{digest.hexdigest()[:24]}.so"
 
 
-def compile_commands(
+def compile_and_link_commands(
     compiler: str,
     level: CpuLevel,
     objects: Path,
@@ -187,11 +187,11 @@ def supported_levels(cpuinfo: str, machine: str) -> list[CpuLevel]:
     return [
         level
         for level in cpu_levels(machine)
-        if level.required_features <= everywhere and _matches_processor(level, blocks[0])
+        if level.required_features <= everywhere and _matches_vendor_and_family(level, blocks[0])
     ]
 
 
-def _matches_processor(level: CpuLevel, processor: dict[str, str]) -> bool:
+def _matches_vendor_and_family(level: CpuLevel, processor: dict[str, str]) -> bool:
     """Whether the level is for processors of this maker and family."""
     vendor = level.vendor in (None, processor.get("vendor_id"))
     return vendor and (level.family is None or processor.get("cpu family") == str(level.family))

@@ -13,7 +13,7 @@ import torch
 
 from modelmill.ops.cpu.common import build
 
-_set_num_threads = build.make_lazy_function("modelmill_set_num_threads", "q")
+_load_set_num_threads = build.make_lazy_function("modelmill_set_num_threads", "q")
 
 
 @contextlib.contextmanager
@@ -31,7 +31,7 @@ def single_thread_torch() -> Iterator[None]:
     if count == 1 or build.unavailable_reason("cpu") is not None:
         yield
         return
-    limit, limit_torch, limit_mkl = _set_num_threads(), *_thread_count_setters()
+    limit, limit_torch, limit_mkl = _load_set_num_threads(), *_thread_count_setters()
     limit_torch(1)
     mkl_before = limit_mkl(1)
     limit(count)

@@ -8,10 +8,10 @@ import torch
 from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.common.gemm import load_gemm_function
 from modelmill.ops.cpu.weight_only_gemm.groupwise import SCALE_DTYPE_CODES
-from modelmill.ops.fused_moe import ACTIVATIONS, RELU2, FusedMoEInputs, SwigluClamp
+from modelmill.ops.fused_moe import GATE_ACTIVATIONS, RELU2, FusedMoEInputs, SwigluClamp
 from modelmill.ops.groupwise import PACK_COLUMNS
 
-GATE_CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
+GATE_CODES = {name: code for code, name in enumerate(GATE_ACTIVATIONS)}
 CLAMPED_SWIGLU_CODE = len(GATE_CODES)
 GATE_CODES[RELU2] = CLAMPED_SWIGLU_CODE + 1
 """Of expert_matrices.h."""

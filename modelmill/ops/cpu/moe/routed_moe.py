@@ -25,7 +25,7 @@ _FUSED_MOE_OPS = {
     "int4_fused_moe": int4_fused_moe,
     "mxfp4_fused_moe": mxfp4_fused_moe,
 }
-_FUSED_MOE_OP_ORDER = list(_FUSED_MOE_OPS)
+_FUSED_MOE_OP_NAMES_BY_CODE = list(_FUSED_MOE_OPS)
 """In the order of kOps in routed_moe.cpp."""
 
 
@@ -99,7 +99,7 @@ def _pack_moe_addresses(moe: RoutedMoEWeights) -> _PackedMoE:
             router.data_ptr(), tensor_address(moe.router_bias), tensor_address(moe.expert_scale),
             _dtype_code(moe.router_bias), _dtype_code(moe.expert_scale),
             *map(double_to_bits, (moe.logit_scale, *(experts.clamp or ZERO_SWIGLU_CLAMP))),
-            _FUSED_MOE_OP_ORDER.index(moe.op), scale_dtype_code(experts),
+            _FUSED_MOE_OP_NAMES_BY_CODE.index(moe.op), scale_dtype_code(experts),
             *pack_topk_rules(moe.rules, len(router)), *_pack_experts_call(moe),
         ),
         dtype=np.int64,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.sample import REFERENCE_DTYPES, SampleInputs
+from modelmill.ops.sample import REFERENCE_DTYPES_RANGE, SampleInputs
 
 unavailable_reason = build.unavailable_reason
 _kernel = build.make_lazy_function("sample", "pppppppqq")
-SUPPORTED_PROBLEMS = (REFERENCE_DTYPES,)
+SUPPORTED_PROBLEMS = (REFERENCE_DTYPES_RANGE,)
 
 
 def run(inputs: SampleInputs) -> torch.Tensor:

@@ -21,8 +21,8 @@ from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.kernel_support import UNBOUNDED, Kernel
 from modelmill.ops.paged_attention import DECLARATION, PagedAttentionInputs
 
-PREFILL_MIN_QUERIES = 64  # up to here half of a tile of 128 would be empty, or more
-PREFILL_MIN_TOKENS = 128  # up to here starting the copies takes longer than all else
+MAX_NON_PREFILL_QUERIES = 64  # up to here half of a tile of 128 would be empty, or more
+MAX_NON_PREFILL_TOKENS = 128  # up to here starting the copies takes longer than all else
 # Sizes of paged_attention.cu.
 QUERY_TILE = 128
 KEY_TILE = 128
@@ -96,8 +96,8 @@ PREFILL = Kernel(
     AttentionSupportRange(
         # Of a mixed step with single queries that no kernel decodes, all rows.
         phases=(AttentionPhase.PREFILL, AttentionPhase.PROMPTS, AttentionPhase.MIXED),
-        m=(PREFILL_MIN_TOKENS + 1, UNBOUNDED),
-        queries=(PREFILL_MIN_QUERIES + 1, UNBOUNDED),
+        m=(MAX_NON_PREFILL_TOKENS + 1, UNBOUNDED),
+        queries=(MAX_NON_PREFILL_QUERIES + 1, UNBOUNDED),
         sequences=(1, MAX_SEQUENCES),
         dims=(64, 128),
         page_sizes=(8, KEY_TILE),

@@ -24,7 +24,9 @@ def allocate_output(q: torch.Tensor) -> torch.Tensor:
     return torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
 
 
-def supports_cache(caches: tuple[torch.Tensor, ...], indices: tuple[torch.Tensor, ...]) -> bool:
+def supports_cache_and_indices(
+    caches: tuple[torch.Tensor, ...], indices: tuple[torch.Tensor, ...]
+) -> bool:
     """Whether caches are packed and indices are int32.
 
     Caches: keys first. Indices: page tables, starts and lengths.

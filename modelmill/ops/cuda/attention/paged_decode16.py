@@ -55,7 +55,7 @@ MAX_FEW_PAIRS, FEW_PAIRS_SHORT_KEYS = 8, 2048
 FEW_PAIRS_CONFIGS = {128: (PagedDecodeKernelConfig(8, 1, 1), PagedDecodeKernelConfig(8, 1, 2))}
 # Where query heads share keys and values, and there are KV heads enough (above AT_ONCE the variant
 # behind is faster):
-GQA_CONFIGS, GQA_MIN_PAIRS = {128: PagedDecodeKernelConfig(8, 1, 2)}, 32
+GQA_CONFIGS, MAX_PAIRS_WITHOUT_GQA_CONFIG = {128: PagedDecodeKernelConfig(8, 1, 2)}, 32
 
 
 def choose_config_and_splits(
@@ -72,7 +72,7 @@ def choose_config_and_splits(
     splits = paged_decode.num_splits(pairs, keys, form.blocks_per_sm * num_sms, form.min_keys)
     if splits == 1:
         return (UNSPLIT_CONFIGS.get(dim, form) if pairs > MAX_CONCURRENT_PAIRS else form), 1
-    if group > 1 and pairs > GQA_MIN_PAIRS and dim in GQA_CONFIGS:
+    if group > 1 and pairs > MAX_PAIRS_WITHOUT_GQA_CONFIG and dim in GQA_CONFIGS:
         form = GQA_CONFIGS[dim]
         splits = paged_decode.num_splits(pairs, keys, form.blocks_per_sm * num_sms, form.min_keys)
     return form, splits
@@ -105,7 +105,7 @@ def supports_decode(inputs: PagedAttentionInputs) -> bool:
         and q.stride(0) % 8 == 0
         and q.stride(1) % 8 == 0
     )
-    return aligned and paged_decode.supports_cache((k_cache, v_cache), tuple(indices))
+    return aligned and paged_decode.supports_cache_and_indices((k_cache, v_cache), tuple(indices))
 
 
 def decode(inputs: PagedAttentionInputs, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -34,7 +34,7 @@ def supports_decode(inputs: PagedAttentionInputs) -> bool:
     if k_scale is None or v_scale is None:
         return False
     caches = (k_cache, v_cache, k_scale, v_scale)
-    return q.stride(2) == 1 and paged_decode.supports_cache(caches, tuple(indices))
+    return q.stride(2) == 1 and paged_decode.supports_cache_and_indices(caches, tuple(indices))
 
 
 def decode(inputs: PagedAttentionInputs, out: torch.Tensor | None = None) -> torch.Tensor:

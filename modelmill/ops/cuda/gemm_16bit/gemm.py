@@ -34,7 +34,7 @@ SMALL_M_MAX_ROWS = 64
 # Rows, and the most columns of the output for each SM that are served with so many. With few rows
 # Triton's smaller programs leave room for their neighbours in a step, and win where a block would
 # be wide; from 33 to 47 cuBLAS wins.
-SMALL_M_COLUMNS_PER_SM = (((2, 16), 32), ((17, 32), 256), ((48, SMALL_M_MAX_ROWS), 256))
+SMALL_M_MAX_COLUMNS_PER_SM_BY_ROWS = (((2, 16), 32), ((17, 32), 256), ((48, SMALL_M_MAX_ROWS), 256))
 MIN_WEIGHT_BYTES = 4 << 20
 LARGE_M_MIN_ROWS = 512
 MIN_TILE_EFFICIENCY = (
@@ -136,7 +136,7 @@ def small_m_support_ranges(n_multiple: int) -> tuple[GemmSupportRange, ...]:
             min_weight_bytes=MIN_WEIGHT_BYTES,
             fits=functools.partial(_fits_one_wave, columns),
         )
-        for rows, columns in SMALL_M_COLUMNS_PER_SM
+        for rows, columns in SMALL_M_MAX_COLUMNS_PER_SM_BY_ROWS
     )
 
 
@@ -144,7 +144,7 @@ def _fits_one_wave(columns: int, problem: GemmProblem) -> bool:
     return problem.device >= 0 and problem.n <= columns * launch.sm_count(problem.device)
 
 
-def _fills_sms(problem: GemmProblem) -> bool:
+def _is_large_m_problem_faster(problem: GemmProblem) -> bool:
     return problem.device >= 0 and large_m_is_faster(
         problem.m, problem.n, launch.sm_count(problem.device)
     )
@@ -152,7 +152,10 @@ def _fills_sms(problem: GemmProblem) -> bool:
 
 # Products that gemm_swiglu_large_m serves and is faster for: its tiles fill the SMs.
 LARGE_M_RANGE = GemmSupportRange(
-    m=(LARGE_M_MIN_ROWS, UNBOUNDED), n_multiple=16, dtypes=HALF_DTYPES, faster=_fills_sms
+    m=(LARGE_M_MIN_ROWS, UNBOUNDED),
+    n_multiple=16,
+    dtypes=HALF_DTYPES,
+    faster=_is_large_m_problem_faster,
 )
 
 

@@ -13,8 +13,8 @@ from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.fused_topk import SIGMOID, SOFTMAX, FusedTopkInputs
 
 DTYPE_DEFINES = {torch.bfloat16: (), torch.float16: ("HALF",)}
-_NUM_BLOCKS, _THREADS = 8, 512
-MAX_EXPERTS = _NUM_BLOCKS * _THREADS // 32
+_BLOCKS_PER_TOKEN, _THREADS = 8, 512
+MAX_EXPERTS = _BLOCKS_PER_TOKEN * _THREADS // 32
 """One a warp: a second row of the router is read too late to be faster than three launches."""
 MAX_HIDDEN, MAX_TOP_K = 4096, 32
 
@@ -37,9 +37,9 @@ def supports(inputs: AddRMSNormRouterInputs) -> bool:
     return (
         _supports_rules(rules)
         and _supports_sizes(len(router), x.shape[1], rules.top_k)
-        and all(_is_packed(each, x.dtype) for each in (x, residual, norm_weight, router))
-        and _is_packed(router_bias, x.dtype, alignment=1)
-        and _is_packed(selection_bias, torch.float32, alignment=1)
+        and all(_is_none_or_packed(each, x.dtype) for each in (x, residual, norm_weight, router))
+        and _is_none_or_packed(router_bias, x.dtype, alignment=1)
+        and _is_none_or_packed(selection_bias, torch.float32, alignment=1)
     )
 
 
@@ -56,7 +56,9 @@ def _supports_sizes(experts: int, hidden: int, top_k: int) -> bool:
     )
 
 
-def _is_packed(tensor: torch.Tensor | None, dtype: torch.dtype, alignment: int = 16) -> bool:
+def _is_none_or_packed(
+    tensor: torch.Tensor | None, dtype: torch.dtype, alignment: int = 16
+) -> bool:
     return tensor is None or (
         tensor.dtype == dtype and tensor.is_contiguous() and tensor.data_ptr() % alignment == 0
     )
@@ -82,7 +84,7 @@ def run(inputs: AddRMSNormRouterInputs) -> RoutedTokens:
             x, norm_weight, router, residual, out, router_bias, selection_bias, weights, ids
         )
         work = struct.pack("=9Q3f4x", *pointers, eps, logit_scale, rules.scale)
-        kernel.launch(_NUM_BLOCKS * tokens, work, pdl=True)
+        kernel.launch(_BLOCKS_PER_TOKEN * tokens, work, pdl=True)
     return RoutedTokens(out, x if residual is None else residual, weights, ids)
 
 

@@ -16,7 +16,7 @@ import torch
 from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.cuda.moe import moe_align_block_size
 from modelmill.ops.cuda.weight_only_gemm.weight_only import DTYPE_DEFINES
-from modelmill.ops.fused_moe import ACTIVATIONS, FusedMoEInputs
+from modelmill.ops.fused_moe import GATE_ACTIVATIONS, FusedMoEInputs
 from modelmill.ops.moe_support import MoEProblem, MoESupportRange, make_moe_problem
 
 INT4_FORMAT_CODE, E2M1_FORMAT_CODE, INT8_FORMAT_CODE = 0, 1, 2
@@ -26,7 +26,7 @@ FORMAT_CODE_BY_DTYPES: dict[tuple[torch.dtype | None, torch.dtype | None], int] 
     (torch.int8, torch.float32): INT8_FORMAT_CODE,
 }
 """By the dtypes of weights and scales."""
-_CLAMPED_GATE_CODE = len(ACTIVATIONS)  # GATE of a SwigluClamp
+_CLAMPED_GATE_CODE = len(GATE_ACTIVATIONS)  # GATE of a SwigluClamp
 MAX_TOKENS, MAX_PAIRS_PER_EXPERT = 512, 64
 """Tokens of a step, and pairs for each expert, for which the kernel is made."""
 MAX_PAIRS_BY_TOKEN_TILES = ((1, 3.0), (2, 8.0), (3, 12.0), (4, float("inf")))
@@ -47,7 +47,7 @@ _MAX_WARPS = 16
 _SM_QUARTER_REGISTERS, _OTHER_REGISTERS = 16384, 40
 # of an SM's memory: what the blocks that are to run side by side need (ops/carveout.py)
 _CARVEOUT_PERCENT = 100
-_COMBINE_THREADS, _COMBINE_COLUMNS = 128, 8
+_COMBINE_THREADS, _COMBINE_COLUMNS_PER_THREAD = 128, 8
 
 
 def unavailable_reason(device_type: str) -> str | None:
@@ -96,7 +96,7 @@ class GroupedGemmSpec(NamedTuple):
         return self.k // 32 if self.weight_format == E2M1_FORMAT_CODE else self.k // self.group * 2
 
     @property
-    def row_metadata_bytes(self) -> int:
+    def row_scale_offset_bias_bytes(self) -> int:
         """Of a row's scales, offsets and bias."""
         return self.row_scale_bytes * (2 if self.offset else 1) + (2 if self.bias else 0)
 
@@ -116,9 +116,12 @@ class GroupedGemmConfig(NamedTuple):
         """Shared memory of a stage."""
         words = self.k_tile // (16 if product.weight_format == INT8_FORMAT_CODE else 32)
         skew = 0 if product.weight_row_bytes % 128 else 16 * words
-        return 16 * self.row_tiles * (product.weight_row_bytes + product.row_metadata_bytes) + skew
+        return (
+            16 * self.row_tiles * (product.weight_row_bytes + product.row_scale_offset_bias_bytes)
+            + skew
+        )
 
-    def exchange_bytes(self, product: GroupedGemmSpec) -> int:
+    def non_stage_shared_bytes(self, product: GroupedGemmSpec) -> int:
         """Shared memory behind the stages."""
         tiles = product.k // self.k_tile
         partial = 2 * self.row_tiles * self.token_tiles * self.warps * 512
@@ -128,7 +131,7 @@ class GroupedGemmConfig(NamedTuple):
 
     def shared_bytes(self, product: GroupedGemmSpec) -> int:
         """Shared memory of a block."""
-        return self.stages * self.stage_bytes(product) + self.exchange_bytes(product)
+        return self.stages * self.stage_bytes(product) + self.non_stage_shared_bytes(product)
 
     def fits_registers(self, product: GroupedGemmSpec) -> bool:
         """Whether a thread's columns of x and sums fit beside what else it needs."""
@@ -144,7 +147,7 @@ class GroupedGemmConfig(NamedTuple):
     def with_most_stages(self, product: GroupedGemmSpec) -> GroupedGemmConfig | None:
         """The same with as many stages as there is room for; None if they are too few."""
         room = min(_MAX_SHARED_BYTES, _SM_SHARED_BYTES // self.blocks - _BLOCK_RESERVED_BYTES)
-        left = room - self.exchange_bytes(product)
+        left = room - self.non_stage_shared_bytes(product)
         stages = min(MAX_STAGES, left // self.stage_bytes(product))
         return self._replace(stages=stages) if stages >= 3 else None
 
@@ -311,7 +314,7 @@ def supports(inputs: FusedMoEInputs) -> bool:
         and all(offset is None or offset.dtype == torch.float16 for offset in offsets)
         and (shared is None or (shared.is_contiguous() and shared.data_ptr() % 16 == 0))
         and (shared is None or shared.dtype == x.dtype)
-        and (inputs.clamp is not None or inputs.activation in ACTIVATIONS)
+        and (inputs.clamp is not None or inputs.activation in GATE_ACTIVATIONS)
     )
 
 
@@ -345,7 +348,7 @@ def _launch_grouped_gemm(
     """One grouped product of the sorted pairs."""
     name, device = "gate_up" if product.gated else "down", x.get_device()
     operands = [getattr(inputs, name + part) for part in ("", "_scale", "_offset", "_bias")]
-    gate = gate_macro(inputs)
+    gate = gate_macro_value(inputs)
     kernel = launch.load_kernel(
         "grouped_gemm_wq", "grouped_gemm_wq", kernel_macros(x.dtype, product, config, gate),
         32 * config.warps, config.shared_bytes(product), device, _CARVEOUT_PERCENT,
@@ -366,14 +369,18 @@ def _combine_expert_outputs(inputs: FusedMoEInputs, by_pair: torch.Tensor) -> to
     )
     pointers = launch.data_pointers(by_pair, ids, inputs.topk_weights, inputs.shared, out)
     work = struct.pack("=5Q3i4x", *pointers, tokens, ids.shape[1], hidden)
-    threads = tokens * hidden // _COMBINE_COLUMNS
+    threads = tokens * hidden // _COMBINE_COLUMNS_PER_THREAD
     kernel.launch(-(-threads // _COMBINE_THREADS), work, pdl=True)
     return out
 
 
-def gate_macro(inputs: FusedMoEInputs) -> int:
+def gate_macro_value(inputs: FusedMoEInputs) -> int:
     """GATE of moe_activation.cuh."""
-    return _CLAMPED_GATE_CODE if inputs.clamp is not None else ACTIVATIONS.index(inputs.activation)
+    return (
+        _CLAMPED_GATE_CODE
+        if inputs.clamp is not None
+        else GATE_ACTIVATIONS.index(inputs.activation)
+    )
 
 
 @functools.lru_cache(1024)

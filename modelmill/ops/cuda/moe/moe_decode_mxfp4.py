@@ -16,7 +16,7 @@ from modelmill.ops.cuda.common import launch
 from modelmill.ops.cuda.moe.grouped_gemm_wq import (
     E2M1_FORMAT_CODE,
     GroupedGemmSpec,
-    gate_macro,
+    gate_macro_value,
     make_gemm_specs,
 )
 from modelmill.ops.cuda.weight_only_gemm.weight_only import DTYPE_DEFINES
@@ -55,7 +55,7 @@ class MoEDecodeConfig(NamedTuple):
             2 * ROWS_PER_OUTPUT_UNIT * (product.weight_row_bytes + product.row_scale_bytes) + skew
         )
 
-    def exchange_bytes(self, product: GroupedGemmSpec, top_k: int) -> int:
+    def non_stage_shared_bytes(self, product: GroupedGemmSpec, top_k: int) -> int:
         """Shared memory behind the stages."""
         x = 2 * product.k if product.gated else 2 * top_k * (product.k + X_PADDING_COLUMNS)
         parts = self.warps * (2 if product.gated else self.ways)
@@ -64,7 +64,7 @@ class MoEDecodeConfig(NamedTuple):
 
     def shared_bytes(self, product: GroupedGemmSpec, top_k: int) -> int:
         """Shared memory of a block."""
-        used = self.ring * self.ways * self.stage_bytes(product) + self.exchange_bytes(
+        used = self.ring * self.ways * self.stage_bytes(product) + self.non_stage_shared_bytes(
             product, top_k
         )
         return max(used, MIN_GATE_UP_SHARED_BYTES) if product.gated else used
@@ -88,7 +88,7 @@ class MoEDecodeConfig(NamedTuple):
         """
         needed = self.stages_per_team(product, top_k)
         for size in (room, MAX_SHARED_BYTES):
-            left = size - self.exchange_bytes(product, top_k)
+            left = size - self.non_stage_shared_bytes(product, top_k)
             ring = min(needed, left // ((self.stage_bytes(product) + 16) * self.ways))
             if ring >= min(needed, 2):
                 return self._replace(ring=ring)
@@ -211,7 +211,9 @@ def _launch_product(
     device, top_k = x.get_device(), inputs.topk_ids.shape[1]
     weight, scale, bias = (getattr(inputs, name + part) for part in ("", "_scale", "_bias"))
     shared = None if product.gated else inputs.shared
-    macros = kernel_macros(product, config, top_k, gate_macro(inputs), shared=shared is not None)
+    macros = kernel_macros(
+        product, config, top_k, gate_macro_value(inputs), shared=shared is not None
+    )
     kernel = launch.load_kernel(
         "moe_decode_mxfp4", "moe_decode_mxfp4", macros, config.threads,
         config.shared_bytes(product, top_k), device, _CARVEOUT_PERCENT,

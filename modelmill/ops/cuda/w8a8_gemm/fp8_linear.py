@@ -16,7 +16,7 @@ from modelmill.ops.cuda.w8a8_gemm.gemm_8bit import supports as supports
 from modelmill.ops.cuda.w8a8_gemm.gemm_8bit import unavailable_reason as unavailable_reason
 from modelmill.ops.kernel_support import UNBOUNDED, GemmProblem
 
-SMALL_M_LIMIT = 16  # rows up to which it is not worth it
+MAX_ROWS_LEFT_TO_TRITON = 16  # rows up to which it is not worth it
 TORCH_MIN_ROWS = 2048  # rows from which torch's is taken
 
 
@@ -27,7 +27,7 @@ def _unfit_for_torch_scaled_mm(problem: GemmProblem) -> bool:
 
 # As the reference, but that tensor cores keep fewer bits of the sums than float32 has.
 SUPPORTED_PROBLEMS = (
-    gemm_8bit.gemm_support_range((SMALL_M_LIMIT + 1, TORCH_MIN_ROWS - 1)),
+    gemm_8bit.gemm_support_range((MAX_ROWS_LEFT_TO_TRITON + 1, TORCH_MIN_ROWS - 1)),
     gemm_8bit.gemm_support_range((TORCH_MIN_ROWS, UNBOUNDED), fits=_unfit_for_torch_scaled_mm),
 )
 
@@ -37,4 +37,4 @@ def warmup_sizes(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[i
     max_rows = (
         max_rows if (weight.shape[0] | weight.shape[1]) % 16 else min(max_rows, TORCH_MIN_ROWS - 1)
     )
-    return gemm_8bit.warmup_sizes(x, weight, SMALL_M_LIMIT, max_rows)
+    return gemm_8bit.warmup_sizes(x, weight, MAX_ROWS_LEFT_TO_TRITON, max_rows)

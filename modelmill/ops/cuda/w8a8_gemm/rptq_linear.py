@@ -17,7 +17,7 @@ from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     WqMmaKernelConfig,
     config_row_ranges,
     fits_shared_memory,
-    group_shift,
+    log2_k_tiles_per_group,
 )
 from modelmill.ops.kernel_support import GemmProblem, GemmSupportRange, Kernel
 from modelmill.ops.rptq_linear import DECLARATION, RptqLinearInputs
@@ -59,7 +59,7 @@ def config_for(tokens: int, dtype: torch.dtype) -> WqMmaKernelConfig:
 
 def _fits_mma_kernel(config: WqMmaKernelConfig, problem: GemmProblem) -> bool:
     """Whether groups are whole pieces, and a block's scales find room."""
-    pieces = group_shift(problem.group, problem.k)
+    pieces = log2_k_tiles_per_group(problem.group, problem.k)
     return pieces is not None and fits_shared_memory(config, problem.groups)
 
 
@@ -116,7 +116,7 @@ def _run_mma(inputs: RptqLinearInputs) -> torch.Tensor:
             "rptq_linear", "rptq_linear", macros, THREADS, shared, q.get_device()
         )
         pointers = launch.data_pointers(q, weight, scale, offset, step, constant, bias, out)
-        counts = (tokens, rows, columns, groups, group_shift(group, columns))
+        counts = (tokens, rows, columns, groups, log2_k_tiles_per_group(group, columns))
         kernel.launch(form.grid(rows), struct.pack("=8Q5i4x", *pointers, *counts), pdl=True)
     return out
 

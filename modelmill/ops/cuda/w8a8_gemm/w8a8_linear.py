@@ -13,12 +13,12 @@ from modelmill.ops.cuda.w8a8_gemm.gemm_8bit import supports as supports
 from modelmill.ops.cuda.w8a8_gemm.gemm_8bit import unavailable_reason as unavailable_reason
 from modelmill.ops.kernel_support import UNBOUNDED
 
-SMALL_M_LIMIT = 16  # rows up to which it is not worth it
+MAX_ROWS_LEFT_TO_TRITON = 16  # rows up to which it is not worth it
 
 
-SUPPORTED_PROBLEMS = (gemm_8bit.gemm_support_range((SMALL_M_LIMIT + 1, UNBOUNDED)),)
+SUPPORTED_PROBLEMS = (gemm_8bit.gemm_support_range((MAX_ROWS_LEFT_TO_TRITON + 1, UNBOUNDED)),)
 
 
 def warmup_sizes(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:
     """Numbers of rows up to ``max_rows`` that cover every kernel config of this op."""
-    return gemm_8bit.warmup_sizes(x, weight, SMALL_M_LIMIT, max_rows)
+    return gemm_8bit.warmup_sizes(x, weight, MAX_ROWS_LEFT_TO_TRITON, max_rows)

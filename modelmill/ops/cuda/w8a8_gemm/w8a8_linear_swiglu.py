@@ -10,11 +10,13 @@ from modelmill.ops.cuda.w8a8_gemm.gemm_8bit import unavailable_reason as unavail
 from modelmill.ops.kernel_support import UNBOUNDED
 from modelmill.ops.w8a8_linear import Linear8BitInputs
 
-SMALL_M_LIMIT = 64  # rows up to which a kernel of its own for the gate is no slower
+MAX_UNFUSED_SWIGLU_ROWS = 64  # rows up to which a kernel of its own for the gate is no slower
 
 
 # halves in eights
-SUPPORTED_PROBLEMS = (gemm_8bit.gemm_support_range((SMALL_M_LIMIT + 1, UNBOUNDED), n_multiple=16),)
+SUPPORTED_PROBLEMS = (
+    gemm_8bit.gemm_support_range((MAX_UNFUSED_SWIGLU_ROWS + 1, UNBOUNDED), n_multiple=16),
+)
 
 
 def run(inputs: Linear8BitInputs) -> torch.Tensor:
@@ -24,4 +26,4 @@ def run(inputs: Linear8BitInputs) -> torch.Tensor:
 
 def warmup_sizes(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:
     """Numbers of rows up to ``max_rows`` that cover every kernel config of this op."""
-    return gemm_8bit.warmup_sizes(x, weight, SMALL_M_LIMIT, max_rows, gated=True)
+    return gemm_8bit.warmup_sizes(x, weight, MAX_UNFUSED_SWIGLU_ROWS, max_rows, gated=True)

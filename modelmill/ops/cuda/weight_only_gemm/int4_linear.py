@@ -23,9 +23,9 @@ from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     WqMmaKernelConfig,
     config_for,
     fits_shared_memory,
-    group_shift,
     has_aligned_rows,
     k_tile_for,
+    log2_k_tiles_per_group,
     mma_kernels,
     row_block_kernel,
     supports_bias,
@@ -46,7 +46,10 @@ def unavailable_reason(device_type: str) -> str | None:
 
 def _fits_some_kernel(config: WqMmaKernelConfig, gated: bool, problem: GemmProblem) -> bool:
     """Whether groups divide a warp's pieces, and a block's scales find room in some kernel."""
-    if group_shift(problem.group, problem.k, k_tile_for(problem.group, problem.k)) is None:
+    if (
+        log2_k_tiles_per_group(problem.group, problem.k, k_tile_for(problem.group, problem.k))
+        is None
+    ):
         return False
     if fits_shared_memory(config, problem.groups):
         return True
@@ -98,7 +101,7 @@ def int4_mma_gemm(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor
             columns // PACK_COLUMNS,
             x.stride(0),
             groups,
-            group_shift(group, columns, piece),
+            log2_k_tiles_per_group(group, columns, piece),
         )
         kernel.launch(
             form.grid(rows, gated=gated), struct.pack("=6Q6i", *pointers, *counts), pdl=True
@@ -109,7 +112,7 @@ def int4_mma_gemm(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor
 def list_kernels_by_preference(*, gated: bool) -> tuple[Kernel, ...]:
     """The kernels of 4-bit GEMMs in order of preference; sums in float32."""
     few = (
-        wq_gemv.gemv_kernel(gated=gated),
+        wq_gemv.make_gemv_kernel(gated=gated),
         *wq_gemm_small_m.list_kernels(gated=gated),
         *wq_gemm_pipelined.small_m_kernels(2, gated=gated),
         *mma_kernels(functools.partial(int4_mma_gemm, gated=gated)),

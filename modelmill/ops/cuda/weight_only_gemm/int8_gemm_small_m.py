@@ -23,14 +23,14 @@ from modelmill.ops.cuda.weight_only_gemm.weight_only import K_TILE, WqMmaKernelC
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.kernel_support import GemmProblem, GemmSupportRange, Kernel
 
-_MAX_K_TILE = {8: 64}  # of a piece, by tiles of x: for more there are too few registers
+_MAX_K_TILE_BY_M_TILES = {8: 64}  # of a piece, by tiles of x: for more there are too few registers
 
 
 def k_tile_for_rows(tokens: int, group: int, columns: int) -> int:
     """Columns that a warp takes at a time."""
     return min(
         weight_only.k_tile_for(group, columns),
-        _MAX_K_TILE.get(weight_only.config_for(tokens).m_tiles, K_TILE),
+        _MAX_K_TILE_BY_M_TILES.get(weight_only.config_for(tokens).m_tiles, K_TILE),
     )
 
 
@@ -40,7 +40,10 @@ def _fits_some_kernel(config: WqMmaKernelConfig, gated: bool, problem: GemmProbl
     whole = group % weight_only.PACK_COLUMNS == 0 or group >= columns
     if (
         not whole
-        or weight_only.group_shift(group, columns, weight_only.k_tile_for(group, columns)) is None
+        or weight_only.log2_k_tiles_per_group(
+            group, columns, weight_only.k_tile_for(group, columns)
+        )
+        is None
     ):
         return False
     if weight_only.fits_shared_memory(config, problem.groups):
@@ -81,7 +84,7 @@ def supports(inputs: GroupwiseLinearInputs) -> bool:
 def list_kernels_by_preference(*, gated: bool) -> tuple[Kernel, ...]:
     """The kernels of 8-bit weight-only GEMMs in order of preference; sums in float32."""
     few = (
-        wq_gemv.gemv_kernel(gated=gated),
+        wq_gemv.make_gemv_kernel(gated=gated),
         *wq_gemm_small_m.list_kernels(gated=gated),
         *wq_gemm_pipelined.small_m_kernels(1, gated=gated),
         *weight_only.mma_kernels(functools.partial(int8_mma_gemm, gated=gated)),
@@ -118,7 +121,7 @@ def int8_mma_gemm(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor
             columns,
             x.stride(0),
             groups,
-            weight_only.group_shift(group, columns, piece),
+            weight_only.log2_k_tiles_per_group(group, columns, piece),
         )
         kernel.launch(
             few.grid(rows, gated=gated), struct.pack("=6Q6i", *pointers, *counts), pdl=True

@@ -81,7 +81,7 @@ def k_tile_for(group: int, columns: int, most: int = K_TILE) -> int:
     return most if group >= columns else gcd(group, most)
 
 
-def group_shift(group: int, columns: int, k_tile: int = K_TILE) -> int | None:
+def log2_k_tiles_per_group(group: int, columns: int, k_tile: int = K_TILE) -> int | None:
     """How many pieces share a scale, as a power of two; None where it is none."""
     if group >= columns:
         return 30

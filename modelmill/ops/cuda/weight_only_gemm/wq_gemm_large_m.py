@@ -21,9 +21,14 @@ _SMEM_ROW_BYTES = 16  # contiguous bytes in shared memory of a row of a K tile
 _MIN_K_TILES_PER_SPLIT, _MIN_STAGES = 8, 3  # K tiles that a block of a cluster is worth
 # measured on an H200: clocks of a K tile for each row of x of a block, and beside; of a tile beside
 # its K tiles; of a launch
-_CLOCKS_PER_ROW, _CLOCKS_PER_K_TILE, _CLOCKS_PER_TILE, _CLOCKS_PER_LAUNCH = 2.6, 470, 4500, 3000
+_CLOCKS_PER_K_TILE_ROW, _CLOCKS_PER_K_TILE, _CLOCKS_PER_TILE, _CLOCKS_PER_LAUNCH = (
+    2.6,
+    470,
+    4500,
+    3000,
+)
 _TWO_LAUNCH_COST_FACTOR = 0.97  # a second launch is worth so much less than a single one's clocks
-_MAX_ROWS = {
+_MAX_ROWS_BY_FORMAT = {
     (4, 128): 2048,
     (4, 64): 1024,
     (4, 32): 256,
@@ -47,12 +52,12 @@ class PlannedLaunch(NamedTuple):
     """A launch over part of the weight."""
 
     shape: BlockShape
-    tiles: wq_gemm_tile.WeightTiles
+    tiles: wq_gemm_tile.WeightTileRange
 
 
-def launch_plan(problem: GemmProblem, *, gated: bool) -> tuple[PlannedLaunch, ...]:
+def plan_launches(problem: GemmProblem, *, gated: bool) -> tuple[PlannedLaunch, ...]:
     """The fastest launches of a product; none where the kernel does not serve it."""
-    spec = wq_gemm_tile.problem_spec(problem, K_TILE)
+    spec = wq_gemm_tile.problem_weight_spec(problem, K_TILE)
     if problem.device < 0 or not wq_gemm_tile.supports_weight(problem.n, spec, gated=gated):
         return ()
     # plans depend on blocks of 64 rows
@@ -62,7 +67,7 @@ def launch_plan(problem: GemmProblem, *, gated: bool) -> tuple[PlannedLaunch, ..
 
 def fits(problem: GemmProblem, *, gated: bool) -> bool:
     """Whether the kernel serves such a weight."""
-    return bool(launch_plan(problem, gated=gated))
+    return bool(plan_launches(problem, gated=gated))
 
 
 def support_ranges(
@@ -71,7 +76,7 @@ def support_ranges(
     """What the kernel serves, and is the fastest for, by the weight's format."""
 
     def fits_format(bits: int, columns: int, problem: GemmProblem) -> bool:
-        spec = wq_gemm_tile.problem_spec(problem)
+        spec = wq_gemm_tile.problem_weight_spec(problem)
         own_format = (spec.bits, k_tile_for(spec.group, spec.columns))
         return own_format == (bits, columns) and fits(problem, gated=gated)
 
@@ -83,7 +88,7 @@ def support_ranges(
             scale_dtypes=scale_dtypes,
             fits=functools.partial(fits_format, *key),
         )
-        for key, max_rows in _MAX_ROWS.items()
+        for key, max_rows in _MAX_ROWS_BY_FORMAT.items()
     )
 
 
@@ -95,12 +100,12 @@ def list_kernels_by_preference(*, gated: bool) -> tuple[Kernel, ...]:
 
 def groupwise_gemm(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:
     """``wq_gemm`` with the plan for these operands."""
-    return wq_gemm(inputs, launch_plan(make_groupwise_problem(*inputs), gated=gated), gated=gated)
+    return wq_gemm(inputs, plan_launches(make_groupwise_problem(*inputs), gated=gated), gated=gated)
 
 
 def warmup_sizes(bits: int, max_rows: int) -> list[int]:
     """Rows of x with every number of blocks up to ``max_rows``: each may be another plan."""
-    most = min(max_rows, max(rows for (own, _), rows in _MAX_ROWS.items() if own == bits))
+    most = min(max_rows, max(rows for (own, _), rows in _MAX_ROWS_BY_FORMAT.items() if own == bits))
     return [min(rows, most) for rows in range(MIN_ROWS + 63, most + 64, 64)]
 
 
@@ -134,28 +139,28 @@ def fastest_plan(
         for split_k in wq_gemm_tile.SPLIT_K_CHOICES
     ]
     fitting = [shape for shape in shapes if fits_shared_memory(spec, shape)]
-    count = wq_gemm_tile.weight_tiles(rows)
+    count = wq_gemm_tile.count_weight_tiles(rows)
 
     def clocks(planned: PlannedLaunch) -> float:
         block_m, split_k = planned.shape
         blocks = planned.tiles.number * -(-tokens // block_m) * split_k
         # larger clusters do not fill every group of SMs
         waves = -(-blocks // (num_sms if split_k <= 2 else num_sms * 9 // 10))
-        k_tile = _CLOCKS_PER_K_TILE + block_m * _CLOCKS_PER_ROW
+        k_tile = _CLOCKS_PER_K_TILE + block_m * _CLOCKS_PER_K_TILE_ROW
         tile = -(-spec.k_tiles // split_k) * k_tile + _CLOCKS_PER_TILE
         return waves * tile + _CLOCKS_PER_LAUNCH
 
     def plans() -> Iterator[tuple[PlannedLaunch, ...]]:
         for shape in fitting:
-            yield (PlannedLaunch(shape, wq_gemm_tile.WeightTiles(0, count)),)
+            yield (PlannedLaunch(shape, wq_gemm_tile.WeightTileRange(0, count)),)
             m_tiles = -(-tokens // shape.block_m)
             full = count * m_tiles // num_sms * num_sms // m_tiles  # weight tiles of full waves
             if shape.split_k == 1 and 0 < full < count:
-                whole = PlannedLaunch(shape, wq_gemm_tile.WeightTiles(0, full))
+                whole = PlannedLaunch(shape, wq_gemm_tile.WeightTileRange(0, full))
                 for other in fitting:
                     yield (
                         whole,
-                        PlannedLaunch(other, wq_gemm_tile.WeightTiles(full, count - full)),
+                        PlannedLaunch(other, wq_gemm_tile.WeightTileRange(full, count - full)),
                     )
 
     def cost(plan: tuple[PlannedLaunch, ...]) -> float:
@@ -168,7 +173,7 @@ def wq_gemm(
     inputs: GroupwiseLinearInputs, plan: tuple[PlannedLaunch, ...], *, gated: bool
 ) -> torch.Tensor:
     """X [T, K] · weightᵀ → [T, N]; gated: silu(first half) · second half of it, [T, N / 2]."""
-    spec = wq_gemm_tile.problem_spec(make_groupwise_problem(*inputs), K_TILE)
+    spec = wq_gemm_tile.problem_weight_spec(make_groupwise_problem(*inputs), K_TILE)
     out, num_sms = (
         wq_gemm_tile.empty_gemm_output(*inputs[:2], gated=gated),
         launch.sm_count(inputs.x.get_device()),

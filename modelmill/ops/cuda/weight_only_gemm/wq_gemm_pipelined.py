@@ -23,13 +23,13 @@ from modelmill.ops.cuda.weight_only_gemm.weight_only import (
 from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import (
     SPLIT_K_CHOICES,
     BlockMemory,
-    WeightTiles,
+    WeightTileRange,
     WqSpec,
+    count_weight_tiles,
     empty_gemm_output,
     launch_gemm,
-    problem_spec,
+    problem_weight_spec,
     supports_weight,
-    weight_tiles,
 )
 from modelmill.ops.groupwise import GroupwiseLinearInputs, make_groupwise_problem
 from modelmill.ops.kernel_support import HALF_DTYPES, GemmProblem, GemmSupportRange, Kernel
@@ -49,7 +49,7 @@ def block_rows(tokens: int) -> int:
 
 def problem_split_k(problem: GemmProblem, *, gated: bool) -> int | None:
     """Blocks that share K of a product; None where the kernel does not serve it."""
-    spec = problem_spec(problem)
+    spec = problem_weight_spec(problem)
     if problem.device < 0 or not supports_weight(problem.n, spec, gated=gated):
         return None
     return best_split_k(problem.n, spec, block_rows(problem.m), launch.sm_count(problem.device))
@@ -72,7 +72,7 @@ def best_split_k(rows: int, spec: WqSpec, padded: int, num_sms: int) -> int | No
 
     rows: of the weight. padded: rows of x of a block.
     """
-    tiles = weight_tiles(rows)
+    tiles = count_weight_tiles(rows)
 
     def cost(split_k: int) -> tuple[float, int]:
         # larger clusters do not fill every group of SMs
@@ -96,7 +96,7 @@ def _fits(problem: GemmProblem, *, gated: bool) -> bool:
 
 
 def _fits_small_groups(problem: GemmProblem, *, gated: bool) -> bool:
-    return problem_spec(problem).groups_per_tile > 1 and _fits(problem, gated=gated)
+    return problem_weight_spec(problem).groups_per_tile > 1 and _fits(problem, gated=gated)
 
 
 def supported_problems(
@@ -120,7 +120,9 @@ def supported_problems(
         )
         for rows, config in config_row_ranges(KERNEL_CONFIGS)
     ]
-    blocks = row_block_support_range(few, functools.partial(_multiplies_rows_at_once, gated=gated))
+    blocks = row_block_support_range(
+        few, functools.partial(_fits_pipelined_and_large_m, gated=gated)
+    )
     own = GemmSupportRange(
         m=(MAX_ROWS + 1, MAX_BLOCK_ROWS),
         k_multiple=PACK_COLUMNS,
@@ -131,7 +133,7 @@ def supported_problems(
     return (*few, blocks, own, *wq_gemm_large_m.support_ranges(scale_dtypes, gated=gated))
 
 
-def _multiplies_rows_at_once(problem: GemmProblem, *, gated: bool) -> bool:
+def _fits_pipelined_and_large_m(problem: GemmProblem, *, gated: bool) -> bool:
     """Whether more rows of x than ``MAX_ROWS`` are multiplied at once."""
     return _fits(problem, gated=gated) and wq_gemm_large_m.fits(problem, gated=gated)
 
@@ -182,10 +184,10 @@ def wq_gemm(inputs: GroupwiseLinearInputs, split_k: int, *, gated: bool) -> torc
     """X [T, K] · weightᵀ → [T, N]; gated: silu(first half) · second half of it, [T, N / 2]."""
     x, weight, scale, *_ = inputs
     tokens, columns = x.shape
-    spec = problem_spec(make_groupwise_problem(*inputs))
+    spec = problem_weight_spec(make_groupwise_problem(*inputs))
     groups, k_tiles, padded = scale.numel() // len(weight), spec.k_tiles, block_rows(tokens)
-    assert spec.group_shift is not None
-    shift = spec.group_shift if spec.groups_per_tile == 1 else 0
+    assert spec.log2_k_tiles_per_group is not None
+    shift = spec.log2_k_tiles_per_group if spec.groups_per_tile == 1 else 0
     chunks = -(-groups // _GROUPS_PER_MMA) if spec.needs_input_sums else 0
     # warps per row of x: one per group whose sum is needed, or per K tile
     units = (
@@ -212,7 +214,7 @@ def wq_gemm(inputs: GroupwiseLinearInputs, split_k: int, *, gated: bool) -> torc
             inputs._replace(x=permuted),
             out,
             smem_row_bytes(spec),
-            WeightTiles(0, weight_tiles(len(weight))),
+            WeightTileRange(0, count_weight_tiles(len(weight))),
             gated=gated,
         )
     return out

@@ -10,7 +10,11 @@ import torch
 
 from modelmill.ops.cuda.common import launch
 from modelmill.ops.cuda.weight_only_gemm import wq_gemv
-from modelmill.ops.cuda.weight_only_gemm.weight_only import DTYPE_DEFINES, group_shift, k_tile_for
+from modelmill.ops.cuda.weight_only_gemm.weight_only import (
+    DTYPE_DEFINES,
+    k_tile_for,
+    log2_k_tiles_per_group,
+)
 from modelmill.ops.cuda.weight_only_gemm.wq_gemv import LINE_BYTES, LINE_TILE_BYTES, ROWS_PER_TILE
 from modelmill.ops.groupwise import GroupwiseLinearInputs, make_groupwise_problem
 from modelmill.ops.kernel_support import GemmProblem, GemmSupportRange, Kernel
@@ -19,7 +23,7 @@ from modelmill.ops.kernel_support import GemmProblem, GemmSupportRange, Kernel
 ROWS_PER_M_TILE = 8
 _PARTIAL_SUM_TILE_BYTES = 4 * ROWS_PER_M_TILE * (ROWS_PER_TILE + 4)
 MAX_ROWS = 16
-_MAX_WARPS, _PRODUCER_AND_REDUCE_WARPS = 16, 3  # that multiply; one loads, two add
+_MAX_MMA_WARPS, _PRODUCER_AND_REDUCE_WARPS = 16, 3  # that multiply; one loads, two add
 _MAX_X_REGISTERS = 64  # of a thread
 _SPLIT_K_CHOICES, _MAX_X_BYTES = (
     (1, 2, 4),
@@ -66,7 +70,7 @@ class SmallMConfig(NamedTuple):
         return 32 * (self.warps + _PRODUCER_AND_REDUCE_WARPS)
 
     @property
-    def max_tiles(self) -> int:
+    def max_tiles_per_cluster(self) -> int:
         """Tiles of a cluster at most."""
         return -(-self.tiles // self.clusters)
 
@@ -98,7 +102,7 @@ def config_for(
         (n for n in _SPLIT_K_CHOICES if x_bytes <= n * _MAX_X_BYTES), _SPLIT_K_CHOICES[-1]
     )
     block_lines = -(-lines // split_k)
-    most = _MAX_WARPS // spec.m_tiles  # more have too few registers
+    most = _MAX_MMA_WARPS // spec.m_tiles  # more have too few registers
     passes = -(-block_lines // (most * spec.max_lines_per_warp))
     pass_lines = -(-block_lines // passes)
     each = -(-pass_lines // most)
@@ -116,7 +120,7 @@ def shared_bytes(spec: SmallMSpec, config: SmallMConfig) -> int:
     sum_bytes, split_k, most = (
         spec.m_tiles * _PARTIAL_SUM_TILE_BYTES,
         config.split_k,
-        config.max_tiles,
+        config.max_tiles_per_cluster,
     )
     own = -(-most // split_k)
     used = config.warps * (config.stages * LINE_TILE_BYTES + _SCALE_TILE_SLOTS * sum_bytes)
@@ -143,7 +147,7 @@ def problem_config(problem: GemmProblem) -> SmallMConfig | None:
         or not 2 <= problem.m <= MAX_ROWS
         or problem.n % ROWS_PER_TILE
         or problem.k * spec.bits % (8 * LINE_BYTES)
-        or group_shift(problem.group or problem.k, problem.k, spec.part_columns) is None
+        or log2_k_tiles_per_group(problem.group or problem.k, problem.k, spec.part_columns) is None
         or (spec.float32_scales and (spec.bits == 4 or spec.offset))
     ):
         return None
@@ -188,7 +192,7 @@ def wq_gemm(inputs: GroupwiseLinearInputs, config: SmallMConfig, *, gated: bool)
     x, weight, scale, offset, group, bias = inputs
     problem = make_groupwise_problem(*inputs)
     spec = problem_spec(problem)
-    shift = group_shift(group or problem.k, problem.k, spec.part_columns)
+    shift = log2_k_tiles_per_group(group or problem.k, problem.k, spec.part_columns)
     assert shift is not None, "see problem_config"
     size = (problem.m, problem.n // 2 if gated else problem.n)
     out = torch.empty(size, dtype=x.dtype, device=x.device)
@@ -201,7 +205,7 @@ def wq_gemm(inputs: GroupwiseLinearInputs, config: SmallMConfig, *, gated: bool)
             shared_bytes(spec, config),
             x.get_device(),
         )
-        row_sizes, row_strides, row_box = wq_gemv.weight_tensor_map_box(
+        row_sizes, row_strides, row_box = wq_gemv.weight_tensor_map_geometry(
             problem.n, weight.stride(0), gated=gated
         )
         there = launch.tensor_map(
@@ -213,7 +217,7 @@ def wq_gemm(inputs: GroupwiseLinearInputs, config: SmallMConfig, *, gated: bool)
         )
         pointers = launch.data_pointers(x, scale, offset, bias, out)
         counts = (problem.m, x.stride(0), problem.n, problem.k, problem.groups, shift)
-        sizes = (config.tiles, config.lines, config.passes, config.max_tiles)
+        sizes = (config.tiles, config.lines, config.passes, config.max_tiles_per_cluster)
         work = struct.pack("=5Q10i", *pointers, *counts, *sizes)
         kernel.launch(config.clusters * config.split_k, there, work, pdl=True)
     return out

@@ -8,7 +8,11 @@ from typing import NamedTuple
 import torch
 
 from modelmill.ops.cuda.common import launch
-from modelmill.ops.cuda.weight_only_gemm.weight_only import K_TILE, group_shift, k_tile_for
+from modelmill.ops.cuda.weight_only_gemm.weight_only import (
+    K_TILE,
+    k_tile_for,
+    log2_k_tiles_per_group,
+)
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.kernel_support import GemmProblem
 
@@ -41,9 +45,9 @@ class WqSpec(NamedTuple):
         return -(-self.columns // self.k_tile)
 
     @property
-    def group_shift(self) -> int | None:
+    def log2_k_tiles_per_group(self) -> int | None:
         """K tiles that share a scale, as a power of two; None where that is none."""
-        return group_shift(self.group, self.columns, self.k_tile // self.groups_per_tile)
+        return log2_k_tiles_per_group(self.group, self.columns, self.k_tile // self.groups_per_tile)
 
     @property
     def groups_per_tile(self) -> int:
@@ -62,14 +66,14 @@ class WqSpec(NamedTuple):
 
     def groups_per_split(self, split_k: int) -> int:
         """Most groups that one of ``split_k`` blocks that share K touches."""
-        each, by = -(-self.k_tiles // split_k), self.group_shift or 0
+        each, by = -(-self.k_tiles // split_k), self.log2_k_tiles_per_group or 0
         if self.groups_per_tile > 1:
             return each * self.groups_per_tile
         ends = [(begin, min(begin + each, self.k_tiles)) for begin in range(0, self.k_tiles, each)]
         return max(((end - 1) >> by) - (begin >> by) + 1 for begin, end in ends)
 
 
-def problem_spec(problem: GemmProblem, k_tile: int = K_TILE) -> WqSpec:
+def problem_weight_spec(problem: GemmProblem, k_tile: int = K_TILE) -> WqSpec:
     """The format of the weight of a product."""
     return WqSpec(
         4 if problem.weight_dtype is torch.uint8 else 8,
@@ -88,7 +92,7 @@ def supports_weight(rows: int, spec: WqSpec, *, gated: bool) -> bool:
     sums of x are needed.
     """
     return (
-        spec.group_shift is not None
+        spec.log2_k_tiles_per_group is not None
         and spec.k_tile // spec.groups_per_tile >= _MIN_GROUP
         and rows % (16 if gated else 8) == 0
         and not (spec.float32_scales and spec.needs_input_sums)
@@ -117,7 +121,7 @@ class BlockMemory(NamedTuple):
         return self.spec.groups_per_split(self.split_k) | 1
 
     @property
-    def scale_bytes(self) -> int:
+    def scale_and_barrier_bytes(self) -> int:
         """Bytes of the scales of a block's groups, and of their barriers."""
         size = 4 if self.spec.offset or self.spec.float32_scales else 2
         return self.scale_buffers * (BLOCK_N * self.scale_pitch * size + _BARRIER_BYTES)
@@ -125,20 +129,20 @@ class BlockMemory(NamedTuple):
     @property
     def num_stages(self) -> int:
         """K tiles on their way beside the scales."""
-        left = _MAX_SHARED_BYTES - self.scale_bytes
+        left = _MAX_SHARED_BYTES - self.scale_and_barrier_bytes
         return min(_MAX_STAGES, left // (self.stage_bytes + _BARRIER_BYTES))
 
     @property
     def shared_bytes(self) -> int:
         """Bytes of all."""
-        return self.num_stages * (self.stage_bytes + _BARRIER_BYTES) + self.scale_bytes
+        return self.num_stages * (self.stage_bytes + _BARRIER_BYTES) + self.scale_and_barrier_bytes
 
     def fits(self, min_k_tiles: int, min_stages: int, *, holds_results: bool = True) -> bool:
         """Whether the scales leave room for K tiles enough, and for the results where they were.
 
         min_k_tiles: that a block of a cluster is worth. holds_results: they pass shared memory.
         """
-        if self.spec.group_shift is None or (
+        if self.spec.log2_k_tiles_per_group is None or (
             self.split_k > 1 and self.spec.k_tiles < min_k_tiles * self.split_k
         ):
             return False
@@ -161,14 +165,14 @@ class BlockMemory(NamedTuple):
         return tuple(f"{name}={int(size)}" for name, size in sizes.items())
 
 
-class WeightTiles(NamedTuple):
+class WeightTileRange(NamedTuple):
     """Part of a weight that a launch multiplies: tiles of 128 rows from ``first`` on."""
 
     first: int
     number: int
 
 
-def weight_tiles(rows: int) -> int:
+def count_weight_tiles(rows: int) -> int:
     """Tiles of a weight."""
     return -(-rows // BLOCK_N)
 
@@ -186,7 +190,7 @@ def launch_gemm(
     inputs: GroupwiseLinearInputs,
     out: torch.Tensor,
     part_bytes: int,
-    tiles: WeightTiles,
+    tiles: WeightTileRange,
     max_blocks: int | None = None,
     *,
     gated: bool,
@@ -207,8 +211,8 @@ def launch_gemm(
     """
     x, weight, scale, offset, _, bias = inputs
     spec, rows, tokens = memory.spec, weight.shape[0], x.shape[0]
-    assert spec.group_shift is not None
-    shift = spec.group_shift if spec.groups_per_tile == 1 else 0
+    assert spec.log2_k_tiles_per_group is not None
+    shift = spec.log2_k_tiles_per_group if spec.groups_per_tile == 1 else 0
     m_tiles = -(-tokens // memory.block_m)
     kernel = launch.load_kernel(
         kernel_name, kernel_name, macros, _THREADS, memory.shared_bytes, x.get_device()

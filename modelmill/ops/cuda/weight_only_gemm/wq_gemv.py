@@ -9,14 +9,18 @@ from typing import NamedTuple
 import torch
 
 from modelmill.ops.cuda.common import launch
-from modelmill.ops.cuda.weight_only_gemm.weight_only import DTYPE_DEFINES, K_TILE, group_shift
+from modelmill.ops.cuda.weight_only_gemm.weight_only import (
+    DTYPE_DEFINES,
+    K_TILE,
+    log2_k_tiles_per_group,
+)
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.kernel_support import GemmProblem, GemmSupportRange, Kernel, make_gemm_problem
 
 # Sizes of wq_gemv.cu.
 ROWS_PER_TILE, LINE_BYTES = 16, 128
 LINE_TILE_BYTES = ROWS_PER_TILE * LINE_BYTES
-_TILES_IN_FLIGHT = (4, 2, 1)  # tiles whose scales and sums a block holds
+_TILES_IN_FLIGHT_CHOICES = (4, 2, 1)  # tiles whose scales and sums a block holds
 # Bytes of a block: at least more than half of what there is, since two blocks of a kernel on one
 # SM would leave another without work. Little more where that suffices: what is left
 # lets the small kernels between products in.
@@ -51,7 +55,7 @@ class WqGemvKernelConfig(NamedTuple):
 def config_for(spec: WqGemvSpec, columns: int, groups: int) -> WqGemvKernelConfig | None:
     """The config with as many stages as fit in shared memory; None if two do not fit."""
     lines, (warps, most) = -(-columns * spec.bits // 8 // 128), spec.max_warps_and_stages
-    for scale_stages in _TILES_IN_FLIGHT:
+    for scale_stages in _TILES_IN_FLIGHT_CHOICES:
         every = [
             WqGemvKernelConfig(lines, groups, min(warps, lines), stages, scale_stages)
             for stages in range(most, 1, -1)
@@ -102,7 +106,9 @@ def supports_problem(problem: GemmProblem) -> bool:
     return (
         problem.n % ROWS_PER_TILE == 0
         and problem.k % 32 == 0
-        and group_shift(problem.group or problem.k, problem.k, K_TILE // spec.groups_per_tile)
+        and log2_k_tiles_per_group(
+            problem.group or problem.k, problem.k, K_TILE // spec.groups_per_tile
+        )
         is not None
         and config_for(spec, problem.k, problem.groups) is not None
     )
@@ -129,13 +135,13 @@ def groupwise_gemv(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tenso
     return wq_gemv(x, weight, grids, (None, None, bias), x.dtype, gated=gated)
 
 
-def gemv_kernel(*, gated: bool) -> Kernel:
+def make_gemv_kernel(*, gated: bool) -> Kernel:
     """The kernel of one row of the weight-only GEMMs."""
     run = functools.partial(groupwise_gemv, gated=gated)
     return Kernel(GemmSupportRange(m=(1, 1), fits=supports_problem), run, supports_groupwise)
 
 
-def weight_tensor_map_box(
+def weight_tensor_map_geometry(
     rows: int, width: int, *, gated: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Sizes, strides in bytes and box of a weight's rows, ``width`` bytes each; gated: two halves.
@@ -157,9 +163,11 @@ class WqGemvLaunch(NamedTuple):
     sizes: tuple[int, ...]
     gated: bool
 
-    def weight_box(self, width: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    def weight_map_geometry_in_words(
+        self, width: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Sizes, strides and box, in words, of the weight's tensor map; GATED loads both halves."""
-        sizes, strides, box = weight_tensor_map_box(self.sizes[0], width, gated=self.gated)
+        sizes, strides, box = weight_tensor_map_geometry(self.sizes[0], width, gated=self.gated)
         return (width // 4, *sizes), strides, (LINE_BYTES // 4, *box)
 
 
@@ -179,7 +187,7 @@ def plan_launch(
     rows, columns = size
     shape, by = (
         config_for(spec, columns, groups),
-        group_shift(group, columns, K_TILE // spec.groups_per_tile),
+        log2_k_tiles_per_group(group, columns, K_TILE // spec.groups_per_tile),
     )
     assert shape is not None and by is not None  # noqa: PT018  checked by supports_weight
     slots = 8 // spec.bits * spec.groups_per_tile  # groups of a line, where pieces do not share one
@@ -223,7 +231,7 @@ def wq_gemv(
     """
     scale, offset, group = grids
     rows, columns = weight.shape[0], x.shape[1]
-    spec = weight_spec(x, weight, scale, offset, group)
+    spec = operand_spec(x, weight, scale, offset, group)
     plan = plan_launch(spec, (rows, columns), group, scale.numel() // rows, dtype, gated=gated)
     out = torch.empty((1, rows // 2 if gated else rows), dtype=dtype, device=x.device)
     device = x.get_device()
@@ -233,14 +241,14 @@ def wq_gemv(
         )
         pointers = launch.data_pointers(x, scale, offset, *epilogue, out)
         there = launch.tensor_map(
-            weight.data_ptr(), torch.int32, *plan.weight_box(weight.stride(0))
+            weight.data_ptr(), torch.int32, *plan.weight_map_geometry_in_words(weight.stride(0))
         )
         work = struct.pack("=7Q6i", *pointers, *plan.sizes)
         kernel.launch(min(plan.tiles, launch.sm_count(device)), there, work, pdl=True)
     return out
 
 
-def weight_spec(
+def operand_spec(
     x: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor,

@@ -20,9 +20,12 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.causal_conv import CausalConvInputs
-from modelmill.ops.triton.common.device import next_power_of_two, unavailable_reason_without_ptx
+from modelmill.ops.triton.common.device import (
+    next_power_of_two,
+    unavailable_reason_for_portable_kernel,
+)
 
-unavailable_reason = unavailable_reason_without_ptx
+unavailable_reason = unavailable_reason_for_portable_kernel
 
 MAX_WIDTH = 16
 BLOCK_T, BLOCKS_PER_PROGRAM = 32, 8  # tokens of a block

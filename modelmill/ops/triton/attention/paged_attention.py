@@ -32,7 +32,7 @@ from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options
 
 MIN_SPLIT_KEYS = 64  # minimum keys of a split
-MIN_SPLIT_KEYS_PER_HEAD = 16  # the same where each head has its own program
+MIN_SPLIT_KEYS_UNGROUPED_HEADS = 16  # the same where each head has its own program
 MAX_SPLITS = 64
 MAX_QUERY_HEADS_PER_PROGRAM = 128  # query heads of a KV head that one program computes
 MIN_DIM, MAX_DIM = 8, 256  # channels of a head
@@ -212,8 +212,8 @@ def _decode_config(q: torch.Tensor, k: torch.Tensor, batch: int, keys: int) -> _
     return _DecodeLaunchConfig(
         False,
         (0, 2, 0),
-        _num_splits(batch * heads, 8, keys, MIN_SPLIT_KEYS_PER_HEAD, q.device),
-        MIN_SPLIT_KEYS_PER_HEAD,
+        _num_splits(batch * heads, 8, keys, MIN_SPLIT_KEYS_UNGROUPED_HEADS, q.device),
+        MIN_SPLIT_KEYS_UNGROUPED_HEADS,
     )
 
 

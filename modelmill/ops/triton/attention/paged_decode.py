@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.triton.attention.online_softmax import combine_partials, softmax_weights
-from modelmill.ops.triton.attention.score_mods import apply_softcap, load_head_values
+from modelmill.ops.triton.attention.score_mods import apply_softcap, load_log2_scaled_head_values
 from modelmill.ops.triton.common.dtype_convert import (
     log2,
-    normalize_float16,
+    scale_to_unit_float16,
     to_float16,
     to_float32,
     unpack_pair,
@@ -128,7 +128,9 @@ def paged_decode_kernel(
         if SOFTCAP > 0:
             score = apply_softcap(score, SOFTCAP)
         if ALIBI:
-            score += load_head_values(slopes_ptr, head) * (key - (length - 1)).to(tl.float32)
+            score += load_log2_scaled_head_values(slopes_ptr, head) * (key - (length - 1)).to(
+                tl.float32
+            )
         score = tl.where(valid, score, float("-inf"))
         new_max, rescale, weight = softmax_weights(score, row_max)
         exp_sum = exp_sum * rescale + tl.sum(weight, axis=1)
@@ -140,7 +142,7 @@ def paged_decode_kernel(
     out, max_all, total = combine_partials(acc, row_max, exp_sum)
     if SPLITS == 1:
         if SINKS:
-            total += tl.exp2(load_head_values(sinks_ptr, head) - max_all)
+            total += tl.exp2(load_log2_scaled_head_values(sinks_ptr, head) - max_all)
         out = out / tl.where(total > 0.0, total, 1.0)
         tl.store(
             out_ptr + (row * HEADS + head) * DIM + d,
@@ -186,7 +188,7 @@ def grouped_paged_decode_kernel(
     mask = (g < GROUP)[:, None] & dim_valid[None, :]
     q = tl.load(q_ptr + row * q_stride + head[:, None] * q_head + d[None, :], mask=mask, other=0.0)
     if SCALED:
-        q, q_factor = normalize_float16(q)
+        q, q_factor = scale_to_unit_float16(q)
         scale *= q_factor
     k_at = k_ptr + kv + d[None, :]
     if PAIRED:
@@ -200,7 +202,7 @@ def grouped_paged_decode_kernel(
         v_at = v_ptr + kv + d[None, :]
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     if ALIBI:
-        slope = load_head_values(slopes_ptr, tl.minimum(head, HEADS - 1))
+        slope = load_log2_scaled_head_values(slopes_ptr, tl.minimum(head, HEADS - 1))
     row_max = tl.full([BLOCK_G], -1.0e30, tl.float32)
     exp_sum = tl.zeros([BLOCK_G], tl.float32)
     for start in range(begin, end, BLOCK_N):
@@ -257,7 +259,9 @@ def grouped_paged_decode_kernel(
         acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_G, BLOCK_D])
     if SPLITS == 1:
         if SINKS:
-            exp_sum += tl.exp2(load_head_values(sinks_ptr, tl.minimum(head, HEADS - 1)) - row_max)
+            exp_sum += tl.exp2(
+                load_log2_scaled_head_values(sinks_ptr, tl.minimum(head, HEADS - 1)) - row_max
+            )
         out = acc / tl.where(exp_sum > 0.0, exp_sum, 1.0)[:, None]
         target = out_ptr + (row * HEADS + head[:, None]) * DIM + d[None, :]
         tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -295,7 +299,7 @@ def merge_splits_kernel(
     acc = tl.where(used[:, None], acc, 0.0)
     out, max_all, total = combine_partials(acc, split_max, exp_sum)
     if SINKS:
-        total += tl.exp2(load_head_values(sinks_ptr, head) - max_all)
+        total += tl.exp2(load_log2_scaled_head_values(sinks_ptr, head) - max_all)
     out = out / tl.where(total > 0.0, total, 1.0)
     if row_end - row == 1:
         tl.store(

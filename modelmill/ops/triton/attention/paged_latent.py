@@ -40,8 +40,8 @@ from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 MAX_SPLITS = 64
 MAX_VALUE_DIM, MAX_ROTARY_DIM = 512, 64  # channels that are values, and the others
 MERGE_CHANNELS = 64  # that a program of the merge computes
-PDL_ROWS = 2  # one variant for every batch
-WGMMA_ROWS = 64  # of a tile whose operands wgmma reads from shared memory
+PDL_NOMINAL_ROWS = 2  # one variant for every batch
+WGMMA_TILE_ROWS = 64  # of a tile whose operands wgmma reads from shared memory
 
 
 class LatentTile(NamedTuple):
@@ -98,7 +98,7 @@ def _attend_sequences(
     parts = torch.empty((*shape, value_dim), dtype=torch.float32, device=q.device)
     sums = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
     scale = q if inputs.k_scale is None else inputs.k_scale
-    pdl = pdl_launch_options(q.device, PDL_ROWS)
+    pdl = pdl_launch_options(q.device, PDL_NOMINAL_ROWS)
     counts: dict[str, Any] = {
         "HEADS": heads, "VALUE_DIM": value_dim, "MIN_QUERY": min_query, "MAX_QUERY": max_query > 1,
     }  # fmt: skip
@@ -107,7 +107,7 @@ def _attend_sequences(
         inputs.scale * LOG2E, tables.shape[1], tables.stride(0), splits, rows,
         q.stride(0), q.stride(1), k.stride(0), k.stride(2),
         DIM=dim, PAGE=k.shape[2], WIDE=k.stride(0) * k.shape[0] >= 1 << 31,
-        SCALED=scale is not q, SPLIT_KEYS=tile.split_keys, DIRECT=tile.rows == WGMMA_ROWS,
+        SCALED=scale is not q, SPLIT_KEYS=tile.split_keys, DIRECT=tile.rows == WGMMA_TILE_ROWS,
         BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_V=_pad_tile_channels(value_dim),
         BLOCK_R=_pad_tile_channels(dim - value_dim), num_warps=tile.warps, num_stages=tile.stages,
         **counts, **pdl,
@@ -145,7 +145,7 @@ def _latent_tile(q: torch.Tensor, k: torch.Tensor, max_query: int) -> LatentTile
     # Queries beside the accumulator are too many registers, unless wgmma reads them from shared
     # memory. Tiles of 8-bit pages are then converted once, not by each warp for its operands.
     if rows > 32 and has_wgmma(q.device):
-        return LatentTile(WGMMA_ROWS, 64, 8, 2, 1, 128)
+        return LatentTile(WGMMA_TILE_ROWS, 64, 8, 2, 1, 128)
     if rows > 16:  # 110 KiB, or 72 with one block or 8-bit pages
         return LatentTile(32, 32, 8, 2 if same and shared < 112 << 10 else 3, 1, 64)
     # 91 KiB, or 54 with 8-bit pages
@@ -154,7 +154,7 @@ def _latent_tile(q: torch.Tensor, k: torch.Tensor, max_query: int) -> LatentTile
 
 
 @triton.jit
-def _load_page(tables_ptr, key, columns, PAGE: tl.constexpr):
+def _load_page_numbers(tables_ptr, key, columns, PAGE: tl.constexpr):
     """Pages of keys; clamped instead of masked, so that it depends only on the table."""
     return tl.load(tables_ptr + tl.minimum(key // PAGE, columns - 1))
 
@@ -195,7 +195,7 @@ def paged_latent_kernel(
     share = tl.cdiv(tl.cdiv(context, splits), SPLIT_KEYS) * SPLIT_KEYS
     begin = split * share
     end = tl.minimum(begin + share, context)
-    page = _load_page(tables_ptr, tl.maximum(begin, 0) + n, columns, PAGE)
+    page = _load_page_numbers(tables_ptr, tl.maximum(begin, 0) + n, columns, PAGE)
     pdl_wait(PDL)
     if count < MIN_QUERY:
         return
@@ -231,7 +231,7 @@ def paged_latent_kernel(
         valid = key < end
         # The next block's pages are looked up while this block's keys are loaded. What is carried
         # over is the load itself: Triton would look up offsets only in front of their own keys.
-        next_page = _load_page(tables_ptr, key + BLOCK_N, columns, PAGE)
+        next_page = _load_page_numbers(tables_ptr, key + BLOCK_N, columns, PAGE)
         offsets = _key_offsets(page, key, page_stride, token_stride, PAGE, WIDE)
         latent = tl.load(k_at + offsets[:, None], mask=valid[:, None] & v_valid[None, :], other=0.0)
         rotary = tl.load(

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.triton.attention.paged_decode import key_offsets, offsets_as_unsigned
-from modelmill.ops.triton.attention.score_mods import apply_softcap, load_head_values
-from modelmill.ops.triton.common.dtype_convert import normalize_float16, to_float16, to_float32
+from modelmill.ops.triton.attention.score_mods import apply_softcap, load_log2_scaled_head_values
+from modelmill.ops.triton.common.dtype_convert import scale_to_unit_float16, to_float16, to_float32
 
 
 @triton.jit(do_not_specialize=["batch", "columns", "table_stride"])
@@ -75,7 +75,7 @@ def _compute_prefill_tile(
     mask = (m < count)[:, None] & (d < DIM)[None, :]
     q = tl.load(q_ptr + at[:, None] * q_stride + head * q_head + d[None, :], mask=mask, other=0.0)
     if SCALED and q.dtype != tl.float32:
-        q, q_factor = normalize_float16(q)
+        q, q_factor = scale_to_unit_float16(q)
         scale *= q_factor
     kv = (head // GROUP).to(tl.int64) * head_stride
     if SCALED:
@@ -90,7 +90,7 @@ def _compute_prefill_tile(
     if WINDOW > 0:
         begin = tl.maximum(history + block * BLOCK_M + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
         unmasked_end = begin
-    slope = load_head_values(slopes_ptr, head) if ALIBI else 0.0
+    slope = load_log2_scaled_head_values(slopes_ptr, head) if ALIBI else 0.0
     row_max = tl.full([BLOCK_M], -1.0e30, tl.float32)
     exp_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -116,7 +116,7 @@ def _compute_prefill_tile(
         )  # fmt: skip
         offsets = next_offsets
     if SINKS:
-        exp_sum += tl.exp2(load_head_values(sinks_ptr, head) - row_max)
+        exp_sum += tl.exp2(load_log2_scaled_head_values(sinks_ptr, head) - row_max)
     out = acc / tl.where(exp_sum > 0.0, exp_sum, 1.0)[:, None]
     target = out_ptr + (at[:, None] * HEADS + head) * DIM + d[None, :]
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask)

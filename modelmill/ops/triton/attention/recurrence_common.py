@@ -42,7 +42,7 @@ def compiled_chunk_size(chunk: int, *, decode: bool) -> int:
     return 0 if decode or chunk == 1 else min(chunk, MAX_KERNEL_CHUNK)
 
 
-def launch_token_ranges(
+def launch_tokens_and_chunks(
     x: torch.Tensor,
     width: int,
     rows: RecurrentStepMetadata,

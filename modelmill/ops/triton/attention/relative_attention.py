@@ -127,7 +127,7 @@ def _windowed_config(tokens: int, qkv: torch.Tensor) -> AttentionLaunchConfig:
 
 
 @triton.constexpr_function
-def _pad_to_power_of_two(n: int) -> int:
+def _round_up_to_power_of_two(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
@@ -154,8 +154,8 @@ def _windowed_kernel(
         base = qkv_ptr + batch * batch_stride + head * head_stride
         at = (top + qy) * y_stride + (left + qx) * x_stride
         q, q_rest = _load_rows(base + at, query_valid, DIM, MAIN, REST)
-        by_row = _relative_offsets(q, q_rest, rel_h_ptr, qy, scale, TALL, DIM, MAIN, REST)
-        by_column = _relative_offsets(q, q_rest, rel_w_ptr, qx, scale, WIDE, DIM, MAIN, REST)
+        by_row = _relative_score_terms(q, q_rest, rel_h_ptr, qy, scale, TALL, DIM, MAIN, REST)
+        by_column = _relative_score_terms(q, q_rest, rel_w_ptr, qx, scale, WIDE, DIM, MAIN, REST)
 
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         exp_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -176,7 +176,9 @@ def _windowed_kernel(
                 HEADS, DIM, TALL, WIDE, PADDED, MAIN, REST, TAIL, True,
             )  # fmt: skip
         out_row = ((batch * height + top + qy) * width + left + qx) * HEADS + head
-        _store(out_ptr + out_row * DIM, query_valid, acc, acc_rest, exp_sum, DIM, MAIN, REST)
+        _normalize_and_store_output(
+            out_ptr + out_row * DIM, query_valid, acc, acc_rest, exp_sum, DIM, MAIN, REST
+        )
 
 
 @triton.jit
@@ -202,18 +204,18 @@ def _load_rows(at, row_valid, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.co
 
 
 @triton.jit
-def _relative_offsets(
+def _relative_score_terms(
     q, q_rest, table_ptr, at, scale, SIDE: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr,
     REST: tl.constexpr,
 ):  # fmt: skip
     """Unscaled position terms of the scores per key row (or column): [M, SIDE] of q's dtype."""
-    offsets: tl.constexpr = _pad_to_power_of_two(2 * SIDE - 1)
+    offsets: tl.constexpr = _round_up_to_power_of_two(2 * SIDE - 1)
     offset = tl.arange(0, offsets)
     table, table_rest = _load_rows(table_ptr + offset * DIM, offset < 2 * SIDE - 1, DIM, MAIN, REST)
     products = tl.dot(q, tl.trans(table), input_precision="ieee")
     if REST:
         products = tl.dot(q_rest, tl.trans(table_rest), products, input_precision="ieee")
-    key_index = tl.arange(0, _pad_to_power_of_two(SIDE))
+    key_index = tl.arange(0, _round_up_to_power_of_two(SIDE))
     index = at[:, None] - key_index[None, :] + (SIDE - 1)
     return tl.gather(products * (1.0 / scale), tl.minimum(tl.maximum(index, 0), offsets - 1), 1).to(
         q.dtype
@@ -239,7 +241,10 @@ def _attend_key_block(
         k_at = tl.where(inside, k_at, fill_at)
         v_at = tl.where(inside, v_at, fill_at + HEADS * DIM)
     k, k_rest = _load_rows(k_at, key_valid, DIM, MAIN, REST)
-    row, column = tl.arange(0, _pad_to_power_of_two(TALL)), tl.arange(0, _pad_to_power_of_two(WIDE))
+    row, column = (
+        tl.arange(0, _round_up_to_power_of_two(TALL)),
+        tl.arange(0, _round_up_to_power_of_two(WIDE)),
+    )
     score = tl.dot(q, tl.trans(k), input_precision="ieee")
     if REST:
         score = tl.dot(q_rest, tl.trans(k_rest), score, input_precision="ieee")
@@ -261,7 +266,7 @@ def _attend_key_block(
 
 
 @triton.jit
-def _store(
+def _normalize_and_store_output(
     at, row_valid, acc, acc_rest, exp_sum, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr
 ):
     channel = tl.arange(0, MAIN)
@@ -353,7 +358,9 @@ def _global_kernel(
         if REST:
             acc_rest = tl.dot(weight, v_rest, acc_rest * rescale[:, None], input_precision="ieee")
         row_max = new_max
-    _store(out_ptr + out_row * DIM, query_valid, acc, acc_rest, exp_sum, DIM, MAIN, REST)
+    _normalize_and_store_output(
+        out_ptr + out_row * DIM, query_valid, acc, acc_rest, exp_sum, DIM, MAIN, REST
+    )
 
 
 def relative_score_tables(

@@ -23,7 +23,7 @@ from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
 VALUES_PER_PROGRAM = 512  # cos and sin values per program
-ROUNDING_MODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+ROUNDING_CODES_BY_DTYPE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def supports(inputs: RopeCosSinInputs) -> bool:
@@ -34,7 +34,7 @@ def supports(inputs: RopeCosSinInputs) -> bool:
         packed
         and positions.numel() > 0
         and table.dtype == torch.float32
-        and dtype in ROUNDING_MODES
+        and dtype in ROUNDING_CODES_BY_DTYPE
     )
 
 
@@ -63,7 +63,7 @@ def run(
             padded_half,
             len(table) > 1,
             logn_factors is not None,
-            ROUNDING_MODES[dtype],
+            ROUNDING_CODES_BY_DTYPE[dtype],
             pdl["PDL"],
         ),
         {"num_warps": max(1, min(4, rows * padded_half // 128)), "launch_pdl": pdl["launch_pdl"]},

@@ -69,6 +69,6 @@ def apply_softcap(score, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def load_head_values(values_ptr, head):
+def load_log2_scaled_head_values(values_ptr, head):
     """Slopes or sinks of heads, times log2(e)."""
     return tl.load(values_ptr + head).to(tl.float32) * 1.4426950408889634

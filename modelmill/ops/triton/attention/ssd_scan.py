@@ -35,7 +35,7 @@ from modelmill.ops.triton.attention.recurrence_common import (
     decays_within_chunk,
     dot_split_mantissa,
     find_chunk_start_in_window,
-    launch_token_ranges,
+    launch_tokens_and_chunks,
     load_state_and_store_snapshot,
     load_token_range,
     select_chunk_launch_config,
@@ -43,9 +43,12 @@ from modelmill.ops.triton.attention.recurrence_common import (
     split_mantissa,
     zero_padding_outputs,
 )
-from modelmill.ops.triton.common.device import next_power_of_two, unavailable_reason_without_ptx
+from modelmill.ops.triton.common.device import (
+    next_power_of_two,
+    unavailable_reason_for_portable_kernel,
+)
 
-unavailable_reason = unavailable_reason_without_ptx
+unavailable_reason = unavailable_reason_for_portable_kernel
 
 MAX_STATE_SIZE = 256
 STATE_ROWS_PER_PROGRAM = 16  # of a state in a program that computes single tokens
@@ -61,7 +64,7 @@ def supports(inputs: SSDScanInputs) -> bool:
 def run(inputs: SSDScanInputs) -> torch.Tensor:
     """Compute the op with the Triton kernels; same contract as the reference."""
     _, heads, dim, _ = inputs.state.shape
-    return launch_token_ranges(
+    return launch_tokens_and_chunks(
         inputs.xbc,
         heads * dim,
         inputs.rows,

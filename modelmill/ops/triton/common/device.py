@@ -24,10 +24,10 @@ def unavailable_reason(device_type: str) -> str | None:
     """None if kernels with PTX or PDL run on this device type ("cuda", "cpu"), else why not."""
     if device_type == "cuda" and is_amd():
         return "the kernels use NVIDIA's PTX or PDL: not offered on AMD GPUs (ROCm)"
-    return unavailable_reason_without_ptx(device_type)
+    return unavailable_reason_for_portable_kernel(device_type)
 
 
-def unavailable_reason_without_ptx(device_type: str) -> str | None:
+def unavailable_reason_for_portable_kernel(device_type: str) -> str | None:
     """The same for kernels with neither PTX nor PDL, which AMD GPUs run, too."""
     if device_type == "cpu":
         return None if INTERPRETED else "Triton needs a GPU (its interpreter is for tests)"

@@ -119,7 +119,7 @@ def int8_to_float32(x):
 
 
 @triton.jit
-def normalize_float16(q):
+def scale_to_unit_float16(q):
     """Scale q to −1 … 1 as float16, so that it cannot overflow; returns (q, factor)."""
     q = q.to(tl.float32)
     amax = tl.maximum(tl.max(tl.abs(q)), 1.0e-30)

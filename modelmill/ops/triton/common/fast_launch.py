@@ -79,7 +79,7 @@ class CachedLauncher:
         if launch is not None:
             launch(grid, device, addresses, numbers, constants)
             return
-        self._check_fixed_args(len(pointers), numbers, fixed)
+        self._check_specialized_args_are_fixed(len(pointers), numbers, fixed)
         compiled = self.kernel[grid](*pointers, *numbers, *constants, **options)
         if (
             compiled is not None
@@ -90,7 +90,7 @@ class CachedLauncher:
                 compiled
             )
 
-    def _check_fixed_args(
+    def _check_specialized_args_are_fixed(
         self, pointers: int, numbers: tuple[float, ...], fixed: tuple[int, ...]
     ) -> None:
         """Check that ``fixed`` contains every number that Triton specializes on.

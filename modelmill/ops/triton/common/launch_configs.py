@@ -18,7 +18,7 @@ LaunchConfig = tuple[int, ...]
 TunedConfigs = Mapping[GemmKey, LaunchConfig]
 
 # GEMV (one row): (weight rows per program, block of K, warps), by bytes per weight value.
-GEMV_CONFIGS: dict[int, tuple[LaunchConfig, ...]] = {
+GEMV_CONFIGS_BY_WEIGHT_BYTES: dict[int, tuple[LaunchConfig, ...]] = {
     1: (
         (1, 1024, 4), (2, 1024, 2), (4, 512, 2), (2, 2048, 4), (4, 1024, 4), (1, 2048, 4),
         (8, 512, 4),
@@ -31,7 +31,7 @@ GEMV_CONFIGS: dict[int, tuple[LaunchConfig, ...]] = {
 }  # fmt: skip
 # GEMM (several rows): (tokens per tile, weight rows per tile, block of K, stages, warps), by row
 # bucket.
-GEMM_CONFIGS: dict[int, tuple[LaunchConfig, ...]] = {
+GEMM_CONFIGS_BY_ROW_BUCKET: dict[int, tuple[LaunchConfig, ...]] = {
     8: (
         (16, 32, 256, 5, 4), (16, 64, 128, 4, 4), (8, 64, 128, 3, 4), (8, 64, 128, 4, 4),
         (16, 32, 256, 4, 4), (16, 16, 256, 6, 2), (16, 16, 512, 3, 4), (8, 32, 256, 5, 4),
@@ -49,7 +49,7 @@ GEMM_CONFIGS: dict[int, tuple[LaunchConfig, ...]] = {
 GEMV_8BIT_CONFIGS: tuple[LaunchConfig, ...] = (
     (4, 1024, 4), (2, 512, 2), (2, 1024, 4), (2, 1024, 8), (4, 1024, 8), (4, 512, 4), (1, 512, 4),
 )  # fmt: skip
-GEMM_8BIT_CONFIGS: dict[int, tuple[LaunchConfig, ...]] = {
+GEMM_8BIT_CONFIGS_BY_ROW_BUCKET: dict[int, tuple[LaunchConfig, ...]] = {
     8: (
         (16, 32, 256, 4, 4), (8, 32, 256, 4, 4), (8, 64, 128, 4, 4), (16, 16, 512, 3, 4),
         (16, 64, 256, 3, 4),
@@ -82,11 +82,13 @@ def candidates(key: GemmKey, weight_bytes: int, *, gated: bool = False) -> tuple
     """
     rows, _, k, dtype = key
     if rows > 1:
-        return (FLOAT32_GEMM_CONFIG,) if dtype == torch.float32 else GEMM_CONFIGS[rows]
+        return (
+            (FLOAT32_GEMM_CONFIG,) if dtype == torch.float32 else GEMM_CONFIGS_BY_ROW_BUCKET[rows]
+        )
     padded_k = max(8, next_power_of_two(k))
     configs = (
         (max(n, 2) if gated else n, min(block_k, padded_k), warps)
-        for n, block_k, warps in GEMV_CONFIGS[weight_bytes]
+        for n, block_k, warps in GEMV_CONFIGS_BY_WEIGHT_BYTES[weight_bytes]
     )
     return tuple(dict.fromkeys(configs))
 
@@ -96,7 +98,7 @@ def candidates_8bit(key: GemmKey) -> tuple[LaunchConfig, ...]:
     rows, _, _, dtype = key
     if dtype not in (torch.int8, torch.float8_e4m3fn):
         return ()
-    return GEMV_8BIT_CONFIGS if rows == 1 else GEMM_8BIT_CONFIGS.get(rows, ())
+    return GEMV_8BIT_CONFIGS if rows == 1 else GEMM_8BIT_CONFIGS_BY_ROW_BUCKET.get(rows, ())
 
 
 def gemv_config(

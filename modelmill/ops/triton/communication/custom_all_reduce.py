@@ -39,7 +39,7 @@ from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 MAX_PROGRAMS = 128
 SPINS_PER_ABORT_CHECK = 0x3FFF  # polls of the buffer between two polls of ``abort``
 # words per block of a gather: small if one round suffices, else large
-_GATHER_BLOCK_WORDS = (1024, 4096)
+_GATHER_BLOCK_WORD_CHOICES = (1024, 4096)
 _WORDS_PER_WAIT = 4  # words per thread and wait
 
 
@@ -62,7 +62,7 @@ class AllReduceBuffers:
     region_words: int
 
     @staticmethod
-    def count_words(ranks: int, region: int) -> int:
+    def count_buffer_words(ranks: int, region: int) -> int:
         """Number of 64-bit words in a rank's buffer."""
         return 2 * ranks * MAX_PROGRAMS * region
 
@@ -90,13 +90,13 @@ def all_reduce_rows(
     warps = min(16, block // (32 * _WORDS_PER_WAIT))
     residual, weight, eps = (out, out, 0.0) if norm is None else norm
     asm, constraints = _wait_and_add_asm(
-        ranks, _dtype_code(x), _WORDS_PER_WAIT, 8 * MAX_PROGRAMS * region
+        ranks, _ptx_type_name(x), _WORDS_PER_WAIT, 8 * MAX_PROGRAMS * region
     )
     _all_reduce_kernel[(min(rows, MAX_PROGRAMS),)](
         x, residual, weight, out, buffers.addresses, buffers.addresses[buffers.rank],
         buffers.counters, buffers.abort,
         buffers.rank, rows, words, eps,
-        NORM=norm is not None, KIND=_dtype_code(x), RANKS=ranks, REGION=region,
+        NORM=norm is not None, KIND=_ptx_type_name(x), RANKS=ranks, REGION=region,
         PROGRAMS=MAX_PROGRAMS, BLOCK=block,
         ASM=asm, CONSTRAINTS=constraints, PACK=_WORDS_PER_WAIT, num_warps=warps,
         **pdl_launch_options(x.device, rows),
@@ -121,9 +121,9 @@ def all_gather_columns(
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     widest = max(widths) // per
     block = (
-        _GATHER_BLOCK_WORDS[0]
-        if rows * -(-widest // _GATHER_BLOCK_WORDS[0]) <= MAX_PROGRAMS
-        else min(_GATHER_BLOCK_WORDS[1], region)
+        _GATHER_BLOCK_WORD_CHOICES[0]
+        if rows * -(-widest // _GATHER_BLOCK_WORD_CHOICES[0]) <= MAX_PROGRAMS
+        else min(_GATHER_BLOCK_WORD_CHOICES[1], region)
     )
     blocks = -(-widest // block)
     asm, constraints = _wait_and_add_asm(1, "word", _WORDS_PER_WAIT, 0)
@@ -139,7 +139,7 @@ def all_gather_columns(
     return out
 
 
-def _dtype_code(x: torch.Tensor) -> str:
+def _ptx_type_name(x: torch.Tensor) -> str:
     return {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}[x.dtype]
 
 
@@ -233,7 +233,7 @@ def _all_reduce_kernel(
         number += 1
         word_index = row * words + at
         partial = tl.load(x32 + word_index)
-        region = _region_offset(number, program, RANKS, REGION, PROGRAMS)
+        region = _program_region_offset(number, program, RANKS, REGION, PROGRAMS)
         _send_words(addresses, region + rank * (PROGRAMS * REGION) + at, partial, number, RANKS)
         if NORM:
             residual = tl.load(residual32 + word_index)
@@ -303,7 +303,7 @@ def _all_gather_kernel(
         row = item // blocks
         at = item % blocks * BLOCK + word
         local = tl.load(x32 + row * words + at, mask=at < words, other=0)
-        region = _region_offset(number, program, RANKS, REGION, PROGRAMS)
+        region = _program_region_offset(number, program, RANKS, REGION, PROGRAMS)
         _send_words(addresses, region + rank * (PROGRAMS * REGION) + word, local, number, RANKS)
         expected = number + word * 0
         for peer in tl.static_range(RANKS):
@@ -318,7 +318,7 @@ def _all_gather_kernel(
 
 
 @triton.jit
-def _region_offset(
+def _program_region_offset(
     number, program, RANKS: tl.constexpr, REGION: tl.constexpr, PROGRAMS: tl.constexpr
 ):
     """First word of the region of a program for the words that rank 0 sends in this exchange."""

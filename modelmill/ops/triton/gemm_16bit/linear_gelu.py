@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.kernel_support import HALF_DTYPES, UNBOUNDED, GemmSupportRange
-from modelmill.ops.triton.common.device import unavailable_reason_without_ptx
+from modelmill.ops.triton.common.device import unavailable_reason_for_portable_kernel
 
-unavailable_reason = unavailable_reason_without_ptx
+unavailable_reason = unavailable_reason_for_portable_kernel
 
 # rows from which cuBLASLt's epilogue is faster; 16 bits, as its GELU is the tanh approximation
 SUPPORTED_PROBLEMS = (GemmSupportRange(m=(64, UNBOUNDED), dtypes=HALF_DTYPES, bias=True),)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from modelmill.ops.fused_moe import ACTIVATIONS, RELU2, FusedMoEInputs
+from modelmill.ops.fused_moe import GATE_ACTIVATIONS, RELU2, FusedMoEInputs
 from modelmill.ops.kernel_support import HALF_DTYPES
 from modelmill.ops.triton.moe import grouped_gemm, moe_decode
 
@@ -15,7 +15,7 @@ PAIR_KERNEL_MAX_PAIRS_PER_EXPERT = (
     0.25  # pairs for each expert up to which experts are hardly shared
 )
 # a pair that reads weights of 4 bits again costs less than a tile with one row
-PAIR_KERNEL_MAX_PAIRS_4BIT, PAIR_KERNEL_MAX_TOKENS_4BIT = 1.0, 16
+PAIR_KERNEL_MAX_PAIRS_PER_EXPERT_4BIT, PAIR_KERNEL_MAX_TOKENS_4BIT = 1.0, 16
 
 
 def uses_pair_kernel(
@@ -49,14 +49,14 @@ def supports_layout(inputs: FusedMoEInputs, *, ungated: bool = False) -> bool:
         and inputs.gate_up.is_contiguous()
         and inputs.down.is_contiguous()
         and (shared is None or (shared.is_contiguous() and shared.dtype == x.dtype))
-        and inputs.activation in (ACTIVATIONS if not ungated else (*ACTIVATIONS, RELU2))
+        and inputs.activation in (GATE_ACTIVATIONS if not ungated else (*GATE_ACTIVATIONS, RELU2))
         and all(
             bias is None or bias.is_contiguous() for bias in (inputs.gate_up_bias, inputs.down_bias)
         )
     )
 
 
-def supports_scales(inputs: FusedMoEInputs, dtype: torch.dtype) -> bool:
+def has_8bit_weights_and_scales(inputs: FusedMoEInputs, dtype: torch.dtype) -> bool:
     """Weights of an 8-bit dtype with packed float32 scales."""
     scales = (inputs.gate_up_scale, inputs.down_scale)
     return inputs.gate_up.dtype == inputs.down.dtype == dtype and all(

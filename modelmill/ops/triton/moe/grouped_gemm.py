@@ -225,7 +225,7 @@ def _grouped_kernel(
             ups *= x_scale
         if BIAS:
             total, ups = add_bias(bias_ptr, total, ups, expert, weight_row, n, HAS_UP)
-        store_product_tile(
+        activate_and_store_tile(
             out_ptr, total, ups, position, pair, row, n, pairs, GATED, GATE, ALPHA, LIMIT
         )  # fmt: skip
     elif GATED and X_SCALE:  # numbers for what quantizes all rows
@@ -283,7 +283,7 @@ def add_bias(bias_ptr, total, ups, expert, weight_row, n, GATED: tl.constexpr):
 
 
 @triton.jit
-def store_product_tile(
+def activate_and_store_tile(
     out_ptr, total, ups, position, pair, row, n, pairs,
     GATED: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip

@@ -7,7 +7,7 @@ Dtypes: x and out bfloat16 or float16; packed int4 codes, or (bfloat16) e2m1 wit
 Layout: row-major; codes [E, N, K / 2] as in ops/int4_linear.py; scales and offsets [E, N, groups]
 Range: any M; I and H multiples of 32
 Technique: magic-number dequantization, tensor cores with the weight as left operand, bias and gate
-    in the epilogue, PDL; for many tokens dequantized first (dequantized_experts.py), then
+    in the epilogue, PDL; for many tokens dequantized first (dequantize_experts.py), then
     grouped_gemm.py
 Used by: int4_fused_moe.py
 
@@ -28,12 +28,12 @@ from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.triton.common.device import INTERPRETED
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
-from modelmill.ops.triton.moe import dequantized_experts, grouped_gemm, moe_align_block_size
+from modelmill.ops.triton.moe import dequantize_experts, grouped_gemm, moe_align_block_size
 from modelmill.ops.triton.moe.grouped_gemm import (
     GROUP,
+    activate_and_store_tile,
     add_bias,
     load_block_pairs,
-    store_product_tile,
     sum_expert_outputs,
     tile_of_program,
 )
@@ -60,7 +60,7 @@ _E2M1_TO_BFLOAT16 = tl.constexpr(f"""{{
     prmt.b32 $3, lower, upper, 0x7351;
     }}""")
 # pairs of an expert, on average, from which it is dequantized first: of integers, of e2m1
-DEQUANT_MIN_PAIRS, DEQUANT_MIN_PAIRS_E2M1 = 64, 128
+DEQUANT_MIN_PAIRS_PER_EXPERT, DEQUANT_MIN_PAIRS_PER_EXPERT_E2M1 = 64, 128
 CODE_BIAS_BY_DTYPE = {torch.bfloat16: 128, torch.float16: 1024}
 GroupedInt4LaunchConfig = tuple[int, int, int, int]
 # (weight rows, columns, stages, warps) by tokens of a tile: of gate and of up each, and of down
@@ -91,9 +91,13 @@ def _launch_configs(
 
 def run(inputs: FusedMoEInputs) -> torch.Tensor:
     """Run the op: alignment, two grouped products and the sum over a token's experts."""
-    min_pairs = DEQUANT_MIN_PAIRS_E2M1 if has_mxfp4_weights(inputs) else DEQUANT_MIN_PAIRS
-    if dequantized_experts.is_dequantizing_faster(inputs, min_pairs):
-        return grouped_gemm.run(inputs, dequantize=_with_dequantized_weight)
+    min_pairs = (
+        DEQUANT_MIN_PAIRS_PER_EXPERT_E2M1
+        if has_mxfp4_weights(inputs)
+        else DEQUANT_MIN_PAIRS_PER_EXPERT
+    )
+    if dequantize_experts.is_dequantizing_faster(inputs, min_pairs):
+        return grouped_gemm.run(inputs, dequantize=_replace_with_dequantized_weight)
     x, ids = inputs.x, inputs.topk_ids
     (tokens, hidden), top_k, experts = x.shape, ids.shape[1], len(inputs.gate_up)
     inner_size = inputs.gate_up.shape[1] // 2
@@ -107,10 +111,12 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
     return sum_expert_outputs(by_pair, inputs)
 
 
-def _with_dequantized_weight(inputs: FusedMoEInputs, name: str) -> FusedMoEInputs:
+def _replace_with_dequantized_weight(inputs: FusedMoEInputs, name: str) -> FusedMoEInputs:
     """The inputs with one matrix of each expert in x's dtype."""
     module = mxfp4_linear if has_mxfp4_weights(inputs) else int4_linear
-    return dequantized_experts.with_dequantized_weight(inputs, name, module.dequantize_weight)
+    return dequantize_experts.replace_with_dequantized_weight(
+        inputs, name, module.dequantize_weight
+    )
 
 
 def _launch_grouped_gemm(
@@ -198,7 +204,7 @@ def _grouped_kernel(
             total, ups = add_bias(
                 bias_ptr, total, ups, expert, tl.minimum(row, n - 1), n, GATED
             )  # fmt: skip
-        store_product_tile(
+        activate_and_store_tile(
             out_ptr, total, ups, position, pair, row, n, pairs, GATED, GATE, ALPHA, LIMIT
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ from modelmill.ops.moe_support import MoESupportRange
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.moe import grouped_gemm_int4, moe_decode_int4
 from modelmill.ops.triton.moe.experts import (
-    PAIR_KERNEL_MAX_PAIRS_4BIT,
+    PAIR_KERNEL_MAX_PAIRS_PER_EXPERT_4BIT,
     PAIR_KERNEL_MAX_TOKENS_4BIT,
     supports_layout,
     uses_pair_kernel,
@@ -54,6 +54,6 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
 def uses_pair_kernel_4bit(inputs: FusedMoEInputs) -> bool:
     """``uses_pair_kernel`` for weights of 4 bits, up to as many tokens as it was timed with."""
     few = len(inputs.x) <= PAIR_KERNEL_MAX_TOKENS_4BIT and uses_pair_kernel(
-        inputs, PAIR_KERNEL_MAX_PAIRS_4BIT
+        inputs, PAIR_KERNEL_MAX_PAIRS_PER_EXPERT_4BIT
     )
     return few or uses_pair_kernel(inputs)

@@ -43,7 +43,7 @@ PACK_BYTES = 16  # of 32 columns
 SMALL_DOWN_MAX_TOKENS, DECODE_CONFIG_MAX_TOKENS = 4, 16
 _ASSEMBLY = tl.constexpr(not INTERPRETED)
 # bytes 2 of the results are the nibbles, bytes 3 the exponent
-_LOW_NIBBLES_TO_FLOAT32 = tl.constexpr("""{
+_LOW_NIBBLES_TO_BIASED_FLOAT32 = tl.constexpr("""{
     .reg .b32 u;
     and.b32 u, $4, 0x0F0F0F0F;
     prmt.b32 $0, u, 0x43000000, 0x7044;
@@ -191,12 +191,12 @@ def _gate_up_kernel(
     gates = tl.zeros([BLOCK_N, 1, WORDS // 4], tl.float32)
     ups = tl.zeros([BLOCK_N, 1, WORDS // 4], tl.float32)
     for start in range(0, columns // 8, WORDS):
-        x = _load_x(x_at, inside, start, k, E2M1, EVEN, WORDS)
-        gates += _load_and_multiply(
+        x = _load_x_and_run_sums(x_at, inside, start, k, E2M1, EVEN, WORDS)
+        gates += _load_weights_and_multiply(
             x, weight_at, scale_at, offset_at, weight_row, inside, start, k, groups, runs,
             E2M1, OFFSET, ZERO, GROUP, EVEN, WORDS,
         )  # fmt: skip
-        ups += _load_and_multiply(
+        ups += _load_weights_and_multiply(
             x, weight_at, scale_at, offset_at, weight_row + inner, inside, start, k, groups, runs,
             E2M1, OFFSET, ZERO, GROUP, EVEN, WORDS,
         )  # fmt: skip
@@ -243,17 +243,17 @@ def _down_kernel(
         )  # fmt: skip
     pdl_wait(PDL)
     total = _dequantized_products(
-        _load_x(inner_at, live, 0, k, E2M1, ALL, WORDS), first, E2M1, OFFSET, ZERO
+        _load_x_and_run_sums(inner_at, live, 0, k, E2M1, ALL, WORDS), first, E2M1, OFFSET, ZERO
     )
     if EARLY > 1:
-        x = _load_x(inner_at, live, WORDS, k, E2M1, ALL, WORDS)
+        x = _load_x_and_run_sums(inner_at, live, WORDS, k, E2M1, ALL, WORDS)
         total += _dequantized_products(x, second, E2M1, OFFSET, ZERO)
     if EARLY > 2:
-        x = _load_x(inner_at, live, 2 * WORDS, k, E2M1, ALL, WORDS)
+        x = _load_x_and_run_sums(inner_at, live, 2 * WORDS, k, E2M1, ALL, WORDS)
         total += _dequantized_products(x, third, E2M1, OFFSET, ZERO)
     for start in range(EARLY * WORDS, k // 8, WORDS):
-        x = _load_x(inner_at, live, start, k, E2M1, ALL, WORDS)
-        total += _load_and_multiply(
+        x = _load_x_and_run_sums(inner_at, live, start, k, E2M1, ALL, WORDS)
+        total += _load_weights_and_multiply(
             x, weight_at, scale_at, offset_at, weight_row, live, start, k, groups, runs,
             E2M1, OFFSET, ZERO, GROUP, ALL, WORDS,
         )  # fmt: skip
@@ -264,7 +264,7 @@ def _down_kernel(
 
 
 @triton.jit
-def _load_and_multiply(
+def _load_weights_and_multiply(
     x, weight_at, scale_at, offset_at, row, live, start, k, groups, runs,
     E2M1: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr,
     EVEN: tl.constexpr, WORDS: tl.constexpr,
@@ -278,7 +278,7 @@ def _load_and_multiply(
 
 
 @triton.jit
-def _load_x(
+def _load_x_and_run_sums(
     x_at, live, start, k, E2M1: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr
 ):  # fmt: skip
     """The columns of words [S, WORDS, 8], and their float32 sums by runs [S, WORDS / 4].
@@ -342,7 +342,7 @@ def _load_weights(
 def _dequantized_products(x, weights, E2M1: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr):
     """Dequantized products of runs of 32 columns: [N, S, WORDS / 4].
 
-    x: of _load_x; weights: of _load_weights.
+    x: of _load_x_and_run_sums; weights: of _load_weights.
     """
     words, scale, offset = weights
     columns, sums = x
@@ -350,8 +350,8 @@ def _dequantized_products(x, weights, E2M1: tl.constexpr, OFFSET: tl.constexpr, 
     if E2M1:
         low0, low1, low2, low3, high0, high1, high2, high3 = _e2m1_to_float32(words)
     else:
-        low0, low1, low2, low3 = _low_nibbles_to_float32(words)
-        high0, high1, high2, high3 = _low_nibbles_to_float32(words >> 4)
+        low0, low1, low2, low3 = _low_nibbles_to_biased_float32(words)
+        high0, high1, high2, high3 = _low_nibbles_to_biased_float32(words >> 4)
     codes = tl.join(_join4(low0, low1, low2, low3), _join4(high0, high1, high2, high3))
     shape: tl.constexpr = [words.shape[0], words.shape[1], RUNS, 32]
     products = tl.reshape(codes, [words.shape[0], words.shape[1], words.shape[2], 8]) * columns[
@@ -390,24 +390,24 @@ def _e2m1_to_float32(words):
 
 
 @triton.jit
-def _low_nibbles_to_float32(words):
+def _low_nibbles_to_biased_float32(words):
     """128 + the code in the low nibble of each byte: four float32."""
     if _ASSEMBLY:
         return tl.inline_asm_elementwise(
-            _LOW_NIBBLES_TO_FLOAT32, "=r,=r,=r,=r,r", [words],
+            _LOW_NIBBLES_TO_BIASED_FLOAT32, "=r,=r,=r,=r,r", [words],
             dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
         )  # fmt: skip
     else:  # noqa: RET505  Triton needs both branches
         return (
-            _nibble_to_float32(words << 16),
-            _nibble_to_float32(words << 8),
-            _nibble_to_float32(words),
-            _nibble_to_float32(words >> 8),
+            _nibble_to_biased_float32(words << 16),
+            _nibble_to_biased_float32(words << 8),
+            _nibble_to_biased_float32(words),
+            _nibble_to_biased_float32(words >> 8),
         )
 
 
 @triton.jit
-def _nibble_to_float32(shifted):
+def _nibble_to_biased_float32(shifted):
     """128 + the code in bits 16 to 19, as float32."""
     return ((shifted & 0x000F0000) | 0x43000000).to(tl.float32, bitcast=True)
 

@@ -19,12 +19,12 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.triton.common.device import supports_fp8 as supports_fp8
-from modelmill.ops.triton.common.device import unavailable_reason_without_ptx
+from modelmill.ops.triton.common.device import unavailable_reason_for_portable_kernel
 
-unavailable_reason = unavailable_reason_without_ptx
+unavailable_reason = unavailable_reason_for_portable_kernel
 
 ROWS_PER_PROGRAM = 8
-ROUND_TO_INT = tl.constexpr(1.5 * 2**23)  # float32 of this size have no fraction
+ROUNDING_MAGIC_NUMBER = tl.constexpr(1.5 * 2**23)  # float32 of this size have no fraction
 
 
 def run(
@@ -100,7 +100,7 @@ def _gptq_columns_kernel(
         else:
             offset = tl.load(offset_ptr + row * scale_row + at * scale_column, row_valid, 0.0)
             code = tl.clamp(tl.div_rn(target - offset, scale), 0.0, max_code)
-            rounded = ((code + ROUND_TO_INT) - ROUND_TO_INT) * scale + offset
+            rounded = ((code + ROUNDING_MAGIC_NUMBER) - ROUNDING_MAGIC_NUMBER) * scale + offset
         error = before - rounded
         if not REFINE:
             error = tl.div_rn(error, diagonal)

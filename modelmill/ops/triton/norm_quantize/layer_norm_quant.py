@@ -98,11 +98,13 @@ def _layer_norm_kernel(
         total_ptr + row * width,
     )
     row_valid = row < rows
-    x = _load_part(x_at, residual_at, total_at, row_valid, column, width, ADD)
+    x = _load_part_and_add_residual(x_at, residual_at, total_at, row_valid, column, width, ADD)
     total = tl.sum(x, axis=1)
     rest = x
     if REST:
-        rest = _load_part(x_at, residual_at, total_at, row_valid, rest_column, width, ADD)
+        rest = _load_part_and_add_residual(
+            x_at, residual_at, total_at, row_valid, rest_column, width, ADD
+        )
         total += tl.sum(rest, axis=1)
     mean = (total / width)[:, None]
     x = tl.where((column < width)[None, :], x - mean, 0.0)
@@ -112,9 +114,11 @@ def _layer_norm_kernel(
         square_sum += tl.sum(rest * rest, axis=1)
     scale = tl.rsqrt(square_sum / width + eps)[:, None]
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    x = _scale_part(x, scale, weight_ptr, bias_ptr, column, width).to(dtype)
+    x = _scale_and_shift_part(x, scale, weight_ptr, bias_ptr, column, width).to(dtype)
     if REST:
-        rest = _scale_part(rest, scale, weight_ptr, bias_ptr, rest_column, width).to(dtype)
+        rest = _scale_and_shift_part(rest, scale, weight_ptr, bias_ptr, rest_column, width).to(
+            dtype
+        )
     if KIND:
         x, rest = x.to(tl.float32), rest.to(tl.float32)
         if TOKEN:
@@ -139,7 +143,9 @@ def _layer_norm_kernel(
 
 
 @triton.jit
-def _load_part(x_at, residual_at, total_at, row_valid, column, width, ADD: tl.constexpr):
+def _load_part_and_add_residual(
+    x_at, residual_at, total_at, row_valid, column, width, ADD: tl.constexpr
+):
     """Load part of the rows as float32, with the residual added if there is one."""
     inside = row_valid[:, None] & (column < width)
     x = tl.load(x_at[:, None] + column, mask=inside, other=0.0)
@@ -152,7 +158,7 @@ def _load_part(x_at, residual_at, total_at, row_valid, column, width, ADD: tl.co
 
 
 @triton.jit
-def _scale_part(centered, scale, weight_ptr, bias_ptr, column, width):
+def _scale_and_shift_part(centered, scale, weight_ptr, bias_ptr, column, width):
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
     return centered * scale * weight[None, :] + bias[None, :]

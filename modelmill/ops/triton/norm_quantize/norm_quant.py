@@ -33,13 +33,13 @@ from modelmill.ops.triton.common.device import (
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.norm_quantize.output_dtype_support import (
+    supports_input_and_output_dtype,
     supports_output_dtype,
-    supports_unquantized_input,
 )
 
 MAX_WIDTH = 16384
 _MIN_AMAX = tl.constexpr(1e-6)
-_ROUND_TO_INT = tl.constexpr(12582912.0)  # 1.5 · 2²³
+_ROUNDING_MAGIC_NUMBER = tl.constexpr(12582912.0)  # 1.5 · 2²³
 
 
 def _supports_permute_and_dtype(problem: RowOpProblem) -> bool:
@@ -47,7 +47,7 @@ def _supports_permute_and_dtype(problem: RowOpProblem) -> bool:
     permuted = problem.spec is not None and problem.spec.perm is not None
     if permuted and _permutation_shared_bytes(problem.width) > max_shared_bytes(problem.device):
         return False
-    return supports_unquantized_input(problem)
+    return supports_input_and_output_dtype(problem)
 
 
 def _permutation_shared_bytes(width: int) -> int:
@@ -241,11 +241,14 @@ def _rms_norm_quant_kernel(
         if IS_INT8:
             # From 2²³ to 2²⁴ float32 represents exactly the integers: adding 1.5 · 2²³ rounds half
             # to even, and the last byte of the bits is the int8.
-            y += _ROUND_TO_INT
+            y += _ROUNDING_MAGIC_NUMBER
             if SHIFT:
                 y += zero
             if not DYNAMIC:
-                y = tl.minimum(tl.maximum(y, _ROUND_TO_INT - MOST - SHIFT), _ROUND_TO_INT + MOST)
+                y = tl.minimum(
+                    tl.maximum(y, _ROUNDING_MAGIC_NUMBER - MOST - SHIFT),
+                    _ROUNDING_MAGIC_NUMBER + MOST,
+                )
             out = y.to(tl.int32, bitcast=True)
         else:
             out = y if DYNAMIC else tl.minimum(tl.maximum(y, -MOST), MOST)

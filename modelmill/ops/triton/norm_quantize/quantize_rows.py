@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 _MIN_AMAX = tl.constexpr(1e-6)
-_ROUND_TO_INT = tl.constexpr(12582912.0)  # 1.5 · 2²³
+_ROUNDING_MAGIC_NUMBER = tl.constexpr(12582912.0)  # 1.5 · 2²³
 
 
 @triton.jit
@@ -37,9 +37,12 @@ def scale_and_round_8bit(y, factor, IS_INT8: tl.constexpr, DYNAMIC: tl.constexpr
     if IS_INT8:
         # from 2²³ to 2²⁴ float32 represents exactly the integers: adding 1.5 · 2²³ rounds half to
         # even, and the last byte of the bits is the int8
-        y += _ROUND_TO_INT
+        y += _ROUNDING_MAGIC_NUMBER
         if not DYNAMIC:
-            y = tl.minimum(tl.maximum(y, _ROUND_TO_INT - quant_max), _ROUND_TO_INT + quant_max)
+            y = tl.minimum(
+                tl.maximum(y, _ROUNDING_MAGIC_NUMBER - quant_max),
+                _ROUNDING_MAGIC_NUMBER + quant_max,
+            )
         return y.to(tl.int32, bitcast=True)
     else:  # noqa: RET505  Triton compiles code after a return too
         return y if DYNAMIC else tl.minimum(tl.maximum(y, -quant_max), quant_max)

@@ -25,7 +25,7 @@ from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
 MAX_GROUP = 8192
 _MIN_AMAX = tl.constexpr(1e-6)
-_ROUND_TO_INT = tl.constexpr(12582912.0)  # 1.5 · 2²³: float32 of this size are integers
+_ROUNDING_MAGIC_NUMBER = tl.constexpr(12582912.0)  # 1.5 · 2²³: float32 of this size are integers
 
 
 SUPPORTED_PROBLEMS = (RowOpSupportRange(dims=(2, 2), fits=lambda rows: rows.group <= MAX_GROUP),)
@@ -99,7 +99,9 @@ def _kernel(
         if FALLBACK:
             y *= tl.load(factor_ptr + column, mask=real, other=0.0)
             # float32 of 2²² and more are integers, or a half beside one, which is as good
-            y = tl.where(tl.abs(y) < 4194304.0, (y + _ROUND_TO_INT) - _ROUND_TO_INT, y)
+            y = tl.where(
+                tl.abs(y) < 4194304.0, (y + _ROUNDING_MAGIC_NUMBER) - _ROUNDING_MAGIC_NUMBER, y
+            )
             y += tl.load(zero_ptr + column, mask=real, other=0).to(tl.float32)
         amax = tl.maximum(tl.max(tl.abs(y), axis=0), MOST if FALLBACK else _MIN_AMAX)
         quant_max = amax * 0.0 + MOST
@@ -113,7 +115,7 @@ def _kernel(
     # Adding 1.5 · 2²³ does not round values beyond 2²²; those are clamped anyway, because
     # zero-points are at most 1e4.
     y = tl.minimum(tl.maximum(y, -65536.0), 65536.0)
-    y = (y + _ROUND_TO_INT) - _ROUND_TO_INT
+    y = (y + _ROUNDING_MAGIC_NUMBER) - _ROUNDING_MAGIC_NUMBER
     if SHIFT and not FALLBACK:
         y += tl.load(zero_ptr + column, mask=real, other=0).to(tl.float32)
     y = tl.minimum(tl.maximum(y, -MOST - SHIFT), MOST)

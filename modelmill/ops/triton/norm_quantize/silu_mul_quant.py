@@ -22,14 +22,16 @@ from modelmill.ops.triton.common.device import as_rows, next_power_of_two
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
-from modelmill.ops.triton.norm_quantize.output_dtype_support import supports_unquantized_input
+from modelmill.ops.triton.norm_quantize.output_dtype_support import supports_input_and_output_dtype
 
 MAX_WIDTH = 32768
 _MIN_AMAX = tl.constexpr(1e-6)
-_ROUND_TO_INT = tl.constexpr(12582912.0)  # 1.5 · 2²³: float32 of this size are integers
+_ROUNDING_MAGIC_NUMBER = tl.constexpr(12582912.0)  # 1.5 · 2²³: float32 of this size are integers
 
 
-SUPPORTED_PROBLEMS = (RowOpSupportRange(max_width=2 * MAX_WIDTH, fits=supports_unquantized_input),)
+SUPPORTED_PROBLEMS = (
+    RowOpSupportRange(max_width=2 * MAX_WIDTH, fits=supports_input_and_output_dtype),
+)
 
 
 def run(
@@ -90,7 +92,7 @@ def _kernel(
     y = tl.minimum(tl.maximum(y, -MOST), MOST)
     if IS_INT8:
         # The last byte of the bits is then the value, rounded half to even.
-        y = (y + _ROUND_TO_INT).to(tl.int32, bitcast=True)
+        y = (y + _ROUNDING_MAGIC_NUMBER).to(tl.int32, bitcast=True)
     tl.store(values_ptr + row * inner + column, y.to(values_ptr.dtype.element_ty), mask=inside)
 
 

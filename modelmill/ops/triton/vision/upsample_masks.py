@@ -20,10 +20,10 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton.common.device import unavailable_reason_without_ptx
+from modelmill.ops.triton.common.device import unavailable_reason_for_portable_kernel
 from modelmill.ops.upsample_masks import Masks, UpsampleMasksInputs
 
-unavailable_reason = unavailable_reason_without_ptx
+unavailable_reason = unavailable_reason_for_portable_kernel
 
 ROWS, BLOCK = 32, 512  # pixels per program
 _INITIAL_BOX_MINIMUM = 1 << 30

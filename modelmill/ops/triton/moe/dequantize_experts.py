@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from modelmill.ops.fused_moe import MAX_DEQUANTIZED_SHARE, FusedMoEInputs
+from modelmill.ops.fused_moe import MAX_DEQUANTIZED_MEMORY_FRACTION, FusedMoEInputs
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.triton.common.device import total_memory
 
@@ -35,12 +35,12 @@ def is_dequantizing_faster(inputs: FusedMoEInputs, min_pairs: int) -> bool:
     if inputs.x.element_size() != 2 or inputs.topk_ids.numel() < min_pairs * inputs.num_experts:
         return False
     num_bytes = 2 * experts * rows * inputs.x.shape[1]
-    if num_bytes > MAX_DEQUANTIZED_SHARE * total_memory(inputs.x.device):
+    if num_bytes > MAX_DEQUANTIZED_MEMORY_FRACTION * total_memory(inputs.x.device):
         return False
     return not (inputs.x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def with_dequantized_weight(
+def replace_with_dequantized_weight(
     inputs: FusedMoEInputs, name: str, dequantize: Callable[[GroupwiseLinearInputs], torch.Tensor]
 ) -> FusedMoEInputs:
     """The inputs with one matrix of each expert, "gate_up" or "down", in x's dtype.
