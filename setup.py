@@ -77,7 +77,7 @@ def compile_levels(path: str, machine: str, folder: Path) -> list[Path]:
             target = folder / prebuilt.library_file_name(level, KERNELS)
             if target.exists():
                 continue
-            compiling, linking = prebuilt.compile_commands(
+            compiling, linking = prebuilt.compile_and_link_commands(
                 path, level, Path(objects), target, KERNELS
             )
             jobs.append((level, [pool.submit(_run, command) for command in compiling], linking))

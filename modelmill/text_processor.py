@@ -25,7 +25,7 @@ from modelmill.core.errors import (
     TokenizerError,
     UsageError,
 )
-from modelmill.core.generation_defaults import GenerationDefaults, read_generation_config
+from modelmill.core.generation_defaults import GenerationDefaults, parse_generation_config
 from modelmill.core.types import (
     TOKEN_IDS_GRAMMAR,
     Grammar,
@@ -650,7 +650,7 @@ def check_sampling_params_type(params: SamplingParams | None) -> SamplingParams 
 def _load_generation_defaults(path: Path, manifest: Any, *, openai: bool) -> GenerationDefaults:
     """The sampling defaults of an engine. Raises CorruptArtifact if the manifest's are invalid."""
     try:
-        return read_generation_config(
+        return parse_generation_config(
             manifest.generation, str(manifest.source.get("container", "")), openai=openai
         )
     except RequestError as error:

@@ -148,7 +148,7 @@ class VisionStageCheck:
         return result if isinstance(result, tuple) else (result,)
 
     def _module_dtype_name(self, path: str) -> str:
-        return "float32" if self._family.is_stored_in_float32(f"{path}.weight") else self.dtype
+        return "float32" if self._family.is_kept_in_float32(f"{path}.weight") else self.dtype
 
     def _module_dtype(self, path: str) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self._module_dtype_name(path))

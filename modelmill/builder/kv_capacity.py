@@ -8,9 +8,9 @@ import torch
 
 from modelmill.core.config import RunConfig
 from modelmill.core.kv_page_counts import (
+    max_extra_step_pages,
     max_fitting_length,
     max_pages_between_steps,
-    max_step_pages,
 )
 from modelmill.nn.kv import KVShape
 
@@ -52,7 +52,7 @@ class KVCapacityEstimator:
             self._pages_per_sequence(tokens, window) for window in windows
         )
         step = self._page_bytes * sum(
-            max_step_pages(MAX_STEP_TOKENS, size, each) for each in windows
+            max_extra_step_pages(MAX_STEP_TOKENS, size, each) for each in windows
         )
         return max(
             room_bytes // max(whole + state_bytes, 1),

@@ -129,7 +129,7 @@ class BuildMemory:
             UsageError: if too little memory is free.
         """
         needed = self if with_acceptance else self.without_acceptance()
-        free = memory_limits.available_memory().free
+        free = memory_limits.read_memory_info().free
         if needed.allocated_bytes <= free:
             return
         less = self.without_acceptance().allocated_bytes
@@ -158,7 +158,7 @@ def estimate_build_memory(plan: BuildPlan) -> BuildMemory:
     )
     judging += min(
         _weight_unpacking_extra_bytes(plan, matrix_formats_and_shapes(plan)),
-        int(UNPACKED_MEMORY_FRACTION * memory_limits.available_memory().free),
+        int(UNPACKED_MEMORY_FRACTION * memory_limits.read_memory_info().free),
     )
     calibrating = 0
     if plan.calibration is not None and plan.device == "cuda":
@@ -288,7 +288,7 @@ def _weight_unpacking_extra_bytes(plan: BuildPlan, matrices: Iterable[WeightForm
         total,
         int(
             UNPACKED_MEMORY_FRACTION
-            * max(memory_limits.available_memory().total - plan.weight_bytes, 0)
+            * max(memory_limits.read_memory_info().total - plan.weight_bytes, 0)
         ),
     )
 
@@ -348,7 +348,7 @@ def _device_memory_bytes(target: str) -> tuple[int, int]:
     if target == "cuda" and torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return total, free
-    return memory_limits.available_memory()
+    return memory_limits.read_memory_info()
 
 
 def process_bytes() -> int:

@@ -22,7 +22,7 @@ from modelmill.checkpoint.container import MAX_LISTED_NAMES, format_names
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.rename import find_source_name
 from modelmill.core.errors import CheckpointError, RequestError, UnknownArchitecture
-from modelmill.core.generation_defaults import read_generation_config
+from modelmill.core.generation_defaults import parse_generation_config
 from modelmill.core.model_family import checkpoint_tensor_rules, read_family_options
 from modelmill.core.module_lookup import (
     import_module_if_exists,
@@ -354,7 +354,7 @@ def check_generation_config(checkpoint: Checkpoint, vocab_size: int) -> None:
     ):
         _check_eos_ids(f"{checkpoint.path}: {file}", values.get("eos_token_id"))
     try:
-        defaults = read_generation_config(checkpoint.generation_config, checkpoint.container)
+        defaults = parse_generation_config(checkpoint.generation_config, checkpoint.container)
         outside = next(
             (id for id in defaults.processors.iter_token_ids() if id >= vocab_size), None
         )

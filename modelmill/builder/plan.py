@@ -52,7 +52,7 @@ from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.rename import ResolvedRule
 from modelmill.core.config import BuildConfig, config_to_dict
 from modelmill.core.errors import UsageError
-from modelmill.core.generation_defaults import GenerationDefaults, read_generation_config
+from modelmill.core.generation_defaults import GenerationDefaults, parse_generation_config
 from modelmill.core.model_family import LANGUAGE_ENGINE_TYPE, read_family_options
 from modelmill.core.progress_callback import Progress
 from modelmill.nn.kv import KVShape, kv_cache_dtype
@@ -118,7 +118,7 @@ class BuildPlan:
         """Return the defaults of the engine's requests; None for a segmentation model."""
         if self.engine_type != LANGUAGE_ENGINE_TYPE:
             return None
-        return read_generation_config(self.checkpoint.generation_config, self.checkpoint.container)
+        return parse_generation_config(self.checkpoint.generation_config, self.checkpoint.container)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -219,7 +219,7 @@ def plan_tensors(
     for rule in rules:
         module, _, suffix = rule.target.rpartition(".")
         place = locate_module_in_stacks(model, module)
-        dtype = torch.float32 if options.is_stored_in_float32(rule.target) else build_dtype
+        dtype = torch.float32 if options.is_kept_in_float32(rule.target) else build_dtype
         if module not in linears or suffix != "weight":
             planned = _plan_non_linear_tensor(checkpoint, rule, module, dtype)
         elif module not in quantized:

@@ -18,7 +18,7 @@ from modelmill.core import env, packages
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import option_field
 from modelmill.core.model_family import LANGUAGE_ENGINE_TYPE
-from modelmill.core.page_groups import sum_counts_by_window
+from modelmill.core.page_groups import sum_group_counts_by_window
 
 if TYPE_CHECKING:
     from modelmill.artifact.store import Artifact
@@ -81,7 +81,7 @@ def collect_facts() -> dict[str, Any]:
     from modelmill.eval.report import cpu_name
     from modelmill.ops.cpu.common.openmp import describe_wait_policy
 
-    cache, memory = env.cache_dir(), memory_limits.available_memory()
+    cache, memory = env.cache_dir(), memory_limits.read_memory_info()
     return {
         "modelmill": __version__,
         "python": platform.python_version(),
@@ -170,7 +170,7 @@ def _count_layers_by_kv_window(artifact: Artifact) -> list[dict[str, int | None]
         model, manifest.max_model_len, decode_op, kv_dtype, formats=formats
     )
     layers = [len(group.layers) for group in shape.groups] or [shape.layers]
-    by_window = sum_counts_by_window(shape.group_windows, layers)
+    by_window = sum_group_counts_by_window(shape.group_windows, layers)
     return [{"window": window, "layers": count} for window, count in by_window.items() if count]
 
 

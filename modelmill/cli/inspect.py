@@ -128,12 +128,12 @@ def sampling_facts(
     generation: Mapping[str, Any], container: Any, language: bool
 ) -> dict[str, Any] | None:
     """Describe the sampling defaults; an invalid generation_config is reported, not raised."""
-    from modelmill.core.generation_defaults import read_generation_config
+    from modelmill.core.generation_defaults import parse_generation_config
 
     if not language:
         return None
     try:
-        return read_generation_config(generation, str(container)).to_dict()
+        return parse_generation_config(generation, str(container)).to_dict()
     except ModelmillError as error:
         return {"values": {}, "text": f"broken: {error}", "source": "checkpoint", "unused": {}}
 

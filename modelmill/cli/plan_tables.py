@@ -10,7 +10,7 @@ from typing import Any
 from modelmill.builder.recipe_option_check import ALL_RECIPE_OPTIONS, RECIPE_OPTIONS
 from modelmill.cli.output import print_facts, print_table
 from modelmill.core.byte_size import format_bytes
-from modelmill.core.page_groups import sum_counts_by_window
+from modelmill.core.page_groups import sum_group_counts_by_window
 
 SEGMENTATION_BUILD_OPTIONS = (
     "dtype",
@@ -158,7 +158,7 @@ def _page_group_lines(groups: Sequence[dict[str, Any]]) -> list[str]:
     """What the longest sequence takes in the layers of each window, and in those without."""
     windows = [group["window"] for group in groups]
     layers, sizes = (
-        sum_counts_by_window(windows, [group[key] for group in groups])
+        sum_group_counts_by_window(windows, [group[key] for group in groups])
         for key in ("layers", "bytes_per_sequence")
     )
     return [

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from modelmill.core.config import non_default_fields
 from modelmill.core.errors import UsageError
-from modelmill.core.memory_limits import available_memory
+from modelmill.core.memory_limits import read_memory_info
 
 if TYPE_CHECKING:
     from modelmill.artifact.manifest import Manifest
@@ -169,7 +169,7 @@ def _default_memory_budget(args: Args) -> int:
         raise UsageError(
             "a catalogue on a GPU needs --memory-budget: the bytes that all loaded engines may take"
         )
-    return int(available_memory().free * CPU_BUDGET_FRACTION)
+    return int(read_memory_info().free * CPU_BUDGET_FRACTION)
 
 
 def estimate_sequence_kv_bytes(manifest: Manifest, run: RunConfig) -> int:

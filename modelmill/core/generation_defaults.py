@@ -58,28 +58,28 @@ _IGNORED_KEYS = frozenset((
     "assistant_ensemble_weight", "speculation_type", "use_mtp", "compile_config", "disable_compile",
     "continuous_batching_config", "low_memory", "prefill_chunk_size", "use_model_defaults",
 ))  # fmt: skip
-_ON_REQUEST = "applies only if a request sets it"
-_NOT_OFFERED = "is not offered"
+_REQUEST_ONLY_REASON = "applies only if a request sets it"
+_NOT_OFFERED_REASON = "is not offered"
 # key → (values without effect, why it is not applied)
 _UNSUPPORTED_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "num_beams": ((1,), _ON_REQUEST),
-    "num_return_sequences": ((1,), f"{_ON_REQUEST} (n)"),
-    "length_penalty": ((1,), _ON_REQUEST),
-    "early_stopping": ((False,), _ON_REQUEST),
-    "typical_p": ((1,), _NOT_OFFERED),
-    "epsilon_cutoff": ((0,), _NOT_OFFERED),
-    "eta_cutoff": ((0,), _NOT_OFFERED),
-    "top_h": ((), _NOT_OFFERED),
-    "penalty_alpha": ((0,), f"(contrastive search) {_NOT_OFFERED}"),
-    "dola_layers": ((), _NOT_OFFERED),
-    "num_beam_groups": ((1,), _NOT_OFFERED),
-    "diversity_penalty": ((0,), _NOT_OFFERED),
-    "constraints": ((), _NOT_OFFERED),
-    "force_words_ids": ((), _NOT_OFFERED),
-    "guidance_scale": ((1,), _NOT_OFFERED),
-    "watermarking_config": ((), _NOT_OFFERED),
-    "token_healing": ((False,), _NOT_OFFERED),
-    "max_time": ((), _NOT_OFFERED),
+    "num_beams": ((1,), _REQUEST_ONLY_REASON),
+    "num_return_sequences": ((1,), f"{_REQUEST_ONLY_REASON} (n)"),
+    "length_penalty": ((1,), _REQUEST_ONLY_REASON),
+    "early_stopping": ((False,), _REQUEST_ONLY_REASON),
+    "typical_p": ((1,), _NOT_OFFERED_REASON),
+    "epsilon_cutoff": ((0,), _NOT_OFFERED_REASON),
+    "eta_cutoff": ((0,), _NOT_OFFERED_REASON),
+    "top_h": ((), _NOT_OFFERED_REASON),
+    "penalty_alpha": ((0,), f"(contrastive search) {_NOT_OFFERED_REASON}"),
+    "dola_layers": ((), _NOT_OFFERED_REASON),
+    "num_beam_groups": ((1,), _NOT_OFFERED_REASON),
+    "diversity_penalty": ((0,), _NOT_OFFERED_REASON),
+    "constraints": ((), _NOT_OFFERED_REASON),
+    "force_words_ids": ((), _NOT_OFFERED_REASON),
+    "guidance_scale": ((1,), _NOT_OFFERED_REASON),
+    "watermarking_config": ((), _NOT_OFFERED_REASON),
+    "token_healing": ((False,), _NOT_OFFERED_REASON),
+    "max_time": ((), _NOT_OFFERED_REASON),
 }
 
 
@@ -145,7 +145,7 @@ class GenerationDefaults:
             filled = {
                 name: value for name, value in filled.items() if name not in MODELMILL_DEFAULTS
             }
-        if self.greedy and implies_sampling(params):
+        if self.greedy and request_implies_sampling(params):
             filled["temperature"] = self.sampling.get("temperature", 1.0)
         bounded = (
             self.max_length is not None and self.max_tokens is None and params.max_tokens is None
@@ -182,7 +182,9 @@ class GenerationDefaults:
             shown = {name: value for name, value in shown.items() if name not in _NEUTRAL_SAMPLING}
             shown = {"greedy": "", **shown}
         text = (
-            ", ".join(f"{name} {_format_if_number(value)}".strip() for name, value in shown.items())
+            ", ".join(
+                f"{name} {_format_number_or_empty(value)}".strip() for name, value in shown.items()
+            )
             or "temperature 1.0"
         )
         origins = {
@@ -201,12 +203,12 @@ class GenerationDefaults:
         return f"without effect in generation_config: {'; '.join(listed[:MAX_KEYS_SHOWN] + more)}"
 
 
-def _format_if_number(value: Any) -> str:
+def _format_number_or_empty(value: Any) -> str:
     """Format a number; a list or string is left out, since one line would not hold it."""
     return str(value) if isinstance(value, int | float) else ""
 
 
-def implies_sampling(params: SamplingParams) -> bool:
+def request_implies_sampling(params: SamplingParams) -> bool:
     """Whether a request without a temperature still needs sampling (top_p, top_k, min_p, n)."""
     if params.num_beams > 1 or params.temperature is not None:
         return False
@@ -218,7 +220,7 @@ def implies_sampling(params: SamplingParams) -> bool:
     return filtered or params.n > 1
 
 
-def read_generation_config(
+def parse_generation_config(
     raw: Mapping[str, Any], container: str = "", *, openai: bool = False
 ) -> GenerationDefaults:
     """Read a checkpoint's generation_config.
@@ -250,7 +252,7 @@ def read_generation_config(
         min_length=lengths["min_length"],
         stop=_parse_stop_strings(raw.get("stop_strings")),
         processors=processors,
-        unused=_keys_without_effect(raw, greedy),
+        unused=_unused_key_reasons(raw, greedy),
         source=source,
     )
 
@@ -260,7 +262,7 @@ def _lacks_generation_config(raw: Mapping[str, Any], container: str) -> bool:
     return not raw or (container.rpartition("/")[2].startswith("gguf") and "do_sample" not in raw)
 
 
-def _keys_without_effect(raw: Mapping[str, Any], greedy: bool) -> dict[str, str]:
+def _unused_key_reasons(raw: Mapping[str, Any], greedy: bool) -> dict[str, str]:
     """Return keys without effect here that transformers applies or does not know, and why."""
     unused: dict[str, str] = {}
     for name, value in raw.items():

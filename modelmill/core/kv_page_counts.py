@@ -59,10 +59,10 @@ def max_fitting_length(
 
 
 def max_pages_between_steps(tokens: int, page_size: int, window: int | None) -> int:
-    """Most pages that a sequence uses, apart from ``max_step_pages``.
+    """Most pages that a sequence uses, apart from ``max_extra_step_pages``.
 
     Sequences that share a step share its tokens, so that n of them never use more pages than n
-    times as many and ``max_step_pages`` once.
+    times as many and ``max_extra_step_pages`` once.
 
     Args:
         tokens: Its length.
@@ -76,7 +76,7 @@ def max_pages_between_steps(tokens: int, page_size: int, window: int | None) -> 
     return min(pages, -(-(window + 1) // page_size) + 2)
 
 
-def max_step_pages(step_tokens: int, page_size: int, window: int | None) -> int:
+def max_extra_step_pages(step_tokens: int, page_size: int, window: int | None) -> int:
     """Pages of a step's tokens, which windows let a sequence free once they are computed."""
     return 0 if window is None else -(-step_tokens // page_size)
 

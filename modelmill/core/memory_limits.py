@@ -20,7 +20,7 @@ class MemoryInfo(NamedTuple):
     free: int
 
 
-class _CgroupFiles(NamedTuple):
+class _CgroupMemoryFiles(NamedTuple):
     """A control group's files for limit and usage, and the memory.stat keys of its page cache."""
 
     limit: str
@@ -28,13 +28,13 @@ class _CgroupFiles(NamedTuple):
     page_cache_keys: tuple[str, str]
 
 
-_CGROUP_V1 = _CgroupFiles(
+_CGROUP_V1 = _CgroupMemoryFiles(
     "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
 )
-_CGROUP_V2 = _CgroupFiles("memory.max", "memory.current", ("inactive_file", "active_file"))
+_CGROUP_V2 = _CgroupMemoryFiles("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
-def available_memory(groups: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> MemoryInfo:
+def read_memory_info(groups: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> MemoryInfo:
     """Return the memory of the machine, or of this process's tightest control group.
 
     Linux, control groups version 1 and 2. The kernel kills a process whose group exceeds its limit,
@@ -42,7 +42,7 @@ def available_memory(groups: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> 
     """
     machine = psutil.virtual_memory()
     total, free = machine.total, machine.available
-    for limit, used in iter_cgroup_memory_limits(groups, mount):
+    for limit, used in iter_cgroup_memory_limit_and_usage(groups, mount):
         total, free = min(total, limit), min(free, max(limit - used, 0))
     return MemoryInfo(total, free)
 
@@ -56,7 +56,7 @@ def max_cached_prefix_bytes(kv_bytes: int) -> int:
     return min(kv_bytes, max(kv_bytes // 3, MIN_PREFIX_CACHE_BYTES))
 
 
-def iter_cgroup_memory_limits(
+def iter_cgroup_memory_limit_and_usage(
     groups: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT
 ) -> Iterator[tuple[int, int]]:
     """Yield (limit, used) in bytes of each control group with a limit, parent groups included.
@@ -129,7 +129,7 @@ def _cgroup_and_parents(base: Path, path: str) -> Iterator[Path]:
         yield base.joinpath(*parts[:count])
 
 
-def _cgroup_page_cache_bytes(folder: Path, files: _CgroupFiles) -> int:
+def _cgroup_page_cache_bytes(folder: Path, files: _CgroupMemoryFiles) -> int:
     stat = dict(line.split(maxsplit=1) for line in _read_text(folder / "memory.stat").splitlines())
     # active pages too (a build reads a checkpoint twice): the kernel frees them before it kills
     return sum(int(stat.get(name, 0)) for name in files.page_cache_keys)

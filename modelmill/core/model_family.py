@@ -31,7 +31,7 @@ class ModelFamilyOptions:
     UNUSED_CONFIG_KEYS: tuple[str, ...] = ()
     config_from_shapes: ConfigFromShapes | None = None
 
-    def is_stored_in_float32(self, tensor_name: str) -> bool:
+    def is_kept_in_float32(self, tensor_name: str) -> bool:
         """Return whether a tensor of the model is stored in float32, whatever the build's dtype."""
         return any(re.fullmatch(pattern, tensor_name) for pattern in self.FLOAT32_TENSORS)
 

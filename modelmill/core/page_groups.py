@@ -99,7 +99,7 @@ def layer_slots_per_page(groups: Sequence[PageGroup]) -> int:
     return max(group.num_layer_slots for group in groups)
 
 
-def sum_counts_by_window(
+def sum_group_counts_by_window(
     windows: Iterable[int | None], counts: Iterable[int]
 ) -> dict[int | None, int]:
     """What is counted of each page group, summed over the groups of one window.

@@ -201,7 +201,7 @@ def _check_cache_fits_in_ram(
 
     Pages take memory when first written, so the process would be killed in the middle of a request.
     """
-    total = memory_limits.available_memory().total
+    total = memory_limits.read_memory_info().total
     if required_bytes > total:
         raise CapacityError(
             f"the {what} would take {format_bytes(required_bytes)}, and this process may have "
@@ -218,7 +218,7 @@ def cpu_kv_cache_budget(ranks: int = 1, reserved_bytes: int = 0) -> int:
         reserved_bytes: Memory needed for other purposes.
     """
     return (
-        int(max(memory_limits.available_memory().free - reserved_bytes, 0) * CPU_MEMORY_FRACTION)
+        int(max(memory_limits.read_memory_info().free - reserved_bytes, 0) * CPU_MEMORY_FRACTION)
         // ranks
     )
 

@@ -86,7 +86,7 @@ def _check_dtypes(model: nn.Module, artifact: Artifact, computed: set[str]) -> N
             parts: tuple[Any, ...] = module.weight.row_block_weights()
             stored |= {f"{name}.weight": part.weight for part in parts if part.format == "dense"}
     for name, tensor in stored.items():
-        expected = torch.float32 if options.is_stored_in_float32(name) else build_dtype
+        expected = torch.float32 if options.is_kept_in_float32(name) else build_dtype
         if tensor.dtype != expected:
             actual = str(tensor.dtype).removeprefix("torch.")
             raise CorruptArtifact(

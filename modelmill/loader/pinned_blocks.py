@@ -21,7 +21,7 @@ import torch
 
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.errors import CapacityError
-from modelmill.core.memory_limits import available_memory
+from modelmill.core.memory_limits import read_memory_info
 from modelmill.loader.cuda_vmm import CudaDriver
 
 BLOCK_BYTES = 256 << 20
@@ -78,7 +78,7 @@ class PinnedBlocks:
         """
         self._stop_releasing()
         missing = self._sizes[len(self._blocks) :]
-        free = available_memory().free
+        free = read_memory_info().free
         if sum(missing) > free:
             self.release()
             raise CapacityError(

@@ -60,7 +60,7 @@ def unpack_weights_without_kernels(
         model,
         ops,
         dtype,
-        int(memory_limits.available_memory().free * UNPACKED_MEMORY_FRACTION) // tp_group.size,
+        int(memory_limits.read_memory_info().free * UNPACKED_MEMORY_FRACTION) // tp_group.size,
     )
     for module in model.modules():
         if isinstance(module, LatentAttentionCore):

@@ -17,8 +17,8 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.one_branch_layer import OneBranchLayer
 
-MLP_CHECKPOINT_PATHS = {"mlp": "mixer", "mlp.experts.*": "mixer.experts.*",
-                SHARED_EXPERT_PATH: "mixer.shared_experts"}  # fmt: skip
+MLP_SOURCES = {"mlp": "mixer", "mlp.experts.*": "mixer.experts.*",
+               SHARED_EXPERT_PATH: "mixer.shared_experts"}  # fmt: skip
 Model = Decoder
 LAYOUT = CheckpointLayout(
     {
@@ -28,14 +28,8 @@ LAYOUT = CheckpointLayout(
         "attn.qkv_proj": ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
         "attn.o_proj": ("mixer.o_proj",),
         "mlp.router": ("mixer.gate",),
-        **{
-            f"{ours}.fc_proj": (f"{theirs}.up_proj",)
-            for ours, theirs in MLP_CHECKPOINT_PATHS.items()
-        },
-        **{
-            f"{ours}.down_proj": (f"{theirs}.down_proj",)
-            for ours, theirs in MLP_CHECKPOINT_PATHS.items()
-        },
+        **{f"{ours}.fc_proj": (f"{theirs}.up_proj",) for ours, theirs in MLP_SOURCES.items()},
+        **{f"{ours}.down_proj": (f"{theirs}.down_proj",) for ours, theirs in MLP_SOURCES.items()},
     },
     layers="backbone.layers",
     embed="backbone.embeddings",
@@ -70,10 +64,8 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     size = positive_int(raw, "head_dim", "attention_head_dim", default=128)
     kinds = read_layer_indices_by_branch(raw)
     raw = overlay_config(raw, DEFAULT_CONFIG_VALUES, {"head_dim": size})
-    act, bias = (
-        read_activation(raw, "mlp_hidden_act", "relu2"),
-        read_boolean(raw, "mlp_bias", False),
-    )
+    act = read_activation(raw, "mlp_hidden_act", "relu2")
+    bias = read_boolean(raw, "mlp_bias", False)
     keys = {"num_hidden_layers": kinds.number, "rms_norm_eps": raw["layer_norm_epsilon"]}
     config = _llama_common.config_from_hf(
         overlay_config(raw, {}, keys), ConfigDefaults(positions=4096), layer=OneBranchLayer,

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from modelmill.core.kv_page_counts import max_pages_between_steps, max_step_pages
+from modelmill.core.kv_page_counts import max_extra_step_pages, max_pages_between_steps
 from modelmill.runtime.sequence import Sequence
 
 MAX_OUTPUT_LIMIT_RATIO = 4 / 3
@@ -97,4 +97,4 @@ def _peak_windowed_pages(
         known |= ends_only_at_length_limit(seq)
         length = seq.max_length if ends_only_at_length_limit(seq) else seq.length
         pages += max_pages_between_steps(length, page_size, window)
-    return pages + max_step_pages(step_tokens, page_size, window) if known else 0
+    return pages + max_extra_step_pages(step_tokens, page_size, window) if known else 0

@@ -21,12 +21,12 @@ from dataclasses import dataclass, field, replace
 
 from modelmill.core.kv_page_counts import (
     first_page_in_use,
+    max_extra_step_pages,
     max_pages_between_steps,
     max_sequence_pages,
     max_sequence_pages_in_groups,
-    max_step_pages,
 )
-from modelmill.core.page_groups import sum_counts_by_window
+from modelmill.core.page_groups import sum_group_counts_by_window
 from modelmill.core.types import MEAN_POOLING
 from modelmill.runtime.admission import have_similar_output_limits, peak_pages
 from modelmill.runtime.chunked_prefill import AdaptiveChunkSize
@@ -98,7 +98,7 @@ class SchedulerLimits:
         size = self.page_size
         return sum(
             count * max_pages_between_steps(tokens, size, window)
-            + min(max_step_pages(self.max_tokens, size, window), count * -(-tokens // size))
+            + min(max_extra_step_pages(self.max_tokens, size, window), count * -(-tokens // size))
             for window in self.windows
         )
 
@@ -294,7 +294,7 @@ class Scheduler:
 
     def pages_by_window(self) -> dict[str, int]:
         """Pages in use of layers by what they attend to: "all" tokens, or those of a window."""
-        pages = sum_counts_by_window(self.limits.windows, self.pool.num_in_use_by_group())
+        pages = sum_group_counts_by_window(self.limits.windows, self.pool.num_in_use_by_group())
         return {"all" if window is None else str(window): n for window, n in pages.items()}
 
     def set_step_token_budget(self, tokens: int) -> None:

@@ -41,7 +41,7 @@ def plan(folder: Path, **options: Any) -> BuildPlan:
 
 def leave_free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(
-        memory_limits, "available_memory", lambda: memory_limits.MemoryInfo(64 << 30, size)
+        memory_limits, "read_memory_info", lambda: memory_limits.MemoryInfo(64 << 30, size)
     )
 
 

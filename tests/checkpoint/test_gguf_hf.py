@@ -23,7 +23,7 @@ from modelmill.core.errors import (
     TensorMismatch,
     UnknownArchitecture,
 )
-from modelmill.core.generation_defaults import read_generation_config
+from modelmill.core.generation_defaults import parse_generation_config
 from modelmill.core.module_lookup import import_module_if_exists
 from tests.checkpoint.checkpoint_factory import (
     LLAMA_CONFIG,
@@ -67,11 +67,11 @@ def test_what_its_publisher_recommends_is_read_as_llama_cpp_reads_it(tmp_path):
         "mirostat": 1,
     }
     raw.metadata |= {f"general.sampling.{key}": value for key, value in metadata.items()}
-    defaults = read_generation_config(GgufAsHf(raw).generation_config, "gguf")
+    defaults = parse_generation_config(GgufAsHf(raw).generation_config, "gguf")
     assert defaults.source == "checkpoint"
     assert defaults.values == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
     assert (
-        read_generation_config(present(tmp_path / "m.gguf").generation_config, "gguf").source
+        parse_generation_config(present(tmp_path / "m.gguf").generation_config, "gguf").source
         == "modelmill"
     )
 

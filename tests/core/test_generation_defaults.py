@@ -15,7 +15,7 @@ from modelmill.core.generation_defaults import (
     MODELMILL_DEFAULTS,
     OPENAI_DEFAULTS,
     GenerationDefaults,
-    read_generation_config,
+    parse_generation_config,
 )
 from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.types import SamplingParams
@@ -37,7 +37,7 @@ def resolve(defaults: GenerationDefaults, prompt: int = 5, **request_fields: Any
 @pytest.mark.parametrize("openai", [False, True])
 @pytest.mark.parametrize("container", ["safetensors", "gguf"])
 def test_what_the_checkpoint_says_is_taken_at_every_door(container: str, openai: bool) -> None:
-    defaults = read_generation_config(SAMPLES, container, openai=openai)
+    defaults = parse_generation_config(SAMPLES, container, openai=openai)
     assert defaults.source == "checkpoint"
     options = resolve(defaults)
     assert (options.temperature, options.top_p, options.top_k, options.repetition_penalty) == (
@@ -54,7 +54,7 @@ def test_what_the_checkpoint_says_is_taken_at_every_door(container: str, openai:
     "more", [{}, {"do_sample": False}, {"temperature": 0.7, "top_p": 0.5}], ids=str
 )
 def test_without_do_sample_the_likeliest_token_is_taken(more: dict[str, Any], openai: bool) -> None:
-    defaults = read_generation_config(
+    defaults = parse_generation_config(
         {**IDS, "transformers_version": "4.40.0", **more}, "safetensors", openai=openai
     )
     assert defaults.greedy
@@ -63,7 +63,7 @@ def test_without_do_sample_the_likeliest_token_is_taken(more: dict[str, Any], op
 
 
 def test_a_request_that_asks_for_a_draw_gets_one_from_a_greedy_engine() -> None:
-    defaults = read_generation_config({**IDS, "do_sample": False, "top_p": 0.5}, "safetensors")
+    defaults = parse_generation_config({**IDS, "do_sample": False, "top_p": 0.5}, "safetensors")
     for request_fields in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"n": 3}):
         assert resolve(defaults, **request_fields).temperature == 1.0
     for other in (
@@ -77,7 +77,7 @@ def test_a_request_that_asks_for_a_draw_gets_one_from_a_greedy_engine() -> None:
     ):
         assert resolve(defaults, **other).temperature == 0.0
     assert resolve(defaults, temperature=0.3).top_p == 0.5
-    assert resolve(read_generation_config({**IDS, "temperature": 0.4}), n=2).temperature == 0.4
+    assert resolve(parse_generation_config({**IDS, "temperature": 0.4}), n=2).temperature == 0.4
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_where_it_says_nothing_people_and_clients_differ(
     raw: dict[str, Any], container: str
 ) -> None:
     own, client = (
-        read_generation_config(raw, container),
-        read_generation_config(raw, container, openai=True),
+        parse_generation_config(raw, container),
+        parse_generation_config(raw, container, openai=True),
     )
     for defaults, values in ((own, MODELMILL_DEFAULTS), (client, OPENAI_DEFAULTS)):
         options = resolve(defaults)
@@ -104,36 +104,38 @@ def test_where_it_says_nothing_people_and_clients_differ(
         # who says how to draw gets just that
         assert resolve(own, **request_fields) == SamplingParams(**request_fields).with_defaults({})
     # the vision encoder of a MiniGPT-4 brings a generation_config of their own
-    assert read_generation_config({**IDS, "do_sample": True}, "joined/gguf").source == "checkpoint"
+    assert parse_generation_config({**IDS, "do_sample": True}, "joined/gguf").source == "checkpoint"
 
 
 def test_lengths_are_those_of_transformers() -> None:
     assert (
-        resolve(read_generation_config({"max_new_tokens": 9, "max_length": 7}), 5).max_tokens == 9
+        resolve(parse_generation_config({"max_new_tokens": 9, "max_length": 7}), 5).max_tokens == 9
     )
-    assert resolve(read_generation_config({"max_length": 7}), 5).max_tokens == 2
-    assert resolve(read_generation_config({"max_length": 7}), 50, max_tokens=3).max_tokens == 3
-    assert resolve(read_generation_config({"max_length": 7}), 7).max_tokens is None
+    assert resolve(parse_generation_config({"max_length": 7}), 5).max_tokens == 2
+    assert resolve(parse_generation_config({"max_length": 7}), 50, max_tokens=3).max_tokens == 3
+    assert resolve(parse_generation_config({"max_length": 7}), 7).max_tokens is None
     assert (
-        resolve(read_generation_config({"min_new_tokens": 4, "min_length": 90}), 5).min_tokens == 4
+        resolve(parse_generation_config({"min_new_tokens": 4, "min_length": 90}), 5).min_tokens == 4
     )
-    assert resolve(read_generation_config({"min_length": 9}), 5).min_tokens == 4
-    assert resolve(read_generation_config({"min_length": 9}), 50).min_tokens == 0
-    assert resolve(read_generation_config({"min_new_tokens": 40}), 5, max_tokens=3).min_tokens == 3
+    assert resolve(parse_generation_config({"min_length": 9}), 5).min_tokens == 4
+    assert resolve(parse_generation_config({"min_length": 9}), 50).min_tokens == 0
+    assert resolve(parse_generation_config({"min_new_tokens": 40}), 5, max_tokens=3).min_tokens == 3
     assert (
-        resolve(read_generation_config({"min_new_tokens": 40, "max_new_tokens": 8}), 5).min_tokens
+        resolve(parse_generation_config({"min_new_tokens": 40, "max_new_tokens": 8}), 5).min_tokens
         == 8
     )
-    assert resolve(read_generation_config({"min_length": 40, "max_length": 20}), 5).min_tokens == 15
-    assert resolve(read_generation_config({"min_new_tokens": 4}), 5, min_tokens=0).min_tokens == 0
-    assert resolve(read_generation_config({"max_length": 10**12}), 5).max_tokens == 2**31 - 1 - 5
+    assert (
+        resolve(parse_generation_config({"min_length": 40, "max_length": 20}), 5).min_tokens == 15
+    )
+    assert resolve(parse_generation_config({"min_new_tokens": 4}), 5, min_tokens=0).min_tokens == 0
+    assert resolve(parse_generation_config({"max_length": 10**12}), 5).max_tokens == 2**31 - 1 - 5
 
 
 def test_stop_strings_end_an_answer_unless_others_are_asked_for() -> None:
-    defaults = read_generation_config({"stop_strings": ["###", "\n\n"]})
+    defaults = parse_generation_config({"stop_strings": ["###", "\n\n"]})
     assert resolve(defaults).stop == ("###", "\n\n")
     assert resolve(defaults, stop=("a",)).stop == ("a",)
-    assert resolve(read_generation_config({"stop_strings": "###"})).stop == ("###",)
+    assert resolve(parse_generation_config({"stop_strings": "###"})).stop == ("###",)
 
 
 NAMED = {
@@ -162,15 +164,15 @@ READ = {
 def test_every_field_of_transformers_is_read_or_named_or_changes_no_answer() -> None:
     """A field that a later transformers brings fails here until it is looked at."""
     config = pytest.importorskip("transformers").GenerationConfig()
-    assert read_generation_config(READ).unused == {}
+    assert parse_generation_config(READ).unused == {}
     for name, value in READ.items():
         raw = {"do_sample": True, name: value}
         if name not in ("do_sample", "eos_token_id"):
-            assert read_generation_config(raw) != read_generation_config({"do_sample": True}), (
+            assert parse_generation_config(raw) != parse_generation_config({"do_sample": True}), (
                 f"{name} has no effect"
             )
     for name, value in NAMED.items():
-        defaults = read_generation_config({"do_sample": True, name: value})
+        defaults = parse_generation_config({"do_sample": True, name: value})
         assert list(defaults.unused) == [name]
         assert name in (defaults.unused_warning() or "")
     values = vars(config).items()
@@ -179,7 +181,7 @@ def test_every_field_of_transformers_is_read_or_named_or_changes_no_answer() -> 
         for name, value in values
         if name not in READ and name not in NAMED and not name.startswith("_orig")
     ]
-    unknown = read_generation_config({"do_sample": True} | dict.fromkeys(rest, "set")).unused
+    unknown = parse_generation_config({"do_sample": True} | dict.fromkeys(rest, "set")).unused
     assert unknown == {}, f"neither read nor named nor known to be harmless: {list(unknown)}"
 
 
@@ -192,19 +194,19 @@ def test_neutral_values_and_null_say_nothing() -> None:
         "no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "penalty_alpha": None,
         "early_stopping": False,
     }  # fmt: skip
-    defaults = read_generation_config(neutral)
+    defaults = parse_generation_config(neutral)
     assert defaults.unused_warning() is None
     assert not defaults.processors
     assert "logits_processors" not in defaults.values
 
 
 def test_an_unknown_key_and_a_draw_that_never_happens_are_named() -> None:
-    warning = read_generation_config({"temperature": 0.6, "odd\nkey": 3}).unused_warning() or ""
+    warning = parse_generation_config({"temperature": 0.6, "odd\nkey": 3}).unused_warning() or ""
     assert "temperature applies only if a request samples" in warning
     assert "is not known" in warning
     assert "\n" not in warning
     many = (
-        read_generation_config(
+        parse_generation_config(
             {"do_sample": True} | {f"key{i}" * 100: 3 for i in range(10_000)}
         ).unused_warning()
         or ""
@@ -233,7 +235,7 @@ BAD = [
 @pytest.mark.parametrize("raw", BAD, ids=lambda raw: str(raw)[:60])
 def test_what_makes_no_sense_is_one_line_that_names_the_key(raw: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=next(iter(raw))) as error:
-        read_generation_config(raw)
+        parse_generation_config(raw)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 300
 
@@ -250,7 +252,7 @@ anything = st.recursive(
 @given(st.dictionaries(st.sampled_from(sorted({*READ, *NAMED, "odd"})), anything, max_size=6))
 def test_any_json_is_read_or_refused(raw: dict[str, Any]) -> None:
     try:
-        defaults = read_generation_config(raw)
+        defaults = parse_generation_config(raw)
     except RequestError:
         return
     assert "\n" not in defaults.summary_line()

@@ -10,9 +10,9 @@ import pytest
 
 from modelmill.core.memory_limits import (
     MemoryInfo,
-    available_memory,
     cgroup_cpu_quota,
-    iter_cgroup_memory_limits,
+    iter_cgroup_memory_limit_and_usage,
+    read_memory_info,
 )
 
 GIB = 1 << 30
@@ -34,11 +34,11 @@ def put(folder: Path, **files: object) -> None:
 
 def memory_of(tmp_path: Path, lines: str) -> MemoryInfo:
     (tmp_path / "cgroup").write_text(lines)
-    return available_memory(tmp_path / "cgroup", tmp_path / "mount")
+    return read_memory_info(tmp_path / "cgroup", tmp_path / "mount")
 
 
 def test_without_groups_it_is_the_machines(tmp_path: Path) -> None:
-    assert available_memory(tmp_path / "none", tmp_path) == (64 * GIB, 48 * GIB)
+    assert read_memory_info(tmp_path / "none", tmp_path) == (64 * GIB, 48 * GIB)
 
 
 def test_a_containers_limit_counts(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_where_the_way_is_not_seen_the_end_is(tmp_path: Path) -> None:
 def test_a_limit_of_none_is_none(tmp_path: Path) -> None:
     put(tmp_path / "mount", memory_max="max", memory_current=GIB)
     (tmp_path / "cgroup").write_text("0::/\n")
-    assert list(iter_cgroup_memory_limits(tmp_path / "cgroup", tmp_path / "mount")) == []
+    assert list(iter_cgroup_memory_limit_and_usage(tmp_path / "cgroup", tmp_path / "mount")) == []
 
 
 def test_a_quota_of_processors_counts(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_more_than_there_is_is_refused_before_it_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "modelmill.core.memory_limits.available_memory",
+        "modelmill.core.memory_limits.read_memory_info",
         lambda: memory_limits.MemoryInfo(1 << 16, 1 << 16),
     )
     with pytest.raises(CapacityError, match=r"would take 8\.00 MiB, .* may have 64\.00 KiB"):

@@ -309,7 +309,7 @@ def test_a_host_without_memory_is_left_alone(
     library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages are touched: without a look at what is free the system would end the process."""
-    monkeypatch.setattr(pinned_blocks, "available_memory", lambda: MemoryInfo(1 << 30, BLOCK))
+    monkeypatch.setattr(pinned_blocks, "read_memory_info", lambda: MemoryInfo(1 << 30, BLOCK))
     region = cuda_region(library, 2 * BLOCK)
     region.extend_backing(2 * BLOCK)
     with pytest.raises(CapacityError, match=r"pin: 24.00 KiB are needed, 12.00 KiB are free$"):

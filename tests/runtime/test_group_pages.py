@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.core.kv_page_counts import max_pages_between_steps, max_step_pages
+from modelmill.core.kv_page_counts import max_extra_step_pages, max_pages_between_steps
 from modelmill.core.page_groups import (
     MAX_PAGE_GROUPS,
     layer_slots_per_page,
     plan_page_groups,
-    sum_counts_by_window,
+    sum_group_counts_by_window,
 )
 from modelmill.core.types import Request
 from modelmill.runtime.kv_pages import NO_PAGE, PagePool
@@ -92,7 +92,7 @@ def planned_pages(scheduler: Scheduler) -> int:
     """Most pages that the running sequences use, as admission and the plan count them."""
     limits = scheduler.limits
     return sum(
-        max_step_pages(limits.max_tokens, limits.page_size, window)
+        max_extra_step_pages(limits.max_tokens, limits.page_size, window)
         + sum(
             max_pages_between_steps(seq.length + 1, limits.page_size, window)
             for seq in scheduler.running
@@ -232,4 +232,4 @@ def test_groups_of_published_models() -> None:
 
 
 def test_groups_of_one_window_are_summed() -> None:
-    assert sum_counts_by_window((None, 12, 12, 5), (3, 4, 5, 6)) == {None: 3, 12: 9, 5: 6}
+    assert sum_group_counts_by_window((None, 12, 12, 5), (3, 4, 5, 6)) == {None: 3, 12: 9, 5: 6}

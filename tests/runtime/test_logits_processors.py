@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.core.generation_defaults import read_generation_config
+from modelmill.core.generation_defaults import parse_generation_config
 from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.types import ImageEmbeddingSpan, Request, SamplingParams
 from modelmill.ops import registry
@@ -81,7 +81,7 @@ def reference_ids(
 
 def our_ids(engine: Any, prompt: tuple[int, ...], raw: dict[str, Any], **more: Any) -> list[int]:
     limits = {} if {"max_length", "max_new_tokens"} & set(raw) else {"max_tokens": 14}
-    options = read_generation_config(raw, "safetensors").resolve(
+    options = parse_generation_config(raw, "safetensors").resolve(
         SamplingParams(**limits, **more), len(prompt)
     )
     engine.add(Request(id="x", prompt=prompt, params=options, eos_ids=EOS))
@@ -99,7 +99,7 @@ def prompts() -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("raw", CASES, ids=lambda raw: str(raw)[:50])
 def test_greedy_answers_are_those_of_transformers(pair: Any, raw: dict[str, Any]) -> None:  # noqa: F811
     model, reference = pair
-    assert read_generation_config(raw).unused_warning() is None
+    assert parse_generation_config(raw).unused_warning() is None
     engines = [tiny.make_engine(model), tiny.make_engine(model, overlap=True)]
     for prompt in prompts():
         want = reference_ids(reference, prompt, raw)
@@ -134,7 +134,7 @@ def test_in_one_batch_as_alone_and_switched_off_by_a_request(pair: Any) -> None:
     model, _ = pair
     prompt_ids = prompts()
     params_list = [
-        read_generation_config(raw).resolve(SamplingParams(max_tokens=12), 3) for raw in CASES[:6]
+        parse_generation_config(raw).resolve(SamplingParams(max_tokens=12), 3) for raw in CASES[:6]
     ]
     todo = [
         Request(id=str(i), prompt=p, params=h, eos_ids=EOS)
@@ -166,7 +166,7 @@ def test_a_row_is_changed_as_transformers_changes_it(data: st.DataObject, seed: 
     draw = torch.Generator().manual_seed(seed)
     prompt = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=8))
     answer = data.draw(st.lists(st.integers(0, 8), max_size=5))
-    options = read_generation_config({"do_sample": True, **raw}).resolve(
+    options = parse_generation_config({"do_sample": True, **raw}).resolve(
         SamplingParams(max_tokens=6), len(prompt)
     )
     request = Request(id="x", prompt=tuple(prompt), params=options, eos_ids=EOS)

@@ -10,9 +10,9 @@ from modelmill.text.chat_format_loader import TemplateChatFormat
 from modelmill.text.role_order import (
     JOINED_MESSAGES_WARNINGS,
     LATE_SYSTEM_WARNING,
+    SYSTEM_IN_USER_MESSAGE_WARNING,
     iter_role_rearrangements,
 )
-from modelmill.text.role_order import NO_SYSTEM as NO_SYSTEM_TAKEN
 from modelmill.text.template_process import TemplateRefusedMessages
 from modelmill.text.tokenizer_loader import load_tokenizer
 from tests.text.conftest import hf_files, rendered
@@ -110,7 +110,7 @@ def test_answers_are_joined_with_their_thinking_and_their_calls() -> None:
             turns("u:a", "a:b", "a:c", "s:d"),
             (LATE_SYSTEM_WARNING, JOINED_MESSAGES_WARNINGS["assistant"]),
         ),
-        (NO_SYSTEM + ALTERNATES, turns("s:a", "u:b"), (NO_SYSTEM_TAKEN,)),
+        (NO_SYSTEM + ALTERNATES, turns("s:a", "u:b"), (SYSTEM_IN_USER_MESSAGE_WARNING,)),
     ],
 )
 def test_what_was_done_is_said(

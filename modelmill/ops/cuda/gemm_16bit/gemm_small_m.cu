@@ -4,8 +4,8 @@
 //     silu(gate) · up
 // Dtypes: x, w and out bfloat16 or float16; float32 accumulators
 // Layout: row-major, rows 16-byte aligned; tiles in shared memory (128-byte swizzle)
-// Range: 2 ≤ M ≤ 64 (not 33 … 47) where it is faster (gemm.SMALL_M_MAX_COLUMNS_PER_SM_BY_ROWS); weights of
-//     4 MiB or more, N even
+// Range: 2 ≤ M ≤ 64 (not 33 … 47) where it is faster (gemm.SMALL_M_MAX_COLUMNS_PER_SM_BY_ROWS);
+//     weights of 4 MiB or more, N even
 // Technique: TMA with multicast, mbarrier pipeline, wgmma, thread-block cluster, PDL
 // Ops: linear, linear_swiglu (launched by gemm.py)
 //
