@@ -58,7 +58,7 @@ from modelmill.text.chat_template_override import list_chat_templates, replace_c
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import ImageChatFormat, ImagePart
 from modelmill.text.message_validation import Messages
-from modelmill.text.thinking_scanner import AnswerThinkingScope, find_answer_thinking_scope
+from modelmill.text.thinking_scanner import AnswerThinkingScope, find_thinking_scope
 from modelmill.text.tokenizer_loader import Tokenizer, load_tokenizer
 from modelmill.text.tool_call_reader import ToolSchemas
 
@@ -219,7 +219,7 @@ class TextProcessor:
                 f"{', '.join(template)}: only for a chat template, but the prompt is not a "
                 "conversation; leave it out, or pass messages"
             )
-        request = self._build_request_from_ids(
+        request = self._build_request(
             self.encode_prompt(prompt),
             params,
             self.eos_ids,
@@ -299,9 +299,7 @@ class TextProcessor:
                 raise RequestError("a prompt with images cannot be truncated; shorten it")
             ids = ids[-kept_prompt_tokens:]
         eos = tuple(dict.fromkeys((*self.eos_ids, *self.chat_format.stop_ids)))
-        request = self._build_request_from_ids(
-            ids, params, eos, self.chat_format.stop_strings, cache_salt
-        )
+        request = self._build_request(ids, params, eos, self.chat_format.stop_strings, cache_salt)
         # the original MiniGPT-4 passes only embeddings to its language model, BLIP-2 ids as well
         penalize_prompt = self.chat_format.penalize_prompt
         thinking = self.chat_format.thinking if parses_thinking else None
@@ -329,19 +327,17 @@ class TextProcessor:
             request,
             None,
             self.tokenizer,
-            self._control_token_ids_for_parser(calls, thinking is not None),
+            self._visible_control_tokens(calls, thinking is not None),
             continues_prompt=grammar is not None or bool(begun.part),
             prompt_thinking=prompt_thinking,
             prompt_tail=tail,
             begun=begun.part,
             strips_start=self.chat_format.answers_begin_with_space and not begun.part,
             prompt_changes=changes,
-            thinking_scope=self._find_answer_thinking_scope(
-                thinking, prompt_thinking, begun, calls
-            ),
+            thinking_scope=self._find_thinking_scope(thinking, prompt_thinking, begun, calls),
         )
 
-    def _find_answer_thinking_scope(
+    def _find_thinking_scope(
         self,
         thinking: ThinkingSyntax | None,
         prompt_thinking: PromptThinking,
@@ -351,7 +347,7 @@ class TextProcessor:
         """Return where an answer may have thinking, in which no stop string counts."""
         assert self.chat_format is not None, "a conversation has a chat format"
         syntax = load_chat_syntax(self.chat_format.format_name)
-        return find_answer_thinking_scope(syntax, thinking, prompt_thinking, begun.part, calls)
+        return find_thinking_scope(syntax, thinking, prompt_thinking, begun.part, calls)
 
     def _encode_inner_text(self, text: str) -> list[int]:
         """Return the ids of a text that does not start the prompt."""
@@ -445,13 +441,11 @@ class TextProcessor:
             load_chat_syntax(chat_format.format_name),
             chat_format.thinking,
             chat_format.end_ids | frozenset(self.eos_ids),
-            self._control_token_ids_for_parser(
-                bool(tool_schemas), chat_format.thinking is not None
-            ),
+            self._visible_control_tokens(bool(tool_schemas), chat_format.thinking is not None),
             tool_schemas,
         )
 
-    def _control_token_ids_for_parser(self, calls: bool, thinking: bool) -> frozenset[int]:
+    def _visible_control_tokens(self, calls: bool, thinking: bool) -> frozenset[int]:
         """Control tokens that the answer parser needs in the text."""
         if self.chat_format is None or self.tokenizer is None:
             return frozenset()
@@ -581,7 +575,7 @@ class TextProcessor:
                 PromptTokenCounts(len(prompt), max_tokens),
             )
 
-    def _build_request_from_ids(
+    def _build_request(
         self,
         ids: list[int],
         params: SamplingParams | None,

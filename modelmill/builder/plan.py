@@ -59,7 +59,7 @@ from modelmill.nn.kv import KVShape, kv_cache_dtype
 from modelmill.nn.layer_stack import layer_stacks, state_shape
 from modelmill.nn.per_layer_input import per_layer_input_size
 from modelmill.nn.recurrent_state import NO_STATE, StateShape
-from modelmill.nn.whole_model_decode import model_kv_cache_shape
+from modelmill.nn.whole_model_decode import model_kv_shape
 from modelmill.ops import registry
 from modelmill.quant.keep import KEEP_RECIPE_NAME, expansion_remark, resolve_keep_config
 from modelmill.quant.mixed_precision import MixedPrecisionRecipe
@@ -387,7 +387,7 @@ def _plan_kv_shape(
     length: int,
     tensors: Sequence[PlannedTensor],
 ) -> KVShape:
-    return model_kv_cache_shape(
+    return model_kv_shape(
         model,
         length,
         ops.decode if config.target == "cpu" else None,

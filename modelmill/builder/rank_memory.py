@@ -16,7 +16,7 @@ from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
 from modelmill.nn.recurrent_state import StateShape
 from modelmill.nn.shard_model import shard_model_for_rank
-from modelmill.nn.whole_model_decode import model_kv_cache_shape
+from modelmill.nn.whole_model_decode import model_kv_shape
 
 if TYPE_CHECKING:
     from modelmill.builder.plan import BuildPlan
@@ -101,7 +101,7 @@ def _rank_memory(
 
 def _rank_kv_shape(plan: BuildPlan, model: nn.Module, ranks: int) -> KVShape:
     dtype = kv_cache_dtype(plan.config.kv_cache_dtype, plan.dtype)
-    return model_kv_cache_shape(model, plan.max_model_len, None, dtype, ranks)
+    return model_kv_shape(model, plan.max_model_len, None, dtype, ranks)
 
 
 def _make_column_alignment_lookup(plan: BuildPlan) -> Callable[[str], int]:

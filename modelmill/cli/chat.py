@@ -16,7 +16,7 @@ from modelmill.cli.chat_input import (
     read_terminal_line,
     start_line_editing,
 )
-from modelmill.cli.chat_model import ChatDelta, ChatModel, LocalChatModel, ToolAndThinkingSettings
+from modelmill.cli.chat_model import ChatDelta, ChatModel, ChatSettings, LocalChatModel
 from modelmill.cli.chat_tools import (
     ask_tool_results,
     format_tools,
@@ -113,7 +113,7 @@ def run(args: Args) -> int:
     if (args.engine is None) == (args.url is None):
         raise UsageError("give one of ENGINE and --url URL")
     _check_think_tokens(args.think_tokens)
-    settings = ToolAndThinkingSettings(
+    settings = ChatSettings(
         () if args.tools is None else read_tool_definitions(args.tools),
         _THINKING_BY_MODE[args.think],
         args.think_tokens,
@@ -189,7 +189,7 @@ class ChatSession:
         stream: bool = True,
         silent: bool = False,
         explicit_options: SamplingParams | None = None,
-        settings: ToolAndThinkingSettings | None = None,
+        settings: ChatSettings | None = None,
         read_result: Callable[[str], str | None] = lambda _: None,
         open_engine: Callable[[Path], tuple[LocalChatModel, SamplingParams]] | None = None,
     ) -> None:
@@ -209,7 +209,7 @@ class ChatSession:
         """
         self.llm, self.params = llm, params
         self.stream, self.silent = stream, silent
-        self.settings = settings or ToolAndThinkingSettings()
+        self.settings = settings or ChatSettings()
         self.messages: list[dict[str, Any]] = []
         self._read_result, self._open_engine = read_result, open_engine
         self._attached_images: list[str] = []

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ToolAndThinkingSettings:
+class ChatSettings:
     """What applies to every answer of a chat.
 
     Attributes:
@@ -45,7 +45,7 @@ class ChatModel(Protocol):
         self,
         messages: Sequence[dict[str, Any]],
         params: SamplingParams,
-        settings: ToolAndThinkingSettings,
+        settings: ChatSettings,
     ) -> Iterator[ChatDelta]:
         """Yield the deltas of one answer; closing the iterator aborts it."""
 
@@ -79,7 +79,7 @@ class LocalChatModel:
         self,
         messages: Sequence[dict[str, Any]],
         params: SamplingParams,
-        settings: ToolAndThinkingSettings,
+        settings: ChatSettings,
     ) -> Iterator[ChatDelta]:
         """Yield the deltas of one answer; closing the iterator aborts it.
 

@@ -155,7 +155,7 @@ def _count_layers_by_kv_window(artifact: Artifact) -> list[dict[str, int | None]
 
     from modelmill.loader.model_loader import build_rank_model
     from modelmill.nn.kv import kv_cache_dtype
-    from modelmill.nn.whole_model_decode import model_kv_cache_shape
+    from modelmill.nn.whole_model_decode import model_kv_shape
     from modelmill.ops import registry
     from modelmill.parallel.tp_group import SINGLE_RANK
 
@@ -166,9 +166,7 @@ def _count_layers_by_kv_window(artifact: Artifact) -> list[dict[str, int | None]
     # which other dtype pages have makes no difference to how layers share them
     kv_dtype = kv_cache_dtype(manifest.build.get("kv_cache_dtype", "auto"), torch.float32)
     formats = manifest.weight_formats.values()
-    shape = model_kv_cache_shape(
-        model, manifest.max_model_len, decode_op, kv_dtype, formats=formats
-    )
+    shape = model_kv_shape(model, manifest.max_model_len, decode_op, kv_dtype, formats=formats)
     layers = [len(group.layers) for group in shape.groups] or [shape.layers]
     by_window = sum_group_counts_by_window(shape.group_windows, layers)
     return [{"window": window, "layers": count} for window, count in by_window.items() if count]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from modelmill.cli.chat_model import ChatDelta, ToolAndThinkingSettings
+from modelmill.cli.chat_model import ChatDelta, ChatSettings
 from modelmill.core.errors import ModelmillError
 from modelmill.core.generation_defaults import MODELMILL_SOURCE
 from modelmill.core.types import SamplingParams
@@ -41,7 +41,7 @@ class RemoteChatModel:
         self,
         messages: Sequence[dict[str, Any]],
         params: SamplingParams,
-        settings: ToolAndThinkingSettings,
+        settings: ChatSettings,
     ) -> Iterator[ChatDelta]:
         """Yield the deltas of one answer; closing the iterator aborts the request.
 
@@ -122,7 +122,7 @@ def _parse_suggested_sampling(suggested: Any) -> dict[str, Any]:
     return dict(suggested.get("values") or {})
 
 
-def tool_and_thinking_fields(settings: ToolAndThinkingSettings) -> dict[str, Any]:
+def tool_and_thinking_fields(settings: ChatSettings) -> dict[str, Any]:
     """Return the set settings under the API's names."""
     fields: dict[str, Any] = {}
     if settings.tools:

@@ -20,7 +20,7 @@ from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
 from modelmill.nn.recurrent_state import RecurrentStateCache, make_standalone_step_states
 from modelmill.nn.step import Step
-from modelmill.nn.whole_model_decode import model_kv_cache_shape
+from modelmill.nn.whole_model_decode import model_kv_shape
 from modelmill.ops.recurrent_metadata import chunk_size_for_page
 from modelmill.ops.registry import Ops
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
@@ -86,7 +86,7 @@ def num_kv_pages(
     else:
         free = cache_budget_bytes(model, ops, config, tp_group, graph_bytes)
         free -= 0 if state is None else state.nbytes
-    shape = model_kv_cache_shape(model, max_model_len, ops.decode, kv_dtype, ranks=tp_group.size)
+    shape = model_kv_shape(model, max_model_len, ops.decode, kv_dtype, ranks=tp_group.size)
     pages = kv_pages_for_bytes(shape, kv_dtype, config, max_model_len, free, weights, tp_group)
     if device == "cpu":
         _check_cache_fits_in_ram(

@@ -47,13 +47,13 @@ SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "route_norm": (True,), "num_expert_groups": (1,), "num_limited_groups": (1,),
 }  # fmt: skip
 UNUSED_CONFIG_KEYS = ("load_balance_coeff", "use_grouped_mm")
-DEFAULT_CONFIG_VALUES = ConfigDefaults(head_dim=128, positions=16384, eps=1e-5, activation="silu")
+CONFIG_DEFAULTS = ConfigDefaults(head_dim=128, positions=16384, eps=1e-5, activation="silu")
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in AfmoeConfig."""
     config = _llama_common.config_from_hf(
-        raw, DEFAULT_CONFIG_VALUES, **attention_bias_fields(raw), layer=SandwichLayer, qk_norm=True,
+        raw, CONFIG_DEFAULTS, **attention_bias_fields(raw), layer=SandwichLayer, qk_norm=True,
         output_gate=True, gate_bias=False,
     )  # fmt: skip
     every = positive_int(raw, "global_attn_every_n_layers", default=4)

@@ -20,12 +20,12 @@ DEFAULT_ROPE: Mapping[str, Any] = {
     "rope_type": "llama3", "rope_theta": 1000000.0, "factor": 16.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
-DEFAULT_CONFIG_VALUES = {"num_key_value_heads": 8, "head_dim": 128, "sliding_window": 8192}
+CONFIG_DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128, "sliding_window": 8192}
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in CwmConfig."""
-    raw = overlay_config(raw, DEFAULT_CONFIG_VALUES)
+    raw = overlay_config(raw, CONFIG_DEFAULTS)
     if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
         raw = overlay_config(raw, {}, {"rope_parameters": DEFAULT_ROPE})
     config = _llama_common.config_from_hf(

@@ -25,7 +25,7 @@ SUPPORTED_VALUES = {
 LAYOUT = _deepseek_common.LAYOUT
 # n_group and topk_group have an effect with one of the two methods alone, which reads them
 UNUSED_CONFIG_KEYS = (*_deepseek_common.UNUSED_CONFIG_KEYS, "n_group", "topk_group")
-DEFAULT_CONFIG_VALUES = {
+CONFIG_DEFAULTS = {
     "moe_intermediate_size": 1407,
     "n_shared_experts": 2,
     "first_k_dense_replace": 0,
@@ -36,7 +36,7 @@ GREEDY_TOPK_METHOD, GROUP_LIMITED_TOPK_METHOD = "greedy", "group_limited_greedy"
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in DeepseekV2Config."""
     return decoder_config(
-        raw, _router(raw), positions=2048, neighbours=True, defaults=DEFAULT_CONFIG_VALUES
+        raw, _router(raw), positions=2048, neighbours=True, defaults=CONFIG_DEFAULTS
     )
 
 

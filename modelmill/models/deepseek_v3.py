@@ -17,7 +17,7 @@ Model = Decoder
 LAYOUT = _deepseek_common.LAYOUT
 UNUSED_CONFIG_KEYS = _deepseek_common.UNUSED_CONFIG_KEYS
 SUPPORTED_VALUES = SIGMOID_ROUTER_SETTINGS
-DEFAULT_CONFIG_VALUES = {
+CONFIG_DEFAULTS = {
     "moe_intermediate_size": 2048,
     "n_shared_experts": 1,
     "first_k_dense_replace": 3,
@@ -33,5 +33,5 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         router,
         positions=4096,
         neighbours=read_boolean(raw, "rope_interleave", True),
-        defaults=DEFAULT_CONFIG_VALUES,
+        defaults=CONFIG_DEFAULTS,
     )

@@ -20,7 +20,7 @@ Model = Decoder
 LAYOUT = _deepseek_common.LAYOUT
 UNUSED_CONFIG_KEYS = _deepseek_common.UNUSED_CONFIG_KEYS
 SUPPORTED_VALUES = {**SIGMOID_ROUTER_SETTINGS, "partial_rotary_factor": (1,)}
-DEFAULT_CONFIG_VALUES = {
+CONFIG_DEFAULTS = {
     "moe_intermediate_size": 1536,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
@@ -47,6 +47,6 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         group_limited_router(raw, RouterConfig(64, 4, scale=1.8)),
         positions=202752,
         neighbours=read_boolean(raw, "rope_interleave", True),
-        defaults=DEFAULT_CONFIG_VALUES,
+        defaults=CONFIG_DEFAULTS,
     )
     return replace(config, dense_layers=dense_layers_by_mlp_type(raw, config.layers, dense=1))

@@ -18,7 +18,7 @@ Model = Decoder
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, "attn.core": ("self_attn",)})  # the sinks
 UNUSED_CONFIG_KEYS = ("rope_theta",)  # where layer_rope_theta has another base
 FULL_ATTENTION_INTERVAL = 4
-DEFAULT_CONFIG_VALUES = {
+CONFIG_DEFAULTS = {
     "num_key_value_heads": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True, "sliding_window": 128,
 }  # fmt: skip
@@ -26,7 +26,7 @@ DEFAULT_CONFIG_VALUES = {
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GraniteSWAConfig."""
-    raw, layers = overlay_config(raw, DEFAULT_CONFIG_VALUES), num_layers(raw, "num_hidden_layers")
+    raw, layers = overlay_config(raw, CONFIG_DEFAULTS), num_layers(raw, "num_hidden_layers")
     windows = windows_except_every_nth(FULL_ATTENTION_INTERVAL, raw, layers)
     # without the list all layers rotate
     bases = (

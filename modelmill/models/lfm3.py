@@ -14,9 +14,11 @@ from modelmill.models._hf_config import (
     positive_int,
     read_boolean,
 )
-from modelmill.models._hybrid_config import ATTENTION_TYPES, recurrent_layers
+from modelmill.models._hybrid_config import ATTENTION_TYPES as _ATTENTION
+from modelmill.models._hybrid_config import recurrent_layers
 from modelmill.models._lfm2_config import LFM2_NAMES
-from modelmill.models._llama_common import FULL_ATTENTION, SLIDING_ATTENTION, ConfigDefaults
+from modelmill.models._llama_common import FULL_ATTENTION as _FULL
+from modelmill.models._llama_common import SLIDING_ATTENTION, ConfigDefaults
 from modelmill.models._mamba_config import conv_width
 from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -39,10 +41,10 @@ LAYOUT = CheckpointLayout(
     separate_gates=True,
 )
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {"rope_scaling": ({},), "rope_theta": ()}
-DEFAULT_CONFIG_VALUES = ConfigDefaults(kv_heads=4, head_dim=128, positions=128_000, tied=True)
+CONFIG_DEFAULTS = ConfigDefaults(kv_heads=4, head_dim=128, positions=128_000, tied=True)
 DEFAULT_ROPES = {
     SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 1e4},
-    FULL_ATTENTION: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    _FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
 }
 
 
@@ -50,12 +52,12 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Lfm3Config."""
     layers = num_layers(raw, "num_hidden_layers")
     types = raw.get("layer_types") or [_default_layer_type(layer) for layer in range(layers)]
-    recurrent = recurrent_layers(types, layers, ("conv",), (*ATTENTION_TYPES, SLIDING_ATTENTION))
+    recurrent = recurrent_layers(types, layers, ("conv",), (*_ATTENTION, SLIDING_ATTENTION))
     size = positive_int(raw, "sliding_window", default=256)
     plain = dict.fromkeys(("rope_parameters", "rope_scaling", "rope_theta"))
     eps = non_negative_float(raw, "norm_eps", "rms_norm_eps", default=1e-5)
     config = _llama_common.config_from_hf(
-        overlay_config(raw, {}, {**plain, "rms_norm_eps": eps}), DEFAULT_CONFIG_VALUES,
+        overlay_config(raw, {}, {**plain, "rms_norm_eps": eps}), CONFIG_DEFAULTS,
         qk_norm=True, output_gate=read_boolean(raw, "use_attention_gate", True), head_gates=True,
         gate_bias=False, **attention_bias_fields(raw),
         layer=SandwichLayer if read_boolean(raw, "use_sandwich_norm", True) else PreNormLayer,
@@ -64,10 +66,8 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     width = conv_width(raw, "conv_L_cache", default=7)
     conv = ShortConvSpec(config.hidden, width, read_boolean(raw, "conv_bias", False))
     ropes = overlay_config(raw, {"rope_parameters": DEFAULT_ROPES})
-    full, local = (
-        _gemma4_config.layer_rope(ropes, each, config.head_dim, config.max_len)
-        for each in (FULL_ATTENTION, SLIDING_ATTENTION)
-    )
+    full = _gemma4_config.layer_rope(ropes, _FULL, config.head_dim, config.max_len)
+    local = _gemma4_config.layer_rope(ropes, SLIDING_ATTENTION, config.head_dim, config.max_len)
     own = local if any(config.windows) else None
     return replace(config, rope=full, local_rope=own, recurrence=conv, recurrent_layers=recurrent)
 
@@ -75,5 +75,5 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
 def _default_layer_type(layer: int) -> str:
     """Full attention in every fourth layer, a window two layers behind, convolutions between."""
     if layer % 4 == 2:
-        return FULL_ATTENTION
+        return _FULL
     return SLIDING_ATTENTION if layer % 4 == 0 and layer else "conv"

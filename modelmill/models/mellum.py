@@ -25,7 +25,7 @@ UNUSED_CONFIG_KEYS = (
     "max_window_layers",
 )  # fmt: skip
 DEFAULT_ROPE_THETA, DEFAULT_WINDOW_ROPE_THETA = 500000.0, 10000.0
-DEFAULT_CONFIG_VALUES = {"num_key_value_heads": 4, "head_dim": 128, "sliding_window": 1024}
+CONFIG_DEFAULTS = {"num_key_value_heads": 4, "head_dim": 128, "sliding_window": 1024}
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
@@ -33,7 +33,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     require_supported_value(
         raw, "rope_scaling", (None,), None
     )  # rope_parameters has one for each layer type
-    raw = overlay_config(raw, DEFAULT_CONFIG_VALUES, {"rope_theta": None, "rope_scaling": None})
+    raw = overlay_config(raw, CONFIG_DEFAULTS, {"rope_theta": None, "rope_scaling": None})
     full, local = (
         _llama_common.config_from_hf(
             each,

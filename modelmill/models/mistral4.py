@@ -20,7 +20,7 @@ from modelmill.nn.moe import SOFTMAX, RouterConfig
 Model = Decoder
 LAYOUT = _deepseek_common.LAYOUT
 UNUSED_CONFIG_KEYS = _deepseek_common.UNUSED_CONFIG_KEYS
-DEFAULT_CONFIG_VALUES = {
+CONFIG_DEFAULTS = {
     "moe_intermediate_size": 2048,
     "n_shared_experts": 1,
     "first_k_dense_replace": 0,
@@ -49,7 +49,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         router,
         positions=1048576,
         neighbours=read_boolean(raw, "rope_interleave", True),
-        defaults=DEFAULT_CONFIG_VALUES,
+        defaults=CONFIG_DEFAULTS,
     )
     return replace(config, attention_temperature=growth)
 

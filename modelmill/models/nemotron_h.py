@@ -54,7 +54,7 @@ UNUSED_CONFIG_KEYS = (
     "residual_in_fp32", "time_step_floor", "time_step_max", "time_step_min", "use_mamba_kernels",
     "norm_eps", "partial_rotary_factor", "rms_norm_eps", "time_step_rank",
 )  # fmt: skip
-DEFAULT_CONFIG_VALUES = {"num_attention_heads": 32, "num_key_value_heads": 8,
+CONFIG_DEFAULTS = {"num_attention_heads": 32, "num_key_value_heads": 8,
                    "intermediate_size": 21504, "layer_norm_epsilon": 1e-5}  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     # files of the first models name the channels of a head otherwise
     size = positive_int(raw, "head_dim", "attention_head_dim", default=128)
     kinds = read_layer_indices_by_branch(raw)
-    raw = overlay_config(raw, DEFAULT_CONFIG_VALUES, {"head_dim": size})
+    raw = overlay_config(raw, CONFIG_DEFAULTS, {"head_dim": size})
     act = read_activation(raw, "mlp_hidden_act", "relu2")
     bias = read_boolean(raw, "mlp_bias", False)
     keys = {"num_hidden_layers": kinds.number, "rms_norm_eps": raw["layer_norm_epsilon"]}

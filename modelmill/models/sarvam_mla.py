@@ -25,7 +25,7 @@ UNUSED_CONFIG_KEYS = (
     *_sarvam_config.UNUSED_CONFIG_KEYS,
     "q_head_dim",
 )
-DEFAULT_CONFIG_VALUES = {
+CONFIG_DEFAULTS = {
     "moe_intermediate_size": 2048,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
@@ -43,7 +43,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         group_limited_router(raw, RouterConfig(128, 8, scale=2.5)),
         positions=4096,
         neighbours=read_boolean(raw, "rope_interleave", True),
-        defaults=DEFAULT_CONFIG_VALUES,
+        defaults=CONFIG_DEFAULTS,
     )
 
 

@@ -30,7 +30,7 @@ SUPPORTED_VALUES = _sarvam_config.SUPPORTED_VALUES
 UNUSED_CONFIG_KEYS = _sarvam_config.UNUSED_CONFIG_KEYS
 FLOAT32_TENSORS = _moe_config.SELECTION_BIAS_PATTERNS
 BIAS_KEYS = ("use_qkv_bias", "attention_bias")
-DEFAULT_CONFIG_VALUES = ConfigDefaults(kv_heads=4, head_dim=64, positions=131072, theta=8_000_000.0)
+CONFIG_DEFAULTS = ConfigDefaults(kv_heads=4, head_dim=64, positions=131072, theta=8_000_000.0)
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
@@ -40,7 +40,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     raw = _sarvam_config.with_expert_counts(raw, 128)
     return glm4_moe.decoder_config(
         overlay_config(raw, {"use_qk_norm": True}, {"attention_bias": bias}),
-        DEFAULT_CONFIG_VALUES,
+        CONFIG_DEFAULTS,
         RouterConfig(128, 6, scale=2.5),
         inner=1024,
         partial=1.0,

@@ -144,7 +144,7 @@ def _matrix_weights(linear: Linear) -> DecodeLinearWeights:
     return DecodeLinearWeights(**parts, bias=linear.bias, group_size=group, in_features=columns)
 
 
-def model_kv_cache_shape(
+def model_kv_shape(
     model: nn.Module,
     max_model_len: int,
     decode_op: object | None,

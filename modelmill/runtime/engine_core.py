@@ -38,7 +38,7 @@ from modelmill.nn.latent_attention import LatentExpansionPolicy
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.recurrent_state import RecurrentStateCache
 from modelmill.nn.shard_model import num_experts_by_rank
-from modelmill.nn.whole_model_decode import model_kv_cache_shape
+from modelmill.nn.whole_model_decode import model_kv_shape
 from modelmill.ops.launch_configs import TunedLaunchConfigs
 from modelmill.ops.registry import select_backends, with_heartbeat
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
@@ -110,9 +110,7 @@ class EngineCore:
         self.page_size = config.page_size
         self.rope_length_source = RopeFrequencyRule.from_model(model)
         decode, ranks = self.ops.decode, tp_group.size
-        self.kv_shape = model_kv_cache_shape(
-            model, self.max_model_len, decode, self.kv_dtype, ranks
-        )
+        self.kv_shape = model_kv_shape(model, self.max_model_len, decode, self.kv_dtype, ranks)
         self.state_capacity, self.num_pages = self._plan_cache_sizes(tp_group)
         config = self.config
         self.request_limits = self._make_request_limits()

@@ -33,7 +33,7 @@ class AnswerThinkingScope:
     repeats: bool
 
 
-def find_answer_thinking_scope(
+def find_thinking_scope(
     syntax: ChatSyntax,
     thinking: ThinkingSyntax | None,
     prompt_thinking: PromptThinking,

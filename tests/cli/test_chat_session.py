@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from modelmill.cli.chat import ChatSession
-from modelmill.cli.chat_model import ChatDelta, ToolAndThinkingSettings
+from modelmill.cli.chat_model import ChatDelta, ChatSettings
 from modelmill.cli.remote_chat import parse_delta_pieces, tool_and_thinking_fields
 from modelmill.core.errors import RequestError, UsageError
 from modelmill.core.types import SamplingParams
@@ -29,13 +29,13 @@ class ScriptedModel:
 
     def __init__(self, *answers: Sequence[AnswerPiece] | Exception) -> None:
         self.answers = iter(answers)
-        self.requests: list[tuple[list[dict[str, Any]], ToolAndThinkingSettings]] = []
+        self.requests: list[tuple[list[dict[str, Any]], ChatSettings]] = []
 
     def stream(
         self,
         messages: Sequence[dict[str, Any]],
         params: SamplingParams,
-        settings: ToolAndThinkingSettings,
+        settings: ChatSettings,
     ) -> Iterator[ChatDelta]:
         self.requests.append((list(messages), settings))
         answer = next(self.answers)
@@ -128,8 +128,8 @@ def test_a_wrong_setting_changes_nothing(line: str, capsys: pytest.CaptureFixtur
 
 
 def test_what_a_server_is_sent_and_answers() -> None:
-    settings = ToolAndThinkingSettings(tuple(TOOLS), False, 9)
-    assert tool_and_thinking_fields(ToolAndThinkingSettings()) == {}
+    settings = ChatSettings(tuple(TOOLS), False, 9)
+    assert tool_and_thinking_fields(ChatSettings()) == {}
     assert tool_and_thinking_fields(settings) == {
         "tools": TOOLS,
         "chat_template_kwargs": {"enable_thinking": False},

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 from modelmill.cli.chat import ChatSession
-from modelmill.cli.chat_model import ToolAndThinkingSettings
+from modelmill.cli.chat_model import ChatSettings
 from modelmill.cli.remote_chat import RemoteChatModel
 from modelmill.core.types import SamplingParams
 from modelmill.eval.openai_client import OpenAIClient
@@ -159,7 +159,7 @@ def test_text_that_comes_at_once_has_no_rate(
 def test_an_answer_that_is_stopped_leaves_no_task(suggesting: RemoteChatModel) -> None:
     """At exit asyncio would report one that is pending."""
     answer: Any = suggesting.stream(
-        [{"role": "user", "content": "Hello"}], SamplingParams(), ToolAndThinkingSettings()
+        [{"role": "user", "content": "Hello"}], SamplingParams(), ChatSettings()
     )
     assert next(answer).pieces == ["a "]
     answer.close()

@@ -18,7 +18,7 @@ from modelmill.core.errors import UsageError
 from modelmill.core.types import Request
 from modelmill.loader.model_loader import fill_weights
 from modelmill.nn.decoder import Decoder
-from modelmill.nn.whole_model_decode import model_kv_cache_shape
+from modelmill.nn.whole_model_decode import model_kv_shape
 from modelmill.runtime import cuda_graphs
 from modelmill.runtime.batch import reserve_step_buffers
 from modelmill.runtime.engine_core import EngineCore
@@ -277,13 +277,11 @@ def test_layers_with_one_op_for_all_of_them_share_a_page_table() -> None:
     core = tiny.make_engine(mixed, max_model_len=512)
     assert (core.ops.decode is None) == bool(core.kv_shape.groups)
     op = core.ops.decode or object()
-    assert not model_kv_cache_shape(mixed, 512, op, torch.float32).groups
-    assert model_kv_cache_shape(mixed, 512, op, torch.int8).groups, "the op reads no 8-bit pages"
-    assert model_kv_cache_shape(mixed, 512, op, torch.float32, ranks=2).groups, (
-        "it runs on one rank"
-    )
-    assert model_kv_cache_shape(mixed, 512, op, torch.float32, formats=["dense", "rptq"]).groups
-    assert not model_kv_cache_shape(mixed, 512, op, torch.float32, formats=["dense", "int4"]).groups
+    assert not model_kv_shape(mixed, 512, op, torch.float32).groups
+    assert model_kv_shape(mixed, 512, op, torch.int8).groups, "the op reads no 8-bit pages"
+    assert model_kv_shape(mixed, 512, op, torch.float32, ranks=2).groups, "it runs on one rank"
+    assert model_kv_shape(mixed, 512, op, torch.float32, formats=["dense", "rptq"]).groups
+    assert not model_kv_shape(mixed, 512, op, torch.float32, formats=["dense", "int4"]).groups
     short = tiny.make_engine(model(), max_model_len=WINDOW)
     assert not short.kv_shape.groups
 

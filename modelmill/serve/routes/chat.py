@@ -28,7 +28,7 @@ from modelmill.serve.request_options import (
     sampling_params_with_bad_words,
 )
 from modelmill.serve.routes.common import (
-    acquire_service_and_engine,
+    acquire_engine,
     check_message_sizes,
     prepare_and_submit_requests,
     random_id,
@@ -62,7 +62,7 @@ CONTINUE_FINAL_MESSAGE_WORDING = "a last message of the assistant"
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request) -> Any:
     """Answer a conversation through the engine's chat template."""
-    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_engine(request, body.model, body.keep_alive)
     body.check()
     engine.check_capacity(body.n or 1)
     _, handle = await prepare_and_submit_requests(

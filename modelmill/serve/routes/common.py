@@ -36,7 +36,7 @@ def get_service(request: Request) -> Service:
     return service
 
 
-async def acquire_service_and_engine(
+async def acquire_engine(
     request: Request, model: str, keep_alive: KeepAliveInput | None = None
 ) -> tuple[Service, EngineClient]:
     """The service, and its engine with a model's name, as ``lease_engine_for_request`` returns it.

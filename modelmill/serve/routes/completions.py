@@ -29,7 +29,7 @@ from modelmill.serve.request_options import (
     sampling_params_with_bad_words,
 )
 from modelmill.serve.routes.common import (
-    acquire_service_and_engine,
+    acquire_engine,
     openai_finish_reason,
     prepare_and_submit_requests,
     random_id,
@@ -62,7 +62,7 @@ class ConvertsToCompletion(Protocol):
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Any:
     """Continue a text, several texts, or token ids."""
-    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_engine(request, body.model, body.keep_alive)
     body.check()
     engine.check_capacity(len(body.prompts()) * (body.n or 1))
     _, handle = await prepare_and_submit_requests(

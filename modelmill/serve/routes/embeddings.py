@@ -20,7 +20,7 @@ from modelmill.serve.embeddings_schema import (
     normalize_and_encode_embedding,
 )
 from modelmill.serve.engine_client import max_tokenize_tokens
-from modelmill.serve.routes.common import acquire_service_and_engine, prepare_and_submit_requests
+from modelmill.serve.routes.common import acquire_engine, prepare_and_submit_requests
 from modelmill.serve.stream import wait_or_disconnect
 from modelmill.text_processor import TextProcessor
 
@@ -30,7 +30,7 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingRequest, request: Request) -> Any:
     """The normed final hidden states of each input, pooled and scaled to length 1."""
-    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_engine(request, body.model, body.keep_alive)
     engine.check_capacity(len(body.inputs()))
     states, handle = await prepare_and_submit_requests(
         request, engine, embedding_request_states, body, engine.request_limits, get_states=list

@@ -17,7 +17,7 @@ from modelmill.serve.errors import ApiError
 from modelmill.serve.kv_session_schema import RestoreSessionRequest, SaveSessionRequest
 from modelmill.serve.openai_format import SurrogateSafeJsonResponse
 from modelmill.serve.routes.common import (
-    acquire_service_and_engine,
+    acquire_engine,
     get_service,
     message_has_images,
     prepare_and_submit_requests,
@@ -36,7 +36,7 @@ SESSION_SUFFIX = ".session"
 async def save(body: SaveSessionRequest, request: Request) -> Any:
     """Compute a prompt and write its KV pages to a file of the session folder."""
     folder = key_session_folder(request)
-    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_engine(request, body.model, body.keep_alive)
     engine.check_capacity(1)
     states, handle = await prepare_and_submit_requests(
         request,
@@ -66,7 +66,7 @@ async def restore(body: RestoreSessionRequest, request: Request) -> Any:
     path = key_session_folder(request) / (body.name + SESSION_SUFFIX)
     if not await get_service(request).run_in_thread(path.is_file):
         raise missing_session_error(body.name)
-    _, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
+    _, engine = await acquire_engine(request, body.model, body.keep_alive)
     assert engine.request_limits is not None  # raises for an engine that segments
     reply = await run_while_connected(
         request.receive, engine.session_client.restore(path, body.cache_salt or "")

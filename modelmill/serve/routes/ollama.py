@@ -188,7 +188,7 @@ def find_service_and_engine(request: Request, name: str) -> tuple[Service, Engin
 async def acquire_service_and_named_engine(
     request: Request, body: OllamaModelFields
 ) -> tuple[Service, EngineClient]:
-    """As ``acquire_service_and_engine``, with Ollama's names."""
+    """As ``acquire_engine``, with Ollama's names."""
     service, engine = find_service_and_engine(request, body.model)
     return service, await lease_engine_for_request(request, engine, body.keep_alive)
 

@@ -33,11 +33,7 @@ from modelmill.serve.routes.chat import (
     converted_chat_request_state,
     submit_converted_chat,
 )
-from modelmill.serve.routes.common import (
-    acquire_service_and_engine,
-    openai_finish_reason,
-    random_id,
-)
+from modelmill.serve.routes.common import acquire_engine, openai_finish_reason, random_id
 from modelmill.serve.stream import EventFormatter
 from modelmill.text.answer_pieces import ReasoningDelta
 from modelmill.text_processor import TextProcessor
@@ -48,7 +44,7 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/responses")
 async def responses(body: ResponsesRequest, request: Request) -> Any:
     """Answer a conversation: the same text as /v1/chat/completions returns for it."""
-    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_engine(request, body.model, body.keep_alive)
     engine.check_capacity(1)
     body = _with_stored_items(request, body)
     chat, handle = await submit_converted_chat(request, engine, _prepare_chat, body)
@@ -70,7 +66,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Any:
 @router.post("/v1/responses/input_tokens")
 async def count_input_tokens(body: ResponsesRequest, request: Request) -> Any:
     """The number of prompt tokens of a response, without making it."""
-    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_engine(request, body.model, body.keep_alive)
     body = _with_stored_items(request, body)
     limit = max_tokenize_tokens(engine.request_limits.max_len)
     _, state = await service.run_in_thread(_prepare_chat, engine.text_processor, body, limit)

@@ -12,11 +12,7 @@ from modelmill.request_output_state import RequestOutputState
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.embeddings_schema import EmbeddingRequest
 from modelmill.serve.openai_format import SurrogateSafeJsonResponse
-from modelmill.serve.routes.common import (
-    acquire_service_and_engine,
-    prepare_and_submit_requests,
-    random_id,
-)
+from modelmill.serve.routes.common import acquire_engine, prepare_and_submit_requests, random_id
 from modelmill.serve.routes.embeddings import embedding_request_states
 from modelmill.serve.scoring import SCORE_METHOD, embedding_cosine, rerank_results
 from modelmill.serve.scoring_schema import RerankRequest, ScoreRequest
@@ -72,7 +68,7 @@ async def score(body: ScoreRequest, request: Request) -> Any:
 async def _run_text_embedding_requests(
     request: Request, body: RerankRequest | ScoreRequest, texts: list[str]
 ) -> list[RequestOutputState]:
-    _, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
+    _, engine = await acquire_engine(request, body.model, body.keep_alive)
     engine.check_capacity(len(texts))
     made = EmbeddingRequest.model_validate(
         {

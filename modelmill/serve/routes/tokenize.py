@@ -14,7 +14,7 @@ from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.openai_format import SurrogateSafeJsonResponse, token_bytes, token_text
 from modelmill.serve.routes.chat import chat_request_state
-from modelmill.serve.routes.common import acquire_service_and_engine, check_message_sizes
+from modelmill.serve.routes.common import acquire_engine, check_message_sizes
 from modelmill.serve.special_token_prompts import encode_text
 from modelmill.serve.tokenize_schema import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
 from modelmill.serve.tool_image_placeholders import replace_tool_images_with_text
@@ -31,7 +31,7 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request) -> Any:
     """Token ids of a text, or of a conversation through the chat template."""
-    service, engine = await acquire_service_and_engine(request, body.model)
+    service, engine = await acquire_engine(request, body.model)
     return await service.run_in_thread(
         _tokenize_response, engine.text_processor, body, engine.request_limits.max_len
     )
@@ -40,7 +40,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Any:
 @router.post("/apply-template")
 async def apply_template(body: ApplyTemplateRequest, request: Request) -> Any:
     """The prompt of a conversation as text, without running it."""
-    service, engine = await acquire_service_and_engine(request, body.model)
+    service, engine = await acquire_engine(request, body.model)
     return await service.run_in_thread(
         _rendered_template_response, engine.text_processor, body, engine.request_limits.max_len
     )
@@ -49,7 +49,7 @@ async def apply_template(body: ApplyTemplateRequest, request: Request) -> Any:
 @router.post("/v1/chat/completions/input_tokens")
 async def count_chat_tokens(body: ChatRequest, request: Request) -> Any:
     """The number of prompt tokens of a conversation, without answering it, as llama.cpp."""
-    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_engine(request, body.model, body.keep_alive)
     body.check()
     limit = max_tokenize_tokens(engine.request_limits.max_len)
     state = await service.run_in_thread(chat_request_state, engine.text_processor, body, limit)
@@ -60,7 +60,7 @@ async def count_chat_tokens(body: ChatRequest, request: Request) -> Any:
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, request: Request) -> Any:
     """The text of token ids."""
-    service, engine = await acquire_service_and_engine(request, body.model)
+    service, engine = await acquire_engine(request, body.model)
     return await service.run_in_thread(
         _detokenize_response, engine.text_processor, body, engine.request_limits
     )
