@@ -52,11 +52,10 @@ def _suggest_fitting_options(plan: BuildPlan, ranks: int, expert_parallel: bool)
                 ways.append(f"--tp {count}{flag} ({count} such GPUs)")
                 most = count
     if not ways:
-        reports = [memory_report_on_largest_rank(each, ranks, expert_parallel) for _, each in tried]
-        ways = [
-            f"{format_bytes(_required_device_bytes(report))}{f' with{flag}' if flag else ''}"
-            for (flag, _), report in zip(tried, reports, strict=True)
-        ]
+        for flag, other in tried:
+            report = memory_report_on_largest_rank(other, ranks, expert_parallel)
+            size = format_bytes(_required_device_bytes(report))
+            ways.append(f"{size} with{flag}" if flag else size)
         ways[0] = f"a device of {ways[0]}"
     what = "no recipe fits" if smaller else "no smaller recipe fits"
     return f"; {what}; what does: {' or '.join(ways)}"

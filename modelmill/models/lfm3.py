@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from modelmill.core.read_tracking_config import RawConfig, overlay_config
-from modelmill.models import _gemma4_config, _llama_common
+from modelmill.models import _gemma4_config, _hybrid_config, _llama_common
 from modelmill.models._hf_config import (
     attention_bias_fields,
     non_negative_float,
@@ -14,10 +14,7 @@ from modelmill.models._hf_config import (
     positive_int,
     read_boolean,
 )
-from modelmill.models._hybrid_config import ATTENTION_TYPES as _ATTENTION
-from modelmill.models._hybrid_config import recurrent_layers
 from modelmill.models._lfm2_config import LFM2_NAMES
-from modelmill.models._llama_common import FULL_ATTENTION as _FULL
 from modelmill.models._llama_common import SLIDING_ATTENTION, ConfigDefaults
 from modelmill.models._mamba_config import conv_width
 from modelmill.models._rename_rules import CheckpointLayout
@@ -44,15 +41,18 @@ SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {"rope_scaling": ({},), "rope_the
 CONFIG_DEFAULTS = ConfigDefaults(kv_heads=4, head_dim=128, positions=128_000, tied=True)
 DEFAULT_ROPES = {
     SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 1e4},
-    _FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
-}
+    _llama_common.FULL_ATTENTION: {
+        "rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5,
+    },
+}  # fmt: skip
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Lfm3Config."""
     layers = num_layers(raw, "num_hidden_layers")
     types = raw.get("layer_types") or [_default_layer_type(layer) for layer in range(layers)]
-    recurrent = recurrent_layers(types, layers, ("conv",), (*_ATTENTION, SLIDING_ATTENTION))
+    attention = (*_hybrid_config.ATTENTION_TYPES, SLIDING_ATTENTION)
+    recurrent = _hybrid_config.recurrent_layers(types, layers, ("conv",), attention)
     size = positive_int(raw, "sliding_window", default=256)
     plain = dict.fromkeys(("rope_parameters", "rope_scaling", "rope_theta"))
     eps = non_negative_float(raw, "norm_eps", "rms_norm_eps", default=1e-5)
@@ -66,8 +66,9 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     width = conv_width(raw, "conv_L_cache", default=7)
     conv = ShortConvSpec(config.hidden, width, read_boolean(raw, "conv_bias", False))
     ropes = overlay_config(raw, {"rope_parameters": DEFAULT_ROPES})
-    full = _gemma4_config.layer_rope(ropes, _FULL, config.head_dim, config.max_len)
-    local = _gemma4_config.layer_rope(ropes, SLIDING_ATTENTION, config.head_dim, config.max_len)
+    length = config.max_len
+    full = _gemma4_config.layer_rope(ropes, _llama_common.FULL_ATTENTION, config.head_dim, length)
+    local = _gemma4_config.layer_rope(ropes, SLIDING_ATTENTION, config.head_dim, length)
     own = local if any(config.windows) else None
     return replace(config, rope=full, local_rope=own, recurrence=conv, recurrent_layers=recurrent)
 
@@ -75,5 +76,5 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
 def _default_layer_type(layer: int) -> str:
     """Full attention in every fourth layer, a window two layers behind, convolutions between."""
     if layer % 4 == 2:
-        return _FULL
+        return _llama_common.FULL_ATTENTION
     return SLIDING_ATTENTION if layer % 4 == 0 and layer else "conv"

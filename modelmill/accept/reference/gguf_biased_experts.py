@@ -119,12 +119,6 @@ class AfmoeGgufSource(GgufSource):
         "post_mlp_layernorm": "post_ffw_norm",
     }
 
-    def stored_tensor_name(self, name: str) -> str:
-        """Return the name that the tensor has in the file."""
-        if name.endswith(".mlp.expert_bias"):
-            return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
-        return super().stored_tensor_name(name)
-
 
 class SarvamMoeGgufSource(GgufSource):
     """A container of Sarvam 30B under Hugging Face names."""
@@ -137,12 +131,6 @@ class SarvamMoeGgufSource(GgufSource):
         "attention.query_layernorm": "attn_q_norm",
         "attention.key_layernorm": "attn_k_norm",
     }
-
-    def stored_tensor_name(self, name: str) -> str:
-        """Return the name that the tensor has in the file."""
-        if name.endswith(".mlp.gate.expert_bias"):
-            return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
-        return super().stored_tensor_name(name)
 
 
 ARCHITECTURE_READERS: dict[str, GgufConfigReaderAndSource] = {

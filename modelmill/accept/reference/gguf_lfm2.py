@@ -61,12 +61,6 @@ class Lfm2GgufSource(GgufSource):
         "feed_forward.gate": "ffn_gate_inp",
     }
 
-    def stored_tensor_name(self, name: str) -> str:
-        """Return the name that the tensor has in the file."""
-        if name.endswith(".feed_forward.expert_bias"):
-            return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
-        return super().stored_tensor_name(name)
-
     def read_original_tensor(self, name: str) -> Tensor:
         """Return the tensor as it was before the conversion."""
         tensor = super().read_original_tensor(name)

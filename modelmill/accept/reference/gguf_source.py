@@ -221,6 +221,7 @@ HF_LAYER_PREFIX_BY_MODEL_TYPE = {
     "bloom": "transformer.h.",
     "mpt": "transformer.blocks.",
 }
+SELECTION_BIAS_SUFFIXES = ("e_score_correction_bias", "expert_bias")
 # families with rows of q and k in interleaved order
 MODEL_TYPES_WITH_PERMUTED_QK = (
     "llama",
@@ -280,7 +281,7 @@ class GgufSource(TensorSource):
         stem, _, suffix = name.rpartition(".")
         if suffix == "sinks":
             return f"blk.{stem.split('.')[2]}.attn_sinks.weight"
-        if suffix == "e_score_correction_bias":
+        if suffix in SELECTION_BIAS_SUFFIXES:
             return f"blk.{stem.split('.')[2]}.exp_probs_b.bias"
         own = {
             **HF_TO_GGUF_TENSORS_BY_MODEL_TYPE.get(self._config["model_type"], {}),

@@ -116,27 +116,3 @@ class GroupedExpertsMixin(PlainDecoderReference):
             r.record(f"{name}.input", x)
         gate, up = r.linear(f"{name}.gate", x), r.linear(f"{name}.up", x)
         return r.linear(f"{name}.down", r.record(f"{name}.act", self.activation(gate) * up, gate))
-
-    def pre_norm_layer(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
-        """X + A(norm(x)), then the same with the MLP or the experts."""
-        branch = self.run_token_mixer(
-            index, r, self.apply_and_record_norm(r, "input_norm", x), prompt_length
-        )
-        middle = r.record("post_attn_residual", x + branch, x, branch)
-        branch = self.run_mlp_or_experts(
-            index, r, self.apply_and_record_norm(r, "mlp_norm", middle)
-        )
-        r.record("output", middle + branch, middle, branch)
-
-    def sandwich_layer(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
-        """X + norm(A(norm(x))), then the same with the MLP or the experts."""
-        branch = self.run_token_mixer(
-            index, r, self.apply_and_record_norm(r, "input_norm", x), prompt_length
-        )
-        branch = self.apply_and_record_norm(r, "attn_post", branch)
-        middle = r.record("post_attn_residual", x + branch, x, branch)
-        branch = self.run_mlp_or_experts(
-            index, r, self.apply_and_record_norm(r, "mlp_norm", middle)
-        )
-        branch = self.apply_and_record_norm(r, "mlp_post", branch)
-        r.record("output", middle + branch, middle, branch)

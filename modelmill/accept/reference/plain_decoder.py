@@ -463,9 +463,15 @@ class PlainDecoderReference(ReferenceModel):
         )
         branch = behind(r, "attn_post", branch)
         middle = r.record("post_attn_residual", x + branch, x, branch)
-        branch = self.mlp(r, self.apply_and_record_norm(r, "mlp_norm", middle))
+        branch = self.run_mlp_or_experts(
+            index, r, self.apply_and_record_norm(r, "mlp_norm", middle)
+        )
         branch = behind(r, "mlp_post", branch)
         r.record("output", middle + branch, middle, branch)
+
+    def run_mlp_or_experts(self, index: int, r: LayerRecorder, normed: Tensor) -> Tensor:  # noqa: ARG002  the layers are alike
+        """Run a layer's MLP, or what stands in its place."""
+        return self.mlp(r, normed)
 
     def scale_branch(self, r: LayerRecorder, name: str, branch: Tensor) -> Tensor:
         """Return the branch times its factor, if there is one."""
