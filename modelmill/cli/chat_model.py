@@ -42,10 +42,7 @@ class ChatModel(Protocol):
     """An engine in this process, or a server."""
 
     def stream(
-        self,
-        messages: Sequence[dict[str, Any]],
-        params: SamplingParams,
-        settings: ChatSettings,
+        self, messages: Sequence[dict[str, Any]], params: SamplingParams, settings: ChatSettings
     ) -> Iterator[ChatDelta]:
         """Yield the deltas of one answer; closing the iterator aborts it."""
 
@@ -76,10 +73,7 @@ class LocalChatModel:
             )
 
     def stream(
-        self,
-        messages: Sequence[dict[str, Any]],
-        params: SamplingParams,
-        settings: ChatSettings,
+        self, messages: Sequence[dict[str, Any]], params: SamplingParams, settings: ChatSettings
     ) -> Iterator[ChatDelta]:
         """Yield the deltas of one answer; closing the iterator aborts it.
 

@@ -38,10 +38,7 @@ class RemoteChatModel:
         self._parse_suggested_sampling: dict[str, dict[str, Any]] = {}
 
     def stream(
-        self,
-        messages: Sequence[dict[str, Any]],
-        params: SamplingParams,
-        settings: ChatSettings,
+        self, messages: Sequence[dict[str, Any]], params: SamplingParams, settings: ChatSettings
     ) -> Iterator[ChatDelta]:
         """Yield the deltas of one answer; closing the iterator aborts the request.
 

@@ -32,10 +32,7 @@ class ScriptedModel:
         self.requests: list[tuple[list[dict[str, Any]], ChatSettings]] = []
 
     def stream(
-        self,
-        messages: Sequence[dict[str, Any]],
-        params: SamplingParams,
-        settings: ChatSettings,
+        self, messages: Sequence[dict[str, Any]], params: SamplingParams, settings: ChatSettings
     ) -> Iterator[ChatDelta]:
         self.requests.append((list(messages), settings))
         answer = next(self.answers)
