@@ -26,14 +26,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.moe_step import (  # noqa: E402
-    QWEN3_30B_A3B,
-    MoEShape,
-    is_served,
-    make_layers,
-    make_step,
-    states,
-)
+from benchmarks import moe_step  # noqa: E402
 from modelmill.nn.fused_moe import FusedMoE, route_tokens  # noqa: E402
 from modelmill.nn.moe import MoE  # noqa: E402
 from modelmill.ops.cuda.moe import grouped_gemm_wq  # noqa: E402
@@ -120,17 +113,20 @@ CUDA: dict[str, tuple[Any, ...]] = {
     "L2_REUSE_STAGES": (4, 16, 1 << 10),
 }
 FOUR_BITS = ("int4", "mxfp4")
-SHAPES = {"qwen3-30b-a3b": QWEN3_30B_A3B, "gpt-oss-20b": MoEShape(24, 2880, 2880, 32, 4)}
+SHAPES = {
+    "qwen3-30b-a3b": moe_step.QWEN3_30B_A3B,
+    "gpt-oss-20b": moe_step.MoEShape(24, 2880, 2880, 32, 4),
+}
 
 
 class ExpertsTimer:
     """Times the experts of all layers for some tokens."""
 
     def __init__(
-        self, layers: Sequence[FusedMoE], shape: MoEShape, tokens: int, kernel: str
+        self, layers: Sequence[FusedMoE], shape: moe_step.MoEShape, tokens: int, kernel: str
     ) -> None:
-        self._step = make_step("cuda", kernel=kernel)
-        self._x = states(tokens, shape, "cuda")
+        self._step = moe_step.make_step("cuda", kernel=kernel)
+        self._x = moe_step.states(tokens, shape, "cuda")
         self._layers = layers
         self._routing = [
             route_tokens(cast(MoE, layer.plain), self._x, self._step) for layer in layers
@@ -163,7 +159,7 @@ def grouped(
         yield
 
 
-def candidates(name: str, tokens: int, shape: MoEShape) -> Iterator[tuple[str, Any]]:
+def candidates(name: str, tokens: int, shape: moe_step.MoEShape) -> Iterator[tuple[str, Any]]:
     """(what is tried, the context that makes it so); first what is chosen today."""
     yield "default", nullcontext()
     decode = moe_decode_int4 if name in FOUR_BITS else moe_decode
@@ -232,9 +228,10 @@ def main(words: Sequence[str] | None = None) -> None:
     shape = replace(SHAPES[options.shape], layers=options.layers)
     row: dict[str, Any]
     for name in options.format or DECODE:
-        layers = make_layers(shape, name, "cuda")
+        layers = moe_step.make_layers(shape, name, "cuda")
         for tokens in options.tokens or TOKENS:
-            if not is_served(layers[0], states(tokens, shape, "cuda"), options.kernel):
+            states = moe_step.states(tokens, shape, "cuda")
+            if not moe_step.is_served(layers[0], states, options.kernel):
                 row = {"format": name, "tokens": tokens, "failed": f"{options.kernel}: not served"}
                 print(json.dumps(row), flush=True)
                 continue

@@ -18,8 +18,7 @@ from modelmill.checkpoint.quant_layout import (
     QuantizedMatrix,
     QuantLayout,
     check_group_size,
-    checked_packed_words_shape,
-    checked_scales_shape,
+    checked_packed_matrix_shape,
     group_size_text,
     unpack_fields,
 )
@@ -73,27 +72,15 @@ class AwqScheme:
 
     def quant_layout(self, raw: Container, stem: str) -> QuantLayout:
         """Return the quantization layout of the matrix called stem."""
-        here, zeros = (
-            checked_packed_words_shape(raw.tensor_info(f"{stem}.{part}"), self.path)
-            for part in ("qweight", "qzeros")
-        )
-        grids = checked_scales_shape(raw.tensor_info(f"{stem}.scales"), self.path)
-        if grids[1] != here[1] * 8:
-            raise CorruptCheckpoint(
-                f"{self.path}: {stem}.qweight {list(here)} and scales {list(grids)} do not fit"
-            )
-        if grids != (zeros[0], zeros[1] * 8):
-            raise CorruptCheckpoint(
-                f"{self.path}: {stem}.qzeros {list(zeros)} and scales {list(grids)} do not fit"
-            )
-        columns = here[0]
+        shape = checked_packed_matrix_shape(raw, stem, self.path, 4, packed_along_rows=True)
+        rows, columns, groups = shape
         group = resolve_group_size(self.group_size, columns)
-        if -(-columns // group) != grids[0]:
+        if -(-columns // group) != groups:
             raise CorruptCheckpoint(
-                f"{self.path}: {stem} has {grids[0]} groups for {columns} columns of {group}"
+                f"{self.path}: {stem} has {groups} groups for {columns} columns of {group}"
             )
         return QuantLayout(
-            self.label, 4, grids[1], columns, group, has_offset=True, scale_dtype=torch.float32
+            self.label, 4, rows, columns, group, has_offset=True, scale_dtype=torch.float32
         )
 
     def read_quantized_matrix(

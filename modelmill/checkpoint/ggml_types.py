@@ -158,6 +158,13 @@ def _dequantize_q8_k(b: torch.Tensor) -> torch.Tensor:
     return b[:, :4].contiguous().view(torch.float32) * _int8_bytes_to_float(b[:, 4:260])
 
 
+_SIZES_OF_UNREADABLE_TYPES = {
+    9: ("Q8_1", 32, 36), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
+    29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
+}  # fmt: skip
 GGML_TYPES: dict[int, GgmlType] = {
     0: GgmlType("F32", 1, 4, torch.float32),
     1: GgmlType("F16", 1, 2, torch.float16),
@@ -166,33 +173,20 @@ GGML_TYPES: dict[int, GgmlType] = {
     6: GgmlType("Q5_0", 32, 22, dequantize=_dequantize_q5_0),
     7: GgmlType("Q5_1", 32, 24, dequantize=_dequantize_q5_1),
     8: GgmlType("Q8_0", 32, 34, dequantize=_dequantize_q8_0),
-    9: GgmlType("Q8_1", 32, 36),
     10: GgmlType("Q2_K", 256, 84, dequantize=_dequantize_q2_k),
     11: GgmlType("Q3_K", 256, 110, dequantize=_dequantize_q3_k),
     12: GgmlType("Q4_K", 256, 144, dequantize=_dequantize_q4_k),
     13: GgmlType("Q5_K", 256, 176, dequantize=_dequantize_q5_k),
     14: GgmlType("Q6_K", 256, 210, dequantize=_dequantize_q6_k),
     15: GgmlType("Q8_K", 256, 292, dequantize=_dequantize_q8_k),
-    16: GgmlType("IQ2_XXS", 256, 66),
-    17: GgmlType("IQ2_XS", 256, 74),
-    18: GgmlType("IQ3_XXS", 256, 98),
-    19: GgmlType("IQ1_S", 256, 50),
-    20: GgmlType("IQ4_NL", 32, 18),
-    21: GgmlType("IQ3_S", 256, 110),
-    22: GgmlType("IQ2_S", 256, 82),
-    23: GgmlType("IQ4_XS", 256, 136),
     24: GgmlType("I8", 1, 1, torch.int8),
     25: GgmlType("I16", 1, 2, torch.int16),
     26: GgmlType("I32", 1, 4, torch.int32),
     27: GgmlType("I64", 1, 8, torch.int64),
     28: GgmlType("F64", 1, 8, torch.float64),
-    29: GgmlType("IQ1_M", 256, 56),
     30: GgmlType("BF16", 1, 2, torch.bfloat16),
-    34: GgmlType("TQ1_0", 256, 54),
-    35: GgmlType("TQ2_0", 256, 66),
     39: GgmlType("MXFP4", 32, 17, dequantize=_dequantize_mxfp4),
-    40: GgmlType("NVFP4", 64, 36),
-    41: GgmlType("Q1_0", 128, 18),
+    **{number: GgmlType(*sizes) for number, sizes in _SIZES_OF_UNREADABLE_TYPES.items()},
 }
 """By the number in a GGUF file.
 

@@ -19,8 +19,7 @@ from modelmill.checkpoint.quant_layout import (
     QuantizedMatrix,
     QuantLayout,
     check_group_size,
-    checked_packed_words_shape,
-    checked_scales_shape,
+    checked_packed_matrix_shape,
     group_size_text,
     perm_digest,
     perm_from_group_index,
@@ -92,24 +91,13 @@ class GptqScheme:
 
     def quant_layout(self, raw: Container, stem: str) -> QuantLayout:
         """Return the quantization layout of the matrix called stem."""
-        here = checked_packed_words_shape(raw.tensor_info(f"{stem}.qweight"), self.path)
-        grids, zeros = (
-            checked_scales_shape(raw.tensor_info(f"{stem}.scales"), self.path),
-            checked_packed_words_shape(raw.tensor_info(f"{stem}.qzeros"), self.path),
+        rows, columns, groups = checked_packed_matrix_shape(
+            raw, stem, self.path, self.bits, packed_along_rows=False
         )
-        if grids[1] != here[1]:
-            raise CorruptCheckpoint(
-                f"{self.path}: {stem}.qweight {list(here)} and scales {list(grids)} do not fit"
-            )
-        if (zeros[0], zeros[1] * 32 // self.bits) != grids:
-            raise CorruptCheckpoint(
-                f"{self.path}: {stem}.qzeros {list(zeros)} and scales {list(grids)} do not fit"
-            )
-        columns = here[0] * 32 // self.bits
         group = resolve_group_size(self.group_size, columns)
-        if -(-columns // group) != grids[0]:
+        if -(-columns // group) != groups:
             raise CheckpointError(
-                f"{self.path}: {stem} has {grids[0]} groups for {columns} columns, not groups of "
+                f"{self.path}: {stem} has {groups} groups for {columns} columns, not groups of "
                 f"{group} at "
                 f"{self.bits} bits as the config says; modules of other settings cannot be read, "
                 "take the original"
@@ -121,7 +109,7 @@ class GptqScheme:
         )
         order = perm_digest(self._read_column_perm(raw, stem, columns, group))
         return QuantLayout(
-            self.label, self.bits, here[1], columns, group, not self.symmetric, grid, order
+            self.label, self.bits, rows, columns, group, not self.symmetric, grid, order
         )
 
     def read_quantized_matrix(

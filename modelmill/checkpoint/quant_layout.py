@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -68,6 +69,49 @@ class QuantLayout:
             self.scale_dtype,
             self.perm_digest,
         )
+
+
+class PackedMatrixShape(NamedTuple):
+    """What the packed tensors of a matrix [N, K] say: N, K, and groups per row."""
+
+    rows: int
+    columns: int
+    groups: int
+
+
+def checked_packed_matrix_shape(
+    raw: Container, stem: str, path: Path, bits: int, *, packed_along_rows: bool
+) -> PackedMatrixShape:
+    """Return the shape of a matrix of qweight, qzeros [G, N·bits/32] and scales [G, N].
+
+    Args:
+        raw: the checkpoint's tensors.
+        stem: of the names.
+        path: of the checkpoint, for messages.
+        bits: of a code, 4 or 8.
+        packed_along_rows: qweight is [K, N·bits/32], not [K·bits/32, N].
+
+    Raises:
+        CorruptCheckpoint: if the three do not fit.
+    """
+    codes, zeros = (
+        checked_packed_words_shape(raw.tensor_info(f"{stem}.{part}"), path)
+        for part in ("qweight", "qzeros")
+    )
+    scales = checked_scales_shape(raw.tensor_info(f"{stem}.scales"), path)
+    codes_per_word = 32 // bits
+    rows, columns = codes[1], codes[0] * codes_per_word
+    if packed_along_rows:
+        rows, columns = codes[1] * codes_per_word, codes[0]
+    for part, words, fits in (
+        ("qweight", codes, scales[1] == rows),
+        ("qzeros", zeros, scales == (zeros[0], zeros[1] * codes_per_word)),
+    ):
+        if not fits:
+            raise CorruptCheckpoint(
+                f"{path}: {stem}.{part} {list(words)} and scales {list(scales)} do not fit"
+            )
+    return PackedMatrixShape(rows, columns, scales[0])
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from modelmill.core.read_tracking_config import RawConfig
-from modelmill.models import _llama_common
-from modelmill.models._hf_config import (
-    attention_and_mlp_bias_fields,
-    positive_float,
-    read_non_unit_factor,
-)
+from modelmill.models import _hf_config, _llama_common
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import ScaledBranchLayer
@@ -23,9 +18,9 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         raw,
         ConfigDefaults(activation="silu"),
         layer=ScaledBranchLayer,
-        **attention_and_mlp_bias_fields(raw),
-        attention_scale=positive_float(raw, "attention_multiplier", default=1.0),
-        embedding_scale=read_non_unit_factor(raw, "embedding_multiplier"),
-        branch_scale=positive_float(raw, "residual_multiplier", default=1.0),
-        logit_scale=1 / positive_float(raw, "logits_scaling", default=1.0),
+        **_hf_config.attention_and_mlp_bias_fields(raw),
+        attention_scale=_hf_config.positive_float(raw, "attention_multiplier", default=1.0),
+        embedding_scale=_hf_config.read_non_unit_factor(raw, "embedding_multiplier"),
+        branch_scale=_hf_config.positive_float(raw, "residual_multiplier", default=1.0),
+        logit_scale=1 / _hf_config.positive_float(raw, "logits_scaling", default=1.0),
     )

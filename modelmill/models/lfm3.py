@@ -29,14 +29,11 @@ LAYOUT = CheckpointLayout(
         **LFM2_NAMES,
         "attn.rope_cache.q_norm": ("self_attn.q_norm",),
         "attn.rope_cache.k_norm": ("self_attn.k_norm",),
-        "attn.o_proj": ("self_attn.o_proj",),
-        "attn.gate_proj": ("self_attn.gate_proj",),
-        "attn_post": ("post_operator_norm",),
-        "mlp_post": ("post_ffn_norm",),
+        "attn.o_proj": ("self_attn.o_proj",), "attn.gate_proj": ("self_attn.gate_proj",),
+        "attn_post": ("post_operator_norm",), "mlp_post": ("post_ffn_norm",),
     },
-    norm="model.embedding_norm",
-    separate_gates=True,
-)
+    norm="model.embedding_norm", separate_gates=True,
+)  # fmt: skip
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {"rope_scaling": ({},), "rope_theta": ()}
 CONFIG_DEFAULTS = ConfigDefaults(kv_heads=4, head_dim=128, positions=128_000, tied=True)
 DEFAULT_ROPES = {

@@ -11,12 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from modelmill.nn import attention_module_specs as module_specs
 from modelmill.nn.attention import AttentionCore, AttentionSpec, RopeCosSin
-from modelmill.nn.attention_module_specs import (
-    attention_core_spec,
-    input_projection_spec,
-    o_proj_spec,
-)
 from modelmill.nn.layer_spec import (
     ROPE_VALUE,
     ModuleSpec,
@@ -63,7 +59,7 @@ class SharedKVAttentionSpec:
         spec = self.attention
         rows = (RowPart("q", spec.heads * spec.head_dim, "q_heads"),)
         return (
-            input_projection_spec("q_proj", "q_rows", rows, bias=spec.qkv_bias),
+            module_specs.input_projection_spec("q_proj", "q_rows", rows, bias=spec.qkv_bias),
             SharedKVQuerySpec(
                 path="attn.rope",
                 reads=("q_rows", ROPE_VALUE),
@@ -73,8 +69,10 @@ class SharedKVAttentionSpec:
                 op="rope",
                 cache=self.cache,
             ),
-            attention_core_spec(()),
-            o_proj_spec(spec.hidden, reads="attn", split_columns="q_heads", bias=spec.out_bias),
+            module_specs.attention_core_spec(()),
+            module_specs.o_proj_spec(
+                spec.hidden, reads="attn", split_columns="q_heads", bias=spec.out_bias
+            ),
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.models.family_cases import FamilyCase, GgufCase, rms_facts
+from tests.models.family_cases import FamilyCase, GgufCase, head_facts, rms_facts
 
 Tensors = dict[str, torch.Tensor]
 GGUF_CHANGES: dict[str, Any] = {"num_hidden_layers": 3, "full_attention_interval": 3,
@@ -20,8 +20,7 @@ def state_facts(raw: dict[str, Any]) -> dict[str, Any]:
     """The keys of a recurrence, and of heads that rotate in part."""
     facts = {
         **rms_facts(raw),
-        "attention.key_length": raw["head_dim"],
-        "attention.value_length": raw["head_dim"],
+        **head_facts(raw),
         "rope.dimension_count": raw["head_dim"] // 4,
         "ssm.conv_kernel": raw.get("linear_conv_kernel_dim", 4),
         "ssm.state_size": raw["linear_key_head_dim"],

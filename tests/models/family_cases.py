@@ -95,10 +95,17 @@ def rms_facts(raw: dict[str, Any]) -> dict[str, Any]:
     return {"attention.layer_norm_rms_epsilon": raw.get("rms_norm_eps", 1e-5)}
 
 
+def head_facts(raw: dict[str, Any]) -> dict[str, Any]:
+    """The width of a head's keys and values."""
+    return {f"attention.{part}_length": raw["head_dim"] for part in ("key", "value")}
+
+
 def gemma_facts(raw: dict[str, Any]) -> dict[str, Any]:
     """What all GGUFs of Gemma have."""
-    sizes = {f"attention.{part}_length": raw["head_dim"] for part in ("key", "value")}
-    return {**sizes, "attention.layer_norm_rms_epsilon": raw.get("rms_norm_eps", 1e-6)}
+    return {
+        **head_facts(raw),
+        "attention.layer_norm_rms_epsilon": raw.get("rms_norm_eps", 1e-6),
+    }
 
 
 def norms_plus_one(
@@ -151,6 +158,14 @@ class FamilyCase:
         if self.make is None:
             return save_transformers(self.raw(**changes), folder, self.attention)
         return self.make(self.raw(**changes), folder)
+
+
+GQA_SIZES: tuple[dict[str, Any], ...] = (
+    {"num_key_value_heads": 4}, {"num_key_value_heads": 1},
+    {"hidden_size": 64, "intermediate_size": 72}, {"vocab_size": 96},
+    {"max_position_embeddings": 128},
+)  # fmt: skip
+"""Switches of sizes of a family whose number of layers is tied to another field."""
 
 
 def decoder_family(

@@ -50,6 +50,11 @@ def with_predicting_layer(raw: dict[str, Any], tensors: Tensors, like: int) -> T
     return {**tensors, **copies, **own}
 
 
+def predicting_layer_facts(raw: dict[str, Any]) -> dict[str, Any]:
+    """Of a layer of multi-token prediction, which is counted among the blocks."""
+    return {"block_count": raw["num_hidden_layers"] + 1, "nextn_predict_layers": 1}
+
+
 def latent_facts(raw: dict[str, Any], gating: int) -> dict[str, Any]:
     """Of the router, of latent attention in newer files, and YaRN."""
     return {**router_facts(raw, gating), **latent_attention_facts(raw)}

@@ -44,6 +44,9 @@ GROUPED_ROUTER_FAULTS: dict[str, PlantedFault] = {
     "no groups": fault(ROUTING, moe=with_router(groups=1, top_groups=1)),
     "one group fewer": fault(ROUTING, moe=with_router(top_groups=one_fewer, top_k=2)),
 }
+SIGMOID_ROUTER_FAULTS = {
+    name: each for name, each in GROUPED_ROUTER_FAULTS.items() if "group" not in name
+}
 
 
 def moe_family(

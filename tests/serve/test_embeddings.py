@@ -106,7 +106,7 @@ def test_fewer_dimensions(running: ServiceThread) -> None:
 
 
 def test_answers_are_bounded(running: ServiceThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("modelmill.serve.routes.embeddings.MAX_OUTPUT_FLOATS", 150)
+    monkeypatch.setattr("modelmill.serve.embeddings_schema.MAX_OUTPUT_FLOATS", 150)
     assert len(embed(running, TEXTS[:2])["data"]) == 2
     assert "use base64" in embed(running, TEXTS, 400)["error"]["message"]
     assert len(embed(running, TEXTS, encoding_format="base64")["data"]) == 3

@@ -9,13 +9,7 @@ import pytest
 
 from modelmill.cli import serve
 from modelmill.core.errors import RequestError
-from modelmill.serve.special_token_prompts import (
-    encode_infill_with_fim_tokens,
-    encode_text,
-    find_fim_tokens,
-    find_special_tokens,
-    plain_special_tokens_warning,
-)
+from modelmill.serve import special_token_prompts
 from modelmill.text.tokenizer_loader import Tokenizer, load_tokenizer
 from tests.serve.dialect_calls import events, post
 from tests.serve.service_thread import ServiceThread
@@ -30,9 +24,9 @@ def qwen(shared: Path) -> Tokenizer:
 def test_text_becomes_control_tokens_only_where_asked(qwen: Tokenizer) -> None:
     text = "<|im_start|>user\nHi<|im_end|>"
     start, end = qwen.special["<|im_start|>"], qwen.special["<|im_end|>"]
-    parsed = encode_text(qwen, text, parse_special=True)
+    parsed = special_token_prompts.encode_text(qwen, text, parse_special=True)
     assert (parsed[0], parsed[-1]) == (start, end)
-    plain = encode_text(qwen, text, parse_special=False)
+    plain = special_token_prompts.encode_text(qwen, text, parse_special=False)
     assert not {start, end} & set(plain)
     assert qwen.decode(plain) == text
 
@@ -41,7 +35,9 @@ def test_the_order_of_the_marks(qwen: Tokenizer) -> None:
     prefix, suffix, middle = (
         qwen.special[f"<|fim_{name}|>"] for name in ("prefix", "suffix", "middle")
     )
-    ids, marks = encode_infill_with_fim_tokens(qwen, "def f(", "):\n    <|fim_middle|>")
+    ids, marks = special_token_prompts.encode_infill_with_fim_tokens(
+        qwen, "def f(", "):\n    <|fim_middle|>"
+    )
     assert ids[0] == prefix
     assert ids[-1] == middle
     assert ids.count(middle) == 1  # text of the client is no mark
@@ -50,21 +46,21 @@ def test_the_order_of_the_marks(qwen: Tokenizer) -> None:
 
 
 def test_marks_of_vocabularies() -> None:
-    codestral = find_fim_tokens({"[PREFIX]": 3, "[SUFFIX]": 4})
+    codestral = special_token_prompts.find_fim_tokens({"[PREFIX]": 3, "[SUFFIX]": 4})
     assert codestral is not None
     assert codestral.middle is None
     starcoder = {"<fim_prefix>": 1, "<fim_suffix>": 2, "<fim_middle>": 3, "<file_sep>": 9}
-    marks = find_fim_tokens(starcoder)
+    marks = special_token_prompts.find_fim_tokens(starcoder)
     assert marks is not None
     assert (marks.prefix, marks.suffix, marks.middle, marks.ends) == (1, 2, 3, (9, 1, 2, 3))
-    assert find_fim_tokens({"<fim_prefix>": 1}) is None
+    assert special_token_prompts.find_fim_tokens({"<fim_prefix>": 1}) is None
 
 
 def test_a_vocabulary_without_marks(shared: Path) -> None:
     folder = shared / "data/tokenizers/gpt2"
     gpt2 = load_tokenizer({path.name: path.read_bytes() for path in folder.iterdir()})
     with pytest.raises(RequestError, match="suffix is not supported by this model"):
-        encode_infill_with_fim_tokens(gpt2, "a", "b")
+        special_token_prompts.encode_infill_with_fim_tokens(gpt2, "a", "b")
 
 
 WRITTEN = "</s>Once upon a time"
@@ -103,9 +99,9 @@ def test_a_special_token_that_is_plain_text_is_told(
 
 
 def test_many_special_tokens_are_told_in_one_line(qwen: Tokenizer) -> None:
-    names = find_special_tokens(qwen, "".join([*qwen.special, *qwen.special]))
+    names = special_token_prompts.find_special_tokens(qwen, "".join([*qwen.special, *qwen.special]))
     assert names == list(qwen.special)
-    line = plain_special_tokens_warning(names)
+    line = special_token_prompts.plain_special_tokens_warning(names)
     assert line.startswith(f"prompt: {', '.join(names[:3])}, … is read as plain text")
 
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.plain_decoder import (
-    MLP_LINEAR_NAMES,
-    PlainDecoderReference,
-    ReferenceDefaults,
-)
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 NAME_PREFIX = "transformer."
@@ -39,9 +35,7 @@ class ExaoneReference(PlainDecoderReference):
             "up": "mlp.c_fc_1",
             "down": "mlp.c_proj",
         }
-        self.biased = self.projections_with_bias() | self.projections_with_bias(
-            "mlp_bias", MLP_LINEAR_NAMES
-        )
+        self.biased = self.attention_and_mlp_with_bias()
 
 
 REFERENCE = ExaoneReference

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights, rms_norm
 from modelmill.accept.reference.causal_convolution import causal_convolution
+from modelmill.accept.reference.hybrid_layers import HybridLayersMixin
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
 from modelmill.accept.reference.rope import ReferenceRope, partial_rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
@@ -27,7 +28,7 @@ DEFAULT_PARTIAL_ROTARY_FACTOR = 0.25
 L2_NORM_EPS = 1e-6
 
 
-class GatedDeltaNetMixin(PerHeadQKNormMixin):
+class GatedDeltaNetMixin(HybridLayersMixin, PerHeadQKNormMixin):
     """A decoder, some layers of which have a recurrence in the place of attention.
 
     Attributes:
@@ -119,15 +120,7 @@ class GatedDeltaNetMixin(PerHeadQKNormMixin):
             rows = [*qkv, *(get(f"{stem}.in_proj_{name}.weight") for name in "zba")]
         return weights | {n: ModuleWeights(r) for n, r in zip("qkvzba", rows, strict=True)}
 
-    def run_token_mixer(
-        self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int
-    ) -> Tensor:
-        """Run a layer's gated attention, or its recurrence."""
-        if self.recurrent[index]:
-            return self.run_gated_delta_net(r, normed)
-        return super().run_token_mixer(index, r, normed, prompt_length)
-
-    def run_gated_delta_net(self, r: LayerRecorder, normed: Tensor) -> Tensor:
+    def run_recurrence(self, r: LayerRecorder, normed: Tensor) -> Tensor:
         """Run a layer's recurrence up to its output projection."""
         q, k, v, z, b, a = (r.linear(name, normed) for name in "qkvzba")
         mixed = self.causal_conv_and_silu(r, torch.cat((q, k, v), -1))

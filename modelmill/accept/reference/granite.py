@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.plain_decoder import MLP_LINEAR_NAMES, PlainDecoderReference
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
@@ -14,9 +14,7 @@ class GraniteReference(PlainDecoderReference):
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
         self.rope = self.build_rope()
-        self.biased = self.projections_with_bias() | self.projections_with_bias(
-            "mlp_bias", MLP_LINEAR_NAMES
-        )
+        self.biased = self.attention_and_mlp_with_bias()
         self.score_scale = float(config.get("attention_multiplier", 1.0))
         self.embedding_scale = float(config.get("embedding_multiplier", 1.0))
         self.branch_scale = float(config.get("residual_multiplier", 1.0))

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
+from modelmill.accept.reference.hybrid_layers import HybridLayersMixin
 from modelmill.accept.reference.mamba2 import Mamba2Mixin
 from modelmill.accept.reference.moe import GraniteMoeReference
 from modelmill.accept.reference.tensor_source import TensorSource
@@ -14,7 +15,7 @@ from modelmill.accept.reference.tensor_source import TensorSource
 RECURRENT_TYPES = ("mamba", "linear_attention")
 
 
-class GraniteMoeHybridReference(Mamba2Mixin, GraniteMoeReference):
+class GraniteMoeHybridReference(HybridLayersMixin, Mamba2Mixin, GraniteMoeReference):
     """GraniteMoeHybridForCausalLM."""
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
@@ -59,13 +60,9 @@ class GraniteMoeHybridReference(Mamba2Mixin, GraniteMoeReference):
         """Run the MLP beside the experts."""
         return self.run_expert(r, "shared_expert", x)
 
-    def run_token_mixer(
-        self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int
-    ) -> Tensor:
-        """Run a layer's attention or recurrence."""
-        if self.recurrent[index]:
-            return self.run_ssm_mixer(r, normed)
-        return super().run_token_mixer(index, r, normed, prompt_length)
+    def run_recurrence(self, r: LayerRecorder, normed: Tensor) -> Tensor:
+        """Run a layer's recurrence, with its output projection."""
+        return self.run_ssm_mixer(r, normed)
 
 
 REFERENCE = GraniteMoeHybridReference

@@ -5,11 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.base import ModuleWeights
-from modelmill.accept.reference.plain_decoder import (
-    MLP_LINEAR_NAMES,
-    PlainDecoderReference,
-    ReferenceDefaults,
-)
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
@@ -20,9 +16,7 @@ class HyperCLOVAXReference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.biased = self.projections_with_bias() | self.projections_with_bias(
-            "mlp_bias", MLP_LINEAR_NAMES
-        )
+        self.biased = self.attention_and_mlp_with_bias()
         self.score_scale = float(config.get("attention_multiplier") or self.score_scale)
         self.embedding_scale = float(config.get("embedding_multiplier", 1.0))
         self.logit_scale = float(config.get("logits_scaling", 1.0))

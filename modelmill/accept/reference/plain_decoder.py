@@ -164,6 +164,12 @@ class PlainDecoderReference(ReferenceModel):
         """Return these projections if the config says under this key that they have a bias."""
         return frozenset(names if self.config.get(key, default) else ())
 
+    def attention_and_mlp_with_bias(self) -> frozenset[str]:
+        """Return the projections with a bias by ``attention_bias`` and ``mlp_bias``."""
+        return self.projections_with_bias() | self.projections_with_bias(
+            "mlp_bias", MLP_LINEAR_NAMES
+        )
+
     def build_rope(self, *, theta: float = 10000.0, **changes: Any) -> ReferenceRope:
         """Return the rotation of whole heads, the config changed so; theta: the default base."""
         base = {"rope_theta": self.config.get("rope_theta") or theta}

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.plain_decoder import (
-    MLP_LINEAR_NAMES,
-    PlainDecoderReference,
-    ReferenceDefaults,
-)
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
@@ -19,9 +15,7 @@ class SmolLM3Reference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.biased = self.projections_with_bias() | self.projections_with_bias(
-            "mlp_bias", MLP_LINEAR_NAMES
-        )
+        self.biased = self.attention_and_mlp_with_bias()
         marks = config.get("no_rope_layers")
         every = int(config.get("no_rope_layer_interval", 4))
         if marks is None:

@@ -13,12 +13,8 @@ from modelmill.core.errors import RequestError
 from modelmill.core.types import SamplingParams
 from modelmill.request_output_state import RequestOutputState
 from modelmill.runtime.sequence import RequestLimits, check_request
+from modelmill.serve import embeddings_schema
 from modelmill.serve.body_route import BodyRoute
-from modelmill.serve.embeddings_schema import (
-    MAX_OUTPUT_FLOATS,
-    EmbeddingRequest,
-    normalize_and_encode_embedding,
-)
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.routes.common import acquire_engine, prepare_and_submit_requests
 from modelmill.serve.stream import wait_or_disconnect
@@ -28,7 +24,7 @@ router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/embeddings")
-async def embeddings(body: EmbeddingRequest, request: Request) -> Any:
+async def embeddings(body: embeddings_schema.EmbeddingRequest, request: Request) -> Any:
     """The normed final hidden states of each input, pooled and scaled to length 1."""
     service, engine = await acquire_engine(request, body.model, body.keep_alive)
     engine.check_capacity(len(body.inputs()))
@@ -42,7 +38,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Any:
 
 
 def embedding_request_states(
-    text_processor: TextProcessor, body: EmbeddingRequest, limits: RequestLimits
+    text_processor: TextProcessor, body: embeddings_schema.EmbeddingRequest, limits: RequestLimits
 ) -> list[RequestOutputState]:
     """Convert each input to a request.
 
@@ -78,7 +74,9 @@ def _encode_beginning(
     return text_processor.tokenizer.encode_beginning(prompt, max_tokens)
 
 
-def _response_body(body: EmbeddingRequest, request_states: list[RequestOutputState]) -> bytes:
+def _response_body(
+    body: embeddings_schema.EmbeddingRequest, request_states: list[RequestOutputState]
+) -> bytes:
     """The response as JSON, serialized vector by vector.
 
     One large json.dumps call would hold the GIL and delay other requests.
@@ -88,12 +86,14 @@ def _response_body(body: EmbeddingRequest, request_states: list[RequestOutputSta
     for index, state in enumerate(request_states):
         embedding = state.output.embedding
         assert embedding is not None, "the request has no embedding"
-        vector = normalize_and_encode_embedding(embedding, body.dimensions, packed)
+        vector = embeddings_schema.normalize_and_encode_embedding(
+            embedding, body.dimensions, packed
+        )
         num_floats += len(vector)
-        if not packed and num_floats > MAX_OUTPUT_FLOATS:
+        if not packed and num_floats > embeddings_schema.MAX_OUTPUT_FLOATS:
             raise RequestError(
-                f"the embeddings have more than {MAX_OUTPUT_FLOATS} numbers; use base64, or send "
-                "fewer inputs"
+                f"the embeddings have more than {embeddings_schema.MAX_OUTPUT_FLOATS} numbers; use "
+                "base64, or send fewer inputs"
             )
         parts.append(
             json.dumps(

@@ -5,8 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from tests.models.expert_gguf import Tensors, expert_facts, stack_experts
-from tests.models.family_cases import ALL_ROTATED, GgufCase, fault, rms_facts, times
-from tests.models.moe_faults import GROUPED_ROUTER_FAULTS, moe_family
+from tests.models.family_cases import (
+    ALL_ROTATED,
+    GQA_SIZES,
+    GgufCase,
+    fault,
+    head_facts,
+    rms_facts,
+    times,
+)
+from tests.models.moe_faults import SIGMOID_ROUTER_FAULTS, moe_family
 
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 
@@ -16,8 +24,7 @@ def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:
     return {
         **rms_facts(raw),
         **expert_facts(raw),
-        "attention.key_length": raw["head_dim"],
-        "attention.value_length": raw["head_dim"],
+        **head_facts(raw),
         "rope.dimension_count": raw["head_dim"],
         "attention.sliding_window": raw["sliding_window"],
         "leading_dense_block_count": raw["num_dense_layers"],
@@ -56,17 +63,13 @@ CASE = moe_family(
      "layer_types": ["mamba"], "sliding_window": 0, "attention_bias": 1, "route_norm": False,
      "global_attn_every_n_layers": 0, "num_expert_groups": 2, "n_group": 2},
     {
-        **{name: each for name, each in GROUPED_ROUTER_FAULTS.items() if "group" not in name},
+        **SIGMOID_ROUTER_FAULTS,
         "eps x 10": fault(("attn_norm.eps", "attn_post.eps"), eps=times(10)),
         "all layers rotated": ALL_ROTATED,
         "a longer window": fault("attn.core", windows=(30, None, 30)),
         "embeddings without their factor": fault("embed", None, embedding_scale=None),
     },
-    sizes=(
-        {"num_key_value_heads": 4}, {"num_key_value_heads": 1},
-        {"hidden_size": 64, "intermediate_size": 72}, {"vocab_size": 96},
-        {"num_hidden_layers": 2, "layer_types": None}, {"max_position_embeddings": 128},
-    ),
+    sizes=(*GQA_SIZES, {"num_hidden_layers": 2, "layer_types": None}),
     gguf=GgufCase(
         "afmoe", gguf_facts, tensors=as_converted,
         changes={"num_hidden_layers": 5, "layer_types": None, "num_dense_layers": 1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import LLAMA3, decoder_family, fault
+from tests.models.family_cases import GQA_SIZES, LLAMA3, decoder_family, fault
 
 CASE = decoder_family(
     "cwm",
@@ -20,11 +20,7 @@ CASE = decoder_family(
         "windows in all layers": fault("attn.core", windows=(20, 20, 20)),
         "a longer window": fault("attn.core", 1, windows=(None, 30, 20)),
     },
-    sizes=(
-        {"num_key_value_heads": 4}, {"num_key_value_heads": 1},
-        {"hidden_size": 64, "intermediate_size": 72}, {"num_hidden_layers": 2},
-        {"max_position_embeddings": 128}, {"vocab_size": 96},
-    ),
+    sizes=(*GQA_SIZES, {"num_hidden_layers": 2}),
     ropes=(
         {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
         {"rope_parameters": None, "rope_theta": 500.0,

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from tests.models.expert_gguf import Tensors
-from tests.models.family_cases import ALL_ROTATED, GgufCase, decoder_family, fault, rms_facts
+from tests.models.family_cases import (
+    ALL_ROTATED,
+    GQA_SIZES,
+    GgufCase,
+    decoder_family,
+    fault,
+    rms_facts,
+)
 from tests.models.grouped_gguf import router_facts, stacked, with_predicting_layer
 from tests.models.moe_faults import GROUPED_ROUTER_FAULTS, MOE_KV_TOLERANCE
 
@@ -55,11 +62,7 @@ CASE = decoder_family(
         "all layers rotated": ALL_ROTATED,
         "a longer window": fault("attn.core", windows=(30, None, 30)),
     },
-    sizes=(
-        {"num_key_value_heads": 4}, {"num_key_value_heads": 1},
-        {"hidden_size": 64, "intermediate_size": 72}, {"max_position_embeddings": 128},
-        {"num_hidden_layers": 2, "mlp_layer_types": ["sparse", "dense"]}, {"vocab_size": 96},
-    ),
+    sizes=(*GQA_SIZES, {"num_hidden_layers": 2, "mlp_layer_types": ["sparse", "dense"]}),
     kv_tolerance=MOE_KV_TOLERANCE,
     gguf=GgufCase(
         "exaone-moe", gguf_facts, tensors=as_converted,

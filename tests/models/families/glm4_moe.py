@@ -4,28 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.models import grouped_gguf
 from tests.models.expert_gguf import Tensors
-from tests.models.family_cases import GgufCase, decoder_family, rms_facts
-from tests.models.grouped_gguf import router_facts, stacked, with_predicting_layer
+from tests.models.family_cases import GgufCase, decoder_family, head_facts, rms_facts
 from tests.models.moe_faults import GROUPED_ROUTER_FAULTS, MOE_KV_TOLERANCE
 
 
 def facts(raw: dict[str, Any]) -> dict[str, Any]:
     """Of half a head that rotates, the router, and a layer of multi-token prediction."""
     return {
-        "block_count": raw["num_hidden_layers"] + 1,
-        "nextn_predict_layers": 1,
+        **grouped_gguf.predicting_layer_facts(raw),
         **rms_facts(raw),
-        **router_facts(raw, 2),
-        "attention.key_length": raw["head_dim"],
-        "attention.value_length": raw["head_dim"],
+        **grouped_gguf.router_facts(raw, 2),
+        **head_facts(raw),
         "rope.dimension_count": raw["head_dim"] // 2,
     }
 
 
 def as_converted(raw: dict[str, Any], tensors: Tensors) -> Tensors:
     """With a layer of multi-token prediction."""
-    return with_predicting_layer(raw, stacked(raw, tensors), 1)
+    return grouped_gguf.with_predicting_layer(raw, grouped_gguf.stacked(raw, tensors), 1)
 
 
 CASE = decoder_family(

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.models.expert_gguf import Tensors
 from tests.models.families.granite import CASE as GRANITE
-from tests.models.family_cases import ALL_ROTATED, GgufCase, decoder_family, fault, times
+from tests.models.family_cases import ALL_ROTATED, GQA_SIZES, GgufCase, decoder_family, fault, times
 
 
 def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:
@@ -53,11 +53,6 @@ CASE = decoder_family(
         "a longer window": fault("attn.core", 1, windows=(None, 30, 20)),
         "all layers rotate": ALL_ROTATED,
     },
-    sizes=(
-        {"num_key_value_heads": 4}, {"num_key_value_heads": 1},
-        {"hidden_size": 64, "intermediate_size": 72},
-        {"num_hidden_layers": 2, "layer_rope_theta": [10000.0, 0]},
-        {"max_position_embeddings": 128}, {"vocab_size": 96},
-    ),
+    sizes=(*GQA_SIZES, {"num_hidden_layers": 2, "layer_rope_theta": [10000.0, 0]}),
     gguf=GgufCase("granite_swa", gguf_facts, permuted=True, tensors=as_converted),
 )  # fmt: skip

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from tests.models.expert_gguf import GGUF_NAMES, Tensors, expert_facts, rename, stack_experts
-from tests.models.family_cases import GgufCase, rms_facts
-from tests.models.moe_faults import GROUPED_ROUTER_FAULTS, moe_family
+from tests.models.family_cases import GQA_SIZES, GgufCase, head_facts, rms_facts
+from tests.models.grouped_gguf import predicting_layer_facts
+from tests.models.moe_faults import SIGMOID_ROUTER_FAULTS, moe_family
 
 NAMES = {**GGUF_NAMES, "mlp.router.gate": "ffn_gate_inp", "mlp.expert_bias": "exp_probs_b"}
 
@@ -18,11 +19,9 @@ def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:
     return {
         **rms_facts(raw),
         **expert_facts(raw),
-        "attention.key_length": raw["head_dim"],
-        "attention.value_length": raw["head_dim"],
+        **head_facts(raw),
         "rope.freq_base": 11158840.0,
-        "block_count": raw["num_hidden_layers"] + 1,
-        "nextn_predict_layers": 1,
+        **predicting_layer_facts(raw),
         "leading_dense_block_count": 1,
         "expert_shared_count": raw["num_shared_experts"],
         "expert_shared_feed_forward_length": (
@@ -65,12 +64,8 @@ CASE = moe_family(
      "num_shared_experts": 0, "router_scaling_factor": 0, "mlp_layer_types": ["dense"],
      "attention_bias": 1, "mlp_bias": 1, "qk_norm": False, "route_norm": False,
      "first_k_dense_replace": 3},
-    {name: each for name, each in GROUPED_ROUTER_FAULTS.items() if "group" not in name},
-    sizes=(
-        {"num_key_value_heads": 4}, {"num_key_value_heads": 1},
-        {"hidden_size": 64, "intermediate_size": 72}, {"vocab_size": 96},
-        {"num_hidden_layers": 3, "mlp_layer_types": None}, {"max_position_embeddings": 128},
-    ),
+    SIGMOID_ROUTER_FAULTS,
+    sizes=(*GQA_SIZES, {"num_hidden_layers": 3, "mlp_layer_types": None}),
     gguf=GgufCase(
         "hy_v3", gguf_facts, tensors=as_converted,
         changes={"mlp_layer_types": ["dense", "sparse"], "num_shared_experts": 2},

@@ -11,6 +11,7 @@ from modelmill.nn.causal_conv import CausalConvConfig
 from modelmill.nn.short_conv import ShortConvSpec
 from tests.models.family_cases import (
     EPS_FAULT,
+    GQA_SIZES,
     ROTARY,
     FamilyCase,
     GgufCase,
@@ -76,10 +77,6 @@ CASE: FamilyCase = decoder_family(
             "attn.conv", recurrence=lambda spec: ConvWithSilu(**vars(spec))
         ),
     },
-    sizes=(
-        {"num_key_value_heads": 4}, {"num_key_value_heads": 1},
-        {"hidden_size": 64, "intermediate_size": 72}, {"max_position_embeddings": 128},
-        {"vocab_size": 96},
-    ),
+    sizes=GQA_SIZES,
     gguf=GgufCase("lfm2", gguf_facts, tensors=as_converted, changes={"rope_theta": 10000.0}),
 )  # fmt: skip

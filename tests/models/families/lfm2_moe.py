@@ -8,7 +8,7 @@ from tests.models.expert_gguf import Tensors, expert_facts, stack_experts
 from tests.models.families.lfm2 import LAYERS, ConvWithSilu
 from tests.models.families.lfm2 import as_converted as convolutions_as_converted
 from tests.models.family_cases import COMMON_SWITCHES, ROTARY, GgufCase, based, fault
-from tests.models.moe_faults import GROUPED_ROUTER_FAULTS, moe_family
+from tests.models.moe_faults import SIGMOID_ROUTER_FAULTS, moe_family
 
 
 def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +57,7 @@ CASE = moe_family(
         "routed_scaling_factor": 0,
     },
     {
-        **{name: each for name, each in GROUPED_ROUTER_FAULTS.items() if "group" not in name},
+        **SIGMOID_ROUTER_FAULTS,
         "RoPE base x 2": fault(ROTARY, 1, rope=based(2.0)),
         "SiLU behind the convolution": fault(
             "attn.conv", recurrence=lambda spec: ConvWithSilu(**vars(spec))

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.models.families.lfm2 import ConvWithSilu
-from tests.models.family_cases import ROTARY, FamilyCase, based, decoder_family, fault, times
+from tests.models.family_cases import (
+    GQA_SIZES,
+    ROTARY,
+    FamilyCase,
+    based,
+    decoder_family,
+    fault,
+    times,
+)
 
 LAYERS = ["conv", "sliding_attention", "full_attention"]
 FULL = {"rope_type": "proportional", "rope_theta": 300.0, "partial_rotary_factor": 0.5}
@@ -49,9 +57,5 @@ CASE: FamilyCase = decoder_family(
         ),
     },
     ropes=(),
-    sizes=(
-        {"num_key_value_heads": 4}, {"num_key_value_heads": 1},
-        {"hidden_size": 64, "intermediate_size": 72}, {"max_position_embeddings": 128},
-        {"vocab_size": 96},
-    ),
+    sizes=GQA_SIZES,
 )  # fmt: skip

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from tests.models.expert_gguf import GGUF_NAMES, expert_facts, rename, stack_experts
-from tests.models.family_cases import ROTARY, GgufCase, based, fault, rms_facts
+from tests.models.family_cases import (
+    GQA_SIZES,
+    ROTARY,
+    GgufCase,
+    based,
+    fault,
+    head_facts,
+    rms_facts,
+)
 from tests.models.moe_faults import MOE_FAULTS, moe_family
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -20,8 +28,7 @@ def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:
         **rms_facts(raw),
         "attention.layer_norm_rms_epsilon": 1e-6,
         **expert_facts(raw),
-        "attention.key_length": raw["head_dim"],
-        "attention.value_length": raw["head_dim"],
+        **head_facts(raw),
         "rope.freq_base": full["rope_theta"],
         "rope.freq_base_swa": local["rope_theta"],
         "rope.scaling.type": "yarn",
@@ -62,10 +69,8 @@ CASE = moe_family(
     },
     ropes=(),
     sizes=(
-        {"num_key_value_heads": 4}, {"num_key_value_heads": 1},
-        {"hidden_size": 64, "intermediate_size": 72}, {"vocab_size": 96},
+        *GQA_SIZES,
         {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
-        {"max_position_embeddings": 128},
     ),
     gguf=GgufCase(
         "mellum", gguf_facts, tensors=lambda _, tensors: rename(stack_experts(tensors), NAMES),

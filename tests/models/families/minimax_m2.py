@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.models.family_cases import QK_NORM, GgufCase, fault, with_eps
+from tests.models.family_cases import QK_NORM, GgufCase, fault, head_facts, with_eps
 from tests.models.grouped_gguf import stacked
 from tests.models.moe_faults import GROUPED_ROUTER_FAULTS, moe_family
 
@@ -13,8 +13,7 @@ def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:
     """The keys of its GGUF."""
     return {
         "attention.layer_norm_rms_epsilon": 1e-6,
-        "attention.key_length": raw["head_dim"],
-        "attention.value_length": raw["head_dim"],
+        **head_facts(raw),
         "rope.freq_base": 5000000.0,
         "rope.dimension_count": raw["rotary_dim"],
         "expert_count": raw["num_local_experts"],

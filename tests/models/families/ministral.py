@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import decoder_family, fault
+from tests.models.family_cases import GQA_SIZES, decoder_family, fault
 
 CASE = decoder_family(
     "ministral",
@@ -19,9 +19,7 @@ CASE = decoder_family(
         "a longer window": fault("attn.core", 1, windows=(None, 30, None)),
     },
     sizes=(
-        {"num_key_value_heads": 4}, {"num_key_value_heads": 1},
-        {"hidden_size": 64, "intermediate_size": 72},
+        *GQA_SIZES,
         {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
-        {"max_position_embeddings": 128}, {"vocab_size": 96},
     ),
 )  # fmt: skip

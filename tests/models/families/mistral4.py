@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.nn.attention_temperature import AttentionTemperature
-from tests.models.family_cases import LLAMA_FAULTS, NULL, SMALL, FamilyCase, changed, fault
+from tests.models.family_cases import LLAMA_FAULTS, NULL, FamilyCase, changed, fault
 from tests.models.latent_faults import LATENT_FAULTS
+from tests.models.latent_sizes import LATENT_MOE_BASE, LATENT_MOE_SWITCHES
 from tests.models.moe_faults import GROUPED_ROUTER_FAULTS, MOE_FAULTS, MOE_KV_TOLERANCE
 
 YARN: dict[str, Any] = {
@@ -18,26 +19,17 @@ QUERIES = ("attn.rope_cache.q", "attn.core")
 
 CASE = FamilyCase(
     "mistral4",
-    {**SMALL, "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 20,
-     "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8,
-     "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 24,
-     "rope_parameters": YARN},
+    LATENT_MOE_BASE | {"rope_parameters": YARN},
     (
-        {"vocab_size": 96}, {"hidden_size": 64}, {"num_hidden_layers": 3},
-        {"intermediate_size": 72, "first_k_dense_replace": 1}, {"max_position_embeddings": 128},
-        {"num_attention_heads": 2, "num_key_value_heads": 2}, {"kv_lora_rank": 16},
-        {"q_lora_rank": 12}, {"attention_bias": True}, {"qk_nope_head_dim": 16},
-        {"qk_rope_head_dim": 4}, {"v_head_dim": 16}, {"n_routed_experts": 4, "n_group": 2},
-        {"num_experts_per_tok": 1}, {"n_shared_experts": 2}, {"moe_intermediate_size": 40},
-        {"routed_scaling_factor": 1.5}, {"norm_topk_prob": False}, {"n_group": 1, "topk_group": 1},
-        {"rope_interleave": False}, {"q_lora_rank": NULL},
+        *LATENT_MOE_SWITCHES, {"num_hidden_layers": 3}, {"q_lora_rank": 12}, {"q_lora_rank": NULL},
+        {"intermediate_size": 72, "first_k_dense_replace": 1}, {"attention_bias": True},
+        {"routed_scaling_factor": 1.5},
         {"rope_parameters": {**YARN, "partial_rotary_factor": 0.4}},
         {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.0, "mscale": 0.5}},
         {"rope_parameters": {**YARN, "original_max_position_embeddings": 40,
                              "mscale_all_dim": 0.5}},
         {"rope_parameters": None,
          "rope_scaling": {**YARN, "rope_theta": 300.0, "partial_rotary_factor": 0.4}},
-        {"rms_norm_eps": 1e-3}, {"hidden_act": "gelu"}, {"tie_word_embeddings": True},
     ),
     {"is_encoder_decoder": True, "hidden_act": "quick_gelu", "num_experts_per_tok": 5,
      "n_routed_experts": 0, "n_group": 3, "topk_group": 5, "scoring_func": "sigmoid",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.models.expert_gguf import Tensors, expert_facts, stack_experts
-from tests.models.family_cases import VOCAB, FamilyCase, GgufCase, changed, fault
+from tests.models.family_cases import VOCAB, FamilyCase, GgufCase, changed, fault, head_facts
 from tests.models.moe_faults import MOE_KV_TOLERANCE, ROUTING, one_fewer, with_router
 
 TYPES = ["linear_attention", "moe", "full_attention", "mlp"]
@@ -21,8 +21,7 @@ def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:
             raw["num_key_value_heads"] if each == "full_attention" else 0 for each in types
         ],
         "feed_forward_length": [inner.get(each, 0) for each in types],
-        "attention.key_length": raw["head_dim"],
-        "attention.value_length": raw["head_dim"],
+        **head_facts(raw),
         "attention.layer_norm_rms_epsilon": 1e-5,
         "attention.layer_norm_epsilon": 1e-5,
         "rope.scaling.finetuned": False,

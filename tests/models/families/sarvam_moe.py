@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tests.models.expert_gguf import Tensors, stack_experts
-from tests.models.family_cases import GgufCase, decoder_family, rms_facts
-from tests.models.grouped_gguf import router_facts, with_predicting_layer
+from tests.models.family_cases import GgufCase, decoder_family, head_facts, rms_facts
+from tests.models.grouped_gguf import predicting_layer_facts, router_facts, with_predicting_layer
 from tests.models.moe_faults import GROUPED_ROUTER_FAULTS, MOE_KV_TOLERANCE
 
 PUBLISHED = {"n_routed_experts": None, "num_experts": 8, "num_shared_experts": 2,
@@ -16,13 +16,11 @@ PUBLISHED = {"n_routed_experts": None, "num_experts": 8, "num_shared_experts": 2
 def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:
     """The keys of its GGUF; a layer that predicts is counted among the blocks."""
     return {
-        "block_count": raw["num_hidden_layers"] + 1,
-        "nextn_predict_layers": 1,
+        **predicting_layer_facts(raw),
         **rms_facts(raw),
         **router_facts(raw, 2),
         "expert_shared_feed_forward_length": raw["moe_intermediate_size"],
-        "attention.key_length": raw["head_dim"],
-        "attention.value_length": raw["head_dim"],
+        **head_facts(raw),
         "rope.dimension_count": raw["head_dim"],
     }
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.models.family_cases import COMMON_SWITCHES, GgufCase, decoder_family, rms_facts
+from tests.models import family_cases
+from tests.models.family_cases import COMMON_SWITCHES, GgufCase, decoder_family
 from tests.models.grouped_gguf import router_facts, stacked
 from tests.models.moe_faults import GROUPED_ROUTER_FAULTS, MOE_KV_TOLERANCE
 
@@ -12,11 +13,10 @@ from tests.models.moe_faults import GROUPED_ROUTER_FAULTS, MOE_KV_TOLERANCE
 def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:
     """The keys of its GGUF, which is GLM-4.5's without an MLP, norms of heads and prediction."""
     return {
-        **rms_facts(raw),
+        **family_cases.rms_facts(raw),
         **router_facts(raw, 2),
         "feed_forward_length": None,
-        "attention.key_length": raw["head_dim"],
-        "attention.value_length": raw["head_dim"],
+        **family_cases.head_facts(raw),
         "rope.dimension_count": raw["head_dim"],
         "rope.freq_base": 1000000.0,
     }
