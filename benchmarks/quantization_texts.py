@@ -206,12 +206,12 @@ def read_windows(core: Any, source: TextSource, count: int, length: int) -> list
 
 def read_source(path: Path) -> str:
     """Return a text file, or the texts of a jsonl one after another, an empty line between."""
-    from modelmill.eval.datasets import read_jsonl, read_text
+    from modelmill.eval.datasets import read_numbered_jsonl, read_text
 
     if path.suffix != ".jsonl":
         return read_text(path)
     parts = []
-    for number, value in read_jsonl(path):
+    for number, value in read_numbered_jsonl(path):
         text = next((value[key] for key in JSONL_KEYS if key in value), None)
         if text is None:
             raise SystemExit(f"{path.name}, line {number}: has none of {', '.join(JSONL_KEYS)}")

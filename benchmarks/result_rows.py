@@ -106,9 +106,9 @@ def has_summaries(row: Row, options: argparse.Namespace) -> bool:
 def requested_device(options: argparse.Namespace) -> str:
     """Return the requested GPU's or CPU's name; the thread count affects only a row's seconds."""
     from modelmill.eval.report import device_name
-    from modelmill.loader.device import pick_device
+    from modelmill.loader.device import resolve_device
 
-    return without_threads(device_name(pick_device(options.device)))
+    return without_threads(device_name(resolve_device(options.device)))
 
 
 def without_threads(device: str) -> str:

@@ -118,9 +118,9 @@ def main() -> None:
     options = parser.parse_args()
     works = {spec: parse_batch(spec) for spec in options.batches}
     if options.trace is not None:
-        from modelmill.eval.datasets import read_request_lengths
+        from modelmill.eval.datasets import sample_request_lengths
 
-        works[f"{options.requests} of the trace"] = read_request_lengths(
+        works[f"{options.requests} of the trace"] = sample_request_lengths(
             options.trace, options.requests
         )
     if not works:

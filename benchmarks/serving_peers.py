@@ -38,7 +38,7 @@ from benchmarks.model_shapes import SHAPES  # noqa: E402
 from benchmarks.peer_setup import SHARED_GPU_FRACTION, PeerSetup  # noqa: E402
 from benchmarks.serve_command import serve_command  # noqa: E402
 from modelmill.core.errors import ModelmillError  # noqa: E402
-from modelmill.eval.datasets import read_request_lengths  # noqa: E402
+from modelmill.eval.datasets import sample_request_lengths  # noqa: E402
 from modelmill.eval.openai_client import OpenAIClient  # noqa: E402
 from modelmill.eval.provenance import provenance  # noqa: E402
 from modelmill.eval.report import device_name, versions  # noqa: E402
@@ -120,7 +120,7 @@ class PeerServer:
 
 def loads(options: argparse.Namespace) -> Iterator[NamedLoad]:
     """Every load, with prompts that no other has: nothing is found in a prefix cache."""
-    trace = read_request_lengths(options.trace, 1 << 20, MAX_MODEL_LEN // 2)
+    trace = sample_request_lengths(options.trace, 1 << 20, MAX_MODEL_LEN // 2)
     for seed, rate in enumerate(options.rate):
         count = max(MIN_REQUESTS, round(rate * options.seconds))
         load = ServingLoad(trace[:count], rate=rate, seed=100 + seed)

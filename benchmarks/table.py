@@ -95,14 +95,14 @@ class SpeedTable:
 
     def run_trace(self) -> None:
         """The trace on the whole card, ours, then the peer, then ours again where time allows."""
-        from modelmill.eval.datasets import read_request_lengths
+        from modelmill.eval.datasets import sample_request_lengths
 
         if self.options.trace is None:
             raise SystemExit(
                 "part trace needs --trace azure, or a csv with ContextTokens and GeneratedTokens"
             )
         lengths = order_requests(
-            read_request_lengths(self.options.trace, self.options.requests), self.options.order
+            sample_request_lengths(self.options.trace, self.options.requests), self.options.order
         )
         ending = "" if self.options.order == ARRIVAL else f"-{self.options.order}"
         work = Workload(f"trace-{len(lengths)}{ending}", (), (0,), scale=1.0)

@@ -38,12 +38,12 @@ from benchmarks.weight_formats import WEIGHT_FORMATS  # noqa: E402
 from benchmarks.workloads import warm_up  # noqa: E402
 from modelmill.core.config import RunConfig  # noqa: E402
 from modelmill.core.types import Request, SamplingParams  # noqa: E402
-from modelmill.eval.datasets import read_request_lengths  # noqa: E402
+from modelmill.eval.datasets import sample_request_lengths  # noqa: E402
 from modelmill.eval.provenance import provenance  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
+from modelmill.runtime.pending_step import StepForward  # noqa: E402
 from modelmill.runtime.scheduler import Schedule  # noqa: E402
-from modelmill.runtime.step_results import StepForward  # noqa: E402
 
 FLOPS = 700e12  # bfloat16 products of many rows on an H200 that is warm
 ORDERS: dict[str, Callable[[tuple[int, int]], Any] | None] = {
@@ -224,7 +224,7 @@ def measure(
 def main() -> None:
     """Each way of holding weights, keys and values in turn."""
     options = parse_args()
-    work = read_request_lengths(options.trace, options.requests, 4096)
+    work = sample_request_lengths(options.trace, options.requests, 4096)
     rate = copy_bandwidth()
     for weight_and_kv in options.weights_and_kv or ["dense:auto"]:
         measure(options, weight_and_kv, work, rate)

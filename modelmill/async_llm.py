@@ -16,7 +16,7 @@ import numpy as np
 
 from modelmill.core.api_options import check_option_names, copy_signature_from
 from modelmill.core.errors import ModelmillError
-from modelmill.core.types import MEAN_POOLING, SamplingParams, SleepReport
+from modelmill.core.types import MEAN_POOLING, SamplingParams, SleepOrWakeReport
 from modelmill.llm import LLM, LLMOptions
 from modelmill.opened_engine import make_closed_error
 from modelmill.outputs import OutputDelta, RequestOutput, stack_embeddings
@@ -115,17 +115,19 @@ class AsyncLLM:
                 pass
         return state.output
 
-    async def sleep(self) -> SleepReport:
+    async def sleep(self) -> SleepOrWakeReport:
         """Give the engine's memory back, as ``LLM.sleep``; no request may run."""
         return await self._run_on_engine_thread(self.llm.sleep)
 
-    async def wake_up(self) -> SleepReport:
+    async def wake_up(self) -> SleepOrWakeReport:
         """Take the memory again, as ``LLM.wake_up``."""
         return await self._run_on_engine_thread(self.llm.wake_up)
 
-    async def _run_on_engine_thread(self, call: Callable[[], SleepReport]) -> SleepReport:
+    async def _run_on_engine_thread(
+        self, call: Callable[[], SleepOrWakeReport]
+    ) -> SleepOrWakeReport:
         """Call between two steps, unless the caller leaves before. Raises what ``call`` raises."""
-        done: Future[SleepReport] = Future()
+        done: Future[SleepOrWakeReport] = Future()
 
         def run() -> None:
             if not done.set_running_or_notify_cancel():

@@ -28,7 +28,7 @@ from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.env import cache_dir
 from modelmill.core.errors import UsageError
 from modelmill.core.progress_callback import Progress
-from modelmill.core.types import MEAN_POOLING, SamplingParams, SleepReport
+from modelmill.core.types import MEAN_POOLING, SamplingParams, SleepOrWakeReport
 from modelmill.loader.device import compile_cpu_kernels
 from modelmill.opened_engine import (
     OpenedEngine,
@@ -153,7 +153,7 @@ class LLM(OpenedEngine[EngineCore]):
         if core is not None:
             core.close()
 
-    def sleep(self) -> SleepReport:
+    def sleep(self) -> SleepOrWakeReport:
         """Move the weights to host memory and drop the KV cache, until ``wake_up``.
 
         The engine was opened with ``enable_sleep_mode=True``. Calls meanwhile raise RequestError.
@@ -164,7 +164,7 @@ class LLM(OpenedEngine[EngineCore]):
         """
         return sleep_mode.sleep(self.engine_core)
 
-    def wake_up(self) -> SleepReport:
+    def wake_up(self) -> SleepOrWakeReport:
         """Move the weights back; CUDA graphs stay valid, the prefix cache is empty.
 
         Raises:

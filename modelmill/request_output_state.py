@@ -13,7 +13,7 @@ from modelmill.text.answer_history import PromptTail
 from modelmill.text.answer_pieces import BegunPart
 from modelmill.text.detokenizer import Detokenizer
 from modelmill.text.stop_matcher import StopMatcher
-from modelmill.text.thinking_scanner import AnswerThinkingScope, ThinkingScanner
+from modelmill.text.thinking_scanner import AnswerThinkingSyntax, ThinkingScanner
 from modelmill.text.tokenizer_loader import Tokenizer
 
 
@@ -35,7 +35,7 @@ class RequestOutputState:
         begun: BegunPart = "",
         strips_start: bool = False,
         prompt_changes: Sequence[str] = (),
-        thinking_scope: AnswerThinkingScope | None = None,
+        thinking_syntax: AnswerThinkingSyntax | None = None,
     ) -> None:
         """Start the state of a request that has produced no token yet.
 
@@ -51,9 +51,9 @@ class RequestOutputState:
             begun: What the prompt has begun of the answer.
             strips_start: Whether whitespace at the start of the output is left out of its text.
             prompt_changes: What was done with the messages so that a chat template takes them.
-            thinking_scope: Where the output may have thinking, in which no stop string counts.
+            thinking_syntax: Where the output may have thinking, in which no stop string counts.
         """
-        self._thinking_scope = thinking_scope
+        self._thinking_scope = thinking_syntax
         self.prompt_changes = tuple(prompt_changes)
         self._strips_start = strips_start
         self.request = request
@@ -208,12 +208,12 @@ class SequenceDetokenizer:
         detokenizer: Detokenizer | None,
         stops: Sequence[str],
         strips_start: bool = False,
-        thinking_scope: AnswerThinkingScope | None = None,
+        thinking_syntax: AnswerThinkingSyntax | None = None,
     ) -> None:
         self._detokenizer = detokenizer
         self._strips_start = strips_start
         self._stops = StopMatcher(stops) if stops else None
-        self._thinking = None if thinking_scope is None else ThinkingScanner(thinking_scope)
+        self._thinking = None if thinking_syntax is None else ThinkingScanner(thinking_syntax)
         self.matched: str | None = None
 
     def push(self, id: int, check_stops: bool) -> tuple[str, bool]:

@@ -21,7 +21,7 @@ from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import BuildConfig, config_from_dict
 from modelmill.core.errors import RequestError, UsageError
 from modelmill.core.progress_callback import Progress
-from modelmill.loader.device import compile_cpu_kernels, pick_device, set_cpu_threads
+from modelmill.loader.device import compile_cpu_kernels, resolve_device, set_cpu_threads
 from modelmill.opened_engine import (
     OpenedEngine,
     show_opening_progress,
@@ -73,7 +73,7 @@ class Segmenter(OpenedEngine[SamModel]):
         **build: Unpack[SegmenterOptions],
     ) -> None:
         check_option_names(build, SegmenterOptions.__annotations__, type(self).__name__)
-        self.path, self.device = Path(model), pick_device(device)
+        self.path, self.device = Path(model), resolve_device(device)
         self._opened: SamModel | None = None
         self._embedding: ImageEmbedding | None = None
         with show_opening_progress(self.path, progress) as report:

@@ -58,7 +58,7 @@ from modelmill.text.chat_template_override import list_chat_templates, replace_c
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import ImageChatFormat, ImagePart
 from modelmill.text.message_validation import Messages
-from modelmill.text.thinking_scanner import AnswerThinkingScope, find_thinking_scope
+from modelmill.text.thinking_scanner import AnswerThinkingSyntax, find_thinking_syntax
 from modelmill.text.tokenizer_loader import Tokenizer, load_tokenizer
 from modelmill.text.tool_call_reader import ToolSchemas
 
@@ -334,20 +334,20 @@ class TextProcessor:
             begun=begun.part,
             strips_start=self.chat_format.answers_begin_with_space and not begun.part,
             prompt_changes=changes,
-            thinking_scope=self._find_thinking_scope(thinking, prompt_thinking, begun, calls),
+            thinking_syntax=self._find_thinking_syntax(thinking, prompt_thinking, begun, calls),
         )
 
-    def _find_thinking_scope(
+    def _find_thinking_syntax(
         self,
         thinking: ThinkingSyntax | None,
         prompt_thinking: PromptThinking,
         begun: AssistantPrefill,
         calls: bool,
-    ) -> AnswerThinkingScope | None:
+    ) -> AnswerThinkingSyntax | None:
         """Return where an answer may have thinking, in which no stop string counts."""
         assert self.chat_format is not None, "a conversation has a chat format"
         syntax = load_chat_syntax(self.chat_format.format_name)
-        return find_thinking_scope(syntax, thinking, prompt_thinking, begun.part, calls)
+        return find_thinking_syntax(syntax, thinking, prompt_thinking, begun.part, calls)
 
     def _encode_inner_text(self, text: str) -> list[int]:
         """Return the ids of a text that does not start the prompt."""

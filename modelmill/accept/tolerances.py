@@ -105,7 +105,7 @@ from modelmill.accept.error_metrics import MAX_GAIN_DEVIATION_SIGMAS, ErrorMetri
 from modelmill.core.errors import UsageError
 from modelmill.core.recipe_declaration import (
     ActQuantTolerances,
-    CombinedTolerances,
+    TotalErrorTolerances,
     tolerances_by_weight_format,
 )
 
@@ -262,7 +262,7 @@ def _act_quant_tolerances(weight_format: str) -> ActQuantTolerances | None:
     return None if tolerances is None else tolerances.act_quant
 
 
-def _get_combined_tolerances(weight_format: str) -> CombinedTolerances | None:
+def _get_combined_tolerances(weight_format: str) -> TotalErrorTolerances | None:
     tolerances = tolerances_by_weight_format().get(weight_format)
     return None if tolerances is None else tolerances.whole
 

@@ -122,7 +122,7 @@ def encode_images_by_block(
         model.normalize(some.to(device).permute(0, 3, 1, 2))
         for some in images.split(IMAGE_BATCH_SIZE)
     ]
-    image_tokens = [encoder.embed_patches(some) for some in batches]
+    image_tokens = [encoder.embed_patches_and_positions(some) for some in batches]
     for number, block in enumerate(encoder.blocks):
         load_submodules(f"{blocks}.{number}.")
         image_tokens = [block(some, vision) for some in image_tokens]
@@ -131,7 +131,7 @@ def encode_images_by_block(
     for name in tensor_prefixes_except_child(embedder, encoder_name):
         load_submodules(f"{path}.{name}")
     embeddings = torch.cat(
-        [embedder.project_vision_tokens(some, vision).float().cpu() for some in image_tokens]
+        [embedder.run_qformer_and_project(some, vision).float().cpu() for some in image_tokens]
     )
     model.image_embedder = nn.Identity()
     return embeddings

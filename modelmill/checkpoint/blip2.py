@@ -24,21 +24,21 @@ from modelmill.core.read_tracking_config import ReadTrackingConfig
 
 BLIP2_TYPE = "blip-2"
 INSTRUCTBLIP_TYPES = ("instructblip", "instructblipvideo")
-_MINIGPT4_TENSOR_NAMES = {
+_MINIGPT4_TENSOR_BY_BLIP2 = {
     "vision_model.embeddings.class_embedding": VISION_ENCODER_PREFIX + "cls_token",
     "vision_model.embeddings.position_embedding": VISION_ENCODER_PREFIX + "pos_embed",
 }
-_MINIGPT4_MODULE_NAMES = {
+_MINIGPT4_MODULE_BY_BLIP2 = {
     "vision_model.embeddings.patch_embedding": VISION_ENCODER_PREFIX + "patch_embed.proj",
     "vision_model.post_layernorm": "ln_vision",
     "qformer.layernorm": "Qformer.bert.embeddings.LayerNorm",
     "language_projection": "llama_proj",
 }
-_MINIGPT4_LAYER_PREFIXES = {
+_MINIGPT4_LAYER_PREFIX_BY_BLIP2 = {
     "vision_model.encoder.layers.": VISION_ENCODER_PREFIX + "blocks.",
     "qformer.encoder.layer.": "Qformer.bert.encoder.layer.",
 }
-_MINIGPT4_LAYER_MODULES = {
+_MINIGPT4_LAYER_MODULE_BY_BLIP2 = {
     "layer_norm1": "norm1",
     "layer_norm2": "norm2",
     "self_attn.qkv": "attn.qkv",
@@ -219,14 +219,20 @@ def _sub_config(config: ReadTrackingConfig, key: str, path: Path) -> Mapping[str
 
 
 def _to_minigpt4_name(name: str) -> str:
-    if name in _MINIGPT4_TENSOR_NAMES:
-        return _MINIGPT4_TENSOR_NAMES[name]
+    if name in _MINIGPT4_TENSOR_BY_BLIP2:
+        return _MINIGPT4_TENSOR_BY_BLIP2[name]
     if name.startswith("language_model."):
         return LANGUAGE_PREFIX + name.removeprefix("language_model.")
-    for stack, stack_name in _MINIGPT4_LAYER_PREFIXES.items():
+    for stack, stack_name in _MINIGPT4_LAYER_PREFIX_BY_BLIP2.items():
         if name.startswith(stack):
             number, _, tensor = name.removeprefix(stack).partition(".")
             module, _, leaf = tensor.rpartition(".")
-            return f"{stack_name}{number}.{_MINIGPT4_LAYER_MODULES.get(module, module)}.{leaf}"
+            return (
+                f"{stack_name}{number}.{_MINIGPT4_LAYER_MODULE_BY_BLIP2.get(module, module)}.{leaf}"
+            )
     module, _, leaf = name.rpartition(".")
-    return f"{_MINIGPT4_MODULE_NAMES[module]}.{leaf}" if module in _MINIGPT4_MODULE_NAMES else name
+    return (
+        f"{_MINIGPT4_MODULE_BY_BLIP2[module]}.{leaf}"
+        if module in _MINIGPT4_MODULE_BY_BLIP2
+        else name
+    )

@@ -141,7 +141,7 @@ class LanguageModelContainer:
         self._sources: dict[str, _TensorSource] = {}
         for name in container.names():
             if not name.startswith(NON_TEXT_PREFIXES):
-                self._sources |= _language_model_sources(name, container)
+                self._sources |= _sources_from_stored_tensor(name, container)
 
     def names(self) -> list[str]:
         """Return the names of all tensors of the language model."""
@@ -185,7 +185,7 @@ def as_language_model_container(config: Mapping[str, Any], container: Container)
     return container
 
 
-def _language_model_sources(name: str, container: Container) -> dict[str, _TensorSource]:
+def _sources_from_stored_tensor(name: str, container: Container) -> dict[str, _TensorSource]:
     """The language model's tensors that are in one of the files."""
     old = next((prefix for prefix in TEXT_PREFIX_BY_VLM_PREFIX if name.startswith(prefix)), "")
     text = TEXT_PREFIX_BY_VLM_PREFIX.get(old, "") + name.removeprefix(old)

@@ -350,7 +350,7 @@ def _make_bench_requests(args: Args, llm: LLM) -> list[BenchRequest]:
         MAX_TRACE_TOKENS,
         random_requests,
         read_bench_requests,
-        read_request_lengths,
+        sample_request_lengths,
     )
 
     limit = llm.engine_core.max_model_len
@@ -358,7 +358,9 @@ def _make_bench_requests(args: Args, llm: LLM) -> list[BenchRequest]:
     seed = args.run.seed
     if args.trace is not None:
         return random_requests(
-            read_request_lengths(args.trace, args.num_prompts or 500, min(limit, MAX_TRACE_TOKENS)),
+            sample_request_lengths(
+                args.trace, args.num_prompts or 500, min(limit, MAX_TRACE_TOKENS)
+            ),
             vocab,
             seed,
         )
@@ -380,12 +382,12 @@ def _measure_startup(args: Args) -> dict[str, Any]:
     from modelmill.artifact.store import is_engine_folder, open_artifact
     from modelmill.eval.report import device_name
     from modelmill.eval.startup import measure_startup
-    from modelmill.loader.device import compile_cpu_kernels, pick_device, set_cpu_threads
+    from modelmill.loader.device import compile_cpu_kernels, resolve_device, set_cpu_threads
 
     # a checkpoint is built first; the build is not part of start-up
     path = _require_engine_path(args)
     engine = path if is_engine_folder(path) else open_llm(path, args.build, args.run).path
-    device = pick_device(args.run.device)
+    device = resolve_device(args.run.device)
     if device == "cpu":
         set_cpu_threads(args.run.threads)
     with show_progress("startup", quiet=args.json) as on_progress:

@@ -60,10 +60,10 @@ def measure_ops(args: Any) -> dict[str, Any]:
     from modelmill.eval.op_bench import OpBenchSelection, bench_ops
     from modelmill.eval.report import device_name
     from modelmill.eval.roofline import measure_roofline
-    from modelmill.loader.device import compile_cpu_kernels, pick_device, set_cpu_threads
+    from modelmill.loader.device import compile_cpu_kernels, resolve_device, set_cpu_threads
     from modelmill.ops import registry
 
-    device = pick_device(args.run.device)
+    device = resolve_device(args.run.device)
     if device == "cpu":
         set_cpu_threads(args.run.threads)
     name = (

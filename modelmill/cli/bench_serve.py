@@ -46,7 +46,7 @@ def check_load_test_options(args: Any) -> None:
 
 def run_load_test(args: Any) -> tuple[dict[str, Any], Callable[[Path], None]]:
     """Run one load; returns its figures and a function that plots them into a file."""
-    from modelmill.eval.datasets import read_request_lengths
+    from modelmill.eval.datasets import sample_request_lengths
     from modelmill.eval.openai_client import OpenAIClient
     from modelmill.eval.serving_load import ServingLoad, run_serving_load, summarize_load
 
@@ -55,7 +55,7 @@ def run_load_test(args: Any) -> tuple[dict[str, Any], Callable[[Path], None]]:
     lengths = (
         [(args.input_len, args.output_len)] * count
         if args.trace is None
-        else read_request_lengths(args.trace, count)
+        else sample_request_lengths(args.trace, count)
     )
     load_options = {
         "seed": args.run.seed,
@@ -75,11 +75,11 @@ def run_load_test(args: Any) -> tuple[dict[str, Any], Callable[[Path], None]]:
 
     def draw(path: Path) -> None:
         from modelmill.eval.report import plot
-        from modelmill.eval.serving_plots import GRID_SHAPE, draw_plots
+        from modelmill.eval.serving_plots import GRID_SHAPE, draw_subplots
 
         plot(
             path,
-            lambda axes: draw_plots(axes, requests, seconds, load),
+            lambda axes: draw_subplots(axes, requests, seconds, load),
             f"{model} at {args.url}",
             GRID_SHAPE,
         )

@@ -69,7 +69,7 @@ def run(args: Args) -> int:
     from modelmill.accept.run import acceptance_token_ids, compare_engine
     from modelmill.artifact.store import open_artifact
     from modelmill.checkpoint.open import open_checkpoint
-    from modelmill.eval.checkpoint_comparison import compare_text_and_layers, plot_layer_errors
+    from modelmill.eval.checkpoint_comparison import compare_tokenizer_and_layers, draw_layer_errors
     from modelmill.eval.report import check_plot_path, plot
     from modelmill.llm import LLM, resolve_engine_path
 
@@ -91,7 +91,7 @@ def run(args: Args) -> int:
     with show_progress("comparing", lines=True) as on_progress:
         llm = LLM(engine, progress=on_progress, **non_default_fields(settings))
         ids = acceptance_token_ids(artifact)
-        result = compare_text_and_layers(
+        result = compare_tokenizer_and_layers(
             llm,
             checkpoint,
             lambda: compare_engine(llm.engine_core, checkpoint, ids, on_progress=on_progress),
@@ -100,7 +100,7 @@ def run(args: Args) -> int:
     if args.plot is not None:
         plot(
             args.plot,
-            lambda axes: plot_layer_errors(axes, result["layers"]),
+            lambda axes: draw_layer_errors(axes, result["layers"]),
             f"{args.engine.name}: {result['verdict']}",
         )
     return 0 if result["passed"] else 1
@@ -113,7 +113,7 @@ def _compare_masks(args: Args, artifact: Artifact, checkpoint: Checkpoint) -> in
     """
     from modelmill.accept.segmentation import compare_segmentation_engine
     from modelmill.builder.model_config import derive_missing_config
-    from modelmill.loader.device import compile_cpu_kernels, pick_device
+    from modelmill.loader.device import compile_cpu_kernels, resolve_device
     from modelmill.vision.sam_loader import open_sam_model
 
     if args.plot is not None or args.all:
@@ -122,7 +122,7 @@ def _compare_masks(args: Args, artifact: Artifact, checkpoint: Checkpoint) -> in
         )
     with show_progress("comparing", lines=True) as on_progress:
         compile_cpu_kernels(args.run.device, on_progress)
-        model = open_sam_model(artifact, pick_device(args.run.device), args.run.kernels)
+        model = open_sam_model(artifact, resolve_device(args.run.device), args.run.kernels)
         result = compare_segmentation_engine(
             artifact, model, derive_missing_config(checkpoint), on_progress=on_progress
         )

@@ -143,7 +143,7 @@ def tuning_facts(engine: Path) -> dict[str, Any]:
     import torch
 
     from modelmill.artifact.autotune_store import tuned_devices
-    from modelmill.loader.tuning import look_up_tuning
+    from modelmill.loader.tuned_launch_configs import look_up_tuning
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     here = dict.fromkeys(torch.cuda.get_device_name(index) for index in range(count))

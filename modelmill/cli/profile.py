@@ -55,13 +55,13 @@ def run(args: Args) -> int:
     from modelmill.eval.profile import ProfileCase, profile_case
     from modelmill.eval.report import device_name
     from modelmill.eval.roofline import format_matmul_rates, measure_matmul_rates, measure_roofline
-    from modelmill.loader.device import compile_cpu_kernels, pick_device, set_cpu_threads
+    from modelmill.loader.device import compile_cpu_kernels, resolve_device, set_cpu_threads
 
     if args.batch < 1 or args.prompt < 1 or args.lines < 0:
         raise UsageError("--batch and --prompt must be at least 1, --lines at least 0")
     if args.trace is not None:
-        chrome_trace.check_trace_path(args.trace)  # before anything is measured
-    device = pick_device(args.run.device)
+        chrome_trace.check_trace_overwrite(args.trace)  # before anything is measured
+    device = resolve_device(args.run.device)
     if device == "cpu":
         set_cpu_threads(args.run.threads)
     with show_progress("measuring the device", lines=True) as on_progress:

@@ -123,10 +123,10 @@ def _read_prompt(source: str) -> str:
 
 
 def _read_prompts_jsonl(path: Path) -> list[dict[str, Any]]:
-    from modelmill.eval.datasets import read_jsonl
+    from modelmill.eval.datasets import read_numbered_jsonl
 
     jobs = []
-    for number, value in read_jsonl(path):
+    for number, value in read_numbered_jsonl(path):
         prompt_keys = [key for key in PROMPT_KEYS if key in value]
         # other keys of a data set are ignored; keys that would change the answer are errors
         unread = sorted(set(value) & UNSUPPORTED_LINE_KEYS)

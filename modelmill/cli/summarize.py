@@ -145,15 +145,15 @@ def _make_rouge_result(
 ) -> dict[str, Any]:
     from modelmill.eval.article_summarization import (
         count_equal_texts,
+        rouge_and_speed,
         rouge_differences,
-        score_summaries,
-        summary_texts_by_article,
+        summary_text_rows,
     )
 
-    result: dict[str, Any] = {"engine": score_summaries(sides["modelmill"], task.articles, rouge)}
+    result: dict[str, Any] = {"engine": rouge_and_speed(sides["modelmill"], task.articles, rouge)}
     result["engine"]["batch_size"] = batches["engine"]
     if "transformers" in sides:
-        reference = score_summaries(sides["transformers"], task.articles, rouge)
+        reference = rouge_and_speed(sides["transformers"], task.articles, rouge)
         change = rouge_differences(result["engine"], reference)
         result |= {"reference": {**reference, "dtype": args.reference_dtype}, "difference": change}
         result["reference"]["batch_size"] = batches["reference"]
@@ -167,7 +167,7 @@ def _make_rouge_result(
             result["threshold"] = args.check_accuracy
             result["passed"] = max(map(abs, change.values())) <= args.check_accuracy
     if args.texts:
-        result["summaries"] = list(summary_texts_by_article(task, dict(sides)))
+        result["summaries"] = list(summary_text_rows(task, dict(sides)))
     return result
 
 

@@ -13,8 +13,8 @@ RawConfig = Mapping[str, Any]
 class ReadTrackingConfig(Mapping[str, Any]):
     """The values of a config.json; each lookup of a key marks it as read.
 
-    Iterating over the view (``dict(view)``, ``{**view}``) reads every key: use ``overlay`` to add
-    defaults or overrides.
+    Iterating over the view (``dict(view)``, ``{**view}``) reads every key: use
+    ``with_config_defaults`` or ``with_config_overrides`` to add values.
 
     Attributes:
         remarks: notes on its values from the code that reads them, for the build report.
@@ -40,8 +40,8 @@ class ReadTrackingConfig(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def overlay(
-        self, defaults: Mapping[str, Any], overrides: Mapping[str, Any]
+    def with_defaults(
+        self, defaults: Mapping[str, Any], *, overrides: Mapping[str, Any]
     ) -> ReadTrackingConfig:
         """Return this config with defaults for missing keys and overrides that take precedence.
 
@@ -79,10 +79,20 @@ class ReadTrackingConfig(Mapping[str, Any]):
         return result
 
 
-def overlay_config(
-    raw: Mapping[str, Any], defaults: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+def with_config_defaults(
+    raw: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    *,
+    overrides: Mapping[str, Any] | None = None,
 ) -> Mapping[str, Any]:
     """Apply defaults and overrides to a config; a ReadTrackingConfig still records what is read."""
     if isinstance(raw, ReadTrackingConfig):
-        return raw.overlay(defaults, overrides or {})
+        return raw.with_defaults(defaults, overrides=overrides or {})
     return {**defaults, **raw, **(overrides or {})}
+
+
+def with_config_overrides(
+    raw: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Apply overrides to a config; a ReadTrackingConfig still records what is read."""
+    return with_config_defaults(raw, {}, overrides=overrides)

@@ -54,7 +54,7 @@ class RecipeOption:
 
 
 @dataclass(frozen=True)
-class CombinedTolerances:
+class TotalErrorTolerances:
     """Bounds of a format whose arithmetic and rounding are checked together.
 
     The reference computes with the checkpoint's own weights.
@@ -120,7 +120,7 @@ class FormatTolerances:
     weight: ErrorBoundValues
     block: ErrorBoundValues
     scaled_columns: bool = False
-    whole: CombinedTolerances | None = None
+    whole: TotalErrorTolerances | None = None
     act_quant: ActQuantTolerances | None = None
     images: ImageTolerances | None = None
 
@@ -152,7 +152,7 @@ _DECLARATION_CLASSES = {
     cls.__name__: cls
     for cls in (
         RecipeOption,
-        CombinedTolerances,
+        TotalErrorTolerances,
         ActQuantTolerances,
         ImageTolerances,
         FormatTolerances,

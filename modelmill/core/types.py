@@ -23,7 +23,7 @@ MEAN_POOLING, LAST_TOKEN_POOLING = "mean", "last"
 """How the final hidden states of a prompt become one vector."""
 TOKEN_IDS_GRAMMAR = "token_ids"
 """The grammar type of a list of allowed token ids."""
-DEFAULTED_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+GENERATION_CONFIG_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields whose defaults a checkpoint's generation_config may set."""
 
 
@@ -453,7 +453,7 @@ def _check_number(
 
 
 @dataclass(frozen=True)
-class SleepReport:
+class SleepOrWakeReport:
     """What going to sleep, or waking up, took.
 
     Attributes:

@@ -29,7 +29,7 @@ def dump_module_outputs(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    check_dump_path(path)
+    check_dump_overwrite(path)
     known = [name for name, _ in engine_core.model.named_modules() if name]
     if not any(fnmatch(name, pattern) for name in known):
         hint = most_similar_name(pattern, known)
@@ -51,7 +51,7 @@ def dump_module_outputs(
     return tensors
 
 
-def check_dump_path(path: Path) -> None:
+def check_dump_overwrite(path: Path) -> None:
     """Raise UsageError if the file exists and is not a dump, such as a checkpoint."""
     from safetensors import SafetensorError, safe_open
 

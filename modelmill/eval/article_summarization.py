@@ -20,7 +20,7 @@ from modelmill.core.errors import TokenizerError, UsageError
 from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.progress_callback import Progress
 from modelmill.core.types import SamplingParams
-from modelmill.eval.datasets import Article, parse_jsonl, read_text
+from modelmill.eval.datasets import Article, parse_numbered_jsonl, read_text
 from modelmill.eval.report import device_name, versions
 from modelmill.eval.rouge import ROUGE_TYPES, RougeScorer
 
@@ -287,7 +287,7 @@ class SummaryResumeFile:
     def _read_rows(self, path: Path) -> list[dict[str, Any]]:
         try:
             whole, end, torn = read_text(path).rpartition("\n")
-            rows = dict(parse_jsonl(whole + end, path))
+            rows = dict(parse_numbered_jsonl(whole + end, path))
             for number, row in rows.items():
                 if not _is_valid_row(row):
                     raise UsageError(f"{path}, line {number}: is not a saved summary")
@@ -322,7 +322,7 @@ def _summary_cache_key(task: SummaryTask, name: str, batch: int, facts: RunFinge
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def score_summaries(
+def rouge_and_speed(
     summaries: Sequence[Summary], articles: Sequence[Article], rouge: RougeScorer
 ) -> dict[str, Any]:
     """Return the ROUGE scores and speed of one summarizer as a dict.
@@ -357,7 +357,7 @@ def count_equal_texts(left: Sequence[Summary], right: Sequence[Summary]) -> int:
     return sum(a.text == b.text for a, b in zip(left, right, strict=True))
 
 
-def summary_texts_by_article(
+def summary_text_rows(
     task: SummaryTask, sides: dict[str, Sequence[Summary]]
 ) -> Iterator[dict[str, Any]]:
     """Yield one dict per article with the texts of all summarizers, for --json."""

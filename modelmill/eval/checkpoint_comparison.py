@@ -205,7 +205,7 @@ def _excerpt(values: Sequence[Any], position: int, length: int) -> str:
     )
 
 
-def compare_text_and_layers(
+def compare_tokenizer_and_layers(
     llm: Any,
     checkpoint: Checkpoint,
     compare_layers: Callable[[], dict[str, Any]],
@@ -229,7 +229,7 @@ def compare_text_and_layers(
     return result
 
 
-def plot_layer_errors(axes: Any, layers: Sequence[dict[str, Any]]) -> None:
+def draw_layer_errors(axes: Any, layers: Sequence[dict[str, Any]]) -> None:
     """Draw the largest relative error by layer on a log scale, one line per module.
 
     Values out of tolerance are marked with a cross. Errors of exactly 0 are left out; infinite

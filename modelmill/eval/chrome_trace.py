@@ -74,7 +74,7 @@ def assign_lanes(events: Sequence[TraceEvent]) -> list[list[TraceEvent]]:
     return lanes
 
 
-def check_trace_path(path: Path) -> None:
+def check_trace_overwrite(path: Path) -> None:
     """Raise UsageError if the file exists and is not a trace; a trace is replaced."""
     if not path.is_file():
         return
@@ -92,7 +92,7 @@ def write_trace(path: Path, trace: Mapping[str, Any]) -> None:
 
     Raises UsageError if the file cannot be written, or exists and is not a trace.
     """
-    check_trace_path(path)
+    check_trace_overwrite(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(trace), encoding="utf-8")

@@ -14,7 +14,7 @@ from typing import Any
 from modelmill.core.errors import UsageError
 
 MAX_TRACE_TOKENS = 4096
-"""Most prompt + output tokens of a request that ``read_request_lengths`` keeps."""
+"""Most prompt + output tokens of a request that ``sample_request_lengths`` keeps."""
 
 Encode = Callable[[str], list[int]]
 
@@ -61,16 +61,16 @@ def refuse_calibration_file(path: Path, source: Mapping[str, Any]) -> None:
         raise UsageError(f"{path} is the file that this engine was calibrated on; use another file")
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_numbered_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number, object) of each line that is not blank.
 
     Raises UsageError with the number of a line that is not a JSON object.
     """
-    return parse_jsonl(read_text(path), path)
+    return parse_numbered_jsonl(read_text(path), path)
 
 
-def parse_jsonl(text: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Like ``read_jsonl``, of text that was already read from ``path``."""
+def parse_numbered_jsonl(text: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Like ``read_numbered_jsonl``, of text that was already read from ``path``."""
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         if not line.strip():
             continue
@@ -99,7 +99,7 @@ class Article:
 def read_articles(path: Path, count: int | None) -> list[Article]:
     """Read the first ``count`` items of a jsonl file with ``article`` and ``highlights``."""
     items: list[Article] = []
-    for number, value in read_jsonl(path):
+    for number, value in read_numbered_jsonl(path):
         if count is not None and len(items) >= count:
             break
         for key in ("article", "highlights"):
@@ -145,7 +145,7 @@ def read_bench_requests(
 
 def _read_objects(path: Path) -> Iterator[dict[str, Any]]:
     if path.suffix == ".jsonl":
-        yield from (value for _, value in read_jsonl(path))
+        yield from (value for _, value in read_numbered_jsonl(path))
         return
     values = _parse_json(read_text(path).removeprefix("\ufeff"), str(path))
     if not isinstance(values, list):
@@ -175,7 +175,7 @@ def _turn_text(turn: Any) -> str | None:
     return turn if isinstance(turn, str) else None
 
 
-def read_request_lengths(
+def sample_request_lengths(
     path: Path, count: int, limit: int = MAX_TRACE_TOKENS
 ) -> list[tuple[int, int]]:
     """Read the prompt and output lengths of ``count`` requests from a csv trace.

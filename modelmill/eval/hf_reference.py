@@ -85,7 +85,7 @@ class HfReference:
         outputs = self.model.generate(
             ids, attention_mask=mask, generation_config=config, streamer=timer
         )
-        return [_cut_at_eos(row[longest:].tolist(), eos_ids) for row in outputs], timer.times
+        return [_cut_after_eos(row[longest:].tolist(), eos_ids) for row in outputs], timer.times
 
 
 class _StepTimer:
@@ -106,7 +106,7 @@ class _StepTimer:
         """Called by ``generate`` after the last token; nothing is buffered."""
 
 
-def _cut_at_eos(ids: list[int], eos_ids: Sequence[int]) -> list[int]:
+def _cut_after_eos(ids: list[int], eos_ids: Sequence[int]) -> list[int]:
     """Cut ``ids`` after the first end token; the rest is padding."""
     for index, token in enumerate(ids):
         if token in eos_ids:

@@ -98,16 +98,16 @@ INT8_GROUP_SHAPES = [
 ]
 RPTQ_SHAPES = [(1024, 4352, 4096, 128, 8)]
 
-Lengths = tuple[tuple[int, ...], ...]
+QueryLensByStep = tuple[tuple[int, ...], ...]
 # decodes of one sequence and of many, short and long prompts alone, prompts beside decodes
-STEP_LENGTHS: Lengths = (
+QUERY_LENS_BY_STEP: QueryLensByStep = (
     (1,), (1,) * 64, (16,), (64,), (4096,), (1000, 1, 33), (512, *(1,) * 64),
 )  # fmt: skip
-CPU_STEP_LENGTHS: Lengths = ((1,), (1,) * 16, (128,))
+CPU_QUERY_LENS_BY_STEP: QueryLensByStep = ((1,), (1,) * 16, (128,))
 PAGE_SIZE = 16  # tokens of a page, and so of a chunk
 
 
-def recurrence_cases(lengths: Lengths) -> dict[str, CaseMaker]:
+def recurrence_case_makers(lengths: QueryLensByStep) -> dict[str, CaseMaker]:
     """Cases of Qwen3-Next (convolution, delta rule) and Mamba-2 2.7B (convolution, scan)."""
     conv = [(each, channels, 4) for channels in (8192, 5376) for each in lengths]
     delta = [(each, 16, 32, 128, 128) for each in lengths]
@@ -120,7 +120,7 @@ def recurrence_cases(lengths: Lengths) -> dict[str, CaseMaker]:
 
 
 STEP_ROWS = (1, 64, 4096)
-GATING_OP_CASES: dict[str, CaseMaker] = {
+GATING_OP_CASE_MAKERS: dict[str, CaseMaker] = {
     "gated_rms_norm": partial(
         gated_rms_norm.cases_for_shapes,
         [
@@ -135,13 +135,13 @@ GATING_OP_CASES: dict[str, CaseMaker] = {
 }
 """The gates of Qwen3-Next, and the norm of Mamba-2 2.7B."""
 
-LARGE_CASES: dict[str, CaseMaker] = {
+LARGE_CASE_MAKERS: dict[str, CaseMaker] = {
     "quantize": partial(quantize_cases, 16384, 4096),
     "layer_norm": partial(layer_norm.cases_for_shapes, [(16384, 1600)]),
     "add_layer_norm": partial(add_layer_norm.cases_for_shapes, [(16384, 1280)]),
     "add_layer_norm_quant": partial(add_layer_norm_quant.cases_for_shapes, [(16384, 1280)]),
-    **recurrence_cases(STEP_LENGTHS),
-    **GATING_OP_CASES,
+    **recurrence_case_makers(QUERY_LENS_BY_STEP),
+    **GATING_OP_CASE_MAKERS,
     "rope_cos_sin": partial(rope_angle_cases, 524288, 64),
     "rope_cache": partial(rope_cases, 4096, 32, 128),
     "silu_mul": partial(silu_mul.cases_for_shapes, [(4096, 11008)]),

@@ -75,7 +75,7 @@ def measure_latency(
             [(shape.input, shape.output)] * shape.batch, vocab, seed + 1000 + number
         )
         for target in targets:
-            result = _run_or_capacity_error(target, requests, shape)
+            result = _run_or_raise_capacity_error(target, requests, shape)
             if number >= 0:
                 passes[target.name].append(result)
         if on_progress is not None:
@@ -83,7 +83,9 @@ def measure_latency(
     return [_summarize_latency(name, shape, results) for name, results in passes.items()]
 
 
-def _run_or_capacity_error(target: BenchTarget, requests: Any, shape: LatencyShape) -> TargetRun:
+def _run_or_raise_capacity_error(
+    target: BenchTarget, requests: Any, shape: LatencyShape
+) -> TargetRun:
     import torch
 
     try:

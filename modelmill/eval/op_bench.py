@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from modelmill.eval.op_cases import bench_cases
-from modelmill.eval.op_cost import act_8bit_dtype
+from modelmill.eval.op_cost import act_8bit_dtype_name
 from modelmill.eval.report import BenchResult, MeasurementStats
 from modelmill.eval.roofline import Roofline
 from modelmill.ops import registry, timing
@@ -119,16 +119,16 @@ def time_case(
         measured_roofline = replace(
             roofline, memory_bandwidth=bandwidth, matmul_rates=roofline.matmul_rates | {name: rate}
         )
-        yield with_roofline(base, case, times.seconds, measured_roofline)
+        yield with_time_and_roofline(base, case, times.seconds, measured_roofline)
 
 
-def with_roofline(
+def with_time_and_roofline(
     base: OpTiming, case: Case, seconds: Sequence[float], roofline: Roofline
 ) -> OpTiming:
     """Fill in the figures of a timing from the seconds of single calls."""
     spread = MeasurementStats.from_values([each * 1e6 for each in seconds])
     best = spread.min if base.how == "host" else spread.median
-    act_dtype = act_8bit_dtype(case.args)
+    act_dtype = act_8bit_dtype_name(case.args)
     work = (
         case.bytes_moved,
         case.flops,

@@ -12,11 +12,11 @@ from importlib import import_module
 import torch
 
 from modelmill.eval.large_op_cases import (
-    CPU_STEP_LENGTHS,
-    LARGE_CASES,
+    CPU_QUERY_LENS_BY_STEP,
+    LARGE_CASE_MAKERS,
     CaseMaker,
     permuted_quant_args,
-    recurrence_cases,
+    recurrence_case_makers,
 )
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.int8_linear import quantize
@@ -27,12 +27,12 @@ from modelmill.ops.rms_norm_quant import named_quant_mode_args as norm_quant_mod
 from modelmill.ops.sample import random_case as sample_case
 
 Shapes = tuple[tuple[int, int, int], ...]
-HIDDEN = 576
-INNER = 1536
-HEADS = 9
-KV_HEADS = 3
-HEAD_DIM = 64
-VOCAB = 49152
+SMOLLM2_HIDDEN = 576
+SMOLLM2_INNER = 1536
+SMOLLM2_HEADS = 9
+SMOLLM2_KV_HEADS = 3
+SMOLLM2_HEAD_DIM = 64
+SMOLLM2_VOCAB = 49152
 CPU_ROWS = (1, 16)
 KV_TORCH_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -40,7 +40,7 @@ KV_TORCH_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 def bench_cases(op: str, device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Yield every case of an op for a device type ("cpu" or "cuda"); each is made lazily."""
     yield from import_module(f"modelmill.ops.{op}").cases(device, dtype)
-    more = EXTRA_CASES[device].get(op)
+    more = EXTRA_CASE_MAKERS[device].get(op)
     if more is not None:
         yield from more(device, dtype)
 
@@ -73,7 +73,7 @@ def _add_norm_quant_cases(rows: int, width: int, device: str, dtype: torch.dtype
         yield Case(case.name, case.args | {"residual": residual}, moved, writes=("residual",))
 
 
-def linear_cases(shapes: Shapes) -> Callable[[str, torch.dtype], Iterator[Case]]:
+def linear_case_maker(shapes: Shapes) -> Callable[[str, torch.dtype], Iterator[Case]]:
     """Cases of matrix products with shapes (rows, K, N)."""
 
     def make(device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -91,7 +91,7 @@ def linear_cases(shapes: Shapes) -> Callable[[str, torch.dtype], Iterator[Case]]
     return make
 
 
-def int8_linear_cases(shapes: Shapes) -> Callable[[str, torch.dtype], Iterator[Case]]:
+def int8_linear_case_maker(shapes: Shapes) -> Callable[[str, torch.dtype], Iterator[Case]]:
     """Cases of matrix products with 8-bit weights."""
 
     def make(device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -107,7 +107,7 @@ def int8_linear_cases(shapes: Shapes) -> Callable[[str, torch.dtype], Iterator[C
     return make
 
 
-def w8a8_linear_cases(
+def w8a8_linear_case_maker(
     act_dtype: torch.dtype, shapes: Shapes
 ) -> Callable[[str, torch.dtype], Iterator[Case]]:
     """Cases of matrix products with 8-bit weights and activations, scaled per token."""
@@ -138,7 +138,7 @@ def w8a8_linear_cases(
     return make
 
 
-def sample_cases(shapes: Shapes) -> Callable[[str, torch.dtype], Iterator[Case]]:
+def sample_case_maker(shapes: Shapes) -> Callable[[str, torch.dtype], Iterator[Case]]:
     """Cases of sampling with shapes (rows, vocabulary size, filter mix of every row)."""
 
     def make(device: str, dtype: torch.dtype) -> Iterator[Case]:  # noqa: ARG001 - logits are float32 in any model
@@ -237,21 +237,33 @@ def _small_attention_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     for number, (count, queries, context) in enumerate(shapes):
         lengths = [(queries, context)] * count
         name = f"{count}x{queries} of {context}"
-        yield attention_case(name, HEADS, KV_HEADS, HEAD_DIM, lengths, None, device, dtype, number)
+        yield attention_case(
+            name,
+            SMOLLM2_HEADS,
+            SMOLLM2_KV_HEADS,
+            SMOLLM2_HEAD_DIM,
+            lengths,
+            None,
+            device,
+            dtype,
+            number,
+        )
 
 
 def _small_layer_norm_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     for rows in CPU_ROWS:
-        case = _norm_case(rows, HIDDEN, device, dtype)
+        case = _norm_case(rows, SMOLLM2_HIDDEN, device, dtype)
         yield Case(
-            case.name, case.args | {"bias": torch.ones(HIDDEN, dtype=dtype)}, case.bytes_moved
+            case.name,
+            case.args | {"bias": torch.ones(SMOLLM2_HIDDEN, dtype=dtype)},
+            case.bytes_moved,
         )
 
 
 def _small_swiglu_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     for rows in CPU_ROWS:
-        gate_up = randn(rows, 2 * INNER, device=device, dtype=dtype, seed=rows)
-        yield Case(f"{rows}x{INNER}", {"gate_up": gate_up}, nbytes(gate_up) * 3 // 2)
+        gate_up = randn(rows, 2 * SMOLLM2_INNER, device=device, dtype=dtype, seed=rows)
+        yield Case(f"{rows}x{SMOLLM2_INNER}", {"gate_up": gate_up}, nbytes(gate_up) * 3 // 2)
 
 
 GPU_GEMM_SHAPES = (
@@ -263,26 +275,28 @@ GPU_GEMM_SHAPES = (
     (4096, 4096, 12288),
 )
 GPU_INT8_SHAPES = ((16, 4096, 12288), (64, 4096, 12288), (256, 4096, 12288), (512, 4096, 12288))
-GPU_WEIGHT_SHAPES = ((4096, 12288), (4096, 4096), (4096, 22016), (11008, 4096))
+GPU_KN_SHAPES = ((4096, 12288), (4096, 4096), (4096, 22016), (11008, 4096))
 GPU_W8A8_SHAPES: Shapes = tuple(
-    (rows, k, n) for rows in (1, 8, 64, 256, 1024, 4096) for k, n in GPU_WEIGHT_SHAPES
+    (rows, k, n) for rows in (1, 8, 64, 256, 1024, 4096) for k, n in GPU_KN_SHAPES
 )
-QKV_ROWS = (HEADS + 2 * KV_HEADS) * HEAD_DIM
-WEIGHT_SHAPES = (
-    (HIDDEN, QKV_ROWS),
-    (HIDDEN, HIDDEN),
-    (HIDDEN, 2 * INNER),
-    (INNER, HIDDEN),
-    (HIDDEN, VOCAB),
+QKV_ROWS = (SMOLLM2_HEADS + 2 * SMOLLM2_KV_HEADS) * SMOLLM2_HEAD_DIM
+SMOLLM2_KN_SHAPES = (
+    (SMOLLM2_HIDDEN, QKV_ROWS),
+    (SMOLLM2_HIDDEN, SMOLLM2_HIDDEN),
+    (SMOLLM2_HIDDEN, 2 * SMOLLM2_INNER),
+    (SMOLLM2_INNER, SMOLLM2_HIDDEN),
+    (SMOLLM2_HIDDEN, SMOLLM2_VOCAB),
 )
 GPU_SAMPLING_SHAPES: Shapes = tuple(
     (rows, 151936, how) for rows in (1, 8, 64) for how in (0, 1, 2, 4)
 )
-SMALL_SAMPLING_SHAPES: Shapes = tuple((rows, VOCAB, how) for rows in CPU_ROWS for how in (0, 1, 2))
-SMALL_GEMM_SHAPES: Shapes = tuple((rows, k, n) for rows in CPU_ROWS for k, n in WEIGHT_SHAPES)
+SMALL_SAMPLING_SHAPES: Shapes = tuple(
+    (rows, SMOLLM2_VOCAB, how) for rows in CPU_ROWS for how in (0, 1, 2)
+)
+SMALL_GEMM_SHAPES: Shapes = tuple((rows, k, n) for rows in CPU_ROWS for k, n in SMOLLM2_KN_SHAPES)
 
-EXTRA_CASES: dict[str, dict[str, CaseMaker]] = {
-    "cuda": LARGE_CASES
+EXTRA_CASE_MAKERS: dict[str, dict[str, CaseMaker]] = {
+    "cuda": LARGE_CASE_MAKERS
     | {
         "rms_norm": lambda device, dtype: iter([_norm_case(16384, 4096, device, dtype)]),
         "add_rms_norm": lambda device, dtype: iter([_add_norm_case(16384, 4096, device, dtype)]),
@@ -290,26 +304,26 @@ EXTRA_CASES: dict[str, dict[str, CaseMaker]] = {
         "add_rms_norm_quant": lambda device, dtype: _add_norm_quant_cases(
             16384, 4096, device, dtype
         ),
-        "linear": linear_cases(GPU_GEMM_SHAPES),
-        "int8_linear": int8_linear_cases(GPU_INT8_SHAPES),
-        "w8a8_linear": w8a8_linear_cases(torch.int8, GPU_W8A8_SHAPES),
-        "fp8_linear": w8a8_linear_cases(torch.float8_e4m3fn, GPU_W8A8_SHAPES),
-        "sample": sample_cases(GPU_SAMPLING_SHAPES),
+        "linear": linear_case_maker(GPU_GEMM_SHAPES),
+        "int8_linear": int8_linear_case_maker(GPU_INT8_SHAPES),
+        "w8a8_linear": w8a8_linear_case_maker(torch.int8, GPU_W8A8_SHAPES),
+        "fp8_linear": w8a8_linear_case_maker(torch.float8_e4m3fn, GPU_W8A8_SHAPES),
+        "sample": sample_case_maker(GPU_SAMPLING_SHAPES),
         "paged_attention": _all_attention_cases,
     },
-    "cpu": recurrence_cases(CPU_STEP_LENGTHS)
+    "cpu": recurrence_case_makers(CPU_QUERY_LENS_BY_STEP)
     | {
         "rms_norm": lambda device, dtype: (
-            _norm_case(rows, HIDDEN, device, dtype) for rows in CPU_ROWS
+            _norm_case(rows, SMOLLM2_HIDDEN, device, dtype) for rows in CPU_ROWS
         ),
         "add_rms_norm": lambda device, dtype: (
-            _add_norm_case(rows, HIDDEN, device, dtype) for rows in CPU_ROWS
+            _add_norm_case(rows, SMOLLM2_HIDDEN, device, dtype) for rows in CPU_ROWS
         ),
         "layer_norm": _small_layer_norm_cases,
         "silu_mul": _small_swiglu_cases,
-        "linear": linear_cases(SMALL_GEMM_SHAPES),
-        "int8_linear": int8_linear_cases(SMALL_GEMM_SHAPES),
-        "sample": sample_cases(SMALL_SAMPLING_SHAPES),
+        "linear": linear_case_maker(SMALL_GEMM_SHAPES),
+        "int8_linear": int8_linear_case_maker(SMALL_GEMM_SHAPES),
+        "sample": sample_case_maker(SMALL_SAMPLING_SHAPES),
         "paged_attention": _all_small_attention_cases,
     },
 }

@@ -81,7 +81,7 @@ def op_cost(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: A
             *_iter_tensors([value for name, value in bound_args.items() if name != input_name])
         )
         operations = 2 * x.numel() * result.shape[-1] * (2 if swiglu else 1)
-        act_dtype = act_8bit_dtype(bound_args)
+        act_dtype = act_8bit_dtype_name(bound_args)
         return OpCost(
             nbytes(x) + weight_bytes + out,
             weight_bytes,
@@ -114,7 +114,7 @@ def latent_rope_bytes(args: Mapping[str, Any]) -> int:
     return nbytes(latent, args["weight"], cos, args["sin"]) + 2 * rotated + stored
 
 
-def act_8bit_dtype(args: Mapping[str, Any]) -> str | None:
+def act_8bit_dtype_name(args: Mapping[str, Any]) -> str | None:
     """Name of the activations' dtype if it has 8 bits, else None."""
     x = args.get("x", args.get("q"))
     return (
@@ -133,7 +133,7 @@ def attention_cost(args: Mapping[str, Any], out: int) -> OpCost:
     starts = args["query_start"].tolist()
     lengths = args["context_lens"].tolist()
     window = args.get("window")
-    keys, pairs = count_attended_keys(
+    keys, pairs = count_attended_keys_and_pairs(
         [b - a for a, b in itertools.pairwise(starts)], lengths, window
     )
     read = (2 if value_dim is None else 1) * keys * _key_bytes_per_token(args["k_cache"])
@@ -141,7 +141,7 @@ def attention_cost(args: Mapping[str, Any], out: int) -> OpCost:
     return OpCost(nbytes(q) + read + out, read, 2 * q.shape[1] * channels * pairs)
 
 
-def count_attended_keys(
+def count_attended_keys_and_pairs(
     queries: list[int], contexts: list[int], window: int | None
 ) -> tuple[int, int]:
     """Count the keys and the query-key pairs of causal attention.
@@ -175,7 +175,7 @@ def decode_cost(
     starts, lengths = tokens.query_start.tolist(), tokens.context_lens.tolist()
     queries = [b - a for a, b in itertools.pairwise(starts)]
     for layer, k in zip(stack.layers, tokens.k, strict=True):
-        keys, pairs = count_attended_keys(queries, lengths, layer.window)
+        keys, pairs = count_attended_keys_and_pairs(queries, lengths, layer.window)
         read = 2 * keys * _key_bytes_per_token(k)
         total += OpCost(read, read, 4 * stack.heads * k.shape[3] * pairs)
         total += _layer_cost(layer, x)

@@ -121,6 +121,6 @@ def parse_label(label: str) -> tuple[str, str] | None:
     return (parts[1], parts[2]) if len(parts) == 3 and parts[0] == "modelmill" else None
 
 
-def layer_group_name(module: str) -> str:
+def module_name_pattern(module: str) -> str:
     """Name a module of any layer by its group: layers.7.attn.core → layers.*.attn.core."""
     return ".".join("*" if part.isdigit() else part for part in module.split("."))

@@ -75,7 +75,7 @@ class OpenAIClient:
     async def get(self, path: str) -> Any:
         """Return the JSON document at a path. Raises ModelmillError."""
         async with _HttpExchange(self) as exchange:
-            await exchange.send("GET", path, None)
+            await exchange.send_and_read_head("GET", path, None)
             text = b"".join([part async for part in exchange.body()])
         try:
             return json.loads(text)
@@ -114,7 +114,7 @@ class OpenAIClient:
         Times are of ``time.perf_counter``. Raises ModelmillError.
         """
         async with _HttpExchange(self) as exchange:
-            await exchange.send("POST", path, {**body, "stream": True})
+            await exchange.send_and_read_head("POST", path, {**body, "stream": True})
             buffer = b""
             # a reader that stops early closes the body, too, and leaves no task behind
             async with contextlib.aclosing(exchange.body()) as body_parts:
@@ -149,7 +149,9 @@ class _HttpExchange:
     async def __aexit__(self, *_: object) -> None:
         self._writer.close()
 
-    async def send(self, method: str, path: str, body: Mapping[str, Any] | None) -> None:
+    async def send_and_read_head(
+        self, method: str, path: str, body: Mapping[str, Any] | None
+    ) -> None:
         """Send the request and read the response head.
 
         Raises:

@@ -34,7 +34,7 @@ from modelmill.eval.profile_lines import (
     median_run,
     op_lines,
     roofline_step_us,
-    with_shares,
+    sort_and_add_shares,
 )
 from modelmill.eval.report import BenchResult, MeasurementStats
 from modelmill.eval.roofline import Roofline
@@ -47,8 +47,8 @@ from modelmill.runtime.graph_sizes import context_bucket
 Tracks = dict[str, list[chrome_trace.TraceEvent]]
 PHASES = ("decode", "prefill")
 TIMING_ROUNDS = 15
-QUEUED_STEPS = 4
-GRAPH_REPLAYS = 3
+REPLAYS_PER_SAMPLE = 4
+PROFILED_RUNS = 3
 CPU_ROUNDS, CPU_WARMUP_ROUNDS = 7, 2
 
 
@@ -164,11 +164,11 @@ def _profile_gpu(
             record_profiler_events(lambda: launch(replace(step, ops=label_trace.ops)))
         )
     seconds = timing.time_interleaved(
-        [run], TIMING_ROUNDS, QUEUED_STEPS if how == "graph" else 1, "cuda"
+        [run], TIMING_ROUNDS, REPLAYS_PER_SAMPLE if how == "graph" else 1, "cuda"
     )[0]
     runs = split_kernels_by_run(
-        kernels_from_events(record_profiler_events(lambda: [run() for _ in range(GRAPH_REPLAYS)])),
-        GRAPH_REPLAYS,
+        kernels_from_events(record_profiler_events(lambda: [run() for _ in range(PROFILED_RUNS)])),
+        PROFILED_RUNS,
     )
     kernels = median_run(
         [with_gap_and_added_times(label_graph_kernels(python_kernels, each)) for each in runs]
@@ -209,7 +209,7 @@ def _profile_cpu(
         case.phase, case.batch, case.prompt, "host", step_us=step_us, seen_us=ops_us + gap,
         gap_us=gap,
         floor_us=roofline_step_us(costs.values(), roofline, dtype),
-        lines=tuple(with_shares(lines, ops_us + gap)),
+        lines=tuple(sort_and_add_shares(lines, ops_us + gap)),
         inside=tuple(inside),
     )  # fmt: skip
     return profile, cpu_trace_tracks(runs[-1])

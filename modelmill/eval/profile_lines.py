@@ -11,7 +11,7 @@ from typing import Any
 from modelmill.eval import chrome_trace
 from modelmill.eval.kernel_trace import KernelRecord
 from modelmill.eval.op_cost import OpCost
-from modelmill.eval.op_trace import TraceSlice, layer_group_name
+from modelmill.eval.op_trace import TraceSlice, module_name_pattern
 from modelmill.eval.roofline import Roofline
 
 CallKey = tuple[str, str, int]  # module, op, number of the call
@@ -67,7 +67,7 @@ def kernel_lines(
     calls: dict[tuple[str, str], set[CallKey]] = defaultdict(set)
     for each in kernels:
         module, op = (
-            ("", "") if each.call is None else (layer_group_name(each.call[0]), each.call[1])
+            ("", "") if each.call is None else (module_name_pattern(each.call[0]), each.call[1])
         )
         kernels_by_line[module, op, each.name].append(each)
         if each.call is not None and op:
@@ -76,7 +76,7 @@ def kernel_lines(
         ProfileLine(*key, len(each), sum(k.added_us for k in each))
         for key, each in kernels_by_line.items()
     ]
-    lines = with_shares(lines, kernels_elapsed_us(kernels))
+    lines = sort_and_add_shares(lines, kernels_elapsed_us(kernels))
     totals: dict[tuple[str, str], float] = defaultdict(float)
     for line in lines:
         totals[line.module, line.op] += line.us
@@ -102,12 +102,12 @@ def op_lines(
     for number, run in enumerate(runs):
         for each in run:
             if each.op:
-                name = (layer_group_name(each.module), each.op)
+                name = (module_name_pattern(each.module), each.op)
                 times[name][number] += (each.end - each.start) * 1e6
                 calls[name] += number == 0
     costs_by_op: dict[tuple[str, str], list[OpCost]] = defaultdict(list)
     for (module, op, _), cost in costs.items():
-        costs_by_op[layer_group_name(module), op].append(cost)
+        costs_by_op[module_name_pattern(module), op].append(cost)
     lines = [
         ProfileLine(*name, "", calls[name], statistics.median(each)) for name, each in times.items()
     ]
@@ -115,7 +115,7 @@ def op_lines(
         with_roofline_time(line, costs_by_op[line.module, line.op], line.us, roofline, dtype)
         for line in lines
     ]
-    return with_shares(lines, sum(line.us for line in lines))
+    return sort_and_add_shares(lines, sum(line.us for line in lines))
 
 
 def with_roofline_time(
@@ -136,7 +136,7 @@ def with_roofline_time(
     )
 
 
-def with_shares(lines: Iterable[ProfileLine], step: float) -> list[ProfileLine]:
+def sort_and_add_shares(lines: Iterable[ProfileLine], step: float) -> list[ProfileLine]:
     """Sort lines, the longest first, and add their share of the step."""
     ordered = sorted(lines, key=lambda line: -line.us)
     return [replace(line, share=line.us / step if step else 0.0) for line in ordered]

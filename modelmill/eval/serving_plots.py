@@ -13,7 +13,7 @@ GRID_SHAPE = (2, 3)
 CURVE_POINTS = 60
 
 
-def draw_plots(
+def draw_subplots(
     axes: Sequence[Any], timings: Sequence[RequestTiming], seconds: float, load: ServingLoad
 ) -> None:
     """Draw six subplots.
@@ -32,7 +32,7 @@ def draw_plots(
     )
     draw_distribution(axes[3], "whole request", [each.total_seconds for each in good], None)
     draw_goodput(axes[4], good, seconds, load)
-    draw_timeline(axes[5], good)
+    draw_running_requests(axes[5], good)
 
 
 def draw_distribution(
@@ -79,7 +79,7 @@ def draw_goodput(
     axes.set_ylim(bottom=0)
 
 
-def draw_timeline(axes: Any, good: Sequence[RequestTiming]) -> None:
+def draw_running_requests(axes: Any, good: Sequence[RequestTiming]) -> None:
     """Draw the number of running requests over time."""
     start = min(each.start for each in good)
     moments = sorted(

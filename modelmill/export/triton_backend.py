@@ -80,11 +80,11 @@ class TritonBackend:
             TritonModelException: the engine cannot be opened; one line.
         """
         try:
-            check_single_instance(json.loads(args["model_config"]))
+            check_one_instance_per_device(json.loads(args["model_config"]))
             set_python_executable()
             folder = Path(args["model_repository"]) / args["model_version"]
             start = EngineStartOptions.read(folder / START_OPTIONS_FILE)
-            run = place_on_triton_device(
+            run = with_triton_device(
                 config_from_dict(RunConfig, start.run, str(folder / START_OPTIONS_FILE)), args
             )
             engine = AsyncLLM(
@@ -155,7 +155,7 @@ class TritonBackend:
                         request.fail(GRAMMAR_TOO_COSTLY_MESSAGE, "INVALID_ARG")
                         return
                     if delta.finish_reason or (parsed.stream and (delta.text or delta.token_ids)):
-                        request.send_delta(delta, send_full_output=not parsed.stream)
+                        request.send_output(delta, send_full_output=not parsed.stream)
         except asyncio.CancelledError:
             request.fail("the request was cancelled", "CANCELLED")
         except UsageError as error:
@@ -213,7 +213,7 @@ class _TritonRequest:
         """Whether the client has cancelled the request."""
         return self._is_open and bool(self._sender.is_cancelled())
 
-    def send_delta(self, delta: OutputDelta, send_full_output: bool) -> None:
+    def send_output(self, delta: OutputDelta, send_full_output: bool) -> None:
         """Send a delta or the full output; the last one ends the request."""
         output = delta.output.outputs[0]
         text, ids = (
@@ -274,7 +274,7 @@ def check_request(
         text_processor.check_prompt_length(text, max_model_len)
 
 
-def check_single_instance(model_config: Mapping[str, Any]) -> None:
+def check_one_instance_per_device(model_config: Mapping[str, Any]) -> None:
     """Check that there is one instance per device: instances cannot share steps.
 
     Raises:
@@ -293,7 +293,7 @@ def check_single_instance(model_config: Mapping[str, Any]) -> None:
             )
 
 
-def place_on_triton_device(run: RunConfig, args: Mapping[str, str]) -> RunConfig:
+def with_triton_device(run: RunConfig, args: Mapping[str, str]) -> RunConfig:
     """``run`` on the device that Triton assigned to the instance, if any."""
     instance_kind = args.get("model_instance_kind")
     if instance_kind == "GPU":

@@ -140,7 +140,7 @@ def export_triton_repository(
         )
         (staged / MODEL_VERSION / "model.py").write_text(MODEL_PY_SOURCE)
         (staged / MODEL_VERSION / START_OPTIONS_FILE).write_text(start_options.to_json())
-        _link_or_copy_engine(engine, staged / MODEL_VERSION / ENGINE_DIR, copy)
+        _symlink_or_copy_engine(engine, staged / MODEL_VERSION / ENGINE_DIR, copy)
         os.rename(staged, target)
     except OSError as error:
         shutil.rmtree(staged, ignore_errors=True)
@@ -148,7 +148,7 @@ def export_triton_repository(
     return target
 
 
-def _link_or_copy_engine(engine: Path, target: Path, copy: bool) -> None:
+def _symlink_or_copy_engine(engine: Path, target: Path, copy: bool) -> None:
     if copy:
         shutil.copytree(engine, target)
     else:

@@ -31,7 +31,7 @@ class TritonTensorField:
     is_sampling_param: bool = False
 
 
-_SAMPLING_INPUTS = (
+_SAMPLING_INPUT_NAMES = (
     "max_tokens",
     "min_tokens",
     "temperature",
@@ -61,14 +61,17 @@ def _sampling_param_field(name: str, hint: Any) -> TritonTensorField:
     )
 
 
-_SAMPLING_PARAM_TYPES = get_type_hints(SamplingParams)
+_SAMPLING_PARAM_TYPE_HINTS = get_type_hints(SamplingParams)
 INPUT_TENSORS = (
     TritonTensorField("text_input", "TYPE_STRING"),
     TritonTensorField("messages", "TYPE_STRING"),
     TritonTensorField("input_ids", "TYPE_INT32", VARIABLE_LENGTH),
     TritonTensorField("stream", "TYPE_BOOL"),
     TritonTensorField("cache_salt", "TYPE_STRING"),
-    *(_sampling_param_field(name, _SAMPLING_PARAM_TYPES[name]) for name in _SAMPLING_INPUTS),
+    *(
+        _sampling_param_field(name, _SAMPLING_PARAM_TYPE_HINTS[name])
+        for name in _SAMPLING_INPUT_NAMES
+    ),
 )
 OUTPUT_TENSORS = (
     TritonTensorField("text_output", "TYPE_STRING"),

@@ -15,7 +15,7 @@ from modelmill.nn.layer_stack import model_state_shape
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 
 
-def split_cache_bytes(config: RunConfig, artifact: Artifact, cache_bytes: int) -> RunConfig:
+def with_split_cache_bytes(config: RunConfig, artifact: Artifact, cache_bytes: int) -> RunConfig:
     """Return ``config`` with the sizes of the KV cache and of the recurrent states.
 
     A model without recurrent state gets all of it for KV pages. One with it gets as many slots as

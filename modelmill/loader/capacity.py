@@ -84,7 +84,7 @@ def num_kv_pages(
     if config.kv_cache_bytes is not None:
         free = config.kv_cache_bytes
     else:
-        free = cache_budget_bytes(model, ops, config, tp_group, graph_bytes)
+        free = measure_cache_budget_bytes(model, ops, config, tp_group, graph_bytes)
         free -= 0 if state is None else state.nbytes
     shape = model_kv_shape(model, max_model_len, ops.decode, kv_dtype, ranks=tp_group.size)
     pages = kv_pages_for_bytes(shape, kv_dtype, config, max_model_len, free, weights, tp_group)
@@ -95,14 +95,14 @@ def num_kv_pages(
     return pages
 
 
-def cache_budget_bytes(
+def measure_cache_budget_bytes(
     model: nn.Module, ops: Ops, config: RunConfig, tp_group: TPGroup, graph_bytes: int = 0
 ) -> int:
     """Bytes of free memory for KV pages and recurrent states, as ``num_kv_pages``."""
     if not model_device(model).startswith("cuda"):
         return cpu_kv_cache_budget(tp_group.size)
     try:
-        return _free_cuda_bytes(model, ops, config, tp_group) - graph_bytes
+        return _measure_available_bytes(model, ops, config, tp_group) - graph_bytes
     except torch.OutOfMemoryError:
         raise CapacityError(
             f"a step of {config.max_num_batched_tokens} tokens does not fit beside "
@@ -123,7 +123,7 @@ def model_state_capacity(
     if not shape:
         return None
     needed = config.state_cache_bytes is None
-    free = cache_budget_bytes(model, ops, config, tp_group, graph_bytes) if needed else 0
+    free = measure_cache_budget_bytes(model, ops, config, tp_group, graph_bytes) if needed else 0
     capacity = state_capacity(shape, activation_dtype(model), config, free, tp_group)
     if capacity is not None and model_device(model) == "cpu":
         _check_cache_fits_in_ram(capacity.nbytes * tp_group.size, "states", "--state-cache-bytes")
@@ -228,7 +228,9 @@ def total_device_bytes(device: str) -> int:
     return torch.cuda.mem_get_info(torch.device(device))[1] if device != "cpu" else 0
 
 
-def _free_cuda_bytes(model: nn.Module, ops: Ops, config: RunConfig, tp_group: TPGroup) -> int:
+def _measure_available_bytes(
+    model: nn.Module, ops: Ops, config: RunConfig, tp_group: TPGroup
+) -> int:
     """Bytes left for KV pages after weights and the largest step, measured by running one."""
     index = torch.device(model_device(model))
     torch.cuda.synchronize(index)

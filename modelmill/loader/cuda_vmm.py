@@ -151,13 +151,13 @@ class CudaDriver:
         """Undo ``pin``."""
         self._call_driver("cuMemHostUnregister", ctypes.c_void_p(address))
 
-    def copy_to_host(self, host: int, address: int, nbytes: int) -> None:
+    def copy_to_host_async(self, host: int, address: int, nbytes: int) -> None:
         """Start a copy from the GPU to pinned memory."""
         size, stream = ctypes.c_size_t(nbytes), ctypes.c_void_p()
         where = ctypes.c_uint64(address)
         self._call_driver("cuMemcpyDtoHAsync_v2", ctypes.c_void_p(host), where, size, stream)
 
-    def copy_to_device(self, address: int, host: int, nbytes: int) -> None:
+    def copy_to_device_async(self, address: int, host: int, nbytes: int) -> None:
         """Start a copy from pinned memory to the GPU."""
         size, stream = ctypes.c_size_t(nbytes), ctypes.c_void_p()
         where = ctypes.c_uint64(address)

@@ -15,7 +15,7 @@ from modelmill.ops.cpu.common import build as kernels
 from modelmill.ops.cpu.common import openmp
 
 
-def pick_device(name: str) -> str:
+def resolve_device(name: str) -> str:
     """Resolve a device name; "auto" is the first GPU, or the CPU if there is none.
 
     Raises:
@@ -44,11 +44,11 @@ COMPILING_STAGE = "compiling kernels for this machine, once"
 def compile_cpu_kernels(name: str, on_progress: Progress) -> None:
     """Compile the CPU kernels if device ``name`` is a CPU and this machine has none yet.
 
-    Raises what ``pick_device`` raises. ``on_progress``: called with (stage, done, total).
+    Raises what ``resolve_device`` raises. ``on_progress``: called with (stage, done, total).
     """
     loaded = getattr(kernels.load_library, "cache_info", None)
     if (
-        pick_device(name) == "cpu"
+        resolve_device(name) == "cpu"
         and not (loaded is not None and loaded().currsize)
         and kernels.needs_compile()
     ):

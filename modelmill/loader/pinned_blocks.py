@@ -31,7 +31,7 @@ FIRST_RELEASE_PAUSE_SECONDS, RELEASE_PAUSE_SECONDS = 2.0, 0.05
 """Seconds before the first block is freed, and between two: freeing one takes some 30 ms."""
 
 
-class PinnedBlock:
+class HostBlock:
     """Pages of the host, pinned or not yet.
 
     Attributes:
@@ -63,14 +63,14 @@ class PinnedBlocks:
     def __init__(self, driver: CudaDriver, nbytes: int) -> None:
         self._driver = driver
         self._sizes = [min(BLOCK_BYTES, nbytes - first) for first in range(0, nbytes, BLOCK_BYTES)]
-        self._blocks: list[PinnedBlock] = []
+        self._blocks: list[HostBlock] = []
         # of _blocks, which a thread empties from its end; where a garbage collection begins there,
         # it may close the memory of these blocks, and so release them
         self._lock = threading.RLock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def pin_blocks(self) -> Iterator[PinnedBlock]:
+    def pin_and_yield_blocks(self) -> Iterator[HostBlock]:
         """Pin all blocks and yield each as soon as it can be filled, in order.
 
         Raises:
@@ -88,18 +88,20 @@ class PinnedBlocks:
         yield from list(self._blocks)
         with ThreadPoolExecutor(PAGE_FAULT_THREADS, "modelmill-pin") as pool:
             touched = [
-                (block, pool.submit(block.fault_in_pages)) for block in map(PinnedBlock, missing)
+                (block, pool.submit(block.fault_in_pages)) for block in map(HostBlock, missing)
             ]
             yield from self._pin_touched_blocks(touched)
 
-    def pinned_blocks(self) -> list[PinnedBlock]:
-        """The blocks that ``pin_blocks`` has pinned."""
+    def pinned_blocks(self) -> list[HostBlock]:
+        """The blocks that ``pin_and_yield_blocks`` has pinned."""
         return list(self._blocks)
 
     def release_in_background(self) -> None:
         """Free the blocks on a thread of its own, with pauses."""
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._release_all, args=(self._stop,), daemon=True)
+        self._thread = threading.Thread(
+            target=self._release_with_pauses, args=(self._stop,), daemon=True
+        )
         self._thread.start()
 
     def release(self) -> None:
@@ -109,8 +111,8 @@ class PinnedBlocks:
             pass
 
     def _pin_touched_blocks(
-        self, touched: list[tuple[PinnedBlock, Future[None]]]
-    ) -> Iterator[PinnedBlock]:
+        self, touched: list[tuple[HostBlock, Future[None]]]
+    ) -> Iterator[HostBlock]:
         while touched:
             block, done = touched.pop(0)
             done.result()
@@ -127,7 +129,7 @@ class PinnedBlocks:
             self._blocks.append(block)
             yield block
 
-    def _release_all(self, stop: threading.Event) -> None:
+    def _release_with_pauses(self, stop: threading.Event) -> None:
         self._driver.make_current()
         pause = FIRST_RELEASE_PAUSE_SECONDS
         while not stop.wait(pause) and self._release_last():

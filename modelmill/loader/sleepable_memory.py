@@ -141,7 +141,7 @@ class _MappedRange:
             self.mapped -= size
             self.driver.unmap(self.address + self.mapped, size)
 
-    def copy_to_host(self) -> None:
+    def copy_to_host_async(self) -> None:
         """Start to copy the content; nothing if it was not restored since the last time.
 
         Raises:
@@ -150,12 +150,12 @@ class _MappedRange:
         if self.has_copy:
             return
         first = 0
-        for block in self._host.pin_blocks():
-            self.driver.copy_to_host(block.address, self.address + first, block.nbytes)
+        for block in self._host.pin_and_yield_blocks():
+            self.driver.copy_to_host_async(block.address, self.address + first, block.nbytes)
             first += block.nbytes
         self.has_copy = True
 
-    def copy_to_device(self) -> None:
+    def copy_to_device_async(self) -> None:
         """Map everything, and start to copy the content meanwhile."""
         first = 0
         for block in self._host.pinned_blocks():
@@ -165,7 +165,7 @@ class _MappedRange:
                     self.map_chunk(WAKE_CHUNK_BYTES)
                 count = min(block.nbytes - offset, self.mapped - first - offset)
                 where = self.address + first + offset
-                self.driver.copy_to_device(where, block.address + offset, count)
+                self.driver.copy_to_device_async(where, block.address + offset, count)
                 offset += count
             first += block.nbytes
 
@@ -214,14 +214,14 @@ class CudaRegion(MemoryRegion):
         """As of MemoryRegion."""
         driver, addresses = self._driver, self._addresses
         driver.synchronize()
-        addresses.copy_to_host()
+        addresses.copy_to_host_async()
         addresses.unmap()
         return addresses.nbytes
 
     def restore(self) -> None:
         """As of MemoryRegion; after a CapacityError ``offload`` gives back what it took."""
         if self._addresses.has_copy:
-            self._addresses.copy_to_device()
+            self._addresses.copy_to_device_async()
 
     def free_host_copy(self) -> None:
         """As of MemoryRegion; nothing is copied any more."""
@@ -264,7 +264,7 @@ class SleepableMemory:
             index = torch.device(device).index
             self._driver = CudaDriver(torch.cuda.current_device() if index is None else index)
 
-    def allocate_zeros(
+    def allocate_cache_zeros(
         self,
         size: tuple[int, ...],
         dtype: torch.dtype,

@@ -58,9 +58,9 @@ class Blip2ImageEmbedder(nn.Module):
 
     def forward(self, images: torch.Tensor, vision: VisionContext) -> torch.Tensor:
         """Normalised images [B, 3, S, S] → [B, 32, out]."""
-        return self.project_vision_tokens(self.visual_encoder(images, vision), vision)
+        return self.run_qformer_and_project(self.visual_encoder(images, vision), vision)
 
-    def project_vision_tokens(
+    def run_qformer_and_project(
         self, image_tokens: torch.Tensor, vision: VisionContext
     ) -> torch.Tensor:
         """The vision encoder's tokens [B, T, C] → [B, 32, out]."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _llama_common, _moe_config
 from modelmill.models._hf_config import (
     checked_rotary_channels,
@@ -91,7 +91,7 @@ def decoder_config(
     checked_rotary_channels("qk_rope_head_dim", rope_dim, rope_dim)
     sizes = {"head_dim": rope_dim, "num_key_value_heads": heads}
     config = _llama_common.config_from_hf(
-        overlay_config(raw, {}, sizes),
+        with_config_overrides(raw, sizes),
         ConfigDefaults(positions=positions),
         activation=act,
     )

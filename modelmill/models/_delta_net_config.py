@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from modelmill.core.errors import CheckpointError
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _hybrid_config, _llama_common
 from modelmill.models._hf_config import attention_bias_fields, exact_quotient, positive_int
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
@@ -52,7 +52,7 @@ def without_mrope_keys(raw: RawConfig) -> Mapping[str, Any]:
     if not isinstance(parameters, Mapping):
         return raw
     text = {key: value for key, value in parameters.items() if key not in MROPE_KEYS}
-    return overlay_config(raw, {}, {"rope_parameters": text})
+    return with_config_overrides(raw, {"rope_parameters": text})
 
 
 def config_from_hf(raw: RawConfig, *, kv_heads: int) -> DecoderConfig:

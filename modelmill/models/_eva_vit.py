@@ -131,9 +131,9 @@ class EvaVisionEncoder(nn.Module):
 
     def forward(self, x: torch.Tensor, vision: VisionContext) -> torch.Tensor:
         """[B, 3, S, S] → [B, 1 + (S / patch)², C]; for another S the positions are interpolated."""
-        return run_blocks(self.blocks, self.embed_patches(x), vision)
+        return run_blocks(self.blocks, self.embed_patches_and_positions(x), vision)
 
-    def embed_patches(self, x: torch.Tensor) -> torch.Tensor:
+    def embed_patches_and_positions(self, x: torch.Tensor) -> torch.Tensor:
         """What the first block reads: [B, 3, S, S] → [B, 1 + (S / patch)², C]."""
         tokens = self.patch_embed(x)
         x = torch.cat((self.cls_token.expand(len(tokens), -1, -1), tokens), 1)

@@ -77,14 +77,16 @@ def fold_multipliers_into_rule(rule: Rule, config: FalconH1Config) -> Rule:
     """The rule, whose rows are multiplied by their factors."""
     _, _, path = rule.target.split(".", 2) if rule.target.startswith("layers.") else ("", "", "")
     module, _, leaf = path.rpartition(".")
-    by_rows = _row_factors(config, of_input=leaf == "weight").get(module, [])
+    by_rows = _row_factors_by_module(config, of_input=leaf == "weight").get(module, [])
     if all(factor == 1.0 for _, factor in by_rows):
         return rule
     rows = "/".join(f"{count}*{factor!r}" for count, factor in by_rows)
     return replace(rule, how=f"{rule.how}+scale_rows:{rows}")
 
 
-def _row_factors(config: FalconH1Config, *, of_input: bool) -> dict[str, list[tuple[int, float]]]:
+def _row_factors_by_module(
+    config: FalconH1Config, *, of_input: bool
+) -> dict[str, list[tuple[int, float]]]:
     """By module, consecutive rows and their factor; of_input: with that of what it reads.
 
     A bias is added behind the factor of the input.

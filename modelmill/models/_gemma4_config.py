@@ -9,7 +9,12 @@ from typing import Any
 
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
-from modelmill.core.read_tracking_config import RawConfig, ReadTrackingConfig, overlay_config
+from modelmill.core.read_tracking_config import (
+    RawConfig,
+    ReadTrackingConfig,
+    with_config_defaults,
+    with_config_overrides,
+)
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     checked_rotary_channels,
@@ -34,7 +39,7 @@ from modelmill.nn.rotary import RopeSpec
 from modelmill.nn.shared_kv_attention import SharedKVAttentionSpec
 from modelmill.nn.value_norm import ValueNormConfig
 
-ROPE_PARAMETERS: dict[str, dict[str, Any]] = {
+DEFAULT_ROPE_PARAMETERS: dict[str, dict[str, Any]] = {
     SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 10000.0},
     FULL_ATTENTION: {
         "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0,
@@ -42,9 +47,9 @@ ROPE_PARAMETERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """``rope_parameters`` where config.json has none."""
 PROPORTIONAL_ROPE_TYPE = "proportional"
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+OTHER_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotations that need no length; those of Gemma 4 beside ``PROPORTIONAL_ROPE_TYPE``."""
-PER_LAYER_SIZE_KEYS = ("head_dim", "num_key_value_heads")
+PER_LAYER_CONFIG_KEYS = ("head_dim", "num_key_value_heads")
 """What ``per_layer_config`` may say of a layer."""
 
 
@@ -77,7 +82,7 @@ class Gemma4Config(DecoderConfig):
         return self.layers - self.num_kv_shared_layers
 
     @cached_property
-    def kv_source_layers(self) -> dict[bool, int]:
+    def last_kv_layer_by_windowed(self) -> dict[bool, int]:
         """By whether a layer has a window, the layer whose keys and values later ones read."""
         return {self.windows[i] is not None: i for i in range(self.first_kv_shared_layer)}
 
@@ -101,7 +106,7 @@ class Gemma4Config(DecoderConfig):
         )
         if layer < self.first_kv_shared_layer:
             return spec
-        return SharedKVAttentionSpec(spec, self.kv_source_layers[not full])
+        return SharedKVAttentionSpec(spec, self.last_kv_layer_by_windowed[not full])
 
     def mlp_spec(self, layer: int) -> MLPSpec:
         """The MLP of layer ``layer``."""
@@ -125,7 +130,7 @@ class Gemma4Config(DecoderConfig):
 
 def layer_windows(raw: RawConfig, layers: int) -> tuple[int | None, ...]:
     """Per layer the window or None; the last layer has full attention whatever the list says."""
-    plain = overlay_config(raw, {"sliding_window": 512})
+    plain = with_config_defaults(raw, {"sliding_window": 512})
     windows = _llama_common.windows_with_full_every_nth_layer(plain, layers, 6)
     if windows[-1] is not None and isinstance(raw, ReadTrackingConfig):
         raw.remarks.append(
@@ -188,11 +193,11 @@ def _layer_kv_head_sizes(overrides: Any, layer: int, own: Mapping[str, int]) -> 
     """KV heads and channels of a head of one layer."""
     every = config_object("per_layer_config", overrides)
     sizes = config_object(f"per_layer_config.{layer}", every.get(str(layer)))
-    unknown = sorted(set(sizes) - set(PER_LAYER_SIZE_KEYS))
+    unknown = sorted(set(sizes) - set(PER_LAYER_CONFIG_KEYS))
     if unknown:
         raise CheckpointError(
             f"config.json: per_layer_config.{layer}: {quote(unknown[0], 60)} is not computed "
-            f"(known: {', '.join(PER_LAYER_SIZE_KEYS)})"
+            f"(known: {', '.join(PER_LAYER_CONFIG_KEYS)})"
         )
     merged = {**own, **sizes}
     return positive_int(merged, "num_key_value_heads"), positive_int(merged, "head_dim")
@@ -211,13 +216,13 @@ def check_full_attention_heads(
         )
 
 
-def layer_rope(raw: RawConfig, layer_type: str, head_dim: int, positions: int) -> RopeSpec:
+def layer_type_rope(raw: RawConfig, layer_type: str, head_dim: int, positions: int) -> RopeSpec:
     """The rotation of the layers of one type.
 
     Raises:
         CheckpointError: for one that is not known or not computed.
     """
-    every = config_object("rope_parameters", raw.get("rope_parameters")) or ROPE_PARAMETERS
+    every = config_object("rope_parameters", raw.get("rope_parameters")) or DEFAULT_ROPE_PARAMETERS
     unknown = sorted(every.keys() - {FULL_ATTENTION, SLIDING_ATTENTION})
     own = every.get(layer_type)
     if unknown or not isinstance(own, Mapping):
@@ -228,14 +233,14 @@ def layer_rope(raw: RawConfig, layer_type: str, head_dim: int, positions: int) -
     rope_type = own.get("rope_type", "default")
     if rope_type == PROPORTIONAL_ROPE_TYPE:
         return _proportional_rope(raw, layer_type, own, head_dim, positions)
-    if rope_type not in ROPE_TYPES:
+    if rope_type not in OTHER_ROPE_TYPES:
         raise CheckpointError(
             f"config.json: rope_parameters.{layer_type}: rope_type={quote(rope_type, 60)} is not "
-            f"supported (supported: {', '.join((PROPORTIONAL_ROPE_TYPE, *ROPE_TYPES))})"
+            f"supported (supported: {', '.join((PROPORTIONAL_ROPE_TYPE, *OTHER_ROPE_TYPES))})"
         )
     _llama_common.check_layer_rope_scaling(raw, layer_type, own)
     alone = {"rope_parameters": own, "rope_scaling": None, "rope_theta": None}
-    return rope_spec(overlay_config(raw, {}, alone), head_dim, positions)
+    return rope_spec(with_config_overrides(raw, alone), head_dim, positions)
 
 
 def _proportional_rope(

@@ -6,7 +6,7 @@ from typing import Any
 
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     attention_bias_fields,
@@ -52,7 +52,7 @@ def with_head_size(raw: RawConfig) -> RawConfig:
     named = any(raw.get(key) is not None for key in ("head_dim", "attention_head_dim"))
     default = None if named else default_head_dim(hidden, heads)
     dim = positive_int(raw, "head_dim", "attention_head_dim", default=default)
-    return overlay_config(raw, {}, {"head_dim": dim})
+    return with_config_overrides(raw, {"head_dim": dim})
 
 
 def _fold_rope_alpha_into_base(raw: RawConfig) -> RawConfig:
@@ -67,7 +67,7 @@ def _fold_rope_alpha_into_base(raw: RawConfig) -> RawConfig:
     scaling = config_object(key, raw.get(key))
     if not scaling.get("alpha"):
         plain = {name: value for name, value in scaling.items() if name != "alpha"}
-        return overlay_config(raw, {}, {key: plain})
+        return with_config_overrides(raw, {key: plain})
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind != "dynamic":
         raise CheckpointError(
@@ -77,4 +77,4 @@ def _fold_rope_alpha_into_base(raw: RawConfig) -> RawConfig:
     named = raw if scaling.get("rope_theta") is None else scaling
     base = positive_float(named, "rope_theta", default=10000.0)
     base *= positive_float(scaling, "alpha") ** (dim / max(dim - 2, 1))
-    return overlay_config(raw, {}, {key: {"rope_type": "default", "rope_theta": base}})
+    return with_config_overrides(raw, {key: {"rope_type": "default", "rope_theta": base}})

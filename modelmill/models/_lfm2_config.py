@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import (
+    RawConfig,
+    with_config_defaults,
+    with_config_overrides,
+)
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import read_boolean
 from modelmill.models._hybrid_config import recurrent_layers
@@ -37,13 +41,13 @@ UNUSED_CONFIG_KEYS = (
 
 def hybrid_config(raw: RawConfig, layer_types: Any) -> DecoderConfig:
     """The sizes of a decoder whose layers are of these types."""
-    raw = overlay_config(
+    raw = with_config_defaults(
         raw,
         {"num_key_value_heads": 8, "norm_eps": 1e-5},
-        {"tie_word_embeddings": _is_head_tied(raw)},
+        overrides={"tie_word_embeddings": _is_head_tied(raw)},
     )
     config = _llama_common.config_from_hf(
-        overlay_config(raw, {}, {"rms_norm_eps": raw["norm_eps"]}),
+        with_config_overrides(raw, {"rms_norm_eps": raw["norm_eps"]}),
         ConfigDefaults(positions=128_000, theta=1e6),
         qk_norm=True,
     )

@@ -8,7 +8,11 @@ from typing import Any
 
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import (
+    RawConfig,
+    with_config_defaults,
+    with_config_overrides,
+)
 from modelmill.models._hf_config import (
     ORIGINAL_MAX_POSITION_KEY,
     config_object,
@@ -94,7 +98,7 @@ def config_from_hf(
         eps_key, eps = layer_norm, 1e-5
         switches = {"norm": LAYER_NORM, **switches}
     sizes = {"num_key_value_heads": defaults.kv_heads, "head_dim": defaults.head_dim}
-    raw = overlay_config(raw, {key: size for key, size in sizes.items() if size is not None})
+    raw = with_config_defaults(raw, {key: size for key, size in sizes.items() if size is not None})
     hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
     kv_heads = positive_int(raw, "num_key_value_heads", default=heads)
     head_dim = positive_int(raw, "head_dim", default=max(hidden // heads, 1))
@@ -136,7 +140,7 @@ def sliding_windows(raw: RawConfig, layers: int) -> tuple[int | None, ...]:
     Raises:
         CheckpointError: for a layer type that is not computed, and for windows without a size.
     """
-    raw = overlay_config(raw, {"sliding_window": DEFAULT_SLIDING_WINDOW})
+    raw = with_config_defaults(raw, {"sliding_window": DEFAULT_SLIDING_WINDOW})
     sized = raw["sliding_window"] is not None
     on = read_boolean(raw, "use_sliding_window", True) and sized
     types, first = layer_types(raw, layers), raw.get("max_window_layers")
@@ -182,7 +186,7 @@ def windows_with_full_every_nth_layer(
         every: n, where the config has no ``layer_types``.
         has_pattern: Whether the family has a ``sliding_window_pattern`` that says n.
     """
-    raw = overlay_config(raw, {"sliding_window": DEFAULT_SLIDING_WINDOW})
+    raw = with_config_defaults(raw, {"sliding_window": DEFAULT_SLIDING_WINDOW})
     size, types = positive_int(raw, "sliding_window"), layer_types(raw, layers)
     pattern = raw.get("sliding_window_pattern") if has_pattern else None
     if types is not None:
@@ -247,7 +251,9 @@ def configs_by_layer_type_rope(
     check_layer_rope_scaling(raw, FULL_ATTENTION, full)
     check_layer_rope_scaling(raw, SLIDING_ATTENTION, local)
     return tuple(  # type: ignore[return-value]
-        overlay_config(raw, {}, {"rope_parameters": each, "rope_scaling": None, "rope_theta": None})
+        with_config_overrides(
+            raw, {"rope_parameters": each, "rope_scaling": None, "rope_theta": None}
+        )
         for each in (full, local)
     )
 

@@ -15,9 +15,6 @@ from modelmill.nn.conv import Conv2d, LayerNorm2d
 
 # labels of points; the two corners of a box are 2 and 3
 NOT_A_POINT = -1
-NEGATIVE_POINT = 0
-POSITIVE_POINT = 1
-BOX_CORNER = 2
 
 
 class SamEmbedding(nn.Module):

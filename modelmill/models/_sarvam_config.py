@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models._hf_config import positive_int
 from modelmill.models._moe_config import MAX_EXPERTS
 
@@ -33,4 +33,4 @@ def with_expert_counts(raw: RawConfig, experts: int) -> RawConfig:
         ),
         "n_shared_experts": positive_int(raw, *SHARED_COUNT_KEYS, default=1, max_value=64),
     }
-    return overlay_config(raw, {}, counts)
+    return with_config_overrides(raw, counts)

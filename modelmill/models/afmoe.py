@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
 from modelmill.models import _hf_config, _llama_common
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._moe_config import (
@@ -49,7 +49,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     scaled = _hf_config.read_boolean(raw, "mup_enabled", False)
     every = _hf_config.positive_int(raw, "global_attn_every_n_layers", default=4)
     windows = _llama_common.windows_with_full_every_nth_layer(
-        overlay_config(raw, {"sliding_window": 1024}), config.layers, every
+        with_config_defaults(raw, {"sliding_window": 1024}), config.layers, every
     )
     router = replace(
         softmax_router_config(raw, experts=64, top_k=6, renormalize=True),

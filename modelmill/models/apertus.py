@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias_fields, read_activation
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
@@ -35,7 +35,7 @@ DEFAULT_ROPE: Mapping[str, Any] = {
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in ApertusConfig."""
     if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
-        raw = overlay_config(raw, {}, {"rope_parameters": DEFAULT_ROPE})
+        raw = with_config_overrides(raw, {"rope_parameters": DEFAULT_ROPE})
     is_xielu = raw.get("hidden_act", XIELU.NAME) == XIELU.NAME
     return _llama_common.config_from_hf(
         raw,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias_fields, positive_int, refuse_custom_head_dim
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
@@ -22,7 +22,7 @@ LAYOUT = CheckpointLayout(
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in BitNetConfig."""
     hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
-    raw = overlay_config(raw, {}, refuse_custom_head_dim(raw, hidden, heads))
+    raw = with_config_overrides(raw, refuse_custom_head_dim(raw, hidden, heads))
     return _llama_common.config_from_hf(
         raw,
         ConfigDefaults(kv_heads=5, eps=1e-5, theta=500000.0, activation="relu2"),

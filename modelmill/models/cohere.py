@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     attention_bias_fields,
@@ -54,4 +54,4 @@ def _with_model_max_length(raw: RawConfig) -> RawConfig:
         return raw
     shortest = positive_int(raw, "max_position_embeddings", default=8192)
     longest = positive_int(raw, "model_max_length")
-    return overlay_config(raw, {}, {"max_position_embeddings": max(shortest, longest)})
+    return with_config_overrides(raw, {"max_position_embeddings": max(shortest, longest)})

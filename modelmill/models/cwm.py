@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import (
+    RawConfig,
+    with_config_defaults,
+    with_config_overrides,
+)
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import positive_int, read_boolean
 from modelmill.models._llama_common import ConfigDefaults, windows_except_every_nth
@@ -25,9 +29,9 @@ CONFIG_DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128, "sliding_window": 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in CwmConfig."""
-    raw = overlay_config(raw, CONFIG_DEFAULTS)
+    raw = with_config_defaults(raw, CONFIG_DEFAULTS)
     if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
-        raw = overlay_config(raw, {}, {"rope_parameters": DEFAULT_ROPE})
+        raw = with_config_overrides(raw, {"rope_parameters": DEFAULT_ROPE})
     config = _llama_common.config_from_hf(
         raw,
         ConfigDefaults(positions=131072, eps=1e-5, theta=1000000.0, activation="silu"),

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from modelmill.core.errors import CheckpointError
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _deepseek_common
 from modelmill.models._deepseek_common import decoder_config
 from modelmill.models._hf_config import positive_int, require_supported_value
@@ -54,5 +54,5 @@ def _router(raw: RawConfig) -> RouterConfig:
     settings: dict[str, Any] = {"norm_topk_prob": False}
     if not grouped:
         settings |= {"n_group": 1, "topk_group": 1}
-    router = group_limited_router(overlay_config(raw, {}, settings), RouterConfig(64, chosen))
+    router = group_limited_router(with_config_overrides(raw, settings), RouterConfig(64, chosen))
     return replace(router, scores=SOFTMAX, selection_bias=False, group_scores=1)

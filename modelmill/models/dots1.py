@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
 from modelmill.models import _llama_common, _moe_config
 from modelmill.models._hf_config import (
     attention_bias_fields,
@@ -29,8 +29,10 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     act, layers = read_activation(raw, "hidden_act", "silu"), num_layers(raw, "num_hidden_layers")
     if raw.get("sliding_window") is None:
         read_boolean(raw, "use_sliding_window", False)  # there are no windows, whatever it says
-    raw = overlay_config(
-        raw, {"num_key_value_heads": 32, "max_window_layers": 62}, {"use_sliding_window": True}
+    raw = with_config_defaults(
+        raw,
+        {"num_key_value_heads": 32, "max_window_layers": 62},
+        overrides={"use_sliding_window": True},
     )
     config = _llama_common.config_from_hf(
         raw,

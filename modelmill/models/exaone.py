@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     attention_and_mlp_bias_fields,
@@ -44,7 +44,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     }
     first_value(raw, ACTIVATION_KEYS, "silu")
     config = _llama_common.config_from_hf(
-        overlay_config(raw, {}, renamed),
+        with_config_overrides(raw, renamed),
         ConfigDefaults(kv_heads=8, positions=4096, theta=500000.0),
         activation=read_activation(raw, first_set_key(raw, ACTIVATION_KEYS), "silu"),
         **attention_and_mlp_bias_fields(raw),

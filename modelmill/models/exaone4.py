@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import num_layers
 from modelmill.models._llama_common import ConfigDefaults
@@ -21,7 +21,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     Without any window all layers rotate; with windows, only the layers that have one.
     """
     layers = num_layers(raw, "num_hidden_layers")
-    raw = overlay_config(raw, {"num_key_value_heads": 32, "sliding_window": 4096})
+    raw = with_config_defaults(raw, {"num_key_value_heads": 32, "sliding_window": 4096})
     sized = raw["sliding_window"] is not None
     windows: tuple[int | None, ...] = ()
     if sized:

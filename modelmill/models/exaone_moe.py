@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from modelmill.core.errors import CheckpointError
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _moe_config, exaone4
 from modelmill.models._hf_config import positive_int, read_per_layer_list
 from modelmill.models._moe_config import dense_layers_by_mlp_type
@@ -34,7 +34,8 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     shared = positive_int(raw, "num_shared_experts", default=1, max_value=64)
     experts = positive_int(raw, "num_experts", default=64)
     router = _moe_config.group_limited_router(
-        overlay_config(raw, {}, {"n_routed_experts": experts}), RouterConfig(experts, 8, scale=2.5)
+        with_config_overrides(raw, {"n_routed_experts": experts}),
+        RouterConfig(experts, 8, scale=2.5),
     )
     return replace(
         config,

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.errors import CheckpointError
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _hf_config, _llama_common, bloom
 from modelmill.models._hf_config import (
     MAX_CONFIG_INTEGER,
@@ -48,7 +48,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         **_hf_config.refuse_custom_head_dim(raw, hidden, heads),
     }
     config = _llama_common.config_from_hf(
-        overlay_config(raw, {}, sizes),
+        with_config_overrides(raw, sizes),
         ConfigDefaults(tied=True),
         layer_norm="layer_norm_epsilon",
         activation=read_activation(raw, "activation", "gelu"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
 from modelmill.models import _llama_common
 from modelmill.models._falcon_h1_multipliers import (
     FalconH1Config,
@@ -57,7 +57,7 @@ def config_from_hf(raw: RawConfig) -> FalconH1Config:
         embedding_scale=read_non_unit_factor(raw, "embedding_multiplier"),
         logit_scale=read_non_unit_factor(raw, "lm_head_multiplier"),
     )
-    raw = overlay_config(raw, {"mamba_d_ssm": 1024})
+    raw = with_config_defaults(raw, {"mamba_d_ssm": 1024})
     sizes: tuple[int, str] | tuple[()] = ()
     if raw["mamba_d_ssm"] is not None:
         sizes = positive_int(raw, "mamba_d_ssm"), "mamba_d_ssm"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias_fields, non_negative_float, read_activation
 from modelmill.models._llama_common import ConfigDefaults
@@ -25,7 +25,7 @@ LAYOUT = CheckpointLayout({**POST_NORM_NAMES, **QK_NORM_NAMES, **EXPERT_NAMES})
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in FlexOlmoConfig."""
     act = read_activation(raw, "hidden_act", "silu")
-    raw = overlay_config(raw, {"rms_norm_eps": 1e-6})
+    raw = with_config_defaults(raw, {"rms_norm_eps": 1e-6})
     config = _llama_common.config_from_hf(
         raw,
         ConfigDefaults(positions=4096, theta=500000.0),

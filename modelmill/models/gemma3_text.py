@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
 from modelmill.models import _llama_common, gemma2
 from modelmill.models._hf_config import (
     num_layers,
@@ -29,7 +29,7 @@ UNUSED_CONFIG_KEYS = ("cache_implementation", "_sliding_window_pattern")
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Gemma3TextConfig."""
     below = {"num_key_value_heads": 4, "head_dim": 256}
-    raw = overlay_config(raw, below)
+    raw = with_config_defaults(raw, below)
     local = positive_float(raw, "rope_local_base_freq", default=10000.0)
     full, local_raw = _llama_common.configs_by_layer_type_rope(raw, 1000000.0, local)
     layers = num_layers(raw, "num_hidden_layers")

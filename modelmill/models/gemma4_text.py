@@ -13,7 +13,11 @@ from typing import Any
 import torch
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import (
+    RawConfig,
+    with_config_defaults,
+    with_config_overrides,
+)
 from modelmill.models import _gemma4_config, _llama_common, gemma2
 from modelmill.models._gemma4_config import Gemma4Config
 from modelmill.models._hf_config import (
@@ -72,13 +76,13 @@ DEFAULT_SIZES = {
 
 def config_from_hf(raw: RawConfig) -> Gemma4Config:
     """Sizes from config.json; what it does not name is as in Gemma4TextConfig."""
-    raw = overlay_config(raw, DEFAULT_SIZES)
+    raw = with_config_defaults(raw, DEFAULT_SIZES)
     layers, hidden = num_layers(raw, "num_hidden_layers"), positive_int(raw, "hidden_size")
     windows = _gemma4_config.layer_windows(raw, layers)
     positions = positive_int(raw, "max_position_embeddings", default=MAX_POSITIONS)
     # rotations are read by layer type below
-    plain = overlay_config(
-        raw, {}, dict.fromkeys(("rope_parameters", "rope_scaling", "rope_theta"))
+    plain = with_config_overrides(
+        raw, dict.fromkeys(("rope_parameters", "rope_scaling", "rope_theta"))
     )
     act = read_activation(raw, "hidden_activation", "gelu_pytorch_tanh")
     common = _llama_common.config_from_hf(
@@ -91,10 +95,12 @@ def config_from_hf(raw: RawConfig) -> Gemma4Config:
     full_kv_heads, full_head_dim = _gemma4_config.full_attention_head_sizes(raw, windows, own)
     _gemma4_config.check_full_attention_heads(common.heads, full_kv_heads, full_head_dim, own[1])
     shared = {each.name: getattr(common, each.name) for each in fields(common)}
-    rope = _gemma4_config.layer_rope(raw, _llama_common.FULL_ATTENTION, full_head_dim, positions)
+    rope = _gemma4_config.layer_type_rope(
+        raw, _llama_common.FULL_ATTENTION, full_head_dim, positions
+    )
     local_rope = None
     if any(windows):
-        local_rope = _gemma4_config.layer_rope(
+        local_rope = _gemma4_config.layer_type_rope(
             raw, _llama_common.SLIDING_ATTENTION, own[1], positions
         )
     return Gemma4Config(**shared | {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
 from modelmill.models import _deepseek_common
 from modelmill.models._deepseek_common import SIGMOID_ROUTER_SETTINGS, decoder_config
 from modelmill.models._hf_config import positive_int, read_boolean, require_supported_value
@@ -38,7 +38,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Glm4MoeLiteConfig."""
     if raw.get("mlp_layer_types") is None:  # transformers reads no other key
         require_supported_value(raw, "first_k_dense_replace", (1, None), None)
-    raw = overlay_config(raw, DEFAULT_SIZES, {"first_k_dense_replace": 0})
+    raw = with_config_defaults(raw, DEFAULT_SIZES, overrides={"first_k_dense_replace": 0})
     # in transformers a second name of qk_rope_head_dim
     turned = positive_int(raw, "qk_rope_head_dim", default=64)
     require_supported_value(raw, "head_dim", (turned, None), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     attention_bias_fields,
@@ -33,7 +33,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; its own names of the rotation's base and share are read, too."""
     hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
     sizes = {**refuse_custom_head_dim(raw, hidden, heads), "num_key_value_heads": None}
-    raw = overlay_config(raw, {}, sizes)
+    raw = with_config_overrides(raw, sizes)
     parallel = read_boolean(raw, "use_parallel_residual", True)
     return _llama_common.config_from_hf(
         raw,

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import (
+    RawConfig,
+    with_config_defaults,
+    with_config_overrides,
+)
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias_fields, num_layers, positive_float
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
@@ -38,9 +42,11 @@ DEFAULT_YARN_SCALING = {
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GptOssConfig."""
-    raw = overlay_config(raw, {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128})
+    raw = with_config_defaults(
+        raw, {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128}
+    )
     if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
-        raw = overlay_config(raw, {}, {"rope_parameters": DEFAULT_YARN_SCALING})
+        raw = with_config_overrides(raw, {"rope_parameters": DEFAULT_YARN_SCALING})
     layers = num_layers(raw, "num_hidden_layers")
     config = _llama_common.config_from_hf(
         raw,

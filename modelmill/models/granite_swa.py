@@ -7,7 +7,11 @@ from typing import Any
 
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import (
+    RawConfig,
+    with_config_defaults,
+    with_config_overrides,
+)
 from modelmill.models import granite
 from modelmill.models._hf_config import config_object, num_layers, read_per_layer_list
 from modelmill.models._llama_common import CHECKPOINT_NAMES, windows_except_every_nth
@@ -26,7 +30,10 @@ CONFIG_DEFAULTS = {
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GraniteSWAConfig."""
-    raw, layers = overlay_config(raw, CONFIG_DEFAULTS), num_layers(raw, "num_hidden_layers")
+    raw, layers = (
+        with_config_defaults(raw, CONFIG_DEFAULTS),
+        num_layers(raw, "num_hidden_layers"),
+    )
     windows = windows_except_every_nth(FULL_ATTENTION_INTERVAL, raw, layers)
     # without the list all layers rotate
     bases = (
@@ -69,4 +76,4 @@ def _with_rope_theta(raw: RawConfig, base: float | None) -> RawConfig:
     """The config with another base; None: its own."""
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     own = {} if base is None else {key: {**config_object(key, raw.get(key)), "rope_theta": base}}
-    return overlay_config(raw, {}, own)
+    return with_config_overrides(raw, own)

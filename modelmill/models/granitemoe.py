@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import granite
 from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._moe_config import STACKED_EXPERT_NAMES, softmax_router_config
@@ -19,7 +19,7 @@ LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **STACKED_EXPERT_NAMES}, experts_
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GraniteMoeConfig."""
-    config = granite.config_from_hf(overlay_config(raw, {}, {"mlp_bias": False}))
+    config = granite.config_from_hf(with_config_overrides(raw, {"mlp_bias": False}))
     # a softmax over the chosen experts' logits
     router = softmax_router_config(
         raw, experts=8, top_k=2, renormalize=True, keys=("num_local_experts",)

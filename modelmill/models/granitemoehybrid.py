@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import granite
 from modelmill.models._hf_config import positive_int, require_supported_value
 from modelmill.models._hybrid_config import recurrent_layers
@@ -45,7 +45,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     require_supported_value(raw, "hidden_act", ("silu", "swish"), "silu")
     require_supported_value(raw, "position_embedding_type", ("rope", "nope", None), None)
     require_supported_value(raw, "normalization_function", ("rmsnorm",), "rmsnorm")
-    config = granite.config_from_hf(overlay_config(raw, {}, {"mlp_bias": False}))
+    config = granite.config_from_hf(with_config_overrides(raw, {"mlp_bias": False}))
     if raw.get("position_embedding_type") != "rope":
         config = replace(config, rope=None)
     shared = positive_int(raw, "shared_intermediate_size", default=1024)

@@ -7,7 +7,7 @@ from typing import Any
 
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _hunyuan_config
 from modelmill.models._hf_config import num_layers, positive_int, require_supported_value
 from modelmill.models._hunyuan_config import HUNYUAN_NAMES
@@ -47,7 +47,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in HunYuanMoEV1Config."""
     config, layers = _hunyuan_config.config_from_hf(raw), num_layers(raw, "num_hidden_layers")
     keys = (*TOP_K_KEYS, "moe_intermediate_size", "num_shared_expert")
-    flat = overlay_config(raw, {}, {key: _uniform_layer_value(raw, key, layers) for key in keys})
+    flat = with_config_overrides(raw, {key: _uniform_layer_value(raw, key, layers) for key in keys})
     require_supported_value(flat, "moe_intermediate_size", (config.inner, None), None)
     require_supported_value(flat, "num_shared_expert", (1, None), None)
     experts = positive_int(raw, *NUM_EXPERTS_KEYS, default=1, max_value=MAX_EXPERTS)

@@ -7,7 +7,7 @@ from typing import Any
 
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias_fields, positive_float
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -20,7 +20,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; ``rotary`` has the rotation's base, type and factor."""
     rotary = raw.get("rotary")
     if rotary is not None:
-        raw = overlay_config(raw, {}, {"rope_scaling": _rope_scaling(rotary)})
+        raw = with_config_overrides(raw, {"rope_scaling": _rope_scaling(rotary)})
     return _llama_common.config_from_hf(raw, **attention_bias_fields(raw, "bias", True))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import first_set_key, read_boolean
 from modelmill.models._llama_common import ConfigDefaults
@@ -14,7 +14,7 @@ LAYOUT = _llama_common.LAYOUT
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; ``attention_bias`` and ``mlp_bias`` are newer names."""
-    raw = overlay_config(raw, {"num_key_value_heads": 2, "head_dim": 128})
+    raw = with_config_defaults(raw, {"num_key_value_heads": 2, "head_dim": 128})
     bias = read_boolean(raw, first_set_key(raw, ("bias", "mlp_bias")), False)
     return _llama_common.config_from_hf(
         raw,

@@ -6,7 +6,7 @@ from typing import Any
 
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _lfm2_config
 from modelmill.models._hf_config import (
     num_layers,
@@ -25,7 +25,7 @@ UNUSED_CONFIG_KEYS = _lfm2_config.UNUSED_CONFIG_KEYS
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Lfm2Config."""
-    raw = overlay_config(raw, {}, {"intermediate_size": _intermediate_size(raw)})
+    raw = with_config_overrides(raw, {"intermediate_size": _intermediate_size(raw)})
     return _lfm2_config.hybrid_config(raw, _layer_types(raw))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
 from modelmill.models import _gemma4_config, _hybrid_config, _llama_common
 from modelmill.models._hf_config import (
     attention_bias_fields,
@@ -54,7 +54,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     plain = dict.fromkeys(("rope_parameters", "rope_scaling", "rope_theta"))
     eps = non_negative_float(raw, "norm_eps", "rms_norm_eps", default=1e-5)
     config = _llama_common.config_from_hf(
-        overlay_config(raw, {}, {**plain, "rms_norm_eps": eps}), CONFIG_DEFAULTS,
+        with_config_defaults(raw, {}, overrides={**plain, "rms_norm_eps": eps}), CONFIG_DEFAULTS,
         qk_norm=True, output_gate=read_boolean(raw, "use_attention_gate", True), head_gates=True,
         gate_bias=False, **attention_bias_fields(raw),
         layer=SandwichLayer if read_boolean(raw, "use_sandwich_norm", True) else PreNormLayer,
@@ -62,10 +62,11 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     )  # fmt: skip
     width = conv_width(raw, "conv_L_cache", default=7)
     conv = ShortConvSpec(config.hidden, width, read_boolean(raw, "conv_bias", False))
-    ropes = overlay_config(raw, {"rope_parameters": DEFAULT_ROPES})
+    ropes = with_config_defaults(raw, {"rope_parameters": DEFAULT_ROPES})
     length = config.max_len
-    full = _gemma4_config.layer_rope(ropes, _llama_common.FULL_ATTENTION, config.head_dim, length)
-    local = _gemma4_config.layer_rope(ropes, SLIDING_ATTENTION, config.head_dim, length)
+    whole, dim = _llama_common.FULL_ATTENTION, config.head_dim
+    full = _gemma4_config.layer_type_rope(ropes, whole, dim, length)
+    local = _gemma4_config.layer_type_rope(ropes, SLIDING_ATTENTION, dim, length)
     own = local if any(config.windows) else None
     return replace(config, rope=full, local_rope=own, recurrence=conv, recurrent_layers=recurrent)
 

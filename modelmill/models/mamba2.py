@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
 from modelmill.models._hf_config import (
     non_negative_float,
     num_layers,
@@ -47,7 +47,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     require_supported_value(raw, "hidden_act", ("silu", "swish"), "silu")
     require_supported_value(raw, "rms_norm", (True,), True)
     hidden, expand = positive_int(raw, "hidden_size"), positive_int(raw, "expand", default=2)
-    raw = overlay_config(raw, {"head_dim": 64})
+    raw = with_config_defaults(raw, {"head_dim": 64})
     heads, dim, groups = read_mamba_head_sizes(
         raw, expand * hidden, ("num_heads", "head_dim", "n_groups"), groups=8
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias_fields, positive_int, require_supported_value
 from modelmill.models._llama_common import CHECKPOINT_NAMES, SLIDING_ATTENTION, ConfigDefaults
@@ -33,7 +33,9 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     require_supported_value(
         raw, "rope_scaling", (None,), None
     )  # rope_parameters has one for each layer type
-    raw = overlay_config(raw, CONFIG_DEFAULTS, {"rope_theta": None, "rope_scaling": None})
+    raw = with_config_defaults(
+        raw, CONFIG_DEFAULTS, overrides={"rope_theta": None, "rope_scaling": None}
+    )
     full, local = (
         _llama_common.config_from_hf(
             each,

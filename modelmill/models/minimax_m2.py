@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     checked_rotary_channels,
@@ -45,7 +45,7 @@ FLOAT32_TENSORS = SELECTION_BIAS_PATTERNS
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in MiniMaxM2Config."""
-    raw = overlay_config(raw, {"head_dim": 128})
+    raw = with_config_defaults(raw, {"head_dim": 128})
     kinds = raw.get("attn_type_list")
     if isinstance(kinds, list):  # 1: full attention
         require_supported_value(
@@ -54,7 +54,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     if raw.get("rotary_dim") is not None:
         turned, dim = positive_int(raw, "rotary_dim"), positive_int(raw, "head_dim")
         checked_rotary_channels("rotary_dim", turned, turned)
-        raw = overlay_config(raw, {"partial_rotary_factor": turned / dim})
+        raw = with_config_defaults(raw, {"partial_rotary_factor": turned / dim})
     act = read_activation(raw, "hidden_act", "silu")
     config = _llama_common.config_from_hf(
         raw,

@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import (
+    RawConfig,
+    with_config_defaults,
+    with_config_overrides,
+)
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import non_negative_float, positive_int
 from modelmill.models._llama_common import ConfigDefaults
@@ -25,7 +29,7 @@ DEFAULT_ROPE: Mapping[str, Any] = {
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Ministral3Config."""
-    raw = overlay_config(raw, {"num_key_value_heads": 8, "head_dim": 128})
+    raw = with_config_defaults(raw, {"num_key_value_heads": 8, "head_dim": 128})
     plain, growth = split_attention_temperature(raw, DEFAULT_ROPE)
     config = _llama_common.config_from_hf(
         plain, ConfigDefaults(positions=262144, eps=1e-5, activation="silu")
@@ -59,4 +63,4 @@ def split_attention_temperature(
     unread = (SCALING_BETA_KEY, "max_position_embeddings", *idle)
     for each in (*unread, *(() if scales else (ORIGINAL_LENGTH_KEY,))):
         rope.pop(each, None)
-    return overlay_config(raw, {}, {key: rope}), growth
+    return with_config_overrides(raw, {key: rope}), growth

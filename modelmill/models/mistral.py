@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import num_layers
 from modelmill.models._llama_common import ConfigDefaults
@@ -18,8 +18,10 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     # MistralConfig knows neither use_sliding_window nor max_window_layers: the window holds in
     # every layer. One with layer_types is read as Ministral's, as transformers' AutoConfig does:
     # only the layers named sliding have it
-    raw = overlay_config(
-        raw, {"num_key_value_heads": 8}, {"use_sliding_window": True, "max_window_layers": 0}
+    raw = with_config_defaults(
+        raw,
+        {"num_key_value_heads": 8},
+        overrides={"use_sliding_window": True, "max_window_layers": 0},
     )
     return _llama_common.config_from_hf(
         raw,

@@ -8,7 +8,7 @@ from typing import Any
 
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
 from modelmill.models import _deepseek_common
 from modelmill.models._deepseek_common import decoder_config
 from modelmill.models._hf_config import config_object, positive_int, read_boolean
@@ -38,7 +38,7 @@ ROTATED_SHARE_KEY = "partial_rotary_factor"
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Mistral4Config."""
-    raw = overlay_config(raw, DEFAULT_SIZES)
+    raw = with_config_defaults(raw, DEFAULT_SIZES)
     _check_rotated_share(raw)
     plain, growth = split_attention_temperature(raw, DEFAULT_ROPE, idle=(ROTATED_SHARE_KEY,))
     router = replace(

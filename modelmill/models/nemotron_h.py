@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import positive_int, read_activation, read_boolean
 from modelmill.models._llama_common import ConfigDefaults
@@ -63,13 +63,13 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     # files of the first models name the channels of a head otherwise
     size = positive_int(raw, "head_dim", "attention_head_dim", default=128)
     kinds = read_layer_indices_by_branch(raw)
-    raw = overlay_config(raw, CONFIG_DEFAULTS, {"head_dim": size})
+    raw = with_config_defaults(raw, CONFIG_DEFAULTS, overrides={"head_dim": size})
     act = read_activation(raw, "mlp_hidden_act", "relu2")
     bias = read_boolean(raw, "mlp_bias", False)
     keys = {"num_hidden_layers": kinds.number, "rms_norm_eps": raw["layer_norm_epsilon"]}
     config = _llama_common.config_from_hf(
-        overlay_config(raw, {}, keys), ConfigDefaults(positions=4096), layer=OneBranchLayer,
-        gated=False, activation=act,
+        with_config_defaults(raw, {}, overrides=keys), ConfigDefaults(positions=4096),
+        layer=OneBranchLayer, gated=False, activation=act,
         mlp_bias=bias, recurrence=mamba_spec(raw), recurrent_layers=kinds.recurrent,
         mlp_layers=kinds.mlp | kinds.experts, dense_layers=kinds.mlp,
     )  # fmt: skip

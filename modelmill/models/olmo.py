@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias_fields, optional_positive_float
 from modelmill.models._llama_common import ConfigDefaults
@@ -19,7 +19,7 @@ UNUSED_CONFIG_KEYS = ("rms_norm_eps",)  # of LLaMA's class, from which files of 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in OlmoConfig."""
     return _llama_common.config_from_hf(
-        overlay_config(raw, {}, {"rms_norm_eps": 1e-5}),
+        with_config_overrides(raw, {"rms_norm_eps": 1e-5}),
         ConfigDefaults(activation="silu"),
         norm=LAYER_NORM_WITHOUT_BIAS,
         qkv_clip=optional_positive_float(raw, "clip_qkv"),

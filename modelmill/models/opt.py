@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _gpt2_common
 from modelmill.models._hf_config import (
     linear_bias_fields,
@@ -42,7 +42,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         require_supported_value(raw, key, (value,), value)
     affine = read_boolean(raw, "layer_norm_elementwise_affine", True)
     config = _gpt2_common.config_from_hf(
-        overlay_config(raw, {}, {"ffn_dim": positive_int(raw, "ffn_dim", default=3072)}),
+        with_config_overrides(raw, {"ffn_dim": positive_int(raw, "ffn_dim", default=3072)}),
         hidden=("hidden_size",),
         heads=("num_attention_heads",),
         layers=("num_hidden_layers",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import ALL_BIASES_ENABLED, positive_int, refuse_custom_head_dim
 from modelmill.models._llama_common import ConfigDefaults
@@ -27,7 +27,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
     sizes = {**refuse_custom_head_dim(raw, hidden, heads), "num_key_value_heads": None}
     return _llama_common.config_from_hf(
-        overlay_config(raw, {}, sizes),
+        with_config_overrides(raw, sizes),
         ConfigDefaults(positions=16384, activation="relu2"),
         layer_norm="layer_norm_eps",
         partial=0.5,

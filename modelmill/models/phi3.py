@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
 from modelmill.models import _llama_common
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._rename_rules import CheckpointLayout
@@ -20,7 +20,7 @@ UNUSED_CONFIG_KEYS = ("original_max_position_embeddings",)  # read where somethi
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Phi3Config."""
-    raw = overlay_config(raw, {"original_max_position_embeddings": 4096})
+    raw = with_config_defaults(raw, {"original_max_position_embeddings": 4096})
     config = _llama_common.config_from_hf(
         raw,
         ConfigDefaults(positions=4096, eps=1e-5, activation="silu"),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _llama_common, mixtral
 from modelmill.models._hf_config import (
     attention_bias_fields,
@@ -74,4 +74,4 @@ def _with_attention_factor(raw: RawConfig) -> RawConfig:
             f"{short:g}; they must be equal"
         )
     rest = {name: value for name, value in scaling.items() if not name.endswith("_mscale")}
-    return overlay_config(raw, {}, {key: {**rest, "attention_factor": short}})
+    return with_config_overrides(raw, {key: {**rest, "attention_factor": short}})

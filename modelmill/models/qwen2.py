@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import num_layers, read_boolean
 from modelmill.models._llama_common import ConfigDefaults
@@ -21,5 +21,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
 def layer_windows(raw: RawConfig) -> tuple[int | None, ...]:
     """Windows only with ``use_sliding_window``, whose default is false, as in Qwen3, too."""
     windowed = read_boolean(raw, "use_sliding_window", False)
-    raw = overlay_config(raw, {"max_window_layers": 28}, {"use_sliding_window": windowed})
+    raw = with_config_defaults(
+        raw, {"max_window_layers": 28}, overrides={"use_sliding_window": windowed}
+    )
     return _llama_common.sliding_windows(raw, num_layers(raw, "num_hidden_layers"))

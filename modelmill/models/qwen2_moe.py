@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     non_negative_float,
@@ -63,4 +63,4 @@ def _windows(raw: RawConfig, layers: int) -> tuple[int | None, ...]:
         for layer in range(layers)
     ]
     switches = {"use_sliding_window": windowed, "layer_types": types}
-    return _llama_common.sliding_windows(overlay_config(raw, {}, switches), layers)
+    return _llama_common.sliding_windows(with_config_overrides(raw, switches), layers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias_fields, positive_int, read_boolean
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
@@ -25,7 +25,7 @@ UNUSED_CONFIG_KEYS = ("max_window_layers",)  # a window holds in every layer
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Qwen3MoeConfig."""
     windowed = read_boolean(raw, "use_sliding_window", False)
-    raw = overlay_config(raw, {"num_key_value_heads": 4, "sliding_window": 4096})
+    raw = with_config_defaults(raw, {"num_key_value_heads": 4, "sliding_window": 4096})
     config = _llama_common.config_from_hf(
         raw,
         ConfigDefaults(positions=32768, activation="silu"),

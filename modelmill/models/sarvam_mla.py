@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import (
+    RawConfig,
+    with_config_defaults,
+    with_config_overrides,
+)
 from modelmill.models import _deepseek_common, _sarvam_config
 from modelmill.models._deepseek_common import SIGMOID_ROUTER_SETTINGS, decoder_config
 from modelmill.models._hf_config import read_boolean
@@ -36,7 +40,7 @@ DEEPSEEK_YARN = "deepseek_yarn"
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in SarvamMLAConfig."""
-    raw = overlay_config(_with_yarn(raw), {"q_lora_rank": None})
+    raw = with_config_defaults(_with_yarn(raw), {"q_lora_rank": None})
     raw = _sarvam_config.with_expert_counts(raw, 128)
     return decoder_config(
         raw,
@@ -55,4 +59,4 @@ def _with_yarn(raw: RawConfig) -> RawConfig:
     if DEEPSEEK_YARN not in (scaling.get("type"), scaling.get("rope_type")):
         return raw
     plain = {key: value for key, value in scaling.items() if key != "type"}
-    return overlay_config(raw, {}, {"rope_scaling": {**plain, "rope_type": "yarn"}})
+    return with_config_overrides(raw, {"rope_scaling": {**plain, "rope_type": "yarn"}})

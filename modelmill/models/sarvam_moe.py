@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
 from modelmill.models import _moe_config, _sarvam_config, glm4_moe
 from modelmill.models._hf_config import first_set_key, first_value, read_boolean
 from modelmill.models._llama_common import ConfigDefaults
@@ -39,7 +39,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     bias = read_boolean(raw, first_set_key(raw, BIAS_KEYS), False)
     raw = _sarvam_config.with_expert_counts(raw, 128)
     return glm4_moe.decoder_config(
-        overlay_config(raw, {"use_qk_norm": True}, {"attention_bias": bias}),
+        with_config_defaults(raw, {"use_qk_norm": True}, overrides={"attention_bias": bias}),
         CONFIG_DEFAULTS,
         RouterConfig(128, 6, scale=2.5),
         inner=1024,

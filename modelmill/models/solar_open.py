@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
 from modelmill.models import _llama_common, _moe_config
 from modelmill.models._hf_config import positive_int, read_activation, read_boolean
 from modelmill.models._llama_common import ConfigDefaults
@@ -25,8 +25,8 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     act = read_activation(raw, "hidden_act", "silu")
     inner = positive_int(raw, "moe_intermediate_size", default=1280)
     config = _llama_common.config_from_hf(
-        overlay_config(
-            raw, {"num_key_value_heads": 8, "head_dim": 128}, {"intermediate_size": inner}
+        with_config_defaults(
+            raw, {"num_key_value_heads": 8, "head_dim": 128}, overrides={"intermediate_size": inner}
         ),
         ConfigDefaults(positions=131072, eps=1e-5, theta=1000000.0),
         activation=act,

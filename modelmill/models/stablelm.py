@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     non_negative_float,
@@ -27,8 +27,8 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     eps = non_negative_float(raw, "layer_norm_eps", default=1e-5)
     normed, parallel = read_boolean(raw, "qk_layernorm", False), "use_parallel_residual"
     hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
-    raw = overlay_config(
-        raw, {"num_key_value_heads": 32}, refuse_custom_head_dim(raw, hidden, heads)
+    raw = with_config_defaults(
+        raw, {"num_key_value_heads": 32}, overrides=refuse_custom_head_dim(raw, hidden, heads)
     )
     return _llama_common.config_from_hf(
         raw,

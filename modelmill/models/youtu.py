@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.read_tracking_config import RawConfig, overlay_config
+from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
 from modelmill.models import _deepseek_common
 from modelmill.models._deepseek_common import decoder_config
 from modelmill.models._hf_config import read_boolean
@@ -24,7 +24,7 @@ DENSE_MODEL_DEFAULTS = {
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in YoutuConfig."""
     config = decoder_config(
-        overlay_config(raw, {"tie_word_embeddings": True}, DENSE_MODEL_DEFAULTS),
+        with_config_defaults(raw, {"tie_word_embeddings": True}, overrides=DENSE_MODEL_DEFAULTS),
         RouterConfig(1, 1),
         positions=131072,
         neighbours=read_boolean(raw, "rope_interleave", True),

@@ -38,7 +38,7 @@ class TunedLaunchConfigs:
         return sum(len(by_key) for by_key in self.configs.values())
 
 
-def filter_supported(
+def filter_by_candidates(
     module: ModuleType, configs: Mapping[GemmKey, tuple[int, ...]]
 ) -> dict[GemmKey, tuple[int, ...]]:
     """The configs that are among the candidates of ``module``; all others are dropped."""

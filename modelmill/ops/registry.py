@@ -40,7 +40,7 @@ from modelmill.core.module_lookup import (
 )
 from modelmill.ops.bound_op import OpImplementation, SelectedOp, hook_all_ops, wrap_with_after_call
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.launch_configs import TunedLaunchConfigs, filter_supported
+from modelmill.ops.launch_configs import TunedLaunchConfigs, filter_by_candidates
 
 BACKENDS_BESIDES_TORCH = ("cuda", "triton", "cpu")
 BACKEND_PREFERENCE = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpu", "torch")}
@@ -371,7 +371,7 @@ def _with_launch_configs(
 ) -> Callable[..., Any]:
     """``module.run`` with this device's autotuned launch configs bound, if there are any."""
     run: Callable[..., Any] = module.run
-    configs = None if tuning is None else filter_supported(module, tuning.configs.get(op, {}))
+    configs = None if tuning is None else filter_by_candidates(module, tuning.configs.get(op, {}))
     return functools.partial(run, configs=configs) if configs else run
 
 

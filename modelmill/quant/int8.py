@@ -6,10 +6,10 @@ import torch
 
 from modelmill.core.config import BuildConfig
 from modelmill.core.recipe_declaration import (
-    CombinedTolerances,
     FormatTolerances,
     ImageTolerances,
     RecipeDeclaration,
+    TotalErrorTolerances,
 )
 from modelmill.quant.recipe import InputStatistics, Recipe
 from modelmill.weights.base import WeightFormat, pack_as_format
@@ -25,7 +25,7 @@ DECLARATION = RecipeDeclaration(
     tolerances=FormatTolerances(
         weight=(0.1, 0.3, 1.6e-2),
         block=(0.4, 0.3, 0.05),
-        whole=CombinedTolerances(linear=(1e-1, 3e-1), gain=1.6e-2, logits=3.5e-2),
+        whole=TotalErrorTolerances(linear=(1e-1, 3e-1), gain=1.6e-2, logits=3.5e-2),
         images=ImageTolerances(embedding=1e-1, mask_logits=2e-1),
     ),
 )

@@ -316,7 +316,7 @@ class BatchPacker:
         slots[:], snapshot_slots[:], snapshot_ends[:] = padding, padding, -1
         for i, (seq, count) in enumerate(work):
             slots[i] = seq.table_row
-            snapshot = seq.next_step_snapshot(count)
+            snapshot = seq.planned_state_snapshot(count)
             if snapshot is not None:
                 snapshot_slots[i], snapshot_ends[i] = snapshot.slot, snapshot.end
 

@@ -180,5 +180,7 @@ class BeamSearch:
         if first.num_outputs < (params.min_tokens or 0) and first.stop_ids:
             logs[:, sorted(t for t in first.stop_ids if t < logs.shape[1])] = float("-inf")
         if settings:
-            self._apply_processor_per_beam(logits_processors.apply_after_min_tokens, logs, settings)
+            self._apply_processor_per_beam(
+                logits_processors.force_and_suppress_tokens, logs, settings
+            )
         return logs.log_softmax(-1) if settings and settings.renormalize_logits else logs

@@ -27,11 +27,11 @@ from modelmill.core.config import RunConfig
 from modelmill.core.errors import RequestError
 from modelmill.core.types import EngineStats, FinishReason, Request, TokenOutput
 from modelmill.loader import capacity
-from modelmill.loader.device import pick_device, rank_devices, set_cpu_threads
+from modelmill.loader.device import rank_devices, resolve_device, set_cpu_threads
 from modelmill.loader.model_loader import build_rank_model, load_model
 from modelmill.loader.sleepable_memory import SleepableMemory
 from modelmill.loader.state_capacity import StateCapacity
-from modelmill.loader.tuning import load_tuning
+from modelmill.loader.tuned_launch_configs import load_tuning
 from modelmill.loader.unpack_weights import unpack_weights_without_kernels
 from modelmill.nn.kv import KVCache, Zeros, kv_cache_dtype, lazily_backed_zeros
 from modelmill.nn.latent_attention import LatentExpansionPolicy
@@ -49,11 +49,11 @@ from modelmill.runtime.input_processor import InputProcessor, MakeGuide
 from modelmill.runtime.kv_pages import PagePool
 from modelmill.runtime.model_runner import ModelRunner
 from modelmill.runtime.output_processor import OutputProcessor
+from modelmill.runtime.pending_step import PendingStep
 from modelmill.runtime.sampler import Sampler
 from modelmill.runtime.scheduler import Schedule, Scheduler, SchedulerLimits
 from modelmill.runtime.sequence import RequestLimits, RopeFrequencyRule, Sequence
 from modelmill.runtime.state_snapshots import StateSnapshotCache
-from modelmill.runtime.step_results import PendingStep
 from modelmill.runtime.tp_worker_pool import TPWorkerPool
 from modelmill.vision.encoder_runner import VisionEncoderRunner
 
@@ -214,7 +214,7 @@ class EngineCore:
     ) -> tuple[SleepableMemory | None, KVCache, RecurrentStateCache | None, int | None]:
         """The memory that sleeps, if any, the KV pages, the states and their padding slot."""
         memory = SleepableMemory(self.device) if self.config.enable_sleep_mode else None
-        zeros = lazily_backed_zeros if memory is None else memory.allocate_zeros
+        zeros = lazily_backed_zeros if memory is None else memory.allocate_cache_zeros
         return memory, self._allocate_pages(zeros), *self._allocate_states(zeros)
 
     def _allocate_pages(self, zeros: Zeros) -> KVCache:
@@ -265,7 +265,7 @@ class EngineCore:
             config = replace(
                 config, kv_cache_dtype=artifact.manifest.build.get("kv_cache_dtype", "auto")
             )
-        device = pick_device(config.device)
+        device = resolve_device(config.device)
         if config.tp == 1:
             check(artifact)
             return cls.load_for_rank(artifact, config, device)

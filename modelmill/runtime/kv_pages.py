@@ -96,7 +96,7 @@ class PagePool:
         """Referenced pages of each page group."""
         return list(self._num_in_use)
 
-    def alloc(self, group: int = 0) -> int | None:
+    def alloc_page(self, group: int = 0) -> int | None:
         """Allocate a page with one reference; None if all pages are referenced.
 
         Evicts the least recently used idle page if none is free.

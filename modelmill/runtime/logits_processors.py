@@ -103,7 +103,9 @@ def apply_after_penalties(row: torch.Tensor, seq: Sequence, processors: LogitsPr
         _ban_ids(row, (word[0] for word in processors.bad_words_ids if word[0] not in ends))
 
 
-def apply_after_min_tokens(row: torch.Tensor, seq: Sequence, processors: LogitsProcessors) -> None:
+def force_and_suppress_tokens(
+    row: torch.Tensor, seq: Sequence, processors: LogitsProcessors
+) -> None:
     """Processors that transformers runs after the minimum lengths."""
     if (
         processors.forced_bos_token_id is not None

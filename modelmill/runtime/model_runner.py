@@ -41,16 +41,16 @@ from modelmill.runtime.cuda_graphs import (
     PrefillGraphs,
 )
 from modelmill.runtime.graph_sizes import PaddedSize
-from modelmill.runtime.sampler import Sampler, SamplingBatch
-from modelmill.runtime.scheduler import Schedule
-from modelmill.runtime.sequence import Sequence
-from modelmill.runtime.step_results import (
+from modelmill.runtime.pending_step import (
     PendingStep,
     StepForward,
     StepLogitRows,
     assign_logit_rows,
     sum_pooled_hidden_states,
 )
+from modelmill.runtime.sampler import Sampler, SamplingBatch
+from modelmill.runtime.scheduler import Schedule
+from modelmill.runtime.sequence import Sequence
 from modelmill.runtime.tp_worker_pool import (
     COPY_PAGES_COMMAND,
     COPY_STATES_COMMAND,

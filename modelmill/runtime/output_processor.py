@@ -9,10 +9,10 @@ import torch
 
 from modelmill.core.types import MEAN_POOLING, FinishReason, Logprob, TokenOutput
 from modelmill.runtime.beam_search import BeamSearch
+from modelmill.runtime.pending_step import PendingStep
 from modelmill.runtime.sampler import Sampler, read_logprobs
 from modelmill.runtime.scheduler import Scheduler
 from modelmill.runtime.sequence import Sequence
-from modelmill.runtime.step_results import PendingStep
 
 
 class OutputProcessor:

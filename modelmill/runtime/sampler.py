@@ -257,7 +257,7 @@ class Sampler:
         if changes.banned is not None:
             logits[changes.banned] = float("-inf")
         for row, settings in changes.processors:
-            logits_processors.apply_after_min_tokens(logits[row], batch.seqs[row], settings)
+            logits_processors.force_and_suppress_tokens(logits[row], batch.seqs[row], settings)
         if changes.guided_rows is not None:
             masks = self._grammar_masks(batch)
             logits[changes.guided_rows] = logits_processors.apply_token_mask(
@@ -327,8 +327,10 @@ class Sampler:
         repetition = presence = frequency = None
         rows = self._int_tensor(counted)
         slots = self._int_tensor([self.token_counts.get_or_fill_slot(seqs[i]) for i in counted])
-        if any(_repetition_penalty(p) != 1.0 for p in params):
-            repetition = self._float_tensor([_repetition_penalty(p) for p in params])[:, None]
+        if any(_effective_repetition_penalty(p) != 1.0 for p in params):
+            repetition = self._float_tensor([_effective_repetition_penalty(p) for p in params])[
+                :, None
+            ]
         if any(p.presence_penalty or p.frequency_penalty for p in params):
             presence = self._float_tensor([p.presence_penalty or 0.0 for p in params])[:, None]
             frequency = self._float_tensor([p.frequency_penalty or 0.0 for p in params])[:, None]
@@ -369,13 +371,15 @@ def _sampling_arrays(params: list[SamplingParams]) -> dict[str, np.ndarray]:
     }
 
 
-def _repetition_penalty(params: SamplingParams) -> float:
+def _effective_repetition_penalty(params: SamplingParams) -> float:
     return 1.0 if params.repetition_penalty is None else params.repetition_penalty
 
 
 def _needs_token_counts(params: SamplingParams) -> bool:
     return bool(
-        _repetition_penalty(params) != 1.0 or params.presence_penalty or params.frequency_penalty
+        _effective_repetition_penalty(params) != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
     )
 
 

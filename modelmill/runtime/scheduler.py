@@ -422,7 +422,7 @@ class Scheduler:
                 if self.limits.prefix_caching:
                     self.cache_full_pages(seq)
                 self.free_pages_outside_window(seq, cached_only=self.limits.prefix_caching)
-            if seq.computed == seq.length and self.seq_needs_sampling(seq):
+            if seq.computed == seq.length and self.has_tokens_left_to_sample(seq):
                 seq.add_pending_token()
         for leader, siblings in schedule.forks.items():
             for other in siblings:
@@ -434,7 +434,7 @@ class Scheduler:
                     self.add(other)
 
     @staticmethod
-    def seq_needs_sampling(seq: Sequence) -> bool:
+    def has_tokens_left_to_sample(seq: Sequence) -> bool:
         """Whether a token is sampled from the logits of its last token."""
         return seq.beam_search is None and seq.length < seq.max_length
 
@@ -560,11 +560,11 @@ class Scheduler:
             for index in range(first, last + 1):
                 if index < len(pages) and self.pool.refs[pages[index]] == 1:
                     continue
-                page = self.pool.alloc(group)
+                page = self.pool.alloc_page(group)
                 while page is None:
                     if overlapped or not self._preempt_latest_for(seq, schedule, picked):
                         return False
-                    page = self.pool.alloc(group)
+                    page = self.pool.alloc_page(group)
                 if index < len(pages):
                     # shared with a fork: the copy runs before the step that writes into it
                     old = pages[index]
@@ -819,7 +819,7 @@ class Scheduler:
                 or seq.computed + count < seq.prompt_len
             ):
                 continue
-            if not self.seq_needs_sampling(seq):
+            if not self.has_tokens_left_to_sample(seq):
                 continue
             rows = max(
                 self._num_free_table_rows() - sum(len(s) for s in schedule.forks.values()), 0

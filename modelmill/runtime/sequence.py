@@ -321,7 +321,7 @@ class Sequence:
         self.snapshots.append(snapshot)
         self.snapshot_end = snapshot.end
 
-    def next_step_snapshot(self, count: int) -> Snapshot | None:
+    def planned_state_snapshot(self, count: int) -> Snapshot | None:
         """The snapshot that the next step, of ``count`` tokens, keeps."""
         last = self.snapshots[-1] if self.snapshots else None
         # one of the step before may end where this one starts

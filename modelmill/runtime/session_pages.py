@@ -234,7 +234,7 @@ def import_session(core: EngineCore, session: SessionPages, cache_salt: str) -> 
         for row, (key, (group, position)) in enumerate(zip(group_keys, places, strict=True)):
             page = pool.cached_page_for_key(key)
             if page is None:
-                page = pool.alloc(group)
+                page = pool.alloc_page(group)
                 if page is None:
                     break
                 fresh.append((row, page))

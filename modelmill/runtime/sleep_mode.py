@@ -12,14 +12,14 @@ import time
 import torch
 
 from modelmill.core.errors import CapacityError, UsageError
-from modelmill.core.types import SleepReport
+from modelmill.core.types import SleepOrWakeReport
 from modelmill.loader.sleepable_memory import SleepableMemory
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.model_runner import ModelRunner
 from modelmill.runtime.tp_worker_pool import SLEEP_COMMAND, WAKE_UP_COMMAND, StepCommand
 
 
-def sleep(core: EngineCore) -> SleepReport:
+def sleep(core: EngineCore) -> SleepOrWakeReport:
     """Offload the weights and drop the KV cache; calling it again does nothing.
 
     Args:
@@ -42,7 +42,7 @@ def sleep(core: EngineCore) -> SleepReport:
     return _make_sleep_report(core, started)
 
 
-def wake_up(core: EngineCore) -> SleepReport:
+def wake_up(core: EngineCore) -> SleepOrWakeReport:
     """Take memory for weights and KV cache again; does nothing to an engine that is awake.
 
     Raises:
@@ -91,9 +91,9 @@ def _run_on_all_ranks(core: EngineCore, command: str) -> None:
     core.ping_tp_workers()  # the others are done, too
 
 
-def _make_sleep_report(core: EngineCore, started: float) -> SleepReport:
+def _make_sleep_report(core: EngineCore, started: float) -> SleepOrWakeReport:
     runner = core.model_runner
     assert runner.memory is not None, "it was checked"
     seconds, ranks = time.perf_counter() - started, runner.tp_group.size
     left = 0 if core.device == "cpu" else torch.cuda.memory_reserved(core.device)
-    return SleepReport(seconds, ranks * runner.memory.host_bytes, ranks * left)
+    return SleepOrWakeReport(seconds, ranks * runner.memory.host_bytes, ranks * left)

@@ -111,7 +111,7 @@ class Compactor:
     def count_tokens(self, items: Sequence[Any]) -> int:
         """Tokens of the prompt that the items make."""
         messages = items_to_messages(list(items), self._body.instructions)
-        return len(self._request_state(messages).request.prompt)
+        return len(self._make_request_state(messages).request.prompt)
 
     def _summary_limit(self, saved: int) -> int:
         """Tokens of the summary.
@@ -160,9 +160,9 @@ class Compactor:
     def _summary_state(
         self, messages: Sequence[Mapping[str, Any]], limit: int
     ) -> RequestOutputState:
-        return self._request_state(_with_summary_prompt(messages, limit))
+        return self._make_request_state(_with_summary_prompt(messages, limit))
 
-    def _request_state(self, messages: Sequence[Mapping[str, Any]]) -> RequestOutputState:
+    def _make_request_state(self, messages: Sequence[Mapping[str, Any]]) -> RequestOutputState:
         """The request of a conversation, which may be longer than the context."""
         chat = self._chat_request(messages, None)
         limit = max_tokenize_tokens(self._max_model_len)

@@ -76,7 +76,7 @@ def _relax_schemas(
         schema = relaxer.relax_root()
         same = schema == original
         relaxed = grammar if same else Grammar("json", json.dumps(schema))
-        return relaxed, relaxer.list_reasons(), relaxer.one_of_places
+        return relaxed, relaxer.relaxation_reasons(), relaxer.one_of_places
     if grammar.grammar_type != "calls":
         return grammar, [], []
     value = json.loads(grammar.text)
@@ -84,7 +84,7 @@ def _relax_schemas(
     for function in value["functions"]:
         relaxer = SchemaRelaxer(function["arguments"], kept_places, f"{function['name']}: ")
         functions.append({**function, "arguments": relaxer.relax_root()})
-        all_reasons += relaxer.list_reasons()
+        all_reasons += relaxer.relaxation_reasons()
         all_places += relaxer.one_of_places
     if functions == value["functions"]:
         return grammar, [], all_places
@@ -181,7 +181,7 @@ class SchemaRelaxer:
         """Weaken the whole schema."""
         return self._relax(self._root, "#")
 
-    def list_reasons(self) -> list[str]:
+    def relaxation_reasons(self) -> list[str]:
         """What is not enforced, with its place, in order."""
         reasons = [f"{self._prefix}{reason}" for reason in self._reasons]
         more = len(reasons) - MAX_LISTED_REASONS

@@ -19,7 +19,7 @@ from modelmill.core import malloc
 from modelmill.core.config import RunConfig, config_from_dict
 from modelmill.core.errors import RequestError
 from modelmill.core.types import EngineStats
-from modelmill.loader.device import pick_device, set_cpu_threads
+from modelmill.loader.device import resolve_device, set_cpu_threads
 from modelmill.serve.segmentation_messages import (
     SEGMENTATION_ENGINE_TYPE,
     SegmentationFailure,
@@ -65,7 +65,7 @@ def load_sam(open_engine: OpenEngine, artifact: Any) -> SamModel:
     It runs one image, so that all memory is allocated before other engines measure what is free.
     """
     config = config_from_dict(RunConfig, open_engine.run, "run")
-    device = pick_device(config.device)
+    device = resolve_device(config.device)
     if device == "cpu":
         set_cpu_threads(config.threads)
     model = open_sam_model(artifact, device, config.kernels, open_engine.image_cache_bytes)

@@ -25,7 +25,7 @@ class StatsClient:
     @property
     def total_stats(self) -> EngineStats | None:
         """Counters since the server started and the latest gauges; None before any report."""
-        return None if self._latest is None else _add_counters(self._latest, self._previous)
+        return None if self._latest is None else _add_earlier_counters(self._latest, self._previous)
 
     async def request_stats(self, timeout: float) -> None:
         """Ask the worker for a report and wait for it, at most ``timeout`` seconds."""
@@ -51,7 +51,7 @@ class StatsClient:
             if not future.done():
                 future.set_exception(TimeoutError())
         if self._latest is not None:
-            self._previous = _add_counters(self._latest, self._previous)
+            self._previous = _add_earlier_counters(self._latest, self._previous)
             self._latest = _stats_between_workers(self._latest)
 
 
@@ -72,7 +72,7 @@ def _stats_between_workers(last: EngineStats) -> EngineStats:
     )
 
 
-def _add_counters(now: EngineStats, before: EngineStats) -> EngineStats:
+def _add_earlier_counters(now: EngineStats, before: EngineStats) -> EngineStats:
     """Gauges of ``now``, and counters of both."""
     return replace(
         now,

@@ -13,9 +13,9 @@ from modelmill.artifact.verify import verify_file_hashes
 from modelmill.core.config import BuildConfig, RunConfig, config_from_dict
 from modelmill.core.errors import UsageError
 from modelmill.core.progress_callback import Progress
-from modelmill.loader.cache_split import split_cache_bytes
+from modelmill.loader.cache_split import with_split_cache_bytes
 from modelmill.loader.capacity import cpu_kv_cache_budget
-from modelmill.loader.device import pick_device
+from modelmill.loader.device import resolve_device
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.serve import memory_budget
 from modelmill.serve.worker_inbox import MessageChannel
@@ -88,8 +88,8 @@ def _with_memory_budget(
     plain = Artifact(artifact.path, artifact.manifest)
     sizes = (config.kv_cache_bytes, config.state_cache_bytes)
     if open_engine.cache_bytes is not None and None in sizes:
-        return split_cache_bytes(config, plain, open_engine.cache_bytes // config.tp)
-    device = pick_device(config.device)
+        return with_split_cache_bytes(config, plain, open_engine.cache_bytes // config.tp)
+    device = resolve_device(config.device)
     if device == "cpu":
         num_other_engines = open_engine.num_loaded_before + len(open_engine.later_weight_bytes)
         shared = memory_budget.with_cpu_cache_budget(
@@ -100,7 +100,7 @@ def _with_memory_budget(
         )
         if shared is config or shared.kv_cache_bytes is None:
             return config
-        return split_cache_bytes(shared, plain, shared.kv_cache_bytes)
+        return with_split_cache_bytes(shared, plain, shared.kv_cache_bytes)
     import torch
 
     free, total = torch.cuda.mem_get_info(torch.device(device))

@@ -64,7 +64,7 @@ class HarmonyAnswerParser(AnswerParser):
     def _flush_buffer(self, cut: bool) -> list[AnswerPiece]:
         """See ``AnswerParser``."""
         rest, self._buffer = self._buffer, ""
-        if self._mode in (self._scan_call_arguments, self._discard_call_rest):
+        if self._mode in (self._scan_call_arguments, self._scan_discarded_call_rest):
             if self._mode == self._scan_call_arguments:
                 self._feed_arguments(rest, final=True)
             if not self._has_arguments and not cut:
@@ -127,17 +127,17 @@ class HarmonyAnswerParser(AnswerParser):
             if not self._buffer:
                 return False
             if self._buffer[0] != "{":
-                self._mode = self._discard_call_rest
+                self._mode = self._scan_discarded_call_rest
                 return True
         self._buffer = self._buffer[self._feed_arguments(self._buffer, final=False) :]
         if not (self._arguments.done or self._arguments.failed):
             return False
         if self._arguments.failed:
             self._output.break_call()
-        self._mode = self._discard_call_rest
+        self._mode = self._scan_discarded_call_rest
         return True
 
-    def _discard_call_rest(self) -> bool:
+    def _scan_discarded_call_rest(self) -> bool:
         """What follows the arguments is discarded up to the end of the message."""
         _, ended = self._take_message_text()
         if ended:

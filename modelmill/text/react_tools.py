@@ -198,7 +198,7 @@ class ReactAnswerParser(AnswerParser):
             begun = suffix_overlap(self._buffer, "\n" + OBSERVATION_LABEL)
             kept = self._buffer[: len(self._buffer) - (begun if begun > 1 else 0)]
             self._end_arguments("" if OBSERVATION_LABEL.startswith(kept.strip()) else kept, cut)
-        elif self._mode != self._discard_rest:
+        elif self._mode != self._scan_discarded_rest:
             self._output.add_text(self._lead + self._buffer[self._added_chars :])
         self._buffer = ""
         return self._output.finish(cut)
@@ -337,7 +337,7 @@ class ReactAnswerParser(AnswerParser):
         if stream.failed:
             self._output.break_call()
         if stream.done or stream.failed:
-            self._mode = self._discard_rest
+            self._mode = self._scan_discarded_rest
         return at
 
     def _end_arguments(self, rest: str, cut: bool = False) -> None:
@@ -348,7 +348,7 @@ class ReactAnswerParser(AnswerParser):
             self._output.add_arguments(escape_json_text(rest.rstrip()) + ("" if cut else '"'))
         elif self._arguments is not None:
             self._feed_arguments(rest, final=True)
-        self._buffer, self._mode = "", self._discard_rest
+        self._buffer, self._mode = "", self._scan_discarded_rest
 
     def _scan_final_answer(self) -> bool:
         """Emit the final answer without leading whitespace."""
@@ -359,7 +359,7 @@ class ReactAnswerParser(AnswerParser):
         self._buffer = ""
         return False
 
-    def _discard_rest(self) -> bool:
+    def _scan_discarded_rest(self) -> bool:
         """Discard the rest of the answer."""
         self._buffer = ""
         return False

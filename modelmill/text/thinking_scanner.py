@@ -17,7 +17,7 @@ from modelmill.text.tool_call_reader import (
 
 
 @dataclass(frozen=True)
-class AnswerThinkingScope:
+class AnswerThinkingSyntax:
     """Where an answer may have thinking.
 
     Attributes:
@@ -33,13 +33,13 @@ class AnswerThinkingScope:
     repeats: bool
 
 
-def find_thinking_scope(
+def find_thinking_syntax(
     syntax: ChatSyntax,
     thinking: ThinkingSyntax | None,
     prompt_thinking: PromptThinking,
     begun: BegunPart,
     calls: bool,
-) -> AnswerThinkingScope | None:
+) -> AnswerThinkingSyntax | None:
     """Return where an answer may have thinking; None if it has none.
 
     Args:
@@ -56,7 +56,7 @@ def find_thinking_scope(
     ends = [closing, *([START_TOKEN] if repeats else [])]
     if thinking.ends_at_calls and calls:
         ends += opening_marks(syntax.calls)
-    return AnswerThinkingScope(opening, tuple(ends), prompt_thinking == "open", repeats)
+    return AnswerThinkingSyntax(opening, tuple(ends), prompt_thinking == "open", repeats)
 
 
 class ThinkingScanner:
@@ -65,7 +65,7 @@ class ThinkingScanner:
     The result does not depend on how the text was cut into pieces.
     """
 
-    def __init__(self, scope: AnswerThinkingScope) -> None:
+    def __init__(self, scope: AnswerThinkingSyntax) -> None:
         self._scope = scope
         self._inside, self._at_start, self._over = scope.begun, not scope.begun, False
         self._buffer = ""

@@ -10,7 +10,7 @@ from benchmarks import moe_tiles
 @pytest.mark.parametrize("tokens", moe_tiles.TOKENS)
 @pytest.mark.parametrize("weight_format", moe_tiles.DECODE)
 def test_every_candidate_changes_something_that_exists(weight_format: str, tokens: int) -> None:
-    tried = moe_tiles.candidates(weight_format, tokens, moe_tiles.QWEN3_30B_A3B)
+    tried = moe_tiles.candidates(weight_format, tokens, moe_tiles.moe_step.QWEN3_30B_A3B)
     labels = []
     for label, context in tried:
         with context:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import trace_file
-from modelmill.eval.datasets import read_request_lengths
+from modelmill.eval.datasets import sample_request_lengths
 
 CSV = b"TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:15:46.6805900,374,44\r\n"
 SHA256 = hashlib.sha256(CSV).hexdigest()
@@ -24,7 +24,7 @@ def _source(tmp_path: Path) -> str:
 def test_the_trace_is_fetched_once_and_kept(tmp_path: Path) -> None:
     url, path = _source(tmp_path), tmp_path / "cache" / "trace.csv"
     trace_file.fetch_azure_trace(path, url, SHA256)
-    assert read_request_lengths(path, 1) == [(374, 44)]
+    assert sample_request_lengths(path, 1) == [(374, 44)]
     (tmp_path / "source.csv").unlink()
     assert trace_file.fetch_azure_trace(path, url, SHA256) == path
     assert [each.name for each in path.parent.iterdir()] == ["trace.csv"]

@@ -19,7 +19,7 @@ from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError, TensorMismatch, UnknownArchitecture
 from modelmill.core.module_lookup import import_module_if_exists
-from modelmill.core.read_tracking_config import ReadTrackingConfig, overlay_config
+from modelmill.core.read_tracking_config import ReadTrackingConfig, with_config_defaults
 from tests.checkpoint.checkpoint_factory import (
     LLAMA_CONFIG,
     llama_state,
@@ -443,7 +443,7 @@ def test_a_view_knows_what_was_read() -> None:
     view = ReadTrackingConfig({"a": 1, "b": 2, "c": None, "d": 4, "e": {"x": 1}})
     assert view.get("a") == 1
     assert view.get("z", 5) == 5
-    over = overlay_config(view, {"a": 0, "f": 6}, {"b": 3})
+    over = with_config_defaults(view, {"a": 0, "f": 6}, overrides={"b": 3})
     assert (over["a"], over["b"], over["f"]) == (1, 3, 6)
     part = view.sub_view(view["e"], "e.")
     assert view.unread() == {"b": 2, "d": 4, "e.x": 1}

@@ -22,8 +22,8 @@ from modelmill.eval.article_summarization import (
     engine_fingerprint,
     make_summary_task,
     reference_fingerprint,
+    rouge_and_speed,
     rouge_differences,
-    score_summaries,
     summarize_articles,
 )
 from modelmill.eval.datasets import Article
@@ -261,7 +261,7 @@ def test_a_file_of_another_kind_is_refused_and_not_touched(content: str, tmp_pat
 def test_report_and_differences() -> None:
     task = make_summary_task(fake_llm(), ITEMS, 9)
     summaries = summarize_articles(task, Copier(), Letters().decode, store=SummaryResumeFile(None))
-    report = score_summaries(summaries, ITEMS, RougeScorer())
+    report = rouge_and_speed(summaries, ITEMS, RougeScorer())
     assert report["items"] == 3
     assert report["output_tokens"] == 27
     assert report["rouge"]["rouge1"] > 0

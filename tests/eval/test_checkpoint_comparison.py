@@ -13,7 +13,7 @@ from modelmill.eval import checkpoint_comparison
 from modelmill.eval.checkpoint_comparison import (
     TokenizerCheck,
     TokenizerReference,
-    plot_layer_errors,
+    draw_layer_errors,
 )
 from modelmill.eval.report import plot
 
@@ -56,7 +56,7 @@ UNSURE = TokenizerCheck("template", "c", "transformers", None, note="cannot rend
     ],
 )
 def test_verdict(accepted: bool, checks: list[TokenizerCheck], passed: bool, verdict: str) -> None:
-    result = checkpoint_comparison.compare_text_and_layers(
+    result = checkpoint_comparison.compare_tokenizer_and_layers(
         None, None, lambda: accept_report(accepted), checks
     )  # type: ignore[arg-type]
     assert result["passed"] is passed
@@ -128,6 +128,6 @@ def test_plot_takes_zero_and_infinite_errors(tmp_path: Path) -> None:
         layer("head", None, 1e-6),
     ]
     layers[2]["max_rel"] = "inf"
-    plot(tmp_path / "a.png", lambda axes: plot_layer_errors(axes, layers), "verdict")
-    plot(tmp_path / "b.png", lambda axes: plot_layer_errors(axes, []), "verdict")
+    plot(tmp_path / "a.png", lambda axes: draw_layer_errors(axes, layers), "verdict")
+    plot(tmp_path / "b.png", lambda axes: draw_layer_errors(axes, []), "verdict")
     assert (tmp_path / "a.png").stat().st_size > 1000

@@ -12,8 +12,8 @@ from modelmill.eval.datasets import (
     random_requests,
     read_articles,
     read_bench_requests,
-    read_jsonl,
-    read_request_lengths,
+    read_numbered_jsonl,
+    sample_request_lengths,
 )
 
 
@@ -22,7 +22,7 @@ def encode(text: str) -> list[int]:
 
 
 def test_the_trace_is_selected_by_the_published_rule(shared: Path) -> None:
-    lengths = read_request_lengths(shared / "data/text/azure_conversation_trace.csv", 500)
+    lengths = sample_request_lengths(shared / "data/text/azure_conversation_trace.csv", 500)
     assert len(lengths) == 500
     assert sum(prompt for prompt, _ in lengths) == 428_293
     assert sum(output for _, output in lengths) == 109_147
@@ -33,13 +33,13 @@ def test_trace_limits(tmp_path: Path) -> None:
     path.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\nx,3,5\nx,4,1\nx,100,0\nx,60,40\nx,60,41\n"
     )
-    assert sorted(read_request_lengths(path, 10, limit=100)) == [(4, 1), (60, 40)]
+    assert sorted(sample_request_lengths(path, 10, limit=100)) == [(4, 1), (60, 40)]
     path.write_text("ContextTokens,GeneratedTokens\n5,many\n")
     with pytest.raises(UsageError, match="line 2"):
-        read_request_lengths(path, 10)
+        sample_request_lengths(path, 10)
     path.write_text("a,b\n1,2\n")
     with pytest.raises(UsageError, match="no columns"):
-        read_request_lengths(path, 10)
+        sample_request_lengths(path, 10)
 
 
 def test_sharegpt(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_broken_lines_are_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(UsageError) as caught:
-        list(read_jsonl(path))
+        list(read_numbered_jsonl(path))
     assert str(path) in str(caught.value)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from modelmill.eval import large_op_cases
-from modelmill.eval.op_cases import EXTRA_CASES, bench_cases
+from modelmill.eval.op_cases import EXTRA_CASE_MAKERS, bench_cases
 from modelmill.ops import groupwise, int4_linear, int8_group_linear, registry
 from modelmill.ops.case import nbytes
 from modelmill.ops.gated_rms_norm import NORM_PER_HEAD
@@ -49,10 +49,10 @@ SMALL: dict[str, large_op_cases.CaseMaker] = {
 
 
 def test_every_maker_is_tried_small() -> None:
-    assert set(SMALL) == set(large_op_cases.LARGE_CASES)
-    assert all(EXTRA_CASES["cuda"][op] is large_op_cases.LARGE_CASES[op] for op in SMALL), (
-        "none is replaced by another of its name"
-    )
+    assert set(SMALL) == set(large_op_cases.LARGE_CASE_MAKERS)
+    assert all(
+        EXTRA_CASE_MAKERS["cuda"][op] is large_op_cases.LARGE_CASE_MAKERS[op] for op in SMALL
+    ), "none is replaced by another of its name"
 
 
 def tensors(values: Any) -> list[torch.Tensor]:
@@ -88,7 +88,7 @@ def test_bytes_and_operations_are_counted(op: str) -> None:
             groupwise.cases_for_shapes, [(8, 960, 400, 32)], int8_group_linear.random_weight
         ),
     }
-    maker = large_op_cases.LARGE_CASES[op]
+    maker = large_op_cases.LARGE_CASE_MAKERS[op]
     make = wide.get(op) or partial(maker.func, [(200, 2048)])  # type: ignore[attr-defined]
     with torch.inference_mode():
         for case in make("cpu", torch.float16):

@@ -16,9 +16,9 @@ from modelmill.eval.op_bench import (
     bench_ops,
     make_argument_sets,
     runnable_implementations,
-    with_roofline,
+    with_time_and_roofline,
 )
-from modelmill.eval.op_cases import EXTRA_CASES, bench_cases
+from modelmill.eval.op_cases import EXTRA_CASE_MAKERS, bench_cases
 from modelmill.eval.roofline import Roofline, measure_roofline
 from modelmill.ops import registry
 from modelmill.ops.case import Case
@@ -78,16 +78,16 @@ def test_the_fraction_is_the_floor_over_the_time() -> None:
     half.
     """
     base = OpTiming("linear", "x", "float32", "torch", True, "graph")
-    result = with_roofline(
+    result = with_time_and_roofline(
         base, Case("x", {}, 1_000_000, 2_000_000), [300e-6, 200e-6, 150e-6], CEILINGS
     )
     assert result.fraction == pytest.approx(0.5)
     assert result.bound == "memory"
     assert result.gbps == pytest.approx(5.0)
     assert result.tflops == pytest.approx(0.01)
-    many = with_roofline(base, Case("x", {}, 1_000_000, 40_000_000), [800e-6], CEILINGS)
+    many = with_time_and_roofline(base, Case("x", {}, 1_000_000, 40_000_000), [800e-6], CEILINGS)
     assert (many.bound, many.fraction) == ("products", pytest.approx(0.5))
-    best = with_roofline(
+    best = with_time_and_roofline(
         OpTiming("linear", "x", "float32", "torch", True, "host"),
         Case("x", {}, 1_000_000),
         [200e-6, 125e-6],
@@ -103,10 +103,10 @@ def test_products_of_8_bits_have_a_ceiling_of_their_own() -> None:
     base = OpTiming("w8a8_linear", "x", "float32", "cuda", True, "graph")
     case = Case("x", {"x": torch.ones(2, 2, dtype=torch.int8)}, 1000, 40_000_000)
     both = Roofline("cuda", 10e9, {"float32": 100e9, "int8": 400e9})
-    assert with_roofline(base, case, [200e-6], both).fraction == pytest.approx(0.5)
-    assert with_roofline(base, case, [800e-6], CEILINGS).fraction == pytest.approx(0.5)
+    assert with_time_and_roofline(base, case, [200e-6], both).fraction == pytest.approx(0.5)
+    assert with_time_and_roofline(base, case, [800e-6], CEILINGS).fraction == pytest.approx(0.5)
     wide = Case("x", {"x": torch.ones(2, 2)}, 1000, 40_000_000)
-    assert with_roofline(base, wide, [800e-6], both).fraction == pytest.approx(0.5)
+    assert with_time_and_roofline(base, wide, [800e-6], both).fraction == pytest.approx(0.5)
 
 
 def test_what_is_8_bits_of_a_sum_takes_its_own_time() -> None:
@@ -135,7 +135,7 @@ def test_a_gpu_has_rates_of_8_bits() -> None:
 
 
 def test_what_counts_no_bytes_has_no_fraction() -> None:
-    result = with_roofline(
+    result = with_time_and_roofline(
         OpTiming("decode", "x", "float32", "cpu", True, "host"), Case("x", {}), [1e-3], CEILINGS
     )
     assert (result.fraction, result.gbps, result.bound) == (None, None, None)
@@ -215,9 +215,9 @@ def test_what_is_picked_is_the_first_that_serves(
     assert [each.variant for each in results if each.chosen] == [expected]
 
 
-@pytest.mark.parametrize("device", EXTRA_CASES)
+@pytest.mark.parametrize("device", EXTRA_CASE_MAKERS)
 def test_the_extra_shapes_belong_to_ops_of_the_registry(device: str) -> None:
-    assert set(EXTRA_CASES[device]) <= set(registry.op_names())
+    assert set(EXTRA_CASE_MAKERS[device]) <= set(registry.op_names())
 
 
 def test_extra_cases_are_right_for_their_ops() -> None:
@@ -225,7 +225,7 @@ def test_extra_cases_are_right_for_their_ops() -> None:
     ``make test`` an op's smallest.
     """
     with torch.inference_mode():
-        for op, make in EXTRA_CASES["cpu"].items():
+        for op, make in EXTRA_CASE_MAKERS["cpu"].items():
             cases = sorted(make("cpu", torch.float32), key=lambda case: case.bytes_moved)
             for number, case in enumerate(cases):
                 is_short = "49152" not in case.name and "4096" not in case.name

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelmill.eval.op_cases import bench_cases
-from modelmill.eval.op_cost import OpCost, count_attended_keys, op_cost
+from modelmill.eval.op_cost import OpCost, count_attended_keys_and_pairs, op_cost
 from modelmill.ops import registry
 from modelmill.ops.int8_linear import quantize
 from modelmill.ops.paged_attention import PagedAttentionInputs
@@ -86,7 +86,7 @@ def test_attended_is_what_a_mask_shows(new: int, before: int, window: int | None
     context = new + before
     row, column = torch.arange(before, context)[:, None], torch.arange(context)[None]
     mask = (column <= row) & (column > row - (window or context + 1))
-    assert count_attended_keys([new], [context], window) == (
+    assert count_attended_keys_and_pairs([new], [context], window) == (
         int(mask.any(0).sum()),
         int(mask.sum()),
     )

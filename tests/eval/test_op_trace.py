@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from modelmill.eval.op_trace import layer_group_name, make_label, parse_label, trace_ops
+from modelmill.eval.op_trace import make_label, module_name_pattern, parse_label, trace_ops
 from modelmill.nn.synthetic_step import synthetic_step
 from modelmill.ops import registry
 from tests.runtime.tiny import decoder
@@ -62,5 +62,5 @@ def test_labels_are_read_back() -> None:
 
 
 def test_layers_are_grouped() -> None:
-    assert layer_group_name("layers.17.attn.core") == "layers.*.attn.core"
-    assert layer_group_name("head") == "head"
+    assert module_name_pattern("layers.17.attn.core") == "layers.*.attn.core"
+    assert module_name_pattern("head") == "head"

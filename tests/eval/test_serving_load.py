@@ -20,7 +20,7 @@ from modelmill.eval.serving_load import (
     run_serving_load,
     summarize_load,
 )
-from modelmill.eval.serving_plots import GRID_SHAPE, draw_plots
+from modelmill.eval.serving_plots import GRID_SHAPE, draw_subplots
 
 
 def sse(*events: Any) -> bytes:
@@ -302,7 +302,7 @@ def test_what_is_drawn(load: ServingLoad, tmp_path: Path) -> None:
     drawn_axes: list[Any] = []
 
     def keep_axes(axes: Any) -> None:
-        draw_plots(axes, visits, 2.0, load)
+        draw_subplots(axes, visits, 2.0, load)
         drawn_axes.extend(axes)
 
     plot(tmp_path / "x.png", keep_axes, "t", GRID_SHAPE)

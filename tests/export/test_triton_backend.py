@@ -18,9 +18,9 @@ from modelmill.core.errors import RequestError, UsageError
 from modelmill.core.types import SamplingParams
 from modelmill.export.triton_backend import (
     TritonBackend,
-    check_single_instance,
-    place_on_triton_device,
+    check_one_instance_per_device,
     set_python_executable,
+    with_triton_device,
 )
 from modelmill.export.triton_repository import EngineStartOptions, export_triton_repository
 from modelmill.export.triton_tensors import parse_request
@@ -278,13 +278,15 @@ def test_what_cannot_be_opened_is_triton_s_exception(repository: Path, tmp_path:
 
 
 def test_one_instance_a_device() -> None:
-    check_single_instance({"instance_group": [{"kind": "KIND_GPU", "count": 1, "gpus": [0, 1]}]})
-    check_single_instance(
+    check_one_instance_per_device(
+        {"instance_group": [{"kind": "KIND_GPU", "count": 1, "gpus": [0, 1]}]}
+    )
+    check_one_instance_per_device(
         {"instance_group": [{"kind": "KIND_GPU", "gpus": [0]}, {"kind": "KIND_GPU", "gpus": [1]}]}
     )
-    check_single_instance({})
+    check_one_instance_per_device({})
     with pytest.raises(UsageError, match="2 instances on GPU 1"):
-        check_single_instance(
+        check_one_instance_per_device(
             {
                 "instance_group": [
                     {"kind": "KIND_GPU", "gpus": [0, 1]},
@@ -293,17 +295,15 @@ def test_one_instance_a_device() -> None:
             }
         )
     with pytest.raises(UsageError, match="set count to 1"):
-        check_single_instance({"instance_group": [{"kind": "KIND_MODEL", "count": 3}]})
+        check_one_instance_per_device({"instance_group": [{"kind": "KIND_MODEL", "count": 3}]})
 
 
 def test_triton_s_device_is_taken() -> None:
     gpu = {"model_instance_kind": "GPU", "model_instance_device_id": "3"}
-    assert place_on_triton_device(RunConfig(), gpu).device == "cuda:3"
+    assert with_triton_device(RunConfig(), gpu).device == "cuda:3"
+    assert with_triton_device(RunConfig(), {**gpu, "model_instance_kind": "CPU"}).device == "cpu"
     assert (
-        place_on_triton_device(RunConfig(), {**gpu, "model_instance_kind": "CPU"}).device == "cpu"
-    )
-    assert (
-        place_on_triton_device(
+        with_triton_device(
             RunConfig(device="cuda:1"), {**gpu, "model_instance_kind": "MODEL"}
         ).device
         == "cuda:1"

@@ -11,7 +11,7 @@ import torch
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError
 from modelmill.loader import cache_split
-from modelmill.loader.cache_split import split_cache_bytes
+from modelmill.loader.cache_split import with_split_cache_bytes
 from tests.runtime import tiny
 
 ARTIFACT: Any = SimpleNamespace(manifest=SimpleNamespace(build={"dtype": "float32"}))
@@ -24,7 +24,7 @@ def hybrid() -> Any:
 
 def split(monkeypatch: pytest.MonkeyPatch, model: Any, nbytes: int, **options: Any) -> RunConfig:
     monkeypatch.setattr(cache_split, "build_rank_model", lambda *_: model)
-    return split_cache_bytes(RunConfig(**options), ARTIFACT, nbytes)
+    return with_split_cache_bytes(RunConfig(**options), ARTIFACT, nbytes)
 
 
 def test_a_model_without_state_has_all_for_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError, MissingDependency, UsageError
 from modelmill.loader import capacity
 from modelmill.loader.capacity import kv_pages_for_bytes, resolve_max_model_len
-from modelmill.loader.device import available_cores, pick_device, set_cpu_threads
+from modelmill.loader.device import available_cores, resolve_device, set_cpu_threads
 from modelmill.nn.kv import KVShape
 from modelmill.nn.step import Step
 from modelmill.ops.registry import select_backends
@@ -74,9 +74,9 @@ def test_more_than_there_is_is_refused_before_it_is_written(
 def test_options_that_make_no_sense() -> None:
     for name in ("tpu", "cuda:x", "mps"):
         with pytest.raises(UsageError):
-            pick_device(name)
+            resolve_device(name)
     with pytest.raises(MissingDependency):
-        pick_device("cuda:99")
+        resolve_device("cuda:99")
     with pytest.raises(UsageError, match="exceeds the engine's 128"):
         EngineCore(tiny.decoder(), RunConfig(max_model_len=129))
     assert EngineCore(tiny.decoder(), RunConfig(max_num_seqs=2)).num_pages == 16

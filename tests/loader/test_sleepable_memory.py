@@ -402,7 +402,7 @@ def test_nothing_is_unpinned_before_an_engine_is_awake(library: FakeLibrary) -> 
     weights = cuda_region(library, 2 * CHUNK)
     weights.extend_backing(2 * CHUNK)
     memory._weights.append(weights)
-    memory.allocate_zeros((9, CHUNK), torch.uint8, "cuda:3")
+    memory.allocate_cache_zeros((9, CHUNK), torch.uint8, "cuda:3")
     memory.sleep()
     library.calls.clear()
     memory.wake_up()
@@ -425,7 +425,7 @@ def test_a_wake_up_that_fails_takes_nothing(library: FakeLibrary, free_chunks: i
     values = torch.arange(2 * CHUNK).to(torch.uint8)
     weights.bytes.copy_(values)
     memory._weights.append(weights)
-    cache = memory.allocate_zeros((2, CHUNK), torch.uint8, "cuda:3")
+    cache = memory.allocate_cache_zeros((2, CHUNK), torch.uint8, "cuda:3")
     free = library.free_bytes
     memory.sleep()
     library.free_bytes = free_chunks * CHUNK

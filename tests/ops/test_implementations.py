@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.eval.large_op_cases import LARGE_CASES
+from modelmill.eval.large_op_cases import LARGE_CASE_MAKERS
 from modelmill.ops import latent_rope_cache, qkv_rope_cache, registry
 from modelmill.ops.case import Case, randn
 from modelmill.ops.quant_types import quantize_per_row
@@ -493,7 +493,7 @@ def _at_model_sizes(op: str) -> Callable[[str, torch.dtype], Iterator[Case]]:
 
     def make(device: str, dtype: torch.dtype) -> Iterator[Case]:
         if device == "cuda":
-            yield from LARGE_CASES[op](device, dtype)
+            yield from LARGE_CASE_MAKERS[op](device, dtype)
 
     return make
 

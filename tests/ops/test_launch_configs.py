@@ -16,7 +16,7 @@ from modelmill.ops.int8_linear import quantize
 from modelmill.ops.launch_configs import (
     TORCH_DTYPES,
     TunedLaunchConfigs,
-    filter_supported,
+    filter_by_candidates,
     format_key,
     parse_key,
 )
@@ -65,12 +65,12 @@ def test_a_variant_takes_only_what_it_offers(op: str) -> None:
         (1, 64, 64, torch.bfloat16): (7, 7, 7),
         (3, 64, 64, torch.bfloat16): (16, 32, 256, 5, 4),
     }
-    assert filter_supported(module, chosen) == {key: offered[-1]}
+    assert filter_by_candidates(module, chosen) == {key: offered[-1]}
 
 
 def test_an_op_without_sizes_takes_none() -> None:
     module = registry.implementations("rms_norm")["triton"]
-    assert filter_supported(module, {(1, 64, 64, torch.bfloat16): (1, 1, 1)}) == {}
+    assert filter_by_candidates(module, {(1, 64, 64, torch.bfloat16): (1, 1, 1)}) == {}
 
 
 @pytest.mark.parametrize("op", ["w8a8_linear", "fp8_linear"])

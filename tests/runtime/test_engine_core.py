@@ -277,7 +277,7 @@ def test_what_can_never_be_served_is_refused() -> None:
 def test_alone_in_an_exhausted_pool_ends_with_length() -> None:
     engine = tiny.make_engine(pages=16)
     # the pool shrinks under the loop, as if others held it
-    pages = [engine.scheduler.pool.alloc() for _ in range(12)]
+    pages = [engine.scheduler.pool.alloc_page() for _ in range(12)]
     for overlap in (False, True):
         engine._overlap = overlap
         engine.add(

@@ -35,7 +35,7 @@ class PoolMachine(RuleBasedStateMachine):
     def take(self) -> int | None:
         idle = self.had & self.content.keys() - self.ref_counts.keys()
         left = self.had - self.ref_counts.keys() - idle
-        page = self.pool.alloc()
+        page = self.pool.alloc_page()
         if page is None:
             assert len(self.ref_counts) == COUNT
             return None
@@ -116,15 +116,15 @@ TestPool.settings = settings(deadline=None, max_examples=60, stateful_step_count
 
 def test_least_recently_used_goes_first() -> None:
     pool = PagePool(3)
-    pages = [pool.alloc() for _ in range(3)]
+    pages = [pool.alloc_page() for _ in range(3)]
     for i, page in enumerate(pages):
         pool.add_to_prefix_cache(page, bytes([i]))
     for i in (1, 0, 2):
         pool.decref(pages[i])
     pool.incref(pages[1])
     pool.decref(pages[1])
-    assert [pool.alloc() for _ in range(3)] == [pages[0], pages[2], pages[1]]
-    assert pool.alloc() is None
+    assert [pool.alloc_page() for _ in range(3)] == [pages[0], pages[2], pages[1]]
+    assert pool.alloc_page() is None
     assert pool.num_cached == 0
 
 
@@ -133,7 +133,7 @@ def test_memory_is_what_is_held_at_once_and_what_is_kept(max_cached: int | None,
     """However many prefixes come and go, each of two pages."""
     pool = PagePool(40, max_cached)
     for number in range(100):
-        pages = [pool.alloc(), pool.alloc()]
+        pages = [pool.alloc_page(), pool.alloc_page()]
         for place, page in enumerate(pages):
             assert page is not None
             pool.add_to_prefix_cache(page, bytes([number, place]))

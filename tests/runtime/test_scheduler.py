@@ -268,11 +268,11 @@ def test_a_postponed_schedule_takes_its_copies_on_write_back() -> None:
     assert before[0] == before[1] == before[2]
     free = scheduler.pool.num_available
     remaining = [True, False]
-    alloc = scheduler.pool.alloc
-    scheduler.pool.alloc = lambda *_: alloc() if remaining.pop(0) else None  # type: ignore[method-assign]
+    alloc_page = scheduler.pool.alloc_page
+    scheduler.pool.alloc_page = lambda *_: alloc_page() if remaining.pop(0) else None  # type: ignore[method-assign]
     assert scheduler.schedule(overlapped=True) is None
     assert remaining == []
-    scheduler.pool.alloc = alloc  # type: ignore[method-assign]
+    scheduler.pool.alloc_page = alloc_page  # type: ignore[method-assign]
     assert [list(seq.pages) for seq in scheduler.running] == before
     assert scheduler.pool.num_available == free
     rows = [scheduler.tables.table[seq.table_row, 1].item() for seq in scheduler.running]

@@ -18,7 +18,7 @@ import torch
 from modelmill.async_llm import AsyncLLM
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import CapacityError, RequestError, UsageError
-from modelmill.core.types import SamplingParams, SleepReport
+from modelmill.core.types import SamplingParams, SleepOrWakeReport
 from modelmill.llm import LLM, build_engine
 from modelmill.loader import sleepable_memory
 from modelmill.loader.reachable_tensors import reachable_tensors
@@ -201,7 +201,7 @@ def test_an_asyncio_call_that_is_cancelled_harms_nothing(
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     has_started, may_end = threading.Event(), threading.Event()
 
-    def slow_wake_up(core: EngineCore) -> SleepReport:
+    def slow_wake_up(core: EngineCore) -> SleepOrWakeReport:
         has_started.set()
         may_end.wait()
         return wake_up(core)

@@ -131,7 +131,7 @@ def test_a_schema_becomes_one_that_can_be_used(
     schema: Any, weaker: Any, reasons: list[str]
 ) -> None:
     relaxer = SchemaRelaxer(schema)
-    assert (relaxer.relax_root(), relaxer.list_reasons()) == (weaker, reasons)
+    assert (relaxer.relax_root(), relaxer.relaxation_reasons()) == (weaker, reasons)
     grammar, _, _ = relax_grammar(Grammar("json", json.dumps(schema)))
     check_grammar(grammar)
 
@@ -275,13 +275,13 @@ def test_only_what_cannot_be_used_is_made_weaker(
 def test_alternatives_that_no_value_fits_both_of(one: Any, other: Any, disjoint: bool) -> None:
     relaxer = SchemaRelaxer({"$defs": DEFINITIONS, "oneOf": [one, other]})
     assert "anyOf" in relaxer.relax_root()
-    assert (relaxer.list_reasons() == []) == disjoint
+    assert (relaxer.relaxation_reasons() == []) == disjoint
 
 
 def test_reasons_are_limited() -> None:
     many = {f"p{index}": UNIQUE for index in range(MAX_LISTED_REASONS + 5)}
     relaxer = SchemaRelaxer({"type": "object", "properties": many})
     relaxer.relax_root()
-    reasons = relaxer.list_reasons()
+    reasons = relaxer.relaxation_reasons()
     assert len(reasons) == MAX_LISTED_REASONS + 1
     assert reasons[-1] == "5 further keywords are not enforced"

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from modelmill.core.types import Request, SamplingParams, SleepReport
+from modelmill.core.types import Request, SamplingParams, SleepOrWakeReport
 from modelmill.runtime import sleep_mode
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.serve import json_logs, sleep_worker
@@ -496,7 +496,7 @@ def test_going_to_sleep_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """To pin the memory of large weights takes as long as the system needs."""
     may_end = threading.Event()
 
-    def slow_sleep(core: EngineCore) -> SleepReport:
+    def slow_sleep(core: EngineCore) -> SleepOrWakeReport:
         assert may_end.wait(TIMEOUT_SECONDS)
         return sleep_mode.sleep(core)
 

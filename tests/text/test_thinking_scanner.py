@@ -13,19 +13,19 @@ from modelmill.text.answer_parser import make_answer_parser
 from modelmill.text.answer_pieces import collect_answer
 from modelmill.text.chat_format_registry import list_chat_formats, load_chat_syntax
 from modelmill.text.thinking_scanner import (
-    AnswerThinkingScope,
+    AnswerThinkingSyntax,
     ThinkingScanner,
-    find_thinking_scope,
+    find_thinking_syntax,
 )
 from tests.hypothesis_examples import examples
 
 THINKING_FORMATS = [
     name for name in list_chat_formats() if load_chat_syntax(name).thinking is not None
 ]
-SCOPE = AnswerThinkingScope("<think>", ("</think>",), begun=False, repeats=False)
+SCOPE = AnswerThinkingSyntax("<think>", ("</think>",), begun=False, repeats=False)
 
 
-def scan(scope: AnswerThinkingScope, pieces: list[str]) -> list[tuple[str, bool]]:
+def scan(scope: AnswerThinkingSyntax, pieces: list[str]) -> list[tuple[str, bool]]:
     """The spans of a text in pieces; neighbours of a kind are one."""
     scanner, out = ThinkingScanner(scope), list[tuple[str, bool]]()
     for text, thinks in [
@@ -66,7 +66,7 @@ def test_the_parser_of_each_format_agrees(name: str) -> None:
     content = syntax.content[0] if syntax.content else ""
     for prompt_thinking, begin in (("free", opening), ("open", "")):
         text = f"{begin}A STOP b{closing}{between}{content}Yes STOP no"
-        scope = find_thinking_scope(syntax, syntax.thinking, prompt_thinking, "", False)  # type: ignore[arg-type]
+        scope = find_thinking_syntax(syntax, syntax.thinking, prompt_thinking, "", False)  # type: ignore[arg-type]
         spans = scan(scope, list(text))  # type: ignore[arg-type]
         assert [thinks for _, thinks in spans] == [True, False]
         assert "A STOP b" in spans[0][0]
@@ -85,7 +85,7 @@ def test_the_parser_of_each_format_agrees(name: str) -> None:
 
 def test_thinking_between_the_messages_of_gpt_oss() -> None:
     syntax = load_chat_syntax("gpt_oss")
-    scope = find_thinking_scope(syntax, syntax.thinking, "free", "", False)
+    scope = find_thinking_syntax(syntax, syntax.thinking, "free", "", False)
     first = "<|channel|>analysis<|message|>a<|end|>"
     middle = "<|start|>assistant<|channel|>commentary<|message|>b<|end|><|start|>assistant"
     last = "<|start|>assistant<|channel|>final<|message|>d"
@@ -101,7 +101,7 @@ def test_a_call_ends_the_thinking_where_it_does_in_the_parser() -> None:
         (True, [("why<｜tool▁calls▁begin｜>", True), ("f", False)]),
         (False, [(text, True)]),
     ):
-        scope = find_thinking_scope(syntax, syntax.thinking, "open", "", calls)
+        scope = find_thinking_syntax(syntax, syntax.thinking, "open", "", calls)
         assert scope is not None
         assert scan(scope, list(text)) == spans
 
@@ -115,7 +115,7 @@ def test_the_cut_does_not_matter(parts: list[str], draw: Any) -> None:
     text = "".join(parts)
     for begun in (False, True):
         for repeats in (False, True):
-            scope = AnswerThinkingScope("<think>", ("</think>",), begun, repeats)
+            scope = AnswerThinkingSyntax("<think>", ("</think>",), begun, repeats)
             cuts = sorted(draw.draw(st.lists(st.integers(0, len(text)), max_size=4)))
             pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
             assert scan(scope, pieces) == scan(scope, [text])
@@ -133,7 +133,7 @@ class _Letters:
 
 
 def read(
-    text: str, stops: list[str], scope: AnswerThinkingScope | None, min_tokens: int = 0
+    text: str, stops: list[str], scope: AnswerThinkingSyntax | None, min_tokens: int = 0
 ) -> Any:
     """(text, matched stop string) of an answer of one letter a token."""
     detokenizer = SequenceDetokenizer(_Letters(), stops, False, scope)  # type: ignore[arg-type]

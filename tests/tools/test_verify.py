@@ -13,7 +13,7 @@ import pytest
 from tools.verify import __main__ as verify
 from tools.verify import report, result
 from tools.verify.context import VerifyContext
-from tools.verify.item_1_tokens import _cut_at_eos, _fact
+from tools.verify.item_1_tokens import _cut_before_eos, _fact
 from tools.verify.item_3_converted_checkpoints import qwen_config
 from tools.verify.item_4_tokenizers import vectors
 from tools.verify.item_7_builds import file_digests, same_files
@@ -208,9 +208,9 @@ def test_a_mismatch_tells_its_place_and_margin() -> None:
 
 
 def test_the_ending_id_does_not_count() -> None:
-    assert _cut_at_eos([5, 6, 2], (2,)) == [5, 6]
-    assert _cut_at_eos([5, 2, 6], (2,)) == [5, 2, 6]
-    assert _cut_at_eos([], (2,)) == []
+    assert _cut_before_eos([5, 6, 2], (2,)) == [5, 6]
+    assert _cut_before_eos([5, 2, 6], (2,)) == [5, 2, 6]
+    assert _cut_before_eos([], (2,)) == []
 
 
 def test_vectors_must_pair_up(tmp_path: Path) -> None:

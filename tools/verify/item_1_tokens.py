@@ -72,7 +72,7 @@ def reference_answers(
         reference = context.reference()
         answers = []
         for number, prompt in enumerate(prompts, 1):
-            ids = _cut_at_eos(reference.generate([prompt], TOKENS, eos)[0][0], eos)
+            ids = _cut_before_eos(reference.generate([prompt], TOKENS, eos)[0][0], eos)
             logits = reference.logits([*prompt, *ids])[len(prompt) - 1 :]
             best = logits.topk(2, dim=-1).values
             answers.append({"ids": ids, "margins": (best[:, 0] - best[:, 1]).tolist()})
@@ -92,10 +92,10 @@ def _generate(llm: Any, prompts: list[list[int]], eos: tuple[int, ...]) -> list[
 
 
 def _ids(answer: Any, eos: tuple[int, ...]) -> list[int]:
-    return _cut_at_eos(answer.outputs[0].token_ids, eos)
+    return _cut_before_eos(answer.outputs[0].token_ids, eos)
 
 
-def _cut_at_eos(ids: list[int], eos: tuple[int, ...]) -> list[int]:
+def _cut_before_eos(ids: list[int], eos: tuple[int, ...]) -> list[int]:
     return list(ids[:-1]) if ids and ids[-1] in eos else list(ids)
 
 

@@ -101,7 +101,7 @@ def _rouge(context: VerifyContext, dtype: str, bound: float) -> list[Fact]:
         results[side] = eval_summaries.summarize_articles(
             task, summarizer, decode, store=store, on_progress=on_progress
         )
-        reports[side] = eval_summaries.score_summaries(results[side], items, RougeScorer())
+        reports[side] = eval_summaries.rouge_and_speed(results[side], items, RougeScorer())
     off = eval_summaries.rouge_differences(reports["modelmill"], reports["transformers"])
     equal = eval_summaries.count_equal_texts(results["modelmill"], results["transformers"])
     description = ", ".join(

@@ -66,7 +66,7 @@ GGUF_READERS = {
         gguf_apertus, gguf_biased_experts, gguf_delta_net, gguf_dense_families, gguf_granite_swa,
         gguf_hunyuan, gguf_lfm2, gguf_mamba2, gguf_mellum, gguf_nemotron_h,
     )
-    for architecture, reader in module.ARCHITECTURE_READERS.items()
+    for architecture, reader in module.CONFIG_READERS_AND_SOURCES.items()
 }  # fmt: skip
 """GGUF's architecture → what reads its config, and its tensors."""
 ROPE_FREQS_TENSOR_NAME = "rope_freqs.weight"

@@ -48,4 +48,4 @@ class ApertusGgufSource(GgufSource):
         return torch.tensor(float(value))
 
 
-ARCHITECTURE_READERS = {ARCHITECTURE: (apertus_config, ApertusGgufSource)}
+CONFIG_READERS_AND_SOURCES = {ARCHITECTURE: (apertus_config, ApertusGgufSource)}

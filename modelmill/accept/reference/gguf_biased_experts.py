@@ -133,7 +133,7 @@ class SarvamMoeGgufSource(GgufSource):
     }
 
 
-ARCHITECTURE_READERS: dict[str, GgufConfigReaderAndSource] = {
+CONFIG_READERS_AND_SOURCES: dict[str, GgufConfigReaderAndSource] = {
     "bailingmoe2": (sarvam_moe_config, SarvamMoeGgufSource),
     "afmoe": (afmoe_config, AfmoeGgufSource),
     DOTS1_ARCHITECTURE: (dots1_config, BiasedExpertsGgufSource),

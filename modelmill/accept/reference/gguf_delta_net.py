@@ -157,7 +157,7 @@ class DeltaNetGgufSource(GgufSource):
         return torch.cat([piece[i] for i in chosen[own] for piece in pieces])
 
 
-ARCHITECTURE_READERS: dict[str, GgufConfigReaderAndSource] = dict.fromkeys(
+CONFIG_READERS_AND_SOURCES: dict[str, GgufConfigReaderAndSource] = dict.fromkeys(
     (QWEN3_NEXT_ARCHITECTURE, QWEN35_ARCHITECTURE, QWEN35_MOE_ARCHITECTURE),
     (delta_net_config, DeltaNetGgufSource),
 )

@@ -206,7 +206,7 @@ class Phi3GgufSource(GgufSource):
                 self.read_original_tensor(f"{name}.weight")  # the config was made from it
 
 
-ARCHITECTURE_READERS: dict[str, GgufConfigReaderAndSource] = {
+CONFIG_READERS_AND_SOURCES: dict[str, GgufConfigReaderAndSource] = {
     "arcee": (_make_config_reader("arcee"), PermutedGgufSource),
     "nemotron": (_make_config_reader("nemotron", "norm_eps"), NemotronGgufSource),
     "exaone": (_make_config_reader("exaone"), ExaoneGgufSource),

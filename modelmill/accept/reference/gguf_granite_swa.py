@@ -33,4 +33,4 @@ def granite_swa_config(container: RawContainer) -> dict[str, Any]:
     }
 
 
-ARCHITECTURE_READERS = {ARCHITECTURE: (granite_swa_config, GgufSource)}
+CONFIG_READERS_AND_SOURCES = {ARCHITECTURE: (granite_swa_config, GgufSource)}

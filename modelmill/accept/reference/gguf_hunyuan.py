@@ -68,7 +68,7 @@ class HunyuanGgufSource(GgufSource):
         return super().stored_tensor_name(name)
 
 
-ARCHITECTURE_READERS: dict[str, GgufConfigReaderAndSource] = {
+CONFIG_READERS_AND_SOURCES: dict[str, GgufConfigReaderAndSource] = {
     HUNYUAN_DENSE_ARCHITECTURE: (hunyuan_config, HunyuanGgufSource),
     HUNYUAN_MOE_ARCHITECTURE: (hunyuan_config, HunyuanGgufSource),
     HY_V3_ARCHITECTURE: (hy_v3_config, HunyuanGgufSource),

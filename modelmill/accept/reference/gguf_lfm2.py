@@ -67,7 +67,7 @@ class Lfm2GgufSource(GgufSource):
         return tensor[:, None] if name.endswith(".conv.conv.weight") else tensor
 
 
-ARCHITECTURE_READERS: dict[str, GgufConfigReaderAndSource] = {
+CONFIG_READERS_AND_SOURCES: dict[str, GgufConfigReaderAndSource] = {
     LFM2_ARCHITECTURE: (lfm2_config, Lfm2GgufSource),
     LFM2_MOE_ARCHITECTURE: (lfm2_moe_config, Lfm2GgufSource),
 }

@@ -180,7 +180,7 @@ class HybridGgufSource(GgufSource):
         return undo_gguf_ssm_conversion(name, tensor) if ".mamba." in name else tensor
 
 
-ARCHITECTURE_READERS: dict[str, GgufConfigReaderAndSource] = {
+CONFIG_READERS_AND_SOURCES: dict[str, GgufConfigReaderAndSource] = {
     MAMBA2_ARCHITECTURE: (mamba2_config, Mamba2GgufSource),
     GRANITE_HYBRID_ARCHITECTURE: (granite_hybrid_config, HybridGgufSource),
     FALCON_H1_ARCHITECTURE: (falcon_h1_config, HybridGgufSource),

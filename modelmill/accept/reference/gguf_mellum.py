@@ -38,4 +38,4 @@ def mellum_config(container: RawContainer) -> dict[str, Any]:
     }
 
 
-ARCHITECTURE_READERS = {"mellum": (mellum_config, GgufSource)}
+CONFIG_READERS_AND_SOURCES = {"mellum": (mellum_config, GgufSource)}

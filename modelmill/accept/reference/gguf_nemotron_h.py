@@ -105,6 +105,6 @@ class NemotronHGgufSource(GgufSource):
         return undo_gguf_ssm_conversion(name, tensor) if is_mixed else tensor
 
 
-ARCHITECTURE_READERS = dict.fromkeys(
+CONFIG_READERS_AND_SOURCES = dict.fromkeys(
     (NEMOTRON_H_ARCHITECTURE, NEMOTRON_H_MOE_ARCHITECTURE), (nemotron_h_config, NemotronHGgufSource)
 )

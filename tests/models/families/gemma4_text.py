@@ -43,7 +43,7 @@ class FirstCaches(Gemma4Config):
     """Layers that attend to the keys of the first layer of their type, not of the last."""
 
     @cached_property
-    def kv_source_layers(self) -> dict[bool, int]:
+    def last_kv_layer_by_windowed(self) -> dict[bool, int]:
         return {self.windows[i] is not None: i for i in reversed(range(self.first_kv_shared_layer))}
 
 
@@ -51,8 +51,8 @@ class OtherCaches(Gemma4Config):
     """Layers that attend to the keys of the layer before the last of their type."""
 
     @cached_property
-    def kv_source_layers(self) -> dict[bool, int]:
-        return {full: cache % 2 for full, cache in super().kv_source_layers.items()}
+    def last_kv_layer_by_windowed(self) -> dict[bool, int]:
+        return {full: cache % 2 for full, cache in super().last_kv_layer_by_windowed.items()}
 
 
 def as_class(cls: type[Gemma4Config]) -> Change:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from modelmill.core.errors import CapacityError
-from modelmill.core.types import SleepReport
+from modelmill.core.types import SleepOrWakeReport
 from modelmill.runtime import sleep_mode
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.serve import sleep_worker
@@ -278,7 +278,7 @@ def test_a_wake_up_that_never_fits_is_refused(stories: Path) -> None:
 def test_what_sleepers_still_take_counts(stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA graphs stay on a GPU: where they leave no room, the sleeper is unloaded."""
 
-    def sleep(core: Any) -> SleepReport:
+    def sleep(core: Any) -> SleepOrWakeReport:
         return replace(sleep_mode.sleep(core), device_bytes=left[0])
 
     async def check(models: Models) -> None:

@@ -87,8 +87,8 @@ def supports_prefill(inputs: PagedAttentionInputs) -> bool:
     return (
         supports_indices(tuple(indices))
         and _is_tma_loadable(q)
-        and _supports_pages(k_cache)
-        and _supports_pages(v_cache)
+        and _is_packed_and_aligned(k_cache)
+        and _is_packed_and_aligned(v_cache)
     )
 
 
@@ -204,7 +204,7 @@ def _is_tma_loadable(x: torch.Tensor) -> bool:
     )
 
 
-def _supports_pages(cache: torch.Tensor) -> bool:
+def _is_packed_and_aligned(cache: torch.Tensor) -> bool:
     return cache.is_contiguous() and cache.data_ptr() % 16 == 0
 
 

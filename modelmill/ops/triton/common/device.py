@@ -14,7 +14,7 @@ from modelmill.ops.kernel_support import HALF_DTYPES, GemmSupportRange
 INTERPRETED = env.triton_interpret()
 # Products that dequantize the weight inside the GEMM kernel: with more rows of float32 cuBLAS uses
 # the float32 units better. No kernel accumulates in float64.
-DEQUANT_GEMM_RANGES = (
+FUSED_DEQUANT_GEMM_RANGES = (
     GemmSupportRange(dtypes=HALF_DTYPES),
     GemmSupportRange(m=(1, 16), dtypes=(torch.float32,)),
 )

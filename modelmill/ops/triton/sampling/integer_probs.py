@@ -41,7 +41,7 @@ def float_to_bits(real):
 
 
 @triton.jit
-def scaled_logits(row_ptr, at, vocab, temperature):
+def load_temperature_scaled_logits(row_ptr, at, vocab, temperature):
     """Logits times 1 / temperature; NaN and columns beyond the vocabulary are −inf."""
     x = tl.load(row_ptr + at, mask=at < vocab, other=NEG_INF)
     divisor = tl.where(temperature > 0, temperature, 1.0)

@@ -34,8 +34,8 @@ from modelmill.ops.triton.sampling.integer_probs import (
     bits_to_float,
     ceil_fraction,
     float_to_bits,
+    load_temperature_scaled_logits,
     log2_ratio,
-    scaled_logits,
     token_weight,
 )
 from modelmill.ops.triton.sampling.topk_topp import (
@@ -107,7 +107,9 @@ def _chunk_maxima(
     pdl_wait(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = scaled_logits(logits_ptr + row * stride, at, vocab, tl.load(temperature_ptr + row))
+    x = load_temperature_scaled_logits(
+        logits_ptr + row * stride, at, vocab, tl.load(temperature_ptr + row)
+    )
     chunk_max = tl.max(x)
     words = words_row_ptr(words_ptr, row, CHUNKS, GATHERED)
     tl.store(words + chunk, float_to_bits(chunk_max))
@@ -149,7 +151,9 @@ def _sum_mass_above_pivots(
         if bits_to_float(tl.load(words + chunk)) >= lo:
             step = pivot_step(lo, hi, row_max, PIVOTS)
             at = chunk * CHUNK + tl.arange(0, CHUNK)
-            x = scaled_logits(logits_ptr + row * stride, at, vocab, tl.load(temperature_ptr + row))
+            x = load_temperature_scaled_logits(
+                logits_ptr + row * stride, at, vocab, tl.load(temperature_ptr + row)
+            )
             token_mass = tl.where(counting, 1.0, tl.exp2(log2_ratio(x, row_max)))
             scale = tl.where(counting, 1.0, 1099511627776.0)
             for first in range(0, PIVOTS, 8):
@@ -183,7 +187,9 @@ def _gather_candidates(
             levels, row_max, row_min, k, p, counting, PIVOTS
         )
         at = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = scaled_logits(logits_ptr + row * stride, at, vocab, tl.load(temperature_ptr + row))
+        x = load_temperature_scaled_logits(
+            logits_ptr + row * stride, at, vocab, tl.load(temperature_ptr + row)
+        )
         if counting == 0:
             weight = token_weight(x, row_max)
             tl.atomic_add(levels + 2 * PIVOTS + TOTAL_WEIGHT_SLOT, tl.sum(weight), sem="relaxed")
@@ -253,7 +259,7 @@ def _filtered_weights(
 ):  # fmt: skip
     """Weights of the tokens of a chunk that all filters keep."""
     at = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = scaled_logits(logits_ptr + row * stride, at, vocab, temperature)
+    x = load_temperature_scaled_logits(logits_ptr + row * stride, at, vocab, temperature)
     threshold, last_id = bits_to_float(tl.load(state)), tl.load(state + 1)
     weight = token_weight(x, row_max)
     min_weight = ceil_fraction(tl.load(min_p_ptr + row), tl.full([], 1099511627776, tl.int64))

@@ -24,7 +24,7 @@ from modelmill.ops.triton.sampling.integer_probs import (
     ceil_fraction,
     float_to_key,
     key_to_float,
-    scaled_logits,
+    load_temperature_scaled_logits,
     token_weight,
 )
 
@@ -155,7 +155,7 @@ def _mass_above_keys(
     total = tl.zeros([8, CHUNK], tl.int64)
     for start in range(0, vocab, CHUNK):
         at = start + tl.arange(0, CHUNK)
-        x = scaled_logits(row_ptr, at, vocab, temperature)
+        x = load_temperature_scaled_logits(row_ptr, at, vocab, temperature)
         token_mass = tl.where(
             (x >= floor) & (at < vocab), tl.where(counting, 1, token_weight(x, row_max)), 0
         )
@@ -187,7 +187,9 @@ def _tie_break_row(row_ptr, vocab, temperature, equal, rank, CHUNK: tl.constexpr
     last_id, num_ties = vocab, rank * 0
     for start in range(0, vocab, CHUNK):
         at = start + tl.arange(0, CHUNK)
-        ties = (scaled_logits(row_ptr, at, vocab, temperature) == equal) & (at < vocab)
+        ties = (load_temperature_scaled_logits(row_ptr, at, vocab, temperature) == equal) & (
+            at < vocab
+        )
         rank_of_tie = num_ties + tl.cumsum(ties.to(tl.int32), 0).to(tl.int64)
         last_id = tl.minimum(last_id, tl.min(tl.where(ties & (rank_of_tie == rank), at, vocab)))
         num_ties += tl.sum(ties.to(tl.int32)).to(tl.int64)

@@ -11,7 +11,7 @@ import torch
 
 from modelmill.ops.kernel_support import GemmSupportRange
 from modelmill.ops.triton.common import launch_configs
-from modelmill.ops.triton.common.device import DEQUANT_GEMM_RANGES, supports_fp8
+from modelmill.ops.triton.common.device import FUSED_DEQUANT_GEMM_RANGES, supports_fp8
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.launch_configs import GemmKey, LaunchConfig, TunedConfigs
 from modelmill.ops.triton.common.launch_configs import gemm_key as gemm_key
@@ -26,7 +26,7 @@ SCALED_MM_MIN_ROWS = 256  # tokens from which torch's product is used
 # fp8 activations, or floating-point ones that are multiplied by converted weights
 SUPPORTED_PROBLEMS = tuple(
     replace(each, weight_dtypes=(FP8,), scale_dtypes=(torch.float32,))
-    for each in (GemmSupportRange(dtypes=(FP8,)), *DEQUANT_GEMM_RANGES)
+    for each in (GemmSupportRange(dtypes=(FP8,)), *FUSED_DEQUANT_GEMM_RANGES)
 )
 
 

@@ -9,11 +9,11 @@ import torch
 
 from modelmill.ops.groupwise import PACK_COLUMNS, GroupwiseLinearInputs
 from modelmill.ops.kernel_support import GemmSupportRange, Kernel
-from modelmill.ops.triton.common.device import DEQUANT_GEMM_RANGES
+from modelmill.ops.triton.common.device import FUSED_DEQUANT_GEMM_RANGES
 from modelmill.ops.triton.weight_only_gemm.dequant import multiply_dequantized
 
 SUPPORTED_PROBLEMS = tuple(
-    replace(each, group_multiple=PACK_COLUMNS) for each in DEQUANT_GEMM_RANGES
+    replace(each, group_multiple=PACK_COLUMNS) for each in FUSED_DEQUANT_GEMM_RANGES
 )
 
 # (maximum rows of x, tokens per program, weight rows per program, stages, warps)

@@ -9,7 +9,7 @@ import torch
 
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.triton.common import launch_configs
-from modelmill.ops.triton.common.device import DEQUANT_GEMM_RANGES
+from modelmill.ops.triton.common.device import FUSED_DEQUANT_GEMM_RANGES
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.launch_configs import GemmKey, LaunchConfig, TunedConfigs
 from modelmill.ops.triton.common.launch_configs import gemm_key as gemm_key
@@ -19,7 +19,7 @@ from modelmill.ops.triton.weight_only_gemm.dequant import dequantize, multiply_d
 DEQUANT_MIN_ROWS = 193
 
 
-SUPPORTED_PROBLEMS = DEQUANT_GEMM_RANGES
+SUPPORTED_PROBLEMS = FUSED_DEQUANT_GEMM_RANGES
 
 
 def supports(

@@ -14,7 +14,7 @@ from modelmill.artifact.autotune_store import (
     autotune_record_path,
     encode_autotune_record,
 )
-from modelmill.loader.tuning import load_tuning, look_up_tuning
+from modelmill.loader.tuned_launch_configs import load_tuning, look_up_tuning
 
 pytest.importorskip("triton")
 H200, A100 = "NVIDIA H200", "NVIDIA A100-SXM4-80GB"

@@ -14,7 +14,12 @@ from modelmill.artifact.autotune_store import (
 )
 from modelmill.core import log
 from modelmill.ops import registry
-from modelmill.ops.launch_configs import GemmKey, TunedLaunchConfigs, filter_supported, parse_key
+from modelmill.ops.launch_configs import (
+    GemmKey,
+    TunedLaunchConfigs,
+    filter_by_candidates,
+    parse_key,
+)
 
 _log = log.get_logger(__name__)
 
@@ -91,5 +96,5 @@ def _supported_configs(
 ) -> dict[GemmKey, tuple[int, ...]]:
     supported: dict[GemmKey, tuple[int, ...]] = {}
     for module in registry.implementations(op).values():
-        supported |= filter_supported(module, configs)
+        supported |= filter_by_candidates(module, configs)
     return supported

@@ -184,7 +184,7 @@ def assign_logit_rows(schedule: Schedule) -> StepLogitRows:
         if computed == seq.length:
             if seq.beam_search is not None:
                 rows.beam_rows.setdefault(id(seq.beam_search), []).append((seq, start + count - 1))
-            elif Scheduler.seq_needs_sampling(seq):
+            elif Scheduler.has_tokens_left_to_sample(seq):
                 for sampled in (seq, *schedule.forks.get(seq, ())):
                     rows.seqs.append(sampled)
                     rows.sample_rows.append(start + count - 1)
