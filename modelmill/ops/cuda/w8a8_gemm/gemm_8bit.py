@@ -49,14 +49,19 @@ def unavailable_reason(device_type: str) -> str | None:
     )
 
 
-def gemm_support_range(m: tuple[int, int], **more: Any) -> GemmSupportRange:
+def gemm_support_range(
+    m: tuple[int, int],
+    *,
+    out_dtypes: tuple[torch.dtype, ...] = tuple(OUTPUT_MACROS),
+    **more: Any,
+) -> GemmSupportRange:
     """Products of so many rows that the kernel serves; ``more``: other fields of the range."""
     return GemmSupportRange(
         m=m,
         **{"n_multiple": 8} | more,
         k_multiple=16,
         dtypes=tuple(INPUT_MACROS),
-        out_dtypes=tuple(OUTPUT_MACROS),
+        out_dtypes=out_dtypes,
         scale_dtypes=(torch.float32,),
     )
 
