@@ -184,7 +184,7 @@ class ReactAnswerParser(AnswerParser):
         """
         super().__init__(tools, output)
         self._lead = ""
-        self._mode = self._scan_thought if thinking else self._detect_thought_start
+        self._mode = self._detect_begun_thought if thinking else self._detect_thought_start
         if schema and tools:
             self._mode = self._detect_json_schema_content
         self._added_chars = 0  # characters at the head of the buffer that the model did not write
@@ -228,13 +228,28 @@ class ReactAnswerParser(AnswerParser):
             self._buffer = self._buffer[place:]
             self._mode = self._scan_thought
         elif text.startswith((ACTION_LABEL, FINAL_ANSWER_LABEL)):
-            self._lead = self._buffer[: len(self._buffer) - len(text)]
-            self._buffer = "\n" + text
-            self._mode = self._scan_thought
-            self._added_chars = 1
+            self._enter_empty_thought(text)
         else:
             self._mode = self._scan_content
         return True
+
+    def _detect_begun_thought(self) -> bool:
+        """Detect whether the thought that the prompt has begun is empty."""
+        text = self._buffer.lstrip()
+        if any(label.startswith(text) for label in (ACTION_LABEL, FINAL_ANSWER_LABEL)):
+            return False
+        if text.startswith((ACTION_LABEL, FINAL_ANSWER_LABEL)):
+            self._enter_empty_thought(text)
+        else:
+            self._mode = self._scan_thought
+        return True
+
+    def _enter_empty_thought(self, text: str) -> None:
+        """Scan a text that begins with a label as one on a line of its own."""
+        self._lead = self._buffer[: len(self._buffer) - len(text)]
+        self._buffer = "\n" + text
+        self._mode = self._scan_thought
+        self._added_chars = 1
 
     def _scan_thought(self) -> bool:
         """Buffer all of it until it is known whether a call follows."""

@@ -182,3 +182,27 @@ def test_arguments_that_a_limit_cut_off_stay_open(
         texts = [text[at : at + size] for at in range(0, len(text), size)]
         pieces = [*(piece for each in texts for piece in parser.push(each)), *parser.flush(is_cut)]
         assert [each.arguments for each in collect_answer(pieces).calls] == [arguments]
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("written", ["", " ", "\n", " I need it.\n"])
+def test_a_call_behind_a_thought_that_the_prompt_has_begun(written: str, size: int) -> None:
+    text = f'{written}Action: f\nAction Input: {{"a": 1}}'
+    parser = make_answer_parser(load_chat_syntax("qwen_react"), {"f": {}}, continues=True)
+    pieces = [p for at in range(0, len(text), size) for p in parser.push(text[at : at + size])]
+    answer = collect_answer([*pieces, *parser.flush()])
+    assert [(call.name, call.arguments) for call in answer.calls] == [("f", '{"a": 1}')]
+    assert answer.content == written.strip()
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [("Final Answer: Yes", "Yes"), (" Act", " Act"), ("", ""), (" Actions", " Actions")],
+)
+def test_no_call_behind_a_thought_that_the_prompt_has_begun(
+    text: str, content: str, size: int
+) -> None:
+    parser = make_answer_parser(load_chat_syntax("qwen_react"), {"f": {}}, continues=True)
+    pieces = [p for at in range(0, len(text), size) for p in parser.push(text[at : at + size])]
+    assert collect_answer([*pieces, *parser.flush()]).content == content
